@@ -1,0 +1,1 @@
+#include "forebay/arena.h"

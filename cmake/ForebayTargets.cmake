@@ -1,0 +1,60 @@
+# forebay_layer, forebay_executable and forebay_test: the three ways a target is made here.
+
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
+set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
+
+# What every target of ours is compiled with. -ffp-contract=off: each fused multiply-add is written out, so that the
+# bits do not depend on the compiler's mood (ARCHITECTURE.md, "One bit pattern").
+add_library(forebay_flags INTERFACE)
+target_compile_features(forebay_flags INTERFACE cxx_std_20)
+target_compile_options(forebay_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -ffp-contract=off)
+if(FOREBAY_WERROR)
+  target_compile_options(forebay_flags INTERFACE -Werror)
+endif()
+if(FOREBAY_SANITIZE)
+  target_compile_options(forebay_flags INTERFACE -fsanitize=${FOREBAY_SANITIZE} -fno-omit-frame-pointer)
+  target_link_options(forebay_flags INTERFACE -fsanitize=${FOREBAY_SANITIZE})
+endif()
+find_package(Threads REQUIRED)
+target_link_libraries(forebay_flags INTERFACE Threads::Threads)
+
+# forebay_layer(NAME [CORE] SOURCES a.cc ... [DEPENDS lower_layer ...] [LINK third_party ...])
+# One layer: an object library forebay_NAME with the include/ directory beside its CMakeLists.txt. It sees the headers
+# of the layers it depends on and no others. CORE: may run inside another program's allocation call, so no exceptions
+# and no RTTI.
+function(forebay_layer name)
+  cmake_parse_arguments(ARG "CORE" "" "SOURCES;DEPENDS;LINK" ${ARGN})
+  add_library(forebay_${name} OBJECT ${ARG_SOURCES})
+  set_target_properties(forebay_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(forebay_${name} PUBLIC
+    "$<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+  foreach(lower IN LISTS ARG_DEPENDS)
+    target_include_directories(forebay_${name} PUBLIC
+      "$<TARGET_PROPERTY:forebay_${lower},INTERFACE_INCLUDE_DIRECTORIES>")
+  endforeach()
+  target_link_libraries(forebay_${name} PRIVATE forebay_flags ${ARG_LINK})
+  if(ARG_CORE)
+    target_compile_options(forebay_${name} PRIVATE -fno-exceptions -fno-rtti)
+  endif()
+  set_property(GLOBAL APPEND PROPERTY FOREBAY_LAYERS ${name})
+  install(DIRECTORY include/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" OPTIONAL)
+endfunction()
+
+# forebay_test(name SOURCES a.cc ... [LABELS unit ...] [LINK extra ...])
+# One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root.
+function(forebay_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LABELS;LINK" ${ARGN})
+  if(NOT ARG_LABELS)
+    set(ARG_LABELS unit)
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests")
+  target_link_libraries(${name} PRIVATE forebay_flags forebay ${ARG_LINK} GTest::gtest_main)
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60
+    PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
+endfunction()

@@ -1,0 +1,36 @@
+// Ranks as threads of one process: the reference Communicator, used by tests, by single-process runs and wherever
+// several ranks share one device.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "forebay/communicator.h"
+#include "forebay/host_clock.h"
+#include "forebay/kernels.h"
+
+namespace forebay {
+
+struct LocalOptions {
+  std::chrono::milliseconds deadline{60'000};  // Of every operation, measured on `clock`.
+  HostClock* clock = nullptr;                  // Not owned; the ranks' backends share it. Null: a real one of its own.
+  // Modelled link, for a virtual clock: each operation takes latency + bytes sent / bandwidth. 0: takes no time.
+  std::chrono::nanoseconds latency{0};
+  double bytes_per_second = 0;
+  // Faults by script, counted over data operations of one rank from 0: that rank returns `fault` at that operation.
+  int fault_rank = -1;
+  std::uint64_t fault_operation = 0;
+  Status fault;
+};
+
+// The meeting place of `size` ranks. Shared by the communicators it hands out, each of which keeps it alive.
+class LocalGroup {
+ public:
+  static std::shared_ptr<LocalGroup> create(int size, LocalOptions options = {});
+  virtual ~LocalGroup() = default;
+
+  // The communicator of `rank`, on that rank's backend and kernels. Once per rank.
+  virtual Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend, Kernels& kernels) = 0;
+};
+
+}  // namespace forebay

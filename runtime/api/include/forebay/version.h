@@ -1,0 +1,9 @@
+// The version of this library, as built.
+#pragma once
+
+namespace forebay {
+
+// "0.1.0".
+const char* version() noexcept;
+
+}  // namespace forebay

@@ -1,0 +1,12 @@
+// One-line messages on stderr for people: what a library says when nobody asked. Level by FOREBAY_LOG
+// (error | warning | info | debug; default warning). Never inside an allocation path.
+#pragma once
+
+namespace forebay {
+
+enum class LogLevel : int { kError = 0, kWarning, kInfo, kDebug };
+
+// Writes "forebay: message\n" in one write call if `level` is enabled.
+__attribute__((format(printf, 2, 3))) void log(LogLevel level, const char* format, ...) noexcept;
+
+}  // namespace forebay

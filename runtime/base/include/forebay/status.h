@@ -1,0 +1,87 @@
+// Status and Result: how an operating error travels through forebay.
+//
+// A Status is a code and a message of three parts: what was asked, what was found, what to try. The layers below
+// the engine return it; the engine and the API throw it as an Error (error.h). An ok Status owns no memory.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "forebay/check.h"
+
+namespace forebay {
+
+enum class StatusCode : int {
+  kOk = 0,
+  kInvalidArgument,  // The caller asked for something that can never work.
+  kOutOfMemory,      // Less memory than was asked for; retry after freeing some.
+  kUnsupported,      // This build or this device cannot do it.
+  kUnavailable,      // Could work, but what it needs is not there now (no driver, no peer).
+  kIoError,          // A file or a socket failed.
+  kTimeout,          // A deadline passed.
+  kPeerLost,         // Another rank failed or left.
+  kCorruption,       // Bytes are not what they should be (checksum, truncation).
+  kInternal,         // A defect in forebay or in what it was given to run.
+};
+
+// The enumerator's name, e.g. "kOutOfMemory".
+const char* status_code_name(StatusCode code) noexcept;
+
+class [[nodiscard]] Status {
+ public:
+  Status() noexcept = default;
+  Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+
+  bool ok() const noexcept { return code_ == StatusCode::kOk; }
+  StatusCode code() const noexcept { return code_; }
+  const std::string& message() const noexcept { return message_; }
+
+  // "kOutOfMemory: cannot reserve ...", or "kOk".
+  std::string to_string() const;
+
+  // The same code with `context` and ": " in front of the message.
+  Status with_context(const std::string& context) const;
+
+ private:
+  StatusCode code_ = StatusCode::kOk;
+  std::string message_;
+};
+
+// A value, or the Status that says why there is none.
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}            // NOLINT: implicit on purpose
+  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {      // NOLINT: implicit on purpose
+    FOREBAY_CHECK(!std::get_if<1>(&state_)->ok(), "a Result needs a value or an error");
+  }
+
+  bool ok() const noexcept { return state_.index() == 0; }
+  Status status() const { return ok() ? Status() : *std::get_if<1>(&state_); }
+
+  T& value() & {
+    FOREBAY_CHECK(ok(), "value() of a failed Result");
+    return *std::get_if<0>(&state_);
+  }
+  const T& value() const& {
+    FOREBAY_CHECK(ok(), "value() of a failed Result");
+    return *std::get_if<0>(&state_);
+  }
+  T&& value() && {
+    FOREBAY_CHECK(ok(), "value() of a failed Result");
+    return std::move(*std::get_if<0>(&state_));
+  }
+
+ private:
+  std::variant<T, Status> state_;
+};
+
+}  // namespace forebay
+
+// Returns early with the Status of `expression` unless it is ok.
+#define FOREBAY_RETURN_IF_ERROR(expression)                                     \
+  do {                                                                          \
+    if (::forebay::Status forebay_status_ = (expression); !forebay_status_.ok()) \
+      return forebay_status_;                                                   \
+  } while (false)

@@ -1,0 +1,42 @@
+#include "forebay/log.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <unistd.h>
+
+namespace forebay {
+namespace {
+
+LogLevel enabled_level() noexcept {
+  const char* value = std::getenv("FOREBAY_LOG");
+  if (value == nullptr) return LogLevel::kWarning;
+  if (std::strcmp(value, "error") == 0) return LogLevel::kError;
+  if (std::strcmp(value, "info") == 0) return LogLevel::kInfo;
+  if (std::strcmp(value, "debug") == 0) return LogLevel::kDebug;
+  return LogLevel::kWarning;
+}
+
+}  // namespace
+
+void log(LogLevel level, const char* format, ...) noexcept {
+  static const LogLevel enabled = enabled_level();
+  if (level > enabled) return;
+  constexpr char kPrefix[] = "forebay: ";
+  constexpr int kPrefixLength = sizeof(kPrefix) - 1;
+  char line[1024];
+  std::memcpy(line, kPrefix, kPrefixLength);
+  va_list arguments;
+  va_start(arguments, format);
+  const int written = std::vsnprintf(line + kPrefixLength, sizeof(line) - kPrefixLength - 1, format, arguments);
+  va_end(arguments);
+  if (written < 0) return;
+  int length = kPrefixLength + std::min<int>(written, sizeof(line) - kPrefixLength - 2);
+  line[length++] = '\n';
+  [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, line, static_cast<std::size_t>(length));
+}
+
+}  // namespace forebay

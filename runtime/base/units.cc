@@ -1,0 +1,47 @@
+#include "forebay/units.h"
+
+#include <cctype>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace forebay {
+
+std::string format_bytes(std::uint64_t bytes) {
+  constexpr const char* kNames[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(bytes);
+  int index = 0;
+  while (value >= 1024.0 && index < 5) {
+    value /= 1024.0;
+    ++index;
+  }
+  char text[32];
+  std::snprintf(text, sizeof(text), index == 0 ? "%.0f %s" : "%.2f %s", value, kNames[index]);
+  return text;
+}
+
+bool parse_bytes(const char* text, std::uint64_t* bytes) {
+  if (text == nullptr || !std::isdigit(static_cast<unsigned char>(text[0]))) return false;
+  char* end = nullptr;
+  const double number = std::strtod(text, &end);
+  while (*end == ' ') ++end;
+  struct Suffix {
+    const char* name;
+    double factor;
+  };
+  constexpr Suffix kSuffixes[] = {
+      {"", 1},          {"B", 1},         {"K", 1024.0},          {"KiB", 1024.0},      {"KB", 1e3},
+      {"M", 1048576.0}, {"MiB", 1048576.0}, {"MB", 1e6},          {"G", 1073741824.0},  {"GiB", 1073741824.0},
+      {"GB", 1e9},      {"T", 1099511627776.0}, {"TiB", 1099511627776.0}, {"TB", 1e12}};
+  for (const Suffix& suffix : kSuffixes) {
+    if (std::strcmp(end, suffix.name) != 0) continue;
+    const double value = number * suffix.factor;
+    if (!(value >= 0) || value >= 18446744073709551616.0) return false;
+    *bytes = static_cast<std::uint64_t>(value);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace forebay

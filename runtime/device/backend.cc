@@ -1,0 +1,1 @@
+#include "forebay/backend.h"

@@ -1,0 +1,1 @@
+#include "forebay/host_clock.h"
