@@ -1,0 +1,196 @@
+// Engine: the Units of a model, their placement under a ZeRO stage, and the training step.
+//
+// The trainer describes its model (add_unit, add_parameter), reads the plan, commits, gives initial values, and then per
+// step leases each unit forward and backward; the engine gathers, reduces, clips, checks and updates. Whatever the
+// stage, the bucket size or the overlap, the resulting bits are the same at a given number of ranks.
+//
+//   engine.step_begin();
+//   for each micro-step i: engine.micro_step_begin(i);
+//     for each unit u:            { Lease w = engine.forward(u, stream);  ... kernels on w.parameter(p) ... }
+//     for each unit u, last first: { Lease w = engine.backward(u, stream); ... write w.gradient(p) ... }
+//   StepResult result = engine.step(hyperparameters);
+//
+// Order:   units execute in the order of registration; skip(unit) says that this rank does not use one in this
+//          micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+// Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() waits for the
+//          reductions, because the exchange of norms is its commit point.
+// Threads: one thread drives an Engine. Errors are thrown as Error; after one the engine is failed and says so.
+// Source:  Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/arena.h"
+#include "forebay/backend.h"
+#include "forebay/communicator.h"
+#include "forebay/kernels.h"
+#include "forebay/plan.h"
+
+namespace forebay {
+
+using UnitId = int;  // Index in order of registration.
+
+struct ParameterId {
+  UnitId unit = 0;
+  int index = 0;  // In order of registration within the unit.
+  friend bool operator==(ParameterId, ParameterId) = default;
+};
+
+struct LossScaleOptions {
+  double initial = 65536.0;   // fp16 only; other types use 1 throughout.
+  int growth_interval = 2000; // Applied steps in a row after which the scale doubles.
+  double minimum = 1.0;
+};
+
+struct EngineOptions {
+  int stage = 0;
+  DataType dtype = DataType::kFloat32;
+  int micro_steps = 1;
+  Accumulate accumulate = Accumulate::kShard;
+  std::uint64_t bucket_bytes = 16u << 20;
+  bool overlap = true;               // False: every collective is waited for where it is issued. Same bits.
+  std::uint64_t memory_bytes = 0;    // Device budget of this rank; 0: what the backend has.
+  double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
+  LossScaleOptions loss_scale;
+  // More "name, value" pairs that must be the same on every rank; commit() names the first that differs.
+  std::vector<std::pair<std::string, std::string>> agreement;
+};
+
+struct GroupHyperparameters {
+  double lr = 1e-3;
+  double weight_decay = 0.0;
+};
+
+struct Hyperparameters {
+  std::vector<GroupHyperparameters> groups;  // By parameter group.
+  double clip = 0.0;                         // Largest global gradient norm; 0: no clipping.
+  double metric = 0.0;                       // This rank's value (its loss, say); summed over ranks in StepResult.
+};
+
+struct StepResult {
+  bool skipped = false;             // A gradient was not finite; nothing changed but the loss scale.
+  std::optional<double> grad_norm;  // Global, unscaled, before clipping; none when skipped.
+  double loss_scale = 1.0;          // What this step used.
+  double metric_sum = 0.0;          // Hyperparameters::metric over ranks, added in rank order.
+};
+
+struct EngineStatistics {
+  PoolBytes peak;                    // Live bytes, by pool.
+  PoolBytes planned;
+  std::uint64_t peak_reserved_bytes = 0;
+  std::uint64_t planned_reserved_bytes = 0;
+  WireBytes planned_wire_per_step;
+  WireBytes traffic;                 // Payload of this engine's steps so far.
+  std::uint64_t attempted_steps = 0;
+  std::uint64_t applied_steps = 0;
+  std::uint64_t gather_count = 0;    // Units gathered (stage 3).
+};
+
+class Engine;
+
+// The right to read a gathered unit, and in the backward pass to write its gradients. Move-only; ends with its scope,
+// in stream order.
+class Lease {
+ public:
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&& other) noexcept;
+  ~Lease();
+
+  // The unit's `index`-th parameter, in the engine's dtype; past its own come the tied ones. The address is the same for
+  // the engine's life. Not for a unit whose backward does not read parameters, in backward.
+  DevicePtr parameter(int index) const;
+
+  // Backward only: where to write the gradient of `index`. `*accumulate` says how: false "=", true "+=" (in the
+  // engine's dtype). A trainable parameter whose gradient is not asked for counts as zero. Null for a frozen one.
+  DevicePtr gradient(int index, bool* accumulate);
+
+  // Backward only, optional: this gradient is complete in stream order. Any order; ending the lease completes all.
+  void grad_ready(int index);
+
+ private:
+  friend class Engine;
+  Lease(Engine* engine, UnitId unit, Stream stream, bool backward);
+
+  Engine* engine_ = nullptr;
+  UnitId unit_ = 0;
+  Stream stream_;
+  bool backward_ = false;
+};
+
+class Engine {
+ public:
+  // Requires: all three outlive the engine; `kernels` and `communicator` run on `backend`.
+  Engine(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // --- describe, before commit ---
+  UnitId add_unit(const std::string& name, bool backward_reads_parameters = true);
+  ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
+                            bool frozen = false);
+  // `unit` uses `parameter` of an earlier unit too: its index in leases of `unit` is returned.
+  int tie(UnitId unit, ParameterId parameter);
+  // Bytes the trainer will use of activations(): declared so that the plan is whole.
+  void declare_activations(std::uint64_t bytes);
+
+  const ModelShape& model() const;
+  // Works before commit and allocates nothing.
+  Plan plan() const;
+  // Compares plan and agreement over the ranks, checks the budget, allocates everything. Collective.
+  // Errors: kOutOfMemory naming the largest pool and the options that change it; kInvalidArgument naming what differs
+  //         between which ranks.
+  void commit();
+
+  // --- values; full parameters in fp32, the same on every rank ---
+  void set_parameter(ParameterId parameter, std::span<const float> values);
+  // The fp32 master weights (a frozen parameter's value widened). Collective.
+  std::vector<float> get_parameter(ParameterId parameter);
+  // Visits the masters of all parameters in order of registration. Collective; holds one unit in host memory.
+  void visit_parameters(const std::function<void(const ParameterShape&, std::span<const float>)>& visitor);
+  // XXH3-128 over the fp32 masters in order of registration, padding left out, as 32 hex digits. Collective.
+  std::string digest();
+
+  // The declared activation memory, from this rank's device.
+  DevicePtr activations() const;
+
+  // --- the step ---
+  void step_begin();
+  void micro_step_begin(int index);
+  Lease forward(UnitId unit, Stream stream);
+  Lease backward(UnitId unit, Stream stream);
+  // In the forward pass: this rank does not use `unit` in this micro-step. It contributes zeros; a unit that every
+  // rank skips in every micro-step keeps its weights, m and v.
+  void skip(UnitId unit);
+  // What the trainer multiplies its loss by (1 except for fp16).
+  double loss_scale() const;
+  StepResult step(const Hyperparameters& hyperparameters);
+
+  // --- training state ---
+  // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state` (opaque; the data cursor, say).
+  // Written to a temporary name, synced, checksummed, renamed: a kill at any moment leaves the last saved state.
+  // Collective.
+  void save_state(const std::string& directory, const std::string& trainer_state);
+  // Loads the latest saved state, at any number of ranks and any stage; returns trainer_state. Collective.
+  // Errors: kIoError (nothing there), kCorruption (truncated, changed), kInvalidArgument (another model).
+  std::string load_state(const std::string& directory);
+
+  EngineStatistics statistics() const;
+  const EngineOptions& options() const;
+  std::uint64_t attempted_steps() const;
+  std::uint64_t applied_steps() const;
+
+ private:
+  friend class Lease;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace forebay
