@@ -1,0 +1,50 @@
+// What every rank must agree on before bytes move: the fingerprint of an operation. A mismatch becomes an
+// error that names both ranks and what each of them issued; without it, it would be a hang or a buffer
+// overrun.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "forebay/data_type.h"
+#include "forebay/status.h"
+
+namespace forebay::internal {
+
+enum class Operation : std::uint32_t {
+  kReduceScatter = 1,
+  kAllGather,
+  kExchange,
+  kBarrier,
+  kSplit,
+  kSend,
+  kRecv
+};
+
+// Travels between processes as it is: fixed-size fields, no padding, and only between machines of one byte
+// order.
+struct Fingerprint {
+  std::uint64_t sequence = 0;  // Of its plane on its communicator, from 0.
+  std::uint64_t count = 0;     // Elements of one slice for reduce_scatter; bytes otherwise.
+  std::uint32_t operation = 0;
+  std::uint32_t type = 0;  // DataType for reduce_scatter, 0 otherwise.
+
+  friend bool operator==(const Fingerprint&, const Fingerprint&) = default;
+};
+static_assert(sizeof(Fingerprint) == 24);
+
+// "reduce_scatter".
+const char* operation_name(Operation operation) noexcept;
+
+// "reduce_scatter of 512 bf16 (operation 7)".
+std::string describe(const Fingerprint& fingerprint);
+
+// The error of two ranks that issued different things.
+Status mismatch(int rank, const Fingerprint& fingerprint, int other_rank, const Fingerprint& other);
+
+// "rank 3", "ranks 1, 2 and 5".
+std::string rank_list(const std::vector<int>& ranks);
+
+}  // namespace forebay::internal

@@ -1,0 +1,576 @@
+#include "forebay/local_communicator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+#include "fingerprint.h"
+#include "forebay/stream_call.h"
+
+namespace forebay {
+namespace {
+
+using internal::Fingerprint;
+using internal::Operation;
+
+// One operation of one rank, as its peers see it: slice `r` for rank r is at source + r * source_stride, and
+// what comes from rank r goes to target + r * target_stride. A source stride of 0 gives every rank the same
+// slice.
+struct Piece {
+  const std::byte* source = nullptr;
+  std::size_t source_stride = 0;
+  std::byte* target = nullptr;
+  std::size_t target_stride = 0;
+  std::size_t bytes = 0;
+  bool keep_own = false;  // The own slice belongs at its place in `target` too.
+};
+
+// All ranks in one operation. They arrive, then copy from each other, then leave once all have copied, so
+// that a source may be written again by whatever is queued next.
+struct Round {
+  explicit Round(int size)
+      : arrived(static_cast<std::size_t>(size)),
+        copied(static_cast<std::size_t>(size)),
+        fingerprints(static_cast<std::size_t>(size)),
+        pieces(static_cast<std::size_t>(size)) {}
+
+  std::vector<char> arrived;
+  std::vector<char> copied;
+  std::vector<Fingerprint> fingerprints;
+  std::vector<Piece> pieces;
+  int arrived_count = 0;
+  int copying_count = 0;  // Ranks inside memcpy now; nobody leaves while there are any, failed or not.
+  int copied_count = 0;
+  int left_count = 0;
+};
+
+// A send that waits for its recv.
+struct Message {
+  const std::byte* source;
+  std::size_t bytes;
+  bool taken = false;
+  bool copying = false;
+  bool done = false;
+};
+
+enum Plane : int { kDataPlane, kControlPlane, kPlaneCount };
+
+// The state that all ranks share, under the clock's mutex.
+class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_this<LocalGroupImpl> {
+ public:
+  // `own_clock` may be null when options.clock is not; split groups share their parent's.
+  LocalGroupImpl(int size, LocalOptions options, std::shared_ptr<HostClock> own_clock)
+      : size_(size),
+        options_(std::move(options)),
+        own_clock_(std::move(own_clock)),
+        clock_(options_.clock != nullptr ? *options_.clock : *own_clock_),
+        members_(static_cast<std::size_t>(size)) {}
+
+  Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend, Kernels& kernels) override;
+
+  int size() const noexcept { return size_; }
+  const LocalOptions& options() const noexcept { return options_; }
+
+  Status status() {
+    const std::lock_guard lock(clock_.mutex());
+    return failure_;
+  }
+
+  void fail(Status cause) {
+    const std::lock_guard lock(clock_.mutex());
+    fail_locked(std::move(cause));
+  }
+
+  Traffic traffic(int rank) {
+    const std::lock_guard lock(clock_.mutex());
+    return member(rank).traffic;
+  }
+
+  // A data operation of `rank` was queued; finish_operation follows when it has run, or could not be queued
+  // after all.
+  void begin_operation(int rank) {
+    const std::lock_guard lock(clock_.mutex());
+    ++member(rank).outstanding_count;
+  }
+  void finish_operation(int rank) {
+    const std::lock_guard lock(clock_.mutex());
+    --member(rank).outstanding_count;
+    clock_.notify();
+  }
+
+  // `rank`'s communicator is destroyed: peers that wait for an operation it never issued learn that now.
+  void close(int rank) noexcept {
+    const std::lock_guard lock(clock_.mutex());
+    member(rank).closed = true;
+    clock_.notify();
+  }
+
+  Status run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece);
+  Status send(int rank, int peer, std::uint32_t tag, const std::byte* source, std::size_t bytes);
+  Status recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes);
+
+  // The group of the ranks of `color` in the split that had control sequence `sequence`.
+  std::shared_ptr<LocalGroupImpl> split_group(std::uint64_t sequence, int color, int member_count);
+
+ private:
+  struct Member {
+    bool taken = false;
+    bool closed = false;
+    std::uint64_t outstanding_count = 0;  // Data operations queued and not run yet.
+    Traffic traffic;
+  };
+  struct Split {
+    std::shared_ptr<LocalGroupImpl> group;
+    int remaining_count;
+  };
+
+  Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
+
+  void fail_locked(Status cause) {
+    if (failure_.ok()) failure_ = std::move(cause);
+    clock_.notify();
+  }
+
+  // Saturating, so that a deadline of "never" stays one.
+  HostClock::Nanoseconds after(HostClock::Nanoseconds start, HostClock::Nanoseconds duration) const {
+    return duration > HostClock::kNever - start ? HostClock::kNever : start + duration;
+  }
+  HostClock::Nanoseconds deadline() {
+    const auto limit = std::chrono::duration_cast<std::chrono::milliseconds>(HostClock::kNever);
+    if (options_.deadline >= limit) return HostClock::kNever;
+    return after(clock_.now(), options_.deadline);
+  }
+
+  // True when `rank` will never issue what others wait for.
+  bool gone(Plane plane, int rank) {
+    const Member& peer = member(rank);
+    return peer.closed && (plane == kControlPlane || peer.outstanding_count == 0);
+  }
+
+  // The first rank that is not in `present` and never will be, or -1.
+  int first_gone(Plane plane, const std::vector<char>& present) {
+    for (int r = 0; r < size_; ++r) {
+      if (!present[static_cast<std::size_t>(r)] && gone(plane, r)) return r;
+    }
+    return -1;
+  }
+
+  // Waits until all ranks are marked in `present`. Fails the group when that cannot happen.
+  Status await_all(std::unique_lock<std::mutex>& lock, Plane plane, int rank, const Fingerprint& fingerprint,
+                   const std::vector<char>& present, const int& present_count,
+                   HostClock::Nanoseconds deadline);
+
+  // Lets the modelled link's time for `bytes` pass. Returns early when the group fails.
+  void pass_link_time(std::unique_lock<std::mutex>& lock, HostClock::Nanoseconds start, std::uint64_t bytes);
+
+  Status timeout(int rank, const std::string& what, const std::vector<int>& missing) const {
+    return Status(StatusCode::kTimeout, what + " on rank " + std::to_string(rank) + ": " +
+                                            internal::rank_list(missing) + " did not come within " +
+                                            std::to_string(options_.deadline.count()) +
+                                            " ms; look at what they do, or raise the deadline");
+  }
+  Status lost(int rank, const std::string& what, int peer) const {
+    return Status(StatusCode::kPeerLost, what + " on rank " + std::to_string(rank) + ": rank " +
+                                             std::to_string(peer) +
+                                             " has left the communicator; see why it ended");
+  }
+
+  const int size_;
+  const LocalOptions options_;
+  // Shared with the groups split from this one, which may outlive it.
+  const std::shared_ptr<HostClock> own_clock_;
+  HostClock& clock_;
+
+  // Guarded by clock_.mutex().
+  Status failure_;
+  std::vector<Member> members_;
+  std::map<std::uint64_t, Round> rounds_[kPlaneCount];
+  std::map<std::tuple<int, int, std::uint32_t>, std::deque<Message*>> messages_;  // (source, target, tag)
+  std::map<std::pair<std::uint64_t, int>, Split> splits_;
+};
+
+Status LocalGroupImpl::await_all(std::unique_lock<std::mutex>& lock, Plane plane, int rank,
+                                 const Fingerprint& fingerprint, const std::vector<char>& present,
+                                 const int& present_count, HostClock::Nanoseconds deadline) {
+  const auto ready = [&] {
+    return present_count == size_ || !failure_.ok() || first_gone(plane, present) >= 0;
+  };
+  const bool in_time = clock_.wait(lock, ready, deadline);
+  if (!failure_.ok()) return failure_;
+  if (present_count == size_) return {};
+  if (in_time) {
+    fail_locked(lost(rank, describe(fingerprint), first_gone(plane, present)));
+  } else {
+    std::vector<int> missing;
+    for (int r = 0; r < size_; ++r) {
+      if (!present[static_cast<std::size_t>(r)]) missing.push_back(r);
+    }
+    fail_locked(timeout(rank, describe(fingerprint), missing));
+  }
+  return failure_;
+}
+
+void LocalGroupImpl::pass_link_time(std::unique_lock<std::mutex>& lock, HostClock::Nanoseconds start,
+                                    std::uint64_t bytes) {
+  HostClock::Nanoseconds duration = options_.latency;
+  if (options_.bytes_per_second > 0) {
+    duration +=
+        HostClock::Nanoseconds(std::llround(static_cast<double>(bytes) / options_.bytes_per_second * 1e9));
+  }
+  if (duration.count() <= 0) return;
+  clock_.wait(
+      lock, [&] { return !failure_.ok(); }, after(start, duration));
+}
+
+Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece) {
+  const auto me = static_cast<std::size_t>(rank);
+  const HostClock::Nanoseconds limit = deadline();
+  std::unique_lock lock(clock_.mutex());
+  if (!failure_.ok()) return failure_;
+
+  Round& round = rounds_[plane].try_emplace(fingerprint.sequence, size_).first->second;
+  for (int r = 0; r < size_; ++r) {
+    if (round.arrived[static_cast<std::size_t>(r)] &&
+        round.fingerprints[static_cast<std::size_t>(r)] != fingerprint) {
+      fail_locked(internal::mismatch(rank, fingerprint, r, round.fingerprints[static_cast<std::size_t>(r)]));
+      return failure_;
+    }
+  }
+  round.fingerprints[me] = fingerprint;
+  round.pieces[me] = piece;
+  round.arrived[me] = 1;
+  ++round.arrived_count;
+  clock_.notify();
+
+  Status status = await_all(lock, plane, rank, fingerprint, round.arrived, round.arrived_count, limit);
+  if (status.ok() && size_ > 1) {
+    lock.unlock();
+    const HostClock::Nanoseconds start = clock_.now();
+    lock.lock();
+    pass_link_time(lock, start, piece.bytes * static_cast<std::uint64_t>(size_ - 1));
+    status = failure_;
+  }
+  if (status.ok()) {
+    ++round.copying_count;
+    lock.unlock();
+    // Each rank starts with its right neighbour, so that no source is read by all at once. `pieces` does not
+    // change any more: every rank has arrived.
+    for (int step = 1; step < size_; ++step) {
+      const auto peer = static_cast<std::size_t>((rank + step) % size_);
+      if (piece.bytes == 0) break;
+      const Piece& theirs = round.pieces[peer];
+      std::memcpy(piece.target + peer * piece.target_stride, theirs.source + me * theirs.source_stride,
+                  piece.bytes);
+    }
+    if (piece.keep_own && piece.bytes > 0 && piece.target + me * piece.target_stride != piece.source) {
+      std::memcpy(piece.target + me * piece.target_stride, piece.source, piece.bytes);
+    }
+    lock.lock();
+    --round.copying_count;
+    if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
+      for (int r = 0; r < size_; ++r) {
+        if (r == rank) continue;
+        member(r).traffic.sent_bytes += piece.bytes;
+        member(rank).traffic.received_bytes += piece.bytes;
+      }
+    }
+    round.copied[me] = 1;
+    ++round.copied_count;
+    clock_.notify();
+    status = await_all(lock, plane, rank, fingerprint, round.copied, round.copied_count, limit);
+  }
+  // A failed round too lets go of its sources only when nobody reads them: a copy that has begun is not
+  // interrupted.
+  clock_.wait(lock, [&] { return round.copying_count == 0; });
+  if (++round.left_count == size_) rounds_[plane].erase(fingerprint.sequence);
+  return status;
+}
+
+Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::byte* source,
+                            std::size_t bytes) {
+  const HostClock::Nanoseconds limit = deadline();
+  const std::string what = "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) +
+                           " with tag " + std::to_string(tag);
+  Message message{source, bytes};
+  std::unique_lock lock(clock_.mutex());
+  if (!failure_.ok()) return failure_;
+  std::deque<Message*>& queue = messages_[{rank, peer, tag}];
+  queue.push_back(&message);
+  clock_.notify();
+
+  const auto ready = [&] {
+    return message.done || !failure_.ok() || (!message.taken && gone(kDataPlane, peer));
+  };
+  const bool in_time = clock_.wait(lock, ready, limit);
+  if (!message.done && failure_.ok()) {
+    fail_locked(in_time ? lost(rank, what, peer) : timeout(rank, what, {peer}));
+  }
+  clock_.wait(lock, [&] { return !message.copying; });
+  if (!message.taken) std::erase(queue, &message);
+  return message.done ? Status() : failure_;
+}
+
+Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes) {
+  const HostClock::Nanoseconds limit = deadline();
+  const std::string what = "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) +
+                           " with tag " + std::to_string(tag);
+  std::unique_lock lock(clock_.mutex());
+  if (!failure_.ok()) return failure_;
+  std::deque<Message*>& queue = messages_[{peer, rank, tag}];
+  const auto ready = [&] { return !queue.empty() || !failure_.ok() || gone(kDataPlane, peer); };
+  const bool in_time = clock_.wait(lock, ready, limit);
+  if (!failure_.ok()) return failure_;
+  if (queue.empty()) {
+    fail_locked(in_time ? lost(rank, what, peer) : timeout(rank, what, {peer}));
+    return failure_;
+  }
+
+  Message& message = *queue.front();
+  if (message.bytes != bytes) {
+    fail_locked(Status(StatusCode::kInvalidArgument,
+                       what + " on rank " + std::to_string(rank) + ", but rank " + std::to_string(peer) +
+                           " sends " + std::to_string(message.bytes) + " bytes; give both the same size"));
+    return failure_;
+  }
+  message.taken = true;
+  message.copying = true;  // From here on the sender stays, so that `message` does too.
+  queue.pop_front();
+  lock.unlock();
+  const HostClock::Nanoseconds start = clock_.now();
+  lock.lock();
+  pass_link_time(lock, start, bytes);
+  const bool copies = failure_.ok();
+  lock.unlock();
+  if (copies && bytes > 0) std::memcpy(target, message.source, bytes);
+  lock.lock();
+  if (copies) {
+    member(peer).traffic.sent_bytes += bytes;
+    member(rank).traffic.received_bytes += bytes;
+    message.done = true;
+  }
+  message.copying = false;
+  clock_.notify();
+  return copies ? Status() : failure_;
+}
+
+std::shared_ptr<LocalGroupImpl> LocalGroupImpl::split_group(std::uint64_t sequence, int color,
+                                                            int member_count) {
+  const std::lock_guard lock(clock_.mutex());
+  auto [place, fresh] = splits_.try_emplace({sequence, color});
+  if (fresh) {
+    LocalOptions options = options_;
+    options.fault_rank = -1;  // A script counts the operations of the communicator it was written for.
+    place->second = {std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_),
+                     member_count};
+  }
+  std::shared_ptr<LocalGroupImpl> group = place->second.group;
+  if (--place->second.remaining_count == 0) splits_.erase(place);
+  return group;
+}
+
+class LocalCommunicator final : public Communicator {
+ public:
+  LocalCommunicator(std::shared_ptr<LocalGroupImpl> group, int rank, Backend& backend, Kernels& kernels)
+      : group_(std::move(group)), rank_(rank), backend_(backend), kernels_(kernels) {}
+  ~LocalCommunicator() override { group_->close(rank_); }
+
+  int rank() const noexcept override { return rank_; }
+  int size() const noexcept override { return group_->size(); }
+  const char* name() const noexcept override { return "local"; }
+
+  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
+    const std::size_t bytes = arguments.count * element_bytes(arguments.type);
+    const Piece piece{.source = arguments.source,
+                      .source_stride = arguments.source_stride_bytes,
+                      .target = arguments.receive,
+                      .target_stride = bytes,
+                      .bytes = bytes};
+    FOREBAY_RETURN_IF_ERROR(queue_round({.count = arguments.count,
+                                         .operation = static_cast<std::uint32_t>(Operation::kReduceScatter),
+                                         .type = static_cast<std::uint32_t>(arguments.type)},
+                                        piece, stream));
+    if (arguments.count == 0) return {};
+    const auto own = static_cast<std::size_t>(rank_) * arguments.source_stride_bytes;
+    return fail_unless_ok(kernels_.accumulate({.own = arguments.source + own,
+                                               .received = arguments.receive,
+                                               .received_stride_bytes = bytes,
+                                               .target = arguments.target,
+                                               .count = arguments.count,
+                                               .rank = rank_,
+                                               .rank_count = size(),
+                                               .type = arguments.type,
+                                               .first = arguments.first},
+                                              stream));
+  }
+
+  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
+    const Piece piece{.source = arguments.source,
+                      .target = arguments.target,
+                      .target_stride = arguments.target_stride_bytes,
+                      .bytes = arguments.bytes,
+                      .keep_own = true};
+    return queue_round(
+        {.count = arguments.bytes, .operation = static_cast<std::uint32_t>(Operation::kAllGather)}, piece,
+        stream);
+  }
+
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+              Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank_, size()));
+    return queue(stream, [group = group_.get(), rank = rank_, peer, tag, source, bytes] {
+      return group->send(rank, peer, tag, source, bytes);
+    });
+  }
+
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank_, size()));
+    return queue(stream, [group = group_.get(), rank = rank_, peer, tag, target, bytes] {
+      return group->recv(rank, peer, tag, target, bytes);
+    });
+  }
+
+  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_exchange(mine, all, size()));
+    return control(Operation::kExchange, control_sequence_++, mine, all);
+  }
+
+  Status barrier() override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    return control(Operation::kBarrier, control_sequence_++, {}, {});
+  }
+
+  Result<std::unique_ptr<Communicator>> split(int color, int key) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    struct Wish {
+      int color, key, rank;
+    };
+    const Wish mine{color, key, rank_};
+    std::vector<Wish> all(static_cast<std::size_t>(size()));
+    const std::uint64_t sequence = control_sequence_++;
+    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, sequence, std::as_bytes(std::span(&mine, 1)),
+                                    std::as_writable_bytes(std::span(all))));
+    std::erase_if(all, [&](const Wish& wish) { return wish.color != color; });
+    std::sort(all.begin(), all.end(),
+              [](const Wish& a, const Wish& b) { return std::tie(a.key, a.rank) < std::tie(b.key, b.rank); });
+    const auto place =
+        std::find_if(all.begin(), all.end(), [&](const Wish& wish) { return wish.rank == rank_; });
+    return group_->split_group(sequence, color, static_cast<int>(all.size()))
+        ->communicator(static_cast<int>(place - all.begin()), backend_, kernels_);
+  }
+
+  Status status() const override { return group_->status(); }
+
+  void abort(const Status& cause) noexcept override {
+    group_->fail(cause.ok() ? Status(StatusCode::kPeerLost, "rank " + std::to_string(rank_) +
+                                                                " aborted the communicator without a cause")
+                            : cause);
+  }
+
+  Traffic traffic() const override { return group_->traffic(rank_); }
+
+ private:
+  Status fail_unless_ok(Status status) {
+    // The peers' half of this operation would wait for ours until the deadline; tell them now.
+    if (!status.ok()) group_->fail(status.with_context("rank " + std::to_string(rank_)));
+    return status;
+  }
+
+  Status control(Operation operation, std::uint64_t sequence, std::span<const std::byte> mine,
+                 std::span<std::byte> all) {
+    return group_->run_round(
+        kControlPlane, rank_,
+        {.sequence = sequence, .count = mine.size(), .operation = static_cast<std::uint32_t>(operation)},
+        {.source = mine.data(),
+         .target = all.data(),
+         .target_stride = mine.size(),
+         .bytes = mine.size(),
+         .keep_own = true});
+  }
+
+  Status queue_round(Fingerprint fingerprint, const Piece& piece, Stream stream) {
+    fingerprint.sequence = data_sequence_++;
+    return queue(stream, [group = group_.get(), rank = rank_, fingerprint, piece]() -> Status {
+      return group->run_round(kDataPlane, rank, fingerprint, piece);
+    });
+  }
+
+  // Queues `operation`, or the scripted fault in its place.
+  template <typename Function>
+  Status queue(Stream stream, Function operation) {
+    const LocalOptions& options = group_->options();
+    const bool faulty = options.fault_rank == rank_ && options.fault_operation == operation_count_;
+    ++operation_count_;
+    group_->begin_operation(rank_);
+    // The closure keeps the group alive: it may run after this communicator is gone.
+    Status status = call_on(backend_, stream, [group = group_, rank = rank_, faulty, operation] {
+      // The failure of an operation is the group's: status() reports it.
+      if (faulty) {
+        group->fail(group->options().fault);
+      } else {
+        static_cast<void>(operation());
+      }
+      group->finish_operation(rank);
+    });
+    if (!status.ok()) group_->finish_operation(rank_);
+    return fail_unless_ok(std::move(status));
+  }
+
+  const std::shared_ptr<LocalGroupImpl> group_;  // Shared with the other ranks and with queued operations.
+  const int rank_;
+  Backend& backend_;
+  Kernels& kernels_;
+  // Data operations are issued from one thread at a time, control operations from one thread at a time.
+  std::uint64_t data_sequence_ = 0;
+  std::uint64_t operation_count_ = 0;
+  std::uint64_t control_sequence_ = 0;
+};
+
+Result<std::unique_ptr<Communicator>> LocalGroupImpl::communicator(int rank, Backend& backend,
+                                                                   Kernels& kernels) {
+  if (rank < 0 || rank >= size_) {
+    return Status(StatusCode::kInvalidArgument, "a local group of " + std::to_string(size_) +
+                                                    " has no rank " + std::to_string(rank) +
+                                                    "; ranks are 0.." + std::to_string(size_ - 1));
+  }
+  if (!backend.capabilities().host_accessible) {
+    return Status(StatusCode::kUnsupported,
+                  std::string("local ranks copy with the host, which cannot reach the memory of ") +
+                      backend.capabilities().name + "; use the host backend or another communicator");
+  }
+  {
+    const std::lock_guard lock(clock_.mutex());
+    if (member(rank).taken) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          "rank " + std::to_string(rank) + " of a local group was handed out before; ask once per rank");
+    }
+    member(rank).taken = true;
+  }
+  return std::unique_ptr<Communicator>(
+      std::make_unique<LocalCommunicator>(shared_from_this(), rank, backend, kernels));
+}
+
+}  // namespace
+
+std::shared_ptr<LocalGroup> LocalGroup::create(int size, LocalOptions options) {
+  FOREBAY_CHECK(size >= 1, "a local group needs at least one rank, not %d", size);
+  std::shared_ptr<HostClock> own_clock;
+  if (options.clock == nullptr) own_clock = std::make_shared<HostClock>();
+  return std::make_shared<LocalGroupImpl>(size, std::move(options), std::move(own_clock));
+}
+
+}  // namespace forebay
