@@ -1,1 +1,195 @@
-// placeholder until the next file lands
+#include "forebay/plan.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include "forebay/arena.h"
+#include "forebay/kernels.h"
+#include "forebay/units.h"
+#include "schedule.h"
+
+namespace forebay {
+namespace {
+
+// Far beyond any machine, and far enough from overflow that every sum below is exact in 64 bits.
+constexpr std::uint64_t kParameterCountLimit = std::uint64_t{1} << 52;
+
+Status refuse(const std::string& message) {
+  return Status(StatusCode::kInvalidArgument, message);
+}
+
+Status check_options(const PlanOptions& options) {
+  if (options.stage < 0 || options.stage > 3) {
+    return refuse("stage " + std::to_string(options.stage) + " does not exist; use 0, 1, 2 or 3");
+  }
+  if (options.ranks < 1 || options.ranks > 1'000'000) {
+    return refuse("ranks is " + std::to_string(options.ranks) + "; use 1 to 1000000");
+  }
+  if (options.micro_steps < 1) {
+    return refuse("micro-steps is " + std::to_string(options.micro_steps) + "; use 1 or more");
+  }
+  if (options.bucket_bytes == 0) return refuse("bucket is 0 bytes; use 1 or more (16 MiB is usual)");
+  if (options.chunk_bytes == 0)
+    return refuse("chunk is 0 bytes; use the device's granularity (2 MiB is usual)");
+  if (options.accumulate == Accumulate::kLocal && options.stage >= 2) {
+    return refuse("accumulate local needs the whole gradient on each rank, which stage " +
+                  std::to_string(options.stage) + " does not keep; use accumulate shard, or stage 0 or 1");
+  }
+  return Status();
+}
+
+Status check_model(const ModelShape& model) {
+  if (model.units.empty()) return refuse("the model has no units; add at least one");
+  std::set<std::string> names;
+  std::uint64_t total = 0;
+  for (std::size_t u = 0; u < model.units.size(); ++u) {
+    const UnitShape& unit = model.units[u];
+    for (const ParameterShape& parameter : unit.parameters) {
+      if (parameter.count == 0) return refuse("parameter " + parameter.name + " has no elements");
+      if (parameter.group < 0) return refuse("parameter " + parameter.name + " has a negative group");
+      if (!names.insert(parameter.name).second) {
+        return refuse("two parameters are named " + parameter.name + "; names are what saved state goes by");
+      }
+      if (parameter.count > kParameterCountLimit || (total += parameter.count) > kParameterCountLimit) {
+        return refuse("the model has more than " + std::to_string(kParameterCountLimit) + " parameters at " +
+                      parameter.name);
+      }
+    }
+    for (const UnitShape::Tied& tied : unit.tied) {
+      if (tied.unit < 0 || tied.unit >= static_cast<int>(u) || tied.index < 0 ||
+          tied.index >=
+              static_cast<int>(model.units[static_cast<std::size_t>(tied.unit)].parameters.size())) {
+        return refuse("unit " + unit.name + " ties a parameter that no earlier unit has");
+      }
+    }
+  }
+  if (total == 0) return refuse("the model has no parameters");
+  return Status();
+}
+
+UnitLayout lay_out(const UnitShape& unit, int ranks) {
+  UnitLayout layout;
+  std::uint64_t end[2] = {0, 0};  // Trainable, frozen.
+  for (const ParameterShape& parameter : unit.parameters) {
+    std::uint64_t& section_end = end[parameter.frozen ? 1 : 0];
+    layout.places.push_back({parameter.frozen, section_end, parameter.count});
+    section_end = round_up(section_end + parameter.count, kParameterAlignment);
+  }
+  const std::uint64_t granule = static_cast<std::uint64_t>(ranks) * kLeafCount;
+  layout.trainable_count = round_up(end[0], granule);
+  layout.frozen_count = round_up(end[1], granule);
+  return layout;
+}
+
+// Units gathered in one step at stage 3, as slices of this rank, in elements.
+std::uint64_t gathered_slices(const ModelShape& model, const Plan& plan, const SlotAssignment& slots) {
+  Residency residency(slots);
+  std::uint64_t elements = 0;
+  const auto read = [&](int unit) {
+    for (const int needed : units_read_by(model, unit)) {
+      if (slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
+      if (residency.take(needed, 1)) {
+        elements += plan.layouts[static_cast<std::size_t>(needed)].total_count() /
+                    static_cast<std::uint64_t>(plan.options.ranks);
+      }
+    }
+  };
+  const int unit_count = static_cast<int>(model.units.size());
+  for (int micro_step = 0; micro_step < plan.options.micro_steps; ++micro_step) {
+    for (int unit = 0; unit < unit_count; ++unit) read(unit);
+    for (int unit = unit_count - 1; unit >= 0; --unit) {
+      if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit);
+    }
+  }
+  return elements;
+}
+
+}  // namespace
+
+std::uint64_t ModelShape::parameter_count() const {
+  std::uint64_t count = 0;
+  for (const UnitShape& unit : units) {
+    for (const ParameterShape& parameter : unit.parameters) count += parameter.count;
+  }
+  return count;
+}
+
+Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
+  FOREBAY_RETURN_IF_ERROR(check_options(options));
+  FOREBAY_RETURN_IF_ERROR(check_model(model));
+
+  Plan plan;
+  plan.options = options;
+  const std::uint64_t ranks = static_cast<std::uint64_t>(options.ranks);
+  const std::uint64_t element = element_bytes(options.dtype);
+  const bool has_master = options.dtype != DataType::kFloat32;
+  const bool shard_accumulator = options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
+
+  std::uint64_t trainable = 0;  // Padded elements of the whole model.
+  std::uint64_t frozen = 0;
+  std::uint64_t largest_slice = 0;  // Of a unit's trainable section.
+  for (const UnitShape& unit : model.units) {
+    plan.layouts.push_back(lay_out(unit, options.ranks));
+    trainable += plan.layouts.back().trainable_count;
+    frozen += plan.layouts.back().frozen_count;
+    largest_slice = std::max(largest_slice, plan.layouts.back().trainable_slice(options.ranks));
+  }
+  const std::uint64_t slice = trainable / ranks;
+
+  PoolBytes& bytes = plan.bytes;
+  bytes.parameters = element * (options.stage >= 3 ? (trainable + frozen) / ranks : trainable + frozen);
+  if (options.stage <= 1) {
+    bytes.gradients = element * trainable + (shard_accumulator ? 4 * slice : 0);
+  } else {
+    bytes.gradients = shard_accumulator ? 4 * slice : element * slice;
+  }
+  bytes.optimizer = (has_master ? 12 : 8) * (options.stage == 0 ? trainable : slice);
+
+  const SlotAssignment slots = assign_slots(model, plan.layouts, options);
+  plan.slot_bytes = slots.slot_bytes;
+  for (const std::uint64_t slot : slots.slot_bytes) bytes.gathered += slot;
+
+  // Staging: what a bucket receives (the norm's leaves use the same bytes later), the fp32 sum of one bucket,
+  // and one norm per unit.
+  const std::uint64_t wanted_columns = options.bucket_bytes / (ranks * element) / kLeafCount * kLeafCount;
+  plan.bucket_columns = std::min(std::max<std::uint64_t>(wanted_columns, kLeafCount), largest_slice);
+  const std::uint64_t received = options.ranks > 1 ? ranks * plan.bucket_columns * element : 0;
+  const std::uint64_t leaves = largest_slice / kLeafCount * sizeof(double);
+  bytes.buckets = round_up(std::max(received, leaves), kBlockGranule) +
+                  round_up(shard_accumulator ? 0 : plan.bucket_columns * sizeof(float), kBlockGranule) +
+                  round_up(model.units.size() * sizeof(double), kBlockGranule);
+  bytes.activations = round_up(model.activation_bytes, kBlockGranule);
+
+  plan.reserved_bytes = round_up(bytes.total() - bytes.gathered, options.chunk_bytes);
+  for (const std::uint64_t slot : slots.slot_bytes)
+    plan.reserved_bytes += round_up(slot, options.chunk_bytes);
+
+  // Each collective hands N-1 slices to other ranks and takes as many.
+  const std::uint64_t reductions =
+      options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
+  std::uint64_t slice_bytes = reductions * slice * element;
+  slice_bytes += options.stage <= 2 ? slice * element : gathered_slices(model, plan, slots) * element;
+  slice_bytes += sizeof(double) * (1 + 2 * model.units.size());  // The exchange of norms in step().
+  plan.wire_per_step.sent = (ranks - 1) * slice_bytes;
+  plan.wire_per_step.received = plan.wire_per_step.sent;
+  return plan;
+}
+
+std::string Plan::fingerprint_text() const {
+  std::ostringstream text;
+  text << "stage " << options.stage << "\nranks " << options.ranks << "\ndtype "
+       << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
+       << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\nbucket-columns "
+       << bucket_columns << "\n";
+  for (std::size_t unit = 0; unit < layouts.size(); ++unit) {
+    text << "unit-" << unit;
+    for (const UnitLayout::Place& place : layouts[unit].places) {
+      text << ' ' << (place.frozen ? "frozen:" : "") << place.count;
+    }
+    text << '\n';
+  }
+  return text.str();
+}
+
+}  // namespace forebay

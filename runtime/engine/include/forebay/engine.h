@@ -1,8 +1,9 @@
 // Engine: the Units of a model, their placement under a ZeRO stage, and the training step.
 //
-// The trainer describes its model (add_unit, add_parameter), reads the plan, commits, gives initial values, and then per
-// step leases each unit forward and backward; the engine gathers, reduces, clips, checks and updates. Whatever the
-// stage, the bucket size or the overlap, the resulting bits are the same at a given number of ranks.
+// The trainer describes its model (add_unit, add_parameter), reads the plan, commits, gives initial values,
+// and then per step leases each unit forward and backward; the engine gathers, reduces, clips, checks and
+// updates. Whatever the stage, the bucket size or the overlap, the resulting bits are the same at a given
+// number of ranks.
 //
 //   engine.step_begin();
 //   for each micro-step i: engine.micro_step_begin(i);
@@ -10,12 +11,14 @@
 //     for each unit u, last first: { Lease w = engine.backward(u, stream); ... write w.gradient(p) ... }
 //   StepResult result = engine.step(hyperparameters);
 //
-// Order:   units execute in the order of registration; skip(unit) says that this rank does not use one in this
+// Order:   units execute in the order of registration; skip(unit) says that this rank does not use one in
+// this
 //          micro-step. At most one Lease is alive at a time. All ranks call in the same order.
-// Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() waits for the
+// Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() waits for
+// the
 //          reductions, because the exchange of norms is its commit point.
-// Threads: one thread drives an Engine. Errors are thrown as Error; after one the engine is failed and says so.
-// Source:  Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
+// Threads: one thread drives an Engine. Errors are thrown as Error; after one the engine is failed and says
+// so. Source:  Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
 #pragma once
 
 #include <cstdint>
@@ -44,8 +47,8 @@ struct ParameterId {
 };
 
 struct LossScaleOptions {
-  double initial = 65536.0;   // fp16 only; other types use 1 throughout.
-  int growth_interval = 2000; // Applied steps in a row after which the scale doubles.
+  double initial = 65536.0;    // fp16 only; other types use 1 throughout.
+  int growth_interval = 2000;  // Applied steps in a row after which the scale doubles.
   double minimum = 1.0;
 };
 
@@ -55,8 +58,8 @@ struct EngineOptions {
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
   std::uint64_t bucket_bytes = 16u << 20;
-  bool overlap = true;               // False: every collective is waited for where it is issued. Same bits.
-  std::uint64_t memory_bytes = 0;    // Device budget of this rank; 0: what the backend has.
+  bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
+  std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
   LossScaleOptions loss_scale;
   // More "name, value" pairs that must be the same on every rank; commit() names the first that differs.
@@ -71,7 +74,7 @@ struct GroupHyperparameters {
 struct Hyperparameters {
   std::vector<GroupHyperparameters> groups;  // By parameter group.
   double clip = 0.0;                         // Largest global gradient norm; 0: no clipping.
-  double metric = 0.0;                       // This rank's value (its loss, say); summed over ranks in StepResult.
+  double metric = 0.0;  // This rank's value (its loss, say); summed over ranks in StepResult.
 };
 
 struct StepResult {
@@ -82,36 +85,38 @@ struct StepResult {
 };
 
 struct EngineStatistics {
-  PoolBytes peak;                    // Live bytes, by pool.
+  PoolBytes peak;  // Live bytes, by pool.
   PoolBytes planned;
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
   WireBytes planned_wire_per_step;
-  WireBytes traffic;                 // Payload of this engine's steps so far.
+  WireBytes traffic;  // Payload of this engine's steps so far.
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
-  std::uint64_t gather_count = 0;    // Units gathered (stage 3).
+  std::uint64_t gather_count = 0;  // Units gathered (stage 3).
 };
 
 class Engine;
 
-// The right to read a gathered unit, and in the backward pass to write its gradients. Move-only; ends with its scope,
-// in stream order.
+// The right to read a gathered unit, and in the backward pass to write its gradients. Move-only; ends with
+// its scope, in stream order.
 class Lease {
  public:
   Lease(Lease&& other) noexcept;
   Lease& operator=(Lease&& other) noexcept;
   ~Lease();
 
-  // The unit's `index`-th parameter, in the engine's dtype; past its own come the tied ones. The address is the same for
-  // the engine's life. Not for a unit whose backward does not read parameters, in backward.
+  // The unit's `index`-th parameter, in the engine's dtype; past its own come the tied ones. The address is
+  // the same for the engine's life. Not for a unit whose backward does not read parameters, in backward.
   DevicePtr parameter(int index) const;
 
-  // Backward only: where to write the gradient of `index`. `*accumulate` says how: false "=", true "+=" (in the
-  // engine's dtype). A trainable parameter whose gradient is not asked for counts as zero. Null for a frozen one.
+  // Backward only: where to write the gradient of `index`. `*accumulate` says how: false "=", true "+=" (in
+  // the engine's dtype). A trainable parameter whose gradient is not asked for counts as zero. Null for a
+  // frozen one.
   DevicePtr gradient(int index, bool* accumulate);
 
-  // Backward only, optional: this gradient is complete in stream order. Any order; ending the lease completes all.
+  // Backward only, optional: this gradient is complete in stream order. Any order; ending the lease completes
+  // all.
   void grad_ready(int index);
 
  private:
@@ -145,7 +150,8 @@ class Engine {
   // Works before commit and allocates nothing.
   Plan plan() const;
   // Compares plan and agreement over the ranks, checks the budget, allocates everything. Collective.
-  // Errors: kOutOfMemory naming the largest pool and the options that change it; kInvalidArgument naming what differs
+  // Errors: kOutOfMemory naming the largest pool and the options that change it; kInvalidArgument naming what
+  // differs
   //         between which ranks.
   void commit();
 
@@ -166,17 +172,17 @@ class Engine {
   void micro_step_begin(int index);
   Lease forward(UnitId unit, Stream stream);
   Lease backward(UnitId unit, Stream stream);
-  // In the forward pass: this rank does not use `unit` in this micro-step. It contributes zeros; a unit that every
-  // rank skips in every micro-step keeps its weights, m and v.
+  // In the forward pass: this rank does not use `unit` in this micro-step. It contributes zeros; a unit that
+  // every rank skips in every micro-step keeps its weights, m and v.
   void skip(UnitId unit);
   // What the trainer multiplies its loss by (1 except for fp16).
   double loss_scale() const;
   StepResult step(const Hyperparameters& hyperparameters);
 
   // --- training state ---
-  // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state` (opaque; the data cursor, say).
-  // Written to a temporary name, synced, checksummed, renamed: a kill at any moment leaves the last saved state.
-  // Collective.
+  // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state` (opaque; the data
+  // cursor, say). Written to a temporary name, synced, checksummed, renamed: a kill at any moment leaves the
+  // last saved state. Collective.
   void save_state(const std::string& directory, const std::string& trainer_state);
   // Loads the latest saved state, at any number of ranks and any stage; returns trainer_state. Collective.
   // Errors: kIoError (nothing there), kCorruption (truncated, changed), kInvalidArgument (another model).

@@ -1,10 +1,11 @@
-// Plan: every pool's bytes and every wire's bytes, computed before anything is allocated. The engine allocates what the
-// plan says, the arena enforces it, and the report after a run sets measured beside planned. `forebay plan` prints it.
+// Plan: every pool's bytes and every wire's bytes, computed before anything is allocated. The engine
+// allocates what the plan says, the arena enforces it, and the report after a run sets measured beside
+// planned. `forebay plan` prints it.
 //
-// Persistent model states are parameters + gradients + optimizer. With Psi trainable parameters, N ranks, 2-byte
-// parameters and gradients and one micro-step they are 16Psi, 4Psi+12Psi/N, 2Psi+14Psi/N and 16Psi/N bytes for stages
-// 0 to 3; in fp32, which needs no separate master, 16Psi, 8Psi+8Psi/N, 4Psi+12Psi/N and 16Psi/N.
-// Source: Rajbhandari et al., arXiv 1910.02054, section 5 and table 1; ARCHITECTURE.md, "Plan".
+// Persistent model states are parameters + gradients + optimizer. With Psi trainable parameters, N ranks,
+// 2-byte parameters and gradients and one micro-step they are 16Psi, 4Psi+12Psi/N, 2Psi+14Psi/N and 16Psi/N
+// bytes for stages 0 to 3; in fp32, which needs no separate master, 16Psi, 8Psi+8Psi/N, 4Psi+12Psi/N and
+// 16Psi/N. Source: Rajbhandari et al., arXiv 1910.02054, section 5 and table 1; ARCHITECTURE.md, "Plan".
 #pragma once
 
 #include <cstddef>
@@ -24,17 +25,17 @@ enum class Accumulate : std::uint8_t {
 };
 
 struct ParameterShape {
-  std::string name;          // Logical and unique: the name in saved state.
-  std::uint64_t count = 0;   // Elements.
-  int group = 0;             // Index into Hyperparameters::groups.
-  bool frozen = false;       // Gathered with its unit but neither reduced nor updated.
+  std::string name;         // Logical and unique: the name in saved state.
+  std::uint64_t count = 0;  // Elements.
+  int group = 0;            // Index into Hyperparameters::groups.
+  bool frozen = false;      // Gathered with its unit but neither reduced nor updated.
 };
 
 struct UnitShape {
   std::string name;
   std::vector<ParameterShape> parameters;
-  // Parameters of earlier units that this unit uses too, as (unit, index in that unit). Their owner's gradient buffer is
-  // kept from the first contribution to the last.
+  // Parameters of earlier units that this unit uses too, as (unit, index in that unit). Their owner's
+  // gradient buffer is kept from the first contribution to the last.
   struct Tied {
     int unit = 0;
     int index = 0;
@@ -51,20 +52,22 @@ struct ModelShape {
 };
 
 struct PlanOptions {
-  int stage = 0;                           // 0 data parallel, 1 optimizer states, 2 + gradients, 3 + parameters.
+  int stage = 0;  // 0 data parallel, 1 optimizer states, 2 + gradients, 3 + parameters.
   int ranks = 1;
-  DataType dtype = DataType::kFloat32;     // Of parameters and gradients. 2-byte types get an fp32 master.
-  int micro_steps = 1;                     // K: forward/backward passes per step.
+  DataType dtype = DataType::kFloat32;  // Of parameters and gradients. 2-byte types get an fp32 master.
+  int micro_steps = 1;                  // K: forward/backward passes per step.
   Accumulate accumulate = Accumulate::kShard;
-  std::uint64_t bucket_bytes = 16u << 20;  // One bucket: all N slices of a column range. Rounded to 512 columns.
-  std::uint64_t chunk_bytes = 2u << 20;    // The device's mapping granularity, for reserved bytes.
+  std::uint64_t bucket_bytes =
+      16u << 20;  // One bucket: all N slices of a column range. Rounded to 512 columns.
+  std::uint64_t chunk_bytes = 2u << 20;  // The device's mapping granularity, for reserved bytes.
 };
 
 struct PoolBytes {
-  std::uint64_t parameters = 0;   // Persistent.
-  std::uint64_t gradients = 0;    // Persistent; with K > 1 the fp32 accumulator.
-  std::uint64_t optimizer = 0;    // Persistent: master (2-byte types), m, v.
-  std::uint64_t gathered = 0;     // Slots of gathered units and of unreduced unit gradients. Does not grow with depth.
+  std::uint64_t parameters = 0;  // Persistent.
+  std::uint64_t gradients = 0;   // Persistent; with K > 1 the fp32 accumulator.
+  std::uint64_t optimizer = 0;   // Persistent: master (2-byte types), m, v.
+  std::uint64_t gathered =
+      0;  // Slots of gathered units and of unreduced unit gradients. Does not grow with depth.
   std::uint64_t buckets = 0;      // Communication staging. Constant.
   std::uint64_t activations = 0;  // Declared by the trainer.
 
@@ -79,32 +82,35 @@ struct WireBytes {
   friend bool operator==(const WireBytes&, const WireBytes&) = default;
 };
 
-// Where a unit's parameters lie. A unit is one flat buffer of two sections, trainable then frozen, each padded to
-// N * 512 elements; rank r owns the r-th of N equal slices of each.
+// Where a unit's parameters lie. A unit is one flat buffer of two sections, trainable then frozen, each
+// padded to N * 512 elements; rank r owns the r-th of N equal slices of each.
 struct UnitLayout {
   struct Place {
     bool frozen = false;
     std::uint64_t offset = 0;  // Elements from the start of its section.
     std::uint64_t count = 0;
   };
-  std::vector<Place> places;      // In order of registration.
+  std::vector<Place> places;          // In order of registration.
   std::uint64_t trainable_count = 0;  // Padded; N slices.
   std::uint64_t frozen_count = 0;     // Padded; N slices.
-  std::uint64_t trainable_slice(int ranks) const { return trainable_count / static_cast<std::uint64_t>(ranks); }
+  std::uint64_t trainable_slice(int ranks) const {
+    return trainable_count / static_cast<std::uint64_t>(ranks);
+  }
   std::uint64_t frozen_slice(int ranks) const { return frozen_count / static_cast<std::uint64_t>(ranks); }
   std::uint64_t total_count() const { return trainable_count + frozen_count; }
 };
 
-// Each parameter starts at a multiple of this many elements of its section (16-byte accesses on every device).
+// Each parameter starts at a multiple of this many elements of its section (16-byte accesses on every
+// device).
 inline constexpr std::uint64_t kParameterAlignment = 64;
 
 struct Plan {
   PlanOptions options;
   std::vector<UnitLayout> layouts;
-  PoolBytes bytes;                    // Live bytes per rank; every rank has the same.
-  std::uint64_t reserved_bytes = 0;   // The same in whole chunks: what --memory must hold.
-  WireBytes wire_per_step;            // Payload per rank and step; every rank has the same.
-  std::uint64_t bucket_columns = 0;   // Elements of one slice in one bucket.
+  PoolBytes bytes;                        // Live bytes per rank; every rank has the same.
+  std::uint64_t reserved_bytes = 0;       // The same in whole chunks: what --memory must hold.
+  WireBytes wire_per_step;                // Payload per rank and step; every rank has the same.
+  std::uint64_t bucket_columns = 0;       // Elements of one slice in one bucket.
   std::vector<std::uint64_t> slot_bytes;  // The chunks of gathered, slot by slot.
 
   // Same text on every rank means the same plan: one "key value" line per option and per unit.
