@@ -1,0 +1,114 @@
+// The one scalar definition of every kernel's arithmetic. The SIMD bodies, their tails and the CUDA kernels
+// follow these functions operation by operation, and the tests compare them bit for bit.
+//
+// Compile with -ffp-contract=off (nvcc: -fmad=false -prec-sqrt=true -prec-div=true -ftz=false): every fused
+// multiply-add is written out, and only those are fused. What is stored as fp32 passes through canonical():
+// which NaN an instruction gives depends on the processor and on the order of its operands, so no NaN is
+// stored as it came.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "forebay/conversions.h"
+#include "forebay/data_type.h"
+
+namespace forebay::definitions {
+
+// Elements of a type in memory: Storage, its value in fp32, and rounding fp32 to it.
+template <DataType type>
+struct Element;
+
+template <>
+struct Element<DataType::kFloat32> {
+  using Storage = float;
+  FOREBAY_DEVICE static float load(float value) noexcept { return value; }
+  FOREBAY_DEVICE static float round(float value) noexcept { return canonical(value); }
+};
+
+template <>
+struct Element<DataType::kBfloat16> {
+  using Storage = std::uint16_t;
+  FOREBAY_DEVICE static float load(std::uint16_t value) noexcept { return bfloat16_to_float(value); }
+  FOREBAY_DEVICE static std::uint16_t round(float value) noexcept { return float_to_bfloat16(value); }
+};
+
+template <>
+struct Element<DataType::kFloat16> {
+  using Storage = std::uint16_t;
+  FOREBAY_DEVICE static float load(std::uint16_t value) noexcept { return float16_to_float(value); }
+  FOREBAY_DEVICE static std::uint16_t round(float value) noexcept { return float_to_float16(value); }
+};
+
+template <DataType source, DataType target>
+FOREBAY_DEVICE inline typename Element<target>::Storage cast_element(
+    typename Element<source>::Storage value) noexcept {
+  return Element<target>::round(Element<source>::load(value));
+}
+
+// One rank's contribution to the rank-ordered sum.
+FOREBAY_DEVICE inline float accumulate_step(float sum, float contribution) noexcept {
+  return sum + contribution;
+}
+
+// The end of accumulate: what is stored.
+FOREBAY_DEVICE inline float accumulate_store(float target, float sum, bool first) noexcept {
+  return canonical(first ? sum : target + sum);
+}
+
+template <DataType round_type>
+FOREBAY_DEVICE inline typename Element<round_type>::Storage scale_element(float value,
+                                                                          float factor) noexcept {
+  return Element<round_type>::round(value * factor);
+}
+
+template <DataType type>
+FOREBAY_DEVICE inline typename Element<type>::Storage add_element(
+    typename Element<type>::Storage target, typename Element<type>::Storage source) noexcept {
+  return Element<type>::round(Element<type>::load(target) + Element<type>::load(source));
+}
+
+// Lanes of a norm leaf; element i of a leaf is added to lane i mod 16.
+inline constexpr std::size_t kNormLanes = 16;
+
+// The square of a widened fp32 is exact in double (48 significant bits), so this equals a fused multiply-add.
+FOREBAY_DEVICE inline double norm_step(double lane, float value) noexcept {
+  const double wide = static_cast<double>(value);
+  return lane + wide * wide;
+}
+
+// Folds `lane_count` lanes (a power of two) by halves: lane j += lane j + half.
+FOREBAY_DEVICE inline double norm_fold(double* lanes, std::size_t lane_count) noexcept {
+  for (std::size_t half = lane_count / 2; half > 0; half /= 2) {
+    for (std::size_t j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
+  }
+  return lanes[0];
+}
+
+// The constants of an AdamW update that do not depend on the element.
+struct AdamWConstants {
+  float factor;
+  float decay;  // -(lr * weight_decay)
+  float beta1, a1;
+  float beta2, a2;
+  float step;  // -(lr / c1)
+  float s2, eps;
+};
+
+struct AdamWElement {
+  float p, m, v;
+};
+
+// See AdamWArguments (kernels.h) for the formula and its source.
+FOREBAY_DEVICE inline AdamWElement adamw_element(const AdamWConstants& c, float gradient, float p, float m,
+                                                 float v) noexcept {
+  const float g = gradient * c.factor;
+  p = fmaf(c.decay, p, p);
+  m = fmaf(c.beta1, m, c.a1 * g);
+  v = fmaf(c.beta2, v, c.a2 * (g * g));
+  p = fmaf(c.step, m / (sqrtf(v) / c.s2 + c.eps), p);
+  return {canonical(p), canonical(m), canonical(v)};
+}
+
+}  // namespace forebay::definitions

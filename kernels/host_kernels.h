@@ -1,0 +1,56 @@
+// The host bodies of the kernels: plain functions over a range of elements, in two forms with the same bits,
+// one straight from definitions.h and one in SIMD for the best instruction set of the running processor.
+//
+// They neither check arguments nor start threads: kernels.cc does the first, host_module.cc the second.
+#pragma once
+
+#include <cstddef>
+
+#include "definitions.h"
+#include "forebay/kernels.h"
+
+namespace forebay::host_kernels {
+
+// Each works on elements [begin, end) of its arguments; `norm_leaves` on leaves, writing scratch[begin, end).
+struct RangeKernels {
+  const char* target;  // "scalar", or Highway's name of the instruction set.
+  void (*cast)(const CastArguments& arguments, std::size_t begin, std::size_t end);
+  void (*accumulate)(const AccumulateArguments& arguments, std::size_t begin, std::size_t end);
+  void (*scale)(const ScaleArguments& arguments, std::size_t begin, std::size_t end);
+  void (*add)(const AddArguments& arguments, std::size_t begin, std::size_t end);
+  void (*norm_leaves)(const NormArguments& arguments, std::size_t begin, std::size_t end);
+  void (*adamw)(const AdamWArguments& arguments, std::size_t begin, std::size_t end);
+};
+
+// The definitions in a loop.
+const RangeKernels& scalar_kernels() noexcept;
+
+// What fits this processor; scalar_kernels() where it has no fused multiply-add.
+const RangeKernels& simd_kernels();
+
+inline definitions::AdamWConstants adamw_constants(const AdamWArguments& a) noexcept {
+  return {a.factor, -(a.lr * a.weight_decay), a.beta1, a.a1, a.beta2, a.a2, -(a.lr / a.c1), a.s2, a.eps};
+}
+
+// Calls `body` with the type as a compile-time constant: `body.template operator()<type>()`.
+template <typename Body>
+void with_type(DataType type, Body&& body) {
+  switch (type) {
+    case DataType::kFloat32:
+      body.template operator()<DataType::kFloat32>();
+      break;
+    case DataType::kBfloat16:
+      body.template operator()<DataType::kBfloat16>();
+      break;
+    case DataType::kFloat16:
+      body.template operator()<DataType::kFloat16>();
+      break;
+  }
+}
+
+// Where rank r's contribution starts.
+inline const void* contribution(const AccumulateArguments& a, int rank) noexcept {
+  return rank == a.rank ? a.own : a.received + static_cast<std::size_t>(rank) * a.received_stride_bytes;
+}
+
+}  // namespace forebay::host_kernels
