@@ -1,6 +1,9 @@
 #include "arguments.h"
 
+#include <algorithm>
+#include <cstring>
 #include <string>
+#include <tuple>
 
 namespace forebay::internal {
 namespace {
@@ -59,6 +62,62 @@ Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all,
   return invalid("exchange: `all` has " + std::to_string(all.size()) + " bytes; " + std::to_string(size) +
                  " ranks with " + std::to_string(mine.size()) + " bytes each need " +
                  std::to_string(mine.size() * static_cast<std::size_t>(size)));
+}
+
+Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments) {
+  const std::size_t bytes = arguments.count * element_bytes(arguments.type);
+  return {{.count = arguments.count,
+           .operation = static_cast<std::uint32_t>(Operation::kReduceScatter),
+           .type = static_cast<std::uint32_t>(arguments.type)},
+          {.source = arguments.source,
+           .source_stride = arguments.source_stride_bytes,
+           .target = arguments.receive,
+           .target_stride = bytes,
+           .bytes = bytes}};
+}
+
+Collective all_gather_transfer(const AllGatherArguments& arguments) {
+  return {{.count = arguments.bytes, .operation = static_cast<std::uint32_t>(Operation::kAllGather)},
+          {.source = arguments.source,
+           .target = arguments.target,
+           .target_stride = arguments.target_stride_bytes,
+           .bytes = arguments.bytes,
+           .keep_own = true}};
+}
+
+Collective control_transfer(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
+  return {{.count = mine.size(), .operation = static_cast<std::uint32_t>(operation)},
+          {.source = mine.data(),
+           .target = all.data(),
+           .target_stride = mine.size(),
+           .bytes = mine.size(),
+           .keep_own = true}};
+}
+
+AccumulateArguments accumulate_arguments(const ReduceScatterArguments& arguments, int rank, int size) {
+  return {.own = arguments.source + static_cast<std::size_t>(rank) * arguments.source_stride_bytes,
+          .received = arguments.receive,
+          .received_stride_bytes = arguments.count * element_bytes(arguments.type),
+          .target = arguments.target,
+          .count = arguments.count,
+          .rank = rank,
+          .rank_count = size,
+          .type = arguments.type,
+          .first = arguments.first};
+}
+
+void place_own(const Piece& piece, int rank) noexcept {
+  if (!piece.keep_own || piece.bytes == 0) return;
+  std::byte* const place = piece.target + static_cast<std::size_t>(rank) * piece.target_stride;
+  if (place != piece.source) std::memcpy(place, piece.source, piece.bytes);
+}
+
+std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color) {
+  std::erase_if(wishes, [color](const SplitWish& wish) { return wish.color != color; });
+  std::sort(wishes.begin(), wishes.end(), [](const SplitWish& a, const SplitWish& b) {
+    return std::tie(a.key, a.rank) < std::tie(b.key, b.rank);
+  });
+  return wishes;
 }
 
 }  // namespace forebay::internal

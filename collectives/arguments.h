@@ -4,7 +4,9 @@
 
 #include <span>
 
+#include "fingerprint.h"
 #include "forebay/communicator.h"
+#include "forebay/kernels.h"
 
 namespace forebay::internal {
 
@@ -15,5 +17,42 @@ Status check_arguments(const AllGatherArguments& arguments, int size);
 Status check_peer(const char* operation, const void* address, std::size_t bytes, int peer, int rank,
                   int size);
 Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size);
+
+// One collective of one rank, in bytes: slice `r` of the source goes to rank r, and what comes from rank r
+// goes to slice r of the target. A source stride of 0 gives every rank the same slice.
+struct Piece {
+  const std::byte* source = nullptr;
+  std::size_t source_stride = 0;
+  std::byte* target = nullptr;
+  std::size_t target_stride = 0;
+  std::size_t bytes = 0;  // Of one slice.
+  bool keep_own = false;  // The own slice belongs at its place in `target` too.
+};
+
+// A collective without its sequence number.
+struct Collective {
+  Fingerprint fingerprint;
+  Piece piece;
+};
+
+Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments);
+Collective all_gather_transfer(const AllGatherArguments& arguments);
+// Of exchange, barrier and split.
+Collective control_transfer(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all);
+
+// What the owner adds once the slices are there.
+AccumulateArguments accumulate_arguments(const ReduceScatterArguments& arguments, int rank, int size);
+
+// The own slice of a gather to its place.
+void place_own(const Piece& piece, int rank) noexcept;
+
+// What each rank says in a split, and the members of one's own group that follow from what all said, in
+// order.
+struct SplitWish {
+  int color;
+  int key;
+  int rank;
+};
+std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color);
 
 }  // namespace forebay::internal

@@ -1,7 +1,6 @@
 #include "forebay/local_communicator.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -19,18 +18,8 @@ namespace {
 
 using internal::Fingerprint;
 using internal::Operation;
-
-// One operation of one rank, as its peers see it: slice `r` for rank r is at source + r * source_stride, and
-// what comes from rank r goes to target + r * target_stride. A source stride of 0 gives every rank the same
-// slice.
-struct Piece {
-  const std::byte* source = nullptr;
-  std::size_t source_stride = 0;
-  std::byte* target = nullptr;
-  std::size_t target_stride = 0;
-  std::size_t bytes = 0;
-  bool keep_own = false;  // The own slice belongs at its place in `target` too.
-};
+using internal::Piece;
+using internal::SplitWish;
 
 // All ranks in one operation. They arrive, then copy from each other, then leave once all have copied, so
 // that a source may be written again by whatever is queued next.
@@ -269,9 +258,7 @@ Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& finge
       std::memcpy(piece.target + peer * piece.target_stride, theirs.source + me * theirs.source_stride,
                   piece.bytes);
     }
-    if (piece.keep_own && piece.bytes > 0 && piece.target + me * piece.target_stride != piece.source) {
-      std::memcpy(piece.target + me * piece.target_stride, piece.source, piece.bytes);
-    }
+    internal::place_own(piece, rank);
     lock.lock();
     --round.copying_count;
     if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
@@ -388,41 +375,20 @@ class LocalCommunicator final : public Communicator {
   Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
-    const std::size_t bytes = arguments.count * element_bytes(arguments.type);
-    const Piece piece{.source = arguments.source,
-                      .source_stride = arguments.source_stride_bytes,
-                      .target = arguments.receive,
-                      .target_stride = bytes,
-                      .bytes = bytes};
-    FOREBAY_RETURN_IF_ERROR(queue_round({.count = arguments.count,
-                                         .operation = static_cast<std::uint32_t>(Operation::kReduceScatter),
-                                         .type = static_cast<std::uint32_t>(arguments.type)},
-                                        piece, stream));
+    // Alone, there is nobody to wait for and nothing to compare: only the sum is queued, unless a script has
+    // a fault.
+    if (size() > 1 || group_->options().fault_rank >= 0) {
+      FOREBAY_RETURN_IF_ERROR(queue_round(internal::reduce_scatter_transfer(arguments), stream));
+    }
     if (arguments.count == 0) return {};
-    const auto own = static_cast<std::size_t>(rank_) * arguments.source_stride_bytes;
-    return fail_unless_ok(kernels_.accumulate({.own = arguments.source + own,
-                                               .received = arguments.receive,
-                                               .received_stride_bytes = bytes,
-                                               .target = arguments.target,
-                                               .count = arguments.count,
-                                               .rank = rank_,
-                                               .rank_count = size(),
-                                               .type = arguments.type,
-                                               .first = arguments.first},
-                                              stream));
+    return fail_unless_ok(
+        kernels_.accumulate(internal::accumulate_arguments(arguments, rank_, size()), stream));
   }
 
   Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
-    const Piece piece{.source = arguments.source,
-                      .target = arguments.target,
-                      .target_stride = arguments.target_stride_bytes,
-                      .bytes = arguments.bytes,
-                      .keep_own = true};
-    return queue_round(
-        {.count = arguments.bytes, .operation = static_cast<std::uint32_t>(Operation::kAllGather)}, piece,
-        stream);
+    return queue_round(internal::all_gather_transfer(arguments), stream);
   }
 
   Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
@@ -455,21 +421,16 @@ class LocalCommunicator final : public Communicator {
 
   Result<std::unique_ptr<Communicator>> split(int color, int key) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
-    struct Wish {
-      int color, key, rank;
-    };
-    const Wish mine{color, key, rank_};
-    std::vector<Wish> all(static_cast<std::size_t>(size()));
+    const SplitWish mine{color, key, rank_};
+    std::vector<SplitWish> all(static_cast<std::size_t>(size()));
     const std::uint64_t sequence = control_sequence_++;
     FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, sequence, std::as_bytes(std::span(&mine, 1)),
                                     std::as_writable_bytes(std::span(all))));
-    std::erase_if(all, [&](const Wish& wish) { return wish.color != color; });
-    std::sort(all.begin(), all.end(),
-              [](const Wish& a, const Wish& b) { return std::tie(a.key, a.rank) < std::tie(b.key, b.rank); });
-    const auto place =
-        std::find_if(all.begin(), all.end(), [&](const Wish& wish) { return wish.rank == rank_; });
-    return group_->split_group(sequence, color, static_cast<int>(all.size()))
-        ->communicator(static_cast<int>(place - all.begin()), backend_, kernels_);
+    const std::vector<SplitWish> members = internal::split_members(std::move(all), color);
+    const auto place = std::find_if(members.begin(), members.end(),
+                                    [&](const SplitWish& wish) { return wish.rank == rank_; });
+    return group_->split_group(sequence, color, static_cast<int>(members.size()))
+        ->communicator(static_cast<int>(place - members.begin()), backend_, kernels_);
   }
 
   Status status() const override { return group_->status(); }
@@ -491,20 +452,15 @@ class LocalCommunicator final : public Communicator {
 
   Status control(Operation operation, std::uint64_t sequence, std::span<const std::byte> mine,
                  std::span<std::byte> all) {
-    return group_->run_round(
-        kControlPlane, rank_,
-        {.sequence = sequence, .count = mine.size(), .operation = static_cast<std::uint32_t>(operation)},
-        {.source = mine.data(),
-         .target = all.data(),
-         .target_stride = mine.size(),
-         .bytes = mine.size(),
-         .keep_own = true});
+    internal::Collective collective = internal::control_transfer(operation, mine, all);
+    collective.fingerprint.sequence = sequence;
+    return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece);
   }
 
-  Status queue_round(Fingerprint fingerprint, const Piece& piece, Stream stream) {
-    fingerprint.sequence = data_sequence_++;
-    return queue(stream, [group = group_.get(), rank = rank_, fingerprint, piece]() -> Status {
-      return group->run_round(kDataPlane, rank, fingerprint, piece);
+  Status queue_round(internal::Collective collective, Stream stream) {
+    collective.fingerprint.sequence = data_sequence_++;
+    return queue(stream, [group = group_.get(), rank = rank_, collective] {
+      return group->run_round(kDataPlane, rank, collective.fingerprint, collective.piece);
     });
   }
 
