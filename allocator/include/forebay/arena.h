@@ -65,33 +65,46 @@ class Arena {
   // Gives everything back. Requires: no queued work still uses a block.
   virtual ~Arena() = default;
 
-  // Errors: kInvalidArgument (alignment); kOutOfMemory with what was asked, what is free, and who holds what.
   // bytes == 0 gives a distinct block of kBlockGranule bytes.
+  // Order:  never waits for the device. Memory whose events have not completed counts as taken; the message of a
+  //         kOutOfMemory says how much that is, so that a caller may synchronize and ask again.
+  // Errors: kInvalidArgument (alignment, tag); kOutOfMemory with what was asked, what is free, and who holds what;
+  //         what the Backend returned when it failed otherwise.
   virtual Result<DevicePtr> allocate(const AllocationRequest& request) = 0;
 
   // The block may be handed out again at once to work queued on `stream` after this call, and to other streams once
-  // an event recorded on `stream` (and on every stream named by record_stream) has completed.
+  // an event recorded on `stream` (and on every stream named by record_stream) has completed. A null stream: only the
+  // host used the block, apart from the streams named by record_stream.
+  // Requires: `stream` stays valid until stream_retire: the event is recorded when another stream wants the memory.
   // Errors: kInvalidArgument for an address that is not the start of a live block (a double free, a foreign pointer).
   virtual Status free(DevicePtr block, Stream stream) = 0;
 
   // `stream` uses the block too: reuse waits for it as well.
   virtual Status record_stream(DevicePtr block, Stream stream) = 0;
 
+  // To be called before `stream` is destroyed, when all its work has run: the arena forgets the handle, and memory
+  // freed on it is free for all. A stream the arena does not know is fine.
+  virtual Status stream_retire(Stream stream) = 0;
+
   // The size a live block was rounded to, or 0 if `block` is not one.
   virtual std::size_t block_bytes(DevicePtr block) const = 0;
 
   // --- slots and aliases: fixed physical memory at several addresses ---
   // Takes ceil(bytes / chunk_bytes) chunks that no block will ever share. Live bytes: `bytes` rounded to the granule.
+  // Errors: kInvalidArgument (no bytes, no such tag); kOutOfMemory as allocate.
   virtual Result<Slot> slot_create(std::size_t bytes, Tag tag) = 0;
+  // Requires: no queued work uses the slot. Errors: kInvalidArgument while it has an alias, or twice.
   virtual Status slot_destroy(Slot slot) = 0;
   // Maps the slot's first ceil(bytes / chunk_bytes) chunks at addresses of their own, for good: every alias of a slot
   // shows the same bytes. Takes no physical memory.
+  // Errors: kInvalidArgument (no such slot, zero bytes or more than it has); kOutOfMemory when the addresses are used up.
   virtual Result<DevicePtr> alias_create(Slot slot, std::size_t bytes) = 0;
+  // Requires: no queued work uses the alias.
   virtual Status alias_destroy(DevicePtr alias) = 0;
 
   // --- accounts ---
   // `limit_bytes` bounds the tag's live bytes (0: no limit); a block beyond it is refused with kOutOfMemory that names
-  // the tag. `name` is copied.
+  // the tag. `name` is copied, its first 31 characters. Errors: kInvalidArgument when there are kTagLimit tags.
   virtual Result<Tag> tag_create(const char* name, std::size_t limit_bytes) = 0;
   virtual ArenaStatistics statistics() const = 0;
   virtual ArenaStatistics statistics(Tag tag) const = 0;
@@ -99,7 +112,7 @@ class Arena {
   // Several lines: limit, reserved, live and largest free, then a line per tag. For out-of-memory messages.
   virtual std::string report() const = 0;
 
-  // Gives free chunks back to the device; returns the bytes given back.
+  // Gives wholly free chunks whose events have completed back to the device; returns the bytes given back.
   virtual std::size_t trim() = 0;
 
   virtual std::size_t chunk_bytes() const noexcept = 0;

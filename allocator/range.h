@@ -1,0 +1,168 @@
+// Range: one piece of the arena's address range, and the books that keep them: a pool that the hot path takes
+// descriptors from without calling malloc, and a hash table from the offset of a block to its Range.
+//
+// The ranges of an arena tile its whole address range: linked by address, none empty, none overlapping.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+#include "forebay/arena.h"
+
+namespace forebay::internal {
+
+enum class RangeKind : std::uint8_t {
+  kUnmapped,  // Addresses only. Begins and ends at chunk boundaries.
+  kFree,      // Mapped, in the size bins of its class.
+  kLive,      // A block.
+  kAlias,     // Maps the chunks of a slot.
+  kBusy,      // Claimed by the thread that holds the growth mutex while it calls the Backend.
+  kStranded,  // Mapped, but neither usable nor, so far, unmappable: the Backend refused. Tried again later.
+};
+
+struct Range {
+  std::size_t offset = 0;
+  std::size_t bytes = 0;
+  // Bit i: work queued on stream i before `epoch` ended may still use these bytes. A live block keeps what it
+  // inherited from the range it was cut from, since its owner may free it without ever using it.
+  std::uint64_t waits = 0;
+  std::uint64_t epoch = 0;
+  std::uint64_t recorded = 0;  // Live: streams named by record_stream.
+  Range* previous = nullptr;   // By address.
+  Range* next = nullptr;
+  Range* bin_previous = nullptr;
+  Range* bin_next = nullptr;
+  Range* pending_previous = nullptr;  // Free ranges with waits != 0.
+  Range* pending_next = nullptr;
+  std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
+  Tag tag = 0;
+  RangeKind kind = RangeKind::kUnmapped;
+  Region region = Region::kPersistent;
+
+  std::size_t end() const noexcept { return offset + bytes; }
+};
+
+// Descriptors, in slabs that are made outside of any lock and never given back before the pool ends.
+class RangePool {
+ public:
+  struct Slab {
+    Slab* next;
+    std::size_t count;
+    Range* ranges() noexcept { return reinterpret_cast<Range*>(this + 1); }
+  };
+  static_assert(sizeof(Slab) % alignof(Range) == 0);
+
+  RangePool() noexcept = default;
+  RangePool(const RangePool&) = delete;
+  RangePool& operator=(const RangePool&) = delete;
+  ~RangePool() {
+    while (slabs_ != nullptr) {
+      Slab* slab = slabs_;
+      slabs_ = slab->next;
+      std::free(slab);
+    }
+  }
+
+  // Null when the host has no memory left.
+  static Slab* make_slab(std::size_t count) noexcept {
+    auto* slab = static_cast<Slab*>(std::malloc(sizeof(Slab) + count * sizeof(Range)));
+    if (slab != nullptr) slab->count = count;
+    return slab;
+  }
+  void add(Slab* slab) noexcept {
+    slab->next = slabs_;
+    slabs_ = slab;
+    capacity_ += slab->count;
+    for (std::size_t i = slab->count; i-- > 0;) give(new (slab->ranges() + i) Range);
+  }
+
+  std::size_t capacity() const noexcept { return capacity_; }
+  std::size_t available() const noexcept { return available_; }
+
+  Range* take() noexcept {
+    FOREBAY_CHECK(free_ != nullptr, "a range was split without reserving descriptors");
+    Range* range = free_;
+    free_ = range->next;
+    --available_;
+    *range = Range();
+    return range;
+  }
+  void give(Range* range) noexcept {
+    range->next = free_;
+    free_ = range;
+    ++available_;
+  }
+
+ private:
+  Slab* slabs_ = nullptr;
+  Range* free_ = nullptr;
+  std::size_t capacity_ = 0;
+  std::size_t available_ = 0;
+};
+
+// Open addressing with linear probing; erasing shifts back, so there are no tombstones. Never more than half
+// full, because the arena makes it twice as large as the pool.
+class BlockTable {
+ public:
+  BlockTable() noexcept = default;
+  BlockTable(const BlockTable&) = delete;
+  BlockTable& operator=(const BlockTable&) = delete;
+  ~BlockTable() { std::free(cells_); }
+
+  static Range** make_cells(std::size_t capacity) noexcept {
+    return static_cast<Range**>(std::calloc(capacity, sizeof(Range*)));
+  }
+  std::size_t capacity() const noexcept { return capacity_; }
+
+  // Moves into `cells`, whose count is a power of two, and returns the old cells for the caller to free.
+  Range** adopt(Range** cells, std::size_t capacity) noexcept {
+    Range** old_cells = cells_;
+    const std::size_t old_capacity = capacity_;
+    cells_ = cells;
+    capacity_ = capacity;
+    for (std::size_t i = 0; i < old_capacity; ++i) {
+      if (old_cells[i] != nullptr) insert(old_cells[i]);
+    }
+    return old_cells;
+  }
+
+  void insert(Range* range) noexcept {
+    std::size_t i = home(range->offset);
+    while (cells_[i] != nullptr) i = (i + 1) & (capacity_ - 1);
+    cells_[i] = range;
+  }
+  Range* find(std::size_t offset) const noexcept {
+    for (std::size_t i = home(offset); cells_[i] != nullptr; i = (i + 1) & (capacity_ - 1)) {
+      if (cells_[i]->offset == offset) return cells_[i];
+    }
+    return nullptr;
+  }
+  void erase(Range* range) noexcept {
+    std::size_t hole = home(range->offset);
+    while (cells_[hole] != range) hole = (hole + 1) & (capacity_ - 1);
+    for (std::size_t i = (hole + 1) & (capacity_ - 1); cells_[i] != nullptr; i = (i + 1) & (capacity_ - 1)) {
+      // The cell may move back only if its home does not lie between the hole and the cell.
+      const std::size_t distance_from_home = (i - home(cells_[i]->offset)) & (capacity_ - 1);
+      const std::size_t distance_from_hole = (i - hole) & (capacity_ - 1);
+      if (distance_from_home >= distance_from_hole) {
+        cells_[hole] = cells_[i];
+        hole = i;
+      }
+    }
+    cells_[hole] = nullptr;
+  }
+
+ private:
+  std::size_t home(std::size_t offset) const noexcept {
+    // Fibonacci hashing of the granule index: neighbours spread.
+    return static_cast<std::size_t>((offset / kBlockGranule * 0x9E3779B97F4A7C15ull) >>
+                                    (64 - std::countr_zero(capacity_)));
+  }
+
+  Range** cells_ = nullptr;
+  std::size_t capacity_ = 0;
+};
+
+}  // namespace forebay::internal
