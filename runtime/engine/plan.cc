@@ -170,7 +170,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
   std::uint64_t slice_bytes = reductions * slice * element;
   slice_bytes += options.stage <= 2 ? slice * element : gathered_slices(model, plan, slots) * element;
-  slice_bytes += sizeof(double) * (1 + 2 * model.units.size());  // The exchange of norms in step().
+  slice_bytes += sizeof(double) * (2 + 2 * model.units.size());  // The exchange of norms in step().
   plan.wire_per_step.sent = (ranks - 1) * slice_bytes;
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return plan;

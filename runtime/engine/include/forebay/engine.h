@@ -75,6 +75,7 @@ struct Hyperparameters {
   std::vector<GroupHyperparameters> groups;  // By parameter group.
   double clip = 0.0;                         // Largest global gradient norm; 0: no clipping.
   double metric = 0.0;  // This rank's value (its loss, say); summed over ranks in StepResult.
+  bool stop = false;    // This rank wants to end after this step; told to all in StepResult.
 };
 
 struct StepResult {
@@ -82,6 +83,7 @@ struct StepResult {
   std::optional<double> grad_norm;  // Global, unscaled, before clipping; none when skipped.
   double loss_scale = 1.0;          // What this step used.
   double metric_sum = 0.0;          // Hyperparameters::metric over ranks, added in rank order.
+  bool stop = false;                // Some rank asked to stop; the same on every rank.
 };
 
 struct EngineStatistics {
@@ -90,7 +92,7 @@ struct EngineStatistics {
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
   WireBytes planned_wire_per_step;
-  WireBytes traffic;  // Payload of this engine's steps so far.
+  WireBytes traffic;  // Payload of all steps so far; saving, digests and the like left out.
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   std::uint64_t gather_count = 0;  // Units gathered (stage 3).
@@ -188,7 +190,8 @@ class Engine {
   // Errors: kIoError (nothing there), kCorruption (truncated, changed), kInvalidArgument (another model).
   std::string load_state(const std::string& directory);
 
-  EngineStatistics statistics() const;
+  // Waits for the engine's queued work, so that the traffic of complete steps is complete.
+  EngineStatistics statistics();
   const EngineOptions& options() const;
   std::uint64_t attempted_steps() const;
   std::uint64_t applied_steps() const;

@@ -1,0 +1,296 @@
+// The public face of Engine: what may be called when, and what it does next.
+
+#include "forebay/engine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine_impl.h"
+#include "forebay/log.h"
+
+namespace forebay {
+
+Engine::Impl::Impl(Backend& backend_in, Kernels& kernels_in, Communicator& communicator_in,
+                   EngineOptions options_in)
+    : backend(backend_in),
+      kernels(kernels_in),
+      communicator(communicator_in),
+      options(std::move(options_in)) {}
+
+Engine::Impl::~Impl() {
+  // Release paths do not fail: what the backend refuses is logged once, and leaked.
+  Status first;
+  const auto note = [&first](const Status& status) {
+    if (!status.ok() && first.ok()) first = status;
+  };
+  if (engine_stream.handle != nullptr) note(backend.stream_destroy(engine_stream));
+  for (const Unit& u : units) {
+    for (const Event event : {u.released, u.parameters_ready}) {
+      if (event.handle != nullptr) note(backend.event_destroy(event));
+    }
+  }
+  for (const std::vector<Event>* events : {&slot_ready, &gradient_ready}) {
+    for (const Event event : *events) note(backend.event_destroy(event));
+  }
+  if (!first.ok() && phase != Phase::kFailed)
+    log(LogLevel::kWarning, "closing an engine: %s", first.message().c_str());
+}
+
+Engine::Impl::OtherTraffic::OtherTraffic(Impl& impl) : impl_(impl) {
+  if (impl_.engine_stream.handle != nullptr)
+    impl_.must(impl_.backend.stream_synchronize(impl_.engine_stream));
+  before_ = impl_.communicator.traffic();
+}
+
+Engine::Impl::OtherTraffic::~OtherTraffic() {
+  const Traffic after = impl_.communicator.traffic();
+  impl_.other_traffic.sent_bytes += after.sent_bytes - before_.sent_bytes;
+  impl_.other_traffic.received_bytes += after.received_bytes - before_.received_bytes;
+}
+
+void Engine::Impl::misuse(const std::string& message) {
+  throw Error(StatusCode::kInvalidArgument, message);
+}
+
+void Engine::Impl::must(const Status& status) {
+  if (status.ok()) return;
+  if (phase != Phase::kDescribe) {
+    phase = Phase::kFailed;
+    failure = status;
+  }
+  throw Error(status);
+}
+
+void Engine::Impl::expect(Phase wanted, const char* call) {
+  if (phase == wanted) return;
+  if (phase == Phase::kFailed) throw Error(failure.with_context("the engine failed earlier"));
+  const char* message = "";
+  switch (wanted) {
+    case Phase::kDescribe:
+      message = " belongs before commit()";
+      break;
+    case Phase::kIdle:
+      message = " needs a committed engine between steps";
+      break;
+    case Phase::kStep:
+      message = " needs step_begin() first";
+      break;
+    case Phase::kForward:
+      message = " needs micro_step_begin() first";
+      break;
+    case Phase::kBackward:
+      message = " belongs to the backward pass";
+      break;
+    case Phase::kFailed:
+      break;
+  }
+  misuse(std::string(call) + message);
+}
+
+Engine::Engine(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options)
+    : impl_(std::make_unique<Impl>(backend, kernels, communicator, std::move(options))) {}
+
+Engine::~Engine() = default;
+
+UnitId Engine::add_unit(const std::string& name, bool backward_reads_parameters) {
+  impl_->expect(Impl::Phase::kDescribe, "add_unit()");
+  UnitShape& unit = impl_->model.units.emplace_back();
+  unit.name = name;
+  unit.backward_reads_parameters = backward_reads_parameters;
+  return impl_->unit_count() - 1;
+}
+
+ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group,
+                                  bool frozen) {
+  impl_->expect(Impl::Phase::kDescribe, "add_parameter()");
+  if (unit < 0 || unit >= impl_->unit_count())
+    impl_->misuse("add_parameter(" + name + ") to a unit that was not added");
+  auto& parameters = impl_->model.units[static_cast<std::size_t>(unit)].parameters;
+  parameters.push_back({name, count, group, frozen});
+  return {unit, static_cast<int>(parameters.size()) - 1};
+}
+
+int Engine::tie(UnitId unit, ParameterId parameter) {
+  impl_->expect(Impl::Phase::kDescribe, "tie()");
+  if (unit < 0 || unit >= impl_->unit_count()) impl_->misuse("tie() to a unit that was not added");
+  UnitShape& shape = impl_->model.units[static_cast<std::size_t>(unit)];
+  shape.tied.push_back({parameter.unit, parameter.index});
+  return static_cast<int>(shape.parameters.size() + shape.tied.size()) - 1;
+}
+
+void Engine::declare_activations(std::uint64_t bytes) {
+  impl_->expect(Impl::Phase::kDescribe, "declare_activations()");
+  impl_->model.activation_bytes = bytes;
+}
+
+const ModelShape& Engine::model() const {
+  return impl_->model;
+}
+
+Plan Engine::plan() const {
+  if (impl_->phase != Impl::Phase::kDescribe) return impl_->plan;
+  return value_or_throw(make_plan(impl_->model, impl_->plan_options()));
+}
+
+void Engine::commit() {
+  impl_->commit();
+}
+
+DevicePtr Engine::activations() const {
+  return impl_->activation_block;
+}
+
+void Engine::step_begin() {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "step_begin()");
+  impl.check_peers();
+  for (Impl::Unit& unit : impl.units) {
+    unit.used = false;
+    std::fill(unit.contributed.begin(), unit.contributed.end(), false);
+  }
+  impl.micro_step = 0;
+  impl.phase = Impl::Phase::kStep;
+  impl.prefetch(0);
+}
+
+void Engine::micro_step_begin(int index) {
+  Impl& impl = *impl_;
+  if (impl.phase == Impl::Phase::kForward || impl.phase == Impl::Phase::kBackward) impl.finish_micro_step();
+  impl.expect(Impl::Phase::kStep, "micro_step_begin()");
+  if (impl.lease_alive) impl.misuse("micro_step_begin() while a lease is alive");
+  if (index != impl.micro_step || index >= impl.options.micro_steps) {
+    impl.misuse("micro_step_begin(" + std::to_string(index) + "): the next of " +
+                std::to_string(impl.options.micro_steps) + " micro-steps is " +
+                std::to_string(impl.micro_step));
+  }
+  for (Impl::Unit& unit : impl.units) {
+    unit.skipped = false;
+    if (impl.options.accumulate == Accumulate::kShard) {
+      std::fill(unit.contributed.begin(), unit.contributed.end(), false);
+    }
+  }
+  impl.cursor = 0;
+  impl.phase = Impl::Phase::kForward;
+}
+
+Lease Engine::forward(UnitId unit, Stream stream) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kForward, "forward()");
+  impl.check_peers();
+  if (impl.lease_alive) impl.misuse("forward() while another lease is alive; end it first");
+  if (unit != impl.cursor) {
+    impl.misuse("forward() out of order: the next unit is " +
+                (impl.cursor < impl.unit_count() ? impl.shape(impl.cursor).name : std::string("none")) +
+                "; lease units in order of registration, and skip() those a micro-step does not use");
+  }
+  impl.require(unit);
+  impl.wait_for_parameters(unit, stream);
+  impl.prefetch(unit + 1);
+  impl.unit(unit).used = true;
+  ++impl.cursor;
+  impl.lease_alive = true;
+  return Lease(this, unit, stream, false);
+}
+
+void Engine::skip(UnitId unit) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kForward, "skip()");
+  if (impl.lease_alive) impl.misuse("skip() while a lease is alive; end it first");
+  if (unit != impl.cursor)
+    impl.misuse("skip() out of order: units are leased or skipped in order of registration");
+  // Other ranks may use it: this one takes part in its collectives all the same.
+  impl.require(unit);
+  impl.prefetch(unit + 1);
+  impl.unit(unit).skipped = true;
+  ++impl.cursor;
+}
+
+Lease Engine::backward(UnitId unit, Stream stream) {
+  Impl& impl = *impl_;
+  if (impl.phase == Impl::Phase::kFailed) impl.expect(Impl::Phase::kBackward, "backward()");
+  impl.check_peers();
+  if (impl.lease_alive) impl.misuse("backward() while another lease is alive; end it first");
+  if (unit < 0 || unit >= impl.unit_count()) impl.misuse("backward() of a unit that was not added");
+  impl.begin_backward_of(unit);
+  if (impl.shape(unit).backward_reads_parameters) {
+    impl.require(unit);
+    impl.wait_for_parameters(unit, stream);
+  }
+  if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.prefetch(unit - 1);
+  // The gradient buffers it writes must be through with their last reduction.
+  for (const int owner : units_read_by(impl.model, unit)) {
+    const int slot = impl.slots.gradient_slot[static_cast<std::size_t>(owner)];
+    const Event ready = slot == SlotAssignment::kNone ? impl.gradient_ready[static_cast<std::size_t>(owner)]
+                                                      : impl.slot_ready[static_cast<std::size_t>(slot)];
+    impl.must(impl.backend.stream_wait(stream, ready));
+  }
+  impl.lease_alive = true;
+  impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);
+  return Lease(this, unit, stream, true);
+}
+
+double Engine::loss_scale() const {
+  return impl_->loss_scale;
+}
+
+StepResult Engine::step(const Hyperparameters& hyperparameters) {
+  Impl& impl = *impl_;
+  if (impl.phase == Impl::Phase::kFailed || impl.phase == Impl::Phase::kDescribe ||
+      impl.phase == Impl::Phase::kIdle) {
+    impl.expect(Impl::Phase::kStep, "step()");
+  }
+  if (impl.lease_alive) impl.misuse("step() while a lease is alive; end it first");
+  return impl.step(hyperparameters);
+}
+
+void Engine::save_state(const std::string& directory, const std::string& trainer_state) {
+  impl_->expect(Impl::Phase::kIdle, "save_state()");
+  const Impl::OtherTraffic other(*impl_);
+  impl_->save_state(directory, trainer_state);
+}
+
+std::string Engine::load_state(const std::string& directory) {
+  impl_->expect(Impl::Phase::kIdle, "load_state()");
+  const Impl::OtherTraffic other(*impl_);
+  return impl_->load_state(directory);
+}
+
+EngineStatistics Engine::statistics() {
+  Impl& impl = *impl_;
+  EngineStatistics result;
+  result.planned = impl.plan.bytes;
+  result.planned_reserved_bytes = impl.plan.reserved_bytes;
+  result.planned_wire_per_step = impl.plan.wire_per_step;
+  result.attempted_steps = impl.attempted_steps;
+  result.applied_steps = impl.applied_steps;
+  result.gather_count = impl.gather_count;
+  if (impl.arena == nullptr) return result;
+  if (impl.phase != Impl::Phase::kFailed) impl.must(impl.backend.stream_synchronize(impl.engine_stream));
+  const Traffic traffic = impl.communicator.traffic();
+  result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,
+                    traffic.received_bytes - impl.other_traffic.received_bytes};
+  const auto peak = [&](Pool pool) {
+    return static_cast<std::uint64_t>(
+        impl.arena->statistics(impl.tags[static_cast<std::size_t>(pool)]).peak_live_bytes);
+  };
+  result.peak.parameters = peak(Pool::kParameters);
+  result.peak.gradients = peak(Pool::kGradients);
+  result.peak.optimizer = peak(Pool::kOptimizer);
+  result.peak.gathered = peak(Pool::kGathered);
+  result.peak.buckets = peak(Pool::kBuckets);
+  result.peak.activations = peak(Pool::kActivations);
+  result.peak_reserved_bytes = impl.arena->statistics().peak_reserved_bytes;
+  return result;
+}
+
+const EngineOptions& Engine::options() const {
+  return impl_->options;
+}
+std::uint64_t Engine::attempted_steps() const {
+  return impl_->attempted_steps;
+}
+std::uint64_t Engine::applied_steps() const {
+  return impl_->applied_steps;
+}
+
+}  // namespace forebay

@@ -1,0 +1,360 @@
+// From a description to memory: agreement over the ranks, the budget, and who lies where.
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <sstream>
+
+#include "engine_impl.h"
+#include "forebay/log.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+constexpr const char* kPoolNames[kPoolCount] = {"parameters", "gradients", "optimizer",
+                                                "gathered",   "buckets",   "activations"};
+
+std::uint64_t pool_bytes(const PoolBytes& bytes, Pool pool) {
+  switch (pool) {
+    case Pool::kParameters:
+      return bytes.parameters;
+    case Pool::kGradients:
+      return bytes.gradients;
+    case Pool::kOptimizer:
+      return bytes.optimizer;
+    case Pool::kGathered:
+      return bytes.gathered;
+    case Pool::kBuckets:
+      return bytes.buckets;
+    case Pool::kActivations:
+      return bytes.activations;
+  }
+  return 0;
+}
+
+// What makes each pool smaller.
+const char* remedy(Pool pool) {
+  switch (pool) {
+    case Pool::kParameters:
+      return "--stage 3 shards it, more ranks divide it, --dtype bf16 halves it";
+    case Pool::kGradients:
+      return "--stage 2 shards it, more ranks divide it, --micro-steps 1 needs no accumulator";
+    case Pool::kOptimizer:
+      return "--stage 1 or more shards it, more ranks divide it";
+    case Pool::kGathered:
+      return "smaller units (narrower layers) make it smaller";
+    case Pool::kBuckets:
+      return "a smaller --bucket";
+    case Pool::kActivations:
+      return "a smaller --batch or --sequence, with more --micro-steps";
+  }
+  return "";
+}
+
+std::span<const std::byte> as_bytes_of(const void* data, std::size_t bytes) {
+  return {static_cast<const std::byte*>(data), bytes};
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::vector<std::pair<std::string, std::string>> key_value_lines(const std::string& text) {
+  std::vector<std::pair<std::string, std::string>> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    const std::size_t space = line.find(' ');
+    lines.emplace_back(line.substr(0, space), space == std::string::npos ? "" : line.substr(space + 1));
+  }
+  return lines;
+}
+
+// Names the first option whose values differ, and which ranks have which.
+std::string first_difference(const std::vector<std::string>& texts) {
+  for (const std::string& reference : texts) {
+    for (const auto& [key, unused] : key_value_lines(reference)) {
+      std::map<std::string, std::vector<int>> ranks_by_value;
+      for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+        std::string value = "nothing";
+        for (const auto& [other_key, other_value] : key_value_lines(texts[rank])) {
+          if (other_key == key) value = other_value;
+        }
+        ranks_by_value[value].push_back(static_cast<int>(rank));
+      }
+      if (ranks_by_value.size() < 2) continue;
+      std::string message = "the ranks were given different options: " + key + " is";
+      const char* separator = " ";
+      for (const auto& [value, ranks] : ranks_by_value) {
+        const std::string shown = value.size() > 80 ? value.substr(0, 80) + "..." : value;
+        message += separator + shown + " on " + ranks_text(ranks);
+        separator = ", ";
+      }
+      return message + "; start every rank with the same options";
+    }
+  }
+  return "the ranks' plans differ";
+}
+
+}  // namespace
+
+PlanOptions Engine::Impl::plan_options() const {
+  PlanOptions result;
+  result.stage = options.stage;
+  result.ranks = communicator.size();
+  result.dtype = options.dtype;
+  result.micro_steps = options.micro_steps;
+  result.accumulate = options.accumulate;
+  result.bucket_bytes = options.bucket_bytes;
+  result.chunk_bytes = backend.capabilities().granularity;
+  return result;
+}
+
+void Engine::Impl::agree(const Status& mine) {
+  const std::uint64_t verdict = static_cast<std::uint64_t>(mine.code());
+  std::vector<std::uint64_t> verdicts(static_cast<std::size_t>(ranks()));
+  must(communicator.exchange(as_bytes_of(&verdict, sizeof(verdict)),
+                             std::as_writable_bytes(std::span(verdicts))));
+  const auto bad =
+      std::find_if(verdicts.begin(), verdicts.end(), [](std::uint64_t code) { return code != 0; });
+  if (bad == verdicts.end()) return;
+
+  // Rare, so the messages travel only now, cut to a fixed length.
+  constexpr std::size_t kMessageBytes = 1024;
+  std::vector<char> message(kMessageBytes, '\0');
+  std::memcpy(message.data(), mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
+  std::vector<char> messages(kMessageBytes * static_cast<std::size_t>(ranks()), '\0');
+  must(communicator.exchange(as_bytes_of(message.data(), kMessageBytes),
+                             std::as_writable_bytes(std::span(messages))));
+  const std::size_t first = static_cast<std::size_t>(bad - verdicts.begin());
+  std::string text(&messages[first * kMessageBytes]);
+  if (static_cast<int>(first) != rank()) text = "rank " + std::to_string(first) + ": " + text;
+  must(Status(static_cast<StatusCode>(*bad), text));
+}
+
+void Engine::Impl::agree_on_options() {
+  std::ostringstream text;
+  text << plan.fingerprint_text() << "overlap " << (options.overlap ? "on" : "off") << "\nbeta1 "
+       << options.beta1 << "\nbeta2 " << options.beta2 << "\nepsilon " << options.epsilon << "\nloss-scale "
+       << options.loss_scale.initial << ' ' << options.loss_scale.growth_interval << ' '
+       << options.loss_scale.minimum << '\n';
+  for (const auto& [name, value] : options.agreement) text << name << ' ' << value << '\n';
+  for (const UnitShape& unit : model.units) {
+    text << "unit:" << unit.name << ' ' << (unit.backward_reads_parameters ? "" : "gradient-only ");
+    for (const ParameterShape& parameter : unit.parameters) {
+      text << parameter.name << ':' << parameter.count << ':' << parameter.group << ' ';
+    }
+    for (const UnitShape::Tied& tied : unit.tied) text << "tied:" << tied.unit << '.' << tied.index << ' ';
+    text << '\n';
+  }
+  const std::string mine = text.str();
+
+  struct Summary {
+    std::uint64_t hash;
+    std::uint64_t length;
+  };
+  const Summary summary{XXH3_64bits(mine.data(), mine.size()), mine.size()};
+  std::vector<Summary> summaries(static_cast<std::size_t>(ranks()));
+  must(communicator.exchange(as_bytes_of(&summary, sizeof(summary)),
+                             std::as_writable_bytes(std::span(summaries))));
+  const bool same = std::all_of(summaries.begin(), summaries.end(),
+                                [&](const Summary& other) { return other.hash == summary.hash; });
+  if (same) return;
+
+  std::uint64_t longest = 0;
+  for (const Summary& other : summaries) longest = std::max(longest, other.length);
+  constexpr std::uint64_t kTextLimit = 1 << 20;  // A peer's length is not to be trusted with an allocation.
+  longest = std::min(longest, kTextLimit);
+  std::vector<char> padded(longest, '\0');
+  std::memcpy(padded.data(), mine.data(), std::min<std::size_t>(mine.size(), longest));
+  std::vector<char> all(longest * summaries.size(), '\0');
+  must(communicator.exchange(as_bytes_of(padded.data(), longest), std::as_writable_bytes(std::span(all))));
+  std::vector<std::string> texts;
+  for (std::size_t rank = 0; rank < summaries.size(); ++rank) {
+    texts.emplace_back(&all[rank * longest], std::min(summaries[rank].length, longest));
+  }
+  must(Status(StatusCode::kInvalidArgument, first_difference(texts)));
+}
+
+Status Engine::Impl::check_budget() const {
+  const std::uint64_t device = backend.capabilities().memory_bytes;
+  const std::uint64_t budget =
+      options.memory_bytes == 0 ? device : std::min<std::uint64_t>(options.memory_bytes, device);
+  if (plan.reserved_bytes <= budget) return Status();
+  Pool largest = Pool::kParameters;
+  std::string pools;
+  for (int i = 0; i < kPoolCount; ++i) {
+    const Pool pool = static_cast<Pool>(i);
+    if (pool_bytes(plan.bytes, pool) > pool_bytes(plan.bytes, largest)) largest = pool;
+    pools +=
+        std::string(i == 0 ? "" : ", ") + kPoolNames[i] + " " + format_bytes(pool_bytes(plan.bytes, pool));
+  }
+  return Status(StatusCode::kOutOfMemory,
+                "the plan needs " + format_bytes(plan.reserved_bytes) + " (" +
+                    std::to_string(plan.reserved_bytes) + " bytes) on " + backend.capabilities().name +
+                    ", the budget is " + format_bytes(budget) + " (" + std::to_string(budget) +
+                    " bytes): " + pools + "; the largest pool is " + kPoolNames[static_cast<int>(largest)] +
+                    ": " + remedy(largest) + "; or raise --memory");
+}
+
+void Engine::Impl::commit() {
+  if (phase != Phase::kDescribe) misuse("commit() was called twice");
+  const OtherTraffic other(*this);
+  Result<Plan> made = make_plan(model, plan_options());
+  Status verdict = made.status();
+  if (made.ok()) {
+    plan = std::move(made).value();
+    verdict = check_budget();
+  }
+  agree(made.ok() ? Status() : verdict);
+  agree_on_options();
+  agree(verdict);
+  Status allocated;
+  try {
+    allocate();
+    place_units();
+  } catch (const Error& error) {
+    allocated = error.status();
+  }
+  agree(allocated);
+  residency = std::make_unique<Residency>(slots);
+  slot_user.assign(slots.slot_bytes.size(), -1);
+  loss_scale = options.dtype == DataType::kFloat16 ? options.loss_scale.initial : 1.0;
+  phase = Phase::kIdle;
+}
+
+DevicePtr Engine::Impl::take(Pool pool, std::uint64_t bytes) {
+  if (bytes == 0) return nullptr;
+  AllocationRequest request;
+  request.bytes = bytes;
+  request.region = Region::kPersistent;
+  request.tag = tags[static_cast<std::size_t>(pool)];
+  request.stream = engine_stream;
+  const DevicePtr block = value_or_throw(arena->allocate(request));
+  throw_if_error(backend.fill_async(block, 0, bytes, engine_stream));
+  return block;
+}
+
+void Engine::Impl::allocate() {
+  ArenaOptions arena_options;
+  arena_options.limit_bytes = plan.reserved_bytes;
+  arena = value_or_throw(Arena::create(backend, arena_options));
+  for (int i = 0; i < kPoolCount; ++i) {
+    tags[static_cast<std::size_t>(i)] =
+        value_or_throw(arena->tag_create(kPoolNames[i], pool_bytes(plan.bytes, static_cast<Pool>(i))));
+  }
+  engine_stream = value_or_throw(backend.stream_create());
+  slots = assign_slots(model, plan.layouts, plan.options);
+  for (const std::uint64_t bytes : slots.slot_bytes) {
+    arena_slots.push_back(
+        value_or_throw(arena->slot_create(bytes, tags[static_cast<std::size_t>(Pool::kGathered)])));
+    slot_ready.push_back(value_or_throw(backend.event_create()));
+  }
+}
+
+void Engine::Impl::place_units() {
+  const std::uint64_t size = element();
+  const auto rank_index = static_cast<std::uint64_t>(rank());
+  const bool has_master = options.dtype != DataType::kFloat32;
+  const int stage = options.stage;
+
+  // One block per pool; units take their parts in order of registration.
+  std::byte* parameters = take(Pool::kParameters, plan.bytes.parameters);
+  std::byte* gradients = take(Pool::kGradients, plan.bytes.gradients);
+  std::byte* optimizer = take(Pool::kOptimizer, plan.bytes.optimizer);
+  const auto part = [](std::byte*& cursor_in_pool, std::uint64_t bytes) {
+    std::byte* begin = cursor_in_pool;
+    cursor_in_pool += bytes;
+    return begin;
+  };
+  const auto alias = [&](int slot, std::uint64_t bytes) -> DevicePtr {
+    if (slot == SlotAssignment::kNone) return nullptr;
+    return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
+  };
+
+  std::uint64_t largest_leaves = 0;
+  for (int index = 0; index < unit_count(); ++index) {
+    const UnitLayout& place = layout(index);
+    const std::uint64_t slice = place.trainable_slice(ranks());
+    const std::uint64_t frozen_slice = place.frozen_slice(ranks());
+    largest_leaves = std::max(largest_leaves, slice / kLeafCount * sizeof(double));
+    Unit& u = units.emplace_back();
+    u.updated_begin = stage == 0 ? 0 : rank_index * slice;
+    u.updated_count = stage == 0 ? place.trainable_count : slice;
+
+    if (stage >= 3) {
+      u.parameter_shard = part(parameters, (slice + frozen_slice) * size);
+      u.parameters = alias(slots.parameter_slot[static_cast<std::size_t>(index)], place.total_count() * size);
+      u.updated_parameters = u.parameter_shard;
+    } else {
+      u.parameters = part(parameters, place.total_count() * size);
+      u.updated_parameters = u.parameters + u.updated_begin * size;
+    }
+
+    u.gradient_type = options.dtype;
+    if (stage <= 1) {
+      u.gradients = part(gradients, place.trainable_count * size);
+      u.gradient_shard = u.gradients + rank_index * slice * size;
+      if (accumulates_in_fp32()) u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
+      u.updated_gradients = u.gradients + u.updated_begin * size;
+    } else {
+      u.gradients = alias(slots.gradient_slot[static_cast<std::size_t>(index)], place.trainable_count * size);
+      if (accumulates_in_fp32()) {
+        u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
+        u.gradient_shard = reinterpret_cast<std::byte*>(u.accumulator);
+        u.gradient_type = DataType::kFloat32;
+      } else {
+        u.gradient_shard = part(gradients, slice * size);
+      }
+      u.updated_gradients = u.gradient_shard;
+    }
+
+    const std::uint64_t state_bytes = 4 * u.updated_count;
+    u.master = reinterpret_cast<float*>(has_master ? part(optimizer, state_bytes) : u.updated_parameters);
+    u.m = reinterpret_cast<float*>(part(optimizer, state_bytes));
+    u.v = reinterpret_cast<float*>(part(optimizer, state_bytes));
+
+    // Padding joins the segment before it: zeros stay zeros under every group's arithmetic.
+    std::uint64_t end = 0;
+    std::vector<Segment> runs;
+    for (std::size_t i = 0; i < place.places.size(); ++i) {
+      const UnitLayout::Place& p = place.places[i];
+      const int group = shape(index).parameters[i].group;
+      group_count = std::max(group_count, group + 1);
+      if (p.frozen) continue;
+      if (p.offset > end) u.gaps.emplace_back(end, p.offset - end);
+      end = p.offset + p.count;
+      if (runs.empty() || runs.back().group != group) {
+        if (!runs.empty()) runs.back().count = p.offset - runs.back().begin;
+        runs.push_back({p.offset, 0, group});
+      }
+    }
+    if (place.trainable_count > end) u.gaps.emplace_back(end, place.trainable_count - end);
+    if (!runs.empty()) runs.back().count = place.trainable_count - runs.back().begin;
+    for (const Segment& run : runs) {
+      const std::uint64_t begin = std::max(run.begin, u.updated_begin);
+      const std::uint64_t stop = std::min(run.begin + run.count, u.updated_begin + u.updated_count);
+      if (begin < stop) u.segments.push_back({begin - u.updated_begin, stop - begin, run.group});
+    }
+
+    u.released = value_or_throw(backend.event_create());
+    u.parameters_ready = value_or_throw(backend.event_create());
+    gradient_ready.push_back(value_or_throw(backend.event_create()));
+    u.contributed.assign(place.places.size(), false);
+  }
+
+  const std::uint64_t received =
+      ranks() > 1 ? static_cast<std::uint64_t>(ranks()) * plan.bucket_columns * size : 0;
+  staging = take(Pool::kBuckets, std::max(received, largest_leaves));
+  bucket_sum = reinterpret_cast<float*>(
+      take(Pool::kBuckets, accumulates_in_fp32() ? 0 : plan.bucket_columns * sizeof(float)));
+  norms = reinterpret_cast<double*>(take(Pool::kBuckets, units.size() * sizeof(double)));
+  activation_block = take(Pool::kActivations, model.activation_bytes);
+  throw_if_error(backend.stream_synchronize(engine_stream));
+}
+
+}  // namespace forebay

@@ -1,0 +1,172 @@
+// The inside of Engine: what commit() places where, and the state of the step.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "forebay/engine.h"
+#include "forebay/error.h"
+#include "schedule.h"
+
+namespace forebay {
+
+// The pools of the plan, each an account of the arena.
+enum class Pool : int { kParameters, kGradients, kOptimizer, kGathered, kBuckets, kActivations };
+inline constexpr int kPoolCount = 6;
+
+struct Engine::Impl {
+  // One run of elements of a unit's updated range that share a parameter group.
+  struct Segment {
+    std::uint64_t begin = 0;  // Elements from the start of the updated range.
+    std::uint64_t count = 0;
+    int group = 0;
+  };
+
+  // Where a unit lies on this rank. "Updated range": the part of the trainable section whose master this rank
+  // keeps: all of it at stage 0, slice `rank` otherwise.
+  struct Unit {
+    DevicePtr parameters =
+        nullptr;  // The whole unit: persistent below stage 3, an alias of a slot at stage 3.
+    DevicePtr parameter_shard = nullptr;  // Stage 3: trainable slice, then frozen slice.
+    DevicePtr gradients = nullptr;       // The whole trainable section: persistent, or an alias from stage 2.
+    DevicePtr gradient_shard = nullptr;  // Where this rank's reduced gradient g is, in gradient_type.
+    DataType gradient_type = DataType::kFloat32;
+    float* accumulator = nullptr;            // K > 1 with shard: the fp32 sum over micro-steps.
+    DevicePtr updated_parameters = nullptr;  // The updated range in the engine's dtype.
+    DevicePtr updated_gradients = nullptr;   // The updated range of g, in gradient_type.
+    float* master = nullptr;
+    float* m = nullptr;
+    float* v = nullptr;
+    std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
+    std::uint64_t updated_count = 0;
+    std::vector<Segment> segments;
+    std::vector<std::pair<std::uint64_t, std::uint64_t>>
+        gaps;                // {offset, count} of padding in the trainable section.
+    Event released;          // The trainer's last use of the unit's parameters and gradients.
+    Event parameters_ready;  // Below stage 3: the parameters after the last update.
+    // Of the current step.
+    std::vector<bool> contributed;  // By parameter: its gradient buffer holds a contribution.
+    bool skipped = false;           // In the current micro-step, by this rank.
+    bool used = false;              // In any micro-step of the current step, by this rank.
+  };
+
+  enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
+
+  Impl(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
+  ~Impl();
+
+  // What a collective call outside of steps sends is not the steps' traffic: alive around each such call.
+  class OtherTraffic {
+   public:
+    explicit OtherTraffic(Impl& impl);
+    ~OtherTraffic();
+
+   private:
+    Impl& impl_;
+    Traffic before_;
+  };
+
+  // --- description and commit (engine_commit.cc) ---
+  PlanOptions plan_options() const;
+  void commit();
+  // Every rank gives its own verdict; when one is not ok, all throw the lowest such rank's.
+  void agree(const Status& mine);
+  void agree_on_options();
+  Status check_budget() const;
+  void allocate();
+  void place_units();
+  DevicePtr take(Pool pool, std::uint64_t bytes);
+
+  // --- the step (engine_step.cc) ---
+  void gather(int unit);
+  void require(int unit);
+  void wait_for_parameters(int unit, Stream stream);
+  void prefetch(int unit);
+  void begin_backward_of(int unit);
+  void pass_skipped(int unit);
+  void finish_micro_step();
+  void reduce(int unit);
+  void complete_gradients(int unit, Stream stream);
+  void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
+  void update(const Hyperparameters& hyperparameters, double norm, const std::vector<bool>& used);
+  StepResult step(const Hyperparameters& hyperparameters);
+  void end_lease(int unit, Stream stream, bool backward) noexcept;
+
+  // --- values and state (engine_values.cc, training_state.cc) ---
+  void copy_in(DevicePtr target, const void* source, std::uint64_t bytes);
+  void copy_out(void* target, const std::byte* source, std::uint64_t bytes);
+  std::vector<std::byte> all_slices(const std::byte* mine, std::uint64_t bytes);
+  void set_parameter(ParameterId parameter, std::span<const float> values);
+  std::vector<float> unit_masters(int unit);
+  std::vector<float> unit_frozen(int unit);
+  void publish_parameters();
+  void save_state(const std::string& directory, const std::string& trainer_state);
+  std::string load_state(const std::string& directory);
+
+  // The parameter that `index` of a lease of `unit` names: its own in order, then the tied ones.
+  ParameterId resolve(int unit, int index);
+  void expect(Phase wanted, const char* call);
+  [[noreturn]] void misuse(const std::string& message);
+  // Throws, and leaves the engine failed, unless `status` is ok.
+  void must(const Status& status);
+  void check_peers() { must(communicator.status()); }
+
+  int rank() const { return communicator.rank(); }
+  int ranks() const { return communicator.size(); }
+  std::uint64_t element() const { return element_bytes(options.dtype); }
+  int unit_count() const { return static_cast<int>(model.units.size()); }
+  Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
+  const UnitLayout& layout(int index) const { return plan.layouts[static_cast<std::size_t>(index)]; }
+  const UnitShape& shape(int index) const { return model.units[static_cast<std::size_t>(index)]; }
+  int parameter_slot(int index) const { return slots.parameter_slot[static_cast<std::size_t>(index)]; }
+  bool accumulates_in_fp32() const {
+    return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
+  }
+
+  // Constant after construction.
+  Backend& backend;
+  Kernels& kernels;
+  Communicator& communicator;
+  EngineOptions options;
+
+  // Constant after commit.
+  ModelShape model;
+  Plan plan;
+  SlotAssignment slots;
+  std::unique_ptr<Arena> arena;
+  std::array<Tag, kPoolCount> tags{};
+  std::vector<Unit> units;
+  std::vector<Slot> arena_slots;
+  Stream engine_stream;  // The engine's own work; the order of collectives is the order of this queue.
+  std::vector<Event>
+      slot_ready;  // By slot: the gather into it (parameters) or the reduction out of it (gradients).
+  std::vector<Event> gradient_ready;  // Stages 0 and 1, by unit: the reduction out of its gradients.
+  std::byte* staging = nullptr;       // One received bucket; the leaves of a norm.
+  float* bucket_sum = nullptr;        // The fp32 sum of one bucket.
+  double* norms = nullptr;            // One per unit, of this rank's slice.
+  DevicePtr activation_block = nullptr;
+  int group_count = 0;
+
+  // The state of training.
+  Phase phase = Phase::kDescribe;
+  Status failure;  // Why the engine is failed.
+  std::unique_ptr<Residency> residency;
+  std::vector<int> slot_user;  // By slot: the unit last leased from it, or -1.
+  std::uint64_t version = 1;   // Of the weights.
+  int micro_step = 0;
+  int cursor = 0;  // Forward: the next unit. Backward: units at and above it are done.
+  bool lease_alive = false;
+  std::vector<int> lease_answer;  // By index in the live lease: -1 not asked, 0 "=", 1 "+=".
+  std::uint64_t attempted_steps = 0;
+  std::uint64_t applied_steps = 0;
+  double loss_scale = 1.0;
+  int growth_counter = 0;  // Applied steps since the scale last changed.
+  std::uint64_t gather_count = 0;
+  Traffic other_traffic;  // Payload that is not of steps: commit, saving, digests.
+};
+
+}  // namespace forebay

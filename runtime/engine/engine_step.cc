@@ -1,0 +1,390 @@
+// One step: gathers ahead of the trainer, reductions behind it, and the update.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "engine_impl.h"
+#include "forebay/log.h"
+
+namespace forebay {
+namespace {
+
+float fp32(double value) {
+  return static_cast<float>(value);
+}
+
+}  // namespace
+
+// --- gathers ---
+
+void Engine::Impl::all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes) {
+  if (slice_bytes == 0) return;
+  AllGatherArguments arguments;
+  arguments.source = own_slice;
+  arguments.target = base;
+  arguments.target_stride_bytes = slice_bytes;
+  arguments.bytes = slice_bytes;
+  must(communicator.all_gather(arguments, engine_stream));
+}
+
+void Engine::Impl::gather(int index) {
+  Unit& u = unit(index);
+  const int slot = parameter_slot(index);
+  int& user = slot_user[static_cast<std::size_t>(slot)];
+  if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).released));
+  user = index;
+  const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
+  const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
+  all_gather_section(u.parameters, u.parameter_shard, slice);
+  all_gather_section(u.parameters + layout(index).trainable_count * element(), u.parameter_shard + slice,
+                     frozen_slice);
+  must(backend.event_record(slot_ready[static_cast<std::size_t>(slot)], engine_stream));
+  ++gather_count;
+}
+
+void Engine::Impl::require(int index) {
+  if (options.stage < 3) return;
+  for (const int needed : units_read_by(model, index)) {
+    if (parameter_slot(needed) == SlotAssignment::kNone) continue;
+    if (residency->take(needed, version)) gather(needed);
+  }
+}
+
+void Engine::Impl::prefetch(int index) {
+  if (options.overlap && index >= 0 && index < unit_count()) require(index);
+}
+
+void Engine::Impl::wait_for_parameters(int index, Stream stream) {
+  for (const int needed : units_read_by(model, index)) {
+    if (options.stage < 3) {
+      must(backend.stream_wait(stream, unit(needed).parameters_ready));
+    } else if (const int slot = parameter_slot(needed); slot != SlotAssignment::kNone) {
+      must(backend.stream_wait(stream, slot_ready[static_cast<std::size_t>(slot)]));
+    }
+  }
+}
+
+// --- reductions ---
+
+// A gradient nobody wrote is zero, and so is the padding of a slot that other units use too.
+void Engine::Impl::complete_gradients(int index, Stream stream) {
+  Unit& u = unit(index);
+  const UnitLayout& place = layout(index);
+  for (std::size_t i = 0; i < place.places.size(); ++i) {
+    const UnitLayout::Place& p = place.places[i];
+    if (p.frozen || u.contributed[i]) continue;
+    must(backend.fill_async(u.gradients + p.offset * element(), 0, p.count * element(), stream));
+    u.contributed[i] = true;
+  }
+  if (options.stage < 2) return;  // Persistent buffers: zero since commit.
+  for (const auto& [offset, count] : u.gaps) {
+    must(backend.fill_async(u.gradients + offset * element(), 0, count * element(), stream));
+  }
+}
+
+void Engine::Impl::reduce(int index) {
+  Unit& u = unit(index);
+  const std::uint64_t slice = layout(index).trainable_slice(ranks());
+  const int gradient_slot = slots.gradient_slot[static_cast<std::size_t>(index)];
+  const Event ready = gradient_slot == SlotAssignment::kNone
+                          ? gradient_ready[static_cast<std::size_t>(index)]
+                          : slot_ready[static_cast<std::size_t>(gradient_slot)];
+  const bool last = micro_step == options.micro_steps - 1;
+  const bool reduces = options.accumulate == Accumulate::kShard || last;
+  if (slice == 0 || !reduces) {
+    must(backend.event_record(ready, engine_stream));
+    return;
+  }
+  const std::uint64_t passes =
+      static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
+  const float factor = fp32(1.0 / static_cast<double>(passes));
+
+  if (ranks() == 1 && options.micro_steps == 1) {
+    // The sum of one rank times one is the gradient itself.
+    if (u.gradient_shard != u.gradients) {
+      must(backend.copy_async(u.gradient_shard, u.gradients, slice * element(), engine_stream));
+    }
+  } else {
+    for (std::uint64_t column = 0; column < slice; column += plan.bucket_columns) {
+      const std::uint64_t count = std::min(plan.bucket_columns, slice - column);
+      ReduceScatterArguments bucket;
+      bucket.source = u.gradients + column * element();
+      bucket.source_stride_bytes = slice * element();
+      bucket.count = count;
+      bucket.type = options.dtype;
+      bucket.receive = staging;
+      bucket.target = u.accumulator != nullptr ? u.accumulator + column : bucket_sum;
+      bucket.first = u.accumulator == nullptr || micro_step == 0;
+      must(communicator.reduce_scatter(bucket, engine_stream));
+      if (u.accumulator != nullptr) continue;
+      ScaleArguments average{
+          bucket_sum, u.gradient_shard + column * element(), count, factor, options.dtype, options.dtype};
+      must(kernels.scale(average, engine_stream));
+    }
+    if (u.accumulator != nullptr && last) {
+      ScaleArguments average{u.accumulator, u.gradient_shard, slice, factor, options.dtype, u.gradient_type};
+      must(kernels.scale(average, engine_stream));
+    }
+  }
+  if (last) {
+    if (options.stage == 0) all_gather_section(u.gradients, u.gradient_shard, slice * element());
+    NormArguments norm{u.gradient_shard, reinterpret_cast<double*>(staging), norms + index, slice,
+                       u.gradient_type};
+    must(kernels.norm(norm, engine_stream));
+  }
+  must(backend.event_record(ready, engine_stream));
+}
+
+// --- the order of units ---
+
+void Engine::Impl::begin_backward_of(int index) {
+  if (phase == Phase::kForward) {
+    if (cursor != unit_count()) {
+      misuse("backward(" + shape(index).name + ") was called before unit " + shape(cursor).name +
+             " had its forward pass; lease it forward or skip it");
+    }
+    phase = Phase::kBackward;
+  }
+  if (phase != Phase::kBackward) misuse("backward() needs micro_step_begin() and the forward pass before it");
+  while (cursor - 1 > index && unit(cursor - 1).skipped) pass_skipped(cursor - 1);
+  if (cursor - 1 != index) {
+    misuse("backward(" + shape(index).name + ") is out of order: " +
+           (cursor == 0 ? std::string("the backward pass is complete")
+                        : "the next unit is " + shape(cursor - 1).name));
+  }
+  if (unit(index).skipped) misuse("backward(" + shape(index).name + ") of a unit that forward skipped");
+}
+
+// What backward() and the end of its lease do on the other ranks, with zeros for gradients.
+void Engine::Impl::pass_skipped(int index) {
+  if (shape(index).backward_reads_parameters) require(index);
+  if (index > 0 && shape(index - 1).backward_reads_parameters) prefetch(index - 1);
+  cursor = index;
+  complete_gradients(index, engine_stream);
+  reduce(index);
+}
+
+void Engine::Impl::finish_micro_step() {
+  if (phase == Phase::kStep) return;  // Nothing since step_begin or the end of the last micro-step.
+  if (phase == Phase::kForward) {
+    const bool all_skipped = cursor == unit_count() &&
+                             std::all_of(units.begin(), units.end(), [](const Unit& u) { return u.skipped; });
+    if (!all_skipped) misuse("micro-step " + std::to_string(micro_step) + " has no backward pass");
+    phase = Phase::kBackward;
+  }
+  while (cursor > 0) {
+    if (!unit(cursor - 1).skipped) {
+      misuse("unit " + shape(cursor - 1).name + " had a forward and no backward pass in micro-step " +
+             std::to_string(micro_step));
+    }
+    pass_skipped(cursor - 1);
+  }
+  phase = Phase::kStep;
+  ++micro_step;
+}
+
+// --- leases ---
+
+Lease::Lease(Engine* engine, UnitId unit, Stream stream, bool backward)
+    : engine_(engine), unit_(unit), stream_(stream), backward_(backward) {}
+
+Lease::Lease(Lease&& other) noexcept {
+  *this = std::move(other);
+}
+
+Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this == &other) return *this;
+  if (engine_ != nullptr) engine_->impl_->end_lease(unit_, stream_, backward_);
+  engine_ = std::exchange(other.engine_, nullptr);
+  unit_ = other.unit_;
+  stream_ = other.stream_;
+  backward_ = other.backward_;
+  return *this;
+}
+
+Lease::~Lease() {
+  if (engine_ != nullptr) engine_->impl_->end_lease(unit_, stream_, backward_);
+}
+
+ParameterId Engine::Impl::resolve(int index_of_unit, int index) {
+  const UnitShape& own = shape(index_of_unit);
+  const int own_count = static_cast<int>(own.parameters.size());
+  if (index >= 0 && index < own_count) return {index_of_unit, index};
+  if (index < 0 || index - own_count >= static_cast<int>(own.tied.size())) {
+    misuse("unit " + own.name + " has no parameter " + std::to_string(index));
+  }
+  const UnitShape::Tied& tied = own.tied[static_cast<std::size_t>(index - own_count)];
+  return {tied.unit, tied.index};
+}
+
+DevicePtr Lease::parameter(int index) const {
+  Engine::Impl& impl = *engine_->impl_;
+  const ParameterId id = impl.resolve(unit_, index);
+  if (backward_ && !impl.shape(unit_).backward_reads_parameters) {
+    impl.misuse("unit " + impl.shape(unit_).name +
+                " was added as one whose backward pass reads no parameters, so none are gathered for it");
+  }
+  const UnitLayout& layout = impl.layout(id.unit);
+  const UnitLayout::Place& place = layout.places[static_cast<std::size_t>(id.index)];
+  const std::uint64_t offset = (place.frozen ? layout.trainable_count : 0) + place.offset;
+  return impl.unit(id.unit).parameters + offset * impl.element();
+}
+
+DevicePtr Lease::gradient(int index, bool* accumulate) {
+  Engine::Impl& impl = *engine_->impl_;
+  if (!backward_) impl.misuse("gradient() belongs to the backward pass of unit " + impl.shape(unit_).name);
+  const ParameterId id = impl.resolve(unit_, index);
+  const UnitLayout::Place& place = impl.layout(id.unit).places[static_cast<std::size_t>(id.index)];
+  if (place.frozen) return nullptr;
+  Engine::Impl::Unit& owner = impl.unit(id.unit);
+  int& answer = impl.lease_answer[static_cast<std::size_t>(index)];
+  if (answer < 0) {
+    answer = owner.contributed[static_cast<std::size_t>(id.index)] ? 1 : 0;
+    owner.contributed[static_cast<std::size_t>(id.index)] = true;
+  }
+  *accumulate = answer == 1;
+  return owner.gradients + place.offset * impl.element();
+}
+
+void Lease::grad_ready(int index) {
+  Engine::Impl& impl = *engine_->impl_;
+  if (!backward_) impl.misuse("grad_ready() belongs to the backward pass of unit " + impl.shape(unit_).name);
+  static_cast<void>(impl.resolve(unit_, index));
+}
+
+void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
+  lease_alive = false;
+  if (phase == Phase::kFailed) return;
+  try {
+    if (backward) complete_gradients(index, stream);
+    must(backend.event_record(unit(index).released, stream));
+    if (!backward) return;
+    must(backend.stream_wait(engine_stream, unit(index).released));
+    cursor = index;
+    reduce(index);
+    if (!options.overlap) {
+      must(backend.event_record(unit(index).parameters_ready, engine_stream));
+      must(backend.stream_wait(stream, unit(index).parameters_ready));
+    }
+  } catch (const Error& error) {
+    // A destructor has nobody to tell; the next call on the engine throws this.
+    phase = Phase::kFailed;
+    failure = error.status();
+  }
+}
+
+// --- the update ---
+
+void Engine::Impl::update(const Hyperparameters& hyperparameters, double norm,
+                          const std::vector<bool>& used) {
+  const double t = static_cast<double>(applied_steps + 1);
+  const double clip = hyperparameters.clip;
+  const double shrink = clip > 0.0 && norm > clip ? clip / norm : 1.0;
+  AdamWArguments adamw{};
+  adamw.gradient_type = options.dtype;
+  adamw.parameter_type = options.dtype;
+  adamw.factor = fp32(shrink / loss_scale);
+  adamw.beta1 = fp32(options.beta1);
+  adamw.beta2 = fp32(options.beta2);
+  adamw.eps = fp32(options.epsilon);
+  adamw.a1 = fp32(1.0 - options.beta1);
+  adamw.a2 = fp32(1.0 - options.beta2);
+  adamw.c1 = fp32(1.0 - std::pow(options.beta1, t));
+  adamw.s2 = fp32(std::sqrt(1.0 - std::pow(options.beta2, t)));
+  for (int index = 0; index < unit_count(); ++index) {
+    Unit& u = unit(index);
+    if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
+      adamw.gradient_type = u.gradient_type;
+      for (const Segment& segment : u.segments) {
+        const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
+        adamw.lr = fp32(group.lr);
+        adamw.weight_decay = fp32(group.weight_decay);
+        adamw.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
+        adamw.master = u.master + segment.begin;
+        adamw.m = u.m + segment.begin;
+        adamw.v = u.v + segment.begin;
+        adamw.parameter = options.dtype == DataType::kFloat32
+                              ? nullptr
+                              : static_cast<void*>(u.updated_parameters + segment.begin * element());
+        adamw.count = segment.count;
+        must(kernels.adamw(adamw, engine_stream));
+      }
+      if (options.stage == 1 || options.stage == 2) {
+        all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
+      }
+    }
+    must(backend.event_record(u.parameters_ready, engine_stream));
+  }
+  if (options.stage >= 3) ++version;
+}
+
+StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
+  finish_micro_step();
+  if (phase != Phase::kStep || micro_step != options.micro_steps) {
+    misuse("step() after " + std::to_string(micro_step) + " micro-steps; the engine was made for " +
+           std::to_string(options.micro_steps));
+  }
+  if (static_cast<int>(hyperparameters.groups.size()) < group_count) {
+    misuse("step() was given hyperparameters for " + std::to_string(hyperparameters.groups.size()) +
+           " groups; the model has " + std::to_string(group_count));
+  }
+  // The commit point: after this exchange every rank knows the same norm and takes the same decision.
+  const std::size_t count = units.size();
+  constexpr std::size_t kNorms = 2;  // After the metric and the wish to stop.
+  std::vector<double> mine(kNorms + 2 * count);
+  mine[0] = hyperparameters.metric;
+  mine[1] = hyperparameters.stop ? 1.0 : 0.0;
+  must(backend.copy_async(&mine[kNorms], norms, count * sizeof(double), engine_stream));
+  must(backend.stream_synchronize(engine_stream));
+  check_peers();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (layout(static_cast<int>(i)).trainable_count == 0) mine[kNorms + i] = 0.0;
+    mine[kNorms + count + i] = units[i].used ? 1.0 : 0.0;
+  }
+  std::vector<double> all(mine.size() * static_cast<std::size_t>(ranks()));
+  must(communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
+
+  StepResult result;
+  result.loss_scale = loss_scale;
+  std::vector<double> unit_sums(count);
+  std::vector<double> slices(static_cast<std::size_t>(ranks()));
+  std::vector<bool> used(count, false);
+  for (std::size_t r = 0; r < slices.size(); ++r) {
+    result.metric_sum += all[r * mine.size()];
+    result.stop = result.stop || all[r * mine.size() + 1] != 0.0;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    for (std::size_t r = 0; r < slices.size(); ++r) {
+      slices[r] = all[r * mine.size() + kNorms + i];
+      if (all[r * mine.size() + kNorms + count + i] != 0.0) used[i] = true;
+    }
+    unit_sums[i] = pairwise_sum(slices.data(), slices.size());
+  }
+  const double norm = std::sqrt(pairwise_sum(unit_sums.data(), unit_sums.size())) / loss_scale;
+
+  ++attempted_steps;
+  if (std::isfinite(norm)) {
+    result.grad_norm = norm;
+    update(hyperparameters, norm, used);
+    ++applied_steps;
+    if (options.dtype == DataType::kFloat16 && ++growth_counter == options.loss_scale.growth_interval) {
+      loss_scale *= 2.0;
+      growth_counter = 0;
+    }
+  } else {
+    result.skipped = true;
+    if (options.dtype == DataType::kFloat16) {
+      loss_scale = std::max(loss_scale / 2.0, options.loss_scale.minimum);
+      growth_counter = 0;
+    }
+  }
+  if (!options.overlap) {
+    must(backend.stream_synchronize(engine_stream));
+    check_peers();
+  }
+  phase = Phase::kIdle;
+  return result;
+}
+
+}  // namespace forebay
