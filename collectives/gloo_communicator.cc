@@ -1,0 +1,733 @@
+// Gloo gives connections, framing and an I/O thread; everything that decides a result or an error is here.
+//
+// Each communicator has two Gloo contexts, one per plane, so that the stream's thread and the trainer's
+// thread never share a sequence. An operation sends its fingerprint to every peer under a slot made of its
+// plane's sequence number, and its payload under a slot that also holds a hash of the fingerprint: the
+// payload of a different operation never matches, so a mismatch cannot overrun a buffer (Gloo would end the
+// process) and is reported by comparing fingerprints. Every rank sends to and receives from every other
+// directly, with no intermediate copy.
+//
+// First cause. A rank that fails writes why into the store directory, under a name that only the first gets,
+// and then closes its connections; a rank that finds a connection closed looks there before it blames the
+// other end. The file stays until the directory goes: a rank that looks late still learns the first cause.
+#include "forebay/gloo_communicator.h"
+
+#include <gloo/common/error.h>
+#include <gloo/rendezvous/context.h>
+#include <gloo/rendezvous/store.h>
+#include <gloo/transport/tcp/device.h>
+#include <gloo/transport/unbound_buffer.h>
+#include <ifaddrs.h>
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <ctime>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "arguments.h"
+#include "fingerprint.h"
+#include "forebay/stream_call.h"
+#include "meeting.h"
+#include "store_directory.h"
+
+namespace forebay {
+namespace {
+
+using internal::Collective;
+using internal::Fingerprint;
+using internal::Operation;
+using internal::Piece;
+using internal::SplitWish;
+using internal::StoreDirectory;
+using SteadyClock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// Longer deadlines would overflow the arithmetic inside Gloo and condition_variable.
+constexpr milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
+// Gloo closes all connections of a context when a wait of it times out, before that rank can publish why. A
+// rank that sees a connection close gives the other this long to publish before it reports its own view.
+constexpr milliseconds kCauseWaitMax{200};
+constexpr milliseconds kPoll{2};
+// Gloo waits up to five times a context's timeout for one connection.
+constexpr int kGlooConnectFactor = 5;
+constexpr std::uint64_t kNeverSent = ~std::uint64_t{0};
+
+// A peer that dies while we write makes the kernel send SIGPIPE, which would end this process instead of
+// giving an error to handle. The signal is kept from this thread, and taken back if one came.
+class NoSigpipe {
+ public:
+  NoSigpipe() noexcept {
+    sigemptyset(&pipe_);
+    sigaddset(&pipe_, SIGPIPE);
+    sigset_t pending;
+    sigpending(&pending);
+    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+    pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
+  }
+  ~NoSigpipe() {
+    const timespec now{};
+    if (!was_pending_) {
+      while (sigtimedwait(&pipe_, nullptr, &now) == -1 && errno == EINTR) {
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  NoSigpipe(const NoSigpipe&) = delete;
+  NoSigpipe& operator=(const NoSigpipe&) = delete;
+
+ private:
+  sigset_t pipe_, before_;
+  bool was_pending_;
+};
+
+// Keeps all signals from this thread.
+class NoSignals {
+ public:
+  NoSignals() noexcept {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  NoSignals(const NoSignals&) = delete;
+  NoSignals& operator=(const NoSignals&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// Gloo's rendezvous over a StoreDirectory, until `deadline`. Keys get a prefix that no other run and no other
+// communicator of this run has.
+class GlooStore final : public gloo::rendezvous::Store {
+ public:
+  GlooStore(StoreDirectory& directory, std::string prefix, std::string failure_name,
+            SteadyClock::time_point deadline)
+      : directory_(directory),
+        prefix_(std::move(prefix)),
+        failure_name_(std::move(failure_name)),
+        deadline_(deadline) {}
+
+  void set(const std::string& key, const std::vector<char>& data) override {
+    const Status status = directory_.write(name(key), std::string_view(data.data(), data.size()));
+    if (!status.ok()) throw gloo::IoException(status.message());
+    written_.push_back(name(key));
+  }
+
+  std::vector<char> get(const std::string& key) override {
+    for (;;) {
+      if (const std::optional<std::string> content = directory_.read(name(key))) {
+        return {content->begin(), content->end()};
+      }
+      if (directory_.read(failure_name_)) throw gloo::IoException("another rank failed");
+      if (SteadyClock::now() >= deadline_) throw gloo::IoException("a rank stopped while connecting");
+      std::this_thread::sleep_for(kPoll);
+    }
+  }
+
+  void wait(const std::vector<std::string>& keys) override {
+    for (const std::string& key : keys) get(key);
+  }
+  void wait(const std::vector<std::string>& keys, const milliseconds&) override { wait(keys); }
+
+  // The files this rank wrote. Only once all ranks are connected.
+  void remove_written() noexcept {
+    for (const std::string& file : written_) directory_.remove(file);
+    written_.clear();
+  }
+
+ private:
+  // Keys are Gloo's own; whatever cannot be in a file name is spelled in hexadecimal.
+  std::string name(const std::string& key) const {
+    static constexpr char kDigits[] = "0123456789abcdef";
+    std::string text = prefix_;
+    for (const char c : key) {
+      if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_') {
+        text += c;
+      } else {
+        text += '%';
+        text += kDigits[static_cast<unsigned char>(c) >> 4];
+        text += kDigits[static_cast<unsigned char>(c) & 15];
+      }
+    }
+    return text;
+  }
+
+  StoreDirectory& directory_;
+  const std::string prefix_;
+  const std::string failure_name_;
+  const SteadyClock::time_point deadline_;
+  std::vector<std::string> written_;
+};
+
+// Gloo's releases differ: Debian 12's takes the store by reference, later ones share it.
+template <typename Context, typename Store>
+void connect_full_mesh(Context& context, const std::shared_ptr<Store>& store,
+                       std::shared_ptr<gloo::transport::Device>& device) {
+  if constexpr (requires { context.connectFullMesh(store, device); }) {
+    context.connectFullMesh(store, device);
+  } else {
+    context.connectFullMesh(*store, device);
+  }
+}
+
+std::string encode(const Status& cause) {
+  return std::to_string(static_cast<int>(cause.code())) + "\n" + cause.message();
+}
+
+Status decode(const std::string& text) {
+  const std::size_t end = text.find('\n');
+  const int code = std::atoi(text.c_str());
+  const bool known = code > 0 && code <= static_cast<int>(StatusCode::kInternal);
+  if (end == std::string::npos || !known) {
+    return Status(StatusCode::kPeerLost, "another rank failed, and its message is damaged");
+  }
+  return Status(static_cast<StatusCode>(code), text.substr(end + 1));
+}
+
+enum Plane : int { kDataPlane, kControlPlane, kPlaneCount };
+
+enum class Kind : std::uint64_t { kFingerprint = 1, kPayload, kMessage, kMessagePayload, kProbe };
+
+std::uint64_t slot(Kind kind, std::uint64_t sequence, std::uint32_t low) {
+  return static_cast<std::uint64_t>(kind) << 56 | (sequence & 0xffffff) << 32 | low;
+}
+
+// What the payload's slot knows of the operation.
+std::uint32_t hash(const Fingerprint& fingerprint) {
+  std::uint64_t value = fingerprint.count * 0x9e3779b97f4a7c15u;
+  value ^= (static_cast<std::uint64_t>(fingerprint.operation) << 32 | fingerprint.type) * 0xc2b2ae3d27d4eb4fu;
+  value ^= value >> 29;
+  value *= 0x165667b19e3779f9u;
+  return static_cast<std::uint32_t>(value >> 32);
+}
+
+struct Identity {
+  int rank;
+  int size;
+  milliseconds deadline;
+  std::string generation;  // Names this communicator's files; empty when it has no peers.
+};
+
+// What a communicator and its queued operations share.
+class Mesh {
+ public:
+  Mesh(Identity identity, std::shared_ptr<StoreDirectory> directory,
+       std::shared_ptr<gloo::transport::Device> device)
+      : identity_(std::move(identity)), directory_(std::move(directory)), device_(std::move(device)) {}
+
+  int rank() const noexcept { return identity_.rank; }
+  int size() const noexcept { return identity_.size; }
+  const Identity& identity() const noexcept { return identity_; }
+  const std::shared_ptr<StoreDirectory>& directory() const noexcept { return directory_; }
+  const std::shared_ptr<gloo::transport::Device>& device() const noexcept { return device_; }
+  SteadyClock::time_point deadline() const { return SteadyClock::now() + identity_.deadline; }
+  Traffic traffic() const { return {sent_bytes_.load(), received_bytes_.load()}; }
+
+  Status connect(SteadyClock::time_point deadline);
+
+  Status status() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
+  // first cause.
+  Status fail(const Status& cause) noexcept;
+
+  Status transfer(Plane plane, const Fingerprint& fingerprint, const Piece& piece);
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+              std::uint64_t sequence);
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, std::uint64_t sequence);
+
+ private:
+  using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
+
+  // Buffers that something may wait for: fail() wakes the waiters.
+  class InFlight {
+   public:
+    // `ok()` is false when the mesh has failed already.
+    InFlight(Mesh& mesh, std::vector<gloo::transport::UnboundBuffer*> buffers)
+        : mesh_(mesh), buffers_(std::move(buffers)) {
+      const std::lock_guard lock(mesh_.mutex_);
+      ok_ = mesh_.failure_.ok();
+      mesh_.in_flight_.push_back(&buffers_);
+    }
+    ~InFlight() {
+      const std::lock_guard lock(mesh_.mutex_);
+      std::erase(mesh_.in_flight_, &buffers_);
+    }
+    InFlight(const InFlight&) = delete;
+    InFlight& operator=(const InFlight&) = delete;
+    bool ok() const noexcept { return ok_; }
+
+   private:
+    Mesh& mesh_;
+    std::vector<gloo::transport::UnboundBuffer*> buffers_;
+    bool ok_;
+  };
+
+  enum class Direction : std::uint8_t { kReceived, kSent };
+
+  std::string failure_name() const { return identity_.generation + ".failed"; }
+
+  Buffer buffer(Plane plane, const void* address, std::size_t bytes) {
+    return contexts_[plane]->createUnboundBuffer(const_cast<void*>(address), bytes);
+  }
+
+  // Waits for `count` completions. False when fail() ended the wait. Throws what Gloo throws.
+  static bool await(gloo::transport::UnboundBuffer& buffer, Direction direction, int count,
+                    SteadyClock::time_point deadline) {
+    for (int i = 0; i < count; ++i) {
+      const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
+      const milliseconds timeout = std::max(left, milliseconds(1));
+      const bool done = direction == Direction::kReceived ? buffer.waitRecv(nullptr, timeout)
+                                                          : buffer.waitSend(nullptr, timeout);
+      if (!done) return false;
+    }
+    return true;
+  }
+
+  // The failure behind an exception of Gloo in the operation `what`. `missing`: the ranks nothing has come
+  // from, which are to blame for a timeout. `lost_candidates`: whom to ask about a broken connection.
+  Status diagnose(const std::exception& error, Plane plane, const std::string& what,
+                  const std::vector<int>& candidates, const std::vector<int>& missing,
+                  SteadyClock::time_point deadline);
+
+  const Identity identity_;
+  // Shared with the communicators split from this one: files of each are there, and whoever is last removes
+  // it.
+  const std::shared_ptr<StoreDirectory> directory_;
+  const std::shared_ptr<gloo::transport::Device> device_;
+  std::shared_ptr<gloo::rendezvous::Context> contexts_[kPlaneCount];  // Shared by Gloo's own interface.
+  std::atomic<std::uint64_t> sent_bytes_{0};
+  std::atomic<std::uint64_t> received_bytes_{0};
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  Status failure_;
+  std::vector<std::vector<gloo::transport::UnboundBuffer*>*> in_flight_;
+};
+
+Status Mesh::connect(SteadyClock::time_point deadline) {
+  if (size() == 1) return {};
+  const NoSigpipe guard;
+  std::shared_ptr<GlooStore> stores[kPlaneCount];
+  try {
+    for (int plane = 0; plane < kPlaneCount; ++plane) {
+      const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
+      auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
+      context->setTimeout(std::max(left / kGlooConnectFactor, milliseconds(1)));
+      stores[plane] = std::make_shared<GlooStore>(
+          *directory_, identity_.generation + (plane == kDataPlane ? ".data." : ".control."), failure_name(),
+          deadline);
+      std::shared_ptr<gloo::transport::Device> device = device_;
+      connect_full_mesh(*context, stores[plane], device);
+      contexts_[plane] = std::move(context);
+    }
+  } catch (const std::exception& error) {
+    const bool late = SteadyClock::now() >= deadline;
+    Status cause = fail(Status(late ? StatusCode::kTimeout : StatusCode::kPeerLost,
+                               "rank " + std::to_string(rank()) + " cannot connect to the other ranks over " +
+                                   device_->str() + ": " + error.what() +
+                                   "; see whether a rank ended, or give the right interface"));
+    for (auto& store : stores) {
+      if (store != nullptr) store->remove_written();
+    }
+    return cause;
+  }
+  // Each rank has read all addresses once all are here.
+  Collective barrier = internal::control_transfer(Operation::kBarrier, {}, {});
+  barrier.fingerprint.sequence = kNeverSent - 1;
+  Status status = transfer(kControlPlane, barrier.fingerprint, barrier.piece);
+  for (auto& store : stores) store->remove_written();
+  return status;
+}
+
+Status Mesh::fail(const Status& cause) noexcept {
+  try {
+    if (Status first = status(); !first.ok()) return first;
+    Status first = cause;
+    if (size() > 1) {
+      if (const auto published = directory_->write_once(failure_name(), encode(cause)))
+        first = decode(*published);
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      if (!failure_.ok()) return failure_;
+      failure_ = first;
+      for (const auto* buffers : in_flight_) {
+        for (gloo::transport::UnboundBuffer* waiting : *buffers) {
+          waiting->abortWaitRecv();
+          waiting->abortWaitSend();
+        }
+      }
+    }
+    for (const auto& context : contexts_) {
+      if (context != nullptr) context->closeConnections();
+    }
+    return first;
+  } catch (const std::exception&) {
+    // Closing failed half-way; the cause is kept, and the peers' deadline does the rest.
+    const std::lock_guard lock(mutex_);
+    if (failure_.ok()) failure_ = cause;
+    return failure_;
+  }
+}
+
+Status Mesh::diagnose(const std::exception& error, Plane plane, const std::string& what,
+                      const std::vector<int>& candidates, const std::vector<int>& missing,
+                      SteadyClock::time_point deadline) {
+  if (Status first = status(); !first.ok()) return first;
+  const std::string where = what + " on rank " + std::to_string(rank()) + ": ";
+  if (SteadyClock::now() >= deadline) {
+    const std::string who = missing.empty() ? internal::rank_list(candidates) + " did not finish it"
+                                            : internal::rank_list(missing) + " did not come";
+    return fail(Status(StatusCode::kTimeout, where + who + " within " +
+                                                 std::to_string(identity_.deadline.count()) +
+                                                 " ms; look at what they do, or raise the deadline"));
+  }
+  // A broken connection throws at once, and one that works takes the empty message.
+  std::vector<int> lost;
+  std::byte nothing{};
+  for (const int peer : candidates) {
+    try {
+      const Buffer probe = buffer(plane, &nothing, 1);
+      probe->send(peer, slot(Kind::kProbe, 0, 0), 0, 0);
+    } catch (const std::exception&) {
+      lost.push_back(peer);
+    }
+  }
+  const auto patience = SteadyClock::now() + kCauseWaitMax;
+  while (!directory_->read(failure_name()) && SteadyClock::now() < patience)
+    std::this_thread::sleep_for(kPoll);
+  if (lost.empty()) lost = candidates;
+  return fail(Status(StatusCode::kPeerLost, where + internal::rank_list(lost) + " closed the connection (" +
+                                                error.what() + "); see why it ended"));
+}
+
+Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& piece) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  if (size() == 1) {
+    internal::place_own(piece, rank());
+    return {};
+  }
+  const NoSigpipe guard;
+  const SteadyClock::time_point limit = deadline();
+  const auto last = static_cast<std::size_t>(size() - 1);
+  const int peer_count = size() - 1;
+  std::vector<Fingerprint> theirs(static_cast<std::size_t>(size()), Fingerprint{.sequence = kNeverSent});
+  // Each rank starts with its right neighbour, so that no rank is written to by all at once.
+  std::vector<int> peers;
+  for (int step = 1; step < size(); ++step) peers.push_back((rank() + step) % size());
+
+  try {
+    const Buffer fingerprint_out = buffer(plane, &fingerprint, sizeof(fingerprint));
+    const Buffer fingerprint_in = buffer(plane, theirs.data(), theirs.size() * sizeof(Fingerprint));
+    const Buffer source = buffer(plane, piece.source, piece.source_stride * last + piece.bytes);
+    const Buffer target = buffer(plane, piece.target, piece.target_stride * last + piece.bytes);
+    const InFlight in_flight(*this,
+                             {fingerprint_out.get(), fingerprint_in.get(), source.get(), target.get()});
+    if (!in_flight.ok()) return status();
+
+    const std::uint64_t fingerprint_slot = slot(Kind::kFingerprint, fingerprint.sequence, 0);
+    const std::uint64_t payload_slot = slot(Kind::kPayload, fingerprint.sequence, hash(fingerprint));
+    for (const int peer : peers) {
+      const auto p = static_cast<std::size_t>(peer);
+      fingerprint_in->recv(peer, fingerprint_slot, p * sizeof(Fingerprint), sizeof(Fingerprint));
+      fingerprint_out->send(peer, fingerprint_slot, 0, sizeof(Fingerprint));
+      if (piece.bytes == 0) continue;
+      target->recv(peer, payload_slot, p * piece.target_stride, piece.bytes);
+      source->send(peer, payload_slot, p * piece.source_stride, piece.bytes);
+    }
+    internal::place_own(piece, rank());
+
+    if (!await(*fingerprint_in, Direction::kReceived, peer_count, limit)) return status();
+    for (const int peer : peers) {
+      const Fingerprint& other = theirs[static_cast<std::size_t>(peer)];
+      if (other != fingerprint) return fail(internal::mismatch(rank(), fingerprint, peer, other));
+    }
+    if (piece.bytes > 0) {
+      if (!await(*target, Direction::kReceived, peer_count, limit)) return status();
+      if (!await(*source, Direction::kSent, peer_count, limit)) return status();
+    }
+    if (!await(*fingerprint_out, Direction::kSent, peer_count, limit)) return status();
+  } catch (const std::exception& error) {
+    std::vector<int> missing;
+    for (const int peer : peers) {
+      if (theirs[static_cast<std::size_t>(peer)].sequence == kNeverSent) missing.push_back(peer);
+    }
+    std::sort(missing.begin(), missing.end());
+    std::sort(peers.begin(), peers.end());
+    return diagnose(error, plane, describe(fingerprint), peers, missing, limit);
+  }
+  if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
+    const std::uint64_t moved = piece.bytes * static_cast<std::uint64_t>(peer_count);
+    sent_bytes_.fetch_add(moved);
+    received_bytes_.fetch_add(moved);
+  }
+  return {};
+}
+
+Status Mesh::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+                  std::uint64_t sequence) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  const NoSigpipe guard;
+  const SteadyClock::time_point limit = deadline();
+  const Fingerprint fingerprint{
+      .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(Operation::kSend)};
+  try {
+    const Buffer head = buffer(kDataPlane, &fingerprint, sizeof(fingerprint));
+    const Buffer body = buffer(kDataPlane, source, bytes);
+    const InFlight in_flight(*this, {head.get(), body.get()});
+    if (!in_flight.ok()) return status();
+    head->send(peer, slot(Kind::kMessage, sequence, tag), 0, sizeof(fingerprint));
+    if (bytes > 0) body->send(peer, slot(Kind::kMessagePayload, sequence, tag), 0, bytes);
+    if (!await(*head, Direction::kSent, 1, limit)) return status();
+    if (bytes > 0 && !await(*body, Direction::kSent, 1, limit)) return status();
+  } catch (const std::exception& error) {
+    return diagnose(error, kDataPlane,
+                    "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) +
+                        " with tag " + std::to_string(tag),
+                    {peer}, {peer}, limit);
+  }
+  sent_bytes_.fetch_add(bytes);
+  return {};
+}
+
+Status Mesh::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, std::uint64_t sequence) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  const NoSigpipe guard;
+  const SteadyClock::time_point limit = deadline();
+  const std::string what = "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) +
+                           " with tag " + std::to_string(tag);
+  Fingerprint theirs;
+  try {
+    const Buffer head = buffer(kDataPlane, &theirs, sizeof(theirs));
+    const Buffer body = buffer(kDataPlane, target, bytes);
+    const InFlight in_flight(*this, {head.get(), body.get()});
+    if (!in_flight.ok()) return status();
+    head->recv(peer, slot(Kind::kMessage, sequence, tag), 0, sizeof(theirs));
+    if (!await(*head, Direction::kReceived, 1, limit)) return status();
+    if (theirs.count != bytes) {
+      return fail(Status(StatusCode::kInvalidArgument,
+                         what + " on rank " + std::to_string(rank()) + ", but rank " + std::to_string(peer) +
+                             " sends " + std::to_string(theirs.count) + " bytes; give both the same size"));
+    }
+    if (bytes > 0) {
+      body->recv(peer, slot(Kind::kMessagePayload, sequence, tag), 0, bytes);
+      if (!await(*body, Direction::kReceived, 1, limit)) return status();
+    }
+  } catch (const std::exception& error) {
+    return diagnose(error, kDataPlane, what, {peer}, {peer}, limit);
+  }
+  received_bytes_.fetch_add(bytes);
+  return {};
+}
+
+class GlooCommunicator final : public Communicator {
+ public:
+  GlooCommunicator(std::shared_ptr<Mesh> mesh, Backend& backend, Kernels& kernels)
+      : mesh_(std::move(mesh)), backend_(backend), kernels_(kernels) {}
+
+  int rank() const noexcept override { return mesh_->rank(); }
+  int size() const noexcept override { return mesh_->size(); }
+  const char* name() const noexcept override { return "gloo"; }
+
+  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(mesh_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
+    if (size() > 1)
+      FOREBAY_RETURN_IF_ERROR(queue_transfer(internal::reduce_scatter_transfer(arguments), stream));
+    if (arguments.count == 0) return {};
+    return fail_unless_ok(
+        kernels_.accumulate(internal::accumulate_arguments(arguments, rank(), size()), stream));
+  }
+
+  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(mesh_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
+    return queue_transfer(internal::all_gather_transfer(arguments), stream);
+  }
+
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+              Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(mesh_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank(), size()));
+    const std::uint64_t sequence = sends_[{peer, tag}]++;
+    return queue(stream, [=](Mesh& mesh) { return mesh.send(source, bytes, peer, tag, sequence); });
+  }
+
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(mesh_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank(), size()));
+    const std::uint64_t sequence = recvs_[{peer, tag}]++;
+    return queue(stream, [=](Mesh& mesh) { return mesh.recv(target, bytes, peer, tag, sequence); });
+  }
+
+  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    FOREBAY_RETURN_IF_ERROR(mesh_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_exchange(mine, all, size()));
+    return control(Operation::kExchange, mine, all);
+  }
+
+  Status barrier() override { return control(Operation::kBarrier, {}, {}); }
+
+  Result<std::unique_ptr<Communicator>> split(int color, int key) override {
+    const SplitWish mine{color, key, rank()};
+    std::vector<SplitWish> all(static_cast<std::size_t>(size()));
+    const std::uint64_t sequence = control_sequence_;
+    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, std::as_bytes(std::span(&mine, 1)),
+                                    std::as_writable_bytes(std::span(all))));
+    const std::vector<SplitWish> members = internal::split_members(std::move(all), color);
+    const auto place = std::find_if(members.begin(), members.end(),
+                                    [&](const SplitWish& wish) { return wish.rank == mine.rank; });
+    // All members compute the same name, and no other group of this run does.
+    Identity identity{.rank = static_cast<int>(place - members.begin()),
+                      .size = static_cast<int>(members.size()),
+                      .deadline = mesh_->identity().deadline,
+                      .generation = mesh_->identity().generation + "-" + std::to_string(sequence) + "." +
+                                    std::to_string(members.front().rank)};
+    auto mesh = std::make_shared<Mesh>(std::move(identity), mesh_->directory(), mesh_->device());
+    FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
+    return std::unique_ptr<Communicator>(
+        std::make_unique<GlooCommunicator>(std::move(mesh), backend_, kernels_));
+  }
+
+  Status status() const override { return mesh_->status(); }
+
+  void abort(const Status& cause) noexcept override {
+    static_cast<void>(mesh_->fail(
+        cause.ok() ? Status(StatusCode::kPeerLost,
+                            "rank " + std::to_string(rank()) + " aborted the communicator without a cause")
+                   : cause));
+  }
+
+  Traffic traffic() const override { return mesh_->traffic(); }
+
+ private:
+  Status fail_unless_ok(const Status& status) {
+    // The peers' half of this operation would wait for ours until the deadline; tell them now.
+    if (!status.ok()) static_cast<void>(mesh_->fail(status.with_context("rank " + std::to_string(rank()))));
+    return status;
+  }
+
+  Status control(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
+    Collective collective = internal::control_transfer(operation, mine, all);
+    collective.fingerprint.sequence = control_sequence_++;
+    return mesh_->transfer(kControlPlane, collective.fingerprint, collective.piece);
+  }
+
+  Status queue_transfer(Collective collective, Stream stream) {
+    collective.fingerprint.sequence = data_sequence_++;
+    return queue(stream, [collective](Mesh& mesh) {
+      return mesh.transfer(kDataPlane, collective.fingerprint, collective.piece);
+    });
+  }
+
+  template <typename Function>
+  Status queue(Stream stream, Function operation) {
+    // The failure of an operation is the mesh's: status() reports it. The closure keeps the mesh alive: it
+    // may run after this communicator is gone.
+    return fail_unless_ok(
+        call_on(backend_, stream, [mesh = mesh_, operation] { static_cast<void>(operation(*mesh)); }));
+  }
+
+  const std::shared_ptr<Mesh> mesh_;  // Shared with queued operations.
+  Backend& backend_;
+  Kernels& kernels_;
+  // Data operations are issued from one thread at a time, control operations from one thread at a time.
+  std::uint64_t data_sequence_ = 0;
+  std::map<std::pair<int, std::uint32_t>, std::uint64_t> sends_;  // By peer and tag.
+  std::map<std::pair<int, std::uint32_t>, std::uint64_t> recvs_;
+  std::uint64_t control_sequence_ = 0;
+};
+
+bool is_interface(const std::string& name) {
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return false;
+  bool found = false;
+  for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) found = found || name == i->ifa_name;
+  freeifaddrs(all);
+  return found;
+}
+
+Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
+  gloo::transport::tcp::attr attributes;
+  if (interface.empty()) {
+    attributes.hostname = "127.0.0.1";
+  } else if (is_interface(interface)) {
+    attributes.iface = interface;
+  } else {
+    attributes.hostname = interface;
+  }
+  try {
+    const NoSignals
+        guard;  // The I/O thread that starts here inherits it: signals are for the program's own threads.
+    return gloo::transport::tcp::CreateDevice(attributes);
+  } catch (const std::exception& error) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot listen on \"" + (interface.empty() ? attributes.hostname : interface) +
+                      "\": " + error.what() + "; give an address or an interface of this host");
+  }
+}
+
+}  // namespace
+
+bool gloo_available() noexcept {
+  return true;
+}
+
+Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend,
+                                                               Kernels& kernels) {
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
+    return Status(StatusCode::kInvalidArgument, "rank " + std::to_string(options.rank) + " of " +
+                                                    std::to_string(options.size) +
+                                                    " ranks does not exist; ranks are 0 to size - 1");
+  }
+  if (!backend.capabilities().host_accessible) {
+    return Status(StatusCode::kUnsupported, std::string("gloo sends from host memory, which the memory of ") +
+                                                backend.capabilities().name +
+                                                " is not; use the host backend or another communicator");
+  }
+  Identity identity{.rank = options.rank,
+                    .size = options.size,
+                    .deadline = std::clamp(options.deadline, milliseconds(1), kDeadlineMax),
+                    .generation = {}};
+  if (options.size == 1) {
+    auto mesh = std::make_shared<Mesh>(std::move(identity), nullptr, nullptr);
+    return std::unique_ptr<Communicator>(
+        std::make_unique<GlooCommunicator>(std::move(mesh), backend, kernels));
+  }
+
+  const SteadyClock::time_point deadline = SteadyClock::now() + identity.deadline;
+  Result<std::shared_ptr<gloo::transport::Device>> device = create_device(options.interface);
+  FOREBAY_RETURN_IF_ERROR(device.status());
+  Result<std::unique_ptr<StoreDirectory>> opened = StoreDirectory::open(options.store_directory);
+  FOREBAY_RETURN_IF_ERROR(opened.status());
+  std::shared_ptr<StoreDirectory> directory = std::move(opened).value();
+  Result<internal::Meeting> meeting =
+      internal::meet(*directory, options.rank, options.size, deadline, identity.deadline);
+  FOREBAY_RETURN_IF_ERROR(meeting.status());
+  if (options.interface.empty() && !meeting.value().one_host) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        "ranks are on several hosts (rank 0 on " + meeting.value().first_host + ", rank " +
+            std::to_string(meeting.value().other_host_rank) + " on " + meeting.value().other_host +
+            ") and the default is to listen on the loopback address only; give the address or interface "
+            "that the hosts share");
+  }
+  identity.generation = meeting.value().generation;
+  auto mesh = std::make_shared<Mesh>(std::move(identity), directory, device.value());
+  FOREBAY_RETURN_IF_ERROR(mesh->connect(deadline));
+  internal::leave_meeting(*directory, options.rank);
+  return std::unique_ptr<Communicator>(std::make_unique<GlooCommunicator>(std::move(mesh), backend, kernels));
+}
+
+}  // namespace forebay

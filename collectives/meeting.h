@@ -1,0 +1,34 @@
+// How the ranks of one run find each other in a StoreDirectory, and nobody else: files that an earlier run
+// left behind are recognised and ignored.
+//
+// Each rank writes one file with a random number of its own and the numbers it has read from the others, and
+// rewrites it when it reads a new one. The ranks have met when all files say the same. A file of an earlier
+// run cannot say this run's numbers, so a stale one only looks like a rank that has not come yet.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "forebay/status.h"
+#include "store_directory.h"
+
+namespace forebay::internal {
+
+struct Meeting {
+  std::string generation;    // A word all ranks of this run share and no other run has.
+  bool one_host = true;      // All ranks gave the same host.
+  std::string first_host;    // Rank 0's.
+  int other_host_rank = -1;  // A rank on another host than rank 0, and that host.
+  std::string other_host;
+};
+
+// Errors: kTimeout naming the ranks that did not come; kInvalidArgument when two processes claim one rank, or
+// ranks give different sizes.
+Result<Meeting> meet(StoreDirectory& store, int rank, int size,
+                     std::chrono::steady_clock::time_point deadline,
+                     std::chrono::milliseconds deadline_length);
+
+// Removes this rank's file. Only once all ranks have met.
+void leave_meeting(StoreDirectory& store, int rank) noexcept;
+
+}  // namespace forebay::internal

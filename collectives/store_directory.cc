@@ -1,0 +1,162 @@
+#include "store_directory.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+namespace forebay::internal {
+namespace {
+
+// Several jobs of one user may make and remove the parent at the same time; each try that meets another's
+// removal makes it anew.
+constexpr int kMakeTries = 16;
+
+Status io_error(const std::string& what) {
+  return Status(StatusCode::kIoError, what + ": " + std::strerror(errno) +
+                                          "; set FOREBAY_STORE to a directory that every rank can write");
+}
+
+// Ok when `path` is a directory that nobody else can put files into.
+Status check_private(const std::string& path) {
+  struct stat facts {};
+  if (lstat(path.c_str(), &facts) != 0) return io_error("cannot look at the store directory " + path);
+  if (!S_ISDIR(facts.st_mode)) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the store " + path + " is not a directory; set FOREBAY_STORE to a directory of your own");
+  }
+  if (facts.st_uid != geteuid()) {
+    return Status(StatusCode::kInvalidArgument, "the store directory " + path + " belongs to user " +
+                                                    std::to_string(facts.st_uid) + ", not to " +
+                                                    std::to_string(geteuid()) +
+                                                    "; set FOREBAY_STORE to a directory of your own");
+  }
+  if ((facts.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  "other users can write to the store directory " + path + "; run chmod 700 on it");
+  }
+  return {};
+}
+
+// Ok when nobody else can replace what is in `path`: neither the directory nor, unless it is sticky as /tmp
+// is, the right to write there may be another user's.
+Status check_parent(const std::string& path) {
+  struct stat facts {};
+  if (path.empty() || stat(path.c_str(), &facts) != 0) return {};
+  const bool owned = facts.st_uid == geteuid() || facts.st_uid == 0;
+  const bool closed = (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 || (facts.st_mode & S_ISVTX) != 0;
+  if (owned && closed) return {};
+  return Status(StatusCode::kInvalidArgument,
+                "other users can replace what is in " + path +
+                    ", the parent of the store directory; set FOREBAY_STORE to a directory elsewhere");
+}
+
+}  // namespace
+
+Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& path) {
+  if (path.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "no store directory given; set FOREBAY_STORE to a directory that every rank sees");
+  }
+  const std::string parent = std::filesystem::path(path).parent_path().string();
+  bool made = false;
+  bool made_parent = false;
+  for (int i = 0;; ++i) {
+    if (mkdir(path.c_str(), 0700) == 0) {
+      made = true;
+      break;
+    }
+    if (errno == EEXIST) break;
+    if (errno != ENOENT || i == kMakeTries || parent.empty()) {
+      return io_error("cannot make the store directory " + path);
+    }
+    if (mkdir(parent.c_str(), 0700) == 0) {
+      made_parent = true;
+    } else if (errno != EEXIST) {
+      return io_error("cannot make the directory " + parent);
+    }
+  }
+  FOREBAY_RETURN_IF_ERROR(check_parent(parent));
+  FOREBAY_RETURN_IF_ERROR(check_private(path));
+  return std::unique_ptr<StoreDirectory>(new StoreDirectory(path, made, made_parent));
+}
+
+StoreDirectory::~StoreDirectory() {
+  if (made_) rmdir(path_.c_str());
+  if (made_parent_) rmdir(std::filesystem::path(path_).parent_path().c_str());
+}
+
+Result<std::string> StoreDirectory::write_temporary(std::string_view content) {
+  static std::atomic<unsigned> counter{0};
+  // Ranks on several hosts may share a process id, so the host is part of the name.
+  char host[256] = {};
+  gethostname(host, sizeof(host) - 1);
+  const std::string name = file(std::string(".") + host + "." + std::to_string(getpid()) + "." +
+                                std::to_string(counter.fetch_add(1)));
+  const int descriptor = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (descriptor < 0) return io_error("cannot make a file in the store directory " + path_);
+  std::size_t written = 0;
+  while (written < content.size()) {
+    const ssize_t count = ::write(descriptor, content.data() + written, content.size() - written);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      Status status = io_error("cannot write " + name);
+      close(descriptor);
+      unlink(name.c_str());
+      return status;
+    }
+    written += static_cast<std::size_t>(count);
+  }
+  if (close(descriptor) != 0) {
+    Status status = io_error("cannot write " + name);
+    unlink(name.c_str());
+    return status;
+  }
+  return name;
+}
+
+Status StoreDirectory::write(const std::string& name, std::string_view content) {
+  Result<std::string> temporary = write_temporary(content);
+  FOREBAY_RETURN_IF_ERROR(temporary.status());
+  if (rename(temporary.value().c_str(), file(name).c_str()) != 0) {
+    Status status = io_error("cannot write " + file(name));
+    unlink(temporary.value().c_str());
+    return status;
+  }
+  return {};
+}
+
+std::optional<std::string> StoreDirectory::read(const std::string& name) const {
+  const int descriptor = ::open(file(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  if (descriptor < 0) return std::nullopt;
+  std::string content;
+  char buffer[4096];
+  ssize_t count = 0;
+  do {
+    count = ::read(descriptor, buffer, sizeof(buffer));
+    if (count > 0) content.append(buffer, static_cast<std::size_t>(count));
+  } while (count > 0 || (count < 0 && errno == EINTR));
+  close(descriptor);
+  if (count < 0) return std::nullopt;
+  return content;
+}
+
+std::optional<std::string> StoreDirectory::write_once(const std::string& name, std::string_view content) {
+  Result<std::string> temporary = write_temporary(content);
+  if (temporary.ok()) {
+    // link() refuses an existing name, on network file systems too, so exactly one rank is the first.
+    static_cast<void>(link(temporary.value().c_str(), file(name).c_str()));
+    unlink(temporary.value().c_str());
+  }
+  return read(name);
+}
+
+void StoreDirectory::remove(const std::string& name) noexcept {
+  unlink(file(name).c_str());
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,49 @@
+// StoreDirectory: small files in one directory that all ranks see, for what must be known before there are
+// connections, and after they broke. A file appears whole or not at all (written under another name, then
+// renamed).
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "forebay/status.h"
+
+namespace forebay::internal {
+
+class StoreDirectory {
+ public:
+  // Makes the directory (and its parent, one level) with mode 0700 when it is missing.
+  // Errors: kInvalidArgument when it is not a directory, another user's, or writable by others; kIoError.
+  static Result<std::unique_ptr<StoreDirectory>> open(const std::string& path);
+
+  // Whoever made the directory removes it again, if it is empty.
+  ~StoreDirectory();
+  StoreDirectory(const StoreDirectory&) = delete;
+  StoreDirectory& operator=(const StoreDirectory&) = delete;
+
+  const std::string& path() const noexcept { return path_; }
+
+  // Replaces the file if there is one.
+  Status write(const std::string& name, std::string_view content);
+  // Nothing when there is no such file or it cannot be read.
+  std::optional<std::string> read(const std::string& name) const;
+  // The content that is there after this call: ours when we were the first to give one, else the first one's.
+  // Nothing when the directory does not work.
+  std::optional<std::string> write_once(const std::string& name, std::string_view content);
+  void remove(const std::string& name) noexcept;
+
+ private:
+  StoreDirectory(std::string path, bool made, bool made_parent)
+      : path_(std::move(path)), made_(made), made_parent_(made_parent) {}
+
+  std::string file(const std::string& name) const { return path_ + "/" + name; }
+  Result<std::string> write_temporary(std::string_view content);
+
+  const std::string path_;
+  const bool made_;
+  const bool made_parent_;
+};
+
+}  // namespace forebay::internal
