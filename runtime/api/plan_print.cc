@@ -1,0 +1,240 @@
+#include "plan_print.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string grouped(std::uint64_t number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t place = digits.size(); place > 3;) {
+    place -= 3;
+    digits.insert(place, 1, ',');
+  }
+  return digits;
+}
+
+std::string padded_left(const std::string& text, std::size_t width) {
+  return std::string(width > text.size() ? width - text.size() : 0, ' ') + text;
+}
+std::string padded_right(const std::string& text, std::size_t width) {
+  return text + std::string(width > text.size() ? width - text.size() : 0, ' ');
+}
+
+// One plan is printed to the byte; several side by side only as far as a person compares them.
+std::string cell(std::uint64_t bytes, bool alone) {
+  return alone ? grouped(bytes) + " B" + padded_left(format_bytes(bytes), 14) : format_bytes(bytes);
+}
+
+// Why a cell is empty: a convention that leaves the pool out, or a shape that was not given.
+std::string unknown(const PlanReport& report, std::optional<std::uint64_t> PlanFigures::*member) {
+  const bool of_total = member == &PlanFigures::gathered || member == &PlanFigures::total;
+  const bool counted = report.preset == Preset::kForebay || (of_total && !report.bytes.total);
+  return counted ? "needs the shape" : "not counted";
+}
+
+class Table {
+ public:
+  explicit Table(const std::vector<PlanReport>& reports) : reports_(reports) {}
+
+  template <typename Cell>
+  void row(const std::string& label, Cell cell_of) {
+    constexpr std::size_t kLabelWidth = 20;
+    const std::size_t width = reports_.size() == 1 ? 40 : 18;
+    std::string line = padded_right(label, kLabelWidth + (label.front() == '\n' ? 1 : 0));
+    for (const PlanReport& report : reports_) line += padded_left(cell_of(report), width);
+    line.resize(line.find_last_not_of(' ') + 1);
+    text_ += line + "\n";
+  }
+  void bytes(const std::string& label, std::uint64_t PlanFigures::*member) {
+    row(label, [&](const PlanReport& report) { return cell(report.bytes.*member, alone()); });
+  }
+  void bytes(const std::string& label, std::optional<std::uint64_t> PlanFigures::*member) {
+    row(label, [&](const PlanReport& report) {
+      const std::optional<std::uint64_t>& value = report.bytes.*member;
+      return value ? cell(*value, alone()) : unknown(report, member);
+    });
+  }
+  bool alone() const { return reports_.size() == 1; }
+  std::string take() { return std::move(text_); }
+
+ private:
+  const std::vector<PlanReport>& reports_;
+  std::string text_;
+};
+
+Verdict judge_memory(const PlanReport& report, std::uint64_t memory_bytes) {
+  return {
+      .name = "--memory", .where = "", .limit_bytes = memory_bytes, .needed_bytes = report.bytes.needed()};
+}
+
+std::vector<Verdict> judge(const PlanReport& report, const PlanBudget& budget) {
+  std::vector<Verdict> verdicts;
+  if (budget.memory_bytes != 0) verdicts.push_back(judge_memory(report, budget.memory_bytes));
+  if (budget.host_ranks == 0) return verdicts;
+  for (const Verdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
+    verdicts.push_back(verdict);
+  }
+  return verdicts;
+}
+
+std::string stage_label(const PlanReport& report) {
+  return "stage " + std::to_string(report.options.stage);
+}
+
+// "  free memory (MemAvailable) 23.13 GiB (/proc/meminfo): holds stage 1 (7.35 GiB); DOES NOT HOLD stage 0
+// (...)".
+std::string verdict_line(const std::vector<PlanReport>& reports, const std::vector<Verdict>& verdicts) {
+  const Verdict& first = verdicts.front();
+  std::string line = "  " + first.name + " " + format_bytes(first.limit_bytes);
+  if (!first.where.empty()) line += " (" + first.where + ")";
+  line += ":";
+  if (first.needed_bytes == 0) return line + " nothing of this plan is page-locked\n";
+  for (std::size_t i = 0; i < reports.size(); ++i) {
+    line += std::string(i == 0 ? " " : "; ") + (verdicts[i].fits() ? "holds " : "DOES NOT HOLD ") +
+            stage_label(reports[i]) + " (" + (reports[i].bytes.total ? "" : "at least ") +
+            format_bytes(verdicts[i].needed_bytes) + ")";
+  }
+  return line + "\n";
+}
+
+std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& budget) {
+  std::vector<std::vector<Verdict>> by_limit;  // One row per limit, one column per report.
+  for (const PlanReport& report : reports) {
+    const std::vector<Verdict> verdicts = judge(report, budget);
+    by_limit.resize(verdicts.size());
+    for (std::size_t i = 0; i < verdicts.size(); ++i) by_limit[i].push_back(verdicts[i]);
+  }
+  if (by_limit.empty()) return "";
+
+  std::string text = "\nheld against";
+  if (budget.host_ranks != 0) {
+    text += ", with " + std::to_string(budget.host_ranks) + (budget.host_ranks == 1 ? " rank" : " ranks") +
+            " on this host (--host-ranks)";
+  }
+  text += ":\n";
+  for (const std::vector<Verdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);
+  bool any_fails = false;
+  for (std::size_t i = 0; i < reports.size(); ++i) {
+    const bool fits = std::all_of(by_limit.begin(), by_limit.end(),
+                                  [&](const std::vector<Verdict>& verdicts) { return verdicts[i].fits(); });
+    if (!fits) text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";
+    any_fails = any_fails || !fits;
+  }
+  if (any_fails && budget.host_ranks > 1) text += "  or keep fewer of the ranks on this host\n";
+  return text;
+}
+
+Json number_or_null(const std::optional<std::uint64_t>& value) {
+  return value ? Json(*value) : Json(nullptr);
+}
+
+Json verdict_json(const Verdict& verdict) {
+  Json object{{"name", verdict.name}};
+  if (!verdict.where.empty()) object["where"] = verdict.where;
+  object["limit_bytes"] = verdict.limit_bytes;
+  object["needed_bytes"] = verdict.needed_bytes;
+  object["fits"] = verdict.fits();
+  return object;
+}
+
+}  // namespace
+
+std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
+                      const std::string& model, const PlanBudget& budget) {
+  const PlanReport& first = reports.front();
+  const PlanOptions& options = first.options;
+  std::string text = "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
+                     " parameters, " + data_type_name(options.dtype) + ", " + std::to_string(options.ranks) +
+                     (options.ranks == 1 ? " rank, " : " ranks, ") + std::to_string(options.micro_steps) +
+                     (options.micro_steps == 1 ? " micro-step" : " micro-steps") + " a step\n";
+  if (!model.empty()) text += model + "\n";
+
+  Table table(reports);
+  table.row("\nbytes per rank",
+            [](const PlanReport& report) { return "stage " + std::to_string(report.options.stage) + " "; });
+  table.bytes("parameters", &PlanFigures::parameters);
+  table.bytes("gradients", &PlanFigures::gradients);
+  table.bytes("optimizer", &PlanFigures::optimizer);
+  table.row("= model states",
+            [&](const PlanReport& report) { return cell(report.bytes.model_states(), table.alone()); });
+  table.row("  formula", [](const PlanReport& report) { return report.states_formula; });
+  table.bytes("gathered", &PlanFigures::gathered);
+  table.bytes("buckets", &PlanFigures::buckets);
+  table.bytes("activations", &PlanFigures::activations);
+  table.bytes("= total", &PlanFigures::total);
+  table.bytes("reserved", &PlanFigures::reserved);
+  table.row("\nwire per step", [](const PlanReport&) { return std::string(); });
+  table.row("sent", [&](const PlanReport& report) { return cell(report.wire.sent, table.alone()); });
+  table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
+  text += table.take();
+
+  text += "\nPsi: parameters; N: ranks\n";
+  for (const PlanReport& report : reports) {
+    text += "stage " + std::to_string(report.options.stage) + " wire: " + report.wire_formula + "\n";
+  }
+  std::vector<std::string> said;
+  for (const PlanReport& report : reports) {
+    for (const std::string& note : report.notes) {
+      if (std::find(said.begin(), said.end(), note) != said.end()) continue;
+      said.push_back(note);
+      text += "note: " + note + "\n";
+    }
+  }
+  for (const std::string& reason : left_out) text += "left out: " + reason + "\n";
+  text += judgement(reports, budget);
+  return text;
+}
+
+std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
+  const PlanFigures& bytes = report.bytes;
+  const PlanOptions& options = report.options;
+  Json json{{"preset", preset_name(report.preset)},
+            {"exact", report.exact},
+            {"parameters", report.parameters},
+            {"ranks", options.ranks},
+            {"stage", options.stage},
+            {"dtype", data_type_name(options.dtype)},
+            {"micro_steps", options.micro_steps},
+            {"accumulate", options.accumulate == Accumulate::kShard ? "shard" : "local"},
+            {"bucket_bytes", options.bucket_bytes},
+            {"chunk_bytes", options.chunk_bytes},
+            {"bytes_per_rank",
+             {{"parameters", bytes.parameters},
+              {"gradients", bytes.gradients},
+              {"optimizer", bytes.optimizer},
+              {"model_states", bytes.model_states()},
+              {"gathered", number_or_null(bytes.gathered)},
+              {"buckets", number_or_null(bytes.buckets)},
+              {"activations", number_or_null(bytes.activations)},
+              {"reserved", number_or_null(bytes.reserved)},
+              {"total", number_or_null(bytes.total)},
+              {"known", bytes.known()}}},
+            {"wire_bytes_per_step", {{"sent", report.wire.sent}, {"received", report.wire.received}}},
+            {"formula", {{"model_states", report.states_formula}, {"wire", report.wire_formula}}},
+            {"notes", report.notes}};
+
+  bool fits = true;
+  if (budget.memory_bytes != 0) {
+    const Verdict verdict = judge_memory(report, budget.memory_bytes);
+    fits = verdict.fits();
+    json["memory"] = verdict_json(verdict);
+  }
+  if (budget.host_ranks != 0) {
+    json["host"] = {{"ranks", budget.host_ranks}, {"limits", Json::array()}};
+    for (const Verdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
+      fits = fits && verdict.fits();
+      json["host"]["limits"].push_back(verdict_json(verdict));
+    }
+  }
+  json["fits"] = fits;
+  if (!fits) json["advice"] = shrink_advice(report);
+  return json.dump(2) + "\n";
+}
+
+}  // namespace forebay

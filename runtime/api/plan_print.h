@@ -1,0 +1,25 @@
+// Writes plans down: a table for people, JSON for programs.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan_report.h"
+
+namespace forebay {
+
+// What the plan is held against.
+struct PlanBudget {
+  std::uint64_t memory_bytes = 0;  // Device budget of one rank; 0: none was given.
+  std::uint64_t host_ranks = 0;    // Ranks on this host; 0: the host is not judged.
+  std::vector<HostLimit> host_limits;
+};
+
+// A column for each report. `left_out` says why the stages that are missing are.
+std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
+                      const std::string& model, const PlanBudget& budget);
+
+std::string plan_json(const PlanReport& report, const PlanBudget& budget);
+
+}  // namespace forebay

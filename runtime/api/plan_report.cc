@@ -1,0 +1,425 @@
+#include "plan_report.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <map>
+
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::uint64_t kParameterCountLimit = std::uint64_t{1} << 52;
+
+Status refuse(const std::string& message) {
+  return Status(StatusCode::kInvalidArgument, message);
+}
+
+// The two numbers that every formula has.
+struct Scale {
+  std::uint64_t psi = 0;
+  std::uint64_t ranks = 1;
+
+  std::uint64_t whole(std::uint64_t bytes) const { return bytes * psi; }
+  // Rounded up: the rank with most.
+  std::uint64_t shard(std::uint64_t bytes) const { return ceil_div(bytes * psi, ranks); }
+  // Sending `elements_bytes` bytes a parameter through a ring: the (N-1)/N of it that leaves the rank.
+  std::uint64_t ring(std::uint64_t bytes) const {
+    // Psi is below 2^52 and N below 2^20, so the product needs more than 64 bits only on the way.
+    __extension__ using Wide = unsigned __int128;
+    return static_cast<std::uint64_t>((Wide{bytes} * psi * (ranks - 1) + ranks - 1) / ranks);
+  }
+};
+
+std::uint64_t largest_module(const ModelShape& model) {
+  // A module is what carries a weight and its bias: the name up to its last dot.
+  std::map<std::string, std::uint64_t> modules;
+  std::uint64_t largest = 0;
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters) {
+      std::uint64_t& count = modules[parameter.name.substr(0, parameter.name.rfind('.'))];
+      count += parameter.count;
+      largest = std::max(largest, count);
+    }
+  }
+  return largest;
+}
+
+std::string times(std::uint64_t factor, const char* what) {
+  return (factor == 1 ? "" : std::to_string(factor)) + what;
+}
+
+// "4Psi + 12Psi/N", without a part that is nothing.
+std::string join(std::uint64_t whole, std::uint64_t sharded) {
+  if (sharded == 0) return times(whole, "Psi");
+  if (whole == 0) return times(sharded, "Psi/N");
+  return times(whole, "Psi") + " + " + times(sharded, "Psi/N");
+}
+
+// --- paper ---
+
+bool has_shard_accumulator(const PlanOptions& options) {
+  return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
+}
+
+std::uint64_t optimizer_width(const PlanOptions& options) {
+  return options.dtype == DataType::kFloat32 ? 8 : 12;  // m and v, and a 2-byte type's fp32 master.
+}
+
+// How often every parameter's element crosses the wire in a step.
+std::uint64_t wire_passes(const PlanOptions& options) {
+  const std::uint64_t k = static_cast<std::uint64_t>(options.micro_steps);
+  if (options.stage == 3) return 3 * k;
+  return (options.accumulate == Accumulate::kLocal ? 1 : k) + 1;
+}
+
+// "2Psi + 14Psi/N": what every rank keeps whole, and what it keeps a share of, in bytes.
+std::string states_formula(const PlanOptions& options) {
+  const std::uint64_t element = element_bytes(options.dtype);
+  const std::uint64_t optimizer = optimizer_width(options);
+  const std::uint64_t accumulator = has_shard_accumulator(options) ? 4 : 0;
+  switch (options.stage) {
+    case 0:
+      return join(2 * element + optimizer, accumulator);
+    case 1:
+      return join(2 * element, optimizer + accumulator);
+    case 2:
+      return join(element, optimizer + std::max(element, accumulator));
+    default:
+      return join(0, element + optimizer + std::max(element, accumulator));
+  }
+}
+
+std::string wire_formula(const PlanOptions& options) {
+  return times(wire_passes(options), "Psi(N-1)/N") + " elements of " +
+         std::to_string(element_bytes(options.dtype)) + " bytes";
+}
+
+void fill_paper(const PlanOptions& options, const Scale& scale, PlanReport& report) {
+  const std::uint64_t element = element_bytes(options.dtype);
+  const bool accumulator = has_shard_accumulator(options);
+
+  PlanFigures& bytes = report.bytes;
+  bytes.parameters = options.stage >= 3 ? scale.shard(element) : scale.whole(element);
+  if (options.stage <= 1) {
+    bytes.gradients = scale.whole(element) + (accumulator ? scale.shard(4) : 0);
+  } else {
+    bytes.gradients = scale.shard(accumulator ? 4 : element);
+  }
+  const std::uint64_t optimizer = optimizer_width(options);
+  bytes.optimizer = options.stage >= 1 ? scale.shard(optimizer) : scale.whole(optimizer);
+  report.wire.sent = report.wire.received = scale.ring(wire_passes(options) * element);
+  report.notes.push_back(
+      "the paper's formulas without padding; it does not count gathered units and buckets, and writes the "
+      "wire's (N-1)/N as 1");
+}
+
+// --- DeepSpeed ---
+
+Status fill_deepspeed(const PlanOptions& options, const Scale& scale, const ModelShape* model,
+                      PlanReport& report) {
+  if (options.stage < 2) {
+    return Status(StatusCode::kUnsupported,
+                  "preset deepspeed at stage " + std::to_string(options.stage) +
+                      ": DeepSpeed has estimators for stages 2 and 3 only; use one of "
+                      "them, or preset paper");
+  }
+  if (options.dtype == DataType::kFloat32) {
+    return Status(
+        StatusCode::kUnsupported,
+        "preset deepspeed with dtype fp32: DeepSpeed's estimators assume 16-bit training; use bf16 or "
+        "fp16, or preset paper");
+  }
+  // The estimator truncates the sharded sum once, so the pools are cut out of that sum.
+  PlanFigures& bytes = report.bytes;
+  const std::uint64_t sharded = 18 * scale.psi / scale.ranks;
+  bytes.optimizer = 12 * scale.psi / scale.ranks;
+  const std::uint64_t k = static_cast<std::uint64_t>(options.micro_steps);
+  std::uint64_t passes = 3 * k;
+  if (options.stage == 2) {
+    bytes.parameters = 2 * scale.psi;
+    bytes.gradients = sharded - bytes.optimizer;  // 2 bytes of the type and 4 in fp32.
+    bytes.gathered = 0;
+    passes = 2 * k + 1;
+    report.states_formula = "2Psi + 18Psi/N";
+    report.notes.push_back(
+        "the wire is DeepSpeed's default, which all-reduces each bucket and keeps a slice "
+        "(use_multi_rank_bucket_allreduce)");
+  } else {
+    bytes.parameters = 2 * scale.psi / scale.ranks;
+    bytes.gradients = sharded - bytes.optimizer - bytes.parameters;
+    if (model != nullptr) bytes.gathered = 4 * largest_module(*model);
+    report.notes.push_back("gathered is 4 bytes a parameter of the largest layer, known from the shape only");
+    report.states_formula = "18Psi/N";
+  }
+  report.wire.sent = report.wire.received = scale.ring(2 * passes);
+  report.wire_formula = times(passes, "Psi(N-1)/N elements of 2 bytes");
+  report.notes.push_back(
+      "DeepSpeed's estimate_zero2/3_model_states_mem_needs with nothing offloaded; it does not count buckets "
+      "and "
+      "activations, and prints 2^30 bytes as GB");
+  return Status();
+}
+
+// --- Megatron ---
+
+Status fill_megatron(const PlanOptions& options, const Scale& scale, PlanReport& report) {
+  if (options.stage > 1) {
+    return Status(
+        StatusCode::kUnsupported,
+        "preset megatron at stage " + std::to_string(options.stage) +
+            ": its table has no sharding (stage 0) and the distributed optimizer (stage 1); use one of "
+            "them, or preset paper");
+  }
+  // Bytes a parameter. bf16 keeps its gradients in fp32 and needs no second copy of them.
+  struct Row {
+    std::uint64_t parameter, gradient, sharded_gradient, optimizer;
+  };
+  const Row row = options.dtype == DataType::kBfloat16  ? Row{2, 4, 0, 12}
+                  : options.dtype == DataType::kFloat16 ? Row{2, 2, 4, 12}
+                                                        : Row{4, 4, 0, 8};
+  const bool distributed = options.stage == 1;
+  const auto split = [&](std::uint64_t bytes) {
+    return distributed ? scale.shard(bytes) : scale.whole(bytes);
+  };
+  report.bytes.parameters = scale.whole(row.parameter);
+  report.bytes.gradients = scale.whole(row.gradient) + split(row.sharded_gradient);
+  report.bytes.optimizer = split(row.optimizer);
+  const std::uint64_t kept = row.parameter + row.gradient;
+  const std::uint64_t sharded = row.sharded_gradient + row.optimizer;
+  report.states_formula = distributed ? join(kept, sharded) : join(kept + sharded, 0);
+
+  const std::uint64_t moved = distributed ? row.gradient + row.parameter : 2 * row.gradient;
+  report.wire.sent = report.wire.received = scale.ring(moved);
+  report.wire_formula = times(moved, "Psi(N-1)/N bytes");
+  report.notes.push_back(
+      "Megatron-LM's distributed optimizer table (its gradients are fp32 under bf16, and micro-steps add up "
+      "locally "
+      "before one reduction); it does not count buckets and activations");
+  return Status();
+}
+
+// --- forebay ---
+
+Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanReport& report) {
+  ModelShape planned;
+  if (model != nullptr) {
+    planned = *model;
+    planned.activation_bytes = report.bytes.activations.value_or(0);
+  } else {
+    planned.units.push_back({.name = "model", .parameters = {{.name = "all", .count = request.parameters}}});
+  }
+  Result<Plan> made = make_plan(planned, request.options);
+  FOREBAY_RETURN_IF_ERROR(made.status());
+  const Plan& plan = made.value();
+  PlanFigures& bytes = report.bytes;
+  bytes.parameters = plan.bytes.parameters;
+  bytes.gradients = plan.bytes.gradients;
+  bytes.optimizer = plan.bytes.optimizer;
+  bytes.buckets = plan.bytes.buckets;
+  report.wire = plan.wire_per_step;
+  if (model != nullptr) {
+    bytes.gathered = plan.bytes.gathered;
+    bytes.activations = plan.bytes.activations;
+    bytes.reserved = plan.reserved_bytes;
+    bytes.total = plan.bytes.total();
+    report.exact = true;
+    report.notes.push_back(
+        "parameters to buckets and the wire are what the engine holds and sends, padding included; "
+        "activations are "
+        "an estimate (Korthikanti et al., arXiv 2205.05198, no recomputation, layers only), where "
+        "forebay-gpt "
+        "declares its own exact figure");
+    return Status();
+  }
+  if (request.options.stage < 2) bytes.gathered = 0;
+  report.notes.push_back(
+      "from the number of parameters alone: gathered units and activations need the shape (--layers --hidden "
+      "--heads --sequence --vocabulary, or --config); buckets and padding are those of a model that is one "
+      "unit");
+  if (request.options.stage == 3) {
+    report.notes.push_back(
+        "the wire at stage 3 is lower by the units kept where a pass turns, which need the shape");
+    // One unit is never gathered twice in a step, so its plan would promise too little.
+    Scale scale{request.parameters, static_cast<std::uint64_t>(request.options.ranks)};
+    const std::uint64_t passes = 3 * static_cast<std::uint64_t>(request.options.micro_steps);
+    report.wire.sent = report.wire.received = scale.ring(passes * element_bytes(request.options.dtype));
+  }
+  return Status();
+}
+
+Status check_request(const PlanRequest& request) {
+  const PlanOptions& options = request.options;
+  if (!request.shape && (request.parameters == 0 || request.parameters > kParameterCountLimit)) {
+    return refuse("parameters is " + std::to_string(request.parameters) + "; use 1 to " +
+                  std::to_string(kParameterCountLimit));
+  }
+  // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
+  const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
+  return make_plan(smallest, options).status();
+}
+
+}  // namespace
+
+const char* preset_name(Preset preset) noexcept {
+  switch (preset) {
+    case Preset::kForebay:
+      return "forebay";
+    case Preset::kPaper:
+      return "paper";
+    case Preset::kDeepSpeed:
+      return "deepspeed";
+    case Preset::kMegatron:
+      return "megatron";
+  }
+  return "?";
+}
+
+std::optional<Preset> parse_preset(const std::string& name) {
+  for (const Preset preset : {Preset::kForebay, Preset::kPaper, Preset::kDeepSpeed, Preset::kMegatron}) {
+    if (name == preset_name(preset)) return preset;
+  }
+  return std::nullopt;
+}
+
+Result<std::uint64_t> parse_parameter_count(const std::string& text) {
+  const Status refusal =
+      refuse("parameters is '" + text + "'; use a whole number from 1 to 2^52, such as 124M, " +
+             "7.5B, 1.5e9 or 124439808");
+  const char* const end = text.data() + text.size();
+  std::uint64_t whole = 0;
+  if (const auto exact = std::from_chars(text.data(), end, whole);
+      exact.ec == std::errc() && exact.ptr == end) {
+    if (whole < 1 || whole > kParameterCountLimit) return refusal;
+    return whole;
+  }
+  double number = 0;
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || rest == text.data()) return refusal;
+  const std::string suffix(rest, end);
+  double factor = 1;
+  if (suffix == "K" || suffix == "k")
+    factor = 1e3;
+  else if (suffix == "M" || suffix == "m")
+    factor = 1e6;
+  else if (suffix == "B" || suffix == "b" || suffix == "G")
+    factor = 1e9;
+  else if (suffix == "T" || suffix == "t")
+    factor = 1e12;
+  else if (!suffix.empty())
+    return refusal;
+  number *= factor;
+  if (!(number >= 1) || number > static_cast<double>(kParameterCountLimit)) return refusal;
+  // 1.3B is 1300000000 although 1.3 is not a binary fraction; 1.5 parameters are none.
+  if (std::abs(number - std::round(number)) > 1e-9 * number) return refusal;
+  return static_cast<std::uint64_t>(std::llround(number));
+}
+
+Result<PlanReport> make_plan_report(const PlanRequest& request) {
+  FOREBAY_RETURN_IF_ERROR(check_request(request));
+  PlanReport report;
+  report.preset = request.preset;
+  report.options = request.options;
+  report.parameters = request.parameters;
+
+  std::optional<ModelShape> model;
+  if (request.shape) {
+    Result<ModelShape> made = make_model_shape(*request.shape);
+    FOREBAY_RETURN_IF_ERROR(made.status());
+    model = std::move(made).value();
+    FOREBAY_RETURN_IF_ERROR(
+        make_plan(*model, request.options).status());  // Bounds the sum of the parameters.
+    report.parameters = model->parameter_count();
+  }
+  const ModelShape* const shape = model ? &*model : nullptr;
+  const Scale scale{report.parameters, static_cast<std::uint64_t>(request.options.ranks)};
+
+  if (request.shape && request.preset == Preset::kForebay) {
+    Result<std::uint64_t> activations = estimate_activation_bytes(
+        *request.shape,
+        {.batch = request.batch, .sequence = request.sequence, .dtype = request.options.dtype});
+    FOREBAY_RETURN_IF_ERROR(activations.status());
+    report.bytes.activations = activations.value();
+  }
+  if (request.shape && request.preset == Preset::kPaper) {
+    // "12 x hidden dim x batch x seq length x layers" elements: section 3.2, footnote 3. The estimate above
+    // is made too, for its checks.
+    const TransformerShape full = complete_shape(*request.shape).value();
+    FOREBAY_RETURN_IF_ERROR(
+        estimate_activation_bytes(full, {request.batch, request.sequence, request.options.dtype}).status());
+    const std::uint64_t sequence = request.sequence == 0 ? full.positions : request.sequence;
+    report.bytes.activations =
+        12 * element_bytes(request.options.dtype) * full.hidden * request.batch * sequence * full.layers;
+  }
+
+  // The engine's formulas are the paper's; the other presets put their own in their place.
+  report.states_formula = states_formula(request.options);
+  report.wire_formula = wire_formula(request.options);
+  if (request.preset == Preset::kForebay && request.options.stage == 3) {
+    report.wire_formula = "at most " + report.wire_formula;
+  }
+  bool complete = true;
+  switch (request.preset) {
+    case Preset::kForebay:
+      FOREBAY_RETURN_IF_ERROR(fill_forebay(request, shape, report));
+      complete = shape != nullptr;
+      break;
+    case Preset::kPaper:
+      fill_paper(request.options, scale, report);
+      break;
+    case Preset::kDeepSpeed:
+      FOREBAY_RETURN_IF_ERROR(fill_deepspeed(request.options, scale, shape, report));
+      complete = report.bytes.gathered.has_value();
+      break;
+    case Preset::kMegatron:
+      FOREBAY_RETURN_IF_ERROR(fill_megatron(request.options, scale, report));
+      break;
+  }
+  if (complete) report.bytes.total = report.bytes.known();
+  return report;
+}
+
+std::string shrink_advice(const PlanReport& report) {
+  struct Pool {
+    const char* name;
+    std::uint64_t bytes;
+    std::string advice;
+  };
+  const int stage = report.options.stage;
+  const std::string share = "use more --ranks";
+  const auto shard_at = [&](int from) -> std::string {
+    if (stage >= from) return share;
+    return from == 3 ? "use --stage 3" : "use --stage " + std::to_string(from) + " or higher";
+  };
+  const Pool pools[] = {
+      {"parameters", report.bytes.parameters, shard_at(3)},
+      {"gradients", report.bytes.gradients, shard_at(2)},
+      {"optimizer", report.bytes.optimizer, shard_at(1)},
+      {"gathered", report.bytes.gathered.value_or(0),
+       "use a smaller --hidden or --vocabulary, or a 2-byte --dtype"},
+      {"buckets", report.bytes.buckets.value_or(0), "use a smaller --bucket"},
+      {"activations", report.bytes.activations.value_or(0), "use a smaller --batch or --sequence"},
+  };
+  const Pool* largest = std::max_element(std::begin(pools), std::end(pools),
+                                         [](const Pool& a, const Pool& b) { return a.bytes < b.bytes; });
+  return std::string("the largest pool is ") + largest->name + " with " + format_bytes(largest->bytes) +
+         ": " + largest->advice;
+}
+
+std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
+                                std::uint64_t ranks_here) {
+  std::uint64_t needed = 0;
+  if (__builtin_mul_overflow(report.bytes.needed(), ranks_here, &needed)) needed = ~std::uint64_t{0};
+  std::vector<Verdict> verdicts;
+  for (const HostLimit& limit : limits) {
+    // Nothing of a plan without offload is page-locked; its limit is shown because offload will meet it.
+    verdicts.push_back({.name = limit.name,
+                        .where = limit.where,
+                        .limit_bytes = limit.bytes,
+                        .needed_bytes = limit.kind == HostLimit::Kind::kLocked ? 0 : needed});
+  }
+  return verdicts;
+}
+
+}  // namespace forebay
