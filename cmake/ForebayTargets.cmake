@@ -41,6 +41,19 @@ function(forebay_layer name)
   install(DIRECTORY include/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" OPTIONAL)
 endfunction()
 
+# forebay_executable(target OUTPUT name SOURCES a.cc ... [LINK third_party ...])
+# A program that is installed. It links the libraries as a user of them would, and sees their private headers from the
+# source root.
+function(forebay_executable target)
+  cmake_parse_arguments(ARG "" "OUTPUT" "SOURCES;LINK" ${ARGN})
+  add_executable(${target} ${ARG_SOURCES})
+  target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}")
+  target_link_libraries(${target} PRIVATE forebay_flags forebay ${ARG_LINK})
+  set_target_properties(${target} PROPERTIES OUTPUT_NAME ${ARG_OUTPUT}
+    INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+  install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+endfunction()
+
 # forebay_test(name SOURCES a.cc ... [LABELS unit ...] [LINK extra ...])
 # One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root.
 function(forebay_test name)

@@ -1,0 +1,277 @@
+#include "runtime/api/run_report.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <sstream>
+#include <utility>
+
+#include "forebay/error.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+[[noreturn]] void bad_report(const std::string& path, const std::string& found) {
+  throw Error(StatusCode::kCorruption, "cannot read report '" + path + "': " + found +
+                                           "; give files that forebay-gpt wrote with --report");
+}
+
+PoolBytes read_pools(const Json& object) {
+  PoolBytes bytes;
+  bytes.parameters = object.at("parameters").get<std::uint64_t>();
+  bytes.gradients = object.at("gradients").get<std::uint64_t>();
+  bytes.optimizer = object.at("optimizer").get<std::uint64_t>();
+  bytes.gathered = object.at("gathered").get<std::uint64_t>();
+  bytes.buckets = object.at("buckets").get<std::uint64_t>();
+  bytes.activations = object.at("activations").get<std::uint64_t>();
+  return bytes;
+}
+
+PoolBytes largest(const PoolBytes& a, const PoolBytes& b) {
+  return {.parameters = std::max(a.parameters, b.parameters),
+          .gradients = std::max(a.gradients, b.gradients),
+          .optimizer = std::max(a.optimizer, b.optimizer),
+          .gathered = std::max(a.gathered, b.gathered),
+          .buckets = std::max(a.buckets, b.buckets),
+          .activations = std::max(a.activations, b.activations)};
+}
+
+void read_ranks(const Json& ranks, RunReport& run) {
+  for (const Json& rank : ranks) {
+    const PoolBytes peak = read_pools(rank.at("peak_bytes"));
+    const PoolBytes planned = read_pools(rank.at("planned_bytes"));
+    run.peak = largest(run.peak, peak);
+    run.planned = largest(run.planned, planned);
+    run.peak_model_states = std::max(run.peak_model_states, peak.model_states());
+    run.planned_model_states = std::max(run.planned_model_states, planned.model_states());
+    run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").get<std::uint64_t>());
+    run.sent_bytes_per_step =
+        std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").get<std::uint64_t>());
+    run.received_bytes_per_step =
+        std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").get<std::uint64_t>());
+  }
+}
+
+RunReport read_run(const std::string& path, const Json& json) {
+  RunReport run;
+  run.name = path;
+  run.world_size = json.at("world_size").get<int>();
+  run.stage = json.at("stage").get<int>();
+  run.dtype = json.at("dtype").get<std::string>();
+  run.parameters = json.at("parameters").get<std::uint64_t>();
+  run.steps = json.at("steps").get<int>();
+  run.micro_steps = json.value("micro_steps", 1);
+  run.accumulate = json.value("accumulate", "shard");
+  run.losses = json.at("loss").get<std::vector<double>>();
+  for (const Json& norm : json.at("grad_norm")) {
+    run.grad_norms.push_back(norm.is_null() ? std::nullopt : std::optional<double>(norm.get<double>()));
+  }
+  run.digest = json.at("digest").get<std::string>();
+  run.tokens_per_second = json.at("tokens_per_second").get<double>();
+  read_ranks(json.at("ranks"), run);
+  return run;
+}
+
+// "12,345,678": byte columns are read digit by digit.
+std::string grouped(double value) {
+  std::string digits = std::to_string(std::llround(value));
+  for (auto place = static_cast<std::ptrdiff_t>(digits.size()) - 3; place > 0; place -= 3) {
+    digits.insert(static_cast<std::size_t>(place), ",");
+  }
+  return digits;
+}
+
+std::string grouped(std::uint64_t value) {
+  return grouped(static_cast<double>(value));
+}
+
+std::string fixed(double value, int digits) {
+  char text[64];
+  std::snprintf(text, sizeof(text), "%.*f", digits, value);
+  return text;
+}
+
+std::uint64_t worst_wire(const RunReport& run) {
+  return std::max(run.sent_bytes_per_step, run.received_bytes_per_step);
+}
+
+std::string wire_cell(const RunReport& run) {
+  const double theory = wire_formula_bytes(run);
+  if (theory == 0) return worst_wire(run) == 0 ? "none" : grouped(worst_wire(run)) + " / 0";
+  return grouped(worst_wire(run)) + " / " + grouped(theory) + " = " +
+         fixed(static_cast<double>(worst_wire(run)) / theory, 4);
+}
+
+using Row = std::vector<std::string>;
+
+void print_rows(std::ostream& out, const std::vector<Row>& rows) {
+  std::vector<std::size_t> widths(rows.front().size(), 0);
+  for (const Row& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  for (const Row& row : rows) {
+    std::string line;
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      line += std::string(widths[i] - row[i].size(), ' ') + row[i] + (i + 1 < row.size() ? "  " : "");
+    }
+    out << line << '\n';
+  }
+}
+
+std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
+  std::vector<Row> rows = {{"stage", "states measured", "planned", "formula", "gathered", "buckets",
+                            "wire / theory", "tokens/s", "final loss", "digest"}};
+  for (const RunReport& run : runs) {
+    rows.push_back({std::to_string(run.stage), grouped(run.peak_model_states),
+                    grouped(run.planned_model_states), grouped(model_state_formula_bytes(run)),
+                    grouped(run.peak.gathered), grouped(run.peak.buckets), wire_cell(run),
+                    grouped(run.tokens_per_second), run.losses.empty() ? "-" : fixed(run.losses.back(), 6),
+                    run.digest.substr(0, 12)});
+  }
+  return rows;
+}
+
+std::string setup_difference(const RunReport& a, const RunReport& b) {
+  const auto differs = [&](const char* what, const auto& left, const auto& right) {
+    std::ostringstream text;
+    text << what << " is " << left << " in '" << a.name << "' and " << right << " in '" << b.name << "'";
+    return text.str();
+  };
+  if (a.world_size != b.world_size) return differs("world_size", a.world_size, b.world_size);
+  if (a.dtype != b.dtype) return differs("dtype", a.dtype, b.dtype);
+  if (a.parameters != b.parameters) return differs("parameters", a.parameters, b.parameters);
+  if (a.steps != b.steps) return differs("steps", a.steps, b.steps);
+  if (a.micro_steps != b.micro_steps) return differs("micro_steps", a.micro_steps, b.micro_steps);
+  if (a.accumulate != b.accumulate) return differs("accumulate", a.accumulate, b.accumulate);
+  return "";
+}
+
+// Values are compared as numbers read from text with 17 digits: equal text, equal bits.
+template <typename T>
+std::string series_difference(const char* what, const std::vector<T>& a, const std::vector<T>& b) {
+  const std::size_t count = std::min(a.size(), b.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (a[i] != b[i]) return std::string(what) + " differs first at step " + std::to_string(i + 1);
+  }
+  return a.size() == b.size() ? "" : std::string(what) + " has another length";
+}
+
+std::string result_difference(const RunReport& a, const RunReport& b) {
+  const std::string pair = " between '" + a.name + "' and '" + b.name + "'";
+  if (a.digest != b.digest) return "digest " + a.digest + " against " + b.digest + pair;
+  const std::string loss = series_difference("loss", a.losses, b.losses);
+  if (!loss.empty()) return loss + pair;
+  const std::string norm = series_difference("grad_norm", a.grad_norms, b.grad_norms);
+  return norm.empty() ? "" : norm + pair;
+}
+
+}  // namespace
+
+double model_state_formula_bytes(const RunReport& run) {
+  const auto psi = static_cast<double>(run.parameters);
+  const double shard = psi / run.world_size;
+  const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
+  const double element = run.dtype == "fp32" ? 4 : 2;
+  const double optimizer =
+      run.dtype == "fp32" ? 8 : 12;  // m and v; master too when it is not the parameter itself.
+  const double parameters = element * (run.stage >= 3 ? shard : psi);
+  double gradients = element * (run.stage >= 2 ? shard : psi);
+  // The fp32 accumulator of a shard stands beside whole gradients, and in the place of a gradient shard.
+  if (shard_accumulator) gradients = run.stage >= 2 ? 4 * shard : gradients + 4 * shard;
+  return parameters + gradients + optimizer * (run.stage >= 1 ? shard : psi);
+}
+
+double wire_formula_bytes(const RunReport& run) {
+  const double element = run.dtype == "fp32" ? 4 : 2;
+  const double pass = static_cast<double>(run.parameters) * element * (run.world_size - 1) / run.world_size;
+  if (run.stage >= 3) return 3.0 * run.micro_steps * pass;
+  return (run.accumulate == "shard" ? run.micro_steps + 1 : 2) * pass;
+}
+
+RunReport read_run_report(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) {
+    throw Error(StatusCode::kIoError, "cannot open report '" + path + "': " + std::strerror(errno) +
+                                          "; check the name that --report was given");
+  }
+  RunReport run;
+  try {
+    run = read_run(path, Json::parse(file));
+  } catch (const nlohmann::json::exception& error) {
+    bad_report(path, error.what());
+  }
+  if (run.world_size < 1) bad_report(path, "world_size is " + std::to_string(run.world_size));
+  if (run.stage < 0 || run.stage > 3) bad_report(path, "stage is " + std::to_string(run.stage));
+  if (run.dtype != "fp32" && run.dtype != "bf16" && run.dtype != "fp16") {
+    bad_report(path, "dtype is '" + run.dtype + "'");
+  }
+  return run;
+}
+
+Comparison compare_runs(const std::vector<RunReport>& runs) {
+  for (std::size_t i = 1; i < runs.size(); ++i) {
+    if (std::string found = setup_difference(runs[0], runs[i]); !found.empty())
+      return {false, std::move(found)};
+  }
+  for (std::size_t i = 1; i < runs.size(); ++i) {
+    if (std::string found = result_difference(runs[0], runs[i]); !found.empty())
+      return {true, std::move(found)};
+  }
+  return {};
+}
+
+void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
+  const RunReport& first = runs.front();
+  out << grouped(first.parameters) << " parameters, " << first.dtype << ", " << first.world_size << " ranks, "
+      << first.steps << " steps. Bytes are those of the worst rank; wire is per step.\n\n";
+  print_rows(out, table_rows(runs));
+  if (runs.size() < 2) return;
+  out << '\n';
+  const Comparison comparison = compare_runs(runs);
+  if (!comparison.comparable) {
+    out << "Not compared: " << comparison.difference << ".\n";
+  } else if (!comparison.difference.empty()) {
+    out << "DIFFERENT: " << comparison.difference << ".\n";
+  } else {
+    out << "Digests are equal (" << first.digest << "), and so is every loss and gradient norm.\n";
+  }
+}
+
+void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
+  Json json;
+  for (const RunReport& run : runs) {
+    json["runs"].push_back({{"file", run.name},
+                            {"world_size", run.world_size},
+                            {"stage", run.stage},
+                            {"dtype", run.dtype},
+                            {"parameters", run.parameters},
+                            {"steps", run.steps},
+                            {"model_state_bytes",
+                             {{"measured", run.peak_model_states},
+                              {"planned", run.planned_model_states},
+                              {"formula", model_state_formula_bytes(run)}}},
+                            {"gathered_bytes", run.peak.gathered},
+                            {"bucket_bytes", run.peak.buckets},
+                            {"wire_bytes_per_step",
+                             {{"sent", run.sent_bytes_per_step},
+                              {"received", run.received_bytes_per_step},
+                              {"theory", wire_formula_bytes(run)}}},
+                            {"tokens_per_second", run.tokens_per_second},
+                            {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
+                            {"digest", run.digest}});
+  }
+  const Comparison comparison = compare_runs(runs);
+  json["comparable"] = comparison.comparable;
+  json["equal"] = comparison.comparable && comparison.difference.empty();
+  if (!comparison.difference.empty()) json["difference"] = comparison.difference;
+  out << json.dump(2) << '\n';
+}
+
+}  // namespace forebay
