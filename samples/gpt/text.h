@@ -1,0 +1,50 @@
+// The training text, as bytes, and which windows of it a step reads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace forebay::gpt {
+
+class Text {
+ public:
+  // Concatenates `files`, in the order given.
+  // Errors: throws Error naming the file (kIoError).
+  static Text read(const std::vector<std::string>& files);
+  explicit Text(std::vector<std::uint8_t> bytes);
+
+  std::span<const std::uint8_t> bytes() const { return bytes_; }
+  // FNV-1a over the bytes: so that ranks with different files notice.
+  std::uint64_t hash() const { return hash_; }
+
+ private:
+  std::vector<std::uint8_t> bytes_;
+  std::uint64_t hash_ = 0;
+};
+
+// The licences that every Debian or Ubuntu machine has, those of them that are here, in a fixed order.
+// Errors: throws Error(kIoError) when there is none.
+std::vector<std::string> default_text_files();
+
+// Copies sample `index` of `sequence` tokens: tokens = text[start ...], targets one byte further, with
+// start = draw(seed, kTextStream, index) mod (bytes - sequence).
+// Requires: the text has more than `sequence` bytes.
+void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<std::uint8_t> tokens,
+                 std::span<std::uint8_t> targets);
+
+// Where in the order of samples a rank's batch starts. Samples go to ranks in rank order, so that N ranks of
+// batch B read together what 1 rank of batch N * B reads.
+struct BatchPlace {
+  std::uint64_t first_sample = 0;  // Samples that earlier steps read, over all ranks.
+  std::uint64_t micro_step = 0;
+  std::uint64_t rank = 0;
+  std::uint64_t rank_count = 1;
+  std::uint64_t batch = 1;  // Per rank.
+
+  std::uint64_t sample() const { return first_sample + (micro_step * rank_count + rank) * batch; }
+};
+
+}  // namespace forebay::gpt

@@ -1,0 +1,465 @@
+// The model alone: loss and gradients against a double-precision reference, products against each other, the
+// order of samples. No engine.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "convert.h"
+#include "forebay/error.h"
+#include "gpt.h"
+#include "gpt_reference.h"
+#include "matmul.h"
+#include "operations.h"
+#include "random.h"
+#include "shape.h"
+#include "text.h"
+
+namespace forebay::gpt {
+namespace {
+
+std::uint64_t test_seed() {
+  const char* text = std::getenv("FOREBAY_SEED");
+  const std::uint64_t seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 20240607;
+  std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  return seed;
+}
+
+float* align(std::vector<float>& storage) {
+  void* place = storage.data();
+  std::size_t space = storage.size() * sizeof(float);
+  return static_cast<float*>(std::align(64, 64, place, space));
+}
+
+// Memory aligned as the engine's is.
+class AlignedBytes {
+ public:
+  explicit AlignedBytes(std::size_t bytes) : storage_(bytes / sizeof(float) + 32) {}
+  std::byte* data() { return reinterpret_cast<std::byte*>(align(storage_)); }
+
+ private:
+  std::vector<float> storage_;
+};
+
+// A model with parameters and gradients in buffers of its own: the plainest trainer there is.
+class PlainModel {
+ public:
+  PlainModel(const GptShape& shape, std::size_t batch, DataType dtype, std::unique_ptr<MatMul> matmul)
+      : dtype_(dtype),
+        units_(describe_units(shape)),
+        matmul_(std::move(matmul)),
+        gpt_({.shape = shape, .batch = batch, .dtype = dtype}, *matmul_),
+        memory_(gpt_.memory_bytes()) {
+    std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // A value read before it was written shows.
+    gpt_.use_memory(memory_.data());
+    for (const GptUnit& unit : units_) {
+      for (const GptParameter& parameter : unit.parameters) {
+        values_[parameter.name].resize(parameter.count() * element_bytes(dtype));
+        gradients_[parameter.name].resize(parameter.count() * element_bytes(dtype));
+      }
+    }
+  }
+
+  const std::vector<GptUnit>& units() const { return units_; }
+
+  void set(const std::string& name, const std::vector<float>& values) {
+    narrow(dtype_, values.data(), values_.at(name).data(), values.size(), false);
+  }
+  std::vector<float> value(const std::string& name) const { return widened(values_.at(name)); }
+  std::vector<float> gradient(const std::string& name) const { return widened(gradients_.at(name)); }
+
+  // One forward and backward pass; `accumulate` adds to the gradients of the pass before.
+  double run(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets,
+             bool accumulate = false, double loss_scale = 1) {
+    gpt_.start(tokens, targets);
+    for (int unit = 0; unit < gpt_.unit_count(); ++unit) gpt_.forward(unit, parameters_of(unit));
+    for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) {
+      const std::vector<const std::byte*> parameters =
+          unit == 0 ? std::vector<const std::byte*>() : parameters_of(unit);
+      gpt_.backward(unit, parameters, gradients_of(unit, accumulate), loss_scale);
+    }
+    return gpt_.loss();
+  }
+
+ private:
+  std::vector<float> widened(const std::vector<std::byte>& bytes) const {
+    std::vector<float> values(bytes.size() / element_bytes(dtype_));
+    widen(dtype_, bytes.data(), values.data(), values.size());
+    return values;
+  }
+
+  std::vector<const std::byte*> parameters_of(int unit) const {
+    std::vector<const std::byte*> all;
+    for (const GptParameter& parameter : units_[static_cast<std::size_t>(unit)].parameters) {
+      all.push_back(values_.at(parameter.name).data());
+    }
+    if (unit + 1 == gpt_.unit_count()) all.push_back(values_.at("wte.weight").data());
+    return all;
+  }
+
+  std::vector<GradientTarget> gradients_of(int unit, bool accumulate) {
+    std::vector<GradientTarget> all;
+    for (const GptParameter& parameter : units_[static_cast<std::size_t>(unit)].parameters) {
+      // The head has already written wte's gradient when the embedding comes.
+      const bool add = accumulate || parameter.name == "wte.weight";
+      all.push_back({gradients_.at(parameter.name).data(), add});
+    }
+    if (unit + 1 == gpt_.unit_count()) all.push_back({gradients_.at("wte.weight").data(), accumulate});
+    return all;
+  }
+
+  DataType dtype_;
+  std::vector<GptUnit> units_;
+  std::unique_ptr<MatMul> matmul_;
+  Gpt gpt_;
+  AlignedBytes memory_;
+  std::map<std::string, std::vector<std::byte>> values_;
+  std::map<std::string, std::vector<std::byte>> gradients_;
+};
+
+// Random parameters with no symmetry in them: gains near 1, biases not zero.
+void randomise(PlainModel& model, std::uint64_t seed) {
+  std::uint64_t stream = 0;
+  for (const GptUnit& unit : model.units()) {
+    for (const GptParameter& parameter : unit.parameters) {
+      std::vector<float> values(parameter.count());
+      const double centre = parameter.initial == Initial::kOne ? 1.0 : 0.0;
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        values[i] = static_cast<float>(centre + 0.15 * draw_normal(seed, stream, i));
+      }
+      model.set(parameter.name, values);
+      ++stream;
+    }
+  }
+}
+
+std::vector<std::uint8_t> random_bytes(std::size_t count, std::uint64_t seed, std::uint64_t stream) {
+  std::vector<std::uint8_t> bytes(count);
+  for (std::size_t i = 0; i < count; ++i) bytes[i] = static_cast<std::uint8_t>(draw(seed, stream, i));
+  return bytes;
+}
+
+GptReference reference_of(const PlainModel& model, const GptShape& shape) {
+  std::map<std::string, Values> values;
+  for (const GptUnit& unit : model.units()) {
+    for (const GptParameter& parameter : unit.parameters) {
+      const std::vector<float> value = model.value(parameter.name);
+      values[parameter.name] = Values(value.begin(), value.end());
+    }
+  }
+  return {shape, std::move(values)};
+}
+
+constexpr GptShape kTiny{.layers = 2, .hidden = 12, .heads = 3, .sequence = 5};
+
+std::vector<std::string> matmul_names() {
+  std::vector<std::string> names = {"plain"};
+  if (library_matmul_available()) names.push_back("library");
+  return names;
+}
+
+std::unique_ptr<MatMul> make_matmul(const std::string& name) {
+  return name == "plain" ? create_plain_matmul() : create_library_matmul();
+}
+
+class GptModel : public testing::TestWithParam<std::string> {};
+
+INSTANTIATE_TEST_SUITE_P(Products, GptModel, testing::ValuesIn(matmul_names()),
+                         [](const auto& info) { return info.param; });
+
+// Every parameter's gradient, at sampled elements, against central differences of the double-precision loss,
+// whose own error is about 1e-8. What is left is the rounding of fp32.
+TEST_P(GptModel, GradientsAgreeWithFiniteDifferencesOfTheReference) {
+  const std::uint64_t seed = test_seed();
+  PlainModel model(kTiny, 2, DataType::kFloat32, make_matmul(GetParam()));
+  randomise(model, seed);
+  const auto tokens = random_bytes(10, seed, 1000);
+  const auto targets = random_bytes(10, seed, 1001);
+
+  const double loss = model.run(tokens, targets);
+
+  GptReference reference = reference_of(model, kTiny);
+  EXPECT_NEAR(loss, reference.loss(tokens, targets), 2e-6 * loss);
+  for (const GptUnit& unit : model.units()) {
+    for (const GptParameter& parameter : unit.parameters) {
+      const std::vector<float> gradient = model.gradient(parameter.name);
+      double largest = 0;
+      for (const float g : gradient) largest = std::max(largest, std::abs(double{g}));
+      ASSERT_GT(largest, 0) << parameter.name;
+      for (std::uint64_t sample = 0; sample < 12; ++sample) {
+        // The rows of wte that the tokens name matter most: choose those half of the time.
+        std::size_t i = draw(seed, 2000, sample) % gradient.size();
+        if (parameter.name == "wte.weight" && sample % 2 == 0)
+          i = tokens[sample % 10] * kTiny.hidden + i % kTiny.hidden;
+        double& value = reference.parameter(parameter.name)[i];
+        const double centre = value;
+        const double step = 1e-4;
+        value = centre + step;
+        const double above = reference.loss(tokens, targets);
+        value = centre - step;
+        const double below = reference.loss(tokens, targets);
+        value = centre;
+        EXPECT_NEAR(gradient[i], (above - below) / (2 * step), 2e-5 * largest + 2e-7)
+            << parameter.name << "[" << i << "]";
+      }
+    }
+  }
+}
+
+TEST_P(GptModel, AddsToAGradientWhenToldTo) {
+  const std::uint64_t seed = test_seed();
+  PlainModel model(kTiny, 2, DataType::kFloat32, make_matmul(GetParam()));
+  randomise(model, seed);
+  const auto tokens = random_bytes(10, seed, 1000);
+  const auto targets = random_bytes(10, seed, 1001);
+
+  model.run(tokens, targets);
+  std::map<std::string, std::vector<float>> once;
+  for (const GptUnit& unit : model.units()) {
+    for (const GptParameter& parameter : unit.parameters)
+      once[parameter.name] = model.gradient(parameter.name);
+  }
+  model.run(tokens, targets, /*accumulate=*/true);
+
+  for (const auto& [name, gradient] : once) {
+    const std::vector<float> twice = model.gradient(name);
+    for (std::size_t i = 0; i < gradient.size(); ++i) {
+      ASSERT_NEAR(twice[i], 2 * gradient[i], 1e-6F + 1e-5F * std::abs(gradient[i]))
+          << name << "[" << i << "]";
+    }
+  }
+}
+
+TEST_P(GptModel, GivesTheSameBitsAgain) {
+  const std::uint64_t seed = test_seed();
+  PlainModel model(kTiny, 2, DataType::kBfloat16, make_matmul(GetParam()));
+  randomise(model, seed);
+  const auto tokens = random_bytes(10, seed, 1000);
+  const auto targets = random_bytes(10, seed, 1001);
+
+  const double first = model.run(tokens, targets);
+  const std::vector<float> gradient = model.gradient("h.0.attn.c_attn.weight");
+  const double second = model.run(tokens, targets);
+
+  EXPECT_EQ(first, second);
+  EXPECT_EQ(gradient, model.gradient("h.0.attn.c_attn.weight"));
+}
+
+TEST_P(GptModel, LowPrecisionRoundsOnlyParametersAndGradients) {
+  const std::uint64_t seed = test_seed();
+  for (const DataType dtype : {DataType::kBfloat16, DataType::kFloat16}) {
+    PlainModel low(kTiny, 2, dtype, make_matmul(GetParam()));
+    PlainModel full(kTiny, 2, DataType::kFloat32, make_matmul(GetParam()));
+    randomise(low, seed);
+    for (const GptUnit& unit : low.units()) {
+      for (const GptParameter& parameter : unit.parameters)
+        full.set(parameter.name, low.value(parameter.name));
+    }
+    const auto tokens = random_bytes(10, seed, 1000);
+    const auto targets = random_bytes(10, seed, 1001);
+    const double scale = 1024;
+
+    const double low_loss = low.run(tokens, targets, false, scale);
+    const double full_loss = full.run(tokens, targets, false, scale);
+
+    EXPECT_EQ(low_loss, full_loss);  // The same fp32 values were computed on.
+    const std::string name = "h.1.mlp.c_fc.weight";
+    std::vector<float> rounded = full.gradient(name);
+    std::vector<std::byte> bytes(rounded.size() * 2);
+    narrow(dtype, rounded.data(), bytes.data(), rounded.size(), false);
+    widen(dtype, bytes.data(), rounded.data(), rounded.size());
+    EXPECT_EQ(low.gradient(name), rounded) << data_type_name(dtype);
+  }
+}
+
+TEST(GptProducts, LibraryAndPlainAgreeWithDoubles) {
+  const std::uint64_t seed = test_seed();
+  std::uint64_t stream = 0;
+  for (const std::string& name : matmul_names()) {
+    for (const bool transpose_a : {false, true}) {
+      for (const bool transpose_b : {false, true}) {
+        for (const ProductShape& extent :
+             {ProductShape{1, 1, 1}, ProductShape{70, 33, 19}, ProductShape{64, 48, 128},
+              ProductShape{130, 7, 65}, ProductShape{5, 100, 3}}) {
+          const ProductShape shape{extent.rows, extent.columns, extent.depth, transpose_a, transpose_b};
+          std::vector<float> a_storage(shape.rows * shape.depth + 32),
+              b_storage(shape.depth * shape.columns + 32);
+          std::vector<float> c_storage(shape.rows * shape.columns + 32, NAN);
+          float *a = align(a_storage), *b = align(b_storage), *c = align(c_storage);
+          for (std::size_t i = 0; i < shape.rows * shape.depth; ++i) {
+            a[i] = static_cast<float>(draw_normal(seed, stream, i));
+          }
+          for (std::size_t i = 0; i < shape.depth * shape.columns; ++i) {
+            b[i] = static_cast<float>(draw_normal(seed, stream + 1, i));
+          }
+          stream += 2;
+          const std::unique_ptr<MatMul> matmul = make_matmul(name);
+          AlignedBytes workspace(matmul->prepare(shape));
+
+          matmul->multiply(shape, a, b, c, workspace.data());
+
+          for (std::size_t r = 0; r < shape.rows; ++r) {
+            for (std::size_t col = 0; col < shape.columns; ++col) {
+              double sum = 0, magnitude = 0;
+              for (std::size_t d = 0; d < shape.depth; ++d) {
+                const double product =
+                    double{a[transpose_a ? d * shape.rows + r : r * shape.depth + d]} *
+                    double{b[transpose_b ? col * shape.depth + d : d * shape.columns + col]};
+                sum += product;
+                magnitude += std::abs(product);
+              }
+              ASSERT_NEAR(c[r * shape.columns + col], sum, 1e-6 * magnitude + 1e-12)
+                  << name << " " << shape.rows << "x" << shape.columns << "x" << shape.depth << " transposed "
+                  << transpose_a << transpose_b << " at " << r << "," << col;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(GptConvert, HalvesRoundToNearestEvenAndComeBackExactly) {
+  const auto narrowed = [](DataType type, float value) {
+    std::uint16_t bits = 0;
+    narrow(type, &value, reinterpret_cast<std::byte*>(&bits), 1, false);
+    return bits;
+  };
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const std::uint16_t half = static_cast<std::uint16_t>(bits);
+    for (const DataType type : {DataType::kBfloat16, DataType::kFloat16}) {
+      float value = 0;
+      widen(type, reinterpret_cast<const std::byte*>(&half), &value, 1);
+      if (std::isnan(value)) {
+        EXPECT_TRUE((narrowed(type, value) & 0x7FFF) > (type == DataType::kFloat16 ? 0x7C00 : 0x7F80));
+        continue;
+      }
+      ASSERT_EQ(narrowed(type, value), half) << data_type_name(type);
+      if (std::isinf(value) || half == 0x8000) continue;
+      // Half-way to the next one in magnitude goes to the even one.
+      const std::uint16_t next_bits = static_cast<std::uint16_t>(half + 1);
+      float next = 0;
+      widen(type, reinterpret_cast<const std::byte*>(&next_bits), &next, 1);
+      if (!std::isfinite(next) || std::signbit(next) != std::signbit(value)) continue;
+      const double middle = (double{value} + double{next}) / 2;
+      if (double{static_cast<float>(middle)} != middle) continue;  // Subnormal fp32 halves do not exist.
+      ASSERT_EQ(narrowed(type, static_cast<float>(middle)), half % 2 == 0 ? half : next_bits) << bits;
+    }
+  }
+  EXPECT_EQ(narrowed(DataType::kFloat16, 65519.996F), 0x7BFF);
+  EXPECT_EQ(narrowed(DataType::kFloat16, 65520.0F), 0x7C00);
+  EXPECT_EQ(narrowed(DataType::kFloat16, std::numeric_limits<float>::infinity()), 0x7C00);
+  EXPECT_EQ(narrowed(DataType::kBfloat16, std::numeric_limits<float>::max()), 0x7F80);
+}
+
+TEST(GptOperations, GeluAgreesWithDoubles) {
+  std::vector<float> x(4001), y(4001), gradient(4001, 1.0F);
+  for (std::size_t i = 0; i < x.size(); ++i) x[i] = (static_cast<float>(i) - 2000) * 0.006F;
+
+  gelu(x.data(), y.data(), x.size());
+  gelu_backward(x.data(), gradient.data(), x.size());
+
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const double v = x[i];
+    const double factor = std::sqrt(2 / std::numbers::pi);
+    const double t = std::tanh(factor * (v + 0.044715 * v * v * v));
+    EXPECT_NEAR(y[i], 0.5 * v * (1 + t), 2e-6) << v;
+    EXPECT_NEAR(gradient[i], 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * factor * (1 + 3 * 0.044715 * v * v),
+                2e-6)
+        << v;
+  }
+}
+
+TEST(GptOperations, LargeLogitsDoNotOverflow) {
+  std::vector<float> logits(kVocabulary, -1000.0F);
+  logits[3] = 1000.0F;
+  logits[4] = 1000.0F;
+  const std::vector<std::uint8_t> targets = {4};
+  double row_loss = 0;
+
+  const double loss = cross_entropy(logits.data(), targets, kVocabulary, 1.0F, &row_loss);
+
+  EXPECT_NEAR(loss, std::log(2.0), 1e-6);
+  EXPECT_NEAR(logits[3], 0.5, 1e-6);
+  EXPECT_NEAR(logits[4], -0.5, 1e-6);
+}
+
+TEST(GptShapeTest, NamesAndCountsAreThoseOfGpt2) {
+  const GptShape shape{.layers = 12, .hidden = 768, .heads = 12, .sequence = 1024};
+
+  // Hugging Face's gpt2 has 124,439,808 with a vocabulary of 50257.
+  EXPECT_EQ(parameter_count(shape), 124439808u - (50257u - kVocabulary) * 768u);
+  const std::vector<GptUnit> units = describe_units(shape);
+  ASSERT_EQ(units.size(), 14u);
+  EXPECT_EQ(units[1].parameters[block::kQkvWeight].name, "h.0.attn.c_attn.weight");
+  EXPECT_EQ(units[1].parameters[block::kQkvWeight].shape, (std::vector<std::size_t>{768, 2304}));
+  EXPECT_EQ(units[13].parameters[final_unit::kNormBias].name, "ln_f.bias");
+}
+
+TEST(GptShapeTest, HeadsThatDoNotDivideHiddenAreRefused) {
+  try {
+    describe_units({.layers = 1, .hidden = 10, .heads = 3, .sequence = 4});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(error.status().message().find("--heads 3 does not divide --hidden 10"), std::string::npos);
+  }
+}
+
+TEST(GptText, RanksReadTogetherWhatOneRankReads) {
+  // 3 ranks of batch 4 against 1 rank of batch 12, one micro-step, third step.
+  std::vector<std::uint64_t> together, apart;
+  for (std::uint64_t rank = 0; rank < 3; ++rank) {
+    const BatchPlace place{.first_sample = 24, .micro_step = 0, .rank = rank, .rank_count = 3, .batch = 4};
+    for (std::uint64_t b = 0; b < 4; ++b) apart.push_back(place.sample() + b);
+  }
+  const BatchPlace place{.first_sample = 24, .micro_step = 0, .rank = 0, .rank_count = 1, .batch = 12};
+  for (std::uint64_t b = 0; b < 12; ++b) together.push_back(place.sample() + b);
+
+  EXPECT_EQ(apart, together);
+}
+
+TEST(GptText, SamplesAreWindowsAndTargetsTheNextByte) {
+  std::vector<std::uint8_t> bytes(300);
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::uint8_t>(i % 256);
+  const Text text(bytes);
+
+  for (std::uint64_t sample = 0; sample < 200; ++sample) {
+    std::vector<std::uint8_t> tokens(16), targets(16);
+    copy_sample(text, 7, sample, tokens, targets);
+    const std::size_t start = draw(7, kTextStream, sample) % (300 - 16);
+    for (std::size_t i = 0; i < 16; ++i) {
+      ASSERT_EQ(tokens[i], bytes[start + i]);
+      ASSERT_EQ(targets[i], bytes[start + i + 1]);
+    }
+  }
+}
+
+TEST(GptText, AMissingFileIsNamed) {
+  try {
+    Text::read({"no-such-directory/no-such-text"});
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kIoError);
+    EXPECT_NE(error.status().message().find("no-such-directory/no-such-text"), std::string::npos);
+    EXPECT_NE(error.status().message().find("--text"), std::string::npos);
+  }
+}
+
+TEST(GptRandom, FirstDrawsAreTheDocumentedOnes) {
+  // SplitMix64 of 0 and 1, as published.
+  EXPECT_EQ(splitmix64(0), 0xE220A8397B1DCDAFu);
+  EXPECT_EQ(splitmix64(1), 0x910A2DEC89025CC1u);
+  EXPECT_EQ(draw(1, 2, 3), splitmix64(splitmix64(splitmix64(1) + 2) + 3));
+}
+
+}  // namespace
+}  // namespace forebay::gpt
