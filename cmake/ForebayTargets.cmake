@@ -29,6 +29,8 @@ function(forebay_layer name)
   set_target_properties(forebay_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(forebay_${name} PUBLIC
     "$<BUILD_INTERFACE:${CMAKE_CURRENT_SOURCE_DIR}/include>" "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
+  # Private headers are spelled from the source root; tests/layers checks that a layer reaches only its own that way.
+  target_include_directories(forebay_${name} PRIVATE "${PROJECT_SOURCE_DIR}")
   foreach(lower IN LISTS ARG_DEPENDS)
     target_include_directories(forebay_${name} PUBLIC
       "$<TARGET_PROPERTY:forebay_${lower},INTERFACE_INCLUDE_DIRECTORIES>")
