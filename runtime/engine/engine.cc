@@ -186,7 +186,7 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   impl.require(unit);
   impl.wait_for_parameters(unit, stream);
   impl.prefetch(unit + 1);
-  impl.unit(unit).used = true;
+  for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
   ++impl.cursor;
   impl.lease_alive = true;
   return Lease(this, unit, stream, false);

@@ -1,0 +1,462 @@
+// The engine against the numeric contract: every stage, type, bucket size and way of accumulating gives the
+// bits that the plain loops of toy.h give.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include "engine/toy.h"
+#include "forebay/units.h"
+
+namespace forebay::testing {
+namespace {
+
+std::vector<ToyUnit> awkward_units() {
+  std::vector<ToyUnit> units;
+  units.push_back({{{700}, {65}}, {}, false});  // An embedding: tied, gradient-only backward.
+  units.push_back({{{64, 1}, {64, 1}, {1000}, {13, 1}}, {}, true});
+  units.push_back({{{3000}, {7, 1}}, {}, true});
+  units.push_back({{{64, 1}, {64, 1}, {1000, 0, true}, {13, 1}}, {}, true});  // Partly frozen.
+  units.push_back({{{5, 1}}, {{0, 0}}, true});                                // The head: ties the embedding.
+  return units;
+}
+
+ToyOptions options_for(int stage, DataType type, int ranks) {
+  ToyOptions options;
+  options.units = awkward_units();
+  options.engine.stage = stage;
+  options.engine.dtype = type;
+  options.engine.bucket_bytes = 5000;
+  options.engine.loss_scale.initial = 1024;
+  options.engine.loss_scale.growth_interval = 2;
+  options.ranks = ranks;
+  return options;
+}
+
+void expect_same(const ToyResult& actual, const ToyResult& expected, const std::string& what) {
+  ASSERT_EQ(actual.grad_norms.size(), expected.grad_norms.size()) << what;
+  for (std::size_t i = 0; i < expected.grad_norms.size(); ++i) {
+    ASSERT_EQ(std::memcmp(&actual.grad_norms[i], &expected.grad_norms[i], 8), 0)
+        << what << ": norm of step " << i << " is " << actual.grad_norms[i] << ", not "
+        << expected.grad_norms[i];
+    ASSERT_EQ(actual.metrics[i], expected.metrics[i])
+        << what << ": forward of step " << i << " read other weights";
+  }
+  ASSERT_EQ(actual.masters.size(), expected.masters.size()) << what;
+  for (std::size_t q = 0; q < expected.masters.size(); ++q) {
+    for (std::size_t i = 0; i < expected.masters[q].size(); ++i) {
+      ASSERT_EQ(std::memcmp(&actual.masters[q][i], &expected.masters[q][i], 4), 0)
+          << what << ": parameter " << q << " element " << i << " is " << actual.masters[q][i] << ", not "
+          << expected.masters[q][i];
+    }
+  }
+}
+
+struct Case {
+  int ranks;
+  DataType type;
+  int micro_steps;
+  Accumulate accumulate;
+};
+class EngineContract : public ::testing::TestWithParam<Case> {};
+
+TEST_P(EngineContract, EveryStageGivesTheBitsOfThePlainLoops) {
+  const Case& c = GetParam();
+  ToyOptions options = options_for(0, c.type, c.ranks);
+  options.engine.micro_steps = c.micro_steps;
+  options.engine.accumulate = c.accumulate;
+  const ToyResult expected = reference_toy(options);
+
+  std::string digest;
+  for (int stage = 0; stage <= (c.accumulate == Accumulate::kLocal ? 1 : 3); ++stage) {
+    for (const bool overlap : {true, false}) {
+      for (const std::uint64_t bucket : {1ull, 5000ull, 1ull << 24}) {
+        if (overlap && bucket != 5000) continue;
+        options.engine.stage = stage;
+        options.engine.overlap = overlap;
+        options.engine.bucket_bytes = bucket;
+        const ToyResult actual = run_toy(options);
+        expect_same(actual, expected,
+                    "stage " + std::to_string(stage) + ", overlap " + (overlap ? "on" : "off") + ", bucket " +
+                        std::to_string(bucket));
+        if (digest.empty()) digest = actual.digest;
+        EXPECT_EQ(actual.digest, digest);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Matrix, EngineContract,
+                         ::testing::Values(Case{1, DataType::kFloat32, 1, Accumulate::kShard},
+                                           Case{1, DataType::kBfloat16, 3, Accumulate::kShard},
+                                           Case{3, DataType::kFloat32, 1, Accumulate::kShard},
+                                           Case{3, DataType::kBfloat16, 1, Accumulate::kShard},
+                                           Case{3, DataType::kFloat16, 3, Accumulate::kShard},
+                                           Case{4, DataType::kBfloat16, 3, Accumulate::kShard},
+                                           Case{4, DataType::kFloat16, 1, Accumulate::kShard},
+                                           Case{3, DataType::kBfloat16, 3, Accumulate::kLocal},
+                                           Case{4, DataType::kFloat32, 2, Accumulate::kLocal}),
+                         [](const auto& info) {
+                           return "N" + std::to_string(info.param.ranks) + "_" +
+                                  data_type_name(info.param.type) + "_K" +
+                                  std::to_string(info.param.micro_steps) +
+                                  (info.param.accumulate == Accumulate::kShard ? "_shard" : "_local");
+                         });
+
+TEST(Engine, SkipsAnOverflowingStepOnEveryRankAndStage) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
+    ToyOptions options = options_for(0, type, 3);
+    options.steps = 6;
+    options.disturbance = [](int rank, int step) {
+      return rank == 1 && step == 2 ? std::numeric_limits<float>::infinity() : 0.0f;
+    };
+    const ToyResult expected = reference_toy(options);
+    ASSERT_TRUE(std::isnan(expected.grad_norms[2]));
+    for (int stage = 0; stage < 4; ++stage) {
+      options.engine.stage = stage;
+      const ToyResult actual = run_toy(options);
+      expect_same(actual, expected, std::string(data_type_name(type)) + " stage " + std::to_string(stage));
+      EXPECT_EQ(actual.statistics.attempted_steps, 6u);
+      EXPECT_EQ(actual.statistics.applied_steps, 5u);
+    }
+  }
+}
+
+TEST(Engine, TakesZerosFromRanksThatSkipAUnitAndKeepsOneThatAllSkip) {
+  for (int stage = 0; stage < 4; ++stage) {
+    ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
+    options.engine.micro_steps = 2;
+    // Unit 2 by none in step 1; by rank 1 alone in step 2; unit 1 by rank 0 in one micro-step; the head by
+    // rank 2.
+    options.skips = [](int rank, int step, int micro_step, int unit) {
+      if (unit == 2) return step == 1 || (step == 2 && rank != 1);
+      if (unit == 1) return step == 3 && rank == 0 && micro_step == 1;
+      if (unit == 4) return step == 2 && rank == 2;
+      return false;
+    };
+    expect_same(run_toy(options), reference_toy(options), "stage " + std::to_string(stage));
+  }
+}
+
+TEST(Engine, MeasuresWhatItPlanned) {
+  for (const int ranks : {1, 3, 4}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      for (const int micro_steps : {1, 3}) {
+        ToyOptions options = options_for(stage, DataType::kBfloat16, ranks);
+        options.engine.micro_steps = micro_steps;
+        options.steps = 3;
+        const EngineStatistics s = run_toy(options).statistics;
+        EXPECT_EQ(s.peak, s.planned) << "stage " << stage;
+        EXPECT_EQ(s.peak_reserved_bytes, s.planned_reserved_bytes) << "stage " << stage;
+        EXPECT_EQ(s.traffic.sent, 3 * s.planned_wire_per_step.sent)
+            << "stage " << stage << " ranks " << ranks;
+        EXPECT_EQ(s.traffic.received, 3 * s.planned_wire_per_step.received) << "stage " << stage;
+      }
+    }
+  }
+}
+
+TEST(Engine, AllocatesNothingFromTheBackendAfterTheFirstStep) {
+  for (int stage = 0; stage < 4; ++stage) {
+    ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      static_cast<void>(trainer.step(0));
+      const HostCall calls[] = {HostCall::kReserve,      HostCall::kChunkCreate, HostCall::kMap,
+                                HostCall::kUnmap,        HostCall::kAlloc,       HostCall::kSetAccess,
+                                HostCall::kStreamCreate, HostCall::kEventCreate};
+      std::vector<std::uint64_t> before;
+      for (const HostCall call : calls) before.push_back(rank.backend->call_count(call));
+      for (int step = 1; step < 4; ++step) static_cast<void>(trainer.step(step));
+      for (std::size_t i = 0; i < before.size(); ++i)
+        EXPECT_EQ(rank.backend->call_count(calls[i]), before[i]) << i;
+    });
+  }
+}
+
+TEST(Engine, KeepsTheAddressesOfAUnitForItsLife) {
+  for (int stage = 0; stage < 4; ++stage) {
+    ToyOptions options = options_for(stage, DataType::kFloat32, 3);
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      std::vector<DevicePtr> first;
+      for (int step = 0; step < 3; ++step) {
+        std::vector<DevicePtr> seen;
+        Engine& engine = trainer.engine();
+        engine.step_begin();
+        engine.micro_step_begin(0);
+        for (int u = 0; u < 5; ++u) seen.push_back(engine.forward(u, stream).parameter(0));
+        for (int u = 4; u >= 0; --u) {
+          Lease lease = engine.backward(u, stream);
+          bool accumulate = false;
+          seen.push_back(lease.gradient(0, &accumulate));
+          throw_if_error(rank.backend->fill_async(seen.back(), 0, 4, stream));
+        }
+        static_cast<void>(engine.step({.groups = options.groups}));
+        if (first.empty()) first = seen;
+        EXPECT_EQ(seen, first);
+      }
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
+  }
+}
+
+TEST(Engine, RefusesABudgetOneChunkUnderThePlanAndNamesThePoolAndTheOption) {
+  ToyOptions options = options_for(1, DataType::kBfloat16, 3);
+  std::uint64_t reserved = 0;
+  run_ranks(3, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    if (rank.communicator->rank() == 0) reserved = trainer.engine().plan().reserved_bytes;
+  });
+  options.engine.memory_bytes = reserved;
+  run_toy(options);
+
+  options.engine.memory_bytes = reserved - (64u << 10);
+  try {
+    run_toy(options);
+    FAIL() << "a budget below the plan was accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kOutOfMemory);
+    EXPECT_NE(std::string(error.what()).find("the largest pool is"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("--"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Engine, NamesTheOptionAndTheRanksThatDiffer) {
+  const auto message_of = [](const std::function<void(int, ToyOptions&)>& change) {
+    ToyOptions options = options_for(1, DataType::kBfloat16, 4);
+    std::vector<std::string> messages(4);
+    try {
+      run_ranks(4, {}, [&](Rank& rank) {
+        ToyOptions mine = options;
+        const int r = rank.communicator->rank();
+        change(r, mine);
+        try {
+          ToyTrainer trainer(mine, rank);
+        } catch (const Error& error) {
+          messages[static_cast<std::size_t>(r)] = error.status().message();
+          throw;
+        }
+      });
+    } catch (const Error&) {
+    }
+    for (const std::string& message : messages) EXPECT_EQ(message, messages[0]);
+    return messages[0];
+  };
+  const std::string stage = message_of([](int r, ToyOptions& o) { o.engine.stage = r == 2 ? 2 : 1; });
+  EXPECT_NE(stage.find("stage is 1 on ranks 0, 1, 3, 2 on rank 2"), std::string::npos) << stage;
+  const std::string extra = message_of([](int r, ToyOptions& o) {
+    o.engine.agreement = {{"seed", r == 0 ? "7" : "8"}};
+  });
+  EXPECT_NE(extra.find("seed is 7 on rank 0, 8 on ranks 1, 2, 3"), std::string::npos) << extra;
+  const std::string shape = message_of([](int r, ToyOptions& o) {
+    if (r == 3) o.units[2].parameters[0].count = 3001;
+  });
+  EXPECT_NE(shape.find("rank 3"), std::string::npos) << shape;
+}
+
+TEST(Engine, RefusesMisuseWithWordsAndGoesOn) {
+  ToyOptions options = options_for(3, DataType::kFloat32, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    Engine& engine = trainer.engine();
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    EXPECT_THROW(engine.commit(), Error);
+    EXPECT_THROW(engine.micro_step_begin(0), Error);
+    EXPECT_THROW(static_cast<void>(engine.step({})), Error);
+    engine.step_begin();
+    EXPECT_THROW(engine.step_begin(), Error);
+    EXPECT_THROW(engine.micro_step_begin(1), Error);
+    engine.micro_step_begin(0);
+    EXPECT_THROW(static_cast<void>(engine.forward(1, stream)), Error);
+    EXPECT_THROW(static_cast<void>(engine.backward(4, stream)), Error);
+    for (int u = 0; u < 5; ++u) {
+      Lease lease = engine.forward(u, stream);
+      bool accumulate = false;
+      EXPECT_THROW(lease.gradient(0, &accumulate), Error);
+      EXPECT_THROW(static_cast<void>(lease.parameter(17)), Error);
+      if (u < 4) {
+        EXPECT_THROW(static_cast<void>(engine.forward(u + 1, stream)), Error);
+      }
+    }
+    EXPECT_THROW(static_cast<void>(engine.backward(3, stream)), Error);
+    for (int u = 4; u >= 0; --u) {
+      Lease lease = engine.backward(u, stream);
+      if (u == 0) {
+        EXPECT_THROW(static_cast<void>(lease.parameter(0)), Error);
+      }
+    }
+    EXPECT_THROW(static_cast<void>(engine.step({})), Error) << "no groups given";
+    EXPECT_FALSE(engine.step({.groups = options.groups}).skipped);
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+class SavedState : public ::testing::Test {
+ protected:
+  SavedState() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "forebay-state-XXXXXX").string();
+    directory_ = ::mkdtemp(pattern.data());
+  }
+  ~SavedState() override { std::filesystem::remove_all(directory_); }
+
+  std::string directory_;
+};
+
+TEST_F(SavedState, ResumesWithTheBitsOfARunThatDidNotStop) {
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const DataType type : {DataType::kFloat32, DataType::kFloat16}) {
+      ToyOptions options = options_for(stage, type, 3);
+      options.steps = 6;
+      const ToyResult whole = run_toy(options);
+      run_ranks(3, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.initialize();
+        for (int step = 0; step < 4; ++step) {
+          static_cast<void>(trainer.step(step));
+          if (step >= 2) trainer.engine().save_state(directory_, "cursor " + std::to_string(step));
+        }
+      });
+      // Into every stage, and at other numbers of ranks as far as loading goes.
+      for (int other_stage = 0; other_stage < 4; ++other_stage) {
+        ToyOptions resumed = options;
+        resumed.engine.stage = other_stage;
+        std::vector<ToyResult> results(3);
+        run_ranks(3, {}, [&](Rank& rank) {
+          ToyTrainer trainer(resumed, rank);
+          EXPECT_EQ(trainer.engine().load_state(directory_), "cursor 3");
+          for (int step = 4; step < 6; ++step) static_cast<void>(trainer.step(step));
+          trainer.collect(results[static_cast<std::size_t>(rank.communicator->rank())]);
+        });
+        EXPECT_EQ(results[0].digest, whole.digest)
+            << "saved at stage " << stage << ", resumed at " << other_stage;
+      }
+      std::filesystem::remove_all(directory_);
+    }
+  }
+}
+
+TEST_F(SavedState, LoadsAtAnotherNumberOfRanks) {
+  ToyOptions options = options_for(3, DataType::kBfloat16, 4);
+  std::string saved_digest;
+  run_ranks(4, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    static_cast<void>(trainer.step(0));
+    trainer.engine().save_state(directory_, "x");
+    const std::string digest = trainer.engine().digest();
+    if (rank.communicator->rank() == 0) saved_digest = digest;
+  });
+  for (const int ranks : {1, 2, 3}) {
+    options.ranks = ranks;
+    run_ranks(ranks, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.engine().load_state(directory_);
+      EXPECT_EQ(trainer.engine().digest(), saved_digest);
+    });
+  }
+}
+
+TEST_F(SavedState, SaysWhatIsDamaged) {
+  ToyOptions options = options_for(2, DataType::kBfloat16, 2);
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().save_state(directory_, "x");
+  });
+  const std::filesystem::path state = directory_ + "/step-000000000000";
+  const auto load = [&]() -> Status {
+    try {
+      run_ranks(2, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.engine().load_state(directory_);
+      });
+    } catch (const Error& error) {
+      return error.status();
+    }
+    return Status();
+  };
+  ASSERT_TRUE(load().ok());
+  const auto with_changed_file = [&](const std::string& name, const auto& change) {
+    const std::filesystem::path file = state / name;
+    const std::filesystem::path copy = directory_ + "/copy";
+    std::filesystem::copy_file(file, copy);
+    change(file);
+    const Status status = load();
+    std::filesystem::rename(copy, file);
+    return status;
+  };
+  const Status truncated = with_changed_file("rank-1-of-2", [](const std::filesystem::path& file) {
+    std::filesystem::resize_file(file, std::filesystem::file_size(file) - 100);
+  });
+  EXPECT_EQ(truncated.code(), StatusCode::kCorruption) << truncated.to_string();
+  const auto flip_at = [](std::uintmax_t offset) {
+    return [offset](const std::filesystem::path& file) {
+      std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+      stream.seekg(static_cast<std::streamoff>(offset));
+      const char byte = static_cast<char>(stream.get() ^ 1);
+      stream.seekp(static_cast<std::streamoff>(offset));
+      stream.put(byte);
+    };
+  };
+  const std::uintmax_t bytes = std::filesystem::file_size(state / "rank-0-of-2");
+  for (const std::uintmax_t offset :
+       {std::uintmax_t{0}, std::uintmax_t{9}, bytes / 2, bytes - 300, bytes - 3}) {
+    const Status flipped = with_changed_file("rank-0-of-2", flip_at(offset));
+    EXPECT_EQ(flipped.code(), StatusCode::kCorruption) << "offset " << offset << ": " << flipped.to_string();
+  }
+  EXPECT_EQ(with_changed_file("manifest.json", flip_at(60)).code(), StatusCode::kCorruption);
+  EXPECT_EQ(with_changed_file("rank-0-of-2", [](const auto& file) { std::filesystem::remove(file); }).code(),
+            StatusCode::kIoError);
+  ASSERT_TRUE(load().ok());
+
+  ToyOptions other = options;
+  options.units[1].parameters[0].count = 65;
+  const Status another_model = load();
+  EXPECT_EQ(another_model.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(another_model.message().find("p2"), std::string::npos) << another_model.message();
+  options = other;
+
+  const std::string saved = directory_;
+  directory_ += "/nothing-here";
+  EXPECT_EQ(load().code(), StatusCode::kIoError);
+  directory_ = saved;
+}
+
+TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {
+  for (int stage = 0; stage < 4; ++stage) {
+    for (std::uint64_t operation = 0; operation < 6; ++operation) {
+      ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
+      WorldOptions world;
+      world.local.fault_rank = 1;
+      world.local.fault_operation = operation;
+      world.local.fault = Status(StatusCode::kIoError, "the cable of rank 1 was pulled");
+      std::vector<std::string> messages(3);
+      EXPECT_THROW(run_ranks(3, world,
+                             [&](Rank& rank) {
+                               try {
+                                 ToyTrainer trainer(options, rank);
+                                 trainer.initialize();
+                                 for (int step = 0; step < 4; ++step) static_cast<void>(trainer.step(step));
+                               } catch (const Error& error) {
+                                 messages[static_cast<std::size_t>(rank.communicator->rank())] = error.what();
+                                 throw;
+                               }
+                             }),
+                   Error);
+      for (const std::string& message : messages) {
+        EXPECT_NE(message.find("the cable of rank 1 was pulled"), std::string::npos)
+            << "stage " << stage << " operation " << operation << ": " << message;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing

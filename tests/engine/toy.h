@@ -1,0 +1,457 @@
+// A toy trainer and, beside it, the numeric contract written out as plain loops (ToyReference), so that what
+// the engine computes is compared bit for bit with an independent account of ARCHITECTURE.md's "One bit
+// pattern".
+//
+// The gradient of an element is half the parameter as gathered plus noise that depends on rank, step,
+// micro-step and element: a stale, misplaced or unreduced value changes the result.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "forebay/conversions.h"
+#include "forebay/engine.h"
+#include "forebay/stream_call.h"
+#include "support/local_world.h"
+
+namespace forebay::testing {
+
+struct ToyParameter {
+  std::uint64_t count;
+  int group = 0;
+  bool frozen = false;
+};
+struct ToyUnit {
+  std::vector<ToyParameter> parameters;
+  std::vector<UnitShape::Tied> tied;
+  bool backward_reads_parameters = true;
+};
+
+struct ToyOptions {
+  std::vector<ToyUnit> units;
+  EngineOptions engine;
+  int ranks = 1;
+  int steps = 4;
+  double clip = 0.5;
+  std::vector<GroupHyperparameters> groups{{1e-2, 0.1}, {1e-2, 0.0}};
+  // True: `rank` does not use `unit` in (step, micro_step).
+  std::function<bool(int rank, int step, int micro_step, int unit)> skips = [](int, int, int, int) {
+    return false;
+  };
+  // Added to the noise of every element: infinity makes a step overflow.
+  std::function<float(int rank, int step)> disturbance = [](int, int) { return 0.0f; };
+};
+
+struct ToyResult {
+  std::vector<double> grad_norms;  // NaN where skipped.
+  std::vector<double> metrics;
+  std::vector<std::vector<float>> masters;  // By parameter over all units, in order of registration.
+  std::string digest;
+  EngineStatistics statistics;
+  friend bool same_bits(const ToyResult& a, const ToyResult& b) {
+    const auto equal = [](const auto& x, const auto& y) {
+      return x.size() == y.size() &&
+             (x.empty() || std::memcmp(x.data(), y.data(), x.size() * sizeof(x[0])) == 0);
+    };
+    if (!equal(a.grad_norms, b.grad_norms) || !equal(a.metrics, b.metrics) ||
+        a.masters.size() != b.masters.size())
+      return false;
+    for (std::size_t i = 0; i < a.masters.size(); ++i) {
+      if (!equal(a.masters[i], b.masters[i])) return false;
+    }
+    return true;
+  }
+};
+
+inline float toy_noise(int rank, int step, int micro_step, int parameter, std::uint64_t i) {
+  std::uint64_t x = (static_cast<std::uint64_t>(rank) << 48) ^ (static_cast<std::uint64_t>(step) << 40) ^
+                    (static_cast<std::uint64_t>(micro_step) << 36) ^
+                    (static_cast<std::uint64_t>(parameter) << 28) ^ i;
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  x ^= x >> 31;
+  return static_cast<float>(static_cast<std::int64_t>(x >> 40) - (1 << 23)) / static_cast<float>(1 << 23);
+}
+
+inline float round_to(DataType type, float value) {
+  switch (type) {
+    case DataType::kFloat32:
+      return value;
+    case DataType::kBfloat16:
+      return bfloat16_to_float(float_to_bfloat16(value));
+    case DataType::kFloat16:
+      return float16_to_float(float_to_float16(value));
+  }
+  return value;
+}
+inline float load(DataType type, const std::byte* at, std::uint64_t i) {
+  if (type == DataType::kFloat32) return reinterpret_cast<const float*>(at)[i];
+  const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(at)[i];
+  return type == DataType::kBfloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
+}
+inline void store(DataType type, std::byte* at, std::uint64_t i, float value) {
+  if (type == DataType::kFloat32) {
+    reinterpret_cast<float*>(at)[i] = value;
+  } else {
+    reinterpret_cast<std::uint16_t*>(at)[i] =
+        type == DataType::kBfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
+  }
+}
+
+// Initial value of a parameter's element.
+inline float toy_initial(int parameter, std::uint64_t i) {
+  return toy_noise(99, 0, 0, parameter, i) * 0.3f;
+}
+
+// --- the engine's way ---
+
+class ToyTrainer {
+ public:
+  ToyTrainer(const ToyOptions& options, Rank& rank)
+      : options_(options),
+        rank_(rank),
+        engine_(*rank.backend, *rank.kernels, *rank.communicator, options.engine) {
+    int number = 0;
+    for (std::size_t u = 0; u < options.units.size(); ++u) {
+      const ToyUnit& unit = options.units[u];
+      const UnitId id = engine_.add_unit("unit" + std::to_string(u), unit.backward_reads_parameters);
+      first_number_.push_back(number);
+      for (const ToyParameter& parameter : unit.parameters) {
+        ids_.push_back(engine_.add_parameter(id, "p" + std::to_string(number++), parameter.count,
+                                             parameter.group, parameter.frozen));
+      }
+      for (const UnitShape::Tied& tied : unit.tied) engine_.tie(id, {tied.unit, tied.index});
+    }
+    engine_.declare_activations(1000);
+    engine_.commit();
+    stream_ = value_or_throw(rank.backend->stream_create());
+  }
+  ~ToyTrainer() { static_cast<void>(rank_.backend->stream_destroy(stream_)); }
+
+  Engine& engine() { return engine_; }
+
+  void initialize() {
+    for (std::size_t n = 0; n < ids_.size(); ++n) {
+      const auto& shape = engine_.model().units[static_cast<std::size_t>(ids_[n].unit)].parameters;
+      std::vector<float> values(shape[static_cast<std::size_t>(ids_[n].index)].count);
+      for (std::uint64_t i = 0; i < values.size(); ++i) values[i] = toy_initial(static_cast<int>(n), i);
+      engine_.set_parameter(ids_[n], values);
+    }
+  }
+
+  StepResult step(int step) {
+    metric_ = 0.0;
+    engine_.step_begin();
+    for (int k = 0; k < options_.engine.micro_steps; ++k) micro_step(step, k);
+    throw_if_error(rank_.backend->stream_synchronize(stream_));
+    Hyperparameters hyperparameters;
+    hyperparameters.groups = options_.groups;
+    hyperparameters.clip = options_.clip;
+    hyperparameters.metric = metric_;
+    return engine_.step(hyperparameters);
+  }
+
+  void collect(ToyResult& result) {
+    result.masters.clear();
+    engine_.visit_parameters([&](const ParameterShape&, std::span<const float> values) {
+      result.masters.emplace_back(values.begin(), values.end());
+    });
+    result.digest = engine_.digest();
+    result.statistics = engine_.statistics();
+  }
+
+  void micro_step(int step, int k) {
+    const int unit_count = static_cast<int>(options_.units.size());
+    const int rank = rank_.communicator->rank();
+    engine_.micro_step_begin(k);
+    for (int u = 0; u < unit_count; ++u) {
+      if (options_.skips(rank, step, k, u)) {
+        engine_.skip(u);
+        continue;
+      }
+      Lease lease = engine_.forward(u, stream_);
+      for_each(u, [&](int index, int number, std::uint64_t count, bool) {
+        const std::byte* values = lease.parameter(index);
+        call([this, values, count, number] {
+          for (std::uint64_t i = 0; i < count; i += 7) {
+            metric_ += static_cast<double>(load(options_.engine.dtype, values, i)) * (1 + number);
+          }
+        });
+      });
+    }
+    for (int u = unit_count - 1; u >= 0; --u) {
+      if (options_.skips(rank, step, k, u)) continue;
+      Lease lease = engine_.backward(u, stream_);
+      const bool reads = options_.units[static_cast<std::size_t>(u)].backward_reads_parameters;
+      for_each(u, [&](int index, int number, std::uint64_t count, bool frozen) {
+        bool accumulate = false;
+        std::byte* gradient = lease.gradient(index, &accumulate);
+        ASSERT_EQ(gradient == nullptr, frozen);
+        if (frozen) return;
+        const std::byte* values = reads ? lease.parameter(index) : nullptr;
+        const float disturbance = options_.disturbance(rank, step);
+        const float scale = static_cast<float>(engine_.loss_scale());
+        const DataType type = options_.engine.dtype;
+        call([=] {
+          for (std::uint64_t i = 0; i < count; ++i) {
+            const float value = values == nullptr ? 0.0f : load(type, values, i);
+            const float g = (0.5f * value + toy_noise(rank, step, k, number, i) + disturbance) * scale;
+            store(type, gradient, i, accumulate ? load(type, gradient, i) + round_to(type, g) : g);
+          }
+        });
+        lease.grad_ready(index);
+      });
+    }
+  }
+
+ private:
+  // Visits own parameters, then tied ones: (index in the lease, number over all, count, frozen).
+  template <typename Visitor>
+  void for_each(int u, Visitor visit) {
+    const UnitShape& unit = engine_.model().units[static_cast<std::size_t>(u)];
+    int index = 0;
+    for (const ParameterShape& parameter : unit.parameters) {
+      visit(index, first_number_[static_cast<std::size_t>(u)] + index, parameter.count, parameter.frozen);
+      ++index;
+    }
+    for (const UnitShape::Tied& tied : unit.tied) {
+      const ParameterShape& owner = engine_.model()
+                                        .units[static_cast<std::size_t>(tied.unit)]
+                                        .parameters[static_cast<std::size_t>(tied.index)];
+      visit(index++, first_number_[static_cast<std::size_t>(tied.unit)] + tied.index, owner.count,
+            owner.frozen);
+    }
+  }
+  template <typename Function>
+  void call(Function function) {
+    throw_if_error(call_on(*rank_.backend, stream_, std::move(function)));
+  }
+
+  const ToyOptions& options_;
+  Rank& rank_;
+  Engine engine_;
+  Stream stream_;
+  std::vector<ParameterId> ids_;
+  std::vector<int> first_number_;
+  double metric_ = 0.0;
+};
+
+// Trains on rank-threads; rank 0's account. Ranks are compared where they must agree.
+inline ToyResult run_toy(const ToyOptions& options, const WorldOptions& world = {}) {
+  std::vector<ToyResult> results(static_cast<std::size_t>(options.ranks));
+  run_ranks(options.ranks, world, [&](Rank& rank) {
+    ToyResult& result = results[static_cast<std::size_t>(rank.communicator->rank())];
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    for (int step = 0; step < options.steps; ++step) {
+      const StepResult outcome = trainer.step(step);
+      result.grad_norms.push_back(outcome.grad_norm.value_or(std::nan("")));
+      result.metrics.push_back(outcome.metric_sum);
+    }
+    trainer.collect(result);
+  });
+  for (const ToyResult& other : results) {
+    EXPECT_TRUE(same_bits(other, results[0])) << "the ranks of one run disagree";
+    EXPECT_EQ(other.digest, results[0].digest);
+  }
+  return results[0];
+}
+
+// --- the contract, written out ---
+
+inline double reference_pairs(std::vector<double> values) {
+  if (values.empty()) return 0.0;
+  while (values.size() > 1) {
+    std::vector<double> next;
+    for (std::size_t i = 0; i + 1 < values.size(); i += 2) next.push_back(values[i] + values[i + 1]);
+    if (values.size() % 2 == 1) next.push_back(values.back());
+    values = next;
+  }
+  return values[0];
+}
+
+inline ToyResult reference_toy(const ToyOptions& options) {
+  const int n = options.ranks;
+  const int micro_steps = options.engine.micro_steps;
+  const DataType type = options.engine.dtype;
+  struct Parameter {
+    int unit;
+    ToyParameter shape;
+    std::vector<float> master, m, v;
+  };
+  std::vector<Parameter> parameters;
+  std::vector<int> first_number;
+  for (std::size_t u = 0; u < options.units.size(); ++u) {
+    first_number.push_back(static_cast<int>(parameters.size()));
+    for (const ToyParameter& shape : options.units[u].parameters) {
+      Parameter p{static_cast<int>(u), shape, {}, {}, {}};
+      for (std::uint64_t i = 0; i < shape.count; ++i) {
+        const float value = toy_initial(static_cast<int>(parameters.size()), i);
+        p.master.push_back(shape.frozen ? round_to(type, value) : value);
+      }
+      p.m.assign(shape.count, 0.0f);
+      p.v.assign(shape.count, 0.0f);
+      parameters.push_back(p);
+    }
+  }
+  double loss_scale = type == DataType::kFloat16 ? options.engine.loss_scale.initial : 1.0;
+  int growth = 0;
+  int applied = 0;
+  ToyResult result;
+  for (int step = 0; step < options.steps; ++step) {
+    std::vector<std::vector<float>> sums(parameters.size());  // fp32 sums over ranks and micro-steps
+    std::vector<bool> used(options.units.size(), false);
+    for (std::size_t q = 0; q < parameters.size(); ++q) sums[q].assign(parameters[q].shape.count, 0.0f);
+    // By rank and parameter: what `local` keeps over micro-steps.
+    std::vector<std::vector<std::vector<float>>> kept(static_cast<std::size_t>(n));
+    double metric_sum = 0.0;
+    std::vector<double> metrics(static_cast<std::size_t>(n), 0.0);
+    for (int k = 0; k < micro_steps; ++k) {
+      std::vector<std::vector<std::vector<float>>> gradients(static_cast<std::size_t>(n));
+      for (int r = 0; r < n; ++r) {
+        std::vector<std::vector<float>>& mine = gradients[static_cast<std::size_t>(r)];
+        std::vector<bool> touched(parameters.size(), false);
+        mine.resize(parameters.size());
+        for (std::size_t q = 0; q < parameters.size(); ++q) mine[q].assign(parameters[q].shape.count, 0.0f);
+        const bool local = options.engine.accumulate == Accumulate::kLocal;
+        if (local && k > 0) {
+          mine = kept[static_cast<std::size_t>(r)];
+          touched.assign(parameters.size(), true);
+        }
+        const int unit_count = static_cast<int>(options.units.size());
+        const auto visit = [&](int u, auto function) {
+          const ToyUnit& unit = options.units[static_cast<std::size_t>(u)];
+          for (std::size_t i = 0; i < unit.parameters.size(); ++i)
+            function(first_number[static_cast<std::size_t>(u)] + static_cast<int>(i));
+          for (const UnitShape::Tied& tied : unit.tied)
+            function(first_number[static_cast<std::size_t>(tied.unit)] + tied.index);
+        };
+        for (int u = 0; u < unit_count; ++u) {
+          if (options.skips(r, step, k, u)) continue;
+          used[static_cast<std::size_t>(u)] = true;
+          for (const UnitShape::Tied& tied : options.units[static_cast<std::size_t>(u)].tied) {
+            used[static_cast<std::size_t>(tied.unit)] = true;
+          }
+          visit(u, [&](int q) {
+            const std::vector<float>& master = parameters[static_cast<std::size_t>(q)].master;
+            for (std::size_t i = 0; i < master.size(); i += 7) {
+              metrics[static_cast<std::size_t>(r)] +=
+                  static_cast<double>(round_to(type, master[i])) * (1 + q);
+            }
+          });
+        }
+        for (int u = unit_count - 1; u >= 0; --u) {
+          if (options.skips(r, step, k, u)) continue;
+          const bool reads = options.units[static_cast<std::size_t>(u)].backward_reads_parameters;
+          visit(u, [&](int q) {
+            Parameter& p = parameters[static_cast<std::size_t>(q)];
+            if (p.shape.frozen) return;
+            for (std::uint64_t i = 0; i < p.shape.count; ++i) {
+              const float value = reads ? round_to(type, p.master[i]) : 0.0f;
+              const float g = (0.5f * value + toy_noise(r, step, k, q, i) + options.disturbance(r, step)) *
+                              static_cast<float>(loss_scale);
+              float& target = mine[static_cast<std::size_t>(q)][i];
+              target = touched[static_cast<std::size_t>(q)] ? round_to(type, target + round_to(type, g))
+                                                            : round_to(type, g);
+            }
+            touched[static_cast<std::size_t>(q)] = true;
+          });
+        }
+        kept[static_cast<std::size_t>(r)] = mine;
+      }
+      if (options.engine.accumulate == Accumulate::kLocal && k + 1 < micro_steps) continue;
+      for (std::size_t q = 0; q < parameters.size(); ++q) {
+        for (std::uint64_t i = 0; i < parameters[q].shape.count; ++i) {
+          float sum = gradients[0][q][i];
+          for (int r = 1; r < n; ++r) sum = sum + gradients[static_cast<std::size_t>(r)][q][i];
+          const bool first = k == 0 || options.engine.accumulate == Accumulate::kLocal;
+          sums[q][i] = first ? sum : sums[q][i] + sum;
+        }
+      }
+    }
+    for (int r = 0; r < n; ++r) metric_sum += metrics[static_cast<std::size_t>(r)];
+    result.metrics.push_back(metric_sum);
+    const float average = static_cast<float>(1.0 / (static_cast<double>(n) * micro_steps));
+    for (std::size_t q = 0; q < parameters.size(); ++q) {
+      for (float& g : sums[q]) g = round_to(type, g * average);
+    }
+    std::vector<double> unit_norms;
+    for (std::size_t u = 0; u < options.units.size(); ++u) {
+      std::vector<float> flat;
+      for (std::size_t q = 0; q < parameters.size(); ++q) {
+        if (parameters[q].unit != static_cast<int>(u) || parameters[q].shape.frozen) continue;
+        flat.resize((flat.size() + 63) / 64 * 64, 0.0f);
+        flat.insert(flat.end(), sums[q].begin(), sums[q].end());
+      }
+      const std::size_t granule = 512 * static_cast<std::size_t>(n);
+      flat.resize((flat.size() + granule - 1) / granule * granule, 0.0f);
+      const std::size_t slice = flat.size() / static_cast<std::size_t>(n);
+      std::vector<double> slices;
+      for (int r = 0; r < n; ++r) {
+        std::vector<double> leaves;
+        for (std::size_t leaf = 0; leaf < slice; leaf += 512) {
+          double lanes[16] = {};
+          for (std::size_t i = 0; i < 512; ++i) {
+            const double g = flat[static_cast<std::size_t>(r) * slice + leaf + i];
+            lanes[i % 16] += g * g;
+          }
+          for (int half = 8; half > 0; half /= 2) {
+            for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+          }
+          leaves.push_back(lanes[0]);
+        }
+        slices.push_back(reference_pairs(leaves));
+      }
+      unit_norms.push_back(reference_pairs(slices));
+    }
+    const double norm = std::sqrt(reference_pairs(unit_norms)) / loss_scale;
+    if (!std::isfinite(norm)) {
+      result.grad_norms.push_back(std::nan(""));
+      if (type == DataType::kFloat16) {
+        loss_scale = std::max(loss_scale / 2.0, options.engine.loss_scale.minimum);
+        growth = 0;
+      }
+      continue;
+    }
+    result.grad_norms.push_back(norm);
+    const double t = ++applied;
+    const double shrink = options.clip > 0 && norm > options.clip ? options.clip / norm : 1.0;
+    const float factor = static_cast<float>(shrink / loss_scale);
+    const float beta1 = static_cast<float>(options.engine.beta1);
+    const float beta2 = static_cast<float>(options.engine.beta2);
+    const float a1 = static_cast<float>(1.0 - options.engine.beta1);
+    const float a2 = static_cast<float>(1.0 - options.engine.beta2);
+    const float c1 = static_cast<float>(1.0 - std::pow(options.engine.beta1, t));
+    const float s2 = static_cast<float>(std::sqrt(1.0 - std::pow(options.engine.beta2, t)));
+    const float eps = static_cast<float>(options.engine.epsilon);
+    for (std::size_t q = 0; q < parameters.size(); ++q) {
+      Parameter& p = parameters[q];
+      if (p.shape.frozen || !used[static_cast<std::size_t>(p.unit)]) continue;
+      const float lr = static_cast<float>(options.groups[static_cast<std::size_t>(p.shape.group)].lr);
+      const float decay =
+          static_cast<float>(options.groups[static_cast<std::size_t>(p.shape.group)].weight_decay);
+      for (std::uint64_t i = 0; i < p.shape.count; ++i) {
+        const float g = sums[q][i] * factor;
+        float w = p.master[i];
+        w = std::fma(-(lr * decay), w, w);
+        p.m[i] = std::fma(beta1, p.m[i], a1 * g);
+        p.v[i] = std::fma(beta2, p.v[i], a2 * (g * g));
+        w = std::fma(-(lr / c1), p.m[i] / (std::sqrt(p.v[i]) / s2 + eps), w);
+        p.master[i] = w;
+      }
+    }
+    if (type == DataType::kFloat16 && ++growth == options.engine.loss_scale.growth_interval) {
+      loss_scale *= 2.0;
+      growth = 0;
+    }
+  }
+  for (const Parameter& p : parameters) result.masters.push_back(p.master);
+  return result;
+}
+
+}  // namespace forebay::testing

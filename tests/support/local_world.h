@@ -1,0 +1,79 @@
+// Ranks as threads, each with a host backend, kernels and a local communicator of its own: what most engine
+// tests run in.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "forebay/error.h"
+#include "forebay/host_backend.h"
+#include "forebay/kernels.h"
+#include "forebay/local_communicator.h"
+
+namespace forebay::testing {
+
+struct Rank {
+  std::unique_ptr<HostBackend> backend;
+  std::unique_ptr<Kernels> kernels;
+  std::unique_ptr<Communicator> communicator;
+};
+
+struct WorldOptions {
+  LocalOptions local;
+  HostBackendOptions backend{.granularity = 64u << 10};
+  // Changes the backend options of one rank, if set.
+  std::function<void(int rank, HostBackendOptions&)> customize;
+};
+
+// Runs body(rank) on `size` threads. An exception on any thread is rethrown here after all have ended: the
+// first that is not merely a consequence of another rank's failure (kPeerLost), by rank.
+inline void run_ranks(int size, const WorldOptions& options, const std::function<void(Rank&)>& body) {
+  const std::shared_ptr<LocalGroup> group = LocalGroup::create(size, options.local);
+  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(size));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        Rank rank;
+        HostBackendOptions backend_options = options.backend;
+        backend_options.name = "host rank " + std::to_string(r);
+        if (options.customize) options.customize(r, backend_options);
+        rank.backend = value_or_throw(HostBackend::create(backend_options));
+        rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
+        rank.communicator = value_or_throw(group->communicator(r, *rank.backend, *rank.kernels));
+        try {
+          body(rank);
+        } catch (const Error& error) {
+          rank.communicator->abort(error.status());
+          throw;
+        } catch (...) {
+          rank.communicator->abort(Status(StatusCode::kInternal, "the rank's body threw"));
+          throw;
+        }
+      } catch (...) {
+        errors[static_cast<std::size_t>(r)] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::exception_ptr first;
+  for (const std::exception_ptr& error : errors) {
+    if (error == nullptr) continue;
+    if (first == nullptr) first = error;
+    try {
+      std::rethrow_exception(error);
+    } catch (const Error& status) {
+      if (status.code() == StatusCode::kPeerLost) continue;
+      std::rethrow_exception(error);
+    }
+  }
+  if (first != nullptr) std::rethrow_exception(first);
+}
+
+}  // namespace forebay::testing
