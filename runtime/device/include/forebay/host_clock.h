@@ -1,8 +1,9 @@
 // HostClock: what host streams, `local` ranks and modelled transfers wait on.
 //
-// In real time it is one mutex and the threads that wait under it. In virtual time it is a discrete-event clock: the
-// time stands still while any registered thread runs, and when all of them wait and none is ready it jumps to the
-// earliest deadline. Scripted durations then cost no real time, and overlap is measured exactly on a noisy machine.
+// In real time it is one mutex and the threads that wait under it. In virtual time it is a discrete-event
+// clock: the time stands still while any registered thread runs, and when all of them wait and none is ready
+// it jumps to the earliest deadline. Scripted durations then cost no real time, and overlap is measured
+// exactly on a noisy machine.
 //
 // State that readiness depends on is guarded by mutex(): change it with the mutex held, then call notify().
 #pragma once
@@ -11,8 +12,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <mutex>
+#include <vector>
 
 namespace forebay {
 
@@ -36,20 +37,28 @@ class HostClock {
 
   // Waits, with `lock` on mutex(), until ready() is true or now() reaches `deadline`. Returns ready().
   // `ready` is called with the mutex held, by this thread and by notifying ones, and must not block.
-  bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready, Nanoseconds deadline = kNever);
+  bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready,
+            Nanoseconds deadline = kNever);
 
-  // Wakes the waiters that have become ready. Requires: mutex() held.
+  // Wakes the waiters that have become ready. Requires: mutex() held. Cost: one call of `ready` per waiter
+  // not yet woken.
   void notify();
 
   // Waits for `duration` (virtual: lets the time pass; real: does wait). Used for scripted durations.
   void sleep(Nanoseconds duration);
 
-  // Virtual time: a thread that takes part. Time stands still while a registered thread does not wait. A thread that
-  // creates participants registers them before they start (Registration is adopted by moving it into the thread).
-  // Threads that are not registered may wait too; they then never hold time back.
+  // Virtual time: a thread that takes part. Time stands still while a registered thread does not wait here,
+  // so one that blocks elsewhere (a join, another mutex) on what only the passing of time can bring waits for
+  // ever. A thread that creates participants registers them before they start (Registration is adopted by
+  // moving it into the thread). Threads that are not registered may wait too; they hold time back only from
+  // the moment they are woken until wait() returns. A test whose main thread queues work at exact times
+  // registers itself and adopts. In real time a Registration does nothing.
+  //
+  // Threads: an adopted Registration ends on the thread that adopted it. A thread adopts one at a time.
   class Registration {
    public:
     Registration() noexcept = default;
+    // Requires: mutex() not held (so for the destructor).
     explicit Registration(HostClock& clock);
     Registration(Registration&& other) noexcept;
     Registration& operator=(Registration&& other) noexcept;
@@ -59,23 +68,29 @@ class HostClock {
     void adopt();
 
    private:
-    HostClock* clock_ = nullptr;
+    void end() noexcept;
+
+    HostClock* clock_ = nullptr;  // Null: moved from, default-made, or of a real-time clock.
+    bool adopted_ = false;
   };
 
  private:
   struct Waiter;
 
   Nanoseconds now_locked() const noexcept;
+  void wake_locked(Waiter& waiter);
+  bool wake_ready_locked();
   void advance_locked();
 
   const Mode mode_;
   const std::chrono::steady_clock::time_point start_;
   std::mutex mutex_;
-  // Guarded by mutex_.
+  // Guarded by mutex_. The counts are kept in virtual time only.
   Nanoseconds virtual_now_{0};
   std::int64_t registered_count_ = 0;
-  std::int64_t registered_waiting_count_ = 0;
-  std::list<Waiter*> waiters_;
+  std::int64_t registered_waiting_count_ = 0;  // Registered threads inside wait() that nobody has woken.
+  std::int64_t woken_count_ = 0;               // Waiters of any kind that are woken and have not run yet.
+  std::vector<Waiter*> waiters_;
 };
 
 }  // namespace forebay
