@@ -409,6 +409,7 @@ void ChunkedArena::put_free(Range* range) {
 
 void ChunkedArena::put_unmapped(Range* range) {
   range->kind = RangeKind::kUnmapped;
+  range->slot = UINT32_MAX;
   range->waits = 0;
   range->epoch = 0;
   if (range->next != nullptr && range->next->kind == RangeKind::kUnmapped) absorb_next(range);

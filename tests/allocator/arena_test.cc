@@ -490,6 +490,21 @@ TEST_F(ArenaTest, RefusesAnAliasWhenTheAddressesAreUsedUp) {
   EXPECT_EQ(try_take(1), StatusCode::kOutOfMemory);
 }
 
+// The chunks of a block mapped where an alias was are the arena's, not the slot's.
+TEST_F(ArenaTest, AddressesOfADestroyedAliasServeBlocks) {
+  remake(4 * kChunk, 256_MiB, 8 * kChunk);
+  const Slot slot = arena_->slot_create(kChunk, 0).value();
+  std::vector<DevicePtr> aliases;
+  for (int i = 0; i < 8; ++i) aliases.push_back(arena_->alias_create(slot, kChunk).value());
+  ASSERT_TRUE(arena_->alias_destroy(aliases[3]).ok());
+
+  DevicePtr block = take(kChunk);
+  EXPECT_EQ(block, aliases[3]);
+  give(block);
+  EXPECT_EQ(arena_->trim(), kChunk);
+  EXPECT_EQ(reserved(), kChunk);
+}
+
 TEST_F(ArenaTest, TrimGivesWhollyFreeChunksBack) {
   DevicePtr first = take(4 * kChunk, streams_[0]);
   DevicePtr second = take(kChunk / 2, streams_[0]);
