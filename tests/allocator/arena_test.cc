@@ -32,7 +32,6 @@ class Gate {
     open_ = true;
     opened_.notify_all();
   }
-  ~Gate() { open(); }
 
  private:
   std::mutex mutex_;
@@ -56,6 +55,7 @@ class ArenaTest : public ::testing::Test {
   }
   void SetUp() override { make(16 * kChunk); }
   void TearDown() override {
+    gate_.open();
     for (Stream stream : streams_) EXPECT_TRUE(backend_->stream_destroy(stream).ok());
     arena_.reset();
     EXPECT_EQ(backend_->live_handle_count(), 0u);
@@ -85,11 +85,10 @@ class ArenaTest : public ::testing::Test {
     const Status status = arena_->free(block, stream);
     EXPECT_TRUE(status.ok()) << status.to_string();
   }
-  void block_stream(Stream stream, Gate* gate) {
-    ASSERT_TRUE(backend_->call_host(stream, &Gate::wait, gate).ok());
-  }
+  void hold(Stream stream) { ASSERT_TRUE(backend_->call_host(stream, &Gate::wait, &gate_).ok()); }
   std::size_t reserved() const { return arena_->statistics().reserved_bytes; }
 
+  Gate gate_;  // Outlives the streams that wait at it.
   std::unique_ptr<HostBackend> backend_;
   std::unique_ptr<Arena> arena_;
   Stream streams_[2];
@@ -170,9 +169,8 @@ TEST_F(ArenaTest, CoalescesFreedBlocksAcrossChunks) {
 }
 
 TEST_F(ArenaTest, ReusesABlockAtOnceOnItsStreamOnly) {
-  Gate gate;
   DevicePtr block = take(4 * kChunk, streams_[0]);
-  block_stream(streams_[0], &gate);
+  hold(streams_[0]);
   give(block, streams_[0]);
 
   DevicePtr other = take(4 * kChunk, streams_[1]);
@@ -180,45 +178,42 @@ TEST_F(ArenaTest, ReusesABlockAtOnceOnItsStreamOnly) {
   EXPECT_NE(other, block);
   EXPECT_NE(host, block);
   EXPECT_EQ(take(4 * kChunk, streams_[0]), block);
-  gate.open();
+  gate_.open();
 }
 
 TEST_F(ArenaTest, ReusesABlockOnAnotherStreamAfterItsEvent) {
-  Gate gate;
   DevicePtr block = take(16 * kChunk, streams_[0]);
-  block_stream(streams_[0], &gate);
+  hold(streams_[0]);
   give(block, streams_[0]);
 
   EXPECT_EQ(try_take(16 * kChunk, streams_[1]), StatusCode::kOutOfMemory);
   EXPECT_EQ(try_take(16 * kChunk), StatusCode::kOutOfMemory);
-  gate.open();
+  gate_.open();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
   EXPECT_EQ(take(16 * kChunk, streams_[1]), block);
 }
 
 TEST_F(ArenaTest, ReuseWaitsForARecordedStreamToo) {
-  Gate gate;
   DevicePtr block = take(16 * kChunk, streams_[0]);
   ASSERT_TRUE(arena_->record_stream(block, streams_[1]).ok());
-  block_stream(streams_[1], &gate);
+  hold(streams_[1]);
   give(block, streams_[0]);
 
   EXPECT_EQ(try_take(16 * kChunk, streams_[0]), StatusCode::kOutOfMemory);
-  gate.open();
+  gate_.open();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[1]).ok());
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
   EXPECT_EQ(take(16 * kChunk), block);
 }
 
 TEST_F(ArenaTest, WhatTheHostFreesIsFreeForAllButRecordedStreams) {
-  Gate gate;
   DevicePtr block = take(16 * kChunk);
   give(block);
   EXPECT_EQ(take(16 * kChunk, streams_[0]), block);
 
   ASSERT_TRUE(arena_->record_stream(block, streams_[1]).ok());
   ASSERT_TRUE(arena_->record_stream(block, {}).ok());
-  block_stream(streams_[1], &gate);
+  hold(streams_[1]);
   give(block);
   EXPECT_EQ(try_take(16 * kChunk), StatusCode::kOutOfMemory);
   EXPECT_EQ(take(16 * kChunk, streams_[1]), block);
@@ -227,16 +222,15 @@ TEST_F(ArenaTest, WhatTheHostFreesIsFreeForAllButRecordedStreams) {
 // A block reused on its stream and then freed by the host still covers the work queued before it was handed
 // out.
 TEST_F(ArenaTest, ABlockKeepsTheWaitsItInherited) {
-  Gate gate;
   DevicePtr block = take(16 * kChunk, streams_[0]);
-  block_stream(streams_[0], &gate);
+  hold(streams_[0]);
   give(block, streams_[0]);
   ASSERT_EQ(take(16 * kChunk, streams_[0]), block);
   give(block);
 
   EXPECT_EQ(try_take(16 * kChunk), StatusCode::kOutOfMemory);
   EXPECT_EQ(try_take(16 * kChunk, streams_[1]), StatusCode::kOutOfMemory);
-  gate.open();
+  gate_.open();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
   EXPECT_EQ(take(16 * kChunk), block);
 }
@@ -253,10 +247,9 @@ TEST_F(ArenaTest, RecordsOneEventForManyFrees) {
 
 // Neighbours freed on a stream and never used are not merged when freed, but one request can use both.
 TEST_F(ArenaTest, JoinsNeighboursOfDifferentClassesForATakerThatMayUseBoth) {
-  Gate gate;
   DevicePtr first = take(8 * kChunk, streams_[0]);
   DevicePtr second = take(8 * kChunk, streams_[0]);
-  block_stream(streams_[0], &gate);
+  hold(streams_[0]);
   give(first, streams_[0]);
   give(second);
 
@@ -421,14 +414,13 @@ TEST_F(ArenaTest, ASmallBlockTakesTheOtherRegionsRestBeforeItFails) {
 }
 
 TEST_F(ArenaTest, RemapsNothingThatQueuedWorkMayStillUse) {
-  Gate gate;
   DevicePtr block = take(10 * kChunk, streams_[0]);
   take(512);
-  block_stream(streams_[0], &gate);
+  hold(streams_[0]);
   give(block, streams_[0]);
 
   EXPECT_EQ(try_take(12 * kChunk, streams_[1]), StatusCode::kOutOfMemory);
-  gate.open();
+  gate_.open();
   ASSERT_NE(take_after_event(12 * kChunk, streams_[1], streams_[0]), nullptr);
   EXPECT_EQ(reserved(), 13 * kChunk);
 }
