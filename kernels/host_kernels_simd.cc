@@ -280,6 +280,9 @@ using DoubleTag = hn::CappedTag<double, definitions::kNormLanes>;
 constexpr std::size_t kDoubleLanes = hn::MaxLanes(DoubleTag());
 constexpr std::size_t kDoubleVectors = definitions::kNormLanes / kDoubleLanes;
 
+// How far ahead of its use the norm fetches: one stream read alone is bound by latency, not by memory.
+constexpr std::size_t kNormPrefetchLeaves = 4;
+
 // `leaf_count` leaves side by side: one alone would wait for the latency of its own additions.
 template <DataType type, std::size_t leaf_count>
 void norm_leaf_vectors(const Storage<type>* source, double* sums) {
@@ -291,6 +294,7 @@ void norm_leaf_vectors(const Storage<type>* source, double* sums) {
   }
   for (std::size_t i = 0; i < kLeafCount; i += definitions::kNormLanes) {
     for (std::size_t leaf = 0; leaf < leaf_count; ++leaf) {
+      hwy::Prefetch(source + (leaf + kNormPrefetchLeaves) * kLeafCount + i);
       for (std::size_t j = 0; j < kDoubleVectors; ++j) {
         const auto* address = source + leaf * kLeafCount + i + j * kDoubleLanes;
         const auto wide = hn::PromoteTo(d, VectorElement<type>::load(d32, address));

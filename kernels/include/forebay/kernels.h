@@ -106,7 +106,8 @@ struct KernelOptions {
 
 class Kernels {
  public:
-  // Loads the kernels onto `backend`, which must outlive this object.
+  // Loads the kernels onto `backend`, which must outlive this object; this object must outlive the work queued through
+  // it.
   static Result<std::unique_ptr<Kernels>> create(Backend& backend, const KernelOptions& options = {});
   virtual ~Kernels() = default;
 
