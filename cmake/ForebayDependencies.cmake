@@ -58,8 +58,16 @@ else()
 endif()
 
 # oneDNN: matrix products of the sample on the CPU. Optional: without it only `--matmul plain` is there.
-find_package(dnnl QUIET CONFIG)
-if(TARGET DNNL::dnnl)
+# By header and library: Debian 12's CMake package of oneDNN demands the headers of OpenCL, which libdnnl-dev does not
+# bring and the sample does not use.
+find_path(ONEDNN_INCLUDE_DIR dnnl.hpp)
+find_library(ONEDNN_LIBRARY dnnl)
+if(ONEDNN_INCLUDE_DIR AND ONEDNN_LIBRARY)
+  if(NOT TARGET DNNL::dnnl)
+    add_library(DNNL::dnnl INTERFACE IMPORTED GLOBAL)
+    target_include_directories(DNNL::dnnl SYSTEM INTERFACE "${ONEDNN_INCLUDE_DIR}")
+    target_link_libraries(DNNL::dnnl INTERFACE "${ONEDNN_LIBRARY}")
+  endif()
   set(FOREBAY_HAVE_ONEDNN ON)
 else()
   set(FOREBAY_HAVE_ONEDNN OFF)
