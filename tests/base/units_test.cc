@@ -1,0 +1,33 @@
+#include "forebay/units.h"
+
+#include <gtest/gtest.h>
+
+namespace forebay {
+namespace {
+
+TEST(Units, FormatsBytes) {
+  EXPECT_EQ(format_bytes(0), "0 B");
+  EXPECT_EQ(format_bytes(1023), "1023 B");
+  EXPECT_EQ(format_bytes(3584_MiB), "3.50 GiB");
+}
+
+TEST(Units, ParsesBytes) {
+  const struct {
+    const char* text;
+    std::uint64_t bytes;
+  } kCases[] = {{"4096", 4096}, {"64KiB", 64_KiB}, {"1.5GiB", 1536_MiB}, {"2GB", 2000000000}, {"2G", 2_GiB}};
+  for (const auto& [text, expected] : kCases) {
+    std::uint64_t bytes = 0;
+    EXPECT_TRUE(parse_bytes(text, &bytes)) << text;
+    EXPECT_EQ(bytes, expected) << text;
+  }
+  for (const char* text : {"", "-1", "GiB", "3 parsecs", "1e40"}) {
+    std::uint64_t bytes = 7;
+    EXPECT_FALSE(parse_bytes(text, &bytes)) << text;
+    EXPECT_EQ(bytes, 7u) << text;
+  }
+  EXPECT_FALSE(parse_bytes(nullptr, nullptr));
+}
+
+}  // namespace
+}  // namespace forebay

@@ -1,0 +1,353 @@
+// The conformance suite of Backend: what backend.h promises, in driver-API terms. Device memory is reached
+// through copy_async alone, so the suite judges any implementation. One instantiates it with a
+// BackendUnderTest.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "forebay/backend.h"
+
+namespace forebay {
+
+struct BackendUnderTest {
+  std::string name;
+  std::function<std::unique_ptr<Backend>()> make;
+  std::size_t queue_limit = 0;    // Of the backend made, for back-pressure.
+  ModuleImage module;             // With a kernel of the name below.
+  const char* store_kernel = "";  // (int* target, int value): *target = value.
+};
+
+class BackendConformance : public testing::TestWithParam<BackendUnderTest> {
+ protected:
+  void SetUp() override {
+    backend_ = GetParam().make();
+    ASSERT_NE(backend_, nullptr);
+    granule_ = backend_->capabilities().granularity;
+    stream_ = backend_->stream_create().value();
+  }
+  void TearDown() override {
+    if (backend_ == nullptr) return;
+    EXPECT_TRUE(backend_->stream_destroy(stream_).ok());
+  }
+
+  void write(DevicePtr target, unsigned char value, std::size_t bytes) {
+    const std::vector<unsigned char> source(bytes, value);
+    ASSERT_TRUE(backend_->copy_async(target, source.data(), bytes, stream_).ok());
+    ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  }
+  int read(DevicePtr source) {
+    unsigned char value = 0;
+    EXPECT_TRUE(backend_->copy_async(&value, source, 1, stream_).ok());
+    EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
+    return value;
+  }
+  // A closed gate holds a stream back until it is opened; nothing here waits for real time to pass.
+  struct Gate {
+    std::atomic<bool> open{false};
+    static void wait(void* gate) { static_cast<Gate*>(gate)->open.wait(false); }
+    void release() {
+      open = true;
+      open.notify_all();
+    }
+  };
+
+  std::unique_ptr<Backend> backend_;
+  std::size_t granule_ = 0;
+  Stream stream_;
+};
+
+#define EXPECT_REFUSED(expression) EXPECT_EQ((expression).code(), StatusCode::kInvalidArgument)
+
+TEST_P(BackendConformance, CapabilitiesAreUsable) {
+  EXPECT_NE(granule_, 0u);
+  EXPECT_EQ(granule_ & (granule_ - 1), 0u);
+  EXPECT_NE(backend_->capabilities().name[0], '\0');
+  EXPECT_EQ(backend_->memory_info().total_bytes, backend_->capabilities().memory_bytes);
+}
+
+TEST_P(BackendConformance, ReserveAlignsAndRefusesOddSizes) {
+  const std::size_t alignment = granule_ * 8;
+  const DevicePtr base = backend_->reserve(granule_, alignment).value();
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(base) % alignment, 0u);
+  EXPECT_REFUSED(backend_->reserve(0, 0).status());
+  EXPECT_REFUSED(backend_->reserve(granule_ + 1, 0).status());
+  EXPECT_REFUSED(backend_->reserve(granule_, granule_ * 3).status());
+  EXPECT_REFUSED(backend_->release(base, granule_ * 2));
+  EXPECT_REFUSED(backend_->release(base + granule_, granule_));
+  EXPECT_TRUE(backend_->release(base, granule_).ok());
+  EXPECT_REFUSED(backend_->release(base, granule_));
+}
+
+TEST_P(BackendConformance, ChunksAreChargedAndRefusedBeyondTheDevice) {
+  const std::size_t before = backend_->memory_info().free_bytes;
+  EXPECT_REFUSED(backend_->chunk_create(0).status());
+  EXPECT_REFUSED(backend_->chunk_create(granule_ - 1).status());
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  EXPECT_EQ(backend_->memory_info().free_bytes, before - granule_);
+  const Status refused = backend_->chunk_create(backend_->memory_info().total_bytes + granule_).status();
+  EXPECT_EQ(refused.code(), StatusCode::kOutOfMemory);
+  EXPECT_EQ(backend_->memory_info().free_bytes, before - granule_);
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_REFUSED(backend_->chunk_destroy(chunk));
+  EXPECT_EQ(backend_->memory_info().free_bytes, before);
+}
+
+TEST_P(BackendConformance, AliasesShowTheSameBytes) {
+  const DevicePtr base = backend_->reserve(granule_ * 4, 0).value();
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  const DevicePtr alias = base + granule_ * 3;
+  ASSERT_TRUE(backend_->map(base, chunk).ok());
+  ASSERT_TRUE(backend_->map(alias, chunk).ok());
+  ASSERT_TRUE(backend_->set_access(base, granule_).ok());
+  ASSERT_TRUE(backend_->set_access(alias, granule_).ok());
+
+  write(base, 0x5A, granule_);
+  EXPECT_EQ(read(alias), 0x5A);
+  EXPECT_EQ(read(alias + granule_ - 1), 0x5A);
+  write(alias + 7, 0x33, 1);
+  EXPECT_EQ(read(base + 7), 0x33);
+
+  EXPECT_TRUE(backend_->unmap(base, granule_).ok());
+  EXPECT_EQ(read(alias + 7), 0x33);
+  EXPECT_TRUE(backend_->unmap(alias, granule_).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->release(base, granule_ * 4).ok());
+}
+
+TEST_P(BackendConformance, AMappedChunkOutlivesItsHandle) {
+  const std::size_t before = backend_->memory_info().free_bytes;
+  const DevicePtr base = backend_->reserve(granule_ * 2, 0).value();
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  ASSERT_TRUE(backend_->map(base, chunk).ok());
+  ASSERT_TRUE(backend_->set_access(base, granule_).ok());
+  write(base, 0x11, 16);
+  ASSERT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_EQ(backend_->memory_info().free_bytes, before - granule_);
+  EXPECT_EQ(read(base), 0x11);
+  EXPECT_REFUSED(backend_->map(base + granule_, chunk));
+  EXPECT_TRUE(backend_->unmap(base, granule_).ok());
+  EXPECT_EQ(backend_->memory_info().free_bytes, before);
+  EXPECT_TRUE(backend_->release(base, granule_ * 2).ok());
+}
+
+TEST_P(BackendConformance, MappingRulesAreRefusedWithoutEffect) {
+  const DevicePtr base = backend_->reserve(granule_ * 4, 0).value();
+  const Chunk wide = backend_->chunk_create(granule_ * 2).value();
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+
+  EXPECT_REFUSED(backend_->map(base + 512, chunk));          // Unaligned.
+  EXPECT_REFUSED(backend_->map(base + granule_ * 3, wide));  // Leaves the reservation.
+  EXPECT_REFUSED(backend_->map(base, Chunk{}));              // No such chunk.
+  ASSERT_TRUE(backend_->map(base + granule_, wide).ok());
+  EXPECT_REFUSED(backend_->map(base + granule_, chunk));                // The start of another mapping.
+  EXPECT_REFUSED(backend_->map(base + granule_ * 2, chunk));            // The inside of another.
+  EXPECT_REFUSED(backend_->map(base, wide));                            // Runs into another.
+  EXPECT_REFUSED(backend_->set_access(base, granule_ * 3));             // A hole in front.
+  EXPECT_REFUSED(backend_->set_access(base + granule_, granule_ * 3));  // A hole behind.
+  EXPECT_REFUSED(backend_->unmap(base + granule_, granule_));           // The first half of a mapping.
+  EXPECT_REFUSED(backend_->unmap(base + granule_ * 2, granule_));       // The second.
+  EXPECT_REFUSED(backend_->unmap(base + granule_, 0));
+  EXPECT_REFUSED(backend_->release(base, granule_ * 4));  // Holds a mapping.
+
+  ASSERT_TRUE(backend_->map(base, chunk).ok());
+  EXPECT_TRUE(backend_->set_access(base, granule_ * 3).ok());  // Several mappings in one call.
+  write(base + granule_ - 8, 0x77, 16);                        // Across two of them.
+  EXPECT_EQ(read(base + granule_), 0x77);
+  EXPECT_TRUE(backend_->unmap(base, granule_ * 3).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(wide).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->release(base, granule_ * 4).ok());
+}
+
+TEST_P(BackendConformance, AllocIsAlignedChargedAndFreedOnce) {
+  const std::size_t before = backend_->memory_info().free_bytes;
+  const DevicePtr block = backend_->alloc(1000).value();
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(block) % 512, 0u);
+  EXPECT_LT(backend_->memory_info().free_bytes, before);
+  ASSERT_TRUE(backend_->fill_async(block, 0x42, 1000, stream_).ok());
+  EXPECT_EQ(read(block + 999), 0x42);
+  EXPECT_REFUSED(backend_->alloc(0).status());
+  EXPECT_REFUSED(backend_->free(block + 512));
+  EXPECT_TRUE(backend_->free(block).ok());
+  EXPECT_REFUSED(backend_->free(block));
+  EXPECT_EQ(backend_->memory_info().free_bytes, before);
+}
+
+TEST_P(BackendConformance, PinTakesWholePagesOnce) {
+  constexpr std::size_t kPage = 4096;
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kPage, 4 * kPage), &std::free);
+  auto* const pages = static_cast<std::byte*>(memory.get());
+  EXPECT_REFUSED(backend_->pin(pages + 1, kPage));
+  EXPECT_REFUSED(backend_->pin(pages, kPage + 1));
+  ASSERT_TRUE(backend_->pin(pages, 2 * kPage).ok());
+  EXPECT_REFUSED(backend_->pin(pages + kPage, kPage));
+  EXPECT_TRUE(backend_->unpin(pages).ok());
+  EXPECT_REFUSED(backend_->unpin(pages));
+}
+
+TEST_P(BackendConformance, EventsNeverRecordedAreReached) {
+  const Event event = backend_->event_create().value();
+  EXPECT_TRUE(backend_->event_query(event).value());
+  EXPECT_TRUE(backend_->event_synchronize(event).ok());
+  EXPECT_TRUE(backend_->stream_wait(stream_, event).ok());
+  EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
+  EXPECT_TRUE(backend_->event_destroy(event).ok());
+  EXPECT_REFUSED(backend_->event_destroy(event));
+}
+
+TEST_P(BackendConformance, RecordingAgainMovesTheEventButNotWhoWaits) {
+  Gate first;
+  Gate second;
+  const Stream waiter = backend_->stream_create().value();
+  const Event event = backend_->event_create().value();
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &first).ok());
+  ASSERT_TRUE(backend_->event_record(event, stream_).ok());
+  ASSERT_TRUE(backend_->stream_wait(waiter, event).ok());
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &second).ok());
+  ASSERT_TRUE(backend_->event_record(event, stream_).ok());
+  EXPECT_FALSE(backend_->event_query(event).value());
+
+  first.release();
+  EXPECT_TRUE(backend_->stream_synchronize(waiter).ok());  // Waits for the first record alone.
+  EXPECT_FALSE(backend_->event_query(event).value());
+  second.release();
+  EXPECT_TRUE(backend_->event_synchronize(event).ok());
+  EXPECT_TRUE(backend_->event_query(event).value());
+  EXPECT_TRUE(backend_->event_destroy(event).ok());
+  EXPECT_TRUE(backend_->stream_destroy(waiter).ok());
+}
+
+// A ring of streams, each waiting for the one before it, again and again: the numbers come out in order.
+TEST_P(BackendConformance, StreamsWaitForEachOther) {
+  for (const std::size_t stream_count : {3u, 4u}) {
+    std::vector<Stream> streams(stream_count);
+    for (Stream& stream : streams) stream = backend_->stream_create().value();
+    const Event event = backend_->event_create().value();
+    constexpr int kCount = 200;
+    struct Step {
+      std::vector<int>* order;
+      int value;
+    };
+    std::vector<int> order;
+    std::vector<Step> steps;
+    for (int i = 0; i < kCount; ++i) steps.push_back({&order, i});
+    for (int i = 0; i < kCount; ++i) {
+      const Stream stream = streams[static_cast<std::size_t>(i) % stream_count];
+      ASSERT_TRUE(backend_->stream_wait(stream, event).ok());
+      const HostFunction append = [](void* step) {
+        static_cast<Step*>(step)->order->push_back(static_cast<Step*>(step)->value);
+      };
+      ASSERT_TRUE(backend_->call_host(stream, append, &steps[static_cast<std::size_t>(i)]).ok());
+      ASSERT_TRUE(backend_->event_record(event, stream).ok());
+    }
+    ASSERT_TRUE(backend_->event_synchronize(event).ok());
+    ASSERT_EQ(order.size(), static_cast<std::size_t>(kCount));
+    for (int i = 0; i < kCount; ++i) EXPECT_EQ(order[static_cast<std::size_t>(i)], i);
+    EXPECT_TRUE(backend_->event_destroy(event).ok());
+    for (const Stream stream : streams) EXPECT_TRUE(backend_->stream_destroy(stream).ok());
+  }
+}
+
+TEST_P(BackendConformance, AHostFunctionThatCallsTheBackendFailsItsStreamForGood) {
+  const Stream stream = backend_->stream_create().value();
+  const Event before = backend_->event_create().value();
+  const Event behind = backend_->event_create().value();
+  ASSERT_TRUE(backend_->event_record(before, stream).ok());
+  const HostFunction call = [](void* backend) { static_cast<Backend*>(backend)->memory_info(); };
+  ASSERT_TRUE(backend_->call_host(stream, call, backend_.get()).ok());
+  ASSERT_TRUE(backend_->event_record(behind, stream).ok());
+  EXPECT_EQ(backend_->stream_synchronize(stream).code(), StatusCode::kInternal);
+  EXPECT_EQ(backend_->stream_synchronize(stream).code(), StatusCode::kInternal);
+  EXPECT_EQ(backend_->event_synchronize(behind).code(), StatusCode::kInternal);
+  EXPECT_TRUE(backend_->event_synchronize(before).ok());
+  EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());  // Another stream is not touched.
+  EXPECT_TRUE(backend_->stream_destroy(stream).ok());
+  EXPECT_TRUE(backend_->event_destroy(before).ok());
+  EXPECT_TRUE(backend_->event_destroy(behind).ok());
+}
+
+TEST_P(BackendConformance, QueueingBeyondTheLimitWaitsAndLosesNothing) {
+  Gate gate;
+  std::atomic<std::size_t> queued{0};
+  std::atomic<std::size_t> run{0};
+  const std::size_t count = GetParam().queue_limit * 3;
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &gate).ok());
+  std::thread producer([&] {
+    for (std::size_t i = 0; i < count; ++i) {
+      const HostFunction add = [](void* counter) { ++*static_cast<std::atomic<std::size_t>*>(counter); };
+      EXPECT_TRUE(backend_->call_host(stream_, add, &run).ok());
+      ++queued;
+    }
+  });
+  while (queued + 1 < GetParam().queue_limit) std::this_thread::yield();
+  EXPECT_LE(queued, GetParam().queue_limit);
+  EXPECT_EQ(run, 0u);
+  gate.release();
+  producer.join();
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  EXPECT_EQ(run, count);
+}
+
+TEST_P(BackendConformance, LaunchCopiesItsArguments) {
+  const Module module = backend_->load_module(GetParam().module).value();
+  const Status missing = backend_->get_kernel(module, "no_such_kernel").status();
+  EXPECT_EQ(missing.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(missing.message().find("no_such_kernel"), std::string::npos);
+  const Kernel kernel = backend_->get_kernel(module, GetParam().store_kernel).value();
+  const DevicePtr block = backend_->alloc(sizeof(int)).value();
+  Gate gate;
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &gate).ok());
+  {
+    DevicePtr target = block;
+    int value = 4711;
+    const void* arguments[] = {&target, &value};
+    const std::size_t bytes[] = {sizeof(target), sizeof(value)};
+    ASSERT_TRUE(backend_->launch(kernel, {}, {}, arguments, bytes, 2, stream_).ok());
+    EXPECT_REFUSED(backend_->launch(Kernel{}, {}, {}, arguments, bytes, 2, stream_));
+    value = 0;
+    target = nullptr;
+  }
+  gate.release();
+  int result = 0;
+  ASSERT_TRUE(backend_->copy_async(&result, block, sizeof(result), stream_).ok());
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  EXPECT_EQ(result, 4711);
+  EXPECT_TRUE(backend_->unload_module(module).ok());
+  EXPECT_REFUSED(backend_->unload_module(module));
+  EXPECT_TRUE(backend_->free(block).ok());
+}
+
+TEST_P(BackendConformance, ThreadsCallAtTheSameTime) {
+  const std::size_t before = backend_->memory_info().free_bytes;
+  std::vector<std::thread> threads;
+  for (unsigned char t = 0; t < 4; ++t) {
+    threads.emplace_back([this, t] {
+      const Stream stream = backend_->stream_create().value();
+      for (int i = 0; i < 20; ++i) {
+        const DevicePtr block = backend_->alloc(granule_).value();
+        unsigned char value = 0;
+        EXPECT_TRUE(backend_->fill_async(block, t, granule_, stream).ok());
+        EXPECT_TRUE(backend_->copy_async(&value, block + granule_ - 1, 1, stream).ok());
+        EXPECT_TRUE(backend_->stream_synchronize(stream).ok());
+        EXPECT_EQ(value, t);
+        EXPECT_TRUE(backend_->free(block).ok());
+      }
+      EXPECT_TRUE(backend_->stream_destroy(stream).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(backend_->memory_info().free_bytes, before);
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
+
+}  // namespace forebay
