@@ -155,8 +155,9 @@ struct Engine::Impl {
   Phase phase = Phase::kDescribe;
   Status failure;  // Why the engine is failed.
   std::unique_ptr<Residency> residency;
-  std::vector<int> slot_user;  // By slot: the unit last leased from it, or -1.
-  std::uint64_t version = 1;   // Of the weights.
+  std::vector<int> slot_user;  // By slot: the unit last gathered into it, or -1.
+  int last_leased = -1;
+  std::uint64_t version = 1;  // Of the weights.
   int micro_step = 0;
   int cursor = 0;  // Forward: the next unit. Backward: units at and above it are done.
   bool lease_alive = false;

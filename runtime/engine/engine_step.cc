@@ -33,6 +33,8 @@ void Engine::Impl::gather(int index) {
   const int slot = parameter_slot(index);
   int& user = slot_user[static_cast<std::size_t>(slot)];
   if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).released));
+  if (!options.overlap && last_leased >= 0)
+    must(backend.stream_wait(engine_stream, unit(last_leased).released));
   user = index;
   const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
   const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
@@ -259,6 +261,7 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
   try {
     if (backward) complete_gradients(index, stream);
     must(backend.event_record(unit(index).released, stream));
+    last_leased = index;
     if (!backward) return;
     must(backend.stream_wait(engine_stream, unit(index).released));
     cursor = index;

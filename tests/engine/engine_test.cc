@@ -458,5 +458,70 @@ TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {
   }
 }
 
+// On the virtual clock: each unit computes for 2 ms forward and 4 ms backward, a collective over it takes as
+// long as its bytes do on a modelled link. What overlaps must cost nothing but the first gather and the last
+// reduction.
+TEST(Engine, HidesGathersAndReductionsBehindCompute) {
+  using std::chrono::microseconds;
+  using std::chrono::milliseconds;
+  constexpr int kRanks = 3;
+  constexpr int kUnits = 6;
+  constexpr std::uint64_t kElements = 3 * 512 * 4;                  // No padding: 4 leaves a slice.
+  constexpr std::uint64_t kSentBytes = 2 * kElements / kRanks * 4;  // By one rank, per gather of a unit.
+  const auto step_time = [&](int stage, bool overlap) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    world.local.bytes_per_second = static_cast<double>(kSentBytes) / 0.001;  // 1 ms per unit.
+    std::vector<HostClock::Nanoseconds> times(kRanks);
+    run_ranks(kRanks, world, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = stage;
+      options.overlap = overlap;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      for (int u = 0; u < kUnits; ++u)
+        engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kElements);
+      engine.commit();
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      const auto compute = [&](milliseconds duration) {
+        throw_if_error(call_on(*rank.backend, stream, [&clock, duration] { clock.sleep(duration); }));
+      };
+      throw_if_error(rank.communicator->barrier());
+      const HostClock::Nanoseconds begin = clock.now();
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      for (int u = 0; u < kUnits; ++u) {
+        const Lease lease = engine.forward(u, stream);
+        compute(milliseconds(2));
+      }
+      for (int u = kUnits - 1; u >= 0; --u) {
+        const Lease lease = engine.backward(u, stream);
+        compute(milliseconds(4));
+      }
+      static_cast<void>(engine.step({.groups = {{}}}));
+      static_cast<void>(engine.statistics());  // Waits for what step() queued.
+      times[static_cast<std::size_t>(rank.communicator->rank())] = clock.now() - begin;
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
+    return std::chrono::duration_cast<microseconds>(times[0]);
+  };
+  const auto near = [](microseconds actual, milliseconds expected) {
+    // The exchange of norms is a message of a few dozen bytes, the only thing not counted.
+    return actual >= expected && actual <= expected + microseconds(100);
+  };
+  constexpr milliseconds kCompute(kUnits * (2 + 4));
+  // Stage 3: the first gather, compute, the last reduction. Without overlap: 6 gathers forward, 4 backward
+  // (the last two units are still there), 6 reductions.
+  const microseconds hidden3 = step_time(3, true);
+  const microseconds exposed3 = step_time(3, false);
+  EXPECT_TRUE(near(hidden3, kCompute + milliseconds(2))) << hidden3.count() << " us";
+  EXPECT_TRUE(near(exposed3, kCompute + milliseconds(6 + 4 + 6))) << exposed3.count() << " us";
+  // Stage 2: the last reduction, and the gather of the updated parameters, which no next step hides here.
+  const microseconds hidden2 = step_time(2, true);
+  const microseconds exposed2 = step_time(2, false);
+  EXPECT_TRUE(near(hidden2, kCompute + milliseconds(1 + 6))) << hidden2.count() << " us";
+  EXPECT_TRUE(near(exposed2, kCompute + milliseconds(6 + 6))) << exposed2.count() << " us";
+}
+
 }  // namespace
 }  // namespace forebay::testing

@@ -27,6 +27,9 @@ struct Rank {
 struct WorldOptions {
   LocalOptions local;
   HostBackendOptions backend{.granularity = 64u << 10};
+  // Shared by all ranks' backends and their communicators, if set; in virtual time the rank threads take part
+  // in it.
+  HostClock* clock = nullptr;
   // Changes the backend options of one rank, if set.
   std::function<void(int rank, HostBackendOptions&)> customize;
 };
@@ -34,32 +37,44 @@ struct WorldOptions {
 // Runs body(rank) on `size` threads. An exception on any thread is rethrown here after all have ended: the
 // first that is not merely a consequence of another rank's failure (kPeerLost), by rank.
 inline void run_ranks(int size, const WorldOptions& options, const std::function<void(Rank&)>& body) {
-  const std::shared_ptr<LocalGroup> group = LocalGroup::create(size, options.local);
+  LocalOptions local = options.local;
+  if (options.clock != nullptr) local.clock = options.clock;
+  const std::shared_ptr<LocalGroup> group = LocalGroup::create(size, local);
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(size));
   std::vector<std::thread> threads;
+  std::vector<HostClock::Registration> registrations(static_cast<std::size_t>(size));
+  if (options.clock != nullptr) {
+    for (HostClock::Registration& registration : registrations)
+      registration = HostClock::Registration(*options.clock);
+  }
   for (int r = 0; r < size; ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        Rank rank;
-        HostBackendOptions backend_options = options.backend;
-        backend_options.name = "host rank " + std::to_string(r);
-        if (options.customize) options.customize(r, backend_options);
-        rank.backend = value_or_throw(HostBackend::create(backend_options));
-        rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
-        rank.communicator = value_or_throw(group->communicator(r, *rank.backend, *rank.kernels));
-        try {
-          body(rank);
-        } catch (const Error& error) {
-          rank.communicator->abort(error.status());
-          throw;
-        } catch (...) {
-          rank.communicator->abort(Status(StatusCode::kInternal, "the rank's body threw"));
-          throw;
-        }
-      } catch (...) {
-        errors[static_cast<std::size_t>(r)] = std::current_exception();
-      }
-    });
+    threads.emplace_back(
+        [&, r, registration = std::move(registrations[static_cast<std::size_t>(r)])]() mutable {
+          registration.adopt();
+          // Ends on this thread, after everything below.
+          const HostClock::Registration taking_part = std::move(registration);
+          try {
+            Rank rank;
+            HostBackendOptions backend_options = options.backend;
+            if (options.clock != nullptr) backend_options.clock = options.clock;
+            backend_options.name = "host rank " + std::to_string(r);
+            if (options.customize) options.customize(r, backend_options);
+            rank.backend = value_or_throw(HostBackend::create(backend_options));
+            rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
+            rank.communicator = value_or_throw(group->communicator(r, *rank.backend, *rank.kernels));
+            try {
+              body(rank);
+            } catch (const Error& error) {
+              rank.communicator->abort(error.status());
+              throw;
+            } catch (...) {
+              rank.communicator->abort(Status(StatusCode::kInternal, "the rank's body threw"));
+              throw;
+            }
+          } catch (...) {
+            errors[static_cast<std::size_t>(r)] = std::current_exception();
+          }
+        });
   }
   for (std::thread& thread : threads) thread.join();
   std::exception_ptr first;
