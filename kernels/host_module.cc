@@ -28,8 +28,7 @@ constexpr bool kThreadSanitizer = false;
 #endif
 
 // Elements of one block. Large enough that handing it out (about a microsecond) is nothing beside its 20 us
-// or more; small enough that a million-element unit still occupies 16 threads. Half and double of it measured
-// the same.
+// or more; small enough that a million-element unit still occupies 16 threads.
 constexpr std::size_t kBlockCount = 65536;
 
 int threads_to_use(int requested) {
