@@ -1,0 +1,49 @@
+// A stream of the device on which the model's host code runs, in order with the engine's gathers.
+#pragma once
+
+#include <exception>
+#include <utility>
+
+#include "forebay/backend.h"
+#include "forebay/error.h"
+#include "forebay/stream_call.h"
+
+namespace forebay::gpt {
+
+class ComputeStream {
+ public:
+  explicit ComputeStream(Backend& backend)
+      : backend_(backend), stream_(value_or_throw(backend.stream_create())) {}
+  // Waits for what is queued.
+  ~ComputeStream() { static_cast<void>(backend_.stream_destroy(stream_)); }
+  ComputeStream(const ComputeStream&) = delete;
+  ComputeStream& operator=(const ComputeStream&) = delete;
+
+  Stream stream() const { return stream_; }
+
+  // Runs `function` after all that was queued before. Once one has thrown, later ones are passed over and
+  // synchronize() throws what it threw.
+  template <typename Function>
+  void run(Function function) {
+    throw_if_error(call_on(backend_, stream_, [this, function = std::move(function)]() mutable {
+      if (failure_) return;
+      try {
+        function();
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+    }));
+  }
+
+  void synchronize() {
+    throw_if_error(backend_.stream_synchronize(stream_));
+    if (failure_) std::rethrow_exception(failure_);
+  }
+
+ private:
+  Backend& backend_;
+  const Stream stream_;
+  std::exception_ptr failure_;  // Written on the stream's thread, read when it is idle.
+};
+
+}  // namespace forebay::gpt

@@ -1,0 +1,319 @@
+#include "options.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <map>
+
+#include "forebay/error.h"
+#include "forebay/gloo_communicator.h"
+#include "forebay/units.h"
+#include "matmul.h"
+#include "text.h"
+
+namespace forebay::gpt {
+namespace {
+
+constexpr int kUsageExit = 2;
+constexpr std::uint64_t kRanksMax = 1024;  // On one host: a typing mistake beyond it.
+
+const std::map<std::string, DataType> kTypes = {
+    {"fp32", DataType::kFloat32}, {"bf16", DataType::kBfloat16}, {"fp16", DataType::kFloat16}};
+const std::map<std::string, Accumulate> kAccumulates = {{"shard", Accumulate::kShard},
+                                                        {"local", Accumulate::kLocal}};
+
+// The words of the command line that become other values once all is parsed.
+struct Words {
+  std::string dtype = "fp32";
+  std::string accumulate = "shard";
+  std::string device = "host";
+  std::string bucket = "16MiB";
+  std::string memory = "0";
+  bool no_overlap = false;
+};
+
+void add_model_options(CLI::App& app, TrainerOptions& o) {
+  const std::string group = "Model";
+  app.add_option("--layers", o.model.layers, "Transformer blocks")->capture_default_str()->group(group);
+  app.add_option("--hidden", o.model.hidden, "Columns of the residual stream, a multiple of --heads")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--heads", o.model.heads, "Attention heads")->capture_default_str()->group(group);
+  app.add_option("--sequence", o.model.sequence, "Tokens (bytes) of one sample")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
+  const std::string group = "Ranks and memory";
+  app.add_option("--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--stage", o.stage, "ZeRO stage: 0 none, 1 optimizer, 2 + gradients, 3 + parameters sharded")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--dtype", words.dtype, "fp32, bf16 or fp16: type of parameters and gradients")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--device", words.device, "host")->capture_default_str()->group(group);
+  app.add_option("--communicator", o.communicator,
+                 "gloo (ranks are processes) or local (threads) [default: gloo where built in]")
+      ->group(group);
+  app.add_option("--bucket", words.bucket, "Bytes of one send buffer, all ranks' slices")
+      ->capture_default_str()
+      ->group(group);
+  app.add_flag("--no-overlap", words.no_overlap,
+               "Wait for every collective where it is issued: same bits, slower")
+      ->group(group);
+  app.add_option("--memory", words.memory,
+                 "Bytes of device memory per rank, e.g. 512MiB; 0: no limit of ours")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_compute_options(CLI::App& app, TrainerOptions& o) {
+  const std::string group = "Computing";
+  app.add_option("--matmul", o.matmul, "library (oneDNN) or plain [default: library where built in]")
+      ->group(group);
+  app.add_option("--threads", o.threads, "Compute threads per rank; 0: cores / ranks on this host")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
+  const std::string group = "Training";
+  app.add_option("--text", o.text,
+                 "Text files, read as bytes [default: the licences in /usr/share/common-licenses]")
+      ->group(group);
+  app.add_option("--batch", o.batch, "Samples per rank and micro-step")->capture_default_str()->group(group);
+  app.add_option("--micro-steps", o.micro_steps, "Forward and backward passes per step")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--accumulate", words.accumulate,
+                 "shard: reduce every micro-step; local: add on each rank, reduce once (stages 0 and 1)")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--steps", o.steps, "Steps in all, those before a resume included")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--lr", o.lr, "Learning rate, constant")->capture_default_str()->group(group);
+  app.add_option("--weight-decay", o.weight_decay, "AdamW's, of matrices and embeddings")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--clip", o.clip, "Largest global gradient norm; 0: no clipping")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--beta1", o.beta1, "AdamW's")->capture_default_str()->group(group);
+  app.add_option("--beta2", o.beta2, "AdamW's")->capture_default_str()->group(group);
+  app.add_option("--epsilon", o.epsilon, "AdamW's")->capture_default_str()->group(group);
+  app.add_option("--loss-scale", o.loss_scale, "The first loss scale (fp16 only)")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--seed", o.seed, "Of initial weights and of the order of samples")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_file_options(CLI::App& app, TrainerOptions& o) {
+  const std::string group = "Files";
+  app.add_option("--save-state", o.save_state, "Directory for training state, saved at the end and on Ctrl-C")
+      ->group(group);
+  app.add_option("--save-every", o.save_every, "Save every this many steps too; 0: no")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--load-state", o.load_state, "Directory of training state to go on from")->group(group);
+  app.add_option("--initial", o.initial_file, "Initial weights: a safetensors file")->group(group);
+  app.add_option("--export", o.export_file, "Write the full fp32 weights here at the end (safetensors)")
+      ->group(group);
+  app.add_option("--report", o.report_file, "Write a report here at the end (JSON)")->group(group);
+  app.add_flag("!--quiet", o.progress, "No progress lines")->group(group);
+}
+
+[[noreturn]] void refuse(const std::string& message) {
+  throw Error(StatusCode::kInvalidArgument, message);
+}
+
+template <typename Value>
+Value word_of(const char* option, const std::string& word, const std::map<std::string, Value>& words) {
+  const auto place = words.find(word);
+  if (place != words.end()) return place->second;
+  std::string known;
+  for (const auto& [name, value] : words) known += (known.empty() ? "" : ", ") + name;
+  refuse(std::string(option) + " " + word + ": not one of " + known);
+}
+
+std::uint64_t bytes_of(const char* option, const std::string& text) {
+  std::uint64_t bytes = 0;
+  if (!parse_bytes(text.c_str(), &bytes)) {
+    refuse(std::string(option) + " " + text + ": not a number of bytes; write 65536, 64KiB or 1.5GiB");
+  }
+  return bytes;
+}
+
+void apply(const Words& words, TrainerOptions& o) {
+  o.dtype = word_of("--dtype", words.dtype, kTypes);
+  o.accumulate = word_of("--accumulate", words.accumulate, kAccumulates);
+  if (words.device != "host") refuse("--device " + words.device + ": this build trains on: host");
+  o.bucket_bytes = bytes_of("--bucket", words.bucket);
+  o.memory_bytes = bytes_of("--memory", words.memory);
+  o.overlap = !words.no_overlap;
+}
+
+void check_positive(const char* option, bool positive) {
+  if (!positive) refuse(std::string(option) + " must be at least 1");
+}
+
+// Also what a negative number becomes when it is read as a count.
+template <typename Count>
+void check_count(const char* option, Count count, std::uint64_t largest) {
+  check_positive(option, count >= 1);
+  if (static_cast<std::uint64_t>(count) > largest) {
+    refuse(std::string(option) + " must be between 1 and " + std::to_string(largest));
+  }
+}
+
+void check_sizes(const TrainerOptions& o) {
+  constexpr std::uint64_t kLargest = std::uint64_t{1} << 24;
+  check_count("--layers", o.model.layers, kLargest);
+  check_count("--hidden", o.model.hidden, kLargest);
+  check_count("--heads", o.model.heads, kLargest);
+  check_count("--sequence", o.model.sequence, kLargest);
+  check_count("--batch", o.batch, kLargest);
+  // Byte counts of the whole are then far from overflowing.
+  constexpr double kBytesMax = 0x1p56;
+  const double layers = static_cast<double>(o.model.layers);
+  const double hidden = static_cast<double>(o.model.hidden);
+  const double rows = static_cast<double>(o.batch) * static_cast<double>(o.model.sequence);
+  const double columns = 16 * hidden + static_cast<double>(o.model.heads);
+  if (layers * (rows * columns + 12 * hidden * hidden) * 16 > kBytesMax) {
+    refuse(
+        "--layers, --hidden, --sequence and --batch ask for more than 2^56 bytes together; lower one of "
+        "them");
+  }
+}
+
+void check_number(const char* option, double value, double low, double below) {
+  if (std::isfinite(value) && value >= low && value < below) return;
+  char text[160];
+  if (std::isfinite(below)) {
+    std::snprintf(text, sizeof(text), "%s is %g: it must be at least %g and less than %g", option, value, low,
+                  below);
+  } else {
+    std::snprintf(text, sizeof(text), "%s is %g: it must be a number of at least %g", option, value, low);
+  }
+  refuse(text);
+}
+
+// The shortest text that reads back as the same value.
+std::string exact(double value) {
+  char text[32];
+  const auto result = std::to_chars(text, text + sizeof(text), value);
+  return {text, result.ptr};
+}
+
+}  // namespace
+
+ParsedCommand parse_command(const std::vector<std::string>& arguments) {
+  TrainerOptions options;
+  Words words;
+  CLI::App app("Trains a GPT-2 style model on bytes of text under ZeRO stages 0 to 3.", "forebay-gpt");
+  add_model_options(app, options);
+  add_training_options(app, options, words);
+  add_engine_options(app, options, words);
+  add_compute_options(app, options);
+  add_file_options(app, options);
+
+  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // What CLI11 wants.
+  try {
+    app.parse(reversed);
+    apply(words, options);
+    check_options(options);
+  } catch (const CLI::CallForHelp&) {
+    std::fputs(app.help().c_str(), stdout);
+    return {std::nullopt, 0};
+  } catch (const CLI::ParseError& error) {
+    std::fprintf(stderr, "forebay-gpt: %s (--help lists the options)\n", error.what());
+    return {std::nullopt, kUsageExit};
+  } catch (const Error& error) {
+    std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
+    return {std::nullopt, kUsageExit};
+  }
+  return {std::move(options), 0};
+}
+
+void check_options(const TrainerOptions& o) {
+  check_sizes(o);
+  static_cast<void>(describe_units(o.model));  // Checks that heads divide hidden.
+  constexpr double kNoLimit = HUGE_VAL;
+  if (o.stage < 0 || o.stage > 3)
+    refuse("--stage " + std::to_string(o.stage) + ": the stages are 0, 1, 2 and 3");
+  check_count("--ranks", std::max(o.ranks, 0), kRanksMax);
+  check_positive("--micro-steps", o.micro_steps >= 1);
+  if (o.steps >> 62 != 0) refuse("--steps must be less than 2^62");
+  check_positive("--bucket", o.bucket_bytes >= 1);
+  check_positive("--deadline", o.deadline_seconds >= 1);
+  if (o.threads < 0) refuse("--threads must be 0 (choose) or more");
+  check_number("--lr", o.lr, 0, kNoLimit);
+  check_number("--weight-decay", o.weight_decay, 0, kNoLimit);
+  check_number("--clip", o.clip, 0, kNoLimit);
+  check_number("--beta1", o.beta1, 0, 1);
+  check_number("--beta2", o.beta2, 0, 1);
+  check_number("--epsilon", o.epsilon, 0, kNoLimit);
+  check_number("--loss-scale", o.loss_scale, 1, kNoLimit);
+  if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
+    refuse(
+        "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "
+        "shard");
+  }
+  if (!o.communicator.empty() && o.communicator != "gloo" && o.communicator != "local") {
+    refuse("--communicator " + o.communicator + ": not one of gloo, local");
+  }
+  if (o.communicator == "gloo" && !gloo_available()) {
+    refuse("--communicator gloo: this build has no Gloo; use local, or install libgloo-dev and build again");
+  }
+  if (!o.matmul.empty() && o.matmul != "library" && o.matmul != "plain") {
+    refuse("--matmul " + o.matmul + ": not one of library, plain");
+  }
+  if (o.matmul == "library" && !library_matmul_available()) {
+    refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
+  }
+  if (o.save_every > 0 && o.save_state.empty()) refuse("--save-every needs --save-state DIR");
+  if (!o.load_state.empty() && !o.initial_file.empty()) {
+    refuse("--load-state and --initial both give the weights; use one of them");
+  }
+}
+
+TrainerOptions resolve_options(TrainerOptions options) {
+  if (options.communicator.empty())
+    options.communicator = options.ranks > 1 && gloo_available() ? "gloo" : "local";
+  if (options.matmul.empty()) options.matmul = library_matmul_available() ? "library" : "plain";
+  if (options.text.empty()) options.text = default_text_files();
+  return options;
+}
+
+std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& o) {
+  const auto given = [](const std::string& path) { return std::string(path.empty() ? "no" : "yes"); };
+  return {{"--layers", std::to_string(o.model.layers)},
+          {"--hidden", std::to_string(o.model.hidden)},
+          {"--heads", std::to_string(o.model.heads)},
+          {"--sequence", std::to_string(o.model.sequence)},
+          {"--batch", std::to_string(o.batch)},
+          {"--steps", std::to_string(o.steps)},
+          {"--lr", exact(o.lr)},
+          {"--weight-decay", exact(o.weight_decay)},
+          {"--clip", exact(o.clip)},
+          {"--seed", std::to_string(o.seed)},
+          {"--matmul", o.matmul},
+          {"--save-state", given(o.save_state)},
+          {"--save-every", std::to_string(o.save_every)},
+          {"--load-state", given(o.load_state)},
+          {"--initial", given(o.initial_file)},
+          {"--export", given(o.export_file)}};
+}
+
+}  // namespace forebay::gpt

@@ -1,0 +1,73 @@
+// What one run of forebay-gpt is asked to do, and how the command line says it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/data_type.h"
+#include "forebay/plan.h"
+#include "shape.h"
+
+namespace forebay::gpt {
+
+struct TrainerOptions {
+  GptShape model;
+
+  int ranks = 1;
+  int stage = 0;
+  DataType dtype = DataType::kFloat32;
+  std::string communicator;  // "gloo" or "local"; empty: gloo for more than one rank where it is built in.
+  std::string matmul;        // "library" or "plain"; empty: the library where it is built in.
+  int threads = 0;           // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
+  int deadline_seconds = 60;
+
+  std::size_t batch = 8;  // Samples per rank and micro-step.
+  int micro_steps = 1;
+  Accumulate accumulate = Accumulate::kShard;
+  std::uint64_t steps = 100;  // In all, those before a resume included.
+  double lr = 1e-3;
+  double weight_decay = 0.1;
+  double clip = 1.0;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double epsilon = 1e-8;
+  double loss_scale = 65536;  // The first, for fp16.
+  std::uint64_t seed = 1;
+  std::vector<std::string> text;  // Empty: default_text_files().
+
+  std::uint64_t bucket_bytes = 16u << 20;
+  bool overlap = true;
+  std::uint64_t memory_bytes = 0;
+
+  std::string save_state;
+  std::uint64_t save_every = 0;
+  std::string load_state;
+  std::string initial_file;
+  std::string export_file;
+  std::string report_file;
+  bool progress = true;  // Lines on stderr.
+};
+
+// The command line, without the program's name. A value: what to do. Otherwise the exit code: 0 after --help
+// (printed on stdout), 2 after a mistake (one line on stderr).
+struct ParsedCommand {
+  std::optional<TrainerOptions> options;
+  int exit_code = 0;
+};
+ParsedCommand parse_command(const std::vector<std::string>& arguments);
+
+// Checks what does not need other ranks or files.
+// Errors: throws Error(kInvalidArgument) naming the option and what it may be.
+void check_options(const TrainerOptions& options);
+
+// Fills in what was left to choose.
+TrainerOptions resolve_options(TrainerOptions options);
+
+// The options that must be the same on every rank, for EngineOptions::agreement.
+std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);
+
+}  // namespace forebay::gpt

@@ -1,0 +1,38 @@
+// What a person sees while a model trains: one line that refreshes on a terminal, now and then a line
+// elsewhere.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+namespace forebay::gpt {
+
+class Progress {
+ public:
+  struct Options {
+    bool enabled = true;
+    std::uint64_t first_step = 0;
+    std::uint64_t steps = 0;     // In all.
+    double tokens_per_step = 0;  // Over all ranks.
+  };
+
+  explicit Progress(const Options& options);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // After step number `step`, counted from 1.
+  void show(std::uint64_t step, double loss, std::optional<double> grad_norm);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  const Options options_;
+  const bool terminal_;
+  const Clock::time_point start_;
+  Clock::time_point shown_;
+  bool line_open_ = false;
+};
+
+}  // namespace forebay::gpt

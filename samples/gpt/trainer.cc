@@ -1,0 +1,426 @@
+#include "trainer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <thread>
+#include <utility>
+
+#include "compute_stream.h"
+#include "forebay/communicator.h"
+#include "forebay/engine.h"
+#include "forebay/error.h"
+#include "forebay/gloo_communicator.h"
+#include "forebay/host_backend.h"
+#include "forebay/kernels.h"
+#include "forebay/local_communicator.h"
+#include "gpt.h"
+#include "initial.h"
+#include "progress.h"
+#include "safetensors.h"
+#include "text.h"
+
+namespace forebay::gpt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using CommunicatorMaker = std::function<Result<std::unique_ptr<Communicator>>(Backend&, Kernels&)>;
+
+std::atomic<bool> stop_requested{false};
+static_assert(std::atomic<bool>::is_always_lock_free, "a signal handler sets it");
+
+struct RankPlace {
+  int rank = 0;
+  int size = 1;
+  int local_size = 1;  // Ranks that share this host's cores.
+};
+
+EngineOptions engine_options(const TrainerOptions& o, const Text& text) {
+  EngineOptions engine;
+  engine.stage = o.stage;
+  engine.dtype = o.dtype;
+  engine.micro_steps = o.micro_steps;
+  engine.accumulate = o.accumulate;
+  engine.bucket_bytes = o.bucket_bytes;
+  engine.overlap = o.overlap;
+  engine.memory_bytes = o.memory_bytes;
+  engine.beta1 = o.beta1;
+  engine.beta2 = o.beta2;
+  engine.epsilon = o.epsilon;
+  engine.loss_scale.initial = o.loss_scale;
+  engine.agreement = agreement_of(o);
+  engine.agreement.emplace_back("--text", std::to_string(text.hash()));
+  return engine;
+}
+
+// The data cursor, kept with the saved state: what a resumed run needs to go on with the same samples.
+struct Cursor {
+  std::uint64_t samples = 0;  // Read so far, over all ranks.
+  std::uint64_t seed = 0;
+  std::uint64_t text = 0;
+
+  std::string to_text() const {
+    return nlohmann::ordered_json({{"samples", samples}, {"seed", seed}, {"text", text}}).dump();
+  }
+
+  static Cursor from_text(const std::string& saved) {
+    const auto json = nlohmann::json::parse(saved, nullptr, /*allow_exceptions=*/false);
+    Cursor cursor;
+    const auto read = [&](const char* key, std::uint64_t* value) {
+      if (!json.is_object() || !json.contains(key) || !json[key].is_number_unsigned()) {
+        throw Error(StatusCode::kCorruption,
+                    std::string("the saved state was not saved by this trainer: its data "
+                                "cursor has no ") +
+                        key + "; give another directory with --load-state");
+      }
+      *value = json[key].get<std::uint64_t>();
+    };
+    read("samples", &cursor.samples);
+    read("seed", &cursor.seed);
+    read("text", &cursor.text);
+    return cursor;
+  }
+};
+
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+// One rank: the model under the engine.
+class Trainer {
+ public:
+  Trainer(const TrainerOptions& options, const RankPlace& place, int threads, Backend& backend,
+          Kernels& kernels, Communicator& communicator)
+      : options_(options),
+        place_(place),
+        threads_(threads),
+        communicator_(communicator),
+        text_(Text::read(options.text)),
+        units_(describe_units(options.model)),
+        matmul_(options.matmul == "plain" ? create_plain_matmul() : create_library_matmul()),
+        gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype, .threads = threads},
+             *matmul_),
+        engine_(backend, kernels, communicator, engine_options(options, text_)),
+        compute_(backend) {
+    if (text_.bytes().size() <= options.model.sequence) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "the text has " + std::to_string(text_.bytes().size()) + " bytes, too few for --sequence " +
+                      std::to_string(options.model.sequence) + "; give more with --text");
+    }
+    compute_.run([threads] { set_compute_threads(threads); });
+    register_model();
+    engine_.commit();
+    gpt_.use_memory(engine_.activations());
+    set_weights();
+  }
+
+  TrainingReport train() {
+    TrainingReport report;
+    report.first_step = engine_.attempted_steps();
+    Progress progress({.enabled = options_.progress && place_.rank == 0,
+                       .first_step = report.first_step,
+                       .steps = options_.steps,
+                       .tokens_per_step = tokens_per_step()});
+    std::vector<double> step_ms;
+    std::uint64_t saved_at = UINT64_MAX;
+    while (engine_.attempted_steps() < options_.steps && !report.interrupted) {
+      const Clock::time_point start = Clock::now();
+      const StepResult result = step();
+      step_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
+      report.loss.push_back(result.metric_sum / place_.size);
+      report.grad_norm.push_back(result.grad_norm);
+      report.interrupted = result.stop && engine_.attempted_steps() < options_.steps;
+      progress.show(engine_.attempted_steps(), report.loss.back(), result.grad_norm);
+      if (options_.save_every > 0 && engine_.attempted_steps() % options_.save_every == 0) {
+        save();
+        saved_at = engine_.attempted_steps();
+      }
+    }
+    report.steps = engine_.attempted_steps();
+    fill_report(report, step_ms);
+    if (!options_.save_state.empty() && saved_at != report.steps) save();
+    if (!options_.export_file.empty() && !report.interrupted) export_weights();
+    throw_if_error(communicator_.barrier());  // No rank leaves while another still needs it.
+    return report;
+  }
+
+ private:
+  void register_model() {
+    ParameterId tokens;
+    for (const GptUnit& unit : units_) {
+      const bool is_embedding = &unit == &units_.front();
+      const UnitId id = engine_.add_unit(unit.name, /*backward_reads_parameters=*/!is_embedding);
+      for (const GptParameter& parameter : unit.parameters) {
+        const ParameterId added =
+            engine_.add_parameter(id, parameter.name, parameter.count(), parameter.group);
+        if (is_embedding && added.index == embedding::kTokens) tokens = added;
+      }
+      if (&unit == &units_.back()) engine_.tie(id, tokens);
+    }
+    engine_.declare_activations(gpt_.memory_bytes());
+  }
+
+  void set_weights() {
+    cursor_ = {.samples = 0, .seed = options_.seed, .text = text_.hash()};
+    if (!options_.load_state.empty()) {
+      load();
+      return;
+    }
+    const ParameterSetter set = [&](std::size_t unit, std::size_t index, std::span<const float> values) {
+      engine_.set_parameter({static_cast<UnitId>(unit), static_cast<int>(index)}, values);
+    };
+    if (options_.initial_file.empty()) {
+      set_random(units_, options_.seed, set);
+    } else {
+      set_from_file(units_, options_.initial_file, set);
+    }
+  }
+
+  void load() {
+    const Cursor saved = Cursor::from_text(engine_.load_state(options_.load_state));
+    const auto refuse = [&](const std::string& what) {
+      throw Error(StatusCode::kInvalidArgument, "--load-state " + options_.load_state +
+                                                    " was saved with another " + what +
+                                                    "; resume with the same one");
+    };
+    if (saved.seed != cursor_.seed) refuse("--seed, " + std::to_string(saved.seed));
+    if (saved.text != cursor_.text) refuse("--text");
+    cursor_ = saved;
+  }
+
+  void save() { engine_.save_state(options_.save_state, cursor_.to_text()); }
+
+  StepResult step() {
+    engine_.step_begin();
+    losses_.clear();
+    for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) {
+      engine_.micro_step_begin(micro_step);
+      start_batch(micro_step);
+      for (int unit = 0; unit < gpt_.unit_count(); ++unit) forward(unit);
+      for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) backward(unit);
+      compute_.run([this] { losses_.push_back(gpt_.loss()); });
+    }
+    compute_.synchronize();
+
+    Hyperparameters hyperparameters;
+    hyperparameters.groups = {{.lr = options_.lr, .weight_decay = options_.weight_decay},
+                              {.lr = options_.lr, .weight_decay = 0.0}};
+    hyperparameters.clip = options_.clip;
+    hyperparameters.metric = mean(losses_);
+    hyperparameters.stop = stop_requested.load(std::memory_order_relaxed);
+    const StepResult result = engine_.step(hyperparameters);
+    cursor_.samples += samples_per_step();
+    return result;
+  }
+
+  // Queues the choice of this micro-step's samples.
+  void start_batch(int micro_step) {
+    const std::size_t sequence = options_.model.sequence;
+    const BatchPlace place{.first_sample = cursor_.samples,
+                           .micro_step = static_cast<std::uint64_t>(micro_step),
+                           .rank = static_cast<std::uint64_t>(place_.rank),
+                           .rank_count = static_cast<std::uint64_t>(place_.size),
+                           .batch = options_.batch};
+    std::vector<std::uint8_t> tokens(options_.batch * sequence);
+    std::vector<std::uint8_t> targets(options_.batch * sequence);
+    for (std::size_t b = 0; b < options_.batch; ++b) {
+      copy_sample(text_, options_.seed, place.sample() + b, std::span(tokens).subspan(b * sequence, sequence),
+                  std::span(targets).subspan(b * sequence, sequence));
+    }
+    compute_.run(
+        [this, tokens = std::move(tokens), targets = std::move(targets)] { gpt_.start(tokens, targets); });
+  }
+
+  void forward(int unit) {
+    const Lease lease = engine_.forward(unit, compute_.stream());
+    compute_.run([this, unit, parameters = parameters_of(lease, unit)] { gpt_.forward(unit, parameters); });
+  }
+
+  void backward(int unit) {
+    Lease lease = engine_.backward(unit, compute_.stream());
+    const bool reads_parameters = unit != 0;
+    std::vector<const std::byte*> parameters;
+    if (reads_parameters) parameters = parameters_of(lease, unit);
+    std::vector<GradientTarget> gradients(parameter_count_of(unit));
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      gradients[i].data = lease.gradient(static_cast<int>(i), &gradients[i].accumulate);
+    }
+    compute_.run([this, unit, parameters = std::move(parameters), gradients = std::move(gradients),
+                  scale = engine_.loss_scale()] { gpt_.backward(unit, parameters, gradients, scale); });
+  }
+
+  // The last unit's tied wte.weight comes after its own.
+  std::size_t parameter_count_of(int unit) const {
+    const std::size_t own = units_[static_cast<std::size_t>(unit)].parameters.size();
+    return unit + 1 == gpt_.unit_count() ? own + 1 : own;
+  }
+
+  std::vector<const std::byte*> parameters_of(const Lease& lease, int unit) const {
+    std::vector<const std::byte*> parameters(parameter_count_of(unit));
+    for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i] = lease.parameter(static_cast<int>(i));
+    return parameters;
+  }
+
+  std::uint64_t samples_per_step() const {
+    return static_cast<std::uint64_t>(place_.size) * static_cast<std::uint64_t>(options_.micro_steps) *
+           options_.batch;
+  }
+  double tokens_per_step() const { return static_cast<double>(samples_per_step() * options_.model.sequence); }
+
+  void fill_report(TrainingReport& report, std::vector<double> step_ms) {
+    const EngineStatistics statistics = engine_.statistics();
+    const double steps = std::max<double>(static_cast<double>(step_ms.size()), 1);
+    if (step_ms.size() > 1) step_ms.erase(step_ms.begin());  // The first meets cold caches and new pages.
+    RankReport mine;
+    mine.peak_bytes = statistics.peak;
+    mine.planned_bytes = statistics.planned;
+    mine.reserved_bytes = statistics.peak_reserved_bytes;
+    mine.planned_reserved_bytes = statistics.planned_reserved_bytes;
+    mine.sent_bytes_per_step = static_cast<double>(statistics.traffic.sent) / steps;
+    mine.received_bytes_per_step = static_cast<double>(statistics.traffic.received) / steps;
+    mine.planned_sent_bytes_per_step = statistics.planned_wire_per_step.sent;
+    mine.planned_received_bytes_per_step = statistics.planned_wire_per_step.received;
+    mine.step_ms = step_ms.empty() ? 0 : mean(step_ms);
+
+    static_assert(std::is_trivially_copyable_v<RankReport>);
+    report.ranks.resize(static_cast<std::size_t>(place_.size));
+    throw_if_error(communicator_.exchange(std::as_bytes(std::span(&mine, 1)),
+                                          std::as_writable_bytes(std::span(report.ranks))));
+    report.world_size = place_.size;
+    report.stage = options_.stage;
+    report.dtype = options_.dtype;
+    report.communicator = communicator_.name();
+    report.matmul = matmul_->name();
+    report.compute_threads = threads_;
+    report.parameters = parameter_count(options_.model);
+    const double step_seconds = report.ranks.front().step_ms / 1e3;
+    report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
+    report.digest = engine_.digest();
+  }
+
+  void export_weights() {
+    std::unique_ptr<SafetensorsWriter> writer;
+    if (place_.rank == 0) {
+      std::vector<TensorHeader> headers;
+      for (const GptUnit& unit : units_) {
+        for (const GptParameter& parameter : unit.parameters)
+          headers.push_back({parameter.name, parameter.shape});
+      }
+      writer = std::make_unique<SafetensorsWriter>(options_.export_file, headers);
+    }
+    engine_.visit_parameters([&](const ParameterShape&, std::span<const float> values) {
+      if (writer != nullptr) writer->write(values);
+    });
+    if (writer != nullptr) writer->finish();
+  }
+
+  const TrainerOptions& options_;
+  const RankPlace place_;
+  const int threads_;
+  Communicator& communicator_;
+  const Text text_;
+  const std::vector<GptUnit> units_;
+  const std::unique_ptr<MatMul> matmul_;
+  Gpt gpt_;
+  Engine engine_;
+  Cursor cursor_;
+  std::vector<double> losses_;  // Of this step's micro-steps; written on the compute stream.
+  ComputeStream compute_;       // Last: its end waits for work that uses the rest.
+};
+
+TrainingReport train_rank(const TrainerOptions& options, const RankPlace& place,
+                          const CommunicatorMaker& make) {
+  const int threads =
+      options.threads > 0 ? options.threads : std::max(1, default_compute_threads() / place.local_size);
+  set_compute_threads(threads);  // The products are prepared on this thread.
+  const std::unique_ptr<HostBackend> backend =
+      value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(place.rank)}));
+  const std::unique_ptr<Kernels> kernels =
+      value_or_throw(Kernels::create(*backend, {.thread_count = threads}));
+  const std::unique_ptr<Communicator> communicator = value_or_throw(make(*backend, *kernels));
+  const auto fail = [&](const Status& cause) {
+    communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank)) : cause);
+  };
+  try {
+    return Trainer(options, place, threads, *backend, *kernels, *communicator).train();
+  } catch (const Error& error) {
+    fail(error.status());
+    // What this rank saw may be the echo of another's failure: the communicator knows the first cause.
+    if (error.code() == StatusCode::kPeerLost && !communicator->status().ok())
+      throw Error(communicator->status());
+    throw;
+  } catch (const std::exception& error) {
+    const Status cause(StatusCode::kInternal, error.what());
+    fail(cause);
+    throw Error(cause);
+  }
+}
+
+// The cause to show: the first failure that is not only the echo of another rank's.
+const Error* first_cause(const std::vector<std::pair<int, Error>>& failures) {
+  for (const auto& [rank, error] : failures) {
+    if (error.code() != StatusCode::kPeerLost) return &error;
+  }
+  return failures.empty() ? nullptr : &failures.front().second;
+}
+
+}  // namespace
+
+void request_stop() noexcept {
+  stop_requested.store(true, std::memory_order_relaxed);
+}
+void clear_stop() noexcept {
+  stop_requested.store(false, std::memory_order_relaxed);
+}
+
+TrainingReport run_training(const TrainerOptions& options) {
+  return run_training(std::vector<TrainerOptions>(static_cast<std::size_t>(options.ranks), options));
+}
+
+TrainingReport run_training(const std::vector<TrainerOptions>& by_rank) {
+  const int size = static_cast<int>(by_rank.size());
+  LocalOptions group_options;
+  group_options.deadline = std::chrono::seconds(by_rank.front().deadline_seconds);
+  const std::shared_ptr<LocalGroup> group = LocalGroup::create(size, group_options);
+
+  std::mutex mutex;
+  std::vector<std::pair<int, Error>> failures;  // In the order of time. Guarded by mutex.
+  TrainingReport report;                        // Rank 0's.
+  const auto run = [&](int rank) {
+    try {
+      const TrainingReport mine = train_rank(
+          by_rank[static_cast<std::size_t>(rank)], {.rank = rank, .size = size, .local_size = size},
+          [&](Backend& backend, Kernels& kernels) { return group->communicator(rank, backend, kernels); });
+      if (rank == 0) report = mine;
+    } catch (const Error& error) {
+      const std::lock_guard lock(mutex);
+      failures.emplace_back(rank, error);
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 1; rank < size; ++rank) threads.emplace_back(run, rank);
+  run(0);
+  for (std::thread& thread : threads) thread.join();
+  if (const Error* cause = first_cause(failures)) throw *cause;
+  return report;
+}
+
+TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {
+  GlooOptions gloo;
+  gloo.rank = environment.rank;
+  gloo.size = environment.size;
+  gloo.store_directory = environment.store_directory;
+  gloo.deadline = std::chrono::seconds(options.deadline_seconds);
+  return train_rank(
+      options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},
+      [&](Backend& backend, Kernels& kernels) { return create_gloo_communicator(gloo, backend, kernels); });
+}
+
+}  // namespace forebay::gpt

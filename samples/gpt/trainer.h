@@ -1,0 +1,64 @@
+// The training loop: a Gpt under an Engine, on one rank of several.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "forebay/bootstrap.h"
+#include "forebay/plan.h"
+#include "options.h"
+
+namespace forebay::gpt {
+
+struct RankReport {
+  PoolBytes peak_bytes;  // Live.
+  PoolBytes planned_bytes;
+  std::uint64_t reserved_bytes = 0;
+  std::uint64_t planned_reserved_bytes = 0;
+  double sent_bytes_per_step = 0;
+  double received_bytes_per_step = 0;
+  std::uint64_t planned_sent_bytes_per_step = 0;
+  std::uint64_t planned_received_bytes_per_step = 0;
+  double step_ms = 0;  // Mean; of more than one step, the first left out.
+};
+
+struct TrainingReport {
+  int world_size = 1;
+  int stage = 0;
+  DataType dtype = DataType::kFloat32;
+  std::string communicator;
+  std::string matmul;
+  int compute_threads = 1;
+  std::uint64_t parameters = 0;
+  std::uint64_t first_step = 0;                  // Steps done before this run.
+  std::uint64_t steps = 0;                       // In all.
+  std::vector<double> loss;                      // Of this run's steps: mean over ranks and micro-steps.
+  std::vector<std::optional<double>> grad_norm;  // Null: the step was skipped.
+  std::string digest;
+  double tokens_per_second = 0;
+  bool interrupted = false;
+  std::vector<RankReport> ranks;
+};
+
+// Trains with options.ranks ranks as threads of this process; `options` are resolved. Every rank of it
+// returns the same report, so there is one. Errors: throws Error with the first cause.
+TrainingReport run_training(const TrainerOptions& options);
+// The same with options of its own for each rank: by_rank.size() ranks.
+TrainingReport run_training(const std::vector<TrainerOptions>& by_rank);
+
+// One rank of several processes, over Gloo. All ranks return the same report; rank 0 alone writes files.
+TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvironment& environment);
+
+// Asks the running training to end after the step it is in, on all ranks. May be called from a signal
+// handler.
+void request_stop() noexcept;
+// For the next run_training() of this process.
+void clear_stop() noexcept;
+
+std::string report_json(const TrainingReport& report);
+// Writes `text` to a temporary name beside `path`, then renames it. Errors: throws Error(kIoError).
+void write_file(const std::string& path, const std::string& text);
+
+}  // namespace forebay::gpt
