@@ -26,4 +26,19 @@ if(FOREBAY_HAVE_GLOO)
 endif()
 forebay_library(forebay forebay LAYERS kernels collectives engine api LINK ${engine_link}
   PUBLIC forebay-core forebay-host)
-set_target_properties(forebay_flags PROPERTIES EXPORT_NAME flags)
+
+# find_package(forebay) -> forebay::forebay, and pkg-config. No third-party header is in a public header, so neither has
+# dependencies to find.
+include(CMakePackageConfigHelpers)
+set(package_directory "${CMAKE_INSTALL_LIBDIR}/cmake/forebay")
+configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/forebay-config.cmake.in"
+  "${PROJECT_BINARY_DIR}/forebay-config.cmake" INSTALL_DESTINATION "${package_directory}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/forebay-config-version.cmake" COMPATIBILITY SameMinorVersion)
+install(EXPORT forebay-targets NAMESPACE forebay:: DESTINATION "${package_directory}")
+# The prefix is found from where the file lies, so that an installed tree can be moved.
+file(RELATIVE_PATH prefix_from_pkgconfig "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+string(REGEX REPLACE "/$" "" prefix_from_pkgconfig "${prefix_from_pkgconfig}")
+configure_file("${CMAKE_CURRENT_LIST_DIR}/forebay.pc.in" "${PROJECT_BINARY_DIR}/forebay.pc" @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/forebay-config.cmake" "${PROJECT_BINARY_DIR}/forebay-config-version.cmake"
+  DESTINATION "${package_directory}")
+install(FILES "${PROJECT_BINARY_DIR}/forebay.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")

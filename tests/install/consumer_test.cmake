@@ -1,0 +1,47 @@
+# Installs into a fresh prefix, moves it (an installed tree must not know where it was), then builds and runs
+# tests/consumer against it by find_package and by pkg-config.
+
+function(run)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "failed (${result}): ${ARGN}\n${output}")
+  endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+set(prefix "${WORK_DIRECTORY}/moved")
+file(REMOVE_RECURSE "${WORK_DIRECTORY}/prefix" "${prefix}" "${WORK_DIRECTORY}/package" "${WORK_DIRECTORY}/pkgconfig")
+run("${CMAKE_COMMAND}" --install "${BUILD_DIRECTORY}" --prefix "${WORK_DIRECTORY}/prefix")
+file(RENAME "${WORK_DIRECTORY}/prefix" "${prefix}")
+
+set(flags "")
+if(SANITIZE)
+  set(flags "-DCMAKE_CXX_FLAGS=-fsanitize=${SANITIZE}")
+endif()
+set(ENV{PKG_CONFIG_PATH} "${prefix}/${LIBRARY_DIRECTORY}/pkgconfig")
+set(ENV{LD_LIBRARY_PATH} "${prefix}/${LIBRARY_DIRECTORY}")
+foreach(way package pkgconfig)
+  set(by_pkg_config OFF)
+  if(way STREQUAL pkgconfig)
+    set(by_pkg_config ON)
+    find_program(pkg_config pkg-config)
+    if(NOT pkg_config)
+      message("Skipped by pkg-config: pkg-config is not installed")
+      continue()
+    endif()
+  endif()
+  set(build "${WORK_DIRECTORY}/${way}")
+  run("${CMAKE_COMMAND}" -S "${CONSUMER_DIRECTORY}" -B "${build}" -G "${GENERATOR}"
+      "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" "-DCMAKE_PREFIX_PATH=${prefix}" -DCONSUMER_PKG_CONFIG=${by_pkg_config}
+      ${flags})
+  run("${CMAKE_COMMAND}" --build "${build}")
+  run("${build}/consumer")
+  if(NOT output MATCHES "consumer ok")
+    message(FATAL_ERROR "the consumer said: ${output}")
+  endif()
+endforeach()
+
+run("${prefix}/bin/forebay" --version)
+if(NOT output MATCHES "^forebay [0-9]")
+  message(FATAL_ERROR "forebay --version said: ${output}")
+endif()
