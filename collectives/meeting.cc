@@ -100,9 +100,12 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
   mine.numbers[me] = random_number();
   FOREBAY_RETURN_IF_ERROR(store.write(card_name(rank), encode(mine)));
 
+  // Who was here once is not missing, though it may have given up and gone before we do.
+  std::vector<char> came(static_cast<std::size_t>(size));
+  came[me] = 1;
   for (auto pause = kPollMin;; pause = std::min(pause * 2, kPollMax)) {
     std::vector<Card> cards(static_cast<std::size_t>(size));
-    std::vector<int> missing;
+    int disagreeing = -1;
     bool changed = false;
     bool agreed = true;
     for (int r = 0; r < size; ++r) {
@@ -117,8 +120,8 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
                 " too; give every process a rank of its own, and every run a store directory of its own");
       }
       const bool knows_us = valid && me < card.numbers.size() && card.numbers[me] == mine.numbers[me];
-      if (!knows_us) missing.push_back(r);
-      if (knows_us && card.size != mine.size) return size_mismatch(rank, size, r, card.size);
+      if (knows_us) came[static_cast<std::size_t>(r)] = 1;
+      if (knows_us && card.size != mine.size) disagreeing = r;
       const bool usable = valid && static_cast<std::size_t>(r) < card.numbers.size();
       if (usable && card.numbers[static_cast<std::size_t>(r)] != mine.numbers[static_cast<std::size_t>(r)]) {
         mine.numbers[static_cast<std::size_t>(r)] = card.numbers[static_cast<std::size_t>(r)];
@@ -126,8 +129,12 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
       }
       agreed = agreed && valid && card.numbers == mine.numbers;
     }
+    if (changed) FOREBAY_RETURN_IF_ERROR(store.write(card_name(rank), encode(mine)));
+    if (disagreeing >= 0) {
+      // Our card stays, so that the other rank can find the same error.
+      return size_mismatch(rank, size, disagreeing, cards[static_cast<std::size_t>(disagreeing)].size);
+    }
     if (changed) {
-      FOREBAY_RETURN_IF_ERROR(store.write(card_name(rank), encode(mine)));
       pause = kPollMin;
       continue;
     }
@@ -145,16 +152,22 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
     }
     if (std::chrono::steady_clock::now() >= deadline) {
       store.remove(card_name(rank));
-      if (missing.empty()) {
-        for (int r = 0; r < size; ++r) {
-          if (cards[static_cast<std::size_t>(r)].numbers != mine.numbers && r != rank) missing.push_back(r);
+      std::vector<int> missing;
+      std::string doubt;
+      for (int r = 0; r < size; ++r) {
+        const Card& card = cards[static_cast<std::size_t>(r)];
+        if (!came[static_cast<std::size_t>(r)]) missing.push_back(r);
+        if (card.size != 0 && card.size != mine.size && doubt.empty() && r != rank) {
+          doubt = " (a file there says that rank " + std::to_string(r) + " is one of " +
+                  std::to_string(card.size) + ")";
         }
       }
+      const std::string who =
+          missing.empty() ? "the others have given up" : rank_list(missing) + " did not come";
       return Status(StatusCode::kTimeout,
                     "rank " + std::to_string(rank) + " of " + std::to_string(size) + " waited " +
-                        std::to_string(deadline_length.count()) + " ms in " + store.path() + ": " +
-                        rank_list(missing) +
-                        " did not come; start all ranks, with the same store directory and the same size");
+                        std::to_string(deadline_length.count()) + " ms in " + store.path() + ": " + who +
+                        doubt + "; start all ranks, with the same store directory and the same size");
     }
     std::this_thread::sleep_for(pause);
   }

@@ -1,0 +1,209 @@
+#include "forebay/bootstrap.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+namespace forebay {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+struct Good {
+  const char* name;
+  Variables variables;
+  LaunchEnvironment expected;
+};
+
+std::string derived(const std::string& launcher, const std::string& job) {
+  return "/tmp/forebay-" + std::to_string(geteuid()) + "/" + launcher + "-" + job;
+}
+
+TEST(LaunchEnvironment, ReadsEveryLauncher) {
+  const std::vector<Good> cases = {
+      {"none", {}, {.launcher = "none"}},
+      {"none with a store", {{"FOREBAY_STORE", "/s"}}, {.launcher = "none", .store_directory = "/s"}},
+      {"forebay",
+       {{"FOREBAY_RANK", "2"},
+        {"FOREBAY_SIZE", "4"},
+        {"FOREBAY_LOCAL_RANK", "0"},
+        {"FOREBAY_LOCAL_SIZE", "2"},
+        {"FOREBAY_STORE", "/s"}},
+       {"forebay", 2, 4, 0, 2, "/s"}},
+      {"forebay by hand on one host",
+       {{"FOREBAY_RANK", "2"}, {"FOREBAY_SIZE", "4"}, {"FOREBAY_STORE", "/s"}},
+       {"forebay", 2, 4, 2, 4, "/s"}},
+      {"forebay before torchrun",
+       {{"FOREBAY_RANK", "1"},
+        {"FOREBAY_SIZE", "2"},
+        {"FOREBAY_STORE", "/s"},
+        {"RANK", "7"},
+        {"WORLD_SIZE", "9"}},
+       {"forebay", 1, 2, 1, 2, "/s"}},
+      {"torchrun on one host",
+       {{"RANK", "3"},
+        {"WORLD_SIZE", "4"},
+        {"LOCAL_RANK", "3"},
+        {"LOCAL_WORLD_SIZE", "4"},
+        {"TORCHELASTIC_RUN_ID", "42"},
+        {"TORCHELASTIC_RESTART_COUNT", "1"},
+        {"MASTER_ADDR", "localhost"},
+        {"MASTER_PORT", "29500"}},
+       {"torchrun", 3, 4, 3, 4, ""}},
+      {"torchrun on several hosts",
+       {{"RANK", "5"},
+        {"WORLD_SIZE", "8"},
+        {"LOCAL_RANK", "1"},
+        {"LOCAL_WORLD_SIZE", "4"},
+        {"FOREBAY_STORE", "/shared/run"}},
+       {"torchrun", 5, 8, 1, 4, "/shared/run"}},
+      {"Open MPI",
+       {{"OMPI_COMM_WORLD_RANK", "1"},
+        {"OMPI_COMM_WORLD_SIZE", "3"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+        {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"},
+        {"PMIX_RANK", "1"},
+        {"PMIX_NAMESPACE", "2283143169"}},
+       {"open-mpi", 1, 3, 1, 3, derived("open-mpi", "2283143169")}},
+      {"PMIx under Slurm",
+       {{"PMIX_RANK", "1"},
+        {"PMIX_NAMESPACE", "slurm_pmix_7"},
+        {"SLURM_NTASKS", "2"},
+        {"SLURM_NNODES", "1"},
+        {"SLURM_LOCALID", "1"},
+        {"SLURM_PROCID", "1"}},
+       {"pmix", 1, 2, 1, 2, derived("pmix", "slurm_pmix_7")}},
+      {"PMIx with a given size",
+       {{"PMIX_RANK", "0"}, {"PMIX_NAMESPACE", "n"}, {"FOREBAY_SIZE", "6"}, {"FOREBAY_STORE", "/s"}},
+       {"pmix", 0, 6, 0, 1, "/s"}},
+      {"Slurm on one node",
+       {{"SLURM_PROCID", "3"},
+        {"SLURM_NTASKS", "4"},
+        {"SLURM_LOCALID", "3"},
+        {"SLURM_NNODES", "1"},
+        {"SLURM_JOB_ID", "17"},
+        {"SLURM_STEP_ID", "2"}},
+       {"slurm", 3, 4, 3, 4, ""}},
+      {"Slurm, where the step is smaller than the job",
+       {{"SLURM_PROCID", "1"},
+        {"SLURM_NTASKS", "8"},
+        {"SLURM_STEP_NUM_TASKS", "2"},
+        {"SLURM_STEP_NUM_NODES", "1"},
+        {"SLURM_NNODES", "4"},
+        {"SLURM_LOCALID", "1"},
+        {"FOREBAY_STORE", "/s"}},
+       {"slurm", 1, 2, 1, 2, "/s"}},
+      {"a Slurm batch script without srun",
+       {{"SLURM_PROCID", "0"}, {"SLURM_JOB_ID", "17"}},
+       {.launcher = "none"}},
+      {"a Slurm allocation's shell", {{"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "17"}}, {.launcher = "none"}},
+      {"empty variables are unset ones", {{"RANK", ""}, {"WORLD_SIZE", ""}}, {.launcher = "none"}},
+  };
+  for (const Good& test : cases) {
+    SCOPED_TRACE(test.name);
+    const Result<LaunchEnvironment> result = read_launch_environment(test.variables);
+    ASSERT_TRUE(result.ok()) << result.status().to_string();
+    const LaunchEnvironment& read = result.value();
+    EXPECT_EQ(read.launcher, test.expected.launcher);
+    EXPECT_EQ(read.rank, test.expected.rank);
+    EXPECT_EQ(read.size, test.expected.size);
+    EXPECT_EQ(read.local_rank, test.expected.local_rank);
+    EXPECT_EQ(read.local_size, test.expected.local_size);
+    if (!test.expected.store_directory.empty()) {
+      EXPECT_EQ(read.store_directory, test.expected.store_directory);
+    } else {
+      EXPECT_EQ(read.store_directory.empty(), read.size == 1);
+    }
+  }
+}
+
+TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
+  struct Bad {
+    Variables variables;
+    const char* word;
+  };
+  const std::vector<Bad> cases = {
+      {{{"FOREBAY_RANK", "0"}}, "FOREBAY_SIZE is not"},
+      {{{"FOREBAY_SIZE", "2"}}, "FOREBAY_RANK is not"},
+      {{{"FOREBAY_RANK", "two"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"two\""},
+      {{{"FOREBAY_RANK", "-1"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"-1\""},
+      {{{"FOREBAY_RANK", "1x"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is \"1x\""},
+      {{{"FOREBAY_RANK", "4"}, {"FOREBAY_SIZE", "4"}}, "FOREBAY_RANK is 4, but FOREBAY_SIZE is 4"},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "0"}}, "FOREBAY_SIZE is 0"},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "99999999999"}}, "FOREBAY_SIZE"},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}}, "set FOREBAY_STORE"},
+      {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_LOCAL_SIZE", "3"}},
+       "FOREBAY_LOCAL_SIZE is 3"},
+      {{{"RANK", "0"}}, "WORLD_SIZE is not"},
+      {{{"WORLD_SIZE", "2"}}, "RANK is not"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "9"}, {"LOCAL_WORLD_SIZE", "2"}},
+       "LOCAL_RANK is 9"},
+      {{{"RANK", "0"},
+        {"WORLD_SIZE", "8"},
+        {"LOCAL_RANK", "0"},
+        {"LOCAL_WORLD_SIZE", "4"},
+        {"MASTER_PORT", "1"}},
+       "directory that all hosts share"},
+      {{{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}},
+       "nothing names this job"},
+      {{{"OMPI_COMM_WORLD_RANK", "0"}}, "OMPI_COMM_WORLD_SIZE is not"},
+      {{{"PMIX_RANK", "0"}}, "set FOREBAY_SIZE"},
+      {{{"SLURM_PROCID", "1"}}, "SLURM_NTASKS is not"},
+      {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_LOCALID", "a"}}, "SLURM_LOCALID"},
+      {{{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "4"}, {"SLURM_NNODES", "2"}, {"SLURM_JOB_ID", "1"}},
+       "set FOREBAY_STORE"},
+  };
+  for (const Bad& test : cases) {
+    SCOPED_TRACE(test.word);
+    const Result<LaunchEnvironment> result = read_launch_environment(test.variables);
+    ASSERT_FALSE(result.ok());
+    EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(result.status().message().find(test.word), std::string::npos) << result.status().message();
+  }
+}
+
+TEST(LaunchEnvironment, DifferentRunsGetDifferentStores) {
+  const Variables base = {{"RANK", "0"},
+                          {"WORLD_SIZE", "2"},
+                          {"LOCAL_RANK", "0"},
+                          {"LOCAL_WORLD_SIZE", "2"},
+                          {"TORCHELASTIC_RUN_ID", "a/b"},
+                          {"TORCHELASTIC_RESTART_COUNT", "0"},
+                          {"MASTER_PORT", "29500"}};
+  const auto store = [](Variables variables, const char* name, const char* value) {
+    variables[name] = value;
+    return read_launch_environment(variables).value().store_directory;
+  };
+  const std::string same = store(base, "RANK", "1");
+
+  EXPECT_EQ(store(base, "RANK", "0"), same);
+  EXPECT_NE(store(base, "TORCHELASTIC_RESTART_COUNT", "1"), same);
+  EXPECT_NE(store(base, "TORCHELASTIC_RUN_ID", "a_b"), same);
+  EXPECT_NE(store(base, "MASTER_PORT", "29501"), same);
+  EXPECT_EQ(same.find("a/b"), std::string::npos);
+  const std::string longest = store(base, "TORCHELASTIC_RUN_ID", std::string(5000, 'x').c_str());
+  EXPECT_LT(longest.size(), 200u);
+}
+
+TEST(LaunchEnvironment, UsesTheRuntimeDirectoryOnlyWhenItExists) {
+  Variables variables = {{"OMPI_COMM_WORLD_RANK", "0"},
+                         {"OMPI_COMM_WORLD_SIZE", "2"},
+                         {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                         {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                         {"PMIX_NAMESPACE", "n"},
+                         {"XDG_RUNTIME_DIR", "/no/such/directory"}};
+  EXPECT_EQ(read_launch_environment(variables).value().store_directory, derived("open-mpi", "n"));
+}
+
+TEST(LaunchEnvironment, ReadsThisProcess) {
+  ASSERT_EQ(setenv("FOREBAY_RANK", "1", 1), 0);
+  ASSERT_EQ(setenv("FOREBAY_SIZE", "3", 1), 0);
+  ASSERT_EQ(setenv("FOREBAY_STORE", "/s", 1), 0);
+  const Result<LaunchEnvironment> result = read_launch_environment();
+  for (const char* name : {"FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_STORE"}) unsetenv(name);
+  ASSERT_TRUE(result.ok()) << result.status().to_string();
+  EXPECT_EQ(result.value().rank, 1);
+  EXPECT_EQ(result.value().size, 3);
+}
+
+}  // namespace
+}  // namespace forebay

@@ -1,0 +1,762 @@
+// The one suite that judges every Communicator. An implementation gives a factory and an INSTANTIATE line;
+// everything communicator.h promises is tested here, with ranks as threads, at 1 to 4 ranks: two hide every
+// error of order.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "forebay/communicator.h"
+#include "forebay/conversions.h"
+#include "forebay/error.h"
+#include "forebay/host_backend.h"
+#include "forebay/kernels.h"
+
+namespace forebay::testing {
+
+// The meeting place of one test's ranks.
+class CommunicatorWorld {
+ public:
+  virtual ~CommunicatorWorld() = default;
+  virtual Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) = 0;
+};
+
+struct CommunicatorFactory {
+  std::string name;
+  std::string unavailable;  // Why this build cannot run it; empty when it can.
+  std::function<std::unique_ptr<CommunicatorWorld>(int size, std::chrono::milliseconds deadline)> create;
+};
+
+inline void PrintTo(const CommunicatorFactory& factory, std::ostream* out) {
+  *out << factory.name;
+}
+
+// One rank of a test: a device, a stream and memory that is given back at the end.
+class Member {
+ public:
+  explicit Member(int rank, HostClock* clock = nullptr) {
+    HostBackendOptions options{
+        .name = "host rank " + std::to_string(rank), .granularity = 64u << 10, .clock = clock};
+    backend_ = value_or_throw(HostBackend::create(options));
+    kernels_ = value_or_throw(Kernels::create(*backend_, {.thread_count = 1}));
+    stream_ = value_or_throw(backend_->stream_create());
+  }
+  ~Member() {
+    communicator_.reset();
+    static_cast<void>(backend_->stream_destroy(stream_));
+    for (std::byte* block : blocks_) static_cast<void>(backend_->free(block));
+  }
+  Member(const Member&) = delete;
+  Member& operator=(const Member&) = delete;
+
+  HostBackend& backend() { return *backend_; }
+  Kernels& kernels() { return *kernels_; }
+  Stream stream() const { return stream_; }
+  Communicator& communicator() { return *communicator_; }
+  void set_communicator(std::unique_ptr<Communicator> communicator) {
+    communicator_ = std::move(communicator);
+  }
+
+  template <typename T = std::byte>
+  T* allocate(std::size_t count) {
+    blocks_.push_back(value_or_throw(backend_->alloc(std::max<std::size_t>(count, 1) * sizeof(T))));
+    return reinterpret_cast<T*>(blocks_.back());
+  }
+
+  // Waits for the stream and gives the communicator's verdict.
+  Status finish() {
+    const Status stream_status = backend_->stream_synchronize(stream_);
+    return stream_status.ok() ? communicator_->status() : stream_status;
+  }
+
+ private:
+  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<Kernels> kernels_;
+  Stream stream_;
+  std::unique_ptr<Communicator> communicator_;
+  std::vector<std::byte*> blocks_;
+};
+
+// A float that depends on who and where, of any sign and of magnitudes far enough apart for the order of a
+// sum to show.
+inline float sample(std::uint64_t seed, int rank, std::size_t index) {
+  std::uint64_t x = seed + 0x9e3779b97f4a7c15u * (static_cast<std::uint64_t>(rank) * 1'000'003 + index + 1);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  const float unit = static_cast<float>(x >> 40) / 16777216.0f - 0.5f;
+  return std::ldexp(unit, static_cast<int>(x & 7) - 4);
+}
+
+inline void store_sample(std::byte* place, DataType type, float value) {
+  if (type == DataType::kFloat32) {
+    std::memcpy(place, &value, 4);
+    return;
+  }
+  const std::uint16_t bits = type == DataType::kBfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
+  std::memcpy(place, &bits, 2);
+}
+
+inline float rounded_sample(DataType type, float value) {
+  switch (type) {
+    case DataType::kFloat32:
+      return value;
+    case DataType::kBfloat16:
+      return bfloat16_to_float(float_to_bfloat16(value));
+    case DataType::kFloat16:
+      return float16_to_float(float_to_float16(value));
+  }
+  return 0;
+}
+
+inline std::uint64_t test_seed() {
+  static const std::uint64_t seed = [] {
+    const char* given = std::getenv("FOREBAY_SEED");
+    const std::uint64_t value =
+        given != nullptr
+            ? std::strtoull(given, nullptr, 0)
+            : static_cast<std::uint64_t>(std::chrono::system_clock::now().time_since_epoch().count());
+    std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(value));
+    return value;
+  }();
+  return seed;
+}
+
+class CommunicatorConformance : public ::testing::TestWithParam<std::tuple<CommunicatorFactory, int>> {
+ protected:
+  static constexpr std::chrono::milliseconds kDeadline{60'000};
+  // Real time for implementations that have no clock to drive, so short; nothing but a missing rank meets it.
+  static constexpr std::chrono::milliseconds kShortDeadline{400};
+
+  void SetUp() override {
+    const std::string& reason = std::get<0>(GetParam()).unavailable;
+    if (!reason.empty()) GTEST_SKIP() << reason;
+  }
+
+  int size() const { return std::get<1>(GetParam()); }
+
+  // Runs body(member, rank) on one thread per rank. An exception of any thread fails the test.
+  void run(const std::function<void(Member&, int)>& body, std::chrono::milliseconds deadline = kDeadline) {
+    const std::unique_ptr<CommunicatorWorld> world = std::get<0>(GetParam()).create(size(), deadline);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size(); ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          Member member(rank);
+          member.set_communicator(value_or_throw(world->join(rank, member.backend(), member.kernels())));
+          body(member, rank);
+        } catch (const std::exception& error) {
+          ADD_FAILURE() << "rank " << rank << ": " << error.what();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // Runs body, which returns the rank's failure, and checks that all ranks have the same one, of `code`, and
+  // that it mentions all of `words`.
+  void expect_one_cause(StatusCode code, const std::vector<std::string>& words,
+                        const std::function<Status(Member&, int)>& body,
+                        std::chrono::milliseconds deadline = kDeadline) {
+    std::vector<Status> causes(static_cast<std::size_t>(size()));
+    run([&](Member& member, int rank) { causes[static_cast<std::size_t>(rank)] = body(member, rank); },
+        deadline);
+    for (const Status& cause : causes) {
+      EXPECT_EQ(cause.code(), code) << cause.to_string();
+      EXPECT_EQ(cause.to_string(), causes[0].to_string());
+    }
+    for (const std::string& word : words) {
+      EXPECT_NE(causes[0].message().find(word), std::string::npos)
+          << "no \"" << word << "\" in: " << causes[0].message();
+    }
+  }
+
+  struct Sum {
+    std::size_t count;
+    DataType type;
+    std::size_t gap_bytes = 0;  // Between slices.
+    bool first = true;
+  };
+
+  // One reduce_scatter of samples, compared bit by bit with the naive sum in rank order.
+  void check_sum(Member& member, int rank, const Sum& sum, std::uint64_t seed) {
+    const std::size_t element = element_bytes(sum.type);
+    const std::size_t stride = sum.count * element + sum.gap_bytes;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* source = member.allocate(stride * ranks);
+    std::byte* receive = member.allocate(sum.count * element * ranks);
+    float* target = member.allocate<float>(sum.count);
+    std::memset(source, 0xCB, stride * ranks);
+    for (std::size_t r = 0; r < ranks; ++r) {
+      for (std::size_t i = 0; i < sum.count; ++i) {
+        store_sample(source + r * stride + i * element, sum.type, sample(seed, rank, r * sum.count + i));
+      }
+    }
+    for (std::size_t i = 0; i < sum.count; ++i) target[i] = 0.5f;
+
+    const Status queued = member.communicator().reduce_scatter({.source = source,
+                                                                .source_stride_bytes = stride,
+                                                                .count = sum.count,
+                                                                .type = sum.type,
+                                                                .receive = receive,
+                                                                .target = target,
+                                                                .first = sum.first},
+                                                               member.stream());
+    ASSERT_TRUE(queued.ok()) << queued.to_string();
+    const Status done = member.finish();
+    ASSERT_TRUE(done.ok()) << done.to_string();
+
+    for (std::size_t i = 0; i < sum.count; ++i) {
+      const std::size_t index = static_cast<std::size_t>(rank) * sum.count + i;
+      float expected = rounded_sample(sum.type, sample(seed, 0, index));
+      for (int r = 1; r < size(); ++r) expected += rounded_sample(sum.type, sample(seed, r, index));
+      if (!sum.first) expected = 0.5f + expected;
+      ASSERT_EQ(float_bits(target[i]), float_bits(expected))
+          << "rank " << rank << " element " << i << " of " << sum.count << " " << data_type_name(sum.type);
+    }
+  }
+};
+
+TEST_P(CommunicatorConformance, KnowsItsPlace) {
+  run([&](Member& member, int rank) {
+    EXPECT_EQ(member.communicator().rank(), rank);
+    EXPECT_EQ(member.communicator().size(), size());
+    EXPECT_TRUE(member.communicator().status().ok());
+    EXPECT_EQ(member.communicator().traffic().sent_bytes, 0u);
+  });
+}
+
+TEST_P(CommunicatorConformance, ReduceScatterAddsInRankOrderToTheLastBit) {
+  run([&](Member& member, int rank) {
+    std::uint64_t seed = test_seed();
+    for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
+      for (const std::size_t count : {512u, 3u * 512u, 33u * 512u}) {
+        for (const bool first : {true, false}) {
+          check_sum(member, rank, {.count = count, .type = type, .first = first}, ++seed);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, ReduceScatterTakesAColumnRangeOfALargerBuffer) {
+  run([&](Member& member, int rank) {
+    check_sum(member, rank, {.count = 512, .type = DataType::kBfloat16, .gap_bytes = 1024}, test_seed());
+    check_sum(member, rank, {.count = 5 * 512, .type = DataType::kFloat32, .gap_bytes = 64}, test_seed() + 1);
+  });
+}
+
+TEST_P(CommunicatorConformance, ReduceScatterOfLargeSlices) {
+  run([&](Member& member, int rank) {
+    check_sum(member, rank, {.count = 700 * 512 + 512, .type = DataType::kFloat32}, test_seed());
+  });
+}
+
+TEST_P(CommunicatorConformance, ASumDoesNotDependOnHowItIsCutIntoOperations) {
+  // The same 8 x 512 columns in one operation and in eight, queued without waiting between them.
+  constexpr std::size_t kCount = 8 * 512;
+  run([&](Member& member, int rank) {
+    const auto ranks = static_cast<std::size_t>(size());
+    auto* source = member.allocate<float>(kCount * ranks);
+    std::byte* receive = member.allocate(kCount * ranks * sizeof(float));
+    auto* whole = member.allocate<float>(kCount);
+    auto* parts = member.allocate<float>(kCount);
+    for (std::size_t i = 0; i < kCount * ranks; ++i) source[i] = sample(test_seed(), rank, i);
+    const auto reduce = [&](std::size_t begin, std::size_t count, float* target) {
+      const Status status =
+          member.communicator().reduce_scatter({.source = reinterpret_cast<const std::byte*>(source + begin),
+                                                .source_stride_bytes = kCount * sizeof(float),
+                                                .count = count,
+                                                .type = DataType::kFloat32,
+                                                .receive = receive,
+                                                .target = target + begin,
+                                                .first = true},
+                                               member.stream());
+      EXPECT_TRUE(status.ok()) << status.to_string();
+    };
+    reduce(0, kCount, whole);
+    for (std::size_t begin = 0; begin < kCount; begin += 512) reduce(begin, 512, parts);
+    ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+    EXPECT_EQ(std::memcmp(whole, parts, kCount * sizeof(float)), 0);
+  });
+}
+
+TEST_P(CommunicatorConformance, AllGatherBringsEverySliceToItsPlace) {
+  run([&](Member& member, int rank) {
+    const auto ranks = static_cast<std::size_t>(size());
+    for (const std::size_t bytes : {1u, 1024u, 3u * 1024u + 512u, 300'000u}) {
+      for (const bool in_place : {false, true}) {
+        const std::size_t stride = bytes + 192;
+        std::byte* target = member.allocate(stride * ranks);
+        std::memset(target, 0xCB, stride * ranks);
+        std::byte* place = target + static_cast<std::size_t>(rank) * stride;
+        std::byte* source = in_place ? place : member.allocate(bytes);
+        std::memset(source, 0x10 + rank, bytes);
+        const Status queued = member.communicator().all_gather(
+            {.source = source, .target = target, .target_stride_bytes = stride, .bytes = bytes},
+            member.stream());
+        ASSERT_TRUE(queued.ok()) << queued.to_string();
+        ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+        for (std::size_t r = 0; r < ranks; ++r) {
+          for (std::size_t i = 0; i < stride; ++i) {
+            const std::byte expected = i < bytes ? std::byte(0x10 + r) : std::byte{0xCB};
+            ASSERT_EQ(target[r * stride + i], expected) << "slice " << r << " byte " << i;
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, ASourceMayBeWrittenAgainByWhatIsQueuedNext) {
+  run([&](Member& member, int rank) {
+    constexpr std::size_t kBytes = 200'000;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* source = member.allocate(kBytes);
+    std::vector<std::byte*> targets;
+    for (int round = 0; round < 4; ++round) {
+      targets.push_back(member.allocate(kBytes * ranks));
+      const auto value = static_cast<std::uint8_t>(16 * round + rank);
+      ASSERT_TRUE(member.backend().fill_async(source, value, kBytes, member.stream()).ok());
+      ASSERT_TRUE(member.communicator()
+                      .all_gather({.source = source,
+                                   .target = targets.back(),
+                                   .target_stride_bytes = kBytes,
+                                   .bytes = kBytes},
+                                  member.stream())
+                      .ok());
+    }
+    ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+    for (std::size_t round = 0; round < targets.size(); ++round) {
+      for (std::size_t i = 0; i < kBytes * ranks; ++i) {
+        ASSERT_EQ(targets[round][i], std::byte(16 * round + i / kBytes))
+            << "round " << round << " byte " << i;
+      }
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, TrafficIsExactOnEveryRank) {
+  run([&](Member& member, int) {
+    constexpr std::size_t kCount = 7 * 512;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* source = member.allocate(kCount * 2 * ranks);
+    std::byte* receive = member.allocate(kCount * 2 * ranks);
+    float* target = member.allocate<float>(kCount);
+    std::memset(source, 0, kCount * 2 * ranks);
+    ASSERT_TRUE(member.communicator()
+                    .reduce_scatter({.source = source,
+                                     .source_stride_bytes = kCount * 2,
+                                     .count = kCount,
+                                     .type = DataType::kBfloat16,
+                                     .receive = receive,
+                                     .target = target,
+                                     .first = true},
+                                    member.stream())
+                    .ok());
+    ASSERT_TRUE(member.finish().ok());
+    const std::uint64_t slices = (ranks - 1) * kCount * 2;
+    EXPECT_EQ(member.communicator().traffic().sent_bytes, slices);
+    EXPECT_EQ(member.communicator().traffic().received_bytes, slices);
+
+    ASSERT_TRUE(
+        member.communicator()
+            .all_gather(
+                {.source = source, .target = receive, .target_stride_bytes = kCount * 2, .bytes = kCount * 2},
+                member.stream())
+            .ok());
+    ASSERT_TRUE(member.finish().ok());
+    EXPECT_EQ(member.communicator().traffic().sent_bytes, 2 * slices);
+    EXPECT_EQ(member.communicator().traffic().received_bytes, 2 * slices);
+
+    std::vector<std::byte> all(8 * ranks);
+    ASSERT_TRUE(member.communicator().exchange(std::span(all).first(8), all).ok());
+    ASSERT_TRUE(member.communicator().barrier().ok());
+    EXPECT_EQ(member.communicator().traffic().sent_bytes, 2 * slices + 8 * (ranks - 1));
+    EXPECT_EQ(member.communicator().traffic().received_bytes, 2 * slices + 8 * (ranks - 1));
+  });
+}
+
+TEST_P(CommunicatorConformance, SendAndRecvMatchByPeerAndTagInOrder) {
+  if (size() == 1) return;  // Nobody to send to.
+  run([&](Member& member, int rank) {
+    // A ring: everyone but rank 0 receives first. Two messages of one tag keep their order.
+    const int right = (rank + 1) % size();
+    const int left = (rank + size() - 1) % size();
+    int* out = member.allocate<int>(3);
+    int* in = member.allocate<int>(3);
+    for (int i = 0; i < 3; ++i) out[i] = 100 * rank + i;
+    const auto send = [&] {
+      for (const auto& [index, tag] : {std::pair(0, 7u), std::pair(1, 7u), std::pair(2, 9u)}) {
+        const Status status = member.communicator().send(reinterpret_cast<std::byte*>(out + index),
+                                                         sizeof(int), right, tag, member.stream());
+        EXPECT_TRUE(status.ok()) << status.to_string();
+      }
+    };
+    const auto recv = [&] {
+      for (const auto& [index, tag] : {std::pair(0, 7u), std::pair(1, 7u), std::pair(2, 9u)}) {
+        const Status status = member.communicator().recv(reinterpret_cast<std::byte*>(in + index),
+                                                         sizeof(int), left, tag, member.stream());
+        EXPECT_TRUE(status.ok()) << status.to_string();
+      }
+    };
+    if (rank == 0) {
+      send();
+      recv();
+    } else {
+      recv();
+      send();
+    }
+    ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(in[i], 100 * left + i);
+    EXPECT_EQ(member.communicator().traffic().sent_bytes, 3 * sizeof(int));
+    EXPECT_EQ(member.communicator().traffic().received_bytes, 3 * sizeof(int));
+  });
+}
+
+TEST_P(CommunicatorConformance, ExchangeGivesAllPiecesInRankOrder) {
+  run([&](Member& member, int rank) {
+    for (int round = 0; round < 20; ++round) {
+      const double mine = 1000.0 * round + rank;
+      std::vector<double> all(static_cast<std::size_t>(size()));
+      const Status status = member.communicator().exchange(std::as_bytes(std::span(&mine, 1)),
+                                                           std::as_writable_bytes(std::span(all)));
+      ASSERT_TRUE(status.ok()) << status.to_string();
+      for (int r = 0; r < size(); ++r) EXPECT_EQ(all[static_cast<std::size_t>(r)], 1000.0 * round + r);
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, NobodyPassesABarrierBeforeAllHaveCome) {
+  std::atomic<int> come{0};
+  run([&](Member& member, int) {
+    for (int round = 1; round <= 5; ++round) {
+      come.fetch_add(1);
+      ASSERT_TRUE(member.communicator().barrier().ok());
+      EXPECT_GE(come.load(), round * size());
+      ASSERT_TRUE(member.communicator().barrier().ok());
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, ThePlanesWorkSideBySide) {
+  run([&](Member& member, int rank) {
+    constexpr std::size_t kBytes = 50'000;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* source = member.allocate(kBytes);
+    std::byte* target = member.allocate(kBytes * ranks);
+    std::memset(source, rank, kBytes);
+    for (int round = 0; round < 10; ++round) {
+      ASSERT_TRUE(
+          member.communicator()
+              .all_gather(
+                  {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+                  member.stream())
+              .ok());
+      const int mine = rank + round;
+      std::vector<int> all(ranks);
+      ASSERT_TRUE(member.communicator()
+                      .exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)))
+                      .ok());
+      for (int r = 0; r < size(); ++r) EXPECT_EQ(all[static_cast<std::size_t>(r)], r + round);
+    }
+    ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+    for (std::size_t r = 0; r < ranks; ++r) EXPECT_EQ(target[r * kBytes + kBytes - 1], std::byte(r));
+  });
+}
+
+TEST_P(CommunicatorConformance, SplitOrdersByKeyThenRankAndKeepsGroupsApart) {
+  run([&](Member& member, int rank) {
+    // Even and odd ranks, each in descending order.
+    Result<std::unique_ptr<Communicator>> result = member.communicator().split(rank % 2, -rank);
+    ASSERT_TRUE(result.ok()) << result.status().to_string();
+    Communicator& part = *result.value();
+    const int part_size = rank % 2 == 0 ? (size() + 1) / 2 : size() / 2;
+    ASSERT_EQ(part.size(), part_size);
+    EXPECT_EQ(part.rank(), part_size - 1 - rank / 2);
+    std::vector<int> all(static_cast<std::size_t>(part_size));
+    ASSERT_TRUE(
+        part.exchange(std::as_bytes(std::span(&rank, 1)), std::as_writable_bytes(std::span(all))).ok());
+    for (int r = 0; r < part_size; ++r) {
+      EXPECT_EQ(all[static_cast<std::size_t>(r)], 2 * (part_size - 1 - r) + rank % 2);
+    }
+    // The parent goes on, and the group outlives it.
+    ASSERT_TRUE(member.communicator().barrier().ok());
+    member.set_communicator(nullptr);
+    EXPECT_TRUE(part.barrier().ok()) << part.status().to_string();
+    member.set_communicator(std::move(result).value());
+  });
+}
+
+TEST_P(CommunicatorConformance, BadArgumentsAreRefusedAndChangeNothing) {
+  run([&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    float* target = member.allocate<float>(512);
+    const ReduceScatterArguments none{.source = nullptr,
+                                      .source_stride_bytes = 2048,
+                                      .count = 512,
+                                      .type = DataType::kFloat32,
+                                      .receive = nullptr,
+                                      .target = target,
+                                      .first = true};
+    EXPECT_EQ(communicator.reduce_scatter(none, member.stream()).code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(communicator
+                  .all_gather({.source = nullptr, .target = nullptr, .target_stride_bytes = 4, .bytes = 4},
+                              member.stream())
+                  .code(),
+              StatusCode::kInvalidArgument);
+    std::byte byte{};
+    for (const int peer : {-1, size(), rank}) {
+      EXPECT_EQ(communicator.send(&byte, 1, peer, 0, member.stream()).code(), StatusCode::kInvalidArgument);
+      EXPECT_EQ(communicator.recv(&byte, 1, peer, 0, member.stream()).code(), StatusCode::kInvalidArgument);
+    }
+    std::vector<std::byte> wrong(static_cast<std::size_t>(size()) + 1);
+    EXPECT_EQ(communicator.exchange(std::span(&byte, 1), wrong).code(), StatusCode::kInvalidArgument);
+    EXPECT_TRUE(communicator.status().ok());
+    EXPECT_TRUE(communicator.barrier().ok());
+  });
+}
+
+TEST_P(CommunicatorConformance, DifferentOperationsAreOneErrorThatNamesBoth) {
+  if (size() == 1) return;
+  expect_one_cause(
+      StatusCode::kInvalidArgument, {"all_gather", "reduce_scatter of 512 bf16"},
+      [&](Member& member, int rank) {
+        const auto ranks = static_cast<std::size_t>(size());
+        std::byte* source = member.allocate(1024 * ranks);
+        std::byte* receive = member.allocate(1024 * ranks);
+        std::memset(source, 0, 1024 * ranks);
+        if (rank == size() - 1) {
+          static_cast<void>(member.communicator().all_gather(
+              {.source = source, .target = receive, .target_stride_bytes = 1024, .bytes = 1024},
+              member.stream()));
+        } else {
+          static_cast<void>(member.communicator().reduce_scatter({.source = source,
+                                                                  .source_stride_bytes = 1024,
+                                                                  .count = 512,
+                                                                  .type = DataType::kBfloat16,
+                                                                  .receive = receive,
+                                                                  .target = member.allocate<float>(512),
+                                                                  .first = true},
+                                                                 member.stream()));
+        }
+        return member.finish();
+      });
+}
+
+TEST_P(CommunicatorConformance, DifferentTypesAreOneErrorThatNamesBoth) {
+  if (size() == 1) return;
+  expect_one_cause(StatusCode::kInvalidArgument, {"fp16", "bf16", "rank " + std::to_string(size() - 1)},
+                   [&](Member& member, int rank) {
+                     const auto ranks = static_cast<std::size_t>(size());
+                     std::byte* source = member.allocate(1024 * ranks);
+                     std::byte* receive = member.allocate(1024 * ranks);
+                     std::memset(source, 0, 1024 * ranks);
+                     static_cast<void>(member.communicator().reduce_scatter(
+                         {.source = source,
+                          .source_stride_bytes = 1024,
+                          .count = 512,
+                          .type = rank == size() - 1 ? DataType::kFloat16 : DataType::kBfloat16,
+                          .receive = receive,
+                          .target = member.allocate<float>(512),
+                          .first = true},
+                         member.stream()));
+                     return member.finish();
+                   });
+}
+
+TEST_P(CommunicatorConformance, DifferentCountsAreOneErrorAndNoOverrun) {
+  if (size() == 1) return;
+  expect_one_cause(StatusCode::kInvalidArgument, {"1024 bytes", "4096 bytes"}, [&](Member& member, int rank) {
+    const std::size_t bytes = rank == 0 ? 1024 : 4096;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* target = member.allocate(bytes * ranks + 8192);
+    std::memset(target, 0xCB, bytes * ranks + 8192);
+    static_cast<void>(member.communicator().all_gather(
+        {.source = member.allocate(bytes), .target = target, .target_stride_bytes = bytes, .bytes = bytes},
+        member.stream()));
+    Status status = member.finish();
+    for (std::size_t i = 0; i < 8192; ++i) EXPECT_EQ(target[bytes * ranks + i], std::byte{0xCB});
+    return status;
+  });
+}
+
+TEST_P(CommunicatorConformance, DifferentControlOperationsAreOneError) {
+  if (size() == 1) return;
+  expect_one_cause(StatusCode::kInvalidArgument, {"barrier", "exchange of 8 bytes"},
+                   [&](Member& member, int rank) {
+                     if (rank == 0) return member.communicator().barrier();
+                     std::vector<std::byte> all(8 * static_cast<std::size_t>(size()));
+                     return member.communicator().exchange(std::span(all).first(8), all);
+                   });
+}
+
+TEST_P(CommunicatorConformance, AMessageOfAnotherSizeIsRefused) {
+  if (size() == 1) return;
+  run([&](Member& member, int rank) {
+    if (rank > 1) return;
+    std::byte* bytes = member.allocate(64);
+    if (rank == 0) {
+      static_cast<void>(member.communicator().send(bytes, 64, 1, 3, member.stream()));
+    } else {
+      static_cast<void>(member.communicator().recv(bytes, 32, 0, 3, member.stream()));
+    }
+    const Status status = member.finish();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+    EXPECT_NE(status.message().find("64 bytes"), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("32 bytes"), std::string::npos) << status.message();
+  });
+}
+
+TEST_P(CommunicatorConformance, AbortReachesEveryRankAndStays) {
+  std::atomic<int> reached{0};
+  expect_one_cause(StatusCode::kIoError, {"the disk of rank 0 is full"}, [&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    if (rank == 0) {
+      communicator.abort(Status(StatusCode::kIoError, "the disk of rank 0 is full"));
+      communicator.abort(Status(StatusCode::kInternal, "a later failure"));
+    }
+    const Status first = communicator.barrier();
+    // Poisoned: nothing is queued and nothing blocks any more, and the cause stays the same.
+    std::byte byte{};
+    EXPECT_EQ(communicator.barrier().to_string(), first.to_string());
+    EXPECT_EQ(communicator.exchange({}, {}).to_string(), first.to_string());
+    EXPECT_EQ(communicator.split(0, 0).status().to_string(), first.to_string());
+    EXPECT_EQ(communicator
+                  .all_gather({.source = &byte, .target = &byte, .target_stride_bytes = 1, .bytes = 1},
+                              member.stream())
+                  .to_string(),
+              first.to_string());
+    if (size() > 1) {
+      EXPECT_EQ(communicator.send(&byte, 1, (rank + 1) % size(), 0, member.stream()).to_string(),
+                first.to_string());
+    }
+    reached.fetch_add(1);
+    return communicator.status();
+  });
+  EXPECT_EQ(reached.load(), size());
+}
+
+TEST_P(CommunicatorConformance, AbortEndsAWaitInProgress) {
+  if (size() == 1) return;
+  expect_one_cause(StatusCode::kUnavailable, {"given up"}, [&](Member& member, int rank) {
+    std::byte* bytes = member.allocate(64);
+    if (rank == 0) {
+      // Nobody ever sends this: the recv is under way or queued when the abort comes.
+      EXPECT_TRUE(member.communicator().recv(bytes, 64, 1, 5, member.stream()).ok());
+      member.communicator().abort(Status(StatusCode::kUnavailable, "given up"));
+      return member.finish();
+    }
+    return member.communicator().barrier();
+  });
+}
+
+TEST_P(CommunicatorConformance, QueuedOperationsOfAFailedCommunicatorDoNothing) {
+  if (size() == 1) return;
+  run([&](Member& member, int rank) {
+    constexpr std::size_t kBytes = 4096;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* target = member.allocate(kBytes * ranks);
+    std::memset(target, 0xCB, kBytes * ranks);
+    std::byte* source = member.allocate(kBytes);
+    // Rank 0 waits for a message that is never sent, so its gathers are still queued at the abort.
+    if (rank == 0) {
+      EXPECT_TRUE(member.communicator().recv(source, 1, 1, 1, member.stream()).ok());
+    }
+    for (int i = 0; i < 3; ++i) {
+      const Status queued = member.communicator().all_gather(
+          {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+          member.stream());
+      EXPECT_TRUE(queued.ok() || rank != 0) << queued.to_string();
+    }
+    if (rank == 0) member.communicator().abort(Status(StatusCode::kUnavailable, "given up"));
+    EXPECT_EQ(member.finish().code(), StatusCode::kUnavailable);
+    if (rank != 0) return;
+    for (std::size_t i = 0; i < kBytes * ranks; ++i) ASSERT_EQ(target[i], std::byte{0xCB}) << "byte " << i;
+  });
+}
+
+TEST_P(CommunicatorConformance, ADeadlineNamesTheRankThatDidNotCome) {
+  if (size() == 1) return;
+  const int absent = size() - 1;
+  std::vector<Status> causes(static_cast<std::size_t>(size()));
+  std::atomic<int> waiting{size() - 1};
+  run(
+      [&](Member& member, int rank) {
+        if (rank != absent) {
+          causes[static_cast<std::size_t>(rank)] = member.communicator().barrier();
+          waiting.fetch_sub(1);
+          waiting.notify_all();
+          return;
+        }
+        // Stays, so that it is late and not lost, until the others have given up.
+        for (int left = waiting.load(); left > 0; left = waiting.load()) waiting.wait(left);
+      },
+      kShortDeadline);
+  for (int rank = 0; rank < absent; ++rank) {
+    const Status& cause = causes[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
+    EXPECT_NE(cause.message().find("rank " + std::to_string(absent) + " did not come"), std::string::npos)
+        << cause.message();
+    EXPECT_EQ(cause.to_string(), causes[0].to_string());
+  }
+}
+
+TEST_P(CommunicatorConformance, ARankThatLeavesIsNamedLongBeforeTheDeadline) {
+  if (size() == 1) return;
+  const auto start = std::chrono::steady_clock::now();
+  std::vector<Status> causes(static_cast<std::size_t>(size()));
+  run([&](Member& member, int rank) {
+    if (rank == 0) return;  // Leaves at once: its communicator is destroyed.
+    std::byte* source = member.allocate(64);
+    std::byte* target = member.allocate(64 * static_cast<std::size_t>(size()));
+    static_cast<void>(member.communicator().all_gather(
+        {.source = source, .target = target, .target_stride_bytes = 64, .bytes = 64}, member.stream()));
+    causes[static_cast<std::size_t>(rank)] = member.finish();
+  });
+  for (int rank = 1; rank < size(); ++rank) {
+    const Status& cause = causes[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(cause.code(), StatusCode::kPeerLost) << cause.to_string();
+    EXPECT_NE(cause.message().find("rank 0"), std::string::npos) << cause.message();
+    EXPECT_EQ(cause.to_string(), causes[1].to_string());
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, kDeadline / 2);
+}
+
+TEST_P(CommunicatorConformance, OperationsQueuedBeforeLeavingStillHappen) {
+  run([&](Member& member, int rank) {
+    constexpr std::size_t kBytes = 100'000;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* source = member.allocate(kBytes);
+    std::byte* target = member.allocate(kBytes * ranks);
+    std::memset(source, rank + 1, kBytes);
+    ASSERT_TRUE(
+        member.communicator()
+            .all_gather({.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+                        member.stream())
+            .ok());
+    member.set_communicator(nullptr);
+    ASSERT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
+    for (std::size_t r = 0; r < ranks; ++r) EXPECT_EQ(target[r * kBytes + kBytes - 1], std::byte(r + 1));
+  });
+}
+
+inline std::string conformance_name(
+    const ::testing::TestParamInfo<std::tuple<CommunicatorFactory, int>>& info) {
+  return std::get<0>(info.param).name + "_" + std::to_string(std::get<1>(info.param)) + "_ranks";
+}
+
+}  // namespace forebay::testing

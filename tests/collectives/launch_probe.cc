@@ -1,0 +1,89 @@
+// A program for launch_test to start: without FOREBAY_RANK it launches itself, with it it behaves as told.
+//
+//   launch_probe SIZE GRACE_MS REPORT MODE...
+//
+// Each rank writes "rank size local_rank local_size pid parent-store" to REPORT.<rank>, whole, and then:
+//   exit CODE...       ends with its rank's code (the last one when there are fewer)
+//   hang RANK CODE     that rank ends with CODE, the others wait for a signal and end with 0 on SIGTERM
+//   wait               waits for a signal; SIGINT ends it with 40 + rank, SIGTERM with 0
+//   stubborn           like wait, but ignores SIGTERM and SIGINT
+//   kill RANK          that rank kills itself with SIGKILL, the others wait
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "forebay/bootstrap.h"
+
+namespace {
+
+int wait_for_signal(int rank) {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGTERM);
+  int signal = 0;
+  sigwait(&set, &signal);
+  return signal == SIGINT ? 40 + rank : 0;
+}
+
+int run_rank(const std::vector<std::string>& arguments) {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGTERM);
+  sigprocmask(SIG_BLOCK, &set, nullptr);
+
+  const forebay::Result<forebay::LaunchEnvironment> read = forebay::read_launch_environment();
+  if (!read.ok()) {
+    std::fprintf(stderr, "%s\n", read.status().to_string().c_str());
+    return 99;
+  }
+  const forebay::LaunchEnvironment& environment = read.value();
+  const std::string report = arguments[2] + "." + std::to_string(environment.rank);
+  if (std::FILE* file = std::fopen((report + ".part").c_str(), "w")) {
+    std::fprintf(file, "%d %d %d %d %d %s\n", environment.rank, environment.size, environment.local_rank,
+                 environment.local_size, static_cast<int>(getpid()), environment.store_directory.c_str());
+    std::fclose(file);
+    std::rename((report + ".part").c_str(), report.c_str());
+  }
+
+  const std::string& mode = arguments[3];
+  if (mode == "hang" || mode == "kill") {
+    // A failure ends the others at once, so it waits until they have reported.
+    for (int rank = 0; rank < environment.size; ++rank) {
+      while (access((arguments[2] + "." + std::to_string(rank)).c_str(), F_OK) != 0) sched_yield();
+    }
+  }
+  if (mode == "exit") {
+    const std::size_t index = 4 + static_cast<std::size_t>(environment.rank);
+    return std::atoi(arguments[index < arguments.size() ? index : arguments.size() - 1].c_str());
+  }
+  if (mode == "hang" && environment.rank == std::atoi(arguments[4].c_str()))
+    return std::atoi(arguments[5].c_str());
+  if (mode == "kill" && environment.rank == std::atoi(arguments[4].c_str())) raise(SIGKILL);
+  if (mode == "stubborn") {
+    for (;;) pause();
+  }
+  return wait_for_signal(environment.rank);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  if (arguments.size() < 4) return 98;
+  if (std::getenv("FOREBAY_RANK") != nullptr) return run_rank(arguments);
+  const forebay::Result<int> code = forebay::launch_local_ranks(
+      arguments, {.size = std::atoi(arguments[0].c_str()),
+                  .grace = std::chrono::milliseconds(std::atoi(arguments[1].c_str()))});
+  if (!code.ok()) {
+    std::fprintf(stderr, "%s\n", code.status().to_string().c_str());
+    return 97;
+  }
+  return code.value();
+}

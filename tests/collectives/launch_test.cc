@@ -1,0 +1,193 @@
+// The launcher, seen from outside: exit codes, signals, and that neither a process nor a directory is left.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "forebay/bootstrap.h"
+
+namespace forebay {
+namespace {
+
+using namespace std::chrono_literals;
+
+struct Report {
+  int rank = -1, size = 0, local_rank = -1, local_size = 0;
+  pid_t pid = 0;
+  std::string store;
+};
+
+class Launch : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = (std::filesystem::temp_directory_path() / "forebay-launch-XXXXXX").string();
+    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
+    directory_ = pattern;
+  }
+  void TearDown() override {
+    if (probe_ > 0) {
+      kill(probe_, SIGKILL);
+      waitpid(probe_, nullptr, 0);
+    }
+    std::error_code ignored;
+    std::filesystem::remove_all(directory_, ignored);
+  }
+
+  // Starts the probe; its store goes below this test's directory.
+  void start(int size, std::chrono::milliseconds grace, const std::vector<std::string>& mode) {
+    std::vector<std::string> arguments = {FOREBAY_LAUNCH_PROBE, std::to_string(size),
+                                          std::to_string(grace.count()), directory_ + "/report"};
+    arguments.insert(arguments.end(), mode.begin(), mode.end());
+    std::vector<char*> pointers;
+    for (std::string& argument : arguments) pointers.push_back(argument.data());
+    pointers.push_back(nullptr);
+    std::filesystem::create_directory(directory_ + "/runtime");
+    setenv("XDG_RUNTIME_DIR", (directory_ + "/runtime").c_str(), 1);
+    size_ = size;
+    probe_ = fork();
+    ASSERT_GE(probe_, 0);
+    if (probe_ == 0) {
+      execv(pointers[0], pointers.data());
+      _exit(126);
+    }
+  }
+
+  // Waits until every rank has written its report.
+  std::vector<Report> reports() {
+    std::vector<Report> result;
+    const auto limit = std::chrono::steady_clock::now() + 60s;
+    for (int rank = 0; rank < size_; ++rank) {
+      const std::string path = directory_ + "/report." + std::to_string(rank);
+      while (!std::filesystem::exists(path) && std::chrono::steady_clock::now() < limit)
+        std::this_thread::yield();
+      Report report;
+      std::ifstream(path) >> report.rank >> report.size >> report.local_rank >> report.local_size >>
+          report.pid >> report.store;
+      result.push_back(report);
+    }
+    return result;
+  }
+
+  // The exit code of the launcher, once it has ended.
+  int wait() {
+    int state = 0;
+    EXPECT_EQ(waitpid(probe_, &state, 0), probe_);
+    probe_ = -1;
+    return WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
+  }
+
+  void expect_nothing_left(const std::vector<Report>& ranks) {
+    for (const Report& report : ranks) {
+      EXPECT_TRUE(kill(report.pid, 0) == -1 && errno == ESRCH) << "rank " << report.rank << " is still there";
+      EXPECT_FALSE(std::filesystem::exists(report.store));
+    }
+    EXPECT_TRUE(std::filesystem::is_empty(directory_ + "/runtime"));
+  }
+
+  std::string directory_;
+  int size_ = 0;
+  pid_t probe_ = -1;
+};
+
+TEST_F(Launch, GivesEachProcessItsRankAndOneStore) {
+  start(3, 5s, {"exit", "0"});
+  const std::vector<Report> ranks = reports();
+
+  EXPECT_EQ(wait(), 0);
+  for (int rank = 0; rank < 3; ++rank) {
+    const Report& report = ranks[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(report.rank, rank);
+    EXPECT_EQ(report.size, 3);
+    EXPECT_EQ(report.local_rank, rank);
+    EXPECT_EQ(report.local_size, 3);
+    EXPECT_EQ(report.store, ranks[0].store);
+  }
+  EXPECT_EQ(ranks[0].store.find(directory_), 0u);
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, LeavesWithTheCodeOfTheFailedRank) {
+  start(3, 5s, {"hang", "1", "7"});
+  const std::vector<Report> ranks = reports();
+
+  EXPECT_EQ(wait(), 7);
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, AKilledRankIs128PlusItsSignal) {
+  start(3, 5s, {"kill", "2"});
+  const std::vector<Report> ranks = reports();
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, PassesInterruptAndTerminateOn) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    start(2, 30s, {"wait"});
+    const std::vector<Report> ranks = reports();
+    kill(probe_, signal);
+
+    const int code = wait();
+    if (signal == SIGINT) {
+      EXPECT_TRUE(code == 40 || code == 41) << code;
+    } else {
+      EXPECT_EQ(code, 0);
+    }
+    expect_nothing_left(ranks);
+    for (int rank = 0; rank < 2; ++rank)
+      std::filesystem::remove(directory_ + "/report." + std::to_string(rank));
+  }
+}
+
+TEST_F(Launch, KillsWhatDoesNotListenAfterTheGrace) {
+  start(2, 50ms, {"stubborn"});
+  const std::vector<Report> ranks = reports();
+  kill(probe_, SIGTERM);
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, AKilledRankFromOutsideEndsTheRun) {
+  start(3, 5s, {"wait"});
+  const std::vector<Report> ranks = reports();
+  kill(ranks[1].pid, SIGKILL);
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, RanksDieWithALauncherThatIsKilled) {
+  start(2, 5s, {"stubborn"});
+  const std::vector<Report> ranks = reports();
+  kill(probe_, SIGKILL);
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  // The kernel kills them; nobody can wait for another's children, so this looks until they are gone.
+  const auto limit = std::chrono::steady_clock::now() + 60s;
+  for (const Report& report : ranks) {
+    const auto gone = [&] {
+      std::ifstream status("/proc/" + std::to_string(report.pid) + "/stat");
+      std::string pid, name, state;
+      return !(status >> pid >> name >> state) || state == "Z";
+    };
+    while (!gone() && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
+    EXPECT_TRUE(gone()) << "rank " << report.rank << " outlived its launcher";
+  }
+}
+
+TEST_F(Launch, NeedsAtLeastOneRank) {
+  EXPECT_EQ(launch_local_ranks({}, {.size = 0}).status().code(), StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace forebay
