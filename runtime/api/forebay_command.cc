@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "forebay/version.h"
+#include "runtime/api/plan_command.h"
 #include "runtime/api/report_command.h"
 
 namespace {
@@ -18,6 +19,7 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("forebay ") + forebay::version(), "Print the version");
   app.require_subcommand(1);
   std::function<int()> action;
+  forebay::add_plan_command(app, action);
   forebay::add_report_command(app, action);
   try {
     app.parse(argc, argv);

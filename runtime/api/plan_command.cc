@@ -28,7 +28,7 @@ struct PlanArguments {
   std::int64_t heads = 4;
   std::int64_t sequence = 64;
   std::int64_t vocabulary = 256;
-  std::int64_t batch = 1;
+  std::int64_t batch = 8;
   std::int64_t ranks = 1;
   std::int64_t stage = 0;
   std::int64_t micro_steps = 1;

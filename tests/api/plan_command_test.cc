@@ -1,0 +1,172 @@
+// `forebay plan` as a person runs it: the program, its output and its exit code.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace {
+
+using Json = nlohmann::json;
+
+struct Outcome {
+  int exit_code = -1;
+  std::string output;  // Standard output and standard error.
+};
+
+// Arguments are plain words of this file's own, so the shell has nothing to quote.
+Outcome plan(const std::string& arguments) {
+  const std::string command = std::string(FOREBAY_COMMAND) + " plan " + arguments + " 2>&1";
+  std::FILE* pipe = ::popen(command.c_str(), "r");
+  Outcome outcome;
+  if (pipe == nullptr) return outcome;
+  std::array<char, 4096> part;
+  for (std::size_t count; (count = std::fread(part.data(), 1, part.size(), pipe)) > 0;) {
+    outcome.output.append(part.data(), count);
+  }
+  const int status = ::pclose(pipe);
+  outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return outcome;
+}
+
+std::string data(const std::string& name) {
+  return std::string(FOREBAY_TEST_DATA) + "/" + name;
+}
+
+constexpr const char* kShape = "--layers 4 --hidden 128 --heads 4 --sequence 64 --vocabulary 256 ";
+
+TEST(PlanCommand, PrintsJsonWithThePromisedKeys) {
+  const Outcome outcome = plan(std::string(kShape) + "--ranks 4 --stage 3 --dtype fp32 --batch 2 --json");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  const Json json = Json::parse(outcome.output);
+  EXPECT_EQ(json.at("parameters"), 256 * 128 + 64 * 128 + 4 * (12 * 128 * 128 + 13 * 128) + 2 * 128);
+  EXPECT_EQ(json.at("ranks"), 4);
+  EXPECT_EQ(json.at("stage"), 3);
+  EXPECT_EQ(json.at("dtype"), "fp32");
+  EXPECT_EQ(json.at("preset"), "forebay");
+  EXPECT_EQ(json.at("exact"), true);
+  const Json& bytes = json.at("bytes_per_rank");
+  const auto pool = [&](const char* name) { return bytes.at(name).get<std::uint64_t>(); };
+  EXPECT_EQ(pool("model_states"), pool("parameters") + pool("gradients") + pool("optimizer"));
+  EXPECT_EQ(pool("total"), pool("model_states") + pool("gathered") + pool("buckets") + pool("activations"));
+  EXPECT_GE(pool("reserved"), pool("total"));
+  EXPECT_GT(json.at("wire_bytes_per_step").at("sent"), 0);
+  EXPECT_EQ(json.at("wire_bytes_per_step").at("received"), json.at("wire_bytes_per_step").at("sent"));
+}
+
+TEST(PlanCommand, ReproducesTheFirstFigureOfThePaper) {
+  const std::uint64_t expected[] = {120'000'000'000, 31'406'250'000, 16'640'625'000, 1'875'000'000};
+  for (int stage = 0; stage <= 3; ++stage) {
+    const Outcome outcome =
+        plan("--parameters 7.5B --ranks 64 --preset paper --json --stage " + std::to_string(stage));
+    ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+    EXPECT_EQ(Json::parse(outcome.output).at("bytes_per_rank").at("model_states"), expected[stage]);
+  }
+}
+
+TEST(PlanCommand, SaysNullForWhatACountCannotTell) {
+  const Outcome outcome = plan("--parameters 124M --ranks 4 --stage 3 --json");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  const Json bytes = Json::parse(outcome.output).at("bytes_per_rank");
+  for (const char* name : {"gathered", "activations", "reserved", "total"})
+    EXPECT_TRUE(bytes.at(name).is_null());
+  EXPECT_NE(plan("--parameters 124M --ranks 4 --stage 3").output.find("needs the shape"), std::string::npos);
+}
+
+TEST(PlanCommand, SetsAllStagesSideBySideWithoutOne) {
+  const Outcome outcome = plan(std::string(kShape) + "--ranks 3");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* word :
+       {"stage 0", "stage 1", "stage 2", "stage 3", "4Psi + 12Psi/N", "parameters", "gradients", "optimizer",
+        "gathered", "buckets", "activations", "reserved", "sent", "received", "forebay-gpt"}) {
+    EXPECT_NE(outcome.output.find(word), std::string::npos) << word << "\n" << outcome.output;
+  }
+}
+
+TEST(PlanCommand, LeavesOutTheStagesThatAPresetDoesNotHave) {
+  const Outcome outcome = plan("--parameters 1B --ranks 8 --preset deepspeed");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  EXPECT_NE(outcome.output.find("left out: preset deepspeed at stage 0"), std::string::npos)
+      << outcome.output;
+  EXPECT_NE(outcome.output.find("18Psi/N"), std::string::npos) << outcome.output;
+}
+
+TEST(PlanCommand, ReadsAConfig) {
+  const Outcome outcome = plan("--config " + data("llama_3_8b.json") +
+                               " --sequence 2048 --ranks 8 --stage 3 --json --host-ranks 0");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  const Json json = Json::parse(outcome.output);
+  EXPECT_EQ(json.at("parameters"), 8'030'261'248);
+  EXPECT_FALSE(json.contains("host"));
+}
+
+TEST(PlanCommand, SaysWhenTheHostOrTheBudgetCannotHoldIt) {
+  const Outcome outcome = plan("--parameters 1000T --stage 0 --memory 1GiB");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* words : {"free memory (MemAvailable)", "--memory 1.00 GiB: DOES NOT HOLD stage 0",
+                            "the largest pool is optimizer", "--stage 1"}) {
+    EXPECT_NE(outcome.output.find(words), std::string::npos) << words << "\n" << outcome.output;
+  }
+  const Json json = Json::parse(plan("--parameters 1000T --stage 0 --memory 1GiB --json").output);
+  EXPECT_EQ(json.at("fits"), false);
+  EXPECT_EQ(json.at("memory").at("fits"), false);
+}
+
+struct BadInput {
+  std::string arguments;
+  const char* says;
+};
+
+TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
+  const std::string shape(kShape);
+  const BadInput cases[] = {
+      {"", "no model was given"},
+      {shape + "--stage 4", "--stage is 4"},
+      {shape + "--stage -1", "--stage is -1"},
+      {shape + "--ranks 0", "--ranks is 0"},
+      {shape + "--ranks -2", "--ranks is -2"},
+      {shape + "--ranks x", "--ranks"},
+      {shape + "--batch 0", "--batch is 0"},
+      {shape + "--micro-steps 0", "--micro-steps is 0"},
+      {shape + "--dtype fp8", "--dtype is 'fp8'"},
+      {shape + "--accumulate both", "--accumulate is 'both'"},
+      {shape + "--stage 2 --accumulate local", "accumulate local"},
+      {shape + "--bucket 0", "--bucket is '0'"},
+      {shape + "--bucket much", "--bucket is 'much'"},
+      {shape + "--memory -1", "--memory"},
+      {shape + "--preset nobody", "--preset is 'nobody'"},
+      {shape + "--json", "add --stage"},
+      {shape + "--host-ranks 2", "--host-ranks is 2"},
+      {"--layers 2 --hidden 130 --heads 4", "heads 4 does not divide hidden 130"},
+      {"--layers -2", "--layers is -2"},
+      {"--layers 99999999999", "layers is 99999999999"},
+      {"--parameters 1e30", "parameters is '1e30'"},
+      {"--parameters many", "parameters is 'many'"},
+      {"--parameters 0", "parameters is '0'"},
+      {"--parameters 1B --layers 2", "both given"},
+      {"--config " + data("gpt2.json") + " --hidden 64", "both given"},
+      {"--config " + data("gpt2.json") + " --sequence 1025", "longer than"},
+      {"--config " + data("absent.json"), "cannot read"},
+      {"--config " + data("malformed.json"), "not a JSON object"},
+      {"--config " + data("bert.json"), "gpt2 and llama"},
+      {"--config " + data("gpt2_without_width.json"), "n_embd"},
+      {"--parameters 1B --stage 1 --preset deepspeed", "stages 2 and 3 only"},
+      {shape + "--no-such-option", "--no-such-option"},
+  };
+  for (const BadInput& bad : cases) {
+    const Outcome outcome = plan(bad.arguments);
+    EXPECT_EQ(outcome.exit_code, 2) << bad.arguments << "\n" << outcome.output;
+    EXPECT_NE(outcome.output.find(bad.says), std::string::npos) << bad.arguments << "\n" << outcome.output;
+  }
+}
+
+}  // namespace
