@@ -1,0 +1,285 @@
+// make_plan against the formulas of ARCHITECTURE.md, "Plan", for units of awkward sizes.
+
+#include "forebay/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::uint64_t kLeaf = 512;
+constexpr int kRanks[] = {1, 3, 4, 7};
+constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16};
+
+// An embedding, `layers` equal layers, and a head that is tied to the embedding. No count divides by anything
+// much.
+ModelShape awkward_model(int layers) {
+  ModelShape model;
+  model.units.push_back({.name = "embedding",
+                         .parameters = {{.name = "words", .count = 300'007}},
+                         .backward_reads_parameters = false});
+  for (int layer = 0; layer < layers; ++layer) {
+    const std::string name = "layer" + std::to_string(layer);
+    model.units.push_back({.name = name,
+                           .parameters = {{.name = name + ".weight", .count = 123'457},
+                                          {.name = name + ".bias", .count = 1, .group = 1},
+                                          {.name = name + ".scale", .count = 511, .group = 1}}});
+  }
+  model.units.push_back({.name = "head",
+                         .parameters = {{.name = "norm", .count = 13, .group = 1}},
+                         .tied = {{.unit = 0, .index = 0}}});
+  return model;
+}
+
+Plan plan_of(const ModelShape& model, const PlanOptions& options) {
+  Result<Plan> plan = make_plan(model, options);
+  EXPECT_TRUE(plan.ok()) << plan.status().to_string();
+  return plan.value();
+}
+
+std::uint64_t padded_count(const Plan& plan) {
+  std::uint64_t count = 0;
+  for (const UnitLayout& layout : plan.layouts) count += layout.trainable_count;
+  return count;
+}
+
+template <typename Check>
+void for_all_options(Check check) {
+  for (const int ranks : kRanks) {
+    for (const DataType dtype : kTypes) {
+      for (const int micro_steps : {1, 3}) {
+        for (int stage = 0; stage <= 3; ++stage) {
+          const PlanOptions options{.stage = stage,
+                                    .ranks = ranks,
+                                    .dtype = dtype,
+                                    .micro_steps = micro_steps,
+                                    .bucket_bytes = 64_KiB};
+          SCOPED_TRACE("stage " + std::to_string(stage) + " ranks " + std::to_string(ranks) + " " +
+                       data_type_name(dtype) + " micro-steps " + std::to_string(micro_steps));
+          check(options);
+        }
+      }
+    }
+  }
+}
+
+TEST(Plan, PersistentPoolsAreTheFormulasOverThePaddedParameters) {
+  const ModelShape model = awkward_model(5);
+  for_all_options([&](const PlanOptions& options) {
+    const Plan plan = plan_of(model, options);
+
+    const std::uint64_t psi = padded_count(plan);
+    const std::uint64_t n = static_cast<std::uint64_t>(options.ranks);
+    const bool wide = options.dtype == DataType::kFloat32;
+    const std::uint64_t element = wide ? 4 : 2;
+    const std::uint64_t states = wide ? 8 : 12;  // m and v; with 2-byte types the master too.
+    ASSERT_EQ(psi % (n * kLeaf), 0u);
+    EXPECT_EQ(plan.bytes.parameters, options.stage == 3 ? element * psi / n : element * psi);
+    EXPECT_EQ(plan.bytes.optimizer, options.stage == 0 ? states * psi : states * psi / n);
+    const bool accumulates = options.micro_steps > 1;
+    const std::uint64_t whole = options.stage <= 1 ? element * psi : 0;
+    const std::uint64_t shard = accumulates ? 4 * psi / n : options.stage >= 2 ? element * psi / n : 0;
+    EXPECT_EQ(plan.bytes.gradients, whole + shard);
+  });
+}
+
+TEST(Plan, PaddingIsBoundedByTheAlignmentAndOneGranulePerUnit) {
+  const ModelShape model = awkward_model(5);
+  for (const int ranks : kRanks) {
+    const Plan plan = plan_of(model, {.stage = 3, .ranks = ranks});
+    for (std::size_t u = 0; u < model.units.size(); ++u) {
+      const std::vector<ParameterShape>& parameters = model.units[u].parameters;
+      std::uint64_t end = 0;
+      for (std::size_t p = 0; p < parameters.size(); ++p) {
+        const UnitLayout::Place& place = plan.layouts[u].places[p];
+        EXPECT_EQ(place.offset % kParameterAlignment, 0u);
+        EXPECT_GE(place.offset, end);
+        EXPECT_LT(place.offset, end + kParameterAlignment);
+        EXPECT_EQ(place.count, parameters[p].count);
+        end = place.offset + place.count;
+      }
+      const std::uint64_t granule = kLeaf * static_cast<std::uint64_t>(ranks);
+      EXPECT_GE(plan.layouts[u].trainable_count, end);
+      EXPECT_LT(plan.layouts[u].trainable_count, end + kParameterAlignment + granule);
+      EXPECT_EQ(plan.layouts[u].trainable_count % granule, 0u);
+    }
+  }
+}
+
+TEST(Plan, BoundedPoolsDoNotGrowWithDepth) {
+  for_all_options([&](const PlanOptions& options) {
+    const PoolBytes two = plan_of(awkward_model(2), options).bytes;
+    const PoolBytes eight = plan_of(awkward_model(8), options).bytes;
+    EXPECT_EQ(two.gathered, eight.gathered);
+    EXPECT_EQ(two.buckets, eight.buckets);
+    EXPECT_LT(two.model_states(), eight.model_states());
+  });
+}
+
+TEST(Plan, GathersNothingBelowStage2AndNoParametersBelowStage3) {
+  const ModelShape model = awkward_model(4);
+  const auto gathered = [&](int stage) {
+    return plan_of(model, {.stage = stage, .ranks = 3, .dtype = DataType::kBfloat16}).bytes.gathered;
+  };
+  EXPECT_EQ(gathered(0), 0u);
+  EXPECT_EQ(gathered(1), 0u);
+  EXPECT_GT(gathered(2), 0u);
+  EXPECT_EQ(gathered(3), 2 * gathered(2));  // Slots of parameters as large as those of gradients.
+}
+
+TEST(Plan, GivesTheOwnerOfATiedParameterASlotOfItsOwn) {
+  ModelShape tied = awkward_model(4);
+  ModelShape untied = tied;
+  untied.units.back().tied.clear();
+  const PlanOptions options{.stage = 3, .ranks = 4};
+
+  const Plan with = plan_of(tied, options);
+  const Plan without = plan_of(untied, options);
+
+  EXPECT_EQ(with.bytes.parameters, without.bytes.parameters);  // The tied parameter has one owner.
+  EXPECT_EQ(without.slot_bytes.size(), 4u);                    // Two of parameters, two of gradients.
+  EXPECT_EQ(with.slot_bytes.size(), 6u);
+}
+
+TEST(Plan, CountsAFrozenParameterOnlyAsAParameter) {
+  for (const int stage : {0, 1, 2, 3}) {
+    const PlanOptions options{.stage = stage, .ranks = 3, .dtype = DataType::kBfloat16};
+    ModelShape model = awkward_model(2);
+    const Plan before = plan_of(model, options);
+    model.units[1].parameters.push_back({.name = "frozen", .count = 10'001, .frozen = true});
+
+    const Plan after = plan_of(model, options);
+
+    const std::uint64_t padded = after.layouts[1].frozen_count;
+    EXPECT_EQ(padded, round_up(10'001, 3 * kLeaf));
+    EXPECT_EQ(after.bytes.parameters, before.bytes.parameters + 2 * padded / (stage == 3 ? 3 : 1));
+    EXPECT_EQ(after.bytes.gradients, before.bytes.gradients);
+    EXPECT_EQ(after.bytes.optimizer, before.bytes.optimizer);
+    if (stage < 3) {
+      EXPECT_EQ(after.wire_per_step, before.wire_per_step);
+    }
+  }
+}
+
+TEST(Plan, BucketsAreTheSizeAskedForWhateverTheModel) {
+  for (const std::uint64_t asked : {std::uint64_t{1}, 10'000 + std::uint64_t{7}, 64_KiB, 1_MiB}) {
+    for (const int ranks : kRanks) {
+      const Plan plan =
+          plan_of(awkward_model(3),
+                  {.stage = 2, .ranks = ranks, .dtype = DataType::kBfloat16, .bucket_bytes = asked});
+      const std::uint64_t slice_bytes = static_cast<std::uint64_t>(ranks) * 2;
+      EXPECT_EQ(plan.bucket_columns % kLeaf, 0u);
+      EXPECT_GE(plan.bucket_columns, kLeaf);
+      EXPECT_LE(plan.bucket_columns * slice_bytes, std::max(asked, kLeaf * slice_bytes));
+    }
+  }
+}
+
+TEST(Plan, ReservedIsWholeChunksAndAtLeastTheTotal) {
+  ModelShape model = awkward_model(3);
+  model.activation_bytes = 1'000'003;
+  for_all_options([&](PlanOptions options) {
+    options.chunk_bytes = 256_KiB;
+    const Plan plan = plan_of(model, options);
+    EXPECT_EQ(plan.reserved_bytes % options.chunk_bytes, 0u);
+    EXPECT_GE(plan.reserved_bytes, plan.bytes.total());
+    EXPECT_LT(plan.reserved_bytes, plan.bytes.total() + (1 + plan.slot_bytes.size()) * options.chunk_bytes);
+    EXPECT_EQ(plan.bytes.activations, round_up(1'000'003, 512));
+  });
+}
+
+TEST(Plan, SendsTwoPsiBelowStage3AndAtMostThreeAtIt) {
+  const ModelShape model = awkward_model(6);
+  for_all_options([&](const PlanOptions& options) {
+    const Plan plan = plan_of(model, options);
+
+    const std::uint64_t n = static_cast<std::uint64_t>(options.ranks);
+    const std::uint64_t k = static_cast<std::uint64_t>(options.micro_steps);
+    const std::uint64_t element = element_bytes(options.dtype);
+    // Psi (N-1)/N elements, padded, and the doubles that the vote of step() exchanges: two and two for each
+    // unit.
+    const std::uint64_t pass = padded_count(plan) / n * (n - 1) * element;
+    const std::uint64_t norms = 8 * (n - 1) * (2 * model.units.size() + 2);
+    EXPECT_EQ(plan.wire_per_step.received, plan.wire_per_step.sent);
+    if (options.stage < 3) {
+      EXPECT_EQ(plan.wire_per_step.sent, (k + 1) * pass + norms);
+    } else {
+      EXPECT_LE(plan.wire_per_step.sent, 3 * k * pass + norms);
+      if (n > 1) {
+        EXPECT_GT(plan.wire_per_step.sent, 2 * k * pass);
+      }
+    }
+  });
+}
+
+TEST(Plan, LocalAccumulationReducesOnceAStepAndKeepsNoSecondAccumulator) {
+  const ModelShape model = awkward_model(3);
+  for (const int stage : {0, 1}) {
+    PlanOptions options{.stage = stage, .ranks = 4, .micro_steps = 5, .accumulate = Accumulate::kLocal};
+    const Plan local = plan_of(model, options);
+    options.micro_steps = 1;
+    options.accumulate = Accumulate::kShard;
+    const Plan once = plan_of(model, options);
+    EXPECT_EQ(local.wire_per_step, once.wire_per_step);
+    EXPECT_EQ(local.bytes.gradients, once.bytes.gradients);
+  }
+}
+
+TEST(Plan, ChangesItsFingerprintWithWhatRanksMustAgreeOn) {
+  const ModelShape model = awkward_model(2);
+  const PlanOptions options{.stage = 2, .ranks = 3};
+  const std::string text = plan_of(model, options).fingerprint_text();
+  EXPECT_EQ(plan_of(model, options).fingerprint_text(), text);
+  PlanOptions other = options;
+  other.stage = 3;
+  EXPECT_NE(plan_of(model, other).fingerprint_text(), text);
+  other = options;
+  other.dtype = DataType::kFloat16;
+  EXPECT_NE(plan_of(model, other).fingerprint_text(), text);
+  EXPECT_NE(plan_of(awkward_model(3), options).fingerprint_text(), text);
+}
+
+TEST(Plan, RefusesOptionsByName) {
+  const auto message = [](const PlanOptions& options) {
+    const Status status = make_plan(awkward_model(1), options).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    return status.message();
+  };
+  EXPECT_NE(message({.stage = 4}).find("stage 4"), std::string::npos);
+  EXPECT_NE(message({.stage = -1}).find("stage -1"), std::string::npos);
+  EXPECT_NE(message({.ranks = 0}).find("ranks is 0"), std::string::npos);
+  EXPECT_NE(message({.micro_steps = 0}).find("micro-steps is 0"), std::string::npos);
+  EXPECT_NE(message({.bucket_bytes = 0}).find("bucket"), std::string::npos);
+  EXPECT_NE(message({.chunk_bytes = 0}).find("chunk"), std::string::npos);
+  for (const int stage : {2, 3}) {
+    EXPECT_NE(message({.stage = stage, .accumulate = Accumulate::kLocal}).find("accumulate local"),
+              std::string::npos);
+  }
+}
+
+TEST(Plan, RefusesModelsThatCannotBe) {
+  const auto refused = [](const ModelShape& model) {
+    return make_plan(model, {}).status().code() == StatusCode::kInvalidArgument;
+  };
+  EXPECT_TRUE(refused({}));
+  EXPECT_TRUE(refused({.units = {{.name = "empty"}}}));
+  EXPECT_TRUE(refused({.units = {{.name = "u", .parameters = {{.name = "p", .count = 0}}}}}));
+  EXPECT_TRUE(refused({.units = {{.name = "u", .parameters = {{.name = "p", .count = 1, .group = -1}}}}}));
+  EXPECT_TRUE(refused({.units = {{.name = "u", .parameters = {{.name = "p", .count = ~std::uint64_t{0}}}}}}));
+  ModelShape twice = awkward_model(1);
+  twice.units[1].parameters.push_back({.name = "words", .count = 3});
+  EXPECT_TRUE(refused(twice));
+  ModelShape forward_tie = awkward_model(1);
+  forward_tie.units[0].tied.push_back({.unit = 1, .index = 0});
+  EXPECT_TRUE(refused(forward_tie));
+  ModelShape no_such_index = awkward_model(1);
+  no_such_index.units.back().tied[0].index = 1;
+  EXPECT_TRUE(refused(no_such_index));
+}
+
+}  // namespace
+}  // namespace forebay
