@@ -25,7 +25,7 @@ enum class Preset : std::uint8_t {
 const char* preset_name(Preset preset) noexcept;
 std::optional<Preset> parse_preset(const std::string& name);
 
-// "7.5B", "1.5e9", "124M", "1_000" is not one; suffixes K, M, B, T are powers of 1000.
+// "7.5B", "1.5e9", "124M", or plain digits; suffixes K, M, B, T are powers of 1000.
 //
 // Errors: kInvalidArgument for what is not a whole number of 1 to 2^52 parameters.
 Result<std::uint64_t> parse_parameter_count(const std::string& text);
