@@ -119,14 +119,16 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
   }
   text += ":\n";
   for (const std::vector<Verdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);
-  bool any_fails = false;
   for (std::size_t i = 0; i < reports.size(); ++i) {
     const bool fits = std::all_of(by_limit.begin(), by_limit.end(),
                                   [&](const std::vector<Verdict>& verdicts) { return verdicts[i].fits(); });
     if (!fits) text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";
-    any_fails = any_fails || !fits;
   }
-  if (any_fails && budget.host_ranks > 1) text += "  or keep fewer of the ranks on this host\n";
+  const bool host_fails = std::any_of(
+      by_limit.begin() + (budget.memory_bytes != 0 ? 1 : 0), by_limit.end(), [](const auto& verdicts) {
+        return std::any_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return !v.fits(); });
+      });
+  if (host_fails && budget.host_ranks > 1) text += "  or keep fewer of the ranks on this host\n";
   return text;
 }
 
