@@ -18,8 +18,12 @@
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
 #include <ifaddrs.h>
+#include <netdb.h>
+#include <netinet/in.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -649,32 +653,67 @@ class GlooCommunicator final : public Communicator {
   std::uint64_t control_sequence_ = 0;
 };
 
-bool is_interface(const std::string& name) {
+std::string numeric(const sockaddr* address, socklen_t length) {
+  char text[NI_MAXHOST] = {};
+  return getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0 ? text : "";
+}
+
+bool can_listen(const sockaddr* address, socklen_t length) {
+  const int descriptor = socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (descriptor < 0) return false;
+  const bool bound = bind(descriptor, address, length) == 0;
+  close(descriptor);
+  return bound;
+}
+
+// The numeric address of an interface of this host, IPv4 before IPv6, or nothing.
+std::string address_of_interface(const std::string& name) {
   ifaddrs* all = nullptr;
-  if (getifaddrs(&all) != 0) return false;
-  bool found = false;
-  for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) found = found || name == i->ifa_name;
+  if (getifaddrs(&all) != 0) return {};
+  std::string found;
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* i = all; i != nullptr && found.empty(); i = i->ifa_next) {
+      if (name != i->ifa_name || i->ifa_addr == nullptr || i->ifa_addr->sa_family != family) continue;
+      const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+      if (can_listen(i->ifa_addr, length)) found = numeric(i->ifa_addr, length);
+    }
+  }
   freeifaddrs(all);
   return found;
 }
 
+// The numeric form of the first address of `name` that this host can listen on, or nothing.
+std::string address_of_host(const std::string& name) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  addrinfo* all = nullptr;
+  if (getaddrinfo(name.c_str(), nullptr, &hints, &all) != 0) return {};
+  std::string found;
+  for (const addrinfo* i = all; i != nullptr && found.empty(); i = i->ai_next) {
+    if (can_listen(i->ai_addr, i->ai_addrlen)) found = numeric(i->ai_addr, i->ai_addrlen);
+  }
+  freeaddrinfo(all);
+  return found;
+}
+
 Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
+  // Gloo gets a numeric address that works: Debian 12's reads an uninitialised pointer when a name has none.
+  const std::string wanted = interface.empty() ? "127.0.0.1" : interface;
   gloo::transport::tcp::attr attributes;
-  if (interface.empty()) {
-    attributes.hostname = "127.0.0.1";
-  } else if (is_interface(interface)) {
-    attributes.iface = interface;
-  } else {
-    attributes.hostname = interface;
+  attributes.hostname = address_of_interface(wanted);
+  if (attributes.hostname.empty()) attributes.hostname = address_of_host(wanted);
+  const std::string advice = "; give an address or an interface of this host";
+  if (attributes.hostname.empty()) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        "cannot listen on \"" + wanted + "\": no interface or address of this host has that name" + advice);
   }
   try {
-    const NoSignals
-        guard;  // The I/O thread that starts here inherits it: signals are for the program's own threads.
+    // The I/O thread that starts here inherits the mask: signals are for the program's own threads.
+    const NoSignals guard;
     return gloo::transport::tcp::CreateDevice(attributes);
   } catch (const std::exception& error) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot listen on \"" + (interface.empty() ? attributes.hostname : interface) +
-                      "\": " + error.what() + "; give an address or an interface of this host");
+    return Status(StatusCode::kUnavailable, "cannot listen on \"" + wanted + "\": " + error.what() + advice);
   }
 }
 
