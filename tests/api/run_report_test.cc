@@ -1,0 +1,100 @@
+#include "runtime/api/run_report.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+
+#include "forebay/error.h"
+
+namespace forebay {
+namespace {
+
+RunReport example(int stage) {
+  RunReport run;
+  run.name = "stage-" + std::to_string(stage);
+  run.world_size = 4;
+  run.stage = stage;
+  run.dtype = "bf16";
+  run.parameters = 1'000'000;
+  run.steps = 2;
+  run.losses = {5.5, 5.25};
+  run.grad_norms = {1.0, std::nullopt};
+  run.digest = "0123456789abcdef0123456789abcdef";
+  return run;
+}
+
+TEST(RunReport, FormulasAreThePapers) {
+  EXPECT_EQ(model_state_formula_bytes(example(0)), 16e6);
+  EXPECT_EQ(model_state_formula_bytes(example(1)), 4e6 + 3e6);
+  EXPECT_EQ(model_state_formula_bytes(example(2)), 2e6 + 3.5e6);
+  EXPECT_EQ(model_state_formula_bytes(example(3)), 4e6);
+  EXPECT_EQ(wire_formula_bytes(example(2)), 2 * 2e6 * 3 / 4);
+  EXPECT_EQ(wire_formula_bytes(example(3)), 3 * 2e6 * 3 / 4);
+}
+
+TEST(RunReport, AccumulatorOfSeveralMicroStepsIsCounted) {
+  RunReport whole = example(1);
+  RunReport sharded = example(2);
+  whole.micro_steps = sharded.micro_steps = 3;
+
+  EXPECT_EQ(model_state_formula_bytes(whole), 4e6 + 3e6 + 1e6);
+  EXPECT_EQ(model_state_formula_bytes(sharded), 2e6 + 1e6 + 3e6);
+  EXPECT_EQ(wire_formula_bytes(whole), 4 * 2e6 * 3 / 4);
+}
+
+TEST(RunReport, OneBitOfLossIsADifference) {
+  RunReport other = example(3);
+  other.losses[1] = std::nextafter(other.losses[1], 6.0);
+
+  const Comparison comparison = compare_runs({example(0), other});
+
+  EXPECT_TRUE(comparison.comparable);
+  EXPECT_NE(comparison.difference.find("loss differs first at step 2"), std::string::npos)
+      << comparison.difference;
+  EXPECT_TRUE(compare_runs({example(0), example(3)}).difference.empty());
+}
+
+TEST(RunReport, RunsOfDifferentSetupsAreNotCalledEqual) {
+  RunReport other = example(0);
+  other.world_size = 3;
+
+  const Comparison comparison = compare_runs({example(0), other});
+
+  EXPECT_FALSE(comparison.comparable);
+  EXPECT_NE(comparison.difference.find("world_size"), std::string::npos);
+}
+
+TEST(RunReport, TableEndsWithTheVerdict) {
+  RunReport other = example(3);
+  other.digest = "f" + other.digest.substr(1);
+  std::ostringstream equal;
+  std::ostringstream different;
+
+  print_report_table(equal, {example(0), example(3)});
+  print_report_table(different, {example(0), other});
+
+  EXPECT_NE(equal.str().find("\nDigests are equal"), std::string::npos);
+  EXPECT_NE(different.str().find("\nDIFFERENT: digest"), std::string::npos);
+}
+
+TEST(RunReport, MissingKeyIsNamed) {
+  const std::string path = testing::TempDir() + "forebay-run-report-test.json";
+  std::ofstream(path) << R"({"world_size": 2})";
+
+  try {
+    read_run_report(path);
+    FAIL() << "a report without a stage was read";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kCorruption);
+    EXPECT_NE(std::string(error.what()).find("stage"), std::string::npos);
+  }
+  std::remove(path.c_str());
+}
+
+}  // namespace
+}  // namespace forebay
