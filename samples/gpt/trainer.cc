@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "compute_stream.h"
+#include "engine_model.h"
 #include "forebay/communicator.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
@@ -108,16 +109,16 @@ class Trainer {
         gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype, .threads = threads},
              *matmul_),
         engine_(backend, kernels, communicator, engine_options(options, text_)),
-        compute_(backend) {
+        compute_(backend),
+        model_(engine_, gpt_, units_, compute_) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
                   "the text has " + std::to_string(text_.bytes().size()) + " bytes, too few for --sequence " +
                       std::to_string(options.model.sequence) + "; give more with --text");
     }
     compute_.run([threads] { set_compute_threads(threads); });
-    register_model();
     engine_.commit();
-    gpt_.use_memory(engine_.activations());
+    model_.use_engine_memory();
     set_weights();
   }
 
@@ -152,21 +153,6 @@ class Trainer {
   }
 
  private:
-  void register_model() {
-    ParameterId tokens;
-    for (const GptUnit& unit : units_) {
-      const bool is_embedding = &unit == &units_.front();
-      const UnitId id = engine_.add_unit(unit.name, /*backward_reads_parameters=*/!is_embedding);
-      for (const GptParameter& parameter : unit.parameters) {
-        const ParameterId added =
-            engine_.add_parameter(id, parameter.name, parameter.count(), parameter.group);
-        if (is_embedding && added.index == embedding::kTokens) tokens = added;
-      }
-      if (&unit == &units_.back()) engine_.tie(id, tokens);
-    }
-    engine_.declare_activations(gpt_.memory_bytes());
-  }
-
   void set_weights() {
     cursor_ = {.samples = 0, .seed = options_.seed, .text = text_.hash()};
     if (!options_.load_state.empty()) {
@@ -201,10 +187,7 @@ class Trainer {
     engine_.step_begin();
     losses_.clear();
     for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) {
-      engine_.micro_step_begin(micro_step);
-      start_batch(micro_step);
-      for (int unit = 0; unit < gpt_.unit_count(); ++unit) forward(unit);
-      for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) backward(unit);
+      run_micro_step(micro_step);
       compute_.run([this] { losses_.push_back(gpt_.loss()); });
     }
     compute_.synchronize();
@@ -220,8 +203,7 @@ class Trainer {
     return result;
   }
 
-  // Queues the choice of this micro-step's samples.
-  void start_batch(int micro_step) {
+  void run_micro_step(int micro_step) {
     const std::size_t sequence = options_.model.sequence;
     const BatchPlace place{.first_sample = cursor_.samples,
                            .micro_step = static_cast<std::uint64_t>(micro_step),
@@ -234,38 +216,7 @@ class Trainer {
       copy_sample(text_, options_.seed, place.sample() + b, std::span(tokens).subspan(b * sequence, sequence),
                   std::span(targets).subspan(b * sequence, sequence));
     }
-    compute_.run(
-        [this, tokens = std::move(tokens), targets = std::move(targets)] { gpt_.start(tokens, targets); });
-  }
-
-  void forward(int unit) {
-    const Lease lease = engine_.forward(unit, compute_.stream());
-    compute_.run([this, unit, parameters = parameters_of(lease, unit)] { gpt_.forward(unit, parameters); });
-  }
-
-  void backward(int unit) {
-    Lease lease = engine_.backward(unit, compute_.stream());
-    const bool reads_parameters = unit != 0;
-    std::vector<const std::byte*> parameters;
-    if (reads_parameters) parameters = parameters_of(lease, unit);
-    std::vector<GradientTarget> gradients(parameter_count_of(unit));
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-      gradients[i].data = lease.gradient(static_cast<int>(i), &gradients[i].accumulate);
-    }
-    compute_.run([this, unit, parameters = std::move(parameters), gradients = std::move(gradients),
-                  scale = engine_.loss_scale()] { gpt_.backward(unit, parameters, gradients, scale); });
-  }
-
-  // The last unit's tied wte.weight comes after its own.
-  std::size_t parameter_count_of(int unit) const {
-    const std::size_t own = units_[static_cast<std::size_t>(unit)].parameters.size();
-    return unit + 1 == gpt_.unit_count() ? own + 1 : own;
-  }
-
-  std::vector<const std::byte*> parameters_of(const Lease& lease, int unit) const {
-    std::vector<const std::byte*> parameters(parameter_count_of(unit));
-    for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i] = lease.parameter(static_cast<int>(i));
-    return parameters;
+    model_.run_micro_step(micro_step, std::move(tokens), std::move(targets));
   }
 
   std::uint64_t samples_per_step() const {
@@ -332,7 +283,8 @@ class Trainer {
   Engine engine_;
   Cursor cursor_;
   std::vector<double> losses_;  // Of this step's micro-steps; written on the compute stream.
-  ComputeStream compute_;       // Last: its end waits for work that uses the rest.
+  ComputeStream compute_;       // After what its work uses: its end waits for it.
+  EngineModel model_;
 };
 
 TrainingReport train_rank(const TrainerOptions& options, const RankPlace& place,

@@ -1,0 +1,62 @@
+#include "engine_model.h"
+
+#include <utility>
+
+namespace forebay::gpt {
+
+EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute)
+    : engine_(engine), gpt_(gpt), units_(units), compute_(compute) {
+  ParameterId tokens;
+  for (const GptUnit& unit : units) {
+    const bool is_embedding = &unit == &units.front();
+    // An embedding's backward pass adds rows of gradients together: it needs no weights.
+    const UnitId id = engine.add_unit(unit.name, /*backward_reads_parameters=*/!is_embedding);
+    for (const GptParameter& parameter : unit.parameters) {
+      const ParameterId added = engine.add_parameter(id, parameter.name, parameter.count(), parameter.group);
+      if (is_embedding && added.index == embedding::kTokens) tokens = added;
+    }
+    if (&unit == &units.back()) engine.tie(id, tokens);
+  }
+  engine.declare_activations(gpt.memory_bytes());
+}
+
+void EngineModel::run_micro_step(int index, std::vector<std::uint8_t> tokens,
+                                 std::vector<std::uint8_t> targets) {
+  engine_.micro_step_begin(index);
+  compute_.run(
+      [this, tokens = std::move(tokens), targets = std::move(targets)] { gpt_.start(tokens, targets); });
+  for (int unit = 0; unit < gpt_.unit_count(); ++unit) forward(unit);
+  for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) backward(unit);
+}
+
+void EngineModel::forward(int unit) {
+  const Lease lease = engine_.forward(unit, compute_.stream());
+  compute_.run([this, unit, parameters = parameters_of(lease, unit)] { gpt_.forward(unit, parameters); });
+}
+
+void EngineModel::backward(int unit) {
+  Lease lease = engine_.backward(unit, compute_.stream());
+  const bool reads_parameters = unit != 0;
+  std::vector<const std::byte*> parameters;
+  if (reads_parameters) parameters = parameters_of(lease, unit);
+  std::vector<GradientTarget> gradients(parameter_count_of(unit));
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    gradients[i].data = lease.gradient(static_cast<int>(i), &gradients[i].accumulate);
+  }
+  compute_.run([this, unit, parameters = std::move(parameters), gradients = std::move(gradients),
+                scale = engine_.loss_scale()] { gpt_.backward(unit, parameters, gradients, scale); });
+}
+
+// The last unit's tied wte.weight comes after its own.
+std::size_t EngineModel::parameter_count_of(int unit) const {
+  const std::size_t own = units_[static_cast<std::size_t>(unit)].parameters.size();
+  return unit + 1 == gpt_.unit_count() ? own + 1 : own;
+}
+
+std::vector<const std::byte*> EngineModel::parameters_of(const Lease& lease, int unit) const {
+  std::vector<const std::byte*> parameters(parameter_count_of(unit));
+  for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i] = lease.parameter(static_cast<int>(i));
+  return parameters;
+}
+
+}  // namespace forebay::gpt

@@ -1,0 +1,39 @@
+// EngineModel: a Gpt whose parameters and gradients an Engine keeps. This is the whole of what a model has to
+// do to be trained under ZeRO: say what there is, and lease each unit around its forward and its backward
+// pass.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "compute_stream.h"
+#include "forebay/engine.h"
+#include "gpt.h"
+#include "shape.h"
+
+namespace forebay::gpt {
+
+class EngineModel {
+ public:
+  // Registers the model's units with `engine`, not yet committed. All four outlive this.
+  EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute);
+
+  // After the engine's commit: takes the declared activation memory.
+  void use_engine_memory() { gpt_.use_memory(engine_.activations()); }
+
+  // Queues the forward and the backward pass of one micro-step.
+  void run_micro_step(int index, std::vector<std::uint8_t> tokens, std::vector<std::uint8_t> targets);
+
+ private:
+  void forward(int unit);
+  void backward(int unit);
+  std::size_t parameter_count_of(int unit) const;
+  std::vector<const std::byte*> parameters_of(const Lease& lease, int unit) const;
+
+  Engine& engine_;
+  Gpt& gpt_;
+  const std::vector<GptUnit>& units_;
+  ComputeStream& compute_;
+};
+
+}  // namespace forebay::gpt

@@ -1,0 +1,307 @@
+// What the engine costs: tokens/s of a GPT under the engine at one rank and stage 0, over the same model's
+// bare loop.
+//
+// The bare loop is the same forward and backward on the same stream, the norm kernel over each unit, the same
+// clip, and the AdamW kernel, which rounds to the parameters too. Steps of the two alternate in one process,
+// so that both meet the machine in the same mood; the figure is the median of the ratios of neighbours.
+//
+//   engine_cost [pairs [dtype]]     exit code 1 when the median is below the target
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "compute_stream.h"
+#include "engine_model.h"
+#include "forebay/engine.h"
+#include "forebay/error.h"
+#include "forebay/host_backend.h"
+#include "forebay/kernels.h"
+#include "forebay/local_communicator.h"
+#include "forebay/units.h"
+#include "gpt.h"
+#include "initial.h"
+#include "random.h"
+
+namespace forebay::gpt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr double kTarget = 0.97;
+constexpr int kPairsDefault = 21;
+constexpr std::size_t kBatch = 4;
+// 25.3 million parameters.
+constexpr GptShape kShape{.layers = 8, .hidden = 512, .heads = 8, .sequence = 128};
+constexpr double kLr = 1e-4, kWeightDecay = 0.1, kClip = 1.0, kBeta1 = 0.9, kBeta2 = 0.95, kEpsilon = 1e-8;
+
+// Bytes on a page of their own, so that every kernel finds the alignment it likes.
+class Memory {
+ public:
+  explicit Memory(std::size_t bytes)
+      : data_(std::aligned_alloc(4096, round_up(std::max<std::size_t>(bytes, 1), 4096))) {
+    std::fill_n(static_cast<std::byte*>(data_.get()), bytes, std::byte{0});
+  }
+  std::byte* data() const { return static_cast<std::byte*>(data_.get()); }
+  float* floats() const { return static_cast<float*>(data_.get()); }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<void, Free> data_;
+};
+
+// One unit's parameters, gradients and optimizer state as plain flat arrays.
+struct BareUnit {
+  BareUnit(const GptUnit& unit, DataType dtype)
+      : offsets(),
+        count(layout(unit, offsets)),
+        master(count * 4),
+        m(count * 4),
+        v(count * 4),
+        parameters(dtype == DataType::kFloat32 ? 0 : count * 2),
+        gradients(count * element_bytes(dtype)),
+        norm_scratch(count / kLeafCount * sizeof(double)),
+        dtype(dtype) {}
+
+  static std::size_t layout(const GptUnit& unit, std::vector<std::size_t>& offsets) {
+    std::size_t next = 0;
+    for (const GptParameter& parameter : unit.parameters) {
+      offsets.push_back(next);
+      next = round_up(next + parameter.count(), kParameterAlignment);
+    }
+    return round_up(next, kLeafCount);
+  }
+
+  std::byte* parameter(std::size_t i) const {
+    return (dtype == DataType::kFloat32 ? master.data() : parameters.data()) +
+           offsets[i] * element_bytes(dtype);
+  }
+  std::byte* gradient(std::size_t i) const { return gradients.data() + offsets[i] * element_bytes(dtype); }
+
+  std::vector<std::size_t> offsets;
+  std::size_t count;
+  Memory master, m, v, parameters, gradients, norm_scratch;
+  DataType dtype;
+};
+
+class BareLoop {
+ public:
+  BareLoop(const Gpt::Options& options, MatMul& matmul, Kernels& kernels, ComputeStream& compute)
+      : kernels_(kernels), compute_(compute), gpt_(options, matmul), memory_(gpt_.memory_bytes()) {
+    gpt_.use_memory(memory_.data());
+    const std::vector<GptUnit> descriptions = describe_units(options.shape);
+    norms_.resize(descriptions.size());
+    for (const GptUnit& unit : descriptions)
+      units_.push_back(std::make_unique<BareUnit>(unit, options.dtype));
+    set_random(descriptions, 1, [&](std::size_t u, std::size_t i, std::span<const float> values) {
+      std::copy(values.begin(), values.end(), units_[u]->master.floats() + units_[u]->offsets[i]);
+    });
+    for (const auto& unit : units_) {
+      if (unit->dtype == DataType::kFloat32) continue;
+      throw_if_error(kernels_.cast(
+          {unit->master.data(), unit->parameters.data(), unit->count, DataType::kFloat32, unit->dtype},
+          compute_.stream()));
+    }
+    compute_.synchronize();
+  }
+
+  double step(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets) {
+    compute_.run([this, &tokens, &targets] {
+      gpt_.start(tokens, targets);
+      for (int u = 0; u < gpt_.unit_count(); ++u) gpt_.forward(u, parameters_of(u));
+      for (int u = gpt_.unit_count() - 1; u >= 0; --u)
+        gpt_.backward(u, parameters_of(u), gradients_of(u), 1.0);
+    });
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      const BareUnit& unit = *units_[u];
+      throw_if_error(
+          kernels_.norm({unit.gradients.data(), reinterpret_cast<double*>(unit.norm_scratch.data()),
+                         &norms_[u], unit.count, unit.dtype},
+                        compute_.stream()));
+    }
+    compute_.synchronize();
+    const double norm = std::sqrt(pairwise_sum(norms_.data(), norms_.size()));
+    if (!std::isfinite(norm)) throw Error(StatusCode::kInternal, "the bare loop's gradient is not finite");
+    update(norm > kClip ? static_cast<float>(kClip / norm) : 1.0F);
+    compute_.synchronize();
+    return gpt_.loss();
+  }
+
+ private:
+  std::vector<const std::byte*> parameters_of(int u) const {
+    const BareUnit& unit = *units_[static_cast<std::size_t>(u)];
+    std::vector<const std::byte*> all;
+    for (std::size_t i = 0; i < unit.offsets.size(); ++i) all.push_back(unit.parameter(i));
+    if (u + 1 == gpt_.unit_count()) all.push_back(units_[0]->parameter(embedding::kTokens));
+    return all;
+  }
+
+  std::vector<GradientTarget> gradients_of(int u) const {
+    const BareUnit& unit = *units_[static_cast<std::size_t>(u)];
+    std::vector<GradientTarget> all;
+    for (std::size_t i = 0; i < unit.offsets.size(); ++i) {
+      all.push_back({unit.gradient(i), u == 0 && i == embedding::kTokens});
+    }
+    if (u + 1 == gpt_.unit_count()) all.push_back({units_[0]->gradient(embedding::kTokens), false});
+    return all;
+  }
+
+  void update(float factor) {
+    ++step_;
+    for (const auto& unit : units_) {
+      // One group for all: which elements decay does not change the time.
+      AdamWArguments a{};
+      a.gradient = unit->gradients.data();
+      a.master = unit->master.floats();
+      a.m = unit->m.floats();
+      a.v = unit->v.floats();
+      a.parameter = unit->dtype == DataType::kFloat32 ? nullptr : unit->parameters.data();
+      a.count = unit->count;
+      a.gradient_type = unit->dtype;
+      a.parameter_type = unit->dtype;
+      a.factor = factor;
+      a.lr = static_cast<float>(kLr);
+      a.weight_decay = static_cast<float>(kWeightDecay);
+      a.beta1 = static_cast<float>(kBeta1);
+      a.beta2 = static_cast<float>(kBeta2);
+      a.eps = static_cast<float>(kEpsilon);
+      a.a1 = static_cast<float>(1 - kBeta1);
+      a.a2 = static_cast<float>(1 - kBeta2);
+      a.c1 = static_cast<float>(1 - std::pow(kBeta1, step_));
+      a.s2 = static_cast<float>(std::sqrt(1 - std::pow(kBeta2, step_)));
+      throw_if_error(kernels_.adamw(a, compute_.stream()));
+    }
+  }
+
+  Kernels& kernels_;
+  ComputeStream& compute_;
+  Gpt gpt_;
+  Memory memory_;
+  std::vector<std::unique_ptr<BareUnit>> units_;
+  std::vector<double> norms_;
+  int step_ = 0;
+};
+
+class EngineLoop {
+ public:
+  EngineLoop(const Gpt::Options& options, MatMul& matmul, Backend& backend, Kernels& kernels,
+             Communicator& communicator, ComputeStream& compute)
+      : compute_(compute),
+        units_(describe_units(options.shape)),
+        gpt_(options, matmul),
+        engine_(backend, kernels, communicator, {.stage = 0, .dtype = options.dtype}),
+        model_(engine_, gpt_, units_, compute) {
+    engine_.commit();
+    model_.use_engine_memory();
+    set_random(units_, 1, [&](std::size_t u, std::size_t i, std::span<const float> values) {
+      engine_.set_parameter({static_cast<UnitId>(u), static_cast<int>(i)}, values);
+    });
+  }
+
+  double step(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets) {
+    engine_.step_begin();
+    model_.run_micro_step(0, tokens, targets);
+    compute_.synchronize();
+    Hyperparameters hyperparameters;
+    hyperparameters.groups = {{kLr, kWeightDecay}, {kLr, kWeightDecay}};
+    hyperparameters.clip = kClip;
+    engine_.step(hyperparameters);
+    static_cast<void>(engine_.statistics());  // Waits for the updates, as the bare loop does.
+    return gpt_.loss();
+  }
+
+ private:
+  ComputeStream& compute_;
+  const std::vector<GptUnit> units_;
+  Gpt gpt_;
+  Engine engine_;
+  EngineModel model_;
+};
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+int run(int pairs, DataType dtype) {
+  const int threads = default_compute_threads();
+  set_compute_threads(threads);
+  const auto backend = value_or_throw(HostBackend::create({}));
+  const auto kernels = value_or_throw(Kernels::create(*backend, {.thread_count = threads}));
+  const auto communicator = value_or_throw(LocalGroup::create(1)->communicator(0, *backend, *kernels));
+  ComputeStream compute(*backend);
+  compute.run([threads] { set_compute_threads(threads); });
+  const auto matmul = library_matmul_available() ? create_library_matmul() : create_plain_matmul();
+  const Gpt::Options options{.shape = kShape, .batch = kBatch, .dtype = dtype, .threads = threads};
+  EngineLoop engine(options, *matmul, *backend, *kernels, *communicator, compute);
+  BareLoop bare(options, *matmul, *kernels, compute);
+
+  std::vector<std::uint8_t> tokens(kBatch * kShape.sequence), targets(tokens.size());
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    tokens[i] = static_cast<std::uint8_t>(draw(1, kTextStream, i));
+    targets[i] = static_cast<std::uint8_t>(draw(1, kTextStream, i + 1));
+  }
+  const auto seconds = [&](auto& loop, double* loss) {
+    const Clock::time_point start = Clock::now();
+    *loss = loop.step(tokens, targets);
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  };
+
+  std::vector<double> ratios, engine_seconds, bare_seconds;
+  for (int pair = -2; pair < pairs; ++pair) {  // Two rounds to warm up.
+    double engine_loss = 0, bare_loss = 0, with_engine = 0, without = 0;
+    // Who comes first changes, so that neither always follows the other.
+    if (pair % 2 == 0) {
+      with_engine = seconds(engine, &engine_loss);
+      without = seconds(bare, &bare_loss);
+    } else {
+      without = seconds(bare, &bare_loss);
+      with_engine = seconds(engine, &engine_loss);
+    }
+    if (engine_loss != bare_loss) {
+      std::fprintf(stderr, "the two loops differ: loss %.17g under the engine, %.17g bare\n", engine_loss,
+                   bare_loss);
+      return 1;
+    }
+    if (pair < 0) continue;
+    engine_seconds.push_back(with_engine);
+    bare_seconds.push_back(without);
+    ratios.push_back(without / with_engine);
+  }
+
+  const double tokens_per_step = static_cast<double>(tokens.size());
+  const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
+  std::printf("%zu parameters, %s, %d threads, %s products, %s\n", parameter_count(kShape),
+              data_type_name(dtype), threads, matmul->name(), kernels->description());
+  std::printf("bare loop   %8.0f tokens/s (median of %d)\n", tokens_per_step / median(bare_seconds), pairs);
+  std::printf("engine      %8.0f tokens/s\n", tokens_per_step / median(engine_seconds));
+  std::printf("engine / bare: median %.4f [%.3f..%.3f], target %.2f\n", median(ratios), *low, *high, kTarget);
+  return median(ratios) >= kTarget ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace forebay::gpt
+
+int main(int argc, char** argv) {
+  const int pairs = argc > 1 ? std::atoi(argv[1]) : forebay::gpt::kPairsDefault;
+  const std::string dtype = argc > 2 ? argv[2] : "fp32";
+  if (pairs < 1 || (dtype != "fp32" && dtype != "bf16" && dtype != "fp16")) {
+    std::fprintf(stderr, "usage: engine_cost [pairs [fp32|bf16|fp16]]\n");
+    return 2;
+  }
+  try {
+    return forebay::gpt::run(pairs, dtype == "fp32"   ? forebay::DataType::kFloat32
+                                    : dtype == "bf16" ? forebay::DataType::kBfloat16
+                                                      : forebay::DataType::kFloat16);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "engine_cost: %s\n", error.what());
+    return 1;
+  }
+}
