@@ -1,0 +1,223 @@
+// The safetensors reader and writer: what is written comes back, and nothing that is not a valid file is
+// believed.
+
+#include "safetensors.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "initial.h"
+#include "random.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Safetensors : public testing::Test {
+ protected:
+  Safetensors() {
+    std::string pattern = (fs::temp_directory_path() / "forebay-safetensors-XXXXXX").string();
+    directory_ = ::mkdtemp(pattern.data());
+  }
+  ~Safetensors() override { fs::remove_all(directory_); }
+
+  std::string path(const std::string& name = "file.safetensors") const {
+    return (directory_ / name).string();
+  }
+
+  // A file of this header and so many bytes of data.
+  std::string write(const std::string& header, std::size_t data_bytes) const {
+    std::string content(8, '\0');
+    for (std::size_t i = 0; i < 8; ++i) content[i] = static_cast<char>(header.size() >> (8 * i));
+    return write_raw(content + header + std::string(data_bytes, '\0'));
+  }
+  std::string write_raw(const std::string& content) const {
+    std::ofstream(path(), std::ios::binary) << content;
+    return path();
+  }
+
+  // The error of reading `file`; fails when there is none.
+  static Status error_of(const std::string& file) {
+    try {
+      const SafetensorsReader reader(file);
+    } catch (const Error& error) {
+      return error.status();
+    }
+    ADD_FAILURE() << "accepted";
+    return {};
+  }
+
+  void expect_corrupt(const std::string& header, std::size_t data_bytes, const std::string& found) const {
+    const Status status = error_of(write(header, data_bytes));
+    EXPECT_EQ(status.code(), StatusCode::kCorruption) << header;
+    EXPECT_NE(status.message().find(found), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find(path()), std::string::npos) << status.message();
+  }
+
+  fs::path directory_;
+};
+
+TEST_F(Safetensors, WhatIsWrittenComesBack) {
+  const std::vector<float> a = {1.5F, -2.0F, 3.25F, 0.0F, -0.0F, 1e-40F};
+  const std::vector<float> b = {7.0F};
+  SafetensorsWriter writer(path(), {{"z", {2, 3}}, {"a", {1}}, {"nothing", {0, 4}}});
+  writer.write(a);
+  writer.write(b);
+  writer.write({});
+  writer.finish();
+
+  SafetensorsReader reader(path());
+
+  ASSERT_EQ(reader.tensors().size(), 3u);
+  EXPECT_EQ(reader.tensors().at("z").shape, (std::vector<std::uint64_t>{2, 3}));
+  EXPECT_EQ(reader.read("z"), a);
+  EXPECT_EQ(reader.read("a"), b);
+  EXPECT_TRUE(reader.read("nothing").empty());
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory_), fs::directory_iterator()), 1)
+      << "temporary left";
+}
+
+TEST_F(Safetensors, AnUnfinishedExportLeavesNothing) {
+  { SafetensorsWriter writer(path(), {{"a", {4}}}); }
+
+  EXPECT_TRUE(fs::is_empty(directory_));
+}
+
+TEST_F(Safetensors, HalvesAreWidened) {
+  std::string content =
+      R"({"__metadata__":{"format":"pt"},"b":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]},"h":{"dtype":"F16","shape":[1],"data_offsets":[2,4]}})";
+  std::string length(8, '\0');
+  length[0] = static_cast<char>(content.size());
+  write_raw(length + content + std::string("\xC0\x3F\x00\xBE", 4));
+
+  SafetensorsReader reader(path());
+
+  EXPECT_EQ(reader.read("b"), std::vector<float>{1.5F});
+  EXPECT_EQ(reader.read("h"), std::vector<float>{-1.5F});
+}
+
+TEST_F(Safetensors, BrokenFilesAreRefusedWithWhatIsWrong) {
+  const auto entry = [](const std::string& shape, const std::string& offsets,
+                        const std::string& dtype = "F32") {
+    return R"({"dtype":")" + dtype + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}";
+  };
+  expect_corrupt("{", 0, "not a JSON object");
+  expect_corrupt("[]", 0, "not a JSON object");
+  expect_corrupt(R"({"a":3})", 0, "tensor a");
+  expect_corrupt(R"({"a":{}})", 0, "tensor a");
+  expect_corrupt("{\"a\":" + entry("[1]", "[0]") + "}", 4, "tensor a");
+  expect_corrupt("{\"a\":" + entry("[-1]", "[0,4]") + "}", 4, "tensor a");
+  expect_corrupt("{\"a\":" + entry("[1.5]", "[0,4]") + "}", 4, "tensor a");
+  expect_corrupt("{\"a\":" + entry("[2]", "[0,4]") + "}", 4, "shape");
+  expect_corrupt("{\"a\":" + entry("[1]", "[4,0]") + "}", 4, "not within");
+  expect_corrupt("{\"a\":" + entry("[2]", "[0,8]") + "}", 4, "truncated");
+  expect_corrupt("{\"a\":" + entry("[1]", "[0,18446744073709551615]") + "}", 4, "not within");
+  expect_corrupt("{\"a\":" + entry("[4294967296,4294967296]", "[0,0]") + "}", 0, "shape");
+  expect_corrupt("{\"a\":" + entry("[4611686018427387905]", "[0,4]") + "}", 4, "shape");
+  expect_corrupt("{\"a\":" + entry("[1]", "[0,4]") + ",\"b\":" + entry("[1]", "[0,4]") + "}", 4, "overlap");
+  expect_corrupt("{\"a\":" + entry("[1]", "[0,4]") + ",\"b\":" + entry("[1]", "[8,12]") + "}", 12, "hole");
+  expect_corrupt("{\"a\":" + entry("[1]", "[0,4]") + "}", 8, "belong to no tensor");
+  expect_corrupt("{\"a\":" + entry("[1]", "[0,4]") + ",\"a\":" + entry("[1]", "[0,4]") + "}", 4, "twice");
+  EXPECT_EQ(error_of(write("{\"a\":" + entry("[1]", "[0,8]", "F64") + "}", 8)).code(),
+            StatusCode::kUnsupported);
+  EXPECT_EQ(error_of(write_raw("")).code(), StatusCode::kCorruption);
+  EXPECT_EQ(error_of(write_raw("1234567")).code(), StatusCode::kCorruption);
+  EXPECT_EQ(error_of(write_raw(std::string("\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF", 8))).code(),
+            StatusCode::kCorruption);
+  EXPECT_EQ(error_of(path("missing")).code(), StatusCode::kIoError);
+  EXPECT_EQ(error_of(directory_.string()).code(), StatusCode::kIoError);
+}
+
+TEST_F(Safetensors, EveryTruncationIsRefused) {
+  SafetensorsWriter writer(path(), {{"a", {3}}, {"b", {2, 2}}});
+  writer.write(std::vector<float>(3, 1.0F));
+  writer.write(std::vector<float>(4, 2.0F));
+  writer.finish();
+  std::ifstream stream(path(), std::ios::binary);
+  const std::string whole((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
+
+  for (std::size_t length = 0; length < whole.size(); ++length) {
+    EXPECT_EQ(error_of(write_raw(whole.substr(0, length))).code(), StatusCode::kCorruption) << length;
+  }
+}
+
+// Whatever a few changed bytes make of a header, the reader refuses it or can read every tensor it then
+// names.
+TEST_F(Safetensors, ChangedHeadersAreRefusedOrConsistent) {
+  const char* text = std::getenv("FOREBAY_SEED");
+  const std::uint64_t seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 97;
+  std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  SafetensorsWriter writer(path(), {{"a", {3}}, {"b", {2, 2}}, {"c", {1}}});
+  writer.write(std::vector<float>(3, 1.0F));
+  writer.write(std::vector<float>(4, 2.0F));
+  writer.write(std::vector<float>(1, 3.0F));
+  writer.finish();
+  std::ifstream stream(path(), std::ios::binary);
+  const std::string whole((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
+  const std::size_t header_end = whole.size() - 8 * sizeof(float);
+  const std::string alphabet = "0123456789{}[]\",:abF3216- ";
+
+  int refused = 0;
+  constexpr int kRounds = 400;
+  for (std::uint64_t round = 0; round < kRounds; ++round) {
+    std::string changed = whole;
+    const std::uint64_t changes = 1 + draw(seed, round, 0) % 3;
+    for (std::uint64_t i = 0; i < changes; ++i) {
+      const std::size_t place = draw(seed, round, 3 * i + 1) % header_end;
+      const std::uint64_t value = draw(seed, round, 3 * i + 2);
+      changed[place] =
+          value % 4 == 0 ? static_cast<char>(value >> 8) : alphabet[(value >> 8) % alphabet.size()];
+    }
+    write_raw(changed);
+    try {
+      SafetensorsReader reader(path());
+      for (const auto& [name, tensor] : reader.tensors()) EXPECT_EQ(reader.read(name).size(), tensor.count);
+    } catch (const Error&) {
+      ++refused;
+    }
+  }
+
+  EXPECT_GT(refused, kRounds / 2);
+  EXPECT_LT(refused, kRounds);
+}
+
+TEST_F(Safetensors, InitialWeightsMustBeThoseOfTheModel) {
+  const std::vector<GptUnit> units = {{"u", {{.name = "x", .shape = {2, 2}}, {.name = "y", .shape = {3}}}}};
+  const auto message_with = [&](const std::vector<TensorHeader>& tensors) {
+    SafetensorsWriter writer(path(), tensors);
+    for (const TensorHeader& tensor : tensors) {
+      std::size_t count = 1;
+      for (const std::size_t extent : tensor.shape) count *= extent;
+      writer.write(std::vector<float>(count, 1.0F));
+    }
+    writer.finish();
+    try {
+      set_from_file(units, path(), [](std::size_t, std::size_t, std::span<const float>) {});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kCorruption);
+      return error.status().message();
+    }
+    return std::string("accepted");
+  };
+
+  EXPECT_EQ(message_with({{"y", {3}}, {"x", {2, 2}}}), "accepted");
+  EXPECT_NE(message_with({{"x", {2, 2}}}).find("tensor y is missing"), std::string::npos);
+  EXPECT_NE(message_with({{"x", {4}}, {"y", {3}}}).find("tensor x has the shape [4], not [2, 2]"),
+            std::string::npos);
+  EXPECT_NE(message_with({{"x", {2, 2}}, {"y", {3}}, {"w", {1}}}).find("tensor w is not one of this model"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace forebay::gpt

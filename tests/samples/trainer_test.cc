@@ -1,0 +1,379 @@
+// The trainer over `local` ranks, and the command line: small runs that end in well under a second each. The
+// whole matrix of stages, types and ranks is tested elsewhere (tests/multirank).
+
+#include "trainer.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "gpt_reference.h"
+#include "initial.h"
+#include "options.h"
+#include "random.h"
+#include "safetensors.h"
+#include "text.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Trainer : public testing::Test {
+ protected:
+  Trainer() {
+    std::string pattern = (fs::temp_directory_path() / "forebay-trainer-XXXXXX").string();
+    directory_ = ::mkdtemp(pattern.data());
+    std::ofstream text(path("text"), std::ios::binary);
+    for (std::uint64_t i = 0; i < 2000; ++i) text << "the basin ahead of the turbine "[draw(5, 0, i) % 31];
+    clear_stop();
+  }
+  ~Trainer() override {
+    clear_stop();
+    fs::remove_all(directory_);
+  }
+
+  std::string path(const std::string& name) const { return (directory_ / name).string(); }
+
+  TrainerOptions options() const {
+    TrainerOptions o;
+    o.model = {.layers = 2, .hidden = 24, .heads = 3, .sequence = 12};
+    o.communicator = "local";
+    o.matmul = "plain";
+    o.threads = 1;
+    o.batch = 2;
+    o.steps = 4;
+    o.text = {path("text")};
+    o.bucket_bytes = 8192;
+    o.progress = false;
+    return o;
+  }
+
+  // The error of a run; fails when there is none.
+  static Status error_of(const std::vector<TrainerOptions>& by_rank) {
+    try {
+      run_training(by_rank);
+    } catch (const Error& error) {
+      return error.status();
+    }
+    ADD_FAILURE() << "the run did not fail";
+    return {};
+  }
+
+  fs::path directory_;
+};
+
+TEST_F(Trainer, StartsAtTheDocumentedLossAndGoesDown) {
+  TrainerOptions o = options();
+
+  const TrainingReport report = run_training(o);
+
+  const std::vector<GptUnit> units = describe_units(o.model);
+  std::map<std::string, Values> values;
+  std::uint64_t stream = 0;
+  for (const GptUnit& unit : units) {
+    for (const GptParameter& parameter : unit.parameters) {
+      const std::vector<float> initial = random_values(parameter, stream++, o.seed);
+      values[parameter.name] = Values(initial.begin(), initial.end());
+    }
+  }
+  const Text text = Text::read(o.text);
+  std::vector<std::uint8_t> tokens, targets;
+  for (std::uint64_t sample = 0; sample < o.batch; ++sample) {
+    const std::size_t start = draw(o.seed, kTextStream, sample) % (text.bytes().size() - o.model.sequence);
+    for (std::size_t i = 0; i < o.model.sequence; ++i) {
+      tokens.push_back(text.bytes()[start + i]);
+      targets.push_back(text.bytes()[start + i + 1]);
+    }
+  }
+  ASSERT_EQ(report.loss.size(), 4u);
+  EXPECT_NEAR(report.loss[0], GptReference(o.model, values).loss(tokens, targets), 1e-6);
+  EXPECT_LT(report.loss[3], report.loss[0]);
+}
+
+TEST_F(Trainer, StagesGiveTheSameBits) {
+  TrainerOptions o = options();
+  o.ranks = 3;
+  o.micro_steps = 2;
+  o.dtype = DataType::kBfloat16;
+  const TrainingReport first = run_training(o);
+
+  for (const int stage : {1, 2, 3}) {
+    o.stage = stage;
+    const TrainingReport report = run_training(o);
+    EXPECT_EQ(report.digest, first.digest) << stage;
+    EXPECT_EQ(report.loss, first.loss) << stage;
+    EXPECT_EQ(report.grad_norm, first.grad_norm) << stage;
+    EXPECT_LT(report.ranks[0].peak_bytes.model_states(), first.ranks[0].peak_bytes.model_states()) << stage;
+  }
+}
+
+TEST_F(Trainer, RanksOfBatchBAgreeWithOneRankOfBatchNTimesB) {
+  TrainerOptions together = options();
+  together.batch = 6;
+  TrainerOptions apart = options();
+  apart.ranks = 3;
+
+  const TrainingReport one = run_training(together);
+  const TrainingReport three = run_training(apart);
+
+  for (std::size_t i = 0; i < one.loss.size(); ++i) {
+    EXPECT_NEAR(three.loss[i], one.loss[i], 1e-5 * one.loss[i]);
+    EXPECT_NEAR(*three.grad_norm[i], *one.grad_norm[i], 1e-4 * *one.grad_norm[i]);
+  }
+}
+
+TEST_F(Trainer, AResumedRunIsTheSameAsOneThatDidNotStop) {
+  TrainerOptions o = options();
+  o.ranks = 2;
+  o.stage = 2;
+  o.steps = 6;
+  const TrainingReport whole = run_training(o);
+
+  TrainerOptions first_half = o;
+  first_half.steps = 3;
+  first_half.save_state = path("state");
+  run_training(first_half);
+  TrainerOptions second_half = o;
+  second_half.load_state = path("state");
+  const TrainingReport resumed = run_training(second_half);
+
+  EXPECT_EQ(resumed.first_step, 3u);
+  EXPECT_EQ(resumed.steps, 6u);
+  EXPECT_EQ(resumed.digest, whole.digest);
+  EXPECT_EQ(resumed.loss, std::vector<double>(whole.loss.begin() + 3, whole.loss.end()));
+}
+
+TEST_F(Trainer, AStopIsTheSameStepForAllRanksAndSavesTheState) {
+  TrainerOptions o = options();
+  o.ranks = 2;
+  o.steps = 1000000;
+  o.save_state = path("state");
+  request_stop();  // Seen in the first step.
+
+  const TrainingReport report = run_training(o);
+
+  EXPECT_TRUE(report.interrupted);
+  EXPECT_EQ(report.steps, 1u);
+  clear_stop();
+  TrainerOptions resumed = options();
+  resumed.ranks = 2;
+  resumed.steps = 1;
+  resumed.load_state = path("state");
+  EXPECT_EQ(run_training(resumed).digest, report.digest);
+}
+
+TEST_F(Trainer, ExportedInitialWeightsStartTheSameTraining) {
+  TrainerOptions o = options();
+  o.ranks = 2;
+  const TrainingReport direct = run_training(o);
+  TrainerOptions exporting = o;
+  exporting.stage = 3;
+  exporting.steps = 0;
+  exporting.export_file = path("initial.safetensors");
+  run_training(exporting);
+  TrainerOptions importing = o;
+  importing.initial_file = path("initial.safetensors");
+
+  const TrainingReport imported = run_training(importing);
+
+  EXPECT_EQ(imported.digest, direct.digest);
+  EXPECT_EQ(imported.loss, direct.loss);
+  SafetensorsReader file(path("initial.safetensors"));
+  EXPECT_EQ(file.tensors().at("h.1.mlp.c_fc.weight").shape, (std::vector<std::uint64_t>{24, 96}));
+}
+
+TEST_F(Trainer, PeaksAndTrafficAreAsPlanned) {
+  for (const int stage : {0, 1, 2, 3}) {
+    TrainerOptions o = options();
+    o.ranks = 3;
+    o.stage = stage;
+
+    const TrainingReport report = run_training(o);
+
+    for (const RankReport& rank : report.ranks) {
+      EXPECT_EQ(rank.peak_bytes, rank.planned_bytes) << stage;
+      EXPECT_EQ(rank.reserved_bytes, rank.planned_reserved_bytes) << stage;
+      EXPECT_EQ(rank.sent_bytes_per_step, static_cast<double>(rank.planned_sent_bytes_per_step)) << stage;
+      EXPECT_EQ(rank.received_bytes_per_step, static_cast<double>(rank.planned_received_bytes_per_step))
+          << stage;
+    }
+  }
+}
+
+TEST_F(Trainer, AnOverflowedStepIsSkippedAndHasNoNorm) {
+  TrainerOptions o = options();
+  o.dtype = DataType::kFloat16;
+  o.loss_scale = 1e30;
+  o.steps = 2;
+
+  const TrainingReport report = run_training(o);
+
+  EXPECT_FALSE(report.grad_norm[0].has_value());
+  const auto json = nlohmann::json::parse(report_json(report));
+  EXPECT_TRUE(json["grad_norm"][0].is_null());
+}
+
+TEST_F(Trainer, TheReportHasItsKeysAndFullPrecision) {
+  TrainerOptions o = options();
+  o.ranks = 2;
+  const TrainingReport report = run_training(o);
+
+  const auto json = nlohmann::json::parse(report_json(report));
+
+  for (const char* key : {"world_size", "stage", "dtype", "parameters", "steps", "loss", "grad_norm",
+                          "digest", "tokens_per_second", "compute_threads", "communicator", "ranks"}) {
+    EXPECT_TRUE(json.contains(key)) << key;
+  }
+  EXPECT_EQ(json["loss"].get<std::vector<double>>(), report.loss);
+  ASSERT_EQ(json["ranks"].size(), 2u);
+  for (const char* key : {"peak_bytes", "planned_bytes"}) {
+    for (const char* pool : {"parameters", "gradients", "optimizer", "gathered", "buckets", "activations"}) {
+      EXPECT_TRUE(json["ranks"][1][key].contains(pool)) << key << pool;
+    }
+  }
+}
+
+TEST_F(Trainer, AnOptionThatDiffersBetweenRanksIsNamed) {
+  TrainerOptions other = options();
+  other.lr = 2e-3;
+
+  const Status status = error_of({options(), options(), other});
+
+  EXPECT_NE(status.message().find("--lr"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("2"), std::string::npos) << status.message();
+}
+
+TEST_F(Trainer, ABudgetTooSmallIsRefused) {
+  TrainerOptions o = options();
+  o.ranks = 2;
+  o.memory_bytes = 1;
+
+  const Status status = error_of({o, o});
+
+  EXPECT_EQ(status.code(), StatusCode::kOutOfMemory) << status.message();
+}
+
+TEST_F(Trainer, StateSavedWithAnotherSeedIsRefused) {
+  TrainerOptions o = options();
+  o.save_state = path("state");
+  run_training(o);
+  o.save_state.clear();
+  o.load_state = path("state");
+  o.seed = 99;
+
+  const Status status = error_of({o});
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("--seed"), std::string::npos);
+}
+
+TEST_F(Trainer, ATextShorterThanASampleIsRefused) {
+  std::ofstream(path("short")) << "0123456789ab";  // 12 bytes: one too few.
+  TrainerOptions o = options();
+  o.text = {path("short")};
+
+  const Status status = error_of({o});
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("--sequence 12"), std::string::npos);
+}
+
+TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> mistakes = {
+      {{"--batch", "0"}, "--batch"},
+      {{"--batch", "-1"}, "--batch"},
+      {{"--stage", "4"}, "--stage 4"},
+      {{"--heads", "3"}, "--heads 3"},
+      {{"--hidden", "0"}, "--hidden"},
+      {{"--dtype", "fp8"}, "--dtype fp8"},
+      {{"--device", "tpu"}, "--device tpu"},
+      {{"--bucket", "12parsecs"}, "--bucket 12parsecs"},
+      {{"--memory", "-4"}, "--memory"},
+      {{"--accumulate", "local", "--stage", "2"}, "--accumulate local"},
+      {{"--save-every", "3"}, "--save-state"},
+      {{"--load-state", "a", "--initial", "b"}, "--initial"},
+      {{"--lr", "nan"}, "--lr"},
+      {{"--beta2", "1"}, "--beta2"},
+      {{"--communicator", "telepathy"}, "--communicator telepathy"},
+      {{"--matmul", "abacus"}, "--matmul abacus"},
+      {{"--ranks", "0"}, "--ranks"},
+      {{"--no-such-option"}, "--no-such-option"},
+      {{"--layers", "16777216", "--hidden", "16777216"}, "2^56"},
+  };
+  for (const auto& [arguments, expected] : mistakes) {
+    testing::internal::CaptureStderr();
+    const ParsedCommand command = parse_command(arguments);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_FALSE(command.options.has_value()) << expected;
+    EXPECT_EQ(command.exit_code, 2) << expected;
+    EXPECT_NE(said.find(expected), std::string::npos) << said;
+    EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+  }
+}
+
+TEST(GptCommand, OptionsArriveWhereTheyBelong) {
+  const ParsedCommand command = parse_command({"--ranks",
+                                               "4",
+                                               "--stage",
+                                               "3",
+                                               "--dtype",
+                                               "bf16",
+                                               "--accumulate",
+                                               "shard",
+                                               "--micro-steps",
+                                               "3",
+                                               "--bucket",
+                                               "64KiB",
+                                               "--memory",
+                                               "1.5GiB",
+                                               "--no-overlap",
+                                               "--text",
+                                               "a",
+                                               "b",
+                                               "--steps",
+                                               "7",
+                                               "--seed",
+                                               "18446744073709551615"});
+
+  ASSERT_TRUE(command.options.has_value());
+  EXPECT_EQ(command.options->ranks, 4);
+  EXPECT_EQ(command.options->stage, 3);
+  EXPECT_EQ(command.options->dtype, DataType::kBfloat16);
+  EXPECT_EQ(command.options->micro_steps, 3);
+  EXPECT_EQ(command.options->bucket_bytes, 65536u);
+  EXPECT_EQ(command.options->memory_bytes, 1610612736u);
+  EXPECT_FALSE(command.options->overlap);
+  EXPECT_EQ(command.options->text, (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(command.options->steps, 7u);
+  EXPECT_EQ(command.options->seed, UINT64_MAX);
+}
+
+TEST(GptCommand, HelpIsOnStdoutAndNamesEveryOption) {
+  testing::internal::CaptureStdout();
+  const ParsedCommand command = parse_command({"--help"});
+  const std::string help = testing::internal::GetCapturedStdout();
+
+  EXPECT_FALSE(command.options.has_value());
+  EXPECT_EQ(command.exit_code, 0);
+  for (const char* option :
+       {"--ranks",      "--stage",   "--dtype",      "--device",       "--communicator", "--matmul",
+        "--layers",     "--hidden",  "--heads",      "--sequence",     "--batch",        "--micro-steps",
+        "--accumulate", "--steps",   "--lr",         "--weight-decay", "--clip",         "--seed",
+        "--text",       "--bucket",  "--no-overlap", "--memory",       "--save-state",   "--save-every",
+        "--load-state", "--initial", "--export",     "--report"}) {
+    EXPECT_NE(help.find(option), std::string::npos) << option;
+  }
+}
+
+}  // namespace
+}  // namespace forebay::gpt
