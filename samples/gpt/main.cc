@@ -16,7 +16,6 @@ namespace forebay::gpt {
 namespace {
 
 constexpr int kFailureExit = 1;
-constexpr int kUsageExit = 2;
 constexpr int kInterruptedExit = 130;
 
 void stop_on_signals() {
@@ -112,7 +111,7 @@ int main(int argc, char** argv) {
     return run(*command.options, arguments);
   } catch (const forebay::Error& error) {
     std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
-    return error.code() == forebay::StatusCode::kInvalidArgument ? kUsageExit : kFailureExit;
+    return kFailureExit;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "forebay-gpt: %s\n", error.what());
     return kFailureExit;

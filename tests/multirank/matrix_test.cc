@@ -46,6 +46,7 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
+#ifndef FOREBAY_WHOLE_MATRIX
 // Greedy: the case that meets the most pairs not met yet, until all are.
 std::vector<Case> pairwise_cases() {
   using Pair = std::array<int, 4>;  // option, value, option, value
@@ -79,6 +80,7 @@ std::vector<Case> pairwise_cases() {
   }
   return chosen;
 }
+#endif
 
 std::vector<std::string> arguments_of(const Case& c) {
   std::vector<std::string> arguments = {"--ranks",        std::to_string(kRanks[c[kRank]]),

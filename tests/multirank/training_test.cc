@@ -1,0 +1,391 @@
+// Whole runs of forebay-gpt as a person has them: repeated, killed and resumed, at other depths and ranks,
+// with the wrong options, with a peer that never comes. After each, nothing is left behind.
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "support/process.h"
+#include "trainer.h"
+
+namespace forebay::testing {
+namespace {
+
+using Json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+Words operator+(Words left, const Words& right) {
+  left.insert(left.end(), right.begin(), right.end());
+  return left;
+}
+
+const Words kShape = {"--layers", "2",       "--hidden", "48",        "--heads", "3",      "--sequence",
+                      "24",       "--batch", "2",        "--threads", "1",       "--quiet"};
+const Words kSmall = [] {
+  Words words = kShape;
+  words.insert(words.end(), {"--steps", "6"});
+  return words;
+}();
+
+Json read_json(const std::string& path) {
+  std::ifstream file(path);
+  return Json::parse(file, nullptr, false);
+}
+
+// The program, with a private directory for temporary files so that what it leaves behind is seen.
+class Training : public ::testing::Test {
+ protected:
+  Process::Variables variables(const Process::Variables& more = {}) const {
+    Process::Variables all = more;
+    all["TMPDIR"] = directory_ / "tmp";
+    all["XDG_RUNTIME_DIR"] = directory_ / "tmp";
+    return all;
+  }
+  void SetUp() override { std::filesystem::create_directory(directory_ / "tmp"); }
+  void TearDown() override {
+    Words left;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(directory_ / "tmp"))
+      left.push_back(entry.path());
+    EXPECT_TRUE(left.empty()) << "left behind: " << ::testing::PrintToString(left);
+  }
+
+  Finished run(const Words& words, const Process::Variables& more = {}) {
+    return run_program(Words{FOREBAY_GPT} + words, variables(more));
+  }
+  Json report_of(const Words& words) {
+    const std::string path = directory_ / "report.json";
+    const Finished finished = run(words + Words{"--report", path});
+    EXPECT_EQ(finished.exit_code, 0) << finished.output;
+    return read_json(path);
+  }
+  // In this process, over `local`.
+  static gpt::TrainingReport train(const Words& words) {
+    const gpt::ParsedCommand parsed = gpt::parse_command(words);
+    return gpt::run_training(gpt::resolve_options(*parsed.options));
+  }
+
+  TemporaryDirectory directory_;
+};
+
+TEST_F(Training, RepeatsItsBits) {
+  const Words words = kSmall + Words{"--ranks", "3", "--stage", "3", "--dtype", "bf16"};
+  const Json first = report_of(words);
+  const Json second = report_of(words);
+  EXPECT_EQ(first.at("digest"), second.at("digest"));
+  EXPECT_EQ(first.at("loss"), second.at("loss"));
+}
+
+TEST_F(Training, GivesTheLossesOfOneRankWithAllTheSamples) {
+  const Words rest = {"--layers", "2",       "--hidden", "48",        "--heads", "3",       "--sequence",
+                      "24",       "--steps", "20",       "--threads", "1",       "--quiet", "--communicator",
+                      "local"};
+  const gpt::TrainingReport one = train(rest + Words{"--ranks", "1", "--batch", "12"});
+  for (const char* ranks : {"3", "4"}) {
+    const std::string batch = std::to_string(12 / std::stoi(ranks));
+    const gpt::TrainingReport several =
+        train(rest + Words{"--ranks", ranks, "--batch", batch, "--stage", "2"});
+    ASSERT_EQ(several.loss.size(), one.loss.size());
+    for (std::size_t i = 0; i < one.loss.size(); ++i) {
+      EXPECT_NEAR(several.loss[i] / one.loss[i], 1.0, 2e-5) << "step " << i << " with " << ranks << " ranks";
+    }
+  }
+  EXPECT_LT(one.loss.back(), one.loss.front() - 0.5) << "it does not learn";
+}
+
+TEST_F(Training, KeepsBoundedPoolsWhateverTheDepth) {
+  for (const char* stage : {"0", "1", "2", "3"}) {
+    const Words rest = {"--ranks", "3",       "--stage",    stage, "--hidden", "48",
+                        "--heads", "3",       "--sequence", "24",  "--batch",  "2",
+                        "--steps", "2",       "--threads",  "1",   "--quiet",  "--communicator",
+                        "local",   "--dtype", "bf16"};
+    const gpt::TrainingReport shallow = train(rest + Words{"--layers", "2"});
+    const gpt::TrainingReport deep = train(rest + Words{"--layers", "8"});
+    EXPECT_EQ(shallow.ranks[0].peak_bytes.gathered, deep.ranks[0].peak_bytes.gathered) << "stage " << stage;
+    EXPECT_EQ(shallow.ranks[0].peak_bytes.buckets, deep.ranks[0].peak_bytes.buckets) << "stage " << stage;
+    EXPECT_GT(deep.ranks[0].peak_bytes.model_states(), 2 * shallow.ranks[0].peak_bytes.model_states());
+  }
+}
+
+TEST_F(Training, HoldsTheBytesOfTheFormulas) {
+  constexpr double kRanks = 4;
+  for (const bool half : {false, true}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      const gpt::TrainingReport report = train({"--ranks",    "4",
+                                                "--stage",    std::to_string(stage),
+                                                "--dtype",    half ? "bf16" : "fp32",
+                                                "--layers",   "2",
+                                                "--hidden",   "192",
+                                                "--heads",    "3",
+                                                "--sequence", "16",
+                                                "--batch",    "1",
+                                                "--steps",    "2",
+                                                "--threads",  "1",
+                                                "--quiet",    "--communicator",
+                                                "local"});
+      const double psi = static_cast<double>(report.parameters);
+      const double element = half ? 2 : 4;
+      const double optimizer = half ? 12 : 8;
+      const double parameters = element * psi / (stage >= 3 ? kRanks : 1);
+      const double gradients = element * psi / (stage >= 2 ? kRanks : 1);
+      const double states = optimizer * psi / (stage >= 1 ? kRanks : 1);
+      const double wire = element * psi * (kRanks - 1) / kRanks;
+      for (const gpt::RankReport& rank : report.ranks) {
+        EXPECT_NEAR(static_cast<double>(rank.peak_bytes.parameters) / parameters, 1.0, 0.02)
+            << "stage " << stage;
+        EXPECT_NEAR(static_cast<double>(rank.peak_bytes.gradients) / gradients, 1.0, 0.02)
+            << "stage " << stage;
+        EXPECT_NEAR(static_cast<double>(rank.peak_bytes.optimizer) / states, 1.0, 0.02) << "stage " << stage;
+        for (const double bytes : {rank.sent_bytes_per_step, rank.received_bytes_per_step}) {
+          if (stage <= 2) {
+            EXPECT_NEAR(bytes / (2 * wire), 1.0, 0.02) << "stage " << stage;
+          } else {
+            EXPECT_LE(bytes / (3 * wire), 1.02);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Training, ResumesAfterAKillAtAnyMomentWithTheSameBits) {
+  const char* given = std::getenv("FOREBAY_SEED");
+  const unsigned seed =
+      given != nullptr ? static_cast<unsigned>(std::strtoul(given, nullptr, 10)) : std::random_device{}();
+  std::cout << "FOREBAY_SEED=" << seed << "\n";
+  std::mt19937 random(seed);
+  const Words words = {"--ranks", "3",        "--stage", "2",       "--dtype",   "fp16",       "--layers",
+                       "2",       "--hidden", "48",      "--heads", "3",         "--sequence", "24",
+                       "--batch", "2",        "--steps", "40",      "--threads", "1"};
+  const Json whole = report_of(words + Words{"--quiet"});
+  const std::string state = directory_ / "state";
+  const Words saving =
+      words + Words{"--save-state", state, "--save-every", "1", "--report", directory_ / "report.json"};
+  int kills = 0;
+  for (int attempt = 0; attempt < 6; ++attempt) {
+    const bool resumable = std::filesystem::exists(state + "/latest");
+    Process process(Words{FOREBAY_GPT} + saving + (resumable ? Words{"--load-state", state} : Words{}),
+                    variables());
+    // Long enough to save, at no particular point of it.
+    ASSERT_TRUE(process.wait_for_output("step ")) << "no progress line";
+    const int microseconds = std::uniform_int_distribution<int>(0, 120'000)(random);
+    std::timespec moment{0, microseconds * 1000L};
+    ::clock_nanosleep(CLOCK_MONOTONIC, 0, &moment, nullptr);
+    process.signal_group(SIGKILL);
+    const Finished finished = process.finish();
+    if (finished.exit_code == 0) break;
+    ++kills;
+    // What kill -9 of the launcher itself leaves is its store directory, by design: the next reboot or `rm`
+    // has it.
+    for (const auto& entry : std::filesystem::directory_iterator(directory_ / "tmp"))
+      std::filesystem::remove_all(entry.path());
+  }
+  const bool resumable = std::filesystem::exists(state + "/latest");
+  const Finished last = run(saving + Words{"--quiet"} + (resumable ? Words{"--load-state", state} : Words{}));
+  ASSERT_EQ(last.exit_code, 0) << last.output;
+  EXPECT_GE(kills, 1);
+  const Json resumed = read_json(directory_ / "report.json");
+  EXPECT_EQ(resumed.at("digest"), whole.at("digest"));
+  const std::size_t first = resumed.at("first_step");
+  for (std::size_t i = first; i < whole.at("loss").size(); ++i)
+    EXPECT_EQ(resumed.at("loss")[i - first], whole.at("loss")[i]);
+}
+
+TEST_F(Training, EndsCleanlyOnCtrlCAndSavesWhereAsked) {
+  const std::string state = directory_ / "state";
+  Process process(
+      Words{FOREBAY_GPT, "--ranks",   "3",  "--stage",      "1",  "--steps",    "100000", "--layers",
+            "1",         "--hidden",  "48", "--heads",      "3",  "--sequence", "24",     "--batch",
+            "2",         "--threads", "1",  "--save-state", state},
+      variables());
+  ASSERT_TRUE(process.wait_for_output("step "));
+  process.signal_group(SIGINT);  // A terminal sends it to all of the group.
+  const Finished finished = process.finish();
+  EXPECT_EQ(finished.exit_code, 130) << finished.output;
+  EXPECT_NE(finished.output.find("state saved in"), std::string::npos) << finished.output;
+  EXPECT_TRUE(std::filesystem::exists(state + "/latest"));
+  EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
+}
+
+TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
+  Process process(Words{FOREBAY_GPT, "--ranks",   "3",  "--stage",    "3", "--steps",    "100000", "--layers",
+                        "1",         "--hidden",  "48", "--heads",    "3", "--sequence", "24",     "--batch",
+                        "2",         "--threads", "1",  "--deadline", "20"},
+                  variables());
+  ASSERT_TRUE(process.wait_for_output("step "));
+  // The youngest child: the last rank.
+  pid_t child = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    std::ifstream stat(entry.path() / "stat");
+    std::string text((std::istreambuf_iterator<char>(stat)), {});
+    const std::size_t end = text.rfind(')');
+    if (end == std::string::npos) continue;
+    pid_t parent = 0;
+    if (std::sscanf(text.c_str() + end + 1, " %*c %d", &parent) == 1 && parent == process.id())
+      child = std::max(child, static_cast<pid_t>(std::stol(name)));
+  }
+  ASSERT_GT(child, 0);
+  ::kill(child, SIGKILL);
+  const Finished finished = process.finish();
+  EXPECT_NE(finished.exit_code, 0);
+  EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
+  EXPECT_NE(finished.output.find("rank 2"), std::string::npos) << finished.output;
+}
+
+TEST_F(Training, RefusesABudgetOneChunkUnderThePlan) {
+  const Words words = {"--ranks", "3",  "--stage",   "1", "--steps", "2",
+                       "--batch", "16", "--threads", "1", "--quiet"};
+  const std::uint64_t reserved = report_of(words).at("ranks")[0].at("planned_reserved_bytes");
+  EXPECT_EQ(run(words + Words{"--memory", std::to_string(reserved)}).exit_code, 0);
+  const Finished refused = run(words + Words{"--memory", std::to_string(reserved - (2u << 20))});
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_NE(refused.output.find("the largest pool is activations"), std::string::npos) << refused.output;
+  EXPECT_NE(refused.output.find("--batch"), std::string::npos) << refused.output;
+  EXPECT_EQ(std::count(refused.output.begin(), refused.output.end(), '\n'), 1) << refused.output;
+}
+
+TEST_F(Training, AnswersBadInputWithOneClearLine) {
+  std::ofstream(directory_ / "short.txt") << "abc";
+  std::ofstream(directory_ / "bad.safetensors") << "garbage that is no header at all";
+  std::filesystem::create_directory(directory_ / "empty");
+  struct {
+    Words words;
+    int exit_code;
+    std::string named;
+  } const cases[] = {
+      {{"--text", directory_ / "nothing.txt"}, 1, "nothing.txt"},
+      {{"--text", directory_ / "short.txt"}, 1, "--sequence"},
+      {{"--batch", "0"}, 2, "--batch"},
+      {{"--heads", "5"}, 2, "--heads"},
+      {{"--stage", "4"}, 2, "--stage"},
+      {{"--ranks", "0"}, 2, "--ranks"},
+      {{"--micro-steps", "0"}, 2, "--micro-steps"},
+      {{"--dtype", "int8"}, 2, "--dtype"},
+      {{"--stage", "2", "--accumulate", "local", "--micro-steps", "2"}, 2, "accumulate"},
+      {{"--memory", "12 parsecs"}, 2, "--memory"},
+      {{"--bucket", "-1"}, 2, "--bucket"},
+      {{"--no-such-option"}, 2, "--no-such-option"},
+      {{"--initial", directory_ / "bad.safetensors"}, 1, "bad.safetensors"},
+      {{"--initial", directory_ / "none.safetensors"}, 1, "none.safetensors"},
+      {{"--load-state", directory_ / "empty"}, 1, "saved state"},
+      {{"--report", directory_ / "no/such/place.json"}, 1, "place.json"},
+      {{"--export", directory_ / "no/such/place.safetensors"}, 1, "place.safetensors"},
+      {{"--device", "cuda"}, 2, "--device"},
+  };
+  for (const auto& c : cases) {
+    for (const char* ranks : {"1", "3"}) {
+      if (c.words[0] == "--ranks" && std::string(ranks) != "1") continue;
+      const Words words = Words{"--steps", "2", "--quiet"} +
+                          (c.words[0] == "--ranks" ? Words{} : Words{"--ranks", ranks}) + c.words;
+      const Finished finished = run(words);
+      EXPECT_EQ(finished.exit_code, c.exit_code) << ::testing::PrintToString(words) << finished.output;
+      EXPECT_NE(finished.output.find(c.named), std::string::npos)
+          << ::testing::PrintToString(words) << finished.output;
+      EXPECT_EQ(std::count(finished.output.begin(), finished.output.end(), '\n'), 1) << finished.output;
+    }
+  }
+}
+
+TEST_F(Training, ExportsWhatItInitialises) {
+  const std::string initial = directory_ / "initial.safetensors";
+  const std::string again = directory_ / "again.safetensors";
+  ASSERT_EQ(run(kShape + Words{"--steps", "0", "--export", initial}).exit_code, 0);
+  ASSERT_EQ(run(kShape + Words{"--steps", "0", "--seed", "5", "--initial", initial, "--export", again,
+                               "--ranks", "3", "--stage", "3"})
+                .exit_code,
+            0);
+  const auto bytes_of = [](const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  EXPECT_EQ(bytes_of(initial), bytes_of(again));
+  // Every truncation of it is refused.
+  const std::string whole = bytes_of(initial);
+  for (const std::size_t length :
+       {std::size_t{0}, std::size_t{7}, std::size_t{100}, whole.size() / 2, whole.size() - 1}) {
+    std::ofstream(again, std::ios::binary) << whole.substr(0, length);
+    const Finished finished = run(kSmall + Words{"--initial", again});
+    EXPECT_EQ(finished.exit_code, 1) << length;
+    EXPECT_NE(finished.output.find("again.safetensors"), std::string::npos) << finished.output;
+  }
+}
+
+#if FOREBAY_TEST_GLOO
+TEST_F(Training, NamesTheOptionInWhichRanksDiffer) {
+  const std::string store = directory_ / "store";
+  const auto start = [&](int rank, const Words& more) {
+    return std::make_unique<Process>(
+        Words{FOREBAY_GPT} + kSmall + more,
+        variables({{"FOREBAY_RANK", std::to_string(rank)}, {"FOREBAY_SIZE", "3"}, {"FOREBAY_STORE", store}}));
+  };
+  std::filesystem::create_directory(store);
+  std::filesystem::permissions(store, std::filesystem::perms::owner_all);
+  std::vector<std::unique_ptr<Process>> ranks;
+  ranks.push_back(start(0, {}));
+  ranks.push_back(start(1, {"--lr", "0.5"}));
+  ranks.push_back(start(2, {}));
+  std::string all;
+  for (const auto& rank : ranks) {
+    const Finished finished = rank->finish();
+    EXPECT_EQ(finished.exit_code, 1) << finished.output;
+    all += finished.output;
+  }
+  EXPECT_NE(all.find("--lr"), std::string::npos) << all;
+  EXPECT_NE(all.find("rank 1"), std::string::npos) << all;
+  EXPECT_NE(all.find("ranks 0, 2"), std::string::npos) << all;
+}
+
+TEST_F(Training, GivesUpOnAPeerThatNeverComes) {
+  const std::string store = directory_ / "store";
+  std::filesystem::create_directory(store);
+  std::filesystem::permissions(store, std::filesystem::perms::owner_all);
+  const Finished finished = run(kSmall + Words{"--deadline", "2"},
+                                {{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", store}});
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_NE(finished.output.find("rank 1"), std::string::npos) << finished.output;
+}
+
+// The port that torchrun names is its own agent's: nothing here binds it, so a taken one does not matter.
+TEST_F(Training, RunsUnderTorchrunsVariablesWithTheMasterPortTaken) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::bind(listener, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  ASSERT_EQ(::listen(listener, 1), 0);
+  socklen_t length = sizeof(address);
+  ASSERT_EQ(::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  std::vector<std::unique_ptr<Process>> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    const std::string number = std::to_string(rank);
+    ranks.push_back(
+        std::make_unique<Process>(Words{FOREBAY_GPT} + kSmall + Words{"--stage", "2"} +
+                                      (rank == 0 ? Words{"--report", directory_ / "torchrun.json"} : Words{}),
+                                  variables({{"RANK", number},
+                                             {"LOCAL_RANK", number},
+                                             {"WORLD_SIZE", "3"},
+                                             {"LOCAL_WORLD_SIZE", "3"},
+                                             {"MASTER_ADDR", "127.0.0.1"},
+                                             {"MASTER_PORT", std::to_string(ntohs(address.sin_port))},
+                                             {"TORCHELASTIC_RUN_ID", "test"},
+                                             {"TORCHELASTIC_RESTART_COUNT", "0"}})));
+  }
+  for (const auto& rank : ranks) {
+    const Finished finished = rank->finish();
+    EXPECT_EQ(finished.exit_code, 0) << finished.output;
+  }
+  ::close(listener);
+  const Json own = report_of(kSmall + Words{"--stage", "2", "--ranks", "3"});
+  EXPECT_EQ(read_json(directory_ / "torchrun.json").at("digest"), own.at("digest"));
+}
+#endif
+
+}  // namespace
+}  // namespace forebay::testing
