@@ -1,7 +1,7 @@
 #include "convert.h"
 
+#include <algorithm>
 #include <bit>
-#include <cstring>
 
 namespace forebay::gpt {
 namespace {
@@ -69,7 +69,7 @@ void widen(DataType type, const std::byte* source, float* target, std::size_t co
   const auto* halves = reinterpret_cast<const std::uint16_t*>(source);
   switch (type) {
     case DataType::kFloat32:
-      std::memcpy(target, source, count * sizeof(float));
+      std::copy_n(reinterpret_cast<const float*>(source), count, target);
       return;
     case DataType::kBfloat16:
       widen_each(halves, target, count, from_bfloat16);
