@@ -40,34 +40,36 @@ constexpr std::size_t kBatch = 4;
 constexpr GptShape kShape{.layers = 8, .hidden = 512, .heads = 8, .sequence = 128};
 constexpr double kLr = 1e-4, kWeightDecay = 0.1, kClip = 1.0, kBeta1 = 0.9, kBeta2 = 0.95, kEpsilon = 1e-8;
 
-// Bytes on a page of their own, so that every kernel finds the alignment it likes.
+// Zeroed device memory: the same kind of pages as the engine's, so that only the loops differ.
 class Memory {
  public:
-  explicit Memory(std::size_t bytes)
-      : data_(std::aligned_alloc(4096, round_up(std::max<std::size_t>(bytes, 1), 4096))) {
-    std::fill_n(static_cast<std::byte*>(data_.get()), bytes, std::byte{0});
+  Memory(Backend& backend, std::size_t bytes)
+      : backend_(backend), data_(value_or_throw(backend.alloc(std::max<std::size_t>(bytes, 1)))) {
+    std::fill_n(data_, bytes, std::byte{0});
   }
-  std::byte* data() const { return static_cast<std::byte*>(data_.get()); }
-  float* floats() const { return static_cast<float*>(data_.get()); }
+  ~Memory() { static_cast<void>(backend_.free(data_)); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::byte* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
 
  private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> data_;
+  Backend& backend_;
+  DevicePtr data_;
 };
 
 // One unit's parameters, gradients and optimizer state as plain flat arrays.
 struct BareUnit {
-  BareUnit(const GptUnit& unit, DataType dtype)
+  BareUnit(const GptUnit& unit, DataType dtype, Backend& backend)
       : offsets(),
         count(layout(unit, offsets)),
-        master(count * 4),
-        m(count * 4),
-        v(count * 4),
-        parameters(dtype == DataType::kFloat32 ? 0 : count * 2),
-        gradients(count * element_bytes(dtype)),
-        norm_scratch(count / kLeafCount * sizeof(double)),
+        master(backend, count * 4),
+        m(backend, count * 4),
+        v(backend, count * 4),
+        parameters(backend, dtype == DataType::kFloat32 ? 0 : count * 2),
+        gradients(backend, count * element_bytes(dtype)),
+        norm_scratch(backend, count / kLeafCount * sizeof(double)),
         dtype(dtype) {}
 
   static std::size_t layout(const GptUnit& unit, std::vector<std::size_t>& offsets) {
@@ -93,13 +95,14 @@ struct BareUnit {
 
 class BareLoop {
  public:
-  BareLoop(const Gpt::Options& options, MatMul& matmul, Kernels& kernels, ComputeStream& compute)
-      : kernels_(kernels), compute_(compute), gpt_(options, matmul), memory_(gpt_.memory_bytes()) {
+  BareLoop(const Gpt::Options& options, MatMul& matmul, Backend& backend, Kernels& kernels,
+           ComputeStream& compute)
+      : kernels_(kernels), compute_(compute), gpt_(options, matmul), memory_(backend, gpt_.memory_bytes()) {
     gpt_.use_memory(memory_.data());
     const std::vector<GptUnit> descriptions = describe_units(options.shape);
     norms_.resize(descriptions.size());
     for (const GptUnit& unit : descriptions)
-      units_.push_back(std::make_unique<BareUnit>(unit, options.dtype));
+      units_.push_back(std::make_unique<BareUnit>(unit, options.dtype, backend));
     set_random(descriptions, 1, [&](std::size_t u, std::size_t i, std::span<const float> values) {
       std::copy(values.begin(), values.end(), units_[u]->master.floats() + units_[u]->offsets[i]);
     });
@@ -241,7 +244,7 @@ int run(int pairs, DataType dtype) {
   const auto matmul = library_matmul_available() ? create_library_matmul() : create_plain_matmul();
   const Gpt::Options options{.shape = kShape, .batch = kBatch, .dtype = dtype, .threads = threads};
   EngineLoop engine(options, *matmul, *backend, *kernels, *communicator, compute);
-  BareLoop bare(options, *matmul, *kernels, compute);
+  BareLoop bare(options, *matmul, *backend, *kernels, compute);
 
   std::vector<std::uint8_t> tokens(kBatch * kShape.sequence), targets(tokens.size());
   for (std::size_t i = 0; i < tokens.size(); ++i) {
