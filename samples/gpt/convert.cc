@@ -44,7 +44,8 @@ std::uint16_t to_float16(float value) {
   return static_cast<std::uint16_t>(result | sign);
 }
 
-constexpr std::size_t kParallelCount = 1u << 15;  // Below it starting threads costs more than it saves.
+[[maybe_unused]] constexpr std::size_t kParallelCount =
+    1u << 15;  // Below it starting threads costs more than it saves.
 
 template <typename From>
 void widen_each(const std::uint16_t* source, float* target, std::size_t count, From from) {

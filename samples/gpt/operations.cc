@@ -14,9 +14,10 @@ namespace forebay::gpt {
 namespace {
 
 constexpr float kEpsilon = 1e-5F;
-constexpr std::size_t kColumnBlock = 64;          // Columns one thread sums down at a time.
-constexpr std::size_t kParallelCount = 1u << 14;  // Below it starting threads costs more than it saves.
-constexpr std::size_t kLanes = 16;                // Partial sums of a row: enough for every vector width.
+constexpr std::size_t kColumnBlock = 64;  // Columns one thread sums down at a time.
+[[maybe_unused]] constexpr std::size_t kParallelCount =
+    1u << 14;                       // Below it starting threads costs more than it saves.
+constexpr std::size_t kLanes = 16;  // Partial sums of a row: enough for every vector width.
 
 std::size_t thread_index() {
 #if defined(_OPENMP)

@@ -87,7 +87,9 @@ void SafetensorsReader::parse_header(const std::string& header, std::uint64_t da
   if (!root.is_object()) corrupt("its header is not a JSON object");
   if (!repeated.empty()) corrupt("its header names " + repeated + " twice");
 
-  for (const auto& [name, entry] : root.items()) {
+  for (const auto& item : root.items()) {
+    const std::string& name = item.key();
+    const Json& entry = item.value();
     if (name == kMetadata) continue;
     const auto broken = [&](const std::string& found) { corrupt("tensor " + name + ": " + found); };
     const auto is_counts = [](const Json& value) {

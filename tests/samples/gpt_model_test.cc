@@ -52,11 +52,12 @@ class AlignedBytes {
 // A model with parameters and gradients in buffers of its own: the plainest trainer there is.
 class PlainModel {
  public:
-  PlainModel(const GptShape& shape, std::size_t batch, DataType dtype, std::unique_ptr<MatMul> matmul)
+  PlainModel(const GptShape& shape, std::size_t batch, DataType dtype, std::unique_ptr<MatMul> matmul,
+             int threads = 1)
       : dtype_(dtype),
         units_(describe_units(shape)),
         matmul_(std::move(matmul)),
-        gpt_({.shape = shape, .batch = batch, .dtype = dtype}, *matmul_),
+        gpt_({.shape = shape, .batch = batch, .dtype = dtype, .threads = threads}, *matmul_),
         memory_(gpt_.memory_bytes()) {
     std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // A value read before it was written shows.
     gpt_.use_memory(memory_.data());
@@ -251,6 +252,30 @@ TEST_P(GptModel, GivesTheSameBitsAgain) {
 
   EXPECT_EQ(first, second);
   EXPECT_EQ(gradient, model.gradient("h.0.attn.c_attn.weight"));
+}
+
+TEST(GptThreads, PlainProductsGiveTheSameBitsAtAnyNumberOfThreads) {
+  const std::uint64_t seed = test_seed();
+  // Large enough that every loop is shared out.
+  const GptShape shape{.layers = 1, .hidden = 144, .heads = 3, .sequence = 40};
+  const auto tokens = random_bytes(3 * 40, seed, 1000);
+  const auto targets = random_bytes(3 * 40, seed, 1001);
+  std::vector<double> losses;
+  std::vector<std::vector<float>> gradients;
+
+  for (const int threads : {1, 2, 3}) {
+    set_compute_threads(threads);
+    PlainModel model(shape, 3, DataType::kBfloat16, create_plain_matmul(), threads);
+    randomise(model, seed);
+    losses.push_back(model.run(tokens, targets));
+    gradients.push_back(model.gradient("wte.weight"));
+  }
+  set_compute_threads(1);
+
+  EXPECT_EQ(losses[1], losses[0]);
+  EXPECT_EQ(losses[2], losses[0]);
+  EXPECT_EQ(gradients[1], gradients[0]);
+  EXPECT_EQ(gradients[2], gradients[0]);
 }
 
 TEST_P(GptModel, LowPrecisionRoundsOnlyParametersAndGradients) {
