@@ -18,7 +18,7 @@ constexpr std::uint64_t kExchangeBytes = 4u << 20;
 std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
   std::vector<std::byte> bytes(values.size() * element_bytes(type));
   if (type == DataType::kFloat32) {
-    std::memcpy(bytes.data(), values.data(), bytes.size());
+    std::copy(values.begin(), values.end(), reinterpret_cast<float*>(bytes.data()));
     return bytes;
   }
   auto* half = reinterpret_cast<std::uint16_t*>(bytes.data());
@@ -31,7 +31,7 @@ std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
 std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
   std::vector<float> values(bytes.size() / element_bytes(type));
   if (type == DataType::kFloat32) {
-    std::memcpy(values.data(), bytes.data(), bytes.size());
+    std::copy_n(reinterpret_cast<const float*>(bytes.data()), values.size(), values.data());
     return values;
   }
   const auto* half = reinterpret_cast<const std::uint16_t*>(bytes.data());

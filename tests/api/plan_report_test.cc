@@ -92,7 +92,8 @@ TEST(PaperTable1, EveryCellIsReproducedExactlyAndAsPrinted) {
 }
 
 TEST(PaperTable1, TheEnginesOwnPlanAddsOnlyPadding) {
-  for (const Json& row : data("zero_table1.json").at("rows")) {
+  const Json table = data("zero_table1.json");
+  for (const Json& row : table.at("rows")) {
     SCOPED_TRACE(row.dump());
     const int ranks = row.at("dp_degree");
     Case c{.parameters = count_of_billions(row.at("model_params_billion")),
