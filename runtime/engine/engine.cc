@@ -23,7 +23,15 @@ Engine::Impl::~Impl() {
   const auto note = [&first](const Status& status) {
     if (!status.ok() && first.ok()) first = status;
   };
-  if (engine_stream.handle != nullptr) note(backend.stream_destroy(engine_stream));
+  // What the trainer queued under a lease may still run, and touches memory that goes away here.
+  for (const Unit& u : units) {
+    if (u.released.handle != nullptr) static_cast<void>(backend.event_synchronize(u.released));
+  }
+  if (engine_stream.handle != nullptr) {
+    static_cast<void>(backend.stream_synchronize(engine_stream));
+    if (arena != nullptr) note(arena->stream_retire(engine_stream));
+    note(backend.stream_destroy(engine_stream));
+  }
   for (const Unit& u : units) {
     for (const Event event : {u.released, u.parameters_ready}) {
       if (event.handle != nullptr) note(backend.event_destroy(event));

@@ -257,7 +257,10 @@ void Lease::grad_ready(int index) {
 
 void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
   lease_alive = false;
-  if (phase == Phase::kFailed) return;
+  if (phase == Phase::kFailed) {
+    static_cast<void>(backend.event_record(unit(index).released, stream));  // The engine's end waits for it.
+    return;
+  }
   try {
     if (backward) complete_gradients(index, stream);
     must(backend.event_record(unit(index).released, stream));

@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <random>
+#include <thread>
 
 #include "engine/toy.h"
 #include "forebay/units.h"
@@ -296,6 +299,42 @@ TEST(Engine, RefusesMisuseWithWordsAndGoesOn) {
     EXPECT_FALSE(engine.step({.groups = options.groups}).skipped);
     throw_if_error(rank.backend->stream_destroy(stream));
   });
+}
+
+// With work still queued on the trainer's stream, whether the step was left by an exception or a failure.
+TEST(Engine, EndsInTheMiddleOfAStep) {
+  for (int stage = 0; stage < 4; ++stage) {
+    for (const bool backward : {false, true}) {
+      ToyOptions options = options_for(stage, DataType::kBfloat16, 2);
+      run_ranks(2, {}, [&](Rank& rank) {
+        const Stream stream = value_or_throw(rank.backend->stream_create());
+        std::atomic<bool> go{false};
+        std::thread opener;
+        {
+          Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options.engine);
+          const UnitId unit = engine.add_unit("u");
+          engine.add_parameter(unit, "p", 5000);
+          engine.commit();
+          engine.step_begin();
+          engine.micro_step_begin(0);
+          std::optional<Lease> lease = engine.forward(unit, stream);
+          if (backward) {
+            lease.reset();
+            lease = engine.backward(unit, stream);
+          }
+          bool accumulate = false;
+          std::byte* const memory = backward ? lease->gradient(0, &accumulate) : lease->parameter(0);
+          throw_if_error(call_on(*rank.backend, stream, [&go, memory] {
+            while (!go) std::this_thread::yield();
+            std::memset(memory, 1, 5000);
+          }));
+          opener = std::thread([&go] { go = true; });
+        }
+        opener.join();
+        throw_if_error(rank.backend->stream_destroy(stream));
+      });
+    }
+  }
 }
 
 class SavedState : public ::testing::Test {
