@@ -9,6 +9,7 @@
 #include <hwy/targets.h>
 
 #include <cmath>
+#include <algorithm>
 #include <functional>
 #include <string>
 
