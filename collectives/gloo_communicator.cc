@@ -1,15 +1,22 @@
 // Gloo gives connections, framing and an I/O thread; everything that decides a result or an error is here.
 //
 // Each communicator has two Gloo contexts, one per plane, so that the stream's thread and the trainer's
-// thread never share a sequence. An operation sends its fingerprint to every peer under a slot made of its
-// plane's sequence number, and its payload under a slot that also holds a hash of the fingerprint: the
-// payload of a different operation never matches, so a mismatch cannot overrun a buffer (Gloo would end the
-// process) and is reported by comparing fingerprints. Every rank sends to and receives from every other
-// directly, with no intermediate copy.
+// thread never share a sequence, and a third for the health of all (see Health). An operation sends its
+// fingerprint to every peer under a slot made of its plane's sequence number, and its payload under a slot
+// that also holds a hash of the fingerprint: the payload of a different operation never matches, so a
+// mismatch cannot overrun a buffer (Gloo would end the process) and is reported by comparing fingerprints.
+// Every rank sends to and receives from every other directly, with no intermediate copy.
 //
 // First cause. A rank that fails writes why into the store directory, under a name that only the first gets,
 // and then closes its connections; a rank that finds a connection closed looks there before it blames the
 // other end. The file stays until the directory goes: a rank that looks late still learns the first cause.
+//
+// Health. The end of a process does not end every wait of its peers: Gloo forgets a send whose connection
+// breaks while its I/O thread writes it, and a rank may be waiting for nothing at all. So each rank also has
+// a thread that waits for one byte from every peer, over connections of their own. A rank that leaves in
+// order sends its byte; a connection that breaks before it means that the peer died or has failed (and has
+// said why). No operation after connect() times out on these connections, so nobody is blamed for another's
+// timeout.
 #include "forebay/gloo_communicator.h"
 
 #include <gloo/common/error.h>
@@ -60,6 +67,9 @@ constexpr milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
 // rank that sees a connection close gives the other this long to publish before it reports its own view.
 constexpr milliseconds kCauseWaitMax{200};
 constexpr milliseconds kPoll{2};
+// How long a rank that leaves tries to say so, should a peer's socket be full. After it the peer takes this
+// rank for dead.
+constexpr milliseconds kGoodbyeMax{200};
 // Gloo waits up to five times a context's timeout for one connection.
 constexpr int kGlooConnectFactor = 5;
 constexpr std::uint64_t kNeverSent = ~std::uint64_t{0};
@@ -196,9 +206,11 @@ Status decode(const std::string& text) {
   return Status(static_cast<StatusCode>(code), text.substr(end + 1));
 }
 
-enum Plane : int { kDataPlane, kControlPlane, kPlaneCount };
+enum Plane : int { kDataPlane, kControlPlane, kHealthPlane, kPlaneCount };
 
-enum class Kind : std::uint64_t { kFingerprint = 1, kPayload, kMessage, kMessagePayload, kProbe };
+constexpr const char* kPlaneNames[kPlaneCount] = {"data", "control", "health"};
+
+enum class Kind : std::uint64_t { kFingerprint = 1, kPayload, kMessage, kMessagePayload, kProbe, kGoodbye };
 
 std::uint64_t slot(Kind kind, std::uint64_t sequence, std::uint32_t low) {
   return static_cast<std::uint64_t>(kind) << 56 | (sequence & 0xffffff) << 32 | low;
@@ -213,6 +225,8 @@ std::uint32_t hash(const Fingerprint& fingerprint) {
   return static_cast<std::uint32_t>(value >> 32);
 }
 
+constexpr std::byte kLeaving{1};
+
 struct Identity {
   int rank;
   int size;
@@ -226,6 +240,9 @@ class Mesh {
   Mesh(Identity identity, std::shared_ptr<StoreDirectory> directory,
        std::shared_ptr<gloo::transport::Device> device)
       : identity_(std::move(identity)), directory_(std::move(directory)), device_(std::move(device)) {}
+  ~Mesh() { leave(); }
+  Mesh(const Mesh&) = delete;
+  Mesh& operator=(const Mesh&) = delete;
 
   int rank() const noexcept { return identity_.rank; }
   int size() const noexcept { return identity_.size; }
@@ -305,12 +322,29 @@ class Mesh {
                   const std::vector<int>& candidates, const std::vector<int>& missing,
                   SteadyClock::time_point deadline);
 
+  // The ranks of `candidates` whose connection on this plane is broken.
+  std::vector<int> find_lost(Plane plane, const std::vector<int>& candidates);
+
+  // Lets this rank or another publish why a connection is closed, if it can.
+  void wait_for_cause() const;
+
+  // Posts the receives of all goodbyes and starts the thread that waits for them.
+  void start_watching();
+  void watch() noexcept;
+  // Ends the thread, and unless this communicator has failed tells the peers that its end is in order.
+  void leave() noexcept;
+
   const Identity identity_;
   // Shared with the communicators split from this one: files of each are there, and whoever is last removes
   // it.
   const std::shared_ptr<StoreDirectory> directory_;
   const std::shared_ptr<gloo::transport::Device> device_;
   std::shared_ptr<gloo::rendezvous::Context> contexts_[kPlaneCount];  // Shared by Gloo's own interface.
+  // By rank: kLeaving once its goodbye is here. Written by Gloo's I/O thread.
+  std::vector<std::byte> goodbyes_;
+  Buffer goodbye_in_;  // Over goodbyes_; null until watched.
+  std::thread watcher_;
+  std::atomic<bool> connected_{false};
   std::atomic<std::uint64_t> sent_bytes_{0};
   std::atomic<std::uint64_t> received_bytes_{0};
   mutable std::mutex mutex_;
@@ -329,8 +363,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
       auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
       context->setTimeout(std::max(left / kGlooConnectFactor, milliseconds(1)));
       stores[plane] = std::make_shared<GlooStore>(
-          *directory_, identity_.generation + (plane == kDataPlane ? ".data." : ".control."), failure_name(),
-          deadline);
+          *directory_, identity_.generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
       std::shared_ptr<gloo::transport::Device> device = device_;
       connect_full_mesh(*context, stores[plane], device);
       contexts_[plane] = std::move(context);
@@ -346,10 +379,22 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
     }
     return cause;
   }
-  // Each rank has read all addresses once all are here.
+  try {
+    start_watching();
+  } catch (const std::exception& error) {
+    const Status cause =
+        fail(Status(StatusCode::kUnavailable, "rank " + std::to_string(rank()) +
+                                                  " cannot watch its peers: " + error.what() +
+                                                  "; see whether a rank ended, or raise ulimit -u"));
+    for (auto& store : stores) store->remove_written();
+    return cause;
+  }
+  // Each rank has read all addresses once all are here. It is on the health plane because a connection keeps
+  // order: afterwards every peer's receive of our goodbye is known here, and leave() writes without a wait.
   Collective barrier = internal::control_transfer(Operation::kBarrier, {}, {});
   barrier.fingerprint.sequence = kNeverSent - 1;
-  Status status = transfer(kControlPlane, barrier.fingerprint, barrier.piece);
+  Status status = transfer(kHealthPlane, barrier.fingerprint, barrier.piece);
+  connected_ = true;
   for (auto& store : stores) store->remove_written();
   return status;
 }
@@ -397,6 +442,20 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
                                                  std::to_string(identity_.deadline.count()) +
                                                  " ms; look at what they do, or raise the deadline"));
   }
+  std::vector<int> lost = find_lost(plane, candidates);
+  wait_for_cause();
+  if (lost.empty()) lost = candidates;
+  return fail(Status(StatusCode::kPeerLost, where + internal::rank_list(lost) + " closed the connection (" +
+                                                error.what() + "); see why it ended"));
+}
+
+void Mesh::wait_for_cause() const {
+  const auto patience = SteadyClock::now() + kCauseWaitMax;
+  while (status().ok() && !directory_->read(failure_name()) && SteadyClock::now() < patience)
+    std::this_thread::sleep_for(kPoll);
+}
+
+std::vector<int> Mesh::find_lost(Plane plane, const std::vector<int>& candidates) {
   // A broken connection throws at once, and one that works takes the empty message.
   std::vector<int> lost;
   std::byte nothing{};
@@ -408,12 +467,82 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
       lost.push_back(peer);
     }
   }
-  const auto patience = SteadyClock::now() + kCauseWaitMax;
-  while (!directory_->read(failure_name()) && SteadyClock::now() < patience)
-    std::this_thread::sleep_for(kPoll);
-  if (lost.empty()) lost = candidates;
-  return fail(Status(StatusCode::kPeerLost, where + internal::rank_list(lost) + " closed the connection (" +
-                                                error.what() + "); see why it ended"));
+  return lost;
+}
+
+void Mesh::start_watching() {
+  goodbyes_.resize(static_cast<std::size_t>(size()));
+  goodbye_in_ = buffer(kHealthPlane, goodbyes_.data(), goodbyes_.size());
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank())
+      goodbye_in_->recv(peer, slot(Kind::kGoodbye, 0, 0), static_cast<std::size_t>(peer), 1);
+  }
+  // The thread inherits the mask: signals are for the program's own threads.
+  const NoSignals guard;
+  watcher_ = std::thread([this] { watch(); });
+}
+
+void Mesh::watch() noexcept {
+  try {
+    const InFlight in_flight(*this, {goodbye_in_.get()});
+    if (!in_flight.ok()) return;
+    try {
+      // False: this communicator has failed or leaves. True: everybody else has left.
+      static_cast<void>(
+          await(*goodbye_in_, Direction::kReceived, size() - 1, SteadyClock::now() + kDeadlineMax));
+    } catch (const std::exception& error) {
+      // Until then a rank's timeout closes these connections too, before it has published that.
+      if (!connected_) wait_for_cause();
+      if (!status().ok()) return;
+      std::vector<int> peers;
+      for (int peer = 0; peer < size(); ++peer) {
+        if (peer != rank()) peers.push_back(peer);
+      }
+      // Gloo writes nothing into goodbyes_ for a rank that is found lost here, nor will it again.
+      std::vector<int> lost = find_lost(kHealthPlane, peers);
+      std::erase_if(lost, [&](int peer) { return goodbyes_[static_cast<std::size_t>(peer)] == kLeaving; });
+      if (lost.empty()) lost = peers;
+      static_cast<void>(
+          fail(Status(StatusCode::kPeerLost,
+                      "rank " + std::to_string(rank()) + " watched its peers: " + internal::rank_list(lost) +
+                          " closed the connection (" + error.what() + "); see why it ended")));
+    }
+  } catch (const std::exception&) {
+    // Out of memory for the message: the operations still see the broken connection, or their deadline.
+  }
+}
+
+void Mesh::leave() noexcept {
+  if (!watcher_.joinable()) return;
+  goodbye_in_->abortWaitRecv();
+  // From here on no peer's end is this rank's failure; all leave at about the same time.
+  watcher_.join();
+  if (!status().ok()) return;
+  try {
+    const NoSigpipe guard;
+    const SteadyClock::time_point limit = SteadyClock::now() + kGoodbyeMax;
+    // One buffer each: what breaks towards one peer must not end the wait for another.
+    std::vector<Buffer> goodbyes;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      Buffer goodbye = buffer(kHealthPlane, &kLeaving, 1);
+      try {
+        goodbye->send(peer, slot(Kind::kGoodbye, 0, 0), 0, 1);
+        goodbyes.push_back(std::move(goodbye));
+      } catch (const std::exception&) {
+        // That peer has left already.
+      }
+    }
+    for (const Buffer& goodbye : goodbyes) {
+      try {
+        static_cast<void>(await(*goodbye, Direction::kSent, 1, limit));
+      } catch (const std::exception&) {
+        // It left meanwhile, or cannot be reached.
+      }
+    }
+  } catch (const std::exception&) {
+    // Out of memory: the peers take this rank for dead.
+  }
 }
 
 Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& piece) {

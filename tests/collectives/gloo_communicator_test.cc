@@ -101,6 +101,42 @@ TEST_F(GlooCommunicator, LeavesNothingInTheStore) {
   EXPECT_TRUE(store.empty());
 }
 
+TEST_F(GlooCommunicator, ARankThatLeavesFailsNobodyWhoDoesNotNeedIt) {
+  const TemporaryDirectory store;
+  std::atomic<bool> left{false};
+
+  const std::vector<Status> results = join_all(store.path(), 3, [&](Member& member, int rank) {
+    // The ranks that stay keep a communicator of their own to pass time with.
+    Result<std::unique_ptr<Communicator>> own = member.communicator().split(rank == 0 ? 0 : 1, rank);
+    ASSERT_TRUE(own.ok()) << own.status().to_string();
+    if (rank == 0) {
+      member.set_communicator(nullptr);
+      left = true;
+      left.notify_all();
+      return;
+    }
+    left.wait(false);
+    for (int i = 0; i < 200; ++i) ASSERT_TRUE(own.value()->barrier().ok());
+    EXPECT_TRUE(member.communicator().status().ok()) << member.communicator().status().to_string();
+  });
+
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+  EXPECT_TRUE(store.empty());
+}
+
+TEST_F(GlooCommunicator, AFailureReachesARankThatWaitsForNothing) {
+  const TemporaryDirectory store;
+
+  join_all(store.path(), 3, [&](Member& member, int rank) {
+    if (rank == 1) member.communicator().abort(Status(StatusCode::kIoError, "the disk of rank 1 is full"));
+    const auto limit = std::chrono::steady_clock::now() + 20s;
+    while (member.communicator().status().ok() && std::chrono::steady_clock::now() < limit)
+      std::this_thread::yield();
+    EXPECT_EQ(member.communicator().status().code(), StatusCode::kIoError);
+    EXPECT_EQ(member.communicator().status().message(), "the disk of rank 1 is full");
+  });
+}
+
 TEST_F(GlooCommunicator, RemovesTheStoreDirectoryItMade) {
   const TemporaryDirectory parent;
   const std::string store = parent.path() + "/jobs/one";
