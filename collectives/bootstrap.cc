@@ -441,9 +441,11 @@ class Children {
   }
 
   // Takes those that have ended. Returns whether one failed now; the first failure ever is kept in
-  // exit_code().
+  // exit_code(). Of those that one call finds, one that a signal ended is the first: the others saw it go.
   bool reap() {
+    const bool open = exit_code_ == 0;
     bool failed = false;
+    bool signalled = false;
     for (std::size_t i = 0; i < running_.size();) {
       int state = 0;
       if (waitpid(running_[i], &state, WNOHANG) != running_[i]) {
@@ -454,7 +456,9 @@ class Children {
       const int code = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
       if (code == 0) continue;
       failed = true;
-      if (exit_code_ == 0) exit_code_ = code;
+      const bool first_signal = open && WIFSIGNALED(state) && !signalled;
+      signalled = signalled || WIFSIGNALED(state);
+      if (exit_code_ == 0 || first_signal) exit_code_ = code;
     }
     return failed;
   }

@@ -2,7 +2,10 @@
 
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
+#include <regex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,11 +60,30 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
   return report.interrupted ? kInterruptedExit : 0;
 }
 
-// One rank of several says it; the others would only repeat it. Rank 0 does unless it is the one that is
-// gone.
+// The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before
+// "closed the connection", "did not come" or "did not finish it".
+std::set<int> named_as_lost(const std::string& message) {
+  static const std::regex kLost(
+      "ranks? ([0-9, and]*[0-9]) (closed the connection|did not come|did not finish)");
+  static const std::regex kNumber("[0-9]+");
+  std::set<int> ranks;
+  std::smatch lost;
+  if (!std::regex_search(message, lost, kLost)) return ranks;
+  const std::string list = lost[1];
+  for (std::sregex_iterator number(list.begin(), list.end(), kNumber), end; number != end; ++number)
+    ranks.insert(std::atoi(number->str().c_str()));
+  return ranks;
+}
+
+// One rank of several says it; the others would only repeat it. That is the first rank that is not the one
+// that is gone, and every rank when nobody knows who that is.
 bool speaks(int rank, const Error& error) {
-  const bool lost = error.code() == StatusCode::kPeerLost || error.code() == StatusCode::kTimeout;
-  return rank == 0 || (lost && error.status().message().find("rank 0") != std::string::npos);
+  if (error.code() != StatusCode::kPeerLost && error.code() != StatusCode::kTimeout) return rank == 0;
+  const std::set<int> lost = named_as_lost(error.status().message());
+  if (lost.empty()) return true;
+  int speaker = 0;
+  while (lost.count(speaker) > 0) ++speaker;
+  return rank == speaker;
 }
 
 int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {

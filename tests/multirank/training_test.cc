@@ -212,31 +212,51 @@ TEST_F(Training, EndsCleanlyOnCtrlCAndSavesWhereAsked) {
   EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
 }
 
-TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
-  Process process(Words{FOREBAY_GPT, "--ranks",   "3",  "--stage",    "3", "--steps",    "100000", "--layers",
-                        "1",         "--hidden",  "48", "--heads",    "3", "--sequence", "24",     "--batch",
-                        "2",         "--threads", "1",  "--deadline", "20"},
-                  variables());
-  ASSERT_TRUE(process.wait_for_output("step "));
-  // The youngest child: the last rank.
-  pid_t child = 0;
+// The child of `launcher` that is rank `rank`, or 0.
+pid_t find_rank(pid_t launcher, int rank) {
+  const std::string wanted = "FOREBAY_RANK=" + std::to_string(rank);
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     const std::string name = entry.path().filename();
     if (name.find_first_not_of("0123456789") != std::string::npos) continue;
     std::ifstream stat(entry.path() / "stat");
     std::string text((std::istreambuf_iterator<char>(stat)), {});
     const std::size_t end = text.rfind(')');
-    if (end == std::string::npos) continue;
     pid_t parent = 0;
-    if (std::sscanf(text.c_str() + end + 1, " %*c %d", &parent) == 1 && parent == process.id())
-      child = std::max(child, static_cast<pid_t>(std::stol(name)));
+    if (end == std::string::npos || std::sscanf(text.c_str() + end + 1, " %*c %d", &parent) != 1 ||
+        parent != launcher)
+      continue;
+    std::ifstream environment(entry.path() / "environ");
+    for (std::string variable; std::getline(environment, variable, '\0');) {
+      if (variable == wanted) return static_cast<pid_t>(std::stol(name));
+    }
   }
-  ASSERT_GT(child, 0);
-  ::kill(child, SIGKILL);
-  const Finished finished = process.finish();
-  EXPECT_NE(finished.exit_code, 0);
-  EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
-  EXPECT_NE(finished.output.find("rank 2"), std::string::npos) << finished.output;
+  return 0;
+}
+
+TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
+  for (int rank = 0; rank < 3; ++rank) {
+    SCOPED_TRACE("rank " + std::to_string(rank) + " is killed");
+    Process process(
+        Words{FOREBAY_GPT, "--ranks", "3",        "--stage",   "3",       "--steps",    "100000",
+              "--layers",  "1",       "--hidden", "48",        "--heads", "3",          "--sequence",
+              "24",        "--batch", "2",        "--threads", "1",       "--deadline", "20"},
+        variables());
+    ASSERT_TRUE(process.wait_for_output("step "));
+    const pid_t child = find_rank(process.id(), rank);
+    ASSERT_GT(child, 0);
+
+    ::kill(child, SIGKILL);
+
+    const Finished finished = process.finish();
+    EXPECT_EQ(finished.exit_code, 128 + SIGKILL);
+    EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
+    // One line says so, of whichever rank is left to speak.
+    const std::string named = ": rank " + std::to_string(rank) + " closed the connection";
+    const std::size_t place = finished.output.find(named);
+    ASSERT_NE(place, std::string::npos) << finished.output;
+    EXPECT_EQ(finished.output.find("closed the connection", place + named.size()), std::string::npos)
+        << finished.output;
+  }
 }
 
 TEST_F(Training, RefusesABudgetOneChunkUnderThePlan) {
