@@ -60,6 +60,15 @@ void Engine::Impl::misuse(const std::string& message) {
   throw Error(StatusCode::kInvalidArgument, message);
 }
 
+void Engine::Impl::check_parameter(ParameterId id, const char* call) {
+  if (id.unit >= 0 && id.unit < unit_count() && id.index >= 0 &&
+      static_cast<std::size_t>(id.index) < shape(id.unit).parameters.size()) {
+    return;
+  }
+  misuse(std::string(call) + " of parameter " + std::to_string(id.index) + " of unit " +
+         std::to_string(id.unit) + ", which was not added; use what add_parameter() returned");
+}
+
 void Engine::Impl::must(const Status& status) {
   if (status.ok()) return;
   if (phase != Phase::kDescribe) {
@@ -186,7 +195,7 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   impl.expect(Impl::Phase::kForward, "forward()");
   impl.check_peers();
   if (impl.lease_alive) impl.misuse("forward() while another lease is alive; end it first");
-  if (unit != impl.cursor) {
+  if (unit != impl.cursor || unit >= impl.unit_count()) {
     impl.misuse("forward() out of order: the next unit is " +
                 (impl.cursor < impl.unit_count() ? impl.shape(impl.cursor).name : std::string("none")) +
                 "; lease units in order of registration, and skip() those a micro-step does not use");
@@ -204,7 +213,7 @@ void Engine::skip(UnitId unit) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kForward, "skip()");
   if (impl.lease_alive) impl.misuse("skip() while a lease is alive; end it first");
-  if (unit != impl.cursor)
+  if (unit != impl.cursor || unit >= impl.unit_count())
     impl.misuse("skip() out of order: units are leased or skipped in order of registration");
   // Other ranks may use it: this one takes part in its collectives all the same.
   impl.require(unit);
@@ -260,6 +269,7 @@ void Engine::save_state(const std::string& directory, const std::string& trainer
 std::string Engine::load_state(const std::string& directory) {
   impl_->expect(Impl::Phase::kIdle, "load_state()");
   const Impl::OtherTraffic other(*impl_);
+  impl_->values_fingerprint = 0;
   return impl_->load_state(directory);
 }
 

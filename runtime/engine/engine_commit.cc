@@ -3,6 +3,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <sstream>
@@ -133,7 +134,7 @@ void Engine::Impl::agree(const Status& mine) {
   const std::size_t first = static_cast<std::size_t>(bad - verdicts.begin());
   std::string text(&messages[first * kMessageBytes]);
   if (static_cast<int>(first) != rank()) text = "rank " + std::to_string(first) + ": " + text;
-  must(Status(static_cast<StatusCode>(*bad), text));
+  throw Error(static_cast<StatusCode>(*bad), text);
 }
 
 void Engine::Impl::agree_on_options() {
@@ -180,6 +181,29 @@ void Engine::Impl::agree_on_options() {
   must(Status(StatusCode::kInvalidArgument, first_difference(texts)));
 }
 
+Status Engine::Impl::check_options() const {
+  const auto refuse = [](const char* name, double value, const char* allowed) {
+    return Status(StatusCode::kInvalidArgument,
+                  std::string(name) + " is " + std::to_string(value) + "; it may be " + allowed);
+  };
+  for (const auto& [name, beta] : {std::pair("beta1", options.beta1), std::pair("beta2", options.beta2)}) {
+    if (!(beta >= 0.0 && static_cast<float>(beta) < 1.0f))
+      return refuse(name, beta, "0 up to below 1, in fp32");
+  }
+  if (!(static_cast<float>(options.epsilon) > 0.0f) || !std::isfinite(static_cast<float>(options.epsilon))) {
+    return refuse("epsilon", options.epsilon, "any positive number that fp32 holds");
+  }
+  const LossScaleOptions& scale = options.loss_scale;
+  if (!(scale.initial > 0.0) || !std::isfinite(scale.initial)) {
+    return refuse("the initial loss scale", scale.initial, "any positive number");
+  }
+  if (!(scale.minimum > 0.0) || !std::isfinite(scale.minimum)) {
+    return refuse("the minimum loss scale", scale.minimum, "any positive number");
+  }
+  if (scale.growth_interval < 1) return refuse("the growth interval", scale.growth_interval, "1 or more");
+  return Status();
+}
+
 Status Engine::Impl::check_budget() const {
   const std::uint64_t device = backend.capabilities().memory_bytes;
   const std::uint64_t budget =
@@ -205,12 +229,11 @@ void Engine::Impl::commit() {
   if (phase != Phase::kDescribe) misuse("commit() was called twice");
   const OtherTraffic other(*this);
   Result<Plan> made = make_plan(model, plan_options());
-  Status verdict = made.status();
-  if (made.ok()) {
-    plan = std::move(made).value();
-    verdict = check_budget();
-  }
-  agree(made.ok() ? Status() : verdict);
+  Status verdict = check_options();
+  if (verdict.ok()) verdict = made.status();
+  agree(verdict);
+  plan = std::move(made).value();
+  verdict = check_budget();
   agree_on_options();
   agree(verdict);
   Status allocated;
@@ -242,6 +265,13 @@ DevicePtr Engine::Impl::take(Pool pool, std::uint64_t bytes) {
 void Engine::Impl::allocate() {
   ArenaOptions arena_options;
   arena_options.limit_bytes = plan.reserved_bytes;
+  // Addresses cost nothing, and aliases take them for whole units, however many share a slot.
+  const std::uint64_t chunk = plan.options.chunk_bytes;
+  arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);
+  for (const UnitLayout& place : plan.layouts) {
+    arena_options.reserve_bytes +=
+        round_up(place.total_count() * element(), chunk) + round_up(place.trainable_count * element(), chunk);
+  }
   arena = value_or_throw(Arena::create(backend, arena_options));
   for (int i = 0; i < kPoolCount; ++i) {
     tags[static_cast<std::size_t>(i)] =

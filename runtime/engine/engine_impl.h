@@ -74,8 +74,10 @@ struct Engine::Impl {
   PlanOptions plan_options() const;
   void commit();
   // Every rank gives its own verdict; when one is not ok, all throw the lowest such rank's.
+  // The engine is not failed by that: nothing it holds has changed.
   void agree(const Status& mine);
   void agree_on_options();
+  Status check_options() const;
   Status check_budget() const;
   void allocate();
   void place_units();
@@ -105,10 +107,12 @@ struct Engine::Impl {
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();
   void save_state(const std::string& directory, const std::string& trainer_state);
+  void agree_on_save(const Status& mine, const std::string& temporary);
   std::string load_state(const std::string& directory);
 
   // The parameter that `index` of a lease of `unit` names: its own in order, then the tied ones.
   ParameterId resolve(int unit, int index);
+  void check_parameter(ParameterId id, const char* call);
   void expect(Phase wanted, const char* call);
   [[noreturn]] void misuse(const std::string& message);
   // Throws, and leaves the engine failed, unless `status` is ok.
@@ -157,7 +161,8 @@ struct Engine::Impl {
   std::unique_ptr<Residency> residency;
   std::vector<int> slot_user;  // By slot: the unit last gathered into it, or -1.
   int last_leased = -1;
-  std::uint64_t version = 1;  // Of the weights.
+  std::uint64_t version = 1;             // Of the weights.
+  std::uint64_t values_fingerprint = 0;  // Of what set_parameter() was given, in order.
   int micro_step = 0;
   int cursor = 0;  // Forward: the next unit. Backward: units at and above it are done.
   bool lease_alive = false;

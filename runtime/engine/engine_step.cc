@@ -1,5 +1,7 @@
 // One step: gathers ahead of the trainer, reductions behind it, and the update.
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,6 +14,18 @@ namespace {
 
 float fp32(double value) {
   return static_cast<float>(value);
+}
+
+// What must be the same on every rank, as a whole number that a double holds exactly.
+double fingerprint_of(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint) {
+  std::vector<double> words{hyperparameters.clip};
+  for (const GroupHyperparameters& group : hyperparameters.groups) {
+    words.push_back(group.lr);
+    words.push_back(group.weight_decay);
+  }
+  const std::uint64_t hash =
+      XXH3_64bits_withSeed(words.data(), words.size() * sizeof(double), values_fingerprint);
+  return static_cast<double>(hash >> 12);
 }
 
 }  // namespace
@@ -220,7 +234,17 @@ ParameterId Engine::Impl::resolve(int index_of_unit, int index) {
   return {tied.unit, tied.index};
 }
 
+namespace {
+
+void expect_alive(const Engine* engine) {
+  if (engine == nullptr)
+    throw Error(StatusCode::kInvalidArgument, "this lease was moved from; use the one it went to");
+}
+
+}  // namespace
+
 DevicePtr Lease::parameter(int index) const {
+  expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
   const ParameterId id = impl.resolve(unit_, index);
   if (backward_ && !impl.shape(unit_).backward_reads_parameters) {
@@ -234,8 +258,11 @@ DevicePtr Lease::parameter(int index) const {
 }
 
 DevicePtr Lease::gradient(int index, bool* accumulate) {
+  expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
   if (!backward_) impl.misuse("gradient() belongs to the backward pass of unit " + impl.shape(unit_).name);
+  if (accumulate == nullptr)
+    impl.misuse("gradient() needs a place to say \"=\" or \"+=\": accumulate is null");
   const ParameterId id = impl.resolve(unit_, index);
   const UnitLayout::Place& place = impl.layout(id.unit).places[static_cast<std::size_t>(id.index)];
   if (place.frozen) return nullptr;
@@ -250,6 +277,7 @@ DevicePtr Lease::gradient(int index, bool* accumulate) {
 }
 
 void Lease::grad_ready(int index) {
+  expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
   if (!backward_) impl.misuse("grad_ready() belongs to the backward pass of unit " + impl.shape(unit_).name);
   static_cast<void>(impl.resolve(unit_, index));
@@ -335,12 +363,22 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
     misuse("step() was given hyperparameters for " + std::to_string(hyperparameters.groups.size()) +
            " groups; the model has " + std::to_string(group_count));
   }
+  for (const GroupHyperparameters& group : hyperparameters.groups) {
+    if (!std::isfinite(group.lr) || !std::isfinite(group.weight_decay)) {
+      misuse("step() was given lr " + std::to_string(group.lr) + " and weight decay " +
+             std::to_string(group.weight_decay) + "; both must be finite");
+    }
+  }
+  if (!(hyperparameters.clip >= 0.0)) {
+    misuse("step() was given clip " + std::to_string(hyperparameters.clip) + "; use 0 for none, or more");
+  }
   // The commit point: after this exchange every rank knows the same norm and takes the same decision.
   const std::size_t count = units.size();
-  constexpr std::size_t kNorms = 2;  // After the metric and the wish to stop.
+  constexpr std::size_t kNorms = 3;  // After the metric, the wish to stop and the fingerprint.
   std::vector<double> mine(kNorms + 2 * count);
   mine[0] = hyperparameters.metric;
   mine[1] = hyperparameters.stop ? 1.0 : 0.0;
+  mine[2] = fingerprint_of(hyperparameters, values_fingerprint);
   must(backend.copy_async(&mine[kNorms], norms, count * sizeof(double), engine_stream));
   must(backend.stream_synchronize(engine_stream));
   check_peers();
@@ -359,6 +397,14 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   for (std::size_t r = 0; r < slices.size(); ++r) {
     result.metric_sum += all[r * mine.size()];
     result.stop = result.stop || all[r * mine.size() + 1] != 0.0;
+    if (all[r * mine.size() + 2] != all[2]) {
+      must(Status(StatusCode::kInvalidArgument,
+                  "rank " + std::to_string(r) +
+                      " gave other values to step() or set_parameter() than rank 0 by step " +
+                      std::to_string(attempted_steps + 1) +
+                      "; learning rates, weight decay, clip and initial " +
+                      "weights must be the same on every rank"));
+    }
   }
   for (std::size_t i = 0; i < count; ++i) {
     for (std::size_t r = 0; r < slices.size(); ++r) {

@@ -156,6 +156,7 @@ void Engine::Impl::publish_parameters() {
 void Engine::set_parameter(ParameterId parameter, std::span<const float> values) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "set_parameter()");
+  impl.check_parameter(parameter, "set_parameter()");
   const std::uint64_t count =
       impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)].count;
   if (values.size() != count) {
@@ -163,12 +164,17 @@ void Engine::set_parameter(ParameterId parameter, std::span<const float> values)
                 impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
                 ") was given " + std::to_string(values.size()) + " values for " + std::to_string(count));
   }
+  const std::uint64_t id =
+      (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
+  impl.values_fingerprint =
+      XXH3_64bits_withSeed(values.data(), values.size_bytes(), impl.values_fingerprint ^ id);
   impl.set_parameter(parameter, values);
 }
 
 std::vector<float> Engine::get_parameter(ParameterId parameter) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "get_parameter()");
+  impl.check_parameter(parameter, "get_parameter()");
   const Impl::OtherTraffic other(impl);
   const UnitLayout::Place& place =
       impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)];

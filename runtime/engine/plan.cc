@@ -14,6 +14,8 @@ namespace {
 
 // Far beyond any machine, and far enough from overflow that every sum below is exact in 64 bits.
 constexpr std::uint64_t kParameterCountLimit = std::uint64_t{1} << 52;
+constexpr std::uint64_t kActivationBytesLimit = std::uint64_t{1} << 60;
+constexpr int kParameterGroupLimit = 4096;
 
 Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
@@ -47,7 +49,10 @@ Status check_model(const ModelShape& model) {
     const UnitShape& unit = model.units[u];
     for (const ParameterShape& parameter : unit.parameters) {
       if (parameter.count == 0) return refuse("parameter " + parameter.name + " has no elements");
-      if (parameter.group < 0) return refuse("parameter " + parameter.name + " has a negative group");
+      if (parameter.group < 0 || parameter.group >= kParameterGroupLimit) {
+        return refuse("parameter " + parameter.name + " has group " + std::to_string(parameter.group) +
+                      "; groups are numbered from 0 to " + std::to_string(kParameterGroupLimit - 1));
+      }
       if (!names.insert(parameter.name).second) {
         return refuse("two parameters are named " + parameter.name + "; names are what saved state goes by");
       }
@@ -65,6 +70,10 @@ Status check_model(const ModelShape& model) {
     }
   }
   if (total == 0) return refuse("the model has no parameters");
+  if (model.activation_bytes > kActivationBytesLimit) {
+    return refuse("the model declares " + std::to_string(model.activation_bytes) +
+                  " bytes of activations; at most " + std::to_string(kActivationBytesLimit) + " make sense");
+  }
   return Status();
 }
 
@@ -170,7 +179,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
   std::uint64_t slice_bytes = reductions * slice * element;
   slice_bytes += options.stage <= 2 ? slice * element : gathered_slices(model, plan, slots) * element;
-  slice_bytes += sizeof(double) * (2 + 2 * model.units.size());  // The exchange of norms in step().
+  slice_bytes += sizeof(double) * (3 + 2 * model.units.size());  // The exchange of norms in step().
   plan.wire_per_step.sent = (ranks - 1) * slice_bytes;
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return plan;

@@ -24,6 +24,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "engine_impl.h"
 #include "forebay/conversions.h"
@@ -112,6 +113,12 @@ std::string state_name(std::uint64_t step) {
   return name;
 }
 
+bool is_state_name(const std::string& name) {
+  constexpr std::size_t kPrefixLength = 5;
+  return name.size() == kPrefixLength + 12 && name.rfind("step-", 0) == 0 &&
+         name.find_first_not_of("0123456789", kPrefixLength) == std::string::npos;
+}
+
 std::string rank_file_name(int rank, int ranks) {
   return "rank-" + std::to_string(rank) + "-of-" + std::to_string(ranks);
 }
@@ -130,6 +137,17 @@ struct RankFile {
   std::string path;
   std::vector<Run> runs;
 };
+
+// Errors: kInvalidArgument when a string in `json` is not UTF-8.
+std::string dump(const Json& json) {
+  try {
+    return json.dump(1);
+  } catch (const Json::exception&) {
+    throw Error(
+        StatusCode::kInvalidArgument,
+        "the trainer's state or a parameter's name is not UTF-8 text, which saved state needs; encode it");
+  }
+}
 
 std::uint64_t checksum_of(const void* data, std::uint64_t bytes) {
   return XXH3_64bits(data, bytes);
@@ -170,8 +188,8 @@ RankFile read_index(const std::string& path, std::uint64_t expected_bytes, std::
       if (run.count > bytes / sizeof(float) || run.at > bytes) corrupt(path, "a run lies outside of it");
       result.runs.push_back(std::move(run));
     }
-  } catch (const Json::exception& error) {
-    corrupt(path, error.what());
+  } catch (const Json::exception&) {
+    corrupt(path, "its index cannot be read");
   }
   return result;
 }
@@ -202,16 +220,29 @@ void remove_quietly(const std::string& path) {
   fs::remove_all(path, ignored);
 }
 
-// Keeps `latest`'s state and no other, and nothing half-written.
-void remove_older_states(const std::string& directory, const std::string& keep) {
+// Reads the name that `latest` holds; empty when there is none. Errors: kCorruption when it is no state's
+// name.
+std::string read_latest(const std::string& directory) {
+  const std::string path = directory + "/latest";
+  if (!fs::exists(path)) return "";
+  std::string name = read_text(path);
+  if (!name.empty() && name.back() == '\n') name.pop_back();
+  if (!is_state_name(name)) corrupt(path, "it does not name a saved state");
+  return name;
+}
+
+// What killed runs left half-written, and what a new state changed places with.
+void remove_unfinished(const std::string& directory) {
+  constexpr std::string_view kPrefix = ".saving-";
   std::error_code ignored;
-  std::vector<std::string> old;
+  std::vector<std::string> unfinished;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory, ignored)) {
     const std::string name = entry.path().filename().string();
-    if (name != keep && (name.rfind("step-", 0) == 0 || name.rfind(".saving-", 0) == 0))
-      old.push_back(entry.path().string());
+    if (name.starts_with(kPrefix) && is_state_name(name.substr(kPrefix.size()))) {
+      unfinished.push_back(entry.path().string());
+    }
   }
-  for (const std::string& path : old) remove_quietly(path);
+  for (const std::string& path : unfinished) remove_quietly(path);
 }
 
 }  // namespace
@@ -222,7 +253,13 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   const std::string final_path = directory + "/" + name;
 
   Status local;
+  std::string superseded;  // What `latest` names until this one is complete.
   if (rank() == 0) {
+    try {
+      superseded = read_latest(directory);
+    } catch (const Error&) {
+      // A `latest` that names nothing supersedes nothing; it is replaced.
+    }
     std::error_code error;
     fs::create_directories(directory, error);
     remove_quietly(temporary);
@@ -284,7 +321,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
                    std::span<const float>(frozen).subspan(frozen_begin, frozen_slice), frozen_begin);
       }
     }
-    const std::string text = index.dump();
+    const std::string text = dump(index);
     index_checksum = checksum_of(text.data(), text.size());
     const std::uint64_t trailer[2] = {text.size(), index_checksum};
     file.write(text.data(), text.size());
@@ -295,7 +332,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     if (phase == Phase::kFailed) throw;  // A peer is gone: there is nobody to agree with.
     local = error.status();
   }
-  agree(local);
+  agree_on_save(local, temporary);
 
   const std::uint64_t mine[2] = {file_bytes, index_checksum};
   std::vector<std::uint64_t> all(2 * static_cast<std::size_t>(ranks()));
@@ -318,45 +355,53 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
                              {"stage", options.stage},
                              {"dtype", data_type_name(options.dtype)},
                              {"files", files}};
-      const std::string text = manifest.dump(1);
-      write_text_synced(
-          temporary + "/manifest.json",
-          Json{{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}.dump(1));
+      const std::string text = dump(manifest);
+      write_text_synced(temporary + "/manifest.json",
+                        dump({{"checksum", checksum_of(text.data(), text.size())}, {"manifest", text}}));
       sync_directory(temporary);
-      // Saving the same step again replaces it: the old one steps aside before the new one takes its name.
-      if (fs::exists(final_path)) {
-        const std::string aside = directory + "/.saving-old-" + name;
-        remove_quietly(aside);
-        if (std::rename(final_path.c_str(), aside.c_str()) != 0) io_error("rename", final_path);
+      // Saving the same step again: the two change places in one move, so that `latest` always names a whole
+      // one.
+      if (!fs::exists(final_path)) {
+        if (std::rename(temporary.c_str(), final_path.c_str()) != 0) io_error("rename", temporary);
+      } else if (::renameat2(AT_FDCWD, temporary.c_str(), AT_FDCWD, final_path.c_str(), RENAME_EXCHANGE) !=
+                 0) {
+        io_error("exchange", temporary);
       }
-      if (std::rename(temporary.c_str(), final_path.c_str()) != 0) io_error("rename", temporary);
       sync_directory(directory);
       write_text_synced(directory + "/.latest", name + "\n");
       if (std::rename((directory + "/.latest").c_str(), (directory + "/latest").c_str()) != 0) {
         io_error("rename", directory + "/.latest");
       }
       sync_directory(directory);
-      remove_older_states(directory, name);
+      remove_unfinished(directory);
+      if (!superseded.empty() && superseded != name) remove_quietly(directory + "/" + superseded);
     } catch (const Error& error) {
       local = error.status();
     }
   }
-  agree(local);
+  agree_on_save(local, temporary);
+}
+
+// A save that failed on some rank leaves nothing half-written.
+void Engine::Impl::agree_on_save(const Status& mine, const std::string& temporary) {
+  try {
+    agree(mine);
+  } catch (const Error&) {
+    if (rank() == 0) remove_quietly(temporary);
+    throw;
+  }
 }
 
 std::string Engine::Impl::load_state(const std::string& directory) {
   Status local;
   std::string trainer_state;
   try {
-    if (!fs::exists(directory + "/latest")) {
+    const std::string name = read_latest(directory);
+    if (name.empty()) {
       throw Error(StatusCode::kIoError,
                   "there is no saved state in " + directory +
                       " (no file named latest); give the directory that --save-state was given");
     }
-    std::string name = read_text(directory + "/latest");
-    while (!name.empty() && (name.back() == '\n' || name.back() == ' ')) name.pop_back();
-    if (name.rfind("step-", 0) != 0 || name.find('/') != std::string::npos)
-      corrupt(directory + "/latest", "it names no state");
     const std::string base = directory + "/" + name;
     const std::string manifest_path = base + "/manifest.json";
     Json manifest;
@@ -372,8 +417,8 @@ std::string Engine::Impl::load_state(const std::string& directory) {
                                                   " has a format this version does not read; use the "
                                                   "version of forebay that wrote it");
       }
-    } catch (const Json::exception& error) {
-      corrupt(manifest_path, error.what());
+    } catch (const Json::exception&) {
+      corrupt(manifest_path, "it cannot be read as what was written");
     }
 
     std::vector<RankFile> files;

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <optional>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "engine/toy.h"
@@ -466,6 +467,118 @@ TEST_F(SavedState, SaysWhatIsDamaged) {
   directory_ += "/nothing-here";
   EXPECT_EQ(load().code(), StatusCode::kIoError);
   directory_ = saved;
+}
+
+TEST_F(SavedState, RemovesWhatItSupersedesAndNothingElse) {
+  namespace fs = std::filesystem;
+  fs::create_directory(directory_ + "/step-by-step-notes");
+  std::ofstream(directory_ + "/step-function.py") << "x";
+  fs::create_directory(directory_ + "/step-000000000050");
+  fs::create_directory(directory_ + "/.saving-step-000000000007");
+  const ToyOptions options = options_for(1, DataType::kBfloat16, 2);
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().save_state(directory_, "a");
+    trainer.engine().save_state(directory_, "b");  // The same step again.
+    static_cast<void>(trainer.step(0));
+    trainer.engine().save_state(directory_, "c");
+    EXPECT_EQ(trainer.engine().load_state(directory_), "c");
+  });
+  std::set<std::string> names;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory_))
+    names.insert(entry.path().filename());
+  EXPECT_EQ(names, (std::set<std::string>{"latest", "step-000000000001", "step-000000000050",
+                                          "step-by-step-notes", "step-function.py"}));
+}
+
+TEST_F(SavedState, GoesOnAfterASaveThatFailed) {
+  const ToyOptions options = options_for(2, DataType::kBfloat16, 2);
+  std::ofstream(directory_ + "/file") << "x";
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    EXPECT_THROW(trainer.engine().save_state(directory_ + "/file", "a"), Error);
+    EXPECT_THROW(trainer.engine().save_state(directory_, "not text: \xff"), Error);
+    EXPECT_THROW(trainer.engine().load_state(directory_), Error) << "there is none yet";
+    EXPECT_FALSE(trainer.step(0).skipped);
+    trainer.engine().save_state(directory_, "b");
+    EXPECT_EQ(trainer.engine().load_state(directory_), "b");
+  });
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/.saving-step-000000000000"));
+}
+
+TEST(Engine, PlacesManySmallUnits) {
+  for (int stage = 0; stage < 4; ++stage) {
+    ToyOptions options = options_for(stage, DataType::kBfloat16, 2);
+    options.units.assign(100, {{{20}}, {}, true});
+    options.steps = 2;
+    expect_same(run_toy(options), reference_toy(options), "stage " + std::to_string(stage));
+  }
+}
+
+TEST(Engine, RefusesWhatIsOutOfRange) {
+  const auto refused = [](const std::function<void(ToyOptions&)>& change) {
+    ToyOptions options = options_for(1, DataType::kFloat32, 1);
+    change(options);
+    try {
+      run_toy(options);
+    } catch (const Error& error) {
+      return error.code() == StatusCode::kInvalidArgument;
+    }
+    return false;
+  };
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.units[1].parameters[0].group = 1 << 30; }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.beta2 = 1.0; }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.epsilon = 1e-60; }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.engine.loss_scale.initial = std::nan(""); }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.groups[1].lr = std::nan(""); }));
+  EXPECT_TRUE(refused([](ToyOptions& o) { o.clip = -1; }));
+  run_ranks(1, {}, [&](Rank& rank) {
+    const ToyOptions options = options_for(3, DataType::kFloat32, 1);
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    Engine& engine = trainer.engine();
+    const std::vector<float> values(700);
+    for (const ParameterId id :
+         {ParameterId{50, 0}, ParameterId{-1, 0}, ParameterId{0, 7}, ParameterId{0, -1}}) {
+      EXPECT_THROW(engine.set_parameter(id, values), Error);
+      EXPECT_THROW(engine.get_parameter(id), Error);
+    }
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    engine.step_begin();
+    engine.micro_step_begin(0);
+    for (int u = 0; u < 5; ++u) engine.skip(u);
+    EXPECT_THROW(engine.skip(5), Error);
+    EXPECT_THROW(static_cast<void>(engine.forward(5, stream)), Error);
+    EXPECT_FALSE(engine.step({.groups = options.groups}).skipped);
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+TEST(Engine, NamesTheRankThatGaveOtherValues) {
+  for (const bool weights : {true, false}) {
+    std::vector<std::string> messages(3);
+    EXPECT_THROW(run_ranks(3, {},
+                           [&](Rank& rank) {
+                             const int r = rank.communicator->rank();
+                             ToyOptions options = options_for(1, DataType::kFloat32, 3);
+                             if (!weights && r == 2) options.groups[0].lr = 0.5;
+                             ToyTrainer trainer(options, rank);
+                             trainer.initialize();
+                             if (weights && r == 2)
+                               trainer.engine().set_parameter({0, 1}, std::vector<float>(65));
+                             try {
+                               static_cast<void>(trainer.step(0));
+                             } catch (const Error& error) {
+                               messages[static_cast<std::size_t>(r)] = error.what();
+                               throw;
+                             }
+                           }),
+                 Error);
+    for (const std::string& message : messages)
+      EXPECT_NE(message.find("rank 2"), std::string::npos) << message;
+  }
 }
 
 TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {

@@ -200,10 +200,10 @@ TEST(Plan, SendsTwoPsiBelowStage3AndAtMostThreeAtIt) {
     const std::uint64_t n = static_cast<std::uint64_t>(options.ranks);
     const std::uint64_t k = static_cast<std::uint64_t>(options.micro_steps);
     const std::uint64_t element = element_bytes(options.dtype);
-    // Psi (N-1)/N elements, padded, and the doubles that the vote of step() exchanges: two and two for each
-    // unit.
+    // Psi (N-1)/N elements, padded, and the doubles that the vote of step() exchanges: three and two for
+    // each unit.
     const std::uint64_t pass = padded_count(plan) / n * (n - 1) * element;
-    const std::uint64_t norms = 8 * (n - 1) * (2 * model.units.size() + 2);
+    const std::uint64_t norms = 8 * (n - 1) * (2 * model.units.size() + 3);
     EXPECT_EQ(plan.wire_per_step.received, plan.wire_per_step.sent);
     if (options.stage < 3) {
       EXPECT_EQ(plan.wire_per_step.sent, (k + 1) * pass + norms);
