@@ -2,6 +2,8 @@
 
 namespace forebay {
 
-const char* version() noexcept { return FOREBAY_VERSION; }
+const char* version() noexcept {
+  return FOREBAY_VERSION;
+}
 
 }  // namespace forebay

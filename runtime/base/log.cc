@@ -1,12 +1,12 @@
 #include "forebay/log.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-
-#include <unistd.h>
 
 namespace forebay {
 namespace {
@@ -31,7 +31,8 @@ void log(LogLevel level, const char* format, ...) noexcept {
   std::memcpy(line, kPrefix, kPrefixLength);
   va_list arguments;
   va_start(arguments, format);
-  const int written = std::vsnprintf(line + kPrefixLength, sizeof(line) - kPrefixLength - 1, format, arguments);
+  const int written =
+      std::vsnprintf(line + kPrefixLength, sizeof(line) - kPrefixLength - 1, format, arguments);
   va_end(arguments);
   if (written < 0) return;
   int length = kPrefixLength + std::min<int>(written, sizeof(line) - kPrefixLength - 2);

@@ -4,16 +4,26 @@ namespace forebay {
 
 const char* status_code_name(StatusCode code) noexcept {
   switch (code) {
-    case StatusCode::kOk: return "kOk";
-    case StatusCode::kInvalidArgument: return "kInvalidArgument";
-    case StatusCode::kOutOfMemory: return "kOutOfMemory";
-    case StatusCode::kUnsupported: return "kUnsupported";
-    case StatusCode::kUnavailable: return "kUnavailable";
-    case StatusCode::kIoError: return "kIoError";
-    case StatusCode::kTimeout: return "kTimeout";
-    case StatusCode::kPeerLost: return "kPeerLost";
-    case StatusCode::kCorruption: return "kCorruption";
-    case StatusCode::kInternal: return "kInternal";
+    case StatusCode::kOk:
+      return "kOk";
+    case StatusCode::kInvalidArgument:
+      return "kInvalidArgument";
+    case StatusCode::kOutOfMemory:
+      return "kOutOfMemory";
+    case StatusCode::kUnsupported:
+      return "kUnsupported";
+    case StatusCode::kUnavailable:
+      return "kUnavailable";
+    case StatusCode::kIoError:
+      return "kIoError";
+    case StatusCode::kTimeout:
+      return "kTimeout";
+    case StatusCode::kPeerLost:
+      return "kPeerLost";
+    case StatusCode::kCorruption:
+      return "kCorruption";
+    case StatusCode::kInternal:
+      return "kInternal";
   }
   return "kUnknown";
 }

@@ -30,10 +30,20 @@ bool parse_bytes(const char* text, std::uint64_t* bytes) {
     const char* name;
     double factor;
   };
-  constexpr Suffix kSuffixes[] = {
-      {"", 1},          {"B", 1},         {"K", 1024.0},          {"KiB", 1024.0},      {"KB", 1e3},
-      {"M", 1048576.0}, {"MiB", 1048576.0}, {"MB", 1e6},          {"G", 1073741824.0},  {"GiB", 1073741824.0},
-      {"GB", 1e9},      {"T", 1099511627776.0}, {"TiB", 1099511627776.0}, {"TB", 1e12}};
+  constexpr Suffix kSuffixes[] = {{"", 1},
+                                  {"B", 1},
+                                  {"K", 1024.0},
+                                  {"KiB", 1024.0},
+                                  {"KB", 1e3},
+                                  {"M", 1048576.0},
+                                  {"MiB", 1048576.0},
+                                  {"MB", 1e6},
+                                  {"G", 1073741824.0},
+                                  {"GiB", 1073741824.0},
+                                  {"GB", 1e9},
+                                  {"T", 1099511627776.0},
+                                  {"TiB", 1099511627776.0},
+                                  {"TB", 1e12}};
   for (const Suffix& suffix : kSuffixes) {
     if (std::strcmp(end, suffix.name) != 0) continue;
     const double value = number * suffix.factor;

@@ -8,8 +8,8 @@
 #include <gtest/gtest.h>
 #include <hwy/targets.h>
 
-#include <cmath>
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <string>
 

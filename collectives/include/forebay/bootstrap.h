@@ -1,5 +1,5 @@
-// How a process learns which rank it is: explicit arguments, or the environment of the launcher that started it. And,
-// for convenience on one host, a launcher of local processes.
+// How a process learns which rank it is: explicit arguments, or the environment of the launcher that started
+// it. And, for convenience on one host, a launcher of local processes.
 #pragma once
 
 #include <chrono>
@@ -12,12 +12,13 @@
 namespace forebay {
 
 struct LaunchEnvironment {
-  std::string launcher;         // "forebay", "torchrun", "open-mpi", "pmix", "slurm" or "none".
+  std::string launcher;  // "forebay", "torchrun", "open-mpi", "pmix", "slurm" or "none".
   int rank = 0;
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
-  std::string store_directory;  // FOREBAY_STORE, or derived from the launcher's job id when all ranks share this host.
+  std::string store_directory;  // FOREBAY_STORE, or derived from the launcher's job id when all ranks share
+                                // this host.
 };
 
 // Reads the process environment: FOREBAY_RANK/FOREBAY_SIZE, torchrun, Open MPI, PMIx, Slurm, in that order.
@@ -31,10 +32,11 @@ struct LaunchOptions {
   std::chrono::milliseconds grace{5'000};  // From the first failure or signal until what is left is killed.
 };
 
-// Starts `size` processes of this very program with `arguments` and the variables that read_launch_environment wants,
-// waits for them, and returns the exit code to leave with: 0 when all were 0, else the first failing one's (128 + n for
-// a signal). SIGINT and SIGTERM go on to all of them; when one fails the others get SIGTERM, then SIGKILL after
-// `grace`. Children die with the parent. The store directory it makes is removed at the end, whatever happened.
+// Starts `size` processes of this very program with `arguments` and the variables that
+// read_launch_environment wants, waits for them, and returns the exit code to leave with: 0 when all were 0,
+// else the first failing one's (128 + n for a signal). SIGINT and SIGTERM go on to all of them; when one
+// fails the others get SIGTERM, then SIGKILL after `grace`. Children die with the parent. The store directory
+// it makes is removed at the end, whatever happened.
 Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options);
 
 }  // namespace forebay

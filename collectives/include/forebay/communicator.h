@@ -1,19 +1,21 @@
-// Communicator: the ranks that communicate, and what they can do together. The second of forebay's three interfaces;
-// `local` (ranks as threads of one process) is its reference implementation and one conformance suite judges all.
+// Communicator: the ranks that communicate, and what they can do together. The second of forebay's three
+// interfaces; `local` (ranks as threads of one process) is its reference implementation and one conformance
+// suite judges all.
 //
-// There are two planes. Data operations take device memory and a stream, queue and return at once. Control operations
+// There are two planes. Data operations take device memory and a stream, queue and return at once. Control
+// operations
 // (`exchange`, `barrier`) take small host memory and block. Every rank of a communicator must issue the same
-// operations in the same order, the data ones on one stream of its own; a fingerprint {sequence, operation, type,
-// count} travels with each and a mismatch is an error that names both ranks.
+// operations in the same order, the data ones on one stream of its own; a fingerprint {sequence, operation,
+// type, count} travels with each and a mismatch is an error that names both ranks.
 //
-// Exactness. `reduce_scatter` sends each slice to its owner (the bytes of a ring: (N-1)/N of the buffer) and the owner
-// adds in rank order in fp32, so the result does not depend on the bucket size or on how messages arrive. all_reduce
-// is by definition reduce_scatter, then all_gather.
+// Exactness. `reduce_scatter` sends each slice to its owner (the bytes of a ring: (N-1)/N of the buffer) and
+// the owner adds in rank order in fp32, so the result does not depend on the bucket size or on how messages
+// arrive. all_reduce is by definition reduce_scatter, then all_gather.
 //
-// Failure. Nothing waits past the deadline. After the first failure the communicator stays failed: `status()` and every
-// later call return that first cause, queued data operations become no-ops, and `abort` spreads a cause of one's own.
-// A data operation's failure arrives through `status()`, so whoever waits for a stream asks it before using the bytes:
-// stream order, not an Event of its own, says when an operation is done.
+// Failure. Nothing waits past the deadline. After the first failure the communicator stays failed: `status()`
+// and every later call return that first cause, queued data operations become no-ops, and `abort` spreads a
+// cause of one's own. A data operation's failure arrives through `status()`, so whoever waits for a stream
+// asks it before using the bytes: stream order, not an Event of its own, says when an operation is done.
 #pragma once
 
 #include <chrono>
@@ -27,28 +29,29 @@
 
 namespace forebay {
 
-// Payload bytes handed to or taken from other ranks, elements times element size, since the communicator was made.
-// Fingerprints and other headers are not payload; a rank's own slice is not sent and does not count.
+// Payload bytes handed to or taken from other ranks, elements times element size, since the communicator was
+// made. Fingerprints and other headers are not payload; a rank's own slice is not sent and does not count.
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t received_bytes = 0;
 };
 
 struct ReduceScatterArguments {
-  const std::byte* source;          // Slice 0 of this rank's contribution.
-  std::size_t source_stride_bytes;  // From one slice to the next: a column range of a larger buffer is allowed.
-  std::size_t count;                // Elements of one slice.
+  const std::byte* source;  // Slice 0 of this rank's contribution.
+  std::size_t
+      source_stride_bytes;  // From one slice to the next: a column range of a larger buffer is allowed.
+  std::size_t count;        // Elements of one slice.
   DataType type;
-  std::byte* receive;               // Staging the caller owns: size() * count elements; contents undefined after.
-  float* target;                    // Gets (or adds) the rank-ordered fp32 sum of slice rank(); count elements.
-  bool first;                       // True: target = sum. False: target = target + sum.
+  std::byte* receive;  // Staging the caller owns: size() * count elements; contents undefined after.
+  float* target;       // Gets (or adds) the rank-ordered fp32 sum of slice rank(); count elements.
+  bool first;          // True: target = sum. False: target = target + sum.
 };
 
 struct AllGatherArguments {
-  const std::byte* source;          // This rank's slice; may already be in its place.
-  std::byte* target;                // Slice 0 of the whole; slice r is at target + r * target_stride_bytes.
+  const std::byte* source;  // This rank's slice; may already be in its place.
+  std::byte* target;        // Slice 0 of the whole; slice r is at target + r * target_stride_bytes.
   std::size_t target_stride_bytes;
-  std::size_t bytes;                // Of one slice.
+  std::size_t bytes;  // Of one slice.
 };
 
 class Communicator {
@@ -64,12 +67,13 @@ class Communicator {
   virtual Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) = 0;
   virtual Status all_gather(const AllGatherArguments& arguments, Stream stream) = 0;
   // Point to point: matched by (peer, tag) in order of issue. A send may wait for its recv.
-  virtual Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) = 0;
+  virtual Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+                      Stream stream) = 0;
   virtual Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) = 0;
 
-  // --- control plane: host memory, blocking, at most the deadline; never while data operations are queued that a
-  // peer's control operation could wait for ---
-  // Every rank gives `mine`; `all` gets size() pieces of mine.size() bytes in rank order. Counts as payload.
+  // --- control plane: host memory, blocking, at most the deadline; never while data operations are queued
+  // that a peer's control operation could wait for --- Every rank gives `mine`; `all` gets size() pieces of
+  // mine.size() bytes in rank order. Counts as payload.
   virtual Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
   virtual Status barrier() = 0;
 

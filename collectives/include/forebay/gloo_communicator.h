@@ -1,5 +1,5 @@
-// Ranks as processes, on one host or several, over TCP: Gloo as transport and rendezvous, our own ordered reduction on
-// top. Present when forebay was built with Gloo (gloo_available()).
+// Ranks as processes, on one host or several, over TCP: Gloo as transport and rendezvous, our own ordered
+// reduction on top. Present when forebay was built with Gloo (gloo_available()).
 #pragma once
 
 #include <chrono>
@@ -14,10 +14,11 @@ namespace forebay {
 struct GlooOptions {
   int rank = 0;
   int size = 1;
-  // A directory all ranks see, private to this run (0700) and empty before it: the rendezvous. Rank files in it are
-  // removed again once all ranks are connected.
+  // A directory all ranks see, private to this run (0700) and empty before it: the rendezvous. Rank files in
+  // it are removed again once all ranks are connected.
   std::string store_directory;
-  // Local address or interface name to listen on; empty: the loopback address when every rank is on this host.
+  // Local address or interface name to listen on; empty: the loopback address when every rank is on this
+  // host.
   std::string interface;
   std::chrono::milliseconds deadline{60'000};
 };

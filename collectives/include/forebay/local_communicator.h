@@ -1,5 +1,5 @@
-// Ranks as threads of one process: the reference Communicator, used by tests, by single-process runs and wherever
-// several ranks share one device.
+// Ranks as threads of one process: the reference Communicator, used by tests, by single-process runs and
+// wherever several ranks share one device.
 #pragma once
 
 #include <chrono>
@@ -13,11 +13,13 @@ namespace forebay {
 
 struct LocalOptions {
   std::chrono::milliseconds deadline{60'000};  // Of every operation, measured on `clock`.
-  HostClock* clock = nullptr;                  // Not owned; the ranks' backends share it. Null: a real one of its own.
-  // Modelled link, for a virtual clock: each operation takes latency + bytes sent / bandwidth. 0: takes no time.
+  HostClock* clock = nullptr;  // Not owned; the ranks' backends share it. Null: a real one of its own.
+  // Modelled link, for a virtual clock: each operation takes latency + bytes sent / bandwidth. 0: takes no
+  // time.
   std::chrono::nanoseconds latency{0};
   double bytes_per_second = 0;
-  // Faults by script, counted over data operations of one rank from 0: that rank returns `fault` at that operation.
+  // Faults by script, counted over data operations of one rank from 0: that rank returns `fault` at that
+  // operation.
   int fault_rank = -1;
   std::uint64_t fault_operation = 0;
   Status fault;
@@ -30,7 +32,8 @@ class LocalGroup {
   virtual ~LocalGroup() = default;
 
   // The communicator of `rank`, on that rank's backend and kernels. Once per rank.
-  virtual Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend, Kernels& kernels) = 0;
+  virtual Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend,
+                                                             Kernels& kernels) = 0;
 };
 
 }  // namespace forebay

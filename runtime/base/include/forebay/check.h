@@ -1,21 +1,21 @@
-// Checks of invariants: a broken one is a defect in forebay, so the process stops with the place and the values.
-// Operating errors (a full device, a lost peer) are never checks: they are a Status (status.h).
+// Checks of invariants: a broken one is a defect in forebay, so the process stops with the place and the
+// values. Operating errors (a full device, a lost peer) are never checks: they are a Status (status.h).
 #pragma once
 
 namespace forebay::internal {
 
 // Prints "file:line: check failed: condition: message" to stderr and aborts.
 [[noreturn]] __attribute__((format(printf, 4, 5))) void check_failed(const char* file, int line,
-                                                                     const char* condition, const char* format,
-                                                                     ...) noexcept;
+                                                                     const char* condition,
+                                                                     const char* format, ...) noexcept;
 
 }  // namespace forebay::internal
 
 // FOREBAY_CHECK(condition, "printf format", values...): always on.
-#define FOREBAY_CHECK(condition, ...)                                                            \
-  do {                                                                                           \
-    if (!(condition)) [[unlikely]]                                                               \
-      ::forebay::internal::check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__);            \
+#define FOREBAY_CHECK(condition, ...)                                                 \
+  do {                                                                                \
+    if (!(condition)) [[unlikely]]                                                    \
+      ::forebay::internal::check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__); \
   } while (false)
 
 // FOREBAY_ASSERT: the same in debug builds, nothing with NDEBUG.

@@ -1,7 +1,8 @@
 // Status and Result: how an operating error travels through forebay.
 //
-// A Status is a code and a message of three parts: what was asked, what was found, what to try. The layers below
-// the engine return it; the engine and the API throw it as an Error (error.h). An ok Status owns no memory.
+// A Status is a code and a message of three parts: what was asked, what was found, what to try. The layers
+// below the engine return it; the engine and the API throw it as an Error (error.h). An ok Status owns no
+// memory.
 #pragma once
 
 #include <string>
@@ -52,8 +53,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}            // NOLINT: implicit on purpose
-  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {      // NOLINT: implicit on purpose
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}        // NOLINT: implicit on purpose
+  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {  // NOLINT: implicit on purpose
     FOREBAY_CHECK(!std::get_if<1>(&state_)->ok(), "a Result needs a value or an error");
   }
 
@@ -80,8 +81,7 @@ class [[nodiscard]] Result {
 }  // namespace forebay
 
 // Returns early with the Status of `expression` unless it is ok.
-#define FOREBAY_RETURN_IF_ERROR(expression)                                     \
-  do {                                                                          \
-    if (::forebay::Status forebay_status_ = (expression); !forebay_status_.ok()) \
-      return forebay_status_;                                                   \
+#define FOREBAY_RETURN_IF_ERROR(expression)                                                              \
+  do {                                                                                                   \
+    if (::forebay::Status forebay_status_ = (expression); !forebay_status_.ok()) return forebay_status_; \
   } while (false)

@@ -7,9 +7,15 @@
 
 namespace forebay {
 
-constexpr std::uint64_t operator""_KiB(unsigned long long n) { return n << 10; }
-constexpr std::uint64_t operator""_MiB(unsigned long long n) { return n << 20; }
-constexpr std::uint64_t operator""_GiB(unsigned long long n) { return n << 30; }
+constexpr std::uint64_t operator""_KiB(unsigned long long n) {
+  return n << 10;
+}
+constexpr std::uint64_t operator""_MiB(unsigned long long n) {
+  return n << 20;
+}
+constexpr std::uint64_t operator""_GiB(unsigned long long n) {
+  return n << 30;
+}
 
 // The smallest multiple of `multiple` (not zero) that is at least `value`.
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
@@ -22,7 +28,8 @@ constexpr std::uint64_t ceil_div(std::uint64_t value, std::uint64_t divisor) {
 // "3.50 GiB", "512 B": for messages.
 std::string format_bytes(std::uint64_t bytes);
 
-// Reads "4096", "64KiB", "1.5GiB", "2GB", "2G" (G alone is GiB). False if it is none of these or does not fit.
+// Reads "4096", "64KiB", "1.5GiB", "2GB", "2G" (G alone is GiB). False if it is none of these or does not
+// fit.
 bool parse_bytes(const char* text, std::uint64_t* bytes);
 
 }  // namespace forebay

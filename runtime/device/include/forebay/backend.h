@@ -1,26 +1,30 @@
-// Backend: the one seam between forebay and a device. About thirty functions in the terms of the CUDA driver API,
-// implemented by `host` (host_backend.h: ordinary memory, worker-thread streams), by `cuda`, and by a model that
-// touches no bytes. Nothing above this header knows which one it runs on, and one conformance suite
-// (tests/device/backend_conformance.h) is the judge of all.
+// Backend: the one seam between forebay and a device. About thirty functions in the terms of the CUDA driver
+// API, implemented by `host` (host_backend.h: ordinary memory, worker-thread streams), by `cuda`, and by a
+// model that touches no bytes. Nothing above this header knows which one it runs on, and one conformance
+// suite (tests/device/backend_conformance.h) is the judge of all.
 //
 // The contract, once for all implementations:
 //
-// Address space. `reserve` hands out addresses and no memory. `chunk_create` takes physical memory, whole multiples
-//   of `capabilities().granularity`, charged against the device. `map` puts one whole chunk at reserved addresses
-//   that hold no mapping yet; the same chunk may be mapped at several addresses at once (an alias: the bytes are the
-//   same). Nothing may be read or written before `set_access`, one call for a contiguous range of any number of
-//   mappings and no hole. `unmap` takes a range that covers whole mappings, never part of one. `chunk_destroy` gives
-//   up the handle; the memory goes back when the last mapping of it is gone too, so destroying a mapped chunk is
-//   allowed. `release` takes exactly what `reserve` returned, holding no mapping. What breaks these rules is refused
-//   with kInvalidArgument and changes nothing.
-// Order. Work on one stream runs in the order it was queued; work on different streams is ordered by events alone.
-//   `event_record` marks a point, and recording again moves it; waiting for or querying an event that was never
-//   recorded succeeds at once. Queueing does not wait for the device, except for back-pressure when a stream's
-//   bounded queue is full. Address-space and memory calls are synchronous and do not wait for queued work: to unmap,
-//   free or destroy what queued work still touches is the caller's defect.
-// Failure. A call that fails has no effect. Queued work that fails makes the stream's later `stream_synchronize`,
+// Address space. `reserve` hands out addresses and no memory. `chunk_create` takes physical memory, whole
+// multiples
+//   of `capabilities().granularity`, charged against the device. `map` puts one whole chunk at reserved
+//   addresses that hold no mapping yet; the same chunk may be mapped at several addresses at once (an alias:
+//   the bytes are the same). Nothing may be read or written before `set_access`, one call for a contiguous
+//   range of any number of mappings and no hole. `unmap` takes a range that covers whole mappings, never part
+//   of one. `chunk_destroy` gives up the handle; the memory goes back when the last mapping of it is gone
+//   too, so destroying a mapped chunk is allowed. `release` takes exactly what `reserve` returned, holding no
+//   mapping. What breaks these rules is refused with kInvalidArgument and changes nothing.
+// Order. Work on one stream runs in the order it was queued; work on different streams is ordered by events
+// alone.
+//   `event_record` marks a point, and recording again moves it; waiting for or querying an event that was
+//   never recorded succeeds at once. Queueing does not wait for the device, except for back-pressure when a
+//   stream's bounded queue is full. Address-space and memory calls are synchronous and do not wait for queued
+//   work: to unmap, free or destroy what queued work still touches is the caller's defect.
+// Failure. A call that fails has no effect. Queued work that fails makes the stream's later
+// `stream_synchronize`,
 //   and `event_synchronize` of the events behind it, return that first failure; it stays.
-// Threads. Every function may be called from any thread at any time. The function given to `call_host` must not call
+// Threads. Every function may be called from any thread at any time. The function given to `call_host` must
+// not call
 //   the Backend; implementations detect that and fail the stream with kInternal.
 // Source: CUDA driver API reference, "Virtual Memory Management", "Stream Management", "Event Management".
 #pragma once
@@ -59,11 +63,12 @@ enum class BackendKind : std::uint8_t { kHost, kCuda, kModel };
 
 struct Capabilities {
   BackendKind kind = BackendKind::kHost;
-  char name[64] = {};                // "host", "cuda:0 NVIDIA H200": for messages.
-  std::size_t granularity = 0;       // Bytes; chunk sizes and mapped addresses are multiples of it. A power of two.
-  std::size_t memory_bytes = 0;      // What the device may hold in all: its capacity, or the budget it was given.
-  bool host_accessible = false;      // The host may dereference device memory.
-  int numa_node = -1;                // The NUMA node nearest the device; -1 when unknown.
+  char name[64] = {};  // "host", "cuda:0 NVIDIA H200": for messages.
+  std::size_t granularity =
+      0;  // Bytes; chunk sizes and mapped addresses are multiples of it. A power of two.
+  std::size_t memory_bytes = 0;  // What the device may hold in all: its capacity, or the budget it was given.
+  bool host_accessible = false;  // The host may dereference device memory.
+  int numa_node = -1;            // The NUMA node nearest the device; -1 when unknown.
 };
 
 struct MemoryInfo {
@@ -75,15 +80,16 @@ struct Dimensions {
   std::uint32_t x = 1, y = 1, z = 1;
 };
 
-// One kernel of a host module: `function` gets the launch's dimensions and, in `arguments`, one pointer per kernel
-// argument, as cuLaunchKernel passes them. It runs on the stream's thread.
+// One kernel of a host module: `function` gets the launch's dimensions and, in `arguments`, one pointer per
+// kernel argument, as cuLaunchKernel passes them. It runs on the stream's thread.
 struct HostKernel {
   const char* name;
   void (*function)(const Dimensions& grid, const Dimensions& block, void* const* arguments);
 };
 
-// What load_module takes. A host backend reads `host_kernels` (an array that ends with a null name); a cuda backend
-// reads `image` (cubin, fatbin or PTX). An image for the wrong kind of backend is refused with kUnsupported.
+// What load_module takes. A host backend reads `host_kernels` (an array that ends with a null name); a cuda
+// backend reads `image` (cubin, fatbin or PTX). An image for the wrong kind of backend is refused with
+// kUnsupported.
 struct ModuleImage {
   const HostKernel* host_kernels = nullptr;
   const void* image = nullptr;
@@ -103,7 +109,8 @@ class Backend {
   // `alignment` is a power of two; 0 means granularity.
   virtual Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) = 0;
   virtual Status release(DevicePtr base, std::size_t bytes) = 0;
-  // Errors: kOutOfMemory when the device (or its budget) has less than `bytes` left; the message has both figures.
+  // Errors: kOutOfMemory when the device (or its budget) has less than `bytes` left; the message has both
+  // figures.
   virtual Result<Chunk> chunk_create(std::size_t bytes) = 0;
   virtual Status chunk_destroy(Chunk chunk) = 0;
   // Maps the whole of `chunk` at `address`.
@@ -112,7 +119,8 @@ class Backend {
   virtual Status set_access(DevicePtr address, std::size_t bytes) = 0;
 
   // --- memory ---
-  // Plain device memory, aligned to 512 bytes, charged like chunks (rounded to granularity on the host backend).
+  // Plain device memory, aligned to 512 bytes, charged like chunks (rounded to granularity on the host
+  // backend).
   virtual Result<DevicePtr> alloc(std::size_t bytes) = 0;
   virtual Status free(DevicePtr address) = 0;
   // Page-locks ordinary host memory so that copies to and from it are asynchronous. Page-aligned ranges only.
