@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "forebay/communicator.h"
-#include "forebay/conversions.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
+#include "support/elements.h"
 
 namespace forebay::testing {
 
@@ -93,33 +93,9 @@ class Member {
 // A float that depends on who and where, of any sign and of magnitudes far enough apart for the order of a
 // sum to show.
 inline float sample(std::uint64_t seed, int rank, std::size_t index) {
-  std::uint64_t x = seed + 0x9e3779b97f4a7c15u * (static_cast<std::uint64_t>(rank) * 1'000'003 + index + 1);
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  x ^= x >> 31;
+  const std::uint64_t x = mix(seed + static_cast<std::uint64_t>(rank) * 1'000'003 + index);
   const float unit = static_cast<float>(x >> 40) / 16777216.0f - 0.5f;
   return std::ldexp(unit, static_cast<int>(x & 7) - 4);
-}
-
-inline void store_sample(std::byte* place, DataType type, float value) {
-  if (type == DataType::kFloat32) {
-    std::memcpy(place, &value, 4);
-    return;
-  }
-  const std::uint16_t bits = type == DataType::kBfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
-  std::memcpy(place, &bits, 2);
-}
-
-inline float rounded_sample(DataType type, float value) {
-  switch (type) {
-    case DataType::kFloat32:
-      return value;
-    case DataType::kBfloat16:
-      return bfloat16_to_float(float_to_bfloat16(value));
-    case DataType::kFloat16:
-      return float16_to_float(float_to_float16(value));
-  }
-  return 0;
 }
 
 inline std::uint64_t test_seed() {
@@ -202,7 +178,7 @@ class CommunicatorConformance : public ::testing::TestWithParam<std::tuple<Commu
     std::memset(source, 0xCB, stride * ranks);
     for (std::size_t r = 0; r < ranks; ++r) {
       for (std::size_t i = 0; i < sum.count; ++i) {
-        store_sample(source + r * stride + i * element, sum.type, sample(seed, rank, r * sum.count + i));
+        store(sum.type, source + r * stride, i, sample(seed, rank, r * sum.count + i));
       }
     }
     for (std::size_t i = 0; i < sum.count; ++i) target[i] = 0.5f;
@@ -221,8 +197,8 @@ class CommunicatorConformance : public ::testing::TestWithParam<std::tuple<Commu
 
     for (std::size_t i = 0; i < sum.count; ++i) {
       const std::size_t index = static_cast<std::size_t>(rank) * sum.count + i;
-      float expected = rounded_sample(sum.type, sample(seed, 0, index));
-      for (int r = 1; r < size(); ++r) expected += rounded_sample(sum.type, sample(seed, r, index));
+      float expected = round_to(sum.type, sample(seed, 0, index));
+      for (int r = 1; r < size(); ++r) expected += round_to(sum.type, sample(seed, r, index));
       if (!sum.first) expected = 0.5f + expected;
       ASSERT_EQ(float_bits(target[i]), float_bits(expected))
           << "rank " << rank << " element " << i << " of " << sum.count << " " << data_type_name(sum.type);

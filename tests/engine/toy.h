@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "forebay/conversions.h"
 #include "forebay/engine.h"
 #include "forebay/stream_call.h"
+#include "support/elements.h"
 #include "support/local_world.h"
 
 namespace forebay::testing {
@@ -68,39 +68,10 @@ struct ToyResult {
 };
 
 inline float toy_noise(int rank, int step, int micro_step, int parameter, std::uint64_t i) {
-  std::uint64_t x = (static_cast<std::uint64_t>(rank) << 48) ^ (static_cast<std::uint64_t>(step) << 40) ^
-                    (static_cast<std::uint64_t>(micro_step) << 36) ^
-                    (static_cast<std::uint64_t>(parameter) << 28) ^ i;
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  x ^= x >> 31;
+  const std::uint64_t x =
+      mix((static_cast<std::uint64_t>(rank) << 48) ^ (static_cast<std::uint64_t>(step) << 40) ^
+          (static_cast<std::uint64_t>(micro_step) << 36) ^ (static_cast<std::uint64_t>(parameter) << 28) ^ i);
   return static_cast<float>(static_cast<std::int64_t>(x >> 40) - (1 << 23)) / static_cast<float>(1 << 23);
-}
-
-inline float round_to(DataType type, float value) {
-  switch (type) {
-    case DataType::kFloat32:
-      return value;
-    case DataType::kBfloat16:
-      return bfloat16_to_float(float_to_bfloat16(value));
-    case DataType::kFloat16:
-      return float16_to_float(float_to_float16(value));
-  }
-  return value;
-}
-inline float load(DataType type, const std::byte* at, std::uint64_t i) {
-  if (type == DataType::kFloat32) return reinterpret_cast<const float*>(at)[i];
-  const std::uint16_t bits = reinterpret_cast<const std::uint16_t*>(at)[i];
-  return type == DataType::kBfloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
-}
-inline void store(DataType type, std::byte* at, std::uint64_t i, float value) {
-  if (type == DataType::kFloat32) {
-    reinterpret_cast<float*>(at)[i] = value;
-  } else {
-    reinterpret_cast<std::uint16_t*>(at)[i] =
-        type == DataType::kBfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
-  }
 }
 
 // Initial value of a parameter's element.
