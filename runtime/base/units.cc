@@ -1,6 +1,7 @@
 #include "forebay/units.h"
 
 #include <cctype>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -24,7 +25,9 @@ std::string format_bytes(std::uint64_t bytes) {
 bool parse_bytes(const char* text, std::uint64_t* bytes) {
   if (text == nullptr || !std::isdigit(static_cast<unsigned char>(text[0]))) return false;
   char* end = nullptr;
+  errno = 0;
   const double number = std::strtod(text, &end);
+  const bool underflows = errno == ERANGE;
   while (*end == ' ') ++end;
   struct Suffix {
     const char* name;
@@ -48,6 +51,7 @@ bool parse_bytes(const char* text, std::uint64_t* bytes) {
     if (std::strcmp(end, suffix.name) != 0) continue;
     const double value = number * suffix.factor;
     if (!(value >= 0) || value >= 18446744073709551616.0) return false;
+    if (value < 1 && (number > 0 || underflows)) return false;  // Zero often means no limit: it must be said.
     *bytes = static_cast<std::uint64_t>(value);
     return true;
   }

@@ -15,13 +15,14 @@ TEST(Units, ParsesBytes) {
   const struct {
     const char* text;
     std::uint64_t bytes;
-  } kCases[] = {{"4096", 4096}, {"64KiB", 64_KiB}, {"1.5GiB", 1536_MiB}, {"2GB", 2000000000}, {"2G", 2_GiB}};
+  } kCases[] = {{"4096", 4096}, {"64KiB", 64_KiB}, {"1.5GiB", 1536_MiB}, {"2GB", 2000000000},
+                {"2G", 2_GiB},  {"0", 0},          {"0.0", 0},           {"0.5KiB", 512}};
   for (const auto& [text, expected] : kCases) {
     std::uint64_t bytes = 0;
     EXPECT_TRUE(parse_bytes(text, &bytes)) << text;
     EXPECT_EQ(bytes, expected) << text;
   }
-  for (const char* text : {"", "-1", "GiB", "3 parsecs", "1e40"}) {
+  for (const char* text : {"", "-1", "GiB", "3 parsecs", "1e40", "0.5", "0.0001KiB", "1e-400"}) {
     std::uint64_t bytes = 7;
     EXPECT_FALSE(parse_bytes(text, &bytes)) << text;
     EXPECT_EQ(bytes, 7u) << text;

@@ -28,8 +28,8 @@ constexpr std::uint64_t ceil_div(std::uint64_t value, std::uint64_t divisor) {
 // "3.50 GiB", "512 B": for messages.
 std::string format_bytes(std::uint64_t bytes);
 
-// Reads "4096", "64KiB", "1.5GiB", "2GB", "2G" (G alone is GiB). False if it is none of these or does not
-// fit.
+// Reads "4096", "64KiB", "1.5GiB", "2GB", "2G" (G alone is GiB). False if it is none of these, does not
+// fit or is more than nothing and less than a byte.
 bool parse_bytes(const char* text, std::uint64_t* bytes);
 
 }  // namespace forebay
