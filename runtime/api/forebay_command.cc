@@ -1,10 +1,14 @@
 // The `forebay` command. Each subcommand lives in a file of its own and is added by one function.
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <string>
+#include <vector>
 
+#include "forebay/error.h"
 #include "forebay/version.h"
 #include "runtime/api/plan_command.h"
 #include "runtime/api/report_command.h"
@@ -14,6 +18,13 @@ namespace {
 constexpr int kFailed = 1;
 constexpr int kBadUsage = 2;
 
+// CLI11 would only say that a subcommand is missing.
+bool is_unknown_word(const CLI::App& app, const std::string& word) {
+  if (word.empty() || word[0] == '-') return word.empty();
+  const std::vector<const CLI::App*> known = app.get_subcommands({});
+  return std::none_of(known.begin(), known.end(), [&](const CLI::App* one) { return one->check_name(word); });
+}
+
 int run(int argc, char** argv) {
   CLI::App app("forebay: a memory and offload runtime for training large models", "forebay");
   app.set_version_flag("--version", std::string("forebay ") + forebay::version(), "Print the version");
@@ -21,6 +32,11 @@ int run(int argc, char** argv) {
   std::function<int()> action;
   forebay::add_plan_command(app, action);
   forebay::add_report_command(app, action);
+  if (argc > 1 && is_unknown_word(app, argv[1])) {
+    std::fprintf(stderr, "forebay: there is no subcommand '%s'; use plan or report (--help describes them)\n",
+                 argv[1]);
+    return kBadUsage;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -34,6 +50,9 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
+  } catch (const forebay::Error& error) {
+    std::fprintf(stderr, "forebay: %s\n", error.status().message().c_str());
+    return kFailed;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "forebay: %s\n", error.what());
     return kFailed;

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 namespace forebay {
@@ -124,6 +125,12 @@ Result<TransformerShape> parse_model_config(const std::string& text, const std::
 }
 
 Result<TransformerShape> read_model_config(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
+    return Status(
+        StatusCode::kIoError,
+        "cannot read " + path + ": it is not a regular file; give the path of the model's config.json");
+  }
   std::FILE* file = std::fopen(path.c_str(), "rbe");
   std::string text;
   bool failed = file == nullptr;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/error.h"
 #include "runtime/api/run_report.h"
 
 namespace forebay {
@@ -23,6 +24,10 @@ int report(const ReportOptions& options) {
     print_report_json(std::cout, runs);
   } else {
     print_report_table(std::cout, runs);
+  }
+  std::cout.flush();
+  if (!std::cout) {
+    throw Error(StatusCode::kIoError, "cannot write the report to standard output; is the disk full?");
   }
   return compare_runs(runs).difference.empty() ? 0 : 1;
 }

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <sstream>
@@ -69,7 +71,10 @@ RunReport read_run(const std::string& path, const Json& json) {
   run.steps = json.at("steps").get<int>();
   run.micro_steps = json.value("micro_steps", 1);
   run.accumulate = json.value("accumulate", "shard");
-  run.losses = json.at("loss").get<std::vector<double>>();
+  for (const Json& loss : json.at("loss")) {
+    // JSON has no NaN.
+    run.losses.push_back(loss.is_null() ? std::numeric_limits<double>::quiet_NaN() : loss.get<double>());
+  }
   for (const Json& norm : json.at("grad_norm")) {
     run.grad_norms.push_back(norm.is_null() ? std::nullopt : std::optional<double>(norm.get<double>()));
   }
@@ -153,12 +158,20 @@ std::string setup_difference(const RunReport& a, const RunReport& b) {
   return "";
 }
 
+bool same(double a, double b) {
+  return a == b || (std::isnan(a) && std::isnan(b));
+}
+
+bool same(const std::optional<double>& a, const std::optional<double>& b) {
+  return a.has_value() == b.has_value() && (!a || same(*a, *b));
+}
+
 // Values are compared as numbers read from text with 17 digits: equal text, equal bits.
 template <typename T>
 std::string series_difference(const char* what, const std::vector<T>& a, const std::vector<T>& b) {
   const std::size_t count = std::min(a.size(), b.size());
   for (std::size_t i = 0; i < count; ++i) {
-    if (a[i] != b[i]) return std::string(what) + " differs first at step " + std::to_string(i + 1);
+    if (!same(a[i], b[i])) return std::string(what) + " differs first at step " + std::to_string(i + 1);
   }
   return a.size() == b.size() ? "" : std::string(what) + " has another length";
 }
@@ -196,6 +209,12 @@ double wire_formula_bytes(const RunReport& run) {
 }
 
 RunReport read_run_report(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
+    throw Error(StatusCode::kIoError,
+                "cannot read report '" + path +
+                    "': it is not a regular file; check the name that --report was given");
+  }
   std::ifstream file(path);
   if (!file) {
     throw Error(StatusCode::kIoError, "cannot open report '" + path + "': " + std::strerror(errno) +

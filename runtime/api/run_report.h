@@ -24,7 +24,7 @@ struct RunReport {
   int steps = 0;
   int micro_steps = 1;
   std::string accumulate = "shard";
-  std::vector<double> losses;
+  std::vector<double> losses;                     // NaN where it was not finite.
   std::vector<std::optional<double>> grad_norms;  // None where the step was skipped.
   std::string digest;
   double tokens_per_second = 0;

@@ -18,8 +18,8 @@ struct Outcome {
 };
 
 // Arguments are plain words of this file's own, so the shell has nothing to quote.
-Outcome plan(const std::string& arguments) {
-  const std::string command = std::string(FOREBAY_COMMAND) + " plan " + arguments + " 2>&1";
+Outcome forebay(const std::string& arguments) {
+  const std::string command = std::string(FOREBAY_COMMAND) + " " + arguments + " 2>&1";
   std::FILE* pipe = ::popen(command.c_str(), "r");
   Outcome outcome;
   if (pipe == nullptr) return outcome;
@@ -30,6 +30,10 @@ Outcome plan(const std::string& arguments) {
   const int status = ::pclose(pipe);
   outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   return outcome;
+}
+
+Outcome plan(const std::string& arguments) {
+  return forebay("plan " + arguments);
 }
 
 std::string data(const std::string& name) {
@@ -167,6 +171,33 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
     EXPECT_EQ(outcome.exit_code, 2) << bad.arguments << "\n" << outcome.output;
     EXPECT_NE(outcome.output.find(bad.says), std::string::npos) << bad.arguments << "\n" << outcome.output;
   }
+}
+
+TEST(PlanCommand, RefusesAConfigThatIsNoRegularFile) {
+  const Outcome outcome = plan("--config /dev/zero");
+
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_NE(outcome.output.find("/dev/zero: it is not a regular file"), std::string::npos) << outcome.output;
+}
+
+TEST(Command, NamesAWordThatIsNoSubcommand) {
+  const Outcome outcome = forebay("nonsense");
+
+  EXPECT_EQ(outcome.exit_code, 2);
+  EXPECT_NE(outcome.output.find("'nonsense'"), std::string::npos) << outcome.output;
+}
+
+TEST(ReportCommand, SaysPlainlyWhatItCannotRead) {
+  const Outcome outcome = forebay("report " + data("malformed.json"));
+
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_EQ(outcome.output.find("forebay: cannot read report"), 0u) << outcome.output;
+  EXPECT_EQ(forebay("report /dev/zero").exit_code, 1);
+}
+
+TEST(ReportCommand, FailsWhenItsOutputCannotBeWritten) {
+  EXPECT_EQ(forebay("report " + data("run_report.json")).exit_code, 0);
+  EXPECT_EQ(forebay("report " + data("run_report.json") + " >/dev/full").exit_code, 1);
 }
 
 }  // namespace

@@ -82,6 +82,24 @@ TEST(RunReport, TableEndsWithTheVerdict) {
   EXPECT_NE(different.str().find("\nDIFFERENT: digest"), std::string::npos);
 }
 
+TEST(RunReport, LossThatWasNotFiniteIsShownAndEqualToItself) {
+  const std::string path = testing::TempDir() + "forebay-run-report-null-test.json";
+  std::ofstream(path) << R"({"world_size": 2, "stage": 1, "dtype": "bf16", "parameters": 1000, "steps": 2,
+    "micro_steps": 3, "accumulate": "local", "loss": [5.5, null], "grad_norm": [1.0, null], "digest": "00",
+    "tokens_per_second": 1.0, "ranks": []})";
+  std::ostringstream table;
+
+  const RunReport run = read_run_report(path);
+  print_report_table(table, {run, run});
+
+  EXPECT_EQ(run.micro_steps, 3);
+  EXPECT_EQ(run.accumulate, "local");
+  EXPECT_TRUE(std::isnan(run.losses.at(1)));
+  EXPECT_NE(table.str().find(" nan "), std::string::npos) << table.str();
+  EXPECT_TRUE(compare_runs({run, run}).difference.empty()) << compare_runs({run, run}).difference;
+  std::remove(path.c_str());
+}
+
 TEST(RunReport, MissingKeyIsNamed) {
   const std::string path = testing::TempDir() + "forebay-run-report-test.json";
   std::ofstream(path) << R"({"world_size": 2})";
