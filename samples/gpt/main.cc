@@ -1,18 +1,21 @@
 // forebay-gpt: the command line.
 
+#include <atomic>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
+#include <ctime>
+#include <optional>
 #include <regex>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "files.h"
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "options.h"
-#include "text.h"
 #include "trainer.h"
 
 namespace forebay::gpt {
@@ -21,35 +24,55 @@ namespace {
 constexpr int kFailureExit = 1;
 constexpr int kInterruptedExit = 130;
 
+// Signals this close together are one: a launcher or `timeout` sends it to a rank, and again to all of its
+// group. Longer: a person has to press again; shorter: a busy machine's two are taken for a person's.
+constexpr std::int64_t kSameSignalNs = 500'000'000;
+
+std::atomic<std::int64_t> first_signal_ns{0};
+static_assert(std::atomic<std::int64_t>::is_always_lock_free, "a signal handler uses it");
+
+// The first asks for the end of the step; the second does not wait for it.
+void on_signal(int signal) {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  const std::int64_t now_ns = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+  std::int64_t first_ns = 0;
+  if (first_signal_ns.compare_exchange_strong(first_ns, now_ns)) {
+    request_stop();
+  } else if (now_ns - first_ns > kSameSignalNs) {
+    ::signal(signal, SIG_DFL);
+    ::raise(signal);  // Takes effect when this returns.
+  }
+}
+
+// Called where there is a training to be stopped; elsewhere a signal ends the program as it does any other.
 void stop_on_signals() {
   struct sigaction action = {};
-  action.sa_handler = [](int) { request_stop(); };
+  action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
 }
 
-// What would only be found out after the training.
-void check_can_be_written(const char* option, const std::string& path) {
-  if (path.empty()) return;
-  const std::filesystem::path parent = std::filesystem::absolute(path).parent_path();
-  std::error_code error;
-  if (std::filesystem::is_directory(parent, error)) return;
-  throw Error(StatusCode::kIoError, std::string(option) + " " + path + ": there is no directory " +
-                                        parent.string() + "; make it or give another path");
-}
-
-void check_files(const TrainerOptions& options) {
-  check_can_be_written("--export", options.export_file);
-  check_can_be_written("--report", options.report_file);
-  check_can_be_written("--save-state", options.save_state);
-  static_cast<void>(Text::read(options.text));
+// What a person should know about a run that went well otherwise.
+void say_what_is_odd(const TrainerOptions& options, const TrainingReport& report) {
+  if (!options.load_state.empty() && report.first_step >= options.steps) {
+    std::fprintf(stderr,
+                 "forebay-gpt: nothing is left to do: the state in %s is at step %llu and --steps is %llu\n",
+                 options.load_state.c_str(), static_cast<unsigned long long>(report.first_step),
+                 static_cast<unsigned long long>(options.steps));
+  }
+  if (const std::optional<std::uint64_t> step = first_step_of_lost_loss(report)) {
+    std::fprintf(stderr, "forebay-gpt: warning: the loss is not finite since step %llu; try a smaller --lr\n",
+                 static_cast<unsigned long long>(*step));
+  }
 }
 
 int finish(const TrainerOptions& options, const TrainingReport& report, bool writes) {
   if (writes) {
     if (!options.report_file.empty()) write_file(options.report_file, report_json(report));
+    say_what_is_odd(options, report);
     if (report.interrupted) {
       std::fprintf(stderr, "forebay-gpt: stopped after step %llu of %llu%s\n",
                    static_cast<unsigned long long>(report.steps),
@@ -95,6 +118,7 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
   }
   try {
     if (environment.rank == 0) check_files(options);
+    stop_on_signals();
     return finish(options, run_training_rank(options, environment), environment.rank == 0);
   } catch (const Error& error) {
     if (speaks(environment.rank, error))
@@ -117,6 +141,7 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
   if (options.communicator == "gloo") {
     return value_or_throw(launch_local_ranks(arguments, {.size = options.ranks}));
   }
+  stop_on_signals();
   return finish(options, run_training(options), true);
 }
 
@@ -128,7 +153,6 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const ParsedCommand command = parse_command(arguments);
   if (!command.options) return command.exit_code;
-  stop_on_signals();
   try {
     return run(*command.options, arguments);
   } catch (const forebay::Error& error) {

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <string>
 
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
 
+#include "forebay/error.h"
 #include "forebay/units.h"
 
 namespace forebay::gpt {
@@ -77,7 +79,20 @@ void for_column_blocks(std::size_t columns, Function f) {
 
 void set_compute_threads(int count) {
 #if defined(_OPENMP)
+  omp_set_dynamic(0);  // Fewer threads than oneDNN prepared its products for: it would compute wrongly.
   omp_set_num_threads(count);
+  int got = 0;
+#pragma omp parallel
+  {
+#pragma omp single
+    got = omp_get_num_threads();
+  }
+  if (got != count) {
+    throw Error(
+        StatusCode::kUnavailable,
+        std::to_string(count) + " compute threads were asked for and OpenMP gives " + std::to_string(got) +
+            "; unset OMP_THREAD_LIMIT and OMP_MAX_ACTIVE_LEVELS, or give --threads " + std::to_string(got));
+  }
 #else
   static_cast<void>(count);
 #endif
@@ -85,7 +100,8 @@ void set_compute_threads(int count) {
 
 int default_compute_threads() {
 #if defined(_OPENMP)
-  return omp_get_num_procs();
+  if (omp_get_max_active_levels() < 1) return 1;
+  return std::min(omp_get_num_procs(), omp_get_thread_limit());
 #else
   return 1;
 #endif

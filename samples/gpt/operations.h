@@ -10,9 +10,11 @@
 
 namespace forebay::gpt {
 
-// How many OpenMP threads the calling thread's parallel loops and matrix products use from now on. Without
-// OpenMP it is always one.
+// How many OpenMP threads the calling thread's parallel loops and matrix products use from now on: exactly so
+// many, which is tried here. Without OpenMP it is always one.
+// Errors: throws Error(kUnavailable) when OpenMP gives another number.
 void set_compute_threads(int count);
+// The processors, as far as OpenMP's own limits let them be used.
 int default_compute_threads();
 
 // matrix[r][c] += bias[c].

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <map>
 
 #include "forebay/error.h"
@@ -18,6 +19,9 @@ namespace {
 
 constexpr int kUsageExit = 2;
 constexpr std::uint64_t kRanksMax = 1024;  // On one host: a typing mistake beyond it.
+constexpr int kThreadsMax = 256;           // Per rank: the same.
+constexpr double kSingleMax = 3e38;        // What reaches fp32 must not become infinite there,
+constexpr double kEpsilonMin = 1e-30;      // nor zero, by which it would divide.
 
 const std::map<std::string, DataType> kTypes = {
     {"fp32", DataType::kFloat32}, {"bf16", DataType::kBfloat16}, {"fp16", DataType::kFloat16}};
@@ -34,24 +38,40 @@ struct Words {
   bool no_overlap = false;
 };
 
+// A whole number that fits its type, where CLI11 would let a negative one become a large one.
+template <typename Integer>
+CLI::Option* add_number(CLI::App& app, const char* name, Integer& target, const char* what) {
+  const auto check = [](const std::string& text) -> std::string {
+    Integer value{};
+    const char* end = text.data() + text.size();
+    const auto result = std::from_chars(text.data(), end, value);
+    if (result.ec == std::errc() && result.ptr == end) return "";
+    return "'" + text + "' is not a whole number from " +
+           std::to_string(std::numeric_limits<Integer>::min()) + " to " +
+           std::to_string(std::numeric_limits<Integer>::max());
+  };
+  return app.add_option(name, target, what)->check(check);
+}
+
 void add_model_options(CLI::App& app, TrainerOptions& o) {
   const std::string group = "Model";
-  app.add_option("--layers", o.model.layers, "Transformer blocks")->capture_default_str()->group(group);
-  app.add_option("--hidden", o.model.hidden, "Columns of the residual stream, a multiple of --heads")
+  add_number(app, "--layers", o.model.layers, "Transformer blocks")->capture_default_str()->group(group);
+  add_number(app, "--hidden", o.model.hidden, "Columns of the residual stream, a multiple of --heads")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--heads", o.model.heads, "Attention heads")->capture_default_str()->group(group);
-  app.add_option("--sequence", o.model.sequence, "Tokens (bytes) of one sample")
+  add_number(app, "--heads", o.model.heads, "Attention heads")->capture_default_str()->group(group);
+  add_number(app, "--sequence", o.model.sequence, "Tokens (bytes) of one sample")
       ->capture_default_str()
       ->group(group);
 }
 
 void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   const std::string group = "Ranks and memory";
-  app.add_option("--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used")
+  add_number(app, "--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--stage", o.stage, "ZeRO stage: 0 none, 1 optimizer, 2 + gradients, 3 + parameters sharded")
+  add_number(app, "--stage", o.stage,
+             "ZeRO stage: 0 none, 1 optimizer, 2 + gradients, 3 + parameters sharded")
       ->capture_default_str()
       ->group(group);
   app.add_option("--dtype", words.dtype, "fp32, bf16 or fp16: type of parameters and gradients")
@@ -71,7 +91,7 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
                  "Bytes of device memory per rank, e.g. 512MiB; 0: no limit of ours")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
+  add_number(app, "--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
       ->capture_default_str()
       ->group(group);
 }
@@ -80,7 +100,7 @@ void add_compute_options(CLI::App& app, TrainerOptions& o) {
   const std::string group = "Computing";
   app.add_option("--matmul", o.matmul, "library (oneDNN) or plain [default: library where built in]")
       ->group(group);
-  app.add_option("--threads", o.threads, "Compute threads per rank; 0: cores / ranks on this host")
+  add_number(app, "--threads", o.threads, "Compute threads per rank; 0: cores / ranks on this host")
       ->capture_default_str()
       ->group(group);
 }
@@ -90,15 +110,15 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option("--text", o.text,
                  "Text files, read as bytes [default: the licences in /usr/share/common-licenses]")
       ->group(group);
-  app.add_option("--batch", o.batch, "Samples per rank and micro-step")->capture_default_str()->group(group);
-  app.add_option("--micro-steps", o.micro_steps, "Forward and backward passes per step")
+  add_number(app, "--batch", o.batch, "Samples per rank and micro-step")->capture_default_str()->group(group);
+  add_number(app, "--micro-steps", o.micro_steps, "Forward and backward passes per step")
       ->capture_default_str()
       ->group(group);
   app.add_option("--accumulate", words.accumulate,
                  "shard: reduce every micro-step; local: add on each rank, reduce once (stages 0 and 1)")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--steps", o.steps, "Steps in all, those before a resume included")
+  add_number(app, "--steps", o.steps, "Steps in all, those before a resume included")
       ->capture_default_str()
       ->group(group);
   app.add_option("--lr", o.lr, "Learning rate, constant")->capture_default_str()->group(group);
@@ -114,7 +134,7 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option("--loss-scale", o.loss_scale, "The first loss scale (fp16 only)")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--seed", o.seed, "Of initial weights and of the order of samples")
+  add_number(app, "--seed", o.seed, "Of initial weights and of the order of samples")
       ->capture_default_str()
       ->group(group);
 }
@@ -123,7 +143,7 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   const std::string group = "Files";
   app.add_option("--save-state", o.save_state, "Directory for training state, saved at the end and on Ctrl-C")
       ->group(group);
-  app.add_option("--save-every", o.save_every, "Save every this many steps too; 0: no")
+  add_number(app, "--save-every", o.save_every, "Save every this many steps too; 0: no")
       ->capture_default_str()
       ->group(group);
   app.add_option("--load-state", o.load_state, "Directory of training state to go on from")->group(group);
@@ -164,6 +184,19 @@ void apply(const Words& words, TrainerOptions& o) {
   o.overlap = !words.no_overlap;
 }
 
+// An unset variable of a script, most often; CLI11 takes it for 0.
+void refuse_empty(const std::vector<std::string>& arguments) {
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const std::string& argument = arguments[i];
+    if (argument.rfind("--", 0) == 0 && argument.size() > 1 && argument.back() == '=')
+      refuse(argument.substr(0, argument.size() - 1) +
+             " was given an empty value; give one or leave the option out");
+    if (!argument.empty()) continue;
+    if (i == 0 || arguments[i - 1].rfind("--", 0) != 0) refuse("an argument is empty; leave it out");
+    refuse(arguments[i - 1] + " was given an empty value; give one or leave the option out");
+  }
+}
+
 void check_positive(const char* option, bool positive) {
   if (!positive) refuse(std::string(option) + " must be at least 1");
 }
@@ -200,12 +233,8 @@ void check_sizes(const TrainerOptions& o) {
 void check_number(const char* option, double value, double low, double below) {
   if (std::isfinite(value) && value >= low && value < below) return;
   char text[160];
-  if (std::isfinite(below)) {
-    std::snprintf(text, sizeof(text), "%s is %g: it must be at least %g and less than %g", option, value, low,
-                  below);
-  } else {
-    std::snprintf(text, sizeof(text), "%s is %g: it must be a number of at least %g", option, value, low);
-  }
+  std::snprintf(text, sizeof(text), "%s is %g: it must be at least %g and less than %g", option, value, low,
+                below);
   refuse(text);
 }
 
@@ -230,6 +259,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
 
   std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // What CLI11 wants.
   try {
+    refuse_empty(arguments);
     app.parse(reversed);
     apply(words, options);
     check_options(options);
@@ -249,7 +279,6 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
 void check_options(const TrainerOptions& o) {
   check_sizes(o);
   static_cast<void>(describe_units(o.model));  // Checks that heads divide hidden.
-  constexpr double kNoLimit = HUGE_VAL;
   if (o.stage < 0 || o.stage > 3)
     refuse("--stage " + std::to_string(o.stage) + ": the stages are 0, 1, 2 and 3");
   check_count("--ranks", std::max(o.ranks, 0), kRanksMax);
@@ -257,14 +286,17 @@ void check_options(const TrainerOptions& o) {
   if (o.steps >> 62 != 0) refuse("--steps must be less than 2^62");
   check_positive("--bucket", o.bucket_bytes >= 1);
   check_positive("--deadline", o.deadline_seconds >= 1);
-  if (o.threads < 0) refuse("--threads must be 0 (choose) or more");
-  check_number("--lr", o.lr, 0, kNoLimit);
-  check_number("--weight-decay", o.weight_decay, 0, kNoLimit);
-  check_number("--clip", o.clip, 0, kNoLimit);
+  if (o.threads < 0 || o.threads > kThreadsMax) {
+    refuse("--threads is " + std::to_string(o.threads) + ": it must be 0 (choose) to " +
+           std::to_string(kThreadsMax));
+  }
+  check_number("--lr", o.lr, 0, kSingleMax);
+  check_number("--weight-decay", o.weight_decay, 0, kSingleMax);
+  check_number("--clip", o.clip, 0, kSingleMax);
   check_number("--beta1", o.beta1, 0, 1);
   check_number("--beta2", o.beta2, 0, 1);
-  check_number("--epsilon", o.epsilon, 0, kNoLimit);
-  check_number("--loss-scale", o.loss_scale, 1, kNoLimit);
+  check_number("--epsilon", o.epsilon, kEpsilonMin, kSingleMax);
+  check_number("--loss-scale", o.loss_scale, 1, kSingleMax);
   if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
     refuse(
         "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "

@@ -1,10 +1,7 @@
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
-#include <fstream>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "forebay/error.h"
+#include "output_file.h"
 #include "trainer.h"
 
 namespace forebay::gpt {
@@ -30,20 +27,36 @@ Json rank_json(const RankReport& rank) {
           {"step_ms", rank.step_ms}};
 }
 
+// JSON has no infinities and no NaN: null.
+Json number(double value) {
+  return std::isfinite(value) ? Json(value) : Json();
+}
+
 }  // namespace
+
+std::optional<std::uint64_t> first_step_of_lost_loss(const TrainingReport& report) {
+  std::size_t finite = report.loss.size();
+  while (finite > 0 && !std::isfinite(report.loss[finite - 1])) --finite;
+  if (finite == report.loss.size()) return std::nullopt;
+  return report.first_step + finite + 1;  // Steps count from 1.
+}
 
 std::string report_json(const TrainingReport& report) {
   Json norms = Json::array();
-  for (const std::optional<double>& norm : report.grad_norm) norms.push_back(norm ? Json(*norm) : Json());
+  for (const std::optional<double>& norm : report.grad_norm) norms.push_back(norm ? number(*norm) : Json());
+  Json losses = Json::array();
+  for (const double loss : report.loss) losses.push_back(number(loss));
   Json ranks = Json::array();
   for (const RankReport& rank : report.ranks) ranks.push_back(rank_json(rank));
   const Json json = {{"world_size", report.world_size},
                      {"stage", report.stage},
                      {"dtype", data_type_name(report.dtype)},
+                     {"micro_steps", report.micro_steps},
+                     {"accumulate", report.accumulate == Accumulate::kLocal ? "local" : "shard"},
                      {"parameters", report.parameters},
                      {"first_step", report.first_step},
                      {"steps", report.steps},
-                     {"loss", report.loss},
+                     {"loss", losses},
                      {"grad_norm", norms},
                      {"digest", report.digest},
                      {"tokens_per_second", report.tokens_per_second},
@@ -56,16 +69,9 @@ std::string report_json(const TrainingReport& report) {
 }
 
 void write_file(const std::string& path, const std::string& text) {
-  const std::string temporary = path + ".tmp";
-  std::ofstream stream(temporary, std::ios::binary | std::ios::trunc);
-  stream << text;
-  stream.close();
-  if (!stream || std::rename(temporary.c_str(), path.c_str()) != 0) {
-    const std::string cause = std::strerror(errno);
-    std::remove(temporary.c_str());
-    throw Error(StatusCode::kIoError, "cannot write " + path + ": " + cause +
-                                          "; give a path in a directory that exists and may be written");
-  }
+  OutputFile file(path);
+  file.write(text.data(), text.size());
+  file.finish();
 }
 
 }  // namespace forebay::gpt

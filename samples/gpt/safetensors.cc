@@ -1,11 +1,9 @@
 #include "safetensors.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -35,7 +33,15 @@ bool element_count(const std::vector<std::uint64_t>& shape, std::uint64_t* count
 
 }  // namespace
 
-SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path), stream_(path, std::ios::binary) {
+SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path, error);
+  if (std::filesystem::is_other(
+          status)) {  // Opening a pipe may block, and neither it nor a device has a length.
+    throw Error(StatusCode::kIoError, "cannot read weights from " + path +
+                                          ": it is not a regular file; give an existing safetensors file");
+  }
+  stream_.open(path, std::ios::binary);
   const auto cannot_read = [&] {
     throw Error(StatusCode::kIoError, "cannot read weights from " + path + ": " + std::strerror(errno) +
                                           "; give an existing safetensors file");
@@ -170,7 +176,7 @@ std::vector<float> SafetensorsReader::read(const std::string& name) {
 }
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<TensorHeader>& tensors)
-    : path_(path), temporary_(path + ".tmp." + std::to_string(::getpid())) {
+    : path_(path), file_(path) {
   Json header = Json::object();
   for (const TensorHeader& tensor : tensors) {
     std::uint64_t bytes = sizeof(float);
@@ -182,54 +188,24 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
   std::string text = header.dump();
   text.resize(round_up(text.size(), kLengthBytes), ' ');  // So that the tensors are aligned.
 
-  file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (file_ < 0) fail("create");
   std::uint8_t length[kLengthBytes];
   for (std::size_t i = 0; i < kLengthBytes; ++i)
     length[i] = static_cast<std::uint8_t>(text.size() >> (8 * i));
-  write_bytes(length, sizeof(length));
-  write_bytes(text.data(), text.size());
-}
-
-SafetensorsWriter::~SafetensorsWriter() {
-  if (file_ < 0) return;
-  ::close(file_);
-  ::unlink(temporary_.c_str());
+  file_.write(length, sizeof(length));
+  file_.write(text.data(), text.size());
 }
 
 void SafetensorsWriter::write(std::span<const float> values) {
   FOREBAY_CHECK(values.size_bytes() <= bytes_left_, "%zu bytes more than the header of %s has room for",
                 values.size_bytes(), path_.c_str());
-  write_bytes(values.data(), values.size_bytes());
+  file_.write(values.data(), values.size_bytes());
   bytes_left_ -= values.size_bytes();
 }
 
 void SafetensorsWriter::finish() {
   FOREBAY_CHECK(bytes_left_ == 0, "%llu bytes of %s were not written",
                 static_cast<unsigned long long>(bytes_left_), path_.c_str());
-  if (::fsync(file_) != 0) fail("sync");
-  if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
-  ::close(std::exchange(file_, -1));
-}
-
-void SafetensorsWriter::write_bytes(const void* data, std::size_t bytes) {
-  const auto* next = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::write(file_, next, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) fail("write");
-    next += written;
-    bytes -= static_cast<std::size_t>(written);
-  }
-}
-
-void SafetensorsWriter::fail(const std::string& action) const {
-  const std::string cause = std::strerror(errno);
-  // A constructor that throws runs no destructor.
-  if (file_ >= 0) ::unlink(temporary_.c_str());
-  throw Error(StatusCode::kIoError,
-              "cannot export weights to " + path_ + ": " + action + " failed: " + cause +
-                  "; give a path in a directory that exists, may be written and has room");
+  file_.finish();
 }
 
 }  // namespace forebay::gpt

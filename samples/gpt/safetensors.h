@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "forebay/data_type.h"
+#include "output_file.h"
 
 namespace forebay::gpt {
 
@@ -51,27 +52,19 @@ struct TensorHeader {
   std::vector<std::size_t> shape;
 };
 
-// Writes fp32 tensors, one after the other, to a temporary name beside `path`; finish() syncs and renames.
-// Without it nothing is left behind.
+// Writes fp32 tensors, one after the other, to an OutputFile.
 class SafetensorsWriter {
  public:
   // Errors: throws Error(kIoError), as do the others.
   SafetensorsWriter(const std::string& path, const std::vector<TensorHeader>& tensors);
-  ~SafetensorsWriter();
-  SafetensorsWriter(const SafetensorsWriter&) = delete;
-  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
   // The values of the next tensor.
   void write(std::span<const float> values);
   void finish();
 
  private:
-  void write_bytes(const void* data, std::size_t bytes);
-  [[noreturn]] void fail(const std::string& action) const;
-
   std::string path_;
-  std::string temporary_;
-  int file_ = -1;
+  OutputFile file_;
   std::uint64_t bytes_left_ = 0;
 };
 

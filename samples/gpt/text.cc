@@ -21,7 +21,10 @@ Text Text::read(const std::vector<std::string>& files) {
                   "cannot read the text file " + file + ": " + found + "; give existing files with --text");
     };
     std::error_code error;
+    // Others may have no end, or block.
     if (std::filesystem::is_directory(file, error)) refuse("it is a directory");
+    if (std::filesystem::exists(file, error) && !std::filesystem::is_regular_file(file, error))
+      refuse("it is not a regular file");
     std::ifstream stream(file, std::ios::binary);
     if (!stream) refuse(std::strerror(errno));
     bytes.insert(bytes.end(), std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());

@@ -117,6 +117,7 @@ class Trainer {
                       std::to_string(options.model.sequence) + "; give more with --text");
     }
     compute_.run([threads] { set_compute_threads(threads); });
+    compute_.synchronize();  // Throws when they are not to be had.
     engine_.commit();
     model_.use_engine_memory();
     set_weights();
@@ -247,6 +248,8 @@ class Trainer {
     report.world_size = place_.size;
     report.stage = options_.stage;
     report.dtype = options_.dtype;
+    report.micro_steps = options_.micro_steps;
+    report.accumulate = options_.accumulate;
     report.communicator = communicator_.name();
     report.matmul = matmul_->name();
     report.compute_threads = threads_;
@@ -291,7 +294,6 @@ TrainingReport train_rank(const TrainerOptions& options, const RankPlace& place,
                           const CommunicatorMaker& make) {
   const int threads =
       options.threads > 0 ? options.threads : std::max(1, default_compute_threads() / place.local_size);
-  set_compute_threads(threads);  // The products are prepared on this thread.
   const std::unique_ptr<HostBackend> backend =
       value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(place.rank)}));
   const std::unique_ptr<Kernels> kernels =
@@ -301,6 +303,7 @@ TrainingReport train_rank(const TrainerOptions& options, const RankPlace& place,
     communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank)) : cause);
   };
   try {
+    set_compute_threads(threads);  // The products are prepared on this thread.
     return Trainer(options, place, threads, *backend, *kernels, *communicator).train();
   } catch (const Error& error) {
     fail(error.status());

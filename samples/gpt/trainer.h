@@ -28,6 +28,8 @@ struct TrainingReport {
   int world_size = 1;
   int stage = 0;
   DataType dtype = DataType::kFloat32;
+  int micro_steps = 1;
+  Accumulate accumulate = Accumulate::kShard;
   std::string communicator;
   std::string matmul;
   int compute_threads = 1;
@@ -57,8 +59,11 @@ void request_stop() noexcept;
 // For the next run_training() of this process.
 void clear_stop() noexcept;
 
+// The first of the steps at the end whose losses are infinite or no numbers; none when the last is finite.
+std::optional<std::uint64_t> first_step_of_lost_loss(const TrainingReport& report);
+
 std::string report_json(const TrainingReport& report);
-// Writes `text` to a temporary name beside `path`, then renames it. Errors: throws Error(kIoError).
+// Writes `text` by an OutputFile. Errors: throws Error(kIoError).
 void write_file(const std::string& path, const std::string& text);
 
 }  // namespace forebay::gpt

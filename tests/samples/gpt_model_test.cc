@@ -11,7 +11,12 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
 #include "convert.h"
 #include "forebay/error.h"
@@ -277,6 +282,22 @@ TEST(GptThreads, PlainProductsGiveTheSameBitsAtAnyNumberOfThreads) {
   EXPECT_EQ(gradients[1], gradients[0]);
   EXPECT_EQ(gradients[2], gradients[0]);
 }
+
+#if defined(_OPENMP)
+TEST(GptThreads, GivesExactlyTheThreadsAskedForOrRefuses) {
+  std::thread([] {  // OpenMP's settings are the calling thread's.
+    omp_set_dynamic(1);
+    set_compute_threads(3);
+    EXPECT_EQ(omp_get_dynamic(), 0);
+    EXPECT_EQ(omp_get_max_threads(), 3);
+
+    omp_set_max_active_levels(0);
+    EXPECT_THROW(set_compute_threads(2), Error);
+    EXPECT_EQ(default_compute_threads(), 1);
+  })
+      .join();
+}
+#endif
 
 TEST_P(GptModel, LowPrecisionRoundsOnlyParametersAndGradients) {
   const std::uint64_t seed = test_seed();

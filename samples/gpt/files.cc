@@ -1,0 +1,72 @@
+#include "files.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <string>
+
+#include "forebay/error.h"
+#include "output_file.h"
+#include "text.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+void check_output(const char* option, const std::string& path) {
+  if (path.empty()) return;
+  try {
+    OutputFile::check(path);
+  } catch (const Error& error) {
+    throw Error(error.status().with_context(option));
+  }
+}
+
+// By trying: permissions alone do not tell of a read-only or pseudo file system.
+void check_directory_can_be_written(const std::string& directory) {
+  const auto refuse = [&](int error) {
+    throw Error(StatusCode::kIoError,
+                "--save-state: cannot write in " + directory + ": " + std::strerror(error) +
+                    "; give a directory that exists, or can be made, and may be written");
+  };
+  const bool makes = ::mkdir(directory.c_str(), 0777) == 0;
+  if (!makes && errno != EEXIST) refuse(errno);
+  std::string trial = directory + "/.trial-XXXXXX";
+  const int file = ::mkstemp(trial.data());
+  const int error = errno;
+  if (file >= 0) {
+    ::close(file);
+    ::unlink(trial.c_str());
+  }
+  if (makes) ::rmdir(directory.c_str());  // Not ours to leave when the run ends early.
+  if (file < 0) refuse(error);
+}
+
+void check_state(const TrainerOptions& options) {
+  const std::string& directory = options.save_state;
+  if (directory.empty()) return;
+  check_directory_can_be_written(directory);
+  std::error_code error;
+  if (!fs::exists(directory + "/latest", error)) return;
+  if (!options.load_state.empty() && fs::equivalent(directory, options.load_state, error)) return;
+  throw Error(StatusCode::kInvalidArgument,
+              "--save-state " + directory +
+                  " holds a saved state already, which this run would replace; go on from it with "
+                  "--load-state " +
+                  directory + ", or give another directory");
+}
+
+}  // namespace
+
+void check_files(const TrainerOptions& options) {
+  check_output("--report", options.report_file);
+  check_output("--export", options.export_file);
+  check_state(options);
+  static_cast<void>(Text::read(options.text));
+}
+
+}  // namespace forebay::gpt

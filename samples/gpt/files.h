@@ -1,0 +1,14 @@
+// The files of a run, looked at before it trains: what would only be found out after hours.
+#pragma once
+
+#include "options.h"
+
+namespace forebay::gpt {
+
+// That the text can be read, and that the report, the exported weights and the state can be written, without
+// replacing a state that the run does not go on from.
+// Requires: resolved options.
+// Errors: throws Error naming the option or the file.
+void check_files(const TrainerOptions& options);
+
+}  // namespace forebay::gpt
