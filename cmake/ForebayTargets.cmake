@@ -5,7 +5,7 @@ set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 
 # What every target of ours is compiled with. -ffp-contract=off: each fused multiply-add is written out, so that the
-# bits do not depend on the compiler's mood (ARCHITECTURE.md, "One bit pattern").
+# bits do not depend on the compiler's mood (ARCHITECTURE.md, "The numeric contract").
 add_library(forebay_flags INTERFACE)
 target_compile_features(forebay_flags INTERFACE cxx_std_20)
 target_compile_options(forebay_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -ffp-contract=off)

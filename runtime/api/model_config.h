@@ -9,8 +9,7 @@
 namespace forebay {
 
 // Errors: kIoError if the file cannot be read; kInvalidArgument if it is not JSON, lacks a key or has a wrong
-// value
-//         (the key is named); kUnsupported for another model_type or for parts that are not planned.
+// value (the key is named); kUnsupported for another model_type or for parts that are not planned.
 Result<TransformerShape> read_model_config(const std::string& path);
 
 // The same from the text; `name` stands for it in messages.

@@ -227,10 +227,8 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
     report.exact = true;
     report.notes.push_back(
         "parameters to buckets and the wire are what the engine holds and sends, padding included; "
-        "activations are "
-        "an estimate (Korthikanti et al., arXiv 2205.05198, no recomputation, layers only), where "
-        "forebay-gpt "
-        "declares its own exact figure");
+        "activations are an estimate (Korthikanti et al., arXiv 2205.05198, no recomputation, layers only); "
+        "forebay-gpt declares its own exact figure, in fp32 whatever --dtype is");
     return Status();
   }
   if (request.options.stage < 2) bytes.gathered = 0;

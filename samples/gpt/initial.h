@@ -22,8 +22,7 @@ void set_random(const std::vector<GptUnit>& units, std::uint64_t seed, const Par
 
 // From a safetensors file that has these tensors and no others.
 // Errors: throws Error(kCorruption) naming a tensor that is missing, unknown or of another shape, and those
-// of
-//         SafetensorsReader.
+// of SafetensorsReader.
 void set_from_file(const std::vector<GptUnit>& units, const std::string& path, const ParameterSetter& set);
 
 }  // namespace forebay::gpt

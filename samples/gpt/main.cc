@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <ctime>
 #include <optional>
-#include <regex>
 #include <set>
 #include <string>
 #include <vector>
@@ -86,15 +85,19 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
 // The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before
 // "closed the connection", "did not come" or "did not finish it".
 std::set<int> named_as_lost(const std::string& message) {
-  static const std::regex kLost(
-      "ranks? ([0-9, and]*[0-9]) (closed the connection|did not come|did not finish)");
-  static const std::regex kNumber("[0-9]+");
   std::set<int> ranks;
-  std::smatch lost;
-  if (!std::regex_search(message, lost, kLost)) return ranks;
-  const std::string list = lost[1];
-  for (std::sregex_iterator number(list.begin(), list.end(), kNumber), end; number != end; ++number)
-    ranks.insert(std::atoi(number->str().c_str()));
+  for (const char* fate : {" closed the connection", " did not come", " did not finish"}) {
+    const std::size_t end = message.find(fate);
+    if (end == std::string::npos) continue;
+    // Just before it: "rank 2", or "ranks 0, 1 and 2".
+    const std::size_t begin = message.rfind("rank", end);
+    if (begin == std::string::npos) continue;
+    constexpr const char* kDigits = "0123456789";
+    for (std::size_t at = message.find_first_of(kDigits, begin); at < end;
+         at = message.find_first_of(kDigits, message.find_first_not_of(kDigits, at))) {
+      ranks.insert(std::atoi(message.c_str() + at));
+    }
+  }
   return ranks;
 }
 

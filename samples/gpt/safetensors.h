@@ -27,8 +27,7 @@ struct Tensor {
 class SafetensorsReader {
  public:
   // Errors: throws Error: kIoError (cannot be read), kCorruption (not a valid file: says what is wrong and
-  // where),
-  //         kUnsupported (a type that is not F32, BF16 or F16).
+  // where), kUnsupported (a type that is not F32, BF16 or F16).
   explicit SafetensorsReader(const std::string& path);
 
   const std::map<std::string, Tensor>& tensors() const { return tensors_; }

@@ -2,7 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include <regex>
+#include <cstdio>
+#include <sstream>
 
 #include "support/process.h"
 
@@ -13,16 +14,29 @@ TEST(FirstTrainer, LearnsAndGivesOneDigestForBothStages) {
   const Finished finished = run_program({FIRST_TRAINER});
 
   ASSERT_EQ(finished.exit_code, 0) << finished.output;
-  const std::regex line("stage (\\d): loss ([0-9.]+) -> ([0-9.]+), (\\d+) bytes .* digest ([0-9a-f]{32})");
-  std::vector<std::smatch> matches;
-  for (std::sregex_iterator at(finished.output.begin(), finished.output.end(), line), end; at != end; ++at) {
-    matches.push_back(*at);
+  struct Line {
+    int stage;
+    double first_loss, last_loss;
+    long bytes;
+    std::string digest;
+  };
+  std::vector<Line> lines;
+  std::istringstream output(finished.output);
+  for (std::string text; std::getline(output, text);) {
+    Line line{};
+    char digest[33] = {};
+    ASSERT_EQ(std::sscanf(text.c_str(),
+                          "stage %d: loss %lf -> %lf, %ld bytes of model states per rank, digest %32s",
+                          &line.stage, &line.first_loss, &line.last_loss, &line.bytes, digest),
+              5)
+        << text;
+    line.digest = digest;
+    lines.push_back(line);
   }
-  ASSERT_EQ(matches.size(), 2u) << finished.output;
-  for (const std::smatch& match : matches) EXPECT_LT(std::stod(match[3]), std::stod(match[2]) / 100);
-  EXPECT_EQ(matches[0][5], matches[1][5]);
-  EXPECT_EQ(std::stol(matches[0][4]), 3 * std::stol(matches[1][4]))
-      << "stage 3 holds a third of stage 0's bytes";
+  ASSERT_EQ(lines.size(), 2u) << finished.output;
+  for (const Line& line : lines) EXPECT_LT(line.last_loss, line.first_loss / 100);
+  EXPECT_EQ(lines[0].digest, lines[1].digest);
+  EXPECT_EQ(lines[0].bytes, 3 * lines[1].bytes) << "stage 3 holds a third of stage 0's bytes";
 }
 
 }  // namespace

@@ -1,31 +1,31 @@
 // Backend: the one seam between forebay and a device. About thirty functions in the terms of the CUDA driver
-// API, implemented by `host` (host_backend.h: ordinary memory, worker-thread streams), by `cuda`, and by a
-// model that touches no bytes. Nothing above this header knows which one it runs on, and one conformance
-// suite (tests/device/backend_conformance.h) is the judge of all.
+// API, implemented by `host` (host_backend.h: ordinary memory, worker-thread streams) and meant for `cuda`
+// and for a model that touches no bytes, which are still to come. Nothing above this header knows which one
+// it runs on, and one conformance suite (tests/device/backend_conformance.h) is the judge of all.
 //
 // The contract, once for all implementations:
 //
 // Address space. `reserve` hands out addresses and no memory. `chunk_create` takes physical memory, whole
-// multiples
-//   of `capabilities().granularity`, charged against the device. `map` puts one whole chunk at reserved
-//   addresses that hold no mapping yet; the same chunk may be mapped at several addresses at once (an alias:
-//   the bytes are the same). Nothing may be read or written before `set_access`, one call for a contiguous
-//   range of any number of mappings and no hole. `unmap` takes a range that covers whole mappings, never part
-//   of one. `chunk_destroy` gives up the handle; the memory goes back when the last mapping of it is gone
-//   too, so destroying a mapped chunk is allowed. `release` takes exactly what `reserve` returned, holding no
-//   mapping. What breaks these rules is refused with kInvalidArgument and changes nothing.
+// multiples of `capabilities().granularity`, charged against the device. `map` puts one whole chunk at
+// reserved addresses that hold no mapping yet; the same chunk may be mapped at several addresses at once (an
+// alias: the bytes are the same). Nothing may be read or written before `set_access`, one call for a
+// contiguous range of any number of mappings and no hole. `unmap` takes a range that covers whole mappings,
+// never part of one. `chunk_destroy` gives up the handle; the memory goes back when the last mapping of it is
+// gone too, so destroying a mapped chunk is allowed. `release` takes exactly what `reserve` returned, holding
+// no mapping. What breaks these rules is refused with kInvalidArgument and changes nothing.
+//
 // Order. Work on one stream runs in the order it was queued; work on different streams is ordered by events
-// alone.
-//   `event_record` marks a point, and recording again moves it; waiting for or querying an event that was
-//   never recorded succeeds at once. Queueing does not wait for the device, except for back-pressure when a
-//   stream's bounded queue is full. Address-space and memory calls are synchronous and do not wait for queued
-//   work: to unmap, free or destroy what queued work still touches is the caller's defect.
+// alone. `event_record` marks a point, and recording again moves it; waiting for or querying an event that
+// was never recorded succeeds at once. Queueing does not wait for the device, except for back-pressure when a
+// stream's bounded queue is full. Address-space and memory calls are synchronous and do not wait for queued
+// work: to unmap, free or destroy what queued work still touches is the caller's defect.
+//
 // Failure. A call that fails has no effect. Queued work that fails makes the stream's later
-// `stream_synchronize`,
-//   and `event_synchronize` of the events behind it, return that first failure; it stays.
+// `stream_synchronize`, and `event_synchronize` of the events behind it, return that first failure; it stays.
+//
 // Threads. Every function may be called from any thread at any time. The function given to `call_host` must
-// not call
-//   the Backend; implementations detect that and fail the stream with kInternal.
+// not call the Backend; implementations detect that and fail the stream with kInternal.
+//
 // Source: CUDA driver API reference, "Virtual Memory Management", "Stream Management", "Event Management".
 #pragma once
 

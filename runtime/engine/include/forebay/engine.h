@@ -11,14 +11,26 @@
 //     for each unit u, last first: { Lease w = engine.backward(u, stream); ... write w.gradient(p) ... }
 //   StepResult result = engine.step(hyperparameters);
 //
-// Order:   units execute in the order of registration; skip(unit) says that this rank does not use one in
-// this
-//          micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+// What the trainer's compute does, it queues on `stream` before the lease ends: kernels, or closures through
+// call_on() (stream_call.h). The engine averages gradients over ranks and micro-steps; the trainer does not
+// divide. samples/01-first-trainer is a whole trainer on one page.
+//
+// Order: units execute in the order of registration; skip(unit) says that this rank does not use one in this
+// micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+//
 // Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() waits for
-// the
-//          reductions, because the exchange of norms is its commit point.
-// Threads: one thread drives an Engine. Errors are thrown as Error; after one the engine is failed and says
-// so. Source:  Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
+// the reductions, because the exchange of norms is its commit point. What it is given (a metric, say) it
+// reads at once: wait for the stream that computes it first.
+//
+// Errors: thrown as Error. A call out of turn or out of range changes nothing and the engine goes on. After a
+// failure of a peer, a stream or the device the engine is failed, and every later call says so.
+//
+// Lifetime: the backend, kernels and communicator outlive the engine, and the engine its leases. Its end
+// waits for what was queued under leases, so the trainer's streams outlive it too or are drained before.
+//
+// Threads: one thread drives an Engine.
+//
+// Source: Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
 #pragma once
 
 #include <cstdint>
@@ -72,7 +84,7 @@ struct GroupHyperparameters {
 };
 
 struct Hyperparameters {
-  std::vector<GroupHyperparameters> groups;  // By parameter group.
+  std::vector<GroupHyperparameters> groups;  // By parameter group: one for each that the model uses.
   double clip = 0.0;                         // Largest global gradient norm; 0: no clipping.
   double metric = 0.0;  // This rank's value (its loss, say); summed over ranks in StepResult.
   bool stop = false;    // This rank wants to end after this step; told to all in StepResult.
@@ -153,11 +165,10 @@ class Engine {
   Plan plan() const;
   // Compares plan and agreement over the ranks, checks the budget, allocates everything. Collective.
   // Errors: kOutOfMemory naming the largest pool and the options that change it; kInvalidArgument naming what
-  // differs
-  //         between which ranks.
+  // differs between which ranks.
   void commit();
 
-  // --- values; full parameters in fp32, the same on every rank ---
+  // --- values; full parameters in fp32, the same on every rank; zero until set ---
   void set_parameter(ParameterId parameter, std::span<const float> values);
   // The fp32 master weights (a frozen parameter's value widened). Collective.
   std::vector<float> get_parameter(ParameterId parameter);
@@ -166,7 +177,7 @@ class Engine {
   // XXH3-128 over the fp32 masters in order of registration, padding left out, as 32 hex digits. Collective.
   std::string digest();
 
-  // The declared activation memory, from this rank's device.
+  // The declared activation memory, from this rank's device; null when none was declared.
   DevicePtr activations() const;
 
   // --- the step ---

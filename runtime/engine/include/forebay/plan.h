@@ -5,7 +5,8 @@
 // Persistent model states are parameters + gradients + optimizer. With Psi trainable parameters, N ranks,
 // 2-byte parameters and gradients and one micro-step they are 16Psi, 4Psi+12Psi/N, 2Psi+14Psi/N and 16Psi/N
 // bytes for stages 0 to 3; in fp32, which needs no separate master, 16Psi, 8Psi+8Psi/N, 4Psi+12Psi/N and
-// 16Psi/N. Source: Rajbhandari et al., arXiv 1910.02054, section 5 and table 1; ARCHITECTURE.md, "Plan".
+// 16Psi/N. Source: Rajbhandari et al., arXiv 1910.02054, section 5 and table 1; ARCHITECTURE.md, "The memory
+// contract".
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,7 @@
 
 namespace forebay {
 
-// Where micro-steps add up (ARCHITECTURE.md, "One bit pattern").
+// Where micro-steps add up (ARCHITECTURE.md, "The numeric contract").
 enum class Accumulate : std::uint8_t {
   kShard,  // Every micro-step is reduced; the owner adds in fp32. All stages.
   kLocal,  // Each rank adds locally in the gradient type; one reduction a step. Stages 0 and 1.
