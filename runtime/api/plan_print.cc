@@ -114,8 +114,8 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
 
   std::string text = "\nheld against";
   if (budget.host_ranks != 0) {
-    text += ", with " + std::to_string(budget.host_ranks) + (budget.host_ranks == 1 ? " rank" : " ranks") +
-            " on this host (--host-ranks)";
+    text += ", if " + std::to_string(budget.host_ranks) + (budget.host_ranks == 1 ? " rank" : " ranks") +
+            " ran on this host, without a GPU (--host-ranks)";
   }
   text += ":\n";
   for (const std::vector<Verdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);

@@ -69,6 +69,7 @@ RunReport read_run(const std::string& path, const Json& json) {
   run.dtype = json.at("dtype").get<std::string>();
   run.parameters = json.at("parameters").get<std::uint64_t>();
   run.steps = json.at("steps").get<int>();
+  run.first_step = json.value("first_step", 0);
   run.micro_steps = json.value("micro_steps", 1);
   run.accumulate = json.value("accumulate", "shard");
   for (const Json& loss : json.at("loss")) {
@@ -166,22 +167,28 @@ bool same(const std::optional<double>& a, const std::optional<double>& b) {
   return a.has_value() == b.has_value() && (!a || same(*a, *b));
 }
 
-// Values are compared as numbers read from text with 17 digits: equal text, equal bits.
+// Compares the steps that both runs made: a resumed one has only those since. Values are compared as numbers
+// read from text with 17 digits: equal text, equal bits.
 template <typename T>
-std::string series_difference(const char* what, const std::vector<T>& a, const std::vector<T>& b) {
-  const std::size_t count = std::min(a.size(), b.size());
-  for (std::size_t i = 0; i < count; ++i) {
-    if (!same(a[i], b[i])) return std::string(what) + " differs first at step " + std::to_string(i + 1);
+std::string series_difference(const char* what, const RunReport& run_a, const std::vector<T>& a,
+                              const RunReport& run_b, const std::vector<T>& b) {
+  const auto begin = [](const RunReport& run) { return static_cast<std::size_t>(run.first_step); };
+  const std::size_t end = begin(run_a) + a.size();
+  for (std::size_t step = std::max(begin(run_a), begin(run_b)); step < std::min(end, begin(run_b) + b.size());
+       ++step) {
+    if (!same(a[step - begin(run_a)], b[step - begin(run_b)])) {
+      return std::string(what) + " differs first at step " + std::to_string(step + 1);
+    }
   }
-  return a.size() == b.size() ? "" : std::string(what) + " has another length";
+  return end == begin(run_b) + b.size() ? "" : std::string(what) + " ends at another step";
 }
 
 std::string result_difference(const RunReport& a, const RunReport& b) {
   const std::string pair = " between '" + a.name + "' and '" + b.name + "'";
   if (a.digest != b.digest) return "digest " + a.digest + " against " + b.digest + pair;
-  const std::string loss = series_difference("loss", a.losses, b.losses);
+  const std::string loss = series_difference("loss", a, a.losses, b, b.losses);
   if (!loss.empty()) return loss + pair;
-  const std::string norm = series_difference("grad_norm", a.grad_norms, b.grad_norms);
+  const std::string norm = series_difference("grad_norm", a, a.grad_norms, b, b.grad_norms);
   return norm.empty() ? "" : norm + pair;
 }
 

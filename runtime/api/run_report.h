@@ -22,6 +22,7 @@ struct RunReport {
   std::string dtype = "fp32";
   std::uint64_t parameters = 0;
   int steps = 0;
+  int first_step = 0;  // Steps done before this run: 0 unless it was resumed.
   int micro_steps = 1;
   std::string accumulate = "shard";
   std::vector<double> losses;                     // NaN where it was not finite.

@@ -59,6 +59,23 @@ TEST(RunReport, OneBitOfLossIsADifference) {
   EXPECT_TRUE(compare_runs({example(0), example(3)}).difference.empty());
 }
 
+TEST(RunReport, ResumedRunIsComparedWhereBothWere) {
+  RunReport resumed = example(3);
+  resumed.first_step = 1;
+  resumed.losses = {5.25};
+  resumed.grad_norms = {std::nullopt};
+  EXPECT_EQ(compare_runs({example(0), resumed}).difference, "");
+
+  resumed.losses = {5.5};
+  EXPECT_NE(compare_runs({example(0), resumed}).difference.find("loss differs first at step 2"),
+            std::string::npos);
+
+  resumed.first_step = 2;  // It had nothing left to do.
+  resumed.losses.clear();
+  resumed.grad_norms.clear();
+  EXPECT_EQ(compare_runs({resumed, example(0)}).difference, "");
+}
+
 TEST(RunReport, RunsOfDifferentSetupsAreNotCalledEqual) {
   RunReport other = example(0);
   other.world_size = 3;
