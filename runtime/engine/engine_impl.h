@@ -146,8 +146,8 @@ struct Engine::Impl {
   std::vector<Unit> units;
   std::vector<Slot> arena_slots;
   Stream engine_stream;  // The engine's own work; the order of collectives is the order of this queue.
-  std::vector<Event>
-      slot_ready;  // By slot: the gather into it (parameters) or the reduction out of it (gradients).
+  // By slot: the gather into it (parameters) or the reduction out of it (gradients).
+  std::vector<Event> slot_ready;
   std::vector<Event> gradient_ready;  // Stages 0 and 1, by unit: the reduction out of its gradients.
   std::byte* staging = nullptr;       // One received bucket; the leaves of a norm.
   float* bucket_sum = nullptr;        // The fp32 sum of one bucket.

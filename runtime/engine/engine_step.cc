@@ -316,7 +316,6 @@ void Engine::Impl::update(const Hyperparameters& hyperparameters, double norm,
   const double clip = hyperparameters.clip;
   const double shrink = clip > 0.0 && norm > clip ? clip / norm : 1.0;
   AdamWArguments adamw{};
-  adamw.gradient_type = options.dtype;
   adamw.parameter_type = options.dtype;
   adamw.factor = fp32(shrink / loss_scale);
   adamw.beta1 = fp32(options.beta1);
