@@ -69,6 +69,7 @@ struct Capabilities {
   std::size_t memory_bytes = 0;  // What the device may hold in all: its capacity, or the budget it was given.
   bool host_accessible = false;  // The host may dereference device memory.
   int numa_node = -1;            // The NUMA node nearest the device; -1 when unknown.
+  int multiprocessor_count = 0;  // Multiprocessors, from which grids are chosen; 0 on a host.
 };
 
 struct MemoryInfo {
