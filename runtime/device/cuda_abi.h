@@ -386,12 +386,13 @@ struct CuLaunchConfig {
 };
 
 // --- entry points ---
-// X(name, symbol, version, VARIANT, variant_version, (parameters)); all return CuResult.
+// X(name, symbol, version, VARIANT, variant_version, (parameters), (arguments)); all return CuResult.
 //   name             what cuGetProcAddress is asked for
 //   symbol           what the library exports; one name has several where the interface changed
 //   version          the lowest version with which cuGetProcAddress answers with this symbol
 //   VARIANT          NONE, or the suffix of the per-thread-default-stream variant: PTSZ or PTDS
 //   variant_version  the lowest version with which the variant is answered when it is asked for
+//   arguments        the names of the parameters, for a wrapper to pass on
 // For a version, the answer is the row of the name with the highest version that is not above it. A name is
 // complete from its first row up: a lower version than that has a 32-bit interface that nothing here knows.
 //
@@ -399,164 +400,164 @@ struct CuLaunchConfig {
 // clang-format off
 #define FOREBAY_CUDA_ENTRY_POINTS(X) \
   /* start, errors, versions */ \
-  X(cuInit, cuInit, 2000, NONE, 0, (unsigned flags)) \
-  X(cuDriverGetVersion, cuDriverGetVersion, 2020, NONE, 0, (int* version)) \
-  X(cuGetErrorName, cuGetErrorName, 6000, NONE, 0, (CuResult error, const char** text)) \
-  X(cuGetErrorString, cuGetErrorString, 6000, NONE, 0, (CuResult error, const char** text)) \
-  X(cuGetProcAddress, cuGetProcAddress, 11030, NONE, 0, (const char* name, void** function, int version, std::uint64_t flags)) \
-  X(cuGetProcAddress, cuGetProcAddress_v2, 12000, NONE, 0, (const char* name, void** function, int version, std::uint64_t flags, CuProcAddressQueryResult* found)) \
-  X(cuGetExportTable, cuGetExportTable, 3000, NONE, 0, (const void** table, const CuUuid* id)) \
+  X(cuInit, cuInit, 2000, NONE, 0, (unsigned flags), (flags)) \
+  X(cuDriverGetVersion, cuDriverGetVersion, 2020, NONE, 0, (int* version), (version)) \
+  X(cuGetErrorName, cuGetErrorName, 6000, NONE, 0, (CuResult error, const char** text), (error, text)) \
+  X(cuGetErrorString, cuGetErrorString, 6000, NONE, 0, (CuResult error, const char** text), (error, text)) \
+  X(cuGetProcAddress, cuGetProcAddress, 11030, NONE, 0, (const char* name, void** function, int version, std::uint64_t flags), (name, function, version, flags)) \
+  X(cuGetProcAddress, cuGetProcAddress_v2, 12000, NONE, 0, (const char* name, void** function, int version, std::uint64_t flags, CuProcAddressQueryResult* found), (name, function, version, flags, found)) \
+  X(cuGetExportTable, cuGetExportTable, 3000, NONE, 0, (const void** table, const CuUuid* id), (table, id)) \
   /* devices */ \
-  X(cuDeviceGet, cuDeviceGet, 2000, NONE, 0, (CuDevice* device, int ordinal)) \
-  X(cuDeviceGetCount, cuDeviceGetCount, 2000, NONE, 0, (int* count)) \
-  X(cuDeviceGetName, cuDeviceGetName, 2000, NONE, 0, (char* name, int bytes, CuDevice device)) \
-  X(cuDeviceGetUuid, cuDeviceGetUuid, 9020, NONE, 0, (CuUuid* uuid, CuDevice device)) \
-  X(cuDeviceGetUuid, cuDeviceGetUuid_v2, 11040, NONE, 0, (CuUuid* uuid, CuDevice device)) \
-  X(cuDeviceGetAttribute, cuDeviceGetAttribute, 2000, NONE, 0, (int* value, CuDeviceAttribute attribute, CuDevice device)) \
-  X(cuDeviceTotalMem, cuDeviceTotalMem_v2, 3020, NONE, 0, (std::size_t* bytes, CuDevice device)) \
-  X(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010, NONE, 0, (char* bus_id, int bytes, CuDevice device)) \
-  X(cuDeviceCanAccessPeer, cuDeviceCanAccessPeer, 4000, NONE, 0, (int* can_access, CuDevice device, CuDevice peer)) \
-  X(cuDeviceGetP2PAttribute, cuDeviceGetP2PAttribute, 8000, NONE, 0, (int* value, CuDeviceP2PAttribute attribute, CuDevice source, CuDevice target)) \
+  X(cuDeviceGet, cuDeviceGet, 2000, NONE, 0, (CuDevice* device, int ordinal), (device, ordinal)) \
+  X(cuDeviceGetCount, cuDeviceGetCount, 2000, NONE, 0, (int* count), (count)) \
+  X(cuDeviceGetName, cuDeviceGetName, 2000, NONE, 0, (char* name, int bytes, CuDevice device), (name, bytes, device)) \
+  X(cuDeviceGetUuid, cuDeviceGetUuid, 9020, NONE, 0, (CuUuid* uuid, CuDevice device), (uuid, device)) \
+  X(cuDeviceGetUuid, cuDeviceGetUuid_v2, 11040, NONE, 0, (CuUuid* uuid, CuDevice device), (uuid, device)) \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute, 2000, NONE, 0, (int* value, CuDeviceAttribute attribute, CuDevice device), (value, attribute, device)) \
+  X(cuDeviceTotalMem, cuDeviceTotalMem_v2, 3020, NONE, 0, (std::size_t* bytes, CuDevice device), (bytes, device)) \
+  X(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010, NONE, 0, (char* bus_id, int bytes, CuDevice device), (bus_id, bytes, device)) \
+  X(cuDeviceCanAccessPeer, cuDeviceCanAccessPeer, 4000, NONE, 0, (int* can_access, CuDevice device, CuDevice peer), (can_access, device, peer)) \
+  X(cuDeviceGetP2PAttribute, cuDeviceGetP2PAttribute, 8000, NONE, 0, (int* value, CuDeviceP2PAttribute attribute, CuDevice source, CuDevice target), (value, attribute, source, target)) \
   /* contexts */ \
-  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000, NONE, 0, (CuContext* context, CuDevice device)) \
-  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease, 7000, NONE, 0, (CuDevice device)) \
-  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000, NONE, 0, (CuDevice device)) \
-  X(cuDevicePrimaryCtxGetState, cuDevicePrimaryCtxGetState, 7000, NONE, 0, (CuDevice device, unsigned* flags, int* active)) \
-  X(cuDevicePrimaryCtxSetFlags, cuDevicePrimaryCtxSetFlags, 7000, NONE, 0, (CuDevice device, unsigned flags)) \
-  X(cuDevicePrimaryCtxSetFlags, cuDevicePrimaryCtxSetFlags_v2, 11000, NONE, 0, (CuDevice device, unsigned flags)) \
-  X(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset, 7000, NONE, 0, (CuDevice device)) \
-  X(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, 11000, NONE, 0, (CuDevice device)) \
-  X(cuCtxCreate, cuCtxCreate_v2, 3020, NONE, 0, (CuContext* context, unsigned flags, CuDevice device)) \
-  X(cuCtxCreate, cuCtxCreate_v3, 11040, NONE, 0, (CuContext* context, void* affinities, int affinity_count, unsigned flags, CuDevice device)) \
-  X(cuCtxCreate, cuCtxCreate_v4, 12050, NONE, 0, (CuContext* context, void* parameters, unsigned flags, CuDevice device)) \
-  X(cuCtxDestroy, cuCtxDestroy_v2, 4000, NONE, 0, (CuContext context)) \
-  X(cuCtxSetCurrent, cuCtxSetCurrent, 4000, NONE, 0, (CuContext context)) \
-  X(cuCtxGetCurrent, cuCtxGetCurrent, 4000, NONE, 0, (CuContext* context)) \
-  X(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000, NONE, 0, (CuContext context)) \
-  X(cuCtxPopCurrent, cuCtxPopCurrent_v2, 4000, NONE, 0, (CuContext* context)) \
-  X(cuCtxGetDevice, cuCtxGetDevice, 2000, NONE, 0, (CuDevice* device)) \
-  X(cuCtxGetDevice, cuCtxGetDevice_v2, 13000, NONE, 0, (CuDevice* device, CuContext context)) \
-  X(cuCtxGetApiVersion, cuCtxGetApiVersion, 3020, NONE, 0, (CuContext context, unsigned* version)) \
-  X(cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, 5050, NONE, 0, (int* least, int* greatest)) \
-  X(cuCtxSynchronize, cuCtxSynchronize, 2000, NONE, 0, ()) \
-  X(cuCtxSynchronize, cuCtxSynchronize_v2, 13000, NONE, 0, (CuContext context)) \
-  X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, 4000, NONE, 0, (CuContext peer, unsigned flags)) \
-  X(cuCtxDisablePeerAccess, cuCtxDisablePeerAccess, 4000, NONE, 0, (CuContext peer)) \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000, NONE, 0, (CuContext* context, CuDevice device), (context, device)) \
+  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease, 7000, NONE, 0, (CuDevice device), (device)) \
+  X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000, NONE, 0, (CuDevice device), (device)) \
+  X(cuDevicePrimaryCtxGetState, cuDevicePrimaryCtxGetState, 7000, NONE, 0, (CuDevice device, unsigned* flags, int* active), (device, flags, active)) \
+  X(cuDevicePrimaryCtxSetFlags, cuDevicePrimaryCtxSetFlags, 7000, NONE, 0, (CuDevice device, unsigned flags), (device, flags)) \
+  X(cuDevicePrimaryCtxSetFlags, cuDevicePrimaryCtxSetFlags_v2, 11000, NONE, 0, (CuDevice device, unsigned flags), (device, flags)) \
+  X(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset, 7000, NONE, 0, (CuDevice device), (device)) \
+  X(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, 11000, NONE, 0, (CuDevice device), (device)) \
+  X(cuCtxCreate, cuCtxCreate_v2, 3020, NONE, 0, (CuContext* context, unsigned flags, CuDevice device), (context, flags, device)) \
+  X(cuCtxCreate, cuCtxCreate_v3, 11040, NONE, 0, (CuContext* context, void* affinities, int affinity_count, unsigned flags, CuDevice device), (context, affinities, affinity_count, flags, device)) \
+  X(cuCtxCreate, cuCtxCreate_v4, 12050, NONE, 0, (CuContext* context, void* parameters, unsigned flags, CuDevice device), (context, parameters, flags, device)) \
+  X(cuCtxDestroy, cuCtxDestroy_v2, 4000, NONE, 0, (CuContext context), (context)) \
+  X(cuCtxSetCurrent, cuCtxSetCurrent, 4000, NONE, 0, (CuContext context), (context)) \
+  X(cuCtxGetCurrent, cuCtxGetCurrent, 4000, NONE, 0, (CuContext* context), (context)) \
+  X(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000, NONE, 0, (CuContext context), (context)) \
+  X(cuCtxPopCurrent, cuCtxPopCurrent_v2, 4000, NONE, 0, (CuContext* context), (context)) \
+  X(cuCtxGetDevice, cuCtxGetDevice, 2000, NONE, 0, (CuDevice* device), (device)) \
+  X(cuCtxGetDevice, cuCtxGetDevice_v2, 13000, NONE, 0, (CuDevice* device, CuContext context), (device, context)) \
+  X(cuCtxGetApiVersion, cuCtxGetApiVersion, 3020, NONE, 0, (CuContext context, unsigned* version), (context, version)) \
+  X(cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, 5050, NONE, 0, (int* least, int* greatest), (least, greatest)) \
+  X(cuCtxSynchronize, cuCtxSynchronize, 2000, NONE, 0, (), ()) \
+  X(cuCtxSynchronize, cuCtxSynchronize_v2, 13000, NONE, 0, (CuContext context), (context)) \
+  X(cuCtxEnablePeerAccess, cuCtxEnablePeerAccess, 4000, NONE, 0, (CuContext peer, unsigned flags), (peer, flags)) \
+  X(cuCtxDisablePeerAccess, cuCtxDisablePeerAccess, 4000, NONE, 0, (CuContext peer), (peer)) \
   /* streams */ \
-  X(cuStreamCreate, cuStreamCreate, 2000, NONE, 0, (CuStream* stream, unsigned flags)) \
-  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050, NONE, 0, (CuStream* stream, unsigned flags, int priority)) \
-  X(cuStreamDestroy, cuStreamDestroy_v2, 4000, NONE, 0, (CuStream stream)) \
-  X(cuStreamQuery, cuStreamQuery, 2000, PTSZ, 7000, (CuStream stream)) \
-  X(cuStreamSynchronize, cuStreamSynchronize, 2000, PTSZ, 7000, (CuStream stream)) \
-  X(cuStreamWaitEvent, cuStreamWaitEvent, 3020, PTSZ, 7000, (CuStream stream, CuEvent event, unsigned flags)) \
-  X(cuStreamGetCtx, cuStreamGetCtx, 9020, PTSZ, 9020, (CuStream stream, CuContext* context)) \
-  X(cuStreamGetCtx, cuStreamGetCtx_v2, 12050, PTSZ, 12050, (CuStream stream, CuContext* context, void** green)) \
-  X(cuStreamGetDevice, cuStreamGetDevice, 12080, PTSZ, 12080, (CuStream stream, CuDevice* device)) \
-  X(cuStreamGetFlags, cuStreamGetFlags, 5050, PTSZ, 7000, (CuStream stream, unsigned* flags)) \
-  X(cuStreamGetPriority, cuStreamGetPriority, 5050, PTSZ, 7000, (CuStream stream, int* priority)) \
-  X(cuStreamGetId, cuStreamGetId, 12000, PTSZ, 12000, (CuStream stream, unsigned long long* id)) \
-  X(cuLaunchHostFunc, cuLaunchHostFunc, 10000, PTSZ, 10000, (CuStream stream, CuHostFunction function, void* argument)) \
+  X(cuStreamCreate, cuStreamCreate, 2000, NONE, 0, (CuStream* stream, unsigned flags), (stream, flags)) \
+  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050, NONE, 0, (CuStream* stream, unsigned flags, int priority), (stream, flags, priority)) \
+  X(cuStreamDestroy, cuStreamDestroy_v2, 4000, NONE, 0, (CuStream stream), (stream)) \
+  X(cuStreamQuery, cuStreamQuery, 2000, PTSZ, 7000, (CuStream stream), (stream)) \
+  X(cuStreamSynchronize, cuStreamSynchronize, 2000, PTSZ, 7000, (CuStream stream), (stream)) \
+  X(cuStreamWaitEvent, cuStreamWaitEvent, 3020, PTSZ, 7000, (CuStream stream, CuEvent event, unsigned flags), (stream, event, flags)) \
+  X(cuStreamGetCtx, cuStreamGetCtx, 9020, PTSZ, 9020, (CuStream stream, CuContext* context), (stream, context)) \
+  X(cuStreamGetCtx, cuStreamGetCtx_v2, 12050, PTSZ, 12050, (CuStream stream, CuContext* context, void** green), (stream, context, green)) \
+  X(cuStreamGetDevice, cuStreamGetDevice, 12080, PTSZ, 12080, (CuStream stream, CuDevice* device), (stream, device)) \
+  X(cuStreamGetFlags, cuStreamGetFlags, 5050, PTSZ, 7000, (CuStream stream, unsigned* flags), (stream, flags)) \
+  X(cuStreamGetPriority, cuStreamGetPriority, 5050, PTSZ, 7000, (CuStream stream, int* priority), (stream, priority)) \
+  X(cuStreamGetId, cuStreamGetId, 12000, PTSZ, 12000, (CuStream stream, unsigned long long* id), (stream, id)) \
+  X(cuLaunchHostFunc, cuLaunchHostFunc, 10000, PTSZ, 10000, (CuStream stream, CuHostFunction function, void* argument), (stream, function, argument)) \
   /* capture and graphs */ \
-  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010, NONE, 0, (CuCaptureMode* mode)) \
-  X(cuStreamBeginCapture, cuStreamBeginCapture, 10000, PTSZ, 10000, (CuStream stream)) \
-  X(cuStreamBeginCapture, cuStreamBeginCapture_v2, 10010, PTSZ, 10010, (CuStream stream, CuCaptureMode mode)) \
-  X(cuStreamEndCapture, cuStreamEndCapture, 10000, PTSZ, 10000, (CuStream stream, CuGraph* graph)) \
-  X(cuStreamIsCapturing, cuStreamIsCapturing, 10000, PTSZ, 10000, (CuStream stream, CuCaptureStatus* status)) \
-  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo, 10010, PTSZ, 10010, (CuStream stream, CuCaptureStatus* status, std::uint64_t* id)) \
-  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2, 11030, PTSZ, 11030, (CuStream stream, CuCaptureStatus* status, std::uint64_t* id, CuGraph* graph, const CuGraphNode** dependencies, std::size_t* dependency_count)) \
-  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v3, 12030, PTSZ, 12030, (CuStream stream, CuCaptureStatus* status, std::uint64_t* id, CuGraph* graph, const CuGraphNode** dependencies, const CuGraphEdgeData** edges, std::size_t* dependency_count)) \
-  X(cuGraphGetNodes, cuGraphGetNodes, 10000, NONE, 0, (CuGraph graph, CuGraphNode* nodes, std::size_t* count)) \
-  X(cuGraphDestroy, cuGraphDestroy, 10000, NONE, 0, (CuGraph graph)) \
-  X(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040, NONE, 0, (CuGraphExec* exec, CuGraph graph, unsigned long long flags)) \
-  X(cuGraphLaunch, cuGraphLaunch, 10000, PTSZ, 10000, (CuGraphExec exec, CuStream stream)) \
-  X(cuGraphExecDestroy, cuGraphExecDestroy, 10000, NONE, 0, (CuGraphExec exec)) \
+  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010, NONE, 0, (CuCaptureMode* mode), (mode)) \
+  X(cuStreamBeginCapture, cuStreamBeginCapture, 10000, PTSZ, 10000, (CuStream stream), (stream)) \
+  X(cuStreamBeginCapture, cuStreamBeginCapture_v2, 10010, PTSZ, 10010, (CuStream stream, CuCaptureMode mode), (stream, mode)) \
+  X(cuStreamEndCapture, cuStreamEndCapture, 10000, PTSZ, 10000, (CuStream stream, CuGraph* graph), (stream, graph)) \
+  X(cuStreamIsCapturing, cuStreamIsCapturing, 10000, PTSZ, 10000, (CuStream stream, CuCaptureStatus* status), (stream, status)) \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo, 10010, PTSZ, 10010, (CuStream stream, CuCaptureStatus* status, std::uint64_t* id), (stream, status, id)) \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2, 11030, PTSZ, 11030, (CuStream stream, CuCaptureStatus* status, std::uint64_t* id, CuGraph* graph, const CuGraphNode** dependencies, std::size_t* dependency_count), (stream, status, id, graph, dependencies, dependency_count)) \
+  X(cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v3, 12030, PTSZ, 12030, (CuStream stream, CuCaptureStatus* status, std::uint64_t* id, CuGraph* graph, const CuGraphNode** dependencies, const CuGraphEdgeData** edges, std::size_t* dependency_count), (stream, status, id, graph, dependencies, edges, dependency_count)) \
+  X(cuGraphGetNodes, cuGraphGetNodes, 10000, NONE, 0, (CuGraph graph, CuGraphNode* nodes, std::size_t* count), (graph, nodes, count)) \
+  X(cuGraphDestroy, cuGraphDestroy, 10000, NONE, 0, (CuGraph graph), (graph)) \
+  X(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040, NONE, 0, (CuGraphExec* exec, CuGraph graph, unsigned long long flags), (exec, graph, flags)) \
+  X(cuGraphLaunch, cuGraphLaunch, 10000, PTSZ, 10000, (CuGraphExec exec, CuStream stream), (exec, stream)) \
+  X(cuGraphExecDestroy, cuGraphExecDestroy, 10000, NONE, 0, (CuGraphExec exec), (exec)) \
   /* events */ \
-  X(cuEventCreate, cuEventCreate, 2000, NONE, 0, (CuEvent* event, unsigned flags)) \
-  X(cuEventDestroy, cuEventDestroy_v2, 4000, NONE, 0, (CuEvent event)) \
-  X(cuEventRecord, cuEventRecord, 2000, PTSZ, 7000, (CuEvent event, CuStream stream)) \
-  X(cuEventRecordWithFlags, cuEventRecordWithFlags, 11010, PTSZ, 11010, (CuEvent event, CuStream stream, unsigned flags)) \
-  X(cuEventQuery, cuEventQuery, 2000, NONE, 0, (CuEvent event)) \
-  X(cuEventSynchronize, cuEventSynchronize, 2000, NONE, 0, (CuEvent event)) \
-  X(cuEventElapsedTime, cuEventElapsedTime, 2000, NONE, 0, (float* milliseconds, CuEvent start, CuEvent end)) \
-  X(cuEventElapsedTime, cuEventElapsedTime_v2, 12080, NONE, 0, (float* milliseconds, CuEvent start, CuEvent end)) \
+  X(cuEventCreate, cuEventCreate, 2000, NONE, 0, (CuEvent* event, unsigned flags), (event, flags)) \
+  X(cuEventDestroy, cuEventDestroy_v2, 4000, NONE, 0, (CuEvent event), (event)) \
+  X(cuEventRecord, cuEventRecord, 2000, PTSZ, 7000, (CuEvent event, CuStream stream), (event, stream)) \
+  X(cuEventRecordWithFlags, cuEventRecordWithFlags, 11010, PTSZ, 11010, (CuEvent event, CuStream stream, unsigned flags), (event, stream, flags)) \
+  X(cuEventQuery, cuEventQuery, 2000, NONE, 0, (CuEvent event), (event)) \
+  X(cuEventSynchronize, cuEventSynchronize, 2000, NONE, 0, (CuEvent event), (event)) \
+  X(cuEventElapsedTime, cuEventElapsedTime, 2000, NONE, 0, (float* milliseconds, CuEvent start, CuEvent end), (milliseconds, start, end)) \
+  X(cuEventElapsedTime, cuEventElapsedTime_v2, 12080, NONE, 0, (float* milliseconds, CuEvent start, CuEvent end), (milliseconds, start, end)) \
   /* copies and fills */ \
-  X(cuMemcpy, cuMemcpy, 4000, PTDS, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes)) \
-  X(cuMemcpyAsync, cuMemcpyAsync, 4000, PTSZ, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes, CuStream stream)) \
-  X(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020, PTDS, 7000, (CuDevicePtr target, const void* source, std::size_t bytes)) \
-  X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020, PTSZ, 7000, (CuDevicePtr target, const void* source, std::size_t bytes, CuStream stream)) \
-  X(cuMemcpyDtoH, cuMemcpyDtoH_v2, 3020, PTDS, 7000, (void* target, CuDevicePtr source, std::size_t bytes)) \
-  X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 3020, PTSZ, 7000, (void* target, CuDevicePtr source, std::size_t bytes, CuStream stream)) \
-  X(cuMemcpyDtoD, cuMemcpyDtoD_v2, 3020, PTDS, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes)) \
-  X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020, PTSZ, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes, CuStream stream)) \
-  X(cuMemcpyPeer, cuMemcpyPeer, 4000, PTDS, 7000, (CuDevicePtr target, CuContext target_context, CuDevicePtr source, CuContext source_context, std::size_t bytes)) \
-  X(cuMemcpyPeerAsync, cuMemcpyPeerAsync, 4000, PTSZ, 7000, (CuDevicePtr target, CuContext target_context, CuDevicePtr source, CuContext source_context, std::size_t bytes, CuStream stream)) \
-  X(cuMemsetD8, cuMemsetD8_v2, 3020, PTDS, 7000, (CuDevicePtr target, unsigned char value, std::size_t count)) \
-  X(cuMemsetD8Async, cuMemsetD8Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned char value, std::size_t count, CuStream stream)) \
-  X(cuMemsetD16, cuMemsetD16_v2, 3020, PTDS, 7000, (CuDevicePtr target, unsigned short value, std::size_t count)) \
-  X(cuMemsetD16Async, cuMemsetD16Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned short value, std::size_t count, CuStream stream)) \
-  X(cuMemsetD32, cuMemsetD32_v2, 3020, PTDS, 7000, (CuDevicePtr target, unsigned value, std::size_t count)) \
-  X(cuMemsetD32Async, cuMemsetD32Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned value, std::size_t count, CuStream stream)) \
+  X(cuMemcpy, cuMemcpy, 4000, PTDS, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes), (target, source, bytes)) \
+  X(cuMemcpyAsync, cuMemcpyAsync, 4000, PTSZ, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes, CuStream stream), (target, source, bytes, stream)) \
+  X(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020, PTDS, 7000, (CuDevicePtr target, const void* source, std::size_t bytes), (target, source, bytes)) \
+  X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020, PTSZ, 7000, (CuDevicePtr target, const void* source, std::size_t bytes, CuStream stream), (target, source, bytes, stream)) \
+  X(cuMemcpyDtoH, cuMemcpyDtoH_v2, 3020, PTDS, 7000, (void* target, CuDevicePtr source, std::size_t bytes), (target, source, bytes)) \
+  X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 3020, PTSZ, 7000, (void* target, CuDevicePtr source, std::size_t bytes, CuStream stream), (target, source, bytes, stream)) \
+  X(cuMemcpyDtoD, cuMemcpyDtoD_v2, 3020, PTDS, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes), (target, source, bytes)) \
+  X(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020, PTSZ, 7000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes, CuStream stream), (target, source, bytes, stream)) \
+  X(cuMemcpyPeer, cuMemcpyPeer, 4000, PTDS, 7000, (CuDevicePtr target, CuContext target_context, CuDevicePtr source, CuContext source_context, std::size_t bytes), (target, target_context, source, source_context, bytes)) \
+  X(cuMemcpyPeerAsync, cuMemcpyPeerAsync, 4000, PTSZ, 7000, (CuDevicePtr target, CuContext target_context, CuDevicePtr source, CuContext source_context, std::size_t bytes, CuStream stream), (target, target_context, source, source_context, bytes, stream)) \
+  X(cuMemsetD8, cuMemsetD8_v2, 3020, PTDS, 7000, (CuDevicePtr target, unsigned char value, std::size_t count), (target, value, count)) \
+  X(cuMemsetD8Async, cuMemsetD8Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned char value, std::size_t count, CuStream stream), (target, value, count, stream)) \
+  X(cuMemsetD16, cuMemsetD16_v2, 3020, PTDS, 7000, (CuDevicePtr target, unsigned short value, std::size_t count), (target, value, count)) \
+  X(cuMemsetD16Async, cuMemsetD16Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned short value, std::size_t count, CuStream stream), (target, value, count, stream)) \
+  X(cuMemsetD32, cuMemsetD32_v2, 3020, PTDS, 7000, (CuDevicePtr target, unsigned value, std::size_t count), (target, value, count)) \
+  X(cuMemsetD32Async, cuMemsetD32Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned value, std::size_t count, CuStream stream), (target, value, count, stream)) \
   /* memory */ \
-  X(cuMemAlloc, cuMemAlloc_v2, 3020, NONE, 0, (CuDevicePtr* address, std::size_t bytes)) \
-  X(cuMemFree, cuMemFree_v2, 3020, NONE, 0, (CuDevicePtr address)) \
-  X(cuMemGetInfo, cuMemGetInfo_v2, 3020, NONE, 0, (std::size_t* free, std::size_t* total)) \
-  X(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020, NONE, 0, (CuDevicePtr* base, std::size_t* bytes, CuDevicePtr address)) \
-  X(cuMemGetHandleForAddressRange, cuMemGetHandleForAddressRange, 11070, NONE, 0, (void* handle, CuDevicePtr address, std::size_t bytes, CuMemRangeHandleType type, unsigned long long flags)) \
-  X(cuMemAllocAsync, cuMemAllocAsync, 11020, PTSZ, 11020, (CuDevicePtr* address, std::size_t bytes, CuStream stream)) \
-  X(cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync, 11020, PTSZ, 11020, (CuDevicePtr* address, std::size_t bytes, CuMemoryPool pool, CuStream stream)) \
-  X(cuMemFreeAsync, cuMemFreeAsync, 11020, PTSZ, 11020, (CuDevicePtr address, CuStream stream)) \
-  X(cuPointerGetAttribute, cuPointerGetAttribute, 4000, NONE, 0, (void* data, CuPointerAttribute attribute, CuDevicePtr address)) \
-  X(cuPointerGetAttributes, cuPointerGetAttributes, 7000, NONE, 0, (unsigned count, CuPointerAttribute* attributes, void** data, CuDevicePtr address)) \
-  X(cuPointerSetAttribute, cuPointerSetAttribute, 6000, NONE, 0, (const void* value, CuPointerAttribute attribute, CuDevicePtr address)) \
+  X(cuMemAlloc, cuMemAlloc_v2, 3020, NONE, 0, (CuDevicePtr* address, std::size_t bytes), (address, bytes)) \
+  X(cuMemFree, cuMemFree_v2, 3020, NONE, 0, (CuDevicePtr address), (address)) \
+  X(cuMemGetInfo, cuMemGetInfo_v2, 3020, NONE, 0, (std::size_t* free, std::size_t* total), (free, total)) \
+  X(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020, NONE, 0, (CuDevicePtr* base, std::size_t* bytes, CuDevicePtr address), (base, bytes, address)) \
+  X(cuMemGetHandleForAddressRange, cuMemGetHandleForAddressRange, 11070, NONE, 0, (void* handle, CuDevicePtr address, std::size_t bytes, CuMemRangeHandleType type, unsigned long long flags), (handle, address, bytes, type, flags)) \
+  X(cuMemAllocAsync, cuMemAllocAsync, 11020, PTSZ, 11020, (CuDevicePtr* address, std::size_t bytes, CuStream stream), (address, bytes, stream)) \
+  X(cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync, 11020, PTSZ, 11020, (CuDevicePtr* address, std::size_t bytes, CuMemoryPool pool, CuStream stream), (address, bytes, pool, stream)) \
+  X(cuMemFreeAsync, cuMemFreeAsync, 11020, PTSZ, 11020, (CuDevicePtr address, CuStream stream), (address, stream)) \
+  X(cuPointerGetAttribute, cuPointerGetAttribute, 4000, NONE, 0, (void* data, CuPointerAttribute attribute, CuDevicePtr address), (data, attribute, address)) \
+  X(cuPointerGetAttributes, cuPointerGetAttributes, 7000, NONE, 0, (unsigned count, CuPointerAttribute* attributes, void** data, CuDevicePtr address), (count, attributes, data, address)) \
+  X(cuPointerSetAttribute, cuPointerSetAttribute, 6000, NONE, 0, (const void* value, CuPointerAttribute attribute, CuDevicePtr address), (value, attribute, address)) \
   /* memory pools */ \
-  X(cuMemPoolCreate, cuMemPoolCreate, 11020, NONE, 0, (CuMemoryPool* pool, const CuMemPoolProps* properties)) \
-  X(cuMemPoolDestroy, cuMemPoolDestroy, 11020, NONE, 0, (CuMemoryPool pool)) \
-  X(cuMemPoolSetAttribute, cuMemPoolSetAttribute, 11020, NONE, 0, (CuMemoryPool pool, CuMemPoolAttribute attribute, void* value)) \
-  X(cuMemPoolGetAttribute, cuMemPoolGetAttribute, 11020, NONE, 0, (CuMemoryPool pool, CuMemPoolAttribute attribute, void* value)) \
-  X(cuMemPoolTrimTo, cuMemPoolTrimTo, 11020, NONE, 0, (CuMemoryPool pool, std::size_t keep_bytes)) \
-  X(cuMemPoolSetAccess, cuMemPoolSetAccess, 11020, NONE, 0, (CuMemoryPool pool, const CuMemAccessDesc* access, std::size_t count)) \
-  X(cuMemPoolGetAccess, cuMemPoolGetAccess, 11020, NONE, 0, (CuMemAccessFlags* flags, CuMemoryPool pool, CuMemLocation* location)) \
-  X(cuDeviceGetDefaultMemPool, cuDeviceGetDefaultMemPool, 11020, NONE, 0, (CuMemoryPool* pool, CuDevice device)) \
-  X(cuDeviceGetMemPool, cuDeviceGetMemPool, 11020, NONE, 0, (CuMemoryPool* pool, CuDevice device)) \
-  X(cuDeviceSetMemPool, cuDeviceSetMemPool, 11020, NONE, 0, (CuDevice device, CuMemoryPool pool)) \
+  X(cuMemPoolCreate, cuMemPoolCreate, 11020, NONE, 0, (CuMemoryPool* pool, const CuMemPoolProps* properties), (pool, properties)) \
+  X(cuMemPoolDestroy, cuMemPoolDestroy, 11020, NONE, 0, (CuMemoryPool pool), (pool)) \
+  X(cuMemPoolSetAttribute, cuMemPoolSetAttribute, 11020, NONE, 0, (CuMemoryPool pool, CuMemPoolAttribute attribute, void* value), (pool, attribute, value)) \
+  X(cuMemPoolGetAttribute, cuMemPoolGetAttribute, 11020, NONE, 0, (CuMemoryPool pool, CuMemPoolAttribute attribute, void* value), (pool, attribute, value)) \
+  X(cuMemPoolTrimTo, cuMemPoolTrimTo, 11020, NONE, 0, (CuMemoryPool pool, std::size_t keep_bytes), (pool, keep_bytes)) \
+  X(cuMemPoolSetAccess, cuMemPoolSetAccess, 11020, NONE, 0, (CuMemoryPool pool, const CuMemAccessDesc* access, std::size_t count), (pool, access, count)) \
+  X(cuMemPoolGetAccess, cuMemPoolGetAccess, 11020, NONE, 0, (CuMemAccessFlags* flags, CuMemoryPool pool, CuMemLocation* location), (flags, pool, location)) \
+  X(cuDeviceGetDefaultMemPool, cuDeviceGetDefaultMemPool, 11020, NONE, 0, (CuMemoryPool* pool, CuDevice device), (pool, device)) \
+  X(cuDeviceGetMemPool, cuDeviceGetMemPool, 11020, NONE, 0, (CuMemoryPool* pool, CuDevice device), (pool, device)) \
+  X(cuDeviceSetMemPool, cuDeviceSetMemPool, 11020, NONE, 0, (CuDevice device, CuMemoryPool pool), (device, pool)) \
   /* virtual memory */ \
-  X(cuMemAddressReserve, cuMemAddressReserve, 10020, NONE, 0, (CuDevicePtr* address, std::size_t bytes, std::size_t alignment, CuDevicePtr hint, unsigned long long flags)) \
-  X(cuMemAddressFree, cuMemAddressFree, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes)) \
-  X(cuMemCreate, cuMemCreate, 10020, NONE, 0, (CuMemHandle* handle, std::size_t bytes, const CuMemAllocationProp* properties, unsigned long long flags)) \
-  X(cuMemRelease, cuMemRelease, 10020, NONE, 0, (CuMemHandle handle)) \
-  X(cuMemMap, cuMemMap, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes, std::size_t offset, CuMemHandle handle, unsigned long long flags)) \
-  X(cuMemUnmap, cuMemUnmap, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes)) \
-  X(cuMemSetAccess, cuMemSetAccess, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes, const CuMemAccessDesc* access, std::size_t count)) \
-  X(cuMemGetAccess, cuMemGetAccess, 10020, NONE, 0, (unsigned long long* flags, const CuMemLocation* location, CuDevicePtr address)) \
-  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020, NONE, 0, (std::size_t* granularity, const CuMemAllocationProp* properties, CuMemGranularity option)) \
-  X(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 10020, NONE, 0, (void* shareable, CuMemHandle handle, CuMemHandleType type, unsigned long long flags)) \
-  X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 10020, NONE, 0, (CuMemHandle* handle, void* os_handle, CuMemHandleType type)) \
-  X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle, 11000, NONE, 0, (CuMemHandle* handle, void* address)) \
-  X(cuMemGetAllocationPropertiesFromHandle, cuMemGetAllocationPropertiesFromHandle, 10020, NONE, 0, (CuMemAllocationProp* properties, CuMemHandle handle)) \
+  X(cuMemAddressReserve, cuMemAddressReserve, 10020, NONE, 0, (CuDevicePtr* address, std::size_t bytes, std::size_t alignment, CuDevicePtr hint, unsigned long long flags), (address, bytes, alignment, hint, flags)) \
+  X(cuMemAddressFree, cuMemAddressFree, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes), (address, bytes)) \
+  X(cuMemCreate, cuMemCreate, 10020, NONE, 0, (CuMemHandle* handle, std::size_t bytes, const CuMemAllocationProp* properties, unsigned long long flags), (handle, bytes, properties, flags)) \
+  X(cuMemRelease, cuMemRelease, 10020, NONE, 0, (CuMemHandle handle), (handle)) \
+  X(cuMemMap, cuMemMap, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes, std::size_t offset, CuMemHandle handle, unsigned long long flags), (address, bytes, offset, handle, flags)) \
+  X(cuMemUnmap, cuMemUnmap, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes), (address, bytes)) \
+  X(cuMemSetAccess, cuMemSetAccess, 10020, NONE, 0, (CuDevicePtr address, std::size_t bytes, const CuMemAccessDesc* access, std::size_t count), (address, bytes, access, count)) \
+  X(cuMemGetAccess, cuMemGetAccess, 10020, NONE, 0, (unsigned long long* flags, const CuMemLocation* location, CuDevicePtr address), (flags, location, address)) \
+  X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020, NONE, 0, (std::size_t* granularity, const CuMemAllocationProp* properties, CuMemGranularity option), (granularity, properties, option)) \
+  X(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 10020, NONE, 0, (void* shareable, CuMemHandle handle, CuMemHandleType type, unsigned long long flags), (shareable, handle, type, flags)) \
+  X(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 10020, NONE, 0, (CuMemHandle* handle, void* os_handle, CuMemHandleType type), (handle, os_handle, type)) \
+  X(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle, 11000, NONE, 0, (CuMemHandle* handle, void* address), (handle, address)) \
+  X(cuMemGetAllocationPropertiesFromHandle, cuMemGetAllocationPropertiesFromHandle, 10020, NONE, 0, (CuMemAllocationProp* properties, CuMemHandle handle), (properties, handle)) \
   /* host memory */ \
-  X(cuMemHostAlloc, cuMemHostAlloc, 2020, NONE, 0, (void** address, std::size_t bytes, unsigned flags)) \
-  X(cuMemAllocHost, cuMemAllocHost_v2, 3020, NONE, 0, (void** address, std::size_t bytes)) \
-  X(cuMemFreeHost, cuMemFreeHost, 2000, NONE, 0, (void* address)) \
-  X(cuMemHostRegister, cuMemHostRegister, 4000, NONE, 0, (void* address, std::size_t bytes, unsigned flags)) \
-  X(cuMemHostRegister, cuMemHostRegister_v2, 6050, NONE, 0, (void* address, std::size_t bytes, unsigned flags)) \
-  X(cuMemHostUnregister, cuMemHostUnregister, 4000, NONE, 0, (void* address)) \
-  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, 3020, NONE, 0, (CuDevicePtr* device_address, void* address, unsigned flags)) \
-  X(cuMemHostGetFlags, cuMemHostGetFlags, 2030, NONE, 0, (unsigned* flags, void* address)) \
+  X(cuMemHostAlloc, cuMemHostAlloc, 2020, NONE, 0, (void** address, std::size_t bytes, unsigned flags), (address, bytes, flags)) \
+  X(cuMemAllocHost, cuMemAllocHost_v2, 3020, NONE, 0, (void** address, std::size_t bytes), (address, bytes)) \
+  X(cuMemFreeHost, cuMemFreeHost, 2000, NONE, 0, (void* address), (address)) \
+  X(cuMemHostRegister, cuMemHostRegister, 4000, NONE, 0, (void* address, std::size_t bytes, unsigned flags), (address, bytes, flags)) \
+  X(cuMemHostRegister, cuMemHostRegister_v2, 6050, NONE, 0, (void* address, std::size_t bytes, unsigned flags), (address, bytes, flags)) \
+  X(cuMemHostUnregister, cuMemHostUnregister, 4000, NONE, 0, (void* address), (address)) \
+  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, 3020, NONE, 0, (CuDevicePtr* device_address, void* address, unsigned flags), (device_address, address, flags)) \
+  X(cuMemHostGetFlags, cuMemHostGetFlags, 2030, NONE, 0, (unsigned* flags, void* address), (flags, address)) \
   /* between processes */ \
-  X(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010, NONE, 0, (CuIpcMemHandle* handle, CuDevicePtr address)) \
-  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle, 4010, NONE, 0, (CuDevicePtr* device_address, CuIpcMemHandle handle, unsigned flags)) \
-  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, 11000, NONE, 0, (CuDevicePtr* device_address, CuIpcMemHandle handle, unsigned flags)) \
-  X(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010, NONE, 0, (CuDevicePtr address)) \
+  X(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010, NONE, 0, (CuIpcMemHandle* handle, CuDevicePtr address), (handle, address)) \
+  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle, 4010, NONE, 0, (CuDevicePtr* device_address, CuIpcMemHandle handle, unsigned flags), (device_address, handle, flags)) \
+  X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, 11000, NONE, 0, (CuDevicePtr* device_address, CuIpcMemHandle handle, unsigned flags), (device_address, handle, flags)) \
+  X(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010, NONE, 0, (CuDevicePtr address), (address)) \
   /* modules and launches */ \
-  X(cuModuleLoadData, cuModuleLoadData, 2000, NONE, 0, (CuModule* module, const void* image)) \
-  X(cuModuleLoadDataEx, cuModuleLoadDataEx, 2010, NONE, 0, (CuModule* module, const void* image, unsigned option_count, CuJitOption* options, void** option_values)) \
-  X(cuModuleUnload, cuModuleUnload, 2000, NONE, 0, (CuModule module)) \
-  X(cuModuleGetFunction, cuModuleGetFunction, 2000, NONE, 0, (CuFunction* function, CuModule module, const char* name)) \
-  X(cuModuleGetGlobal, cuModuleGetGlobal_v2, 3020, NONE, 0, (CuDevicePtr* address, std::size_t* bytes, CuModule module, const char* name)) \
-  X(cuFuncGetAttribute, cuFuncGetAttribute, 2020, NONE, 0, (int* value, CuFunctionAttribute attribute, CuFunction function)) \
-  X(cuFuncSetAttribute, cuFuncSetAttribute, 9000, NONE, 0, (CuFunction function, CuFunctionAttribute attribute, int value)) \
-  X(cuLaunchKernel, cuLaunchKernel, 4000, PTSZ, 7000, (CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream, void** parameters, void** extra)) \
-  X(cuLaunchKernelEx, cuLaunchKernelEx, 11060, PTSZ, 11060, (const CuLaunchConfig* config, CuFunction function, void** parameters, void** extra))
+  X(cuModuleLoadData, cuModuleLoadData, 2000, NONE, 0, (CuModule* module, const void* image), (module, image)) \
+  X(cuModuleLoadDataEx, cuModuleLoadDataEx, 2010, NONE, 0, (CuModule* module, const void* image, unsigned option_count, CuJitOption* options, void** option_values), (module, image, option_count, options, option_values)) \
+  X(cuModuleUnload, cuModuleUnload, 2000, NONE, 0, (CuModule module), (module)) \
+  X(cuModuleGetFunction, cuModuleGetFunction, 2000, NONE, 0, (CuFunction* function, CuModule module, const char* name), (function, module, name)) \
+  X(cuModuleGetGlobal, cuModuleGetGlobal_v2, 3020, NONE, 0, (CuDevicePtr* address, std::size_t* bytes, CuModule module, const char* name), (address, bytes, module, name)) \
+  X(cuFuncGetAttribute, cuFuncGetAttribute, 2020, NONE, 0, (int* value, CuFunctionAttribute attribute, CuFunction function), (value, attribute, function)) \
+  X(cuFuncSetAttribute, cuFuncSetAttribute, 9000, NONE, 0, (CuFunction function, CuFunctionAttribute attribute, int value), (function, attribute, value)) \
+  X(cuLaunchKernel, cuLaunchKernel, 4000, PTSZ, 7000, (CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream, void** parameters, void** extra), (function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream, parameters, extra)) \
+  X(cuLaunchKernelEx, cuLaunchKernelEx, 11060, PTSZ, 11060, (const CuLaunchConfig* config, CuFunction function, void** parameters, void** extra), (config, function, parameters, extra))
 // clang-format on
 
 enum class StreamVariant : std::uint8_t { kNone, kPtsz, kPtds };
@@ -580,12 +581,12 @@ struct EntryPoint {
 
 // The table as data. An element's index is the value of its EntryPointIndex.
 inline constexpr EntryPoint kEntryPoints[] = {
-#define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters) \
-  {#name,                                                                             \
-   #symbol,                                                                           \
-   version,                                                                           \
-   FOREBAY_CUDA_VARIANT_##VARIANT,                                                    \
-   FOREBAY_CUDA_VARIANT_SYMBOL_##VARIANT(symbol),                                     \
+#define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters, arguments) \
+  {#name,                                                                                        \
+   #symbol,                                                                                      \
+   version,                                                                                      \
+   FOREBAY_CUDA_VARIANT_##VARIANT,                                                               \
+   FOREBAY_CUDA_VARIANT_SYMBOL_##VARIANT(symbol),                                                \
    variant_version},
     FOREBAY_CUDA_ENTRY_POINTS(FOREBAY_CUDA_ROW)
 #undef FOREBAY_CUDA_ROW
@@ -594,13 +595,14 @@ inline constexpr std::size_t kEntryPointCount = sizeof(kEntryPoints) / sizeof(kE
 
 // cuMemAlloc_v2_index, and so on.
 enum EntryPointIndex : std::size_t {
-#define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters) symbol##_index,
+#define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters, arguments) \
+  symbol##_index,
   FOREBAY_CUDA_ENTRY_POINTS(FOREBAY_CUDA_ROW)
 #undef FOREBAY_CUDA_ROW
 };
 
 // cuMemAlloc_v2_function, and so on: the function types.
-#define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters) \
+#define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters, arguments) \
   using symbol##_function = CuResult parameters;
 FOREBAY_CUDA_ENTRY_POINTS(FOREBAY_CUDA_ROW)
 #undef FOREBAY_CUDA_ROW
