@@ -1,8 +1,6 @@
 #include "forebay/host_backend.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -11,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "fault_script.h"
 #include "forebay/check.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
@@ -19,11 +18,6 @@
 
 namespace forebay {
 namespace {
-
-constexpr const char* kCallNames[kHostCallCount] = {
-    "reserve",     "chunk_create", "map",         "unmap",         "set_access",   "alloc",
-    "pin",         "copy_async",   "fill_async",  "stream_create", "event_create", "event_record",
-    "stream_wait", "call_host",    "load_module", "launch"};
 
 // Handles are numbers that are never used twice: a stale handle is refused instead of followed.
 void* to_handle(std::uint64_t id) noexcept {
@@ -37,49 +31,6 @@ bool overlap(const void* a, const void* b, std::size_t bytes) noexcept {
   const auto x = reinterpret_cast<std::uintptr_t>(a);
   const auto y = reinterpret_cast<std::uintptr_t>(b);
   return (x > y ? x - y : y - x) < bytes;
-}
-
-// Counts the fallible calls and says which of them a script fails.
-class FaultScript {
- public:
-  explicit FaultScript(std::vector<HostFault> faults)
-      : faults_(std::move(faults)), armed_count_(faults_.size()) {}
-
-  Status next(HostCall call) {
-    const std::uint64_t nth =
-        counts_[static_cast<std::size_t>(call)].fetch_add(1, std::memory_order_relaxed) + 1;
-    if (armed_count_.load(std::memory_order_acquire) == 0) return {};
-    const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(faults_.begin(), faults_.end(), [&](const HostFault& fault) {
-      return fault.call == call && fault.nth == nth;
-    });
-    if (found == faults_.end()) return {};
-    Status status = std::move(found->status);
-    faults_.erase(found);
-    armed_count_.store(faults_.size(), std::memory_order_release);
-    return status;
-  }
-
-  void add(HostFault fault) {
-    const std::lock_guard lock(mutex_);
-    fault.nth += count(fault.call);
-    faults_.push_back(std::move(fault));
-    armed_count_.store(faults_.size(), std::memory_order_release);
-  }
-
-  std::uint64_t count(HostCall call) const {
-    return counts_[static_cast<std::size_t>(call)].load(std::memory_order_relaxed);
-  }
-
- private:
-  std::array<std::atomic<std::uint64_t>, kHostCallCount> counts_{};
-  std::mutex mutex_;
-  std::vector<HostFault> faults_;         // Guarded by mutex_.
-  std::atomic<std::size_t> armed_count_;  // faults_.size(), to be read without the mutex.
-};
-
-bool is_fault_valid(const HostFault& fault) {
-  return fault.nth > 0 && !fault.status.ok() && static_cast<int>(fault.call) < kHostCallCount;
 }
 
 struct EventState {
@@ -413,7 +364,7 @@ class HostBackendImpl final : public HostBackend {
                 "from the thread that queues the work"};
   }
   Status enter(HostCall call) {
-    FOREBAY_RETURN_IF_ERROR(enter(kCallNames[static_cast<std::size_t>(call)]));
+    FOREBAY_RETURN_IF_ERROR(enter(kHostCallNames[static_cast<std::size_t>(call)]));
     return faults_.next(call);
   }
 

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <memory>
 #include <vector>
 
+#include "address_text.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
 
@@ -20,27 +20,6 @@ namespace forebay {
 namespace {
 
 constexpr unsigned char kPoison = 0xCB;
-
-std::uintptr_t numeric(const void* pointer) noexcept {
-  return reinterpret_cast<std::uintptr_t>(pointer);
-}
-std::byte* to_pointer(std::uintptr_t address) noexcept {
-  return reinterpret_cast<std::byte*>(address);
-}
-
-std::string hex(std::uintptr_t address) {
-  char text[2 + 16 + 1];
-  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(address));
-  return text;
-}
-
-std::string range_text(const void* address, std::size_t bytes) {
-  return format_bytes(bytes) + " at " + hex(numeric(address));
-}
-
-Status invalid(std::string message) {
-  return {StatusCode::kInvalidArgument, std::move(message)};
-}
 
 // What the kernel refused. ENOMEM from mmap and mprotect is nearly always the limit on the number of
 // mappings.
@@ -57,10 +36,6 @@ std::size_t machine_memory_bytes() noexcept {
   const long pages = ::sysconf(_SC_PHYS_PAGES);
   const long page_bytes = ::sysconf(_SC_PAGESIZE);
   return static_cast<std::size_t>(std::max(pages, 1L)) * static_cast<std::size_t>(std::max(page_bytes, 1L));
-}
-
-bool is_power_of_two(std::size_t value) noexcept {
-  return value != 0 && (value & (value - 1)) == 0;
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct BackendUnderTest {
   std::size_t queue_limit = 0;    // Of the backend made, for back-pressure.
   ModuleImage module;             // With a kernel of the name below.
   const char* store_kernel = "";  // (int* target, int value): *target = value.
+  bool keeps_bytes = true;        // False: a model, whose rules are judged and whose bytes are not.
 };
 
 class BackendConformance : public testing::TestWithParam<BackendUnderTest> {
@@ -49,6 +50,12 @@ class BackendConformance : public testing::TestWithParam<BackendUnderTest> {
     EXPECT_TRUE(backend_->copy_async(&value, source, 1, stream_).ok());
     EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
     return value;
+  }
+  void expect_byte(DevicePtr source, int value) {
+    const int found = read(source);
+    if (GetParam().keeps_bytes) {
+      EXPECT_EQ(found, value);
+    }
   }
   // A closed gate holds a stream back until it is opened; nothing here waits for real time to pass.
   struct Gate {
@@ -111,13 +118,13 @@ TEST_P(BackendConformance, AliasesShowTheSameBytes) {
   ASSERT_TRUE(backend_->set_access(alias, granule_).ok());
 
   write(base, 0x5A, granule_);
-  EXPECT_EQ(read(alias), 0x5A);
-  EXPECT_EQ(read(alias + granule_ - 1), 0x5A);
+  expect_byte(alias, 0x5A);
+  expect_byte(alias + granule_ - 1, 0x5A);
   write(alias + 7, 0x33, 1);
-  EXPECT_EQ(read(base + 7), 0x33);
+  expect_byte(base + 7, 0x33);
 
   EXPECT_TRUE(backend_->unmap(base, granule_).ok());
-  EXPECT_EQ(read(alias + 7), 0x33);
+  expect_byte(alias + 7, 0x33);
   EXPECT_TRUE(backend_->unmap(alias, granule_).ok());
   EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
   EXPECT_TRUE(backend_->release(base, granule_ * 4).ok());
@@ -132,7 +139,7 @@ TEST_P(BackendConformance, AMappedChunkOutlivesItsHandle) {
   write(base, 0x11, 16);
   ASSERT_TRUE(backend_->chunk_destroy(chunk).ok());
   EXPECT_EQ(backend_->memory_info().free_bytes, before - granule_);
-  EXPECT_EQ(read(base), 0x11);
+  expect_byte(base, 0x11);
   EXPECT_REFUSED(backend_->map(base + granule_, chunk));
   EXPECT_TRUE(backend_->unmap(base, granule_).ok());
   EXPECT_EQ(backend_->memory_info().free_bytes, before);
@@ -161,7 +168,7 @@ TEST_P(BackendConformance, MappingRulesAreRefusedWithoutEffect) {
   ASSERT_TRUE(backend_->map(base, chunk).ok());
   EXPECT_TRUE(backend_->set_access(base, granule_ * 3).ok());  // Several mappings in one call.
   write(base + granule_ - 8, 0x77, 16);                        // Across two of them.
-  EXPECT_EQ(read(base + granule_), 0x77);
+  expect_byte(base + granule_, 0x77);
   EXPECT_TRUE(backend_->unmap(base, granule_ * 3).ok());
   EXPECT_TRUE(backend_->chunk_destroy(wide).ok());
   EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
@@ -174,7 +181,7 @@ TEST_P(BackendConformance, AllocIsAlignedChargedAndFreedOnce) {
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(block) % 512, 0u);
   EXPECT_LT(backend_->memory_info().free_bytes, before);
   ASSERT_TRUE(backend_->fill_async(block, 0x42, 1000, stream_).ok());
-  EXPECT_EQ(read(block + 999), 0x42);
+  expect_byte(block + 999, 0x42);
   EXPECT_REFUSED(backend_->alloc(0).status());
   EXPECT_REFUSED(backend_->free(block + 512));
   EXPECT_TRUE(backend_->free(block).ok());
@@ -320,7 +327,9 @@ TEST_P(BackendConformance, LaunchCopiesItsArguments) {
   int result = 0;
   ASSERT_TRUE(backend_->copy_async(&result, block, sizeof(result), stream_).ok());
   ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
-  EXPECT_EQ(result, 4711);
+  if (GetParam().keeps_bytes) {
+    EXPECT_EQ(result, 4711);
+  }
   EXPECT_TRUE(backend_->unload_module(module).ok());
   EXPECT_REFUSED(backend_->unload_module(module));
   EXPECT_TRUE(backend_->free(block).ok());
@@ -338,7 +347,9 @@ TEST_P(BackendConformance, ThreadsCallAtTheSameTime) {
         EXPECT_TRUE(backend_->fill_async(block, t, granule_, stream).ok());
         EXPECT_TRUE(backend_->copy_async(&value, block + granule_ - 1, 1, stream).ok());
         EXPECT_TRUE(backend_->stream_synchronize(stream).ok());
-        EXPECT_EQ(value, t);
+        if (GetParam().keeps_bytes) {
+          EXPECT_EQ(value, t);
+        }
         EXPECT_TRUE(backend_->free(block).ok());
       }
       EXPECT_TRUE(backend_->stream_destroy(stream).ok());

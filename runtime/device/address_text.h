@@ -1,0 +1,41 @@
+// Addresses and ranges as numbers and in messages: what the books of host and model memory share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "forebay/status.h"
+#include "forebay/units.h"
+
+namespace forebay {
+
+inline std::uintptr_t numeric(const void* pointer) noexcept {
+  return reinterpret_cast<std::uintptr_t>(pointer);
+}
+inline std::byte* to_pointer(std::uintptr_t address) noexcept {
+  return reinterpret_cast<std::byte*>(address);
+}
+
+inline std::string hex(std::uintptr_t address) {
+  char text[2 + 16 + 1];
+  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(address));
+  return text;
+}
+
+// "2.00 MiB at 0x7f0000000000".
+inline std::string range_text(const void* address, std::size_t bytes) {
+  return format_bytes(bytes) + " at " + hex(numeric(address));
+}
+
+inline Status invalid(std::string message) {
+  return {StatusCode::kInvalidArgument, std::move(message)};
+}
+
+inline bool is_power_of_two(std::size_t value) noexcept {
+  return value != 0 && (value & (value - 1)) == 0;
+}
+
+}  // namespace forebay
