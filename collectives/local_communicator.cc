@@ -21,6 +21,29 @@ using internal::Operation;
 using internal::Piece;
 using internal::SplitWish;
 
+// There are two ways to move bytes.
+//
+// In memory that the host reaches, an operation is a host function on each rank's stream: the functions of
+// all ranks meet, and each copies with the host what is for its rank.
+//
+// In memory that it does not reach, the Backend has to copy, and a host function must not call it. The ranks
+// meet as they *issue* the operation, and the last to come queues on the streams of all: each stream waits
+// for the others to have come to the operation, copies what is for its rank, and waits for the others to have
+// copied from it. So a stream is only ever told to wait for what is already queued. Host functions that wait
+// for each other would be the other possibility, but a CUDA driver may run those of all streams on one
+// thread, where the first to wait would wait for ever; and a wait for what is queued later stops every stream
+// that happens to share its hardware queue.
+
+// Where a data operation of one rank is queued, when it is the Backend that copies; else empty.
+struct Port {
+  Backend* backend = nullptr;
+  Stream stream;
+  Event come;    // The stream is there: the source holds its bytes and the target may be written.
+  Event copied;  // The stream has what it wants from the others' sources.
+
+  bool used() const noexcept { return backend != nullptr; }
+};
+
 // All ranks in one operation. They arrive, then copy from each other, then leave once all have copied, so
 // that a source may be written again by whatever is queued next.
 struct Round {
@@ -28,14 +51,16 @@ struct Round {
       : arrived(static_cast<std::size_t>(size)),
         copied(static_cast<std::size_t>(size)),
         fingerprints(static_cast<std::size_t>(size)),
-        pieces(static_cast<std::size_t>(size)) {}
+        pieces(static_cast<std::size_t>(size)),
+        ports(static_cast<std::size_t>(size)) {}
 
   std::vector<char> arrived;
   std::vector<char> copied;
   std::vector<Fingerprint> fingerprints;
   std::vector<Piece> pieces;
+  std::vector<Port> ports;
   int arrived_count = 0;
-  int copying_count = 0;  // Ranks inside memcpy now; nobody leaves while there are any, failed or not.
+  int copying_count = 0;  // Ranks that use `pieces` now; nobody leaves while there are any, failed or not.
   int copied_count = 0;
   int left_count = 0;
 };
@@ -44,12 +69,75 @@ struct Round {
 struct Message {
   const std::byte* source;
   std::size_t bytes;
+  Port port;
   bool taken = false;
   bool copying = false;
   bool done = false;
 };
 
 enum Plane : int { kDataPlane, kControlPlane, kPlaneCount };
+
+// Who copies. The same for all ranks of a group.
+enum class Mover : std::uint8_t { kUndecided, kHost, kBackend };
+
+Status of_rank(std::size_t rank, const Status& status) {
+  return status.with_context("rank " + std::to_string(rank));
+}
+
+// Queues on `reader` a wait for `writer`, the copy, and on `writer` a wait for the copy. Ranks are for
+// messages.
+Status queue_copy(const Port& writer, const std::byte* source, int writer_rank, const Port& reader,
+                  std::byte* target, int reader_rank, std::size_t bytes) {
+  const auto at_writer = [&](const Status& status) {
+    return of_rank(static_cast<std::size_t>(writer_rank), status);
+  };
+  const auto at_reader = [&](const Status& status) {
+    return of_rank(static_cast<std::size_t>(reader_rank), status);
+  };
+  FOREBAY_RETURN_IF_ERROR(at_writer(writer.backend->event_record(writer.come, writer.stream)));
+  FOREBAY_RETURN_IF_ERROR(at_reader(reader.backend->stream_wait(reader.stream, writer.come)));
+  FOREBAY_RETURN_IF_ERROR(at_reader(reader.backend->copy_async(target, source, bytes, reader.stream)));
+  FOREBAY_RETURN_IF_ERROR(at_reader(reader.backend->event_record(reader.copied, reader.stream)));
+  return at_writer(writer.backend->stream_wait(writer.stream, reader.copied));
+}
+
+// Queues the copies of a round that all ranks have come to, each on the stream of the rank it is for.
+Status queue_copies(const Round& round) {
+  const std::size_t size = round.ports.size();
+  if (round.pieces[0].bytes == 0) return {};
+  if (size > 1) {
+    for (std::size_t r = 0; r < size; ++r) {
+      const Port& port = round.ports[r];
+      FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.come, port.stream)));
+    }
+  }
+  for (std::size_t r = 0; r < size; ++r) {
+    const Port& port = round.ports[r];
+    const Piece& piece = round.pieces[r];
+    const auto copy = [&](std::size_t from, const std::byte* source) {
+      std::byte* const place = piece.target + from * piece.target_stride;
+      if (place == source) return Status();
+      return of_rank(r, port.backend->copy_async(place, source, piece.bytes, port.stream));
+    };
+    if (piece.keep_own) FOREBAY_RETURN_IF_ERROR(copy(r, piece.source));
+    // Each rank starts with its right neighbour, so that no source is read by all at once.
+    for (std::size_t step = 1; step < size; ++step) {
+      const std::size_t peer = (r + step) % size;
+      const Piece& theirs = round.pieces[peer];
+      FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->stream_wait(port.stream, round.ports[peer].come)));
+      FOREBAY_RETURN_IF_ERROR(copy(peer, theirs.source + r * theirs.source_stride));
+    }
+    if (size > 1) FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.copied, port.stream)));
+  }
+  for (std::size_t r = 0; r < size; ++r) {
+    const Port& port = round.ports[r];
+    for (std::size_t peer = 0; peer < size; ++peer) {
+      if (peer == r) continue;
+      FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->stream_wait(port.stream, round.ports[peer].copied)));
+    }
+  }
+  return {};
+}
 
 // The state that all ranks share, under the clock's mutex.
 class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_this<LocalGroupImpl> {
@@ -101,9 +189,12 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
     clock_.notify();
   }
 
-  Status run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece);
-  Status send(int rank, int peer, std::uint32_t tag, const std::byte* source, std::size_t bytes);
-  Status recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes);
+  // One operation of one rank, when its stream comes to it or, with a port, when it is issued.
+  Status run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece,
+                   const Port& port);
+  Status send(int rank, int peer, std::uint32_t tag, const std::byte* source, std::size_t bytes,
+              const Port& port);
+  Status recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes, const Port& port);
 
   // The group of the ranks of `color` in the split that had control sequence `sequence`.
   std::shared_ptr<LocalGroupImpl> split_group(std::uint64_t sequence, int color, int member_count);
@@ -156,6 +247,12 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
                    const std::vector<char>& present, const int& present_count,
                    HostClock::Nanoseconds deadline);
 
+  // The second half of run_round: this rank's copies by the host, or all ranks' by the last that arrived.
+  Status copy_by_host(std::unique_lock<std::mutex>& lock, Plane plane, int rank, Round& round,
+                      HostClock::Nanoseconds limit);
+  Status copy_by_backend(std::unique_lock<std::mutex>& lock, Round& round, bool last);
+  void count_round(int rank, std::size_t bytes);
+
   // Lets the modelled link's time for `bytes` pass. Returns early when the group fails.
   void pass_link_time(std::unique_lock<std::mutex>& lock, HostClock::Nanoseconds start, std::uint64_t bytes);
 
@@ -178,6 +275,7 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   HostClock& clock_;
 
   // Guarded by clock_.mutex().
+  Mover mover_ = Mover::kUndecided;  // By the first rank's backend.
   Status failure_;
   std::vector<Member> members_;
   std::map<std::uint64_t, Round> rounds_[kPlaneCount];
@@ -218,7 +316,16 @@ void LocalGroupImpl::pass_link_time(std::unique_lock<std::mutex>& lock, HostCloc
       lock, [&] { return !failure_.ok(); }, after(start, duration));
 }
 
-Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece) {
+void LocalGroupImpl::count_round(int rank, std::size_t bytes) {
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank) continue;
+    member(r).traffic.sent_bytes += bytes;
+    member(rank).traffic.received_bytes += bytes;
+  }
+}
+
+Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece,
+                                 const Port& port) {
   const auto me = static_cast<std::size_t>(rank);
   const HostClock::Nanoseconds limit = deadline();
   std::unique_lock lock(clock_.mutex());
@@ -234,44 +341,14 @@ Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& finge
   }
   round.fingerprints[me] = fingerprint;
   round.pieces[me] = piece;
+  round.ports[me] = port;
   round.arrived[me] = 1;
-  ++round.arrived_count;
+  const bool last = ++round.arrived_count == size_;
   clock_.notify();
 
   Status status = await_all(lock, plane, rank, fingerprint, round.arrived, round.arrived_count, limit);
-  if (status.ok() && size_ > 1) {
-    lock.unlock();
-    const HostClock::Nanoseconds start = clock_.now();
-    lock.lock();
-    pass_link_time(lock, start, piece.bytes * static_cast<std::uint64_t>(size_ - 1));
-    status = failure_;
-  }
   if (status.ok()) {
-    ++round.copying_count;
-    lock.unlock();
-    // Each rank starts with its right neighbour, so that no source is read by all at once. `pieces` does not
-    // change any more: every rank has arrived.
-    for (int step = 1; step < size_; ++step) {
-      const auto peer = static_cast<std::size_t>((rank + step) % size_);
-      if (piece.bytes == 0) break;
-      const Piece& theirs = round.pieces[peer];
-      std::memcpy(piece.target + peer * piece.target_stride, theirs.source + me * theirs.source_stride,
-                  piece.bytes);
-    }
-    internal::place_own(piece, rank);
-    lock.lock();
-    --round.copying_count;
-    if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
-      for (int r = 0; r < size_; ++r) {
-        if (r == rank) continue;
-        member(r).traffic.sent_bytes += piece.bytes;
-        member(rank).traffic.received_bytes += piece.bytes;
-      }
-    }
-    round.copied[me] = 1;
-    ++round.copied_count;
-    clock_.notify();
-    status = await_all(lock, plane, rank, fingerprint, round.copied, round.copied_count, limit);
+    status = port.used() ? copy_by_backend(lock, round, last) : copy_by_host(lock, plane, rank, round, limit);
   }
   // A failed round too lets go of its sources only when nobody reads them: a copy that has begun is not
   // interrupted.
@@ -280,12 +357,66 @@ Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& finge
   return status;
 }
 
-Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::byte* source,
-                            std::size_t bytes) {
+Status LocalGroupImpl::copy_by_host(std::unique_lock<std::mutex>& lock, Plane plane, int rank, Round& round,
+                                    HostClock::Nanoseconds limit) {
+  const auto me = static_cast<std::size_t>(rank);
+  const Piece& piece = round.pieces[me];
+  const Fingerprint& fingerprint = round.fingerprints[me];
+  if (size_ > 1) {
+    lock.unlock();
+    const HostClock::Nanoseconds start = clock_.now();
+    lock.lock();
+    pass_link_time(lock, start, piece.bytes * static_cast<std::uint64_t>(size_ - 1));
+    if (!failure_.ok()) return failure_;
+  }
+  ++round.copying_count;
+  lock.unlock();
+  // Each rank starts with its right neighbour, so that no source is read by all at once. `pieces` does not
+  // change any more: every rank has arrived.
+  for (int step = 1; step < size_; ++step) {
+    const auto peer = static_cast<std::size_t>((rank + step) % size_);
+    if (piece.bytes == 0) break;
+    const Piece& theirs = round.pieces[peer];
+    std::memcpy(piece.target + peer * piece.target_stride, theirs.source + me * theirs.source_stride,
+                piece.bytes);
+  }
+  internal::place_own(piece, rank);
+  lock.lock();
+  --round.copying_count;
+  if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) count_round(rank, piece.bytes);
+  round.copied[me] = 1;
+  ++round.copied_count;
+  clock_.notify();
+  return await_all(lock, plane, rank, fingerprint, round.copied, round.copied_count, limit);
+}
+
+Status LocalGroupImpl::copy_by_backend(std::unique_lock<std::mutex>& lock, Round& round, bool last) {
+  if (last) {
+    ++round.copying_count;
+    lock.unlock();
+    const Status queued = queue_copies(round);
+    lock.lock();
+    --round.copying_count;
+    if (queued.ok()) {
+      for (int r = 0; r < size_; ++r) count_round(r, round.pieces[static_cast<std::size_t>(r)].bytes);
+      round.copied_count = size_;
+    } else {
+      fail_locked(queued);
+    }
+    clock_.notify();
+  } else {
+    // The last one waits for nobody, so this needs no deadline.
+    clock_.wait(lock, [&] { return round.copied_count == size_ || !failure_.ok(); });
+  }
+  return failure_;
+}
+
+Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::byte* source, std::size_t bytes,
+                            const Port& port) {
   const HostClock::Nanoseconds limit = deadline();
   const std::string what = "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) +
                            " with tag " + std::to_string(tag);
-  Message message{source, bytes};
+  Message message{.source = source, .bytes = bytes, .port = port};
   std::unique_lock lock(clock_.mutex());
   if (!failure_.ok()) return failure_;
   std::deque<Message*>& queue = messages_[{rank, peer, tag}];
@@ -304,7 +435,8 @@ Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::by
   return message.done ? Status() : failure_;
 }
 
-Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes) {
+Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes,
+                            const Port& port) {
   const HostClock::Nanoseconds limit = deadline();
   const std::string what = "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) +
                            " with tag " + std::to_string(tag);
@@ -333,10 +465,21 @@ Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* ta
   const HostClock::Nanoseconds start = clock_.now();
   lock.lock();
   pass_link_time(lock, start, bytes);
-  const bool copies = failure_.ok();
+  bool copies = failure_.ok();
   lock.unlock();
-  if (copies && bytes > 0) std::memcpy(target, message.source, bytes);
+  Status queued;
+  if (copies && bytes > 0) {
+    if (port.used()) {
+      queued = queue_copy(message.port, message.source, peer, port, target, rank, bytes);
+    } else {
+      std::memcpy(target, message.source, bytes);
+    }
+  }
   lock.lock();
+  if (!queued.ok()) {
+    fail_locked(std::move(queued));
+    copies = false;
+  }
   if (copies) {
     member(peer).traffic.sent_bytes += bytes;
     member(rank).traffic.received_bytes += bytes;
@@ -364,9 +507,16 @@ std::shared_ptr<LocalGroupImpl> LocalGroupImpl::split_group(std::uint64_t sequen
 
 class LocalCommunicator final : public Communicator {
  public:
-  LocalCommunicator(std::shared_ptr<LocalGroupImpl> group, int rank, Backend& backend, Kernels& kernels)
-      : group_(std::move(group)), rank_(rank), backend_(backend), kernels_(kernels) {}
-  ~LocalCommunicator() override { group_->close(rank_); }
+  // Takes the port's events, if it has any.
+  LocalCommunicator(std::shared_ptr<LocalGroupImpl> group, int rank, Backend& backend, Kernels& kernels,
+                    const Port& port)
+      : group_(std::move(group)), rank_(rank), backend_(backend), kernels_(kernels), port_(port) {}
+  ~LocalCommunicator() override {
+    group_->close(rank_);
+    for (const Event event : {port_.come, port_.copied}) {
+      if (event.handle != nullptr) static_cast<void>(backend_.event_destroy(event));
+    }
+  }
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return group_->size(); }
@@ -395,17 +545,19 @@ class LocalCommunicator final : public Communicator {
               Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank_, size()));
-    return queue(stream, [group = group_.get(), rank = rank_, peer, tag, source, bytes] {
-      return group->send(rank, peer, tag, source, bytes);
-    });
+    return queue(stream,
+                 [group = group_.get(), rank = rank_, peer, tag, source, bytes, port = port_on(stream)] {
+                   return group->send(rank, peer, tag, source, bytes, port);
+                 });
   }
 
   Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank_, size()));
-    return queue(stream, [group = group_.get(), rank = rank_, peer, tag, target, bytes] {
-      return group->recv(rank, peer, tag, target, bytes);
-    });
+    return queue(stream,
+                 [group = group_.get(), rank = rank_, peer, tag, target, bytes, port = port_on(stream)] {
+                   return group->recv(rank, peer, tag, target, bytes, port);
+                 });
   }
 
   Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
@@ -454,22 +606,33 @@ class LocalCommunicator final : public Communicator {
                  std::span<std::byte> all) {
     internal::Collective collective = internal::control_transfer(operation, mine, all);
     collective.fingerprint.sequence = sequence;
-    return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece);
+    return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece, {});
   }
 
   Status queue_round(internal::Collective collective, Stream stream) {
     collective.fingerprint.sequence = data_sequence_++;
-    return queue(stream, [group = group_.get(), rank = rank_, collective] {
-      return group->run_round(kDataPlane, rank, collective.fingerprint, collective.piece);
+    return queue(stream, [group = group_.get(), rank = rank_, collective, port = port_on(stream)] {
+      return group->run_round(kDataPlane, rank, collective.fingerprint, collective.piece, port);
     });
   }
 
-  // Queues `operation`, or the scripted fault in its place.
+  Port port_on(Stream stream) const {
+    Port port = port_;
+    port.stream = stream;
+    return port;
+  }
+
+  // Queues `operation`, or the scripted fault in its place. With a port it queues by itself.
   template <typename Function>
   Status queue(Stream stream, Function operation) {
     const LocalOptions& options = group_->options();
     const bool faulty = options.fault_rank == rank_ && options.fault_operation == operation_count_;
     ++operation_count_;
+    if (port_.used()) {
+      if (!faulty) return operation();
+      group_->fail(options.fault);
+      return group_->status();
+    }
     group_->begin_operation(rank_);
     // The closure keeps the group alive: it may run after this communicator is gone.
     Status status = call_on(backend_, stream, [group = group_, rank = rank_, faulty, operation] {
@@ -489,6 +652,7 @@ class LocalCommunicator final : public Communicator {
   const int rank_;
   Backend& backend_;
   Kernels& kernels_;
+  const Port port_;  // Without a stream.
   // Data operations are issued from one thread at a time, control operations from one thread at a time.
   std::uint64_t data_sequence_ = 0;
   std::uint64_t operation_count_ = 0;
@@ -502,10 +666,13 @@ Result<std::unique_ptr<Communicator>> LocalGroupImpl::communicator(int rank, Bac
                                                     " has no rank " + std::to_string(rank) +
                                                     "; ranks are 0.." + std::to_string(size_ - 1));
   }
-  if (!backend.capabilities().host_accessible) {
-    return Status(StatusCode::kUnsupported,
-                  std::string("local ranks copy with the host, which cannot reach the memory of ") +
-                      backend.capabilities().name + "; use the host backend or another communicator");
+  const Capabilities& device = backend.capabilities();
+  const Mover mover = device.host_accessible ? Mover::kHost : Mover::kBackend;
+  const bool has_link = options_.latency.count() > 0 || options_.bytes_per_second > 0;
+  if (mover == Mover::kBackend && has_link) {
+    return Status(StatusCode::kUnsupported, std::string("local ranks on ") + device.name +
+                                                " have its own speed; leave latency and bytes_per_second "
+                                                "out, or model the link on the host backend");
   }
   {
     const std::lock_guard lock(clock_.mutex());
@@ -514,10 +681,30 @@ Result<std::unique_ptr<Communicator>> LocalGroupImpl::communicator(int rank, Bac
           StatusCode::kInvalidArgument,
           "rank " + std::to_string(rank) + " of a local group was handed out before; ask once per rank");
     }
+    if (mover_ != Mover::kUndecided && mover_ != mover) {
+      return Status(StatusCode::kInvalidArgument,
+                    "rank " + std::to_string(rank) + " of a local group is on " + device.name +
+                        ", whose memory the host " + (mover == Mover::kHost ? "reaches" : "does not reach") +
+                        ", unlike that of the ranks before it; put all ranks on the same kind of backend");
+    }
+    mover_ = mover;
     member(rank).taken = true;
   }
+  Port port;
+  if (mover == Mover::kBackend) {
+    port.backend = &backend;
+    Result<Event> come = backend.event_create();
+    FOREBAY_RETURN_IF_ERROR(come.status());
+    port.come = come.value();
+    Result<Event> copied = backend.event_create();
+    if (!copied.ok()) {
+      static_cast<void>(backend.event_destroy(port.come));
+      return copied.status();
+    }
+    port.copied = copied.value();
+  }
   return std::unique_ptr<Communicator>(
-      std::make_unique<LocalCommunicator>(shared_from_this(), rank, backend, kernels));
+      std::make_unique<LocalCommunicator>(shared_from_this(), rank, backend, kernels, port));
 }
 
 }  // namespace

@@ -73,7 +73,7 @@ class GlooCommunicator : public ::testing::Test {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
-        Member member(rank);
+        Member member(create_host_backend(rank));
         GlooOptions options{.rank = rank, .size = size, .store_directory = store, .deadline = deadline};
         if (change) change(options);
         Result<std::unique_ptr<Communicator>> joined =
@@ -223,7 +223,7 @@ TEST_F(GlooCommunicator, TwoProcessesOfOneRankAreAnError) {
 TEST_F(GlooCommunicator, RefusesAStoreThatOthersCanWrite) {
   const TemporaryDirectory store;
   ASSERT_EQ(chmod(store.path().c_str(), 0777), 0);
-  Member member(0);
+  Member member(create_host_backend(0));
 
   const Status status = create_gloo_communicator({.rank = 0, .size = 2, .store_directory = store.path()},
                                                  member.backend(), member.kernels())
@@ -241,7 +241,7 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
         [&](GlooOptions& options) { options.interface = interface; });
     for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
   }
-  Member member(0);
+  Member member(create_host_backend(0));
   const Status status = create_gloo_communicator(
                             {.rank = 0, .size = 2, .store_directory = store.path(), .interface = "no-such-0"},
                             member.backend(), member.kernels())
@@ -251,7 +251,7 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
 }
 
 TEST_F(GlooCommunicator, RefusesARankThatDoesNotExist) {
-  Member member(0);
+  Member member(create_host_backend(0));
   EXPECT_EQ(
       create_gloo_communicator({.rank = 2, .size = 2}, member.backend(), member.kernels()).status().code(),
       StatusCode::kInvalidArgument);

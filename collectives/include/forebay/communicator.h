@@ -2,11 +2,12 @@
 // interfaces; `local` (ranks as threads of one process) is its reference implementation and one conformance
 // suite judges all.
 //
-// There are two planes. Data operations take device memory and a stream, queue and return at once. Control
-// operations
-// (`exchange`, `barrier`) take small host memory and block. Every rank of a communicator must issue the same
-// operations in the same order, the data ones on one stream of its own; a fingerprint {sequence, operation,
-// type, count} travels with each and a mismatch is an error that names both ranks.
+// There are two planes. Data operations take device memory and a stream, queue and return at once; only
+// `local` ranks in memory that the host does not reach wait, at most the deadline, for their peers to issue
+// the operation too. Control operations (`exchange`, `barrier`) take small host memory and block. Every rank
+// of a communicator must issue the same operations in the same order, the data ones on one stream of its own;
+// a fingerprint {sequence, operation, type, count} travels with each and a mismatch is an error that names
+// both ranks.
 //
 // Exactness. `reduce_scatter` sends each slice to its owner (the bytes of a ring: (N-1)/N of the buffer) and
 // the owner adds in rank order in fp32, so the result does not depend on the bucket size or on how messages

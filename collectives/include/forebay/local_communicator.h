@@ -1,5 +1,11 @@
 // Ranks as threads of one process: the reference Communicator, used by tests, by single-process runs and
 // wherever several ranks share one device.
+//
+// Each rank has a Backend of its own. In memory that the host reaches it is the host that copies. Otherwise
+// the backends copy, on the ranks' streams, ordered by events: they must be of one kind and take each other's
+// events and addresses, as cuda backends of one device do, or of several devices with peer access. A data
+// operation then waits, where it is issued, until the peers have issued it too or the deadline passes; from
+// there on the device orders everything, and a device that stops is not noticed by a deadline.
 #pragma once
 
 #include <chrono>
@@ -14,8 +20,8 @@ namespace forebay {
 struct LocalOptions {
   std::chrono::milliseconds deadline{60'000};  // Of every operation, measured on `clock`.
   HostClock* clock = nullptr;  // Not owned; the ranks' backends share it. Null: a real one of its own.
-  // Modelled link, for a virtual clock: each operation takes latency + bytes sent / bandwidth. 0: takes no
-  // time.
+  // Modelled link, for a virtual clock and memory that the host reaches: each operation takes latency + bytes
+  // sent / bandwidth. 0: takes no time.
   std::chrono::nanoseconds latency{0};
   double bytes_per_second = 0;
   // Faults by script, counted over data operations of one rank from 0: that rank returns `fault` at that
