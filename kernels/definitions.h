@@ -13,6 +13,7 @@
 
 #include "forebay/conversions.h"
 #include "forebay/data_type.h"
+#include "forebay/kernels.h"
 
 namespace forebay::definitions {
 
@@ -86,6 +87,15 @@ FOREBAY_DEVICE inline double norm_fold(double* lanes, std::size_t lane_count) no
   return lanes[0];
 }
 
+// The canonical NaN of a double, as canonical() is for fp32.
+FOREBAY_DEVICE inline double canonical_double(double value) noexcept {
+  if (value == value) return value;
+  const std::uint64_t bits = 0x7FF8000000000000;
+  double nan;
+  memcpy(&nan, &bits, sizeof nan);
+  return nan;
+}
+
 // The constants of an AdamW update that do not depend on the element.
 struct AdamWConstants {
   float factor;
@@ -95,6 +105,11 @@ struct AdamWConstants {
   float step;  // -(lr / c1)
   float s2, eps;
 };
+
+FOREBAY_DEVICE inline AdamWConstants adamw_constants(const AdamWArguments& a, float factor, float c1,
+                                                     float s2) noexcept {
+  return {factor, -(a.lr * a.weight_decay), a.beta1, a.a1, a.beta2, a.a2, -(a.lr / c1), s2, a.eps};
+}
 
 struct AdamWElement {
   float p, m, v;
@@ -109,6 +124,45 @@ FOREBAY_DEVICE inline AdamWElement adamw_element(const AdamWConstants& c, float 
   v = fmaf(c.beta2, v, c.a2 * (g * g));
   p = fmaf(c.step, m / (sqrtf(v) / c.s2 + c.eps), p);
   return {canonical(p), canonical(m), canonical(v)};
+}
+
+// See StepControlArguments. `sum` is the sum of squares of all units.
+FOREBAY_DEVICE inline void advance_step(const StepControlArguments& a, double sum) noexcept {
+  StepState& s = *a.state;
+  const double norm = sqrt(sum) / s.loss_scale;
+  ++s.attempted_steps;
+  s.used_loss_scale = s.loss_scale;
+  const double zero = norm - norm;  // Not a number when norm is infinite or none.
+  s.grad_norm = canonical_double(norm + zero);
+  if (!(zero == 0.0)) {
+    s.outcome = StepOutcome::kSkipped;
+    if (a.dynamic_loss_scale) {
+      const double half = s.loss_scale / 2.0;
+      s.loss_scale = half < a.minimum_loss_scale ? a.minimum_loss_scale : half;
+      s.growth_counter = 0;
+    }
+    return;
+  }
+  const std::uint64_t number = s.applied_steps + 1;
+  if (number < a.first_step || number - a.first_step >= a.correction_count) {
+    s.outcome = StepOutcome::kNoCorrection;
+    return;
+  }
+  const double shrink = a.clip > 0.0 && norm > a.clip ? a.clip / norm : 1.0;
+  s.factor = static_cast<float>(shrink / s.loss_scale);
+  s.c1 = a.corrections[number - a.first_step].c1;
+  s.s2 = a.corrections[number - a.first_step].s2;
+  s.outcome = StepOutcome::kApplied;
+  s.applied_steps = number;
+  if (a.dynamic_loss_scale && ++s.growth_counter == a.growth_interval) {
+    s.loss_scale *= 2.0;
+    s.growth_counter = 0;
+  }
+}
+
+// Whether the last step is applied to a unit.
+FOREBAY_DEVICE inline bool updates(const StepState& state, const std::uint32_t* used) noexcept {
+  return state.outcome == StepOutcome::kApplied && (used == nullptr || *used != 0);
 }
 
 }  // namespace forebay::definitions

@@ -28,8 +28,8 @@ const RangeKernels& scalar_kernels() noexcept;
 // What fits this processor; scalar_kernels() where it has no fused multiply-add.
 const RangeKernels& simd_kernels();
 
-inline definitions::AdamWConstants adamw_constants(const AdamWArguments& a) noexcept {
-  return {a.factor, -(a.lr * a.weight_decay), a.beta1, a.a1, a.beta2, a.a2, -(a.lr / a.c1), a.s2, a.eps};
+inline definitions::AdamWConstants constants_of(const AdamWArguments& a) noexcept {
+  return definitions::adamw_constants(a, a.factor, a.c1, a.s2);
 }
 
 // Calls `body` with the type as a compile-time constant: `body.template operator()<type>()`.

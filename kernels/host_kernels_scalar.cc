@@ -79,7 +79,7 @@ void norm_leaves(const NormArguments& a, std::size_t begin, std::size_t end) {
 }
 
 void adamw(const AdamWArguments& a, std::size_t begin, std::size_t end) {
-  const definitions::AdamWConstants constants = adamw_constants(a);
+  const definitions::AdamWConstants constants = constants_of(a);
   with_type(a.gradient_type, [&]<DataType gradient_type>() {
     with_type(a.parameter_type, [&]<DataType parameter_type>() {
       const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient);

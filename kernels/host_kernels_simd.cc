@@ -329,7 +329,7 @@ void norm_leaves(const NormArguments& a, std::size_t begin, std::size_t end) {
 template <DataType gradient_type, DataType parameter_type, bool has_parameter>
 void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) {
   const FloatTag d;
-  const definitions::AdamWConstants c = adamw_constants(a);
+  const definitions::AdamWConstants c = constants_of(a);
   const auto factor = hn::Set(d, c.factor), decay = hn::Set(d, c.decay), step = hn::Set(d, c.step);
   const auto beta1 = hn::Set(d, c.beta1), a1 = hn::Set(d, c.a1);
   const auto beta2 = hn::Set(d, c.beta2), a2 = hn::Set(d, c.a2);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <limits>
 #include <string_view>
 
 #include "float_environment.h"
@@ -63,6 +62,52 @@ void run_elements(const Dimensions&, const Dimensions&, void* const* arguments) 
       &launch);
 }
 
+void run_fill(const Dimensions&, const Dimensions&, void* const* arguments) {
+  const auto& launch = *static_cast<const HostLaunch<FillArguments>*>(arguments[0]);
+  launch.context->runner.run(
+      launch.arguments.count, kBlockCount,
+      [](const void* context, std::size_t begin, std::size_t end) {
+        const FillArguments& a = static_cast<const HostLaunch<FillArguments>*>(context)->arguments;
+        host_kernels::with_type(a.type, [&]<DataType type>() {
+          auto* target = static_cast<typename definitions::Element<type>::Storage*>(a.target);
+          std::fill(target + begin, target + end, definitions::Element<type>::round(a.value));
+        });
+      },
+      &launch);
+}
+
+// The decision is small and serial: one double per rank and unit.
+void run_step_control(const Dimensions&, const Dimensions&, void* const* arguments) {
+  const StepControlArguments& a =
+      static_cast<const HostLaunch<StepControlArguments>*>(arguments[0])->arguments;
+  const DefaultFloatEnvironment environment;
+  const auto ranks = static_cast<std::size_t>(a.rank_count);
+  for (std::size_t unit = 0; unit < a.unit_count; ++unit) {
+    double* slices = a.scratch + unit * ranks;
+    bool used = false;
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      slices[rank] = a.squares[rank * a.rank_stride + unit];
+      used = used || (a.used != nullptr && a.used[rank * a.rank_stride + unit] != 0.0);
+    }
+    a.scratch[unit] = pairwise_sum(slices, ranks);
+    if (a.used != nullptr) a.unit_used[unit] = used ? 1 : 0;
+  }
+  definitions::advance_step(a, pairwise_sum(a.scratch, a.unit_count));
+}
+
+// The state is read when the stream gets here, not when the launch was queued.
+void run_adamw_controlled(const Dimensions& grid, const Dimensions& block, void* const* arguments) {
+  const auto& launch = *static_cast<const HostLaunch<ControlledAdamWArguments>*>(arguments[0]);
+  const StepState& state = *launch.arguments.state;
+  if (!definitions::updates(state, launch.arguments.used)) return;
+  HostLaunch<AdamWArguments> update = {launch.context, launch.arguments.update};
+  update.arguments.factor = state.factor;
+  update.arguments.c1 = state.c1;
+  update.arguments.s2 = state.s2;
+  void* const pointers[] = {&update};
+  run_elements<AdamWArguments, &host_kernels::RangeKernels::adamw>(grid, block, pointers);
+}
+
 void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<NormArguments>*>(arguments[0]);
   const std::size_t leaf_count = launch.arguments.count / kLeafCount;
@@ -75,7 +120,7 @@ void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
       &launch);
   const DefaultFloatEnvironment environment;
   const double sum = pairwise_sum(launch.arguments.scratch, leaf_count);
-  *launch.arguments.result = sum == sum ? sum : std::numeric_limits<double>::quiet_NaN();
+  *launch.arguments.result = definitions::canonical_double(sum);
 }
 
 }  // namespace
@@ -122,6 +167,9 @@ const HostKernel* host_kernel_table() noexcept {
       {"forebay_add", run_elements<AddArguments, &RangeKernels::add>},
       {"forebay_norm", run_norm},
       {"forebay_adamw", run_elements<AdamWArguments, &RangeKernels::adamw>},
+      {"forebay_fill", run_fill},
+      {"forebay_step_control", run_step_control},
+      {"forebay_adamw_controlled", run_adamw_controlled},
       {nullptr, nullptr},
   };
   return kTable;

@@ -103,6 +103,105 @@ struct AdamWArguments {
   float s2;  // sqrt(1 - beta2^t), from double
 };
 
+// Every element = `value`, rounded to `type`.
+struct FillArguments {
+  void* target;
+  std::size_t count;
+  float value;
+  DataType type;
+};
+
+// --- A step that the host does not wait for ---
+//
+// Whether a step is applied, its clipping factor, the number of applied steps and the loss scale follow from
+// the gradient norm, which only the device knows. So they live on the device, in one StepState, and the host
+// queues whole steps ahead. How a caller uses it:
+//
+//   once     allocate a StepState and a table of BiasCorrections on the device; copy in a StepState (a fresh
+//            one, or the saved counts and loss scale) and the table that bias_corrections() gives.
+//   a step   norm() of each unit's slice into this rank's record; the ranks exchange their records on the
+//            device; step_control(); adamw_controlled() for every unit, with the learning rate of this
+//            attempted step; copy the StepState to pinned host memory and record an event.
+//   later    when that event is reached, the host reads what became of the step.
+//
+// The table has to hold every count that can be in flight. If the host last read `applied` applied steps and
+// has queued n attempted steps since, the next one has a number between applied + 1 and applied + 1 + n. A
+// table may be replaced by a copy on the same stream, at any time. A step whose number it does not hold is
+// not applied and says so (kNoCorrection); it never uses a wrong correction.
+
+// The bias corrections of one applied step t, computed in double: c1 = 1 - beta1^t, s2 = sqrt(1 - beta2^t).
+struct BiasCorrection {
+  float c1;
+  float s2;
+};
+
+// What step_control() decided about the last attempted step.
+enum class StepOutcome : std::uint32_t {
+  kNone,     // There was no step yet.
+  kApplied,  // adamw_controlled() updates.
+  kSkipped,  // The norm was not finite: nothing changes but the loss scale.
+  // The table did not hold the step's number: nothing changes but attempted_steps. The caller's defect.
+  kNoCorrection,
+};
+
+// Written by the host before the first step; afterwards by step_control() alone.
+struct StepState {
+  std::uint64_t attempted_steps = 0;
+  std::uint64_t applied_steps = 0;
+  double loss_scale = 1.0;  // For the next step.
+  // Of the last attempted step.
+  double used_loss_scale = 1.0;
+  double grad_norm = 0.0;  // Global, unscaled, before clipping; not a number when skipped.
+  float factor = 0.0f;     // The remaining three are meaningful when it was applied.
+  float c1 = 0.0f;
+  float s2 = 0.0f;
+  StepOutcome outcome = StepOutcome::kNone;
+  std::int32_t growth_counter = 0;  // Applied steps since the loss scale last changed.
+};
+
+// Takes the step's decision, in double:
+//   norm = sqrt(sum of squares) / loss_scale; skipped when it is not finite
+//   factor = fp32((clip > 0 and norm > clip ? clip / norm : 1) / loss_scale)
+//   applied_steps + 1 is the step's number t; c1 and s2 are the table's for it
+//   dynamic loss scale: times 2 after `growth_interval` applied steps in a row, half (at least `minimum`)
+//   after a skipped one
+// The sum of squares is adjacent pairs over a unit's slices in rank order, then over units (pairwise_sum).
+// Order: after what writes `squares`, `used` and the table, before adamw_controlled(), on one stream.
+struct StepControlArguments {
+  StepState* state;
+  // What norm() gave for slice r of unit u is squares[r * rank_stride + u]. A unit without trainable
+  // elements has 0.
+  const double* squares;
+  // Not 0 where rank r used unit u in this step, laid out as `squares`. Null: every unit is used.
+  const double* used;
+  std::uint32_t* unit_used;  // Gets, by unit, whether some rank used it; null when `used` is.
+  double* scratch;           // rank_count * unit_count doubles.
+  std::size_t rank_stride;   // Doubles from one rank's record to the next; at least unit_count.
+  std::size_t unit_count;
+  int rank_count;
+  double clip;  // Largest gradient norm; 0: no clipping.
+  const BiasCorrection* corrections;
+  std::uint64_t first_step;  // corrections[i] belongs to applied step first_step + i, which starts from 1.
+  std::size_t correction_count;
+  bool dynamic_loss_scale;  // False: the loss scale and its counter stay as they are.
+  std::int32_t growth_interval;
+  double minimum_loss_scale;
+};
+
+// AdamW with what step_control() decided. In `update` the learning rate is that of the attempted step; its
+// factor, c1 and s2 are not read. Nothing is read or written but `state` and `used` unless the step is
+// applied to this unit.
+// Cost: one pass of 24 bytes per parameter and those of gradient and parameter.
+struct ControlledAdamWArguments {
+  AdamWArguments update;
+  const StepState* state;
+  const std::uint32_t* used;  // The unit's entry of unit_used; null when every unit is used.
+};
+
+// table[i] = the bias corrections of applied step first_step + i, for the host to upload.
+void bias_corrections(double beta1, double beta2, std::uint64_t first_step, BiasCorrection* table,
+                      std::size_t count) noexcept;
+
 struct KernelOptions {
   int thread_count =
       0;  // Host backend: threads one kernel may use; 0: as many as the machine has. Never changes bits.
@@ -112,6 +211,7 @@ class Kernels {
  public:
   // Loads the kernels onto `backend`, which must outlive this object; this object must outlive the work
   // queued through it.
+  // Errors: kUnsupported for a cuda backend when forebay was built without nvcc, and for other kinds.
   static Result<std::unique_ptr<Kernels>> create(Backend& backend, const KernelOptions& options = {});
   virtual ~Kernels() = default;
 
@@ -121,8 +221,11 @@ class Kernels {
   virtual Status add(const AddArguments& arguments, Stream stream) = 0;
   virtual Status norm(const NormArguments& arguments, Stream stream) = 0;
   virtual Status adamw(const AdamWArguments& arguments, Stream stream) = 0;
+  virtual Status fill(const FillArguments& arguments, Stream stream) = 0;
+  virtual Status step_control(const StepControlArguments& arguments, Stream stream) = 0;
+  virtual Status adamw_controlled(const ControlledAdamWArguments& arguments, Stream stream) = 0;
 
-  // What runs: "host AVX3_ZEN4, 2 threads": for reports.
+  // What runs: "host AVX3_ZEN4, 2 threads", "cuda:0 NVIDIA H200, 132 multiprocessors": for reports.
   virtual const char* description() const noexcept = 0;
 };
 

@@ -1,0 +1,252 @@
+#include "kernels/cuda/cuda_kernels.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+
+#include "kernels/argument_checks.h"
+#include "kernels/cuda/image.h"
+#include "kernels/cuda/launches.h"
+
+namespace forebay {
+namespace {
+
+using cuda_kernels::ElementLaunch;
+using cuda_kernels::kBlockSize;
+
+constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16};
+constexpr int kTypeCount = 3;
+
+constexpr int index_of(DataType type) noexcept {
+  return static_cast<int>(type);
+}
+
+// Blocks in a grid for each multiprocessor. Several times what one holds at once, so that none is left
+// waiting for the slowest; more would only repeat what a block begins with.
+constexpr std::size_t kBlocksPerProcessor = 32;
+
+// What a processor loads and stores at once.
+constexpr std::size_t kAccessBytes = 16;
+
+struct Operand {
+  const void* address;
+  std::size_t element_bytes;
+};
+
+// The elements before the first granule at which every operand is aligned; `count` when there is no such
+// place, so that all are done one by one.
+std::size_t head_of(std::size_t count, std::size_t granule, std::initializer_list<Operand> operands) {
+  for (std::size_t head = 0; head < granule; ++head) {
+    const bool aligned = std::all_of(operands.begin(), operands.end(), [=](const Operand& operand) {
+      const auto address = reinterpret_cast<std::uintptr_t>(operand.address);
+      return (address + head * operand.element_bytes) % (granule * operand.element_bytes) == 0;
+    });
+    if (aligned) return std::min(head, count);
+  }
+  return count;
+}
+
+class CudaKernels final : public Kernels {
+ public:
+  explicit CudaKernels(Backend& backend) : backend_(backend) {
+    const Capabilities& capabilities = backend.capabilities();
+    processor_count_ = static_cast<std::size_t>(std::max(capabilities.multiprocessor_count, 1));
+    description_ = std::string(capabilities.name) + ", " + std::to_string(processor_count_) +
+                   (processor_count_ == 1 ? " multiprocessor" : " multiprocessors");
+  }
+
+  ~CudaKernels() override {
+    if (module_.handle == nullptr) return;
+    // A release path: a backend that refuses keeps the module, and its end takes it along.
+    static_cast<void>(backend_.unload_module(module_).ok());
+  }
+
+  // Loads the module. Called once, before anything else.
+  Status load() {
+    const cuda_kernels::KernelImage compiled = cuda_kernels::kernel_image();
+    ModuleImage image;
+    image.image = compiled.data;
+    image.image_bytes = compiled.bytes;
+    Result<Module> module = backend_.load_module(image);
+    if (!module.ok()) {
+      if (compiled.targets == nullptr) {
+        return Status(StatusCode::kUnsupported,
+                      std::string("kernels for ") + backend_.capabilities().name +
+                          ": this build has no compiled CUDA kernels: nvcc was not found when it was built; "
+                          "install the CUDA toolkit and rebuild");
+      }
+      return module.status().with_context(std::string("cannot load the CUDA kernels, compiled for ") +
+                                          compiled.targets);
+    }
+    module_ = module.value();
+    return find_all();
+  }
+
+  Status cast(const CastArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (a.count == 0) return Status();
+    const std::size_t source_bytes = element_bytes(a.source_type),
+                      target_bytes = element_bytes(a.target_type);
+    if (a.source_type == a.target_type) {
+      if (a.source == a.target) return Status();
+      return backend_.copy_async(a.target, a.source, a.count * source_bytes, stream);
+    }
+    const std::size_t granule = kAccessBytes / std::max(source_bytes, target_bytes);
+    return elements(cast_[index_of(a.source_type)][index_of(a.target_type)], a, a.count, granule,
+                    {{a.source, source_bytes}, {a.target, target_bytes}}, stream);
+  }
+
+  Status accumulate(const AccumulateArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (a.count == 0) return Status();
+    const std::size_t bytes = element_bytes(a.type);
+    // Received contributions are a stride apart: where two neighbours are aligned, all are.
+    const bool received = a.rank_count > 1;
+    const std::byte* first = received ? a.received : static_cast<const std::byte*>(a.own);
+    const std::byte* second = received ? a.received + a.received_stride_bytes : first;
+    return elements(accumulate_[index_of(a.type)], a, a.count, kAccessBytes / sizeof(float),
+                    {{a.target, sizeof(float)}, {a.own, bytes}, {first, bytes}, {second, bytes}}, stream);
+  }
+
+  Status scale(const ScaleArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (a.count == 0) return Status();
+    return elements(scale_[index_of(a.round_type)][index_of(a.target_type)], a, a.count,
+                    kAccessBytes / sizeof(float),
+                    {{a.source, sizeof(float)}, {a.target, element_bytes(a.target_type)}}, stream);
+  }
+
+  Status add(const AddArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (a.count == 0) return Status();
+    const std::size_t bytes = element_bytes(a.type);
+    return elements(add_[index_of(a.type)], a, a.count, kAccessBytes / bytes,
+                    {{a.source, bytes}, {a.target, bytes}}, stream);
+  }
+
+  Status fill(const FillArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    if (a.count == 0) return Status();
+    const std::size_t bytes = element_bytes(a.type);
+    return elements(fill_[index_of(a.type)], a, a.count, kAccessBytes / bytes, {{a.target, bytes}}, stream);
+  }
+
+  Status norm(const NormArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    const std::size_t leaf_count = a.count / kLeafCount;
+    // Threads that share a leaf: as many as accesses hold its 16 lanes.
+    const std::size_t chunk = kBlockSize / element_bytes(a.type);
+    const std::size_t chunk_count = (leaf_count + chunk - 1) / chunk;
+    if (chunk_count > 0) {
+      const cuda_kernels::NormLeavesLaunch leaves = {
+          a.source, a.scratch, leaf_count, reinterpret_cast<std::uintptr_t>(a.source) % kAccessBytes == 0};
+      FOREBAY_RETURN_IF_ERROR(launch(norm_leaves_[index_of(a.type)], leaves, chunk_count, stream));
+    }
+    const cuda_kernels::NormTreeLaunch tree = {a.scratch, chunk_count, a.result};
+    return launch(norm_tree_, tree, 1, stream);
+  }
+
+  Status adamw(const AdamWArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return adamw_elements({a, nullptr, nullptr}, stream);
+  }
+
+  Status step_control(const StepControlArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return launch(step_control_, a, 1, stream);
+  }
+
+  Status adamw_controlled(const ControlledAdamWArguments& a, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(check_arguments(a));
+    return adamw_elements(a, stream);
+  }
+
+  const char* description() const noexcept override { return description_.c_str(); }
+
+ private:
+  Status find(const std::string& name, Kernel& kernel) {
+    Result<Kernel> found = backend_.get_kernel(module_, ("forebay_" + name).c_str());
+    if (!found.ok()) return found.status();
+    kernel = found.value();
+    return Status();
+  }
+
+  Status find_all() {
+    for (const DataType type : kTypes) {
+      const int i = index_of(type);
+      const std::string name = std::string("_") + data_type_name(type);
+      FOREBAY_RETURN_IF_ERROR(find("accumulate" + name, accumulate_[i]));
+      FOREBAY_RETURN_IF_ERROR(find("add" + name, add_[i]));
+      FOREBAY_RETURN_IF_ERROR(find("fill" + name, fill_[i]));
+      FOREBAY_RETURN_IF_ERROR(find("norm_leaves" + name, norm_leaves_[i]));
+      FOREBAY_RETURN_IF_ERROR(find("adamw" + name, adamw_[i][kTypeCount]));
+      for (const DataType target : kTypes) {
+        const int j = index_of(target);
+        const std::string names = name + "_" + data_type_name(target);
+        if (i != j) FOREBAY_RETURN_IF_ERROR(find("cast" + names, cast_[i][j]));
+        if (i == j || target == DataType::kFloat32)
+          FOREBAY_RETURN_IF_ERROR(find("scale" + names, scale_[i][j]));
+        FOREBAY_RETURN_IF_ERROR(find("adamw" + names, adamw_[i][j]));
+      }
+    }
+    FOREBAY_RETURN_IF_ERROR(find("norm_tree", norm_tree_));
+    return find("step_control", step_control_);
+  }
+
+  // `state` null: the launch's own factor and corrections.
+  Status adamw_elements(const ControlledAdamWArguments& a, Stream stream) {
+    const AdamWArguments& u = a.update;
+    if (u.count == 0) return Status();
+    const std::size_t bytes = element_bytes(u.gradient_type);
+    const Operand gradient = {u.gradient, bytes}, p = {u.master, 4}, m = {u.m, 4}, v = {u.v, 4};
+    const std::size_t granule = kAccessBytes / sizeof(float);
+    Kernel* const row = adamw_[index_of(u.gradient_type)];
+    if (u.parameter == nullptr) {
+      return elements(row[kTypeCount], a, u.count, granule, {gradient, p, m, v}, stream);
+    }
+    const Operand parameter = {u.parameter, element_bytes(u.parameter_type)};
+    return elements(row[index_of(u.parameter_type)], a, u.count, granule, {gradient, p, m, v, parameter},
+                    stream);
+  }
+
+  template <typename Arguments>
+  Status elements(Kernel kernel, const Arguments& arguments, std::size_t count, std::size_t granule,
+                  std::initializer_list<Operand> operands, Stream stream) {
+    const ElementLaunch<Arguments> elements = {arguments, head_of(count, granule, operands)};
+    // Where nothing is aligned there is one element to a thread, not a granule.
+    const std::size_t work = elements.head == count ? count : count / granule + 1;
+    return launch(kernel, elements, (work + kBlockSize - 1) / kBlockSize, stream);
+  }
+
+  template <typename Launch>
+  Status launch(Kernel kernel, const Launch& argument, std::size_t block_count, Stream stream) {
+    static_assert(std::is_trivially_copyable_v<Launch>);
+    Dimensions grid, block;
+    grid.x = static_cast<std::uint32_t>(std::min(block_count, kBlocksPerProcessor * processor_count_));
+    block.x = kBlockSize;
+    const void* const pointers[] = {&argument};
+    const std::size_t bytes[] = {sizeof argument};
+    return backend_.launch(kernel, grid, block, pointers, bytes, 1, stream);
+  }
+
+  Backend& backend_;
+  std::size_t processor_count_;
+  std::string description_;
+  Module module_;
+  // By type; cast and scale by source or rounding type and target; AdamW by gradient and parameter, the last
+  // column for none.
+  Kernel cast_[kTypeCount][kTypeCount], accumulate_[kTypeCount], scale_[kTypeCount][kTypeCount];
+  Kernel add_[kTypeCount], fill_[kTypeCount], norm_leaves_[kTypeCount], adamw_[kTypeCount][kTypeCount + 1];
+  Kernel norm_tree_, step_control_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Kernels>> create_cuda_kernels(Backend& backend) {
+  auto kernels = std::make_unique<CudaKernels>(backend);
+  FOREBAY_RETURN_IF_ERROR(kernels->load());
+  return std::unique_ptr<Kernels>(std::move(kernels));
+}
+
+}  // namespace forebay

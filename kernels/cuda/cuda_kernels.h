@@ -1,0 +1,11 @@
+// Kernels over a cuda backend: the compiled image, launched through the Backend alone.
+#pragma once
+
+#include "forebay/kernels.h"
+
+namespace forebay {
+
+// What Kernels::create does for BackendKind::kCuda.
+Result<std::unique_ptr<Kernels>> create_cuda_kernels(Backend& backend);
+
+}  // namespace forebay
