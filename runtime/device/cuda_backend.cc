@@ -106,7 +106,8 @@ class CudaBackendImpl final : public CudaBackend {
         ordinal_(device.ordinal),
         kind_(kind),
         properties_(cuda_chunk_properties(device.ordinal, kind.posix_fd, kind.rdma)),
-        addresses_(device.granularity, options.memory_bytes) {
+        addresses_(device.granularity, options.memory_bytes),
+        order_(CudaOrderBook::of_process()) {
     std::snprintf(capabilities_.name, sizeof(capabilities_.name), "cuda:%d %s", device.ordinal,
                   device.name.c_str());
     capabilities_.kind = BackendKind::kCuda;
@@ -145,7 +146,7 @@ class CudaBackendImpl final : public CudaBackend {
   std::size_t charged_bytes() const override { return addresses_.charged_bytes(); }
   std::size_t live_handle_count() const override {
     const std::lock_guard lock(handles_mutex_);
-    return addresses_.live_count() + order_.live_count() + pinned_.size() + modules_.size();
+    return addresses_.live_count() + order_.live_count(this) + pinned_.size() + modules_.size();
   }
 
   // --- Backend ---
@@ -297,7 +298,7 @@ class CudaBackendImpl final : public CudaBackend {
   cuda::CuContext context_ = nullptr;  // Null until open() has retained it.
 
   CudaAddressBook addresses_;
-  CudaOrderBook order_;
+  CudaOrderBook& order_;  // The process's.
   // Held over a question to addresses_, the driver's call and the change that follows. Taken before its
   // mutex.
   std::mutex mapping_mutex_;
@@ -350,14 +351,15 @@ void CudaBackendImpl::give_everything_back() noexcept {
     const CudaScope scope(driver_, context_);
     if (scope.result() == CuResult::kDeinitialized) return;
     report_leak(scope.result(), scope.call());
-    for (const cuda::CuStream stream : order_.streams_in_use()) {
+    const CudaOrderBook::Left left = order_.take_all(this);
+    for (const cuda::CuStream stream : left.in_use) {
       report_leak(driver_.cuStreamSynchronize(stream), "cuStreamSynchronize");
       report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
     }
-    for (const cuda::CuStream stream : order_.parked_streams()) {
+    for (const cuda::CuStream stream : left.parked) {
       report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
     }
-    for (const cuda::CuEvent event : order_.events()) {
+    for (const cuda::CuEvent event : left.events) {
       report_leak(driver_.cuEventDestroy_v2(event), "cuEventDestroy");
     }
     for (const cuda::CuModule module : modules_) {
@@ -692,13 +694,13 @@ Status CudaBackendImpl::fill_async(DevicePtr target, std::uint8_t value, std::si
 Result<Stream> CudaBackendImpl::stream_create() {
   const auto what = [] { return std::string("create a stream"); };
   FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
-  if (const cuda::CuStream parked = order_.take_parked()) return Stream{parked};
+  if (const cuda::CuStream parked = order_.take_parked(this)) return Stream{parked};
   const CudaScope scope(driver_, context_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   cuda::CuStream stream = nullptr;
   FOREBAY_RETURN_IF_ERROR(
       check(driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking), "cuStreamCreate", what));
-  order_.add_stream(stream);
+  order_.add_stream(stream, this);
   return Stream{stream};
 }
 
@@ -706,8 +708,8 @@ Status CudaBackendImpl::stream_destroy(Stream stream) {
   const auto what = [] { return std::string("destroy a stream"); };
   FOREBAY_RETURN_IF_ERROR(enter("stream_destroy", what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  if (order_.kind(native(stream)) != StreamKind::kOurs) {
-    return refused(what, "it is not of this backend; let its owner destroy it");
+  if (!order_.is_owner(native(stream), this)) {
+    return refused(what, "this backend did not make it; let its owner destroy it");
   }
   const CudaScope scope(driver_, context_);
   if (scope.result() == CuResult::kDeinitialized) return {};
@@ -746,7 +748,7 @@ Result<Event> CudaBackendImpl::event_create() {
   cuda::CuEvent event = nullptr;
   FOREBAY_RETURN_IF_ERROR(
       check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming), "cuEventCreate", what));
-  order_.add_event(event);
+  order_.add_event(event, this);
   return Event{event};
 }
 
@@ -760,7 +762,7 @@ Status CudaBackendImpl::event_destroy(Event event) {
   // Out of the book first: once the driver has it, another thread may be given the same handle.
   order_.remove_event(native(event));
   const Status status = check_given_back(driver_.cuEventDestroy_v2(native(event)), "cuEventDestroy", what);
-  if (!status.ok()) order_.add_event(native(event));
+  if (!status.ok()) order_.add_event(native(event), this);
   return status;
 }
 

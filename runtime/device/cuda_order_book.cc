@@ -1,5 +1,6 @@
 #include "cuda_order_book.h"
 
+#include <atomic>
 #include <utility>
 
 namespace forebay {
@@ -26,6 +27,15 @@ Status CudaStreamState::failure(std::uint64_t call) const {
   return failed_call_ != 0 && failed_call_ <= call ? failure_ : Status();
 }
 
+CudaOrderBook& CudaOrderBook::of_process() {
+  static constinit std::atomic<CudaOrderBook*> book{nullptr};
+  CudaOrderBook* found = book.load(std::memory_order_acquire);
+  if (found != nullptr) return *found;
+  auto made = std::make_unique<CudaOrderBook>();
+  if (book.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel)) return *made.release();
+  return *found;  // Another thread was faster.
+}
+
 // --- streams ---
 
 CudaOrderBook::StreamKind CudaOrderBook::kind(cuda::CuStream stream) const {
@@ -34,12 +44,18 @@ CudaOrderBook::StreamKind CudaOrderBook::kind(cuda::CuStream stream) const {
   return found == streams_.end() ? StreamKind::kForeign : found->second.kind;
 }
 
-cuda::CuStream CudaOrderBook::take_parked() {
+bool CudaOrderBook::is_owner(cuda::CuStream stream, Owner owner) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = streams_.find(stream);
+  return found != streams_.end() && found->second.owner == owner;
+}
+
+cuda::CuStream CudaOrderBook::take_parked(Owner owner) {
   auto state = std::make_shared<CudaStreamState>();
   const std::lock_guard lock(mutex_);
   if (parked_count_ == 0) return nullptr;
   for (auto& [stream, entry] : streams_) {
-    if (entry.kind != StreamKind::kEnded) continue;
+    if (entry.kind != StreamKind::kEnded || entry.owner != owner) continue;
     --parked_count_;
     entry.kind = StreamKind::kOurs;
     entry.state.swap(state);  // The old one, with its failure, goes after the mutex.
@@ -48,9 +64,10 @@ cuda::CuStream CudaOrderBook::take_parked() {
   return nullptr;
 }
 
-void CudaOrderBook::add_stream(cuda::CuStream stream) {
-  Streams added{{stream, StreamEntry{StreamKind::kOurs, std::make_shared<CudaStreamState>()}}};
-  Streams::node_type stale;  // A foreign stream that is gone, whose handle came back as ours.
+void CudaOrderBook::add_stream(cuda::CuStream stream, Owner owner) {
+  Streams added{{stream, StreamEntry{StreamKind::kOurs, owner, std::make_shared<CudaStreamState>()}}};
+  // A foreign stream that is gone, whose handle came back as ours.
+  Streams::node_type stale;
   const std::lock_guard lock(mutex_);
   stale = streams_.extract(stream);
   streams_.insert(added.extract(added.begin()));
@@ -80,7 +97,7 @@ std::shared_ptr<CudaStreamState> CudaOrderBook::state(cuda::CuStream stream) {
     const auto found = streams_.find(stream);
     if (found != streams_.end()) return found->second.state;
   }
-  Streams added{{stream, StreamEntry{StreamKind::kForeign, std::make_shared<CudaStreamState>()}}};
+  Streams added{{stream, StreamEntry{StreamKind::kForeign, nullptr, std::make_shared<CudaStreamState>()}}};
   Streams::insert_return_type inserted;  // Holds what another thread made superfluous.
   const std::lock_guard lock(mutex_);
   inserted = streams_.insert(added.extract(added.begin()));
@@ -100,8 +117,8 @@ Status CudaOrderBook::failure(cuda::CuStream stream) const {
 
 // --- events ---
 
-void CudaOrderBook::add_event(cuda::CuEvent event) {
-  Events added{{event, EventEntry{}}};
+void CudaOrderBook::add_event(cuda::CuEvent event, Owner owner) {
+  Events added{{event, EventEntry{.owner = owner}}};
   const std::lock_guard lock(mutex_);
   events_.insert(added.extract(added.begin()));
 }
@@ -141,34 +158,31 @@ Status CudaOrderBook::failure(cuda::CuEvent event) const {
 
 // --- the end ---
 
-std::size_t CudaOrderBook::live_count() const {
+std::size_t CudaOrderBook::live_count(Owner owner) const {
   const std::lock_guard lock(mutex_);
-  std::size_t count = events_.size();
-  for (const auto& [stream, entry] : streams_) count += entry.kind == StreamKind::kOurs ? 1 : 0;
+  std::size_t count = 0;
+  for (const auto& [stream, entry] : streams_) {
+    count += entry.owner == owner && entry.kind == StreamKind::kOurs ? 1 : 0;
+  }
+  for (const auto& [event, entry] : events_) count += entry.owner == owner ? 1 : 0;
   return count;
 }
 
-std::vector<cuda::CuStream> CudaOrderBook::streams_of(StreamKind kind) const {
+CudaOrderBook::Left CudaOrderBook::take_all(Owner owner) {
+  Left left;
   const std::lock_guard lock(mutex_);
-  std::vector<cuda::CuStream> streams;
-  for (const auto& [stream, entry] : streams_) {
-    if (entry.kind == kind) streams.push_back(stream);
-  }
-  return streams;
-}
-
-std::vector<cuda::CuStream> CudaOrderBook::streams_in_use() const {
-  return streams_of(StreamKind::kOurs);
-}
-std::vector<cuda::CuStream> CudaOrderBook::parked_streams() const {
-  return streams_of(StreamKind::kEnded);
-}
-
-std::vector<cuda::CuEvent> CudaOrderBook::events() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<cuda::CuEvent> events;
-  for (const auto& [event, entry] : events_) events.push_back(event);
-  return events;
+  std::erase_if(streams_, [&](const auto& stream) {
+    if (stream.second.owner != owner) return false;
+    const bool is_parked = stream.second.kind == StreamKind::kEnded;
+    parked_count_ -= is_parked ? 1 : 0;
+    (is_parked ? left.parked : left.in_use).push_back(stream.first);
+    return true;
+  });
+  std::erase_if(events_, [&](const auto& event) {
+    if (event.second.owner == owner) left.events.push_back(event.first);
+    return event.second.owner == owner;
+  });
+  return left;
 }
 
 }  // namespace forebay

@@ -7,7 +7,8 @@
 //
 // Streams. A Stream's handle is a CUstream, of this backend's making or anybody's of the primary context. The
 // default streams are default_stream() and per_thread_stream(); a null handle is no stream and is refused,
-// also here. Events are CUevents without timing.
+// also here. Events are CUevents without timing. Several backends may share a device (one per rank of a
+// process) and be given each other's streams, events and addresses; each destroys its own.
 //
 // Context. Every call makes the primary context current on the calling thread and, where another one or none
 // was current, puts that back before it returns.
