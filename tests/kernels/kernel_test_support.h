@@ -57,6 +57,10 @@ class Array {
   }
 
   std::size_t count() const { return count_; }
+  // All of it, guards included, and where the first element is in that.
+  unsigned char* allocation() { return bytes_.data(); }
+  std::size_t allocation_bytes() const { return bytes_.size(); }
+  std::size_t data_offset_bytes() const { return offset_ * bytes(); }
   friend bool operator==(const Array& a, const Array& b) { return a.bytes_ == b.bytes_; }
 
  private:

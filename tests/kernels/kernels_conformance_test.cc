@@ -1,0 +1,63 @@
+// The suite on the host kernels and on the CUDA kernels built for the host.
+#include "kernels_conformance.h"
+
+#include "simulated_cuda_backend.h"
+
+namespace forebay::kernel_test {
+namespace {
+
+std::unique_ptr<HostBackend> make_host() {
+  Result<std::unique_ptr<HostBackend>> backend = HostBackend::create({});
+  EXPECT_TRUE(backend.ok()) << backend.status().to_string();
+  return backend.ok() ? std::move(backend).value() : nullptr;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    , KernelsConformance,
+    ::testing::Values(MachineParameter{"Host",
+                                       [] {
+                                         return Machine{make_host(), ""};
+                                       }},
+                      MachineParameter{
+                          "SimulatedCuda",
+                          [] {
+                            return Machine{std::make_unique<SimulatedCudaBackend>(make_host(), 1), ""};
+                          }}),
+    machine_name);
+
+TEST(CudaKernels, DescriptionNamesTheDeviceAndItsMultiprocessors) {
+  SimulatedCudaBackend backend(make_host(), 132);
+  Result<std::unique_ptr<Kernels>> kernels = Kernels::create(backend);
+  ASSERT_TRUE(kernels.ok()) << kernels.status().to_string();
+  EXPECT_STREQ(kernels.value()->description(), "cuda:simulated, 132 multiprocessors");
+}
+
+TEST(CudaKernels, GiveTheirModuleBack) {
+  SimulatedCudaBackend backend(make_host(), 1);
+  {
+    Result<std::unique_ptr<Kernels>> kernels = Kernels::create(backend);
+    ASSERT_TRUE(kernels.ok()) << kernels.status().to_string();
+    EXPECT_EQ(backend.host().live_handle_count(), 1u);
+  }
+  EXPECT_EQ(backend.host().live_handle_count(), 0u);
+}
+
+// A driver that refuses the image: what the caller is told depends on whether there is one worth the name.
+TEST(CudaKernels, ARefusedImageIsReportedWithItsReason) {
+  SimulatedCudaBackend backend(make_host(), 1);
+  backend.host().add_fault({HostCall::kLoadModule, 1, Status(StatusCode::kUnsupported, "scripted")});
+
+  const Status status = Kernels::create(backend).status();
+
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+#if FOREBAY_HAVE_NVCC
+  EXPECT_NE(status.message().find("compiled for sm_"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("scripted"), std::string::npos) << status.message();
+#else
+  EXPECT_NE(status.message().find("nvcc was not found when it was built"), std::string::npos)
+      << status.message();
+#endif
+}
+
+}  // namespace
+}  // namespace forebay::kernel_test
