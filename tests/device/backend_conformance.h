@@ -1,11 +1,12 @@
 // The conformance suite of Backend: what backend.h promises, in driver-API terms. Device memory is reached
-// through copy_async alone, so the suite judges any implementation. One instantiates it with a
+// through copy_async alone, so the suite judges any implementation; no host memory that is not page-locked is
+// copied while a gate is closed, because queueing that may wait for the device. One instantiates it with a
 // BackendUnderTest.
 #pragma once
 
 #include <gtest/gtest.h>
 
-#include <array>
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <functional>
@@ -21,8 +22,13 @@ namespace forebay {
 struct BackendUnderTest {
   std::string name;
   std::function<std::unique_ptr<Backend>()> make;
-  std::size_t queue_limit = 0;    // Of the backend made, for back-pressure.
-  ModuleImage module;             // With a kernel of the name below.
+  std::function<Status()> available;  // Not ok: the reason why this machine has none. Unset: it has.
+  std::function<void()> after;        // Runs when the backend is gone, if set.
+  // Of the backend made, for back-pressure; 0: it has one, and nobody knows it.
+  std::size_t queue_limit = 0;
+  ModuleImage module;  // With a kernel of the name below.
+  // For another kind of backend.
+  ModuleImage foreign_module{.image = "PTX", .image_bytes = 4};
   const char* store_kernel = "";  // (int* target, int value): *target = value.
   bool keeps_bytes = true;        // False: a model, whose rules are judged and whose bytes are not.
 };
@@ -30,6 +36,10 @@ struct BackendUnderTest {
 class BackendConformance : public testing::TestWithParam<BackendUnderTest> {
  protected:
   void SetUp() override {
+    if (GetParam().available) {
+      const Status available = GetParam().available();
+      if (!available.ok()) GTEST_SKIP() << available.message();
+    }
     backend_ = GetParam().make();
     ASSERT_NE(backend_, nullptr);
     granule_ = backend_->capabilities().granularity;
@@ -38,6 +48,8 @@ class BackendConformance : public testing::TestWithParam<BackendUnderTest> {
   void TearDown() override {
     if (backend_ == nullptr) return;
     EXPECT_TRUE(backend_->stream_destroy(stream_).ok());
+    backend_.reset();
+    if (GetParam().after) GetParam().after();
   }
 
   void write(DevicePtr target, unsigned char value, std::size_t bytes) {
@@ -286,7 +298,8 @@ TEST_P(BackendConformance, QueueingBeyondTheLimitWaitsAndLosesNothing) {
   Gate gate;
   std::atomic<std::size_t> queued{0};
   std::atomic<std::size_t> run{0};
-  const std::size_t count = GetParam().queue_limit * 3;
+  const std::size_t limit = GetParam().queue_limit;
+  const std::size_t count = limit == 0 ? 5000 : limit * 3;
   ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &gate).ok());
   std::thread producer([&] {
     for (std::size_t i = 0; i < count; ++i) {
@@ -295,8 +308,10 @@ TEST_P(BackendConformance, QueueingBeyondTheLimitWaitsAndLosesNothing) {
       ++queued;
     }
   });
-  while (queued + 1 < GetParam().queue_limit) std::this_thread::yield();
-  EXPECT_LE(queued, GetParam().queue_limit);
+  while (queued + 1 < limit) std::this_thread::yield();
+  if (limit != 0) {
+    EXPECT_LE(queued, limit);
+  }
   EXPECT_EQ(run, 0u);
   gate.release();
   producer.join();
@@ -357,6 +372,198 @@ TEST_P(BackendConformance, ThreadsCallAtTheSameTime) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(backend_->memory_info().free_bytes, before);
+}
+
+TEST_P(BackendConformance, HandlesThatAreNullOrGoneAreRefused) {
+  const DevicePtr block = backend_->alloc(64).value();
+  const Stream gone_stream = backend_->stream_create().value();
+  const Event event = backend_->event_create().value();
+  const Event gone_event = backend_->event_create().value();
+  ASSERT_TRUE(backend_->stream_destroy(gone_stream).ok());
+  ASSERT_TRUE(backend_->event_destroy(gone_event).ok());
+
+  const HostFunction nothing = [](void*) {};
+  for (const Stream stream : {Stream{}, gone_stream}) {
+    EXPECT_REFUSED(backend_->fill_async(block, 1, 64, stream));
+    EXPECT_REFUSED(backend_->copy_async(block, block + 32, 32, stream));
+    EXPECT_REFUSED(backend_->copy_async(block, block + 32, 0, stream));
+    EXPECT_REFUSED(backend_->event_record(event, stream));
+    EXPECT_REFUSED(backend_->stream_wait(stream, event));
+    EXPECT_REFUSED(backend_->call_host(stream, nothing, nullptr));
+    EXPECT_REFUSED(backend_->stream_synchronize(stream));
+    EXPECT_REFUSED(backend_->stream_destroy(stream));
+  }
+  for (const Event other : {Event{}, gone_event}) {
+    EXPECT_REFUSED(backend_->event_record(other, stream_));
+    EXPECT_REFUSED(backend_->event_query(other).status());
+    EXPECT_REFUSED(backend_->event_synchronize(other));
+    EXPECT_REFUSED(backend_->stream_wait(stream_, other));
+    EXPECT_REFUSED(backend_->event_destroy(other));
+  }
+  EXPECT_REFUSED(backend_->call_host(stream_, nullptr, nullptr));
+  EXPECT_REFUSED(backend_->get_kernel(Module{}, "any").status());
+  EXPECT_REFUSED(backend_->unload_module(Module{}));
+  EXPECT_REFUSED(backend_->free(nullptr));
+  EXPECT_REFUSED(backend_->unpin(nullptr));
+
+  EXPECT_TRUE(backend_->event_query(event).value());  // None of these recorded it.
+  EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
+  EXPECT_TRUE(backend_->event_destroy(event).ok());
+  EXPECT_TRUE(backend_->free(block).ok());
+}
+
+TEST_P(BackendConformance, AStreamMadeAfterAnotherEndedHasNothingOfIt) {
+  const Stream first = backend_->stream_create().value();
+  const HostFunction call = [](void* backend) { static_cast<Backend*>(backend)->memory_info(); };
+  ASSERT_TRUE(backend_->call_host(first, call, backend_.get()).ok());
+  ASSERT_TRUE(backend_->stream_destroy(first).ok());
+  const Stream second = backend_->stream_create().value();
+  EXPECT_TRUE(backend_->stream_synchronize(second).ok());
+  EXPECT_TRUE(backend_->stream_destroy(second).ok());
+}
+
+TEST_P(BackendConformance, DestroyingAStreamWaitsForItsWork) {
+  const DevicePtr block = backend_->alloc(granule_).value();
+  const Stream stream = backend_->stream_create().value();
+  Gate gate;
+  std::atomic<bool> destroying{false};
+  std::atomic<bool> run{false};
+  const HostFunction set = [](void* flag) { *static_cast<std::atomic<bool>*>(flag) = true; };
+  ASSERT_TRUE(backend_->call_host(stream, &Gate::wait, &gate).ok());
+  ASSERT_TRUE(backend_->fill_async(block, 0x5C, granule_, stream).ok());
+  ASSERT_TRUE(backend_->call_host(stream, set, &run).ok());
+  std::thread destroyer([&] {
+    destroying = true;
+    destroying.notify_all();
+    EXPECT_TRUE(backend_->stream_destroy(stream).ok());
+    EXPECT_TRUE(run);
+  });
+  destroying.wait(false);
+  EXPECT_FALSE(run);
+  gate.release();
+  destroyer.join();
+  expect_byte(block + granule_ - 1, 0x5C);
+  EXPECT_TRUE(backend_->free(block).ok());
+}
+
+TEST_P(BackendConformance, CopiesGoInEveryDirection) {
+  constexpr std::size_t kBytes = 3 * 4096;
+  const std::unique_ptr<void, decltype(&std::free)> pages(std::aligned_alloc(4096, 2 * kBytes), &std::free);
+  auto* const pinned = static_cast<std::byte*>(pages.get());
+  ASSERT_TRUE(backend_->pin(pinned, 2 * kBytes).ok());
+  std::vector<std::byte> pageable(kBytes);
+  const DevicePtr first = backend_->alloc(kBytes).value();
+  const DevicePtr second = backend_->alloc(kBytes).value();
+  const auto pattern = [](std::size_t i, std::size_t seed) { return static_cast<std::byte>(i * 7 + seed); };
+  const auto fill = [&](std::byte* target, std::size_t seed) {
+    for (std::size_t i = 0; i < kBytes; ++i) target[i] = pattern(i, seed);
+  };
+  const auto expect = [&](const std::byte* found, std::size_t begin, std::size_t count, std::size_t seed) {
+    if (!GetParam().keeps_bytes) return;
+    for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(found[i], pattern(begin + i, seed)) << "byte " << i;
+  };
+  const auto copy = [&](void* target, const void* source, std::size_t bytes) {
+    EXPECT_TRUE(backend_->copy_async(target, source, bytes, stream_).ok());
+  };
+
+  fill(pinned, 1);
+  copy(first, pinned, kBytes);
+  copy(second, first, kBytes);
+  copy(pinned + kBytes, second, kBytes);
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  expect(pinned + kBytes, 0, kBytes, 1);
+
+  fill(pageable.data(), 2);
+  copy(pinned, pageable.data(), kBytes);
+  copy(first, pageable.data(), kBytes);
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  expect(pinned, 0, kBytes, 2);
+  std::fill(pageable.begin(), pageable.end(), std::byte{0});
+  copy(pageable.data(), first, kBytes);
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  expect(pageable.data(), 0, kBytes, 2);
+
+  // Odd addresses and sizes, and not a byte more.
+  copy(second + 1, first + 3, 4097);
+  copy(pinned + 5, second + 1, 4097);
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  expect(pinned, 0, 5, 2);
+  expect(pinned + 5, 3, 4097, 2);
+  expect(pinned + 5 + 4097, 5 + 4097, 64, 2);
+
+  EXPECT_TRUE(backend_->unpin(pinned).ok());
+  EXPECT_TRUE(backend_->free(first).ok());
+  EXPECT_TRUE(backend_->free(second).ok());
+}
+
+TEST_P(BackendConformance, CopiesThatMakeNoSenseAreRefused) {
+  const DevicePtr block = backend_->alloc(256).value();
+  ASSERT_TRUE(backend_->fill_async(block, 0x21, 256, stream_).ok());
+  EXPECT_REFUSED(backend_->copy_async(block, block + 100, 101, stream_));
+  EXPECT_REFUSED(backend_->copy_async(block + 100, block, 101, stream_));
+  EXPECT_TRUE(backend_->copy_async(block, block + 100, 100, stream_).ok());
+  EXPECT_TRUE(backend_->copy_async(block, block, 0, stream_).ok());
+  EXPECT_TRUE(backend_->fill_async(block, 0x99, 0, stream_).ok());
+  expect_byte(block, 0x21);
+  EXPECT_TRUE(backend_->free(block).ok());
+}
+
+TEST_P(BackendConformance, NothingIsReadOrWrittenWithoutAccess) {
+  const DevicePtr base = backend_->reserve(granule_ * 4, 0).value();
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  const DevicePtr block = backend_->alloc(granule_ * 2).value();
+  const auto expect_refused = [&](DevicePtr address, std::size_t bytes) {
+    EXPECT_REFUSED(backend_->copy_async(address, block, bytes, stream_));
+    EXPECT_REFUSED(backend_->copy_async(block, address, bytes, stream_));
+    EXPECT_REFUSED(backend_->fill_async(address, 1, bytes, stream_));
+  };
+
+  expect_refused(base, 16);  // Not mapped.
+  ASSERT_TRUE(backend_->map(base + granule_, chunk).ok());
+  expect_refused(base + granule_, 16);  // Mapped, without access.
+  ASSERT_TRUE(backend_->set_access(base + granule_, granule_).ok());
+  EXPECT_TRUE(backend_->fill_async(base + granule_, 1, granule_, stream_).ok());
+  expect_refused(base + granule_ - 1, 2);      // Begins before the mapping.
+  expect_refused(base + granule_ * 2 - 1, 2);  // Ends behind it.
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());
+  ASSERT_TRUE(backend_->unmap(base + granule_, granule_).ok());
+  expect_refused(base + granule_, 16);  // No longer mapped.
+  ASSERT_TRUE(backend_->map(base, chunk).ok());
+  expect_refused(base, 16);  // A new mapping begins without access.
+  EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
+
+  EXPECT_TRUE(backend_->unmap(base, granule_).ok());
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->release(base, granule_ * 4).ok());
+  EXPECT_TRUE(backend_->free(block).ok());
+}
+
+TEST_P(BackendConformance, AModuleForAnotherKindIsUnsupported) {
+  if (GetParam().keeps_bytes) {  // A model runs nothing and takes any.
+    EXPECT_EQ(backend_->load_module(GetParam().foreign_module).status().code(), StatusCode::kUnsupported);
+  }
+  EXPECT_REFUSED(backend_->load_module({}).status());
+}
+
+TEST_P(BackendConformance, LaunchesThatMakeNoSenseAreRefused) {
+  const Module module = backend_->load_module(GetParam().module).value();
+  const Kernel kernel = backend_->get_kernel(module, GetParam().store_kernel).value();
+  const DevicePtr block = backend_->alloc(sizeof(int)).value();
+  ASSERT_TRUE(backend_->fill_async(block, 0, sizeof(int), stream_).ok());
+  const int value = 1;
+  const void* arguments[] = {&block, &value};
+  const void* null_arguments[] = {&block, nullptr};
+  const std::size_t bytes[] = {sizeof(block), sizeof(value)};
+  EXPECT_REFUSED(backend_->launch(kernel, {0, 1, 1}, {}, arguments, bytes, 2, stream_));
+  EXPECT_REFUSED(backend_->launch(kernel, {}, {1, 1, 0}, arguments, bytes, 2, stream_));
+  EXPECT_REFUSED(backend_->launch(kernel, {}, {}, nullptr, bytes, 2, stream_));
+  EXPECT_REFUSED(backend_->launch(kernel, {}, {}, null_arguments, bytes, 2, stream_));
+  EXPECT_REFUSED(backend_->launch(kernel, {}, {}, arguments, bytes, 2, Stream{}));
+  expect_byte(block, 0);
+  EXPECT_TRUE(backend_->unload_module(module).ok());
+  EXPECT_REFUSED(backend_->launch(kernel, {}, {}, arguments, bytes, 2, stream_));
+  EXPECT_REFUSED(backend_->get_kernel(module, GetParam().store_kernel).status());
+  EXPECT_TRUE(backend_->free(block).ok());
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(BackendConformance);
