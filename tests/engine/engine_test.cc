@@ -13,6 +13,7 @@
 
 #include "engine/toy.h"
 #include "forebay/units.h"
+#include "support/device_view.h"
 
 namespace forebay::testing {
 namespace {
@@ -109,6 +110,32 @@ INSTANTIATE_TEST_SUITE_P(Matrix, EngineContract,
                                   (info.param.accumulate == Accumulate::kShard ? "_shard" : "_local");
                          });
 
+// Ranks that share one device whose memory the host must not touch.
+WorldOptions shared_device_world() {
+  HostBackendOptions options{.name = "device", .granularity = 64u << 10};
+  const std::shared_ptr<HostBackend> device = value_or_throw(HostBackend::create(options));
+  return {.create_backend = [device](int rank) {
+    return std::make_unique<DeviceView>(device, "device of rank " + std::to_string(rank));
+  }};
+}
+
+TEST(Engine, GivesTheSameBitsWhereRanksShareADevice) {
+  for (const int ranks : {1, 3}) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
+      for (const int micro_steps : {1, 2}) {
+        for (int stage = 0; stage < 4; ++stage) {
+          ToyOptions options = options_for(stage, type, ranks);
+          options.engine.micro_steps = micro_steps;
+          const ToyResult actual = run_toy(options, shared_device_world());
+          expect_same(actual, reference_toy(options),
+                      std::to_string(ranks) + " ranks, stage " + std::to_string(stage));
+          EXPECT_EQ(actual.statistics.peak, actual.statistics.planned);
+        }
+      }
+    }
+  }
+}
+
 TEST(Engine, SkipsAnOverflowingStepOnEveryRankAndStage) {
   for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
     ToyOptions options = options_for(0, type, 3);
@@ -173,10 +200,10 @@ TEST(Engine, AllocatesNothingFromTheBackendAfterTheFirstStep) {
                                 HostCall::kUnmap,        HostCall::kAlloc,       HostCall::kSetAccess,
                                 HostCall::kStreamCreate, HostCall::kEventCreate};
       std::vector<std::uint64_t> before;
-      for (const HostCall call : calls) before.push_back(rank.backend->call_count(call));
+      for (const HostCall call : calls) before.push_back(rank.host_backend().call_count(call));
       for (int step = 1; step < 4; ++step) static_cast<void>(trainer.step(step));
       for (std::size_t i = 0; i < before.size(); ++i)
-        EXPECT_EQ(rank.backend->call_count(calls[i]), before[i]) << i;
+        EXPECT_EQ(rank.host_backend().call_count(calls[i]), before[i]) << i;
     });
   }
 }

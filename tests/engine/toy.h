@@ -120,6 +120,7 @@ class ToyTrainer {
     engine_.step_begin();
     for (int k = 0; k < options_.engine.micro_steps; ++k) micro_step(step, k);
     throw_if_error(rank_.backend->stream_synchronize(stream_));
+    copies_.clear();
     Hyperparameters hyperparameters;
     hyperparameters.groups = options_.groups;
     hyperparameters.clip = options_.clip;
@@ -147,7 +148,7 @@ class ToyTrainer {
       }
       Lease lease = engine_.forward(u, stream_);
       for_each(u, [&](int index, int number, std::uint64_t count, bool) {
-        const std::byte* values = lease.parameter(index);
+        const std::byte* values = on_host(lease.parameter(index), count, true);
         call([this, values, count, number] {
           for (std::uint64_t i = 0; i < count; i += 7) {
             metric_ += static_cast<double>(load(options_.engine.dtype, values, i)) * (1 + number);
@@ -164,7 +165,8 @@ class ToyTrainer {
         std::byte* gradient = lease.gradient(index, &accumulate);
         ASSERT_EQ(gradient == nullptr, frozen);
         if (frozen) return;
-        const std::byte* values = reads ? lease.parameter(index) : nullptr;
+        const std::byte* values = reads ? on_host(lease.parameter(index), count, true) : nullptr;
+        std::byte* computed = on_host(gradient, count, accumulate);
         const float disturbance = options_.disturbance(rank, step);
         const float scale = static_cast<float>(engine_.loss_scale());
         const DataType type = options_.engine.dtype;
@@ -172,9 +174,12 @@ class ToyTrainer {
           for (std::uint64_t i = 0; i < count; ++i) {
             const float value = values == nullptr ? 0.0f : load(type, values, i);
             const float g = (0.5f * value + toy_noise(rank, step, k, number, i) + disturbance) * scale;
-            store(type, gradient, i, accumulate ? load(type, gradient, i) + round_to(type, g) : g);
+            store(type, computed, i, accumulate ? load(type, computed, i) + round_to(type, g) : g);
           }
         });
+        if (computed != gradient) {
+          throw_if_error(rank_.backend->copy_async(gradient, computed, count * element_bytes(type), stream_));
+        }
         lease.grad_ready(index);
       });
     }
@@ -202,6 +207,15 @@ class ToyTrainer {
   void call(Function function) {
     throw_if_error(call_on(*rank_.backend, stream_, std::move(function)));
   }
+  // Where host functions on the stream find `count` elements of device memory: in place if the host reaches
+  // it, otherwise in a copy that lives to the end of the step.
+  std::byte* on_host(DevicePtr elements, std::uint64_t count, bool with_values) {
+    if (rank_.backend->capabilities().host_accessible) return elements;
+    const std::uint64_t bytes = count * element_bytes(options_.engine.dtype);
+    std::byte* copy = copies_.emplace_back(bytes).data();
+    if (with_values) throw_if_error(rank_.backend->copy_async(copy, elements, bytes, stream_));
+    return copy;
+  }
 
   const ToyOptions& options_;
   Rank& rank_;
@@ -209,6 +223,7 @@ class ToyTrainer {
   Stream stream_;
   std::vector<ParameterId> ids_;
   std::vector<int> first_number_;
+  std::vector<std::vector<std::byte>> copies_;  // Of device memory that the host does not reach.
   double metric_ = 0.0;
 };
 

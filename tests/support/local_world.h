@@ -1,5 +1,5 @@
-// Ranks as threads, each with a host backend, kernels and a local communicator of its own: what most engine
-// tests run in.
+// Ranks as threads, each with a backend, kernels and a local communicator of its own: what most engine tests
+// run in.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,9 +19,12 @@
 namespace forebay::testing {
 
 struct Rank {
-  std::unique_ptr<HostBackend> backend;
+  std::unique_ptr<Backend> backend;
   std::unique_ptr<Kernels> kernels;
   std::unique_ptr<Communicator> communicator;
+
+  // Requires: the world makes host backends.
+  HostBackend& host_backend() { return dynamic_cast<HostBackend&>(*backend); }
 };
 
 struct WorldOptions {
@@ -32,6 +35,8 @@ struct WorldOptions {
   HostClock* clock = nullptr;
   // Changes the backend options of one rank, if set.
   std::function<void(int rank, HostBackendOptions&)> customize;
+  // Makes other backends than host ones, if set.
+  std::function<std::unique_ptr<Backend>(int rank)> create_backend;
 };
 
 // Runs body(rank) on `size` threads. An exception on any thread is rethrown here after all have ended: the
@@ -55,11 +60,15 @@ inline void run_ranks(int size, const WorldOptions& options, const std::function
           const HostClock::Registration taking_part = std::move(registration);
           try {
             Rank rank;
-            HostBackendOptions backend_options = options.backend;
-            if (options.clock != nullptr) backend_options.clock = options.clock;
-            backend_options.name = "host rank " + std::to_string(r);
-            if (options.customize) options.customize(r, backend_options);
-            rank.backend = value_or_throw(HostBackend::create(backend_options));
+            if (options.create_backend) {
+              rank.backend = options.create_backend(r);
+            } else {
+              HostBackendOptions backend_options = options.backend;
+              if (options.clock != nullptr) backend_options.clock = options.clock;
+              backend_options.name = "host rank " + std::to_string(r);
+              if (options.customize) options.customize(r, backend_options);
+              rank.backend = value_or_throw(HostBackend::create(backend_options));
+            }
             rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
             rank.communicator = value_or_throw(group->communicator(r, *rank.backend, *rank.kernels));
             try {
