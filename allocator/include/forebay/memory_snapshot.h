@@ -1,0 +1,99 @@
+// MemorySnapshot: what an allocator held and did, in the terms of PyTorch's memory snapshots, and the writer
+// of the file that PyTorch's memory visualiser (pytorch.org/memory_viz) and the readers of
+// torch.cuda.memory._snapshot load.
+//
+// What it is not: a reader, and not a recorder; whoever holds memory fills the structs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "forebay/status.h"
+
+namespace forebay {
+
+// One level of a call stack, innermost first in a stack.
+struct SnapshotFrame {
+  std::string name;
+  std::string filename;
+  std::uint32_t line = 0;
+};
+
+// Stacks are kept once and named by their index in MemorySnapshot::stacks.
+inline constexpr std::uint32_t kNoSnapshotStack = UINT32_MAX;
+
+enum class SnapshotBlockState : std::uint8_t {
+  kActiveAllocated,
+  kActivePendingFree,  // Freed, and still waiting for a stream.
+  kInactive,
+};
+
+// The blocks of a segment tile it: readers compute their addresses from their sizes.
+struct SnapshotBlock {
+  std::uint64_t address = 0;
+  std::uint64_t size = 0;
+  std::uint64_t requested_size = 0;
+  SnapshotBlockState state = SnapshotBlockState::kInactive;
+  std::uint32_t stack = kNoSnapshotStack;
+};
+
+enum class SnapshotSegmentType : std::uint8_t { kLarge, kSmall };
+
+struct SnapshotSegment {
+  int device = 0;
+  std::uint64_t address = 0;
+  std::uint64_t total_size = 0;
+  std::uint64_t allocated_size = 0;  // In active_allocated blocks.
+  std::uint64_t active_size = 0;     // Those, and the pending ones.
+  std::uint64_t requested_size = 0;
+  std::uint64_t stream = 0;  // The handle's value.
+  SnapshotSegmentType segment_type = SnapshotSegmentType::kLarge;
+  bool is_expandable = true;  // Of mapped chunks rather than one allocation.
+  std::uint32_t stack = kNoSnapshotStack;
+  std::vector<SnapshotBlock> blocks;
+};
+
+enum class SnapshotAction : std::uint8_t {
+  kAlloc,
+  kFreeRequested,
+  kFreeCompleted,
+  kSegmentAlloc,
+  kSegmentFree,
+  kSegmentMap,
+  kSegmentUnmap,
+  kOutOfMemory,
+  kSnapshot,
+};
+
+struct SnapshotEvent {
+  SnapshotAction action = SnapshotAction::kAlloc;
+  std::uint64_t address = 0;  // kOutOfMemory: what the device had free, in bytes.
+  std::uint64_t size = 0;
+  std::uint64_t stream = 0;
+  std::uint64_t time_us = 0;  // Since the epoch.
+  std::uint32_t stack = kNoSnapshotStack;
+};
+
+struct SnapshotSetting {
+  std::string name;
+  std::variant<bool, std::int64_t, std::string> value;
+};
+
+struct MemorySnapshot {
+  std::vector<SnapshotSegment> segments;
+  std::vector<std::vector<SnapshotEvent>> device_traces;  // By device; oldest first.
+  std::vector<SnapshotSetting> allocator_settings;
+  std::vector<std::vector<SnapshotFrame>> stacks;
+};
+
+// Writes `snapshot` to `file`, which stays open, as a pickle of protocol 2 that holds plain dicts, lists,
+// strings, integers and truth values: reading it runs nothing. Text that is not UTF-8 has its odd bytes
+// replaced by '?'. Cost: one pass over the snapshot through a buffer of fixed size; each stack is written
+// once. Errors: kInvalidArgument for a stack that is not there; kIoError with the system's reason, and part
+// of the file may then have been written.
+Status write_memory_snapshot(const MemorySnapshot& snapshot, int file);
+
+}  // namespace forebay

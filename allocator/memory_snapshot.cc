@@ -1,0 +1,409 @@
+#include "forebay/memory_snapshot.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string_view>
+
+#include "forebay/check.h"
+
+namespace forebay {
+namespace {
+
+// Large enough that writing costs few system calls, small enough for the stack of any thread.
+constexpr std::size_t kBufferBytes = 16u << 10;
+
+// The strings that occur over and over. The first use of one is written out and remembered by the reader
+// under the index here; later ones name the index.
+enum class Word : std::uint8_t {
+  kAction,
+  kActivePendingFree,
+  kActiveAllocated,
+  kActiveSize,
+  kAddr,
+  kAddress,
+  kAlloc,
+  kAllocatedSize,
+  kBlocks,
+  kDevice,
+  kDeviceFree,
+  kFilename,
+  kFrames,
+  kFreeCompleted,
+  kFreeRequested,
+  kInactive,
+  kIsExpandable,
+  kLarge,
+  kLine,
+  kName,
+  kOom,
+  kRequestedSize,
+  kSegmentAlloc,
+  kSegmentFree,
+  kSegmentMap,
+  kSegmentPoolId,
+  kSegmentType,
+  kSegmentUnmap,
+  kSize,
+  kSmall,
+  kSnapshot,
+  kState,
+  kStream,
+  kTimeUs,
+  kTotalSize,
+};
+constexpr std::string_view kWords[] = {"action",
+                                       "active_pending_free",
+                                       "active_allocated",
+                                       "active_size",
+                                       "addr",
+                                       "address",
+                                       "alloc",
+                                       "allocated_size",
+                                       "blocks",
+                                       "device",
+                                       "device_free",
+                                       "filename",
+                                       "frames",
+                                       "free_completed",
+                                       "free_requested",
+                                       "inactive",
+                                       "is_expandable",
+                                       "large",
+                                       "line",
+                                       "name",
+                                       "oom",
+                                       "requested_size",
+                                       "segment_alloc",
+                                       "segment_free",
+                                       "segment_map",
+                                       "segment_pool_id",
+                                       "segment_type",
+                                       "segment_unmap",
+                                       "size",
+                                       "small",
+                                       "snapshot",
+                                       "state",
+                                       "stream",
+                                       "time_us",
+                                       "total_size"};
+constexpr std::size_t kWordCount = std::size(kWords);
+static_assert(kWordCount == static_cast<std::size_t>(Word::kTotalSize) + 1);
+static_assert(kWordCount < 256, "an index is one byte");
+
+Word word_of(SnapshotAction action) {
+  switch (action) {
+    case SnapshotAction::kAlloc:
+      return Word::kAlloc;
+    case SnapshotAction::kFreeRequested:
+      return Word::kFreeRequested;
+    case SnapshotAction::kFreeCompleted:
+      return Word::kFreeCompleted;
+    case SnapshotAction::kSegmentAlloc:
+      return Word::kSegmentAlloc;
+    case SnapshotAction::kSegmentFree:
+      return Word::kSegmentFree;
+    case SnapshotAction::kSegmentMap:
+      return Word::kSegmentMap;
+    case SnapshotAction::kSegmentUnmap:
+      return Word::kSegmentUnmap;
+    case SnapshotAction::kOutOfMemory:
+      return Word::kOom;
+    case SnapshotAction::kSnapshot:
+      return Word::kSnapshot;
+  }
+  return Word::kSnapshot;
+}
+
+Word word_of(SnapshotBlockState state) {
+  switch (state) {
+    case SnapshotBlockState::kActiveAllocated:
+      return Word::kActiveAllocated;
+    case SnapshotBlockState::kActivePendingFree:
+      return Word::kActivePendingFree;
+    case SnapshotBlockState::kInactive:
+      return Word::kInactive;
+  }
+  return Word::kInactive;
+}
+
+// The length of the UTF-8 sequence at the front of `text`, or 0 if that is none.
+std::size_t utf8_length(std::string_view text) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char first = byte(0);
+  if (first < 0x80) return 1;
+  const std::size_t length = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  if (first < 0xC2 || first > 0xF4 || text.size() < length) return 0;
+  for (std::size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xC0) != 0x80) return 0;
+  }
+  // Longer than needed, a surrogate, or beyond the last code point.
+  if ((first == 0xE0 && byte(1) < 0xA0) || (first == 0xED && byte(1) >= 0xA0) ||
+      (first == 0xF0 && byte(1) < 0x90) || (first == 0xF4 && byte(1) >= 0x90)) {
+    return 0;
+  }
+  return length;
+}
+
+std::string valid_utf8(std::string_view text) {
+  std::string valid;
+  while (!text.empty()) {
+    const std::size_t length = utf8_length(text);
+    length == 0 ? valid += '?' : valid += text.substr(0, length);
+    text.remove_prefix(std::max<std::size_t>(length, 1));
+  }
+  return valid;
+}
+
+// Emits the operations of a pickle, which build values on the reader's stack. After an error nothing more is
+// written.
+class Pickle {
+ public:
+  Pickle(int file, std::size_t stack_count) : file_(file), stack_written_(stack_count) {
+    byte(0x80);  // PROTO
+    byte(2);
+  }
+
+  Status finish() {
+    byte('.');  // STOP
+    flush();
+    return status_;
+  }
+
+  void begin_dict() { byte('}'); }  // EMPTY_DICT
+  void set_item() { byte('s'); }    // SETITEM: the key and value on top into the dict below
+  void begin_list() { byte(']'); }  // EMPTY_LIST
+  void append() { byte('a'); }      // APPEND: the value on top to the list below
+
+  void truth(bool value) { byte(value ? 0x88 : 0x89); }  // NEWTRUE, NEWFALSE
+
+  void integer(std::int64_t value) {
+    if (value >= 0) {
+      number(static_cast<std::uint64_t>(value));
+      return;
+    }
+    byte(0x8A);  // LONG1, two's complement
+    byte(8);
+    little_endian(static_cast<std::uint64_t>(value), 8);
+  }
+
+  void number(std::uint64_t value) {
+    if (value < 0x100) {
+      byte('K');  // BININT1
+      little_endian(value, 1);
+    } else if (value < 0x10000) {
+      byte('M');  // BININT2
+      little_endian(value, 2);
+    } else if (value < 0x80000000u) {
+      byte('J');  // BININT
+      little_endian(value, 4);
+    } else {
+      // A leading zero bit says that the number is not negative.
+      std::size_t bytes = 4;
+      while (bytes < 8 && value >> (8 * bytes - 1) != 0) ++bytes;
+      if (value >> 63 != 0) bytes = 9;
+      byte(0x8A);  // LONG1
+      byte(static_cast<unsigned char>(bytes));
+      little_endian(value, std::min<std::size_t>(bytes, 8));
+      if (bytes == 9) byte(0);
+    }
+  }
+
+  void text(std::string_view raw) {
+    const std::string valid = valid_utf8(raw);
+    byte('X');  // BINUNICODE
+    const std::size_t bytes = std::min<std::size_t>(valid.size(), INT32_MAX);
+    little_endian(bytes, 4);
+    for (std::size_t i = 0; i < bytes; ++i) byte(static_cast<unsigned char>(valid[i]));
+  }
+
+  void word(Word word) {
+    const auto index = static_cast<unsigned char>(word);
+    if (word_written_[index]) {
+      byte('h');  // BINGET
+      byte(index);
+      return;
+    }
+    word_written_[index] = true;
+    text(kWords[index]);
+    byte('q');  // BINPUT
+    byte(index);
+  }
+
+  void item(Word key, std::uint64_t value) {
+    word(key);
+    number(value);
+    set_item();
+  }
+  void item(Word key, Word value) {
+    word(key);
+    word(value);
+    set_item();
+  }
+
+  // The list of frames of a stack: written at its first use, named from then on.
+  void frames(const std::vector<std::vector<SnapshotFrame>>& stacks, std::uint32_t stack) {
+    word(Word::kFrames);
+    if (stack == kNoSnapshotStack) {
+      begin_list();
+    } else if (stack >= stacks.size()) {
+      begin_list();
+      fail(Status(StatusCode::kInvalidArgument, "cannot write a memory snapshot: it names stack " +
+                                                    std::to_string(stack) + " of " +
+                                                    std::to_string(stacks.size()) + "; fill `stacks` first"));
+    } else if (stack_written_[stack]) {
+      byte('j');  // LONG_BINGET
+      little_endian(kWordCount + stack, 4);
+    } else {
+      stack_written_[stack] = true;
+      begin_list();
+      for (const SnapshotFrame& frame : stacks[stack]) {
+        begin_dict();
+        word(Word::kName);
+        text(frame.name);
+        set_item();
+        word(Word::kFilename);
+        text(frame.filename);
+        set_item();
+        item(Word::kLine, frame.line);
+        append();
+      }
+      byte('r');  // LONG_BINPUT
+      little_endian(kWordCount + stack, 4);
+    }
+    set_item();
+  }
+
+  void tuple_of_two() { byte(0x86); }  // TUPLE2
+
+ private:
+  void byte(unsigned char value) {
+    if (used_ == kBufferBytes) flush();
+    buffer_[used_++] = value;
+  }
+  void little_endian(std::uint64_t value, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; ++i) byte(static_cast<unsigned char>(value >> (8 * i)));
+  }
+  void fail(Status status) {
+    if (status_.ok()) status_ = std::move(status);
+  }
+
+  void flush() {
+    for (std::size_t done = 0; done < used_ && status_.ok();) {
+      const ssize_t written = ::write(file_, buffer_ + done, used_ - done);
+      if (written > 0) {
+        done += static_cast<std::size_t>(written);
+      } else if (written == 0 || errno != EINTR) {
+        const int error = written == 0 ? ENOSPC : errno;
+        fail(Status(StatusCode::kIoError, std::string("cannot write a memory snapshot: ") +
+                                              std::strerror(error) +
+                                              "; free some space or give another file"));
+      }
+    }
+    used_ = 0;
+  }
+
+  const int file_;
+  Status status_;
+  std::vector<bool> stack_written_;
+  bool word_written_[kWordCount] = {};
+  std::size_t used_ = 0;
+  unsigned char buffer_[kBufferBytes];
+};
+
+void write_segment(Pickle& pickle, const MemorySnapshot& snapshot, const SnapshotSegment& segment) {
+  pickle.begin_dict();
+  pickle.word(Word::kDevice);
+  pickle.integer(segment.device);
+  pickle.set_item();
+  pickle.item(Word::kAddress, segment.address);
+  pickle.item(Word::kTotalSize, segment.total_size);
+  pickle.item(Word::kAllocatedSize, segment.allocated_size);
+  pickle.item(Word::kActiveSize, segment.active_size);
+  pickle.item(Word::kRequestedSize, segment.requested_size);
+  pickle.item(Word::kStream, segment.stream);
+  pickle.item(Word::kSegmentType,
+              segment.segment_type == SnapshotSegmentType::kLarge ? Word::kLarge : Word::kSmall);
+  // The default pool, as PyTorch names it.
+  pickle.word(Word::kSegmentPoolId);
+  pickle.number(0);
+  pickle.number(0);
+  pickle.tuple_of_two();
+  pickle.set_item();
+  pickle.word(Word::kIsExpandable);
+  pickle.truth(segment.is_expandable);
+  pickle.set_item();
+  pickle.frames(snapshot.stacks, segment.stack);
+  pickle.word(Word::kBlocks);
+  pickle.begin_list();
+  for (const SnapshotBlock& block : segment.blocks) {
+    pickle.begin_dict();
+    pickle.item(Word::kAddress, block.address);
+    pickle.item(Word::kSize, block.size);
+    pickle.item(Word::kRequestedSize, block.requested_size);
+    pickle.item(Word::kState, word_of(block.state));
+    pickle.frames(snapshot.stacks, block.stack);
+    pickle.append();
+  }
+  pickle.set_item();
+}
+
+void write_event(Pickle& pickle, const MemorySnapshot& snapshot, const SnapshotEvent& event) {
+  pickle.begin_dict();
+  pickle.item(Word::kAction, word_of(event.action));
+  pickle.item(event.action == SnapshotAction::kOutOfMemory ? Word::kDeviceFree : Word::kAddr, event.address);
+  pickle.item(Word::kSize, event.size);
+  pickle.item(Word::kStream, event.stream);
+  pickle.item(Word::kTimeUs, event.time_us);
+  pickle.frames(snapshot.stacks, event.stack);
+}
+
+void write_setting(Pickle& pickle, const SnapshotSetting& setting) {
+  pickle.text(setting.name);
+  if (const bool* truth = std::get_if<bool>(&setting.value)) {
+    pickle.truth(*truth);
+  } else if (const std::int64_t* integer = std::get_if<std::int64_t>(&setting.value)) {
+    pickle.integer(*integer);
+  } else {
+    pickle.text(*std::get_if<std::string>(&setting.value));
+  }
+  pickle.set_item();
+}
+
+}  // namespace
+
+Status write_memory_snapshot(const MemorySnapshot& snapshot, int file) {
+  Pickle pickle(file, snapshot.stacks.size());
+  pickle.begin_dict();
+
+  pickle.text("segments");
+  pickle.begin_list();
+  for (const SnapshotSegment& segment : snapshot.segments) {
+    write_segment(pickle, snapshot, segment);
+    pickle.append();
+  }
+  pickle.set_item();
+
+  pickle.text("device_traces");
+  pickle.begin_list();
+  for (const std::vector<SnapshotEvent>& trace : snapshot.device_traces) {
+    pickle.begin_list();
+    for (const SnapshotEvent& event : trace) {
+      write_event(pickle, snapshot, event);
+      pickle.append();
+    }
+    pickle.append();
+  }
+  pickle.set_item();
+
+  pickle.text("allocator_settings");
+  pickle.begin_dict();
+  for (const SnapshotSetting& setting : snapshot.allocator_settings) write_setting(pickle, setting);
+  pickle.set_item();
+
+  return pickle.finish();
+}
+
+}  // namespace forebay
