@@ -6,7 +6,6 @@
 
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/elements.h"
-#include "kernels/cuda/kernel_list.h"
 #include "kernels/cuda/simt.h"
 #include "kernels/float_environment.h"
 
@@ -47,10 +46,8 @@ void simulate_blocks(const Dimensions& grid, const Dimensions& block, void* cons
 }  // namespace
 
 const SimulatedKernel* simulated_kernels() noexcept {
-  static constexpr SimulatedKernel kTable[] = {
-      FOREBAY_ELEMENT_KERNELS(FOREBAY_SIMULATED_ELEMENTS)
-          FOREBAY_BLOCK_KERNELS(FOREBAY_SIMULATED_BLOCKS){nullptr, nullptr, 0},
-  };
+  static constexpr SimulatedKernel kTable[kKernelCount] = {
+      FOREBAY_ELEMENT_KERNELS(FOREBAY_SIMULATED_ELEMENTS) FOREBAY_BLOCK_KERNELS(FOREBAY_SIMULATED_BLOCKS)};
   return kTable;
 }
 

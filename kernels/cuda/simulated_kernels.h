@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "forebay/backend.h"
+#include "kernels/cuda/kernel_list.h"
 
 namespace forebay::cuda_kernels {
 
@@ -15,7 +16,12 @@ struct SimulatedKernel {
   std::size_t argument_bytes;
 };
 
-// Ends with a null name.
+#define FOREBAY_ONE_MORE(name, ...) +1
+inline constexpr std::size_t kKernelCount =
+    0 FOREBAY_ELEMENT_KERNELS(FOREBAY_ONE_MORE) FOREBAY_BLOCK_KERNELS(FOREBAY_ONE_MORE);
+#undef FOREBAY_ONE_MORE
+
+// kKernelCount of them.
 const SimulatedKernel* simulated_kernels() noexcept;
 
 }  // namespace forebay::cuda_kernels

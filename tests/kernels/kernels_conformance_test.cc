@@ -1,6 +1,10 @@
-// The suite on the host kernels and on the CUDA kernels built for the host.
+// The suite on the host kernels, on the CUDA kernels built for the host, and on these through the cuda
+// backend and the fake driver.
 #include "kernels_conformance.h"
 
+#include <cstdlib>
+
+#include "forebay/cuda_backend.h"
 #include "simulated_cuda_backend.h"
 
 namespace forebay::kernel_test {
@@ -12,18 +16,34 @@ std::unique_ptr<HostBackend> make_host() {
   return backend.ok() ? std::move(backend).value() : nullptr;
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    , KernelsConformance,
-    ::testing::Values(MachineParameter{"Host",
-                                       [] {
-                                         return Machine{make_host(), ""};
-                                       }},
-                      MachineParameter{
-                          "SimulatedCuda",
-                          [] {
-                            return Machine{std::make_unique<SimulatedCudaBackend>(make_host(), 1), ""};
-                          }}),
-    machine_name);
+#ifdef FOREBAY_FAKE_CUDA
+// Device memory that the host may not touch, and streams served in a random order.
+Machine make_fake() {
+  ::setenv("FOREBAY_LIBCUDA", FOREBAY_FAKE_CUDA, 1);
+  ::setenv("FAKE_CUDA_KERNELS", FOREBAY_FAKE_KERNELS, 1);
+  ::setenv("FAKE_CUDA_STRICT", "1", 1);
+  ::setenv("FAKE_CUDA_SEED", "1", 1);
+  Result<std::unique_ptr<CudaBackend>> backend = CudaBackend::create({});
+  EXPECT_TRUE(backend.ok()) << backend.status().to_string();
+  return {backend.ok() ? std::move(backend).value() : nullptr, "no fake driver"};
+}
+#endif
+
+const MachineParameter kMachines[] = {
+    {"Host",
+     [] {
+       return Machine{make_host(), ""};
+     }},
+    {"SimulatedCuda",
+     [] {
+       return Machine{std::make_unique<SimulatedCudaBackend>(make_host(), 1), ""};
+     }},
+#ifdef FOREBAY_FAKE_CUDA
+    {"CudaOnFake", make_fake},
+#endif
+};
+
+INSTANTIATE_TEST_SUITE_P(, KernelsConformance, ::testing::ValuesIn(kMachines), machine_name);
 
 TEST(CudaKernels, DescriptionNamesTheDeviceAndItsMultiprocessors) {
   SimulatedCudaBackend backend(make_host(), 132);

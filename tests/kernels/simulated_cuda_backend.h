@@ -22,8 +22,9 @@ class SimulatedCudaBackend final : public Backend {
     capabilities_.kind = BackendKind::kCuda;
     capabilities_.multiprocessor_count = multiprocessor_count;
     std::snprintf(capabilities_.name, sizeof capabilities_.name, "cuda:simulated");
-    for (const auto* kernel = cuda_kernels::simulated_kernels(); kernel->name != nullptr; ++kernel) {
-      table_.push_back({kernel->name, kernel->function});
+    for (std::size_t i = 0; i < cuda_kernels::kKernelCount; ++i) {
+      const cuda_kernels::SimulatedKernel& kernel = cuda_kernels::simulated_kernels()[i];
+      table_.push_back({kernel.name, kernel.function});
     }
     table_.push_back({nullptr, nullptr});
   }
