@@ -1,4 +1,4 @@
-// A stream of the device on which the model's host code runs, in order with the engine's gathers.
+// A stream of the device on which the model computes, in order with the engine's gathers.
 #pragma once
 
 #include <exception>
@@ -12,8 +12,10 @@ namespace forebay::gpt {
 
 class ComputeStream {
  public:
-  explicit ComputeStream(Backend& backend)
-      : backend_(backend), stream_(value_or_throw(backend.stream_create())) {}
+  // `queues`: what is run queues its work on stream() itself, so it runs at once, on the calling thread.
+  // Otherwise it computes, and runs on the stream's thread.
+  ComputeStream(Backend& backend, bool queues)
+      : backend_(backend), queues_(queues), stream_(value_or_throw(backend.stream_create())) {}
   // Waits for what is queued.
   ~ComputeStream() { static_cast<void>(backend_.stream_destroy(stream_)); }
   ComputeStream(const ComputeStream&) = delete;
@@ -21,10 +23,11 @@ class ComputeStream {
 
   Stream stream() const { return stream_; }
 
-  // Runs `function` after all that was queued before. Once one has thrown, later ones are passed over and
-  // synchronize() throws what it threw.
+  // Runs `function`, so that its work comes after all that was queued before. Once one on the stream's thread
+  // has thrown, later ones are passed over and synchronize() throws what it threw.
   template <typename Function>
   void run(Function function) {
+    if (queues_) return function();
     throw_if_error(call_on(backend_, stream_, [this, function = std::move(function)]() mutable {
       if (failure_) return;
       try {
@@ -39,9 +42,12 @@ class ComputeStream {
     throw_if_error(backend_.stream_synchronize(stream_));
     if (failure_) std::rethrow_exception(failure_);
   }
+  // Waits, whatever came of it.
+  void drain() noexcept { static_cast<void>(backend_.stream_synchronize(stream_)); }
 
  private:
   Backend& backend_;
+  const bool queues_;
   const Stream stream_;
   std::exception_ptr failure_;  // Written on the stream's thread, read when it is idle.
 };

@@ -20,11 +20,8 @@ EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& u
   engine.declare_activations(gpt.memory_bytes());
 }
 
-void EngineModel::run_micro_step(int index, std::vector<std::uint8_t> tokens,
-                                 std::vector<std::uint8_t> targets) {
+void EngineModel::run_micro_step(int index) {
   engine_.micro_step_begin(index);
-  compute_.run(
-      [this, tokens = std::move(tokens), targets = std::move(targets)] { gpt_.start(tokens, targets); });
   for (int unit = 0; unit < gpt_.unit_count(); ++unit) forward(unit);
   for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) backward(unit);
 }

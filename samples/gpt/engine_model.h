@@ -3,7 +3,6 @@
 // pass.
 #pragma once
 
-#include <cstdint>
 #include <vector>
 
 #include "compute_stream.h"
@@ -21,8 +20,8 @@ class EngineModel {
   // After the engine's commit: takes the declared activation memory.
   void use_engine_memory() { gpt_.use_memory(engine_.activations()); }
 
-  // Queues the forward and the backward pass of one micro-step.
-  void run_micro_step(int index, std::vector<std::uint8_t> tokens, std::vector<std::uint8_t> targets);
+  // Queues the forward and the backward pass of one micro-step, whose tokens the model has.
+  void run_micro_step(int index);
 
  private:
   void forward(int unit);

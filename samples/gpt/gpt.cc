@@ -2,13 +2,12 @@
 
 #include <algorithm>
 
-#include "convert.h"
 #include "forebay/units.h"
 
 namespace forebay::gpt {
 namespace {
 
-constexpr std::size_t kAlignment = 64;  // One cache line, and the widest vector.
+constexpr std::size_t kAlignment = 256;  // What a GPU's library wants; more than a host's vectors do.
 
 // Hands out places one after the other.
 class Layout {
@@ -27,17 +26,18 @@ class Layout {
 
 }  // namespace
 
-Gpt::Gpt(const Options& options, MatMul& matmul)
+Gpt::Gpt(const Options& options, Operations& operations)
     : shape_(options.shape),
       batch_(options.batch),
       rows_(options.batch * options.shape.sequence),
       dtype_(options.dtype),
-      threads_(options.threads),
-      matmul_(matmul) {
+      operations_(operations) {
   const std::size_t hidden = shape_.hidden;
   const std::size_t row_hidden = rows_ * hidden;
 
   Layout layout;
+  tokens_ = layout.bytes(rows_);
+  targets_ = layout.bytes(rows_);
   for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
     BlockPlaces& b = blocks_.emplace_back();
     b.input = layout.floats(row_hidden);
@@ -45,7 +45,7 @@ Gpt::Gpt(const Options& options, MatMul& matmul)
     b.norm1_mean = layout.floats(rows_);
     b.norm1_inverse = layout.floats(rows_);
     b.qkv = layout.floats(3 * row_hidden);
-    b.log_sums = layout.floats(rows_ * shape_.heads);
+    b.softmax = layout.bytes(attention_shape().softmax_rows() * sizeof(SoftmaxRow));
     b.attended = layout.floats(row_hidden);
     b.middle = layout.floats(row_hidden);
     b.norm2 = layout.floats(row_hidden);
@@ -59,40 +59,35 @@ Gpt::Gpt(const Options& options, MatMul& matmul)
   final_mean_ = layout.floats(rows_);
   final_inverse_ = layout.floats(rows_);
   logits_ = layout.floats(rows_ * kVocabulary);
-  row_losses_ = layout.bytes(rows_ * sizeof(double));
+  row_losses_ = layout.bytes(rows_ * sizeof(RowLoss));
 
   residual_gradient_ = layout.floats(row_hidden);
   narrow_gradient_ = layout.floats(row_hidden);
   wide_gradient_ = layout.floats(4 * row_hidden);
 
-  // The largest matrix of a block, or the two embeddings side by side.
-  const std::size_t largest = std::max(4 * hidden * hidden, (kVocabulary + shape_.sequence) * hidden);
-  if (dtype_ != DataType::kFloat32) parameter_space_ = layout.floats(largest);
-  gradient_space_ = layout.floats(largest);
+  // The two embeddings side by side, or the largest matrix of a block.
+  const std::size_t embeddings = (kVocabulary + shape_.sequence) * hidden;
+  if (dtype_ != DataType::kFloat32) parameter_space_ = layout.floats(std::max(embeddings, 4 * hidden));
+  gradient_space_ = layout.floats(std::max(embeddings, 4 * hidden * hidden));
 
   std::size_t product_bytes = 0;
-  const auto prepare = [&](const ProductShape& product) {
-    product_bytes = std::max(product_bytes, matmul_.prepare(product));
+  const auto prepare = [&](const ProductShape& product, DataType b_type) {
+    product_bytes = std::max(product_bytes, operations_.prepare_product(product, b_type));
   };
   const std::size_t linears[][2] = {
       {hidden, 3 * hidden}, {hidden, hidden}, {hidden, 4 * hidden}, {4 * hidden, hidden}};
   for (const auto& [in, out] : linears) {
-    prepare(forward_product(in, out));
-    prepare(input_gradient_product(in, out));
-    prepare(weight_gradient_product(in, out));
+    prepare(forward_product(in, out), dtype_);
+    prepare(input_gradient_product(in, out), dtype_);
+    prepare(weight_gradient_product(in, out), DataType::kFloat32);
   }
   // The head is a linear layer from the vocabulary to hidden columns, used backwards.
-  prepare(input_gradient_product(kVocabulary, hidden));
-  prepare(forward_product(kVocabulary, hidden));
-  prepare(weight_gradient_product(kVocabulary, hidden));
+  prepare(input_gradient_product(kVocabulary, hidden), dtype_);
+  prepare(forward_product(kVocabulary, hidden), dtype_);
+  prepare(weight_gradient_product(kVocabulary, hidden), DataType::kFloat32);
   product_space_ = layout.bytes(product_bytes);
-  attention_space_ = layout.floats(static_cast<std::size_t>(threads_) * attention_shape().workspace_count());
+  attention_space_ = layout.bytes(operations_.prepare_attention(attention_shape()));
   memory_bytes_ = layout.size();
-}
-
-void Gpt::start(std::span<const std::uint8_t> tokens, std::span<const std::uint8_t> targets) {
-  tokens_.assign(tokens.begin(), tokens.end());
-  targets_.assign(targets.begin(), targets.end());
 }
 
 void Gpt::forward(int unit, std::span<const std::byte* const> parameters) {
@@ -115,17 +110,19 @@ void Gpt::embedding_forward(std::span<const std::byte* const> parameters) {
   const float* tokens = widened(parameters[embedding::kTokens], token_count);
   const float* positions =
       widened(parameters[embedding::kPositions], shape_.sequence * shape_.hidden, token_count);
-  embed(tokens_, tokens, positions, at(blocks_[0].input), shape_.sequence, shape_.hidden);
+  operations_.embed(bytes_at(tokens_), tokens, positions, at(blocks_[0].input), rows_, shape_.sequence,
+                    shape_.hidden);
 }
 
 void Gpt::embedding_backward(std::span<const GradientTarget> gradients) {
   const GradientTarget& tokens = gradients[embedding::kTokens];
-  embed_tokens_backward(tokens_, at(residual_gradient_), gradient_space(tokens), kVocabulary, shape_.hidden);
+  operations_.embed_tokens_backward(bytes_at(tokens_), at(residual_gradient_), gradient_space(tokens), rows_,
+                                    kVocabulary, shape_.hidden);
   store_gradient(tokens, kVocabulary * shape_.hidden);
 
   const GradientTarget& positions = gradients[embedding::kPositions];
-  embed_positions_backward(at(residual_gradient_), gradient_space(positions), rows_, shape_.sequence,
-                           shape_.hidden);
+  operations_.embed_positions_backward(at(residual_gradient_), gradient_space(positions), rows_,
+                                       shape_.sequence, shape_.hidden);
   store_gradient(positions, shape_.sequence * shape_.hidden);
 }
 
@@ -138,19 +135,22 @@ void Gpt::block_forward(std::size_t layer, std::span<const std::byte* const> p) 
   float* output = at(layer + 1 < shape_.layers ? blocks_[layer + 1].input : output_);
   float* projected = at(narrow_gradient_);  // Idle in the forward pass.
 
-  layer_norm(norm_of(b.input, b.norm1_mean, b.norm1_inverse), widened(p[block::kNorm1Gain], hidden),
-             widened(p[block::kNorm1Bias], hidden, hidden), at(b.norm1));
+  operations_.layer_norm(norm_of(b.input, b.norm1_mean, b.norm1_inverse),
+                         widened(p[block::kNorm1Gain], hidden), widened(p[block::kNorm1Bias], hidden, hidden),
+                         at(b.norm1));
   linear(at(b.norm1), p[block::kQkvWeight], p[block::kQkvBias], hidden, 3 * hidden, at(b.qkv));
-  attention(attention_shape(), at(b.qkv), at(b.attended), at(b.log_sums), at(attention_space_));
+  operations_.attention(attention_shape(), at(b.qkv), at(b.attended), softmax_at(b.softmax),
+                        memory_ + attention_space_);
   linear(at(b.attended), p[block::kAttentionWeight], p[block::kAttentionBias], hidden, hidden, projected);
-  add(at(b.input), projected, at(b.middle), count);
+  operations_.add(at(b.input), projected, at(b.middle), count);
 
-  layer_norm(norm_of(b.middle, b.norm2_mean, b.norm2_inverse), widened(p[block::kNorm2Gain], hidden),
-             widened(p[block::kNorm2Bias], hidden, hidden), at(b.norm2));
+  operations_.layer_norm(norm_of(b.middle, b.norm2_mean, b.norm2_inverse),
+                         widened(p[block::kNorm2Gain], hidden), widened(p[block::kNorm2Bias], hidden, hidden),
+                         at(b.norm2));
   linear(at(b.norm2), p[block::kExpandWeight], p[block::kExpandBias], hidden, 4 * hidden, at(b.expanded));
-  gelu(at(b.expanded), at(b.activated), 4 * count);
+  operations_.gelu(at(b.expanded), at(b.activated), 4 * count);
   linear(at(b.activated), p[block::kContractWeight], p[block::kContractBias], 4 * hidden, hidden, projected);
-  add(at(b.middle), projected, output, count);
+  operations_.add(at(b.middle), projected, output, count);
 }
 
 void Gpt::block_backward(std::size_t layer, std::span<const std::byte* const> p,
@@ -169,7 +169,7 @@ void Gpt::block_backward(std::size_t layer, std::span<const std::byte* const> p,
                    .bias_gradient = gradients[block::kContractBias],
                    .in = 4 * hidden,
                    .out = hidden});
-  gelu_backward(at(b.expanded), wide, rows_ * 4 * hidden);
+  operations_.gelu_backward(at(b.expanded), wide, rows_ * 4 * hidden);
   linear_backward({.input = at(b.norm2),
                    .output_gradient = wide,
                    .input_gradient = narrow,
@@ -189,7 +189,8 @@ void Gpt::block_backward(std::size_t layer, std::span<const std::byte* const> p,
                    .bias_gradient = gradients[block::kAttentionBias],
                    .in = hidden,
                    .out = hidden});
-  attention_backward(attention_shape(), at(b.qkv), at(b.log_sums), narrow, wide, at(attention_space_));
+  operations_.attention_backward(attention_shape(), at(b.qkv), softmax_at(b.softmax), narrow, wide,
+                                 memory_ + attention_space_);
   linear_backward({.input = at(b.norm1),
                    .output_gradient = wide,
                    .input_gradient = narrow,
@@ -206,28 +207,28 @@ void Gpt::block_backward(std::size_t layer, std::span<const std::byte* const> p,
 
 void Gpt::final_forward(std::span<const std::byte* const> parameters) {
   const std::size_t hidden = shape_.hidden;
-  layer_norm(norm_of(output_, final_mean_, final_inverse_),
-             widened(parameters[final_unit::kNormGain], hidden),
-             widened(parameters[final_unit::kNormBias], hidden, hidden), at(final_norm_));
+  operations_.layer_norm(norm_of(output_, final_mean_, final_inverse_),
+                         widened(parameters[final_unit::kNormGain], hidden),
+                         widened(parameters[final_unit::kNormBias], hidden, hidden), at(final_norm_));
   multiply(input_gradient_product(kVocabulary, hidden), at(final_norm_),
-           widened(parameters[final_unit::kTokens], kVocabulary * hidden), at(logits_));
+           stored(parameters[final_unit::kTokens]), at(logits_));
 }
 
 void Gpt::final_backward(std::span<const std::byte* const> parameters,
                          std::span<const GradientTarget> gradients, double loss_scale) {
   const std::size_t hidden = shape_.hidden;
   const float factor = static_cast<float>(loss_scale / static_cast<double>(rows_));
-  loss_ =
-      cross_entropy(at(logits_), targets_, kVocabulary, factor, reinterpret_cast<double*>(at(row_losses_)));
+  operations_.cross_entropy(at(logits_), bytes_at(targets_), reinterpret_cast<RowLoss*>(row_losses()), rows_,
+                            kVocabulary, factor);
 
   const GradientTarget& tokens = gradients[final_unit::kTokens];
-  multiply(weight_gradient_product(kVocabulary, hidden), at(logits_), at(final_norm_),
+  multiply(weight_gradient_product(kVocabulary, hidden), at(logits_), computed(at(final_norm_)),
            gradient_space(tokens));
   store_gradient(tokens, kVocabulary * hidden);
-  multiply(forward_product(kVocabulary, hidden), at(logits_),
-           widened(parameters[final_unit::kTokens], kVocabulary * hidden), at(narrow_gradient_));
+  multiply(forward_product(kVocabulary, hidden), at(logits_), stored(parameters[final_unit::kTokens]),
+           at(narrow_gradient_));
 
-  std::fill_n(at(residual_gradient_), rows_ * hidden, 0.0F);
+  operations_.zero(at(residual_gradient_), rows_ * hidden);
   norm_backward(norm_of(output_, final_mean_, final_inverse_), parameters[final_unit::kNormGain],
                 at(narrow_gradient_), at(residual_gradient_), gradients[final_unit::kNormGain],
                 gradients[final_unit::kNormBias]);
@@ -237,31 +238,30 @@ void Gpt::final_backward(std::span<const std::byte* const> parameters,
 
 void Gpt::linear(const float* input, const std::byte* weight, const std::byte* bias, std::size_t in,
                  std::size_t out, float* output) {
-  multiply(forward_product(in, out), input, widened(weight, in * out), output);
-  add_bias(output, widened(bias, out), rows_, out);
+  multiply(forward_product(in, out), input, stored(weight), output);
+  operations_.add_bias(output, widened(bias, out), rows_, out);
 }
 
 void Gpt::linear_backward(const LinearGradient& g) {
-  multiply(weight_gradient_product(g.in, g.out), g.input, g.output_gradient,
+  multiply(weight_gradient_product(g.in, g.out), g.input, computed(g.output_gradient),
            gradient_space(g.weight_gradient));
   store_gradient(g.weight_gradient, g.in * g.out);
-  bias_backward(g.output_gradient, gradient_space(g.bias_gradient), rows_, g.out);
+  operations_.bias_backward(g.output_gradient, gradient_space(g.bias_gradient), rows_, g.out);
   store_gradient(g.bias_gradient, g.out);
-  multiply(input_gradient_product(g.in, g.out), g.output_gradient, widened(g.weight, g.in * g.out),
-           g.input_gradient);
+  multiply(input_gradient_product(g.in, g.out), g.output_gradient, stored(g.weight), g.input_gradient);
 }
 
 void Gpt::norm_backward(const LayerNorm& norm, const std::byte* gain, const float* gradient,
                         float* input_gradient, GradientTarget gain_gradient, GradientTarget bias_gradient) {
   const std::size_t hidden = shape_.hidden;
-  layer_norm_backward(norm, widened(gain, hidden), gradient, input_gradient, gradient_space(gain_gradient),
-                      gradient_space(bias_gradient, hidden));
+  operations_.layer_norm_backward(norm, widened(gain, hidden), gradient, input_gradient,
+                                  gradient_space(gain_gradient), gradient_space(bias_gradient, hidden));
   store_gradient(gain_gradient, hidden);
   store_gradient(bias_gradient, hidden, hidden);
 }
 
-void Gpt::multiply(const ProductShape& product, const float* a, const float* b, float* c) {
-  matmul_.multiply(product, a, b, c, memory_ + product_space_);
+void Gpt::multiply(const ProductShape& product, const float* a, Operand b, float* c) {
+  operations_.multiply(product, a, b, c, memory_ + product_space_);
 }
 
 // [rows, in] x [in, out].
@@ -286,7 +286,7 @@ LayerNorm Gpt::norm_of(std::size_t input, std::size_t mean, std::size_t inverse)
 const float* Gpt::widened(const std::byte* parameter, std::size_t count, std::size_t offset) {
   if (dtype_ == DataType::kFloat32) return reinterpret_cast<const float*>(parameter);
   float* target = at(parameter_space_) + offset;
-  widen(dtype_, parameter, target, count);
+  operations_.widen(stored(parameter), target, count);
   return target;
 }
 
@@ -298,7 +298,7 @@ float* Gpt::gradient_space(const GradientTarget& target, std::size_t offset) {
 void Gpt::store_gradient(const GradientTarget& target, std::size_t count, std::size_t offset) {
   const float* source = gradient_space(target, offset);
   if (target.data == nullptr || reinterpret_cast<const std::byte*>(source) == target.data) return;
-  narrow(dtype_, source, target.data, count, target.accumulate);
+  operations_.narrow(dtype_, source, target.data, count, target.accumulate);
 }
 
 }  // namespace forebay::gpt

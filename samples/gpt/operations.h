@@ -1,56 +1,33 @@
-// The operations of a GPT besides matrix products, forward and backward, in fp32 on the host.
+// The operations of a GPT, forward and backward, on one device. Activations and what is computed are fp32.
 //
-// All matrices are row-major. Each output element is computed by one thread in one fixed order, so the bits
-// do not depend on the number of threads.
+// All matrices are row-major, and all pointers are memory of that device. Host threads compute them
+// (host_operations.h), or kernels launched on a stream (launched_operations.h); both follow definitions.h, so
+// with plain products they give the same bits, whatever the number of threads.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
+#include "definitions.h"
+#include "forebay/data_type.h"
+#include "matmul.h"
+
 namespace forebay::gpt {
 
-// How many OpenMP threads the calling thread's parallel loops and matrix products use from now on: exactly so
-// many, which is tried here. Without OpenMP it is always one.
-// Errors: throws Error(kUnavailable) when OpenMP gives another number.
-void set_compute_threads(int count);
-// The processors, as far as OpenMP's own limits let them be used.
-int default_compute_threads();
+// A matrix of fp32, or of the type in which an engine keeps parameters.
+struct Operand {
+  const void* data;
+  DataType type;
+};
 
-// matrix[r][c] += bias[c].
-void add_bias(float* matrix, const float* bias, std::size_t rows, std::size_t columns);
-// bias_gradient[c] = sum over r, ascending, of gradient[r][c].
-void bias_backward(const float* gradient, float* bias_gradient, std::size_t rows, std::size_t columns);
-
-// target = a + b.
-void add(const float* a, const float* b, float* target, std::size_t count);
-
-// output[r] = tokens[tokens_in[r]] + positions[r mod sequence].
-void embed(std::span<const std::uint8_t> tokens_in, const float* tokens, const float* positions,
-           float* output, std::size_t sequence, std::size_t hidden);
-void embed_tokens_backward(std::span<const std::uint8_t> tokens_in, const float* gradient,
-                           float* tokens_gradient, std::size_t vocabulary, std::size_t hidden);
-void embed_positions_backward(const float* gradient, float* positions_gradient, std::size_t rows,
-                              std::size_t sequence, std::size_t hidden);
-
-// y = (x - mean) / sqrt(variance + 1e-5) * gain + bias, over the columns of each row. `mean` and `inverse`
-// (the reciprocal of the root) are kept for the backward pass.
 struct LayerNorm {
   const float* input;
-  float* mean;
-  float* inverse;
+  float* mean;     // Of each row, kept for the backward pass;
+  float* inverse;  // so is 1 / sqrt(variance + 1e-5).
   std::size_t rows;
   std::size_t hidden;
 };
-void layer_norm(const LayerNorm& norm, const float* gain, const float* bias, float* output);
-// input_gradient += the gradient through the norm (the residual path is already in it).
-void layer_norm_backward(const LayerNorm& norm, const float* gain, const float* gradient,
-                         float* input_gradient, float* gain_gradient, float* bias_gradient);
-
-// GELU by tanh: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
-void gelu(const float* input, float* output, std::size_t count);
-// gradient *= gelu'(input).
-void gelu_backward(const float* input, float* gradient, std::size_t count);
 
 // Causal attention of `heads` heads over `batch` samples. A row of `qkv` is [query | key | value], each
 // `hidden` wide with the heads beside one another; scores are scaled by 1 / sqrt(hidden / heads).
@@ -59,20 +36,75 @@ struct Attention {
   std::size_t sequence;
   std::size_t hidden;
   std::size_t heads;
-  int threads;  // How many pieces of workspace there are.
   std::size_t head_columns() const { return hidden / heads; }
-  // Floats of workspace that one thread needs.
-  std::size_t workspace_count() const { return 2 * hidden / heads * sequence + 2 * sequence; }
+  std::size_t softmax_rows() const { return batch * heads * sequence; }
 };
-// `log_sums` [batch, heads, sequence] gets the logarithm of each softmax's denominator: with it the backward
-// pass makes the probabilities again instead of keeping them. `workspace`: for each thread.
-void attention(const Attention& shape, const float* qkv, float* output, float* log_sums, float* workspace);
-void attention_backward(const Attention& shape, const float* qkv, const float* log_sums,
-                        const float* gradient, float* qkv_gradient, float* workspace);
 
-// Mean over rows of -log softmax(logits[r])[targets[r]], added in double in the order of rows. `row_losses`
-// has one double for each row. `logits` become the gradient: (softmax - one-hot) * factor.
-double cross_entropy(float* logits, std::span<const std::uint8_t> targets, std::size_t vocabulary,
-                     float factor, double* row_losses);
+class Operations {
+ public:
+  virtual ~Operations() = default;
+
+  // Who makes the products: "library" or "plain".
+  virtual const char* matmul() const noexcept = 0;
+  // True: the calls queue work on a stream and return at once; they are made by the thread that drives the
+  // engine. False: the calls compute, and are made on the stream's thread (compute_stream.h).
+  virtual bool queues() const noexcept = 0;
+
+  // --- before the first of them; each returns the workspace bytes that the operation needs, which start at a
+  // multiple of 256 bytes ---
+  virtual std::size_t prepare_product(const ProductShape& shape, DataType b_type) = 0;
+  virtual std::size_t prepare_attention(const Attention& shape) = 0;
+
+  // c = op(a) * op(b).
+  virtual void multiply(const ProductShape& shape, const float* a, Operand b, float* c,
+                        std::byte* workspace) = 0;
+
+  // Exact.
+  virtual void widen(Operand source, float* target, std::size_t count) = 0;
+  // Rounds to nearest, ties to even. With `accumulate`, target = round(widened target + source).
+  virtual void narrow(DataType type, const float* source, std::byte* target, std::size_t count,
+                      bool accumulate) = 0;
+  virtual void zero(float* target, std::size_t count) = 0;
+
+  // matrix[r][c] += bias[c].
+  virtual void add_bias(float* matrix, const float* bias, std::size_t rows, std::size_t columns) = 0;
+  // bias_gradient[c] = sum over r of gradient[r][c].
+  virtual void bias_backward(const float* gradient, float* bias_gradient, std::size_t rows,
+                             std::size_t columns) = 0;
+  // target = a + b.
+  virtual void add(const float* a, const float* b, float* target, std::size_t count) = 0;
+
+  // output[r] = tokens[tokens_in[r]] + positions[r mod sequence].
+  virtual void embed(const std::uint8_t* tokens_in, const float* tokens, const float* positions,
+                     float* output, std::size_t rows, std::size_t sequence, std::size_t hidden) = 0;
+  virtual void embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient,
+                                     float* tokens_gradient, std::size_t rows, std::size_t vocabulary,
+                                     std::size_t hidden) = 0;
+  virtual void embed_positions_backward(const float* gradient, float* positions_gradient, std::size_t rows,
+                                        std::size_t sequence, std::size_t hidden) = 0;
+
+  // y = (x - mean) / sqrt(variance + 1e-5) * gain + bias, over the columns of each row.
+  virtual void layer_norm(const LayerNorm& norm, const float* gain, const float* bias, float* output) = 0;
+  // input_gradient += the gradient through the norm (the residual path is already in it).
+  virtual void layer_norm_backward(const LayerNorm& norm, const float* gain, const float* gradient,
+                                   float* input_gradient, float* gain_gradient, float* bias_gradient) = 0;
+
+  virtual void gelu(const float* input, float* output, std::size_t count) = 0;
+  // gradient *= gelu'(input).
+  virtual void gelu_backward(const float* input, float* gradient, std::size_t count) = 0;
+
+  // `softmax` [batch, heads, sequence] is kept for the backward pass.
+  virtual void attention(const Attention& shape, const float* qkv, float* output, SoftmaxRow* softmax,
+                         std::byte* workspace) = 0;
+  virtual void attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
+                                  const float* gradient, float* qkv_gradient, std::byte* workspace) = 0;
+
+  // `logits` [rows, vocabulary] become the gradient, (softmax - one-hot) * factor.
+  virtual void cross_entropy(float* logits, const std::uint8_t* targets, RowLoss* row_losses,
+                             std::size_t rows, std::size_t vocabulary, float factor) = 0;
+};
+
+// The mean of the rows' losses, in double and in the order of rows.
+double mean_loss(std::span<const RowLoss> rows);
 
 }  // namespace forebay::gpt

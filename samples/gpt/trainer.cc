@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "batch_feed.h"
 #include "compute_stream.h"
 #include "engine_model.h"
 #include "forebay/communicator.h"
@@ -23,6 +24,7 @@
 #include "forebay/kernels.h"
 #include "forebay/local_communicator.h"
 #include "gpt.h"
+#include "host_operations.h"
 #include "initial.h"
 #include "progress.h"
 #include "safetensors.h"
@@ -105,11 +107,12 @@ class Trainer {
         communicator_(communicator),
         text_(Text::read(options.text)),
         units_(describe_units(options.model)),
-        matmul_(options.matmul == "plain" ? create_plain_matmul() : create_library_matmul()),
-        gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype, .threads = threads},
-             *matmul_),
+        compute_(backend, /*queues=*/false),
+        operations_(std::make_unique<HostOperations>(
+            options.matmul == "plain" ? create_plain_matmul() : create_library_matmul(), threads)),
+        gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype}, *operations_),
+        feed_(backend, gpt_.row_count()),
         engine_(backend, kernels, communicator, engine_options(options, text_)),
-        compute_(backend),
         model_(engine_, gpt_, units_, compute_) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
@@ -122,6 +125,10 @@ class Trainer {
     model_.use_engine_memory();
     set_weights();
   }
+  // What is queued uses the members that go before the stream.
+  ~Trainer() { compute_.drain(); }
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
 
   TrainingReport train() {
     TrainingReport report;
@@ -186,18 +193,14 @@ class Trainer {
 
   StepResult step() {
     engine_.step_begin();
-    losses_.clear();
-    for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) {
-      run_micro_step(micro_step);
-      compute_.run([this] { losses_.push_back(gpt_.loss()); });
-    }
+    for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) run_micro_step(micro_step);
     compute_.synchronize();
 
     Hyperparameters hyperparameters;
     hyperparameters.groups = {{.lr = options_.lr, .weight_decay = options_.weight_decay},
                               {.lr = options_.lr, .weight_decay = 0.0}};
     hyperparameters.clip = options_.clip;
-    hyperparameters.metric = mean(losses_);
+    hyperparameters.metric = mean(feed_.take_losses());
     hyperparameters.stop = stop_requested.load(std::memory_order_relaxed);
     const StepResult result = engine_.step(hyperparameters);
     cursor_.samples += samples_per_step();
@@ -211,13 +214,14 @@ class Trainer {
                            .rank = static_cast<std::uint64_t>(place_.rank),
                            .rank_count = static_cast<std::uint64_t>(place_.size),
                            .batch = options_.batch};
-    std::vector<std::uint8_t> tokens(options_.batch * sequence);
-    std::vector<std::uint8_t> targets(options_.batch * sequence);
+    const BatchFeed::Batch batch = feed_.next();
     for (std::size_t b = 0; b < options_.batch; ++b) {
-      copy_sample(text_, options_.seed, place.sample() + b, std::span(tokens).subspan(b * sequence, sequence),
-                  std::span(targets).subspan(b * sequence, sequence));
+      copy_sample(text_, options_.seed, place.sample() + b, batch.tokens.subspan(b * sequence, sequence),
+                  batch.targets.subspan(b * sequence, sequence));
     }
-    model_.run_micro_step(micro_step, std::move(tokens), std::move(targets));
+    feed_.send(gpt_, compute_.stream());
+    model_.run_micro_step(micro_step);
+    feed_.receive(gpt_, compute_.stream());
   }
 
   std::uint64_t samples_per_step() const {
@@ -251,7 +255,7 @@ class Trainer {
     report.micro_steps = options_.micro_steps;
     report.accumulate = options_.accumulate;
     report.communicator = communicator_.name();
-    report.matmul = matmul_->name();
+    report.matmul = operations_->matmul();
     report.compute_threads = threads_;
     report.parameters = parameter_count(options_.model);
     const double step_seconds = report.ranks.front().step_ms / 1e3;
@@ -281,35 +285,49 @@ class Trainer {
   Communicator& communicator_;
   const Text text_;
   const std::vector<GptUnit> units_;
-  const std::unique_ptr<MatMul> matmul_;
+  ComputeStream compute_;  // Outlives the engine.
+  const std::unique_ptr<Operations> operations_;
   Gpt gpt_;
+  BatchFeed feed_;
   Engine engine_;
   Cursor cursor_;
-  std::vector<double> losses_;  // Of this step's micro-steps; written on the compute stream.
-  ComputeStream compute_;       // After what its work uses: its end waits for it.
   EngineModel model_;
 };
 
-TrainingReport train_rank(const TrainerOptions& options, const RankPlace& place,
-                          const CommunicatorMaker& make) {
-  const int threads =
+// What a rank trains on.
+struct Rank {
+  RankPlace place;
+  int threads = 1;
+  std::unique_ptr<Backend> backend;
+  std::unique_ptr<Kernels> kernels;
+  std::unique_ptr<Communicator> communicator;
+};
+
+Rank make_rank(const TrainerOptions& options, const RankPlace& place, const CommunicatorMaker& make) {
+  Rank rank;
+  rank.place = place;
+  rank.threads =
       options.threads > 0 ? options.threads : std::max(1, default_compute_threads() / place.local_size);
-  const std::unique_ptr<HostBackend> backend =
-      value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(place.rank)}));
-  const std::unique_ptr<Kernels> kernels =
-      value_or_throw(Kernels::create(*backend, {.thread_count = threads}));
-  const std::unique_ptr<Communicator> communicator = value_or_throw(make(*backend, *kernels));
+  rank.backend = value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(place.rank)}));
+  rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = rank.threads}));
+  rank.communicator = value_or_throw(make(*rank.backend, *rank.kernels));
+  return rank;
+}
+
+TrainingReport train_rank(const TrainerOptions& options, const Rank& rank) {
+  const RankPlace& place = rank.place;
   const auto fail = [&](const Status& cause) {
-    communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank)) : cause);
+    rank.communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank))
+                                            : cause);
   };
   try {
-    set_compute_threads(threads);  // The products are prepared on this thread.
-    return Trainer(options, place, threads, *backend, *kernels, *communicator).train();
+    set_compute_threads(rank.threads);  // The products are prepared on this thread.
+    return Trainer(options, place, rank.threads, *rank.backend, *rank.kernels, *rank.communicator).train();
   } catch (const Error& error) {
     fail(error.status());
     // What this rank saw may be the echo of another's failure: the communicator knows the first cause.
-    if (error.code() == StatusCode::kPeerLost && !communicator->status().ok())
-      throw Error(communicator->status());
+    if (error.code() == StatusCode::kPeerLost && !rank.communicator->status().ok())
+      throw Error(rank.communicator->status());
     throw;
   } catch (const std::exception& error) {
     const Status cause(StatusCode::kInternal, error.what());
@@ -345,14 +363,21 @@ TrainingReport run_training(const std::vector<TrainerOptions>& by_rank) {
   group_options.deadline = std::chrono::seconds(by_rank.front().deadline_seconds);
   const std::shared_ptr<LocalGroup> group = LocalGroup::create(size, group_options);
 
+  // All of them before the first starts: one that cannot be made keeps none waiting.
+  std::vector<Rank> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.push_back(make_rank(
+        by_rank[static_cast<std::size_t>(rank)], {.rank = rank, .size = size, .local_size = size},
+        [&](Backend& backend, Kernels& kernels) { return group->communicator(rank, backend, kernels); }));
+  }
+
   std::mutex mutex;
   std::vector<std::pair<int, Error>> failures;  // In the order of time. Guarded by mutex.
   TrainingReport report;                        // Rank 0's.
   const auto run = [&](int rank) {
     try {
-      const TrainingReport mine = train_rank(
-          by_rank[static_cast<std::size_t>(rank)], {.rank = rank, .size = size, .local_size = size},
-          [&](Backend& backend, Kernels& kernels) { return group->communicator(rank, backend, kernels); });
+      const auto index = static_cast<std::size_t>(rank);
+      const TrainingReport mine = train_rank(by_rank[index], ranks[index]);
       if (rank == 0) report = mine;
     } catch (const Error& error) {
       const std::lock_guard lock(mutex);
@@ -373,9 +398,10 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
   gloo.size = environment.size;
   gloo.store_directory = environment.store_directory;
   gloo.deadline = std::chrono::seconds(options.deadline_seconds);
-  return train_rank(
+  const Rank rank = make_rank(
       options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},
       [&](Backend& backend, Kernels& kernels) { return create_gloo_communicator(gloo, backend, kernels); });
+  return train_rank(options, rank);
 }
 
 }  // namespace forebay::gpt

@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +26,7 @@
 #include "forebay/local_communicator.h"
 #include "forebay/units.h"
 #include "gpt.h"
+#include "host_operations.h"
 #include "initial.h"
 #include "random.h"
 
@@ -93,11 +95,23 @@ struct BareUnit {
   DataType dtype;
 };
 
+void give(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets, const Gpt& gpt) {
+  std::memcpy(gpt.tokens(), tokens.data(), tokens.size());
+  std::memcpy(gpt.targets(), targets.data(), targets.size());
+}
+
+double loss_of(const Gpt& gpt) {
+  return mean_loss({reinterpret_cast<const RowLoss*>(gpt.row_losses()), gpt.row_count()});
+}
+
 class BareLoop {
  public:
-  BareLoop(const Gpt::Options& options, MatMul& matmul, Backend& backend, Kernels& kernels,
+  BareLoop(const Gpt::Options& options, Operations& operations, Backend& backend, Kernels& kernels,
            ComputeStream& compute)
-      : kernels_(kernels), compute_(compute), gpt_(options, matmul), memory_(backend, gpt_.memory_bytes()) {
+      : kernels_(kernels),
+        compute_(compute),
+        gpt_(options, operations),
+        memory_(backend, gpt_.memory_bytes()) {
     gpt_.use_memory(memory_.data());
     const std::vector<GptUnit> descriptions = describe_units(options.shape);
     norms_.resize(descriptions.size());
@@ -117,7 +131,7 @@ class BareLoop {
 
   double step(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets) {
     compute_.run([this, &tokens, &targets] {
-      gpt_.start(tokens, targets);
+      give(tokens, targets, gpt_);
       for (int u = 0; u < gpt_.unit_count(); ++u) gpt_.forward(u, parameters_of(u));
       for (int u = gpt_.unit_count() - 1; u >= 0; --u)
         gpt_.backward(u, parameters_of(u), gradients_of(u), 1.0);
@@ -134,7 +148,7 @@ class BareLoop {
     if (!std::isfinite(norm)) throw Error(StatusCode::kInternal, "the bare loop's gradient is not finite");
     update(norm > kClip ? static_cast<float>(kClip / norm) : 1.0F);
     compute_.synchronize();
-    return gpt_.loss();
+    return loss_of(gpt_);
   }
 
  private:
@@ -194,11 +208,11 @@ class BareLoop {
 
 class EngineLoop {
  public:
-  EngineLoop(const Gpt::Options& options, MatMul& matmul, Backend& backend, Kernels& kernels,
+  EngineLoop(const Gpt::Options& options, Operations& operations, Backend& backend, Kernels& kernels,
              Communicator& communicator, ComputeStream& compute)
       : compute_(compute),
         units_(describe_units(options.shape)),
-        gpt_(options, matmul),
+        gpt_(options, operations),
         engine_(backend, kernels, communicator, {.stage = 0, .dtype = options.dtype}),
         model_(engine_, gpt_, units_, compute) {
     engine_.commit();
@@ -210,14 +224,15 @@ class EngineLoop {
 
   double step(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets) {
     engine_.step_begin();
-    model_.run_micro_step(0, tokens, targets);
+    compute_.run([this, &tokens, &targets] { give(tokens, targets, gpt_); });
+    model_.run_micro_step(0);
     compute_.synchronize();
     Hyperparameters hyperparameters;
     hyperparameters.groups = {{kLr, kWeightDecay}, {kLr, kWeightDecay}};
     hyperparameters.clip = kClip;
     engine_.step(hyperparameters);
     static_cast<void>(engine_.statistics());  // Waits for the updates, as the bare loop does.
-    return gpt_.loss();
+    return loss_of(gpt_);
   }
 
  private:
@@ -239,12 +254,13 @@ int run(int pairs, DataType dtype) {
   const auto backend = value_or_throw(HostBackend::create({}));
   const auto kernels = value_or_throw(Kernels::create(*backend, {.thread_count = threads}));
   const auto communicator = value_or_throw(LocalGroup::create(1)->communicator(0, *backend, *kernels));
-  ComputeStream compute(*backend);
+  ComputeStream compute(*backend, /*queues=*/false);
   compute.run([threads] { set_compute_threads(threads); });
-  const auto matmul = library_matmul_available() ? create_library_matmul() : create_plain_matmul();
-  const Gpt::Options options{.shape = kShape, .batch = kBatch, .dtype = dtype, .threads = threads};
-  EngineLoop engine(options, *matmul, *backend, *kernels, *communicator, compute);
-  BareLoop bare(options, *matmul, *backend, *kernels, compute);
+  HostOperations operations(library_matmul_available() ? create_library_matmul() : create_plain_matmul(),
+                            threads);
+  const Gpt::Options options{.shape = kShape, .batch = kBatch, .dtype = dtype};
+  EngineLoop engine(options, operations, *backend, *kernels, *communicator, compute);
+  BareLoop bare(options, operations, *backend, *kernels, compute);
 
   std::vector<std::uint8_t> tokens(kBatch * kShape.sequence), targets(tokens.size());
   for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -282,7 +298,7 @@ int run(int pairs, DataType dtype) {
   const double tokens_per_step = static_cast<double>(tokens.size());
   const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
   std::printf("%zu parameters, %s, %d threads, %s products, %s\n", parameter_count(kShape),
-              data_type_name(dtype), threads, matmul->name(), kernels->description());
+              data_type_name(dtype), threads, operations.matmul(), kernels->description());
   std::printf("bare loop   %8.0f tokens/s (median of %d)\n", tokens_per_step / median(bare_seconds), pairs);
   std::printf("engine      %8.0f tokens/s\n", tokens_per_step / median(engine_seconds));
   std::printf("engine / bare: median %.4f [%.3f..%.3f], target %.2f\n", median(ratios), *low, *high, kTarget);

@@ -22,8 +22,8 @@
 #include "forebay/error.h"
 #include "gpt.h"
 #include "gpt_reference.h"
+#include "host_operations.h"
 #include "matmul.h"
-#include "operations.h"
 #include "random.h"
 #include "shape.h"
 #include "text.h"
@@ -41,13 +41,13 @@ std::uint64_t test_seed() {
 float* align(std::vector<float>& storage) {
   void* place = storage.data();
   std::size_t space = storage.size() * sizeof(float);
-  return static_cast<float*>(std::align(64, 64, place, space));
+  return static_cast<float*>(std::align(256, 64, place, space));
 }
 
 // Memory aligned as the engine's is.
 class AlignedBytes {
  public:
-  explicit AlignedBytes(std::size_t bytes) : storage_(bytes / sizeof(float) + 32) {}
+  explicit AlignedBytes(std::size_t bytes) : storage_(bytes / sizeof(float) + 128) {}
   std::byte* data() { return reinterpret_cast<std::byte*>(align(storage_)); }
 
  private:
@@ -61,8 +61,8 @@ class PlainModel {
              int threads = 1)
       : dtype_(dtype),
         units_(describe_units(shape)),
-        matmul_(std::move(matmul)),
-        gpt_({.shape = shape, .batch = batch, .dtype = dtype, .threads = threads}, *matmul_),
+        operations_(std::move(matmul), threads),
+        gpt_({.shape = shape, .batch = batch, .dtype = dtype}, operations_),
         memory_(gpt_.memory_bytes()) {
     std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // A value read before it was written shows.
     gpt_.use_memory(memory_.data());
@@ -85,14 +85,15 @@ class PlainModel {
   // One forward and backward pass; `accumulate` adds to the gradients of the pass before.
   double run(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets,
              bool accumulate = false, double loss_scale = 1) {
-    gpt_.start(tokens, targets);
+    std::copy_n(reinterpret_cast<const std::byte*>(tokens.data()), tokens.size(), gpt_.tokens());
+    std::copy_n(reinterpret_cast<const std::byte*>(targets.data()), targets.size(), gpt_.targets());
     for (int unit = 0; unit < gpt_.unit_count(); ++unit) gpt_.forward(unit, parameters_of(unit));
     for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) {
       const std::vector<const std::byte*> parameters =
           unit == 0 ? std::vector<const std::byte*>() : parameters_of(unit);
       gpt_.backward(unit, parameters, gradients_of(unit, accumulate), loss_scale);
     }
-    return gpt_.loss();
+    return mean_loss({reinterpret_cast<const RowLoss*>(gpt_.row_losses()), gpt_.row_count()});
   }
 
  private:
@@ -124,7 +125,7 @@ class PlainModel {
 
   DataType dtype_;
   std::vector<GptUnit> units_;
-  std::unique_ptr<MatMul> matmul_;
+  HostOperations operations_;
   Gpt gpt_;
   AlignedBytes memory_;
   std::map<std::string, std::vector<std::byte>> values_;
@@ -336,9 +337,9 @@ TEST(GptProducts, LibraryAndPlainAgreeWithDoubles) {
              {ProductShape{1, 1, 1}, ProductShape{70, 33, 19}, ProductShape{64, 48, 128},
               ProductShape{130, 7, 65}, ProductShape{5, 100, 3}}) {
           const ProductShape shape{extent.rows, extent.columns, extent.depth, transpose_a, transpose_b};
-          std::vector<float> a_storage(shape.rows * shape.depth + 32),
-              b_storage(shape.depth * shape.columns + 32);
-          std::vector<float> c_storage(shape.rows * shape.columns + 32, NAN);
+          std::vector<float> a_storage(shape.rows * shape.depth + 128),
+              b_storage(shape.depth * shape.columns + 128);
+          std::vector<float> c_storage(shape.rows * shape.columns + 128, NAN);
           float *a = align(a_storage), *b = align(b_storage), *c = align(c_storage);
           for (std::size_t i = 0; i < shape.rows * shape.depth; ++i) {
             a[i] = static_cast<float>(draw_normal(seed, stream, i));
@@ -410,8 +411,9 @@ TEST(GptOperations, GeluAgreesWithDoubles) {
   std::vector<float> x(4001), y(4001), gradient(4001, 1.0F);
   for (std::size_t i = 0; i < x.size(); ++i) x[i] = (static_cast<float>(i) - 2000) * 0.006F;
 
-  gelu(x.data(), y.data(), x.size());
-  gelu_backward(x.data(), gradient.data(), x.size());
+  HostOperations operations(create_plain_matmul(), 1);
+  operations.gelu(x.data(), y.data(), x.size());
+  operations.gelu_backward(x.data(), gradient.data(), x.size());
 
   for (std::size_t i = 0; i < x.size(); ++i) {
     const double v = x[i];
@@ -429,11 +431,12 @@ TEST(GptOperations, LargeLogitsDoNotOverflow) {
   logits[3] = 1000.0F;
   logits[4] = 1000.0F;
   const std::vector<std::uint8_t> targets = {4};
-  double row_loss = 0;
+  RowLoss row_loss{};
 
-  const double loss = cross_entropy(logits.data(), targets, kVocabulary, 1.0F, &row_loss);
+  HostOperations(create_plain_matmul(), 1)
+      .cross_entropy(logits.data(), targets.data(), &row_loss, 1, kVocabulary, 1.0F);
 
-  EXPECT_NEAR(loss, std::log(2.0), 1e-6);
+  EXPECT_NEAR(mean_loss({&row_loss, 1}), std::log(2.0), 1e-6);
   EXPECT_NEAR(logits[3], 0.5, 1e-6);
   EXPECT_NEAR(logits[4], -0.5, 1e-6);
 }

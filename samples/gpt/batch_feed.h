@@ -1,0 +1,54 @@
+// BatchFeed: carries the tokens of each micro-step to the device and its losses back, through a few pinned
+// host buffers in turn, so that the host prepares a micro-step while the device is busy with those before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "device_handles.h"
+#include "forebay/backend.h"
+#include "gpt.h"
+
+namespace forebay::gpt {
+
+class BatchFeed {
+ public:
+  struct Batch {
+    std::span<std::uint8_t> tokens;
+    std::span<std::uint8_t> targets;
+  };
+
+  // For passes of `rows` tokens. `backend` outlives this, and so does the stream, or it is drained before.
+  BatchFeed(Backend& backend, std::size_t rows);
+  // Where to write the next micro-step's tokens. Waits while all buffers are under way.
+  Batch next();
+  // Queues the copies: of what next() returned, before the pass, and of the losses, after it.
+  void send(const Gpt& gpt, Stream stream);
+  void receive(const Gpt& gpt, Stream stream);
+  // Waits for all that is under way. The mean loss of each micro-step since the last call, in order.
+  std::vector<double> take_losses();
+
+ private:
+  // Less, and the host waits for the device in every micro-step; more is memory without a use.
+  static constexpr std::size_t kBufferCount = 4;
+
+  struct Buffer {
+    std::span<RowLoss> losses;
+    std::span<std::uint8_t> tokens;
+    std::span<std::uint8_t> targets;
+    OwnedEvent received;
+    bool under_way = false;
+  };
+
+  void collect(Buffer& buffer);
+
+  Backend& backend_;
+  PinnedMemory memory_;  // Of the buffers: all losses, then all tokens and targets.
+  std::vector<Buffer> buffers_;
+  std::size_t current_ = kBufferCount - 1;  // Of the latest next().
+  std::vector<double> losses_;
+};
+
+}  // namespace forebay::gpt
