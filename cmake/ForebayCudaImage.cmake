@@ -19,7 +19,8 @@ if(FOREBAY_NVCC_ARCHITECTURES)
 endif()
 
 # forebay_cuda_image(name SOURCE kernels.cu EMBED image_compiled.cc [INCLUDES dir ...])
-# Compiles SOURCE with nvcc to name.fatbin in the binary directory. EMBED, a source of a target in the same directory,
+# Compiles SOURCE with nvcc to name.fatbin in the binary directory, beside name.fatbin.txt with the registers and the stack
+# of every kernel. EMBED, a source of a target in the same directory,
 # gets two macros: FOREBAY_KERNEL_IMAGE, the file for .incbin, and FOREBAY_KERNEL_TARGETS, what it was compiled for.
 # Requires FOREBAY_HAVE_NVCC.
 function(forebay_cuda_image name)
@@ -28,9 +29,10 @@ function(forebay_cuda_image name)
   set(source "${CMAKE_CURRENT_SOURCE_DIR}/${ARG_SOURCE}")
   list(TRANSFORM ARG_INCLUDES PREPEND "-I")
   add_custom_command(OUTPUT "${image}"
-    COMMAND "${FOREBAY_NVCC}" -fatbin ${FOREBAY_NVCC_FLAGS} ${FOREBAY_NVCC_CODE} ${ARG_INCLUDES} --threads 2
-      -MD -MF "${image}.d" "${source}" -o "${image}"
-    DEPENDS "${source}" "${FOREBAY_NVCC}"
+    COMMAND "${CMAKE_COMMAND}" -D "REPORT=${image}.txt" -P "${PROJECT_SOURCE_DIR}/cmake/CompileCudaImage.cmake" --
+      "${FOREBAY_NVCC}" -fatbin ${FOREBAY_NVCC_FLAGS} ${FOREBAY_NVCC_CODE} ${ARG_INCLUDES} --threads 2 -Xptxas -v -MD -MF "${image}.d" "${source}" -o "${image}"
+    BYPRODUCTS "${image}.txt"
+    DEPENDS "${source}" "${FOREBAY_NVCC}" "${PROJECT_SOURCE_DIR}/cmake/CompileCudaImage.cmake"
     DEPFILE "${image}.d"
     COMMENT "Compiling CUDA kernels ${name} for ${FOREBAY_NVCC_TARGETS}"
     VERBATIM)

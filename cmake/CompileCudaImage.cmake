@@ -1,0 +1,17 @@
+# cmake -D REPORT=file -P CompileCudaImage.cmake -- nvcc ...
+# Runs nvcc. What it says of registers and stack goes to REPORT; what it says when it fails, to the terminal.
+set(command "")
+set(seen OFF)
+math(EXPR last "${CMAKE_ARGC} - 1")
+foreach(i RANGE ${last})
+  if(seen)
+    list(APPEND command "${CMAKE_ARGV${i}}")
+  elseif(CMAKE_ARGV${i} STREQUAL "--")
+    set(seen ON)
+  endif()
+endforeach()
+execute_process(COMMAND ${command} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+if(NOT result EQUAL 0)
+  message(FATAL_ERROR "${output}")
+endif()
+file(WRITE "${REPORT}" "${output}")
