@@ -80,6 +80,25 @@ if(FOREBAY_TESTS)
     forebay_missing("GoogleTest" "libgtest-dev libgmock-dev")
   endif()
   include(GoogleTest)
+
+  # cuda.h: what our own declarations of the driver's interface are checked against. Optional, and tests only.
+  find_path(FOREBAY_CUDA_H cuda.h HINTS "$ENV{CUDA_HOME}/include" /usr/local/cuda/include
+    DOC "The directory of the CUDA toolkit's cuda.h")
+  set(FOREBAY_HAVE_CUDA_H OFF)
+  if(FOREBAY_CUDA_H)
+    file(STRINGS "${FOREBAY_CUDA_H}/cuda.h" version REGEX "^#define CUDA_VERSION [0-9]+")
+    string(REGEX MATCH "[0-9]+$" version "${version}")
+  endif()
+  if(NOT FOREBAY_CUDA_H)
+    message(STATUS "cuda.h not found (CUDA toolkit 13): our declarations of the driver are not checked against it")
+  elseif(NOT EXISTS "${FOREBAY_CUDA_H}/cudaTypedefs.h" OR version LESS 13000)
+    message(STATUS "${FOREBAY_CUDA_H}/cuda.h is of version '${version}', older than 13000, from which our declarations of "
+                   "the driver were written: they are not checked against it")
+  else()
+    set(FOREBAY_HAVE_CUDA_H ON)
+    add_library(forebay_cuda_h INTERFACE)
+    target_include_directories(forebay_cuda_h SYSTEM INTERFACE "${FOREBAY_CUDA_H}")
+  endif()
 endif()
 
 # nvcc: compiles the CUDA kernels. Optional: without it the library loads no kernels onto a GPU. Nothing of the toolkit is
