@@ -10,7 +10,9 @@
 
 #include "forebay/error.h"
 #include "forebay/version.h"
+#include "runtime/api/explain_command.h"
 #include "runtime/api/plan_command.h"
+#include "runtime/api/replay_command.h"
 #include "runtime/api/report_command.h"
 
 namespace {
@@ -32,9 +34,13 @@ int run(int argc, char** argv) {
   std::function<int()> action;
   forebay::add_plan_command(app, action);
   forebay::add_report_command(app, action);
+  forebay::add_replay_command(app, action);
+  forebay::add_explain_command(app, action);
   if (argc > 1 && is_unknown_word(app, argv[1])) {
-    std::fprintf(stderr, "forebay: there is no subcommand '%s'; use plan or report (--help describes them)\n",
-                 argv[1]);
+    std::fprintf(
+        stderr,
+        "forebay: there is no subcommand '%s'; use plan, report, replay or explain (--help describes them)\n",
+        argv[1]);
     return kBadUsage;
   }
   try {

@@ -1,0 +1,62 @@
+#include "runtime/api/explain_command.h"
+
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/api/allocation_trace.h"
+#include "runtime/api/explanation.h"
+#include "runtime/api/terminal_line.h"
+
+namespace forebay {
+namespace {
+
+constexpr int kBadInput = 2;
+
+int run(const std::string& path) {
+  const auto complain = [](const Status& status) {
+    std::fprintf(stderr, "forebay explain: %s\n", status.message().c_str());
+    return kBadInput;
+  };
+  const Result<std::vector<AllocationTrace>> traces = read_allocation_traces(path);
+  if (!traces.ok()) return complain(traces.status());
+  std::string text;
+  for (const AllocationTrace& trace : traces.value()) {
+    const TerminalLine line;
+    const Result<Explanation> explanation =
+        explain(trace, [&](const std::string& what) { line.show(trace.name + ": " + what); });
+    if (!explanation.ok()) {
+      line.show("");
+      return complain(explanation.status());
+    }
+    if (!text.empty()) text += "\n";
+    text += explanation_text(trace, explanation.value());
+  }
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    return complain({StatusCode::kIoError, "cannot write to standard output; is the disk full?"});
+  }
+  return 0;
+}
+
+}  // namespace
+
+void add_explain_command(CLI::App& app, std::function<int()>& action) {
+  const auto path = std::make_shared<std::string>();  // Shared by the parser's field and the action.
+  CLI::App* command = app.add_subcommand(
+      "explain",
+      "Say why memory ran out: fragmentation or shortage, who held it, how little would have done");
+  command
+      ->add_option(
+          "snapshot", *path,
+          "A PyTorch memory snapshot (.pickle; nothing in it is executed), an RMM log or a text trace")
+      ->required()
+      ->type_name("SNAPSHOT");
+  command->footer(
+      "The smallest capacities are searched in steps of 2 MiB by playing the recorded requests on a model "
+      "device. "
+      "Exit code: 0, or 2 if the file could not be read.");
+  command->callback([path, &action] { action = [path] { return run(*path); }; });
+}
+
+}  // namespace forebay

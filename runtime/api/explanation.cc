@@ -1,0 +1,219 @@
+#include "runtime/api/explanation.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <unordered_map>
+#include <utility>
+
+#include "forebay/units.h"
+#include "runtime/api/trace_replay.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::size_t kHoldingsShown = 4;
+
+// Sums of the blocks live after the events [0, end), those that failed left out.
+struct Moment {
+  std::uint64_t live_bytes = 0;
+  std::uint64_t peak_bytes = 0;  // The most of live_bytes until then.
+  std::vector<bool> is_live;     // By block.
+};
+
+Moment at(const AllocationTrace& trace, std::size_t end) {
+  Moment moment;
+  moment.is_live.resize(trace.blocks.size());
+  for (std::size_t i = 0; i < end; ++i) {
+    const TraceEvent& event = trace.events[i];
+    const TraceBlock& block = trace.blocks[event.block];
+    if (block.failed) continue;
+    moment.is_live[event.block] = !event.is_free;
+    moment.live_bytes = event.is_free ? moment.live_bytes - block.bytes : moment.live_bytes + block.bytes;
+    moment.peak_bytes = std::max(moment.peak_bytes, moment.live_bytes);
+  }
+  return moment;
+}
+
+// By source line where the trace knows any, else by size: equal sizes are often one kind of tensor.
+std::vector<Holding> find_holdings(const AllocationTrace& trace, const Moment& moment, bool by_name) {
+  std::unordered_map<std::uint64_t, Holding> found;
+  for (std::size_t i = 0; i < trace.blocks.size(); ++i) {
+    if (!moment.is_live[i]) continue;
+    const TraceBlock& block = trace.blocks[i];
+    Holding& holding = found[by_name ? block.holder : block.bytes];
+    holding.bytes += block.bytes;
+    ++holding.count;
+    if (holding.count > 1) continue;
+    if (!by_name) {
+      holding.name = "of " + format_bytes(block.bytes) + " each";
+    } else if (block.holder == 0) {
+      holding.name = "(source line not recorded)";
+    } else {
+      holding.name = trace.holders[block.holder];
+    }
+  }
+  std::vector<Holding> holdings;
+  for (auto& [key, holding] : found) holdings.push_back(std::move(holding));
+  std::sort(holdings.begin(), holdings.end(), [](const Holding& a, const Holding& b) {
+    return a.bytes != b.bytes ? a.bytes > b.bytes : a.name < b.name;
+  });
+  return holdings;
+}
+
+void judge(const AllocationTrace& trace, const Moment& moment, Explanation* explanation) {
+  const std::optional<RecordedFailure>& failure = trace.failure;
+  if (trace.state) {
+    explanation->free_bytes = trace.state->reserved_bytes - trace.state->live_bytes;
+    if (failure && failure->device_free_bytes) {
+      explanation->free_bytes += *failure->device_free_bytes;
+      explanation->capacity_bytes = trace.state->reserved_bytes + *failure->device_free_bytes;
+    }
+  }
+  if (!failure) return;
+  // More was live once than this request would have needed: so the memory was there.
+  if (moment.peak_bytes >= moment.live_bytes + failure->bytes) {
+    explanation->verdict = Verdict::kFragmentation;
+    if (!trace.state) explanation->free_bytes = moment.peak_bytes - moment.live_bytes;
+    return;
+  }
+  if (!trace.state) {
+    explanation->verdict = Verdict::kUnclear;
+    return;
+  }
+  if (explanation->free_bytes >= failure->bytes) {
+    explanation->verdict = Verdict::kFragmentation;
+    return;
+  }
+  explanation->verdict = Verdict::kShortage;
+  explanation->short_bytes = failure->bytes - explanation->free_bytes;
+}
+
+std::string percent_over(std::uint64_t bytes, std::uint64_t base) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%+.1f %%",
+                base == 0 ? 0 : 100 * (static_cast<double>(bytes) / static_cast<double>(base) - 1));
+  return text;
+}
+
+std::string capacity_text(const std::optional<std::uint64_t>& capacity, std::uint64_t peak) {
+  if (!capacity) return "none found";
+  return format_bytes(*capacity) + " (" + percent_over(*capacity, peak) + ")";
+}
+
+std::string verdict_text(const AllocationTrace& trace, const Explanation& explanation) {
+  const std::string asked = trace.failure ? format_bytes(trace.failure->bytes) : "";
+  switch (explanation.verdict) {
+    case Verdict::kFragmentation:
+      return "FRAGMENTATION: " + asked + " failed although " + format_bytes(explanation.free_bytes) +
+             " were free, in pieces.";
+    case Verdict::kShortage:
+      return "TRUE SHORTAGE: " + asked + " failed; all that was free, " + format_bytes(explanation.free_bytes) +
+             ", is " + format_bytes(explanation.short_bytes) + " short of it.";
+    case Verdict::kUnclear:
+      return "UNCLEAR: " + asked + " failed with " + format_bytes(explanation.live_bytes) +
+             " live; the file does not say how much there was. It was fragmentation if that exceeds " +
+             format_bytes(explanation.live_bytes + (trace.failure ? trace.failure->bytes : 0)) + ".";
+    case Verdict::kNoFailure:
+      break;
+  }
+  return "NO FAILURE in what was recorded; the moment shown is the peak.";
+}
+
+std::string state_text(const AllocationTrace& trace) {
+  if (!trace.state) return "not recorded: how much the allocator held, and how large its free pieces were";
+  const RecordedState& state = *trace.state;
+  std::string text = format_bytes(state.reserved_bytes) + " reserved, " + format_bytes(state.live_bytes) +
+                     " in blocks (" + format_bytes(state.requested_bytes) + " asked for)";
+  if (state.pending_bytes > 0) text += ", " + format_bytes(state.pending_bytes) + " of it waiting for streams";
+  text += ", largest free piece " + format_bytes(state.largest_free_bytes);
+  if (trace.failure) text += " for a request of " + format_bytes(trace.failure->bytes);
+  if (trace.failure && trace.failure->device_free_bytes) {
+    text += "; the device had " + format_bytes(*trace.failure->device_free_bytes) + " left";
+  }
+  return text;
+}
+
+std::string advice_text(const AllocationTrace& trace, const Explanation& explanation) {
+  const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
+  const std::optional<std::uint64_t>& have = explanation.capacity_bytes;
+  const bool fits = need && (!have || *need <= *have);
+  if (explanation.verdict == Verdict::kNoFailure) {
+    return trace.format == "PyTorch memory snapshot"
+               ? "record the failure: torch.cuda.memory._record_memory_history(), and _dump_snapshot(FILE) when it "
+                 "runs out"
+               : "set the smallest capacities above against the device's; `forebay replay` shows more";
+  }
+  if (explanation.verdict == Verdict::kShortage || !fits) {
+    std::string text = "ask for less: ";
+    if (need && have && *need > *have) {
+      text = "ask for " + format_bytes(*need - *have) + " less: ";
+    }
+    return text +
+           "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer (`forebay "
+           "plan` says what each saves); begin with the first holder";
+  }
+  return "the same requests fit under forebay's arena; within PyTorch alone, "
+         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True comes nearest";
+}
+
+}  // namespace
+
+Result<Explanation> explain(const AllocationTrace& trace,
+                            const std::function<void(const std::string& what)>& progress) {
+  Explanation explanation;
+  const std::size_t end = trace.failure ? trace.failure->event : trace.peak_event() + 1;
+  const Moment moment = at(trace, std::min(end, trace.events.size()));
+  explanation.live_bytes = moment.live_bytes;
+  explanation.has_names = trace.holders.size() > 1;
+  explanation.holdings = find_holdings(trace, moment, explanation.has_names);
+  explanation.peak_requested_bytes = trace.peak_requested_bytes();
+  judge(trace, moment, &explanation);
+  const auto search = [&](ReplayTarget target, const char* name, std::optional<std::uint64_t>* found) -> Status {
+    Result<std::optional<std::uint64_t>> capacity = find_minimum_capacity(trace, target, [&](int probe) {
+      if (progress) progress(std::string("smallest capacity of the ") + name + ", probe " + std::to_string(probe));
+    });
+    FOREBAY_RETURN_IF_ERROR(capacity.status());
+    *found = capacity.value();
+    return {};
+  };
+  FOREBAY_RETURN_IF_ERROR(search(ReplayTarget::kArena, "arena", &explanation.arena_capacity_bytes));
+  FOREBAY_RETURN_IF_ERROR(search(ReplayTarget::kBaseline, "baseline", &explanation.baseline_capacity_bytes));
+  return explanation;
+}
+
+std::string explanation_text(const AllocationTrace& trace, const Explanation& explanation) {
+  std::string text = trace.name + ": " + trace.format + ", " +
+                     std::to_string(trace.events.size() - trace.warm_event_count) + " events, " +
+                     std::to_string(trace.warm_event_count) + " blocks live before them\n";
+  text += verdict_text(trace, explanation) + "\n";
+  text += "State:   " + state_text(trace) + "\n";
+  const bool at_failure = trace.failure.has_value();
+  text += std::string("Holders: ") + format_bytes(explanation.live_bytes) + " asked for and live at the " +
+          (at_failure ? "failure" : "peak") +
+          (explanation.has_names ? "" : "; no source lines recorded, so by size") + "\n";
+  std::uint64_t rest_bytes = 0;
+  std::uint64_t rest_count = 0;
+  for (std::size_t i = 0; i < explanation.holdings.size(); ++i) {
+    const Holding& holding = explanation.holdings[i];
+    if (i >= kHoldingsShown) {
+      rest_bytes += holding.bytes;
+      rest_count += holding.count;
+      continue;
+    }
+    text += "  " + format_bytes(holding.bytes) + " in " + std::to_string(holding.count) +
+            (holding.count == 1 ? " block " : " blocks ") + holding.name + "\n";
+  }
+  if (rest_count > 0) {
+    text += "  " + format_bytes(rest_bytes) + " in " + std::to_string(rest_count) + " others\n";
+  }
+  const std::uint64_t peak = explanation.peak_requested_bytes;
+  text += "Needs:   " + format_bytes(peak) + " at the peak; the smallest capacity is " +
+          capacity_text(explanation.arena_capacity_bytes, peak) + " under forebay's arena, " +
+          capacity_text(explanation.baseline_capacity_bytes, peak) + " under a caching baseline of ours";
+  if (explanation.capacity_bytes) text += "; there were " + format_bytes(*explanation.capacity_bytes);
+  text += "\n";
+  text += "Try:     " + advice_text(trace, explanation) + "\n";
+  return text;
+}
+
+}  // namespace forebay

@@ -1,0 +1,80 @@
+// PickleReader: the data in a pickle, and nothing else of it. It reads protocols 2 to 5 into a table of
+// values and executes nothing: an opcode that would import or call something is refused with its place and
+// its name, except for a few names of plain data, which become empty containers or opaque values.
+//
+// Bounds: the values it makes are counted against limits, strings stay in the input, and nothing recurses, so
+// that no input takes more memory than the limits or more stack than a short one.
+//
+// Source: CPython, Lib/pickletools.py, for what each opcode means.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "forebay/status.h"
+
+namespace forebay {
+
+// A value is 16 bytes and refers to its pickle for everything else.
+struct PickleValue {
+  enum class Kind : std::uint8_t {
+    kNone,
+    kBool,
+    kInteger,
+    kFloat,
+    kString,  // Text or bytes.
+    kList,    // Also tuples and sets.
+    kDict,
+    kOpaque,  // Data of a known, harmless kind that is not looked into; also integers beyond 64 bits.
+  };
+  Kind kind = Kind::kNone;
+  std::uint32_t length = 0;  // kString: bytes.
+  union {
+    std::int64_t integer = 0;  // Also kBool.
+    double number;
+    const char* text;
+    std::uint32_t container;
+  };
+};
+
+struct PickleLimits {
+  std::size_t values = std::size_t{1} << 28;      // In containers and on the stack. 16 bytes each.
+  std::size_t containers = std::size_t{1} << 26;  // Lists and dicts. 24 bytes each.
+};
+
+// The content of one pickle. Requires: the text it was read from outlives it.
+class Pickle {
+ public:
+  // Errors: kInvalidArgument with the byte offset of what cannot be read.
+  static Result<Pickle> read(std::string_view text, const PickleLimits& limits = {});
+
+  const PickleValue& root() const { return root_; }
+
+  // The elements of a list, in order; of a dict, keys and values in turn. Empty for other kinds.
+  const std::vector<PickleValue>& items(const PickleValue& value) const;
+  // The value at a key of a dict; null if it is none or has no such key. The last of equal keys counts. A
+  // dict of more than kLookupLimit keys is not looked into: it is no record, and looking would take a time
+  // that a small file could make very long.
+  const PickleValue* find(const PickleValue& dict, std::string_view key) const;
+
+  static constexpr std::size_t kLookupLimit = 256;
+
+  static std::string_view text_of(const PickleValue& value) {
+    return value.kind == PickleValue::Kind::kString ? std::string_view(value.text, value.length)
+                                                    : std::string_view();
+  }
+
+ private:
+  friend class PickleMachine;
+  PickleValue root_;
+  std::vector<std::vector<PickleValue>> containers_;
+};
+
+// The input begins as a pickle of a protocol that is read here.
+bool is_pickle(std::string_view text);
+
+}  // namespace forebay

@@ -1,0 +1,12 @@
+// `forebay replay`: allocation traces played against the arena.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+
+namespace forebay {
+
+// Adds the subcommand. When it is chosen, `action` becomes what it does; its result is the exit code.
+void add_replay_command(CLI::App& app, std::function<int()>& action);
+
+}  // namespace forebay
