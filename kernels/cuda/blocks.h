@@ -94,11 +94,9 @@ struct NormLeaves {
         if (i + step < present) shared.lanes[i][0] = shared.lanes[i][0] + shared.lanes[i + step][0];
       }
     }
+    // A thread without leaves has 0, which changes no sum of squares.
     double sum = first < present ? shared.lanes[first][0] : 0.0;
-    for (unsigned step = 1; step < kWarpSize; step *= 2) {
-      const double right = c.shuffle_down(sum, step);
-      if (c.thread() % (2 * step) == 0 && first + step * kPerThread < present) sum = sum + right;
-    }
+    for (unsigned step = 1; step < kWarpSize; step *= 2) sum = sum + c.shuffle_down(sum, step);
     return sum;
   }
 };

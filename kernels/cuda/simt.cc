@@ -101,8 +101,12 @@ class Block {
     index_ = index;
     std::memset(shared_.data(), kSharedPoison, shared_.size() * sizeof shared_[0]);
     for (std::size_t i = 0; i < fibers_.size(); ++i) prepare(i);
-    while (true) {
-      for (current_ = 0; current_ < fibers_.size(); ++current_) {
+    // Between two barriers threads run in ascending or in descending order, in turns, and neighbouring blocks
+    // the other way round: a missing barrier shows in one of them.
+    for (unsigned round = index;; ++round) {
+      const std::size_t count = fibers_.size();
+      for (std::size_t i = 0; i < count; ++i) {
+        current_ = round % 2 == 0 ? i : count - 1 - i;
         if (fibers_[current_].state == State::kRuns) resume(fibers_[current_]);
       }
       if (all_at(State::kEnded, 0, fibers_.size())) return {};

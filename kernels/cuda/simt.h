@@ -4,7 +4,8 @@
 // Each thread is a fiber that runs until it reaches a barrier or a shuffle; when all of its block, or of its
 // warp, are there, they go on. Threads that cannot meet (one has ended, or waits elsewhere) are reported as
 // what they are on a device: a defect. Shared memory is poisoned when a block begins. One block runs after
-// the other, in order. Slow: about a microsecond for a thread to reach a barrier.
+// the other; the order of threads turns around at every barrier, so that a missing one shows. Slow: about a
+// microsecond for a thread to reach a barrier.
 //
 // Kernels without barriers need none of it: a loop over ElementContext is enough.
 #pragma once

@@ -330,6 +330,23 @@ TEST_P(KernelsConformance, NormIsTheFixedTreeBitForBit) {
   }
 }
 
+// On a device with many multiprocessors this needs half a gigabyte.
+TEST_P(KernelsConformance, NormIsTheSameTreeWhenItHasMoreLeavesThanTheGridHasPlaces) {
+  const auto processors =
+      static_cast<std::size_t>(std::max(backend_->capabilities().multiprocessor_count, 1));
+  const std::size_t leaf_count = processors * 32 * 64 + 3 * 64 + 1, count = leaf_count * kLeafCount;
+  Array source(DataType::kFloat32, count, 0);
+  for (std::size_t i = 0; i < count; ++i) {
+    source.set(i, 0x3F000000u | (static_cast<std::uint32_t>(i * 2654435761u) >> 9));
+  }
+  double* const scratch = upload(std::vector<double>(leaf_count));
+  double* const result = upload(std::vector<double>(1));
+
+  finish(kernels_->norm({upload(source), scratch, result, count, DataType::kFloat32}, stream_));
+
+  ASSERT_EQ(double_bits(download(result)), double_bits(plain_norm(source)));
+}
+
 TEST_P(KernelsConformance, NormIsNotFiniteExactlyWhenAnElementIsNotAndItsNanIsCanonical) {
   const std::size_t count = 67 * kLeafCount;
   const float infinity = std::numeric_limits<float>::infinity();

@@ -53,6 +53,25 @@ TEST(Simt, WhatIsWrittenBeforeABarrierIsReadAfterIt) {
   for (unsigned i = 0; i < 100; ++i) EXPECT_EQ(got[i], 2000 + (i + 1) % 100);
 }
 
+// Every thread reads what the one before it wrote, which is there in one order of threads only.
+TEST(Simt, AMissingBarrierShowsInOneOfTwoBlocks) {
+  std::vector<unsigned> stale(2);
+
+  const std::string failure = run(
+      2, 64, 64,
+      [](const BlockContext& c, void* shared, const void* launch) {
+        auto* bytes = static_cast<unsigned char*>(shared);
+        bytes[c.thread()] = 1;
+        if (c.thread() > 0 && bytes[c.thread() - 1] == kSharedPoison) {
+          ++(*static_cast<std::vector<unsigned>*>(const_cast<void*>(launch)))[c.block()];
+        }
+      },
+      &stale);
+
+  EXPECT_EQ(failure, "");
+  EXPECT_EQ(stale, (std::vector<unsigned>{0, 63}));
+}
+
 TEST(Simt, ShuffleDownStaysInTheWarpAndWarpsDoNotWaitForEachOther) {
   std::vector<double> got(80);
 
