@@ -302,6 +302,8 @@ class CudaBackendImpl final : public CudaBackend {
   // Held over a question to addresses_, the driver's call and the change that follows. Taken before its
   // mutex.
   std::mutex mapping_mutex_;
+  // What went wrong where nobody could be told is logged, once each.
+  mutable std::atomic<bool> has_reported_state_{false};
   std::atomic<bool> has_reported_leak_{false};
   std::atomic<bool> has_reported_memory_info_{false};
 
@@ -348,7 +350,7 @@ void CudaBackendImpl::report_leak(CuResult result, const char* call) noexcept {
 // In the order of dependence: work, then what it touched, then the addresses.
 void CudaBackendImpl::give_everything_back() noexcept {
   {
-    const CudaScope scope(driver_, context_);
+    const CudaScope scope(driver_, context_, has_reported_state_);
     if (scope.result() == CuResult::kDeinitialized) return;
     report_leak(scope.result(), scope.call());
     const CudaOrderBook::Left left = order_.take_all(this);
@@ -407,7 +409,7 @@ Result<DevicePtr> CudaBackendImpl::reserve(std::size_t bytes, std::size_t alignm
                              " is not a power of two; give one, or 0 for the granularity");
   }
   alignment = std::max(alignment, capabilities_.granularity);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   cuda::CuDevicePtr address = 0;
   FOREBAY_RETURN_IF_ERROR(
@@ -421,7 +423,7 @@ Status CudaBackendImpl::release(DevicePtr base, std::size_t bytes) {
   FOREBAY_RETURN_IF_ERROR(enter("release", what));
   const std::lock_guard lock(mapping_mutex_);
   if (const char* reason = addresses_.check_release(base, bytes)) return refused(what, reason);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same address.
@@ -439,7 +441,7 @@ Result<Chunk> CudaBackendImpl::chunk_create(std::size_t bytes) {
     return refused(
         what, "not a multiple of the granularity; round up to " + format_bytes(capabilities_.granularity));
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   std::size_t free_bytes = 0;
   if (!addresses_.charge(bytes, &free_bytes)) return out_of_budget(what, free_bytes);
@@ -458,7 +460,7 @@ Status CudaBackendImpl::chunk_destroy(Chunk chunk) {
   const std::lock_guard lock(mapping_mutex_);
   CudaAddressBook::ChunkFacts facts;
   if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.driver_handle), "cuMemRelease", what));
@@ -473,7 +475,7 @@ Status CudaBackendImpl::map(DevicePtr address, Chunk chunk) {
   const std::lock_guard lock(mapping_mutex_);
   if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
   if (const char* reason = addresses_.check_map(address, chunk)) return refused(what, reason);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(check(
       driver_.cuMemMap(device_address(address), facts.bytes, 0, facts.driver_handle, 0), "cuMemMap", what));
@@ -486,7 +488,7 @@ Status CudaBackendImpl::unmap(DevicePtr address, std::size_t bytes) {
   FOREBAY_RETURN_IF_ERROR(enter("unmap", what));
   const std::lock_guard lock(mapping_mutex_);
   if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   const CuResult result = driver_.cuMemUnmap(device_address(address), bytes);
@@ -518,7 +520,7 @@ Status CudaBackendImpl::set_access(DevicePtr address, std::size_t bytes) {
   FOREBAY_RETURN_IF_ERROR(enter("set_access", what));
   const std::lock_guard lock(mapping_mutex_);
   if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(
       check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
@@ -537,7 +539,7 @@ Result<DevicePtr> CudaBackendImpl::alloc(std::size_t bytes) {
     return Status(StatusCode::kOutOfMemory, "cannot " + what() + " on " + capabilities_.name +
                                                 ": more than there are addresses; ask for less");
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   const std::size_t charged = round_up(bytes, kBlockAlignment);
   std::size_t free_bytes = 0;
@@ -555,7 +557,7 @@ Result<DevicePtr> CudaBackendImpl::alloc(std::size_t bytes) {
 Status CudaBackendImpl::free(DevicePtr address) {
   const auto what = [=] { return "free the block at " + hex(numeric(address)); };
   FOREBAY_RETURN_IF_ERROR(enter("free", what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same address.
@@ -579,7 +581,7 @@ Status CudaBackendImpl::pin(void* address, std::size_t bytes) {
   if (bytes == 0 || bytes % page_bytes != 0 || device_address(address) % page_bytes != 0) {
     return refused(what, "not whole pages of " + std::to_string(page_bytes) + " bytes; align both");
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   // Into the list first, so that two threads cannot both pin a page; locking gigabytes takes seconds, in
   // which the mutex is not held.
@@ -595,7 +597,7 @@ Status CudaBackendImpl::pin(void* address, std::size_t bytes) {
 Status CudaBackendImpl::unpin(void* address) {
   const auto what = [=] { return "unpin the host memory at " + hex(numeric(address)); };
   FOREBAY_RETURN_IF_ERROR(enter("unpin", what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   const std::size_t bytes = remove_pinned(static_cast<std::byte*>(address));
@@ -629,17 +631,15 @@ std::size_t CudaBackendImpl::remove_pinned(std::byte* address) {
 MemoryInfo CudaBackendImpl::memory_info() {
   const auto what = [] { return std::string("read the free memory"); };
   MemoryInfo info{.free_bytes = 0, .total_bytes = capabilities_.memory_bytes};
-  Status status = enter("memory_info", what);
+  // Without an answer nothing is free as far as anybody knows. A host function's stream tells of its defect.
+  if (!enter("memory_info", what).ok()) return info;
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  Status status = check(scope, what);
+  std::size_t total_bytes = 0;
   if (status.ok()) {
-    const CudaScope scope(driver_, context_);
-    status = check(scope, what);
-    std::size_t total_bytes = 0;
-    if (status.ok()) {
-      status = check(driver_.cuMemGetInfo_v2(&info.free_bytes, &total_bytes), "cuMemGetInfo", what);
-    }
+    status = check(driver_.cuMemGetInfo_v2(&info.free_bytes, &total_bytes), "cuMemGetInfo", what);
   }
   if (!status.ok()) {
-    // Nothing is free as far as anybody knows.
     info.free_bytes = 0;
     if (!has_reported_memory_info_.exchange(true, std::memory_order_relaxed)) {
       log(LogLevel::kWarning, "%s; said once", status.message().c_str());
@@ -670,7 +670,7 @@ Status CudaBackendImpl::copy_async(void* target, const void* source, std::size_t
   if (overlap(target, source, bytes)) {
     return refused(what, "source and target overlap; copy in two steps");
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   return check(driver_.cuMemcpyAsync(device_address(target), device_address(source), bytes, native(stream)),
                "cuMemcpyAsync", what);
@@ -683,7 +683,7 @@ Status CudaBackendImpl::fill_async(DevicePtr target, std::uint8_t value, std::si
   if (bytes == 0) return {};
   if (target == nullptr) return refused(what, "the address is null; give device memory");
   if (const char* reason = addresses_.check_usable(target, bytes)) return refused(what, reason);
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   return check(driver_.cuMemsetD8Async(device_address(target), value, bytes, native(stream)),
                "cuMemsetD8Async", what);
@@ -695,7 +695,7 @@ Result<Stream> CudaBackendImpl::stream_create() {
   const auto what = [] { return std::string("create a stream"); };
   FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
   if (const cuda::CuStream parked = order_.take_parked(this)) return Stream{parked};
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   cuda::CuStream stream = nullptr;
   FOREBAY_RETURN_IF_ERROR(
@@ -711,7 +711,7 @@ Status CudaBackendImpl::stream_destroy(Stream stream) {
   if (!order_.is_owner(native(stream), this)) {
     return refused(what, "this backend did not make it; let its owner destroy it");
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
@@ -732,7 +732,7 @@ Status CudaBackendImpl::stream_synchronize(Stream stream) {
   FOREBAY_RETURN_IF_ERROR(enter("stream_synchronize", what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
   {
-    const CudaScope scope(driver_, context_);
+    const CudaScope scope(driver_, context_, has_reported_state_);
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
     FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
     FOREBAY_RETURN_IF_ERROR(check(driver_.cuStreamSynchronize(native(stream)), "cuStreamSynchronize", what));
@@ -743,7 +743,7 @@ Status CudaBackendImpl::stream_synchronize(Stream stream) {
 Result<Event> CudaBackendImpl::event_create() {
   const auto what = [] { return std::string("create an event"); };
   FOREBAY_RETURN_IF_ERROR(enter("event_create", what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   cuda::CuEvent event = nullptr;
   FOREBAY_RETURN_IF_ERROR(
@@ -756,7 +756,7 @@ Status CudaBackendImpl::event_destroy(Event event) {
   const auto what = [] { return std::string("destroy an event"); };
   FOREBAY_RETURN_IF_ERROR(enter("event_destroy", what));
   FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same handle.
@@ -771,7 +771,7 @@ Status CudaBackendImpl::event_record(Event event, Stream stream) {
   FOREBAY_RETURN_IF_ERROR(enter("event_record", what));
   FOREBAY_RETURN_IF_ERROR(check_event(event, what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
   FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventRecord(native(event), native(stream)), "cuEventRecord", what));
@@ -783,7 +783,7 @@ Result<bool> CudaBackendImpl::event_query(Event event) {
   const auto what = [] { return std::string("query an event"); };
   FOREBAY_RETURN_IF_ERROR(enter("event_query", what));
   FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   const CuResult result = driver_.cuEventQuery(native(event));
   if (result == CuResult::kNotReady) return false;
@@ -796,7 +796,7 @@ Status CudaBackendImpl::event_synchronize(Event event) {
   FOREBAY_RETURN_IF_ERROR(enter("event_synchronize", what));
   FOREBAY_RETURN_IF_ERROR(check_event(event, what));
   {
-    const CudaScope scope(driver_, context_);
+    const CudaScope scope(driver_, context_, has_reported_state_);
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
     FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventSynchronize(native(event)), "cuEventSynchronize", what));
   }
@@ -808,7 +808,7 @@ Status CudaBackendImpl::stream_wait(Stream stream, Event event) {
   FOREBAY_RETURN_IF_ERROR(enter("stream_wait", what));
   FOREBAY_RETURN_IF_ERROR(check_event(event, what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
   return check(driver_.cuStreamWaitEvent(native(stream), native(event), 0), "cuStreamWaitEvent", what);
@@ -819,7 +819,7 @@ Status CudaBackendImpl::call_host(Stream stream, HostFunction function, void* ar
   FOREBAY_RETURN_IF_ERROR(enter("call_host", what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
   if (function == nullptr) return refused(what, "it is null; give one");
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   // A graph would call it as often as it is launched.
   FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
@@ -851,7 +851,7 @@ Result<Module> CudaBackendImpl::load_module(const ModuleImage& image) {
     text.assign(static_cast<const char*>(data), image.image_bytes);
     data = text.c_str();
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   char compiler_says[1024] = {};
   cuda::CuJitOption options[] = {cuda::CuJitOption::kErrorLogBuffer,
@@ -859,7 +859,7 @@ Result<Module> CudaBackendImpl::load_module(const ModuleImage& image) {
   void* values[] = {compiler_says, reinterpret_cast<void*>(sizeof(compiler_says) - 1)};
   cuda::CuModule module = nullptr;
   Status status =
-      check(driver_.cuModuleLoadDataEx(&module, data, 2, options, values), "cuModuleLoadData", what);
+      check(driver_.cuModuleLoadDataEx(&module, data, 2, options, values), "cuModuleLoadDataEx", what);
   if (!status.ok()) {
     if (compiler_says[0] == '\0') return status;
     return Status(status.code(), status.message() + " (the driver's compiler says: " + compiler_says + ")");
@@ -877,7 +877,7 @@ Status CudaBackendImpl::unload_module(Module module) {
   if (found == modules_.end()) {
     return refused(what, "there is no such module; give one that load_module returned, once");
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuModuleUnload(native(module)), "cuModuleUnload", what));
@@ -894,7 +894,7 @@ Result<Kernel> CudaBackendImpl::get_kernel(Module module, const char* name) {
   if (std::find(modules_.begin(), modules_.end(), native(module)) == modules_.end()) {
     return refused(what, "there is no such module; give one that load_module returned");
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   cuda::CuFunction function = nullptr;
   const CuResult result = driver_.cuModuleGetFunction(&function, native(module), name);
@@ -930,7 +930,7 @@ Status CudaBackendImpl::launch(Kernel kernel, Dimensions grid, Dimensions block,
       return refused(what, "there is no such kernel; give one that get_kernel returned");
     }
   }
-  const CudaScope scope(driver_, context_);
+  const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   // The driver knows each argument's size from the kernel and reads the values before it returns.
   return check(driver_.cuLaunchKernel(native(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, 0,
@@ -975,6 +975,7 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
   const Result<CudaDevice> device = read_cuda_device(driver, options.ordinal);
   FOREBAY_RETURN_IF_ERROR(device.status());
   FOREBAY_RETURN_IF_ERROR(check_options(options, device.value()));
+  if (!device.value().problem.empty()) log(LogLevel::kInfo, "%s", device.value().problem.c_str());
 
   // From all that the device claims down to the plain chunk that every driver gives: containers, virtual
   // functions and older kernels take claims back only when they are tried.

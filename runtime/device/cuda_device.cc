@@ -40,7 +40,8 @@ Status read_free_bytes(const CudaDriver& driver, CudaDevice& device) {
   }
   Status status;
   {
-    const CudaScope scope(driver, context);
+    std::atomic<bool> has_reported{false};
+    const CudaScope scope(driver, context, has_reported);
     std::size_t total = 0;
     if (scope.result() != CuResult::kSuccess) {
       status = cuda_failure(driver, scope.result(), scope.call(), what);
@@ -132,12 +133,16 @@ Result<CudaDevice> read_cuda_device(const CudaDriver& driver, int ordinal) {
     if (can_access != 0) device.peer_ordinals.push_back(peer);
   }
 
-  // Where it is only costs speed: a device whose place is unknown is used all the same.
+  // A device whose place is unknown is slower at worst: it is used all the same.
   char bus_id[32] = {};
-  if (driver.cuDeviceGetPCIBusId(bus_id, static_cast<int>(sizeof(bus_id)) - 1, handle) ==
-      CuResult::kSuccess) {
+  const Status placed =
+      check(driver.cuDeviceGetPCIBusId(bus_id, static_cast<int>(sizeof(bus_id)) - 1, handle),
+            "cuDeviceGetPCIBusId");
+  if (placed.ok()) {
     device.pci_bus_id = bus_id;
     device.numa_node = read_numa_node("/sys", device.pci_bus_id);
+  } else {
+    device.problem = placed.message();
   }
   return device;
 }
@@ -163,7 +168,12 @@ Result<CudaSystem> read_cuda_system() {
   const Result<const CudaDriver*> found = CudaDriver::get();
   FOREBAY_RETURN_IF_ERROR(found.status());
   const CudaDriver& driver = *found.value();
-  CudaSystem system{.driver_path = driver.path, .driver_version = driver.version, .devices = {}};
+  CudaSystem system;
+  system.driver_path = driver.path;
+  if (const CuResult result = driver.cuDriverGetVersion(&system.driver_version);
+      result != CuResult::kSuccess) {
+    return cuda_failure(driver, result, "cuDriverGetVersion", "use the CUDA driver " + driver.path);
+  }
   const Result<int> count = cuda_device_count(driver);
   FOREBAY_RETURN_IF_ERROR(count.status());
   for (int ordinal = 0; ordinal < count.value(); ++ordinal) {
@@ -177,7 +187,8 @@ Result<CudaSystem> read_cuda_system() {
     }
     system.devices.push_back(std::move(device).value());
     CudaDevice& known = system.devices.back();
-    if (const Status status = read_free_bytes(driver, known); !status.ok()) known.problem = status.message();
+    const Status status = read_free_bytes(driver, known);
+    if (!status.ok()) known.problem += (known.problem.empty() ? "" : "; ") + status.message();
   }
   return system;
 }

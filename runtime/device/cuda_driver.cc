@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
-#include <new>
 
 namespace forebay {
 namespace {
@@ -90,11 +89,6 @@ std::string path_of(void* library, const char* name) {
   return name;
 }
 
-// "the driver supports CUDA 12.4".
-std::string version_text(int version) {
-  return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
 Result<const CudaDriver*> load() {
   const char* chosen = std::getenv(kVariable);
   const bool is_chosen = chosen != nullptr && chosen[0] != '\0';
@@ -123,9 +117,6 @@ Result<const CudaDriver*> load() {
   }
   FOREBAY_CUDA_CALLED(FOREBAY_CUDA_RESOLVE)
 #undef FOREBAY_CUDA_RESOLVE
-  if (const CuResult result = driver->cuDriverGetVersion(&driver->version); result != CuResult::kSuccess) {
-    return cuda_failure(*driver, result, "cuDriverGetVersion", "use the CUDA driver " + driver->path);
-  }
   const CudaDriver* none = nullptr;
   if (loaded_driver.compare_exchange_strong(none, driver.get(), std::memory_order_acq_rel)) {
     return const_cast<const CudaDriver*>(driver.release());  // For the life of the process.
@@ -287,9 +278,7 @@ Result<const CudaDriver*> CudaDriver::get() {
   }
   // Cheap when it has been done; after a failure (a driver that is just starting) it is tried again.
   if (const CuResult result = driver->cuInit(0); result != CuResult::kSuccess) {
-    return cuda_failure(
-        *driver, result, "cuInit",
-        "initialise the CUDA driver " + driver->path + " (" + version_text(driver->version) + ")");
+    return cuda_failure(*driver, result, "cuInit", "initialise the CUDA driver " + driver->path);
   }
   fork_mark.set();
   return driver;

@@ -70,7 +70,6 @@ struct CudaDriver {
 #undef FOREBAY_CUDA_MEMBER
 
   std::string path;  // The file that was opened.
-  int version = 0;   // 12040 for CUDA 12.4: the newest interface the library has.
 
   // The process's driver, initialised (cuInit). What failed is tried anew by the next call.
   // Errors: kUnavailable (no library, no device that works, a child made by fork), kUnsupported (the library

@@ -12,7 +12,9 @@ namespace forebay {
 
 class CudaScope {
  public:
-  CudaScope(const CudaDriver& driver, cuda::CuContext context) noexcept : driver_(driver) {
+  // `has_reported`: whether it has been said that putting back failed; it is said once for each such flag.
+  CudaScope(const CudaDriver& driver, cuda::CuContext context, std::atomic<bool>& has_reported) noexcept
+      : driver_(driver), has_reported_(has_reported) {
     if (failed(driver.cuCtxGetCurrent(&previous_), "cuCtxGetCurrent")) return;
     if (previous_ != context) {
       if (failed(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")) return;
@@ -42,13 +44,13 @@ class CudaScope {
   // The work itself is done by now, so the caller is told that it is.
   void put_back(cuda::CuResult result, const char* call) const noexcept {
     if (result == cuda::CuResult::kSuccess || result == cuda::CuResult::kDeinitialized) return;
-    static constinit std::atomic<bool> logged{false};
-    if (logged.exchange(true, std::memory_order_relaxed)) return;
+    if (has_reported_.exchange(true, std::memory_order_relaxed)) return;
     log(LogLevel::kWarning, "cannot put back the calling thread's CUDA state: %s: %s; said once", call,
         cuda_error_name(driver_, result).c_str());
   }
 
   const CudaDriver& driver_;
+  std::atomic<bool>& has_reported_;
   cuda::CuContext previous_ = nullptr;
   cuda::CuCaptureMode mode_ = cuda::CuCaptureMode::kRelaxed;
   cuda::CuResult result_ = cuda::CuResult::kSuccess;
