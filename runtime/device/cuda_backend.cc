@@ -245,19 +245,27 @@ class CudaBackendImpl final : public CudaBackend {
                    "there is no such event; give one that event_create returned and event_destroy has not "
                    "had");
   }
-  // Requires: a CudaScope. What would spoil a capture is refused before the driver sees it.
-  template <typename What>
-  Status check_not_capturing(Stream stream, const What& what) const {
+  // Requires: a CudaScope.
+  CuResult ask_capturing(Stream stream, bool* is_capturing) const {
     cuda::CuCaptureStatus status = cuda::CuCaptureStatus::kNone;
     const CuResult result = driver_.cuStreamIsCapturing(native(stream), &status);
-    if (result == CuResult::kSuccess && status == cuda::CuCaptureStatus::kNone) [[likely]]
-      return {};
-    if (result != CuResult::kSuccess && result != CuResult::kStreamCaptureImplicit) {
-      return check(result, "cuStreamIsCapturing", what);
-    }
+    // The legacy stream while a stream that waits for it is being captured: as good as captured itself.
+    const bool is_implicit = result == CuResult::kStreamCaptureImplicit;
+    *is_capturing = is_implicit || (result == CuResult::kSuccess && status != cuda::CuCaptureStatus::kNone);
+    return is_implicit ? CuResult::kSuccess : result;
+  }
+  template <typename What>
+  Status captured(const What& what) const {
     return {StatusCode::kUnavailable, "cannot " + what() + " on " + capabilities_.name +
                                           ": the stream is being captured into a CUDA graph; do it before or "
                                           "after the capture"};
+  }
+  // Requires: a CudaScope. What would spoil a capture is refused before the driver sees it.
+  template <typename What>
+  Status check_not_capturing(Stream stream, const What& what) const {
+    bool is_capturing = false;
+    FOREBAY_RETURN_IF_ERROR(check(ask_capturing(stream, &is_capturing), "cuStreamIsCapturing", what));
+    return is_capturing ? captured(what) : Status();
   }
 
   template <typename What>
@@ -714,15 +722,22 @@ Status CudaBackendImpl::stream_destroy(Stream stream) {
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-  const CuResult result = driver_.cuStreamSynchronize(native(stream));
-  if (is_context_lost(result)) {
-    // There is nothing to wait for and nothing to use again; the failure has been or will be reported by
-    // whoever waits for the work.
-    order_.forget_stream(native(stream));
-    return check_given_back(driver_.cuStreamDestroy_v2(native(stream)), "cuStreamDestroy", what);
+  bool is_capturing = false;
+  const char* call = "cuStreamIsCapturing";
+  CuResult result = ask_capturing(stream, &is_capturing);
+  if (is_capturing) return captured(what);
+  if (result == CuResult::kSuccess) {
+    call = "cuStreamSynchronize";
+    result = driver_.cuStreamSynchronize(native(stream));
   }
-  FOREBAY_RETURN_IF_ERROR(check_given_back(result, "cuStreamSynchronize", what));
+  if (is_context_lost(result)) {
+    // There is nothing to wait for, and nothing to use again. Whoever waits for the work is told of its
+    // failure.
+    order_.forget_stream(native(stream));
+    static_cast<void>(driver_.cuStreamDestroy_v2(native(stream)));
+    return {};
+  }
+  FOREBAY_RETURN_IF_ERROR(check_given_back(result, call, what));
   if (order_.park_stream(native(stream))) return {};
   return check_given_back(driver_.cuStreamDestroy_v2(native(stream)), "cuStreamDestroy", what);
 }
