@@ -36,8 +36,8 @@ struct Attention {
   std::size_t sequence;
   std::size_t hidden;
   std::size_t heads;
-  std::size_t head_columns() const { return hidden / heads; }
-  std::size_t softmax_rows() const { return batch * heads * sequence; }
+  FOREBAY_DEVICE std::size_t head_columns() const { return hidden / heads; }
+  FOREBAY_DEVICE std::size_t softmax_rows() const { return batch * heads * sequence; }
 };
 
 class Operations {

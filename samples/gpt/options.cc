@@ -77,9 +77,14 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option("--dtype", words.dtype, "fp32, bf16 or fp16: type of parameters and gradients")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--device", words.device, "host")->capture_default_str()->group(group);
+  app.add_option("--device", words.device,
+                 "host, cuda or cuda:N: where ranks keep their memory and compute; with cuda, ranks take the "
+                 "GPUs in turn")
+      ->capture_default_str()
+      ->group(group);
   app.add_option("--communicator", o.communicator,
-                 "gloo (ranks are processes) or local (threads) [default: gloo where built in]")
+                 "gloo (ranks are processes) or local (threads) [default: gloo on the host where built in, "
+                 "local on cuda]")
       ->group(group);
   app.add_option("--bucket", words.bucket, "Bytes of one send buffer, all ranks' slices")
       ->capture_default_str()
@@ -98,7 +103,9 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
 
 void add_compute_options(CLI::App& app, TrainerOptions& o) {
   const std::string group = "Computing";
-  app.add_option("--matmul", o.matmul, "library (oneDNN) or plain [default: library where built in]")
+  app.add_option("--matmul", o.matmul,
+                 "library (host: oneDNN; cuda: cuBLAS, opened at run time) or plain (our own) [default: "
+                 "library, on the host where built in]")
       ->group(group);
   add_number(app, "--threads", o.threads, "Compute threads per rank; 0: cores / ranks on this host")
       ->capture_default_str()
@@ -175,10 +182,25 @@ std::uint64_t bytes_of(const char* option, const std::string& text) {
   return bytes;
 }
 
+DeviceChoice device_of(const std::string& text) {
+  if (text == "host") return {};
+  if (text == "cuda") return {.cuda = true};
+  const std::string prefix = "cuda:";
+  if (text.compare(0, prefix.size(), prefix) == 0) {
+    const char* const begin = text.data() + prefix.size();
+    const char* const end = text.data() + text.size();
+    int ordinal = -1;
+    const auto result = std::from_chars(begin, end, ordinal);
+    if (result.ec == std::errc() && result.ptr == end && ordinal >= 0)
+      return {.cuda = true, .ordinal = ordinal};
+  }
+  refuse("--device " + text + ": not one of host, cuda, cuda:N (N counts GPUs from 0)");
+}
+
 void apply(const Words& words, TrainerOptions& o) {
   o.dtype = word_of("--dtype", words.dtype, kTypes);
   o.accumulate = word_of("--accumulate", words.accumulate, kAccumulates);
-  if (words.device != "host") refuse("--device " + words.device + ": this build trains on: host");
+  o.device = device_of(words.device);
   o.bucket_bytes = bytes_of("--bucket", words.bucket);
   o.memory_bytes = bytes_of("--memory", words.memory);
   o.overlap = !words.no_overlap;
@@ -308,10 +330,15 @@ void check_options(const TrainerOptions& o) {
   if (o.communicator == "gloo" && !gloo_available()) {
     refuse("--communicator gloo: this build has no Gloo; use local, or install libgloo-dev and build again");
   }
+  if (o.communicator == "gloo" && o.device.cuda) {
+    refuse(
+        "--communicator gloo: its ranks are processes that exchange host memory; with --device cuda use "
+        "local, whose ranks are threads and may share a GPU");
+  }
   if (!o.matmul.empty() && o.matmul != "library" && o.matmul != "plain") {
     refuse("--matmul " + o.matmul + ": not one of library, plain");
   }
-  if (o.matmul == "library" && !library_matmul_available()) {
+  if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
     refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
   }
   if (o.save_every > 0 && o.save_state.empty()) refuse("--save-every needs --save-state DIR");
@@ -321,9 +348,10 @@ void check_options(const TrainerOptions& o) {
 }
 
 TrainerOptions resolve_options(TrainerOptions options) {
+  const bool cuda = options.device.cuda;
   if (options.communicator.empty())
-    options.communicator = options.ranks > 1 && gloo_available() ? "gloo" : "local";
-  if (options.matmul.empty()) options.matmul = library_matmul_available() ? "library" : "plain";
+    options.communicator = options.ranks > 1 && gloo_available() && !cuda ? "gloo" : "local";
+  if (options.matmul.empty()) options.matmul = cuda || library_matmul_available() ? "library" : "plain";
   if (options.text.empty()) options.text = default_text_files();
   return options;
 }
@@ -340,6 +368,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
           {"--weight-decay", exact(o.weight_decay)},
           {"--clip", exact(o.clip)},
           {"--seed", std::to_string(o.seed)},
+          {"--device", o.device.cuda ? "cuda" : "host"},
           {"--matmul", o.matmul},
           {"--save-state", given(o.save_state)},
           {"--save-every", std::to_string(o.save_every)},

@@ -14,15 +14,24 @@
 
 namespace forebay::gpt {
 
+// Where a rank keeps its memory and computes.
+struct DeviceChoice {
+  bool cuda = false;
+  std::optional<int> ordinal;  // None: ranks take the devices in turn.
+  friend bool operator==(const DeviceChoice&, const DeviceChoice&) = default;
+};
+
 struct TrainerOptions {
   GptShape model;
 
   int ranks = 1;
   int stage = 0;
   DataType dtype = DataType::kFloat32;
-  std::string communicator;  // "gloo" or "local"; empty: gloo for more than one rank where it is built in.
-  std::string matmul;        // "library" or "plain"; empty: the library where it is built in.
-  int threads = 0;           // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
+  DeviceChoice device;
+  // "gloo" or "local"; empty: gloo for more than one rank on the host, where it is built in.
+  std::string communicator;
+  std::string matmul;  // "library" or "plain"; empty: the library, on the host where it is built in.
+  int threads = 0;     // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
   int deadline_seconds = 60;
 
   std::size_t batch = 8;  // Samples per rank and micro-step.

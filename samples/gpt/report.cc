@@ -61,6 +61,7 @@ std::string report_json(const TrainingReport& report) {
                      {"digest", report.digest},
                      {"tokens_per_second", report.tokens_per_second},
                      {"compute_threads", report.compute_threads},
+                     {"device", report.device},
                      {"communicator", report.communicator},
                      {"matmul", report.matmul},
                      {"interrupted", report.interrupted},

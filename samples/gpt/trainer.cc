@@ -15,8 +15,11 @@
 
 #include "batch_feed.h"
 #include "compute_stream.h"
+#include "cuda/cublas_products.h"
+#include "cuda/image.h"
 #include "engine_model.h"
 #include "forebay/communicator.h"
+#include "forebay/cuda_backend.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
@@ -26,6 +29,7 @@
 #include "gpt.h"
 #include "host_operations.h"
 #include "initial.h"
+#include "launched_operations.h"
 #include "progress.h"
 #include "safetensors.h"
 #include "text.h"
@@ -96,30 +100,54 @@ double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
-// One rank: the model under the engine.
+// What a rank trains on.
+struct Rank {
+  RankPlace place;
+  int threads = 1;
+  int ordinal = -1;  // Of its GPU.
+  std::unique_ptr<Backend> backend;
+  std::unique_ptr<Kernels> kernels;
+  std::unique_ptr<Communicator> communicator;
+
+  bool on_gpu() const { return ordinal >= 0; }
+};
+
+std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const Rank& rank, Stream stream) {
+  const bool plain = options.matmul == "plain";
+  if (!rank.on_gpu()) {
+    return std::make_unique<HostOperations>(plain ? create_plain_matmul() : create_library_matmul(),
+                                            rank.threads);
+  }
+  return std::make_unique<LaunchedOperations>(
+      *rank.backend, stream,
+      LaunchedOperations::Options{
+          .image = kernels::kernel_image(),
+          .library = plain ? nullptr : std::make_unique<CublasProducts>(rank.ordinal, stream),
+          .product_type = options.dtype});
+}
+
+// One rank: the model under the engine. Begins and ends on the thread that drives it.
 class Trainer {
  public:
-  Trainer(const TrainerOptions& options, const RankPlace& place, int threads, Backend& backend,
-          Kernels& kernels, Communicator& communicator)
+  Trainer(const TrainerOptions& options, const Rank& rank)
       : options_(options),
-        place_(place),
-        threads_(threads),
-        communicator_(communicator),
+        rank_(rank),
+        place_(rank.place),
+        communicator_(*rank.communicator),
         text_(Text::read(options.text)),
         units_(describe_units(options.model)),
-        compute_(backend, /*queues=*/false),
-        operations_(std::make_unique<HostOperations>(
-            options.matmul == "plain" ? create_plain_matmul() : create_library_matmul(), threads)),
+        compute_(*rank.backend, /*queues=*/rank.on_gpu()),
+        operations_(make_operations(options, rank, compute_.stream())),
         gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype}, *operations_),
-        feed_(backend, gpt_.row_count()),
-        engine_(backend, kernels, communicator, engine_options(options, text_)),
+        feed_(*rank.backend, gpt_.row_count()),
+        engine_(*rank.backend, *rank.kernels, communicator_, engine_options(options, text_)),
         model_(engine_, gpt_, units_, compute_) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
                   "the text has " + std::to_string(text_.bytes().size()) + " bytes, too few for --sequence " +
                       std::to_string(options.model.sequence) + "; give more with --text");
     }
-    compute_.run([threads] { set_compute_threads(threads); });
+    compute_.run([threads = rank.threads] { set_compute_threads(threads); });
     compute_.synchronize();  // Throws when they are not to be had.
     engine_.commit();
     model_.use_engine_memory();
@@ -255,8 +283,9 @@ class Trainer {
     report.micro_steps = options_.micro_steps;
     report.accumulate = options_.accumulate;
     report.communicator = communicator_.name();
+    report.device = rank_.on_gpu() ? rank_.backend->capabilities().name : "host";
     report.matmul = operations_->matmul();
-    report.compute_threads = threads_;
+    report.compute_threads = rank_.threads;
     report.parameters = parameter_count(options_.model);
     const double step_seconds = report.ranks.front().step_ms / 1e3;
     report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
@@ -280,8 +309,8 @@ class Trainer {
   }
 
   const TrainerOptions& options_;
+  const Rank& rank_;
   const RankPlace place_;
-  const int threads_;
   Communicator& communicator_;
   const Text text_;
   const std::vector<GptUnit> units_;
@@ -294,21 +323,39 @@ class Trainer {
   EngineModel model_;
 };
 
-// What a rank trains on.
-struct Rank {
-  RankPlace place;
-  int threads = 1;
-  std::unique_ptr<Backend> backend;
-  std::unique_ptr<Kernels> kernels;
-  std::unique_ptr<Communicator> communicator;
-};
+// The GPU of a rank: the one that was named, or they take them in turn.
+int choose_ordinal(const DeviceChoice& choice, const RankPlace& place) {
+  const int count = value_or_throw(CudaBackend::device_count());
+  if (count == 0) {
+    throw Error(
+        StatusCode::kUnavailable,
+        "there is a CUDA driver and no GPU that it shows; unset CUDA_VISIBLE_DEVICES, or use --device "
+        "host");
+  }
+  return choice.ordinal.value_or(place.rank % count);
+}
+
+void open_device(const TrainerOptions& options, Rank& rank) {
+  if (!options.device.cuda) {
+    rank.backend =
+        value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(rank.place.rank)}));
+    return;
+  }
+  try {
+    const int ordinal = choose_ordinal(options.device, rank.place);
+    rank.backend = value_or_throw(CudaBackend::create({.ordinal = ordinal}));
+    rank.ordinal = ordinal;
+  } catch (const Error& error) {
+    throw Error(error.status().with_context("--device cuda"));
+  }
+}
 
 Rank make_rank(const TrainerOptions& options, const RankPlace& place, const CommunicatorMaker& make) {
   Rank rank;
   rank.place = place;
   rank.threads =
       options.threads > 0 ? options.threads : std::max(1, default_compute_threads() / place.local_size);
-  rank.backend = value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(place.rank)}));
+  open_device(options, rank);
   rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = rank.threads}));
   rank.communicator = value_or_throw(make(*rank.backend, *rank.kernels));
   return rank;
@@ -322,7 +369,7 @@ TrainingReport train_rank(const TrainerOptions& options, const Rank& rank) {
   };
   try {
     set_compute_threads(rank.threads);  // The products are prepared on this thread.
-    return Trainer(options, place, rank.threads, *rank.backend, *rank.kernels, *rank.communicator).train();
+    return Trainer(options, rank).train();
   } catch (const Error& error) {
     fail(error.status());
     // What this rank saw may be the echo of another's failure: the communicator knows the first cause.

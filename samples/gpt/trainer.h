@@ -30,6 +30,7 @@ struct TrainingReport {
   DataType dtype = DataType::kFloat32;
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
+  std::string device;  // Rank 0's: "host", or "cuda:0 NVIDIA H200".
   std::string communicator;
   std::string matmul;
   int compute_threads = 1;

@@ -297,7 +297,7 @@ TEST_F(Training, AnswersBadInputWithOneClearLine) {
       {{"--load-state", directory_ / "empty"}, 1, "saved state"},
       {{"--report", directory_ / "no/such/place.json"}, 1, "place.json"},
       {{"--export", directory_ / "no/such/place.safetensors"}, 1, "place.safetensors"},
-      {{"--device", "cuda"}, 2, "--device"},
+      {{"--device", "gpu"}, 2, "--device"},
   };
   for (const auto& c : cases) {
     for (const char* ranks : {"1", "3"}) {

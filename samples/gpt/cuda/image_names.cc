@@ -1,0 +1,22 @@
+// Stands in for the fat binary where there was no nvcc. A driver refuses it; a fake driver, which has host
+// builds of the kernels, needs no more.
+#include "cuda/image.h"
+#include "cuda/kernels.h"
+
+namespace forebay::gpt::kernels {
+namespace {
+
+#define FOREBAY_NAME_LINE(name, body) #name "\n"
+constexpr char kNames[] = "forebay kernels\n" FOREBAY_GPT_KERNELS(FOREBAY_NAME_LINE);
+
+}  // namespace
+
+ModuleImage kernel_image() noexcept {
+  return {.image = kNames, .image_bytes = sizeof kNames};
+}
+
+bool kernel_image_is_compiled() noexcept {
+  return false;
+}
+
+}  // namespace forebay::gpt::kernels
