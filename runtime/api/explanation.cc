@@ -45,7 +45,7 @@ std::vector<Holding> find_holdings(const AllocationTrace& trace, const Moment& m
     ++holding.count;
     if (holding.count > 1) continue;
     if (!by_name) {
-      holding.name = "of " + format_bytes(block.bytes) + " each";
+      holding.name = "of " + format_bytes(block.bytes);
     } else if (block.holder == 0) {
       holding.name = "(source line not recorded)";
     } else {
@@ -107,8 +107,9 @@ std::string verdict_text(const AllocationTrace& trace, const Explanation& explan
       return "FRAGMENTATION: " + asked + " failed although " + format_bytes(explanation.free_bytes) +
              " were free, in pieces.";
     case Verdict::kShortage:
-      return "TRUE SHORTAGE: " + asked + " failed; all that was free, " + format_bytes(explanation.free_bytes) +
-             ", is " + format_bytes(explanation.short_bytes) + " short of it.";
+      return "TRUE SHORTAGE: " + asked + " failed; all that was free, " +
+             format_bytes(explanation.free_bytes) + ", is " + format_bytes(explanation.short_bytes) +
+             " short of it.";
     case Verdict::kUnclear:
       return "UNCLEAR: " + asked + " failed with " + format_bytes(explanation.live_bytes) +
              " live; the file does not say how much there was. It was fragmentation if that exceeds " +
@@ -124,9 +125,10 @@ std::string state_text(const AllocationTrace& trace) {
   const RecordedState& state = *trace.state;
   std::string text = format_bytes(state.reserved_bytes) + " reserved, " + format_bytes(state.live_bytes) +
                      " in blocks (" + format_bytes(state.requested_bytes) + " asked for)";
-  if (state.pending_bytes > 0) text += ", " + format_bytes(state.pending_bytes) + " of it waiting for streams";
-  text += ", largest free piece " + format_bytes(state.largest_free_bytes);
-  if (trace.failure) text += " for a request of " + format_bytes(trace.failure->bytes);
+  if (state.pending_bytes > 0)
+    text += ", " + format_bytes(state.pending_bytes) + " of it waiting for streams";
+  text += ", " + format_bytes(state.reserved_bytes - state.live_bytes) + " free in pieces of at most " +
+          format_bytes(state.largest_free_bytes);
   if (trace.failure && trace.failure->device_free_bytes) {
     text += "; the device had " + format_bytes(*trace.failure->device_free_bytes) + " left";
   }
@@ -139,7 +141,8 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
   const bool fits = need && (!have || *need <= *have);
   if (explanation.verdict == Verdict::kNoFailure) {
     return trace.format == "PyTorch memory snapshot"
-               ? "record the failure: torch.cuda.memory._record_memory_history(), and _dump_snapshot(FILE) when it "
+               ? "record the failure: torch.cuda.memory._record_memory_history(), and _dump_snapshot(FILE) "
+                 "when it "
                  "runs out"
                : "set the smallest capacities above against the device's; `forebay replay` shows more";
   }
@@ -149,7 +152,8 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
       text = "ask for " + format_bytes(*need - *have) + " less: ";
     }
     return text +
-           "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer (`forebay "
+           "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer "
+           "(`forebay "
            "plan` says what each saves); begin with the first holder";
   }
   return "the same requests fit under forebay's arena; within PyTorch alone, "
@@ -168,9 +172,11 @@ Result<Explanation> explain(const AllocationTrace& trace,
   explanation.holdings = find_holdings(trace, moment, explanation.has_names);
   explanation.peak_requested_bytes = trace.peak_requested_bytes();
   judge(trace, moment, &explanation);
-  const auto search = [&](ReplayTarget target, const char* name, std::optional<std::uint64_t>* found) -> Status {
+  const auto search = [&](ReplayTarget target, const char* name,
+                          std::optional<std::uint64_t>* found) -> Status {
     Result<std::optional<std::uint64_t>> capacity = find_minimum_capacity(trace, target, [&](int probe) {
-      if (progress) progress(std::string("smallest capacity of the ") + name + ", probe " + std::to_string(probe));
+      if (progress)
+        progress(std::string("smallest capacity of the ") + name + ", probe " + std::to_string(probe));
     });
     FOREBAY_RETURN_IF_ERROR(capacity.status());
     *found = capacity.value();

@@ -1,0 +1,14 @@
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "fuzz/trace_invariants.h"
+#include "runtime/api/rmm_log.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const std::string_view text(reinterpret_cast<const char*>(data), size);
+  static_cast<void>(forebay::is_rmm_log(text));
+  const forebay::Result<forebay::AllocationTrace> trace = forebay::parse_rmm_log(text, "fuzz");
+  if (trace.ok()) forebay::testing::check_trace(trace.value());
+  return 0;
+}
