@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "support/fake_cuda/driver.h"
@@ -42,6 +43,8 @@ CuResult cuInit(unsigned flags) {
   if (state.options.device_count == 0) return CuResult::kNoDevice;
   if (state.initialised) return CuResult::kSuccess;
   start_devices(state);
+  // As the driver's own: it is gone before the destructors of what was there before it, which must cope.
+  if (std::atexit([] { driver().exiting = true; }) != 0) return CuResult::kOutOfMemory;
   state.initialised = true;
   state.process.store(::getpid(), std::memory_order_release);
   return CuResult::kSuccess;

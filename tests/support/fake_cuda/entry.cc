@@ -30,11 +30,6 @@ bool needs_no_start(std::size_t entry) {
   }
 }
 
-// At exit the driver is gone before the program's last destructors run, which must cope.
-[[gnu::destructor]] void note_exit() {
-  driver().exiting = true;
-}
-
 }  // namespace
 
 Driver& driver() {

@@ -1,5 +1,7 @@
 #include "support/fake_cuda/scheduler.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -19,6 +21,16 @@ constexpr std::chrono::microseconds kLongestHold{400};
 }  // namespace
 
 void Scheduler::configure(const FakeOptions& options) {
+  if (process_ != ::getpid()) {
+    // A child has none of its parent's executors, who may have been waiting here: these stay as they are,
+    // unused.
+    static_cast<void>(work_.release());
+    static_cast<void>(progress_.release());
+    work_ = std::make_unique<std::condition_variable>();
+    progress_ = std::make_unique<std::condition_variable>();
+    threads_ = 0;
+    process_ = ::getpid();
+  }
   latency_ns_ = options.latency_ns;
   bytes_per_second_ = options.bytes_per_second;
   seeded_ = options.seed != 0;
@@ -42,12 +54,12 @@ MarkPtr Scheduler::queue(const StreamPtr& stream, Operation operation) {
 void Scheduler::wait(Lock& lock, const MarkPtr& mark) {
   if (mark == nullptr || mark->done) return;
   release_held();
-  progress_.wait(lock, [&] { return mark->done; });
+  progress_->wait(lock, [&] { return mark->done; });
 }
 
 void Scheduler::wait_running(Lock& lock,
                              const std::function<bool(const Stream&, const Operation&)>& matches) {
-  progress_.wait(lock, [&] {
+  progress_->wait(lock, [&] {
     return std::none_of(busy_.begin(), busy_.end(), [&](const StreamPtr& stream) {
       return stream->running && matches(*stream, stream->queue.front());
     });
@@ -64,7 +76,7 @@ void Scheduler::release_held() {
 void Scheduler::wake() {
   if (busy_.size() == running_) return;
   if (threads_ > running_) {
-    work_.notify_one();
+    work_->notify_one();
   } else if (threads_ < kExecutorLimit) {
     ++threads_;
     // Detached: the library is never unloaded, and at exit a stuck host function must not hold the process.
@@ -112,9 +124,9 @@ void Scheduler::execute() {
       continue;
     }
     if (until == Clock::time_point::max()) {
-      work_.wait(lock);
+      work_->wait(lock);
     } else {
-      work_.wait_until(lock, until);
+      work_->wait_until(lock, until);
     }
   }
 }
@@ -157,7 +169,7 @@ void Scheduler::run_one(Lock& lock, const StreamPtr& stream) {
     hold(*stream);
   }
   wake();
-  progress_.notify_all();
+  progress_->notify_all();
 }
 
 }  // namespace forebay::fake_cuda

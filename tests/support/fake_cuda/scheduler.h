@@ -85,7 +85,7 @@ class Scheduler {
  public:
   explicit Scheduler(std::mutex& mutex) : mutex_(mutex) {}
 
-  // Sets what the seed, the latency and the bandwidth are.
+  // Sets what the seed, the latency and the bandwidth are. Called before any work, once after each reset.
   void configure(const FakeOptions& options);
 
   // Queues the operation and returns its mark.
@@ -112,8 +112,9 @@ class Scheduler {
   void wake();
 
   std::mutex& mutex_;
-  std::condition_variable work_;      // For executors.
-  std::condition_variable progress_;  // For waiting hosts.
+  std::unique_ptr<std::condition_variable> work_;      // For executors.
+  std::unique_ptr<std::condition_variable> progress_;  // For waiting hosts.
+  long process_ = 0;                                   // Whose threads they are.
   std::unordered_set<StreamPtr> busy_;
   std::uint64_t pending_ = 0;
   std::uint64_t queued_ = 0;
