@@ -10,6 +10,7 @@
 
 #include "forebay/error.h"
 #include "forebay/version.h"
+#include "runtime/api/devices_command.h"
 #include "runtime/api/explain_command.h"
 #include "runtime/api/plan_command.h"
 #include "runtime/api/replay_command.h"
@@ -32,15 +33,16 @@ int run(int argc, char** argv) {
   app.set_version_flag("--version", std::string("forebay ") + forebay::version(), "Print the version");
   app.require_subcommand(1);
   std::function<int()> action;
+  forebay::add_devices_command(app, action);
   forebay::add_plan_command(app, action);
   forebay::add_report_command(app, action);
   forebay::add_replay_command(app, action);
   forebay::add_explain_command(app, action);
   if (argc > 1 && is_unknown_word(app, argv[1])) {
-    std::fprintf(
-        stderr,
-        "forebay: there is no subcommand '%s'; use plan, report, replay or explain (--help describes them)\n",
-        argv[1]);
+    std::fprintf(stderr,
+                 "forebay: there is no subcommand '%s'; use devices, plan, report, replay or explain (--help "
+                 "describes them)\n",
+                 argv[1]);
     return kBadUsage;
   }
   try {

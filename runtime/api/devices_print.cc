@@ -1,0 +1,197 @@
+#include "devices_print.h"
+
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+std::string yes_no(bool value) {
+  return value ? "yes" : "no";
+}
+
+// A name, and lines beside it.
+class Section {
+ public:
+  explicit Section(std::string name) : name_(std::move(name)) {}
+  void line(const std::string& text) {
+    constexpr std::size_t kWidth = 9;
+    text_ += name_ + std::string(name_.size() < kWidth ? kWidth - name_.size() : 1, ' ') + text + "\n";
+    name_.clear();
+  }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string name_;
+  std::string text_;
+};
+
+std::string peers_text(const CudaDevice& device) {
+  if (device.peer_ordinals.empty()) return "no peers";
+  std::string text = "peers";
+  for (const int peer : device.peer_ordinals) text += " cuda:" + std::to_string(peer);
+  return text;
+}
+
+std::string device_text(const CudaDevice& device) {
+  Section section("cuda:" + std::to_string(device.ordinal));
+  if (!device.name.empty()) {
+    section.line(device.name + ", compute capability " + std::to_string(device.compute_major) + "." +
+                 std::to_string(device.compute_minor) + ", " + std::to_string(device.multiprocessor_count) +
+                 " multiprocessors");
+    section.line("memory " + format_bytes(device.memory_bytes) + ", " + format_bytes(device.free_bytes) +
+                 " free");
+    section.line(device.granularity == 0 ? "no virtual memory management: forebay's arena needs it"
+                                         : "chunks are multiples of " + format_bytes(device.granularity) +
+                                               "; as file descriptors: " + yes_no(device.has_posix_fd) +
+                                               ", GPUDirect RDMA: " + yes_no(device.has_rdma));
+    section.line(peers_text(device) + "; NUMA node " +
+                 (device.numa_node < 0 ? "unknown" : std::to_string(device.numa_node)) +
+                 (device.pci_bus_id.empty() ? "" : "; PCI " + device.pci_bus_id));
+    section.line(device.uuid);
+  }
+  if (!device.problem.empty()) section.line("problem: " + device.problem);
+  return section.text();
+}
+
+std::string cuda_text(const DevicesReport& report) {
+  Section section("driver");
+  if (!report.cuda_status.ok()) {
+    section.line("none: " + report.cuda_status.message());
+    return section.text();
+  }
+  section.line(report.cuda.driver_path + ", CUDA " + version_text(report.cuda.driver_version) +
+               (report.cuda.devices.empty() ? "; no device (see nvidia-smi and CUDA_VISIBLE_DEVICES)" : ""));
+  std::string text = section.text();
+  for (const CudaDevice& device : report.cuda.devices) text += device_text(device);
+  return text;
+}
+
+std::string host_text(const DevicesReport& report) {
+  const HostFacts& host = report.host;
+  Section section("host");
+  section.line(std::to_string(host.processor_count) + " processors" +
+               (host.usable_count == host.processor_count
+                    ? ""
+                    : ", " + std::to_string(host.usable_count) + " usable here") +
+               (host.processor_model.empty() ? "" : ": " + host.processor_model));
+  section.line("kernels: " + report.host_kernels);
+  section.line("memory " + format_bytes(host.memory_bytes) + ", " + format_bytes(host.available_bytes) +
+               " available; lockable " +
+               (host.memlock_bytes ? format_bytes(*host.memlock_bytes) + " (ulimit -l)" : "without limit"));
+  for (const HostNumaNode& node : host.numa_nodes) {
+    section.line("NUMA node " + std::to_string(node.node) + ": processors " +
+                 (node.processors.empty() ? "none" : node.processors) + ", memory " +
+                 format_bytes(node.memory_bytes) + ", " + format_bytes(node.free_bytes) + " free");
+  }
+  for (const HugePages& pages : host.huge_pages) {
+    section.line("huge pages of " + format_bytes(pages.page_bytes) + ": " + std::to_string(pages.count) +
+                 ", " + std::to_string(pages.free_count) + " free");
+  }
+  if (!host.transparent_huge_pages.empty()) {
+    section.line("transparent huge pages: " + host.transparent_huge_pages);
+  }
+  return section.text();
+}
+
+std::string flash_text(const HostFacts& host) {
+  Section section("flash");
+  if (host.flash_directories.empty()) {
+    section.line("no directory is on an NVMe drive or SSD that the system shows");
+  }
+  for (const FlashDirectory& directory : host.flash_directories) {
+    section.line(directory.path + ": " + directory.drive + (directory.is_nvme ? " (NVMe), " : " (SSD), ") +
+                 directory.file_system + ", " + format_bytes(directory.free_bytes) + " free, " +
+                 (!directory.is_writable ? "not writable"
+                  : directory.has_direct ? "direct I/O"
+                                         : "no direct I/O"));
+  }
+  return section.text();
+}
+
+Json number_or_null(int value) {
+  return value < 0 ? Json(nullptr) : Json(value);
+}
+
+Json device_json(const CudaDevice& device) {
+  return Json{{"ordinal", device.ordinal},
+              {"name", device.name},
+              {"uuid", device.uuid},
+              {"compute_capability",
+               std::to_string(device.compute_major) + "." + std::to_string(device.compute_minor)},
+              {"multiprocessor_count", device.multiprocessor_count},
+              {"memory_bytes", device.memory_bytes},
+              {"free_bytes", device.free_bytes},
+              {"granularity_bytes", device.granularity},
+              {"posix_fd", device.has_posix_fd},
+              {"rdma", device.has_rdma},
+              {"peers", device.peer_ordinals},
+              {"numa_node", number_or_null(device.numa_node)},
+              {"pci_bus_id", device.pci_bus_id},
+              {"problem", device.problem.empty() ? Json(nullptr) : Json(device.problem)}};
+}
+
+Json host_json(const DevicesReport& report) {
+  const HostFacts& host = report.host;
+  Json nodes = Json::array();
+  for (const HostNumaNode& node : host.numa_nodes) {
+    nodes.push_back({{"node", node.node},
+                     {"processors", node.processors},
+                     {"memory_bytes", node.memory_bytes},
+                     {"free_bytes", node.free_bytes}});
+  }
+  Json pages = Json::array();
+  for (const HugePages& one : host.huge_pages) {
+    pages.push_back({{"page_bytes", one.page_bytes}, {"count", one.count}, {"free_count", one.free_count}});
+  }
+  Json directories = Json::array();
+  for (const FlashDirectory& directory : host.flash_directories) {
+    directories.push_back({{"path", directory.path},
+                           {"drive", directory.drive},
+                           {"kind", directory.is_nvme ? "nvme" : "ssd"},
+                           {"file_system", directory.file_system},
+                           {"free_bytes", directory.free_bytes},
+                           {"writable", directory.is_writable},
+                           {"direct", directory.has_direct}});
+  }
+  return Json{{"processor_count", host.processor_count},
+              {"usable_count", host.usable_count},
+              {"processor_model", host.processor_model},
+              {"kernels", report.host_kernels},
+              {"memory_bytes", host.memory_bytes},
+              {"available_bytes", host.available_bytes},
+              {"memlock_bytes", host.memlock_bytes ? Json(*host.memlock_bytes) : Json(nullptr)},
+              {"numa_nodes", nodes},
+              {"huge_pages", pages},
+              {"transparent_huge_pages", host.transparent_huge_pages},
+              {"flash_directories", directories}};
+}
+
+}  // namespace
+
+std::string devices_text(const DevicesReport& report) {
+  return cuda_text(report) + host_text(report) + flash_text(report.host);
+}
+
+std::string devices_json(const DevicesReport& report) {
+  Json devices = Json::array();
+  for (const CudaDevice& device : report.cuda.devices) devices.push_back(device_json(device));
+  const bool has_driver = report.cuda_status.ok();
+  const Json json{{"driver",
+                   {{"found", has_driver},
+                    {"path", report.cuda.driver_path},
+                    {"version", has_driver ? Json(version_text(report.cuda.driver_version)) : Json(nullptr)},
+                    {"reason", has_driver ? Json(nullptr) : Json(report.cuda_status.message())}}},
+                  {"devices", devices},
+                  {"host", host_json(report)}};
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace forebay
