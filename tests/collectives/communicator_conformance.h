@@ -66,7 +66,11 @@ class Member {
     communicator_.reset();
     static_cast<void>(backend_->stream_destroy(stream_));
     static_cast<void>(backend_->stream_destroy(transfer_stream_));
-    for (std::byte* block : blocks_) static_cast<void>(backend_->free(block));
+    for (const Block& block : blocks_) {
+      static_cast<void>(backend_->unmap(block.address, block.bytes));
+      static_cast<void>(backend_->chunk_destroy(block.chunk));
+      static_cast<void>(backend_->release(block.address, block.bytes));
+    }
   }
   Member(const Member&) = delete;
   Member& operator=(const Member&) = delete;
@@ -79,13 +83,21 @@ class Member {
     communicator_ = std::move(communicator);
   }
 
+  // A mapped chunk, as an arena's memory is: what all devices with peer access reach.
   template <typename T = std::byte>
   T* allocate(std::size_t count) {
-    blocks_.push_back(value_or_throw(backend_->alloc(std::max<std::size_t>(count, 1) * sizeof(T))));
-    return reinterpret_cast<T*>(blocks_.back());
+    const std::size_t granularity = backend_->capabilities().granularity;
+    Block block;
+    block.bytes = (std::max<std::size_t>(count, 1) * sizeof(T) + granularity - 1) / granularity * granularity;
+    block.address = value_or_throw(backend_->reserve(block.bytes, 0));
+    block.chunk = value_or_throw(backend_->chunk_create(block.bytes));
+    throw_if_error(backend_->map(block.address, block.chunk));
+    throw_if_error(backend_->set_access(block.address, block.bytes));
+    blocks_.push_back(block);
+    return reinterpret_cast<T*>(block.address);
   }
 
-  // A block of `count` elements with these bytes. Done when it returns, whatever `stream()` does.
+  // A block with these bytes. Done when it returns, whatever `stream()` does.
   std::byte* allocate_filled(std::size_t bytes, int value) {
     std::byte* block = allocate(bytes);
     throw_if_error(backend_->fill_async(block, static_cast<std::uint8_t>(value), bytes, transfer_stream_));
@@ -114,12 +126,18 @@ class Member {
   }
 
  private:
+  struct Block {
+    DevicePtr address = nullptr;
+    std::size_t bytes = 0;
+    Chunk chunk;
+  };
+
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Kernels> kernels_;
   Stream stream_;
   Stream transfer_stream_;  // Of what the test itself reads and writes.
   std::unique_ptr<Communicator> communicator_;
-  std::vector<std::byte*> blocks_;
+  std::vector<Block> blocks_;
 };
 
 // A float that depends on who and where, of any sign and of magnitudes far enough apart for the order of a
