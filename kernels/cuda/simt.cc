@@ -85,12 +85,13 @@ class Block {
         stacks_(new unsigned char[block.x * kStackBytes]) {
 #ifdef FOREBAY_FIBER_TSAN
     scheduler_tsan_ = __tsan_get_current_fiber();
-    for (Fiber& fiber : fibers_) fiber.tsan = __tsan_create_fiber(0);
 #endif
   }
   ~Block() {
 #ifdef FOREBAY_FIBER_TSAN
-    for (Fiber& fiber : fibers_) __tsan_destroy_fiber(fiber.tsan);
+    for (Fiber& fiber : fibers_) {
+      if (fiber.tsan != nullptr) __tsan_destroy_fiber(fiber.tsan);
+    }
 #endif
   }
   Block(const Block&) = delete;
@@ -130,6 +131,11 @@ class Block {
   void prepare(std::size_t i) {
     Fiber& fiber = fibers_[i];
     fiber.state = State::kRuns;
+#ifdef FOREBAY_FIBER_TSAN
+    // A fiber ends in the middle of its functions, so its history cannot be used again.
+    if (fiber.tsan != nullptr) __tsan_destroy_fiber(fiber.tsan);
+    fiber.tsan = __tsan_create_fiber(0);
+#endif
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks_.get() + i * kStackBytes;
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -154,7 +160,9 @@ class Block {
 #ifdef FOREBAY_FIBER_TSAN
     __tsan_switch_to_fiber(block.scheduler_tsan_, 0);
 #endif
-    // Returning goes to uc_link, the scheduler.
+    // Never resumed. Returning would leave the sanitizers with a frame of this fiber on the scheduler's
+    // stack.
+    swapcontext(&fiber.context, &block.scheduler_);
   }
 
   void resume(Fiber& fiber) {
