@@ -60,10 +60,20 @@ std::vector<Holding> find_holdings(const AllocationTrace& trace, const Moment& m
   return holdings;
 }
 
+// Nothing was recorded after the failure, or there was none.
+bool is_last(const AllocationTrace& trace, const std::optional<RecordedFailure>& failure) {
+  return !failure || failure->event + 2 >= trace.events.size();
+}
+
 void judge(const AllocationTrace& trace, const Moment& moment, Explanation* explanation) {
   const std::optional<RecordedFailure>& failure = trace.failure;
   if (trace.state) {
-    explanation->free_bytes = trace.state->reserved_bytes - trace.state->live_bytes;
+    const std::uint64_t reserved_bytes = trace.state->reserved_bytes;
+    // The state is that of the end. Where the process went on after the failure (freeing, as an exception
+    // does, what it held), what was live then counts.
+    const std::uint64_t held_bytes =
+        is_last(trace, failure) ? trace.state->live_bytes : std::min(moment.live_bytes, reserved_bytes);
+    explanation->free_bytes = reserved_bytes - held_bytes;
     if (failure && failure->device_free_bytes) {
       explanation->free_bytes += *failure->device_free_bytes;
       explanation->capacity_bytes = trace.state->reserved_bytes + *failure->device_free_bytes;
@@ -123,7 +133,8 @@ std::string verdict_text(const AllocationTrace& trace, const Explanation& explan
 std::string state_text(const AllocationTrace& trace) {
   if (!trace.state) return "not recorded: how much the allocator held, and how large its free pieces were";
   const RecordedState& state = *trace.state;
-  std::string text = format_bytes(state.reserved_bytes) + " reserved, " + format_bytes(state.live_bytes) +
+  std::string text = std::string(is_last(trace, trace.failure) ? "" : "at the end of the recording: ") +
+                     format_bytes(state.reserved_bytes) + " reserved, " + format_bytes(state.live_bytes) +
                      " in blocks (" + format_bytes(state.requested_bytes) + " asked for)";
   if (state.pending_bytes > 0)
     text += ", " + format_bytes(state.pending_bytes) + " of it waiting for streams";
@@ -139,12 +150,19 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
   const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
   const std::optional<std::uint64_t>& have = explanation.capacity_bytes;
   const bool fits = need && (!have || *need <= *have);
+  const bool is_torch = trace.format == "PyTorch memory snapshot";
   if (explanation.verdict == Verdict::kNoFailure) {
-    return trace.format == "PyTorch memory snapshot"
+    return is_torch
                ? "record the failure: torch.cuda.memory._record_memory_history(), and _dump_snapshot(FILE) "
                  "when it "
                  "runs out"
                : "set the smallest capacities above against the device's; `forebay replay` shows more";
+  }
+  if (explanation.verdict == Verdict::kUnclear && need) {
+    return "where there is room for " + format_bytes(*need) +
+           ", forebay's arena serves these requests; where there is less, ask for less: `forebay plan` says "
+           "what a "
+           "higher ZeRO stage saves";
   }
   if (explanation.verdict == Verdict::kShortage || !fits) {
     std::string text = "ask for less: ";
@@ -156,8 +174,11 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
            "(`forebay "
            "plan` says what each saves); begin with the first holder";
   }
-  return "the same requests fit under forebay's arena; within PyTorch alone, "
-         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True comes nearest";
+  std::string text = "the same requests fit under forebay's arena";
+  if (is_torch) {
+    text += "; within PyTorch alone, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True comes nearest";
+  }
+  return text;
 }
 
 }  // namespace

@@ -1,5 +1,9 @@
 #include "runtime/api/trace_replay.h"
 
+#include <malloc.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -171,6 +175,36 @@ class BaselinePlayer {
   Status failure_;
 };
 
+// The C library writes headers next to blocks that nobody else touches; with huge pages each of those would
+// take 2 MiB of the machine, so there are none while this lives.
+class NoHugePages {
+ public:
+  NoHugePages() : was_disabled_(::prctl(PR_GET_THP_DISABLE, 0, 0, 0, 0) == 1) { set(true); }
+  NoHugePages(const NoHugePages&) = delete;
+  NoHugePages& operator=(const NoHugePages&) = delete;
+  ~NoHugePages() { set(was_disabled_); }
+
+ private:
+  // An older kernel knows nothing of this and refuses, which does no harm.
+  static void set(bool disabled) { ::prctl(PR_SET_THP_DISABLE, disabled ? 1UL : 0UL, 0, 0, 0); }
+
+  const bool was_disabled_;
+};
+
+// How often the trace may be played with malloc without taking more than a quarter of the memory that is
+// free: every allocation writes at most two headers, and the pages of those stay in use.
+int affordable_passes(const AllocationTrace& trace) {
+  constexpr std::uint64_t kHeadersEach = 2;
+  constexpr std::uint64_t kPassLimit = 1000;
+  const auto page_bytes = static_cast<std::uint64_t>(std::max(::sysconf(_SC_PAGESIZE), 1L));
+  const auto free_pages = static_cast<std::uint64_t>(std::max(::sysconf(_SC_AVPHYS_PAGES), 0L));
+  const std::uint64_t allowed_bytes = free_pages * page_bytes / 4;
+  if (trace.peak_requested_bytes() <= allowed_bytes) return kPassLimit;
+  const std::uint64_t pass_bytes =
+      std::max<std::uint64_t>(trace.blocks.size() * kHeadersEach * page_bytes, 1);
+  return static_cast<int>(std::min(allowed_bytes / pass_bytes, kPassLimit));
+}
+
 class MallocPlayer {
  public:
   std::byte* allocate(std::uint64_t bytes, std::uint32_t) {
@@ -299,13 +333,21 @@ std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passe
   if (passes > 0) return std::nullopt;
 #endif
 #endif
+  passes = std::min(passes, affordable_passes(trace));
+  if (passes == 0) return std::nullopt;
+  const NoHugePages no_huge_pages;
   MallocPlayer player;
   PassSamples samples;
   samples.reserve(trace, passes);
   std::vector<std::byte*> addresses(trace.blocks.size());
-  for (int pass = 0; pass < passes; ++pass) {
-    if (play(trace, player, addresses, &samples) < trace.events.size()) return std::nullopt;
+  bool completed = true;
+  for (int pass = 0; pass < passes && completed; ++pass) {
+    completed = play(trace, player, addresses, &samples) == trace.events.size();
   }
+#ifdef __GLIBC__
+  ::malloc_trim(0);  // What the headers' pages took goes back.
+#endif
+  if (!completed) return std::nullopt;
   return samples.summary();
 #endif
 }

@@ -63,8 +63,9 @@ struct ReplayResult {
 Result<ReplayResult> replay_trace(const AllocationTrace& trace, Backend& backend, ReplayTarget target,
                                   const ReplayOptions& options);
 
-// The same calls to the C library's malloc and free, for comparison in the same run. Empty where the
-// allocator is a sanitizer's, which would really take the memory, or where malloc refuses.
+// The same calls to the C library's malloc and free, for comparison in the same run; as many passes as leave
+// the machine most of its memory. Empty where there would be none, where malloc refuses, and where the
+// allocator is a sanitizer's, which would really take the memory.
 std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passes);
 
 // The smallest capacity of a model device on which one pass completes, in steps of its granularity. It is

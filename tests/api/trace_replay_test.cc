@@ -167,6 +167,19 @@ TEST(Explain, TellsFragmentationFromShortage) {
   EXPECT_NE(text.find("20.00 MiB in 1 block train.py:9 step"), std::string::npos) << text;
 }
 
+TEST(Explain, WhatWasFreedAfterTheFailureDoesNotCountAsFreeThen) {
+  TraceBuilder builder;
+  ASSERT_EQ(builder.allocate(1, 30 * kMiB, 0), TraceBuilder::Outcome::kTaken);
+  ASSERT_EQ(builder.fail(20 * kMiB, 0, 0, 2 * kMiB), TraceBuilder::Outcome::kTaken);
+  ASSERT_EQ(builder.free(1), TraceBuilder::Outcome::kTaken);
+  AllocationTrace trace = builder.finish();
+  trace.state = RecordedState{.reserved_bytes = 40 * kMiB, .live_bytes = 0};
+  const Explanation explanation = explained(trace);
+  EXPECT_EQ(explanation.verdict, Verdict::kShortage);
+  EXPECT_EQ(explanation.free_bytes, 12 * kMiB);
+  EXPECT_NE(explanation_text(trace, explanation).find("at the end of the recording"), std::string::npos);
+}
+
 TEST(Explain, WithoutFiguresOfTheAllocatorThePastDecides) {
   // 40 MiB were live once, so 10 + 20 would have fitted.
   const std::string header = "Thread,Time,Action,Pointer,Size,Stream\n";
