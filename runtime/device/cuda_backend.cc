@@ -64,7 +64,31 @@ struct HostCall {
   std::shared_ptr<CudaStreamState> state;
   std::uint64_t number;
   const char* forbidden = nullptr;  // The first function of a Backend that it called.
+  HostCall* previous = nullptr;     // Of pending_calls.
+  HostCall* next = nullptr;
 };
+
+// The host functions that the driver has and has not called yet. After a context is lost it may call them or
+// not, and nobody can tell when it will not: they stay here, which is the process's memory and no leak.
+class PendingCalls {
+ public:
+  void add(HostCall* call) {
+    const std::lock_guard lock(mutex_);
+    call->next = first_;
+    if (first_ != nullptr) first_->previous = call;
+    first_ = call;
+  }
+  void remove(HostCall* call) {
+    const std::lock_guard lock(mutex_);
+    (call->previous == nullptr ? first_ : call->previous->next) = call->next;
+    if (call->next != nullptr) call->next->previous = call->previous;
+  }
+
+ private:
+  std::mutex mutex_;
+  HostCall* first_ = nullptr;  // Guarded by mutex_.
+};
+constinit PendingCalls pending_calls;
 
 // The host function that this thread runs, if it is one of the driver's threads. Initial-exec: the core may
 // run inside an allocation call, where lazily made thread storage would allocate.
@@ -72,6 +96,7 @@ __attribute__((tls_model("initial-exec"))) constinit thread_local HostCall* runn
 
 void run_host_call(void* argument) {
   const std::unique_ptr<HostCall> call(static_cast<HostCall*>(argument));
+  pending_calls.remove(call.get());
   running_call = call.get();
   call->function(call->argument);
   running_call = nullptr;
@@ -841,10 +866,15 @@ Status CudaBackendImpl::call_host(Stream stream, HostFunction function, void* ar
   std::shared_ptr<CudaStreamState> state = order_.state(native(stream));
   const std::uint64_t number = state->next_call();
   auto call = std::make_unique<HostCall>(HostCall{function, argument, std::move(state), number});
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuLaunchHostFunc(native(stream), &run_host_call, call.get()), "cuLaunchHostFunc", what));
-  static_cast<void>(call.release());  // run_host_call owns it now.
-  return {};
+  pending_calls.add(call.get());
+  const Status status =
+      check(driver_.cuLaunchHostFunc(native(stream), &run_host_call, call.get()), "cuLaunchHostFunc", what);
+  if (status.ok()) {
+    static_cast<void>(call.release());  // run_host_call owns it now.
+  } else {
+    pending_calls.remove(call.get());
+  }
+  return status;
 }
 
 // --- launch ---
