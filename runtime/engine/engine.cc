@@ -37,6 +37,7 @@ Engine::Impl::~Impl() {
       if (event.handle != nullptr) note(backend.event_destroy(event));
     }
   }
+  if (step_decided.handle != nullptr) note(backend.event_destroy(step_decided));
   for (const std::vector<Event>* events : {&slot_ready, &gradient_ready}) {
     for (const Event event : *events) note(backend.event_destroy(event));
   }

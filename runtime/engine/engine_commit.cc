@@ -379,10 +379,16 @@ void Engine::Impl::place_units() {
 
   const std::uint64_t received =
       ranks() > 1 ? static_cast<std::uint64_t>(ranks()) * plan.bucket_columns * size : 0;
-  staging = take(Pool::kBuckets, std::max(received, largest_leaves));
+  staging = take(Pool::kBuckets, std::max({received, largest_leaves, decision_bytes(ranks(), units.size())}));
   bucket_sum = reinterpret_cast<float*>(
       take(Pool::kBuckets, accumulates_in_fp32() ? 0 : plan.bucket_columns * sizeof(float)));
-  norms = reinterpret_cast<double*>(take(Pool::kBuckets, units.size() * sizeof(double)));
+  norms = reinterpret_cast<double*>(take(Pool::kBuckets, record_bytes(units.size())));
+  control = reinterpret_cast<StepControl*>(norms + units.size());
+  step_decided = value_or_throw(backend.event_create());
+  pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
+  std::byte* const host = value_or_throw(pinned->allocate(sizeof(StepControl) + sizeof(StepState)));
+  uploaded = new (host) StepControl;
+  decided = new (host + sizeof(StepControl)) StepState;
   activation_block = take(Pool::kActivations, model.activation_bytes);
   throw_if_error(backend.stream_synchronize(engine_stream));
 }

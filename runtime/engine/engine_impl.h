@@ -10,7 +10,9 @@
 
 #include "forebay/engine.h"
 #include "forebay/error.h"
+#include "forebay/pinned_pool.h"
 #include "schedule.h"
+#include "step_control.h"
 
 namespace forebay {
 
@@ -94,7 +96,9 @@ struct Engine::Impl {
   void reduce(int unit);
   void complete_gradients(int unit, Stream stream);
   void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
-  void update(const Hyperparameters& hyperparameters, double norm, const std::vector<bool>& used);
+  std::vector<bool> agree_on_step(const Hyperparameters& hyperparameters, StepResult& result);
+  void queue_decision(double clip);
+  void queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used);
   StepResult step(const Hyperparameters& hyperparameters);
   void end_lease(int unit, Stream stream, bool backward) noexcept;
 
@@ -149,9 +153,14 @@ struct Engine::Impl {
   // By slot: the gather into it (parameters) or the reduction out of it (gradients).
   std::vector<Event> slot_ready;
   std::vector<Event> gradient_ready;  // Stages 0 and 1, by unit: the reduction out of its gradients.
-  std::byte* staging = nullptr;       // One received bucket; the leaves of a norm.
+  std::byte* staging = nullptr;       // One received bucket; the leaves of a norm; the norms of all ranks.
   float* bucket_sum = nullptr;        // The fp32 sum of one bucket.
   double* norms = nullptr;            // One per unit, of this rank's slice.
+  StepControl* control = nullptr;     // On the device.
+  Event step_decided;                 // `decided` holds what became of the step.
+  std::unique_ptr<PinnedPool> pinned;
+  StepControl* uploaded = nullptr;  // In pinned memory: what the device is given for a step,
+  StepState* decided = nullptr;     // and what it gave back.
   DevicePtr activation_block = nullptr;
   int group_count = 0;
 

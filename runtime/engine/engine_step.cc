@@ -310,21 +310,78 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
 
 // --- the update ---
 
-void Engine::Impl::update(const Hyperparameters& hyperparameters, double norm,
-                          const std::vector<bool>& used) {
-  const double t = static_cast<double>(applied_steps + 1);
-  const double clip = hyperparameters.clip;
-  const double shrink = clip > 0.0 && norm > clip ? clip / norm : 1.0;
-  AdamWArguments adamw{};
+// What the ranks tell each other as hosts: metrics, who wants to stop, and whether all were given the same.
+// Returns which units some rank used.
+std::vector<bool> Engine::Impl::agree_on_step(const Hyperparameters& hyperparameters, StepResult& result) {
+  const std::size_t count = units.size();
+  constexpr std::size_t kUsed = 3;  // After the metric, the wish to stop and the fingerprint.
+  std::vector<double> mine(kUsed + count);
+  mine[0] = hyperparameters.metric;
+  mine[1] = hyperparameters.stop ? 1.0 : 0.0;
+  mine[2] = fingerprint_of(hyperparameters, values_fingerprint);
+  for (std::size_t i = 0; i < count; ++i) mine[kUsed + i] = units[i].used ? 1.0 : 0.0;
+  std::vector<double> all(mine.size() * static_cast<std::size_t>(ranks()));
+  must(communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
+
+  std::vector<bool> used(count, false);
+  for (std::size_t r = 0; r < static_cast<std::size_t>(ranks()); ++r) {
+    const double* theirs = &all[r * mine.size()];
+    result.metric_sum += theirs[0];
+    result.stop = result.stop || theirs[1] != 0.0;
+    if (theirs[2] != all[2]) {
+      must(Status(StatusCode::kInvalidArgument,
+                  "rank " + std::to_string(r) +
+                      " gave other values to step() or set_parameter() than rank 0 by step " +
+                      std::to_string(attempted_steps + 1) +
+                      "; learning rates, weight decay, clip and initial " +
+                      "weights must be the same on every rank"));
+    }
+    for (std::size_t i = 0; i < count; ++i) used[i] = used[i] || theirs[kUsed + i] != 0.0;
+  }
+  return used;
+}
+
+// The commit point: after this gather every rank's device knows the same norm and takes the same decision.
+void Engine::Impl::queue_decision(double clip) {
+  uploaded->state = {.attempted_steps = attempted_steps,
+                     .applied_steps = applied_steps,
+                     .loss_scale = loss_scale,
+                     .growth_counter = growth_counter};
+  bias_corrections(options.beta1, options.beta2, applied_steps + 1, &uploaded->correction, 1);
+  must(backend.copy_async(control, uploaded, sizeof(StepControl), engine_stream));
+  // A gather that fails does nothing. What it leaves here is not a number, so the step is skipped.
+  const std::uint64_t norm_bytes = units.size() * sizeof(double);
+  must(backend.fill_async(staging, 0xFF, norm_bytes * static_cast<std::uint64_t>(ranks()), engine_stream));
+  all_gather_section(staging, reinterpret_cast<const std::byte*>(norms), norm_bytes);
+  StepControlArguments arguments{};
+  arguments.state = &control->state;
+  arguments.squares = reinterpret_cast<const double*>(staging);
+  arguments.scratch = reinterpret_cast<double*>(staging) + units.size() * static_cast<std::size_t>(ranks());
+  arguments.rank_stride = units.size();
+  arguments.unit_count = units.size();
+  arguments.rank_count = ranks();
+  arguments.clip = clip;
+  arguments.corrections = &control->correction;
+  arguments.first_step = applied_steps + 1;
+  arguments.correction_count = 1;
+  arguments.dynamic_loss_scale = options.dtype == DataType::kFloat16;
+  arguments.growth_interval = options.loss_scale.growth_interval;
+  arguments.minimum_loss_scale = options.loss_scale.minimum;
+  must(kernels.step_control(arguments, engine_stream));
+  must(backend.copy_async(decided, &control->state, sizeof(StepState), engine_stream));
+  must(backend.event_record(step_decided, engine_stream));
+}
+
+void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used) {
+  ControlledAdamWArguments controlled{};
+  controlled.state = &control->state;
+  AdamWArguments& adamw = controlled.update;
   adamw.parameter_type = options.dtype;
-  adamw.factor = fp32(shrink / loss_scale);
   adamw.beta1 = fp32(options.beta1);
   adamw.beta2 = fp32(options.beta2);
   adamw.eps = fp32(options.epsilon);
   adamw.a1 = fp32(1.0 - options.beta1);
   adamw.a2 = fp32(1.0 - options.beta2);
-  adamw.c1 = fp32(1.0 - std::pow(options.beta1, t));
-  adamw.s2 = fp32(std::sqrt(1.0 - std::pow(options.beta2, t)));
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
     if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
@@ -341,7 +398,7 @@ void Engine::Impl::update(const Hyperparameters& hyperparameters, double norm,
                               ? nullptr
                               : static_cast<void*>(u.updated_parameters + segment.begin * element());
         adamw.count = segment.count;
-        must(kernels.adamw(adamw, engine_stream));
+        must(kernels.adamw_controlled(controlled, engine_stream));
       }
       if (options.stage == 1 || options.stage == 2) {
         all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
@@ -349,7 +406,6 @@ void Engine::Impl::update(const Hyperparameters& hyperparameters, double norm,
     }
     must(backend.event_record(u.parameters_ready, engine_stream));
   }
-  if (options.stage >= 3) ++version;
 }
 
 StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
@@ -371,64 +427,34 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   if (!(hyperparameters.clip >= 0.0)) {
     misuse("step() was given clip " + std::to_string(hyperparameters.clip) + "; use 0 for none, or more");
   }
-  // The commit point: after this exchange every rank knows the same norm and takes the same decision.
-  const std::size_t count = units.size();
-  constexpr std::size_t kNorms = 3;  // After the metric, the wish to stop and the fingerprint.
-  std::vector<double> mine(kNorms + 2 * count);
-  mine[0] = hyperparameters.metric;
-  mine[1] = hyperparameters.stop ? 1.0 : 0.0;
-  mine[2] = fingerprint_of(hyperparameters, values_fingerprint);
-  must(backend.copy_async(&mine[kNorms], norms, count * sizeof(double), engine_stream));
-  must(backend.stream_synchronize(engine_stream));
   check_peers();
-  for (std::size_t i = 0; i < count; ++i) {
-    if (layout(static_cast<int>(i)).trainable_count == 0) mine[kNorms + i] = 0.0;
-    mine[kNorms + count + i] = units[i].used ? 1.0 : 0.0;
-  }
-  std::vector<double> all(mine.size() * static_cast<std::size_t>(ranks()));
-  must(communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
-
   StepResult result;
   result.loss_scale = loss_scale;
-  std::vector<double> unit_sums(count);
-  std::vector<double> slices(static_cast<std::size_t>(ranks()));
-  std::vector<bool> used(count, false);
-  for (std::size_t r = 0; r < slices.size(); ++r) {
-    result.metric_sum += all[r * mine.size()];
-    result.stop = result.stop || all[r * mine.size() + 1] != 0.0;
-    if (all[r * mine.size() + 2] != all[2]) {
-      must(Status(StatusCode::kInvalidArgument,
-                  "rank " + std::to_string(r) +
-                      " gave other values to step() or set_parameter() than rank 0 by step " +
-                      std::to_string(attempted_steps + 1) +
-                      "; learning rates, weight decay, clip and initial " +
-                      "weights must be the same on every rank"));
-    }
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    for (std::size_t r = 0; r < slices.size(); ++r) {
-      slices[r] = all[r * mine.size() + kNorms + i];
-      if (all[r * mine.size() + kNorms + count + i] != 0.0) used[i] = true;
-    }
-    unit_sums[i] = pairwise_sum(slices.data(), slices.size());
-  }
-  const double norm = std::sqrt(pairwise_sum(unit_sums.data(), unit_sums.size())) / loss_scale;
+  const std::vector<bool> used = agree_on_step(hyperparameters, result);
+  // The whole step is queued before the host waits to learn what became of it, so the device does not wait
+  // for the host between its last reduction and the update.
+  queue_decision(hyperparameters.clip);
+  queue_update(hyperparameters, used);
+  must(backend.event_synchronize(step_decided));
+  check_peers();
 
   ++attempted_steps;
-  if (std::isfinite(norm)) {
-    result.grad_norm = norm;
-    update(hyperparameters, norm, used);
-    ++applied_steps;
-    if (options.dtype == DataType::kFloat16 && ++growth_counter == options.loss_scale.growth_interval) {
-      loss_scale *= 2.0;
-      growth_counter = 0;
-    }
-  } else {
-    result.skipped = true;
-    if (options.dtype == DataType::kFloat16) {
-      loss_scale = std::max(loss_scale / 2.0, options.loss_scale.minimum);
-      growth_counter = 0;
-    }
+  loss_scale = decided->loss_scale;
+  growth_counter = decided->growth_counter;
+  switch (decided->outcome) {
+    case StepOutcome::kApplied:
+      result.grad_norm = decided->grad_norm;
+      ++applied_steps;
+      if (options.stage >= 3) ++version;
+      break;
+    case StepOutcome::kSkipped:
+      result.skipped = true;
+      break;
+    case StepOutcome::kNone:
+    case StepOutcome::kNoCorrection:
+      must(Status(StatusCode::kInternal, "the device took no decision about step " +
+                                             std::to_string(attempted_steps) +
+                                             ", which is a defect of forebay; please report it"));
   }
   if (!options.overlap) {
     must(backend.stream_synchronize(engine_stream));

@@ -8,6 +8,7 @@
 #include "forebay/kernels.h"
 #include "forebay/units.h"
 #include "schedule.h"
+#include "step_control.h"
 
 namespace forebay {
 namespace {
@@ -159,15 +160,17 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   plan.slot_bytes = slots.slot_bytes;
   for (const std::uint64_t slot : slots.slot_bytes) bytes.gathered += slot;
 
-  // Staging: what a bucket receives (the norm's leaves use the same bytes later), the fp32 sum of one bucket,
-  // and one norm per unit.
+  // Staging: what a bucket receives (the norm's leaves and the ranks' norms use the same bytes later), the
+  // fp32 sum of one bucket, and the record of the step.
   const std::uint64_t wanted_columns = options.bucket_bytes / (ranks * element) / kLeafCount * kLeafCount;
   plan.bucket_columns = std::min(std::max<std::uint64_t>(wanted_columns, kLeafCount), largest_slice);
   const std::uint64_t received = options.ranks > 1 ? ranks * plan.bucket_columns * element : 0;
   const std::uint64_t leaves = largest_slice / kLeafCount * sizeof(double);
-  bytes.buckets = round_up(std::max(received, leaves), kBlockGranule) +
-                  round_up(shard_accumulator ? 0 : plan.bucket_columns * sizeof(float), kBlockGranule) +
-                  round_up(model.units.size() * sizeof(double), kBlockGranule);
+  const std::uint64_t units = model.units.size();
+  bytes.buckets =
+      round_up(std::max({received, leaves, decision_bytes(options.ranks, units)}), kBlockGranule) +
+      round_up(shard_accumulator ? 0 : plan.bucket_columns * sizeof(float), kBlockGranule) +
+      round_up(record_bytes(units), kBlockGranule);
   bytes.activations = round_up(model.activation_bytes, kBlockGranule);
 
   plan.reserved_bytes = round_up(bytes.total() - bytes.gathered, options.chunk_bytes);
@@ -179,7 +182,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
   std::uint64_t slice_bytes = reductions * slice * element;
   slice_bytes += options.stage <= 2 ? slice * element : gathered_slices(model, plan, slots) * element;
-  slice_bytes += sizeof(double) * (3 + 2 * model.units.size());  // The exchange of norms in step().
+  slice_bytes += sizeof(double) * (3 + 2 * units);  // What the ranks tell each other in step().
   plan.wire_per_step.sent = (ranks - 1) * slice_bytes;
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return plan;

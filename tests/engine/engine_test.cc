@@ -9,6 +9,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <string_view>
 #include <thread>
 
 #include "engine/toy.h"
@@ -700,6 +701,58 @@ TEST(Engine, HidesGathersAndReductionsBehindCompute) {
   const microseconds exposed2 = step_time(2, false);
   EXPECT_TRUE(near(hidden2, kCompute + milliseconds(1 + 6))) << hidden2.count() << " us";
   EXPECT_TRUE(near(exposed2, kCompute + milliseconds(6 + 6))) << exposed2.count() << " us";
+}
+
+// On the virtual clock, on which a host that can go on does so before any time passes: backward computes
+// until 10 ms, a norm takes none, the update of a unit 100 ms.
+TEST(Engine, QueuesTheUpdateBeforeTheNormIsKnownAndDoesNotWaitForIt) {
+  using std::chrono::milliseconds;
+  for (int stage = 0; stage < 4; ++stage) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    world.backend.kernel_duration = [](const char* kernel) {
+      return milliseconds(std::string_view(kernel) == "forebay_adamw_controlled" ? 100 : 0);
+    };
+    run_ranks(3, world, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = stage;
+      options.dtype = DataType::kBfloat16;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      for (int u = 0; u < 2; ++u)
+        engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), 5000);
+      engine.commit();
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      for (int u = 0; u < 2; ++u) static_cast<void>(engine.forward(u, stream));
+      throw_if_error(rank.communicator->barrier());
+      const HostClock::Nanoseconds begin = clock.now();
+      for (int u = 1; u >= 0; --u) {
+        const Lease lease = engine.backward(u, stream);
+        throw_if_error(call_on(*rank.backend, stream, [&clock] { clock.sleep(milliseconds(5)); }));
+      }
+      std::uint64_t launches_at_5_ms = 0;
+      std::thread observer([&, registration = HostClock::Registration(clock)]() mutable {
+        registration.adopt();
+        const HostClock::Registration taking_part = std::move(registration);
+        clock.sleep(milliseconds(5));
+        launches_at_5_ms = rank.host_backend().call_count(HostCall::kLaunch);
+      });
+
+      const StepResult result = engine.step({.groups = {{}}});
+      const HostClock::Nanoseconds returned = clock.now() - begin;
+      observer.join();
+      static_cast<void>(engine.statistics());  // Waits for the update.
+      const HostClock::Nanoseconds updated = clock.now() - begin;
+
+      EXPECT_FALSE(result.skipped);
+      EXPECT_EQ(launches_at_5_ms, rank.host_backend().call_count(HostCall::kLaunch)) << "stage " << stage;
+      EXPECT_EQ(returned, milliseconds(10)) << "stage " << stage;
+      EXPECT_EQ(updated, milliseconds(210)) << "stage " << stage;
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
+  }
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "forebay/engine.h"
+#include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
 #include "support/elements.h"
 #include "support/local_world.h"
@@ -101,6 +102,7 @@ class ToyTrainer {
     engine_.declare_activations(1000);
     engine_.commit();
     stream_ = value_or_throw(rank.backend->stream_create());
+    pinned_ = value_or_throw(PinnedPool::create(*rank.backend, {.slab_bytes = 1u << 20}));
   }
   ~ToyTrainer() { static_cast<void>(rank_.backend->stream_destroy(stream_)); }
 
@@ -120,6 +122,7 @@ class ToyTrainer {
     engine_.step_begin();
     for (int k = 0; k < options_.engine.micro_steps; ++k) micro_step(step, k);
     throw_if_error(rank_.backend->stream_synchronize(stream_));
+    for (std::byte* copy : copies_) throw_if_error(pinned_->free(copy, {}));
     copies_.clear();
     Hyperparameters hyperparameters;
     hyperparameters.groups = options_.groups;
@@ -208,11 +211,12 @@ class ToyTrainer {
     throw_if_error(call_on(*rank_.backend, stream_, std::move(function)));
   }
   // Where host functions on the stream find `count` elements of device memory: in place if the host reaches
-  // it, otherwise in a copy that lives to the end of the step.
+  // it, otherwise in a copy that lives to the end of the step. Pinned, because a copy from other host memory
+  // may be taken when it is queued.
   std::byte* on_host(DevicePtr elements, std::uint64_t count, bool with_values) {
     if (rank_.backend->capabilities().host_accessible) return elements;
     const std::uint64_t bytes = count * element_bytes(options_.engine.dtype);
-    std::byte* copy = copies_.emplace_back(bytes).data();
+    std::byte* copy = copies_.emplace_back(value_or_throw(pinned_->allocate(bytes)));
     if (with_values) throw_if_error(rank_.backend->copy_async(copy, elements, bytes, stream_));
     return copy;
   }
@@ -223,7 +227,8 @@ class ToyTrainer {
   Stream stream_;
   std::vector<ParameterId> ids_;
   std::vector<int> first_number_;
-  std::vector<std::vector<std::byte>> copies_;  // Of device memory that the host does not reach.
+  std::unique_ptr<PinnedPool> pinned_;
+  std::vector<std::byte*> copies_;  // Of device memory that the host does not reach.
   double metric_ = 0.0;
 };
 

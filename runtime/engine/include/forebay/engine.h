@@ -18,9 +18,10 @@
 // Order: units execute in the order of registration; skip(unit) says that this rank does not use one in this
 // micro-step. At most one Lease is alive at a time. All ranks call in the same order.
 //
-// Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() waits for
-// the reductions, because the exchange of norms is its commit point. What it is given (a metric, say) it
-// reads at once: wait for the stream that computes it first.
+// Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() queues
+// everything, the update too, before it waits to learn the norm and whether the step was applied; it does not
+// wait for the update. What it is given (a metric, say) it reads at once: wait for the stream that computes
+// it first.
 //
 // Errors: thrown as Error. A call out of turn or out of range changes nothing and the engine goes on. After a
 // failure of a peer, a stream or the device the engine is failed, and every later call says so.

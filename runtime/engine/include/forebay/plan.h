@@ -69,7 +69,7 @@ struct PoolBytes {
   std::uint64_t optimizer = 0;   // Persistent: master (2-byte types), m, v.
   std::uint64_t gathered =
       0;  // Slots of gathered units and of unreduced unit gradients. Does not grow with depth.
-  std::uint64_t buckets = 0;      // Communication staging. Constant.
+  std::uint64_t buckets = 0;  // Communication staging. Constant, but for the few bytes of each unit's norm.
   std::uint64_t activations = 0;  // Declared by the trainer.
 
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }

@@ -1,0 +1,150 @@
+// The engine on cuda backends over the fake driver, with ranks that share one GPU: memory that kills a host
+// which touches it, and the CUDA kernels built for the host.
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <limits>
+
+#include "engine/toy.h"
+#include "support/fake_gpu.h"
+
+namespace forebay::testing {
+namespace {
+
+ToyOptions options_for(int stage, DataType type, int ranks) {
+  ToyOptions options;
+  options.units.push_back({{{700}, {65}}, {}, false});  // An embedding, tied to the head.
+  options.units.push_back({{{64, 1}, {64, 1}, {1000, 0, true}, {13, 1}}, {}, true});
+  options.units.push_back({{{3000}, {7, 1}}, {}, true});
+  options.units.push_back({{{5, 1}}, {{0, 0}}, true});
+  options.engine.stage = stage;
+  options.engine.dtype = type;
+  options.engine.bucket_bytes = 5000;
+  options.engine.loss_scale.initial = 1024;
+  options.engine.loss_scale.growth_interval = 2;
+  options.ranks = ranks;
+  return options;
+}
+
+WorldOptions world_on(FakeGpu& gpu) {
+  return {.create_backend = [&gpu](int) { return gpu.create_backend(); }};
+}
+
+void expect_same(const ToyResult& actual, const ToyResult& expected, const std::string& what) {
+  EXPECT_TRUE(same_bits(actual, expected)) << what;
+}
+
+class EngineOnCuda : public ::testing::TestWithParam<std::tuple<int, DataType>> {};
+
+TEST_P(EngineOnCuda, EveryStageGivesTheBitsOfThePlainLoops) {
+  const auto [ranks, type] = GetParam();
+  for (const int micro_steps : {1, 2}) {
+    ToyOptions options = options_for(0, type, ranks);
+    options.engine.micro_steps = micro_steps;
+    // One step that overflows.
+    options.steps = 5;
+    options.disturbance = [](int rank, int step) {
+      return rank == 0 && step == 2 ? std::numeric_limits<float>::infinity() : 0.0f;
+    };
+    const ToyResult expected = reference_toy(options);
+    for (int stage = 0; stage < 4; ++stage) {
+      for (const bool overlap : {true, false}) {
+        if (!overlap && micro_steps > 1) continue;
+        options.engine.stage = stage;
+        options.engine.overlap = overlap;
+        FakeGpu gpu;
+        const ToyResult actual = run_toy(options, world_on(gpu));
+        const std::string what = "stage " + std::to_string(stage) + ", " + std::to_string(micro_steps) +
+                                 " micro-steps, overlap " + (overlap ? "on" : "off");
+        expect_same(actual, expected, what);
+        EXPECT_EQ(actual.statistics.peak, actual.statistics.planned) << what;
+        EXPECT_EQ(actual.statistics.peak_reserved_bytes, actual.statistics.planned_reserved_bytes) << what;
+        EXPECT_EQ(actual.statistics.applied_steps, 4u) << what;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Toy, EngineOnCuda,
+                         ::testing::Combine(::testing::Values(1, 3),
+                                            ::testing::Values(DataType::kFloat32, DataType::kBfloat16,
+                                                              DataType::kFloat16)),
+                         [](const auto& info) {
+                           return "N" + std::to_string(std::get<0>(info.param)) + "_" +
+                                  data_type_name(std::get<1>(info.param));
+                         });
+
+TEST(EngineOnCuda, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
+  for (const int ranks : {1, 3}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      const ToyOptions options = options_for(stage, DataType::kBfloat16, ranks);
+      const ToyResult expected = reference_toy(options);
+      for (const std::uint64_t seed : {1u, 2u}) {
+        fake_cuda::FakeOptions reordering = strict_gpu();
+        reordering.seed = seed;
+        FakeGpu gpu(reordering);
+        expect_same(run_toy(options, world_on(gpu)), expected,
+                    std::to_string(ranks) + " ranks, stage " + std::to_string(stage) + ", seed " +
+                        std::to_string(seed));
+      }
+    }
+  }
+}
+
+TEST(EngineOnCuda, AllocatesNothingFromTheDriverAfterTheFirstStep) {
+  for (int stage = 0; stage < 4; ++stage) {
+    FakeGpu gpu;
+    const ToyOptions options = options_for(stage, DataType::kBfloat16, 1);
+    run_ranks(1, world_on(gpu), [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      static_cast<void>(trainer.step(0));
+      const char* const calls[] = {
+          "cuMemAddressReserve", "cuMemCreate",       "cuMemMap",        "cuMemUnmap",     "cuMemAlloc",
+          "cuMemSetAccess",      "cuMemHostRegister", "cuMemAllocAsync", "cuStreamCreate", "cuEventCreate"};
+      std::vector<std::uint64_t> before;
+      for (const char* call : calls) before.push_back(gpu.controls().call_count(call));
+      EXPECT_GT(before[1], 0u) << "the fake counts under another name";
+      for (int step = 1; step < 4; ++step) static_cast<void>(trainer.step(step));
+      for (std::size_t i = 0; i < before.size(); ++i)
+        EXPECT_EQ(gpu.controls().call_count(calls[i]), before[i]) << calls[i] << " at stage " << stage;
+    });
+  }
+}
+
+TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
+  const std::filesystem::path directory =
+      std::filesystem::temp_directory_path() / ("forebay-engine-cuda-" + std::to_string(::getpid()));
+  for (const DataType type : {DataType::kBfloat16, DataType::kFloat16}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      ToyOptions options = options_for(stage, type, 3);
+      options.steps = 4;
+      const ToyResult whole = reference_toy(options);
+      FakeGpu gpu;
+      run_ranks(3, world_on(gpu), [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.initialize();
+        for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+        trainer.engine().save_state(directory, "two");
+      });
+      options.engine.stage = 3 - stage;
+      run_ranks(3, world_on(gpu), [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        EXPECT_EQ(trainer.engine().load_state(directory), "two");
+        for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
+        ToyResult resumed;
+        trainer.collect(resumed);
+        resumed.grad_norms = whole.grad_norms;  // Of half the steps only.
+        resumed.metrics = whole.metrics;
+        expect_same(resumed, whole, "saved at stage " + std::to_string(stage));
+        EXPECT_EQ(trainer.engine().applied_steps(), 4u);
+      });
+      std::filesystem::remove_all(directory);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing
