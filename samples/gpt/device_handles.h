@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -12,9 +13,17 @@
 
 #include "forebay/backend.h"
 #include "forebay/error.h"
+#include "forebay/log.h"
 #include "forebay/units.h"
 
 namespace forebay::gpt {
+
+// What came of giving something back: a refusal is said, the first one of the process.
+inline void gave_back(const Status& status) noexcept {
+  static std::atomic<bool> said{false};
+  if (!status.ok() && !said.exchange(true))
+    log(LogLevel::kWarning, "%s; said once", status.message().c_str());
+}
 
 class PinnedMemory {
  public:
@@ -25,7 +34,7 @@ class PinnedMemory {
     if (memory_ == nullptr) throw std::bad_alloc();
     throw_if_error(backend.pin(memory_.get(), whole_pages));
   }
-  ~PinnedMemory() { static_cast<void>(backend_.unpin(memory_.get())); }
+  ~PinnedMemory() { gave_back(backend_.unpin(memory_.get())); }
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
 
@@ -48,7 +57,7 @@ class OwnedEvent {
       : backend_(other.backend_), event_(std::exchange(other.event_, Event{})) {}
   OwnedEvent& operator=(OwnedEvent&&) = delete;
   ~OwnedEvent() {
-    if (event_ != Event{}) static_cast<void>(backend_->event_destroy(event_));
+    if (event_ != Event{}) gave_back(backend_->event_destroy(event_));
   }
 
   Event get() const { return event_; }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/kernels.h"
+#include "device_handles.h"
 #include "forebay/error.h"
 #include "forebay/units.h"
 
@@ -39,12 +40,12 @@ struct LaunchedOperations::Kernels {
       FOREBAY_GPT_KERNELS(FOREBAY_FIND_KERNEL)
 #undef FOREBAY_FIND_KERNEL
     } catch (...) {
-      static_cast<void>(backend.unload_module(module));
+      gave_back(backend.unload_module(module));
       throw;
     }
   }
   ~Kernels() {
-    static_cast<void>(backend.unload_module(module));
+    gave_back(backend.unload_module(module));
   }
   Kernels(const Kernels&) = delete;
   Kernels& operator=(const Kernels&) = delete;

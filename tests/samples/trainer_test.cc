@@ -230,8 +230,9 @@ TEST_F(Trainer, TheReportHasItsKeysAndFullPrecision) {
 
   const auto json = nlohmann::json::parse(report_json(report));
 
-  for (const char* key : {"world_size", "stage", "dtype", "parameters", "steps", "loss", "grad_norm",
-                          "digest", "tokens_per_second", "compute_threads", "communicator", "ranks"}) {
+  for (const char* key :
+       {"world_size", "stage", "dtype", "parameters", "steps", "loss", "grad_norm", "digest",
+        "tokens_per_second", "compute_threads", "device", "communicator", "matmul", "ranks"}) {
     EXPECT_TRUE(json.contains(key)) << key;
   }
   EXPECT_EQ(json["loss"].get<std::vector<double>>(), report.loss);
@@ -297,6 +298,8 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--hidden", "0"}, "--hidden"},
       {{"--dtype", "fp8"}, "--dtype fp8"},
       {{"--device", "tpu"}, "--device tpu"},
+      {{"--device", "cuda:x"}, "--device cuda:x"},
+      {{"--device", "cuda", "--communicator", "gloo"}, "--communicator gloo"},
       {{"--bucket", "12parsecs"}, "--bucket 12parsecs"},
       {{"--memory", "-4"}, "--memory"},
       {{"--accumulate", "local", "--stage", "2"}, "--accumulate local"},
@@ -371,6 +374,18 @@ TEST(GptCommand, OptionsArriveWhereTheyBelong) {
   EXPECT_EQ(command.options->text, (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(command.options->steps, 7u);
   EXPECT_EQ(command.options->seed, UINT64_MAX);
+}
+
+TEST(GptCommand, ADeviceBringsItsOwnDefaults) {
+  const auto resolved = [](const std::vector<std::string>& words) {
+    return resolve_options(parse_command(words).options.value());
+  };
+  const TrainerOptions second = resolved({"--device", "cuda:1", "--ranks", "2"});
+  EXPECT_EQ(second.device, (DeviceChoice{.cuda = true, .ordinal = 1}));
+  EXPECT_EQ(second.communicator, "local");
+  EXPECT_EQ(second.matmul, "library");
+  EXPECT_EQ(resolved({"--device", "cuda"}).device, (DeviceChoice{.cuda = true}));
+  EXPECT_EQ(resolved({"--device", "host"}).device, DeviceChoice{});
 }
 
 TEST(GptCommand, HelpIsOnStdoutAndNamesEveryOption) {

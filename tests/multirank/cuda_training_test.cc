@@ -1,0 +1,285 @@
+// forebay-gpt on the cuda backend, over the fake driver: ranks that share one GPU, whose memory kills a host
+// that touches it, and the CUDA kernels built for the host. The bits are the host's. Then every driver call
+// that such a run makes fails by script.
+//
+// `./dev test` fails the first, the middle and the last call of each kind. Built with FOREBAY_EVERY_CALL,
+// under the label slow, it fails every one.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "runtime/device/cuda_driver.h"
+#include "support/fake_gpu.h"
+#include "support/process.h"
+#include "trainer.h"
+
+namespace forebay::testing {
+namespace {
+
+using Json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+Words operator+(Words left, const Words& right) {
+  left.insert(left.end(), right.begin(), right.end());
+  return left;
+}
+
+const Words kModel = {"--layers", "2",       "--hidden", "48",        "--heads", "3",      "--sequence",
+                      "24",       "--batch", "2",        "--threads", "1",       "--quiet"};
+const Words kSmall = kModel + Words{"--steps", "5", "--matmul", "plain"};
+const Words kOnHost = {"--device", "host", "--communicator", "local"};
+const Words kOnGpu = {"--device", "cuda"};
+
+gpt::TrainingReport train(const Words& words) {
+  const gpt::ParsedCommand parsed = gpt::parse_command(words);
+  return gpt::run_training(gpt::resolve_options(parsed.options.value()));
+}
+
+void expect_the_bits_of_the_host(const Words& words) {
+  SCOPED_TRACE(::testing::PrintToString(words));
+  const gpt::TrainingReport host = train(kSmall + words + kOnHost);
+  const FakeGpu gpu;
+
+  const gpt::TrainingReport report = train(kSmall + words + kOnGpu);
+
+  EXPECT_EQ(report.digest, host.digest);
+  EXPECT_EQ(report.loss, host.loss);
+  EXPECT_EQ(report.grad_norm, host.grad_norm);
+  for (const gpt::RankReport& rank : report.ranks) {
+    EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
+    EXPECT_EQ(rank.reserved_bytes, rank.planned_reserved_bytes);
+  }
+}
+
+TEST(CudaTraining, GivesTheBitsOfTheHostAtEveryStage) {
+  for (const char* stage : {"0", "1", "2", "3"})
+    expect_the_bits_of_the_host({"--ranks", "3", "--stage", stage});
+}
+
+TEST(CudaTraining, GivesTheBitsOfTheHostInEveryType) {
+  for (const char* type : {"bf16", "fp16"})
+    expect_the_bits_of_the_host({"--ranks", "3", "--stage", "3", "--dtype", type});
+}
+
+// More micro-steps than the host has buffers for.
+TEST(CudaTraining, GivesTheBitsOfTheHostHoweverItAccumulates) {
+  expect_the_bits_of_the_host({"--ranks", "2", "--stage", "2", "--micro-steps", "5", "--dtype", "bf16"});
+  expect_the_bits_of_the_host({"--micro-steps", "5", "--accumulate", "local"});
+}
+
+TEST(CudaTraining, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
+  const Words words = kSmall + Words{"--ranks", "3", "--stage", "3", "--dtype", "bf16"};
+  const std::string expected = train(words + kOnHost).digest;
+  for (const std::uint64_t seed : {1u, 2u}) {
+    fake_cuda::FakeOptions options = strict_gpu();
+    options.seed = seed;
+    const FakeGpu gpu(options);
+    EXPECT_EQ(train(words + kOnGpu).digest, expected) << seed;
+  }
+}
+
+TEST(CudaTraining, RanksTakeTheGpusInTurn) {
+  fake_cuda::FakeOptions options = strict_gpu();
+  options.device_count = 2;
+  const FakeGpu gpu(options);
+  const Words words = kSmall + Words{"--ranks", "3", "--stage", "3"};
+
+  const gpt::TrainingReport in_turn = train(words + kOnGpu);
+  const gpt::TrainingReport on_second = train(words + Words{"--device", "cuda:1"});
+
+  EXPECT_EQ(in_turn.device.substr(0, 6), "cuda:0");
+  EXPECT_EQ(on_second.device.substr(0, 6), "cuda:1");
+  EXPECT_EQ(on_second.digest, in_turn.digest);
+}
+
+// The program, as a person starts it.
+class CudaCommand : public ::testing::Test {
+ protected:
+  Finished run(const Words& words, const std::string& driver = FOREBAY_FAKE_LIBCUDA) {
+    return run_program(Words{FOREBAY_GPT} + words, {{"FOREBAY_LIBCUDA", driver},
+                                                    {"FAKE_CUDA_KERNELS", FOREBAY_FAKE_KERNELS},
+                                                    {"FAKE_CUDA_STRICT", "1"}});
+  }
+  void expect_refused(const Finished& finished, int exit_code, const Words& named) {
+    EXPECT_EQ(finished.exit_code, exit_code) << finished.output;
+    for (const std::string& word : named)
+      EXPECT_NE(finished.output.find(word), std::string::npos) << finished.output;
+    EXPECT_EQ(std::count(finished.output.begin(), finished.output.end(), '\n'), 1) << finished.output;
+  }
+
+  TemporaryDirectory directory_;
+};
+
+TEST_F(CudaCommand, ReportsWhereItRanAndTheDigestOfTheHost) {
+  const Words words = kSmall + Words{"--ranks", "3", "--stage", "3"};
+  const std::string path = directory_ / "report.json";
+
+  const Finished finished = run(words + kOnGpu + Words{"--report", path});
+
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  std::ifstream file(path);
+  const Json report = Json::parse(file, nullptr, false);
+  EXPECT_EQ(report.at("device"), "cuda:0 Fake GPU 0");
+  EXPECT_EQ(report.at("communicator"), "local");
+  EXPECT_EQ(report.at("matmul"), "plain");
+  EXPECT_EQ(report.at("stage"), 3);
+  EXPECT_EQ(report.at("ranks").size(), 3u);
+  const Json host = Json::parse(gpt::report_json(train(words + kOnHost)));
+  EXPECT_EQ(report.at("digest"), host.at("digest"));
+  EXPECT_EQ(host.at("device"), "host");
+  for (const auto& [key, value] : host.items()) EXPECT_TRUE(report.contains(key)) << key;
+}
+
+TEST_F(CudaCommand, SavesAndGoesOnBetweenHostAndGpu) {
+  const std::string state = directory_ / "state";
+  const std::string path = directory_ / "report.json";
+  const Words words = kModel + Words{"--matmul", "plain", "--ranks", "2", "--stage", "2", "--report", path};
+  const Words to_the_end = {"--steps", "4"};
+  ASSERT_EQ(run(words + to_the_end + kOnGpu).exit_code, 0);
+  const auto digest = [&] {
+    std::ifstream file(path);
+    return Json::parse(file, nullptr, false).at("digest");
+  };
+  const Json whole = digest();
+
+  const Finished first = run(words + kOnGpu + Words{"--steps", "2", "--save-state", state});
+  ASSERT_EQ(first.exit_code, 0) << first.output;
+  const Finished second = run(words + to_the_end + kOnHost + Words{"--load-state", state});
+  ASSERT_EQ(second.exit_code, 0) << second.output;
+
+  EXPECT_EQ(digest(), whole);
+}
+
+TEST_F(CudaCommand, SaysInOneLineWhatIsMissing) {
+  const Words words = kSmall + Words{"--ranks", "2", "--stage", "1"};
+  expect_refused(run(words + kOnGpu, directory_ / "no-driver.so"), 1, {"--device cuda", "no-driver.so"});
+  expect_refused(run(words + Words{"--device", "cuda:5"}), 1, {"--device cuda", "cuda:5"});
+  expect_refused(run(words + Words{"--device", "cuda:"}), 2, {"--device cuda:", "cuda:N"});
+  expect_refused(run(words + Words{"--device", "cuda:-1"}), 2, {"--device cuda:-1"});
+  expect_refused(run(words + kOnGpu + Words{"--communicator", "gloo"}), 2, {"--communicator gloo", "local"});
+  // There is no cuBLAS, or it finds no driver to its taste.
+  expect_refused(run(kModel + kOnGpu + Words{"--matmul", "library"}), 1, {"use --matmul plain"});
+}
+
+// --- faults ---
+
+struct Call {
+  const char* name;    // As messages have it: without the version.
+  const char* symbol;  // As the fake's script takes it.
+};
+
+#define FOREBAY_TEST_CALL(symbol) {cuda::kEntryPoints[cuda::symbol##_index].name, #symbol},
+constexpr Call kCalls[] = {FOREBAY_CUDA_CALLED(FOREBAY_TEST_CALL)};
+#undef FOREBAY_TEST_CALL
+
+bool gives_back(const std::string& name) {
+  for (const char* verb : {"Destroy", "Free", "Release", "Unmap", "Unregister", "Unload"}) {
+    if (name.find(verb) != std::string::npos) return true;
+  }
+  return false;
+}
+
+// Also made at the end of a run, where what it waits for does not matter any more; the last is asked before.
+bool waits(const std::string& name) {
+  return name == "cuStreamSynchronize" || name == "cuEventSynchronize" || name == "cuStreamIsCapturing";
+}
+
+// Small, and long enough to go through everything.
+const Words kFaultRun = {"--layers", "1",       "--hidden", "8",       "--heads",    "2",       "--sequence",
+                         "4",        "--batch", "1",        "--steps", "5",          "--ranks", "3",
+                         "--stage",  "3",       "--dtype",  "bf16",    "--threads",  "1",       "--quiet",
+                         "--matmul", "plain",   "--device", "cuda",    "--deadline", "20"};
+
+class CudaTrainingFaults : public ::testing::TestWithParam<Call> {
+ protected:
+  CudaTrainingFaults() : fake_(open()) {}
+
+  static fake_cuda::FakeCuda open() {
+    ::setenv("FOREBAY_LOG", "info", 1);  // A trial that fails is told at this level.
+    ::setenv("FAKE_CUDA_KERNELS", FOREBAY_FAKE_KERNELS, 1);
+    ::setenv("FOREBAY_LIBCUDA", FOREBAY_FAKE_LIBCUDA, 1);
+    return fake_cuda::FakeCuda::open(FOREBAY_FAKE_LIBCUDA);
+  }
+
+  // The error that the run ended with; empty when it ended well.
+  std::string run(gpt::TrainingReport* report) {
+    try {
+      *report = train(kFaultRun);
+      return "";
+    } catch (const Error& error) {
+      return error.status().message();
+    }
+  }
+
+  void start() {
+    fake_.reset();
+    fake_cuda::FakeOptions options = strict_gpu();
+    options.quiet = true;
+    ASSERT_EQ(fake_.configure(options), 0);
+  }
+
+  void expect_a_clean_end(const Call& call, std::uint64_t nth, const std::string& digest) {
+    SCOPED_TRACE(std::string(call.symbol) + ", call " + std::to_string(nth));
+    start();
+    ASSERT_EQ(fake_.fail(call.symbol, nth, static_cast<int>(cuda::CuResult::kUnknown)), 0);
+    ::testing::internal::CaptureStderr();
+    const auto begin = std::chrono::steady_clock::now();
+
+    gpt::TrainingReport report;
+    const std::string error = run(&report);
+
+    // Well before the deadline for silent peers: the failure itself ended it.
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15)) << error;
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    if (fake_.call_count(call.symbol) < nth) return;  // Threads race: this run made fewer.
+    const std::string told = std::string(call.name) + ": CUDA_ERROR_UNKNOWN";
+    if (error.empty()) {
+      // It was a call that the run can do without, and it did its work.
+      EXPECT_EQ(report.digest, digest) << log;
+      EXPECT_TRUE(gives_back(call.name) || waits(call.name) || log.find(told) != std::string::npos)
+          << "nobody was told";
+    } else {
+      EXPECT_NE(error.find(told), std::string::npos) << error;
+    }
+    const fake_cuda::FakeAccount account = fake_.accounts();
+    EXPECT_EQ(account.operations, 0u);
+    EXPECT_EQ(account.hazards, 0u) << error << log;
+    EXPECT_EQ(account.forbidden_calls, 0u);
+    // What the driver refuses to take back stays, and what depends on it.
+    if (!gives_back(call.name)) {
+      EXPECT_EQ(account.live_handles(), 0u) << error << log;
+    }
+  }
+
+  fake_cuda::FakeCuda fake_;
+};
+
+TEST_P(CudaTrainingFaults, EndWithAClearErrorAndLeaveNothing) {
+  const Call& call = GetParam();
+  start();
+  gpt::TrainingReport clean;
+  ASSERT_EQ(run(&clean), "");
+  ASSERT_EQ(fake_.accounts().live_handles(), 0u);
+  const std::uint64_t count = fake_.call_count(call.symbol);
+  if (count == 0) GTEST_SKIP() << "a training run does not call " << call.symbol;
+#ifdef FOREBAY_EVERY_CALL
+  for (std::uint64_t nth = 1; nth <= count; ++nth) expect_a_clean_end(call, nth, clean.digest);
+#else
+  for (const std::uint64_t nth : std::set<std::uint64_t>{1, (count + 1) / 2, count})
+    expect_a_clean_end(call, nth, clean.digest);
+#endif
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaTrainingFaults, ::testing::ValuesIn(kCalls),
+                         [](const auto& info) { return info.param.symbol; });
+
+}  // namespace
+}  // namespace forebay::testing
