@@ -45,24 +45,26 @@ target_include_directories(forebay_xxhash SYSTEM INTERFACE "${XXHASH_INCLUDE_DIR
 target_compile_definitions(forebay_xxhash INTERFACE XXH_INLINE_ALL)
 
 # Gloo: ranks as processes. Optional: without it only `--communicator local` is there.
+option(FOREBAY_GLOO "Use Gloo where it is found" ON)
 find_path(GLOO_INCLUDE_DIR gloo/context.h)
 find_library(GLOO_LIBRARY gloo)
-if(GLOO_INCLUDE_DIR AND GLOO_LIBRARY)
+if(FOREBAY_GLOO AND GLOO_INCLUDE_DIR AND GLOO_LIBRARY)
   set(FOREBAY_HAVE_GLOO ON)
   add_library(forebay_gloo INTERFACE)
   target_include_directories(forebay_gloo SYSTEM INTERFACE "${GLOO_INCLUDE_DIR}")
   target_link_libraries(forebay_gloo INTERFACE "${GLOO_LIBRARY}")
 else()
   set(FOREBAY_HAVE_GLOO OFF)
-  message(STATUS "Gloo not found (Debian: libgloo-dev): ranks will be threads of one process only")
+  message(STATUS "Gloo not found (Debian: libgloo-dev) or not wanted: ranks will be threads of one process only")
 endif()
 
 # oneDNN: matrix products of the sample on the CPU. Optional: without it only `--matmul plain` is there.
 # By header and library: Debian 12's CMake package of oneDNN demands the headers of OpenCL, which libdnnl-dev does not
 # bring and the sample does not use.
+option(FOREBAY_ONEDNN "Use oneDNN where it is found" ON)
 find_path(ONEDNN_INCLUDE_DIR dnnl.hpp)
 find_library(ONEDNN_LIBRARY dnnl)
-if(ONEDNN_INCLUDE_DIR AND ONEDNN_LIBRARY)
+if(FOREBAY_ONEDNN AND ONEDNN_INCLUDE_DIR AND ONEDNN_LIBRARY)
   if(NOT TARGET DNNL::dnnl)
     add_library(DNNL::dnnl INTERFACE IMPORTED GLOBAL)
     target_include_directories(DNNL::dnnl SYSTEM INTERFACE "${ONEDNN_INCLUDE_DIR}")
@@ -71,7 +73,7 @@ if(ONEDNN_INCLUDE_DIR AND ONEDNN_LIBRARY)
   set(FOREBAY_HAVE_ONEDNN ON)
 else()
   set(FOREBAY_HAVE_ONEDNN OFF)
-  message(STATUS "oneDNN not found (Debian: libdnnl-dev): the sample has its own plain matrix products only")
+  message(STATUS "oneDNN not found (Debian: libdnnl-dev) or not wanted: the sample has its own plain matrix products only")
 endif()
 
 if(FOREBAY_TESTS)
