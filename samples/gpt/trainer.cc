@@ -118,12 +118,18 @@ std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const
     return std::make_unique<HostOperations>(plain ? create_plain_matmul() : create_library_matmul(),
                                             rank.threads);
   }
-  return std::make_unique<LaunchedOperations>(
-      *rank.backend, stream,
-      LaunchedOperations::Options{
-          .image = kernels::kernel_image(),
-          .library = plain ? nullptr : std::make_unique<CublasProducts>(rank.ordinal, stream),
-          .product_type = options.dtype});
+  auto library = plain ? nullptr : std::make_unique<CublasProducts>(rank.ordinal, stream);
+  try {
+    return std::make_unique<LaunchedOperations>(
+        *rank.backend, stream,
+        LaunchedOperations::Options{
+            .image = kernels::kernel_image(), .library = std::move(library), .product_type = options.dtype});
+  } catch (const Error& error) {
+    if (kernels::kernel_image_is_compiled()) throw;
+    throw Error(error.status().with_context(
+        "this forebay-gpt was built without nvcc, so it has no kernels for a GPU; build it where the CUDA "
+        "toolkit is installed"));
+  }
 }
 
 // One rank: the model under the engine. Begins and ends on the thread that drives it.
