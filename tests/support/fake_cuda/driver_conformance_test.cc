@@ -467,20 +467,32 @@ TEST_F(DriverConformance, TimeIsMeasuredBetweenTimedEventsOnly) {
 TEST_F(DriverConformance, TheLegacyStreamWaitsForBlockingStreamsAndTheyForIt) {
   CuStream blocking = nullptr;
   ASSERT_CU_OK(driver_.cuStreamCreate(&blocking, kStreamDefault));
+  std::atomic<int> ran{0};
+  const CuHostFunction count = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
+  // That is not blocking takes no part; meanwhile the others would have run, if they could.
+  const auto let_time_pass = [&] {
+    for (int i = 0; i < 20; ++i) {
+      ASSERT_CU_OK(driver_.cuLaunchHostFunc(
+          stream_, [](void*) {}, nullptr));
+      ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
+    }
+  };
   Gate first, second;
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(blocking, Gate::wait, &first));
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(nullptr, Gate::wait, &second));
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(
-      stream_, [](void*) {}, nullptr));
-  EXPECT_CU_OK(driver_.cuStreamSynchronize(stream_));  // Does not block: it takes no part.
+  ASSERT_CU_OK(driver_.cuLaunchHostFunc(nullptr, count, &ran));
+  ASSERT_CU_OK(driver_.cuLaunchHostFunc(legacy_stream(), Gate::wait, &second));
+  ASSERT_CU_OK(driver_.cuLaunchHostFunc(blocking, count, &ran));
+  let_time_pass();
+  EXPECT_EQ(ran, 0);
   first.release();
-  ASSERT_CU_OK(driver_.cuStreamSynchronize(blocking));
+  while (ran != 1) std::this_thread::yield();
+  let_time_pass();
+  EXPECT_EQ(ran, 1);
   EXPECT_CU(kNotReady, driver_.cuStreamQuery(legacy_stream()));
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(
-      blocking, [](void*) {}, nullptr));
   EXPECT_CU(kNotReady, driver_.cuStreamQuery(blocking));
   second.release();
   EXPECT_CU_OK(driver_.cuStreamSynchronize(blocking));
+  EXPECT_EQ(ran, 2);
   EXPECT_CU_OK(driver_.cuStreamQuery(nullptr));
   EXPECT_CU_OK(driver_.cuStreamDestroy_v2(blocking));
 }

@@ -126,6 +126,16 @@ class FakeCudaTest : public testing::Test {
   CuStream stream_ = nullptr;
 };
 
+// Runs `body` in a child of this process, where the driver has not started yet, and returns its exit code,
+// 128 when a signal ended it.
+int in_child(const std::function<int()>& body) {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(body());
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
+}
+
 using FakeCudaDeathTest = FakeCudaTest;
 
 // --- the host and device memory ---
@@ -149,6 +159,26 @@ TEST_F(FakeCudaDeathTest, TheHostDiesTouchingDeviceMemory) {
     ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
     EXPECT_EQ(read(allocated), 42u);
     EXPECT_DEATH(*reinterpret_cast<volatile int*>(allocated) = 1, "");
+  }
+}
+
+TEST_F(FakeCudaTest, AHostFunctionIsHostCodeAlsoAfterAKernelRanOnItsThread) {
+  fake_.reset();
+  for (const HostAccess access : {HostAccess::kDenied, HostAccess::kWindows}) {
+    const auto run = [&](CuHostFunction function) {
+      return in_child([&] {
+        FakeOptions options = small_options();
+        options.host_access = access;
+        start(options);
+        CuDevicePtr address = mapped();
+        int one = 1;
+        launch(kernel("add"), {&address, &one}, stream_);
+        driver_.cuLaunchHostFunc(stream_, function, reinterpret_cast<void*>(address));
+        return driver_.cuStreamSynchronize(stream_) == CuResult::kSuccess ? 0 : 1;
+      });
+    };
+    EXPECT_EQ(run([](void*) {}), 0);
+    EXPECT_NE(run([](void* address) { *static_cast<volatile int*>(address) = 1; }), 0);
   }
 }
 
@@ -698,15 +728,6 @@ TEST_F(FakeCudaTest, SharedMemoryIsLimitedUntilAskedFor) {
 }
 
 // --- between processes ---
-
-// Runs `body` in a fresh process that has this program's fake before its start, and returns its exit code.
-int in_child(const std::function<int()>& body) {
-  const pid_t child = ::fork();
-  if (child == 0) ::_exit(body());
-  int status = -1;
-  ::waitpid(child, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128;
-}
 
 void send_file(int socket, int file) {
   char byte = 0, control[CMSG_SPACE(sizeof(int))] = {};
