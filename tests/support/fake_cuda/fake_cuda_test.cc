@@ -7,11 +7,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
-#include <fstream>
+#include <functional>
+#include <list>
 #include <random>
 #include <set>
 #include <string>
@@ -120,6 +119,7 @@ class FakeCudaTest : public testing::Test {
     return value;
   }
 
+  std::list<Gate> gates_;  // Longer than the work that waits for them, which the destructor ends.
   FakeCuda fake_;
   DriverUnderTest driver_;
   CuContext context_ = nullptr;
@@ -249,7 +249,7 @@ TEST_F(FakeCudaTest, NeighbouringChunksByTheThousandFitTheKernelsLimit) {
 TEST_F(FakeCudaTest, UnmappingUnderQueuedWorkIsAHazardAndFailsTheContext) {
   start();
   const CuDevicePtr address = mapped();
-  Gate gate;
+  Gate& gate = gates_.emplace_back();
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
   ASSERT_CU_OK(driver_.cuMemsetD8Async(address, 1, kGranule, stream_));
   ASSERT_CU_OK(driver_.cuMemUnmap(address, kGranule));
@@ -283,7 +283,7 @@ TEST_F(FakeCudaTest, FreeingUnderAKernelIsAHazardUnlessFreeWaits) {
     start(options);
     CuDevicePtr address = 0;
     ASSERT_CU_OK(driver_.cuMemAlloc_v2(&address, 64));
-    Gate gate;
+    Gate& gate = gates_.emplace_back();
     Gate* pointer = &gate;
     ASSERT_CU_OK(launch(kernel("wait_for_gate"), {&pointer, &address}, stream_));
     std::thread opener;
@@ -291,7 +291,7 @@ TEST_F(FakeCudaTest, FreeingUnderAKernelIsAHazardUnlessFreeWaits) {
       opener = std::thread([&] { gate.release(); });
     } else {
       gate.release();  // The free still comes before the kernel's end or after it; queue more to be certain.
-      Gate held;
+      Gate& held = gates_.emplace_back();
       Gate* held_pointer = &held;
       ASSERT_CU_OK(launch(kernel("wait_for_gate"), {&held_pointer, &address}, stream_));
       opener = std::thread([&] {
@@ -316,7 +316,7 @@ TEST_F(FakeCudaTest, PageLockedMemoryUnderACopyIsWatchedToo) {
   void* memory = nullptr;
   ASSERT_CU_OK(driver_.cuMemAlloc_v2(&address, 4096));
   ASSERT_CU_OK(driver_.cuMemHostAlloc(&memory, 4096, 0));
-  Gate gate;
+  Gate& gate = gates_.emplace_back();
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
   ASSERT_CU_OK(driver_.cuMemcpyHtoDAsync_v2(address, memory, 4096, stream_));
   EXPECT_CU_OK(driver_.cuMemFreeHost(memory));
@@ -338,7 +338,7 @@ TEST_F(FakeCudaTest, UsingABlockOnAnotherStreamBeforeItsAllocationIsAHazard) {
   CuStream other = nullptr;
   CuDevicePtr address = 0;
   ASSERT_CU_OK(driver_.cuStreamCreate(&other, kStreamNonBlocking));
-  Gate gate;
+  Gate& gate = gates_.emplace_back();
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
   ASSERT_CU_OK(driver_.cuMemAllocAsync(&address, 1000, stream_));
   ASSERT_CU_OK(driver_.cuMemsetD8Async(address, 1, 1000, other));
@@ -354,7 +354,7 @@ TEST_F(FakeCudaTest, FreeingABlockWhileAnotherStreamUsesItIsAHazard) {
   ASSERT_CU_OK(driver_.cuStreamCreate(&other, kStreamNonBlocking));
   ASSERT_CU_OK(driver_.cuMemAllocAsync(&address, 1000, stream_));
   ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
-  Gate gate;
+  Gate& gate = gates_.emplace_back();
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(other, Gate::wait, &gate));
   ASSERT_CU_OK(driver_.cuMemsetD8Async(address, 1, 1000, other));
   ASSERT_CU_OK(driver_.cuMemFreeAsync(address, stream_));
@@ -535,7 +535,7 @@ TEST_F(FakeCudaTest, TheAccountListsWhatIsAlive) {
 
 TEST_F(FakeCudaTest, ResetReturnsToTheStateBeforeTheStart) {
   start();
-  Gate gate;
+  Gate& gate = gates_.emplace_back();
   gate.open = true;
   mapped();
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
@@ -673,7 +673,7 @@ TEST_F(FakeCudaTest, ManyStreamsThatWaitForEachOtherNeedFewThreads) {
   constexpr int kCount = 1000;
   CuEvent event = nullptr;
   ASSERT_CU_OK(driver_.cuEventCreate(&event, kEventDisableTiming));
-  Gate gate;
+  Gate& gate = gates_.emplace_back();
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
   ASSERT_CU_OK(driver_.cuEventRecord(event, stream_));
   std::atomic<int> ran{0};

@@ -35,6 +35,7 @@ void count_use(Pool& pool, std::size_t bytes) {
 
 // Gives blocks back until no more than `keep` bytes are reserved. Those whose free has not run stay.
 void trim(Pool& pool, std::uint64_t keep) {
+  if (pool.reserved <= keep) return;
   std::vector<Address> gone;
   for (const auto& [begin, mapping] : driver().memory.mappings()) {
     if (mapping.kind != MappingKind::kPool || mapping.pool.get() != &pool || !mapping.freed) continue;
