@@ -68,6 +68,9 @@ CuResult make_block(const PoolPtr& pool, std::size_t bytes, const ContextPtr& co
   mapping.kind = MappingKind::kPool;
   mapping.pool = pool;
   mapping.context = context;
+  // Until the allocation is reached on its stream. Of a block that is used again, the free before said so
+  // there.
+  mapping.available = false;
   CuMemAllocationProp properties{};
   properties.type = CuMemAllocationType::kPinned;
   properties.requested_handle_types = pool->properties.handle_types;
@@ -125,7 +128,6 @@ CuResult allocate(CuDevicePtr* address, std::size_t bytes, PoolPtr pool, const S
     return record_captured(stream, {});
   }
   count_use(*pool, bytes);
-  block->available = false;
   block->context = stream->context;
   Operation operation;
   operation.what = "cuMemAllocAsync";
