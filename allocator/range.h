@@ -1,5 +1,6 @@
 // Range: one piece of the arena's address range, and the books that keep them: a pool that the hot path takes
-// descriptors from without calling malloc, and a hash table from the offset of a block to its Range.
+// descriptors from without calling malloc, and a hash table from an offset to the block, alias or free range
+// that begins there.
 //
 // The ranges of an arena tile its whole address range: linked by address, none empty, none overlapping.
 #pragma once
@@ -15,11 +16,13 @@ namespace forebay::internal {
 
 enum class RangeKind : std::uint8_t {
   kUnmapped,  // Addresses only. Begins and ends at chunk boundaries.
-  kFree,      // Mapped, in the size bins of its class.
+  kFree,      // Mapped, its memory owned by these addresses; in the size bins of its class.
+  kShadow,    // Mapped, but the memory behind it is owned by other addresses that show it too, or by nobody.
   kLive,      // A block.
   kAlias,     // Maps the chunks of a slot.
   kBusy,      // Claimed by the thread that holds the growth mutex while it calls the Backend.
   kStranded,  // Mapped, but neither usable nor, so far, unmappable: the Backend refused. Tried again later.
+  kPaused,    // Addresses of a paused tag, its memory given back; see Range::paused_kind.
 };
 
 struct Range {
@@ -37,9 +40,12 @@ struct Range {
   Range* pending_previous = nullptr;  // Free ranges with waits != 0.
   Range* pending_next = nullptr;
   std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
+  std::uint16_t slack = 0;          // Live: bytes beyond what was asked for.
   Tag tag = 0;
   RangeKind kind = RangeKind::kUnmapped;
-  Region region = Region::kPersistent;
+  std::uint8_t region = 0;
+  std::uint8_t stream = 0xFF;                // Live: whom it was allocated for, as the arena numbers streams.
+  RangeKind paused_kind = RangeKind::kFree;  // Paused: what it was.
 
   std::size_t end() const noexcept { return offset + bytes; }
 };
@@ -104,12 +110,12 @@ class RangePool {
 
 // Open addressing with linear probing; erasing shifts back, so there are no tombstones. Never more than half
 // full, because the arena makes it twice as large as the pool.
-class BlockTable {
+class RangeTable {
  public:
-  BlockTable() noexcept = default;
-  BlockTable(const BlockTable&) = delete;
-  BlockTable& operator=(const BlockTable&) = delete;
-  ~BlockTable() { std::free(cells_); }
+  RangeTable() noexcept = default;
+  RangeTable(const RangeTable&) = delete;
+  RangeTable& operator=(const RangeTable&) = delete;
+  ~RangeTable() { std::free(cells_); }
 
   static Range** make_cells(std::size_t capacity) noexcept {
     return static_cast<Range**>(std::calloc(capacity, sizeof(Range*)));

@@ -267,6 +267,8 @@ void Engine::Impl::allocate() {
   arena_options.limit_bytes = plan.reserved_bytes;
   // Addresses cost nothing, and aliases take them for whole units, however many share a slot.
   const std::uint64_t chunk = plan.options.chunk_bytes;
+  // The plan counts what is taken to the byte.
+  arena_options.growth_bytes = chunk;
   arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);
   for (const UnitLayout& place : plan.layouts) {
     arena_options.reserve_bytes +=

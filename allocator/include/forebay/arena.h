@@ -17,6 +17,7 @@
 #include <string>
 
 #include "forebay/backend.h"
+#include "forebay/memory_snapshot.h"
 
 namespace forebay {
 
@@ -31,10 +32,23 @@ enum class Region : std::uint8_t { kPersistent, kTransient };
 using Tag = std::uint16_t;
 inline constexpr std::size_t kTagLimit = 64;
 
+// Pausable tags and unreleased captures, together.
+inline constexpr std::size_t kPrivateRegionLimit = 14;
+
 struct ArenaOptions {
   std::size_t reserve_bytes = 0;  // Address range; 0: four times what the device can hold, at most 16 TiB.
   std::size_t limit_bytes = 0;    // Most physical memory to take; 0: what the device has.
-  std::size_t chunk_bytes = 0;    // 0: the backend's granularity.
+  std::size_t chunk_bytes = 0;    // The smallest chunk, and the unit of slots; 0: the backend's granularity.
+  // What the transient region takes from the device at a time while all it holds is in use. Larger: fewer
+  // driver calls. Smaller: less is taken too much. 0: a 256th of the limit, from one chunk to 32 MiB.
+  std::size_t growth_bytes = 0;
+  // The largest chunk to take from the device in one call. Larger: fewer calls. Smaller: more of what is free
+  // in pieces can be put together. 0: 1 GiB for persistent blocks, for the others 128 MiB, and chunk_bytes
+  // once half of the limit is taken.
+  std::size_t largest_chunk_bytes = 0;
+  // Events (allocations, frees, mappings) that snapshot() can tell of, the latest; 0: none, which costs
+  // nothing.
+  std::size_t history_count = 0;
 };
 
 struct AllocationRequest {
@@ -43,6 +57,15 @@ struct AllocationRequest {
   Region region = Region::kTransient;
   Tag tag = 0;
   Stream stream;  // The stream that uses the block first. Null: the host only.
+  // The block gets one chunk of its own, mapped once: for what is registered with a network card or exported
+  // to another process. Rounded to chunk_bytes of physical memory.
+  bool fixed = false;
+};
+
+struct TagOptions {
+  const char* name = "";        // Copied, its first 31 characters.
+  std::size_t limit_bytes = 0;  // Of live bytes; 0: no limit.
+  bool pausable = false;        // Its blocks share no chunk with other tags, so that pause() can work.
 };
 
 // A fixed row of chunks that belongs to no block: what aliases are mapped onto.
@@ -50,13 +73,23 @@ struct Slot {
   std::uint32_t index = UINT32_MAX;
 };
 
+// The allocations of one stream that a graph is being captured from; see capture_begin.
+struct Capture {
+  std::uint32_t index = UINT32_MAX;
+};
+
 struct ArenaStatistics {
   std::size_t live_bytes = 0;  // Blocks and slots handed out, rounded to kBlockGranule.
   std::size_t peak_live_bytes = 0;
+  std::size_t requested_bytes = 0;  // The same as asked for, unrounded.
+  std::size_t peak_requested_bytes = 0;
   std::size_t reserved_bytes = 0;  // Physical memory held, in whole chunks (one tag: only in its slots).
   std::size_t peak_reserved_bytes = 0;
-  std::uint64_t allocation_count = 0;   // Calls of allocate that succeeded.
-  std::uint64_t driver_call_count = 0;  // Chunk, map, unmap and access calls on the backend. Arena-wide only.
+  std::uint64_t allocation_count = 0;  // Calls of allocate that succeeded.
+  // The rest is of the arena as a whole only.
+  std::uint64_t driver_call_count = 0;  // Chunk, map, unmap and access calls on the backend.
+  std::uint64_t moved_chunk_count = 0;  // Chunks mapped at addresses besides their first.
+  std::uint64_t recalled_count = 0;     // Blocks placed where the same point of an earlier step had them.
 };
 
 class Arena {
@@ -106,18 +139,50 @@ class Arena {
   // Requires: no queued work uses the alias.
   virtual Status alias_destroy(DevicePtr alias) = 0;
 
+  // --- captured graphs ---
+  // From here to capture_end the stream's work goes into a graph that may run again and again. What is
+  // allocated for `stream` meanwhile comes from memory of the capture's own, which nobody else gets, and
+  // whose mapping does not change, until capture_release. No event is recorded on the stream or queried for
+  // it. Errors: kInvalidArgument (null stream, or one that is being captured); kUnavailable when there are
+  // kPrivateRegionLimit captures and pausable tags.
+  virtual Result<Capture> capture_begin(Stream stream) = 0;
+  virtual Status capture_end(Capture capture) = 0;
+  // The graph is gone and has run for the last time: its memory, live blocks apart, is free for all.
+  virtual Status capture_release(Capture capture) = 0;
+
+  // --- pausing ---
+  // Gives the physical memory of a pausable tag's blocks back to the device; addresses stay. Until resume the
+  // blocks must not be used, and the tag allocates nothing (kUnavailable). `keep`: their bytes are copied to
+  // page-locked host memory, and back by resume; otherwise they come back undefined.
+  // Requires: no queued work uses the blocks. Order: waits for the copies.
+  // Errors: kInvalidArgument (no such tag, not pausable, paused already); kOutOfMemory (no host memory for
+  // the
+  //         copy). What fails leaves everything as it was.
+  virtual Status pause(Tag tag, bool keep) = 0;
+  // Errors: kInvalidArgument (not paused); kOutOfMemory when the device or the limit has not enough: the tag
+  // stays paused and nothing is lost.
+  virtual Status resume(Tag tag) = 0;
+
   // --- accounts ---
-  // `limit_bytes` bounds the tag's live bytes (0: no limit); a block beyond it is refused with kOutOfMemory
-  // that names the tag. `name` is copied, its first 31 characters. Errors: kInvalidArgument when there are
-  // kTagLimit tags.
-  virtual Result<Tag> tag_create(const char* name, std::size_t limit_bytes) = 0;
+  // A block beyond the tag's limit is refused with kOutOfMemory that names the tag. Errors: kInvalidArgument
+  // when there are kTagLimit tags; kUnavailable as capture_begin.
+  virtual Result<Tag> tag_create(const TagOptions& options) = 0;
+  Result<Tag> tag_create(const char* name, std::size_t limit_bytes) {
+    return tag_create(TagOptions{name, limit_bytes, false});
+  }
   virtual ArenaStatistics statistics() const = 0;
   virtual ArenaStatistics statistics(Tag tag) const = 0;
+  // Of the blocks allocated for `stream`: bytes and allocations. Zeros for a stream the arena does not know.
+  virtual ArenaStatistics statistics(Stream stream) const = 0;
   virtual void reset_peaks() = 0;
   // Several lines: limit, reserved, live and largest free, then a line per tag. For out-of-memory messages.
   virtual std::string report() const = 0;
+  // Every mapped range and, with history_count, the latest events: for write_memory_snapshot. Cost: allocates
+  // host memory, without the arena's lock.
+  virtual MemorySnapshot snapshot() const = 0;
 
-  // Gives wholly free chunks whose events have completed back to the device; returns the bytes given back.
+  // Gives wholly free chunks whose events have completed back to the device, and unmaps addresses that only
+  // show what is mapped elsewhere too; returns the bytes given back.
   virtual std::size_t trim() = 0;
 
   virtual std::size_t chunk_bytes() const noexcept = 0;

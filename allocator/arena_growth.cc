@@ -1,0 +1,806 @@
+// What happens when a request misses: chunks are made, mapped, mapped again elsewhere, and taken apart.
+#include <algorithm>
+
+#include "arena_impl.h"
+
+namespace forebay::internal {
+
+namespace {
+
+// The largest chunk that one call makes for short-lived data. Larger ones would seldom be wholly free.
+constexpr std::size_t kTransientHandleBytes = 128_MiB;
+// For long-lived data. The bound only keeps a refused request from being all or nothing.
+constexpr std::size_t kPersistentHandleBytes = std::size_t{1} << 30;
+// New memory is taken before free pieces are put together as long as all that is held is no more than this
+// much above the most that ever was live.
+constexpr std::size_t kOverheadPerMille = 10;
+// Addresses that only show what is owned elsewhere are kept until there are this many mappings for each
+// chunk, and kMappingsMin in all.
+constexpr std::size_t kMappingsPerChunk = 6;
+constexpr std::size_t kMappingsMin = 8192;
+
+}  // namespace
+
+Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std::uint64_t key) {
+  settle();
+  Status cause;
+  std::lock_guard growth(growth_mutex_);
+  Lock lock(mutex_);
+  recover_stranded(lock);
+  if (capturing_count_ == 0 && mapping_count_ > kMappingsMin &&
+      mapping_count_ > kMappingsPerChunk * chunk_count_)
+    drop_stale_mappings(lock);
+  const auto finish = [&](Range* range, std::size_t start) -> Result<DevicePtr> {
+    // Growing may have let go of the lock: others took descriptors, or used up the tag's limit.
+    if (!reserve_ranges(lock)) {
+      put_free(range);
+      return no_books();
+    }
+    if (!within_tag_limit(placement.tag, placement.bytes)) {
+      put_free(range);
+      lock.unlock();
+      return over_tag_limit("allocate", placement.bytes, placement.tag);
+    }
+    return make_block(range, start, placement, key);
+  };
+  const auto begin_of = [&](const Range* range) { return round_up(range->offset, placement.alignment); };
+
+  const bool shared = placement.region < kSharedRegionCount;
+  const auto other = static_cast<std::uint8_t>(1 - placement.region);
+  if (!reserve_books(lock, placement.bytes)) return no_books();
+  Range* range = nullptr;
+  std::size_t start = 0;
+  if (placement.fixed) {
+    Status status = place_fixed(lock, placement, &range);
+    if (status.ok()) return finish(range, range->offset);
+    if (status.code() != StatusCode::kOutOfMemory) {
+      lock.unlock();
+      return status.with_context("cannot allocate " + format_bytes(placement.bytes));
+    }
+    lock.unlock();
+    return out_of_memory("allocate", placement.bytes, placement.tag, status);
+  }
+
+  // Mapped memory of its own region, then new memory if little is free, then mapped memory of the other
+  // region; then what is free in pieces; and new memory in any case.
+  if (Range* found = find_free(placement, placement.region, kNoScanLimit)) {
+    take_free(found);
+    return finish(found, begin_of(found));
+  }
+  if (Range* run = find_run(placement, placement.region)) return finish(run, begin_of(run));
+  gather(placement, true);
+  if (find_shown(placement, &start))
+    return finish(own_here(start, start + placement.bytes, placement), start);
+  const auto failed = [&](const Status& status) {
+    if (status.ok()) return false;
+    if (status.code() != StatusCode::kOutOfMemory) return true;
+    if (!status.message().empty()) cause = status;
+    return false;
+  };
+  Status status = grow(lock, placement, false, &range);
+  if (status.ok()) return finish(range, begin_of(range));
+  if (!failed(status) && reserve_books(lock, placement.bytes)) {
+    if (shared) {
+      if (Range* found = find_free(placement, other, kNoScanLimit)) {
+        take_free(found);
+        return finish(found, begin_of(found));
+      }
+      gather(placement, false);
+      if (find_shown(placement, &start)) {
+        return finish(own_here(start, start + placement.bytes, placement), start);
+      }
+    } else {
+      gather(placement, true);
+    }
+    status = stitch(lock, placement, &range, &start);
+    if (status.ok()) return finish(range, start);
+    if (!failed(status)) {
+      status = grow(lock, placement, true, &range);
+      if (status.ok()) return finish(range, begin_of(range));
+    }
+  }
+  if (failed(status)) {
+    lock.unlock();
+    return status.with_context("cannot allocate " + format_bytes(placement.bytes));
+  }
+  if (history_limit_ != 0) {
+    note(SnapshotAction::kOutOfMemory, limit_bytes_ - total_.reserved_bytes, placement.bytes, Stream());
+  }
+  lock.unlock();
+  return out_of_memory("allocate", placement.bytes, placement.tag, cause);
+}
+
+// Makes room, without mutex_, for all that one request of `bytes` may enter into the books. False if the host
+// has no memory.
+bool ChunkedArena::reserve_books(Lock& lock, std::size_t bytes) {
+  const std::size_t new_chunks = (bytes + largest_chunk_bytes_ + growth_bytes_) / chunk_bytes_ + 64;
+  for (;;) {
+    // Each piece that is taken may be cut from the middle of a free range.
+    if (!reserve_ranges(lock, 2 * (free_count_ + bytes / chunk_bytes_) + 64)) return false;
+    const std::size_t piece_count = free_count_ + mapping_count_ + chunk_count_ + 64;
+    const bool pieces = pieces_.capacity() < piece_count;
+    const bool chunks = chunks_.available() < new_chunks;
+    const bool mappings = mappings_.available() < new_chunks + chunk_count_;
+    if (!pieces && !chunks && !mappings) return true;
+    const std::size_t chunk_limit = chunks_.size() + new_chunks;
+    if ((chunks && chunks_.full()) || (mappings && mappings_.full())) return false;
+    lock.unlock();
+    if (pieces) {
+      for (std::vector<Piece>* scratch : {&pieces_, &wholes_, &heads_, &tails_})
+        scratch->reserve(2 * piece_count);
+      places_.reserve(2 * piece_count);
+    }
+    first_piece_.reserve(2 * chunk_limit);
+    PhysicalChunk* chunk_leaf = chunks ? EntryPool<PhysicalChunk>::make_leaf() : nullptr;
+    Mapping* mapping_leaf = mappings ? EntryPool<Mapping>::make_leaf() : nullptr;
+    lock.lock();
+    if (chunk_leaf != nullptr) chunks_.add(chunk_leaf);
+    if (mapping_leaf != nullptr) mappings_.add(mapping_leaf);
+    if ((chunks && chunk_leaf == nullptr) || (mappings && mapping_leaf == nullptr)) return false;
+  }
+}
+
+// --- where, and how much -----------------------------------------
+
+// The place where the fewest bytes have to be mapped. Of equals: the request's own side of the address
+// range, then the lowest address, so that persistent blocks alone leave no gap.
+bool ChunkedArena::choose_site(const Placement& placement, Site* site) const {
+  const std::size_t bytes = placement.bytes;
+  const bool transient = placement.region != kPersistentRegion;
+  const auto here = [&](const Range* range) { return usable_here(range, placement, placement.region); };
+  std::size_t best_bytes = SIZE_MAX;
+  bool best_foreign = true;
+  const auto consider = [&](Range* hole, std::size_t begin, std::size_t end) {
+    const bool foreign = (begin >= transient_offset_) != transient;
+    if (end - begin > best_bytes || (end - begin == best_bytes && (foreign || !best_foreign))) return;
+    best_bytes = end - begin;
+    best_foreign = foreign;
+    *site = {hole, begin, end};
+  };
+  for (Range* hole = first_; hole != nullptr; hole = hole->next) {
+    if (hole->kind != RangeKind::kUnmapped) continue;
+    std::size_t front = hole->offset;
+    for (Range* range = hole->previous; here(range); range = range->previous) front = range->offset;
+    std::size_t back = hole->end();
+    for (Range* range = hole->next; here(range); range = range->next) back = range->end();
+
+    const std::size_t end = round_up(front, placement.alignment) + bytes;
+    if (end <= hole->end()) {
+      consider(hole, hole->offset, round_up(end, chunk_bytes_));
+      if (front == hole->offset && front < transient_offset_ && transient_offset_ + bytes <= hole->end()) {
+        consider(hole, transient_offset_, transient_offset_ + round_up(bytes, chunk_bytes_));
+      }
+    } else if (end <= back) {
+      consider(hole, hole->offset, hole->end());
+    }
+    if (back > hole->end() && back >= bytes) {
+      const std::size_t begin =
+          (back - bytes) / placement.alignment * placement.alignment / chunk_bytes_ * chunk_bytes_;
+      if (begin >= hole->offset && begin < hole->end()) consider(hole, begin, hole->end());
+    }
+  }
+  return best_bytes != SIZE_MAX;
+}
+
+// Close to the limit memory is worth more than driver calls.
+bool ChunkedArena::under_pressure() const {
+  return total_.reserved_bytes > limit_bytes_ / 2;
+}
+
+// Whether taking `grown_bytes` more leaves what is held near what is live at most.
+bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_bytes, bool in_bulk) const {
+  const std::size_t peak_bytes =
+      std::max({high_water_bytes_, total_.peak_live_bytes, total_.live_bytes + placement.bytes});
+  const bool fine = exact_growth_ || under_pressure() || placement.region == kPersistentRegion;
+  std::size_t allowed_bytes = peak_bytes + (in_bulk ? growth_bytes_ / 2 : chunk_bytes_);
+  if (!fine) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
+  return total_.reserved_bytes + grown_bytes <= allowed_bytes;
+}
+
+std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
+  std::size_t bytes = chunk_bytes_;
+  if (placement.region == kPersistentRegion) {
+    bytes = kPersistentHandleBytes;
+  } else if (!under_pressure()) {
+    bytes = kTransientHandleBytes;
+  }
+  return std::max(chunk_bytes_, std::min(bytes, handle_bytes_limit_));
+}
+
+// The highest unmapped addresses of that size, claimed. Null if there are none. Views lie up there, away from
+// both growing ends.
+Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
+  Range* target = nullptr;
+  for (Range* range = first_; range != nullptr; range = range->next) {
+    if (range->kind == RangeKind::kUnmapped && range->bytes >= bytes) target = range;
+  }
+  if (target == nullptr) return nullptr;
+  if (target->bytes > bytes) target = split(target, target->end() - bytes);
+  target->kind = RangeKind::kBusy;
+  return target;
+}
+
+// --- growing -----------------------------------------------------
+
+// Maps new memory so that `*grown`, in no bin, can hold the block. `freely`: however much is free elsewhere.
+// kOutOfMemory with an empty message: not worth it, or the limit or the address range is used up; with a
+// message: the device is full.
+Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, Range** grown) {
+  Site site;
+  if (!choose_site(placement, &site)) return Status(StatusCode::kOutOfMemory, "");
+  const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes + spare_bytes_;
+  const std::size_t missing_bytes = site.end - site.begin;
+  if (missing_bytes > room_bytes) return Status(StatusCode::kOutOfMemory, "");
+  const bool upwards = site.begin + missing_bytes < site.hole->end();
+  bool grows = freely || worth_growing(placement, missing_bytes, false);
+  if (upwards && placement.region != kPersistentRegion && !exact_growth_ && !under_pressure() &&
+      growth_bytes_ > missing_bytes && growth_bytes_ <= room_bytes &&
+      site.begin + growth_bytes_ <= site.hole->end() && worth_growing(placement, growth_bytes_, true)) {
+    site.end = site.begin + growth_bytes_;
+    grows = true;
+  }
+  if (!grows) return Status(StatusCode::kOutOfMemory, "");
+
+  const auto here = [&](const Range* range) { return usable_here(range, placement, placement.region); };
+  Range* target = site.hole;
+  const bool from_start = site.begin == target->offset;
+  const bool to_end = site.end == target->end();
+  if (!from_start) target = split(target, site.begin);
+  if (!to_end) split(target, site.end);
+  target->kind = RangeKind::kBusy;
+  // The neighbours the block will reach into are claimed too, so that nobody takes them meanwhile.
+  const auto claim = [&](Range* range) {
+    take_free(range);
+    range->kind = RangeKind::kBusy;
+  };
+  if (from_start) {
+    for (Range* range = target->previous; here(range); range = range->previous) claim(range);
+  }
+  if (to_end) {
+    for (Range* range = target->next; here(range); range = range->next) claim(range);
+  }
+
+  std::vector<std::uint32_t> chunks;
+  Status status = acquire(lock, target->bytes, handle_bytes_max(placement), &chunks);
+  if (status.ok()) {
+    status = map_chunks(lock, target, chunks);
+  } else {
+    for (const std::uint32_t chunk : chunks) keep_spare(chunk);
+    put_unmapped(target);
+    target = nullptr;
+  }
+  const auto claimed = [](const Range* range) { return range != nullptr && range->kind == RangeKind::kBusy; };
+  if (status.ok()) {
+    target->region = placement.region;
+    target->waits = 0;
+    while (claimed(target->previous)) target = absorb(target->previous, target);
+    while (claimed(target->next)) target = absorb(target, target->next);
+    *grown = target;
+    return Status();
+  }
+  // Nothing else is claimed: only one thread grows at a time.
+  for (Range* range = first_; range != nullptr; range = range->next) {
+    if (!claimed(range)) continue;
+    put_free(range);
+    range = first_;
+  }
+  return status;
+}
+
+// Chunks, mapped nowhere, of `bytes` in all: spares, then new ones of at most `handle_bytes`. On failure
+// `chunks` holds what was found. mutex_ held on entry and exit, let go of in between.
+Status ChunkedArena::acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
+                             std::vector<std::uint32_t>* chunks) {
+  while (bytes > 0) {
+    std::uint32_t chunk = kNone;
+    if (!take_spare(bytes, &chunk)) {
+      FOREBAY_RETURN_IF_ERROR(create_chunk(lock, std::min(bytes, handle_bytes), &chunk));
+    }
+    bytes -= chunks_[chunk].bytes;
+    lock.unlock();
+    chunks->push_back(chunk);
+    lock.lock();
+  }
+  return Status();
+}
+
+// mutex_ held on entry and exit, let go of in between. The entry has been made room for.
+Status ChunkedArena::create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk) {
+  if (bytes > limit_bytes_ - total_.reserved_bytes) return Status(StatusCode::kOutOfMemory, "");
+  lock.unlock();
+  ++driver_call_count_;
+  Result<Chunk> created = backend_.chunk_create(bytes);
+  lock.lock();
+  if (!created.ok()) return created.status();
+  *chunk = chunks_.take();
+  PhysicalChunk& entry = chunks_[*chunk];
+  entry.handle = created.value();
+  entry.bytes = bytes;
+  entry.held = true;
+  ++chunk_count_;
+  largest_chunk_bytes_ = std::max(largest_chunk_bytes_, bytes);
+  add_reserved(bytes);
+  return Status();
+}
+
+void ChunkedArena::keep_spare(std::uint32_t chunk) {
+  chunks_[chunk].next = spares_;
+  spares_ = chunk;
+  spare_bytes_ += chunks_[chunk].bytes;
+}
+
+void ChunkedArena::remove_spare(std::uint32_t chunk) {
+  std::uint32_t* link = &spares_;
+  while (*link != chunk) link = &chunks_[*link].next;
+  *link = chunks_[chunk].next;
+  spare_bytes_ -= chunks_[chunk].bytes;
+}
+
+// The largest spare of at most that size.
+bool ChunkedArena::take_spare(std::size_t bytes_max, std::uint32_t* chunk) {
+  *chunk = kNone;
+  for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next) {
+    if (chunks_[i].bytes > bytes_max) continue;
+    if (*chunk == kNone || chunks_[i].bytes > chunks_[*chunk].bytes) *chunk = i;
+  }
+  if (*chunk == kNone) return false;
+  remove_spare(*chunk);
+  return true;
+}
+
+// Gives a spare's memory back. On failure it stays a spare.
+Status ChunkedArena::destroy_spare(Lock& lock, std::uint32_t chunk) {
+  remove_spare(chunk);
+  const Chunk handle = chunks_[chunk].handle;
+  lock.unlock();
+  ++driver_call_count_;
+  Status status = backend_.chunk_destroy(handle);
+  lock.lock();
+  if (!status.ok()) {
+    keep_spare(chunk);
+    return status;
+  }
+  total_.reserved_bytes -= chunks_[chunk].bytes;
+  chunks_.give(chunk);
+  --chunk_count_;
+  return Status();
+}
+
+// Replaces a spare by spares of the smallest size. What cannot be made again is gone from what is held.
+Status ChunkedArena::break_spare(Lock& lock, std::uint32_t chunk) {
+  const std::size_t bytes = chunks_[chunk].bytes;
+  if (bytes == chunk_bytes_) return Status();
+  FOREBAY_RETURN_IF_ERROR(destroy_spare(lock, chunk));
+  for (std::size_t made = 0; made < bytes; made += chunk_bytes_) {
+    std::uint32_t part = kNone;
+    FOREBAY_RETURN_IF_ERROR(create_chunk(lock, chunk_bytes_, &part));
+    keep_spare(part);
+  }
+  return Status();
+}
+
+// --- mapping -----------------------------------------------------
+
+// Maps `chunks` side by side over the claimed range, makes it accessible and enters it into the books. On
+// failure nothing is mapped there, what could not be unmapped is stranded, the range is gone, and those of
+// the chunks that nobody shows any more are spares. mutex_ held on entry and exit, let go of in between.
+Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std::uint32_t>& chunks) {
+  const std::size_t begin = range->offset;
+  const std::size_t end = range->end();
+  std::vector<Chunk> handles;
+  std::vector<std::size_t> sizes;
+  lock.unlock();
+  handles.reserve(chunks.size());
+  sizes.reserve(chunks.size());
+  lock.lock();
+  for (const std::uint32_t chunk : chunks) {
+    handles.push_back(chunks_[chunk].handle);
+    sizes.push_back(chunks_[chunk].bytes);
+  }
+  lock.unlock();
+  Status status;
+  std::size_t mapped_count = 0;
+  std::size_t mapped_end = begin;
+  std::vector<std::pair<std::size_t, GranuleTable::Entry*>> leaves;
+  if (!granules_.make_leaves(begin, end, &leaves)) status = no_books();
+  while (status.ok() && mapped_count < chunks.size()) {
+    ++driver_call_count_;
+    status = backend_.map(base_ + mapped_end, handles[mapped_count]);
+    if (status.ok()) mapped_end += sizes[mapped_count++];
+  }
+  if (status.ok()) {
+    ++driver_call_count_;
+    status = backend_.set_access(base_ + begin, end - begin);
+  }
+  bool unmapped = true;
+  if (!status.ok() && mapped_end > begin) {
+    ++driver_call_count_;
+    unmapped = backend_.unmap(base_ + begin, mapped_end - begin).ok();
+  }
+  lock.lock();
+  for (const auto& [index, leaf] : leaves) granules_.install(index, leaf);
+  if (status.ok() || !unmapped) {
+    std::size_t offset = begin;
+    for (std::size_t i = 0; i < mapped_count; ++i) {
+      const std::uint32_t mapping = mappings_.take();
+      PhysicalChunk& chunk = chunks_[chunks[i]];
+      mappings_[mapping] = {offset, chunks[i], chunk.first_mapping};
+      if (chunk.first_mapping != kNone) ++total_.moved_chunk_count;
+      chunk.first_mapping = mapping;
+      ++mapping_count_;
+      for (std::size_t g = offset; g < offset + chunk.bytes; g += chunk_bytes_)
+        granules_.at(g).mapping = mapping;
+      offset += chunk.bytes;
+    }
+  }
+  if (status.ok()) {
+    granules_.own(range);
+    if (history_limit_ != 0) note(SnapshotAction::kSegmentMap, begin, end - begin, Stream());
+    return status;
+  }
+  for (std::size_t i = unmapped ? 0 : mapped_count; i < chunks.size(); ++i) {
+    if (chunks_[chunks[i]].first_mapping == kNone) keep_spare(chunks[i]);
+  }
+  if (unmapped) {
+    put_unmapped(range);
+    return status;
+  }
+  // One stranded range for each mapping.
+  if (mapped_end < end) put_unmapped(split(range, mapped_end));
+  granules_.own(range);
+  for (std::size_t i = 0; i < mapped_count; ++i) {
+    range->kind = RangeKind::kStranded;
+    ++stranded_count_;
+    if (i + 1 < mapped_count) range = split(range, range->offset + chunks_[chunks[i]].bytes);
+  }
+  return status;
+}
+
+// The mapping is undone: its range, which is claimed, becomes addresses only.
+void ChunkedArena::remove_mapping(Range* range) {
+  const std::uint32_t mapping = granules_.at(range->offset).mapping;
+  PhysicalChunk& chunk = chunks_[mappings_[mapping].chunk];
+  std::uint32_t* link = &chunk.first_mapping;
+  while (*link != mapping) link = &mappings_[*link].next;
+  *link = mappings_[mapping].next;
+  mappings_.give(mapping);
+  --mapping_count_;
+  if (history_limit_ != 0) note(SnapshotAction::kSegmentUnmap, range->offset, range->bytes, Stream());
+  put_unmapped(range);
+}
+
+// Whether every byte of a chunk is free for all, and no queued work may still use any of its addresses.
+bool ChunkedArena::evictable(std::uint32_t index) const {
+  const PhysicalChunk& chunk = chunks_[index];
+  if (capturing_count_ != 0 || !chunk.held || chunk.paused || chunk.first_mapping == kNone) return false;
+  std::size_t free_bytes = 0;
+  for (std::uint32_t i = chunk.first_mapping; i != kNone; i = mappings_[i].next) {
+    const std::size_t begin = mappings_[i].offset;
+    const std::size_t end = begin + chunk.bytes;
+    for (const Range* range = range_at(begin); range != nullptr && range->offset < end; range = range->next) {
+      if (range->kind == RangeKind::kFree) {
+        if (range->waits != 0 || captured(range->region)) return false;
+        free_bytes += std::min(end, range->end()) - std::max(begin, range->offset);
+      } else if (range->kind != RangeKind::kShadow || unfinished(range->waits, range->epoch) != 0) {
+        return false;
+      }
+    }
+  }
+  return free_bytes == chunk.bytes;
+}
+
+// Unmaps an evictable chunk everywhere: it becomes a spare. Room for 4 descriptors per mapping has been made.
+Status ChunkedArena::evict(Lock& lock, std::uint32_t chunk) {
+  std::size_t mapping_count = 0;
+  for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) ++mapping_count;
+  if (!reserve_ranges(lock, 4 * mapping_count + kSplitsMax)) return no_books();
+  if (!evictable(chunk)) return Status(StatusCode::kUnavailable, "");
+  const std::size_t bytes = chunks_[chunk].bytes;
+  for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+    isolate(mappings_[i].offset, mappings_[i].offset + bytes);
+  }
+  Status status;
+  while (chunks_[chunk].first_mapping != kNone) {
+    const std::size_t offset = mappings_[chunks_[chunk].first_mapping].offset;
+    lock.unlock();
+    ++driver_call_count_;
+    Status unmapped = backend_.unmap(base_ + offset, bytes);
+    lock.lock();
+    Range* range = range_at(offset);
+    if (unmapped.ok()) {
+      remove_mapping(range);
+      continue;
+    }
+    // The mappings that are left keep the memory: one owns it, the others show it.
+    for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+      Range* left = range_at(mappings_[i].offset);
+      left->waits = 0;
+      left->epoch = 0;
+      if (i == chunks_[chunk].first_mapping) {
+        put_free(left);
+      } else {
+        left->kind = RangeKind::kShadow;
+      }
+    }
+    return unmapped;
+  }
+  keep_spare(chunk);
+  return status;
+}
+
+// Destroys spares and then evictable chunks until `bytes` may be taken from the device. False if they do not
+// suffice; then nothing was taken apart.
+bool ChunkedArena::make_room(Lock& lock, std::size_t bytes) {
+  const auto room = [this] { return limit_bytes_ - total_.reserved_bytes; };
+  std::size_t found_bytes = room() + spare_bytes_;
+  for (std::uint32_t i = 0; i < chunks_.size() && found_bytes < bytes; ++i) {
+    if (evictable(i)) found_bytes += chunks_[i].bytes;
+  }
+  if (found_bytes < bytes) return false;
+  while (room() < bytes && spares_ != kNone) {
+    if (!destroy_spare(lock, spares_).ok()) return false;
+  }
+  for (std::uint32_t i = 0; i < chunks_.size() && room() < bytes; ++i) {
+    if (!evictable(i)) continue;
+    if (!evict(lock, i).ok()) continue;
+    if (!destroy_spare(lock, i).ok()) return false;
+  }
+  return room() >= bytes;
+}
+
+void ChunkedArena::recover_stranded(Lock& lock) {
+  if (stranded_count_ == 0) return;
+  for (Range* range = first_; range != nullptr;) {
+    if (range->kind != RangeKind::kStranded) {
+      range = range->next;
+      continue;
+    }
+    range->kind = RangeKind::kBusy;
+    const std::size_t offset = range->offset;
+    const std::size_t bytes = range->bytes;
+    lock.unlock();
+    ++driver_call_count_;
+    const bool unmapped = backend_.unmap(base_ + offset, bytes).ok();
+    lock.lock();
+    if (!unmapped) {
+      range->kind = RangeKind::kStranded;
+      return;
+    }
+    --stranded_count_;
+    const std::uint32_t mapping = granules_.at(offset).mapping;
+    if (mapping == kNone) {
+      put_unmapped(range);  // Of a slot.
+    } else {
+      const std::uint32_t chunk = mappings_[mapping].chunk;
+      remove_mapping(range);
+      if (chunks_[chunk].first_mapping == kNone) keep_spare(chunk);
+    }
+    range = first_;  // The unmapped range may have merged into its neighbour.
+  }
+}
+
+// Unmaps, in as few calls as there are gaps between them, the mappings that show only what is owned elsewhere
+// and that no queued work may still use.
+void ChunkedArena::drop_stale_mappings(Lock& lock) {
+  if (!reserve_ranges(lock, 64)) return;
+  const auto stale = [this](std::size_t offset) {
+    const GranuleTable::Entry* entry = granules_.find(offset);
+    if (entry == nullptr || entry->range == nullptr || entry->mapping == kNone) return std::size_t{0};
+    const Mapping& mapping = mappings_[entry->mapping];
+    const std::size_t end = mapping.offset + chunks_[mapping.chunk].bytes;
+    if (mapping.offset != offset) return std::size_t{0};
+    for (const Range* range = entry->range; range != nullptr && range->offset < end; range = range->next) {
+      if (range->kind != RangeKind::kShadow || unfinished(range->waits, range->epoch) != 0)
+        return std::size_t{0};
+    }
+    return end - offset;
+  };
+  for (std::size_t offset = 0; offset < reserve_bytes_;) {
+    const Range* range = range_at(offset);
+    if (range == nullptr) {  // Unmapped: on to what follows it.
+      Range* hole = first_;
+      while (hole->end() <= offset) hole = hole->next;
+      offset = hole->end();
+      continue;
+    }
+    const std::size_t begin = offset;
+    while (offset < reserve_bytes_) {
+      const std::size_t bytes = stale(offset);
+      if (bytes == 0) break;
+      offset += bytes;
+    }
+    if (offset > begin) {
+      if (!reserve_ranges(lock, 64)) return;
+      isolate(begin, offset);
+      lock.unlock();
+      ++driver_call_count_;
+      const bool unmapped = backend_.unmap(base_ + begin, offset - begin).ok();
+      lock.lock();
+      Range* gone = range_at(begin);
+      if (!unmapped) {
+        gone->kind = RangeKind::kShadow;
+        continue;
+      }
+      while (begin < offset && gone != nullptr) {
+        const std::size_t bytes = chunks_[mappings_[granules_.at(gone->offset).mapping].chunk].bytes;
+        Range* rest = gone->offset + bytes < offset ? split(gone, gone->offset + bytes) : nullptr;
+        if (rest != nullptr && !reserve_ranges(lock, 64)) return;
+        remove_mapping(gone);
+        gone = rest;
+      }
+      continue;
+    }
+    const GranuleTable::Entry* entry = granules_.find(offset);
+    offset = entry->mapping == kNone
+                 ? range->end()
+                 : mappings_[entry->mapping].offset + chunks_[mappings_[entry->mapping].chunk].bytes;
+  }
+}
+
+std::size_t ChunkedArena::trim() {
+  settle();
+  std::lock_guard growth(growth_mutex_);
+  Lock lock(mutex_);
+  recover_stranded(lock);
+  drop_stale_mappings(lock);
+  const std::size_t before = total_.reserved_bytes;
+  for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
+    if (evictable(i)) (void)evict(lock, i);
+  }
+  while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
+  }
+  return before - total_.reserved_bytes;
+}
+
+// --- stitching ---------------------------------------------------
+
+// After gather: makes the block of memory that is free in pieces, mapped side by side at new addresses.
+// `*grown`, in no bin, can hold it from `*start` on.
+Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start) {
+  Stitch& plan = stitch_;
+  plan = Stitch();
+  const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
+  if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &plan)) {
+    return Status(StatusCode::kOutOfMemory, "");
+  }
+  std::vector<std::uint32_t>& chunks = stitch_chunks_;
+  chunks.clear();
+  std::size_t view_bytes = plan.broken_count * chunk_bytes_ + plan.grown_bytes;
+  for (const Piece* piece : {&plan.head, &plan.tail}) {
+    if (piece->chunk != kNone) view_bytes += chunks_[piece->chunk].bytes;
+  }
+  for (const std::uint32_t chunk : plan.whole) view_bytes += chunks_[chunk].bytes;
+  Range* target = nullptr;
+  if (plan.run != nullptr) {
+    target = plan.run;
+    FOREBAY_CHECK(target->bytes >= view_bytes, "a stitch of %zu bytes into a hole of %zu", view_bytes,
+                  target->bytes);
+    if (target->bytes > view_bytes) split(target, target->offset + view_bytes);
+    target->kind = RangeKind::kBusy;
+  } else {
+    target = unmapped_from_top(view_bytes);
+    if (target == nullptr) {
+      drop_stale_mappings(lock);
+      return Status(StatusCode::kOutOfMemory, "");
+    }
+  }
+
+  target->region = placement.region;
+
+  // All of it is claimed before the lock is let go of.
+  places_.clear();
+  Taken taken;
+  taken.places = &places_;
+  Range* run_first = nullptr;
+  if (plan.run_bytes != 0) {
+    const std::size_t run_begin = target->offset - plan.run_bytes;
+    run_first = isolate(run_begin, target->offset);
+  }
+  const auto take = [&](const Piece& piece) {
+    if (piece.chunk == kNone) return;
+    if (chunks_[piece.chunk].first_mapping == kNone) {
+      remove_spare(piece.chunk);
+    } else {
+      shade(piece, placement, kNone, &taken);
+    }
+  };
+  take(plan.head);
+  for (const std::uint32_t chunk : plan.whole) take({chunk, 0, chunks_[chunk].bytes});
+  take(plan.tail);
+
+  Status status;
+  if (plan.broken != kNone && chunks_[plan.broken].first_mapping != kNone) {
+    status = evict(lock, plan.broken);
+    if (status.code() == StatusCode::kUnavailable) status = Status(StatusCode::kOutOfMemory, "");
+  }
+  if (status.ok() && plan.broken != kNone) status = break_spare(lock, plan.broken);
+  std::size_t fresh_count = 0;
+  const auto add = [&](std::uint32_t chunk) { chunks.push_back(chunk); };
+  if (plan.head.chunk != kNone) add(plan.head.chunk);
+  for (const std::uint32_t chunk : plan.whole) add(chunk);
+  for (std::size_t i = 0; status.ok() && i < plan.broken_count; ++i) {
+    std::uint32_t chunk = kNone;
+    if (!take_spare(chunk_bytes_, &chunk)) {
+      status = Status(StatusCode::kOutOfMemory, "");
+      break;
+    }
+    add(chunk);
+    ++fresh_count;
+  }
+  const std::size_t handle_bytes = handle_bytes_max(placement);
+  for (std::size_t left = plan.grown_bytes; status.ok() && left > 0;) {
+    std::uint32_t chunk = kNone;
+    status = create_chunk(lock, std::min(left, handle_bytes), &chunk);
+    if (!status.ok()) break;
+    left -= chunks_[chunk].bytes;
+    add(chunk);
+    ++fresh_count;
+  }
+  const std::size_t begin = target->offset;
+  bool mapped = false;
+  if (status.ok()) {
+    if (plan.tail.chunk != kNone) add(plan.tail.chunk);
+    status = map_chunks(lock, target, chunks);
+    mapped = status.ok();
+  } else {
+    for (const std::uint32_t chunk : chunks) {
+      if (chunks_[chunk].first_mapping == kNone) keep_spare(chunk);
+    }
+    if (plan.tail.chunk != kNone && chunks_[plan.tail.chunk].first_mapping == kNone)
+      keep_spare(plan.tail.chunk);
+    put_unmapped(target);
+  }
+  if (!mapped) {
+    // What was taken goes back to the addresses it came from.
+    if (run_first != nullptr) put_free(range_at(begin - plan.run_bytes));
+    for (const Place& place : places_) {
+      if (!reserve_ranges(lock)) break;
+      Range* range = isolate(place.offset, place.offset + place.bytes);
+      range->region = place.region;
+      put_free(range);
+    }
+    return status;
+  }
+
+  // The ends of the new addresses that show memory of other blocks.
+  if (!reserve_ranges(lock)) return no_books();
+  Range* range = range_at(begin);
+  if (plan.head.begin > 0) split_front(range, begin + plan.head.begin)->kind = RangeKind::kShadow;
+  if (plan.tail.chunk != kNone && plan.tail.end < chunks_[plan.tail.chunk].bytes) {
+    Range* rest = range;
+    range = split_front(rest, begin + view_bytes - chunks_[plan.tail.chunk].bytes + plan.tail.end);
+    rest->kind = RangeKind::kShadow;
+  }
+  range->waits = taken.waits;
+  range->epoch = taken.epoch;
+  if (run_first != nullptr) range = absorb(range->previous, range);
+  range->region = placement.region;
+  *grown = range;
+  *start = round_up(range->offset, placement.alignment);
+  return Status();
+}
+
+// A chunk of its own for one block, mapped once.
+Status ChunkedArena::place_fixed(Lock& lock, const Placement& placement, Range** grown) {
+  const std::size_t bytes = round_up(placement.bytes, chunk_bytes_);
+  if (bytes > limit_bytes_ || !make_room(lock, bytes)) return Status(StatusCode::kOutOfMemory, "");
+  if (!reserve_books(lock, bytes)) return no_books();
+  Range* target = unmapped_from_top(bytes);
+  if (target == nullptr) return Status(StatusCode::kOutOfMemory, "");
+  std::uint32_t chunk = kNone;
+  Status status = create_chunk(lock, bytes, &chunk);
+  if (!status.ok()) {
+    put_unmapped(target);
+    return status;
+  }
+  std::vector<std::uint32_t> chunks;
+  lock.unlock();
+  chunks.push_back(chunk);
+  lock.lock();
+  FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, chunks));
+  target->region = placement.region;
+  *grown = target;
+  return Status();
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,427 @@
+// Several addresses may show the same memory: here is found which of them can serve a request, and the memory
+// is handed from one to another. No driver call is made here.
+#include <algorithm>
+
+#include "arena_impl.h"
+
+namespace forebay::internal {
+
+namespace {
+
+// Weights of choose_stitch. Taking new memory is by far the worst. What is left over of a chunk that was
+// whole counts as lost, what fills a chunk that was not counts as gained, and each chunk that is shared with
+// other blocks costs a fixed part of a smallest chunk, because it will be whole again only when all are
+// freed. Found by replaying recorded traces: without the last, blocks scatter over many chunks.
+constexpr double kGrowthWeight = 16;
+constexpr double kSharingWeight = 0.5;
+// Heads and tails looked at, of different sizes. More would not be better, only slower.
+constexpr std::size_t kHeadsMax = 256;
+constexpr std::size_t kTailsMax = 2;
+
+// Its addresses show memory that may be handed out.
+bool readable(const Range* range) {
+  return range != nullptr && (range->kind == RangeKind::kFree || range->kind == RangeKind::kLive ||
+                              range->kind == RangeKind::kShadow);
+}
+
+}  // namespace
+
+// The range that has the byte at `offset`, or null where nothing is mapped.
+Range* ChunkedArena::range_at(std::size_t offset) const {
+  const GranuleTable::Entry* entry = granules_.find(offset);
+  if (entry == nullptr) return nullptr;
+  Range* range = entry->range;
+  while (range != nullptr && range->end() <= offset) range = range->next;
+  return range;
+}
+
+// Makes one busy range, in no bin, of [begin, end), which is tiled by ranges that are free or shadows. Takes
+// up to two descriptors.
+Range* ChunkedArena::isolate(std::size_t begin, std::size_t end) {
+  Range* range = range_at(begin);
+  const auto claim = [this](Range* r) {
+    const RangeKind kind = r->kind;
+    FOREBAY_ASSERT(kind == RangeKind::kFree || kind == RangeKind::kShadow, "range of kind %d",
+                   static_cast<int>(kind));
+    if (kind == RangeKind::kFree) take_free(r);
+    r->kind = RangeKind::kBusy;
+    return kind;
+  };
+  const auto give_back = [this](Range* r, RangeKind kind) {
+    if (kind == RangeKind::kFree) {
+      put_free(r);
+    } else {
+      r->kind = kind;
+    }
+  };
+  RangeKind kind = claim(range);
+  if (range->offset < begin) {
+    Range* front = split_front(range, begin);
+    give_back(front, kind);
+  }
+  for (;;) {
+    if (range->end() > end) {
+      // `kind` is that of the part that sticks out.
+      Range* rest = range;
+      range = split_front(rest, end);
+      give_back(rest, kind);
+      return range;
+    }
+    if (range->end() == end) return range;
+    Range* next = range->next;
+    kind = claim(next);
+    const std::size_t next_end = next->end();
+    if (next_end > end) {
+      Range* part = split_front(next, end);
+      give_back(next, kind);
+      return absorb(range, part);
+    }
+    range = absorb(range, next);
+  }
+}
+
+// True if all memory that [begin, end) shows is free and usable, whichever addresses own it. Adds to
+// `range_count` how many ranges own_here may have to cut.
+bool ChunkedArena::shows_free(std::size_t begin, std::size_t end, const Placement& placement,
+                              std::size_t* range_count) {
+  ++stamp_;
+  for (std::size_t offset = begin; offset < end;) {
+    const GranuleTable::Entry* entry = granules_.find(offset);
+    if (entry == nullptr || entry->range == nullptr || entry->mapping == kNone) return false;
+    if (!readable(entry->range)) return false;
+    const Mapping& here = mappings_[entry->mapping];
+    PhysicalChunk& chunk = chunks_[here.chunk];
+    if (chunk.paused) return false;
+    const std::size_t from = offset - here.offset;
+    const std::size_t to = std::min(end - here.offset, chunk.bytes);
+    // A chunk that is shown twice must not be counted twice.
+    if (chunk.stamp == stamp_) {
+      for (std::size_t before = begin; before < offset;) {
+        const Mapping& other = mappings_[granules_.find(before)->mapping];
+        const std::size_t other_from = before - other.offset;
+        const std::size_t other_to = chunks_[other.chunk].bytes;
+        if (other.chunk == here.chunk && from < other_to && other_from < to) return false;
+        before = other.offset + other_to;
+      }
+    }
+    chunk.stamp = stamp_;
+    std::size_t usable_bytes = 0;
+    for (std::uint32_t i = chunk.first_mapping; i != kNone; i = mappings_[i].next) {
+      const std::size_t shown_end = mappings_[i].offset + to;
+      for (const Range* range = range_at(mappings_[i].offset + from);
+           range != nullptr && range->offset < shown_end; range = range->next) {
+        ++*range_count;
+        if (!usable(range, placement)) continue;
+        usable_bytes +=
+            std::min(range->end(), shown_end) - std::max(range->offset, mappings_[i].offset + from);
+      }
+    }
+    if (usable_bytes < to - from) return false;
+    offset = here.offset + to;
+  }
+  return true;
+}
+
+// Makes shadows of the usable ranges that own bytes [begin, end) of a chunk, except at mapping `except`, and
+// adds what they waited for.
+void ChunkedArena::shade(const Piece& piece, const Placement& placement, std::uint32_t except, Taken* taken) {
+  for (std::uint32_t i = chunks_[piece.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+    if (i == except) continue;
+    const std::size_t end = mappings_[i].offset + piece.end;
+    for (std::size_t offset = mappings_[i].offset + piece.begin; offset < end;) {
+      Range* range = range_at(offset);
+      if (range == nullptr) break;
+      const std::size_t part_end = std::min(range->end(), end);
+      if (usable(range, placement)) {
+        Range* shadow = isolate(offset, part_end);
+        shadow->kind = RangeKind::kShadow;
+        taken->waits |= shadow->waits;
+        taken->epoch = std::max(taken->epoch, shadow->epoch);
+        if (taken->places != nullptr) {
+          taken->places->push_back({offset, part_end - offset, shadow->region});
+        }
+        if (shadow->waits != 0) ++unfinished_shadow_count_;
+      }
+      offset = part_end;
+    }
+  }
+}
+
+// Requires: shows_free. Returns [begin, end) as a busy range that owns its memory.
+Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placement& placement) {
+  Taken taken;
+  for (std::size_t offset = begin; offset < end;) {
+    const std::uint32_t mapping = granules_.find(offset)->mapping;
+    const Mapping& here = mappings_[mapping];
+    const std::size_t to = std::min(end - here.offset, chunks_[here.chunk].bytes);
+    shade({here.chunk, offset - here.offset, to}, placement, mapping, &taken);
+    offset = here.offset + to;
+  }
+  Range* range = isolate(begin, end);
+  range->region = placement.region;
+  range->waits |= taken.waits;
+  range->epoch = std::max(range->epoch, taken.epoch);
+  return range;
+}
+
+// Collects what is usable of each chunk into pieces_, sorted, neighbours joined. Room has been made.
+void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
+  pieces_.clear();
+  first_piece_.assign(chunks_.size(), kNone);
+  for (const Range* range = first_; range != nullptr; range = range->next) {
+    const bool fits =
+        own_region_only ? usable_here(range, placement, placement.region) : usable(range, placement);
+    if (!fits) continue;
+    for (std::size_t offset = range->offset; offset < range->end();) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
+      pieces_.push_back({here.chunk, offset - here.offset, to});
+      offset = here.offset + to;
+    }
+  }
+  std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+    return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
+  });
+  std::size_t count = 0;
+  for (const Piece& piece : pieces_) {
+    if (count > 0 && pieces_[count - 1].chunk == piece.chunk && pieces_[count - 1].end == piece.begin) {
+      pieces_[count - 1].end = piece.end;
+      continue;
+    }
+    if (count == 0 || pieces_[count - 1].chunk != piece.chunk) {
+      first_piece_[piece.chunk] = static_cast<std::uint32_t>(count);
+    }
+    pieces_[count++] = piece;
+  }
+  pieces_.resize(count);
+}
+
+// After gather: the shortest run of mapped addresses that show nothing but gathered memory and hold the
+// block.
+bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
+  std::size_t best_bytes = SIZE_MAX;
+  std::size_t run_begin = 0;
+  std::size_t run_end = SIZE_MAX;
+  const auto end_run = [&] {
+    if (run_end != SIZE_MAX && block_fits(run_begin, run_end, placement.bytes, placement.alignment) &&
+        run_end - run_begin < best_bytes) {
+      best_bytes = run_end - run_begin;
+      *start = round_up(run_begin, placement.alignment);
+    }
+    run_end = SIZE_MAX;
+    ++stamp_;
+  };
+  ++stamp_;
+  for (const Range* range = first_; range != nullptr;) {
+    if (!readable(range)) {
+      range = range->next;
+      continue;
+    }
+    // What is mapped without a gap.
+    const std::size_t extent_begin = range->offset;
+    std::size_t extent_end = extent_begin;
+    for (; readable(range); range = range->next) extent_end = range->end();
+    end_run();
+    for (std::size_t offset = extent_begin; offset < extent_end;) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      PhysicalChunk& chunk = chunks_[here.chunk];
+      for (std::uint32_t i = first_piece_[here.chunk];
+           i != kNone && i < pieces_.size() && pieces_[i].chunk == here.chunk; ++i) {
+        const std::size_t begin = here.offset + pieces_[i].begin;
+        if (begin != run_end || chunk.stamp == stamp_) {
+          end_run();
+          run_begin = begin;
+        }
+        chunk.stamp = stamp_;
+        run_end = here.offset + pieces_[i].end;
+      }
+      offset = here.offset + chunk.bytes;
+    }
+  }
+  end_run();
+  return best_bytes != SIZE_MAX;
+}
+
+// After gather: the cheapest way to put the block together from the end of one chunk, whole chunks and the
+// beginning of another, with at most `room_bytes` of new memory.
+bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch) {
+  const std::size_t bytes = placement.bytes;
+  const std::size_t granule = chunk_bytes_;
+  // Wholes by size, largest first; heads and tails by length.
+  std::vector<Piece>& wholes = wholes_;
+  std::vector<Piece>& heads = heads_;
+  std::vector<Piece>& tails = tails_;
+  wholes.clear();
+  heads.clear();
+  tails.clear();
+  for (const Piece& piece : pieces_) {
+    const std::size_t chunk_end = chunks_[piece.chunk].bytes;
+    if (piece.begin == 0 && piece.end == chunk_end) {
+      wholes.push_back(piece);
+    } else if (piece.end == chunk_end) {
+      heads.push_back(piece);
+    } else if (piece.begin == 0) {
+      tails.push_back(piece);
+    }
+  }
+  for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next) wholes.push_back({i, 0, chunks_[i].bytes});
+  for (const Piece& whole : wholes) chunks_[whole.chunk].breakable = -1;
+  const auto breakable = [&](std::uint32_t index) {
+    PhysicalChunk& chunk = chunks_[index];
+    if (chunk.breakable < 0) chunk.breakable = chunk.first_mapping == kNone || evictable(index) ? 1 : 0;
+    return chunk.breakable == 1;
+  };
+  const auto shorter = [](const Piece& a, const Piece& b) {
+    return a.bytes() != b.bytes() ? a.bytes() < b.bytes() : a.chunk < b.chunk;
+  };
+  std::sort(wholes.begin(), wholes.end(), [&](const Piece& a, const Piece& b) { return shorter(b, a); });
+  std::sort(heads.begin(), heads.end(), shorter);
+  std::sort(tails.begin(), tails.end(), shorter);
+
+  // Takes whole chunks for `missing` bytes, the largest first; then breaks one if that helps; the rest must
+  // be new. Blocked chunks, which the stitch's beginning shows already, are marked by the stamp.
+  struct Filling {
+    std::size_t whole_bytes = 0;
+    std::uint32_t broken = kNone;
+    std::size_t broken_count = 0;
+    std::size_t grown_bytes = 0;
+  };
+  const auto fill = [&](std::size_t missing, std::vector<std::uint32_t>* chosen) {
+    Filling filling;
+    std::size_t left = missing;
+    std::uint32_t larger = kNone;
+    for (const Piece& whole : wholes) {
+      if (left == 0) break;
+      if (chunks_[whole.chunk].stamp == stamp_) continue;
+      if (whole.bytes() <= left || whole.bytes() == granule) {
+        left -= std::min(left, whole.bytes());
+        filling.whole_bytes += whole.bytes();
+        if (chosen != nullptr) chosen->push_back(whole.chunk);
+      } else {
+        larger = whole.chunk;  // The smallest that is too large, in the end.
+      }
+    }
+    if (left > 0 && larger != kNone && breakable(larger)) {
+      filling.broken = larger;
+      filling.broken_count = ceil_div(left, granule);
+      left = 0;
+    }
+    filling.grown_bytes = round_up(left, granule);
+    return filling;
+  };
+  // What it costs to use `used` bytes of the end or the beginning of a chunk that is shared.
+  const auto share = [&](std::size_t used) {
+    return kSharingWeight * static_cast<double>(granule) - static_cast<double>(used);
+  };
+
+  stitch->cost = -1;
+  bool found = false;
+  const auto consider = [&](Range* run, std::size_t run_bytes, const Piece* head, const Piece* tail) {
+    std::size_t have = run_bytes + (head != nullptr ? head->bytes() : 0);
+    if (have >= bytes) return;  // A search among mapped addresses has found that already.
+    std::size_t tail_bytes = tail != nullptr ? tail->bytes() : 0;
+    const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
+    const Filling filling = fill(missing, nullptr);
+    if (filling.grown_bytes > room_bytes) return;
+    const std::size_t filled = filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
+    const std::size_t over = have + filled + tail_bytes - bytes;
+    double cost = kGrowthWeight * static_cast<double>(filling.grown_bytes);
+    if (head != nullptr) cost += share(head->bytes());
+    if (run != nullptr && run_bytes % granule != 0) cost += share(run_bytes % granule);
+    if (tail != nullptr) {
+      if (over >= tail_bytes) return;
+      cost += share(tail_bytes - over);
+    } else if (over > 0) {
+      cost += static_cast<double>(over) + kSharingWeight * static_cast<double>(granule);
+    }
+    if (found && cost >= stitch->cost) return;
+    found = true;
+    stitch->cost = cost;
+    stitch->run = run;
+    stitch->run_bytes = run_bytes;
+    stitch->head = head != nullptr ? *head : Piece();
+    stitch->tail = tail != nullptr ? *tail : Piece();
+  };
+  const auto with_tails = [&](Range* run, std::size_t run_bytes, const Piece* head) {
+    const std::size_t have = run_bytes + (head != nullptr ? head->bytes() : 0);
+    if (have >= bytes) return;
+    consider(run, run_bytes, head, nullptr);
+    const auto usable_tail = [&](const Piece& tail) {
+      return chunks_[tail.chunk].stamp != stamp_ && (head == nullptr || tail.chunk != head->chunk);
+    };
+    const auto try_from = [&](std::size_t wanted) {
+      auto tail =
+          std::lower_bound(tails.begin(), tails.end(), wanted,
+                           [](const Piece& piece, std::size_t value) { return piece.bytes() < value; });
+      for (std::size_t i = 0; i < kTailsMax && tail != tails.end(); ++i, ++tail) {
+        if (usable_tail(*tail)) consider(run, run_bytes, head, &*tail);
+      }
+    };
+    try_from(bytes - have);
+    try_from((bytes - have) % granule);
+    for (std::size_t i = 0; i < kTailsMax && i < tails.size(); ++i) {
+      const Piece& tail = tails[tails.size() - 1 - i];
+      if (usable_tail(tail)) consider(run, run_bytes, head, &tail);
+    }
+  };
+
+  ++stamp_;
+  if (placement.alignment <= kBlockGranule) {
+    with_tails(nullptr, 0, nullptr);
+    std::size_t head_count = 0;
+    std::size_t last_bytes = 0;
+    for (const Piece& head : heads) {
+      if (head.bytes() == last_bytes || ++head_count > kHeadsMax) continue;
+      last_bytes = head.bytes();
+      with_tails(nullptr, 0, &head);
+    }
+  } else {
+    with_tails(nullptr, 0, nullptr);
+  }
+  // Free ranges in front of unmapped addresses need no new mapping themselves.
+  for (Range* hole = first_; hole != nullptr; hole = hole->next) {
+    if (hole->kind != RangeKind::kUnmapped || !usable(hole->previous, placement)) continue;
+    ++stamp_;
+    Range* first = hole->previous;
+    while (usable(first->previous, placement)) first = first->previous;
+    const std::size_t begin = round_up(first->offset, placement.alignment);
+    if (begin >= hole->offset) continue;
+    // The chunks that this extent shows may not be shown in it once more.
+    for (std::size_t offset = first->offset; offset < hole->offset;) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      chunks_[here.chunk].stamp = stamp_;
+      offset = here.offset + chunks_[here.chunk].bytes;
+    }
+    Stitch best = *stitch;
+    const bool found_before = found;
+    with_tails(hole, hole->offset - begin, nullptr);
+    if (found && stitch->run == hole && hole->bytes < placement.bytes + 2 * largest_chunk_bytes_) {
+      *stitch = best;  // Not enough addresses behind it.
+      found = found_before;
+    }
+  }
+  if (!found) return false;
+
+  // Once more for the winner, with what it consists of.
+  ++stamp_;
+  std::size_t have = stitch->head.bytes() + stitch->run_bytes;
+  if (stitch->run != nullptr) {
+    for (std::size_t offset = stitch->run->offset - stitch->run_bytes; offset < stitch->run->offset;) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      chunks_[here.chunk].stamp = stamp_;
+      offset = here.offset + chunks_[here.chunk].bytes;
+    }
+  }
+  const std::size_t tail_bytes = stitch->tail.bytes();
+  const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
+  stitch->whole.clear();
+  const Filling filling = fill(missing, &stitch->whole);
+  stitch->broken = filling.broken;
+  stitch->broken_count = filling.broken_count;
+  stitch->grown_bytes = filling.grown_bytes;
+  have += filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
+  if (stitch->tail.chunk != kNone) stitch->tail.end = bytes - have;
+  return true;
+}
+
+}  // namespace forebay::internal

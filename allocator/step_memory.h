@@ -1,0 +1,114 @@
+// StepMemory: remembers where the arena placed its latest requests, in order, so that a step that repeats an
+// earlier one is served from the same addresses and needs no driver call.
+//
+// A point of a step is known by what led to it: the sizes of the last requests, the bytes that were live, and
+// the request itself. No step has to be announced: once a point is recognised, the record is followed from
+// there, request by request, until one differs; then the next known point is looked for. What is found is a
+// hint: whoever uses it checks that the memory is free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+namespace forebay::internal {
+
+class StepMemory {
+ public:
+  static constexpr std::size_t kUnknown = SIZE_MAX;
+
+  StepMemory() noexcept = default;
+  StepMemory(const StepMemory&) = delete;
+  StepMemory& operator=(const StepMemory&) = delete;
+  ~StepMemory() {
+    std::free(record_);
+    std::free(index_);
+  }
+
+  // False if the host has no memory. Pages are touched as they are used.
+  bool start() noexcept {
+    record_ = static_cast<Entry*>(std::calloc(kRecordCount, sizeof(Entry)));
+    index_ = static_cast<Point*>(std::calloc(kIndexCount, sizeof(Point)));
+    return record_ != nullptr && index_ != nullptr;
+  }
+
+  // A request for `bytes` comes; `who` is its stream and region. Where this point was placed before, or
+  // kUnknown. Each request that is asked about must be stored, or dropped.
+  std::size_t find(std::size_t bytes, std::size_t live_bytes, std::uint64_t who) noexcept {
+    // Nothing is live: whatever came before, this is where it all begins.
+    if (live_bytes == 0) recent_ = 0;
+    key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ who << 56);
+    if (!holds(cursor_)) {
+      const Point* point = find_point();
+      cursor_ = point->check == check() ? point->position : kNowhere;
+      followed_count_ = live_bytes == 0 ? kDoubt : 0;
+      if (!holds(cursor_)) {
+        cursor_ = kNowhere;
+        return kUnknown;
+      }
+    }
+    const std::size_t offset = record_[cursor_++ & (kRecordCount - 1)].offset;
+    // A few alike prove little: the same sizes come again in every layer.
+    return ++followed_count_ > kDoubt ? offset : kUnknown;
+  }
+  // The request that find was asked about has been placed.
+  void store(std::size_t bytes, std::size_t offset) noexcept {
+    record_[end_ & (kRecordCount - 1)] = {check(), offset};
+    *find_point() = {check(), end_};
+    ++end_;
+    recent_ = recent_ << 16 | (mix(bytes * 0x9E3779B97F4A7C15ull) & 0xFFFF);
+  }
+  std::uint64_t key() const noexcept { return key_; }
+  // Another request may have been asked about since: says again which one is stored.
+  void set_key(std::uint64_t key) noexcept { key_ = key; }
+
+ private:
+  struct Entry {
+    std::uint32_t check = 0;  // Of the point's key.
+    std::size_t offset = 0;
+  };
+  struct Point {
+    std::uint32_t check = 0;
+    std::uint32_t position = 0;  // Its latest in the record.
+  };
+  // 4 and 1 MiB of addresses. A step of more requests than are recorded is served by search.
+  static constexpr std::size_t kRecordCount = std::size_t{1} << 18;
+  static constexpr std::size_t kIndexCount = std::size_t{1} << 17;
+  static constexpr std::size_t kWays = 8;
+  static constexpr std::uint32_t kNowhere = UINT32_MAX;
+  static constexpr std::uint32_t kDoubt = 8;
+
+  // The key's entry, or else the oldest of those it may take.
+  Point* find_point() const noexcept {
+    Point* set = index_ + (key_ >> 32 & (kIndexCount / kWays - 1)) * kWays;
+    Point* found = set;
+    for (std::size_t i = 0; i < kWays; ++i) {
+      if (set[i].check == check()) return set + i;
+      if (set[i].check == 0 || end_ - set[i].position > end_ - found->position) found = set + i;
+      if (set[i].check == 0) break;
+    }
+    return found;
+  }
+  static std::uint64_t mix(std::uint64_t value) noexcept {
+    value ^= value >> 32;
+    value *= 0xD6E8FEB86659FD93ull;
+    return value ^ value >> 29;
+  }
+  std::uint32_t check() const noexcept { return static_cast<std::uint32_t>(key_) | 1; }
+  // Whether that entry of the record is still there, and is of the point asked about.
+  bool holds(std::uint32_t position) const noexcept {
+    const std::uint32_t age = end_ - position;
+    return position != kNowhere && age > 0 && age < kRecordCount &&
+           record_[position & (kRecordCount - 1)].check == check();
+  }
+
+  Entry* record_ = nullptr;
+  Point* index_ = nullptr;
+  std::uint64_t recent_ = 0;
+  std::uint64_t key_ = 0;
+  std::uint32_t end_ = 0;             // Where the record goes on; counts on beyond its size.
+  std::uint32_t cursor_ = kNowhere;   // What should come next.
+  std::uint32_t followed_count_ = 0;  // Requests that were as recorded, one after the other.
+};
+
+}  // namespace forebay::internal
