@@ -14,12 +14,21 @@ namespace internal {
 namespace {
 
 constexpr std::size_t kFirstSlabCount = 1024;
+// With several streams: frees after which events are recorded and queried, if no request misses before.
+// Fewer: more calls. More: free neighbours stay apart longer, and fit worse.
+constexpr unsigned kUnsettledFreesMax = 128;
 constexpr std::size_t kReserveBytesMax = std::size_t{16} << 40;
 constexpr std::size_t kReserveFactor = 4;
 // The transient region grows by a 256th of the limit, but by no more than this: large enough that a cold
 // start of tens of gigabytes makes hundreds of driver calls, small enough to be nothing beside them.
 constexpr std::size_t kGrowthBytesMax = 24_MiB;
 constexpr std::size_t kGrowthFraction = 256;
+
+// A large block would leave much of a range that it does not fill.
+constexpr std::size_t kLargeBytes = 1_MiB;
+bool poor_fit(const Range* range, std::size_t bytes) {
+  return bytes >= kLargeBytes && range->bytes - bytes > bytes / 8;
+}
 
 std::size_t growth_bytes(const ArenaOptions& options) {
   if (options.growth_bytes != 0) return round_up(options.growth_bytes, options.chunk_bytes);
@@ -486,6 +495,7 @@ void ChunkedArena::settle() {
     if (claimed == 0) return;
     // Frees from here on belong to the next epoch: the events below need not cover them.
     snapshot = epoch_++;
+    unsettled_free_count_ = 0;
   }
   for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
     auto& [state, in_flight] = work[std::countr_zero(rest)];
@@ -596,11 +606,24 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     const std::size_t known = steps_.find(placement.bytes, total_.live_bytes,
                                           std::uint64_t{placement.stream} << 4 | placement.region);
     const std::uint64_t key = steps_.key();
-    if (Range* range = recall(placement, known)) {
-      ++total_.recalled_count;
-      return make_block(range, known, placement, key);
-    }
-    if (Range* range = find_free(placement, placement.region, kBinScanMax)) {
+    for (bool settled = stream_count_ <= 1;; settled = true) {
+      if (Range* range = recall(placement, known)) {
+        ++total_.recalled_count;
+        return make_block(range, known, placement, key);
+      }
+      Range* range = find_free(placement, placement.region, kBinScanMax);
+      const bool wanting =
+          range == nullptr || known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
+      if (wanting && !settled && unsettled_free_count_ > 0) {
+        // What would do, or do better, may wait for an event that has completed by now.
+        lock.unlock();
+        settle();
+        lock.lock();
+        if (reserve_ranges(lock)) continue;
+        lock.unlock();
+        return no_books();
+      }
+      if (range == nullptr) break;
       take_free(range);
       return make_block(range, round_up(range->offset, placement.alignment), placement, key);
     }
@@ -649,6 +672,10 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
     streams_[std::countr_zero(rest)].freed_epoch = epoch_;
   }
   put_free(range);
+  // Learning now and then what has completed lets neighbours that waited for different streams be joined.
+  if (++unsettled_free_count_ < kUnsettledFreesMax || stream_count_ <= 1) return Status();
+  lock.unlock();
+  settle();
   return Status();
 }
 

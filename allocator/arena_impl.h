@@ -326,6 +326,7 @@ class ChunkedArena final : public Arena {
   std::uint64_t epoch_ = 1;
   unsigned stream_count_ = 0;  // Entries of streams_ in use or used once.
   unsigned capturing_count_ = 0;
+  unsigned unsettled_free_count_ = 0;
   StreamState streams_[kStreamLimit];
   unsigned tag_count_ = 1;
   TagState tags_[kTagLimit];

@@ -54,7 +54,8 @@ class StepMemory {
   // The request that find was asked about has been placed.
   void store(std::size_t bytes, std::size_t offset) noexcept {
     record_[end_ & (kRecordCount - 1)] = {check(), offset};
-    *find_point() = {check(), end_};
+    // While the record is followed it is not searched: then few points need to be found again.
+    if (followed_count_ <= kDoubt || end_ % kIndexedWhileFollowed == 0) *find_point() = {check(), end_};
     ++end_;
     recent_ = recent_ << 16 | (mix(bytes * 0x9E3779B97F4A7C15ull) & 0xFFFF);
   }
@@ -77,6 +78,7 @@ class StepMemory {
   static constexpr std::size_t kWays = 8;
   static constexpr std::uint32_t kNowhere = UINT32_MAX;
   static constexpr std::uint32_t kDoubt = 8;
+  static constexpr std::uint32_t kIndexedWhileFollowed = 8;
 
   // The key's entry, or else the oldest of those it may take.
   Point* find_point() const noexcept {
