@@ -485,7 +485,7 @@ TEST_F(DriverConformance, TheLegacyStreamWaitsForBlockingStreamsAndTheyForIt) {
   let_time_pass();
   EXPECT_EQ(ran, 0);
   first.release();
-  while (ran != 1) std::this_thread::yield();
+  while (ran == 0) std::this_thread::yield();
   let_time_pass();
   EXPECT_EQ(ran, 1);
   EXPECT_CU(kNotReady, driver_.cuStreamQuery(legacy_stream()));
@@ -737,6 +737,10 @@ TEST_F(DriverConformance, EntryPointsAreFoundByNameAndVersion) {
       driver_.cuGetProcAddress_v2("cuNoSuchFunction", &found, version, kProcAddressDefault, &status));
   EXPECT_EQ(status, CuProcAddressQueryResult::kSymbolNotFound);
   EXPECT_EQ(found, nullptr);
+  // Older than its per-thread variant: the legacy one.
+  EXPECT_CU_OK(
+      driver_.cuGetProcAddress_v2("cuMemcpyAsync", &found, 4000, kProcAddressPerThreadStream, &status));
+  EXPECT_EQ(found, ::dlsym(driver_.library, "cuMemcpyAsync"));
   EXPECT_CU_OK(driver_.cuGetProcAddress_v2("cuMemCreate", &found, 10000, kProcAddressDefault, &status));
   EXPECT_EQ(status, CuProcAddressQueryResult::kVersionNotSufficient);
   EXPECT_CU(kInvalidValue,

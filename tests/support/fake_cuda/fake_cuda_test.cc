@@ -347,6 +347,34 @@ TEST_F(FakeCudaTest, UsingABlockOnAnotherStreamBeforeItsAllocationIsAHazard) {
   gate.release();
 }
 
+TEST_F(FakeCudaTest, ABlockUsedAgainIsThereInTheOrderOfItsStream) {
+  start();
+  CuStream other = nullptr;
+  CuDevicePtr first = 0, second = 0, third = 0;
+  ASSERT_CU_OK(driver_.cuStreamCreate(&other, kStreamNonBlocking));
+  Gate& early = gates_.emplace_back();
+  ASSERT_CU_OK(driver_.cuMemAllocAsync(&first, 1000, stream_));
+  ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
+  ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &early));
+  ASSERT_CU_OK(driver_.cuMemsetD8Async(first, 1, 1000, stream_));
+  ASSERT_CU_OK(driver_.cuMemFreeAsync(first, stream_));
+  ASSERT_CU_OK(driver_.cuMemAllocAsync(&second, 1000, stream_));
+  ASSERT_CU_OK(driver_.cuMemsetD8Async(second, 1, 1000, stream_));
+  ASSERT_CU_OK(driver_.cuMemFreeAsync(second, stream_));
+  Gate& late = gates_.emplace_back();
+  ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &late));
+  ASSERT_CU_OK(driver_.cuMemAllocAsync(&third, 1000, stream_));
+  early.release();
+  EXPECT_EQ(second, first);
+  EXPECT_EQ(third, first);
+  while (fake_.accounts().operations != 2) std::this_thread::yield();  // The gate and the allocation.
+  EXPECT_EQ(fake_.accounts().hazards, 0u);
+  ASSERT_CU_OK(driver_.cuMemsetD8Async(third, 1, 1000, other));
+  EXPECT_CU(kIllegalAddress, driver_.cuStreamSynchronize(other));
+  EXPECT_EQ(fake_.accounts().hazards, 1u);
+  late.release();
+}
+
 TEST_F(FakeCudaTest, FreeingABlockWhileAnotherStreamUsesItIsAHazard) {
   start();
   CuStream other = nullptr;
