@@ -84,36 +84,45 @@ Status of_rank(std::size_t rank, const Status& status) {
   return status.with_context("rank " + std::to_string(rank));
 }
 
-// Queues on `reader` a wait for `writer`, the copy, and on `writer` a wait for the copy. Ranks are for
-// messages.
-Status queue_copy(const Port& writer, const std::byte* source, int writer_rank, const Port& reader,
-                  std::byte* target, int reader_rank, std::size_t bytes) {
-  const auto at_writer = [&](const Status& status) {
-    return of_rank(static_cast<std::size_t>(writer_rank), status);
-  };
-  const auto at_reader = [&](const Status& status) {
-    return of_rank(static_cast<std::size_t>(reader_rank), status);
-  };
-  FOREBAY_RETURN_IF_ERROR(at_writer(writer.backend->event_record(writer.come, writer.stream)));
-  FOREBAY_RETURN_IF_ERROR(at_reader(reader.backend->stream_wait(reader.stream, writer.come)));
-  FOREBAY_RETURN_IF_ERROR(at_reader(reader.backend->copy_async(target, source, bytes, reader.stream)));
-  FOREBAY_RETURN_IF_ERROR(at_reader(reader.backend->event_record(reader.copied, reader.stream)));
-  return at_writer(writer.backend->stream_wait(writer.stream, reader.copied));
+// One copy between ranks. The two numbers are for messages.
+struct Transfer {
+  const Port& writer;
+  const Port& reader;
+  const std::byte* source;
+  std::byte* target;
+  std::size_t bytes;
+  std::size_t writer_rank;
+  std::size_t reader_rank;
+};
+
+// Queues the copy on the reader's stream, after what the writer's stream holds by now, and makes the writer's
+// stream wait for it. Once the copy is queued the writer's source is safe, failed or not.
+Status queue_transfer(const Transfer& t) {
+  const auto at_writer = [&](const Status& status) { return of_rank(t.writer_rank, status); };
+  const auto at_reader = [&](const Status& status) { return of_rank(t.reader_rank, status); };
+  Backend& writer = *t.writer.backend;
+  Backend& reader = *t.reader.backend;
+  FOREBAY_RETURN_IF_ERROR(at_writer(writer.event_record(t.writer.come, t.writer.stream)));
+  FOREBAY_RETURN_IF_ERROR(at_reader(reader.stream_wait(t.reader.stream, t.writer.come)));
+  FOREBAY_RETURN_IF_ERROR(at_reader(reader.copy_async(t.target, t.source, t.bytes, t.reader.stream)));
+  Status closed = at_reader(reader.event_record(t.reader.copied, t.reader.stream));
+  if (closed.ok()) closed = at_writer(writer.stream_wait(t.writer.stream, t.reader.copied));
+  if (!closed.ok()) static_cast<void>(reader.stream_synchronize(t.reader.stream));
+  return closed;
 }
 
-// Queues the copies of a round that all ranks have come to, each on the stream of the rank it is for.
-Status queue_copies(const Round& round) {
+// Queues the copies of a round, each on the stream of the rank it is for. `reader_count` counts the ranks
+// whose streams have got any.
+Status queue_copies(const Round& round, std::size_t* reader_count) {
   const std::size_t size = round.ports.size();
-  if (round.pieces[0].bytes == 0) return {};
-  if (size > 1) {
-    for (std::size_t r = 0; r < size; ++r) {
-      const Port& port = round.ports[r];
-      FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.come, port.stream)));
-    }
+  for (std::size_t r = 0; r < size; ++r) {
+    const Port& port = round.ports[r];
+    FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.come, port.stream)));
   }
   for (std::size_t r = 0; r < size; ++r) {
     const Port& port = round.ports[r];
     const Piece& piece = round.pieces[r];
+    ++*reader_count;
     const auto copy = [&](std::size_t from, const std::byte* source) {
       std::byte* const place = piece.target + from * piece.target_stride;
       if (place == source) return Status();
@@ -127,16 +136,40 @@ Status queue_copies(const Round& round) {
       FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->stream_wait(port.stream, round.ports[peer].come)));
       FOREBAY_RETURN_IF_ERROR(copy(peer, theirs.source + r * theirs.source_stride));
     }
-    if (size > 1) FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.copied, port.stream)));
+  }
+  return {};
+}
+
+// Makes every rank's stream wait for the copies of the first `reader_count` ranks.
+Status queue_waits(const Round& round, std::size_t reader_count) {
+  const std::size_t size = round.ports.size();
+  for (std::size_t r = 0; r < reader_count; ++r) {
+    const Port& port = round.ports[r];
+    FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.copied, port.stream)));
   }
   for (std::size_t r = 0; r < size; ++r) {
     const Port& port = round.ports[r];
-    for (std::size_t peer = 0; peer < size; ++peer) {
+    for (std::size_t peer = 0; peer < reader_count; ++peer) {
       if (peer == r) continue;
       FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->stream_wait(port.stream, round.ports[peer].copied)));
     }
   }
   return {};
+}
+
+// A round that all ranks have come to, by their backends. Sources are safe when it returns, failed or not: a
+// copy that is queued is not taken back, so whoever it reads from has to wait for it.
+Status queue_by_backends(const Round& round) {
+  if (round.pieces[0].bytes == 0) return {};
+  std::size_t reader_count = 0;
+  const Status copies = queue_copies(round, &reader_count);
+  const Status waits = queue_waits(round, reader_count);
+  if (!waits.ok()) {
+    for (std::size_t r = 0; r < reader_count; ++r) {
+      static_cast<void>(round.ports[r].backend->stream_synchronize(round.ports[r].stream));
+    }
+  }
+  return copies.ok() ? waits : copies;
 }
 
 // The state that all ranks share, under the clock's mutex.
@@ -394,7 +427,7 @@ Status LocalGroupImpl::copy_by_backend(std::unique_lock<std::mutex>& lock, Round
   if (last) {
     ++round.copying_count;
     lock.unlock();
-    const Status queued = queue_copies(round);
+    const Status queued = queue_by_backends(round);
     lock.lock();
     --round.copying_count;
     if (queued.ok()) {
@@ -470,7 +503,13 @@ Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* ta
   Status queued;
   if (copies && bytes > 0) {
     if (port.used()) {
-      queued = queue_copy(message.port, message.source, peer, port, target, rank, bytes);
+      queued = queue_transfer({.writer = message.port,
+                               .reader = port,
+                               .source = message.source,
+                               .target = target,
+                               .bytes = bytes,
+                               .writer_rank = static_cast<std::size_t>(peer),
+                               .reader_rank = static_cast<std::size_t>(rank)});
     } else {
       std::memcpy(target, message.source, bytes);
     }

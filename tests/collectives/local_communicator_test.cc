@@ -301,23 +301,53 @@ TEST(LocalCommunicatorOnADevice, AMessageIsReadBeforeItsSourceIsWrittenAgain) {
   });
 }
 
+// The ranks give their memory back at once: a copy that was queued before the failure must not read it then.
 TEST(LocalCommunicatorOnADevice, ACallThatOneBackendRefusesFailsEveryRankWithItsName) {
-  for (const HostCall call : {HostCall::kEventRecord, HostCall::kStreamWait, HostCall::kCopyAsync}) {
-    for (const std::uint64_t nth : {1u, 2u}) {
-      std::vector<Status> causes(3);
-      run_on_shared_device(3, {}, create_device(), [&](Member& member, DeviceView& view, int rank) {
-        std::byte* source = member.allocate_filled(64, rank);
-        std::byte* target = member.allocate(64 * 3);
-        if (rank == 1) view.fail(call, nth, Status(StatusCode::kInternal, "the driver said no"));
-        const Status queued = member.communicator().all_gather(
-            {.source = source, .target = target, .target_stride_bytes = 64, .bytes = 64}, member.stream());
-        const Status finished = member.finish();
-        EXPECT_EQ(queued.to_string(), finished.to_string());
-        causes[static_cast<std::size_t>(rank)] = finished;
-      });
-      for (const Status& cause : causes) EXPECT_EQ(cause.message(), "rank 1: the driver said no");
+  constexpr std::size_t kBytes = 1u << 20;
+  const auto refuse = [](HostCall call, std::uint64_t nth, int refusing_rank) {
+    std::vector<Status> causes(3);
+    run_on_shared_device(3, {}, create_device(), [&](Member& member, DeviceView& view, int rank) {
+      std::byte* source = member.allocate_filled(kBytes, rank);
+      std::byte* target = member.allocate(kBytes * 3);
+      if (rank == refusing_rank) view.fail(call, nth, Status(StatusCode::kInternal, "the driver said no"));
+      const Status queued = member.communicator().all_gather(
+          {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+          member.stream());
+      const Status finished = member.finish();
+      EXPECT_EQ(queued.to_string(), finished.to_string());
+      causes[static_cast<std::size_t>(rank)] = finished;
+    });
+    for (const Status& cause : causes) {
+      EXPECT_EQ(cause.message(), "rank " + std::to_string(refusing_rank) + ": the driver said no");
     }
+  };
+  for (int rank = 0; rank < 3; ++rank) {
+    for (const std::uint64_t nth : {1u, 2u}) refuse(HostCall::kEventRecord, nth, rank);
+    for (const std::uint64_t nth : {1u, 2u, 3u, 4u}) refuse(HostCall::kStreamWait, nth, rank);
+    for (const std::uint64_t nth : {1u, 2u, 3u}) refuse(HostCall::kCopyAsync, nth, rank);
   }
+}
+
+TEST(LocalCommunicatorOnADevice, ACallRefusedForAMessageFailsBothEnds) {
+  constexpr std::size_t kBytes = 1u << 20;
+  const auto refuse = [](HostCall call, int refusing_rank) {
+    std::vector<Status> causes(2);
+    run_on_shared_device(2, {}, create_device(), [&](Member& member, DeviceView& view, int rank) {
+      std::byte* memory = member.allocate_filled(kBytes, rank);
+      if (rank == refusing_rank) view.fail(call, 1, Status(StatusCode::kInternal, "the driver said no"));
+      const Status queued = rank == 0 ? member.communicator().send(memory, kBytes, 1, 3, member.stream())
+                                      : member.communicator().recv(memory, kBytes, 0, 3, member.stream());
+      causes[static_cast<std::size_t>(rank)] = member.finish();
+      EXPECT_EQ(queued.to_string(), causes[static_cast<std::size_t>(rank)].to_string());
+    });
+    for (const Status& cause : causes) {
+      EXPECT_EQ(cause.message(), "rank " + std::to_string(refusing_rank) + ": the driver said no");
+    }
+  };
+  for (const HostCall call : {HostCall::kEventRecord, HostCall::kStreamWait}) {
+    for (const int rank : {0, 1}) refuse(call, rank);
+  }
+  refuse(HostCall::kCopyAsync, 1);
 }
 
 TEST(LocalCommunicatorOnADevice, ADeadlineNamesTheRankThatDidNotIssue) {
