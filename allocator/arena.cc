@@ -18,7 +18,7 @@ constexpr std::size_t kFirstSlabCount = 1024;
 // Fewer: more calls. More: free neighbours stay apart longer, and fit worse.
 constexpr unsigned kUnsettledFreesMax = 128;
 constexpr std::size_t kReserveBytesMax = std::size_t{16} << 40;
-constexpr std::size_t kReserveFactor = 4;
+constexpr std::size_t kReserveFactor = 16;
 // The transient region grows by a 256th of the limit, but by no more than this: large enough that a cold
 // start of tens of gigabytes makes hundreds of driver calls, small enough to be nothing beside them.
 constexpr std::size_t kGrowthBytesMax = 24_MiB;
@@ -92,6 +92,15 @@ ChunkedArena::~ChunkedArena() {
   for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
     if (chunks_[i].held && !chunks_[i].paused) (void)backend_.chunk_destroy(chunks_[i].handle);
   }
+  for (unsigned i = kSharedRegionCount; i < kRegionCount; ++i) {
+    // Paused, but resumed in part by a call that failed.
+    if (private_regions_[i].use != PrivateRegion::Use::kPaused) continue;
+    for (const std::uint32_t chunk : private_regions_[i].chunks) {
+      for (std::uint32_t j = chunks_[chunk].first_mapping; j != kNone; j = mappings_[j].next) {
+        if (mappings_[j].made) (void)backend_.unmap(base_ + mappings_[j].offset, chunks_[chunk].bytes);
+      }
+    }
+  }
   for (unsigned i = 0; i < kRegionCount; ++i) drop_copy(static_cast<std::uint8_t>(i));
   (void)backend_.release(base_, reserve_bytes_);
 }
@@ -128,11 +137,7 @@ Range* ChunkedArena::find_block(DevicePtr block) const {
                                                reinterpret_cast<std::uintptr_t>(base_));
   if (offset >= reserve_bytes_) return nullptr;
   Range* range = ranges_.find(offset);
-  if (range == nullptr) return nullptr;
-  return range->kind == RangeKind::kLive ||
-                 (range->kind == RangeKind::kPaused && range->paused_kind == RangeKind::kLive)
-             ? range
-             : nullptr;
+  return range != nullptr && is_block(range) ? range : nullptr;
 }
 
 SizeBins& ChunkedArena::bins_of(std::uint8_t region, std::uint64_t waits) const {
@@ -199,8 +204,16 @@ Range* ChunkedArena::absorb(Range* lower, Range* upper) {
       granules_.at(offset).range = kept;
     }
   }
+  const bool alike = kept->waits == gone->waits;
   kept->waits |= gone->waits;
   kept->epoch = std::max(kept->epoch, gone->epoch);
+  if (!alike) {
+    // The later epoch is now that of all: each of them needs an event that covers it.
+    for (std::uint64_t rest = kept->waits; rest != 0; rest &= rest - 1) {
+      std::uint64_t& freed_epoch = streams_[std::countr_zero(rest)].freed_epoch;
+      freed_epoch = std::max(freed_epoch, kept->epoch);
+    }
+  }
   if (keep_lower) {
     kept->next = gone->next;
     if (kept->next != nullptr) kept->next->previous = kept;
@@ -319,8 +332,9 @@ Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
 }
 
 // The place that the same point of an earlier step had, if its memory is free. Null if not; otherwise a range
-// in no bin, and where in it the block begins.
-Range* ChunkedArena::recall(const Placement& placement, std::size_t offset) {
+// in no bin, and where in it the block begins. `*missing_count`: null only because there are fewer
+// descriptors than this.
+Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std::size_t* missing_count) {
   if (offset == StepMemory::kUnknown || offset % placement.alignment != 0) return nullptr;
   Range* range = ranges_.find(offset);
   if (range != nullptr && range->bytes >= placement.bytes &&
@@ -332,7 +346,11 @@ Range* ChunkedArena::recall(const Placement& placement, std::size_t offset) {
   std::size_t range_count = 0;
   if (offset + placement.bytes > reserve_bytes_) return nullptr;
   if (!shows_free(offset, offset + placement.bytes, placement, &range_count)) return nullptr;
-  if (pool_.available() < 2 * range_count + kSplitsMax) return nullptr;
+  const std::size_t needed_count = 2 * range_count + kSplitsMax;
+  if (pool_.available() < needed_count) {
+    *missing_count = needed_count;
+    return nullptr;
+  }
   return own_here(offset, offset + placement.bytes, placement);
 }
 
@@ -351,7 +369,7 @@ DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placem
   range->region = placement.region;
   range->tag = placement.tag;
   range->stream = static_cast<std::uint8_t>(placement.stream);
-  range->slack = static_cast<std::uint16_t>(placement.bytes - placement.asked_bytes);
+  range->slack = placement.bytes - placement.asked_bytes;
   range->recorded = 0;
   ranges_.insert(range);
   if (!placement.fixed) {
@@ -424,8 +442,7 @@ unsigned ChunkedArena::add_stream(Stream stream) {
     for (Range* range = first_; range != nullptr; range = range->next) {
       range->waits = range->kind == RangeKind::kLive ? unfinished(range->waits, range->epoch) : range->waits;
       referred |= range->waits | range->recorded;
-      if (range->kind == RangeKind::kLive && range->stream < kStreamLimit)
-        referred |= std::uint64_t{1} << range->stream;
+      if (is_block(range) && range->stream < kStreamLimit) referred |= std::uint64_t{1} << range->stream;
     }
     for (unsigned i = 0; i < kStreamLimit; ++i) {
       const bool idle = !streams_[i].claimed && streams_[i].capture_region == 0;
@@ -546,7 +563,7 @@ Status ChunkedArena::stream_retire(Stream stream) {
   for (Range* range = first_; range != nullptr; range = range->next) {
     range->recorded &= others;
     if (range->kind != RangeKind::kFree) range->waits &= others;
-    if (range->kind == RangeKind::kLive && range->stream == index) range->stream = kNoStream;
+    if (is_block(range) && range->stream == index) range->stream = kNoStream;
   }
   finish_pending();
   return Status();
@@ -575,7 +592,8 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     lock.unlock();
     return out_of_memory("allocate", request.bytes, request.tag, Status());
   }
-  placement.bytes = std::max<std::size_t>(round_up(request.bytes, kBlockGranule), kBlockGranule);
+  const std::size_t unit = request.fixed ? chunk_bytes_ : kBlockGranule;
+  placement.bytes = std::max(round_up(request.bytes, unit), unit);
   if (!reserve_ranges(lock)) {
     lock.unlock();
     return no_books();
@@ -606,16 +624,25 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     const std::size_t known = steps_.find(placement.bytes, total_.live_bytes,
                                           std::uint64_t{placement.stream} << 4 | placement.region);
     const std::uint64_t key = steps_.key();
-    for (bool settled = stream_count_ <= 1;; settled = true) {
-      if (Range* range = recall(placement, known)) {
+    for (bool settled = stream_count_ <= 1;;) {
+      // After letting go of the lock: no. The slow path then says why.
+      if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
+      std::size_t missing_count = 0;
+      if (Range* range = recall(placement, known, &missing_count)) {
         ++total_.recalled_count;
         return make_block(range, known, placement, key);
+      }
+      if (missing_count != 0) {
+        if (reserve_ranges(lock, missing_count)) continue;
+        lock.unlock();
+        return no_books();
       }
       Range* range = find_free(placement, placement.region, kBinScanMax);
       const bool wanting =
           range == nullptr || known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
       if (wanting && !settled && unsettled_free_count_ > 0) {
         // What would do, or do better, may wait for an event that has completed by now.
+        settled = true;
         lock.unlock();
         settle();
         lock.lock();

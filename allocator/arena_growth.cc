@@ -26,10 +26,15 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   Status cause;
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
+  if (!may_serve(placement.region)) {
+    lock.unlock();
+    return Status(StatusCode::kUnavailable, "cannot allocate " + format_bytes(placement.bytes) +
+                                                ": its tag was paused, or its capture released, meanwhile");
+  }
   recover_stranded(lock);
-  if (capturing_count_ == 0 && mapping_count_ > kMappingsMin &&
-      mapping_count_ > kMappingsPerChunk * chunk_count_)
+  if (mapping_count_ > kMappingsMin && mapping_count_ > kMappingsPerChunk * chunk_count_) {
     drop_stale_mappings(lock);
+  }
   const auto finish = [&](Range* range, std::size_t start) -> Result<DevicePtr> {
     // Growing may have let go of the lock: others took descriptors, or used up the tag's limit.
     if (!reserve_ranges(lock)) {
@@ -92,11 +97,31 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
     } else {
       gather(placement, true);
     }
-    status = stitch(lock, placement, &range, &start);
+    bool addresses_used_up = false;
+    status = stitch(lock, placement, &range, &start, &addresses_used_up);
     if (status.ok()) return finish(range, start);
+    if (addresses_used_up && !failed(status)) {
+      drop_stale_mappings(lock);
+      if (!reserve_books(lock, placement.bytes)) return no_books();
+      gather(placement, !shared);
+      status = stitch(lock, placement, &range, &start, &addresses_used_up);
+      if (status.ok()) return finish(range, start);
+    }
     if (!failed(status)) {
       status = grow(lock, placement, true, &range);
       if (status.ok()) return finish(range, begin_of(range));
+    }
+    // Last, without the addresses of all that is wholly free: they may be what is missing, or the memory may
+    // be in a region that the request cannot be served from.
+    if (!failed(status) && evict_all(lock)) {
+      if (!reserve_books(lock, placement.bytes)) return no_books();
+      gather(placement, !shared);
+      status = stitch(lock, placement, &range, &start, &addresses_used_up);
+      if (status.ok()) return finish(range, start);
+      if (!failed(status)) {
+        status = grow(lock, placement, true, &range);
+        if (status.ok()) return finish(range, begin_of(range));
+      }
     }
   }
   if (failed(status)) {
@@ -418,6 +443,8 @@ Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std:
     unmapped = backend_.unmap(base_ + begin, mapped_end - begin).ok();
   }
   lock.lock();
+  // Others may have taken the descriptors that were made room for.
+  if (!unmapped) (void)reserve_ranges(lock, mapped_count + kSplitsMax);
   for (const auto& [index, leaf] : leaves) granules_.install(index, leaf);
   if (status.ok() || !unmapped) {
     std::size_t offset = begin;
@@ -528,6 +555,15 @@ Status ChunkedArena::evict(Lock& lock, std::uint32_t chunk) {
   return status;
 }
 
+// Makes spares of all evictable chunks. False if there was none.
+bool ChunkedArena::evict_all(Lock& lock) {
+  bool any = false;
+  for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
+    if (evictable(i) && evict(lock, i).ok()) any = true;
+  }
+  return any;
+}
+
 // Destroys spares and then evictable chunks until `bytes` may be taken from the device. False if they do not
 // suffice; then nothing was taken apart.
 bool ChunkedArena::make_room(Lock& lock, std::size_t bytes) {
@@ -549,7 +585,7 @@ bool ChunkedArena::make_room(Lock& lock, std::size_t bytes) {
 }
 
 void ChunkedArena::recover_stranded(Lock& lock) {
-  if (stranded_count_ == 0) return;
+  if (stranded_count_ == 0 || capturing_count_ != 0) return;
   for (Range* range = first_; range != nullptr;) {
     if (range->kind != RangeKind::kStranded) {
       range = range->next;
@@ -580,9 +616,9 @@ void ChunkedArena::recover_stranded(Lock& lock) {
 }
 
 // Unmaps, in as few calls as there are gaps between them, the mappings that show only what is owned elsewhere
-// and that no queued work may still use.
+// and that no queued work may still use. None while a stream is being captured.
 void ChunkedArena::drop_stale_mappings(Lock& lock) {
-  if (!reserve_ranges(lock, 64)) return;
+  if (capturing_count_ != 0) return;
   const auto stale = [this](std::size_t offset) {
     const GranuleTable::Entry* entry = granules_.find(offset);
     if (entry == nullptr || entry->range == nullptr || entry->mapping == kNone) return std::size_t{0};
@@ -596,6 +632,8 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
     return end - offset;
   };
   for (std::size_t offset = 0; offset < reserve_bytes_;) {
+    // First, because it may let go of the lock.
+    if (!reserve_ranges(lock, 64)) return;
     const Range* range = range_at(offset);
     if (range == nullptr) {  // Unmapped: on to what follows it.
       Range* hole = first_;
@@ -610,7 +648,6 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
       offset += bytes;
     }
     if (offset > begin) {
-      if (!reserve_ranges(lock, 64)) return;
       isolate(begin, offset);
       lock.unlock();
       ++driver_call_count_;
@@ -618,6 +655,7 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
       lock.lock();
       Range* gone = range_at(begin);
       if (!unmapped) {
+        gone->waits = 0;
         gone->kind = RangeKind::kShadow;
         continue;
       }
@@ -644,9 +682,7 @@ std::size_t ChunkedArena::trim() {
   recover_stranded(lock);
   drop_stale_mappings(lock);
   const std::size_t before = total_.reserved_bytes;
-  for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
-    if (evictable(i)) (void)evict(lock, i);
-  }
+  (void)evict_all(lock);
   while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
   }
   return before - total_.reserved_bytes;
@@ -655,8 +691,9 @@ std::size_t ChunkedArena::trim() {
 // --- stitching ---------------------------------------------------
 
 // After gather: makes the block of memory that is free in pieces, mapped side by side at new addresses.
-// `*grown`, in no bin, can hold it from `*start` on.
-Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start) {
+// `*grown`, in no bin, can hold it from `*start` on. `*addresses_used_up`: only addresses were missing.
+Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start,
+                            bool* addresses_used_up) {
   Stitch& plan = stitch_;
   plan = Stitch();
   const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
@@ -680,7 +717,7 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
   } else {
     target = unmapped_from_top(view_bytes);
     if (target == nullptr) {
-      drop_stale_mappings(lock);
+      *addresses_used_up = true;
       return Status(StatusCode::kOutOfMemory, "");
     }
   }
@@ -786,6 +823,11 @@ Status ChunkedArena::place_fixed(Lock& lock, const Placement& placement, Range**
   if (bytes > limit_bytes_ || !make_room(lock, bytes)) return Status(StatusCode::kOutOfMemory, "");
   if (!reserve_books(lock, bytes)) return no_books();
   Range* target = unmapped_from_top(bytes);
+  if (target == nullptr) {
+    drop_stale_mappings(lock);
+    if (!reserve_books(lock, bytes)) return no_books();
+    target = unmapped_from_top(bytes);
+  }
   if (target == nullptr) return Status(StatusCode::kOutOfMemory, "");
   std::uint32_t chunk = kNone;
   Status status = create_chunk(lock, bytes, &chunk);

@@ -203,7 +203,7 @@ class ChunkedArena final : public Arena {
   bool usable_here(const Range* range, const Placement& placement, std::uint8_t region) const;
   Range* find_free(const Placement& placement, std::uint8_t region, std::size_t scan_count_max) const;
   Range* find_run(const Placement& placement, std::uint8_t region);
-  Range* recall(const Placement& placement, std::size_t offset);
+  Range* recall(const Placement& placement, std::size_t offset, std::size_t* missing_count);
   DevicePtr make_block(Range* range, std::size_t start, const Placement& placement, std::uint64_t key);
   bool within_tag_limit(Tag tag, std::size_t bytes) const;
   void charge(Tag tag, unsigned stream, std::size_t bytes, std::size_t asked_bytes);
@@ -216,6 +216,11 @@ class ChunkedArena final : public Arena {
   bool captured(std::uint8_t region) const {
     return private_regions_[region].use == PrivateRegion::Use::kCapturing ||
            private_regions_[region].use == PrivateRegion::Use::kCaptured;
+  }
+  // False for a private region whose tag was paused or whose capture was released.
+  bool may_serve(std::uint8_t region) const {
+    return region < kSharedRegionCount || (private_regions_[region].use != PrivateRegion::Use::kNone &&
+                                           private_regions_[region].use != PrivateRegion::Use::kPaused);
   }
   std::uint8_t take_private_region(PrivateRegion::Use use);
   void note(SnapshotAction action, std::size_t offset, std::size_t bytes, Stream stream);
@@ -241,7 +246,8 @@ class ChunkedArena final : public Arena {
   std::size_t handle_bytes_max(const Placement& placement) const;
   Range* unmapped_from_top(std::size_t bytes);
   Status grow(Lock& lock, const Placement& placement, bool freely, Range** grown);
-  Status stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start);
+  Status stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start,
+                bool* addresses_used_up);
   Status place_fixed(Lock& lock, const Placement& placement, Range** grown);
   Status acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes, std::vector<std::uint32_t>* chunks);
   Status create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk);
@@ -254,6 +260,7 @@ class ChunkedArena final : public Arena {
   void remove_mapping(Range* range);
   bool evictable(std::uint32_t chunk) const;
   Status evict(Lock& lock, std::uint32_t chunk);
+  bool evict_all(Lock& lock);
   bool make_room(Lock& lock, std::size_t bytes);
   void recover_stranded(Lock& lock);
   void drop_stale_mappings(Lock& lock);

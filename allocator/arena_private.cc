@@ -132,11 +132,11 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   PrivateRegion& region = private_regions_[index];
   std::size_t bytes = 0;
   std::size_t count = 0;
-  const auto is_block = [&](const Range* range) {
+  const auto kept = [&](const Range* range) {
     return range->region == index && range->kind == RangeKind::kLive;
   };
   for (const Range* range = first_; range != nullptr; range = range->next) {
-    if (!is_block(range)) continue;
+    if (!kept(range)) continue;
     bytes += range->bytes;
     ++count;
   }
@@ -163,7 +163,7 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   // The tag allocates nothing meanwhile, so there are no more blocks than were counted.
   std::size_t offset = 0;
   for (const Range* range = first_; range != nullptr; range = range->next) {
-    if (!is_block(range)) continue;
+    if (!kept(range)) continue;
     region.kept.push_back({range->offset, range->bytes, offset});
     offset += range->bytes;
   }
@@ -174,11 +174,11 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   return status;
 }
 
-// Unmaps the region's chunks and gives their memory back. On failure some may be unmapped: see remake.
+// Unmaps the region's chunks and gives their memory back. On failure some are unmapped, but none has lost its
+// memory: see remake.
 Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
   for (const std::uint32_t id : private_regions_[index].chunks) {
     const std::size_t bytes = chunks_[id].bytes;
-    const Chunk handle = chunks_[id].handle;
     for (std::uint32_t i = chunks_[id].first_mapping; i != kNone; i = mappings_[i].next) {
       const std::size_t offset = mappings_[i].offset;
       lock.unlock();
@@ -188,13 +188,22 @@ Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
       if (!status.ok()) return status;
       mappings_[i].made = false;
     }
+  }
+  bool given_back = false;
+  for (const std::uint32_t id : private_regions_[index].chunks) {
+    const Chunk handle = chunks_[id].handle;
     lock.unlock();
     ++driver_call_count_;
     const Status status = backend_.chunk_destroy(handle);
     lock.lock();
-    if (!status.ok()) return status;
+    if (!status.ok()) {
+      // Contents are gone already: what the device does not take back stays with the arena until resume.
+      if (given_back) continue;
+      return status;
+    }
+    given_back = true;
     chunks_[id].paused = true;
-    total_.reserved_bytes -= bytes;
+    total_.reserved_bytes -= chunks_[id].bytes;
   }
   return Status();
 }
@@ -256,6 +265,7 @@ bool pausable(RangeKind kind) {
 }  // namespace
 
 Status ChunkedArena::pause(Tag tag, bool keep) {
+  settle();
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (tag >= tag_count_) {
@@ -280,6 +290,7 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
     lock.unlock();
     return status.with_context("cannot pause tag " + std::to_string(tag));
   };
+  recover_stranded(lock);
   drop_stale_mappings(lock);
   if (keep) {
     Status kept = keep_copy(lock, index);
@@ -289,6 +300,13 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
   lock.unlock();
   region.chunks.reserve(chunk_count);
   lock.lock();
+  for (const Range* range = first_; range != nullptr; range = range->next) {
+    const bool freed = range->kind == RangeKind::kFree || range->kind == RangeKind::kShadow;
+    if (range->region != index || !freed || unfinished(range->waits, range->epoch) == 0) continue;
+    return give_up(Status(StatusCode::kUnavailable,
+                          "queued work may still use blocks of it that were freed; synchronize the streams "
+                          "that used them and try again"));
+  }
   ++stamp_;
   for (Range* range = first_; range != nullptr; range = range->next) {
     if (range->region != index || !pausable(range->kind)) continue;

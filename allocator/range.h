@@ -33,6 +33,7 @@ struct Range {
   std::uint64_t waits = 0;
   std::uint64_t epoch = 0;
   std::uint64_t recorded = 0;  // Live: streams named by record_stream.
+  std::size_t slack = 0;       // Live: bytes beyond what was asked for.
   Range* previous = nullptr;   // By address.
   Range* next = nullptr;
   Range* bin_previous = nullptr;
@@ -40,7 +41,6 @@ struct Range {
   Range* pending_previous = nullptr;  // Free ranges with waits != 0.
   Range* pending_next = nullptr;
   std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
-  std::uint16_t slack = 0;          // Live: bytes beyond what was asked for.
   Tag tag = 0;
   RangeKind kind = RangeKind::kUnmapped;
   std::uint8_t region = 0;
@@ -49,6 +49,12 @@ struct Range {
 
   std::size_t end() const noexcept { return offset + bytes; }
 };
+
+// Handed out and not freed, whether or not its memory is with the device.
+inline bool is_block(const Range* range) noexcept {
+  return range->kind == RangeKind::kLive ||
+         (range->kind == RangeKind::kPaused && range->paused_kind == RangeKind::kLive);
+}
 
 // Descriptors, in slabs that are made outside of any lock and never given back before the pool ends.
 class RangePool {

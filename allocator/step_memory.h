@@ -38,11 +38,16 @@ class StepMemory {
     // Nothing is live: whatever came before, this is where it all begins.
     if (live_bytes == 0) recent_ = 0;
     key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ who << 56);
-    if (!holds(cursor_)) {
+    if (live_bytes == 0) key_ &= ~kUnindexed;
+    const bool followed = holds(cursor_);
+    if (!followed || indexed()) {
+      // Where a step was placed anew, an older record of it says what can no longer be had: the latest
+      // counts.
       const Point* point = find_point();
-      cursor_ = point->check == check() ? point->position : kNowhere;
-      followed_count_ = live_bytes == 0 ? kDoubt : 0;
-      if (!holds(cursor_)) {
+      const bool found = point->check == check() && holds(point->position);
+      if (found && (!followed || end_ - point->position < end_ - cursor_)) cursor_ = point->position;
+      if (!followed) followed_count_ = live_bytes == 0 ? kDoubt : 0;
+      if (!followed && !found) {
         cursor_ = kNowhere;
         return kUnknown;
       }
@@ -54,8 +59,8 @@ class StepMemory {
   // The request that find was asked about has been placed.
   void store(std::size_t bytes, std::size_t offset) noexcept {
     record_[end_ & (kRecordCount - 1)] = {check(), offset};
-    // While the record is followed it is not searched: then few points need to be found again.
-    if (followed_count_ <= kDoubt || end_ % kIndexedWhileFollowed == 0) *find_point() = {check(), end_};
+    // While the record is followed, few points need to be found again: the same ones each time.
+    if (followed_count_ <= kDoubt || indexed()) *find_point() = {check(), end_};
     ++end_;
     recent_ = recent_ << 16 | (mix(bytes * 0x9E3779B97F4A7C15ull) & 0xFFFF);
   }
@@ -78,7 +83,8 @@ class StepMemory {
   static constexpr std::size_t kWays = 8;
   static constexpr std::uint32_t kNowhere = UINT32_MAX;
   static constexpr std::uint32_t kDoubt = 8;
-  static constexpr std::uint32_t kIndexedWhileFollowed = 8;
+  // Bits of a key: none is set in one of eight, and at the beginning of each step.
+  static constexpr std::uint64_t kUnindexed = std::uint64_t{7} << 61;
 
   // The key's entry, or else the oldest of those it may take.
   Point* find_point() const noexcept {
@@ -96,6 +102,7 @@ class StepMemory {
     value *= 0xD6E8FEB86659FD93ull;
     return value ^ value >> 29;
   }
+  bool indexed() const noexcept { return (key_ & kUnindexed) == 0; }
   std::uint32_t check() const noexcept { return static_cast<std::uint32_t>(key_) | 1; }
   // Whether that entry of the record is still there, and is of the point asked about.
   bool holds(std::uint32_t position) const noexcept {

@@ -36,7 +36,7 @@ inline constexpr std::size_t kTagLimit = 64;
 inline constexpr std::size_t kPrivateRegionLimit = 14;
 
 struct ArenaOptions {
-  std::size_t reserve_bytes = 0;  // Address range; 0: four times what the device can hold, at most 16 TiB.
+  std::size_t reserve_bytes = 0;  // Address range; 0: sixteen times the limit, at most 16 TiB.
   std::size_t limit_bytes = 0;    // Most physical memory to take; 0: what the device has.
   std::size_t chunk_bytes = 0;    // The smallest chunk, and the unit of slots; 0: the backend's granularity.
   // What the transient region takes from the device at a time while all it holds is in use. Larger: fewer
@@ -79,7 +79,8 @@ struct Capture {
 };
 
 struct ArenaStatistics {
-  std::size_t live_bytes = 0;  // Blocks and slots handed out, rounded to kBlockGranule.
+  // Blocks and slots handed out, rounded to kBlockGranule, and fixed blocks to chunk_bytes.
+  std::size_t live_bytes = 0;
   std::size_t peak_live_bytes = 0;
   std::size_t requested_bytes = 0;  // The same as asked for, unrounded.
   std::size_t peak_requested_bytes = 0;
@@ -155,9 +156,9 @@ class Arena {
   // blocks must not be used, and the tag allocates nothing (kUnavailable). `keep`: their bytes are copied to
   // page-locked host memory, and back by resume; otherwise they come back undefined.
   // Requires: no queued work uses the blocks. Order: waits for the copies.
-  // Errors: kInvalidArgument (no such tag, not pausable, paused already); kOutOfMemory (no host memory for
-  // the
-  //         copy). What fails leaves everything as it was.
+  // Errors: kInvalidArgument (no such tag, not pausable, paused already); kUnavailable while queued work may
+  // use blocks of it that were freed; kOutOfMemory (no host memory for the copy). What fails leaves
+  // everything as it was.
   virtual Status pause(Tag tag, bool keep) = 0;
   // Errors: kInvalidArgument (not paused); kOutOfMemory when the device or the limit has not enough: the tag
   // stays paused and nothing is lost.
