@@ -267,6 +267,7 @@ class ChunkedArena final : public Arena {
   // Slots (arena_slots.cc).
   Status acquire_slot(Lock& lock, std::size_t bytes, std::vector<std::uint32_t>* chunks);
   // Private regions (arena_private.cc).
+  void wait_for_freed(std::uint8_t region);
   Status unmake(Lock& lock, std::uint8_t region);
   Status remake(Lock& lock, std::uint8_t region);
   void wake(std::uint8_t region);

@@ -264,8 +264,38 @@ bool pausable(RangeKind kind) {
 
 }  // namespace
 
-Status ChunkedArena::pause(Tag tag, bool keep) {
+// Waits for the queued work that may still use freed memory of a region, except on streams that are being
+// captured.
+void ChunkedArena::wait_for_freed(std::uint8_t index) {
   settle();
+  Event events[kStreamLimit];
+  unsigned count = 0;
+  {
+    Lock lock(mutex_);
+    std::uint64_t waits = 0;
+    for (const Range* range = first_; range != nullptr; range = range->next) {
+      if (range->region == index && (range->kind == RangeKind::kFree || range->kind == RangeKind::kShadow)) {
+        waits |= unfinished(range->waits, range->epoch);
+      }
+    }
+    for (; waits != 0; waits &= waits - 1) {
+      const StreamState& state = streams_[std::countr_zero(waits)];
+      if (state.capture_region == 0 && state.event != Event()) events[count++] = state.event;
+    }
+  }
+  if (count == 0) return;
+  // Events live as long as the arena. One that fails tells of a stream that failed: its memory stays with it.
+  for (unsigned i = 0; i < count; ++i) (void)backend_.event_synchronize(events[i]);
+  settle();
+}
+
+Status ChunkedArena::pause(Tag tag, bool keep) {
+  std::uint8_t freed_region = 0;
+  {
+    Lock lock(mutex_);
+    if (tag < tag_count_) freed_region = tags_[tag].region;
+  }
+  if (freed_region != 0) wait_for_freed(freed_region);
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (tag >= tag_count_) {
@@ -304,8 +334,8 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
     const bool freed = range->kind == RangeKind::kFree || range->kind == RangeKind::kShadow;
     if (range->region != index || !freed || unfinished(range->waits, range->epoch) == 0) continue;
     return give_up(Status(StatusCode::kUnavailable,
-                          "queued work may still use blocks of it that were freed; synchronize the streams "
-                          "that used them and try again"));
+                          "queued work may still use blocks of it that were freed; end the capture of the "
+                          "stream that used them, or synchronize it, and try again"));
   }
   ++stamp_;
   for (Range* range = first_; range != nullptr; range = range->next) {

@@ -27,7 +27,7 @@ TEST(FuzzCorpus, EveryFileCutOffAnywhereOrChangedIsSurvived) {
     std::ifstream stream(file.path(), std::ios::binary);
     const std::string text{std::istreambuf_iterator<char>(stream), {}};
     for (std::size_t length = 0; length <= text.size(); ++length) run(text.substr(0, length));
-    for (int i = 0; i < 2000 && !text.empty(); ++i) {
+    for (int i = 0; i < FUZZ_CHANGES && !text.empty(); ++i) {
       std::string changed = text;
       changed[random() % changed.size()] = static_cast<char>(random());
       run(changed);

@@ -155,9 +155,10 @@ class Arena {
   // Gives the physical memory of a pausable tag's blocks back to the device; addresses stay. Until resume the
   // blocks must not be used, and the tag allocates nothing (kUnavailable). `keep`: their bytes are copied to
   // page-locked host memory, and back by resume; otherwise they come back undefined.
-  // Requires: no queued work uses the blocks. Order: waits for the copies.
-  // Errors: kInvalidArgument (no such tag, not pausable, paused already); kUnavailable while queued work may
-  // use blocks of it that were freed; kOutOfMemory (no host memory for the copy). What fails leaves
+  // Requires: no queued work uses the blocks. Order: waits for the copies, and for queued work that may still
+  // use blocks of the tag that were freed.
+  // Errors: kInvalidArgument (no such tag, not pausable, paused already); kUnavailable when a stream that is
+  // being captured freed blocks of it; kOutOfMemory (no host memory for the copy). What fails leaves
   // everything as it was.
   virtual Status pause(Tag tag, bool keep) = 0;
   // Errors: kInvalidArgument (not paused); kOutOfMemory when the device or the limit has not enough: the tag
