@@ -212,14 +212,16 @@ bool ChunkedArena::under_pressure() const {
   return total_.reserved_bytes > limit_bytes_ / 2;
 }
 
-// Whether taking `grown_bytes` more leaves what is held near what is live at most.
+// Whether taking `grown_bytes` more leaves what is held near what is live at most. Persistent blocks always
+// grow behind those before them: packed without a gap, they take no more than their sum.
 bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_bytes, bool in_bulk) const {
+  if (placement.region == kPersistentRegion) return true;
   const std::size_t peak_bytes =
       std::max({high_water_bytes_, total_.peak_live_bytes, total_.live_bytes + placement.bytes});
-  const bool fine = exact_growth_ || under_pressure() || placement.region == kPersistentRegion;
   std::size_t allowed_bytes = peak_bytes + (in_bulk ? growth_bytes_ / 2 : chunk_bytes_);
-  if (!fine) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
-  return total_.reserved_bytes + grown_bytes <= allowed_bytes;
+  if (!exact_growth_ && !under_pressure()) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
+  // What slots round up to is nobody's to use.
+  return total_.reserved_bytes - slot_slack_bytes_ + grown_bytes <= allowed_bytes;
 }
 
 std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {

@@ -330,6 +330,7 @@ class ChunkedArena final : public Arena {
   Range* pending_ = nullptr;
   std::size_t stranded_count_ = 0;
   std::size_t spare_bytes_ = 0;
+  std::size_t slot_slack_bytes_ = 0;  // Of slots' chunks, beyond their live bytes.
   std::size_t unfinished_shadow_count_ = 0;
   std::uint64_t epoch_ = 1;
   unsigned stream_count_ = 0;  // Entries of streams_ in use or used once.

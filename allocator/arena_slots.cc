@@ -75,6 +75,7 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
         charge(tag, kNoStream, live_bytes, bytes);
         ArenaStatistics& account = tags_[tag].account;
         account.reserved_bytes += chunks.size() * chunk_bytes_;
+        slot_slack_bytes_ += chunks.size() * chunk_bytes_ - live_bytes;
         account.peak_reserved_bytes = std::max(account.peak_reserved_bytes, account.reserved_bytes);
         lock.unlock();
         slots_.push_back({std::move(chunks), live_bytes, bytes, 0, tag, true});
@@ -102,6 +103,7 @@ Status ChunkedArena::slot_destroy(Slot slot) {
   for (const std::uint32_t chunk : state.chunks) keep_spare(chunk);
   discharge(state.tag, kNoStream, state.live_bytes, state.asked_bytes);
   tags_[state.tag].account.reserved_bytes -= state.chunks.size() * chunk_bytes_;
+  slot_slack_bytes_ -= state.chunks.size() * chunk_bytes_ - state.live_bytes;
   lock.unlock();
   state.chunks.clear();
   state.live = false;

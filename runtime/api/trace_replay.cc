@@ -193,7 +193,8 @@ class NoHugePages {
 
 // How often the trace may be played with malloc without taking more than a quarter of the memory that is
 // free: every allocation writes at most two headers, and the pages of those stay in use.
-int affordable_passes(const AllocationTrace& trace) {
+// Unused where a sanitizer replaces malloc.
+[[maybe_unused]] int affordable_passes(const AllocationTrace& trace) {
   constexpr std::uint64_t kHeadersEach = 2;
   constexpr std::uint64_t kPassLimit = 1000;
   const auto page_bytes = static_cast<std::uint64_t>(std::max(::sysconf(_SC_PAGESIZE), 1L));

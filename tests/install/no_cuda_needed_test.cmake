@@ -14,7 +14,7 @@ foreach(candidate IN LISTS candidates)
   endif()
   execute_process(COMMAND "${READELF}" --dynamic --wide "${candidate}"
     RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE error)
-  if(NOT result EQUAL 0 OR NOT output MATCHES "\\(NEEDED\\)")
+  if(NOT result EQUAL 0 OR NOT output MATCHES "Dynamic section")
     message(FATAL_ERROR "cannot read what ${candidate} needs (${result}): ${error}")
   endif()
   math(EXPR seen "${seen} + 1")
