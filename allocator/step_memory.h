@@ -40,12 +40,12 @@ class StepMemory {
     key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ who << 56);
     if (live_bytes == 0) key_ &= ~kUnindexed;
     const bool followed = holds(cursor_);
-    if (!followed || indexed()) {
-      // Where a step was placed anew, an older record of it says what can no longer be had: the latest
-      // counts.
+    if (!followed || live_bytes == 0) {
+      // Where a step was placed anew, an older record of it says what can no longer be had: at its beginning
+      // the latest counts. Further on, the latest may be an earlier point of this very step.
       const Point* point = find_point();
       const bool found = point->check == check() && holds(point->position);
-      if (found && (!followed || end_ - point->position < end_ - cursor_)) cursor_ = point->position;
+      if (found) cursor_ = point->position;
       if (!followed) followed_count_ = live_bytes == 0 ? kDoubt : 0;
       if (!followed && !found) {
         cursor_ = kNowhere;
