@@ -644,9 +644,11 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
       continue;
     }
     const std::size_t begin = offset;
+    const auto side = [](std::uint8_t region) { return std::max<unsigned>(region, kSharedRegionCount - 1); };
     while (offset < reserve_bytes_) {
       const std::size_t bytes = stale(offset);
-      if (bytes == 0) break;
+      // If the call fails the range stays, and it must be of one private region, or of none.
+      if (bytes == 0 || side(range_at(offset)->region) != side(range->region)) break;
       offset += bytes;
     }
     if (offset > begin) {

@@ -476,7 +476,8 @@ class ArenaOperations {
     for (unsigned tag = 2; tag < 4; ++tag) {
       // A scripted fault may still be waiting.
       for (int attempt = 0; attempt < 40 && paused_[tag]; ++attempt) pause_or_resume(tag);
-      FOREBAY_CHECK(!paused_[tag], "a tag cannot be resumed");
+      FOREBAY_CHECK(!paused_[tag], "a tag cannot be resumed: %s",
+                    arena_->resume(tags_[tag]).to_string().c_str());
     }
     for (int attempt = 0; attempt < 60 && arena_->statistics().reserved_bytes != 0; ++attempt) {
       arena_->trim();
