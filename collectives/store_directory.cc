@@ -82,6 +82,9 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
   }
   FOREBAY_RETURN_IF_ERROR(check_parent(parent));
   FOREBAY_RETURN_IF_ERROR(check_private(path));
+  // One rank may have made the parent and another the directory, and the first may end before the second. The
+  // parent that is chosen where nobody named one is ours, so whoever is last removes it.
+  if (std::filesystem::path(parent).filename() == "forebay-" + std::to_string(geteuid())) made_parent = true;
   return std::unique_ptr<StoreDirectory>(new StoreDirectory(path, made, made_parent));
 }
 
