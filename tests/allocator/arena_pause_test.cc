@@ -288,7 +288,9 @@ class ArenaPauseFaultTest : public ArenaPauseTest,
                             public ::testing::WithParamInterface<std::tuple<HostCall, int, bool>> {};
 
 TEST_P(ArenaPauseFaultTest, NothingIsLostAndTheNextTryWorks) {
-  const auto [call, nth, during_pause] = GetParam();
+  const HostCall call = std::get<0>(GetParam());
+  const int nth = std::get<1>(GetParam());
+  const bool during_pause = std::get<2>(GetParam());
   remake({.limit_bytes = 16 * kChunk, .largest_chunk_bytes = kChunk});
   DevicePtr blocks[6];
   for (DevicePtr& block : blocks) block = take(kChunk, tag_);
@@ -344,7 +346,9 @@ TEST_P(ArenaPauseFaultTest, NothingIsLostAndTheNextTryWorks) {
 
 // The arena ends after a resume that failed half-way: TearDown sees whether anything leaked.
 TEST_P(ArenaPauseFaultTest, AnArenaThatEndsThereLeaksNothing) {
-  const auto [call, nth, during_pause] = GetParam();
+  const HostCall call = std::get<0>(GetParam());
+  const int nth = std::get<1>(GetParam());
+  const bool during_pause = std::get<2>(GetParam());
   remake({.limit_bytes = 16 * kChunk, .largest_chunk_bytes = kChunk});
   for (int i = 0; i < 6; ++i) take(kChunk, tag_);
   const auto fault = [&] {

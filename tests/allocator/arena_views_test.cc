@@ -64,9 +64,9 @@ class ArenaViewsTest : public ::testing::Test {
   // Whatever was filled is still there.
   void check_contents() const {
     for (const auto& [block, content] : contents_) {
-      const auto wrong = std::find_if(block, block + content.bytes, [&](std::byte byte) {
-        return byte != static_cast<std::byte>(content.pattern);
-      });
+      const auto wrong = std::find_if(
+          block, block + content.bytes,
+          [pattern = content.pattern](std::byte byte) { return byte != static_cast<std::byte>(pattern); });
       EXPECT_EQ(wrong - block, static_cast<std::ptrdiff_t>(content.bytes)) << "pattern " << content.pattern;
     }
   }
