@@ -89,6 +89,12 @@ function(forebay_test name)
   # Tests are compiled more often than they are run.
   target_compile_options(${name} PRIVATE $<$<CONFIG:RelWithDebInfo>:-O1>)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
+  # Tests of one name in one folder have each other's labels: a longer build of a test would take the quick one out of
+  # the runs that leave out what is slow.
+  set(prefix)
+  if("slow" IN_LIST ARG_LABELS)
+    set(prefix TEST_PREFIX slow.)
+  endif()
+  gtest_discover_tests(${name} ${prefix} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
     PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
 endfunction()
