@@ -152,7 +152,12 @@ class CudaBackendImpl final : public CudaBackend {
     if (context_ == nullptr || cuda_lost_in_fork()) return;
     const std::size_t leaked = live_handle_count();
     give_everything_back();
-    if (leaked > 0) {
+    if (leaked == 0) return;
+    // Whoever gives back in a destructor has nobody to tell why it was refused.
+    if (!refusal_.ok()) {
+      log(LogLevel::kWarning, "%s: %zu handles were not given back before the backend ended: %s",
+          capabilities_.name, leaked, refusal_.message().c_str());
+    } else {
       log(LogLevel::kDebug, "%s: %zu handles were not given back before the backend ended",
           capabilities_.name, leaked);
     }
@@ -240,10 +245,20 @@ class CudaBackendImpl final : public CudaBackend {
   Status check(const CudaScope& scope, const What& what) const {
     return check(scope.result(), scope.call(), what);
   }
-  // For giving back: when the driver is gone, so is what it held.
+  // For giving back: when the driver is gone, so is what it held. The first refusal is remembered.
   template <typename What>
-  Status check_given_back(CuResult result, const char* call, const What& what) const {
-    return result == CuResult::kDeinitialized ? Status() : check(result, call, what);
+  Status check_given_back(CuResult result, const char* call, const What& what) {
+    if (result == CuResult::kDeinitialized) return {};
+    Status status = check(result, call, what);
+    if (!status.ok() && !is_context_lost(result)) {
+      const std::lock_guard lock(refusal_mutex_);
+      if (refusal_.ok()) refusal_ = status;
+    }
+    return status;
+  }
+  template <typename What>
+  Status check_given_back(const CudaScope& scope, const What& what) {
+    return check_given_back(scope.result(), scope.call(), what);
   }
   template <typename What>
   Status refused(const What& what, const std::string& found_and_try) const {
@@ -339,6 +354,10 @@ class CudaBackendImpl final : public CudaBackend {
   mutable std::atomic<bool> has_reported_state_{false};
   std::atomic<bool> has_reported_leak_{false};
   std::atomic<bool> has_reported_memory_info_{false};
+
+  std::mutex refusal_mutex_;  // Taken last.
+  // Guarded by refusal_mutex_: the first error of giving something back, unless the context was lost.
+  Status refusal_;
 
   mutable std::mutex handles_mutex_;
   // Guarded by handles_mutex_.
@@ -458,7 +477,7 @@ Status CudaBackendImpl::release(DevicePtr base, std::size_t bytes) {
   if (const char* reason = addresses_.check_release(base, bytes)) return refused(what, reason);
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same address.
   addresses_.remove_reservation(base);
   const Status status =
@@ -495,7 +514,7 @@ Status CudaBackendImpl::chunk_destroy(Chunk chunk) {
   if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.driver_handle), "cuMemRelease", what));
   addresses_.remove_chunk(chunk);
   return {};
@@ -523,7 +542,7 @@ Status CudaBackendImpl::unmap(DevicePtr address, std::size_t bytes) {
   if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   const CuResult result = driver_.cuMemUnmap(device_address(address), bytes);
   // Drivers are not bound to take several mappings at once; one at a time is always right.
   if (result == CuResult::kInvalidValue && addresses_.mapping_bytes(address) < bytes) {
@@ -592,7 +611,7 @@ Status CudaBackendImpl::free(DevicePtr address) {
   FOREBAY_RETURN_IF_ERROR(enter("free", what));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same address.
   const std::size_t bytes = addresses_.remove_block(address);
   if (bytes == 0) {
@@ -632,7 +651,7 @@ Status CudaBackendImpl::unpin(void* address) {
   FOREBAY_RETURN_IF_ERROR(enter("unpin", what));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   const std::size_t bytes = remove_pinned(static_cast<std::byte*>(address));
   if (bytes == 0) {
     return refused(what, "nothing pinned starts there; give an address that pin has had, once");
@@ -746,7 +765,7 @@ Status CudaBackendImpl::stream_destroy(Stream stream) {
   }
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   bool is_capturing = false;
   const char* call = "cuStreamIsCapturing";
   CuResult result = ask_capturing(stream, &is_capturing);
@@ -798,7 +817,7 @@ Status CudaBackendImpl::event_destroy(Event event) {
   FOREBAY_RETURN_IF_ERROR(check_event(event, what));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same handle.
   order_.remove_event(native(event));
   const Status status = check_given_back(driver_.cuEventDestroy_v2(native(event)), "cuEventDestroy", what);
@@ -924,7 +943,7 @@ Status CudaBackendImpl::unload_module(Module module) {
   }
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuModuleUnload(native(module)), "cuModuleUnload", what));
   modules_.erase(found);
   std::erase_if(kernels_, [&](const auto& kernel) { return kernel.second == native(module); });

@@ -25,10 +25,10 @@ Engine::Impl::~Impl() {
   };
   // What the trainer queued under a lease may still run, and touches memory that goes away here.
   for (const Unit& u : units) {
-    if (u.released.handle != nullptr) static_cast<void>(backend.event_synchronize(u.released));
+    if (u.released.handle != nullptr) note(backend.event_synchronize(u.released));
   }
   if (engine_stream.handle != nullptr) {
-    static_cast<void>(backend.stream_synchronize(engine_stream));
+    note(backend.stream_synchronize(engine_stream));
     if (arena != nullptr) note(arena->stream_retire(engine_stream));
     note(backend.stream_destroy(engine_stream));
   }

@@ -6,6 +6,7 @@
 
 #include "forebay/backend.h"
 #include "forebay/error.h"
+#include "forebay/log.h"
 #include "forebay/stream_call.h"
 
 namespace forebay::gpt {
@@ -43,7 +44,10 @@ class ComputeStream {
     if (failure_) std::rethrow_exception(failure_);
   }
   // Waits, whatever came of it.
-  void drain() noexcept { static_cast<void>(backend_.stream_synchronize(stream_)); }
+  void drain() noexcept {
+    const Status status = backend_.stream_synchronize(stream_);
+    if (!status.ok()) log(LogLevel::kInfo, "%s", status.message().c_str());
+  }
 
  private:
   Backend& backend_;
