@@ -29,6 +29,14 @@ void read_variable(const char* name, Value* value) {
   *value = static_cast<Value>(number);
 }
 
+// More than any machine has, and few enough that what is asked of each pair of them stays little.
+constexpr int kDeviceLimit = 64;
+
+bool usable(const FakeOptions& options) {
+  return options.device_count >= 0 && options.device_count <= kDeviceLimit &&
+         options.granularity >= kPageBytes && (options.granularity & (options.granularity - 1)) == 0;
+}
+
 FakeOptions options_of_environment() {
   FakeOptions options;
   read_variable("FAKE_CUDA_DEVICES", &options.device_count);
@@ -44,12 +52,12 @@ FakeOptions options_of_environment() {
   read_variable("FAKE_CUDA_FREE_WAITS", &options.free_waits);
   read_variable("FAKE_CUDA_DRIVER_VERSION", &options.driver_version);
   read_variable("FAKE_CUDA_QUIET", &options.quiet);
-  return options;
-}
-
-bool usable(const FakeOptions& options) {
-  return options.device_count >= 0 && options.granularity >= kPageBytes &&
-         (options.granularity & (options.granularity - 1)) == 0;
+  if (usable(options)) return options;
+  std::fprintf(stderr,
+               "fake CUDA: %d devices of granularity %zu cannot be (0 to %d, and a power of two of at least "
+               "%zu); all options of the environment are ignored\n",
+               options.device_count, options.granularity, kDeviceLimit, std::size_t{kPageBytes});
+  return FakeOptions{};
 }
 
 // Whether `text` names the entry: by its symbol, or by its name, which stands for all its versions.
@@ -72,12 +80,7 @@ void forget_handles(Driver& state) {
 
 }  // namespace
 
-Driver::Driver() : options(options_of_environment()), calls(kEntryPointCount) {
-  if (!usable(options)) {
-    std::fprintf(stderr, "fake CUDA: the options of the environment cannot be; the defaults stay\n");
-    options = FakeOptions{};
-  }
-}
+Driver::Driver() : options(options_of_environment()), calls(kEntryPointCount) {}
 
 }  // namespace forebay::fake_cuda
 

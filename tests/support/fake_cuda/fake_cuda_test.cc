@@ -561,6 +561,23 @@ TEST_F(FakeCudaTest, TheAccountListsWhatIsAlive) {
   EXPECT_EQ(fake_.accounts().device_bytes, 0u);
 }
 
+TEST_F(FakeCudaTest, RefusesOptionsThatNoMachineHas) {
+  FakeOptions options = small_options();
+  options.device_count = 65;
+  EXPECT_EQ(fake_.configure(options), -1);
+  options = small_options();
+  options.granularity = 3 << 12;
+  EXPECT_EQ(fake_.configure(options), -1);
+
+  ::setenv("FAKE_CUDA_DEVICES", "100000", 1);
+  fake_.reset();
+  ::unsetenv("FAKE_CUDA_DEVICES");
+  ASSERT_CU_OK(driver_.cuInit(0));
+  int count = 0;
+  EXPECT_CU_OK(driver_.cuDeviceGetCount(&count));
+  EXPECT_EQ(count, 1);
+}
+
 TEST_F(FakeCudaTest, ResetReturnsToTheStateBeforeTheStart) {
   start();
   Gate& gate = gates_.emplace_back();

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -51,7 +52,8 @@ int take_protection_key() {
 #endif
 }
 
-int used_protection_key = -1;
+// Atomic: a thread that began before a reset may come to read it while the next start writes it.
+std::atomic<int> used_protection_key{-1};
 
 }  // namespace
 

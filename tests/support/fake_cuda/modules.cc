@@ -171,7 +171,12 @@ CuResult cuModuleGetFunction(CuFunction* function, CuModule module, const char* 
   if (function == nullptr || name == nullptr) return CuResult::kInvalidValue;
   if (state.modules.count(module) == 0) return CuResult::kInvalidHandle;
   const auto kernel = state.kernels.find(name);
-  if (kernel == state.kernels.end()) return CuResult::kNotFound;
+  if (kernel == state.kernels.end()) {
+    report("%s: there is no host build of this kernel; %s", name,
+           state.kernels.empty() ? "name the libraries that have some in FAKE_CUDA_KERNELS"
+                                 : "the libraries of kernels have others");
+    return CuResult::kNotFound;
+  }
   for (const auto& [handle, known] : state.functions) {
     if (known.module == module && known.kernel == kernel->second) {
       *function = handle;
