@@ -104,6 +104,10 @@ Result<const CudaDriver*> load() {
                                   "; install NVIDIA's driver, or use the host backend");
   }
   const Resolver resolver(library);
+  const std::string try_this =
+      is_chosen
+          ? "have " + std::string(kVariable) + " name a driver for CUDA 11.4 or newer (470), or unset it"
+          : "install a driver for CUDA 11.4 or newer (470), or use the host backend";
   auto driver = std::make_unique<CudaDriver>();
   driver->path = path_of(library, name);
 #define FOREBAY_CUDA_RESOLVE(called)                                                                       \
@@ -111,9 +115,7 @@ Result<const CudaDriver*> load() {
       reinterpret_cast<cuda::called##_function*>(resolver.find(cuda::kEntryPoints[cuda::called##_index])); \
   if (driver->called == nullptr) {                                                                         \
     return Status(StatusCode::kUnsupported,                                                                \
-                  "cannot use the CUDA driver " + driver->path +                                           \
-                      ": it has no " #called                                                               \
-                      "; install a driver for CUDA 11.4 or newer (470), or use the host backend");         \
+                  "cannot use the CUDA driver " + driver->path + ": it has no " #called "; " + try_this);  \
   }
   FOREBAY_CUDA_CALLED(FOREBAY_CUDA_RESOLVE)
 #undef FOREBAY_CUDA_RESOLVE

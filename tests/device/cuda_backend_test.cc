@@ -109,6 +109,7 @@ TEST(CudaDriver, NamesWhatALibraryThatIsNoDriverLacks) {
   const Status status = CudaBackend::create({}).status();
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
   EXPECT_NE(status.message().find("cuInit"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("FOREBAY_LIBCUDA"), std::string::npos) << status.message();
 }
 
 TEST_F(CudaBackendTest, FindsTheDriverAfterAFailureToo) {
