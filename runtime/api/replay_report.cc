@@ -46,8 +46,9 @@ void add_figures(Json& json, const ReplayFigures& figures, double cycle_ns) {
   if (!result.completed) json["failure"] = result.failure;
   json["peak_requested_bytes"] = result.peak_requested_bytes;
   json["peak_physical_bytes"] = result.peak_physical_bytes;
-  json["fragmentation"] = result.fragmentation();
-  json["fragmentation_last_repeat"] = result.last_fragmentation();
+  // A trace that was cut short did not take what its peak takes.
+  json["fragmentation"] = result.completed ? Json(result.fragmentation()) : Json(nullptr);
+  json["fragmentation_last_repeat"] = result.completed ? Json(result.last_fragmentation()) : Json(nullptr);
   json["minimum_capacity_bytes"] =
       figures.minimum_capacity_bytes ? Json(*figures.minimum_capacity_bytes) : Json(nullptr);
   if (figures.minimum_capacity_bytes && result.peak_requested_bytes > 0) {
@@ -90,9 +91,13 @@ void memory_row(std::string& text, const std::string& name, const char* allocato
                 const ReplayFigures& figures) {
   const ReplayResult& result = figures.result;
   const DriverCalls& calls = result.first_pass_calls;
-  print(text, "%-*s %-8s %-4s %9.0f %9.0f %6.2f %6.2f", kNameWidth, name.c_str(), allocator,
-        result.completed ? "yes" : "NO", mib(result.peak_requested_bytes), mib(result.peak_physical_bytes),
-        100 * result.fragmentation(), 100 * result.last_fragmentation());
+  print(text, "%-*s %-8s %-4s %9.0f %9.0f", kNameWidth, name.c_str(), allocator,
+        result.completed ? "yes" : "NO", mib(result.peak_requested_bytes), mib(result.peak_physical_bytes));
+  if (result.completed) {
+    print(text, " %6.2f %6.2f", 100 * result.fragmentation(), 100 * result.last_fragmentation());
+  } else {
+    print(text, " %6s %6s", "-", "-");
+  }
   if (figures.minimum_capacity_bytes) {
     print(text, " %9.0f %6.2f", mib(*figures.minimum_capacity_bytes),
           100 * (static_cast<double>(*figures.minimum_capacity_bytes) /

@@ -83,6 +83,7 @@ TEST_F(ReplayCommand, FailsWhenATraceDoesNotComplete) {
   EXPECT_EQ(run.exit_code, 1);
   const Json one = Json::parse(run.output)[0];
   EXPECT_EQ(one.at("completed"), false);
+  EXPECT_TRUE(one.at("fragmentation").is_null()) << "of a trace that was cut short there is none";
   EXPECT_EQ(one.at("failure").get<std::string>().rfind("event 2 of 7, 32.00 MiB: ", 0), 0u)
       << one.at("failure");
   EXPECT_TRUE(one.at("steady_driver_calls_per_repeat").is_null());
