@@ -33,8 +33,10 @@ void read_variable(const char* name, Value* value) {
 constexpr int kDeviceLimit = 64;
 
 bool usable(const FakeOptions& options) {
+  const int access = static_cast<int>(options.host_access);
   return options.device_count >= 0 && options.device_count <= kDeviceLimit &&
-         options.granularity >= kPageBytes && (options.granularity & (options.granularity - 1)) == 0;
+         options.granularity >= kPageBytes && (options.granularity & (options.granularity - 1)) == 0 &&
+         access >= 0 && access <= static_cast<int>(HostAccess::kWindows);
 }
 
 FakeOptions options_of_environment() {
@@ -53,10 +55,12 @@ FakeOptions options_of_environment() {
   read_variable("FAKE_CUDA_DRIVER_VERSION", &options.driver_version);
   read_variable("FAKE_CUDA_QUIET", &options.quiet);
   if (usable(options)) return options;
-  std::fprintf(stderr,
-               "fake CUDA: %d devices of granularity %zu cannot be (0 to %d, and a power of two of at least "
-               "%zu); all options of the environment are ignored\n",
-               options.device_count, options.granularity, kDeviceLimit, std::size_t{kPageBytes});
+  std::fprintf(
+      stderr,
+      "fake CUDA: FAKE_CUDA_DEVICES=%d (0 to %d), FAKE_CUDA_GRANULARITY=%zu (a power of two from %zu on), "
+      "FAKE_CUDA_STRICT=%d (0 to 2): one of them cannot be; all options of the environment are ignored\n",
+      options.device_count, kDeviceLimit, options.granularity, std::size_t{kPageBytes},
+      static_cast<int>(options.host_access));
   return FakeOptions{};
 }
 
