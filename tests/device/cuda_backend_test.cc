@@ -328,6 +328,37 @@ TEST_F(CudaBackendTest, UnmapsOneAtATimeWhereTheDriverWantsThat) {
   fake_cuda::expect_nothing_left(fake_);
 }
 
+// As destructors do, which have nobody to tell.
+TEST_F(CudaBackendTest, TellsAtItsEndWhatRefusalNobodyAskedAbout) {
+  start();
+  auto backend = make();
+  const Chunk chunk = backend->chunk_create(kGranule).value();
+  fake_.fail("cuCtxSetCurrent", 1, static_cast<int>(CuResult::kUnknown));
+  static_cast<void>(backend->chunk_destroy(chunk));
+
+  ::testing::internal::CaptureStderr();
+  backend.reset();
+  const std::string log = ::testing::internal::GetCapturedStderr();
+
+  EXPECT_NE(log.find("1 handles were not given back"), std::string::npos) << log;
+  EXPECT_NE(log.find("cuCtxSetCurrent: CUDA_ERROR_UNKNOWN"), std::string::npos) << log;
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, SaysNothingAtItsEndOfARefusalThatWasTriedAgain) {
+  start();
+  auto backend = make();
+  const Chunk chunk = backend->chunk_create(kGranule).value();
+  fake_.fail("cuMemRelease", 1, static_cast<int>(CuResult::kUnknown));
+  EXPECT_FALSE(backend->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+
+  ::testing::internal::CaptureStderr();
+  backend.reset();
+
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
 TEST_F(CudaBackendTest, TellsMemoryPinnedByOthersFromItsOwn) {
   start();
   const auto backend = make();
