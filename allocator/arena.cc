@@ -413,6 +413,37 @@ void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::s
   discharge_one(total_);
   discharge_one(tags_[tag].account);
   if (stream != kNoStream) discharge_one(streams_[stream].account);
+  freed_bytes_ += bytes;
+
+  if (lap_.lap != steps_.lap_count()) {
+    previous_lap_ = lap_;
+    lap_ = LiveBounds();
+    lap_.lap = steps_.lap_count();
+  }
+  lap_.low_bytes = std::min(lap_.low_bytes, total_.live_bytes);
+  lap_.high_bytes = std::max(lap_.high_bytes, total_.live_bytes + bytes);
+  // Is this as little as the steps of the main loop ever hold? A loop within a step neither holds the most
+  // nor frees much.
+  const std::size_t high_bytes = high_water();
+  const bool in_main_loop = lap_.lap > kRefineLaps && total_.live_bytes <= previous_lap_.low_bytes &&
+                            previous_lap_.high_bytes >= high_bytes - high_bytes / kRefineAgain &&
+                            total_.live_bytes <= high_bytes - high_bytes / kRefineSwing;
+  if (total_.live_bytes != 0 && !in_main_loop) return;
+  if (troughs_to_skip_ > 0) {
+    --troughs_to_skip_;
+  } else {
+    refine_due_ = worth_refining();
+  }
+}
+
+// Whether more is held than was ever live at once, by so much that placing a step anew pays. Once for each
+// high water: where it did not help, it would not help again.
+bool ChunkedArena::worth_refining() const {
+  const std::size_t high_bytes = high_water();
+  return !exact_growth_ && capturing_count_ == 0 &&
+         high_bytes > refined_bytes_ + refined_bytes_ / kRefineAgain &&
+         total_.reserved_bytes - slot_slack_bytes_ >
+             high_bytes + std::max(high_bytes / kRefineWorth, 2 * chunk_bytes_);
 }
 
 void ChunkedArena::add_reserved(std::size_t bytes) {
@@ -499,16 +530,19 @@ void ChunkedArena::settle() {
   std::uint64_t snapshot = 0;
   {
     Lock lock(mutex_);
-    if (pending_ == nullptr && unfinished_shadow_count_ == 0) return;
+    if (pending_ == nullptr && !shadows_wait_) return;
+    bool any_waits = false;
     for (unsigned i = 0; i < stream_count_; ++i) {
       StreamState& state = streams_[i];
-      if (!state.known || state.claimed || state.freed_epoch <= state.completed_epoch) continue;
+      if (!state.known || state.freed_epoch <= state.completed_epoch) continue;
+      any_waits = true;
       // Events of a stream that is being captured belong to the graph.
-      if (state.capture_region != 0) continue;
+      if (state.claimed || state.capture_region != 0) continue;
       state.claimed = true;
       claimed |= std::uint64_t{1} << i;
       work[i] = {state, state.recorded_epoch > state.completed_epoch};
     }
+    shadows_wait_ = shadows_wait_ && any_waits;
     if (claimed == 0) return;
     // Frees from here on belong to the next epoch: the events below need not cover them.
     snapshot = epoch_++;
@@ -699,6 +733,11 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
     streams_[std::countr_zero(rest)].freed_epoch = epoch_;
   }
   put_free(range);
+  if (refine_due_) {
+    lock.unlock();
+    refine();
+    return Status();
+  }
   // Learning now and then what has completed lets neighbours that waited for different streams be joined.
   if (++unsettled_free_count_ < kUnsettledFreesMax || stream_count_ <= 1) return Status();
   lock.unlock();

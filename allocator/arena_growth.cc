@@ -1,5 +1,7 @@
 // What happens when a request misses: chunks are made, mapped, mapped again elsewhere, and taken apart.
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "arena_impl.h"
 
@@ -7,8 +9,10 @@ namespace forebay::internal {
 
 namespace {
 
-// The largest chunk that one call makes for short-lived data. Larger ones would seldom be wholly free.
-constexpr std::size_t kTransientHandleBytes = 128_MiB;
+// The largest chunk that one call makes for short-lived data: at first, when all that is asked for stays, and
+// later. Larger ones would seldom be wholly free.
+constexpr std::size_t kEarlyHandleBytes = 128_MiB;
+constexpr std::size_t kTransientHandleBytes = 16_MiB;
 // For long-lived data. The bound only keeps a refused request from being all or nothing.
 constexpr std::size_t kPersistentHandleBytes = std::size_t{1} << 30;
 // New memory is taken before free pieces are put together as long as all that is held is no more than this
@@ -18,6 +22,10 @@ constexpr std::size_t kOverheadPerMille = 10;
 // chunk, and kMappingsMin in all.
 constexpr std::size_t kMappingsPerChunk = 6;
 constexpr std::size_t kMappingsMin = 8192;
+// Longer than an event takes that was recorded on an idle stream.
+constexpr std::chrono::milliseconds kRefinePatience{1};
+// The most steps between two attempts to refine.
+constexpr std::uint32_t kRefinePauseMax = 1023;
 
 }  // namespace
 
@@ -207,9 +215,14 @@ bool ChunkedArena::choose_site(const Placement& placement, Site* site) const {
   return best_bytes != SIZE_MAX;
 }
 
-// Close to the limit memory is worth more than driver calls.
+// Close to the limit memory is worth more than driver calls, and where steps repeat they are made but once.
 bool ChunkedArena::under_pressure() const {
-  return total_.reserved_bytes > limit_bytes_ / 2;
+  return refined() || total_.reserved_bytes > limit_bytes_ / 2;
+}
+
+// What the steps need has been seen, and they are being placed with no more than that.
+bool ChunkedArena::refined() const {
+  return refined_bytes_ != 0 && high_water() <= refined_bytes_ + refined_bytes_ / kRefineAgain;
 }
 
 // Whether taking `grown_bytes` more leaves what is held near what is live at most. Persistent blocks always
@@ -218,7 +231,7 @@ bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_b
   if (placement.region == kPersistentRegion) return true;
   const std::size_t peak_bytes =
       std::max({high_water_bytes_, total_.peak_live_bytes, total_.live_bytes + placement.bytes});
-  std::size_t allowed_bytes = peak_bytes + (in_bulk ? growth_bytes_ / 2 : chunk_bytes_);
+  std::size_t allowed_bytes = peak_bytes + (in_bulk ? grown_bytes / 2 : chunk_bytes_);
   if (!exact_growth_ && !under_pressure()) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
   // What slots round up to is nobody's to use.
   return total_.reserved_bytes - slot_slack_bytes_ + grown_bytes <= allowed_bytes;
@@ -229,7 +242,7 @@ std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
   if (placement.region == kPersistentRegion) {
     bytes = kPersistentHandleBytes;
   } else if (!under_pressure()) {
-    bytes = kTransientHandleBytes;
+    bytes = freed_bytes_ < total_.live_bytes ? kEarlyHandleBytes : kTransientHandleBytes;
   }
   return std::max(chunk_bytes_, std::min(bytes, handle_bytes_limit_));
 }
@@ -260,11 +273,16 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   if (missing_bytes > room_bytes) return Status(StatusCode::kOutOfMemory, "");
   const bool upwards = site.begin + missing_bytes < site.hole->end();
   bool grows = freely || worth_growing(placement, missing_bytes, false);
-  if (upwards && placement.region != kPersistentRegion && !exact_growth_ && !under_pressure() &&
-      growth_bytes_ > missing_bytes && growth_bytes_ <= room_bytes &&
-      site.begin + growth_bytes_ <= site.hole->end() && worth_growing(placement, growth_bytes_, true)) {
-    site.end = site.begin + growth_bytes_;
-    grows = true;
+  if (upwards && placement.region != kPersistentRegion && !exact_growth_ && !under_pressure()) {
+    // As much at a time as is still worth it.
+    for (std::size_t bytes = growth_bytes_; bytes > missing_bytes;
+         bytes = bytes / 2 / chunk_bytes_ * chunk_bytes_) {
+      if (bytes > room_bytes || site.begin + bytes > site.hole->end()) continue;
+      if (!worth_growing(placement, bytes, true)) continue;
+      site.end = site.begin + bytes;
+      grows = true;
+      break;
+    }
   }
   if (!grows) return Status(StatusCode::kOutOfMemory, "");
 
@@ -677,6 +695,46 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
                  ? range->end()
                  : mappings_[entry->mapping].offset + chunks_[mappings_[entry->mapping].chunk].bytes;
   }
+}
+
+// At the low point of a step that is known to come again: if what is held exceeds what is ever live at once,
+// everything that is free goes back to the device, and the next step is placed anew in the smallest chunks.
+// Free chunks are interchangeable then, which the larger ones that served the first steps are not. Costs the
+// driver calls of a cold start, once. While queued work may still use most of what is free nothing is done,
+// and the next attempts come less and less often; the work is not waited for beyond kRefinePatience.
+void ChunkedArena::refine() {
+  const auto deadline = std::chrono::steady_clock::now() + kRefinePatience;
+  std::unique_lock growth(growth_mutex_, std::defer_lock);
+  Lock lock(mutex_, std::defer_lock);
+  for (;;) {
+    settle();
+    growth.lock();
+    lock.lock();
+    if (!refine_due_ || !worth_refining()) return;
+    std::size_t evictable_bytes = 0;
+    for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
+      if (evictable(i)) evictable_bytes += chunks_[i].bytes;
+    }
+    if (2 * evictable_bytes >= total_.reserved_bytes - slot_slack_bytes_ - total_.live_bytes) break;
+    if (std::chrono::steady_clock::now() > deadline) {
+      refine_due_ = false;
+      refine_pause_ = std::min(2 * refine_pause_ + 1, kRefinePauseMax);
+      troughs_to_skip_ = refine_pause_;
+      return;
+    }
+    lock.unlock();
+    growth.unlock();
+    std::this_thread::yield();
+  }
+  refine_due_ = false;
+  refine_pause_ = 0;
+  refined_bytes_ = high_water();
+  ++total_.refinement_count;
+  drop_stale_mappings(lock);
+  (void)evict_all(lock);
+  while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
+  }
+  steps_.forget();
 }
 
 std::size_t ChunkedArena::trim() {

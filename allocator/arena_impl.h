@@ -43,6 +43,14 @@ inline constexpr std::uint8_t kTransientRegion = static_cast<std::uint8_t>(Regio
 // fit.
 inline constexpr std::size_t kBinScanMax = 16;
 inline constexpr std::size_t kNoScanLimit = SIZE_MAX;
+// Steps are placed anew when more than this part of the most that was live at once is held beyond it, and
+// again only when that has grown by the other part.
+inline constexpr std::size_t kRefineWorth = 512;
+inline constexpr std::size_t kRefineAgain = 64;
+// Laps after which a program is taken to be in its main loop: more than a model has layers, fewer than
+// training has steps. And the part of the high water by which its live bytes rise and fall at least.
+inline constexpr std::uint32_t kRefineLaps = 100;
+inline constexpr std::size_t kRefineSwing = 16;
 // The most descriptors that one block takes on the hot path: it is cut from the middle.
 inline constexpr std::size_t kSplitsMax = 4;
 
@@ -77,6 +85,13 @@ struct TagState {
   std::size_t limit_bytes = 0;
   std::uint8_t region = 0;  // A pausable tag's own; 0: none.
   ArenaStatistics account;
+};
+
+// The fewest and the most bytes that were live during one lap of StepMemory.
+struct LiveBounds {
+  std::uint32_t lap = 0;
+  std::size_t low_bytes = SIZE_MAX;
+  std::size_t high_bytes = 0;
 };
 
 // A block of a paused tag, and where its bytes are in the copy.
@@ -206,6 +221,8 @@ class ChunkedArena final : public Arena {
   Range* recall(const Placement& placement, std::size_t offset, std::size_t* missing_count);
   DevicePtr make_block(Range* range, std::size_t start, const Placement& placement, std::uint64_t key);
   bool within_tag_limit(Tag tag, std::size_t bytes) const;
+  std::size_t high_water() const { return std::max(high_water_bytes_, total_.peak_live_bytes); }
+  bool worth_refining() const;
   void charge(Tag tag, unsigned stream, std::size_t bytes, std::size_t asked_bytes);
   void discharge(Tag tag, unsigned stream, std::size_t bytes, std::size_t asked_bytes);
   void add_reserved(std::size_t bytes);
@@ -238,11 +255,13 @@ class ChunkedArena final : public Arena {
   // --- slow paths; no lock held on entry unless the name says so ---
   void settle();
   Result<DevicePtr> allocate_slowly(const Placement& placement, std::uint64_t key);
+  void refine();
   // The rest: growth_mutex_ held (arena_growth.cc).
   bool reserve_books(Lock& lock, std::size_t bytes);
   bool choose_site(const Placement& placement, Site* site) const;
   bool worth_growing(const Placement& placement, std::size_t grown_bytes, bool in_bulk) const;
   bool under_pressure() const;
+  bool refined() const;
   std::size_t handle_bytes_max(const Placement& placement) const;
   Range* unmapped_from_top(std::size_t bytes);
   Status grow(Lock& lock, const Placement& placement, bool freely, Range** grown);
@@ -331,7 +350,7 @@ class ChunkedArena final : public Arena {
   std::size_t stranded_count_ = 0;
   std::size_t spare_bytes_ = 0;
   std::size_t slot_slack_bytes_ = 0;  // Of slots' chunks, beyond their live bytes.
-  std::size_t unfinished_shadow_count_ = 0;
+  bool shadows_wait_ = false;         // There may be shadows that queued work may still use.
   std::uint64_t epoch_ = 1;
   unsigned stream_count_ = 0;  // Entries of streams_ in use or used once.
   unsigned capturing_count_ = 0;
@@ -342,6 +361,13 @@ class ChunkedArena final : public Arena {
   PrivateRegion private_regions_[kRegionCount];
   ArenaStatistics total_;
   std::size_t high_water_bytes_ = 0;  // The most live bytes that reset_peaks forgot.
+  std::uint64_t freed_bytes_ = 0;     // Of all blocks ever.
+  LiveBounds lap_;                    // Of this lap of steps_
+  LiveBounds previous_lap_;           // and of the one before.
+  bool refine_due_ = false;
+  std::uint32_t refine_pause_ = 0;  // Troughs to let pass after the next attempt that fails.
+  std::uint32_t troughs_to_skip_ = 0;
+  std::size_t refined_bytes_ = 0;  // The high water when refine took memory apart; 0: never.
   std::unique_ptr<SnapshotEvent[], FreeDeleter> history_;
   std::uint64_t history_end_ = 0;
 };

@@ -140,7 +140,7 @@ void ChunkedArena::shade(const Piece& piece, const Placement& placement, std::ui
         if (taken->places != nullptr) {
           taken->places->push_back({offset, part_end - offset, shadow->region});
         }
-        if (shadow->waits != 0) ++unfinished_shadow_count_;
+        if (shadow->waits != 0) shadows_wait_ = true;
       }
       offset = part_end;
     }

@@ -45,14 +45,23 @@ class StepMemory {
       // the latest counts. Further on, the latest may be an earlier point of this very step.
       const Point* point = find_point();
       const bool found = point->check == check() && holds(point->position);
-      if (found) cursor_ = point->position;
+      if (found && point->position != cursor_) {
+        cursor_ = point->position;
+        lap_end_ = end_;
+        lap_count_ = 0;
+      }
       if (!followed) followed_count_ = live_bytes == 0 ? kDoubt : 0;
       if (!followed && !found) {
         cursor_ = kNowhere;
+        lap_count_ = 0;
         return kUnknown;
       }
     }
     const std::size_t offset = record_[cursor_++ & (kRecordCount - 1)].offset;
+    if (cursor_ == lap_end_) {
+      ++lap_count_;
+      lap_end_ = end_ + 1;  // This request's own entry comes next.
+    }
     // A few alike prove little: the same sizes come again in every layer.
     return ++followed_count_ > kDoubt ? offset : kUnknown;
   }
@@ -63,6 +72,17 @@ class StepMemory {
     if (followed_count_ <= kDoubt || indexed()) *find_point() = {check(), end_};
     ++end_;
     recent_ = recent_ << 16 | (mix(bytes * 0x9E3779B97F4A7C15ull) & 0xFFFF);
+  }
+  // How many times in a row the requests have been, from the first to the last, those of the round before: 0
+  // unless they are the same at this moment.
+  std::uint32_t lap_count() const noexcept { return lap_count_; }
+  // What was recorded says nothing any more.
+  void forget() noexcept {
+    end_ += kRecordCount;
+    cursor_ = kNowhere;
+    followed_count_ = 0;
+    lap_count_ = 0;
+    recent_ = 0;
   }
   std::uint64_t key() const noexcept { return key_; }
   // Another request may have been asked about since: says again which one is stored.
@@ -118,6 +138,8 @@ class StepMemory {
   std::uint32_t end_ = 0;             // Where the record goes on; counts on beyond its size.
   std::uint32_t cursor_ = kNowhere;   // What should come next.
   std::uint32_t followed_count_ = 0;  // Requests that were as recorded, one after the other.
+  std::uint32_t lap_end_ = kNowhere;  // Where the cursor ends its lap.
+  std::uint32_t lap_count_ = 0;
 };
 
 }  // namespace forebay::internal
