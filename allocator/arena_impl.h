@@ -45,7 +45,7 @@ inline constexpr std::size_t kBinScanMax = 16;
 inline constexpr std::size_t kNoScanLimit = SIZE_MAX;
 // Steps are placed anew when more than this part of the most that was live at once is held beyond it, and
 // again only when that has grown by the other part.
-inline constexpr std::size_t kRefineWorth = 512;
+inline constexpr std::size_t kRefineWorth = 256;
 inline constexpr std::size_t kRefineAgain = 64;
 // Laps after which a program is taken to be in its main loop: more than a model has layers, fewer than
 // training has steps. And the part of the high water by which its live bytes rise and fall at least.
