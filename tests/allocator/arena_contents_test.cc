@@ -429,6 +429,12 @@ class Worker {
 
   void pause_or_resume() {
     if (!paused_) {
+      // So that there is something to pause.
+      Block block;
+      if (blocks_.size() < kBlocksMax && try_allocate(&block, static_cast<int>(pick(kLanes)), 2)) {
+        write(block);
+        blocks_.push_back(block);
+      }
       synchronize_all();
       keeps_ = pick(2) == 0;
       const Status status = stage_.arena.pause(tag_, keeps_);
