@@ -411,17 +411,52 @@ Status ChunkedArena::destroy_spare(Lock& lock, std::uint32_t chunk) {
   return Status();
 }
 
-// Replaces a spare by spares of the smallest size. What cannot be made again is gone from what is held.
-Status ChunkedArena::break_spare(Lock& lock, std::uint32_t chunk) {
+// Replaces an evictable chunk, or a spare, by chunks of the smallest size. They are mapped where it was, so
+// that a step that was recorded before still finds memory there. Those of a spare are spares; so are those
+// made under pressure, where they may not join what is free beside them and be cut anew across their borders;
+// and so is what cannot be mapped. What cannot be made again is gone from what is held. kUnavailable: the
+// chunk is in use by now.
+Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   const std::size_t bytes = chunks_[chunk].bytes;
-  if (bytes == chunk_bytes_) return Status();
-  FOREBAY_RETURN_IF_ERROR(destroy_spare(lock, chunk));
-  for (std::size_t made = 0; made < bytes; made += chunk_bytes_) {
-    std::uint32_t part = kNone;
-    FOREBAY_RETURN_IF_ERROR(create_chunk(lock, chunk_bytes_, &part));
-    keep_spare(part);
+  const bool mapped = chunks_[chunk].first_mapping != kNone;
+  const bool in_place = mapped && !under_pressure();
+  std::size_t place = 0;
+  std::uint8_t region = kTransientRegion;
+  if (mapped) {
+    // Of its addresses, some that own memory.
+    for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+      place = mappings_[i].offset;
+      const Range* range = range_at(place);
+      region = range->region;
+      if (range->kind == RangeKind::kFree) break;
+    }
+    FOREBAY_RETURN_IF_ERROR(evict(lock, chunk));
   }
-  return Status();
+  FOREBAY_RETURN_IF_ERROR(destroy_spare(lock, chunk));
+  std::vector<std::uint32_t> parts;
+  lock.unlock();
+  parts.reserve(bytes / chunk_bytes_);
+  lock.lock();
+  Status status;
+  while (status.ok() && parts.size() < bytes / chunk_bytes_) {
+    std::uint32_t part = kNone;
+    status = create_chunk(lock, chunk_bytes_, &part);
+    if (status.ok()) parts.push_back(part);
+  }
+  if (!status.ok() || !in_place || !reserve_ranges(lock)) {
+    for (const std::uint32_t part : parts) keep_spare(part);
+    return status;
+  }
+  Range* target = first_;
+  while (target->end() <= place) target = target->next;
+  if (target->offset < place) target = split(target, place);
+  if (target->bytes > bytes) split(target, place + bytes);
+  target->kind = RangeKind::kBusy;
+  FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, parts));
+  target->region = region;
+  target->waits = 0;
+  put_free(target);
+  return status;
 }
 
 // --- mapping -----------------------------------------------------
@@ -757,14 +792,24 @@ std::size_t ChunkedArena::trim() {
 Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start,
                             bool* addresses_used_up) {
   Stitch& plan = stitch_;
-  plan = Stitch();
-  const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
-  if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &plan)) {
-    return Status(StatusCode::kOutOfMemory, "");
+  for (;;) {
+    plan = Stitch();
+    const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
+    if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &plan)) {
+      return Status(StatusCode::kOutOfMemory, "");
+    }
+    if (plan.broken == kNone) break;
+    // Each time there is one large chunk less, so this ends.
+    const Status status = break_chunk(lock, plan.broken);
+    if (!status.ok()) {
+      return status.code() == StatusCode::kUnavailable ? Status(StatusCode::kOutOfMemory, "") : status;
+    }
+    if (!reserve_books(lock, placement.bytes)) return no_books();
+    gather(placement, placement.region >= kSharedRegionCount);
   }
   std::vector<std::uint32_t>& chunks = stitch_chunks_;
   chunks.clear();
-  std::size_t view_bytes = plan.broken_count * chunk_bytes_ + plan.grown_bytes;
+  std::size_t view_bytes = plan.grown_bytes;
   for (const Piece* piece : {&plan.head, &plan.tail}) {
     if (piece->chunk != kNone) view_bytes += chunks_[piece->chunk].bytes;
   }
@@ -808,24 +853,9 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
   take(plan.tail);
 
   Status status;
-  if (plan.broken != kNone && chunks_[plan.broken].first_mapping != kNone) {
-    status = evict(lock, plan.broken);
-    if (status.code() == StatusCode::kUnavailable) status = Status(StatusCode::kOutOfMemory, "");
-  }
-  if (status.ok() && plan.broken != kNone) status = break_spare(lock, plan.broken);
-  std::size_t fresh_count = 0;
   const auto add = [&](std::uint32_t chunk) { chunks.push_back(chunk); };
   if (plan.head.chunk != kNone) add(plan.head.chunk);
   for (const std::uint32_t chunk : plan.whole) add(chunk);
-  for (std::size_t i = 0; status.ok() && i < plan.broken_count; ++i) {
-    std::uint32_t chunk = kNone;
-    if (!take_spare(chunk_bytes_, &chunk)) {
-      status = Status(StatusCode::kOutOfMemory, "");
-      break;
-    }
-    add(chunk);
-    ++fresh_count;
-  }
   const std::size_t handle_bytes = handle_bytes_max(placement);
   for (std::size_t left = plan.grown_bytes; status.ok() && left > 0;) {
     std::uint32_t chunk = kNone;
@@ -833,7 +863,6 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
     if (!status.ok()) break;
     left -= chunks_[chunk].bytes;
     add(chunk);
-    ++fresh_count;
   }
   const std::size_t begin = target->offset;
   bool mapped = false;

@@ -155,8 +155,7 @@ struct Stitch {
   std::size_t run_bytes = 0;  // nothing, and
   Piece head;                 // the end of this chunk is.
   std::vector<std::uint32_t> whole;
-  std::uint32_t broken = kNone;  // A whole chunk to be replaced by smallest ones, of which
-  std::size_t broken_count = 0;  // this many are used.
+  std::uint32_t broken = kNone;  // A whole chunk to be replaced by smallest ones first.
   std::size_t grown_bytes = 0;   // New memory.
   Piece tail;                    // The beginning of this chunk is its end.
   double cost = 0;
@@ -274,7 +273,7 @@ class ChunkedArena final : public Arena {
   void remove_spare(std::uint32_t chunk);
   bool take_spare(std::size_t bytes_max, std::uint32_t* chunk);
   Status destroy_spare(Lock& lock, std::uint32_t chunk);
-  Status break_spare(Lock& lock, std::uint32_t chunk);
+  Status break_chunk(Lock& lock, std::uint32_t chunk);
   Status map_chunks(Lock& lock, Range* range, const std::vector<std::uint32_t>& chunks);
   void remove_mapping(Range* range);
   bool evictable(std::uint32_t chunk) const;

@@ -417,7 +417,6 @@ bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_by
   stitch->whole.clear();
   const Filling filling = fill(missing, &stitch->whole);
   stitch->broken = filling.broken;
-  stitch->broken_count = filling.broken_count;
   stitch->grown_bytes = filling.grown_bytes;
   have += filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
   if (stitch->tail.chunk != kNone) stitch->tail.end = bytes - have;
