@@ -474,13 +474,16 @@ class ArenaOperations {
     captured_.clear();
     while (!blocks_.empty()) free_block(blocks_.size() - 1);
     for (int attempt = 0; attempt < 60 && !slots_.empty(); ++attempt) destroy_slot(slots_.size() - 1);
-    synchronize_all();
-    arena_->trim();
+    // The events that the first trim records are learnt of by the next one.
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      synchronize_all();
+      arena_->trim();
+    }
     for (unsigned tag = 2; tag < 4; ++tag) {
       // A scripted fault may still be waiting.
       for (int attempt = 0; attempt < 40 && paused_[tag]; ++attempt) pause_or_resume(tag);
-      FOREBAY_CHECK(!paused_[tag], "a tag cannot be resumed: %s",
-                    arena_->resume(tags_[tag]).to_string().c_str());
+      FOREBAY_CHECK(!paused_[tag], "a tag cannot be resumed: %s\n%s",
+                    arena_->resume(tags_[tag]).to_string().c_str(), arena_->report().c_str());
     }
     for (int attempt = 0; attempt < 60 && arena_->statistics().reserved_bytes != 0; ++attempt) {
       arena_->trim();
