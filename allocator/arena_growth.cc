@@ -122,6 +122,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
     // Last, without the addresses of all that is wholly free: they may be what is missing, or the memory may
     // be in a region that the request cannot be served from.
     if (!failed(status) && evict_all(lock)) {
+      drop_stale_mappings(lock);
       if (!reserve_books(lock, placement.bytes)) return no_books();
       gather(placement, !shared);
       status = stitch(lock, placement, &range, &start, &addresses_used_up);

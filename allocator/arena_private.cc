@@ -387,8 +387,10 @@ void ChunkedArena::wake(std::uint8_t index) {
 }
 
 Status ChunkedArena::resume(Tag tag) {
+  settle();
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
+  recover_stranded(lock);
   if (tag >= tag_count_) {
     lock.unlock();
     return no_such_tag("resume", tag);

@@ -474,11 +474,8 @@ class ArenaOperations {
     captured_.clear();
     while (!blocks_.empty()) free_block(blocks_.size() - 1);
     for (int attempt = 0; attempt < 60 && !slots_.empty(); ++attempt) destroy_slot(slots_.size() - 1);
-    // The events that the first trim records are learnt of by the next one.
-    for (int attempt = 0; attempt < 3; ++attempt) {
-      synchronize_all();
-      arena_->trim();
-    }
+    synchronize_all();
+    arena_->trim();
     for (unsigned tag = 2; tag < 4; ++tag) {
       // A scripted fault may still be waiting.
       for (int attempt = 0; attempt < 40 && paused_[tag]; ++attempt) pause_or_resume(tag);

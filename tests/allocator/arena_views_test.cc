@@ -273,6 +273,20 @@ TEST_F(ArenaViewsTest, UsesTheAddressesOfOldViewsAgain) {
   check_contents();
 }
 
+// The memory is wholly free and may serve the tag once its old addresses are gone; the addresses for the block are
+// there once those that only show memory are gone too.
+TEST_F(ArenaViewsTest, ServesAtOnceWhatItCanServeAtAll) {
+  make({.reserve_bytes = 20 * kChunk, .limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
+  const Tag tag = arena_->tag_create({.name = "pausable", .pausable = true}).value();
+  give(take(3 * kChunk / 2));
+  give(take(13 * kChunk / 2, {}, Region::kPersistent));
+  take(kChunk, {}, Region::kPersistent);
+
+  const auto block = arena_->allocate({.bytes = 13 * kChunk / 2, .tag = tag});
+
+  EXPECT_TRUE(block.ok()) << block.status().to_string();
+}
+
 TEST_F(ArenaViewsTest, AFixedBlockHasOneChunkOfItsOwnThatNeverMoves) {
   make({.limit_bytes = 16 * kChunk});
   auto fixed = arena_->allocate({.bytes = kChunk + 512, .fixed = true});
