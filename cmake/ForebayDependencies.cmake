@@ -58,6 +58,21 @@ else()
   message(STATUS "Gloo not found (Debian: libgloo-dev) or not wanted: ranks will be threads of one process only")
 endif()
 
+# liburing: the file tier by io_uring. Optional: without it threads read and write. From 2.2 on, which has tables of
+# registered memory that are filled bit by bit.
+option(FOREBAY_LIBURING "Use liburing where it is found" ON)
+set(FOREBAY_HAVE_LIBURING OFF)
+if(FOREBAY_LIBURING AND PKG_CONFIG_FOUND)
+  pkg_check_modules(LIBURING QUIET IMPORTED_TARGET liburing>=2.2)
+  if(TARGET PkgConfig::LIBURING)
+    set(FOREBAY_HAVE_LIBURING ON)
+    add_library(forebay_liburing ALIAS PkgConfig::LIBURING)
+  endif()
+endif()
+if(NOT FOREBAY_HAVE_LIBURING)
+  message(STATUS "liburing 2.2 not found (Debian: liburing-dev) or not wanted: the file tier will use threads")
+endif()
+
 # oneDNN: matrix products of the sample on the CPU. Optional: without it only `--matmul plain` is there.
 # By header and library: Debian 12's CMake package of oneDNN demands the headers of OpenCL, which libdnnl-dev does not
 # bring and the sample does not use.

@@ -1,11 +1,11 @@
 # No source of a layer includes "<another layer>/...".
-set(layers runtime/base runtime/device runtime/engine runtime/api kernels allocator collectives)
+set(layers runtime/base runtime/device runtime/engine runtime/api kernels allocator collectives offload)
 set(seen 0)
 foreach(layer IN LISTS layers)
   file(GLOB_RECURSE sources "${ROOT}/${layer}/*.h" "${ROOT}/${layer}/*.cc")
   foreach(source IN LISTS sources)
     math(EXPR seen "${seen} + 1")
-    file(STRINGS "${source}" includes REGEX "^#include \"(runtime|kernels|allocator|collectives|samples|tests)/")
+    file(STRINGS "${source}" includes REGEX "^#include \"(runtime|kernels|allocator|collectives|offload|samples|tests)/")
     foreach(include IN LISTS includes)
       if(NOT include MATCHES "^#include \"${layer}/")
         message(SEND_ERROR "${source}: ${include} reaches into another layer; include its public header instead")
