@@ -1,52 +1,15 @@
 #include "host_module.h"
 
-#include <tbb/blocked_range.h>
-#include <tbb/parallel_for.h>
-#include <tbb/task_arena.h>
-
 #include <algorithm>
-#include <cstdlib>
-#include <string_view>
 
 #include "float_environment.h"
-#include "forebay/log.h"
 
 namespace forebay {
 namespace {
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#elif defined(__has_feature)
-#if __has_feature(thread_sanitizer)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
-
 // Elements of one block. Large enough that handing it out (about a microsecond) is nothing beside its 20 us
 // or more; small enough that a million-element unit still occupies 16 threads.
 constexpr std::size_t kBlockCount = 65536;
-
-int threads_to_use(int requested) {
-  if (kThreadSanitizer) return 1;
-  if (requested == 1) return 1;
-  const int available = tbb::this_task_arena::max_concurrency();
-  const int wanted = requested > 0 ? requested : std::max(available, 1);
-  // An OpenMP runtime in the process that obeys OMP_PROC_BIND ties the main thread to one processor as it is
-  // loaded, and TBB, which counts the processors of that thread, then runs everything serially without a
-  // word.
-  const char* bind = std::getenv("OMP_PROC_BIND");
-  if (available == 1 && bind != nullptr && std::string_view(bind) != "false") {
-    log(LogLevel::kWarning,
-        "host kernels: OMP_PROC_BIND=%s leaves TBB one processor, so kernels run on one thread; unset "
-        "OMP_PROC_BIND",
-        bind);
-  }
-  return wanted;
-}
 
 // Runs one element-wise kernel: `Member` is its entry in RangeKernels.
 template <typename Arguments,
@@ -124,39 +87,6 @@ void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
 }
 
 }  // namespace
-
-struct BlockRunner::Arena {
-  explicit Arena(int thread_count) : arena(thread_count) {}
-  tbb::task_arena arena;
-};
-
-BlockRunner::BlockRunner(int thread_count) : thread_count_(threads_to_use(thread_count)) {
-  if (thread_count_ > 1) arena_ = std::make_unique<Arena>(thread_count_);
-}
-
-BlockRunner::~BlockRunner() = default;
-
-void BlockRunner::run(std::size_t count, std::size_t block,
-                      void (*function)(const void* context, std::size_t begin, std::size_t end),
-                      const void* context) const {
-  const auto run_block = [=](std::size_t index) {
-    const DefaultFloatEnvironment environment;
-    function(context, index * block, std::min(count, (index + 1) * block));
-  };
-  const std::size_t block_count = (count + block - 1) / block;
-  if (arena_ == nullptr || block_count <= 1) {
-    for (std::size_t index = 0; index < block_count; ++index) run_block(index);
-    return;
-  }
-  arena_->arena.execute([&] {
-    tbb::parallel_for(
-        tbb::blocked_range<std::size_t>(0, block_count),
-        [&](const tbb::blocked_range<std::size_t>& range) {
-          for (std::size_t index = range.begin(); index < range.end(); ++index) run_block(index);
-        },
-        tbb::simple_partitioner());
-  });
-}
 
 const HostKernel* host_kernel_table() noexcept {
   using host_kernels::RangeKernels;

@@ -1,0 +1,32 @@
+// Loading and storing m and v in their formats: plain functions over a range of elements, in two forms with
+// the same bits, one straight from moments.h and one in SIMD for the best instruction set of the processor.
+#pragma once
+
+#include <cstddef>
+
+#include "forebay/host_adam.h"
+#include "moments.h"
+
+namespace forebay::host_kernels {
+
+struct Rounding {
+  bool dithered;
+  std::uint32_t seed;  // dither_seed()
+};
+
+// Elements [begin, end) of `moments`, whose format is not kFloat32; element `begin` is m[0] and v[0]. In
+// kBlock8 the range is whole blocks, but for the last of the array.
+struct MomentKernels {
+  const char* target;  // "scalar", or Highway's name of the instruction set.
+  void (*load)(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v);
+  void (*store)(const float* m, const float* v, std::size_t begin, std::size_t end, const Moments& moments,
+                Rounding rounding);
+};
+
+// The definitions in a loop.
+const MomentKernels& scalar_moment_kernels() noexcept;
+
+// What fits this processor.
+const MomentKernels& simd_moment_kernels();
+
+}  // namespace forebay::host_kernels

@@ -1,0 +1,110 @@
+// The AdamW step of optimizer states that live in host memory: one pass that unscales and clips the gradient,
+// updates master, m and v, and writes the low-precision parameter, on the calling thread and a BlockRunner's.
+//
+// It is the arithmetic of Kernels::adamw() (kernels.h), by the same definition, and gives the same bits while
+// m and v are fp32. What it adds is that m and v may be kept in fewer bytes. It is not queued on a stream and
+// needs no backend: when it returns, it is done. CUDA kernels for narrow m and v there are none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "forebay/block_runner.h"
+#include "forebay/kernels.h"
+#include "forebay/status.h"
+
+namespace forebay {
+
+// How m and v are kept between steps. Whatever the format, a step widens them to fp32, computes in fp32 as
+// AdamWArguments says, updates the parameter from the m and v that it has just computed, and only then rounds
+// these for keeping. So rounding acts on the next step, never on the present one.
+enum class MomentFormat : std::uint8_t {
+  // 4 bytes. Nothing is rounded.
+  kFloat32,
+  // 2 bytes. Half a unit in the last place is at most 1/257 of the value.
+  kBfloat16,
+  // 1 byte and 1/256: eight-bit floating codes in blocks of kMomentBlockCount elements with one exponent E
+  // a block, the least for which no element is above 1.875 * 2^E. A code of m has a sign, 4 bits of exponent
+  // and 3 of mantissa, with subnormals: 2^(E-17) to 1.875 * 2^E. A code of v has 5 bits of exponent and 3 of
+  // mantissa: 1.125 * 2^(E-31) to 1.875 * 2^E. The error of one element x in a block whose greatest magnitude
+  // is X is at most
+  //
+  //          nearest                              dithered
+  //   m      max(|x| / 17, X * 2^-17.9)           max(|x| / 8, X * 2^-16.9)
+  //   v      max(x / 17, X * 2^-30.7)             max(x / 8, X * 2^-30.7)
+  //
+  // and 2^-112 where these are smaller. So an element whose gradients are below 2^-14 of the greatest in its
+  // block learns more slowly than with fp32. A v that is not 0 never becomes 0, which would make its next
+  // step as large as m / eps. A block with an element that is not finite, or above 1.875 * 2^127, becomes NaN
+  // as a whole.
+  kBlock8,
+};
+
+// "fp32", "bf16" or "block8": the words of reports and messages.
+const char* moment_format_name(MomentFormat format) noexcept;
+
+// Elements that share an exponent in kBlock8. More, and one large element costs more others their range;
+// fewer, and the exponents take bytes.
+inline constexpr std::size_t kMomentBlockCount = 256;
+
+// How m and v are rounded to a format narrower than fp32.
+enum class MomentRounding : std::uint8_t {
+  // To the nearest, ties to even. With the usual beta2 this loses what v is for: a step moves v by
+  // (1 - beta2) of its distance to g * g, and a move of less than half a unit in the last place is none. At
+  // beta2 = 0.999 a bf16 v stops at a quarter to a half of g * g when it grows, a kBlock8 one at a sixtieth
+  // to a thirtieth, and both never fall on their own. For bf16 and a beta2 of at most 0.95.
+  kNearest,
+  // Up or down at random, so that the mean is the value: small moves are made now and then instead of never.
+  // The random bits are a hash of the element's new m, its new v, and the number of the step. So the result
+  // does not depend on where the element lies, on blocks, threads or the instruction set.
+  kDithered,
+};
+
+// Where m and v are. Element i of m and v has index i in both; in kBlock8 element i is in block i /
+// kMomentBlockCount, and an array that is passed in parts is cut at multiples of kMomentBlockCount. Memory of
+// zeros is m = v = 0 in every format.
+struct Moments {
+  MomentFormat format = MomentFormat::kFloat32;
+  void* m = nullptr;  // float, bf16 or codes: moment_bytes() of each.
+  void* v = nullptr;
+  // kBlock8 only: one byte a block.
+  std::uint8_t* m_exponents = nullptr;
+  std::uint8_t* v_exponents = nullptr;
+};
+
+// Bytes of `count` elements of one of m and v, without exponents.
+constexpr std::size_t moment_bytes(MomentFormat format, std::size_t count) noexcept {
+  return format == MomentFormat::kFloat32 ? 4 * count : format == MomentFormat::kBfloat16 ? 2 * count : count;
+}
+
+// Bytes of their exponents.
+constexpr std::size_t moment_exponent_bytes(MomentFormat format, std::size_t count) noexcept {
+  return format == MomentFormat::kBlock8 ? (count + kMomentBlockCount - 1) / kMomentBlockCount : 0;
+}
+
+struct HostAdamArguments {
+  AdamWArguments update;  // Its m and v are not read. Its pointers are host memory.
+  Moments moments;
+  MomentRounding rounding = MomentRounding::kDithered;  // Of formats narrower than fp32.
+  std::uint64_t step =
+      0;  // The applied step's number, for kDithered: another one each step, the same on all ranks.
+};
+
+// Updates all elements, in place. None of the arrays may overlap.
+// Cost: one pass over memory; per element 8 bytes of master, the gradient, the parameter, and m and v twice.
+// Threads: those of `runner`, the caller among them.
+// Errors: kInvalidArgument, before anything is written.
+Status host_adam(const HostAdamArguments& arguments, const BlockRunner& runner);
+
+// Rounds m and v of `count` elements from fp32 to the format of `moments`, as a step does with its results:
+// for states that are loaded.
+// Errors: kInvalidArgument, before anything is written.
+Status store_moments(const float* m, const float* v, std::size_t count, const Moments& moments,
+                     MomentRounding rounding, std::uint64_t step, const BlockRunner& runner);
+
+// Widens m and v to fp32, exactly. What is stored again with the same format and either rounding is loaded
+// as the same values: saving and loading states changes nothing.
+// Errors: kInvalidArgument, before anything is written.
+Status load_moments(const Moments& moments, std::size_t count, float* m, float* v, const BlockRunner& runner);
+
+}  // namespace forebay
