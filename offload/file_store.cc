@@ -459,6 +459,7 @@ class FileStore final : public Store {
       if (error != 0) {
         settle(*operation, -error);
         if (operation->again) {
+          ++statistics_.continued_count;
           again_.push_back(operation);
         } else {
           finish(*operation);

@@ -1,0 +1,443 @@
+// The file store beside a drive that fails: operations that do not succeed, stop short or are interrupted,
+// and bytes that come back changed.
+#include "forebay/file_store.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "offload/io_engine.h"
+#include "offload/scratch_file.h"
+#include "offload/store_support.h"
+#include "support/process.h"
+
+namespace forebay {
+namespace {
+
+using internal::IoEngine;
+using internal::IoRequest;
+using internal::IoResult;
+using testing::equal;
+using testing::fill_pattern;
+using testing::kSoon;
+using testing::Memory;
+using testing::read_all;
+using testing::TemporaryDirectory;
+using testing::write_all;
+
+constexpr std::size_t kGranule = 4096;
+constexpr std::size_t kBlock = 4 * kGranule;
+
+// What happens to one operation of the drive.
+struct Fault {
+  int error = 0;           // The errno it fails with.
+  bool at_submit = false;  // Already when it is handed over.
+  bool half_done = false;  // Half of it is performed before it fails.
+  std::int32_t lost = 0;   // Bytes it comes back short by; INT32_MAX: all.
+};
+
+// The n-th operation meets a fault; the rest go to the engine inside.
+class FaultyEngine final : public IoEngine {
+ public:
+  struct Script {
+    std::uint64_t first = 0;  // From the first-th operation on, counted from 1; 0: none.
+    std::uint64_t count = 1;
+    Fault fault;
+    std::uint64_t submitted = 0;
+  };
+
+  FaultyEngine(std::unique_ptr<IoEngine> inner, Script& script) : inner_(std::move(inner)), script_(script) {}
+
+  int submit(const IoRequest& request) override {
+    {
+      const std::lock_guard lock(mutex_);
+      const std::uint64_t nth = ++script_.submitted;
+      if (script_.first != 0 && nth >= script_.first && nth - script_.first < script_.count) {
+        const Fault& fault = script_.fault;
+        if (fault.at_submit) return fault.error;
+        if (fault.error != 0 && !fault.half_done) {
+          failed_.push_back({request.tag, -fault.error});
+          return 0;
+        }
+        altered_.push_back(request.tag);
+        if (fault.half_done) {
+          IoRequest half = request;
+          half.bytes = std::max<std::uint32_t>(kGranule, request.bytes / 2 / kGranule * kGranule);
+          return inner_->submit(half);
+        }
+      }
+    }
+    return inner_->submit(request);
+  }
+
+  std::size_t reap(std::span<IoResult> results, std::chrono::nanoseconds timeout) override {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!failed_.empty()) {
+        results[0] = failed_.front();
+        failed_.pop_front();
+        return 1;
+      }
+    }
+    const std::size_t count = inner_->reap(results, timeout);
+    const std::lock_guard lock(mutex_);
+    for (IoResult& result : results.first(count)) {
+      const auto altered = std::find(altered_.begin(), altered_.end(), result.tag);
+      if (altered == altered_.end()) continue;
+      altered_.erase(altered);
+      result.result = script_.fault.error != 0
+                          ? -script_.fault.error
+                          : std::max<std::int32_t>(0, result.result - script_.fault.lost);
+    }
+    return count;
+  }
+
+  std::uint64_t register_memory(std::byte* memory, std::size_t bytes) override {
+    return inner_->register_memory(memory, bytes);
+  }
+  std::string description() const override { return "faulty " + inner_->description(); }
+
+ private:
+  const std::unique_ptr<IoEngine> inner_;
+  std::mutex mutex_;
+  Script& script_;
+  std::deque<IoResult> failed_;
+  std::vector<std::uint64_t> altered_;
+};
+
+class FileStore : public ::testing::TestWithParam<FileEngine> {
+ protected:
+  FileStore() {
+    options_.directories = {directory_.path(), other_directory_.path()};
+    options_.engine = GetParam();
+    options_.block_bytes = kBlock;
+    options_.granule_bytes = kGranule;
+    options_.depth = 4;
+    options_.thread_count = 2;
+    options_.bounce_count = 2;
+  }
+  void SetUp() override {
+    const auto made = make_file_store(options_);
+    if (!made.ok() && made.status().code() == StatusCode::kUnavailable)
+      GTEST_SKIP() << made.status().message();
+    ASSERT_TRUE(made.ok()) << made.status().to_string();
+  }
+
+  std::unique_ptr<Store> make(FaultyEngine::Script& script) {
+    return internal::make_file_store(options_,
+                                     [&](std::unique_ptr<IoEngine> engine) {
+                                       return std::make_unique<FaultyEngine>(std::move(engine), script);
+                                     })
+        .value();
+  }
+
+  TemporaryDirectory directory_;
+  TemporaryDirectory other_directory_;
+  FileStoreOptions options_;
+};
+
+constexpr std::size_t kRangeBytes = 5 * kBlock + 100;  // Its end is bounced.
+
+// Two ranges, written, one rewritten, both read. Returns what failed, in order.
+struct Outcome {
+  std::vector<Status> failures;
+  bool exact = true;  // What was read without an error is what was written last without one.
+  StoreStatistics statistics;
+};
+
+Outcome play(Store& store) {
+  Outcome outcome;
+  struct Kept {
+    StoreRange range;
+    Memory bytes{kRangeBytes};
+    bool known = true;  // Every write went well, or the last one did over all of it.
+  };
+  std::vector<Kept> kept(2);
+  for (std::size_t i = 0; i < 2; ++i)
+    kept[i].range = store.create_range(i == 0 ? "first" : "second", kRangeBytes).value();
+  const auto write = [&](Kept& one, std::uint64_t salt) {
+    Memory source(kRangeBytes, salt % 2 == 0 ? 0 : 8);
+    fill_pattern(source.bytes(), salt);
+    const Status status = write_all(store, one.range, 0, source.bytes());
+    one.known = status.ok();
+    if (!status.ok()) outcome.failures.push_back(status);
+    fill_pattern(one.bytes.bytes(), salt);
+  };
+  const auto read = [&](Kept& one) {
+    Memory target(kRangeBytes);
+    const Status status = read_all(store, one.range, 0, target.bytes());
+    if (!status.ok()) {
+      outcome.failures.push_back(status);
+    } else if (one.known && !equal(target.bytes(), one.bytes.bytes())) {
+      outcome.exact = false;
+    }
+  };
+  write(kept[0], 2);
+  write(kept[1], 3);
+  read(kept[0]);
+  read(kept[1]);
+  write(kept[0], 4);
+  read(kept[0]);
+  read(kept[1]);
+  // Whatever went wrong before, what is written anew is there.
+  write(kept[0], 6);
+  write(kept[1], 8);
+  read(kept[0]);
+  read(kept[1]);
+  outcome.statistics = store.statistics();
+  return outcome;
+}
+
+TEST_P(FileStore, ReportsTheFailureOfAnyOperationAndGoesOn) {
+  FaultyEngine::Script quiet;
+  EXPECT_TRUE(play(*make(quiet)).failures.empty());
+  const std::uint64_t count = quiet.submitted;
+  ASSERT_GT(count, 40u);
+  for (const Fault& fault : {Fault{.error = EIO}, Fault{.error = EIO, .half_done = true},
+                             Fault{.error = ENOSPC}, Fault{.error = EIO, .at_submit = true}}) {
+    for (std::uint64_t n = 1; n <= count; ++n) {
+      FaultyEngine::Script script{.first = n, .fault = fault};
+      auto store = make(script);
+
+      const Outcome outcome = play(*store);
+
+      ASSERT_FALSE(outcome.failures.empty()) << "operation " << n;
+      const Status& first = outcome.failures.front();
+      EXPECT_EQ(first.code(), StatusCode::kIoError) << first.to_string();
+      for (const char* part : {" bytes at ", " of range '", "' in '", "(errno "}) {
+        const bool found =
+            first.message().find(part) != std::string::npos ||
+            (std::string(part) == "' in '" && first.message().find(", in '") != std::string::npos);
+        EXPECT_TRUE(found) << part << ": " << first.to_string();
+      }
+      // Afterwards only readers of what the failed write covered may fail, and they know why.
+      for (std::size_t i = 1; i < outcome.failures.size(); ++i) {
+        EXPECT_EQ(outcome.failures[i].code(), StatusCode::kCorruption) << outcome.failures[i].to_string();
+      }
+      EXPECT_TRUE(outcome.exact) << "operation " << n;
+      EXPECT_EQ(outcome.statistics.transfers_in_flight, 0u);
+      EXPECT_EQ(outcome.statistics.failed_count, outcome.failures.size());
+    }
+  }
+}
+
+TEST_P(FileStore, TakesUpWhatCameBackShortOrInterrupted) {
+  FaultyEngine::Script quiet;
+  play(*make(quiet));
+  for (const Fault& fault :
+       {Fault{.lost = kGranule}, Fault{.lost = 1}, Fault{.lost = INT32_MAX}, Fault{.error = EINTR},
+        Fault{.error = EAGAIN}, Fault{.error = ECANCELED}, Fault{.error = EAGAIN, .at_submit = true}}) {
+    for (std::uint64_t n = 1; n <= quiet.submitted; n += 3) {
+      FaultyEngine::Script script{.first = n, .count = 3, .fault = fault};
+      auto store = make(script);
+
+      const Outcome outcome = play(*store);
+
+      EXPECT_TRUE(outcome.failures.empty()) << outcome.failures.front().to_string();
+      EXPECT_TRUE(outcome.exact) << "operation " << n;
+      EXPECT_GE(outcome.statistics.continued_count, 1u);
+    }
+  }
+}
+
+TEST_P(FileStore, GivesUpOnADriveThatNeverMovesOn) {
+  for (const Fault& fault :
+       {Fault{.lost = INT32_MAX}, Fault{.error = EAGAIN}, Fault{.error = EINTR, .at_submit = true}}) {
+    FaultyEngine::Script script{.first = 1, .count = UINT64_MAX, .fault = fault};
+    auto store = make(script);
+    const StoreRange range = store->create_range("w", kBlock).value();
+    Memory memory(kBlock);
+
+    const Status status = write_all(*store, range, 0, memory.bytes());
+
+    EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
+    EXPECT_LT(script.submitted, 100u);
+  }
+}
+
+TEST_P(FileStore, AFailedBatchDropsItsRestAndNoOther) {
+  FaultyEngine::Script script{.first = 1, .fault = {.error = EIO}};
+  auto store = make(script);
+  const StoreRange range = store->create_range("w", 64 * kBlock).value();
+  Memory source(64 * kBlock);
+  fill_pattern(source.bytes(), 1);
+  const StoreTicket failing = store->write(range, 0, source.data(), 32 * kBlock).value();
+  const StoreTicket fine = store->write(range, 32 * kBlock, source.data() + 32 * kBlock, 32 * kBlock).value();
+
+  EXPECT_EQ(store->wait(failing, kSoon).code(), StatusCode::kIoError);
+  EXPECT_TRUE(store->wait(fine, kSoon).ok());
+
+  Memory target(32 * kBlock);
+  ASSERT_TRUE(read_all(*store, range, 32 * kBlock, target.bytes()).ok());
+  EXPECT_TRUE(equal(target.bytes(), source.bytes().subspan(32 * kBlock)));
+  EXPECT_LT(store->statistics().write_count, 64u);
+}
+
+// The store's scratch files of one directory, opened once more as a stranger would.
+class ScratchAccess {
+ public:
+  explicit ScratchAccess(const std::string& directory) {
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+      if (!gone && target.starts_with(directory + "/"))
+        files_.push_back(::open(entry.path().c_str(), O_RDWR | O_CLOEXEC));
+    }
+  }
+  ~ScratchAccess() {
+    for (const int file : files_) ::close(file);
+  }
+  const std::vector<int>& files() const { return files_; }
+
+  void flip(std::uint64_t offset) const {
+    unsigned char byte = 0;
+    ASSERT_EQ(::pread(files_.at(0), &byte, 1, static_cast<off_t>(offset)), 1);
+    byte ^= 0x10;
+    ASSERT_EQ(::pwrite(files_.at(0), &byte, 1, static_cast<off_t>(offset)), 1);
+    ASSERT_EQ(::fsync(files_.at(0)), 0);
+  }
+
+ private:
+  std::vector<int> files_;
+};
+
+TEST_P(FileStore, FindsFlippedBytesOnDisk) {
+  options_.directories = {directory_.path()};
+  auto store = make_file_store(options_).value();
+  constexpr std::size_t kBytes = 3 * kBlock + 100;
+  const StoreRange range = store->create_range("w", kBytes).value();
+  Memory source(kBytes);
+  fill_pattern(source.bytes(), 1);
+  ASSERT_TRUE(write_all(*store, range, 0, source.bytes()).ok());
+  const ScratchAccess access(directory_.path());
+  ASSERT_EQ(access.files().size(), 1u);
+  Memory target(kBytes);
+
+  for (const std::size_t offset : {std::size_t{0}, kGranule - 1, kBlock + 7, 3 * kBlock, kBytes - 1}) {
+    access.flip(offset);
+
+    const Status status = read_all(*store, range, 0, target.bytes());
+
+    EXPECT_EQ(status.code(), StatusCode::kCorruption) << offset;
+    const std::string place = "from " + std::to_string(offset / kGranule * kGranule) + " on";
+    EXPECT_NE(status.message().find(place), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("'w'"), std::string::npos) << status.message();
+    // Other granules are as they were.
+    const std::size_t elsewhere = offset < 2 * kBlock ? 2 * kBlock : 0;
+    EXPECT_TRUE(read_all(*store, range, elsewhere, target.bytes().first(kBlock)).ok());
+    access.flip(offset);
+    EXPECT_TRUE(read_all(*store, range, 0, target.bytes()).ok());
+    EXPECT_TRUE(equal(source.bytes(), target.bytes()));
+  }
+  // What lies behind the range's end is nobody's.
+  access.flip(kBytes);
+  EXPECT_TRUE(read_all(*store, range, 0, target.bytes()).ok());
+}
+
+TEST_P(FileStore, AFileThatWasShortenedIsAnError) {
+  options_.directories = {directory_.path()};
+  auto store = make_file_store(options_).value();
+  const StoreRange range = store->create_range("w", 4 * kBlock).value();
+  Memory memory(4 * kBlock);
+  ASSERT_TRUE(write_all(*store, range, 0, memory.bytes()).ok());
+  const ScratchAccess access(directory_.path());
+  ASSERT_EQ(::ftruncate(access.files().at(0), 2 * kBlock), 0);
+
+  const Status status = read_all(*store, range, 0, memory.bytes());
+
+  EXPECT_EQ(status.code(), StatusCode::kIoError) << status.to_string();
+  EXPECT_NE(status.message().find("shortened"), std::string::npos) << status.message();
+}
+
+TEST_P(FileStore, DealsStripesToAllDirectoriesAndReservesThem) {
+  auto store = make_file_store(options_).value();
+  ASSERT_TRUE(store->create_range("w", 10 * kBlock + 1).ok());
+  ASSERT_TRUE(store->create_range("x", 9 * kBlock).ok());
+  std::uint64_t total = 0;
+
+  for (const std::string& directory : {directory_.path(), other_directory_.path()}) {
+    const ScratchAccess access(directory);
+    ASSERT_EQ(access.files().size(), 1u);
+    struct stat facts {};
+    ASSERT_EQ(::fstat(access.files()[0], &facts), 0);
+    total += static_cast<std::uint64_t>(facts.st_size);
+    EXPECT_NEAR(static_cast<double>(facts.st_size), 9.5 * kBlock, 1.0 * kBlock);
+    EXPECT_GE(static_cast<std::uint64_t>(facts.st_blocks) * 512, static_cast<std::uint64_t>(facts.st_size));
+    EXPECT_EQ(facts.st_nlink, 0u);
+  }
+
+  EXPECT_EQ(total, 19 * kBlock + kGranule);
+}
+
+TEST_P(FileStore, MemoryOnAPageGoesPastTheBounceBuffers) {
+  auto store = make_file_store(options_).value();
+  const StoreRange range = store->create_range("w", 8 * kBlock + 10).value();
+  Memory aligned(8 * kBlock + 10);
+  ASSERT_TRUE(write_all(*store, range, 0, aligned.bytes()).ok());
+  const bool direct = store->facts().alignment_bytes > 1;
+  EXPECT_EQ(store->statistics().bounced_bytes, direct ? 10u : 0u);
+
+  Memory shifted(8 * kBlock + 10, 16);
+  ASSERT_TRUE(read_all(*store, range, 0, shifted.bytes()).ok());
+
+  EXPECT_EQ(store->statistics().bounced_bytes, direct ? 10 + 8 * kBlock + 10 : 0);
+  EXPECT_TRUE(equal(aligned.bytes(), shifted.bytes()));
+}
+
+TEST_P(FileStore, RefusesOptionsThatContradictThemselves) {
+  const auto code = [&](const std::function<void(FileStoreOptions&)>& change) {
+    FileStoreOptions options = options_;
+    change(options);
+    return make_file_store(options).status().code();
+  };
+  EXPECT_EQ(code([](auto&) {}), StatusCode::kOk);
+  EXPECT_EQ(code([](auto& o) { o.directories.clear(); }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.directories = {"/there/is/no/such/directory"}; }),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.directories = {"/proc/self/status"}; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.directories = {"/proc/self"}; }), StatusCode::kIoError);
+  EXPECT_EQ(code([](auto& o) { o.granule_bytes = 512; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.granule_bytes = 12288; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.block_bytes = kGranule + 512; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.block_bytes = 0; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.stripe_bytes = 100; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.depth = 0; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.depth = 1'000'000; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.bounce_count = 0; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.transfer_limit = 0; }), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.thread_count = 0; }), StatusCode::kInvalidArgument);
+}
+
+INSTANTIATE_TEST_SUITE_P(Engines, FileStore, ::testing::Values(FileEngine::kThreads, FileEngine::kIoUring),
+                         [](const auto& info) {
+                           return info.param == FileEngine::kThreads ? "Threads" : "IoUring";
+                         });
+
+TEST(ScratchFile, HasNoNameEitherWay) {
+  for (const bool unnamed : {true, false}) {
+    const TemporaryDirectory directory;
+
+    const auto file = internal::ScratchFile::create(directory.path(), {.unnamed = unnamed});
+
+    ASSERT_TRUE(file.ok()) << file.status().to_string();
+    EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+    struct stat facts {};
+    ASSERT_EQ(::fstat(file.value().descriptor(), &facts), 0);
+    EXPECT_EQ(facts.st_mode & 0777, 0600u);
+    EXPECT_NE(::fcntl(file.value().descriptor(), F_GETFD) & FD_CLOEXEC, 0);
+  }
+}
+
+}  // namespace
+}  // namespace forebay
