@@ -42,6 +42,10 @@ constexpr std::chrono::milliseconds kLookAgain{100};
 // memory fails a step. Larger: longer until a drive that never moves on is reported.
 constexpr unsigned kRetriesMax = 16;
 
+// Results that are taken at once. Smaller: the lock is taken more often. Larger: a ticket waits for the
+// checksums of others.
+constexpr std::size_t kReapMax = 8;
+
 constexpr std::size_t kGranuleMin = 4096;
 constexpr std::size_t kBlockMax = std::size_t{1} << 30;  // Operations count their bytes in 31 bits.
 constexpr unsigned kDepthMax = 4096;
@@ -160,9 +164,9 @@ class FileStore final : public Store {
         description_(std::move(description)),
         files_(std::move(files)),
         engine_(std::move(engine)),
-        operations_(options.depth),
+        operations_(std::size_t{2} * options.depth),
         batches_(options.transfer_limit) {
-    for (unsigned i = options.depth; i-- > 0;) free_operations_.push_back(i);
+    for (unsigned i = 2 * options.depth; i-- > 0;) free_operations_.push_back(i);
     for (unsigned i = options.transfer_limit; i-- > 0;) free_batches_.push_back(i);
   }
 
@@ -294,7 +298,7 @@ class FileStore final : public Store {
         return internal::wait_timed_out(deadline.count());
       }
       const auto slice = std::min<Clock::duration>(end - now, kLookAgain);
-      if (!reaping_ && in_flight_ > 0) {
+      if (!reaping_ && at_drive_ > 0) {
         reap(lock, slice);
       } else {
         ++waiting_;
@@ -380,7 +384,9 @@ class FileStore final : public Store {
 
   // What is to be submitted next, or null when there is nothing or no room for it.
   Operation* next_operation() {
+    if (at_drive_ == options_.depth) return nullptr;
     if (!again_.empty()) {
+      ++at_drive_;
       Operation* operation = again_.front();
       again_.pop_front();
       return operation;
@@ -423,6 +429,7 @@ class FileStore final : public Store {
     transfer.begun_bytes += bytes;
     ++batch.operations;
     ++in_flight_;
+    ++at_drive_;
     skip_begun(batch);
     if (batch.next_transfer == batch.transfers.size()) unqueue(batch);
     return &operation;
@@ -457,6 +464,7 @@ class FileStore final : public Store {
       const int error = start(*operation);
       lock.lock();
       if (error != 0) {
+        --at_drive_;
         settle(*operation, -error);
         if (operation->again) {
           ++statistics_.continued_count;
@@ -500,8 +508,13 @@ class FileStore final : public Store {
   void reap(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout) {
     reaping_ = true;
     lock.unlock();
-    std::array<IoResult, 32> results;
+    std::array<IoResult, kReapMax> results;
     const std::size_t count = engine_->reap(results, timeout);
+    // The drive gets the next ones before these are looked at.
+    lock.lock();
+    at_drive_ -= static_cast<unsigned>(count);
+    issue(lock);
+    lock.unlock();
     for (std::size_t i = 0; i < count; ++i) {
       Operation& operation = operations_[results[i].tag];
       static_cast<void>(operation.submitted.load(std::memory_order_acquire));
@@ -525,7 +538,7 @@ class FileStore final : public Store {
 
   // Without waiting.
   void advance(std::unique_lock<std::mutex>& lock) {
-    if (!reaping_ && in_flight_ > 0) reap(lock, std::chrono::nanoseconds(0));
+    if (!reaping_ && at_drive_ > 0) reap(lock, std::chrono::nanoseconds(0));
     issue(lock);
   }
 
@@ -611,7 +624,7 @@ class FileStore final : public Store {
   std::condition_variable changed_;
   // Guarded by mutex_, but for an operation in flight, which is its issuer's and then its reaper's.
   std::deque<Range> ranges_;  // Grows only, while create_mutex_ is held too; elements stay where they are.
-  std::vector<Operation> operations_;
+  std::vector<Operation> operations_;  // Twice the depth: half at the drive, half being looked at.
   std::vector<Batch> batches_;
   std::vector<unsigned> free_operations_;
   std::vector<unsigned> free_batches_;
@@ -619,7 +632,8 @@ class FileStore final : public Store {
   std::deque<Batch*> queue_;      // Batches that are not all begun, first come first.
   std::deque<Operation*> again_;  // Short or interrupted, to be submitted once more.
   std::uint64_t generation_ = 0;
-  unsigned in_flight_ = 0;  // Operations that are not free.
+  unsigned in_flight_ = 0;  // Operations that are not free: at the drive, or their bytes being looked at.
+  unsigned at_drive_ = 0;   // At most options_.depth.
   unsigned waiting_ = 0;    // Threads on changed_.
   bool issuing_ = false;
   bool reaping_ = false;
