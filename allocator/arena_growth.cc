@@ -18,6 +18,8 @@ constexpr std::size_t kPersistentHandleBytes = std::size_t{1} << 30;
 // New memory is taken before free pieces are put together as long as all that is held is no more than this
 // much above the most that ever was live.
 constexpr std::size_t kOverheadPerMille = 10;
+// Memory that is taken in bulk may exceed what was ever live by half of itself, or by this.
+constexpr std::size_t kBulkSlackBytes = 10_MiB;
 // Addresses that only show what is owned elsewhere are kept until there are this many mappings for each
 // chunk, and kMappingsMin in all.
 constexpr std::size_t kMappingsPerChunk = 6;
@@ -232,7 +234,8 @@ bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_b
   if (placement.region == kPersistentRegion) return true;
   const std::size_t peak_bytes =
       std::max({high_water_bytes_, total_.peak_live_bytes, total_.live_bytes + placement.bytes});
-  std::size_t allowed_bytes = peak_bytes + (in_bulk ? grown_bytes / 2 : chunk_bytes_);
+  const std::size_t slack_bytes = std::max(grown_bytes / 2, std::min(grown_bytes, kBulkSlackBytes));
+  std::size_t allowed_bytes = peak_bytes + (in_bulk ? slack_bytes : chunk_bytes_);
   if (!exact_growth_ && !under_pressure()) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
   // What slots round up to is nobody's to use.
   return total_.reserved_bytes - slot_slack_bytes_ + grown_bytes <= allowed_bytes;
