@@ -1,0 +1,173 @@
+// StagingBuffers: bounded, allocated once, first come first served.
+#include "forebay/staging_buffers.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "forebay/host_backend.h"
+#include "offload/store_support.h"
+
+namespace forebay {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::kPage;
+using testing::kSoon;
+
+constexpr std::size_t kBytes = 4 * kPage;
+constexpr std::size_t kCount = 3;
+
+class StagingBuffersTest : public ::testing::Test {
+ protected:
+  StagingBuffersTest()
+      : backend_(std::move(HostBackend::create({})).value()),
+        pool_(std::move(PinnedPool::create(*backend_)).value()),
+        buffers_(StagingBuffers::create(*pool_, {.buffer_bytes = kBytes, .buffer_count = kCount}).value()) {}
+
+  void wait_until_waiting(std::uint64_t count) {
+    while (buffers_->statistics().wait_count < count) std::this_thread::yield();
+  }
+
+  std::unique_ptr<Backend> backend_;
+  std::unique_ptr<PinnedPool> pool_;
+  std::unique_ptr<StagingBuffers> buffers_;
+};
+
+TEST_F(StagingBuffersTest, AreAlignedApartAndBounded) {
+  std::vector<StagingBuffer> taken;
+  std::set<std::byte*> places;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    taken.push_back(buffers_->try_take().value());
+    std::byte* const data = taken.back().data();
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % kPage, 0u);
+    EXPECT_EQ(taken.back().bytes(), kBytes);
+    EXPECT_GE(data, buffers_->memory().data());
+    EXPECT_LE(data + kBytes, buffers_->memory().data() + buffers_->memory().size());
+    std::memset(data, static_cast<int>(i), kBytes);
+    places.insert(data);
+  }
+
+  EXPECT_EQ(places.size(), kCount);
+  EXPECT_FALSE(buffers_->try_take().has_value());
+  EXPECT_EQ(buffers_->take(milliseconds(0)).status().code(), StatusCode::kTimeout);
+  taken.pop_back();
+  EXPECT_TRUE(buffers_->try_take().has_value());
+  const StagingBuffersStatistics statistics = buffers_->statistics();
+  EXPECT_EQ(statistics.taken_count, kCount - 1);
+  EXPECT_EQ(statistics.most_taken_count, kCount);
+  EXPECT_EQ(statistics.take_count, kCount + 1);
+  EXPECT_EQ(statistics.refused_count, 1u);
+  EXPECT_EQ(statistics.wait_count, 1u);
+}
+
+TEST_F(StagingBuffersTest, MoveAndGiveThemselvesBackOnce) {
+  StagingBuffer first = buffers_->try_take().value();
+  std::byte* const place = first.data();
+
+  StagingBuffer second = std::move(first);
+  EXPECT_EQ(second.data(), place);
+  first = buffers_->try_take().value();
+  EXPECT_EQ(buffers_->statistics().taken_count, 2u);
+  second = std::move(first);  // What second had goes back.
+  EXPECT_EQ(buffers_->statistics().taken_count, 1u);
+  second.give();
+  second.give();
+
+  EXPECT_FALSE(second);
+  EXPECT_EQ(buffers_->statistics().taken_count, 0u);
+}
+
+TEST_F(StagingBuffersTest, AreAllocatedOnceAndGivenBackToThePool) {
+  const PinnedPoolStatistics before = pool_->statistics();
+  EXPECT_EQ(before.requested_bytes, kBytes * kCount);
+  EXPECT_EQ(before.allocation_count, 1u);
+
+  for (int i = 0; i < 100; ++i) {
+    const StagingBuffer one = buffers_->try_take().value();
+    const StagingBuffer other = buffers_->take(kSoon).value();
+  }
+
+  EXPECT_EQ(pool_->statistics().allocation_count, 1u);
+  EXPECT_EQ(pool_->statistics().pin_count, before.pin_count);
+  buffers_.reset();
+  EXPECT_EQ(pool_->statistics().live_bytes, 0u);
+}
+
+TEST_F(StagingBuffersTest, ServeWhoWaitsLongestBeforeWhoComesLater) {
+  std::vector<StagingBuffer> taken;
+  for (std::size_t i = 0; i < kCount; ++i) taken.push_back(buffers_->try_take().value());
+  std::atomic<int> served{0};
+  std::vector<int> order(3, -1);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) {
+    threads.emplace_back([&, i] {
+      StagingBuffer buffer = buffers_->take(kSoon).value();
+      order[static_cast<std::size_t>(i)] = served++;
+      buffer.give();
+    });
+    wait_until_waiting(static_cast<std::uint64_t>(i) + 1);
+  }
+  // One that gives up does not hold up those behind it.
+  EXPECT_EQ(buffers_->take(milliseconds(1)).status().code(), StatusCode::kTimeout);
+
+  taken.pop_back();
+  for (std::thread& thread : threads) thread.join();
+
+  EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
+  EXPECT_TRUE(buffers_->try_take().has_value());
+  EXPECT_EQ(buffers_->statistics().wait_count, 4u);
+  EXPECT_GT(buffers_->statistics().wait_ns, 0u);
+}
+
+TEST_F(StagingBuffersTest, ServeManyThreadsEachWithABufferOfItsOwn) {
+  std::vector<std::thread> threads;
+  std::atomic<int> mixed{0};
+  for (int i = 0; i < 6; ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < 200; ++round) {
+        StagingBuffer buffer = buffers_->take(kSoon).value();
+        std::memset(buffer.data(), i, 256);
+        std::this_thread::yield();
+        for (int k = 0; k < 256; ++k) mixed += buffer.data()[k] != static_cast<std::byte>(i);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  EXPECT_EQ(mixed, 0);
+  EXPECT_EQ(buffers_->statistics().taken_count, 0u);
+  EXPECT_EQ(buffers_->statistics().take_count, 1200u);
+  EXPECT_LE(buffers_->statistics().most_taken_count, kCount);
+}
+
+TEST_F(StagingBuffersTest, AreRefusedWhereTheyCannotBe) {
+  const auto code = [&](std::size_t bytes, std::size_t count) {
+    return StagingBuffers::create(*pool_, {.buffer_bytes = bytes, .buffer_count = count}).status().code();
+  };
+  EXPECT_EQ(code(kBytes, 0), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(0, 1), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(kPage + 1, 1), StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(SIZE_MAX / kPage * kPage, 2), StatusCode::kInvalidArgument);
+  auto small = PinnedPool::create(*backend_, {.limit_bytes = 4 << 20}).value();
+  const auto refused = StagingBuffers::create(*small, {.buffer_bytes = 1 << 20, .buffer_count = 64});
+  EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory) << refused.status().to_string();
+}
+
+TEST_F(StagingBuffersTest, DyingBuffersThatAreStillTakenIsADefect) {
+  EXPECT_DEATH(
+      {
+        auto taken = buffers_->try_take();
+        buffers_.reset();
+      },
+      "1 staging buffers were not given back");
+}
+
+}  // namespace
+}  // namespace forebay
