@@ -14,14 +14,9 @@ using host_kernels::MomentKernels;
 using host_kernels::RangeKernels;
 using host_kernels::Rounding;
 
-// Elements of one block: see kBlockCount of the other kernels. A multiple of kTileCount.
+// Elements of one block: see kBlockCount of the other kernels. Whole blocks of kMomentBlockCount.
 constexpr std::size_t kBlockCount = 65536;
-
-// Elements of m and v that are fp32 at a time while they are kept in another format: 8 KiB of the first cache
-// level. Fewer, and the calls cost; more, and the streams beside them fall out of that cache. A multiple of
-// kMomentBlockCount.
-constexpr std::size_t kTileCount = 1024;
-static_assert(kBlockCount % kTileCount == 0 && kTileCount % kMomentBlockCount == 0);
+static_assert(kBlockCount % kMomentBlockCount == 0);
 
 Status invalid(const char* function, std::size_t count, const std::string& found) {
   return Status(StatusCode::kInvalidArgument,
@@ -68,20 +63,6 @@ Rounding rounding_of(MomentRounding rounding, std::uint64_t step) {
   return {rounding == MomentRounding::kDithered, definitions::dither_seed(step)};
 }
 
-// The elements [begin, begin + count) of an update, with m and v elsewhere.
-AdamWArguments part_of(const AdamWArguments& a, std::size_t begin, std::size_t count, float* m, float* v) {
-  AdamWArguments part = a;
-  part.gradient = static_cast<const std::byte*>(a.gradient) + begin * element_bytes(a.gradient_type);
-  part.master = a.master + begin;
-  part.m = m;
-  part.v = v;
-  if (a.parameter != nullptr) {
-    part.parameter = static_cast<std::byte*>(a.parameter) + begin * element_bytes(a.parameter_type);
-  }
-  part.count = count;
-  return part;
-}
-
 struct Update {
   const HostAdamArguments& arguments;
   const RangeKernels& kernels;
@@ -89,21 +70,14 @@ struct Update {
   Rounding rounding;
 };
 
-void update_whole(const void* context, std::size_t begin, std::size_t end) {
+void update_wide(const void* context, std::size_t begin, std::size_t end) {
   const auto& update = *static_cast<const Update*>(context);
   update.kernels.adamw(update.arguments.update, begin, end);
 }
 
-void update_tiles(const void* context, std::size_t begin, std::size_t end) {
+void update_narrow(const void* context, std::size_t begin, std::size_t end) {
   const auto& update = *static_cast<const Update*>(context);
-  const Moments& moments = update.arguments.moments;
-  alignas(64) float m[kTileCount], v[kTileCount];
-  for (std::size_t start = begin; start < end; start += kTileCount) {
-    const std::size_t count = std::min(kTileCount, end - start);
-    update.moment_kernels.load(moments, start, start + count, m, v);
-    update.kernels.adamw(part_of(update.arguments.update, start, count, m, v), 0, count);
-    update.moment_kernels.store(m, v, start, start + count, moments, update.rounding);
-  }
+  update.moment_kernels.update(update.arguments, begin, end, update.rounding);
 }
 
 struct Copy {
@@ -141,7 +115,7 @@ Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
   FOREBAY_RETURN_IF_ERROR(check_arguments(arguments.update).with_context(function));
   const Update context = {arguments, host_kernels::simd_kernels(), host_kernels::simd_moment_kernels(),
                           rounding_of(a.rounding, a.step)};
-  runner.run(count, kBlockCount, wide ? update_whole : update_tiles, &context);
+  runner.run(count, kBlockCount, wide ? update_wide : update_narrow, &context);
   return Status();
 }
 

@@ -4,6 +4,7 @@
 // They neither check arguments nor start threads: kernels.cc does the first, host_module.cc the second.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 
 #include "definitions.h"
@@ -30,6 +31,13 @@ const RangeKernels& simd_kernels();
 
 inline definitions::AdamWConstants constants_of(const AdamWArguments& a) noexcept {
   return definitions::adamw_constants(a, a.factor, a.c1, a.s2);
+}
+
+// Whether the SIMD bodies' way of dividing by s2 gives the definition's bits; elsewhere they call the
+// definition. All of a beta2 from 0 to 1 - 2^-40 is in the range, and a negative zero of eps is not, which
+// the sign of a zero v would reach.
+inline bool has_simd_update(const AdamWArguments& a) noexcept {
+  return a.s2 >= 0x1p-20f && a.s2 <= 1.0f && !std::signbit(a.eps);
 }
 
 // Calls `body` with the type as a compile-time constant: `body.template operator()<type>()`.

@@ -1,9 +1,6 @@
 // The kernels in SIMD, compiled once per instruction set. Every body follows definitions.h operation by
-// operation; what is left of a range after whole vectors goes to the scalar definition itself.
-//
-// Instruction sets without a fused multiply-add (SSE, WebAssembly, the emulated one) use the scalar
-// definition, because multiply and add in two roundings would give other bits. Vectors whose length is
-// unknown to the compiler (SVE, RVV) are left out, so such processors use NEON or the scalar definition.
+// operation; what is left of a range after whole vectors goes to the scalar definition itself. Which
+// instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
 #include <cstdint>
@@ -16,135 +13,13 @@
 #include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"  // Must come before highway.h.
 #include "hwy/highway.h"
+#include "simd_elements.h"  // After them.
 
 HWY_BEFORE_NAMESPACE();
 namespace forebay::host_kernels {
 namespace HWY_NAMESPACE {
 
-#if HWY_NATIVE_FMA && HWY_HAVE_FLOAT64
-
-namespace hn = hwy::HWY_NAMESPACE;
-
-template <DataType type>
-using Storage = typename definitions::Element<type>::Storage;
-
-using FloatTag = hn::ScalableTag<float>;
-using FloatVector = hn::Vec<FloatTag>;
-
-// How far ahead of its use memory is fetched. 128 to 2048 elements measured alike, and 12 % faster than none:
-// the processor's own prefetchers stop at each 4 KiB page, and four streams make many of those stops.
-constexpr std::size_t kPrefetchCount = 512;
-
-// `v` with every NaN made canonical().  IsNaN and not Ne(v, v): on x86 Highway 1.0.3 compares ordered, so
-// that a NaN is not unequal to itself.
-template <class D, class V = hn::Vec<D>>
-HWY_INLINE V canonical_vector(D d, V v) {
-  const hn::RebindToUnsigned<D> du;
-  const auto nan = hn::BitCast(d, hn::Set(du, kCanonicalNanFloat32));
-  return hn::IfThenElse(hn::IsNaN(v), nan, v);
-}
-
-// Loading one vector of a type, widened to fp32, and storing one, rounded. A NaN is loaded with any payload:
-// whatever is computed from it is made canonical where it is stored.
-template <DataType type>
-struct VectorElement;
-
-template <>
-struct VectorElement<DataType::kFloat32> {
-  template <class D>
-  static HWY_INLINE hn::Vec<D> load(D d, const float* source) {
-    return hn::LoadU(d, source);
-  }
-  template <class D>
-  static HWY_INLINE void round(D d, hn::Vec<D> v, float* target) {
-    hn::StoreU(canonical_vector(d, v), d, target);
-  }
-};
-
-template <>
-struct VectorElement<DataType::kBfloat16> {
-  template <class D>
-  static HWY_INLINE hn::Vec<D> load(D d, const std::uint16_t* source) {
-    const hn::RebindToUnsigned<D> du;
-    const hn::Rebind<std::uint16_t, D> d16;
-    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, source))));
-  }
-  template <class D>
-  static HWY_INLINE void round(D d, hn::Vec<D> v, std::uint16_t* target) {
-    const hn::RebindToUnsigned<D> du;
-    const hn::RebindToSigned<D> di;
-    const hn::Rebind<std::uint16_t, D> d16;
-    const auto bits = hn::BitCast(du, v);
-    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
-    const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
-    const auto nan = hn::Set(du, static_cast<std::uint32_t>(kCanonicalNanBfloat16) << 16);
-    const auto chosen = hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), nan, rounded);
-    // At most 0xFFFF after the shift, so the saturation of the narrowing does nothing.
-    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<16>(chosen))), d16, target);
-  }
-};
-
-// x86 with fused multiply-add has F16C, whose conversions are exact or round to nearest even, as the
-// definition. Elsewhere the same values come from integer and fp32 arithmetic, since what Highway does there
-// is not promised.
-template <>
-struct VectorElement<DataType::kFloat16> {
-#if HWY_ARCH_X86 && !defined(HWY_DISABLE_F16C)
-  template <class D>
-  static HWY_INLINE hn::Vec<D> load(D d, const std::uint16_t* source) {
-    const hn::Rebind<std::uint16_t, D> d16;
-    const hn::Rebind<hwy::float16_t, D> dh;
-    return hn::PromoteTo(d, hn::BitCast(dh, hn::LoadU(d16, source)));
-  }
-  template <class D>
-  static HWY_INLINE void round(D d, hn::Vec<D> v, std::uint16_t* target) {
-    const hn::Rebind<std::uint16_t, D> d16;
-    const hn::Rebind<hwy::float16_t, D> dh;
-    hn::StoreU(hn::BitCast(d16, hn::DemoteTo(dh, canonical_vector(d, v))), d16, target);
-  }
-#else
-  template <class D>
-  static HWY_INLINE hn::Vec<D> load(D d, const std::uint16_t* source) {
-    const hn::RebindToUnsigned<D> du;
-    const hn::Rebind<std::uint16_t, D> d16;
-    const auto half = hn::PromoteTo(du, hn::LoadU(d16, source));
-    const auto sign = hn::ShiftLeft<16>(hn::And(half, hn::Set(du, 0x8000u)));
-    const auto shifted = hn::ShiftLeft<13>(hn::And(half, hn::Set(du, 0x7FFFu)));
-    // The bias is moved by an exact product, which makes normal numbers of the subnormal ones too.
-    const auto product = hn::BitCast(du, hn::Mul(hn::BitCast(d, shifted), hn::Set(d, 0x1p112f)));
-    const auto special = hn::Or(shifted, hn::Set(du, 0x7F800000u));
-    const auto is_special = hn::Gt(shifted, hn::Set(du, 0x0F7FFFFFu));
-    return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(is_special, special, product)));
-  }
-  template <class D>
-  static HWY_INLINE void round(D d, hn::Vec<D> v, std::uint16_t* target) {
-    const hn::RebindToUnsigned<D> du;
-    const hn::RebindToSigned<D> di;
-    const hn::Rebind<std::uint16_t, D> d16;
-    const auto bits = hn::BitCast(du, v);
-    const auto sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 0x8000u));
-    const auto magnitude = hn::And(bits, hn::Set(du, 0x7FFFFFFFu));
-    const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du, 1u));
-    const auto biased = hn::Sub(magnitude, hn::Set(du, (112u << 23) - 0xFFFu));
-    const auto normal = hn::ShiftRight<13>(hn::Add(biased, odd));
-    // The unit in the last place of 0.5 is 2^-24, fp16's least subnormal: the addition itself rounds.
-    const auto half = hn::Set(d, 0.5f);
-    const auto subnormal =
-        hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(d, magnitude), half)), hn::BitCast(du, half));
-    auto rounded = hn::IfThenElse(hn::Lt(magnitude, hn::Set(du, 0x38800000u)), subnormal, normal);
-    rounded = hn::IfThenElse(hn::Gt(magnitude, hn::Set(du, 0x477FFFFFu)), hn::Set(du, 0x7C00u), rounded);
-    rounded = hn::Or(rounded, sign);
-    const auto nan = hn::Set(du, static_cast<std::uint32_t>(kCanonicalNanFloat16));
-    rounded = hn::IfThenElse(hn::Gt(magnitude, hn::Set(du, 0x7F800000u)), nan, rounded);
-    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, rounded)), d16, target);
-  }
-#endif
-};
-
-// The end of the whole vectors in [begin, end).
-HWY_INLINE std::size_t vector_end(std::size_t begin, std::size_t end) {
-  return begin + (end - begin) / hn::Lanes(FloatTag()) * hn::Lanes(FloatTag());
-}
+#ifdef FOREBAY_SIMD
 
 // --- cast ---
 
@@ -154,7 +29,7 @@ void cast_vectors(const CastArguments& a, std::size_t begin, std::size_t end) {
   const auto* source = static_cast<const Storage<source_type>*>(a.source);
   auto* target = static_cast<Storage<target_type>*>(a.target);
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
-    VectorElement<target_type>::round(d, VectorElement<source_type>::load(d, source + i), target + i);
+    round_vector<target_type>(d, VectorElement<source_type>::load(d, source + i), target + i);
   }
 }
 
@@ -188,7 +63,7 @@ void accumulate_vectors(const AccumulateArguments& a, std::size_t begin, std::si
       for (std::size_t i = 0; i < count; i += hn::Lanes(d)) {
         auto sum = VectorElement<type>::load(d, source + i);
         if (!a.first) sum = hn::Add(hn::LoadU(d, target + i), sum);
-        VectorElement<DataType::kFloat32>::round(d, sum, target + i);
+        round_vector<DataType::kFloat32>(d, sum, target + i);
       }
       continue;
     }
@@ -205,7 +80,7 @@ void accumulate_vectors(const AccumulateArguments& a, std::size_t begin, std::si
       auto sum = last == 1 ? VectorElement<type>::load(d, source + i) : hn::Load(d, sums + i);
       sum = hn::Add(sum, VectorElement<type>::load(d, next + i));
       if (!a.first) sum = hn::Add(hn::LoadU(d, target + i), sum);
-      VectorElement<DataType::kFloat32>::round(d, sum, target + i);
+      round_vector<DataType::kFloat32>(d, sum, target + i);
     }
   }
 }
@@ -225,7 +100,7 @@ void scale_vectors(const ScaleArguments& a, std::size_t begin, std::size_t end) 
   const auto factor = hn::Set(d, a.factor);
   auto* target = static_cast<Storage<round_type>*>(a.target);
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
-    VectorElement<round_type>::round(d, hn::Mul(hn::LoadU(d, a.source + i), factor), target + i);
+    round_vector<round_type>(d, hn::Mul(hn::LoadU(d, a.source + i), factor), target + i);
   }
 }
 
@@ -237,7 +112,7 @@ void scale_widened_vectors(const ScaleArguments& a, std::size_t begin, std::size
   auto* target = static_cast<float*>(a.target);
   HWY_ALIGN Storage<round_type> rounded[hn::MaxLanes(d)];
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
-    VectorElement<round_type>::round(d, hn::Mul(hn::LoadU(d, a.source + i), factor), rounded);
+    round_vector<round_type>(d, hn::Mul(hn::LoadU(d, a.source + i), factor), rounded);
     hn::StoreU(VectorElement<round_type>::load(d, rounded), d, target + i);
   }
 }
@@ -264,7 +139,7 @@ void add_vectors(const AddArguments& a, std::size_t begin, std::size_t end) {
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
     const auto sum =
         hn::Add(VectorElement<type>::load(d, target + i), VectorElement<type>::load(d, source + i));
-    VectorElement<type>::round(d, sum, target + i);
+    round_vector<type>(d, sum, target + i);
   }
 }
 
@@ -329,11 +204,7 @@ void norm_leaves(const NormArguments& a, std::size_t begin, std::size_t end) {
 template <DataType gradient_type, DataType parameter_type, bool has_parameter>
 void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) {
   const FloatTag d;
-  const definitions::AdamWConstants c = constants_of(a);
-  const auto factor = hn::Set(d, c.factor), decay = hn::Set(d, c.decay), step = hn::Set(d, c.step);
-  const auto beta1 = hn::Set(d, c.beta1), a1 = hn::Set(d, c.a1);
-  const auto beta2 = hn::Set(d, c.beta2), a2 = hn::Set(d, c.a2);
-  const auto s2 = hn::Set(d, c.s2), eps = hn::Set(d, c.eps);
+  const AdamWVectors c(constants_of(a));
   const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
   auto* parameter = static_cast<Storage<parameter_type>*>(a.parameter);
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
@@ -341,22 +212,19 @@ void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) 
     hwy::Prefetch(a.master + i + kPrefetchCount);
     hwy::Prefetch(a.m + i + kPrefetchCount);
     hwy::Prefetch(a.v + i + kPrefetchCount);
-    const auto g = hn::Mul(VectorElement<gradient_type>::load(d, gradient + i), factor);
     auto p = hn::LoadU(d, a.master + i);
     auto m = hn::LoadU(d, a.m + i);
     auto v = hn::LoadU(d, a.v + i);
-    p = hn::MulAdd(decay, p, p);
-    m = hn::MulAdd(beta1, m, hn::Mul(a1, g));
-    v = hn::MulAdd(beta2, v, hn::Mul(a2, hn::Mul(g, g)));
-    p = hn::MulAdd(step, hn::Div(m, hn::Add(hn::Div(hn::Sqrt(v), s2), eps)), p);
-    VectorElement<DataType::kFloat32>::round(d, p, a.master + i);
-    VectorElement<DataType::kFloat32>::round(d, m, a.m + i);
-    VectorElement<DataType::kFloat32>::round(d, v, a.v + i);
-    if constexpr (has_parameter) VectorElement<parameter_type>::round(d, p, parameter + i);
+    adamw_vector(c, VectorElement<gradient_type>::load(d, gradient + i), p, m, v);
+    VectorElement<DataType::kFloat32>::round_canonical(d, p, a.master + i);
+    VectorElement<DataType::kFloat32>::round_canonical(d, m, a.m + i);
+    VectorElement<DataType::kFloat32>::round_canonical(d, v, a.v + i);
+    if constexpr (has_parameter) VectorElement<parameter_type>::round_canonical(d, p, parameter + i);
   }
 }
 
 void adamw(const AdamWArguments& a, std::size_t begin, std::size_t end) {
+  if (!has_simd_update(a)) return scalar_kernels().adamw(a, begin, end);
   const std::size_t middle = vector_end(begin, end);
   with_type(a.gradient_type, [&]<DataType gradient_type>() {
     if (a.parameter == nullptr) {

@@ -1,10 +1,12 @@
-// Loading and storing m and v in their formats: plain functions over a range of elements, in two forms with
-// the same bits, one straight from moments.h and one in SIMD for the best instruction set of the processor.
+// The update with m and v in narrow formats, and their loading and storing: plain functions over a range of
+// elements, in two forms with the same bits, one straight from moments.h and definitions.h and one in SIMD
+// for the best instruction set of the processor.
 #pragma once
 
 #include <cstddef>
 
 #include "forebay/host_adam.h"
+#include "host_kernels.h"
 #include "moments.h"
 
 namespace forebay::host_kernels {
@@ -21,6 +23,7 @@ struct MomentKernels {
   void (*load)(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v);
   void (*store)(const float* m, const float* v, std::size_t begin, std::size_t end, const Moments& moments,
                 Rounding rounding);
+  void (*update)(const HostAdamArguments& arguments, std::size_t begin, std::size_t end, Rounding rounding);
 };
 
 // The definitions in a loop.

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "host_kernels.h"
 #include "host_moments.h"
 
 namespace forebay::host_kernels {
@@ -73,10 +74,31 @@ void store(const float* m, const float* v, std::size_t begin, std::size_t end, c
   function(m, v, begin, end, moments, rounding);
 }
 
+// A block's m and v are fp32 in between, whatever the format.
+void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
+  float m[kMomentBlockCount], v[kMomentBlockCount];
+  for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
+    const std::size_t stop = std::min(end, start + kMomentBlockCount);
+    load(a.moments, start, stop, m, v);
+    AdamWArguments part = a.update;
+    part.gradient =
+        static_cast<const std::byte*>(a.update.gradient) + start * element_bytes(a.update.gradient_type);
+    part.master = a.update.master + start;
+    part.m = m;
+    part.v = v;
+    if (a.update.parameter != nullptr) {
+      part.parameter =
+          static_cast<std::byte*>(a.update.parameter) + start * element_bytes(a.update.parameter_type);
+    }
+    scalar_kernels().adamw(part, 0, stop - start);
+    store(m, v, start, stop, a.moments, rounding);
+  }
+}
+
 }  // namespace
 
 const MomentKernels& scalar_moment_kernels() noexcept {
-  static constexpr MomentKernels kKernels = {"scalar", load, store};
+  static constexpr MomentKernels kKernels = {"scalar", load, store, update};
   return kKernels;
 }
 

@@ -1,8 +1,6 @@
-// Loading and storing m and v in SIMD, compiled once per instruction set. Every body follows moments.h
-// operation by operation; what is left of a range after whole vectors or blocks goes to the scalar
-// definition.
-//
-// Vectors whose length is unknown to the compiler (SVE, RVV) are left out, as for the other kernels.
+// The update with narrow m and v, and their loading and storing, in SIMD, compiled once per instruction set.
+// Every body follows moments.h and definitions.h operation by operation; what is left of a range after whole
+// vectors or blocks goes to the scalar definition. Which instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
 #include <cstdint>
@@ -14,23 +12,18 @@
 #include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"  // Must come before highway.h.
 #include "hwy/highway.h"
+#include "simd_elements.h"  // After them.
 
 HWY_BEFORE_NAMESPACE();
 namespace forebay::host_kernels {
 namespace HWY_NAMESPACE {
 
-// The same instruction sets as the other kernels: those without a fused multiply-add take the scalar form.
-#if HWY_NATIVE_FMA && HWY_HAVE_FLOAT64
+#ifdef FOREBAY_SIMD
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-using FloatTag = hn::ScalableTag<float>;
 using BitTag = hn::RebindToUnsigned<FloatTag>;
-using FloatVector = hn::Vec<FloatTag>;
 using BitVector = hn::Vec<BitTag>;
-
-// How far ahead of its use memory is fetched, in elements.
-constexpr std::size_t kPrefetchCount = 1024;
 
 HWY_INLINE BitVector bits_of(FloatVector v) {
   return hn::BitCast(BitTag(), v);
@@ -45,7 +38,7 @@ HWY_INLINE BitVector set_bits(std::uint32_t value) {
 }
 
 HWY_INLINE FloatVector canonical_vector(FloatVector v) {
-  return hn::IfThenElse(hn::IsNaN(v), from_bits(set_bits(kCanonicalNanFloat32)), v);
+  return canonical_vector(FloatTag(), v);
 }
 
 HWY_INLINE BitVector dither_vector(BitVector seed, BitVector m, BitVector v) {
@@ -63,41 +56,41 @@ HWY_INLINE BitVector drop_vector(BitVector bits, BitVector random) {
   return hn::ShiftRight<shift>(hn::Add(hn::Add(bits, set_bits((1u << (shift - 1)) - 1u)), odd));
 }
 
-// The end of the whole vectors in [begin, end).
-HWY_INLINE std::size_t vector_end(std::size_t begin, std::size_t end) {
-  return begin + (end - begin) / hn::Lanes(FloatTag()) * hn::Lanes(FloatTag());
-}
-
 // --- bf16 ---
 
+using Half = VectorElement<DataType::kBfloat16>;
 using HalfTag = hn::Rebind<std::uint16_t, FloatTag>;
 
-// A NaN is loaded with any payload: whatever is computed from it is made canonical.
-HWY_INLINE void load_bfloat16_vector(const std::uint16_t* source, float* target) {
-  const BitTag du;
-  const auto wide = hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(HalfTag(), source)));
-  hn::StoreU(canonical_vector(from_bits(wide)), FloatTag(), target);
-}
-
 void load_bfloat16(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v) {
-  const std::size_t lanes = hn::Lanes(FloatTag());
+  const FloatTag d;
   const auto* kept_m = static_cast<const std::uint16_t*>(moments.m);
   const auto* kept_v = static_cast<const std::uint16_t*>(moments.v);
-  for (std::size_t i = begin; i < end; i += lanes) {
-    hwy::Prefetch(kept_m + i + kPrefetchCount);
-    hwy::Prefetch(kept_v + i + kPrefetchCount);
-    load_bfloat16_vector(kept_m + i, m + (i - begin));
-    load_bfloat16_vector(kept_v + i, v + (i - begin));
+  for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
+    hn::StoreU(canonical_vector(Half::load(d, kept_m + i)), d, m + (i - begin));
+    hn::StoreU(canonical_vector(Half::load(d, kept_v + i)), d, v + (i - begin));
   }
 }
 
-template <bool dithered>
-HWY_INLINE void store_bfloat16_vector(FloatVector value, BitVector random, std::uint16_t* target) {
+// The canonical NaN stays what it is: its lower half is zero, so nothing carries.
+HWY_INLINE void store_dithered(FloatVector value, BitVector random, std::uint16_t* target) {
   const hn::RebindToSigned<FloatTag> di;
-  const auto rounded = drop_vector<16, dithered>(bits_of(value), random);
-  const auto nan = hn::RebindMask(BitTag(), hn::IsNaN(value));
-  const auto chosen = hn::IfThenElse(nan, set_bits(kCanonicalNanBfloat16), rounded);
-  hn::StoreU(hn::DemoteTo(HalfTag(), hn::BitCast(di, chosen)), HalfTag(), target);
+  const auto rounded = drop_vector<16, true>(bits_of(value), random);
+  hn::StoreU(hn::DemoteTo(HalfTag(), hn::BitCast(di, rounded)), HalfTag(), target);
+}
+
+// Both are canonical.
+template <bool dithered>
+HWY_INLINE void store_bfloat16_vectors(FloatVector m, FloatVector v, BitVector seed, std::uint16_t* kept_m,
+                                       std::uint16_t* kept_v) {
+  if constexpr (dithered) {
+    const auto random = dither_vector(seed, bits_of(m), bits_of(v));
+    store_dithered(m, hn::ShiftRight<16>(random), kept_m);
+    store_dithered(v, hn::And(random, set_bits(0xFFFF)), kept_v);
+  } else {
+    const FloatTag d;
+    Half::round_canonical(d, m, kept_m);
+    Half::round_canonical(d, v, kept_v);
+  }
 }
 
 template <bool dithered>
@@ -108,12 +101,35 @@ void store_bfloat16(const float* m, const float* v, std::size_t begin, std::size
   auto* kept_v = static_cast<std::uint16_t*>(moments.v);
   const auto seed = set_bits(rounding.seed);
   for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
-    const auto new_m = canonical_vector(hn::LoadU(d, m + (i - begin)));
-    const auto new_v = canonical_vector(hn::LoadU(d, v + (i - begin)));
-    auto random = hn::Zero(BitTag());
-    if constexpr (dithered) random = dither_vector(seed, bits_of(new_m), bits_of(new_v));
-    store_bfloat16_vector<dithered>(new_m, hn::ShiftRight<16>(random), kept_m + i);
-    store_bfloat16_vector<dithered>(new_v, hn::And(random, set_bits(0xFFFF)), kept_v + i);
+    store_bfloat16_vectors<dithered>(canonical_vector(hn::LoadU(d, m + (i - begin))),
+                                     canonical_vector(hn::LoadU(d, v + (i - begin))), seed, kept_m + i,
+                                     kept_v + i);
+  }
+}
+
+template <DataType gradient_type, DataType parameter_type, bool has_parameter, bool dithered>
+void update_bfloat16(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
+                     Rounding rounding) {
+  const FloatTag d;
+  const AdamWArguments& a = arguments.update;
+  const AdamWVectors c(constants_of(a));
+  const auto seed = set_bits(rounding.seed);
+  const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
+  auto* parameter = static_cast<Storage<parameter_type>*>(a.parameter);
+  auto* kept_m = static_cast<std::uint16_t*>(arguments.moments.m);
+  auto* kept_v = static_cast<std::uint16_t*>(arguments.moments.v);
+  for (std::size_t i = begin; i < end; i += hn::Lanes(d)) {
+    hwy::Prefetch(gradient + i + kPrefetchCount);
+    hwy::Prefetch(a.master + i + kPrefetchCount);
+    hwy::Prefetch(kept_m + i + kPrefetchCount);
+    hwy::Prefetch(kept_v + i + kPrefetchCount);
+    auto p = hn::LoadU(d, a.master + i);
+    auto m = Half::load(d, kept_m + i);
+    auto v = Half::load(d, kept_v + i);
+    adamw_vector(c, VectorElement<gradient_type>::load(d, gradient + i), p, m, v);
+    VectorElement<DataType::kFloat32>::round_canonical(d, p, a.master + i);
+    if constexpr (has_parameter) VectorElement<parameter_type>::round_canonical(d, p, parameter + i);
+    store_bfloat16_vectors<dithered>(m, v, seed, kept_m + i, kept_v + i);
   }
 }
 
@@ -133,103 +149,106 @@ HWY_INLINE void store_codes(BitVector codes, std::uint8_t* target) {
   hn::StoreU(hn::DemoteTo(ByteTag(), hn::BitCast(di, codes)), ByteTag(), target);
 }
 
-void load_m_block(const std::uint8_t* codes, std::uint32_t exponent, float* target) {
-  const FloatTag d;
-  const hn::RebindToSigned<FloatTag> di;
-  const auto unit = from_bits(set_bits((exponent - 17u) << 23));
-  const auto base = set_bits((exponent - 15u) << 23);
-  for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
-    const auto code = load_codes(codes + i);
+// From codes of m to values.
+struct DecoderOfM {
+  explicit HWY_INLINE DecoderOfM(std::uint8_t stored) {
+    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
+    const bool nan = exponent == kMomentExponentNan;
+    unit = from_bits(set_bits((exponent - 17u) << 23));
+    base = set_bits((exponent - 15u) << 23);
+    kept = set_bits(nan ? 0 : 0xFFFFFFFF);
+    added = set_bits(nan ? kCanonicalNanFloat32 : 0);
+  }
+
+  HWY_INLINE FloatVector operator()(BitVector code) const {
+    const hn::RebindToSigned<FloatTag> di;
     const auto magnitude = hn::And(code, set_bits(0x7F));
     const auto normal = hn::Add(hn::ShiftLeft<kShift>(magnitude), base);
-    const auto subnormal = hn::Mul(hn::ConvertTo(d, hn::BitCast(di, magnitude)), unit);
+    const auto subnormal = hn::Mul(hn::ConvertTo(FloatTag(), hn::BitCast(di, magnitude)), unit);
     const auto value = hn::IfThenElse(hn::Lt(magnitude, set_bits(8)), bits_of(subnormal), normal);
     const auto sign = hn::ShiftLeft<24>(hn::And(code, set_bits(0x80)));
-    hn::StoreU(from_bits(hn::Or(value, sign)), d, target + i);
+    return from_bits(hn::Or(hn::And(hn::Or(value, sign), kept), added));
   }
-}
 
-void load_v_block(const std::uint8_t* codes, std::uint32_t exponent, float* target) {
-  const FloatTag d;
-  const auto base = set_bits((exponent - 31u) << 23);
-  for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
-    const auto code = load_codes(codes + i);
+  FloatVector unit;
+  BitVector base, kept, added;
+};
+
+// From codes of v to values.
+struct DecoderOfV {
+  explicit HWY_INLINE DecoderOfV(std::uint8_t stored) {
+    const std::uint32_t exponent = definitions::moment_exponent_read(stored);
+    const bool nan = exponent == kMomentExponentNan;
+    base = set_bits((exponent - 31u) << 23);
+    kept = set_bits(nan ? 0 : 0xFFFFFFFF);
+    added = set_bits(nan ? kCanonicalNanFloat32 : 0);
+  }
+
+  HWY_INLINE FloatVector operator()(BitVector code) const {
     const auto value = hn::Add(hn::ShiftLeft<kShift>(code), base);
     const auto zero = hn::Eq(code, hn::Zero(BitTag()));
-    hn::StoreU(from_bits(hn::IfThenZeroElse(zero, value)), d, target + i);
+    return from_bits(hn::Or(hn::And(hn::IfThenZeroElse(zero, value), kept), added));
   }
-}
 
-void fill_with_nan(float* target) {
-  for (std::size_t i = 0; i < kMomentBlockCount; ++i) target[i] = float_from_bits(kCanonicalNanFloat32);
-}
+  BitVector base, kept, added;
+};
 
 void load_block8(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v) {
+  const FloatTag d;
   const auto* m_codes = static_cast<const std::uint8_t*>(moments.m);
   const auto* v_codes = static_cast<const std::uint8_t*>(moments.v);
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
-    for (std::size_t i = start; i < start + kMomentBlockCount; i += 64) {
-      hwy::Prefetch(m_codes + i + kPrefetchCount);
-      hwy::Prefetch(v_codes + i + kPrefetchCount);
-    }
-    const std::size_t block = start / kMomentBlockCount;
-    const std::uint32_t m_exponent = definitions::moment_exponent_read(moments.m_exponents[block]);
-    const std::uint32_t v_exponent = definitions::moment_exponent_read(moments.v_exponents[block]);
-    if (m_exponent == kMomentExponentNan) {
-      fill_with_nan(m + (start - begin));
-    } else {
-      load_m_block(m_codes + start, m_exponent, m + (start - begin));
-    }
-    if (v_exponent == kMomentExponentNan) {
-      fill_with_nan(v + (start - begin));
-    } else {
-      load_v_block(v_codes + start, v_exponent, v + (start - begin));
+    const DecoderOfM decode_m(moments.m_exponents[start / kMomentBlockCount]);
+    const DecoderOfV decode_v(moments.v_exponents[start / kMomentBlockCount]);
+    for (std::size_t i = start; i < start + kMomentBlockCount; i += hn::Lanes(d)) {
+      hn::StoreU(decode_m(load_codes(m_codes + i)), d, m + (i - begin));
+      hn::StoreU(decode_v(load_codes(v_codes + i)), d, v + (i - begin));
     }
   }
 }
 
-// The exponent of a block of fp32 values.
-HWY_INLINE std::uint32_t block_exponent(const float* values) {
-  const FloatTag d;
-  const auto magnitudes = set_bits(0x7FFFFFFF);
-  auto first = hn::Zero(BitTag()), second = first;
-  for (std::size_t i = 0; i < kMomentBlockCount; i += 2 * hn::Lanes(d)) {
-    first = hn::Max(first, hn::And(bits_of(hn::LoadU(d, values + i)), magnitudes));
-    second = hn::Max(second, hn::And(bits_of(hn::LoadU(d, values + i + hn::Lanes(d))), magnitudes));
-  }
-  return definitions::moment_exponent(hn::GetLane(hn::MaxOfLanes(BitTag(), hn::Max(first, second))));
+HWY_INLINE BitVector magnitude_of(FloatVector v) {
+  return hn::And(bits_of(v), set_bits(0x7FFFFFFF));
 }
 
+HWY_INLINE std::uint32_t exponent_of(BitVector greatest) {
+  return definitions::moment_exponent(hn::GetLane(hn::MaxOfLanes(BitTag(), greatest)));
+}
+
+// Stores one block of values whose greatest magnitudes are known.
 template <bool dithered>
-void store_block(const float* m, const float* v, std::uint32_t m_exponent, std::uint32_t v_exponent,
-                 std::uint32_t seed_bits, std::uint8_t* m_codes, std::uint8_t* v_codes) {
+HWY_INLINE void store_block(const float* m, const float* v, BitVector greatest_m, BitVector greatest_v,
+                            const Moments& moments, std::size_t start, std::uint32_t seed_bits) {
   const FloatTag d;
+  const std::uint32_t m_exponent = exponent_of(greatest_m), v_exponent = exponent_of(greatest_v);
+  moments.m_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(m_exponent);
+  moments.v_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(v_exponent);
+  auto* m_codes = static_cast<std::uint8_t*>(moments.m) + start;
+  auto* v_codes = static_cast<std::uint8_t*>(moments.v) + start;
   const auto seed = set_bits(seed_bits);
-  const auto magnitudes = set_bits(0x7FFFFFFF);
   const auto least_normal = set_bits((m_exponent - 14u) << 23);
   const auto m_base = set_bits((m_exponent - 15u) << 3), v_base = set_bits((v_exponent - 31u) << 3);
+  const auto v_least = hn::Add(v_base, set_bits(1));
   // A block that is NaN has codes of 0.
   const auto m_mask = set_bits(m_exponent == kMomentExponentNan ? 0 : 0xFF);
   const auto v_mask = set_bits(v_exponent == kMomentExponentNan ? 0 : 0xFF);
-  const auto zero = hn::Zero(BitTag());
+  auto random = hn::Zero(BitTag());
   for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
-    const auto new_m = bits_of(canonical_vector(hn::LoadU(d, m + i)));
-    const auto new_v = bits_of(canonical_vector(hn::LoadU(d, v + i)));
-    auto random = zero;
-    if constexpr (dithered) random = dither_vector(seed, new_m, new_v);
+    const auto new_m = canonical_vector(hn::LoadU(d, m + i)), new_v = canonical_vector(hn::LoadU(d, v + i));
+    if constexpr (dithered) random = dither_vector(seed, bits_of(new_m), bits_of(new_v));
 
-    auto m_magnitude = hn::And(new_m, magnitudes);
+    auto magnitude = magnitude_of(new_m);
     const auto subnormal =
-        hn::Sub(bits_of(hn::Add(from_bits(m_magnitude), from_bits(least_normal))), set_bits(1u << 23));
-    m_magnitude = hn::IfThenElse(hn::Lt(m_magnitude, least_normal), subnormal, m_magnitude);
-    const auto m_kept = drop_vector<kShift, dithered>(m_magnitude, hn::ShiftRight<12>(random));
-    const auto sign = hn::And(hn::ShiftRight<24>(new_m), set_bits(0x80));
-    store_codes(hn::And(hn::Or(hn::Sub(m_kept, m_base), sign), m_mask), m_codes + i);
+        hn::Sub(bits_of(hn::Add(from_bits(magnitude), from_bits(least_normal))), set_bits(1u << 23));
+    magnitude = hn::IfThenElse(hn::Lt(magnitude, least_normal), subnormal, magnitude);
+    const auto kept = drop_vector<kShift, dithered>(magnitude, hn::ShiftRight<12>(random));
+    const auto sign = hn::And(hn::ShiftRight<24>(bits_of(new_m)), set_bits(0x80));
+    store_codes(hn::And(hn::Or(hn::Sub(kept, m_base), sign), m_mask), m_codes + i);
 
-    const auto v_magnitude = hn::And(new_v, magnitudes);
+    const auto v_magnitude = magnitude_of(new_v);
     const auto v_kept = drop_vector<kShift, dithered>(v_magnitude, hn::And(random, set_bits(0xFFFFF)));
-    const auto code = hn::Sub(hn::Max(v_kept, hn::Add(v_base, set_bits(1))), v_base);
-    const auto is_zero = hn::Eq(v_magnitude, zero);
+    const auto code = hn::Sub(hn::Max(v_kept, v_least), v_base);
+    const auto is_zero = hn::Eq(v_magnitude, hn::Zero(BitTag()));
     store_codes(hn::And(hn::IfThenZeroElse(is_zero, code), v_mask), v_codes + i);
   }
 }
@@ -237,16 +256,54 @@ void store_block(const float* m, const float* v, std::uint32_t m_exponent, std::
 template <bool dithered>
 void store_block8(const float* m, const float* v, std::size_t begin, std::size_t end, const Moments& moments,
                   Rounding rounding) {
-  auto* m_codes = static_cast<std::uint8_t*>(moments.m);
-  auto* v_codes = static_cast<std::uint8_t*>(moments.v);
+  const FloatTag d;
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
     const float* m_block = m + (start - begin);
     const float* v_block = v + (start - begin);
-    const std::uint32_t m_exponent = block_exponent(m_block), v_exponent = block_exponent(v_block);
-    moments.m_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(m_exponent);
-    moments.v_exponents[start / kMomentBlockCount] = static_cast<std::uint8_t>(v_exponent);
-    store_block<dithered>(m_block, v_block, m_exponent, v_exponent, rounding.seed, m_codes + start,
-                          v_codes + start);
+    auto greatest_m = hn::Zero(BitTag()), greatest_v = greatest_m;
+    for (std::size_t i = 0; i < kMomentBlockCount; i += hn::Lanes(d)) {
+      greatest_m = hn::Max(greatest_m, magnitude_of(hn::LoadU(d, m_block + i)));
+      greatest_v = hn::Max(greatest_v, magnitude_of(hn::LoadU(d, v_block + i)));
+    }
+    store_block<dithered>(m_block, v_block, greatest_m, greatest_v, moments, start, rounding.seed);
+  }
+}
+
+// The new m and v of a block wait in the first cache level until its greatest are known.
+template <DataType gradient_type, DataType parameter_type, bool has_parameter, bool dithered>
+void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::size_t end,
+                   Rounding rounding) {
+  const FloatTag d;
+  const AdamWArguments& a = arguments.update;
+  const Moments& moments = arguments.moments;
+  const AdamWVectors c(constants_of(a));
+  const auto* gradient = static_cast<const Storage<gradient_type>*>(a.gradient);
+  auto* parameter = static_cast<Storage<parameter_type>*>(a.parameter);
+  const auto* m_codes = static_cast<const std::uint8_t*>(moments.m);
+  const auto* v_codes = static_cast<const std::uint8_t*>(moments.v);
+  HWY_ALIGN float new_m[kMomentBlockCount];
+  HWY_ALIGN float new_v[kMomentBlockCount];
+  for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
+    const DecoderOfM decode_m(moments.m_exponents[start / kMomentBlockCount]);
+    const DecoderOfV decode_v(moments.v_exponents[start / kMomentBlockCount]);
+    auto greatest_m = hn::Zero(BitTag()), greatest_v = greatest_m;
+    for (std::size_t i = start; i < start + kMomentBlockCount; i += hn::Lanes(d)) {
+      hwy::Prefetch(gradient + i + kPrefetchCount);
+      hwy::Prefetch(a.master + i + kPrefetchCount);
+      hwy::Prefetch(m_codes + i + kPrefetchCount);
+      hwy::Prefetch(v_codes + i + kPrefetchCount);
+      auto p = hn::LoadU(d, a.master + i);
+      auto m = decode_m(load_codes(m_codes + i));
+      auto v = decode_v(load_codes(v_codes + i));
+      adamw_vector(c, VectorElement<gradient_type>::load(d, gradient + i), p, m, v);
+      VectorElement<DataType::kFloat32>::round_canonical(d, p, a.master + i);
+      if constexpr (has_parameter) VectorElement<parameter_type>::round_canonical(d, p, parameter + i);
+      greatest_m = hn::Max(greatest_m, magnitude_of(m));
+      greatest_v = hn::Max(greatest_v, magnitude_of(v));
+      hn::Store(m, d, new_m + (i - start));
+      hn::Store(v, d, new_v + (i - start));
+    }
+    store_block<dithered>(new_m, new_v, greatest_m, greatest_v, moments, start, rounding.seed);
   }
 }
 
@@ -262,9 +319,7 @@ void load(const Moments& moments, std::size_t begin, std::size_t end, float* m, 
   const std::size_t middle = whole_end(moments.format, begin, end);
   const auto function = moments.format == MomentFormat::kBfloat16 ? load_bfloat16 : load_block8;
   function(moments, begin, middle, m, v);
-  if (middle < end) {
-    scalar_moment_kernels().load(moments, middle, end, m + (middle - begin), v + (middle - begin));
-  }
+  scalar_moment_kernels().load(moments, middle, end, m + (middle - begin), v + (middle - begin));
 }
 
 void store(const float* m, const float* v, std::size_t begin, std::size_t end, const Moments& moments,
@@ -276,13 +331,39 @@ void store(const float* m, const float* v, std::size_t begin, std::size_t end, c
   } else {
     (rounding.dithered ? store_block8<true> : store_block8<false>)(m, v, begin, middle, moments, rounding);
   }
-  if (middle < end) {
-    scalar_moment_kernels().store(m + (middle - begin), v + (middle - begin), middle, end, moments, rounding);
+  scalar_moment_kernels().store(m + (middle - begin), v + (middle - begin), middle, end, moments, rounding);
+}
+
+template <DataType gradient_type, DataType parameter_type, bool has_parameter>
+void update_whole(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
+  if (a.moments.format == MomentFormat::kBfloat16) {
+    (rounding.dithered
+         ? update_bfloat16<gradient_type, parameter_type, has_parameter, true>
+         : update_bfloat16<gradient_type, parameter_type, has_parameter, false>)(a, begin, end, rounding);
+  } else {
+    (rounding.dithered
+         ? update_block8<gradient_type, parameter_type, has_parameter, true>
+         : update_block8<gradient_type, parameter_type, has_parameter, false>)(a, begin, end, rounding);
   }
 }
 
+void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
+  if (!has_simd_update(a.update)) return scalar_moment_kernels().update(a, begin, end, rounding);
+  const std::size_t middle = whole_end(a.moments.format, begin, end);
+  with_type(a.update.gradient_type, [&]<DataType gradient_type>() {
+    if (a.update.parameter == nullptr) {
+      update_whole<gradient_type, DataType::kFloat32, false>(a, begin, middle, rounding);
+      return;
+    }
+    with_type(a.update.parameter_type, [&]<DataType parameter_type>() {
+      update_whole<gradient_type, parameter_type, true>(a, begin, middle, rounding);
+    });
+  });
+  scalar_moment_kernels().update(a, middle, end, rounding);
+}
+
 const MomentKernels* moment_kernels() {
-  static const MomentKernels kKernels = {hwy::TargetName(HWY_TARGET), load, store};
+  static const MomentKernels kKernels = {hwy::TargetName(HWY_TARGET), load, store, update};
   return &kKernels;
 }
 
