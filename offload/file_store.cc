@@ -16,9 +16,9 @@
 #define XXH_STATIC_LINKING_ONLY
 #include <xxhash.h>
 
-#include "forebay/log.h"
 #include "forebay/units.h"
 #include "io_engine.h"
+#include "say_once.h"
 #include "scratch_file.h"
 #include "transfer_checks.h"
 
@@ -215,10 +215,9 @@ class FileStore final : public Store {
         for (unsigned j = 0; j < i; ++j) files_[j].shrink(stripes_.file_bytes(j, address_end_));
         return refuse(status.code(), status.message());
       }
-      if (!reserved && !std::exchange(said_unreserved_, true)) {
-        log(LogLevel::kInfo,
-            "the file system of '%s' does not reserve space: a full disk is met when it is written",
-            files_[i].directory().c_str());
+      if (!reserved) {
+        internal::say_once("the file system of '" + files_[i].directory() +
+                           "' does not reserve space: a full disk is met when it is written");
       }
     }
     Range made;
@@ -615,7 +614,6 @@ class FileStore final : public Store {
   // Guarded by create_mutex_; the descriptors are fixed.
   std::vector<ScratchFile> files_;
   std::uint64_t address_end_ = 0;
-  bool said_unreserved_ = false;
 
   std::unique_ptr<IoEngine> engine_;
   std::byte* bounce_ = nullptr;
@@ -678,7 +676,7 @@ Result<std::unique_ptr<IoEngine>> choose_engine(const FileStoreOptions& options,
   if (options.engine != FileEngine::kThreads) {
     auto engine = internal::make_io_uring_engine(files, options.depth, options.registered);
     if (engine.ok() || options.engine == FileEngine::kIoUring) return engine;
-    log(LogLevel::kInfo, "%s", engine.status().message().c_str());
+    internal::say_once(engine.status().message());
   }
   return internal::make_thread_engine(files, options.depth, options.thread_count);
 }
@@ -712,9 +710,8 @@ Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& wanted, c
                       std::to_string(options.granule_bytes));
   }
   if (options.direct && !buffered.empty()) {
-    log(LogLevel::kInfo,
-        "the file system of %s has no direct transfers: what is there is kept in the page cache too",
-        buffered.c_str());
+    internal::say_once("the file system of " + buffered +
+                       " has no direct transfers: what is there is kept in the page cache too");
   }
   auto engine = choose_engine(options, descriptors);
   FOREBAY_RETURN_IF_ERROR(engine.status());

@@ -8,9 +8,8 @@
 #include <thread>
 #include <utility>
 
-#include "forebay/log.h"
-#include "forebay/units.h"
 #include "io_engine.h"
+#include "say_once.h"
 #include "scratch_file.h"
 
 namespace forebay {
@@ -119,14 +118,10 @@ class IoUringEngine final : public IoEngine {
       pieces_.push_back({memory + done, size});
       done += size;
     }
-    if (done < bytes && !said_) {
-      said_ = true;
-      log(LogLevel::kInfo,
-          "io_uring registered %s of %s of memory (%s); the rest is looked up for each transfer. Raising the "
-          "limit on "
-          "locked memory (ulimit -l) helps",
-          format_bytes(done).c_str(), format_bytes(bytes).c_str(),
-          error != 0 ? errno_text(error).c_str() : "too many pieces");
+    if (done < bytes) {
+      say_once(
+          "io_uring could not register all memory (" + (error != 0 ? errno_text(error) : "too many pieces") +
+          "): the rest is looked up for each transfer; raising the limit on locked memory (ulimit -l) helps");
     }
     return done;
   }
@@ -171,7 +166,6 @@ class IoUringEngine final : public IoEngine {
   bool made_ = false;
   bool fixed_files_ = false;
   bool fixed_memory_ = false;
-  bool said_ = false;
   std::vector<Piece> pieces_;
 };
 

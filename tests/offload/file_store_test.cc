@@ -206,7 +206,9 @@ TEST_P(FileStore, ReportsTheFailureOfAnyOperationAndGoesOn) {
   ASSERT_GT(count, 40u);
   for (const Fault& fault : {Fault{.error = EIO}, Fault{.error = EIO, .half_done = true},
                              Fault{.error = ENOSPC}, Fault{.error = EIO, .at_submit = true}}) {
-    for (std::uint64_t n = 1; n <= count; ++n) {
+    // Every operation fails once in the plain way, every third in the others.
+    const std::uint64_t step = fault.error == EIO && !fault.half_done && !fault.at_submit ? 1 : 3;
+    for (std::uint64_t n = 1; n <= count; n += step) {
       FaultyEngine::Script script{.first = n, .fault = fault};
       auto store = make(script);
 
@@ -215,11 +217,8 @@ TEST_P(FileStore, ReportsTheFailureOfAnyOperationAndGoesOn) {
       ASSERT_FALSE(outcome.failures.empty()) << "operation " << n;
       const Status& first = outcome.failures.front();
       EXPECT_EQ(first.code(), StatusCode::kIoError) << first.to_string();
-      for (const char* part : {" bytes at ", " of range '", "' in '", "(errno "}) {
-        const bool found =
-            first.message().find(part) != std::string::npos ||
-            (std::string(part) == "' in '" && first.message().find(", in '") != std::string::npos);
-        EXPECT_TRUE(found) << part << ": " << first.to_string();
+      for (const char* part : {" bytes at ", " of range '", ", in '", "(errno "}) {
+        EXPECT_NE(first.message().find(part), std::string::npos) << part << ": " << first.to_string();
       }
       // Afterwards only readers of what the failed write covered may fail, and they know why.
       for (std::size_t i = 1; i < outcome.failures.size(); ++i) {
