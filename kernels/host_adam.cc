@@ -4,14 +4,12 @@
 #include <string>
 
 #include "argument_checks.h"
-#include "host_kernels.h"
 #include "host_moments.h"
 
 namespace forebay {
 namespace {
 
 using host_kernels::MomentKernels;
-using host_kernels::RangeKernels;
 using host_kernels::Rounding;
 
 // Elements of one block: see kBlockCount of the other kernels. Whole blocks of kMomentBlockCount.
@@ -65,20 +63,9 @@ Rounding rounding_of(MomentRounding rounding, std::uint64_t step) {
 
 struct Update {
   const HostAdamArguments& arguments;
-  const RangeKernels& kernels;
-  const MomentKernels& moment_kernels;
+  const MomentKernels& kernels;
   Rounding rounding;
 };
-
-void update_wide(const void* context, std::size_t begin, std::size_t end) {
-  const auto& update = *static_cast<const Update*>(context);
-  update.kernels.adamw(update.arguments.update, begin, end);
-}
-
-void update_narrow(const void* context, std::size_t begin, std::size_t end) {
-  const auto& update = *static_cast<const Update*>(context);
-  update.moment_kernels.update(update.arguments, begin, end, update.rounding);
-}
 
 struct Copy {
   const float *from_m, *from_v;
@@ -107,15 +94,18 @@ Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
   const std::size_t count = a.update.count;
   FOREBAY_RETURN_IF_ERROR(check_moments(function, a.moments, count));
   FOREBAY_RETURN_IF_ERROR(check_rounding(function, count, a.rounding));
-  HostAdamArguments arguments = a;
-  // Any memory will do for what is not read but in kFloat32.
-  const bool wide = a.moments.format == MomentFormat::kFloat32;
-  arguments.update.m = wide ? static_cast<float*>(a.moments.m) : a.update.master;
-  arguments.update.v = wide ? static_cast<float*>(a.moments.v) : a.update.master;
-  FOREBAY_RETURN_IF_ERROR(check_arguments(arguments.update).with_context(function));
-  const Update context = {arguments, host_kernels::simd_kernels(), host_kernels::simd_moment_kernels(),
-                          rounding_of(a.rounding, a.step)};
-  runner.run(count, kBlockCount, wide ? update_wide : update_narrow, &context);
+  // Any memory will do for what is not read.
+  AdamWArguments checked = a.update;
+  checked.m = checked.v = a.update.master;
+  FOREBAY_RETURN_IF_ERROR(check_arguments(checked).with_context(function));
+  const Update context = {a, host_kernels::simd_moment_kernels(), rounding_of(a.rounding, a.step)};
+  runner.run(
+      count, kBlockCount,
+      [](const void* opaque, std::size_t begin, std::size_t end) {
+        const auto& update = *static_cast<const Update*>(opaque);
+        update.kernels.update(update.arguments, begin, end, update.rounding);
+      },
+      &context);
   return Status();
 }
 

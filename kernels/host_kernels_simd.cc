@@ -216,10 +216,10 @@ void adamw_vectors(const AdamWArguments& a, std::size_t begin, std::size_t end) 
     auto m = hn::LoadU(d, a.m + i);
     auto v = hn::LoadU(d, a.v + i);
     adamw_vector(c, VectorElement<gradient_type>::load(d, gradient + i), p, m, v);
-    VectorElement<DataType::kFloat32>::round_canonical(d, p, a.master + i);
-    VectorElement<DataType::kFloat32>::round_canonical(d, m, a.m + i);
-    VectorElement<DataType::kFloat32>::round_canonical(d, v, a.v + i);
-    if constexpr (has_parameter) VectorElement<parameter_type>::round_canonical(d, p, parameter + i);
+    round_canonical<DataType::kFloat32>(d, p, a.master + i);
+    round_canonical<DataType::kFloat32>(d, m, a.m + i);
+    round_canonical<DataType::kFloat32>(d, v, a.v + i);
+    if constexpr (has_parameter) round_canonical<parameter_type>(d, p, parameter + i);
   }
 }
 

@@ -1,6 +1,6 @@
-// The update with m and v in narrow formats, and their loading and storing: plain functions over a range of
-// elements, in two forms with the same bits, one straight from moments.h and definitions.h and one in SIMD
-// for the best instruction set of the processor.
+// The host's update with m and v in any format, and loading and storing the narrow ones: plain functions over
+// a range of elements, in two forms with the same bits, one straight from moments.h and definitions.h and one
+// in SIMD for the best instruction set of the processor.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ struct Rounding {
   std::uint32_t seed;  // dither_seed()
 };
 
-// Elements [begin, end) of `moments`, whose format is not kFloat32; element `begin` is m[0] and v[0]. In
-// kBlock8 the range is whole blocks, but for the last of the array.
+// Each works on elements [begin, end) of `moments`, of which in kBlock8 all blocks are whole but for the last
+// of the array. What is loaded and stored is not kFloat32, and element `begin` is m[0] and v[0].
 struct MomentKernels {
   const char* target;  // "scalar", or Highway's name of the instruction set.
   void (*load)(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v);

@@ -76,6 +76,13 @@ void store(const float* m, const float* v, std::size_t begin, std::size_t end, c
 
 // A block's m and v are fp32 in between, whatever the format.
 void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
+  if (a.moments.format == MomentFormat::kFloat32) {
+    AdamWArguments whole = a.update;
+    whole.m = static_cast<float*>(a.moments.m);
+    whole.v = static_cast<float*>(a.moments.v);
+    scalar_kernels().adamw(whole, begin, end);
+    return;
+  }
   float m[kMomentBlockCount], v[kMomentBlockCount];
   for (std::size_t start = begin; start < end; start += kMomentBlockCount) {
     const std::size_t stop = std::min(end, start + kMomentBlockCount);

@@ -49,8 +49,8 @@ HWY_INLINE V canonical_vector(D d, V v) {
   return hn::IfThenElse(hn::IsNaN(v), nan, v);
 }
 
-// Loading one vector of a type, widened to fp32, and storing one, rounded, whose NaNs are canonical already.
-// A NaN is loaded with any payload: whatever is computed from it is made canonical before it is stored.
+// Loading one vector of a type, widened to fp32, and rounding one, whose NaNs are canonical already, to it. A
+// NaN is loaded with any payload: whatever is computed from it is made canonical before it is stored.
 template <DataType type>
 struct VectorElement;
 
@@ -61,8 +61,8 @@ struct VectorElement<DataType::kFloat32> {
     return hn::LoadU(d, source);
   }
   template <class D>
-  static HWY_INLINE void round_canonical(D d, hn::Vec<D> v, float* target) {
-    hn::StoreU(v, d, target);
+  static HWY_INLINE hn::Vec<D> rounded(D, hn::Vec<D> v) {
+    return v;
   }
 };
 
@@ -75,7 +75,7 @@ struct VectorElement<DataType::kBfloat16> {
     return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(d16, source))));
   }
   template <class D>
-  static HWY_INLINE void round_canonical(D d, hn::Vec<D> v, std::uint16_t* target) {
+  static HWY_INLINE hn::Vec<hn::Rebind<std::uint16_t, D>> rounded(D d, hn::Vec<D> v) {
     const hn::RebindToUnsigned<D> du;
     const hn::RebindToSigned<D> di;
     const hn::Rebind<std::uint16_t, D> d16;
@@ -84,7 +84,7 @@ struct VectorElement<DataType::kBfloat16> {
     // The canonical NaN's lower half is zero and its upper one even, so it stays what it is.
     const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
     // At most 0xFFFF after the shift, so the saturation of the narrowing does nothing.
-    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<16>(rounded))), d16, target);
+    return hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<16>(rounded)));
   }
 };
 
@@ -101,10 +101,10 @@ struct VectorElement<DataType::kFloat16> {
     return hn::PromoteTo(d, hn::BitCast(dh, hn::LoadU(d16, source)));
   }
   template <class D>
-  static HWY_INLINE void round_canonical(D d, hn::Vec<D> v, std::uint16_t* target) {
+  static HWY_INLINE hn::Vec<hn::Rebind<std::uint16_t, D>> rounded(D d, hn::Vec<D> v) {
     const hn::Rebind<std::uint16_t, D> d16;
     const hn::Rebind<hwy::float16_t, D> dh;
-    hn::StoreU(hn::BitCast(d16, hn::DemoteTo(dh, v)), d16, target);
+    return hn::BitCast(d16, hn::DemoteTo(dh, v));
   }
 #else
   template <class D>
@@ -121,7 +121,7 @@ struct VectorElement<DataType::kFloat16> {
     return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(is_special, special, product)));
   }
   template <class D>
-  static HWY_INLINE void round_canonical(D d, hn::Vec<D> v, std::uint16_t* target) {
+  static HWY_INLINE hn::Vec<hn::Rebind<std::uint16_t, D>> rounded(D d, hn::Vec<D> v) {
     const hn::RebindToUnsigned<D> du;
     const hn::RebindToSigned<D> di;
     const hn::Rebind<std::uint16_t, D> d16;
@@ -140,15 +140,21 @@ struct VectorElement<DataType::kFloat16> {
     rounded = hn::Or(rounded, sign);
     const auto nan = hn::Set(du, static_cast<std::uint32_t>(kCanonicalNanFloat16));
     rounded = hn::IfThenElse(hn::Gt(magnitude, hn::Set(du, 0x7F800000u)), nan, rounded);
-    hn::StoreU(hn::DemoteTo(d16, hn::BitCast(di, rounded)), d16, target);
+    return hn::DemoteTo(d16, hn::BitCast(di, rounded));
   }
 #endif
 };
 
+// Storing one vector, rounded, whose NaNs are canonical already.
+template <DataType type, class D>
+HWY_INLINE void round_canonical(D d, hn::Vec<D> v, Storage<type>* target) {
+  hn::StoreU(VectorElement<type>::rounded(d, v), hn::Rebind<Storage<type>, D>(), target);
+}
+
 // Storing one vector, rounded, with every NaN made canonical.
 template <DataType type, class D>
 HWY_INLINE void round_vector(D d, hn::Vec<D> v, Storage<type>* target) {
-  VectorElement<type>::round_canonical(d, canonical_vector(d, v), target);
+  round_canonical<type>(d, canonical_vector(d, v), target);
 }
 
 // The end of the whole vectors in [begin, end).
@@ -194,9 +200,12 @@ HWY_INLINE void adamw_vector(const AdamWVectors& c, FloatVector gradient, FloatV
   m = hn::MulAdd(c.beta1, m, hn::Mul(c.a1, g));
   v = hn::MulAdd(c.beta2, v, hn::Mul(c.a2, hn::Mul(g, g)));
   p = hn::MulAdd(c.step, hn::Div(m, hn::Add(divide_by_s2(c, hn::Sqrt(v)), c.eps)), p);
-  p = canonical_vector(d, p);
-  m = canonical_vector(d, m);
-  v = canonical_vector(d, v);
+  // A NaN in m or v has reached p, so one test finds all.
+  if (HWY_UNLIKELY(!hn::AllFalse(d, hn::IsNaN(p)))) {
+    p = canonical_vector(d, p);
+    m = canonical_vector(d, m);
+    v = canonical_vector(d, v);
+  }
 }
 
 }  // namespace HWY_NAMESPACE

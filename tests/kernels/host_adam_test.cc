@@ -102,6 +102,7 @@ AdamWArguments adamw_at_step(std::uint64_t step, double lr, double beta2) {
 // The step as host_adam.h tells it, one element at a time.
 void reference_step(const HostAdamArguments& a) {
   const std::size_t count = a.update.count;
+  if (count == 0) return;
   std::vector<float> m(count), v(count);
   if (a.moments.format == MomentFormat::kFloat32) {
     std::memcpy(m.data(), a.moments.m, count * sizeof(float));
@@ -202,7 +203,8 @@ TEST_F(HostAdam, GivesTheDefinitionsBitsOnAnyNumberOfThreadsAndInstructionSet) {
                 2 * 65536 + random_() % 1500}) {
             // The large ones are slow: one in five.
             if (++combination % 5 != 0 && count > 65536) continue;
-            const std::size_t offset = random_() % 17;
+            // With 6 most parameters begin where vectors are aligned, with others few.
+            const std::size_t offset = random_() % 2 == 0 ? 6 : random_() % 17;
             Array gradient(gradient_type, count, offset);
             fill_hard(gradient, gradient_type, random_);
             const std::vector<float> m = values(count, true, false), v = values(count, true, true);
