@@ -126,6 +126,24 @@ TEST_F(StagingBuffersTest, ServeWhoWaitsLongestBeforeWhoComesLater) {
   EXPECT_GT(buffers_->statistics().wait_ns, 0u);
 }
 
+TEST_F(StagingBuffersTest, AreNotTakenFromUnderWhoWaits) {
+  std::vector<StagingBuffer> taken;
+  for (std::size_t i = 0; i < kCount; ++i) taken.push_back(buffers_->try_take().value());
+  std::atomic<bool> over{false};
+  std::thread waiting([&] {
+    const StagingBuffer buffer = buffers_->take(kSoon).value();
+    while (!over) std::this_thread::yield();
+  });
+  wait_until_waiting(1);
+
+  taken.pop_back();
+
+  // It is for the one who waits, who may not have run yet.
+  EXPECT_FALSE(buffers_->try_take().has_value());
+  over = true;
+  waiting.join();
+}
+
 TEST_F(StagingBuffersTest, ServeManyThreadsEachWithABufferOfItsOwn) {
   std::vector<std::thread> threads;
   std::atomic<int> mixed{0};
