@@ -614,6 +614,11 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
                       ": it is not a power of two up to the chunk size " + std::to_string(chunk_bytes_) +
                       "; ask for less, or for larger chunks (ArenaOptions::chunk_bytes)");
   }
+  if (request.region != Region::kPersistent && request.region != Region::kTransient) {
+    return Status(StatusCode::kInvalidArgument, "cannot allocate in region " +
+                                                    std::to_string(static_cast<int>(request.region)) +
+                                                    ": there are kPersistent and kTransient");
+  }
   Placement placement;
   placement.asked_bytes = request.bytes;
   placement.alignment = std::max(request.alignment, kBlockGranule);
@@ -849,12 +854,19 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
                       "; choose a power of two that is one");
   }
   const std::size_t limit_bytes = options.limit_bytes == 0 ? capabilities.memory_bytes : options.limit_bytes;
+  if (limit_bytes < chunk_bytes) {
+    return Status(StatusCode::kInvalidArgument, "cannot make an arena of at most " +
+                                                    format_bytes(limit_bytes) + " on " + capabilities.name +
+                                                    ": memory is taken in chunks of " +
+                                                    format_bytes(chunk_bytes) + "; raise limit_bytes");
+  }
   // A smaller address range than the default still holds everything until it fragments, so where addresses
   // are scarce (a limit on virtual memory, a sanitizer) the default halves, down to what the limit needs.
   const bool chosen = options.reserve_bytes != 0;
   std::size_t reserve_bytes =
       chosen ? options.reserve_bytes
-             : std::min(saturating_multiply(std::max(limit_bytes, 4 * chunk_bytes), internal::kReserveFactor),
+             : std::min(saturating_multiply(std::max(limit_bytes, saturating_multiply(chunk_bytes, 4)),
+                                            internal::kReserveFactor),
                         internal::kReserveBytesMax);
   if (reserve_bytes > SIZE_MAX - chunk_bytes) {
     return Status(StatusCode::kInvalidArgument, "cannot reserve " + format_bytes(reserve_bytes) +
@@ -863,8 +875,8 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
   reserve_bytes = round_up(reserve_bytes, chunk_bytes);
   Result<DevicePtr> base = backend.reserve(reserve_bytes, chunk_bytes);
   while (!base.ok() && !chosen &&
-         reserve_bytes / 2 >=
-             std::max(std::min(limit_bytes, internal::kReserveBytesMax / 256), 4 * chunk_bytes)) {
+         reserve_bytes / 2 >= std::max(std::min(limit_bytes, internal::kReserveBytesMax / 256),
+                                       saturating_multiply(chunk_bytes, 4))) {
     reserve_bytes = round_up(reserve_bytes / 2, chunk_bytes);
     base = backend.reserve(reserve_bytes, chunk_bytes);
   }

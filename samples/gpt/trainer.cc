@@ -20,6 +20,7 @@
 #include "engine_model.h"
 #include "forebay/communicator.h"
 #include "forebay/cuda_backend.h"
+#include "forebay/cuda_devices.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
@@ -329,6 +330,23 @@ class Trainer {
   EngineModel model_;
 };
 
+// Ranks that are threads hand each other device memory, which takes GPUs that reach each other's.
+void check_peers_among(int count) {
+  const CudaSystem system = value_or_throw(read_cuda_system());
+  for (const CudaDevice& device : system.devices) {
+    for (int other = 0; other < count; ++other) {
+      if (device.ordinal >= count || other == device.ordinal) continue;
+      const std::vector<int>& peers = device.peer_ordinals;
+      if (std::find(peers.begin(), peers.end(), other) != peers.end()) continue;
+      throw Error(StatusCode::kUnsupported,
+                  "cuda:" + std::to_string(other) +
+                      " cannot reach the memory of cuda:" + std::to_string(device.ordinal) +
+                      ", which ranks on both need; put all on one (--device cuda:0), or name those that do "
+                      "reach each other in CUDA_VISIBLE_DEVICES (forebay devices lists peers)");
+    }
+  }
+}
+
 // The GPU of a rank: the one that was named, or they take them in turn.
 int choose_ordinal(const DeviceChoice& choice, const RankPlace& place) {
   const int count = value_or_throw(CudaBackend::device_count());
@@ -338,7 +356,9 @@ int choose_ordinal(const DeviceChoice& choice, const RankPlace& place) {
         "there is a CUDA driver and no GPU that it shows; unset CUDA_VISIBLE_DEVICES, or use --device "
         "host");
   }
-  return choice.ordinal.value_or(place.rank % count);
+  if (choice.ordinal) return *choice.ordinal;
+  if (const int used = std::min(count, place.size); used > 1) check_peers_among(used);
+  return place.rank % count;
 }
 
 void open_device(const TrainerOptions& options, Rank& rank) {

@@ -140,6 +140,19 @@ TEST_F(ArenaTest, AlignsBlocksUpToAChunk) {
   EXPECT_EQ(arena_->allocate({.bytes = 1, .alignment = 768}).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->allocate({.bytes = 1, .alignment = 0}).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->allocate({.bytes = 1, .tag = 9}).status().code(), StatusCode::kInvalidArgument);
+  for (const int region : {2, 3, 77}) {
+    EXPECT_EQ(arena_->allocate({.bytes = 1, .region = static_cast<Region>(region)}).status().code(),
+              StatusCode::kInvalidArgument);
+  }
+}
+
+TEST_F(ArenaTest, RefusesSizesThatMakeNoSense) {
+  make(kChunk);
+  for (int shift = 58; shift < 64; ++shift) {
+    EXPECT_FALSE(Arena::create(*backend_, {.chunk_bytes = std::size_t{1} << shift}).ok()) << shift;
+  }
+  EXPECT_EQ(Arena::create(*backend_, {.limit_bytes = kChunk - 1}).status().code(),
+            StatusCode::kInvalidArgument);
 }
 
 TEST_F(ArenaTest, RefusesWhatIsNotTheStartOfALiveBlock) {

@@ -56,7 +56,7 @@ struct AllocationRequest {
   std::size_t alignment = kBlockGranule;  // A power of two, at most chunk_bytes.
   Region region = Region::kTransient;
   Tag tag = 0;
-  Stream stream;  // The stream that uses the block first. Null: the host only.
+  Stream stream{};  // The stream that uses the block first. Null: the host only.
   // The block gets one chunk of its own, mapped once: for what is registered with a network card or exported
   // to another process. Rounded to chunk_bytes of physical memory.
   bool fixed = false;

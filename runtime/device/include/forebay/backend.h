@@ -1,7 +1,8 @@
 // Backend: the one seam between forebay and a device. About thirty functions in the terms of the CUDA driver
-// API, implemented by `host` (host_backend.h: ordinary memory, worker-thread streams) and meant for `cuda`
-// and for a model that touches no bytes, which are still to come. Nothing above this header knows which one
-// it runs on, and one conformance suite (tests/device/backend_conformance.h) is the judge of all.
+// API, implemented by `host` (host_backend.h: ordinary memory, worker-thread streams), `cuda`
+// (cuda_backend.h: the driver API) and `model` (model_backend.h: touches no bytes). Nothing above this header
+// knows which one it runs on, and one conformance suite (tests/device/backend_conformance.h) is the judge of
+// all.
 //
 // The contract, once for all implementations:
 //

@@ -51,10 +51,10 @@ struct HostBackendOptions {
   std::size_t queue_limit = 4096;       // Operations queued on one stream before queueing waits.
   HostClock* clock = nullptr;           // Not owned. Null: a real-time clock of its own.
   bool poison = true;                   // Fill chunks with 0xCB when they are created, so stale reads show.
-  std::vector<HostFault> faults;        // Applied in addition to add_fault().
+  std::vector<HostFault> faults{};      // Applied in addition to add_fault().
   // Durations (added to the real work; meant for a virtual clock). 0 or an empty function: none.
   double copy_bytes_per_second = 0;
-  std::function<HostClock::Nanoseconds(const char* kernel)> kernel_duration;
+  std::function<HostClock::Nanoseconds(const char* kernel)> kernel_duration{};
 };
 
 class HostBackend : public Backend {

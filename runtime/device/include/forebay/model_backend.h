@@ -32,9 +32,9 @@ struct ModelBackendOptions {
   std::size_t memory_bytes = std::size_t{1} << 40;  // What the device holds.
   std::size_t granularity = 2u << 20;               // Bytes; a power of two of at least 512.
   ModelOrder order = ModelOrder::kAtOnce;
-  std::uint64_t seed = 1;          // Of the order in which streams advance (kSeeded, complete_any).
-  std::size_t queue_limit = 4096;  // Operations kept on one stream; queueing more runs the oldest first.
-  std::vector<HostFault> faults;   // Applied in addition to add_fault().
+  std::uint64_t seed = 1;           // Of the order in which streams advance (kSeeded, complete_any).
+  std::size_t queue_limit = 4096;   // Operations kept on one stream; queueing more runs the oldest first.
+  std::vector<HostFault> faults{};  // Applied in addition to add_fault().
 };
 
 class ModelBackend : public Backend {
