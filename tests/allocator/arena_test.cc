@@ -147,9 +147,11 @@ TEST_F(ArenaTest, AlignsBlocksUpToAChunk) {
 }
 
 TEST_F(ArenaTest, RefusesSizesThatMakeNoSense) {
-  make(kChunk);
   for (int shift = 58; shift < 64; ++shift) {
-    EXPECT_FALSE(Arena::create(*backend_, {.chunk_bytes = std::size_t{1} << shift}).ok()) << shift;
+    for (const std::size_t limit_bytes : {std::size_t{0}, SIZE_MAX}) {
+      const ArenaOptions options{.limit_bytes = limit_bytes, .chunk_bytes = std::size_t{1} << shift};
+      EXPECT_FALSE(Arena::create(*backend_, options).ok()) << shift;
+    }
   }
   EXPECT_EQ(Arena::create(*backend_, {.limit_bytes = kChunk - 1}).status().code(),
             StatusCode::kInvalidArgument);
