@@ -35,6 +35,7 @@ struct PlanArguments {
   std::int64_t host_ranks = 0;
   std::string dtype = "bf16";
   std::string accumulate = "shard";
+  std::string offload = "none";
   std::string bucket = "16MiB";
   std::string chunk = "2MiB";
   std::string memory;
@@ -149,6 +150,13 @@ Status read_options(const PlanArguments& arguments, PlanRequest* request) {
     options.accumulate = Accumulate::kLocal;
   else
     return refuse("--accumulate is '" + arguments.accumulate + "'; use shard or local");
+
+  if (arguments.offload == "none")
+    options.offload = Offload::kNone;
+  else if (arguments.offload == "optimizer")
+    options.offload = Offload::kOptimizer;
+  else
+    return refuse("--offload is '" + arguments.offload + "'; use none or optimizer");
 
   FOREBAY_RETURN_IF_ERROR(read_bytes("bucket", arguments.bucket, &options.bucket_bytes));
   FOREBAY_RETURN_IF_ERROR(read_bytes("chunk", arguments.chunk, &options.chunk_bytes));
@@ -267,6 +275,8 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   text("--dtype", a.dtype, "Of parameters and gradients: fp32, bf16 or fp16", "TYPE")->capture_default_str();
   number("--micro-steps", a.micro_steps, "Forward and backward passes of a step")->capture_default_str();
   text("--accumulate", a.accumulate, "Where micro-steps add up: shard or local", "WHERE")
+      ->capture_default_str();
+  text("--offload", a.offload, "States kept in page-locked host memory: none or optimizer", "WHAT")
       ->capture_default_str();
   text("--bucket", a.bucket, "Bytes of one bucket", "BYTES")->capture_default_str();
   text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();

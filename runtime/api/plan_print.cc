@@ -171,6 +171,7 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
   table.bytes("activations", &PlanFigures::activations);
   table.bytes("= total", &PlanFigures::total);
   table.bytes("reserved", &PlanFigures::reserved);
+  if (options.offload != Offload::kNone) table.bytes("pinned, on the host", &PlanFigures::pinned);
   table.row("\nwire per step", [](const PlanReport&) { return std::string(); });
   table.row("sent", [&](const PlanReport& report) { return cell(report.wire.sent, table.alone()); });
   table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
@@ -204,6 +205,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
             {"dtype", data_type_name(options.dtype)},
             {"micro_steps", options.micro_steps},
             {"accumulate", options.accumulate == Accumulate::kShard ? "shard" : "local"},
+            {"offload", offload_name(options.offload)},
             {"bucket_bytes", options.bucket_bytes},
             {"chunk_bytes", options.chunk_bytes},
             {"bytes_per_rank",
@@ -215,6 +217,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
               {"buckets", number_or_null(bytes.buckets)},
               {"activations", number_or_null(bytes.activations)},
               {"reserved", number_or_null(bytes.reserved)},
+              {"pinned", number_or_null(bytes.pinned)},
               {"total", number_or_null(bytes.total)},
               {"known", bytes.known()}}},
             {"wire_bytes_per_step", {{"sent", report.wire.sent}, {"received", report.wire.received}}},

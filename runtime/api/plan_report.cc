@@ -79,6 +79,18 @@ std::string states_formula(const PlanOptions& options) {
   const std::uint64_t element = element_bytes(options.dtype);
   const std::uint64_t optimizer = optimizer_width(options);
   const std::uint64_t accumulator = has_shard_accumulator(options) ? 4 : 0;
+  if (options.offload != Offload::kNone) {
+    const std::string pinned = "; pinned " + times(12 + element, options.stage == 0 ? "Psi" : "Psi/N");
+    switch (options.stage) {
+      case 0:
+      case 1:
+        return join(2 * element, accumulator) + pinned;
+      case 2:
+        return join(element, accumulator) + pinned;
+      default:
+        return join(0, element + accumulator) + pinned;
+    }
+  }
   switch (options.stage) {
     case 0:
       return join(2 * element + optimizer, accumulator);
@@ -218,6 +230,14 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   bytes.gradients = plan.bytes.gradients;
   bytes.optimizer = plan.bytes.optimizer;
   bytes.buckets = plan.bytes.buckets;
+  if (request.options.offload != Offload::kNone) {
+    bytes.pinned = plan.host_bytes.total();
+    if (model == nullptr && request.options.stage >= 2) {
+      // One unit's slices on their way to the host would be those of the whole model.
+      bytes.gradients = has_shard_accumulator(request.options) ? 4 * (plan.host_bytes.optimizer / 12) : 0;
+      report.notes.push_back("gradients on their way to the host, two units' slices, need the shape");
+    }
+  }
   report.wire = plan.wire_per_step;
   if (model != nullptr) {
     bytes.gathered = plan.bytes.gathered;
@@ -252,6 +272,11 @@ Status check_request(const PlanRequest& request) {
   if (!request.shape && (request.parameters == 0 || request.parameters > kParameterCountLimit)) {
     return refuse("parameters is " + std::to_string(request.parameters) + "; use 1 to " +
                   std::to_string(kParameterCountLimit));
+  }
+  if (options.offload != Offload::kNone && request.preset != Preset::kForebay) {
+    return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
+                                                " with --offload " + offload_name(options.offload) +
+                                                ": its formulas have nothing offloaded; use preset forebay");
   }
   // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
   const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
@@ -393,7 +418,7 @@ std::string shrink_advice(const PlanReport& report) {
   const Pool pools[] = {
       {"parameters", report.bytes.parameters, shard_at(3)},
       {"gradients", report.bytes.gradients, shard_at(2)},
-      {"optimizer", report.bytes.optimizer, shard_at(1)},
+      {"optimizer", report.bytes.optimizer, shard_at(1) + ", or --offload optimizer"},
       {"gathered", report.bytes.gathered.value_or(0),
        "use a smaller --hidden or --vocabulary, or a 2-byte --dtype"},
       {"buckets", report.bytes.buckets.value_or(0), "use a smaller --bucket"},
@@ -407,15 +432,19 @@ std::string shrink_advice(const PlanReport& report) {
 
 std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
                                 std::uint64_t ranks_here) {
-  std::uint64_t needed = 0;
-  if (__builtin_mul_overflow(report.bytes.needed(), ranks_here, &needed)) needed = ~std::uint64_t{0};
+  const auto of_all = [&](std::uint64_t bytes) {
+    std::uint64_t product = 0;
+    return __builtin_mul_overflow(bytes, ranks_here, &product) ? ~std::uint64_t{0} : product;
+  };
+  const std::uint64_t pinned = report.bytes.pinned.value_or(0);
+  const std::uint64_t needed = of_all(report.bytes.needed() + pinned);
   std::vector<Verdict> verdicts;
   for (const HostLimit& limit : limits) {
-    // Nothing of a plan without offload is page-locked; its limit is shown because offload will meet it.
+    // Nothing of a plan without offload is page-locked; its limit is shown because offload would meet it.
     verdicts.push_back({.name = limit.name,
                         .where = limit.where,
                         .limit_bytes = limit.bytes,
-                        .needed_bytes = limit.kind == HostLimit::Kind::kLocked ? 0 : needed});
+                        .needed_bytes = limit.kind == HostLimit::Kind::kLocked ? of_all(pinned) : needed});
   }
   return verdicts;
 }

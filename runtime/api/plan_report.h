@@ -48,6 +48,7 @@ struct PlanFigures {
   std::optional<std::uint64_t> buckets;
   std::optional<std::uint64_t> activations;
   std::optional<std::uint64_t> reserved;  // In whole chunks: what the device budget must hold.
+  std::optional<std::uint64_t> pinned;    // Page-locked host memory of what is offloaded.
   std::optional<std::uint64_t> total;     // None while a part that the preset counts is not known.
 
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }

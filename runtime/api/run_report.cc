@@ -54,6 +54,9 @@ void read_ranks(const Json& ranks, RunReport& run) {
     run.peak_model_states = std::max(run.peak_model_states, peak.model_states());
     run.planned_model_states = std::max(run.planned_model_states, planned.model_states());
     run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").get<std::uint64_t>());
+    run.host_bytes = std::max(run.host_bytes, rank.value("host_bytes", std::uint64_t{0}));
+    run.planned_host_bytes =
+        std::max(run.planned_host_bytes, rank.value("planned_host_bytes", std::uint64_t{0}));
     run.sent_bytes_per_step =
         std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").get<std::uint64_t>());
     run.received_bytes_per_step =
@@ -72,6 +75,7 @@ RunReport read_run(const std::string& path, const Json& json) {
   run.first_step = json.value("first_step", 0);
   run.micro_steps = json.value("micro_steps", 1);
   run.accumulate = json.value("accumulate", "shard");
+  run.offload = json.value("offload", "none");
   for (const Json& loss : json.at("loss")) {
     // JSON has no NaN.
     run.losses.push_back(loss.is_null() ? std::numeric_limits<double>::quiet_NaN() : loss.get<double>());
@@ -132,14 +136,21 @@ void print_rows(std::ostream& out, const std::vector<Row>& rows) {
 }
 
 std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
+  const bool any_offloads =
+      std::any_of(runs.begin(), runs.end(), [](const RunReport& run) { return run.offload != "none"; });
   std::vector<Row> rows = {{"stage", "states measured", "planned", "formula", "gathered", "buckets",
                             "wire / theory", "tokens/s", "final loss", "digest"}};
+  if (any_offloads) rows.front().insert(rows.front().begin() + 4, {"offload", "host measured", "planned"});
   for (const RunReport& run : runs) {
     rows.push_back({std::to_string(run.stage), grouped(run.peak_model_states),
                     grouped(run.planned_model_states), grouped(model_state_formula_bytes(run)),
                     grouped(run.peak.gathered), grouped(run.peak.buckets), wire_cell(run),
                     grouped(run.tokens_per_second), run.losses.empty() ? "-" : fixed(run.losses.back(), 6),
                     run.digest.substr(0, 12)});
+    if (any_offloads) {
+      rows.back().insert(rows.back().begin() + 4,
+                         {run.offload, grouped(run.host_bytes), grouped(run.planned_host_bytes)});
+    }
   }
   return rows;
 }
@@ -204,7 +215,9 @@ double model_state_formula_bytes(const RunReport& run) {
   const double parameters = element * (run.stage >= 3 ? shard : psi);
   double gradients = element * (run.stage >= 2 ? shard : psi);
   // The fp32 accumulator of a shard stands beside whole gradients, and in the place of a gradient shard.
+  if (run.offload != "none" && run.stage >= 2) gradients = 0;
   if (shard_accumulator) gradients = run.stage >= 2 ? 4 * shard : gradients + 4 * shard;
+  if (run.offload != "none") return parameters + gradients;
   return parameters + gradients + optimizer * (run.stage >= 1 ? shard : psi);
 }
 
@@ -273,25 +286,28 @@ void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
 void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
   Json json;
   for (const RunReport& run : runs) {
-    json["runs"].push_back({{"file", run.name},
-                            {"world_size", run.world_size},
-                            {"stage", run.stage},
-                            {"dtype", run.dtype},
-                            {"parameters", run.parameters},
-                            {"steps", run.steps},
-                            {"model_state_bytes",
-                             {{"measured", run.peak_model_states},
-                              {"planned", run.planned_model_states},
-                              {"formula", model_state_formula_bytes(run)}}},
-                            {"gathered_bytes", run.peak.gathered},
-                            {"bucket_bytes", run.peak.buckets},
-                            {"wire_bytes_per_step",
-                             {{"sent", run.sent_bytes_per_step},
-                              {"received", run.received_bytes_per_step},
-                              {"theory", wire_formula_bytes(run)}}},
-                            {"tokens_per_second", run.tokens_per_second},
-                            {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
-                            {"digest", run.digest}});
+    json["runs"].push_back(
+        {{"file", run.name},
+         {"world_size", run.world_size},
+         {"stage", run.stage},
+         {"dtype", run.dtype},
+         {"parameters", run.parameters},
+         {"steps", run.steps},
+         {"model_state_bytes",
+          {{"measured", run.peak_model_states},
+           {"planned", run.planned_model_states},
+           {"formula", model_state_formula_bytes(run)}}},
+         {"offload", run.offload},
+         {"host_bytes", {{"measured", run.host_bytes}, {"planned", run.planned_host_bytes}}},
+         {"gathered_bytes", run.peak.gathered},
+         {"bucket_bytes", run.peak.buckets},
+         {"wire_bytes_per_step",
+          {{"sent", run.sent_bytes_per_step},
+           {"received", run.received_bytes_per_step},
+           {"theory", wire_formula_bytes(run)}}},
+         {"tokens_per_second", run.tokens_per_second},
+         {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
+         {"digest", run.digest}});
   }
   const Comparison comparison = compare_runs(runs);
   json["comparable"] = comparison.comparable;

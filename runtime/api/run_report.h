@@ -25,6 +25,7 @@ struct RunReport {
   int first_step = 0;  // Steps done before this run: 0 unless it was resumed.
   int micro_steps = 1;
   std::string accumulate = "shard";
+  std::string offload = "none";
   std::vector<double> losses;                     // NaN where it was not finite.
   std::vector<std::optional<double>> grad_norms;  // None where the step was skipped.
   std::string digest;
@@ -34,11 +35,14 @@ struct RunReport {
   std::uint64_t peak_model_states = 0;  // The largest sum on one rank, not the sum of the largest.
   std::uint64_t planned_model_states = 0;
   std::uint64_t reserved_bytes = 0;
+  std::uint64_t host_bytes = 0;  // Page-locked for an offloaded optimizer.
+  std::uint64_t planned_host_bytes = 0;
   std::uint64_t sent_bytes_per_step = 0;
   std::uint64_t received_bytes_per_step = 0;
 };
 
-// Model-state bytes per rank by the formulas (ARCHITECTURE.md, "The memory contract").
+// Model-state bytes per rank on the device by the formulas (ARCHITECTURE.md, "The memory contract"). With the
+// optimizer offloaded, what is on its way to the host is bounded and left out.
 double model_state_formula_bytes(const RunReport& run);
 
 // Bytes sent per rank and step by theory: exact at stages 0 to 2, at stage 3 the most there can be.

@@ -27,17 +27,23 @@ Engine::Impl::~Impl() {
   for (const Unit& u : units) {
     if (u.released.handle != nullptr) note(backend.event_synchronize(u.released));
   }
+  if (tier_stream.handle != nullptr) {
+    note(backend.stream_synchronize(tier_stream));
+    note(backend.stream_destroy(tier_stream));
+  }
   if (engine_stream.handle != nullptr) {
     note(backend.stream_synchronize(engine_stream));
     if (arena != nullptr) note(arena->stream_retire(engine_stream));
     note(backend.stream_destroy(engine_stream));
   }
   for (const Unit& u : units) {
-    for (const Event event : {u.released, u.parameters_ready}) {
+    for (const Event event : {u.released, u.parameters_ready, u.left, u.updated}) {
       if (event.handle != nullptr) note(backend.event_destroy(event));
     }
   }
-  if (step_decided.handle != nullptr) note(backend.event_destroy(step_decided));
+  for (const Event event : {step_decided, tier_done}) {
+    if (event.handle != nullptr) note(backend.event_destroy(event));
+  }
   for (const std::vector<Event>* events : {&slot_ready, &gradient_ready}) {
     for (const Event event : *events) note(backend.event_destroy(event));
   }
@@ -241,6 +247,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     const Event ready = slot == SlotAssignment::kNone ? impl.gradient_ready[static_cast<std::size_t>(owner)]
                                                       : impl.slot_ready[static_cast<std::size_t>(slot)];
     impl.must(impl.backend.stream_wait(stream, ready));
+    if (impl.offloads()) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
   }
   impl.lease_alive = true;
   impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);
@@ -279,12 +286,16 @@ EngineStatistics Engine::statistics() {
   EngineStatistics result;
   result.planned = impl.plan.bytes;
   result.planned_reserved_bytes = impl.plan.reserved_bytes;
+  result.planned_host_bytes = impl.plan.host_bytes.total();
   result.planned_wire_per_step = impl.plan.wire_per_step;
   result.attempted_steps = impl.attempted_steps;
   result.applied_steps = impl.applied_steps;
   result.gather_count = impl.gather_count;
   if (impl.arena == nullptr) return result;
-  if (impl.phase != Impl::Phase::kFailed) impl.must(impl.backend.stream_synchronize(impl.engine_stream));
+  if (impl.phase != Impl::Phase::kFailed) {
+    impl.must(impl.backend.stream_synchronize(impl.engine_stream));
+    if (impl.offloads()) impl.must(impl.backend.stream_synchronize(impl.tier_stream));
+  }
   const Traffic traffic = impl.communicator.traffic();
   result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,
                     traffic.received_bytes - impl.other_traffic.received_bytes};
@@ -299,6 +310,7 @@ EngineStatistics Engine::statistics() {
   result.peak.buckets = peak(Pool::kBuckets);
   result.peak.activations = peak(Pool::kActivations);
   result.peak_reserved_bytes = impl.arena->statistics().peak_reserved_bytes;
+  if (impl.offloads()) result.host_bytes = impl.pinned->block_bytes(impl.host_states);
   return result;
 }
 

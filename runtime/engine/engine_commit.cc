@@ -44,7 +44,7 @@ const char* remedy(Pool pool) {
     case Pool::kGradients:
       return "--stage 2 shards it, more ranks divide it, --micro-steps 1 needs no accumulator";
     case Pool::kOptimizer:
-      return "--stage 1 or more shards it, more ranks divide it";
+      return "--offload optimizer keeps it on the host, --stage 1 or more shards it, more ranks divide it";
     case Pool::kGathered:
       return "smaller units (narrower layers) make it smaller";
     case Pool::kBuckets:
@@ -112,6 +112,7 @@ PlanOptions Engine::Impl::plan_options() const {
   result.accumulate = options.accumulate;
   result.bucket_bytes = options.bucket_bytes;
   result.chunk_bytes = backend.capabilities().granularity;
+  result.offload = options.offload;
   return result;
 }
 
@@ -288,6 +289,25 @@ void Engine::Impl::allocate() {
   }
 }
 
+// One page-locked block for all states on the host.
+void Engine::Impl::place_offloaded() {
+  pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}));
+  const std::uint64_t bytes = plan.host_bytes.total();
+  host_states = value_or_throw(pinned->allocate(bytes));
+  std::memset(host_states, 0, bytes);
+  tier_stream = value_or_throw(backend.stream_create());
+  tier_done = value_or_throw(backend.event_create());
+  host_runner = std::make_unique<BlockRunner>(options.host_threads);
+  transit_user.fill(-1);
+  for (std::vector<HostUpdate>& updates : host_updates) {
+    updates.resize(plan.layouts.size());
+    for (std::size_t i = 0; i < updates.size(); ++i) {
+      updates[i].impl = this;
+      updates[i].unit = static_cast<int>(i);
+    }
+  }
+}
+
 void Engine::Impl::place_units() {
   const std::uint64_t size = element();
   const auto rank_index = static_cast<std::uint64_t>(rank());
@@ -297,7 +317,8 @@ void Engine::Impl::place_units() {
   // One block per pool; units take their parts in order of registration.
   std::byte* parameters = take(Pool::kParameters, plan.bytes.parameters);
   std::byte* gradients = take(Pool::kGradients, plan.bytes.gradients);
-  std::byte* optimizer = take(Pool::kOptimizer, plan.bytes.optimizer);
+  if (offloads()) place_offloaded();
+  std::byte* optimizer = offloads() ? host_states : take(Pool::kOptimizer, plan.bytes.optimizer);
   const auto part = [](std::byte*& cursor_in_pool, std::uint64_t bytes) {
     std::byte* begin = cursor_in_pool;
     cursor_in_pool += bytes;
@@ -307,6 +328,13 @@ void Engine::Impl::place_units() {
     if (slot == SlotAssignment::kNone) return nullptr;
     return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
   };
+
+  if (offloads() && stage >= 2) {
+    std::uint64_t largest_slice = 0;
+    for (const UnitLayout& place : plan.layouts)
+      largest_slice = std::max(largest_slice, place.trainable_slice(ranks()));
+    for (DevicePtr& place : transit) place = part(gradients, largest_slice * size);
+  }
 
   std::uint64_t largest_leaves = 0;
   for (int index = 0; index < unit_count(); ++index) {
@@ -335,8 +363,10 @@ void Engine::Impl::place_units() {
       u.updated_gradients = u.gradients + u.updated_begin * size;
     } else {
       u.gradients = alias(slots.gradient_slot[static_cast<std::size_t>(index)], place.trainable_count * size);
-      if (accumulates_in_fp32()) {
-        u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
+      if (accumulates_in_fp32()) u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
+      if (offloads()) {
+        u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
+      } else if (accumulates_in_fp32()) {
         u.gradient_shard = reinterpret_cast<std::byte*>(u.accumulator);
         u.gradient_type = DataType::kFloat32;
       } else {
@@ -346,9 +376,15 @@ void Engine::Impl::place_units() {
     }
 
     const std::uint64_t state_bytes = 4 * u.updated_count;
-    u.master = reinterpret_cast<float*>(has_master ? part(optimizer, state_bytes) : u.updated_parameters);
+    u.master = reinterpret_cast<float*>(has_master || offloads() ? part(optimizer, state_bytes)
+                                                                 : u.updated_parameters);
     u.m = reinterpret_cast<float*>(part(optimizer, state_bytes));
     u.v = reinterpret_cast<float*>(part(optimizer, state_bytes));
+    if (offloads()) {
+      u.host_gradients = part(optimizer, u.updated_count * size);
+      u.left = value_or_throw(backend.event_create());
+      u.updated = value_or_throw(backend.event_create());
+    }
 
     // Padding joins the segment before it: zeros stay zeros under every group's arithmetic.
     std::uint64_t end = 0;
@@ -387,7 +423,8 @@ void Engine::Impl::place_units() {
   norms = reinterpret_cast<double*>(take(Pool::kBuckets, record_bytes(units.size())));
   control = reinterpret_cast<StepControl*>(norms + units.size());
   step_decided = value_or_throw(backend.event_create());
-  pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
+  if (pinned == nullptr)
+    pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
   std::byte* const host = value_or_throw(pinned->allocate(sizeof(StepControl) + sizeof(StepState)));
   uploaded = new (host) StepControl;
   decided = new (host + sizeof(StepControl)) StepState;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/block_runner.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/pinned_pool.h"
@@ -40,9 +41,14 @@ struct Engine::Impl {
     float* accumulator = nullptr;            // K > 1 with shard: the fp32 sum over micro-steps.
     DevicePtr updated_parameters = nullptr;  // The updated range in the engine's dtype.
     DevicePtr updated_gradients = nullptr;   // The updated range of g, in gradient_type.
+    // In device memory, or on the host when the optimizer is offloaded.
     float* master = nullptr;
     float* m = nullptr;
     float* v = nullptr;
+    // Offloaded: the updated range of g on the host. A 2-byte parameter takes its place in the update.
+    std::byte* host_gradients = nullptr;
+    Event left;     // Offloaded, from stage 2: the slice has left its place in transit.
+    Event updated;  // Offloaded: the parameters after the last update are in updated_parameters.
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
     std::vector<Segment> segments;
@@ -54,6 +60,14 @@ struct Engine::Impl {
     std::vector<bool> contributed;  // By parameter: its gradient buffer holds a contribution.
     bool skipped = false;           // In the current micro-step, by this rank.
     bool used = false;              // In any micro-step of the current step, by this rank.
+  };
+
+  // What the host's update of one unit is given. Two sets, because a step may be queued while the updates of
+  // the one before still run; those of the one before that have ended.
+  struct HostUpdate {
+    Impl* impl = nullptr;
+    int unit = 0;
+    std::vector<GroupHyperparameters> groups;
   };
 
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
@@ -83,6 +97,7 @@ struct Engine::Impl {
   Status check_budget() const;
   void allocate();
   void place_units();
+  void place_offloaded();
   DevicePtr take(Pool pool, std::uint64_t bytes);
 
   // --- the step (engine_step.cc) ---
@@ -99,6 +114,10 @@ struct Engine::Impl {
   std::vector<bool> agree_on_step(const Hyperparameters& hyperparameters, StepResult& result);
   void queue_decision(double clip);
   void queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used);
+  void spill_gradients(int unit);
+  void queue_host_update(int unit, const Hyperparameters& hyperparameters);
+  void update_on_host(const HostUpdate& update);
+  AdamWArguments adamw_arguments() const;
   StepResult step(const Hyperparameters& hyperparameters);
   void end_lease(int unit, Stream stream, bool backward) noexcept;
 
@@ -131,6 +150,11 @@ struct Engine::Impl {
   const UnitLayout& layout(int index) const { return plan.layouts[static_cast<std::size_t>(index)]; }
   const UnitShape& shape(int index) const { return model.units[static_cast<std::size_t>(index)]; }
   int parameter_slot(int index) const { return slots.parameter_slot[static_cast<std::size_t>(index)]; }
+  bool offloads() const { return options.offload != Offload::kNone; }
+  bool on_host(const void* pointer) const {
+    const auto* byte = static_cast<const std::byte*>(pointer);
+    return byte >= host_states && byte < host_states + plan.host_bytes.total();
+  }
   bool accumulates_in_fp32() const {
     return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
   }
@@ -161,6 +185,15 @@ struct Engine::Impl {
   std::unique_ptr<PinnedPool> pinned;
   StepControl* uploaded = nullptr;  // In pinned memory: what the device is given for a step,
   StepState* decided = nullptr;     // and what it gave back.
+  // Offloaded optimizer: its memory, page-locked; the slices on their way to it; and the queue in which
+  // gradients go down, units are updated, and parameters come up, in this order within every step.
+  std::byte* host_states = nullptr;
+  std::array<DevicePtr, kTransitCount> transit{};
+  std::array<int, kTransitCount> transit_user{};  // The unit whose slice was there last, or -1.
+  Stream tier_stream;
+  Event tier_done;  // The last update of a step.
+  std::unique_ptr<BlockRunner> host_runner;
+  std::array<std::vector<HostUpdate>, 2> host_updates;
   DevicePtr activation_block = nullptr;
   int group_count = 0;
 

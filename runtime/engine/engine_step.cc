@@ -7,6 +7,9 @@
 #include <cstring>
 
 #include "engine_impl.h"
+#include "forebay/check.h"
+#include "forebay/conversions.h"
+#include "forebay/host_adam.h"
 #include "forebay/log.h"
 
 namespace forebay {
@@ -14,6 +17,13 @@ namespace {
 
 float fp32(double value) {
   return static_cast<float>(value);
+}
+
+void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
+  auto* half = reinterpret_cast<std::uint16_t*>(target);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(source[i]) : float_to_float16(source[i]);
+  }
 }
 
 // What must be the same on every rank, as a whole number that a double holds exactly.
@@ -50,6 +60,7 @@ void Engine::Impl::gather(int index) {
   if (!options.overlap && last_leased >= 0)
     must(backend.stream_wait(engine_stream, unit(last_leased).released));
   user = index;
+  if (offloads()) must(backend.stream_wait(engine_stream, unit(index).updated));
   const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
   const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
   all_gather_section(u.parameters, u.parameter_shard, slice);
@@ -116,6 +127,12 @@ void Engine::Impl::reduce(int index) {
       static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
   const float factor = fp32(1.0 / static_cast<double>(passes));
 
+  const bool passes_through = last && offloads() && options.stage >= 2;
+  if (passes_through) {
+    int& user = transit_user[static_cast<std::size_t>(index) % kTransitCount];
+    if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).left));
+    user = index;
+  }
   if (ranks() == 1 && options.micro_steps == 1) {
     // The sum of one rank times one is the gradient itself.
     if (u.gradient_shard != u.gradients) {
@@ -150,6 +167,21 @@ void Engine::Impl::reduce(int index) {
     must(kernels.norm(norm, engine_stream));
   }
   must(backend.event_record(ready, engine_stream));
+  if (last && offloads()) spill_gradients(index);
+}
+
+// The updated range of g goes to the host as soon as it is there. What lay in its place on the host was used,
+// and the parameters made of it have come up, before this unit's forward pass could begin.
+void Engine::Impl::spill_gradients(int index) {
+  Unit& u = unit(index);
+  const int gradient_slot = slots.gradient_slot[static_cast<std::size_t>(index)];
+  const Event ready = gradient_slot == SlotAssignment::kNone
+                          ? gradient_ready[static_cast<std::size_t>(index)]
+                          : slot_ready[static_cast<std::size_t>(gradient_slot)];
+  must(backend.stream_wait(tier_stream, ready));
+  must(backend.copy_async(u.host_gradients, u.updated_gradients,
+                          u.updated_count * element_bytes(u.gradient_type), tier_stream));
+  must(backend.event_record(u.left, tier_stream));
 }
 
 // --- the order of units ---
@@ -177,6 +209,7 @@ void Engine::Impl::pass_skipped(int index) {
   if (shape(index).backward_reads_parameters) require(index);
   if (index > 0 && shape(index - 1).backward_reads_parameters) prefetch(index - 1);
   cursor = index;
+  if (offloads()) must(backend.stream_wait(engine_stream, unit(index).left));
   complete_gradients(index, engine_stream);
   reduce(index);
 }
@@ -343,6 +376,8 @@ std::vector<bool> Engine::Impl::agree_on_step(const Hyperparameters& hyperparame
 
 // The commit point: after this gather every rank's device knows the same norm and takes the same decision.
 void Engine::Impl::queue_decision(double clip) {
+  // The updates of the last step still read what it decided.
+  if (offloads()) must(backend.stream_wait(engine_stream, tier_done));
   uploaded->state = {.attempted_steps = attempted_steps,
                      .applied_steps = applied_steps,
                      .loss_scale = loss_scale,
@@ -376,15 +411,13 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
   ControlledAdamWArguments controlled{};
   controlled.state = &control->state;
   AdamWArguments& adamw = controlled.update;
-  adamw.parameter_type = options.dtype;
-  adamw.beta1 = fp32(options.beta1);
-  adamw.beta2 = fp32(options.beta2);
-  adamw.eps = fp32(options.epsilon);
-  adamw.a1 = fp32(1.0 - options.beta1);
-  adamw.a2 = fp32(1.0 - options.beta2);
+  adamw = adamw_arguments();
+  if (offloads()) must(backend.stream_wait(tier_stream, step_decided));
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
-    if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
+    if (offloads()) {
+      if (used[static_cast<std::size_t>(index)]) queue_host_update(index, hyperparameters);
+    } else if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
       adamw.gradient_type = u.gradient_type;
       for (const Segment& segment : u.segments) {
         const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
@@ -400,11 +433,76 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
         adamw.count = segment.count;
         must(kernels.adamw_controlled(controlled, engine_stream));
       }
-      if (options.stage == 1 || options.stage == 2) {
-        all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
-      }
+    }
+    if (u.updated_count > 0 && used[static_cast<std::size_t>(index)] &&
+        (options.stage == 1 || options.stage == 2)) {
+      all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
     }
     must(backend.event_record(u.parameters_ready, engine_stream));
+  }
+  if (offloads()) must(backend.event_record(tier_done, tier_stream));
+}
+
+AdamWArguments Engine::Impl::adamw_arguments() const {
+  AdamWArguments adamw{};
+  adamw.parameter_type = options.dtype;
+  adamw.beta1 = fp32(options.beta1);
+  adamw.beta2 = fp32(options.beta2);
+  adamw.eps = fp32(options.epsilon);
+  adamw.a1 = fp32(1.0 - options.beta1);
+  adamw.a2 = fp32(1.0 - options.beta2);
+  return adamw;
+}
+
+// The update on the host, and its parameters to the device. Whoever reads them waits for `updated`.
+void Engine::Impl::queue_host_update(int index, const Hyperparameters& hyperparameters) {
+  Unit& u = unit(index);
+  if (u.updated_count == 0) return;
+  HostUpdate& update = host_updates[attempted_steps % 2][static_cast<std::size_t>(index)];
+  update.groups = hyperparameters.groups;
+  must(backend.call_host(
+      tier_stream,
+      [](void* argument) {
+        const auto& given = *static_cast<const HostUpdate*>(argument);
+        given.impl->update_on_host(given);
+      },
+      &update));
+  const void* const source = options.dtype == DataType::kFloat32 ? static_cast<const void*>(u.master)
+                                                                 : static_cast<const void*>(u.host_gradients);
+  must(backend.copy_async(u.updated_parameters, source, u.updated_count * element(), tier_stream));
+  must(backend.event_record(u.updated, tier_stream));
+  // At stage 3 the next gather waits for it.
+  if (options.stage < 3) must(backend.stream_wait(engine_stream, u.updated));
+}
+
+// Runs in the order of tier_stream, after `decided` has come down; calls nothing of the Backend.
+void Engine::Impl::update_on_host(const HostUpdate& update) {
+  Unit& u = unit(update.unit);
+  const StepState& state = *decided;
+  std::byte* const parameters = options.dtype == DataType::kFloat32 ? nullptr : u.host_gradients;
+  if (state.outcome != StepOutcome::kApplied) {
+    // What goes up are the parameters as they were.
+    if (parameters != nullptr) round_parameters(options.dtype, u.master, u.updated_count, parameters);
+    return;
+  }
+  AdamWArguments adamw = adamw_arguments();
+  adamw.gradient_type = u.gradient_type;
+  adamw.factor = state.factor;
+  adamw.c1 = state.c1;
+  adamw.s2 = state.s2;
+  for (const Segment& segment : u.segments) {
+    const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
+    adamw.lr = fp32(group.lr);
+    adamw.weight_decay = fp32(group.weight_decay);
+    adamw.gradient = u.host_gradients + segment.begin * element_bytes(u.gradient_type);
+    adamw.master = u.master + segment.begin;
+    adamw.parameter = parameters == nullptr ? nullptr : parameters + segment.begin * element();
+    adamw.count = segment.count;
+    HostAdamArguments step{};
+    step.update = adamw;
+    step.moments = {MomentFormat::kFloat32, u.m + segment.begin, u.v + segment.begin, nullptr, nullptr};
+    const Status status = host_adam(step, *host_runner);
+    FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
   }
 }
 

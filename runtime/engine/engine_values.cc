@@ -45,12 +45,22 @@ std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
 
 void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t bytes) {
   if (bytes == 0) return;
+  if (offloads()) must(backend.stream_synchronize(tier_stream));
+  if (on_host(target)) {
+    std::memcpy(target, source, bytes);
+    return;
+  }
   must(backend.copy_async(target, source, bytes, engine_stream));
   must(backend.stream_synchronize(engine_stream));
 }
 
 void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t bytes) {
   if (bytes == 0) return;
+  if (offloads()) must(backend.stream_synchronize(tier_stream));
+  if (on_host(source)) {
+    std::memcpy(target, source, bytes);
+    return;
+  }
   must(backend.copy_async(target, source, bytes, engine_stream));
   must(backend.stream_synchronize(engine_stream));
 }
@@ -139,7 +149,10 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
 void Engine::Impl::publish_parameters() {
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
-    if (options.dtype != DataType::kFloat32 && u.updated_count > 0) {
+    if (offloads() && u.updated_count > 0) {
+      const std::vector<std::byte> rounded = round_to(options.dtype, {u.master, u.updated_count});
+      copy_in(u.updated_parameters, rounded.data(), rounded.size());
+    } else if (options.dtype != DataType::kFloat32 && u.updated_count > 0) {
       CastArguments cast{u.master, u.updated_parameters, u.updated_count, DataType::kFloat32, options.dtype};
       must(kernels.cast(cast, engine_stream));
     }

@@ -154,7 +154,15 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   } else {
     bytes.gradients = shard_accumulator ? 4 * slice : element * slice;
   }
-  bytes.optimizer = (has_master ? 12 : 8) * (options.stage == 0 ? trainable : slice);
+  const std::uint64_t updated = options.stage == 0 ? trainable : slice;
+  if (options.offload == Offload::kNone) {
+    bytes.optimizer = (has_master ? 12 : 8) * updated;
+  } else {
+    plan.host_bytes = {12 * updated, element * updated};
+    if (options.stage >= 2) {
+      bytes.gradients = (shard_accumulator ? 4 * slice : 0) + kTransitCount * largest_slice * element;
+    }
+  }
 
   const SlotAssignment slots = assign_slots(model, plan.layouts, options);
   plan.slot_bytes = slots.slot_bytes;
@@ -188,12 +196,22 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   return plan;
 }
 
+const char* offload_name(Offload offload) noexcept {
+  switch (offload) {
+    case Offload::kNone:
+      return "none";
+    case Offload::kOptimizer:
+      return "optimizer";
+  }
+  return "unknown";
+}
+
 std::string Plan::fingerprint_text() const {
   std::ostringstream text;
   text << "stage " << options.stage << "\nranks " << options.ranks << "\ndtype "
        << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
-       << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\nbucket-columns "
-       << bucket_columns << "\n";
+       << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\noffload "
+       << offload_name(options.offload) << "\nbucket-columns " << bucket_columns << "\n";
   for (std::size_t unit = 0; unit < layouts.size(); ++unit) {
     text << "unit-" << unit;
     for (const UnitLayout::Place& place : layouts[unit].places) {

@@ -14,6 +14,9 @@ struct StepControl {
   BiasCorrection correction;
 };
 
+// Gradient slices of an offloaded optimizer that are on their way to the host at a time.
+inline constexpr std::uint64_t kTransitCount = 2;
+
 // Staging for the decision: the norms of all ranks and units, and as much scratch.
 inline std::uint64_t decision_bytes(int ranks, std::uint64_t units) {
   return 2 * static_cast<std::uint64_t>(ranks) * units * sizeof(double);

@@ -28,12 +28,16 @@ const std::map<std::string, DataType> kTypes = {
 const std::map<std::string, Accumulate> kAccumulates = {{"shard", Accumulate::kShard},
                                                         {"local", Accumulate::kLocal}};
 
+const std::map<std::string, Offload> kOffloads = {{"none", Offload::kNone},
+                                                  {"optimizer", Offload::kOptimizer}};
+
 // The words of the command line that become other values once all is parsed.
 struct Words {
   std::string dtype = "fp32";
   std::string accumulate = "shard";
   std::string device = "host";
   std::string bucket = "16MiB";
+  std::string offload = "none";
   std::string memory = "0";
   bool no_overlap = false;
 };
@@ -87,6 +91,12 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
                  "local on cuda]")
       ->group(group);
   app.add_option("--bucket", words.bucket, "Bytes of one send buffer, all ranks' slices")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         "--offload", words.offload,
+         "none, or optimizer: master weights, m and v in page-locked host memory, updated there; same "
+         "bits, 12 bytes per parameter and rank's share less on the device")
       ->capture_default_str()
       ->group(group);
   app.add_flag("--no-overlap", words.no_overlap,
@@ -200,6 +210,7 @@ DeviceChoice device_of(const std::string& text) {
 void apply(const Words& words, TrainerOptions& o) {
   o.dtype = word_of("--dtype", words.dtype, kTypes);
   o.accumulate = word_of("--accumulate", words.accumulate, kAccumulates);
+  o.offload = word_of("--offload", words.offload, kOffloads);
   o.device = device_of(words.device);
   o.bucket_bytes = bytes_of("--bucket", words.bucket);
   o.memory_bytes = bytes_of("--memory", words.memory);

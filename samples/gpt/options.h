@@ -49,6 +49,7 @@ struct TrainerOptions {
   std::vector<std::string> text;  // Empty: default_text_files().
 
   std::uint64_t bucket_bytes = 16u << 20;
+  Offload offload = Offload::kNone;
   bool overlap = true;
   std::uint64_t memory_bytes = 0;
 

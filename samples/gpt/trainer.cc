@@ -50,13 +50,15 @@ struct RankPlace {
   int local_size = 1;  // Ranks that share this host's cores.
 };
 
-EngineOptions engine_options(const TrainerOptions& o, const Text& text) {
+EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads) {
   EngineOptions engine;
   engine.stage = o.stage;
   engine.dtype = o.dtype;
   engine.micro_steps = o.micro_steps;
   engine.accumulate = o.accumulate;
   engine.bucket_bytes = o.bucket_bytes;
+  engine.offload = o.offload;
+  engine.host_threads = threads;
   engine.overlap = o.overlap;
   engine.memory_bytes = o.memory_bytes;
   engine.beta1 = o.beta1;
@@ -147,7 +149,7 @@ class Trainer {
         operations_(make_operations(options, rank, compute_.stream())),
         gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype}, *operations_),
         feed_(*rank.backend, gpt_.row_count()),
-        engine_(*rank.backend, *rank.kernels, communicator_, engine_options(options, text_)),
+        engine_(*rank.backend, *rank.kernels, communicator_, engine_options(options, text_, rank.threads)),
         model_(engine_, gpt_, units_, compute_) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
@@ -274,6 +276,8 @@ class Trainer {
     mine.planned_bytes = statistics.planned;
     mine.reserved_bytes = statistics.peak_reserved_bytes;
     mine.planned_reserved_bytes = statistics.planned_reserved_bytes;
+    mine.host_bytes = statistics.host_bytes;
+    mine.planned_host_bytes = statistics.planned_host_bytes;
     mine.sent_bytes_per_step = static_cast<double>(statistics.traffic.sent) / steps;
     mine.received_bytes_per_step = static_cast<double>(statistics.traffic.received) / steps;
     mine.planned_sent_bytes_per_step = statistics.planned_wire_per_step.sent;
@@ -289,6 +293,7 @@ class Trainer {
     report.dtype = options_.dtype;
     report.micro_steps = options_.micro_steps;
     report.accumulate = options_.accumulate;
+    report.offload = options_.offload;
     report.communicator = communicator_.name();
     report.device = rank_.on_gpu() ? rank_.backend->capabilities().name : "host";
     report.matmul = operations_->matmul();

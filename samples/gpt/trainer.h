@@ -17,6 +17,8 @@ struct RankReport {
   PoolBytes planned_bytes;
   std::uint64_t reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
+  std::uint64_t host_bytes = 0;  // Page-locked for an offloaded optimizer.
+  std::uint64_t planned_host_bytes = 0;
   double sent_bytes_per_step = 0;
   double received_bytes_per_step = 0;
   std::uint64_t planned_sent_bytes_per_step = 0;
@@ -30,6 +32,7 @@ struct TrainingReport {
   DataType dtype = DataType::kFloat32;
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
+  Offload offload = Offload::kNone;
   std::string device;  // Rank 0's: "host", or "cuda:0 NVIDIA H200".
   std::string communicator;
   std::string matmul;

@@ -469,5 +469,34 @@ TEST(MakePlanReport, RefusesBadOptionsForEveryPreset) {
   }
 }
 
+TEST(PlanReport, CountsWhatIsOffloadedOnTheHost) {
+  for (int stage = 0; stage < 4; ++stage) {
+    Case c{Preset::kForebay, 7'500'000'000, 64, stage};
+    PlanRequest request = request_of(c);
+    request.options.offload = Offload::kOptimizer;
+    const Result<PlanReport> made = make_plan_report(request);
+    ASSERT_TRUE(made.ok()) << made.status().to_string();
+    const PlanFigures& bytes = made.value().bytes;
+    EXPECT_EQ(bytes.optimizer, 0u);
+    const double per_rank = stage == 0 ? 7.5e9 : 7.5e9 / 64;
+    EXPECT_NEAR(static_cast<double>(bytes.pinned.value()), 14 * per_rank, 1e-5 * 14 * per_rank) << stage;
+    const PlanFigures kept = report_of(c).bytes;
+    EXPECT_EQ(kept.pinned, std::nullopt);
+    EXPECT_EQ(bytes.parameters, kept.parameters);
+    EXPECT_LT(bytes.model_states(), kept.model_states()) << stage;
+  }
+}
+
+TEST(PlanReport, PresetsWithoutOffloadRefuseIt) {
+  for (const Preset preset : {Preset::kPaper, Preset::kDeepSpeed, Preset::kMegatron}) {
+    PlanRequest request = request_of({preset, 1'000'000'000, 8, preset == Preset::kMegatron ? 1 : 2});
+    request.options.offload = Offload::kOptimizer;
+    const Result<PlanReport> made = make_plan_report(request);
+    ASSERT_FALSE(made.ok());
+    EXPECT_EQ(made.status().code(), StatusCode::kUnsupported);
+    EXPECT_NE(made.status().message().find("preset forebay"), std::string::npos) << made.status().message();
+  }
+}
+
 }  // namespace
 }  // namespace forebay

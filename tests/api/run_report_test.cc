@@ -47,6 +47,25 @@ TEST(RunReport, AccumulatorOfSeveralMicroStepsIsCounted) {
   EXPECT_EQ(wire_formula_bytes(whole), 4 * 2e6 * 3 / 4);
 }
 
+TEST(RunReport, OffloadedOptimizerStandsBesideTheDevice) {
+  RunReport whole = example(1);
+  RunReport sharded = example(2);
+  whole.offload = sharded.offload = "optimizer";
+  sharded.host_bytes = 3'501'000;
+  sharded.planned_host_bytes = 3'500'000;
+  EXPECT_EQ(model_state_formula_bytes(whole), 4e6);
+  EXPECT_EQ(model_state_formula_bytes(sharded), 2e6) << "gradients leave as they are reduced";
+  sharded.micro_steps = 2;
+  EXPECT_EQ(model_state_formula_bytes(sharded), 2e6 + 1e6) << "their sum over micro-steps stays";
+
+  std::ostringstream with, without;
+  print_report_table(with, {example(2), sharded});
+  EXPECT_NE(with.str().find("host measured"), std::string::npos) << with.str();
+  EXPECT_NE(with.str().find("3,501,000"), std::string::npos) << with.str();
+  print_report_table(without, {example(2)});
+  EXPECT_EQ(without.str().find("host"), std::string::npos) << without.str();
+}
+
 TEST(RunReport, OneBitOfLossIsADifference) {
   RunReport other = example(3);
   other.losses[1] = std::nextafter(other.losses[1], 6.0);

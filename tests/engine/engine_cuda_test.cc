@@ -93,6 +93,35 @@ TEST(EngineOnCuda, GivesTheSameBitsHoweverStreamsOvertakeEachOther) {
   }
 }
 
+TEST(EngineOnCuda, UpdatesOnTheHostWithTheSameBits) {
+  for (const int ranks : {1, 3}) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
+      for (int stage = 0; stage < 4; ++stage) {
+        ToyOptions options = options_for(stage, type, ranks);
+        options.engine.offload = Offload::kOptimizer;
+        options.engine.host_threads = 1;
+        options.engine.micro_steps = 1 + stage % 2;
+        options.steps = 5;
+        options.disturbance = [](int rank, int step) {
+          return rank == 0 && step == 2 ? std::numeric_limits<float>::infinity() : 0.0f;
+        };
+        const ToyResult expected = reference_toy(options);
+        for (const std::uint64_t seed : {0u, 1u, 2u}) {
+          fake_cuda::FakeOptions reordering = strict_gpu();
+          reordering.seed = seed;
+          FakeGpu gpu(reordering);
+          const ToyResult actual = run_toy(options, world_on(gpu));
+          const std::string what = std::to_string(ranks) + " ranks, stage " + std::to_string(stage) +
+                                   ", seed " + std::to_string(seed);
+          expect_same(actual, expected, what);
+          EXPECT_EQ(actual.statistics.peak, actual.statistics.planned) << what;
+          EXPECT_EQ(actual.statistics.peak.optimizer, 0u) << what;
+        }
+      }
+    }
+  }
+}
+
 TEST(EngineOnCuda, AllocatesNothingFromTheDriverAfterTheFirstStep) {
   for (int stage = 0; stage < 4; ++stage) {
     FakeGpu gpu;

@@ -71,6 +71,10 @@ struct EngineOptions {
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
   std::uint64_t bucket_bytes = 16u << 20;
+  // The optimizer on the host: its update runs there, unit by unit, while the next step's first units are on
+  // their way. Same bits.
+  Offload offload = Offload::kNone;
+  int host_threads = 0;            // Of the update on the host; 0: as many as the machine has. Same bits.
   bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
   std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
@@ -102,6 +106,8 @@ struct StepResult {
 struct EngineStatistics {
   PoolBytes peak;  // Live bytes, by pool.
   PoolBytes planned;
+  std::uint64_t host_bytes = 0;  // Page-locked for an offloaded optimizer.
+  std::uint64_t planned_host_bytes = 0;
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
   WireBytes planned_wire_per_step;

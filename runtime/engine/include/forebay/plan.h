@@ -25,6 +25,12 @@ enum class Accumulate : std::uint8_t {
   kLocal,  // Each rank adds locally in the gradient type; one reduction a step. Stages 0 and 1.
 };
 
+// Which states live on the host and only visit the device.
+enum class Offload : std::uint8_t {
+  kNone,
+  kOptimizer,  // fp32 master, m and v: the update runs on the host.
+};
+
 struct ParameterShape {
   std::string name;         // Logical and unique: the name in saved state.
   std::uint64_t count = 0;  // Elements.
@@ -61,12 +67,15 @@ struct PlanOptions {
   std::uint64_t bucket_bytes =
       16u << 20;  // One bucket: all N slices of a column range. Rounded to 512 columns.
   std::uint64_t chunk_bytes = 2u << 20;  // The device's mapping granularity, for reserved bytes.
+  Offload offload = Offload::kNone;
 };
 
 struct PoolBytes {
   std::uint64_t parameters = 0;  // Persistent.
-  std::uint64_t gradients = 0;   // Persistent; with K > 1 the fp32 accumulator.
-  std::uint64_t optimizer = 0;   // Persistent: master (2-byte types), m, v.
+  // Persistent; with K > 1 the fp32 accumulator. With the optimizer on the host, stages 2 and 3 keep room for
+  // two units' slices instead, which leave as they are reduced.
+  std::uint64_t gradients = 0;
+  std::uint64_t optimizer = 0;  // Persistent: master (2-byte types), m, v; nothing when offloaded.
   std::uint64_t gathered =
       0;  // Slots of gathered units and of unreduced unit gradients. Does not grow with depth.
   std::uint64_t buckets = 0;  // Communication staging. Constant, but for the few bytes of each unit's norm.
@@ -75,6 +84,17 @@ struct PoolBytes {
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }
   std::uint64_t total() const { return model_states() + gathered + buckets + activations; }
   friend bool operator==(const PoolBytes&, const PoolBytes&) = default;
+};
+
+// Page-locked host memory of an offloaded optimizer.
+struct HostBytes {
+  std::uint64_t optimizer = 0;  // fp32 master, m and v: 12 bytes for each element this rank updates.
+  // Gradients that wait for their unit's update, in the gradient type; a 2-byte parameter goes back to the
+  // device from the place of the gradient it was made of.
+  std::uint64_t gradients = 0;
+
+  std::uint64_t total() const { return optimizer + gradients; }
+  friend bool operator==(const HostBytes&, const HostBytes&) = default;
 };
 
 struct WireBytes {
@@ -110,6 +130,7 @@ struct Plan {
   std::vector<UnitLayout> layouts;
   PoolBytes bytes;                        // Live bytes per rank; every rank has the same.
   std::uint64_t reserved_bytes = 0;       // The same in whole chunks: what --memory must hold.
+  HostBytes host_bytes;                   // Per rank; every rank has the same.
   WireBytes wire_per_step;                // Payload per rank and step; every rank has the same.
   std::uint64_t bucket_columns = 0;       // Elements of one slice in one bucket.
   std::vector<std::uint64_t> slot_bytes;  // The chunks of gathered, slot by slot.
@@ -117,6 +138,8 @@ struct Plan {
   // Same text on every rank means the same plan: one "key value" line per option and per unit.
   std::string fingerprint_text() const;
 };
+
+const char* offload_name(Offload offload) noexcept;
 
 // Errors: kInvalidArgument naming the option or the unit and what it may be.
 Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options);
