@@ -523,7 +523,7 @@ double train_logistic(MomentFormat format, double beta2, std::uint64_t seed) {
 
 // A quadratic whose curvatures span four decades within each block, with noise on the gradient.
 double train_quadratic(MomentFormat format, double beta2, std::uint64_t seed) {
-  constexpr std::size_t kCount = 1024;
+  constexpr std::size_t kCount = 512;
   constexpr int kSteps = 4000;
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal;
