@@ -222,7 +222,7 @@ class MemoryStore final : public Store {
     transfer.torn = fault->torn;
   }
 
-  void perform_until(Batches::iterator last) {
+  void perform_until(const Batches::iterator& last) {
     for (auto batch = batches_.begin(); batch <= last; ++batch) {
       for (Transfer& transfer : batch->transfers) perform(*batch, transfer);
     }
@@ -289,7 +289,7 @@ class MemoryStore final : public Store {
     return {};
   }
 
-  Status spend(Batches::iterator batch) {
+  Status spend(const Batches::iterator& batch) {
     Status status = std::move(batch->status);
     if (!status.ok()) ++statistics_.failed_count;
     statistics_.transfers_in_flight -= static_cast<unsigned>(batch->transfers.size());

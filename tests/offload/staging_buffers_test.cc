@@ -3,16 +3,20 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "forebay/file_store.h"
 #include "forebay/host_backend.h"
 #include "offload/store_support.h"
+#include "support/process.h"
 
 namespace forebay {
 namespace {
@@ -163,6 +167,68 @@ TEST_F(StagingBuffersTest, ServeManyThreadsEachWithABufferOfItsOwn) {
   EXPECT_EQ(buffers_->statistics().taken_count, 0u);
   EXPECT_EQ(buffers_->statistics().take_count, 1200u);
   EXPECT_LE(buffers_->statistics().most_taken_count, kCount);
+}
+
+// The way down and up again: device, staging buffer, file, with two pieces under way at any time.
+TEST_F(StagingBuffersTest, CarryBytesBetweenADeviceAndAFile) {
+  const testing::TemporaryDirectory directory;
+  FileStoreOptions options;
+  options.directories = {directory.path()};
+  options.granule_bytes = kPage;
+  options.block_bytes = 2 * kPage;
+  auto store = make_file_store(options).value();
+  ASSERT_TRUE(store->register_memory(buffers_->memory().data(), buffers_->memory().size()).ok());
+  constexpr std::size_t kAll = 7 * kBytes + 123;
+  const StoreRange range = store->create_range("spilled", kAll).value();
+  const Stream stream = backend_->stream_create().value();
+  auto* const device = static_cast<std::byte*>(backend_->alloc(kAll).value());
+  testing::Memory host(kAll);
+  testing::fill_pattern(host.bytes(), 1);
+  ASSERT_TRUE(backend_->copy_async(device, host.data(), kAll, stream).ok());
+
+  struct Piece {
+    StagingBuffer buffer;
+    StoreTicket ticket;
+    std::size_t offset = 0;
+    std::size_t bytes = 0;
+  };
+  const auto move = [&](StoreDirection direction) {
+    std::deque<Piece> under_way;
+    const auto finish = [&] {
+      Piece& piece = under_way.front();
+      ASSERT_TRUE(store->wait(piece.ticket, kSoon).ok());
+      if (direction == StoreDirection::kRead) {
+        ASSERT_TRUE(
+            backend_->copy_async(device + piece.offset, piece.buffer.data(), piece.bytes, stream).ok());
+        ASSERT_TRUE(backend_->stream_synchronize(stream).ok());
+      }
+      under_way.pop_front();
+    };
+    for (std::size_t offset = 0; offset < kAll; offset += kBytes) {
+      if (under_way.size() == 2) finish();
+      Piece piece{buffers_->try_take().value(), {}, offset, std::min(kBytes, kAll - offset)};
+      if (direction == StoreDirection::kWrite) {
+        ASSERT_TRUE(backend_->copy_async(piece.buffer.data(), device + offset, piece.bytes, stream).ok());
+        ASSERT_TRUE(backend_->stream_synchronize(stream).ok());
+      }
+      const StoreTransfer transfer{direction, range, offset, piece.buffer.data(), piece.bytes};
+      piece.ticket = store->submit({&transfer, 1}).value();
+      under_way.push_back(std::move(piece));
+    }
+    while (!under_way.empty()) finish();
+  };
+  move(StoreDirection::kWrite);
+  ASSERT_TRUE(backend_->fill_async(device, 0, kAll, stream).ok());
+  move(StoreDirection::kRead);
+
+  testing::Memory back(kAll);
+  ASSERT_TRUE(backend_->copy_async(back.data(), device, kAll, stream).ok());
+  ASSERT_TRUE(backend_->stream_synchronize(stream).ok());
+  EXPECT_TRUE(testing::equal(host.bytes(), back.bytes()));
+  EXPECT_EQ(buffers_->statistics().taken_count, 0u);
+  EXPECT_LE(buffers_->statistics().most_taken_count, 2u);
+  ASSERT_TRUE(backend_->free(device).ok());
+  ASSERT_TRUE(backend_->stream_destroy(stream).ok());
 }
 
 TEST_F(StagingBuffersTest, AreRefusedWhereTheyCannotBe) {
