@@ -153,8 +153,9 @@ class MemoryStore final : public Store {
         end = batch->end;
       }
       if (end > now) {
-        const bool late = end - now > deadline;
-        options_.clock->sleep(late ? Nanoseconds(deadline) : end - now);
+        // Compared in milliseconds: the longest deadline is none in nanoseconds.
+        const bool late = std::chrono::ceil<std::chrono::milliseconds>(end - now) > deadline;
+        options_.clock->sleep(late ? std::max(Nanoseconds(0), Nanoseconds(deadline)) : end - now);
         if (late) return internal::wait_timed_out(deadline.count());
       }
     }
