@@ -165,6 +165,18 @@ int run(int argc, char** argv) {
     }
     std::printf("\n");
   }
+  std::printf("ratios of all rounds:\n");
+  for (const Candidate& candidate : candidates) {
+    std::printf("%-22s", candidate.name.c_str());
+    for (const bool write : {true, false}) {
+      const auto rounds_of = [&](std::size_t i) {
+        return candidates[0].seconds[write][i] / candidate.seconds[write][i];
+      };
+      for (std::size_t i = 0; i < rounds; ++i)
+        std::printf(" %s%.2f", i == 0 ? (write ? "write " : "read ") : "", rounds_of(i));
+    }
+    std::printf("\n");
+  }
   ::munmap(mapped, bytes + (2 << 20));
   return 0;
 }
