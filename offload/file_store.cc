@@ -453,12 +453,17 @@ class FileStore final : public Store {
 
   // --- issuing and reaping: at most one thread each, without the lock over what takes time -----
 
-  // Hands to the engine what there is room for. Returns at once when another thread does.
+  // Hands to the engine what there is room for, at most `depth` operations: others may make room as fast as
+  // this thread fills it, and it has a caller to return to. Returns at once when another thread does.
   void issue(std::unique_lock<std::mutex>& lock) {
     if (issuing_) return;
     issuing_ = true;
     bool failed = false;
-    while (Operation* operation = next_operation()) {
+    unsigned left = options_.depth;
+    while (left > 0) {
+      Operation* operation = next_operation();
+      if (operation == nullptr) break;
+      --left;
       lock.unlock();
       const int error = start(*operation);
       lock.lock();
@@ -475,7 +480,8 @@ class FileStore final : public Store {
       }
     }
     issuing_ = false;
-    if (failed && waiting_ > 0) changed_.notify_all();
+    // With nothing left, those who made room meanwhile found this thread at it and have to go on themselves.
+    if ((failed || left == 0) && waiting_ > 0) changed_.notify_all();
   }
 
   int start(Operation& operation) {

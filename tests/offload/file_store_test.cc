@@ -15,6 +15,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,9 @@ struct Fault {
   std::int32_t lost = 0;   // Bytes it comes back short by; INT32_MAX: all.
 };
 
+// Operations that this thread has handed to an engine.
+thread_local std::uint64_t submitted_here = 0;
+
 // The n-th operation meets a fault; the rest go to the engine inside.
 class FaultyEngine final : public IoEngine {
  public:
@@ -63,6 +67,7 @@ class FaultyEngine final : public IoEngine {
   ~FaultyEngine() override { EXPECT_EQ(in_flight_, 0) << "the store ended before its drive was done"; }
 
   int submit(const IoRequest& request) override {
+    ++submitted_here;
     const int error = submit_faulty(request);
     in_flight_ += error == 0;
     return error;
@@ -294,6 +299,28 @@ TEST_P(FileStore, EndsWhenTheDriveIsDoneWithTheMemory) {
   }
   // Most was still queued.
   EXPECT_LT(script.submitted, 20u * 32);
+}
+
+TEST_P(FileStore, SubmitHandsOverNoMoreThanTheDriveTakesAtOnce) {
+  FaultyEngine::Script script;
+  auto store = make(script);
+  const StoreRange range = store->create_range("w", 256 * kBlock).value();
+  Memory memory(256 * kBlock);
+  std::vector<StoreTicket> tickets;
+  tickets.push_back(store->write(range, 0, memory.data(), 128 * kBlock).value());
+  // Somebody who makes room all the time.
+  std::thread waiting([&, ticket = tickets[0]] { EXPECT_TRUE(store->wait(ticket, kSoon).ok()); });
+  std::uint64_t most = 0;
+
+  for (std::size_t i = 128; i < 256; i += 8) {
+    const std::uint64_t before = submitted_here;
+    tickets.push_back(store->write(range, i * kBlock, memory.data() + i * kBlock, 8 * kBlock).value());
+    most = std::max(most, submitted_here - before);
+  }
+
+  waiting.join();
+  for (std::size_t i = 1; i < tickets.size(); ++i) EXPECT_TRUE(store->wait(tickets[i], kSoon).ok());
+  EXPECT_LE(most, 2 * options_.depth);  // Once before the results are looked at, once after.
 }
 
 TEST_P(FileStore, AFailedBatchDropsItsRestAndNoOther) {
