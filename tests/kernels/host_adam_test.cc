@@ -292,6 +292,38 @@ TEST_F(HostAdam, PartsGiveTheSameBitsAsTheWhole) {
   }
 }
 
+TEST_F(HostAdam, AParameterMayTakeThePlaceOfItsGradient) {
+  const BlockRunner runner(2);
+  const std::size_t count = 65536 + 40 * kMomentBlockCount + 77;
+  for (const MomentFormat format : kFormats) {
+    for (const DataType type : kTypes) {
+      // With 6 the arrays begin where vectors are aligned, with 3 they do not.
+      for (const std::size_t offset : {std::size_t{6}, std::size_t{3}}) {
+        Array gradient(type, count, offset), master(DataType::kFloat32, count, 0);
+        fill_hard(gradient, type, random_);
+        fill_hard(master, DataType::kFloat32, random_);
+        Array apart(type, count, offset), together = gradient, together_master = master;
+        KeptMoments kept(format, count, 0), together_kept = kept;
+        HostAdamArguments a = {};
+        a.update = adamw_at_step(1, 1e-3, 0.95);
+        a.update.count = count, a.update.gradient_type = a.update.parameter_type = type;
+        a.step = 1;
+
+        a.update.gradient = gradient.data(), a.update.parameter = apart.data();
+        a.update.master = master.floats(), a.moments = kept.get();
+        ASSERT_TRUE(host_adam(a, runner).ok());
+        a.update.gradient = together.data(), a.update.parameter = together.data();
+        a.update.master = together_master.floats(), a.moments = together_kept.get();
+        ASSERT_TRUE(host_adam(a, runner).ok());
+
+        ASSERT_TRUE(same_bits("parameter", together, apart)) << moment_format_name(format);
+        ASSERT_TRUE(same_bits("master", together_master, master)) << moment_format_name(format);
+        ASSERT_TRUE(together_kept == kept) << moment_format_name(format);
+      }
+    }
+  }
+}
+
 // The worst cases that host_adam.h states, element by element.
 TEST_F(HostAdam, RoundingStaysWithinTheStatedBounds) {
   const BlockRunner runner(1);

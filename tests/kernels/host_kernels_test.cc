@@ -309,7 +309,8 @@ TEST_F(HostKernels, AdamWDividesByS2AsADivisionDoes) {
         0x1.8p-30f, 2.5f,           0.0f,     INFINITY,        NAN,  -0.5f};
     a.s2 = round < 13 ? hard[round]
                       : std::sqrt(1.0f - std::pow(0.999f, static_cast<float>(random_() % 20000 + 1)));
-    a.eps = round % 5 == 1 ? -0.0f : 0.0f;
+    // With it the definition is called, so not for the hard ones.
+    a.eps = round > 13 && round % 5 == 1 ? -0.0f : 0.0f;
     const std::uint32_t start = static_cast<std::uint32_t>(random_());
     for (std::size_t i = 0; i < count; ++i) {
       // Three quarters: mantissas in steps, over two binades; the rest anything, and the least and greatest.

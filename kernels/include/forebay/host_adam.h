@@ -91,9 +91,13 @@ struct HostAdamArguments {
 };
 
 // Updates all elements, in place. None of the arrays may overlap, except that a parameter may take the place
-// of its gradient where both have the same number of bytes. Cost: one pass over memory; per element 8 bytes
-// of master, the gradient, the parameter, and m and v twice. Threads: those of `runner`, the caller among
-// them. Errors: kInvalidArgument, before anything is written.
+// of its gradient where both have the same number of bytes.
+//
+// Cost: one pass over memory; per element 8 bytes of master, the gradient, the parameter, and m and v twice.
+//
+// Threads: those of `runner`, the caller among them.
+//
+// Errors: kInvalidArgument, before anything is written.
 Status host_adam(const HostAdamArguments& arguments, const BlockRunner& runner);
 
 // Rounds m and v of `count` elements from fp32 to the format of `moments`, as a step does with its results:
