@@ -644,6 +644,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     return over_tag_limit("allocate", placement.bytes, request.tag);
   }
   placement.region = static_cast<std::uint8_t>(request.region);
+  if (placement.bytes <= chunk_bytes_ / kSmallFraction) placement.region = kPersistentRegion;
   if (const std::uint8_t own = tags_[request.tag].region; own != 0) {
     if (private_regions_[own].use == PrivateRegion::Use::kPaused) {
       lock.unlock();

@@ -802,6 +802,13 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
     if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &plan)) {
       return Status(StatusCode::kOutOfMemory, "");
     }
+    if (plan.grown_bytes > 0) {
+      // New memory behind what is free costs no more, and its rest stays beside what comes next.
+      Site site;
+      if (choose_site(placement, &site) && site.end - site.begin <= plan.grown_bytes) {
+        return Status(StatusCode::kOutOfMemory, "");
+      }
+    }
     if (plan.broken == kNone) break;
     // Each time there is one large chunk less, so this ends.
     const Status status = break_chunk(lock, plan.broken);

@@ -51,6 +51,9 @@ inline constexpr std::size_t kRefineAgain = 64;
 // training has steps. And the part of the high water by which its live bytes rise and fall at least.
 inline constexpr std::uint32_t kRefineLaps = 100;
 inline constexpr std::size_t kRefineSwing = 16;
+// Blocks up to this part of a smallest chunk lie with the persistent ones, whatever their region: one that
+// outlives the large blocks around it would keep a chunk from being used elsewhere.
+inline constexpr std::size_t kSmallFraction = 32;
 // The most descriptors that one block takes on the hot path: it is cut from the middle.
 inline constexpr std::size_t kSplitsMax = 4;
 

@@ -24,8 +24,9 @@ namespace forebay {
 // Block sizes are rounded to this, and every block is aligned to at least this.
 inline constexpr std::size_t kBlockGranule = 512;
 
-// kPersistent: parameters, optimizer shards, communication buffers: allocated once, packed without gaps.
-// kTransient: activations and workspaces that come and go every step.
+// Where a block lies, for the sake of how long it lives; what is small (a 32nd of a chunk) is kept together
+// anyway. kPersistent: parameters, optimizer shards, communication buffers: allocated once, packed without
+// gaps. kTransient: activations and workspaces that come and go every step.
 enum class Region : std::uint8_t { kPersistent, kTransient };
 
 // On whose account a block stands; made by tag_create. Tag 0 is "untagged" and always exists.
