@@ -25,27 +25,29 @@ enum class RangeKind : std::uint8_t {
   kPaused,    // Addresses of a paused tag, its memory given back; see Range::paused_kind.
 };
 
-struct Range {
+// What a search and its neighbours look at comes first, in one cache line.
+struct alignas(64) Range {
   std::size_t offset = 0;
   std::size_t bytes = 0;
+  Range* previous = nullptr;  // By address.
+  Range* next = nullptr;
   // Bit i: work queued on stream i before `epoch` ended may still use these bytes. A live block keeps what it
   // inherited from the range it was cut from, since its owner may free it without ever using it.
   std::uint64_t waits = 0;
   std::uint64_t epoch = 0;
-  std::uint64_t recorded = 0;  // Live: streams named by record_stream.
-  std::size_t slack = 0;       // Live: bytes beyond what was asked for.
-  Range* previous = nullptr;   // By address.
-  Range* next = nullptr;
-  Range* bin_previous = nullptr;
-  Range* bin_next = nullptr;
-  Range* pending_previous = nullptr;  // Free ranges with waits != 0.
-  Range* pending_next = nullptr;
-  std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
-  Tag tag = 0;
   RangeKind kind = RangeKind::kUnmapped;
   std::uint8_t region = 0;
   std::uint8_t stream = 0xFF;                // Live: whom it was allocated for, as the arena numbers streams.
   RangeKind paused_kind = RangeKind::kFree;  // Paused: what it was.
+  Tag tag = 0;
+  Range* bin_previous = nullptr;
+
+  Range* bin_next = nullptr;
+  Range* pending_previous = nullptr;  // Free ranges with waits != 0.
+  Range* pending_next = nullptr;
+  std::uint64_t recorded = 0;       // Live: streams named by record_stream.
+  std::size_t slack = 0;            // Live: bytes beyond what was asked for.
+  std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
 
   std::size_t end() const noexcept { return offset + bytes; }
 };
@@ -59,7 +61,7 @@ inline bool is_block(const Range* range) noexcept {
 // Descriptors, in slabs that are made outside of any lock and never given back before the pool ends.
 class RangePool {
  public:
-  struct Slab {
+  struct alignas(64) Slab {
     Slab* next;
     std::size_t count;
     Range* ranges() noexcept { return reinterpret_cast<Range*>(this + 1); }
@@ -79,7 +81,7 @@ class RangePool {
 
   // Null when the host has no memory left.
   static Slab* make_slab(std::size_t count) noexcept {
-    auto* slab = static_cast<Slab*>(std::malloc(sizeof(Slab) + count * sizeof(Range)));
+    auto* slab = static_cast<Slab*>(std::aligned_alloc(alignof(Range), sizeof(Slab) + count * sizeof(Range)));
     if (slab != nullptr) slab->count = count;
     return slab;
   }
