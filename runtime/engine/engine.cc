@@ -243,10 +243,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
   if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.prefetch(unit - 1);
   // The gradient buffers it writes must be through with their last reduction.
   for (const int owner : units_read_by(impl.model, unit)) {
-    const int slot = impl.slots.gradient_slot[static_cast<std::size_t>(owner)];
-    const Event ready = slot == SlotAssignment::kNone ? impl.gradient_ready[static_cast<std::size_t>(owner)]
-                                                      : impl.slot_ready[static_cast<std::size_t>(slot)];
-    impl.must(impl.backend.stream_wait(stream, ready));
+    impl.must(impl.backend.stream_wait(stream, impl.reduced(owner)));
     if (impl.offloads()) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
   }
   impl.lease_alive = true;

@@ -21,6 +21,9 @@ namespace forebay {
 enum class Pool : int { kParameters, kGradients, kOptimizer, kGathered, kBuckets, kActivations };
 inline constexpr int kPoolCount = 6;
 
+// `count` values rounded to `type`, a 2-byte one.
+void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
+
 struct Engine::Impl {
   // One run of elements of a unit's updated range that share a parameter group.
   struct Segment {
@@ -47,7 +50,7 @@ struct Engine::Impl {
     float* v = nullptr;
     // Offloaded: the updated range of g on the host. A 2-byte parameter takes its place in the update.
     std::byte* host_gradients = nullptr;
-    Event left;     // Offloaded, from stage 2: the slice has left its place in transit.
+    Event left;     // Offloaded: the updated range of g has been copied down.
     Event updated;  // Offloaded: the parameters after the last update are in updated_parameters.
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
@@ -149,6 +152,12 @@ struct Engine::Impl {
   Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
   const UnitLayout& layout(int index) const { return plan.layouts[static_cast<std::size_t>(index)]; }
   const UnitShape& shape(int index) const { return model.units[static_cast<std::size_t>(index)]; }
+  // The reduction out of the unit's gradients.
+  Event reduced(int index) const {
+    const int slot = slots.gradient_slot[static_cast<std::size_t>(index)];
+    return slot == SlotAssignment::kNone ? gradient_ready[static_cast<std::size_t>(index)]
+                                         : slot_ready[static_cast<std::size_t>(slot)];
+  }
   int parameter_slot(int index) const { return slots.parameter_slot[static_cast<std::size_t>(index)]; }
   bool offloads() const { return options.offload != Offload::kNone; }
   bool on_host(const void* pointer) const {

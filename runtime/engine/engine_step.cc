@@ -8,7 +8,6 @@
 
 #include "engine_impl.h"
 #include "forebay/check.h"
-#include "forebay/conversions.h"
 #include "forebay/host_adam.h"
 #include "forebay/log.h"
 
@@ -17,13 +16,6 @@ namespace {
 
 float fp32(double value) {
   return static_cast<float>(value);
-}
-
-void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
-  auto* half = reinterpret_cast<std::uint16_t*>(target);
-  for (std::uint64_t i = 0; i < count; ++i) {
-    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(source[i]) : float_to_float16(source[i]);
-  }
 }
 
 // What must be the same on every rank, as a whole number that a double holds exactly.
@@ -113,10 +105,7 @@ void Engine::Impl::complete_gradients(int index, Stream stream) {
 void Engine::Impl::reduce(int index) {
   Unit& u = unit(index);
   const std::uint64_t slice = layout(index).trainable_slice(ranks());
-  const int gradient_slot = slots.gradient_slot[static_cast<std::size_t>(index)];
-  const Event ready = gradient_slot == SlotAssignment::kNone
-                          ? gradient_ready[static_cast<std::size_t>(index)]
-                          : slot_ready[static_cast<std::size_t>(gradient_slot)];
+  const Event ready = reduced(index);
   const bool last = micro_step == options.micro_steps - 1;
   const bool reduces = options.accumulate == Accumulate::kShard || last;
   if (slice == 0 || !reduces) {
@@ -174,11 +163,7 @@ void Engine::Impl::reduce(int index) {
 // and the parameters made of it have come up, before this unit's forward pass could begin.
 void Engine::Impl::spill_gradients(int index) {
   Unit& u = unit(index);
-  const int gradient_slot = slots.gradient_slot[static_cast<std::size_t>(index)];
-  const Event ready = gradient_slot == SlotAssignment::kNone
-                          ? gradient_ready[static_cast<std::size_t>(index)]
-                          : slot_ready[static_cast<std::size_t>(gradient_slot)];
-  must(backend.stream_wait(tier_stream, ready));
+  must(backend.stream_wait(tier_stream, reduced(index)));
   must(backend.copy_async(u.host_gradients, u.updated_gradients,
                           u.updated_count * element_bytes(u.gradient_type), tier_stream));
   must(backend.event_record(u.left, tier_stream));

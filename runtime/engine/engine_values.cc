@@ -9,6 +9,14 @@
 #include "forebay/conversions.h"
 
 namespace forebay {
+
+void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
+  auto* half = reinterpret_cast<std::uint16_t*>(target);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(source[i]) : float_to_float16(source[i]);
+  }
+}
+
 namespace {
 
 // The most one rank sends at once on the control plane.
@@ -21,10 +29,7 @@ std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
     std::copy(values.begin(), values.end(), reinterpret_cast<float*>(bytes.data()));
     return bytes;
   }
-  auto* half = reinterpret_cast<std::uint16_t*>(bytes.data());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(values[i]) : float_to_float16(values[i]);
-  }
+  round_parameters(type, values.data(), values.size(), bytes.data());
   return bytes;
 }
 
