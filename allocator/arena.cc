@@ -19,10 +19,10 @@ constexpr std::size_t kFirstSlabCount = 1024;
 constexpr unsigned kUnsettledFreesMax = 128;
 constexpr std::size_t kReserveBytesMax = std::size_t{16} << 40;
 constexpr std::size_t kReserveFactor = 16;
-// The transient region grows by a 256th of the limit, but by no more than this: large enough that a cold
+// The transient region grows by a 512th of the limit, but by no more than this: large enough that a cold
 // start of tens of gigabytes makes hundreds of driver calls, small enough to be nothing beside them.
-constexpr std::size_t kGrowthBytesMax = 24_MiB;
-constexpr std::size_t kGrowthFraction = 256;
+constexpr std::size_t kGrowthBytesMax = 32_MiB;
+constexpr std::size_t kGrowthFraction = 512;
 
 // A large block would leave much of a range that it does not fill.
 constexpr std::size_t kLargeBytes = 1_MiB;
@@ -150,45 +150,38 @@ SizeBins& ChunkedArena::bins_of(std::uint8_t region, std::uint64_t waits) const 
   return bins_[region * kClassCount + index];
 }
 
-// Cuts `range`, which is in no bin, at `offset`; returns the upper part, alike in everything else.
-Range* ChunkedArena::split(Range* range, std::size_t offset) {
-  FOREBAY_ASSERT(offset > range->offset, "empty lower part at %zu", offset);
-  FOREBAY_ASSERT(offset < range->end(), "empty upper part at %zu", offset);
-  Range* upper = pool_.take();
-  upper->offset = offset;
-  upper->bytes = range->end() - offset;
-  upper->waits = range->waits;
-  upper->epoch = range->epoch;
-  upper->kind = range->kind;
-  upper->region = range->region;
-  upper->previous = range;
-  upper->next = range->next;
-  if (upper->next != nullptr) upper->next->previous = upper;
-  range->next = upper;
-  range->bytes -= upper->bytes;
-  if (upper->kind != RangeKind::kUnmapped) granules_.own(upper);
-  return upper;
-}
-
-// The same, but the lower part gets the new descriptor and is returned: cheap where it is the smaller.
-Range* ChunkedArena::split_front(Range* range, std::size_t offset) {
+// Cuts `range`, which is in no bin and no table, at `offset`, into two that are alike in everything else. The
+// smaller one gets the new descriptor.
+ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
   FOREBAY_ASSERT(offset > range->offset && offset < range->end(), "empty part at %zu", offset);
-  Range* lower = pool_.take();
-  lower->offset = range->offset;
-  lower->bytes = offset - range->offset;
-  lower->waits = range->waits;
-  lower->epoch = range->epoch;
-  lower->kind = range->kind;
-  lower->region = range->region;
-  lower->next = range;
-  lower->previous = range->previous;
-  if (lower->previous != nullptr) lower->previous->next = lower;
-  if (first_ == range) first_ = lower;
-  range->previous = lower;
-  range->offset = offset;
-  range->bytes -= lower->bytes;
-  if (lower->kind != RangeKind::kUnmapped) granules_.own(lower);
-  return lower;
+  Range* added = pool_.take();
+  added->waits = range->waits;
+  added->epoch = range->epoch;
+  added->kind = range->kind;
+  added->region = range->region;
+  const bool add_upper = range->end() - offset <= offset - range->offset;
+  const std::size_t end = range->end();
+  if (add_upper) {
+    added->offset = offset;
+    added->bytes = end - offset;
+    range->bytes = offset - range->offset;
+    added->previous = range;
+    added->next = range->next;
+    if (added->next != nullptr) added->next->previous = added;
+    range->next = added;
+  } else {
+    added->offset = range->offset;
+    added->bytes = offset - range->offset;
+    range->offset = offset;
+    range->bytes = end - offset;
+    added->next = range;
+    added->previous = range->previous;
+    if (added->previous != nullptr) added->previous->next = added;
+    if (first_ == range) first_ = added;
+    range->previous = added;
+  }
+  if (added->kind != RangeKind::kUnmapped) granules_.own(added);
+  return add_upper ? Halves{range, added} : Halves{added, range};
 }
 
 // Joins two neighbours that are in no bin and no table. The union waits for what either waited for; the
@@ -197,13 +190,8 @@ Range* ChunkedArena::absorb(Range* lower, Range* upper) {
   const bool keep_lower = lower->bytes >= upper->bytes;
   Range* kept = keep_lower ? lower : upper;
   Range* gone = keep_lower ? upper : lower;
-  if (kept->kind != RangeKind::kUnmapped) {
-    // The granules that begin in the smaller part change hands.
-    for (std::size_t offset = round_up(gone->offset, chunk_bytes_); offset < gone->end();
-         offset += chunk_bytes_) {
-      granules_.at(offset).range = kept;
-    }
-  }
+  // The granules that begin in the smaller part change hands.
+  if (kept->kind != RangeKind::kUnmapped) granules_.own(kept, gone->offset, gone->end());
   const bool alike = kept->waits == gone->waits;
   kept->waits |= gone->waits;
   kept->epoch = std::max(kept->epoch, gone->epoch);
@@ -343,15 +331,15 @@ Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std:
     return range;
   }
   // Its memory may be free and owned by other addresses.
-  std::size_t range_count = 0;
+  std::size_t run_count = 0;
   if (offset + placement.bytes > reserve_bytes_) return nullptr;
-  if (!shows_free(offset, offset + placement.bytes, placement, &range_count)) return nullptr;
-  const std::size_t needed_count = 2 * range_count + kSplitsMax;
+  if (!shows_free(offset, offset + placement.bytes, placement, &run_count)) return nullptr;
+  const std::size_t needed_count = 2 * run_count + kSplitsMax;
   if (pool_.available() < needed_count) {
     *missing_count = needed_count;
     return nullptr;
   }
-  return own_here(offset, offset + placement.bytes, placement);
+  return own_here(offset, offset + placement.bytes, placement, run_count);
 }
 
 // Cuts a block from `range`, which is in no bin and large enough; the rest becomes free.
@@ -359,11 +347,15 @@ DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placem
                                    std::uint64_t key) {
   // Parts keep the region of the memory they are in: what belongs to a shared region stays with its side.
   range->kind = RangeKind::kBusy;
-  if (start > range->offset) put_free(split_front(range, start));
-  if (range->bytes > placement.bytes) {
-    Range* rest = range;
-    range = split_front(rest, start + placement.bytes);
+  if (start > range->offset) {
+    const auto [rest, kept] = split(range, start);
     put_free(rest);
+    range = kept;
+  }
+  if (range->bytes > placement.bytes) {
+    const auto [kept, rest] = split(range, start + placement.bytes);
+    put_free(rest);
+    range = kept;
   }
   range->kind = RangeKind::kLive;
   range->region = placement.region;
@@ -521,9 +513,12 @@ void ChunkedArena::finish_pending() {
 // Learns which events have completed and records those that are due. Never waits for the device, except for
 // back-pressure while recording.
 void ChunkedArena::settle() {
-  struct Work {
-    StreamState state;
-    bool in_flight;
+  struct Work {  // Of a StreamState; small, because there is room for all.
+    Stream stream;
+    Event event;
+    std::uint64_t freed_epoch;
+    std::uint64_t recorded_epoch;
+    std::uint64_t completed_epoch;
   };
   Work work[kStreamLimit];
   std::uint64_t claimed = 0;
@@ -540,7 +535,7 @@ void ChunkedArena::settle() {
       if (state.claimed || state.capture_region != 0) continue;
       state.claimed = true;
       claimed |= std::uint64_t{1} << i;
-      work[i] = {state, state.recorded_epoch > state.completed_epoch};
+      work[i] = {state.stream, state.event, state.freed_epoch, state.recorded_epoch, state.completed_epoch};
     }
     shadows_wait_ = shadows_wait_ && any_waits;
     if (claimed == 0) return;
@@ -549,8 +544,8 @@ void ChunkedArena::settle() {
     unsettled_free_count_ = 0;
   }
   for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
-    auto& [state, in_flight] = work[std::countr_zero(rest)];
-    if (in_flight) {
+    Work& state = work[std::countr_zero(rest)];
+    if (state.recorded_epoch > state.completed_epoch) {
       Result<bool> reached = backend_.event_query(state.event);
       // A failed query says that the stream failed; its memory stays with it.
       if (!reached.ok() || !reached.value()) continue;
@@ -571,9 +566,9 @@ void ChunkedArena::settle() {
   for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
     const auto i = static_cast<unsigned>(std::countr_zero(rest));
     StreamState& state = streams_[i];
-    state.event = work[i].state.event;
-    state.recorded_epoch = std::max(state.recorded_epoch, work[i].state.recorded_epoch);
-    state.completed_epoch = std::max(state.completed_epoch, work[i].state.completed_epoch);
+    state.event = work[i].event;
+    state.recorded_epoch = std::max(state.recorded_epoch, work[i].recorded_epoch);
+    state.completed_epoch = std::max(state.completed_epoch, work[i].completed_epoch);
     state.claimed = false;
   }
   finish_pending();

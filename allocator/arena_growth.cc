@@ -19,7 +19,7 @@ constexpr std::size_t kPersistentHandleBytes = std::size_t{1} << 30;
 // much above the most that ever was live.
 constexpr std::size_t kOverheadPerMille = 10;
 // Memory that is taken in bulk may exceed what was ever live by half of itself, or by this.
-constexpr std::size_t kBulkSlackBytes = 10_MiB;
+constexpr std::size_t kBulkSlackBytes = 16_MiB;
 // Addresses that only show what is owned elsewhere are kept until there are this many mappings for each
 // chunk, and kMappingsMin in all.
 constexpr std::size_t kMappingsPerChunk = 6;
@@ -85,7 +85,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   if (Range* run = find_run(placement, placement.region)) return finish(run, begin_of(run));
   gather(placement, true);
   if (find_shown(placement, &start))
-    return finish(own_here(start, start + placement.bytes, placement), start);
+    return finish(own_here(start, start + placement.bytes, placement, 0), start);
   const auto failed = [&](const Status& status) {
     if (status.ok()) return false;
     if (status.code() != StatusCode::kOutOfMemory) return true;
@@ -102,7 +102,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
       }
       gather(placement, false);
       if (find_shown(placement, &start)) {
-        return finish(own_here(start, start + placement.bytes, placement), start);
+        return finish(own_here(start, start + placement.bytes, placement, 0), start);
       }
     } else {
       gather(placement, true);
@@ -259,7 +259,7 @@ Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
     if (range->kind == RangeKind::kUnmapped && range->bytes >= bytes) target = range;
   }
   if (target == nullptr) return nullptr;
-  if (target->bytes > bytes) target = split(target, target->end() - bytes);
+  if (target->bytes > bytes) target = split(target, target->end() - bytes).upper;
   target->kind = RangeKind::kBusy;
   return target;
 }
@@ -294,8 +294,8 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   Range* target = site.hole;
   const bool from_start = site.begin == target->offset;
   const bool to_end = site.end == target->end();
-  if (!from_start) target = split(target, site.begin);
-  if (!to_end) split(target, site.end);
+  if (!from_start) target = split(target, site.begin).upper;
+  if (!to_end) target = split(target, site.end).lower;
   target->kind = RangeKind::kBusy;
   // The neighbours the block will reach into are claimed too, so that nobody takes them meanwhile.
   const auto claim = [&](Range* range) {
@@ -453,8 +453,8 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   }
   Range* target = first_;
   while (target->end() <= place) target = target->next;
-  if (target->offset < place) target = split(target, place);
-  if (target->bytes > bytes) split(target, place + bytes);
+  if (target->offset < place) target = split(target, place).upper;
+  if (target->bytes > bytes) target = split(target, place + bytes).lower;
   target->kind = RangeKind::kBusy;
   FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, parts));
   target->region = region;
@@ -514,8 +514,11 @@ Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std:
       if (chunk.first_mapping != kNone) ++total_.moved_chunk_count;
       chunk.first_mapping = mapping;
       ++mapping_count_;
-      for (std::size_t g = offset; g < offset + chunk.bytes; g += chunk_bytes_)
-        granules_.at(g).mapping = mapping;
+      for (std::size_t g = offset; g < offset + chunk.bytes; g += chunk_bytes_) {
+        GranuleTable::Entry& entry = granules_.at(g);
+        entry.mapping = mapping;
+        entry.chunk = chunks[i];
+      }
       offset += chunk.bytes;
     }
   }
@@ -532,12 +535,16 @@ Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std:
     return status;
   }
   // One stranded range for each mapping.
-  if (mapped_end < end) put_unmapped(split(range, mapped_end));
+  if (mapped_end < end) {
+    const auto [stranded, rest] = split(range, mapped_end);
+    put_unmapped(rest);
+    range = stranded;
+  }
   granules_.own(range);
   for (std::size_t i = 0; i < mapped_count; ++i) {
     range->kind = RangeKind::kStranded;
     ++stranded_count_;
-    if (i + 1 < mapped_count) range = split(range, range->offset + chunks_[chunks[i]].bytes);
+    if (i + 1 < mapped_count) range = split(range, range->offset + chunks_[chunks[i]].bytes).upper;
   }
   return status;
 }
@@ -614,11 +621,74 @@ Status ChunkedArena::evict(Lock& lock, std::uint32_t chunk) {
   return status;
 }
 
-// Makes spares of all evictable chunks. False if there was none.
+// Makes spares of all evictable chunks, in as few calls as there are gaps between their addresses. False if
+// there was none.
 bool ChunkedArena::evict_all(Lock& lock) {
+  std::size_t needed_count = kSplitsMax;
+  do {
+    // Room first, since making it may let go of the lock.
+    if (!reserve_ranges(lock, needed_count)) return false;
+    needed_count = kSplitsMax;
+    for (std::uint32_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+      if (!evictable(chunk)) continue;
+      for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next)
+        needed_count += 4;
+    }
+  } while (pool_.available() < needed_count);
+  if (needed_count == kSplitsMax) return false;
+  for (std::uint32_t chunk = 0; chunk < chunks_.size(); ++chunk) {
+    if (!evictable(chunk)) continue;
+    for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+      isolate(mappings_[i].offset, mappings_[i].offset + chunks_[chunk].bytes);
+    }
+  }
+  // One busy range for each mapping, and no other range is busy. Those of a call that fails stay so until the
+  // end.
   bool any = false;
-  for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
-    if (evictable(i) && evict(lock, i).ok()) any = true;
+  bool refused = false;
+  for (std::size_t offset = 0;;) {
+    Range* range = first_;
+    while (range != nullptr && (range->offset < offset || range->kind != RangeKind::kBusy))
+      range = range->next;
+    if (range == nullptr) break;
+    const std::size_t begin = range->offset;
+    std::size_t end = begin;
+    for (; range != nullptr && range->kind == RangeKind::kBusy; range = range->next) end = range->end();
+    lock.unlock();
+    ++driver_call_count_;
+    const bool unmapped = backend_.unmap(base_ + begin, end - begin).ok();
+    lock.lock();
+    offset = end;
+    if (!unmapped) {
+      refused = true;
+      continue;
+    }
+    for (std::size_t at = begin; at < end;) {
+      Range* gone = range_at(at);
+      const std::uint32_t chunk = mappings_[granules_.at(at).mapping].chunk;
+      at = gone->end();
+      remove_mapping(gone);
+      if (chunks_[chunk].first_mapping != kNone) continue;
+      keep_spare(chunk);
+      any = true;
+    }
+  }
+  if (!refused) return any;
+  // The mappings that are left keep the memory: of each chunk one owns it, the others show it.
+  for (Range* range = first_; range != nullptr;) {
+    if (range->kind != RangeKind::kBusy) {
+      range = range->next;
+      continue;
+    }
+    range->waits = 0;
+    range->epoch = 0;
+    const std::uint32_t mapping = granules_.at(range->offset).mapping;
+    if (chunks_[mappings_[mapping].chunk].first_mapping == mapping) {
+      put_free(range);
+      range = first_;  // It may have been joined to its neighbour.
+    } else {
+      range->kind = RangeKind::kShadow;
+    }
   }
   return any;
 }
@@ -722,7 +792,12 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
       }
       while (begin < offset && gone != nullptr) {
         const std::size_t bytes = chunks_[mappings_[granules_.at(gone->offset).mapping].chunk].bytes;
-        Range* rest = gone->offset + bytes < offset ? split(gone, gone->offset + bytes) : nullptr;
+        Range* rest = nullptr;
+        if (gone->offset + bytes < offset) {
+          const Halves halves = split(gone, gone->offset + bytes);
+          gone = halves.lower;
+          rest = halves.upper;
+        }
         if (rest != nullptr && !reserve_ranges(lock, 64)) return;
         remove_mapping(gone);
         gone = rest;
@@ -769,8 +844,8 @@ void ChunkedArena::refine() {
   refine_pause_ = 0;
   refined_bytes_ = high_water();
   ++total_.refinement_count;
-  drop_stale_mappings(lock);
   (void)evict_all(lock);
+  drop_stale_mappings(lock);
   while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
   }
   steps_.forget();
@@ -781,9 +856,9 @@ std::size_t ChunkedArena::trim() {
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   recover_stranded(lock);
-  drop_stale_mappings(lock);
   const std::size_t before = total_.reserved_bytes;
   (void)evict_all(lock);
+  drop_stale_mappings(lock);
   while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
   }
   return before - total_.reserved_bytes;
@@ -830,7 +905,7 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
     target = plan.run;
     FOREBAY_CHECK(target->bytes >= view_bytes, "a stitch of %zu bytes into a hole of %zu", view_bytes,
                   target->bytes);
-    if (target->bytes > view_bytes) split(target, target->offset + view_bytes);
+    if (target->bytes > view_bytes) target = split(target, target->offset + view_bytes).lower;
     target->kind = RangeKind::kBusy;
   } else {
     target = unmapped_from_top(view_bytes);
@@ -856,7 +931,7 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
     if (chunks_[piece.chunk].first_mapping == kNone) {
       remove_spare(piece.chunk);
     } else {
-      shade(piece, placement, kNone, &taken);
+      shade(piece, placement, &taken);
     }
   };
   take(plan.head);
@@ -904,11 +979,16 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
   // The ends of the new addresses that show memory of other blocks.
   if (!reserve_ranges(lock)) return no_books();
   Range* range = range_at(begin);
-  if (plan.head.begin > 0) split_front(range, begin + plan.head.begin)->kind = RangeKind::kShadow;
+  if (plan.head.begin > 0) {
+    const auto [shadow, rest] = split(range, begin + plan.head.begin);
+    shadow->kind = RangeKind::kShadow;
+    range = rest;
+  }
   if (plan.tail.chunk != kNone && plan.tail.end < chunks_[plan.tail.chunk].bytes) {
-    Range* rest = range;
-    range = split_front(rest, begin + view_bytes - chunks_[plan.tail.chunk].bytes + plan.tail.end);
-    rest->kind = RangeKind::kShadow;
+    const std::size_t end = begin + view_bytes - chunks_[plan.tail.chunk].bytes + plan.tail.end;
+    const auto [rest, shadow] = split(range, end);
+    shadow->kind = RangeKind::kShadow;
+    range = rest;
   }
   range->waits = taken.waits;
   range->epoch = taken.epoch;

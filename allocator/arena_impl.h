@@ -54,6 +54,8 @@ inline constexpr std::size_t kRefineSwing = 16;
 // Blocks up to this part of a smallest chunk lie with the persistent ones, whatever their region: one that
 // outlives the large blocks around it would keep a chunk from being used elsewhere.
 inline constexpr std::size_t kSmallFraction = 32;
+// Pieces of a block owned elsewhere that are kept from their search to their taking; more are searched twice.
+inline constexpr std::size_t kShownMax = 64;
 // The most descriptors that one block takes on the hot path: it is cut from the middle.
 inline constexpr std::size_t kSplitsMax = 4;
 
@@ -145,11 +147,17 @@ struct Place {
   std::uint8_t region = 0;
 };
 
+// Memory shown somewhere, and where the addresses that own it begin.
+struct Shown {
+  std::size_t bytes = 0;
+  std::size_t owner_offset = 0;
+};
+
 // What was taken, and whom it waited for.
 struct Taken {
   std::uint64_t waits = 0;
   std::uint64_t epoch = 0;
-  std::vector<Place>* places = nullptr;  // Where from, unless null.
+  std::vector<Place>* places = nullptr;  // Where from.
 };
 
 // A block made of memory from several places, mapped side by side at new addresses.
@@ -208,8 +216,11 @@ class ChunkedArena final : public Arena {
   bool reserve_ranges(Lock& lock, std::size_t count = kSplitsMax);
   Range* find_block(DevicePtr block) const;
   SizeBins& bins_of(std::uint8_t region, std::uint64_t waits) const;
-  Range* split(Range* range, std::size_t offset);
-  Range* split_front(Range* range, std::size_t offset);
+  struct Halves {
+    Range* lower;
+    Range* upper;
+  };
+  Halves split(Range* range, std::size_t offset);
   Range* absorb(Range* lower, Range* upper);
   void put_free(Range* range);
   void take_free(Range* range);
@@ -247,9 +258,11 @@ class ChunkedArena final : public Arena {
   // --- addresses that show the same memory (arena_views.cc); mutex_ held ---
   Range* range_at(std::size_t offset) const;
   Range* isolate(std::size_t begin, std::size_t end);
-  bool shows_free(std::size_t begin, std::size_t end, const Placement& placement, std::size_t* range_count);
-  Range* own_here(std::size_t begin, std::size_t end, const Placement& placement);
-  void shade(const Piece& piece, const Placement& placement, std::uint32_t except, Taken* taken);
+  Shown shown_at(Range* range, std::size_t offset, std::size_t end, const Placement& placement);
+  bool shows_free(std::size_t begin, std::size_t end, const Placement& placement, std::size_t* run_count);
+  bool shows_once(std::size_t begin, std::size_t end);
+  Range* own_here(std::size_t begin, std::size_t end, const Placement& placement, std::size_t run_count);
+  void shade(const Piece& piece, const Placement& placement, Taken* taken);
   void gather(const Placement& placement, bool own_region_only);
   bool find_shown(const Placement& placement, std::size_t* start);
   bool choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch);
@@ -340,6 +353,7 @@ class ChunkedArena final : public Arena {
   std::size_t mapping_count_ = 0;
   std::size_t free_count_ = 0;  // Free ranges.
   std::uint32_t stamp_ = 0;
+  Shown shown_[kShownMax];  // What shows_free found.
   RangePool pool_;
   RangeTable ranges_;
   StepMemory steps_;

@@ -175,7 +175,11 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   if (unmapped) {
     put_unmapped(target);
   } else {
-    if (mapped_bytes < alias_bytes) put_unmapped(split(target, begin + mapped_bytes));
+    if (mapped_bytes < alias_bytes) {
+      const auto [stranded, rest] = split(target, begin + mapped_bytes);
+      put_unmapped(rest);
+      target = stranded;
+    }
     target->slot = UINT32_MAX;
     target->kind = RangeKind::kStranded;
     granules_.own(target);

@@ -56,77 +56,117 @@ Range* ChunkedArena::isolate(std::size_t begin, std::size_t end) {
   };
   RangeKind kind = claim(range);
   if (range->offset < begin) {
-    Range* front = split_front(range, begin);
+    const auto [front, rest] = split(range, begin);
     give_back(front, kind);
+    range = rest;
   }
   for (;;) {
     if (range->end() > end) {
       // `kind` is that of the part that sticks out.
-      Range* rest = range;
-      range = split_front(rest, end);
+      const auto [kept, rest] = split(range, end);
       give_back(rest, kind);
-      return range;
+      return kept;
     }
     if (range->end() == end) return range;
     Range* next = range->next;
     kind = claim(next);
-    const std::size_t next_end = next->end();
-    if (next_end > end) {
-      Range* part = split_front(next, end);
-      give_back(next, kind);
+    if (next->end() > end) {
+      const auto [part, rest] = split(next, end);
+      give_back(rest, kind);
       return absorb(range, part);
     }
     range = absorb(range, next);
   }
 }
 
-// True if all memory that [begin, end) shows is free and usable, whichever addresses own it. Adds to
-// `range_count` how many ranges own_here may have to cut.
+// Memory that is shown from `offset`, inside `range`, on, up to `end`, and that one usable range owns,
+// whether at these or at other addresses. Nothing if the first byte is not usable.
+Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, const Placement& placement) {
+  if (usable(range, placement)) return {std::min(range->end(), end) - offset, offset};
+  if (range->kind != RangeKind::kShadow) return {};
+  const GranuleTable::Entry* entry = granules_.find(offset);
+  PhysicalChunk& chunk = chunks_[entry->chunk];
+  const std::size_t position = offset - mappings_[entry->mapping].offset;
+  // Most often that which owned it last.
+  const Range* owner = nullptr;
+  std::size_t owner_offset = 0;
+  const auto owned_at = [&](std::uint32_t mapping) {
+    owner_offset = mappings_[mapping].offset + position;
+    owner = range_at(owner_offset);
+    return usable(owner, placement);
+  };
+  const bool hinted = chunk.owner != kNone && mappings_[chunk.owner].chunk == entry->chunk;
+  if (!hinted || !owned_at(chunk.owner)) {
+    std::uint32_t mapping = chunk.first_mapping;
+    while (mapping != kNone && !owned_at(mapping)) mapping = mappings_[mapping].next;
+    if (mapping == kNone) return {};
+    chunk.owner = mapping;
+  }
+  end = std::min(end, offset + (owner->end() - owner_offset));
+  while (range->end() < end) {
+    range = range->next;
+    if (range->kind != RangeKind::kShadow) end = range->offset;
+  }
+  // As far as both addresses show the same chunks side by side.
+  for (std::size_t next = round_up(offset + 1, chunk_bytes_); next < end; next += chunk_bytes_) {
+    if (granules_.at(next).chunk != granules_.at(next - offset + owner_offset).chunk) end = next;
+  }
+  return {end - offset, owner_offset};
+}
+
+// True if all memory that [begin, end) shows is free and usable, whichever addresses own it. shown_ then has
+// the first of the `*run_count` pieces that own_here takes it in.
 bool ChunkedArena::shows_free(std::size_t begin, std::size_t end, const Placement& placement,
-                              std::size_t* range_count) {
+                              std::size_t* run_count) {
+  *run_count = 0;
+  Range* range = range_at(begin);
+  for (std::size_t offset = begin; offset < end;) {
+    while (range != nullptr && range->end() <= offset) range = range->next;
+    if (range == nullptr) return false;
+    const Shown shown = shown_at(range, offset, end, placement);
+    if (shown.bytes == 0) return false;
+    if (*run_count < kShownMax) shown_[*run_count] = shown;
+    ++*run_count;
+    offset += shown.bytes;
+  }
+  // A byte has one owner: what is shown twice was found there twice.
+  if (*run_count > kShownMax) return shows_once(begin, end);
+  for (std::size_t i = 1; i < *run_count; ++i) {
+    const std::size_t owner_end = shown_[i].owner_offset + shown_[i].bytes;
+    for (std::size_t j = 0; j < i; ++j) {
+      if (shown_[j].owner_offset < owner_end &&
+          shown_[i].owner_offset < shown_[j].owner_offset + shown_[j].bytes) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Whether [begin, end), all of it mapped, shows no byte of a chunk twice.
+bool ChunkedArena::shows_once(std::size_t begin, std::size_t end) {
   ++stamp_;
   for (std::size_t offset = begin; offset < end;) {
-    const GranuleTable::Entry* entry = granules_.find(offset);
-    if (entry == nullptr || entry->range == nullptr || entry->mapping == kNone) return false;
-    if (!readable(entry->range)) return false;
-    const Mapping& here = mappings_[entry->mapping];
+    const Mapping& here = mappings_[granules_.find(offset)->mapping];
     PhysicalChunk& chunk = chunks_[here.chunk];
-    if (chunk.paused) return false;
     const std::size_t from = offset - here.offset;
     const std::size_t to = std::min(end - here.offset, chunk.bytes);
-    // A chunk that is shown twice must not be counted twice.
-    if (chunk.stamp == stamp_) {
-      for (std::size_t before = begin; before < offset;) {
-        const Mapping& other = mappings_[granules_.find(before)->mapping];
-        const std::size_t other_from = before - other.offset;
-        const std::size_t other_to = chunks_[other.chunk].bytes;
-        if (other.chunk == here.chunk && from < other_to && other_from < to) return false;
-        before = other.offset + other_to;
-      }
+    for (std::size_t before = begin; chunk.stamp == stamp_ && before < offset;) {
+      const Mapping& other = mappings_[granules_.find(before)->mapping];
+      const std::size_t other_from = before - other.offset;
+      const std::size_t other_to = chunks_[other.chunk].bytes;
+      if (other.chunk == here.chunk && from < other_to && other_from < to) return false;
+      before = other.offset + other_to;
     }
     chunk.stamp = stamp_;
-    std::size_t usable_bytes = 0;
-    for (std::uint32_t i = chunk.first_mapping; i != kNone; i = mappings_[i].next) {
-      const std::size_t shown_end = mappings_[i].offset + to;
-      for (const Range* range = range_at(mappings_[i].offset + from);
-           range != nullptr && range->offset < shown_end; range = range->next) {
-        ++*range_count;
-        if (!usable(range, placement)) continue;
-        usable_bytes +=
-            std::min(range->end(), shown_end) - std::max(range->offset, mappings_[i].offset + from);
-      }
-    }
-    if (usable_bytes < to - from) return false;
     offset = here.offset + to;
   }
   return true;
 }
 
-// Makes shadows of the usable ranges that own bytes [begin, end) of a chunk, except at mapping `except`, and
-// adds what they waited for.
-void ChunkedArena::shade(const Piece& piece, const Placement& placement, std::uint32_t except, Taken* taken) {
+// Makes shadows of the usable ranges that own bytes [begin, end) of a chunk, and adds what they waited for.
+void ChunkedArena::shade(const Piece& piece, const Placement& placement, Taken* taken) {
   for (std::uint32_t i = chunks_[piece.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-    if (i == except) continue;
     const std::size_t end = mappings_[i].offset + piece.end;
     for (std::size_t offset = mappings_[i].offset + piece.begin; offset < end;) {
       Range* range = range_at(offset);
@@ -137,9 +177,7 @@ void ChunkedArena::shade(const Piece& piece, const Placement& placement, std::ui
         shadow->kind = RangeKind::kShadow;
         taken->waits |= shadow->waits;
         taken->epoch = std::max(taken->epoch, shadow->epoch);
-        if (taken->places != nullptr) {
-          taken->places->push_back({offset, part_end - offset, shadow->region});
-        }
+        taken->places->push_back({offset, part_end - offset, shadow->region});
         if (shadow->waits != 0) shadows_wait_ = true;
       }
       offset = part_end;
@@ -147,20 +185,30 @@ void ChunkedArena::shade(const Piece& piece, const Placement& placement, std::ui
   }
 }
 
-// Requires: shows_free. Returns [begin, end) as a busy range that owns its memory.
-Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placement& placement) {
-  Taken taken;
-  for (std::size_t offset = begin; offset < end;) {
-    const std::uint32_t mapping = granules_.find(offset)->mapping;
-    const Mapping& here = mappings_[mapping];
-    const std::size_t to = std::min(end - here.offset, chunks_[here.chunk].bytes);
-    shade({here.chunk, offset - here.offset, to}, placement, mapping, &taken);
-    offset = here.offset + to;
+// Requires: shows_free, as the last that was asked; `run_count` is what it found, or 0 if only the like of it
+// is known. Returns [begin, end) as a busy range that owns its memory.
+Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placement& placement,
+                              std::size_t run_count) {
+  std::uint64_t waits = 0;
+  std::uint64_t epoch = 0;
+  std::size_t i = 0;
+  for (std::size_t offset = begin; offset < end; ++i) {
+    const Shown shown =
+        i < std::min(run_count, kShownMax) ? shown_[i] : shown_at(range_at(offset), offset, end, placement);
+    FOREBAY_ASSERT(shown.bytes != 0, "memory shown at %zu is not free", offset);
+    if (shown.owner_offset != offset) {
+      Range* shadow = isolate(shown.owner_offset, shown.owner_offset + shown.bytes);
+      shadow->kind = RangeKind::kShadow;
+      waits |= shadow->waits;
+      epoch = std::max(epoch, shadow->epoch);
+      if (shadow->waits != 0) shadows_wait_ = true;
+    }
+    offset += shown.bytes;
   }
   Range* range = isolate(begin, end);
   range->region = placement.region;
-  range->waits |= taken.waits;
-  range->epoch = std::max(range->epoch, taken.epoch);
+  range->waits |= waits;
+  range->epoch = std::max(range->epoch, epoch);
   return range;
 }
 
@@ -416,6 +464,8 @@ bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_by
   const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
   stitch->whole.clear();
   const Filling filling = fill(missing, &stitch->whole);
+  // In the order in which most of them lie elsewhere: neighbours change hands in one piece.
+  std::sort(stitch->whole.begin(), stitch->whole.end());
   stitch->broken = filling.broken;
   stitch->grown_bytes = filling.grown_bytes;
   have += filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;

@@ -5,6 +5,8 @@
 // Range that is free or live; the other addresses that show it are shadows.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -25,6 +27,7 @@ struct PhysicalChunk {
   std::size_t bytes = 0;
   std::uint32_t first_mapping = kNone;  // kNone: held, mapped nowhere: a spare.
   std::uint32_t next = kNone;           // Of the spares, or of the unused entries.
+  std::uint32_t owner = kNone;          // A hint: a mapping, perhaps not of this chunk any more.
   std::uint32_t stamp = 0;              // Scratch of a search.
   std::int8_t breakable = -1;           // Scratch of choose_stitch: not known, no, yes.
   bool held = false;                    // The entry is in use.
@@ -100,8 +103,10 @@ class GranuleTable {
   struct Entry {
     Range* range = nullptr;         // The range that has the granule's first byte.
     std::uint32_t mapping = kNone;  // The mapping that covers it; kNone under an alias of a slot.
+    std::uint32_t chunk = kNone;    // And its chunk.
   };
-  explicit GranuleTable(std::size_t granule_bytes) noexcept : granule_bytes_(granule_bytes) {}
+  // `granule_bytes`: a power of two.
+  explicit GranuleTable(std::size_t granule_bytes) noexcept : shift_(std::countr_zero(granule_bytes)) {}
   GranuleTable(const GranuleTable&) = delete;
   GranuleTable& operator=(const GranuleTable&) = delete;
   ~GranuleTable() {
@@ -111,15 +116,15 @@ class GranuleTable {
 
   // False if the host has no memory. Called once.
   bool start(std::size_t reserve_bytes) noexcept {
-    leaf_count_ = reserve_bytes / granule_bytes_ / kLeafCount + 1;
+    leaf_count_ = (reserve_bytes >> shift_) / kLeafCount + 1;
     leaves_ = static_cast<Entry**>(std::calloc(leaf_count_, sizeof(Entry*)));
     return leaves_ != nullptr;
   }
   // Makes, without the arena's lock, the leaves that [begin, end) still lacks. Only for one thread at a time.
   // False if the host has no memory; `leaves` then holds those that were made.
   bool make_leaves(std::size_t begin, std::size_t end, std::vector<std::pair<std::size_t, Entry*>>* leaves) {
-    const std::size_t last = (end - 1) / granule_bytes_ / kLeafCount;
-    for (std::size_t i = begin / granule_bytes_ / kLeafCount; i <= last; ++i) {
+    const std::size_t last = ((end - 1) >> shift_) / kLeafCount;
+    for (std::size_t i = (begin >> shift_) / kLeafCount; i <= last; ++i) {
       if (leaves_[i] != nullptr) continue;
       auto* leaf = static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry)));
       if (leaf == nullptr) return false;
@@ -131,27 +136,29 @@ class GranuleTable {
   void install(std::size_t index, Entry* leaf) noexcept { leaves_[index] = leaf; }
   // Null where no entries have been made.
   const Entry* find(std::size_t offset) const noexcept {
-    const std::size_t index = offset / granule_bytes_;
+    const std::size_t index = offset >> shift_;
     const Entry* leaf = leaves_[index / kLeafCount];
     return leaf == nullptr ? nullptr : leaf + index % kLeafCount;
   }
   Entry& at(std::size_t offset) noexcept {
-    const std::size_t index = offset / granule_bytes_;
+    const std::size_t index = offset >> shift_;
     return leaves_[index / kLeafCount][index % kLeafCount];
   }
-  // The granules that begin inside `range` belong to it.
-  void own(Range* range) noexcept {
-    const std::size_t first = (range->offset + granule_bytes_ - 1) / granule_bytes_;
-    const std::size_t end = (range->end() + granule_bytes_ - 1) / granule_bytes_;
-    for (std::size_t index = first; index < end; ++index) {
+  // The granules that begin inside [begin, end) belong to `range`.
+  void own(Range* range, std::size_t begin, std::size_t end) noexcept {
+    const std::size_t rest = (std::size_t{1} << shift_) - 1;
+    const std::size_t last = (end + rest) >> shift_;
+    for (std::size_t index = (begin + rest) >> shift_; index < last;) {
       Entry* leaf = leaves_[index / kLeafCount];
-      if (leaf != nullptr) leaf[index % kLeafCount].range = range;
+      const std::size_t leaf_end = std::min(last, (index / kLeafCount + 1) * kLeafCount);
+      if (leaf == nullptr) index = leaf_end;
+      for (; index < leaf_end; ++index) leaf[index % kLeafCount].range = range;
     }
   }
+  void own(Range* range) noexcept { own(range, range->offset, range->end()); }
   // Nothing is there any more.
   void clear(std::size_t begin, std::size_t end) noexcept {
-    for (std::size_t offset = begin; offset < end; offset += granule_bytes_) {
-      const std::size_t index = offset / granule_bytes_;
+    for (std::size_t index = begin >> shift_; index < end >> shift_; ++index) {
       Entry* leaf = leaves_[index / kLeafCount];
       if (leaf != nullptr) leaf[index % kLeafCount] = Entry();
     }
@@ -159,7 +166,7 @@ class GranuleTable {
 
  private:
   static constexpr std::size_t kLeafCount = 4096;
-  const std::size_t granule_bytes_;
+  const int shift_;
   Entry** leaves_ = nullptr;
   std::size_t leaf_count_ = 0;
 };

@@ -25,11 +25,17 @@ class StepMemory {
     std::free(index_);
   }
 
-  // False if the host has no memory. Pages are touched as they are used.
+  // False if the host has no memory. The record's pages are touched one after the other as it grows; those of
+  // the index, which are used in no order, here.
   bool start() noexcept {
     record_ = static_cast<Entry*>(std::calloc(kRecordCount, sizeof(Entry)));
     index_ = static_cast<Point*>(std::calloc(kIndexCount, sizeof(Point)));
-    return record_ != nullptr && index_ != nullptr;
+    if (record_ == nullptr || index_ == nullptr) return false;
+    constexpr std::size_t kPagePoints = 4096 / sizeof(Point);
+    for (std::size_t i = 0; i < kIndexCount; i += kPagePoints) {
+      *const_cast<volatile std::uint32_t*>(&index_[i].check) = 0;
+    }
+    return true;
   }
 
   // A request for `bytes` comes; `who` is its stream and region. Where this point was placed before, or

@@ -541,6 +541,30 @@ TEST_F(ArenaTest, TrimGivesWhollyFreeChunksBack) {
   take(10 * kChunk);
 }
 
+TEST_F(ArenaTest, TrimUnmapsNeighboursInOneCall) {
+  std::vector<DevicePtr> blocks;
+  for (int i = 0; i < 6; ++i) blocks.push_back(take(kChunk));
+  const std::size_t before = backend_->call_count(HostCall::kUnmap);
+  for (const int i : {0, 1, 3, 4, 5}) give(blocks[i]);
+  EXPECT_EQ(arena_->trim(), 5 * kChunk);
+  EXPECT_EQ(backend_->call_count(HostCall::kUnmap) - before, 2u);
+  std::memset(blocks[2], 1, kChunk);
+}
+
+TEST_F(ArenaTest, WhatTrimCannotUnmapStaysUsable) {
+  std::vector<DevicePtr> blocks;
+  for (int i = 0; i < 6; ++i) blocks.push_back(take(kChunk));
+  for (const int i : {0, 1, 3, 4, 5}) give(blocks[i]);
+  backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
+  EXPECT_EQ(arena_->trim(), 3 * kChunk);
+  EXPECT_EQ(reserved(), 3 * kChunk);
+  DevicePtr again = take(2 * kChunk);
+  std::memset(again, 1, 2 * kChunk);
+  EXPECT_EQ(reserved(), 3 * kChunk);
+  give(again);
+  EXPECT_EQ(arena_->trim(), 2 * kChunk);
+}
+
 TEST_F(ArenaTest, RefusesChunksTheBackendCannotMap) {
   EXPECT_EQ(Arena::create(*backend_, {.chunk_bytes = kChunk / 2}).status().code(),
             StatusCode::kInvalidArgument);
