@@ -31,6 +31,12 @@ Engine::Impl::~Impl() {
     note(backend.stream_synchronize(tier_stream));
     note(backend.stream_destroy(tier_stream));
   }
+  if (mover != nullptr) {
+    mover.reset();
+  } else if (fetch_stream.handle != nullptr) {
+    note(backend.stream_synchronize(fetch_stream));
+    note(backend.stream_destroy(fetch_stream));
+  }
   if (engine_stream.handle != nullptr) {
     note(backend.stream_synchronize(engine_stream));
     if (arena != nullptr) note(arena->stream_retire(engine_stream));
@@ -44,7 +50,7 @@ Engine::Impl::~Impl() {
   for (const Event event : {step_decided, tier_done}) {
     if (event.handle != nullptr) note(backend.event_destroy(event));
   }
-  for (const std::vector<Event>* events : {&slot_ready, &gradient_ready}) {
+  for (const std::vector<Event>* events : {&slot_ready, &gradient_ready, &slot_fetched}) {
     for (const Event event : *events) note(backend.event_destroy(event));
   }
   if (!first.ok() && phase != Phase::kFailed)
@@ -244,7 +250,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
   // The gradient buffers it writes must be through with their last reduction.
   for (const int owner : units_read_by(impl.model, unit)) {
     impl.must(impl.backend.stream_wait(stream, impl.reduced(owner)));
-    if (impl.offloads()) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
+    if (impl.unit(owner).away) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
   }
   impl.lease_alive = true;
   impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);
@@ -284,6 +290,7 @@ EngineStatistics Engine::statistics() {
   result.planned = impl.plan.bytes;
   result.planned_reserved_bytes = impl.plan.reserved_bytes;
   result.planned_host_bytes = impl.plan.host_bytes.total();
+  result.planned_file_bytes = impl.plan.file_bytes.total();
   result.planned_wire_per_step = impl.plan.wire_per_step;
   result.attempted_steps = impl.attempted_steps;
   result.applied_steps = impl.applied_steps;
@@ -291,7 +298,7 @@ EngineStatistics Engine::statistics() {
   if (impl.arena == nullptr) return result;
   if (impl.phase != Impl::Phase::kFailed) {
     impl.must(impl.backend.stream_synchronize(impl.engine_stream));
-    if (impl.offloads()) impl.must(impl.backend.stream_synchronize(impl.tier_stream));
+    if (impl.offloads()) impl.settle_tier();
   }
   const Traffic traffic = impl.communicator.traffic();
   result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,
@@ -307,7 +314,17 @@ EngineStatistics Engine::statistics() {
   result.peak.buckets = peak(Pool::kBuckets);
   result.peak.activations = peak(Pool::kActivations);
   result.peak_reserved_bytes = impl.arena->statistics().peak_reserved_bytes;
-  if (impl.offloads()) result.host_bytes = impl.pinned->block_bytes(impl.host_states);
+  if (impl.host_states != nullptr) result.host_bytes = impl.pinned->block_bytes(impl.host_states);
+  for (const auto* buffers : {impl.pass_buffers.get(), impl.mover_buffers.get()}) {
+    if (buffers != nullptr) result.host_bytes += buffers->memory().size();
+  }
+  if (impl.store != nullptr) {
+    const StoreStatistics moved = impl.store->statistics();
+    result.file_bytes = moved.range_bytes;
+    result.file_read_bytes = moved.read_bytes;
+    result.file_written_bytes = moved.written_bytes;
+    result.store_description = impl.store_description;
+  }
   return result;
 }
 

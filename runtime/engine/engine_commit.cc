@@ -10,10 +10,16 @@
 
 #include "engine_impl.h"
 #include "forebay/log.h"
+#include "forebay/store_measurement.h"
 #include "forebay/units.h"
 
 namespace forebay {
 namespace {
+
+// Ranges of the store are whole pages.
+constexpr std::uint64_t kPageBytes = 4096;
+// Below this, measuring the drive would take longer than it saves.
+constexpr std::uint64_t kMeasuredFileBytes = 256u << 20;
 
 constexpr const char* kPoolNames[kPoolCount] = {"parameters", "gradients", "optimizer",
                                                 "gathered",   "buckets",   "activations"};
@@ -40,11 +46,13 @@ std::uint64_t pool_bytes(const PoolBytes& bytes, Pool pool) {
 const char* remedy(Pool pool) {
   switch (pool) {
     case Pool::kParameters:
-      return "--stage 3 shards it, more ranks divide it, --dtype bf16 halves it";
+      return "--stage 3 shards it, --offload optimizer+parameters takes it away, more ranks divide it, "
+             "--dtype "
+             "bf16 halves it";
     case Pool::kGradients:
       return "--stage 2 shards it, more ranks divide it, --micro-steps 1 needs no accumulator";
     case Pool::kOptimizer:
-      return "--offload optimizer keeps it on the host, --stage 1 or more shards it, more ranks divide it";
+      return "--offload optimizer keeps it off the device, --stage 1 or more shards it, more ranks divide it";
     case Pool::kGathered:
       return "smaller units (narrower layers) make it smaller";
     case Pool::kBuckets:
@@ -113,6 +121,9 @@ PlanOptions Engine::Impl::plan_options() const {
   result.bucket_bytes = options.bucket_bytes;
   result.chunk_bytes = backend.capabilities().granularity;
   result.offload = options.offload;
+  result.tier = options.tier;
+  result.offload_fraction = options.offload_fraction;
+  result.staging_bytes = options.staging_bytes;
   return result;
 }
 
@@ -202,6 +213,12 @@ Status Engine::Impl::check_options() const {
     return refuse("the minimum loss scale", scale.minimum, "any positive number");
   }
   if (scale.growth_interval < 1) return refuse("the growth interval", scale.growth_interval, "1 or more");
+  if (options.offload != Offload::kNone && options.tier == Tier::kFile && !options.make_store &&
+      options.offload_directories.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "offload to files needs a directory for them; give one on the drive that is to hold them "
+                  "(--offload-tier nvme:DIR)");
+  }
   return Status();
 }
 
@@ -289,12 +306,13 @@ void Engine::Impl::allocate() {
   }
 }
 
-// One page-locked block for all states on the host.
+// One page-locked block for all states on the host; the store; and what drives the updates.
 void Engine::Impl::place_offloaded() {
   pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}));
-  const std::uint64_t bytes = plan.host_bytes.total();
-  host_states = value_or_throw(pinned->allocate(bytes));
-  std::memset(host_states, 0, bytes);
+  if (const std::uint64_t bytes = host_states_bytes(); bytes > 0) {
+    host_states = value_or_throw(pinned->allocate(bytes));
+    std::memset(host_states, 0, bytes);
+  }
   tier_stream = value_or_throw(backend.stream_create());
   tier_done = value_or_throw(backend.event_create());
   host_runner = std::make_unique<BlockRunner>(options.host_threads);
@@ -306,6 +324,83 @@ void Engine::Impl::place_offloaded() {
       updates[i].unit = static_cast<int>(i);
     }
   }
+  if (options.tier == Tier::kFile) open_store();
+  if (options.offload == Offload::kOptimizerAndParameters) {
+    if (options.tier == Tier::kPinned) {
+      fetch_stream = value_or_throw(backend.stream_create());
+    } else {
+      mover_buffers = value_or_throw(
+          StagingBuffers::create(*pinned, {.buffer_bytes = plan.move_bytes, .buffer_count = kMoverBuffers}));
+      mover = value_or_throw(Mover::create(backend, *store, *mover_buffers));
+      throw_if_error(store->register_memory(mover_buffers->memory().data(), mover_buffers->memory().size()));
+      fetch_stream = mover->stream();
+    }
+    for (std::size_t i = 0; i < slots.slot_bytes.size(); ++i)
+      slot_fetched.push_back(value_or_throw(backend.event_create()));
+  }
+}
+
+void Engine::Impl::open_store() {
+  if (options.make_store) {
+    store = value_or_throw(options.make_store(rank()));
+  } else {
+    FileStoreOptions files;
+    files.directories = options.offload_directories;
+    std::string measured;
+    if (plan.file_bytes.total() >= kMeasuredFileBytes) {
+      const StoreMeasurement measurement = value_or_throw(measure_file_store(files));
+      files.block_bytes = measurement.chosen.block_bytes;
+      files.depth = measurement.chosen.depth;
+      measured =
+          ", measured " + format_bytes(static_cast<std::uint64_t>(measurement.chosen.read_bytes_per_second)) +
+          "/s read, " + format_bytes(static_cast<std::uint64_t>(measurement.chosen.write_bytes_per_second)) +
+          "/s written";
+    }
+    store = value_or_throw(make_file_store(files));
+    store_description = measured;
+  }
+  const StoreFacts facts = store->facts();
+  store_description = facts.description + ", blocks of " + format_bytes(facts.block_bytes) + ", depth " +
+                      std::to_string(facts.depth) + store_description;
+  if (kPieceGranule * 2 % facts.granule_bytes != 0) {
+    throw Error(StatusCode::kInvalidArgument,
+                "the store's granule of " + std::to_string(facts.granule_bytes) +
+                    " bytes does not divide 64 KiB, which optimizer states need; use a smaller one");
+  }
+  pass_buffers = value_or_throw(StagingBuffers::create(
+      *pinned, {.buffer_bytes = pass_buffer_bytes(plan.piece_count, options.dtype,
+                                                  options.offload == Offload::kOptimizerAndParameters),
+                .buffer_count = kPassBuffers}));
+  throw_if_error(store->register_memory(pass_buffers->memory().data(), pass_buffers->memory().size()));
+  pass = std::make_unique<StorePass>(*store, *pass_buffers);
+  for (HostPass& host_pass : host_passes) host_pass.impl = this;
+  all_parts.impl = this;
+}
+
+// On whole pages, so that no transfer needs a copy. It reads as zeros.
+Engine::Impl::Away Engine::Impl::make_range(const std::string& name, std::uint64_t bytes) {
+  Away away;
+  away.range_bytes = round_up(bytes, kPageBytes);
+  away.range = value_or_throw(store->create_range(name, away.range_bytes));
+  return away;
+}
+
+// The pieces in which a unit's states pass through host memory.
+void Engine::Impl::make_parts(Unit& u) {
+  u.first_part = pass_parts.size();
+  const bool writes_parameters = u.parameters_away && options.dtype != DataType::kFloat32;
+  for (std::uint64_t begin = 0; begin < u.updated_count; begin += plan.piece_count) {
+    const bool last = u.updated_count - begin <= plan.piece_count;
+    StorePassPart& part = pass_parts.emplace_back();
+    const auto add = [&](const Away& away, std::uint64_t size, bool read) {
+      const std::uint64_t offset = begin * size;
+      const std::uint64_t bytes = last ? away.range_bytes - offset : plan.piece_count * size;
+      part.fields[part.field_count++] = {away.range, offset, bytes, read, true};
+    };
+    for (const Away& state : u.states) add(state, sizeof(float), true);
+    if (writes_parameters) add(u.trainable_away, element(), false);
+  }
+  u.part_count = pass_parts.size() - u.first_part;
 }
 
 void Engine::Impl::place_units() {
@@ -318,7 +413,8 @@ void Engine::Impl::place_units() {
   std::byte* parameters = take(Pool::kParameters, plan.bytes.parameters);
   std::byte* gradients = take(Pool::kGradients, plan.bytes.gradients);
   if (offloads()) place_offloaded();
-  std::byte* optimizer = offloads() ? host_states : take(Pool::kOptimizer, plan.bytes.optimizer);
+  std::byte* optimizer = take(Pool::kOptimizer, plan.bytes.optimizer);
+  std::byte* host = host_states;
   const auto part = [](std::byte*& cursor_in_pool, std::uint64_t bytes) {
     std::byte* begin = cursor_in_pool;
     cursor_in_pool += bytes;
@@ -331,8 +427,8 @@ void Engine::Impl::place_units() {
 
   if (offloads() && stage >= 2) {
     std::uint64_t largest_slice = 0;
-    for (const UnitLayout& place : plan.layouts)
-      largest_slice = std::max(largest_slice, place.trainable_slice(ranks()));
+    for (int index = plan.device_units; index < unit_count(); ++index)
+      largest_slice = std::max(largest_slice, layout(index).trainable_slice(ranks()));
     for (DevicePtr& place : transit) place = part(gradients, largest_slice * size);
   }
 
@@ -345,9 +441,12 @@ void Engine::Impl::place_units() {
     Unit& u = units.emplace_back();
     u.updated_begin = stage == 0 ? 0 : rank_index * slice;
     u.updated_count = stage == 0 ? place.trainable_count : slice;
+    u.away = index >= plan.device_units;
+    u.parameters_away = u.away && options.offload == Offload::kOptimizerAndParameters;
+    const bool in_files = u.away && options.tier == Tier::kFile;
 
     if (stage >= 3) {
-      u.parameter_shard = part(parameters, (slice + frozen_slice) * size);
+      if (!u.parameters_away) u.parameter_shard = part(parameters, (slice + frozen_slice) * size);
       u.parameters = alias(slots.parameter_slot[static_cast<std::size_t>(index)], place.total_count() * size);
       u.updated_parameters = u.parameter_shard;
     } else {
@@ -364,7 +463,7 @@ void Engine::Impl::place_units() {
     } else {
       u.gradients = alias(slots.gradient_slot[static_cast<std::size_t>(index)], place.trainable_count * size);
       if (accumulates_in_fp32()) u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
-      if (offloads()) {
+      if (u.away) {
         u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
       } else if (accumulates_in_fp32()) {
         u.gradient_shard = reinterpret_cast<std::byte*>(u.accumulator);
@@ -376,15 +475,40 @@ void Engine::Impl::place_units() {
     }
 
     const std::uint64_t state_bytes = 4 * u.updated_count;
-    u.master = reinterpret_cast<float*>(has_master || offloads() ? part(optimizer, state_bytes)
-                                                                 : u.updated_parameters);
-    u.m = reinterpret_cast<float*>(part(optimizer, state_bytes));
-    u.v = reinterpret_cast<float*>(part(optimizer, state_bytes));
-    if (offloads()) {
-      u.host_gradients = part(optimizer, u.updated_count * size);
+    if (in_files) {
+      const std::string prefix = std::to_string(index) + " " + shape(index).name + " ";
+      const char* const fields[] = {"master", "m", "v"};
+      for (std::size_t f = 0; f < u.states.size(); ++f)
+        u.states[f] = make_range(prefix + fields[f], state_bytes);
+    } else {
+      std::byte*& states = u.away ? host : optimizer;
+      u.master =
+          reinterpret_cast<float*>(has_master || u.away ? part(states, state_bytes) : u.updated_parameters);
+      u.m = reinterpret_cast<float*>(part(states, state_bytes));
+      u.v = reinterpret_cast<float*>(part(states, state_bytes));
+    }
+    if (u.away) {
+      u.host_gradients = part(host, u.updated_count * size);
       u.left = value_or_throw(backend.event_create());
       u.updated = value_or_throw(backend.event_create());
     }
+    if (u.parameters_away) {
+      const auto place_away = [&](const char* what, std::uint64_t bytes) {
+        if (in_files) return make_range(std::to_string(index) + " " + shape(index).name + " " + what, bytes);
+        Away away;
+        away.host = part(host, bytes);
+        return away;
+      };
+      if (has_master) {
+        u.trainable_away = place_away("parameters", slice * size);
+      } else if (in_files) {
+        u.trainable_away = u.states[static_cast<std::size_t>(StateField::kMaster)];
+      } else {
+        u.trainable_away.host = reinterpret_cast<std::byte*>(u.master);
+      }
+      if (frozen_slice > 0) u.frozen_away = place_away("frozen parameters", frozen_slice * size);
+    }
+    if (in_files) make_parts(u);
 
     // Padding joins the segment before it: zeros stay zeros under every group's arithmetic.
     std::uint64_t end = 0;
@@ -415,6 +539,8 @@ void Engine::Impl::place_units() {
     u.contributed.assign(place.places.size(), false);
   }
 
+  for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);
+
   const std::uint64_t received =
       ranks() > 1 ? static_cast<std::uint64_t>(ranks()) * plan.bucket_columns * size : 0;
   staging = take(Pool::kBuckets, std::max({received, largest_leaves, decision_bytes(ranks(), units.size())}));
@@ -425,9 +551,9 @@ void Engine::Impl::place_units() {
   step_decided = value_or_throw(backend.event_create());
   if (pinned == nullptr)
     pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
-  std::byte* const host = value_or_throw(pinned->allocate(sizeof(StepControl) + sizeof(StepState)));
-  uploaded = new (host) StepControl;
-  decided = new (host + sizeof(StepControl)) StepState;
+  std::byte* const record = value_or_throw(pinned->allocate(sizeof(StepControl) + sizeof(StepState)));
+  uploaded = new (record) StepControl;
+  decided = new (record + sizeof(StepControl)) StepState;
   activation_block = take(Pool::kActivations, model.activation_bytes);
   throw_if_error(backend.stream_synchronize(engine_stream));
 }

@@ -2,16 +2,23 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "forebay/block_runner.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
+#include "forebay/file_store.h"
+#include "forebay/mover.h"
 #include "forebay/pinned_pool.h"
+#include "forebay/store_pass.h"
 #include "schedule.h"
 #include "step_control.h"
 
@@ -24,12 +31,23 @@ inline constexpr int kPoolCount = 6;
 // `count` values rounded to `type`, a 2-byte one.
 void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
 
+// Optimizer states, in the order of the store's ranges and of saved state.
+enum class StateField : int { kMaster, kM, kV };
+inline constexpr int kStateFieldCount = 3;
+
 struct Engine::Impl {
   // One run of elements of a unit's updated range that share a parameter group.
   struct Segment {
     std::uint64_t begin = 0;  // Elements from the start of the updated range.
     std::uint64_t count = 0;
     int group = 0;
+  };
+
+  // Bytes that live below the device: in page-locked host memory, or in a range of the store.
+  struct Away {
+    std::byte* host = nullptr;  // Null: in the range.
+    StoreRange range;
+    std::uint64_t range_bytes = 0;
   };
 
   // Where a unit lies on this rank. "Updated range": the part of the trainable section whose master this rank
@@ -44,14 +62,24 @@ struct Engine::Impl {
     float* accumulator = nullptr;            // K > 1 with shard: the fp32 sum over micro-steps.
     DevicePtr updated_parameters = nullptr;  // The updated range in the engine's dtype.
     DevicePtr updated_gradients = nullptr;   // The updated range of g, in gradient_type.
-    // In device memory, or on the host when the optimizer is offloaded.
+    // Whether the optimizer is offloaded, and the parameter shard too.
+    bool away = false;
+    bool parameters_away = false;
+    // In device memory, or on the host; null on the file tier.
     float* master = nullptr;
     float* m = nullptr;
     float* v = nullptr;
-    // Offloaded: the updated range of g on the host. A 2-byte parameter takes its place in the update.
+    // Offloaded: the updated range of g on the host. Where parameters stay on the device, a 2-byte one takes
+    // its place in the update.
     std::byte* host_gradients = nullptr;
+    std::array<Away, kStateFieldCount> states;  // File tier.
+    // The parameter shard: trainable slice (in fp32 the master) and frozen slice.
+    Away trainable_away;
+    Away frozen_away;
+    std::size_t first_part = 0;  // File tier: of pass_parts.
+    std::size_t part_count = 0;
     Event left;     // Offloaded: the updated range of g has been copied down.
-    Event updated;  // Offloaded: the parameters after the last update are in updated_parameters.
+    Event updated;  // Offloaded: the parameters after the last update are where gathers and trainers look.
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
     std::vector<Segment> segments;
@@ -71,6 +99,11 @@ struct Engine::Impl {
     Impl* impl = nullptr;
     int unit = 0;
     std::vector<GroupHyperparameters> groups;
+  };
+  // File tier: the parts of a step's pass. Two, as above.
+  struct HostPass {
+    Impl* impl = nullptr;
+    std::vector<const StorePassPart*> parts;
   };
 
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
@@ -101,6 +134,9 @@ struct Engine::Impl {
   void allocate();
   void place_units();
   void place_offloaded();
+  void open_store();
+  Away make_range(const std::string& name, std::uint64_t bytes);
+  void make_parts(Unit& unit);
   DevicePtr take(Pool pool, std::uint64_t bytes);
 
   // --- the step (engine_step.cc) ---
@@ -120,6 +156,10 @@ struct Engine::Impl {
   void spill_gradients(int unit);
   void queue_host_update(int unit, const Hyperparameters& hyperparameters);
   void update_on_host(const HostUpdate& update);
+  void update_in_files(const HostUpdate& update);
+  void update_part(const HostUpdate& update, std::uint64_t begin, std::uint64_t count, float* master,
+                   float* m, float* v, std::byte* parameters);
+  void fetch_parameters(int unit, int slot);
   AdamWArguments adamw_arguments() const;
   StepResult step(const Hyperparameters& hyperparameters);
   void end_lease(int unit, Stream stream, bool backward) noexcept;
@@ -127,7 +167,19 @@ struct Engine::Impl {
   // --- values and state (engine_values.cc, training_state.cc) ---
   void copy_in(DevicePtr target, const void* source, std::uint64_t bytes);
   void copy_out(void* target, const std::byte* source, std::uint64_t bytes);
-  std::vector<std::byte> all_slices(const std::byte* mine, std::uint64_t bytes);
+  // Between host memory and what is away, at any byte. Waits; begins with everything queued before done.
+  void write_away(const Away& away, std::uint64_t offset, const void* source, std::uint64_t bytes);
+  void read_away(const Away& away, std::uint64_t offset, void* target, std::uint64_t bytes);
+  // `count` elements of the updated range of a state, from `begin` on.
+  void write_state(int unit, StateField field, std::uint64_t begin, std::span<const float> values);
+  void read_state(int unit, StateField field, std::uint64_t begin, std::span<float> values);
+  // Of this rank's slice of the parameters at stage 3; `offset` in bytes.
+  void write_slice(int unit, bool frozen, std::uint64_t offset, std::span<const std::byte> bytes);
+  void read_slice(int unit, bool frozen, std::uint64_t offset, std::span<std::byte> bytes);
+  void settle_tier();
+  // All ranks' slices of `bytes` each, in rank order.
+  std::vector<std::byte> all_slices(
+      std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine);
   void set_parameter(ParameterId parameter, std::span<const float> values);
   std::vector<float> unit_masters(int unit);
   std::vector<float> unit_frozen(int unit);
@@ -143,7 +195,13 @@ struct Engine::Impl {
   [[noreturn]] void misuse(const std::string& message);
   // Throws, and leaves the engine failed, unless `status` is ok.
   void must(const Status& status);
-  void check_peers() { must(communicator.status()); }
+  void check_peers() {
+    must(communicator.status());
+    if (tier_failed.load(std::memory_order_acquire)) must(tier_status());
+  }
+  // What the host's updates and the mover met. Any thread.
+  void fail_tier(const Status& status);
+  Status tier_status() const;
 
   int rank() const { return communicator.rank(); }
   int ranks() const { return communicator.size(); }
@@ -159,10 +217,15 @@ struct Engine::Impl {
                                          : slot_ready[static_cast<std::size_t>(slot)];
   }
   int parameter_slot(int index) const { return slots.parameter_slot[static_cast<std::size_t>(index)]; }
-  bool offloads() const { return options.offload != Offload::kNone; }
+  // Whether any unit is.
+  bool offloads() const { return plan.device_units < unit_count(); }
+  bool offloads_to_files() const { return offloads() && options.tier == Tier::kFile; }
   bool on_host(const void* pointer) const {
     const auto* byte = static_cast<const std::byte*>(pointer);
-    return byte >= host_states && byte < host_states + plan.host_bytes.total();
+    return byte >= host_states && byte < host_states + host_states_bytes();
+  }
+  std::uint64_t host_states_bytes() const {
+    return plan.host_bytes.optimizer + plan.host_bytes.gradients + plan.host_bytes.parameters;
   }
   bool accumulates_in_fp32() const {
     return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
@@ -197,6 +260,17 @@ struct Engine::Impl {
   // Offloaded optimizer: its memory, page-locked; the slices on their way to it; and the queue in which
   // gradients go down, units are updated, and parameters come up, in this order within every step.
   std::byte* host_states = nullptr;
+  std::unique_ptr<Store> store;  // File tier.
+  std::string store_description;
+  std::unique_ptr<StagingBuffers> pass_buffers;
+  std::unique_ptr<StagingBuffers> mover_buffers;
+  std::vector<StorePassPart> pass_parts;  // By unit, the first first.
+  std::unique_ptr<StorePass> pass;        // Belongs to tier_stream while anything is queued there.
+  std::array<HostPass, 2> host_passes;
+  HostPass all_parts;
+  std::unique_ptr<Mover> mover;     // File tier: parameters on their way up.
+  Stream fetch_stream;              // Tier kPinned: the same. Otherwise the mover's.
+  std::vector<Event> slot_fetched;  // By slot: this rank's slice is in its place.
   std::array<DevicePtr, kTransitCount> transit{};
   std::array<int, kTransitCount> transit_user{};  // The unit whose slice was there last, or -1.
   Stream tier_stream;
@@ -205,6 +279,10 @@ struct Engine::Impl {
   std::array<std::vector<HostUpdate>, 2> host_updates;
   DevicePtr activation_block = nullptr;
   int group_count = 0;
+
+  mutable std::mutex tier_mutex;
+  Status tier_failure;  // Guarded by tier_mutex.
+  std::atomic<bool> tier_failed{false};
 
   // The state of training.
   Phase phase = Phase::kDescribe;

@@ -51,15 +51,53 @@ void Engine::Impl::gather(int index) {
   if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).released));
   if (!options.overlap && last_leased >= 0)
     must(backend.stream_wait(engine_stream, unit(last_leased).released));
-  user = index;
-  if (offloads()) must(backend.stream_wait(engine_stream, unit(index).updated));
   const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
   const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
-  all_gather_section(u.parameters, u.parameter_shard, slice);
-  all_gather_section(u.parameters + layout(index).trainable_count * element(), u.parameter_shard + slice,
-                     frozen_slice);
+  DevicePtr const frozen = u.parameters + layout(index).trainable_count * element();
+  const std::byte* mine = u.parameter_shard;
+  const std::byte* my_frozen = u.parameter_shard + slice;
+  if (u.parameters_away) {
+    // Straight to their place among the others'.
+    mine = u.parameters + static_cast<std::uint64_t>(rank()) * slice;
+    my_frozen = frozen + static_cast<std::uint64_t>(rank()) * frozen_slice;
+    fetch_parameters(index, slot);
+  } else if (u.away) {
+    must(backend.stream_wait(engine_stream, u.updated));
+  }
+  user = index;
+  all_gather_section(u.parameters, mine, slice);
+  all_gather_section(frozen, my_frozen, frozen_slice);
   must(backend.event_record(slot_ready[static_cast<std::size_t>(slot)], engine_stream));
   ++gather_count;
+}
+
+// This rank's slices come up when the slot's last user is through with it and the unit's last update has been
+// made. They need no place of their own on the device.
+void Engine::Impl::fetch_parameters(int index, int slot) {
+  Unit& u = unit(index);
+  const auto slot_index = static_cast<std::size_t>(slot);
+  const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
+  const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
+  const auto rank_index = static_cast<std::uint64_t>(rank());
+  if (const int user = slot_user[slot_index]; user >= 0)
+    must(backend.stream_wait(fetch_stream, unit(user).released));
+  if (!options.overlap && last_leased >= 0)
+    must(backend.stream_wait(fetch_stream, unit(last_leased).released));
+  must(backend.stream_wait(fetch_stream, slot_ready[slot_index]));
+  must(backend.stream_wait(fetch_stream, u.updated));
+  const auto fetch = [&](const Away& away, std::uint64_t bytes, DevicePtr target) {
+    if (bytes == 0) return;
+    if (away.host != nullptr) {
+      must(backend.copy_async(target, away.host, bytes, fetch_stream));
+    } else {
+      must(mover->fetch({away.range, 0, bytes, away.range_bytes}, target));
+    }
+  };
+  fetch(u.trainable_away, slice, u.parameters + rank_index * slice);
+  fetch(u.frozen_away, frozen_slice,
+        u.parameters + layout(index).trainable_count * element() + rank_index * frozen_slice);
+  must(backend.event_record(slot_fetched[slot_index], fetch_stream));
+  must(backend.stream_wait(engine_stream, slot_fetched[slot_index]));
 }
 
 void Engine::Impl::require(int index) {
@@ -116,7 +154,7 @@ void Engine::Impl::reduce(int index) {
       static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
   const float factor = fp32(1.0 / static_cast<double>(passes));
 
-  const bool passes_through = last && offloads() && options.stage >= 2;
+  const bool passes_through = last && u.away && options.stage >= 2;
   if (passes_through) {
     int& user = transit_user[static_cast<std::size_t>(index) % kTransitCount];
     if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).left));
@@ -156,7 +194,7 @@ void Engine::Impl::reduce(int index) {
     must(kernels.norm(norm, engine_stream));
   }
   must(backend.event_record(ready, engine_stream));
-  if (last && offloads()) spill_gradients(index);
+  if (last && u.away) spill_gradients(index);
 }
 
 // The updated range of g goes to the host as soon as it is there. What lay in its place on the host was used,
@@ -194,7 +232,7 @@ void Engine::Impl::pass_skipped(int index) {
   if (shape(index).backward_reads_parameters) require(index);
   if (index > 0 && shape(index - 1).backward_reads_parameters) prefetch(index - 1);
   cursor = index;
-  if (offloads()) must(backend.stream_wait(engine_stream, unit(index).left));
+  if (unit(index).away) must(backend.stream_wait(engine_stream, unit(index).left));
   complete_gradients(index, engine_stream);
   reduce(index);
 }
@@ -397,10 +435,27 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
   controlled.state = &control->state;
   AdamWArguments& adamw = controlled.update;
   adamw = adamw_arguments();
+  if (offloads_to_files()) {
+    // Reading begins while the ranks agree.
+    HostPass& host_pass = host_passes[attempted_steps % 2];
+    host_pass.parts.clear();
+    for (int index = 0; index < unit_count(); ++index) {
+      const Unit& u = unit(index);
+      if (!used[static_cast<std::size_t>(index)]) continue;
+      for (std::size_t i = 0; i < u.part_count; ++i) host_pass.parts.push_back(&pass_parts[u.first_part + i]);
+    }
+    must(backend.call_host(
+        tier_stream,
+        [](void* argument) {
+          const auto& given = *static_cast<const HostPass*>(argument);
+          given.impl->pass->begin(given.parts);
+        },
+        &host_pass));
+  }
   if (offloads()) must(backend.stream_wait(tier_stream, step_decided));
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
-    if (offloads()) {
+    if (u.away) {
       if (used[static_cast<std::size_t>(index)]) queue_host_update(index, hyperparameters);
     } else if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
       adamw.gradient_type = u.gradient_type;
@@ -424,6 +479,21 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
       all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
     }
     must(backend.event_record(u.parameters_ready, engine_stream));
+  }
+  if (offloads_to_files()) {
+    must(backend.call_host(
+        tier_stream,
+        [](void* argument) {
+          const auto& given = *static_cast<const HostPass*>(argument);
+          Impl& impl = *given.impl;
+          const Status written = impl.pass->finish();
+          if (!written.ok()) {
+            impl.fail_tier(written);
+          } else {
+            impl.pass->begin(given.parts);  // Most likely what the next step begins with.
+          }
+        },
+        &all_parts));
   }
   if (offloads()) must(backend.event_record(tier_done, tier_stream));
 }
@@ -452,9 +522,12 @@ void Engine::Impl::queue_host_update(int index, const Hyperparameters& hyperpara
         given.impl->update_on_host(given);
       },
       &update));
-  const void* const source = options.dtype == DataType::kFloat32 ? static_cast<const void*>(u.master)
-                                                                 : static_cast<const void*>(u.host_gradients);
-  must(backend.copy_async(u.updated_parameters, source, u.updated_count * element(), tier_stream));
+  if (!u.parameters_away) {
+    const bool is_master = options.dtype == DataType::kFloat32 && u.master != nullptr;
+    const void* const source =
+        is_master ? static_cast<const void*>(u.master) : static_cast<const void*>(u.host_gradients);
+    must(backend.copy_async(u.updated_parameters, source, u.updated_count * element(), tier_stream));
+  }
   must(backend.event_record(u.updated, tier_stream));
   // At stage 3 the next gather waits for it.
   if (options.stage < 3) must(backend.stream_wait(engine_stream, u.updated));
@@ -462,33 +535,100 @@ void Engine::Impl::queue_host_update(int index, const Hyperparameters& hyperpara
 
 // Runs in the order of tier_stream, after `decided` has come down; calls nothing of the Backend.
 void Engine::Impl::update_on_host(const HostUpdate& update) {
+  if (tier_failed.load(std::memory_order_acquire)) return;
   Unit& u = unit(update.unit);
-  const StepState& state = *decided;
-  std::byte* const parameters = options.dtype == DataType::kFloat32 ? nullptr : u.host_gradients;
-  if (state.outcome != StepOutcome::kApplied) {
-    // What goes up are the parameters as they were.
-    if (parameters != nullptr) round_parameters(options.dtype, u.master, u.updated_count, parameters);
+  if (u.part_count > 0) {
+    update_in_files(update);
     return;
   }
+  std::byte* parameters = nullptr;
+  if (options.dtype != DataType::kFloat32)
+    parameters = u.parameters_away ? u.trainable_away.host : u.host_gradients;
+  if (decided->outcome == StepOutcome::kApplied) {
+    update_part(update, 0, u.updated_count, u.master, u.m, u.v, parameters);
+  } else if (parameters != nullptr && !u.parameters_away) {
+    // What goes up are the parameters as they were.
+    round_parameters(options.dtype, u.master, u.updated_count, parameters);
+  }
+}
+
+// The same, piece by piece as they come from the store.
+void Engine::Impl::update_in_files(const HostUpdate& update) {
+  Unit& u = unit(update.unit);
+  const bool applied = decided->outcome == StepOutcome::kApplied;
+  for (std::size_t i = 0; i < u.part_count; ++i) {
+    const StorePassPart& part = pass_parts[u.first_part + i];
+    const std::uint64_t begin = i * plan.piece_count;
+    const std::uint64_t count = std::min(plan.piece_count, u.updated_count - begin);
+    const Result<std::byte*> memory = pass->next();
+    if (!memory.ok()) {
+      fail_tier(memory.status());
+      return;
+    }
+    const auto field = [&](std::size_t index) { return memory.value() + part.field_offset(index); };
+    auto* const master = reinterpret_cast<float*>(field(0));
+    std::byte* const ready = u.host_gradients + begin * element();  // Where parameters go up from.
+    if (options.dtype == DataType::kFloat32) {
+      if (applied) {
+        update_part(update, begin, count, master, reinterpret_cast<float*>(field(1)),
+                    reinterpret_cast<float*>(field(2)), nullptr);
+      }
+      if (!u.parameters_away) std::memcpy(ready, master, count * sizeof(float));
+    } else if (applied) {
+      update_part(update, begin, count, master, reinterpret_cast<float*>(field(1)),
+                  reinterpret_cast<float*>(field(2)), u.parameters_away ? field(kStateFieldCount) : ready);
+    } else if (!u.parameters_away) {
+      round_parameters(options.dtype, master, count, ready);
+    }
+    if (const Status status = pass->done(applied); !status.ok()) {
+      fail_tier(status);
+      return;
+    }
+  }
+  // The next gather reads what is being written. The next unit is being read meanwhile.
+  if (!u.parameters_away) return;
+  if (const Status status = pass->finish(); !status.ok()) fail_tier(status);
+}
+
+// Updates elements [begin, begin + count) of a unit's updated range. The four addresses are those of the
+// first.
+void Engine::Impl::update_part(const HostUpdate& update, std::uint64_t begin, std::uint64_t count,
+                               float* master, float* m, float* v, std::byte* parameters) {
+  const Unit& u = unit(update.unit);
   AdamWArguments adamw = adamw_arguments();
   adamw.gradient_type = u.gradient_type;
-  adamw.factor = state.factor;
-  adamw.c1 = state.c1;
-  adamw.s2 = state.s2;
+  adamw.factor = decided->factor;
+  adamw.c1 = decided->c1;
+  adamw.s2 = decided->s2;
   for (const Segment& segment : u.segments) {
+    const std::uint64_t first = std::max(begin, segment.begin);
+    const std::uint64_t end = std::min(begin + count, segment.begin + segment.count);
+    if (first >= end) continue;
+    const std::uint64_t at = first - begin;
     const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
     adamw.lr = fp32(group.lr);
     adamw.weight_decay = fp32(group.weight_decay);
-    adamw.gradient = u.host_gradients + segment.begin * element_bytes(u.gradient_type);
-    adamw.master = u.master + segment.begin;
-    adamw.parameter = parameters == nullptr ? nullptr : parameters + segment.begin * element();
-    adamw.count = segment.count;
+    adamw.gradient = u.host_gradients + first * element_bytes(u.gradient_type);
+    adamw.master = master + at;
+    adamw.parameter = parameters == nullptr ? nullptr : parameters + at * element();
+    adamw.count = end - first;
     HostAdamArguments step{};
     step.update = adamw;
-    step.moments = {MomentFormat::kFloat32, u.m + segment.begin, u.v + segment.begin, nullptr, nullptr};
+    step.moments = {MomentFormat::kFloat32, m + at, v + at, nullptr, nullptr};
     const Status status = host_adam(step, *host_runner);
     FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
   }
+}
+
+void Engine::Impl::fail_tier(const Status& status) {
+  const std::lock_guard lock(tier_mutex);
+  if (tier_failure.ok()) tier_failure = status.with_context("the offloaded states failed");
+  tier_failed.store(true, std::memory_order_release);
+}
+
+Status Engine::Impl::tier_status() const {
+  const std::lock_guard lock(tier_mutex);
+  return tier_failure;
 }
 
 StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {

@@ -3,10 +3,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "engine_impl.h"
 #include "forebay/conversions.h"
+#include "forebay/units.h"
 
 namespace forebay {
 
@@ -21,6 +23,8 @@ namespace {
 
 // The most one rank sends at once on the control plane.
 constexpr std::uint64_t kExchangeBytes = 4u << 20;
+// A drive that answers nothing for so long does not answer any more.
+constexpr std::chrono::minutes kStoreDeadline{10};
 
 // `values` rounded to `type`, as bytes.
 std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
@@ -48,9 +52,20 @@ std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
 
 }  // namespace
 
+// Everything queued for what is away has run, and nothing of it is read ahead.
+void Engine::Impl::settle_tier() {
+  if (!offloads()) return;
+  must(backend.stream_synchronize(tier_stream));
+  if (fetch_stream.handle != nullptr) must(backend.stream_synchronize(fetch_stream));
+  if (mover != nullptr) {
+    if (const Status status = mover->status(); !status.ok()) fail_tier(status);
+  }
+  if (tier_failed.load(std::memory_order_acquire)) must(tier_status());
+}
+
 void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t bytes) {
   if (bytes == 0) return;
-  if (offloads()) must(backend.stream_synchronize(tier_stream));
+  settle_tier();
   if (on_host(target)) {
     std::memcpy(target, source, bytes);
     return;
@@ -61,7 +76,7 @@ void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t b
 
 void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t bytes) {
   if (bytes == 0) return;
-  if (offloads()) must(backend.stream_synchronize(tier_stream));
+  settle_tier();
   if (on_host(source)) {
     std::memcpy(target, source, bytes);
     return;
@@ -70,8 +85,105 @@ void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t
   must(backend.stream_synchronize(engine_stream));
 }
 
-// All ranks' slices of `bytes` each, in rank order, piece by piece over the control plane.
-std::vector<std::byte> Engine::Impl::all_slices(const std::byte* mine, std::uint64_t bytes) {
+void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* target, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  settle_tier();
+  if (away.host != nullptr) {
+    std::memcpy(target, away.host + offset, bytes);
+    return;
+  }
+  const std::uint64_t granule = store->facts().granule_bytes;
+  std::vector<std::byte> piece;
+  auto* at = static_cast<std::byte*>(target);
+  for (const std::uint64_t end = offset + bytes; offset < end;) {
+    const std::uint64_t begin = offset / granule * granule;
+    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), away.range_bytes});
+    piece.resize(stop - begin);
+    const StoreTicket ticket = value_or_throw(store->read(away.range, begin, piece.data(), piece.size()));
+    must(store->wait(ticket, kStoreDeadline));
+    const std::uint64_t count = std::min(end, stop) - offset;
+    std::memcpy(at, piece.data() + (offset - begin), count);
+    at += count;
+    offset += count;
+  }
+}
+
+void Engine::Impl::write_away(const Away& away, std::uint64_t offset, const void* source,
+                              std::uint64_t bytes) {
+  if (bytes == 0) return;
+  settle_tier();
+  if (away.host != nullptr) {
+    std::memcpy(away.host + offset, source, bytes);
+    return;
+  }
+  pass->drop();
+  const std::uint64_t granule = store->facts().granule_bytes;
+  std::vector<std::byte> piece;
+  const auto* at = static_cast<const std::byte*>(source);
+  for (const std::uint64_t end = offset + bytes; offset < end;) {
+    const std::uint64_t begin = offset / granule * granule;
+    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), away.range_bytes});
+    piece.resize(stop - begin);
+    // What shares a granule with it stays as it is.
+    if (begin < offset || end < stop) read_away(away, begin, piece.data(), piece.size());
+    const std::uint64_t count = std::min(end, stop) - offset;
+    std::memcpy(piece.data() + (offset - begin), at, count);
+    const StoreTicket ticket = value_or_throw(store->write(away.range, begin, piece.data(), piece.size()));
+    must(store->wait(ticket, kStoreDeadline));
+    at += count;
+    offset += count;
+  }
+}
+
+void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
+                               std::span<const float> values) {
+  const Unit& u = unit(index);
+  if (u.part_count > 0) {
+    write_away(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
+               values.size_bytes());
+    return;
+  }
+  float* const states[] = {u.master, u.m, u.v};
+  copy_in(reinterpret_cast<std::byte*>(states[static_cast<int>(field)] + begin), values.data(),
+          values.size_bytes());
+}
+
+void Engine::Impl::read_state(int index, StateField field, std::uint64_t begin, std::span<float> values) {
+  const Unit& u = unit(index);
+  if (u.part_count > 0) {
+    read_away(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
+              values.size_bytes());
+    return;
+  }
+  const float* const states[] = {u.master, u.m, u.v};
+  copy_out(values.data(), reinterpret_cast<const std::byte*>(states[static_cast<int>(field)] + begin),
+           values.size_bytes());
+}
+
+void Engine::Impl::write_slice(int index, bool frozen, std::uint64_t offset,
+                               std::span<const std::byte> bytes) {
+  const Unit& u = unit(index);
+  if (u.parameters_away) {
+    write_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
+    return;
+  }
+  const std::uint64_t section = frozen ? layout(index).trainable_slice(ranks()) * element() : 0;
+  copy_in(u.parameter_shard + section + offset, bytes.data(), bytes.size());
+}
+
+void Engine::Impl::read_slice(int index, bool frozen, std::uint64_t offset, std::span<std::byte> bytes) {
+  const Unit& u = unit(index);
+  if (u.parameters_away) {
+    read_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
+    return;
+  }
+  const std::uint64_t section = frozen ? layout(index).trainable_slice(ranks()) * element() : 0;
+  copy_out(bytes.data(), u.parameter_shard + section + offset, bytes.size());
+}
+
+// Piece by piece over the control plane.
+std::vector<std::byte> Engine::Impl::all_slices(
+    std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine) {
   std::vector<std::byte> whole(bytes * static_cast<std::uint64_t>(ranks()));
   std::vector<std::byte> piece;
   std::vector<std::byte> pieces;
@@ -79,7 +191,7 @@ std::vector<std::byte> Engine::Impl::all_slices(const std::byte* mine, std::uint
     const std::uint64_t count = std::min(kExchangeBytes, bytes - offset);
     piece.resize(count);
     pieces.resize(count * static_cast<std::uint64_t>(ranks()));
-    copy_out(piece.data(), mine + offset, count);
+    mine(offset, piece);
     must(communicator.exchange(piece, pieces));
     for (std::uint64_t r = 0; r < static_cast<std::uint64_t>(ranks()); ++r) {
       std::memcpy(&whole[r * bytes + offset], &pieces[r * count], count);
@@ -89,15 +201,16 @@ std::vector<std::byte> Engine::Impl::all_slices(const std::byte* mine, std::uint
 }
 
 std::vector<float> Engine::Impl::unit_masters(int index) {
-  const Unit& u = unit(index);
-  const std::uint64_t count = layout(index).trainable_count;
-  const auto* master = reinterpret_cast<const std::byte*>(u.master);
   if (options.stage == 0) {
-    std::vector<float> values(count);
-    copy_out(values.data(), master, count * sizeof(float));
+    std::vector<float> values(layout(index).trainable_count);
+    read_state(index, StateField::kMaster, 0, values);
     return values;
   }
-  return widen(DataType::kFloat32, all_slices(master, u.updated_count * sizeof(float)));
+  const auto mine = [&](std::uint64_t offset, std::span<std::byte> piece) {
+    read_state(index, StateField::kMaster, offset / sizeof(float),
+               {reinterpret_cast<float*>(piece.data()), piece.size() / sizeof(float)});
+  };
+  return widen(DataType::kFloat32, all_slices(unit(index).updated_count * sizeof(float), mine));
 }
 
 std::vector<float> Engine::Impl::unit_frozen(int index) {
@@ -108,10 +221,10 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
     copy_out(bytes.data(), u.parameters + layout(index).trainable_count * element(), bytes.size());
     return widen(options.dtype, bytes);
   }
-  const std::uint64_t slice = layout(index).frozen_slice(ranks());
-  return widen(
-      options.dtype,
-      all_slices(u.parameter_shard + layout(index).trainable_slice(ranks()) * element(), slice * element()));
+  const auto mine = [&](std::uint64_t offset, std::span<std::byte> piece) {
+    read_slice(index, true, offset, piece);
+  };
+  return widen(options.dtype, all_slices(layout(index).frozen_slice(ranks()) * element(), mine));
 }
 
 void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) {
@@ -132,8 +245,7 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
 
   if (!place.frozen) {
     const Part part = intersect(u.updated_begin, u.updated_count);
-    copy_in(reinterpret_cast<std::byte*>(u.master + part.target), values.data() + part.source,
-            part.count * sizeof(float));
+    write_state(id.unit, StateField::kMaster, part.target, values.subspan(part.source, part.count));
   }
   if (options.stage < 3) {
     const std::uint64_t section = place.frozen ? place_of_unit.trainable_count : 0;
@@ -143,10 +255,9 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
   }
   const std::uint64_t slice =
       place.frozen ? place_of_unit.frozen_slice(ranks()) : place_of_unit.trainable_slice(ranks());
-  const std::uint64_t section = place.frozen ? place_of_unit.trainable_slice(ranks()) : 0;
   const Part part = intersect(static_cast<std::uint64_t>(rank()) * slice, slice);
   const std::vector<std::byte> rounded = round_to(options.dtype, values.subspan(part.source, part.count));
-  copy_in(u.parameter_shard + (section + part.target) * element(), rounded.data(), rounded.size());
+  write_slice(id.unit, place.frozen, part.target * element(), rounded);
   ++version;
 }
 
@@ -154,9 +265,15 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
 void Engine::Impl::publish_parameters() {
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
-    if (offloads() && u.updated_count > 0) {
-      const std::vector<std::byte> rounded = round_to(options.dtype, {u.master, u.updated_count});
-      copy_in(u.updated_parameters, rounded.data(), rounded.size());
+    if (u.away && u.updated_count > 0) {
+      std::vector<float> masters(u.updated_count);
+      read_state(index, StateField::kMaster, 0, masters);
+      const std::vector<std::byte> rounded = round_to(options.dtype, masters);
+      if (options.stage == 3) {
+        write_slice(index, false, 0, rounded);
+      } else {
+        copy_in(u.updated_parameters, rounded.data(), rounded.size());
+      }
     } else if (options.dtype != DataType::kFloat32 && u.updated_count > 0) {
       CastArguments cast{u.master, u.updated_parameters, u.updated_count, DataType::kFloat32, options.dtype};
       must(kernels.cast(cast, engine_stream));

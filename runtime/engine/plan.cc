@@ -92,17 +92,23 @@ UnitLayout lay_out(const UnitShape& unit, int ranks) {
   return layout;
 }
 
+struct Gathered {
+  std::uint64_t all = 0;
+  std::uint64_t offloaded = 0;  // Of these, in units that are not on the device.
+};
+
 // Units gathered in one step at stage 3, as slices of this rank, in elements.
-std::uint64_t gathered_slices(const ModelShape& model, const Plan& plan, const SlotAssignment& slots) {
+Gathered gathered_slices(const ModelShape& model, const Plan& plan, const SlotAssignment& slots) {
   Residency residency(slots);
-  std::uint64_t elements = 0;
+  Gathered gathered;
   const auto read = [&](int unit) {
     for (const int needed : units_read_by(model, unit)) {
       if (slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
-      if (residency.take(needed, 1)) {
-        elements += plan.layouts[static_cast<std::size_t>(needed)].total_count() /
-                    static_cast<std::uint64_t>(plan.options.ranks);
-      }
+      if (!residency.take(needed, 1)) continue;
+      const std::uint64_t elements = plan.layouts[static_cast<std::size_t>(needed)].total_count() /
+                                     static_cast<std::uint64_t>(plan.options.ranks);
+      gathered.all += elements;
+      if (needed >= plan.device_units) gathered.offloaded += elements;
     }
   };
   const int unit_count = static_cast<int>(model.units.size());
@@ -112,7 +118,22 @@ std::uint64_t gathered_slices(const ModelShape& model, const Plan& plan, const S
       if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit);
     }
   }
-  return elements;
+  return gathered;
+}
+
+// The first units that stay on the device: as many as fit into what is not to be offloaded.
+int units_on_device(const Plan& plan, std::uint64_t trainable) {
+  if (plan.options.offload == Offload::kNone) return static_cast<int>(plan.layouts.size());
+  const auto room =
+      static_cast<std::uint64_t>((1.0 - plan.options.offload_fraction) * static_cast<double>(trainable));
+  std::uint64_t taken = 0;
+  int count = 0;
+  for (const UnitLayout& layout : plan.layouts) {
+    taken += layout.trainable_count;
+    if (taken > room) break;
+    ++count;
+  }
+  return count;
 }
 
 }  // namespace
@@ -147,20 +168,58 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   }
   const std::uint64_t slice = trainable / ranks;
 
+  // The part that is not on the device: the last units.
+  plan.device_units = units_on_device(plan, trainable);
+  std::uint64_t away = 0;
+  std::uint64_t away_frozen = 0;
+  std::uint64_t largest_away = 0;  // Slice.
+  for (std::size_t u = static_cast<std::size_t>(plan.device_units); u < plan.layouts.size(); ++u) {
+    away += plan.layouts[u].trainable_count;
+    away_frozen += plan.layouts[u].frozen_count;
+    largest_away = std::max(largest_away, plan.layouts[u].trainable_slice(options.ranks));
+  }
+  const std::uint64_t away_slice = away / ranks;
+  const std::uint64_t away_updated = options.stage == 0 ? away : away_slice;
+  const bool parameters_away = options.offload == Offload::kOptimizerAndParameters;
+
   PoolBytes& bytes = plan.bytes;
-  bytes.parameters = element * (options.stage >= 3 ? (trainable + frozen) / ranks : trainable + frozen);
+  if (options.stage < 3) {
+    bytes.parameters = element * (trainable + frozen);
+  } else {
+    bytes.parameters = element * (trainable + frozen - (parameters_away ? away + away_frozen : 0)) / ranks;
+  }
   if (options.stage <= 1) {
     bytes.gradients = element * trainable + (shard_accumulator ? 4 * slice : 0);
   } else {
-    bytes.gradients = shard_accumulator ? 4 * slice : element * slice;
+    bytes.gradients = (shard_accumulator ? 4 * slice : element * (slice - away_slice)) +
+                      kTransitCount * largest_away * element;
   }
   const std::uint64_t updated = options.stage == 0 ? trainable : slice;
-  if (options.offload == Offload::kNone) {
-    bytes.optimizer = (has_master ? 12 : 8) * updated;
-  } else {
-    plan.host_bytes = {12 * updated, element * updated};
-    if (options.stage >= 2) {
-      bytes.gradients = (shard_accumulator ? 4 * slice : 0) + kTransitCount * largest_slice * element;
+  bytes.optimizer = (has_master ? 12 : 8) * (updated - away_updated);
+
+  // Below the device.
+  const std::uint64_t parameters = !parameters_away ? 0
+                                   : has_master     ? element * (away_slice + away_frozen / ranks)
+                                                    : element * (away_frozen / ranks);
+  plan.host_bytes.gradients = element * away_updated;
+  if (options.tier == Tier::kPinned) {
+    plan.host_bytes.optimizer = 12 * away_updated;
+    plan.host_bytes.parameters = parameters;
+  } else if (away_updated > 0) {
+    plan.file_bytes.optimizer = 12 * away_updated;
+    plan.file_bytes.parameters = parameters;
+    // The optimizer's pieces, with the parameter that is made of them, and the parameters' on their way up.
+    const std::uint64_t piece_limit =
+        options.staging_bytes / (kPassBuffers * (12 + element) + (parameters_away ? kMoverBuffers * 4 : 0));
+    const std::uint64_t largest_updated = options.stage == 0 ? largest_away * ranks : largest_away;
+    const std::uint64_t largest_total = round_up(largest_updated, kPieceGranule);
+    plan.piece_count =
+        std::min(std::max(piece_limit / kPieceGranule * kPieceGranule, kPieceGranule), largest_total);
+    plan.host_bytes.staging =
+        kPassBuffers * pass_buffer_bytes(plan.piece_count, options.dtype, parameters_away);
+    if (parameters_away) {
+      plan.move_bytes = plan.piece_count * 4;
+      plan.host_bytes.staging += kMoverBuffers * plan.move_bytes;
     }
   }
 
@@ -189,7 +248,18 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   const std::uint64_t reductions =
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
   std::uint64_t slice_bytes = reductions * slice * element;
-  slice_bytes += options.stage <= 2 ? slice * element : gathered_slices(model, plan, slots) * element;
+  if (options.stage <= 2) {
+    slice_bytes += slice * element;
+  } else {
+    const Gathered gathered = gathered_slices(model, plan, slots);
+    slice_bytes += gathered.all * element;
+    if (parameters_away && options.tier == Tier::kFile) {
+      plan.file_bytes.read_per_step = gathered.offloaded * element;
+      if (has_master) plan.file_bytes.written_per_step = element * away_slice;
+    }
+  }
+  plan.file_bytes.read_per_step += plan.file_bytes.optimizer;
+  plan.file_bytes.written_per_step += plan.file_bytes.optimizer;
   slice_bytes += sizeof(double) * (3 + 2 * units);  // What the ranks tell each other in step().
   plan.wire_per_step.sent = (ranks - 1) * slice_bytes;
   plan.wire_per_step.received = plan.wire_per_step.sent;
@@ -202,8 +272,14 @@ const char* offload_name(Offload offload) noexcept {
       return "none";
     case Offload::kOptimizer:
       return "optimizer";
+    case Offload::kOptimizerAndParameters:
+      return "optimizer+parameters";
   }
   return "unknown";
+}
+
+const char* tier_name(Tier tier) noexcept {
+  return tier == Tier::kPinned ? "cpu" : "nvme";
 }
 
 std::string Plan::fingerprint_text() const {
@@ -211,7 +287,8 @@ std::string Plan::fingerprint_text() const {
   text << "stage " << options.stage << "\nranks " << options.ranks << "\ndtype "
        << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
        << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\noffload "
-       << offload_name(options.offload) << "\nbucket-columns " << bucket_columns << "\n";
+       << offload_name(options.offload) << "\noffload-tier " << tier_name(options.tier)
+       << "\nunits-on-device " << device_units << "\nbucket-columns " << bucket_columns << "\n";
   for (std::size_t unit = 0; unit < layouts.size(); ++unit) {
     text << "unit-" << unit;
     for (const UnitLayout::Place& place : layouts[unit].places) {

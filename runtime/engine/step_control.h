@@ -17,6 +17,20 @@ struct StepControl {
 // Gradient slices of an offloaded optimizer that are on their way to the host at a time.
 inline constexpr std::uint64_t kTransitCount = 2;
 
+// File tier. Pieces of the optimizer in host memory: some read, one updated, some written. And of parameters
+// on their way up.
+inline constexpr std::uint64_t kPassBuffers = 6;
+inline constexpr std::uint64_t kMoverBuffers = 4;
+// Elements that a piece is a multiple of: whole granules of the store in every type.
+inline constexpr std::uint64_t kPieceGranule = 32768;
+inline constexpr std::uint64_t kStagingBytesMin = 8u << 20;
+
+// One buffer of the pass: fp32 master, m, v, and the parameter where that is kept in files too.
+inline constexpr std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, DataType dtype,
+                                                 bool parameters_away) {
+  return piece_count * (12 + (parameters_away && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
+}
+
 // Staging for the decision: the norms of all ranks and units, and as much scratch.
 inline std::uint64_t decision_bytes(int ranks, std::uint64_t units) {
   return 2 * static_cast<std::uint64_t>(ranks) * units * sizeof(double);

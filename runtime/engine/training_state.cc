@@ -306,11 +306,9 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
         // At stage 0 every rank has everything; each writes its slice all the same.
         const std::uint64_t slice = layout(unit_index).trainable_slice(ranks());
         const std::uint64_t begin = static_cast<std::uint64_t>(rank()) * slice;
-        const float* fields[] = {u.master, u.m, u.v};
-        for (int f = 0; f < 3; ++f) {
+        for (int f = 0; f < kStateFieldCount; ++f) {
           host.resize(slice);
-          copy_out(host.data(), reinterpret_cast<const std::byte*>(fields[f] + (begin - u.updated_begin)),
-                   slice * sizeof(float));
+          read_state(unit_index, static_cast<StateField>(f), begin - u.updated_begin, host);
           write_runs(unit_index, false, kFields[f], host, begin);
         }
         const std::uint64_t frozen_slice = layout(unit_index).frozen_slice(ranks());
@@ -484,11 +482,10 @@ std::string Engine::Impl::load_state(const std::string& directory) {
     std::vector<float> host;
     for (int unit_index = 0; unit_index < unit_count(); ++unit_index) {
       Unit& u = unit(unit_index);
-      float* fields[] = {u.master, u.m, u.v};
-      for (int f = 0; f < 3; ++f) {
+      for (int f = 0; f < kStateFieldCount; ++f) {
         host.assign(u.updated_count, 0.0f);
         fill(unit_index, false, kFields[f], u.updated_begin, host);
-        copy_in(reinterpret_cast<std::byte*>(fields[f]), host.data(), host.size() * sizeof(float));
+        write_state(unit_index, static_cast<StateField>(f), 0, host);
       }
       for (std::size_t i = 0; i < layout(unit_index).places.size(); ++i) {
         const UnitLayout::Place& place = layout(unit_index).places[i];

@@ -1,4 +1,4 @@
-// An optimizer whose states live on the host gives the bits of one on the device, in the memory that was
+// States that live on the host or in files give the bits of those on the device, in the memory that was
 // planned.
 
 #include <gtest/gtest.h>
@@ -9,6 +9,7 @@
 #include <set>
 
 #include "engine/toy_cases.h"
+#include "forebay/memory_store.h"
 #include "forebay/units.h"
 
 namespace forebay::testing {
@@ -19,6 +20,49 @@ ToyOptions offloaded(int stage, DataType type, int ranks) {
   options.engine.offload = Offload::kOptimizer;
   options.engine.host_threads = 2;
   return options;
+}
+
+// What can be offloaded where at a stage.
+struct Setting {
+  Offload offload;
+  Tier tier;
+  double fraction;
+};
+constexpr Setting kSettings[] = {
+    {Offload::kOptimizer, Tier::kPinned, 1.0},
+    {Offload::kOptimizer, Tier::kFile, 1.0},
+    {Offload::kOptimizer, Tier::kPinned, 0.6},
+    {Offload::kOptimizer, Tier::kFile, 0.3},
+    {Offload::kOptimizerAndParameters, Tier::kPinned, 1.0},
+    {Offload::kOptimizerAndParameters, Tier::kFile, 1.0},
+    {Offload::kOptimizerAndParameters, Tier::kFile, 0.6},
+    {Offload::kOptimizerAndParameters, Tier::kPinned, 0.0},
+};
+
+std::string text_of(const Setting& setting) {
+  return std::string(offload_name(setting.offload)) + " on " + tier_name(setting.tier) + ", fraction " +
+         std::to_string(setting.fraction);
+}
+
+void apply(const Setting& setting, EngineOptions* options) {
+  options->offload = setting.offload;
+  options->tier = setting.tier;
+  options->offload_fraction = setting.fraction;
+  options->staging_bytes = 8u << 20;
+  // Transfers end in another order on each rank.
+  options->make_store = [](int rank) {
+    return make_memory_store({.alignment_bytes = 4096, .order_seed = static_cast<std::uint64_t>(rank) + 1});
+  };
+}
+
+// Host bytes are the plan's to a page for each block; file bytes to a page for each range.
+void expect_planned(const EngineStatistics& s, const std::string& what) {
+  EXPECT_EQ(s.peak, s.planned) << what;
+  EXPECT_EQ(s.peak_reserved_bytes, s.planned_reserved_bytes) << what;
+  EXPECT_GE(s.host_bytes, s.planned_host_bytes) << what;
+  EXPECT_LE(s.host_bytes, s.planned_host_bytes + 4096) << what;
+  EXPECT_GE(s.file_bytes, s.planned_file_bytes) << what;
+  EXPECT_LE(s.file_bytes, s.planned_file_bytes + 40 * 4096) << what;
 }
 
 struct Case {
@@ -43,19 +87,25 @@ TEST_P(OffloadContract, EveryStageGivesTheBitsOfThePlainLoops) {
   ASSERT_TRUE(std::isnan(expected.grad_norms[3]));
   ASSERT_GT(expected.grad_norms[0], options.clip);
   for (int stage = 0; stage <= (c.accumulate == Accumulate::kLocal ? 1 : 3); ++stage) {
-    for (const bool overlap : {true, false}) {
-      options.engine.stage = stage;
-      options.engine.overlap = overlap;
-      const ToyResult actual = run_toy(options);
-      expect_same(actual, expected,
-                  "stage " + std::to_string(stage) + ", overlap " + (overlap ? "on" : "off"));
-      const EngineStatistics& s = actual.statistics;
-      EXPECT_EQ(s.applied_steps, 5u);
-      EXPECT_EQ(s.peak, s.planned) << "stage " << stage;
-      EXPECT_EQ(s.peak.optimizer, 0u);
-      EXPECT_EQ(s.peak_reserved_bytes, s.planned_reserved_bytes) << "stage " << stage;
-      EXPECT_GE(s.host_bytes, s.planned_host_bytes);
-      EXPECT_LE(s.host_bytes, s.planned_host_bytes + 4096) << "stage " << stage;
+    for (const Setting& setting : kSettings) {
+      if (setting.offload == Offload::kOptimizerAndParameters && stage < 3) continue;
+      apply(setting, &options.engine);
+      for (const bool overlap : {true, false}) {
+        options.engine.stage = stage;
+        options.engine.overlap = overlap;
+        const std::string what = "stage " + std::to_string(stage) + ", overlap " + (overlap ? "on" : "off") +
+                                 ", " + text_of(setting);
+        const ToyResult actual = run_toy(options);
+        expect_same(actual, expected, what);
+        EXPECT_EQ(actual.statistics.applied_steps, 5u);
+        expect_planned(actual.statistics, what);
+        if (setting.fraction == 1.0) {
+          EXPECT_EQ(actual.statistics.peak.optimizer, 0u);
+        }
+        if (setting.fraction == 1.0 && setting.offload == Offload::kOptimizerAndParameters) {
+          EXPECT_EQ(actual.statistics.peak.parameters, 0u);
+        }
+      }
     }
   }
 }
@@ -78,8 +128,10 @@ INSTANTIATE_TEST_SUITE_P(Matrix, OffloadContract,
                          });
 
 TEST(Offload, KeepsUnitsThatNobodyUsed) {
-  for (int stage = 0; stage < 4; ++stage) {
+  for (const auto& [stage, setting] : {std::pair(0, 0), std::pair(1, 1), std::pair(2, 0), std::pair(2, 3),
+                                       std::pair(3, 1), std::pair(3, 4), std::pair(3, 5), std::pair(3, 6)}) {
     ToyOptions options = offloaded(stage, DataType::kBfloat16, 3);
+    apply(kSettings[setting], &options.engine);
     options.engine.micro_steps = 2;
     options.skips = [](int rank, int step, int micro_step, int unit) {
       if (unit == 2) return step == 1 || (step == 2 && rank != 1);
@@ -87,13 +139,69 @@ TEST(Offload, KeepsUnitsThatNobodyUsed) {
       if (unit == 4) return step == 2 && rank == 2;
       return false;
     };
-    expect_same(run_toy(options), reference_toy(options), "stage " + std::to_string(stage));
+    expect_same(run_toy(options), reference_toy(options),
+                "stage " + std::to_string(stage) + ", " + text_of(kSettings[setting]));
+  }
+}
+
+// Units of several pieces, at every place where a piece may end.
+TEST(Offload, PassesUnitsThroughHostMemoryInPieces) {
+  for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
+    for (const Setting& setting : {kSettings[1], kSettings[5]}) {
+      ToyOptions options = options_for(3, type, 2);
+      options.units = {ToyUnit{{{230000}, {13, 1}, {150000, 1}}, {}, true},
+                       ToyUnit{{{100}, {400000, 0, true}, {262144, 1}}, {}, true}};
+      const ToyResult expected = run_toy(options);
+      apply(setting, &options.engine);
+      const ToyResult actual = run_toy(options);
+      EXPECT_TRUE(same_bits(actual, expected)) << data_type_name(type) << ", " << text_of(setting);
+      expect_planned(actual.statistics, text_of(setting));
+      EXPECT_LE(actual.statistics.planned_host_bytes,
+                (8u << 20) + element_bytes(type) * (230000 + 150000 + 262144 + 4096) / 2);
+    }
+  }
+}
+
+TEST(Offload, MovesThePlannedBytesThroughFiles) {
+  for (const Setting& setting : {kSettings[1], kSettings[5]}) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
+      ToyOptions options = options_for(3, type, 2);
+      options.units.assign(4, ToyUnit{{{1 << 18}}, {}, true});
+      options.groups = {{1e-2, 0.1}};
+      apply(setting, &options.engine);
+      run_ranks(2, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.initialize();
+        for (int step = 0; step < 2; ++step) static_cast<void>(trainer.step(step));
+        const EngineStatistics before = trainer.engine().statistics();
+        for (int step = 2; step < 5; ++step) static_cast<void>(trainer.step(step));
+        const EngineStatistics after = trainer.engine().statistics();
+        const FileBytes planned = trainer.engine().plan().file_bytes;
+        EXPECT_EQ(after.file_read_bytes - before.file_read_bytes, 3 * planned.read_per_step)
+            << text_of(setting) << data_type_name(type);
+        EXPECT_EQ(after.file_written_bytes - before.file_written_bytes, 3 * planned.written_per_step);
+        // 12 bytes each way for an element of the optimizer; a 2-byte parameter is written once and read
+        // for every gather.
+        const std::uint64_t elements = 4 * (1 << 18) / 2;
+        EXPECT_EQ(planned.optimizer, 12 * elements);
+        if (setting.offload == Offload::kOptimizer) {
+          EXPECT_EQ(planned.read_per_step, 12 * elements);
+          EXPECT_EQ(planned.written_per_step, 12 * elements);
+        } else {
+          // Two units keep their place at the turn from forward to backward.
+          EXPECT_EQ(planned.read_per_step, (12 + element_bytes(type) * 6 / 4) * elements);
+          EXPECT_EQ(planned.written_per_step, (12 + (type == DataType::kFloat32 ? 0 : 2)) * elements);
+        }
+      });
+    }
   }
 }
 
 TEST(Offload, AllocatesNothingFromTheBackendAfterTheFirstStep) {
-  for (int stage = 0; stage < 4; ++stage) {
-    const ToyOptions options = offloaded(stage, DataType::kBfloat16, 3);
+  for (const auto& [stage, setting] :
+       {std::pair(0, 0), std::pair(1, 1), std::pair(2, 0), std::pair(3, 4), std::pair(3, 5)}) {
+    ToyOptions options = offloaded(stage, DataType::kBfloat16, 3);
+    apply(kSettings[setting], &options.engine);
     run_ranks(3, {}, [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
       trainer.initialize();
@@ -137,6 +245,26 @@ TEST(Offload, TrainsWithinABudgetThatTheWholeWouldNeedTwice) {
   }
 }
 
+TEST(Offload, TrainsWithParametersAwayInAQuarterOfTheBudget) {
+  for (const Setting& setting : {kSettings[4], kSettings[5]}) {
+    for (const int ranks : {1, 3}) {
+      ToyOptions roomy = deep(3, ranks);
+      const ToyResult expected = run_toy(roomy);
+      ToyOptions tight = deep(3, ranks);
+      apply(setting, &tight.engine);
+      tight.engine.memory_bytes = run_toy(tight).statistics.planned_reserved_bytes;
+      const ToyResult actual = run_toy(tight);
+      EXPECT_TRUE(same_bits(actual, expected)) << text_of(setting) << ", " << ranks << " ranks";
+      EXPECT_EQ(actual.statistics.peak_reserved_bytes, tight.engine.memory_bytes);
+      if (ranks == 1) {
+        EXPECT_GE(expected.statistics.planned.total(), 4 * actual.statistics.planned.total());
+      }
+      roomy.engine.memory_bytes = tight.engine.memory_bytes;
+      EXPECT_THROW(static_cast<void>(run_toy(roomy)), Error) << ranks << " ranks";
+    }
+  }
+}
+
 TEST(Offload, StateGoesFromTheDeviceToTheHostAndBack) {
   std::string pattern = (std::filesystem::temp_directory_path() / "forebay-offload-XXXXXX").string();
   const std::string directory = ::mkdtemp(pattern.data());
@@ -145,7 +273,7 @@ TEST(Offload, StateGoesFromTheDeviceToTheHostAndBack) {
       ToyOptions options = options_for(2, type, 3);
       options.steps = 6;
       const ToyResult whole = run_toy(options);
-      options.engine.offload = starts_on_host ? Offload::kOptimizer : Offload::kNone;
+      if (starts_on_host) apply(kSettings[type == DataType::kFloat32 ? 0 : 1], &options.engine);
       run_ranks(3, {}, [&](Rank& rank) {
         ToyTrainer trainer(options, rank);
         trainer.initialize();
@@ -155,7 +283,8 @@ TEST(Offload, StateGoesFromTheDeviceToTheHostAndBack) {
       for (int stage = 0; stage < 4; ++stage) {
         ToyOptions resumed = options;
         resumed.engine.stage = stage;
-        resumed.engine.offload = starts_on_host ? Offload::kNone : Offload::kOptimizer;
+        resumed.engine.offload = Offload::kNone;
+        if (!starts_on_host) apply(kSettings[stage < 3 ? stage % 2 : 5], &resumed.engine);
         std::vector<ToyResult> results(3);
         run_ranks(3, {}, [&](Rank& rank) {
           ToyTrainer trainer(resumed, rank);

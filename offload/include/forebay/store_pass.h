@@ -61,7 +61,7 @@ class StorePass {
   Result<std::byte*> next();
   // The part that next() gave is done: written back, or as it was. Errors: the store's, of any part's.
   Status done(bool write);
-  // Waits until everything is written. Errors: the store's.
+  // Waits until everything that is done is written; reads go on. Errors: the store's.
   Status finish();
   // Forgets what was read ahead, because others change it. Errors: none; the next begin() starts anew.
   void drop() noexcept;

@@ -48,6 +48,7 @@
 #include "forebay/communicator.h"
 #include "forebay/kernels.h"
 #include "forebay/plan.h"
+#include "forebay/store.h"
 
 namespace forebay {
 
@@ -71,9 +72,16 @@ struct EngineOptions {
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
   std::uint64_t bucket_bytes = 16u << 20;
-  // The optimizer on the host: its update runs there, unit by unit, while the next step's first units are on
-  // their way. Same bits.
+  // The optimizer below the device: its update runs on the host, unit by unit, while the next step's first
+  // units are on their way. Same bits.
   Offload offload = Offload::kNone;
+  Tier tier = Tier::kPinned;
+  double offload_fraction = 1.0;  // Of the model's elements; see PlanOptions.
+  // Tier kFile: where the files are; with several, states are striped over them. They have no name there.
+  std::vector<std::string> offload_directories;
+  std::uint64_t staging_bytes = 96u << 20;  // Tier kFile: host memory that states pass through, at most.
+  // Instead of files in offload_directories, for tests and drives of another kind: makes rank `rank`'s store.
+  std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
   int host_threads = 0;            // Of the update on the host; 0: as many as the machine has. Same bits.
   bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
   std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
@@ -106,8 +114,13 @@ struct StepResult {
 struct EngineStatistics {
   PoolBytes peak;  // Live bytes, by pool.
   PoolBytes planned;
-  std::uint64_t host_bytes = 0;  // Page-locked for an offloaded optimizer.
+  std::uint64_t host_bytes = 0;  // Page-locked for what is offloaded.
   std::uint64_t planned_host_bytes = 0;
+  std::uint64_t file_bytes = 0;  // In the store.
+  std::uint64_t planned_file_bytes = 0;
+  std::uint64_t file_read_bytes = 0;  // So far; padding of ranges included.
+  std::uint64_t file_written_bytes = 0;
+  std::string store_description;  // Tier kFile: engine, directories, block size and depth.
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
   WireBytes planned_wire_per_step;

@@ -25,10 +25,17 @@ enum class Accumulate : std::uint8_t {
   kLocal,  // Each rank adds locally in the gradient type; one reduction a step. Stages 0 and 1.
 };
 
-// Which states live on the host and only visit the device.
+// Which states live below the device and only visit it.
 enum class Offload : std::uint8_t {
   kNone,
-  kOptimizer,  // fp32 master, m and v: the update runs on the host.
+  kOptimizer,               // fp32 master, m and v: the update runs on the host.
+  kOptimizerAndParameters,  // Stage 3: the parameter shard too, which then comes up for each gather.
+};
+
+// Where what is offloaded lives.
+enum class Tier : std::uint8_t {
+  kPinned,  // Page-locked host memory.
+  kFile,    // Files. Gradients still wait for their unit's update in page-locked memory.
 };
 
 struct ParameterShape {
@@ -68,12 +75,18 @@ struct PlanOptions {
       16u << 20;  // One bucket: all N slices of a column range. Rounded to 512 columns.
   std::uint64_t chunk_bytes = 2u << 20;  // The device's mapping granularity, for reserved bytes.
   Offload offload = Offload::kNone;
+  Tier tier = Tier::kPinned;
+  // How much of the model is offloaded, by elements, 0 to 1; the rest stays on the device whole. That is the
+  // first units, which the next step needs first.
+  double offload_fraction = 1.0;
+  // Tier kFile: host memory that states pass through, at most. Smaller: smaller pieces, and more of them.
+  std::uint64_t staging_bytes = 96u << 20;
 };
 
 struct PoolBytes {
   std::uint64_t parameters = 0;  // Persistent.
-  // Persistent; with K > 1 the fp32 accumulator. With the optimizer on the host, stages 2 and 3 keep room for
-  // two units' slices instead, which leave as they are reduced.
+  // Persistent; with K > 1 the fp32 accumulator. Of offloaded units, stages 2 and 3 keep room for two slices
+  // instead, which leave as they are reduced.
   std::uint64_t gradients = 0;
   std::uint64_t optimizer = 0;  // Persistent: master (2-byte types), m, v; nothing when offloaded.
   std::uint64_t gathered =
@@ -86,15 +99,31 @@ struct PoolBytes {
   friend bool operator==(const PoolBytes&, const PoolBytes&) = default;
 };
 
-// Page-locked host memory of an offloaded optimizer.
+// Page-locked host memory of what is offloaded.
 struct HostBytes {
-  std::uint64_t optimizer = 0;  // fp32 master, m and v: 12 bytes for each element this rank updates.
-  // Gradients that wait for their unit's update, in the gradient type; a 2-byte parameter goes back to the
-  // device from the place of the gradient it was made of.
+  // fp32 master, m and v: 12 bytes for each offloaded element this rank updates. Nothing on the file tier.
+  std::uint64_t optimizer = 0;
+  // Gradients that wait for their unit's update, in the gradient type. Where parameters stay on the device, a
+  // 2-byte parameter goes back up from the place of the gradient it was made of.
   std::uint64_t gradients = 0;
+  // The offloaded parameter shard, in the parameter type; in fp32 only frozen parameters, because the master
+  // is the parameter. Nothing on the file tier.
+  std::uint64_t parameters = 0;
+  std::uint64_t staging = 0;  // Tier kFile: what states pass through. Does not grow with the model.
 
-  std::uint64_t total() const { return optimizer + gradients; }
+  std::uint64_t total() const { return optimizer + gradients + parameters + staging; }
   friend bool operator==(const HostBytes&, const HostBytes&) = default;
+};
+
+// What is in files, and what one applied step moves. Payload: ends of ranges are padded to a page.
+struct FileBytes {
+  std::uint64_t optimizer = 0;
+  std::uint64_t parameters = 0;  // As HostBytes::parameters.
+  std::uint64_t read_per_step = 0;
+  std::uint64_t written_per_step = 0;
+
+  std::uint64_t total() const { return optimizer + parameters; }
+  friend bool operator==(const FileBytes&, const FileBytes&) = default;
 };
 
 struct WireBytes {
@@ -128,10 +157,14 @@ inline constexpr std::uint64_t kParameterAlignment = 64;
 struct Plan {
   PlanOptions options;
   std::vector<UnitLayout> layouts;
-  PoolBytes bytes;                        // Live bytes per rank; every rank has the same.
-  std::uint64_t reserved_bytes = 0;       // The same in whole chunks: what --memory must hold.
-  HostBytes host_bytes;                   // Per rank; every rank has the same.
-  WireBytes wire_per_step;                // Payload per rank and step; every rank has the same.
+  PoolBytes bytes;                   // Live bytes per rank; every rank has the same.
+  std::uint64_t reserved_bytes = 0;  // The same in whole chunks: what --memory must hold.
+  HostBytes host_bytes;              // Per rank; every rank has the same.
+  FileBytes file_bytes;              // Per rank; every rank has the same.
+  int device_units = 0;              // The first so many units are not offloaded: all, with Offload::kNone.
+  std::uint64_t piece_count = 0;  // Tier kFile: elements of an optimizer that pass through staging together.
+  std::uint64_t move_bytes = 0;   // Tier kFile, parameters: bytes that do.
+  WireBytes wire_per_step;        // Payload per rank and step; every rank has the same.
   std::uint64_t bucket_columns = 0;       // Elements of one slice in one bucket.
   std::vector<std::uint64_t> slot_bytes;  // The chunks of gathered, slot by slot.
 
@@ -139,7 +172,8 @@ struct Plan {
   std::string fingerprint_text() const;
 };
 
-const char* offload_name(Offload offload) noexcept;
+const char* offload_name(Offload offload) noexcept;  // "none", "optimizer", "optimizer+parameters"
+const char* tier_name(Tier tier) noexcept;           // "cpu", "nvme"
 
 // Errors: kInvalidArgument naming the option or the unit and what it may be.
 Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options);
