@@ -73,6 +73,20 @@ if(NOT FOREBAY_HAVE_LIBURING)
   message(STATUS "liburing 2.2 not found (Debian: liburing-dev) or not wanted: the file tier will use threads")
 endif()
 
+# hwloc: what lies near what on the host. Optional: without it the same is read from sysfs, where the kernel shows it.
+option(FOREBAY_HWLOC "Use hwloc where it is found" ON)
+set(FOREBAY_HAVE_HWLOC OFF)
+if(FOREBAY_HWLOC AND PKG_CONFIG_FOUND)
+  pkg_check_modules(HWLOC QUIET IMPORTED_TARGET hwloc>=2.1)
+  if(TARGET PkgConfig::HWLOC)
+    set(FOREBAY_HAVE_HWLOC ON)
+    add_library(forebay_hwloc ALIAS PkgConfig::HWLOC)
+  endif()
+endif()
+if(NOT FOREBAY_HAVE_HWLOC)
+  message(STATUS "hwloc 2.1 not found (Debian: libhwloc-dev) or not wanted: the topology will be read from sysfs")
+endif()
+
 # oneDNN: matrix products of the sample on the CPU. Optional: without it only `--matmul plain` is there.
 # By header and library: Debian 12's CMake package of oneDNN demands the headers of OpenCL, which libdnnl-dev does not
 # bring and the sample does not use.

@@ -1,5 +1,5 @@
 # No source of a layer includes "<another layer>/...".
-set(layers runtime/base runtime/device runtime/engine runtime/api kernels allocator collectives offload)
+set(layers runtime/base runtime/device runtime/topology runtime/engine runtime/api kernels allocator collectives offload)
 set(seen 0)
 foreach(layer IN LISTS layers)
   file(GLOB_RECURSE sources "${ROOT}/${layer}/*.h" "${ROOT}/${layer}/*.cc")

@@ -1,0 +1,69 @@
+#include "system_files.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+namespace forebay::internal {
+
+namespace fs = std::filesystem;
+
+std::string read_line(const fs::path& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::string read_all(const fs::path& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  if (file) text << file.rdbuf();
+  return text.str();
+}
+
+std::vector<std::pair<std::string, fs::path>> entries(const fs::path& directory, const std::string& prefix) {
+  std::vector<std::pair<std::string, fs::path>> found;
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), entry.path());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+bool is_number(const std::string& text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+}
+
+std::optional<int> to_int(const std::string& text) {
+  constexpr std::size_t kDigitsMax = 9;
+  const std::string digits = text.starts_with('-') ? text.substr(1) : text;
+  if (!is_number(digits) || digits.size() > kDigitsMax) return std::nullopt;
+  return std::atoi(text.c_str());
+}
+
+std::vector<int> parse_list(const std::string& text) {
+  constexpr int kLargest = 1'000'000;
+  std::vector<int> numbers;
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const std::size_t dash = part.find('-');
+    const std::optional<int> first = to_int(part.substr(0, dash));
+    const std::optional<int> last = dash == std::string::npos ? first : to_int(part.substr(dash + 1));
+    if (!first || !last || *first < 0 || *last > kLargest) continue;
+    for (int number = *first; number <= *last; ++number) numbers.push_back(number);
+  }
+  std::sort(numbers.begin(), numbers.end());
+  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+  return numbers;
+}
+
+std::uint64_t number_behind(const std::string& text, const std::string& label) {
+  const std::size_t found = text.find(label);
+  return found == std::string::npos ? 0 : std::strtoull(text.c_str() + found + label.size(), nullptr, 10);
+}
+
+}  // namespace forebay::internal
