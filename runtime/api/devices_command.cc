@@ -31,6 +31,8 @@ int run(bool json) {
   }
   report.host = read_host_facts();
   report.host_kernels = describe_host_kernels();
+  report.topology = read_topology();
+  report.placements = place_devices(report.topology, report.cuda.devices);
   const std::string text = json ? devices_json(report) : devices_text(report);
   if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return 0;
   std::fprintf(stderr, "forebay devices: cannot write to standard output; is the disk full?\n");
@@ -42,7 +44,8 @@ int run(bool json) {
 void add_devices_command(CLI::App& app, std::function<int()>& action) {
   const auto json = std::make_shared<bool>(false);  // Shared by the parser's field and the action.
   CLI::App* command = app.add_subcommand(
-      "devices", "Print the CUDA devices, the host and the flash directories that forebay sees");
+      "devices",
+      "Print the CUDA devices, the host, what is near what, and the flash directories that forebay sees");
   command->add_flag("--json", *json, "Print JSON");
   command->callback([json, &action] { action = [json] { return run(*json); }; });
 }

@@ -1,5 +1,6 @@
 #include "devices_print.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -101,14 +102,71 @@ std::string host_text(const DevicesReport& report) {
   return section.text();
 }
 
-std::string flash_text(const HostFacts& host) {
+std::string node_text(const std::vector<int>& nodes) {
+  return nodes.empty()
+             ? "NUMA node unknown"
+             : std::string(nodes.size() == 1 ? "NUMA node " : "NUMA nodes ") + processors_text(nodes);
+}
+
+std::string count_text(std::size_t count, const char* what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+}
+
+std::string device_name(const DevicesReport& report, std::size_t index) {
+  return report.cuda.devices.empty() ? "host" : "cuda:" + std::to_string(report.cuda.devices[index].ordinal);
+}
+
+std::string topology_text(const DevicesReport& report) {
+  const Topology& topology = report.topology;
+  Section section("topology");
+  std::string quota = "no quota";
+  if (topology.processor_quota) {
+    quota = std::to_string(*topology.processor_quota);
+    quota = "the quota is worth " + quota.substr(0, quota.find('.') + 3);
+  }
+  section.line("by " + topology.source + ": " + count_text(topology.nodes.size(), "NUMA node") +
+               "; processors " + processors_text(topology.processors()) + " may be used, " + quota);
+  for (std::size_t i = 0; i < report.placements.size(); ++i) {
+    const Placement& placement = report.placements[i];
+    section.line(
+        device_name(report, i) + " (" + placement.reason + "): threads on processors " +
+        processors_text(placement.processors) + ", kernels on " + count_text(placement.cores.size(), "core") +
+        ", page-locked memory " +
+        (placement.memory_node < 0 ? "anywhere" : "on NUMA node " + std::to_string(placement.memory_node)));
+  }
+  for (const Attachment& one : topology.attachments) {
+    if (one.kind != AttachmentKind::kPci) section.line(one.name + ": " + node_text(one.nodes));
+  }
+  return section.text();
+}
+
+std::vector<int> nodes_of(const Topology& topology, const std::vector<std::string>& drives) {
+  std::vector<int> nodes;
+  for (const std::string& drive : drives) {
+    for (const int node : topology.nodes_near(AttachmentKind::kDrive, drive)) nodes.push_back(node);
+  }
+  std::sort(nodes.begin(), nodes.end());
+  nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
+  return nodes;
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : "+") + word;
+  return text;
+}
+
+std::string flash_text(const DevicesReport& report) {
+  const HostFacts& host = report.host;
   Section section("flash");
   if (host.flash_directories.empty()) {
     section.line("no directory is on an NVMe drive or SSD that the system shows");
   }
   for (const FlashDirectory& directory : host.flash_directories) {
-    section.line(directory.path + ": " + directory.drive + (directory.is_nvme ? " (NVMe), " : " (SSD), ") +
-                 directory.file_system + ", " + format_bytes(directory.free_bytes) + " free, " +
+    section.line(directory.path + ": " + joined(directory.drives) +
+                 (directory.is_nvme ? " (NVMe), " : " (SSD), ") +
+                 node_text(nodes_of(report.topology, directory.drives)) + ", " + directory.file_system +
+                 ", " + format_bytes(directory.free_bytes) + " free, " +
                  (!directory.is_writable ? "not writable"
                   : directory.has_direct ? "direct I/O"
                                          : "no direct I/O"));
@@ -154,7 +212,8 @@ Json host_json(const DevicesReport& report) {
   Json directories = Json::array();
   for (const FlashDirectory& directory : host.flash_directories) {
     directories.push_back({{"path", directory.path},
-                           {"drive", directory.drive},
+                           {"drive", joined(directory.drives)},
+                           {"numa_nodes", nodes_of(report.topology, directory.drives)},
                            {"kind", directory.is_nvme ? "nvme" : "ssd"},
                            {"file_system", directory.file_system},
                            {"free_bytes", directory.free_bytes},
@@ -174,10 +233,68 @@ Json host_json(const DevicesReport& report) {
               {"flash_directories", directories}};
 }
 
+const char* kind_name(AttachmentKind kind) {
+  switch (kind) {
+    case AttachmentKind::kPci:
+      return "pci";
+    case AttachmentKind::kDrive:
+      return "drive";
+    case AttachmentKind::kNetworkInterface:
+      return "network";
+  }
+  return "unknown";
+}
+
+Json topology_json(const DevicesReport& report) {
+  const Topology& topology = report.topology;
+  Json nodes = Json::array();
+  for (const NumaNode& node : topology.nodes) {
+    nodes.push_back({{"node", node.node},
+                     {"processors", processors_text(node.processors())},
+                     {"core_count", node.cores.size()},
+                     {"memory_bytes", node.memory_bytes},
+                     {"memory_usable", node.memory_usable},
+                     {"distances", node.distances}});
+  }
+  Json attachments = Json::array();
+  for (const Attachment& one : topology.attachments) {
+    attachments.push_back({{"kind", kind_name(one.kind)}, {"name", one.name}, {"nodes", one.nodes}});
+  }
+  Json placements = Json::array();
+  for (std::size_t i = 0; i < report.placements.size(); ++i) {
+    const Placement& placement = report.placements[i];
+    placements.push_back({{"device", device_name(report, i)},
+                          {"nodes", placement.nodes},
+                          {"memory_node", number_or_null(placement.memory_node)},
+                          {"processors", processors_text(placement.processors)},
+                          {"cores", processors_text(placement.cores)},
+                          {"reason", placement.reason}});
+  }
+  return Json{{"source", topology.source},
+              {"usable_processors", processors_text(topology.processors())},
+              {"processor_quota", topology.processor_quota ? Json(*topology.processor_quota) : Json(nullptr)},
+              {"nodes", nodes},
+              {"attachments", attachments},
+              {"placements", placements}};
+}
+
 }  // namespace
 
+std::vector<Placement> place_devices(const Topology& topology, const std::vector<CudaDevice>& devices) {
+  std::vector<std::vector<int>> nodes;
+  for (const CudaDevice& device : devices) {
+    nodes.push_back(topology.nodes_near(AttachmentKind::kPci, device.pci_bus_id));
+    // The driver was asked beside the topology.
+    if (nodes.back().empty() && topology.find_node(device.numa_node) != nullptr) {
+      nodes.back().push_back(device.numa_node);
+    }
+  }
+  if (nodes.empty()) nodes.emplace_back();
+  return place_all(topology, nodes);
+}
+
 std::string devices_text(const DevicesReport& report) {
-  return cuda_text(report) + host_text(report) + flash_text(report.host);
+  return cuda_text(report) + host_text(report) + topology_text(report) + flash_text(report);
 }
 
 std::string devices_json(const DevicesReport& report) {
@@ -190,7 +307,8 @@ std::string devices_json(const DevicesReport& report) {
                     {"version", has_driver ? Json(version_text(report.cuda.driver_version)) : Json(nullptr)},
                     {"reason", has_driver ? Json(nullptr) : Json(report.cuda_status.message())}}},
                   {"devices", devices},
-                  {"host", host_json(report)}};
+                  {"host", host_json(report)},
+                  {"topology", topology_json(report)}};
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

@@ -16,6 +16,7 @@
 #include <tuple>
 #include <utility>
 
+#include "forebay/drives.h"
 #include "host_limits.h"
 
 namespace forebay {
@@ -99,69 +100,6 @@ std::string chosen_word(const std::string& line) {
 
 // --- drives ---
 
-struct Mount {
-  std::string device;  // "259:2"
-  std::string path;
-  std::string file_system;
-  std::string source;  // "/dev/nvme0n1p2"
-};
-
-// The kernel writes spaces, tabs, newlines and backslashes as three octal digits.
-std::string unescape(const std::string& text) {
-  std::string plain;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    if (text[i] == '\\' && i + 3 < text.size() && text.find_first_not_of("01234567", i + 1) >= i + 4) {
-      plain += static_cast<char>(std::strtol(text.substr(i + 1, 3).c_str(), nullptr, 8));
-      i += 3;
-    } else {
-      plain += text[i];
-    }
-  }
-  return plain;
-}
-
-std::vector<Mount> read_mounts(const fs::path& proc) {
-  std::vector<Mount> mounts;
-  std::ifstream file(proc / "self/mountinfo");
-  for (std::string line; std::getline(file, line);) {
-    // "36 35 98:0 /root /path options [more ...] - type source options"
-    std::istringstream words(line);
-    std::string id, parent, root, options, word;
-    Mount mount;
-    words >> id >> parent >> mount.device >> root >> mount.path >> options;
-    while (words >> word && word != "-") {
-    }
-    if (!(words >> mount.file_system >> mount.source)) continue;
-    mount.path = unescape(mount.path);
-    mount.source = unescape(mount.source);
-    mounts.push_back(std::move(mount));
-  }
-  return mounts;
-}
-
-// The whole drives below a block device: its disk, or those of the volume it is made of. False when one of
-// them turns, or is no drive (a loop device, memory).
-bool find_drives(const fs::path& device, std::vector<std::string>* drives, int depth = 0) {
-  constexpr int kDeepest = 8;  // Volumes on volumes; more would be a loop.
-  std::error_code error;
-  fs::path path = fs::canonical(device, error);
-  if (error || depth > kDeepest) return false;
-  if (fs::exists(path / "partition", error)) path = path.parent_path();
-  const auto below = entries(path / "slaves", "");
-  if (!below.empty()) {
-    return std::all_of(below.begin(), below.end(),
-                       [&](const auto& entry) { return find_drives(entry.second, drives, depth + 1); });
-  }
-  const std::string name = path.filename().string();
-  for (const char* no_drive : {"loop", "ram", "zram", "nbd", "sr", "fd"}) {
-    const std::string prefix = no_drive;
-    if (name.starts_with(prefix) && is_number(name.substr(prefix.size()))) return false;
-  }
-  if (read_line(path / "queue/rotational") != "0") return false;
-  if (std::find(drives->begin(), drives->end(), name) == drives->end()) drives->push_back(name);
-  return true;
-}
-
 // Opens a nameless file in the directory; its number, or -1 with errno.
 int open_temporary(const std::string& directory, int flags) {
   const int file = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
@@ -180,30 +118,24 @@ bool can_open(const std::string& directory, int flags) {
   return true;
 }
 
-std::vector<FlashDirectory> read_flash_directories(const HostFactPaths& paths) {
-  std::map<std::string, FlashDirectory> by_drive;
-  for (const Mount& mount : read_mounts(paths.proc)) {
+std::vector<FlashDirectory> read_flash_directories(const SystemPaths& paths) {
+  std::map<std::vector<std::string>, FlashDirectory> by_drives;
+  for (const Mount& mount : read_mounts(paths)) {
     // Files may be mounted too, as containers do.
     struct stat status;
     if (::stat(mount.path.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) continue;
-    // Some file systems have a number of their own; their source names the device.
-    const bool is_anonymous = mount.device.starts_with("0:");
-    if (is_anonymous && !mount.source.starts_with("/dev/")) continue;
-    const fs::path sys = paths.sys;
-    std::vector<std::string> drives;
-    if (!find_drives(is_anonymous ? sys / "class/block" / fs::path(mount.source).filename()
-                                  : sys / "dev/block" / mount.device,
-                     &drives)) {
-      continue;
-    }
-    std::sort(drives.begin(), drives.end());
+    const std::vector<Drive> drives = find_drives(mount, paths);
+    const bool is_flash = std::all_of(drives.begin(), drives.end(), [](const Drive& drive) {
+      return drive.rotational == false && !drive.is_memory && !drive.is_network && !drive.is_file;
+    });
+    if (drives.empty() || !is_flash) continue;
     FlashDirectory directory;
     directory.path = mount.path;
     directory.file_system = mount.file_system;
     directory.is_nvme = true;
-    for (const std::string& drive : drives) {
-      directory.drive += (directory.drive.empty() ? "" : "+") + drive;
-      directory.is_nvme = directory.is_nvme && drive.starts_with("nvme");
+    for (const Drive& drive : drives) {
+      directory.drives.push_back(drive.name);
+      directory.is_nvme = directory.is_nvme && drive.name.starts_with("nvme");
     }
     struct statvfs space;
     if (::statvfs(mount.path.c_str(), &space) == 0) {
@@ -212,14 +144,14 @@ std::vector<FlashDirectory> read_flash_directories(const HostFactPaths& paths) {
     directory.is_writable = can_open(mount.path, 0);
     directory.has_direct = directory.is_writable && can_open(mount.path, O_DIRECT);
     // Of a drive's mount points the one to use: writable, then with room, then with the shortest name.
-    FlashDirectory& best = by_drive[directory.drive];
+    FlashDirectory& best = by_drives[directory.drives];
     const auto rank = [](const FlashDirectory& one) {
       return std::make_tuple(one.is_writable, one.free_bytes, -static_cast<std::int64_t>(one.path.size()));
     };
     if (best.path.empty() || rank(directory) > rank(best)) best = std::move(directory);
   }
   std::vector<FlashDirectory> directories;
-  for (auto& [drive, directory] : by_drive) directories.push_back(std::move(directory));
+  for (auto& [drives, directory] : by_drives) directories.push_back(std::move(directory));
   std::sort(directories.begin(), directories.end(),
             [](const auto& a, const auto& b) { return a.path < b.path; });
   return directories;
@@ -244,7 +176,7 @@ std::string read_processor_model(const fs::path& proc) {
 
 }  // namespace
 
-HostFacts read_host_facts(const HostFactPaths& paths) {
+HostFacts read_host_facts(const SystemPaths& paths) {
   HostFacts facts;
   const fs::path proc = paths.proc;
   const fs::path sys = paths.sys;

@@ -1,6 +1,7 @@
 // What a host offers a training process: processors and NUMA nodes, memory and how much of it may be locked,
 // huge pages, and the directories on flash drives that the file tier could use. Read from text files below
-// two roots, so that a test can lay out a host of its own; whether a directory can be written is tried.
+// two roots, so that a test can lay out a host of its own; whether a directory can be written is tried. What
+// lies near what is another question (topology.h).
 #pragma once
 
 #include <cstdint>
@@ -8,12 +9,9 @@
 #include <string>
 #include <vector>
 
-namespace forebay {
+#include "forebay/topology.h"
 
-struct HostFactPaths {
-  std::string proc = "/proc";
-  std::string sys = "/sys";
-};
+namespace forebay {
 
 struct HostNumaNode {
   int node = 0;
@@ -31,7 +29,7 @@ struct HugePages {
 // A mount point on a drive without moving parts.
 struct FlashDirectory {
   std::string path;
-  std::string drive;  // "nvme0n1"; several, joined by "+", below a volume.
+  std::vector<std::string> drives;  // "nvme0n1"; several below a volume.
   bool is_nvme = false;
   std::string file_system;
   std::uint64_t free_bytes = 0;
@@ -53,6 +51,6 @@ struct HostFacts {
 };
 
 // What cannot be read is left out or 0.
-HostFacts read_host_facts(const HostFactPaths& paths = {});
+HostFacts read_host_facts(const SystemPaths& paths = {});
 
 }  // namespace forebay

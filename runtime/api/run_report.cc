@@ -54,9 +54,18 @@ void read_ranks(const Json& ranks, RunReport& run) {
     run.peak_model_states = std::max(run.peak_model_states, peak.model_states());
     run.planned_model_states = std::max(run.planned_model_states, planned.model_states());
     run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").get<std::uint64_t>());
-    run.host_bytes = std::max(run.host_bytes, rank.value("host_bytes", std::uint64_t{0}));
-    run.planned_host_bytes =
-        std::max(run.planned_host_bytes, rank.value("planned_host_bytes", std::uint64_t{0}));
+    // Older reports lack some of these.
+    const auto raise = [&](std::uint64_t& target, const char* key) {
+      if (rank.contains(key)) target = std::max(target, rank.at(key).get<std::uint64_t>());
+    };
+    raise(run.host_bytes, "host_bytes");
+    raise(run.planned_host_bytes, "planned_host_bytes");
+    raise(run.file_bytes, "file_bytes");
+    raise(run.planned_file_bytes, "planned_file_bytes");
+    raise(run.file_read_bytes_per_step, "file_read_bytes_per_step");
+    raise(run.planned_file_read_bytes_per_step, "planned_file_read_bytes_per_step");
+    raise(run.file_written_bytes_per_step, "file_written_bytes_per_step");
+    raise(run.planned_file_written_bytes_per_step, "planned_file_written_bytes_per_step");
     run.sent_bytes_per_step =
         std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").get<std::uint64_t>());
     run.received_bytes_per_step =
@@ -76,6 +85,10 @@ RunReport read_run(const std::string& path, const Json& json) {
   run.micro_steps = json.value("micro_steps", 1);
   run.accumulate = json.value("accumulate", "shard");
   run.offload = json.value("offload", "none");
+  run.tier = json.value("offload_tier", "cpu");
+  run.offloaded_parameters =
+      json.value("offloaded_parameters", run.offload == "none" ? std::uint64_t{0} : run.parameters);
+  run.store = json.value("store", "");
   for (const Json& loss : json.at("loss")) {
     // JSON has no NaN.
     run.losses.push_back(loss.is_null() ? std::numeric_limits<double>::quiet_NaN() : loss.get<double>());
@@ -135,9 +148,26 @@ void print_rows(std::ostream& out, const std::vector<Row>& rows) {
   }
 }
 
+bool offloads(const RunReport& run) {
+  return run.offload != "none";
+}
+
+// "optimizer, 60% on nvme".
+std::string offload_cell(const RunReport& run) {
+  if (!offloads(run)) return run.offload;
+  std::string text = run.offload;
+  if (run.offloaded_parameters != run.parameters) {
+    text += ", " +
+            fixed(100.0 * static_cast<double>(run.offloaded_parameters) /
+                      static_cast<double>(std::max<std::uint64_t>(run.parameters, 1)),
+                  0) +
+            "%";
+  }
+  return text + " on " + run.tier;
+}
+
 std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
-  const bool any_offloads =
-      std::any_of(runs.begin(), runs.end(), [](const RunReport& run) { return run.offload != "none"; });
+  const bool any_offloads = std::any_of(runs.begin(), runs.end(), offloads);
   std::vector<Row> rows = {{"stage", "states measured", "planned", "formula", "gathered", "buckets",
                             "wire / theory", "tokens/s", "final loss", "digest"}};
   if (any_offloads) rows.front().insert(rows.front().begin() + 4, {"offload", "host measured", "planned"});
@@ -149,10 +179,29 @@ std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
                     run.digest.substr(0, 12)});
     if (any_offloads) {
       rows.back().insert(rows.back().begin() + 4,
-                         {run.offload, grouped(run.host_bytes), grouped(run.planned_host_bytes)});
+                         {offload_cell(run), grouped(run.host_bytes), grouped(run.planned_host_bytes)});
     }
   }
   return rows;
+}
+
+// Those with files have a table of their own; beside the others it would be too wide to read.
+void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
+  std::vector<Row> rows = {{"stage", "files measured", "planned", "read/step measured", "planned",
+                            "written/step measured", "planned"}};
+  std::vector<std::string> stores;
+  for (const RunReport& run : runs) {
+    if (run.tier != "nvme" || !offloads(run)) continue;
+    rows.push_back({std::to_string(run.stage), grouped(run.file_bytes), grouped(run.planned_file_bytes),
+                    grouped(run.file_read_bytes_per_step), grouped(run.planned_file_read_bytes_per_step),
+                    grouped(run.file_written_bytes_per_step),
+                    grouped(run.planned_file_written_bytes_per_step)});
+    if (!run.store.empty()) stores.push_back("store of '" + run.name + "': " + run.store);
+  }
+  if (rows.size() == 1) return;
+  out << '\n';
+  print_rows(out, rows);
+  for (const std::string& store : stores) out << store << '\n';
 }
 
 std::string setup_difference(const RunReport& a, const RunReport& b) {
@@ -208,17 +257,19 @@ std::string result_difference(const RunReport& a, const RunReport& b) {
 double model_state_formula_bytes(const RunReport& run) {
   const auto psi = static_cast<double>(run.parameters);
   const double shard = psi / run.world_size;
+  // What has not left the device.
+  const double here = psi - (offloads(run) ? static_cast<double>(run.offloaded_parameters) : 0);
+  const double here_shard = here / run.world_size;
   const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
   const double element = run.dtype == "fp32" ? 4 : 2;
   const double optimizer =
       run.dtype == "fp32" ? 8 : 12;  // m and v; master too when it is not the parameter itself.
-  const double parameters = element * (run.stage >= 3 ? shard : psi);
-  double gradients = element * (run.stage >= 2 ? shard : psi);
+  const bool parameters_leave = run.offload == "optimizer+parameters";
+  const double parameters = element * (run.stage < 3 ? psi : parameters_leave ? here_shard : shard);
+  double gradients = element * (run.stage >= 2 ? here_shard : psi);
   // The fp32 accumulator of a shard stands beside whole gradients, and in the place of a gradient shard.
-  if (run.offload != "none" && run.stage >= 2) gradients = 0;
   if (shard_accumulator) gradients = run.stage >= 2 ? 4 * shard : gradients + 4 * shard;
-  if (run.offload != "none") return parameters + gradients;
-  return parameters + gradients + optimizer * (run.stage >= 1 ? shard : psi);
+  return parameters + gradients + optimizer * (run.stage >= 1 ? here_shard : here);
 }
 
 double wire_formula_bytes(const RunReport& run) {
@@ -271,6 +322,7 @@ void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
   out << grouped(first.parameters) << " parameters, " << first.dtype << ", " << first.world_size << " ranks, "
       << first.steps << " steps. Bytes are those of the worst rank; wire is per step.\n\n";
   print_rows(out, table_rows(runs));
+  print_file_rows(out, runs);
   if (runs.size() < 2) return;
   out << '\n';
   const Comparison comparison = compare_runs(runs);
@@ -298,7 +350,16 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
            {"planned", run.planned_model_states},
            {"formula", model_state_formula_bytes(run)}}},
          {"offload", run.offload},
+         {"offload_tier", run.tier},
+         {"offloaded_parameters", run.offloaded_parameters},
+         {"store", run.store},
          {"host_bytes", {{"measured", run.host_bytes}, {"planned", run.planned_host_bytes}}},
+         {"file_bytes", {{"measured", run.file_bytes}, {"planned", run.planned_file_bytes}}},
+         {"file_bytes_read_per_step",
+          {{"measured", run.file_read_bytes_per_step}, {"planned", run.planned_file_read_bytes_per_step}}},
+         {"file_bytes_written_per_step",
+          {{"measured", run.file_written_bytes_per_step},
+           {"planned", run.planned_file_written_bytes_per_step}}},
          {"gathered_bytes", run.peak.gathered},
          {"bucket_bytes", run.peak.buckets},
          {"wire_bytes_per_step",

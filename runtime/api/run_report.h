@@ -26,6 +26,9 @@ struct RunReport {
   int micro_steps = 1;
   std::string accumulate = "shard";
   std::string offload = "none";
+  std::string tier = "cpu";
+  std::uint64_t offloaded_parameters = 0;         // In units that are not on the device.
+  std::string store;                              // Rank 0's, described; empty without files.
   std::vector<double> losses;                     // NaN where it was not finite.
   std::vector<std::optional<double>> grad_norms;  // None where the step was skipped.
   std::string digest;
@@ -35,14 +38,20 @@ struct RunReport {
   std::uint64_t peak_model_states = 0;  // The largest sum on one rank, not the sum of the largest.
   std::uint64_t planned_model_states = 0;
   std::uint64_t reserved_bytes = 0;
-  std::uint64_t host_bytes = 0;  // Page-locked for an offloaded optimizer.
+  std::uint64_t host_bytes = 0;  // Page-locked for what is offloaded.
   std::uint64_t planned_host_bytes = 0;
+  std::uint64_t file_bytes = 0;
+  std::uint64_t planned_file_bytes = 0;
+  std::uint64_t file_read_bytes_per_step = 0;
+  std::uint64_t planned_file_read_bytes_per_step = 0;
+  std::uint64_t file_written_bytes_per_step = 0;
+  std::uint64_t planned_file_written_bytes_per_step = 0;
   std::uint64_t sent_bytes_per_step = 0;
   std::uint64_t received_bytes_per_step = 0;
 };
 
-// Model-state bytes per rank on the device by the formulas (ARCHITECTURE.md, "The memory contract"). With the
-// optimizer offloaded, what is on its way to the host is bounded and left out.
+// Model-state bytes per rank on the device by the formulas (ARCHITECTURE.md, "The memory contract"). What is
+// on its way to the host is bounded and left out.
 double model_state_formula_bytes(const RunReport& run);
 
 // Bytes sent per rank and step by theory: exact at stages 0 to 2, at stage 3 the most there can be.

@@ -131,12 +131,6 @@ void read_attachments(hwloc_topology_t handle, Topology& topology) {
   }
 }
 
-std::string version_text() {
-  const unsigned version = hwloc_get_api_version();
-  return std::to_string(version >> 16) + "." + std::to_string(version >> 8 & 0xFF) + "." +
-         std::to_string(version & 0xFF);
-}
-
 }  // namespace
 
 std::optional<Topology> read_hwloc_topology(const Limits& limits, std::string* why) {
@@ -144,7 +138,7 @@ std::optional<Topology> read_hwloc_topology(const Limits& limits, std::string* w
   if (loaded == nullptr) return std::nullopt;
   const hwloc_topology_t handle = loaded.get();
   Topology topology;
-  topology.source = "hwloc " + version_text();
+  topology.source = "hwloc";
   Limits used = limits;
   if (hwloc_topology_is_thissystem(handle) == 0) {
     used = {};  // They are this system's.

@@ -46,6 +46,44 @@ TEST(DevicesCommand, ListsTheHostWhereThereIsNoDriver) {
   EXPECT_GT(json.at("host").at("memory_bytes").get<std::uint64_t>(), 0u);
   EXPECT_GT(json.at("host").at("processor_count").get<int>(), 0);
   EXPECT_TRUE(json.at("host").at("flash_directories").is_array());
+  // Without devices there is one placement: the host's.
+  const Json& topology = json.at("topology");
+  EXPECT_FALSE(topology.at("nodes").empty());
+  ASSERT_EQ(topology.at("placements").size(), 1u);
+  EXPECT_EQ(topology.at("placements").at(0).at("device"), "host");
+  EXPECT_EQ(topology.at("placements").at(0).at("processors"), topology.at("usable_processors"));
+  EXPECT_NE(text.output.find("\ntopology by "), std::string::npos) << text.output;
+  EXPECT_NE(text.output.find("host ("), std::string::npos) << text.output;
+}
+
+TEST(DevicesCommand, PlacesTheDevicesOfAMachineWithTwoNodes) {
+  if (!FOREBAY_HAVE_HWLOC) GTEST_SKIP() << "this build has no hwloc";
+  Process::Variables variables = fake("4");
+  variables["HWLOC_XMLFILE"] = FOREBAY_TWO_NODES;
+
+  const Finished finished = devices(variables, true);
+  const Finished text = devices(variables, false);
+
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  const Json topology = Json::parse(finished.output).at("topology");
+  EXPECT_EQ(topology.at("usable_processors"), "0-7");
+  ASSERT_EQ(topology.at("nodes").size(), 2u);
+  EXPECT_EQ(topology.at("nodes").at(1).at("distances"), Json::array({21, 10}));
+  ASSERT_EQ(topology.at("placements").size(), 4u);
+  const char* const processors[] = {"0-1", "2-3", "4-5", "6-7"};
+  for (int i = 0; i < 4; ++i) {
+    const Json& placement = topology.at("placements").at(static_cast<std::size_t>(i));
+    EXPECT_EQ(placement.at("device"), "cuda:" + std::to_string(i));
+    EXPECT_EQ(placement.at("nodes"), Json::array({i / 2}));
+    EXPECT_EQ(placement.at("memory_node"), i / 2);
+    EXPECT_EQ(placement.at("processors"), processors[i]);
+  }
+  EXPECT_NE(text.output.find("cuda:3 (nearest NUMA node 1; share 2 of 2): threads on processors 6-7, kernels "
+                             "on 1 core, page-locked memory on NUMA node 1\n"),
+            std::string::npos)
+      << text.output;
+  EXPECT_NE(text.output.find(" nvme1n1: NUMA node 1\n"), std::string::npos) << text.output;
+  EXPECT_NE(text.output.find(" eth0: NUMA node 1\n"), std::string::npos) << text.output;
 }
 
 TEST(DevicesCommand, ListsTheDevicesOfADriver) {

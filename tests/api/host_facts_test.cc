@@ -102,13 +102,13 @@ TEST_F(HostFactsTest, FindsMountPointsOnFlashDrives) {
   ASSERT_EQ(facts.flash_directories.size(), 2u);
   const FlashDirectory& nvme = facts.flash_directories[0];
   EXPECT_EQ(nvme.path, on_nvme);
-  EXPECT_EQ(nvme.drive, "nvme0n1");
+  EXPECT_EQ(nvme.drives, std::vector<std::string>{"nvme0n1"});
   EXPECT_TRUE(nvme.is_nvme);
   EXPECT_EQ(nvme.file_system, "ext4");
   EXPECT_GT(nvme.free_bytes, 0u);
   EXPECT_TRUE(nvme.is_writable);
   const FlashDirectory& ssd = facts.flash_directories[1];
-  EXPECT_EQ(ssd.drive, "sda");
+  EXPECT_EQ(ssd.drives, std::vector<std::string>{"sda"});
   EXPECT_FALSE(ssd.is_nvme);
   EXPECT_TRUE(fs::is_empty(on_ssd));  // The trial left nothing.
 }
@@ -137,10 +137,10 @@ TEST_F(HostFactsTest, SeesTheDrivesBelowAVolume) {
 
   ASSERT_EQ(facts.flash_directories.size(), 2u);
   EXPECT_EQ(facts.flash_directories[0].path, tree);
-  EXPECT_EQ(facts.flash_directories[0].drive, "nvme1n1");
+  EXPECT_EQ(facts.flash_directories[0].drives, std::vector<std::string>{"nvme1n1"});
   EXPECT_EQ(facts.flash_directories[1].path, volume);
   EXPECT_TRUE(facts.flash_directories[1].is_nvme);
-  EXPECT_EQ(facts.flash_directories[1].drive, "nvme0n1+nvme1n1");
+  EXPECT_EQ(facts.flash_directories[1].drives, (std::vector<std::string>{"nvme0n1", "nvme1n1"}));
 }
 
 TEST_F(HostFactsTest, LeavesOutWhatIsMissing) {

@@ -297,7 +297,7 @@ TEST_F(HwlocTopology, ShowsTheSameFactsOfTwoNodes) {
 
   const Topology topology = read_topology();
 
-  EXPECT_EQ(topology.source.find("hwloc 2."), 0u) << topology.source;
+  EXPECT_EQ(topology.source, "hwloc, of another machine");
   ASSERT_EQ(topology.nodes.size(), 2u);
   EXPECT_EQ(topology.nodes[0].cores, (std::vector<Numbers>{{0, 1}, {2, 3}}));
   EXPECT_EQ(topology.nodes[1].cores, (std::vector<Numbers>{{4, 5}, {6, 7}}));

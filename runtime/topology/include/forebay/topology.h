@@ -51,7 +51,7 @@ struct Attachment {
 };
 
 struct Topology {
-  std::string source;                   // For people: "hwloc 2.9.0", "sysfs".
+  std::string source;                   // For people: "hwloc", "hwloc, of another machine", "sysfs".
   std::vector<NumaNode> nodes;          // By number; at least one.
   std::vector<Attachment> attachments;  // Those whose place is known.
   // The processors' worth of time that the control group grants; none: no limit.
