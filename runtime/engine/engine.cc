@@ -27,9 +27,10 @@ Engine::Impl::~Impl() {
   for (const Unit& u : units) {
     if (u.released.handle != nullptr) note(backend.event_synchronize(u.released));
   }
-  if (tier_stream.handle != nullptr) {
-    note(backend.stream_synchronize(tier_stream));
-    note(backend.stream_destroy(tier_stream));
+  for (const Stream stream : {update_stream, tier_stream, up_stream}) {
+    if (stream.handle == nullptr) continue;
+    note(backend.stream_synchronize(stream));
+    note(backend.stream_destroy(stream));
   }
   if (mover != nullptr) {
     mover.reset();
@@ -43,11 +44,11 @@ Engine::Impl::~Impl() {
     note(backend.stream_destroy(engine_stream));
   }
   for (const Unit& u : units) {
-    for (const Event event : {u.released, u.parameters_ready, u.left, u.updated}) {
+    for (const Event event : {u.released, u.parameters_ready, u.left, u.host_done, u.updated}) {
       if (event.handle != nullptr) note(backend.event_destroy(event));
     }
   }
-  for (const Event event : {step_decided, tier_done}) {
+  for (const Event event : {step_decided, updates_done, tier_done}) {
     if (event.handle != nullptr) note(backend.event_destroy(event));
   }
   for (const std::vector<Event>* events : {&slot_ready, &gradient_ready, &slot_fetched}) {
@@ -219,6 +220,7 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
   ++impl.cursor;
   impl.lease_alive = true;
+  if (impl.options.timeline != nullptr) impl.mark(stream, "trainer", nullptr);
   return Lease(this, unit, stream, false);
 }
 
@@ -253,6 +255,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     if (impl.unit(owner).away) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
   }
   impl.lease_alive = true;
+  if (impl.options.timeline != nullptr) impl.mark(stream, "trainer", nullptr);
   impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);
   return Lease(this, unit, stream, true);
 }
@@ -298,7 +301,7 @@ EngineStatistics Engine::statistics() {
   if (impl.arena == nullptr) return result;
   if (impl.phase != Impl::Phase::kFailed) {
     impl.must(impl.backend.stream_synchronize(impl.engine_stream));
-    if (impl.offloads()) impl.settle_tier();
+    impl.settle_updates();
   }
   const Traffic traffic = impl.communicator.traffic();
   result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,

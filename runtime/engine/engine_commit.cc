@@ -123,6 +123,7 @@ PlanOptions Engine::Impl::plan_options() const {
   result.offload = options.offload;
   result.tier = options.tier;
   result.offload_fraction = options.offload_fraction;
+  result.device_units = chosen_device_units;
   result.staging_bytes = options.staging_bytes;
   return result;
 }
@@ -151,10 +152,10 @@ void Engine::Impl::agree(const Status& mine) {
 
 void Engine::Impl::agree_on_options() {
   std::ostringstream text;
-  text << plan.fingerprint_text() << "overlap " << (options.overlap ? "on" : "off") << "\nbeta1 "
-       << options.beta1 << "\nbeta2 " << options.beta2 << "\nepsilon " << options.epsilon << "\nloss-scale "
-       << options.loss_scale.initial << ' ' << options.loss_scale.growth_interval << ' '
-       << options.loss_scale.minimum << '\n';
+  text << plan.fingerprint_text() << "overlap " << (options.overlap ? "on" : "off") << "\noffload-auto "
+       << (options.offload_auto ? "on" : "off") << "\nbeta1 " << options.beta1 << "\nbeta2 " << options.beta2
+       << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial << ' '
+       << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
   for (const auto& [name, value] : options.agreement) text << name << ' ' << value << '\n';
   for (const UnitShape& unit : model.units) {
     text << "unit:" << unit.name << ' ' << (unit.backward_reads_parameters ? "" : "gradient-only ");
@@ -251,8 +252,12 @@ void Engine::Impl::commit() {
   if (verdict.ok()) verdict = made.status();
   agree(verdict);
   plan = std::move(made).value();
-  verdict = check_budget();
   agree_on_options();
+  if (options.offload != Offload::kNone && options.offload_auto) {
+    chosen_device_units = choose_device_units(plan);
+    plan = value_or_throw(make_plan(model, plan_options()));
+  }
+  verdict = check_budget();
   agree(verdict);
   Status allocated;
   try {
@@ -298,6 +303,8 @@ void Engine::Impl::allocate() {
         value_or_throw(arena->tag_create(kPoolNames[i], pool_bytes(plan.bytes, static_cast<Pool>(i))));
   }
   engine_stream = value_or_throw(backend.stream_create());
+  update_stream = value_or_throw(backend.stream_create());
+  updates_done = value_or_throw(backend.event_create());
   slots = assign_slots(model, plan.layouts, plan.options);
   for (const std::uint64_t bytes : slots.slot_bytes) {
     arena_slots.push_back(
@@ -314,6 +321,7 @@ void Engine::Impl::place_offloaded() {
     std::memset(host_states, 0, bytes);
   }
   tier_stream = value_or_throw(backend.stream_create());
+  up_stream = value_or_throw(backend.stream_create());
   tier_done = value_or_throw(backend.event_create());
   host_runner = std::make_unique<BlockRunner>(options.host_threads);
   transit_user.fill(-1);
@@ -490,7 +498,7 @@ void Engine::Impl::place_units() {
     if (u.away) {
       u.host_gradients = part(host, u.updated_count * size);
       u.left = value_or_throw(backend.event_create());
-      u.updated = value_or_throw(backend.event_create());
+      u.host_done = value_or_throw(backend.event_create());
     }
     if (u.parameters_away) {
       const auto place_away = [&](const char* what, std::uint64_t bytes) {
@@ -533,6 +541,7 @@ void Engine::Impl::place_units() {
       if (begin < stop) u.segments.push_back({begin - u.updated_begin, stop - begin, run.group});
     }
 
+    u.updated = value_or_throw(backend.event_create());
     u.released = value_or_throw(backend.event_create());
     u.parameters_ready = value_or_throw(backend.event_create());
     gradient_ready.push_back(value_or_throw(backend.event_create()));

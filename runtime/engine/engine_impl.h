@@ -78,8 +78,9 @@ struct Engine::Impl {
     Away frozen_away;
     std::size_t first_part = 0;  // File tier: of pass_parts.
     std::size_t part_count = 0;
-    Event left;     // Offloaded: the updated range of g has been copied down.
-    Event updated;  // Offloaded: the parameters after the last update are where gathers and trainers look.
+    Event left;       // Offloaded: the updated range of g has been copied down.
+    Event host_done;  // Offloaded: the host has updated it.
+    Event updated;    // Offloaded: the parameters after the last update are where gathers and trainers look.
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
     std::vector<Segment> segments;
@@ -106,6 +107,23 @@ struct Engine::Impl {
     std::vector<const StorePassPart*> parts;
   };
 
+  // Marks what is queued on `stream` while it is alive as one span of the timeline, if there is one.
+  class Marked {
+   public:
+    Marked(Impl& impl, Stream stream, const char* track, const char* what, int unit);
+    ~Marked();
+    Marked(const Marked&) = delete;
+    Marked& operator=(const Marked&) = delete;
+
+   private:
+    Impl& impl_;
+    Stream stream_;
+    const char* track_;
+    const char* what_;
+    int unit_;
+  };
+  void mark(Stream stream, const char* track, const std::string* name) noexcept;
+
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
 
   Impl(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
@@ -124,6 +142,13 @@ struct Engine::Impl {
 
   // --- description and commit (engine_commit.cc) ---
   PlanOptions plan_options() const;
+  // offload_auto (engine_auto.cc). Collective.
+  struct UpdateTimes {
+    double device = 0;  // Seconds for one element.
+    double offloaded = 0;
+  };
+  int choose_device_units(const Plan& all_offloaded);
+  UpdateTimes measure_update(std::uint64_t count);
   void commit();
   // Every rank gives its own verdict; when one is not ok, all throw the lowest such rank's.
   // The engine is not failed by that: nothing it holds has changed.
@@ -176,7 +201,8 @@ struct Engine::Impl {
   // Of this rank's slice of the parameters at stage 3; `offset` in bytes.
   void write_slice(int unit, bool frozen, std::uint64_t offset, std::span<const std::byte> bytes);
   void read_slice(int unit, bool frozen, std::uint64_t offset, std::span<std::byte> bytes);
-  void settle_tier();
+  // Every queued update has run, wherever, and no failure of the tier is hidden any more.
+  void settle_updates();
   // All ranks' slices of `bytes` each, in rank order.
   std::vector<std::byte> all_slices(
       std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine);
@@ -238,6 +264,7 @@ struct Engine::Impl {
   EngineOptions options;
 
   // Constant after commit.
+  int chosen_device_units = -1;
   ModelShape model;
   Plan plan;
   SlotAssignment slots;
@@ -246,6 +273,8 @@ struct Engine::Impl {
   std::vector<Unit> units;
   std::vector<Slot> arena_slots;
   Stream engine_stream;  // The engine's own work; the order of collectives is the order of this queue.
+  Stream update_stream;  // Updates on the device, so that the next step's first gathers pass them.
+  Event updates_done;    // The last of them of a step.
   // By slot: the gather into it (parameters) or the reduction out of it (gradients).
   std::vector<Event> slot_ready;
   std::vector<Event> gradient_ready;  // Stages 0 and 1, by unit: the reduction out of its gradients.
@@ -258,7 +287,7 @@ struct Engine::Impl {
   StepControl* uploaded = nullptr;  // In pinned memory: what the device is given for a step,
   StepState* decided = nullptr;     // and what it gave back.
   // Offloaded optimizer: its memory, page-locked; the slices on their way to it; and the queue in which
-  // gradients go down, units are updated, and parameters come up, in this order within every step.
+  // gradients go down and units are updated, in this order within every step.
   std::byte* host_states = nullptr;
   std::unique_ptr<Store> store;  // File tier.
   std::string store_description;
@@ -274,7 +303,8 @@ struct Engine::Impl {
   std::array<DevicePtr, kTransitCount> transit{};
   std::array<int, kTransitCount> transit_user{};  // The unit whose slice was there last, or -1.
   Stream tier_stream;
-  Event tier_done;  // The last update of a step.
+  Stream up_stream;  // Parameters that stay on the device: up, beside the next unit's update.
+  Event tier_done;   // The last update of a step.
   std::unique_ptr<BlockRunner> host_runner;
   std::array<std::vector<HostUpdate>, 2> host_updates;
   DevicePtr activation_block = nullptr;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
+#include <optional>
 
 #include "engine_impl.h"
 #include "forebay/check.h"
@@ -31,6 +33,43 @@ double fingerprint_of(const Hyperparameters& hyperparameters, std::uint64_t valu
 }
 
 }  // namespace
+
+// --- the timeline ---
+
+// Ends a span of `track`, or begins one, in the order of `stream`. What cannot be queued is left out: the
+// stream's failure is told elsewhere.
+void Engine::Impl::mark(Stream stream, const char* track, const std::string* name) noexcept {
+  struct Mark {
+    Timeline* timeline;
+    const char* track;
+    bool ends;
+    std::string name;
+  };
+  auto* const given = new Mark{options.timeline, track, name != nullptr, name == nullptr ? "" : *name};
+  const Status queued = backend.call_host(
+      stream,
+      [](void* argument) {
+        const std::unique_ptr<Mark> mark(static_cast<Mark*>(argument));
+        if (mark->ends) {
+          mark->timeline->end(mark->track, mark->name);
+        } else {
+          mark->timeline->begin(mark->track);
+        }
+      },
+      given);
+  if (!queued.ok()) delete given;
+}
+
+Engine::Impl::Marked::Marked(Impl& impl, Stream stream, const char* track, const char* what, int unit)
+    : impl_(impl), stream_(stream), track_(track), what_(what), unit_(unit) {
+  if (impl_.options.timeline != nullptr) impl_.mark(stream_, track_, nullptr);
+}
+
+Engine::Impl::Marked::~Marked() {
+  if (impl_.options.timeline == nullptr) return;
+  const std::string name = std::string(what_) + (unit_ < 0 ? "" : " " + impl_.shape(unit_).name);
+  impl_.mark(stream_, track_, &name);
+}
 
 // --- gathers ---
 
@@ -61,10 +100,11 @@ void Engine::Impl::gather(int index) {
     mine = u.parameters + static_cast<std::uint64_t>(rank()) * slice;
     my_frozen = frozen + static_cast<std::uint64_t>(rank()) * frozen_slice;
     fetch_parameters(index, slot);
-  } else if (u.away) {
+  } else {
     must(backend.stream_wait(engine_stream, u.updated));
   }
   user = index;
+  const Marked marked(*this, engine_stream, "engine", "gather", index);
   all_gather_section(u.parameters, mine, slice);
   all_gather_section(frozen, my_frozen, frozen_slice);
   must(backend.event_record(slot_ready[static_cast<std::size_t>(slot)], engine_stream));
@@ -93,6 +133,7 @@ void Engine::Impl::fetch_parameters(int index, int slot) {
       must(mover->fetch({away.range, 0, bytes, away.range_bytes}, target));
     }
   };
+  const Marked marked(*this, fetch_stream, "parameters up", "fetch", index);
   fetch(u.trainable_away, slice, u.parameters + rank_index * slice);
   fetch(u.frozen_away, frozen_slice,
         u.parameters + layout(index).trainable_count * element() + rank_index * frozen_slice);
@@ -160,6 +201,7 @@ void Engine::Impl::reduce(int index) {
     if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).left));
     user = index;
   }
+  std::optional<Marked> marked(std::in_place, *this, engine_stream, "engine", "reduce", index);
   if (ranks() == 1 && options.micro_steps == 1) {
     // The sum of one rank times one is the gradient itself.
     if (u.gradient_shard != u.gradients) {
@@ -193,6 +235,7 @@ void Engine::Impl::reduce(int index) {
                        u.gradient_type};
     must(kernels.norm(norm, engine_stream));
   }
+  marked.reset();
   must(backend.event_record(ready, engine_stream));
   if (last && u.away) spill_gradients(index);
 }
@@ -202,6 +245,7 @@ void Engine::Impl::reduce(int index) {
 void Engine::Impl::spill_gradients(int index) {
   Unit& u = unit(index);
   must(backend.stream_wait(tier_stream, reduced(index)));
+  const Marked marked(*this, tier_stream, "host", "gradients down", index);
   must(backend.copy_async(u.host_gradients, u.updated_gradients,
                           u.updated_count * element_bytes(u.gradient_type), tier_stream));
   must(backend.event_record(u.left, tier_stream));
@@ -346,6 +390,10 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
     return;
   }
   try {
+    if (options.timeline != nullptr) {
+      const std::string name = (backward ? "backward " : "forward ") + shape(index).name;
+      mark(stream, "trainer", &name);
+    }
     if (backward) complete_gradients(index, stream);
     must(backend.event_record(unit(index).released, stream));
     last_leased = index;
@@ -400,6 +448,7 @@ std::vector<bool> Engine::Impl::agree_on_step(const Hyperparameters& hyperparame
 // The commit point: after this gather every rank's device knows the same norm and takes the same decision.
 void Engine::Impl::queue_decision(double clip) {
   // The updates of the last step still read what it decided.
+  must(backend.stream_wait(engine_stream, updates_done));
   if (offloads()) must(backend.stream_wait(engine_stream, tier_done));
   uploaded->state = {.attempted_steps = attempted_steps,
                      .applied_steps = applied_steps,
@@ -453,11 +502,13 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
         &host_pass));
   }
   if (offloads()) must(backend.stream_wait(tier_stream, step_decided));
+  must(backend.stream_wait(update_stream, step_decided));
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
     if (u.away) {
       if (used[static_cast<std::size_t>(index)]) queue_host_update(index, hyperparameters);
     } else if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
+      const Marked marked(*this, update_stream, "updates", "update", index);
       adamw.gradient_type = u.gradient_type;
       for (const Segment& segment : u.segments) {
         const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
@@ -471,9 +522,12 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
                               ? nullptr
                               : static_cast<void*>(u.updated_parameters + segment.begin * element());
         adamw.count = segment.count;
-        must(kernels.adamw_controlled(controlled, engine_stream));
+        must(kernels.adamw_controlled(controlled, update_stream));
       }
+      must(backend.event_record(u.updated, update_stream));
     }
+    // At stage 3 the next gather waits for it.
+    if (options.stage < 3) must(backend.stream_wait(engine_stream, u.updated));
     if (u.updated_count > 0 && used[static_cast<std::size_t>(index)] &&
         (options.stage == 1 || options.stage == 2)) {
       all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
@@ -495,6 +549,7 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
         },
         &all_parts));
   }
+  must(backend.event_record(updates_done, update_stream));
   if (offloads()) must(backend.event_record(tier_done, tier_stream));
 }
 
@@ -515,22 +570,28 @@ void Engine::Impl::queue_host_update(int index, const Hyperparameters& hyperpara
   if (u.updated_count == 0) return;
   HostUpdate& update = host_updates[attempted_steps % 2][static_cast<std::size_t>(index)];
   update.groups = hyperparameters.groups;
-  must(backend.call_host(
-      tier_stream,
-      [](void* argument) {
-        const auto& given = *static_cast<const HostUpdate*>(argument);
-        given.impl->update_on_host(given);
-      },
-      &update));
-  if (!u.parameters_away) {
+  {
+    const Marked marked(*this, tier_stream, "host", "update", index);
+    must(backend.call_host(
+        tier_stream,
+        [](void* argument) {
+          const auto& given = *static_cast<const HostUpdate*>(argument);
+          given.impl->update_on_host(given);
+        },
+        &update));
+  }
+  if (u.parameters_away) {
+    must(backend.event_record(u.updated, tier_stream));
+  } else {
+    must(backend.event_record(u.host_done, tier_stream));
+    must(backend.stream_wait(up_stream, u.host_done));
     const bool is_master = options.dtype == DataType::kFloat32 && u.master != nullptr;
     const void* const source =
         is_master ? static_cast<const void*>(u.master) : static_cast<const void*>(u.host_gradients);
-    must(backend.copy_async(u.updated_parameters, source, u.updated_count * element(), tier_stream));
+    const Marked marked(*this, up_stream, "parameters up", "up", index);
+    must(backend.copy_async(u.updated_parameters, source, u.updated_count * element(), up_stream));
+    must(backend.event_record(u.updated, up_stream));
   }
-  must(backend.event_record(u.updated, tier_stream));
-  // At stage 3 the next gather waits for it.
-  if (options.stage < 3) must(backend.stream_wait(engine_stream, u.updated));
 }
 
 // Runs in the order of tier_stream, after `decided` has come down; calls nothing of the Backend.
@@ -594,6 +655,7 @@ void Engine::Impl::update_in_files(const HostUpdate& update) {
 // first.
 void Engine::Impl::update_part(const HostUpdate& update, std::uint64_t begin, std::uint64_t count,
                                float* master, float* m, float* v, std::byte* parameters) {
+  if (options.before_host_update) options.before_host_update(count);
   const Unit& u = unit(update.unit);
   AdamWArguments adamw = adamw_arguments();
   adamw.gradient_type = u.gradient_type;
@@ -681,6 +743,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   }
   if (!options.overlap) {
     must(backend.stream_synchronize(engine_stream));
+    must(backend.stream_synchronize(update_stream));
     check_peers();
   }
   phase = Phase::kIdle;

@@ -52,10 +52,11 @@ std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
 
 }  // namespace
 
-// Everything queued for what is away has run, and nothing of it is read ahead.
-void Engine::Impl::settle_tier() {
+void Engine::Impl::settle_updates() {
+  must(backend.stream_synchronize(update_stream));
   if (!offloads()) return;
   must(backend.stream_synchronize(tier_stream));
+  must(backend.stream_synchronize(up_stream));
   if (fetch_stream.handle != nullptr) must(backend.stream_synchronize(fetch_stream));
   if (mover != nullptr) {
     if (const Status status = mover->status(); !status.ok()) fail_tier(status);
@@ -65,7 +66,7 @@ void Engine::Impl::settle_tier() {
 
 void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t bytes) {
   if (bytes == 0) return;
-  settle_tier();
+  settle_updates();
   if (on_host(target)) {
     std::memcpy(target, source, bytes);
     return;
@@ -76,7 +77,7 @@ void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t b
 
 void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t bytes) {
   if (bytes == 0) return;
-  settle_tier();
+  settle_updates();
   if (on_host(source)) {
     std::memcpy(target, source, bytes);
     return;
@@ -87,7 +88,7 @@ void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t
 
 void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* target, std::uint64_t bytes) {
   if (bytes == 0) return;
-  settle_tier();
+  settle_updates();
   if (away.host != nullptr) {
     std::memcpy(target, away.host + offset, bytes);
     return;
@@ -111,7 +112,7 @@ void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* targe
 void Engine::Impl::write_away(const Away& away, std::uint64_t offset, const void* source,
                               std::uint64_t bytes) {
   if (bytes == 0) return;
-  settle_tier();
+  settle_updates();
   if (away.host != nullptr) {
     std::memcpy(away.host + offset, source, bytes);
     return;
@@ -263,6 +264,7 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
 
 // After the masters changed by other means than a step: the parameters follow, everywhere.
 void Engine::Impl::publish_parameters() {
+  settle_updates();
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
     if (u.away && u.updated_count > 0) {

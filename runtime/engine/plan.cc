@@ -39,6 +39,19 @@ Status check_options(const PlanOptions& options) {
     return refuse("accumulate local needs the whole gradient on each rank, which stage " +
                   std::to_string(options.stage) + " does not keep; use accumulate shard, or stage 0 or 1");
   }
+  if (options.offload == Offload::kNone) return Status();
+  if (options.offload == Offload::kOptimizerAndParameters && options.stage < 3) {
+    return refuse("offload optimizer+parameters takes the parameter shard off the device, and stage " +
+                  std::to_string(options.stage) +
+                  " keeps parameters whole; use stage 3, or offload optimizer");
+  }
+  if (!(options.offload_fraction >= 0.0 && options.offload_fraction <= 1.0)) {
+    return refuse("offload-fraction is " + std::to_string(options.offload_fraction) + "; use 0 to 1");
+  }
+  if (options.tier == Tier::kFile && options.staging_bytes < kStagingBytesMin) {
+    return refuse("offload-staging is " + std::to_string(options.staging_bytes) + " bytes; use at least " +
+                  format_bytes(kStagingBytesMin));
+  }
   return Status();
 }
 
@@ -123,7 +136,9 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan, const SlotAs
 
 // The first units that stay on the device: as many as fit into what is not to be offloaded.
 int units_on_device(const Plan& plan, std::uint64_t trainable) {
-  if (plan.options.offload == Offload::kNone) return static_cast<int>(plan.layouts.size());
+  const int unit_count = static_cast<int>(plan.layouts.size());
+  if (plan.options.offload == Offload::kNone) return unit_count;
+  if (plan.options.device_units >= 0) return std::min(plan.options.device_units, unit_count);
   const auto room =
       static_cast<std::uint64_t>((1.0 - plan.options.offload_fraction) * static_cast<double>(trainable));
   std::uint64_t taken = 0;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "forebay/units.h"
 
@@ -259,6 +260,17 @@ TEST(Plan, RefusesOptionsByName) {
     EXPECT_NE(message({.stage = stage, .accumulate = Accumulate::kLocal}).find("accumulate local"),
               std::string::npos);
   }
+  for (const int stage : {0, 1, 2}) {
+    EXPECT_NE(message({.stage = stage, .offload = Offload::kOptimizerAndParameters}).find("use stage 3"),
+              std::string::npos);
+  }
+  for (const double fraction : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_NE(message({.offload = Offload::kOptimizer, .offload_fraction = fraction}).find("use 0 to 1"),
+              std::string::npos);
+  }
+  EXPECT_NE(message({.offload = Offload::kOptimizer, .tier = Tier::kFile, .staging_bytes = 4096})
+                .find("offload-staging is 4096 bytes"),
+            std::string::npos);
 }
 
 TEST(Plan, RefusesModelsThatCannotBe) {

@@ -34,6 +34,7 @@
 // Source: Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -49,6 +50,7 @@
 #include "forebay/kernels.h"
 #include "forebay/plan.h"
 #include "forebay/store.h"
+#include "forebay/timeline.h"
 
 namespace forebay {
 
@@ -82,6 +84,14 @@ struct EngineOptions {
   std::uint64_t staging_bytes = 96u << 20;  // Tier kFile: host memory that states pass through, at most.
   // Instead of files in offload_directories, for tests and drives of another kind: makes rank `rank`'s store.
   std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
+  // offload_fraction is chosen at commit: the part of the update that is offloaded and the part on the device
+  // are measured, and it is such that both take as long; more is offloaded where the budget asks for it.
+  bool offload_auto = false;
+  // Called by the thread that updates on the host, before each piece: for tests on a virtual clock, which let
+  // time pass in it. `now`: their clock; null is a steady one.
+  std::function<void(std::uint64_t count)> before_host_update;
+  std::function<std::chrono::nanoseconds()> now;
+  Timeline* timeline = nullptr;    // Not owned; outlives the engine. Null: nothing is marked.
   int host_threads = 0;            // Of the update on the host; 0: as many as the machine has. Same bits.
   bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
   std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.

@@ -79,6 +79,7 @@ struct PlanOptions {
   // How much of the model is offloaded, by elements, 0 to 1; the rest stays on the device whole. That is the
   // first units, which the next step needs first.
   double offload_fraction = 1.0;
+  int device_units = -1;  // Not negative: just so many, whatever the fraction.
   // Tier kFile: host memory that states pass through, at most. Smaller: smaller pieces, and more of them.
   std::uint64_t staging_bytes = 96u << 20;
 };

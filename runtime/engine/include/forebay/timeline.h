@@ -1,0 +1,63 @@
+// Timeline: what a rank did when, as spans on named tracks, for Chrome's and Perfetto's viewers.
+//
+// An engine that is given one (EngineOptions::timeline) marks its gathers, reductions, updates and moves, and
+// the trainer's leases, in the order of the streams they run on. That costs a host function at each end of
+// each span, so it is for looking at a few steps, not for measuring speed.
+//
+// Threads: any.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "forebay/status.h"
+
+namespace forebay {
+
+class Timeline {
+ public:
+  struct Span {
+    std::string track;
+    std::string name;
+    std::chrono::nanoseconds begin{0};
+    std::chrono::nanoseconds end{0};
+  };
+
+  // `now`: null is a steady clock. `span_limit`: what comes later is counted and left out.
+  explicit Timeline(std::function<std::chrono::nanoseconds()> now = nullptr,
+                    std::size_t span_limit = 1 << 20);
+
+  std::chrono::nanoseconds now() const { return now_(); }
+  // Spans of one track are begun and ended one after the other, or inside each other.
+  void begin(std::string_view track);
+  void end(std::string_view track, std::string_view name);
+
+  std::vector<Span> spans() const;
+  std::uint64_t dropped_count() const;
+
+ private:
+  struct Open {
+    std::string track;
+    std::vector<std::chrono::nanoseconds> begun;
+  };
+  Open& open(std::string_view track);
+
+  const std::function<std::chrono::nanoseconds()> now_;
+  const std::size_t span_limit_;
+  mutable std::mutex mutex_;
+  std::vector<Open> open_;
+  std::vector<Span> spans_;
+  std::uint64_t dropped_count_ = 0;
+};
+
+// One process for each rank, one thread for each track, in the format of chrome://tracing.
+std::string timeline_json(std::span<const std::vector<Timeline::Span>> by_rank);
+
+}  // namespace forebay
