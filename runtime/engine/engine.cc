@@ -93,6 +93,10 @@ void Engine::Impl::must(const Status& status) {
 }
 
 void Engine::Impl::expect(Phase wanted, const char* call) {
+  if (wanted == Phase::kIdle && phase == wanted &&
+      std::find(spilled.begin(), spilled.end(), true) != spilled.end()) {
+    misuse(std::string(call) + " while states are spilled; fetch() them first");
+  }
   if (phase == wanted) return;
   if (phase == Phase::kFailed) throw Error(failure.with_context("the engine failed earlier"));
   const char* message = "";
@@ -272,6 +276,19 @@ StepResult Engine::step(const Hyperparameters& hyperparameters) {
   }
   if (impl.lease_alive) impl.misuse("step() while a lease is alive; end it first");
   return impl.step(hyperparameters);
+}
+
+void Engine::spill(const SpillOptions& states) {
+  Impl& impl = *impl_;
+  // More may be spilled while some is.
+  if (impl.phase != Impl::Phase::kIdle) impl.expect(Impl::Phase::kIdle, "spill()");
+  impl.spill(states);
+}
+
+void Engine::fetch() {
+  Impl& impl = *impl_;
+  if (impl.phase != Impl::Phase::kIdle) impl.expect(Impl::Phase::kIdle, "fetch()");
+  impl.fetch();
 }
 
 void Engine::save_state(const std::string& directory, const std::string& trainer_state) {

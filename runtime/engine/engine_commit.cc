@@ -125,6 +125,7 @@ PlanOptions Engine::Impl::plan_options() const {
   result.offload_fraction = options.offload_fraction;
   result.device_units = chosen_device_units;
   result.staging_bytes = options.staging_bytes;
+  result.spillable = options.spillable;
   return result;
 }
 
@@ -282,6 +283,7 @@ DevicePtr Engine::Impl::take(Pool pool, std::uint64_t bytes) {
   request.stream = engine_stream;
   const DevicePtr block = value_or_throw(arena->allocate(request));
   throw_if_error(backend.fill_async(block, 0, bytes, engine_stream));
+  pool_blocks[static_cast<std::size_t>(pool)].emplace_back(block, bytes);
   return block;
 }
 
@@ -299,8 +301,11 @@ void Engine::Impl::allocate() {
   }
   arena = value_or_throw(Arena::create(backend, arena_options));
   for (int i = 0; i < kPoolCount; ++i) {
-    tags[static_cast<std::size_t>(i)] =
-        value_or_throw(arena->tag_create(kPoolNames[i], pool_bytes(plan.bytes, static_cast<Pool>(i))));
+    // Slots are not blocks, and stay.
+    tags[static_cast<std::size_t>(i)] = value_or_throw(
+        arena->tag_create({.name = kPoolNames[i],
+                           .limit_bytes = pool_bytes(plan.bytes, static_cast<Pool>(i)),
+                           .pausable = options.spillable && static_cast<Pool>(i) != Pool::kGathered}));
   }
   engine_stream = value_or_throw(backend.stream_create());
   update_stream = value_or_throw(backend.stream_create());

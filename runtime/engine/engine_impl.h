@@ -189,6 +189,10 @@ struct Engine::Impl {
   StepResult step(const Hyperparameters& hyperparameters);
   void end_lease(int unit, Stream stream, bool backward) noexcept;
 
+  // --- on demand (engine_values.cc) ---
+  void spill(const SpillOptions& states);
+  void fetch();
+
   // --- values and state (engine_values.cc, training_state.cc) ---
   void copy_in(DevicePtr target, const void* source, std::uint64_t bytes);
   void copy_out(void* target, const std::byte* source, std::uint64_t bytes);
@@ -314,6 +318,9 @@ struct Engine::Impl {
   Status tier_failure;  // Guarded by tier_mutex.
   std::atomic<bool> tier_failed{false};
 
+  // The memory of each pool: one block, but for buckets, which are a few.
+  std::array<std::vector<std::pair<DevicePtr, std::uint64_t>>, kPoolCount> pool_blocks;
+
   // The state of training.
   Phase phase = Phase::kDescribe;
   Status failure;  // Why the engine is failed.
@@ -331,6 +338,7 @@ struct Engine::Impl {
   double loss_scale = 1.0;
   int growth_counter = 0;  // Applied steps since the scale last changed.
   std::uint64_t gather_count = 0;
+  std::array<bool, kPoolCount> spilled{};
   Traffic other_traffic;  // Payload that is not of steps: commit, saving, digests.
 };
 

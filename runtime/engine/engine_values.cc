@@ -262,6 +262,38 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
   ++version;
 }
 
+void Engine::Impl::spill(const SpillOptions& states) {
+  if (!options.spillable) {
+    misuse("spill() of an engine whose states share memory; set EngineOptions::spillable before commit()");
+  }
+  // What was queued under leases may still use any of it.
+  for (const Unit& u : units) must(backend.event_synchronize(u.released));
+  must(backend.stream_synchronize(engine_stream));
+  settle_updates();
+  const std::array<bool, kPoolCount> wanted{states.parameters, states.gradients, states.optimizer, false,
+                                            states.workspace,  states.workspace};
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (!wanted[i] || spilled[i] || pool_blocks[i].empty()) continue;
+    const Pool pool = static_cast<Pool>(i);
+    throw_if_error(arena->pause(tags[i], pool == Pool::kParameters || pool == Pool::kOptimizer));
+    spilled[i] = true;
+  }
+}
+
+void Engine::Impl::fetch() {
+  for (std::size_t i = 0; i < spilled.size(); ++i) {
+    if (!spilled[i]) continue;
+    throw_if_error(arena->resume(tags[i]));
+    spilled[i] = false;
+    const Pool pool = static_cast<Pool>(i);
+    if (pool == Pool::kParameters || pool == Pool::kOptimizer) continue;
+    // Padding of gradients, and norms of units without a slice, are zeros.
+    for (const auto& [block, bytes] : pool_blocks[i])
+      must(backend.fill_async(block, 0, bytes, engine_stream));
+  }
+  must(backend.stream_synchronize(engine_stream));
+}
+
 // After the masters changed by other means than a step: the parameters follow, everywhere.
 void Engine::Impl::publish_parameters() {
   settle_updates();

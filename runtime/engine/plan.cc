@@ -255,7 +255,14 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
       round_up(record_bytes(units), kBlockGranule);
   bytes.activations = round_up(model.activation_bytes, kBlockGranule);
 
-  plan.reserved_bytes = round_up(bytes.total() - bytes.gathered, options.chunk_bytes);
+  if (options.spillable) {
+    for (const std::uint64_t pool :
+         {bytes.parameters, bytes.gradients, bytes.optimizer, bytes.buckets, bytes.activations}) {
+      plan.reserved_bytes += round_up(pool, options.chunk_bytes);
+    }
+  } else {
+    plan.reserved_bytes = round_up(bytes.total() - bytes.gathered, options.chunk_bytes);
+  }
   for (const std::uint64_t slot : slots.slot_bytes)
     plan.reserved_bytes += round_up(slot, options.chunk_bytes);
 

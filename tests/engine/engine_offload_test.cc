@@ -265,6 +265,79 @@ TEST(Offload, TrainsWithParametersAwayInAQuarterOfTheBudget) {
   }
 }
 
+// On demand: what is spilled is the device's to give to somebody else, and comes back as it was.
+TEST(Offload, GivesTheDeviceAwayBetweenStepsAndTakesItBack) {
+  for (const auto& [stage, setting] : {std::pair(0, -1), std::pair(1, -1), std::pair(2, 0), std::pair(3, -1),
+                                       std::pair(3, 2), std::pair(3, 5)}) {
+    ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
+    options.engine.micro_steps = stage == 2 ? 2 : 1;
+    options.steps = 5;
+    const ToyResult expected = reference_toy(options);
+    if (setting >= 0) apply(kSettings[setting], &options.engine);
+    options.engine.spillable = true;
+    std::vector<ToyResult> results(3);
+    run_ranks(3, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      Engine& engine = trainer.engine();
+      trainer.initialize();
+      ToyResult& result = results[static_cast<std::size_t>(rank.communicator->rank())];
+      const Plan plan = engine.plan();
+      for (int step = 0; step < options.steps; ++step) {
+        const StepResult done = trainer.step(step);
+        result.grad_norms.push_back(done.grad_norm.value_or(std::nan("")));
+        result.metrics.push_back(done.metric_sum);
+        const std::size_t before = rank.host_backend().charged_bytes();
+        if (step % 2 == 0) engine.spill({.parameters = false, .optimizer = false});
+        engine.spill();
+        std::uint64_t slots = 0;
+        for (const std::uint64_t bytes : plan.slot_bytes) slots += round_up(bytes, plan.options.chunk_bytes);
+        EXPECT_EQ(before - rank.host_backend().charged_bytes(), plan.reserved_bytes - slots) << stage;
+        EXPECT_THROW(engine.step_begin(), Error);
+        EXPECT_THROW(static_cast<void>(engine.digest()), Error);
+        // Somebody else writes all over it.
+        const DevicePtr other = value_or_throw(rank.backend->alloc(plan.reserved_bytes - slots));
+        std::memset(other, 0x7F, plan.reserved_bytes - slots);
+        throw_if_error(rank.backend->free(other));
+        engine.fetch();
+        engine.fetch();
+        EXPECT_EQ(rank.host_backend().charged_bytes(), before);
+      }
+      trainer.collect(result);
+      EXPECT_EQ(result.statistics.peak_reserved_bytes, result.statistics.planned_reserved_bytes);
+    });
+    expect_same(results[0], expected, "stage " + std::to_string(stage));
+  }
+}
+
+TEST(Offload, StaysSpilledWhileTheDeviceIsTaken) {
+  ToyOptions options = options_for(1, DataType::kFloat32, 1);
+  options.engine.spillable = true;
+  WorldOptions world;
+  world.backend.memory_bytes = 64u << 20;
+  run_ranks(1, world, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    static_cast<void>(trainer.step(0));
+    const std::string digest = trainer.engine().digest();
+    trainer.engine().spill();
+    const std::size_t left = rank.backend->memory_info().free_bytes;
+    const DevicePtr other = value_or_throw(rank.backend->alloc(left));
+    EXPECT_THROW(trainer.engine().fetch(), Error);
+    EXPECT_THROW(trainer.engine().step_begin(), Error);
+    throw_if_error(rank.backend->free(other));
+    trainer.engine().fetch();
+    EXPECT_EQ(trainer.engine().digest(), digest);
+    static_cast<void>(trainer.step(1));
+  });
+  options.engine.spillable = false;
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    EXPECT_THROW(trainer.engine().spill(), Error);
+    static_cast<void>(trainer.step(0));
+  });
+}
+
 TEST(Offload, StateGoesFromTheDeviceToTheHostAndBack) {
   std::string pattern = (std::filesystem::temp_directory_path() / "forebay-offload-XXXXXX").string();
   const std::string directory = ::mkdtemp(pattern.data());

@@ -93,6 +93,7 @@ struct EngineOptions {
   std::function<std::chrono::nanoseconds()> now;
   Timeline* timeline = nullptr;    // Not owned; outlives the engine. Null: nothing is marked.
   int host_threads = 0;            // Of the update on the host; 0: as many as the machine has. Same bits.
+  bool spillable = false;          // Engine::spill works; up to a chunk more of device memory for each pool.
   bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
   std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
@@ -138,6 +139,14 @@ struct EngineStatistics {
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   std::uint64_t gather_count = 0;  // Units gathered (stage 3).
+};
+
+// What spill() takes from the device. Gathered units (two, at stage 3) stay.
+struct SpillOptions {
+  bool parameters = true;
+  bool gradients = true;  // Between steps there are none to keep; their memory goes.
+  bool optimizer = true;
+  bool workspace = true;  // Buckets and the trainer's activations, whose contents are lost.
 };
 
 class Engine;
@@ -221,6 +230,16 @@ class Engine {
   // What the trainer multiplies its loss by (1 except for fp16).
   double loss_scale() const;
   StepResult step(const Hyperparameters& hyperparameters);
+
+  // --- on demand, between steps ---
+  // Gives the physical memory of these states back to the device, so that something else may have it until
+  // fetch(); parameters and optimizer states are kept in page-locked host memory meanwhile. Addresses stay.
+  // Waits for all work of the engine and of leases. Not collective. Errors: kInvalidArgument when the engine
+  // was not made spillable; kOutOfMemory when the host has no room, and then nothing is lost.
+  void spill(const SpillOptions& states = {});
+  // Takes back all that is spilled. Until it has, steps and values are refused. Errors: kOutOfMemory when the
+  // device has not enough any more: what is missing stays spilled, and fetch() may be called again.
+  void fetch();
 
   // --- training state ---
   // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state` (opaque; the data

@@ -80,6 +80,8 @@ struct PlanOptions {
   // first units, which the next step needs first.
   double offload_fraction = 1.0;
   int device_units = -1;  // Not negative: just so many, whatever the fraction.
+  // Each pool has chunks of its own, so that it can be spilled: up to a chunk more each.
+  bool spillable = false;
   // Tier kFile: host memory that states pass through, at most. Smaller: smaller pieces, and more of them.
   std::uint64_t staging_bytes = 96u << 20;
 };
