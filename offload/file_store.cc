@@ -16,6 +16,7 @@
 #define XXH_STATIC_LINKING_ONLY
 #include <xxhash.h>
 
+#include "forebay/stream_copy.h"
 #include "forebay/units.h"
 #include "io_engine.h"
 #include "say_once.h"
@@ -488,7 +489,7 @@ class FileStore final : public Store {
     if (operation.direction == StoreDirection::kWrite && operation.done_bytes == 0 &&
         operation.retries == 0) {
       if (operation.bounce >= 0) {
-        std::memcpy(operation.buffer, operation.memory, operation.bytes);
+        stream_copy(operation.buffer, operation.memory, operation.bytes);
         std::memset(operation.buffer + operation.bytes, 0, operation.drive_bytes - operation.bytes);
       }
       // Of the bytes on their way to the drive: memory that its owner changes meanwhile is found out by the
@@ -594,7 +595,7 @@ class FileStore final : public Store {
                                                "may be failing, or a write to this "
                                                "place failed or was changed in memory before it was done");
     }
-    if (operation.bounce >= 0) std::memcpy(operation.memory, operation.buffer, operation.bytes);
+    if (operation.bounce >= 0) stream_copy(operation.memory, operation.buffer, operation.bytes);
   }
 
   // visit(checksum, memory, bytes) for each granule of the operation, until it returns false; whether it

@@ -4,8 +4,14 @@
 #include <exception>
 #include <utility>
 
+#include "forebay/stream_copy.h"
+
 namespace forebay {
 namespace {
+
+// Copies of at least this much go past the caches: whoever reads them next reads more than a core's cache
+// holds.
+constexpr std::size_t kStreamedBytes = 1 << 20;
 
 thread_local HostStream* running_stream = nullptr;
 
@@ -81,7 +87,11 @@ void HostStream::work(HostClock::Registration registration) {
 void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation) {
   std::visit(Overloaded{[&](const HostCopy& copy) {
                           run_data(lock, [&] {
-                            std::memcpy(copy.target, copy.source, copy.bytes);
+                            if (copy.bytes >= kStreamedBytes) {
+                              stream_copy(copy.target, copy.source, copy.bytes);
+                            } else {
+                              std::memcpy(copy.target, copy.source, copy.bytes);
+                            }
                             if (options_.copy_bytes_per_second > 0) {
                               clock_.sleep(HostClock::Nanoseconds(static_cast<std::int64_t>(
                                   static_cast<double>(copy.bytes) * 1e9 / options_.copy_bytes_per_second)));

@@ -1,6 +1,6 @@
 // What a file store makes of a directory's drive: MiB/s of large writes and reads, beside plain loops of the
-// same block size that write and read one block after the other in the same file system, taken in turns. The
-// peer with a queue is fio (`--iomem=mmaphuge`), which is run by hand.
+// same block size that write and read one block after the other in the same file system, and beside fio where
+// it is installed, taken in turns.
 //
 //   store_bench DIRECTORY [MIB [ROUNDS [BLOCK_KIB [DEPTH]]]]
 #include <fcntl.h>
@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "fio.h"
 #include "forebay/error.h"
 #include "forebay/file_store.h"
 
@@ -135,10 +136,22 @@ int run(int argc, char** argv) {
   add("threads", FileEngine::kThreads, false);
   add("threads, checksums", FileEngine::kThreads, true);
 
+  std::unique_ptr<bench::Fio> fio;
+  if (bench::Fio::is_there()) {
+    fio = std::make_unique<bench::Fio>(directory, bytes, options.block_bytes, options.depth);
+    candidates.push_back({"fio", [&](bool write) { fio->run(write); }, {}, {}});
+  }
+
   for (Candidate& candidate : candidates) candidate.run(true);  // First writes are slower.
   for (unsigned long round = 0; round < rounds; ++round) {
     for (const bool write : {true, false}) {
       for (Candidate& candidate : candidates) {
+        if (candidate.name == "fio") {
+          const bench::Fio::Figures figures = fio->run(write);
+          candidate.seconds[write].push_back(figures.seconds);
+          candidate.cpu[write].push_back(figures.cpu_seconds);
+          continue;
+        }
         const double cpu = cpu_seconds();
         const Clock::time_point begin = Clock::now();
         candidate.run(write);
@@ -149,8 +162,10 @@ int run(int argc, char** argv) {
   }
 
   const double mib = static_cast<double>(bytes) / (1 << 20);
-  std::printf("%zu MiB, blocks of %zu KiB, depth %u, %lu rounds; medians\n", bytes >> 20,
-              options.block_bytes >> 10, options.depth, rounds);
+  // The yardstick: fio, or else the plain loop.
+  const Candidate& yardstick = fio != nullptr ? candidates.back() : candidates.front();
+  std::printf("ratios to %s\n%zu MiB, blocks of %zu KiB, depth %u, %lu rounds; medians\n",
+              yardstick.name.c_str(), bytes >> 20, options.block_bytes >> 10, options.depth, rounds);
   std::printf("%-22s %12s %7s %10s %12s %7s %10s\n", "", "write MiB/s", "ratio", "CPU s/GiB", "read MiB/s",
               "ratio", "CPU s/GiB");
   for (const Candidate& candidate : candidates) {
@@ -158,7 +173,7 @@ int run(int argc, char** argv) {
     for (const bool write : {true, false}) {
       std::vector<double> ratios;
       for (std::size_t i = 0; i < rounds; ++i) {
-        ratios.push_back(candidates[0].seconds[write][i] / candidate.seconds[write][i]);
+        ratios.push_back(yardstick.seconds[write][i] / candidate.seconds[write][i]);
       }
       std::printf(" %12.0f %7.3f %10.4f", mib / median(candidate.seconds[write]), median(ratios),
                   median(candidate.cpu[write]) / (mib / 1024));
@@ -170,7 +185,7 @@ int run(int argc, char** argv) {
     std::printf("%-22s", candidate.name.c_str());
     for (const bool write : {true, false}) {
       const auto rounds_of = [&](std::size_t i) {
-        return candidates[0].seconds[write][i] / candidate.seconds[write][i];
+        return yardstick.seconds[write][i] / candidate.seconds[write][i];
       };
       for (std::size_t i = 0; i < rounds; ++i)
         std::printf(" %s%.2f", i == 0 ? (write ? "write " : "read ") : "", rounds_of(i));
