@@ -68,6 +68,7 @@ bool ChunkedArena::start() {
   if (!reserve_ranges(lock)) return false;
   first_ = pool_.take();
   first_->bytes = reserve_bytes_;
+  insert_hole(first_, nullptr);
   return true;
 }
 
@@ -180,7 +181,11 @@ ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
     if (first_ == range) first_ = added;
     range->previous = added;
   }
-  if (added->kind != RangeKind::kUnmapped) granules_.own(added);
+  if (added->kind != RangeKind::kUnmapped) {
+    granules_.own(added);
+  } else {
+    insert_hole(added, add_upper ? range : range->bin_previous);
+  }
   return add_upper ? Halves{range, added} : Halves{added, range};
 }
 
@@ -190,8 +195,12 @@ Range* ChunkedArena::absorb(Range* lower, Range* upper) {
   const bool keep_lower = lower->bytes >= upper->bytes;
   Range* kept = keep_lower ? lower : upper;
   Range* gone = keep_lower ? upper : lower;
-  // The granules that begin in the smaller part change hands.
-  if (kept->kind != RangeKind::kUnmapped) granules_.own(kept, gone->offset, gone->end());
+  if (kept->kind != RangeKind::kUnmapped) {
+    // The granules that begin in the smaller part change hands.
+    granules_.own(kept, gone->offset, gone->end());
+  } else {
+    remove_hole(gone);
+  }
   const bool alike = kept->waits == gone->waits;
   kept->waits |= gone->waits;
   kept->epoch = std::max(kept->epoch, gone->epoch);
@@ -266,16 +275,50 @@ void ChunkedArena::put_free(Range* range) {
   if (range->waits != 0) push_pending(range);
 }
 
+// Enters `range` into the holes, behind `before`, or as the first if that is null.
+void ChunkedArena::insert_hole(Range* range, Range* before) {
+  Range*& link = before == nullptr ? holes_ : before->bin_next;
+  range->bin_previous = before;
+  range->bin_next = link;
+  if (link != nullptr) link->bin_previous = range;
+  link = range;
+}
+
+void ChunkedArena::remove_hole(Range* range) {
+  if (range->bin_next != nullptr) range->bin_next->bin_previous = range->bin_previous;
+  (range->bin_previous == nullptr ? holes_ : range->bin_previous->bin_next) = range->bin_next;
+}
+
+// Takes [begin, end) out of an unmapped range, as a busy one. Takes up to two descriptors.
+Range* ChunkedArena::claim_hole(Range* hole, std::size_t begin, std::size_t end) {
+  FOREBAY_ASSERT(hole->kind == RangeKind::kUnmapped, "range of kind %d", static_cast<int>(hole->kind));
+  if (begin > hole->offset) hole = split(hole, begin).upper;
+  if (end < hole->end()) hole = split(hole, end).lower;
+  remove_hole(hole);
+  hole->kind = RangeKind::kBusy;
+  return hole;
+}
+
 void ChunkedArena::put_unmapped(Range* range) {
   granules_.clear(range->offset, range->end());
   range->kind = RangeKind::kUnmapped;
   range->slot = UINT32_MAX;
   range->waits = 0;
   range->epoch = 0;
-  if (range->next != nullptr && range->next->kind == RangeKind::kUnmapped) range = absorb(range, range->next);
-  if (range->previous != nullptr && range->previous->kind == RangeKind::kUnmapped) {
-    absorb(range->previous, range);
+  const auto is_hole = [](const Range* r) { return r != nullptr && r->kind == RangeKind::kUnmapped; };
+  Range* before = nullptr;
+  if (is_hole(range->next)) {
+    before = range->next->bin_previous;
+  } else if (is_hole(range->previous)) {
+    before = range->previous;
+  } else {
+    for (Range* hole = holes_; hole != nullptr && hole->offset < range->offset; hole = hole->bin_next) {
+      before = hole;
+    }
   }
+  insert_hole(range, before);
+  if (is_hole(range->next)) range = absorb(range, range->next);
+  if (is_hole(range->previous)) absorb(range->previous, range);
 }
 
 // In this region, and not waiting for anybody but the stream that asks.
@@ -307,16 +350,17 @@ Range* ChunkedArena::find_free(const Placement& placement, std::uint8_t region,
 // would suit fewer takers. Here a taker is known: the first run of ranges that all suit it and together
 // suffice becomes one, which is in no bin.
 Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
-  for (Range* first = first_; first != nullptr; first = first->next) {
-    if (!usable_here(first, placement, region)) continue;
-    Range* last = first;
+  std::size_t begin = SIZE_MAX;
+  std::size_t end = 0;
+  for_each_usable(placement, region, [&](const Range* first) {
+    if (first->offset >= begin || usable_here(first->previous, placement, region)) return;
+    const Range* last = first;
     while (usable_here(last->next, placement, region)) last = last->next;
-    if (block_fits(first->offset, last->end(), placement.bytes, placement.alignment)) {
-      return isolate(first->offset, last->end());
-    }
-    first = last;
-  }
-  return nullptr;
+    if (!block_fits(first->offset, last->end(), placement.bytes, placement.alignment)) return;
+    begin = first->offset;
+    end = last->end();
+  });
+  return begin == SIZE_MAX ? nullptr : isolate(begin, end);
 }
 
 // The place that the same point of an earlier step had, if its memory is free. Null if not; otherwise a range
@@ -626,7 +670,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
   }
   if (request.bytes > reserve_bytes_) {
     lock.unlock();
-    return out_of_memory("allocate", request.bytes, request.tag, Status());
+    return out_of_memory("allocate", request.bytes, request.tag, placement, Status());
   }
   const std::size_t unit = request.fixed ? chunk_bytes_ : kBlockGranule;
   placement.bytes = std::max(round_up(request.bytes, unit), unit);
@@ -775,7 +819,7 @@ std::size_t ChunkedArena::block_bytes(DevicePtr block) const {
 // --- accounts ----------------------------------------------------
 
 Result<Tag> ChunkedArena::tag_create(const TagOptions& options) {
-  const char* name = options.name == nullptr ? "" : options.name;
+  const char* name = options.name == nullptr || *options.name == '\0' ? "unnamed" : options.name;
   Lock lock(mutex_);
   if (tag_count_ == kTagLimit) {
     lock.unlock();

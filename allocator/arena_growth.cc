@@ -73,7 +73,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
       return status.with_context("cannot allocate " + format_bytes(placement.bytes));
     }
     lock.unlock();
-    return out_of_memory("allocate", placement.bytes, placement.tag, status);
+    return out_of_memory("allocate", placement.bytes, placement.tag, placement, status);
   }
 
   // Mapped memory of its own region, then new memory if little is free, then mapped memory of the other
@@ -143,7 +143,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
     note(SnapshotAction::kOutOfMemory, limit_bytes_ - total_.reserved_bytes, placement.bytes, Stream());
   }
   lock.unlock();
-  return out_of_memory("allocate", placement.bytes, placement.tag, cause);
+  return out_of_memory("allocate", placement.bytes, placement.tag, placement, cause);
 }
 
 // Makes room, without mutex_, for all that one request of `bytes` may enter into the books. False if the host
@@ -193,8 +193,7 @@ bool ChunkedArena::choose_site(const Placement& placement, Site* site) const {
     best_foreign = foreign;
     *site = {hole, begin, end};
   };
-  for (Range* hole = first_; hole != nullptr; hole = hole->next) {
-    if (hole->kind != RangeKind::kUnmapped) continue;
+  for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
     std::size_t front = hole->offset;
     for (Range* range = hole->previous; here(range); range = range->previous) front = range->offset;
     std::size_t back = hole->end();
@@ -254,14 +253,11 @@ std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
 // The highest unmapped addresses of that size, claimed. Null if there are none. Views lie up there, away from
 // both growing ends.
 Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
-  Range* target = nullptr;
-  for (Range* range = first_; range != nullptr; range = range->next) {
-    if (range->kind == RangeKind::kUnmapped && range->bytes >= bytes) target = range;
+  Range* highest = nullptr;
+  for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
+    if (hole->bytes >= bytes) highest = hole;
   }
-  if (target == nullptr) return nullptr;
-  if (target->bytes > bytes) target = split(target, target->end() - bytes).upper;
-  target->kind = RangeKind::kBusy;
-  return target;
+  return highest == nullptr ? nullptr : claim_hole(highest, highest->end() - bytes, highest->end());
 }
 
 // --- growing -----------------------------------------------------
@@ -291,12 +287,9 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   if (!grows) return Status(StatusCode::kOutOfMemory, "");
 
   const auto here = [&](const Range* range) { return usable_here(range, placement, placement.region); };
-  Range* target = site.hole;
-  const bool from_start = site.begin == target->offset;
-  const bool to_end = site.end == target->end();
-  if (!from_start) target = split(target, site.begin).upper;
-  if (!to_end) target = split(target, site.end).lower;
-  target->kind = RangeKind::kBusy;
+  const bool from_start = site.begin == site.hole->offset;
+  const bool to_end = site.end == site.hole->end();
+  Range* target = claim_hole(site.hole, site.begin, site.end);
   // The neighbours the block will reach into are claimed too, so that nobody takes them meanwhile.
   const auto claim = [&](Range* range) {
     take_free(range);
@@ -451,11 +444,9 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
     for (const std::uint32_t part : parts) keep_spare(part);
     return status;
   }
-  Range* target = first_;
-  while (target->end() <= place) target = target->next;
-  if (target->offset < place) target = split(target, place).upper;
-  if (target->bytes > bytes) target = split(target, place + bytes).lower;
-  target->kind = RangeKind::kBusy;
+  Range* hole = holes_;
+  while (hole->end() <= place) hole = hole->bin_next;
+  Range* target = claim_hole(hole, place, place + bytes);
   FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, parts));
   target->region = region;
   target->waits = 0;
@@ -765,42 +756,35 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
     if (!reserve_ranges(lock, 64)) return;
     const Range* range = range_at(offset);
     if (range == nullptr) {  // Unmapped: on to what follows it.
-      Range* hole = first_;
-      while (hole->end() <= offset) hole = hole->next;
+      const Range* hole = holes_;
+      while (hole->end() <= offset) hole = hole->bin_next;
       offset = hole->end();
       continue;
     }
+    // One busy range for each mapping, as many of them as there are descriptors for.
     const std::size_t begin = offset;
-    const auto side = [](std::uint8_t region) { return std::max<unsigned>(region, kSharedRegionCount - 1); };
-    while (offset < reserve_bytes_) {
+    while (offset < reserve_bytes_ && pool_.available() >= kSplitsMax) {
       const std::size_t bytes = stale(offset);
-      // If the call fails the range stays, and it must be of one private region, or of none.
-      if (bytes == 0 || side(range_at(offset)->region) != side(range->region)) break;
+      if (bytes == 0) break;
+      isolate(offset, offset + bytes);
       offset += bytes;
     }
     if (offset > begin) {
-      isolate(begin, offset);
       lock.unlock();
       ++driver_call_count_;
       const bool unmapped = backend_.unmap(base_ + begin, offset - begin).ok();
       lock.lock();
-      Range* gone = range_at(begin);
-      if (!unmapped) {
-        gone->waits = 0;
-        gone->kind = RangeKind::kShadow;
-        continue;
-      }
-      while (begin < offset && gone != nullptr) {
-        const std::size_t bytes = chunks_[mappings_[granules_.at(gone->offset).mapping].chunk].bytes;
-        Range* rest = nullptr;
-        if (gone->offset + bytes < offset) {
-          const Halves halves = split(gone, gone->offset + bytes);
-          gone = halves.lower;
-          rest = halves.upper;
+      for (std::size_t at = begin; at < offset;) {
+        Range* gone = range_at(at);
+        const std::uint32_t chunk = granules_.at(at).chunk;
+        at = gone->end();
+        if (unmapped) {
+          remove_mapping(gone);
+          if (chunks_[chunk].first_mapping == kNone) keep_spare(chunk);  // It was nobody's.
+        } else {
+          gone->waits = 0;
+          gone->kind = RangeKind::kShadow;
         }
-        if (rest != nullptr && !reserve_ranges(lock, 64)) return;
-        remove_mapping(gone);
-        gone = rest;
       }
       continue;
     }
@@ -902,11 +886,9 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
   for (const std::uint32_t chunk : plan.whole) view_bytes += chunks_[chunk].bytes;
   Range* target = nullptr;
   if (plan.run != nullptr) {
-    target = plan.run;
-    FOREBAY_CHECK(target->bytes >= view_bytes, "a stitch of %zu bytes into a hole of %zu", view_bytes,
-                  target->bytes);
-    if (target->bytes > view_bytes) target = split(target, target->offset + view_bytes).lower;
-    target->kind = RangeKind::kBusy;
+    FOREBAY_CHECK(plan.run->bytes >= view_bytes, "a stitch of %zu bytes into a hole of %zu", view_bytes,
+                  plan.run->bytes);
+    target = claim_hole(plan.run, plan.run->offset, plan.run->offset + view_bytes);
   } else {
     target = unmapped_from_top(view_bytes);
     if (target == nullptr) {
@@ -964,20 +946,23 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
       keep_spare(plan.tail.chunk);
     put_unmapped(target);
   }
-  if (!mapped) {
-    // What was taken goes back to the addresses it came from.
+  // For the ends of the new addresses that show memory of other blocks.
+  if (mapped && !reserve_ranges(lock)) {
+    status = no_books();
+    target = range_at(begin);
+    target->waits = 0;
+    target->kind = RangeKind::kShadow;
+  }
+  if (!status.ok()) {
+    // What was taken goes back to the addresses it came from, whose ranges are as they were.
     if (run_first != nullptr) put_free(range_at(begin - plan.run_bytes));
     for (const Place& place : places_) {
-      if (!reserve_ranges(lock)) break;
       Range* range = isolate(place.offset, place.offset + place.bytes);
       range->region = place.region;
       put_free(range);
     }
     return status;
   }
-
-  // The ends of the new addresses that show memory of other blocks.
-  if (!reserve_ranges(lock)) return no_books();
   Range* range = range_at(begin);
   if (plan.head.begin > 0) {
     const auto [shadow, rest] = split(range, begin + plan.head.begin);

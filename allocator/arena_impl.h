@@ -224,11 +224,19 @@ class ChunkedArena final : public Arena {
   Range* absorb(Range* lower, Range* upper);
   void put_free(Range* range);
   void take_free(Range* range);
+  void insert_hole(Range* range, Range* before);
+  void remove_hole(Range* range);
+  Range* claim_hole(Range* hole, std::size_t begin, std::size_t end);
   void put_unmapped(Range* range);
   void push_pending(Range* range);
   void remove_pending(Range* range);
   bool usable(const Range* range, const Placement& placement) const;
   bool usable_here(const Range* range, const Placement& placement, std::uint8_t region) const;
+  template <typename Visit>
+  void for_each_usable(const Placement& placement, std::uint8_t region, Visit visit) const {
+    bins_of(region, 0).for_each(visit);
+    if (placement.mine != 0) bins_of(region, placement.mine).for_each(visit);
+  }
   Range* find_free(const Placement& placement, std::uint8_t region, std::size_t scan_count_max) const;
   Range* find_run(const Placement& placement, std::uint8_t region);
   Range* recall(const Placement& placement, std::size_t offset, std::size_t* missing_count);
@@ -310,7 +318,11 @@ class ChunkedArena final : public Arena {
   Status copy_blocks(const PrivateRegion& region, bool out);
 
   Status bad_block(DevicePtr block, const char* verb) const;
-  Status out_of_memory(const char* what, std::size_t bytes, Tag tag, const Status& cause) const;
+  struct FreeMemory;
+  FreeMemory count_free(const Placement& placement) const;
+  Status out_of_memory(const char* what, std::size_t bytes, Tag tag, const Placement& placement,
+                       const Status& cause) const;
+  std::string never_fits(std::size_t bytes) const;
   Status over_tag_limit(const char* what, std::size_t bytes, Tag tag) const;
   Status no_such_tag(const char* what, Tag tag) const;
   Status no_books() const;
@@ -362,6 +374,7 @@ class ChunkedArena final : public Arena {
   };
   std::unique_ptr<SizeBins[], FreeDeleter> bins_;  // kRegionCount × kClassCount.
   Range* first_ = nullptr;                         // Lowest address.
+  Range* holes_ = nullptr;                         // The unmapped ranges, from the lowest address on.
   Range* pending_ = nullptr;
   std::size_t stranded_count_ = 0;
   std::size_t spare_bytes_ = 0;

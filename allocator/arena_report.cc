@@ -14,37 +14,58 @@ std::string describe(DevicePtr address) {
   return text;
 }
 
+// What is free, by what keeps it from being handed out.
+struct ChunkedArena::FreeMemory {
+  std::size_t usable_bytes = 0;   // Mapped; a request like the one asked about may have it at once,
+  std::size_t largest_bytes = 0;  // in pieces of at most this.
+  std::size_t waiting_bytes = 0;  // For work queued on other streams.
+  std::size_t kept_bytes = 0;     // For another pausable tag or capture.
+  std::size_t spare_bytes = 0;    // Held, mapped nowhere.
+  std::size_t lost_bytes = 0;     // Mapped where the device refused to undo it; tried again with each miss.
+  std::size_t untaken_bytes = 0;  // Of the limit.
+};
+
+// mutex_ held.
+ChunkedArena::FreeMemory ChunkedArena::count_free(const Placement& placement) const {
+  FreeMemory found;
+  found.spare_bytes = spare_bytes_;
+  found.untaken_bytes = limit_bytes_ - total_.reserved_bytes;
+  Placement anybody = placement;
+  anybody.mine = ~std::uint64_t{0};
+  for (const Range* range = first_; range != nullptr; range = range->next) {
+    if (range->kind == RangeKind::kStranded) found.lost_bytes += range->bytes;
+    if (range->kind != RangeKind::kFree) continue;
+    if (usable(range, placement)) {
+      found.usable_bytes += range->bytes;
+      found.largest_bytes = std::max(found.largest_bytes, range->bytes);
+    } else {
+      (usable(range, anybody) ? found.waiting_bytes : found.kept_bytes) += range->bytes;
+    }
+  }
+  return found;
+}
+
 std::string ChunkedArena::report() const {
   ArenaStatistics total;
   TagState tags[kTagLimit];
   unsigned tag_count = 0;
-  std::size_t free_bytes = 0;
-  std::size_t largest_bytes = 0;
-  std::size_t pending_bytes = 0;
-  std::size_t stranded_bytes = 0;
-  std::size_t spare_bytes = 0;
+  FreeMemory found;
   {
     Lock lock(mutex_);
     total = total_;
     tag_count = tag_count_;
     std::copy(tags_, tags_ + tag_count_, tags);
-    spare_bytes = spare_bytes_;
-    for (const Range* range = first_; range != nullptr; range = range->next) {
-      if (range->kind == RangeKind::kStranded) stranded_bytes += range->bytes;
-      if (range->kind != RangeKind::kFree) continue;
-      free_bytes += range->bytes;
-      largest_bytes = std::max(largest_bytes, range->bytes);
-      if (range->waits != 0) pending_bytes += range->bytes;
-    }
+    found = count_free(Placement());
   }
   std::string text = std::string("arena on ") + backend_.capabilities().name + ": limit " +
                      format_bytes(limit_bytes_) + ", reserved " + format_bytes(total.reserved_bytes) +
                      " (peak " + format_bytes(total.peak_reserved_bytes) + "), live " +
                      format_bytes(total.live_bytes) + " (peak " + format_bytes(total.peak_live_bytes) +
-                     ")\n  free " + format_bytes(free_bytes + spare_bytes) + ": largest piece " +
-                     format_bytes(largest_bytes) + ", " + format_bytes(pending_bytes) +
-                     " waits for events, " + format_bytes(spare_bytes) + " not mapped, " +
-                     format_bytes(stranded_bytes) + " lost to failed calls\n";
+                     ")\n  free " + format_bytes(found.usable_bytes) + " in pieces of at most " +
+                     format_bytes(found.largest_bytes) + ", " + format_bytes(found.waiting_bytes) +
+                     " waiting for streams, " + format_bytes(found.kept_bytes) +
+                     " of pausable tags and captures, " + format_bytes(found.spare_bytes) + " not mapped, " +
+                     format_bytes(found.lost_bytes) + " lost to failed calls\n";
   char line[160];
   std::snprintf(line, sizeof line, "  %-31s %12s %12s %12s %12s %12s\n", "tag", "live", "peak", "limit",
                 "in slots", "allocations");
@@ -61,33 +82,67 @@ std::string ChunkedArena::report() const {
   return text;
 }
 
-Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag, const Status& cause) const {
-  std::size_t free_bytes = 0;
-  std::size_t largest_bytes = 0;
-  std::size_t pending_bytes = 0;
-  std::size_t untaken_bytes = 0;
+// Why a request of so many bytes can be served by nothing that is freed, and what to do; empty if it can.
+std::string ChunkedArena::never_fits(std::size_t bytes) const {
+  const Capabilities& device = backend_.capabilities();
+  if (bytes > device.memory_bytes) {
+    return std::string("that can never fit: ") + device.name + " has " + format_bytes(device.memory_bytes) +
+           " in all; ask for less at a time, or spread it over several devices";
+  }
+  if (bytes > limit_bytes_) {
+    return "that can never fit: the arena may take " + format_bytes(limit_bytes_) + " of the " +
+           format_bytes(device.memory_bytes) + " of " + device.name +
+           "; raise its limit (ArenaOptions::limit_bytes) or ask for less at a time";
+  }
+  if (bytes > reserve_bytes_) {
+    return "that can never fit: the arena has addresses for " + format_bytes(reserve_bytes_) +
+           "; reserve more (ArenaOptions::reserve_bytes) or ask for less at a time";
+  }
+  return "";
+}
+
+Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag, const Placement& placement,
+                                   const Status& cause) const {
+  FreeMemory found;
+  std::size_t live_bytes = 0;
+  bool capturing = false;
   char name[sizeof TagState::name];
   {
     Lock lock(mutex_);
     std::memcpy(name, tags_[tag].name, sizeof name);
-    free_bytes = spare_bytes_;
-    untaken_bytes = limit_bytes_ - total_.reserved_bytes;
-    for (const Range* range = first_; range != nullptr; range = range->next) {
-      if (range->kind != RangeKind::kFree) continue;
-      free_bytes += range->bytes;
-      largest_bytes = std::max(largest_bytes, range->bytes);
-      if (range->waits != 0) pending_bytes += range->bytes;
-    }
+    live_bytes = total_.live_bytes;
+    capturing = capturing_count_ != 0;
+    found = count_free(placement);
   }
-  std::string message = std::string("cannot ") + what + " " + format_bytes(bytes) + " for '" + name +
-                        "': " + format_bytes(free_bytes) + " free, the largest piece " +
-                        format_bytes(largest_bytes) + ", " + format_bytes(pending_bytes) +
-                        " of it waits for events; " + format_bytes(untaken_bytes) + " of the limit of " +
-                        format_bytes(limit_bytes_) + " not taken yet";
-  if (!cause.message().empty()) message += ", but the device says: " + cause.message();
-  message +=
-      "; free blocks, synchronize the streams that use freed ones, or raise ArenaOptions::limit_bytes\n";
-  return Status(StatusCode::kOutOfMemory, message + report());
+  std::string message = std::string("cannot ") + what + " " + format_bytes(bytes) + " for '" + name + "': ";
+  if (const std::string never = never_fits(bytes); !never.empty()) {
+    return Status(StatusCode::kOutOfMemory, message + never + "\n" + report());
+  }
+  message += "of the limit of " + format_bytes(limit_bytes_) + ", " + format_bytes(live_bytes) +
+             " are live, " + format_bytes(found.usable_bytes) + " free now";
+  if (found.usable_bytes != 0) message += " in pieces of at most " + format_bytes(found.largest_bytes);
+  message += ", " + format_bytes(found.waiting_bytes) + " waiting for other streams, " +
+             format_bytes(found.spare_bytes) + " held but not mapped, " + format_bytes(found.untaken_bytes) +
+             " not taken yet";
+  if (found.kept_bytes != 0) {
+    message += ", " + format_bytes(found.kept_bytes) + " kept for other pausable tags and captures";
+  }
+  if (found.lost_bytes != 0) message += ", " + format_bytes(found.lost_bytes) + " lost to failed calls";
+  if (!cause.message().empty()) message += "; the device says: " + cause.message();
+  message += "; ";
+  if (found.waiting_bytes != 0) message += "synchronize the streams that use freed blocks and ask again, ";
+  if (capturing) message += "end the capture, during which nothing is mapped anew, ";
+  const bool enough = found.usable_bytes + found.spare_bytes + found.untaken_bytes >= bytes;
+  message += enough && cause.message().empty() && !capturing
+                 ? "free the blocks that share chunks with what is free"
+                 : "free blocks";
+  if (!cause.message().empty()) {
+    message += ", or end what else uses the device's memory";
+  } else if (limit_bytes_ + chunk_bytes_ <= backend_.capabilities().memory_bytes) {
+    message += ", or raise the limit (ArenaOptions::limit_bytes; the device has " +
+               format_bytes(backend_.capabilities().memory_bytes) + ")";
+  }
+  return Status(StatusCode::kOutOfMemory, message + "\n" + report());
 }
 
 Status ChunkedArena::over_tag_limit(const char* what, std::size_t bytes, Tag tag) const {
@@ -98,9 +153,12 @@ Status ChunkedArena::over_tag_limit(const char* what, std::size_t bytes, Tag tag
   }
   return Status(StatusCode::kOutOfMemory,
                 std::string("cannot ") + what + " " + format_bytes(bytes) + " for '" + state.name +
-                    "': its limit is " + format_bytes(state.limit_bytes) + ", of which " +
-                    format_bytes(state.account.live_bytes) +
-                    " is live; free some of it or raise the limit of the tag\n" + report());
+                    "': its limit is " + format_bytes(state.limit_bytes) +
+                    (bytes > state.limit_bytes
+                         ? ", so that can never fit; ask for less at a time or raise the limit of the tag\n"
+                         : ", of which " + format_bytes(state.account.live_bytes) +
+                               " is live; free some of it or raise the limit of the tag\n") +
+                    report());
 }
 
 Status ChunkedArena::bad_block(DevicePtr block, const char* verb) const {

@@ -83,7 +83,8 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
       }
     }
   }
-  if (cause.code() == StatusCode::kOutOfMemory) return out_of_memory("create a slot of", bytes, tag, cause);
+  if (cause.code() == StatusCode::kOutOfMemory)
+    return out_of_memory("create a slot of", bytes, tag, Placement(), cause);
   return cause.with_context("cannot create a slot of " + format_bytes(bytes));
 }
 
@@ -164,6 +165,8 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
     unmapped = backend_.unmap(base_ + begin, mapped_bytes).ok();
   }
   lock.lock();
+  // Others may have taken the descriptors that were made room for.
+  if (!unmapped) (void)reserve_ranges(lock);
   for (const auto& [index, leaf] : leaves) granules_.install(index, leaf);
   if (status.ok()) {
     target->kind = RangeKind::kAlias;

@@ -212,30 +212,34 @@ Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placemen
   return range;
 }
 
-// Collects what is usable of each chunk into pieces_, sorted, neighbours joined. Room has been made.
+// Collects what is usable of each chunk into pieces_, sorted, neighbours joined, without those that can
+// neither hold the block nor be joined to another chunk's. Room has been made.
 void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
   pieces_.clear();
   first_piece_.assign(chunks_.size(), kNone);
-  for (const Range* range = first_; range != nullptr; range = range->next) {
-    const bool fits =
-        own_region_only ? usable_here(range, placement, placement.region) : usable(range, placement);
-    if (!fits) continue;
+  const auto add = [this](const Range* range) {
     for (std::size_t offset = range->offset; offset < range->end();) {
       const Mapping& here = mappings_[granules_.find(offset)->mapping];
       const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
       pieces_.push_back({here.chunk, offset - here.offset, to});
       offset = here.offset + to;
     }
+  };
+  for_each_usable(placement, placement.region, add);
+  if (!own_region_only && placement.region < kSharedRegionCount) {
+    for_each_usable(placement, static_cast<std::uint8_t>(1 - placement.region), add);
   }
   std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
     return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
   });
   std::size_t count = 0;
-  for (const Piece& piece : pieces_) {
-    if (count > 0 && pieces_[count - 1].chunk == piece.chunk && pieces_[count - 1].end == piece.begin) {
-      pieces_[count - 1].end = piece.end;
-      continue;
+  for (std::size_t i = 0; i < pieces_.size();) {
+    Piece piece = pieces_[i++];
+    for (; i < pieces_.size() && pieces_[i].chunk == piece.chunk && pieces_[i].begin == piece.end; ++i) {
+      piece.end = pieces_[i].end;
     }
+    const bool inside = piece.begin > 0 && piece.end < chunks_[piece.chunk].bytes;
+    if (inside && piece.bytes() < placement.bytes) continue;
     if (count == 0 || pieces_[count - 1].chunk != piece.chunk) {
       first_piece_[piece.chunk] = static_cast<std::uint32_t>(count);
     }
@@ -247,6 +251,9 @@ void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
 // After gather: the shortest run of mapped addresses that show nothing but gathered memory and hold the
 // block.
 bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
+  std::size_t gathered_bytes = 0;
+  for (const Piece& piece : pieces_) gathered_bytes += piece.bytes();
+  if (gathered_bytes < placement.bytes) return false;
   std::size_t best_bytes = SIZE_MAX;
   std::size_t run_begin = 0;
   std::size_t run_end = SIZE_MAX;
@@ -260,30 +267,32 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
     ++stamp_;
   };
   ++stamp_;
-  for (const Range* range = first_; range != nullptr;) {
-    if (!readable(range)) {
-      range = range->next;
+  const Range* hole = holes_;
+  for (std::size_t offset = 0; offset < reserve_bytes_;) {
+    if (hole != nullptr && hole->offset == offset) {
+      offset = hole->end();
+      hole = hole->bin_next;
       continue;
     }
-    // What is mapped without a gap.
-    const std::size_t extent_begin = range->offset;
-    std::size_t extent_end = extent_begin;
-    for (; readable(range); range = range->next) extent_end = range->end();
-    end_run();
-    for (std::size_t offset = extent_begin; offset < extent_end;) {
-      const Mapping& here = mappings_[granules_.find(offset)->mapping];
-      PhysicalChunk& chunk = chunks_[here.chunk];
-      for (std::uint32_t i = first_piece_[here.chunk];
-           i != kNone && i < pieces_.size() && pieces_[i].chunk == here.chunk; ++i) {
-        const std::size_t begin = here.offset + pieces_[i].begin;
-        if (begin != run_end || chunk.stamp == stamp_) {
-          end_run();
-          run_begin = begin;
-        }
-        chunk.stamp = stamp_;
-        run_end = here.offset + pieces_[i].end;
+    const GranuleTable::Entry& entry = *granules_.find(offset);
+    if (entry.mapping == kNone) {  // An alias of a slot.
+      offset = entry.range->end();
+      continue;
+    }
+    const std::size_t shown_offset = offset;
+    PhysicalChunk& chunk = chunks_[entry.chunk];
+    offset += chunk.bytes;
+    std::uint32_t i = first_piece_[entry.chunk];
+    if (i == kNone || !readable(entry.range)) continue;
+    for (; i < pieces_.size() && pieces_[i].chunk == entry.chunk; ++i) {
+      const std::size_t begin = shown_offset + pieces_[i].begin;
+      // A gap ends a run, and so does what it shows already.
+      if (begin != run_end || chunk.stamp == stamp_) {
+        end_run();
+        run_begin = begin;
       }
-      offset = here.offset + chunk.bytes;
+      chunk.stamp = stamp_;
+      run_end = shown_offset + pieces_[i].end;
     }
   }
   end_run();
@@ -427,8 +436,8 @@ bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_by
     with_tails(nullptr, 0, nullptr);
   }
   // Free ranges in front of unmapped addresses need no new mapping themselves.
-  for (Range* hole = first_; hole != nullptr; hole = hole->next) {
-    if (hole->kind != RangeKind::kUnmapped || !usable(hole->previous, placement)) continue;
+  for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
+    if (!usable(hole->previous, placement)) continue;
     ++stamp_;
     Range* first = hole->previous;
     while (usable(first->previous, placement)) first = first->previous;

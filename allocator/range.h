@@ -40,7 +40,7 @@ struct alignas(64) Range {
   std::uint8_t stream = 0xFF;                // Live: whom it was allocated for, as the arena numbers streams.
   RangeKind paused_kind = RangeKind::kFree;  // Paused: what it was.
   Tag tag = 0;
-  Range* bin_previous = nullptr;
+  Range* bin_previous = nullptr;  // Free: in its bin. Unmapped: the hole before it, by address.
 
   Range* bin_next = nullptr;
   Range* pending_previous = nullptr;  // Free ranges with waits != 0.

@@ -74,6 +74,14 @@ struct SizeBins {
     if (columns[bin / kColumns] == 0) rows &= ~(std::uint64_t{1} << (bin / kColumns));
   }
 
+  // Every range that is in a bin, in no order.
+  template <typename Visit>
+  void for_each(Visit visit) const {
+    for (unsigned bin = next_filled(0); bin != kNone; bin = next_filled(bin + 1)) {
+      for (Range* range = heads[bin]; range != nullptr; range = range->bin_next) visit(range);
+    }
+  }
+
   // The smallest range, lowest address first, among the first `scan_count_max` of the lowest bin that has a
   // fit. Plain TLSF would skip the bin of `bytes` itself, whose ranges may be too small, and so miss every
   // exact fit of a large block; looking at a bounded number of them keeps both the bound and the fit.

@@ -326,7 +326,12 @@ TEST_F(ArenaTest, EnforcesItsLimitAndSaysWhoHoldsWhat) {
 
   ASSERT_EQ(refused.status().code(), StatusCode::kOutOfMemory);
   const std::string message = refused.status().message();
-  EXPECT_EQ(message.find("cannot allocate 448.00 KiB for 'activations': 0 B free"), 0u) << message;
+  EXPECT_EQ(message.find("cannot allocate 448.00 KiB for 'activations': of the limit of 1.00 MiB, 640.00 KiB "
+                         "are live, 0 B free now, 0 B waiting for other streams, 0 B held but not mapped, "
+                         "384.00 KiB not taken yet; free blocks, or raise the limit "
+                         "(ArenaOptions::limit_bytes; the device has 256.00 MiB)\n"),
+            0u)
+      << message;
   EXPECT_NE(message.find("limit 1.00 MiB, reserved 640.00 KiB"), std::string::npos) << message;
   EXPECT_NE(message.find("untagged"), std::string::npos) << message;
   EXPECT_EQ(reserved(), 10 * kChunk);
@@ -341,11 +346,80 @@ TEST_F(ArenaTest, AFullDeviceIsOutOfMemoryInItsOwnWords) {
   DevicePtr other = backend_->alloc(2 * kChunk).value();
   auto refused = arena_->allocate({.bytes = 2 * kChunk});
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory);
-  EXPECT_NE(refused.status().message().find("but the device says"), std::string::npos);
+  const std::string message = refused.status().message();
+  EXPECT_NE(message.find("; the device says: "), std::string::npos) << message;
+  EXPECT_NE(message.find("end what else uses the device's memory\n"), std::string::npos) << message;
 
   ASSERT_TRUE(backend_->free(other).ok());
   take(3 * kChunk);
   give(block);
+}
+
+// Free memory is told apart by what keeps it from being handed out, and the parts make up the limit.
+TEST_F(ArenaTest, SaysWhatIsFreeNowWhatWaitsAndWhatIsNotMapped) {
+  const Tag pausable = arena_->tag_create({.name = "rollout", .pausable = true}).value();
+  const Slot slot = arena_->slot_create(2 * kChunk, 0).value();
+  const DevicePtr rollout = take(kChunk, {}, Region::kTransient, pausable);
+  take(4 * kChunk, streams_[1]);
+  const DevicePtr usable = take(kChunk, streams_[1]);
+  take(kChunk, streams_[1]);
+  const DevicePtr waiting = take(3 * kChunk, streams_[0]);
+  ASSERT_TRUE(arena_->slot_destroy(slot).ok());
+  hold(streams_[0]);
+  give(rollout);
+  give(waiting, streams_[0]);
+  give(usable, streams_[1]);
+
+  const std::string message =
+      arena_->allocate({.bytes = 14 * kChunk, .stream = streams_[1]}).status().message();
+  EXPECT_NE(message.find("of the limit of 1.00 MiB, 320.00 KiB are live, 64.00 KiB free now in pieces of at "
+                         "most 64.00 KiB, 192.00 KiB waiting for other streams, 192.00 KiB held but not "
+                         "mapped, 256.00 KiB not taken yet; synchronize the streams that use freed blocks "
+                         "and ask again, free blocks, or raise"),
+            std::string::npos)
+      << message;
+}
+
+TEST_F(ArenaTest, SaysWhenLiveBlocksShareChunksWithWhatIsFree) {
+  std::vector<DevicePtr> blocks;
+  for (int i = 0; i < 32; ++i) blocks.push_back(take(kChunk / 2));
+  for (std::size_t i = 0; i < blocks.size(); i += 2) give(blocks[i]);
+
+  const std::string message = arena_->allocate({.bytes = 2 * kChunk}).status().message();
+  EXPECT_NE(message.find("512.00 KiB free now in pieces of at most 32.00 KiB"), std::string::npos) << message;
+  EXPECT_NE(message.find("free the blocks that share chunks with what is free"), std::string::npos)
+      << message;
+}
+
+TEST_F(ArenaTest, SaysWhenARequestCanNeverFit) {
+  const auto refusal = [&](const AllocationRequest& request) {
+    return arena_->allocate(request).status().message();
+  };
+  EXPECT_EQ(refusal({.bytes = 16 * kChunk + 1})
+                .find("cannot allocate 1.00 MiB for 'untagged': that can never fit: the arena may take 1.00 "
+                      "MiB of the 256.00 MiB of host; raise its limit (ArenaOptions::limit_bytes)"),
+            0u)
+      << refusal({.bytes = 16 * kChunk + 1});
+  EXPECT_NE(refusal({.bytes = 257_MiB}).find("that can never fit: host has 256.00 MiB in all"),
+            std::string::npos);
+  EXPECT_NE(refusal({.bytes = SIZE_MAX}).find("that can never fit: host has"), std::string::npos);
+  EXPECT_NE(refusal({.bytes = 17 * kChunk, .fixed = true}).find("that can never fit"), std::string::npos);
+  EXPECT_NE(arena_->slot_create(17 * kChunk, 0).status().message().find("that can never fit"),
+            std::string::npos);
+  const Tag tag = arena_->tag_create("buckets", 2 * kChunk).value();
+  EXPECT_NE(refusal({.bytes = 3 * kChunk, .tag = tag}).find("its limit is 128.00 KiB, so that can never fit"),
+            std::string::npos);
+  remake(16 * kChunk, 256_MiB, 8 * kChunk);
+  EXPECT_NE(refusal({.bytes = 9 * kChunk}).find("addresses for 512.00 KiB; reserve more"), std::string::npos);
+}
+
+TEST_F(ArenaTest, ATagWithoutANameIsCalledUnnamed) {
+  for (const char* none : {static_cast<const char*>(nullptr), ""}) {
+    const Tag tag = arena_->tag_create({.name = none}).value();
+    const std::string message = arena_->allocate({.bytes = 17 * kChunk, .tag = tag}).status().message();
+    EXPECT_NE(message.find("for 'unnamed'"), std::string::npos) << message;
+  }
+  EXPECT_NE(arena_->report().find("\n  unnamed "), std::string::npos) << arena_->report();
 }
 
 TEST_F(ArenaTest, EnforcesTheLimitOfATagOverBlocksAndSlots) {

@@ -64,7 +64,7 @@ struct AllocationRequest {
 };
 
 struct TagOptions {
-  const char* name = "";        // Copied, its first 31 characters.
+  const char* name = "";        // Copied, its first 31 characters. None: "unnamed".
   std::size_t limit_bytes = 0;  // Of live bytes; 0: no limit.
   bool pausable = false;        // Its blocks share no chunk with other tags, so that pause() can work.
 };
