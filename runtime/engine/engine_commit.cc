@@ -328,7 +328,9 @@ void Engine::Impl::place_offloaded() {
   tier_stream = value_or_throw(backend.stream_create());
   up_stream = value_or_throw(backend.stream_create());
   tier_done = value_or_throw(backend.event_create());
-  host_runner = std::make_unique<BlockRunner>(options.host_threads);
+  host_runner = options.host_processors.empty()
+                    ? std::make_unique<BlockRunner>(options.host_threads)
+                    : value_or_throw(BlockRunner::create_on(options.host_processors));
   transit_user.fill(-1);
   for (std::vector<HostUpdate>& updates : host_updates) {
     updates.resize(plan.layouts.size());

@@ -91,8 +91,11 @@ struct EngineOptions {
   // time pass in it. `now`: their clock; null is a steady one.
   std::function<void(std::uint64_t count)> before_host_update;
   std::function<std::chrono::nanoseconds()> now;
-  Timeline* timeline = nullptr;    // Not owned; outlives the engine. Null: nothing is marked.
-  int host_threads = 0;            // Of the update on the host; 0: as many as the machine has. Same bits.
+  Timeline* timeline = nullptr;  // Not owned; outlives the engine. Null: nothing is marked.
+  int host_threads = 0;          // Of the update on the host; 0: as many as the machine has. Same bits.
+  // Processors that these threads are kept to, as the kernel numbers them, one each; then host_threads is not
+  // looked at. Those near the device are in Topology's Placement (topology.h). Empty: anywhere.
+  std::vector<int> host_processors;
   bool spillable = false;          // Engine::spill works; up to a chunk more of device memory for each pool.
   bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
   std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
