@@ -1,15 +1,13 @@
 #include "plan_command.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "forebay/units.h"
 #include "host_limits.h"
-#include "model_config.h"
+#include "model_arguments.h"
 #include "plan_print.h"
 #include "plan_report.h"
 
@@ -19,16 +17,9 @@ namespace {
 constexpr int kBadInput = 2;
 
 // The command line as it was typed; numbers are signed so that a negative one gets an answer in our words.
-// The shape's defaults are forebay-gpt's, so that the same options give the plan of the same run.
 struct PlanArguments {
   std::string parameters;
-  std::string config;
-  std::int64_t layers = 4;
-  std::int64_t hidden = 128;
-  std::int64_t heads = 4;
-  std::int64_t sequence = 64;
-  std::int64_t vocabulary = 256;
-  std::int64_t batch = 8;
+  ModelArguments model;
   std::int64_t ranks = 1;
   std::int64_t stage = 0;
   std::int64_t micro_steps = 1;
@@ -44,9 +35,6 @@ struct PlanArguments {
 
   // Which of them were given.
   const CLI::Option* stage_option = nullptr;
-  const CLI::Option* sequence_option = nullptr;
-  std::vector<const CLI::Option*> shape_options;  // Those that --config leaves no room for.
-  const CLI::Option* batch_option = nullptr;
   const CLI::Option* host_ranks_option = nullptr;
 };
 
@@ -58,41 +46,20 @@ Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
 }
 
-template <typename Integer>
-Status read_positive(const char* name, std::int64_t value, std::int64_t limit, Integer* target) {
-  if (value < 1 || value > limit) {
-    return refuse(std::string("--") + name + " is " + std::to_string(value) + "; use 1 to " +
-                  std::to_string(limit));
-  }
-  *target = static_cast<Integer>(value);
-  return Status();
-}
-
-Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes) {
-  if (parse_bytes(text.c_str(), bytes) && *bytes > 0) return Status();
-  return refuse(std::string("--") + name + " is '" + text + "'; use bytes, such as 2MiB, 80GB or 4096");
-}
-
-constexpr std::int64_t kNumberLimit = std::int64_t{1} << 40;  // Tighter bounds are the shape's own.
-
-Status read_shape(const PlanArguments& arguments, PlanRequest* request) {
-  const bool has_shape = std::any_of(arguments.shape_options.begin(), arguments.shape_options.end(), given);
-  const bool has_config = !arguments.config.empty();
+// The model; its shape's words, if it has one, go to `description`.
+Status read_request(const PlanArguments& arguments, PlanRequest* request, std::string* description) {
+  const ModelArguments& model = arguments.model;
   const bool has_count = !arguments.parameters.empty();
-  if (!has_count && !has_config && !has_shape && !given(arguments.sequence_option)) {
+  if (!has_count && !model.has_config() && !model.has_shape()) {
     return refuse(
         "no model was given; use --parameters, or its shape (--layers --hidden --heads --sequence "
         "--vocabulary), or "
         "--config");
   }
-  if (has_count &&
-      (has_config || has_shape || given(arguments.sequence_option) || given(arguments.batch_option))) {
+  if (has_count && (model.has_config() || model.has_shape() || model.has_batch())) {
     return refuse(
         "--parameters and a shape were both given; a shape says how many parameters there are, so use one of "
         "them");
-  }
-  if (has_config && has_shape) {
-    return refuse("--config and a shape were both given; with --config use --sequence and --batch only");
   }
   if (has_count) {
     Result<std::uint64_t> count = parse_parameter_count(arguments.parameters);
@@ -100,49 +67,28 @@ Status read_shape(const PlanArguments& arguments, PlanRequest* request) {
     request->parameters = count.value();
     return Status();
   }
+  Result<ModelChoice> read = read_model(model);
+  FOREBAY_RETURN_IF_ERROR(read.status());
+  request->shape = read.value().shape;
+  request->batch = read.value().batch;
+  request->sequence = read.value().sequence;
+  *description = describe_model(read.value());
+  return Status();
+}
 
-  FOREBAY_RETURN_IF_ERROR(read_positive("batch", arguments.batch, kNumberLimit, &request->batch));
-  TransformerShape shape;
-  if (has_config) {
-    Result<TransformerShape> read = read_model_config(arguments.config);
-    FOREBAY_RETURN_IF_ERROR(read.status());
-    shape = read.value();
-    if (given(arguments.sequence_option)) {
-      FOREBAY_RETURN_IF_ERROR(
-          read_positive("sequence", arguments.sequence, kNumberLimit, &request->sequence));
-    }
-  } else {
-    FOREBAY_RETURN_IF_ERROR(read_positive("layers", arguments.layers, kNumberLimit, &shape.layers));
-    FOREBAY_RETURN_IF_ERROR(read_positive("hidden", arguments.hidden, kNumberLimit, &shape.hidden));
-    FOREBAY_RETURN_IF_ERROR(read_positive("heads", arguments.heads, kNumberLimit, &shape.heads));
-    FOREBAY_RETURN_IF_ERROR(read_positive("sequence", arguments.sequence, kNumberLimit, &shape.positions));
-    FOREBAY_RETURN_IF_ERROR(
-        read_positive("vocabulary", arguments.vocabulary, kNumberLimit, &shape.vocabulary));
-  }
-  Result<TransformerShape> completed = complete_shape(shape);
-  FOREBAY_RETURN_IF_ERROR(completed.status());
-  request->shape = completed.value();
+Status read_number(const char* name, std::int64_t value, int* target) {
+  std::int64_t number = 0;
+  FOREBAY_RETURN_IF_ERROR(read_positive(name, value, 1'000'000, &number));
+  *target = static_cast<int>(number);
   return Status();
 }
 
 Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   PlanOptions& options = request->options;
-  FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, &options.ranks));
-  FOREBAY_RETURN_IF_ERROR(
-      read_positive("micro-steps", arguments.micro_steps, 1'000'000, &options.micro_steps));
-  if (arguments.stage < 0 || arguments.stage > 3) {
-    return refuse("--stage is " + std::to_string(arguments.stage) + "; use 0, 1, 2 or 3");
-  }
-  options.stage = static_cast<int>(arguments.stage);
-
-  if (arguments.dtype == "fp32")
-    options.dtype = DataType::kFloat32;
-  else if (arguments.dtype == "bf16")
-    options.dtype = DataType::kBfloat16;
-  else if (arguments.dtype == "fp16")
-    options.dtype = DataType::kFloat16;
-  else
-    return refuse("--dtype is '" + arguments.dtype + "'; use fp32, bf16 or fp16");
+  FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, &options.ranks));
+  FOREBAY_RETURN_IF_ERROR(read_number("micro-steps", arguments.micro_steps, &options.micro_steps));
+  FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &options.stage));
+  FOREBAY_RETURN_IF_ERROR(read_dtype(arguments.dtype, &options.dtype));
 
   if (arguments.accumulate == "shard")
     options.accumulate = Accumulate::kShard;
@@ -185,21 +131,6 @@ Status read_budget(const PlanArguments& arguments, PlanBudget* budget) {
   return Status();
 }
 
-std::string describe(const PlanRequest& request) {
-  if (!request.shape) return "";
-  const TransformerShape& shape = *request.shape;
-  const std::uint64_t sequence = request.sequence == 0 ? shape.positions : request.sequence;
-  std::string text = shape.kind == TransformerKind::kGpt2 ? "GPT-2 kind: " : "Llama kind: ";
-  text += std::to_string(shape.layers) + " layers, hidden " + std::to_string(shape.hidden) + ", " +
-          std::to_string(shape.heads) + " heads";
-  if (shape.key_value_heads != shape.heads) {
-    text += " (" + std::to_string(shape.key_value_heads) + " for keys and values)";
-  }
-  text += ", sequence " + std::to_string(sequence) + ", vocabulary " + std::to_string(shape.vocabulary) +
-          (shape.tied_embedding ? " (tied)" : " (not tied)") + ", batch " + std::to_string(request.batch);
-  return text;
-}
-
 // With no stage given: all that there are. It is an error only when none can be planned.
 Status plan_stages(PlanRequest request, std::optional<int> only, std::vector<PlanReport>* reports,
                    std::vector<std::string>* left_out) {
@@ -224,15 +155,16 @@ Status plan(const PlanArguments& arguments) {
   PlanRequest request;
   PlanBudget budget;
   FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
-  FOREBAY_RETURN_IF_ERROR(read_shape(arguments, &request));
+  std::string description;
+  FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
   FOREBAY_RETURN_IF_ERROR(read_budget(arguments, &budget));
 
   std::vector<PlanReport> reports;
   std::vector<std::string> left_out;
   FOREBAY_RETURN_IF_ERROR(plan_stages(
       request, has_stage ? std::optional<int>(request.options.stage) : std::nullopt, &reports, &left_out));
-  const std::string text = arguments.json ? plan_json(reports.front(), budget)
-                                          : plan_text(reports, left_out, describe(request), budget);
+  const std::string text =
+      arguments.json ? plan_json(reports.front(), budget) : plan_text(reports, left_out, description, budget);
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
     return Status(StatusCode::kIoError, "cannot write the plan to standard output; is the disk full?");
   }
@@ -261,14 +193,7 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   };
 
   text("--parameters", a.parameters, "The model as a number of parameters: 124M, 7.5B, 1.5e9", "COUNT");
-  text("--config", a.config, "The model as a Hugging Face config.json (gpt2 or llama)", "FILE");
-  a.shape_options = {
-      number("--layers", a.layers, "The model as a GPT-2 shape: layers")->capture_default_str(),
-      number("--hidden", a.hidden, "Width")->capture_default_str(),
-      number("--heads", a.heads, "Attention heads; divides --hidden")->capture_default_str(),
-      number("--vocabulary", a.vocabulary, "Tokens there are")->capture_default_str()};
-  a.sequence_option = number("--sequence", a.sequence, "Tokens of a sequence")->capture_default_str();
-  a.batch_option = number("--batch", a.batch, "Sequences of a micro-step, per rank")->capture_default_str();
+  add_model_options(*command, a.model);
 
   number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str();
   a.stage_option = number("--stage", a.stage, "ZeRO stage, 0 to 3; without it all of them side by side");
