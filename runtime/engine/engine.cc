@@ -51,6 +51,11 @@ Engine::Impl::~Impl() {
   for (const Event event : {step_decided, updates_done, tier_done}) {
     if (event.handle != nullptr) note(backend.event_destroy(event));
   }
+  for (const auto* events : {&sum_ready, &sum_left}) {
+    for (const Event event : *events) {
+      if (event.handle != nullptr) note(backend.event_destroy(event));
+    }
+  }
   for (const std::vector<Event>* events : {&slot_ready, &gradient_ready, &slot_fetched}) {
     for (const Event event : *events) note(backend.event_destroy(event));
   }

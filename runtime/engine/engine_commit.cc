@@ -440,7 +440,14 @@ void Engine::Impl::place_units() {
     return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
   };
 
-  if (offloads() && stage >= 2) {
+  if (offloads() && adds_on_host()) {
+    for (std::size_t i = 0; i < kTransitCount; ++i) {
+      transit[i] = part(gradients, 4 * plan.bucket_columns);
+      sum_ready[i] = value_or_throw(backend.event_create());
+      sum_left[i] = value_or_throw(backend.event_create());
+    }
+    host_sum = reinterpret_cast<float*>(part(host, 4 * plan.bucket_columns));
+  } else if (offloads() && stage >= 2) {
     std::uint64_t largest_slice = 0;
     for (int index = plan.device_units; index < unit_count(); ++index)
       largest_slice = std::max(largest_slice, layout(index).trainable_slice(ranks()));
@@ -473,11 +480,13 @@ void Engine::Impl::place_units() {
     if (stage <= 1) {
       u.gradients = part(gradients, place.trainable_count * size);
       u.gradient_shard = u.gradients + rank_index * slice * size;
-      if (accumulates_in_fp32()) u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
+      if (accumulates_in_fp32() && !(u.away && adds_on_host()))
+        u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
       u.updated_gradients = u.gradients + u.updated_begin * size;
     } else {
       u.gradients = alias(slots.gradient_slot[static_cast<std::size_t>(index)], place.trainable_count * size);
-      if (accumulates_in_fp32()) u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
+      if (accumulates_in_fp32() && !u.away)
+        u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
       if (u.away) {
         u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
       } else if (accumulates_in_fp32()) {
@@ -503,7 +512,13 @@ void Engine::Impl::place_units() {
       u.v = reinterpret_cast<float*>(part(states, state_bytes));
     }
     if (u.away) {
-      u.host_gradients = part(host, u.updated_count * size);
+      if (adds_on_host()) u.gradient_type = DataType::kFloat32;
+      u.host_gradients = part(host, u.updated_count * element_bytes(u.gradient_type));
+      u.host_average = {this, index};
+      for (std::uint64_t column = 0; adds_on_host() && column < slice; column += plan.bucket_columns) {
+        u.host_sums.push_back({this, reinterpret_cast<float*>(u.host_gradients) + column,
+                               std::min(plan.bucket_columns, slice - column)});
+      }
       u.left = value_or_throw(backend.event_create());
       u.host_done = value_or_throw(backend.event_create());
     }
@@ -567,9 +582,15 @@ void Engine::Impl::place_units() {
   step_decided = value_or_throw(backend.event_create());
   if (pinned == nullptr)
     pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
-  std::byte* const record = value_or_throw(pinned->allocate(sizeof(StepControl) + sizeof(StepState)));
+  std::byte* const record = value_or_throw(
+      pinned->allocate(sizeof(StepControl) + sizeof(StepState) + units.size() * sizeof(double)));
   uploaded = new (record) StepControl;
   decided = new (record + sizeof(StepControl)) StepState;
+  host_norms = reinterpret_cast<double*>(record + sizeof(StepControl) + sizeof(StepState));
+  if (host_sum != nullptr) {
+    norm_scratch.resize(largest_leaves / sizeof(double));
+    rounded.resize(kRoundedCount * size);
+  }
   activation_block = take(Pool::kActivations, model.activation_bytes);
   throw_if_error(backend.stream_synchronize(engine_stream));
 }

@@ -50,6 +50,18 @@ struct Engine::Impl {
     std::uint64_t range_bytes = 0;
   };
 
+  // The sum of one bucket that is added up on the host, and where.
+  struct HostSum {
+    Impl* impl = nullptr;
+    float* target = nullptr;
+    std::uint64_t count = 0;
+  };
+  // All micro-steps of a unit have been added up.
+  struct HostAverage {
+    Impl* impl = nullptr;
+    int unit = 0;
+  };
+
   // Where a unit lies on this rank. "Updated range": the part of the trainable section whose master this rank
   // keeps: all of it at stage 0, slice `rank` otherwise.
   struct Unit {
@@ -76,6 +88,8 @@ struct Engine::Impl {
     // The parameter shard: trainable slice (in fp32 the master) and frozen slice.
     Away trainable_away;
     Away frozen_away;
+    std::vector<HostSum> host_sums;  // By bucket, where micro-steps add up on the host.
+    HostAverage host_average;
     std::size_t first_part = 0;  // File tier: of pass_parts.
     std::size_t part_count = 0;
     Event left;       // Offloaded: the updated range of g has been copied down.
@@ -179,6 +193,8 @@ struct Engine::Impl {
   void queue_decision(double clip);
   void queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used);
   void spill_gradients(int unit);
+  void reduce_on_host(int unit);
+  void average_on_host(int unit);
   void queue_host_update(int unit, const Hyperparameters& hyperparameters);
   void update_on_host(const HostUpdate& update);
   void update_in_files(const HostUpdate& update);
@@ -255,11 +271,15 @@ struct Engine::Impl {
     return byte >= host_states && byte < host_states + host_states_bytes();
   }
   std::uint64_t host_states_bytes() const {
-    return plan.host_bytes.optimizer + plan.host_bytes.gradients + plan.host_bytes.parameters;
+    return plan.host_bytes.optimizer + plan.host_bytes.gradients + plan.host_bytes.parameters +
+           host_sum_bytes();
   }
+  std::uint64_t host_sum_bytes() const { return offloads() && adds_on_host() ? 4 * plan.bucket_columns : 0; }
   bool accumulates_in_fp32() const {
     return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
   }
+  // Whether that of offloaded units happens on the host.
+  bool adds_on_host() const { return accumulates_in_fp32() && options.stage >= 1; }
 
   // Constant after construction.
   Backend& backend;
@@ -306,6 +326,17 @@ struct Engine::Impl {
   std::vector<Event> slot_fetched;  // By slot: this rank's slice is in its place.
   std::array<DevicePtr, kTransitCount> transit{};
   std::array<int, kTransitCount> transit_user{};  // The unit whose slice was there last, or -1.
+  // Where micro-steps add up on the host, a transit holds one bucket's sum: the events of its arrival there
+  // and of its leaving; the sum on the host; scratch of a norm; and norms, page-locked, on their way to the
+  // device.
+  std::array<Event, kTransitCount> sum_ready{};
+  std::array<Event, kTransitCount> sum_left{};
+  std::uint64_t sum_count = 0;  // Buckets that have been through, all together.
+  float* host_sum = nullptr;
+  std::vector<double> norm_scratch;
+  double* host_norms = nullptr;
+  std::vector<std::byte>
+      rounded;  // 2-byte parameters of a few elements, before their gradients' place is free.
   Stream tier_stream;
   Stream up_stream;  // Parameters that stay on the device: up, beside the next unit's update.
   Event tier_done;   // The last update of a step.

@@ -11,6 +11,7 @@
 #include "engine_impl.h"
 #include "forebay/check.h"
 #include "forebay/host_adam.h"
+#include "forebay/host_gradients.h"
 #include "forebay/log.h"
 
 namespace forebay {
@@ -195,6 +196,10 @@ void Engine::Impl::reduce(int index) {
       static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
   const float factor = fp32(1.0 / static_cast<double>(passes));
 
+  if (u.away && adds_on_host()) {
+    reduce_on_host(index);
+    return;
+  }
   const bool passes_through = last && u.away && options.stage >= 2;
   if (passes_through) {
     int& user = transit_user[static_cast<std::size_t>(index) % kTransitCount];
@@ -238,6 +243,73 @@ void Engine::Impl::reduce(int index) {
   marked.reset();
   must(backend.event_record(ready, engine_stream));
   if (last && u.away) spill_gradients(index);
+}
+
+// Each bucket's fp32 sum goes to the host as soon as it is there, and is added up there.
+void Engine::Impl::reduce_on_host(int index) {
+  Unit& u = unit(index);
+  const std::uint64_t slice = layout(index).trainable_slice(ranks());
+  std::uint64_t column = 0;
+  for (HostSum& sum : u.host_sums) {
+    const std::size_t place = sum_count++ % kTransitCount;
+    must(backend.stream_wait(engine_stream, sum_left[place]));
+    ReduceScatterArguments bucket;
+    bucket.source = u.gradients + column * element();
+    bucket.source_stride_bytes = slice * element();
+    bucket.count = sum.count;
+    bucket.type = options.dtype;
+    bucket.receive = staging;
+    bucket.target = reinterpret_cast<float*>(transit[place]);
+    bucket.first = true;
+    {
+      const Marked marked(*this, engine_stream, "engine", "reduce", index);
+      must(communicator.reduce_scatter(bucket, engine_stream));
+    }
+    must(backend.event_record(sum_ready[place], engine_stream));
+    must(backend.stream_wait(tier_stream, sum_ready[place]));
+    const Marked marked(*this, tier_stream, "host", "gradients down", index);
+    const bool first = micro_step == 0;
+    must(backend.copy_async(first ? sum.target : host_sum, transit[place], sum.count * sizeof(float),
+                            tier_stream));
+    must(backend.event_record(sum_left[place], tier_stream));
+    if (!first) {
+      must(backend.call_host(
+          tier_stream,
+          [](void* argument) {
+            const auto& given = *static_cast<const HostSum*>(argument);
+            host_accumulate(given.impl->host_sum, given.target, given.count, false, *given.impl->host_runner);
+          },
+          &sum));
+    }
+    column += sum.count;
+  }
+  must(backend.event_record(reduced(index), engine_stream));
+  if (micro_step != options.micro_steps - 1) return;
+  must(backend.call_host(
+      tier_stream,
+      [](void* argument) {
+        const auto& given = *static_cast<const HostAverage*>(argument);
+        given.impl->average_on_host(given.unit);
+      },
+      &u.host_average));
+  must(backend.copy_async(norms + index, host_norms + index, sizeof(double), tier_stream));
+  must(backend.event_record(u.left, tier_stream));
+}
+
+// Runs in the order of tier_stream: g and its norm, of the sum over ranks and micro-steps.
+void Engine::Impl::average_on_host(int index) {
+  Unit& u = unit(index);
+  const std::uint64_t passes =
+      static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
+  auto* const sum = reinterpret_cast<float*>(u.host_gradients);
+  const ScaleArguments average{
+      sum, sum, u.updated_count, fp32(1.0 / static_cast<double>(passes)), options.dtype, DataType::kFloat32};
+  Status status = host_scale(average, *host_runner);
+  if (status.ok()) {
+    status = host_norm({sum, norm_scratch.data(), host_norms + index, u.updated_count, DataType::kFloat32},
+                       *host_runner);
+  }
+  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
 }
 
 // The updated range of g goes to the host as soon as it is there. What lay in its place on the host was used,
@@ -459,6 +531,11 @@ void Engine::Impl::queue_decision(double clip) {
   // A gather that fails does nothing. What it leaves here is not a number, so the step is skipped.
   const std::uint64_t norm_bytes = units.size() * sizeof(double);
   must(backend.fill_async(staging, 0xFF, norm_bytes * static_cast<std::uint64_t>(ranks()), engine_stream));
+  if (offloads() && adds_on_host()) {
+    for (const Unit& u : units) {
+      if (!u.host_sums.empty()) must(backend.stream_wait(engine_stream, u.left));
+    }
+  }
   all_gather_section(staging, reinterpret_cast<const std::byte*>(norms), norm_bytes);
   StepControlArguments arguments{};
   arguments.state = &control->state;
@@ -653,32 +730,48 @@ void Engine::Impl::update_in_files(const HostUpdate& update) {
 
 // Updates elements [begin, begin + count) of a unit's updated range. The four addresses are those of the
 // first.
-void Engine::Impl::update_part(const HostUpdate& update, std::uint64_t begin, std::uint64_t count,
+void Engine::Impl::update_part(const HostUpdate& given, std::uint64_t begin, std::uint64_t count,
                                float* master, float* m, float* v, std::byte* parameters) {
   if (options.before_host_update) options.before_host_update(count);
-  const Unit& u = unit(update.unit);
+  const Unit& u = unit(given.unit);
   AdamWArguments adamw = adamw_arguments();
   adamw.gradient_type = u.gradient_type;
   adamw.factor = decided->factor;
   adamw.c1 = decided->c1;
   adamw.s2 = decided->s2;
+  const auto update = [this](const AdamWArguments& arguments, float* its_m, float* its_v) {
+    HostAdamArguments step{};
+    step.update = arguments;
+    step.moments = {MomentFormat::kFloat32, its_m, its_v, nullptr, nullptr};
+    const Status status = host_adam(step, *host_runner);
+    FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+  };
   for (const Segment& segment : u.segments) {
     const std::uint64_t first = std::max(begin, segment.begin);
     const std::uint64_t end = std::min(begin + count, segment.begin + segment.count);
     if (first >= end) continue;
     const std::uint64_t at = first - begin;
-    const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
+    const GroupHyperparameters& group = given.groups[static_cast<std::size_t>(segment.group)];
     adamw.lr = fp32(group.lr);
     adamw.weight_decay = fp32(group.weight_decay);
     adamw.gradient = u.host_gradients + first * element_bytes(u.gradient_type);
     adamw.master = master + at;
     adamw.parameter = parameters == nullptr ? nullptr : parameters + at * element();
     adamw.count = end - first;
-    HostAdamArguments step{};
-    step.update = adamw;
-    step.moments = {MomentFormat::kFloat32, m + at, v + at, nullptr, nullptr};
-    const Status status = host_adam(step, *host_runner);
-    FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+    if (parameters == nullptr || u.parameters_away || element_bytes(u.gradient_type) == element()) {
+      update(adamw, m + at, v + at);
+      continue;
+    }
+    // The parameters take the place of gradients twice their size: of those that have been used.
+    for (std::uint64_t done = 0; done < end - first; done += kRoundedCount) {
+      AdamWArguments some = adamw;
+      some.gradient = static_cast<const float*>(adamw.gradient) + done;
+      some.master = adamw.master + done;
+      some.parameter = rounded.data();
+      some.count = std::min(kRoundedCount, end - first - done);
+      update(some, m + at + done, v + at + done);
+      std::memcpy(parameters + (at + done) * element(), rounded.data(), some.count * element());
+    }
   }
 }
 

@@ -183,6 +183,9 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   }
   const std::uint64_t slice = trainable / ranks;
 
+  const std::uint64_t wanted_columns = options.bucket_bytes / (ranks * element) / kLeafCount * kLeafCount;
+  plan.bucket_columns = std::min(std::max<std::uint64_t>(wanted_columns, kLeafCount), largest_slice);
+
   // The part that is not on the device: the last units.
   plan.device_units = units_on_device(plan, trainable);
   std::uint64_t away = 0;
@@ -197,17 +200,24 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   const std::uint64_t away_updated = options.stage == 0 ? away : away_slice;
   const bool parameters_away = options.offload == Offload::kOptimizerAndParameters;
 
+  // Offloaded units' micro-steps add up on the host.
+  const bool adds_on_host = shard_accumulator && options.stage >= 1;
   PoolBytes& bytes = plan.bytes;
   if (options.stage < 3) {
     bytes.parameters = element * (trainable + frozen);
   } else {
     bytes.parameters = element * (trainable + frozen - (parameters_away ? away + away_frozen : 0)) / ranks;
   }
+  const std::uint64_t kept_slice = slice - (options.stage == 0 ? 0 : away_slice);
   if (options.stage <= 1) {
-    bytes.gradients = element * trainable + (shard_accumulator ? 4 * slice : 0);
+    bytes.gradients = element * trainable + (shard_accumulator ? 4 * kept_slice : 0);
   } else {
-    bytes.gradients = (shard_accumulator ? 4 * slice : element * (slice - away_slice)) +
-                      kTransitCount * largest_away * element;
+    bytes.gradients = (shard_accumulator ? 4 : element) * kept_slice;
+  }
+  if (away > 0 && adds_on_host) {
+    bytes.gradients += kTransitCount * 4 * plan.bucket_columns;
+  } else if (options.stage >= 2) {
+    bytes.gradients += kTransitCount * largest_away * element;
   }
   const std::uint64_t updated = options.stage == 0 ? trainable : slice;
   bytes.optimizer = (has_master ? 12 : 8) * (updated - away_updated);
@@ -216,7 +226,8 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   const std::uint64_t parameters = !parameters_away ? 0
                                    : has_master     ? element * (away_slice + away_frozen / ranks)
                                                     : element * (away_frozen / ranks);
-  plan.host_bytes.gradients = element * away_updated;
+  plan.host_bytes.gradients = (adds_on_host ? 4 : element) * away_updated;
+  if (away > 0 && adds_on_host) plan.host_bytes.staging = 4 * plan.bucket_columns;
   if (options.tier == Tier::kPinned) {
     plan.host_bytes.optimizer = 12 * away_updated;
     plan.host_bytes.parameters = parameters;
@@ -230,7 +241,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
     const std::uint64_t largest_total = round_up(largest_updated, kPieceGranule);
     plan.piece_count =
         std::min(std::max(piece_limit / kPieceGranule * kPieceGranule, kPieceGranule), largest_total);
-    plan.host_bytes.staging =
+    plan.host_bytes.staging +=
         kPassBuffers * pass_buffer_bytes(plan.piece_count, options.dtype, parameters_away);
     if (parameters_away) {
       plan.move_bytes = plan.piece_count * 4;
@@ -244,8 +255,6 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
 
   // Staging: what a bucket receives (the norm's leaves and the ranks' norms use the same bytes later), the
   // fp32 sum of one bucket, and the record of the step.
-  const std::uint64_t wanted_columns = options.bucket_bytes / (ranks * element) / kLeafCount * kLeafCount;
-  plan.bucket_columns = std::min(std::max<std::uint64_t>(wanted_columns, kLeafCount), largest_slice);
   const std::uint64_t received = options.ranks > 1 ? ranks * plan.bucket_columns * element : 0;
   const std::uint64_t leaves = largest_slice / kLeafCount * sizeof(double);
   const std::uint64_t units = model.units.size();

@@ -17,6 +17,9 @@ struct StepControl {
 // Gradient slices of an offloaded optimizer that are on their way to the host at a time.
 inline constexpr std::uint64_t kTransitCount = 2;
 
+// Elements that are updated together where a 2-byte parameter takes the place of an fp32 gradient.
+inline constexpr std::uint64_t kRoundedCount = 1u << 20;
+
 // File tier. Pieces of the optimizer in host memory: some read, one updated, some written. And of parameters
 // on their way up.
 inline constexpr std::uint64_t kPassBuffers = 6;

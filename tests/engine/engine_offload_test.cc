@@ -197,6 +197,53 @@ TEST(Offload, MovesThePlannedBytesThroughFiles) {
   }
 }
 
+// 14 bytes of the host for each element of the optimizer, 16 with the parameters; 2 more where micro-steps
+// add up. And, with nothing added up, accumulated or kept on the device.
+TEST(Offload, TakesThePapersBytesOfTheHost) {
+  ModelShape model;
+  model.units.assign(6, UnitShape{});
+  std::uint64_t elements = 0;
+  for (std::size_t u = 0; u < model.units.size(); ++u) {
+    model.units[u].name = "u" + std::to_string(u);
+    model.units[u].parameters.push_back({"p" + std::to_string(u), 3u << 20, 0, false});
+    elements += 3u << 20;
+  }
+  for (const int ranks : {1, 3}) {
+    for (const int micro_steps : {1, 4}) {
+      for (const int stage : {1, 2, 3}) {
+        PlanOptions options;
+        options.stage = stage;
+        options.ranks = ranks;
+        options.dtype = DataType::kBfloat16;
+        options.micro_steps = micro_steps;
+        options.bucket_bytes = 1 << 20;
+        options.offload = Offload::kOptimizer;
+        const std::uint64_t more = micro_steps > 1 ? 2 : 0;
+        const auto ranked = [&](std::uint64_t bytes) {
+          return bytes * elements / static_cast<unsigned>(ranks);
+        };
+        Plan plan = value_or_throw(make_plan(model, options));
+        EXPECT_EQ(plan.host_bytes.total() - plan.host_bytes.staging, ranked(14 + more));
+        EXPECT_LE(plan.host_bytes.staging, 2u << 20);
+        EXPECT_EQ(plan.bytes.optimizer, 0u);
+        if (stage >= 2) {
+          EXPECT_LE(plan.bytes.gradients, 2 * 4 * (3u << 20));
+        }
+        if (stage < 3) continue;
+        options.offload = Offload::kOptimizerAndParameters;
+        plan = value_or_throw(make_plan(model, options));
+        EXPECT_EQ(plan.host_bytes.total() - plan.host_bytes.staging, ranked(16 + more));
+        EXPECT_EQ(plan.bytes.parameters, 0u);
+        options.tier = Tier::kFile;
+        plan = value_or_throw(make_plan(model, options));
+        EXPECT_EQ(plan.file_bytes.total(), ranked(14));
+        EXPECT_EQ(plan.host_bytes.total() - plan.host_bytes.staging, ranked(2 + more));
+        EXPECT_LE(plan.host_bytes.staging, options.staging_bytes + (2u << 20));
+      }
+    }
+  }
+}
+
 TEST(Offload, AllocatesNothingFromTheBackendAfterTheFirstStep) {
   for (const auto& [stage, setting] :
        {std::pair(0, 0), std::pair(1, 1), std::pair(2, 0), std::pair(3, 4), std::pair(3, 5)}) {

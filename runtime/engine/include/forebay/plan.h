@@ -89,7 +89,7 @@ struct PlanOptions {
 struct PoolBytes {
   std::uint64_t parameters = 0;  // Persistent.
   // Persistent; with K > 1 the fp32 accumulator. Of offloaded units, stages 2 and 3 keep room for two slices
-  // instead, which leave as they are reduced.
+  // instead, which leave as they are reduced; with K > 1, stages 1 to 3 for two buckets' fp32 sums.
   std::uint64_t gradients = 0;
   std::uint64_t optimizer = 0;  // Persistent: master (2-byte types), m, v; nothing when offloaded.
   std::uint64_t gathered =
@@ -106,13 +106,15 @@ struct PoolBytes {
 struct HostBytes {
   // fp32 master, m and v: 12 bytes for each offloaded element this rank updates. Nothing on the file tier.
   std::uint64_t optimizer = 0;
-  // Gradients that wait for their unit's update, in the gradient type. Where parameters stay on the device, a
-  // 2-byte parameter goes back up from the place of the gradient it was made of.
+  // Gradients that wait for their unit's update, in the gradient type; with K > 1 (shard, stages 1 to 3) in
+  // fp32, because there they add up over the micro-steps. Where parameters stay on the device, a 2-byte
+  // parameter goes back up from the place of the gradient it was made of.
   std::uint64_t gradients = 0;
   // The offloaded parameter shard, in the parameter type; in fp32 only frozen parameters, because the master
   // is the parameter. Nothing on the file tier.
   std::uint64_t parameters = 0;
-  std::uint64_t staging = 0;  // Tier kFile: what states pass through. Does not grow with the model.
+  // Tier kFile: what states pass through; K > 1: one bucket's sum. Does not grow with the model.
+  std::uint64_t staging = 0;
 
   std::uint64_t total() const { return optimizer + gradients + parameters + staging; }
   friend bool operator==(const HostBytes&, const HostBytes&) = default;

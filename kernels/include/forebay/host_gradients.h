@@ -1,0 +1,20 @@
+// Gradients that add up in host memory, by the same definitions as on a device (kernels.h) and with the same
+// bits, on the calling thread and a BlockRunner's. Done when they return.
+#pragma once
+
+#include <cstddef>
+
+#include "forebay/block_runner.h"
+#include "forebay/kernels.h"
+
+namespace forebay {
+
+// target = first ? source : target + source, in fp32: Kernels::accumulate() of one rank. No overlap.
+void host_accumulate(const float* source, float* target, std::size_t count, bool first,
+                     const BlockRunner& runner);
+
+// Kernels::scale() and Kernels::norm(). Errors: kInvalidArgument, before anything is written.
+Status host_scale(const ScaleArguments& arguments, const BlockRunner& runner);
+Status host_norm(const NormArguments& arguments, const BlockRunner& runner);
+
+}  // namespace forebay
