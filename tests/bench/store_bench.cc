@@ -92,7 +92,7 @@ int run(int argc, char** argv) {
   const unsigned long rounds = number(3, 9);
   FileStoreOptions options;
   options.directories = {directory};
-  options.block_bytes = number(4, 1024) << 10;
+  options.block_bytes = number(4, 4096) << 10;
   options.depth = static_cast<unsigned>(number(5, options.depth));
 
   void* mapped =

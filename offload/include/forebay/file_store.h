@@ -28,10 +28,10 @@ struct FileStoreOptions {
 
   // The most that one operation moves; a multiple of the granule. Smaller: more system calls a byte. Larger:
   // fewer operations for the drive to overlap, and larger bounce buffers.
-  std::size_t block_bytes = 1 << 20;
+  std::size_t block_bytes = 4 << 20;
   // Operations in flight. Smaller: a drive with several channels is left idle. Larger: nothing, beyond what
   // the drive needs, but longer queues before a transfer that others wait for.
-  unsigned depth = 16;
+  unsigned depth = 8;
   unsigned thread_count = 8;  // Of the thread engine; at most depth are used.
   // What one directory holds before the next has its turn; a multiple of the granule; 0: block_bytes.
   std::size_t stripe_bytes = 0;
