@@ -499,6 +499,8 @@ struct CuLaunchConfig {
   X(cuMemsetD32Async, cuMemsetD32Async, 3020, PTSZ, 7000, (CuDevicePtr target, unsigned value, std::size_t count, CuStream stream), (target, value, count, stream)) \
   /* memory */ \
   X(cuMemAlloc, cuMemAlloc_v2, 3020, NONE, 0, (CuDevicePtr* address, std::size_t bytes), (address, bytes)) \
+  X(cuMemAllocPitch, cuMemAllocPitch_v2, 3020, NONE, 0, (CuDevicePtr* address, std::size_t* pitch, std::size_t width_bytes, std::size_t height, unsigned element_bytes), (address, pitch, width_bytes, height, element_bytes)) \
+  X(cuMemAllocManaged, cuMemAllocManaged, 6000, NONE, 0, (CuDevicePtr* address, std::size_t bytes, unsigned flags), (address, bytes, flags)) \
   X(cuMemFree, cuMemFree_v2, 3020, NONE, 0, (CuDevicePtr address), (address)) \
   X(cuMemGetInfo, cuMemGetInfo_v2, 3020, NONE, 0, (std::size_t* free, std::size_t* total), (free, total)) \
   X(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020, NONE, 0, (CuDevicePtr* base, std::size_t* bytes, CuDevicePtr address), (base, bytes, address)) \

@@ -4,6 +4,15 @@
 #include "support/fake_cuda/driver.h"
 
 namespace forebay::fake_cuda {
+namespace {
+
+// What the rows of a pitched allocation are aligned to.
+constexpr std::size_t kPitchBytes = 512;
+
+constexpr unsigned kAttachGlobal = 1;
+constexpr unsigned kAttachHost = 2;
+
+}  // namespace
 
 CuResult cuMemAlloc_v2(CuDevicePtr* address, std::size_t bytes) {
   Driver& state = driver();
@@ -34,6 +43,26 @@ CuResult cuMemAlloc_v2(CuDevicePtr* address, std::size_t bytes) {
   }
   *address = begin;
   return CuResult::kSuccess;
+}
+
+CuResult cuMemAllocPitch_v2(CuDevicePtr* address, std::size_t* pitch, std::size_t width_bytes,
+                            std::size_t height, unsigned element_bytes) {
+  if (pitch == nullptr || width_bytes == 0 || height == 0 ||
+      (element_bytes != 4 && element_bytes != 8 && element_bytes != 16)) {
+    return CuResult::kInvalidValue;
+  }
+  const std::size_t row_bytes = (width_bytes + kPitchBytes - 1) / kPitchBytes * kPitchBytes;
+  if (row_bytes < width_bytes || height > SIZE_MAX / row_bytes) return CuResult::kInvalidValue;
+  const CuResult result = cuMemAlloc_v2(address, row_bytes * height);
+  if (result == CuResult::kSuccess) *pitch = row_bytes;
+  return result;
+}
+
+// Memory of the device, which the host may touch where it may touch any.
+CuResult cuMemAllocManaged(CuDevicePtr* address, std::size_t bytes, unsigned flags) {
+  if (flags != kAttachGlobal && flags != kAttachHost) return CuResult::kInvalidValue;
+  if (driver().options.host_access != HostAccess::kAllowed) return CuResult::kNotSupported;
+  return cuMemAlloc_v2(address, bytes);
 }
 
 CuResult cuMemFree_v2(CuDevicePtr address) {

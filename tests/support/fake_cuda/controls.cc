@@ -1,5 +1,6 @@
 // The fake's own controls: options, reset, faults, counts and the account.
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -183,9 +184,42 @@ FAKE_CUDA_EXPORT void fake_cuda_account(FakeAccount& account) {
     for (int device = 0; device < state.options.device_count; ++device) {
       account.device_bytes += state.memory.charged_bytes(device);
     }
+    account.peak_device_bytes = state.memory.peak_charged_bytes();
   }
   account.operations = state.scheduler.pending_count();
   account.orphans = state.orphans;
   account.hazards = state.hazards;
   account.forbidden_calls = state.forbidden_calls;
 }
+
+namespace forebay::fake_cuda {
+
+void write_summary() {
+  const char* const path = std::getenv("FAKE_CUDA_SUMMARY");
+  Driver& state = driver();
+  // A child made by fork comes here too, and has no driver.
+  if (path == nullptr || *path == '\0' || state.process.load(std::memory_order_acquire) != ::getpid()) return;
+  FakeAccount account;
+  fake_cuda_account(account);
+  std::FILE* const file = std::fopen(path, "a");
+  if (file == nullptr) return;
+  const std::pair<const char*, std::uint64_t> figures[] = {{"peak_device_bytes", account.peak_device_bytes},
+                                                           {"device_bytes", account.device_bytes},
+                                                           {"live_handles", account.live_handles()},
+                                                           {"operations", account.operations},
+                                                           {"orphans", account.orphans},
+                                                           {"hazards", account.hazards},
+                                                           {"forbidden_calls", account.forbidden_calls}};
+  for (const auto& [name, value] : figures) {
+    std::fprintf(file, "%s %llu\n", name, static_cast<unsigned long long>(value));
+  }
+  const Lock lock(state.mutex);
+  for (std::size_t i = 0; i < kEntryPointCount; ++i) {
+    if (state.calls[i] == 0) continue;
+    std::fprintf(file, "calls_%s %llu\n", kEntryPoints[i].symbol,
+                 static_cast<unsigned long long>(state.calls[i]));
+  }
+  std::fclose(file);
+}
+
+}  // namespace forebay::fake_cuda

@@ -44,7 +44,11 @@ CuResult cuInit(unsigned flags) {
   if (state.initialised) return CuResult::kSuccess;
   start_devices(state);
   // As the driver's own: it is gone before the destructors of what was there before it, which must cope.
-  if (std::atexit([] { driver().exiting = true; }) != 0) return CuResult::kOutOfMemory;
+  const auto end = [] {
+    driver().exiting = true;
+    write_summary();
+  };
+  if (std::atexit(end) != 0) return CuResult::kOutOfMemory;
   state.initialised = true;
   state.process.store(::getpid(), std::memory_order_release);
   return CuResult::kSuccess;
@@ -243,11 +247,13 @@ CuResult cuDeviceGetAttribute(int* value, CuDeviceAttribute attribute, CuDevice 
     case kNumaId:
       *value = -1;
       break;
+    case kManagedMemory:
+      *value = options.host_access == HostAccess::kAllowed ? 1 : 0;
+      break;
     case kPciDeviceId:
     case kPciDomainId:
     case kIntegrated:
     case kEccEnabled:
-    case kManagedMemory:
     case kPageableMemoryAccess:
     case kConcurrentManagedAccess:
     case kReadOnlyHostRegisterSupported:

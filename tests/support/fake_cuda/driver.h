@@ -141,6 +141,9 @@ struct Driver {
   std::vector<Fault> faults;
 };
 
+// At the process's end: writes the account to the file that FAKE_CUDA_SUMMARY names.
+void write_summary();
+
 // The one driver. Made at first use, never destroyed.
 Driver& driver();
 

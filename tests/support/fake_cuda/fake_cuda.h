@@ -44,6 +44,8 @@ struct FakeOptions {
   bool free_waits = false;
   int driver_version = 13000;  // FAKE_CUDA_DRIVER_VERSION
   bool quiet = false;          // FAKE_CUDA_QUIET: hazards are counted and not printed.
+  // FAKE_CUDA_SUMMARY: a file that the process's end writes the account to, for programs that know nothing of
+  // the fake; a line for each figure. Read from the environment only.
 };
 
 // What is alive, and what went wrong so far.
@@ -54,6 +56,8 @@ struct FakeAccount {
   std::uint64_t host_allocations, host_registrations;
   // Bytes of physical memory charged to the devices, and queued work that has not finished.
   std::uint64_t device_bytes, operations;
+  // The most that was charged at once, to all devices together.
+  std::uint64_t peak_device_bytes;
   // Handles that were still alive when their context was destroyed or reset.
   std::uint64_t orphans;
   // Unmaps, frees and uses that would have corrupted memory, and calls of the driver from host functions.

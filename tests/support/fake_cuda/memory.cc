@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "support/fake_cuda/driver.h"
@@ -77,6 +78,7 @@ void deny_device_memory_to_this_thread() {
 void Memory::configure(const FakeOptions& options) {
   options_ = options;
   charged_.assign(static_cast<std::size_t>(options.device_count), 0);
+  peak_charged_ = 0;
   protection_key_ = options.host_access == HostAccess::kDenied ? take_protection_key() : -1;
   used_protection_key = protection_key_;
   windows_ = options.host_access == HostAccess::kWindows ||
@@ -113,6 +115,8 @@ CuResult Memory::create_physical(int device, std::size_t bytes, const CuMemAlloc
   physical->poison = options_.poison;
   physical->charged = &charged;
   charged += bytes;
+  peak_charged_ =
+      std::max(peak_charged_, std::accumulate(charged_.begin(), charged_.end(), std::uint64_t{0}));
   if (options_.poison) physical->fill_with_poison();
   *result = std::move(physical);
   return CuResult::kSuccess;

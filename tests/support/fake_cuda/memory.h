@@ -86,6 +86,7 @@ class Memory {
   std::size_t granularity() const { return options_.granularity; }
   std::size_t capacity() const { return options_.memory_bytes; }
   std::uint64_t charged_bytes(int device) const { return charged_[static_cast<std::size_t>(device)]; }
+  std::uint64_t peak_charged_bytes() const { return peak_charged_; }
 
   // Takes `bytes` of the device, a multiple of a page. Errors: kOutOfMemory.
   CuResult create_physical(int device, std::size_t bytes, const CuMemAllocationProp& properties,
@@ -125,6 +126,7 @@ class Memory {
 
   FakeOptions options_;
   std::vector<std::uint64_t> charged_;
+  std::uint64_t peak_charged_ = 0;  // Of all devices together.
   std::map<Address, std::size_t> slabs_;
   std::map<Address, std::size_t> free_;  // Of the slabs, never adjacent.
   std::map<Address, Reservation> reservations_;
