@@ -1,0 +1,124 @@
+#include "allocator/preload/block_book.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace forebay {
+namespace {
+
+std::uintptr_t number(DevicePtr address) noexcept {
+  return reinterpret_cast<std::uintptr_t>(address);
+}
+
+}  // namespace
+
+void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
+  Blocks made;
+  made.emplace(address, facts);
+  Blocks::node_type node = made.extract(made.begin());
+  const std::lock_guard lock(mutex_);
+  // The driver gives addresses out anew whose free did not come by here: those of a context that was destroyed.
+  if (const auto known = blocks_.find(address); known != blocks_.end()) {
+    known->second = facts;
+  } else {
+    blocks_.insert(std::move(node));
+  }
+  if (facts.device < 0 || facts.device >= kPreloadDeviceLimit) return;
+  Range& range = ranges_[facts.device];
+  if (facts.device >= range_count_.load(std::memory_order_relaxed)) {
+    range_count_.store(facts.device + 1, std::memory_order_relaxed);
+  }
+  const std::uintptr_t begin = number(address);
+  const std::uintptr_t end = begin + std::max<std::size_t>(facts.bytes, 1);
+  if (begin < range.begin.load(std::memory_order_relaxed))
+    range.begin.store(begin, std::memory_order_relaxed);
+  if (end > range.end.load(std::memory_order_relaxed)) range.end.store(end, std::memory_order_relaxed);
+}
+
+bool BlockBook::take(DevicePtr address, BlockFacts* facts) {
+  Blocks::node_type node;
+  const std::lock_guard lock(mutex_);
+  node = blocks_.extract(address);
+  if (node.empty()) return false;
+  *facts = node.mapped();
+  return true;
+}
+
+bool BlockBook::find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) const {
+  const std::lock_guard lock(mutex_);
+  auto after = blocks_.upper_bound(address);
+  if (after == blocks_.begin()) return false;
+  --after;
+  if (number(address) - number(after->first) >= after->second.bytes) return false;
+  *begin = after->first;
+  *facts = after->second;
+  return true;
+}
+
+void BlockBook::pin(DevicePtr begin, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  auto i = blocks_.upper_bound(begin);
+  if (i != blocks_.begin() && number(std::prev(i)->first) + std::prev(i)->second.bytes > number(begin)) --i;
+  for (; i != blocks_.end() && number(i->first) < number(begin) + bytes; ++i) {
+    if (i->second.device >= 0) i->second.is_pinned = true;
+  }
+}
+
+bool BlockBook::is_arena_address(DevicePtr address) const noexcept {
+  const int count = range_count_.load(std::memory_order_relaxed);
+  return std::any_of(ranges_, ranges_ + count, [&](const Range& range) {
+    return number(address) >= range.begin.load(std::memory_order_relaxed) &&
+           number(address) < range.end.load(std::memory_order_relaxed);
+  });
+}
+
+std::size_t BlockBook::forget_device(int device) {
+  Blocks gone;
+  ParkedBlocks gone_parked;
+  std::size_t bytes = 0;
+  const std::lock_guard lock(mutex_);
+  for (auto i = blocks_.begin(); i != blocks_.end();) {
+    const auto next = std::next(i);
+    if (i->second.device == device) {
+      bytes += i->second.bytes;
+      gone.insert(blocks_.extract(i));
+    }
+    i = next;
+  }
+  for (auto i = parked_.begin(); i != parked_.end();) {
+    const auto next = std::next(i);
+    if (i->second.facts.device == device) gone_parked.insert(parked_.extract(i));
+    i = next;
+  }
+  parked_count_.store(parked_.size(), std::memory_order_relaxed);
+  ranges_[device].begin.store(UINTPTR_MAX, std::memory_order_relaxed);
+  ranges_[device].end.store(0, std::memory_order_relaxed);
+  return bytes;
+}
+
+void BlockBook::park(DevicePtr address, const BlockFacts& facts, Stream stream) {
+  ParkedBlocks made;
+  made.emplace(address, Parked{facts, stream});
+  ParkedBlocks::node_type node = made.extract(made.begin());
+  const std::lock_guard lock(mutex_);
+  parked_.insert(std::move(node));
+  parked_count_.store(parked_.size(), std::memory_order_relaxed);
+}
+
+DevicePtr BlockBook::unpark(int device, std::size_t bytes, Stream stream) {
+  if (parked_count_.load(std::memory_order_relaxed) == 0) return nullptr;
+  ParkedBlocks::node_type node;
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(parked_.begin(), parked_.end(), [&](const auto& entry) {
+    const Parked& parked = entry.second;
+    return parked.facts.device == device && parked.facts.bytes == bytes &&
+           (parked.stream == Stream() || parked.stream == stream);
+  });
+  if (found == parked_.end()) return nullptr;
+  node = parked_.extract(found);
+  parked_count_.store(parked_.size(), std::memory_order_relaxed);
+  return node.key();
+}
+
+}  // namespace forebay

@@ -1,0 +1,411 @@
+// Allocation, free, and how much there is.
+//
+// A free is routed by address, whichever call it comes by, and has the semantics of the call that made the
+// block: a plain one waits for the device, as programs rely on. Where something cannot be served, the driver
+// serves it.
+#include <algorithm>
+#include <list>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "allocator/preload/escapes.h"
+#include "allocator/preload/pool_calls.h"
+#include "allocator/preload/routes.h"
+
+namespace forebay {
+namespace {
+
+// The driver's location type for devices.
+constexpr unsigned kDeviceLocation = 1;
+
+// --- accounts ---
+
+void count_served(PreloadServer server, std::size_t bytes) {
+  PreloadRecord& record = *preload_state().record;
+  PreloadCount& count = record.served[static_cast<std::size_t>(server)];
+  count.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  const std::uint64_t before = count.allocations.fetch_add(1, std::memory_order_relaxed);
+  look_for_escapes_now_and_then(before + 1);
+}
+
+void count_live(std::size_t bytes) {
+  PreloadRecord& record = *preload_state().record;
+  const std::uint64_t live = record.live_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  std::uint64_t peak = record.peak_live_bytes.load(std::memory_order_relaxed);
+  while (live > peak &&
+         !record.peak_live_bytes.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
+  }
+}
+
+void count_refused() {
+  preload_state().record->refused.fetch_add(1, std::memory_order_relaxed);
+}
+
+// The driver's allocation, counted and remembered if it succeeds.
+template <typename Call>
+DriverResult allocate_elsewhere(PreloadServer server, std::size_t bytes, DriverAddress* address,
+                                const Call& call) {
+  const DriverResult result = call_with_room(call);
+  if (result == kDriverOutOfMemory) count_refused();
+  if (result != kDriverSuccess) return result;
+  count_served(server, bytes);
+  if (address != nullptr)
+    ProcessArenas::of_process().blocks().add(device_pointer(*address), {.bytes = bytes});
+  return result;
+}
+
+// --- frees that have to wait for the end of a capture ---
+
+struct WaitingFree {
+  DevicePtr address;
+  BlockFacts facts;
+};
+
+struct WaitingFrees {
+  std::atomic<std::size_t> count{0};
+  std::mutex mutex;
+  // Guarded by mutex.
+  std::list<WaitingFree> list;
+};
+
+WaitingFrees& waiting_frees() {
+  static auto* const instance = new WaitingFrees;
+  return *instance;
+}
+
+// Gives a block back whose uses have all run.
+void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts) {
+  if (facts.is_pinned) {
+    ProcessArenas::of_process().blocks().park(address, facts, Stream());
+    return;
+  }
+  const Status status = use.arena().free(address, Stream());
+  if (!status.ok()) set_preload_text(preload_state().record->problem, status.message());
+}
+
+void finish_waiting_frees() {
+  WaitingFrees& waiting = waiting_frees();
+  if (waiting.count.load(std::memory_order_acquire) == 0 || any_capture()) return;
+  std::list<WaitingFree> due;
+  {
+    const std::lock_guard lock(waiting.mutex);
+    due.splice(due.end(), waiting.list);
+    waiting.count.store(0, std::memory_order_release);
+  }
+  int device = -1;
+  ProcessArenas::Use use;
+  for (const WaitingFree& free : due) {
+    if (free.facts.device != device) {
+      device = free.facts.device;
+      use = ProcessArenas::Use();
+      use = ProcessArenas::of_process().find(device);
+      if (use) (void)wait_for_device(use);
+    }
+    if (use) give_back_idle(use, free.address, free.facts);
+  }
+}
+
+void free_after_captures(DevicePtr address, const BlockFacts& facts) {
+  std::list<WaitingFree> made{{address, facts}};
+  WaitingFrees& waiting = waiting_frees();
+  const std::lock_guard lock(waiting.mutex);
+  waiting.list.splice(waiting.list.end(), made);
+  waiting.count.store(waiting.list.size(), std::memory_order_release);
+}
+
+// --- allocation ---
+
+DriverResult driver_result(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kOutOfMemory:
+      return kDriverOutOfMemory;
+    case StatusCode::kInvalidArgument:
+      return kDriverInvalidValue;
+    default:
+      return kDriverNotSupported;
+  }
+}
+
+// Memory that has been freed but whose uses have not run counts as taken: wait for them.
+Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const AllocationRequest& request,
+                                         Result<DevicePtr> refused) {
+  finish_waiting_frees();
+  end_idle_streams();
+  if (any_capture() || wait_for_device(use) != kDriverSuccess) return refused;
+  return use.arena().allocate(request);
+}
+
+// `stream` null: usable at once, whoever uses it.
+template <typename Call>
+DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address, std::size_t bytes,
+                           Stream stream, bool is_ordered, const Call& call) {
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  DevicePtr block = blocks.unpark(use.device(), bytes, stream);
+  const bool is_pinned = block != nullptr;
+  if (block == nullptr) {
+    const AllocationRequest request{.bytes = bytes, .stream = stream};
+    Result<DevicePtr> made = use.arena().allocate(request);
+    if (made.status().code() == StatusCode::kOutOfMemory)
+      made = allocate_after_waiting(use, request, std::move(made));
+    if (!made.ok()) {
+      const Status status = made.status();
+      if (driver_result(status) == kDriverOutOfMemory) {
+        count_refused();
+        return kDriverOutOfMemory;
+      }
+      set_preload_text(preload_state().record->problem, status.message());
+      return allocate_elsewhere(PreloadServer::kUnavailable, bytes, address, call);
+    }
+    block = made.value();
+  }
+  blocks.add(block,
+             {.bytes = bytes, .device = use.device(), .is_ordered = is_ordered, .is_pinned = is_pinned});
+  *address = driver_address(block);
+  count_served(PreloadServer::kArena, bytes);
+  count_live(bytes);
+  return kDriverSuccess;
+}
+
+DriverResult mem_alloc(DriverAddress* address, std::size_t bytes) {
+  const auto by_driver = [=] { return preload_state().real.cuMemAlloc_v2(address, bytes); };
+  if (address == nullptr || bytes == 0) return by_driver();
+  finish_waiting_frees();
+  const Route route = route_of_current_context();
+  if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, by_driver);
+  return allocate_here(route.use, address, bytes, Stream(), false, by_driver);
+}
+
+// What a stream handle means to an arena: the legacy stream by its number, and a thread's own default stream,
+// which no other thread can name, as nothing.
+Stream arena_stream(DriverStream stream, bool per_thread) {
+  if (stream == DRIVER_PER_THREAD_STREAM || (stream == nullptr && per_thread)) return {};
+  return Stream{stream == nullptr ? DRIVER_LEGACY_STREAM : stream};
+}
+
+Route route_of(DriverStream stream) {
+  const bool is_default =
+      stream == nullptr || stream == DRIVER_LEGACY_STREAM || stream == DRIVER_PER_THREAD_STREAM;
+  return is_default ? route_of_current_context() : route_of_stream(stream);
+}
+
+// `pool` null: the device's current one.
+template <typename Call>
+DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverPool pool, DriverStream stream,
+                              bool per_thread, const Call& by_driver) {
+  if (address == nullptr || bytes == 0) return by_driver();
+  DriverResult answer = kDriverSuccess;
+  const bool captured = is_capturing(stream, per_thread, &answer);
+  if (answer != kDriverSuccess) return by_driver();
+  if (captured) return allocate_elsewhere(PreloadServer::kCaptured, bytes, address, by_driver);
+  finish_waiting_frees();
+  Route route = route_of(stream);
+  if (route.use &&
+      (pool == nullptr ? has_other_pool(route.use.device()) : !is_default_pool(pool, route.use.device()))) {
+    route.use = {};
+    route.otherwise = PreloadServer::kOtherPool;
+  }
+  if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, by_driver);
+  const DriverResult result =
+      allocate_here(route.use, address, bytes, arena_stream(stream, per_thread), true, by_driver);
+  if (result == kDriverSuccess) count_pool_use(route.use.device(), bytes);
+  return result;
+}
+
+DriverResult mem_alloc_async(DriverAddress* address, std::size_t bytes, DriverStream stream) {
+  return allocate_ordered(address, bytes, nullptr, stream, false,
+                          [=] { return preload_state().real.cuMemAllocAsync(address, bytes, stream); });
+}
+DriverResult mem_alloc_async_ptsz(DriverAddress* address, std::size_t bytes, DriverStream stream) {
+  return allocate_ordered(address, bytes, nullptr, stream, true,
+                          [=] { return preload_state().real.cuMemAllocAsync_ptsz(address, bytes, stream); });
+}
+DriverResult mem_alloc_from_pool_async(DriverAddress* address, std::size_t bytes, DriverPool pool,
+                                       DriverStream stream) {
+  const auto by_driver = [=] {
+    return preload_state().real.cuMemAllocFromPoolAsync(address, bytes, pool, stream);
+  };
+  return pool == nullptr ? by_driver() : allocate_ordered(address, bytes, pool, stream, false, by_driver);
+}
+DriverResult mem_alloc_from_pool_async_ptsz(DriverAddress* address, std::size_t bytes, DriverPool pool,
+                                            DriverStream stream) {
+  const auto by_driver = [=] {
+    return preload_state().real.cuMemAllocFromPoolAsync_ptsz(address, bytes, pool, stream);
+  };
+  return pool == nullptr ? by_driver() : allocate_ordered(address, bytes, pool, stream, true, by_driver);
+}
+
+DriverResult mem_alloc_pitch(DriverAddress* address, std::size_t* pitch, std::size_t width_bytes,
+                             std::size_t height, unsigned element_bytes) {
+  return allocate_elsewhere(PreloadServer::kPitched, width_bytes * height, address, [=] {
+    return preload_state().real.cuMemAllocPitch_v2(address, pitch, width_bytes, height, element_bytes);
+  });
+}
+
+DriverResult mem_alloc_managed(DriverAddress* address, std::size_t bytes, unsigned flags) {
+  return allocate_elsewhere(PreloadServer::kManaged, bytes, address,
+                            [=] { return preload_state().real.cuMemAllocManaged(address, bytes, flags); });
+}
+
+DriverResult mem_create(DriverMemory* memory, std::size_t bytes, const DriverMemoryProperties* properties,
+                        unsigned long long flags) {
+  const auto by_driver = [=] { return preload_state().real.cuMemCreate(memory, bytes, properties, flags); };
+  // Elsewhere than on a device (host memory, a NUMA node) there is nothing to make room on.
+  if (properties == nullptr || properties->location.type != kDeviceLocation) return by_driver();
+  return allocate_elsewhere(PreloadServer::kVirtualMemory, bytes, nullptr, by_driver);
+}
+
+// --- free ---
+
+void count_freed(const BlockFacts& facts) {
+  preload_state().record->live_bytes.fetch_sub(facts.bytes, std::memory_order_relaxed);
+  if (facts.is_ordered) count_pool_use(facts.device, std::size_t{0} - facts.bytes);
+}
+
+// A free of what no arena has: the driver's matter.
+template <typename Call>
+DriverResult free_elsewhere(DriverAddress address, bool is_known, const BlockFacts& facts, const Call& call) {
+  const DriverResult result = call();
+  if (address == 0) return result;
+  if (is_known && result != kDriverSuccess) {
+    ProcessArenas::of_process().blocks().add(device_pointer(address), facts);
+  } else if (!is_known && result == kDriverSuccess) {
+    preload_state().record->unknown_frees.fetch_add(1, std::memory_order_relaxed);
+    look_for_escapes();
+  }
+  return result;
+}
+
+DriverResult mem_free(DriverAddress address) {
+  const auto by_driver = [=] { return preload_state().real.cuMemFree_v2(address); };
+  if (address == 0) return by_driver();
+  finish_waiting_frees();
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  const DevicePtr block = device_pointer(address);
+  BlockFacts facts;
+  // Out of the book first: once it is free, another thread may be given the same address.
+  const bool is_known = blocks.take(block, &facts);
+  if (!is_known && blocks.is_arena_address(block)) return kDriverInvalidValue;
+  if (!is_known || facts.device < 0) return free_elsewhere(address, is_known, facts, by_driver);
+  count_freed(facts);
+  const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
+  if (!use) return kDriverSuccess;  // Its arena went away with the device's context.
+  DriverResult result = kDriverSuccess;
+  if (!facts.is_ordered) {
+    if (any_capture()) {
+      free_after_captures(block, facts);
+      return kDriverSuccess;
+    }
+    // It may be an error of work that was queued, which a plain free reports; the block is free all the same.
+    result = wait_for_device(use);
+  }
+  give_back_idle(use, block, facts);
+  return result;
+}
+
+// Whether the stream is of the context that the device's arena has its events in.
+bool is_stream_of(DriverStream stream, int device) {
+  const Route route = route_of(stream);
+  return route.use && route.use.device() == device;
+}
+
+DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_thread,
+                          Driver_cuMemFreeAsync* by_driver) {
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  const DevicePtr block = device_pointer(address);
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+  const bool is_served = blocks.find(block, &begin, &facts) && begin == block && facts.device >= 0;
+  if (!is_served) {
+    if (blocks.is_arena_address(block)) return kDriverInvalidValue;
+    const bool is_known = blocks.take(block, &facts);
+    return free_elsewhere(address, is_known, facts, [=] { return by_driver(address, stream); });
+  }
+  // On a stream that is being captured the driver refuses it: a graph frees what the graph has allocated.
+  DriverResult answer = kDriverSuccess;
+  if (is_capturing(stream, per_thread, &answer)) return by_driver(address, stream);
+  if (answer != kDriverSuccess) return answer;
+  const bool is_same_context = is_stream_of(stream, facts.device);
+  // Of two frees of one block, one.
+  if (!blocks.take(block, &facts)) return kDriverInvalidValue;
+  count_freed(facts);
+  const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
+  if (!use) return kDriverSuccess;
+  const Stream last = arena_stream(stream, per_thread);
+  if (!is_same_context || (facts.is_pinned && last == Stream())) {
+    // The arena's events cannot be recorded there: wait here.
+    (void)preload_state().used.cuStreamSynchronize(last == Stream() ? DRIVER_PER_THREAD_STREAM
+                                                                    : static_cast<DriverStream>(last.handle));
+    give_back_idle(use, block, facts);
+    return kDriverSuccess;
+  }
+  if (facts.is_pinned) {
+    blocks.park(block, facts, last);
+    return kDriverSuccess;
+  }
+  const Status status =
+      last == Stream() ? ProcessArenas::free_on_thread_stream(use, block) : use.arena().free(block, last);
+  if (!status.ok()) set_preload_text(preload_state().record->problem, status.message());
+  return kDriverSuccess;
+}
+
+DriverResult mem_free_async(DriverAddress address, DriverStream stream) {
+  return free_ordered(address, stream, false, preload_state().real.cuMemFreeAsync);
+}
+DriverResult mem_free_async_ptsz(DriverAddress address, DriverStream stream) {
+  return free_ordered(address, stream, true, preload_state().real.cuMemFreeAsync_ptsz);
+}
+
+// --- how much there is ---
+
+std::size_t limited(std::size_t total_bytes) {
+  const std::size_t limit = preload_state().memory_limit;
+  return limit == 0 ? total_bytes : std::min(limit, total_bytes);
+}
+
+// What the arena keeps without using it is free to the program: it will be served from it.
+DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
+  std::size_t free = 0;
+  std::size_t total = 0;
+  const DriverResult result = preload_state().real.cuMemGetInfo_v2(&free, &total);
+  if (result != kDriverSuccess) return result;
+  const std::size_t device_bytes = total;
+  total = limited(total);
+  if (const ProcessArenas::Use use = arena_of_current_context()) {
+    const ArenaStatistics statistics = use.arena().statistics();
+    free = std::min(free + (statistics.reserved_bytes - statistics.live_bytes), device_bytes);
+    if (total < device_bytes) {
+      free = std::min(free, total > statistics.live_bytes ? total - statistics.live_bytes : std::size_t{0});
+    }
+  }
+  if (free_bytes != nullptr) *free_bytes = std::min(free, total);
+  if (total_bytes != nullptr) *total_bytes = total;
+  look_for_escapes();
+  return result;
+}
+
+DriverResult device_total_mem(std::size_t* bytes, DriverDevice device) {
+  const DriverResult result = preload_state().real.cuDeviceTotalMem_v2(bytes, device);
+  if (result == kDriverSuccess) *bytes = limited(*bytes);
+  return result;
+}
+
+}  // namespace
+
+void replace_memory_calls(HookedCalls* calls) {
+  replace(&calls->cuMemAlloc_v2, mem_alloc);
+  replace(&calls->cuMemAllocPitch_v2, mem_alloc_pitch);
+  replace(&calls->cuMemAllocManaged, mem_alloc_managed);
+  replace(&calls->cuMemFree_v2, mem_free);
+  replace(&calls->cuMemAllocAsync, mem_alloc_async);
+  replace(&calls->cuMemAllocAsync_ptsz, mem_alloc_async_ptsz);
+  replace(&calls->cuMemAllocFromPoolAsync, mem_alloc_from_pool_async);
+  replace(&calls->cuMemAllocFromPoolAsync_ptsz, mem_alloc_from_pool_async_ptsz);
+  replace(&calls->cuMemFreeAsync, mem_free_async);
+  replace(&calls->cuMemFreeAsync_ptsz, mem_free_async_ptsz);
+  replace(&calls->cuMemGetInfo_v2, mem_get_info);
+  replace(&calls->cuDeviceTotalMem_v2, device_total_mem);
+  replace(&calls->cuMemCreate, mem_create);
+}
+
+}  // namespace forebay

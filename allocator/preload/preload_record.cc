@@ -1,0 +1,183 @@
+#include "forebay/preload_record.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "forebay/log.h"
+
+namespace forebay {
+namespace {
+
+constexpr char kSuffix[] = ".record";
+
+// The file of this process in the directory; -1, with the reason logged, when there can be none. Its name
+// begins with the process's number and is told apart from that of an earlier process of the same number by
+// its end.
+int make_file(const char* directory) noexcept {
+  char path[4096];
+  std::snprintf(path, sizeof path, "%s/%ld-XXXXXX%s", directory, static_cast<long>(::getpid()), kSuffix);
+  const int file = ::mkostemps(path, static_cast<int>(sizeof kSuffix) - 1, O_CLOEXEC);
+  if (file < 0) {
+    log(LogLevel::kWarning,
+        "cannot record what this process does in %s (%s): %s; name a directory that it can write to",
+        directory, kPreloadRecordsVariable, std::strerror(errno));
+    return -1;
+  }
+  // Read by whoever set the variable, which need not be the same user's process.
+  if (::fchmod(file, 0644) != 0 || ::ftruncate(file, sizeof(PreloadRecord)) != 0) {
+    log(LogLevel::kWarning, "cannot record what this process does in %s: %s", path, std::strerror(errno));
+    ::unlink(path);
+    ::close(file);
+    return -1;
+  }
+  return file;
+}
+
+void* map_record() noexcept {
+  const char* directory = std::getenv(kPreloadRecordsVariable);
+  const int file = directory != nullptr && directory[0] != '\0' ? make_file(directory) : -1;
+  const int flags = file >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ | PROT_WRITE, flags, file, 0);
+  if (file >= 0) ::close(file);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+// The command line, its words separated by spaces.
+void read_program(char* text, std::size_t bytes) noexcept {
+  const int file = ::open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
+  const ssize_t count = file < 0 ? 0 : ::read(file, text, bytes - 1);
+  if (file >= 0) ::close(file);
+  std::size_t length = count > 0 ? static_cast<std::size_t>(count) : 0;
+  while (length > 0 && text[length - 1] == '\0') --length;
+  std::replace(text, text + length, '\0', ' ');
+  text[length] = '\0';
+}
+
+PreloadRecord* make_record(PreloadMode mode) noexcept {
+  void* memory = map_record();
+  // Without memory for one page the process is at its end anyway; it then counts in vain.
+  alignas(PreloadRecord) static unsigned char last_resort[sizeof(PreloadRecord)];
+  auto* record = new (memory != nullptr ? memory : last_resort) PreloadRecord();
+  record->bytes = sizeof(PreloadRecord);
+  record->mode = mode;
+  record->process = static_cast<std::int32_t>(::getpid());
+  record->parent = static_cast<std::int32_t>(::getppid());
+  read_program(record->program, sizeof record->program);
+  // Last: a reader that finds it finds the rest.
+  std::atomic_thread_fence(std::memory_order_release);
+  record->magic = kPreloadRecordMagic;
+  return record;
+}
+
+std::string text_of(const PreloadText& text) {
+  if (text.state.load(std::memory_order_acquire) != 2) return {};
+  return std::string(text.text, ::strnlen(text.text, sizeof text.text));
+}
+
+// False for a file that is no record of this layout.
+bool read_record(const std::string& path, PreloadReport* report) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  struct stat facts {};
+  void* memory = MAP_FAILED;
+  if (::fstat(file, &facts) == 0 && facts.st_size == static_cast<off_t>(sizeof(PreloadRecord))) {
+    memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ, MAP_SHARED, file, 0);
+  }
+  ::close(file);
+  if (memory == MAP_FAILED) return false;
+  const auto& record = *static_cast<const PreloadRecord*>(memory);
+  const bool usable = record.magic == kPreloadRecordMagic && record.bytes == sizeof(PreloadRecord);
+  if (usable) {
+    report->path = path;
+    report->mode = record.mode;
+    report->process = record.process;
+    report->parent = record.parent;
+    report->program.assign(record.program, ::strnlen(record.program, sizeof record.program));
+    for (std::size_t i = 0; i < kPreloadServerCount; ++i) {
+      report->allocations[i] = record.served[i].allocations.load(std::memory_order_relaxed);
+      report->bytes[i] = record.served[i].bytes.load(std::memory_order_relaxed);
+    }
+    report->refused = record.refused.load(std::memory_order_relaxed);
+    report->unknown_frees = record.unknown_frees.load(std::memory_order_relaxed);
+    report->peak_live_bytes = record.peak_live_bytes.load(std::memory_order_relaxed);
+    report->problem = text_of(record.problem);
+    report->around = text_of(record.around);
+  }
+  ::munmap(memory, sizeof(PreloadRecord));
+  return usable;
+}
+
+}  // namespace
+
+const char* preload_server_text(PreloadServer server) noexcept {
+  switch (server) {
+    case PreloadServer::kArena:
+      return "the arena";
+    case PreloadServer::kObserved:
+      return "only observed";
+    case PreloadServer::kCaptured:
+      return "captured into a graph, which owns them";
+    case PreloadServer::kOtherPool:
+      return "from a memory pool of the program's own";
+    case PreloadServer::kOtherContext:
+      return "in a context of cuCtxCreate";
+    case PreloadServer::kPitched:
+      return "pitched";
+    case PreloadServer::kManaged:
+      return "managed memory";
+    case PreloadServer::kVirtualMemory:
+      return "mapped by the program itself (cuMemCreate), as PyTorch's expandable segments are";
+    case PreloadServer::kUnavailable:
+      return "where the arena could not serve";
+  }
+  return "";
+}
+
+PreloadRecord& preload_record_of_process(PreloadMode mode) noexcept {
+  static PreloadRecord* const record = make_record(mode);
+  return *record;
+}
+
+void set_preload_text(PreloadText& target, const std::string& text) noexcept {
+  std::uint32_t empty = 0;
+  if (!target.state.compare_exchange_strong(empty, 1, std::memory_order_acq_rel)) return;
+  const std::size_t length = std::min(text.size(), sizeof target.text - 1);
+  std::memcpy(target.text, text.data(), length);
+  target.text[length] = '\0';
+  target.state.store(2, std::memory_order_release);
+}
+
+Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory) {
+  DIR* entries = ::opendir(directory.c_str());
+  if (entries == nullptr) {
+    return Status(StatusCode::kIoError, "cannot read the records in " + directory + ": " +
+                                            std::strerror(errno) + "; name the directory that " +
+                                            kPreloadRecordsVariable + " had");
+  }
+  std::vector<PreloadReport> reports;
+  while (const dirent* entry = ::readdir(entries)) {
+    const std::string name = entry->d_name;
+    if (name.size() < sizeof kSuffix ||
+        name.compare(name.size() - (sizeof kSuffix - 1), std::string::npos, kSuffix) != 0) {
+      continue;
+    }
+    PreloadReport report;
+    if (read_record(directory + "/" + name, &report)) reports.push_back(std::move(report));
+  }
+  ::closedir(entries);
+  std::sort(reports.begin(), reports.end(), [](const PreloadReport& a, const PreloadReport& b) {
+    return a.process != b.process ? a.process < b.process : a.path < b.path;
+  });
+  return reports;
+}
+
+}  // namespace forebay

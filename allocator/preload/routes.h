@@ -1,0 +1,71 @@
+// Which arena a call of the program's means, and what has to be waited for on its behalf.
+#pragma once
+
+#include "allocator/preload/preload_state.h"
+#include "allocator/preload/process_arenas.h"
+
+namespace forebay {
+
+// The arena that serves a request, or why none does.
+struct Route {
+  ProcessArenas::Use use;
+  PreloadServer otherwise = PreloadServer::kUnavailable;
+};
+
+// Of the calling thread's current context. Without a current context the driver is to answer.
+Route route_of_current_context();
+// Of the context that the stream belongs to. `stream` is none of the default ones.
+Route route_of_stream(DriverStream stream);
+
+// The arena of the current context if there is one already; makes none.
+ProcessArenas::Use arena_of_current_context();
+
+// Makes `context` current on the calling thread, for as long as the scope lasts.
+class ContextScope {
+ public:
+  explicit ContextScope(void* context) noexcept;
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+  DriverResult result() const noexcept { return result_; }
+
+ private:
+  DriverContext previous_ = nullptr;
+  bool has_set_ = false;
+  DriverResult result_;
+};
+
+// The host waits until everything queued in the arena's context has run, as a plain free does.
+DriverResult wait_for_device(const ProcessArenas::Use& use);
+
+// Gives memory that the arenas hold and do not use back to the devices. Returns the bytes.
+std::size_t trim_arenas();
+
+// A call of the driver's that takes device memory. When there is none left, what the arenas keep is given
+// back, and the call is made once more.
+template <typename Call>
+DriverResult call_with_room(const Call& call) {
+  const DriverResult result = call();
+  return result == kDriverOutOfMemory && trim_arenas() > 0 ? call() : result;
+}
+
+// --- captures: while one goes on, nothing waits for the device ---
+
+void capture_began(DriverStream stream, bool per_thread);
+void capture_ended(DriverStream stream, bool per_thread);
+// Whether any stream may be capturing now.
+bool any_capture();
+// Whether this stream is, as the driver sees it. `result`: what it said when it would not tell.
+bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result);
+
+// --- streams that the program has destroyed, and whose work still runs ---
+
+// Destroys the stream for the program: at once when it is idle, else once it is. The arenas may hold memory
+// whose last use is queued on it, and need the handle until then.
+DriverResult destroy_stream(DriverStream stream);
+// Ends those that have become idle.
+void end_idle_streams();
+// The device's context is going away, and its streams with it.
+void forget_streams(void* context);
+
+}  // namespace forebay

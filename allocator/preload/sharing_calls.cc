@@ -1,0 +1,117 @@
+// What others get to know of the program's memory: attributes of addresses, handles for other processes and
+// devices.
+//
+// A block that somebody outside knows is pinned: its address and the memory behind it stay together for good,
+// also after it was freed. While a block is live that is so anyway.
+#include <cstring>
+
+#include "allocator/preload/routes.h"
+
+namespace forebay {
+namespace {
+
+// Pointer attributes that are ours to answer, or that make memory known outside.
+enum : unsigned {
+  kP2pTokens = 5,
+  kSyncMemops = 6,
+  kRangeStart = 11,
+  kRangeSize = 12,
+  kPoolHandle = 17,
+};
+
+void pin(DriverAddress address, std::size_t bytes) {
+  ProcessArenas::of_process().blocks().pin(device_pointer(address), bytes);
+}
+
+bool is_ours(DriverAddress address) {
+  return ProcessArenas::of_process().blocks().is_arena_address(device_pointer(address));
+}
+
+// The program's block, where the driver would tell of the whole reservation.
+bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
+  if (attribute != kRangeStart && attribute != kRangeSize && attribute != kPoolHandle) return false;
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+  if (!ProcessArenas::of_process().blocks().find(device_pointer(address), &begin, &facts) ||
+      facts.device < 0) {
+    return false;
+  }
+  if (attribute == kRangeStart) {
+    const DriverAddress start = driver_address(begin);
+    std::memcpy(data, &start, sizeof start);
+  } else if (attribute == kRangeSize) {
+    std::memcpy(data, &facts.bytes, sizeof facts.bytes);
+  } else {
+    DriverPool pool = nullptr;
+    if (facts.is_ordered) (void)preload_state().used.cuDeviceGetDefaultMemPool(&pool, facts.device);
+    std::memcpy(data, &pool, sizeof pool);
+  }
+  return true;
+}
+
+DriverResult pointer_get_attribute(void* data, unsigned attribute, DriverAddress address) {
+  const DriverResult result = preload_state().real.cuPointerGetAttribute(data, attribute, address);
+  if (data == nullptr || !is_ours(address)) return result;
+  if (result == kDriverSuccess && attribute == kP2pTokens) pin(address, 1);
+  return answer_attribute(data, attribute, address) ? static_cast<DriverResult>(kDriverSuccess) : result;
+}
+
+DriverResult pointer_get_attributes(unsigned count, unsigned* attributes, void** data,
+                                    DriverAddress address) {
+  const DriverResult result = preload_state().real.cuPointerGetAttributes(count, attributes, data, address);
+  if (result != kDriverSuccess || !is_ours(address)) return result;
+  for (unsigned i = 0; i < count; ++i) {
+    if (attributes[i] == kP2pTokens) pin(address, 1);
+    (void)answer_attribute(data[i], attributes[i], address);
+  }
+  return result;
+}
+
+DriverResult pointer_set_attribute(const void* value, unsigned attribute, DriverAddress address) {
+  const DriverResult result = preload_state().real.cuPointerSetAttribute(value, attribute, address);
+  // Who wants copies to be synchronous has registered the memory with a device of their own.
+  if (attribute == kSyncMemops && is_ours(address)) pin(address, 1);
+  return result;
+}
+
+DriverResult retain_allocation_handle(DriverMemory* memory, void* address) {
+  const PreloadState& state = preload_state();
+  const DriverResult result = state.real.cuMemRetainAllocationHandle(memory, address);
+  const DriverAddress inside = driver_address(static_cast<DevicePtr>(address));
+  if (result != kDriverSuccess || !is_ours(inside)) return result;
+  // The handle is of the whole mapping, with all blocks in it.
+  DriverAddress base = inside;
+  std::size_t bytes = 1;
+  (void)state.used.cuMemGetAddressRange_v2(&base, &bytes, inside);
+  pin(base, bytes);
+  return result;
+}
+
+DriverResult get_handle_for_address_range(void* handle, DriverAddress address, std::size_t bytes,
+                                          unsigned type, unsigned long long flags) {
+  const DriverResult result =
+      preload_state().real.cuMemGetHandleForAddressRange(handle, address, bytes, type, flags);
+  if (result == kDriverSuccess) pin(address, bytes);
+  return result;
+}
+
+DriverResult multicast_bind_address(DriverMemory multicast, std::size_t multicast_offset,
+                                    DriverAddress address, std::size_t bytes, unsigned long long flags) {
+  const DriverResult result =
+      preload_state().real.cuMulticastBindAddr(multicast, multicast_offset, address, bytes, flags);
+  if (result == kDriverSuccess) pin(address, bytes);
+  return result;
+}
+
+}  // namespace
+
+void replace_sharing_calls(HookedCalls* calls) {
+  replace(&calls->cuPointerGetAttribute, pointer_get_attribute);
+  replace(&calls->cuPointerGetAttributes, pointer_get_attributes);
+  replace(&calls->cuPointerSetAttribute, pointer_set_attribute);
+  replace(&calls->cuMemRetainAllocationHandle, retain_allocation_handle);
+  replace(&calls->cuMemGetHandleForAddressRange, get_handle_for_address_range);
+  replace(&calls->cuMulticastBindAddr, multicast_bind_address);
+}
+
+}  // namespace forebay

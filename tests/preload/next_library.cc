@@ -1,0 +1,19 @@
+// A neighbour in LD_PRELOAD: it hooks getpid, as many hook something, and finds the real one by RTLD_NEXT.
+// Whoever resolves RTLD_NEXT on behalf of somebody else hands it itself.
+#include <dlfcn.h>
+#include <sys/types.h>
+
+namespace {
+int calls = 0;
+}
+
+extern "C" [[gnu::visibility("default")]] int next_library_calls() {
+  return calls;
+}
+
+extern "C" [[gnu::visibility("default")]] pid_t getpid() {
+  ++calls;
+  auto* const real = reinterpret_cast<pid_t (*)()>(::dlsym(RTLD_NEXT, "getpid"));
+  if (real == nullptr || real == getpid) return -1;
+  return real();
+}

@@ -1,0 +1,135 @@
+// A process's life: forks before and after it has used the driver, programs it starts, threads without a
+// context, and work after main.
+//   process_program fork | exec | threads | exit | workers
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "preload/driver_access.h"
+
+namespace forebay::testing {
+namespace {
+
+Driver driver;
+
+int start() {
+  CuContext context = nullptr;
+  CHECK_CU(driver.cuInit(0));
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  return 0;
+}
+
+int wait_for(pid_t child) {
+  int status = 0;
+  CHECK(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+// The driver does not survive a fork, and says so in the child; the parent goes on.
+int fork_after_use() {
+  if (start() != 0) return 1;
+  CuDevicePtr kept = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&kept, 1u << 20));
+  std::fflush(stdout);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    CuDevicePtr address = 0;
+    CuStream stream = nullptr;
+    std::size_t free = 0, total = 0;
+    std::printf("child: %u %u %u %u %u %u\n", static_cast<unsigned>(driver.cuInit(0)),
+                static_cast<unsigned>(driver.cuMemAlloc_v2(&address, 4096)),
+                static_cast<unsigned>(driver.cuMemFree_v2(kept)),
+                static_cast<unsigned>(driver.cuMemAllocAsync(&address, 4096, stream)),
+                static_cast<unsigned>(driver.cuMemFreeAsync(kept, stream)),
+                static_cast<unsigned>(driver.cuMemGetInfo_v2(&free, &total)));
+    std::fflush(stdout);
+    std::_Exit(0);
+  }
+  CHECK(wait_for(child) == 0);
+  CHECK_CU(driver.cuMemFree_v2(kept));
+  std::printf("parent: all well\n");
+  return 0;
+}
+
+// Forked before anybody has used the driver, as data loaders are: each is a process of its own.
+int fork_before_use() {
+  std::vector<pid_t> children;
+  for (int i = 0; i < 3; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      CuDevicePtr address = 0;
+      if (start() != 0) std::exit(1);
+      const bool well = driver.cuMemAlloc_v2(&address, 1u << 20) == CuResult::kSuccess &&
+                        driver.cuMemFree_v2(address) == CuResult::kSuccess;
+      std::exit(well ? 0 : 1);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) CHECK(wait_for(child) == 0);
+  std::printf("workers: all well\n");
+  return 0;
+}
+
+// Programs without any use of CUDA, started by one that uses it.
+int start_programs() {
+  if (start() != 0) return 1;
+  CuDevicePtr address = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&address, 1u << 20));
+  std::fflush(stdout);
+  CHECK(std::system("/bin/sh -c 'cd / && /bin/echo child of a shell'") == 0);
+  CHECK(std::system("/bin/false") != 0);
+  CHECK_CU(driver.cuMemFree_v2(address));
+  return 0;
+}
+
+// A thread that has no context: the driver refuses to allocate, and frees all the same where the address says
+// enough.
+int use_threads() {
+  if (start() != 0) return 1;
+  CuResult refused = CuResult::kSuccess;
+  std::thread([&] {
+    CuDevicePtr address = 0;
+    refused = driver.cuMemAlloc_v2(&address, 4096);
+  }).join();
+  std::printf("without a context: %u\n", static_cast<unsigned>(refused));
+  return 0;
+}
+
+// Memory that is given back by a destructor after main, when the driver is gone.
+struct LateUser {
+  CuDevicePtr plain = 0, ordered = 0;
+  ~LateUser() {
+    if (plain == 0) return;
+    std::printf("after main: %u %u\n", static_cast<unsigned>(driver.cuMemFreeAsync(ordered, nullptr)),
+                static_cast<unsigned>(driver.cuMemFree_v2(plain)));
+  }
+};
+LateUser late_user;
+
+int end_late() {
+  if (start() != 0) return 1;
+  CHECK_CU(driver.cuMemAlloc_v2(&late_user.plain, 1u << 20));
+  CHECK_CU(driver.cuMemAllocAsync(&late_user.ordered, 1u << 20, nullptr));
+  return 0;
+}
+
+}  // namespace
+}  // namespace forebay::testing
+
+int main(int argc, char** argv) {
+  using namespace forebay::testing;
+  if (!open_driver("libcuda.so.1", &driver)) return 2;
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "fork") return fork_after_use();
+  if (what == "workers") return fork_before_use();
+  if (what == "exec") return start_programs();
+  if (what == "threads") return use_threads();
+  if (what == "exit") return end_late();
+  return 2;
+}
