@@ -375,8 +375,7 @@ void Engine::Impl::open_store() {
     store_description = measured;
   }
   const StoreFacts facts = store->facts();
-  store_description = facts.description + ", blocks of " + format_bytes(facts.block_bytes) + ", depth " +
-                      std::to_string(facts.depth) + store_description;
+  store_description.insert(0, facts.description);
   if (kPieceGranule * 2 % facts.granule_bytes != 0) {
     throw Error(StatusCode::kInvalidArgument,
                 "the store's granule of " + std::to_string(facts.granule_bytes) +
