@@ -1,5 +1,6 @@
 #include "plan_command.h"
 
+#include <charconv>
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -27,6 +28,9 @@ struct PlanArguments {
   std::string dtype = "bf16";
   std::string accumulate = "shard";
   std::string offload = "none";
+  std::string tier = "cpu";
+  std::string fraction = "1";
+  std::string staging = "96MiB";
   std::string bucket = "16MiB";
   std::string chunk = "2MiB";
   std::string memory;
@@ -83,6 +87,25 @@ Status read_number(const char* name, std::int64_t value, int* target) {
   return Status();
 }
 
+// Directories may follow, so that forebay-gpt's options give the plan of its run; a plan does not look at
+// them.
+Status read_tier(const PlanArguments& arguments, PlanOptions* options) {
+  if (arguments.tier == "cpu") {
+    options->tier = Tier::kPinned;
+  } else if (arguments.tier == "nvme" || arguments.tier.rfind("nvme:", 0) == 0) {
+    options->tier = Tier::kFile;
+  } else {
+    return refuse("--offload-tier is '" + arguments.tier + "'; use cpu or nvme");
+  }
+  const char* const end = arguments.fraction.data() + arguments.fraction.size();
+  const auto [rest, error] = std::from_chars(arguments.fraction.data(), end, options->offload_fraction);
+  if (error != std::errc() || rest != end) {
+    return refuse("--offload-fraction is '" + arguments.fraction +
+                  "'; use 0 to 1 (auto is measured where a model is trained)");
+  }
+  return read_bytes("offload-staging", arguments.staging, &options->staging_bytes);
+}
+
 Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   PlanOptions& options = request->options;
   FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, &options.ranks));
@@ -101,8 +124,11 @@ Status read_options(const PlanArguments& arguments, PlanRequest* request) {
     options.offload = Offload::kNone;
   else if (arguments.offload == "optimizer")
     options.offload = Offload::kOptimizer;
+  else if (arguments.offload == "optimizer+parameters")
+    options.offload = Offload::kOptimizerAndParameters;
   else
-    return refuse("--offload is '" + arguments.offload + "'; use none or optimizer");
+    return refuse("--offload is '" + arguments.offload + "'; use none, optimizer or optimizer+parameters");
+  FOREBAY_RETURN_IF_ERROR(read_tier(arguments, &options));
 
   FOREBAY_RETURN_IF_ERROR(read_bytes("bucket", arguments.bucket, &options.bucket_bytes));
   FOREBAY_RETURN_IF_ERROR(read_bytes("chunk", arguments.chunk, &options.chunk_bytes));
@@ -201,7 +227,15 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   number("--micro-steps", a.micro_steps, "Forward and backward passes of a step")->capture_default_str();
   text("--accumulate", a.accumulate, "Where micro-steps add up: shard or local", "WHERE")
       ->capture_default_str();
-  text("--offload", a.offload, "States kept in page-locked host memory: none or optimizer", "WHAT")
+  text("--offload", a.offload, "States kept below the device: none, optimizer or optimizer+parameters",
+       "WHAT")
+      ->capture_default_str();
+  text("--offload-tier", a.tier, "Where: cpu (page-locked host memory) or nvme (files)", "TIER")
+      ->capture_default_str();
+  text("--offload-fraction", a.fraction,
+       "How much of the model that is, by elements, 0 to 1; the first units stay on the device", "SHARE")
+      ->capture_default_str();
+  text("--offload-staging", a.staging, "Host memory that states in files pass through, at most", "BYTES")
       ->capture_default_str();
   text("--bucket", a.bucket, "Bytes of one bucket", "BYTES")->capture_default_str();
   text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();

@@ -87,6 +87,33 @@ std::string stage_label(const PlanReport& report) {
   return "stage " + std::to_string(report.options.stage);
 }
 
+// What is not on the device, and which units still are.
+void add_below_device(Table& table, const std::vector<PlanReport>& reports) {
+  const bool in_files = reports.front().options.tier == Tier::kFile;
+  const bool has_staging = std::any_of(reports.begin(), reports.end(),
+                                       [](const PlanReport& report) { return report.host.staging > 0; });
+  const auto figure = [&](const char* label, auto member) {
+    table.row(label, [&, member](const PlanReport& report) { return cell(member(report), table.alone()); });
+  };
+  table.row("units on the device", [](const PlanReport& report) {
+    if (!report.device_units) return std::string("needs the shape");
+    return std::to_string(*report.device_units) + " of " + std::to_string(report.units);
+  });
+  table.row("\npinned, on the host", [](const PlanReport&) { return std::string(); });
+  figure("optimizer", [](const PlanReport& report) { return report.host.optimizer; });
+  figure("gradients", [](const PlanReport& report) { return report.host.gradients; });
+  figure("parameters", [](const PlanReport& report) { return report.host.parameters; });
+  if (has_staging) figure("staging", [](const PlanReport& report) { return report.host.staging; });
+  table.bytes("= pinned", &PlanFigures::pinned);
+  if (!in_files) return;
+  table.row("\nin files", [](const PlanReport&) { return std::string(); });
+  figure("optimizer", [](const PlanReport& report) { return report.file.optimizer; });
+  figure("parameters", [](const PlanReport& report) { return report.file.parameters; });
+  figure("= files", [](const PlanReport& report) { return report.file.total(); });
+  figure("read per step", [](const PlanReport& report) { return report.file.read_per_step; });
+  figure("written per step", [](const PlanReport& report) { return report.file.written_per_step; });
+}
+
 // "  free memory (MemAvailable) 23.13 GiB (/proc/meminfo): holds stage 1 (7.35 GiB); DOES NOT HOLD stage 0
 // (...)".
 std::string verdict_line(const std::vector<PlanReport>& reports, const std::vector<Verdict>& verdicts) {
@@ -171,13 +198,17 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
   table.bytes("activations", &PlanFigures::activations);
   table.bytes("= total", &PlanFigures::total);
   table.bytes("reserved", &PlanFigures::reserved);
-  if (options.offload != Offload::kNone) table.bytes("pinned, on the host", &PlanFigures::pinned);
+  if (options.offload != Offload::kNone) add_below_device(table, reports);
   table.row("\nwire per step", [](const PlanReport&) { return std::string(); });
   table.row("sent", [&](const PlanReport& report) { return cell(report.wire.sent, table.alone()); });
   table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
   text += table.take();
 
   text += "\nPsi: parameters; N: ranks\n";
+  for (const PlanReport& report : reports) {
+    if (!report.below_device_formula.empty())
+      text += stage_label(report) + " below the device: " + report.below_device_formula + "\n";
+  }
   for (const PlanReport& report : reports) {
     text += "stage " + std::to_string(report.options.stage) + " wire: " + report.wire_formula + "\n";
   }
@@ -206,6 +237,10 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
             {"micro_steps", options.micro_steps},
             {"accumulate", options.accumulate == Accumulate::kShard ? "shard" : "local"},
             {"offload", offload_name(options.offload)},
+            {"offload_tier", tier_name(options.tier)},
+            {"offload_fraction", options.offload_fraction},
+            {"offload_staging_bytes", options.staging_bytes},
+            {"units_on_device", report.device_units ? Json(*report.device_units) : Json(nullptr)},
             {"bucket_bytes", options.bucket_bytes},
             {"chunk_bytes", options.chunk_bytes},
             {"bytes_per_rank",
@@ -220,8 +255,23 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
               {"pinned", number_or_null(bytes.pinned)},
               {"total", number_or_null(bytes.total)},
               {"known", bytes.known()}}},
+            {"host_bytes_per_rank",
+             {{"optimizer", report.host.optimizer},
+              {"gradients", report.host.gradients},
+              {"parameters", report.host.parameters},
+              {"staging", report.host.staging},
+              {"total", report.host.total()}}},
+            {"file_bytes_per_rank",
+             {{"optimizer", report.file.optimizer},
+              {"parameters", report.file.parameters},
+              {"total", report.file.total()},
+              {"read_per_step", report.file.read_per_step},
+              {"written_per_step", report.file.written_per_step}}},
             {"wire_bytes_per_step", {{"sent", report.wire.sent}, {"received", report.wire.received}}},
-            {"formula", {{"model_states", report.states_formula}, {"wire", report.wire_formula}}},
+            {"formula",
+             {{"model_states", report.states_formula},
+              {"below_device", report.below_device_formula},
+              {"wire", report.wire_formula}}},
             {"notes", report.notes}};
 
   bool fits = true;

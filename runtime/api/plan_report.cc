@@ -52,6 +52,7 @@ std::string times(std::uint64_t factor, const char* what) {
 
 // "4Psi + 12Psi/N", without a part that is nothing.
 std::string join(std::uint64_t whole, std::uint64_t sharded) {
+  if (whole == 0 && sharded == 0) return "0";
   if (sharded == 0) return times(whole, "Psi");
   if (whole == 0) return times(sharded, "Psi/N");
   return times(whole, "Psi") + " + " + times(sharded, "Psi/N");
@@ -74,21 +75,35 @@ std::uint64_t wire_passes(const PlanOptions& options) {
   return (options.accumulate == Accumulate::kLocal ? 1 : k) + 1;
 }
 
+// "pinned 14Psi/N", "pinned 2Psi/N and staging; files 12Psi/N".
+std::string below_device_formula(const PlanOptions& options) {
+  if (options.offload == Offload::kNone) return "";
+  const char* const what = options.stage == 0 ? "Psi" : "Psi/N";
+  const std::uint64_t element = element_bytes(options.dtype);
+  // In fp32 the master is the parameter.
+  const std::uint64_t parameters =
+      options.offload == Offload::kOptimizerAndParameters && options.dtype != DataType::kFloat32 ? element
+                                                                                                 : 0;
+  if (options.tier == Tier::kPinned) return "pinned " + times(12 + element + parameters, what);
+  return "pinned " + times(element, what) + " and staging; files " + times(12 + parameters, what);
+}
+
 // "2Psi + 14Psi/N": what every rank keeps whole, and what it keeps a share of, in bytes.
 std::string states_formula(const PlanOptions& options) {
   const std::uint64_t element = element_bytes(options.dtype);
   const std::uint64_t optimizer = optimizer_width(options);
   const std::uint64_t accumulator = has_shard_accumulator(options) ? 4 : 0;
   if (options.offload != Offload::kNone) {
-    const std::string pinned = "; pinned " + times(12 + element, options.stage == 0 ? "Psi" : "Psi/N");
+    // Micro-steps add up on the host where ranks update shards.
     switch (options.stage) {
       case 0:
+        return join(2 * element, accumulator);
       case 1:
-        return join(2 * element, accumulator) + pinned;
+        return join(2 * element, 0);
       case 2:
-        return join(element, accumulator) + pinned;
+        return join(element, 0);
       default:
-        return join(0, element + accumulator) + pinned;
+        return join(0, options.offload == Offload::kOptimizerAndParameters ? 0 : element);
     }
   }
   switch (options.stage) {
@@ -214,6 +229,31 @@ Status fill_megatron(const PlanOptions& options, const Scale& scale, PlanReport&
 
 // --- forebay ---
 
+// What a model of one unit cannot tell about one of many.
+Status fill_offload_of_count(const PlanRequest& request, const Plan& plan, PlanReport& report) {
+  const PlanOptions& options = request.options;
+  if (options.offload_fraction != 1.0) {
+    return refuse(
+        "offload-fraction " + std::to_string(options.offload_fraction) +
+        " leaves the first units on the device, which a number of parameters does not tell; give the "
+        "shape (--layers --hidden --heads --sequence --vocabulary, or --config)");
+  }
+  if (options.stage >= 2 && !has_shard_accumulator(options)) {
+    // One unit's slices on their way to the host would be those of the whole model.
+    report.bytes.gradients = 0;
+    report.notes.push_back("gradients on their way to the host, two units' slices, need the shape");
+  }
+  if (plan.file_bytes.read_per_step > plan.file_bytes.optimizer) {
+    // One unit comes up once a step; of many, each does for both passes.
+    const std::uint64_t gathers = 2 * static_cast<std::uint64_t>(options.micro_steps);
+    report.file.read_per_step =
+        plan.file_bytes.optimizer + gathers * (plan.file_bytes.read_per_step - plan.file_bytes.optimizer);
+    report.notes.push_back(
+        "what is read from files is lower by the units kept where a pass turns, which need the shape");
+  }
+  return Status();
+}
+
 Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanReport& report) {
   ModelShape planned;
   if (model != nullptr) {
@@ -232,10 +272,18 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   bytes.buckets = plan.bytes.buckets;
   if (request.options.offload != Offload::kNone) {
     bytes.pinned = plan.host_bytes.total();
-    if (model == nullptr && request.options.stage >= 2) {
-      // One unit's slices on their way to the host would be those of the whole model.
-      bytes.gradients = has_shard_accumulator(request.options) ? 4 * (plan.host_bytes.optimizer / 12) : 0;
-      report.notes.push_back("gradients on their way to the host, two units' slices, need the shape");
+    report.host = plan.host_bytes;
+    report.file = plan.file_bytes;
+    if (model != nullptr) {
+      report.device_units = plan.device_units;
+      report.units = static_cast<int>(planned.units.size());
+      if (plan.device_units > 0) {
+        report.notes.push_back(
+            "the formulas are those of a model that is offloaded whole; what units on the device hold is as "
+            "without --offload");
+      }
+    } else {
+      FOREBAY_RETURN_IF_ERROR(fill_offload_of_count(request, plan, report));
     }
   }
   report.wire = plan.wire_per_step;
@@ -378,6 +426,7 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
 
   // The engine's formulas are the paper's; the other presets put their own in their place.
   report.states_formula = states_formula(request.options);
+  report.below_device_formula = below_device_formula(request.options);
   report.wire_formula = wire_formula(request.options);
   if (request.preset == Preset::kForebay && request.options.stage == 3) {
     report.wire_formula = "at most " + report.wire_formula;
@@ -416,7 +465,8 @@ std::string shrink_advice(const PlanReport& report) {
     return from == 3 ? "use --stage 3" : "use --stage " + std::to_string(from) + " or higher";
   };
   const Pool pools[] = {
-      {"parameters", report.bytes.parameters, shard_at(3)},
+      {"parameters", report.bytes.parameters,
+       shard_at(3) + (stage == 3 ? ", or --offload optimizer+parameters" : "")},
       {"gradients", report.bytes.gradients, shard_at(2)},
       {"optimizer", report.bytes.optimizer, shard_at(1) + ", or --offload optimizer"},
       {"gathered", report.bytes.gathered.value_or(0),

@@ -48,7 +48,7 @@ struct PlanFigures {
   std::optional<std::uint64_t> buckets;
   std::optional<std::uint64_t> activations;
   std::optional<std::uint64_t> reserved;  // In whole chunks: what the device budget must hold.
-  std::optional<std::uint64_t> pinned;    // Page-locked host memory of what is offloaded.
+  std::optional<std::uint64_t> pinned;    // Page-locked host memory of what is offloaded: of `host`, all.
   std::optional<std::uint64_t> total;     // None while a part that the preset counts is not known.
 
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }
@@ -65,9 +65,15 @@ struct PlanReport {
   std::uint64_t parameters = 0;
   PlanOptions options;
   PlanFigures bytes;
+  HostBytes host;  // Of what is offloaded; zero where nothing is.
+  FileBytes file;
+  // Units that stay on the device, of how many. None: not known from a number of parameters.
+  std::optional<int> device_units;
+  int units = 0;
   WireBytes wire;
   bool exact = false;          // All but the activations is what the engine will hold and send, to the byte.
   std::string states_formula;  // Psi parameters, N ranks.
+  std::string below_device_formula;  // Empty when nothing is offloaded.
   std::string wire_formula;
   std::vector<std::string> notes;
 };

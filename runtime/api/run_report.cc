@@ -268,7 +268,9 @@ double model_state_formula_bytes(const RunReport& run) {
   const double parameters = element * (run.stage < 3 ? psi : parameters_leave ? here_shard : shard);
   double gradients = element * (run.stage >= 2 ? here_shard : psi);
   // The fp32 accumulator of a shard stands beside whole gradients, and in the place of a gradient shard.
-  if (shard_accumulator) gradients = run.stage >= 2 ? 4 * shard : gradients + 4 * shard;
+  // Where ranks update shards, that of what is offloaded is on the host.
+  const double accumulator = 4 * (run.stage >= 1 ? here_shard : shard);
+  if (shard_accumulator) gradients = run.stage >= 2 ? accumulator : gradients + accumulator;
   return parameters + gradients + optimizer * (run.stage >= 1 ? here_shard : here);
 }
 

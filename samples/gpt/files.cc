@@ -26,7 +26,16 @@ void check_output(const char* option, const std::string& path) {
   }
 }
 
-// By trying: permissions alone do not tell of a read-only or pseudo file system.
+// By trying: permissions alone do not tell of a read-only or pseudo file system. The cause, or 0.
+int try_to_write_in(const std::string& directory) {
+  std::string trial = directory + "/.trial-XXXXXX";
+  const int file = ::mkstemp(trial.data());
+  if (file < 0) return errno;
+  ::close(file);
+  ::unlink(trial.c_str());
+  return 0;
+}
+
 void check_directory_can_be_written(const std::string& directory) {
   const auto refuse = [&](int error) {
     throw Error(StatusCode::kIoError,
@@ -35,15 +44,21 @@ void check_directory_can_be_written(const std::string& directory) {
   };
   const bool makes = ::mkdir(directory.c_str(), 0777) == 0;
   if (!makes && errno != EEXIST) refuse(errno);
-  std::string trial = directory + "/.trial-XXXXXX";
-  const int file = ::mkstemp(trial.data());
-  const int error = errno;
-  if (file >= 0) {
-    ::close(file);
-    ::unlink(trial.c_str());
-  }
+  const int error = try_to_write_in(directory);
   if (makes) ::rmdir(directory.c_str());  // Not ours to leave when the run ends early.
-  if (file < 0) refuse(error);
+  if (error != 0) refuse(error);
+}
+
+// The space is taken by the engine, which says what was free.
+void check_offload(const TrainerOptions& options) {
+  for (const std::string& directory : options.offload_directories) {
+    if (const int error = try_to_write_in(directory); error != 0) {
+      throw Error(StatusCode::kIoError,
+                  "--offload-tier: cannot write in " + directory + ": " + std::strerror(error) +
+                      "; give a directory that exists and may be written, on the drive that is to hold what "
+                      "is offloaded");
+    }
+  }
 }
 
 void check_state(const TrainerOptions& options) {
@@ -66,6 +81,7 @@ void check_files(const TrainerOptions& options) {
   check_output("--report", options.report_file);
   check_output("--export", options.export_file);
   check_state(options);
+  check_offload(options);
   static_cast<void>(Text::read(options.text));
 }
 

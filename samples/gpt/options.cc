@@ -29,7 +29,8 @@ const std::map<std::string, Accumulate> kAccumulates = {{"shard", Accumulate::kS
                                                         {"local", Accumulate::kLocal}};
 
 const std::map<std::string, Offload> kOffloads = {{"none", Offload::kNone},
-                                                  {"optimizer", Offload::kOptimizer}};
+                                                  {"optimizer", Offload::kOptimizer},
+                                                  {"optimizer+parameters", Offload::kOptimizerAndParameters}};
 
 // The words of the command line that become other values once all is parsed.
 struct Words {
@@ -38,6 +39,9 @@ struct Words {
   std::string device = "host";
   std::string bucket = "16MiB";
   std::string offload = "none";
+  std::string tier = "cpu";
+  std::string fraction = "1";
+  std::string staging = "96MiB";
   std::string memory = "0";
   bool no_overlap = false;
 };
@@ -93,12 +97,6 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option("--bucket", words.bucket, "Bytes of one send buffer, all ranks' slices")
       ->capture_default_str()
       ->group(group);
-  app.add_option(
-         "--offload", words.offload,
-         "none, or optimizer: master weights, m and v in page-locked host memory, updated there; same "
-         "bits, 12 bytes per parameter and rank's share less on the device")
-      ->capture_default_str()
-      ->group(group);
   app.add_flag("--no-overlap", words.no_overlap,
                "Wait for every collective where it is issued: same bits, slower")
       ->group(group);
@@ -107,6 +105,31 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
       ->capture_default_str()
       ->group(group);
   add_number(app, "--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
+      ->capture_default_str()
+      ->group(group);
+}
+
+void add_offload_options(CLI::App& app, Words& words) {
+  const std::string group = "Below the device (same bits, whatever is chosen)";
+  app.add_option(
+         "--offload", words.offload,
+         "none; optimizer: fp32 master weights, m and v leave the device and are updated on the host; "
+         "optimizer+parameters: the parameter shard leaves too and comes up for each gather (stage 3)")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--offload-tier", words.tier,
+                 "Where to: cpu, page-locked host memory; nvme:DIR[,DIR...], files without a name in these "
+                 "directories, striped over them (gradients wait for their update in host memory)")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         "--offload-fraction", words.fraction,
+         "How much of the model that is, by elements, 0 to 1; the first layers stay on the device. auto: "
+         "measured at the start, so that the updates on both sides take as long")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--offload-staging", words.staging,
+                 "Bytes of host memory per rank that states in files pass through, at most; at least 8MiB")
       ->capture_default_str()
       ->group(group);
 }
@@ -192,6 +215,30 @@ std::uint64_t bytes_of(const char* option, const std::string& text) {
   return bytes;
 }
 
+// "cpu", or "nvme:" and directories, which go to `directories`.
+Tier tier_of(const std::string& text, std::vector<std::string>& directories) {
+  if (text == "cpu") return Tier::kPinned;
+  const std::string prefix = "nvme:";
+  if (text.compare(0, prefix.size(), prefix) != 0)
+    refuse("--offload-tier " + text + ": not one of cpu, nvme:DIR[,DIR...]");
+  for (std::size_t begin = prefix.size(); begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    if (end == begin) refuse("--offload-tier " + text + ": a directory is empty; write nvme:DIR[,DIR...]");
+    directories.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return Tier::kFile;
+}
+
+std::optional<double> fraction_of(const char* option, const std::string& text) {
+  if (text == "auto") return std::nullopt;
+  double fraction = 0;
+  const char* const end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, fraction);
+  if (result.ec == std::errc() && result.ptr == end && fraction >= 0 && fraction <= 1) return fraction;
+  refuse(std::string(option) + " " + text + ": not auto or a number from 0 to 1");
+}
+
 DeviceChoice device_of(const std::string& text) {
   if (text == "host") return {};
   if (text == "cuda") return {.cuda = true};
@@ -211,6 +258,9 @@ void apply(const Words& words, TrainerOptions& o) {
   o.dtype = word_of("--dtype", words.dtype, kTypes);
   o.accumulate = word_of("--accumulate", words.accumulate, kAccumulates);
   o.offload = word_of("--offload", words.offload, kOffloads);
+  o.tier = tier_of(words.tier, o.offload_directories);
+  o.offload_fraction = fraction_of("--offload-fraction", words.fraction);
+  o.staging_bytes = bytes_of("--offload-staging", words.staging);
   o.device = device_of(words.device);
   o.bucket_bytes = bytes_of("--bucket", words.bucket);
   o.memory_bytes = bytes_of("--memory", words.memory);
@@ -271,6 +321,26 @@ void check_number(const char* option, double value, double low, double below) {
   refuse(text);
 }
 
+// What the engine would refuse, before anything starts.
+void check_offload(const TrainerOptions& o) {
+  const TrainerOptions defaults;
+  const bool in_files = o.tier == Tier::kFile;
+  if (o.offload == Offload::kNone && (in_files || o.offload_fraction != defaults.offload_fraction)) {
+    refuse(std::string(in_files ? "--offload-tier" : "--offload-fraction") +
+           " says how to offload and nothing is offloaded; add --offload optimizer, or "
+           "optimizer+parameters at stage 3");
+  }
+  if (!in_files && o.staging_bytes != defaults.staging_bytes)
+    refuse("--offload-staging is what states in files pass through; add --offload-tier nvme:DIR");
+  const PlanOptions plan{.stage = o.stage,
+                         .offload = o.offload,
+                         .tier = o.tier,
+                         .offload_fraction = o.offload_fraction.value_or(1),
+                         .staging_bytes = o.staging_bytes};
+  const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
+  if (const Status status = make_plan(smallest, plan).status(); !status.ok()) refuse("--" + status.message());
+}
+
 // The shortest text that reads back as the same value.
 std::string exact(double value) {
   char text[32];
@@ -287,6 +357,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   add_model_options(app, options);
   add_training_options(app, options, words);
   add_engine_options(app, options, words);
+  add_offload_options(app, words);
   add_compute_options(app, options);
   add_file_options(app, options);
 
@@ -335,6 +406,7 @@ void check_options(const TrainerOptions& o) {
         "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "
         "shard");
   }
+  check_offload(o);
   if (!o.communicator.empty() && o.communicator != "gloo" && o.communicator != "local") {
     refuse("--communicator " + o.communicator + ": not one of gloo, local");
   }
@@ -381,6 +453,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
           {"--seed", std::to_string(o.seed)},
           {"--device", o.device.cuda ? "cuda" : "host"},
           {"--matmul", o.matmul},
+          {"--offload-staging", std::to_string(o.staging_bytes)},
           {"--save-state", given(o.save_state)},
           {"--save-every", std::to_string(o.save_every)},
           {"--load-state", given(o.load_state)},

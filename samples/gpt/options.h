@@ -50,6 +50,10 @@ struct TrainerOptions {
 
   std::uint64_t bucket_bytes = 16u << 20;
   Offload offload = Offload::kNone;
+  Tier tier = Tier::kPinned;
+  std::vector<std::string> offload_directories;  // Of tier kFile.
+  std::optional<double> offload_fraction = 1;    // Of the model's elements. None: the engine chooses.
+  std::uint64_t staging_bytes = 96u << 20;       // Of tier kFile.
   bool overlap = true;
   std::uint64_t memory_bytes = 0;
 

@@ -58,6 +58,11 @@ EngineOptions engine_options(const TrainerOptions& o, const Text& text, int thre
   engine.accumulate = o.accumulate;
   engine.bucket_bytes = o.bucket_bytes;
   engine.offload = o.offload;
+  engine.tier = o.tier;
+  engine.offload_fraction = o.offload_fraction.value_or(1);
+  engine.offload_auto = !o.offload_fraction.has_value();
+  engine.offload_directories = o.offload_directories;
+  engine.staging_bytes = o.staging_bytes;
   engine.host_threads = threads;
   engine.overlap = o.overlap;
   engine.memory_bytes = o.memory_bytes;
@@ -135,6 +140,42 @@ std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const
   }
 }
 
+// What steps read from files and write to them. The engine counts everything, so its users leave stretches
+// that are not steps out.
+class FileMeter {
+ public:
+  FileMeter(Engine& engine, bool enabled) : engine_(engine), enabled_(enabled) {}
+
+  void begin() { begin_ = now(); }
+  void end() {
+    const Moved moved = now();
+    sum_.read += moved.read - begin_.read;
+    sum_.written += moved.written - begin_.written;
+  }
+  void forget() {
+    sum_ = {};
+    begin();
+  }
+  double read_bytes() const { return static_cast<double>(sum_.read); }
+  double written_bytes() const { return static_cast<double>(sum_.written); }
+
+ private:
+  struct Moved {
+    std::uint64_t read = 0;
+    std::uint64_t written = 0;
+  };
+  Moved now() {
+    if (!enabled_) return {};  // Asking waits for the engine.
+    const EngineStatistics statistics = engine_.statistics();
+    return {statistics.file_read_bytes, statistics.file_written_bytes};
+  }
+
+  Engine& engine_;
+  const bool enabled_;
+  Moved begin_;
+  Moved sum_;
+};
+
 // One rank: the model under the engine. Begins and ends on the thread that drives it.
 class Trainer {
  public:
@@ -160,6 +201,7 @@ class Trainer {
     compute_.synchronize();  // Throws when they are not to be had.
     engine_.commit();
     model_.use_engine_memory();
+    say_where_states_are();
     set_weights();
   }
   // What is queued uses the members that go before the stream.
@@ -175,6 +217,8 @@ class Trainer {
                        .steps = options_.steps,
                        .tokens_per_step = tokens_per_step()});
     std::vector<double> step_ms;
+    FileMeter files(engine_, offloads_to_files());
+    files.begin();
     std::uint64_t saved_at = UINT64_MAX;
     while (engine_.attempted_steps() < options_.steps && !report.interrupted) {
       const Clock::time_point start = Clock::now();
@@ -184,13 +228,18 @@ class Trainer {
       report.grad_norm.push_back(result.grad_norm);
       report.interrupted = result.stop && engine_.attempted_steps() < options_.steps;
       progress.show(engine_.attempted_steps(), report.loss.back(), result.grad_norm);
+      const bool last = engine_.attempted_steps() == options_.steps || report.interrupted;
+      if (step_ms.size() == 1 && !last) files.forget();
       if (options_.save_every > 0 && engine_.attempted_steps() % options_.save_every == 0) {
+        files.end();
         save();
+        files.begin();
         saved_at = engine_.attempted_steps();
       }
     }
+    files.end();
     report.steps = engine_.attempted_steps();
-    fill_report(report, step_ms);
+    fill_report(report, step_ms, files);
     if (!options_.save_state.empty() && saved_at != report.steps) save();
     if (!options_.export_file.empty() && !report.interrupted) export_weights();
     throw_if_error(communicator_.barrier());  // No rank leaves while another still needs it.
@@ -267,7 +316,29 @@ class Trainer {
   }
   double tokens_per_step() const { return static_cast<double>(samples_per_step() * options_.model.sequence); }
 
-  void fill_report(TrainingReport& report, std::vector<double> step_ms) {
+  bool offloads_to_files() const {
+    return options_.offload != Offload::kNone && options_.tier == Tier::kFile;
+  }
+
+  // Where states go and how fast it may be: what a person should see at once.
+  void say_where_states_are() {
+    if (!options_.progress || place_.rank != 0 || !offloads_to_files()) return;
+    const std::string store = engine_.statistics().store_description;
+    if (store.empty()) return;  // The fraction leaves nothing to offload.
+    std::fprintf(stderr, "forebay-gpt: offload %s to nvme: %s\n", offload_name(options_.offload),
+                 store.c_str());
+  }
+
+  std::uint64_t offloaded_parameters() const {
+    const ModelShape& model = engine_.model();
+    std::uint64_t count = 0;
+    for (auto u = static_cast<std::size_t>(engine_.plan().device_units); u < model.units.size(); ++u) {
+      for (const ParameterShape& parameter : model.units[u].parameters) count += parameter.count;
+    }
+    return count;
+  }
+
+  void fill_report(TrainingReport& report, std::vector<double> step_ms, const FileMeter& files) {
     const EngineStatistics statistics = engine_.statistics();
     const double steps = std::max<double>(static_cast<double>(step_ms.size()), 1);
     if (step_ms.size() > 1) step_ms.erase(step_ms.begin());  // The first meets cold caches and new pages.
@@ -278,6 +349,14 @@ class Trainer {
     mine.planned_reserved_bytes = statistics.planned_reserved_bytes;
     mine.host_bytes = statistics.host_bytes;
     mine.planned_host_bytes = statistics.planned_host_bytes;
+    mine.file_bytes = statistics.file_bytes;
+    mine.planned_file_bytes = statistics.planned_file_bytes;
+    const double metered_steps = std::max<double>(static_cast<double>(step_ms.size()), 1);
+    mine.file_read_bytes_per_step = files.read_bytes() / metered_steps;
+    mine.file_written_bytes_per_step = files.written_bytes() / metered_steps;
+    const FileBytes planned_files = engine_.plan().file_bytes;
+    mine.planned_file_read_bytes_per_step = planned_files.read_per_step;
+    mine.planned_file_written_bytes_per_step = planned_files.written_per_step;
     mine.sent_bytes_per_step = static_cast<double>(statistics.traffic.sent) / steps;
     mine.received_bytes_per_step = static_cast<double>(statistics.traffic.received) / steps;
     mine.planned_sent_bytes_per_step = statistics.planned_wire_per_step.sent;
@@ -294,11 +373,16 @@ class Trainer {
     report.micro_steps = options_.micro_steps;
     report.accumulate = options_.accumulate;
     report.offload = options_.offload;
+    report.tier = options_.tier;
+    report.offloaded_parameters = offloaded_parameters();
+    report.store = statistics.store_description;
     report.communicator = communicator_.name();
     report.device = rank_.on_gpu() ? rank_.backend->capabilities().name : "host";
     report.matmul = operations_->matmul();
     report.compute_threads = rank_.threads;
     report.parameters = parameter_count(options_.model);
+    report.offload_fraction = options_.offload_fraction.value_or(
+        static_cast<double>(report.offloaded_parameters) / static_cast<double>(report.parameters));
     const double step_seconds = report.ranks.front().step_ms / 1e3;
     report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
     report.digest = engine_.digest();

@@ -17,8 +17,15 @@ struct RankReport {
   PoolBytes planned_bytes;
   std::uint64_t reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
-  std::uint64_t host_bytes = 0;  // Page-locked for an offloaded optimizer.
+  std::uint64_t host_bytes = 0;  // Page-locked for what is offloaded.
   std::uint64_t planned_host_bytes = 0;
+  std::uint64_t file_bytes = 0;
+  std::uint64_t planned_file_bytes = 0;
+  // Saving left out; of more than one step, the first too.
+  double file_read_bytes_per_step = 0;
+  double file_written_bytes_per_step = 0;
+  std::uint64_t planned_file_read_bytes_per_step = 0;
+  std::uint64_t planned_file_written_bytes_per_step = 0;
   double sent_bytes_per_step = 0;
   double received_bytes_per_step = 0;
   std::uint64_t planned_sent_bytes_per_step = 0;
@@ -33,7 +40,11 @@ struct TrainingReport {
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
   Offload offload = Offload::kNone;
-  std::string device;  // Rank 0's: "host", or "cuda:0 NVIDIA H200".
+  Tier tier = Tier::kPinned;
+  double offload_fraction = 1;             // Asked for, or chosen.
+  std::uint64_t offloaded_parameters = 0;  // In units that are not on the device.
+  std::string store;                       // Rank 0's, where the tier is files.
+  std::string device;                      // Rank 0's: "host", or "cuda:0 NVIDIA H200".
   std::string communicator;
   std::string matmul;
   int compute_threads = 1;

@@ -93,6 +93,34 @@ TEST(PlanCommand, SetsAllStagesSideBySideWithoutOne) {
   }
 }
 
+TEST(PlanCommand, SaysWhatLiesBelowTheDevice) {
+  const std::string options =
+      std::string(kShape) + "--ranks 3 --offload optimizer+parameters --offload-tier nvme:/drive/a,/drive/b ";
+
+  const Outcome table = plan(options);
+  const Outcome one = plan(options + "--stage 3 --offload-fraction 0.7 --offload-staging 16MiB --json");
+
+  ASSERT_EQ(table.exit_code, 0) << table.output;
+  for (const char* words :
+       {"units on the device", "pinned, on the host", "staging", "in files", "read per step",
+        "written per step", "stage 3 below the device: pinned 2Psi/N and staging; files",
+        "left out: offload optimizer+parameters"}) {
+    EXPECT_NE(table.output.find(words), std::string::npos) << words << "\n" << table.output;
+  }
+  ASSERT_EQ(one.exit_code, 0) << one.output;
+  const Json json = Json::parse(one.output);
+  EXPECT_EQ(json.at("offload_tier"), "nvme");
+  EXPECT_EQ(json.at("offload_fraction"), 0.7);
+  EXPECT_EQ(json.at("offload_staging_bytes"), 16 << 20);
+  EXPECT_EQ(json.at("units_on_device"), 2);
+  const Json& file = json.at("file_bytes_per_rank");
+  EXPECT_EQ(file.at("total"),
+            file.at("optimizer").get<std::uint64_t>() + file.at("parameters").get<std::uint64_t>());
+  EXPECT_GT(file.at("read_per_step"), file.at("optimizer"));
+  EXPECT_EQ(file.at("written_per_step"), file.at("total"));
+  EXPECT_EQ(json.at("host_bytes_per_rank").at("total"), json.at("bytes_per_rank").at("pinned"));
+}
+
 TEST(PlanCommand, LeavesOutTheStagesThatAPresetDoesNotHave) {
   const Outcome outcome = plan("--parameters 1B --ranks 8 --preset deepspeed");
 
@@ -147,6 +175,13 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {shape + "--bucket 0", "--bucket is '0'"},
       {shape + "--bucket much", "--bucket is 'much'"},
       {shape + "--memory -1", "--memory"},
+      {shape + "--offload all", "--offload is 'all'"},
+      {shape + "--offload optimizer+parameters --stage 2", "use stage 3"},
+      {shape + "--offload optimizer --offload-tier disk", "--offload-tier is 'disk'"},
+      {shape + "--offload optimizer --offload-fraction auto", "--offload-fraction is 'auto'; use 0 to 1"},
+      {shape + "--offload optimizer --offload-fraction 2", "offload-fraction is 2"},
+      {shape + "--offload optimizer --offload-tier nvme --offload-staging 1MiB", "at least 8.00 MiB"},
+      {"--parameters 1B --offload optimizer --offload-fraction 0.5", "give the shape"},
       {shape + "--preset nobody", "--preset is 'nobody'"},
       {shape + "--json", "add --stage"},
       {shape + "--host-ranks 2", "--host-ranks is 2"},

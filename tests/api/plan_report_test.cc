@@ -487,6 +487,66 @@ TEST(PlanReport, CountsWhatIsOffloadedOnTheHost) {
   }
 }
 
+TEST(PlanReport, CountsWhatIsInFilesAndWhatMoves) {
+  constexpr double kShard = 7.5e9 / 64;
+  const auto near = [](std::uint64_t bytes, double expected) {
+    EXPECT_NEAR(static_cast<double>(bytes), expected, 1e-4 * expected);
+  };
+  PlanRequest request = request_of({Preset::kForebay, 7'500'000'000, 64, 3});
+  request.options.tier = Tier::kFile;
+
+  request.options.offload = Offload::kOptimizer;
+  PlanReport report = make_plan_report(request).value();
+  near(report.file.optimizer, 12 * kShard);
+  near(report.file.read_per_step, 12 * kShard);
+  near(report.file.written_per_step, 12 * kShard);
+  near(report.host.gradients, 2 * kShard);
+  EXPECT_LE(report.host.staging, request.options.staging_bytes);
+  EXPECT_EQ(report.bytes.pinned, report.host.total());
+  EXPECT_EQ(report.below_device_formula, "pinned 2Psi/N and staging; files 12Psi/N");
+
+  request.options.offload = Offload::kOptimizerAndParameters;
+  report = make_plan_report(request).value();
+  EXPECT_EQ(report.bytes.parameters, 0u);
+  EXPECT_EQ(report.bytes.model_states(), 0u);
+  EXPECT_EQ(report.states_formula, "0");
+  near(report.file.total(), 14 * kShard);
+  near(report.file.read_per_step, 16 * kShard);  // Up for the forward pass and again for the backward pass.
+  near(report.file.written_per_step, 14 * kShard);
+
+  request.options.tier = Tier::kPinned;
+  report = make_plan_report(request).value();
+  near(report.host.total(), 16 * kShard);
+  EXPECT_EQ(report.file, FileBytes{});
+  EXPECT_EQ(report.below_device_formula, "pinned 16Psi/N");
+}
+
+TEST(PlanReport, AFractionLeavesTheFirstUnitsOnTheDevice) {
+  PlanRequest request = request_of({Preset::kForebay, 0, 4, 2});
+  request.shape =
+      TransformerShape{.layers = 8, .hidden = 256, .heads = 4, .vocabulary = 256, .positions = 64};
+  const PlanReport none = make_plan_report(request).value();
+  request.options.offload = Offload::kOptimizer;
+  request.options.offload_fraction = 0.5;
+
+  const PlanReport report = make_plan_report(request).value();
+
+  ASSERT_TRUE(report.device_units.has_value());
+  EXPECT_EQ(report.units, 10);
+  EXPECT_GE(*report.device_units, 4);
+  EXPECT_LE(*report.device_units, 5);
+  const double share =
+      static_cast<double>(report.bytes.optimizer) / static_cast<double>(none.bytes.optimizer);
+  EXPECT_GT(share, 0.35);
+  EXPECT_LE(share, 0.5);
+  EXPECT_NEAR(static_cast<double>(report.bytes.optimizer + report.host.optimizer),
+              static_cast<double>(none.bytes.optimizer), 0);
+  request = request_of({Preset::kForebay, 1'000'000, 4, 2});
+  request.options.offload = Offload::kOptimizer;
+  request.options.offload_fraction = 0.5;
+  EXPECT_NE(make_plan_report(request).status().message().find("give the shape"), std::string::npos);
+}
+
 TEST(PlanReport, PresetsWithoutOffloadRefuseIt) {
   for (const Preset preset : {Preset::kPaper, Preset::kDeepSpeed, Preset::kMegatron}) {
     PlanRequest request = request_of({preset, 1'000'000'000, 8, preset == Preset::kMegatron ? 1 : 2});

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -51,12 +52,13 @@ TEST(RunReport, OffloadedOptimizerStandsBesideTheDevice) {
   RunReport whole = example(1);
   RunReport sharded = example(2);
   whole.offload = sharded.offload = "optimizer";
+  whole.offloaded_parameters = sharded.offloaded_parameters = 1'000'000;
   sharded.host_bytes = 3'501'000;
   sharded.planned_host_bytes = 3'500'000;
   EXPECT_EQ(model_state_formula_bytes(whole), 4e6);
   EXPECT_EQ(model_state_formula_bytes(sharded), 2e6) << "gradients leave as they are reduced";
   sharded.micro_steps = 2;
-  EXPECT_EQ(model_state_formula_bytes(sharded), 2e6 + 1e6) << "their sum over micro-steps stays";
+  EXPECT_EQ(model_state_formula_bytes(sharded), 2e6) << "and add up there over micro-steps";
 
   std::ostringstream with, without;
   print_report_table(with, {example(2), sharded});
@@ -64,6 +66,49 @@ TEST(RunReport, OffloadedOptimizerStandsBesideTheDevice) {
   EXPECT_NE(with.str().find("3,501,000"), std::string::npos) << with.str();
   print_report_table(without, {example(2)});
   EXPECT_EQ(without.str().find("host"), std::string::npos) << without.str();
+}
+
+TEST(RunReport, APartThatIsOffloadedLeavesTheRestOnTheDevice) {
+  RunReport run = example(3);
+  run.offload = "optimizer+parameters";
+  run.offloaded_parameters = 750'000;
+  EXPECT_EQ(model_state_formula_bytes(run), 16 * 250'000 / 4);
+  run.micro_steps = 2;
+  EXPECT_EQ(model_state_formula_bytes(run), 18 * 250'000 / 4);
+  run = example(1);
+  run.offload = "optimizer";
+  run.offloaded_parameters = 750'000;
+  EXPECT_EQ(model_state_formula_bytes(run), 4e6 + 12 * 250'000 / 4);
+}
+
+TEST(RunReport, FilesStandBesideWhatWasPlannedForThem) {
+  RunReport run = example(3);
+  run.offload = "optimizer+parameters";
+  run.tier = "nvme";
+  run.offloaded_parameters = 750'000;
+  run.store = "io_uring, in /drive";
+  run.file_bytes = 3'000'001;
+  run.planned_file_bytes = 3'000'000;
+  run.file_read_bytes_per_step = 4'000'001;
+  run.planned_file_read_bytes_per_step = 4'000'000;
+  run.file_written_bytes_per_step = 5'000'001;
+  run.planned_file_written_bytes_per_step = 5'000'000;
+
+  std::ostringstream with, without, json;
+  print_report_table(with, {example(2), run});
+  print_report_table(without, {example(2)});
+  print_report_json(json, {run});
+
+  for (const char* words :
+       {"optimizer+parameters, 75% on nvme", "files measured", "3,000,001", "4,000,001", "5,000,001",
+        "5,000,000", "store of 'stage-3': io_uring, in /drive", "Digests are equal"}) {
+    EXPECT_NE(with.str().find(words), std::string::npos) << words << "\n" << with.str();
+  }
+  EXPECT_EQ(without.str().find("files"), std::string::npos) << without.str();
+  const auto read = nlohmann::json::parse(json.str()).at("runs").at(0);
+  EXPECT_EQ(read.at("offload_tier"), "nvme");
+  EXPECT_EQ(read.at("file_bytes_read_per_step").at("measured"), 4'000'001);
+  EXPECT_EQ(read.at("file_bytes_written_per_step").at("planned"), 5'000'000);
 }
 
 TEST(RunReport, OneBitOfLossIsADifference) {

@@ -210,6 +210,89 @@ TEST_F(Trainer, PeaksAndTrafficAreAsPlanned) {
   }
 }
 
+TEST_F(Trainer, WhatIsOffloadedGivesTheSameBitsAndMovesThePlannedBytes) {
+  TrainerOptions o = options();
+  o.ranks = 3;
+  o.stage = 3;
+  o.dtype = DataType::kBfloat16;
+  o.steps = 6;
+  const TrainingReport whole = run_training(o);
+  EXPECT_EQ(whole.offloaded_parameters, 0u);
+  o.staging_bytes = 8u << 20;
+  for (const Offload offload : {Offload::kOptimizer, Offload::kOptimizerAndParameters}) {
+    for (const Tier tier : {Tier::kPinned, Tier::kFile}) {
+      for (const double fraction : {1.0, 0.6}) {
+        SCOPED_TRACE(std::string(offload_name(offload)) + " on " + tier_name(tier) + ", " +
+                     std::to_string(fraction));
+        o.offload = offload;
+        o.tier = tier;
+        o.offload_directories.assign(tier == Tier::kFile ? 1 : 0, directory_);
+        o.offload_fraction = fraction;
+
+        const TrainingReport report = run_training(o);
+
+        EXPECT_EQ(report.digest, whole.digest);
+        EXPECT_EQ(report.loss, whole.loss);
+        if (fraction == 1.0) {
+          EXPECT_EQ(report.offloaded_parameters, report.parameters);
+        } else {
+          EXPECT_LT(report.offloaded_parameters, report.parameters);
+          EXPECT_GT(report.offloaded_parameters, report.parameters / 2);
+        }
+        EXPECT_EQ(report.store.empty(), tier == Tier::kPinned) << report.store;
+        for (const RankReport& rank : report.ranks) {
+          EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
+          EXPECT_GE(rank.host_bytes, rank.planned_host_bytes);
+          EXPECT_LE(rank.host_bytes, rank.planned_host_bytes + 4096);
+          EXPECT_EQ(rank.planned_file_bytes > 0, tier == Tier::kFile);
+          // Each of the ranges is whole pages, and is moved as such.
+          const std::uint64_t padding = 4 * 4 * 4096;
+          EXPECT_GE(rank.file_bytes, rank.planned_file_bytes);
+          EXPECT_LE(rank.file_bytes, rank.planned_file_bytes + padding);
+          const auto within = [&](double measured, std::uint64_t planned) {
+            EXPECT_GE(measured, static_cast<double>(planned));
+            EXPECT_LE(measured, static_cast<double>(planned + 2 * padding));
+          };
+          within(rank.file_read_bytes_per_step, rank.planned_file_read_bytes_per_step);
+          within(rank.file_written_bytes_per_step, rank.planned_file_written_bytes_per_step);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(Trainer, AFractionThatIsChosenGivesTheSameBits) {
+  TrainerOptions o = options();
+  o.ranks = 2;
+  o.stage = 1;
+  const TrainingReport whole = run_training(o);
+  o.offload = Offload::kOptimizer;
+  o.offload_fraction.reset();
+
+  const TrainingReport report = run_training(o);
+
+  EXPECT_EQ(report.digest, whole.digest);
+  EXPECT_GE(report.offload_fraction, 0);
+  EXPECT_LE(report.offload_fraction, 1);
+}
+
+TEST_F(Trainer, FilesAreMeteredWithoutWhatSavingMoves) {
+  TrainerOptions o = options();
+  o.stage = 2;
+  o.offload = Offload::kOptimizer;
+  o.tier = Tier::kFile;
+  o.offload_directories = {directory_};
+  o.steps = 5;
+  const RankReport undisturbed = run_training(o).ranks[0];
+  o.save_state = path("state");
+  o.save_every = 2;
+
+  const RankReport saved = run_training(o).ranks[0];
+
+  EXPECT_EQ(saved.file_written_bytes_per_step, undisturbed.file_written_bytes_per_step);
+  EXPECT_GT(saved.file_written_bytes_per_step, 0);
+}
+
 TEST_F(Trainer, AnOverflowedStepIsSkippedAndHasNoNorm) {
   TrainerOptions o = options();
   o.dtype = DataType::kFloat16;
@@ -310,6 +393,19 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--communicator", "telepathy"}, "--communicator telepathy"},
       {{"--matmul", "abacus"}, "--matmul abacus"},
       {{"--ranks", "0"}, "--ranks"},
+      {{"--offload", "all"}, "--offload all: not one of none, optimizer, optimizer+parameters"},
+      {{"--offload", "optimizer+parameters", "--stage", "2"}, "use stage 3"},
+      {{"--offload", "optimizer", "--offload-tier", "disk"}, "nvme:DIR[,DIR...]"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:"}, "a directory is empty"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:a,,b"}, "a directory is empty"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:a,"}, "a directory is empty"},
+      {{"--offload-tier", "nvme:a"}, "add --offload optimizer"},
+      {{"--offload-fraction", "0.5"}, "add --offload optimizer"},
+      {{"--offload", "optimizer", "--offload-fraction", "1.5"}, "--offload-fraction 1.5"},
+      {{"--offload", "optimizer", "--offload-fraction", "half"}, "not auto or a number from 0 to 1"},
+      {{"--offload", "optimizer", "--offload-staging", "1GiB"}, "add --offload-tier nvme:DIR"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:a", "--offload-staging", "4KiB"},
+       "--offload-staging is 4096 bytes; use at least 8.00 MiB"},
       {{"--no-such-option"}, "--no-such-option"},
       {{"--lr", ""}, "--lr was given an empty value"},
       {{"--stage="}, "--stage was given an empty value"},
@@ -355,6 +451,14 @@ TEST(GptCommand, OptionsArriveWhereTheyBelong) {
                                                "--memory",
                                                "1.5GiB",
                                                "--no-overlap",
+                                               "--offload",
+                                               "optimizer+parameters",
+                                               "--offload-tier",
+                                               "nvme:/a,b c",
+                                               "--offload-fraction",
+                                               "0.75",
+                                               "--offload-staging",
+                                               "64MiB",
                                                "--text",
                                                "a",
                                                "b",
@@ -371,6 +475,11 @@ TEST(GptCommand, OptionsArriveWhereTheyBelong) {
   EXPECT_EQ(command.options->bucket_bytes, 65536u);
   EXPECT_EQ(command.options->memory_bytes, 1610612736u);
   EXPECT_FALSE(command.options->overlap);
+  EXPECT_EQ(command.options->offload, Offload::kOptimizerAndParameters);
+  EXPECT_EQ(command.options->tier, Tier::kFile);
+  EXPECT_EQ(command.options->offload_directories, (std::vector<std::string>{"/a", "b c"}));
+  EXPECT_EQ(command.options->offload_fraction, 0.75);
+  EXPECT_EQ(command.options->staging_bytes, 64u << 20);
   EXPECT_EQ(command.options->text, (std::vector<std::string>{"a", "b"}));
   EXPECT_EQ(command.options->steps, 7u);
   EXPECT_EQ(command.options->seed, UINT64_MAX);
