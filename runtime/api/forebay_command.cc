@@ -10,6 +10,7 @@
 
 #include "forebay/error.h"
 #include "forebay/version.h"
+#include "runtime/api/bench_tiers_command.h"
 #include "runtime/api/devices_command.h"
 #include "runtime/api/explain_command.h"
 #include "runtime/api/plan_command.h"
@@ -38,11 +39,13 @@ int run(int argc, char** argv) {
   forebay::add_report_command(app, action);
   forebay::add_replay_command(app, action);
   forebay::add_explain_command(app, action);
+  forebay::add_bench_tiers_command(app, action);
   if (argc > 1 && is_unknown_word(app, argv[1])) {
-    std::fprintf(stderr,
-                 "forebay: there is no subcommand '%s'; use devices, plan, report, replay or explain (--help "
-                 "describes them)\n",
-                 argv[1]);
+    std::fprintf(
+        stderr,
+        "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain or bench-tiers "
+        "(--help describes them)\n",
+        argv[1]);
     return kBadUsage;
   }
   try {
