@@ -59,6 +59,7 @@ std::string timeline_json(std::span<const std::vector<Timeline::Span>> by_rank) 
     return static_cast<double>(time.count()) / 1000;
   };
   for (std::size_t rank = 0; rank < by_rank.size(); ++rank) {
+    if (by_rank[rank].empty()) continue;
     std::vector<std::string> tracks;
     const auto number = [&](const std::string& track) {
       const auto found = std::find(tracks.begin(), tracks.end(), track);

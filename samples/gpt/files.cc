@@ -79,6 +79,7 @@ void check_state(const TrainerOptions& options) {
 
 void check_files(const TrainerOptions& options) {
   check_output("--report", options.report_file);
+  check_output("--timeline", options.timeline_file);
   check_output("--export", options.export_file);
   check_state(options);
   check_offload(options);

@@ -191,6 +191,11 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   app.add_option("--export", o.export_file, "Write the full fp32 weights here at the end (safetensors)")
       ->group(group);
   app.add_option("--report", o.report_file, "Write a report here at the end (JSON)")->group(group);
+  app.add_option(
+         "--timeline", o.timeline_file,
+         "Write what ran when here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks but the "
+         "first add .rank-N to the name. For a few steps: it slows them")
+      ->group(group);
   app.add_flag("!--quiet", o.progress, "No progress lines")->group(group);
 }
 

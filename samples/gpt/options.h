@@ -63,6 +63,7 @@ struct TrainerOptions {
   std::string initial_file;
   std::string export_file;
   std::string report_file;
+  std::string timeline_file;
   bool progress = true;  // Lines on stderr.
 };
 

@@ -50,8 +50,9 @@ struct RankPlace {
   int local_size = 1;  // Ranks that share this host's cores.
 };
 
-EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads) {
+EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline) {
   EngineOptions engine;
+  if (!o.timeline_file.empty()) engine.timeline = timeline;
   engine.stage = o.stage;
   engine.dtype = o.dtype;
   engine.micro_steps = o.micro_steps;
@@ -190,7 +191,8 @@ class Trainer {
         operations_(make_operations(options, rank, compute_.stream())),
         gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype}, *operations_),
         feed_(*rank.backend, gpt_.row_count()),
-        engine_(*rank.backend, *rank.kernels, communicator_, engine_options(options, text_, rank.threads)),
+        engine_(*rank.backend, *rank.kernels, communicator_,
+                engine_options(options, text_, rank.threads, &timeline_)),
         model_(engine_, gpt_, units_, compute_) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
@@ -242,6 +244,7 @@ class Trainer {
     fill_report(report, step_ms, files);
     if (!options_.save_state.empty() && saved_at != report.steps) save();
     if (!options_.export_file.empty() && !report.interrupted) export_weights();
+    if (!options_.timeline_file.empty()) write_timeline();
     throw_if_error(communicator_.barrier());  // No rank leaves while another still needs it.
     return report;
   }
@@ -388,6 +391,14 @@ class Trainer {
     report.digest = engine_.digest();
   }
 
+  void write_timeline() {
+    static_cast<void>(engine_.statistics());  // Waits for what is queued.
+    std::vector<std::vector<Timeline::Span>> spans(static_cast<std::size_t>(place_.rank) + 1);
+    spans.back() = timeline_.spans();
+    write_file(options_.timeline_file + (place_.rank == 0 ? "" : ".rank-" + std::to_string(place_.rank)),
+               timeline_json(spans));
+  }
+
   void export_weights() {
     std::unique_ptr<SafetensorsWriter> writer;
     if (place_.rank == 0) {
@@ -414,6 +425,7 @@ class Trainer {
   const std::unique_ptr<Operations> operations_;
   Gpt gpt_;
   BatchFeed feed_;
+  Timeline timeline_;  // Outlives the engine.
   Engine engine_;
   Cursor cursor_;
   EngineModel model_;

@@ -9,6 +9,7 @@
 #include <ctime>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <random>
 
@@ -95,6 +96,27 @@ TEST_F(OffloadTraining, SaysAtTheStartHowItReachesItsFiles) {
     EXPECT_EQ(quiet.output.find(begin), std::string::npos) << quiet.output;
     expect_nothing_left();
   }
+}
+
+TEST_F(OffloadTraining, ShowsWhatRanWhen) {
+  const std::string path = directory_ / "timeline.json";
+  const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "3", "--quiet"} +
+                      in_files("optimizer+parameters");
+  const Finished finished = run(words + Words{"--timeline", path});
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  for (int rank = 0; rank < 2; ++rank) {
+    std::ifstream file(rank == 0 ? path : path + ".rank-1");
+    const Json timeline = Json::parse(file, nullptr, false);
+    std::map<std::string, int> count;
+    for (const Json& event : timeline.value("traceEvents", Json::array())) {
+      EXPECT_EQ(event.value("pid", -1), rank);
+      const std::string name = event.value("name", "");
+      ++count[name.substr(0, name.find(' '))];
+    }
+    for (const char* what : {"forward", "backward", "fetch", "gather", "reduce", "gradients", "update"})
+      EXPECT_GE(count[what], 3) << what << " of rank " << rank;
+  }
+  EXPECT_NE(run(words + Words{"--timeline", directory_ / "no/such"}).exit_code, 0);
 }
 
 TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) {
