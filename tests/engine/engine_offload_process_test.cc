@@ -153,7 +153,7 @@ constexpr int kManySteps = 300;
 
 TEST(OffloadFootprint, DoesNotGrowOverManySteps) {
   constexpr int kEarly = kManySteps / 10;
-  constexpr std::uint64_t kMostGrowthBytes = 1 << 20;  // A leak of 600 bytes a step, in the long run.
+  constexpr std::uint64_t kMostGrowthBytes = 512 << 10;  // A leak of 300 bytes a step, in the long run.
   const TemporaryDirectory directory;
   for (const Tier tier : {Tier::kPinned, Tier::kFile}) {
     for (const Offload offload : {Offload::kOptimizer, Offload::kOptimizerAndParameters}) {
