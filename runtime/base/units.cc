@@ -22,6 +22,12 @@ std::string format_bytes(std::uint64_t bytes) {
   return text;
 }
 
+std::string format_count(std::uint64_t count, const char* one, const char* many) {
+  std::string text = std::to_string(count) + " ";
+  if (count != 1 && many != nullptr) return text + many;
+  return text + one + (count == 1 ? "" : "s");
+}
+
 bool parse_bytes(const char* text, std::uint64_t* bytes) {
   if (text == nullptr || !std::isdigit(static_cast<unsigned char>(text[0]))) return false;
   char* end = nullptr;

@@ -9,6 +9,10 @@ TEST(Units, FormatsBytes) {
   EXPECT_EQ(format_bytes(0), "0 B");
   EXPECT_EQ(format_bytes(1023), "1023 B");
   EXPECT_EQ(format_bytes(3584_MiB), "3.50 GiB");
+  EXPECT_EQ(format_count(1, "block"), "1 block");
+  EXPECT_EQ(format_count(0, "block"), "0 blocks");
+  EXPECT_EQ(format_count(2, "pass", "passes"), "2 passes");
+  EXPECT_EQ(format_count(1, "pass", "passes"), "1 pass");
 }
 
 TEST(Units, ParsesBytes) {
