@@ -1,14 +1,18 @@
 #include "runtime/api/allocation_trace.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <utility>
 
 #include "forebay/units.h"
+#include "runtime/api/pickle_reader.h"
 #include "runtime/api/rmm_log.h"
 #include "runtime/api/text_trace.h"
 #include "runtime/api/torch_snapshot.h"
@@ -161,7 +165,15 @@ std::string hint_of(std::string_view text) {
   if (begins("PK")) return "it is a zip archive (torch.save makes one; a snapshot is written by pickle.dump)";
   if (begins("\x1f\x8b")) return "it is compressed; unpack it first";
   if (begins("{") || begins("[")) return "it looks like JSON";
-  if (begins("\x80")) return "it is a pickle of a protocol other than 2 to 5";
+  if (begins("\x80") && text.size() > 1) {
+    return "it is a pickle of protocol " + std::to_string(static_cast<unsigned char>(text[1])) +
+           ", and protocols 2 to 5 are read; write it again with pickle.dump(snapshot, file, protocol=4)";
+  }
+  if (const std::optional<int> protocol = old_pickle_protocol(text)) {
+    return "it is a pickle of protocol " + std::to_string(*protocol) +
+           ", and protocols 2 to 5 are read: torch.cuda.memory._dump_snapshot writes one of these, and so "
+           "does pickle.dump(snapshot, file, protocol=4)";
+  }
   std::string_view line;
   LineReader(text).next(&line);
   return "it begins with " + quote_text(line);
@@ -191,19 +203,34 @@ Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& p
   };
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), &std::fclose);
   if (file == nullptr) return refusal(std::string(std::strerror(errno)) + "; check the path");
-  std::string text;
-  char part[1 << 16];
-  errno = 0;
-  for (std::size_t count; (count = std::fread(part, 1, sizeof(part), file.get())) > 0;) {
-    if (text.size() + count > kTraceFileLimit) {
-      return refusal("it is larger than " + format_bytes(kTraceFileLimit) +
-                     "; record less history (max_entries) or cut it into pieces");
+  // What is no regular file tells its size by ending.
+  struct stat facts {};
+  const bool has_size = ::fstat(::fileno(file.get()), &facts) == 0 && S_ISREG(facts.st_mode);
+  const std::uint64_t file_bytes = has_size ? static_cast<std::uint64_t>(facts.st_size) : 0;
+  const auto too_large = [&] {
+    return refusal("it has " + (has_size ? format_bytes(file_bytes) : "more") + ", and at most " +
+                   format_bytes(kTraceFileLimit) +
+                   " are read; record less history (max_entries) or cut it into pieces");
+  };
+  if (file_bytes > kTraceFileLimit) return too_large();
+  try {
+    std::string text;
+    text.reserve(file_bytes);
+    char part[1 << 16];
+    errno = 0;
+    for (std::size_t count; (count = std::fread(part, 1, sizeof(part), file.get())) > 0;) {
+      if (text.size() + count > kTraceFileLimit) return too_large();
+      text.append(part, count);
     }
-    text.append(part, count);
+    if (std::ferror(file.get()) != 0) return refusal(std::string(std::strerror(errno)) + "; give a file");
+    const std::size_t slash = path.find_last_of('/');
+    return parse_allocation_traces(text, slash == std::string::npos ? path : path.substr(slash + 1));
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot read '" + path + "': the host has no memory for its " + format_bytes(file_bytes) +
+                      " and what they say; free host memory, raise the limit of this process (ulimit -v), "
+                      "or record less history (max_entries)");
   }
-  if (std::ferror(file.get()) != 0) return refusal(std::string(std::strerror(errno)) + "; give a file");
-  const std::size_t slash = path.find_last_of('/');
-  return parse_allocation_traces(text, slash == std::string::npos ? path : path.substr(slash + 1));
 }
 
 }  // namespace forebay

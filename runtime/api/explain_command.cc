@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -14,29 +15,46 @@ namespace {
 
 constexpr int kBadInput = 2;
 
-int run(const std::string& path) {
+int explain_file(const std::string& path) {
   const auto complain = [](const Status& status) {
     std::fprintf(stderr, "forebay explain: %s\n", status.message().c_str());
     return kBadInput;
   };
-  const Result<std::vector<AllocationTrace>> traces = read_allocation_traces(path);
-  if (!traces.ok()) return complain(traces.status());
   std::string text;
-  for (const AllocationTrace& trace : traces.value()) {
-    const TerminalLine line;
-    const Result<Explanation> explanation =
-        explain(trace, [&](const std::string& what) { line.show(trace.name + ": " + what); });
-    if (!explanation.ok()) {
+  {
+    TerminalLine line;
+    line.show("reading " + path);
+    const Result<std::vector<AllocationTrace>> traces = read_allocation_traces(path);
+    line.show("");
+    if (!traces.ok()) return complain(traces.status());
+    for (const AllocationTrace& trace : traces.value()) {
+      const Result<Explanation> explanation = explain(trace, [&](const char* allocator,
+                                                                 const CapacityProbe& probe) {
+        if (!line.due()) return;
+        line.show(trace.name + ": smallest capacity of the " + allocator + ", " + probe_text(probe, trace));
+      });
       line.show("");
-      return complain(explanation.status());
+      if (!explanation.ok()) return complain(explanation.status());
+      if (!text.empty()) text += "\n";
+      text += explanation_text(trace, explanation.value());
     }
-    if (!text.empty()) text += "\n";
-    text += explanation_text(trace, explanation.value());
   }
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
     return complain({StatusCode::kIoError, "cannot write to standard output; is the disk full?"});
   }
   return 0;
+}
+
+int run(const std::string& path) {
+  try {
+    return explain_file(path);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr,
+                 "forebay explain: the host has no memory to play what '%s' says; free host memory, or raise "
+                 "the limit of this process (ulimit -v)\n",
+                 path.c_str());
+    return kBadInput;
+  }
 }
 
 }  // namespace

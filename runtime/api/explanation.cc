@@ -183,8 +183,7 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
 
 }  // namespace
 
-Result<Explanation> explain(const AllocationTrace& trace,
-                            const std::function<void(const std::string& what)>& progress) {
+Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress& progress) {
   Explanation explanation;
   const std::size_t end = trace.failure ? trace.failure->event : trace.peak_event() + 1;
   const Moment moment = at(trace, std::min(end, trace.events.size()));
@@ -195,10 +194,10 @@ Result<Explanation> explain(const AllocationTrace& trace,
   judge(trace, moment, &explanation);
   const auto search = [&](ReplayTarget target, const char* name,
                           std::optional<std::uint64_t>* found) -> Status {
-    Result<std::optional<std::uint64_t>> capacity = find_minimum_capacity(trace, target, [&](int probe) {
-      if (progress)
-        progress(std::string("smallest capacity of the ") + name + ", probe " + std::to_string(probe));
-    });
+    Result<std::optional<std::uint64_t>> capacity =
+        find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
+          if (progress) progress(name, probe);
+        });
     FOREBAY_RETURN_IF_ERROR(capacity.status());
     *found = capacity.value();
     return {};
@@ -210,8 +209,8 @@ Result<Explanation> explain(const AllocationTrace& trace,
 
 std::string explanation_text(const AllocationTrace& trace, const Explanation& explanation) {
   std::string text = trace.name + ": " + trace.format + ", " +
-                     std::to_string(trace.events.size() - trace.warm_event_count) + " events, " +
-                     std::to_string(trace.warm_event_count) + " blocks live before them\n";
+                     format_count(trace.events.size() - trace.warm_event_count, "event") + ", " +
+                     format_count(trace.warm_event_count, "block") + " live before\n";
   text += verdict_text(trace, explanation) + "\n";
   text += "State:   " + state_text(trace) + "\n";
   const bool at_failure = trace.failure.has_value();
@@ -227,11 +226,11 @@ std::string explanation_text(const AllocationTrace& trace, const Explanation& ex
       rest_count += holding.count;
       continue;
     }
-    text += "  " + format_bytes(holding.bytes) + " in " + std::to_string(holding.count) +
-            (holding.count == 1 ? " block " : " blocks ") + holding.name + "\n";
+    text += "  " + format_bytes(holding.bytes) + " in " + format_count(holding.count, "block") + " " +
+            holding.name + "\n";
   }
   if (rest_count > 0) {
-    text += "  " + format_bytes(rest_bytes) + " in " + std::to_string(rest_count) + " others\n";
+    text += "  " + format_bytes(rest_bytes) + " in " + format_count(rest_count, "other") + "\n";
   }
   const std::uint64_t peak = explanation.peak_requested_bytes;
   text += "Needs:   " + format_bytes(peak) + " at the peak; the smallest capacity is " +

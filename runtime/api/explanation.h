@@ -1,5 +1,5 @@
-// What an allocation trace says about why memory ran out: fragmentation or a true shortage, who held what, and how
-// little would have done.
+// What an allocation trace says about why memory ran out: fragmentation or a true shortage, who held what,
+// and how little would have done.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/api/allocation_trace.h"
+#include "runtime/api/trace_replay.h"
 
 namespace forebay {
 
@@ -29,20 +30,23 @@ struct Explanation {
   Verdict verdict = Verdict::kNoFailure;
   std::uint64_t free_bytes = 0;   // Within what was reserved, and on the device where that is known.
   std::uint64_t short_bytes = 0;  // kShortage: what was missing.
-  std::optional<std::uint64_t> capacity_bytes;  // What the process could have had: reserved, and free on the device.
-  std::uint64_t live_bytes = 0;                 // Requested bytes at the moment that is explained.
-  bool has_names = false;          // Holdings are by source line; otherwise by size.
-  std::vector<Holding> holdings;   // At that moment, largest first.
+  std::optional<std::uint64_t>
+      capacity_bytes;             // What the process could have had: reserved, and free on the device.
+  std::uint64_t live_bytes = 0;   // Requested bytes at the moment that is explained.
+  bool has_names = false;         // Holdings are by source line; otherwise by size.
+  std::vector<Holding> holdings;  // At that moment, largest first.
   std::uint64_t peak_requested_bytes = 0;
   std::optional<std::uint64_t> arena_capacity_bytes;  // The smallest that would do.
   std::optional<std::uint64_t> baseline_capacity_bytes;
 };
 
-// The moment explained is that of the last failed request, else the peak. `progress` is called with a word about each
-// of the replays that search the smallest capacities; null: nobody wants to know. Errors: those of
+// Told of the replays that search the smallest capacities, whose allocator has that name; null: nobody wants
+// to know.
+using ExplainProgress = std::function<void(const char* allocator, const CapacityProbe& probe)>;
+
+// The moment explained is that of the last failed request, else the peak. Errors: those of
 // find_minimum_capacity.
-Result<Explanation> explain(const AllocationTrace& trace,
-                            const std::function<void(const std::string& what)>& progress);
+Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress& progress);
 
 // About ten lines for a person.
 std::string explanation_text(const AllocationTrace& trace, const Explanation& explanation);

@@ -4,6 +4,7 @@
 #include <bit>
 #include <optional>
 
+#include "forebay/units.h"
 #include "runtime/api/allocation_trace.h"
 
 namespace forebay {
@@ -123,8 +124,8 @@ class PickleMachine {
   }
   std::string_view take(std::uint64_t bytes) {
     if (bytes > text_.size() - position_) {
-      fail("an operand of " + std::to_string(bytes) + " bytes where " +
-           std::to_string(text_.size() - position_) + " are left; is the file cut off?");
+      fail("an operand of " + format_count(bytes, "byte") + " where " +
+           format_count(text_.size() - position_, "is", "are") + " left; is the file cut off?");
       return {};
     }
     const std::string_view part = text_.substr(position_, bytes);
@@ -309,15 +310,16 @@ void PickleMachine::step(unsigned char opcode) {
     case kProto: {
       const std::uint64_t protocol = take_number(1);
       if (failure_.empty() && (protocol < 2 || protocol > 5)) {
-        fail("protocol " + std::to_string(protocol) + "; protocols 2 to 5 are read");
+        fail("protocol " + std::to_string(protocol) +
+             ", and protocols 2 to 5 are read; write it again with pickle.dump(snapshot, file, protocol=4)");
       }
       return;
     }
     case kFrame: {
       const std::uint64_t bytes = take_number(8);
       if (bytes > text_.size() - position_) {
-        fail("a frame of " + std::to_string(bytes) + " bytes where " +
-             std::to_string(text_.size() - position_) + " are left; is the file cut off?");
+        fail("a frame of " + format_count(bytes, "byte") + " where " +
+             format_count(text_.size() - position_, "is", "are") + " left; is the file cut off?");
       }
       return;
     }
@@ -481,6 +483,16 @@ const PickleValue* Pickle::find(const PickleValue& dict, std::string_view key) c
 
 bool is_pickle(std::string_view text) {
   return text.size() >= 2 && static_cast<unsigned char>(text[0]) == kProto && text[1] >= 2 && text[1] <= 5;
+}
+
+std::optional<int> old_pickle_protocol(std::string_view text) {
+  const auto begins = [&](std::string_view start) { return text.substr(0, start.size()) == start; };
+  // The container, and at once the memo that it goes into: as text in protocol 0, as a byte in protocol 1.
+  if (begins("(dp") || begins("(lp")) {
+    return text.size() > 3 && text[3] >= '0' && text[3] <= '9' ? std::optional<int>(0) : std::nullopt;
+  }
+  if (begins("}q") || begins("]q")) return 1;
+  return std::nullopt;
 }
 
 }  // namespace forebay

@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -76,5 +77,8 @@ class Pickle {
 
 // The input begins as a pickle of a protocol that is read here.
 bool is_pickle(std::string_view text);
+
+// 0 or 1 if the input begins as a list or a dict does in those protocols, which say nowhere which they are.
+std::optional<int> old_pickle_protocol(std::string_view text);
 
 }  // namespace forebay

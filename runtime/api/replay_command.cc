@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,8 @@ constexpr int kBadInput = 2;
 constexpr int kPassLimit = 1000;
 // What an unpressed device is taken to have; the published figures of other allocators were made at it too.
 constexpr std::uint64_t kDefaultMemory = std::uint64_t{128} << 30;
+// One chunk of the model and host devices.
+constexpr std::uint64_t kLeastMemory = std::uint64_t{2} << 20;
 
 struct ReplayArguments {
   std::vector<std::string> traces;
@@ -32,6 +35,7 @@ struct ReplayArguments {
   bool baseline = false;
   bool minimum_capacity = false;
   bool json = false;
+  const CLI::Option* memory_option = nullptr;
 };
 
 // What the arguments mean.
@@ -47,9 +51,13 @@ Status refuse(const std::string& message) {
 
 Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
   ReplayDevice device;
-  if (!arguments.memory.empty() &&
-      (!parse_bytes(arguments.memory.c_str(), &device.memory_bytes) || device.memory_bytes == 0)) {
-    return refuse("--memory is '" + arguments.memory + "'; use bytes, such as 80GiB or 24GB");
+  if (arguments.memory_option->count() > 0 &&
+      (!parse_bytes(arguments.memory.c_str(), &device.memory_bytes) || device.memory_bytes < kLeastMemory ||
+       device.memory_bytes > kTraceBlockLimit)) {
+    return refuse("--memory is '" + arguments.memory + "'; use " + format_bytes(kLeastMemory) + " to " +
+                  format_bytes(kTraceBlockLimit) +
+                  ", in bytes or with KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB or TB (of 1000) behind "
+                  "the number, such as 80GiB or 24GB");
   }
   const std::string& name = arguments.device;
   std::uint64_t ordinal = 0;
@@ -98,8 +106,8 @@ Result<std::unique_ptr<Backend>> make_backend(const ReplayDevice& device,
 }
 
 Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArguments& arguments,
-                                 const ReplayDevice& device, ReplayTarget target,
-                                 const TerminalLine& progress, ReplayReport* report) {
+                                 const ReplayDevice& device, ReplayTarget target, TerminalLine& progress,
+                                 ReplayReport* report) {
   const std::string by = trace.name + (target == ReplayTarget::kArena ? ": arena, " : ": baseline, ");
   Result<std::unique_ptr<Backend>> backend = make_backend(device, trace.peak_requested_bytes());
   FOREBAY_RETURN_IF_ERROR(backend.status());
@@ -107,17 +115,20 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
   report->memory_bytes = backend.value()->capabilities().memory_bytes;
   ReplayOptions options;
   options.passes = arguments.passes;
-  options.progress = [&](int pass) {
-    progress.show(by + "pass " + std::to_string(pass) + " of " + std::to_string(arguments.passes));
+  options.progress = [&](int pass, std::size_t event_count) {
+    if (event_count != 0 && !progress.due()) return;
+    progress.show(by + "pass " + std::to_string(pass) + " of " + std::to_string(arguments.passes) + ": " +
+                  std::to_string(100 * event_count / trace.events.size()) + " %");
   };
   Result<ReplayResult> result = replay_trace(trace, *backend.value(), target, options);
   FOREBAY_RETURN_IF_ERROR(result.status());
   ReplayFigures figures;
   figures.result = std::move(result).value();
   if (arguments.minimum_capacity) {
-    Result<std::optional<std::uint64_t>> found = find_minimum_capacity(trace, target, [&](int probe) {
-      progress.show(by + "smallest capacity, probe " + std::to_string(probe));
-    });
+    Result<std::optional<std::uint64_t>> found =
+        find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
+          if (progress.due()) progress.show(by + "smallest capacity, " + probe_text(probe, trace));
+        });
     FOREBAY_RETURN_IF_ERROR(found.status());
     figures.searched_minimum = true;
     figures.minimum_capacity_bytes = found.value();
@@ -126,7 +137,7 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
 }
 
 Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments& arguments,
-                            const ReplayDevice& device, double cycle_ns, const TerminalLine& progress) {
+                            const ReplayDevice& device, double cycle_ns, TerminalLine& progress) {
   ReplayReport report;
   report.trace = trace.name;
   report.format = trace.format;
@@ -150,7 +161,7 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
   return report;
 }
 
-int run(const ReplayArguments& arguments) {
+int play(const ReplayArguments& arguments) {
   const auto complain = [](const Status& status) {
     std::fprintf(stderr, "forebay replay: %s\n", status.message().c_str());
     return kBadInput;
@@ -161,7 +172,7 @@ int run(const ReplayArguments& arguments) {
   std::vector<ReplayReport> reports;
   int exit_code = 0;
   {
-    const TerminalLine progress;
+    TerminalLine progress;
     // One that cannot be read does not keep the others from being played.
     for (const std::string& path : arguments.traces) {
       progress.show("reading " + path);
@@ -189,6 +200,19 @@ int run(const ReplayArguments& arguments) {
   return exit_code;
 }
 
+int run(const ReplayArguments& arguments) {
+  try {
+    return play(arguments);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(
+        stderr,
+        "forebay replay: the host has no memory for what %s to record; play fewer files at a time, "
+        "use a smaller --repeat, or raise the limit of this process (ulimit -v)\n",
+        format_count(static_cast<std::uint64_t>(arguments.passes), "pass has", "passes have").c_str());
+    return kBadInput;
+  }
+}
+
 }  // namespace
 
 void add_replay_command(CLI::App& app, std::function<int()>& action) {
@@ -204,11 +228,13 @@ void add_replay_command(CLI::App& app, std::function<int()>& action) {
           "Text traces, PyTorch memory snapshots (.pickle; nothing in them is executed), RMM logs (.csv)")
       ->required()
       ->type_name("TRACE");
-  command
-      ->add_option("--memory", a.memory,
-                   "What the device holds (default: 128 GiB, or twice the peak requested if that is more; "
-                   "cuda: all it has)")
-      ->type_name("BYTES");
+  a.memory_option =
+      command
+          ->add_option(
+              "--memory", a.memory,
+              "What the device holds (default: 128 GiB, or twice the peak requested if that is more; "
+              "cuda: all it has)")
+          ->type_name("BYTES");
   command
       ->add_option("--repeat", a.passes,
                    "Times each trace is played, everything being freed in between; from the third on a step "

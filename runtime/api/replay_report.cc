@@ -176,8 +176,10 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
   if (reports.empty()) return "";
   std::string text;
   const ReplayReport& first = reports.front();
-  print(text, "Device: %s, %s; %d passes each, everything freed in between.\n\n", first.device.c_str(),
-        format_bytes(first.memory_bytes).c_str(), first.passes);
+  print(text, "Device: %s, %s; %s each%s.\n\n", first.device.c_str(),
+        format_bytes(first.memory_bytes).c_str(),
+        format_count(static_cast<std::uint64_t>(first.passes), "pass", "passes").c_str(),
+        first.passes == 1 ? "" : ", everything freed in between");
   print(text, "%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "MEMORY", "",
         "com-", "requested", "physical", "frag.", "last", "smallest", "over", "driver", "calls,", "first",
         "pass", "steady", "chunks");

@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "forebay/units.h"
+
 namespace forebay {
 namespace {
 
@@ -97,7 +99,7 @@ Result<AllocationTrace> parse_rmm_log(std::string_view text, const std::string& 
   while (next_content(lines, &line)) {
     split(line, &fields);
     if (fields.size() < field_count) {
-      return refusal("found " + std::to_string(fields.size()) + " fields of " + std::to_string(field_count) +
+      return refusal("found " + std::to_string(fields.size()) + " of " + format_count(field_count, "field") +
                      "; is the file cut off?");
     }
     const auto field = [&](Column column) { return fields[(*columns)[column]]; };
@@ -179,16 +181,22 @@ Result<AllocationTrace> parse_rmm_log(std::string_view text, const std::string& 
   }
 
   AllocationTrace trace = builder.finish();
+  if (trace.events.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot read '" + name +
+                      "' as an RMM log: no line after its header is about an allocation, so there is nothing "
+                      "to replay; log while the program allocates, and flush or end it before");
+  }
   trace.name = name;
   trace.format = "RMM log";
-  const auto note = [&](std::size_t count, const char* what) {
-    if (count > 0) trace.notes.push_back(std::to_string(count) + " " + what);
+  const auto note = [&](std::size_t count, const char* what, const char* how) {
+    if (count > 0) trace.notes.push_back(format_count(count, what) + " " + how);
   };
-  note(warm.size(), "blocks freed before they were allocated: taken as live before the log began");
-  note(null_count, "lines about a null pointer: left out");
-  note(twice_count, "addresses allocated while live: the earlier block taken as freed there");
-  note(unknown_count, "frees of blocks that were freed already: left out");
-  note(failure_count, "requests that failed when recorded: played as allocated and freed at once");
+  note(warm.size(), "block", "freed without having been allocated: taken as live before the log began");
+  note(null_count, "line", "about a null pointer: left out");
+  note(twice_count, "allocation", "of an address that is live: the earlier block taken as freed there");
+  note(unknown_count, "free", "of what was freed already: left out");
+  note(failure_count, "request", "that failed when recorded: played as allocated and freed at once");
   return trace;
 }
 

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "forebay/units.h"
 #include "runtime/api/pickle_reader.h"
 
 namespace forebay {
@@ -67,14 +68,14 @@ class DeviceReader {
     AllocationTrace trace = builder_.finish();
     trace.name = name_;
     trace.format = "PyTorch memory snapshot";
-    const auto note = [&](std::size_t count, const char* what) {
-      if (count > 0) trace.notes.push_back(std::to_string(count) + " " + what);
+    const auto note = [&](std::size_t count, const char* what, const char* how, const char* many = nullptr) {
+      if (count > 0) trace.notes.push_back(format_count(count, what, many) + " " + how);
     };
-    note(warm_.size(), "blocks were live before the history began: played first, in address order");
-    note(twice_count_, "addresses allocated while live: the earlier block taken as freed there");
-    note(unknown_count_, "frees of blocks that are not live: left out");
-    note(failure_count_, "requests that failed when recorded: played as allocated and freed at once");
-    note(other_count_, "entries of the history without a meaning for this: left out");
+    note(warm_.size(), "block", "live before the history began: played first, in address order");
+    note(twice_count_, "allocation", "of an address that is live: the earlier block taken as freed there");
+    note(unknown_count_, "free", "of what is not live: left out");
+    note(failure_count_, "request", "that failed when recorded: played as allocated and freed at once");
+    note(other_count_, "entry", "of the history without a meaning for this: left out", "entries");
     return trace;
   }
 

@@ -217,12 +217,16 @@ class MallocPlayer {
   std::uint64_t driver_call_count() const { return 0; }
 };
 
+// Events between two words about progress: a moment where each of them misses.
+constexpr std::size_t kProgressEvents = 4096;
+
 // One pass. Returns the event at which it stopped, or the number of events. What is live at the end is freed.
 template <typename Player>
 std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::byte*>& addresses,
-                 PassSamples* samples) {
+                 PassSamples* samples, const std::function<void(std::size_t event_count)>& progress) {
   std::size_t i = 0;
   for (; i < trace.events.size(); ++i) {
+    if (i % kProgressEvents == 0 && progress) progress(i);
     const TraceEvent& event = trace.events[i];
     std::byte*& address = addresses[event.block];
     if (event.is_free) {
@@ -274,9 +278,10 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
   DriverCalls after_second;
   int pass = 1;
   for (; pass <= options.passes; ++pass) {
-    if (options.progress) options.progress(pass);
     counting.reset_peak();
-    const std::size_t stopped = play(trace, player, addresses, options.timed ? &samples : nullptr);
+    std::function<void(std::size_t)> progress;
+    if (options.progress) progress = [&](std::size_t event_count) { options.progress(pass, event_count); };
+    const std::size_t stopped = play(trace, player, addresses, options.timed ? &samples : nullptr, progress);
     result.last_peak_physical_bytes = counting.peak_held_bytes();
     if (pass == 1) {
       result.peak_physical_bytes = counting.peak_held_bytes();
@@ -343,7 +348,7 @@ std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passe
   std::vector<std::byte*> addresses(trace.blocks.size());
   bool completed = true;
   for (int pass = 0; pass < passes && completed; ++pass) {
-    completed = play(trace, player, addresses, &samples) == trace.events.size();
+    completed = play(trace, player, addresses, &samples, {}) == trace.events.size();
   }
 #ifdef __GLIBC__
   ::malloc_trim(0);  // What the headers' pages took goes back.
@@ -353,23 +358,36 @@ std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passe
 #endif
 }
 
-Result<std::optional<std::uint64_t>> find_minimum_capacity(const AllocationTrace& trace, ReplayTarget target,
-                                                           const std::function<void(int probe)>& progress) {
+std::string probe_text(const CapacityProbe& probe, const AllocationTrace& trace) {
+  return "probe " + std::to_string(probe.number) + ", " + format_bytes(probe.capacity_bytes) + ": " +
+         std::to_string(100 * probe.event_count / std::max<std::size_t>(trace.events.size(), 1)) + " %";
+}
+
+Result<std::optional<std::uint64_t>> find_minimum_capacity(
+    const AllocationTrace& trace, ReplayTarget target,
+    const std::function<void(const CapacityProbe& probe)>& progress) {
   using Answer = std::optional<std::uint64_t>;
   const std::uint64_t step = ModelBackendOptions().granularity;
-  int probe = 0;
+  CapacityProbe probe;
   Status broken;
   const auto completes = [&](std::uint64_t steps) {
-    if (progress) progress(++probe);
     ModelBackendOptions options;
     options.memory_bytes = steps * step;
+    ++probe.number;
+    probe.capacity_bytes = options.memory_bytes;
+    ReplayOptions replay_options{.passes = 1, .timed = false, .progress = {}};
+    if (progress) {
+      replay_options.progress = [&](int, std::size_t event_count) {
+        probe.event_count = event_count;
+        progress(probe);
+      };
+    }
     Result<std::unique_ptr<ModelBackend>> backend = ModelBackend::create(std::move(options));
     if (!backend.ok()) {
       broken = backend.status();
       return false;
     }
-    const Result<ReplayResult> result =
-        replay_trace(trace, *backend.value(), target, {.passes = 1, .timed = false, .progress = {}});
+    const Result<ReplayResult> result = replay_trace(trace, *backend.value(), target, replay_options);
     if (!result.ok()) broken = result.status();
     return result.ok() && result.value().completed;
   };

@@ -20,8 +20,9 @@ enum class ReplayTarget : std::uint8_t { kArena, kBaseline };
 struct ReplayOptions {
   int passes = 5;     // Times the trace is played; what is live at the end of one is freed before the next.
   bool timed = true;  // Measure every call.
-  // Called before each pass, from 1; null: nobody wants to know.
-  std::function<void(int pass)> progress;
+  // Called before each pass, from 1, and every few thousand events with how many of them were played; null:
+  // nobody wants to know.
+  std::function<void(int pass, std::size_t event_count)> progress;
 };
 
 // Nanoseconds per call, the timer's own cost taken off.
@@ -68,13 +69,24 @@ Result<ReplayResult> replay_trace(const AllocationTrace& trace, Backend& backend
 // allocator is a sanitizer's, which would really take the memory.
 std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passes);
 
+// How far the search of a smallest capacity is.
+struct CapacityProbe {
+  int number = 0;  // Of the capacities tried, from 1.
+  std::uint64_t capacity_bytes = 0;
+  std::size_t event_count = 0;  // Of the trace's, played so far.
+};
+// "probe 3, 5.25 GiB: 41 %".
+std::string probe_text(const CapacityProbe& probe, const AllocationTrace& trace);
+
 // The smallest capacity of a model device on which one pass completes, in steps of its granularity. It is
 // searched from the peak of what was requested upward, doubling the distance, then by halves between the last
 // that failed and the first that did not. Whether a trace completes need not be monotone in the capacity: the
 // answer is a capacity at which it does complete, and the step below it, or one that was tried, is one at
-// which it does not. Empty if it does not complete with eight times the peak requested.
-Result<std::optional<std::uint64_t>> find_minimum_capacity(const AllocationTrace& trace, ReplayTarget target,
-                                                           const std::function<void(int probe)>& progress);
+// which it does not. Empty if it does not complete with eight times the peak requested. `progress` is called
+// every few thousand events; null: nobody wants to know.
+Result<std::optional<std::uint64_t>> find_minimum_capacity(
+    const AllocationTrace& trace, ReplayTarget target,
+    const std::function<void(const CapacityProbe& probe)>& progress);
 
 // The length of a core cycle, measured by a loop of multiplications that each need the one before, at three
 // cycles each, which is what current x86-64 and most 64-bit ARM cores take.

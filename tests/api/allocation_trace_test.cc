@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <string>
 
 #include "support/process.h"
@@ -109,7 +111,10 @@ TEST(RmmLog, TakesOddLinesAndCountsThem) {
                                       "1,1,allocate failure,(nil),99,0\n");
   EXPECT_EQ(trace.warm_event_count, 2u);
   EXPECT_EQ(trace.blocks[0].bytes, 10u);  // In address order.
-  EXPECT_EQ(trace.notes.size(), 5u);
+  ASSERT_EQ(trace.notes.size(), 5u);
+  EXPECT_EQ(trace.notes[0],
+            "2 blocks freed without having been allocated: taken as live before the log began");
+  EXPECT_EQ(trace.notes[1], "1 line about a null pointer: left out");
   ASSERT_TRUE(trace.failure.has_value());
   EXPECT_EQ(trace.failure->bytes, 99u);
   EXPECT_TRUE(trace.blocks.back().failed);
@@ -120,7 +125,7 @@ TEST(RmmLog, NamesTheLineOfWhatMakesNoSense) {
   expect_contains(refusal(good + "1,1,allocate,0xb0,-10,0\n"), "line 3: the size is '-10'");
   expect_contains(refusal(good + "1,1,allocate,zz,10,0\n"), "line 3: the pointer is 'zz'");
   expect_contains(refusal(good + "1,1,reserve,0xb0,10,0\n"), "line 3: the action is 'reserve'");
-  expect_contains(refusal(good + "1,1,free,0xa0\n"), "line 3: found 4 fields of 6");
+  expect_contains(refusal(good + "1,1,free,0xa0\n"), "line 3: found 4 of 6 fields");
   expect_contains(refusal(good + "1,1,free,0xa0,10,red\n"), "line 3: the stream is 'red'");
 }
 
@@ -130,7 +135,28 @@ TEST(AllocationTraceFiles, SayWhatTheyAreWhenTheyAreNoTrace) {
   expect_contains(refusal("\x1f\x8b\x08"), "compressed");
   expect_contains(refusal("{\"a\": 1}"), "looks like JSON");
   expect_contains(refusal("hello\n"), "it begins with 'hello'");
-  expect_contains(refusal("\x80\x01N."), "a protocol other than 2 to 5");
+  expect_contains(refusal("\x80\x06N."), "a pickle of protocol 6, and protocols 2 to 5 are read");
+  expect_contains(refusal("(dp0\nVsegments\np1\n(lp2\nsVdevice_traces\np3\n(lp4\ns."),
+                  "a pickle of protocol 0, and protocols 2 to 5 are read");
+  expect_contains(refusal("(lp0\n(dp1\nVaddress\np2\nI1\nsa."), "a pickle of protocol 0");
+  expect_contains(refusal(std::string("]q\0}q\1.", 6)), "a pickle of protocol 1");
+  expect_contains(refusal("}q"), "does pickle.dump(snapshot, file, protocol=4)");
+  expect_contains(refusal("(dpx"), "it begins with '(dpx'");
+}
+
+TEST(AllocationTraceFiles, ALogOfNothingIsNoTrace) {
+  expect_contains(refusal(kHeader), "there is nothing to replay");
+  expect_contains(refusal(std::string(kHeader) + "1,1,allocate,(nil),0,0\n"), "there is nothing to replay");
+}
+
+TEST(AllocationTraceFiles, OnesThatAreTooLargeAreRefusedUnreadWithTheirSize) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "large.trace";
+  std::ofstream(path) << "a 0 1 0\n";
+  std::filesystem::resize_file(path, kTraceFileLimit + 512 * 1024 * 1024);  // Takes no room on the disk.
+  const Status status = read_allocation_traces(path).status();
+  EXPECT_EQ(status.code(), StatusCode::kIoError);
+  expect_contains(status.message(), "it has 2.50 GiB, and at most 2.00 GiB are read");
 }
 
 TEST(AllocationTraceFiles, MissingOnesAreNamed) {

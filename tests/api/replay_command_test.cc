@@ -1,12 +1,18 @@
 // `forebay replay` and `forebay explain` as a person runs them.
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
 
 #include <algorithm>
+#include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "support/pickle_writer.h"
@@ -117,11 +123,107 @@ TEST_F(ReplayCommand, RefusesAPickleWithCodeAndRunsNoneOfIt) {
 TEST_F(ReplayCommand, RefusesOddOptions) {
   const std::string path = write("small.trace", kTrace);
   EXPECT_EQ(forebay({"replay"}).exit_code, 2);
-  EXPECT_EQ(forebay({"replay", path, "--memory", "lots"}).exit_code, 2);
+  for (const char* memory : {"lots", "", "-1", "0", "5", "2047KiB", "80gib", "65TiB", "1e30", "nan"}) {
+    const Finished run = forebay({"replay", path, "--memory", memory});
+    EXPECT_EQ(run.exit_code, 2) << memory;
+    EXPECT_EQ(run.output.find(std::string("forebay replay: --memory is '") + memory +
+                              "'; use 2.00 MiB to 64.00 TiB, in bytes or with KiB, MiB, GiB, TiB"),
+              0u)
+        << run.output;
+  }
   EXPECT_EQ(forebay({"replay", path, "--device", "tpu"}).exit_code, 2);
   EXPECT_EQ(forebay({"replay", path, "--device", "cuda:x"}).exit_code, 2);
   EXPECT_EQ(forebay({"replay", path, "--repeat", "0"}).exit_code, 2);
   EXPECT_EQ(forebay({"replay", directory_ / "none"}).exit_code, 2);
+}
+
+TEST_F(ReplayCommand, CountsOnePassAsOne) {
+  const std::string path = write("small.trace", kTrace);
+  const std::string one = forebay({"replay", path, "--repeat", "1"}).output;
+  EXPECT_NE(one.find("; 1 pass each."), std::string::npos) << one;
+  const std::string two = forebay({"replay", path, "--repeat", "2"}).output;
+  EXPECT_NE(two.find("; 2 passes each, everything freed in between."), std::string::npos) << two;
+  EXPECT_NE(forebay({"explain", path}).output.find(", 6 events, 1 block live before\n"), std::string::npos);
+}
+
+TEST_F(ReplayCommand, SaysWhenTheHostHasNoMemoryForAFile) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer needs more addresses than a limit leaves";
+#endif
+  const std::string path = write("large.trace", "a 0 1 0\n");
+  std::filesystem::resize_file(path, 1u << 30);
+  for (const char* command : {"replay", "explain"}) {
+    const Finished run = run_program(
+        {"/bin/sh", "-c",
+         std::string("ulimit -v 900000 && exec ") + FOREBAY_COMMAND + " " + command + " " + path});
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    EXPECT_NE(run.output.find("the host has no memory for its 1.00 GiB"), std::string::npos) << run.output;
+  }
+}
+
+TEST_F(ReplayCommand, EndsWithTheCodeOfTheSignalThatEndsIt) {
+  const std::string path = directory_ / "pipe.trace";
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  for (const int signal : {SIGTERM, SIGINT}) {
+    Process process({FOREBAY_COMMAND, "replay", path});
+    process.signal(signal);
+    EXPECT_EQ(process.finish().exit_code, 128 + signal);
+  }
+}
+
+// A terminal that takes what a program writes to it.
+class Terminal {
+ public:
+  explicit Terminal(unsigned short width) : master_(::posix_openpt(O_RDWR | O_NOCTTY)) {
+    EXPECT_EQ(::grantpt(master_), 0);
+    EXPECT_EQ(::unlockpt(master_), 0);
+    name_ = ::ptsname(master_);
+    slave_ = ::open(name_.c_str(), O_RDWR | O_NOCTTY);
+    winsize size{};
+    size.ws_col = width;
+    EXPECT_EQ(::ioctl(slave_, TIOCSWINSZ, &size), 0);
+    reader_ = std::thread([this] {
+      char part[4096];
+      for (ssize_t count; (count = ::read(master_, part, sizeof(part))) > 0;) {
+        text_.append(part, static_cast<std::size_t>(count));
+      }
+    });
+  }
+  ~Terminal() { ::close(master_); }
+  const std::string& name() const { return name_; }
+  // What was written, when nobody writes any more.
+  const std::string& finish() {
+    ::close(slave_);
+    reader_.join();
+    return text_;
+  }
+
+ private:
+  const int master_;
+  int slave_ = -1;
+  std::string name_;
+  std::string text_;
+  std::thread reader_;
+};
+
+TEST_F(ReplayCommand, ExplainTellsATerminalHowFarItIs) {
+  std::string text;
+  for (int i = 0; i < 20000; ++i) text += "a " + std::to_string(i) + " 65536 0\n";
+  const std::string path = write("long.trace", text);
+  Terminal terminal(60);
+  const Finished run = run_program(
+      {"/bin/sh", "-c", std::string(FOREBAY_COMMAND) + " explain " + path + " 2>" + terminal.name()});
+  const std::string& shown = terminal.finish();
+
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(run.output.find('\r'), std::string::npos) << "progress is for the terminal alone";
+  EXPECT_NE(shown.find("\rreading "), std::string::npos) << shown;
+  EXPECT_NE(shown.find("\rlong.trace: smallest capacity of the arena, probe 1,"), std::string::npos) << shown;
+  EXPECT_EQ(shown.substr(shown.size() - 4), "\r\x1b[K") << "the line is gone in the end";
+  for (std::size_t at = 0, end; at < shown.size(); at = end + 1) {
+    end = std::min(shown.find('\r', at), shown.size());
+    EXPECT_LT(end - at, 60 + std::string("\x1b[K").size()) << "a line that wraps cannot be written over";
+  }
 }
 
 TEST_F(ReplayCommand, ExplainSaysInAFewLinesWhatHappened) {
