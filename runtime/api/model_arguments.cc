@@ -81,8 +81,8 @@ std::string describe_model(const ModelChoice& model) {
   const TransformerShape& shape = model.shape;
   const std::uint64_t sequence = model.sequence == 0 ? shape.positions : model.sequence;
   std::string text = shape.kind == TransformerKind::kGpt2 ? "GPT-2 kind: " : "Llama kind: ";
-  text += std::to_string(shape.layers) + " layers, hidden " + std::to_string(shape.hidden) + ", " +
-          std::to_string(shape.heads) + " heads";
+  text += format_count(shape.layers, "layer") + ", hidden " + std::to_string(shape.hidden) + ", " +
+          format_count(shape.heads, "head");
   if (shape.key_value_heads != shape.heads) {
     text += " (" + std::to_string(shape.key_value_heads) + " for keys and values)";
   }

@@ -1,5 +1,7 @@
 #include "plan_command.h"
 
+#include <algorithm>
+#include <bit>
 #include <charconv>
 #include <cstdio>
 #include <memory>
@@ -7,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/units.h"
 #include "host_limits.h"
 #include "model_arguments.h"
 #include "plan_print.h"
@@ -15,7 +18,11 @@
 namespace forebay {
 namespace {
 
+constexpr int kDoesNotHold = 1;
 constexpr int kBadInput = 2;
+// What a device may map at a time: a page at least; GPUs have 2 MiB.
+constexpr std::uint64_t kChunkLeast = std::uint64_t{4} << 10;
+constexpr std::uint64_t kChunkMost = std::uint64_t{1} << 30;
 
 // The command line as it was typed; numbers are signed so that a negative one gets an answer in our words.
 struct PlanArguments {
@@ -132,6 +139,11 @@ Status read_options(const PlanArguments& arguments, PlanRequest* request) {
 
   FOREBAY_RETURN_IF_ERROR(read_bytes("bucket", arguments.bucket, &options.bucket_bytes));
   FOREBAY_RETURN_IF_ERROR(read_bytes("chunk", arguments.chunk, &options.chunk_bytes));
+  if (!std::has_single_bit(options.chunk_bytes) || options.chunk_bytes < kChunkLeast ||
+      options.chunk_bytes > kChunkMost) {
+    return refuse("--chunk is '" + arguments.chunk + "', and devices map powers of two; use one from " +
+                  format_bytes(kChunkLeast) + " to " + format_bytes(kChunkMost) + ", such as 2MiB");
+  }
 
   const std::optional<Preset> preset = parse_preset(arguments.preset);
   if (!preset) {
@@ -174,7 +186,9 @@ Status plan_stages(PlanRequest request, std::optional<int> only, std::vector<Pla
   return reports->empty() ? first : Status();
 }
 
-Status plan(const PlanArguments& arguments) {
+// Prints the plan. `*holds`: one of the stages shown fits into what it was told to be held against, which the
+// host is only by --host-ranks.
+Status plan(const PlanArguments& arguments, bool* holds) {
   const bool has_stage = given(arguments.stage_option);
   if (arguments.json && !has_stage)
     return refuse("--json prints one plan and no --stage was given; add --stage");
@@ -194,12 +208,16 @@ Status plan(const PlanArguments& arguments) {
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
     return Status(StatusCode::kIoError, "cannot write the plan to standard output; is the disk full?");
   }
+  if (!given(arguments.host_ranks_option)) budget.host_ranks = 0;
+  *holds = std::any_of(reports.begin(), reports.end(),
+                       [&](const PlanReport& report) { return plan_fits(report, budget); });
   return Status();
 }
 
 int run(const PlanArguments& arguments) {
-  const Status status = plan(arguments);
-  if (status.ok()) return 0;
+  bool holds = false;
+  const Status status = plan(arguments, &holds);
+  if (status.ok()) return holds ? 0 : kDoesNotHold;
   std::fprintf(stderr, "forebay plan: %s\n", status.message().c_str());
   return kBadInput;
 }
@@ -246,6 +264,9 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
       "--host-ranks", a.host_ranks,
       "Ranks that keep their device bytes in this host's memory (default: all; 0: do not judge the host)");
   command->add_flag("--json", a.json, "Print JSON");
+  command->footer(
+      "Exit code: 0; 1 if neither --memory nor, where it is given, --host-ranks leaves room for any of the "
+      "stages shown; 2 for bad input.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

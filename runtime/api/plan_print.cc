@@ -147,9 +147,8 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
   text += ":\n";
   for (const std::vector<Verdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);
   for (std::size_t i = 0; i < reports.size(); ++i) {
-    const bool fits = std::all_of(by_limit.begin(), by_limit.end(),
-                                  [&](const std::vector<Verdict>& verdicts) { return verdicts[i].fits(); });
-    if (!fits) text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";
+    if (!plan_fits(reports[i], budget))
+      text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";
   }
   const bool host_fails = std::any_of(
       by_limit.begin() + (budget.memory_bytes != 0 ? 1 : 0), by_limit.end(), [](const auto& verdicts) {
@@ -173,6 +172,11 @@ Json verdict_json(const Verdict& verdict) {
 }
 
 }  // namespace
+
+bool plan_fits(const PlanReport& report, const PlanBudget& budget) {
+  const std::vector<Verdict> verdicts = judge(report, budget);
+  return std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& one) { return one.fits(); });
+}
 
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
                       const std::string& model, const PlanBudget& budget) {
@@ -274,21 +278,17 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
               {"wire", report.wire_formula}}},
             {"notes", report.notes}};
 
-  bool fits = true;
   if (budget.memory_bytes != 0) {
-    const Verdict verdict = judge_memory(report, budget.memory_bytes);
-    fits = verdict.fits();
-    json["memory"] = verdict_json(verdict);
+    json["memory"] = verdict_json(judge_memory(report, budget.memory_bytes));
   }
   if (budget.host_ranks != 0) {
     json["host"] = {{"ranks", budget.host_ranks}, {"limits", Json::array()}};
     for (const Verdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
-      fits = fits && verdict.fits();
       json["host"]["limits"].push_back(verdict_json(verdict));
     }
   }
-  json["fits"] = fits;
-  if (!fits) json["advice"] = shrink_advice(report);
+  json["fits"] = plan_fits(report, budget);
+  if (!plan_fits(report, budget)) json["advice"] = shrink_advice(report);
   return json.dump(2) + "\n";
 }
 

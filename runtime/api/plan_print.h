@@ -16,6 +16,9 @@ struct PlanBudget {
   std::vector<HostLimit> host_limits;
 };
 
+// Whether every limit of the budget holds the plan.
+bool plan_fits(const PlanReport& report, const PlanBudget& budget);
+
 // A column for each report. `left_out` says why the stages that are missing are.
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
                       const std::string& model, const PlanBudget& budget);

@@ -143,7 +143,7 @@ TEST(PlanCommand, ReadsAConfig) {
 TEST(PlanCommand, SaysWhenTheHostOrTheBudgetCannotHoldIt) {
   const Outcome outcome = plan("--parameters 1000T --stage 0 --memory 1GiB");
 
-  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  ASSERT_EQ(outcome.exit_code, 1) << outcome.output;
   for (const char* words : {"free memory (MemAvailable)", "--memory 1.00 GiB: DOES NOT HOLD stage 0",
                             "the largest pool is optimizer", "--stage 1"}) {
     EXPECT_NE(outcome.output.find(words), std::string::npos) << words << "\n" << outcome.output;
@@ -151,6 +151,17 @@ TEST(PlanCommand, SaysWhenTheHostOrTheBudgetCannotHoldIt) {
   const Json json = Json::parse(plan("--parameters 1000T --stage 0 --memory 1GiB --json").output);
   EXPECT_EQ(json.at("fits"), false);
   EXPECT_EQ(json.at("memory").at("fits"), false);
+}
+
+TEST(PlanCommand, ExitCodeSaysWhetherTheGivenBudgetHoldsAStage) {
+  const std::string model = "--parameters 1B --ranks 4 --host-ranks 0 ";
+  EXPECT_EQ(plan(model + "--stage 0 --memory 1GiB").exit_code, 1);
+  EXPECT_EQ(plan(model + "--stage 0 --memory 100GiB --json").exit_code, 0);
+  EXPECT_EQ(plan(model + "--memory 8GiB").exit_code, 0) << "stage 3 fits";
+  EXPECT_EQ(plan(model + "--memory 1GiB").exit_code, 1) << "none fits";
+  EXPECT_EQ(plan("--parameters 1000T --stage 0").exit_code, 0) << "it is no plan for this host";
+  EXPECT_EQ(plan("--parameters 1000T --stage 0 --host-ranks 1").exit_code, 1);
+  EXPECT_NE(plan("--help").output.find("Exit code: 0; 1 if"), std::string::npos);
 }
 
 struct BadInput {
@@ -175,6 +186,12 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {shape + "--bucket 0", "--bucket is '0'"},
       {shape + "--bucket much", "--bucket is 'much'"},
       {shape + "--memory -1", "--memory"},
+      {shape + "--chunk 3",
+       "--chunk is '3', and devices map powers of two; use one from 4.00 KiB to 1.00 GiB"},
+      {shape + "--chunk 3MiB", "--chunk is '3MiB'"},
+      {shape + "--chunk 2KiB", "--chunk is '2KiB'"},
+      {shape + "--chunk 2GiB", "--chunk is '2GiB'"},
+      {shape + "--chunk 0", "--chunk is '0'"},
       {shape + "--offload all", "--offload is 'all'"},
       {shape + "--offload optimizer+parameters --stage 2", "use stage 3"},
       {shape + "--offload optimizer --offload-tier disk", "--offload-tier is 'disk'"},
