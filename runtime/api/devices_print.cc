@@ -45,8 +45,8 @@ std::string device_text(const CudaDevice& device) {
   Section section("cuda:" + std::to_string(device.ordinal));
   if (!device.name.empty()) {
     section.line(device.name + ", compute capability " + std::to_string(device.compute_major) + "." +
-                 std::to_string(device.compute_minor) + ", " + std::to_string(device.multiprocessor_count) +
-                 " multiprocessors");
+                 std::to_string(device.compute_minor) + ", " +
+                 format_count(device.multiprocessor_count, "multiprocessor"));
     section.line("memory " + format_bytes(device.memory_bytes) + ", " + format_bytes(device.free_bytes) +
                  " free");
     section.line(device.granularity == 0 ? "no virtual memory management: forebay's arena needs it"
@@ -78,7 +78,7 @@ std::string cuda_text(const DevicesReport& report) {
 std::string host_text(const DevicesReport& report) {
   const HostFacts& host = report.host;
   Section section("host");
-  section.line(std::to_string(host.processor_count) + " processors" +
+  section.line(format_count(host.processor_count, "processor") +
                (host.usable_count == host.processor_count
                     ? ""
                     : ", " + std::to_string(host.usable_count) + " usable here") +
@@ -108,10 +108,6 @@ std::string node_text(const std::vector<int>& nodes) {
              : std::string(nodes.size() == 1 ? "NUMA node " : "NUMA nodes ") + processors_text(nodes);
 }
 
-std::string count_text(std::size_t count, const char* what) {
-  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
-}
-
 std::string device_name(const DevicesReport& report, std::size_t index) {
   return report.cuda.devices.empty() ? "host" : "cuda:" + std::to_string(report.cuda.devices[index].ordinal);
 }
@@ -124,14 +120,14 @@ std::string topology_text(const DevicesReport& report) {
     quota = std::to_string(*topology.processor_quota);
     quota = "the quota is worth " + quota.substr(0, quota.find('.') + 3);
   }
-  section.line("by " + topology.source + ": " + count_text(topology.nodes.size(), "NUMA node") +
+  section.line("by " + topology.source + ": " + format_count(topology.nodes.size(), "NUMA node") +
                "; processors " + processors_text(topology.processors()) + " may be used, " + quota);
   for (std::size_t i = 0; i < report.placements.size(); ++i) {
     const Placement& placement = report.placements[i];
     section.line(
         device_name(report, i) + " (" + placement.reason + "): threads on processors " +
-        processors_text(placement.processors) + ", kernels on " + count_text(placement.cores.size(), "core") +
-        ", page-locked memory " +
+        processors_text(placement.processors) + ", kernels on " +
+        format_count(placement.cores.size(), "core") + ", page-locked memory " +
         (placement.memory_node < 0 ? "anywhere" : "on NUMA node " + std::to_string(placement.memory_node)));
   }
   for (const Attachment& one : topology.attachments) {
@@ -177,11 +173,14 @@ std::string flash_text(const DevicesReport& report) {
 Json number_or_null(int value) {
   return value < 0 ? Json(nullptr) : Json(value);
 }
+Json text_or_null(const std::string& text) {
+  return text.empty() ? Json(nullptr) : Json(text);
+}
 
 Json device_json(const CudaDevice& device) {
   return Json{{"ordinal", device.ordinal},
-              {"name", device.name},
-              {"uuid", device.uuid},
+              {"name", text_or_null(device.name)},
+              {"uuid", text_or_null(device.uuid)},
               {"compute_capability",
                std::to_string(device.compute_major) + "." + std::to_string(device.compute_minor)},
               {"multiprocessor_count", device.multiprocessor_count},
@@ -192,8 +191,8 @@ Json device_json(const CudaDevice& device) {
               {"rdma", device.has_rdma},
               {"peers", device.peer_ordinals},
               {"numa_node", number_or_null(device.numa_node)},
-              {"pci_bus_id", device.pci_bus_id},
-              {"problem", device.problem.empty() ? Json(nullptr) : Json(device.problem)}};
+              {"pci_bus_id", text_or_null(device.pci_bus_id)},
+              {"problem", text_or_null(device.problem)}};
 }
 
 Json host_json(const DevicesReport& report) {
@@ -222,14 +221,14 @@ Json host_json(const DevicesReport& report) {
   }
   return Json{{"processor_count", host.processor_count},
               {"usable_count", host.usable_count},
-              {"processor_model", host.processor_model},
+              {"processor_model", text_or_null(host.processor_model)},
               {"kernels", report.host_kernels},
               {"memory_bytes", host.memory_bytes},
               {"available_bytes", host.available_bytes},
               {"memlock_bytes", host.memlock_bytes ? Json(*host.memlock_bytes) : Json(nullptr)},
               {"numa_nodes", nodes},
               {"huge_pages", pages},
-              {"transparent_huge_pages", host.transparent_huge_pages},
+              {"transparent_huge_pages", text_or_null(host.transparent_huge_pages)},
               {"flash_directories", directories}};
 }
 
@@ -303,7 +302,7 @@ std::string devices_json(const DevicesReport& report) {
   const bool has_driver = report.cuda_status.ok();
   const Json json{{"driver",
                    {{"found", has_driver},
-                    {"path", report.cuda.driver_path},
+                    {"path", text_or_null(report.cuda.driver_path)},
                     {"version", has_driver ? Json(version_text(report.cuda.driver_version)) : Json(nullptr)},
                     {"reason", has_driver ? Json(nullptr) : Json(report.cuda_status.message())}}},
                   {"devices", devices},

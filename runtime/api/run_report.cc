@@ -4,9 +4,11 @@
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <ostream>
@@ -14,25 +16,107 @@
 #include <utility>
 
 #include "forebay/error.h"
+#include "forebay/units.h"
+#include "runtime/api/allocation_trace.h"
 
 namespace forebay {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
+// A training run of a million steps writes tens of megabytes.
+constexpr std::uint64_t kReportBytesMax = std::uint64_t{256} << 20;
+
 [[noreturn]] void bad_report(const std::string& path, const std::string& found) {
   throw Error(StatusCode::kCorruption, "cannot read report '" + path + "': " + found +
                                            "; give files that forebay-gpt wrote with --report");
 }
 
-PoolBytes read_pools(const Json& object) {
+// A value of the file and where it is, so that what is wrong can be told by its name. Requires: the JSON
+// outlives it.
+class Entry {
+ public:
+  explicit Entry(const Json& json) : json_(json) {}
+
+  bool has(const std::string& key) const { return object().contains(key); }
+  Entry at(const std::string& key) const {
+    const auto found = object().find(key);
+    if (found == json_.end()) throw Unreadable{(place_.empty() ? "it" : place_) + " has no '" + key + "'"};
+    return Entry(*found, place_.empty() ? key : place_ + "." + key);
+  }
+  std::vector<Entry> items() const {
+    if (!json_.is_array()) complain("a list");
+    std::vector<Entry> items;
+    for (const Json& item : json_) {
+      items.push_back(Entry(item, place_ + "[" + std::to_string(items.size()) + "]"));
+    }
+    return items;
+  }
+
+  std::uint64_t count() const {
+    if (!json_.is_number_unsigned()) complain("a whole number from 0 up");
+    return json_.get<std::uint64_t>();
+  }
+  int small_number() const {
+    if (!json_.is_number_integer() || std::abs(json_.get<double>()) > std::numeric_limits<int>::max()) {
+      complain("a whole number below 2^31");
+    }
+    return json_.get<int>();
+  }
+  double number() const {
+    if (!json_.is_number()) complain("a number");
+    return json_.get<double>();
+  }
+  // None for null.
+  std::optional<double> number_or_null() const {
+    if (json_.is_null()) return std::nullopt;
+    if (!json_.is_number()) complain("a number or null");
+    return json_.get<double>();
+  }
+  std::string text() const {
+    if (!json_.is_string()) complain("a text");
+    return json_.get<std::string>();
+  }
+
+  int small_number(const std::string& key, int otherwise) const {
+    return has(key) ? at(key).small_number() : otherwise;
+  }
+  std::uint64_t count(const std::string& key, std::uint64_t otherwise) const {
+    return has(key) ? at(key).count() : otherwise;
+  }
+  std::string text(const std::string& key, const char* otherwise) const {
+    return has(key) ? at(key).text() : otherwise;
+  }
+
+  struct Unreadable {
+    std::string found;
+  };
+
+ private:
+  Entry(const Json& json, std::string place) : json_(json), place_(std::move(place)) {}
+
+  const Json& object() const {
+    if (!json_.is_object()) complain("an object");
+    return json_;
+  }
+  [[noreturn]] void complain(const char* wanted) const {
+    throw Unreadable{(place_.empty() ? "it" : place_) + " is " +
+                     quote_text(json_.dump(-1, ' ', true, Json::error_handler_t::replace)) + " and not " +
+                     wanted};
+  }
+
+  const Json& json_;
+  std::string place_;
+};
+
+PoolBytes read_pools(const Entry& object) {
   PoolBytes bytes;
-  bytes.parameters = object.at("parameters").get<std::uint64_t>();
-  bytes.gradients = object.at("gradients").get<std::uint64_t>();
-  bytes.optimizer = object.at("optimizer").get<std::uint64_t>();
-  bytes.gathered = object.at("gathered").get<std::uint64_t>();
-  bytes.buckets = object.at("buckets").get<std::uint64_t>();
-  bytes.activations = object.at("activations").get<std::uint64_t>();
+  bytes.parameters = object.at("parameters").count();
+  bytes.gradients = object.at("gradients").count();
+  bytes.optimizer = object.at("optimizer").count();
+  bytes.gathered = object.at("gathered").count();
+  bytes.buckets = object.at("buckets").count();
+  bytes.activations = object.at("activations").count();
   return bytes;
 }
 
@@ -45,18 +129,18 @@ PoolBytes largest(const PoolBytes& a, const PoolBytes& b) {
           .activations = std::max(a.activations, b.activations)};
 }
 
-void read_ranks(const Json& ranks, RunReport& run) {
-  for (const Json& rank : ranks) {
+void read_ranks(const Entry& ranks, RunReport& run) {
+  for (const Entry& rank : ranks.items()) {
     const PoolBytes peak = read_pools(rank.at("peak_bytes"));
     const PoolBytes planned = read_pools(rank.at("planned_bytes"));
     run.peak = largest(run.peak, peak);
     run.planned = largest(run.planned, planned);
     run.peak_model_states = std::max(run.peak_model_states, peak.model_states());
     run.planned_model_states = std::max(run.planned_model_states, planned.model_states());
-    run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").get<std::uint64_t>());
+    run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").count());
     // Older reports lack some of these.
     const auto raise = [&](std::uint64_t& target, const char* key) {
-      if (rank.contains(key)) target = std::max(target, rank.at(key).get<std::uint64_t>());
+      if (rank.has(key)) target = std::max(target, rank.at(key).count());
     };
     raise(run.host_bytes, "host_bytes");
     raise(run.planned_host_bytes, "planned_host_bytes");
@@ -66,40 +150,54 @@ void read_ranks(const Json& ranks, RunReport& run) {
     raise(run.planned_file_read_bytes_per_step, "planned_file_read_bytes_per_step");
     raise(run.file_written_bytes_per_step, "file_written_bytes_per_step");
     raise(run.planned_file_written_bytes_per_step, "planned_file_written_bytes_per_step");
-    run.sent_bytes_per_step =
-        std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").get<std::uint64_t>());
+    run.sent_bytes_per_step = std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").count());
     run.received_bytes_per_step =
-        std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").get<std::uint64_t>());
+        std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").count());
   }
 }
 
-RunReport read_run(const std::string& path, const Json& json) {
+RunReport read_run(const std::string& path, const Entry& json) {
   RunReport run;
   run.name = path;
-  run.world_size = json.at("world_size").get<int>();
-  run.stage = json.at("stage").get<int>();
-  run.dtype = json.at("dtype").get<std::string>();
-  run.parameters = json.at("parameters").get<std::uint64_t>();
-  run.steps = json.at("steps").get<int>();
-  run.first_step = json.value("first_step", 0);
-  run.micro_steps = json.value("micro_steps", 1);
-  run.accumulate = json.value("accumulate", "shard");
-  run.offload = json.value("offload", "none");
-  run.tier = json.value("offload_tier", "cpu");
-  run.offloaded_parameters =
-      json.value("offloaded_parameters", run.offload == "none" ? std::uint64_t{0} : run.parameters);
-  run.store = json.value("store", "");
-  for (const Json& loss : json.at("loss")) {
+  run.world_size = json.at("world_size").small_number();
+  run.stage = json.at("stage").small_number();
+  run.dtype = json.at("dtype").text();
+  run.parameters = json.at("parameters").count();
+  run.steps = json.at("steps").small_number();
+  run.first_step = json.small_number("first_step", 0);
+  run.micro_steps = json.small_number("micro_steps", 1);
+  run.accumulate = json.text("accumulate", "shard");
+  run.offload = json.text("offload", "none");
+  run.tier = json.text("offload_tier", "cpu");
+  run.offloaded_parameters = json.count("offloaded_parameters", run.offload == "none" ? 0 : run.parameters);
+  run.store = json.text("store", "");
+  for (const Entry& loss : json.at("loss").items()) {
     // JSON has no NaN.
-    run.losses.push_back(loss.is_null() ? std::numeric_limits<double>::quiet_NaN() : loss.get<double>());
+    run.losses.push_back(loss.number_or_null().value_or(std::numeric_limits<double>::quiet_NaN()));
   }
-  for (const Json& norm : json.at("grad_norm")) {
-    run.grad_norms.push_back(norm.is_null() ? std::nullopt : std::optional<double>(norm.get<double>()));
-  }
-  run.digest = json.at("digest").get<std::string>();
-  run.tokens_per_second = json.at("tokens_per_second").get<double>();
+  for (const Entry& norm : json.at("grad_norm").items()) run.grad_norms.push_back(norm.number_or_null());
+  run.digest = json.at("digest").text();
+  run.tokens_per_second = json.at("tokens_per_second").number();
   read_ranks(json.at("ranks"), run);
   return run;
+}
+
+// Says where and what is not JSON.
+Json parse_json(const std::string& path, const std::string& text) {
+  try {
+    return Json::parse(text);
+  } catch (const Json::parse_error& error) {
+    // Counted from 1: the byte that was read last, and did not fit.
+    const std::size_t at = error.byte == 0 ? 0 : error.byte - 1;
+    if (text.empty()) bad_report(path, "it is empty");
+    if (at >= text.size()) bad_report(path, "it ends before its JSON does; is it cut off?");
+    const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
+    const std::size_t line_begin = at == 0 ? 0 : text.rfind('\n', at - 1) + 1;
+    bad_report(path, "line " + std::to_string(line) + ", byte " + std::to_string(at - line_begin + 1) +
+                         " of it: it is no JSON from " + quote_text(text.substr(at, 20)) + " on");
+  } catch (const Json::out_of_range&) {
+    bad_report(path, "it has a number too large for a computer's");
+  }
 }
 
 // "12,345,678": byte columns are read digit by digit.
@@ -288,16 +386,22 @@ RunReport read_run_report(const std::string& path) {
                 "cannot read report '" + path +
                     "': it is not a regular file; check the name that --report was given");
   }
-  std::ifstream file(path);
+  std::ifstream file(path, std::ios::binary);
   if (!file) {
     throw Error(StatusCode::kIoError, "cannot open report '" + path + "': " + std::strerror(errno) +
                                           "; check the name that --report was given");
   }
+  const std::uintmax_t bytes = std::filesystem::file_size(path, ignored);
+  if (!ignored && bytes > kReportBytesMax) {
+    bad_report(path, "it has " + format_bytes(bytes) + ", and at most " + format_bytes(kReportBytesMax) +
+                         " are read");
+  }
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
   RunReport run;
   try {
-    run = read_run(path, Json::parse(file));
-  } catch (const nlohmann::json::exception& error) {
-    bad_report(path, error.what());
+    run = read_run(path, Entry(parse_json(path, text)));
+  } catch (const Entry::Unreadable& error) {
+    bad_report(path, error.found);
   }
   if (run.world_size < 1) bad_report(path, "world_size is " + std::to_string(run.world_size));
   if (run.stage < 0 || run.stage > 3) bad_report(path, "stage is " + std::to_string(run.stage));
@@ -321,8 +425,10 @@ Comparison compare_runs(const std::vector<RunReport>& runs) {
 
 void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
   const RunReport& first = runs.front();
-  out << grouped(first.parameters) << " parameters, " << first.dtype << ", " << first.world_size << " ranks, "
-      << first.steps << " steps. Bytes are those of the worst rank; wire is per step.\n\n";
+  out << grouped(first.parameters) << " parameters, " << first.dtype << ", "
+      << format_count(static_cast<std::uint64_t>(first.world_size), "rank") << ", "
+      << format_count(static_cast<std::uint64_t>(std::max(first.steps, 0)), "step")
+      << ". Bytes are those of the worst rank; wire is per step.\n\n";
   print_rows(out, table_rows(runs));
   print_file_rows(out, runs);
   if (runs.size() < 2) return;

@@ -42,6 +42,7 @@ TEST(DevicesCommand, ListsTheHostWhereThereIsNoDriver) {
   EXPECT_EQ(json.at("driver").at("found"), false);
   EXPECT_NE(json.at("driver").at("reason").get<std::string>().find("/nowhere"), std::string::npos);
   EXPECT_EQ(json.at("driver").at("version"), nullptr);
+  EXPECT_EQ(json.at("driver").at("path"), nullptr);
   EXPECT_TRUE(json.at("devices").empty());
   EXPECT_GT(json.at("host").at("memory_bytes").get<std::uint64_t>(), 0u);
   EXPECT_GT(json.at("host").at("processor_count").get<int>(), 0);

@@ -181,6 +181,52 @@ TEST(RunReport, LossThatWasNotFiniteIsShownAndEqualToItself) {
   std::remove(path.c_str());
 }
 
+// What is said of a report with that text, which cannot be read.
+std::string complaint(const std::string& text) {
+  const std::string path = testing::TempDir() + "forebay-run-report-complaint.json";
+  std::ofstream(path) << text;
+  std::string message;
+  try {
+    read_run_report(path);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kCorruption);
+    message = error.status().message();
+  }
+  std::remove(path.c_str());
+  EXPECT_EQ(message.find("cannot read report '" + path + "': "), 0u) << message;
+  EXPECT_EQ(message.find("json.exception"), std::string::npos) << message;
+  return message;
+}
+
+TEST(RunReport, SaysWhereAFileIsNoJson) {
+  const auto contains = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  contains(complaint(""), "it is empty");
+  contains(complaint("{\"world_size\": 2,\n \"stage\""), "it ends before its JSON does");
+  contains(complaint("{\"world_size\": 2,\n  stage: 1}"),
+           "line 2, byte 3 of it: it is no JSON from 'stage: 1}' on");
+  contains(complaint("hello"), "line 1, byte 1 of it: it is no JSON from 'hello' on");
+  contains(complaint("{\"world_size\": 1e999}"), "a number too large");
+}
+
+TEST(RunReport, NamesTheEntryThatIsNotWhatItShouldBe) {
+  const auto contains = [](const std::string& text, const std::string& part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  contains(complaint("[]"), "it is '[]' and not an object");
+  contains(complaint(R"({"world_size": "two"})"), R"(world_size is '"two"' and not a whole number)");
+  contains(complaint(R"({"world_size": 1e10})"),
+           "world_size is '10000000000.0' and not a whole number below 2^31");
+  const std::string begin = R"({"world_size": 2, "stage": 1, "dtype": "bf16", "parameters": 1000, "steps": 1,
+    "loss": [5.5], "digest": "00", "tokens_per_second": 1.0, "grad_norm": )";
+  contains(complaint(begin + R"([true], "ranks": []})"), "grad_norm[0] is 'true' and not a number or null");
+  contains(complaint(begin + R"(7, "ranks": []})"), "grad_norm is '7' and not a list");
+  contains(complaint(begin + R"([1], "ranks": [{"peak_bytes": {"parameters": -4}}]})"),
+           "ranks[0].peak_bytes.parameters is '-4' and not a whole number from 0 up");
+  contains(complaint(begin + R"([1], "ranks": [{}]})"), "ranks[0] has no 'peak_bytes'");
+}
+
 TEST(RunReport, MissingKeyIsNamed) {
   const std::string path = testing::TempDir() + "forebay-run-report-test.json";
   std::ofstream(path) << R"({"world_size": 2})";
