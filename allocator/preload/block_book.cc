@@ -18,7 +18,8 @@ void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
   made.emplace(address, facts);
   Blocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
-  // The driver gives addresses out anew whose free did not come by here: those of a context that was destroyed.
+  // The driver gives addresses out anew whose free did not come by here: those of a context that was
+  // destroyed.
   if (const auto known = blocks_.find(address); known != blocks_.end()) {
     known->second = facts;
   } else {

@@ -16,6 +16,10 @@
 namespace forebay {
 namespace {
 
+// How often a request that finds no memory waits for the device. Fewer: one that could be served is refused
+// while other threads free. More: one that cannot be served takes longer to be told so.
+constexpr int kWaitingAttempts = 4;
+
 // The driver's location type for devices.
 constexpr unsigned kDeviceLocation = 1;
 
@@ -132,8 +136,14 @@ Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const Al
                                          Result<DevicePtr> refused) {
   finish_waiting_frees();
   end_idle_streams();
-  if (any_capture() || wait_for_device(use) != kDriverSuccess) return refused;
-  return use.arena().allocate(request);
+  // An arena that has run out marks the ends of what is queued; those who free meanwhile are marked the next
+  // time.
+  for (int i = 0; i < kWaitingAttempts; ++i) {
+    if (any_capture() || wait_for_device(use) != kDriverSuccess) break;
+    refused = use.arena().allocate(request);
+    if (refused.status().code() != StatusCode::kOutOfMemory) break;
+  }
+  return refused;
 }
 
 // `stream` null: usable at once, whoever uses it.
@@ -176,11 +186,10 @@ DriverResult mem_alloc(DriverAddress* address, std::size_t bytes) {
   return allocate_here(route.use, address, bytes, Stream(), false, by_driver);
 }
 
-// What a stream handle means to an arena: the legacy stream by its number, and a thread's own default stream,
-// which no other thread can name, as nothing.
-Stream arena_stream(DriverStream stream, bool per_thread) {
-  if (stream == DRIVER_PER_THREAD_STREAM || (stream == nullptr && per_thread)) return {};
-  return Stream{stream == nullptr ? DRIVER_LEGACY_STREAM : stream};
+// What a stream is to an arena.
+Stream arena_stream(const ProcessArenas::Use& use, DriverStream numbered_stream) {
+  if (numbered_stream == DRIVER_PER_THREAD_STREAM) return ProcessArenas::thread_stream(use);
+  return Stream{numbered_stream};
 }
 
 Route route_of(DriverStream stream) {
@@ -206,8 +215,8 @@ DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverP
     route.otherwise = PreloadServer::kOtherPool;
   }
   if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, by_driver);
-  const DriverResult result =
-      allocate_here(route.use, address, bytes, arena_stream(stream, per_thread), true, by_driver);
+  const DriverResult result = allocate_here(
+      route.use, address, bytes, arena_stream(route.use, numbered(stream, per_thread)), true, by_driver);
   if (result == kDriverSuccess) count_pool_use(route.use.device(), bytes);
   return result;
 }
@@ -331,20 +340,20 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   count_freed(facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;
-  const Stream last = arena_stream(stream, per_thread);
-  if (!is_same_context || (facts.is_pinned && last == Stream())) {
+  const DriverStream last = numbered(stream, per_thread);
+  const bool is_thread_stream = last == DRIVER_PER_THREAD_STREAM;
+  if (!is_same_context || (facts.is_pinned && is_thread_stream)) {
     // The arena's events cannot be recorded there: wait here.
-    (void)preload_state().used.cuStreamSynchronize(last == Stream() ? DRIVER_PER_THREAD_STREAM
-                                                                    : static_cast<DriverStream>(last.handle));
+    (void)preload_state().used.cuStreamSynchronize(last);
     give_back_idle(use, block, facts);
     return kDriverSuccess;
   }
   if (facts.is_pinned) {
-    blocks.park(block, facts, last);
+    blocks.park(block, facts, Stream{last});
     return kDriverSuccess;
   }
-  const Status status =
-      last == Stream() ? ProcessArenas::free_on_thread_stream(use, block) : use.arena().free(block, last);
+  const Status status = is_thread_stream ? ProcessArenas::free_on_thread_stream(use, block)
+                                         : use.arena().free(block, Stream{last});
   if (!status.ok()) set_preload_text(preload_state().record->problem, status.message());
   return kDriverSuccess;
 }

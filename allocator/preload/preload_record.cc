@@ -108,6 +108,7 @@ bool read_record(const std::string& path, PreloadReport* report) {
     }
     report->refused = record.refused.load(std::memory_order_relaxed);
     report->unknown_frees = record.unknown_frees.load(std::memory_order_relaxed);
+    report->live_bytes = record.live_bytes.load(std::memory_order_relaxed);
     report->peak_live_bytes = record.peak_live_bytes.load(std::memory_order_relaxed);
     report->problem = text_of(record.problem);
     report->around = text_of(record.around);

@@ -1,5 +1,7 @@
 #include "allocator/preload/process_arenas.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <mutex>
 #include <utility>
@@ -9,6 +11,22 @@
 #include "forebay/units.h"
 
 namespace forebay {
+
+// A stream that waits for a thread's default stream, and the event by which it does.
+struct ProcessArenas::Relay {
+  Stream stream;
+  Event event;
+  Relay* next = nullptr;  // Among those that are left.
+};
+
+// What a thread holds.
+struct ProcessArenas::ThreadSlots {
+  struct Slot {
+    Relay* relay = nullptr;
+    std::uint64_t generation = 0;
+  };
+  Slot slots[kPreloadDeviceLimit];
+};
 
 int ProcessArenas::Use::device() const noexcept {
   return entry_->device;
@@ -105,33 +123,117 @@ std::size_t ProcessArenas::drop(int device) {
   if (entry.arena == nullptr) return 0;
   const std::size_t bytes = blocks_.forget_device(device);
   entry.arena.reset();
-  entry.backend.reset();  // With the relay.
-  entry.relay = Stream();
+  entry.backend.reset();  // With the streams and events of the relays.
   entry.context = nullptr;
+  Relay* left = nullptr;
+  {
+    const std::lock_guard relay_lock(entry.relay_mutex);
+    ++entry.generation;  // Threads that hold relays of it find out by this.
+    std::swap(left, entry.left_relays);
+    entry.relay_count = 0;
+  }
+  while (left != nullptr) delete std::exchange(left, left->next);
   return bytes;
+}
+
+// --- default streams of threads ---
+//
+// Each thread that uses its default stream is given a relay: a stream of ours that is made to wait for the
+// default stream, by an event that the thread records, whenever the thread frees something. So it stands for
+// all the thread has freed, and others can wait for it.
+
+// Relays of a device at most. Fewer: threads beyond wait for their work when they free. More: driver memory
+// held.
+constexpr int kRelayLimit = 32;
+
+// A thread ends: its relays are for others. Nothing is asked of the driver, which may be gone.
+void ProcessArenas::leave_relays(void* slots) {
+  auto* const left = static_cast<ThreadSlots*>(slots);
+  for (int device = 0; device < kPreloadDeviceLimit; ++device) {
+    const ThreadSlots::Slot& slot = left->slots[device];
+    if (slot.relay == nullptr) continue;
+    Entry& entry = of_process().entries_[device];
+    const std::lock_guard lock(entry.relay_mutex);
+    if (slot.generation != entry.generation) {
+      delete slot.relay;
+      continue;
+    }
+    slot.relay->next = entry.left_relays;
+    entry.left_relays = slot.relay;
+  }
+  delete left;
+}
+
+// One whose thread's work has all run: what was freed on it is free for all.
+ProcessArenas::Relay* ProcessArenas::take_left_relay(Entry& entry) {
+  Relay* left = nullptr;
+  {
+    const std::lock_guard lock(entry.relay_mutex);
+    std::swap(left, entry.left_relays);
+  }
+  Relay* taken = nullptr;
+  while (left != nullptr) {
+    Relay* const one = std::exchange(left, left->next);
+    const Result<bool> reached =
+        taken == nullptr ? entry.backend->event_query(one->event) : Result<bool>(false);
+    if (reached.ok() && reached.value()) {
+      taken = one;
+      continue;
+    }
+    const std::lock_guard lock(entry.relay_mutex);
+    one->next = entry.left_relays;
+    entry.left_relays = one;
+  }
+  return taken;
+}
+
+ProcessArenas::Relay* ProcessArenas::relay_of_thread(Entry& entry) {
+  static const pthread_key_t key = [] {
+    pthread_key_t made{};
+    FOREBAY_CHECK(::pthread_key_create(&made, &leave_relays) == 0, "no thread-specific data left");
+    return made;
+  }();
+  auto* slots = static_cast<ThreadSlots*>(::pthread_getspecific(key));
+  if (slots == nullptr) {
+    slots = new ThreadSlots;
+    if (::pthread_setspecific(key, slots) != 0) {
+      delete slots;
+      return nullptr;
+    }
+  }
+  ThreadSlots::Slot& slot = slots->slots[entry.device];
+  if (slot.relay != nullptr && slot.generation == entry.generation) return slot.relay;
+  delete slot.relay;  // Of an arena that is gone, and its stream and event with it.
+  slot.relay = take_left_relay(entry);
+  if (slot.relay == nullptr) {
+    {
+      const std::lock_guard lock(entry.relay_mutex);
+      if (entry.relay_count == kRelayLimit) return nullptr;
+      ++entry.relay_count;
+    }
+    const Result<Stream> stream = entry.backend->stream_create();
+    const Result<Event> event = entry.backend->event_create();
+    if (!stream.ok() || !event.ok())
+      return nullptr;  // Counted all the same: it would not work the next time.
+    slot.relay = new Relay{stream.value(), event.value()};
+  }
+  slot.generation = entry.generation;
+  return slot.relay;
+}
+
+Stream ProcessArenas::thread_stream(const Use& use) {
+  const Relay* const relay = relay_of_thread(*use.entry_);
+  return relay == nullptr ? Stream() : relay->stream;
 }
 
 Status ProcessArenas::free_on_thread_stream(const Use& use, DevicePtr block) {
   Entry& entry = *use.entry_;
   CudaBackend& backend = *entry.backend;
-  Stream relay;
-  {
-    const std::lock_guard lock(entry.relay_mutex);
-    if (entry.relay == Stream()) {
-      const Result<Stream> made = backend.stream_create();
-      if (made.ok()) entry.relay = made.value();
-    }
-    relay = entry.relay;
+  if (const Relay* const relay = relay_of_thread(entry)) {
+    Status queued = backend.event_record(relay->event, CudaBackend::per_thread_stream());
+    if (queued.ok()) queued = backend.stream_wait(relay->stream, relay->event);
+    if (queued.ok()) return use.arena().free(block, relay->stream);
   }
-  const Result<Event> event =
-      relay == Stream() ? Result<Event>(Status(StatusCode::kInternal, "no stream")) : backend.event_create();
-  if (event.ok()) {
-    Status queued = backend.event_record(event.value(), CudaBackend::per_thread_stream());
-    if (queued.ok()) queued = backend.stream_wait(relay, event.value());
-    (void)backend.event_destroy(event.value());
-    if (queued.ok()) return use.arena().free(block, relay);
-  }
-  // Without an event: wait here.
   FOREBAY_RETURN_IF_ERROR(backend.stream_synchronize(CudaBackend::per_thread_stream()));
   return use.arena().free(block, Stream());
 }

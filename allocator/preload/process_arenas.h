@@ -4,7 +4,9 @@
 // Threads: every function may be called from any thread. A Use keeps its device's arena from being dropped.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 
 #include "allocator/preload/block_book.h"
@@ -15,6 +17,8 @@ namespace forebay {
 
 class ProcessArenas {
   struct Entry;
+  struct Relay;
+  struct ThreadSlots;
 
  public:
   // One device's arena, while it lasts. Empty: there is none.
@@ -51,8 +55,12 @@ class ProcessArenas {
   // The blocks of all arenas, and others that the preload knows of.
   BlockBook& blocks() noexcept { return blocks_; }
 
-  // Frees a block whose last use is queued on the calling thread's own default stream, which has no handle
-  // that others could wait for.
+  // --- the calling thread's own default stream, which no other thread can name ---
+  // A stream that stands for it: what is freed on it (free_on_thread_stream) may be used again at once by
+  // work that the thread queues on its default stream, and by others in the order of events. Null: there is
+  // none, and only what nobody uses any more will do.
+  static Stream thread_stream(const Use& use);
+  // Frees a block whose last use is queued on the calling thread's default stream.
   static Status free_on_thread_stream(const Use& use, DevicePtr block);
 
  private:
@@ -65,12 +73,17 @@ class ProcessArenas {
     void* context = nullptr;
     bool has_given_up = false;
     Status why;
+    std::uint64_t generation = 0;  // Counts the arenas of this device.
     std::mutex relay_mutex;
-    // Guarded by relay_mutex: a stream that waits for threads' default streams, and stands for them all.
-    Stream relay;
+    // Guarded by relay_mutex: those of threads that have ended, and how many there are in all.
+    Relay* left_relays = nullptr;
+    int relay_count = 0;
   };
 
   Status make(Entry& entry, int device, void* (*context_of)(int device));
+  static Relay* relay_of_thread(Entry& entry);
+  static Relay* take_left_relay(Entry& entry);
+  static void leave_relays(void* slots);
 
   Entry entries_[kPreloadDeviceLimit];
   BlockBook blocks_;

@@ -71,12 +71,6 @@ bool device_of_context(DriverContext context, int* device) {
 
 // --- captures ---
 
-// What a null stream stands for, by its number.
-DriverStream numbered(DriverStream stream, bool per_thread) {
-  if (stream != nullptr) return stream;
-  return per_thread ? DRIVER_PER_THREAD_STREAM : DRIVER_LEGACY_STREAM;
-}
-
 struct Captures {
   std::atomic<std::size_t> count{0};
   std::mutex mutex;
@@ -175,10 +169,20 @@ DriverResult wait_for_device(const ProcessArenas::Use& use) {
   return preload_state().used.cuCtxSynchronize();
 }
 
+std::size_t trim_arena(const ProcessArenas::Use& use) {
+  std::size_t bytes = use.arena().trim();
+  const ArenaStatistics statistics = use.arena().statistics();
+  if (statistics.reserved_bytes - statistics.live_bytes < use.arena().chunk_bytes() || any_capture())
+    return bytes;
+  // That has marked the ends of what is queued; now they are reached.
+  if (wait_for_device(use) == kDriverSuccess) bytes += use.arena().trim();
+  return bytes;
+}
+
 std::size_t trim_arenas() {
   std::size_t bytes = 0;
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
-    if (const ProcessArenas::Use use = ProcessArenas::of_process().find(device)) bytes += use.arena().trim();
+    if (const ProcessArenas::Use use = ProcessArenas::of_process().find(device)) bytes += trim_arena(use);
   }
   return bytes;
 }

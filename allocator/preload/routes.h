@@ -14,6 +14,12 @@ struct Route {
 
 // Of the calling thread's current context. Without a current context the driver is to answer.
 Route route_of_current_context();
+// The stream that is meant, the default ones by their numbers.
+inline DriverStream numbered(DriverStream stream, bool per_thread) noexcept {
+  if (stream != nullptr) return stream;
+  return per_thread ? DRIVER_PER_THREAD_STREAM : DRIVER_LEGACY_STREAM;
+}
+
 // Of the context that the stream belongs to. `stream` is none of the default ones.
 Route route_of_stream(DriverStream stream);
 
@@ -38,7 +44,10 @@ class ContextScope {
 // The host waits until everything queued in the arena's context has run, as a plain free does.
 DriverResult wait_for_device(const ProcessArenas::Use& use);
 
-// Gives memory that the arenas hold and do not use back to the devices. Returns the bytes.
+// Gives memory that the arena holds and does not use back to the device, what is queued to be free included:
+// waits for the device where there is such. Returns the bytes.
+std::size_t trim_arena(const ProcessArenas::Use& use);
+// The same for all.
 std::size_t trim_arenas();
 
 // A call of the driver's that takes device memory. When there is none left, what the arenas keep is given

@@ -101,6 +101,7 @@ struct PreloadReport {
   std::uint64_t bytes[kPreloadServerCount] = {};
   std::uint64_t refused = 0;
   std::uint64_t unknown_frees = 0;
+  std::uint64_t live_bytes = 0;
   std::uint64_t peak_live_bytes = 0;
   std::string problem;
   std::string around;

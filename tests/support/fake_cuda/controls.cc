@@ -85,7 +85,10 @@ void forget_handles(Driver& state) {
 
 }  // namespace
 
-Driver::Driver() : options(options_of_environment()), calls(kEntryPointCount) {}
+Driver::Driver() : options(options_of_environment()), calls(kEntryPointCount) {
+  read_variable("FAKE_CUDA_FAIL", &failing_call);
+  read_variable("FAKE_CUDA_FAIL_RESULT", &failing_result);
+}
 
 }  // namespace forebay::fake_cuda
 
@@ -120,6 +123,7 @@ FAKE_CUDA_EXPORT void fake_cuda_reset() {
   state.orphans = state.hazards = state.forbidden_calls = 0;
   state.faults.clear();
   std::fill(state.calls.begin(), state.calls.end(), 0);
+  state.call_count = 0;
   state.options = options_of_environment();
 }
 
@@ -209,7 +213,8 @@ void write_summary() {
                                                            {"operations", account.operations},
                                                            {"orphans", account.orphans},
                                                            {"hazards", account.hazards},
-                                                           {"forbidden_calls", account.forbidden_calls}};
+                                                           {"forbidden_calls", account.forbidden_calls},
+                                                           {"calls", state.call_count}};
   for (const auto& [name, value] : figures) {
     std::fprintf(file, "%s %llu\n", name, static_cast<unsigned long long>(value));
   }

@@ -132,6 +132,10 @@ struct Driver {
 
   // By EntryPointIndex.
   std::vector<std::uint64_t> calls;
+  // Of those that need a start; and which of them fails, counted from 1, with what. 0: none.
+  std::uint64_t call_count = 0;
+  std::uint64_t failing_call = 0;
+  CuResult failing_result = CuResult::kUnknown;
   struct Fault {
     std::size_t entry;
     bool by_name;  // All rows of its name; otherwise its symbol alone.

@@ -97,6 +97,7 @@ CuResult admit(std::size_t entry) {
            foreign->what_);
     return CuResult::kNotPermitted;
   }
+  if (!needs_no_start(entry) && ++state.call_count == state.failing_call) return state.failing_result;
   for (std::size_t i = 0; i < state.faults.size(); ++i) {
     Driver::Fault& fault = state.faults[i];
     const bool same_name = std::strcmp(kEntryPoints[fault.entry].name, kEntryPoints[entry].name) == 0;

@@ -45,7 +45,8 @@ struct FakeOptions {
   int driver_version = 13000;  // FAKE_CUDA_DRIVER_VERSION
   bool quiet = false;          // FAKE_CUDA_QUIET: hazards are counted and not printed.
   // FAKE_CUDA_SUMMARY: a file that the process's end writes the account to, for programs that know nothing of
-  // the fake; a line for each figure. Read from the environment only.
+  // the fake; a line for each figure. FAKE_CUDA_FAIL: the number, from 1, of the call among all that need a
+  // start which fails, with FAKE_CUDA_FAIL_RESULT (a CUresult; default 999). From the environment only.
 };
 
 // What is alive, and what went wrong so far.
