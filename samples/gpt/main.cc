@@ -21,14 +21,16 @@ namespace forebay::gpt {
 namespace {
 
 constexpr int kFailureExit = 1;
-constexpr int kInterruptedExit = 130;
 
 // Signals this close together are one: a launcher or `timeout` sends it to a rank, and again to all of its
 // group. Longer: a person has to press again; shorter: a busy machine's two are taken for a person's.
 constexpr std::int64_t kSameSignalNs = 500'000'000;
 
 std::atomic<std::int64_t> first_signal_ns{0};
+// What a rank was stopped by that has heard of it from another one alone.
+std::atomic<int> first_signal{SIGINT};
 static_assert(std::atomic<std::int64_t>::is_always_lock_free, "a signal handler uses it");
+static_assert(std::atomic<int>::is_always_lock_free, "a signal handler uses it");
 
 // The first asks for the end of the step; the second does not wait for it.
 void on_signal(int signal) {
@@ -37,6 +39,7 @@ void on_signal(int signal) {
   const std::int64_t now_ns = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
   std::int64_t first_ns = 0;
   if (first_signal_ns.compare_exchange_strong(first_ns, now_ns)) {
+    first_signal = signal;
     request_stop();
   } else if (now_ns - first_ns > kSameSignalNs) {
     ::signal(signal, SIG_DFL);
@@ -79,7 +82,7 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
                    options.save_state.empty() ? "" : ("; state saved in " + options.save_state).c_str());
     }
   }
-  return report.interrupted ? kInterruptedExit : 0;
+  return report.interrupted ? 128 + first_signal : 0;
 }
 
 // The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before

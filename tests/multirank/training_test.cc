@@ -196,20 +196,22 @@ TEST_F(Training, ResumesAfterAKillAtAnyMomentWithTheSameBits) {
     EXPECT_EQ(resumed.at("loss")[i - first], whole.at("loss")[i]);
 }
 
-TEST_F(Training, EndsCleanlyOnCtrlCAndSavesWhereAsked) {
-  const std::string state = directory_ / "state";
-  Process process(
-      Words{FOREBAY_GPT, "--ranks",   "3",  "--stage",      "1",  "--steps",    "100000", "--layers",
-            "1",         "--hidden",  "48", "--heads",      "3",  "--sequence", "24",     "--batch",
-            "2",         "--threads", "1",  "--save-state", state},
-      variables());
-  ASSERT_TRUE(process.wait_for_output("step "));
-  process.signal_group(SIGINT);  // A terminal sends it to all of the group.
-  const Finished finished = process.finish();
-  EXPECT_EQ(finished.exit_code, 130) << finished.output;
-  EXPECT_NE(finished.output.find("state saved in"), std::string::npos) << finished.output;
-  EXPECT_TRUE(std::filesystem::exists(state + "/latest"));
-  EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
+TEST_F(Training, EndsCleanlyOnCtrlCOrTerminationAndSavesWhereAsked) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    const std::string state = directory_ / ("state-" + std::to_string(signal));
+    Process process(
+        Words{FOREBAY_GPT, "--ranks",   "3",  "--stage",      "1",  "--steps",    "100000", "--layers",
+              "1",         "--hidden",  "48", "--heads",      "3",  "--sequence", "24",     "--batch",
+              "2",         "--threads", "1",  "--save-state", state},
+        variables());
+    ASSERT_TRUE(process.wait_for_output("step "));
+    process.signal_group(signal);  // A terminal sends it to all of the group.
+    const Finished finished = process.finish();
+    EXPECT_EQ(finished.exit_code, 128 + signal) << finished.output;
+    EXPECT_NE(finished.output.find("state saved in"), std::string::npos) << finished.output;
+    EXPECT_TRUE(std::filesystem::exists(state + "/latest"));
+    EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
+  }
 }
 
 // The child of `launcher` that is rank `rank`, or 0.
