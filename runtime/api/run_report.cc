@@ -63,6 +63,13 @@ class Entry {
     }
     return json_.get<int>();
   }
+  // A mean over steps, to the nearest byte.
+  std::uint64_t mean_bytes() const {
+    constexpr double kLimit = 1e18;
+    if (!json_.is_number() || !(json_.get<double>() >= 0 && json_.get<double>() < kLimit))
+      complain("a number from 0 up");
+    return static_cast<std::uint64_t>(json_.get<double>() + 0.5);
+  }
   double number() const {
     if (!json_.is_number()) complain("a number");
     return json_.get<double>();
@@ -142,17 +149,20 @@ void read_ranks(const Entry& ranks, RunReport& run) {
     const auto raise = [&](std::uint64_t& target, const char* key) {
       if (rank.has(key)) target = std::max(target, rank.at(key).count());
     };
+    const auto raise_mean = [&](std::uint64_t& target, const char* key) {
+      if (rank.has(key)) target = std::max(target, rank.at(key).mean_bytes());
+    };
     raise(run.host_bytes, "host_bytes");
     raise(run.planned_host_bytes, "planned_host_bytes");
     raise(run.file_bytes, "file_bytes");
     raise(run.planned_file_bytes, "planned_file_bytes");
-    raise(run.file_read_bytes_per_step, "file_read_bytes_per_step");
+    raise_mean(run.file_read_bytes_per_step, "file_read_bytes_per_step");
     raise(run.planned_file_read_bytes_per_step, "planned_file_read_bytes_per_step");
-    raise(run.file_written_bytes_per_step, "file_written_bytes_per_step");
+    raise_mean(run.file_written_bytes_per_step, "file_written_bytes_per_step");
     raise(run.planned_file_written_bytes_per_step, "planned_file_written_bytes_per_step");
-    run.sent_bytes_per_step = std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").count());
+    run.sent_bytes_per_step = std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").mean_bytes());
     run.received_bytes_per_step =
-        std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").count());
+        std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").mean_bytes());
   }
 }
 

@@ -98,6 +98,20 @@ TEST_F(OffloadTraining, SaysAtTheStartHowItReachesItsFiles) {
   }
 }
 
+// What is measured per step is a mean, and no whole number.
+TEST_F(OffloadTraining, WritesReportsThatForebayReportReads) {
+  const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "4", "--quiet"};
+  Words reports;
+  for (const Words& more : {Words{}, in_files("optimizer"), in_files("optimizer+parameters")}) {
+    reports.push_back(directory_ / ("report-" + std::to_string(reports.size()) + ".json"));
+    const Finished finished = run(words + more + Words{"--report", reports.back()});
+    ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  }
+  const Finished report = run_program(Words{FOREBAY_COMMAND, "report"} + reports, variables());
+  EXPECT_EQ(report.exit_code, 0) << report.output;
+  EXPECT_NE(report.output.find("optimizer+parameters"), std::string::npos) << report.output;
+}
+
 TEST_F(OffloadTraining, ShowsWhatRanWhen) {
   const std::string path = directory_ / "timeline.json";
   const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "3", "--quiet"} +
