@@ -96,9 +96,10 @@ Status ChunkedArena::slot_destroy(Slot slot) {
   }
   SlotState& state = slots_[slot.index];
   if (state.alias_count != 0) {
-    return Status(StatusCode::kInvalidArgument, "cannot destroy slot " + std::to_string(slot.index) + ": " +
-                                                    std::to_string(state.alias_count) +
-                                                    " aliases show it; destroy them first");
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot destroy slot " + std::to_string(slot.index) + ": " +
+                      format_count(state.alias_count, "alias shows", "aliases show") +
+                      " it; destroy what shows it first");
   }
   Lock lock(mutex_);
   for (const std::uint32_t chunk : state.chunks) keep_spare(chunk);

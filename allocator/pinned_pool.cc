@@ -806,7 +806,7 @@ std::string SlabPinnedPool::report() const {
   const Lock lock(mutex_);
   std::string text = "page-locked host memory for " + std::string(backend_.capabilities().name) + ": " +
                      memory_line() + "\n";
-  text += "  " + std::to_string(statistics_.slab_count) + " slabs, " +
+  text += "  " + format_count(statistics_.slab_count, "slab") + ", " +
           format_bytes(statistics_.huge_page_bytes) + " in reserved huge pages; live blocks asked for " +
           format_bytes(statistics_.requested_bytes) + "; at most " +
           format_bytes(statistics_.peak_held_bytes) + " held for " +

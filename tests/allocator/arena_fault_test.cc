@@ -3,9 +3,9 @@
 //
 // Method: one scenario goes through everything that makes the arena call its Backend: growing, stitching, the
 // breaking of large chunks, addresses that show the same memory and run out, slots, fixed blocks, a pausable
-// tag, a capture, streams that wait for each other, trim. It is run once for each call that it makes, and
-// that call fails. What fails is asked for once more and must then succeed; accounts and the contents of all
-// blocks are compared after every operation.
+// tag, a capture, streams that wait for each other, trim, refining. It is run once for each call that it
+// makes, and that call fails. What fails is asked for once more and must then succeed; accounts and the
+// contents of all blocks are compared after every operation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -143,15 +143,7 @@ class Scenario {
   }
 
   void run() {
-    ArenaOptions options;
-    options.limit_bytes = kLimit;
-    options.reserve_bytes = 4 * kLimit;
-    options.growth_bytes = 8 * kChunk;
-    options.largest_chunk_bytes = 8 * kChunk;
-    backend_->begin("making the arena");
-    arena_ = std::move(twice([&] { return Arena::create(*backend_, options); })).value();
-    pausable_ = arena_->tag_create({.name = "pausable", .pausable = true}).value();
-
+    make();
     hold_for_long();
     if (!failed()) stitch();
     if (!failed()) break_a_chunk();
@@ -160,19 +152,42 @@ class Scenario {
     if (!failed()) pause(true);
     if (!failed()) pause(false);
     if (!failed()) use_up_addresses();
+    if (!failed()) trim_among_live_blocks();
     if (!failed()) take_fixed_when_full();
     if (!failed()) give_all_back();
     end();
   }
 
+  // Another one: a step that leaves gaps comes again and again.
+  void run_steps() {
+    make();
+    for (int i = 0; i < 8 && !failed(); ++i) step();
+    refinement_count_ = arena_->statistics().refinement_count;
+    for (int i = 0; i < 2; ++i) arena_->trim();
+    EXPECT_EQ(arena_->statistics().reserved_bytes, 0u) << arena_->report();
+    end();
+  }
+
   const FaultyBackend& backend() const { return *backend_; }
   std::uint64_t moved_by_stitching() const { return moved_by_stitching_; }
+  std::uint64_t refinement_count() const { return refinement_count_; }
 
  private:
   struct Block {
     std::size_t bytes;
     int pattern;
   };
+
+  void make() {
+    ArenaOptions options;
+    options.limit_bytes = kLimit;
+    options.reserve_bytes = 4 * kLimit;
+    options.growth_bytes = 8 * kChunk;
+    options.largest_chunk_bytes = 8 * kChunk;
+    backend_->begin("making the arena");
+    arena_ = std::move(twice([&] { return Arena::create(*backend_, options); })).value();
+    pausable_ = arena_->tag_create({.name = "pausable", .pausable = true}).value();
+  }
 
   static bool failed() { return ::testing::Test::HasFailure(); }
 
@@ -368,6 +383,36 @@ class Scenario {
     }
   }
 
+  // Chunks that are mapped at many addresses, in runs between blocks that stay.
+  void trim_among_live_blocks() {
+    begin("trimming among live blocks");
+    give(low_);
+    for (const int i : {0, 3, 4, 6}) give(singles_[i]);
+    arena_->trim();
+    check("after a trim among live blocks");
+    arena_->trim();
+    check("after another");
+    low_ = take(16 * kChunk);
+    for (const int i : {0, 3, 4, 6}) singles_[i] = take(kChunk);
+  }
+
+  // Persistent blocks grow behind one another, whatever is free elsewhere.
+  void step() {
+    begin("a step that leaves gaps");
+    DevicePtr blocks[4];
+    constexpr std::size_t kChunks[] = {3, 2, 3, 2};
+    for (int i = 0; i < 4; ++i) blocks[i] = take_on(0, kChunks[i] * kChunk + kChunk / 2);
+    for (const int i : {0, 2}) give(blocks[i], streams_[0]);
+    const DevicePtr persistent = take(5 * kChunk, {.region = Region::kPersistent});
+    blocks[0] = take_on(0, 4 * kChunk);
+    blocks[2] = take_on(1, kChunk);
+    for (const int i : {0, 1, 2}) give(blocks[i], streams_[i == 2 ? 1 : 0]);
+    give(persistent);
+    begin("a step's end");
+    give(blocks[3], streams_[0]);
+    check("after a step");
+  }
+
   // Room for a chunk of its own is made of what is wholly free.
   void take_fixed_when_full() {
     begin("a fixed block in a full device");
@@ -424,6 +469,7 @@ class Scenario {
   std::size_t live_bytes_ = 0;
   int next_pattern_ = 0;
   std::uint64_t moved_by_stitching_ = 0;
+  std::uint64_t refinement_count_ = 0;
 
   DevicePtr persistent_ = nullptr;
   DevicePtr fixed_ = nullptr;
@@ -468,6 +514,8 @@ TEST(ArenaFault, TheScenarioReachesAllThatCallsTheBackend) {
       {"pausing, without a copy", "unmap"},
       {"resuming, without a copy", "map"},
       {"running out of addresses", "unmap"},
+      {"trimming among live blocks", "unmap"},
+      {"trimming among live blocks", "chunk_destroy"},
       {"a fixed block in a full device", "chunk_destroy"},
       {"giving back", "unmap"},
       {"trimming", "unmap"},
@@ -476,7 +524,12 @@ TEST(ArenaFault, TheScenarioReachesAllThatCallsTheBackend) {
   };
   for (const auto& [what, call] : expected) EXPECT_GT(backend.count(what, call), 0) << what << ": " << call;
   EXPECT_EQ(backend.count("memory that is shown elsewhere", "map"), 0);
-  std::printf("%d calls\n", backend.call_count());
+  Scenario steps(0, StatusCode::kInternal);
+  steps.run_steps();
+  EXPECT_GT(steps.refinement_count(), 0u);
+  EXPECT_GT(steps.backend().count("a step's end", "unmap"), 0);
+  EXPECT_GT(steps.backend().count("a step's end", "chunk_destroy"), 0);
+  std::printf("%d and %d calls\n", backend.call_count(), steps.backend().call_count());
 }
 
 // By the status that the call returns, and in quarters that can run at once.
@@ -495,6 +548,20 @@ TEST_P(ArenaFaultTest, AfterAnyCallThatFailsNothingIsLostAndTheNextRequestWorks)
     ++reached;
   }
   EXPECT_GT(reached, 50);
+}
+
+TEST_P(ArenaFaultTest, AStepThatIsRefinedComesThroughAnyCallThatFails) {
+  const auto [code, quarter] = GetParam();
+  int reached = 0;
+  for (int failing_call = 1 + quarter;; failing_call += kQuarters) {
+    Scenario scenario(failing_call, code);
+    scenario.run_steps();
+    const std::string& failed = scenario.backend().failed();
+    ASSERT_FALSE(HasFailure()) << "when call " << failing_call << " failed (" << failed << ")";
+    if (failed.empty()) break;
+    ++reached;
+  }
+  EXPECT_GT(reached, 10);
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryCall, ArenaFaultTest,

@@ -92,6 +92,8 @@ class ArenaOperations {
       misuse();
     } else if (kind < 995) {
       fail_next();
+    } else if (kind < 997) {
+      free_everything();
     } else {
       (void)arena_->snapshot();
       (void)arena_->report();
@@ -104,6 +106,7 @@ class ArenaOperations {
   std::uint64_t refused_count() const { return refused_count_; }
   std::uint64_t paused_count() const { return paused_count_; }
   std::uint64_t captured_count() const { return captured_count_; }
+  std::uint64_t refinement_count() const { return arena_->statistics().refinement_count; }
 
  private:
   struct StreamState {
@@ -291,6 +294,17 @@ class ArenaOperations {
     for (std::size_t i = blocks_.size(); i-- > 0;) {
       if (blocks_[i].address == address) return free_block(i);
     }
+  }
+
+  // With nothing live, and the streams idle or not, what is free may go back to the device. Sometimes a step
+  // that leaves gaps comes right before.
+  void free_everything() {
+    if (pick_(2) == 0) repeat();
+    aliasing_ = true;
+    for (std::size_t at = slots_.size(); at-- > 0;) destroy_slot(at);
+    aliasing_ = false;
+    if (pick_(2) == 0) synchronize_all();
+    while (!blocks_.empty()) free_block(blocks_.size() - 1);
   }
 
   void free_block(std::size_t index) {

@@ -24,7 +24,7 @@ TEST(ArenaOperations, KeepTheirPromisesInAnyOrder) {
   const std::uint64_t first_seed = number_from("FOREBAY_SEED", std::random_device{}());
   const std::uint64_t operation_count = number_from("FOREBAY_OPERATIONS", FOREBAY_OPERATIONS_DEFAULT);
   constexpr std::uint64_t kOperationsPerSeed = 20'000;
-  std::uint64_t recalled = 0, moved = 0, refused = 0, paused = 0, captured = 0;
+  std::uint64_t recalled = 0, moved = 0, refused = 0, paused = 0, captured = 0, refined = 0;
   for (std::uint64_t i = 0; i * kOperationsPerSeed < operation_count; ++i) {
     const std::uint64_t seed = first_seed + i;
     std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
@@ -38,13 +38,17 @@ TEST(ArenaOperations, KeepTheirPromisesInAnyOrder) {
     refused += operations.refused_count();
     paused += operations.paused_count();
     captured += operations.captured_count();
+    refined += operations.refinement_count();
   }
   std::printf(
-      "%llu operations: %llu blocks recalled, %llu chunks moved, %llu refused, %llu pauses, %llu captures\n",
+      "%llu operations: %llu blocks recalled, %llu chunks moved, %llu refused, %llu pauses, %llu captures, "
+      "%llu refinements\n",
       static_cast<unsigned long long>(operation_count), static_cast<unsigned long long>(recalled),
       static_cast<unsigned long long>(moved), static_cast<unsigned long long>(refused),
-      static_cast<unsigned long long>(paused), static_cast<unsigned long long>(captured));
-  for (const std::uint64_t count : {recalled, moved, refused, paused, captured}) EXPECT_GT(count, 0u);
+      static_cast<unsigned long long>(paused), static_cast<unsigned long long>(captured),
+      static_cast<unsigned long long>(refined));
+  for (const std::uint64_t count : {recalled, moved, refused, paused, captured, refined})
+    EXPECT_GT(count, 0u);
 }
 
 }  // namespace

@@ -1,9 +1,12 @@
 // Steps that come again: the arena gives back what the first one took too much, and places the next one anew.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "forebay/arena.h"
@@ -162,6 +165,40 @@ TEST_F(ArenaRefineTest, QueuedWorkIsNotWaitedForAndKeepsItsMemory) {
   EXPECT_EQ(statistics.refinement_count, 0u);
   EXPECT_GT(statistics.reserved_bytes, 0u) << "memory was taken away under queued work";
   gate.open();
+}
+
+// Threads take, write, compare and free blocks while what is free goes back to the device under them.
+TEST_F(ArenaRefineTest, BlocksOfOtherThreadsKeepTheirBytes) {
+  make();
+  std::atomic<bool> stop{false};
+  std::atomic<int> wrong_count{0};
+  std::vector<std::thread> others;
+  for (int index = 0; index < 3; ++index) {
+    others.emplace_back([&, index] {
+      std::mt19937 random(static_cast<unsigned>(index));
+      while (!stop) {
+        const std::size_t bytes = 1 + random() % (index == 0 ? 900 : 300_KiB);
+        auto block = arena_->allocate({.bytes = bytes});
+        if (!block.ok()) {
+          ++wrong_count;
+          continue;
+        }
+        std::memset(block.value(), index + 1, bytes);
+        if (random() % 16 == 0) arena_->trim();
+        const std::byte* data = block.value();
+        if (data[0] != std::byte(index + 1) || std::memcmp(data, data + 1, bytes - 1) != 0) ++wrong_count;
+        if (!arena_->free(block.value(), {}).ok()) ++wrong_count;
+        for (int i = 0; i < 50; ++i) std::this_thread::yield();
+      }
+    });
+  }
+  for (int i = 0; i < 5000 && refinements() < 1; ++i) step();
+  for (int i = 0; i < 10; ++i) step();
+  stop = true;
+  for (std::thread& other : others) other.join();
+
+  EXPECT_GE(refinements(), 1u);
+  EXPECT_EQ(wrong_count, 0);
 }
 
 TEST_F(ArenaRefineTest, NothingIsTakenApartDuringACapture) {
