@@ -366,6 +366,7 @@ TEST_F(ArenaTest, SaysWhatIsFreeNowWhatWaitsAndWhatIsNotMapped) {
   const DevicePtr waiting = take(3 * kChunk, streams_[0]);
   ASSERT_TRUE(arena_->slot_destroy(slot).ok());
   hold(streams_[0]);
+  hold(streams_[1]);
   give(rollout);
   give(waiting, streams_[0]);
   give(usable, streams_[1]);
