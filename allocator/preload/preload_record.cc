@@ -27,7 +27,8 @@ int make_file(const char* directory) noexcept {
   std::snprintf(path, sizeof path, "%s/%ld-XXXXXX%s", directory, static_cast<long>(::getpid()), kSuffix);
   const int file = ::mkostemps(path, static_cast<int>(sizeof kSuffix) - 1, O_CLOEXEC);
   if (file < 0) {
-    log(LogLevel::kWarning,
+    // Whoever wanted to know may have gone before this process began.
+    log(errno == ENOENT ? LogLevel::kInfo : LogLevel::kWarning,
         "cannot record what this process does in %s (%s): %s; name a directory that it can write to",
         directory, kPreloadRecordsVariable, std::strerror(errno));
     return -1;

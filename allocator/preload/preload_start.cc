@@ -47,6 +47,14 @@ const char* missing_call(const PreloadStart& start) {
   FOREBAY_PRELOAD_NEEDED(used, cuStreamQuery)
   FOREBAY_PRELOAD_NEEDED(used, cuStreamSynchronize)
   FOREBAY_PRELOAD_NEEDED(used, cuMemGetAddressRange_v2)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemAddressReserve)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemAddressFree)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemMap)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemUnmap)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemRelease)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemSetAccess)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemExportToShareableHandle)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemImportFromShareableHandle)
 #undef FOREBAY_PRELOAD_NEEDED
   return nullptr;
 }

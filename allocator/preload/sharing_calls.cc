@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "allocator/preload/routes.h"
+#include "allocator/preload/shared_blocks.h"
 
 namespace forebay {
 namespace {
@@ -103,6 +104,36 @@ DriverResult multicast_bind_address(DriverMemory multicast, std::size_t multicas
   return result;
 }
 
+// --- other processes ---
+
+DriverResult ipc_get_handle(DriverIpcHandle* handle, DriverAddress address) {
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+  if (handle != nullptr &&
+      ProcessArenas::of_process().blocks().find(device_pointer(address), &begin, &facts) &&
+      facts.device >= 0) {
+    const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
+    if (use && share_block(use, begin, facts.bytes, handle)) return kDriverSuccess;
+  }
+  // For memory of ours that cannot be shared, the driver's refusal.
+  return preload_state().real.cuIpcGetMemHandle(handle, address);
+}
+
+DriverResult ipc_open_handle(DriverAddress* address, DriverIpcHandle handle, unsigned flags) {
+  if (is_shared_handle(handle)) return open_shared_block(handle, flags, address);
+  return preload_state().real.cuIpcOpenMemHandle(address, handle, flags);
+}
+DriverResult ipc_open_handle_v2(DriverAddress* address, DriverIpcHandle handle, unsigned flags) {
+  if (is_shared_handle(handle)) return open_shared_block(handle, flags, address);
+  return preload_state().real.cuIpcOpenMemHandle_v2(address, handle, flags);
+}
+
+DriverResult ipc_close_handle(DriverAddress address) {
+  DriverResult result = kDriverSuccess;
+  if (close_shared_block(address, &result)) return result;
+  return preload_state().real.cuIpcCloseMemHandle(address);
+}
+
 }  // namespace
 
 void replace_sharing_calls(HookedCalls* calls) {
@@ -112,6 +143,10 @@ void replace_sharing_calls(HookedCalls* calls) {
   replace(&calls->cuMemRetainAllocationHandle, retain_allocation_handle);
   replace(&calls->cuMemGetHandleForAddressRange, get_handle_for_address_range);
   replace(&calls->cuMulticastBindAddr, multicast_bind_address);
+  replace(&calls->cuIpcGetMemHandle, ipc_get_handle);
+  replace(&calls->cuIpcOpenMemHandle, ipc_open_handle);
+  replace(&calls->cuIpcOpenMemHandle_v2, ipc_open_handle_v2);
+  replace(&calls->cuIpcCloseMemHandle, ipc_close_handle);
 }
 
 }  // namespace forebay

@@ -36,6 +36,16 @@ CuResult open_handle(CuDevicePtr* address, const CuIpcMemHandle& handle, unsigne
   if (result != CuResult::kSuccess) return result;
   // A process does not open its own handles.
   if (content.process == ::getpid()) return CuResult::kInvalidContext;
+  // Opened before: the same address, counted.
+  for (auto& [begin, known] : state.memory.mappings()) {
+    if (known.kind != MappingKind::kImported || known.import_process != content.process ||
+        known.import_file != content.file || known.context.lock() != context) {
+      continue;
+    }
+    ++known.import_count;
+    *address = begin;
+    return CuResult::kSuccess;
+  }
   char path[64];
   std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", content.process, content.file);
   const int file = ::open(path, O_RDWR | O_CLOEXEC);
@@ -48,6 +58,9 @@ CuResult open_handle(CuDevicePtr* address, const CuIpcMemHandle& handle, unsigne
   mapping.bytes = mapping.physical->bytes;
   mapping.requested_bytes = content.requested_bytes;
   mapping.context = context;
+  mapping.import_process = content.process;
+  mapping.import_file = content.file;
+  mapping.import_count = 1;
   result = state.memory.reserve(mapping.bytes, kPageBytes, 0, true, &mapping.begin);
   if (result != CuResult::kSuccess) return result;
   const Address begin = mapping.begin;
@@ -85,10 +98,11 @@ CuResult cuIpcOpenMemHandle(CuDevicePtr* device_address, CuIpcMemHandle handle, 
 CuResult cuIpcCloseMemHandle(CuDevicePtr address) {
   Driver& state = driver();
   Lock lock(state.mutex);
-  const Mapping* const mapping = state.memory.find(address);
+  Mapping* const mapping = state.memory.find(address);
   if (mapping == nullptr || mapping->begin != address || mapping->kind != MappingKind::kImported) {
     return CuResult::kInvalidValue;
   }
+  if (--mapping->import_count > 0) return CuResult::kSuccess;
   check_unused(lock, "cuIpcCloseMemHandle", address, mapping->bytes);
   if (state.memory.mappings().count(address) == 0) return CuResult::kInvalidValue;
   remove_allocation(address);

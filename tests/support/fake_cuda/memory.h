@@ -56,6 +56,10 @@ struct Mapping {
   std::weak_ptr<Context> context;        // Of the context that allocated or imported it.
   std::shared_ptr<Pool> pool;            // kPool.
   std::size_t requested_bytes = 0;       // Not kVirtual: what was asked for; the rest is rounding.
+  // kImported: whose it is, and how often it was opened.
+  std::int32_t import_process = 0;
+  std::int32_t import_file = -1;
+  int import_count = 0;
   // kPool: freed in the order of a stream, and by whom. `available` follows the streams: set when the
   // allocation runs, cleared when the free runs.
   bool freed = false;

@@ -1,0 +1,528 @@
+#include "allocator/preload/shared_blocks.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "allocator/preload/routes.h"
+#include "forebay/log.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3143504959424F46;  // "FOBYIPC1"
+constexpr unsigned kPosixDescriptor = 1;
+constexpr unsigned kReadWrite = 3;
+constexpr unsigned kDeviceLocation = 1;
+constexpr unsigned kLazyPeerAccess = 1;
+// Descriptors in one message: the system takes 253 at most.
+constexpr std::size_t kBatch = 128;
+// Who does not answer for so long is taken for dead.
+constexpr int kDeadlineSeconds = 10;
+
+// What is in a handle.
+struct HandleContent {
+  std::uint64_t magic;
+  std::uint64_t token;  // Of the process, drawn when it began to share.
+  std::uint64_t block;
+  std::int32_t process;
+};
+static_assert(sizeof(HandleContent) <= sizeof(DriverIpcHandle));
+
+struct Request {
+  std::uint64_t magic;
+  std::uint64_t token;
+  std::uint64_t block;
+};
+
+struct Reply {
+  std::uint64_t magic;
+  std::uint64_t is_known;
+  std::uint64_t chunk_count;
+  std::uint64_t offset;  // Of the block in its first chunk.
+  std::uint64_t bytes;   // Of the block.
+};
+
+// What comes with a batch of descriptors: their chunks' sizes.
+struct Batch {
+  std::uint64_t count;
+  std::uint64_t bytes[kBatch];
+};
+
+// --- sockets ---
+
+class Descriptor {
+ public:
+  explicit Descriptor(int value = -1) noexcept : value_(value) {}
+  Descriptor(Descriptor&& other) noexcept : value_(std::exchange(other.value_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(value_, other.value_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (value_ >= 0) ::close(value_);
+  }
+  int get() const noexcept { return value_; }
+  explicit operator bool() const noexcept { return value_ >= 0; }
+
+ private:
+  int value_;
+};
+
+// The socket of a process. It has no file, so nothing is left of it when the process is killed.
+socklen_t address_of(std::int32_t process, std::uint64_t token, sockaddr_un* address) {
+  *address = {};
+  address->sun_family = AF_UNIX;
+  const int length =
+      std::snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "forebay-ipc-%d-%016llx",
+                    static_cast<int>(process), static_cast<unsigned long long>(token));
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length));
+}
+
+void set_deadline(int socket) {
+  const timeval limit{.tv_sec = kDeadlineSeconds, .tv_usec = 0};
+  (void)::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+  (void)::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+}
+
+bool send_with(int socket, const void* data, std::size_t bytes, const int* descriptors, std::size_t count) {
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kBatch)] = {};
+  iovec part{const_cast<void*>(data), bytes};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  if (count > 0) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(sizeof(int) * count);
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int) * count);
+    std::memcpy(CMSG_DATA(header), descriptors, sizeof(int) * count);
+  }
+  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+// The descriptors that came are the caller's, also when it returns false.
+bool receive_with(int socket, void* data, std::size_t bytes, std::vector<Descriptor>* descriptors) {
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kBatch)] = {};
+  iovec part{data, bytes};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  const ssize_t received = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  for (cmsghdr* header = CMSG_FIRSTHDR(&message); received >= 0 && header != nullptr;
+       header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+    const std::size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (std::size_t i = 0; i < count; ++i) {
+      int value = -1;
+      std::memcpy(&value, CMSG_DATA(header) + i * sizeof(int), sizeof value);
+      descriptors->emplace_back(value);
+    }
+  }
+  return received == static_cast<ssize_t>(bytes) && (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0;
+}
+
+// --- what this process shares ---
+
+struct SharedChunk {
+  DriverMemory memory;
+  std::size_t bytes;
+};
+
+struct SharedBlock {
+  DevicePtr begin = nullptr;
+  std::size_t bytes = 0;
+  std::size_t offset = 0;
+  std::vector<SharedChunk> chunks;
+};
+
+class Sharing {
+ public:
+  // Zero: it cannot be shared.
+  std::uint64_t share(DevicePtr begin, std::size_t bytes);
+  std::uint64_t token();
+  void serve();
+
+ private:
+  using Blocks =
+      std::map<std::uint64_t, std::shared_ptr<const SharedBlock>>;  // Shared with who is being answered.
+
+  bool listen();
+  void answer(int socket);
+
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  Descriptor listener_;
+  std::uint64_t token_ = 0;
+  Blocks blocks_;
+  std::uint64_t next_block_ = 1;
+};
+
+Sharing& sharing() {
+  static auto* const instance = new Sharing;
+  return *instance;
+}
+
+void* serve_until_the_end(void*) {
+  sharing().serve();
+  return nullptr;
+}
+
+// Requires: mutex_ is held.
+bool Sharing::listen() {
+  if (listener_) return true;
+  std::uint64_t token = 0;
+  const Descriptor random(::open("/dev/urandom", O_RDONLY | O_CLOEXEC));
+  if (!random || ::read(random.get(), &token, sizeof token) != static_cast<ssize_t>(sizeof token))
+    return false;
+  Descriptor listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  const socklen_t length = address_of(static_cast<std::int32_t>(::getpid()), token, &address);
+  if (!listener || ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::listen(listener.get(), SOMAXCONN) != 0) {
+    return false;
+  }
+  // The program's signals are its own threads' matter.
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  token_ = token;
+  listener_ = std::move(listener);
+  pthread_t thread;
+  const bool started = ::pthread_create(&thread, nullptr, &serve_until_the_end, nullptr) == 0;
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!started) {
+    listener_ = Descriptor();
+    return false;
+  }
+  (void)::pthread_setname_np(thread, "forebay-ipc");
+  (void)::pthread_detach(thread);
+  return true;
+}
+
+std::uint64_t Sharing::token() {
+  const std::lock_guard lock(mutex_);
+  return token_;
+}
+
+// The chunks behind the block, one after the other.
+bool find_chunks(SharedBlock* block) {
+  const PreloadState& state = preload_state();
+  if (state.real.cuMemRetainAllocationHandle == nullptr || state.used.cuMemExportToShareableHandle == nullptr)
+    return false;
+  DevicePtr next = block->begin;
+  while (next < block->begin + block->bytes) {
+    DriverAddress base = 0;
+    SharedChunk chunk{};
+    if (state.used.cuMemGetAddressRange_v2(&base, &chunk.bytes, driver_address(next)) != kDriverSuccess ||
+        state.real.cuMemRetainAllocationHandle(&chunk.memory, next) != kDriverSuccess) {
+      return false;
+    }
+    if (block->chunks.empty()) block->offset = static_cast<std::size_t>(driver_address(next) - base);
+    block->chunks.push_back(chunk);
+    next = device_pointer(base) + chunk.bytes;
+  }
+  return true;
+}
+
+void release_chunks(const SharedBlock& block) {
+  for (const SharedChunk& chunk : block.chunks) (void)preload_state().used.cuMemRelease(chunk.memory);
+}
+
+std::uint64_t Sharing::share(DevicePtr begin, std::size_t bytes) {
+  auto block = std::make_shared<SharedBlock>();
+  block->begin = begin;
+  block->bytes = bytes;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, known] : blocks_) {
+      if (known->begin == begin && known->bytes == bytes) return number;
+    }
+    if (!listen()) return 0;
+  }
+  const bool found = find_chunks(block.get());
+  if (!found) {
+    release_chunks(*block);
+    return 0;
+  }
+  const std::lock_guard lock(mutex_);
+  const std::uint64_t number = next_block_++;
+  blocks_.emplace(number, std::move(block));
+  return number;
+}
+
+// By the same user or root; whoever else guesses the token gets nothing.
+bool is_welcome(int socket) {
+  ucred peer{};
+  socklen_t bytes = sizeof peer;
+  return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 &&
+         (peer.uid == ::getuid() || peer.uid == 0);
+}
+
+void Sharing::answer(int socket) {
+  Request request{};
+  std::vector<Descriptor> unwanted;
+  if (!is_welcome(socket) || !receive_with(socket, &request, sizeof request, &unwanted) ||
+      request.magic != kMagic)
+    return;
+  std::shared_ptr<const SharedBlock> block;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = blocks_.find(request.block);
+    if (request.token == token_ && found != blocks_.end()) block = found->second;
+  }
+  Reply reply{
+      .magic = kMagic, .is_known = block != nullptr ? 1u : 0u, .chunk_count = 0, .offset = 0, .bytes = 0};
+  if (block != nullptr) {
+    reply.chunk_count = block->chunks.size();
+    reply.offset = block->offset;
+    reply.bytes = block->bytes;
+  }
+  if (!send_with(socket, &reply, sizeof reply, nullptr, 0) || block == nullptr) return;
+  for (std::size_t first = 0; first < block->chunks.size(); first += kBatch) {
+    Batch batch{};
+    batch.count = std::min(kBatch, block->chunks.size() - first);
+    std::vector<Descriptor> descriptors;
+    int numbers[kBatch];
+    for (std::size_t i = 0; i < batch.count; ++i) {
+      const SharedChunk& chunk = block->chunks[first + i];
+      batch.bytes[i] = chunk.bytes;
+      int descriptor = -1;
+      if (preload_state().used.cuMemExportToShareableHandle(&descriptor, chunk.memory, kPosixDescriptor, 0) !=
+          kDriverSuccess) {
+        return;  // Whoever asked sees the connection end.
+      }
+      descriptors.emplace_back(descriptor);
+      numbers[i] = descriptor;
+    }
+    if (!send_with(socket, &batch, sizeof batch, numbers, batch.count)) return;
+  }
+}
+
+void Sharing::serve() {
+  int listener = -1;
+  {
+    const std::lock_guard lock(mutex_);
+    listener = listener_.get();
+  }
+  while (true) {
+    const Descriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+    if (!socket) {
+      if (errno == EINTR || errno == ECONNABORTED || errno == EMFILE || errno == ENFILE) continue;
+      return;  // Somebody has closed every descriptor of the process; what is shared from now on fails to
+               // open.
+    }
+    set_deadline(socket.get());
+    answer(socket.get());
+  }
+}
+
+// --- what this process has opened ---
+
+struct OpenedKey {
+  std::int32_t process;
+  std::uint64_t token;
+  std::uint64_t block;
+  DriverDevice device;
+  friend auto operator<=>(const OpenedKey&, const OpenedKey&) = default;
+};
+
+struct OpenedBlock {
+  DriverAddress base = 0;
+  std::size_t reserved_bytes = 0;
+  std::vector<std::size_t> mapped;  // The chunks' sizes, side by side from `base`.
+  DriverAddress address = 0;
+  std::size_t count = 0;
+};
+
+struct Opened {
+  std::mutex mutex;
+  // Guarded by mutex.
+  std::map<OpenedKey, OpenedBlock> blocks;
+};
+
+Opened& opened() {
+  static auto* const instance = new Opened;
+  return *instance;
+}
+
+void unmap(const OpenedBlock& block) {
+  const UsedCalls& used = preload_state().used;
+  DriverAddress next = block.base;
+  for (const std::size_t bytes : block.mapped) {
+    (void)used.cuMemUnmap(next, bytes);
+    next += bytes;
+  }
+  if (block.reserved_bytes != 0) (void)used.cuMemAddressFree(block.base, block.reserved_bytes);
+}
+
+struct Arriving {
+  std::vector<DriverMemory> memories;
+  std::vector<std::size_t> bytes;
+  ~Arriving() {
+    for (const DriverMemory memory : memories) (void)preload_state().used.cuMemRelease(memory);
+  }
+};
+
+// Asks the process that shares for its chunks. False: it is gone, knows nothing of it, or breaks off.
+bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving) {
+  const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  const socklen_t length = address_of(content.process, content.token, &address);
+  if (!socket) return false;
+  set_deadline(socket.get());
+  if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) return false;
+  const Request request{.magic = kMagic, .token = content.token, .block = content.block};
+  std::vector<Descriptor> descriptors;
+  if (!send_with(socket.get(), &request, sizeof request, nullptr, 0) ||
+      !receive_with(socket.get(), reply, sizeof *reply, &descriptors) || reply->magic != kMagic ||
+      reply->is_known == 0) {
+    return false;
+  }
+  while (arriving->bytes.size() < reply->chunk_count) {
+    Batch batch{};
+    descriptors.clear();
+    if (!receive_with(socket.get(), &batch, sizeof batch, &descriptors) || batch.count == 0 ||
+        batch.count > kBatch || descriptors.size() != batch.count) {
+      return false;
+    }
+    for (std::size_t i = 0; i < batch.count; ++i) {
+      DriverMemory memory = 0;
+      void* const os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptors[i].get()));
+      if (preload_state().used.cuMemImportFromShareableHandle(&memory, os_handle, kPosixDescriptor) !=
+          kDriverSuccess) {
+        return false;
+      }
+      arriving->memories.push_back(memory);
+      arriving->bytes.push_back(batch.bytes[i]);
+    }
+  }
+  return true;
+}
+
+DriverResult map_chunks(const Arriving& arriving, DriverDevice device, OpenedBlock* block) {
+  const UsedCalls& used = preload_state().used;
+  std::size_t total = 0;
+  for (const std::size_t bytes : arriving.bytes) total += bytes;
+  DriverResult result = used.cuMemAddressReserve(&block->base, total, 0, 0, 0);
+  if (result != kDriverSuccess) return result;
+  block->reserved_bytes = total;
+  DriverAddress next = block->base;
+  for (std::size_t i = 0; i < arriving.bytes.size(); ++i) {
+    result = used.cuMemMap(next, arriving.bytes[i], 0, arriving.memories[i], 0);
+    if (result != kDriverSuccess) return result;
+    block->mapped.push_back(arriving.bytes[i]);
+    next += arriving.bytes[i];
+  }
+  const DriverAccess access{.location = {.type = kDeviceLocation, .id = device}, .flags = kReadWrite};
+  return used.cuMemSetAccess(block->base, total, &access, 1);
+}
+
+HandleContent content_of(const DriverIpcHandle& handle) {
+  HandleContent content;
+  std::memcpy(&content, handle.bytes, sizeof content);
+  return content;
+}
+
+}  // namespace
+
+bool share_block(const ProcessArenas::Use& use, DevicePtr begin, std::size_t bytes, DriverIpcHandle* handle) {
+  if (!use.backend().chunks_have_posix_fd()) return false;
+  ProcessArenas::of_process().blocks().pin(begin, bytes);
+  const std::uint64_t block = sharing().share(begin, bytes);
+  if (block == 0) return false;
+  const HandleContent content{.magic = kMagic,
+                              .token = sharing().token(),
+                              .block = block,
+                              .process = static_cast<std::int32_t>(::getpid())};
+  *handle = {};
+  std::memcpy(handle->bytes, &content, sizeof content);
+  return true;
+}
+
+bool is_shared_handle(const DriverIpcHandle& handle) {
+  return content_of(handle).magic == kMagic;
+}
+
+DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, DriverAddress* address) {
+  const HandleContent content = content_of(handle);
+  DriverDevice device = 0;
+  if (address == nullptr || (flags & ~kLazyPeerAccess) != 0) return kDriverInvalidValue;
+  if (const DriverResult result = preload_state().used.cuCtxGetDevice(&device); result != kDriverSuccess)
+    return result;
+  // As the driver has it: a process does not open its own handles.
+  if (content.process == static_cast<std::int32_t>(::getpid())) return kDriverInvalidContext;
+  const OpenedKey key{content.process, content.token, content.block, device};
+  Opened& all = opened();
+  {
+    const std::lock_guard lock(all.mutex);
+    if (const auto known = all.blocks.find(key); known != all.blocks.end()) {
+      ++known->second.count;
+      *address = known->second.address;
+      return kDriverSuccess;
+    }
+  }
+  Reply reply{};
+  Arriving arriving;
+  if (!fetch_chunks(content, &reply, &arriving)) return kDriverInvalidValue;
+  OpenedBlock block;
+  if (const DriverResult result = map_chunks(arriving, device, &block); result != kDriverSuccess) {
+    unmap(block);
+    return result == kDriverOutOfMemory ? result : static_cast<DriverResult>(kDriverMapFailed);
+  }
+  block.address = block.base + reply.offset;
+  block.count = 1;
+  OpenedBlock mine = block;
+  bool is_late = false;
+  {
+    const std::lock_guard lock(all.mutex);
+    const auto [known, added] = all.blocks.emplace(key, std::move(block));
+    is_late = !added;
+    if (is_late) ++known->second.count;
+    *address = known->second.address;
+  }
+  if (is_late) unmap(mine);  // Another thread was faster.
+  return kDriverSuccess;
+}
+
+bool close_shared_block(DriverAddress address, DriverResult* result) {
+  Opened& all = opened();
+  OpenedBlock last;
+  {
+    const std::lock_guard lock(all.mutex);
+    const auto found = std::find_if(all.blocks.begin(), all.blocks.end(),
+                                    [&](const auto& entry) { return entry.second.address == address; });
+    if (found == all.blocks.end()) return false;
+    *result = kDriverSuccess;
+    if (--found->second.count > 0) return true;
+    last = std::move(found->second);
+    all.blocks.erase(found);
+  }
+  // Unmapping does not wait for what is queued.
+  if (!any_capture()) *result = preload_state().used.cuCtxSynchronize();
+  unmap(last);
+  return true;
+}
+
+}  // namespace forebay
