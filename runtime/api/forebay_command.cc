@@ -16,6 +16,7 @@
 #include "runtime/api/plan_command.h"
 #include "runtime/api/replay_command.h"
 #include "runtime/api/report_command.h"
+#include "runtime/api/run_command.h"
 
 namespace {
 
@@ -39,12 +40,13 @@ int run(int argc, char** argv) {
   forebay::add_report_command(app, action);
   forebay::add_replay_command(app, action);
   forebay::add_explain_command(app, action);
+  forebay::add_run_command(app, action);
   forebay::add_bench_tiers_command(app, action);
   if (argc > 1 && is_unknown_word(app, argv[1])) {
     std::fprintf(
         stderr,
-        "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain or bench-tiers "
-        "(--help describes them)\n",
+        "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain, run or "
+        "bench-tiers (--help describes them)\n",
         argv[1]);
     return kBadUsage;
   }

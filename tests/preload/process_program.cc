@@ -1,6 +1,7 @@
 // A process's life: forks before and after it has used the driver, programs it starts, threads without a
 // context, and work after main.
-//   process_program fork | exec | threads | exit | workers
+//   process_program fork | exec | threads | exit | workers | signals
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -101,6 +102,21 @@ int use_threads() {
   return 0;
 }
 
+// Waits for a signal that somebody passes on, and ends with its number.
+int wait_for_signal() {
+  sigset_t wanted;
+  ::sigemptyset(&wanted);
+  for (const int number : {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2}) ::sigaddset(&wanted, number);
+  ::sigprocmask(SIG_BLOCK, &wanted, nullptr);
+  if (start() != 0) return 1;
+  std::printf("ready\n");
+  std::fflush(stdout);
+  int number = 0;
+  ::sigwait(&wanted, &number);
+  std::printf("got signal %d\n", number);
+  return 10 + number;
+}
+
 // Memory that is given back by a destructor after main, when the driver is gone.
 struct LateUser {
   CuDevicePtr plain = 0, ordered = 0;
@@ -131,5 +147,6 @@ int main(int argc, char** argv) {
   if (what == "exec") return start_programs();
   if (what == "threads") return use_threads();
   if (what == "exit") return end_late();
+  if (what == "signals") return wait_for_signal();
   return 2;
 }

@@ -1,0 +1,156 @@
+#include "run_environment.h"
+
+#include <algorithm>
+#include <cctype>
+
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+// PyTorch has had two names for one thing; which of them it reads depends on its version.
+constexpr const char* kTorchVariables[] = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"};
+constexpr const char* kTorchTensors = "backend:cudaMallocAsync";
+constexpr const char* kJaxVariables[] = {"XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"};
+
+std::string value_of(const Environment& environment, const char* name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? std::string() : found->second;
+}
+
+// The entries of "a:b,c:d", without white space.
+std::vector<std::pair<std::string, std::string>> entries_of(const std::string& configuration) {
+  std::vector<std::pair<std::string, std::string>> entries;
+  std::string text;
+  std::copy_if(configuration.begin(), configuration.end(), std::back_inserter(text),
+               [](unsigned char letter) { return std::isspace(letter) == 0; });
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string entry = text.substr(begin, end - begin);
+    const std::size_t colon = entry.find(':');
+    if (colon != std::string::npos) entries.emplace_back(entry.substr(0, colon), entry.substr(colon + 1));
+    begin = end + 1;
+  }
+  return entries;
+}
+
+// What the user has set, by the name it is set under.
+struct TorchChoice {
+  std::string variable;  // Empty: none.
+  std::string value;
+};
+TorchChoice torch_choice(const Environment& inherited) {
+  for (const char* variable : kTorchVariables) {
+    if (const std::string value = value_of(inherited, variable); !value.empty()) return {variable, value};
+  }
+  return {};
+}
+
+const char* granularity_text(TorchGranularity granularity) {
+  switch (granularity) {
+    case TorchGranularity::kTensors:
+      return "PyTorch allocates tensor by tensor (backend:cudaMallocAsync; its own history and snapshots are "
+             "off with that backend)";
+    case TorchGranularity::kExpandable:
+      return "PyTorch maps its memory itself (expandable_segments), which the arena does not serve";
+    case TorchGranularity::kSegments:
+      break;
+  }
+  return "PyTorch's cache asks for whole segments, and what is fragmented inside them stays so";
+}
+
+// Decides on PyTorch and says the first line's end.
+std::string choose_torch(const RunOptions& options, const Environment& inherited, Environment* set) {
+  const TorchChoice chosen = torch_choice(inherited);
+  const bool is_chosen = !chosen.variable.empty();
+  const bool tensors = options.tensors.value_or(!is_chosen);
+  if (options.mode != PreloadMode::kArena || (!tensors && !is_chosen))
+    return granularity_text(TorchGranularity::kSegments);
+  if (!tensors) {
+    const TorchGranularity granularity = torch_granularity(chosen.value);
+    std::string text =
+        chosen.variable + " is '" + chosen.value + "' (yours, kept): " + granularity_text(granularity);
+    if (granularity != TorchGranularity::kTensors) text += "; --tensors replaces it";
+    return text;
+  }
+  for (const char* variable : kTorchVariables) (*set)[variable] = kTorchTensors;
+  std::string text = granularity_text(TorchGranularity::kTensors);
+  if (is_chosen && torch_granularity(chosen.value) != TorchGranularity::kTensors) {
+    text += ", in place of your " + chosen.variable + "='" + chosen.value + "'";
+  }
+  return text;
+}
+
+// JAX takes three quarters of the device in one piece, and manages that by itself.
+void choose_jax(const Environment& inherited, RunEnvironment* environment) {
+  for (const char* variable : kJaxVariables) {
+    if (!value_of(inherited, variable).empty()) return;
+  }
+  environment->set[kJaxVariables[0]] = "false";
+}
+
+}  // namespace
+
+TorchGranularity torch_granularity(const std::string& configuration) {
+  TorchGranularity granularity = TorchGranularity::kSegments;
+  for (const auto& [name, value] : entries_of(configuration)) {
+    if (name == "backend" && value == "cudaMallocAsync") return TorchGranularity::kTensors;
+    if (name == "expandable_segments" && (value == "True" || value == "true")) {
+      granularity = TorchGranularity::kExpandable;
+    }
+  }
+  return granularity;
+}
+
+Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited) {
+  RunEnvironment environment;
+  if (options.preload_library.find_first_of(" :") != std::string::npos) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot preload " + options.preload_library +
+                      ": LD_PRELOAD ends a path at a space or a colon; install forebay "
+                      "in a directory without");
+  }
+  std::string preloads = options.preload_library;
+  if (const std::string others = value_of(inherited, "LD_PRELOAD"); !others.empty()) {
+    preloads += ":" + others;
+    environment.lines.push_back("LD_PRELOAD was '" + others + "', which stays behind ours");
+  }
+  environment.set["LD_PRELOAD"] = preloads;
+  environment.set[kPreloadModeVariable] = options.mode == PreloadMode::kObserve ? "observe" : "arena";
+  environment.set[kPreloadRecordsVariable] = options.records_directory;
+
+  std::string limit = value_of(inherited, kPreloadMemoryVariable);
+  if (!options.memory.empty()) limit = options.memory;
+  std::uint64_t bytes = 0;
+  if (!limit.empty() && (!parse_bytes(limit.c_str(), &bytes) || bytes == 0)) {
+    return Status(StatusCode::kInvalidArgument,
+                  (options.memory.empty() ? std::string(kPreloadMemoryVariable) : "--memory") + " is '" +
+                      limit + "'; use bytes, such as 24GiB");
+  }
+  if (options.mode == PreloadMode::kObserve) {
+    if (!options.memory.empty()) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          "--observe changes nothing, so it cannot keep to --memory " + limit + "; leave one of them out");
+    }
+    if (options.tensors.value_or(false)) {
+      return Status(StatusCode::kInvalidArgument,
+                    "--observe changes nothing, so it cannot have PyTorch allocate by --tensors; leave one "
+                    "of them out");
+    }
+    environment.lines.insert(
+        environment.lines.begin(),
+        "observing: every allocation goes to the driver and is counted; nothing is changed");
+    return environment;
+  }
+  if (!limit.empty()) environment.set[kPreloadMemoryVariable] = std::to_string(bytes);
+  std::string first = "the arena serves device memory";
+  if (!limit.empty()) first += ", at most " + format_bytes(bytes) + " of each device";
+  first += "; " + choose_torch(options, inherited, &environment.set);
+  choose_jax(inherited, &environment);
+  if (environment.set.count(kJaxVariables[0]) != 0) first += "; JAX preallocates nothing";
+  environment.lines.insert(environment.lines.begin(), first);
+  return environment;
+}
+
+}  // namespace forebay

@@ -1,0 +1,44 @@
+// What `forebay run` changes in the environment of the command it starts, and what it has to say about it.
+// Computed from the environment there is, so that a test can ask what becomes of any.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "forebay/preload_record.h"
+#include "forebay/status.h"
+
+namespace forebay {
+
+using Environment = std::map<std::string, std::string>;
+
+struct RunOptions {
+  PreloadMode mode = PreloadMode::kArena;
+  // Whether PyTorch is to allocate tensor by tensor. Not given: yes, unless the user has chosen otherwise.
+  std::optional<bool> tensors;
+  std::string memory;             // As given; empty: what the device has.
+  std::string preload_library;    // From the root.
+  std::string records_directory;  // From the root.
+};
+
+struct RunEnvironment {
+  Environment set;  // Variables with their new values.
+  // One line each: the first says what is in force and what that means for PyTorch, the others what else was
+  // changed or found.
+  std::vector<std::string> lines;
+};
+
+// Errors: kInvalidArgument for an option that cannot be.
+Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited);
+
+// What of PyTorch's allocator a configuration as PYTORCH_CUDA_ALLOC_CONF has it leaves to the arena.
+enum class TorchGranularity {
+  kSegments,    // PyTorch's own cache, which asks for large segments.
+  kTensors,     // backend:cudaMallocAsync: every tensor is asked for, in the order of its stream.
+  kExpandable,  // expandable_segments: PyTorch maps memory itself, past us.
+};
+TorchGranularity torch_granularity(const std::string& configuration);
+
+}  // namespace forebay
