@@ -1,5 +1,6 @@
 #include "bench_tiers_print.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
@@ -49,7 +50,7 @@ std::string facts_text(const DirectoryFacts& facts) {
   if (!facts.drives.empty()) text += " on " + facts.drive_names();
   const auto turns = facts.rotational();
   if (turns) text += *turns ? " (said to turn)" : " (flash)";
-  if (facts.kind == DirectoryKind::kMemory) text += " in memory, which files there do not save";
+  if (facts.kind == DirectoryKind::kMemory) text += " in memory";
   if (facts.kind == DirectoryKind::kNetwork) text += " on another host";
   if (!facts.nodes.empty()) {
     text += std::string(", NUMA ") + (facts.nodes.size() == 1 ? "node " : "nodes ") +
@@ -61,7 +62,10 @@ std::string facts_text(const DirectoryFacts& facts) {
 std::string files_text(const FileMeasurement& files) {
   std::string text = "\nfiles in " + directories_text(files) + "\n";
   for (const DirectoryFacts& one : files.directories) text += "  " + one.path + ": " + facts_text(one) + "\n";
-  text += files.is_direct
+  const bool in_memory = std::any_of(files.directories.begin(), files.directories.end(),
+                                     [](const auto& one) { return one.kind == DirectoryKind::kMemory; });
+  text += in_memory ? "  files there are memory: rates are those of copies\n"
+          : files.is_direct
               ? "  past the page cache (O_DIRECT)\n"
               : "  through the page cache: the file system has no O_DIRECT, so rates may be those of "
                 "memory\n";
