@@ -68,6 +68,7 @@ bool ChunkedArena::start() {
   if (!reserve_ranges(lock)) return false;
   first_ = pool_.take();
   first_->bytes = reserve_bytes_;
+  ranges_.insert(first_);
   insert_hole(first_, nullptr);
   return true;
 }
@@ -109,7 +110,7 @@ ChunkedArena::~ChunkedArena() {
 // --- books -------------------------------------------------------
 
 // Makes sure that `count` descriptors are there. May let go of the lock, so it comes before any look-up.
-bool ChunkedArena::reserve_ranges(Lock& lock, std::size_t count) {
+bool ChunkedArena::make_ranges(Lock& lock, std::size_t count) {
   while (pool_.available() < count) {
     const std::size_t slab_count = std::max({kFirstSlabCount, pool_.capacity(), count});
     const std::size_t cell_count = std::bit_ceil(2 * (pool_.capacity() + slab_count));
@@ -151,7 +152,7 @@ SizeBins& ChunkedArena::bins_of(std::uint8_t region, std::uint64_t waits) const 
   return bins_[region * kClassCount + index];
 }
 
-// Cuts `range`, which is in no bin and no table, at `offset`, into two that are alike in everything else. The
+// Cuts `range`, which is in no bin, at `offset`, into two that are alike in everything else. The
 // smaller one gets the new descriptor.
 ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
   FOREBAY_ASSERT(offset > range->offset && offset < range->end(), "empty part at %zu", offset);
@@ -170,11 +171,14 @@ ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
     added->next = range->next;
     if (added->next != nullptr) added->next->previous = added;
     range->next = added;
+    ranges_.insert(added);
   } else {
     added->offset = range->offset;
     added->bytes = offset - range->offset;
+    ranges_.replace(range, added);
     range->offset = offset;
     range->bytes = end - offset;
+    ranges_.insert(range);
     added->next = range;
     added->previous = range->previous;
     if (added->previous != nullptr) added->previous->next = added;
@@ -189,7 +193,7 @@ ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
   return add_upper ? Halves{range, added} : Halves{added, range};
 }
 
-// Joins two neighbours that are in no bin and no table. The union waits for what either waited for; the
+// Joins two neighbours that are in no bin. The union waits for what either waited for; the
 // smaller one's descriptor goes.
 Range* ChunkedArena::absorb(Range* lower, Range* upper) {
   const bool keep_lower = lower->bytes >= upper->bytes;
@@ -211,10 +215,12 @@ Range* ChunkedArena::absorb(Range* lower, Range* upper) {
       freed_epoch = std::max(freed_epoch, kept->epoch);
     }
   }
+  ranges_.erase(upper);
   if (keep_lower) {
     kept->next = gone->next;
     if (kept->next != nullptr) kept->next->previous = kept;
   } else {
+    ranges_.replace(gone, kept);
     kept->offset = gone->offset;
     kept->previous = gone->previous;
     if (kept->previous != nullptr) kept->previous->next = kept;
@@ -243,7 +249,6 @@ void ChunkedArena::remove_pending(Range* range) {
 
 void ChunkedArena::take_free(Range* range) {
   bins_of(range->region, range->waits).remove(range);
-  ranges_.erase(range);
   --free_count_;
   if (range->waits != 0) remove_pending(range);
 }
@@ -270,7 +275,6 @@ void ChunkedArena::put_free(Range* range) {
   // it.
   if (range->waits == 0) range->epoch = 0;
   bins_of(range->region, range->waits).insert(range);
-  ranges_.insert(range);
   ++free_count_;
   if (range->waits != 0) push_pending(range);
 }
@@ -367,7 +371,7 @@ Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
 // in no bin, and where in it the block begins. `*missing_count`: null only because there are fewer
 // descriptors than this.
 Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std::size_t* missing_count) {
-  if (offset == StepMemory::kUnknown || offset % placement.alignment != 0) return nullptr;
+  if (offset == StepMemory::kUnknown || (offset & (placement.alignment - 1)) != 0) return nullptr;
   Range* range = ranges_.find(offset);
   if (range != nullptr && range->bytes >= placement.bytes &&
       usable_here(range, placement, placement.region)) {
@@ -407,7 +411,6 @@ DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placem
   range->stream = static_cast<std::uint8_t>(placement.stream);
   range->slack = placement.bytes - placement.asked_bytes;
   range->recorded = 0;
-  ranges_.insert(range);
   if (!placement.fixed) {
     steps_.set_key(key);
     steps_.store(placement.bytes, start);
@@ -673,7 +676,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     return out_of_memory("allocate", request.bytes, request.tag, placement, Status());
   }
   const std::size_t unit = request.fixed ? chunk_bytes_ : kBlockGranule;
-  placement.bytes = std::max(round_up(request.bytes, unit), unit);
+  placement.bytes = std::max(align_up(request.bytes, unit), unit);
   if (!reserve_ranges(lock)) {
     lock.unlock();
     return no_books();
@@ -733,7 +736,7 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
       }
       if (range == nullptr) break;
       take_free(range);
-      return make_block(range, round_up(range->offset, placement.alignment), placement, key);
+      return make_block(range, align_up(range->offset, placement.alignment), placement, key);
     }
     lock.unlock();
     return allocate_slowly(placement, key);
@@ -766,7 +769,6 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
       }
     }
   }
-  ranges_.erase(range);
   discharge(range->tag, range->stream, range->bytes, range->bytes - range->slack);
   if (history_limit_ != 0) note(SnapshotAction::kFreeCompleted, range->offset, range->bytes, stream);
   if (range->kind == RangeKind::kPaused) {

@@ -58,7 +58,7 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
     }
     return make_block(range, start, placement, key);
   };
-  const auto begin_of = [&](const Range* range) { return round_up(range->offset, placement.alignment); };
+  const auto begin_of = [&](const Range* range) { return align_up(range->offset, placement.alignment); };
 
   const bool shared = placement.region < kSharedRegionCount;
   const auto other = static_cast<std::uint8_t>(1 - placement.region);
@@ -199,11 +199,11 @@ bool ChunkedArena::choose_site(const Placement& placement, Site* site) const {
     std::size_t back = hole->end();
     for (Range* range = hole->next; here(range); range = range->next) back = range->end();
 
-    const std::size_t end = round_up(front, placement.alignment) + bytes;
+    const std::size_t end = align_up(front, placement.alignment) + bytes;
     if (end <= hole->end()) {
-      consider(hole, hole->offset, round_up(end, chunk_bytes_));
+      consider(hole, hole->offset, align_up(end, chunk_bytes_));
       if (front == hole->offset && front < transient_offset_ && transient_offset_ + bytes <= hole->end()) {
-        consider(hole, transient_offset_, transient_offset_ + round_up(bytes, chunk_bytes_));
+        consider(hole, transient_offset_, transient_offset_ + align_up(bytes, chunk_bytes_));
       }
     } else if (end <= back) {
       consider(hole, hole->offset, hole->end());
@@ -980,13 +980,13 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grow
   if (run_first != nullptr) range = absorb(range->previous, range);
   range->region = placement.region;
   *grown = range;
-  *start = round_up(range->offset, placement.alignment);
+  *start = align_up(range->offset, placement.alignment);
   return Status();
 }
 
 // A chunk of its own for one block, mapped once.
 Status ChunkedArena::place_fixed(Lock& lock, const Placement& placement, Range** grown) {
-  const std::size_t bytes = round_up(placement.bytes, chunk_bytes_);
+  const std::size_t bytes = align_up(placement.bytes, chunk_bytes_);
   if (bytes > limit_bytes_ || !make_room(lock, bytes)) return Status(StatusCode::kOutOfMemory, "");
   if (!reserve_books(lock, bytes)) return no_books();
   Range* target = unmapped_from_top(bytes);

@@ -213,7 +213,10 @@ class ChunkedArena final : public Arena {
   using Lock = std::unique_lock<std::mutex>;
 
   // --- books (arena.cc); mutex_ held ---
-  bool reserve_ranges(Lock& lock, std::size_t count = kSplitsMax);
+  bool reserve_ranges(Lock& lock, std::size_t count = kSplitsMax) {
+    return pool_.available() >= count || make_ranges(lock, count);
+  }
+  bool make_ranges(Lock& lock, std::size_t count);
   Range* find_block(DevicePtr block) const;
   SizeBins& bins_of(std::uint8_t region, std::uint64_t waits) const;
   struct Halves {

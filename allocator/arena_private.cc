@@ -72,6 +72,8 @@ Status ChunkedArena::capture_end(Capture capture) {
 }
 
 Status ChunkedArena::capture_release(Capture capture) {
+  // Memory that is being mapped for it belongs to it by the time it is released.
+  std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (capture.index >= kRegionCount || private_regions_[capture.index].use != PrivateRegion::Use::kCaptured) {
     lock.unlock();

@@ -64,7 +64,7 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
         lock.unlock();
         return over_tag_limit("create a slot of", live_bytes, tag);
       }
-      cause = acquire_slot(lock, round_up(bytes, chunk_bytes_), &chunks);
+      cause = acquire_slot(lock, align_up(bytes, chunk_bytes_), &chunks);
       // The lock was let go of in between: the tag is looked at again.
       if (cause.ok() && !within_tag_limit(tag, live_bytes)) {
         for (const std::uint32_t chunk : chunks) keep_spare(chunk);
@@ -126,7 +126,7 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
                                                     ": the slot has " + format_bytes(slot_bytes) +
                                                     "; ask for one byte up to that");
   }
-  const std::size_t alias_bytes = round_up(bytes, chunk_bytes_);
+  const std::size_t alias_bytes = align_up(bytes, chunk_bytes_);
   Lock lock(mutex_);
   recover_stranded(lock);
   if (!reserve_ranges(lock)) return no_books();
@@ -172,7 +172,6 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   if (status.ok()) {
     target->kind = RangeKind::kAlias;
     granules_.own(target);
-    ranges_.insert(target);
     ++state.alias_count;
     return base_ + begin;
   }
@@ -204,7 +203,6 @@ Status ChunkedArena::alias_destroy(DevicePtr alias) {
                                                     ": no alias begins there; was it destroyed already?");
   }
   const std::uint32_t slot = range->slot;
-  ranges_.erase(range);
   range->kind = RangeKind::kBusy;
   lock.unlock();
   ++driver_call_count_;
@@ -212,7 +210,6 @@ Status ChunkedArena::alias_destroy(DevicePtr alias) {
   lock.lock();
   if (!status.ok()) {
     range->kind = RangeKind::kAlias;
-    ranges_.insert(range);
     return status.with_context("cannot destroy the alias at " + describe(alias));
   }
   put_unmapped(range);

@@ -108,7 +108,7 @@ Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, 
     if (range->kind != RangeKind::kShadow) end = range->offset;
   }
   // As far as both addresses show the same chunks side by side.
-  for (std::size_t next = round_up(offset + 1, chunk_bytes_); next < end; next += chunk_bytes_) {
+  for (std::size_t next = align_up(offset + 1, chunk_bytes_); next < end; next += chunk_bytes_) {
     if (granules_.at(next).chunk != granules_.at(next - offset + owner_offset).chunk) end = next;
   }
   return {end - offset, owner_offset};
@@ -261,7 +261,7 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
     if (run_end != SIZE_MAX && block_fits(run_begin, run_end, placement.bytes, placement.alignment) &&
         run_end - run_begin < best_bytes) {
       best_bytes = run_end - run_begin;
-      *start = round_up(run_begin, placement.alignment);
+      *start = align_up(run_begin, placement.alignment);
     }
     run_end = SIZE_MAX;
     ++stamp_;
@@ -441,7 +441,7 @@ bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_by
     ++stamp_;
     Range* first = hole->previous;
     while (usable(first->previous, placement)) first = first->previous;
-    const std::size_t begin = round_up(first->offset, placement.alignment);
+    const std::size_t begin = align_up(first->offset, placement.alignment);
     if (begin >= hole->offset) continue;
     // The chunks that this extent shows may not be shown in it once more.
     for (std::size_t offset = first->offset; offset < hole->offset;) {

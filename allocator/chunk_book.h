@@ -151,8 +151,19 @@ class GranuleTable {
     for (std::size_t index = (begin + rest) >> shift_; index < last;) {
       Entry* leaf = leaves_[index / kLeafCount];
       const std::size_t leaf_end = std::min(last, (index / kLeafCount + 1) * kLeafCount);
-      if (leaf == nullptr) index = leaf_end;
-      for (; index < leaf_end; ++index) leaf[index % kLeafCount].range = range;
+      if (leaf != nullptr) {
+        // Large blocks have hundreds: four at a time.
+        Entry* entry = leaf + index % kLeafCount;
+        std::size_t left = leaf_end - index;
+        for (; left >= 4; left -= 4, entry += 4) {
+          entry[0].range = range;
+          entry[1].range = range;
+          entry[2].range = range;
+          entry[3].range = range;
+        }
+        for (; left > 0; --left, ++entry) entry->range = range;
+      }
+      index = leaf_end;
     }
   }
   void own(Range* range) noexcept { own(range, range->offset, range->end()); }

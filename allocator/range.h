@@ -1,6 +1,5 @@
 // Range: one piece of the arena's address range, and the books that keep them: a pool that the hot path takes
-// descriptors from without calling malloc, and a hash table from an offset to the block, alias or free range
-// that begins there.
+// descriptors from without calling malloc, and a hash table from an offset to the range that begins there.
 //
 // The ranges of an arena tile its whole address range: linked by address, none empty, none overlapping.
 #pragma once
@@ -100,8 +99,7 @@ class RangePool {
     Range* range = free_;
     free_ = range->next;
     --available_;
-    *range = Range();
-    return range;
+    return new (range) Range;
   }
   void give(Range* range) noexcept {
     range->next = free_;
@@ -153,7 +151,13 @@ class RangeTable {
     }
     return nullptr;
   }
-  void erase(Range* range) noexcept {
+  // `other` begins where `range`, which the table has, begins, and takes its place.
+  void replace(const Range* range, Range* other) noexcept {
+    std::size_t i = home(range->offset);
+    while (cells_[i] != range) i = (i + 1) & (capacity_ - 1);
+    cells_[i] = other;
+  }
+  void erase(const Range* range) noexcept {
     std::size_t hole = home(range->offset);
     while (cells_[hole] != range) hole = (hole + 1) & (capacity_ - 1);
     for (std::size_t i = (hole + 1) & (capacity_ - 1); cells_[i] != nullptr; i = (i + 1) & (capacity_ - 1)) {

@@ -14,10 +14,10 @@
 
 namespace forebay::internal {
 
-// True if a block of `bytes` aligned to `alignment` fits in [begin, end).
+// True if a block of `bytes` aligned to `alignment`, a power of two, fits in [begin, end).
 inline bool block_fits(std::size_t begin, std::size_t end, std::size_t bytes,
                        std::size_t alignment) noexcept {
-  const std::size_t start = round_up(begin, alignment);
+  const std::size_t start = align_up(begin, alignment);
   return start <= end && bytes <= end - start;
 }
 

@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 
 namespace forebay::internal {
 
@@ -26,15 +27,12 @@ class StepMemory {
   }
 
   // False if the host has no memory. The record's pages are touched one after the other as it grows; those of
-  // the index, which are used in no order, here.
+  // the index, which are used in no order, here. Each set of the index is one cache line.
   bool start() noexcept {
     record_ = static_cast<Entry*>(std::calloc(kRecordCount, sizeof(Entry)));
-    index_ = static_cast<Point*>(std::calloc(kIndexCount, sizeof(Point)));
+    index_ = static_cast<Point*>(std::aligned_alloc(kWays * sizeof(Point), kIndexCount * sizeof(Point)));
     if (record_ == nullptr || index_ == nullptr) return false;
-    constexpr std::size_t kPagePoints = 4096 / sizeof(Point);
-    for (std::size_t i = 0; i < kIndexCount; i += kPagePoints) {
-      *const_cast<volatile std::uint32_t*>(&index_[i].check) = 0;
-    }
+    std::uninitialized_fill_n(index_, kIndexCount, Point());
     return true;
   }
 
@@ -49,10 +47,10 @@ class StepMemory {
     if (!followed || live_bytes == 0) {
       // Where a step was placed anew, an older record of it says what can no longer be had: at its beginning
       // the latest counts. Further on, the latest may be an earlier point of this very step.
-      const Point* point = find_point();
-      const bool found = point->check == check() && holds(point->position);
-      if (found && point->position != cursor_) {
-        cursor_ = point->position;
+      const std::uint32_t position = indexed_position();
+      const bool found = holds(position);
+      if (found && position != cursor_) {
+        cursor_ = position;
         lap_end_ = end_;
         lap_count_ = 0;
       }
@@ -112,14 +110,23 @@ class StepMemory {
   // Bits of a key: none is set in one of eight, and at the beginning of each step.
   static constexpr std::uint64_t kUnindexed = std::uint64_t{7} << 61;
 
+  Point* set() const noexcept { return index_ + (key_ >> 32 & (kIndexCount / kWays - 1)) * kWays; }
+  // The point's latest in the record, or kNowhere.
+  std::uint32_t indexed_position() const noexcept {
+    const Point* point = set();
+    for (std::size_t i = 0; i < kWays; ++i) {
+      if (point[i].check == check()) return point[i].position;
+    }
+    return kNowhere;
+  }
   // The key's entry, or else the oldest of those it may take.
   Point* find_point() const noexcept {
-    Point* set = index_ + (key_ >> 32 & (kIndexCount / kWays - 1)) * kWays;
-    Point* found = set;
+    Point* const points = set();
+    Point* found = points;
     for (std::size_t i = 0; i < kWays; ++i) {
-      if (set[i].check == check()) return set + i;
-      if (set[i].check == 0 || end_ - set[i].position > end_ - found->position) found = set + i;
-      if (set[i].check == 0) break;
+      if (points[i].check == check()) return points + i;
+      if (points[i].check == 0 || end_ - points[i].position > end_ - found->position) found = points + i;
+      if (points[i].check == 0) break;
     }
     return found;
   }

@@ -1,8 +1,11 @@
 // Captured graphs: memory of their own, and mappings that stay as they are.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cstring>
 #include <memory>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "allocator/watched_backend.h"
@@ -182,6 +185,36 @@ TEST_F(ArenaCaptureTest, LiveBlocksSurviveTheRelease) {
   give(result, streams_[0]);
   trim_all();
   EXPECT_EQ(backend_->charged_bytes(), 0u);
+}
+
+// A thread releases the capture while another one maps memory for a block of it: the block then belongs to
+// nobody's region that a later tag could take over, and be paused with.
+TEST_F(ArenaCaptureTest, ABlockThatIsMappedWhileTheCaptureIsReleasedIsNobodysButItsOwn) {
+  const Capture capture = arena_->capture_begin(streams_[0]).value();
+  std::atomic<bool> ended{false};
+  std::thread other;
+  watched_->on_map = [&](DevicePtr, std::size_t, bool) {
+    if (other.joinable()) return;
+    other = std::thread([&] {
+      EXPECT_TRUE(arena_->capture_end(capture).ok());
+      ended = true;
+      EXPECT_TRUE(arena_->capture_release(capture).ok());
+    });
+    while (!ended) std::this_thread::yield();
+  };
+  DevicePtr block = take(2 * kChunk, streams_[0]);
+  other.join();
+  watched_->on_map = nullptr;
+  std::memset(block, 1, 2 * kChunk);
+
+  const Tag tag = arena_->tag_create({.name = "rollout", .pausable = true}).value();
+  const DevicePtr own = arena_->allocate({.bytes = kChunk, .tag = tag}).value();
+  ASSERT_TRUE(arena_->pause(tag, false).ok());
+  EXPECT_EQ(arena_->statistics().reserved_bytes, 2 * kChunk) << "the block went with the tag";
+  (void)watched_->shown(block, 2 * kChunk);  // Fails the test where nothing is mapped.
+  ASSERT_TRUE(arena_->resume(tag).ok());
+  give(own, Stream());
+  give(block, streams_[0]);
 }
 
 TEST_F(ArenaCaptureTest, RefusesWhatMakesNoSense) {

@@ -21,6 +21,10 @@ constexpr std::uint64_t operator""_GiB(unsigned long long n) {
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
+// The same for a multiple that is a power of two, without a division.
+constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
+  return (value + (alignment - 1)) & ~(alignment - 1);
+}
 constexpr std::uint64_t ceil_div(std::uint64_t value, std::uint64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
