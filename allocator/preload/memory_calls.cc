@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "allocator/preload/accounts.h"
 #include "allocator/preload/escapes.h"
 #include "allocator/preload/pool_calls.h"
 #include "allocator/preload/routes.h"
@@ -22,29 +23,6 @@ constexpr int kWaitingAttempts = 4;
 
 // The driver's location type for devices.
 constexpr unsigned kDeviceLocation = 1;
-
-// --- accounts ---
-
-void count_served(PreloadServer server, std::size_t bytes) {
-  PreloadRecord& record = *preload_state().record;
-  PreloadCount& count = record.served[static_cast<std::size_t>(server)];
-  count.bytes.fetch_add(bytes, std::memory_order_relaxed);
-  const std::uint64_t before = count.allocations.fetch_add(1, std::memory_order_relaxed);
-  look_for_escapes_now_and_then(before + 1);
-}
-
-void count_live(std::size_t bytes) {
-  PreloadRecord& record = *preload_state().record;
-  const std::uint64_t live = record.live_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-  std::uint64_t peak = record.peak_live_bytes.load(std::memory_order_relaxed);
-  while (live > peak &&
-         !record.peak_live_bytes.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
-  }
-}
-
-void count_refused() {
-  preload_state().record->refused.fetch_add(1, std::memory_order_relaxed);
-}
 
 // The driver's allocation, counted and remembered if it succeeds.
 template <typename Call>
@@ -172,8 +150,7 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
   blocks.add(block,
              {.bytes = bytes, .device = use.device(), .is_ordered = is_ordered, .is_pinned = is_pinned});
   *address = driver_address(block);
-  count_served(PreloadServer::kArena, bytes);
-  count_live(bytes);
+  count_arena_allocation(use.device(), bytes, is_ordered);
   return kDriverSuccess;
 }
 
@@ -215,10 +192,8 @@ DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverP
     route.otherwise = PreloadServer::kOtherPool;
   }
   if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, by_driver);
-  const DriverResult result = allocate_here(
-      route.use, address, bytes, arena_stream(route.use, numbered(stream, per_thread)), true, by_driver);
-  if (result == kDriverSuccess) count_pool_use(route.use.device(), bytes);
-  return result;
+  return allocate_here(route.use, address, bytes, arena_stream(route.use, numbered(stream, per_thread)), true,
+                       by_driver);
 }
 
 DriverResult mem_alloc_async(DriverAddress* address, std::size_t bytes, DriverStream stream) {
@@ -266,11 +241,6 @@ DriverResult mem_create(DriverMemory* memory, std::size_t bytes, const DriverMem
 
 // --- free ---
 
-void count_freed(const BlockFacts& facts) {
-  preload_state().record->live_bytes.fetch_sub(facts.bytes, std::memory_order_relaxed);
-  if (facts.is_ordered) count_pool_use(facts.device, std::size_t{0} - facts.bytes);
-}
-
 // A free of what no arena has: the driver's matter.
 template <typename Call>
 DriverResult free_elsewhere(DriverAddress address, bool is_known, const BlockFacts& facts, const Call& call) {
@@ -279,8 +249,7 @@ DriverResult free_elsewhere(DriverAddress address, bool is_known, const BlockFac
   if (is_known && result != kDriverSuccess) {
     ProcessArenas::of_process().blocks().add(device_pointer(address), facts);
   } else if (!is_known && result == kDriverSuccess) {
-    preload_state().record->unknown_frees.fetch_add(1, std::memory_order_relaxed);
-    look_for_escapes();
+    count_unknown_free();
   }
   return result;
 }
@@ -296,7 +265,7 @@ DriverResult mem_free(DriverAddress address) {
   const bool is_known = blocks.take(block, &facts);
   if (!is_known && blocks.is_arena_address(block)) return kDriverInvalidValue;
   if (!is_known || facts.device < 0) return free_elsewhere(address, is_known, facts, by_driver);
-  count_freed(facts);
+  count_arena_free(facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;  // Its arena went away with the device's context.
   DriverResult result = kDriverSuccess;
@@ -337,7 +306,7 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   const bool is_same_context = is_stream_of(stream, facts.device);
   // Of two frees of one block, one.
   if (!blocks.take(block, &facts)) return kDriverInvalidValue;
-  count_freed(facts);
+  count_arena_free(facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;
   const DriverStream last = numbered(stream, per_thread);

@@ -12,18 +12,6 @@ namespace {
 // held.
 constexpr std::size_t kKeptStreamLimit = 256;
 
-// The primary context of the device; null when the driver will not say.
-void* primary_context(int device) {
-  const PreloadState& state = preload_state();
-  DriverContext context = nullptr;
-  if (state.real.cuDevicePrimaryCtxRetain == nullptr ||
-      state.real.cuDevicePrimaryCtxRetain(&context, device) != kDriverSuccess) {
-    return nullptr;
-  }
-  (void)state.real.cuDevicePrimaryCtxRelease_v2(device);
-  return context;
-}
-
 // The arena whose context this is, among those that are there.
 ProcessArenas::Use find_arena(void* context, int device) {
   ProcessArenas::Use use = ProcessArenas::of_process().find(device);
@@ -116,6 +104,17 @@ DriverResult retire_and_destroy(DriverStream stream) {
 }
 
 }  // namespace
+
+void* primary_context(int device) {
+  const PreloadState& state = preload_state();
+  DriverContext context = nullptr;
+  if (state.real.cuDevicePrimaryCtxRetain == nullptr ||
+      state.real.cuDevicePrimaryCtxRetain(&context, device) != kDriverSuccess) {
+    return nullptr;
+  }
+  (void)state.real.cuDevicePrimaryCtxRelease_v2(device);
+  return context;
+}
 
 ContextScope::ContextScope(void* context) noexcept {
   const UsedCalls& used = preload_state().used;

@@ -6,6 +6,9 @@
 
 namespace forebay {
 
+// The primary context of the device; null when the driver will not say.
+void* primary_context(int device);
+
 // The arena that serves a request, or why none does.
 struct Route {
   ProcessArenas::Use use;

@@ -43,11 +43,10 @@ int run(int argc, char** argv) {
   forebay::add_run_command(app, action);
   forebay::add_bench_tiers_command(app, action);
   if (argc > 1 && is_unknown_word(app, argv[1])) {
-    std::fprintf(
-        stderr,
-        "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain, run or "
-        "bench-tiers (--help describes them)\n",
-        argv[1]);
+    std::fprintf(stderr,
+                 "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain, run or "
+                 "bench-tiers (--help describes them)\n",
+                 argv[1]);
     return kBadUsage;
   }
   try {

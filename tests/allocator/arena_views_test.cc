@@ -273,8 +273,8 @@ TEST_F(ArenaViewsTest, UsesTheAddressesOfOldViewsAgain) {
   check_contents();
 }
 
-// The memory is wholly free and may serve the tag once its old addresses are gone; the addresses for the block are
-// there once those that only show memory are gone too.
+// The memory is wholly free and may serve the tag once its old addresses are gone; the addresses for the
+// block are there once those that only show memory are gone too.
 TEST_F(ArenaViewsTest, ServesAtOnceWhatItCanServeAtAll) {
   make({.reserve_bytes = 20 * kChunk, .limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
   const Tag tag = arena_->tag_create({.name = "pausable", .pausable = true}).value();

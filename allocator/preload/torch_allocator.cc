@@ -1,0 +1,124 @@
+// What PyTorch calls, with and without the preload. Without it the few functions of the driver that are
+// needed besides the backend's are looked up here.
+#include "forebay/torch_allocator.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+
+#include "allocator/preload/accounts.h"
+#include "allocator/preload/routes.h"
+#include "forebay/log.h"
+
+namespace forebay {
+namespace {
+
+// The driver is open by now: the backend has it.
+template <typename Function>
+Function* driver_function(const char* name) {
+  const char* chosen = std::getenv("FOREBAY_LIBCUDA");
+  void* const driver =
+      ::dlopen(chosen != nullptr && chosen[0] != '\0' ? chosen : "libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  return driver == nullptr ? nullptr : reinterpret_cast<Function*>(::dlsym(driver, name));
+}
+
+bool is_captured(DriverStream stream) {
+  static auto* const ask = driver_function<Driver_cuStreamIsCapturing>("cuStreamIsCapturing");
+  unsigned status = 0;
+  return ask != nullptr && (ask(stream, &status) != kDriverSuccess || status != 0);
+}
+
+// The host waits for all that is queued on the device that is current.
+bool wait_for_current_device() {
+  static auto* const wait = driver_function<Driver_cuCtxSynchronize>("cuCtxSynchronize");
+  return wait != nullptr && wait() == kDriverSuccess;
+}
+
+bool is_preloaded() {
+  return preload_state().record != nullptr;
+}
+
+ProcessArenas::Use arena_of(int device, Status* why) {
+  return ProcessArenas::of_process().use(device, is_preloaded() ? &primary_context : nullptr, why);
+}
+
+// What the stream is to the arena. While it is captured, what is allocated for it serves a graph that may run
+// on any stream: only memory that nobody uses any more will do.
+Stream stream_of(const ProcessArenas::Use& use, DriverStream stream) {
+  if (stream == DRIVER_PER_THREAD_STREAM) return ProcessArenas::thread_stream(use);
+  return Stream{numbered(stream, false)};
+}
+
+void complain(const Status& status) {
+  log(LogLevel::kError, "%s", status.message().c_str());
+}
+
+}  // namespace
+}  // namespace forebay
+
+using namespace forebay;  // NOLINT: the functions below are its C interface.
+
+extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
+  if (bytes <= 0) return nullptr;
+  Status why;
+  const ProcessArenas::Use use = arena_of(device, &why);
+  if (!use) {
+    complain(why);
+    return nullptr;
+  }
+  auto* const given = static_cast<DriverStream>(stream);
+  const bool captured = is_captured(given);
+  AllocationRequest request{.bytes = static_cast<std::size_t>(bytes)};
+  if (!captured) request.stream = stream_of(use, given);
+  Result<DevicePtr> block = use.arena().allocate(request);
+  // What waits for queued work counts as taken. Twice: the first miss marks the ends of that work.
+  for (int i = 0; i < 2 && block.status().code() == StatusCode::kOutOfMemory; ++i) {
+    if (captured || !wait_for_current_device()) break;
+    block = use.arena().allocate(request);
+  }
+  if (!block.ok()) {
+    if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) count_refused();
+    complain(block.status());
+    return nullptr;
+  }
+  ProcessArenas::of_process().blocks().add(
+      block.value(),
+      {.bytes = request.bytes, .device = use.device(), .is_ordered = true, .is_pinned = false});
+  if (is_preloaded()) count_arena_allocation(use.device(), request.bytes, true);
+  return block.value();
+}
+
+extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
+  if (block == nullptr) return;
+  BlockBook& blocks = ProcessArenas::of_process().blocks();
+  const auto address = static_cast<DevicePtr>(block);
+  BlockFacts facts;
+  if (!blocks.take(address, &facts) || facts.device < 0) {
+    log(LogLevel::kError, "forebay_torch_free: %p was not allocated by forebay_torch_alloc; it is left alone",
+        block);
+    return;
+  }
+  if (is_preloaded()) count_arena_free(facts);
+  const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
+  if (!use) return;
+  auto* const given = numbered(static_cast<DriverStream>(stream), false);
+  if (facts.is_pinned) {
+    blocks.park(address, facts, Stream{given});
+    return;
+  }
+  const Status status = given == DRIVER_PER_THREAD_STREAM ? ProcessArenas::free_on_thread_stream(use, address)
+                                                          : use.arena().free(address, Stream{given});
+  if (!status.ok()) complain(status);
+}
+
+extern "C" void forebay_torch_record_stream(void* block, void* stream) {
+  DevicePtr begin = nullptr;
+  BlockFacts facts;
+  if (!ProcessArenas::of_process().blocks().find(static_cast<DevicePtr>(block), &begin, &facts) ||
+      facts.device < 0)
+    return;
+  const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
+  if (!use) return;
+  const Status status = use.arena().record_stream(begin, stream_of(use, static_cast<DriverStream>(stream)));
+  if (!status.ok()) complain(status);
+}
