@@ -104,21 +104,20 @@ void load_bfloat16(const Moments& moments, std::size_t begin, std::size_t end, f
   }
 }
 
-// The canonical NaN stays what it is: its lower half is zero, so nothing carries.
-HWY_INLINE void store_dithered(FloatVector value, BitVector random, std::uint16_t* target) {
-  const hn::RebindToSigned<FloatTag> di;
-  const auto rounded = drop_vector<16, true>(bits_of(value), random);
-  hn::StoreU(hn::DemoteTo(HalfTag(), hn::BitCast(di, rounded)), HalfTag(), target);
-}
-
 // Both are canonical.
 template <bool dithered>
 HWY_INLINE void store_bfloat16_vectors(FloatVector m, FloatVector v, BitVector seed, std::uint16_t* kept_m,
                                        std::uint16_t* kept_v) {
   if constexpr (dithered) {
+    // The upper halves of the sums, both at once. The canonical NaN stays what it is: its lower half is zero,
+    // so nothing carries.
+    const hn::Repartition<std::uint16_t, FloatTag> both;
     const auto random = dither_vector(seed, bits_of(m), bits_of(v));
-    store_dithered(m, hn::ShiftRight<16>(random), kept_m);
-    store_dithered(v, hn::And(random, set_bits(0xFFFF)), kept_v);
+    const auto sum_of_m = hn::Add(bits_of(m), hn::ShiftRight<16>(random));
+    const auto sum_of_v = hn::Add(bits_of(v), hn::And(random, set_bits(0xFFFF)));
+    const auto halves = hn::ConcatOdd(both, hn::BitCast(both, sum_of_v), hn::BitCast(both, sum_of_m));
+    hn::StoreU(hn::LowerHalf(HalfTag(), halves), HalfTag(), kept_m);
+    hn::StoreU(hn::UpperHalf(HalfTag(), halves), HalfTag(), kept_v);
   } else {
     const FloatTag d;
     round_canonical<DataType::kBfloat16>(d, m, kept_m);

@@ -77,14 +77,12 @@ struct VectorElement<DataType::kBfloat16> {
   template <class D>
   static HWY_INLINE hn::Vec<hn::Rebind<std::uint16_t, D>> rounded(D d, hn::Vec<D> v) {
     const hn::RebindToUnsigned<D> du;
-    const hn::RebindToSigned<D> di;
     const hn::Rebind<std::uint16_t, D> d16;
     const auto bits = hn::BitCast(du, v);
     const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
     // The canonical NaN's lower half is zero and its upper one even, so it stays what it is.
     const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
-    // At most 0xFFFF after the shift, so the saturation of the narrowing does nothing.
-    return hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<16>(rounded)));
+    return hn::TruncateTo(d16, hn::ShiftRight<16>(rounded));
   }
 };
 
