@@ -74,8 +74,7 @@ PreloadRecord* make_record(PreloadMode mode) noexcept {
   record->parent = static_cast<std::int32_t>(::getppid());
   read_program(record->program, sizeof record->program);
   // Last: a reader that finds it finds the rest.
-  std::atomic_thread_fence(std::memory_order_release);
-  record->magic = kPreloadRecordMagic;
+  std::atomic_ref(record->magic).store(kPreloadRecordMagic, std::memory_order_release);
   return record;
 }
 
