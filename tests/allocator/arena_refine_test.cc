@@ -165,6 +165,7 @@ TEST_F(ArenaRefineTest, QueuedWorkIsNotWaitedForAndKeepsItsMemory) {
   EXPECT_EQ(statistics.refinement_count, 0u);
   EXPECT_GT(statistics.reserved_bytes, 0u) << "memory was taken away under queued work";
   gate.open();
+  ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());  // The gate's end.
 }
 
 // Threads take, write, compare and free blocks while what is free goes back to the device under them.
