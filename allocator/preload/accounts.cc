@@ -5,7 +5,9 @@
 #include "allocator/preload/preload_state.h"
 
 namespace forebay {
+namespace {
 
+// An allocation that succeeded, by whoever served it.
 void count_served(PreloadServer server, std::size_t bytes) {
   PreloadCount& count = preload_state().record->served[static_cast<std::size_t>(server)];
   count.bytes.fetch_add(bytes, std::memory_order_relaxed);
@@ -13,23 +15,77 @@ void count_served(PreloadServer server, std::size_t bytes) {
   look_for_escapes_now_and_then(before + 1);
 }
 
-void count_arena_allocation(int device, std::size_t bytes, bool is_ordered) {
-  count_served(PreloadServer::kArena, bytes);
+int current_device() {
+  DriverDevice device = -1;
+  const UsedCalls& used = preload_state().used;
+  return used.cuCtxGetDevice != nullptr && used.cuCtxGetDevice(&device) == kDriverSuccess ? device : -1;
+}
+
+// Enters it in the book and the events.
+void enter(const EventRequest& request, const Arena* arena, DevicePtr address, BlockFacts facts) {
+  EventLog* const events = EventLog::of_process();
+  facts.server = request.server;
+  if (events != nullptr) events->allocated(address, request, arena, &facts);
+  BlockFacts lost;
+  if (ProcessArenas::of_process().blocks().add(address, facts, &lost) && events != nullptr)
+    events->lost(lost);
+}
+
+}  // namespace
+
+void enter_arena_block(const ProcessArenas::Use& use, DevicePtr address, BlockFacts facts,
+                       DriverStream stream) {
+  enter({.bytes = facts.bytes, .device = use.device(), .stream = stream}, &use.arena(), address, facts);
+  count_served(PreloadServer::kArena, facts.bytes);
   PreloadRecord& record = *preload_state().record;
-  const std::uint64_t live = record.live_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  const std::uint64_t live =
+      record.live_bytes.fetch_add(facts.bytes, std::memory_order_relaxed) + facts.bytes;
   std::uint64_t peak = record.peak_live_bytes.load(std::memory_order_relaxed);
   while (live > peak &&
          !record.peak_live_bytes.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
   }
-  if (is_ordered) count_pool_use(device, bytes);
+  if (facts.is_ordered) count_pool_use(use.device(), facts.bytes);
 }
 
-void count_arena_free(const BlockFacts& facts) {
+void enter_driver_block(PreloadServer server, DevicePtr address, std::size_t bytes, DriverStream stream) {
+  const int device = EventLog::of_process() == nullptr ? -1 : current_device();
+  enter({.bytes = bytes, .device = device, .stream = stream, .server = server}, nullptr, address,
+        {.bytes = bytes});
+  count_served(server, bytes);
+}
+
+void leave_block(DevicePtr address, const BlockFacts& facts) {
+  if (EventLog* const events = EventLog::of_process()) events->freed(address, facts);
+  if (facts.device < 0) return;
   preload_state().record->live_bytes.fetch_sub(facts.bytes, std::memory_order_relaxed);
   if (facts.is_ordered) count_pool_use(facts.device, std::size_t{0} - facts.bytes);
 }
 
-void count_refused() {
+void return_driver_block(DevicePtr address, const BlockFacts& facts) {
+  // Its stream's handle is not known any more; that of a plain allocation says the least.
+  enter({.bytes = facts.bytes, .device = facts.event_device, .server = facts.server}, nullptr, address,
+        facts);
+}
+
+void count_untracked(PreloadServer server, std::size_t bytes, int device) {
+  if (EventLog* const events = EventLog::of_process()) {
+    events->untracked({.bytes = bytes, .device = device, .server = server});
+  }
+  count_served(server, bytes);
+}
+
+void note_reserved(int device, const Arena* arena) {
+  if (EventLog* const events = EventLog::of_process()) events->look_at(device, arena);
+}
+
+void count_refused(PreloadServer server, std::size_t bytes, int device, DriverStream stream) {
+  if (EventLog* const events = EventLog::of_process()) {
+    if (device < 0) device = current_device();
+    std::size_t free_bytes = 0;
+    std::size_t total_bytes = 0;
+    if (preload_state().real.cuMemGetInfo_v2(&free_bytes, &total_bytes) != kDriverSuccess) free_bytes = 0;
+    events->refused({.bytes = bytes, .device = device, .stream = stream, .server = server}, free_bytes);
+  }
   preload_state().record->refused.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -13,19 +13,22 @@ std::uintptr_t number(DevicePtr address) noexcept {
 
 }  // namespace
 
-void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
+bool BlockBook::add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost) {
   Blocks made;
   made.emplace(address, facts);
   Blocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
   // The driver gives addresses out anew whose free did not come by here: those of a context that was
   // destroyed.
-  if (const auto known = blocks_.find(address); known != blocks_.end()) {
+  const auto known = blocks_.find(address);
+  const bool is_known = known != blocks_.end();
+  if (is_known) {
+    if (lost != nullptr) *lost = known->second;
     known->second = facts;
   } else {
     blocks_.insert(std::move(node));
   }
-  if (facts.device < 0 || facts.device >= kPreloadDeviceLimit) return;
+  if (facts.device < 0 || facts.device >= kPreloadDeviceLimit) return is_known;
   Range& range = ranges_[facts.device];
   if (facts.device >= range_count_.load(std::memory_order_relaxed)) {
     range_count_.store(facts.device + 1, std::memory_order_relaxed);
@@ -35,6 +38,7 @@ void BlockBook::add(DevicePtr address, const BlockFacts& facts) {
   if (begin < range.begin.load(std::memory_order_relaxed))
     range.begin.store(begin, std::memory_order_relaxed);
   if (end > range.end.load(std::memory_order_relaxed)) range.end.store(end, std::memory_order_relaxed);
+  return is_known;
 }
 
 bool BlockBook::take(DevicePtr address, BlockFacts* facts) {
@@ -74,17 +78,13 @@ bool BlockBook::is_arena_address(DevicePtr address) const noexcept {
   });
 }
 
-std::size_t BlockBook::forget_device(int device) {
+BlockBook::Blocks BlockBook::forget_device(int device) {
   Blocks gone;
   ParkedBlocks gone_parked;
-  std::size_t bytes = 0;
   const std::lock_guard lock(mutex_);
   for (auto i = blocks_.begin(); i != blocks_.end();) {
     const auto next = std::next(i);
-    if (i->second.device == device) {
-      bytes += i->second.bytes;
-      gone.insert(blocks_.extract(i));
-    }
+    if (i->second.device == device) gone.insert(blocks_.extract(i));
     i = next;
   }
   for (auto i = parked_.begin(); i != parked_.end();) {
@@ -95,7 +95,7 @@ std::size_t BlockBook::forget_device(int device) {
   parked_count_.store(parked_.size(), std::memory_order_relaxed);
   ranges_[device].begin.store(UINTPTR_MAX, std::memory_order_relaxed);
   ranges_[device].end.store(0, std::memory_order_relaxed);
-  return bytes;
+  return gone;
 }
 
 void BlockBook::park(DevicePtr address, const BlockFacts& facts, Stream stream) {

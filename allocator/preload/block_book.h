@@ -12,11 +12,15 @@
 #include <mutex>
 
 #include "forebay/backend.h"
+#include "forebay/preload_record.h"
 
 namespace forebay {
 
 // Devices of a process that can have an arena. On one beyond, everything goes to the driver.
 inline constexpr int kPreloadDeviceLimit = 64;
+
+// No entry in the table of live blocks.
+inline constexpr std::uint32_t kNoEventSlot = UINT32_MAX;
 
 struct BlockFacts {
   std::size_t bytes = 0;  // As asked for.
@@ -26,11 +30,19 @@ struct BlockFacts {
   // Somebody outside knows the memory behind it (another process, a network card): its address and memory
   // belong together for good, also after it was freed.
   bool is_pinned = false;
+  PreloadServer server = PreloadServer::kArena;
+  // For the events, where they are kept: stream and device by number, and the entry of the table.
+  std::uint16_t event_stream = 0;
+  std::int16_t event_device = -1;
+  std::uint32_t event_slot = kNoEventSlot;
 };
 
 class BlockBook {
  public:
-  void add(DevicePtr address, const BlockFacts& facts);
+  using Blocks = std::map<DevicePtr, BlockFacts>;
+
+  // True when there was one at that address, whose free did not come by: `lost` gets what was known of it.
+  bool add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost = nullptr);
 
   // Removes the block that starts there. False when there is none.
   bool take(DevicePtr address, BlockFacts* facts);
@@ -44,8 +56,8 @@ class BlockBook {
   // Whether the address lies where arenas have had blocks: the driver need not be asked about it.
   bool is_arena_address(DevicePtr address) const noexcept;
 
-  // The device's arena is gone, and all its blocks. Returns their bytes.
-  std::size_t forget_device(int device);
+  // The device's arena is gone, and all its blocks, which are returned.
+  Blocks forget_device(int device);
 
   // --- pinned blocks that were freed ---
   // Keeps the block for a later request of the same size. `stream`: its last use is queued there; null: it is
@@ -59,7 +71,6 @@ class BlockBook {
     BlockFacts facts;
     Stream stream;
   };
-  using Blocks = std::map<DevicePtr, BlockFacts>;
   using ParkedBlocks = std::map<DevicePtr, Parked>;
 
   // What the arenas' blocks have lain between, by device. Written with mutex_ held.

@@ -2,6 +2,7 @@
 // and where captures begin and end.
 #include <atomic>
 
+#include "allocator/preload/accounts.h"
 #include "allocator/preload/pool_calls.h"
 #include "allocator/preload/routes.h"
 
@@ -26,8 +27,8 @@ void drop_arena(DriverDevice device) {
     context = use.context();
   }
   forget_streams(context);
-  const std::size_t bytes = ProcessArenas::of_process().drop(device);
-  preload_state().record->live_bytes.fetch_sub(bytes, std::memory_order_relaxed);
+  for (const auto& [address, facts] : ProcessArenas::of_process().drop(device)) leave_block(address, facts);
+  note_reserved(device, nullptr);
   forget_pool_use(device);
 }
 

@@ -24,16 +24,14 @@ constexpr int kWaitingAttempts = 4;
 // The driver's location type for devices.
 constexpr unsigned kDeviceLocation = 1;
 
-// The driver's allocation, counted and remembered if it succeeds.
+// The driver's allocation, counted and remembered if it succeeds. `stream`: by its number; null: none.
 template <typename Call>
 DriverResult allocate_elsewhere(PreloadServer server, std::size_t bytes, DriverAddress* address,
-                                const Call& call) {
+                                DriverStream stream, const Call& call) {
   const DriverResult result = call_with_room(call);
-  if (result == kDriverOutOfMemory) count_refused();
+  if (result == kDriverOutOfMemory) count_refused(server, bytes, -1, stream);
   if (result != kDriverSuccess) return result;
-  count_served(server, bytes);
-  if (address != nullptr)
-    ProcessArenas::of_process().blocks().add(device_pointer(*address), {.bytes = bytes});
+  enter_driver_block(server, device_pointer(*address), bytes, stream);
   return result;
 }
 
@@ -124,10 +122,11 @@ Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const Al
   return refused;
 }
 
-// `stream` null: usable at once, whoever uses it.
+// `stream` null: usable at once, whoever uses it. `named`: the program's stream by its number; null: a plain
+// allocation.
 template <typename Call>
 DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address, std::size_t bytes,
-                           Stream stream, bool is_ordered, const Call& call) {
+                           Stream stream, DriverStream named, const Call& call) {
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   DevicePtr block = blocks.unpark(use.device(), bytes, stream);
   const bool is_pinned = block != nullptr;
@@ -139,28 +138,31 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
     if (!made.ok()) {
       const Status status = made.status();
       if (driver_result(status) == kDriverOutOfMemory) {
-        count_refused();
+        note_reserved(use.device(), &use.arena());
+        count_refused(PreloadServer::kArena, bytes, use.device(), named);
         return kDriverOutOfMemory;
       }
       set_preload_text(preload_state().record->problem, status.message());
-      return allocate_elsewhere(PreloadServer::kUnavailable, bytes, address, call);
+      return allocate_elsewhere(PreloadServer::kUnavailable, bytes, address, named, call);
     }
     block = made.value();
   }
-  blocks.add(block,
-             {.bytes = bytes, .device = use.device(), .is_ordered = is_ordered, .is_pinned = is_pinned});
+  enter_arena_block(
+      use, block,
+      {.bytes = bytes, .device = use.device(), .is_ordered = named != nullptr, .is_pinned = is_pinned},
+      named);
   *address = driver_address(block);
-  count_arena_allocation(use.device(), bytes, is_ordered);
   return kDriverSuccess;
 }
 
 DriverResult mem_alloc(DriverAddress* address, std::size_t bytes) {
   const auto by_driver = [=] { return preload_state().real.cuMemAlloc_v2(address, bytes); };
   if (address == nullptr || bytes == 0) return by_driver();
+  trim_if_asked();
   finish_waiting_frees();
   const Route route = route_of_current_context();
-  if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, by_driver);
-  return allocate_here(route.use, address, bytes, Stream(), false, by_driver);
+  if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, nullptr, by_driver);
+  return allocate_here(route.use, address, bytes, Stream(), nullptr, by_driver);
 }
 
 // What a stream is to an arena.
@@ -183,7 +185,9 @@ DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverP
   DriverResult answer = kDriverSuccess;
   const bool captured = is_capturing(stream, per_thread, &answer);
   if (answer != kDriverSuccess) return by_driver();
-  if (captured) return allocate_elsewhere(PreloadServer::kCaptured, bytes, address, by_driver);
+  const DriverStream named = numbered(stream, per_thread);
+  if (captured) return allocate_elsewhere(PreloadServer::kCaptured, bytes, address, named, by_driver);
+  trim_if_asked();
   finish_waiting_frees();
   Route route = route_of(stream);
   if (route.use &&
@@ -191,9 +195,8 @@ DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverP
     route.use = {};
     route.otherwise = PreloadServer::kOtherPool;
   }
-  if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, by_driver);
-  return allocate_here(route.use, address, bytes, arena_stream(route.use, numbered(stream, per_thread)), true,
-                       by_driver);
+  if (!route.use) return allocate_elsewhere(route.otherwise, bytes, address, named, by_driver);
+  return allocate_here(route.use, address, bytes, arena_stream(route.use, named), named, by_driver);
 }
 
 DriverResult mem_alloc_async(DriverAddress* address, std::size_t bytes, DriverStream stream) {
@@ -221,13 +224,13 @@ DriverResult mem_alloc_from_pool_async_ptsz(DriverAddress* address, std::size_t 
 
 DriverResult mem_alloc_pitch(DriverAddress* address, std::size_t* pitch, std::size_t width_bytes,
                              std::size_t height, unsigned element_bytes) {
-  return allocate_elsewhere(PreloadServer::kPitched, width_bytes * height, address, [=] {
+  return allocate_elsewhere(PreloadServer::kPitched, width_bytes * height, address, nullptr, [=] {
     return preload_state().real.cuMemAllocPitch_v2(address, pitch, width_bytes, height, element_bytes);
   });
 }
 
 DriverResult mem_alloc_managed(DriverAddress* address, std::size_t bytes, unsigned flags) {
-  return allocate_elsewhere(PreloadServer::kManaged, bytes, address,
+  return allocate_elsewhere(PreloadServer::kManaged, bytes, address, nullptr,
                             [=] { return preload_state().real.cuMemAllocManaged(address, bytes, flags); });
 }
 
@@ -236,7 +239,11 @@ DriverResult mem_create(DriverMemory* memory, std::size_t bytes, const DriverMem
   const auto by_driver = [=] { return preload_state().real.cuMemCreate(memory, bytes, properties, flags); };
   // Elsewhere than on a device (host memory, a NUMA node) there is nothing to make room on.
   if (properties == nullptr || properties->location.type != kDeviceLocation) return by_driver();
-  return allocate_elsewhere(PreloadServer::kVirtualMemory, bytes, nullptr, by_driver);
+  const DriverResult result = call_with_room(by_driver);
+  const int device = properties->location.id;
+  if (result == kDriverOutOfMemory) count_refused(PreloadServer::kVirtualMemory, bytes, device, nullptr);
+  if (result == kDriverSuccess) count_untracked(PreloadServer::kVirtualMemory, bytes, device);
+  return result;
 }
 
 // --- free ---
@@ -244,10 +251,12 @@ DriverResult mem_create(DriverMemory* memory, std::size_t bytes, const DriverMem
 // A free of what no arena has: the driver's matter.
 template <typename Call>
 DriverResult free_elsewhere(DriverAddress address, bool is_known, const BlockFacts& facts, const Call& call) {
+  // Told first: once it is free, another thread may be given the same address.
+  if (is_known) leave_block(device_pointer(address), facts);
   const DriverResult result = call();
   if (address == 0) return result;
   if (is_known && result != kDriverSuccess) {
-    ProcessArenas::of_process().blocks().add(device_pointer(address), facts);
+    return_driver_block(device_pointer(address), facts);
   } else if (!is_known && result == kDriverSuccess) {
     count_unknown_free();
   }
@@ -257,6 +266,7 @@ DriverResult free_elsewhere(DriverAddress address, bool is_known, const BlockFac
 DriverResult mem_free(DriverAddress address) {
   const auto by_driver = [=] { return preload_state().real.cuMemFree_v2(address); };
   if (address == 0) return by_driver();
+  trim_if_asked();
   finish_waiting_frees();
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   const DevicePtr block = device_pointer(address);
@@ -265,7 +275,7 @@ DriverResult mem_free(DriverAddress address) {
   const bool is_known = blocks.take(block, &facts);
   if (!is_known && blocks.is_arena_address(block)) return kDriverInvalidValue;
   if (!is_known || facts.device < 0) return free_elsewhere(address, is_known, facts, by_driver);
-  count_arena_free(facts);
+  leave_block(block, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;  // Its arena went away with the device's context.
   DriverResult result = kDriverSuccess;
@@ -303,10 +313,11 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   DriverResult answer = kDriverSuccess;
   if (is_capturing(stream, per_thread, &answer)) return by_driver(address, stream);
   if (answer != kDriverSuccess) return answer;
+  trim_if_asked();
   const bool is_same_context = is_stream_of(stream, facts.device);
   // Of two frees of one block, one.
   if (!blocks.take(block, &facts)) return kDriverInvalidValue;
-  count_arena_free(facts);
+  leave_block(block, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;
   const DriverStream last = numbered(stream, per_thread);
@@ -343,6 +354,7 @@ std::size_t limited(std::size_t total_bytes) {
 
 // What the arena keeps without using it is free to the program: it will be served from it.
 DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
+  trim_if_asked();
   std::size_t free = 0;
   std::size_t total = 0;
   const DriverResult result = preload_state().real.cuMemGetInfo_v2(&free, &total);

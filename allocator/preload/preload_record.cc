@@ -19,26 +19,15 @@ namespace {
 
 constexpr char kSuffix[] = ".record";
 
-// The file of this process in the directory; -1, with the reason logged, when there can be none. Its name
-// begins with the process's number and is told apart from that of an earlier process of the same number by
-// its end.
+// The file of this process in the directory; -1, with the reason logged, when there can be none.
 int make_file(const char* directory) noexcept {
-  char path[4096];
-  std::snprintf(path, sizeof path, "%s/%ld-XXXXXX%s", directory, static_cast<long>(::getpid()), kSuffix);
-  const int file = ::mkostemps(path, static_cast<int>(sizeof kSuffix) - 1, O_CLOEXEC);
+  std::string path;
+  const int file = make_preload_file(directory, kSuffix, sizeof(PreloadRecord), &path);
   if (file < 0) {
     // Whoever wanted to know may have gone before this process began.
     log(errno == ENOENT ? LogLevel::kInfo : LogLevel::kWarning,
         "cannot record what this process does in %s (%s): %s; name a directory that it can write to",
         directory, kPreloadRecordsVariable, std::strerror(errno));
-    return -1;
-  }
-  // Read by whoever set the variable, which need not be the same user's process.
-  if (::fchmod(file, 0644) != 0 || ::ftruncate(file, sizeof(PreloadRecord)) != 0) {
-    log(LogLevel::kWarning, "cannot record what this process does in %s: %s", path, std::strerror(errno));
-    ::unlink(path);
-    ::close(file);
-    return -1;
   }
   return file;
 }
@@ -63,6 +52,18 @@ void read_program(char* text, std::size_t bytes) noexcept {
   text[length] = '\0';
 }
 
+// Under whichever launcher; -1 without one.
+int rank_of_process() noexcept {
+  for (const char* variable : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
+    const char* value = std::getenv(variable);
+    if (value == nullptr || value[0] == '\0') continue;
+    char* end = nullptr;
+    const long rank = std::strtol(value, &end, 10);
+    if (*end == '\0' && rank >= 0 && rank <= INT32_MAX) return static_cast<int>(rank);
+  }
+  return -1;
+}
+
 PreloadRecord* make_record(PreloadMode mode) noexcept {
   void* memory = map_record();
   // Without memory for one page the process is at its end anyway; it then counts in vain.
@@ -72,6 +73,7 @@ PreloadRecord* make_record(PreloadMode mode) noexcept {
   record->mode = mode;
   record->process = static_cast<std::int32_t>(::getpid());
   record->parent = static_cast<std::int32_t>(::getppid());
+  record->rank = rank_of_process();
   read_program(record->program, sizeof record->program);
   // Last: a reader that finds it finds the rest.
   std::atomic_ref(record->magic).store(kPreloadRecordMagic, std::memory_order_release);
@@ -81,6 +83,11 @@ PreloadRecord* make_record(PreloadMode mode) noexcept {
 std::string text_of(const PreloadText& text) {
   if (text.state.load(std::memory_order_acquire) != 2) return {};
   return std::string(text.text, ::strnlen(text.text, sizeof text.text));
+}
+
+bool is_record(const void* memory) {
+  const auto& record = *static_cast<const PreloadRecord*>(memory);
+  return record.magic == kPreloadRecordMagic && record.bytes == sizeof(PreloadRecord);
 }
 
 // False for a file that is no record of this layout.
@@ -95,12 +102,13 @@ bool read_record(const std::string& path, PreloadReport* report) {
   ::close(file);
   if (memory == MAP_FAILED) return false;
   const auto& record = *static_cast<const PreloadRecord*>(memory);
-  const bool usable = record.magic == kPreloadRecordMagic && record.bytes == sizeof(PreloadRecord);
+  const bool usable = is_record(memory);
   if (usable) {
     report->path = path;
     report->mode = record.mode;
     report->process = record.process;
     report->parent = record.parent;
+    report->rank = record.rank;
     report->program.assign(record.program, ::strnlen(record.program, sizeof record.program));
     for (std::size_t i = 0; i < kPreloadServerCount; ++i) {
       report->allocations[i] = record.served[i].allocations.load(std::memory_order_relaxed);
@@ -112,6 +120,11 @@ bool read_record(const std::string& path, PreloadReport* report) {
     report->peak_live_bytes = record.peak_live_bytes.load(std::memory_order_relaxed);
     report->problem = text_of(record.problem);
     report->around = text_of(record.around);
+    if (const std::string events = text_of(record.events); !events.empty()) {
+      report->events = path.substr(0, path.find_last_of('/') + 1) + events;
+    }
+    report->trims = record.trims.load(std::memory_order_acquire);
+    report->trimmed_bytes = record.trimmed_bytes.load(std::memory_order_relaxed);
   }
   ::munmap(memory, sizeof(PreloadRecord));
   return usable;
@@ -157,7 +170,22 @@ void set_preload_text(PreloadText& target, const std::string& text) noexcept {
   target.state.store(2, std::memory_order_release);
 }
 
-Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory) {
+int make_preload_file(const char* directory, const char* suffix, std::size_t bytes, std::string* path) {
+  // Told apart from that of an earlier process of the same number by what stands for the Xs.
+  *path = std::string(directory) + "/" + std::to_string(::getpid()) + "-XXXXXX" + suffix;
+  const int file = ::mkostemps(path->data(), static_cast<int>(std::strlen(suffix)), O_CLOEXEC);
+  if (file < 0) return -1;
+  // Read by whoever set the variable, which need not be the same user's process.
+  if (::fchmod(file, 0644) == 0 && ::ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
+  const int error = errno;
+  ::unlink(path->c_str());
+  ::close(file);
+  errno = error;
+  return -1;
+}
+
+Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory,
+                                                        std::vector<std::string>* left_out) {
   DIR* entries = ::opendir(directory.c_str());
   if (entries == nullptr) {
     return Status(StatusCode::kIoError, "cannot read the records in " + directory + ": " +
@@ -172,13 +200,38 @@ Result<std::vector<PreloadReport>> read_preload_records(const std::string& direc
       continue;
     }
     PreloadReport report;
-    if (read_record(directory + "/" + name, &report)) reports.push_back(std::move(report));
+    if (read_record(directory + "/" + name, &report)) {
+      reports.push_back(std::move(report));
+    } else if (left_out != nullptr) {
+      left_out->push_back(directory + "/" + name + " is left out: it is no record of this build's");
+    }
   }
   ::closedir(entries);
   std::sort(reports.begin(), reports.end(), [](const PreloadReport& a, const PreloadReport& b) {
     return a.process != b.process ? a.process < b.process : a.path < b.path;
   });
   return reports;
+}
+
+Status request_preload_trim(const std::string& record_path) {
+  const auto refusal = [&](const std::string& found) {
+    return Status(StatusCode::kIoError, "cannot ask the process of " + record_path +
+                                            " to give memory back: " + found +
+                                            "; use the account that the process runs under");
+  };
+  const int file = ::open(record_path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return refusal(std::strerror(errno));
+  struct stat facts {};
+  void* memory = MAP_FAILED;
+  if (::fstat(file, &facts) == 0 && facts.st_size == static_cast<off_t>(sizeof(PreloadRecord))) {
+    memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  }
+  ::close(file);
+  if (memory == MAP_FAILED) return refusal("it is no record of this build's");
+  const bool usable = is_record(memory);
+  if (usable) static_cast<PreloadRecord*>(memory)->trim_requests.fetch_add(1, std::memory_order_release);
+  ::munmap(memory, sizeof(PreloadRecord));
+  return usable ? Status() : refusal("it is no record of this build's");
 }
 
 }  // namespace forebay

@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "allocator/preload/event_log.h"
 #include "allocator/preload/preload_state.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/log.h"
@@ -98,6 +99,7 @@ extern "C" int forebay_preload_start(const PreloadStart* start) {
     set_preload_text(state.record->problem, count.status().message());
     return kNothingReplaced;
   }
+  EventLog::start(*state.record);
   replace_memory_calls(start->ours);
   replace_pool_calls(start->ours);
   replace_context_calls(start->ours);

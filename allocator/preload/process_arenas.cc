@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "allocator/preload/event_log.h"
 #include "forebay/log.h"
 #include "forebay/preload_record.h"
 #include "forebay/units.h"
@@ -109,6 +110,11 @@ Status ProcessArenas::make(Entry& entry, int device, void* (*context_of)(int dev
   entry.arena = std::move(arena).value();
   entry.device = device;
   entry.context = context_of == nullptr ? nullptr : context_of(device);
+  if (EventLog* const events = EventLog::of_process()) {
+    events->set_capacity(
+        device, options.limit_bytes != 0 ? options.limit_bytes : entry.backend->capabilities().memory_bytes,
+        entry.arena->chunk_bytes());
+  }
   log(LogLevel::kInfo, "%s: an arena of up to %s serves this process", entry.backend->capabilities().name,
       format_bytes(options.limit_bytes != 0 ? options.limit_bytes
                                             : entry.backend->capabilities().memory_bytes)
@@ -116,12 +122,12 @@ Status ProcessArenas::make(Entry& entry, int device, void* (*context_of)(int dev
   return {};
 }
 
-std::size_t ProcessArenas::drop(int device) {
-  if (device < 0 || device >= kPreloadDeviceLimit) return 0;
+BlockBook::Blocks ProcessArenas::drop(int device) {
+  if (device < 0 || device >= kPreloadDeviceLimit) return {};
   Entry& entry = entries_[device];
   const std::unique_lock lock(entry.mutex);
-  if (entry.arena == nullptr) return 0;
-  const std::size_t bytes = blocks_.forget_device(device);
+  if (entry.arena == nullptr) return {};
+  BlockBook::Blocks gone = blocks_.forget_device(device);
   entry.arena.reset();
   entry.backend.reset();  // With the streams and events of the relays.
   entry.context = nullptr;
@@ -133,7 +139,7 @@ std::size_t ProcessArenas::drop(int device) {
     entry.relay_count = 0;
   }
   while (left != nullptr) delete std::exchange(left, left->next);
-  return bytes;
+  return gone;
 }
 
 // --- default streams of threads ---

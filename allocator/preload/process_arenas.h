@@ -48,9 +48,9 @@ class ProcessArenas {
   // The same, if it is there.
   Use find(int device);
 
-  // Gives the device's arena back with everything in it. Returns the bytes of the blocks that were live, as
-  // asked for. Requires: no queued work still uses its blocks. Order: waits for those who use it.
-  std::size_t drop(int device);
+  // Gives the device's arena back with everything in it. Returns the blocks that were live. Requires: no
+  // queued work still uses its blocks. Order: waits for those who use it.
+  BlockBook::Blocks drop(int device);
 
   // The blocks of all arenas, and others that the preload knows of.
   BlockBook& blocks() noexcept { return blocks_; }

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <utility>
 
+#include "allocator/preload/accounts.h"
+
 namespace forebay {
 namespace {
 
@@ -170,11 +172,14 @@ DriverResult wait_for_device(const ProcessArenas::Use& use) {
 
 std::size_t trim_arena(const ProcessArenas::Use& use) {
   std::size_t bytes = use.arena().trim();
+  if (bytes > 0) note_reserved(use.device(), &use.arena());
   const ArenaStatistics statistics = use.arena().statistics();
   if (statistics.reserved_bytes - statistics.live_bytes < use.arena().chunk_bytes() || any_capture())
     return bytes;
   // That has marked the ends of what is queued; now they are reached.
-  if (wait_for_device(use) == kDriverSuccess) bytes += use.arena().trim();
+  if (wait_for_device(use) != kDriverSuccess) return bytes;
+  bytes += use.arena().trim();
+  note_reserved(use.device(), &use.arena());
   return bytes;
 }
 
@@ -184,6 +189,19 @@ std::size_t trim_arenas() {
     if (const ProcessArenas::Use use = ProcessArenas::of_process().find(device)) bytes += trim_arena(use);
   }
   return bytes;
+}
+
+void trim_if_asked() {
+  PreloadRecord& record = *preload_state().record;
+  const std::uint32_t asked = record.trim_requests.load(std::memory_order_relaxed);
+  const std::uint32_t done = record.trims.load(std::memory_order_relaxed);
+  if (asked == done || any_capture()) return;
+  static std::atomic<bool> is_trimming{false};
+  if (is_trimming.exchange(true, std::memory_order_acquire)) return;
+  record.trimmed_bytes.fetch_add(trim_arenas(), std::memory_order_relaxed);
+  // Last: who waits for it finds the bytes.
+  record.trims.store(asked, std::memory_order_release);
+  is_trimming.store(false, std::memory_order_release);
 }
 
 void capture_began(DriverStream stream, bool per_thread) {

@@ -52,6 +52,9 @@ DriverResult wait_for_device(const ProcessArenas::Use& use);
 std::size_t trim_arena(const ProcessArenas::Use& use);
 // The same for all.
 std::size_t trim_arenas();
+// The same if whoever reads the record has asked for it since the last time. While a capture goes on it is
+// put off. Requires: the calling thread uses no arena.
+void trim_if_asked();
 
 // A call of the driver's that takes device memory. When there is none left, what the arenas keep is given
 // back, and the call is made once more.

@@ -60,6 +60,7 @@ using namespace forebay;  // NOLINT: the functions below are its C interface.
 
 extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   if (bytes <= 0) return nullptr;
+  if (is_preloaded()) trim_if_asked();
   Status why;
   const ProcessArenas::Use use = arena_of(device, &why);
   if (!use) {
@@ -77,14 +78,19 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
     block = use.arena().allocate(request);
   }
   if (!block.ok()) {
-    if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) count_refused();
+    if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) {
+      note_reserved(use.device(), &use.arena());
+      count_refused(PreloadServer::kArena, request.bytes, use.device(), numbered(given, false));
+    }
     complain(block.status());
     return nullptr;
   }
-  ProcessArenas::of_process().blocks().add(
-      block.value(),
-      {.bytes = request.bytes, .device = use.device(), .is_ordered = true, .is_pinned = false});
-  if (is_preloaded()) count_arena_allocation(use.device(), request.bytes, true);
+  const BlockFacts facts{.bytes = request.bytes, .device = use.device(), .is_ordered = true};
+  if (is_preloaded()) {
+    enter_arena_block(use, block.value(), facts, numbered(given, false));
+  } else {
+    ProcessArenas::of_process().blocks().add(block.value(), facts);
+  }
   return block.value();
 }
 
@@ -98,7 +104,7 @@ extern "C" void forebay_torch_free(void* block, ssize_t, int, void* stream) {
         block);
     return;
   }
-  if (is_preloaded()) count_arena_free(facts);
+  if (is_preloaded()) leave_block(address, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return;
   auto* const given = numbered(static_cast<DriverStream>(stream), false);

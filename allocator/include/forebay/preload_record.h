@@ -2,7 +2,8 @@
 // counts in. Whoever started it reads the file whenever it likes, also after the process was killed: nothing
 // is written at the end, and no code runs in an exit handler.
 //
-// What it is not: a trace. It holds counts, and the first reason of whatever did not go as wished.
+// What it is not: a trace (preload_events.h). It holds counts, and the first reason of whatever did not go as
+// wished.
 //
 // Threads: counters may be added to from any thread; texts are written once, by one thread, before their
 // flag.
@@ -32,7 +33,7 @@ enum class PreloadMode : std::uint32_t {
 };
 
 // Who served an allocation, and why it was not the arena.
-enum class PreloadServer : std::uint32_t {
+enum class PreloadServer : std::uint8_t {
   kArena = 0,
   kObserved,       // The mode is observe.
   kCaptured,       // Allocated on a stream that is being captured: it belongs to the graph.
@@ -66,6 +67,11 @@ struct PreloadRecord {
   PreloadMode mode;
   std::int32_t process;
   std::int32_t parent;
+  std::int32_t rank;  // As the launcher has told it (RANK, SLURM_PROCID and the like); -1: not told.
+  // Counted up by whoever reads, when the arenas are to give back what they keep and do not use.
+  std::atomic<std::uint32_t> trim_requests;
+  std::atomic<std::uint32_t> trims;          // The last request that was done.
+  std::atomic<std::uint64_t> trimmed_bytes;  // Given back for all of them.
   char program[256];  // As the process was started, with its arguments, cut where it is too long.
 
   PreloadCount served[kPreloadServerCount];  // Allocations that succeeded, by server.
@@ -78,6 +84,7 @@ struct PreloadRecord {
 
   PreloadText problem;  // Why something could not be served, in a sentence.
   PreloadText around;   // Which libraries reach the driver past the hook.
+  PreloadText events;   // The name of the file of events, in the same directory; empty: none is kept.
 
   std::uint64_t allocation_count() const noexcept;
   std::uint64_t allocation_bytes() const noexcept;
@@ -86,6 +93,10 @@ struct PreloadRecord {
 // The record of this process: mapped from a new file where FOREBAY_PRELOAD_RECORDS names a directory, plain
 // memory otherwise. Made by the first call, never given back.
 PreloadRecord& preload_record_of_process(PreloadMode mode) noexcept;
+
+// A new file of this process in the directory, "PROCESS-XXXXXX" and the suffix, of that many bytes, readable
+// for others; -1, with the reason in errno, when there can be none. `path`: its name.
+int make_preload_file(const char* directory, const char* suffix, std::size_t bytes, std::string* path);
 
 // Writes `text` if nothing is there yet.
 void set_preload_text(PreloadText& target, const std::string& text) noexcept;
@@ -96,6 +107,7 @@ struct PreloadReport {
   PreloadMode mode = PreloadMode::kOff;
   int process = 0;
   int parent = 0;
+  int rank = -1;
   std::string program;
   std::uint64_t allocations[kPreloadServerCount] = {};
   std::uint64_t bytes[kPreloadServerCount] = {};
@@ -105,10 +117,18 @@ struct PreloadReport {
   std::uint64_t peak_live_bytes = 0;
   std::string problem;
   std::string around;
+  std::string events;  // The path of the file of events; empty: none is kept.
+  std::uint32_t trims = 0;
+  std::uint64_t trimmed_bytes = 0;
 };
 
 // Every record in the directory, by process. Errors: kIoError when the directory cannot be read. A file that
-// is no record of this layout is left out.
-Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory);
+// is no record of this layout is left out; `left_out`, where given, gets its path and why.
+Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory,
+                                                        std::vector<std::string>* left_out = nullptr);
+
+// Asks the process of that record to have its arenas give back what they keep and do not use; it does so at
+// its next call that allocates, frees or asks how much there is. Errors: kIoError.
+Status request_preload_trim(const std::string& record_path);
 
 }  // namespace forebay

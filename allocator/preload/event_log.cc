@@ -1,0 +1,339 @@
+#include "allocator/preload/event_log.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "forebay/log.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+constexpr char kSuffix[] = ".events";
+constexpr std::uint64_t kPage = 4096;
+// How much of the disk the file is given at a time. Smaller: more system calls. Larger: more is taken by a
+// process that does little.
+constexpr std::uint64_t kSegmentBytes = std::uint64_t{256} << 10;
+// The share of the bound that is for the table of live blocks: a quarter.
+constexpr std::uint64_t kBlockShare = 4;
+
+std::atomic<EventLog*> log_of_process{nullptr};
+
+void add(std::atomic<std::uint64_t>& counter, std::uint64_t bytes) {
+  counter.store(counter.load(std::memory_order_relaxed) + bytes, std::memory_order_relaxed);
+}
+void raise(std::atomic<std::uint64_t>& peak, std::uint64_t bytes) {
+  if (bytes > peak.load(std::memory_order_relaxed)) peak.store(bytes, std::memory_order_relaxed);
+}
+
+std::uint64_t clock_ns(clockid_t clock) {
+  timespec time{};
+  ::clock_gettime(clock, &time);
+  return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
+}
+
+std::uint64_t header_bytes() {
+  return align_up(sizeof(PreloadEventsHeader), kPage);
+}
+
+// A file beyond that limit ends the process by a signal.
+bool exceeds_file_limit(std::uint64_t bytes) {
+  rlimit limit{};
+  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < bytes;
+}
+
+}  // namespace
+
+EventLog* EventLog::of_process() noexcept {
+  return log_of_process.load(std::memory_order_acquire);
+}
+
+// Memory of a file without disk behind it would end the process when it is touched: so the disk is asked for
+// first.
+bool EventLog::back(int file, std::uint64_t offset, std::uint64_t bytes) {
+  return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
+}
+
+void EventLog::start(PreloadRecord& record) {
+  const char* chosen = std::getenv(kPreloadEventsVariable);
+  if (chosen == nullptr || chosen[0] == '\0') return;
+  const auto complain = [&](const std::string& found) {
+    const std::string text = "no events are kept (" + std::string(kPreloadEventsVariable) + "): " + found;
+    log(LogLevel::kWarning, "%s", text.c_str());
+    set_preload_text(record.problem, text);
+  };
+  std::uint64_t bound = 0;
+  if (!parse_bytes(chosen, &bound) ||
+      (bound != 0 && (bound < kPreloadEventsLeastBytes || bound > kPreloadEventsMostBytes))) {
+    return complain("it is '" + std::string(chosen) + "'; use " + format_bytes(kPreloadEventsLeastBytes) +
+                    " to " + format_bytes(kPreloadEventsMostBytes) + ", such as 256MiB, or 0 for none");
+  }
+  if (bound == 0) return;
+  const char* directory = std::getenv(kPreloadRecordsVariable);
+  if (directory == nullptr || directory[0] == '\0') {
+    return complain(std::string(kPreloadRecordsVariable) + " names no directory; set it too");
+  }
+  const std::uint64_t block_bytes = bound / kBlockShare / kPage * kPage;
+  const std::uint64_t event_bytes = (bound - block_bytes) / kPage * kPage;
+  const std::uint64_t all_bytes = header_bytes() + event_bytes + block_bytes;
+  if (exceeds_file_limit(all_bytes)) {
+    return complain("this process may write no file of " + format_bytes(all_bytes) +
+                    " (ulimit -f); ask for less");
+  }
+  std::string path;
+  const int file = make_preload_file(directory, kSuffix, all_bytes, &path);
+  if (file < 0) return complain(std::string(directory) + ": " + std::strerror(errno));
+  void* memory = MAP_FAILED;
+  if (back(file, 0, header_bytes())) {
+    memory = ::mmap(nullptr, all_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  }
+  if (memory == MAP_FAILED) {
+    ::unlink(path.c_str());
+    ::close(file);
+    return complain(std::string(directory) + " has no room for them");
+  }
+  auto* header = new (memory) PreloadEventsHeader();
+  header->bytes = sizeof(PreloadEventsHeader);
+  header->process = static_cast<std::int32_t>(::getpid());
+  header->start_us = clock_ns(CLOCK_REALTIME) / 1000;
+  header->event_offset = header_bytes();
+  header->block_offset = header_bytes() + event_bytes;
+  header->event_capacity.store(event_bytes / sizeof(PreloadEvent), std::memory_order_relaxed);
+  auto* made = new EventLog(static_cast<unsigned char*>(memory), file, record);
+  made->block_limit_ = block_bytes / sizeof(PreloadBlock);
+  header->magic.store(kPreloadEventsMagic, std::memory_order_release);
+  set_preload_text(record.events, path.substr(path.find_last_of('/') + 1));
+  log_of_process.store(made, std::memory_order_release);
+}
+
+EventLog::EventLog(unsigned char* memory, int file, PreloadRecord& record)
+    : memory_(memory),
+      file_(file),
+      record_(record),
+      header_(*reinterpret_cast<PreloadEventsHeader*>(memory)),
+      start_ns_(clock_ns(CLOCK_MONOTONIC)) {}
+
+std::uint64_t EventLog::now() const {
+  return clock_ns(CLOCK_MONOTONIC) - start_ns_;
+}
+
+// --- with the lock held ---
+
+std::uint16_t EventLog::number_of(DriverStream stream) {
+  if (stream == nullptr) return kPreloadPlainStream;
+  if (stream == DRIVER_LEGACY_STREAM) return kPreloadLegacyStream;
+  if (stream == DRIVER_PER_THREAD_STREAM) return kPreloadPerThreadStream;
+  constexpr std::size_t kEntries = std::size(decltype(streams_){});
+  // Handles are addresses: their middle bits tell them apart.
+  std::size_t place = (reinterpret_cast<std::uintptr_t>(stream) * 0x9E3779B97F4A7C15u >> 40) % kEntries;
+  for (;; place = (place + 1) % kEntries) {
+    StreamNumber& entry = streams_[place];
+    if (entry.number != 0 && entry.stream == stream) return entry.number;
+    if (entry.number != 0) continue;
+    if (stream_count_ == kPreloadStreamLimit) return kPreloadStreamLimit - 1;
+    entry = {stream, stream_count_++};
+    return entry.number;
+  }
+}
+
+PreloadDeviceCounts* EventLog::counts(int device) {
+  return device >= 0 && device < kPreloadEventDevices ? &header_.devices[device] : nullptr;
+}
+
+void EventLog::append(const PreloadEvent& event) {
+  std::uint64_t capacity = header_.event_capacity.load(std::memory_order_relaxed);
+  if (written_ == backed_events_ && backed_events_ < capacity) {
+    const std::uint64_t bytes = std::min(kSegmentBytes, (capacity - backed_events_) * sizeof(PreloadEvent));
+    if (back(file_, header_.event_offset + backed_events_ * sizeof(PreloadEvent), bytes)) {
+      backed_events_ += bytes / sizeof(PreloadEvent);
+    } else {
+      // The disk is full: what there is, is the ring.
+      capacity = backed_events_;
+      header_.event_capacity.store(capacity, std::memory_order_release);
+      set_preload_text(record_.problem, "only " + format_bytes(capacity * sizeof(PreloadEvent)) +
+                                            " of events are kept: there is no more room in the directory "
+                                            "for records");
+    }
+  }
+  if (capacity == 0) return;
+  auto* events = reinterpret_cast<PreloadEvent*>(memory_ + header_.event_offset);
+  events[written_ % capacity] = event;
+  header_.written.store(++written_, std::memory_order_release);
+}
+
+std::uint32_t EventLog::take_slot(const PreloadBlock& block) {
+  auto* blocks = reinterpret_cast<PreloadBlock*>(memory_ + header_.block_offset);
+  std::uint64_t slot = free_slot_;
+  if (slot == UINT64_MAX) {
+    if (block_count_ == backed_blocks_ && backed_blocks_ < block_limit_) {
+      const std::uint64_t bytes =
+          std::min(kSegmentBytes, (block_limit_ - backed_blocks_) * sizeof(PreloadBlock));
+      if (back(file_, header_.block_offset + backed_blocks_ * sizeof(PreloadBlock), bytes)) {
+        backed_blocks_ += bytes / sizeof(PreloadBlock);
+      } else {
+        block_limit_ = backed_blocks_;
+      }
+    }
+    if (block_count_ == backed_blocks_) {
+      add(header_.untold_blocks, 1);
+      return kNoEventSlot;
+    }
+    slot = block_count_++;
+  } else {
+    free_slot_ = blocks[slot].number;
+  }
+  PreloadBlock& entry = blocks[slot];
+  PreloadBlock without_address = block;
+  without_address.address = 0;
+  entry = without_address;
+  // A reader believes an entry that has an address.
+  std::atomic_ref(entry.address).store(block.address, std::memory_order_release);
+  header_.block_count.store(block_count_, std::memory_order_release);
+  return static_cast<std::uint32_t>(slot);
+}
+
+void EventLog::leave_slot(std::uint32_t slot) {
+  if (slot == kNoEventSlot) return;
+  PreloadBlock& entry = reinterpret_cast<PreloadBlock*>(memory_ + header_.block_offset)[slot];
+  std::atomic_ref(entry.address).store(0, std::memory_order_release);
+  entry.number = free_slot_;
+  free_slot_ = slot;
+}
+
+void EventLog::settle_peak(PreloadDeviceCounts& count, std::uint64_t arena_peak_bytes) {
+  raise(count.peak_requested_bytes, count.requested_bytes.load(std::memory_order_relaxed));
+  raise(count.peak_reserved_bytes,
+        std::max(count.arena_bytes.load(std::memory_order_relaxed), arena_peak_bytes) +
+            count.elsewhere_bytes.load(std::memory_order_relaxed));
+}
+
+void EventLog::look(int device, const Arena* arena, std::uint64_t time_ns) {
+  PreloadDeviceCounts* const count = counts(device);
+  if (count == nullptr) return;
+  const ArenaStatistics statistics = arena == nullptr ? ArenaStatistics() : arena->statistics();
+  const std::uint64_t before = count->arena_bytes.load(std::memory_order_relaxed);
+  // A peak within a call: what was taken and given back before it returned.
+  std::uint64_t& known_peak = arena_peaks_[device];
+  const std::uint64_t new_peak =
+      statistics.peak_reserved_bytes > known_peak ? statistics.peak_reserved_bytes : 0;
+  known_peak = statistics.peak_reserved_bytes;
+  if (statistics.reserved_bytes == before && new_peak == 0) return;
+  count->arena_bytes.store(statistics.reserved_bytes, std::memory_order_relaxed);
+  settle_peak(*count, new_peak);
+  if (statistics.reserved_bytes == before) return;
+  append({.bytes = statistics.reserved_bytes,
+          .time_ns = time_ns,
+          .device = static_cast<std::int16_t>(device),
+          .kind = PreloadEventKind::kReserved});
+}
+
+void EventLog::forget(const BlockFacts& facts) {
+  leave_slot(facts.event_slot);
+  PreloadDeviceCounts* const count = counts(facts.event_device);
+  if (count == nullptr) return;
+  add(count->frees, 1);
+  add(count->requested_bytes, std::uint64_t{0} - facts.bytes);
+  if (facts.server != PreloadServer::kArena) add(count->elsewhere_bytes, std::uint64_t{0} - facts.bytes);
+}
+
+// --- what happens ---
+
+void EventLog::allocated(DevicePtr address, const EventRequest& request, const Arena* arena,
+                         BlockFacts* facts) {
+  const std::uint64_t time_ns = now();
+  const auto number = reinterpret_cast<std::uintptr_t>(address);
+  const auto device = static_cast<std::int16_t>(request.device);
+  const std::lock_guard lock(mutex_);
+  if (arena != nullptr) look(request.device, arena, time_ns);
+  facts->server = request.server;
+  facts->event_stream = number_of(request.stream);
+  facts->event_device = device;
+  facts->event_slot = take_slot({.address = number,
+                                 .bytes = request.bytes,
+                                 .number = written_,
+                                 .stream = facts->event_stream,
+                                 .device = device,
+                                 .server = request.server});
+  append({.address = number,
+          .bytes = request.bytes,
+          .time_ns = time_ns,
+          .stream = facts->event_stream,
+          .device = device,
+          .server = request.server,
+          .kind = PreloadEventKind::kAllocation});
+  PreloadDeviceCounts* const count = counts(request.device);
+  if (count == nullptr) return;
+  add(count->allocations, 1);
+  add(count->requested_bytes, request.bytes);
+  if (request.server != PreloadServer::kArena) add(count->elsewhere_bytes, request.bytes);
+  settle_peak(*count, 0);
+}
+
+void EventLog::freed(DevicePtr address, const BlockFacts& facts) {
+  const std::uint64_t time_ns = now();
+  const std::lock_guard lock(mutex_);
+  append({.address = reinterpret_cast<std::uintptr_t>(address),
+          .bytes = facts.bytes,
+          .time_ns = time_ns,
+          .stream = facts.event_stream,
+          .device = facts.event_device,
+          .server = facts.server,
+          .kind = PreloadEventKind::kFree});
+  forget(facts);
+}
+
+void EventLog::lost(const BlockFacts& facts) {
+  const std::lock_guard lock(mutex_);
+  forget(facts);
+}
+
+void EventLog::refused(const EventRequest& request, std::uint64_t device_free_bytes) {
+  const std::uint64_t time_ns = now();
+  const std::lock_guard lock(mutex_);
+  append({.address = device_free_bytes,
+          .bytes = request.bytes,
+          .time_ns = time_ns,
+          .stream = number_of(request.stream),
+          .device = static_cast<std::int16_t>(request.device),
+          .server = request.server,
+          .kind = PreloadEventKind::kRefused});
+  if (PreloadDeviceCounts* const count = counts(request.device)) add(count->refused, 1);
+}
+
+void EventLog::untracked(const EventRequest& request) {
+  const std::uint64_t time_ns = now();
+  const std::lock_guard lock(mutex_);
+  append({.bytes = request.bytes,
+          .time_ns = time_ns,
+          .stream = number_of(request.stream),
+          .device = static_cast<std::int16_t>(request.device),
+          .server = request.server,
+          .kind = PreloadEventKind::kUntracked});
+}
+
+void EventLog::look_at(int device, const Arena* arena) {
+  const std::uint64_t time_ns = now();
+  const std::lock_guard lock(mutex_);
+  look(device, arena, time_ns);
+}
+
+void EventLog::set_capacity(int device, std::uint64_t bytes, std::uint64_t chunk_bytes) {
+  const std::lock_guard lock(mutex_);
+  PreloadDeviceCounts* const count = counts(device);
+  if (count == nullptr) return;
+  count->capacity_bytes.store(bytes, std::memory_order_relaxed);
+  count->chunk_bytes.store(chunk_bytes, std::memory_order_relaxed);
+}
+
+}  // namespace forebay
