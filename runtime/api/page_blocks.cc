@@ -289,7 +289,8 @@ class Map {
   std::string pieces_table() const {
     if (free_.empty()) return "";
     std::string text =
-        "<div class=\"wide\"><table>\n<caption>The largest free pieces, and the blocks beside "
+        "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Free pieces\"><table>\n<caption>The "
+        "largest free pieces, and the blocks beside "
         "them</caption>\n"
         "<thead><tr><th scope=\"col\">Piece</th><th scope=\"col\" class=\"n\">Free</th><th "
         "scope=\"col\">Address"

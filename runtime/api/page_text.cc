@@ -72,7 +72,7 @@ std::string time_text(std::uint64_t ns) {
     std::snprintf(text, sizeof(text), "%.2f µs", value / 1e3);
   } else if (ns < 1'000'000'000) {
     std::snprintf(text, sizeof(text), "%.2f ms", value / 1e6);
-  } else if (ns < 120'000'000'000) {
+  } else if (ns < 60'000'000'000) {
     std::snprintf(text, sizeof(text), "%.2f s", value / 1e9);
   } else {
     const std::uint64_t seconds = ns / 1'000'000'000;

@@ -70,7 +70,8 @@ std::string process_row(const PageProcess& process, std::size_t place) {
 
 std::string process_table(const ReportPage& page, const std::vector<std::size_t>& order) {
   std::string text =
-      "<h2>Processes</h2>\n<div class=\"wide\"><table>\n<caption>The worst first: those that ran out of "
+      "<h2>Processes</h2>\n<div class=\"wide\" tabindex=\"0\" role=\"region\" "
+      "aria-label=\"Processes\"><table>\n<caption>The worst first: those that ran out of "
       "memory, "
       "then those that reserved most beyond what they asked for</caption>\n<thead><tr>";
   for (const char* head : {"Process", "Number", "Device", "Mode", "Peak requested", "Peak reserved",
@@ -108,7 +109,8 @@ std::string figures(const PageProcess& process) {
 std::string holders_table(const PageProcess& process) {
   if (process.holders.empty()) return "";
   std::string text =
-      "<div class=\"wide\"><table>\n<caption>Who held memory at the peak</caption>\n<thead><tr><th "
+      "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Holders\"><table>\n<caption>Who held "
+      "memory at the peak</caption>\n<thead><tr><th "
       "scope=\"col\">"
       "Holder</th><th scope=\"col\" class=\"n\">Bytes</th><th scope=\"col\" class=\"n\">Blocks</th><th "
       "scope=\"col\" class=\"n\">Of the peak</th></tr></thead>\n<tbody>\n";

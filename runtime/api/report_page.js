@@ -18,7 +18,7 @@
     if (ns < 1e3) return ns.toFixed(0) + " ns";
     if (ns < 1e6) return (ns / 1e3).toFixed(2) + " µs";
     if (ns < 1e9) return (ns / 1e6).toFixed(2) + " ms";
-    if (ns < 120e9) return (ns / 1e9).toFixed(2) + " s";
+    if (ns < 60e9) return (ns / 1e9).toFixed(2) + " s";
     const seconds = Math.floor(ns / 1e9);
     return Math.floor(seconds / 60) + " min " + (seconds % 60) + " s";
   }
