@@ -314,10 +314,10 @@ TEST_P(StoreConformance, CollectsTicketsInAnyOrder) {
 
 TEST_P(StoreConformance, RefusesWhatExceedsTheLimitAndLosesNothing) {
   const StoreRange range = make_range("w", kBlock);
-  Memory memory(kBlock);
+  Memory memory(kLimit * kGranule);
   std::vector<StoreTicket> tickets;
   for (unsigned i = 0; i < kLimit; ++i)
-    tickets.push_back(store_->read(range, 0, memory.data(), kGranule).value());
+    tickets.push_back(store_->read(range, 0, memory.data() + i * kGranule, kGranule).value());
 
   const auto refused = store_->read(range, 0, memory.data(), kGranule);
   EXPECT_EQ(refused.status().code(), StatusCode::kUnavailable) << refused.status().to_string();
