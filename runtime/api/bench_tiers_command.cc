@@ -91,7 +91,7 @@ Result<Device> open_device(const std::string& word, const Topology& topology) {
 std::uint64_t host_memory_limit() {
   std::uint64_t least = ~std::uint64_t{0};
   for (const HostLimit& limit : read_host_limits()) {
-    if (limit.kind == HostLimit::Kind::kMemory) least = std::min(least, limit.bytes);
+    least = std::min(least, limit.bytes);
   }
   return least;
 }

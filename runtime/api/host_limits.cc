@@ -52,7 +52,7 @@ std::optional<HostLimit> tightest(const std::string& root, std::string group, co
     if (const std::optional<std::string> text = read_text(path)) {
       const std::optional<std::uint64_t> bytes = parse_cgroup_limit(*text);
       if (bytes && (!found || *bytes < found->bytes)) {
-        found = HostLimit{HostLimit::Kind::kMemory, "cgroup memory limit", path, *bytes};
+        found = HostLimit{"cgroup memory limit", path, *bytes};
       }
     }
     if (group.empty() || group == "/") return found;
@@ -109,11 +109,7 @@ std::vector<HostLimit> read_host_limits(const HostPaths& paths) {
 
   const std::string meminfo = paths.proc + "/meminfo";
   if (const auto bytes = parse_memory_available(read_text(meminfo).value_or(""))) {
-    limits.push_back({HostLimit::Kind::kMemory, "free memory (MemAvailable)", meminfo, *bytes});
-  }
-  const std::string process = paths.proc + "/self/limits";
-  if (const auto bytes = parse_locked_memory_limit(read_text(process).value_or(""))) {
-    limits.push_back({HostLimit::Kind::kLocked, "locked memory limit (memlock)", process, *bytes});
+    limits.push_back({"free memory (MemAvailable)", meminfo, *bytes});
   }
   return limits;
 }

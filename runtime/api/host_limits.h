@@ -15,17 +15,12 @@ struct HostPaths {
 };
 
 struct HostLimit {
-  enum class Kind : std::uint8_t {
-    kMemory,  // Everything a process holds counts against it.
-    kLocked,  // Only page-locked (pinned) memory does.
-  };
-  Kind kind = Kind::kMemory;
   std::string name;   // For people: "cgroup memory limit".
   std::string where;  // The file that says so.
   std::uint64_t bytes = 0;
 };
 
-// The limits that are set, in the order cgroup, free memory, locked memory. What is unlimited, or cannot be
+// The limits on what a host's processes hold together that are set, in the order cgroup, free memory. What is unlimited, or cannot be
 // read, is left out: a plan must not fail because a file of the system is missing.
 std::vector<HostLimit> read_host_limits(const HostPaths& paths = {});
 

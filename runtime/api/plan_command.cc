@@ -61,12 +61,6 @@ Status refuse(const std::string& message) {
 Status read_request(const PlanArguments& arguments, PlanRequest* request, std::string* description) {
   const ModelArguments& model = arguments.model;
   const bool has_count = !arguments.parameters.empty();
-  if (!has_count && !model.has_config() && !model.has_shape()) {
-    return refuse(
-        "no model was given; use --parameters, or its shape (--layers --hidden --heads --sequence "
-        "--vocabulary), or "
-        "--config");
-  }
   if (has_count && (model.has_config() || model.has_shape() || model.has_batch())) {
     return refuse(
         "--parameters and a shape were both given; a shape says how many parameters there are, so use one of "
@@ -109,6 +103,12 @@ Status read_tier(const PlanArguments& arguments, PlanOptions* options) {
   if (error != std::errc() || rest != end) {
     return refuse("--offload-fraction is '" + arguments.fraction +
                   "'; use 0 to 1 (auto is measured where a model is trained)");
+  }
+  if (options->offload == Offload::kNone &&
+      (options->tier == Tier::kFile || options->offload_fraction != PlanOptions().offload_fraction)) {
+    return refuse(
+        std::string(options->tier == Tier::kFile ? "--offload-tier" : "--offload-fraction") +
+        " says how to offload and nothing is offloaded; add --offload optimizer, or optimizer+parameters");
   }
   return read_bytes("offload-staging", arguments.staging, &options->staging_bytes);
 }
@@ -248,16 +248,25 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   text("--offload", a.offload, "States kept below the device: none, optimizer or optimizer+parameters",
        "WHAT")
       ->capture_default_str();
-  text("--offload-tier", a.tier, "Where: cpu (page-locked host memory) or nvme (files)", "TIER")
+  text("--offload-tier", a.tier,
+       "Where: cpu (page-locked host memory) or nvme (files); directories may follow, nvme:DIR, and are not "
+       "looked at",
+       "TIER")
       ->capture_default_str();
   text("--offload-fraction", a.fraction,
-       "How much of the model that is, by elements, 0 to 1; the first units stay on the device", "SHARE")
+       "How much of the model that is, by elements, 0 to 1, in whole units and at least so much; the first "
+       "units stay on the device",
+       "SHARE")
       ->capture_default_str();
   text("--offload-staging", a.staging, "Host memory that states in files pass through, at most", "BYTES")
       ->capture_default_str();
   text("--bucket", a.bucket, "Bytes of one bucket", "BYTES")->capture_default_str();
   text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();
-  text("--preset", a.preset, "Whose bookkeeping: forebay, paper, deepspeed or megatron", "NAME")
+  text(
+      "--preset", a.preset,
+      "Whose accounts: forebay (what this engine does), paper (ZeRO's formulas), deepspeed or megatron (what "
+      "theirs would hold)",
+      "NAME")
       ->capture_default_str();
   text("--memory", a.memory, "Device budget per rank that the plan is held against", "BYTES");
   a.host_ranks_option = number(
@@ -265,6 +274,8 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
       "Ranks that keep their device bytes in this host's memory (default: all; 0: do not judge the host)");
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(
+      "Without --parameters, --config or a shape: the model that forebay-gpt trains by default (there in "
+      "fp32).\n"
       "Exit code: 0; 1 if neither --memory nor, where it is given, --host-ranks leaves room for any of the "
       "stages shown; 2 for bad input.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });

@@ -121,7 +121,6 @@ std::string verdict_line(const std::vector<PlanReport>& reports, const std::vect
   std::string line = "  " + first.name + " " + format_bytes(first.limit_bytes);
   if (!first.where.empty()) line += " (" + first.where + ")";
   line += ":";
-  if (first.needed_bytes == 0) return line + " nothing of this plan is page-locked\n";
   for (std::size_t i = 0; i < reports.size(); ++i) {
     line += std::string(i == 0 ? " " : "; ") + (verdicts[i].fits() ? "holds " : "DOES NOT HOLD ") +
             stage_label(reports[i]) + " (" + (reports[i].bytes.total ? "" : "at least ") +

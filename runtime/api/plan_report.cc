@@ -458,17 +458,23 @@ std::string shrink_advice(const PlanReport& report) {
     std::uint64_t bytes;
     std::string advice;
   };
-  const int stage = report.options.stage;
+  const PlanOptions& options = report.options;
+  const int stage = options.stage;
   const std::string share = "use more --ranks";
+  const auto offload_more = [&](Offload needed, const char* name) -> std::string {
+    if (options.offload < needed) return std::string(", or --offload ") + name;
+    return options.offload_fraction < 1 ? ", or a larger --offload-fraction" : "";
+  };
   const auto shard_at = [&](int from) -> std::string {
     if (stage >= from) return share;
     return from == 3 ? "use --stage 3" : "use --stage " + std::to_string(from) + " or higher";
   };
   const Pool pools[] = {
       {"parameters", report.bytes.parameters,
-       shard_at(3) + (stage == 3 ? ", or --offload optimizer+parameters" : "")},
+       shard_at(3) +
+           (stage == 3 ? offload_more(Offload::kOptimizerAndParameters, "optimizer+parameters") : "")},
       {"gradients", report.bytes.gradients, shard_at(2)},
-      {"optimizer", report.bytes.optimizer, shard_at(1) + ", or --offload optimizer"},
+      {"optimizer", report.bytes.optimizer, shard_at(1) + offload_more(Offload::kOptimizer, "optimizer")},
       {"gathered", report.bytes.gathered.value_or(0),
        "use a smaller --hidden or --vocabulary, or a 2-byte --dtype"},
       {"buckets", report.bytes.buckets.value_or(0), "use a smaller --bucket"},
@@ -486,15 +492,11 @@ std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<Host
     std::uint64_t product = 0;
     return __builtin_mul_overflow(bytes, ranks_here, &product) ? ~std::uint64_t{0} : product;
   };
-  const std::uint64_t pinned = report.bytes.pinned.value_or(0);
-  const std::uint64_t needed = of_all(report.bytes.needed() + pinned);
+  const std::uint64_t needed = of_all(report.bytes.needed() + report.bytes.pinned.value_or(0));
   std::vector<Verdict> verdicts;
   for (const HostLimit& limit : limits) {
-    // Nothing of a plan without offload is page-locked; its limit is shown because offload would meet it.
-    verdicts.push_back({.name = limit.name,
-                        .where = limit.where,
-                        .limit_bytes = limit.bytes,
-                        .needed_bytes = limit.kind == HostLimit::Kind::kLocked ? of_all(pinned) : needed});
+    verdicts.push_back(
+        {.name = limit.name, .where = limit.where, .limit_bytes = limit.bytes, .needed_bytes = needed});
   }
   return verdicts;
 }

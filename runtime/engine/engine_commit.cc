@@ -43,16 +43,27 @@ std::uint64_t pool_bytes(const PoolBytes& bytes, Pool pool) {
 }
 
 // What makes each pool smaller.
-const char* remedy(Pool pool) {
+// What would take more of the states off the device than the plan does, from `needed` on; empty: nothing.
+std::string offload_more(const PlanOptions& options, Offload needed, const char* advice) {
+  if (options.offload < needed) return advice;
+  return options.offload_fraction < 1 || options.device_units > 0
+             ? "a larger --offload-fraction takes more of it away, "
+             : "";
+}
+
+std::string remedy(Pool pool, const PlanOptions& options) {
   switch (pool) {
     case Pool::kParameters:
-      return "--stage 3 shards it, --offload optimizer+parameters takes it away, more ranks divide it, "
-             "--dtype "
-             "bf16 halves it";
+      return (options.stage < 3 ? "--stage 3 shards it, " : "") +
+             offload_more(options, Offload::kOptimizerAndParameters,
+                          "--offload optimizer+parameters takes it away, ") +
+             "more ranks divide it, --dtype bf16 halves it";
     case Pool::kGradients:
-      return "--stage 2 shards it, more ranks divide it, --micro-steps 1 needs no accumulator";
+      return (options.stage < 2 ? std::string("--stage 2 shards it, ") : "") +
+             "more ranks divide it, --micro-steps 1 needs no accumulator";
     case Pool::kOptimizer:
-      return "--offload optimizer keeps it off the device, --stage 1 or more shards it, more ranks divide it";
+      return offload_more(options, Offload::kOptimizer, "--offload optimizer keeps it off the device, ") +
+             (options.stage < 1 ? "--stage 1 or more shards it, " : "") + "more ranks divide it";
     case Pool::kGathered:
       return "smaller units (narrower layers) make it smaller";
     case Pool::kBuckets:
@@ -242,7 +253,7 @@ Status Engine::Impl::check_budget() const {
                     std::to_string(plan.reserved_bytes) + " bytes) on " + backend.capabilities().name +
                     ", the budget is " + format_bytes(budget) + " (" + std::to_string(budget) +
                     " bytes): " + pools + "; the largest pool is " + kPoolNames[static_cast<int>(largest)] +
-                    ": " + remedy(largest) + "; or raise --memory");
+                    ": " + remedy(largest, plan.options) + "; or raise --memory");
 }
 
 void Engine::Impl::commit() {

@@ -124,8 +124,10 @@ void add_offload_options(CLI::App& app, Words& words) {
       ->group(group);
   app.add_option(
          "--offload-fraction", words.fraction,
-         "How much of the model that is, by elements, 0 to 1; the first layers stay on the device. auto: "
-         "measured at the start, so that the updates on both sides take as long")
+         "How much of the model that is, by elements, 0 to 1, in whole layers and at least so much; the "
+         "first "
+         "layers stay on the device. auto: measured at the start, so that the updates on both sides take as "
+         "long")
       ->capture_default_str()
       ->group(group);
   app.add_option("--offload-staging", words.staging,
@@ -194,7 +196,7 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   app.add_option(
          "--timeline", o.timeline_file,
          "Write what ran when here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks but the "
-         "first add .rank-N to the name. For a few steps: it slows them")
+         "first add .rank-N to the name, before its ending. For a few steps: it slows them")
       ->group(group);
   app.add_flag("!--quiet", o.progress, "No progress lines")->group(group);
 }

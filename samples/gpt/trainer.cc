@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -325,11 +326,15 @@ class Trainer {
 
   // Where states go and how fast it may be: what a person should see at once.
   void say_where_states_are() {
-    if (!options_.progress || place_.rank != 0 || !offloads_to_files()) return;
+    if (!options_.progress || place_.rank != 0 || options_.offload == Offload::kNone) return;
     const std::string store = engine_.statistics().store_description;
-    if (store.empty()) return;  // The fraction leaves nothing to offload.
-    std::fprintf(stderr, "forebay-gpt: offload %s to nvme: %s\n", offload_name(options_.offload),
-                 store.c_str());
+    const double share = 100.0 * static_cast<double>(offloaded_parameters()) /
+                         static_cast<double>(parameter_count(options_.model));
+    std::fprintf(
+        stderr,
+        "forebay-gpt: offload %s to %s: %.0f %% of the model, %d of %zu units stay on the device%s%s\n",
+        offload_name(options_.offload), tier_name(options_.tier), share, engine_.plan().device_units,
+        engine_.model().units.size(), store.empty() ? "" : "; ", store.c_str());
   }
 
   std::uint64_t offloaded_parameters() const {
@@ -395,8 +400,10 @@ class Trainer {
     static_cast<void>(engine_.statistics());  // Waits for what is queued.
     std::vector<std::vector<Timeline::Span>> spans(static_cast<std::size_t>(place_.rank) + 1);
     spans.back() = timeline_.spans();
-    write_file(options_.timeline_file + (place_.rank == 0 ? "" : ".rank-" + std::to_string(place_.rank)),
-               timeline_json(spans));
+    std::filesystem::path file = options_.timeline_file;
+    if (place_.rank != 0)
+      file.replace_extension(".rank-" + std::to_string(place_.rank) + file.extension().string());
+    write_file(file.string(), timeline_json(spans));
   }
 
   void export_weights() {

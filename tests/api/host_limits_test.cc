@@ -42,7 +42,6 @@ TEST_F(HostLimits, TakesTheTightestGroupOnTheWayToTheRoot) {
   const std::vector<HostLimit> limits = read();
 
   ASSERT_EQ(limits.size(), 1u);
-  EXPECT_EQ(limits[0].kind, HostLimit::Kind::kMemory);
   EXPECT_EQ(limits[0].bytes, 4096u);
   EXPECT_EQ(limits[0].name, "cgroup memory limit");
   EXPECT_TRUE(limits[0].where.ends_with("cgroup/user.slice/job/memory.max")) << limits[0].where;
@@ -69,20 +68,14 @@ TEST_F(HostLimits, ReadsVersionOneOfControlGroups) {
   EXPECT_EQ(limits[0].bytes, 2147483648u);
 }
 
-TEST_F(HostLimits, ReadsFreeMemoryAndTheLockedMemoryLimit) {
+TEST_F(HostLimits, ReadsFreeMemory) {
   write("proc/meminfo", "MemTotal:       32000 kB\nMemFree:  5 kB\nMemAvailable:   24000 kB\n");
-  write("proc/self/limits",
-        "Limit                     Soft Limit           Hard Limit           Units     \n"
-        "Max resident set          unlimited            unlimited            bytes     \n"
-        "Max locked memory         8388608              16777216             bytes     \n");
 
   const std::vector<HostLimit> limits = read();
 
-  ASSERT_EQ(limits.size(), 2u);
+  ASSERT_EQ(limits.size(), 1u);
   EXPECT_EQ(limits[0].name, "free memory (MemAvailable)");
   EXPECT_EQ(limits[0].bytes, 24000u * 1024);
-  EXPECT_EQ(limits[1].kind, HostLimit::Kind::kLocked);
-  EXPECT_EQ(limits[1].bytes, 8388608u);
 }
 
 TEST_F(HostLimits, LeavesOutWhatIsUnlimitedOrMissing) {

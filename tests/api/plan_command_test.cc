@@ -172,7 +172,8 @@ struct BadInput {
 TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
   const std::string shape(kShape);
   const BadInput cases[] = {
-      {"", "no model was given"},
+      {"--offload-fraction 0.5", "add --offload optimizer"},
+      {"--offload-tier nvme", "add --offload optimizer"},
       {shape + "--stage 4", "--stage is 4"},
       {shape + "--stage -1", "--stage is -1"},
       {shape + "--ranks 0", "--ranks is 0"},

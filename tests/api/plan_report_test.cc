@@ -383,6 +383,11 @@ TEST(ShrinkAdvice, NamesTheLargestPoolAndWhatMakesItSmaller) {
   EXPECT_NE(shrink_advice(report).find("--stage 1"), std::string::npos);
   report.options.stage = 3;
   EXPECT_NE(shrink_advice(report).find("--ranks"), std::string::npos);
+  EXPECT_NE(shrink_advice(report).find("--offload optimizer"), std::string::npos);
+  report.options.offload = Offload::kOptimizer;
+  EXPECT_EQ(shrink_advice(report).find("--offload"), std::string::npos) << "it is in force, wholly";
+  report.options.offload_fraction = 0.5;
+  EXPECT_NE(shrink_advice(report).find("a larger --offload-fraction"), std::string::npos);
   report.bytes.activations = 1u << 30;
   EXPECT_NE(shrink_advice(report).find("--batch"), std::string::npos);
   report.bytes.buckets = 2u << 30;
@@ -393,18 +398,15 @@ TEST(ShrinkAdvice, NamesTheLargestPoolAndWhatMakesItSmaller) {
 
 TEST(JudgeHost, HoldsAllRanksHereAgainstEachLimitByName) {
   const PlanReport report = report_of({.parameters = 1'000'000});  // 16 MB a rank.
-  const std::vector<HostLimit> limits = {
-      {HostLimit::Kind::kMemory, "cgroup memory limit", "/c/memory.max", 40'000'000},
-      {HostLimit::Kind::kMemory, "free memory", "/p/meminfo", 48'000'000},
-      {HostLimit::Kind::kLocked, "locked memory limit", "/p/limits", 4096}};
+  const std::vector<HostLimit> limits = {{"cgroup memory limit", "/c/memory.max", 40'000'000},
+                                         {"free memory", "/p/meminfo", 48'000'000}};
 
   const std::vector<Verdict> verdicts = judge_host(report, limits, 3);
 
-  ASSERT_EQ(verdicts.size(), 3u);
+  ASSERT_EQ(verdicts.size(), 2u);
   EXPECT_FALSE(verdicts[0].fits());
   EXPECT_EQ(verdicts[0].needed_bytes, 48'000'000u);
   EXPECT_TRUE(verdicts[1].fits());
-  EXPECT_TRUE(verdicts[2].fits());  // Nothing is locked without offload.
 
   const PlanBudget budget{.memory_bytes = 15'999'999, .host_ranks = 3, .host_limits = limits};
   const std::string text = plan_text({report}, {}, "", budget);
@@ -425,7 +427,7 @@ TEST(JudgeHost, HoldsAllRanksHereAgainstEachLimitByName) {
 TEST(JudgeHost, DoesNotOverflow) {
   const PlanReport report = report_of({.parameters = std::uint64_t{1} << 52});
   const std::vector<Verdict> verdicts =
-      judge_host(report, {{HostLimit::Kind::kMemory, "memory", "", ~std::uint64_t{0} - 1}}, 1'000'000);
+      judge_host(report, {{"memory", "", ~std::uint64_t{0} - 1}}, 1'000'000);
   EXPECT_FALSE(verdicts.at(0).fits());
 }
 

@@ -119,7 +119,7 @@ TEST_F(OffloadTraining, ShowsWhatRanWhen) {
   const Finished finished = run(words + Words{"--timeline", path});
   ASSERT_EQ(finished.exit_code, 0) << finished.output;
   for (int rank = 0; rank < 2; ++rank) {
-    std::ifstream file(rank == 0 ? path : path + ".rank-1");
+    std::ifstream file(rank == 0 ? path : directory_ / "timeline.rank-1.json");
     const Json timeline = Json::parse(file, nullptr, false);
     std::map<std::string, int> count;
     for (const Json& event : timeline.value("traceEvents", Json::array())) {
