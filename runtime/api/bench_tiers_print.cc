@@ -49,7 +49,7 @@ std::string facts_text(const DirectoryFacts& facts) {
   std::string text = facts.file_system.empty() ? "unknown file system" : facts.file_system;
   if (!facts.drives.empty()) text += " on " + facts.drive_names();
   const auto turns = facts.rotational();
-  if (turns) text += *turns ? " (said to turn)" : " (flash)";
+  if (turns) text += *turns ? " (rotational, says the kernel)" : " (flash)";
   if (facts.kind == DirectoryKind::kMemory) text += " in memory";
   if (facts.kind == DirectoryKind::kNetwork) text += " on another host";
   if (!facts.nodes.empty()) {
@@ -106,6 +106,11 @@ std::string model_text(const BenchedModel& model) {
   }
   const OffloadEstimate& chosen = model.choice.estimates[static_cast<std::size_t>(model.choice.chosen)];
   text += "  chosen: " + setting_name(chosen.offload, chosen.tier) + ". " + model.choice.reason + "\n";
+  if (chosen.offload != Offload::kNone) {
+    text += std::string("  options: --offload ") + offload_name(chosen.offload) + " --offload-tier " +
+            (chosen.tier == Tier::kFile ? "nvme:DIR" : "cpu") +
+            "; --offload-fraction auto, measured in the run itself, leaves as much on the device as pays\n";
+  }
   text += "  how times are estimated:\n";
   for (const std::string& line : offload_formulas()) text += "    " + line + "\n";
   return text;

@@ -156,7 +156,9 @@ std::string flash_text(const DevicesReport& report) {
   const HostFacts& host = report.host;
   Section section("flash");
   if (host.flash_directories.empty()) {
-    section.line("no directory is on an NVMe drive or SSD that the system shows");
+    section.line(
+        "no directory is on an NVMe drive or SSD that the system shows; any directory works, as fast as "
+        "'forebay bench-tiers DIR' finds it");
   }
   for (const FlashDirectory& directory : host.flash_directories) {
     section.line(directory.path + ": " + joined(directory.drives) +

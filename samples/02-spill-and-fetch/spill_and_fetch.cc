@@ -80,6 +80,10 @@ void run(const std::string& directory) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc > 2 || (argc == 2 && argv[1][0] == '-')) {
+    std::fprintf(stderr, "usage: spill-and-fetch [DIRECTORY]\n");
+    return 2;
+  }
   try {
     run(argc > 1 ? argv[1] : std::filesystem::temp_directory_path().string());
   } catch (const std::exception& error) {

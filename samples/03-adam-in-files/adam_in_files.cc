@@ -133,6 +133,10 @@ bool run(const std::string& directory) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc > 2 || (argc == 2 && argv[1][0] == '-')) {
+    std::fprintf(stderr, "usage: adam-in-files [DIRECTORY]\n");
+    return 2;
+  }
   try {
     return run(argc > 1 ? argv[1] : std::filesystem::temp_directory_path().string()) ? 0 : 1;
   } catch (const std::exception& error) {

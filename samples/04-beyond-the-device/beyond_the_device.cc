@@ -176,6 +176,10 @@ bool run(const std::string& directory) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc > 2 || (argc == 2 && argv[1][0] == '-')) {
+    std::fprintf(stderr, "usage: beyond-the-device [DIRECTORY]\n");
+    return 2;
+  }
   try {
     if (run(argc > 1 ? argv[1] : std::filesystem::temp_directory_path().string())) return 0;
     std::fprintf(stderr, "beyond-the-device: the digests differ, or the model fits\n");
