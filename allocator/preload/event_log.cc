@@ -232,7 +232,8 @@ void EventLog::look(int device, const Arena* arena, std::uint64_t time_ns) {
   count->arena_bytes.store(statistics.reserved_bytes, std::memory_order_relaxed);
   settle_peak(*count, new_peak);
   if (statistics.reserved_bytes == before) return;
-  append({.bytes = statistics.reserved_bytes,
+  append({.address = before,
+          .bytes = statistics.reserved_bytes,
           .time_ns = time_ns,
           .device = static_cast<std::int16_t>(device),
           .kind = PreloadEventKind::kReserved});

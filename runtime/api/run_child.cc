@@ -15,23 +15,11 @@ namespace forebay {
 namespace {
 
 constexpr int kPassedOn[] = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+// How long what a process tells may go unnoticed. Shorter: more of a core. Longer: a program that dies of
+// out-of-memory may be gone before anybody has looked, which loses nothing but the time of the notice.
+constexpr long kPollNs = 100'000'000;
 constexpr int kNotExecutable = 126;
 constexpr int kNotFound = 127;
-
-// Where the shell would find the command; empty when it would not.
-std::string find_command(const std::string& command) {
-  if (command.find('/') != std::string::npos) return command;
-  const char* path = std::getenv("PATH");
-  std::string rest = path != nullptr ? path : "/bin:/usr/bin";
-  while (!rest.empty()) {
-    const std::size_t colon = std::min(rest.find(':'), rest.size());
-    const std::string directory = colon == 0 ? "." : rest.substr(0, colon);
-    rest.erase(0, colon + 1);
-    const std::string candidate = directory + "/" + command;
-    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
-  }
-  return {};
-}
 
 // An executable without a loader of its own is linked statically.
 bool is_static(int file) {
@@ -50,11 +38,22 @@ bool is_static(int file) {
   return true;
 }
 
-int wait_and_pass_on(pid_t child, const sigset_t& signals) {
+int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& watch) {
   while (true) {
     siginfo_t info{};
-    const int number = ::sigwaitinfo(&signals, &info);
-    if (number < 0) continue;  // Interrupted by a signal that nobody waits for.
+    int number = 0;
+    if (watch.poll) {
+      const timespec pause{.tv_sec = 0, .tv_nsec = kPollNs};
+      number = ::sigtimedwait(&signals, &info, &pause);
+      if (number < 0) watch.poll();
+    } else {
+      number = ::sigwaitinfo(&signals, &info);
+    }
+    if (number < 0) continue;  // Nothing, or interrupted by a signal that nobody waits for.
+    if (const auto handler = watch.handlers.find(number); handler != watch.handlers.end()) {
+      handler->second();
+      continue;
+    }
     if (number != SIGCHLD) {
       // From the terminal it went to the whole group, the command included.
       if (info.si_code != SI_KERNEL) (void)::kill(child, number);
@@ -68,6 +67,20 @@ int wait_and_pass_on(pid_t child, const sigset_t& signals) {
 }
 
 }  // namespace
+
+std::string find_command(const std::string& command) {
+  if (command.find('/') != std::string::npos) return command;
+  const char* path = std::getenv("PATH");
+  std::string rest = path != nullptr ? path : "/bin:/usr/bin";
+  while (!rest.empty()) {
+    const std::size_t colon = std::min(rest.find(':'), rest.size());
+    const std::string directory = colon == 0 ? "." : rest.substr(0, colon);
+    rest.erase(0, colon + 1);
+    const std::string candidate = directory + "/" + command;
+    if (::access(candidate.c_str(), X_OK) == 0) return candidate;
+  }
+  return {};
+}
 
 std::string preload_obstacle(const std::string& command) {
   const std::string path = find_command(command);
@@ -89,7 +102,7 @@ std::string preload_obstacle(const std::string& command) {
 }
 
 Result<int> run_child(const std::vector<std::string>& command,
-                      const std::map<std::string, std::string>& variables) {
+                      const std::map<std::string, std::string>& variables, const ChildWatch& watch) {
   sigset_t signals;
   ::sigemptyset(&signals);
   ::sigaddset(&signals, SIGCHLD);
@@ -114,7 +127,7 @@ Result<int> run_child(const std::vector<std::string>& command,
     ::dprintf(STDERR_FILENO, "forebay run: cannot run %s: %s\n", arguments[0], std::strerror(error));
     ::_exit(error == ENOENT ? kNotFound : kNotExecutable);
   }
-  const int exit_code = wait_and_pass_on(child, signals);
+  const int exit_code = wait_and_pass_on(child, signals, watch);
   ::sigprocmask(SIG_SETMASK, &before, nullptr);
   return exit_code;
 }

@@ -1,8 +1,10 @@
 #include "run_command.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -11,8 +13,11 @@
 #include <string>
 #include <vector>
 
+#include "forebay/preload_events.h"
+#include "run_check.h"
 #include "run_child.h"
 #include "run_environment.h"
+#include "run_recorder.h"
 #include "run_summary.h"
 
 extern char** environ;
@@ -24,13 +29,26 @@ constexpr int kBadUsage = 2;
 constexpr char kLibraryName[] = "libforebay-preload.so";
 constexpr char kSystemPreloads[] = "/etc/ld.so.preload";
 
+// The environment of `forebay run` itself. What it starts does not get these: a second one below would write
+// over the first one's files.
+constexpr char kReportVariable[] = "FOREBAY_RUN_REPORT";
+constexpr char kTraceVariable[] = "FOREBAY_RUN_TRACE";
+constexpr char kSnapshotVariable[] = "FOREBAY_RUN_SNAPSHOT";
+constexpr char kPauseSignalVariable[] = "FOREBAY_RUN_PAUSE_SIGNAL";
+
 struct RunArguments {
   std::vector<std::string> command;
   std::string memory;
   std::string records;
+  std::string from;
+  std::string events;
+  RunOutputs outputs;
+  std::string pause_signal;
   bool observe = false;
   bool tensors = false;
   bool no_tensors = false;
+  bool check = false;
+  int check_limit_s = 120;
 };
 
 void say(const std::string& line) {
@@ -114,17 +132,69 @@ std::string system_preloads() {
   return all;
 }
 
+std::string text_of(const std::vector<std::string>& command) {
+  std::string text;
+  for (const std::string& word : command) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+// 0: it is none of those that can be taken.
+int signal_number(const std::string& text) {
+  const std::string name = text.rfind("SIG", 0) == 0 ? text.substr(3) : text;
+  if (name == "USR1" || name == std::to_string(SIGUSR1)) return SIGUSR1;
+  if (name == "USR2" || name == std::to_string(SIGUSR2)) return SIGUSR2;
+  if (name == "HUP" || name == std::to_string(SIGHUP)) return SIGHUP;
+  return 0;
+}
+
+void say_all(const std::vector<std::string>& lines) {
+  for (const std::string& line : lines) say(line);
+}
+
+int complain(const Status& status) {
+  say(status.message());
+  return kBadUsage;
+}
+
+// What processes have left that were started by somebody else.
+int tell_from(const RunArguments& arguments) {
+  const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from);
+  if (!records.ok()) return complain(records.status());
+  const PreloadMode mode = records.value().empty() ? PreloadMode::kArena : records.value().front().mode;
+  say_all(run_summary(mode, records.value()));
+  if (!arguments.outputs.any()) return 0;
+  RunRecorder recorder({.outputs = arguments.outputs,
+                        .records_directory = arguments.from,
+                        .mode = mode,
+                        .command = "the records in " + arguments.from});
+  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  say_all(recorder.write("read from the records"));
+  return 0;
+}
+
 int run(const RunArguments& arguments) {
-  const auto complain = [](const Status& status) {
-    say(status.message());
+  if (!arguments.from.empty()) {
+    if (arguments.command.empty()) return tell_from(arguments);
+    say("--from reads what is there and runs nothing; leave out the command or --from");
     return kBadUsage;
-  };
+  }
+  if (arguments.command.empty()) {
+    say("no command was given; put it behind the options, after --");
+    return kBadUsage;
+  }
   if (arguments.tensors && arguments.no_tensors) {
     say("--tensors and --no-tensors contradict each other; leave one out");
     return kBadUsage;
   }
   const Result<std::string> library = find_library();
   if (!library.ok()) return complain(library.status());
+  if (arguments.check) {
+    const RunCheck check{.command = arguments.command,
+                         .memory = arguments.memory,
+                         .preload_library = library.value(),
+                         .limit = std::chrono::seconds(arguments.check_limit_s)};
+    return run_check(check, inherited_environment());
+  }
   Records records;
   if (const Status opened = records.open(arguments.records); !opened.ok()) return complain(opened);
   RunOptions options;
@@ -133,9 +203,26 @@ int run(const RunArguments& arguments) {
   options.memory = arguments.memory;
   options.preload_library = library.value();
   options.records_directory = records.path();
+  options.events = arguments.events;
+  const RunOutputs& outputs = arguments.outputs;
+  if (outputs.any() && options.events.empty()) options.events = std::to_string(kPreloadEventsDefaultBytes);
+  const int pause_signal = signal_number(arguments.pause_signal);
+  if (pause_signal == 0 && !arguments.pause_signal.empty()) {
+    say("--pause-signal is '" + arguments.pause_signal + "'; use SIGUSR1, SIGUSR2 or SIGHUP");
+    return kBadUsage;
+  }
+  if (pause_signal == SIGUSR1 && outputs.any()) {
+    say("--pause-signal cannot be SIGUSR1, at which reports are written; use SIGUSR2 or SIGHUP");
+    return kBadUsage;
+  }
   const Result<RunEnvironment> environment = run_environment(options, inherited_environment());
   if (!environment.ok()) return complain(environment.status());
-  for (const std::string& line : environment.value().lines) say(line);
+  RunRecorder recorder({.outputs = outputs,
+                        .records_directory = records.path(),
+                        .mode = options.mode,
+                        .command = text_of(arguments.command)});
+  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  say_all(environment.value().lines);
   if (const std::string others = system_preloads(); !others.empty()) {
     say(std::string(kSystemPreloads) + " puts " + others + " under every program too, behind ours");
   }
@@ -143,13 +230,24 @@ int run(const RunArguments& arguments) {
     say(obstacle + "; nothing will be handled");
   }
 
-  const Result<int> exit_code = run_child(arguments.command, environment.value().set);
+  Environment variables = environment.value().set;
+  for (const char* own : {kReportVariable, kTraceVariable, kSnapshotVariable, kPauseSignalVariable}) {
+    if (std::getenv(own) != nullptr) variables[own] = "";
+  }
+  ChildWatch watch;
+  if (outputs.any()) watch.handlers[SIGUSR1] = [&] { say_all(recorder.write("the run goes on")); };
+  if (pause_signal != 0) watch.handlers[pause_signal] = [&] { say_all(recorder.request_trim()); };
+  if (!watch.handlers.empty()) watch.poll = [&] { say_all(recorder.poll()); };
+  const Result<int> exit_code = run_child(arguments.command, variables, watch);
   if (!exit_code.ok()) return complain(exit_code.status());
   const Result<std::vector<PreloadReport>> read = read_preload_records(records.path());
   if (!read.ok()) {
     say(read.status().message());
   } else {
-    for (const std::string& line : run_summary(options.mode, read.value())) say(line);
+    say_all(run_summary(options.mode, read.value()));
+  }
+  if (outputs.any()) {
+    say_all(recorder.write("the command has ended with " + std::to_string(exit_code.value())));
   }
   return exit_code.value();
 }
@@ -162,10 +260,15 @@ constexpr char kFooter[] =
     "  LD_PRELOAD=/path/to/libforebay-preload.so   the preload itself; the path from the root\n"
     "  FOREBAY_PRELOAD=arena|observe|off           what it does (default: arena)\n"
     "  FOREBAY_MEMORY=24GiB                        as --memory\n"
-    "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records\n"
+    "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records; forebay run --from DIR tells of it\n"
+    "  FOREBAY_PRELOAD_EVENTS=256MiB               as --events (default: none)\n"
     "  FOREBAY_LOG=info                            says on standard error when an arena begins to serve\n"
     "  PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, and PYTORCH_ALLOC_CONF   as --tensors\n"
-    "  XLA_PYTHON_CLIENT_PREALLOCATE=false         for JAX, set unless you have set it";
+    "  XLA_PYTHON_CLIENT_PREALLOCATE=false         for JAX, set unless you have set it\n"
+    "and, for forebay run itself, FOREBAY_RUN_REPORT, FOREBAY_RUN_TRACE, FOREBAY_RUN_SNAPSHOT and "
+    "FOREBAY_RUN_PAUSE_SIGNAL as the options.\n\n"
+    "Signals go to the command, but with --report, --trace or --snapshot SIGUSR1 writes them as things stand "
+    "(kill -USR1 the process of forebay run), and the one of --pause-signal is taken for that.";
 
 }  // namespace
 
@@ -174,9 +277,7 @@ void add_run_command(CLI::App& app, std::function<int()>& action) {
   RunArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
       "run", "Run a command with the arena under its device memory; the command itself is not changed");
-  command->add_option("command", a.command, "The command and its arguments, after --")
-      ->required()
-      ->type_name("COMMAND");
+  command->add_option("command", a.command, "The command and its arguments, after --")->type_name("COMMAND");
   command
       ->add_option(
           "--memory", a.memory,
@@ -188,7 +289,51 @@ void add_run_command(CLI::App& app, std::function<int()>& action) {
                     "configuration yourself)");
   command->add_flag("--no-tensors", a.no_tensors,
                     "Leave PyTorch's own cache in place, which allocates segments");
+  CLI::Option* check = command->add_flag(
+      "--check", a.check,
+      "Run nothing of the command's; try with its Python what of PyTorch works under each of these ways");
+  command->add_option("--check-limit", a.check_limit_s, "Seconds that one probe of --check may take")
+      ->type_name("SECONDS")
+      ->check(CLI::Range(1, 86400))
+      ->capture_default_str()
+      ->needs(check);
+  for (const char* other : {"--observe", "--tensors", "--no-tensors"}) check->excludes(other);
   command->add_option("--records", a.records, "Keep every process's record in this directory")
+      ->type_name("DIR");
+  command
+      ->add_option("--report", a.outputs.report,
+                   "Write a report of each process, summary.txt and report.html into this directory: at the "
+                   "end, when a process runs out of memory, and on SIGUSR1")
+      ->type_name("DIR")
+      ->envname(kReportVariable);
+  command
+      ->add_option("--trace", a.outputs.trace,
+                   "Write what was asked for, for 'forebay replay'; for several processes or devices a file "
+                   "each, as FILE with process-N before its suffix")
+      ->type_name("FILE")
+      ->envname(kTraceVariable);
+  command
+      ->add_option("--snapshot", a.outputs.snapshot,
+                   "Write it for PyTorch's memory visualiser (pytorch.org/memory_viz); files named as those "
+                   "of --trace")
+      ->type_name("FILE")
+      ->envname(kSnapshotVariable);
+  command
+      ->add_option("--events", a.events,
+                   "Most bytes to keep of a process's events, 32 each; the oldest make room (64KiB to 2GiB; "
+                   "default: 256MiB for a report, trace or snapshot, and otherwise none)")
+      ->type_name("BYTES")
+      ->envname(kPreloadEventsVariable);
+  command
+      ->add_option("--pause-signal", a.pause_signal,
+                   "On this signal (SIGUSR1, SIGUSR2, SIGHUP) have every process give back what its arena "
+                   "keeps and does not use, at its next call for memory; what is allocated stays")
+      ->type_name("SIG")
+      ->envname(kPauseSignalVariable);
+  command
+      ->add_option("--from", a.from,
+                   "Run nothing: report, trace and snapshot from the records that processes have left in "
+                   "this directory (FOREBAY_PRELOAD_RECORDS)")
       ->type_name("DIR");
   command->footer(kFooter);
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });

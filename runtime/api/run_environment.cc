@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 
+#include "forebay/preload_events.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -118,6 +119,17 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
   environment.set["LD_PRELOAD"] = preloads;
   environment.set[kPreloadModeVariable] = options.mode == PreloadMode::kObserve ? "observe" : "arena";
   environment.set[kPreloadRecordsVariable] = options.records_directory;
+  if (!options.events.empty()) {
+    std::uint64_t event_bytes = 0;
+    if (!parse_bytes(options.events.c_str(), &event_bytes) ||
+        (event_bytes != 0 &&
+         (event_bytes < kPreloadEventsLeastBytes || event_bytes > kPreloadEventsMostBytes))) {
+      return Status(StatusCode::kInvalidArgument,
+                    "--events is '" + options.events + "'; use " + format_bytes(kPreloadEventsLeastBytes) +
+                        " to " + format_bytes(kPreloadEventsMostBytes) + ", such as 256MiB, or 0 for none");
+    }
+    environment.set[kPreloadEventsVariable] = std::to_string(event_bytes);
+  }
 
   std::string limit = value_of(inherited, kPreloadMemoryVariable);
   if (!options.memory.empty()) limit = options.memory;

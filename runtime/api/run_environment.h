@@ -19,6 +19,7 @@ struct RunOptions {
   // Whether PyTorch is to allocate tensor by tensor. Not given: yes, unless the user has chosen otherwise.
   std::optional<bool> tensors;
   std::string memory;             // As given; empty: what the device has.
+  std::string events;             // Most bytes of events of a process, as given; empty: none.
   std::string preload_library;    // From the root.
   std::string records_directory;  // From the root.
 };

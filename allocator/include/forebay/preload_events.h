@@ -32,7 +32,7 @@ enum class PreloadEventKind : std::uint8_t {
   kAllocation = 1,
   kFree = 2,       // Bytes, stream and server are those of the block.
   kRefused = 3,    // Out-of-memory. `address`: bytes that the device had free; 0: not known.
-  kReserved = 4,   // The arena's physical memory has changed. `bytes`: what it holds now.
+  kReserved = 4,   // The arena's physical memory has changed: from `address` bytes to `bytes`.
   kUntracked = 5,  // Allocated in a way whose free is not seen (cuMemCreate).
 };
 

@@ -1,0 +1,45 @@
+// What `forebay run --report` says of a process, in text and in JSON, and of all processes of a run.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "forebay/preload_record.h"
+#include "runtime/api/process_history.h"
+#include "runtime/api/report_page.h"
+
+namespace forebay {
+
+// A process of a run, as it was when it was looked at.
+struct ProcessReport {
+  PreloadReport record;
+  std::vector<ProcessHistory> histories;  // By device.
+  std::string events_problem;             // Why there are no histories; empty: nothing is wrong.
+
+  // "rank 3, process 1234", "process 1234".
+  std::string name() const;
+};
+
+struct RunStory {
+  std::string command;
+  PreloadMode mode = PreloadMode::kArena;
+  // "the run goes on", "the command has ended with 137": when this was written.
+  std::string state;
+  std::vector<ProcessReport> processes;
+  std::vector<std::string> left_out;  // Files that are none of ours, and why.
+};
+
+// Reads the events beside a record.
+ProcessReport read_process(PreloadReport record);
+
+std::string process_text(const ProcessReport& process);
+std::string process_json(const ProcessReport& process);
+// Names the worst first: those that ran out of memory, then by what they held beyond what they asked for.
+std::string story_text(const RunStory& story);
+std::string story_json(const RunStory& story);
+ReportPage story_page(const RunStory& story);
+// "rank 3, process 1234, cuda:0: ..."; empty without any process that has allocated.
+std::string worst_line(const RunStory& story);
+
+}  // namespace forebay

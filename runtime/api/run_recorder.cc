@@ -1,0 +1,232 @@
+#include "runtime/api/run_recorder.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <utility>
+
+#include "forebay/memory_snapshot.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+constexpr char kSummary[] = "summary";
+// A report at out-of-memory may take its time again only after this many times as long: a program that is
+// refused memory all the time, and goes on, is not to keep a core busy with reports.
+constexpr int kWritePauses = 10;
+constexpr std::chrono::seconds kLeastPause{1};
+
+// Whole or not at all, for whoever reads it meanwhile.
+Status write_file(const std::string& path, const std::string& text) {
+  const std::string partial = path + ".partial";
+  std::ofstream file(partial, std::ios::binary | std::ios::trunc);
+  file.write(text.data(), static_cast<std::streamsize>(text.size()));
+  file.close();
+  if (file && std::rename(partial.c_str(), path.c_str()) == 0) return {};
+  const std::string error = std::strerror(errno);
+  (void)::unlink(partial.c_str());
+  return {StatusCode::kIoError,
+          "cannot write " + path + ": " + error + "; name a place that can be written to"};
+}
+
+// What tells a process's files apart; the second of one number gets another.
+std::string file_name(const ProcessReport& process, std::map<int, int>* uses) {
+  const PreloadReport& record = process.record;
+  std::string name = "process-" + std::to_string(record.process);
+  if (record.rank >= 0) name = "rank-" + std::to_string(record.rank) + "-" + name;
+  const int use = ++(*uses)[record.process];
+  return use == 1 ? name : name + "-" + std::to_string(use);
+}
+
+}  // namespace
+
+std::string with_middle(const std::string& file, const std::string& middle) {
+  const std::size_t slash = file.find_last_of('/');
+  const std::size_t name = slash == std::string::npos ? 0 : slash + 1;
+  const std::size_t dot = file.find_last_of('.');
+  const std::size_t at = dot == std::string::npos || dot <= name ? file.size() : dot;
+  return file.substr(0, at) + "." + middle + file.substr(at);
+}
+
+Status RunRecorder::open() {
+  const RunOutputs& outputs = options_.outputs;
+  std::error_code error;
+  if (!outputs.report.empty()) {
+    std::filesystem::create_directories(outputs.report, error);
+    if (error)
+      return {StatusCode::kIoError, "cannot use --report " + outputs.report + ": " + error.message()};
+    if (std::filesystem::exists(outputs.report + "/" + kSummary + ".txt", error)) {
+      return {StatusCode::kInvalidArgument,
+              "--report " + outputs.report + " has a report of another run; name an empty directory"};
+    }
+    // Better now than after hours.
+    FOREBAY_RETURN_IF_ERROR(write_file(outputs.report + "/" + kSummary + ".txt",
+                                       options_.command + "\nthe run goes on, and nothing was told yet\n"));
+  }
+  for (const std::string& file : {outputs.trace, outputs.snapshot}) {
+    if (file.empty()) continue;
+    const std::filesystem::path directory = std::filesystem::absolute(file, error).parent_path();
+    if (!std::filesystem::is_directory(directory, error) || ::access(directory.c_str(), W_OK) != 0) {
+      return {StatusCode::kInvalidArgument, "cannot write " + file + ": " + directory.string() +
+                                                " is no directory that can be written to; make it first"};
+    }
+  }
+  return {};
+}
+
+std::vector<std::string> RunRecorder::write(const std::string& state) {
+  const Clock::time_point begin = Clock::now();
+  has_new_refusals_ = false;
+  RunStory story;
+  story.command = options_.command;
+  story.mode = options_.mode;
+  story.state = state;
+  Result<std::vector<PreloadReport>> records =
+      read_preload_records(options_.records_directory, &story.left_out);
+  if (!records.ok()) return {records.status().message()};
+  for (PreloadReport& record : records.value()) {
+    seen_[record.path].refused = record.refused;
+    story.processes.push_back(read_process(std::move(record)));
+  }
+  std::vector<std::string> lines = story.left_out;
+  for (const ProcessReport& process : story.processes) {
+    if (!process.events_problem.empty()) lines.push_back(process.name() + ": " + process.events_problem);
+  }
+  if (!options_.outputs.report.empty()) {
+    const Status written = write_report(story);
+    if (!written.ok()) {
+      lines.push_back(written.message());
+    } else {
+      lines.push_back("the report is in " + options_.outputs.report + ": summary.txt, report.html");
+      if (const std::string worst = worst_line(story); !worst.empty()) lines.push_back("the worst: " + worst);
+    }
+  }
+  if (!options_.outputs.trace.empty()) write_traces(story, &lines);
+  if (!options_.outputs.snapshot.empty()) write_snapshots(story, &lines);
+  const Clock::time_point end = Clock::now();
+  next_write_ = end + std::max<Clock::duration>(kWritePauses * (end - begin), kLeastPause);
+  return lines;
+}
+
+Status RunRecorder::write_report(const RunStory& story) {
+  const std::string directory = options_.outputs.report + "/";
+  std::map<int, int> uses;
+  for (const ProcessReport& process : story.processes) {
+    const std::string name = directory + file_name(process, &uses);
+    FOREBAY_RETURN_IF_ERROR(write_file(name + ".txt", process_text(process)));
+    FOREBAY_RETURN_IF_ERROR(write_file(name + ".json", process_json(process)));
+  }
+  FOREBAY_RETURN_IF_ERROR(write_file(directory + kSummary + ".json", story_json(story)));
+  FOREBAY_RETURN_IF_ERROR(write_file(directory + "report.html", report_page(story_page(story))));
+  // Last: who finds it finds the rest.
+  return write_file(directory + kSummary + ".txt", story_text(story));
+}
+
+void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* lines) {
+  struct Trace {
+    std::string title;
+    std::string middle;
+    const ProcessHistory* history;
+  };
+  std::vector<Trace> traces;
+  std::map<int, int> uses;
+  for (const ProcessReport& process : story.processes) {
+    const std::string name = file_name(process, &uses);
+    for (const ProcessHistory& history : process.histories) {
+      const std::string device = "cuda" + std::to_string(history.figures.device);
+      traces.push_back({process.name() + ", " + device + ": " + process.record.program,
+                        process.histories.size() > 1 ? name + "-" + device : name, &history});
+    }
+  }
+  const std::string& file = options_.outputs.trace;
+  std::set<std::string> written;
+  for (const Trace& trace : traces) {
+    const std::string path = traces.size() == 1 ? file : with_middle(file, trace.middle);
+    const Status status = write_history_trace(*trace.history, trace.title, path);
+    if (status.ok()) written.insert(path);
+    lines->push_back(status.ok() ? "trace: " + path : status.message());
+  }
+  if (traces.empty()) lines->push_back("no trace: no process has told of allocations");
+  remove_stale(std::move(written), &traces_);
+}
+
+void RunRecorder::write_snapshots(const RunStory& story, std::vector<std::string>* lines) {
+  const auto count = static_cast<std::size_t>(
+      std::count_if(story.processes.begin(), story.processes.end(),
+                    [](const ProcessReport& process) { return !process.histories.empty(); }));
+  const std::string& file = options_.outputs.snapshot;
+  std::set<std::string> written;
+  std::map<int, int> uses;
+  for (const ProcessReport& process : story.processes) {
+    const std::string name = file_name(process, &uses);
+    if (process.histories.empty()) continue;
+    const std::string path = count == 1 ? file : with_middle(file, name);
+    const int target = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    const Status status = target < 0 ? Status(StatusCode::kIoError, std::strerror(errno))
+                                     : write_memory_snapshot(history_snapshot(process.histories), target);
+    if (target >= 0) ::close(target);
+    if (status.ok()) written.insert(path);
+    lines->push_back(status.ok() ? "snapshot: " + path : "cannot write " + path + ": " + status.message());
+  }
+  if (count == 0) lines->push_back("no snapshot: no process has told of allocations");
+  remove_stale(std::move(written), &snapshots_);
+}
+
+// With one process more, files have other names.
+void RunRecorder::remove_stale(std::set<std::string> now, std::set<std::string>* before) {
+  for (const std::string& path : *before) {
+    if (!now.contains(path)) (void)::unlink(path.c_str());
+  }
+  *before = std::move(now);
+}
+
+std::vector<std::string> RunRecorder::poll() {
+  const Result<std::vector<PreloadReport>> records = read_preload_records(options_.records_directory);
+  if (!records.ok()) return {};
+  std::vector<std::string> lines;
+  for (const PreloadReport& record : records.value()) {
+    Seen& seen = seen_[record.path];
+    const std::string name = ProcessReport{.record = record, .histories = {}, .events_problem = {}}.name();
+    if (record.trims != seen.trims) {
+      lines.push_back(name + " has given back " + format_bytes(record.trimmed_bytes - seen.trimmed_bytes));
+      seen.trims = record.trims;
+      seen.trimmed_bytes = record.trimmed_bytes;
+    }
+    if (record.refused == seen.refused) continue;
+    seen.refused = record.refused;
+    has_new_refusals_ = true;
+    if (!std::exchange(seen.was_told, true)) lines.push_back(name + " was refused memory (out-of-memory)");
+  }
+  if (has_new_refusals_ && options_.outputs.any() && Clock::now() >= next_write_) {
+    for (std::string& line : write("written at out-of-memory; the run goes on")) {
+      lines.push_back(std::move(line));
+    }
+  }
+  return lines;
+}
+
+std::vector<std::string> RunRecorder::request_trim() {
+  const Result<std::vector<PreloadReport>> records = read_preload_records(options_.records_directory);
+  if (!records.ok()) return {records.status().message()};
+  std::vector<std::string> lines;
+  std::size_t count = 0;
+  for (const PreloadReport& record : records.value()) {
+    if (const Status asked = request_preload_trim(record.path); !asked.ok()) {
+      lines.push_back(asked.message());
+    } else {
+      ++count;
+    }
+  }
+  lines.push_back("asked " + format_count(count, "process", "processes") +
+                  " to give back what the arena keeps and does not use, at the next call for memory");
+  return lines;
+}
+
+}  // namespace forebay

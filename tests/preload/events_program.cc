@@ -1,0 +1,119 @@
+// A program that does with device memory what a report can be compared with.
+//   events_program steps              three blocks, one of them freed and another in its place; all freed
+//   events_program killed             the same, and kills itself at the peak
+//   events_program full               fills the device, is refused, and frees all
+//   events_program many COUNT         a block that stays, then COUNT short ones
+//   events_program listen             keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM
+//   events_program measure COUNT      what an allocation and its free take, in nanoseconds
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "preload/driver_access.h"
+
+namespace forebay::testing {
+namespace {
+
+constexpr std::size_t kMiB = 1u << 20;
+
+Driver driver;
+
+int start(CuStream* stream) {
+  CuContext context = nullptr;
+  CHECK_CU(driver.cuInit(0));
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CHECK_CU(driver.cuStreamCreate(stream, kStreamNonBlocking));
+  return 0;
+}
+
+int steps(CuStream stream, bool is_killed) {
+  CuDevicePtr a = 0, b = 0, c = 0, d = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&a, 8 * kMiB, stream));
+  CHECK_CU(driver.cuMemAllocAsync(&b, 4 * kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(b, stream));
+  CHECK_CU(driver.cuMemAllocAsync(&d, 3 * kMiB, stream));
+  CHECK_CU(driver.cuMemAlloc_v2(&c, 2 * kMiB));
+  if (is_killed) ::kill(::getpid(), SIGKILL);
+  CHECK_CU(driver.cuMemFreeAsync(a, stream));
+  CHECK_CU(driver.cuMemFreeAsync(d, stream));
+  CHECK_CU(driver.cuMemFree_v2(c));
+  return 0;
+}
+
+int full(CuStream stream) {
+  std::vector<CuDevicePtr> blocks;
+  CuDevicePtr block = 0;
+  while (driver.cuMemAllocAsync(&block, 12 * kMiB, stream) == CuResult::kSuccess) blocks.push_back(block);
+  for (const CuDevicePtr one : blocks) CHECK_CU(driver.cuMemFreeAsync(one, stream));
+  return 0;
+}
+
+int many(CuStream stream, int count) {
+  CuDevicePtr first = 0, short_lived = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&first, 5 * kMiB, stream));
+  for (int i = 0; i < count; ++i) {
+    CHECK_CU(driver.cuMemAllocAsync(&short_lived, kMiB, stream));
+    CHECK_CU(driver.cuMemFreeAsync(short_lived, stream));
+  }
+  return 0;
+}
+
+int listen(CuStream stream) {
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, SIGHUP);
+  ::sigaddset(&signals, SIGTERM);
+  ::sigprocmask(SIG_BLOCK, &signals, nullptr);
+  CuDevicePtr kept = 0, freed = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&kept, 4 * kMiB, stream));
+  CHECK_CU(driver.cuMemAllocAsync(&freed, 32 * kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(freed, stream));
+  std::printf("ready\n");
+  std::fflush(stdout);
+  for (int number = 0; ::sigwait(&signals, &number) == 0 && number != SIGTERM;) {
+    CuDevicePtr block = 0;
+    CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+  }
+  return 0;
+}
+
+int measure(CuStream stream, int count) {
+  using Clock = std::chrono::steady_clock;
+  CuDevicePtr block = 0;
+  double least = 1e18;
+  for (int round = 0; round < 7; ++round) {
+    const Clock::time_point begin = Clock::now();
+    for (int i = 0; i < count; ++i) {
+      CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+      CHECK_CU(driver.cuMemFreeAsync(block, stream));
+    }
+    const std::chrono::duration<double, std::nano> taken = Clock::now() - begin;
+    least = std::min(least, taken.count() / count);
+  }
+  std::printf("%.1f ns for an allocation and its free\n", least);
+  return 0;
+}
+
+int run(const std::string& what, int count) {
+  CuStream stream = nullptr;
+  if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) || start(&stream) != 0) return 2;
+  if (what == "steps") return steps(stream, false);
+  if (what == "killed") return steps(stream, true);
+  if (what == "full") return full(stream);
+  if (what == "many") return many(stream, count);
+  if (what == "listen") return listen(stream);
+  if (what == "measure") return measure(stream, count);
+  return 2;
+}
+
+}  // namespace
+}  // namespace forebay::testing
+
+int main(int argc, char** argv) {
+  return forebay::testing::run(argc > 1 ? argv[1] : "", argc > 2 ? std::atoi(argv[2]) : 0);
+}
