@@ -26,7 +26,12 @@ PreloadMode chosen_mode() {
 std::size_t chosen_limit(PreloadMode mode) {
   const char* limit = std::getenv(kPreloadMemoryVariable);
   std::uint64_t bytes = 0;
-  if (mode != PreloadMode::kArena || limit == nullptr || !parse_bytes(limit, &bytes)) return 0;
+  if (mode != PreloadMode::kArena || limit == nullptr || limit[0] == '\0') return 0;
+  if (!parse_bytes(limit, &bytes) || bytes == 0) {
+    log(LogLevel::kWarning, "%s is '%s'; use bytes, such as 24GiB; until then the arena serves nothing",
+        kPreloadMemoryVariable, limit);
+    return 0;
+  }
   return bytes;
 }
 

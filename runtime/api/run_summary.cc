@@ -33,8 +33,8 @@ std::vector<std::string> run_summary(PreloadMode mode, const std::vector<Preload
   if (records.empty()) {
     return {
         "handled 0 of 0 allocations: no process of the command has started CUDA within reach (a static or "
-        "set-uid "
-        "program, or one without LD_PRELOAD, is not)"};
+        "set-uid program, or one without LD_PRELOAD, is not; and forebay's own programs have their arena "
+        "already)"};
   }
   Sum all;
   for (std::size_t i = 0; i < kPreloadServerCount; ++i) {

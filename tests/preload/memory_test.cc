@@ -53,6 +53,13 @@ TEST(PreloadMemory, ALimitMakesTheDeviceLookSmaller) {
       << observed.finished.output;
 }
 
+TEST(PreloadMemory, ALimitThatIsNoNumberIsSaidAndServesNothing) {
+  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "plenty"}});
+  EXPECT_NE(run.finished.output.find("FOREBAY_MEMORY is 'plenty'; use bytes"), std::string::npos)
+      << run.finished.output;
+  EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
+}
+
 TEST(PreloadMemory, AFullDeviceIsToldInTheDriversWordsAndMemoryThatComesBackServes) {
   PreloadRun run(matter("full"), "arena", {{"FAKE_CUDA_LATENCY_NS", "2000000"}});
 
