@@ -48,17 +48,18 @@ constexpr std::size_t kModeCount = std::size(kModes);
 struct Feature {
   const char* name;
   const char* probe;
-  bool needed;  // By every program: a mode without it serves none.
+  bool needed;       // By every program: a mode without it serves none.
+  const char* ours;  // What of forebay's gives the same under every mode; null: nothing.
 };
 constexpr Feature kFeatures[] = {
-    {"allocation", "allocation", true},
-    {"statistics", "statistics", false},
-    {"history", "history", false},
-    {"MemPool", "mempool", false},
-    {"CUDA graphs", "graphs", false},
-    {"compiled graphs", "compiled_graphs", false},
-    {"IPC", "ipc", false},
-    {"out of memory", "out_of_memory", true},
+    {"allocation", "allocation", true, nullptr},
+    {"statistics", "statistics", false, "forebay run --report DIR"},
+    {"history", "history", false, "forebay run --snapshot FILE"},
+    {"MemPool", "mempool", false, nullptr},
+    {"CUDA graphs", "graphs", false, nullptr},
+    {"compiled graphs", "compiled_graphs", false, nullptr},
+    {"IPC", "ipc", false, nullptr},
+    {"out of memory", "out_of_memory", true, nullptr},
 };
 constexpr std::size_t kFeatureCount = std::size(kFeatures);
 
@@ -335,8 +336,12 @@ class Checker {
     const Answer& answer = answers_[mode][feature];
     if (answer.works) return answer.words.empty() ? "works" : "works; " + answer.words;
     const std::string words = answer.tried ? answer.words : "not tried, since nothing can be allocated";
-    const std::optional<std::size_t> other = mode_with(feature);
-    return other ? std::string("use instead ") + kModes[*other].name + ": " + words : "fails: " + words;
+    std::string instead;
+    if (const std::optional<std::size_t> other = mode_with(feature)) instead = kModes[*other].name;
+    if (const char* ours = kFeatures[feature].ours; ours != nullptr && answer.tried) {
+      instead += (instead.empty() ? "" : " or ") + std::string(ours);
+    }
+    return (instead.empty() ? "fails" : "use instead " + instead) + ": " + words;
   }
 
   // The last line: what to run with.

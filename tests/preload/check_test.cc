@@ -78,10 +78,12 @@ TEST_F(RunCheckTest, NamesAModeThatWorksInPlaceOfOneThatDoesNot) {
       "ipc@tensors=raise:no handles;ipc@pluggable=raise:no handles;compiled=raise:two\\nlines");
 
   EXPECT_EQ(run.exit_code, 0);
-  EXPECT_EQ(answer(run, 0, "history"), "use instead --no-tensors: RuntimeError: not with this backend")
+  EXPECT_EQ(answer(run, 0, "history"),
+            "use instead --no-tensors or forebay run --snapshot FILE: RuntimeError: not with this backend")
       << run.output;
   EXPECT_EQ(answer(run, 0, "MemPool"), "use instead --no-tensors: the tensor is not in the pool");
-  EXPECT_EQ(answer(run, 2, "statistics"), "use instead --tensors: memory_stats has 0 of 4194304 bytes");
+  EXPECT_EQ(answer(run, 2, "statistics"),
+            "use instead --tensors or forebay run --report DIR: memory_stats has 0 of 4194304 bytes");
   EXPECT_EQ(answer(run, 0, "IPC"), "use instead --no-tensors: RuntimeError: no handles");
   EXPECT_EQ(answer(run, 1, "IPC"), "works");
   EXPECT_EQ(answer(run, 1, "compiled graphs"), "fails: RuntimeError: two");
@@ -94,8 +96,11 @@ TEST_F(RunCheckTest, ACrashIsAFailureAndTheNextProbeIsMade) {
   const Finished run = check("statistics=crash;history=exit:3;graphs=leave:4;received=exit:5");
 
   EXPECT_EQ(run.exit_code, 0);
-  EXPECT_EQ(answer(run, 0, "statistics"), "fails: ended by signal 11 (Segmentation fault)") << run.output;
-  EXPECT_EQ(answer(run, 0, "history"), "fails: ended with exit code 3: the last words");
+  EXPECT_EQ(answer(run, 0, "statistics"),
+            "use instead forebay run --report DIR: ended by signal 11 (Segmentation fault)")
+      << run.output;
+  EXPECT_EQ(answer(run, 0, "history"),
+            "use instead forebay run --snapshot FILE: ended with exit code 3: the last words");
   EXPECT_EQ(answer(run, 0, "CUDA graphs"), "fails: answered, and then ended with exit code 4");
   EXPECT_EQ(answer(run, 0, "IPC"), "fails: the process that was given the tensor ended with exit code 5");
   EXPECT_EQ(answer(run, 0, "out of memory"), "works");
@@ -104,7 +109,9 @@ TEST_F(RunCheckTest, ACrashIsAFailureAndTheNextProbeIsMade) {
 TEST_F(RunCheckTest, AHangEndsAtTheLimit) {
   const Finished run = check("history@cache=hang", {"--check-limit", "8"});
 
-  EXPECT_EQ(answer(run, 1, "history"), "use instead --tensors: gave no answer within 8 s") << run.output;
+  EXPECT_EQ(answer(run, 1, "history"),
+            "use instead --tensors or forebay run --snapshot FILE: gave no answer within 8 s")
+      << run.output;
   EXPECT_EQ(answer(run, 1, "MemPool"), "works");
 }
 
