@@ -275,8 +275,9 @@ class PickleMachine {
   void store(std::uint64_t index) {
     const PickleValue* value = top();
     if (value == nullptr) return;
-    // Picklers number from 0 without gaps, one number per value at most.
-    if (index > memo_.size() + kMemoGapLimit || index >= limits_.values) {
+    // Picklers number from 0 without gaps, one number per value at most; write_memory_snapshot has its own
+    // numbers of one byte for its words.
+    if ((index > memo_.size() + kMemoGapLimit && index > UINT8_MAX) || index >= limits_.values) {
       return fail("a memo index far beyond those before; the file is damaged");
     }
     if (index >= memo_.size()) memo_.resize(index + 1);

@@ -1,0 +1,468 @@
+// What `forebay run` tells of processes: reports, traces and snapshots, however they end.
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "forebay/preload_events.h"
+#include "preload/preload_run.h"
+#include "runtime/api/allocation_trace.h"
+#include "runtime/api/process_history.h"
+#include "runtime/api/run_recorder.h"
+
+namespace forebay::testing {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::uint64_t kMiB = 1u << 20;
+
+Process::Variables on_the_fake(Process::Variables more = {}) {
+  more.merge(sanitizer_variables());
+  more.emplace("LD_LIBRARY_PATH", kFakeDirectory + ":" + kFakeRuntimeDirectory);
+  more.emplace("FAKE_CUDA_MEMORY", "67108864");
+  return more;
+}
+
+std::vector<std::string> forebay(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), FOREBAY_COMMAND);
+  return arguments;
+}
+
+Finished forebay_run(std::vector<std::string> arguments, const Process::Variables& more = {}) {
+  arguments.insert(arguments.begin(), "run");
+  return run_program(forebay(arguments), on_the_fake(more));
+}
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  EXPECT_TRUE(file) << path;
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+Json read_json(const std::string& path) {
+  return Json::parse(read_text(path), nullptr, false);
+}
+
+bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// The only process of the report, on its only device.
+Json only_device(const std::string& report) {
+  const Json summary = read_json(report + "/summary.json");
+  EXPECT_EQ(summary.at("processes").size(), 1u) << summary.dump(2);
+  return summary.at("processes").at(0).at("devices").at(0);
+}
+
+Json moment(const Json& device, const std::string& name) {
+  for (const Json& one : device.at("moments")) {
+    if (one.at("name") == name) return one;
+  }
+  ADD_FAILURE() << "no moment " << name << " in " << device.dump(2);
+  return {};
+}
+
+void write_record(const std::string& path, const std::string& text) {
+  std::ofstream(path, std::ios::binary) << text;
+}
+
+// --- reports ---
+
+TEST(RunReportOfAProcess, SaysWhatTheProgramDid) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", program("events_program"), "steps"});
+  const Json device = only_device(report);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(device.at("allocations"), 4);
+  EXPECT_EQ(device.at("frees"), 4);
+  EXPECT_EQ(device.at("out_of_memory"), 0);
+  EXPECT_EQ(device.at("peak_requested_bytes"), 13 * kMiB);
+  EXPECT_EQ(device.at("peak_requested_bytes_of_kept_events"), 13 * kMiB);
+  EXPECT_EQ(device.at("live_requested_bytes"), 0);
+  EXPECT_EQ(device.at("capacity_bytes"), 64 * kMiB);
+  EXPECT_GE(device.at("peak_reserved_bytes").get<std::uint64_t>(), 13 * kMiB);
+  // Blocks of less than 10 MiB come from segments of 20 MiB there.
+  EXPECT_EQ(device.at("baseline_reserved_bytes"), 40 * kMiB);
+  const Json peak = moment(device, kPeakMoment);
+  EXPECT_EQ(peak.at("requested_bytes"), 13 * kMiB);
+  ASSERT_EQ(peak.at("holders").size(), 3u) << peak.dump(2);
+  EXPECT_EQ(peak.at("holders").at(0).at("bytes"), 8 * kMiB);
+  EXPECT_EQ(peak.at("holders").at(0).at("stream_name"), "stream 3");
+  EXPECT_EQ(peak.at("holders").at(2).at("bytes"), 2 * kMiB);
+  EXPECT_EQ(peak.at("holders").at(2).at("stream_name"), "plain allocations");
+  EXPECT_EQ(moment(device, kEndMoment).at("block_count"), 0);
+  EXPECT_TRUE(has(read_text(report + "/summary.txt"), "the command has ended with 0"));
+  EXPECT_TRUE(has(read_text(report + "/report.html"), "13.00 MiB"));
+}
+
+TEST(RunReportOfAProcess, IsWholeAfterTheProcessWasKilled) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", program("events_program"), "killed"});
+  const Json device = only_device(report);
+
+  EXPECT_EQ(run.exit_code, 128 + 9) << run.output;
+  EXPECT_EQ(device.at("allocations"), 4);
+  EXPECT_EQ(device.at("frees"), 1);
+  EXPECT_EQ(device.at("live_requested_bytes"), 13 * kMiB);
+  EXPECT_EQ(moment(device, kEndMoment).at("requested_bytes"), 13 * kMiB);
+  EXPECT_EQ(moment(device, kEndMoment).at("block_count"), 3);
+}
+
+TEST(RunReportOfAProcess, OutOfMemoryComesWithItsHolders) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", program("events_program"), "full"});
+  const Json device = only_device(report);
+  const Json refusal = moment(device, kFirstRefusalMoment);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(device.at("out_of_memory"), 1);
+  EXPECT_EQ(refusal.at("asked_bytes"), 12 * kMiB);
+  EXPECT_EQ(refusal.at("requested_bytes"), 60 * kMiB);
+  ASSERT_EQ(refusal.at("holders").size(), 1u);
+  EXPECT_EQ(refusal.at("holders").at(0).at("block_count"), 5);
+  EXPECT_TRUE(has(run.output, "out of memory 1 time")) << run.output;
+}
+
+TEST(RunReportOfAProcess, NamesTheWorstOfSeveral) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const std::string one = program("events_program");
+  const Finished run =
+      forebay_run({"--report", report, "--", "/bin/sh", "-c",
+                   "RANK=0 " + one + " steps & RANK=1 " + one + " full & RANK=2 " + one + " steps & wait"});
+  const Json summary = read_json(report + "/summary.json");
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(summary.at("processes").size(), 3u);
+  EXPECT_EQ(summary.at("worst").at("rank"), 1);
+  EXPECT_TRUE(has(run.output, "the worst: rank 1, process ")) << run.output;
+  EXPECT_TRUE(has(read_text(report + "/summary.txt"), "the worst: rank 1, process "));
+}
+
+TEST(RunReportOfAProcess, ObservedAllocationsAreToldToo) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run =
+      forebay_run({"--observe", "--report", report, "--", program("events_program"), "steps"});
+  const Json device = only_device(report);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(device.at("allocations"), 4);
+  EXPECT_EQ(device.at("frees"), 4);
+  EXPECT_EQ(device.at("peak_requested_bytes"), 13 * kMiB);
+  EXPECT_EQ(device.at("peak_reserved_bytes"), 13 * kMiB);
+}
+
+TEST(RunReportOfAProcess, IsWrittenOnASignalWhileTheCommandGoesOn) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  Process process(forebay({"run", "--report", report, "--", program("events_program"), "listen"}),
+                  on_the_fake());
+  ASSERT_TRUE(process.wait_for_output("ready"));
+  process.signal(SIGUSR1);
+  ASSERT_TRUE(process.wait_for_output("the report is in "));
+  const Json device = only_device(report);
+  const std::string state = read_json(report + "/summary.json").at("state");
+  process.signal(SIGTERM);
+  const Finished run = process.finish();
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(state, "the run goes on");
+  EXPECT_EQ(device.at("live_requested_bytes"), 4 * kMiB);
+  EXPECT_EQ(device.at("peak_requested_bytes"), 36 * kMiB);
+}
+
+// Its events are the only ones the user has not asked anything of: nobody is to pay for them.
+TEST(RunReportOfAProcess, NoEventsAreKeptUnlessAskedFor) {
+  const TemporaryDirectory directory;
+  const std::string records = directory / "records";
+  const Finished run = forebay_run({"--records", records, "--", program("events_program"), "steps"});
+  const Finished told = forebay_run({"--from", records, "--report", directory / "report"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(records), {}), 1);
+  EXPECT_EQ(told.exit_code, 0) << told.output;
+  EXPECT_TRUE(has(told.output, "it has kept no events")) << told.output;
+}
+
+TEST(RunReportOfAProcess, ComesFromRecordsThatSomebodyElseHadKept) {
+  const TemporaryDirectory directory;
+  const PreloadRun alone({program("events_program"), "killed"}, "arena",
+                         {{"FOREBAY_PRELOAD_RECORDS", directory.path()}, {"FOREBAY_PRELOAD_EVENTS", "1MiB"}});
+  const std::string report = directory / "report";
+  const Finished told = forebay_run({"--from", directory.path(), "--report", report});
+
+  EXPECT_EQ(alone.finished.exit_code, 128 + 9);
+  EXPECT_EQ(told.exit_code, 0) << told.output;
+  EXPECT_EQ(only_device(report).at("live_requested_bytes"), 13 * kMiB);
+}
+
+TEST(RunReportOfAProcess, OptionsComeFromTheEnvironmentToo) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--", program("events_program"), "steps"},
+                                   {{"FOREBAY_RUN_REPORT", report},
+                                    {"FOREBAY_RUN_TRACE", directory / "trace.txt"},
+                                    {"FOREBAY_RUN_SNAPSHOT", directory / "snapshot.pickle"},
+                                    {"FOREBAY_PRELOAD_EVENTS", "128KiB"}});
+  const Finished help = forebay_run({"--help"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  for (const char* file : {"report/summary.txt", "trace.txt", "snapshot.pickle"}) {
+    EXPECT_TRUE(std::filesystem::exists(directory / file)) << file;
+  }
+  for (const char* variable : {"FOREBAY_RUN_REPORT", "FOREBAY_RUN_TRACE", "FOREBAY_RUN_SNAPSHOT",
+                               "FOREBAY_RUN_PAUSE_SIGNAL", kPreloadEventsVariable}) {
+    EXPECT_TRUE(has(help.output, variable)) << variable;
+  }
+}
+
+TEST(RunReportOfAProcess, WhatCannotBeIsRefusedBeforeTheCommandStarts) {
+  const TemporaryDirectory directory;
+  std::filesystem::create_directory(directory / "old");
+  write_record(directory / "old/summary.txt", "of another run");
+  const auto refused = [](std::vector<std::string> options) {
+    options.insert(options.end(), {"--", "/bin/echo", "it ran"});
+    const Finished run = forebay_run(options);
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    EXPECT_FALSE(has(run.output, "\nit ran")) << run.output;
+    return run.output;
+  };
+
+  EXPECT_TRUE(has(refused({"--report", directory / "old"}), "has a report of another run"));
+  EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "no directory that can be written to"));
+  EXPECT_TRUE(has(refused({"--events", "1KiB"}), "use 64.00 KiB to 2.00 GiB"));
+  EXPECT_TRUE(has(refused({"--pause-signal", "KILL"}), "use SIGUSR1, SIGUSR2 or SIGHUP"));
+  EXPECT_TRUE(has(refused({"--pause-signal", "SIGUSR1", "--trace", directory / "trace.txt"}), "cannot be"));
+  EXPECT_TRUE(has(refused({"--from", directory.path()}), "leave out the command or --from"));
+}
+
+// --- traces and snapshots ---
+
+TEST(RunTrace, ReplaysWithTheSamePeak) {
+  const TemporaryDirectory directory;
+  const std::string trace = directory / "trace.txt";
+  const Finished run = forebay_run({"--trace", trace, "--", program("events_program"), "steps"});
+  const Finished replay = run_program(forebay({"replay", "--json", "--repeat", "1", trace}), on_the_fake());
+  const Result<std::vector<AllocationTrace>> read = read_allocation_traces(trace);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(replay.exit_code, 0) << replay.output;
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(read.value().at(0).peak_requested_bytes(), 13 * kMiB);
+  EXPECT_EQ(read.value().at(0).events.size(), 8u);
+  EXPECT_EQ(read.value().at(0).stream_count, 2u);
+}
+
+TEST(RunTrace, SeveralProcessesGetAFileEach) {
+  const TemporaryDirectory directory;
+  const std::string one = program("events_program");
+  const Finished run = forebay_run(
+      {"--trace", directory / "trace.txt", "--", "/bin/sh", "-c", one + " steps & " + one + " steps & wait"});
+  std::size_t count = 0;
+  for (const auto& file : std::filesystem::directory_iterator(directory.path())) {
+    const std::string name = file.path().filename();
+    EXPECT_EQ(name.rfind("trace.process-", 0), 0u) << name;
+    EXPECT_EQ(name.substr(name.size() - 4), ".txt");
+    ++count;
+  }
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(count, 2u);
+  EXPECT_EQ(with_middle("a.b/trace", "x"), "a.b/trace.x");
+  EXPECT_EQ(with_middle("trace.tar.gz", "x"), "trace.tar.x.gz");
+  EXPECT_EQ(with_middle("/a/.hidden", "x"), "/a/.hidden.x");
+}
+
+TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
+  const TemporaryDirectory directory;
+  const std::string file = directory / "snapshot.pickle";
+  const Finished run = forebay_run({"--snapshot", file, "--", program("events_program"), "killed"});
+  const Result<std::vector<AllocationTrace>> read = read_allocation_traces(file);
+
+  EXPECT_EQ(run.exit_code, 128 + 9) << run.output;
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  ASSERT_EQ(read.value().size(), 1u);
+  const AllocationTrace& trace = read.value().front();
+  EXPECT_EQ(trace.format, "PyTorch memory snapshot");
+  EXPECT_EQ(trace.peak_requested_bytes(), 13 * kMiB);
+  EXPECT_EQ(trace.warm_event_count, 0u);
+  ASSERT_TRUE(trace.state.has_value());
+  EXPECT_EQ(trace.state->requested_bytes, 13 * kMiB);
+  EXPECT_EQ(trace.state->live_bytes, 13 * kMiB);
+  EXPECT_GE(trace.state->reserved_bytes, 13 * kMiB);
+  if (std::system("python3 -c 'import pickle' >/dev/null 2>&1") == 0) {
+    const std::string script =
+        "python3 -c 'import pickle,sys\n"
+        "s=pickle.load(open(sys.argv[1],\"rb\"))\n"
+        "assert [e[\"action\"] for e in s[\"device_traces\"][0]].count(\"alloc\") == 4\n"
+        "for g in s[\"segments\"]: assert sum(b[\"size\"] for b in g[\"blocks\"]) == g[\"total_size\"], g' ";
+    EXPECT_EQ(std::system((script + file).c_str()), 0);
+  }
+}
+
+// --- what is kept ---
+
+// The latest events, and what was live before them.
+TEST(PreloadEvents, BeyondTheBoundTheOldestMakeRoom) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const std::string trace = directory / "trace.txt";
+  const Finished run = forebay_run({"--events", "64KiB", "--report", report, "--trace", trace, "--",
+                                    program("events_program"), "many", "5000"});
+  const Json device = only_device(report);
+  const Result<std::vector<AllocationTrace>> read = read_allocation_traces(trace);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  // Counts and peaks are of the whole run.
+  EXPECT_EQ(device.at("allocations"), 5001);
+  EXPECT_EQ(device.at("frees"), 5000);
+  EXPECT_EQ(device.at("peak_requested_bytes"), 6 * kMiB);
+  EXPECT_EQ(device.at("live_requested_bytes"), 5 * kMiB);
+  const std::uint64_t kept = device.at("events").at("kept");
+  EXPECT_EQ(kept, 48u * 1024 / sizeof(PreloadEvent) - 1);
+  EXPECT_GE(device.at("events").at("dropped_by_process").get<std::uint64_t>(), 10001 - kept);
+  // So is what was live before the first of those that are kept.
+  EXPECT_EQ(moment(device, kEndMoment).at("requested_bytes"), 5 * kMiB);
+  EXPECT_EQ(moment(device, kPeakMoment).at("requested_bytes"), 6 * kMiB);
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(read.value().at(0).peak_requested_bytes(), 6 * kMiB);
+  EXPECT_GE(read.value().at(0).warm_event_count, 1u);
+  EXPECT_TRUE(has(read_text(report + "/summary.txt"), "the worst"));
+  const std::string html = read_text(report + "/report.html");
+  EXPECT_TRUE(has(html, "The bound of events was reached")) << html.substr(0, 2000);
+}
+
+// A file of events as a process would leave it, to be damaged.
+class EventFile : public ::testing::Test {
+ protected:
+  EventFile()
+      : run_({program("events_program"), "killed"}, "arena",
+             {{"FOREBAY_PRELOAD_RECORDS", directory_.path()}, {"FOREBAY_PRELOAD_EVENTS", "64KiB"}}) {
+    const Result<std::vector<PreloadReport>> records = read_preload_records(directory_.path());
+    EXPECT_TRUE(records.ok() && records.value().size() == 1);
+    if (records.ok() && !records.value().empty()) path_ = records.value().front().events;
+    bytes_ = read_text(path_);
+  }
+  PreloadEventsHeader& header() { return *reinterpret_cast<PreloadEventsHeader*>(bytes_.data()); }
+  PreloadEvent& event(std::size_t i) {
+    return reinterpret_cast<PreloadEvent*>(bytes_.data() + header().event_offset)[i];
+  }
+  Result<PreloadEventLog> read() {
+    write_record(path_, bytes_);
+    return read_preload_events(path_);
+  }
+
+  TemporaryDirectory directory_;
+  PreloadRun run_;
+  std::string path_;
+  std::string bytes_;
+};
+
+TEST_F(EventFile, AnEventThatWasBeingWrittenIsNotThere) {
+  const std::uint64_t written = header().written;
+  // Half of it, and it is not counted yet.
+  event(written).address = 0x1234;
+  event(written).kind = static_cast<PreloadEventKind>(0xEE);
+  const Result<PreloadEventLog> log = read();
+
+  ASSERT_TRUE(log.ok()) << log.status().message();
+  EXPECT_EQ(log.value().events.size(), written);
+  EXPECT_EQ(log.value().first_number, 0u);
+}
+
+// The ring is full, and the process was killed while it wrote over the oldest event.
+TEST_F(EventFile, TheOldestOfAFullRingMayBeHalfGone) {
+  const std::uint64_t written = header().written;
+  header().event_capacity = written;
+  event(0).kind = static_cast<PreloadEventKind>(0xEE);
+  const Result<PreloadEventLog> log = read();
+
+  ASSERT_TRUE(log.ok()) << log.status().message();
+  EXPECT_EQ(log.value().first_number, 1u);
+  EXPECT_EQ(log.value().events.size(), written - 1);
+  // 8, 3 and 2 MiB live in the end, and 4 that the kept events free.
+  const std::vector<ProcessHistory> histories = process_histories(log.value());
+  ASSERT_EQ(histories.size(), 1u);
+  EXPECT_EQ(histories[0].peak_requested_bytes, 13 * kMiB);
+}
+
+TEST_F(EventFile, WhatMakesNoSenseIsRefused) {
+  const std::string sound = bytes_;
+  event(1).kind = static_cast<PreloadEventKind>(0xEE);
+  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
+  bytes_ = sound;
+  header().magic = 1;
+  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
+  bytes_ = sound;
+  header().event_capacity = UINT64_MAX / 2;
+  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
+  bytes_ = sound;
+  header().block_count = UINT64_MAX / 2;
+  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
+  bytes_ = sound.substr(0, 100);
+  EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
+  EXPECT_EQ(read_preload_events(directory_ / "none.events").status().code(), StatusCode::kIoError);
+}
+
+TEST_F(EventFile, IsLeftOutWithAWordWhenItIsNotOurs) {
+  write_record(path_, "something else");
+  write_record(directory_ / "99-abcdef.record", "something else");
+  const std::string report = directory_ / "report";
+  const Finished told = forebay_run({"--from", directory_.path(), "--report", report});
+
+  EXPECT_EQ(told.exit_code, 0) << told.output;
+  EXPECT_TRUE(has(told.output, "it is no file of events of this build's")) << told.output;
+  EXPECT_TRUE(has(told.output, "99-abcdef.record is left out")) << told.output;
+  EXPECT_TRUE(has(read_text(report + "/summary.txt"), "handled 4 of 4 allocations"));
+}
+
+// Where the disk or the process's limits have no room, the program goes on as ever.
+TEST(PreloadEvents, AProgramThatMayNotWriteThatMuchRunsWithoutThem) {
+  const TemporaryDirectory directory;
+  const Finished run = forebay_run({"--report", directory / "report", "--", "/bin/sh", "-c",
+                                    "ulimit -f 131072; exec " + program("events_program") + " steps"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(has(run.output, "may write no file of ")) << run.output;
+  EXPECT_TRUE(has(run.output, "handled 4 of 4 allocations")) << run.output;
+}
+
+// --- giving back on a signal ---
+
+TEST(RunPauseSignal, HasTheArenaGiveBackAtTheNextCall) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  Process process(forebay({"run", "--report", report, "--pause-signal", "USR2", "--",
+                           program("events_program"), "listen"}),
+                  on_the_fake());
+  ASSERT_TRUE(process.wait_for_output("ready"));
+  process.signal(SIGUSR2);
+  ASSERT_TRUE(process.wait_for_output("asked 1 process to give back"));
+  // Nothing happens in the program until it asks for memory.
+  process.signal(SIGHUP);
+  ASSERT_TRUE(process.wait_for_output(" has given back "));
+  process.signal(SIGUSR1);
+  ASSERT_TRUE(process.wait_for_output("the report is in "));
+  const Json device = only_device(report);
+  process.signal(SIGTERM);
+  const Finished run = process.finish();
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(has(run.output, "has given back 32.00 MiB")) << run.output;
+  EXPECT_EQ(device.at("peak_reserved_bytes"), 36 * kMiB);
+  EXPECT_LT(device.at("held_bytes").get<std::uint64_t>(), 8 * kMiB);
+}
+
+}  // namespace
+}  // namespace forebay::testing
