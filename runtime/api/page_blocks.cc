@@ -28,16 +28,18 @@ bool is_free(const PageBlock& block) {
   return block.state == PageBlockState::kFree;
 }
 
-// One colour's worth: what is drawn alike. 0 to 6 the streams' colours, 7 the other streams', 8 free.
+// One colour's worth: what is drawn alike. 0 to 6 the streams' colours, 7 the other streams', 8 free, and
+// addresses without a block.
 constexpr std::size_t kOthers = kStreamColors;
 constexpr std::size_t kFreeColor = kStreamColors + 1;
+constexpr std::size_t kGapColor = kStreamColors + 2;
 
 // A piece of the drawing: a block, or several that are too narrow to be told apart.
 struct Piece {
   std::uint64_t begin = 0;  // In units, rows one after another.
   std::uint64_t width = 0;
   std::size_t first = 0;  // Of the blocks.
-  std::size_t count = 0;
+  std::size_t count = 0;  // 0: a gap before the block.
   std::size_t color = 0;
   bool pending = false;
   bool elsewhere = false;  // Served by somebody else than the arena.
@@ -49,13 +51,18 @@ class Map {
  public:
   Map(const PageMoment& moment, std::vector<PageBlock> blocks)
       : moment_(moment), blocks_(std::move(blocks)), free_(free_pieces(blocks_)) {
-    offsets_.reserve(blocks_.size() + 1);
+    const std::uint64_t shown = largest_gap_shown();
+    offsets_.reserve(blocks_.size());
     double end = 0;
-    for (const PageBlock& block : blocks_) {
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      if (gap_before(i) > shown) {
+        cuts_.push_back(i);
+      } else {
+        end += static_cast<double>(gap_before(i));
+      }
       offsets_.push_back(end);
-      end += static_cast<double>(block.bytes);
+      end += static_cast<double>(blocks_[i].bytes);
     }
-    offsets_.push_back(end);
     choose_rows(end);
     choose_colors();
     make_pieces();
@@ -82,7 +89,36 @@ class Map {
   std::uint64_t unit(double offset) const {
     return static_cast<std::uint64_t>(offset / row_bytes_ * static_cast<double>(kRowWidth));
   }
-  std::uint64_t unit_of(std::size_t block) const { return unit(offsets_[block]); }
+  std::uint64_t begin_of(std::size_t block) const { return unit(offsets_[block]); }
+  std::uint64_t end_of(std::size_t block) const {
+    return unit(offsets_[block] + static_cast<double>(blocks_[block].bytes));
+  }
+  std::uint64_t width_of(std::size_t block) const { return end_of(block) - begin_of(block); }
+
+  // Addresses between the block and the one before it that no block has.
+  std::uint64_t gap_before(std::size_t block) const {
+    if (block == 0) return 0;
+    const PageBlock& before = blocks_[block - 1];
+    return blocks_[block].address - (before.address + before.bytes);
+  }
+  // Gaps are drawn as what they are, the smaller ones first, until they take as much room as the blocks;
+  // larger ones are cut out.
+  std::uint64_t largest_gap_shown() const {
+    std::vector<std::uint64_t> gaps;
+    double room = 0;
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      gaps.push_back(gap_before(i));
+      room += static_cast<double>(blocks_[i].bytes);
+    }
+    std::sort(gaps.begin(), gaps.end());
+    std::uint64_t largest = 0;
+    for (const std::uint64_t gap : gaps) {
+      room -= static_cast<double>(gap);
+      if (room < 0) break;
+      largest = gap;
+    }
+    return largest;
+  }
 
   // Few blocks need few rows. A row is a power of two of bytes, or what there is.
   void choose_rows(double bytes) {
@@ -110,25 +146,35 @@ class Map {
   }
 
   void make_pieces() {
-    const std::uint64_t end = unit_of(blocks_.size());
     for (std::size_t begin = 0; begin < blocks_.size();) {
+      add_gap(begin);
       std::size_t after = begin + 1;
-      if (unit_of(after) - unit_of(begin) < kPieceWidth) {
-        // Narrow ones together, up to one that can stand alone.
-        while (after < blocks_.size() && unit_of(after) - unit_of(begin) < kPieceWidth &&
-               unit_of(after + 1) - unit_of(after) < kPieceWidth) {
-          ++after;
-        }
+      // Narrow ones together, up to one that can stand alone.
+      while (width_of(begin) < kPieceWidth && after < blocks_.size() &&
+             end_of(after - 1) - begin_of(begin) < kPieceWidth && width_of(after) < kPieceWidth &&
+             begin_of(after) - end_of(after - 1) < kPieceWidth) {
+        ++after;
       }
-      add_piece(begin, after, end);
+      add_piece(begin, after);
       begin = after;
     }
   }
 
-  void add_piece(std::size_t begin, std::size_t after, std::uint64_t end) {
-    Piece piece{.begin = unit_of(begin), .first = begin, .count = after - begin};
-    piece.begin = std::min(piece.begin, end == 0 ? 0 : end - 1);
-    piece.width = std::max<std::uint64_t>(unit_of(after), piece.begin + 1) - piece.begin;
+  void add_gap(std::size_t block) {
+    if (block == 0 || begin_of(block) - end_of(block - 1) < kPieceWidth) return;
+    const std::uint64_t begin = end_of(block - 1);
+    pieces_.push_back({.begin = begin,
+                       .width = begin_of(block) - begin,
+                       .first = block,
+                       .color = kGapColor,
+                       .bytes = gap_before(block)});
+    any_gap_ = true;
+  }
+
+  void add_piece(std::size_t begin, std::size_t after) {
+    Piece piece{.begin = begin_of(begin), .first = begin, .count = after - begin};
+    piece.begin = std::min(piece.begin, rows_ * kRowWidth - 1);
+    piece.width = std::max(end_of(after - 1), piece.begin + 1) - piece.begin;
     std::uint64_t bytes_of_color[kFreeColor + 1] = {};
     std::uint64_t pending_bytes = 0, elsewhere_bytes = 0;
     for (std::size_t i = begin; i < after; ++i) {
@@ -167,6 +213,7 @@ class Map {
   std::string drawing() const {
     std::map<std::string, std::string> paths;  // By class.
     for (const Piece& piece : pieces_) {
+      if (piece.count == 0) continue;
       std::string kind = piece.color == kFreeColor ? "free" : "s" + std::to_string(piece.color);
       if (piece.pending) kind += " pending";
       paths[kind] += bars(piece.begin, piece.width, false);
@@ -179,26 +226,21 @@ class Map {
     return text + "<path class=\"seam\" d=\"" + seams() + "\"/>";
   }
 
-  bool is_seam(std::size_t block) const {
-    return block > 0 && blocks_[block - 1].address + blocks_[block - 1].bytes != blocks_[block].address;
-  }
   std::string seams() const {
     std::string path;
     std::uint64_t last = UINT64_MAX;
-    for (std::size_t i = 1; i < blocks_.size(); ++i) {
-      if (!is_seam(i) || unit_of(i) == last) continue;
-      last = unit_of(i);
+    for (const std::size_t cut : cuts_) {
+      if (begin_of(cut) == last) continue;
+      last = begin_of(cut);
       path += "M" + std::to_string(last % kRowWidth) + " " + std::to_string(last / kRowWidth * kRowHeight) +
               "v" + std::to_string(kBarHeight);
     }
     return path;
   }
   std::string seams_text() const {
-    std::size_t count = 0;
-    for (std::size_t i = 1; i < blocks_.size(); ++i) count += is_seam(i) ? 1 : 0;
-    if (count == 0) return "";
-    return " " + format_count(count + 1, "separate range") +
-           " of addresses, divided by dark lines; what lies between them is not shown.";
+    if (cuts_.empty()) return "";
+    return " Dark lines divide " + format_count(cuts_.size() + 1, "range") +
+           " of addresses; what lies between them is not shown.";
   }
   std::string row_text() const {
     return format_bytes(static_cast<std::uint64_t>(std::min(row_bytes_, 1e18)));
@@ -212,7 +254,7 @@ class Map {
         return block.address < free_[i].address;
       });
       const auto first = static_cast<std::size_t>(found - blocks_.begin());
-      const double begin = static_cast<double>(unit_of(first));
+      const double begin = static_cast<double>(begin_of(first));
       const double width = static_cast<double>(free_[i].bytes) / row_bytes_ * static_cast<double>(kRowWidth);
       // In the middle of what the piece has of its first row.
       const auto row = static_cast<std::uint64_t>(begin) / kRowWidth;
@@ -235,7 +277,11 @@ class Map {
     std::string text = "At " + time_text(moment_.time_ns) + ": " + format_bytes(moment_.requested_bytes) +
                        " requested, " + format_bytes(moment_.reserved_bytes) + " reserved. ";
     if (free_.empty()) {
-      text += "No piece between the blocks was free.";
+      std::uint64_t bytes = 0;
+      for (const PageBlock& block : blocks_) bytes += block.bytes;
+      text += moment_.reserved_bytes > bytes
+                  ? format_bytes(moment_.reserved_bytes - bytes) + " lay outside of these blocks."
+                  : "Nothing was free.";
     } else {
       text += format_bytes(free_bytes) + " free in " + format_count(free_.size(), "piece") +
               ", the largest of " + format_bytes(free_.front().bytes) + ".";
@@ -267,6 +313,7 @@ class Map {
               format_bytes(other_bytes) + "</li>";
     }
     if (!free_.empty()) text += "<li><i class=\"free\"></i>free</li>";
+    if (any_gap_) text += "<li><i class=\"gap\"></i>empty: addresses without a block</li>";
     if (any_pending_) text += "<li><i class=\"s0 pending\"></i>paler: freed, waiting for its stream</li>";
     if (any_elsewhere_) text += "<li><i class=\"elsewhere\"></i>underlined: not served by the arena</li>";
     return text + "</ul>\n";
@@ -315,8 +362,9 @@ class Map {
     text += "],\"pieces\":[";
     for (const Piece& piece : pieces_) {
       const PageBlock& block = blocks_[piece.first];
+      const std::uint64_t address = block.address - (piece.count == 0 ? piece.bytes : 0);
       text += (text.back() == '[' ? "[" : ",[") + std::to_string(piece.begin) + "," +
-              std::to_string(piece.width) + ",\"" + address_text(block.address) + "\"," +
+              std::to_string(piece.width) + ",\"" + address_text(address) + "\"," +
               std::to_string(piece.bytes) + "," + std::to_string(piece.count) + "," +
               std::to_string(piece.free_bytes);
       if (piece.count == 1 && !is_free(block)) {
@@ -332,12 +380,14 @@ class Map {
   const PageMoment& moment_;
   const std::vector<PageBlock> blocks_;
   const std::vector<FreePiece> free_;
-  std::vector<double> offsets_;  // Of each block among what is drawn, in bytes, and the end.
+  std::vector<double> offsets_;    // Of each block among what is drawn, in bytes.
+  std::vector<std::size_t> cuts_;  // Blocks before which addresses are left out.
   double row_bytes_ = 1;
   std::uint64_t rows_ = 1;
   std::vector<std::pair<std::uint64_t, std::uint64_t>> streams_;  // And their bytes, largest first.
   std::unordered_map<std::uint64_t, std::size_t> color_;          // By stream.
   std::vector<Piece> pieces_;
+  bool any_gap_ = false;
   bool any_pending_ = false;
   bool any_elsewhere_ = false;
 };

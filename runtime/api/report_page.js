@@ -138,6 +138,7 @@
     function show(i) {
       const [begin, width, address, size, count, free, stream, pending, order, server] = pieces[i];
       cursor.setAttribute("d", outline(begin, width));
+      if (count === 0) return `${bytes(size)} of addresses from ${address} on that no block has.`;
       if (count > 1) return `${count} blocks from ${address} on, ${bytes(size)} in all, ${bytes(free)} of it free.`;
       if (stream === undefined) return `${bytes(size)} free at ${address}.`;
       return `${bytes(size)} at ${address}, ${stream}` + (order ? `, allocation ${order}` : "") +

@@ -80,7 +80,9 @@ std::string printable(std::string text) {
     if (std::iscntrl(static_cast<unsigned char>(letter)) != 0) letter = ' ';
   }
   if (text.size() <= kReasonLength) return text;
-  return text.substr(0, kReasonLength - 4) + " ...";
+  std::size_t end = kReasonLength - 4;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // No half characters.
+  return text.substr(0, end) + " ...";
 }
 
 std::vector<std::string> lines_of(const std::string& path) {

@@ -353,6 +353,19 @@ TEST(PageBlocks, NamesTheLargestFreePiecesAndTheirNeighbours) {
       << html;
 }
 
+TEST(PageBlocks, SmallGapsAreDrawnAndLargeOnesAreCut) {
+  PageMoment moment{.name = "at the peak", .reserved_bytes = 8_MiB};
+  moment.blocks = {block(0x10000000, 2_MiB), block(0x10000000 + 3_MiB, 2_MiB), block(0x7f0000000000, 2_MiB)};
+  const std::string html = blocks_html(moment);
+
+  // Six of blocks and one between them, in units of the row.
+  EXPECT_NE(html.find("\"pieces\":[[0,457,\"0x10000000\",2097152,1,0,"), std::string::npos) << html;
+  EXPECT_NE(html.find("[457,228,\"0x10200000\",1048576,0,0]"), std::string::npos) << html;
+  EXPECT_NE(html.find("Dark lines divide 2 ranges of addresses"), std::string::npos);
+  EXPECT_NE(html.find("empty: addresses without a block"), std::string::npos);
+  EXPECT_NE(html.find("2.00 MiB lay outside of these blocks."), std::string::npos);
+}
+
 TEST(PageBlocks, AHundredThousandBlocksStayAPageOfReasonableSize) {
   for (const unsigned seed : {4u, 5u}) {
     SCOPED_TRACE(seed);
