@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "forebay/preload_events.h"
 #include "forebay/units.h"
 #include "runtime/api/page_text.h"
 
@@ -320,7 +321,8 @@ class Map {
   }
 
   static std::string stream_text(std::uint64_t stream) {
-    return stream == 0 ? "the default stream" : "stream " + address_text(stream);
+    return stream < kPreloadStreamLimit ? preload_stream_text(static_cast<std::uint16_t>(stream))
+                                        : "stream " + address_text(stream);
   }
 
   std::string neighbour(std::size_t index) const {

@@ -41,8 +41,9 @@ enum class PageBlockState : std::uint8_t {
 struct PageBlock {
   std::uint64_t address = 0;
   std::uint64_t bytes = 0;
-  std::uint64_t stream = 0;  // The handle's value. Not looked at for a free one.
-  std::uint64_t order = 0;   // Which allocation of the process it was, from 1; 0: not known.
+  // Its number in the events (forebay/preload_events.h), or a handle's value. Not looked at for a free one.
+  std::uint64_t stream = 0;
+  std::uint64_t order = 0;  // Which allocation of the process it was, from 1; 0: not known.
   PreloadServer server = PreloadServer::kArena;
   PageBlockState state = PageBlockState::kLive;
 };

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/preload_events.h"
 #include "forebay/units.h"
 #include "runtime/api/page_blocks.h"
 #include "runtime/api/page_text.h"
@@ -34,7 +35,7 @@ PagePoint point(std::uint64_t ms, std::uint64_t requested_mib, std::uint64_t res
 }
 
 PageBlock block(std::uint64_t address, std::uint64_t bytes, PageBlockState state = PageBlockState::kLive,
-                std::uint64_t stream = 0) {
+                std::uint64_t stream = kPreloadLegacyStream) {
   return {.address = address, .bytes = bytes, .stream = stream, .state = state};
 }
 
