@@ -13,6 +13,7 @@
 #include <cstring>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "forebay/log.h"
 #include "forebay/units.h"
@@ -53,6 +54,10 @@ bool exceeds_file_limit(std::uint64_t bytes) {
   return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < bytes;
 }
 
+bool has_disk(int file, std::uint64_t offset, std::uint64_t bytes) {
+  return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
+}
+
 }  // namespace
 
 EventLog* EventLog::of_process() noexcept {
@@ -60,9 +65,14 @@ EventLog* EventLog::of_process() noexcept {
 }
 
 // Memory of a file without disk behind it would end the process when it is touched: so the disk is asked for
-// first.
-bool EventLog::back(int file, std::uint64_t offset, std::uint64_t bytes) {
-  return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
+// first. By the file's name: programs close descriptors that they do not know, and what is theirs may have
+// the number next.
+bool EventLog::back(std::uint64_t offset, std::uint64_t bytes) const {
+  const int file = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return false;
+  const bool is_backed = has_disk(file, offset, bytes);
+  ::close(file);
+  return is_backed;
 }
 
 void EventLog::start(PreloadRecord& record) {
@@ -95,12 +105,12 @@ void EventLog::start(PreloadRecord& record) {
   const int file = make_preload_file(directory, kSuffix, all_bytes, &path);
   if (file < 0) return complain(std::string(directory) + ": " + std::strerror(errno));
   void* memory = MAP_FAILED;
-  if (back(file, 0, header_bytes())) {
+  if (has_disk(file, 0, header_bytes())) {
     memory = ::mmap(nullptr, all_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
+  ::close(file);
   if (memory == MAP_FAILED) {
     ::unlink(path.c_str());
-    ::close(file);
     return complain(std::string(directory) + " has no room for them");
   }
   auto* header = new (memory) PreloadEventsHeader();
@@ -110,16 +120,19 @@ void EventLog::start(PreloadRecord& record) {
   header->event_offset = header_bytes();
   header->block_offset = header_bytes() + event_bytes;
   header->event_capacity.store(event_bytes / sizeof(PreloadEvent), std::memory_order_relaxed);
-  auto* made = new EventLog(static_cast<unsigned char*>(memory), file, record);
+  char* const from_root = ::realpath(path.c_str(), nullptr);
+  auto* made =
+      new EventLog(static_cast<unsigned char*>(memory), from_root != nullptr ? from_root : path, record);
+  std::free(from_root);
   made->block_limit_ = block_bytes / sizeof(PreloadBlock);
   header->magic.store(kPreloadEventsMagic, std::memory_order_release);
   set_preload_text(record.events, path.substr(path.find_last_of('/') + 1));
   log_of_process.store(made, std::memory_order_release);
 }
 
-EventLog::EventLog(unsigned char* memory, int file, PreloadRecord& record)
+EventLog::EventLog(unsigned char* memory, std::string path, PreloadRecord& record)
     : memory_(memory),
-      file_(file),
+      path_(std::move(path)),
       record_(record),
       header_(*reinterpret_cast<PreloadEventsHeader*>(memory)),
       start_ns_(clock_ns(CLOCK_MONOTONIC)) {}
@@ -155,7 +168,7 @@ void EventLog::append(const PreloadEvent& event) {
   std::uint64_t capacity = header_.event_capacity.load(std::memory_order_relaxed);
   if (written_ == backed_events_ && backed_events_ < capacity) {
     const std::uint64_t bytes = std::min(kSegmentBytes, (capacity - backed_events_) * sizeof(PreloadEvent));
-    if (back(file_, header_.event_offset + backed_events_ * sizeof(PreloadEvent), bytes)) {
+    if (back(header_.event_offset + backed_events_ * sizeof(PreloadEvent), bytes)) {
       backed_events_ += bytes / sizeof(PreloadEvent);
     } else {
       // The disk is full: what there is, is the ring.
@@ -179,7 +192,7 @@ std::uint32_t EventLog::take_slot(const PreloadBlock& block) {
     if (block_count_ == backed_blocks_ && backed_blocks_ < block_limit_) {
       const std::uint64_t bytes =
           std::min(kSegmentBytes, (block_limit_ - backed_blocks_) * sizeof(PreloadBlock));
-      if (back(file_, header_.block_offset + backed_blocks_ * sizeof(PreloadBlock), bytes)) {
+      if (back(header_.block_offset + backed_blocks_ * sizeof(PreloadBlock), bytes)) {
         backed_blocks_ += bytes / sizeof(PreloadBlock);
       } else {
         block_limit_ = backed_blocks_;

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <string>
 
 #include "allocator/preload/block_book.h"
 #include "allocator/preload/driver_types.h"
@@ -51,8 +52,8 @@ class EventLog {
     std::uint16_t number = 0;  // 0: this entry is free.
   };
 
-  EventLog(unsigned char* memory, int file, PreloadRecord& record);
-  static bool back(int file, std::uint64_t offset, std::uint64_t bytes);
+  EventLog(unsigned char* memory, std::string path, PreloadRecord& record);
+  bool back(std::uint64_t offset, std::uint64_t bytes) const;
   std::uint16_t number_of(DriverStream stream);
   PreloadDeviceCounts* counts(int device);
   void append(const PreloadEvent& event);
@@ -64,7 +65,7 @@ class EventLog {
   std::uint64_t now() const;
 
   unsigned char* const memory_;
-  const int file_;
+  const std::string path_;  // From the root.
   PreloadRecord& record_;
   PreloadEventsHeader& header_;
   const std::uint64_t start_ns_;

@@ -51,7 +51,7 @@ const char* granularity_text(TorchGranularity granularity) {
   switch (granularity) {
     case TorchGranularity::kTensors:
       return "PyTorch allocates tensor by tensor (backend:cudaMallocAsync; its own history and snapshots are "
-             "off with that backend)";
+             "off with that backend; --report and --snapshot give them)";
     case TorchGranularity::kExpandable:
       return "PyTorch maps its memory itself (expandable_segments), which the arena does not serve";
     case TorchGranularity::kSegments:

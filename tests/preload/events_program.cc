@@ -1,14 +1,15 @@
 // A program that does with device memory what a report can be compared with.
 //   events_program steps              three blocks, one of them freed and another in its place; all freed
 //   events_program killed             the same, and kills itself at the peak
-//   events_program full               fills the device, is refused, and frees all
-//   events_program many COUNT         a block that stays, then COUNT short ones
-//   events_program listen             keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM
-//   events_program measure COUNT      what an allocation and its free take, in nanoseconds
+//   events_program full [1]           fills the device, is refused, waits for SIGTERM if asked to, and frees
+//   all events_program many COUNT         a block that stays, then COUNT short ones events_program listen
+//   keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM events_program measure COUNT      what
+//   an allocation and its free take, in nanoseconds
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
-#include <chrono>
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -45,10 +46,21 @@ int steps(CuStream stream, bool is_killed) {
   return 0;
 }
 
-int full(CuStream stream) {
+void wait_for(int number) {
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, number);
+  ::sigprocmask(SIG_BLOCK, &signals, nullptr);
+  std::printf("ready\n");
+  std::fflush(stdout);
+  ::sigwait(&signals, &number);
+}
+
+int full(CuStream stream, bool waits) {
   std::vector<CuDevicePtr> blocks;
   CuDevicePtr block = 0;
   while (driver.cuMemAllocAsync(&block, 12 * kMiB, stream) == CuResult::kSuccess) blocks.push_back(block);
+  if (waits) wait_for(SIGTERM);
   for (const CuDevicePtr one : blocks) CHECK_CU(driver.cuMemFreeAsync(one, stream));
   return 0;
 }
@@ -82,20 +94,26 @@ int listen(CuStream stream) {
   return 0;
 }
 
+double processor_ns() {
+  timespec time{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e9 + static_cast<double>(time.tv_nsec);
+}
+
+// The least of many rounds, in time of the processor: what others do on the machine is not to count.
 int measure(CuStream stream, int count) {
-  using Clock = std::chrono::steady_clock;
+  constexpr int kRounds = 200;
   CuDevicePtr block = 0;
   double least = 1e18;
-  for (int round = 0; round < 7; ++round) {
-    const Clock::time_point begin = Clock::now();
+  for (int round = 0; round < kRounds; ++round) {
+    const double begin = processor_ns();
     for (int i = 0; i < count; ++i) {
       CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
       CHECK_CU(driver.cuMemFreeAsync(block, stream));
     }
-    const std::chrono::duration<double, std::nano> taken = Clock::now() - begin;
-    least = std::min(least, taken.count() / count);
+    least = std::min(least, (processor_ns() - begin) / count);
   }
-  std::printf("%.1f ns for an allocation and its free\n", least);
+  std::printf("%.0f ns for an allocation and its free\n", least);
   return 0;
 }
 
@@ -104,7 +122,7 @@ int run(const std::string& what, int count) {
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) || start(&stream) != 0) return 2;
   if (what == "steps") return steps(stream, false);
   if (what == "killed") return steps(stream, true);
-  if (what == "full") return full(stream);
+  if (what == "full") return full(stream, count != 0);
   if (what == "many") return many(stream, count);
   if (what == "listen") return listen(stream);
   if (what == "measure") return measure(stream, count);

@@ -133,6 +133,25 @@ TEST(RunReportOfAProcess, OutOfMemoryComesWithItsHolders) {
   EXPECT_TRUE(has(run.output, "out of memory 1 time")) << run.output;
 }
 
+TEST(RunReportOfAProcess, IsWrittenAtOutOfMemoryWhileTheCommandGoesOn) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  Process process(forebay({"run", "--report", report, "--", program("events_program"), "full", "1"}),
+                  on_the_fake());
+  ASSERT_TRUE(process.wait_for_output("was refused memory (out-of-memory)"));
+  ASSERT_TRUE(process.wait_for_output("the report is in "));
+  const std::string state = read_json(report + "/summary.json").at("state");
+  const Json device = only_device(report);
+  ASSERT_TRUE(process.wait_for_output("ready"));
+  process.signal(SIGTERM);
+  const Finished run = process.finish();
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(state, "written at out-of-memory; the run goes on");
+  EXPECT_EQ(moment(device, kFirstRefusalMoment).at("asked_bytes"), 12 * kMiB);
+  EXPECT_TRUE(has(read_text(report + "/summary.txt"), "the command has ended with 0"));
+}
+
 TEST(RunReportOfAProcess, NamesTheWorstOfSeveral) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
