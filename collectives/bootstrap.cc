@@ -17,6 +17,8 @@
 #include <optional>
 #include <system_error>
 
+#include "forebay/standard_streams.h"
+
 extern char** environ;
 
 namespace forebay {
@@ -476,6 +478,7 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
   if (options.size < 1) {
     return invalid("cannot start " + std::to_string(options.size) + " ranks; give at least 1");
   }
+  keep_standard_streams();
   // From here on a signal waits until everything it must end is known.
   const SignalQueue signals;
   Result<std::unique_ptr<TemporaryStore>> store = TemporaryStore::create();

@@ -16,6 +16,7 @@
 #define XXH_STATIC_LINKING_ONLY
 #include <xxhash.h>
 
+#include "forebay/standard_streams.h"
 #include "forebay/stream_copy.h"
 #include "forebay/units.h"
 #include "io_engine.h"
@@ -66,6 +67,11 @@ std::string advice(int error) {
     case EDQUOT:
     case EFBIG:
       return "free space in the directory or name another";
+    case ENOMEM:
+    case ECANCELED:
+      return "the kernel had no memory or no thread left for it; raise the limits on them (ulimit -v, -u), "
+             "or "
+             "use fewer ranks";
     case EINVAL:
       return "the file system may want another alignment; try without direct transfers";
     default:
@@ -694,6 +700,7 @@ namespace internal {
 
 Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& wanted, const EngineWrap& wrap) {
   FOREBAY_RETURN_IF_ERROR(check_options(wanted));
+  keep_standard_streams();
   FileStoreOptions options = wanted;
   if (options.stripe_bytes == 0) options.stripe_bytes = options.block_bytes;
 

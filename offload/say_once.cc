@@ -25,7 +25,7 @@ void say_once(const std::string& message) {
     if (said->messages.contains(message)) return;
     if (said->messages.size() < kRememberedMax) said->messages.insert(message);
   }
-  log(LogLevel::kInfo, "%s", message.c_str());
+  log(LogLevel::kWarning, "%s", message.c_str());
 }
 
 }  // namespace forebay::internal

@@ -144,7 +144,10 @@ ScratchFile& ScratchFile::operator=(ScratchFile&& other) noexcept {
 }
 
 ScratchFile::~ScratchFile() {
-  if (descriptor_ >= 0) ::close(descriptor_);
+  if (descriptor_ < 0) return;
+  // A ring that had it registered lets go of it some time after it has ended; its space is free at once.
+  if (bytes_ > 0) shrink(0);
+  ::close(descriptor_);
 }
 
 Status ScratchFile::grow(std::uint64_t bytes, bool* reserved) {

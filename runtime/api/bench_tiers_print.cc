@@ -111,7 +111,10 @@ std::string model_text(const BenchedModel& model) {
             (chosen.tier == Tier::kFile ? "nvme:DIR" : "cpu") +
             "; --offload-fraction auto, measured in the run itself, leaves as much on the device as pays\n";
   }
-  text += "  how times are estimated:\n";
+  text +=
+      "  activations are an estimate of a usual transformer's ('forebay plan' tells which); a trainer's own "
+      "are "
+      "its matter\n  how times are estimated:\n";
   for (const std::string& line : offload_formulas()) text += "    " + line + "\n";
   return text;
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "forebay/error.h"
+#include "forebay/standard_streams.h"
 #include "forebay/version.h"
 #include "runtime/api/bench_tiers_command.h"
 #include "runtime/api/devices_command.h"
@@ -60,6 +61,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  forebay::keep_standard_streams();
   try {
     return run(argc, argv);
   } catch (const forebay::Error& error) {

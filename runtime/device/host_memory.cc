@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 
 #include "address_text.h"
 #include "forebay/log.h"
+#include "forebay/standard_streams.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -53,11 +55,14 @@ Result<std::unique_ptr<HostMemory>> HostMemory::create(Options options) {
                    "; give a power of two that is at least as large");
   }
   if (options.memory_bytes == SIZE_MAX) options.memory_bytes = machine_memory_bytes();
+  keep_standard_streams();
   const int file = ::memfd_create("forebay-host-memory", MFD_CLOEXEC);
   if (file < 0) {
-    return Status(StatusCode::kIoError, "cannot make the memory of " + options.name +
-                                            ": memfd_create: " + std::strerror(errno) +
-                                            "; raise the limit of open files (ulimit -n)");
+    return Status(
+        StatusCode::kIoError,
+        "cannot make the memory of " + options.name + ": memfd_create: " + std::strerror(errno) +
+            (errno == EMFILE || errno == ENFILE ? "; raise the limit of open files (ulimit -n)"
+                                                : "; allow it where the process is confined (seccomp)"));
   }
   return std::unique_ptr<HostMemory>(new HostMemory(std::move(options), file));
 }
@@ -346,7 +351,12 @@ Status HostMemory::take_offset_locked(std::size_t bytes, std::size_t* offset) {
   }
   const std::size_t end = file_end_ + bytes;
   if (end > file_bytes_) {
-    if (::ftruncate(file_, static_cast<off_t>(end)) != 0) {
+    // Asked beforehand, because exceeding it raises a signal that ends the process.
+    rlimit limit{};
+    const bool allowed =
+        ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || end <= limit.rlim_cur;
+    if (!allowed) errno = EFBIG;
+    if (!allowed || ::ftruncate(file_, static_cast<off_t>(end)) != 0) {
       return {StatusCode::kOutOfMemory, "cannot create a chunk of " + format_bytes(bytes) + " on " +
                                             options_.name + ": its memfd does not grow: " +
                                             std::strerror(errno) + "; raise the file size limit (ulimit -f)"};

@@ -327,7 +327,10 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     file.sync();
     file_bytes = at + text.size() + sizeof(trailer);
   } catch (const Error& error) {
-    if (phase == Phase::kFailed) throw;  // A peer is gone: there is nobody to agree with.
+    if (phase == Phase::kFailed) {  // A peer is gone, or a store: there is nobody to agree with.
+      if (rank() == 0) remove_quietly(temporary);
+      throw;
+    }
     local = error.status();
   }
   agree_on_save(local, temporary);

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -77,9 +78,17 @@ void check_state(const TrainerOptions& options) {
 
 }  // namespace
 
+std::string timeline_file(const TrainerOptions& options, int rank) {
+  fs::path file = options.timeline_file;
+  if (rank != 0) file.replace_extension(".rank-" + std::to_string(rank) + file.extension().string());
+  return file.string();
+}
+
 void check_files(const TrainerOptions& options) {
   check_output("--report", options.report_file);
-  check_output("--timeline", options.timeline_file);
+  for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
+    check_output("--timeline", timeline_file(options, rank));
+  }
   check_output("--export", options.export_file);
   check_state(options);
   check_offload(options);

@@ -11,4 +11,7 @@ namespace forebay::gpt {
 // Errors: throws Error naming the option or the file.
 void check_files(const TrainerOptions& options);
 
+// Where a rank's timeline goes: --timeline, with .rank-N before its ending for ranks but the first.
+std::string timeline_file(const TrainerOptions& options, int rank);
+
 }  // namespace forebay::gpt

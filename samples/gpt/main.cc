@@ -14,6 +14,7 @@
 #include "files.h"
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
+#include "forebay/standard_streams.h"
 #include "options.h"
 #include "trainer.h"
 
@@ -82,7 +83,8 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
                    options.save_state.empty() ? "" : ("; state saved in " + options.save_state).c_str());
     }
   }
-  return report.interrupted ? 128 + first_signal : 0;
+  if (report.interrupted) return 128 + first_signal;
+  return output_failed() ? kFailureExit : 0;
 }
 
 // The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before
@@ -161,6 +163,7 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
 
 int main(int argc, char** argv) {
   using namespace forebay::gpt;
+  forebay::keep_standard_streams();
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const ParsedCommand command = parse_command(arguments);
   if (!command.options) return command.exit_code;

@@ -79,7 +79,8 @@ std::string report_json(const TrainingReport& report) {
                      {"matmul", report.matmul},
                      {"interrupted", report.interrupted},
                      {"ranks", ranks}};
-  return json.dump(2) + "\n";
+  // Paths may hold any bytes; JSON may not.
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
 void write_file(const std::string& path, const std::string& text) {

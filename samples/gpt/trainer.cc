@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -19,6 +18,7 @@
 #include "cuda/cublas_products.h"
 #include "cuda/image.h"
 #include "engine_model.h"
+#include "files.h"
 #include "forebay/communicator.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/cuda_devices.h"
@@ -43,6 +43,7 @@ using Clock = std::chrono::steady_clock;
 using CommunicatorMaker = std::function<Result<std::unique_ptr<Communicator>>(Backend&, Kernels&)>;
 
 std::atomic<bool> stop_requested{false};
+std::atomic<bool> output_has_failed{false};
 static_assert(std::atomic<bool>::is_always_lock_free, "a signal handler sets it");
 
 struct RankPlace {
@@ -400,10 +401,12 @@ class Trainer {
     static_cast<void>(engine_.statistics());  // Waits for what is queued.
     std::vector<std::vector<Timeline::Span>> spans(static_cast<std::size_t>(place_.rank) + 1);
     spans.back() = timeline_.spans();
-    std::filesystem::path file = options_.timeline_file;
-    if (place_.rank != 0)
-      file.replace_extension(".rank-" + std::to_string(place_.rank) + file.extension().string());
-    write_file(file.string(), timeline_json(spans));
+    try {
+      write_file(timeline_file(options_, place_.rank), timeline_json(spans));
+    } catch (const Error& error) {  // Of no weight beside what was trained.
+      std::fprintf(stderr, "forebay-gpt: %s; all else is there\n", error.status().message().c_str());
+      output_has_failed = true;
+    }
   }
 
   void export_weights() {
@@ -526,6 +529,10 @@ const Error* first_cause(const std::vector<std::pair<int, Error>>& failures) {
 }
 
 }  // namespace
+
+bool output_failed() noexcept {
+  return output_has_failed;
+}
 
 void request_stop() noexcept {
   stop_requested.store(true, std::memory_order_relaxed);

@@ -71,6 +71,9 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
 // Asks the running training to end after the step it is in, on all ranks. May be called from a signal
 // handler.
 void request_stop() noexcept;
+
+// Whether something beside what was trained could not be written, which was said when it happened.
+bool output_failed() noexcept;
 // For the next run_training() of this process.
 void clear_stop() noexcept;
 

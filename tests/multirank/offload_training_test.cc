@@ -112,6 +112,52 @@ TEST_F(OffloadTraining, WritesReportsThatForebayReportReads) {
   EXPECT_NE(report.output.find("optimizer+parameters"), std::string::npos) << report.output;
 }
 
+// What is opened first would get their numbers, and messages would be written into it.
+TEST_F(OffloadTraining, ClosedStandardStreamsChangeNothing) {
+  const Words words = kModel + Words{"--steps", "3", "--ranks", "3", "--stage", "2"};
+  for (const std::string& communicator : communicators()) {
+    for (const Words& more : {Words{}, in_files("optimizer")}) {
+      const Words asked = words + more + Words{"--communicator", communicator};
+      const Json expected = report_of(asked);
+      const std::string path = directory_ / "closed.json";
+      Words closed = {"/bin/sh", "-c", "exec \"$@\" <&- >&- 2>&-", "sh"};
+      const Finished finished = run(closed + asked + Words{"--report", path});
+      ASSERT_EQ(finished.exit_code, 0);
+      std::ifstream file(path);
+      const Json report = Json::parse(file, nullptr, false);
+      EXPECT_EQ(report.value("digest", ""), expected.value("digest", "none")) << communicator;
+      EXPECT_EQ(report["loss"], expected["loss"]) << communicator;
+    }
+  }
+}
+
+TEST_F(OffloadTraining, ADirectoryWhoseNameIsNoTextStillGetsItsReport) {
+  const std::string drive = directory_ / "bad\xff";
+  if (::mkdir(drive.c_str(), 0755) != 0) GTEST_SKIP() << "the file system has no such names";
+  const Json report =
+      report_of(kModel + Words{"--steps", "2", "--offload", "optimizer", "--offload-tier", "nvme:" + drive});
+  EXPECT_EQ(report.value("offload_tier", ""), "nvme");
+}
+
+TEST_F(OffloadTraining, WhereATimelineCannotBeWrittenIsFoundForEveryRankAtTheStart) {
+  fs::create_directory(directory_ / "timeline.rank-1.json");
+  const Finished finished = run(
+      kModel + Words{"--ranks", "2", "--communicator", "local", "--timeline", directory_ / "timeline.json"});
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_NE(finished.output.find("--timeline: cannot write"), std::string::npos) << finished.output;
+  EXPECT_EQ(finished.output.find("step 1/"), std::string::npos) << finished.output;
+}
+
+TEST_F(OffloadTraining, ATimelineThatDoesNotFitCostsNothingElse) {
+  if (!fs::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
+  const std::string path = directory_ / "report.json";
+  const Finished finished =
+      run(kModel + Words{"--steps", "2", "--quiet", "--timeline", "/dev/full", "--report", path});
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_NE(finished.output.find("all else is there"), std::string::npos) << finished.output;
+  EXPECT_TRUE(fs::exists(path));
+}
+
 TEST_F(OffloadTraining, ShowsWhatRanWhen) {
   const std::string path = directory_ / "timeline.json";
   const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "3", "--quiet"} +

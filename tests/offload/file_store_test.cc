@@ -499,6 +499,23 @@ INSTANTIATE_TEST_SUITE_P(Engines, FileStore, ::testing::Values(FileEngine::kThre
                            return info.param == FileEngine::kThreads ? "Threads" : "IoUring";
                          });
 
+// Whoever still has it open, a ring that ends later above all, holds none of its space.
+TEST(ScratchFile, GivesItsSpaceBackAtItsEnd) {
+  const TemporaryDirectory directory;
+  auto file = internal::ScratchFile::create(directory.path(), {});
+  ASSERT_TRUE(file.ok()) << file.status().to_string();
+  const int other = ::dup(file.value().descriptor());
+  {
+    internal::ScratchFile ends = std::move(file).value();
+    bool reserved = false;
+    ASSERT_TRUE(ends.grow(1 << 20, &reserved).ok());
+  }
+  struct stat facts {};
+  ASSERT_EQ(::fstat(other, &facts), 0);
+  EXPECT_EQ(facts.st_blocks, 0);
+  ::close(other);
+}
+
 TEST(ScratchFile, HasNoNameEitherWay) {
   for (const bool unnamed : {true, false}) {
     const TemporaryDirectory directory;
