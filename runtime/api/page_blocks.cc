@@ -275,8 +275,9 @@ class Map {
   std::string summary() const {
     std::uint64_t free_bytes = 0;
     for (const FreePiece& piece : free_) free_bytes += piece.bytes;
-    std::string text = "At " + time_text(moment_.time_ns) + ": " + format_bytes(moment_.requested_bytes) +
-                       " requested, " + format_bytes(moment_.reserved_bytes) + " reserved. ";
+    std::string text = (moment_.time_ns == 0 ? "" : "At " + time_text(moment_.time_ns) + ": ") +
+                       format_bytes(moment_.requested_bytes) + " requested, " +
+                       format_bytes(moment_.reserved_bytes) + " reserved. ";
     if (free_.empty()) {
       std::uint64_t bytes = 0;
       for (const PageBlock& block : blocks_) bytes += block.bytes;
