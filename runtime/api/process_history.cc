@@ -330,7 +330,7 @@ Status write_history_trace(const ProcessHistory& history, const std::string& tit
 
 namespace {
 
-// Whole chunks that blocks lie in; `chunk_bytes` 0: a segment for each block.
+// Whole chunks that blocks lie in, and a segment for each block of the driver's. `blocks` by address.
 void add_segments(const std::vector<PageBlock>& blocks, const PreloadDeviceFigures& figures,
                   MemorySnapshot* snapshot) {
   const std::uint64_t chunk = std::max<std::uint64_t>(figures.chunk_bytes, kBlockGranule);
@@ -372,6 +372,20 @@ void add_segments(const std::vector<PageBlock>& blocks, const PreloadDeviceFigur
 }
 
 }  // namespace
+
+std::vector<PageBlock> free_pieces(const std::vector<PageBlock>& blocks,
+                                   const PreloadDeviceFigures& figures) {
+  MemorySnapshot snapshot;
+  add_segments(blocks, figures, &snapshot);
+  std::vector<PageBlock> pieces;
+  for (const SnapshotSegment& segment : snapshot.segments) {
+    for (const SnapshotBlock& block : segment.blocks) {
+      if (block.state != SnapshotBlockState::kInactive) continue;
+      pieces.push_back({.address = block.address, .bytes = block.size, .state = PageBlockState::kFree});
+    }
+  }
+  return pieces;
+}
 
 MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories) {
   MemorySnapshot snapshot;

@@ -58,6 +58,10 @@ inline constexpr char kFirstRefusalMoment[] = "at the first out-of-memory";
 inline constexpr char kLastRefusalMoment[] = "at the last out-of-memory";
 inline constexpr char kEndMoment[] = "at the end";
 
+// What is free in the arena's chunks that these blocks lie in, as free blocks. Chunks without any block are
+// held too, but where they are is not known.
+std::vector<PageBlock> free_pieces(const std::vector<PageBlock>& blocks, const PreloadDeviceFigures& figures);
+
 // One for each device. Cost: a replay of the events, and one by the baseline allocator on a model device.
 std::vector<ProcessHistory> process_histories(const PreloadEventLog& log);
 

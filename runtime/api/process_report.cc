@@ -208,6 +208,15 @@ PageProcess page_process(const Row& row) {
   for (std::string& line : limits_of(history)) page.lines.push_back(std::move(line));
   page.points = history.points;
   page.moments = history.moments;
+  for (PageMoment& one : page.moments) {
+    const std::vector<PageBlock> pieces = free_pieces(one.blocks, figures);
+    one.blocks.insert(one.blocks.end(), pieces.begin(), pieces.end());
+  }
+  if (figures.chunk_bytes != 0) {
+    page.lines.push_back(
+        "Free pieces are those in chunks that hold a block; where the arena's other chunks are is not "
+        "known.");
+  }
   if (const PageMoment* peak = history.moment(kPeakMoment)) {
     for (const HistoryHolder& holder : holders_of(peak->blocks)) {
       page.holders.push_back({holder_text(holder), holder.bytes, holder.count});

@@ -330,6 +330,23 @@ TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
   }
 }
 
+// A block at the end of its chunk, one that goes on into the next, and one of the driver's.
+TEST(RunSnapshot, FreePiecesAreWhatIsLeftOfTheChunks) {
+  const PreloadDeviceFigures figures{.chunk_bytes = 2 * kMiB};
+  const std::vector<PageBlock> blocks = {
+      {.address = 101 * kMiB, .bytes = kMiB},
+      {.address = 102 * kMiB, .bytes = 3 * kMiB - 100},
+      {.address = 200 * kMiB, .bytes = 1000, .server = PreloadServer::kManaged},
+  };
+  const std::vector<PageBlock> pieces = free_pieces(blocks, figures);
+
+  ASSERT_EQ(pieces.size(), 2u);
+  EXPECT_EQ(pieces[0].address, 100 * kMiB);
+  EXPECT_EQ(pieces[0].bytes, kMiB);
+  EXPECT_EQ(pieces[1].address, 105 * kMiB);
+  EXPECT_EQ(pieces[1].bytes, kMiB);
+}
+
 // --- what is kept ---
 
 // The latest events, and what was live before them.
