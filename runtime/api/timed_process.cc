@@ -25,6 +25,8 @@ constexpr int kNotExecuted = 127;
   ::dup2(nothing, STDIN_FILENO);
   ::dup2(output, STDOUT_FILENO);
   ::dup2(output, STDERR_FILENO);
+  if (nothing > STDERR_FILENO) ::close(nothing);
+  if (output > STDERR_FILENO) ::close(output);
   ::sigprocmask(SIG_SETMASK, &mask, nullptr);
   for (const std::string& name : process.unset) ::unsetenv(name.c_str());
   for (const auto& [name, value] : process.set) ::setenv(name.c_str(), value.c_str(), 1);
