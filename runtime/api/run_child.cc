@@ -128,6 +128,8 @@ Result<int> run_child(const std::vector<std::string>& command,
     ::_exit(error == ENOENT ? kNotFound : kNotExecutable);
   }
   const int exit_code = wait_and_pass_on(child, signals, watch);
+  // What comes too late to be handled is not to end us instead.
+  for (const auto& entry : watch.handlers) (void)::signal(entry.first, SIG_IGN);
   ::sigprocmask(SIG_SETMASK, &before, nullptr);
   return exit_code;
 }

@@ -13,7 +13,8 @@ namespace forebay {
 
 // What is done while the command runs, on the thread that waits for it.
 struct ChildWatch {
-  // Of the signals below: what is done with it instead of passing it on.
+  // Of the signals below: what is done with it instead of passing it on. Once the command has ended they are
+  // ignored.
   std::map<int, std::function<void()>> handlers;
   // Called ten times a second; null: nobody is.
   std::function<void()> poll;
