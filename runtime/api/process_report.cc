@@ -87,10 +87,10 @@ std::vector<std::string> limits_of(const ProcessHistory& history) {
                     " times: blocks that are older than the events may be missing.");
   }
   if (history.untracked_count != 0) {
-    lines.push_back(std::to_string(history.untracked_count) + " allocations of " +
-                    format_bytes(history.untracked_bytes) +
-                    " in all were mapped by the program itself (cuMemCreate); their frees are not seen, and "
-                    "they are in no figure.");
+    lines.push_back(
+        "Mapped by the program itself (cuMemCreate): " + format_count(history.untracked_count, "allocation") +
+        ", " + format_bytes(history.untracked_bytes) +
+        " in all; the frees are not seen, and this is in no figure.");
   }
   return lines;
 }
@@ -296,8 +296,9 @@ std::string process_text(const ProcessReport& process) {
       text += "  the baseline caching allocator would have reserved " +
               format_bytes(*history.baseline_reserved_bytes) + " for the same requests\n";
     }
-    text += "  " + std::to_string(figures.allocations) + " allocations, " + std::to_string(figures.frees) +
-            " frees, out of memory " + format_count(figures.refused, "time") + "\n";
+    text += "  " + format_count(figures.allocations, "allocation") + ", " +
+            format_count(figures.frees, "free") + ", out of memory " + format_count(figures.refused, "time") +
+            "\n";
     for (const std::string& line : limits_of(history)) text += "  " + line + "\n";
     for (const PageMoment& moment : history.moments) append_moment(moment, &text);
   }

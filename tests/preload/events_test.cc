@@ -1,10 +1,9 @@
 // What `forebay run` tells of processes: reports, traces and snapshots, however they end.
 #include <gtest/gtest.h>
-#include <sys/resource.h>
 
-#include <cstring>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -201,7 +200,21 @@ TEST(RunReportOfAProcess, IsWrittenOnASignalWhileTheCommandGoesOn) {
   EXPECT_EQ(device.at("peak_requested_bytes"), 36 * kMiB);
 }
 
-// Its events are the only ones the user has not asked anything of: nobody is to pay for them.
+// A device's reset and the last release of its context end blocks without a free.
+TEST(RunReportOfAProcess, WhatEndsWithItsContextIsFreed) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", program("memory_program"), "reset"});
+  const Json device = only_device(report);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(device.at("allocations"), 9);
+  EXPECT_EQ(device.at("frees"), 9);
+  EXPECT_EQ(device.at("peak_requested_bytes"), 40 * kMiB);
+  EXPECT_EQ(device.at("held_bytes"), 0);
+}
+
+// Nobody is to pay for what they have not asked for.
 TEST(RunReportOfAProcess, NoEventsAreKeptUnlessAskedFor) {
   const TemporaryDirectory directory;
   const std::string records = directory / "records";
@@ -301,6 +314,28 @@ TEST(RunTrace, SeveralProcessesGetAFileEach) {
   EXPECT_EQ(with_middle("a.b/trace", "x"), "a.b/trace.x");
   EXPECT_EQ(with_middle("trace.tar.gz", "x"), "trace.tar.x.gz");
   EXPECT_EQ(with_middle("/a/.hidden", "x"), "/a/.hidden.x");
+}
+
+TEST(RunTrace, SeveralDevicesGetAFileEach) {
+  const TemporaryDirectory directory;
+  const Finished run =
+      forebay_run({"--trace", directory / "trace.txt", "--snapshot", directory / "snapshot.pickle", "--",
+                   program("memory_program"), "devices"},
+                  {{"FAKE_CUDA_DEVICES", "2"}});
+  std::map<std::string, std::uint64_t> peaks;
+  for (const auto& file : std::filesystem::directory_iterator(directory.path())) {
+    const std::string name = file.path().filename();
+    if (name.rfind("trace.", 0) != 0) continue;
+    const Result<std::vector<AllocationTrace>> read = read_allocation_traces(file.path());
+    ASSERT_TRUE(read.ok()) << read.status().message();
+    peaks[name.substr(name.find_last_of('-') + 1)] = read.value().at(0).peak_requested_bytes();
+  }
+  const Result<std::vector<AllocationTrace>> snapshot = read_allocation_traces(directory / "snapshot.pickle");
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(peaks, (std::map<std::string, std::uint64_t>{{"cuda0.txt", 2 * kMiB}, {"cuda1.txt", kMiB}}));
+  ASSERT_TRUE(snapshot.ok()) << snapshot.status().message();
+  EXPECT_EQ(snapshot.value().size(), 2u);
 }
 
 TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
