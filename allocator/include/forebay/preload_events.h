@@ -21,7 +21,7 @@ namespace forebay {
 // Most bytes of events to keep for each process, in bytes or as "256MiB"; without it, or 0: no events. Needs
 // FOREBAY_PRELOAD_RECORDS.
 inline constexpr char kPreloadEventsVariable[] = "FOREBAY_PRELOAD_EVENTS";
-// What `forebay run` sets when a report is asked for: six million events and 1.6 million live blocks.
+// What `forebay run` sets when a report is asked for: six million events and two million live blocks.
 // Smaller: what is told goes back less far. Larger: more of the disk, and longer to read.
 inline constexpr std::uint64_t kPreloadEventsDefaultBytes = std::uint64_t{256} << 20;
 // Less would keep nothing worth reading; more would not fit a trace.
