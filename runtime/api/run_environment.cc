@@ -9,6 +9,8 @@
 namespace forebay {
 namespace {
 
+constexpr std::uint64_t kLeastMemory = 2_MiB;
+
 // PyTorch has had two names for one thing; which of them it reads depends on its version.
 constexpr const char* kTorchVariables[] = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"};
 constexpr const char* kTorchTensors = "backend:cudaMallocAsync";
@@ -134,10 +136,11 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
   std::string limit = value_of(inherited, kPreloadMemoryVariable);
   if (!options.memory.empty()) limit = options.memory;
   std::uint64_t bytes = 0;
-  if (!limit.empty() && (!parse_bytes(limit.c_str(), &bytes) || bytes == 0)) {
+  if (!limit.empty() && (!parse_bytes(limit.c_str(), &bytes) || bytes < kLeastMemory)) {
     return Status(StatusCode::kInvalidArgument,
                   (options.memory.empty() ? std::string(kPreloadMemoryVariable) : "--memory") + " is '" +
-                      limit + "'; use bytes, such as 24GiB");
+                      limit + "'; use bytes, such as 24GiB, and at least " + format_bytes(kLeastMemory) +
+                      ", what a device maps at a time");
   }
   if (options.mode == PreloadMode::kObserve) {
     if (!options.memory.empty()) {

@@ -208,6 +208,7 @@ TEST(RunCommand, RefusesWhatContradictsItself) {
   EXPECT_EQ(forebay_run({"--observe", "--tensors", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--tensors", "--no-tensors", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--memory", "much", "--", "/bin/true"}).exit_code, 2);
+  EXPECT_EQ(forebay_run({"--memory", "24", "--", "/bin/true"}).exit_code, 2) << "a unit was forgotten";
   EXPECT_EQ(forebay_run({}).exit_code, 2);
 }
 
