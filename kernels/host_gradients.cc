@@ -31,6 +31,13 @@ void host_accumulate(const float* source, float* target, std::size_t count, bool
       &arguments);
 }
 
+Status host_accumulate(const AccumulateArguments& arguments) {
+  FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
+  const DefaultFloatEnvironment environment;
+  host_kernels::simd_kernels().accumulate(arguments, 0, arguments.count);
+  return Status();
+}
+
 Status host_scale(const ScaleArguments& arguments, const BlockRunner& runner) {
   FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
   runner.run(

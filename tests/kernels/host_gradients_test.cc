@@ -62,11 +62,58 @@ TEST(HostGradients, HaveTheBitsOfTheKernels) {
   throw_if_error(backend->stream_destroy(stream));
 }
 
+TEST(HostGradients, AddTheContributionsOfRanksAsTheKernelsDo) {
+  constexpr unsigned kSeed = 11;
+  constexpr std::size_t kCount = 3000;
+  constexpr std::size_t kStride = 4 * kCount + 64;
+  constexpr int kRanks = 3;
+  std::mt19937 random(kSeed);
+  const auto backend = value_or_throw(HostBackend::create({}));
+  const auto kernels = value_or_throw(Kernels::create(*backend, {.thread_count = 1}));
+  const Stream stream = value_or_throw(backend->stream_create());
+  for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
+    for (const bool first : {true, false}) {
+      // Any bits: not-a-numbers and infinities too.
+      std::vector<std::uint32_t> received(kRanks * kStride / 4), own(kCount);
+      for (std::uint32_t& bits : received) bits = static_cast<std::uint32_t>(random());
+      for (std::uint32_t& bits : own) bits = static_cast<std::uint32_t>(random());
+      std::vector<float> actual(kCount, 0.375f), expected(kCount, 0.375f);
+      AccumulateArguments arguments{.own = own.data(),
+                                    .received = reinterpret_cast<const std::byte*>(received.data()),
+                                    .received_stride_bytes = kStride,
+                                    .target = expected.data(),
+                                    .count = kCount - 5,
+                                    .rank = 1,
+                                    .rank_count = kRanks,
+                                    .type = type,
+                                    .first = first};
+      throw_if_error(kernels->accumulate(arguments, stream));
+      throw_if_error(backend->stream_synchronize(stream));
+      arguments.target = actual.data();
+      throw_if_error(host_accumulate(arguments));
+      EXPECT_EQ(std::memcmp(actual.data(), expected.data(), 4 * kCount), 0)
+          << data_type_name(type) << ", seed " << kSeed;
+    }
+  }
+  throw_if_error(backend->stream_destroy(stream));
+}
+
 TEST(HostGradients, RefuseWhatTheKernelsRefuse) {
   const BlockRunner runner(1);
   float value = 1;
   double scratch = 0;
   EXPECT_EQ(host_scale({nullptr, &value, 1, 1.0f, DataType::kFloat32, DataType::kFloat32}, runner).code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(host_accumulate({.own = nullptr,
+                             .received = nullptr,
+                             .received_stride_bytes = 0,
+                             .target = &value,
+                             .count = 1,
+                             .rank = 0,
+                             .rank_count = 1,
+                             .type = DataType::kFloat32,
+                             .first = true})
+                .code(),
             StatusCode::kInvalidArgument);
   EXPECT_EQ(host_norm({&value, &scratch, &scratch, 1, DataType::kFloat32}, runner).code(),
             StatusCode::kInvalidArgument);

@@ -13,6 +13,10 @@ namespace forebay {
 void host_accumulate(const float* source, float* target, std::size_t count, bool first,
                      const BlockRunner& runner);
 
+// Kernels::accumulate() itself, on the calling thread: for contributions that arrive piece by piece.
+// Errors: kInvalidArgument, before anything is written.
+Status host_accumulate(const AccumulateArguments& arguments);
+
 // Kernels::scale() and Kernels::norm(). Errors: kInvalidArgument, before anything is written.
 Status host_scale(const ScaleArguments& arguments, const BlockRunner& runner);
 Status host_norm(const NormArguments& arguments, const BlockRunner& runner);
