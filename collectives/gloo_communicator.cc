@@ -45,6 +45,7 @@
 
 #include "arguments.h"
 #include "fingerprint.h"
+#include "first_cause.h"
 #include "forebay/stream_call.h"
 #include "meeting.h"
 #include "store_directory.h"
@@ -190,20 +191,6 @@ void connect_full_mesh(Context& context, const std::shared_ptr<Store>& store,
   } else {
     context.connectFullMesh(*store, device);
   }
-}
-
-std::string encode(const Status& cause) {
-  return std::to_string(static_cast<int>(cause.code())) + "\n" + cause.message();
-}
-
-Status decode(const std::string& text) {
-  const std::size_t end = text.find('\n');
-  const int code = std::atoi(text.c_str());
-  const bool known = code > 0 && code <= static_cast<int>(StatusCode::kInternal);
-  if (end == std::string::npos || !known) {
-    return Status(StatusCode::kPeerLost, "another rank failed, and its message is damaged");
-  }
-  return Status(static_cast<StatusCode>(code), text.substr(end + 1));
 }
 
 enum Plane : int { kDataPlane, kControlPlane, kHealthPlane, kPlaneCount };
@@ -404,8 +391,8 @@ Status Mesh::fail(const Status& cause) noexcept {
     if (Status first = status(); !first.ok()) return first;
     Status first = cause;
     if (size() > 1) {
-      if (const auto published = directory_->write_once(failure_name(), encode(cause)))
-        first = decode(*published);
+      if (const auto published = directory_->write_once(failure_name(), internal::encode_cause(cause)))
+        first = internal::decode_cause(*published);
     }
     {
       const std::lock_guard lock(mutex_);

@@ -1,0 +1,15 @@
+// The first cause of a failure as text, for the file or the memory that the ranks share.
+#pragma once
+
+#include <string>
+
+#include "forebay/status.h"
+
+namespace forebay::internal {
+
+std::string encode_cause(const Status& cause);
+
+// Never ok: a damaged text is a kPeerLost that says so.
+Status decode_cause(const std::string& text);
+
+}  // namespace forebay::internal

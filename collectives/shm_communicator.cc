@@ -1,0 +1,887 @@
+// A collective is cut into rounds. In each, a rank fills one of its slots and takes its part of its peers'
+// slots of that round; it fills up to kSlotCount rounds ahead of the slowest reader, so that the peers add
+// round k while it copies round k + 1. All ranks count the same rounds, because fingerprints are compared
+// before anybody reads a slot; a slot is never read or written past its end, whatever a peer's counts say.
+//
+//   data slot, reduce_scatter   one piece per destination, at the same place in every rank's slot, so that
+//                               the owner's pieces lie at one stride, as Kernels::accumulate wants them
+//   data slot, all_gather       one piece for everybody
+//   data slot, send             one piece for one receiver, once no collective's piece is left in the slots
+//   control slot                one piece for everybody
+//
+// Who waits sleeps at its own bell; who publishes a count rings the others'.
+#include "forebay/shm_communicator.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "arguments.h"
+#include "fingerprint.h"
+#include "first_cause.h"
+#include "forebay/host_gradients.h"
+#include "forebay/stream_call.h"
+#include "meeting.h"
+#include "shm_segment.h"
+#include "store_directory.h"
+
+namespace forebay {
+namespace {
+
+using internal::Collective;
+using internal::Fingerprint;
+using internal::kShmControlPlane;
+using internal::kShmDataPlane;
+using internal::Operation;
+using internal::Piece;
+using internal::ProcessIdentity;
+using internal::ShmFailure;
+using internal::ShmMessage;
+using internal::ShmPlane;
+using internal::ShmPresence;
+using internal::ShmSegment;
+using internal::SplitWish;
+using internal::StoreDirectory;
+using SteadyClock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// Longer deadlines would overflow the clock's arithmetic.
+constexpr milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
+// Shorter: a peer that is about to publish is not met, and the kernel wakes us instead. Longer: a processor
+// is kept from whoever has work.
+constexpr std::chrono::microseconds kSpin{10};
+// How long a rank that fails waits for another's words on the first cause, which take microseconds unless
+// that rank was stopped half-way. After it the two may report different causes.
+constexpr milliseconds kCauseWaitMax{1000};
+constexpr milliseconds kPoll{2};
+// Pieces in a slot begin at cache lines, so that two destinations never share one.
+constexpr std::size_t kPieceAlignment = 64;
+
+struct Identity {
+  int rank;
+  int size;
+  milliseconds deadline;
+  std::string generation;  // Empty when there are no peers.
+};
+
+// More ranks than processors: whoever spins keeps the one it waits for from running.
+bool may_spin(int size) noexcept {
+  cpu_set_t mine;
+  return sched_getaffinity(0, sizeof(mine), &mine) == 0 && CPU_COUNT(&mine) >= size;
+}
+
+void relax() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// What a communicator and its queued operations share.
+class Group {
+ public:
+  // `segment` is null when there are no peers; this rank has its process's identity in it already.
+  Group(Identity identity, std::unique_ptr<ShmSegment> segment)
+      : identity_(std::move(identity)), segment_(std::move(segment)), may_spin_(may_spin(identity_.size)) {}
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const noexcept { return identity_.rank; }
+  int size() const noexcept { return identity_.size; }
+  const Identity& identity() const noexcept { return identity_; }
+  ShmSegment& segment() noexcept { return *segment_; }
+  SteadyClock::time_point deadline() const { return SteadyClock::now() + identity_.deadline; }
+  Traffic traffic() const { return {sent_bytes_.load(), received_bytes_.load()}; }
+
+  // Says that this rank is here and waits for the others. A rank that cannot come leaves its reason in the
+  // file `failure_name`.
+  Status join(SteadyClock::time_point limit, StoreDirectory& directory, const std::string& failure_name);
+
+  // The first failure of all ranks. Looks after the peers now and then.
+  Status status();
+  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
+  // first cause.
+  Status fail(const Status& cause) noexcept;
+
+  Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments);
+  // What comes to all from all: all_gather and the control operations.
+  Status gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag);
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag);
+
+ private:
+  struct Progress;  // Of one collective.
+
+  internal::ShmPlaneState& state(int rank, ShmPlane plane) noexcept {
+    return segment_->rank(rank).planes[plane];
+  }
+  template <typename Function>
+  void for_peers(Function function) const {
+    // Each rank starts with its right neighbour, so that no rank's slots are read by all at once.
+    for (int step = 1; step < size(); ++step) function((rank() + step) % size());
+  }
+  void ring_peers(ShmPlane plane) noexcept {
+    for_peers([&](int peer) { state(peer, plane).bell.ring(); });
+  }
+  template <typename Condition>
+  std::vector<int> peers_where(Condition condition) const {
+    std::vector<int> found;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank() && condition(peer)) found.push_back(peer);
+    }
+    return found;
+  }
+
+  bool has_failed() noexcept {
+    return segment_->failure().state.load(std::memory_order_acquire) == ShmFailure::kThere;
+  }
+
+  // Runs write(round, slot) and read(round, first_slot) for all rounds of a collective, in order.
+  template <typename Write, typename Read>
+  Status collective(ShmPlane plane, const Fingerprint& fingerprint, std::uint64_t rounds, Write write,
+                    Read read);
+
+  // Waits until ready(). `missing()` are the ranks waited for, who have not even come (`came` false) or have
+  // not finished; `what()` names the operation. Both are for messages, and to see who is needed.
+  struct Missing {
+    std::vector<int> ranks;
+    bool came;
+  };
+  template <typename Ready, typename Blame, typename What>
+  Status wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, Blame missing, What what);
+
+  std::string place() const { return " on rank " + std::to_string(rank()); }
+  // Publishes `cause` unless there is one; the first one of all.
+  Status agree_on_first(const Status& cause);
+  // The peers whose processes are gone, though they have not left.
+  std::vector<int> find_dead();
+  Status lost(const std::string& context, const std::vector<int>& dead);
+  // For the message of a send or recv that waits in vain: the collective that `peer` waits in, if any.
+  std::string meanwhile(int peer);
+  void count(std::uint64_t sent, std::uint64_t received) noexcept {
+    sent_bytes_.fetch_add(sent);
+    received_bytes_.fetch_add(received);
+  }
+
+  const Identity identity_;
+  const std::unique_ptr<ShmSegment> segment_;
+  const bool may_spin_;
+  std::atomic<std::uint64_t> sent_bytes_{0};
+  std::atomic<std::uint64_t> received_bytes_{0};
+  std::atomic<std::int64_t> next_look_ns_{0};  // When status() looks after the peers again.
+  // Of the thread that runs a plane's operations: those done, and their rounds.
+  std::uint64_t collectives_[internal::kShmPlaneCount] = {};
+  std::uint64_t rounds_[internal::kShmPlaneCount] = {};
+  std::uint64_t messages_ = 0;
+  mutable std::mutex mutex_;
+  Status failure_;  // Guarded by mutex_.
+};
+
+Group::~Group() {
+  if (segment_ == nullptr) return;
+  segment_->rank(rank()).presence.store(ShmPresence::kLeft, std::memory_order_release);
+  for (const ShmPlane plane : {kShmDataPlane, kShmControlPlane}) ring_peers(plane);
+}
+
+std::vector<int> Group::find_dead() {
+  return peers_where([&](int peer) {
+    const internal::ShmRank& other = segment_->rank(peer);
+    return other.presence.load(std::memory_order_acquire) == ShmPresence::kJoined &&
+           !is_running(other.process) &&
+           // It may have left between the two looks.
+           other.presence.load(std::memory_order_acquire) == ShmPresence::kJoined;
+  });
+}
+
+Status Group::lost(const std::string& context, const std::vector<int>& dead) {
+  std::string processes;
+  for (const int peer : dead)
+    processes += (processes.empty() ? "" : ", ") + std::to_string(segment_->rank(peer).process.id);
+  return fail(Status(StatusCode::kPeerLost, context + ": " + internal::rank_list(dead) + " died (process " +
+                                                processes + "); see why it ended"));
+}
+
+Status Group::status() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_.ok() || segment_ == nullptr) return failure_;
+  }
+  if (has_failed()) return fail(Status(StatusCode::kInternal, "not the first cause"));
+  const std::int64_t now = nanoseconds(SteadyClock::now().time_since_epoch()).count();
+  std::int64_t next = next_look_ns_.load(std::memory_order_relaxed);
+  const std::int64_t after = now + nanoseconds(kShmLivenessPeriod).count();
+  if (now < next || !next_look_ns_.compare_exchange_strong(next, after)) return {};
+  const std::vector<int> dead = find_dead();
+  if (dead.empty()) return {};
+  return lost("rank " + std::to_string(rank()) + " looked after its peers", dead);
+}
+
+Status Group::fail(const Status& cause) noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!failure_.ok()) return failure_;
+  try {
+    failure_ = segment_ == nullptr ? cause : agree_on_first(cause);
+  } catch (const std::exception&) {
+    // No memory for the text; the code is enough to stop.
+    failure_ = Status(cause.code(), {});
+  }
+  if (segment_ == nullptr) return failure_;
+  for (int r = 0; r < size(); ++r) {
+    for (const ShmPlane plane : {kShmDataPlane, kShmControlPlane}) state(r, plane).bell.ring();
+  }
+  return failure_;
+}
+
+Status Group::agree_on_first(const Status& cause) {
+  ShmFailure& failure = segment_->failure();
+  const std::uint32_t writing = ShmFailure::kWriting + static_cast<std::uint32_t>(rank());
+  const SteadyClock::time_point patience = SteadyClock::now() + kCauseWaitMax;
+  const std::string text = internal::encode_cause(cause);
+  std::uint32_t seen = ShmFailure::kNone;
+  while (!failure.state.compare_exchange_strong(seen, writing, std::memory_order_acq_rel)) {
+    if (seen == ShmFailure::kThere) {
+      return internal::decode_cause(
+          std::string(failure.text, std::min<std::size_t>(failure.bytes, ShmFailure::kTextMax)));
+    }
+    // A rank that died while it wrote leaves its place to the next.
+    const int writer = static_cast<int>(seen - ShmFailure::kWriting);
+    if (!is_running(segment_->rank(writer).process)) continue;
+    if (SteadyClock::now() >= patience) return cause;
+    seen = ShmFailure::kNone;
+    std::this_thread::sleep_for(kPoll);
+  }
+  failure.bytes = static_cast<std::uint32_t>(text.copy(failure.text, ShmFailure::kTextMax));
+  failure.state.store(ShmFailure::kThere, std::memory_order_release);
+  // As the others read it: a long one is cut.
+  return internal::decode_cause(text.substr(0, ShmFailure::kTextMax));
+}
+
+template <typename Ready, typename Blame, typename What>
+Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, Blame missing, What what) {
+  if (ready()) return {};
+  if (may_spin_) {
+    const SteadyClock::time_point end = SteadyClock::now() + kSpin;
+    do {
+      for (int i = 0; i < 16; ++i) relax();
+      if (ready()) return {};
+    } while (SteadyClock::now() < end);
+  }
+  internal::Bell& bell = state(rank(), plane).bell;
+  SteadyClock::time_point next_look = SteadyClock::now() + kShmLivenessPeriod;
+  for (;;) {
+    const std::uint32_t heard = bell.rings.load(std::memory_order_seq_cst);
+    if (ready()) return {};
+    if (has_failed()) return status();
+    // Who has left or died may have published all that we wait for before, so that is looked at once more.
+    const Missing now_missing = missing();
+    for (const int peer : now_missing.ranks) {
+      if (segment_->rank(peer).presence.load(std::memory_order_acquire) != ShmPresence::kLeft) continue;
+      if (ready()) return {};
+      if (has_failed()) return status();
+      return fail(Status(StatusCode::kPeerLost,
+                         what() + ": " + internal::rank_list({peer}) +
+                             " has left the communicator; see why it ended, or let it take part"));
+    }
+    const SteadyClock::time_point now = SteadyClock::now();
+    if (now >= next_look) {
+      next_look = now + kShmLivenessPeriod;
+      if (const std::vector<int> dead = find_dead(); !dead.empty()) {
+        if (ready()) return {};
+        return lost(what(), dead);
+      }
+    }
+    if (now >= limit) {
+      return fail(
+          Status(StatusCode::kTimeout, what() + ": " + internal::rank_list(now_missing.ranks) +
+                                           (now_missing.came ? " did not finish it" : " did not come") +
+                                           " within " + std::to_string(identity_.deadline.count()) +
+                                           " ms; look at what they do, or raise the deadline"));
+    }
+    bell.sleep(heard, std::min(limit, next_look));
+  }
+}
+
+Status Group::join(SteadyClock::time_point limit, StoreDirectory& directory,
+                   const std::string& failure_name) {
+  segment_->rank(rank()).presence.store(ShmPresence::kJoined, std::memory_order_release);
+  ring_peers(kShmControlPlane);
+  const auto absent = [&] {
+    return Missing{peers_where([&](int peer) {
+                     return segment_->rank(peer).presence.load(std::memory_order_acquire) ==
+                            ShmPresence::kAbsent;
+                   }),
+                   false};
+  };
+  SteadyClock::time_point next_look = SteadyClock::now();
+  std::optional<std::string> reason;
+  const auto ready = [&] {
+    if (absent().ranks.empty()) return true;
+    if (SteadyClock::now() < next_look) return false;
+    next_look = SteadyClock::now() + kShmLivenessPeriod;
+    reason = directory.read(failure_name);
+    return reason.has_value();
+  };
+  FOREBAY_RETURN_IF_ERROR(wait(kShmControlPlane, limit, ready, absent, [&] { return "joining" + place(); }));
+  // A failure from here on is that of the operations: others may have begun some already.
+  return reason ? fail(internal::decode_cause(*reason)) : Status();
+}
+
+template <typename Write, typename Read>
+Status Group::collective(ShmPlane plane, const Fingerprint& fingerprint, std::uint64_t rounds, Write write,
+                         Read read) {
+  const SteadyClock::time_point limit = deadline();
+  const std::uint64_t sequence = collectives_[plane];
+  const std::uint64_t base = rounds_[plane];
+  internal::ShmPlaneState& mine = state(rank(), plane);
+  const auto all_peers = [&](auto condition) {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank() && !condition(state(peer, plane))) return false;
+    }
+    return true;
+  };
+  std::uint64_t written = 0;
+  std::uint64_t taken = 0;
+  const auto can_write = [&] {
+    return written < rounds && all_peers([&](internal::ShmPlaneState& peer) {
+             return peer.read.load(std::memory_order_acquire) + ShmSegment::kSlotCount > base + written;
+           });
+  };
+  const auto can_read = [&] {
+    return taken < rounds && all_peers([&](internal::ShmPlaneState& peer) {
+             return peer.written.load(std::memory_order_acquire) > base + taken;
+           });
+  };
+  const auto write_one = [&] {
+    write(written, segment_->slot(plane, rank(), base + written));
+    mine.written.store(base + ++written, std::memory_order_release);
+  };
+  const auto announced = [&](int peer) {
+    return state(peer, plane).announced.load(std::memory_order_acquire) > sequence;
+  };
+
+  if (can_write()) write_one();
+  mine.fingerprints[sequence % 2] = fingerprint;
+  mine.announced.store(sequence + 1, std::memory_order_release);
+  ring_peers(plane);
+
+  // Compared as they come, so that two that disagree are named though a third never comes.
+  std::vector<char> agreed(static_cast<std::size_t>(size()));
+  agreed[static_cast<std::size_t>(rank())] = 1;
+  int agreed_count = 1;
+  const auto news = [&] {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (!agreed[static_cast<std::size_t>(peer)] && announced(peer)) return true;
+    }
+    return false;
+  };
+  const auto ready = [&] {
+    if (agreed_count < size() && news()) return true;
+    return can_write() || (agreed_count == size() && can_read());
+  };
+  const auto missing = [&] {
+    std::vector<int> ranks = peers_where([&](int peer) { return !announced(peer); });
+    if (!ranks.empty()) return Missing{std::move(ranks), false};
+    return Missing{
+        peers_where([&](int peer) {
+          const internal::ShmPlaneState& other = state(peer, plane);
+          return other.written.load(std::memory_order_acquire) <= base + taken ||
+                 (written < rounds &&
+                  other.read.load(std::memory_order_acquire) + ShmSegment::kSlotCount <= base + written);
+        }),
+        true};
+  };
+  // A rank may have taken all before its own last rounds found a free slot.
+  const auto unfinished = [&] { return written < rounds || taken < rounds || agreed_count < size(); };
+  while (unfinished()) {
+    if (has_failed()) return status();
+    if (agreed_count < size()) {
+      for (int peer = 0; peer < size(); ++peer) {
+        if (agreed[static_cast<std::size_t>(peer)] || !announced(peer)) continue;
+        const Fingerprint& other = state(peer, plane).fingerprints[sequence % 2];
+        if (other != fingerprint) return fail(internal::mismatch(rank(), fingerprint, peer, other));
+        agreed[static_cast<std::size_t>(peer)] = 1;
+        ++agreed_count;
+      }
+    }
+    if (can_write()) {
+      write_one();
+      ring_peers(plane);
+    } else if (agreed_count == size() && can_read()) {
+      FOREBAY_RETURN_IF_ERROR(read(taken, base + taken));
+      mine.read.store(base + ++taken, std::memory_order_release);
+      ring_peers(plane);
+    } else if (unfinished()) {
+      FOREBAY_RETURN_IF_ERROR(
+          wait(plane, limit, ready, missing, [&] { return describe(fingerprint) + place(); }));
+    }
+  }
+  collectives_[plane] = sequence + 1;
+  rounds_[plane] = base + rounds;
+  return {};
+}
+
+std::uint64_t rounds_of(std::uint64_t total, std::uint64_t piece) {
+  return (total + piece - 1) / piece;
+}
+
+Status Group::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  AccumulateArguments sum = internal::accumulate_arguments(arguments, rank(), size());
+  if (size() == 1) {
+    const Status added = host_accumulate(sum);
+    return added.ok() ? added : fail(added.with_context("rank 0"));
+  }
+  const std::size_t element = element_bytes(arguments.type);
+  const std::size_t piece_bytes = ShmSegment::slot_bytes(kShmDataPlane) / static_cast<std::size_t>(size()) /
+                                  kPieceAlignment * kPieceAlignment;
+  const std::size_t piece_count = piece_bytes / element;
+  const auto count_of = [&](std::uint64_t round) {
+    return std::min(piece_count, arguments.count - round * piece_count);
+  };
+  const auto write = [&](std::uint64_t round, std::byte* slot) {
+    for_peers([&](int peer) {
+      const auto p = static_cast<std::size_t>(peer);
+      std::memcpy(slot + p * piece_bytes,
+                  arguments.source + p * arguments.source_stride_bytes + round * piece_count * element,
+                  count_of(round) * element);
+    });
+  };
+  const std::byte* const own = static_cast<const std::byte*>(sum.own);
+  const auto read = [&](std::uint64_t round, std::uint64_t slot_round) {
+    sum.own = own + round * piece_count * element;
+    sum.received =
+        segment_->slot(kShmDataPlane, 0, slot_round) + static_cast<std::size_t>(rank()) * piece_bytes;
+    sum.received_stride_bytes = ShmSegment::rank_stride(kShmDataPlane);
+    sum.target = arguments.target + round * piece_count;
+    sum.count = count_of(round);
+    const Status added = host_accumulate(sum);
+    // The peers' half of this operation would wait for ours until the deadline; tell them now.
+    return added.ok() ? added : fail(added.with_context("rank " + std::to_string(rank())));
+  };
+  FOREBAY_RETURN_IF_ERROR(
+      collective(kShmDataPlane, fingerprint, rounds_of(arguments.count, piece_count), write, read));
+  const std::uint64_t moved = arguments.count * element * static_cast<std::uint64_t>(size() - 1);
+  count(moved, moved);
+  return {};
+}
+
+Status Group::gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  if (size() == 1) {
+    internal::place_own(piece, rank());
+    return {};
+  }
+  const std::size_t piece_bytes = ShmSegment::slot_bytes(plane);
+  const auto bytes_of = [&](std::uint64_t round) {
+    return std::min(piece_bytes, piece.bytes - round * piece_bytes);
+  };
+  const auto write = [&](std::uint64_t round, std::byte* slot) {
+    std::memcpy(slot, piece.source + round * piece_bytes, bytes_of(round));
+  };
+  const auto read = [&](std::uint64_t round, std::uint64_t slot_round) {
+    for_peers([&](int peer) {
+      std::memcpy(piece.target + static_cast<std::size_t>(peer) * piece.target_stride + round * piece_bytes,
+                  segment_->slot(plane, peer, slot_round), bytes_of(round));
+    });
+    return Status();
+  };
+  FOREBAY_RETURN_IF_ERROR(collective(plane, fingerprint, rounds_of(piece.bytes, piece_bytes), write, read));
+  internal::place_own(piece, rank());
+  if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
+    const std::uint64_t moved = piece.bytes * static_cast<std::uint64_t>(size() - 1);
+    count(moved, moved);
+  }
+  return {};
+}
+
+std::string Group::meanwhile(int peer) {
+  const internal::ShmPlaneState& other = state(peer, kShmDataPlane);
+  const std::uint64_t sequence = collectives_[kShmDataPlane];
+  if (other.announced.load(std::memory_order_acquire) <= sequence) return {};
+  return ", while rank " + std::to_string(peer) + " is in " + describe(other.fingerprints[sequence % 2]);
+}
+
+// The lower 16 bits of ShmMessage::open while a message is for `peer`.
+constexpr std::uint64_t kReceiverMask = 0xffff;
+constexpr std::uint64_t receiver(int peer) {
+  return static_cast<std::uint64_t>(peer) + 1;
+}
+
+Status Group::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  const SteadyClock::time_point limit = deadline();
+  const auto what = [&] {
+    return "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) + " with tag " +
+           std::to_string(tag) + place() + meanwhile(peer);
+  };
+  const auto to_peer = [&] { return Missing{{peer}, false}; };
+  const auto behind = [&] {
+    return Missing{peers_where([&](int other) {
+                     return state(other, kShmDataPlane).read.load(std::memory_order_acquire) <
+                            rounds_[kShmDataPlane];
+                   }),
+                   true};
+  };
+  FOREBAY_RETURN_IF_ERROR(wait(
+      kShmDataPlane, limit, [&] { return behind().ranks.empty(); }, behind, what));
+
+  ShmMessage& message = segment_->rank(rank()).message;
+  message.bytes = bytes;
+  message.tag = tag;
+  message.written.store(0, std::memory_order_relaxed);
+  message.taken.store(0, std::memory_order_relaxed);
+  message.open.store(++messages_ << 16 | receiver(peer), std::memory_order_release);
+  state(peer, kShmDataPlane).bell.ring();
+  const auto is_closed = [&] { return (message.open.load(std::memory_order_acquire) & kReceiverMask) == 0; };
+
+  const std::size_t piece_bytes = ShmSegment::slot_bytes(kShmDataPlane);
+  const std::uint64_t rounds = rounds_of(bytes, piece_bytes);
+  for (std::uint64_t round = 0; round <= rounds; ++round) {
+    // After the last piece: until the receiver has all.
+    const auto done = [&] {
+      if (round == rounds) return is_closed();
+      return message.taken.load(std::memory_order_acquire) + ShmSegment::kSlotCount > round;
+    };
+    FOREBAY_RETURN_IF_ERROR(wait(
+        kShmDataPlane, limit, [&] { return done(); }, to_peer, what));
+    if (round == rounds) break;
+    std::memcpy(segment_->slot(kShmDataPlane, rank(), round), source + round * piece_bytes,
+                std::min(piece_bytes, bytes - round * piece_bytes));
+    message.written.store(round + 1, std::memory_order_release);
+    state(peer, kShmDataPlane).bell.ring();
+  }
+  count(bytes, 0);
+  return {};
+}
+
+Status Group::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  const SteadyClock::time_point limit = deadline();
+  const auto what = [&] {
+    return "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) + " with tag " +
+           std::to_string(tag) + place() + meanwhile(peer);
+  };
+  const auto from_peer = [&] { return Missing{{peer}, false}; };
+  ShmMessage& message = segment_->rank(peer).message;
+  const auto is_open = [&] {
+    return (message.open.load(std::memory_order_acquire) & kReceiverMask) == receiver(rank());
+  };
+  FOREBAY_RETURN_IF_ERROR(wait(
+      kShmDataPlane, limit, [&] { return is_open(); }, from_peer, what));
+  if (message.tag != tag) {
+    return fail(Status(StatusCode::kInvalidArgument, what() + ", but rank " + std::to_string(peer) +
+                                                         " sends " + std::to_string(message.bytes) +
+                                                         " bytes with tag " + std::to_string(message.tag) +
+                                                         " first; receive in the order of the sends"));
+  }
+  if (message.bytes != bytes) {
+    return fail(Status(StatusCode::kInvalidArgument, what() + ", but rank " + std::to_string(peer) +
+                                                         " sends " + std::to_string(message.bytes) +
+                                                         " bytes; give both the same size"));
+  }
+
+  const std::size_t piece_bytes = ShmSegment::slot_bytes(kShmDataPlane);
+  const std::uint64_t rounds = rounds_of(bytes, piece_bytes);
+  for (std::uint64_t round = 0; round < rounds; ++round) {
+    FOREBAY_RETURN_IF_ERROR(wait(
+        kShmDataPlane, limit, [&] { return message.written.load(std::memory_order_acquire) > round; },
+        [&] {
+          return Missing{{peer}, true};
+        },
+        what));
+    std::memcpy(target + round * piece_bytes, segment_->slot(kShmDataPlane, peer, round),
+                std::min(piece_bytes, bytes - round * piece_bytes));
+    message.taken.store(round + 1, std::memory_order_release);
+    if (round + 1 < rounds) state(peer, kShmDataPlane).bell.ring();
+  }
+  message.open.store(message.open.load(std::memory_order_relaxed) & ~kReceiverMask,
+                     std::memory_order_release);
+  state(peer, kShmDataPlane).bell.ring();
+  count(0, bytes);
+  return {};
+}
+
+// What the owner of a group's memory tells the others.
+struct Offer {
+  std::int32_t process;
+  std::int32_t descriptor;
+  std::uint64_t start_time;
+};
+
+class ShmCommunicator final : public Communicator {
+ public:
+  ShmCommunicator(std::shared_ptr<Group> group, Backend& backend)
+      : group_(std::move(group)), backend_(backend) {}
+
+  int rank() const noexcept override { return group_->rank(); }
+  int size() const noexcept override { return group_->size(); }
+  const char* name() const noexcept override { return "shm"; }
+
+  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
+    Fingerprint fingerprint = internal::reduce_scatter_transfer(arguments).fingerprint;
+    fingerprint.sequence = data_sequence_++;
+    return queue(stream, [=](Group& group) { return group.reduce_scatter(fingerprint, arguments); });
+  }
+
+  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
+    Collective collective = internal::all_gather_transfer(arguments);
+    collective.fingerprint.sequence = data_sequence_++;
+    return queue(stream, [=](Group& group) {
+      return group.gather(kShmDataPlane, collective.fingerprint, collective.piece);
+    });
+  }
+
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+              Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank(), size()));
+    return queue(stream, [=](Group& group) { return group.send(source, bytes, peer, tag); });
+  }
+
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank(), size()));
+    return queue(stream, [=](Group& group) { return group.recv(target, bytes, peer, tag); });
+  }
+
+  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+    FOREBAY_RETURN_IF_ERROR(group_->status());
+    FOREBAY_RETURN_IF_ERROR(internal::check_exchange(mine, all, size()));
+    return control(Operation::kExchange, mine, all);
+  }
+
+  Status barrier() override { return control(Operation::kBarrier, {}, {}); }
+
+  Result<std::unique_ptr<Communicator>> split(int color, int key) override;
+
+  Status status() const override { return group_->status(); }
+
+  void abort(const Status& cause) noexcept override {
+    static_cast<void>(group_->fail(
+        cause.ok() ? Status(StatusCode::kPeerLost,
+                            "rank " + std::to_string(rank()) + " aborted the communicator without a cause")
+                   : cause));
+  }
+
+  Traffic traffic() const override { return group_->traffic(); }
+
+ private:
+  Status control(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
+    Collective collective = internal::control_transfer(operation, mine, all);
+    collective.fingerprint.sequence = control_sequence_++;
+    return group_->gather(kShmControlPlane, collective.fingerprint, collective.piece);
+  }
+
+  template <typename Function>
+  Status queue(Stream stream, Function operation) {
+    // The failure of an operation is the group's: status() reports it. The closure keeps the group alive: it
+    // may run after this communicator is gone.
+    const Status queued =
+        call_on(backend_, stream, [group = group_, operation] { static_cast<void>(operation(*group)); });
+    // The peers' half of this operation would wait for ours until the deadline; tell them now.
+    if (!queued.ok()) static_cast<void>(group_->fail(queued.with_context("rank " + std::to_string(rank()))));
+    return queued;
+  }
+
+  const std::shared_ptr<Group> group_;  // Shared with queued operations.
+  Backend& backend_;
+  // Data operations are issued from one thread at a time, control operations from one thread at a time.
+  std::uint64_t data_sequence_ = 0;
+  std::uint64_t control_sequence_ = 0;
+};
+
+// The members' wishes, then the descriptors of the groups' memories, then a barrier: after it all have opened
+// theirs, and the descriptors are closed. Who cannot fails the communicator it splits, so that all hear it.
+Result<std::unique_ptr<Communicator>> ShmCommunicator::split(int color, int key) {
+  const SplitWish mine{color, key, rank()};
+  std::vector<SplitWish> all(static_cast<std::size_t>(size()));
+  const std::uint64_t sequence = control_sequence_;
+  FOREBAY_RETURN_IF_ERROR(
+      control(Operation::kSplit, std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+  const std::vector<SplitWish> members = internal::split_members(std::move(all), color);
+  const auto place = std::find_if(members.begin(), members.end(),
+                                  [&](const SplitWish& wish) { return wish.rank == mine.rank; });
+  const auto refuse = [&](const Status& status) {
+    return group_->fail(status.with_context("split on rank " + std::to_string(rank())));
+  };
+  // All members compute the same name, and no other group of this run does.
+  Identity identity{.rank = static_cast<int>(place - members.begin()),
+                    .size = static_cast<int>(members.size()),
+                    .deadline = group_->identity().deadline,
+                    .generation = group_->identity().generation + "-" + std::to_string(sequence) + "." +
+                                  std::to_string(members.front().rank)};
+  std::unique_ptr<ShmSegment> segment;
+  if (size() > 1) {
+    const ProcessIdentity me = group_->segment().rank(rank()).process;
+    Offer offer{.process = me.id, .descriptor = -1, .start_time = me.start_time};
+    if (identity.rank == 0 && identity.size > 1) {
+      Result<std::unique_ptr<ShmSegment>> created = ShmSegment::create(identity.size, identity.generation);
+      if (!created.ok()) return refuse(created.status());
+      segment = std::move(created).value();
+      offer.descriptor = segment->descriptor();
+    }
+    std::vector<Offer> offers(static_cast<std::size_t>(size()));
+    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, std::as_bytes(std::span(&offer, 1)),
+                                    std::as_writable_bytes(std::span(offers))));
+    if (identity.rank != 0) {
+      const Offer& owner = offers[static_cast<std::size_t>(members.front().rank)];
+      Result<std::unique_ptr<ShmSegment>> opened = ShmSegment::open(
+          {owner.process, owner.start_time}, owner.descriptor, identity.size, identity.generation);
+      if (!opened.ok()) return refuse(opened.status());
+      segment = std::move(opened).value();
+    }
+    if (segment != nullptr) {
+      segment->rank(identity.rank).process = me;
+      segment->rank(identity.rank).presence.store(ShmPresence::kJoined, std::memory_order_release);
+    }
+    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, {}, {}));
+    if (segment != nullptr) segment->close_descriptor();
+  }
+  return std::unique_ptr<Communicator>(std::make_unique<ShmCommunicator>(
+      std::make_shared<Group>(std::move(identity), std::move(segment)), backend_));
+}
+
+// --- joining ---
+
+struct Announcement {
+  std::string host;
+  ProcessIdentity owner;
+  int descriptor = -1;
+};
+
+std::string encode(const Announcement& announcement) {
+  return announcement.host + "\n" + std::to_string(announcement.owner.id) + " " +
+         std::to_string(announcement.owner.start_time) + " " + std::to_string(announcement.descriptor) + "\n";
+}
+
+std::optional<Announcement> decode(const std::string& text) {
+  const std::size_t end = text.find('\n');
+  if (end == std::string::npos) return std::nullopt;
+  Announcement announcement{.host = text.substr(0, end), .owner = {}, .descriptor = -1};
+  unsigned long long start_time = 0;
+  if (std::sscanf(text.c_str() + end + 1, "%d %llu %d", &announcement.owner.id, &start_time,
+                  &announcement.descriptor) != 3) {
+    return std::nullopt;
+  }
+  announcement.owner.start_time = start_time;
+  return announcement;
+}
+
+std::string failure_name(const std::string& generation) {
+  return generation + ".failed";
+}
+
+// Rank 0 makes the memory, the others find it.
+Result<std::unique_ptr<ShmSegment>> share_segment(StoreDirectory& directory, const Identity& identity,
+                                                  const ProcessIdentity& me, SteadyClock::time_point limit) {
+  Result<std::string> host = internal::host_identity();
+  FOREBAY_RETURN_IF_ERROR(host.status());
+  const std::string name = identity.generation + ".segment";
+  if (identity.rank == 0) {
+    Result<std::unique_ptr<ShmSegment>> segment = ShmSegment::create(identity.size, identity.generation);
+    FOREBAY_RETURN_IF_ERROR(segment.status());
+    FOREBAY_RETURN_IF_ERROR(directory.write(name, encode({host.value(), me, segment.value()->descriptor()})));
+    return segment;
+  }
+  for (;;) {
+    if (const std::optional<std::string> text = directory.read(name)) {
+      const std::optional<Announcement> found = decode(*text);
+      if (!found) {
+        return Status(StatusCode::kCorruption,
+                      "the file " + name + " in " + directory.path() +
+                          " is damaged; give every run a store directory of its own");
+      }
+      if (found->host != host.value()) {
+        return Status(StatusCode::kUnsupported,
+                      "rank 0 is on " + found->host + ", rank " + std::to_string(identity.rank) + " on " +
+                          host.value() +
+                          ": they cannot share memory; start all ranks on one host and in one container, "
+                          "or use another communicator");
+      }
+      return ShmSegment::open(found->owner, found->descriptor, identity.size, identity.generation);
+    }
+    if (const auto reason = directory.read(failure_name(identity.generation)))
+      return internal::decode_cause(*reason);
+    if (SteadyClock::now() >= limit) {
+      return Status(StatusCode::kTimeout, "rank " + std::to_string(identity.rank) + " waited " +
+                                              std::to_string(identity.deadline.count()) +
+                                              " ms: rank 0 came but made no memory to share; look at what it "
+                                              "does, or raise the deadline");
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+Result<std::shared_ptr<Group>> join_group(StoreDirectory& directory, const Identity& identity,
+                                          SteadyClock::time_point limit) {
+  Result<ProcessIdentity> me = internal::this_process();
+  FOREBAY_RETURN_IF_ERROR(me.status());
+  Result<std::unique_ptr<ShmSegment>> segment = share_segment(directory, identity, me.value(), limit);
+  FOREBAY_RETURN_IF_ERROR(segment.status());
+  segment.value()->rank(identity.rank).process = me.value();
+  auto group = std::make_shared<Group>(identity, std::move(segment).value());
+  FOREBAY_RETURN_IF_ERROR(group->join(limit, directory, failure_name(identity.generation)));
+  group->segment().close_descriptor();
+  return group;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Communicator>> create_shm_communicator(const ShmOptions& options, Backend& backend) {
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
+    return Status(StatusCode::kInvalidArgument, "rank " + std::to_string(options.rank) + " of " +
+                                                    std::to_string(options.size) +
+                                                    " ranks does not exist; ranks are 0 to size - 1");
+  }
+  if (options.size > kShmRanksMax) {
+    return Status(StatusCode::kInvalidArgument,
+                  std::to_string(options.size) + " ranks cannot share memory, at most " +
+                      std::to_string(kShmRanksMax) + " can; use another communicator");
+  }
+  if (!backend.capabilities().host_accessible) {
+    return Status(StatusCode::kUnsupported, std::string("shm copies from host memory, which the memory of ") +
+                                                backend.capabilities().name +
+                                                " is not; use the host backend or another communicator");
+  }
+  Identity identity{.rank = options.rank,
+                    .size = options.size,
+                    .deadline = std::clamp(options.deadline, milliseconds(1), kDeadlineMax),
+                    .generation = {}};
+  if (options.size == 1) {
+    return std::unique_ptr<Communicator>(
+        std::make_unique<ShmCommunicator>(std::make_shared<Group>(std::move(identity), nullptr), backend));
+  }
+
+  const SteadyClock::time_point limit = SteadyClock::now() + identity.deadline;
+  Result<std::unique_ptr<StoreDirectory>> directory = StoreDirectory::open(options.store_directory);
+  FOREBAY_RETURN_IF_ERROR(directory.status());
+  StoreDirectory& store = *directory.value();
+  Result<internal::Meeting> meeting =
+      internal::meet(store, options.rank, options.size, limit, identity.deadline);
+  FOREBAY_RETURN_IF_ERROR(meeting.status());
+  identity.generation = meeting.value().generation;
+  Result<std::shared_ptr<Group>> group = join_group(store, identity, limit);
+  Status status = group.status();
+  if (!status.ok()) {
+    // The others wait for this rank; this tells them why it does not come.
+    const auto first = store.write_once(failure_name(identity.generation), internal::encode_cause(status));
+    if (first) status = internal::decode_cause(*first);
+  }
+  if (options.rank == 0) store.remove(identity.generation + ".segment");
+  internal::leave_meeting(store, options.rank);
+  FOREBAY_RETURN_IF_ERROR(status);
+  return std::unique_ptr<Communicator>(std::make_unique<ShmCommunicator>(std::move(group).value(), backend));
+}
+
+}  // namespace forebay

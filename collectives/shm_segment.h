@@ -1,0 +1,128 @@
+// The memory that the ranks of a shm communicator share, what lies where in it, and the few system calls
+// around it: an anonymous file, a doorbell to sleep at, and whether a process still runs.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "fingerprint.h"
+#include "forebay/status.h"
+
+namespace forebay::internal {
+
+// Which process, for as long as it and this host run.
+struct ProcessIdentity {
+  std::int32_t id = 0;
+  std::uint64_t start_time = 0;  // In the kernel's ticks since the boot; 0: unknown.
+};
+
+// Errors: kUnsupported without /proc.
+Result<ProcessIdentity> this_process();
+// False when no such process runs any more; one that nobody has reaped yet counts as gone.
+bool is_running(const ProcessIdentity& process);
+
+// Equal for processes that can share memory: the boot's id, the process and the user namespace.
+// Errors: kUnsupported without /proc.
+Result<std::string> host_identity();
+
+// A word that one waiter sleeps at and anybody rings. Lives in shared memory.
+struct alignas(64) Bell {
+  std::atomic<std::uint32_t> rings{0};
+  std::atomic<std::uint32_t> sleeping{0};
+
+  void ring() noexcept;
+  // Returns after a ring later than the one that gave `heard`, at `limit`, or for no reason.
+  void sleep(std::uint32_t heard, std::chrono::steady_clock::time_point limit) noexcept;
+};
+
+enum ShmPlane : int { kShmDataPlane, kShmControlPlane, kShmPlaneCount };
+
+// What one rank says on one plane. Written by that rank; everybody reads. A count is published after what it
+// counts.
+struct ShmPlaneState {
+  // Collectives announced. The fingerprint of the n-th is fingerprints[n % 2]: who announces the next but one
+  // knows that everybody has read this one.
+  alignas(64) std::atomic<std::uint64_t> announced{0};
+  Fingerprint fingerprints[2];
+  alignas(64) std::atomic<std::uint64_t> written{0};  // Rounds in this rank's slots, ever.
+  alignas(64) std::atomic<std::uint64_t> read{0};     // Rounds that this rank has taken from every peer.
+  Bell bell;                                          // Rung for this rank.
+};
+
+// The message that one rank is sending, one at a time.
+struct ShmMessage {
+  // The number of the message in the upper 48 bits; in the lower 16 the receiver plus 1 while it is open, 0
+  // after. The sender opens it, the receiver closes it; the rest is stable and the receiver's while it is
+  // open.
+  alignas(64) std::atomic<std::uint64_t> open{0};
+  std::uint64_t bytes = 0;
+  std::uint32_t tag = 0;
+  alignas(64) std::atomic<std::uint64_t> written{0};  // Pieces.
+  alignas(64) std::atomic<std::uint64_t> taken{0};
+};
+
+enum class ShmPresence : std::uint32_t { kAbsent, kJoined, kLeft };
+
+struct ShmRank {
+  std::atomic<ShmPresence> presence{ShmPresence::kAbsent};
+  ProcessIdentity process;  // Before it joins.
+  ShmPlaneState planes[kShmPlaneCount];
+  ShmMessage message;
+};
+
+// The first failure of all ranks.
+struct ShmFailure {
+  static constexpr std::size_t kTextMax = 3072;  // A longer message is cut.
+  static constexpr std::uint32_t kNone = 0;
+  static constexpr std::uint32_t kThere = 1;
+  static constexpr std::uint32_t kWriting = 2;  // Plus the rank that writes it.
+
+  std::atomic<std::uint32_t> state{kNone};
+  std::uint32_t bytes = 0;
+  char text[kTextMax];
+};
+
+class ShmSegment {
+ public:
+  static constexpr std::size_t kSlotCount = 4;  // Of each rank and plane.
+  static constexpr std::size_t slot_bytes(ShmPlane plane) noexcept {
+    return plane == kShmDataPlane ? std::size_t{512} << 10 : std::size_t{8} << 10;
+  }
+
+  // `generation` names the communicator: whoever opens another's memory finds out.
+  // Errors: kOutOfMemory, kIoError.
+  static Result<std::unique_ptr<ShmSegment>> create(int size, const std::string& generation);
+  // What `owner` created and holds as `descriptor`. Errors: kPeerLost when it no longer runs; kUnsupported
+  // when the system does not let us; kCorruption when it is not what create() made with these arguments.
+  static Result<std::unique_ptr<ShmSegment>> open(const ProcessIdentity& owner, int descriptor, int size,
+                                                  const std::string& generation);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  // For the others to open; -1 once closed.
+  int descriptor() const noexcept { return descriptor_; }
+  // Once all have opened it.
+  void close_descriptor() noexcept;
+
+  ShmFailure& failure() noexcept;
+  ShmRank& rank(int rank) noexcept;
+  std::byte* slot(ShmPlane plane, int rank, std::uint64_t round) noexcept;
+  // From a slot of one rank to that of the next.
+  static constexpr std::size_t rank_stride(ShmPlane plane) noexcept { return kSlotCount * slot_bytes(plane); }
+
+ private:
+  ShmSegment(int descriptor, std::byte* base, int size) : descriptor_(descriptor), base_(base), size_(size) {}
+  static Result<std::byte*> map(int descriptor, int size);
+
+  int descriptor_;
+  std::byte* const base_;
+  const int size_;
+};
+
+}  // namespace forebay::internal
