@@ -15,9 +15,12 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -54,9 +57,9 @@ using std::chrono::nanoseconds;
 
 // Longer deadlines would overflow the clock's arithmetic.
 constexpr milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
-// Shorter: a peer that is about to publish is not met, and the kernel wakes us instead. Longer: a processor
-// is kept from whoever has work.
-constexpr std::chrono::microseconds kSpin{10};
+// About what it costs to be woken. Shorter: a peer that publishes in a moment has to wake us. Longer: a
+// processor is kept from whoever has work.
+constexpr std::chrono::microseconds kSpin{50};
 // How long a rank that fails waits for another's words on the first cause, which take microseconds unless
 // that rank was stopped half-way. After it the two may report different causes.
 constexpr milliseconds kCauseWaitMax{1000};

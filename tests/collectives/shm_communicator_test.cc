@@ -157,9 +157,10 @@ TEST(ShmCommunicator, HasTheBitsOfLocalForAnyTypeCountAndOffset) {
   };
   for (int size = 1; size <= 4; ++size) {
     for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
-      // One of less than a vector, one of less than a slot, one of several rounds.
-      for (const std::size_t most : {std::size_t{9}, std::size_t{40'000}, std::size_t{900'000}}) {
-        const Shape shape{.count = pick(most / 2, most),
+      // One of less than a vector, one of less than a slot, one of more rounds than there are slots.
+      for (const std::size_t most_bytes : {std::size_t{36}, std::size_t{160'000}, std::size_t{1'400'000}}) {
+        const std::size_t most = most_bytes / element_bytes(type);
+        const Shape shape{.count = pick(most - most / 5, most),
                           .offset = pick(0, 17),
                           .gap = pick(0, 5),
                           .type = type,

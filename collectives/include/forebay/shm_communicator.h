@@ -5,7 +5,7 @@
 // definition of Kernels::accumulate: the bits of `local` and `gloo`. `receive` of a reduce_scatter is not
 // touched; `target` may be this rank's own slice of `source`.
 //
-// Waiting. A rank that waits looks again for a few microseconds where the ranks have processors enough, and
+// Waiting. A rank that waits looks again for some microseconds where the ranks have processors enough, and
 // then sleeps in the kernel until a peer rings or the deadline passes. Data operations run on their stream's
 // thread, control operations on the caller's; nothing here has a thread of its own.
 //
@@ -29,8 +29,8 @@
 #include <memory>
 #include <string>
 
+#include "forebay/backend.h"
 #include "forebay/communicator.h"
-#include "forebay/kernels.h"
 
 namespace forebay {
 
