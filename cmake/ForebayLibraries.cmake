@@ -13,6 +13,10 @@ function(forebay_library target output)
   target_include_directories(${target} INTERFACE "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
   target_compile_features(${target} INTERFACE cxx_std_20)
   target_link_libraries(${target} PRIVATE forebay_flags ${ARG_LINK} PUBLIC ${ARG_PUBLIC})
+  if(NOT APPLE)
+    # Its calls of its own functions are direct; see forebay_flags.
+    target_link_options(${target} PRIVATE "LINKER:-Bsymbolic-functions")
+  endif()
   set_target_properties(${target} PROPERTIES OUTPUT_NAME ${output} VERSION ${PROJECT_VERSION}
     SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX INSTALL_RPATH "$ORIGIN")
   install(TARGETS ${target} EXPORT forebay-targets LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")

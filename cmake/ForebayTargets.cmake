@@ -9,6 +9,9 @@ set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 add_library(forebay_flags INTERFACE)
 target_compile_features(forebay_flags INTERFACE cxx_std_20)
 target_compile_options(forebay_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -ffp-contract=off)
+# No library takes the place of another's functions here, so the compiler may inline its own although they are exported.
+# Clang always does.
+target_compile_options(forebay_flags INTERFACE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fno-semantic-interposition>)
 if(FOREBAY_WERROR)
   target_compile_options(forebay_flags INTERFACE -Werror)
 endif()
