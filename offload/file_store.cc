@@ -69,9 +69,7 @@ std::string advice(int error) {
       return "free space in the directory or name another";
     case ENOMEM:
     case ECANCELED:
-      return "the kernel had no memory or no thread left for it; raise the limits on them (ulimit -v, -u), "
-             "or "
-             "use fewer ranks";
+      return "the kernel had no memory or no thread left for it; use fewer ranks, or raise ulimit -v and -u";
     case EINVAL:
       return "the file system may want another alignment; try without direct transfers";
     default:

@@ -112,9 +112,8 @@ std::string model_text(const BenchedModel& model) {
             "; --offload-fraction auto, measured in the run itself, leaves as much on the device as pays\n";
   }
   text +=
-      "  activations are an estimate of a usual transformer's ('forebay plan' tells which); a trainer's own "
-      "are "
-      "its matter\n  how times are estimated:\n";
+      "  activations are an estimate of a usual transformer's ('forebay plan' tells which); a trainer's may "
+      "differ\n  how times are estimated:\n";
   for (const std::string& line : offload_formulas()) text += "    " + line + "\n";
   return text;
 }

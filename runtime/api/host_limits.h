@@ -20,8 +20,8 @@ struct HostLimit {
   std::uint64_t bytes = 0;
 };
 
-// The limits on what a host's processes hold together that are set, in the order cgroup, free memory. What is unlimited, or cannot be
-// read, is left out: a plan must not fail because a file of the system is missing.
+// The limits that are set on what a host's processes hold together, in the order cgroup, free memory. What
+// is unlimited, or cannot be read, is left out: a plan must not fail because a file of the system is missing.
 std::vector<HostLimit> read_host_limits(const HostPaths& paths = {});
 
 // The pieces, on text. None: unlimited, or not in the text.
