@@ -173,6 +173,7 @@ class CudaBackendImpl final : public CudaBackend {
   bool chunks_have_posix_fd() const noexcept override { return kind_.posix_fd; }
   bool chunks_have_rdma() const noexcept override { return kind_.rdma; }
   int peer_count() const noexcept override { return static_cast<int>(access_.size()) - 1; }
+  Status call_in_context(HostFunction function, void* argument) override;
   std::size_t charged_bytes() const override { return addresses_.charged_bytes(); }
   std::size_t live_handle_count() const override {
     const std::lock_guard lock(handles_mutex_);
@@ -578,6 +579,15 @@ Status CudaBackendImpl::set_access(DevicePtr address, std::size_t bytes) {
       check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
             "cuMemSetAccess", what));
   addresses_.set_accessible(address, bytes);
+  return {};
+}
+
+Status CudaBackendImpl::call_in_context(HostFunction function, void* argument) {
+  const auto what = [] { return std::string("call a function in the context"); };
+  FOREBAY_RETURN_IF_ERROR(enter("call_in_context", what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  function(argument);
   return {};
 }
 

@@ -62,6 +62,11 @@ class CudaBackend : public Backend {
   // Devices besides this one that set_access gives access to.
   virtual int peer_count() const noexcept = 0;
 
+  // Calls `function(argument)` with the primary context current on this thread, for libraries that find their
+  // device by it (NCCL), and puts back what was current.
+  // Requires: `function` does not throw. Errors: those of making the context current; it was not called then.
+  virtual Status call_in_context(HostFunction function, void* argument) = 0;
+
   // Bytes of chunks and blocks held now.
   virtual std::size_t charged_bytes() const = 0;
   // Handles not yet given back (reservations, chunks, mappings, blocks, pins, streams, events, modules).
