@@ -139,11 +139,11 @@ std::string runtime_directory(const Variables& variables) {
   return usable ? *directory : "/tmp";
 }
 
-// Fills in store_directory. `job` names the job among all of this user's on this host; empty when nothing
+// Fills in store. `job` names the job among all of this user's on this host; empty when nothing
 // does.
 Status choose_store(const Variables& variables, const std::string& job, LaunchEnvironment* environment) {
   if (const auto given = find(variables, "FOREBAY_STORE")) {
-    environment->store_directory = *given;
+    environment->store = *given;
     return {};
   }
   if (environment->size == 1) return {};
@@ -159,7 +159,7 @@ Status choose_store(const Variables& variables, const std::string& job, LaunchEn
                    " need a place to meet, and nothing names this job; set FOREBAY_STORE to a directory that "
                    "all ranks see, new for each run");
   }
-  environment->store_directory = runtime_directory(variables) + "/forebay-" + std::to_string(geteuid()) +
+  environment->store = runtime_directory(variables) + "/forebay-" + std::to_string(geteuid()) +
                                  "/" + environment->launcher + "-" + job_name(job);
   return {};
 }

@@ -7,9 +7,9 @@
 // mismatch cannot overrun a buffer (Gloo would end the process) and is reported by comparing fingerprints.
 // Every rank sends to and receives from every other directly, with no intermediate copy.
 //
-// First cause. A rank that fails writes why into the store directory, under a name that only the first gets,
+// First cause. A rank that fails writes why into the rendezvous store, under a name that only the first gets,
 // and then closes its connections; a rank that finds a connection closed looks there before it blames the
-// other end. The file stays until the directory goes: a rank that looks late still learns the first cause.
+// other end. The text stays until the store goes: a rank that looks late still learns the first cause.
 //
 // Health. The end of a process does not end every wait of its peers: Gloo forgets a send whose connection
 // breaks while its I/O thread writes it, and a rank may be waiting for nothing at all. So each rank also has
@@ -48,7 +48,7 @@
 #include "first_cause.h"
 #include "forebay/stream_call.h"
 #include "meeting.h"
-#include "store_directory.h"
+#include "rendezvous_store.h"
 
 namespace forebay {
 namespace {
@@ -57,8 +57,8 @@ using internal::Collective;
 using internal::Fingerprint;
 using internal::Operation;
 using internal::Piece;
+using internal::RendezvousStore;
 using internal::SplitWish;
-using internal::StoreDirectory;
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
@@ -119,29 +119,30 @@ class NoSignals {
   sigset_t before_;
 };
 
-// Gloo's rendezvous over a StoreDirectory, until `deadline`. Keys get a prefix that no other run and no other
-// communicator of this run has.
+// Gloo's rendezvous over a RendezvousStore, until `deadline`. Keys get a prefix that no other run and no
+// other communicator of this run has.
 class GlooStore final : public gloo::rendezvous::Store {
  public:
-  GlooStore(StoreDirectory& directory, std::string prefix, std::string failure_name,
+  GlooStore(RendezvousStore& store, std::string prefix, std::string failure_name,
             SteadyClock::time_point deadline)
-      : directory_(directory),
+      : store_(store),
         prefix_(std::move(prefix)),
         failure_name_(std::move(failure_name)),
         deadline_(deadline) {}
 
   void set(const std::string& key, const std::vector<char>& data) override {
-    const Status status = directory_.write(name(key), std::string_view(data.data(), data.size()));
+    const Status status = store_.write(name(key), std::string_view(data.data(), data.size()));
     if (!status.ok()) throw gloo::IoException(status.message());
     written_.push_back(name(key));
   }
 
   std::vector<char> get(const std::string& key) override {
     for (;;) {
-      if (const std::optional<std::string> content = directory_.read(name(key))) {
+      if (const std::optional<std::string> content = store_.read(name(key))) {
         return {content->begin(), content->end()};
       }
-      if (directory_.read(failure_name_)) throw gloo::IoException("another rank failed");
+      if (store_.read(failure_name_)) throw gloo::IoException("another rank failed");
+      if (const Status status = store_.status(); !status.ok()) throw gloo::IoException(status.message());
       if (SteadyClock::now() >= deadline_) throw gloo::IoException("a rank stopped while connecting");
       std::this_thread::sleep_for(kPoll);
     }
@@ -152,9 +153,9 @@ class GlooStore final : public gloo::rendezvous::Store {
   }
   void wait(const std::vector<std::string>& keys, const milliseconds&) override { wait(keys); }
 
-  // The files this rank wrote. Only once all ranks are connected.
+  // The texts this rank wrote. Only once all ranks are connected.
   void remove_written() noexcept {
-    for (const std::string& file : written_) directory_.remove(file);
+    for (const std::string& text : written_) store_.remove(text);
     written_.clear();
   }
 
@@ -175,7 +176,7 @@ class GlooStore final : public gloo::rendezvous::Store {
     return text;
   }
 
-  StoreDirectory& directory_;
+  RendezvousStore& store_;
   const std::string prefix_;
   const std::string failure_name_;
   const SteadyClock::time_point deadline_;
@@ -218,15 +219,15 @@ struct Identity {
   int rank;
   int size;
   milliseconds deadline;
-  std::string generation;  // Names this communicator's files; empty when it has no peers.
+  std::string generation;  // Names this communicator's texts; empty when it has no peers.
 };
 
 // What a communicator and its queued operations share.
 class Mesh {
  public:
-  Mesh(Identity identity, std::shared_ptr<StoreDirectory> directory,
+  Mesh(Identity identity, std::shared_ptr<RendezvousStore> store,
        std::shared_ptr<gloo::transport::Device> device)
-      : identity_(std::move(identity)), directory_(std::move(directory)), device_(std::move(device)) {}
+      : identity_(std::move(identity)), store_(std::move(store)), device_(std::move(device)) {}
   ~Mesh() { leave(); }
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
@@ -234,7 +235,7 @@ class Mesh {
   int rank() const noexcept { return identity_.rank; }
   int size() const noexcept { return identity_.size; }
   const Identity& identity() const noexcept { return identity_; }
-  const std::shared_ptr<StoreDirectory>& directory() const noexcept { return directory_; }
+  const std::shared_ptr<RendezvousStore>& store() const noexcept { return store_; }
   const std::shared_ptr<gloo::transport::Device>& device() const noexcept { return device_; }
   SteadyClock::time_point deadline() const { return SteadyClock::now() + identity_.deadline; }
   Traffic traffic() const { return {sent_bytes_.load(), received_bytes_.load()}; }
@@ -322,9 +323,9 @@ class Mesh {
   void leave() noexcept;
 
   const Identity identity_;
-  // Shared with the communicators split from this one: files of each are there, and whoever is last removes
+  // Shared with the communicators split from this one: texts of each are there, and whoever is last closes
   // it.
-  const std::shared_ptr<StoreDirectory> directory_;
+  const std::shared_ptr<RendezvousStore> store_;
   const std::shared_ptr<gloo::transport::Device> device_;
   std::shared_ptr<gloo::rendezvous::Context> contexts_[kPlaneCount];  // Shared by Gloo's own interface.
   // By rank: kLeaving once its goodbye is here. Written by Gloo's I/O thread.
@@ -350,7 +351,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
       auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
       context->setTimeout(std::max(left / kGlooConnectFactor, milliseconds(1)));
       stores[plane] = std::make_shared<GlooStore>(
-          *directory_, identity_.generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
+          *store_, identity_.generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
       std::shared_ptr<gloo::transport::Device> device = device_;
       connect_full_mesh(*context, stores[plane], device);
       contexts_[plane] = std::move(context);
@@ -391,7 +392,7 @@ Status Mesh::fail(const Status& cause) noexcept {
     if (Status first = status(); !first.ok()) return first;
     Status first = cause;
     if (size() > 1) {
-      if (const auto published = directory_->write_once(failure_name(), internal::encode_cause(cause)))
+      if (const auto published = store_->write_once(failure_name(), internal::encode_cause(cause)))
         first = internal::decode_cause(*published);
     }
     {
@@ -438,7 +439,7 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
 
 void Mesh::wait_for_cause() const {
   const auto patience = SteadyClock::now() + kCauseWaitMax;
-  while (status().ok() && !directory_->read(failure_name()) && SteadyClock::now() < patience)
+  while (status().ok() && !store_->read(failure_name()) && SteadyClock::now() < patience)
     std::this_thread::sleep_for(kPoll);
 }
 
@@ -714,7 +715,7 @@ class GlooCommunicator final : public Communicator {
                       .deadline = mesh_->identity().deadline,
                       .generation = mesh_->identity().generation + "-" + std::to_string(sequence) + "." +
                                     std::to_string(members.front().rank)};
-    auto mesh = std::make_shared<Mesh>(std::move(identity), mesh_->directory(), mesh_->device());
+    auto mesh = std::make_shared<Mesh>(std::move(identity), mesh_->store(), mesh_->device());
     FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
     return std::unique_ptr<Communicator>(
         std::make_unique<GlooCommunicator>(std::move(mesh), backend_, kernels_));
@@ -862,15 +863,17 @@ Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions
   }
 
   const SteadyClock::time_point deadline = SteadyClock::now() + identity.deadline;
-  Result<std::shared_ptr<gloo::transport::Device>> device = create_device(options.interface);
-  FOREBAY_RETURN_IF_ERROR(device.status());
-  Result<std::unique_ptr<StoreDirectory>> opened = StoreDirectory::open(options.store_directory);
+  const internal::Participant me{options.rank, options.size, "gloo " + options.configuration};
+  Result<std::unique_ptr<RendezvousStore>> opened =
+      internal::open_rendezvous({options.store, me, options.interface, deadline});
   FOREBAY_RETURN_IF_ERROR(opened.status());
-  std::shared_ptr<StoreDirectory> directory = std::move(opened).value();
-  Result<internal::Meeting> meeting =
-      internal::meet(*directory, options.rank, options.size, deadline, identity.deadline);
+  std::shared_ptr<RendezvousStore> store = std::move(opened).value();
+  const std::string interface = options.interface.empty() ? store->local_address() : options.interface;
+  Result<std::shared_ptr<gloo::transport::Device>> device = create_device(interface);
+  FOREBAY_RETURN_IF_ERROR(device.status());
+  Result<internal::Meeting> meeting = internal::meet(*store, me, deadline, identity.deadline);
   FOREBAY_RETURN_IF_ERROR(meeting.status());
-  if (options.interface.empty() && !meeting.value().one_host) {
+  if (interface.empty() && !meeting.value().one_host) {
     return Status(
         StatusCode::kInvalidArgument,
         "ranks are on several hosts (rank 0 on " + meeting.value().first_host + ", rank " +
@@ -879,9 +882,9 @@ Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions
             "that the hosts share");
   }
   identity.generation = meeting.value().generation;
-  auto mesh = std::make_shared<Mesh>(std::move(identity), directory, device.value());
+  auto mesh = std::make_shared<Mesh>(std::move(identity), store, device.value());
   FOREBAY_RETURN_IF_ERROR(mesh->connect(deadline));
-  internal::leave_meeting(*directory, options.rank);
+  internal::leave_meeting(*store, options.rank);
   return std::unique_ptr<Communicator>(std::make_unique<GlooCommunicator>(std::move(mesh), backend, kernels));
 }
 

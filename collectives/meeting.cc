@@ -88,9 +88,11 @@ Status size_mismatch(int rank, int size, int other, std::uint32_t other_size) {
 
 }  // namespace
 
-Result<Meeting> meet(StoreDirectory& store, int rank, int size,
+Result<Meeting> meet(RendezvousStore& store, const Participant& participant,
                      std::chrono::steady_clock::time_point deadline,
                      std::chrono::milliseconds deadline_length) {
+  const int rank = participant.rank;
+  const int size = participant.size;
   const auto me = static_cast<std::size_t>(rank);
   char host[256] = {};
   gethostname(host, sizeof(host) - 1);
@@ -116,7 +118,7 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
         if (valid && card.numbers[me] == mine.numbers[me]) continue;
         return Status(
             StatusCode::kInvalidArgument,
-            "another process came to " + store.path() + " as rank " + std::to_string(rank) +
+            "another process came to " + store.where() + " as rank " + std::to_string(rank) +
                 " too; give every process a rank of its own, and every run a store directory of its own");
       }
       const bool knows_us = valid && me < card.numbers.size() && card.numbers[me] == mine.numbers[me];
@@ -150,6 +152,7 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
       }
       return meeting;
     }
+    FOREBAY_RETURN_IF_ERROR(store.status());
     if (std::chrono::steady_clock::now() >= deadline) {
       store.remove(card_name(rank));
       std::vector<int> missing;
@@ -166,14 +169,14 @@ Result<Meeting> meet(StoreDirectory& store, int rank, int size,
           missing.empty() ? "the others have given up" : rank_list(missing) + " did not come";
       return Status(StatusCode::kTimeout,
                     "rank " + std::to_string(rank) + " of " + std::to_string(size) + " waited " +
-                        std::to_string(deadline_length.count()) + " ms in " + store.path() + ": " + who +
+                        std::to_string(deadline_length.count()) + " ms in " + store.where() + ": " + who +
                         doubt + "; start all ranks, with the same store directory and the same size");
     }
     std::this_thread::sleep_for(pause);
   }
 }
 
-void leave_meeting(StoreDirectory& store, int rank) noexcept {
+void leave_meeting(RendezvousStore& store, int rank) noexcept {
   store.remove(card_name(rank));
 }
 

@@ -1,8 +1,8 @@
-// How the ranks of one run find each other in a StoreDirectory, and nobody else: files that an earlier run
+// How the ranks of one run find each other in a RendezvousStore, and nobody else: texts that an earlier run
 // left behind are recognised and ignored.
 //
-// Each rank writes one file with a random number of its own and the numbers it has read from the others, and
-// rewrites it when it reads a new one. The ranks have met when all files say the same. A file of an earlier
+// Each rank writes one text with a random number of its own and the numbers it has read from the others, and
+// rewrites it when it reads a new one. The ranks have met when all texts say the same. A text of an earlier
 // run cannot say this run's numbers, so a stale one only looks like a rank that has not come yet.
 #pragma once
 
@@ -10,7 +10,7 @@
 #include <string>
 
 #include "forebay/status.h"
-#include "store_directory.h"
+#include "rendezvous_store.h"
 
 namespace forebay::internal {
 
@@ -24,11 +24,11 @@ struct Meeting {
 
 // Errors: kTimeout naming the ranks that did not come; kInvalidArgument when two processes claim one rank, or
 // ranks give different sizes.
-Result<Meeting> meet(StoreDirectory& store, int rank, int size,
+Result<Meeting> meet(RendezvousStore& store, const Participant& me,
                      std::chrono::steady_clock::time_point deadline,
                      std::chrono::milliseconds deadline_length);
 
-// Removes this rank's file. Only once all ranks have met.
-void leave_meeting(StoreDirectory& store, int rank) noexcept;
+// Removes this rank's text. Only once all ranks have met.
+void leave_meeting(RendezvousStore& store, int rank) noexcept;
 
 }  // namespace forebay::internal

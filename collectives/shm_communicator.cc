@@ -31,8 +31,8 @@
 #include "forebay/host_gradients.h"
 #include "forebay/stream_call.h"
 #include "meeting.h"
+#include "rendezvous_store.h"
 #include "shm_segment.h"
-#include "store_directory.h"
 
 namespace forebay {
 namespace {
@@ -44,13 +44,13 @@ using internal::kShmDataPlane;
 using internal::Operation;
 using internal::Piece;
 using internal::ProcessIdentity;
+using internal::RendezvousStore;
 using internal::ShmFailure;
 using internal::ShmMessage;
 using internal::ShmPlane;
 using internal::ShmPresence;
 using internal::ShmSegment;
 using internal::SplitWish;
-using internal::StoreDirectory;
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
@@ -105,7 +105,7 @@ class Group {
 
   // Says that this rank is here and waits for the others. A rank that cannot come leaves its reason in the
   // file `failure_name`.
-  Status join(SteadyClock::time_point limit, StoreDirectory& directory, const std::string& failure_name);
+  Status join(SteadyClock::time_point limit, RendezvousStore& store, const std::string& failure_name);
 
   // The first failure of all ranks. Looks after the peers now and then.
   Status status();
@@ -311,8 +311,7 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
   }
 }
 
-Status Group::join(SteadyClock::time_point limit, StoreDirectory& directory,
-                   const std::string& failure_name) {
+Status Group::join(SteadyClock::time_point limit, RendezvousStore& store, const std::string& failure_name) {
   segment_->rank(rank()).presence.store(ShmPresence::kJoined, std::memory_order_release);
   ring_peers(kShmControlPlane);
   const auto absent = [&] {
@@ -328,7 +327,7 @@ Status Group::join(SteadyClock::time_point limit, StoreDirectory& directory,
     if (absent().ranks.empty()) return true;
     if (SteadyClock::now() < next_look) return false;
     next_look = SteadyClock::now() + kShmLivenessPeriod;
-    reason = directory.read(failure_name);
+    reason = store.read(failure_name);
     return reason.has_value();
   };
   FOREBAY_RETURN_IF_ERROR(wait(kShmControlPlane, limit, ready, absent, [&] { return "joining" + place(); }));
@@ -786,7 +785,7 @@ std::string failure_name(const std::string& generation) {
 }
 
 // Rank 0 makes the memory, the others find it.
-Result<std::unique_ptr<ShmSegment>> share_segment(StoreDirectory& directory, const Identity& identity,
+Result<std::unique_ptr<ShmSegment>> share_segment(RendezvousStore& store, const Identity& identity,
                                                   const ProcessIdentity& me, SteadyClock::time_point limit) {
   Result<std::string> host = internal::host_identity();
   FOREBAY_RETURN_IF_ERROR(host.status());
@@ -794,16 +793,15 @@ Result<std::unique_ptr<ShmSegment>> share_segment(StoreDirectory& directory, con
   if (identity.rank == 0) {
     Result<std::unique_ptr<ShmSegment>> segment = ShmSegment::create(identity.size, identity.generation);
     FOREBAY_RETURN_IF_ERROR(segment.status());
-    FOREBAY_RETURN_IF_ERROR(directory.write(name, encode({host.value(), me, segment.value()->descriptor()})));
+    FOREBAY_RETURN_IF_ERROR(store.write(name, encode({host.value(), me, segment.value()->descriptor()})));
     return segment;
   }
   for (;;) {
-    if (const std::optional<std::string> text = directory.read(name)) {
+    if (const std::optional<std::string> text = store.read(name)) {
       const std::optional<Announcement> found = decode(*text);
       if (!found) {
-        return Status(StatusCode::kCorruption,
-                      "the file " + name + " in " + directory.path() +
-                          " is damaged; give every run a store directory of its own");
+        return Status(StatusCode::kCorruption, "the text " + name + " in " + store.where() +
+                                                   " is damaged; give every run a store of its own");
       }
       if (found->host != host.value()) {
         return Status(StatusCode::kUnsupported,
@@ -814,8 +812,9 @@ Result<std::unique_ptr<ShmSegment>> share_segment(StoreDirectory& directory, con
       }
       return ShmSegment::open(found->owner, found->descriptor, identity.size, identity.generation);
     }
-    if (const auto reason = directory.read(failure_name(identity.generation)))
+    if (const auto reason = store.read(failure_name(identity.generation)))
       return internal::decode_cause(*reason);
+    FOREBAY_RETURN_IF_ERROR(store.status());
     if (SteadyClock::now() >= limit) {
       return Status(StatusCode::kTimeout, "rank " + std::to_string(identity.rank) + " waited " +
                                               std::to_string(identity.deadline.count()) +
@@ -826,15 +825,15 @@ Result<std::unique_ptr<ShmSegment>> share_segment(StoreDirectory& directory, con
   }
 }
 
-Result<std::shared_ptr<Group>> join_group(StoreDirectory& directory, const Identity& identity,
+Result<std::shared_ptr<Group>> join_group(RendezvousStore& store, const Identity& identity,
                                           SteadyClock::time_point limit) {
   Result<ProcessIdentity> me = internal::this_process();
   FOREBAY_RETURN_IF_ERROR(me.status());
-  Result<std::unique_ptr<ShmSegment>> segment = share_segment(directory, identity, me.value(), limit);
+  Result<std::unique_ptr<ShmSegment>> segment = share_segment(store, identity, me.value(), limit);
   FOREBAY_RETURN_IF_ERROR(segment.status());
   segment.value()->rank(identity.rank).process = me.value();
   auto group = std::make_shared<Group>(identity, std::move(segment).value());
-  FOREBAY_RETURN_IF_ERROR(group->join(limit, directory, failure_name(identity.generation)));
+  FOREBAY_RETURN_IF_ERROR(group->join(limit, store, failure_name(identity.generation)));
   group->segment().close_descriptor();
   return group;
 }
@@ -867,11 +866,11 @@ Result<std::unique_ptr<Communicator>> create_shm_communicator(const ShmOptions& 
   }
 
   const SteadyClock::time_point limit = SteadyClock::now() + identity.deadline;
-  Result<std::unique_ptr<StoreDirectory>> directory = StoreDirectory::open(options.store_directory);
-  FOREBAY_RETURN_IF_ERROR(directory.status());
-  StoreDirectory& store = *directory.value();
-  Result<internal::Meeting> meeting =
-      internal::meet(store, options.rank, options.size, limit, identity.deadline);
+  const internal::Participant me{options.rank, options.size, "shm " + options.configuration};
+  Result<std::unique_ptr<RendezvousStore>> opened = internal::open_rendezvous({options.store, me, {}, limit});
+  FOREBAY_RETURN_IF_ERROR(opened.status());
+  RendezvousStore& store = *opened.value();
+  Result<internal::Meeting> meeting = internal::meet(store, me, limit, identity.deadline);
   FOREBAY_RETURN_IF_ERROR(meeting.status());
   identity.generation = meeting.value().generation;
   Result<std::shared_ptr<Group>> group = join_group(store, identity, limit);

@@ -1,6 +1,5 @@
-// StoreDirectory: small files in one directory that all ranks see, for what must be known before there are
-// connections, and after they broke. A file appears whole or not at all (written under another name, then
-// renamed).
+// StoreDirectory: the RendezvousStore that is small files in one directory, which all ranks see. A file
+// appears whole or not at all (written under another name, then renamed).
 #pragma once
 
 #include <memory>
@@ -9,30 +8,27 @@
 #include <string_view>
 
 #include "forebay/status.h"
+#include "rendezvous_store.h"
 
 namespace forebay::internal {
 
-class StoreDirectory {
+class StoreDirectory final : public RendezvousStore {
  public:
   // Makes the directory (and its parent, one level) with mode 0700 when it is missing.
   // Errors: kInvalidArgument when it is not a directory, another user's, or writable by others; kIoError.
   static Result<std::unique_ptr<StoreDirectory>> open(const std::string& path);
 
   // Whoever made the directory removes it again, if it is empty.
-  ~StoreDirectory();
+  ~StoreDirectory() override;
   StoreDirectory(const StoreDirectory&) = delete;
   StoreDirectory& operator=(const StoreDirectory&) = delete;
 
-  const std::string& path() const noexcept { return path_; }
+  const std::string& where() const noexcept override { return path_; }
 
-  // Replaces the file if there is one.
-  Status write(const std::string& name, std::string_view content);
-  // Nothing when there is no such file or it cannot be read.
-  std::optional<std::string> read(const std::string& name) const;
-  // The content that is there after this call: ours when we were the first to give one, else the first one's.
-  // Nothing when the directory does not work.
-  std::optional<std::string> write_once(const std::string& name, std::string_view content);
-  void remove(const std::string& name) noexcept;
+  Status write(const std::string& name, std::string_view content) override;
+  std::optional<std::string> read(const std::string& name) const override;
+  std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
+  void remove(const std::string& name) noexcept override;
 
  private:
   StoreDirectory(std::string path, bool made, bool made_parent)

@@ -584,7 +584,7 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
   GlooOptions gloo;
   gloo.rank = environment.rank;
   gloo.size = environment.size;
-  gloo.store_directory = environment.store_directory;
+  gloo.store = environment.store;
   gloo.deadline = std::chrono::seconds(options.deadline_seconds);
   const Rank rank = make_rank(
       options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},

@@ -142,7 +142,7 @@ class Bench {
 void run_rank(int rank, int size, std::size_t bytes, int rounds, const std::string& store, std::byte* slots) {
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
   const std::unique_ptr<Communicator> communicator = value_or_throw(
-      create_shm_communicator({.rank = rank, .size = size, .store_directory = store}, *backend));
+      create_shm_communicator({.rank = rank, .size = size, .store = store}, *backend));
   Bench bench(*communicator, *backend, slots, bytes);
   struct Pair {
     const char* name;

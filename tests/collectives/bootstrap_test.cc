@@ -21,7 +21,7 @@ std::string derived(const std::string& launcher, const std::string& job) {
 TEST(LaunchEnvironment, ReadsEveryLauncher) {
   const std::vector<Good> cases = {
       {"none", {}, {.launcher = "none"}},
-      {"none with a store", {{"FOREBAY_STORE", "/s"}}, {.launcher = "none", .store_directory = "/s"}},
+      {"none with a store", {{"FOREBAY_STORE", "/s"}}, {.launcher = "none", .store = "/s"}},
       {"forebay",
        {{"FOREBAY_RANK", "2"},
         {"FOREBAY_SIZE", "4"},
@@ -108,10 +108,10 @@ TEST(LaunchEnvironment, ReadsEveryLauncher) {
     EXPECT_EQ(read.size, test.expected.size);
     EXPECT_EQ(read.local_rank, test.expected.local_rank);
     EXPECT_EQ(read.local_size, test.expected.local_size);
-    if (!test.expected.store_directory.empty()) {
-      EXPECT_EQ(read.store_directory, test.expected.store_directory);
+    if (!test.expected.store.empty()) {
+      EXPECT_EQ(read.store, test.expected.store);
     } else {
-      EXPECT_EQ(read.store_directory.empty(), read.size == 1);
+      EXPECT_EQ(read.store.empty(), read.size == 1);
     }
   }
 }
@@ -171,7 +171,7 @@ TEST(LaunchEnvironment, DifferentRunsGetDifferentStores) {
                           {"MASTER_PORT", "29500"}};
   const auto store = [](Variables variables, const char* name, const char* value) {
     variables[name] = value;
-    return read_launch_environment(variables).value().store_directory;
+    return read_launch_environment(variables).value().store;
   };
   const std::string same = store(base, "RANK", "1");
 
@@ -191,7 +191,7 @@ TEST(LaunchEnvironment, UsesTheRuntimeDirectoryOnlyWhenItExists) {
                          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
                          {"PMIX_NAMESPACE", "n"},
                          {"XDG_RUNTIME_DIR", "/no/such/directory"}};
-  EXPECT_EQ(read_launch_environment(variables).value().store_directory, derived("open-mpi", "n"));
+  EXPECT_EQ(read_launch_environment(variables).value().store, derived("open-mpi", "n"));
 }
 
 TEST(LaunchEnvironment, ReadsThisProcess) {

@@ -43,7 +43,7 @@ class GlooWorld final : public CommunicatorWorld {
   GlooWorld(int size, std::chrono::milliseconds deadline) : size_(size), deadline_(deadline) {}
   Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
     return create_gloo_communicator(
-        {.rank = rank, .size = size_, .store_directory = store_.path(), .deadline = deadline_}, backend,
+        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend,
         kernels);
   }
 
@@ -74,7 +74,7 @@ class GlooCommunicator : public ::testing::Test {
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
         Member member(create_host_backend(rank));
-        GlooOptions options{.rank = rank, .size = size, .store_directory = store, .deadline = deadline};
+        GlooOptions options{.rank = rank, .size = size, .store = store, .deadline = deadline};
         if (change) change(options);
         Result<std::unique_ptr<Communicator>> joined =
             create_gloo_communicator(options, member.backend(), member.kernels());
@@ -225,7 +225,7 @@ TEST_F(GlooCommunicator, RefusesAStoreThatOthersCanWrite) {
   ASSERT_EQ(chmod(store.path().c_str(), 0777), 0);
   Member member(create_host_backend(0));
 
-  const Status status = create_gloo_communicator({.rank = 0, .size = 2, .store_directory = store.path()},
+  const Status status = create_gloo_communicator({.rank = 0, .size = 2, .store = store.path()},
                                                  member.backend(), member.kernels())
                             .status();
 
@@ -243,7 +243,7 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
   }
   Member member(create_host_backend(0));
   const Status status = create_gloo_communicator(
-                            {.rank = 0, .size = 2, .store_directory = store.path(), .interface = "no-such-0"},
+                            {.rank = 0, .size = 2, .store = store.path(), .interface = "no-such-0"},
                             member.backend(), member.kernels())
                             .status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);

@@ -47,7 +47,7 @@ int run_rank(const std::vector<std::string>& arguments) {
   const std::string report = arguments[2] + "." + std::to_string(environment.rank);
   if (std::FILE* file = std::fopen((report + ".part").c_str(), "w")) {
     std::fprintf(file, "%d %d %d %d %d %s\n", environment.rank, environment.size, environment.local_rank,
-                 environment.local_size, static_cast<int>(getpid()), environment.store_directory.c_str());
+                 environment.local_size, static_cast<int>(getpid()), environment.store.c_str());
     std::fclose(file);
     std::rename((report + ".part").c_str(), report.c_str());
   }

@@ -67,7 +67,7 @@ int run(const std::vector<std::string>& arguments) {
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
   const std::unique_ptr<Kernels> kernels = value_or_throw(Kernels::create(*backend, {.thread_count = 1}));
   std::unique_ptr<Communicator> communicator = value_or_throw(create_gloo_communicator(
-      {.rank = environment.rank, .size = environment.size, .store_directory = environment.store_directory},
+      {.rank = environment.rank, .size = environment.size, .store = environment.store},
       *backend, *kernels));
   throw_if_error(communicator->barrier());
   std::printf("ready\n");

@@ -28,7 +28,7 @@ class ShmWorld final : public CommunicatorWorld {
   }
   Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels&) override {
     return create_shm_communicator(
-        {.rank = rank, .size = size_, .store_directory = store_.path(), .deadline = deadline_}, backend);
+        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend);
   }
 
  private:
@@ -83,7 +83,7 @@ std::vector<Status> join_all(const std::string& store, int size,
   run_ranks(size, [&](int rank) {
     Member member(create_host_backend(rank));
     Result<std::unique_ptr<Communicator>> joined = create_shm_communicator(
-        {.rank = rank, .size = size, .store_directory = store, .deadline = deadline}, member.backend());
+        {.rank = rank, .size = size, .store = store, .deadline = deadline}, member.backend());
     results[static_cast<std::size_t>(rank)] = joined.status();
     if (!joined.ok()) return;
     member.set_communicator(std::move(joined).value());
@@ -344,7 +344,7 @@ TEST(ShmCommunicator, RanksOfSeveralHostsAreToldSo) {
     if (rank == 1) {
       Member member(create_host_backend(rank));
       results[1] =
-          create_shm_communicator({.rank = 1, .size = 2, .store_directory = store.path(), .deadline = 30s},
+          create_shm_communicator({.rank = 1, .size = 2, .store = store.path(), .deadline = 30s},
                                   member.backend())
               .status();
       return;
@@ -370,7 +370,7 @@ TEST(ShmCommunicator, ARankThatCannotShareMemoryIsTheCauseOfAll) {
     if (rank == 0) {
       Member member(create_host_backend(rank));
       results[0] =
-          create_shm_communicator({.rank = 0, .size = 2, .store_directory = store.path(), .deadline = 30s},
+          create_shm_communicator({.rank = 0, .size = 2, .store = store.path(), .deadline = 30s},
                                   member.backend())
               .status();
       return;
@@ -387,7 +387,7 @@ TEST(ShmCommunicator, NamesTheRanksThatNeverCame) {
   const TemporaryDirectory store;
   Member member(create_host_backend(0));
   const Status status =
-      create_shm_communicator({.rank = 0, .size = 3, .store_directory = store.path(), .deadline = 200ms},
+      create_shm_communicator({.rank = 0, .size = 3, .store = store.path(), .deadline = 200ms},
                               member.backend())
           .status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout) << status.to_string();

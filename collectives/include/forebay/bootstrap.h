@@ -17,8 +17,8 @@ struct LaunchEnvironment {
   int size = 1;
   int local_rank = 0;
   int local_size = 1;
-  std::string store_directory;  // FOREBAY_STORE, or derived from the launcher's job id when all ranks share
-                                // this host.
+  std::string store;  // Where the ranks meet: FOREBAY_STORE, or derived from the launcher's job id when all
+                      // ranks share this host.
 };
 
 // Reads the process environment: FOREBAY_RANK/FOREBAY_SIZE, torchrun, Open MPI, PMIx, Slurm, in that order.

@@ -18,7 +18,7 @@
 //
 // What is left behind. The memory has no name in any file system: it is an anonymous file of rank 0, which
 // the others open through /proc while they join. So it is gone with the last process, however that ended. In
-// the store directory there is one file while the ranks join, and one with the cause if that fails.
+// the store there is one text while the ranks join, and one with the cause if that fails.
 //
 // Requires: one host, one process namespace and one user; ranks find out by the boot's id and the namespaces,
 // never by names or variables of the environment.
@@ -37,8 +37,10 @@ namespace forebay {
 struct ShmOptions {
   int rank = 0;
   int size = 1;
-  // A directory all ranks see, private to this run (0700) and empty before it: where they meet.
-  std::string store_directory;
+  // Where the ranks meet: a directory all ranks see, private to this run (0700) and empty before it.
+  std::string store;
+  // Any text that must be the same on every rank: those that differ refuse each other when they meet.
+  std::string configuration;
   std::chrono::milliseconds deadline{60'000};  // Of joining, and of each operation from when it begins.
 };
 
