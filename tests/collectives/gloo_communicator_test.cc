@@ -43,8 +43,7 @@ class GlooWorld final : public CommunicatorWorld {
   GlooWorld(int size, std::chrono::milliseconds deadline) : size_(size), deadline_(deadline) {}
   Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
     return create_gloo_communicator(
-        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend,
-        kernels);
+        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend, kernels);
   }
 
  private:
@@ -160,7 +159,7 @@ TEST_F(GlooCommunicator, FilesOfAnEarlierRunAreNotBelieved) {
   for (int rank = 0; rank < 3; ++rank) {
     earlier.emplace_back([&, rank] {
       const auto met =
-          internal::meet(*directory.value(), rank, 3, std::chrono::steady_clock::now() + 30s, 30s);
+          internal::meet(*directory.value(), {rank, 3, {}}, std::chrono::steady_clock::now() + 30s, 30s);
       EXPECT_TRUE(met.ok()) << met.status().to_string();
     });
   }
@@ -242,10 +241,10 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
     for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
   }
   Member member(create_host_backend(0));
-  const Status status = create_gloo_communicator(
-                            {.rank = 0, .size = 2, .store = store.path(), .interface = "no-such-0"},
-                            member.backend(), member.kernels())
-                            .status();
+  const Status status =
+      create_gloo_communicator({.rank = 0, .size = 2, .store = store.path(), .interface = "no-such-0"},
+                               member.backend(), member.kernels())
+          .status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("no-such-0"), std::string::npos) << status.message();
 }

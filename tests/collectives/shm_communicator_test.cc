@@ -343,16 +343,15 @@ TEST(ShmCommunicator, RanksOfSeveralHostsAreToldSo) {
   run_ranks(2, [&](int rank) {
     if (rank == 1) {
       Member member(create_host_backend(rank));
-      results[1] =
-          create_shm_communicator({.rank = 1, .size = 2, .store = store.path(), .deadline = 30s},
-                                  member.backend())
-              .status();
+      results[1] = create_shm_communicator({.rank = 1, .size = 2, .store = store.path(), .deadline = 30s},
+                                           member.backend())
+                       .status();
       return;
     }
     // What rank 0 of another host would leave.
     auto directory = value_or_throw(internal::StoreDirectory::open(store.path()));
-    const internal::Meeting meeting =
-        value_or_throw(internal::meet(*directory, 0, 2, std::chrono::steady_clock::now() + 30s, 30s));
+    const internal::Meeting meeting = value_or_throw(
+        internal::meet(*directory, {0, 2, "shm "}, std::chrono::steady_clock::now() + 30s, 30s));
     throw_if_error(directory->write(meeting.generation + ".segment", "elsewhere pid:[1] user:[1]\n1 1 3\n"));
     for (;;) {
       if (directory->read(meeting.generation + ".failed")) return;
@@ -369,15 +368,14 @@ TEST(ShmCommunicator, ARankThatCannotShareMemoryIsTheCauseOfAll) {
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
       Member member(create_host_backend(rank));
-      results[0] =
-          create_shm_communicator({.rank = 0, .size = 2, .store = store.path(), .deadline = 30s},
-                                  member.backend())
-              .status();
+      results[0] = create_shm_communicator({.rank = 0, .size = 2, .store = store.path(), .deadline = 30s},
+                                           member.backend())
+                       .status();
       return;
     }
     auto directory = value_or_throw(internal::StoreDirectory::open(store.path()));
-    const internal::Meeting meeting =
-        value_or_throw(internal::meet(*directory, 1, 2, std::chrono::steady_clock::now() + 30s, 30s));
+    const internal::Meeting meeting = value_or_throw(
+        internal::meet(*directory, {1, 2, "shm "}, std::chrono::steady_clock::now() + 30s, 30s));
     directory->write_once(meeting.generation + ".failed", "3\nrank 1 is elsewhere");
   });
   EXPECT_EQ(results[0].to_string(), "kUnsupported: rank 1 is elsewhere");
