@@ -64,6 +64,12 @@ Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all,
                  std::to_string(mine.size() * static_cast<std::size_t>(size)));
 }
 
+Status check_vote(std::span<const std::byte> decision) {
+  if (decision.size() <= kDecisionBytesMax) return {};
+  return invalid("vote: a decision of " + std::to_string(decision.size()) + " bytes; " +
+                 std::to_string(kDecisionBytesMax) + " are allowed");
+}
+
 Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments) {
   const std::size_t bytes = arguments.count * element_bytes(arguments.type);
   return {{.count = arguments.count,

@@ -17,6 +17,7 @@ Status check_arguments(const AllGatherArguments& arguments, int size);
 Status check_peer(const char* operation, const void* address, std::size_t bytes, int peer, int rank,
                   int size);
 Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size);
+Status check_vote(std::span<const std::byte> decision);
 
 // One collective of one rank, in bytes: slice `r` of the source goes to rank r, and what comes from rank r
 // goes to slice r of the target. A source stride of 0 gives every rank the same slice.

@@ -22,6 +22,7 @@ enum class Operation : std::uint32_t {
   kSend,
   kRecv
 };
+inline constexpr std::size_t kOperationCount = static_cast<std::size_t>(Operation::kRecv) + 1;
 
 // Travels between processes as it is: fixed-size fields, no padding, and only between machines of one byte
 // order.

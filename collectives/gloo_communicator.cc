@@ -46,34 +46,42 @@
 #include "arguments.h"
 #include "fingerprint.h"
 #include "first_cause.h"
-#include "forebay/stream_call.h"
+#include "forebay/host_gradients.h"
 #include "meeting.h"
 #include "rendezvous_store.h"
+#include "transport.h"
 
 namespace forebay {
 namespace {
 
+using internal::Ballot;
 using internal::Collective;
 using internal::Fingerprint;
+using internal::kDeadlineMax;
+using internal::Membership;
 using internal::Operation;
 using internal::Piece;
 using internal::RendezvousStore;
 using internal::SplitWish;
+using internal::Transport;
+using internal::TransportPlane;
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Longer deadlines would overflow the arithmetic inside Gloo and condition_variable.
-constexpr milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
 // Gloo closes all connections of a context when a wait of it times out, before that rank can publish why. A
 // rank that sees a connection close gives the other this long to publish before it reports its own view.
 constexpr milliseconds kCauseWaitMax{200};
 constexpr milliseconds kPoll{2};
+// How long a rank that has failed waits for the votes of the others, which hear of it within milliseconds and
+// then say what they voted for. One that died says nothing.
+constexpr milliseconds kVoteWaitMax{2000};
 // How long a rank that leaves tries to say so, should a peer's socket be full. After it the peer takes this
 // rank for dead.
 constexpr milliseconds kGoodbyeMax{200};
 // Gloo waits up to five times a context's timeout for one connection.
 constexpr int kGlooConnectFactor = 5;
 constexpr std::uint64_t kNeverSent = ~std::uint64_t{0};
+constexpr std::uint64_t kNoStep = ~std::uint64_t{0};
 
 // A peer that dies while we write makes the kernel send SIGPIPE, which would end this process instead of
 // giving an error to handle. The signal is kept from this thread, and taken back if one came.
@@ -215,46 +223,34 @@ std::uint32_t hash(const Fingerprint& fingerprint) {
 
 constexpr std::byte kLeaving{1};
 
-struct Identity {
-  int rank;
-  int size;
-  milliseconds deadline;
-  std::string generation;  // Names this communicator's texts; empty when it has no peers.
-};
-
-// What a communicator and its queued operations share.
-class Mesh {
+class Mesh final : public Transport {
  public:
-  Mesh(Identity identity, std::shared_ptr<RendezvousStore> store,
+  Mesh(Membership membership, std::shared_ptr<RendezvousStore> store,
        std::shared_ptr<gloo::transport::Device> device)
-      : identity_(std::move(identity)), store_(std::move(store)), device_(std::move(device)) {}
-  ~Mesh() { leave(); }
-  Mesh(const Mesh&) = delete;
-  Mesh& operator=(const Mesh&) = delete;
-
-  int rank() const noexcept { return identity_.rank; }
-  int size() const noexcept { return identity_.size; }
-  const Identity& identity() const noexcept { return identity_; }
-  const std::shared_ptr<RendezvousStore>& store() const noexcept { return store_; }
-  const std::shared_ptr<gloo::transport::Device>& device() const noexcept { return device_; }
-  SteadyClock::time_point deadline() const { return SteadyClock::now() + identity_.deadline; }
-  Traffic traffic() const { return {sent_bytes_.load(), received_bytes_.load()}; }
+      : Transport(std::move(membership)), store_(std::move(store)), device_(std::move(device)) {}
+  ~Mesh() override { leave(); }
 
   Status connect(SteadyClock::time_point deadline);
 
-  Status status() const {
+  const char* name() const noexcept override { return "gloo"; }
+  Status status() override {
     const std::lock_guard lock(mutex_);
     return failure_;
   }
+  Status fail(const Status& cause) noexcept override;
 
-  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
-  // first cause.
-  Status fail(const Status& cause) noexcept;
-
-  Status transfer(Plane plane, const Fingerprint& fingerprint, const Piece& piece);
+  Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) override;
+  Status gather(TransportPlane plane, const Fingerprint& fingerprint, const Piece& piece) override {
+    return transfer(plane == TransportPlane::kData ? kDataPlane : kControlPlane, fingerprint, piece);
+  }
   Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
-              std::uint64_t sequence);
-  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, std::uint64_t sequence);
+              std::uint64_t sequence) override;
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag,
+              std::uint64_t sequence) override;
+  Status vote(std::uint64_t step, std::span<const std::byte> decision) override;
+  std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override;
+  Result<std::shared_ptr<Transport>> split(Membership membership, const std::vector<SplitWish>& members,
+                                           const Exchange& exchange) override;
 
  private:
   using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
@@ -285,7 +281,13 @@ class Mesh {
 
   enum class Direction : std::uint8_t { kReceived, kSent };
 
-  std::string failure_name() const { return identity_.generation + ".failed"; }
+  std::string failure_name() const { return membership().generation + ".failed"; }
+  std::string vote_name(int of_rank) const {
+    return membership().generation + ".vote." + std::to_string(of_rank);
+  }
+  void publish_vote(const Ballot& ballot);
+
+  Status transfer(Plane plane, const Fingerprint& fingerprint, const Piece& piece);
 
   Buffer buffer(Plane plane, const void* address, std::size_t bytes) {
     return contexts_[plane]->createUnboundBuffer(const_cast<void*>(address), bytes);
@@ -314,7 +316,7 @@ class Mesh {
   std::vector<int> find_lost(Plane plane, const std::vector<int>& candidates);
 
   // Lets this rank or another publish why a connection is closed, if it can.
-  void wait_for_cause() const;
+  void wait_for_cause();
 
   // Posts the receives of all goodbyes and starts the thread that waits for them.
   void start_watching();
@@ -322,7 +324,6 @@ class Mesh {
   // Ends the thread, and unless this communicator has failed tells the peers that its end is in order.
   void leave() noexcept;
 
-  const Identity identity_;
   // Shared with the communicators split from this one: texts of each are there, and whoever is last closes
   // it.
   const std::shared_ptr<RendezvousStore> store_;
@@ -333,11 +334,10 @@ class Mesh {
   Buffer goodbye_in_;  // Over goodbyes_; null until watched.
   std::thread watcher_;
   std::atomic<bool> connected_{false};
-  std::atomic<std::uint64_t> sent_bytes_{0};
-  std::atomic<std::uint64_t> received_bytes_{0};
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   // Guarded by mutex_.
   Status failure_;
+  Ballot ballot_;  // Does not change any more once failure_ is set.
   std::vector<std::vector<gloo::transport::UnboundBuffer*>*> in_flight_;
 };
 
@@ -351,7 +351,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
       auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
       context->setTimeout(std::max(left / kGlooConnectFactor, milliseconds(1)));
       stores[plane] = std::make_shared<GlooStore>(
-          *store_, identity_.generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
+          *store_, membership().generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
       std::shared_ptr<gloo::transport::Device> device = device_;
       connect_full_mesh(*context, stores[plane], device);
       contexts_[plane] = std::move(context);
@@ -395,10 +395,12 @@ Status Mesh::fail(const Status& cause) noexcept {
       if (const auto published = store_->write_once(failure_name(), internal::encode_cause(cause)))
         first = internal::decode_cause(*published);
     }
+    Ballot ballot;
     {
       const std::lock_guard lock(mutex_);
       if (!failure_.ok()) return failure_;
       failure_ = first;
+      ballot = ballot_;
       for (const auto* buffers : in_flight_) {
         for (gloo::transport::UnboundBuffer* waiting : *buffers) {
           waiting->abortWaitRecv();
@@ -406,6 +408,7 @@ Status Mesh::fail(const Status& cause) noexcept {
         }
       }
     }
+    if (size() > 1) publish_vote(ballot);
     for (const auto& context : contexts_) {
       if (context != nullptr) context->closeConnections();
     }
@@ -427,7 +430,7 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
     const std::string who = missing.empty() ? internal::rank_list(candidates) + " did not finish it"
                                             : internal::rank_list(missing) + " did not come";
     return fail(Status(StatusCode::kTimeout, where + who + " within " +
-                                                 std::to_string(identity_.deadline.count()) +
+                                                 std::to_string(membership().deadline.count()) +
                                                  " ms; look at what they do, or raise the deadline"));
   }
   std::vector<int> lost = find_lost(plane, candidates);
@@ -437,7 +440,7 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
                                                 error.what() + "); see why it ended"));
 }
 
-void Mesh::wait_for_cause() const {
+void Mesh::wait_for_cause() {
   const auto patience = SteadyClock::now() + kCauseWaitMax;
   while (status().ok() && !store_->read(failure_name()) && SteadyClock::now() < patience)
     std::this_thread::sleep_for(kPoll);
@@ -588,11 +591,6 @@ Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& 
     std::sort(peers.begin(), peers.end());
     return diagnose(error, plane, describe(fingerprint), peers, missing, limit);
   }
-  if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
-    const std::uint64_t moved = piece.bytes * static_cast<std::uint64_t>(peer_count);
-    sent_bytes_.fetch_add(moved);
-    received_bytes_.fetch_add(moved);
-  }
   return {};
 }
 
@@ -618,7 +616,6 @@ Status Mesh::send(const std::byte* source, std::size_t bytes, int peer, std::uin
                         " with tag " + std::to_string(tag),
                     {peer}, {peer}, limit);
   }
-  sent_bytes_.fetch_add(bytes);
   return {};
 }
 
@@ -648,127 +645,67 @@ Status Mesh::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t 
   } catch (const std::exception& error) {
     return diagnose(error, kDataPlane, what, {peer}, {peer}, limit);
   }
-  received_bytes_.fetch_add(bytes);
   return {};
 }
 
-class GlooCommunicator final : public Communicator {
- public:
-  GlooCommunicator(std::shared_ptr<Mesh> mesh, Backend& backend, Kernels& kernels)
-      : mesh_(std::move(mesh)), backend_(backend), kernels_(kernels) {}
-
-  int rank() const noexcept override { return mesh_->rank(); }
-  int size() const noexcept override { return mesh_->size(); }
-  const char* name() const noexcept override { return "gloo"; }
-
-  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(mesh_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
-    if (size() > 1)
-      FOREBAY_RETURN_IF_ERROR(queue_transfer(internal::reduce_scatter_transfer(arguments), stream));
-    if (arguments.count == 0) return {};
-    return fail_unless_ok(
-        kernels_.accumulate(internal::accumulate_arguments(arguments, rank(), size()), stream));
+Status Mesh::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  if (size() > 1) {
+    FOREBAY_RETURN_IF_ERROR(
+        transfer(kDataPlane, fingerprint, internal::reduce_scatter_transfer(arguments).piece));
   }
+  const Status added = host_accumulate(internal::accumulate_arguments(arguments, rank(), size()));
+  return added.ok() ? added : fail(added.with_context("rank " + std::to_string(rank())));
+}
 
-  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(mesh_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
-    return queue_transfer(internal::all_gather_transfer(arguments), stream);
+// --- votes ---
+
+Status Mesh::vote(std::uint64_t step, std::span<const std::byte> decision) {
+  const std::lock_guard lock(mutex_);
+  if (failure_.ok()) ballot_.mark(step, decision);
+  return failure_;
+}
+
+// A rank that fails says once and for all what it voted for: the step, then the decision.
+void Mesh::publish_vote(const Ballot& ballot) {
+  const std::uint64_t step = ballot.cast ? ballot.step : kNoStep;
+  std::string text(reinterpret_cast<const char*>(&step), sizeof(step));
+  text.append(reinterpret_cast<const char*>(ballot.decision.data()), ballot.decision.size());
+  static_cast<void>(store_->write(vote_name(rank()), text));
+}
+
+std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ballot_.is_for(step)) return ballot_.decision;
   }
-
-  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
-              Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(mesh_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank(), size()));
-    const std::uint64_t sequence = sends_[{peer, tag}]++;
-    return queue(stream, [=](Mesh& mesh) { return mesh.send(source, bytes, peer, tag, sequence); });
+  const SteadyClock::time_point limit = SteadyClock::now() + kVoteWaitMax;
+  std::vector<char> said(static_cast<std::size_t>(size()));
+  said[static_cast<std::size_t>(rank())] = 1;
+  while (std::count(said.begin(), said.end(), 1) < size() && SteadyClock::now() < limit) {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (said[static_cast<std::size_t>(peer)]) continue;
+      const std::optional<std::string> text = store_->read(vote_name(peer));
+      std::uint64_t voted = kNoStep;
+      if (!text || text->size() < sizeof(voted)) continue;
+      said[static_cast<std::size_t>(peer)] = 1;
+      std::memcpy(&voted, text->data(), sizeof(voted));
+      if (voted != step) continue;
+      const auto* const decision = reinterpret_cast<const std::byte*>(text->data()) + sizeof(voted);
+      return std::vector<std::byte>(decision, decision + (text->size() - sizeof(voted)));
+    }
+    std::this_thread::sleep_for(kPoll);
   }
+  return std::nullopt;
+}
 
-  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(mesh_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank(), size()));
-    const std::uint64_t sequence = recvs_[{peer, tag}]++;
-    return queue(stream, [=](Mesh& mesh) { return mesh.recv(target, bytes, peer, tag, sequence); });
-  }
-
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    FOREBAY_RETURN_IF_ERROR(mesh_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_exchange(mine, all, size()));
-    return control(Operation::kExchange, mine, all);
-  }
-
-  Status barrier() override { return control(Operation::kBarrier, {}, {}); }
-
-  Result<std::unique_ptr<Communicator>> split(int color, int key) override {
-    const SplitWish mine{color, key, rank()};
-    std::vector<SplitWish> all(static_cast<std::size_t>(size()));
-    const std::uint64_t sequence = control_sequence_;
-    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, std::as_bytes(std::span(&mine, 1)),
-                                    std::as_writable_bytes(std::span(all))));
-    const std::vector<SplitWish> members = internal::split_members(std::move(all), color);
-    const auto place = std::find_if(members.begin(), members.end(),
-                                    [&](const SplitWish& wish) { return wish.rank == mine.rank; });
-    // All members compute the same name, and no other group of this run does.
-    Identity identity{.rank = static_cast<int>(place - members.begin()),
-                      .size = static_cast<int>(members.size()),
-                      .deadline = mesh_->identity().deadline,
-                      .generation = mesh_->identity().generation + "-" + std::to_string(sequence) + "." +
-                                    std::to_string(members.front().rank)};
-    auto mesh = std::make_shared<Mesh>(std::move(identity), mesh_->store(), mesh_->device());
-    FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
-    return std::unique_ptr<Communicator>(
-        std::make_unique<GlooCommunicator>(std::move(mesh), backend_, kernels_));
-  }
-
-  Status status() const override { return mesh_->status(); }
-
-  void abort(const Status& cause) noexcept override {
-    static_cast<void>(mesh_->fail(
-        cause.ok() ? Status(StatusCode::kPeerLost,
-                            "rank " + std::to_string(rank()) + " aborted the communicator without a cause")
-                   : cause));
-  }
-
-  Traffic traffic() const override { return mesh_->traffic(); }
-
- private:
-  Status fail_unless_ok(const Status& status) {
-    // The peers' half of this operation would wait for ours until the deadline; tell them now.
-    if (!status.ok()) static_cast<void>(mesh_->fail(status.with_context("rank " + std::to_string(rank()))));
-    return status;
-  }
-
-  Status control(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
-    Collective collective = internal::control_transfer(operation, mine, all);
-    collective.fingerprint.sequence = control_sequence_++;
-    return mesh_->transfer(kControlPlane, collective.fingerprint, collective.piece);
-  }
-
-  Status queue_transfer(Collective collective, Stream stream) {
-    collective.fingerprint.sequence = data_sequence_++;
-    return queue(stream, [collective](Mesh& mesh) {
-      return mesh.transfer(kDataPlane, collective.fingerprint, collective.piece);
-    });
-  }
-
-  template <typename Function>
-  Status queue(Stream stream, Function operation) {
-    // The failure of an operation is the mesh's: status() reports it. The closure keeps the mesh alive: it
-    // may run after this communicator is gone.
-    return fail_unless_ok(
-        call_on(backend_, stream, [mesh = mesh_, operation] { static_cast<void>(operation(*mesh)); }));
-  }
-
-  const std::shared_ptr<Mesh> mesh_;  // Shared with queued operations.
-  Backend& backend_;
-  Kernels& kernels_;
-  // Data operations are issued from one thread at a time, control operations from one thread at a time.
-  std::uint64_t data_sequence_ = 0;
-  std::map<std::pair<int, std::uint32_t>, std::uint64_t> sends_;  // By peer and tag.
-  std::map<std::pair<int, std::uint32_t>, std::uint64_t> recvs_;
-  std::uint64_t control_sequence_ = 0;
-};
+Result<std::shared_ptr<Transport>> Mesh::split(Membership membership,
+                                               const std::vector<SplitWish>& /*members*/,
+                                               const Exchange& /*exchange*/) {
+  auto mesh = std::make_shared<Mesh>(std::move(membership), store_, device_);
+  FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
+  return std::shared_ptr<Transport>(std::move(mesh));
+}
 
 std::string numeric(const sockaddr* address, socklen_t length) {
   char text[NI_MAXHOST] = {};
@@ -840,29 +777,17 @@ bool gloo_available() noexcept {
   return true;
 }
 
-Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend,
-                                                               Kernels& kernels) {
-  if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
-    return Status(StatusCode::kInvalidArgument, "rank " + std::to_string(options.rank) + " of " +
-                                                    std::to_string(options.size) +
-                                                    " ranks does not exist; ranks are 0 to size - 1");
-  }
-  if (!backend.capabilities().host_accessible) {
-    return Status(StatusCode::kUnsupported, std::string("gloo sends from host memory, which the memory of ") +
-                                                backend.capabilities().name +
-                                                " is not; use the host backend or another communicator");
-  }
-  Identity identity{.rank = options.rank,
-                    .size = options.size,
-                    .deadline = std::clamp(options.deadline, milliseconds(1), kDeadlineMax),
-                    .generation = {}};
+Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend) {
+  Result<Membership> checked =
+      internal::check_membership("gloo", options.rank, options.size, options.deadline, backend);
+  FOREBAY_RETURN_IF_ERROR(checked.status());
+  Membership membership = std::move(checked).value();
   if (options.size == 1) {
-    auto mesh = std::make_shared<Mesh>(std::move(identity), nullptr, nullptr);
-    return std::unique_ptr<Communicator>(
-        std::make_unique<GlooCommunicator>(std::move(mesh), backend, kernels));
+    return internal::create_process_communicator(
+        std::make_shared<Mesh>(std::move(membership), nullptr, nullptr), backend);
   }
 
-  const SteadyClock::time_point deadline = SteadyClock::now() + identity.deadline;
+  const SteadyClock::time_point deadline = SteadyClock::now() + membership.deadline;
   const internal::Participant me{options.rank, options.size, "gloo " + options.configuration};
   Result<std::unique_ptr<RendezvousStore>> opened =
       internal::open_rendezvous({options.store, me, options.interface, deadline});
@@ -871,7 +796,7 @@ Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions
   const std::string interface = options.interface.empty() ? store->local_address() : options.interface;
   Result<std::shared_ptr<gloo::transport::Device>> device = create_device(interface);
   FOREBAY_RETURN_IF_ERROR(device.status());
-  Result<internal::Meeting> meeting = internal::meet(*store, me, deadline, identity.deadline);
+  Result<internal::Meeting> meeting = internal::meet(*store, me, deadline, membership.deadline);
   FOREBAY_RETURN_IF_ERROR(meeting.status());
   if (interface.empty() && !meeting.value().one_host) {
     return Status(
@@ -881,11 +806,11 @@ Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions
             ") and the default is to listen on the loopback address only; give the address or interface "
             "that the hosts share");
   }
-  identity.generation = meeting.value().generation;
-  auto mesh = std::make_shared<Mesh>(std::move(identity), store, device.value());
+  membership.generation = meeting.value().generation;
+  auto mesh = std::make_shared<Mesh>(std::move(membership), store, device.value());
   FOREBAY_RETURN_IF_ERROR(mesh->connect(deadline));
   internal::leave_meeting(*store, options.rank);
-  return std::unique_ptr<Communicator>(std::make_unique<GlooCommunicator>(std::move(mesh), backend, kernels));
+  return internal::create_process_communicator(std::move(mesh), backend);
 }
 
 }  // namespace forebay

@@ -12,12 +12,16 @@
 #include "arguments.h"
 #include "fingerprint.h"
 #include "forebay/stream_call.h"
+#include "operation_book.h"
+#include "transport.h"
 
 namespace forebay {
 namespace {
 
 using internal::Fingerprint;
+using internal::Issued;
 using internal::Operation;
+using internal::OperationBook;
 using internal::Piece;
 using internal::SplitWish;
 
@@ -181,7 +185,10 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
         options_(std::move(options)),
         own_clock_(std::move(own_clock)),
         clock_(options_.clock != nullptr ? *options_.clock : *own_clock_),
-        members_(static_cast<std::size_t>(size)) {}
+        members_(static_cast<std::size_t>(size)) {
+    for (int rank = 0; rank < size; ++rank)
+      member(rank).book = std::make_unique<OperationBook>(rank, size, [this] { return clock_.now(); });
+  }
 
   Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend, Kernels& kernels) override;
 
@@ -198,9 +205,20 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
     fail_locked(std::move(cause));
   }
 
-  Traffic traffic(int rank) {
+  OperationBook& book(int rank) { return *member(rank).book; }
+
+  Status vote(int rank, std::uint64_t step, std::span<const std::byte> decision) {
     const std::lock_guard lock(clock_.mutex());
-    return member(rank).traffic;
+    if (failure_.ok()) member(rank).ballot.mark(step, decision);
+    return failure_;
+  }
+  // No vote is taken any more once the group has failed, so there is nothing to wait for.
+  std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) {
+    const std::lock_guard lock(clock_.mutex());
+    for (const Member& other : members_) {
+      if (other.ballot.is_for(step)) return other.ballot.decision;
+    }
+    return std::nullopt;
   }
 
   // A data operation of `rank` was queued; finish_operation follows when it has run, or could not be queued
@@ -237,7 +255,8 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
     bool taken = false;
     bool closed = false;
     std::uint64_t outstanding_count = 0;  // Data operations queued and not run yet.
-    Traffic traffic;
+    internal::Ballot ballot;
+    std::unique_ptr<OperationBook> book;
   };
   struct Split {
     std::shared_ptr<LocalGroupImpl> group;
@@ -284,7 +303,6 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   Status copy_by_host(std::unique_lock<std::mutex>& lock, Plane plane, int rank, Round& round,
                       HostClock::Nanoseconds limit);
   Status copy_by_backend(std::unique_lock<std::mutex>& lock, Round& round, bool last);
-  void count_round(int rank, std::size_t bytes);
 
   // Lets the modelled link's time for `bytes` pass. Returns early when the group fails.
   void pass_link_time(std::unique_lock<std::mutex>& lock, HostClock::Nanoseconds start, std::uint64_t bytes);
@@ -349,14 +367,6 @@ void LocalGroupImpl::pass_link_time(std::unique_lock<std::mutex>& lock, HostCloc
       lock, [&] { return !failure_.ok(); }, after(start, duration));
 }
 
-void LocalGroupImpl::count_round(int rank, std::size_t bytes) {
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank) continue;
-    member(r).traffic.sent_bytes += bytes;
-    member(rank).traffic.received_bytes += bytes;
-  }
-}
-
 Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece,
                                  const Port& port) {
   const auto me = static_cast<std::size_t>(rank);
@@ -416,7 +426,6 @@ Status LocalGroupImpl::copy_by_host(std::unique_lock<std::mutex>& lock, Plane pl
   internal::place_own(piece, rank);
   lock.lock();
   --round.copying_count;
-  if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) count_round(rank, piece.bytes);
   round.copied[me] = 1;
   ++round.copied_count;
   clock_.notify();
@@ -431,7 +440,6 @@ Status LocalGroupImpl::copy_by_backend(std::unique_lock<std::mutex>& lock, Round
     lock.lock();
     --round.copying_count;
     if (queued.ok()) {
-      for (int r = 0; r < size_; ++r) count_round(r, round.pieces[static_cast<std::size_t>(r)].bytes);
       round.copied_count = size_;
     } else {
       fail_locked(queued);
@@ -519,11 +527,7 @@ Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* ta
     fail_locked(std::move(queued));
     copies = false;
   }
-  if (copies) {
-    member(peer).traffic.sent_bytes += bytes;
-    member(rank).traffic.received_bytes += bytes;
-    message.done = true;
-  }
+  if (copies) message.done = true;
   message.copying = false;
   clock_.notify();
   return copies ? Status() : failure_;
@@ -584,7 +588,7 @@ class LocalCommunicator final : public Communicator {
               Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank_, size()));
-    return queue(stream,
+    return queue(stream, message(Operation::kSend, bytes, peer, tag),
                  [group = group_.get(), rank = rank_, peer, tag, source, bytes, port = port_on(stream)] {
                    return group->send(rank, peer, tag, source, bytes, port);
                  });
@@ -593,7 +597,7 @@ class LocalCommunicator final : public Communicator {
   Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank_, size()));
-    return queue(stream,
+    return queue(stream, message(Operation::kRecv, bytes, peer, tag),
                  [group = group_.get(), rank = rank_, peer, tag, target, bytes, port = port_on(stream)] {
                    return group->recv(rank, peer, tag, target, bytes, port);
                  });
@@ -632,9 +636,29 @@ class LocalCommunicator final : public Communicator {
                             : cause);
   }
 
-  Traffic traffic() const override { return group_->traffic(rank_); }
+  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+    FOREBAY_RETURN_IF_ERROR(internal::check_vote(decision));
+    return group_->vote(rank_, step, decision);
+  }
+  std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {
+    return group_->survivors_vote(step);
+  }
+
+  Traffic traffic() const override { return group_->book(rank_).traffic(); }
+  std::vector<OperationTraffic> operation_traffic() const override {
+    return group_->book(rank_).operation_traffic();
+  }
+  std::vector<OperationRecord> last_operations() const override {
+    return group_->book(rank_).last_operations();
+  }
 
  private:
+  static Issued message(Operation operation, std::size_t bytes, int peer, std::uint32_t tag) {
+    return {.fingerprint = {.count = bytes, .operation = static_cast<std::uint32_t>(operation)},
+            .peer = peer,
+            .tag = tag};
+  }
+
   Status fail_unless_ok(Status status) {
     // The peers' half of this operation would wait for ours until the deadline; tell them now.
     if (!status.ok()) group_->fail(status.with_context("rank " + std::to_string(rank_)));
@@ -645,12 +669,27 @@ class LocalCommunicator final : public Communicator {
                  std::span<std::byte> all) {
     internal::Collective collective = internal::control_transfer(operation, mine, all);
     collective.fingerprint.sequence = sequence;
-    return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece, {});
+    const Issued issued{.fingerprint = collective.fingerprint};
+    return recorded(*group_, rank_, group_->book(rank_).issue(issued), issued, [&] {
+      return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece, {});
+    });
+  }
+
+  // Carries out what the book has as `number`.
+  template <typename Function>
+  static Status recorded(LocalGroupImpl& group, int rank, std::uint64_t number, const Issued& issued,
+                         Function operation) {
+    OperationBook& book = group.book(rank);
+    book.begin(number);
+    const Status status = operation();
+    book.end(number, issued, status.ok());
+    return status;
   }
 
   Status queue_round(internal::Collective collective, Stream stream) {
     collective.fingerprint.sequence = data_sequence_++;
-    return queue(stream, [group = group_.get(), rank = rank_, collective, port = port_on(stream)] {
+    const Issued issued{.fingerprint = collective.fingerprint};
+    return queue(stream, issued, [group = group_.get(), rank = rank_, collective, port = port_on(stream)] {
       return group->run_round(kDataPlane, rank, collective.fingerprint, collective.piece, port);
     });
   }
@@ -663,27 +702,30 @@ class LocalCommunicator final : public Communicator {
 
   // Queues `operation`, or the scripted fault in its place. With a port it queues by itself.
   template <typename Function>
-  Status queue(Stream stream, Function operation) {
+  Status queue(Stream stream, const Issued& issued, Function operation) {
     const LocalOptions& options = group_->options();
     const bool faulty = options.fault_rank == rank_ && options.fault_operation == operation_count_;
     ++operation_count_;
-    if (port_.used()) {
-      if (!faulty) return operation();
-      group_->fail(options.fault);
-      return group_->status();
-    }
+    const std::uint64_t number = group_->book(rank_).issue(issued);
+    // The failure of an operation is the group's: status() reports it.
+    const auto run = [group = group_.get(), rank = rank_, faulty, number, issued, operation] {
+      return recorded(*group, rank, number, issued, [&] {
+        if (!faulty) return operation();
+        group->fail(group->options().fault);
+        return group->status();
+      });
+    };
+    if (port_.used()) return run();
     group_->begin_operation(rank_);
     // The closure keeps the group alive: it may run after this communicator is gone.
-    Status status = call_on(backend_, stream, [group = group_, rank = rank_, faulty, operation] {
-      // The failure of an operation is the group's: status() reports it.
-      if (faulty) {
-        group->fail(group->options().fault);
-      } else {
-        static_cast<void>(operation());
-      }
+    Status status = call_on(backend_, stream, [group = group_, rank = rank_, run] {
+      static_cast<void>(run());
       group->finish_operation(rank);
     });
-    if (!status.ok()) group_->finish_operation(rank_);
+    if (!status.ok()) {
+      group_->finish_operation(rank_);
+      group_->book(rank_).end(number, issued, false);
+    }
     return fail_unless_ok(std::move(status));
   }
 

@@ -7,8 +7,7 @@ bool gloo_available() noexcept {
   return false;
 }
 
-Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend&,
-                                                               Kernels&) {
+Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend&) {
   return Status(
       StatusCode::kUnsupported,
       "cannot connect " + std::to_string(options.size) +

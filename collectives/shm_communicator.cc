@@ -29,18 +29,18 @@
 #include "fingerprint.h"
 #include "first_cause.h"
 #include "forebay/host_gradients.h"
-#include "forebay/stream_call.h"
 #include "meeting.h"
 #include "rendezvous_store.h"
 #include "shm_segment.h"
+#include "transport.h"
 
 namespace forebay {
 namespace {
 
-using internal::Collective;
 using internal::Fingerprint;
 using internal::kShmControlPlane;
 using internal::kShmDataPlane;
+using internal::Membership;
 using internal::Operation;
 using internal::Piece;
 using internal::ProcessIdentity;
@@ -51,12 +51,12 @@ using internal::ShmPlane;
 using internal::ShmPresence;
 using internal::ShmSegment;
 using internal::SplitWish;
+using internal::Transport;
+using internal::TransportPlane;
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
-// Longer deadlines would overflow the clock's arithmetic.
-constexpr milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
 // About what it costs to be woken. Shorter: a peer that publishes in a moment has to wake us. Longer: a
 // processor is kept from whoever has work.
 constexpr std::chrono::microseconds kSpin{50};
@@ -66,13 +66,6 @@ constexpr milliseconds kCauseWaitMax{1000};
 constexpr milliseconds kPoll{2};
 // Pieces in a slot begin at cache lines, so that two destinations never share one.
 constexpr std::size_t kPieceAlignment = 64;
-
-struct Identity {
-  int rank;
-  int size;
-  milliseconds deadline;
-  std::string generation;  // Empty when there are no peers.
-};
 
 // More ranks than processors: whoever spins keeps the one it waits for from running.
 bool may_spin(int size) noexcept {
@@ -86,41 +79,42 @@ void relax() noexcept {
 #endif
 }
 
-// What a communicator and its queued operations share.
-class Group {
+class Group final : public Transport {
  public:
   // `segment` is null when there are no peers; this rank has its process's identity in it already.
-  Group(Identity identity, std::unique_ptr<ShmSegment> segment)
-      : identity_(std::move(identity)), segment_(std::move(segment)), may_spin_(may_spin(identity_.size)) {}
-  ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
+  Group(Membership given, std::unique_ptr<ShmSegment> segment)
+      : Transport(std::move(given)), segment_(std::move(segment)), may_spin_(may_spin(size())) {}
+  ~Group() override;
 
-  int rank() const noexcept { return identity_.rank; }
-  int size() const noexcept { return identity_.size; }
-  const Identity& identity() const noexcept { return identity_; }
   ShmSegment& segment() noexcept { return *segment_; }
-  SteadyClock::time_point deadline() const { return SteadyClock::now() + identity_.deadline; }
-  Traffic traffic() const { return {sent_bytes_.load(), received_bytes_.load()}; }
 
   // Says that this rank is here and waits for the others. A rank that cannot come leaves its reason in the
-  // file `failure_name`.
+  // text `failure_name`.
   Status join(SteadyClock::time_point limit, RendezvousStore& store, const std::string& failure_name);
 
-  // The first failure of all ranks. Looks after the peers now and then.
-  Status status();
-  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
-  // first cause.
-  Status fail(const Status& cause) noexcept;
+  const char* name() const noexcept override { return "shm"; }
+  // Looks after the peers now and then.
+  Status status() override;
+  Status fail(const Status& cause) noexcept override;
 
-  Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments);
-  // What comes to all from all: all_gather and the control operations.
-  Status gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
-  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag);
-  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag);
+  Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) override;
+  Status gather(TransportPlane plane, const Fingerprint& fingerprint, const Piece& piece) override {
+    return gather(plane == TransportPlane::kData ? kShmDataPlane : kShmControlPlane, fingerprint, piece);
+  }
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+              std::uint64_t sequence) override;
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag,
+              std::uint64_t sequence) override;
+  Status vote(std::uint64_t step, std::span<const std::byte> decision) override;
+  std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override;
+  Result<std::shared_ptr<Transport>> split(Membership membership, const std::vector<SplitWish>& members,
+                                           const Exchange& exchange) override;
 
  private:
-  struct Progress;  // Of one collective.
+  Status gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
+  Result<std::unique_ptr<ShmSegment>> share_group(const Membership& membership,
+                                                  const std::vector<SplitWish>& members,
+                                                  const Exchange& exchange);
 
   internal::ShmPlaneState& state(int rank, ShmPlane plane) noexcept {
     return segment_->rank(rank).planes[plane];
@@ -168,23 +162,18 @@ class Group {
   Status lost(const std::string& context, const std::vector<int>& dead);
   // For the message of a send or recv that waits in vain: the collective that `peer` waits in, if any.
   std::string meanwhile(int peer);
-  void count(std::uint64_t sent, std::uint64_t received) noexcept {
-    sent_bytes_.fetch_add(sent);
-    received_bytes_.fetch_add(received);
-  }
 
-  const Identity identity_;
   const std::unique_ptr<ShmSegment> segment_;
   const bool may_spin_;
-  std::atomic<std::uint64_t> sent_bytes_{0};
-  std::atomic<std::uint64_t> received_bytes_{0};
   std::atomic<std::int64_t> next_look_ns_{0};  // When status() looks after the peers again.
   // Of the thread that runs a plane's operations: those done, and their rounds.
   std::uint64_t collectives_[internal::kShmPlaneCount] = {};
   std::uint64_t rounds_[internal::kShmPlaneCount] = {};
   std::uint64_t messages_ = 0;
   mutable std::mutex mutex_;
-  Status failure_;  // Guarded by mutex_.
+  // Guarded by mutex_.
+  Status failure_;
+  internal::Ballot alone_;  // Without peers.
 };
 
 Group::~Group() {
@@ -304,7 +293,7 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
       return fail(
           Status(StatusCode::kTimeout, what() + ": " + internal::rank_list(now_missing.ranks) +
                                            (now_missing.came ? " did not finish it" : " did not come") +
-                                           " within " + std::to_string(identity_.deadline.count()) +
+                                           " within " + std::to_string(membership().deadline.count()) +
                                            " ms; look at what they do, or raise the deadline"));
     }
     bell.sleep(heard, std::min(limit, next_look));
@@ -469,8 +458,6 @@ Status Group::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatter
   };
   FOREBAY_RETURN_IF_ERROR(
       collective(kShmDataPlane, fingerprint, rounds_of(arguments.count, piece_count), write, read));
-  const std::uint64_t moved = arguments.count * element * static_cast<std::uint64_t>(size() - 1);
-  count(moved, moved);
   return {};
 }
 
@@ -496,10 +483,6 @@ Status Group::gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece
   };
   FOREBAY_RETURN_IF_ERROR(collective(plane, fingerprint, rounds_of(piece.bytes, piece_bytes), write, read));
   internal::place_own(piece, rank());
-  if (fingerprint.operation != static_cast<std::uint32_t>(Operation::kSplit)) {
-    const std::uint64_t moved = piece.bytes * static_cast<std::uint64_t>(size() - 1);
-    count(moved, moved);
-  }
   return {};
 }
 
@@ -516,7 +499,8 @@ constexpr std::uint64_t receiver(int peer) {
   return static_cast<std::uint64_t>(peer) + 1;
 }
 
-Status Group::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag) {
+Status Group::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+                   std::uint64_t /*sequence*/) {
   FOREBAY_RETURN_IF_ERROR(status());
   const SteadyClock::time_point limit = deadline();
   const auto what = [&] {
@@ -559,11 +543,11 @@ Status Group::send(const std::byte* source, std::size_t bytes, int peer, std::ui
     message.written.store(round + 1, std::memory_order_release);
     state(peer, kShmDataPlane).bell.ring();
   }
-  count(bytes, 0);
   return {};
 }
 
-Status Group::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag) {
+Status Group::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag,
+                   std::uint64_t /*sequence*/) {
   FOREBAY_RETURN_IF_ERROR(status());
   const SteadyClock::time_point limit = deadline();
   const auto what = [&] {
@@ -606,7 +590,6 @@ Status Group::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t
   message.open.store(message.open.load(std::memory_order_relaxed) & ~kReceiverMask,
                      std::memory_order_release);
   state(peer, kShmDataPlane).bell.ring();
-  count(0, bytes);
   return {};
 }
 
@@ -617,141 +600,74 @@ struct Offer {
   std::uint64_t start_time;
 };
 
-class ShmCommunicator final : public Communicator {
- public:
-  ShmCommunicator(std::shared_ptr<Group> group, Backend& backend)
-      : group_(std::move(group)), backend_(backend) {}
-
-  int rank() const noexcept override { return group_->rank(); }
-  int size() const noexcept override { return group_->size(); }
-  const char* name() const noexcept override { return "shm"; }
-
-  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(group_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
-    Fingerprint fingerprint = internal::reduce_scatter_transfer(arguments).fingerprint;
-    fingerprint.sequence = data_sequence_++;
-    return queue(stream, [=](Group& group) { return group.reduce_scatter(fingerprint, arguments); });
+// Whoever could read a ballot closes it, so a vote is taken before the failure for all or refused; nobody has
+// to be waited for, not even a rank that is stopped.
+Status Group::vote(std::uint64_t step, std::span<const std::byte> decision) {
+  FOREBAY_RETURN_IF_ERROR(status());
+  if (segment_ == nullptr) {
+    const std::lock_guard lock(mutex_);
+    if (failure_.ok()) alone_.mark(step, decision);
+    return failure_;
   }
+  if (segment_->rank(rank()).ballot.cast(step, decision)) return {};
+  // The failure is there before the first ballot is closed.
+  return fail(Status(StatusCode::kInternal, "not the first cause"));
+}
 
-  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(group_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
-    Collective collective = internal::all_gather_transfer(arguments);
-    collective.fingerprint.sequence = data_sequence_++;
-    return queue(stream, [=](Group& group) {
-      return group.gather(kShmDataPlane, collective.fingerprint, collective.piece);
-    });
+std::optional<std::vector<std::byte>> Group::survivors_vote(std::uint64_t step) {
+  if (segment_ == nullptr) {
+    const std::lock_guard lock(mutex_);
+    return alone_.is_for(step) ? std::optional(alone_.decision) : std::nullopt;
   }
-
-  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
-              Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(group_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank(), size()));
-    return queue(stream, [=](Group& group) { return group.send(source, bytes, peer, tag); });
+  std::optional<std::vector<std::byte>> found;
+  for (int r = 0; r < size(); ++r) {
+    if (std::optional<std::vector<std::byte>> vote = segment_->rank(r).ballot.close(step)) found = vote;
   }
+  return found;
+}
 
-  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
-    FOREBAY_RETURN_IF_ERROR(group_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank(), size()));
-    return queue(stream, [=](Group& group) { return group.recv(target, bytes, peer, tag); });
+// The descriptors of the groups' memories, then a barrier: after it all have opened theirs, and the
+// descriptors are closed. Who cannot fails the group it splits, so that all hear it.
+Result<std::unique_ptr<ShmSegment>> Group::share_group(const Membership& membership,
+                                                       const std::vector<SplitWish>& members,
+                                                       const Exchange& exchange) {
+  const ProcessIdentity me = segment_->rank(rank()).process;
+  Offer offer{.process = me.id, .descriptor = -1, .start_time = me.start_time};
+  std::unique_ptr<ShmSegment> segment;
+  if (membership.rank == 0 && membership.size > 1) {
+    Result<std::unique_ptr<ShmSegment>> created = ShmSegment::create(membership.size, membership.generation);
+    FOREBAY_RETURN_IF_ERROR(created.status());
+    segment = std::move(created).value();
+    offer.descriptor = segment->descriptor();
   }
-
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
-    FOREBAY_RETURN_IF_ERROR(group_->status());
-    FOREBAY_RETURN_IF_ERROR(internal::check_exchange(mine, all, size()));
-    return control(Operation::kExchange, mine, all);
-  }
-
-  Status barrier() override { return control(Operation::kBarrier, {}, {}); }
-
-  Result<std::unique_ptr<Communicator>> split(int color, int key) override;
-
-  Status status() const override { return group_->status(); }
-
-  void abort(const Status& cause) noexcept override {
-    static_cast<void>(group_->fail(
-        cause.ok() ? Status(StatusCode::kPeerLost,
-                            "rank " + std::to_string(rank()) + " aborted the communicator without a cause")
-                   : cause));
-  }
-
-  Traffic traffic() const override { return group_->traffic(); }
-
- private:
-  Status control(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
-    Collective collective = internal::control_transfer(operation, mine, all);
-    collective.fingerprint.sequence = control_sequence_++;
-    return group_->gather(kShmControlPlane, collective.fingerprint, collective.piece);
-  }
-
-  template <typename Function>
-  Status queue(Stream stream, Function operation) {
-    // The failure of an operation is the group's: status() reports it. The closure keeps the group alive: it
-    // may run after this communicator is gone.
-    const Status queued =
-        call_on(backend_, stream, [group = group_, operation] { static_cast<void>(operation(*group)); });
-    // The peers' half of this operation would wait for ours until the deadline; tell them now.
-    if (!queued.ok()) static_cast<void>(group_->fail(queued.with_context("rank " + std::to_string(rank()))));
-    return queued;
-  }
-
-  const std::shared_ptr<Group> group_;  // Shared with queued operations.
-  Backend& backend_;
-  // Data operations are issued from one thread at a time, control operations from one thread at a time.
-  std::uint64_t data_sequence_ = 0;
-  std::uint64_t control_sequence_ = 0;
-};
-
-// The members' wishes, then the descriptors of the groups' memories, then a barrier: after it all have opened
-// theirs, and the descriptors are closed. Who cannot fails the communicator it splits, so that all hear it.
-Result<std::unique_ptr<Communicator>> ShmCommunicator::split(int color, int key) {
-  const SplitWish mine{color, key, rank()};
-  std::vector<SplitWish> all(static_cast<std::size_t>(size()));
-  const std::uint64_t sequence = control_sequence_;
+  std::vector<Offer> offers(static_cast<std::size_t>(size()));
   FOREBAY_RETURN_IF_ERROR(
-      control(Operation::kSplit, std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
-  const std::vector<SplitWish> members = internal::split_members(std::move(all), color);
-  const auto place = std::find_if(members.begin(), members.end(),
-                                  [&](const SplitWish& wish) { return wish.rank == mine.rank; });
-  const auto refuse = [&](const Status& status) {
-    return group_->fail(status.with_context("split on rank " + std::to_string(rank())));
-  };
-  // All members compute the same name, and no other group of this run does.
-  Identity identity{.rank = static_cast<int>(place - members.begin()),
-                    .size = static_cast<int>(members.size()),
-                    .deadline = group_->identity().deadline,
-                    .generation = group_->identity().generation + "-" + std::to_string(sequence) + "." +
-                                  std::to_string(members.front().rank)};
+      exchange(std::as_bytes(std::span(&offer, 1)), std::as_writable_bytes(std::span(offers))));
+  if (membership.rank != 0) {
+    const Offer& owner = offers[static_cast<std::size_t>(members.front().rank)];
+    Result<std::unique_ptr<ShmSegment>> opened = ShmSegment::open(
+        {owner.process, owner.start_time}, owner.descriptor, membership.size, membership.generation);
+    FOREBAY_RETURN_IF_ERROR(opened.status());
+    segment = std::move(opened).value();
+  }
+  if (segment != nullptr) {
+    segment->rank(membership.rank).process = me;
+    segment->rank(membership.rank).presence.store(ShmPresence::kJoined, std::memory_order_release);
+  }
+  FOREBAY_RETURN_IF_ERROR(exchange({}, {}));
+  if (segment != nullptr) segment->close_descriptor();
+  return segment;
+}
+
+Result<std::shared_ptr<Transport>> Group::split(Membership membership, const std::vector<SplitWish>& members,
+                                                const Exchange& exchange) {
   std::unique_ptr<ShmSegment> segment;
   if (size() > 1) {
-    const ProcessIdentity me = group_->segment().rank(rank()).process;
-    Offer offer{.process = me.id, .descriptor = -1, .start_time = me.start_time};
-    if (identity.rank == 0 && identity.size > 1) {
-      Result<std::unique_ptr<ShmSegment>> created = ShmSegment::create(identity.size, identity.generation);
-      if (!created.ok()) return refuse(created.status());
-      segment = std::move(created).value();
-      offer.descriptor = segment->descriptor();
-    }
-    std::vector<Offer> offers(static_cast<std::size_t>(size()));
-    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, std::as_bytes(std::span(&offer, 1)),
-                                    std::as_writable_bytes(std::span(offers))));
-    if (identity.rank != 0) {
-      const Offer& owner = offers[static_cast<std::size_t>(members.front().rank)];
-      Result<std::unique_ptr<ShmSegment>> opened = ShmSegment::open(
-          {owner.process, owner.start_time}, owner.descriptor, identity.size, identity.generation);
-      if (!opened.ok()) return refuse(opened.status());
-      segment = std::move(opened).value();
-    }
-    if (segment != nullptr) {
-      segment->rank(identity.rank).process = me;
-      segment->rank(identity.rank).presence.store(ShmPresence::kJoined, std::memory_order_release);
-    }
-    FOREBAY_RETURN_IF_ERROR(control(Operation::kSplit, {}, {}));
-    if (segment != nullptr) segment->close_descriptor();
+    Result<std::unique_ptr<ShmSegment>> shared = share_group(membership, members, exchange);
+    if (!shared.ok()) return fail(shared.status().with_context("split on rank " + std::to_string(rank())));
+    segment = std::move(shared).value();
   }
-  return std::unique_ptr<Communicator>(std::make_unique<ShmCommunicator>(
-      std::make_shared<Group>(std::move(identity), std::move(segment)), backend_));
+  return std::shared_ptr<Transport>(std::make_shared<Group>(std::move(membership), std::move(segment)));
 }
 
 // --- joining ---
@@ -785,13 +701,13 @@ std::string failure_name(const std::string& generation) {
 }
 
 // Rank 0 makes the memory, the others find it.
-Result<std::unique_ptr<ShmSegment>> share_segment(RendezvousStore& store, const Identity& identity,
+Result<std::unique_ptr<ShmSegment>> share_segment(RendezvousStore& store, const Membership& membership,
                                                   const ProcessIdentity& me, SteadyClock::time_point limit) {
   Result<std::string> host = internal::host_identity();
   FOREBAY_RETURN_IF_ERROR(host.status());
-  const std::string name = identity.generation + ".segment";
-  if (identity.rank == 0) {
-    Result<std::unique_ptr<ShmSegment>> segment = ShmSegment::create(identity.size, identity.generation);
+  const std::string name = membership.generation + ".segment";
+  if (membership.rank == 0) {
+    Result<std::unique_ptr<ShmSegment>> segment = ShmSegment::create(membership.size, membership.generation);
     FOREBAY_RETURN_IF_ERROR(segment.status());
     FOREBAY_RETURN_IF_ERROR(store.write(name, encode({host.value(), me, segment.value()->descriptor()})));
     return segment;
@@ -805,19 +721,19 @@ Result<std::unique_ptr<ShmSegment>> share_segment(RendezvousStore& store, const 
       }
       if (found->host != host.value()) {
         return Status(StatusCode::kUnsupported,
-                      "rank 0 is on " + found->host + ", rank " + std::to_string(identity.rank) + " on " +
+                      "rank 0 is on " + found->host + ", rank " + std::to_string(membership.rank) + " on " +
                           host.value() +
                           ": they cannot share memory; start all ranks on one host and in one container, "
                           "or use another communicator");
       }
-      return ShmSegment::open(found->owner, found->descriptor, identity.size, identity.generation);
+      return ShmSegment::open(found->owner, found->descriptor, membership.size, membership.generation);
     }
-    if (const auto reason = store.read(failure_name(identity.generation)))
+    if (const auto reason = store.read(failure_name(membership.generation)))
       return internal::decode_cause(*reason);
     FOREBAY_RETURN_IF_ERROR(store.status());
     if (SteadyClock::now() >= limit) {
-      return Status(StatusCode::kTimeout, "rank " + std::to_string(identity.rank) + " waited " +
-                                              std::to_string(identity.deadline.count()) +
+      return Status(StatusCode::kTimeout, "rank " + std::to_string(membership.rank) + " waited " +
+                                              std::to_string(membership.deadline.count()) +
                                               " ms: rank 0 came but made no memory to share; look at what it "
                                               "does, or raise the deadline");
     }
@@ -825,15 +741,15 @@ Result<std::unique_ptr<ShmSegment>> share_segment(RendezvousStore& store, const 
   }
 }
 
-Result<std::shared_ptr<Group>> join_group(RendezvousStore& store, const Identity& identity,
+Result<std::shared_ptr<Group>> join_group(RendezvousStore& store, const Membership& membership,
                                           SteadyClock::time_point limit) {
   Result<ProcessIdentity> me = internal::this_process();
   FOREBAY_RETURN_IF_ERROR(me.status());
-  Result<std::unique_ptr<ShmSegment>> segment = share_segment(store, identity, me.value(), limit);
+  Result<std::unique_ptr<ShmSegment>> segment = share_segment(store, membership, me.value(), limit);
   FOREBAY_RETURN_IF_ERROR(segment.status());
-  segment.value()->rank(identity.rank).process = me.value();
-  auto group = std::make_shared<Group>(identity, std::move(segment).value());
-  FOREBAY_RETURN_IF_ERROR(group->join(limit, store, failure_name(identity.generation)));
+  segment.value()->rank(membership.rank).process = me.value();
+  auto group = std::make_shared<Group>(membership, std::move(segment).value());
+  FOREBAY_RETURN_IF_ERROR(group->join(limit, store, failure_name(membership.generation)));
   group->segment().close_descriptor();
   return group;
 }
@@ -841,49 +757,39 @@ Result<std::shared_ptr<Group>> join_group(RendezvousStore& store, const Identity
 }  // namespace
 
 Result<std::unique_ptr<Communicator>> create_shm_communicator(const ShmOptions& options, Backend& backend) {
-  if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
-    return Status(StatusCode::kInvalidArgument, "rank " + std::to_string(options.rank) + " of " +
-                                                    std::to_string(options.size) +
-                                                    " ranks does not exist; ranks are 0 to size - 1");
-  }
+  Result<Membership> checked =
+      internal::check_membership("shm", options.rank, options.size, options.deadline, backend);
+  FOREBAY_RETURN_IF_ERROR(checked.status());
+  Membership membership = std::move(checked).value();
   if (options.size > kShmRanksMax) {
     return Status(StatusCode::kInvalidArgument,
                   std::to_string(options.size) + " ranks cannot share memory, at most " +
                       std::to_string(kShmRanksMax) + " can; use another communicator");
   }
-  if (!backend.capabilities().host_accessible) {
-    return Status(StatusCode::kUnsupported, std::string("shm copies from host memory, which the memory of ") +
-                                                backend.capabilities().name +
-                                                " is not; use the host backend or another communicator");
-  }
-  Identity identity{.rank = options.rank,
-                    .size = options.size,
-                    .deadline = std::clamp(options.deadline, milliseconds(1), kDeadlineMax),
-                    .generation = {}};
   if (options.size == 1) {
-    return std::unique_ptr<Communicator>(
-        std::make_unique<ShmCommunicator>(std::make_shared<Group>(std::move(identity), nullptr), backend));
+    return internal::create_process_communicator(std::make_shared<Group>(std::move(membership), nullptr),
+                                                 backend);
   }
 
-  const SteadyClock::time_point limit = SteadyClock::now() + identity.deadline;
+  const SteadyClock::time_point limit = SteadyClock::now() + membership.deadline;
   const internal::Participant me{options.rank, options.size, "shm " + options.configuration};
   Result<std::unique_ptr<RendezvousStore>> opened = internal::open_rendezvous({options.store, me, {}, limit});
   FOREBAY_RETURN_IF_ERROR(opened.status());
   RendezvousStore& store = *opened.value();
-  Result<internal::Meeting> meeting = internal::meet(store, me, limit, identity.deadline);
+  Result<internal::Meeting> meeting = internal::meet(store, me, limit, membership.deadline);
   FOREBAY_RETURN_IF_ERROR(meeting.status());
-  identity.generation = meeting.value().generation;
-  Result<std::shared_ptr<Group>> group = join_group(store, identity, limit);
+  membership.generation = meeting.value().generation;
+  Result<std::shared_ptr<Group>> group = join_group(store, membership, limit);
   Status status = group.status();
   if (!status.ok()) {
     // The others wait for this rank; this tells them why it does not come.
-    const auto first = store.write_once(failure_name(identity.generation), internal::encode_cause(status));
+    const auto first = store.write_once(failure_name(membership.generation), internal::encode_cause(status));
     if (first) status = internal::decode_cause(*first);
   }
-  if (options.rank == 0) store.remove(identity.generation + ".segment");
+  if (options.rank == 0) store.remove(membership.generation + ".segment");
   internal::leave_meeting(store, options.rank);
   FOREBAY_RETURN_IF_ERROR(status);
-  return std::unique_ptr<Communicator>(std::make_unique<ShmCommunicator>(std::move(group).value(), backend));
+  return internal::create_process_communicator(std::move(group).value(), backend);
 }
 
 }  // namespace forebay

@@ -132,6 +132,23 @@ Result<std::string> host_identity() {
   return *identity;
 }
 
+bool ShmBallot::cast(std::uint64_t step, std::span<const std::byte> decision) noexcept {
+  Paper& paper = papers_[step % 2];
+  paper.bytes = static_cast<std::uint32_t>(decision.size());
+  std::copy(decision.begin(), decision.end(), paper.decision);
+  std::uint64_t before = state_.load(std::memory_order_relaxed);
+  if ((before & kClosed) != 0) return false;
+  return state_.compare_exchange_strong(before, (step + 1) << 1, std::memory_order_acq_rel);
+}
+
+std::optional<std::vector<std::byte>> ShmBallot::close(std::uint64_t step) {
+  const std::uint64_t state = state_.fetch_or(kClosed, std::memory_order_acq_rel) & ~kClosed;
+  if (state != (step + 1) << 1) return std::nullopt;
+  const Paper& paper = papers_[step % 2];
+  const std::size_t bytes = std::min<std::size_t>(paper.bytes, kDecisionBytesMax);
+  return std::vector<std::byte>(paper.decision, paper.decision + bytes);
+}
+
 void Bell::ring() noexcept {
   // With the waiter's order (sleeping, then rings): one of the two sees the other.
   rings.fetch_add(1, std::memory_order_seq_cst);

@@ -8,9 +8,12 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "fingerprint.h"
+#include "forebay/communicator.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
@@ -66,6 +69,26 @@ struct ShmMessage {
   alignas(64) std::atomic<std::uint64_t> taken{0};
 };
 
+// What one rank has voted for last. It writes; whoever has to know the final word closes it first.
+class ShmBallot {
+ public:
+  // False when it is closed.
+  bool cast(std::uint64_t step, std::span<const std::byte> decision) noexcept;
+  // Takes no further vote. The decision, if the last vote was for `step`.
+  std::optional<std::vector<std::byte>> close(std::uint64_t step);
+
+ private:
+  static constexpr std::uint64_t kClosed = 1;
+  struct Paper {
+    std::uint32_t bytes = 0;
+    std::byte decision[kDecisionBytesMax];
+  };
+
+  // 0: none yet. Else twice the step's successor; and kClosed.
+  alignas(64) std::atomic<std::uint64_t> state_{0};
+  Paper papers_[2];  // By step % 2: the last vote can be read while the next is written.
+};
+
 enum class ShmPresence : std::uint32_t { kAbsent, kJoined, kLeft };
 
 struct ShmRank {
@@ -73,6 +96,7 @@ struct ShmRank {
   ProcessIdentity process;  // Before it joins.
   ShmPlaneState planes[kShmPlaneCount];
   ShmMessage message;
+  ShmBallot ballot;
 };
 
 // The first failure of all ranks.

@@ -588,7 +588,7 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
   gloo.deadline = std::chrono::seconds(options.deadline_seconds);
   const Rank rank = make_rank(
       options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},
-      [&](Backend& backend, Kernels& kernels) { return create_gloo_communicator(gloo, backend, kernels); });
+      [&](Backend& backend, Kernels&) { return create_gloo_communicator(gloo, backend); });
   return train_rank(options, rank);
 }
 

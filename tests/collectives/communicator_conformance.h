@@ -5,7 +5,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -419,6 +421,132 @@ TEST_P(CommunicatorConformance, TrafficIsExactOnEveryRank) {
     EXPECT_EQ(member.communicator().traffic().sent_bytes, 2 * slices + 8 * (ranks - 1));
     EXPECT_EQ(member.communicator().traffic().received_bytes, 2 * slices + 8 * (ranks - 1));
   });
+}
+
+TEST_P(CommunicatorConformance, TrafficIsKnownByOperationAndPeer) {
+  run([&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    constexpr std::size_t kBytes = 4096;
+    const auto ranks = static_cast<std::size_t>(size());
+    std::byte* source = member.allocate_filled(kBytes, 0);
+    std::byte* target = member.allocate(kBytes * ranks);
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_TRUE(
+          communicator
+              .all_gather(
+                  {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
+                  member.stream())
+              .ok());
+    }
+    if (size() > 1 && rank == 0) {
+      ASSERT_TRUE(communicator.send(source, 100, 1, 5, member.stream()).ok());
+    } else if (rank == 1) {
+      ASSERT_TRUE(communicator.recv(target, 100, 0, 5, member.stream()).ok());
+    }
+    ASSERT_TRUE(member.finish().ok()) << member.finish().to_string();
+
+    std::vector<std::string> kinds;
+    Traffic sum;
+    for (const OperationTraffic& kind : communicator.operation_traffic()) {
+      kinds.emplace_back(kind.operation);
+      ASSERT_EQ(kind.peers.size(), ranks);
+      for (int peer = 0; peer < size(); ++peer) {
+        const Traffic& with_peer = kind.peers[static_cast<std::size_t>(peer)];
+        sum.sent_bytes += with_peer.sent_bytes;
+        sum.received_bytes += with_peer.received_bytes;
+        Traffic expected;
+        if (kinds.back() == "all_gather" && peer != rank) expected = {2 * kBytes, 2 * kBytes};
+        if (kinds.back() == "send" && peer == 1) expected = {100, 0};
+        if (kinds.back() == "recv" && peer == 0) expected = {0, 100};
+        EXPECT_EQ(with_peer.sent_bytes, expected.sent_bytes) << kinds.back() << " with rank " << peer;
+        EXPECT_EQ(with_peer.received_bytes, expected.received_bytes) << kinds.back() << " with rank " << peer;
+      }
+      EXPECT_EQ(kind.count, kinds.back() == "all_gather" ? 2u : 1u) << kinds.back();
+    }
+    std::vector<std::string> wanted{"all_gather"};
+    if (size() > 1 && rank < 2) wanted.emplace_back(rank == 0 ? "send" : "recv");
+    EXPECT_EQ(kinds, wanted);
+    EXPECT_EQ(sum.sent_bytes, communicator.traffic().sent_bytes);
+    EXPECT_EQ(sum.received_bytes, communicator.traffic().received_bytes);
+  });
+}
+
+TEST_P(CommunicatorConformance, RemembersItsLastOperations) {
+  run([&](Member& member, int) {
+    Communicator& communicator = member.communicator();
+    ASSERT_TRUE(communicator.barrier().ok());
+    std::byte* bytes = member.allocate(64 * static_cast<std::size_t>(size()));
+    ASSERT_TRUE(communicator
+                    .all_gather({.source = bytes, .target = bytes, .target_stride_bytes = 64, .bytes = 64},
+                                member.stream())
+                    .ok());
+    ASSERT_TRUE(member.finish().ok());
+    const std::vector<OperationRecord> records = communicator.last_operations();
+    ASSERT_EQ(records.size(), 2u);
+    EXPECT_EQ(records[0].what, "barrier (operation 0)");
+    EXPECT_EQ(records[1].what, "all_gather of 64 bytes (operation 0)");
+    for (const OperationRecord& record : records) {
+      EXPECT_EQ(record.state, OperationState::kDone);
+      EXPECT_LE(record.queued, record.begun);
+      EXPECT_LE(record.begun, record.ended);
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, AVoteThatOneRankCastIsFoundByAllThatCouldNot) {
+  const std::vector<std::byte> decision(16, std::byte{7});
+  std::barrier together(size());
+  run([&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    ASSERT_TRUE(communicator.vote(1, std::vector<std::byte>(16, std::byte{1})).ok());
+    // Rank 0 has seen all of step 2 and nobody else has.
+    if (rank == 0) {
+      EXPECT_TRUE(communicator.vote(2, decision).ok());
+    }
+    together.arrive_and_wait();
+    if (rank == size() - 1) communicator.abort(Status(StatusCode::kUnavailable, "given up"));
+    while (communicator.status().ok()) std::this_thread::yield();
+    EXPECT_EQ(communicator.vote(2 + (rank == 0), decision).code(), StatusCode::kUnavailable);
+    EXPECT_EQ(communicator.survivors_vote(2), std::optional(decision)) << "rank " << rank;
+    EXPECT_EQ(communicator.survivors_vote(3), std::nullopt) << "rank " << rank;
+    together.arrive_and_wait();
+  });
+}
+
+TEST_P(CommunicatorConformance, NobodyFindsAVoteThatNobodyCast) {
+  std::barrier together(size());
+  run([&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    EXPECT_TRUE(communicator.vote(1, std::vector<std::byte>(kDecisionBytesMax, std::byte{1})).ok());
+    EXPECT_EQ(communicator.vote(2, std::vector<std::byte>(kDecisionBytesMax + 1)).code(),
+              StatusCode::kInvalidArgument);
+    together.arrive_and_wait();
+    if (rank == 0) communicator.abort(Status(StatusCode::kUnavailable, "given up"));
+    EXPECT_EQ(communicator.barrier().code(), StatusCode::kUnavailable);
+    EXPECT_FALSE(communicator.vote(2, {}).ok());
+    EXPECT_EQ(communicator.survivors_vote(2), std::nullopt);
+    together.arrive_and_wait();
+  });
+}
+
+// A rank that votes while another fails: its vote was taken, and then all act on it, or refused.
+TEST_P(CommunicatorConformance, AVoteAtTheMomentOfAFailureIsTakenForAllOrForNone) {
+  if (size() == 1) return;
+  for (int round = 0; round < 10; ++round) {
+    std::vector<char> acts(static_cast<std::size_t>(size()));
+    std::barrier together(size());
+    run([&](Member& member, int rank) {
+      Communicator& communicator = member.communicator();
+      const std::vector<std::byte> decision(8, std::byte{9});
+      together.arrive_and_wait();
+      if (rank == 0) communicator.abort(Status(StatusCode::kUnavailable, "given up"));
+      const bool voted = rank != 0 && communicator.vote(1, decision).ok();
+      acts[static_cast<std::size_t>(rank)] = voted || communicator.survivors_vote(1) == decision;
+      // The others ask too before this one goes.
+      together.arrive_and_wait();
+    });
+    EXPECT_EQ(std::count(acts.begin(), acts.end(), acts[0]), size()) << "round " << round;
+  }
 }
 
 TEST_P(CommunicatorConformance, SendAndRecvMatchByPeerAndTagInOrder) {

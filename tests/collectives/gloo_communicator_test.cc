@@ -41,9 +41,9 @@ class TemporaryDirectory {
 class GlooWorld final : public CommunicatorWorld {
  public:
   GlooWorld(int size, std::chrono::milliseconds deadline) : size_(size), deadline_(deadline) {}
-  Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
+  Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels&) override {
     return create_gloo_communicator(
-        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend, kernels);
+        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend);
   }
 
  private:
@@ -75,8 +75,7 @@ class GlooCommunicator : public ::testing::Test {
         Member member(create_host_backend(rank));
         GlooOptions options{.rank = rank, .size = size, .store = store, .deadline = deadline};
         if (change) change(options);
-        Result<std::unique_ptr<Communicator>> joined =
-            create_gloo_communicator(options, member.backend(), member.kernels());
+        Result<std::unique_ptr<Communicator>> joined = create_gloo_communicator(options, member.backend());
         results[static_cast<std::size_t>(rank)] = joined.status();
         if (!joined.ok()) return;
         member.set_communicator(std::move(joined).value());
@@ -224,9 +223,8 @@ TEST_F(GlooCommunicator, RefusesAStoreThatOthersCanWrite) {
   ASSERT_EQ(chmod(store.path().c_str(), 0777), 0);
   Member member(create_host_backend(0));
 
-  const Status status = create_gloo_communicator({.rank = 0, .size = 2, .store = store.path()},
-                                                 member.backend(), member.kernels())
-                            .status();
+  const Status status =
+      create_gloo_communicator({.rank = 0, .size = 2, .store = store.path()}, member.backend()).status();
 
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
   EXPECT_NE(status.message().find("chmod 700"), std::string::npos) << status.message();
@@ -243,7 +241,7 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
   Member member(create_host_backend(0));
   const Status status =
       create_gloo_communicator({.rank = 0, .size = 2, .store = store.path(), .interface = "no-such-0"},
-                               member.backend(), member.kernels())
+                               member.backend())
           .status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("no-such-0"), std::string::npos) << status.message();
@@ -251,12 +249,10 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
 
 TEST_F(GlooCommunicator, RefusesARankThatDoesNotExist) {
   Member member(create_host_backend(0));
-  EXPECT_EQ(
-      create_gloo_communicator({.rank = 2, .size = 2}, member.backend(), member.kernels()).status().code(),
-      StatusCode::kInvalidArgument);
-  EXPECT_EQ(
-      create_gloo_communicator({.rank = 0, .size = 0}, member.backend(), member.kernels()).status().code(),
-      StatusCode::kInvalidArgument);
+  EXPECT_EQ(create_gloo_communicator({.rank = 2, .size = 2}, member.backend()).status().code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(create_gloo_communicator({.rank = 0, .size = 0}, member.backend()).status().code(),
+            StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -65,10 +65,8 @@ Status idle_until_failed(Communicator& communicator) {
 int run(const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
-  const std::unique_ptr<Kernels> kernels = value_or_throw(Kernels::create(*backend, {.thread_count = 1}));
   std::unique_ptr<Communicator> communicator = value_or_throw(create_gloo_communicator(
-      {.rank = environment.rank, .size = environment.size, .store = environment.store},
-      *backend, *kernels));
+      {.rank = environment.rank, .size = environment.size, .store = environment.store}, *backend));
   throw_if_error(communicator->barrier());
   std::printf("ready\n");
   std::fflush(stdout);

@@ -155,8 +155,7 @@ bool has_right_bits(Rank& rank, std::uint64_t seed) {
 
 int run(const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
-  ShmOptions options{
-      .rank = environment.rank, .size = environment.size, .store = environment.store};
+  ShmOptions options{.rank = environment.rank, .size = environment.size, .store = environment.store};
   const std::string& mode = arguments[0];
   if (mode == "late") options.deadline = std::chrono::milliseconds(std::atoi(arguments[1].c_str()));
   std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));

@@ -17,13 +17,21 @@
 // and every later call return that first cause, queued data operations become no-ops, and `abort` spreads a
 // cause of one's own. A data operation's failure arrives through `status()`, so whoever waits for a stream
 // asks it before using the bytes: stream order, not an Event of its own, says when an operation is done.
+//
+// The commit point. What all ranks decide together from the bytes of one operation can still break apart: the
+// operation may end well on one rank and fail on another. So each rank, before it acts on the decision, votes
+// for it; once the communicator has failed no vote is taken any more, and whoever could not vote asks whether
+// any survivor did. Then all act on the decision or none does.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
@@ -36,6 +44,28 @@ struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t received_bytes = 0;
 };
+
+// What one kind of operation has moved.
+struct OperationTraffic {
+  const char* operation = "";  // "reduce_scatter".
+  std::uint64_t count = 0;     // Operations that ended well.
+  std::vector<Traffic> peers;  // By rank; zero for this one.
+};
+
+enum class OperationState : std::uint8_t { kQueued, kRunning, kDone, kFailed };
+
+// One of the last operations, for whoever wants to know why a run failed. Times since the communicator was
+// made; zero for what has not happened.
+struct OperationRecord {
+  std::string what;  // "all_gather of 4096 bytes (operation 7)".
+  OperationState state = OperationState::kQueued;
+  std::chrono::nanoseconds queued{0};
+  std::chrono::nanoseconds begun{0};
+  std::chrono::nanoseconds ended{0};
+};
+
+// Longest decision that can be voted for.
+inline constexpr std::size_t kDecisionBytesMax = 256;
 
 struct ReduceScatterArguments {
   const std::byte* source;  // Slice 0 of this rank's contribution.
@@ -86,7 +116,21 @@ class Communicator {
   // Fails this communicator on every rank that can be reached, with `cause`. Never blocks past the deadline.
   virtual void abort(const Status& cause) noexcept = 0;
 
+  // --- the commit point: any thread, host functions of streams too ---
+  // This rank has all it needs for `step` (greater than any before) and takes `decision`. Ok: it may act on
+  // it. Otherwise the communicator had failed before, and nothing is recorded.
+  // Requires: at most kDecisionBytesMax bytes; the same on every rank that votes for the step.
+  virtual Status vote(std::uint64_t step, std::span<const std::byte> decision) = 0;
+  // Once vote() has refused: the decision that some rank voted for, or nothing, the same on every survivor.
+  // Waits for what survivors say at most some seconds, however long the deadline.
+  virtual std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) = 0;
+
+  // --- accounts ---
   virtual Traffic traffic() const = 0;
+  // The same by kind of operation and by peer: kinds that have been used, in no particular order.
+  virtual std::vector<OperationTraffic> operation_traffic() const = 0;
+  // The last operations of both planes, the oldest first.
+  virtual std::vector<OperationRecord> last_operations() const = 0;
 };
 
 }  // namespace forebay

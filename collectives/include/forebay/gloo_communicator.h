@@ -7,7 +7,6 @@
 #include <string>
 
 #include "forebay/communicator.h"
-#include "forebay/kernels.h"
 
 namespace forebay {
 
@@ -28,7 +27,6 @@ struct GlooOptions {
 bool gloo_available() noexcept;
 
 // Collective over all ranks. Errors: kTimeout naming the ranks that never came; kUnsupported without Gloo.
-Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend,
-                                                               Kernels& kernels);
+Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend);
 
 }  // namespace forebay
