@@ -58,6 +58,21 @@ else()
   message(STATUS "Gloo not found (Debian: libgloo-dev) or not wanted: ranks will be threads of one process only")
 endif()
 
+# OpenSSL's libcrypto: what keeps strangers out of the store over TCP at which ranks meet. Optional: without it ranks meet
+# in a directory.
+option(FOREBAY_OPENSSL "Use OpenSSL's libcrypto where it is found" ON)
+set(FOREBAY_HAVE_OPENSSL OFF)
+if(FOREBAY_OPENSSL)
+  find_package(OpenSSL QUIET COMPONENTS Crypto)
+  if(TARGET OpenSSL::Crypto)
+    set(FOREBAY_HAVE_OPENSSL ON)
+    add_library(forebay_crypto ALIAS OpenSSL::Crypto)
+  endif()
+endif()
+if(NOT FOREBAY_HAVE_OPENSSL)
+  message(STATUS "OpenSSL not found (Debian: libssl-dev) or not wanted: ranks will meet in a directory only, not over tcp://")
+endif()
+
 # liburing: the file tier by io_uring. Optional: without it threads read and write. From 2.2 on, which has tables of
 # registered memory that are filled bit by bit.
 option(FOREBAY_LIBURING "Use liburing where it is found" ON)

@@ -7,9 +7,13 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "forebay/status.h"
+#include "introduction.h"
 #include "rendezvous_store.h"
 
 namespace forebay::internal {
@@ -23,10 +27,20 @@ struct Meeting {
 };
 
 // Errors: kTimeout naming the ranks that did not come; kInvalidArgument when two processes claim one rank, or
-// ranks give different sizes.
+// ranks differ in size, version or configuration.
 Result<Meeting> meet(RendezvousStore& store, const Participant& me,
                      std::chrono::steady_clock::time_point deadline,
                      std::chrono::milliseconds deadline_length);
+
+// What a rank writes into a store that cannot tell who wrote it.
+struct Card {
+  Introduction introduction;
+  std::vector<std::uint64_t> numbers;  // By rank; 0: not seen yet.
+};
+
+std::string encode(const Card& card);
+// False for what is not a card of this protocol.
+bool decode(std::string_view text, Card* card);
 
 // Removes this rank's text. Only once all ranks have met.
 void leave_meeting(RendezvousStore& store, int rank) noexcept;

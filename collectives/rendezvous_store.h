@@ -8,10 +8,19 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "forebay/status.h"
 
 namespace forebay::internal {
+
+// Who of the ranks is here.
+struct Attendance {
+  std::string generation;          // Not empty once all are here: a word that no other run has.
+  std::vector<bool> came;          // By rank.
+  std::vector<std::string> hosts;  // By rank, once all are here.
+  std::string doubt;               // Who was not let in, to add to a message; may be empty.
+};
 
 // Threads: any, also at the same time.
 class RendezvousStore {
@@ -32,8 +41,14 @@ class RendezvousStore {
   virtual std::optional<std::string> write_once(const std::string& name, std::string_view content) = 0;
   virtual void remove(const std::string& name) noexcept = 0;
 
-  // Ok, or why this store will not work again. Who waits for a text asks this too.
+  // Ok, or why the run has failed as far as the store knows. Who waits for a text asks this too.
   virtual Status status() const { return {}; }
+  // Where the store lets in the ranks of one run only: who of them is here. A store that anybody may write to
+  // cannot tell.
+  virtual std::optional<Attendance> attendance() { return std::nullopt; }
+  // Tells the other ranks, where the store can, that this one gives up. Returns the first cause of all, which
+  // is `cause` if nobody was faster.
+  virtual Status fail(const Status& cause) noexcept { return cause; }
 };
 
 // One rank, as the others may compare it with themselves.
@@ -44,14 +59,14 @@ struct Participant {
 };
 
 struct RendezvousOptions {
-  std::string where;  // A directory.
+  std::string where;  // A directory, or tcp://HOST:PORT[/JOB].
   Participant me;
   std::string
       interface;  // Name or address, where the store has to listen and was not told at which; may be empty.
   std::chrono::steady_clock::time_point limit;  // For opening it.
 };
 
-// Errors: those of StoreDirectory::open.
+// Errors: those of StoreDirectory::open or TcpStore::open.
 Result<std::unique_ptr<RendezvousStore>> open_rendezvous(const RendezvousOptions& options);
 
 }  // namespace forebay::internal

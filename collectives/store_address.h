@@ -1,0 +1,81 @@
+// Where a TCP store is, what keeps others out of it, and the sockets to get there.
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "forebay/status.h"
+
+namespace forebay::internal {
+
+// "tcp://HOST:PORT" or "tcp://HOST:PORT/JOB"; an IPv6 address in brackets. JOB names the run, so that ranks
+// of an earlier one are told from this one's.
+struct StoreAddress {
+  std::string host;
+  std::uint16_t port = 0;
+  std::string job;
+};
+
+bool is_store_address(std::string_view text);
+// Errors: kInvalidArgument: what of it is wrong. Port 0 is: others could not know the one that is chosen.
+Result<StoreAddress> parse_store_address(const std::string& text);
+
+// From the file that FOREBAY_SECRET_FILE names, or FOREBAY_SECRET itself.
+// Errors: kInvalidArgument without one, or when others can read it or guess it.
+Result<std::string> read_store_secret();
+
+// A file descriptor, closed with its owner.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor();
+  int number() const noexcept { return number_; }
+  bool valid() const noexcept { return number_ >= 0; }
+  void reset() noexcept { *this = Descriptor(); }
+
+ private:
+  int number_ = -1;
+};
+
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t bytes = 0;
+
+  const sockaddr* get() const noexcept { return reinterpret_cast<const sockaddr*>(&storage); }
+  std::uint16_t port() const noexcept;
+  // "10.0.0.1" or "fd00::1"; empty when there is none.
+  std::string host() const;
+};
+
+// Errors: kInvalidArgument when nobody knows the name.
+Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_t port);
+
+SocketAddress local_end(int socket);
+SocketAddress far_end(int socket);
+
+// A listening socket at that one address.
+// Errors: kInvalidArgument for an address that is not one of this host, or stands for all of them;
+// kUnavailable when the port is taken.
+Result<Descriptor> listen_at(const StoreAddress& address);
+
+// An idle connection whose other end is gone without a word ends after about half a minute; small messages go
+// at once.
+void configure_store_socket(int socket) noexcept;
+
+// False when `limit` passes first.
+bool wait_for(int socket, short events, std::chrono::steady_clock::time_point limit);
+
+}  // namespace forebay::internal

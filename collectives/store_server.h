@@ -1,0 +1,54 @@
+// The server of a TCP store: one thread that listens at one address, lets in who knows the secret, and keeps
+// what ranks say in a StoreBook.
+//
+// Who has not proved that it knows the secret has a small fixed buffer and kAdmissionMax to do it, and there
+// are at most kStrangersMax of them besides as many as there are ranks; one more and the oldest goes. So
+// strangers can neither use up memory nor keep a rank out.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "forebay/status.h"
+#include "store_address.h"
+#include "store_book.h"
+
+namespace forebay::internal {
+
+inline constexpr int kTcpStoreRanksMax = 4096;
+inline constexpr std::chrono::milliseconds kAdmissionMax{2'000};
+inline constexpr std::size_t kStrangersMax = 16;
+
+struct StoreServerOptions {
+  std::string where;  // For messages.
+  std::string secret;
+  Greeting own;  // What rank 0 says.
+};
+
+class StoreServer {
+ public:
+  // Errors: kUnavailable when there can be no thread.
+  static Result<std::unique_ptr<StoreServer>> start(Descriptor listener, StoreServerOptions options);
+  // Ends at once.
+  ~StoreServer();
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+  // Serves until all ranks that are here have said goodbye, at most `linger`; a run that is over (it failed,
+  // or somebody said why it does) needs no more than `linger_after_failure`, in which ranks that come late
+  // hear of it.
+  void finish(std::chrono::milliseconds linger, std::chrono::milliseconds linger_after_failure);
+
+ private:
+  class Loop;
+  explicit StoreServer(std::unique_ptr<Loop> loop);
+
+  const std::unique_ptr<Loop> loop_;
+  std::thread thread_;
+};
+
+}  // namespace forebay::internal
