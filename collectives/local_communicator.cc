@@ -240,6 +240,28 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
     clock_.notify();
   }
 
+  // --- faults by script ---
+  bool is_dead(int rank) {
+    const std::lock_guard lock(clock_.mutex());
+    return member(rank).dead;
+  }
+  void die(int rank) {
+    const std::lock_guard lock(clock_.mutex());
+    member(rank).dead = true;
+    clock_.notify();
+  }
+  // Ends early when the group fails.
+  void pass_time(std::chrono::nanoseconds duration) {
+    const HostClock::Nanoseconds start = clock_.now();
+    std::unique_lock lock(clock_.mutex());
+    clock_.wait(
+        lock, [&] { return !failure_.ok(); }, after(start, duration));
+  }
+  void await_failure() {
+    std::unique_lock lock(clock_.mutex());
+    clock_.wait(lock, [&] { return !failure_.ok(); });
+  }
+
   // One operation of one rank, when its stream comes to it or, with a port, when it is issued.
   Status run_round(Plane plane, int rank, const Fingerprint& fingerprint, const Piece& piece,
                    const Port& port);
@@ -254,6 +276,7 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   struct Member {
     bool taken = false;
     bool closed = false;
+    bool dead = false;                    // By script.
     std::uint64_t outstanding_count = 0;  // Data operations queued and not run yet.
     internal::Ballot ballot;
     std::unique_ptr<OperationBook> book;
@@ -283,6 +306,7 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   // True when `rank` will never issue what others wait for.
   bool gone(Plane plane, int rank) {
     const Member& peer = member(rank);
+    if (peer.dead) return true;
     return peer.closed && (plane == kControlPlane || peer.outstanding_count == 0);
   }
 
@@ -539,7 +563,7 @@ std::shared_ptr<LocalGroupImpl> LocalGroupImpl::split_group(std::uint64_t sequen
   auto [place, fresh] = splits_.try_emplace({sequence, color});
   if (fresh) {
     LocalOptions options = options_;
-    options.fault_rank = -1;  // A script counts the operations of the communicator it was written for.
+    options.fault = {};  // A script counts the operations of the communicator it was written for.
     place->second = {std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_),
                      member_count};
   }
@@ -570,7 +594,7 @@ class LocalCommunicator final : public Communicator {
     FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
     // Alone, there is nobody to wait for and nothing to compare: only the sum is queued, unless a script has
     // a fault.
-    if (size() > 1 || group_->options().fault_rank >= 0) {
+    if (size() > 1 || group_->options().fault.rank >= 0) {
       FOREBAY_RETURN_IF_ERROR(queue_round(internal::reduce_scatter_transfer(arguments), stream));
     }
     if (arguments.count == 0) return {};
@@ -589,8 +613,9 @@ class LocalCommunicator final : public Communicator {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_peer("send", source, bytes, peer, rank_, size()));
     return queue(stream, message(Operation::kSend, bytes, peer, tag),
-                 [group = group_.get(), rank = rank_, peer, tag, source, bytes, port = port_on(stream)] {
-                   return group->send(rank, peer, tag, source, bytes, port);
+                 [group = group_.get(), rank = rank_, peer, tag, source,
+                  port = port_on(stream)](const Fingerprint& fingerprint) {
+                   return group->send(rank, peer, tag, source, fingerprint.count, port);
                  });
   }
 
@@ -598,8 +623,9 @@ class LocalCommunicator final : public Communicator {
     FOREBAY_RETURN_IF_ERROR(group_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_peer("recv", target, bytes, peer, rank_, size()));
     return queue(stream, message(Operation::kRecv, bytes, peer, tag),
-                 [group = group_.get(), rank = rank_, peer, tag, target, bytes, port = port_on(stream)] {
-                   return group->recv(rank, peer, tag, target, bytes, port);
+                 [group = group_.get(), rank = rank_, peer, tag, target,
+                  port = port_on(stream)](const Fingerprint& fingerprint) {
+                   return group->recv(rank, peer, tag, target, fingerprint.count, port);
                  });
   }
 
@@ -631,6 +657,7 @@ class LocalCommunicator final : public Communicator {
   Status status() const override { return group_->status(); }
 
   void abort(const Status& cause) noexcept override {
+    if (group_->is_dead(rank_)) return;
     group_->fail(cause.ok() ? Status(StatusCode::kPeerLost, "rank " + std::to_string(rank_) +
                                                                 " aborted the communicator without a cause")
                             : cause);
@@ -638,6 +665,7 @@ class LocalCommunicator final : public Communicator {
 
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
     FOREBAY_RETURN_IF_ERROR(internal::check_vote(decision));
+    if (group_->is_dead(rank_)) return died(rank_);
     return group_->vote(rank_, step, decision);
   }
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {
@@ -671,6 +699,7 @@ class LocalCommunicator final : public Communicator {
     collective.fingerprint.sequence = sequence;
     const Issued issued{.fingerprint = collective.fingerprint};
     return recorded(*group_, rank_, group_->book(rank_).issue(issued), issued, [&] {
+      if (group_->is_dead(rank_)) return died(rank_);
       return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece, {});
     });
   }
@@ -689,9 +718,11 @@ class LocalCommunicator final : public Communicator {
   Status queue_round(internal::Collective collective, Stream stream) {
     collective.fingerprint.sequence = data_sequence_++;
     const Issued issued{.fingerprint = collective.fingerprint};
-    return queue(stream, issued, [group = group_.get(), rank = rank_, collective, port = port_on(stream)] {
-      return group->run_round(kDataPlane, rank, collective.fingerprint, collective.piece, port);
-    });
+    return queue(stream, issued,
+                 [group = group_.get(), rank = rank_, piece = collective.piece,
+                  port = port_on(stream)](const Fingerprint& fingerprint) {
+                   return group->run_round(kDataPlane, rank, fingerprint, piece, port);
+                 });
   }
 
   Port port_on(Stream stream) const {
@@ -700,19 +731,19 @@ class LocalCommunicator final : public Communicator {
     return port;
   }
 
-  // Queues `operation`, or the scripted fault in its place. With a port it queues by itself.
+  // Queues operation(fingerprint), with what the script does to it. With a port it queues by itself.
   template <typename Function>
   Status queue(Stream stream, const Issued& issued, Function operation) {
-    const LocalOptions& options = group_->options();
-    const bool faulty = options.fault_rank == rank_ && options.fault_operation == operation_count_;
+    const LocalFault& fault = group_->options().fault;
+    const bool faulty = fault.rank == rank_ && fault.operation == operation_count_;
     ++operation_count_;
     const std::uint64_t number = group_->book(rank_).issue(issued);
     // The failure of an operation is the group's: status() reports it.
     const auto run = [group = group_.get(), rank = rank_, faulty, number, issued, operation] {
       return recorded(*group, rank, number, issued, [&] {
-        if (!faulty) return operation();
-        group->fail(group->options().fault);
-        return group->status();
+        if (group->is_dead(rank)) return died(rank);
+        return faulty ? run_faulty(*group, rank, issued.fingerprint, operation)
+                      : operation(issued.fingerprint);
       });
     };
     if (port_.used()) return run();
@@ -727,6 +758,39 @@ class LocalCommunicator final : public Communicator {
       group_->book(rank_).end(number, issued, false);
     }
     return fail_unless_ok(std::move(status));
+  }
+
+  static Status died(int rank) {
+    return Status(StatusCode::kPeerLost, "rank " + std::to_string(rank) + " died by script");
+  }
+
+  template <typename Function>
+  static Status run_faulty(LocalGroupImpl& group, int rank, Fingerprint fingerprint, Function operation) {
+    const LocalFault& fault = group.options().fault;
+    switch (fault.kind) {
+      case LocalFault::Kind::kFails:
+        group.fail(fault.cause);
+        return group.status();
+      case LocalFault::Kind::kFailsAfter: {
+        const Status status = operation(fingerprint);
+        group.pass_time(fault.delay);
+        group.fail(status.ok() ? fault.cause : status);
+        return group.status();
+      }
+      case LocalFault::Kind::kDies:
+        group.die(rank);
+        return died(rank);
+      case LocalFault::Kind::kStalls:
+        group.await_failure();
+        return group.status();
+      case LocalFault::Kind::kMismatches:
+        ++fingerprint.count;
+        return operation(fingerprint);
+      case LocalFault::Kind::kComesLate:
+        group.pass_time(fault.delay);
+        return operation(fingerprint);
+    }
+    return {};
   }
 
   const std::shared_ptr<LocalGroupImpl> group_;  // Shared with the other ranks and with queued operations.

@@ -362,5 +362,8 @@ std::uint64_t Engine::attempted_steps() const {
 std::uint64_t Engine::applied_steps() const {
   return impl_->applied_steps;
 }
+std::uint64_t Engine::committed_step() const {
+  return impl_->attempted_steps;
+}
 
 }  // namespace forebay

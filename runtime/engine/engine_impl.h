@@ -191,7 +191,9 @@ struct Engine::Impl {
   void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
   std::vector<bool> agree_on_step(const Hyperparameters& hyperparameters, StepResult& result);
   void queue_decision(double clip);
+  void settle_decision();
   void queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used);
+  void gather_updated(const Unit& u);
   void spill_gradients(int unit);
   void reduce_on_host(int unit);
   void average_on_host(int unit);
@@ -310,6 +312,9 @@ struct Engine::Impl {
   std::unique_ptr<PinnedPool> pinned;
   StepControl* uploaded = nullptr;  // In pinned memory: what the device is given for a step,
   StepState* decided = nullptr;     // and what it gave back.
+  // Of the step that is decided: whether this rank may act on it. Written in the order of engine_stream,
+  // before step_decided.
+  bool committed = false;
   // Offloaded optimizer: its memory, page-locked; the slices on their way to it; and the queue in which
   // gradients go down and units are updated, in this order within every step.
   std::byte* host_states = nullptr;

@@ -517,7 +517,8 @@ std::vector<bool> Engine::Impl::agree_on_step(const Hyperparameters& hyperparame
   return used;
 }
 
-// The commit point: after this gather every rank's device knows the same norm and takes the same decision.
+// The commit point: after this gather every rank's device knows the same norm and takes the same decision,
+// and when it fails on some of them, what settle_decision() finds.
 void Engine::Impl::queue_decision(double clip) {
   // The updates of the last step still read what it decided.
   must(backend.stream_wait(engine_stream, updates_done));
@@ -553,7 +554,28 @@ void Engine::Impl::queue_decision(double clip) {
   arguments.minimum_loss_scale = options.loss_scale.minimum;
   must(kernels.step_control(arguments, engine_stream));
   must(backend.copy_async(decided, &control->state, sizeof(StepState), engine_stream));
+  committed = true;
+  if (ranks() > 1) {
+    must(backend.call_host(
+        engine_stream, [](void* argument) { static_cast<Impl*>(argument)->settle_decision(); }, this));
+    must(backend.copy_async(&control->state, decided, sizeof(StepState), engine_stream));
+  }
   must(backend.event_record(step_decided, engine_stream));
+}
+
+// Runs in the order of engine_stream. A rank that has seen the norms of all says so before it acts on them;
+// one for which the gather failed takes the decision of any that has, and otherwise none.
+void Engine::Impl::settle_decision() {
+  const std::uint64_t step = attempted_steps + 1;
+  committed = communicator.vote(step, std::as_bytes(std::span(decided, 1))).ok();
+  if (committed) return;
+  const std::optional<std::vector<std::byte>> vote = communicator.survivors_vote(step);
+  committed = vote && vote->size() == sizeof(StepState);
+  if (committed) {
+    std::memcpy(decided, vote->data(), sizeof(StepState));
+  } else {
+    decided->outcome = StepOutcome::kSkipped;
+  }
 }
 
 void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used) {
@@ -607,7 +629,7 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
     if (options.stage < 3) must(backend.stream_wait(engine_stream, u.updated));
     if (u.updated_count > 0 && used[static_cast<std::size_t>(index)] &&
         (options.stage == 1 || options.stage == 2)) {
-      all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
+      gather_updated(u);
     }
     must(backend.event_record(u.parameters_ready, engine_stream));
   }
@@ -628,6 +650,15 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
   }
   must(backend.event_record(updates_done, update_stream));
   if (offloads()) must(backend.event_record(tier_done, tier_stream));
+}
+
+// A step that is committed is finished on every rank that is left, whether or not the ranks still reach each
+// other: a failure is told once all is queued.
+void Engine::Impl::gather_updated(const Unit& u) {
+  const std::uint64_t bytes = u.updated_count * element();
+  static_cast<void>(communicator.all_gather(
+      {.source = u.updated_parameters, .target = u.parameters, .target_stride_bytes = bytes, .bytes = bytes},
+      engine_stream));
 }
 
 AdamWArguments Engine::Impl::adamw_arguments() const {
@@ -814,7 +845,12 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   queue_decision(hyperparameters.clip);
   queue_update(hyperparameters, used);
   must(backend.event_synchronize(step_decided));
-  check_peers();
+  if (!committed) {
+    check_peers();
+    must(Status(StatusCode::kInternal, "step " + std::to_string(attempted_steps + 1) +
+                                           " was not committed though no rank failed, which is a defect of "
+                                           "forebay; please report it"));
+  }
 
   ++attempted_steps;
   loss_scale = decided->loss_scale;
@@ -834,6 +870,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
                                              std::to_string(attempted_steps) +
                                              ", which is a defect of forebay; please report it"));
   }
+  check_peers();
   if (!options.overlap) {
     must(backend.stream_synchronize(engine_stream));
     must(backend.stream_synchronize(update_stream));

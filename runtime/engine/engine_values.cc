@@ -50,6 +50,18 @@ std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
   return values;
 }
 
+std::string hex_digest(const XXH3_state_t& state) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(&state));
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : canonical.digest) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
 }  // namespace
 
 void Engine::Impl::settle_updates() {
@@ -375,15 +387,24 @@ std::string Engine::digest() {
   visit_parameters([&](const ParameterShape&, std::span<const float> values) {
     XXH3_128bits_update(&state, values.data(), values.size_bytes());
   });
-  XXH128_canonical_t canonical;
-  XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(&state));
-  constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : canonical.digest) {
-    text += kDigits[byte >> 4];
-    text += kDigits[byte & 15];
+  return hex_digest(state);
+}
+
+std::string Engine::shard_digest() {
+  Impl& impl = *impl_;
+  if (impl.units.empty()) impl.misuse("shard_digest() belongs after commit()");
+  XXH3_state_t state;
+  XXH3_128bits_reset(&state);
+  std::vector<float> piece;
+  for (int unit = 0; unit < impl.unit_count(); ++unit) {
+    const std::uint64_t count = impl.unit(unit).updated_count;
+    for (std::uint64_t done = 0; done < count; done += piece.size()) {
+      piece.resize(std::min(count - done, kExchangeBytes / sizeof(float)));
+      impl.read_state(unit, StateField::kMaster, done, piece);
+      XXH3_128bits_update(&state, piece.data(), piece.size() * sizeof(float));
+    }
   }
-  return text;
+  return hex_digest(state);
 }
 
 }  // namespace forebay

@@ -147,9 +147,9 @@ TEST(LocalCommunicator, AScriptedFaultIsTheFirstCauseOfEveryRankWhereverItHappen
   for (int size = 1; size <= 3; ++size) {
     for (int fault_rank = 0; fault_rank < size; ++fault_rank) {
       for (int k = 0; k < kOperations; ++k) {
-        LocalOptions options{.fault_rank = fault_rank,
-                             .fault_operation = static_cast<std::uint64_t>(k),
-                             .fault = Status(StatusCode::kIoError, "scripted at " + std::to_string(k))};
+        const Status cause(StatusCode::kIoError, "scripted at " + std::to_string(k));
+        const LocalOptions options{
+            .fault = {.rank = fault_rank, .operation = static_cast<std::uint64_t>(k), .cause = cause}};
         std::atomic<int> finished{0};
         run_virtual(size, options, [&](Member& member, int rank) {
           const auto ranks = static_cast<std::size_t>(size);
@@ -161,11 +161,11 @@ TEST(LocalCommunicator, AScriptedFaultIsTheFirstCauseOfEveryRankWhereverItHappen
                 member.stream());
             const Status status = queued.ok() ? member.finish() : queued;
             if (i >= k) {
-              ASSERT_EQ(status.to_string(), options.fault.to_string());
+              ASSERT_EQ(status.to_string(), cause.to_string());
               continue;
             }
             // What comes before the fault happens; a rank that is slow to look may hear of the fault with it.
-            ASSERT_TRUE(status.ok() || status.to_string() == options.fault.to_string()) << status.to_string();
+            ASSERT_TRUE(status.ok() || status.to_string() == cause.to_string()) << status.to_string();
             const std::vector<std::byte> actual = member.read(target, 64 * ranks);
             for (std::size_t r = 0; r < ranks; ++r) ASSERT_EQ(actual[r * 64 + 63], std::byte(r + 1));
           }

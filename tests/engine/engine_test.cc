@@ -573,9 +573,9 @@ TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {
     for (std::uint64_t operation = 0; operation < 6; ++operation) {
       ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
       WorldOptions world;
-      world.local.fault_rank = 1;
-      world.local.fault_operation = operation;
-      world.local.fault = Status(StatusCode::kIoError, "the cable of rank 1 was pulled");
+      world.local.fault = {.rank = 1,
+                           .operation = operation,
+                           .cause = Status(StatusCode::kIoError, "the cable of rank 1 was pulled")};
       std::vector<std::string> messages(3);
       EXPECT_THROW(run_ranks(3, world,
                              [&](Rank& rank) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 
 #include "forebay/communicator.h"
@@ -17,6 +18,24 @@
 
 namespace forebay {
 
+// A fault by script: what happens to one data operation of one rank.
+struct LocalFault {
+  enum class Kind : std::uint8_t {
+    kFails,       // It does not come; the group fails with `cause`.
+    kFailsAfter,  // It is carried out, and `delay` later, before its rank gets on, the group fails.
+    kDies,        // Neither it nor anything after it comes from this rank, and nobody is told.
+    kStalls,      // It does not come before the group has failed.
+    kMismatches,  // It comes with another count.
+    kComesLate,   // It comes `delay` later.
+  };
+
+  int rank = -1;                // -1: none.
+  std::uint64_t operation = 0;  // Of that rank, counted from 0 as issued.
+  Kind kind = Kind::kFails;
+  Status cause;
+  std::chrono::nanoseconds delay{0};  // On the group's clock.
+};
+
 struct LocalOptions {
   std::chrono::milliseconds deadline{60'000};  // Of every operation, measured on `clock`.
   HostClock* clock = nullptr;  // Not owned; the ranks' backends share it. Null: a real one of its own.
@@ -24,11 +43,7 @@ struct LocalOptions {
   // sent / bandwidth. 0: takes no time.
   std::chrono::nanoseconds latency{0};
   double bytes_per_second = 0;
-  // Faults by script, counted over data operations of one rank from 0: that rank returns `fault` at that
-  // operation.
-  int fault_rank = -1;
-  std::uint64_t fault_operation = 0;
-  Status fault;
+  LocalFault fault;
 };
 
 // The meeting place of `size` ranks. Shared by the communicators it hands out, each of which keeps it alive.

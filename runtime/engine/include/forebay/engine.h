@@ -259,6 +259,14 @@ class Engine {
   std::uint64_t attempted_steps() const;
   std::uint64_t applied_steps() const;
 
+  // --- after a failure too ---
+  // The last step that was decided, skipped ones counted: after a failure the same on every rank that is
+  // left, and the masters are those that it left.
+  std::uint64_t committed_step() const;
+  // XXH3-128 over the masters that this rank keeps, in order, padding included, as 32 hex digits. Waits for
+  // queued updates.
+  std::string shard_digest();
+
  private:
   friend class Lease;
   struct Impl;
