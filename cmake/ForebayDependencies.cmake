@@ -145,6 +145,23 @@ if(FOREBAY_TESTS)
     add_library(forebay_cuda_h INTERFACE)
     target_include_directories(forebay_cuda_h SYSTEM INTERFACE "${FOREBAY_CUDA_H}")
   endif()
+
+  # nccl.h: what our own declarations of NCCL's interface are checked against. Optional, and tests only. It includes the
+  # toolkit's cuda_runtime.h.
+  find_path(FOREBAY_NCCL_H nccl.h HINTS "$ENV{NCCL_HOME}/include" /usr/local/cuda/include
+    DOC "The directory of NCCL's nccl.h")
+  set(FOREBAY_HAVE_NCCL_H OFF)
+  if(NOT FOREBAY_NCCL_H)
+    message(STATUS "nccl.h not found (NCCL 2.18 or newer; -D FOREBAY_NCCL_H=<its directory>): our declarations of NCCL are "
+                   "not checked against it")
+  elseif(NOT FOREBAY_CUDA_H OR NOT EXISTS "${FOREBAY_CUDA_H}/cuda_runtime.h")
+    message(STATUS "${FOREBAY_NCCL_H}/nccl.h needs cuda_runtime.h (CUDA toolkit), which was not found: our declarations of "
+                   "NCCL are not checked against it")
+  else()
+    set(FOREBAY_HAVE_NCCL_H ON)
+    add_library(forebay_nccl_h INTERFACE)
+    target_include_directories(forebay_nccl_h SYSTEM INTERFACE "${FOREBAY_NCCL_H}" "${FOREBAY_CUDA_H}")
+  endif()
 endif()
 
 # nvcc: compiles the CUDA kernels. Optional: without it the library loads no kernels onto a GPU. Nothing of the toolkit is

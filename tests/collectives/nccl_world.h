@@ -1,0 +1,85 @@
+// Ranks over the fake NCCL on fake GPUs, with `local` as their control plane.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <memory>
+
+#include "communicator_conformance.h"
+#include "forebay/local_communicator.h"
+#include "forebay/nccl_communicator.h"
+#include "support/fake_gpu.h"
+#include "support/fake_nccl/fake_nccl.h"
+
+namespace forebay::testing {
+
+// The fake NCCL of this build as the one that this process loads. Alive one at a time.
+class FakeNcclLibrary {
+ public:
+  explicit FakeNcclLibrary(const fake_nccl::FakeNcclOptions& options = {}) {
+    ::setenv("FOREBAY_NCCL_LIBRARY", FOREBAY_FAKE_LIBNCCL, 1);
+    fake_ = fake_nccl::FakeNccl::open(FOREBAY_FAKE_LIBNCCL);
+    fake_.reset();
+    fake_.configure(options);
+  }
+  // Everything was given back, and NCCL was used as it wants to be.
+  ~FakeNcclLibrary() {
+    const fake_nccl::FakeNcclAccount account = fake_.accounts();
+    EXPECT_EQ(account.comms, 0u);
+    EXPECT_EQ(account.operations, 0u);
+    EXPECT_EQ(account.misuses, 0u);
+  }
+  FakeNcclLibrary(const FakeNcclLibrary&) = delete;
+  FakeNcclLibrary& operator=(const FakeNcclLibrary&) = delete;
+
+  const fake_nccl::FakeNccl& controls() const { return fake_; }
+
+ private:
+  fake_nccl::FakeNccl fake_;
+};
+
+struct NcclWorldOptions {
+  fake_cuda::FakeOptions gpu = strict_gpu();
+  fake_nccl::FakeNcclOptions nccl;
+  NcclOrder order = NcclOrder::kRank;
+};
+
+class NcclWorld final : public CommunicatorWorld {
+ public:
+  NcclWorld(int size, std::chrono::milliseconds deadline, const NcclWorldOptions& options)
+      : options_(options),
+        gpu_(options.gpu),
+        nccl_(options.nccl),
+        deadline_(deadline),
+        group_(LocalGroup::create(size, {.deadline = deadline})) {}
+
+  std::unique_ptr<Backend> create_backend(int rank) override {
+    return gpu_.create_backend(rank % options_.gpu.device_count);
+  }
+  Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
+    Result<std::unique_ptr<Communicator>> control = group_->communicator(rank, backend, kernels);
+    FOREBAY_RETURN_IF_ERROR(control.status());
+    Result<std::unique_ptr<NcclCommunicator>> communicator =
+        create_nccl_communicator(std::move(control).value(), static_cast<CudaBackend&>(backend), kernels,
+                                 {.library = {}, .deadline = deadline_, .order = options_.order});
+    FOREBAY_RETURN_IF_ERROR(communicator.status());
+    return std::unique_ptr<Communicator>(std::move(communicator).value());
+  }
+  fake_nccl::FakeNcclAccount account() const { return nccl_.controls().accounts(); }
+
+ private:
+  const NcclWorldOptions options_;
+  FakeGpu gpu_;
+  FakeNcclLibrary nccl_;
+  const std::chrono::milliseconds deadline_;
+  const std::shared_ptr<LocalGroup> group_;  // Shared with the communicators it hands out.
+};
+
+inline fake_cuda::FakeOptions gpus(int count) {
+  fake_cuda::FakeOptions options = strict_gpu();
+  options.device_count = count;
+  return options;
+}
+
+}  // namespace forebay::testing
