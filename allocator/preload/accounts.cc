@@ -89,6 +89,12 @@ void count_refused(PreloadServer server, std::size_t bytes, int device, DriverSt
   preload_state().record->refused.fetch_add(1, std::memory_order_relaxed);
 }
 
+void note_problem(const Status& status) {
+  DriverContext context = nullptr;
+  if (preload_state().used.cuCtxGetCurrent(&context) == kDriverDeinitialized) return;
+  set_preload_text(preload_state().record->problem, status.message());
+}
+
 void count_unknown_free() {
   preload_state().record->unknown_frees.fetch_add(1, std::memory_order_relaxed);
   look_for_escapes();

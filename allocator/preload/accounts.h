@@ -30,5 +30,7 @@ void note_reserved(int device, const Arena* arena);
 void count_refused(PreloadServer server, std::size_t bytes, int device, DriverStream stream);
 // A free of what nobody was seen to allocate.
 void count_unknown_free();
+// What the arena failed at, unless the driver has come to its end: what fails then fails for everybody.
+void note_problem(const Status& status);
 
 }  // namespace forebay

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -48,12 +47,6 @@ std::uint64_t header_bytes() {
   return align_up(sizeof(PreloadEventsHeader), kPage);
 }
 
-// A file beyond that limit ends the process by a signal.
-bool exceeds_file_limit(std::uint64_t bytes) {
-  rlimit limit{};
-  return ::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < bytes;
-}
-
 bool has_disk(int file, std::uint64_t offset, std::uint64_t bytes) {
   return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
 }
@@ -97,12 +90,12 @@ void EventLog::start(PreloadRecord& record) {
   const std::uint64_t block_bytes = bound / kBlockShare / kPage * kPage;
   const std::uint64_t event_bytes = (bound - block_bytes) / kPage * kPage;
   const std::uint64_t all_bytes = header_bytes() + event_bytes + block_bytes;
-  if (exceeds_file_limit(all_bytes)) {
+  std::string path;
+  const int file = make_preload_file(directory, kSuffix, all_bytes, &path);
+  if (file < 0 && errno == EFBIG) {
     return complain("this process may write no file of " + format_bytes(all_bytes) +
                     " (ulimit -f); ask for less");
   }
-  std::string path;
-  const int file = make_preload_file(directory, kSuffix, all_bytes, &path);
   if (file < 0) return complain(std::string(directory) + ": " + std::strerror(errno));
   void* memory = MAP_FAILED;
   if (has_disk(file, 0, header_bytes())) {

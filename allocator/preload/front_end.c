@@ -186,8 +186,12 @@ static void start(void) {
     return;
   }
   for (int i = 0; i < kHookedCount; ++i) {
-    if (atomic_load(&real_calls.slots[i]) != NULL) continue;
-    keep_real_call(i, elf_function(&driver, hooked_calls[i].symbol));
+    /* What was asked for may be of a driver that has been closed since. */
+    ElfObject holder;
+    void* known = atomic_load(&real_calls.slots[i]);
+    if (known != NULL && elf_object_at(known, &holder) && holder.dynamic == driver.dynamic) continue;
+    void* own = elf_function(&driver, hooked_calls[i].symbol);
+    if (own != NULL || known == NULL) keep_real_call(i, own);
   }
 #define FOREBAY_PRELOAD_ROW(symbol, parameters) \
   used_calls.symbol = (Driver_##symbol*)elf_function(&driver, #symbol);

@@ -61,7 +61,7 @@ void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const Bloc
     return;
   }
   const Status status = use.arena().free(address, Stream());
-  if (!status.ok()) set_preload_text(preload_state().record->problem, status.message());
+  if (!status.ok()) note_problem(status);
 }
 
 void finish_waiting_frees() {
@@ -142,7 +142,7 @@ DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address
         count_refused(PreloadServer::kArena, bytes, use.device(), named);
         return kDriverOutOfMemory;
       }
-      set_preload_text(preload_state().record->problem, status.message());
+      note_problem(status);
       return allocate_elsewhere(PreloadServer::kUnavailable, bytes, address, named, call);
     }
     block = made.value();
@@ -334,7 +334,7 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   }
   const Status status = is_thread_stream ? ProcessArenas::free_on_thread_stream(use, block)
                                          : use.arena().free(block, Stream{last});
-  if (!status.ok()) set_preload_text(preload_state().record->problem, status.message());
+  if (!status.ok()) note_problem(status);
   return kDriverSuccess;
 }
 

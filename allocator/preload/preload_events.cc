@@ -17,7 +17,8 @@ namespace {
 class Mapping {
  public:
   explicit Mapping(const std::string& path) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    // A pipe of that name would make us wait for a writer.
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) {
       error_ = errno;
       return;

@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -22,7 +23,14 @@ constexpr char kSuffix[] = ".record";
 // The file of this process in the directory; -1, with the reason logged, when there can be none.
 int make_file(const char* directory) noexcept {
   std::string path;
-  const int file = make_preload_file(directory, kSuffix, sizeof(PreloadRecord), &path);
+  int file = make_preload_file(directory, kSuffix, sizeof(PreloadRecord), &path);
+  // Memory of a file without disk behind it would end the process when it is touched.
+  if (file >= 0 && ::posix_fallocate(file, 0, sizeof(PreloadRecord)) != 0) {
+    ::unlink(path.c_str());
+    ::close(file);
+    file = -1;
+    errno = ENOSPC;
+  }
   if (file < 0) {
     // Whoever wanted to know may have gone before this process began.
     log(errno == ENOENT ? LogLevel::kInfo : LogLevel::kWarning,
@@ -92,7 +100,8 @@ bool is_record(const void* memory) {
 
 // False for a file that is no record of this layout.
 bool read_record(const std::string& path, PreloadReport* report) {
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // A pipe of that name would make us wait for a writer.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return false;
   struct stat facts {};
   void* memory = MAP_FAILED;
@@ -171,6 +180,12 @@ void set_preload_text(PreloadText& target, const std::string& text) noexcept {
 }
 
 int make_preload_file(const char* directory, const char* suffix, std::size_t bytes, std::string* path) {
+  // A file beyond that limit ends the process by a signal.
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
+    errno = EFBIG;
+    return -1;
+  }
   // Told apart from that of an earlier process of the same number by what stands for the Xs.
   *path = std::string(directory) + "/" + std::to_string(::getpid()) + "-XXXXXX" + suffix;
   const int file = ::mkostemps(path->data(), static_cast<int>(std::strlen(suffix)), O_CLOEXEC);

@@ -42,7 +42,7 @@ Route route_of_context(DriverContext context, int device) {
     Status why;
     route.use = arenas.use(device, &primary_context, &why);
     if (!route.use) {
-      set_preload_text(state.record->problem, why.message());
+      note_problem(why);
       return route;
     }
   }

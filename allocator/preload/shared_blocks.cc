@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,6 +36,9 @@ constexpr unsigned kLazyPeerAccess = 1;
 constexpr std::size_t kBatch = 128;
 // Who does not answer for so long is taken for dead.
 constexpr int kDeadlineSeconds = 10;
+// How long a process whose table of descriptors is full is left before it is tried again. Shorter: more of a
+// core. Longer: whoever asks waits longer.
+constexpr long kFullPauseNs = 10'000'000;
 
 // What is in a handle.
 struct HandleContent {
@@ -93,6 +97,15 @@ socklen_t address_of(std::int32_t process, std::uint64_t token, sockaddr_un* add
       std::snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "forebay-ipc-%d-%016llx",
                     static_cast<int>(process), static_cast<unsigned long long>(token));
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length));
+}
+
+// Whether the descriptor is still that of our socket.
+bool is_bound_to(int socket, std::uint64_t token) {
+  sockaddr_un expected, found{};
+  const socklen_t length = address_of(static_cast<std::int32_t>(::getpid()), token, &expected);
+  socklen_t found_length = sizeof found;
+  return ::getsockname(socket, reinterpret_cast<sockaddr*>(&found), &found_length) == 0 &&
+         found_length == length && std::memcmp(&found, &expected, length) == 0;
 }
 
 void set_deadline(int socket) {
@@ -326,12 +339,17 @@ void Sharing::serve() {
     const std::lock_guard lock(mutex_);
     listener = listener_.get();
   }
-  while (true) {
+  // It is not where somebody has closed every descriptor of the process, and another may have its number;
+  // what is shared from then on fails to open.
+  while (is_bound_to(listener, token())) {
     const Descriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     if (!socket) {
-      if (errno == EINTR || errno == ECONNABORTED || errno == EMFILE || errno == ENFILE) continue;
-      return;  // Somebody has closed every descriptor of the process; what is shared from now on fails to
-               // open.
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno != EMFILE && errno != ENFILE) return;
+      // Whoever asks is left waiting, until its deadline, for the program to close some.
+      const timespec pause{.tv_sec = 0, .tv_nsec = kFullPauseNs};
+      (void)::nanosleep(&pause, nullptr);
+      continue;
     }
     set_deadline(socket.get());
     answer(socket.get());

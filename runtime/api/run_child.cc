@@ -7,7 +7,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 
@@ -15,9 +17,13 @@ namespace forebay {
 namespace {
 
 constexpr int kPassedOn[] = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+// Scripts may name scripts; the system follows as many.
+constexpr int kScriptLimit = 4;
 // How long what a process tells may go unnoticed. Shorter: more of a core. Longer: a program that dies of
 // out-of-memory may be gone before anybody has looked, which loses nothing but the time of the notice.
 constexpr long kPollNs = 100'000'000;
+// And how many times as long as looking took: with thousands of processes looking takes long.
+constexpr long kPollPauses = 10;
 constexpr int kNotExecutable = 126;
 constexpr int kNotFound = 127;
 
@@ -39,13 +45,20 @@ bool is_static(int file) {
 }
 
 int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& watch) {
+  using Clock = std::chrono::steady_clock;
+  long pause_ns = kPollNs;
   while (true) {
     siginfo_t info{};
     int number = 0;
     if (watch.poll) {
-      const timespec pause{.tv_sec = 0, .tv_nsec = kPollNs};
+      const timespec pause{.tv_sec = pause_ns / 1'000'000'000, .tv_nsec = pause_ns % 1'000'000'000};
       number = ::sigtimedwait(&signals, &info, &pause);
-      if (number < 0) watch.poll();
+      if (number < 0 && errno == EAGAIN) {
+        const Clock::time_point begin = Clock::now();
+        watch.poll();
+        const std::chrono::nanoseconds took = Clock::now() - begin;
+        pause_ns = std::max(kPollNs, kPollPauses * static_cast<long>(took.count()));
+      }
     } else {
       number = ::sigwaitinfo(&signals, &info);
     }
@@ -66,7 +79,84 @@ int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& wat
   }
 }
 
+// What came before there was a command to have it, also from the terminal. One that has had it by now, being
+// of the terminal's group, has it once: it is the same signal.
+void pass_on_earlier(pid_t child, const ChildWatch& watch) {
+  sigset_t earlier;
+  ::sigpending(&earlier);
+  for (const int number : kPassedOn) {
+    if (::sigismember(&earlier, number) != 1 || watch.handlers.count(number) != 0) continue;
+    sigset_t one;
+    ::sigemptyset(&one);
+    ::sigaddset(&one, number);
+    const timespec now{};
+    if (::sigtimedwait(&one, nullptr, &now) == number) (void)::kill(child, number);
+  }
+}
+
+// What a script's first line names; empty where the file is no script.
+std::string interpreter_of(int file) {
+  char text[256] = {};
+  const ssize_t count = ::pread(file, text, sizeof text - 1, 0);
+  if (count < 2 || text[0] != '#' || text[1] != '!') return {};
+  const std::string line(text + 2, ::strcspn(text + 2, "\r\n"));
+  const std::size_t begin = line.find_first_not_of(" \t");
+  if (begin == std::string::npos) return {};
+  return line.substr(begin, line.find_first_of(" \t", begin) - begin);
+}
+
+// `interpreter`: what the file names, if it is a script.
+std::string obstacle_of(const std::string& path, std::string* interpreter) {
+  // A pipe of that name would make us wait for a writer.
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file < 0) return {};
+  struct stat facts {};
+  std::string obstacle;
+  if (::fstat(file, &facts) == 0 && S_ISREG(facts.st_mode)) {
+    *interpreter = interpreter_of(file);
+    // Rights count for programs, not for scripts.
+    const bool has_rights = ((facts.st_mode & S_ISUID) != 0 && facts.st_uid != ::getuid()) ||
+                            ((facts.st_mode & S_ISGID) != 0 && facts.st_gid != ::getgid());
+    if (is_static(file)) {
+      obstacle = path + " is linked statically, and nothing can be preloaded under it";
+    } else if (has_rights && interpreter->empty()) {
+      obstacle =
+          path +
+          " runs with another user's or group's rights (set-uid), and the system preloads nothing under it";
+    }
+  }
+  ::close(file);
+  return obstacle;
+}
+
 }  // namespace
+
+ChildSignals::ChildSignals() {
+  ::sigemptyset(&waited_);
+  ::sigaddset(&waited_, SIGCHLD);
+  for (const int number : kPassedOn) ::sigaddset(&waited_, number);
+  sigset_t held = waited_;
+  ::sigaddset(&held, SIGPIPE);
+  ::sigprocmask(SIG_BLOCK, &held, &before_);
+  // Whoever ignores the end of children is not told of it.
+  struct sigaction action {};
+  action.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &action, &child_action_);
+}
+
+void ChildSignals::restore() const {
+  ::sigaction(SIGCHLD, &child_action_, nullptr);
+  ::sigprocmask(SIG_SETMASK, &before_, nullptr);
+}
+
+ChildSignals::~ChildSignals() {
+  sigset_t held = waited_;
+  ::sigaddset(&held, SIGPIPE);
+  const timespec now{};
+  while (::sigtimedwait(&held, nullptr, &now) > 0) {
+  }
+  restore();
+}
 
 std::string find_command(const std::string& command) {
   if (command.find('/') != std::string::npos) return command;
@@ -83,55 +173,36 @@ std::string find_command(const std::string& command) {
 }
 
 std::string preload_obstacle(const std::string& command) {
-  const std::string path = find_command(command);
-  if (path.empty()) return {};
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) return {};
-  struct stat facts {};
+  std::string path = find_command(command);
   std::string obstacle;
-  if (is_static(file)) {
-    obstacle = path + " is linked statically, and nothing can be preloaded under it";
-  } else if (::fstat(file, &facts) == 0 && (((facts.st_mode & S_ISUID) != 0 && facts.st_uid != ::getuid()) ||
-                                            ((facts.st_mode & S_ISGID) != 0 && facts.st_gid != ::getgid()))) {
-    obstacle =
-        path +
-        " runs with another user's or group's rights (set-uid), and the system preloads nothing under it";
+  for (int i = 0; i <= kScriptLimit && !path.empty() && obstacle.empty(); ++i) {
+    std::string interpreter;
+    obstacle = obstacle_of(path, &interpreter);
+    path = interpreter;
   }
-  ::close(file);
   return obstacle;
 }
 
 Result<int> run_child(const std::vector<std::string>& command,
-                      const std::map<std::string, std::string>& variables, const ChildWatch& watch) {
-  sigset_t signals;
-  ::sigemptyset(&signals);
-  ::sigaddset(&signals, SIGCHLD);
-  for (const int number : kPassedOn) ::sigaddset(&signals, number);
-  sigset_t before;
-  // Blocked before there is a child, so that none is lost.
-  ::sigprocmask(SIG_BLOCK, &signals, &before);
+                      const std::map<std::string, std::string>& variables, const ChildSignals& signals,
+                      const ChildWatch& watch) {
   std::vector<char*> arguments;
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
   const pid_t child = ::fork();
   if (child < 0) {
-    const int error = errno;
-    ::sigprocmask(SIG_SETMASK, &before, nullptr);
-    return Status(StatusCode::kInternal, std::string("cannot start a process: ") + std::strerror(error));
+    return Status(StatusCode::kInternal, std::string("cannot start a process: ") + std::strerror(errno));
   }
   if (child == 0) {
-    ::sigprocmask(SIG_SETMASK, &before, nullptr);
+    signals.restore();
     for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
     ::execvp(arguments[0], arguments.data());
     const int error = errno;
     ::dprintf(STDERR_FILENO, "forebay run: cannot run %s: %s\n", arguments[0], std::strerror(error));
     ::_exit(error == ENOENT ? kNotFound : kNotExecutable);
   }
-  const int exit_code = wait_and_pass_on(child, signals, watch);
-  // What comes too late to be handled is not to end us instead.
-  for (const auto& entry : watch.handlers) (void)::signal(entry.first, SIG_IGN);
-  ::sigprocmask(SIG_SETMASK, &before, nullptr);
-  return exit_code;
+  pass_on_earlier(child, watch);
+  return wait_and_pass_on(child, signals.waited(), watch);
 }
 
 }  // namespace forebay

@@ -4,9 +4,11 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -96,10 +98,14 @@ class Records {
   Status open(const std::string& wanted) {
     std::error_code error;
     if (wanted.empty()) {
-      std::string pattern = (std::filesystem::temp_directory_path(error) / "forebay-run-XXXXXX").string();
+      const std::string temporary = std::filesystem::temp_directory_path(error).string();
+      std::string pattern = temporary + "/forebay-run-XXXXXX";
       if (error || ::mkdtemp(pattern.data()) == nullptr) {
+        const char* chosen = std::getenv("TMPDIR");
         return {StatusCode::kIoError,
-                "cannot make a directory for records in " + pattern +
+                "cannot make a directory for records in " +
+                    (error ? std::string(chosen != nullptr ? chosen : "TMPDIR") : temporary) + ": " +
+                    (error ? error.message() : std::strerror(errno)) +
                     "; set TMPDIR to one that can be written to, or name one with --records"};
       }
       path_ = pattern;
@@ -172,20 +178,75 @@ int tell_from(const RunArguments& arguments) {
   return 0;
 }
 
-int run(const RunArguments& arguments) {
-  if (!arguments.from.empty()) {
-    if (arguments.command.empty()) return tell_from(arguments);
-    say("--from reads what is there and runs nothing; leave out the command or --from");
-    return kBadUsage;
+// An option with a value that says nothing here. `variable`: where it comes from if not from the command
+// line; null: nowhere.
+struct IdleOption {
+  const char* name;
+  std::string value;
+  const char* variable;
+};
+
+// Says what is not heeded beside `other`. False: the command line has it, so it was meant.
+bool may_be_idle(const char* other, const char* why, const std::vector<IdleOption>& options) {
+  bool may_be = true;
+  for (const IdleOption& option : options) {
+    if (option.value.empty()) continue;
+    const char* inherited = option.variable != nullptr ? std::getenv(option.variable) : nullptr;
+    if (inherited != nullptr && option.value == inherited) {
+      say(std::string(option.variable) + " is not heeded: " + other + " " + why);
+    } else {
+      say(std::string(other) + " " + why + ", so " + option.name +
+          " would say nothing; leave one of them out");
+      may_be = false;
+    }
   }
-  if (arguments.command.empty()) {
+  return may_be;
+}
+
+std::string flag(bool is_set) {
+  return is_set ? "1" : "";
+}
+
+// What goes with --check and --from, and what does not.
+bool fits_together(const RunArguments& a) {
+  if (!a.from.empty()) {
+    if (!a.command.empty()) {
+      say("--from reads what is there and runs nothing; leave out the command or --from");
+      return false;
+    }
+    return may_be_idle("--from", "reads what is there and runs nothing",
+                       {{"--check", flag(a.check), nullptr},
+                        {"--events", a.events, kPreloadEventsVariable},
+                        {"--memory", a.memory, nullptr},
+                        {"--no-tensors", flag(a.no_tensors), nullptr},
+                        {"--observe", flag(a.observe), nullptr},
+                        {"--pause-signal", a.pause_signal, kPauseSignalVariable},
+                        {"--records", a.records, nullptr},
+                        {"--tensors", flag(a.tensors), nullptr}});
+  }
+  if (a.command.empty()) {
     say("no command was given; put it behind the options, after --");
-    return kBadUsage;
+    return false;
   }
-  if (arguments.tensors && arguments.no_tensors) {
+  if (a.check) {
+    return may_be_idle("--check", "runs nothing of the command's",
+                       {{"--events", a.events, kPreloadEventsVariable},
+                        {"--pause-signal", a.pause_signal, kPauseSignalVariable},
+                        {"--records", a.records, nullptr},
+                        {"--report", a.outputs.report, kReportVariable},
+                        {"--snapshot", a.outputs.snapshot, kSnapshotVariable},
+                        {"--trace", a.outputs.trace, kTraceVariable}});
+  }
+  if (a.tensors && a.no_tensors) {
     say("--tensors and --no-tensors contradict each other; leave one out");
-    return kBadUsage;
+    return false;
   }
+  return true;
+}
+
+int run(const RunArguments& arguments) {
+  if (!fits_together(arguments)) return kBadUsage;
+  if (!arguments.from.empty()) return tell_from(arguments);
   const Result<std::string> library = find_library();
   if (!library.ok()) return complain(library.status());
   if (arguments.check) {
@@ -195,6 +256,9 @@ int run(const RunArguments& arguments) {
                          .limit = std::chrono::seconds(arguments.check_limit_s)};
     return run_check(check, inherited_environment());
   }
+  // From here on, so that a report asked for too early is written as soon as it can be, and what is written
+  // at the end is whole.
+  const ChildSignals signals;
   Records records;
   if (const Status opened = records.open(arguments.records); !opened.ok()) return complain(opened);
   RunOptions options;
@@ -238,7 +302,7 @@ int run(const RunArguments& arguments) {
   if (outputs.any()) watch.handlers[SIGUSR1] = [&] { say_all(recorder.write("the run goes on")); };
   if (pause_signal != 0) watch.handlers[pause_signal] = [&] { say_all(recorder.request_trim()); };
   if (!watch.handlers.empty()) watch.poll = [&] { say_all(recorder.poll()); };
-  const Result<int> exit_code = run_child(arguments.command, variables, watch);
+  const Result<int> exit_code = run_child(arguments.command, variables, signals, watch);
   if (!exit_code.ok()) return complain(exit_code.status());
   const Result<std::vector<PreloadReport>> read = read_preload_records(records.path());
   if (!read.ok()) {

@@ -117,6 +117,9 @@ std::vector<std::string> RunRecorder::write(const std::string& state) {
 
 Status RunRecorder::write_report(const RunStory& story) {
   const std::string directory = options_.outputs.report + "/";
+  // Somebody may have cleaned up meanwhile; whether it is there now the first file says.
+  std::error_code ignored;
+  std::filesystem::create_directories(options_.outputs.report, ignored);
   std::map<int, int> uses;
   for (const ProcessReport& process : story.processes) {
     const std::string name = directory + file_name(process, &uses);

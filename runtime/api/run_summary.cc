@@ -73,7 +73,7 @@ std::vector<std::string> run_summary(PreloadMode mode, const std::vector<Preload
                     ": " + preload_server_text(server));
   }
   if (refused != 0) lines.push_back("refused for want of memory: " + std::to_string(refused));
-  for (const std::string& problem : problems) lines.push_back("the arena could not serve: " + problem);
+  for (const std::string& problem : problems) lines.push_back("trouble in a process: " + problem);
   if (unknown_frees != 0) {
     lines.push_back("freed, and never seen to be allocated: " + std::to_string(unknown_frees) +
                     "; something allocates around the hook");

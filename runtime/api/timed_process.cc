@@ -16,7 +16,8 @@ namespace {
 constexpr int kEnding[] = {SIGHUP, SIGINT, SIGTERM};
 constexpr int kNotExecuted = 127;
 
-[[noreturn]] void become(const TimedProcess& process, pid_t parent, const sigset_t& mask) {
+[[noreturn]] void become(const TimedProcess& process, pid_t parent, const sigset_t& mask,
+                         const struct sigaction& child_action) {
   ::setpgid(0, 0);
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(kNotExecuted);  // It died before it could be watched.
@@ -27,6 +28,7 @@ constexpr int kNotExecuted = 127;
   ::dup2(output, STDERR_FILENO);
   if (nothing > STDERR_FILENO) ::close(nothing);
   if (output > STDERR_FILENO) ::close(output);
+  ::sigaction(SIGCHLD, &child_action, nullptr);
   ::sigprocmask(SIG_SETMASK, &mask, nullptr);
   for (const std::string& name : process.unset) ::unsetenv(name.c_str());
   for (const auto& [name, value] : process.set) ::setenv(name.c_str(), value.c_str(), 1);
@@ -67,14 +69,23 @@ Result<TimedEnd> run_timed(const TimedProcess& process) {
   ::sigemptyset(&signals);
   ::sigaddset(&signals, SIGCHLD);
   for (const int number : kEnding) ::sigaddset(&signals, number);
-  // Blocked before there is a child, so that none is lost.
+  // Blocked before there is a child, so that none is lost; and whoever ignores the end of children is not
+  // told.
   ::sigprocmask(SIG_BLOCK, &signals, &before);
+  struct sigaction child_action {
+  }, default_action{};
+  default_action.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &default_action, &child_action);
+  const auto restore = [&] {
+    ::sigaction(SIGCHLD, &child_action, nullptr);
+    ::sigprocmask(SIG_SETMASK, &before, nullptr);
+  };
   const pid_t parent = ::getpid();
   const pid_t child = ::fork();
-  if (child == 0) become(process, parent, before);
+  if (child == 0) become(process, parent, before, child_action);
   if (child < 0) {
     const int error = errno;
-    ::sigprocmask(SIG_SETMASK, &before, nullptr);
+    restore();
     return Status(StatusCode::kInternal, std::string("cannot start a process: ") + std::strerror(error));
   }
   ::setpgid(child, child);  // Whoever of the two is first.
@@ -83,7 +94,7 @@ Result<TimedEnd> run_timed(const TimedProcess& process) {
   ::kill(-child, SIGKILL);
   if (WIFEXITED(status)) end.exit_code = WEXITSTATUS(status);
   if (WIFSIGNALED(status)) end.signal = WTERMSIG(status);
-  ::sigprocmask(SIG_SETMASK, &before, nullptr);
+  restore();
   return end;
 }
 

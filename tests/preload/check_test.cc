@@ -106,6 +106,15 @@ TEST_F(RunCheckTest, ACrashIsAFailureAndTheNextProbeIsMade) {
   EXPECT_EQ(answer(run, 0, "out of memory"), "works");
 }
 
+// torch.compile goes on without a graph where it can have none, and computes the same.
+TEST_F(RunCheckTest, CompiledGraphsThatAreLeftOutAreAFailure) {
+  const Finished run = check("compiled@tensors=none");
+
+  EXPECT_EQ(answer(run, 0, "compiled graphs"), "use instead --no-tensors: torch.compile does without a graph")
+      << run.output;
+  EXPECT_EQ(answer(run, 1, "compiled graphs"), "works");
+}
+
 TEST_F(RunCheckTest, AHangEndsAtTheLimit) {
   const Finished run = check("history@cache=hang", {"--check-limit", "8"});
 
@@ -211,6 +220,18 @@ TEST_F(RunCheckTest, ContradictionsAreRefused) {
   EXPECT_NE(check("", {"--observe"}).exit_code, 0);
   EXPECT_NE(check("", {"--no-tensors"}).exit_code, 0);
   EXPECT_NE(run_program({FOREBAY_COMMAND, "run", "--check-limit", "3", "--", kPython}).exit_code, 0);
+  const Finished inherited =
+      check("import=raise:it came so far", {}, {kPython}, {{"FOREBAY_RUN_TRACE", "/nowhere"}});
+  EXPECT_EQ(inherited.exit_code, 3);
+  EXPECT_EQ(inherited.output.find("forebay run: FOREBAY_RUN_TRACE is not heeded: --check runs nothing"), 0u)
+      << inherited.output;
+  for (const char* option :
+       {"--report", "--trace", "--snapshot", "--events", "--records", "--pause-signal"}) {
+    const Finished run = check("", {option, "/nowhere"});
+    EXPECT_EQ(run.exit_code, 2) << option;
+    EXPECT_NE(run.output.find(std::string("so ") + option + " would say nothing"), std::string::npos)
+        << run.output;
+  }
 }
 
 // What the probes leave behind: nothing.

@@ -1,17 +1,23 @@
 // A program that does with device memory what a report can be compared with.
-//   events_program steps              three blocks, one of them freed and another in its place; all freed
-//   events_program killed             the same, and kills itself at the peak
-//   events_program full [1]           fills the device, is refused, waits for SIGTERM if asked to, and frees
-//   all events_program many COUNT         a block that stays, then COUNT short ones events_program listen
-//   keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM events_program measure COUNT      what
-//   an allocation and its free take, in nanoseconds
+//   events_program steps: three blocks, one of them freed and another in its place; all freed
+//   events_program killed: the same, and kills itself at the peak
+//   events_program killed-at COUNT: short blocks without end, and a thread that kills it after so many
+//   events_program full [1]: fills the device, is refused, waits for SIGTERM if asked to, and frees all
+//   events_program many COUNT: a block that stays, then COUNT short ones
+//   events_program closes COUNT: the same, and in the middle closes all descriptors but the first three
+//   events_program listen: keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM
+//   events_program measure COUNT: what an allocation and its free take, in nanoseconds
+#include <fcntl.h>
 #include <signal.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <iterator>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "preload/driver_access.h"
@@ -75,6 +81,33 @@ int many(CuStream stream, int count) {
   return 0;
 }
 
+// As daemons do. What the program opens then gets the numbers of what was closed.
+int closes(CuStream stream, int count) {
+  CHECK(many(stream, count / 2) == 0);
+  const int limit = static_cast<int>(::sysconf(_SC_OPEN_MAX));
+  for (int i = 3; i < std::min(limit, 4096); ++i) ::close(i);
+  const int own[] = {::open("/dev/null", O_RDWR), ::open("/dev/null", O_RDWR), ::open("/dev/null", O_RDWR)};
+  CHECK(many(stream, count - count / 2) == 0);
+  for (const int file : own) CHECK(::fcntl(file, F_GETFD) == 0);
+  return 0;
+}
+
+// In the middle of anything.
+int killed_at(CuStream stream, int count) {
+  static std::atomic<int> done{0};
+  std::thread([count] {
+    while (done.load(std::memory_order_relaxed) < count) {
+    }
+    ::kill(::getpid(), SIGKILL);
+  }).detach();
+  CuDevicePtr blocks[8] = {};
+  for (std::size_t i = 0;; i = (i + 1) % std::size(blocks)) {
+    if (blocks[i] != 0) CHECK_CU(driver.cuMemFreeAsync(blocks[i], stream));
+    CHECK_CU(driver.cuMemAllocAsync(&blocks[i], (i + 1) << 16, stream));
+    done.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
 int listen(CuStream stream) {
   sigset_t signals;
   ::sigemptyset(&signals);
@@ -124,6 +157,8 @@ int run(const std::string& what, int count) {
   if (what == "killed") return steps(stream, true);
   if (what == "full") return full(stream, count != 0);
   if (what == "many") return many(stream, count);
+  if (what == "closes") return closes(stream, count);
+  if (what == "killed-at") return killed_at(stream, count);
   if (what == "listen") return listen(stream);
   if (what == "measure") return measure(stream, count);
   return 2;

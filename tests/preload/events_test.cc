@@ -1,10 +1,12 @@
 // What `forebay run` tells of processes: reports, traces and snapshots, however they end.
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -12,6 +14,8 @@
 #include "preload/preload_run.h"
 #include "runtime/api/allocation_trace.h"
 #include "runtime/api/process_history.h"
+#include "runtime/api/process_report.h"
+#include "runtime/api/report_page.h"
 #include "runtime/api/run_recorder.h"
 
 namespace forebay::testing {
@@ -273,10 +277,22 @@ TEST(RunReportOfAProcess, WhatCannotBeIsRefusedBeforeTheCommandStarts) {
 
   EXPECT_TRUE(has(refused({"--report", directory / "old"}), "has a report of another run"));
   EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "no directory that can be written to"));
-  EXPECT_TRUE(has(refused({"--events", "1KiB"}), "use 64.00 KiB to 2.00 GiB"));
+  for (const char* bound : {"1KiB", "3GiB", "99999999999999999999", "1e300", "-1", "many"}) {
+    EXPECT_TRUE(has(refused({std::string("--events=") + bound}), "use 64.00 KiB to 2.00 GiB"));
+  }
   EXPECT_TRUE(has(refused({"--pause-signal", "KILL"}), "use SIGUSR1, SIGUSR2 or SIGHUP"));
   EXPECT_TRUE(has(refused({"--pause-signal", "SIGUSR1", "--trace", directory / "trace.txt"}), "cannot be"));
   EXPECT_TRUE(has(refused({"--from", directory.path()}), "leave out the command or --from"));
+  for (const std::vector<std::string>& idle : {std::vector<std::string>{"--observe"},
+                                               {"--memory", "1GiB"},
+                                               {"--check"},
+                                               {"--records", directory / "new"}}) {
+    std::vector<std::string> options = {"--from", directory.path()};
+    options.insert(options.end(), idle.begin(), idle.end());
+    const Finished run = forebay_run(options);
+    EXPECT_EQ(run.exit_code, 2) << idle[0];
+    EXPECT_TRUE(has(run.output, "so " + idle[0] + " would say nothing")) << run.output;
+  }
 }
 
 // --- traces and snapshots ---
@@ -507,6 +523,183 @@ TEST(PreloadEvents, AProgramThatMayNotWriteThatMuchRunsWithoutThem) {
   EXPECT_EQ(run.exit_code, 0) << run.output;
   EXPECT_TRUE(has(run.output, "may write no file of ")) << run.output;
   EXPECT_TRUE(has(run.output, "handled 4 of 4 allocations")) << run.output;
+}
+
+TEST(PreloadEvents, AProgramThatMayWriteNoFileAtAllRunsWithoutARecord) {
+  // It allocates nothing, and the fake says nothing at its end: those would be files too.
+  const PreloadRun run({"/bin/sh", "-c", "ulimit -f 0; exec " + program("process_program") + " threads"},
+                       "arena", {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}, {"FAKE_CUDA_SUMMARY", ""}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_TRUE(run.records.empty());
+  EXPECT_TRUE(has(run.finished.output, "cannot record what this process does in ")) << run.finished.output;
+  EXPECT_TRUE(has(run.finished.output, "without a context: 201")) << run.finished.output;
+}
+
+// A disk of so many KiB, of which nothing is left or a little; the program runs the same on each.
+Finished run_on_disk(int kib, const std::string& command) {
+  const TemporaryDirectory directory;
+  const std::string disk = directory.path();
+  const std::string script = "mount -t tmpfs -o size=" + std::to_string(kib) + "k tmpfs " + disk +
+                             " || exit 99; df " + disk +
+                             " | grep -q tmpfs || exit 99; FOREBAY_PRELOAD_RECORDS=" + disk +
+                             " FOREBAY_PRELOAD_EVENTS=1MiB LD_PRELOAD=" + kPreloadLibrary + " " + command +
+                             "; code=$?; " FOREBAY_COMMAND " run --from " + disk + "; exit $code";
+  return run_program({"/usr/bin/unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-c", script},
+                     on_the_fake());
+}
+
+TEST(PreloadEvents, AFullDiskKeepsWhatThereWasRoomForAndEndsNobody) {
+  if (run_on_disk(4096, "/bin/true").exit_code != 0) {
+    GTEST_SKIP() << "this system does not let a test mount a disk of its own";
+  }
+  // A record is a page, the events' header two, and each piece of them 256 KiB.
+  for (const int kib : {4, 8, 12, 16, 40, 268, 280, 560, 700}) {
+    SCOPED_TRACE(kib);
+    const Finished run = run_on_disk(kib, program("events_program") + " many 20000");
+
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    const bool is_recorded = has(run.output, "handled 20001 of 20001 allocations");
+    EXPECT_EQ(has(run.output, "cannot record what this process does"), !is_recorded) << run.output;
+    EXPECT_EQ(has(run.output, "has no room for them"), is_recorded && kib < 12) << run.output;
+    EXPECT_EQ(has(run.output, "of events are kept: there is no more room"), kib >= 12) << run.output;
+  }
+}
+
+TEST(PreloadEvents, GoOnWhenTheProgramClosesAllDescriptors) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", program("events_program"), "closes", "20000"});
+  const Json device = only_device(report);
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(device.at("allocations"), 20002);
+  EXPECT_EQ(device.at("events").at("dropped_by_process"), 0);
+  EXPECT_EQ(device.at("peak_requested_bytes_of_kept_events"), 11 * kMiB);
+}
+
+// At any moment, which is drawn: what is there makes a report.
+TEST(PreloadEvents, ArePlausibleWheneverTheProcessIsKilled) {
+  std::mt19937 random(std::random_device{}());
+  for (int i = 0; i < (kSanitized ? 4 : 12); ++i) {
+    const int count = std::uniform_int_distribution<int>(1, 30'000)(random);
+    SCOPED_TRACE(count);
+    const TemporaryDirectory directory;
+    const std::string report = directory / "report";
+    const Finished run = forebay_run({"--events", "256KiB", "--report", report, "--",
+                                      program("events_program"), "killed-at", std::to_string(count)});
+    const Json device = only_device(report);
+
+    EXPECT_EQ(run.exit_code, 128 + 9) << run.output;
+    EXPECT_GE(device.at("allocations").get<int>(), count);
+    EXPECT_LE(device.at("allocations").get<int>() - device.at("frees").get<int>(), 9);
+    // Eight blocks of 64 KiB to 512 KiB, one of which may be in between.
+    EXPECT_LE(device.at("peak_requested_bytes"), 36 * kMiB / 16);
+    EXPECT_LE(moment(device, kEndMoment).at("block_count"), 8);
+    EXPECT_FALSE(has(run.output, "makes no sense")) << run.output;
+  }
+}
+
+// The command goes on, and what it did is told afterwards.
+TEST(RunReportOfAProcess, OutlivesTheOneWhoWasToWriteIt) {
+  const TemporaryDirectory directory;
+  Process process(
+      forebay({"run", "--report", directory / "unfinished", "--", program("events_program"), "listen"}),
+      on_the_fake({{"TMPDIR", directory.path()}}));
+  ASSERT_TRUE(process.wait_for_output("ready"));
+  std::string records;
+  for (const auto& entry : std::filesystem::directory_iterator(directory.path())) {
+    if (has(entry.path().filename(), "forebay-run-")) records = entry.path();
+  }
+  const Result<std::vector<PreloadReport>> before = read_preload_records(records);
+  ASSERT_TRUE(before.ok() && before.value().size() == 1) << records;
+
+  process.signal(SIGKILL);
+  ASSERT_EQ(::kill(before.value().front().process, SIGHUP), 0);
+  ASSERT_EQ(::kill(before.value().front().process, SIGTERM), 0);
+  const Finished run = process.finish();
+  const std::string report = directory / "report";
+  const Finished told = forebay_run({"--from", records, "--report", report});
+
+  EXPECT_EQ(run.exit_code, 128 + 9);
+  EXPECT_EQ(told.exit_code, 0) << told.output;
+  EXPECT_EQ(only_device(report).at("peak_requested_bytes"), 36 * kMiB);
+}
+
+TEST(RunReportOfAProcess, IsWrittenWhereItsDirectoryHasVanished) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", "/bin/sh", "-c",
+                                    "rm -r " + report + "; exec " + program("events_program") + " steps"});
+  const Finished file = forebay_run(
+      {"--report", report + "2", "--", "/bin/sh", "-c", "rm -r " + report + "2; : > " + report + "2"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(only_device(report).at("allocations"), 4);
+  EXPECT_EQ(file.exit_code, 0);
+  EXPECT_TRUE(has(file.output, "cannot write " + report + "2/summary.json")) << file.output;
+}
+
+// Dozens of short processes, as a test suite under `forebay run` has them.
+TEST(RunReportOfAProcess, HasEveryOneOfManyShortProcesses) {
+  const int count = kSanitized ? 20 : 80;
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run =
+      forebay_run({"--events", "64KiB", "--report", report, "--", "/bin/sh", "-c",
+                   "for i in $(seq " + std::to_string(count / 4) + "); do for j in 1 2 3 4; do " +
+                       program("events_program") + " steps & done; wait; done"});
+  const Json summary = read_json(report + "/summary.json");
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(summary.at("processes").size(), static_cast<std::size_t>(count));
+  EXPECT_TRUE(has(run.output, "handled " + std::to_string(4 * count) + " of " + std::to_string(4 * count) +
+                                  " allocations"))
+      << run.output;
+}
+
+// Random bytes in the place of some of a record's and its events': refused in words, or read and told of.
+TEST_F(EventFile, RandomDamageIsRefusedOrToldOf) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE(seed);
+  std::mt19937_64 random(seed);
+  const auto below = [&](std::size_t bound) { return static_cast<std::size_t>(random() % bound); };
+  const std::string record_path = read_preload_records(directory_.path()).value().front().path;
+  const std::string sound_events = bytes_, sound_record = read_text(record_path);
+  const std::size_t event_begin = header().event_offset, block_begin = header().block_offset;
+  const std::uint64_t values[] = {0,         1, 2, 31, 32, 255, 4096, UINT32_MAX, UINT64_MAX, UINT64_MAX / 32,
+                                  1ull << 63};
+  int told = 0;
+  for (int i = 0; i < (kSanitized ? 150 : 400); ++i) {
+    std::string events = sound_events, record = sound_record;
+    for (std::size_t n = 1 + below(8); n > 0; --n) {
+      // Most of what there is lies at these places.
+      const std::size_t begins[] = {0, 0, event_begin, event_begin, block_begin};
+      const std::size_t at = begins[below(5)] + 8 * below(24);
+      const std::uint64_t value = below(3) == 0 ? random() : values[below(std::size(values))];
+      std::memcpy(events.data() + at, &value, 1 + below(8));
+      if (below(8) == 0) record[below(record.size())] = static_cast<char>(random());
+    }
+    if (below(10) == 0) events.resize(below(events.size()));
+    write_record(path_, events);
+    write_record(record_path, record);
+    const Result<std::vector<PreloadReport>> records = read_preload_records(directory_.path());
+    ASSERT_TRUE(records.ok());
+    RunStory story{.command = "it", .state = "then"};
+    for (const PreloadReport& one : records.value()) story.processes.push_back(read_process(one));
+    for (const ProcessReport& process : story.processes) {
+      EXPECT_FALSE(process_text(process).empty());
+      EXPECT_FALSE(Json::parse(process_json(process), nullptr, false).is_discarded());
+      for (const ProcessHistory& history : process.histories) (void)history_trace(history);
+      if (!process.histories.empty()) (void)history_snapshot(process.histories);
+      EXPECT_NE(process.histories.empty(), process.events_problem.empty());
+      told += process.histories.empty() ? 0 : 1;
+    }
+    EXPECT_TRUE(has(report_page(story_page(story)), "</html>"));
+    EXPECT_FALSE(story_text(story).empty());
+  }
+  std::printf("%d were told of\n", told);
+  EXPECT_GT(told, 20);
 }
 
 // --- giving back on a signal ---

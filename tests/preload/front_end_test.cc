@@ -61,6 +61,46 @@ TEST(PreloadDlsym, WhatIsNotThereIsRefusedInTheSameWords) {
   EXPECT_EQ(run.finished.output, bare.finished.output);
 }
 
+// Another hook of dlsym asks the C library by a version, which nobody can stand in for. Behind ours it is not
+// asked; in front of ours nothing comes to us.
+TEST(PreloadDlsym, AnotherHookOfDlsymHasItWhereItIsInFront) {
+  const std::string neighbour = program("dlsym_library.so");
+  const std::vector<std::string> command = {program("access_program"), "dlsym"};
+
+  const PreloadRun behind(command, "arena", {{"LD_PRELOAD", preloads(neighbour, kPreloadLibrary)}});
+  const PreloadRun in_front(command, "arena", {{"LD_PRELOAD", preloads(kPreloadLibrary, neighbour)}});
+
+  EXPECT_EQ(behind.finished.exit_code, 0) << behind.finished.output;
+  EXPECT_TRUE(behind.records.empty());
+  EXPECT_EQ(in_front.finished.exit_code, 0) << in_front.finished.output;
+  EXPECT_EQ(in_front.served(PreloadServer::kArena), 3u);
+  EXPECT_EQ(in_front.unserved(), 0u);
+}
+
+// By another path, which the loader takes for another library.
+TEST(PreloadDlsym, ASecondCopyOfTheLibraryChangesNothing) {
+  const TemporaryDirectory directory;
+  const std::string copy = directory / "libforebay-preload.so";
+  std::filesystem::copy_file(kPreloadLibrary, copy);
+  for (const char* way : {"dlsym", "query"}) {
+    for (const std::string& order : {preloads(kPreloadLibrary, copy), preloads(copy, kPreloadLibrary),
+                                     preloads(kPreloadLibrary, kPreloadLibrary)}) {
+      PreloadRun run({program("access_program"), way}, "arena", {{"LD_PRELOAD", order}});
+      // The copy has no core beside it: where it comes first it says so, and the driver serves.
+      const bool has_core = order.rfind(kPreloadLibrary, 0) == 0;
+
+      EXPECT_EQ(run.finished.exit_code, 0) << order << run.finished.output;
+      EXPECT_EQ(run.finished.output.find("cannot open libforebay-core") == std::string::npos, has_core)
+          << order << run.finished.output;
+      EXPECT_EQ(run.records.size(), has_core ? 1u : 0u) << order;
+      if (has_core) {
+        EXPECT_EQ(run.served(PreloadServer::kArena), 3u) << order;
+      }
+      run.expect_no_hazard();
+    }
+  }
+}
+
 // --- plugins ---
 
 TEST(PreloadPlugin, APluginIsSeenLikeTheProgram) {
@@ -156,6 +196,33 @@ TEST(PreloadProcess, MemoryMayBeFreedAfterTheDriversEnd) {
   EXPECT_EQ(bare.finished.output, "after main: 4 4\n");
   EXPECT_EQ(run.finished.output, bare.finished.output);
   EXPECT_EQ(run.finished.exit_code, 0);
+}
+
+// Whoever is in a call then gets the driver's answer, and nothing breaks.
+TEST(PreloadProcess, ThreadsMayAllocateWhileTheProcessEnds) {
+  for (int i = 0; i < (kSanitized ? 5 : 20); ++i) {
+    PreloadRun run({program("process_program"), "exit-threads"}, "arena",
+                   {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}});
+
+    ASSERT_EQ(run.finished.exit_code, 0) << run.finished.output;
+    ASSERT_EQ(run.finished.output, "");
+    ASSERT_EQ(run.record().problem, "");
+    run.expect_no_hazard();
+  }
+}
+
+// Looked at by one who only wanted to know whether there is one, say.
+TEST(PreloadProcess, ADriverThatWasClosedIsNotCalledAnyMore) {
+  const std::string closed = program("closed_driver.so");
+  if (!std::filesystem::exists(closed)) GTEST_SKIP() << "a sanitizer's runtime keeps libraries open";
+  PreloadRun run({program("process_program"), "reopen", closed}, "arena",
+                 {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "reopened\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
+  EXPECT_EQ(run.record().refused, 1u);
+  run.expect_no_hazard();
 }
 
 // A record is made for a process that starts CUDA, and for nobody else.

@@ -1,6 +1,6 @@
 // A process's life: forks before and after it has used the driver, programs it starts, threads without a
 // context, and work after main.
-//   process_program fork | exec | threads | exit | workers | signals
+//   process_program fork | exec | threads | exit | exit-threads | workers | signals | reopen DRIVER
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -135,18 +135,70 @@ int end_late() {
   return 0;
 }
 
+// Threads that allocate and free while main returns: the driver ends under them.
+std::atomic<int> rounds{0};
+
+void work_until_the_end(CuContext context) {
+  if (driver.cuCtxSetCurrent(context) != CuResult::kSuccess) return;
+  while (true) {
+    CuDevicePtr plain = 0, ordered = 0;
+    if (driver.cuMemAlloc_v2(&plain, 1u << 16) == CuResult::kSuccess) (void)driver.cuMemFree_v2(plain);
+    if (driver.cuMemAllocAsync(&ordered, 1u << 16, nullptr) == CuResult::kSuccess) {
+      (void)driver.cuMemFreeAsync(ordered, nullptr);
+    }
+    rounds.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+int end_under_threads() {
+  if (start() != 0) return 1;
+  CuContext context = nullptr;
+  CHECK_CU(driver.cuCtxGetCurrent(&context));
+  for (int i = 0; i < 4; ++i) std::thread(&work_until_the_end, context).detach();
+  while (rounds.load(std::memory_order_relaxed) < 200) std::this_thread::yield();
+  return 0;
+}
+
+// One driver is looked at and closed; another, which takes its place, is worked with.
+int reopen(const char* first_path) {
+  void* const first = ::dlopen(first_path, RTLD_NOW);
+  CHECK(first != nullptr);
+  CHECK(::dlsym(first, "cuInit") != nullptr && ::dlsym(first, "cuMemGetInfo_v2") != nullptr);
+  CHECK(::dlclose(first) == 0);
+  CHECK(::dlopen(first_path, RTLD_NOW | RTLD_NOLOAD) == nullptr);
+  void* const second = ::dlopen("libcuda.so.1", RTLD_NOW);
+  CHECK(second != nullptr);
+  const auto find = [second](const char* symbol) { return ::dlsym(second, symbol); };
+  driver.cuInit = reinterpret_cast<cuInit_function*>(find("cuInit"));
+  driver.cuDevicePrimaryCtxRetain =
+      reinterpret_cast<cuDevicePrimaryCtxRetain_function*>(find("cuDevicePrimaryCtxRetain"));
+  driver.cuCtxSetCurrent = reinterpret_cast<cuCtxSetCurrent_function*>(find("cuCtxSetCurrent"));
+  driver.cuMemAlloc_v2 = reinterpret_cast<cuMemAlloc_v2_function*>(find("cuMemAlloc_v2"));
+  driver.cuMemFree_v2 = reinterpret_cast<cuMemFree_v2_function*>(find("cuMemFree_v2"));
+  if (start() != 0) return 1;
+  CuDevicePtr address = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&address, 1u << 20));
+  CHECK_CU(driver.cuMemFree_v2(address));
+  // Told with what the device has free, which nobody has asked this driver for.
+  CHECK(driver.cuMemAlloc_v2(&address, std::size_t{1} << 50) == CuResult::kOutOfMemory);
+  std::printf("reopened\n");
+  return 0;
+}
+
 }  // namespace
 }  // namespace forebay::testing
 
 int main(int argc, char** argv) {
   using namespace forebay::testing;
-  if (!open_driver("libcuda.so.1", &driver)) return 2;
   const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "reopen") return reopen(argc > 2 ? argv[2] : "");
+  if (!open_driver("libcuda.so.1", &driver)) return 2;
   if (what == "fork") return fork_after_use();
   if (what == "workers") return fork_before_use();
   if (what == "exec") return start_programs();
   if (what == "threads") return use_threads();
   if (what == "exit") return end_late();
+  if (what == "exit-threads") return end_under_threads();
   if (what == "signals") return wait_for_signal();
   return 2;
 }

@@ -1,9 +1,16 @@
 // `forebay run` as a person uses it, and what it decides about the environment.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <pty.h>
 #include <sys/stat.h>
 
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "preload/preload_run.h"
@@ -111,6 +118,36 @@ TEST(RunCommand, PassesTheExitCodeThrough) {
   EXPECT_EQ(forebay_run({"--", "/"}).exit_code, 126);
 }
 
+// What the terminal sends to all of its group reaches the command once, however often it is sent.
+TEST(RunCommand, LeavesTheTerminalsSignalsToTheTerminal) {
+  int terminal = -1;
+  const pid_t child = ::forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (child == 0) {
+    for (const auto& [name, value] : on_the_fake()) ::setenv(name.c_str(), value.c_str(), 1);
+    ::execl(FOREBAY_COMMAND, FOREBAY_COMMAND, "run", "--", program("process_program").c_str(), "signals",
+            static_cast<char*>(nullptr));
+    ::_exit(1);
+  }
+  ASSERT_GT(child, 0);
+  std::string text;
+  char buffer[4096];
+  bool is_sent = false;
+  // A terminal ends with an error once nobody has it open.
+  for (ssize_t count = 0; (count = ::read(terminal, buffer, sizeof buffer)) > 0;) {
+    text.append(buffer, static_cast<std::size_t>(count));
+    if (is_sent || position(text, "ready") == std::string::npos) continue;
+    is_sent = ::write(terminal, "\003\003", 2) == 2;  // Ctrl-C, twice.
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  ::close(terminal);
+
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 10 + SIGINT) << text;
+  EXPECT_NE(position(text, "got signal 2"), std::string::npos) << text;
+  EXPECT_EQ(position(text, "got signal 2"), text.rfind("got signal 2")) << text;
+  EXPECT_NE(position(text, "handled 0 of 0"), std::string::npos) << text;
+}
+
 TEST(RunCommand, PassesSignalsOn) {
   for (const int number : {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) {
     Process process({FOREBAY_COMMAND, "run", "--", program("process_program"), "signals"}, on_the_fake());
@@ -121,6 +158,174 @@ TEST(RunCommand, PassesSignalsOn) {
 
     EXPECT_EQ(run.exit_code, 10 + number) << run.output;
     EXPECT_NE(position(run.output, "got signal " + std::to_string(number)), std::string::npos) << run.output;
+  }
+}
+
+// --- the command's surroundings ---
+
+// Reads what a pipe in the file system is given, line by line; a line may be waited for.
+class NamedPipe {
+ public:
+  explicit NamedPipe(std::string path) : path_(std::move(path)) {
+    EXPECT_EQ(::mkfifo(path_.c_str(), 0600), 0);
+    // For writing too: opening waits for nobody then, and there is always a reader.
+    file_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
+  }
+  NamedPipe(const NamedPipe&) = delete;
+  NamedPipe& operator=(const NamedPipe&) = delete;
+  ~NamedPipe() { close(); }
+  void close() {
+    if (file_ >= 0) ::close(file_);
+    file_ = -1;
+  }
+  // So that whoever writes waits until somebody reads.
+  void fill() {
+    const std::string page(4096, '.');
+    while (::write(file_, page.data(), page.size()) > 0) {
+    }
+    while (::write(file_, ".", 1) > 0) {
+    }
+  }
+  bool wait_for(const std::string& text) {
+    char buffer[4096];
+    while (text_.find(text) == std::string::npos) {
+      pollfd waiting{file_, POLLIN, 0};
+      if (::poll(&waiting, 1, 60'000) <= 0) return false;
+      const ssize_t count = ::read(file_, buffer, sizeof buffer);
+      if (count > 0) text_.append(buffer, static_cast<std::size_t>(count));
+    }
+    return true;
+  }
+  const std::string& path() const { return path_; }
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string path_;
+  int file_ = -1;
+  std::string text_;
+};
+
+// Asked for before there is a command, a report is written as soon as there is one.
+TEST(RunCommand, ASignalThatComesBeforeTheCommandIsNotLost) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  NamedPipe errors(directory / "errors");
+  errors.fill();
+  // It waits at its first line, which nobody reads yet.
+  Process process({"/bin/sh", "-c",
+                   "exec " FOREBAY_COMMAND " run --report " + report + " -- /bin/true 2>" + errors.path()},
+                  on_the_fake());
+  while (!std::filesystem::exists(report + "/summary.txt")) std::this_thread::yield();
+
+  process.signal(SIGUSR1);
+  EXPECT_TRUE(errors.wait_for("the report is in ")) << errors.text();
+  const Finished run = process.finish();
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(errors.wait_for("handled 0 of 0"));
+}
+
+// A second Ctrl-C, or a batch system that is in a hurry.
+TEST(RunCommand, WhatIsWrittenAtTheEndIsWholeWhateverSignalsCome) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  std::filesystem::create_directory(report);
+  NamedPipe page(report + "/report.html.partial");
+  page.fill();
+  Process process({FOREBAY_COMMAND, "run", "--report", report, "--", program("process_program"), "signals"},
+                  on_the_fake());
+  ASSERT_TRUE(process.wait_for_output("ready"));
+
+  process.signal(SIGTERM);
+  // It waits at the page, which nobody reads yet.
+  while (!std::filesystem::exists(report + "/summary.json")) std::this_thread::yield();
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) process.signal(number);
+  EXPECT_TRUE(page.wait_for("</html>"));
+  const Finished run = process.finish();
+
+  EXPECT_EQ(run.exit_code, 10 + SIGTERM) << run.output;
+  EXPECT_NE(position(run.output, "the report is in "), std::string::npos) << run.output;
+}
+
+TEST(RunCommand, WhoReadsItsWordsMayGo) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const std::string words = directory / "words";
+  ASSERT_EQ(::mkfifo(words.c_str(), 0600), 0);
+  Process process({"/bin/sh", "-c",
+                   "exec " FOREBAY_COMMAND " run --report " + report + " -- " + program("events_program") +
+                       " listen 2>" + words},
+                  on_the_fake());
+  { const std::ifstream reads_nothing(words); }
+  ASSERT_TRUE(process.wait_for_output("ready"));
+
+  process.signal(SIGTERM);
+  const Finished run = process.finish();
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(std::filesystem::exists(report + "/report.html"));
+}
+
+TEST(RunCommand, MayBeStartedWithoutStandardStreams) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = run_program({"/bin/sh", "-c",
+                                    "exec " FOREBAY_COMMAND " run --report " + report + " -- " +
+                                        program("events_program") + " steps <&- >&- 2>&-"},
+                                   on_the_fake());
+  std::ifstream file(report + "/summary.txt");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+
+  EXPECT_EQ(run.exit_code, 0);
+  EXPECT_EQ(run.output, "");
+  EXPECT_NE(position(text, "handled 4 of 4 allocations"), std::string::npos) << text;
+}
+
+// Whoever ignores the end of children hands that on to what it starts.
+TEST(RunCommand, MayBeStartedByOneWhoIgnoresTheEndOfChildren) {
+  const std::string env = "/usr/bin/env";
+  if (run_program({env, "--ignore-signal=CHLD", "/bin/true"}).exit_code != 0) {
+    GTEST_SKIP() << env << " cannot ignore signals here";
+  }
+  Process process({env, "--ignore-signal=CHLD", FOREBAY_COMMAND, "run", "--", "/bin/sh", "-c", "exit 7"},
+                  on_the_fake());
+  EXPECT_EQ(process.finish(std::chrono::seconds(30)).exit_code, 7);
+}
+
+TEST(RunCommand, WorksInAnEmptyEnvironmentAndSaysWhatOneHides) {
+  std::vector<std::string> empty = {"/usr/bin/env", "-i", "LD_LIBRARY_PATH=" + kFakeDirectory};
+  for (const auto& [name, value] : sanitizer_variables()) empty.push_back(name + "=" + value);
+  const auto with = [](std::vector<std::string> words, const std::vector<std::string>& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const std::vector<std::string> work = {program("access_program"), "query"};
+  const Finished outside = run_program(with(with(empty, {FOREBAY_COMMAND, "run", "--"}), work));
+  const Finished inside = forebay_run(with(with({"--"}, empty), work));
+
+  EXPECT_EQ(outside.exit_code, 0) << outside.output;
+  EXPECT_NE(position(outside.output, "handled 3 of 3 allocations"), std::string::npos) << outside.output;
+  EXPECT_EQ(inside.exit_code, 0) << inside.output;
+  EXPECT_NE(position(inside.output, "or one without LD_PRELOAD"), std::string::npos) << inside.output;
+}
+
+TEST(RunCommand, MayBeRunUnderItself) {
+  const Finished run = forebay_run({"--", FOREBAY_COMMAND, "run", "--", program("access_program"), "query"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_NE(position(run.output, "handled 3 of 3 allocations"), std::string::npos) << run.output;
+  EXPECT_NE(position(run.output, "handled 0 of 0 allocations"), std::string::npos) << run.output;
+}
+
+TEST(RunCommand, SaysThatItHasNoPlaceForRecords) {
+  for (const char* place : {"/nowhere/at/all", "/proc"}) {
+    const Finished run = forebay_run({"--", "/bin/echo", "it ran"}, {{"TMPDIR", place}});
+
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    EXPECT_NE(position(run.output, std::string("cannot make a directory for records in ") + place),
+              std::string::npos)
+        << run.output;
+    EXPECT_EQ(position(run.output, "\nit ran"), std::string::npos);
   }
 }
 
@@ -158,6 +363,31 @@ TEST(RunCommand, AStaticProgramIsOutOfReachAndThatIsSaid) {
             std::string::npos)
       << run.output;
   EXPECT_NE(position(run.output, "\npreloaded 0\n"), std::string::npos) << run.output;
+}
+
+TEST(RunCommand, AScriptOfAStaticProgramIsOutOfReachAndThatIsSaid) {
+  if (!std::filesystem::exists(program("static_program"))) {
+    GTEST_SKIP() << "this build has no static C library, or sanitizers, which need a shared one";
+  }
+  const TemporaryDirectory directory;
+  const auto script = [&](const std::string& name, const std::string& interpreter) {
+    const std::string path = directory / name;
+    std::ofstream(path) << "#! " << interpreter << " an argument\n";
+    EXPECT_EQ(::chmod(path.c_str(), 0755), 0);
+    return path;
+  };
+  const std::string inner = script("inner", program("static_program"));
+  const Finished run = forebay_run({"--", script("outer", inner)});
+  const Finished usual = forebay_run({"--", script("usual", "/bin/echo")});
+  const Finished missing = forebay_run({"--", script("missing", "/nowhere/at/all")});
+
+  EXPECT_EQ(run.exit_code, 0);
+  EXPECT_NE(position(run.output, program("static_program") + " is linked statically"), std::string::npos)
+      << run.output;
+  EXPECT_EQ(usual.exit_code, 0);
+  EXPECT_EQ(position(usual.output, "nothing will be handled"), std::string::npos) << usual.output;
+  EXPECT_EQ(missing.exit_code, 127);
+  EXPECT_NE(position(missing.output, "cannot run "), std::string::npos) << missing.output;
 }
 
 TEST(RunCommand, ASetUidProgramIsOutOfReachAndThatIsSaid) {
@@ -209,6 +439,11 @@ TEST(RunCommand, RefusesWhatContradictsItself) {
   EXPECT_EQ(forebay_run({"--tensors", "--no-tensors", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--memory", "much", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--memory", "24", "--", "/bin/true"}).exit_code, 2) << "a unit was forgotten";
+  for (const char* nonsense : {"-5GiB", "0", "1e30", "99999999999TiB", "nan", "24GiBs", "0x", " "}) {
+    const Finished run = forebay_run({std::string("--memory=") + nonsense, "--", "/bin/echo", "it ran"});
+    EXPECT_EQ(run.exit_code, 2) << nonsense;
+    EXPECT_NE(position(run.output, "use bytes, such as 24GiB"), std::string::npos) << run.output;
+  }
   EXPECT_EQ(forebay_run({}).exit_code, 2);
 }
 
@@ -330,7 +565,7 @@ TEST(RunSummaryTest, SaysOnceWhatSeveralProcessesSay) {
             "handled 4 of 5 allocations, 4.00 KiB of 5.00 KiB, in 2 processes; at most 0 B live in one");
   EXPECT_EQ(lines[1], "not handled: 1, 1.00 KiB: where the arena could not serve");
   EXPECT_EQ(lines[2], "refused for want of memory: 6");
-  EXPECT_EQ(lines[3], "the arena could not serve: cannot make an arena");
+  EXPECT_EQ(lines[3], "trouble in a process: cannot make an arena");
 }
 
 }  // namespace

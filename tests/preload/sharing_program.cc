@@ -5,9 +5,13 @@
 //   sharing_program open       the second: handles on standard input
 //   sharing_program kill       the first is killed after it has handed over its handle
 //   sharing_program refuse     handles that cannot be opened
+//   sharing_program crowded    the first has no descriptor left when the second asks, and some later
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
+#include <poll.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -181,6 +185,45 @@ int be_killed(const char* program) {
   return 1;
 }
 
+double processor_ms() {
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
+}
+
+int be_crowded(const char* program) {
+  constexpr int kWaitMs = 400;
+  const Child child = start_second(program, "open");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+  const std::vector<std::uint32_t> mine = pattern(1);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  Message message;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  rlimit limit{};
+  CHECK(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  rlimit low = limit;
+  low.rlim_cur = 64;
+  CHECK(::setrlimit(RLIMIT_NOFILE, &low) == 0);
+  std::vector<int> files;
+  for (int file = 0; (file = ::dup(STDIN_FILENO)) >= 0;) files.push_back(file);
+  const double begin = processor_ms();
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  // What the wait costs is the question.
+  (void)::poll(nullptr, 0, kWaitMs);
+  const double used = processor_ms() - begin;
+  // The fake keeps its own descriptors beyond 1000.
+  CHECK(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  for (const int file : files) ::close(file);
+  std::printf("second: %d\n", wait_for(child));
+  std::printf("waited idly: %d\n", used < kWaitMs / 4);
+  CHECK(holds(block, 2));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
 int try_to_open() {
   Message message;
   if (start() != 0) return 1;
@@ -236,6 +279,7 @@ int main(int argc, char** argv) {
   if (what == "kill") return be_killed(argv[0]);
   if (what == "refuse") return refuse();
   if (what == "try") return try_to_open();
+  if (what == "crowded") return be_crowded(argv[0]);
   if (what == "stranger") return share_with_a_stranger(argv[0]);
   return both(argv[0]);
 }

@@ -61,6 +61,15 @@ TEST(PreloadSharing, HandlesThatCannotBeOpenedAreRefused) {
   EXPECT_EQ(run.finished.output, bare.finished.output);
 }
 
+// With no descriptor left in the process that shares, whoever asks is served once there is one.
+TEST(PreloadSharing, AFullTableOfDescriptorsIsWaitedOutIdly) {
+  PreloadRun run({program("sharing_program"), "crowded"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "second: 0\nwaited idly: 1\n");
+  run.expect_no_hazard();
+}
+
 // The other side is not preloaded: its driver refuses the handle, and both go on.
 TEST(PreloadSharing, AProcessWithoutThePreloadIsRefused) {
   PreloadRun run({program("sharing_program"), "stranger"});

@@ -34,6 +34,13 @@ void* place_of(const char* name, int version, void* found);
 
 }  // namespace
 
+// Asked for by name by the runtime of toolkit 13.2, before everything else.
+extern "C" [[gnu::visibility("default")]] CuResult cuDriverGetVersion(int* version) {
+  static auto* const real =
+      reinterpret_cast<cuDriverGetVersion_function*>(::dlsym(driver(), "cuDriverGetVersion"));
+  return real(version);
+}
+
 extern "C" [[gnu::visibility("default")]] CuResult cuGetProcAddress(const char* name, void** function,
                                                                     int version, std::uint64_t flags) {
   write_down(name, version, flags, __builtin_return_address(0));

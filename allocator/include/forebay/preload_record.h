@@ -95,7 +95,8 @@ struct PreloadRecord {
 PreloadRecord& preload_record_of_process(PreloadMode mode) noexcept;
 
 // A new file of this process in the directory, "PROCESS-XXXXXX" and the suffix, of that many bytes, readable
-// for others; -1, with the reason in errno, when there can be none. `path`: its name.
+// for others; -1, with the reason in errno, when there can be none (EFBIG: beyond `ulimit -f`). `path`: its
+// name.
 int make_preload_file(const char* directory, const char* suffix, std::size_t bytes, std::string* path);
 
 // Writes `text` if nothing is there yet.

@@ -1,0 +1,22 @@
+// A neighbour with a dlsym of its own, as others that hook the driver have one: it counts, and asks the C
+// library by a version's name.
+#include <dlfcn.h>
+
+namespace {
+int calls = 0;
+}
+
+extern "C" [[gnu::visibility("default")]] int dlsym_library_calls() {
+  return calls;
+}
+
+extern "C" [[gnu::visibility("default")]] void* dlsym(void* handle, const char* name) noexcept {
+  using Function = void*(void*, const char*);
+  Function* real = nullptr;
+  static constexpr const char* kVersions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
+  for (const char* version : kVersions) {
+    if (real == nullptr) real = reinterpret_cast<Function*>(::dlvsym(RTLD_NEXT, "dlsym", version));
+  }
+  ++calls;
+  return real(handle, name);
+}

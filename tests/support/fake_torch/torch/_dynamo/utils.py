@@ -1,0 +1,4 @@
+"""Counts, as PyTorch keeps them by part and event."""
+import collections
+
+counters = collections.defaultdict(collections.Counter)
