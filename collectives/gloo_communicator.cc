@@ -47,7 +47,7 @@
 #include "fingerprint.h"
 #include "first_cause.h"
 #include "forebay/host_gradients.h"
-#include "meeting.h"
+#include "joining.h"
 #include "rendezvous_store.h"
 #include "transport.h"
 
@@ -750,67 +750,66 @@ std::string address_of_host(const std::string& name) {
   return found;
 }
 
-Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
-  // Gloo gets a numeric address that works: Debian 12's reads an uninitialised pointer when a name has none.
+constexpr const char* kInterfaceAdvice = "; give an address or an interface of this host";
+
+// Of an interface or an address, empty for the loopback one: a numeric address that works. Debian 12's Gloo
+// reads an uninitialised pointer when a name has none.
+Result<std::string> listening_address(const std::string& interface) {
   const std::string wanted = interface.empty() ? "127.0.0.1" : interface;
+  std::string address = address_of_interface(wanted);
+  if (address.empty()) address = address_of_host(wanted);
+  if (!address.empty()) return address;
+  return Status(StatusCode::kInvalidArgument, "cannot listen on \"" + wanted +
+                                                  "\": no interface or address of this host has that name" +
+                                                  kInterfaceAdvice);
+}
+
+Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
+  Result<std::string> address = listening_address(interface);
+  FOREBAY_RETURN_IF_ERROR(address.status());
   gloo::transport::tcp::attr attributes;
-  attributes.hostname = address_of_interface(wanted);
-  if (attributes.hostname.empty()) attributes.hostname = address_of_host(wanted);
-  const std::string advice = "; give an address or an interface of this host";
-  if (attributes.hostname.empty()) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        "cannot listen on \"" + wanted + "\": no interface or address of this host has that name" + advice);
-  }
+  attributes.hostname = address.value();
   try {
     // The I/O thread that starts here inherits the mask: signals are for the program's own threads.
     const NoSignals guard;
     return gloo::transport::tcp::CreateDevice(attributes);
   } catch (const std::exception& error) {
-    return Status(StatusCode::kUnavailable, "cannot listen on \"" + wanted + "\": " + error.what() + advice);
+    return Status(StatusCode::kUnavailable,
+                  "cannot listen on \"" + address.value() + "\": " + error.what() + kInterfaceAdvice);
   }
 }
 
 }  // namespace
+
+Result<std::shared_ptr<Transport>> internal::connect_gloo(const Joining& joining) {
+  if (joining.interface.empty() && !joining.meeting.one_host) {
+    const Meeting& meeting = joining.meeting;
+    return Status(
+        StatusCode::kInvalidArgument,
+        "ranks are on several hosts (rank 0 on " + meeting.first_host + ", rank " +
+            std::to_string(meeting.other_host_rank) + " on " + meeting.other_host +
+            ") and the default is to listen on the loopback address only; give the address or interface "
+            "that the hosts share");
+  }
+  Result<std::shared_ptr<gloo::transport::Device>> device = create_device(joining.interface);
+  FOREBAY_RETURN_IF_ERROR(device.status());
+  auto mesh = std::make_shared<Mesh>(joining.membership, joining.store, device.value());
+  FOREBAY_RETURN_IF_ERROR(mesh->connect(joining.limit));
+  return std::shared_ptr<Transport>(std::move(mesh));
+}
 
 bool gloo_available() noexcept {
   return true;
 }
 
 Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend) {
-  Result<Membership> checked =
+  if (!options.interface.empty()) FOREBAY_RETURN_IF_ERROR(listening_address(options.interface).status());
+  if (options.size > 1) return internal::create_over("gloo", internal::connect_gloo, options, backend);
+  Result<Membership> membership =
       internal::check_membership("gloo", options.rank, options.size, options.deadline, backend);
-  FOREBAY_RETURN_IF_ERROR(checked.status());
-  Membership membership = std::move(checked).value();
-  if (options.size == 1) {
-    return internal::create_process_communicator(
-        std::make_shared<Mesh>(std::move(membership), nullptr, nullptr), backend);
-  }
-
-  const SteadyClock::time_point deadline = SteadyClock::now() + membership.deadline;
-  const internal::Participant me{options.rank, options.size, "gloo " + options.configuration};
-  Result<std::unique_ptr<RendezvousStore>> opened =
-      internal::open_rendezvous({options.store, me, options.interface, deadline});
-  FOREBAY_RETURN_IF_ERROR(opened.status());
-  std::shared_ptr<RendezvousStore> store = std::move(opened).value();
-  const std::string interface = options.interface.empty() ? store->local_address() : options.interface;
-  Result<std::shared_ptr<gloo::transport::Device>> device = create_device(interface);
-  FOREBAY_RETURN_IF_ERROR(device.status());
-  Result<internal::Meeting> meeting = internal::meet(*store, me, deadline, membership.deadline);
-  FOREBAY_RETURN_IF_ERROR(meeting.status());
-  if (interface.empty() && !meeting.value().one_host) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        "ranks are on several hosts (rank 0 on " + meeting.value().first_host + ", rank " +
-            std::to_string(meeting.value().other_host_rank) + " on " + meeting.value().other_host +
-            ") and the default is to listen on the loopback address only; give the address or interface "
-            "that the hosts share");
-  }
-  membership.generation = meeting.value().generation;
-  auto mesh = std::make_shared<Mesh>(std::move(membership), store, device.value());
-  FOREBAY_RETURN_IF_ERROR(mesh->connect(deadline));
-  internal::leave_meeting(*store, options.rank);
-  return internal::create_process_communicator(std::move(mesh), backend);
+  FOREBAY_RETURN_IF_ERROR(membership.status());
+  return internal::create_process_communicator(
+      std::make_shared<Mesh>(std::move(membership).value(), nullptr, nullptr), backend);
 }
 
 }  // namespace forebay

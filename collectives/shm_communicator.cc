@@ -29,7 +29,7 @@
 #include "fingerprint.h"
 #include "first_cause.h"
 #include "forebay/host_gradients.h"
-#include "meeting.h"
+#include "joining.h"
 #include "rendezvous_store.h"
 #include "shm_segment.h"
 #include "transport.h"
@@ -38,6 +38,7 @@ namespace forebay {
 namespace {
 
 using internal::Fingerprint;
+using internal::Joining;
 using internal::kShmControlPlane;
 using internal::kShmDataPlane;
 using internal::Membership;
@@ -696,100 +697,70 @@ std::optional<Announcement> decode(const std::string& text) {
   return announcement;
 }
 
-std::string failure_name(const std::string& generation) {
-  return generation + ".failed";
-}
-
 // Rank 0 makes the memory, the others find it.
-Result<std::unique_ptr<ShmSegment>> share_segment(RendezvousStore& store, const Membership& membership,
-                                                  const ProcessIdentity& me, SteadyClock::time_point limit) {
+Result<std::unique_ptr<ShmSegment>> share_segment(const Joining& joining, const ProcessIdentity& me) {
+  const Membership& membership = joining.membership;
   Result<std::string> host = internal::host_identity();
   FOREBAY_RETURN_IF_ERROR(host.status());
-  const std::string name = membership.generation + ".segment";
+  const std::string name = joining.name("segment");
   if (membership.rank == 0) {
     Result<std::unique_ptr<ShmSegment>> segment = ShmSegment::create(membership.size, membership.generation);
     FOREBAY_RETURN_IF_ERROR(segment.status());
-    FOREBAY_RETURN_IF_ERROR(store.write(name, encode({host.value(), me, segment.value()->descriptor()})));
+    FOREBAY_RETURN_IF_ERROR(
+        joining.store->write(name, encode({host.value(), me, segment.value()->descriptor()})));
     return segment;
   }
-  for (;;) {
-    if (const std::optional<std::string> text = store.read(name)) {
-      const std::optional<Announcement> found = decode(*text);
-      if (!found) {
-        return Status(StatusCode::kCorruption, "the text " + name + " in " + store.where() +
-                                                   " is damaged; give every run a store of its own");
-      }
-      if (found->host != host.value()) {
-        return Status(StatusCode::kUnsupported,
-                      "rank 0 is on " + found->host + ", rank " + std::to_string(membership.rank) + " on " +
-                          host.value() +
-                          ": they cannot share memory; start all ranks on one host and in one container, "
-                          "or use another communicator");
-      }
-      return ShmSegment::open(found->owner, found->descriptor, membership.size, membership.generation);
-    }
-    if (const auto reason = store.read(failure_name(membership.generation)))
-      return internal::decode_cause(*reason);
-    FOREBAY_RETURN_IF_ERROR(store.status());
-    if (SteadyClock::now() >= limit) {
-      return Status(StatusCode::kTimeout, "rank " + std::to_string(membership.rank) + " waited " +
-                                              std::to_string(membership.deadline.count()) +
-                                              " ms: rank 0 came but made no memory to share; look at what it "
-                                              "does, or raise the deadline");
-    }
-    std::this_thread::sleep_for(kPoll);
+  const Result<std::string> text =
+      internal::await_text(joining, name, "rank 0 came but made no memory to share");
+  FOREBAY_RETURN_IF_ERROR(text.status());
+  const std::optional<Announcement> found = decode(text.value());
+  if (!found) {
+    return Status(StatusCode::kCorruption, "the text " + name + " in " + joining.store->where() +
+                                               " is damaged; give every run a store of its own");
   }
+  if (found->host != host.value()) {
+    return Status(StatusCode::kUnsupported,
+                  "rank 0 is on " + found->host + ", rank " + std::to_string(membership.rank) + " on " +
+                      host.value() +
+                      ": they cannot share memory; start all ranks on one host and in one container, or use "
+                      "another communicator");
+  }
+  return ShmSegment::open(found->owner, found->descriptor, membership.size, membership.generation);
 }
 
-Result<std::shared_ptr<Group>> join_group(RendezvousStore& store, const Membership& membership,
-                                          SteadyClock::time_point limit) {
+Result<std::shared_ptr<Transport>> join_group(const Joining& joining) {
+  const Membership& membership = joining.membership;
   Result<ProcessIdentity> me = internal::this_process();
   FOREBAY_RETURN_IF_ERROR(me.status());
-  Result<std::unique_ptr<ShmSegment>> segment = share_segment(store, membership, me.value(), limit);
+  Result<std::unique_ptr<ShmSegment>> segment = share_segment(joining, me.value());
   FOREBAY_RETURN_IF_ERROR(segment.status());
   segment.value()->rank(membership.rank).process = me.value();
   auto group = std::make_shared<Group>(membership, std::move(segment).value());
-  FOREBAY_RETURN_IF_ERROR(group->join(limit, store, failure_name(membership.generation)));
+  FOREBAY_RETURN_IF_ERROR(group->join(joining.limit, *joining.store, joining.name("failed")));
   group->segment().close_descriptor();
-  return group;
+  return std::shared_ptr<Transport>(std::move(group));
 }
 
 }  // namespace
 
+Result<std::shared_ptr<Transport>> internal::connect_shm(const Joining& joining) {
+  Result<std::shared_ptr<Transport>> transport = join_group(joining);
+  if (joining.membership.rank == 0) joining.store->remove(joining.name("segment"));
+  return transport;
+}
+
 Result<std::unique_ptr<Communicator>> create_shm_communicator(const ShmOptions& options, Backend& backend) {
-  Result<Membership> checked =
-      internal::check_membership("shm", options.rank, options.size, options.deadline, backend);
-  FOREBAY_RETURN_IF_ERROR(checked.status());
-  Membership membership = std::move(checked).value();
   if (options.size > kShmRanksMax) {
     return Status(StatusCode::kInvalidArgument,
                   std::to_string(options.size) + " ranks cannot share memory, at most " +
                       std::to_string(kShmRanksMax) + " can; use another communicator");
   }
-  if (options.size == 1) {
-    return internal::create_process_communicator(std::make_shared<Group>(std::move(membership), nullptr),
-                                                 backend);
-  }
-
-  const SteadyClock::time_point limit = SteadyClock::now() + membership.deadline;
-  const internal::Participant me{options.rank, options.size, "shm " + options.configuration};
-  Result<std::unique_ptr<RendezvousStore>> opened = internal::open_rendezvous({options.store, me, {}, limit});
-  FOREBAY_RETURN_IF_ERROR(opened.status());
-  RendezvousStore& store = *opened.value();
-  Result<internal::Meeting> meeting = internal::meet(store, me, limit, membership.deadline);
-  FOREBAY_RETURN_IF_ERROR(meeting.status());
-  membership.generation = meeting.value().generation;
-  Result<std::shared_ptr<Group>> group = join_group(store, membership, limit);
-  Status status = group.status();
-  if (!status.ok()) {
-    // The others wait for this rank; this tells them why it does not come.
-    const auto first = store.write_once(failure_name(membership.generation), internal::encode_cause(status));
-    if (first) status = internal::decode_cause(*first);
-  }
-  if (options.rank == 0) store.remove(membership.generation + ".segment");
-  internal::leave_meeting(store, options.rank);
-  FOREBAY_RETURN_IF_ERROR(status);
-  return internal::create_process_communicator(std::move(group).value(), backend);
+  if (options.size > 1) return internal::create_over("shm", internal::connect_shm, options, backend);
+  Result<Membership> membership =
+      internal::check_membership("shm", options.rank, options.size, options.deadline, backend);
+  FOREBAY_RETURN_IF_ERROR(membership.status());
+  return internal::create_process_communicator(
+      std::make_shared<Group>(std::move(membership).value(), nullptr), backend);
 }
 
 }  // namespace forebay

@@ -127,7 +127,7 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
     throw Error(
         StatusCode::kInvalidArgument,
         "--communicator local: ranks that " + environment.launcher +
-            " started are processes, and local ranks are threads of one; use gloo, or start one process");
+            " started are processes, and local ranks are threads of one; use auto, or start one process");
   }
   try {
     if (environment.rank == 0) check_files(options);
@@ -146,12 +146,12 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
       environment.launcher != "none" && (environment.size > 1 || environment.launcher == "forebay");
   TrainerOptions options = parsed;
   if (launched) options.ranks = environment.size;
-  if (launched && options.communicator.empty()) options.communicator = "gloo";
+  if (launched && options.communicator.empty()) options.communicator = "auto";
   options = resolve_options(std::move(options));
   if (launched) return run_rank(options, environment);
 
   check_files(options);
-  if (options.communicator == "gloo") {
+  if (starts_processes(options.communicator)) {
     return value_or_throw(launch_local_ranks(arguments, {.size = options.ranks}));
   }
   stop_on_signals();

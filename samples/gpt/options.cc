@@ -91,8 +91,9 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
       ->capture_default_str()
       ->group(group);
   app.add_option("--communicator", o.communicator,
-                 "gloo (ranks are processes) or local (threads) [default: gloo on the host where built in, "
-                 "local on cuda]")
+                 "How ranks reach each other: shm (processes that share memory), gloo (processes, over TCP), "
+                 "auto (shm where all ranks can share memory, else gloo) or local (threads) [default: auto "
+                 "for several ranks on the host, local on cuda]")
       ->group(group);
   app.add_option("--bucket", words.bucket, "Bytes of one send buffer, all ranks' slices")
       ->capture_default_str()
@@ -414,16 +415,17 @@ void check_options(const TrainerOptions& o) {
         "shard");
   }
   check_offload(o);
-  if (!o.communicator.empty() && o.communicator != "gloo" && o.communicator != "local") {
-    refuse("--communicator " + o.communicator + ": not one of gloo, local");
+  const bool is_process = starts_processes(o.communicator);
+  if (!o.communicator.empty() && !is_process && o.communicator != "local") {
+    refuse("--communicator " + o.communicator + ": not one of auto, shm, gloo, local");
   }
   if (o.communicator == "gloo" && !gloo_available()) {
-    refuse("--communicator gloo: this build has no Gloo; use local, or install libgloo-dev and build again");
+    refuse("--communicator gloo: this build has no Gloo; use shm, or install libgloo-dev and build again");
   }
-  if (o.communicator == "gloo" && o.device.cuda) {
-    refuse(
-        "--communicator gloo: its ranks are processes that exchange host memory; with --device cuda use "
-        "local, whose ranks are threads and may share a GPU");
+  if (is_process && o.device.cuda) {
+    refuse("--communicator " + o.communicator +
+           ": its ranks are processes that exchange host memory; with --device cuda use local, whose ranks "
+           "are threads and may share a GPU");
   }
   if (!o.matmul.empty() && o.matmul != "library" && o.matmul != "plain") {
     refuse("--matmul " + o.matmul + ": not one of library, plain");
@@ -437,10 +439,13 @@ void check_options(const TrainerOptions& o) {
   }
 }
 
+bool starts_processes(const std::string& communicator) {
+  return communicator == "auto" || communicator == "shm" || communicator == "gloo";
+}
+
 TrainerOptions resolve_options(TrainerOptions options) {
   const bool cuda = options.device.cuda;
-  if (options.communicator.empty())
-    options.communicator = options.ranks > 1 && gloo_available() && !cuda ? "gloo" : "local";
+  if (options.communicator.empty()) options.communicator = options.ranks > 1 && !cuda ? "auto" : "local";
   if (options.matmul.empty()) options.matmul = cuda || library_matmul_available() ? "library" : "plain";
   if (options.text.empty()) options.text = default_text_files();
   return options;

@@ -82,6 +82,9 @@ void check_options(const TrainerOptions& options);
 // Fills in what was left to choose.
 TrainerOptions resolve_options(TrainerOptions options);
 
+// Whether ranks are processes with this --communicator.
+bool starts_processes(const std::string& communicator);
+
 // The options that must be the same on every rank, for EngineOptions::agreement.
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);
 

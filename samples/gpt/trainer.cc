@@ -28,6 +28,7 @@
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 #include "forebay/local_communicator.h"
+#include "forebay/shm_communicator.h"
 #include "gpt.h"
 #include "host_operations.h"
 #include "initial.h"
@@ -581,14 +582,17 @@ TrainingReport run_training(const std::vector<TrainerOptions>& by_rank) {
 }
 
 TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {
-  GlooOptions gloo;
-  gloo.rank = environment.rank;
-  gloo.size = environment.size;
-  gloo.store = environment.store;
-  gloo.deadline = std::chrono::seconds(options.deadline_seconds);
+  const ProcessOptions process{.rank = environment.rank,
+                               .size = environment.size,
+                               .store = environment.store,
+                               .deadline = std::chrono::seconds(options.deadline_seconds)};
   const Rank rank = make_rank(
       options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},
-      [&](Backend& backend, Kernels&) { return create_gloo_communicator(gloo, backend); });
+      [&](Backend& backend, Kernels&) {
+        if (options.communicator == "shm") return create_shm_communicator(process, backend);
+        if (options.communicator == "gloo") return create_gloo_communicator(process, backend);
+        return create_process_communicator(process, backend);
+      });
   return train_rank(options, rank);
 }
 

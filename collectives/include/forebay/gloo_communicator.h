@@ -2,27 +2,13 @@
 // reduction on top. Present when forebay was built with Gloo (gloo_available()).
 #pragma once
 
-#include <chrono>
 #include <memory>
-#include <string>
 
-#include "forebay/communicator.h"
+#include "forebay/process_communicator.h"
 
 namespace forebay {
 
-struct GlooOptions {
-  int rank = 0;
-  int size = 1;
-  // Where the ranks meet: a directory all ranks see, private to this run (0700) and empty before it. What they
-  // write there is removed again once all ranks are connected.
-  std::string store;
-  // Local address or interface name to listen on; empty: the address at which the store was reached, where it
-  // has one, else the loopback address when every rank is on this host.
-  std::string interface;
-  // Any text that must be the same on every rank: those that differ refuse each other when they meet.
-  std::string configuration;
-  std::chrono::milliseconds deadline{60'000};
-};
+using GlooOptions = ProcessOptions;
 
 bool gloo_available() noexcept;
 

@@ -27,22 +27,12 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
-#include <string>
 
-#include "forebay/backend.h"
-#include "forebay/communicator.h"
+#include "forebay/process_communicator.h"
 
 namespace forebay {
 
-struct ShmOptions {
-  int rank = 0;
-  int size = 1;
-  // Where the ranks meet: a directory all ranks see, private to this run (0700) and empty before it.
-  std::string store;
-  // Any text that must be the same on every rank: those that differ refuse each other when they meet.
-  std::string configuration;
-  std::chrono::milliseconds deadline{60'000};  // Of joining, and of each operation from when it begins.
-};
+using ShmOptions = ProcessOptions;  // `interface` is not looked at.
 
 inline constexpr int kShmRanksMax = 256;
 inline constexpr std::chrono::milliseconds kShmLivenessPeriod{100};
