@@ -4,8 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 
+#include "collectives/nccl_abi.h"
 #include "communicator_conformance.h"
 #include "forebay/local_communicator.h"
 #include "forebay/nccl_communicator.h"
@@ -43,6 +45,8 @@ struct NcclWorldOptions {
   fake_cuda::FakeOptions gpu = strict_gpu();
   fake_nccl::FakeNcclOptions nccl;
   NcclOrder order = NcclOrder::kRank;
+  // Stands between a rank and its control plane; empty: nothing does.
+  std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)> wrap_control;
 };
 
 class NcclWorld final : public CommunicatorWorld {
@@ -60,8 +64,10 @@ class NcclWorld final : public CommunicatorWorld {
   Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
     Result<std::unique_ptr<Communicator>> control = group_->communicator(rank, backend, kernels);
     FOREBAY_RETURN_IF_ERROR(control.status());
+    std::unique_ptr<Communicator> plane = std::move(control).value();
+    if (options_.wrap_control) plane = options_.wrap_control(std::move(plane));
     Result<std::unique_ptr<NcclCommunicator>> communicator =
-        create_nccl_communicator(std::move(control).value(), static_cast<CudaBackend&>(backend), kernels,
+        create_nccl_communicator(std::move(plane), static_cast<CudaBackend&>(backend), kernels,
                                  {.library = {}, .deadline = deadline_, .order = options_.order});
     FOREBAY_RETURN_IF_ERROR(communicator.status());
     return std::unique_ptr<Communicator>(std::move(communicator).value());

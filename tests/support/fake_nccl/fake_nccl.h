@@ -14,8 +14,9 @@
 namespace forebay::fake_nccl {
 
 // A rank's operations are its launches, a group being one, and are counted from 0. Its calls are those that
-// take a communicator, and for rank 0 ncclGetUniqueId, and are counted from 1. Both count over all
-// communicators in which it has that rank. -1: no rank.
+// take a communicator, questions for its state left out, and for rank 0 ncclGetUniqueId; they are counted
+// from
+// 1. Both count over all communicators in which it has that rank. -1: no rank.
 struct FakeNcclOptions {
   int version = 22'809;  // FAKE_NCCL_VERSION
   // What NCCL does not do at once is answered "in progress" so many times, and only then done.
@@ -38,7 +39,7 @@ struct FakeNcclAccount {
   std::uint64_t registrations;  // Alive.
   std::uint64_t operations;     // Launched and not over.
   std::uint64_t launches;       // So far.
-  std::uint64_t calls;          // So far, of all ranks.
+  std::uint64_t calls;          // So far, of all ranks, as they are counted for scripts.
   std::uint64_t faults;         // Scripted failures that happened, hanging operations included.
   // Calls that NCCL forbids: of two threads at once, on a communicator that is gone or busy, of a blocking
   // one.
