@@ -127,6 +127,19 @@ if(FOREBAY_TESTS)
   endif()
   include(GoogleTest)
 
+  # pmix.h: what our own declarations of PMIx are checked against. Optional, and tests only.
+  set(FOREBAY_HAVE_PMIX_H OFF)
+  if(PKG_CONFIG_FOUND)
+    pkg_check_modules(PMIX QUIET pmix>=3)
+  endif()
+  if(PMIX_FOUND)
+    set(FOREBAY_HAVE_PMIX_H ON)
+    add_library(forebay_pmix_h INTERFACE)
+    target_include_directories(forebay_pmix_h SYSTEM INTERFACE ${PMIX_INCLUDE_DIRS})
+  else()
+    message(STATUS "pmix.h not found (Debian: libpmix-dev): our declarations of PMIx are not checked against it")
+  endif()
+
   # cuda.h: what our own declarations of the driver's interface are checked against. Optional, and tests only.
   find_path(FOREBAY_CUDA_H cuda.h HINTS "$ENV{CUDA_HOME}/include" /usr/local/cuda/include
     DOC "The directory of the CUDA toolkit's cuda.h")

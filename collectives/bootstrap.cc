@@ -1,23 +1,14 @@
 #include "forebay/bootstrap.h"
 
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/prctl.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
-#include <cstdlib>
-#include <cstring>
-#include <ctime>
-#include <filesystem>
 #include <optional>
+#include <string_view>
 #include <system_error>
 
-#include "forebay/standard_streams.h"
+#include "runtime_directory.h"
 
 extern char** environ;
 
@@ -26,8 +17,6 @@ namespace {
 
 using Variables = std::map<std::string, std::string>;
 
-// Exit code of a child that could not run the program, as shells have it.
-constexpr int kExecFailed = 127;
 // Longest job name kept as it is in a file name; a longer one is cut and made unique again by its hash.
 constexpr std::size_t kJobNameMax = 96;
 
@@ -129,38 +118,76 @@ std::string job_name(const std::string& job) {
   return name + "-" + std::to_string(hash(job));
 }
 
-// Where directories of this user's runs on this host go.
-std::string runtime_directory(const Variables& variables) {
-  const std::optional<std::string> directory = find(variables, "XDG_RUNTIME_DIR");
-  struct stat facts {};
-  // Containers often keep the variable and lose the directory.
-  const bool usable = directory && stat(directory->c_str(), &facts) == 0 && S_ISDIR(facts.st_mode) &&
-                      facts.st_uid == geteuid();
-  return usable ? *directory : "/tmp";
+// What a launcher tells of a job beside its ranks.
+struct Job {
+  std::string name;     // Among all of this user's on this host; empty where nothing names it.
+  std::string address;  // Of rank 0's host; empty where nothing tells it.
+  bool has_pmix = false;
+};
+
+constexpr char kSecretAdvice[] =
+    " and FOREBAY_SECRET_FILE to a secret that all hosts have (openssl rand -hex 32), or FOREBAY_STORE to a "
+    "directory that all hosts share, new for each run";
+
+// A store at a port of rank 0's host.
+Result<std::string> tcp_store(const Variables& variables, const Job& job) {
+  int port = 0;
+  FOREBAY_RETURN_IF_ERROR(read_number(variables, "FOREBAY_STORE_PORT", &port));
+  if (port == 0 || port > 65535) {
+    return invalid("FOREBAY_STORE_PORT is " + std::to_string(port) +
+                   ", which is no port; give one from 1 to 65535");
+  }
+  if (find(variables, "FOREBAY_STORE_PORT") == find(variables, "MASTER_PORT")) {
+    return invalid("FOREBAY_STORE_PORT and MASTER_PORT are both " + std::to_string(port) +
+                   ", where the launcher itself may listen; give another port");
+  }
+  const bool is_ipv6 = job.address.find(':') != std::string::npos;
+  return "tcp://" + (is_ipv6 ? "[" + job.address + "]" : job.address) + ":" + std::to_string(port) + "/" +
+         job_name(job.name);
 }
 
-// Fills in store. `job` names the job among all of this user's on this host; empty when nothing
-// does.
-Status choose_store(const Variables& variables, const std::string& job, LaunchEnvironment* environment) {
+// Where ranks on several hosts meet when FOREBAY_STORE does not say.
+Result<std::string> store_across_hosts(const Variables& variables, const Job& job,
+                                       const LaunchEnvironment& environment) {
+  if (!job.address.empty() && has(variables, "FOREBAY_STORE_PORT")) return tcp_store(variables, job);
+  if (job.has_pmix) return "pmix://" + job_name(job.name);
+  const std::string how =
+      job.address.empty()
+          ? "set FOREBAY_STORE to tcp://HOST:PORT, with an address of rank 0's host and a port that is free "
+            "there,"
+          : "set FOREBAY_STORE_PORT to a port that is free on " + job.address +
+                (has(variables, "MASTER_PORT") ? " (not MASTER_PORT, where the launcher may listen)" : "");
+  return invalid(std::to_string(environment.size) + " ranks started by " + environment.launcher + ", " +
+                 std::to_string(environment.local_size) + " of them on this host, need a place to meet; " +
+                 how + kSecretAdvice);
+}
+
+// Fills in store and interface.
+Status choose_store(const Variables& variables, const Job& job, LaunchEnvironment* environment) {
+  environment->interface = find(variables, "FOREBAY_INTERFACE").value_or("");
   if (const auto given = find(variables, "FOREBAY_STORE")) {
     environment->store = *given;
+    // A rank of an earlier run that still looks for the same port is told from this one's by the job.
+    const bool names_job = given->find('/', std::string_view("tcp://").size()) != std::string::npos;
+    if (given->starts_with("tcp://") && !names_job && !job.name.empty())
+      environment->store += "/" + job_name(job.name);
     return {};
   }
   if (environment->size == 1) return {};
-  const std::string ranks = std::to_string(environment->size) + " ranks started by " + environment->launcher;
   if (environment->local_size < environment->size) {
-    return invalid(
-        ranks + ", " + std::to_string(environment->local_size) +
-        " of them on this host, need a place to meet; set FOREBAY_STORE to a directory that all hosts "
-        "share, new for each run");
+    Result<std::string> store = store_across_hosts(variables, job, *environment);
+    FOREBAY_RETURN_IF_ERROR(store.status());
+    environment->store = std::move(store).value();
+    return {};
   }
-  if (job.empty()) {
-    return invalid(ranks +
+  if (job.name.empty()) {
+    return invalid(std::to_string(environment->size) + " ranks started by " + environment->launcher +
                    " need a place to meet, and nothing names this job; set FOREBAY_STORE to a directory that "
                    "all ranks see, new for each run");
   }
-  environment->store = runtime_directory(variables) + "/forebay-" + std::to_string(geteuid()) +
-                                 "/" + environment->launcher + "-" + job_name(job);
+  environment->store = internal::runtime_directory(find(variables, "XDG_RUNTIME_DIR").value_or("")) +
+                       "/forebay-" + std::to_string(geteuid()) + "/" + environment->launcher + "-" +
+                       job_name(job.name);
   return {};
 }
 
@@ -172,7 +199,7 @@ Result<LaunchEnvironment> read_forebay(const Variables& variables) {
   if (!has(variables, "FOREBAY_LOCAL_SIZE")) environment.local_size = environment.size;
   if (!has(variables, "FOREBAY_LOCAL_RANK"))
     environment.local_rank = environment.rank % environment.local_size;
-  FOREBAY_RETURN_IF_ERROR(choose_store(variables, "", &environment));
+  FOREBAY_RETURN_IF_ERROR(choose_store(variables, {}, &environment));
   return environment;
 }
 
@@ -183,11 +210,11 @@ Result<LaunchEnvironment> read_torchrun(const Variables& variables) {
       read_names(variables, {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, &environment));
   const std::optional<std::string> run = find(variables, "TORCHELASTIC_RUN_ID");
   const std::optional<std::string> port = find(variables, "MASTER_PORT");
-  std::string job;
+  Job job{.address = find(variables, "MASTER_ADDR").value_or("")};
   if (run || port) {
     // The run id may be the default "none" of several jobs, whose ports then differ.
-    job = run.value_or("") + "." + find(variables, "MASTER_ADDR").value_or("") + "." + port.value_or("") +
-          "." + find(variables, "TORCHELASTIC_RESTART_COUNT").value_or("0");
+    job.name = run.value_or("") + "." + find(variables, "MASTER_ADDR").value_or("") + "." +
+               port.value_or("") + "." + find(variables, "TORCHELASTIC_RESTART_COUNT").value_or("0");
   }
   FOREBAY_RETURN_IF_ERROR(choose_store(variables, job, &environment));
   return environment;
@@ -199,9 +226,9 @@ Result<LaunchEnvironment> read_open_mpi(const Variables& variables) {
                                      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                                       "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
                                      &environment));
-  std::string job;
+  Job job{.has_pmix = has(variables, "PMIX_NAMESPACE")};
   for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_orte_ess_jobid", "OMPI_MCA_ess_base_jobid"}) {
-    if (job.empty()) job = find(variables, name).value_or("");
+    if (job.name.empty()) job.name = find(variables, name).value_or("");
   }
   FOREBAY_RETURN_IF_ERROR(choose_store(variables, job, &environment));
   return environment;
@@ -239,6 +266,16 @@ std::string slurm_job(const Variables& variables) {
   return job;
 }
 
+// The first host of the step, where task 0 runs: "node03" of "node[03-05,9],gpu1".
+std::string first_slurm_host(const Variables& variables) {
+  std::string list = find(variables, "SLURM_STEP_NODELIST").value_or("");
+  if (list.empty()) list = find(variables, "SLURM_JOB_NODELIST").value_or("");
+  const std::string prefix = list.substr(0, list.find_first_of("[,"));
+  if (list.size() == prefix.size() || list[prefix.size()] == ',') return prefix;
+  const std::size_t begin = prefix.size() + 1;
+  return prefix + list.substr(begin, list.find_first_of("-,]", begin) - begin);
+}
+
 const char* slurm_size_name(const Variables& variables) {
   return has(variables, "SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
 }
@@ -251,8 +288,10 @@ Result<LaunchEnvironment> read_pmix(const Variables& variables) {
   }
   FOREBAY_RETURN_IF_ERROR(read_names(variables, {"PMIX_RANK", size_name, nullptr, nullptr}, &environment));
   FOREBAY_RETURN_IF_ERROR(read_slurm_locality(variables, &environment));
-  FOREBAY_RETURN_IF_ERROR(
-      choose_store(variables, find(variables, "PMIX_NAMESPACE").value_or(""), &environment));
+  const std::string name = find(variables, "PMIX_NAMESPACE").value_or("");
+  FOREBAY_RETURN_IF_ERROR(choose_store(
+      variables, {.name = name, .address = first_slurm_host(variables), .has_pmix = !name.empty()},
+      &environment));
   return environment;
 }
 
@@ -261,7 +300,8 @@ Result<LaunchEnvironment> read_slurm(const Variables& variables) {
   FOREBAY_RETURN_IF_ERROR(
       read_names(variables, {"SLURM_PROCID", slurm_size_name(variables), nullptr, nullptr}, &environment));
   FOREBAY_RETURN_IF_ERROR(read_slurm_locality(variables, &environment));
-  FOREBAY_RETURN_IF_ERROR(choose_store(variables, slurm_job(variables), &environment));
+  FOREBAY_RETURN_IF_ERROR(choose_store(
+      variables, {.name = slurm_job(variables), .address = first_slurm_host(variables)}, &environment));
   return environment;
 }
 
@@ -285,7 +325,7 @@ Result<LaunchEnvironment> read_launch_environment(const std::map<std::string, st
   if (pmix) return read_pmix(variables);
   if (started_by_slurm(variables)) return read_slurm(variables);
   LaunchEnvironment environment{.launcher = "none"};
-  FOREBAY_RETURN_IF_ERROR(choose_store(variables, "", &environment));
+  FOREBAY_RETURN_IF_ERROR(choose_store(variables, {}, &environment));
   return environment;
 }
 
@@ -297,224 +337,6 @@ Result<LaunchEnvironment> read_launch_environment() {
     if (equals != std::string::npos) variables.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
   return read_launch_environment(variables);
-}
-
-namespace {
-
-// A new private directory, removed with all that is in it.
-class TemporaryStore {
- public:
-  static Result<std::unique_ptr<TemporaryStore>> create() {
-    Variables variables;
-    if (const char* directory = std::getenv("XDG_RUNTIME_DIR")) variables["XDG_RUNTIME_DIR"] = directory;
-    std::string path = runtime_directory(variables) + "/forebay-XXXXXX";
-    if (mkdtemp(path.data()) == nullptr) {
-      return Status(StatusCode::kIoError, "cannot make a directory like " + path +
-                                              " for the ranks to meet: " + std::strerror(errno) +
-                                              "; free some space or set XDG_RUNTIME_DIR");
-    }
-    return std::unique_ptr<TemporaryStore>(new TemporaryStore(std::move(path)));
-  }
-  ~TemporaryStore() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryStore(const TemporaryStore&) = delete;
-  TemporaryStore& operator=(const TemporaryStore&) = delete;
-
-  const std::string& path() const noexcept { return path_; }
-
- private:
-  explicit TemporaryStore(std::string path) : path_(std::move(path)) {}
-  const std::string path_;
-};
-
-// Takes SIGINT, SIGTERM, SIGHUP and SIGCHLD by waiting for them instead of by handlers, until destroyed.
-class SignalQueue {
- public:
-  SignalQueue() {
-    sigemptyset(&taken_);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-      struct sigaction action {};
-      sigaction(signal, nullptr, &action);
-      // What the one who started us had ignored (nohup) stays ignored, here and in the children.
-      if (action.sa_handler != SIG_IGN) sigaddset(&taken_, signal);
-    }
-    sigaddset(&taken_, SIGCHLD);
-    // An ignored SIGCHLD would reap the children behind our back.
-    struct sigaction standard {};
-    standard.sa_handler = SIG_DFL;
-    sigaction(SIGCHLD, &standard, &child_action_);
-    pthread_sigmask(SIG_BLOCK, &taken_, &mask_);
-  }
-  ~SignalQueue() {
-    sigaction(SIGCHLD, &child_action_, nullptr);
-    pthread_sigmask(SIG_SETMASK, &mask_, nullptr);
-  }
-  SignalQueue(const SignalQueue&) = delete;
-  SignalQueue& operator=(const SignalQueue&) = delete;
-
-  // The mask from before: what children start with.
-  const sigset_t& mask() const noexcept { return mask_; }
-
-  // The next signal, or 0 after `timeout` (nothing: however long it takes).
-  int next(std::optional<std::chrono::nanoseconds> timeout, siginfo_t* info) const {
-    for (;;) {
-      int signal = 0;
-      if (timeout) {
-        const auto left = std::max(*timeout, std::chrono::nanoseconds(0));
-        const timespec limit{.tv_sec = left.count() / 1'000'000'000, .tv_nsec = left.count() % 1'000'000'000};
-        signal = sigtimedwait(&taken_, info, &limit);
-      } else {
-        signal = sigwaitinfo(&taken_, info);
-      }
-      if (signal > 0) return signal;
-      if (errno == EAGAIN) return 0;
-    }
-  }
-
- private:
-  sigset_t taken_;
-  sigset_t mask_;
-  struct sigaction child_action_ {};
-};
-
-std::vector<char*> pointers(std::vector<std::string>& texts) {
-  std::vector<char*> result;
-  for (std::string& text : texts) result.push_back(text.data());
-  result.push_back(nullptr);
-  return result;
-}
-
-// The environment of one child: ours, without what would say another rank.
-std::vector<std::string> child_environment(int rank, int size, const std::string& store) {
-  std::vector<std::string> result;
-  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
-    const std::string text = *entry;
-    bool ours = false;
-    for (const char* name :
-         {"FOREBAY_RANK=", "FOREBAY_SIZE=", "FOREBAY_LOCAL_RANK=", "FOREBAY_LOCAL_SIZE=", "FOREBAY_STORE="}) {
-      ours = ours || text.starts_with(name);
-    }
-    if (!ours) result.push_back(text);
-  }
-  result.push_back("FOREBAY_RANK=" + std::to_string(rank));
-  result.push_back("FOREBAY_SIZE=" + std::to_string(size));
-  result.push_back("FOREBAY_LOCAL_RANK=" + std::to_string(rank));
-  result.push_back("FOREBAY_LOCAL_SIZE=" + std::to_string(size));
-  result.push_back("FOREBAY_STORE=" + store);
-  return result;
-}
-
-class Children {
- public:
-  // Whatever happens, no child outlives this object.
-  ~Children() {
-    signal_all(SIGKILL);
-    for (const pid_t child : running_) waitpid(child, nullptr, 0);
-  }
-
-  // Only async-signal-safe calls between fork and exec.
-  Status start(char* const* arguments, char* const* environment, const sigset_t& mask) {
-    const pid_t parent = getpid();
-    const pid_t child = fork();
-    if (child < 0) {
-      return Status(StatusCode::kUnavailable,
-                    std::string("cannot start a process: ") + std::strerror(errno) +
-                        "; start fewer ranks or raise the limit of processes (ulimit -u)");
-    }
-    if (child > 0) {
-      running_.push_back(child);
-      return {};
-    }
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(kExecFailed);  // The parent ended before the line above.
-    sigprocmask(SIG_SETMASK, &mask, nullptr);
-    execve("/proc/self/exe", arguments, environment);
-    static constexpr char kMessage[] = "forebay: cannot run this program again through /proc/self/exe\n";
-    static_cast<void>(!write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1));
-    _exit(kExecFailed);
-  }
-
-  bool empty() const noexcept { return running_.empty(); }
-
-  void signal_all(int signal) const noexcept {
-    for (const pid_t child : running_) kill(child, signal);
-  }
-
-  // Takes those that have ended. Returns whether one failed now; the first failure ever is kept in
-  // exit_code(). Of those that one call finds, one that a signal ended is the first: the others saw it go.
-  bool reap() {
-    const bool open = exit_code_ == 0;
-    bool failed = false;
-    bool signalled = false;
-    for (std::size_t i = 0; i < running_.size();) {
-      int state = 0;
-      if (waitpid(running_[i], &state, WNOHANG) != running_[i]) {
-        ++i;
-        continue;
-      }
-      running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(i));
-      const int code = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
-      if (code == 0) continue;
-      failed = true;
-      const bool first_signal = open && WIFSIGNALED(state) && !signalled;
-      signalled = signalled || WIFSIGNALED(state);
-      if (exit_code_ == 0 || first_signal) exit_code_ = code;
-    }
-    return failed;
-  }
-
-  int exit_code() const noexcept { return exit_code_; }
-
- private:
-  std::vector<pid_t> running_;
-  int exit_code_ = 0;
-};
-
-}  // namespace
-
-Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options) {
-  if (options.size < 1) {
-    return invalid("cannot start " + std::to_string(options.size) + " ranks; give at least 1");
-  }
-  keep_standard_streams();
-  // From here on a signal waits until everything it must end is known.
-  const SignalQueue signals;
-  Result<std::unique_ptr<TemporaryStore>> store = TemporaryStore::create();
-  FOREBAY_RETURN_IF_ERROR(store.status());
-
-  std::vector<std::string> child_arguments{program_invocation_name};
-  child_arguments.insert(child_arguments.end(), arguments.begin(), arguments.end());
-  Children children;
-  for (int rank = 0; rank < options.size; ++rank) {
-    std::vector<std::string> environment = child_environment(rank, options.size, store.value()->path());
-    FOREBAY_RETURN_IF_ERROR(
-        children.start(pointers(child_arguments).data(), pointers(environment).data(), signals.mask()));
-  }
-
-  using Clock = std::chrono::steady_clock;
-  std::optional<Clock::time_point> end;  // When what is left is killed.
-  while (!children.empty()) {
-    std::optional<std::chrono::nanoseconds> timeout;
-    if (end) timeout = *end - Clock::now();
-    siginfo_t info{};
-    const int signal = signals.next(timeout, &info);
-    bool ending = false;
-    if (signal == 0) {
-      children.signal_all(SIGKILL);
-      end = Clock::now() + options.grace;
-    } else if (signal == SIGCHLD) {
-      ending = children.reap();
-      if (ending && !end) children.signal_all(SIGTERM);
-    } else {
-      // The terminal sends Ctrl-C to the children itself; twice would look like impatience to them.
-      if (info.si_code != SI_KERNEL) children.signal_all(signal);
-      ending = true;
-    }
-    if (ending && !end) end = Clock::now() + options.grace;
-  }
-  return children.exit_code();
 }
 
 }  // namespace forebay

@@ -59,14 +59,14 @@ struct Participant {
 };
 
 struct RendezvousOptions {
-  std::string where;  // A directory, or tcp://HOST:PORT[/JOB].
+  std::string where;  // A directory, tcp://HOST:PORT[/JOB], or pmix://[JOB].
   Participant me;
   std::string
       interface;  // Name or address, where the store has to listen and was not told at which; may be empty.
   std::chrono::steady_clock::time_point limit;  // For opening it.
 };
 
-// Errors: those of StoreDirectory::open or TcpStore::open.
+// Errors: those of StoreDirectory::open, of PmixSession or of TcpStore::open.
 Result<std::unique_ptr<RendezvousStore>> open_rendezvous(const RendezvousOptions& options);
 
 }  // namespace forebay::internal

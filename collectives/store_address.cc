@@ -1,6 +1,7 @@
 #include "store_address.h"
 
 #include <fcntl.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -71,6 +72,24 @@ bool is_wildcard(const SocketAddress& address) {
     return reinterpret_cast<const sockaddr_in*>(&address.storage)->sin_addr.s_addr == INADDR_ANY;
   }
   return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr);
+}
+
+// The first usable address of an interface of this host, IPv4 before IPv6, or nothing.
+std::string address_of_interface(const std::string& name) {
+  ifaddrs* all = nullptr;
+  if (getifaddrs(&all) != 0) return {};
+  std::string found;
+  for (const int family : {AF_INET, AF_INET6}) {
+    for (const ifaddrs* i = all; i != nullptr && found.empty(); i = i->ifa_next) {
+      if (name != i->ifa_name || i->ifa_addr == nullptr || i->ifa_addr->sa_family != family) continue;
+      SocketAddress address;
+      address.bytes = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+      std::memcpy(&address.storage, i->ifa_addr, address.bytes);
+      found = address.host();
+    }
+  }
+  freeifaddrs(all);
+  return found;
 }
 
 }  // namespace
@@ -144,6 +163,30 @@ Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_
   }
   freeaddrinfo(all);
   return found;
+}
+
+Result<std::string> reachable_address(const std::string& interface) {
+  if (!interface.empty()) {
+    std::string found = address_of_interface(interface);
+    if (!found.empty()) return found;
+    Result<Descriptor> socket = listen_at({interface, 0, {}});
+    FOREBAY_RETURN_IF_ERROR(socket.status());
+    return local_end(socket.value().number()).host();
+  }
+  // Connecting a datagram socket sends nothing; it chooses a route. These addresses are kept for
+  // documentation.
+  for (const char* elsewhere : {"198.51.100.1", "2001:db8::1"}) {
+    const Result<std::vector<SocketAddress>> target = resolve(elsewhere, 9);
+    if (!target.ok()) continue;
+    const SocketAddress& address = target.value().front();
+    const Descriptor socket(::socket(address.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (socket.valid() && connect(socket.number(), address.get(), address.bytes) == 0)
+      return local_end(socket.number()).host();
+  }
+  return Status(
+      StatusCode::kUnavailable,
+      "cannot tell at which address of this host the other hosts reach it: it has no default route; "
+      "set FOREBAY_INTERFACE to an interface or address of the network that the hosts share");
 }
 
 SocketAddress local_end(int socket) {

@@ -63,6 +63,11 @@ struct SocketAddress {
 // Errors: kInvalidArgument when nobody knows the name.
 Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_t port);
 
+// The numeric address of this host at which others reach it: that of the interface or address given, else the
+// one that it has towards everybody else.
+// Errors: kInvalidArgument when the interface is not one of this host; kUnavailable when nothing tells.
+Result<std::string> reachable_address(const std::string& interface);
+
 SocketAddress local_end(int socket);
 SocketAddress far_end(int socket);
 

@@ -20,8 +20,9 @@ struct TcpStoreOptions {
   StoreAddress address;
   std::string secret;
   Participant me;
-  std::chrono::milliseconds deadline;  // Of opening it, and of rank 0's waiting for goodbyes at its end.
-  Descriptor listener;                 // Of rank 0, where it listens already; else it will at `address`.
+  std::chrono::milliseconds deadline{
+      60'000};          // Of opening it, and of rank 0's waiting for goodbyes at its end.
+  Descriptor listener;  // Of rank 0, where it listens already; else it will at `address`.
 };
 
 class TcpStore final : public RendezvousStore {

@@ -585,6 +585,7 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
   const ProcessOptions process{.rank = environment.rank,
                                .size = environment.size,
                                .store = environment.store,
+                               .interface = environment.interface,
                                .deadline = std::chrono::seconds(options.deadline_seconds)};
   const Rank rank = make_rank(
       options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},

@@ -185,6 +185,38 @@ TEST_F(Launch, RanksDieWithALauncherThatIsKilled) {
   }
 }
 
+TEST_F(Launch, RemovesWhatAKilledLauncherLeftAndNothingOfALivingOne) {
+  start(1, 5s, {"stubborn"});
+  const Report killed = reports()[0];
+  kill(probe_, SIGKILL);
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  EXPECT_TRUE(std::filesystem::exists(killed.store));
+  std::filesystem::remove(directory_ + "/report.0");
+  // Of other programs, and only alike.
+  const std::string other = directory_ + "/runtime/forebay-of-another";
+  const std::string link = directory_ + "/runtime/forebay-meeting-link00";
+  std::filesystem::create_directory(other);
+  std::filesystem::create_directory_symlink(other, link);
+
+  start(1, 30s, {"wait"});
+  const pid_t living = probe_;
+  const Report lives = reports()[0];
+  EXPECT_FALSE(std::filesystem::exists(killed.store));
+  std::filesystem::rename(directory_ + "/report.0", directory_ + "/report.living");
+  start(1, 5s, {"exit", "0"});
+  const Report third = reports()[0];
+  EXPECT_EQ(wait(), 0);
+
+  EXPECT_TRUE(std::filesystem::exists(lives.store));
+  EXPECT_TRUE(std::filesystem::exists(other));
+  EXPECT_TRUE(std::filesystem::remove(link));
+  EXPECT_TRUE(std::filesystem::remove(other));
+  probe_ = living;
+  kill(probe_, SIGTERM);
+  EXPECT_EQ(wait(), 0);
+  expect_nothing_left({lives, third});
+}
+
 TEST_F(Launch, NeedsAtLeastOneRank) {
   EXPECT_EQ(launch_local_ranks({}, {.size = 0}).status().code(), StatusCode::kInvalidArgument);
 }

@@ -41,7 +41,7 @@ TEST(StoreAddress, ListensAtOneAddressOfThisHostOnly) {
     EXPECT_NE(status.message().find("all addresses"), std::string::npos) << status.message();
   }
   // Kept for documentation: no host has it.
-  const Status elsewhere = listen_at({"192.0.2.1", 0, ""}).status();
+  const Status elsewhere = listen_at({"198.51.100.1", 0, ""}).status();
   EXPECT_NE(elsewhere.message().find("rank 0's host"), std::string::npos) << elsewhere.message();
 
   Result<Descriptor> first = listen_at({"127.0.0.1", 0, ""});
