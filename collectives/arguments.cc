@@ -126,4 +126,12 @@ std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color) {
   return wishes;
 }
 
+std::string describe_members(const std::vector<SplitWish>& members) {
+  std::vector<int> ranks;
+  for (const SplitWish& member : members) ranks.push_back(member.rank);
+  bool same = true;
+  for (std::size_t i = 0; i < ranks.size(); ++i) same = same && ranks[i] == static_cast<int>(i);
+  return same ? "" : "in the group of " + rank_list(ranks) + ", numbered from 0";
+}
+
 }  // namespace forebay::internal

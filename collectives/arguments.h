@@ -55,5 +55,7 @@ struct SplitWish {
   int rank;
 };
 std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color);
+// "in the group of ranks 4 and 6, numbered from 0"; nothing when the numbers mean the same.
+std::string describe_members(const std::vector<SplitWish>& members);
 
 }  // namespace forebay::internal

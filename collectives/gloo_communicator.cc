@@ -228,16 +228,14 @@ class Mesh final : public Transport {
   Mesh(Membership membership, std::shared_ptr<RendezvousStore> store,
        std::shared_ptr<gloo::transport::Device> device)
       : Transport(std::move(membership)), store_(std::move(store)), device_(std::move(device)) {}
-  ~Mesh() override { leave(); }
+  ~Mesh() override {
+    leave_origin();
+    leave();
+  }
 
   Status connect(SteadyClock::time_point deadline);
 
   const char* name() const noexcept override { return "gloo"; }
-  Status status() override {
-    const std::lock_guard lock(mutex_);
-    return failure_;
-  }
-  Status fail(const Status& cause) noexcept override;
 
   Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) override;
   Status gather(TransportPlane plane, const Fingerprint& fingerprint, const Piece& piece) override {
@@ -249,8 +247,15 @@ class Mesh final : public Transport {
               std::uint64_t sequence) override;
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override;
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override;
-  Result<std::shared_ptr<Transport>> split(Membership membership, const std::vector<SplitWish>& members,
-                                           const Exchange& exchange) override;
+
+ protected:
+  Status own_status() override {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+  Status fail_own(const Status& cause) noexcept override;
+  Result<std::shared_ptr<Transport>> split_own(Membership membership, const std::vector<SplitWish>& members,
+                                               const Exchange& exchange) override;
 
  private:
   using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
@@ -387,9 +392,9 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
   return status;
 }
 
-Status Mesh::fail(const Status& cause) noexcept {
+Status Mesh::fail_own(const Status& cause) noexcept {
   try {
-    if (Status first = status(); !first.ok()) return first;
+    if (Status first = own_status(); !first.ok()) return first;
     Status first = cause;
     if (size() > 1) {
       if (const auto published = store_->write_once(failure_name(), internal::encode_cause(cause)))
@@ -699,9 +704,9 @@ std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
   return std::nullopt;
 }
 
-Result<std::shared_ptr<Transport>> Mesh::split(Membership membership,
-                                               const std::vector<SplitWish>& /*members*/,
-                                               const Exchange& /*exchange*/) {
+Result<std::shared_ptr<Transport>> Mesh::split_own(Membership membership,
+                                                   const std::vector<SplitWish>& /*members*/,
+                                                   const Exchange& /*exchange*/) {
   auto mesh = std::make_shared<Mesh>(std::move(membership), store_, device_);
   FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
   return std::shared_ptr<Transport>(std::move(mesh));

@@ -180,11 +180,16 @@ Status queue_by_backends(const Round& round) {
 class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_this<LocalGroupImpl> {
  public:
   // `own_clock` may be null when options.clock is not; split groups share their parent's.
-  LocalGroupImpl(int size, LocalOptions options, std::shared_ptr<HostClock> own_clock)
+  // `origin` is the group that this one is split from, if any, and `name` what its messages call this one.
+  LocalGroupImpl(int size, LocalOptions options, std::shared_ptr<HostClock> own_clock,
+                 std::shared_ptr<LocalGroupImpl> origin = nullptr, std::string name = {})
       : size_(size),
         options_(std::move(options)),
         own_clock_(std::move(own_clock)),
         clock_(options_.clock != nullptr ? *options_.clock : *own_clock_),
+        origin_(std::move(origin)),
+        name_in_origin_(std::move(name)),
+        failure_(origin_ != nullptr ? origin_->failure_ : own_failure_),
         members_(static_cast<std::size_t>(size)) {
     for (int rank = 0; rank < size; ++rank)
       member(rank).book = std::make_unique<OperationBook>(rank, size, [this] { return clock_.now(); });
@@ -270,7 +275,8 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   Status recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes, const Port& port);
 
   // The group of the ranks of `color` in the split that had control sequence `sequence`.
-  std::shared_ptr<LocalGroupImpl> split_group(std::uint64_t sequence, int color, int member_count);
+  std::shared_ptr<LocalGroupImpl> split_group(std::uint64_t sequence, int color,
+                                              const std::vector<SplitWish>& members);
 
  private:
   struct Member {
@@ -289,8 +295,12 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
 
   void fail_locked(Status cause) {
-    if (failure_.ok()) failure_ = std::move(cause);
+    if (failure_.ok()) failure_ = in_origins_words(std::move(cause));
     clock_.notify();
+  }
+  Status in_origins_words(Status cause) const {
+    if (origin_ == nullptr) return cause;
+    return origin_->in_origins_words(name_in_origin_.empty() ? cause : cause.with_context(name_in_origin_));
   }
 
   // Saturating, so that a deadline of "never" stays one.
@@ -348,10 +358,13 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   // Shared with the groups split from this one, which may outlive it.
   const std::shared_ptr<HostClock> own_clock_;
   HostClock& clock_;
+  const std::shared_ptr<LocalGroupImpl> origin_;
+  const std::string name_in_origin_;
 
   // Guarded by clock_.mutex().
   Mover mover_ = Mover::kUndecided;  // By the first rank's backend.
-  Status failure_;
+  Status own_failure_;
+  Status& failure_;  // Of the first group, from which all others were split: they fail together.
   std::vector<Member> members_;
   std::map<std::uint64_t, Round> rounds_[kPlaneCount];
   std::map<std::tuple<int, int, std::uint32_t>, std::deque<Message*>> messages_;  // (source, target, tag)
@@ -558,14 +571,17 @@ Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* ta
 }
 
 std::shared_ptr<LocalGroupImpl> LocalGroupImpl::split_group(std::uint64_t sequence, int color,
-                                                            int member_count) {
+                                                            const std::vector<SplitWish>& members) {
+  const auto member_count = static_cast<int>(members.size());
   const std::lock_guard lock(clock_.mutex());
   auto [place, fresh] = splits_.try_emplace({sequence, color});
   if (fresh) {
     LocalOptions options = options_;
     options.fault = {};  // A script counts the operations of the communicator it was written for.
-    place->second = {std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_),
-                     member_count};
+    place->second = {
+        std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_, shared_from_this(),
+                                         internal::describe_members(members)),
+        member_count};
   }
   std::shared_ptr<LocalGroupImpl> group = place->second.group;
   if (--place->second.remaining_count == 0) splits_.erase(place);
@@ -650,7 +666,7 @@ class LocalCommunicator final : public Communicator {
     const std::vector<SplitWish> members = internal::split_members(std::move(all), color);
     const auto place = std::find_if(members.begin(), members.end(),
                                     [&](const SplitWish& wish) { return wish.rank == rank_; });
-    return group_->split_group(sequence, color, static_cast<int>(members.size()))
+    return group_->split_group(sequence, color, members)
         ->communicator(static_cast<int>(place - members.begin()), backend_, kernels_);
   }
 

@@ -100,7 +100,9 @@ class ProcessCommunicator final : public Communicator {
                           .size = static_cast<int>(members.size()),
                           .deadline = parent.deadline,
                           .generation = parent.generation + "-" + std::to_string(sequence) + "." +
-                                        std::to_string(members.front().rank)};
+                                        std::to_string(members.front().rank),
+                          .origin = {},
+                          .name_in_origin = {}};
     Result<std::shared_ptr<Transport>> transport_of_group = transport().split(
         std::move(membership), members, [this](std::span<const std::byte> given, std::span<std::byte> got) {
           return control(Operation::kSplit, given, got);
@@ -195,7 +197,9 @@ Result<Membership> check_membership(const char* name, int rank, int size, std::c
   return Membership{.rank = rank,
                     .size = size,
                     .deadline = std::clamp(deadline, std::chrono::milliseconds(1), kDeadlineMax),
-                    .generation = {}};
+                    .generation = {},
+                    .origin = {},
+                    .name_in_origin = {}};
 }
 
 std::unique_ptr<Communicator> create_process_communicator(std::shared_ptr<Transport> transport,

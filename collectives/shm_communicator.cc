@@ -94,9 +94,6 @@ class Group final : public Transport {
   Status join(SteadyClock::time_point limit, RendezvousStore& store, const std::string& failure_name);
 
   const char* name() const noexcept override { return "shm"; }
-  // Looks after the peers now and then.
-  Status status() override;
-  Status fail(const Status& cause) noexcept override;
 
   Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) override;
   Status gather(TransportPlane plane, const Fingerprint& fingerprint, const Piece& piece) override {
@@ -108,8 +105,13 @@ class Group final : public Transport {
               std::uint64_t sequence) override;
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override;
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override;
-  Result<std::shared_ptr<Transport>> split(Membership membership, const std::vector<SplitWish>& members,
-                                           const Exchange& exchange) override;
+
+ protected:
+  // Looks after the peers now and then.
+  Status own_status() override;
+  Status fail_own(const Status& cause) noexcept override;
+  Result<std::shared_ptr<Transport>> split_own(Membership membership, const std::vector<SplitWish>& members,
+                                               const Exchange& exchange) override;
 
  private:
   Status gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
@@ -178,6 +180,7 @@ class Group final : public Transport {
 };
 
 Group::~Group() {
+  leave_origin();
   if (segment_ == nullptr) return;
   segment_->rank(rank()).presence.store(ShmPresence::kLeft, std::memory_order_release);
   for (const ShmPlane plane : {kShmDataPlane, kShmControlPlane}) ring_peers(plane);
@@ -201,12 +204,12 @@ Status Group::lost(const std::string& context, const std::vector<int>& dead) {
                                                 processes + "); see why it ended"));
 }
 
-Status Group::status() {
+Status Group::own_status() {
   {
     const std::lock_guard lock(mutex_);
     if (!failure_.ok() || segment_ == nullptr) return failure_;
   }
-  if (has_failed()) return fail(Status(StatusCode::kInternal, "not the first cause"));
+  if (has_failed()) return fail_own(Status(StatusCode::kInternal, "not the first cause"));
   const std::int64_t now = nanoseconds(SteadyClock::now().time_since_epoch()).count();
   std::int64_t next = next_look_ns_.load(std::memory_order_relaxed);
   const std::int64_t after = now + nanoseconds(kShmLivenessPeriod).count();
@@ -216,7 +219,7 @@ Status Group::status() {
   return lost("rank " + std::to_string(rank()) + " looked after its peers", dead);
 }
 
-Status Group::fail(const Status& cause) noexcept {
+Status Group::fail_own(const Status& cause) noexcept {
   const std::lock_guard lock(mutex_);
   if (!failure_.ok()) return failure_;
   try {
@@ -271,13 +274,13 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
   for (;;) {
     const std::uint32_t heard = bell.rings.load(std::memory_order_seq_cst);
     if (ready()) return {};
-    if (has_failed()) return status();
+    if (has_failed() || origin_has_failed()) return status();
     // Who has left or died may have published all that we wait for before, so that is looked at once more.
     const Missing now_missing = missing();
     for (const int peer : now_missing.ranks) {
       if (segment_->rank(peer).presence.load(std::memory_order_acquire) != ShmPresence::kLeft) continue;
       if (ready()) return {};
-      if (has_failed()) return status();
+      if (has_failed() || origin_has_failed()) return status();
       return fail(Status(StatusCode::kPeerLost,
                          what() + ": " + internal::rank_list({peer}) +
                              " has left the communicator; see why it ended, or let it take part"));
@@ -612,7 +615,7 @@ Status Group::vote(std::uint64_t step, std::span<const std::byte> decision) {
   }
   if (segment_->rank(rank()).ballot.cast(step, decision)) return {};
   // The failure is there before the first ballot is closed.
-  return fail(Status(StatusCode::kInternal, "not the first cause"));
+  return fail_own(Status(StatusCode::kInternal, "not the first cause"));
 }
 
 std::optional<std::vector<std::byte>> Group::survivors_vote(std::uint64_t step) {
@@ -660,8 +663,9 @@ Result<std::unique_ptr<ShmSegment>> Group::share_group(const Membership& members
   return segment;
 }
 
-Result<std::shared_ptr<Transport>> Group::split(Membership membership, const std::vector<SplitWish>& members,
-                                                const Exchange& exchange) {
+Result<std::shared_ptr<Transport>> Group::split_own(Membership membership,
+                                                    const std::vector<SplitWish>& members,
+                                                    const Exchange& exchange) {
   std::unique_ptr<ShmSegment> segment;
   if (size() > 1) {
     Result<std::unique_ptr<ShmSegment>> shared = share_group(membership, members, exchange);

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -26,12 +27,17 @@ enum class TransportPlane : std::uint8_t { kData, kControl };
 // Longer deadlines would overflow the arithmetic of clocks, ours and others'.
 inline constexpr std::chrono::milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
 
+class Transport;
+
 // Which rank of which group: what a transport is made with.
 struct Membership {
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds deadline{0};
   std::string generation;  // A word that no other group has; empty when there are no peers.
+  // The group that this one was split from, which lives as long, and what its messages call this one.
+  std::shared_ptr<Transport> origin;
+  std::string name_in_origin;
 };
 
 // What `rank` is of `size`, on `backend`, whose memory a transport called `name` has to reach. The deadline
@@ -39,7 +45,8 @@ struct Membership {
 Result<Membership> check_membership(const char* name, int rank, int size, std::chrono::milliseconds deadline,
                                     const Backend& backend);
 
-class Transport {
+// A group and those split from it fail together: what happens in one of them is the first cause of all.
+class Transport : public std::enable_shared_from_this<Transport> {
  public:
   explicit Transport(Membership membership) : membership_(std::move(membership)) {}
   virtual ~Transport() = default;
@@ -55,10 +62,10 @@ class Transport {
   virtual const char* name() const noexcept = 0;
 
   // The first failure of all ranks, or ok.
-  virtual Status status() = 0;
+  Status status();
   // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
   // first cause.
-  virtual Status fail(const Status& cause) noexcept = 0;
+  Status fail(const Status& cause) noexcept;
 
   virtual Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) = 0;
   // What comes to all from all: all_gather and the control operations.
@@ -76,12 +83,29 @@ class Transport {
   // The transport of a new group with this membership, whose ranks are, in order, `members` of this one;
   // collective over all ranks of this one, which may `exchange` more with each other meanwhile.
   using Exchange = std::function<Status(std::span<const std::byte> mine, std::span<std::byte> all)>;
-  virtual Result<std::shared_ptr<Transport>> split(Membership membership,
-                                                   const std::vector<SplitWish>& members,
-                                                   const Exchange& exchange) = 0;
+  Result<std::shared_ptr<Transport>> split(Membership membership, const std::vector<SplitWish>& members,
+                                           const Exchange& exchange);
+
+ protected:
+  // The same for this group by itself: its own failure, and to fail it with what is the first cause of all
+  // unless a rank of this group was faster.
+  virtual Status own_status() = 0;
+  virtual Status fail_own(const Status& cause) noexcept = 0;
+  virtual Result<std::shared_ptr<Transport>> split_own(Membership membership,
+                                                       const std::vector<SplitWish>& members,
+                                                       const Exchange& exchange) = 0;
+  // First thing in the destructor of each implementation: from then on its origin does not fail it any more.
+  void leave_origin() noexcept;
+  // Whether the group that this one was split from has failed. Whoever waits asks it now and then.
+  bool origin_has_failed() { return membership_.origin != nullptr && !membership_.origin->status().ok(); }
 
  private:
+  void spread(const Status& cause) noexcept;
+
   const Membership membership_;
+  std::mutex parts_mutex_;
+  // Guarded by parts_mutex_. Not owned: who fails a part must not be the one that ends it.
+  std::vector<Transport*> parts_;
 };
 
 // The last vote of one rank. Not thread-safe.

@@ -659,6 +659,34 @@ TEST_P(CommunicatorConformance, SplitOrdersByKeyThenRankAndKeepsGroupsApart) {
   });
 }
 
+TEST_P(CommunicatorConformance, AGroupAndThoseSplitFromItFailTogether) {
+  if (size() == 1) return;
+  for (const bool in_part : {true, false}) {
+    std::barrier together(size());
+    expect_one_cause(StatusCode::kIoError, {"the disk is full"}, [&](Member& member, int rank) {
+      // Two parts, of which the first has one rank, and a part of a part.
+      std::unique_ptr<Communicator> part =
+          value_or_throw(member.communicator().split(rank == 0 ? 0 : 1, rank));
+      std::unique_ptr<Communicator> smaller = value_or_throw(part->split(0, 0));
+      together.arrive_and_wait();
+      const Status full(StatusCode::kIoError, "the disk is full");
+      if (rank == size() - 1) (in_part ? *smaller : member.communicator()).abort(full);
+      // Whoever waits in a part hears of it, whichever failed.
+      std::byte* byte = member.allocate(64);
+      const int peer = (part->rank() + 1) % part->size();
+      if (part->size() > 1 && rank != size() - 1 && !waits_for_peers()) {
+        static_cast<void>(smaller->recv(byte, 1, peer, 1, member.stream()));
+      }
+      static_cast<void>(member.backend().stream_synchronize(member.stream()));
+      while (smaller->status().ok() || part->status().ok() || member.communicator().status().ok())
+        std::this_thread::yield();
+      EXPECT_EQ(part->barrier().to_string(), smaller->status().to_string());
+      EXPECT_EQ(part->status().to_string(), member.communicator().status().to_string());
+      return member.communicator().status();
+    });
+  }
+}
+
 TEST_P(CommunicatorConformance, BadArgumentsAreRefusedAndChangeNothing) {
   run([&](Member& member, int rank) {
     Communicator& communicator = member.communicator();

@@ -108,7 +108,8 @@ class Communicator {
   virtual Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
   virtual Status barrier() = 0;
 
-  // Ranks with the same `color` form a new communicator, ordered by (key, rank). Collective; blocking.
+  // Ranks with the same `color` form a new communicator, ordered by (key, rank). Collective; blocking. The two
+  // fail together, with one first cause, and this one lives on in those split from it.
   virtual Result<std::unique_ptr<Communicator>> split(int color, int key) = 0;
 
   // The first failure, or ok.
