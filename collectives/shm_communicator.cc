@@ -16,7 +16,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -31,6 +30,7 @@
 #include "forebay/host_gradients.h"
 #include "joining.h"
 #include "rendezvous_store.h"
+#include "shm_announcement.h"
 #include "shm_segment.h"
 #include "transport.h"
 
@@ -677,30 +677,6 @@ Result<std::shared_ptr<Transport>> Group::split_own(Membership membership,
 
 // --- joining ---
 
-struct Announcement {
-  std::string host;
-  ProcessIdentity owner;
-  int descriptor = -1;
-};
-
-std::string encode(const Announcement& announcement) {
-  return announcement.host + "\n" + std::to_string(announcement.owner.id) + " " +
-         std::to_string(announcement.owner.start_time) + " " + std::to_string(announcement.descriptor) + "\n";
-}
-
-std::optional<Announcement> decode(const std::string& text) {
-  const std::size_t end = text.find('\n');
-  if (end == std::string::npos) return std::nullopt;
-  Announcement announcement{.host = text.substr(0, end), .owner = {}, .descriptor = -1};
-  unsigned long long start_time = 0;
-  if (std::sscanf(text.c_str() + end + 1, "%d %llu %d", &announcement.owner.id, &start_time,
-                  &announcement.descriptor) != 3) {
-    return std::nullopt;
-  }
-  announcement.owner.start_time = start_time;
-  return announcement;
-}
-
 // Rank 0 makes the memory, the others find it.
 Result<std::unique_ptr<ShmSegment>> share_segment(const Joining& joining, const ProcessIdentity& me) {
   const Membership& membership = joining.membership;
@@ -710,14 +686,14 @@ Result<std::unique_ptr<ShmSegment>> share_segment(const Joining& joining, const 
   if (membership.rank == 0) {
     Result<std::unique_ptr<ShmSegment>> segment = ShmSegment::create(membership.size, membership.generation);
     FOREBAY_RETURN_IF_ERROR(segment.status());
-    FOREBAY_RETURN_IF_ERROR(
-        joining.store->write(name, encode({host.value(), me, segment.value()->descriptor()})));
+    FOREBAY_RETURN_IF_ERROR(joining.store->write(
+        name, internal::encode(internal::ShmAnnouncement{host.value(), me, segment.value()->descriptor()})));
     return segment;
   }
   const Result<std::string> text =
       internal::await_text(joining, name, "rank 0 came but made no memory to share");
   FOREBAY_RETURN_IF_ERROR(text.status());
-  const std::optional<Announcement> found = decode(text.value());
+  const std::optional<internal::ShmAnnouncement> found = internal::decode_shm_announcement(text.value());
   if (!found) {
     return Status(StatusCode::kCorruption, "the text " + name + " in " + joining.store->where() +
                                                " is damaged; give every run a store of its own");
