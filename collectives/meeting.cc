@@ -103,7 +103,8 @@ Result<Meeting> await_attendance(RendezvousStore& store, const Participant& me,
   for (auto pause = kPollMin;; pause = std::min(pause * 2, kPollMax)) {
     const Attendance attendance = store.attendance().value_or(Attendance{});
     FOREBAY_RETURN_IF_ERROR(store.status());
-    if (!attendance.generation.empty()) return meeting_of(attendance.generation, attendance.hosts);
+    if (attendance.hosts.size() == static_cast<std::size_t>(me.size))
+      return meeting_of(attendance.generation, attendance.hosts);
     if (SteadyClock::now() >= deadline) {
       const std::vector<char> came(attendance.came.begin(), attendance.came.end());
       return store.fail(nobody_came(store, me, deadline_length, came, attendance.doubt));
