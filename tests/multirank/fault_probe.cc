@@ -1,0 +1,148 @@
+// One rank of a toy training run, as a process, to which something happens at a chosen collective:
+//
+//   fault_probe TRANSPORT STAGE STEPS DEADLINE_MS [FAULT RANK OPERATION]
+//
+//   TRANSPORT  auto, shm or gloo; rank, size and store come from the environment
+//   FAULT      kill, stop, exit: that happens to the process of RANK when its stream comes to OPERATION
+//              mismatch: it issues something else in its place
+//              pause: it says "paused" and goes on when a line comes on standard input
+//
+// It prints "ready" once the ranks are connected, "step S DIGEST OPERATIONS" after each step (0: before the
+// first; the digest of the masters that this rank keeps, and how many collectives it has issued), and "done"
+// at the end; or "failed CAUSE" and "committed S DIGEST", and then leaves with 7.
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "engine/toy_cases.h"
+#include "forebay/bootstrap.h"
+#include "forebay/error.h"
+#include "forebay/gloo_communicator.h"
+#include "forebay/shm_communicator.h"
+#include "support/forwarding_communicator.h"
+
+namespace forebay::testing {
+namespace {
+
+constexpr int kFailedExit = 7;
+
+struct Fault {
+  std::string kind;
+  int rank = -1;
+  std::uint64_t operation = 0;
+};
+
+void pause() {
+  std::printf("paused\n");
+  std::fflush(stdout);
+  while (std::getchar() != '\n') {
+  }
+}
+
+// Counts the collectives of the data plane, and does what is to happen at one of them.
+class FaultyCommunicator final : public ForwardingCommunicator {
+ public:
+  FaultyCommunicator(std::unique_ptr<Communicator> inner, Backend& backend, Fault fault)
+      : ForwardingCommunicator(std::move(inner)), backend_(backend), fault_(std::move(fault)) {}
+
+  std::uint64_t operation_count() const { return count_; }
+
+  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
+    if (meets())
+      return act(stream, [&] { return ForwardingCommunicator::reduce_scatter(arguments, stream); });
+    return ForwardingCommunicator::reduce_scatter(arguments, stream);
+  }
+  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
+    if (meets()) return act(stream, [&] { return ForwardingCommunicator::all_gather(arguments, stream); });
+    return ForwardingCommunicator::all_gather(arguments, stream);
+  }
+
+ private:
+  bool meets() { return count_++ == fault_.operation && fault_.rank == rank(); }
+
+  template <typename Operation>
+  Status act(Stream stream, Operation operation) {
+    if (fault_.kind == "mismatch") {
+      return ForwardingCommunicator::all_gather(
+          {.source = scratch_, .target = scratch_, .target_stride_bytes = 1, .bytes = 1}, stream);
+    }
+    throw_if_error(call_on(backend_, stream, [kind = fault_.kind] {
+      if (kind == "kill") static_cast<void>(::raise(SIGKILL));
+      if (kind == "stop") static_cast<void>(::raise(SIGSTOP));
+      if (kind == "exit") std::_Exit(0);
+      if (kind == "pause") pause();
+    }));
+    return operation();
+  }
+
+  Backend& backend_;
+  const Fault fault_;
+  std::uint64_t count_ = 0;
+  std::byte scratch_[64];
+};
+
+Result<std::unique_ptr<Communicator>> connect(const std::string& transport, const ProcessOptions& options,
+                                              Backend& backend) {
+  if (transport == "shm") return create_shm_communicator(options, backend);
+  if (transport == "gloo") return create_gloo_communicator(options, backend);
+  return create_process_communicator(options, backend);
+}
+
+int run(const std::vector<std::string>& words) {
+  const LaunchEnvironment environment = value_or_throw(read_launch_environment());
+  const ProcessOptions options{.rank = environment.rank,
+                               .size = environment.size,
+                               .store = environment.store,
+                               .interface = environment.interface,
+                               .deadline = std::chrono::milliseconds(std::stoi(words[3]))};
+  Fault fault;
+  if (words.size() > 4) fault = {words[4], std::stoi(words[5]), std::stoull(words[6])};
+  Rank rank;
+  rank.backend = value_or_throw(HostBackend::create({.granularity = 64u << 10}));
+  rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
+  auto communicator = std::make_unique<FaultyCommunicator>(
+      value_or_throw(connect(words[0], options, *rank.backend)), *rank.backend, fault);
+  const FaultyCommunicator& faulty = *communicator;
+  rank.communicator = std::move(communicator);
+  std::printf("ready %s\n", rank.communicator->name());
+  std::fflush(stdout);
+
+  const ToyOptions toy = options_for(std::stoi(words[1]), DataType::kBfloat16, environment.size);
+  ToyTrainer trainer(toy, rank);
+  try {
+    trainer.initialize();
+    const int steps = std::stoi(words[2]);
+    for (int step = 0; step <= steps; ++step) {
+      if (step > 0) static_cast<void>(trainer.step(step));
+      const std::string digest = trainer.engine().shard_digest();
+      std::printf("step %d %s %llu\n", step, digest.c_str(),
+                  static_cast<unsigned long long>(faulty.operation_count()));
+    }
+    throw_if_error(rank.communicator->barrier());
+    std::printf("done\n");
+    return 0;
+  } catch (const Error& error) {
+    rank.communicator->abort(error.status());
+    std::printf("failed %s\ncommitted %llu %s\n", rank.communicator->status().to_string().c_str(),
+                static_cast<unsigned long long>(trainer.engine().committed_step()),
+                trainer.engine().shard_digest().c_str());
+    return kFailedExit;
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing
+
+int main(int argc, char** argv) {
+  try {
+    return forebay::testing::run(std::vector<std::string>(argv + 1, argv + argc));
+  } catch (const std::exception& error) {
+    std::printf("failed %s\n", error.what());
+    return forebay::testing::kFailedExit;
+  }
+}

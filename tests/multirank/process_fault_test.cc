@@ -1,0 +1,143 @@
+// A process of a training run is killed, stopped, ends or issues something else, at one of its collectives:
+// within the deadline and a moment every other ends, with one first cause, with the same step committed and
+// with the masters that this step left. Over shared memory and over TCP.
+//
+// `./dev test` does it at the first, a middle and the last collective. Built with FOREBAY_EVERY_COLLECTIVE,
+// under the label slow, at each of them.
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "forebay/gloo_communicator.h"
+#include "multirank/fault_run.h"
+
+namespace forebay::testing {
+namespace {
+
+using SteadyClock = std::chrono::steady_clock;
+
+constexpr int kSteps = 3;
+constexpr std::chrono::milliseconds kDeadline{3'000};
+// Votes are waited for this long, and a loaded machine needs its time.
+constexpr std::chrono::seconds kMoment{6};
+
+class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, int>> {
+ protected:
+  std::string transport() const { return std::get<0>(GetParam()); }
+  int stage() const { return std::get<1>(GetParam()); }
+
+  void SetUp() override {
+    if (transport() == "gloo" && !gloo_available())
+      GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
+  }
+
+  std::vector<std::unique_ptr<Process>> start(int size, const std::string& store,
+                                              const std::vector<std::string>& fault) const {
+    std::vector<std::string> words{FOREBAY_FAULT_PROBE, transport(), std::to_string(stage()),
+                                   std::to_string(kSteps), std::to_string(kDeadline.count())};
+    words.insert(words.end(), fault.begin(), fault.end());
+    std::vector<std::unique_ptr<Process>> ranks;
+    for (int rank = 0; rank < size; ++rank) {
+      ranks.push_back(
+          std::make_unique<Process>(words, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
+                                                              {"FOREBAY_SIZE", std::to_string(size)},
+                                                              {"FOREBAY_STORE", store}}));
+    }
+    return ranks;
+  }
+
+  std::vector<Told> run_undisturbed(int size) const {
+    const TemporaryDirectory directory;
+    std::vector<Told> told;
+    for (const auto& rank : start(size, directory / "store", {})) {
+      const Finished finished = rank->finish();
+      told.push_back(read_told(finished.output));
+      EXPECT_TRUE(told.back().done) << finished.output;
+    }
+    EXPECT_FALSE(std::filesystem::exists(directory / "store"));
+    return told;
+  }
+
+  void check(const std::vector<Told>& undisturbed, const std::string& kind, unsigned long long operation) {
+    const int size = static_cast<int>(undisturbed.size());
+    const int faulty = static_cast<int>(operation % undisturbed.size());
+    SCOPED_TRACE(transport() + ": rank " + std::to_string(faulty) + " of " + std::to_string(size) + ", " +
+                 kind + " at collective " + std::to_string(operation) + " of " +
+                 std::to_string(undisturbed[0].operations.back()));
+    const TemporaryDirectory directory;
+    const auto ranks =
+        start(size, directory / "store", {kind, std::to_string(faulty), std::to_string(operation)});
+    const SteadyClock::time_point begun = SteadyClock::now();
+    std::vector<Finished> finished(ranks.size());
+    const bool ends = kind != "stop";
+    for (std::size_t r = 0; r < ranks.size(); ++r) {
+      if (static_cast<int>(r) == faulty && !ends) continue;
+      finished[r] = ranks[r]->finish(std::chrono::seconds(30));
+    }
+    EXPECT_LT(SteadyClock::now() - begun, kDeadline + kMoment);
+    if (!ends) {
+      ranks[static_cast<std::size_t>(faulty)]->signal(SIGKILL);
+      static_cast<void>(ranks[static_cast<std::size_t>(faulty)]->finish());
+    }
+    const Told survivors = expect_whole(undisturbed, finished, kind == "mismatch" ? -1 : faulty);
+    // A rank that has ended may have taken with it, over TCP, what it had sent.
+    const unsigned long long expected = committed_by(undisturbed[0], stage(), operation);
+    EXPECT_LE(survivors.committed_step, expected) << survivors.cause;
+    EXPECT_GE(survivors.committed_step + (transport() == "gloo" && expected > 0), expected)
+        << survivors.cause;
+    EXPECT_NE(survivors.cause.find("rank " + std::to_string(faulty)), std::string::npos) << survivors.cause;
+  }
+
+  void check_all(const std::string& kind) {
+#ifdef FOREBAY_EVERY_COLLECTIVE
+    const std::vector<int> sizes{3, 4};
+#else
+    const std::vector<int> sizes{3 + stage() % 2};
+#endif
+    for (const int size : sizes) {
+      const std::vector<Told> undisturbed = run_undisturbed(size);
+      if (HasFailure()) return;
+      const unsigned long long count = undisturbed[0].operations.back();
+      std::set<unsigned long long> operations{0, count / 2, count - 1};
+#ifdef FOREBAY_EVERY_COLLECTIVE
+      for (unsigned long long i = 0; i < count; ++i) operations.insert(i);
+#endif
+      for (const unsigned long long operation : operations) {
+        check(undisturbed, kind, operation);
+        if (HasFailure()) return;
+      }
+    }
+  }
+};
+
+TEST_P(ProcessFault, OneIsKilled) {
+  check_all("kill");
+}
+
+TEST_P(ProcessFault, OneEndsWithoutAWord) {
+  check_all("exit");
+}
+
+TEST_P(ProcessFault, OneStops) {
+  check_all("stop");
+}
+
+TEST_P(ProcessFault, OneIssuesSomethingElse) {
+  check_all("mismatch");
+}
+
+INSTANTIATE_TEST_SUITE_P(Processes, ProcessFault,
+                         ::testing::Combine(::testing::Values("shm", "gloo"), ::testing::Range(0, 4)),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param)) + "_stage" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
+
+}  // namespace
+}  // namespace forebay::testing
