@@ -94,11 +94,11 @@ class TcpStoreWorld : public ::testing::TestWithParam<int> {
     }
   }
 
-  // A connection that says what it likes.
+  // A connection that says what it likes; refused once the server has ended.
   Descriptor stranger() {
     const std::vector<SocketAddress> addresses = resolve("127.0.0.1", port_).value();
     Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    EXPECT_EQ(connect(socket.number(), addresses[0].get(), addresses[0].bytes), 0);
+    static_cast<void>(connect(socket.number(), addresses[0].get(), addresses[0].bytes));
     return socket;
   }
 
