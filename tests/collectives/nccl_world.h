@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -56,12 +57,15 @@ class NcclWorld final : public CommunicatorWorld {
         gpu_(options.gpu),
         nccl_(options.nccl),
         deadline_(deadline),
+        together_(size),
         group_(LocalGroup::create(size, {.deadline = deadline})) {}
 
   std::unique_ptr<Backend> create_backend(int rank) override {
     return gpu_.create_backend(rank % options_.gpu.device_count);
   }
   Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
+    // A short deadline is for what is tested, and not for threads to start in.
+    together_.arrive_and_wait();
     Result<std::unique_ptr<Communicator>> control = group_->communicator(rank, backend, kernels);
     FOREBAY_RETURN_IF_ERROR(control.status());
     std::unique_ptr<Communicator> plane = std::move(control).value();
@@ -79,6 +83,7 @@ class NcclWorld final : public CommunicatorWorld {
   FakeGpu gpu_;
   FakeNcclLibrary nccl_;
   const std::chrono::milliseconds deadline_;
+  std::barrier<> together_;
   const std::shared_ptr<LocalGroup> group_;  // Shared with the communicators it hands out.
 };
 

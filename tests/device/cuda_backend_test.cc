@@ -28,17 +28,17 @@ namespace {
 using cuda::CuResult;
 
 // The driver as the application around us uses it.
-#define FOREBAY_TEST_DRIVER(X)                                                             \
-  X(cuInit)                                                                                \
-  X(cuDeviceGet)                                                                           \
-  X(cuDevicePrimaryCtxRetain)                                                              \
-  X(cuDevicePrimaryCtxRelease_v2)                                                          \
-  X(cuCtxSetCurrent)                                                                       \
-  X(cuCtxGetCurrent)                                                                       \
-  X(cuStreamCreate) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) X(cuStreamEndCapture) \
-      X(cuStreamIsCapturing) X(cuGraphDestroy) X(cuGraphGetNodes) X(cuMemGetAccess)        \
-          X(cuMemRetainAllocationHandle) X(cuMemExportToShareableHandle) X(cuMemRelease)   \
-              X(cuThreadExchangeStreamCaptureMode)
+#define FOREBAY_TEST_DRIVER(X)                                                                  \
+  X(cuInit)                                                                                     \
+  X(cuDeviceGet)                                                                                \
+  X(cuDevicePrimaryCtxRetain)                                                                   \
+  X(cuDevicePrimaryCtxRelease_v2)                                                               \
+  X(cuCtxSetCurrent)                                                                            \
+  X(cuCtxGetCurrent)                                                                            \
+  X(cuStreamCreate)                                                                             \
+  X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) X(cuStreamEndCapture) X(cuStreamIsCapturing) \
+      X(cuGraphDestroy) X(cuGraphGetNodes) X(cuMemGetAccess) X(cuMemRetainAllocationHandle)     \
+          X(cuMemExportToShareableHandle) X(cuMemRelease) X(cuThreadExchangeStreamCaptureMode)
 struct Application {
 #define FOREBAY_TEST_MEMBER(symbol) cuda::symbol##_function* symbol = nullptr;
   FOREBAY_TEST_DRIVER(FOREBAY_TEST_MEMBER)
@@ -395,6 +395,30 @@ TEST_F(CudaBackendTest, LeavesTheThreadsContextAsItWas) {
   EXPECT_EQ(application_.current(), other);
   ASSERT_EQ(application_.cuCtxSetCurrent(nullptr), CuResult::kSuccess);
   EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(1), CuResult::kSuccess);
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, AFunctionCalledInItsContextFindsThatAndTheThreadKeepsItsOwn) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  start(options);
+  const cuda::CuContext mine = application_.retain(0);
+  const cuda::CuContext other = application_.retain(1);
+  ASSERT_EQ(application_.cuCtxSetCurrent(other), CuResult::kSuccess);
+  {
+    const auto backend = make();
+    auto question = std::pair(&application_, cuda::CuContext());
+    const HostFunction ask = [](void* argument) {
+      auto& [application, found] = *static_cast<decltype(question)*>(argument);
+      found = application->current();
+    };
+    EXPECT_TRUE(backend->call_in_context(ask, &question).ok());
+    EXPECT_EQ(question.second, mine);
+    EXPECT_EQ(application_.current(), other);
+  }
+  ASSERT_EQ(application_.cuCtxSetCurrent(nullptr), CuResult::kSuccess);
+  for (const int device : {0, 1})
+    EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(device), CuResult::kSuccess);
   fake_cuda::expect_nothing_left(fake_);
 }
 

@@ -1,4 +1,6 @@
 // NCCL's entry points, and the controls.
+#include <unistd.h>
+
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -232,7 +234,12 @@ std::byte* bytes_at(void* address, std::size_t offset = 0) {
   return static_cast<std::byte*>(address) + offset;
 }
 
-// Its communicators' end: what is queued or waits ends, and the memory goes.
+// What the ids of this process begin with.
+std::string id_prefix() {
+  return "fake NCCL of process " + std::to_string(::getpid()) + ", id ";
+}
+
+// A communicator's end: what is queued or waits ends, and the memory goes.
 void end_comm(Lock& lock, const CommPtr& comm) {
   State& s = state();
   comm->aborted = true;
@@ -335,7 +342,7 @@ FAKE_NCCL_EXPORT NcclResult ncclGetUniqueId(NcclUniqueId* id) {
   if (const NcclResult result = admit(0, "ncclGetUniqueId"); result != NcclResult::kSuccess) return result;
   std::memset(id, 0, sizeof(*id));
   std::random_device random;
-  std::snprintf(id->internal, sizeof(id->internal), "fake NCCL id %llu %08x%08x",
+  std::snprintf(id->internal, sizeof(id->internal), "%s%llu %08x%08x", id_prefix().c_str(),
                 static_cast<unsigned long long>(s.next_id++), random(), random());
   return NcclResult::kSuccess;
 }
@@ -354,8 +361,9 @@ FAKE_NCCL_EXPORT NcclResult ncclCommInitRankConfig(NcclComm* result, int size, N
     misuse("ncclCommInitRankConfig of a blocking communicator, which this fake does not have");
     return refuse(NcclResult::kInvalidUsage, "blocking communicators are not imitated");
   }
-  if (std::strncmp(id.internal, "fake NCCL id ", 13) != 0)
-    return refuse(NcclResult::kInvalidArgument, "this is no id of this library");
+  if (std::string(id.internal, kUniqueIdBytes).rfind(id_prefix(), 0) != 0)
+    return refuse(NcclResult::kSystemError,
+                  "the id is not of this process, and the ranks of this fake are threads");
   auto comm = std::make_shared<Comm>();
   lock.unlock();
   const bool has_context = current_context(&comm->context, &comm->device) && load_kernel(*comm);
