@@ -152,8 +152,9 @@ Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_
   addrinfo* all = nullptr;
   const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &all);
   if (error != 0) {
-    return invalid("cannot find the address of \"" + host + "\": " + gai_strerror(error) +
-                   "; give a numeric address or a name that every host knows");
+    return Status(StatusCode::kUnavailable, "cannot find the address of \"" + host +
+                                                "\": " + gai_strerror(error) +
+                                                "; give a numeric address or a name that every host knows");
   }
   std::vector<SocketAddress> found;
   for (const addrinfo* i = all; i != nullptr; i = i->ai_next) {

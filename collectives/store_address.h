@@ -60,7 +60,7 @@ struct SocketAddress {
   std::string host() const;
 };
 
-// Errors: kInvalidArgument when nobody knows the name.
+// Errors: kUnavailable when nobody knows the name, which may change: some networks learn names late.
 Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_t port);
 
 // The numeric address of this host at which others reach it: that of the interface or address given, else the

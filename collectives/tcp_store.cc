@@ -36,6 +36,13 @@ std::string milliseconds_text(milliseconds length) {
   return std::to_string(length.count()) + " ms";
 }
 
+// Where the name of this host is made known only after it has started, this waits for that.
+Result<Descriptor> listen_once_named(const StoreAddress& address, SteadyClock::time_point limit) {
+  while (!resolve(address.host, address.port).ok() && SteadyClock::now() + kRetryMax < limit)
+    std::this_thread::sleep_for(kRetryMax);
+  return listen_at(address);
+}
+
 }  // namespace
 
 // The server, and what it does at its end.
@@ -347,7 +354,7 @@ Result<std::unique_ptr<TcpStore>> TcpStore::open(TcpStoreOptions options) {
   std::unique_ptr<Server> server;
   if (options.me.rank == 0) {
     if (!options.listener.valid()) {
-      Result<Descriptor> listener = listen_at(options.address);
+      Result<Descriptor> listener = listen_once_named(options.address, limit);
       FOREBAY_RETURN_IF_ERROR(listener.status());
       options.listener = std::move(listener).value();
     }
