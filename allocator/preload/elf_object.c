@@ -1,6 +1,7 @@
 #include "elf_object.h"
 
-#include <string.h>
+#include <stddef.h>
+#include <sys/auxv.h>
 
 /* A pointer of the dynamic section. The loader has added the base to it, except where the section is
  * read-only. */
@@ -63,11 +64,48 @@ bool elf_object_named(const char* prefix, ElfObject* object) {
   return dl_iterate_phdr(has_name, &search) == 1;
 }
 
+bool elf_object_listed(const char* prefix, ElfObject* object) {
+  const ElfW(Phdr)* segments = (const ElfW(Phdr)*)getauxval(AT_PHDR);
+  const unsigned long count = segments != NULL ? getauxval(AT_PHNUM) : 0;
+  const ElfW(Dyn)* entry = NULL;
+  uintptr_t base = 0;
+  for (unsigned long i = 0; i < count; ++i) {
+    if (segments[i].p_type == PT_PHDR) base = (uintptr_t)segments - segments[i].p_vaddr;
+  }
+  for (unsigned long i = 0; i < count; ++i) {
+    if (segments[i].p_type == PT_DYNAMIC) entry = (const ElfW(Dyn)*)(base + segments[i].p_vaddr);
+  }
+  const struct r_debug* list = NULL;
+  for (; entry != NULL && entry->d_tag != DT_NULL; ++entry) {
+    if (entry->d_tag == DT_DEBUG) list = (const struct r_debug*)entry->d_un.d_ptr;
+  }
+  for (const struct link_map* map = list != NULL ? list->r_map : NULL; map != NULL; map = map->l_next) {
+    const ElfObject one = {map->l_addr, map->l_ld, map->l_name};
+    if (map->l_ld == NULL || !elf_soname_begins(&one, prefix)) continue;
+    *object = one;
+    return true;
+  }
+  return false;
+}
+
+bool elf_text_equals(const char* a, const char* b) {
+  while (*a != '\0' && *a == *b) {
+    ++a;
+    ++b;
+  }
+  return *a == *b;
+}
+
 bool elf_soname_begins(const ElfObject* object, const char* prefix) {
   const uintptr_t strings = entry_of(object, DT_STRTAB);
   const uintptr_t soname = entry_of(object, DT_SONAME);
   if (strings == 0 || soname == 0) return false;
-  return strncmp((const char*)located(object, strings) + soname, prefix, strlen(prefix)) == 0;
+  const char* name = (const char*)located(object, strings) + soname;
+  while (*prefix != '\0' && *prefix == *name) {
+    ++prefix;
+    ++name;
+  }
+  return *prefix == '\0';
 }
 
 typedef struct Symbols {
@@ -79,7 +117,7 @@ static void* function_at(const ElfObject* object, const Symbols* symbols, uint32
   const ElfW(Sym)* symbol = &symbols->table[index];
   /* The type has the same place in both classes of ELF. A GNU_IFUNC is no address of a function yet. */
   if (symbol->st_shndx == SHN_UNDEF || ELF64_ST_TYPE(symbol->st_info) != STT_FUNC) return NULL;
-  if (strcmp(symbols->strings + symbol->st_name, name) != 0) return NULL;
+  if (!elf_text_equals(symbols->strings + symbol->st_name, name)) return NULL;
   return (void*)(object->base + symbol->st_value);
 }
 

@@ -2,7 +2,8 @@
    real dlsym without calling dlsym, and the driver's functions without asking the loader.
 
    Nothing here allocates or takes a lock of its own. The loader's lock is taken by dl_iterate_phdr, as dlsym
-   itself takes it. */
+   itself takes it. Texts are compared here and not by the C library: a sanitizer has functions of its own in
+   their place, which look the real ones up by dlsym before they work. */
 #ifndef FOREBAY_PRELOAD_ELF_OBJECT_H
 #define FOREBAY_PRELOAD_ELF_OBJECT_H
 
@@ -21,6 +22,12 @@ bool elf_object_at(const void* address, ElfObject* object);
 
 /* The first object whose DT_SONAME begins with `prefix`, in the order of loading. */
 bool elf_object_named(const char* prefix, ElfObject* object);
+
+/* The same by the loader's list of the first namespace, without its lock and without a call: for what is
+   never unloaded, and before anything else of the process works. */
+bool elf_object_listed(const char* prefix, ElfObject* object);
+
+bool elf_text_equals(const char* a, const char* b);
 
 bool elf_soname_begins(const ElfObject* object, const char* prefix);
 

@@ -129,14 +129,16 @@ static void complain(const char* what, const char* why) {
   (void)ignored;
 }
 
-/* A function of the C library's that has been in another library once. */
+/* A function of the C library's that has been in another library once. Also before anything else works. */
 static void* libc_function(const char* name) {
-  ElfObject library;
-  if (elf_object_named("libc.so.6", &library)) {
+  static const char* const kLibraries[] = {"libc.so.6", "libdl.so.2"};
+  for (size_t i = 0; i < sizeof(kLibraries) / sizeof(kLibraries[0]); ++i) {
+    ElfObject library;
+    if (!elf_object_listed(kLibraries[i], &library) && !elf_object_named(kLibraries[i], &library)) continue;
     void* found = elf_function(&library, name);
     if (found != NULL) return found;
   }
-  return elf_object_named("libdl.so.2", &library) ? elf_function(&library, name) : NULL;
+  return NULL;
 }
 
 typedef void* OpenFunction(const char* path, int flags);
@@ -226,7 +228,7 @@ Answer forebay_answer_dlsym(void* handle, const char* name, const void* caller)
 
 static int find_symbol(const char* symbol) {
   for (int i = 0; i < kHookedCount; ++i) {
-    if (strcmp(hooked_calls[i].symbol, symbol) == 0) return i;
+    if (elf_text_equals(hooked_calls[i].symbol, symbol)) return i;
   }
   return -1;
 }
@@ -286,7 +288,7 @@ static int find_versioned(const char* name, int version, uint64_t flags) {
   int best = -1;
   for (int i = 0; i < kHookedCount; ++i) {
     const HookedCall* call = &hooked_calls[i];
-    if (call->version > version || strcmp(call->name, name) != 0) continue;
+    if (call->version > version || !elf_text_equals(call->name, name)) continue;
     if (call->null_stream == (per_thread ? kNullStreamLEGACY : kNullStreamTHREAD)) continue;
     if (best < 0 || call->version > hooked_calls[best].version) best = i;
   }
@@ -295,7 +297,7 @@ static int find_versioned(const char* name, int version, uint64_t flags) {
 
 static bool is_hooked_name(const char* name) {
   for (int i = 0; i < kHookedCount; ++i) {
-    if (strcmp(hooked_calls[i].name, name) == 0) return true;
+    if (elf_text_equals(hooked_calls[i].name, name)) return true;
   }
   return false;
 }

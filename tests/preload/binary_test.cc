@@ -146,6 +146,28 @@ INSTANTIATE_TEST_SUITE_P(
                            false}),
     [](const auto& info) { return info.param.name; });
 
+class PreloadSanitized : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(PreloadSanitized, AProgramStartsAndEndsAsWithoutThePreload) {
+  const std::string path = program("sanitized_program_" + GetParam());
+  if (!std::filesystem::exists(path))
+    GTEST_SKIP() << "the compiler has no such sanitizer, or this is its build";
+  // The runtime of one wants to be the first of all libraries, and that of the other a certain place in
+  // memory.
+  const std::vector<std::string> command = {"/usr/bin/setarch", "-R", path, "a"};
+  Process::Variables variables = {{"ASAN_OPTIONS", "verify_asan_link_order=0"}};
+  const Finished bare = run_program(command, variables);
+  if (bare.exit_code != 3) GTEST_SKIP() << "it does not run here: " << bare.output;
+  variables.emplace("LD_PRELOAD", kPreloadLibrary);
+  const Finished run = run_program(command, variables);
+
+  EXPECT_EQ(run.exit_code, 3);
+  EXPECT_EQ(run.output, "a and b\n");
+}
+
+INSTANTIATE_TEST_SUITE_P(Sanitizers, PreloadSanitized, ::testing::Values("address", "thread"),
+                         [](const auto& info) { return info.param; });
+
 double milliseconds_of(const std::vector<const char*>& environment) {
   const auto begin = std::chrono::steady_clock::now();
   const char* arguments[] = {"/bin/true", nullptr};

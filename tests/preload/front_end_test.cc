@@ -64,6 +64,7 @@ TEST(PreloadDlsym, WhatIsNotThereIsRefusedInTheSameWords) {
 // Another hook of dlsym asks the C library by a version, which nobody can stand in for. Behind ours it is not
 // asked; in front of ours nothing comes to us.
 TEST(PreloadDlsym, AnotherHookOfDlsymHasItWhereItIsInFront) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer looks its functions up by the neighbour, which has it too";
   const std::string neighbour = program("dlsym_library.so");
   const std::vector<std::string> command = {program("access_program"), "dlsym"};
 
@@ -114,6 +115,7 @@ TEST(PreloadPlugin, APluginIsSeenLikeTheProgram) {
 
 // Its dlsym is bound to the C library before ours is looked at. That cannot be helped; it is told.
 TEST(PreloadPlugin, ADeeplyBoundPluginGoesAroundAndIsNamed) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime refuses to open a library that way";
   PreloadRun run({program("plugin_program"), program("plugin_library.so"), "deepbind"});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
