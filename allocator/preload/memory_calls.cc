@@ -17,10 +17,6 @@
 namespace forebay {
 namespace {
 
-// How often a request that finds no memory waits for the device. Fewer: one that could be served is refused
-// while other threads free. More: one that cannot be served takes longer to be told so.
-constexpr int kWaitingAttempts = 4;
-
 // The driver's location type for devices.
 constexpr unsigned kDeviceLocation = 1;
 

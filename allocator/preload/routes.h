@@ -6,6 +6,10 @@
 
 namespace forebay {
 
+// How often a request that finds no memory waits for the device. Fewer: one that could be served is refused
+// while other threads free. More: one that cannot be served takes longer to be told so.
+inline constexpr int kWaitingAttempts = 4;
+
 // The primary context of the device; null when the driver will not say.
 void* primary_context(int device);
 

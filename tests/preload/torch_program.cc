@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 #include <vector>
 
@@ -85,7 +86,7 @@ int run(const char* core, bool fill) {
     std::printf("%zu blocks of 4 MiB\n", blocks.size());
     for (void* one : blocks) give_back(one, 4u << 20, 0, nullptr);
   }
-  int failures = 0;
+  std::atomic<int> failures{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < 3; ++i) threads.emplace_back([&, i] { failures += use_streams(context, i); });
   for (std::thread& thread : threads) thread.join();
