@@ -108,14 +108,8 @@ Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const Al
                                          Result<DevicePtr> refused) {
   finish_waiting_frees();
   end_idle_streams();
-  // An arena that has run out marks the ends of what is queued; those who free meanwhile are marked the next
-  // time.
-  for (int i = 0; i < kWaitingAttempts; ++i) {
-    if (any_capture() || wait_for_device(use) != kDriverSuccess) break;
-    refused = use.arena().allocate(request);
-    if (refused.status().code() != StatusCode::kOutOfMemory) break;
-  }
-  return refused;
+  return allocate_again(use, request, std::move(refused),
+                        [&] { return !any_capture() && wait_for_device(use) == kDriverSuccess; });
 }
 
 // `stream` null: usable at once, whoever uses it. `named`: the program's stream by its number; null: a plain

@@ -1,6 +1,10 @@
 // Which arena a call of the program's means, and what has to be waited for on its behalf.
 #pragma once
 
+#include <sched.h>
+
+#include <utility>
+
 #include "allocator/preload/preload_state.h"
 #include "allocator/preload/process_arenas.h"
 
@@ -9,6 +13,8 @@ namespace forebay {
 // How often a request that finds no memory waits for the device. Fewer: one that could be served is refused
 // while other threads free. More: one that cannot be served takes longer to be told so.
 inline constexpr int kWaitingAttempts = 4;
+// And how often where the arena holds enough that is nobody's: another thread is at it just now.
+inline constexpr int kContendedAttempts = 64;
 
 // The primary context of the device; null when the driver will not say.
 void* primary_context(int device);
@@ -86,5 +92,23 @@ DriverResult destroy_stream(DriverStream stream);
 void end_idle_streams();
 // The device's context is going away, and its streams with it.
 void forget_streams(void* context);
+
+// Asks again for what was refused for want of memory: what has been freed counts as taken until its uses have
+// run. An arena that has run out marks their ends; those who free meanwhile are marked the next time. `wait`:
+// for all that is queued on the device; false when that cannot be.
+template <typename Wait>
+Result<DevicePtr> allocate_again(const ProcessArenas::Use& use, const AllocationRequest& request,
+                                 Result<DevicePtr> refused, const Wait& wait) {
+  for (int i = 0; i < kContendedAttempts && refused.status().code() == StatusCode::kOutOfMemory; ++i) {
+    if (i >= kWaitingAttempts) {
+      const ArenaStatistics statistics = use.arena().statistics();
+      if (statistics.reserved_bytes - statistics.live_bytes < request.bytes) break;
+      (void)::sched_yield();
+    }
+    if (!wait()) break;
+    refused = use.arena().allocate(request);
+  }
+  return refused;
+}
 
 }  // namespace forebay

@@ -71,12 +71,8 @@ extern "C" void* forebay_torch_alloc(ssize_t bytes, int device, void* stream) {
   const bool captured = is_captured(given);
   AllocationRequest request{.bytes = static_cast<std::size_t>(bytes)};
   if (!captured) request.stream = stream_of(use, given);
-  Result<DevicePtr> block = use.arena().allocate(request);
-  // What waits for queued work counts as taken; a miss marks the ends of that work.
-  for (int i = 0; i < kWaitingAttempts && block.status().code() == StatusCode::kOutOfMemory; ++i) {
-    if (captured || !wait_for_current_device()) break;
-    block = use.arena().allocate(request);
-  }
+  const Result<DevicePtr> block = allocate_again(use, request, use.arena().allocate(request),
+                                                 [&] { return !captured && wait_for_current_device(); });
   if (!block.ok()) {
     if (is_preloaded() && block.status().code() == StatusCode::kOutOfMemory) {
       note_reserved(use.device(), &use.arena());
