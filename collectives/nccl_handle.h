@@ -91,6 +91,8 @@ class NcclHandle {
     return settle(what, step, limit, {});
   }
 
+  // The mutex, if it can be had while an abort is patient.
+  std::unique_lock<std::mutex> lock_for_abort();
   Status check_open(const std::string& what) const;
   // Waits until NCCL has done what the step began. Requires: the mutex.
   Status settle(const std::string& what, NcclStep step, Clock::time_point limit, const Check& check);
@@ -104,7 +106,7 @@ class NcclHandle {
   const NcclLibrary& library_;
   CudaBackend& backend_;
   std::atomic<bool> interrupted_{false};
-  std::timed_mutex mutex_;
+  std::mutex mutex_;
   // Guarded by mutex_.
   nccl::NcclComm comm_ = nullptr;
   bool adopted_ = false;

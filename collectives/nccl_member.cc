@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "forebay/log.h"
@@ -103,7 +104,15 @@ Status NcclMember::open() {
     ended_ = false;
   }
   for (int r = 0; r < size(); ++r) watched_.push_back(r);
-  watcher_ = std::thread([self = shared_from_this()] { self->watch(); });
+  try {
+    watcher_ = std::thread([self = shared_from_this()] { self->watch(); });
+  } catch (const std::system_error& error) {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    return Status(StatusCode::kUnavailable,
+                  std::string("cannot start the thread that watches a communicator: ") + error.what() +
+                      "; end other processes, or raise ulimit -u");
+  }
   return warm_up();
 }
 

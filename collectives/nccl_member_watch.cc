@@ -1,5 +1,7 @@
 // The thread of a rank over NCCL that tells the others where it is, hears where they are, and ends what
 // cannot go on.
+#include <signal.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -20,6 +22,10 @@ constexpr milliseconds kLeavePoll{1};
 // --- the watch ---
 
 void NcclMember::watch() noexcept {
+  // Signals are for the program's own threads.
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
   bool over = false;
   bool failed = false;
   bool hurries = false;
