@@ -1,11 +1,11 @@
 // One rank of a toy training run, as a process, to which something happens at a chosen collective:
 //
-//   fault_probe TRANSPORT STAGE STEPS DEADLINE_MS [FAULT RANK OPERATION]
+//   fault_probe TRANSPORT STAGE STEPS DEADLINE_MS [FAULT RANK OPERATION [GO]]
 //
 //   TRANSPORT  auto, shm or gloo; rank, size and store come from the environment
 //   FAULT      kill, stop, exit: that happens to the process of RANK when its stream comes to OPERATION
 //              mismatch: it issues something else in its place
-//              pause: it says "paused" and goes on when a line comes on standard input
+//              pause: it says "paused" and goes on once there is a file GO
 //
 // It prints "ready" once the ranks are connected, "step S DIGEST OPERATIONS" after each step (0: before the
 // first; the digest of the masters that this rank keeps, and how many collectives it has issued), and "done"
@@ -35,13 +35,13 @@ struct Fault {
   std::string kind;
   int rank = -1;
   std::uint64_t operation = 0;
+  std::string go;
 };
 
-void pause() {
+void pause_until(const std::string& go) {
   std::printf("paused\n");
   std::fflush(stdout);
-  while (std::getchar() != '\n') {
-  }
+  while (::access(go.c_str(), F_OK) != 0) ::usleep(1000);
 }
 
 // Counts the collectives of the data plane, and does what is to happen at one of them.
@@ -71,11 +71,11 @@ class FaultyCommunicator final : public ForwardingCommunicator {
       return ForwardingCommunicator::all_gather(
           {.source = scratch_, .target = scratch_, .target_stride_bytes = 1, .bytes = 1}, stream);
     }
-    throw_if_error(call_on(backend_, stream, [kind = fault_.kind] {
+    throw_if_error(call_on(backend_, stream, [kind = fault_.kind, go = fault_.go] {
       if (kind == "kill") static_cast<void>(::raise(SIGKILL));
       if (kind == "stop") static_cast<void>(::raise(SIGSTOP));
       if (kind == "exit") std::_Exit(0);
-      if (kind == "pause") pause();
+      if (kind == "pause") pause_until(go);
     }));
     return operation();
   }
@@ -101,7 +101,8 @@ int run(const std::vector<std::string>& words) {
                                .interface = environment.interface,
                                .deadline = std::chrono::milliseconds(std::stoi(words[3]))};
   Fault fault;
-  if (words.size() > 4) fault = {words[4], std::stoi(words[5]), std::stoull(words[6])};
+  if (words.size() > 6) fault = {words[4], std::stoi(words[5]), std::stoull(words[6]), {}};
+  if (words.size() > 7) fault.go = words[7];
   Rank rank;
   rank.backend = value_or_throw(HostBackend::create({.granularity = 64u << 10}));
   rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
