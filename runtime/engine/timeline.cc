@@ -48,6 +48,45 @@ std::uint64_t Timeline::dropped_count() const {
   return dropped_count_;
 }
 
+namespace {
+
+using Interval = std::pair<std::chrono::nanoseconds, std::chrono::nanoseconds>;
+
+// Those of `track`, in order and apart.
+std::vector<Interval> intervals(std::span<const Timeline::Span> spans, std::string_view track) {
+  std::vector<Interval> all;
+  for (const Timeline::Span& span : spans) {
+    if (span.track == track) all.emplace_back(span.begin, span.end);
+  }
+  std::sort(all.begin(), all.end());
+  std::vector<Interval> merged;
+  for (const Interval& next : all) {
+    if (merged.empty() || next.first > merged.back().second) {
+      merged.push_back(next);
+    } else {
+      merged.back().second = std::max(merged.back().second, next.second);
+    }
+  }
+  return merged;
+}
+
+}  // namespace
+
+Exposure exposure(std::span<const Timeline::Span> spans, std::string_view busy, std::string_view cover) {
+  const std::vector<Interval> covers = intervals(spans, cover);
+  Exposure result;
+  auto next = covers.begin();
+  for (const auto& [begin, end] : intervals(spans, busy)) {
+    std::chrono::nanoseconds hidden{0};
+    while (next != covers.end() && next->second <= begin) ++next;
+    for (auto i = next; i != covers.end() && i->first < end; ++i)
+      hidden += std::min(end, i->second) - std::max(begin, i->first);
+    result.busy += end - begin;
+    result.exposed += end - begin - hidden;
+  }
+  return result;
+}
+
 std::string timeline_json(std::span<const std::vector<Timeline::Span>> by_rank) {
   using Json = nlohmann::json;
   Json events = Json::array();

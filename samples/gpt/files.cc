@@ -84,12 +84,17 @@ std::string timeline_file(const TrainerOptions& options, int rank) {
   return file.string();
 }
 
+std::string flight_file(const TrainerOptions& options, int rank) {
+  return options.flight_recorder + "/flight.rank-" + std::to_string(rank) + ".json";
+}
+
 void check_files(const TrainerOptions& options) {
   check_output("--report", options.report_file);
   for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
     check_output("--timeline", timeline_file(options, rank));
   }
   check_output("--export", options.export_file);
+  if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
   check_state(options);
   check_offload(options);
   static_cast<void>(Text::read(options.text));

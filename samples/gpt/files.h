@@ -13,5 +13,7 @@ void check_files(const TrainerOptions& options);
 
 // Where a rank's timeline goes: --timeline, with .rank-N before its ending for ranks but the first.
 std::string timeline_file(const TrainerOptions& options, int rank);
+// Where a rank says what it was at, in --flight-recorder.
+std::string flight_file(const TrainerOptions& options, int rank);
 
 }  // namespace forebay::gpt

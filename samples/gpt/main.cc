@@ -22,6 +22,9 @@ namespace forebay::gpt {
 namespace {
 
 constexpr int kFailureExit = 1;
+// This rank was well and another, or the way to it, was not: started again, from the last saved state, the
+// run may go on (EX_TEMPFAIL of sysexits.h).
+constexpr int kPeerFailureExit = 75;
 
 // Signals this close together are one: a launcher or `timeout` sends it to a rank, and again to all of its
 // group. Longer: a person has to press again; shorter: a busy machine's two are taken for a person's.
@@ -88,10 +91,11 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
 }
 
 // The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before
-// "closed the connection", "did not come" or "did not finish it".
+// "closed the connection", "died", "has left", "did not come" or "did not finish it".
 std::set<int> named_as_lost(const std::string& message) {
   std::set<int> ranks;
-  for (const char* fate : {" closed the connection", " did not come", " did not finish"}) {
+  for (const char* fate :
+       {" closed the connection", " died", " has left", " did not come", " did not finish"}) {
     const std::size_t end = message.find(fate);
     if (end == std::string::npos) continue;
     // Just before it: "rank 2", or "ranks 0, 1 and 2".
@@ -136,7 +140,8 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
   } catch (const Error& error) {
     if (speaks(environment.rank, error))
       std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
-    return kFailureExit;
+    const bool peer = error.code() == StatusCode::kPeerLost || error.code() == StatusCode::kTimeout;
+    return peer ? kPeerFailureExit : kFailureExit;
   }
 }
 

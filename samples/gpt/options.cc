@@ -199,6 +199,10 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
          "Write what ran when here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks but the "
          "first add .rank-N to the name, before its ending. For a few steps: it slows them")
       ->group(group);
+  app.add_option("--flight-recorder", o.flight_recorder,
+                 "Directory in which every rank that fails, or is left when another has failed, says what it "
+                 "was at (flight.rank-N.json)")
+      ->group(group);
   app.add_flag("!--quiet", o.progress, "No progress lines")->group(group);
 }
 

@@ -64,7 +64,8 @@ struct TrainerOptions {
   std::string export_file;
   std::string report_file;
   std::string timeline_file;
-  bool progress = true;  // Lines on stderr.
+  std::string flight_recorder;  // A directory.
+  bool progress = true;         // Lines on stderr.
 };
 
 // The command line, without the program's name. A value: what to do. Otherwise the exit code: 0 after --help

@@ -32,7 +32,20 @@ Json rank_json(const RankReport& rank) {
           {"received_bytes_per_step", rank.received_bytes_per_step},
           {"planned_sent_bytes_per_step", rank.planned_sent_bytes_per_step},
           {"planned_received_bytes_per_step", rank.planned_received_bytes_per_step},
-          {"step_ms", rank.step_ms}};
+          {"step_ms", rank.step_ms},
+          {"communication_ms_per_step", rank.communication_ms_per_step},
+          {"exposed_communication_ms_per_step", rank.exposed_communication_ms_per_step}};
+}
+
+Json traffic_json(const std::vector<OperationReport>& operations) {
+  Json all = Json::array();
+  for (const OperationReport& one : operations) {
+    all.push_back({{"operation", one.operation},
+                   {"count", one.count},
+                   {"sent_bytes", one.sent_bytes},
+                   {"received_bytes", one.received_bytes}});
+  }
+  return all;
 }
 
 // JSON has no infinities and no NaN: null.
@@ -56,6 +69,8 @@ std::string report_json(const TrainingReport& report) {
   for (const double loss : report.loss) losses.push_back(number(loss));
   Json ranks = Json::array();
   for (const RankReport& rank : report.ranks) ranks.push_back(rank_json(rank));
+  for (std::size_t rank = 0; rank < report.traffic.size(); ++rank)
+    ranks[rank]["traffic"] = traffic_json(report.traffic[rank]);
   const Json json = {{"world_size", report.world_size},
                      {"stage", report.stage},
                      {"dtype", data_type_name(report.dtype)},
@@ -80,6 +95,21 @@ std::string report_json(const TrainingReport& report) {
                      {"interrupted", report.interrupted},
                      {"ranks", ranks}};
   // Paths may hold any bytes; JSON may not.
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+std::string flight_json(const Status& cause, const std::vector<OperationRecord>& operations) {
+  constexpr const char* kStates[] = {"queued", "running", "done", "failed"};
+  const auto ms = [](std::chrono::nanoseconds time) { return static_cast<double>(time.count()) / 1e6; };
+  Json all = Json::array();
+  for (const OperationRecord& one : operations) {
+    all.push_back({{"operation", one.what},
+                   {"state", kStates[static_cast<int>(one.state)]},
+                   {"queued_ms", ms(one.queued)},
+                   {"begun_ms", ms(one.begun)},
+                   {"ended_ms", ms(one.ended)}});
+  }
+  const Json json = {{"cause", cause.to_string()}, {"last_operations", all}};
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

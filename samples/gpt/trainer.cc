@@ -53,6 +53,9 @@ struct RankPlace {
   int local_size = 1;  // Ranks that share this host's cores.
 };
 
+// The kinds of operations that carry payload.
+constexpr const char* kCountedOperations[] = {"reduce_scatter", "all_gather", "exchange", "send", "recv"};
+
 EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline) {
   EngineOptions engine;
   if (!o.timeline_file.empty()) engine.timeline = timeline;
@@ -373,6 +376,14 @@ class Trainer {
     mine.planned_received_bytes_per_step = statistics.planned_wire_per_step.received;
     mine.step_ms = step_ms.empty() ? 0 : mean(step_ms);
 
+    if (!options_.timeline_file.empty()) {
+      const Exposure communication = exposure(timeline_.spans(), "engine", "trainer");
+      mine.communication_ms_per_step = static_cast<double>(communication.busy.count()) / 1e6 / steps;
+      mine.exposed_communication_ms_per_step =
+          static_cast<double>(communication.exposed.count()) / 1e6 / steps;
+    }
+
+    report.traffic = gather_traffic();
     static_assert(std::is_trivially_copyable_v<RankReport>);
     report.ranks.resize(static_cast<std::size_t>(place_.size));
     throw_if_error(communicator_.exchange(std::as_bytes(std::span(&mine, 1)),
@@ -396,6 +407,35 @@ class Trainer {
     const double step_seconds = report.ranks.front().step_ms / 1e3;
     report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
     report.digest = engine_.digest();
+  }
+
+  // What every rank's communicator has counted so far, for all kinds that any has used.
+  std::vector<std::vector<OperationReport>> gather_traffic() {
+    const std::vector<OperationTraffic> mine = communicator_.operation_traffic();
+    const auto size = static_cast<std::size_t>(place_.size);
+    std::vector<std::vector<OperationReport>> all(size);
+    for (const char* kind : kCountedOperations) {
+      std::vector<std::uint64_t> words(1 + 2 * size);
+      for (const OperationTraffic& one : mine) {
+        if (std::string_view(one.operation) != kind) continue;
+        words[0] = one.count;
+        for (std::size_t peer = 0; peer < size; ++peer) {
+          words[1 + peer] = one.peers[peer].sent_bytes;
+          words[1 + size + peer] = one.peers[peer].received_bytes;
+        }
+      }
+      std::vector<std::uint64_t> by_rank(words.size() * size);
+      throw_if_error(communicator_.exchange(std::as_bytes(std::span(words)),
+                                            std::as_writable_bytes(std::span(by_rank))));
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        const auto first = by_rank.begin() + static_cast<std::ptrdiff_t>(rank * words.size());
+        if (*first == 0) continue;
+        const auto middle = first + 1 + static_cast<std::ptrdiff_t>(size);
+        all[rank].push_back(
+            {kind, *first, {first + 1, middle}, {middle, middle + static_cast<std::ptrdiff_t>(size)}});
+      }
+    }
+    return all;
   }
 
   void write_timeline() {
@@ -499,11 +539,22 @@ Rank make_rank(const TrainerOptions& options, const RankPlace& place, const Comm
   return rank;
 }
 
+// What a rank was at when it failed. That it cannot be written is no reason to hide why it had to be.
+void write_flight_record(const TrainerOptions& options, const Communicator& communicator) {
+  try {
+    write_file(flight_file(options, communicator.rank()),
+               flight_json(communicator.status(), communicator.last_operations()));
+  } catch (const Error& error) {
+    std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
+  }
+}
+
 TrainingReport train_rank(const TrainerOptions& options, const Rank& rank) {
   const RankPlace& place = rank.place;
   const auto fail = [&](const Status& cause) {
     rank.communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank))
                                             : cause);
+    if (!options.flight_recorder.empty()) write_flight_record(options, *rank.communicator);
   };
   try {
     set_compute_threads(rank.threads);  // The products are prepared on this thread.

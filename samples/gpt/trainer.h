@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "forebay/bootstrap.h"
+#include "forebay/communicator.h"
 #include "forebay/plan.h"
 #include "options.h"
 
@@ -31,9 +32,21 @@ struct RankReport {
   std::uint64_t planned_sent_bytes_per_step = 0;
   std::uint64_t planned_received_bytes_per_step = 0;
   double step_ms = 0;  // Mean; of more than one step, the first left out.
+  // With --timeline: of collectives on the stream, and what of it lay beside no layer of the trainer's.
+  double communication_ms_per_step = 0;
+  double exposed_communication_ms_per_step = 0;
+};
+
+// Payload of one kind of operation between one rank and the others, of the whole run but its end.
+struct OperationReport {
+  std::string operation;
+  std::uint64_t count = 0;
+  std::vector<std::uint64_t> sent_bytes;  // By rank.
+  std::vector<std::uint64_t> received_bytes;
 };
 
 struct TrainingReport {
+  std::vector<std::vector<OperationReport>> traffic;  // By rank.
   int world_size = 1;
   int stage = 0;
   DataType dtype = DataType::kFloat32;
@@ -81,6 +94,8 @@ void clear_stop() noexcept;
 std::optional<std::uint64_t> first_step_of_lost_loss(const TrainingReport& report);
 
 std::string report_json(const TrainingReport& report);
+// The first cause, and the last operations of a rank's communicator.
+std::string flight_json(const Status& cause, const std::vector<OperationRecord>& operations);
 // Writes `text` by an OutputFile. Errors: throws Error(kIoError).
 void write_file(const std::string& path, const std::string& text);
 

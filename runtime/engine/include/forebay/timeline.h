@@ -57,6 +57,14 @@ class Timeline {
   std::uint64_t dropped_count_ = 0;
 };
 
+// How long the spans of the tracks `busy` took in all, counted once where they lie over each other, and how
+// much of it no span of `cover` lay over: communication and what of it compute did not hide, say.
+struct Exposure {
+  std::chrono::nanoseconds busy{0};
+  std::chrono::nanoseconds exposed{0};
+};
+Exposure exposure(std::span<const Timeline::Span> spans, std::string_view busy, std::string_view cover);
+
 // One process for each rank, one thread for each track, in the format of chrome://tracing.
 std::string timeline_json(std::span<const std::vector<Timeline::Span>> by_rank);
 
