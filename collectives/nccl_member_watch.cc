@@ -101,6 +101,7 @@ Status NcclMember::exchange_heartbeats(const NcclHeartbeat& mine) {
   }
   const Clock::time_point now = Clock::now();
   for (std::size_t i = 0; i < watched_.size(); ++i) {
+    FOREBAY_RETURN_IF_ERROR(check_heartbeat(all[i], watched_[i], size()));
     const auto r = static_cast<std::size_t>(watched_[i]);
     if (all[i].state != NcclMemberState::kRunning && table_[r].state == NcclMemberState::kRunning)
       left_at_[r] = now;

@@ -90,27 +90,31 @@ NcclStep NcclMember::exchange_in_pairs(NcclComm comm, const Piece& piece, std::b
   const std::size_t record = sizeof(NcclOperation);
   NcclStep step;
   const auto send = [&](const std::byte* source, std::size_t bytes, int peer) {
-    if (step.ok() && bytes > 0)
+    if (step.ok())
       step = {library.ncclSend(source, bytes, NcclType::kUint8, peer, comm, native(stream)), "ncclSend"};
   };
   const auto recv = [&](std::byte* target, std::size_t bytes, int peer) {
-    if (step.ok() && bytes > 0)
+    if (step.ok())
       step = {library.ncclRecv(target, bytes, NcclType::kUint8, peer, comm, native(stream)), "ncclRecv"};
+  };
+  const auto slice = [](auto* first, std::size_t stride, int of) {
+    return first + static_cast<std::size_t>(of) * stride;
   };
   // Each rank starts with its right neighbour, so that no rank is sent to by all at once.
   for (int i = 1; i < size(); ++i) {
     const int to = (rank() + i) % size();
     const int from = (rank() + size() - i) % size();
     send(own, record, to);
-    send(piece.source + static_cast<std::size_t>(to) * piece.source_stride, piece.bytes, to);
-    recv(all + static_cast<std::size_t>(from) * record, record, from);
-    recv(piece.target + static_cast<std::size_t>(from) * piece.target_stride, piece.bytes, from);
+    recv(slice(all, record, from), record, from);
+    if (piece.bytes == 0) continue;
+    send(slice(piece.source, piece.source_stride, to), piece.bytes, to);
+    recv(slice(piece.target, piece.target_stride, from), piece.bytes, from);
   }
-  std::byte* const place = piece.target + static_cast<std::size_t>(rank()) * piece.target_stride;
-  if (piece.keep_own && place != piece.source) {
-    send(piece.source, piece.bytes, rank());
-    recv(place, piece.bytes, rank());
-  }
+  if (piece.bytes == 0 || !piece.keep_own) return step;
+  std::byte* const place = slice(piece.target, piece.target_stride, rank());
+  if (place == piece.source) return step;
+  send(piece.source, piece.bytes, rank());
+  recv(place, piece.bytes, rank());
   return step;
 }
 

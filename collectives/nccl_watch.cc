@@ -88,6 +88,19 @@ Status compare_operations(int rank, const NcclOperation& mine, int peer, const N
   return mismatch(rank, mine.fingerprint, peer, theirs.fingerprint);
 }
 
+Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size) {
+  bool is_whole = heartbeat.state <= NcclMemberState::kGone && heartbeat.open_count <= kNcclWindow;
+  for (std::size_t i = 0; is_whole && i < heartbeat.open_count; ++i) {
+    const NcclOperation& operation = heartbeat.open[i];
+    const bool is_message = is(operation, Operation::kSend) || is(operation, Operation::kRecv);
+    is_whole = is_message ? operation.peer >= 0 && operation.peer < size : is_collective(operation);
+  }
+  if (is_whole) return {};
+  return Status(StatusCode::kCorruption, "cannot watch rank " + std::to_string(rank) +
+                                             ": what it says of its operations cannot be; run the same build "
+                                             "of forebay on all ranks");
+}
+
 Status judge_heartbeats(std::span<const NcclHeartbeat> members) {
   FOREBAY_RETURN_IF_ERROR(judge_collectives(members));
   FOREBAY_RETURN_IF_ERROR(judge_messages(members));

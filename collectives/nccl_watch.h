@@ -49,9 +49,13 @@ static_assert(std::is_trivially_copyable_v<NcclHeartbeat>);
 // `theirs` is the send.
 Status compare_operations(int rank, const NcclOperation& mine, int peer, const NcclOperation& theirs);
 
+// Whether what came from `rank` of `size` can be a heartbeat at all. Errors: kCorruption.
+Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size);
+
 // What all ranks' heartbeats, by rank, show to be wrong: ranks that issued different operations, or a rank
 // that left before a collective that another one is in. The same words on every rank that has the same
 // heartbeats.
+// Requires: each has passed check_heartbeat.
 Status judge_heartbeats(std::span<const NcclHeartbeat> members);
 
 // The timeout of `operation` on `rank`, which names the ranks that have not issued it.

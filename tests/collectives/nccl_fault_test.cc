@@ -323,6 +323,21 @@ TEST_P(NcclFault, ADeadRankEndsTheOthersWithinAHeartbeat) {
 INSTANTIATE_TEST_SUITE_P(Ranks, NcclFault, ::testing::Values(2, 3),
                          [](const auto& instance) { return std::to_string(instance.param) + "_ranks"; });
 
+TEST(NcclFaultAlone, OperationsOfNothingAreComparedToo) {
+  const Outcome same = run(3, kLongDeadline, gpus_with({}), [](Member& member, int) {
+    FOREBAY_RETURN_IF_ERROR(member.communicator().all_gather(
+        {.source = nullptr, .target = nullptr, .target_stride_bytes = 64, .bytes = 0}, member.stream()));
+    return member.finish();
+  });
+  EXPECT_TRUE(same.all_ok()) << same.cause().to_string();
+
+  const Outcome different = run(3, kLongDeadline, gpus_with({}), [](Member& member, int rank) {
+    static_cast<void>(gather(member, rank == 1 ? 0 : 64));
+    return member.finish();
+  });
+  EXPECT_EQ(different.cause().code(), StatusCode::kInvalidArgument) << different.cause().to_string();
+}
+
 TEST(NcclFaultAlone, AllQueuedOperationsOfAFailedRankEnd) {
   fake_nccl::FakeNcclOptions nccl;
   nccl.hang_rank = 0;

@@ -38,6 +38,22 @@ void expect_words(const Status& status, StatusCode code, std::initializer_list<c
     EXPECT_NE(status.message().find(word), std::string::npos) << word << " is not in: " << status.message();
 }
 
+TEST(NcclWatch, WhatCannotBeAHeartbeatIsRefused) {
+  const NcclHeartbeat good = heartbeat(7, {collective(5, 64), message(Operation::kSend, 2, 0, 8, 1)});
+  EXPECT_TRUE(check_heartbeat(good, 0, 3).ok());
+  EXPECT_EQ(check_heartbeat(good, 0, 2).code(), StatusCode::kCorruption);  // There is no rank 2.
+
+  NcclHeartbeat bad = good;
+  bad.open_count = kNcclWindow + 1;
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.state = static_cast<NcclMemberState>(9);
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.open[0].peer = 1;  // A collective has none.
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+}
+
 TEST(NcclWatch, RanksThatIssuedTheSameAreFineWhereverTheyAre) {
   const NcclHeartbeat members[] = {heartbeat(7, {collective(5, 64), collective(6, 128)}),
                                    heartbeat(6, {collective(5, 64)}), heartbeat(5, {})};
