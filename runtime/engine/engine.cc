@@ -320,6 +320,7 @@ EngineStatistics Engine::statistics() {
   result.attempted_steps = impl.attempted_steps;
   result.applied_steps = impl.applied_steps;
   result.gather_count = impl.gather_count;
+  result.wire_speed = impl.wire_speed;
   if (impl.arena == nullptr) return result;
   if (impl.phase != Impl::Phase::kFailed) {
     impl.must(impl.backend.stream_synchronize(impl.engine_stream));

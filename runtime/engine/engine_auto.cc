@@ -25,10 +25,6 @@ constexpr std::chrono::minutes kStoreDeadline{10};
 }  // namespace
 
 Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
-  const auto now = [this] {
-    return options.now ? options.now()
-                       : std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch());
-  };
   // The fastest of a few, after one that is not counted.
   const auto seconds_of = [&](const auto& work) {
     double best = 0;

@@ -129,7 +129,7 @@ PlanOptions Engine::Impl::plan_options() const {
   result.dtype = options.dtype;
   result.micro_steps = options.micro_steps;
   result.accumulate = options.accumulate;
-  result.bucket_bytes = options.bucket_bytes;
+  result.bucket_bytes = chosen_bucket_bytes != 0 ? chosen_bucket_bytes : options.bucket_bytes;
   result.chunk_bytes = backend.capabilities().granularity;
   result.offload = options.offload;
   result.tier = options.tier;
@@ -165,9 +165,10 @@ void Engine::Impl::agree(const Status& mine) {
 void Engine::Impl::agree_on_options() {
   std::ostringstream text;
   text << plan.fingerprint_text() << "overlap " << (options.overlap ? "on" : "off") << "\noffload-auto "
-       << (options.offload_auto ? "on" : "off") << "\nbeta1 " << options.beta1 << "\nbeta2 " << options.beta2
-       << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial << ' '
-       << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
+       << (options.offload_auto ? "on" : "off") << "\nbucket-auto " << (options.bucket_auto ? "on" : "off")
+       << "\nbeta1 " << options.beta1 << "\nbeta2 " << options.beta2 << "\nepsilon " << options.epsilon
+       << "\nloss-scale " << options.loss_scale.initial << ' ' << options.loss_scale.growth_interval << ' '
+       << options.loss_scale.minimum << '\n';
   for (const auto& [name, value] : options.agreement) text << name << ' ' << value << '\n';
   for (const UnitShape& unit : model.units) {
     text << "unit:" << unit.name << ' ' << (unit.backward_reads_parameters ? "" : "gradient-only ");
@@ -265,6 +266,10 @@ void Engine::Impl::commit() {
   agree(verdict);
   plan = std::move(made).value();
   agree_on_options();
+  if (options.bucket_auto && ranks() > 1) {
+    chosen_bucket_bytes = choose_bucket_bytes();
+    plan = value_or_throw(make_plan(model, plan_options()));
+  }
   if (options.offload != Offload::kNone && options.offload_auto) {
     chosen_device_units = choose_device_units(plan);
     plan = value_or_throw(make_plan(model, plan_options()));

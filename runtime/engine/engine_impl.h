@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -161,6 +162,14 @@ struct Engine::Impl {
     double device = 0;  // Seconds for one element.
     double offloaded = 0;
   };
+  // bucket_auto (engine_bucket.cc). Collective.
+  struct BucketProbe;
+  std::uint64_t choose_bucket_bytes();
+  // By the trainer's clock, if it gave one.
+  std::chrono::nanoseconds now() const {
+    return options.now ? options.now()
+                       : std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch());
+  }
   int choose_device_units(const Plan& all_offloaded);
   UpdateTimes measure_update(std::uint64_t count);
   void commit();
@@ -291,6 +300,8 @@ struct Engine::Impl {
 
   // Constant after commit.
   int chosen_device_units = -1;
+  std::uint64_t chosen_bucket_bytes = 0;  // 0: as given.
+  WireSpeed wire_speed;                   // Where the bucket was chosen.
   ModelShape model;
   Plan plan;
   SlotAssignment slots;

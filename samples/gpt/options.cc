@@ -95,7 +95,10 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
                  "auto (shm where all ranks can share memory, else gloo) or local (threads) [default: auto "
                  "for several ranks on the host, local on cuda]")
       ->group(group);
-  app.add_option("--bucket", words.bucket, "Bytes of one send buffer, all ranks' slices")
+  app.add_option(
+         "--bucket", words.bucket,
+         "Bytes of one send buffer, all ranks' slices; auto: by latency and bandwidth, which are measured "
+         "at the start")
       ->capture_default_str()
       ->group(group);
   app.add_flag("--no-overlap", words.no_overlap,
@@ -274,7 +277,8 @@ void apply(const Words& words, TrainerOptions& o) {
   o.offload_fraction = fraction_of("--offload-fraction", words.fraction);
   o.staging_bytes = bytes_of("--offload-staging", words.staging);
   o.device = device_of(words.device);
-  o.bucket_bytes = bytes_of("--bucket", words.bucket);
+  o.bucket_auto = words.bucket == "auto";
+  if (!o.bucket_auto) o.bucket_bytes = bytes_of("--bucket", words.bucket);
   o.memory_bytes = bytes_of("--memory", words.memory);
   o.overlap = !words.no_overlap;
 }

@@ -49,6 +49,7 @@ struct TrainerOptions {
   std::vector<std::string> text;  // Empty: default_text_files().
 
   std::uint64_t bucket_bytes = 16u << 20;
+  bool bucket_auto = false;
   Offload offload = Offload::kNone;
   Tier tier = Tier::kPinned;
   std::vector<std::string> offload_directories;  // Of tier kFile.

@@ -91,6 +91,7 @@ std::string report_json(const TrainingReport& report) {
                      {"compute_threads", report.compute_threads},
                      {"device", report.device},
                      {"communicator", report.communicator},
+                     {"bucket_bytes", report.bucket_bytes},
                      {"matmul", report.matmul},
                      {"interrupted", report.interrupted},
                      {"ranks", ranks}};

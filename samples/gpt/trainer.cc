@@ -29,6 +29,7 @@
 #include "forebay/kernels.h"
 #include "forebay/local_communicator.h"
 #include "forebay/shm_communicator.h"
+#include "forebay/units.h"
 #include "gpt.h"
 #include "host_operations.h"
 #include "initial.h"
@@ -64,6 +65,7 @@ EngineOptions engine_options(const TrainerOptions& o, const Text& text, int thre
   engine.micro_steps = o.micro_steps;
   engine.accumulate = o.accumulate;
   engine.bucket_bytes = o.bucket_bytes;
+  engine.bucket_auto = o.bucket_auto;
   engine.offload = o.offload;
   engine.tier = o.tier;
   engine.offload_fraction = o.offload_fraction.value_or(1);
@@ -209,6 +211,7 @@ class Trainer {
     compute_.synchronize();  // Throws when they are not to be had.
     engine_.commit();
     model_.use_engine_memory();
+    say_what_was_chosen();
     say_where_states_are();
     set_weights();
   }
@@ -330,6 +333,14 @@ class Trainer {
   }
 
   // Where states go and how fast it may be: what a person should see at once.
+  void say_what_was_chosen() {
+    const WireSpeed speed = engine_.statistics().wire_speed;
+    if (place_.rank != 0 || !options_.progress || speed.bytes_per_second <= 0) return;
+    std::fprintf(stderr, "forebay-gpt: buckets of %s: a collective takes %.0f us and as long as %s/s need\n",
+                 format_bytes(engine_.plan().options.bucket_bytes).c_str(), speed.latency_seconds * 1e6,
+                 format_bytes(static_cast<std::uint64_t>(speed.bytes_per_second)).c_str());
+  }
+
   void say_where_states_are() {
     if (!options_.progress || place_.rank != 0 || options_.offload == Offload::kNone) return;
     const std::string store = engine_.statistics().store_description;
@@ -398,6 +409,7 @@ class Trainer {
     report.offloaded_parameters = offloaded_parameters();
     report.store = statistics.store_description;
     report.communicator = communicator_.name();
+    report.bucket_bytes = engine_.plan().options.bucket_bytes;
     report.device = rank_.on_gpu() ? rank_.backend->capabilities().name : "host";
     report.matmul = operations_->matmul();
     report.compute_threads = rank_.threads;

@@ -59,6 +59,7 @@ struct TrainingReport {
   std::string store;                       // Rank 0's, where the tier is files.
   std::string device;                      // Rank 0's: "host", or "cuda:0 NVIDIA H200".
   std::string communicator;
+  std::uint64_t bucket_bytes = 0;  // Asked for, or chosen.
   std::string matmul;
   int compute_threads = 1;
   std::uint64_t parameters = 0;

@@ -597,6 +597,38 @@ TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {
   }
 }
 
+// On the virtual clock a collective takes what it is told, so the bucket is known beforehand.
+TEST(Engine, ChoosesTheBucketByTheLinkAndKeepsTheBits) {
+  using namespace std::chrono_literals;
+  const ToyOptions given = options_for(2, DataType::kBfloat16, 4);
+  const ToyResult expected = run_toy(given);
+  struct Link {
+    std::chrono::nanoseconds latency;
+    double bytes_per_second;
+    std::uint64_t bucket_bytes;  // 19 latencies long, in whole powers of two, of all ranks' slices.
+  };
+  for (const Link& link :
+       {Link{1us, 1e9, 256u << 10}, Link{100us, 1e9, 4u << 20}, Link{1ms, 1e10, 64u << 20}}) {
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    world.local.latency = link.latency;
+    world.local.bytes_per_second = link.bytes_per_second;
+    ToyOptions options = given;
+    options.engine.bucket_auto = true;
+    options.engine.now = [&clock] { return std::chrono::nanoseconds(clock.now()); };
+    run_ranks(4, world, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      EXPECT_EQ(trainer.engine().plan().options.bucket_bytes, link.bucket_bytes);
+      const WireSpeed speed = trainer.engine().statistics().wire_speed;
+      EXPECT_NEAR(speed.latency_seconds, std::chrono::duration<double>(link.latency).count(), 1e-7);
+      // Three of four slices are sent.
+      EXPECT_NEAR(speed.bytes_per_second * 3 / 4 / link.bytes_per_second, 1.0, 0.01);
+    });
+    expect_same(run_toy(options, world), expected, "bucket chosen");
+  }
+}
+
 // On the virtual clock: each unit computes for 2 ms forward and 4 ms backward, a collective over it takes as
 // long as its bytes do on a modelled link. What overlaps must cost nothing but the first gather and the last
 // reduction.

@@ -74,6 +74,9 @@ struct EngineOptions {
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
   std::uint64_t bucket_bytes = 16u << 20;
+  // bucket_bytes is chosen at commit, from the latency and the bandwidth that rank 0 measures: 256 KiB to 64
+  // MiB, such that latency is a twentieth of a collective. Same bits. With one rank it is left as it is.
+  bool bucket_auto = false;
   // The optimizer below the device: its update runs on the host, unit by unit, while the next step's first
   // units are on their way. Same bits.
   Offload offload = Offload::kNone;
@@ -125,8 +128,15 @@ struct StepResult {
   bool stop = false;                // Some rank asked to stop; the same on every rank.
 };
 
+// What a collective takes: the latency, and as long as its bytes (all ranks' slices) take at this bandwidth.
+struct WireSpeed {
+  double latency_seconds = 0;
+  double bytes_per_second = 0;  // 0: not measured.
+};
+
 struct EngineStatistics {
-  PoolBytes peak;  // Live bytes, by pool.
+  WireSpeed wire_speed;  // bucket_auto: rank 0's.
+  PoolBytes peak;        // Live bytes, by pool.
   PoolBytes planned;
   std::uint64_t host_bytes = 0;  // Page-locked for what is offloaded.
   std::uint64_t planned_host_bytes = 0;
