@@ -31,6 +31,12 @@ constexpr milliseconds kAcceptPause{50};
 // Accepted at once before those that are here have their turn.
 constexpr int kAcceptBurst = 64;
 
+// How long the server of a run that is over stays for ranks that have not come yet. Smaller: they wait for
+// their deadline instead of being told. Larger: a launcher waits for rank 0.
+constexpr milliseconds kLateMax{2'000};
+// And for those that are here, which have been sent the reason, to ask their last questions.
+constexpr milliseconds kFarewellMax{500};
+
 enum class Stage : std::uint8_t { kHello, kProof, kGreeting, kMember, kLeaving };
 
 struct Connection {
@@ -63,8 +69,7 @@ class StoreServer::Loop {
         book_(std::move(options.own), std::move(options.where)) {}
 
   void run();
-  void finish(milliseconds linger, milliseconds linger_after_failure) noexcept {
-    linger_after_failure_ = linger_after_failure;
+  void finish(milliseconds linger) noexcept {
     linger_ = linger;
     finishing_.store(true, std::memory_order_release);
     const std::uint64_t one = 1;
@@ -73,6 +78,7 @@ class StoreServer::Loop {
 
  private:
   bool is_done(SteadyClock::time_point now);
+  SteadyClock::time_point finish_limit() const;
   SteadyClock::time_point next_limit(SteadyClock::time_point now) const;
   void poll_once(SteadyClock::time_point until);
   void accept_some();
@@ -96,8 +102,7 @@ class StoreServer::Loop {
   const std::string secret_;
   const std::size_t size_;
   std::atomic<bool> finishing_{false};
-  milliseconds linger_{};  // Both written before finishing_.
-  milliseconds linger_after_failure_{};
+  milliseconds linger_{};  // Written before finishing_.
   // The thread's own.
   StoreBook book_;
   std::list<Connection> connections_;  // In the order of their coming.
@@ -118,7 +123,7 @@ void StoreServer::Loop::run() {
 bool StoreServer::Loop::is_done(SteadyClock::time_point now) {
   if (!finishing_.load(std::memory_order_acquire)) return false;
   if (!finish_began_) finish_began_ = now;
-  if (now >= *finish_began_ + (book_.is_over() ? linger_after_failure_ : linger_)) return true;
+  if (now >= finish_limit()) return true;
   // Who has not come yet learns why the run is over, if it comes soon.
   if (book_.is_over() && !book_.has_answered_all()) return false;
   // Those that are being sent away have a moment to read why.
@@ -127,12 +132,15 @@ bool StoreServer::Loop::is_done(SteadyClock::time_point now) {
   });
 }
 
+SteadyClock::time_point StoreServer::Loop::finish_limit() const {
+  if (!book_.is_over()) return *finish_began_ + linger_;
+  return *finish_began_ + std::min(linger_, book_.is_complete() ? kFarewellMax : kLateMax);
+}
+
 SteadyClock::time_point StoreServer::Loop::next_limit(SteadyClock::time_point now) const {
   SteadyClock::time_point next = now + std::chrono::seconds(60);
   if (accept_after_ > now) next = std::min(next, accept_after_);
-  if (finish_began_) {
-    next = std::min(next, *finish_began_ + (book_.is_over() ? linger_after_failure_ : linger_));
-  }
+  if (finish_began_) next = std::min(next, finish_limit());
   for (const Connection& connection : connections_) {
     if (connection.is_stranger()) next = std::min(next, connection.limit);
   }
@@ -350,14 +358,14 @@ Result<std::unique_ptr<StoreServer>> StoreServer::start(Descriptor listener, Sto
                 "cannot start a thread for the store at " + where + ": " + reason + "; raise ulimit -u");
 }
 
-void StoreServer::finish(milliseconds linger, milliseconds linger_after_failure) {
+void StoreServer::finish(milliseconds linger) {
   if (!thread_.joinable()) return;
-  loop_->finish(linger, linger_after_failure);
+  loop_->finish(linger);
   thread_.join();
 }
 
 StoreServer::~StoreServer() {
-  finish(milliseconds(0), milliseconds(0));
+  finish(milliseconds(0));
 }
 
 }  // namespace forebay::internal

@@ -38,10 +38,10 @@ class StoreServer {
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
 
-  // Serves until all ranks that are here have said goodbye, at most `linger`; a run that is over (it failed,
-  // or somebody said why it does) needs no more than `linger_after_failure`, in which ranks that come late
-  // hear of it.
-  void finish(std::chrono::milliseconds linger, std::chrono::milliseconds linger_after_failure);
+  // Serves until all ranks that are here have said goodbye, at most `linger`; of a run that is over (it
+  // failed, or somebody said why it does) at most two seconds, in which ranks that come late hear of it, and
+  // half a second once all have come.
+  void finish(std::chrono::milliseconds linger);
 
  private:
   class Loop;

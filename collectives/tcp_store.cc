@@ -28,9 +28,6 @@ constexpr milliseconds kAnswerMax{5'000};
 constexpr milliseconds kTryMax = kAdmissionMax;
 constexpr milliseconds kRetryMin{5};
 constexpr milliseconds kRetryMax{100};
-// How long rank 0 serves after a failure. Smaller: a rank that comes late waits for its deadline instead of
-// being told. Larger: a launcher waits for rank 0.
-constexpr milliseconds kLingerAfterFailure{2'000};
 
 std::string milliseconds_text(milliseconds length) {
   return std::to_string(length.count()) + " ms";
@@ -50,7 +47,7 @@ class TcpStore::Server {
  public:
   Server(std::unique_ptr<StoreServer> server, milliseconds linger)
       : server_(std::move(server)), linger_(linger) {}
-  ~Server() { server_->finish(linger_, std::min(linger_, kLingerAfterFailure)); }
+  ~Server() { server_->finish(linger_); }
 
  private:
   const std::unique_ptr<StoreServer> server_;
