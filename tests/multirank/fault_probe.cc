@@ -117,6 +117,8 @@ int run(const std::vector<std::string>& words) {
   ToyTrainer trainer(toy, rank);
   try {
     trainer.initialize();
+    // Nobody fails before all have their weights.
+    throw_if_error(rank.communicator->barrier());
     const int steps = std::stoi(words[2]);
     for (int step = 0; step <= steps; ++step) {
       if (step > 0) static_cast<void>(trainer.step(step));
