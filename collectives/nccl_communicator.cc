@@ -13,6 +13,7 @@ namespace {
 using internal::NcclMember;
 using internal::NcclOperation;
 using internal::Operation;
+using internal::OperationBook;
 
 class NcclCommunicatorImpl final : public NcclCommunicator {
  public:
@@ -88,19 +89,19 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
         member_->fail_here(Status(StatusCode::kPeerLost, "it aborted the communicator without a cause")));
   }
 
-  // Whatever fails a rank has failed `control` before, so what it takes no vote after is the same.
+  // Whatever fails a rank has failed `control` before, so what it takes no vote after is the same. Bytes that
+  // came of different operations are no ground for a decision.
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+    FOREBAY_RETURN_IF_ERROR(member_->compare_arrived());
     return member_->control().vote(step, decision);
   }
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {
     return member_->control().survivors_vote(step);
   }
 
-  Traffic traffic() const override { return member_->book().traffic(); }
-  std::vector<OperationTraffic> operation_traffic() const override {
-    return member_->book().operation_traffic();
-  }
-  std::vector<OperationRecord> last_operations() const override { return member_->book().last_operations(); }
+  Traffic traffic() const override { return up_to_now().traffic(); }
+  std::vector<OperationTraffic> operation_traffic() const override { return up_to_now().operation_traffic(); }
+  std::vector<OperationRecord> last_operations() const override { return up_to_now().last_operations(); }
 
   Status register_buffer(DevicePtr address, std::size_t bytes) override {
     return member_->register_buffer(address, bytes);
@@ -108,6 +109,12 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
   Status deregister_buffer(DevicePtr address) override { return member_->deregister_buffer(address); }
 
  private:
+  // The book with all operations that are done by now, which otherwise the next heartbeat writes down.
+  OperationBook& up_to_now() const {
+    static_cast<void>(member_->status());
+    return member_->book();
+  }
+
   // With a control operation everything fails, and the first cause is what counts.
   template <typename Function>
   Status controlled(Operation operation, std::uint64_t bytes, Function function) {

@@ -250,6 +250,23 @@ Status NcclMember::fail(const Status& cause) noexcept {
   return first;
 }
 
+// A fingerprint lies in one line of the cache and comes whole.
+Status NcclMember::compare_arrived() {
+  Status compared;
+  {
+    const std::lock_guard lock(journal_mutex_);
+    for (std::uint64_t n = oldest_; n != next_ && compared.ok(); ++n) {
+      const Slot& open = slot(n);
+      const NcclOperation* const come = arrivals(n % kNcclSlots);
+      const bool is_here = std::none_of(come, come + size(), [](const NcclOperation& operation) {
+        return operation.fingerprint.sequence == kNoSequence;
+      });
+      if (open.queued && open.compared == Compared::kAll && is_here) compared = compare(open, n % kNcclSlots);
+    }
+  }
+  return compared.ok() ? compared : fail(compared);
+}
+
 // --- the journal ---
 
 Status NcclMember::drain(NcclHeartbeat* open) {
@@ -284,7 +301,7 @@ Status NcclMember::drain(NcclHeartbeat* open) {
 
 Status NcclMember::compare(const Slot& done, std::size_t index) const {
   if (done.compared == Compared::kNone) return {};
-  const NcclOperation* const theirs = fingerprints_.data() + kNcclSlots + index * ranks();
+  const NcclOperation* const theirs = arrivals(index);
   for (int r = 0; r < size(); ++r) {
     if (r == rank() || (done.compared == Compared::kPeer && r != done.operation.peer)) continue;
     FOREBAY_RETURN_IF_ERROR(

@@ -33,6 +33,8 @@ inline constexpr std::chrono::microseconds kNcclPoll{50};
 inline constexpr std::chrono::milliseconds kNcclDrainMax{5000};
 // Of the operation that connects the ranks. No collective of a caller has it.
 inline constexpr std::uint64_t kWarmUpSequence = ~std::uint64_t{0};
+// Of a fingerprint that has not come.
+inline constexpr std::uint64_t kNoSequence = kWarmUpSequence - 1;
 
 // Page-locked host memory for fingerprints.
 class PinnedOperations {
@@ -75,6 +77,9 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   void leave() noexcept;
 
   Status status();
+  // Compares the fingerprints of operations whose bytes are here, without asking the device which are done:
+  // for host functions of the stream that the operations are on.
+  Status compare_arrived();
   // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns it.
   Status fail(const Status& cause) noexcept;
   Status fail_here(const Status& cause) noexcept {
@@ -142,6 +147,10 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   // not done, if it is not null.
   Status drain(NcclHeartbeat* open = nullptr);
   Status compare(const Slot& done, std::size_t index) const;
+  // Where the fingerprints of all ranks come to for an operation.
+  NcclOperation* arrivals(std::size_t index) const noexcept {
+    return fingerprints_.data() + kNcclSlots + index * ranks();
+  }
   bool is_empty();
 
   // --- the watch ---

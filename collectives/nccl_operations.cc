@@ -1,4 +1,5 @@
 // The data operations of a rank over NCCL: each is queued on the caller's stream with its fingerprint.
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -47,7 +48,7 @@ Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
   const std::size_t index = number % kNcclSlots;
   const std::size_t record = sizeof(NcclOperation);
   NcclOperation* const out = fingerprints_.data() + index;
-  NcclOperation* const in = fingerprints_.data() + kNcclSlots + index * ranks();
+  NcclOperation* const in = arrivals(index);
   std::byte* const all = device_operations_ + index * ranks() * record;
   std::byte* const own = all + static_cast<std::size_t>(rank()) * record;
   Slot& slot = slots_[index];
@@ -60,6 +61,7 @@ Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
     slot = wanted;
     slot.come = events.come;
     slot.done = events.done;
+    std::fill_n(in, ranks(), NcclOperation{.fingerprint = {.sequence = kNoSequence}});
     if (is_recorded(wanted.operation)) slot.record = book_.issue(wanted.operation);
     ++next_;
     if (is_collective(wanted.operation) && is_recorded(wanted.operation)) ++collective_count_;

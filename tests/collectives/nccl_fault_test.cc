@@ -338,6 +338,41 @@ TEST(NcclFaultAlone, OperationsOfNothingAreComparedToo) {
   EXPECT_EQ(different.cause().code(), StatusCode::kInvalidArgument) << different.cause().to_string();
 }
 
+// Of as many bytes, so that NCCL moves them and nothing hangs; and long before a heartbeat.
+TEST(NcclFaultAlone, NothingIsVotedForAfterDifferentOperations) {
+  struct Vote {
+    Communicator& communicator;
+    Status taken;
+  };
+  const Outcome outcome = run(3, kLongDeadline, gpus_with({}), [](Member& member, int rank) {
+    constexpr std::size_t kCount = 128;
+    const bool other = rank == 2;
+    const std::size_t bytes = kCount * sizeof(float);
+    FOREBAY_RETURN_IF_ERROR(
+        member.communicator().reduce_scatter({.source = member.allocate_filled(3 * bytes, 0),
+                                              .source_stride_bytes = bytes,
+                                              .count = other ? 2 * kCount : kCount,
+                                              .type = other ? DataType::kBfloat16 : DataType::kFloat32,
+                                              .receive = member.allocate(3 * bytes),
+                                              .target = member.allocate<float>(2 * kCount),
+                                              .first = true},
+                                             member.stream()));
+    Vote vote{member.communicator(), {}};
+    FOREBAY_RETURN_IF_ERROR(member.backend().call_host(
+        member.stream(),
+        [](void* argument) {
+          auto& given = *static_cast<Vote*>(argument);
+          given.taken = given.communicator.vote(1, std::as_bytes(std::span("one", 3)));
+        },
+        &vote));
+    static_cast<void>(member.finish());
+    EXPECT_FALSE(member.communicator().survivors_vote(1).has_value());
+    return vote.taken;
+  });
+
+  EXPECT_EQ(outcome.cause().code(), StatusCode::kInvalidArgument) << outcome.cause().to_string();
+}
+
 TEST(NcclFaultAlone, AllQueuedOperationsOfAFailedRankEnd) {
   fake_nccl::FakeNcclOptions nccl;
   nccl.hang_rank = 0;

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <barrier>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 
@@ -13,34 +12,9 @@
 #include "forebay/local_communicator.h"
 #include "forebay/nccl_communicator.h"
 #include "support/fake_gpu.h"
-#include "support/fake_nccl/fake_nccl.h"
+#include "support/fake_nccl_library.h"
 
 namespace forebay::testing {
-
-// The fake NCCL of this build as the one that this process loads. Alive one at a time.
-class FakeNcclLibrary {
- public:
-  explicit FakeNcclLibrary(const fake_nccl::FakeNcclOptions& options = {}) {
-    ::setenv("FOREBAY_NCCL_LIBRARY", FOREBAY_FAKE_LIBNCCL, 1);
-    fake_ = fake_nccl::FakeNccl::open(FOREBAY_FAKE_LIBNCCL);
-    fake_.reset();
-    fake_.configure(options);
-  }
-  // Everything was given back, and NCCL was used as it wants to be.
-  ~FakeNcclLibrary() {
-    const fake_nccl::FakeNcclAccount account = fake_.accounts();
-    EXPECT_EQ(account.comms, 0u);
-    EXPECT_EQ(account.operations, 0u);
-    EXPECT_EQ(account.misuses, 0u);
-  }
-  FakeNcclLibrary(const FakeNcclLibrary&) = delete;
-  FakeNcclLibrary& operator=(const FakeNcclLibrary&) = delete;
-
-  const fake_nccl::FakeNccl& controls() const { return fake_; }
-
- private:
-  fake_nccl::FakeNccl fake_;
-};
 
 struct NcclWorldOptions {
   fake_cuda::FakeOptions gpu = strict_gpu();
@@ -86,11 +60,5 @@ class NcclWorld final : public CommunicatorWorld {
   std::barrier<> together_;
   const std::shared_ptr<LocalGroup> group_;  // Shared with the communicators it hands out.
 };
-
-inline fake_cuda::FakeOptions gpus(int count) {
-  fake_cuda::FakeOptions options = strict_gpu();
-  options.device_count = count;
-  return options;
-}
 
 }  // namespace forebay::testing

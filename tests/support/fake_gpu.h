@@ -21,6 +21,12 @@ inline fake_cuda::FakeOptions strict_gpu() {
   return options;
 }
 
+inline fake_cuda::FakeOptions gpus(int count) {
+  fake_cuda::FakeOptions options = strict_gpu();
+  options.device_count = count;
+  return options;
+}
+
 // Alive, one at a time, longer than any backend.
 class FakeGpu {
  public:
