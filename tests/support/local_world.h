@@ -37,6 +37,8 @@ struct WorldOptions {
   std::function<void(int rank, HostBackendOptions&)> customize;
   // Makes other backends than host ones, if set.
   std::function<std::unique_ptr<Backend>(int rank)> create_backend;
+  // Makes the rank's communicator of the local one, if set; the rank has its backend and kernels by then.
+  std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator> local, Rank&)> connect;
 };
 
 // Runs body(rank) on `size` threads. An exception on any thread is rethrown here after all have ended: the
@@ -71,6 +73,7 @@ inline void run_ranks(int size, const WorldOptions& options, const std::function
             }
             rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
             rank.communicator = value_or_throw(group->communicator(r, *rank.backend, *rank.kernels));
+            if (options.connect) rank.communicator = options.connect(std::move(rank.communicator), rank);
             try {
               body(rank);
             } catch (const Error& error) {

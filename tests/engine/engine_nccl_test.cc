@@ -1,0 +1,328 @@
+// The engine over NCCL: the fake one, on a fake GPU for each rank. The bits are those of the `local`
+// communicator on the host; and whichever collective goes wrong in whatever way, the ranks that are left end
+// with one cause after the same step, with the masters that this step left in an undisturbed run.
+//
+// Built with FOREBAY_EVERY_COLLECTIVE, under the label slow, every collective goes wrong, and nothing else is
+// done; otherwise the first, the middle and the last, and those around each step's commit point.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "collectives/nccl_abi.h"
+#include "engine/toy_cases.h"
+#include "forebay/nccl_communicator.h"
+#include "support/fake_gpu.h"
+#include "support/fake_nccl_library.h"
+#include "support/forwarding_communicator.h"
+
+namespace forebay::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using SteadyClock = std::chrono::steady_clock;
+
+// For runs in which nothing waits for it.
+constexpr std::chrono::milliseconds kLongDeadline = 60s;
+
+std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> control, Rank& rank,
+                                        std::chrono::milliseconds deadline) {
+  return value_or_throw(create_nccl_communicator(std::move(control), static_cast<CudaBackend&>(*rank.backend),
+                                                 *rank.kernels, {.library = {}, .deadline = deadline}));
+}
+
+#ifndef FOREBAY_EVERY_COLLECTIVE
+
+class EngineOverNccl : public ::testing::TestWithParam<std::tuple<int, int>> {};
+
+TEST_P(EngineOverNccl, GivesTheBitsOfLocalRanksOnTheHost) {
+  const auto [stage, ranks] = GetParam();
+  for (const auto& [type, micro_steps] :
+       {std::pair(DataType::kBfloat16, 1), std::pair(DataType::kFloat32, 3)}) {
+    ToyOptions options = options_for(stage, type, ranks);
+    options.engine.micro_steps = micro_steps;
+    const ToyResult expected = run_toy(options);
+    FakeGpu gpu(gpus(ranks));
+    const FakeNcclLibrary nccl;
+    WorldOptions world;
+    world.create_backend = [&](int rank) { return gpu.create_backend(rank); };
+    world.connect = [](std::unique_ptr<Communicator> local, Rank& rank) {
+      return over_nccl(std::move(local), rank, kLongDeadline);
+    };
+
+    const ToyResult actual = run_toy(options, world);
+
+    const std::string what =
+        std::string(data_type_name(type)) + ", " + std::to_string(micro_steps) + " micro-steps";
+    expect_same(actual, expected, what);
+    EXPECT_EQ(actual.digest, expected.digest) << what;
+    EXPECT_EQ(actual.statistics.traffic.sent, expected.statistics.traffic.sent) << what;
+    EXPECT_EQ(actual.statistics.traffic.received, expected.statistics.traffic.received) << what;
+    EXPECT_GT(nccl.controls().accounts().launches, 0u) << "nothing went over NCCL";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Toy, EngineOverNccl,
+                         ::testing::Combine(::testing::Range(0, 4), ::testing::Values(3, 4)),
+                         [](const auto& info) {
+                           return "stage" + std::to_string(std::get<0>(info.param)) + "_" +
+                                  std::to_string(std::get<1>(info.param)) + "_ranks";
+                         });
+
+#endif
+
+// --- faults ---
+
+constexpr int kRanks = 3;
+constexpr int kSteps = 3;
+// Of operations that never end: long beside what a rank of this machine is ever late by.
+constexpr std::chrono::milliseconds kShortDeadline = 1500ms;
+// Beyond what a failure needs to be noticed and spread; for a machine that does other work too.
+constexpr std::chrono::milliseconds kPatience = 10s;
+// The operations that connect the ranks, before the first of the engine.
+constexpr std::uint64_t kConnecting = 2;
+
+// Calls into NCCL, at least, before the first for an operation of the engine and after the last.
+constexpr std::uint64_t kCallsToJoin = 20;
+constexpr std::uint64_t kCallsToLeave = 10;
+
+enum class Kind {
+  kNone,
+  kFails,    // The rank itself fails where it would issue the operation.
+  kRefused,  // A call into NCCL fails there.
+  kBreaks,   // NCCL finds an error behind our back while the operation runs.
+  kHangs,    // NCCL never ends it.
+  kOther,    // The rank issues something else.
+};
+
+const char* kind_name(Kind kind) {
+  switch (kind) {
+    case Kind::kFails:
+      return "fails";
+    case Kind::kRefused:
+      return "is refused by NCCL";
+    case Kind::kBreaks:
+      return "hears of an error";
+    case Kind::kHangs:
+      return "hangs";
+    case Kind::kOther:
+      return "issues something else";
+    default:
+      return "is well";
+  }
+}
+
+struct Fault {
+  Kind kind = Kind::kNone;
+  int rank = 0;
+  std::uint64_t operation = 0;  // Of the engine's on that rank, from 0.
+  std::uint64_t call = 0;       // Of the rank's into NCCL, for kRefused.
+};
+
+// Counts a rank's data operations; the one of the fault fails, or is another.
+class Disturbed final : public ForwardingCommunicator {
+ public:
+  Disturbed(std::unique_ptr<Communicator> inner, const Fault& fault)
+      : ForwardingCommunicator(std::move(inner)), fault_(fault) {}
+
+  std::uint64_t issued() const noexcept { return issued_; }
+
+  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
+    const Kind kind = next();
+    if (kind == Kind::kFails) return fail();
+    ReduceScatterArguments given = arguments;
+    if (kind == Kind::kOther) given.count /= 2;
+    return ForwardingCommunicator::reduce_scatter(given, stream);
+  }
+  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
+    const Kind kind = next();
+    if (kind == Kind::kFails) return fail();
+    AllGatherArguments given = arguments;
+    if (kind == Kind::kOther) given.bytes /= 2;
+    return ForwardingCommunicator::all_gather(given, stream);
+  }
+
+ private:
+  Kind next() {
+    const bool strikes = rank() == fault_.rank && issued_ == fault_.operation;
+    ++issued_;
+    return strikes ? fault_.kind : Kind::kNone;
+  }
+  Status fail() {
+    abort(Status(StatusCode::kIoError, "the cable was pulled"));
+    return status();
+  }
+
+  const Fault fault_;
+  std::uint64_t issued_ = 0;  // From one thread at a time.
+};
+
+struct Outcome {
+  Status cause;
+  std::uint64_t committed_step = 0;
+  std::vector<std::string> digests;  // After each step, the first being that of the initial weights.
+  std::string last_digest;
+  std::vector<std::uint64_t> operations;  // Issued by then.
+};
+
+struct Account {
+  std::vector<Outcome> ranks;
+  std::uint64_t calls_of_a_rank = 0;
+  SteadyClock::duration took{};
+};
+
+class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind>> {
+ protected:
+  int stage() const { return std::get<0>(GetParam()); }
+  Kind kind() const { return std::get<1>(GetParam()); }
+  std::chrono::milliseconds deadline() const {
+    return kind() == Kind::kHangs ? kShortDeadline : kLongDeadline;
+  }
+
+  Account run(const Fault& fault) const {
+    const ToyOptions options = options_for(stage(), DataType::kFloat16, kRanks);
+    fake_nccl::FakeNcclOptions script;
+    if (fault.kind == Kind::kRefused) {
+      script.fail_rank = fault.rank;
+      script.fail_call = fault.call;
+    }
+    if (fault.kind == Kind::kBreaks || fault.kind == Kind::kHangs) {
+      script.hang_rank = fault.rank;
+      script.hang_operation = kConnecting + fault.operation;
+      if (fault.kind == Kind::kBreaks) script.hang_result = static_cast<int>(nccl::NcclResult::kRemoteError);
+    }
+    Account result;
+    result.ranks.resize(kRanks);
+    FakeGpu gpu(gpus(kRanks));
+    const FakeNcclLibrary nccl(script);
+    WorldOptions world;
+    world.create_backend = [&](int rank) { return gpu.create_backend(rank); };
+    world.connect = [&](std::unique_ptr<Communicator> local, Rank& rank) {
+      return std::make_unique<Disturbed>(over_nccl(std::move(local), rank, deadline()), fault);
+    };
+    const SteadyClock::time_point start = SteadyClock::now();
+    run_ranks(kRanks, world, [&](Rank& rank) {
+      train(options, rank, result.ranks[static_cast<std::size_t>(rank.communicator->rank())]);
+    });
+    result.took = SteadyClock::now() - start;
+    result.calls_of_a_rank = nccl.controls().accounts().calls / kRanks;
+    return result;
+  }
+
+  // Where faults strike: of `undisturbed`, which has the operations of each step.
+  std::set<std::uint64_t> places(const Outcome& undisturbed) const {
+    std::set<std::uint64_t> chosen;
+    const std::uint64_t count = undisturbed.operations.back();
+#ifdef FOREBAY_EVERY_COLLECTIVE
+    for (std::uint64_t operation = 0; operation < count; ++operation) chosen.insert(operation);
+#else
+    chosen = {0, count / 2, count - 1};
+    for (int step = 1; step <= kSteps; ++step) {
+      // A hang costs a deadline: the gather of the norms alone, of one step.
+      if (kind() == Kind::kHangs && step != 2) continue;
+      const std::uint64_t norms = undisturbed.operations[static_cast<std::size_t>(step)] - after() - 1;
+      chosen.insert(norms);
+      if (kind() == Kind::kHangs) continue;
+      chosen.insert(norms - 1);
+      if (norms + 1 < count) chosen.insert(norms + 1);
+    }
+#endif
+    return chosen;
+  }
+
+  // The steps that are committed once the first `count` operations of a rank have ended well.
+  std::uint64_t committed_by(const Outcome& undisturbed, std::uint64_t count) const {
+    std::uint64_t steps = 0;
+    for (int step = 1; step <= kSteps; ++step) {
+      if (undisturbed.operations[static_cast<std::size_t>(step)] - after() <= count) ++steps;
+    }
+    return steps;
+  }
+
+ private:
+  // At stages 1 and 2 the gathers of the units' parameters follow that of the norms.
+  std::uint64_t after() const {
+    return stage() == 1 || stage() == 2 ? awkward_units().size() : 0;
+  }
+
+  static void train(const ToyOptions& options, Rank& rank, Outcome& outcome) {
+    ToyTrainer trainer(options, rank);
+    const auto& disturbed = dynamic_cast<const Disturbed&>(*rank.communicator);
+    try {
+      trainer.initialize();
+      for (int step = 0; step <= kSteps; ++step) {
+        if (step > 0) static_cast<void>(trainer.step(step));
+        outcome.digests.push_back(trainer.engine().shard_digest());
+        outcome.operations.push_back(disturbed.issued());
+      }
+      throw_if_error(rank.communicator->barrier());
+    } catch (const Error&) {
+      outcome.cause = rank.communicator->status();
+      EXPECT_FALSE(outcome.cause.ok());
+    }
+    outcome.committed_step = trainer.engine().committed_step();
+    outcome.last_digest = trainer.engine().shard_digest();
+  }
+};
+
+TEST_P(CommitPointOverNccl, AllFinishAStepOrNoneDoes) {
+  const Account undisturbed = run({});
+  for (const Outcome& outcome : undisturbed.ranks) {
+    ASSERT_TRUE(outcome.cause.ok()) << outcome.cause.to_string();
+    ASSERT_EQ(outcome.committed_step, static_cast<std::uint64_t>(kSteps));
+  }
+  const Outcome& first = undisturbed.ranks[0];
+  const std::uint64_t count = first.operations.back();
+  ASSERT_GT(count, 20u);
+  for (const std::uint64_t operation : places(first)) {
+    // The first calls make the communicator. The last are those of a rank that leaves, which nobody hears of.
+    const Fault fault{
+        .kind = kind(),
+        .rank = static_cast<int>(operation % kRanks),
+        .operation = operation,
+        .call = kCallsToJoin + 1 +
+                operation * (undisturbed.calls_of_a_rank - kCallsToJoin - kCallsToLeave) / count};
+    SCOPED_TRACE("rank " + std::to_string(fault.rank) + " " + kind_name(fault.kind) + " at operation " +
+                 std::to_string(operation) + " of " + std::to_string(count));
+
+    const Account disturbed = run(fault);
+
+    EXPECT_LT(disturbed.took, (kind() == Kind::kHangs ? kShortDeadline : 0ms) + kPatience);
+    const std::uint64_t committed = disturbed.ranks[0].committed_step;
+    ASSERT_LE(committed, static_cast<std::uint64_t>(kSteps));
+    const std::uint64_t expected = committed_by(first, operation);
+    if (kind() == Kind::kHangs) {
+      EXPECT_EQ(committed, expected);
+    } else if (kind() != Kind::kRefused) {
+      // The rank issues ahead of what its stream has done.
+      EXPECT_LE(committed, expected);
+    }
+    for (std::size_t r = 0; r < disturbed.ranks.size(); ++r) {
+      const Outcome& outcome = disturbed.ranks[r];
+      EXPECT_FALSE(outcome.cause.ok()) << "rank " << r;
+      EXPECT_EQ(outcome.cause.to_string(), disturbed.ranks[0].cause.to_string()) << "rank " << r;
+      EXPECT_EQ(outcome.committed_step, committed) << "rank " << r << ": " << outcome.cause.to_string();
+      EXPECT_EQ(outcome.last_digest, undisturbed.ranks[r].digests[committed]) << "rank " << r;
+    }
+    if (HasFatalFailure() || HasNonfatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Engine, CommitPointOverNccl,
+                         ::testing::Combine(::testing::Values(1, 3),
+                                            ::testing::Values(Kind::kFails, Kind::kRefused, Kind::kBreaks,
+                                                              Kind::kHangs, Kind::kOther)),
+                         [](const auto& info) {
+                           std::string name = "stage" + std::to_string(std::get<0>(info.param)) + "_" +
+                                              kind_name(std::get<1>(info.param));
+                           std::replace(name.begin(), name.end(), ' ', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace forebay::testing
