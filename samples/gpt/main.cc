@@ -122,10 +122,11 @@ bool speaks(int rank, const Error& error) {
 }
 
 int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {
-  if (options.device.cuda) {
-    throw Error(StatusCode::kUnsupported, "--device cuda: ranks on GPUs are threads of one process, and " +
-                                              environment.launcher +
-                                              " started several; start one process, with --ranks");
+  if (options.device.cuda && options.communicator != "nccl") {
+    throw Error(StatusCode::kUnsupported,
+                "--device cuda: ranks on GPUs are threads of one process, but for --communicator nccl, and " +
+                    environment.launcher +
+                    " started several; add it, for a GPU each, or start one process, with --ranks");
   }
   if (options.communicator == "local") {
     throw Error(

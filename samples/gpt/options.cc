@@ -90,10 +90,16 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
                  "GPUs in turn")
       ->capture_default_str()
       ->group(group);
-  app.add_option("--communicator", o.communicator,
-                 "How ranks reach each other: shm (processes that share memory), gloo (processes, over TCP), "
-                 "auto (shm where all ranks can share memory, else gloo) or local (threads) [default: auto "
-                 "for several ranks on the host, local on cuda]")
+  app.add_option(
+         "--communicator", o.communicator,
+         "How ranks reach each other: shm (processes that share memory), gloo (processes, over TCP), "
+         "auto (shm where all ranks can share memory, else gloo), local (threads), or with cuda and a "
+         "GPU for each rank nccl (processes) or nccl-threads [default: auto for several ranks on the "
+         "host, local on cuda]")
+      ->group(group);
+  app.add_option(
+         "--nccl-library", o.nccl_library,
+         "The libnccl.so.2 for --communicator nccl [default: FOREBAY_NCCL_LIBRARY, else the system's]")
       ->group(group);
   app.add_option(
          "--bucket", words.bucket,
@@ -424,16 +430,23 @@ void check_options(const TrainerOptions& o) {
   }
   check_offload(o);
   const bool is_process = starts_processes(o.communicator);
-  if (!o.communicator.empty() && !is_process && o.communicator != "local") {
-    refuse("--communicator " + o.communicator + ": not one of auto, shm, gloo, local");
+  const bool over_nccl = uses_nccl(o.communicator);
+  if (!o.communicator.empty() && !is_process && !over_nccl && o.communicator != "local") {
+    refuse("--communicator " + o.communicator + ": not one of auto, shm, gloo, local, nccl, nccl-threads");
   }
+  if (over_nccl && !o.device.cuda) {
+    refuse("--communicator " + o.communicator +
+           ": NCCL moves bytes between GPUs, and the ranks are on the host; add --device cuda, or use auto");
+  }
+  if (!over_nccl && !o.nccl_library.empty())
+    refuse("--nccl-library is for ranks over NCCL; add --communicator nccl, or leave it out");
   if (o.communicator == "gloo" && !gloo_available()) {
     refuse("--communicator gloo: this build has no Gloo; use shm, or install libgloo-dev and build again");
   }
-  if (is_process && o.device.cuda) {
+  if (is_process && !over_nccl && o.device.cuda) {
     refuse("--communicator " + o.communicator +
            ": its ranks are processes that exchange host memory; with --device cuda use local, whose ranks "
-           "are threads and may share a GPU");
+           "are threads and may share a GPU, or nccl, with a GPU for each rank");
   }
   if (!o.matmul.empty() && o.matmul != "library" && o.matmul != "plain") {
     refuse("--matmul " + o.matmul + ": not one of library, plain");
@@ -448,7 +461,11 @@ void check_options(const TrainerOptions& o) {
 }
 
 bool starts_processes(const std::string& communicator) {
-  return communicator == "auto" || communicator == "shm" || communicator == "gloo";
+  return communicator == "auto" || communicator == "shm" || communicator == "gloo" || communicator == "nccl";
+}
+
+bool uses_nccl(const std::string& communicator) {
+  return communicator == "nccl" || communicator == "nccl-threads";
 }
 
 TrainerOptions resolve_options(TrainerOptions options) {

@@ -28,10 +28,11 @@ struct TrainerOptions {
   int stage = 0;
   DataType dtype = DataType::kFloat32;
   DeviceChoice device;
-  // "gloo" or "local"; empty: gloo for more than one rank on the host, where it is built in.
+  // As the command line has it; empty: "auto" for more than one rank on the host, otherwise "local".
   std::string communicator;
-  std::string matmul;  // "library" or "plain"; empty: the library, on the host where it is built in.
-  int threads = 0;     // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
+  std::string nccl_library;  // A path; empty: found as nccl_library() says.
+  std::string matmul;        // "library" or "plain"; empty: the library, on the host where it is built in.
+  int threads = 0;           // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
   int deadline_seconds = 60;
 
   std::size_t batch = 8;  // Samples per rank and micro-step.
@@ -86,6 +87,8 @@ TrainerOptions resolve_options(TrainerOptions options);
 
 // Whether ranks are processes with this --communicator.
 bool starts_processes(const std::string& communicator);
+// Whether ranks have a GPU each and reach each other over NCCL.
+bool uses_nccl(const std::string& communicator);
 
 // The options that must be the same on every rank, for EngineOptions::agreement.
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);

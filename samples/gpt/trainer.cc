@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -28,6 +29,7 @@
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 #include "forebay/local_communicator.h"
+#include "forebay/nccl_communicator.h"
 #include "forebay/shm_communicator.h"
 #include "forebay/units.h"
 #include "gpt.h"
@@ -51,7 +53,9 @@ static_assert(std::atomic<bool>::is_always_lock_free, "a signal handler sets it"
 struct RankPlace {
   int rank = 0;
   int size = 1;
+  int local_rank = 0;
   int local_size = 1;  // Ranks that share this host's cores.
+  bool is_process = false;
 };
 
 // The kinds of operations that carry payload.
@@ -122,6 +126,9 @@ struct Rank {
   RankPlace place;
   int threads = 1;
   int ordinal = -1;  // Of its GPU.
+  // Of what carries control operations beside NCCL; none without it.
+  std::unique_ptr<Backend> control_backend;
+  std::unique_ptr<Kernels> control_kernels;
   std::unique_ptr<Backend> backend;
   std::unique_ptr<Kernels> kernels;
   std::unique_ptr<Communicator> communicator;
@@ -511,14 +518,33 @@ void check_peers_among(int count) {
   }
 }
 
+// NCCL refuses two ranks on one GPU, unless it takes them for ranks of two hosts. Processes may each be shown
+// another GPU, which is then for NCCL to judge.
+void check_a_gpu_each(const DeviceChoice& choice, const RankPlace& place, int count) {
+  const int gpus = choice.ordinal ? 1 : count;
+  if (place.local_size <= gpus) return;
+  const auto is_set = [](const char* variable) { return std::getenv(variable) != nullptr; };
+  if (place.is_process && (is_set("NCCL_HOSTID") || is_set("CUDA_VISIBLE_DEVICES"))) return;
+  throw Error(StatusCode::kInvalidArgument,
+              "--communicator nccl needs a GPU for each rank, because NCCL refuses two on one, and " +
+                  std::to_string(place.local_size) + " ranks of this host have " + std::to_string(gpus) +
+                  "; start fewer, name no single GPU in --device, or use --communicator local, whose ranks "
+                  "share GPUs");
+}
+
 // The GPU of a rank: the one that was named, or they take them in turn.
-int choose_ordinal(const DeviceChoice& choice, const RankPlace& place) {
+int choose_ordinal(const TrainerOptions& options, const RankPlace& place) {
+  const DeviceChoice& choice = options.device;
   const int count = value_or_throw(CudaBackend::device_count());
   if (count == 0) {
     throw Error(
         StatusCode::kUnavailable,
         "there is a CUDA driver and no GPU that it shows; unset CUDA_VISIBLE_DEVICES, or use --device "
         "host");
+  }
+  if (uses_nccl(options.communicator)) {
+    check_a_gpu_each(choice, place, count);
+    return choice.ordinal.value_or(place.local_rank % count);
   }
   if (choice.ordinal) return *choice.ordinal;
   if (const int used = std::min(count, place.size); used > 1) check_peers_among(used);
@@ -532,7 +558,7 @@ void open_device(const TrainerOptions& options, Rank& rank) {
     return;
   }
   try {
-    const int ordinal = choose_ordinal(options.device, rank.place);
+    const int ordinal = choose_ordinal(options, rank.place);
     rank.backend = value_or_throw(CudaBackend::create({.ordinal = ordinal}));
     rank.ordinal = ordinal;
   } catch (const Error& error) {
@@ -545,10 +571,46 @@ Rank make_rank(const TrainerOptions& options, const RankPlace& place, const Comm
   rank.place = place;
   rank.threads =
       options.threads > 0 ? options.threads : std::max(1, default_compute_threads() / place.local_size);
-  open_device(options, rank);
-  rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = rank.threads}));
-  rank.communicator = value_or_throw(make(*rank.backend, *rank.kernels));
+  const auto open = [&] {
+    open_device(options, rank);
+    rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = rank.threads}));
+  };
+  if (!uses_nccl(options.communicator)) {
+    open();
+    rank.communicator = value_or_throw(make(*rank.backend, *rank.kernels));
+    return rank;
+  }
+  rank.control_backend =
+      value_or_throw(HostBackend::create({.name = "control of rank " + std::to_string(place.rank)}));
+  rank.control_kernels = value_or_throw(Kernels::create(*rank.control_backend, {.thread_count = 1}));
+  rank.communicator = value_or_throw(make(*rank.control_backend, *rank.control_kernels));
+  try {
+    open();
+  } catch (const Error& error) {
+    rank.communicator->abort(error.status().with_context("rank " + std::to_string(place.rank)));
+    throw;
+  }
   return rank;
+}
+
+// The rank's communicator becomes the control plane of one over NCCL. All ranks at once; all fail together.
+// Requires: a rank on a GPU, whose backend is a CudaBackend.
+void go_over_nccl(const TrainerOptions& options, Rank& rank) {
+  const Result<NcclLibraryFacts> library = nccl_library(options.nccl_library);
+  if (!library.ok()) {
+    const Status cause =
+        library.status().with_context("--communicator nccl, whose library --nccl-library names");
+    rank.communicator->abort(cause.with_context("rank " + std::to_string(rank.place.rank)));
+    throw Error(cause);
+  }
+  if (rank.place.rank == 0 && options.progress) {
+    const int version = library.value().version;
+    std::fprintf(stderr, "forebay-gpt: NCCL %d.%d.%d from %s\n", version / 10'000, version / 100 % 100,
+                 version % 100, library.value().path.c_str());
+  }
+  rank.communicator = value_or_throw(create_nccl_communicator(
+      std::move(rank.communicator), static_cast<CudaBackend&>(*rank.backend), *rank.kernels,
+      {.library = options.nccl_library, .deadline = std::chrono::seconds(options.deadline_seconds)}));
 }
 
 // What a rank was at when it failed. That it cannot be written is no reason to hide why it had to be.
@@ -561,7 +623,8 @@ void write_flight_record(const TrainerOptions& options, const Communicator& comm
   }
 }
 
-TrainingReport train_rank(const TrainerOptions& options, const Rank& rank) {
+TrainingReport train_rank(const TrainerOptions& options, Rank& rank) {
+  if (uses_nccl(options.communicator)) go_over_nccl(options, rank);
   const RankPlace& place = rank.place;
   const auto fail = [&](const Status& cause) {
     rank.communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank))
@@ -619,7 +682,8 @@ TrainingReport run_training(const std::vector<TrainerOptions>& by_rank) {
   std::vector<Rank> ranks;
   for (int rank = 0; rank < size; ++rank) {
     ranks.push_back(make_rank(
-        by_rank[static_cast<std::size_t>(rank)], {.rank = rank, .size = size, .local_size = size},
+        by_rank[static_cast<std::size_t>(rank)],
+        {.rank = rank, .size = size, .local_rank = rank, .local_size = size},
         [&](Backend& backend, Kernels& kernels) { return group->communicator(rank, backend, kernels); }));
   }
 
@@ -650,13 +714,18 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
                                .store = environment.store,
                                .interface = environment.interface,
                                .deadline = std::chrono::seconds(options.deadline_seconds)};
-  const Rank rank = make_rank(
-      options, {.rank = environment.rank, .size = environment.size, .local_size = environment.local_size},
-      [&](Backend& backend, Kernels&) {
-        if (options.communicator == "shm") return create_shm_communicator(process, backend);
-        if (options.communicator == "gloo") return create_gloo_communicator(process, backend);
-        return create_process_communicator(process, backend);
-      });
+  Rank rank = make_rank(options,
+                        {.rank = environment.rank,
+                         .size = environment.size,
+                         .local_rank = environment.local_rank,
+                         .local_size = environment.local_size,
+                         .is_process = true},
+                        [&](Backend& backend, Kernels&) {
+                          if (options.communicator == "shm") return create_shm_communicator(process, backend);
+                          if (options.communicator == "gloo")
+                            return create_gloo_communicator(process, backend);
+                          return create_process_communicator(process, backend);
+                        });
   return train_rank(options, rank);
 }
 

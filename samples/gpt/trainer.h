@@ -79,7 +79,7 @@ TrainingReport run_training(const TrainerOptions& options);
 // The same with options of its own for each rank: by_rank.size() ranks.
 TrainingReport run_training(const std::vector<TrainerOptions>& by_rank);
 
-// One rank of several processes, over Gloo. All ranks return the same report; rank 0 alone writes files.
+// One rank of several processes. All ranks return the same report; rank 0 alone writes files.
 TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvironment& environment);
 
 // Asks the running training to end after the step it is in, on all ranks. May be called from a signal

@@ -17,32 +17,17 @@
 #include <vector>
 
 #include "forebay/error.h"
+#include "multirank/small_run.h"
 #include "runtime/device/cuda_driver.h"
 #include "support/fake_gpu.h"
 #include "support/process.h"
-#include "trainer.h"
 
 namespace forebay::testing {
 namespace {
 
 using Json = nlohmann::json;
-using Words = std::vector<std::string>;
 
-Words operator+(Words left, const Words& right) {
-  left.insert(left.end(), right.begin(), right.end());
-  return left;
-}
-
-const Words kModel = {"--layers", "2",       "--hidden", "48",        "--heads", "3",      "--sequence",
-                      "24",       "--batch", "2",        "--threads", "1",       "--quiet"};
-const Words kSmall = kModel + Words{"--steps", "5", "--matmul", "plain"};
-const Words kOnHost = {"--device", "host", "--communicator", "local"};
 const Words kOnGpu = {"--device", "cuda"};
-
-gpt::TrainingReport train(const Words& words) {
-  const gpt::ParsedCommand parsed = gpt::parse_command(words);
-  return gpt::run_training(gpt::resolve_options(parsed.options.value()));
-}
 
 #ifndef FOREBAY_EVERY_CALL
 
