@@ -253,8 +253,10 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
   static void train(const ToyOptions& options, Rank& rank, Outcome& outcome) {
     ToyTrainer trainer(options, rank);
     const auto& disturbed = dynamic_cast<const Disturbed&>(*rank.communicator);
+    trainer.initialize();
     try {
-      trainer.initialize();
+      // All have their weights before the first operation fails.
+      throw_if_error(rank.communicator->barrier());
       for (int step = 0; step <= kSteps; ++step) {
         if (step > 0) static_cast<void>(trainer.step(step));
         outcome.digests.push_back(trainer.engine().shard_digest());
