@@ -38,6 +38,7 @@ FakeNcclOptions options_of_environment() {
   read_variable("FAKE_NCCL_HANG_RANK", &options.hang_rank);
   read_variable("FAKE_NCCL_HANG_OPERATION", &options.hang_operation);
   read_variable("FAKE_NCCL_HANG_RESULT", &options.hang_result);
+  read_variable("FAKE_NCCL_HANG_SENDS", &options.hang_sends);
   read_variable("FAKE_NCCL_QUIET", &options.quiet);
   return options;
 }

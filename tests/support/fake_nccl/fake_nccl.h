@@ -31,6 +31,7 @@ struct FakeNcclOptions {
   int hang_rank = -1;                // FAKE_NCCL_HANG_RANK
   std::uint64_t hang_operation = 0;  // FAKE_NCCL_HANG_OPERATION
   int hang_result = 0;               // FAKE_NCCL_HANG_RESULT
+  bool hang_sends = false;           // FAKE_NCCL_HANG_SENDS: its peers are served; nothing arrives.
   bool quiet = false;                // FAKE_NCCL_QUIET: misuse is counted and not printed.
 };
 

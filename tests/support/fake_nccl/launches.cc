@@ -17,17 +17,14 @@ class Exchange {
   bool run() {
     Lock lock(state().mutex);
     if (comm_.aborted) return false;
-    if (launch_.hangs) {
-      state().changed.wait(lock, [&] { return comm_.aborted; });
-      return false;
-    }
+    if (launch_.hangs && !state().options.hang_sends) return hang(lock);
     post();
     for (;;) {
       while (take_one(lock)) {
       }
       if (pending_.empty() &&
           std::all_of(posts_.begin(), posts_.end(), [](const auto& p) { return p.second->done; }))
-        return true;
+        return launch_.hangs ? hang(lock) : true;
       if (comm_.aborted) break;
       state().changed.wait(lock);
     }
@@ -39,6 +36,11 @@ class Exchange {
   MailboxKey key(const Transfer& transfer) const {
     return transfer.is_send ? MailboxKey{transfer.channel, comm_.rank, transfer.peer}
                             : MailboxKey{transfer.channel, transfer.peer, comm_.rank};
+  }
+
+  bool hang(Lock& lock) const {
+    state().changed.wait(lock, [&] { return comm_.aborted; });
+    return false;
   }
 
   void post() {
@@ -67,7 +69,8 @@ class Exchange {
       mailbox.pop_front();
       post.taken = true;
       lock.unlock();
-      if (wanted.target != post.source) std::memmove(wanted.target, post.source, post.bytes);
+      if (wanted.target != post.source && !launch_.hangs)
+        std::memmove(wanted.target, post.source, post.bytes);
       lock.lock();
       post.done = true;
       pending_.erase(at);
