@@ -5,6 +5,8 @@
 #include <string>
 #include <tuple>
 
+#include "forebay/stream_copy.h"
+
 namespace forebay::internal {
 namespace {
 
@@ -115,7 +117,7 @@ AccumulateArguments accumulate_arguments(const ReduceScatterArguments& arguments
 void place_own(const Piece& piece, int rank) noexcept {
   if (!piece.keep_own || piece.bytes == 0) return;
   std::byte* const place = piece.target + static_cast<std::size_t>(rank) * piece.target_stride;
-  if (place != piece.source) std::memcpy(place, piece.source, piece.bytes);
+  if (place != piece.source) stream_copy(place, piece.source, piece.bytes);
 }
 
 std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color) {

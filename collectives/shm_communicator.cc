@@ -28,6 +28,7 @@
 #include "fingerprint.h"
 #include "first_cause.h"
 #include "forebay/host_gradients.h"
+#include "forebay/stream_copy.h"
 #include "joining.h"
 #include "rendezvous_store.h"
 #include "shm_announcement.h"
@@ -480,7 +481,7 @@ Status Group::gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece
   };
   const auto read = [&](std::uint64_t round, std::uint64_t slot_round) {
     for_peers([&](int peer) {
-      std::memcpy(piece.target + static_cast<std::size_t>(peer) * piece.target_stride + round * piece_bytes,
+      stream_copy(piece.target + static_cast<std::size_t>(peer) * piece.target_stride + round * piece_bytes,
                   segment_->slot(plane, peer, slot_round), bytes_of(round));
     });
     return Status();
