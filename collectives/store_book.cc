@@ -25,6 +25,7 @@ StoreBook::StoreBook(Greeting own, std::string where) : own_(std::move(own)), wh
   roster_.came.resize(size);
   introductions_.resize(size);
   addresses_.resize(size);
+  tokens_.resize(size);
   answered_.resize(size);
 }
 
@@ -73,10 +74,16 @@ Status StoreBook::admit(const Introduction& introduction, const std::string& fro
   roster_.came[index] = true;
   introductions_[index] = introduction;
   addresses_[index] = from;
+  tokens_[index] = hexadecimal(random_digest());
   if (++came_count_ < introductions_.size()) return {};
   for (const Introduction& one : introductions_) roster_.hosts.push_back(one.host);
   roster_.generation = hexadecimal(random_digest()).substr(0, 16);
   return {};
+}
+
+bool StoreBook::may_return(const Greeting& greeting, const std::string& token) const {
+  const auto index = static_cast<std::size_t>(greeting.introduction.who.rank);
+  return greeting.job == own_.job && index < tokens_.size() && !token.empty() && tokens_[index] == token;
 }
 
 Message StoreBook::answer(int rank, const Message& message) {

@@ -25,6 +25,9 @@ class StoreBook {
   // Lets a rank in, or says why not. A rank of this run that contradicts the others fails the run; one of
   // another run, or one that comes when all are here, is only sent away. `from`: its address.
   Status greet(const Greeting& greeting, const std::string& from);
+  // What only a rank that was let in knows, so that it may come back.
+  const std::string& token(int rank) const { return tokens_[static_cast<std::size_t>(rank)]; }
+  bool may_return(const Greeting& greeting, const std::string& token) const;
   // The answer to what a rank that was let in says; kGoodbye is for leave().
   Message answer(int rank, const Message& message);
   // A rank said goodbye.
@@ -57,6 +60,7 @@ class StoreBook {
   Attendance roster_;
   std::vector<Introduction> introductions_;  // By rank; those that came.
   std::vector<std::string> addresses_;       // By rank.
+  std::vector<std::string> tokens_;          // By rank; of those that came.
   std::size_t came_count_ = 0;
   std::vector<char> answered_;  // By rank.
   std::size_t answered_count_ = 0;

@@ -74,7 +74,9 @@ class FrameReader {
 
 enum class MessageType : std::uint8_t {
   // To the server.
-  kGreeting = 1,  // Answered by kDone or kRefused.
+  kGreeting = 1,  // Answered by kDone, whose content is the rank's token, or kRefused. With the token as its
+                  // name: the
+                  // rank was here and lost its connection.
   kWrite,         // kDone or kRefused.
   kWriteOnce,     // kText or kRefused.
   kRead,          // kText or kNothing.

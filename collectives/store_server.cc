@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <list>
+#include <map>
 #include <optional>
 #include <system_error>
 #include <vector>
@@ -52,6 +53,7 @@ struct Connection {
   std::string out;
   int rank = -1;
   bool broken = false;
+  bool reset = false;  // Broken by the network, not ended by the other end.
 
   bool is_stranger() const { return stage != Stage::kMember; }
   void send(const Message& message) { out += writer->frame(encode(message)); }
@@ -90,6 +92,7 @@ class StoreServer::Loop {
   void answer(Connection& connection, const Message& message);
   void write_to(Connection& connection);
   void spread_news();
+  bool take_back(Connection& connection, const Greeting& greeting, const std::string& token);
   void sweep(SteadyClock::time_point now);
   // What is written already still goes, then the connection ends.
   void send_away(Connection& connection) {
@@ -106,6 +109,8 @@ class StoreServer::Loop {
   // The thread's own.
   StoreBook book_;
   std::list<Connection> connections_;  // In the order of their coming.
+  std::map<int, SteadyClock::time_point>
+      away_;  // Ranks whose connection broke, and until when they may return.
   std::optional<SteadyClock::time_point> finish_began_;
   SteadyClock::time_point accept_after_{};
 };
@@ -127,9 +132,10 @@ bool StoreServer::Loop::is_done(SteadyClock::time_point now) {
   // Who has not come yet learns why the run is over, if it comes soon.
   if (book_.is_over() && !book_.has_answered_all()) return false;
   // Those that are being sent away have a moment to read why.
-  return std::none_of(connections_.begin(), connections_.end(), [](const Connection& connection) {
-    return connection.stage == Stage::kMember || !connection.out.empty();
-  });
+  return away_.empty() &&
+         std::none_of(connections_.begin(), connections_.end(), [](const Connection& connection) {
+           return connection.stage == Stage::kMember || !connection.out.empty();
+         });
 }
 
 SteadyClock::time_point StoreServer::Loop::finish_limit() const {
@@ -144,6 +150,7 @@ SteadyClock::time_point StoreServer::Loop::next_limit(SteadyClock::time_point no
   for (const Connection& connection : connections_) {
     if (connection.is_stranger()) next = std::min(next, connection.limit);
   }
+  for (const auto& [rank, limit] : away_) next = std::min(next, limit);
   return next;
 }
 
@@ -206,6 +213,7 @@ void StoreServer::Loop::read_from(Connection& connection) {
   if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
   if (count <= 0) {
     connection.broken = true;
+    connection.reset = count < 0;
     return;
   }
   const std::string_view bytes(buffer, static_cast<std::size_t>(count));
@@ -280,6 +288,7 @@ void StoreServer::Loop::greet(Connection& connection, const Message& message) {
     connection.broken = true;
     return;
   }
+  if (!message.name.empty() && take_back(connection, greeting, message.name)) return;
   if (const Status status = book_.greet(greeting, connection.from); !status.ok()) {
     connection.send({MessageType::kRefused, {}, encode_cause(status)});
     send_away(connection);
@@ -287,8 +296,26 @@ void StoreServer::Loop::greet(Connection& connection, const Message& message) {
   }
   connection.rank = greeting.introduction.who.rank;
   connection.stage = Stage::kMember;
-  connection.send({MessageType::kDone, {}, {}});
+  connection.send({MessageType::kDone, {}, book_.token(connection.rank)});
   for (const Message& news : book_.news_for_newcomer()) connection.send(news);
+}
+
+// A rank that is here already, over a connection that is no more.
+bool StoreServer::Loop::take_back(Connection& connection, const Greeting& greeting,
+                                  const std::string& token) {
+  if (!book_.may_return(greeting, token)) return false;
+  const int rank = greeting.introduction.who.rank;
+  away_.erase(rank);
+  for (Connection& old : connections_) {
+    if (old.rank != rank) continue;
+    old.rank = -1;
+    old.broken = true;
+  }
+  connection.rank = rank;
+  connection.stage = Stage::kMember;
+  connection.send({MessageType::kDone, {}, token});
+  for (const Message& news : book_.news_for_newcomer()) connection.send(news);
+  return true;
 }
 
 void StoreServer::Loop::answer(Connection& connection, const Message& message) {
@@ -302,7 +329,10 @@ void StoreServer::Loop::write_to(Connection& connection) {
   const ssize_t count =
       send(connection.socket.number(), connection.out.data(), connection.out.size(), MSG_NOSIGNAL);
   if (count > 0) connection.out.erase(0, static_cast<std::size_t>(count));
-  if (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) connection.broken = true;
+  if (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) {
+    connection.broken = true;
+    connection.reset = true;
+  }
   // The other end closes once it has read all.
   if (connection.out.empty() && connection.stage == Stage::kLeaving)
     shutdown(connection.socket.number(), SHUT_WR);
@@ -325,8 +355,20 @@ void StoreServer::Loop::sweep(SteadyClock::time_point now) {
       ++i;
       continue;
     }
-    if (i->rank >= 0) book_.lose(i->rank);
+    if (i->rank >= 0 && i->reset) {
+      away_[i->rank] = now + kStoreReturnMax;
+    } else if (i->rank >= 0) {
+      book_.lose(i->rank);
+    }
     i = connections_.erase(i);
+  }
+  for (auto i = away_.begin(); i != away_.end();) {
+    if (now < i->second) {
+      ++i;
+      continue;
+    }
+    book_.lose(i->first);
+    i = away_.erase(i);
   }
 }
 

@@ -22,6 +22,10 @@ namespace forebay::internal {
 inline constexpr int kTcpStoreRanksMax = 4096;
 inline constexpr std::chrono::milliseconds kAdmissionMax{2'000};
 inline constexpr std::size_t kStrangersMax = 16;
+// A connection that the network broke, which a process that ends does not do by itself, may be made anew for
+// so long. Smaller: a slow network's rank is lost. Larger: a host that fell over is found that much later
+// here.
+inline constexpr std::chrono::milliseconds kStoreReturnMax{1'000};
 
 struct StoreServerOptions {
   std::string where;  // For messages.

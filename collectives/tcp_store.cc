@@ -77,8 +77,11 @@ class TcpStore::Line {
     bool final = false;  // Another try would end the same way.
   };
 
-  Try try_connect(const TcpStoreOptions& options, SteadyClock::time_point limit);
-  Try prove(const TcpStoreOptions& options, SteadyClock::time_point limit);
+  Try try_connect(SteadyClock::time_point limit);
+  Try prove(SteadyClock::time_point limit);
+  void disconnect();
+  // After the network has broken the connection: a new one, to the same place among the ranks.
+  bool come_back();
   Try again(const std::string& reason) const { return {Status(StatusCode::kTimeout, reason)}; }
   // Sends all, or receives exactly `bytes`: "" or what went wrong.
   std::string send_all(std::string_view bytes, SteadyClock::time_point limit);
@@ -96,6 +99,12 @@ class TcpStore::Line {
   std::string local_address_;  // Fixed once connected.
   std::mutex mutex_;
   // Guarded by mutex_.
+  StoreAddress address_;
+  std::string secret_;
+  Participant me_;
+  std::string token_;    // What the server knows this rank by once it was let in.
+  bool broken_ = false;  // The connection, by the network.
+  bool returning_ = false;
   Descriptor socket_;
   std::optional<FrameReader> reader_;
   std::optional<FrameWriter> writer_;
@@ -118,6 +127,7 @@ std::string TcpStore::Line::send_all(std::string_view bytes, SteadyClock::time_p
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       if (!wait_for(socket_.number(), POLLOUT, limit)) return "it takes nothing";
     } else if (errno != EINTR) {
+      broken_ = true;
       return std::strerror(errno);
     }
   }
@@ -145,13 +155,14 @@ std::string TcpStore::Line::receive(std::size_t bytes, SteadyClock::time_point l
 
 Status TcpStore::Line::connect(const TcpStoreOptions& options, SteadyClock::time_point limit) {
   const std::lock_guard lock(mutex_);
+  address_ = options.address;
+  secret_ = options.secret;
+  me_ = options.me;
   for (auto pause = kRetryMin;; pause = std::min(pause * 2, kRetryMax)) {
     const SteadyClock::time_point now = SteadyClock::now();
-    Try result = try_connect(options, std::min(limit, now + kTryMax));
+    Try result = try_connect(std::min(limit, now + kTryMax));
     if (result.status.ok()) return {};
-    socket_.reset();
-    reader_.reset();
-    writer_.reset();
+    disconnect();
     if (result.final) return result.status;
     if (SteadyClock::now() + pause >= limit) {
       return Status(StatusCode::kTimeout,
@@ -164,9 +175,35 @@ Status TcpStore::Line::connect(const TcpStoreOptions& options, SteadyClock::time
   }
 }
 
-TcpStore::Line::Try TcpStore::Line::try_connect(const TcpStoreOptions& options,
-                                                SteadyClock::time_point limit) {
-  Result<std::vector<SocketAddress>> candidates = resolve(options.address.host, options.address.port);
+void TcpStore::Line::disconnect() {
+  socket_.reset();
+  reader_.reset();
+  writer_.reset();
+  broken_ = false;
+}
+
+bool TcpStore::Line::come_back() {
+  if (token_.empty() || returning_) return false;
+  returning_ = true;
+  const Status known = status_;
+  const SteadyClock::time_point limit = SteadyClock::now() + kStoreReturnMax;
+  bool back = false;
+  for (auto pause = kRetryMin; !back; pause = std::min(pause * 2, kRetryMax)) {
+    disconnect();
+    const Try result = try_connect(limit);
+    back = result.status.ok();
+    if (!back && (result.final || SteadyClock::now() + pause >= limit)) break;
+    if (!back) std::this_thread::sleep_for(pause);
+  }
+  if (!back) disconnect();
+  // Whatever trying has met is not the first cause.
+  if (!known.ok() || !back) status_ = known;
+  returning_ = false;
+  return back;
+}
+
+TcpStore::Line::Try TcpStore::Line::try_connect(SteadyClock::time_point limit) {
+  Result<std::vector<SocketAddress>> candidates = resolve(address_.host, address_.port);
   if (!candidates.ok()) return again(candidates.status().message());
   Try last = again("there is no such address");
   for (const SocketAddress& candidate : candidates.value()) {
@@ -192,12 +229,12 @@ TcpStore::Line::Try TcpStore::Line::try_connect(const TcpStoreOptions& options,
       continue;
     }
     configure_store_socket(socket_.number());
-    return prove(options, limit);
+    return prove(limit);
   }
   return last;
 }
 
-TcpStore::Line::Try TcpStore::Line::prove(const TcpStoreOptions& options, SteadyClock::time_point limit) {
+TcpStore::Line::Try TcpStore::Line::prove(SteadyClock::time_point limit) {
   const auto invalid = [this](const std::string& reason) {
     return Try{Status(StatusCode::kInvalidArgument, "the store at " + where_ + ": " + reason), true};
   };
@@ -213,7 +250,7 @@ TcpStore::Line::Try TcpStore::Line::prove(const TcpStoreOptions& options, Steady
         "host");
   }
   if (!wrong.empty()) return again(wrong);
-  const StoreKeys keys = derive_store_keys(options.secret, nonce, *decode_hello(received));
+  const StoreKeys keys = derive_store_keys(secret_, nonce, *decode_hello(received));
   wrong = send_all(bytes_of(keys.client_proof), limit);
   if (wrong.empty()) wrong = receive(1, limit, &received);
   if (!wrong.empty()) return again(wrong);
@@ -227,16 +264,19 @@ TcpStore::Line::Try TcpStore::Line::prove(const TcpStoreOptions& options, Steady
     return invalid("what answers does not know the secret" + advice);
   writer_.emplace(keys.to_server);
   reader_.emplace(keys.to_client);
-  const Greeting greeting{options.address.job, introduce(options.me)};
+  const Greeting greeting{address_.job, introduce(me_)};
   const Result<Message> answer =
-      ask_locked({MessageType::kGreeting, {}, encode(greeting)}, SteadyClock::now() + kAnswerMax);
+      ask_locked({MessageType::kGreeting, token_, encode(greeting)}, SteadyClock::now() + kAnswerMax);
   if (!socket_.valid()) {
     // The server ended, or had to make room for others.
     const std::string reason = status_.message();
     status_ = {};
     return again(reason);
   }
-  local_address_ = local_end(socket_.number()).host();
+  if (answer.ok() && !returning_) {
+    local_address_ = local_end(socket_.number()).host();
+    token_ = answer.value().content;
+  }
   return {answer.status(), true};
 }
 
@@ -258,6 +298,8 @@ Result<Message> TcpStore::Line::ask_locked(const Message& message, SteadyClock::
   const std::string wrong = send_all(writer_->frame(bytes), limit);
   const std::optional<Message> answer = next_answer(limit);
   if (!answer) {
+    // What is asked twice is answered as if it were asked once.
+    if (broken_ && come_back()) return ask_locked(message, SteadyClock::now() + kAnswerMax);
     if (!status_.ok() && !socket_.valid()) return status_;
     return lose("rank 0, which serves the store at " + where_ + ", did not answer within " +
                 milliseconds_text(kAnswerMax) + (wrong.empty() ? "" : " (" + wrong + ")") +
@@ -294,6 +336,9 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
     } else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       if (!wait_for(socket_.number(), POLLIN, limit)) return std::nullopt;
     } else if (count == 0 || errno != EINTR) {
+      // Of what the network breaks an error tells once, perhaps when something was sent.
+      broken_ = broken_ || count < 0;
+      if (broken_ && !token_.empty() && !returning_) return std::nullopt;
       static_cast<void>(lose("rank 0, which serves the store at " + where_ + ", ended" +
                              (count == 0 ? "" : std::string(" (") + std::strerror(errno) + ")") +
                              "; see why it did"));
@@ -312,7 +357,10 @@ void TcpStore::Line::take_in(const Message& news) {
 
 void TcpStore::Line::drain() {
   // Nobody has asked, so all that can be here are news.
-  if (socket_.valid()) static_cast<void>(next_answer(SteadyClock::time_point{}));
+  if (!socket_.valid()) return;
+  static_cast<void>(next_answer(SteadyClock::time_point{}));
+  if (broken_ && !come_back())
+    static_cast<void>(lose("the connection to " + where_ + " broke; see whether rank 0 runs"));
 }
 
 Status TcpStore::Line::lose(const std::string& reason) {
