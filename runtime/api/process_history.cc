@@ -1,5 +1,8 @@
 #include "runtime/api/process_history.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
 #include <cerrno>
@@ -294,16 +297,19 @@ AllocationTrace history_trace(const ProcessHistory& history) {
   return builder.finish();
 }
 
-Status write_history_trace(const ProcessHistory& history, const std::string& title, const std::string& path) {
+Status write_history_trace(const ProcessHistory& history, const std::string& title, int file) {
   const AllocationTrace trace = history_trace(history);
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "wb"), &std::fclose);
-  const auto failed = [&] {
-    return Status(StatusCode::kIoError, "cannot write the trace " + path + ": " + std::strerror(errno) +
-                                            "; name a file that can be written");
-  };
-  if (file == nullptr) return failed();
-  std::FILE* const out = file.get();
-  std::fprintf(out, "# allocations of %s\n", one_line(title).c_str());
+  const auto failed = [] { return Status(StatusCode::kIoError, std::strerror(errno)); };
+  const int copy = ::fcntl(file, F_DUPFD_CLOEXEC, 0);
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> stream(copy < 0 ? nullptr : ::fdopen(copy, "wb"),
+                                                               &std::fclose);
+  if (stream == nullptr) {
+    const Status status = failed();
+    if (copy >= 0) ::close(copy);
+    return status;
+  }
+  std::FILE* const out = stream.get();
+  std::fprintf(out, "%s%s\n", kHistoryTraceBeginning, one_line(title).c_str());
   if (history.figures.refused != 0) {
     std::fprintf(out, "# refused for want of memory, and not in here: %" PRIu64 "\n",
                  history.figures.refused);

@@ -68,8 +68,11 @@ std::vector<ProcessHistory> process_histories(const PreloadEventLog& log);
 // What was asked for and freed, as a trace: refused requests and what is not tracked are left out.
 AllocationTrace history_trace(const ProcessHistory& history);
 
+// What every text trace of ours begins with.
+inline constexpr char kHistoryTraceBeginning[] = "# allocations of ";
+
 // The same as a text trace, which `forebay replay` reads. `title`: said in its first line. Errors: kIoError.
-Status write_history_trace(const ProcessHistory& history, const std::string& title, const std::string& path);
+Status write_history_trace(const ProcessHistory& history, const std::string& title, int file);
 
 // As things stood when the log was read, with the events, for PyTorch's memory visualiser. Blocks of the
 // arena stand in segments of whole chunks; memory that it held without a block in it is not shown.

@@ -27,6 +27,7 @@ extern char** environ;
 namespace forebay {
 namespace {
 
+constexpr int kNotWritten = 1;
 constexpr int kBadUsage = 2;
 constexpr char kLibraryName[] = "libforebay-preload.so";
 constexpr char kSystemPreloads[] = "/etc/ld.so.preload";
@@ -124,6 +125,8 @@ class Records {
     return {};
   }
   const std::string& path() const { return path_; }
+  // Lets them stay, for --from.
+  void keep() { is_temporary_ = false; }
 
  private:
   std::string path_;
@@ -162,6 +165,15 @@ int complain(const Status& status) {
   return kBadUsage;
 }
 
+// The options by which --from tells the same in another place.
+std::string told_elsewhere(const RunOutputs& outputs) {
+  std::string options;
+  if (!outputs.report.empty()) options += " --report ELSEWHERE";
+  if (!outputs.trace.empty()) options += " --trace ELSEWHERE/trace.txt";
+  if (!outputs.snapshot.empty()) options += " --snapshot ELSEWHERE/snapshot.pickle";
+  return options;
+}
+
 // What processes have left that were started by somebody else.
 int tell_from(const RunArguments& arguments) {
   const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from);
@@ -175,7 +187,7 @@ int tell_from(const RunArguments& arguments) {
                         .command = "the records in " + arguments.from});
   if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
   say_all(recorder.write("read from the records"));
-  return 0;
+  return recorder.is_complete() ? 0 : kNotWritten;
 }
 
 // An option with a value that says nothing here. `variable`: where it comes from if not from the command
@@ -312,6 +324,11 @@ int run(const RunArguments& arguments) {
   }
   if (outputs.any()) {
     say_all(recorder.write("the command has ended with " + std::to_string(exit_code.value())));
+    if (!recorder.is_complete()) {
+      records.keep();
+      say("the records are kept in " + records.path() + "; forebay run --from " + records.path() +
+          told_elsewhere(outputs));
+    }
   }
   return exit_code.value();
 }

@@ -1,18 +1,16 @@
 #include "runtime/api/run_recorder.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <utility>
 
 #include "forebay/memory_snapshot.h"
 #include "forebay/units.h"
+#include "runtime/api/run_file.h"
 
 namespace forebay {
 namespace {
@@ -22,19 +20,6 @@ constexpr char kSummary[] = "summary";
 // refused memory all the time, and goes on, is not to keep a core busy with reports.
 constexpr int kWritePauses = 10;
 constexpr std::chrono::seconds kLeastPause{1};
-
-// Whole or not at all, for whoever reads it meanwhile.
-Status write_file(const std::string& path, const std::string& text) {
-  const std::string partial = path + ".partial";
-  std::ofstream file(partial, std::ios::binary | std::ios::trunc);
-  file.write(text.data(), static_cast<std::streamsize>(text.size()));
-  file.close();
-  if (file && std::rename(partial.c_str(), path.c_str()) == 0) return {};
-  const std::string error = std::strerror(errno);
-  (void)::unlink(partial.c_str());
-  return {StatusCode::kIoError,
-          "cannot write " + path + ": " + error + "; name a place that can be written to"};
-}
 
 // What tells a process's files apart; the second of one number gets another.
 std::string file_name(const ProcessReport& process, std::map<int, int>* uses) {
@@ -67,8 +52,9 @@ Status RunRecorder::open() {
               "--report " + outputs.report + " has a report of another run; name an empty directory"};
     }
     // Better now than after hours.
-    FOREBAY_RETURN_IF_ERROR(write_file(outputs.report + "/" + kSummary + ".txt",
-                                       options_.command + "\nthe run goes on, and nothing was told yet\n"));
+    FOREBAY_RETURN_IF_ERROR(
+        write_run_text(outputs.report + "/" + kSummary + ".txt",
+                       options_.command + "\nthe run goes on, and nothing was told yet\n"));
   }
   for (const std::string& file : {outputs.trace, outputs.snapshot}) {
     if (file.empty()) continue;
@@ -84,6 +70,7 @@ Status RunRecorder::open() {
 std::vector<std::string> RunRecorder::write(const std::string& state) {
   const Clock::time_point begin = Clock::now();
   has_new_refusals_ = false;
+  is_complete_ = true;
   RunStory story;
   story.command = options_.command;
   story.mode = options_.mode;
@@ -101,10 +88,11 @@ std::vector<std::string> RunRecorder::write(const std::string& state) {
   }
   if (!options_.outputs.report.empty()) {
     const Status written = write_report(story);
+    add_outcome(written, "the report is in " + options_.outputs.report + ": summary.txt, report.html",
+                &lines);
     if (!written.ok()) {
-      lines.push_back(written.message());
+      restate_report(state + ", and this report could not be written: " + written.message());
     } else {
-      lines.push_back("the report is in " + options_.outputs.report + ": summary.txt, report.html");
       if (const std::string worst = worst_line(story); !worst.empty()) lines.push_back("the worst: " + worst);
     }
   }
@@ -123,13 +111,29 @@ Status RunRecorder::write_report(const RunStory& story) {
   std::map<int, int> uses;
   for (const ProcessReport& process : story.processes) {
     const std::string name = directory + file_name(process, &uses);
-    FOREBAY_RETURN_IF_ERROR(write_file(name + ".txt", process_text(process)));
-    FOREBAY_RETURN_IF_ERROR(write_file(name + ".json", process_json(process)));
+    FOREBAY_RETURN_IF_ERROR(write_run_text(name + ".txt", process_text(process)));
+    FOREBAY_RETURN_IF_ERROR(write_run_text(name + ".json", process_json(process)));
   }
-  FOREBAY_RETURN_IF_ERROR(write_file(directory + kSummary + ".json", story_json(story)));
-  FOREBAY_RETURN_IF_ERROR(write_file(directory + "report.html", report_page(story_page(story))));
+  FOREBAY_RETURN_IF_ERROR(write_run_text(directory + kSummary + ".json", story_json(story)));
+  FOREBAY_RETURN_IF_ERROR(write_run_text(directory + "report.html", report_page(story_page(story))));
   // Last: who finds it finds the rest.
-  return write_file(directory + kSummary + ".txt", story_text(story));
+  return write_run_text(directory + kSummary + ".txt", story_text(story));
+}
+
+// Nobody who finds the report is to believe what its second line said before.
+void RunRecorder::restate_report(const std::string& state) {
+  const std::string path = options_.outputs.report + "/" + kSummary + ".txt";
+  std::ifstream file(path, std::ios::binary);
+  std::string command, old_state;
+  if (!std::getline(file, command) || !std::getline(file, old_state)) return;
+  const std::string rest{std::istreambuf_iterator<char>(file), {}};
+  (void)overwrite_run_text(path, command + "\n" + state + "\n" + rest);
+}
+
+void RunRecorder::add_outcome(const Status& written, const std::string& line,
+                              std::vector<std::string>* lines) {
+  is_complete_ = is_complete_ && written.ok();
+  lines->push_back(written.ok() ? line : written.message());
 }
 
 void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* lines) {
@@ -152,9 +156,10 @@ void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* 
   std::set<std::string> written;
   for (const Trace& trace : traces) {
     const std::string path = traces.size() == 1 ? file : with_middle(file, trace.middle);
-    const Status status = write_history_trace(*trace.history, trace.title, path);
+    const Status status = write_run_file(
+        path, [&](int target) { return write_history_trace(*trace.history, trace.title, target); });
     if (status.ok()) written.insert(path);
-    lines->push_back(status.ok() ? "trace: " + path : status.message());
+    add_outcome(status, "trace: " + path, lines);
   }
   if (traces.empty()) lines->push_back("no trace: no process has told of allocations");
   remove_stale(std::move(written), &traces_);
@@ -171,12 +176,10 @@ void RunRecorder::write_snapshots(const RunStory& story, std::vector<std::string
     const std::string name = file_name(process, &uses);
     if (process.histories.empty()) continue;
     const std::string path = count == 1 ? file : with_middle(file, name);
-    const int target = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    const Status status = target < 0 ? Status(StatusCode::kIoError, std::strerror(errno))
-                                     : write_memory_snapshot(history_snapshot(process.histories), target);
-    if (target >= 0) ::close(target);
+    const Status status = write_run_file(
+        path, [&](int target) { return write_memory_snapshot(history_snapshot(process.histories), target); });
     if (status.ok()) written.insert(path);
-    lines->push_back(status.ok() ? "snapshot: " + path : "cannot write " + path + ": " + status.message());
+    add_outcome(status, "snapshot: " + path, lines);
   }
   if (count == 0) lines->push_back("no snapshot: no process has told of allocations");
   remove_stale(std::move(written), &snapshots_);
@@ -185,7 +188,7 @@ void RunRecorder::write_snapshots(const RunStory& story, std::vector<std::string
 // With one process more, files have other names.
 void RunRecorder::remove_stale(std::set<std::string> now, std::set<std::string>* before) {
   for (const std::string& path : *before) {
-    if (!now.contains(path)) (void)::unlink(path.c_str());
+    if (!now.contains(path) && !is_run_stream(path)) (void)::unlink(path.c_str());
   }
   *before = std::move(now);
 }

@@ -43,6 +43,9 @@ class RunRecorder {
   // `state`: "the run goes on", "the command has ended with 0". Cost: reads all events.
   std::vector<std::string> write(const std::string& state);
 
+  // Whether the last write() has written all that was asked for.
+  bool is_complete() const { return is_complete_; }
+
   // To be called now and then while the command runs: notices that a process ran out of memory, and writes;
   // notices what was given back.
   std::vector<std::string> poll();
@@ -62,6 +65,8 @@ class RunRecorder {
   };
 
   Status write_report(const RunStory& story);
+  void restate_report(const std::string& state);
+  void add_outcome(const Status& written, const std::string& line, std::vector<std::string>* lines);
   void write_traces(const RunStory& story, std::vector<std::string>* lines);
   void write_snapshots(const RunStory& story, std::vector<std::string>* lines);
   void remove_stale(std::set<std::string> now, std::set<std::string>* before);
@@ -69,6 +74,7 @@ class RunRecorder {
   const Options options_;
   std::map<std::string, Seen> seen_;
   bool has_new_refusals_ = false;
+  bool is_complete_ = true;
   Clock::time_point next_write_{};
   std::set<std::string> traces_;  // The files that were written.
   std::set<std::string> snapshots_;

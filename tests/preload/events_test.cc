@@ -641,6 +641,59 @@ TEST(RunReportOfAProcess, IsWrittenWhereItsDirectoryHasVanished) {
   EXPECT_TRUE(has(file.output, "cannot write " + report + "2/summary.json")) << file.output;
 }
 
+// Of nothing that was asked for is the only copy thrown away.
+TEST(RunReportOfAProcess, WhatCannotBeWrittenStaysInTheRecords) {
+  const TemporaryDirectory directory;
+  for (const std::string& blocked : {std::string("trace"), std::string("snapshot"), std::string("report")}) {
+    SCOPED_TRACE(blocked);
+    const std::string out = directory / blocked;
+    // What is in the way of the file that is to be moved into its place.
+    const std::string place = blocked == "report" ? out + "/report.html" : out + "/file";
+    std::filesystem::create_directory(out);
+    const Finished run =
+        forebay_run({"--" + blocked, blocked == "report" ? out : place, "--", "/bin/sh", "-c",
+                     "mkdir -p " + place + "/full; exec " + program("events_program") + " steps"},
+                    {{"TMPDIR", directory.path()}});
+    const std::string word = "the records are kept in ";
+    const std::size_t begin = run.output.find(word);
+
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    ASSERT_NE(begin, std::string::npos) << run.output;
+    const std::string records =
+        run.output.substr(begin + word.size(), run.output.find(';', begin) - begin - word.size());
+    EXPECT_TRUE(has(run.output, "forebay run --from " + records + " --" + blocked + " ELSEWHERE"))
+        << run.output;
+    const Finished told = forebay_run({"--from", records, "--trace", directory / (blocked + ".txt")});
+    EXPECT_EQ(told.exit_code, 0) << told.output;
+    EXPECT_TRUE(has(read_text(directory / (blocked + ".txt")), "# allocations of ")) << told.output;
+    const Finished again = forebay_run({"--from", records, "--report", directory / (blocked + "2")});
+    EXPECT_EQ(again.exit_code, 0) << again.output;
+  }
+  const std::string summary = read_text(directory / "report/summary.txt");
+  EXPECT_TRUE(has(summary, "the command has ended with 0, and this report could not be written")) << summary;
+  EXPECT_FALSE(has(summary, "the run goes on")) << summary;
+}
+
+TEST(RunTrace, AFileOfAnEarlierRunStaysWholeUntilTheNewOneIs) {
+  const TemporaryDirectory directory;
+  const std::string trace = directory / "trace.txt", link = directory / "link.txt";
+  ASSERT_EQ(forebay_run({"--trace", trace, "--", program("events_program"), "steps"}).exit_code, 0);
+  const std::string before = read_text(trace);
+  ASSERT_EQ(::symlink(trace.c_str(), link.c_str()), 0);
+  const Finished failed =
+      forebay_run({"--trace", trace, "--", "/bin/sh", "-c",
+                   "mkdir " + trace + ".partial; exec " + program("events_program") + " full"});
+  const std::string after = read_text(trace);
+  ASSERT_EQ(::rmdir((trace + ".partial").c_str()), 0);
+  const Finished run = forebay_run({"--trace", link, "--", program("events_program"), "full"});
+
+  EXPECT_TRUE(has(failed.output, "cannot write " + trace)) << failed.output;
+  EXPECT_EQ(after, before);
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(std::filesystem::is_symlink(link));
+  EXPECT_NE(read_text(trace), before);
+}
+
 // Dozens of short processes, as a test suite under `forebay run` has them.
 TEST(RunReportOfAProcess, HasEveryOneOfManyShortProcesses) {
   const int count = kSanitized ? 20 : 80;

@@ -1,0 +1,80 @@
+#include "run_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+
+namespace forebay {
+namespace {
+
+Status cannot_write(const std::string& path, const std::string& reason) {
+  return {StatusCode::kIoError,
+          "cannot write " + path + ": " + reason + "; name a place that can be written to"};
+}
+
+Status write_all(int file, const std::string& text) {
+  for (std::size_t done = 0; done < text.size();) {
+    const ssize_t count = ::write(file, text.data() + done, text.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return {StatusCode::kIoError, std::strerror(count == 0 ? ENOSPC : errno)};
+    done += static_cast<std::size_t>(count);
+  }
+  return {};
+}
+
+// Behind a link is where the file lies; the link stays.
+std::string place_of(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path place = std::filesystem::canonical(path, error);
+  return error ? path : place.string();
+}
+
+}  // namespace
+
+bool is_run_stream(const std::string& path) {
+  // Whatever standard output is, others write to it too.
+  for (const char* place : {"/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/"}) {
+    if (path.rfind(place, 0) == 0) return true;
+  }
+  struct stat facts {};
+  return ::stat(path.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode);
+}
+
+Status write_run_file(const std::string& path, const std::function<Status(int file)>& write) {
+  const bool is_stream = is_run_stream(path);
+  const std::string place = is_stream ? path : place_of(path);
+  const std::string target = is_stream ? path : place + ".partial";
+  const int file = ::open(target.c_str(),
+                          O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC), 0666);
+  if (file < 0) return cannot_write(path, std::strerror(errno));
+  std::string reason;
+  if (const Status written = write(file); !written.ok()) reason = written.message();
+  if (::close(file) != 0 && reason.empty()) reason = std::strerror(errno);
+  if (is_stream) return reason.empty() ? Status() : cannot_write(path, reason);
+  if (reason.empty() && std::rename(target.c_str(), place.c_str()) != 0) reason = std::strerror(errno);
+  if (reason.empty()) return {};
+  (void)::unlink(target.c_str());
+  return cannot_write(path, reason);
+}
+
+Status write_run_text(const std::string& path, const std::string& text) {
+  return write_run_file(path, [&](int file) { return write_all(file, text); });
+}
+
+Status overwrite_run_text(const std::string& path, const std::string& text) {
+  const int file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  if (file < 0) return cannot_write(path, std::strerror(errno));
+  Status written = write_all(file, text);
+  if (written.ok() && ::ftruncate(file, static_cast<off_t>(text.size())) != 0) {
+    written = Status(StatusCode::kIoError, std::strerror(errno));
+  }
+  ::close(file);
+  return written.ok() ? Status() : cannot_write(path, written.message());
+}
+
+}  // namespace forebay
