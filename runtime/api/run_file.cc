@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 
 namespace forebay {
 namespace {
@@ -27,6 +28,19 @@ Status write_all(int file, const std::string& text) {
   return {};
 }
 
+Status refusal(const std::string& option, const std::string& path, const std::string& reason) {
+  return {StatusCode::kInvalidArgument, "cannot write " + option + " " + path + ": " + reason};
+}
+
+// Whether the file is empty or begins so; a file that cannot be read may be anything.
+bool begins_with(const std::string& path, std::string_view beginning) {
+  std::ifstream file(path, std::ios::binary);
+  std::string found(beginning.size(), '\0');
+  if (!file) return false;
+  file.read(found.data(), static_cast<std::streamsize>(found.size()));
+  return file.gcount() == 0 || found == beginning;
+}
+
 // Behind a link is where the file lies; the link stays.
 std::string place_of(const std::string& path) {
   std::error_code error;
@@ -43,6 +57,35 @@ bool is_run_stream(const std::string& path) {
   }
   struct stat facts {};
   return ::stat(path.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode);
+}
+
+Status check_run_file(const std::string& option, const std::string& path, std::string_view beginning) {
+  if (path == "-") return refusal(option, path, "for standard output give /dev/stdout");
+  if (path.back() == '/') return refusal(option, path, "that names a directory; add a file's name");
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {
+    return refusal(option, path, "it is a directory; name a file, such as one in it");
+  }
+  if (is_run_stream(path)) {
+    return ::access(path.c_str(), W_OK) == 0 ? Status() : refusal(option, path, std::strerror(errno));
+  }
+  if (std::filesystem::exists(path, error) && !begins_with(path, beginning)) {
+    return refusal(option, path,
+                   "there is a file that no " + option +
+                       " has written, and it is not written over; name another or remove it");
+  }
+  const std::filesystem::path directory = std::filesystem::absolute(path, error).parent_path();
+  if (!std::filesystem::is_directory(directory, error)) {
+    return refusal(option, path, directory.string() + " is no directory; make it first");
+  }
+  const std::string partial = place_of(path) + ".partial";
+  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+  if (file < 0) {
+    return refusal(option, path, std::string(std::strerror(errno)) + "; name a place that can be written to");
+  }
+  ::close(file);
+  (void)::unlink(partial.c_str());
+  return {};
 }
 
 Status write_run_file(const std::string& path, const std::function<Status(int file)>& write) {

@@ -3,10 +3,16 @@
 
 #include <functional>
 #include <string>
+#include <string_view>
 
 #include "forebay/status.h"
 
 namespace forebay {
+
+// Whether a file of that name can be written, found out without writing it. `option`: who names it.
+// `beginning`: of the files that may be written over; one that begins otherwise is somebody's work. Errors:
+// kInvalidArgument.
+Status check_run_file(const std::string& option, const std::string& path, std::string_view beginning);
 
 // Gives a new file to `write` and puts it in the place of `path` once all of it is there. Where `path` is no
 // regular file (a pipe, a terminal, /dev/stdout), it is written as it is and never made empty. Errors:

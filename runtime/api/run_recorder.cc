@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <string_view>
 #include <utility>
 
 #include "forebay/memory_snapshot.h"
@@ -16,6 +17,9 @@ namespace forebay {
 namespace {
 
 constexpr char kSummary[] = "summary";
+// What every snapshot of write_memory_snapshot begins with: a dictionary and its first key.
+constexpr char kSnapshotBytes[] = "\x80\x02}X\x08\0\0\0segments";
+constexpr std::string_view kSnapshotBeginning(kSnapshotBytes, sizeof kSnapshotBytes - 1);
 // A report at out-of-memory may take its time again only after this many times as long: a program that is
 // refused memory all the time, and goes on, is not to keep a core busy with reports.
 constexpr int kWritePauses = 10;
@@ -33,6 +37,7 @@ std::string file_name(const ProcessReport& process, std::map<int, int>* uses) {
 }  // namespace
 
 std::string with_middle(const std::string& file, const std::string& middle) {
+  if (is_run_stream(file)) return file;
   const std::size_t slash = file.find_last_of('/');
   const std::size_t name = slash == std::string::npos ? 0 : slash + 1;
   const std::size_t dot = file.find_last_of('.');
@@ -51,18 +56,31 @@ Status RunRecorder::open() {
       return {StatusCode::kInvalidArgument,
               "--report " + outputs.report + " has a report of another run; name an empty directory"};
     }
-    // Better now than after hours.
+  }
+  // Better now than after hours.
+  FOREBAY_RETURN_IF_ERROR(check_files());
+  if (!outputs.report.empty()) {
     FOREBAY_RETURN_IF_ERROR(
         write_run_text(outputs.report + "/" + kSummary + ".txt",
                        options_.command + "\nthe run goes on, and nothing was told yet\n"));
   }
-  for (const std::string& file : {outputs.trace, outputs.snapshot}) {
-    if (file.empty()) continue;
-    const std::filesystem::path directory = std::filesystem::absolute(file, error).parent_path();
-    if (!std::filesystem::is_directory(directory, error) || ::access(directory.c_str(), W_OK) != 0) {
-      return {StatusCode::kInvalidArgument, "cannot write " + file + ": " + directory.string() +
-                                                " is no directory that can be written to; make it first"};
-    }
+  return {};
+}
+
+Status RunRecorder::check_files() const {
+  const RunOutputs& outputs = options_.outputs;
+  if (!outputs.trace.empty()) {
+    FOREBAY_RETURN_IF_ERROR(check_run_file("--trace", outputs.trace, kHistoryTraceBeginning));
+  }
+  if (!outputs.snapshot.empty()) {
+    FOREBAY_RETURN_IF_ERROR(check_run_file("--snapshot", outputs.snapshot, kSnapshotBeginning));
+  }
+  std::error_code error;
+  const auto place = [&](const std::string& file) { return std::filesystem::weakly_canonical(file, error); };
+  if (!outputs.trace.empty() && !outputs.snapshot.empty() &&
+      place(outputs.trace) == place(outputs.snapshot)) {
+    return {StatusCode::kInvalidArgument,
+            "--trace and --snapshot both name " + outputs.trace + "; give each a file of its own"};
   }
   return {};
 }
@@ -156,8 +174,11 @@ void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* 
   std::set<std::string> written;
   for (const Trace& trace : traces) {
     const std::string path = traces.size() == 1 ? file : with_middle(file, trace.middle);
-    const Status status = write_run_file(
-        path, [&](int target) { return write_history_trace(*trace.history, trace.title, target); });
+    Status status = check_run_file("--trace", path, kHistoryTraceBeginning);
+    if (status.ok()) {
+      status = write_run_file(
+          path, [&](int target) { return write_history_trace(*trace.history, trace.title, target); });
+    }
     if (status.ok()) written.insert(path);
     add_outcome(status, "trace: " + path, lines);
   }
@@ -176,8 +197,12 @@ void RunRecorder::write_snapshots(const RunStory& story, std::vector<std::string
     const std::string name = file_name(process, &uses);
     if (process.histories.empty()) continue;
     const std::string path = count == 1 ? file : with_middle(file, name);
-    const Status status = write_run_file(
-        path, [&](int target) { return write_memory_snapshot(history_snapshot(process.histories), target); });
+    Status status = check_run_file("--snapshot", path, kSnapshotBeginning);
+    if (status.ok()) {
+      status = write_run_file(path, [&](int target) {
+        return write_memory_snapshot(history_snapshot(process.histories), target);
+      });
+    }
     if (status.ok()) written.insert(path);
     add_outcome(status, "snapshot: " + path, lines);
   }

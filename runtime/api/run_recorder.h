@@ -64,6 +64,7 @@ class RunRecorder {
     bool was_told = false;  // That it ran out of memory.
   };
 
+  Status check_files() const;
   Status write_report(const RunStory& story);
   void restate_report(const std::string& state);
   void add_outcome(const Status& written, const std::string& line, std::vector<std::string>* lines);
@@ -80,7 +81,8 @@ class RunRecorder {
   std::set<std::string> snapshots_;
 };
 
-// `file` with `middle` before its suffix: "a/trace.txt" and "12" give "a/trace.12.txt".
+// `file` with `middle` before its suffix: "a/trace.txt" and "12" give "a/trace.12.txt". What is no file
+// (/dev/stdout) stays.
 std::string with_middle(const std::string& file, const std::string& middle);
 
 }  // namespace forebay

@@ -276,7 +276,22 @@ TEST(RunReportOfAProcess, WhatCannotBeIsRefusedBeforeTheCommandStarts) {
   };
 
   EXPECT_TRUE(has(refused({"--report", directory / "old"}), "has a report of another run"));
-  EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "no directory that can be written to"));
+  EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "none is no directory; make it first"));
+  write_record(directory / "mine.txt", "of years");
+  for (const char* option : {"--trace", "--snapshot"}) {
+    EXPECT_TRUE(has(refused({option, directory.path()}), "it is a directory; name a file"));
+    EXPECT_TRUE(has(refused({option, directory / "new/"}), "that names a directory"));
+    EXPECT_TRUE(has(refused({option, directory / std::string(300, 'x')}), "File name too long"));
+    EXPECT_TRUE(has(refused({option, "/proc/none"}), "cannot write "));
+    EXPECT_TRUE(has(refused({option, directory / "mine.txt"}), "and it is not written over"));
+    EXPECT_TRUE(has(refused({option, "-"}), "give /dev/stdout"));
+  }
+  EXPECT_EQ(read_text(directory / "mine.txt"), "of years");
+  EXPECT_TRUE(has(refused({"--trace", directory / "same", "--snapshot", directory / "./same"}),
+                  "both name " + (directory / "same")));
+  // Nothing stays of a run that was refused.
+  EXPECT_TRUE(has(refused({"--report", directory / "fresh", "--trace", directory.path()}), "is a directory"));
+  EXPECT_FALSE(std::filesystem::exists(directory / "fresh/summary.txt"));
   for (const char* bound : {"1KiB", "3GiB", "99999999999999999999", "1e300", "-1", "many"}) {
     EXPECT_TRUE(has(refused({std::string("--events=") + bound}), "use 64.00 KiB to 2.00 GiB"));
   }
@@ -330,6 +345,27 @@ TEST(RunTrace, SeveralProcessesGetAFileEach) {
   EXPECT_EQ(with_middle("a.b/trace", "x"), "a.b/trace.x");
   EXPECT_EQ(with_middle("trace.tar.gz", "x"), "trace.tar.x.gz");
   EXPECT_EQ(with_middle("/a/.hidden", "x"), "/a/.hidden.x");
+}
+
+TEST(RunTrace, GoesBehindWhatIsInAStreamAlready) {
+  const TemporaryDirectory directory;
+  const Finished run = run_program({"/bin/sh", "-c",
+                                    "exec " FOREBAY_COMMAND " run --trace /dev/stdout -- " +
+                                        program("events_program") + " steps > " + (directory / "out")},
+                                   on_the_fake());
+  const Finished again = forebay_run({"--trace", "/dev/stdout", "--", program("events_program"), "steps"});
+  write_record(directory / "before", "what there was\n");
+  const Finished after = run_program({"/bin/sh", "-c",
+                                      "exec " FOREBAY_COMMAND " run --trace /dev/stdout -- " +
+                                          program("events_program") + " steps >> " + (directory / "before")},
+                                     on_the_fake());
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(has(read_text(directory / "out"), "# allocations of ")) << run.output;
+  EXPECT_TRUE(has(again.output, "# allocations of ")) << again.output;
+  EXPECT_EQ(after.exit_code, 0) << after.output;
+  EXPECT_EQ(read_text(directory / "before").rfind("what there was\n", 0), 0u);
+  EXPECT_TRUE(has(read_text(directory / "before"), "# allocations of "));
 }
 
 TEST(RunTrace, SeveralDevicesGetAFileEach) {
