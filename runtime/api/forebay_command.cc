@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,7 +42,8 @@ int run(int argc, char** argv) {
   forebay::add_report_command(app, action);
   forebay::add_replay_command(app, action);
   forebay::add_explain_command(app, action);
-  forebay::add_run_command(app, action);
+  std::vector<std::string> command;  // Of `forebay run`.
+  forebay::add_run_command(app, action, command);
   forebay::add_bench_tiers_command(app, action);
   if (argc > 1 && is_unknown_word(app, argv[1])) {
     std::fprintf(stderr,
@@ -50,8 +52,14 @@ int run(int argc, char** argv) {
                  argv[1]);
     return kBadUsage;
   }
+  std::vector<std::string> arguments(argv, argv + argc);
+  if (const std::optional<int> refused = forebay::take_run_command(app, &arguments, &command)) {
+    return *refused;
+  }
+  std::vector<const char*> words;
+  for (const std::string& argument : arguments) words.push_back(argument.c_str());
   try {
-    app.parse(argc, argv);
+    app.parse(static_cast<int>(words.size()), words.data());
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kBadUsage;
   }

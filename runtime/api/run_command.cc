@@ -333,6 +333,19 @@ int run(const RunArguments& arguments) {
   return exit_code.value();
 }
 
+bool is_option(const std::string& word) {
+  return word.size() > 1 && word[0] == '-';
+}
+
+// What an option is given, by the name of its kind.
+std::string value_text(const std::string& type) {
+  if (type == "DIR") return "a directory";
+  if (type == "FILE") return "a file";
+  if (type == "BYTES") return "bytes, such as 24GiB";
+  if (type == "SIG") return "a signal";
+  return "a number";
+}
+
 constexpr char kFooter[] =
     "What is in force is said in the first line on standard error, and what was handled in the last ones. "
     "The exit code "
@@ -353,12 +366,46 @@ constexpr char kFooter[] =
 
 }  // namespace
 
-void add_run_command(CLI::App& app, std::function<int()>& action) {
+std::optional<int> take_run_command(const CLI::App& app, std::vector<std::string>* arguments,
+                                    std::vector<std::string>* command) {
+  if (arguments->size() < 2 || (*arguments)[1] != "run") return std::nullopt;
+  const CLI::App& run_app = *app.get_subcommand("run");
+  std::size_t at = 2;
+  for (; at < arguments->size() && is_option((*arguments)[at]) && (*arguments)[at] != "--"; ++at) {
+    const std::string& word = (*arguments)[at];
+    const std::string name = word.substr(0, word.find('='));
+    const CLI::Option* option = run_app.get_option_no_throw(name);
+    if (option == nullptr) {
+      say("there is no option " + name +
+          "; the order is: forebay run [OPTIONS] -- COMMAND [ARGUMENTS] (forebay run --help lists the "
+          "options)");
+      return kBadUsage;
+    }
+    if (option->get_items_expected_max() == 0 || name.size() != word.size()) continue;
+    const bool has_value = at + 1 < arguments->size() && (*arguments)[at + 1].rfind("--", 0) != 0;
+    if (!has_value) {
+      say(name + " needs " + value_text(option->get_type_name()) + ": " + name + " " +
+          option->get_type_name());
+      return kBadUsage;
+    }
+    ++at;
+  }
+  const bool has_mark = at < arguments->size() && (*arguments)[at] == "--";
+  const auto end = arguments->begin() + static_cast<std::ptrdiff_t>(at);
+  command->assign(end + (has_mark ? 1 : 0), arguments->end());
+  arguments->erase(end, arguments->end());
+  return std::nullopt;
+}
+
+void add_run_command(CLI::App& app, std::function<int()>& action, const std::vector<std::string>& words) {
   const auto arguments = std::make_shared<RunArguments>();  // Shared by the parser's fields and the action.
   RunArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
       "run", "Run a command with the arena under its device memory; the command itself is not changed");
-  command->add_option("command", a.command, "The command and its arguments, after --")->type_name("COMMAND");
+  // For --help alone: its words are taken out before anything is parsed.
+  command
+      ->add_option("command", a.command, "The command and its arguments, behind all options of forebay run")
+      ->type_name("COMMAND");
   command
       ->add_option(
           "--memory", a.memory,
@@ -417,7 +464,10 @@ void add_run_command(CLI::App& app, std::function<int()>& action) {
                    "this directory (FOREBAY_PRELOAD_RECORDS)")
       ->type_name("DIR");
   command->footer(kFooter);
-  command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
+  command->callback([arguments, &action, &words] {
+    arguments->command = words;
+    action = [arguments] { return run(*arguments); };
+  });
 }
 
 }  // namespace forebay

@@ -101,6 +101,50 @@ TEST(RunCommand, MakesTheDeviceLookSmaller) {
   EXPECT_NE(position(run.output, "at most 32.00 MiB of each device"), std::string::npos) << run.output;
 }
 
+// From its first word on.
+TEST(RunCommand, NothingOfTheCommandIsTakenForAnOption) {
+  for (const std::vector<std::string>& words : {std::vector<std::string>{"train.py", "--memory", "8GiB"},
+                                                {"--report", "--", "--trace"},
+                                                {"[a,b]", "", "--", "--help"},
+                                                {"-m", "plan", "run", "--version"}}) {
+    for (const bool has_mark : {true, false}) {
+      std::vector<std::string> arguments;
+      if (has_mark) arguments.push_back("--");
+      arguments.insert(arguments.end(), {"/usr/bin/printf", "<%s>"});
+      arguments.insert(arguments.end(), words.begin(), words.end());
+      std::string expected;
+      for (const std::string& word : words) expected += "<" + word + ">";
+      const Finished run = forebay_run(arguments);
+
+      EXPECT_EQ(run.exit_code, 0) << run.output;
+      EXPECT_NE(position(run.output, expected), std::string::npos) << run.output;
+      EXPECT_EQ(position(run.output, "of each device"), std::string::npos) << run.output;
+    }
+  }
+  const Finished mixed = forebay_run({"--memory", "32MiB", "--no-tensors", "/bin/sh", "-c", "exit 7"});
+  EXPECT_EQ(mixed.exit_code, 7) << mixed.output;
+  EXPECT_NE(position(mixed.output, "at most 32.00 MiB of each device"), std::string::npos) << mixed.output;
+}
+
+TEST(RunCommand, AnOptionWithoutItsValueOrOfNoMeaningIsRefused) {
+  const auto refused = [](const std::vector<std::string>& arguments) {
+    const Finished run = forebay_run(arguments);
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    EXPECT_EQ(position(run.output, "forebay run: "), 0u) << run.output;
+    return run.output;
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    return position(text, part) != std::string::npos;
+  };
+
+  EXPECT_TRUE(has(refused({"--report", "--", "/bin/echo", "it ran"}), "--report needs a directory"));
+  EXPECT_TRUE(has(refused({"--trace", "--", "/bin/echo", "it ran"}), "--trace needs a file"));
+  EXPECT_TRUE(has(refused({"--memory", "--observe", "/bin/echo", "it ran"}), "--memory needs bytes"));
+  EXPECT_TRUE(has(refused({"--pause-signal"}), "--pause-signal needs a signal"));
+  EXPECT_TRUE(has(refused({"--reprot", "x", "--", "/bin/echo"}),
+                  "there is no option --reprot; the order is: forebay run [OPTIONS] -- COMMAND"));
+}
+
 // Also the processes that the command starts in its turn.
 TEST(RunCommand, CountsOverAllProcesses) {
   const Finished run = forebay_run({"--", program("process_program"), "workers"});
