@@ -718,12 +718,13 @@ TEST(RunTrace, AFileOfAnEarlierRunStaysWholeUntilTheNewOneIs) {
   ASSERT_EQ(::symlink(trace.c_str(), link.c_str()), 0);
   const Finished failed =
       forebay_run({"--trace", trace, "--", "/bin/sh", "-c",
-                   "mkdir " + trace + ".partial; exec " + program("events_program") + " full"});
+                   "mkdir " + trace + ".partial; exec " + program("events_program") + " full"},
+                  {{"TMPDIR", directory.path()}});
   const std::string after = read_text(trace);
   ASSERT_EQ(::rmdir((trace + ".partial").c_str()), 0);
   const Finished run = forebay_run({"--trace", link, "--", program("events_program"), "full"});
 
-  EXPECT_TRUE(has(failed.output, "cannot write " + trace)) << failed.output;
+  EXPECT_TRUE(has(failed.output, "cannot write --trace " + trace)) << failed.output;
   EXPECT_EQ(after, before);
   EXPECT_EQ(run.exit_code, 0) << run.output;
   EXPECT_TRUE(std::filesystem::is_symlink(link));
