@@ -142,9 +142,12 @@ ChildSignals::ChildSignals() {
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
   ::sigaction(SIGCHLD, &action, &child_action_);
+  action.sa_handler = SIG_IGN;
+  ::sigaction(SIGXFSZ, &action, &file_size_action_);
 }
 
 void ChildSignals::restore() const {
+  ::sigaction(SIGXFSZ, &file_size_action_, nullptr);
   ::sigaction(SIGCHLD, &child_action_, nullptr);
   ::sigprocmask(SIG_SETMASK, &before_, nullptr);
 }
@@ -183,14 +186,21 @@ std::string preload_obstacle(const std::string& command) {
   return obstacle;
 }
 
-Result<int> run_child(const std::vector<std::string>& command,
-                      const std::map<std::string, std::string>& variables, const ChildSignals& signals,
-                      const ChildWatch& watch) {
+Result<ChildEnd> run_child(const std::vector<std::string>& command,
+                           const std::map<std::string, std::string>& variables, const ChildSignals& signals,
+                           const ChildWatch& watch) {
   std::vector<char*> arguments;
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
+  int failure[2];  // Closed by a successful start; otherwise one byte comes.
+  if (::pipe2(failure, O_CLOEXEC) != 0) {
+    return Status(StatusCode::kInternal, std::string("cannot make a pipe: ") + std::strerror(errno));
+  }
   const pid_t child = ::fork();
   if (child < 0) {
+    const int error = errno;
+    for (const int end : failure) ::close(end);
+    errno = error;
     return Status(StatusCode::kInternal, std::string("cannot start a process: ") + std::strerror(errno));
   }
   if (child == 0) {
@@ -199,10 +209,16 @@ Result<int> run_child(const std::vector<std::string>& command,
     ::execvp(arguments[0], arguments.data());
     const int error = errno;
     ::dprintf(STDERR_FILENO, "forebay run: cannot run %s: %s\n", arguments[0], std::strerror(error));
+    (void)!::write(failure[1], "", 1);
     ::_exit(error == ENOENT ? kNotFound : kNotExecutable);
   }
   pass_on_earlier(child, watch);
-  return wait_and_pass_on(child, signals.waited(), watch);
+  ::close(failure[1]);
+  const int exit_code = wait_and_pass_on(child, signals.waited(), watch);
+  char byte;
+  const bool was_started = ::read(failure[0], &byte, 1) != 1;
+  ::close(failure[0]);
+  return ChildEnd{exit_code, was_started};
 }
 
 }  // namespace forebay

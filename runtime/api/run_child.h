@@ -16,7 +16,7 @@ namespace forebay {
 // Holds the signals back that a command in the foreground may be sent, from its making until it goes: those
 // that come before there is a command are its when it starts, and those that come when it has ended, while
 // what it did is still being written down, end nobody. So is SIGPIPE, since whoever reads what this process
-// says may go.
+// says may go; and SIGXFSZ is ignored, so that a file beyond `ulimit -f` is one that cannot be written.
 //
 // What it is not: a handler. SIGKILL, SIGSTOP and SIGTSTP do what they do.
 class ChildSignals {
@@ -34,6 +34,7 @@ class ChildSignals {
   sigset_t waited_;
   sigset_t before_;
   struct sigaction child_action_;
+  struct sigaction file_size_action_;
 };
 
 // What is done while the command runs, on the thread that waits for it.
@@ -44,12 +45,17 @@ struct ChildWatch {
   std::function<void()> poll;
 };
 
+struct ChildEnd {
+  int exit_code = 0;
+  bool was_started = true;  // False: there is no such command, or it cannot be executed.
+};
+
 // The exit code: the command's own, 128 + n when signal n ended it, 127 when there is no such command, 126
 // when it cannot be executed. SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1 and SIGUSR2 go to the command; those
 // that the terminal has sent it by itself are not sent twice. Errors: kInternal when no process can be made.
-Result<int> run_child(const std::vector<std::string>& command,
-                      const std::map<std::string, std::string>& variables, const ChildSignals& signals,
-                      const ChildWatch& watch = {});
+Result<ChildEnd> run_child(const std::vector<std::string>& command,
+                           const std::map<std::string, std::string>& variables, const ChildSignals& signals,
+                           const ChildWatch& watch = {});
 
 // Where the shell would find the command; empty when it would not.
 std::string find_command(const std::string& command);

@@ -176,6 +176,8 @@ std::string told_elsewhere(const RunOutputs& outputs) {
 
 // What processes have left that were started by somebody else.
 int tell_from(const RunArguments& arguments) {
+  // A file beyond `ulimit -f` is one that cannot be written.
+  (void)::signal(SIGXFSZ, SIG_IGN);
   const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from);
   if (!records.ok()) return complain(records.status());
   const PreloadMode mode = records.value().empty() ? PreloadMode::kArena : records.value().front().mode;
@@ -314,23 +316,26 @@ int run(const RunArguments& arguments) {
   if (outputs.any()) watch.handlers[SIGUSR1] = [&] { say_all(recorder.write("the run goes on")); };
   if (pause_signal != 0) watch.handlers[pause_signal] = [&] { say_all(recorder.request_trim()); };
   if (!watch.handlers.empty()) watch.poll = [&] { say_all(recorder.poll()); };
-  const Result<int> exit_code = run_child(arguments.command, variables, signals, watch);
-  if (!exit_code.ok()) return complain(exit_code.status());
+  const Result<ChildEnd> end = run_child(arguments.command, variables, signals, watch);
+  if (!end.ok()) return complain(end.status());
+  const int exit_code = end.value().exit_code;
   const Result<std::vector<PreloadReport>> read = read_preload_records(records.path());
-  if (!read.ok()) {
+  if (!end.value().was_started) {
+    // Why is said already, and there is nothing else to tell.
+  } else if (!read.ok()) {
     say(read.status().message());
   } else {
     say_all(run_summary(options.mode, read.value()));
   }
   if (outputs.any()) {
-    say_all(recorder.write("the command has ended with " + std::to_string(exit_code.value())));
+    say_all(recorder.write("the command has ended with " + std::to_string(exit_code)));
     if (!recorder.is_complete()) {
       records.keep();
       say("the records are kept in " + records.path() + "; forebay run --from " + records.path() +
           told_elsewhere(outputs));
     }
   }
-  return exit_code.value();
+  return exit_code;
 }
 
 bool is_option(const std::string& word) {

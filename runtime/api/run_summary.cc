@@ -34,7 +34,8 @@ std::vector<std::string> run_summary(PreloadMode mode, const std::vector<Preload
     return {
         "handled 0 of 0 allocations: no process of the command has started CUDA within reach (a static or "
         "set-uid program, or one without LD_PRELOAD, is not; and forebay's own programs have their arena "
-        "already)"};
+        "already), or none could write its record, which a line of its own has said then (another user's may "
+        "where --records DIR names a directory that was made with mode 1777)"};
   }
   Sum all;
   for (std::size_t i = 0; i < kPreloadServerCount; ++i) {

@@ -731,6 +731,22 @@ TEST(RunTrace, AFileOfAnEarlierRunStaysWholeUntilTheNewOneIs) {
   EXPECT_NE(read_text(trace), before);
 }
 
+// `ulimit -f` bounds files of forebay run's as it does the command's, by a signal that ends whoever takes no
+// care.
+TEST(RunReportOfAProcess, AFileThatMayNotBeSoLargeIsOneThatCannotBeWritten) {
+  const TemporaryDirectory directory;
+  const Finished run =
+      run_program({"/bin/bash", "-c",
+                   "ulimit -f 8; exec " FOREBAY_COMMAND " run --events 64KiB --report " +
+                       (directory / "report") + " -- /bin/bash -c '" + program("events_program") +
+                       " steps; head -c 100000 /dev/zero > " + (directory / "large") + "'"},
+                  on_the_fake({{"TMPDIR", directory.path()}}));
+
+  EXPECT_EQ(run.exit_code, 128 + SIGXFSZ) << run.output;
+  EXPECT_TRUE(has(run.output, "File too large")) << run.output;
+  EXPECT_TRUE(has(run.output, "the records are kept in ")) << run.output;
+}
+
 // Dozens of short processes, as a test suite under `forebay run` has them.
 TEST(RunReportOfAProcess, HasEveryOneOfManyShortProcesses) {
   const int count = kSanitized ? 20 : 80;

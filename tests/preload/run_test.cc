@@ -396,6 +396,18 @@ TEST(RunCommand, RunsACommandWithoutCudaAndSaysSo) {
             std::string::npos);
 }
 
+TEST(RunCommand, SaysNothingOfACommandThatWasNeverStarted) {
+  for (const char* command : {"/nowhere/at/all", "/"}) {
+    const Finished run = forebay_run({"--", command});
+
+    EXPECT_NE(position(run.output, std::string("cannot run ") + command), std::string::npos) << run.output;
+    EXPECT_EQ(position(run.output, "handled 0 of 0"), std::string::npos) << run.output;
+  }
+  // One that gives the same exit codes itself.
+  const Finished run = forebay_run({"--", "/bin/sh", "-c", "exit 127"});
+  EXPECT_NE(position(run.output, "handled 0 of 0"), std::string::npos) << run.output;
+}
+
 TEST(RunCommand, AStaticProgramIsOutOfReachAndThatIsSaid) {
   if (!std::filesystem::exists(program("static_program"))) {
     GTEST_SKIP() << "this build has no static C library, or sanitizers, which need a shared one";
