@@ -180,7 +180,16 @@ int tell_from(const RunArguments& arguments) {
   (void)::signal(SIGXFSZ, SIG_IGN);
   const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from);
   if (!records.ok()) return complain(records.status());
-  const PreloadMode mode = records.value().empty() ? PreloadMode::kArena : records.value().front().mode;
+  if (records.value().empty()) {
+    std::error_code error;
+    const bool is_report = std::filesystem::exists(arguments.from + "/summary.txt", error);
+    say("there is no record in --from " + arguments.from +
+        (is_report ? ", which seems to be a report; name the directory of the records it was made from"
+                   : "; name the directory that processes had in " + std::string(kPreloadRecordsVariable) +
+                         ", or that --records made"));
+    return kBadUsage;
+  }
+  const PreloadMode mode = records.value().front().mode;
   say_all(run_summary(mode, records.value()));
   if (!arguments.outputs.any()) return 0;
   RunRecorder recorder({.outputs = arguments.outputs,
@@ -273,10 +282,12 @@ int run(const RunArguments& arguments) {
   // From here on, so that a report asked for too early is written as soon as it can be, and what is written
   // at the end is whole.
   const ChildSignals signals;
+  const Environment inherited = inherited_environment();
   Records records;
-  if (const Status opened = records.open(arguments.records); !opened.ok()) return complain(opened);
+  const std::string wanted = arguments.records.empty() ? inherited_records(inherited) : arguments.records;
+  if (const Status opened = records.open(wanted); !opened.ok()) return complain(opened);
   RunOptions options;
-  options.mode = arguments.observe ? PreloadMode::kObserve : PreloadMode::kArena;
+  options.mode = arguments.observe ? PreloadMode::kObserve : inherited_mode(inherited);
   if (arguments.tensors || arguments.no_tensors) options.tensors = arguments.tensors;
   options.memory = arguments.memory;
   options.preload_library = library.value();
@@ -293,7 +304,7 @@ int run(const RunArguments& arguments) {
     say("--pause-signal cannot be SIGUSR1, at which reports are written; use SIGUSR2 or SIGHUP");
     return kBadUsage;
   }
-  const Result<RunEnvironment> environment = run_environment(options, inherited_environment());
+  const Result<RunEnvironment> environment = run_environment(options, inherited);
   if (!environment.ok()) return complain(environment.status());
   RunRecorder recorder({.outputs = outputs,
                         .records_directory = records.path(),
@@ -309,6 +320,9 @@ int run(const RunArguments& arguments) {
   }
 
   Environment variables = environment.value().set;
+  if (options.mode == PreloadMode::kOff && outputs.any()) {
+    say("no report, trace or snapshot has anything to tell then");
+  }
   for (const char* own : {kReportVariable, kTraceVariable, kSnapshotVariable, kPauseSignalVariable}) {
     if (std::getenv(own) != nullptr) variables[own] = "";
   }
@@ -320,8 +334,8 @@ int run(const RunArguments& arguments) {
   if (!end.ok()) return complain(end.status());
   const int exit_code = end.value().exit_code;
   const Result<std::vector<PreloadReport>> read = read_preload_records(records.path());
-  if (!end.value().was_started) {
-    // Why is said already, and there is nothing else to tell.
+  if (!end.value().was_started || options.mode == PreloadMode::kOff) {
+    // It is said already, and there is nothing else to tell.
   } else if (!read.ok()) {
     say(read.status().message());
   } else {

@@ -105,8 +105,25 @@ TorchGranularity torch_granularity(const std::string& configuration) {
   return granularity;
 }
 
+PreloadMode inherited_mode(const Environment& inherited) {
+  const std::string mode = value_of(inherited, kPreloadModeVariable);
+  if (mode == "off") return PreloadMode::kOff;
+  return mode == "observe" ? PreloadMode::kObserve : PreloadMode::kArena;
+}
+
+std::string inherited_records(const Environment& inherited) {
+  const std::string records = value_of(inherited, kPreloadRecordsVariable);
+  return records == value_of(inherited, kRunWithinVariable) ? std::string() : records;
+}
+
 Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited) {
   RunEnvironment environment;
+  if (options.mode == PreloadMode::kOff) {
+    environment.set[kPreloadModeVariable] = "off";
+    environment.lines.push_back(std::string(kPreloadModeVariable) +
+                                "=off: the command runs as it is, and nothing is served or counted");
+    return environment;
+  }
   if (options.preload_library.find_first_of(" :") != std::string::npos) {
     return Status(StatusCode::kInvalidArgument,
                   "cannot preload " + options.preload_library +
@@ -121,6 +138,7 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
   environment.set["LD_PRELOAD"] = preloads;
   environment.set[kPreloadModeVariable] = options.mode == PreloadMode::kObserve ? "observe" : "arena";
   environment.set[kPreloadRecordsVariable] = options.records_directory;
+  environment.set[kRunWithinVariable] = options.records_directory;
   if (!options.events.empty()) {
     std::uint64_t event_bytes = 0;
     if (!parse_bytes(options.events.c_str(), &event_bytes) ||
@@ -153,9 +171,12 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
                     "--observe changes nothing, so it cannot have PyTorch allocate by --tensors; leave one "
                     "of them out");
     }
-    environment.lines.insert(
-        environment.lines.begin(),
-        "observing: every allocation goes to the driver and is counted; nothing is changed");
+    environment.lines.insert(environment.lines.begin(),
+                             std::string("observing") +
+                                 (inherited_mode(inherited) == PreloadMode::kObserve
+                                      ? std::string(" (") + kPreloadModeVariable + "=observe)"
+                                      : std::string()) +
+                                 ": every allocation goes to the driver and is counted; nothing is changed");
     return environment;
   }
   if (!limit.empty()) environment.set[kPreloadMemoryVariable] = std::to_string(bytes);

@@ -24,6 +24,16 @@ struct RunOptions {
   std::string records_directory;  // From the root.
 };
 
+// Set for the command, so that a `forebay run` in it knows what is the outer one's and what a user's: the
+// directory of the outer one's records.
+inline constexpr char kRunWithinVariable[] = "FOREBAY_RUN_WITHIN";
+
+// The mode that the user has asked for by FOREBAY_PRELOAD, which an outer `forebay run` sets too and means.
+// Where it says nothing that the preload knows: arena.
+PreloadMode inherited_mode(const Environment& inherited);
+// The user's FOREBAY_PRELOAD_RECORDS; empty where there is none, or it is an outer `forebay run`'s.
+std::string inherited_records(const Environment& inherited);
+
 struct RunEnvironment {
   Environment set;  // Variables with their new values.
   // One line each: the first says what is in force and what that means for PyTorch, the others what else was

@@ -490,6 +490,42 @@ TEST(RunCommand, LosesNothingWhenTheProcessIsKilled) {
       << run.output;
 }
 
+TEST(RunCommand, HeedsTheVariablesOfThePreload) {
+  const TemporaryDirectory directory;
+  const std::vector<std::string> work = {program("access_program"), "query"};
+  const Finished off = forebay_run(work, {{"FOREBAY_PRELOAD", "off"}});
+  const Finished observed = forebay_run(work, {{"FOREBAY_PRELOAD", "observe"}});
+  const Finished kept = forebay_run(work, {{"FOREBAY_PRELOAD_RECORDS", directory / "records"}});
+  const Result<std::vector<PreloadReport>> read = read_preload_records(directory / "records");
+  const Finished contradicted =
+      forebay_run({"--memory", "1GiB", "/bin/echo"}, {{"FOREBAY_PRELOAD", "observe"}});
+
+  EXPECT_EQ(off.exit_code, 0) << off.output;
+  EXPECT_EQ(position(off.output, "forebay run: FOREBAY_PRELOAD=off: the command runs as it is"), 0u)
+      << off.output;
+  EXPECT_EQ(position(off.output, "handled"), std::string::npos) << off.output;
+  EXPECT_EQ(position(observed.output, "forebay run: observing (FOREBAY_PRELOAD=observe): "), 0u)
+      << observed.output;
+  EXPECT_NE(position(observed.output, "observed 3 allocations"), std::string::npos) << observed.output;
+  EXPECT_EQ(kept.exit_code, 0) << kept.output;
+  ASSERT_TRUE(read.ok()) << read.status().message();
+  EXPECT_EQ(read.value().size(), 1u);
+  EXPECT_EQ(contradicted.exit_code, 2) << contradicted.output;
+}
+
+TEST(RunCommand, ADirectoryWithoutRecordsTellsNothing) {
+  const TemporaryDirectory directory;
+  const Finished empty = forebay_run({"--from", directory.path()});
+  std::ofstream(directory / "summary.txt") << "of a run";
+  const Finished report = forebay_run({"--from", directory.path()});
+
+  EXPECT_EQ(empty.exit_code, 2);
+  EXPECT_NE(position(empty.output, "there is no record in --from " + directory.path()), std::string::npos)
+      << empty.output;
+  EXPECT_EQ(report.exit_code, 2);
+  EXPECT_NE(position(report.output, "which seems to be a report"), std::string::npos) << report.output;
+}
+
 TEST(RunCommand, RefusesWhatContradictsItself) {
   EXPECT_EQ(forebay_run({"--observe", "--memory", "1GiB", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--observe", "--tensors", "--", "/bin/true"}).exit_code, 2);
