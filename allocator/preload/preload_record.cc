@@ -32,9 +32,11 @@ int make_file(const char* directory) noexcept {
     errno = ENOSPC;
   }
   if (file < 0) {
-    // Whoever wanted to know may have gone before this process began.
-    log(errno == ENOENT ? LogLevel::kInfo : LogLevel::kWarning,
-        "cannot record what this process does in %s (%s): %s; name a directory that it can write to",
+    // `forebay run` may have gone before this process began, and its directory with it.
+    const bool is_of_a_run = errno == ENOENT && std::strstr(directory, "/forebay-run-") != nullptr;
+    log(is_of_a_run ? LogLevel::kInfo : LogLevel::kWarning,
+        "cannot record what this process does in %s (%s): %s; name a directory, from the root, that is there "
+        "and that it can write to: with forebay run by --records, made with mode 1777 for several users",
         directory, kPreloadRecordsVariable, std::strerror(errno));
   }
   return file;

@@ -337,13 +337,16 @@ int run(const RunArguments& arguments) {
   if (!end.value().was_started || options.mode == PreloadMode::kOff) {
     // It is said already, and there is nothing else to tell.
   } else if (!read.ok()) {
-    say(read.status().message());
+    say("the records in " + records.path() +
+        " were removed while the command ran, or cannot be read any more; name a directory that nobody "
+        "cleans "
+        "up with --records");
   } else {
     say_all(run_summary(options.mode, read.value()));
   }
   if (outputs.any()) {
     say_all(recorder.write("the command has ended with " + std::to_string(exit_code)));
-    if (!recorder.is_complete()) {
+    if (!recorder.is_complete() && read.ok()) {
       records.keep();
       say("the records are kept in " + records.path() + "; forebay run --from " + records.path() +
           told_elsewhere(outputs));

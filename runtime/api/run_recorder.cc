@@ -95,7 +95,7 @@ std::vector<std::string> RunRecorder::write(const std::string& state) {
   story.state = state;
   Result<std::vector<PreloadReport>> records =
       read_preload_records(options_.records_directory, &story.left_out);
-  if (!records.ok()) return {records.status().message()};
+  if (!records.ok()) return without_records(state, records.status().message());
   for (PreloadReport& record : records.value()) {
     seen_[record.path].refused = record.refused;
     story.processes.push_back(read_process(std::move(record)));
@@ -136,6 +136,15 @@ Status RunRecorder::write_report(const RunStory& story) {
   FOREBAY_RETURN_IF_ERROR(write_run_text(directory + "report.html", report_page(story_page(story))));
   // Last: who finds it finds the rest.
   return write_run_text(directory + kSummary + ".txt", story_text(story));
+}
+
+// Somebody has cleaned up, which takes nothing from what was written before.
+std::vector<std::string> RunRecorder::without_records(const std::string& state, const std::string& problem) {
+  is_complete_ = false;
+  if (!options_.outputs.report.empty()) {
+    restate_report(state + ", and the records were gone by then, so the rest is of before: " + problem);
+  }
+  return {"nothing more can be told: " + problem};
 }
 
 // Nobody who finds the report is to believe what its second line said before.

@@ -66,6 +66,7 @@ class RunRecorder {
 
   Status check_files() const;
   Status write_report(const RunStory& story);
+  std::vector<std::string> without_records(const std::string& state, const std::string& problem);
   void restate_report(const std::string& state);
   void add_outcome(const Status& written, const std::string& line, std::vector<std::string>* lines);
   void write_traces(const RunStory& story, std::vector<std::string>* lines);

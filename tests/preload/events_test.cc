@@ -747,6 +747,31 @@ TEST(RunReportOfAProcess, AFileThatMayNotBeSoLargeIsOneThatCannotBeWritten) {
   EXPECT_TRUE(has(run.output, "the records are kept in ")) << run.output;
 }
 
+TEST(RunReportOfAProcess, SaysThatTheRecordsWereRemovedMeanwhile) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--", "/bin/sh", "-c",
+                                    program("events_program") + " steps; rm -r $FOREBAY_PRELOAD_RECORDS"});
+  const std::string summary = read_text(report + "/summary.txt");
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(has(run.output, "were removed while the command ran")) << run.output;
+  EXPECT_FALSE(has(run.output, "are kept in")) << run.output;
+  EXPECT_TRUE(has(summary, "the command has ended with 0, and the records were gone by then")) << summary;
+  EXPECT_FALSE(has(summary, "the run goes on")) << summary;
+}
+
+TEST(PreloadEvents, AProgramIsToldThatItsDirectoryForRecordsIsMissing) {
+  const TemporaryDirectory directory;
+  const Process::Variables variables = {{"LD_PRELOAD", kPreloadLibrary},
+                                        {"FOREBAY_PRELOAD_RECORDS", directory / "missing"}};
+  const Finished run = run_program({program("events_program"), "steps"}, on_the_fake(variables));
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_TRUE(has(run.output, "cannot record what this process does in " + (directory / "missing")))
+      << run.output;
+}
+
 // Dozens of short processes, as a test suite under `forebay run` has them.
 TEST(RunReportOfAProcess, HasEveryOneOfManyShortProcesses) {
   const int count = kSanitized ? 20 : 80;
