@@ -59,6 +59,8 @@ class CommitPoint : public ::testing::TestWithParam<std::tuple<int, int>> {
       };
       try {
         trainer.initialize();
+        // Nobody fails before all have their weights.
+        throw_if_error(rank.communicator->barrier());
         for (int step = 0; step <= kSteps; ++step) {
           if (step > 0) static_cast<void>(trainer.step(step));
           outcome.digests.push_back(trainer.engine().shard_digest());
