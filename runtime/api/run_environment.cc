@@ -37,6 +37,18 @@ std::vector<std::pair<std::string, std::string>> entries_of(const std::string& c
   return entries;
 }
 
+// The list as LD_PRELOAD has it, without that path.
+std::string without(const std::string& list, const std::string& path) {
+  std::string rest;
+  for (std::size_t begin = 0; begin < list.size();) {
+    const std::size_t end = std::min(list.find_first_of(" :", begin), list.size());
+    const std::string entry = list.substr(begin, end - begin);
+    if (!entry.empty() && entry != path) rest += (rest.empty() ? "" : ":") + entry;
+    begin = end + 1;
+  }
+  return rest;
+}
+
 // What the user has set, by the name it is set under.
 struct TorchChoice {
   std::string variable;  // Empty: none.
@@ -71,8 +83,10 @@ std::string choose_torch(const RunOptions& options, const Environment& inherited
     return granularity_text(TorchGranularity::kSegments);
   if (!tensors) {
     const TorchGranularity granularity = torch_granularity(chosen.value);
-    std::string text =
-        chosen.variable + " is '" + chosen.value + "' (yours, kept): " + granularity_text(granularity);
+    const bool is_outer = !value_of(inherited, kRunWithinVariable).empty() && chosen.value == kTorchTensors;
+    std::string text = chosen.variable + " is '" + chosen.value +
+                       (is_outer ? "' (of the forebay run around this one, kept): " : "' (yours, kept): ") +
+                       granularity_text(granularity);
     if (granularity != TorchGranularity::kTensors) text += "; --tensors replaces it";
     return text;
   }
@@ -131,7 +145,8 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
                       "in a directory without");
   }
   std::string preloads = options.preload_library;
-  if (const std::string others = value_of(inherited, "LD_PRELOAD"); !others.empty()) {
+  if (const std::string others = without(value_of(inherited, "LD_PRELOAD"), options.preload_library);
+      !others.empty()) {
     preloads += ":" + others;
     environment.lines.push_back("LD_PRELOAD was '" + others + "', which stays behind ours");
   }
@@ -178,6 +193,12 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
                                       : std::string()) +
                                  ": every allocation goes to the driver and is counted; nothing is changed");
     return environment;
+  }
+  std::uint64_t outer_bytes = 0;
+  if (const std::string outer = value_of(inherited, kPreloadMemoryVariable);
+      !options.memory.empty() && parse_bytes(outer.c_str(), &outer_bytes) && outer_bytes < bytes) {
+    environment.lines.push_back("--memory " + limit + " is more than " + kPreloadMemoryVariable + "=" +
+                                outer + " around it, and replaces that");
   }
   if (!limit.empty()) environment.set[kPreloadMemoryVariable] = std::to_string(bytes);
   std::string first = "the arena serves device memory";

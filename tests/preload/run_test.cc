@@ -625,6 +625,24 @@ TEST(RunEnvironmentTest, TheLimitMayComeFromTheEnvironment) {
             "1073741824");
 }
 
+TEST(RunEnvironmentTest, KnowsWhatIsOfARunAroundIt) {
+  RunOptions wanted = options();
+  Environment around =
+      run_environment(wanted, {{"LD_PRELOAD", "/lib/other.so"}, {"FOREBAY_MEMORY", "2GiB"}}).value().set;
+  wanted.memory = "4GiB";
+  const RunEnvironment made = run_environment(wanted, around).value();
+  std::string said;
+  for (const std::string& line : made.lines) said += line + "\n";
+
+  EXPECT_EQ(made.set.at("LD_PRELOAD"), "/opt/forebay/lib/libforebay-preload.so:/lib/other.so");
+  EXPECT_EQ(position(said, "yours"), std::string::npos) << said;
+  EXPECT_NE(position(said, "of the forebay run around this one"), std::string::npos) << said;
+  EXPECT_NE(position(said, "--memory 4GiB is more than FOREBAY_MEMORY=2147483648 around it"),
+            std::string::npos)
+      << said;
+  EXPECT_EQ(inherited_records(around), "");
+}
+
 TEST(RunEnvironmentTest, APathThatCannotBePreloadedIsRefused) {
   RunOptions wanted = options();
   wanted.preload_library = "/opt/my programs/libforebay-preload.so";
