@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <pty.h>
 #include <sys/stat.h>
+#include <termios.h>
 
 #include <filesystem>
 #include <fstream>
@@ -174,6 +175,11 @@ TEST(RunCommand, LeavesTheTerminalsSignalsToTheTerminal) {
     ::_exit(1);
   }
   ASSERT_GT(child, 0);
+  // A terminal throws away what is still to be shown when Ctrl-C is pressed, unless it is told not to.
+  termios settings{};
+  ASSERT_EQ(::tcgetattr(terminal, &settings), 0);
+  settings.c_lflag |= NOFLSH;
+  ASSERT_EQ(::tcsetattr(terminal, TCSANOW, &settings), 0);
   std::string text;
   char buffer[4096];
   bool is_sent = false;
