@@ -90,6 +90,10 @@ class Group final : public Transport {
 
   ShmSegment& segment() noexcept { return *segment_; }
 
+  // The place where the ranks met: it is given up by whoever made it, which must not be before all others
+  // have removed what they wrote there.
+  void keep(std::shared_ptr<RendezvousStore> store) { store_ = std::move(store); }
+
   // Says that this rank is here and waits for the others. A rank that cannot come leaves its reason in the
   // text `failure_name`.
   Status join(SteadyClock::time_point limit, RendezvousStore& store, const std::string& failure_name);
@@ -167,6 +171,7 @@ class Group final : public Transport {
   // For the message of a send or recv that waits in vain: the collective that `peer` waits in, if any.
   std::string meanwhile(int peer);
 
+  std::shared_ptr<RendezvousStore> store_;
   const std::unique_ptr<ShmSegment> segment_;
   const bool may_spin_;
   std::atomic<std::int64_t> next_look_ns_{0};  // When status() looks after the peers again.
@@ -719,6 +724,7 @@ Result<std::shared_ptr<Transport>> join_group(const Joining& joining) {
   auto group = std::make_shared<Group>(membership, std::move(segment).value());
   FOREBAY_RETURN_IF_ERROR(group->join(joining.limit, *joining.store, joining.name("failed")));
   group->segment().close_descriptor();
+  group->keep(joining.store);
   return std::shared_ptr<Transport>(std::move(group));
 }
 

@@ -475,9 +475,10 @@ TEST_P(CommunicatorConformance, RemembersItsLastOperations) {
   run([&](Member& member, int) {
     Communicator& communicator = member.communicator();
     ASSERT_TRUE(communicator.barrier().ok());
-    std::byte* bytes = member.allocate(64 * static_cast<std::size_t>(size()));
+    std::byte* source = member.allocate(64);
+    std::byte* target = member.allocate(64 * static_cast<std::size_t>(size()));
     ASSERT_TRUE(communicator
-                    .all_gather({.source = bytes, .target = bytes, .target_stride_bytes = 64, .bytes = 64},
+                    .all_gather({.source = source, .target = target, .target_stride_bytes = 64, .bytes = 64},
                                 member.stream())
                     .ok());
     ASSERT_TRUE(member.finish().ok());
