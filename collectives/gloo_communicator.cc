@@ -24,13 +24,8 @@
 #include <gloo/rendezvous/store.h>
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
-#include <ifaddrs.h>
-#include <netdb.h>
-#include <netinet/in.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -47,8 +42,10 @@
 #include "fingerprint.h"
 #include "first_cause.h"
 #include "forebay/host_gradients.h"
+#include "gloo_context.h"
 #include "joining.h"
 #include "rendezvous_store.h"
+#include "store_address.h"
 #include "transport.h"
 
 namespace forebay {
@@ -190,17 +187,6 @@ class GlooStore final : public gloo::rendezvous::Store {
   const SteadyClock::time_point deadline_;
   std::vector<std::string> written_;
 };
-
-// Gloo's releases differ: Debian 12's takes the store by reference, later ones share it.
-template <typename Context, typename Store>
-void connect_full_mesh(Context& context, const std::shared_ptr<Store>& store,
-                       std::shared_ptr<gloo::transport::Device>& device) {
-  if constexpr (requires { context.connectFullMesh(store, device); }) {
-    context.connectFullMesh(store, device);
-  } else {
-    context.connectFullMesh(*store, device);
-  }
-}
 
 enum Plane : int { kDataPlane, kControlPlane, kHealthPlane, kPlaneCount };
 
@@ -358,7 +344,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
       stores[plane] = std::make_shared<GlooStore>(
           *store_, membership().generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
       std::shared_ptr<gloo::transport::Device> device = device_;
-      connect_full_mesh(*context, stores[plane], device);
+      internal::connect_full_mesh(*context, stores[plane], device);
       contexts_[plane] = std::move(context);
     }
   } catch (const std::exception& error) {
@@ -712,57 +698,13 @@ Result<std::shared_ptr<Transport>> Mesh::split_own(Membership membership,
   return std::shared_ptr<Transport>(std::move(mesh));
 }
 
-std::string numeric(const sockaddr* address, socklen_t length) {
-  char text[NI_MAXHOST] = {};
-  return getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0 ? text : "";
-}
-
-bool can_listen(const sockaddr* address, socklen_t length) {
-  const int descriptor = socket(address->sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  if (descriptor < 0) return false;
-  const bool bound = bind(descriptor, address, length) == 0;
-  close(descriptor);
-  return bound;
-}
-
-// The numeric address of an interface of this host, IPv4 before IPv6, or nothing.
-std::string address_of_interface(const std::string& name) {
-  ifaddrs* all = nullptr;
-  if (getifaddrs(&all) != 0) return {};
-  std::string found;
-  for (const int family : {AF_INET, AF_INET6}) {
-    for (const ifaddrs* i = all; i != nullptr && found.empty(); i = i->ifa_next) {
-      if (name != i->ifa_name || i->ifa_addr == nullptr || i->ifa_addr->sa_family != family) continue;
-      const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-      if (can_listen(i->ifa_addr, length)) found = numeric(i->ifa_addr, length);
-    }
-  }
-  freeifaddrs(all);
-  return found;
-}
-
-// The numeric form of the first address of `name` that this host can listen on, or nothing.
-std::string address_of_host(const std::string& name) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* all = nullptr;
-  if (getaddrinfo(name.c_str(), nullptr, &hints, &all) != 0) return {};
-  std::string found;
-  for (const addrinfo* i = all; i != nullptr && found.empty(); i = i->ai_next) {
-    if (can_listen(i->ai_addr, i->ai_addrlen)) found = numeric(i->ai_addr, i->ai_addrlen);
-  }
-  freeaddrinfo(all);
-  return found;
-}
-
 constexpr const char* kInterfaceAdvice = "; give an address or an interface of this host";
 
 // Of an interface or an address, empty for the loopback one: a numeric address that works. Debian 12's Gloo
 // reads an uninitialised pointer when a name has none.
-Result<std::string> listening_address(const std::string& interface) {
+Result<std::string> address_to_listen_at(const std::string& interface) {
   const std::string wanted = interface.empty() ? "127.0.0.1" : interface;
-  std::string address = address_of_interface(wanted);
-  if (address.empty()) address = address_of_host(wanted);
+  std::string address = internal::listening_address(wanted);
   if (!address.empty()) return address;
   return Status(StatusCode::kInvalidArgument, "cannot listen on \"" + wanted +
                                                   "\": no interface or address of this host has that name" +
@@ -770,7 +712,7 @@ Result<std::string> listening_address(const std::string& interface) {
 }
 
 Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
-  Result<std::string> address = listening_address(interface);
+  Result<std::string> address = address_to_listen_at(interface);
   FOREBAY_RETURN_IF_ERROR(address.status());
   gloo::transport::tcp::attr attributes;
   attributes.hostname = address.value();
@@ -808,7 +750,7 @@ bool gloo_available() noexcept {
 }
 
 Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend) {
-  if (!options.interface.empty()) FOREBAY_RETURN_IF_ERROR(listening_address(options.interface).status());
+  if (!options.interface.empty()) FOREBAY_RETURN_IF_ERROR(address_to_listen_at(options.interface).status());
   if (options.size > 1) return internal::create_over("gloo", internal::connect_gloo, options, backend);
   Result<Membership> membership =
       internal::check_membership("gloo", options.rank, options.size, options.deadline, backend);

@@ -74,6 +74,11 @@ bool is_wildcard(const SocketAddress& address) {
   return IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(&address.storage)->sin6_addr);
 }
 
+bool can_listen(const SocketAddress& address) {
+  const Descriptor socket(::socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return socket.valid() && bind(socket.number(), address.get(), address.bytes) == 0;
+}
+
 // The first usable address of an interface of this host, IPv4 before IPv6, or nothing.
 std::string address_of_interface(const std::string& name) {
   ifaddrs* all = nullptr;
@@ -85,7 +90,7 @@ std::string address_of_interface(const std::string& name) {
       SocketAddress address;
       address.bytes = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
       std::memcpy(&address.storage, i->ifa_addr, address.bytes);
-      found = address.host();
+      if (can_listen(address)) found = address.host();
     }
   }
   freeifaddrs(all);
@@ -164,6 +169,16 @@ Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_
   }
   freeaddrinfo(all);
   return found;
+}
+
+std::string listening_address(const std::string& name) {
+  if (std::string found = address_of_interface(name); !found.empty()) return found;
+  const Result<std::vector<SocketAddress>> candidates = resolve(name, 0);
+  if (!candidates.ok()) return {};
+  for (const SocketAddress& candidate : candidates.value()) {
+    if (can_listen(candidate)) return candidate.host();
+  }
+  return {};
 }
 
 Result<std::string> reachable_address(const std::string& interface) {

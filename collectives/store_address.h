@@ -63,6 +63,10 @@ struct SocketAddress {
 // Errors: kUnavailable when nobody knows the name, which may change: some networks learn names late.
 Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_t port);
 
+// The numeric form of the first address of an interface or host name that this host can listen on, IPv4
+// before IPv6 for an interface; empty when there is none.
+std::string listening_address(const std::string& name);
+
 // The numeric address of this host at which others reach it: that of the interface or address given, else the
 // one that it has towards everybody else.
 // Errors: kInvalidArgument when the interface is not one of this host; kUnavailable when nothing tells.

@@ -6,18 +6,15 @@
 // Prints the medians over rounds, of the slowest rank of each, and the median of the rounds' quotients.
 // Buffers are private memory that was written before. More ranks than processors measure the scheduler.
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <string>
 #include <vector>
 
+#include "bench/ranks.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
 #include "forebay/host_gradients.h"
@@ -29,13 +26,6 @@ namespace {
 // As shm has them.
 constexpr std::size_t kSlotBytes = 512u << 10;
 constexpr std::size_t kSlotCount = 4;
-
-using Clock = std::chrono::steady_clock;
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 class Bench {
  public:
@@ -106,16 +96,8 @@ class Bench {
     std::memcpy(bytes_of(gathered_) + rank_ * slice_bytes(), bytes_of(sum_), slice_bytes());
   }
 
-  // Milliseconds of the slowest rank; all begin together.
   double measure(void (Bench::*function)()) {
-    throw_if_error(communicator_.barrier());
-    const Clock::time_point start = Clock::now();
-    (this->*function)();
-    const double mine = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-    std::vector<double> all(ranks_);
-    throw_if_error(
-        communicator_.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
-    return *std::max_element(all.begin(), all.end());
+    return bench::slowest_ms(communicator_, [&] { (this->*function)(); });
   }
 
  private:
@@ -141,9 +123,9 @@ class Bench {
 
 void run_rank(int rank, int size, std::size_t bytes, int rounds, const std::string& store, std::byte* slots) {
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
-  const std::unique_ptr<Communicator> communicator = value_or_throw(
-      create_shm_communicator({.rank = rank, .size = size, .store = store}, *backend));
-  Bench bench(*communicator, *backend, slots, bytes);
+  const std::unique_ptr<Communicator> communicator =
+      value_or_throw(create_shm_communicator({.rank = rank, .size = size, .store = store}, *backend));
+  Bench measured(*communicator, *backend, slots, bytes);
   struct Pair {
     const char* name;
     void (Bench::*measured)();
@@ -152,54 +134,24 @@ void run_rank(int rank, int size, std::size_t bytes, int rounds, const std::stri
   for (const Pair& pair :
        {Pair{"reduce_scatter", &Bench::reduce_scatter, &Bench::reduce_scatter_loads_and_stores},
         Pair{"all_gather", &Bench::all_gather, &Bench::all_gather_loads_and_stores}}) {
-    bench.measure(pair.measured);
-    bench.measure(pair.bare);
-    std::vector<double> measured, bare, quotients;
-    for (int round = 0; round < rounds; ++round) {
-      // Each first in turn.
-      if (round % 2 == 0) measured.push_back(bench.measure(pair.measured));
-      bare.push_back(bench.measure(pair.bare));
-      if (round % 2 == 1) measured.push_back(bench.measure(pair.measured));
-      quotients.push_back(measured.back() / bare.back());
-    }
+    const bench::Paired times = bench::measure_in_turns(
+        rounds, [&] { return measured.measure(pair.measured); }, [&] { return measured.measure(pair.bare); });
     if (rank == 0) {
       std::printf("%-14s  %d ranks  %zu MiB  shm %.2f ms  loads and stores %.2f ms  quotient %.3f\n",
-                  pair.name, size, bytes >> 20, median(measured), median(bare), median(quotients));
+                  pair.name, size, bytes >> 20, bench::median(times.one_ms), bench::median(times.other_ms),
+                  bench::median(times.quotients));
     }
   }
 }
 
 int run(int size, std::size_t bytes, int rounds) {
-  std::string store = (std::filesystem::temp_directory_path() / "forebay-bench-XXXXXX").string();
-  if (mkdtemp(store.data()) == nullptr) return 1;
   void* slots = mmap(nullptr, static_cast<std::size_t>(size) * kSlotCount * kSlotBytes,
                      PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (slots == MAP_FAILED) return 1;
   std::memset(slots, 0, static_cast<std::size_t>(size) * kSlotCount * kSlotBytes);
-  std::vector<pid_t> children;
-  for (int rank = 0; rank < size; ++rank) {
-    const pid_t child = fork();
-    if (child != 0) {
-      children.push_back(child);
-      continue;
-    }
-    try {
-      run_rank(rank, size, bytes, rounds, store, static_cast<std::byte*>(slots));
-      std::fflush(stdout);
-      _exit(0);
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "shm_bench: %s\n", error.what());
-      _exit(1);
-    }
-  }
-  int code = 0;
-  for (const pid_t child : children) {
-    int state = 0;
-    if (waitpid(child, &state, 0) != child || state != 0) code = 1;
-  }
-  std::error_code ignored;
-  std::filesystem::remove_all(store, ignored);
-  return code;
+  return bench::run_ranks("shm_bench", size, [&](int rank, const std::string& directory) {
+    run_rank(rank, size, bytes, rounds, directory, static_cast<std::byte*>(slots));
+  });
 }
 
 }  // namespace
