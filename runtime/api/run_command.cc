@@ -338,9 +338,8 @@ int run(const RunArguments& arguments) {
     // It is said already, and there is nothing else to tell.
   } else if (!read.ok()) {
     say("the records in " + records.path() +
-        " were removed while the command ran, or cannot be read any more; name a directory that nobody "
-        "cleans "
-        "up with --records");
+        " were removed while the command ran, or cannot be read any more; name one that nobody cleans up "
+        "with --records");
   } else {
     say_all(run_summary(options.mode, read.value()));
   }

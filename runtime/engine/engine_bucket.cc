@@ -8,8 +8,6 @@
 #include <chrono>
 
 #include "engine_impl.h"
-#include "forebay/log.h"
-#include "forebay/units.h"
 
 namespace forebay {
 namespace {
@@ -25,7 +23,9 @@ constexpr double kTransfersPerLatency = 19;
 
 // Device memory and a stream, for as long as it measures.
 struct Engine::Impl::BucketProbe {
-  BucketProbe(Impl& impl_in, std::uint64_t count) : impl(impl_in) {
+  explicit BucketProbe(Impl& impl_in) : impl(impl_in) {}
+  // Room for slices of `count` elements. What has been taken when this throws is given back at the end.
+  void open(std::uint64_t count) {
     const std::uint64_t bucket = count * static_cast<std::uint64_t>(impl.ranks()) * impl.element();
     stream = value_or_throw(impl.backend.stream_create());
     memory = value_or_throw(impl.backend.alloc(2 * bucket + count * sizeof(float)));
@@ -77,16 +77,16 @@ struct Engine::Impl::BucketProbe {
 std::uint64_t Engine::Impl::choose_bucket_bytes() {
   const std::uint64_t per_column = static_cast<std::uint64_t>(ranks()) * element();
   const std::uint64_t large = std::max<std::uint64_t>(kLargeBytes / per_column / kLeafCount, 2) * kLeafCount;
-  std::unique_ptr<BucketProbe> probe;
+  BucketProbe probe(*this);
   Status ready;
   try {
-    probe = std::make_unique<BucketProbe>(*this, large);
+    probe.open(large);
   } catch (const Error& error) {
     ready = error.status();
   }
   agree(ready);
-  const double small_seconds = probe->seconds_of(kLeafCount);
-  const double large_seconds = probe->seconds_of(large);
+  const double small_seconds = probe.seconds_of(kLeafCount);
+  const double large_seconds = probe.seconds_of(large);
   WireSpeed mine;
   mine.bytes_per_second =
       static_cast<double>((large - kLeafCount) * per_column) / std::max(large_seconds - small_seconds, 1e-9);

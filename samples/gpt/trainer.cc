@@ -339,7 +339,6 @@ class Trainer {
     return options_.offload != Offload::kNone && options_.tier == Tier::kFile;
   }
 
-  // Where states go and how fast it may be: what a person should see at once.
   void say_what_was_chosen() {
     const WireSpeed speed = engine_.statistics().wire_speed;
     if (place_.rank != 0 || !options_.progress || speed.bytes_per_second <= 0) return;
@@ -348,6 +347,7 @@ class Trainer {
                  format_bytes(static_cast<std::uint64_t>(speed.bytes_per_second)).c_str());
   }
 
+  // Where states go and how fast it may be: what a person should see at once.
   void say_where_states_are() {
     if (!options_.progress || place_.rank != 0 || options_.offload == Offload::kNone) return;
     const std::string store = engine_.statistics().store_description;
