@@ -3,6 +3,7 @@
 #include <latch>
 
 #include "nccl_world.h"
+#include "support/forwarding_communicator.h"
 
 namespace forebay::testing {
 
@@ -244,56 +245,27 @@ TEST_P(NcclFault, ARankThatIssuesSomethingElseIsNamedAtEveryPlace) {
 
 // `local`, but for one thing: once `dead` is set, the groups split from it find the last rank dead, as a
 // communicator of processes does when a peer's is gone.
-class MortalControl final : public Communicator {
+class MortalControl final : public ForwardingCommunicator {
  public:
   MortalControl(std::unique_ptr<Communicator> inner, std::shared_ptr<std::atomic<bool>> dead, bool is_watch)
-      : inner_(std::move(inner)), dead_(std::move(dead)), is_watch_(is_watch) {}
+      : ForwardingCommunicator(std::move(inner)), dead_(std::move(dead)), is_watch_(is_watch) {}
 
-  int rank() const noexcept override { return inner_->rank(); }
-  int size() const noexcept override { return inner_->size(); }
-  const char* name() const noexcept override { return "mortal"; }
-  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
-    return inner_->reduce_scatter(arguments, stream);
-  }
-  Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
-    return inner_->all_gather(arguments, stream);
-  }
-  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
-              Stream stream) override {
-    return inner_->send(source, bytes, peer, tag, stream);
-  }
-  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
-    return inner_->recv(target, bytes, peer, tag, stream);
-  }
   Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
     if (is_watch_ && *dead_) {
-      inner_->abort(Status(StatusCode::kPeerLost,
-                           "the process of rank " + std::to_string(size() - 1) + " has ended; see why"));
-      return inner_->status();
+      abort(Status(StatusCode::kPeerLost,
+                   "the process of rank " + std::to_string(size() - 1) + " has ended; see why"));
+      return status();
     }
-    return inner_->exchange(mine, all);
+    return ForwardingCommunicator::exchange(mine, all);
   }
-  Status barrier() override { return inner_->barrier(); }
   Result<std::unique_ptr<Communicator>> split(int color, int key) override {
-    Result<std::unique_ptr<Communicator>> part = inner_->split(color, key);
+    Result<std::unique_ptr<Communicator>> part = ForwardingCommunicator::split(color, key);
     FOREBAY_RETURN_IF_ERROR(part.status());
     return std::unique_ptr<Communicator>(
         std::make_unique<MortalControl>(std::move(part).value(), dead_, true));
   }
-  Status status() const override { return inner_->status(); }
-  void abort(const Status& cause) noexcept override { inner_->abort(cause); }
-  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
-    return inner_->vote(step, decision);
-  }
-  std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {
-    return inner_->survivors_vote(step);
-  }
-  Traffic traffic() const override { return inner_->traffic(); }
-  std::vector<OperationTraffic> operation_traffic() const override { return inner_->operation_traffic(); }
-  std::vector<OperationRecord> last_operations() const override { return inner_->last_operations(); }
 
  private:
-  const std::unique_ptr<Communicator> inner_;
   const std::shared_ptr<std::atomic<bool>> dead_;  // Shared by all ranks and their groups.
   const bool is_watch_;
 };
