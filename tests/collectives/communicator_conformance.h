@@ -23,6 +23,7 @@
 
 #include "forebay/communicator.h"
 #include "forebay/error.h"
+#include "forebay/grouped_communicator.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 #include "support/elements.h"
@@ -949,6 +950,90 @@ TEST_P(CommunicatorConformance, OperationsQueuedBeforeLeavingStillHappen) {
     ASSERT_TRUE(member.backend().stream_synchronize(member.stream()).ok());
     const std::vector<std::byte> actual = member.read(target, kBytes * ranks);
     for (std::size_t r = 0; r < ranks; ++r) EXPECT_EQ(actual[r * kBytes + kBytes - 1], std::byte(r + 1));
+  });
+}
+
+// Every way to cut the ranks into groups, each with its two ways to keep what is reduced.
+TEST_P(CommunicatorConformance, GroupedSumsAreThoseOfEachGroupAddedInTheirOrder) {
+  run([&](Member& member, int rank) {
+    std::uint64_t seed = test_seed();
+    for (int group = 1; group <= size(); ++group) {
+      if (size() % group != 0) continue;
+      for (const bool replicate : {false, true}) {
+        const std::unique_ptr<Communicator> grouped = value_or_throw(
+            create_grouped_communicator(member.communicator(), {.group = group, .replicate = replicate}));
+        ASSERT_EQ(grouped->size(), replicate ? group : size());
+        ASSERT_EQ(grouped->rank(), replicate ? rank % group : rank);
+        for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
+          for (const bool first : {true, false}) {
+            const std::size_t count = 512 * 12;
+            const auto slices = static_cast<std::size_t>(grouped->size());
+            const std::size_t stride = count * element_bytes(type) + 64;
+            std::vector<std::byte> contribution(stride * slices, std::byte{0xCB});
+            ++seed;
+            for (std::size_t r = 0; r < slices; ++r) {
+              for (std::size_t i = 0; i < count; ++i)
+                store(type, &contribution[r * stride], i, sample(seed, rank, r * count + i));
+            }
+            const std::byte* source = member.allocate_copy(contribution);
+            std::byte* receive = member.allocate(grouped->staging_bytes(count, type));
+            float* target = member.allocate_copy(std::vector<float>(count, 0.5f));
+            throw_if_error(grouped->reduce_scatter({.source = source,
+                                                    .source_stride_bytes = stride,
+                                                    .count = count,
+                                                    .type = type,
+                                                    .receive = receive,
+                                                    .target = target,
+                                                    .first = first},
+                                                   member.stream()));
+            throw_if_error(member.finish());
+            const std::vector<float> actual = member.read(target, count);
+            for (std::size_t i = 0; i < count; ++i) {
+              const std::size_t index = static_cast<std::size_t>(grouped->rank()) * count + i;
+              float expected = 0;
+              for (int g = 0; g < size(); g += group) {
+                float partial = round_to(type, sample(seed, g, index));
+                for (int r = g + 1; r < g + group; ++r) partial += round_to(type, sample(seed, r, index));
+                expected = g == 0 ? partial : expected + partial;
+              }
+              if (!first) expected = 0.5f + expected;
+              ASSERT_EQ(float_bits(actual[i]), float_bits(expected))
+                  << "rank " << rank << " element " << i << " groups of " << group
+                  << (replicate ? ", replicated, " : ", ") << data_type_name(type);
+            }
+          }
+        }
+        // Of a gather the order does not show, but the place does.
+        constexpr std::size_t kBytes = 3000;
+        const auto slices = static_cast<std::size_t>(grouped->size());
+        std::byte* gathered = member.allocate_filled((kBytes + 8) * slices, 0xCB);
+        std::byte* mine = member.allocate_filled(kBytes, 0x20 + rank);
+        throw_if_error(grouped->all_gather(
+            {.source = mine, .target = gathered, .target_stride_bytes = kBytes + 8, .bytes = kBytes},
+            member.stream()));
+        throw_if_error(member.finish());
+        const std::vector<std::byte> all = member.read(gathered, (kBytes + 8) * slices);
+        for (std::size_t i = 0; i < all.size(); ++i) {
+          const std::size_t slice = i / (kBytes + 8);
+          const std::size_t owner =
+              replicate ? static_cast<std::size_t>(rank / group * group) + slice : slice;
+          ASSERT_EQ(all[i], i % (kBytes + 8) < kBytes ? std::byte(0x20 + owner) : std::byte{0xCB})
+              << "byte " << i << ", groups of " << group;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(CommunicatorConformance, GroupsThatDoNotDivideTheRanksAreRefused) {
+  run([&](Member& member, int) {
+    for (const int group : {0, size() + 1}) {
+      const Status refused =
+          create_grouped_communicator(member.communicator(), {.group = group, .replicate = false}).status();
+      EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(refused.message().find("groups of " + std::to_string(group)), std::string::npos)
+          << refused.message();
+    }
   });
 }
 

@@ -22,6 +22,9 @@ class ForwardingCommunicator : public Communicator {
   Status all_gather(const AllGatherArguments& arguments, Stream stream) override {
     return inner_->all_gather(arguments, stream);
   }
+  std::size_t staging_bytes(std::size_t count, DataType type) const override {
+    return inner_->staging_bytes(count, type);
+  }
   Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
               Stream stream) override {
     return inner_->send(source, bytes, peer, tag, stream);

@@ -73,7 +73,7 @@ struct ReduceScatterArguments {
       source_stride_bytes;  // From one slice to the next: a column range of a larger buffer is allowed.
   std::size_t count;        // Elements of one slice.
   DataType type;
-  std::byte* receive;  // Staging the caller owns: size() * count elements; contents undefined after.
+  std::byte* receive;  // Staging the caller owns: staging_bytes() of count and type; contents undefined after.
   float* target;       // Gets (or adds) the rank-ordered fp32 sum of slice rank(); count elements.
   bool first;          // True: target = sum. False: target = target + sum.
 };
@@ -97,6 +97,10 @@ class Communicator {
   // --- data plane: queued on `stream`, in the same order on every rank ---
   virtual Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) = 0;
   virtual Status all_gather(const AllGatherArguments& arguments, Stream stream) = 0;
+  // Bytes that a reduce_scatter of slices of `count` elements needs at `receive`.
+  virtual std::size_t staging_bytes(std::size_t count, DataType type) const {
+    return static_cast<std::size_t>(size()) * count * element_bytes(type);
+  }
   // Point to point: matched by (peer, tag) in order of issue. A send may wait for its recv.
   virtual Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
                       Stream stream) = 0;
