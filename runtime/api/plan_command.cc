@@ -38,6 +38,8 @@ struct PlanArguments {
   std::string tier = "cpu";
   std::string fraction = "1";
   std::string staging = "96MiB";
+  std::string order = "rank";
+  std::string shard_within = "all";
   std::string bucket = "16MiB";
   std::string chunk = "2MiB";
   std::string memory;
@@ -113,10 +115,30 @@ Status read_tier(const PlanArguments& arguments, PlanOptions* options) {
   return read_bytes("offload-staging", arguments.staging, &options->staging_bytes);
 }
 
+// "rank" or "group:G"; and what the stage shards over.
+Status read_order(const PlanArguments& arguments, PlanOptions* options) {
+  const std::string prefix = "group:";
+  const bool grouped = arguments.order.rfind(prefix, 0) == 0;
+  const char* const end = arguments.order.data() + arguments.order.size();
+  const auto read =
+      std::from_chars(arguments.order.data() + (grouped ? prefix.size() : 0), end, options->group);
+  if (grouped ? read.ec != std::errc() || read.ptr != end : arguments.order != "rank") {
+    return refuse("--order is '" + arguments.order +
+                  "'; use rank, or group:G with the number of consecutive ranks that are added first");
+  }
+  if (arguments.shard_within != "all" && arguments.shard_within != "group")
+    return refuse("--shard-within is '" + arguments.shard_within + "'; use all or group");
+  options->shard_within_group = arguments.shard_within == "group";
+  if (options->shard_within_group && !grouped)
+    return refuse("--shard-within group needs to know the groups; add --order group:G");
+  return {};
+}
+
 Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   PlanOptions& options = request->options;
   FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, &options.ranks));
   FOREBAY_RETURN_IF_ERROR(read_number("micro-steps", arguments.micro_steps, &options.micro_steps));
+  FOREBAY_RETURN_IF_ERROR(read_order(arguments, &options));
   FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &options.stage));
   FOREBAY_RETURN_IF_ERROR(read_dtype(arguments.dtype, &options.dtype));
 
@@ -259,6 +281,14 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
        "SHARE")
       ->capture_default_str();
   text("--offload-staging", a.staging, "Host memory that states in files pass through, at most", "BYTES")
+      ->capture_default_str();
+  text("--order", a.order,
+       "How gradients are added over ranks: rank (in their order) or group:G (within groups of G consecutive "
+       "ranks, then over the groups)",
+       "ORDER")
+      ->capture_default_str();
+  text("--shard-within", a.shard_within,
+       "What the stage shards over: all ranks, or the ranks of each group (hybrid sharding)", "WHICH")
       ->capture_default_str();
   text("--bucket", a.bucket, "Bytes of one bucket", "BYTES")->capture_default_str();
   text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();

@@ -207,7 +207,8 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
   table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
   text += table.take();
 
-  text += "\nPsi: parameters; N: ranks\n";
+  text += std::string("\nPsi: parameters; N: ranks") +
+          (options.in_groups() ? "; G: ranks of a group, " + std::to_string(options.group) : "") + "\n";
   for (const PlanReport& report : reports) {
     if (!report.below_device_formula.empty())
       text += stage_label(report) + " below the device: " + report.below_device_formula + "\n";
@@ -235,6 +236,8 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
             {"exact", report.exact},
             {"parameters", report.parameters},
             {"ranks", options.ranks},
+            {"group", options.group},
+            {"shard_within_group", options.shard_within_group},
             {"stage", options.stage},
             {"dtype", data_type_name(options.dtype)},
             {"micro_steps", options.micro_steps},

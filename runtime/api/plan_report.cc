@@ -119,8 +119,26 @@ std::string states_formula(const PlanOptions& options) {
 }
 
 std::string wire_formula(const PlanOptions& options) {
+  if (options.in_groups()) {
+    const std::uint64_t reductions =
+        options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
+    const std::uint64_t gathers = wire_passes(options) - reductions;
+    // Whole slices travel as far as they must, sums once more across the groups, in fp32.
+    return times(reductions, "Psi(G-1)/G") + " + " +
+           times(gathers, options.shard_within_group ? "Psi(G-1)/G" : "Psi(N-1)/N") + " elements of " +
+           std::to_string(element_bytes(options.dtype)) + " bytes, and " +
+           times(options.shard_within_group ? 2 * reductions : reductions, "Psi(N/G-1)/N") + " of 4";
+  }
   return times(wire_passes(options), "Psi(N-1)/N") + " elements of " +
          std::to_string(element_bytes(options.dtype)) + " bytes";
+}
+
+// With hybrid sharding what is divided by N is divided by G.
+std::string of_shards(std::string formula, const PlanOptions& options) {
+  if (options.shard_within_group) {
+    for (std::size_t at = 0; (at = formula.find("/N", at)) != std::string::npos;) formula[at + 1] = 'G';
+  }
+  return formula;
 }
 
 void fill_paper(const PlanOptions& options, const Scale& scale, PlanReport& report) {
@@ -326,6 +344,16 @@ Status check_request(const PlanRequest& request) {
                                                 " with --offload " + offload_name(options.offload) +
                                                 ": its formulas have nothing offloaded; use preset forebay");
   }
+  if (options.in_groups() && request.preset != Preset::kForebay) {
+    return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
+                                                " with --order group: its formulas have no groups; use "
+                                                "preset forebay");
+  }
+  if (options.in_groups() && !request.shape) {
+    return refuse(
+        "--order group needs the shape of the model (--layers --hidden --heads --sequence --vocabulary, or "
+        "--config), not its number of parameters alone");
+  }
   // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
   const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
   return make_plan(smallest, options).status();
@@ -425,8 +453,8 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
   }
 
   // The engine's formulas are the paper's; the other presets put their own in their place.
-  report.states_formula = states_formula(request.options);
-  report.below_device_formula = below_device_formula(request.options);
+  report.states_formula = of_shards(states_formula(request.options), request.options);
+  report.below_device_formula = of_shards(below_device_formula(request.options), request.options);
   report.wire_formula = wire_formula(request.options);
   if (request.preset == Preset::kForebay && request.options.stage == 3) {
     report.wire_formula = "at most " + report.wire_formula;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string_view>
 
 #include "engine_impl.h"
 #include "forebay/log.h"
@@ -66,13 +67,24 @@ Engine::Impl::~Impl() {
 Engine::Impl::OtherTraffic::OtherTraffic(Impl& impl) : impl_(impl) {
   if (impl_.engine_stream.handle != nullptr)
     impl_.must(impl_.backend.stream_synchronize(impl_.engine_stream));
-  before_ = impl_.communicator.traffic();
+  before_ = impl_.traffic();
 }
 
 Engine::Impl::OtherTraffic::~OtherTraffic() {
-  const Traffic after = impl_.communicator.traffic();
+  const Traffic after = impl_.traffic();
   impl_.other_traffic.sent_bytes += after.sent_bytes - before_.sent_bytes;
   impl_.other_traffic.received_bytes += after.received_bytes - before_.received_bytes;
+}
+
+Traffic Engine::Impl::traffic() const {
+  Traffic sum = communicator.traffic();
+  for (const Communicator* other : {grouped.get(), deciding.get()}) {
+    if (other == nullptr) continue;
+    const Traffic traffic = other->traffic();
+    sum.sent_bytes += traffic.sent_bytes;
+    sum.received_bytes += traffic.received_bytes;
+  }
+  return sum;
 }
 
 void Engine::Impl::misuse(const std::string& message) {
@@ -141,12 +153,12 @@ UnitId Engine::add_unit(const std::string& name, bool backward_reads_parameters)
 }
 
 ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group,
-                                  bool frozen) {
+                                  bool frozen, bool replicated) {
   impl_->expect(Impl::Phase::kDescribe, "add_parameter()");
   if (unit < 0 || unit >= impl_->unit_count())
     impl_->misuse("add_parameter(" + name + ") to a unit that was not added");
   auto& parameters = impl_->model.units[static_cast<std::size_t>(unit)].parameters;
-  parameters.push_back({name, count, group, frozen});
+  parameters.push_back({name, count, group, frozen, replicated});
   return {unit, static_cast<int>(parameters.size()) - 1};
 }
 
@@ -326,7 +338,7 @@ EngineStatistics Engine::statistics() {
     impl.must(impl.backend.stream_synchronize(impl.engine_stream));
     impl.settle_updates();
   }
-  const Traffic traffic = impl.communicator.traffic();
+  const Traffic traffic = impl.traffic();
   result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,
                     traffic.received_bytes - impl.other_traffic.received_bytes};
   const auto peak = [&](Pool pool) {
@@ -352,6 +364,33 @@ EngineStatistics Engine::statistics() {
     result.store_description = impl.store_description;
   }
   return result;
+}
+
+std::vector<OperationTraffic> Engine::operation_traffic() const {
+  const Impl& impl = *impl_;
+  std::vector<OperationTraffic> sum = impl.communicator.operation_traffic();
+  const auto add = [&](const Communicator& other, const auto& rank_of) {
+    for (const OperationTraffic& operation : other.operation_traffic()) {
+      auto total = std::find_if(sum.begin(), sum.end(), [&](const OperationTraffic& known) {
+        return std::string_view(known.operation) == operation.operation;
+      });
+      if (total == sum.end()) total = sum.insert(sum.end(), {.operation = operation.operation});
+      total->count += operation.count;
+      total->peers.resize(static_cast<std::size_t>(impl.ranks()));
+      for (std::size_t peer = 0; peer < operation.peers.size(); ++peer) {
+        Traffic& traffic = total->peers[static_cast<std::size_t>(rank_of(static_cast<int>(peer)))];
+        traffic.sent_bytes += operation.peers[peer].sent_bytes;
+        traffic.received_bytes += operation.peers[peer].received_bytes;
+      }
+    }
+  };
+  if (impl.grouped != nullptr) add(*impl.grouped, [](int peer) { return peer; });
+  // They are in the order of their parts.
+  if (impl.deciding != nullptr && impl.options.grid == nullptr) {
+    add(*impl.deciding,
+        [&](int part) { return part % impl.replicas() * impl.shards() + part / impl.replicas(); });
+  }
+  return sum;
 }
 
 const EngineOptions& Engine::options() const {

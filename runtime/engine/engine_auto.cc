@@ -111,7 +111,7 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
   std::uint64_t largest = kLeafCount;
   std::uint64_t total = 0;
   for (const UnitLayout& place : all_offloaded.layouts) {
-    largest = std::max(largest, options.stage == 0 ? place.trainable_count : place.trainable_slice(ranks()));
+    largest = std::max(largest, options.stage == 0 ? place.trainable_count : place.trainable_slice(shards()));
     total += place.trainable_count;
   }
   // All ranks at once, because they share the host when they work.

@@ -8,6 +8,7 @@
 #include <chrono>
 
 #include "engine_impl.h"
+#include "forebay/units.h"
 
 namespace forebay {
 namespace {
@@ -18,6 +19,7 @@ constexpr std::uint64_t kBucketBytesMax = 64u << 20;
 constexpr std::uint64_t kLargeBytes = 4u << 20;
 constexpr int kRepetitions = 5;
 constexpr double kTransfersPerLatency = 19;
+constexpr std::uint64_t kAlignment = 512;
 
 }  // namespace
 
@@ -26,12 +28,15 @@ struct Engine::Impl::BucketProbe {
   explicit BucketProbe(Impl& impl_in) : impl(impl_in) {}
   // Room for slices of `count` elements. What has been taken when this throws is given back at the end.
   void open(std::uint64_t count) {
-    const std::uint64_t bucket = count * static_cast<std::uint64_t>(impl.ranks()) * impl.element();
+    const std::uint64_t bucket =
+        round_up(count * static_cast<std::uint64_t>(impl.shards()) * impl.element(), kAlignment);
+    const std::uint64_t received =
+        round_up(impl.sharded().staging_bytes(count, impl.options.dtype), kAlignment);
     stream = value_or_throw(impl.backend.stream_create());
-    memory = value_or_throw(impl.backend.alloc(2 * bucket + count * sizeof(float)));
+    memory = value_or_throw(impl.backend.alloc(bucket + received + count * sizeof(float)));
     receive = memory + bucket;
-    target = reinterpret_cast<float*>(receive + bucket);
-    throw_if_error(impl.backend.fill_async(memory, 0, 2 * bucket + count * sizeof(float), stream));
+    target = reinterpret_cast<float*>(receive + received);
+    throw_if_error(impl.backend.fill_async(memory, 0, bucket + received + count * sizeof(float), stream));
     throw_if_error(impl.backend.stream_synchronize(stream));
   }
   ~BucketProbe() {
@@ -51,14 +56,14 @@ struct Engine::Impl::BucketProbe {
     for (int i = 0; i <= kRepetitions; ++i) {
       impl.must(impl.communicator.barrier());
       const std::chrono::nanoseconds begin = impl.now();
-      impl.must(impl.communicator.reduce_scatter({.source = memory,
-                                                  .source_stride_bytes = count * impl.element(),
-                                                  .count = count,
-                                                  .type = impl.options.dtype,
-                                                  .receive = receive,
-                                                  .target = target,
-                                                  .first = true},
-                                                 stream));
+      impl.must(impl.sharded().reduce_scatter({.source = memory,
+                                               .source_stride_bytes = count * impl.element(),
+                                               .count = count,
+                                               .type = impl.options.dtype,
+                                               .receive = receive,
+                                               .target = target,
+                                               .first = true},
+                                              stream));
       impl.must(impl.backend.stream_synchronize(stream));
       impl.must(impl.communicator.status());
       const double seconds = std::chrono::duration<double>(impl.now() - begin).count();
@@ -75,8 +80,9 @@ struct Engine::Impl::BucketProbe {
 };
 
 std::uint64_t Engine::Impl::choose_bucket_bytes() {
-  const std::uint64_t per_column = static_cast<std::uint64_t>(ranks()) * element();
-  const std::uint64_t large = std::max<std::uint64_t>(kLargeBytes / per_column / kLeafCount, 2) * kLeafCount;
+  const std::uint64_t per_column = static_cast<std::uint64_t>(shards()) * element();
+  const std::uint64_t small = static_cast<std::uint64_t>(replicas()) * kLeafCount;
+  const std::uint64_t large = std::max<std::uint64_t>(kLargeBytes / per_column / small, 2) * small;
   BucketProbe probe(*this);
   Status ready;
   try {
@@ -85,13 +91,13 @@ std::uint64_t Engine::Impl::choose_bucket_bytes() {
     ready = error.status();
   }
   agree(ready);
-  const double small_seconds = probe.seconds_of(kLeafCount);
+  const double small_seconds = probe.seconds_of(small);
   const double large_seconds = probe.seconds_of(large);
   WireSpeed mine;
   mine.bytes_per_second =
-      static_cast<double>((large - kLeafCount) * per_column) / std::max(large_seconds - small_seconds, 1e-9);
+      static_cast<double>((large - small) * per_column) / std::max(large_seconds - small_seconds, 1e-9);
   mine.latency_seconds =
-      std::max(small_seconds - static_cast<double>(kLeafCount * per_column) / mine.bytes_per_second, 0.0);
+      std::max(small_seconds - static_cast<double>(small * per_column) / mine.bytes_per_second, 0.0);
   std::vector<WireSpeed> all(static_cast<std::size_t>(ranks()));
   must(communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
   wire_speed = all[0];  // Rank 0's, so that every rank chooses the same.

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "engine_impl.h"
+#include "forebay/grouped_communicator.h"
 #include "forebay/log.h"
 #include "forebay/store_measurement.h"
 #include "forebay/units.h"
@@ -126,6 +127,10 @@ PlanOptions Engine::Impl::plan_options() const {
   PlanOptions result;
   result.stage = options.stage;
   result.ranks = communicator.size();
+  result.group = options.group;
+  result.shard_within_group = options.shard_within_group;
+  result.deciding_ranks = options.grid != nullptr ? options.grid->size() : 0;
+  result.deciding_units = deciding_units;
   result.dtype = options.dtype;
   result.micro_steps = options.micro_steps;
   result.accumulate = options.accumulate;
@@ -142,9 +147,9 @@ PlanOptions Engine::Impl::plan_options() const {
 
 void Engine::Impl::agree(const Status& mine) {
   const std::uint64_t verdict = static_cast<std::uint64_t>(mine.code());
-  std::vector<std::uint64_t> verdicts(static_cast<std::size_t>(ranks()));
-  must(communicator.exchange(as_bytes_of(&verdict, sizeof(verdict)),
-                             std::as_writable_bytes(std::span(verdicts))));
+  Communicator& all = everyone();
+  std::vector<std::uint64_t> verdicts(static_cast<std::size_t>(all.size()));
+  must(all.exchange(as_bytes_of(&verdict, sizeof(verdict)), std::as_writable_bytes(std::span(verdicts))));
   const auto bad =
       std::find_if(verdicts.begin(), verdicts.end(), [](std::uint64_t code) { return code != 0; });
   if (bad == verdicts.end()) return;
@@ -153,12 +158,11 @@ void Engine::Impl::agree(const Status& mine) {
   constexpr std::size_t kMessageBytes = 1024;
   std::vector<char> message(kMessageBytes, '\0');
   std::memcpy(message.data(), mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
-  std::vector<char> messages(kMessageBytes * static_cast<std::size_t>(ranks()), '\0');
-  must(communicator.exchange(as_bytes_of(message.data(), kMessageBytes),
-                             std::as_writable_bytes(std::span(messages))));
+  std::vector<char> messages(kMessageBytes * static_cast<std::size_t>(all.size()), '\0');
+  must(all.exchange(as_bytes_of(message.data(), kMessageBytes), std::as_writable_bytes(std::span(messages))));
   const std::size_t first = static_cast<std::size_t>(bad - verdicts.begin());
   std::string text(&messages[first * kMessageBytes]);
-  if (static_cast<int>(first) != rank()) text = "rank " + std::to_string(first) + ": " + text;
+  if (static_cast<int>(first) != all.rank()) text = "rank " + std::to_string(first) + ": " + text;
   throw Error(static_cast<StatusCode>(*bad), text);
 }
 
@@ -173,7 +177,8 @@ void Engine::Impl::agree_on_options() {
   for (const UnitShape& unit : model.units) {
     text << "unit:" << unit.name << ' ' << (unit.backward_reads_parameters ? "" : "gradient-only ");
     for (const ParameterShape& parameter : unit.parameters) {
-      text << parameter.name << ':' << parameter.count << ':' << parameter.group << ' ';
+      text << parameter.name << ':' << parameter.count << ':' << parameter.group
+           << (parameter.replicated ? ":replicated " : " ");
     }
     for (const UnitShape::Tied& tied : unit.tied) text << "tied:" << tied.unit << '.' << tied.index << ' ';
     text << '\n';
@@ -257,6 +262,21 @@ Status Engine::Impl::check_budget() const {
                     ": " + remedy(largest, plan.options) + "; or raise --memory");
 }
 
+// The communicators of groups and of those that decide together, where they are not the one that was given.
+void Engine::Impl::connect() {
+  if (plan.options.in_groups() && ranks() > 1) {
+    grouped = value_or_throw(create_grouped_communicator(
+        communicator, {.group = options.group, .replicate = options.shard_within_group}));
+  }
+  if (options.grid == nullptr && replicas() == 1) return;
+  deciding = value_or_throw(everyone().split(0, part_number()));
+  const std::uint64_t mine = model.units.size();
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(deciding->size()));
+  must(deciding->exchange(as_bytes_of(&mine, sizeof(mine)), std::as_writable_bytes(std::span(all))));
+  deciding_units = *std::max_element(all.begin(), all.end());
+  plan = value_or_throw(make_plan(model, plan_options()));
+}
+
 void Engine::Impl::commit() {
   if (phase != Phase::kDescribe) misuse("commit() was called twice");
   const OtherTraffic other(*this);
@@ -266,6 +286,7 @@ void Engine::Impl::commit() {
   agree(verdict);
   plan = std::move(made).value();
   agree_on_options();
+  connect();
   if (options.bucket_auto && ranks() > 1) {
     chosen_bucket_bytes = choose_bucket_bytes();
     plan = value_or_throw(make_plan(model, plan_options()));
@@ -433,9 +454,29 @@ void Engine::Impl::make_parts(Unit& u) {
   u.part_count = pass_parts.size() - u.first_part;
 }
 
+// Where replicated parameters lie in this rank's part of the norm, unless it counts them. Returns their
+// elements.
+std::uint64_t Engine::Impl::note_uncounted(int index) {
+  if (options.counts_replicated) return 0;
+  const UnitLayout& place = layout(index);
+  const std::uint64_t count = place.trainable_slice(ranks());
+  const std::uint64_t begin = static_cast<std::uint64_t>(part_number()) * count;
+  std::uint64_t elements = 0;
+  for (std::size_t i = 0; i < place.places.size(); ++i) {
+    const UnitLayout::Place& p = place.places[i];
+    if (p.frozen || !shape(index).parameters[i].replicated) continue;
+    const std::uint64_t lower = std::max(begin, p.offset);
+    const std::uint64_t upper = std::min(begin + count, p.offset + p.count);
+    if (lower >= upper) continue;
+    unit(index).uncounted.emplace_back(lower - begin, upper - lower);
+    elements += upper - lower;
+  }
+  return elements;
+}
+
 void Engine::Impl::place_units() {
   const std::uint64_t size = element();
-  const auto rank_index = static_cast<std::uint64_t>(rank());
+  const auto shard_index = static_cast<std::uint64_t>(shard());
   const bool has_master = options.dtype != DataType::kFloat32;
   const int stage = options.stage;
 
@@ -465,18 +506,17 @@ void Engine::Impl::place_units() {
   } else if (offloads() && stage >= 2) {
     std::uint64_t largest_slice = 0;
     for (int index = plan.device_units; index < unit_count(); ++index)
-      largest_slice = std::max(largest_slice, layout(index).trainable_slice(ranks()));
+      largest_slice = std::max(largest_slice, layout(index).trainable_slice(shards()));
     for (DevicePtr& place : transit) place = part(gradients, largest_slice * size);
   }
 
-  std::uint64_t largest_leaves = 0;
+  std::uint64_t largest_uncounted = 0;
   for (int index = 0; index < unit_count(); ++index) {
     const UnitLayout& place = layout(index);
-    const std::uint64_t slice = place.trainable_slice(ranks());
-    const std::uint64_t frozen_slice = place.frozen_slice(ranks());
-    largest_leaves = std::max(largest_leaves, slice / kLeafCount * sizeof(double));
+    const std::uint64_t slice = place.trainable_slice(shards());
+    const std::uint64_t frozen_slice = place.frozen_slice(shards());
     Unit& u = units.emplace_back();
-    u.updated_begin = stage == 0 ? 0 : rank_index * slice;
+    u.updated_begin = stage == 0 ? 0 : shard_index * slice;
     u.updated_count = stage == 0 ? place.trainable_count : slice;
     u.away = index >= plan.device_units;
     u.parameters_away = u.away && options.offload == Offload::kOptimizerAndParameters;
@@ -494,7 +534,7 @@ void Engine::Impl::place_units() {
     u.gradient_type = options.dtype;
     if (stage <= 1) {
       u.gradients = part(gradients, place.trainable_count * size);
-      u.gradient_shard = u.gradients + rank_index * slice * size;
+      u.gradient_shard = u.gradients + shard_index * slice * size;
       if (accumulates_in_fp32() && !(u.away && adds_on_host()))
         u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
       u.updated_gradients = u.gradients + u.updated_begin * size;
@@ -570,6 +610,7 @@ void Engine::Impl::place_units() {
         runs.push_back({p.offset, 0, group});
       }
     }
+    largest_uncounted = std::max(largest_uncounted, note_uncounted(index));
     if (place.trainable_count > end) u.gaps.emplace_back(end, place.trainable_count - end);
     if (!runs.empty()) runs.back().count = place.trainable_count - runs.back().begin;
     for (const Segment& run : runs) {
@@ -587,13 +628,12 @@ void Engine::Impl::place_units() {
 
   for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);
 
-  const std::uint64_t received =
-      ranks() > 1 ? static_cast<std::uint64_t>(ranks()) * plan.bucket_columns * size : 0;
-  staging = take(Pool::kBuckets, std::max({received, largest_leaves, decision_bytes(ranks(), units.size())}));
+  staging = take(Pool::kBuckets, plan.staging_bytes);
   bucket_sum = reinterpret_cast<float*>(
       take(Pool::kBuckets, accumulates_in_fp32() ? 0 : plan.bucket_columns * sizeof(float)));
-  norms = reinterpret_cast<double*>(take(Pool::kBuckets, record_bytes(units.size())));
-  control = reinterpret_cast<StepControl*>(norms + units.size());
+  const std::uint64_t norm_count = std::max<std::uint64_t>(units.size(), deciding_units);
+  norms = reinterpret_cast<double*>(take(Pool::kBuckets, record_bytes(norm_count)));
+  control = reinterpret_cast<StepControl*>(norms + norm_count);
   step_decided = value_or_throw(backend.event_create());
   if (pinned == nullptr)
     pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
@@ -603,7 +643,11 @@ void Engine::Impl::place_units() {
   decided = new (record + sizeof(StepControl)) StepState;
   host_norms = reinterpret_cast<double*>(record + sizeof(StepControl) + sizeof(StepState));
   if (host_sum != nullptr) {
-    norm_scratch.resize(largest_leaves / sizeof(double));
+    std::uint64_t leaves = 0;
+    for (const UnitLayout& place : plan.layouts)
+      leaves = std::max(leaves, leaf_bytes(place.trainable_slice(ranks())) / sizeof(double));
+    norm_scratch.resize(leaves);
+    norm_aside.resize(largest_uncounted);
     rounded.resize(kRoundedCount * size);
   }
   activation_block = take(Pool::kActivations, model.activation_bytes);

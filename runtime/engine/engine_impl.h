@@ -99,6 +99,9 @@ struct Engine::Impl {
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
     std::vector<Segment> segments;
+    // Runs of this rank's part of the norm, which begins at norm_begin of the gradient shard, that another
+    // rank counts.
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> uncounted;
     std::vector<std::pair<std::uint64_t, std::uint64_t>>
         gaps;                // {offset, count} of padding in the trainable section.
     Event released;          // The trainer's last use of the unit's parameters and gradients.
@@ -177,10 +180,12 @@ struct Engine::Impl {
   // The engine is not failed by that: nothing it holds has changed.
   void agree(const Status& mine);
   void agree_on_options();
+  void connect();
   Status check_options() const;
   Status check_budget() const;
   void allocate();
   void place_units();
+  std::uint64_t note_uncounted(int unit);
   void place_offloaded();
   void open_store();
   Away make_range(const std::string& name, std::uint64_t bytes);
@@ -198,7 +203,9 @@ struct Engine::Impl {
   void reduce(int unit);
   void complete_gradients(int unit, Stream stream);
   void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
+  void queue_norm(int unit);
   std::vector<bool> agree_on_step(const Hyperparameters& hyperparameters, StepResult& result);
+  void agree_over_grid(const Hyperparameters& hyperparameters, StepResult& result);
   void queue_decision(double clip);
   void settle_decision();
   void queue_update(const Hyperparameters& hyperparameters, const std::vector<bool>& used);
@@ -262,6 +269,20 @@ struct Engine::Impl {
 
   int rank() const { return communicator.rank(); }
   int ranks() const { return communicator.size(); }
+  // The slices of every unit, and the one that this rank keeps; every replica has the same.
+  int shards() const { return options.shard_within_group ? options.group : ranks(); }
+  int shard() const { return rank() % shards(); }
+  int replicas() const { return ranks() / shards(); }
+  int replica() const { return rank() / shards(); }
+  // Each slice is cut into as many parts as there are replicas, so there are as many as ranks, and this is
+  // the number of this rank's. The norm adds them in this order; saved state is written in these parts.
+  int part_number() const { return shard() * replicas() + replica(); }
+  // The communicator of the slices; of what all ranks agree on; and of those that decide about a step.
+  Communicator& sharded() const { return grouped != nullptr ? *grouped : communicator; }
+  Communicator& everyone() const { return options.grid != nullptr ? *options.grid : communicator; }
+  Communicator& deciders() const { return deciding != nullptr ? *deciding : communicator; }
+  // Of all communicators that are the engine's.
+  Traffic traffic() const;
   std::uint64_t element() const { return element_bytes(options.dtype); }
   int unit_count() const { return static_cast<int>(model.units.size()); }
   Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
@@ -295,10 +316,13 @@ struct Engine::Impl {
   // Constant after construction.
   Backend& backend;
   Kernels& kernels;
-  Communicator& communicator;
+  Communicator& communicator;  // Of the data-parallel ranks.
   EngineOptions options;
 
   // Constant after commit.
+  std::unique_ptr<Communicator> grouped;   // Null without groups.
+  std::unique_ptr<Communicator> deciding;  // Null where it would be `communicator`.
+  std::uint64_t deciding_units = 0;        // Of the grid's rank that has most.
   int chosen_device_units = -1;
   std::uint64_t chosen_bucket_bytes = 0;  // 0: as given.
   WireSpeed wire_speed;                   // Where the bucket was chosen.
@@ -317,7 +341,7 @@ struct Engine::Impl {
   std::vector<Event> gradient_ready;  // Stages 0 and 1, by unit: the reduction out of its gradients.
   std::byte* staging = nullptr;       // One received bucket; the leaves of a norm; the norms of all ranks.
   float* bucket_sum = nullptr;        // The fp32 sum of one bucket.
-  double* norms = nullptr;            // One per unit, of this rank's slice.
+  double* norms = nullptr;            // One per unit, of this rank's part; zeros after the last.
   StepControl* control = nullptr;     // On the device.
   Event step_decided;                 // `decided` holds what became of the step.
   std::unique_ptr<PinnedPool> pinned;
@@ -350,6 +374,7 @@ struct Engine::Impl {
   std::uint64_t sum_count = 0;  // Buckets that have been through, all together.
   float* host_sum = nullptr;
   std::vector<double> norm_scratch;
+  std::vector<float> norm_aside;  // What another rank counts, while this one's norm is taken.
   double* host_norms = nullptr;
   std::vector<std::byte>
       rounded;  // 2-byte parameters of a few elements, before their gradients' place is free.

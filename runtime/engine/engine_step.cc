@@ -81,7 +81,7 @@ void Engine::Impl::all_gather_section(DevicePtr base, const std::byte* own_slice
   arguments.target = base;
   arguments.target_stride_bytes = slice_bytes;
   arguments.bytes = slice_bytes;
-  must(communicator.all_gather(arguments, engine_stream));
+  must(sharded().all_gather(arguments, engine_stream));
 }
 
 void Engine::Impl::gather(int index) {
@@ -91,15 +91,15 @@ void Engine::Impl::gather(int index) {
   if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).released));
   if (!options.overlap && last_leased >= 0)
     must(backend.stream_wait(engine_stream, unit(last_leased).released));
-  const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
-  const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
+  const std::uint64_t slice = layout(index).trainable_slice(shards()) * element();
+  const std::uint64_t frozen_slice = layout(index).frozen_slice(shards()) * element();
   DevicePtr const frozen = u.parameters + layout(index).trainable_count * element();
   const std::byte* mine = u.parameter_shard;
   const std::byte* my_frozen = u.parameter_shard + slice;
   if (u.parameters_away) {
     // Straight to their place among the others'.
-    mine = u.parameters + static_cast<std::uint64_t>(rank()) * slice;
-    my_frozen = frozen + static_cast<std::uint64_t>(rank()) * frozen_slice;
+    mine = u.parameters + static_cast<std::uint64_t>(shard()) * slice;
+    my_frozen = frozen + static_cast<std::uint64_t>(shard()) * frozen_slice;
     fetch_parameters(index, slot);
   } else {
     must(backend.stream_wait(engine_stream, u.updated));
@@ -117,9 +117,9 @@ void Engine::Impl::gather(int index) {
 void Engine::Impl::fetch_parameters(int index, int slot) {
   Unit& u = unit(index);
   const auto slot_index = static_cast<std::size_t>(slot);
-  const std::uint64_t slice = layout(index).trainable_slice(ranks()) * element();
-  const std::uint64_t frozen_slice = layout(index).frozen_slice(ranks()) * element();
-  const auto rank_index = static_cast<std::uint64_t>(rank());
+  const std::uint64_t slice = layout(index).trainable_slice(shards()) * element();
+  const std::uint64_t frozen_slice = layout(index).frozen_slice(shards()) * element();
+  const auto shard_index = static_cast<std::uint64_t>(shard());
   if (const int user = slot_user[slot_index]; user >= 0)
     must(backend.stream_wait(fetch_stream, unit(user).released));
   if (!options.overlap && last_leased >= 0)
@@ -135,9 +135,9 @@ void Engine::Impl::fetch_parameters(int index, int slot) {
     }
   };
   const Marked marked(*this, fetch_stream, "parameters up", "fetch", index);
-  fetch(u.trainable_away, slice, u.parameters + rank_index * slice);
+  fetch(u.trainable_away, slice, u.parameters + shard_index * slice);
   fetch(u.frozen_away, frozen_slice,
-        u.parameters + layout(index).trainable_count * element() + rank_index * frozen_slice);
+        u.parameters + layout(index).trainable_count * element() + shard_index * frozen_slice);
   must(backend.event_record(slot_fetched[slot_index], fetch_stream));
   must(backend.stream_wait(engine_stream, slot_fetched[slot_index]));
 }
@@ -184,7 +184,7 @@ void Engine::Impl::complete_gradients(int index, Stream stream) {
 
 void Engine::Impl::reduce(int index) {
   Unit& u = unit(index);
-  const std::uint64_t slice = layout(index).trainable_slice(ranks());
+  const std::uint64_t slice = layout(index).trainable_slice(shards());
   const Event ready = reduced(index);
   const bool last = micro_step == options.micro_steps - 1;
   const bool reduces = options.accumulate == Accumulate::kShard || last;
@@ -223,7 +223,7 @@ void Engine::Impl::reduce(int index) {
       bucket.receive = staging;
       bucket.target = u.accumulator != nullptr ? u.accumulator + column : bucket_sum;
       bucket.first = u.accumulator == nullptr || micro_step == 0;
-      must(communicator.reduce_scatter(bucket, engine_stream));
+      must(sharded().reduce_scatter(bucket, engine_stream));
       if (u.accumulator != nullptr) continue;
       ScaleArguments average{
           bucket_sum, u.gradient_shard + column * element(), count, factor, options.dtype, options.dtype};
@@ -236,19 +236,38 @@ void Engine::Impl::reduce(int index) {
   }
   if (last) {
     if (options.stage == 0) all_gather_section(u.gradients, u.gradient_shard, slice * element());
-    NormArguments norm{u.gradient_shard, reinterpret_cast<double*>(staging), norms + index, slice,
-                       u.gradient_type};
-    must(kernels.norm(norm, engine_stream));
+    queue_norm(index);
   }
   marked.reset();
   must(backend.event_record(ready, engine_stream));
   if (last && u.away) spill_gradients(index);
 }
 
+// Of this rank's part of its slice. What another rank counts is zero meanwhile.
+void Engine::Impl::queue_norm(int index) {
+  const Unit& u = unit(index);
+  const std::uint64_t count = layout(index).trainable_slice(ranks());
+  const std::uint64_t size = element_bytes(u.gradient_type);
+  DevicePtr const gradient = u.gradient_shard + static_cast<std::uint64_t>(replica()) * count * size;
+  std::byte* aside = staging + leaf_bytes(count);
+  for (const auto& [begin, run] : u.uncounted) {
+    must(backend.copy_async(aside, gradient + begin * size, run * size, engine_stream));
+    must(backend.fill_async(gradient + begin * size, 0, run * size, engine_stream));
+    aside += run * size;
+  }
+  must(kernels.norm({gradient, reinterpret_cast<double*>(staging), norms + index, count, u.gradient_type},
+                    engine_stream));
+  aside = staging + leaf_bytes(count);
+  for (const auto& [begin, run] : u.uncounted) {
+    must(backend.copy_async(gradient + begin * size, aside, run * size, engine_stream));
+    aside += run * size;
+  }
+}
+
 // Each bucket's fp32 sum goes to the host as soon as it is there, and is added up there.
 void Engine::Impl::reduce_on_host(int index) {
   Unit& u = unit(index);
-  const std::uint64_t slice = layout(index).trainable_slice(ranks());
+  const std::uint64_t slice = layout(index).trainable_slice(shards());
   std::uint64_t column = 0;
   for (HostSum& sum : u.host_sums) {
     const std::size_t place = sum_count++ % kTransitCount;
@@ -263,7 +282,7 @@ void Engine::Impl::reduce_on_host(int index) {
     bucket.first = true;
     {
       const Marked marked(*this, engine_stream, "engine", "reduce", index);
-      must(communicator.reduce_scatter(bucket, engine_stream));
+      must(sharded().reduce_scatter(bucket, engine_stream));
     }
     must(backend.event_record(sum_ready[place], engine_stream));
     must(backend.stream_wait(tier_stream, sum_ready[place]));
@@ -305,11 +324,23 @@ void Engine::Impl::average_on_host(int index) {
   const ScaleArguments average{
       sum, sum, u.updated_count, fp32(1.0 / static_cast<double>(passes)), options.dtype, DataType::kFloat32};
   Status status = host_scale(average, *host_runner);
-  if (status.ok()) {
-    status = host_norm({sum, norm_scratch.data(), host_norms + index, u.updated_count, DataType::kFloat32},
-                       *host_runner);
-  }
   FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+  const std::uint64_t count = layout(index).trainable_slice(ranks());
+  float* const part = sum + static_cast<std::uint64_t>(replica()) * count;
+  float* aside = norm_aside.data();
+  for (const auto& [begin, run] : u.uncounted) {
+    std::copy_n(part + begin, run, aside);
+    std::fill_n(part + begin, run, 0.0f);
+    aside += run;
+  }
+  status =
+      host_norm({part, norm_scratch.data(), host_norms + index, count, DataType::kFloat32}, *host_runner);
+  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+  aside = norm_aside.data();
+  for (const auto& [begin, run] : u.uncounted) {
+    std::copy_n(aside, run, part + begin);
+    aside += run;
+  }
 }
 
 // The updated range of g goes to the host as soon as it is there. What lay in its place on the host was used,
@@ -490,7 +521,7 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
 // Returns which units some rank used.
 std::vector<bool> Engine::Impl::agree_on_step(const Hyperparameters& hyperparameters, StepResult& result) {
   const std::size_t count = units.size();
-  constexpr std::size_t kUsed = 3;  // After the metric, the wish to stop and the fingerprint.
+  constexpr std::size_t kUsed = kStepFacts;
   std::vector<double> mine(kUsed + count);
   mine[0] = hyperparameters.metric;
   mine[1] = hyperparameters.stop ? 1.0 : 0.0;
@@ -514,7 +545,26 @@ std::vector<bool> Engine::Impl::agree_on_step(const Hyperparameters& hyperparame
     }
     for (std::size_t i = 0; i < count; ++i) used[i] = used[i] || theirs[kUsed + i] != 0.0;
   }
+  if (options.grid != nullptr) agree_over_grid(hyperparameters, result);
   return used;
+}
+
+void Engine::Impl::agree_over_grid(const Hyperparameters& hyperparameters, StepResult& result) {
+  const std::array<double, kStepFacts> mine = {hyperparameters.metric, hyperparameters.stop ? 1.0 : 0.0,
+                                               fingerprint_of(hyperparameters, 0)};
+  std::vector<std::array<double, kStepFacts>> all(static_cast<std::size_t>(deciders().size()));
+  must(deciders().exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
+  result.metric_sum = 0.0;
+  for (const std::array<double, kStepFacts>& theirs : all) {
+    result.metric_sum += theirs[0];
+    result.stop = result.stop || theirs[1] != 0.0;
+    if (theirs[2] != all[0][2]) {
+      must(Status(StatusCode::kInvalidArgument,
+                  "the ranks of the grid gave different values to step() for step " +
+                      std::to_string(attempted_steps + 1) +
+                      "; learning rates, weight decay and clip must be the same on every rank"));
+    }
+  }
 }
 
 // The commit point: after this gather every rank's device knows the same norm and takes the same decision,
@@ -530,21 +580,29 @@ void Engine::Impl::queue_decision(double clip) {
   bias_corrections(options.beta1, options.beta2, applied_steps + 1, &uploaded->correction, 1);
   must(backend.copy_async(control, uploaded, sizeof(StepControl), engine_stream));
   // A gather that fails does nothing. What it leaves here is not a number, so the step is skipped.
-  const std::uint64_t norm_bytes = units.size() * sizeof(double);
-  must(backend.fill_async(staging, 0xFF, norm_bytes * static_cast<std::uint64_t>(ranks()), engine_stream));
+  const auto norm_count = static_cast<std::size_t>(std::max<std::uint64_t>(units.size(), deciding_units));
+  const std::uint64_t norm_bytes = norm_count * sizeof(double);
+  const int deciding_ranks = deciders().size();
+  must(backend.fill_async(staging, 0xFF, norm_bytes * static_cast<std::uint64_t>(deciding_ranks),
+                          engine_stream));
   if (offloads() && adds_on_host()) {
     for (const Unit& u : units) {
       if (!u.host_sums.empty()) must(backend.stream_wait(engine_stream, u.left));
     }
   }
-  all_gather_section(staging, reinterpret_cast<const std::byte*>(norms), norm_bytes);
+  must(deciders().all_gather({.source = reinterpret_cast<const std::byte*>(norms),
+                              .target = staging,
+                              .target_stride_bytes = norm_bytes,
+                              .bytes = norm_bytes},
+                             engine_stream));
   StepControlArguments arguments{};
   arguments.state = &control->state;
   arguments.squares = reinterpret_cast<const double*>(staging);
-  arguments.scratch = reinterpret_cast<double*>(staging) + units.size() * static_cast<std::size_t>(ranks());
-  arguments.rank_stride = units.size();
-  arguments.unit_count = units.size();
-  arguments.rank_count = ranks();
+  arguments.scratch =
+      reinterpret_cast<double*>(staging) + norm_count * static_cast<std::size_t>(deciding_ranks);
+  arguments.rank_stride = norm_count;
+  arguments.unit_count = norm_count;
+  arguments.rank_count = deciding_ranks;
   arguments.clip = clip;
   arguments.corrections = &control->correction;
   arguments.first_step = applied_steps + 1;
@@ -555,7 +613,7 @@ void Engine::Impl::queue_decision(double clip) {
   must(kernels.step_control(arguments, engine_stream));
   must(backend.copy_async(decided, &control->state, sizeof(StepState), engine_stream));
   committed = true;
-  if (ranks() > 1) {
+  if (deciding_ranks > 1) {
     must(backend.call_host(
         engine_stream, [](void* argument) { static_cast<Impl*>(argument)->settle_decision(); }, this));
     must(backend.copy_async(&control->state, decided, sizeof(StepState), engine_stream));
@@ -567,9 +625,9 @@ void Engine::Impl::queue_decision(double clip) {
 // one for which the gather failed takes the decision of any that has, and otherwise none.
 void Engine::Impl::settle_decision() {
   const std::uint64_t step = attempted_steps + 1;
-  committed = communicator.vote(step, std::as_bytes(std::span(decided, 1))).ok();
+  committed = deciders().vote(step, std::as_bytes(std::span(decided, 1))).ok();
   if (committed) return;
-  const std::optional<std::vector<std::byte>> vote = communicator.survivors_vote(step);
+  const std::optional<std::vector<std::byte>> vote = deciders().survivors_vote(step);
   committed = vote && vote->size() == sizeof(StepState);
   if (committed) {
     std::memcpy(decided, vote->data(), sizeof(StepState));
@@ -656,7 +714,7 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
 // other: a failure is told once all is queued.
 void Engine::Impl::gather_updated(const Unit& u) {
   const std::uint64_t bytes = u.updated_count * element();
-  static_cast<void>(communicator.all_gather(
+  static_cast<void>(sharded().all_gather(
       {.source = u.updated_parameters, .target = u.parameters, .target_stride_bytes = bytes, .bytes = bytes},
       engine_stream));
 }

@@ -180,7 +180,7 @@ void Engine::Impl::write_slice(int index, bool frozen, std::uint64_t offset,
     write_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
     return;
   }
-  const std::uint64_t section = frozen ? layout(index).trainable_slice(ranks()) * element() : 0;
+  const std::uint64_t section = frozen ? layout(index).trainable_slice(shards()) * element() : 0;
   copy_in(u.parameter_shard + section + offset, bytes.data(), bytes.size());
 }
 
@@ -190,23 +190,23 @@ void Engine::Impl::read_slice(int index, bool frozen, std::uint64_t offset, std:
     read_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
     return;
   }
-  const std::uint64_t section = frozen ? layout(index).trainable_slice(ranks()) * element() : 0;
+  const std::uint64_t section = frozen ? layout(index).trainable_slice(shards()) * element() : 0;
   copy_out(bytes.data(), u.parameter_shard + section + offset, bytes.size());
 }
 
 // Piece by piece over the control plane.
 std::vector<std::byte> Engine::Impl::all_slices(
     std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine) {
-  std::vector<std::byte> whole(bytes * static_cast<std::uint64_t>(ranks()));
+  std::vector<std::byte> whole(bytes * static_cast<std::uint64_t>(shards()));
   std::vector<std::byte> piece;
   std::vector<std::byte> pieces;
   for (std::uint64_t offset = 0; offset < bytes; offset += kExchangeBytes) {
     const std::uint64_t count = std::min(kExchangeBytes, bytes - offset);
     piece.resize(count);
-    pieces.resize(count * static_cast<std::uint64_t>(ranks()));
+    pieces.resize(count * static_cast<std::uint64_t>(shards()));
     mine(offset, piece);
-    must(communicator.exchange(piece, pieces));
-    for (std::uint64_t r = 0; r < static_cast<std::uint64_t>(ranks()); ++r) {
+    must(sharded().exchange(piece, pieces));
+    for (std::uint64_t r = 0; r < static_cast<std::uint64_t>(shards()); ++r) {
       std::memcpy(&whole[r * bytes + offset], &pieces[r * count], count);
     }
   }
@@ -237,7 +237,7 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
   const auto mine = [&](std::uint64_t offset, std::span<std::byte> piece) {
     read_slice(index, true, offset, piece);
   };
-  return widen(options.dtype, all_slices(layout(index).frozen_slice(ranks()) * element(), mine));
+  return widen(options.dtype, all_slices(layout(index).frozen_slice(shards()) * element(), mine));
 }
 
 void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) {
@@ -267,8 +267,8 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
     return;
   }
   const std::uint64_t slice =
-      place.frozen ? place_of_unit.frozen_slice(ranks()) : place_of_unit.trainable_slice(ranks());
-  const Part part = intersect(static_cast<std::uint64_t>(rank()) * slice, slice);
+      place.frozen ? place_of_unit.frozen_slice(shards()) : place_of_unit.trainable_slice(shards());
+  const Part part = intersect(static_cast<std::uint64_t>(shard()) * slice, slice);
   const std::vector<std::byte> rounded = round_to(options.dtype, values.subspan(part.source, part.count));
   write_slice(id.unit, place.frozen, part.target * element(), rounded);
   ++version;

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "forebay/arena.h"
+#include "forebay/grouped_communicator.h"
 #include "forebay/kernels.h"
 #include "forebay/units.h"
 #include "schedule.h"
@@ -28,6 +29,10 @@ Status check_options(const PlanOptions& options) {
   }
   if (options.ranks < 1 || options.ranks > 1'000'000) {
     return refuse("ranks is " + std::to_string(options.ranks) + "; use 1 to 1000000");
+  }
+  if (options.group < 1 || options.ranks % options.group != 0) {
+    return refuse("groups of " + std::to_string(options.group) + " ranks do not divide " +
+                  std::to_string(options.ranks) + " ranks; give a number that does, 1 for no groups");
   }
   if (options.micro_steps < 1) {
     return refuse("micro-steps is " + std::to_string(options.micro_steps) + "; use 1 or more");
@@ -119,7 +124,7 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan, const SlotAs
       if (slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
       if (!residency.take(needed, 1)) continue;
       const std::uint64_t elements = plan.layouts[static_cast<std::size_t>(needed)].total_count() /
-                                     static_cast<std::uint64_t>(plan.options.ranks);
+                                     static_cast<std::uint64_t>(plan.options.shards());
       gathered.all += elements;
       if (needed >= plan.device_units) gathered.offloaded += elements;
     }
@@ -151,6 +156,42 @@ int units_on_device(const Plan& plan, std::uint64_t trainable) {
   return count;
 }
 
+GroupedOptions grouping(const PlanOptions& options) {
+  return {.group = options.group, .replicate = options.shard_within_group};
+}
+
+// What the reduction of a bucket of so many columns receives.
+std::uint64_t bucket_staging_bytes(const PlanOptions& options, std::uint64_t columns) {
+  if (options.ranks == 1) return 0;
+  if (options.in_groups())
+    return grouped_staging_bytes(grouping(options), options.ranks, columns, options.dtype);
+  return static_cast<std::uint64_t>(options.ranks) * columns * element_bytes(options.dtype);
+}
+
+// The same bytes later hold the leaves of the norm of a unit, and set aside what does not count in it.
+std::uint64_t norm_staging_bytes(const ModelShape& model, const Plan& plan) {
+  std::uint64_t most = 0;
+  for (std::size_t u = 0; u < model.units.size(); ++u) {
+    const std::uint64_t slice = plan.layouts[u].trainable_slice(plan.options.ranks);
+    std::uint64_t replicated = 0;
+    for (const ParameterShape& parameter : model.units[u].parameters) {
+      if (parameter.replicated && !parameter.frozen) replicated += parameter.count;
+    }
+    most = std::max(most, leaf_bytes(slice) + std::min(replicated, slice) * sizeof(float));
+  }
+  return most;
+}
+
+// What one rank sends to reduce all gradients once.
+std::uint64_t reduced_bytes(const PlanOptions& options, std::uint64_t trainable) {
+  const std::uint64_t element = element_bytes(options.dtype);
+  const auto ranks = static_cast<std::uint64_t>(options.ranks);
+  if (!options.in_groups()) return (ranks - 1) * (trainable / ranks) * element;
+  const auto group = static_cast<std::uint64_t>(options.group);
+  const std::uint64_t across = (ranks / group - 1) * (trainable / ranks) * sizeof(float);
+  return (group - 1) * (trainable / group) * element + across * (options.shard_within_group ? 2 : 1);
+}
+
 }  // namespace
 
 std::uint64_t ModelShape::parameter_count() const {
@@ -167,7 +208,9 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
 
   Plan plan;
   plan.options = options;
-  const std::uint64_t ranks = static_cast<std::uint64_t>(options.ranks);
+  const auto ranks = static_cast<std::uint64_t>(options.ranks);
+  const auto shards = static_cast<std::uint64_t>(options.shards());
+  const auto replicas = static_cast<std::uint64_t>(options.replicas());
   const std::uint64_t element = element_bytes(options.dtype);
   const bool has_master = options.dtype != DataType::kFloat32;
   const bool shard_accumulator = options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
@@ -179,12 +222,15 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
     plan.layouts.push_back(lay_out(unit, options.ranks));
     trainable += plan.layouts.back().trainable_count;
     frozen += plan.layouts.back().frozen_count;
-    largest_slice = std::max(largest_slice, plan.layouts.back().trainable_slice(options.ranks));
+    largest_slice = std::max(largest_slice, plan.layouts.back().trainable_slice(options.shards()));
   }
-  const std::uint64_t slice = trainable / ranks;
+  const std::uint64_t slice = trainable / shards;
 
-  const std::uint64_t wanted_columns = options.bucket_bytes / (ranks * element) / kLeafCount * kLeafCount;
-  plan.bucket_columns = std::min(std::max<std::uint64_t>(wanted_columns, kLeafCount), largest_slice);
+  // Every replica adds up a part of a bucket.
+  const std::uint64_t column_granule = replicas * kLeafCount;
+  const std::uint64_t wanted_columns =
+      options.bucket_bytes / (shards * element) / column_granule * column_granule;
+  plan.bucket_columns = std::min(std::max(wanted_columns, column_granule), largest_slice);
 
   // The part that is not on the device: the last units.
   plan.device_units = units_on_device(plan, trainable);
@@ -194,9 +240,9 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   for (std::size_t u = static_cast<std::size_t>(plan.device_units); u < plan.layouts.size(); ++u) {
     away += plan.layouts[u].trainable_count;
     away_frozen += plan.layouts[u].frozen_count;
-    largest_away = std::max(largest_away, plan.layouts[u].trainable_slice(options.ranks));
+    largest_away = std::max(largest_away, plan.layouts[u].trainable_slice(options.shards()));
   }
-  const std::uint64_t away_slice = away / ranks;
+  const std::uint64_t away_slice = away / shards;
   const std::uint64_t away_updated = options.stage == 0 ? away : away_slice;
   const bool parameters_away = options.offload == Offload::kOptimizerAndParameters;
 
@@ -206,7 +252,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   if (options.stage < 3) {
     bytes.parameters = element * (trainable + frozen);
   } else {
-    bytes.parameters = element * (trainable + frozen - (parameters_away ? away + away_frozen : 0)) / ranks;
+    bytes.parameters = element * (trainable + frozen - (parameters_away ? away + away_frozen : 0)) / shards;
   }
   const std::uint64_t kept_slice = slice - (options.stage == 0 ? 0 : away_slice);
   if (options.stage <= 1) {
@@ -224,8 +270,8 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
 
   // Below the device.
   const std::uint64_t parameters = !parameters_away ? 0
-                                   : has_master     ? element * (away_slice + away_frozen / ranks)
-                                                    : element * (away_frozen / ranks);
+                                   : has_master     ? element * (away_slice + away_frozen / shards)
+                                                    : element * (away_frozen / shards);
   plan.host_bytes.gradients = (adds_on_host ? 4 : element) * away_updated;
   if (away > 0 && adds_on_host) plan.host_bytes.staging = 4 * plan.bucket_columns;
   if (options.tier == Tier::kPinned) {
@@ -237,7 +283,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
     // The optimizer's pieces, with the parameter that is made of them, and the parameters' on their way up.
     const std::uint64_t piece_limit =
         options.staging_bytes / (kPassBuffers * (12 + element) + (parameters_away ? kMoverBuffers * 4 : 0));
-    const std::uint64_t largest_updated = options.stage == 0 ? largest_away * ranks : largest_away;
+    const std::uint64_t largest_updated = options.stage == 0 ? largest_away * shards : largest_away;
     const std::uint64_t largest_total = round_up(largest_updated, kPieceGranule);
     plan.piece_count =
         std::min(std::max(piece_limit / kPieceGranule * kPieceGranule, kPieceGranule), largest_total);
@@ -253,15 +299,17 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   plan.slot_bytes = slots.slot_bytes;
   for (const std::uint64_t slot : slots.slot_bytes) bytes.gathered += slot;
 
-  // Staging: what a bucket receives (the norm's leaves and the ranks' norms use the same bytes later), the
-  // fp32 sum of one bucket, and the record of the step.
-  const std::uint64_t received = options.ranks > 1 ? ranks * plan.bucket_columns * element : 0;
-  const std::uint64_t leaves = largest_slice / kLeafCount * sizeof(double);
+  // Staging, the fp32 sum of one bucket, and the record of the step.
   const std::uint64_t units = model.units.size();
-  bytes.buckets =
-      round_up(std::max({received, leaves, decision_bytes(options.ranks, units)}), kBlockGranule) +
-      round_up(shard_accumulator ? 0 : plan.bucket_columns * sizeof(float), kBlockGranule) +
-      round_up(record_bytes(units), kBlockGranule);
+  const int deciding_ranks = options.deciding_ranks == 0 ? options.ranks : options.deciding_ranks;
+  const std::uint64_t deciding_units = std::max(units, options.deciding_units);
+  plan.staging_bytes =
+      round_up(std::max({bucket_staging_bytes(options, plan.bucket_columns), norm_staging_bytes(model, plan),
+                         decision_bytes(deciding_ranks, deciding_units)}),
+               kBlockGranule);
+  bytes.buckets = plan.staging_bytes +
+                  round_up(shard_accumulator ? 0 : plan.bucket_columns * sizeof(float), kBlockGranule) +
+                  round_up(record_bytes(deciding_units), kBlockGranule);
   bytes.activations = round_up(model.activation_bytes, kBlockGranule);
 
   if (options.spillable) {
@@ -275,15 +323,12 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   for (const std::uint64_t slot : slots.slot_bytes)
     plan.reserved_bytes += round_up(slot, options.chunk_bytes);
 
-  // Each collective hands N-1 slices to other ranks and takes as many.
   const std::uint64_t reductions =
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
-  std::uint64_t slice_bytes = reductions * slice * element;
-  if (options.stage <= 2) {
-    slice_bytes += slice * element;
-  } else {
+  std::uint64_t gathers = slice * element;  // Of this rank's slices.
+  if (options.stage == 3) {
     const Gathered gathered = gathered_slices(model, plan, slots);
-    slice_bytes += gathered.all * element;
+    gathers = gathered.all * element;
     if (parameters_away && options.tier == Tier::kFile) {
       plan.file_bytes.read_per_step = gathered.offloaded * element;
       if (has_master) plan.file_bytes.written_per_step = element * away_slice;
@@ -291,8 +336,13 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   }
   plan.file_bytes.read_per_step += plan.file_bytes.optimizer;
   plan.file_bytes.written_per_step += plan.file_bytes.optimizer;
-  slice_bytes += sizeof(double) * (3 + 2 * units);  // What the ranks tell each other in step().
-  plan.wire_per_step.sent = (ranks - 1) * slice_bytes;
+  // Sent, and as much received: each collective hands every other rank a slice.
+  plan.wire_per_step.sent = reductions * reduced_bytes(options, trainable) + (shards - 1) * gathers;
+  // What the ranks tell each other in step().
+  plan.wire_per_step.sent += (ranks - 1) * sizeof(double) * (kStepFacts + units);
+  const auto others = static_cast<std::uint64_t>(deciding_ranks) - 1;
+  plan.wire_per_step.sent += others * sizeof(double) * deciding_units;
+  if (options.deciding_ranks != 0) plan.wire_per_step.sent += others * sizeof(double) * kStepFacts;
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return plan;
 }
@@ -317,7 +367,8 @@ std::string Plan::fingerprint_text() const {
   std::ostringstream text;
   text << "stage " << options.stage << "\nranks " << options.ranks << "\ndtype "
        << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
-       << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\noffload "
+       << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\ngroup " << options.group
+       << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\noffload "
        << offload_name(options.offload) << "\noffload-tier " << tier_name(options.tier)
        << "\nunits-on-device " << device_units << "\nbucket-columns " << bucket_columns << "\n";
   for (std::size_t unit = 0; unit < layouts.size(); ++unit) {

@@ -34,6 +34,15 @@ inline constexpr std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, Data
   return piece_count * (12 + (parameters_away && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
 }
 
+// What a rank says in step() besides which units it used: its metric, whether it wants to stop, and what must
+// be the same on every rank.
+inline constexpr std::uint64_t kStepFacts = 3;
+
+// Scratch of the norm of so many elements.
+inline std::uint64_t leaf_bytes(std::uint64_t count) {
+  return count / kLeafCount * sizeof(double);
+}
+
 // Staging for the decision: the norms of all ranks and units, and as much scratch.
 inline std::uint64_t decision_bytes(int ranks, std::uint64_t units) {
   return 2 * static_cast<std::uint64_t>(ranks) * units * sizeof(double);

@@ -303,9 +303,10 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
       std::vector<float> host;
       for (int unit_index = 0; unit_index < unit_count(); ++unit_index) {
         const Unit& u = unit(unit_index);
-        // At stage 0 every rank has everything; each writes its slice all the same.
+        // At stage 0 every rank has everything, and with hybrid sharding every group; each rank writes its
+        // part all the same.
         const std::uint64_t slice = layout(unit_index).trainable_slice(ranks());
-        const std::uint64_t begin = static_cast<std::uint64_t>(rank()) * slice;
+        const std::uint64_t begin = static_cast<std::uint64_t>(part_number()) * slice;
         for (int f = 0; f < kStateFieldCount; ++f) {
           host.resize(slice);
           read_state(unit_index, static_cast<StateField>(f), begin - u.updated_begin, host);
@@ -313,7 +314,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
         }
         const std::uint64_t frozen_slice = layout(unit_index).frozen_slice(ranks());
         if (frozen_slice == 0) continue;
-        const std::uint64_t frozen_begin = static_cast<std::uint64_t>(rank()) * frozen_slice;
+        const std::uint64_t frozen_begin = static_cast<std::uint64_t>(part_number()) * frozen_slice;
         const std::vector<float> frozen = unit_frozen(unit_index);
         write_runs(unit_index, true, "master",
                    std::span<const float>(frozen).subspan(frozen_begin, frozen_slice), frozen_begin);

@@ -38,6 +38,8 @@ struct Words {
   std::string accumulate = "shard";
   std::string device = "host";
   std::string bucket = "16MiB";
+  std::string order = "rank";
+  std::string shard_within = "all";
   std::string offload = "none";
   std::string tier = "cpu";
   std::string fraction = "1";
@@ -105,6 +107,19 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
          "--bucket", words.bucket,
          "Bytes of one send buffer, all ranks' slices; auto: by latency and bandwidth, which are measured "
          "at the start")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option(
+         "--order", words.order,
+         "How gradients are added over ranks. rank: in the order of the ranks; group:G: within groups "
+         "of G consecutive ranks (a host's, say), then over the groups, which takes fewer bytes "
+         "between hosts. Each has bits of its own, the same at every stage")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--shard-within", words.shard_within,
+                 "all: the stage shards over all ranks; group: over the ranks of a group of --order group:G, "
+                 "and every group has all of it (hybrid sharding): more memory, gathers stay within groups, "
+                 "same bits")
       ->capture_default_str()
       ->group(group);
   app.add_flag("--no-overlap", words.no_overlap,
@@ -236,6 +251,21 @@ std::uint64_t bytes_of(const char* option, const std::string& text) {
   return bytes;
 }
 
+// "rank", or "group:" and the ranks of a group.
+int group_of(const std::string& text) {
+  if (text == "rank") return 1;
+  const std::string prefix = "group:";
+  int group = 0;
+  const char* const end = text.data() + text.size();
+  const bool named = text.compare(0, prefix.size(), prefix) == 0;
+  const auto read = std::from_chars(text.data() + (named ? prefix.size() : 0), end, group);
+  if (!named || read.ec != std::errc() || read.ptr != end || group < 1) {
+    refuse("--order is '" + text +
+           "'; use rank, or group:G with the number of consecutive ranks that are added first");
+  }
+  return group;
+}
+
 // "cpu", or "nvme:" and directories, which go to `directories`.
 Tier tier_of(const std::string& text, std::vector<std::string>& directories) {
   if (text == "cpu") return Tier::kPinned;
@@ -285,6 +315,12 @@ void apply(const Words& words, TrainerOptions& o) {
   o.device = device_of(words.device);
   o.bucket_auto = words.bucket == "auto";
   if (!o.bucket_auto) o.bucket_bytes = bytes_of("--bucket", words.bucket);
+  o.group = group_of(words.order);
+  if (words.shard_within != "all" && words.shard_within != "group")
+    refuse("--shard-within is '" + words.shard_within + "'; use all or group");
+  o.shard_within_group = words.shard_within == "group";
+  if (o.shard_within_group && words.order == "rank")
+    refuse("--shard-within group needs to know the groups; add --order group:G");
   o.memory_bytes = bytes_of("--memory", words.memory);
   o.overlap = !words.no_overlap;
 }

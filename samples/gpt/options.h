@@ -51,6 +51,8 @@ struct TrainerOptions {
 
   std::uint64_t bucket_bytes = 16u << 20;
   bool bucket_auto = false;
+  int group = 1;  // Ranks that gradients are added among first.
+  bool shard_within_group = false;
   Offload offload = Offload::kNone;
   Tier tier = Tier::kPinned;
   std::vector<std::string> offload_directories;  // Of tier kFile.

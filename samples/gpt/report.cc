@@ -92,6 +92,8 @@ std::string report_json(const TrainingReport& report) {
                      {"device", report.device},
                      {"communicator", report.communicator},
                      {"bucket_bytes", report.bucket_bytes},
+                     {"group", report.group},
+                     {"shard_within_group", report.shard_within_group},
                      {"matmul", report.matmul},
                      {"interrupted", report.interrupted},
                      {"ranks", ranks}};

@@ -70,6 +70,8 @@ EngineOptions engine_options(const TrainerOptions& o, const Text& text, int thre
   engine.accumulate = o.accumulate;
   engine.bucket_bytes = o.bucket_bytes;
   engine.bucket_auto = o.bucket_auto;
+  engine.group = o.group;
+  engine.shard_within_group = o.shard_within_group;
   engine.offload = o.offload;
   engine.tier = o.tier;
   engine.offload_fraction = o.offload_fraction.value_or(1);
@@ -417,6 +419,8 @@ class Trainer {
     report.store = statistics.store_description;
     report.communicator = communicator_.name();
     report.bucket_bytes = engine_.plan().options.bucket_bytes;
+    report.group = options_.group;
+    report.shard_within_group = options_.shard_within_group;
     report.device = rank_.on_gpu() ? rank_.backend->capabilities().name : "host";
     report.matmul = operations_->matmul();
     report.compute_threads = rank_.threads;
@@ -430,7 +434,7 @@ class Trainer {
 
   // What every rank's communicator has counted so far, for all kinds that any has used.
   std::vector<std::vector<OperationReport>> gather_traffic() {
-    const std::vector<OperationTraffic> mine = communicator_.operation_traffic();
+    const std::vector<OperationTraffic> mine = engine_.operation_traffic();
     const auto size = static_cast<std::size_t>(place_.size);
     std::vector<std::vector<OperationReport>> all(size);
     for (const char* kind : kCountedOperations) {

@@ -60,6 +60,8 @@ struct TrainingReport {
   std::string device;                      // Rank 0's: "host", or "cuda:0 NVIDIA H200".
   std::string communicator;
   std::uint64_t bucket_bytes = 0;  // Asked for, or chosen.
+  int group = 1;                   // Ranks that gradients are added among first.
+  bool shard_within_group = false;
   std::string matmul;
   int compute_threads = 1;
   std::uint64_t parameters = 0;

@@ -82,6 +82,29 @@ TEST(PlanCommand, SaysNullForWhatACountCannotTell) {
   EXPECT_NE(plan("--parameters 124M --ranks 4 --stage 3").output.find("needs the shape"), std::string::npos);
 }
 
+TEST(PlanCommand, KnowsGroups) {
+  const std::string options = std::string(kShape) + "--ranks 8 --stage 3 --dtype bf16 --batch 2 ";
+  const Json all = Json::parse(plan(options + "--order group:4 --json").output);
+  const Json within = Json::parse(plan(options + "--order group:4 --shard-within group --json").output);
+  EXPECT_EQ(all.at("group"), 4);
+  EXPECT_EQ(within.at("shard_within_group"), true);
+  EXPECT_EQ(within.at("bytes_per_rank").at("model_states"),
+            2 * all.at("bytes_per_rank").at("model_states").get<std::uint64_t>());
+  EXPECT_NE(plan(options + "--order group:4 --shard-within group").output.find("16Psi/G"), std::string::npos);
+
+  for (const auto& [wrong, words] : std::vector<std::pair<std::string, std::string>>{
+           {"--order group:3", "groups of 3 ranks do not divide 8 ranks"},
+           {"--order groups", "--order is 'groups'"},
+           {"--shard-within group", "add --order group:G"},
+           {"--order group:4 --preset paper", "use preset forebay"}}) {
+    const Outcome refused = plan(options + wrong);
+    EXPECT_NE(refused.exit_code, 0) << wrong;
+    EXPECT_NE(refused.output.find(words), std::string::npos) << refused.output;
+  }
+  EXPECT_NE(plan("--parameters 124M --ranks 4 --order group:2").output.find("needs the shape"),
+            std::string::npos);
+}
+
 TEST(PlanCommand, SetsAllStagesSideBySideWithoutOne) {
   const Outcome outcome = plan(std::string(kShape) + "--ranks 3");
 

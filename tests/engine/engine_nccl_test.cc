@@ -42,10 +42,20 @@ class EngineOverNccl : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
 TEST_P(EngineOverNccl, GivesTheBitsOfLocalRanksOnTheHost) {
   const auto [stage, ranks] = GetParam();
-  for (const auto& [type, micro_steps] :
-       {std::pair(DataType::kBfloat16, 1), std::pair(DataType::kFloat32, 3)}) {
+  struct Case {
+    DataType type;
+    int micro_steps;
+    bool in_groups;
+  };
+  for (const auto& [type, micro_steps, in_groups] :
+       {Case{DataType::kBfloat16, 1, false}, Case{DataType::kFloat32, 3, false},
+        Case{DataType::kBfloat16, 2, true}}) {
     ToyOptions options = options_for(stage, type, ranks);
     options.engine.micro_steps = micro_steps;
+    if (in_groups) {
+      options.engine.group = ranks % 2 == 0 ? 2 : ranks;
+      options.engine.shard_within_group = stage % 2 == 1;
+    }
     const ToyResult expected = run_toy(options);
     FakeGpu gpu(gpus(ranks));
     const FakeNcclLibrary nccl;

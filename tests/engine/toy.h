@@ -25,6 +25,7 @@ struct ToyParameter {
   std::uint64_t count;
   int group = 0;
   bool frozen = false;
+  bool replicated = false;
 };
 struct ToyUnit {
   std::vector<ToyParameter> parameters;
@@ -95,7 +96,7 @@ class ToyTrainer {
       first_number_.push_back(number);
       for (const ToyParameter& parameter : unit.parameters) {
         ids_.push_back(engine_.add_parameter(id, "p" + std::to_string(number++), parameter.count,
-                                             parameter.group, parameter.frozen));
+                                             parameter.group, parameter.frozen, parameter.replicated));
       }
       for (const UnitShape::Tied& tied : unit.tied) engine_.tie(id, {tied.unit, tied.index});
     }
@@ -358,8 +359,15 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       if (options.engine.accumulate == Accumulate::kLocal && k + 1 < micro_steps) continue;
       for (std::size_t q = 0; q < parameters.size(); ++q) {
         for (std::uint64_t i = 0; i < parameters[q].shape.count; ++i) {
-          float sum = gradients[0][q][i];
-          for (int r = 1; r < n; ++r) sum = sum + gradients[static_cast<std::size_t>(r)][q][i];
+          // Each group in the order of its ranks, then the groups in theirs.
+          const int group = options.engine.group > 1 ? options.engine.group : n;
+          float sum = 0;
+          for (int g = 0; g < n; g += group) {
+            float partial = gradients[static_cast<std::size_t>(g)][q][i];
+            for (int r = g + 1; r < g + group; ++r)
+              partial = partial + gradients[static_cast<std::size_t>(r)][q][i];
+            sum = g == 0 ? partial : sum + partial;
+          }
           const bool first = k == 0 || options.engine.accumulate == Accumulate::kLocal;
           sums[q][i] = first ? sum : sums[q][i] + sum;
         }

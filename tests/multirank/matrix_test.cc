@@ -1,5 +1,6 @@
 // One bit pattern, as a person sees it: the same digest, losses and gradient norms from forebay-gpt for every
-// stage, bucket size, overlap and communicator, at each number of ranks, type and way of accumulating.
+// stage, bucket size, overlap and communicator, sharded over all ranks or within groups, at each number of
+// ranks, type, order of sums and way of accumulating.
 //
 // `./dev test` runs a pairwise cover of the options: every two values of any two options meet in some run.
 // Built with FOREBAY_WHOLE_MATRIX, under the label slow, it runs every combination.
@@ -25,10 +26,13 @@ constexpr int kMicroSteps[] = {1, 3};
 constexpr int kStages[] = {0, 1, 2, 3};
 // The smallest there is, less than a unit; one that divides nothing; and more than the model.
 constexpr const char* kBuckets[] = {"1", "70001", "64MiB"};
-constexpr const char* kCommunicators[] = {"local", "gloo"};
+constexpr const char* kCommunicators[] = {"local", "gloo", "shm"};
+// In the order of the ranks; in groups; and sharded within them.
+enum Order { kInRankOrder, kInGroups, kWithinGroups };
+constexpr const char* kGroups[] = {"group:1", "group:3", "group:2"};  // By index of the number of ranks.
 
-enum Option { kRank, kType, kMicro, kStage, kBucket, kOverlap, kCommunicator, kOptionCount };
-constexpr int kValueCounts[kOptionCount] = {3, 3, 2, 4, 3, 2, 2};
+enum Option { kRank, kType, kMicro, kStage, kBucket, kOverlap, kCommunicator, kOrder, kOptionCount };
+constexpr int kValueCounts[kOptionCount] = {3, 3, 2, 4, 3, 2, 3, 3};
 using Case = std::array<int, kOptionCount>;
 
 std::vector<Case> all_cases() {
@@ -100,6 +104,8 @@ std::vector<std::string> arguments_of(const Case& c) {
                                         "--threads",      "1",
                                         "--quiet"};
   if (c[kOverlap] == 1) arguments.push_back("--no-overlap");
+  if (c[kOrder] != kInRankOrder) arguments.insert(arguments.end(), {"--order", kGroups[c[kRank]]});
+  if (c[kOrder] == kWithinGroups) arguments.insert(arguments.end(), {"--shard-within", "group"});
   return arguments;
 }
 
@@ -131,12 +137,14 @@ Json bits_of(const Json& report) {
 
 void expect_one_bit_pattern(const std::vector<Case>& cases) {
   const TemporaryDirectory directory;
-  std::map<std::array<int, 3>, Json> expected;  // By ranks, type and micro-steps: stage 0 over `local`.
+  // By ranks, type, micro-steps and whether there are groups: stage 0 over `local`.
+  std::map<std::array<int, 4>, Json> expected;
   for (const Case& c : cases) {
-    const std::array<int, 3> group{c[kRank], c[kType], c[kMicro]};
+    const std::array<int, 4> group{c[kRank], c[kType], c[kMicro], std::min<int>(c[kOrder], kInGroups)};
     if (!expected.contains(group)) {
       Case reference{};
-      std::copy(group.begin(), group.end(), reference.begin());
+      std::copy_n(group.begin(), 3, reference.begin());
+      reference[kOrder] = group[3];
       reference[kBucket] = 2;
       expected[group] = bits_of(run_case(reference, directory));
       const Json& norms = expected[group].at("grad_norm");

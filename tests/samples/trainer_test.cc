@@ -381,6 +381,11 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--hidden", "0"}, "--hidden"},
       {{"--dtype", "fp8"}, "--dtype fp8"},
       {{"--device", "tpu"}, "--device tpu"},
+      {{"--order", "group"}, "--order is 'group'"},
+      {{"--order", "group:0"}, "--order is 'group:0'"},
+      {{"--order", "2"}, "--order is '2'"},
+      {{"--shard-within", "host"}, "--shard-within is 'host'"},
+      {{"--shard-within", "group"}, "add --order group:G"},
       {{"--device", "cuda:x"}, "--device cuda:x"},
       {{"--device", "cuda", "--communicator", "gloo"}, "--communicator gloo"},
       {{"--bucket", "12parsecs"}, "--bucket 12parsecs"},
@@ -448,6 +453,10 @@ TEST(GptCommand, OptionsArriveWhereTheyBelong) {
                                                "3",
                                                "--bucket",
                                                "64KiB",
+                                               "--order",
+                                               "group:2",
+                                               "--shard-within",
+                                               "group",
                                                "--memory",
                                                "1.5GiB",
                                                "--no-overlap",
@@ -473,6 +482,8 @@ TEST(GptCommand, OptionsArriveWhereTheyBelong) {
   EXPECT_EQ(command.options->dtype, DataType::kBfloat16);
   EXPECT_EQ(command.options->micro_steps, 3);
   EXPECT_EQ(command.options->bucket_bytes, 65536u);
+  EXPECT_EQ(command.options->group, 2);
+  EXPECT_TRUE(command.options->shard_within_group);
   EXPECT_EQ(command.options->memory_bytes, 1610612736u);
   EXPECT_FALSE(command.options->overlap);
   EXPECT_EQ(command.options->offload, Offload::kOptimizerAndParameters);

@@ -73,6 +73,19 @@ struct EngineOptions {
   DataType dtype = DataType::kFloat32;
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
+  // Order group(g): gradients are added within groups of this many consecutive ranks first, then across them
+  // (grouped_communicator.h). 1: in the order of the ranks. Other bits, the same at every stage.
+  int group = 1;
+  // Hybrid sharding: what the stage shards is sharded over the ranks of a group, and each group has all of
+  // it. The bits are those of the same groups without it.
+  bool shard_within_group = false;
+  // Of a model that is cut over tensor- or pipeline-parallel ranks too: all ranks together, from which the
+  // engine's communicator, the data-parallel one, was split. They take one decision about every step: the
+  // norm is over all of them, in order of their slices and then of their ranks here, and so are
+  // StepResult::metric_sum and stop. Not owned; outlives the engine. Null: the communicator's ranks.
+  Communicator* grid = nullptr;
+  // Of the tensor-parallel ranks one, the first, counts replicated parameters in the norm.
+  bool counts_replicated = true;
   std::uint64_t bucket_bytes = 16u << 20;
   // bucket_bytes is chosen at commit, from the latency and the bandwidth that rank 0 measures: 256 KiB to 64
   // MiB, such that latency is a twentieth of a collective. Same bits. With one rank it is left as it is.
@@ -124,8 +137,8 @@ struct StepResult {
   bool skipped = false;             // A gradient was not finite; nothing changed but the loss scale.
   std::optional<double> grad_norm;  // Global, unscaled, before clipping; none when skipped.
   double loss_scale = 1.0;          // What this step used.
-  double metric_sum = 0.0;          // Hyperparameters::metric over ranks, added in rank order.
-  bool stop = false;                // Some rank asked to stop; the same on every rank.
+  double metric_sum = 0.0;  // Hyperparameters::metric over ranks, added in rank order (or the grid's).
+  bool stop = false;        // Some rank asked to stop; the same on every rank.
 };
 
 // What a collective takes: the latency, and as long as its bytes (all ranks' slices) take at this bandwidth.
@@ -205,8 +218,9 @@ class Engine {
 
   // --- describe, before commit ---
   UnitId add_unit(const std::string& name, bool backward_reads_parameters = true);
+  // `replicated`: the tensor-parallel ranks all have it, with the same gradient (EngineOptions::grid).
   ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
-                            bool frozen = false);
+                            bool frozen = false, bool replicated = false);
   // `unit` uses `parameter` of an earlier unit too: its index in leases of `unit` is returned.
   int tie(UnitId unit, ParameterId parameter);
   // Bytes the trainer will use of activations(): declared so that the plan is whole.
@@ -265,6 +279,9 @@ class Engine {
 
   // Waits for the engine's queued work, so that the traffic of complete steps is complete.
   EngineStatistics statistics();
+  // What moved so far, in steps and outside of them, by kind of operation and by rank; what goes over the
+  // grid is left out.
+  std::vector<OperationTraffic> operation_traffic() const;
   const EngineOptions& options() const;
   std::uint64_t attempted_steps() const;
   std::uint64_t applied_steps() const;

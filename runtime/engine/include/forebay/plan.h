@@ -43,6 +43,8 @@ struct ParameterShape {
   std::uint64_t count = 0;  // Elements.
   int group = 0;            // Index into Hyperparameters::groups.
   bool frozen = false;      // Gathered with its unit but neither reduced nor updated.
+  // The tensor-parallel ranks all have it, with the same gradient: it counts once in the norm.
+  bool replicated = false;
 };
 
 struct UnitShape {
@@ -67,7 +69,16 @@ struct ModelShape {
 
 struct PlanOptions {
   int stage = 0;  // 0 data parallel, 1 optimizer states, 2 + gradients, 3 + parameters.
-  int ranks = 1;
+  int ranks = 1;  // Data-parallel ranks.
+  // Order group(g): reductions are within groups of this many consecutive ranks first, then across them
+  // (grouped_communicator.h). 1: in the order of the ranks.
+  int group = 1;
+  // Hybrid sharding: the stage shards over the ranks of a group, and each group has all of it.
+  bool shard_within_group = false;
+  // Of a model that is cut over tensor- or pipeline-parallel ranks: all that decide about a step together,
+  // and the units of whichever has most; 0: just these ranks, these units.
+  int deciding_ranks = 0;
+  std::uint64_t deciding_units = 0;
   DataType dtype = DataType::kFloat32;  // Of parameters and gradients. 2-byte types get an fp32 master.
   int micro_steps = 1;                  // K: forward/backward passes per step.
   Accumulate accumulate = Accumulate::kShard;
@@ -84,6 +95,12 @@ struct PlanOptions {
   bool spillable = false;
   // Tier kFile: host memory that states pass through, at most. Smaller: smaller pieces, and more of them.
   std::uint64_t staging_bytes = 96u << 20;
+
+  // The ranks that a unit is sharded over, and how often that is done: shards() * replicas() is `ranks`.
+  int shards() const { return shard_within_group ? group : ranks; }
+  int replicas() const { return ranks / shards(); }
+  // Whether reductions are in two levels.
+  bool in_groups() const { return group > 1 || shard_within_group; }
 };
 
 struct PoolBytes {
@@ -138,7 +155,8 @@ struct WireBytes {
 };
 
 // Where a unit's parameters lie. A unit is one flat buffer of two sections, trainable then frozen, each
-// padded to N * 512 elements; rank r owns the r-th of N equal slices of each.
+// padded to N * 512 elements; rank r owns the r-th of N equal slices of each. With hybrid sharding there are
+// as many slices as ranks of a group, and the padding is the same.
 struct UnitLayout {
   struct Place {
     bool frozen = false;
@@ -146,12 +164,12 @@ struct UnitLayout {
     std::uint64_t count = 0;
   };
   std::vector<Place> places;          // In order of registration.
-  std::uint64_t trainable_count = 0;  // Padded; N slices.
-  std::uint64_t frozen_count = 0;     // Padded; N slices.
-  std::uint64_t trainable_slice(int ranks) const {
-    return trainable_count / static_cast<std::uint64_t>(ranks);
+  std::uint64_t trainable_count = 0;  // Padded.
+  std::uint64_t frozen_count = 0;     // Padded.
+  std::uint64_t trainable_slice(int slices) const {
+    return trainable_count / static_cast<std::uint64_t>(slices);
   }
-  std::uint64_t frozen_slice(int ranks) const { return frozen_count / static_cast<std::uint64_t>(ranks); }
+  std::uint64_t frozen_slice(int slices) const { return frozen_count / static_cast<std::uint64_t>(slices); }
   std::uint64_t total_count() const { return trainable_count + frozen_count; }
 };
 
@@ -171,6 +189,7 @@ struct Plan {
   std::uint64_t move_bytes = 0;   // Tier kFile, parameters: bytes that do.
   WireBytes wire_per_step;        // Payload per rank and step; every rank has the same.
   std::uint64_t bucket_columns = 0;       // Elements of one slice in one bucket.
+  std::uint64_t staging_bytes = 0;        // Of buckets: what a bucket receives, and whatever else is passing.
   std::vector<std::uint64_t> slot_bytes;  // The chunks of gathered, slot by slot.
 
   // Same text on every rank means the same plan: one "key value" line per option and per unit.
