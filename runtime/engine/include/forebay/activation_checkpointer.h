@@ -1,0 +1,164 @@
+// ActivationCheckpointer: keeps the activations that the backward pass computes the others from again,
+// between the forward and the backward pass. Each is kept whole, cut over the tensor-parallel ranks (Pa of
+// the ZeRO paper), or cut and spilled to page-locked host memory or files (Pa+cpu); and it is back on the
+// device, whole, before the backward pass asks for it. Whatever the placement, what is loaded has the bits
+// that were saved.
+//
+//   checkpointer.declare({.unit = u, .bytes = n, .placement = ActivationPlacement::kPartition});  // each u
+//   checkpointer.commit();
+//   for each micro-batch m:
+//     for each unit u:             checkpointer.save({u, 0, m}, input, n, stream);  ... forward of u ...
+//     for each unit u, last first: { ActivationLease in = checkpointer.load({u, 0, m}, stream);
+//                                    ... kernels that read in.data(): forward again, then backward ... }
+//   wait for stream; checkpointer.check();
+//
+// Nothing is allocated after commit.
+//
+// Order. What save() is given may be overwritten by what is queued on `stream` after it. Micro-batches are
+// loaded in the order in which their first activation was saved, and each one's activations in the reverse
+// order of saving: that is what is fetched ahead, from the moment that all slots of the micro-batch have been
+// saved or the first of them is loaded. Other orders give the same bits, later. All ranks of the group make
+// the same calls in the same order; that fixes the order of the gathers.
+//
+// Streams: no call waits for the device. A load makes `stream` wait until the activation is there. The ends
+// of leases are points of the stream that load() was given. The streams outlive the checkpointer or are
+// drained before.
+//
+// Errors: thrown as Error. Misuse (a load of what was not saved, saving twice, another size, a micro-batch
+// too many) is kInvalidArgument and changes nothing. After a failure of a peer, a stream, the device or the
+// store the checkpointer is failed, its communicator is aborted so that no peer waits for it, and every later
+// call says so. Failures of what was queued are met by the call that comes after: what a lease showed is good
+// where check() is quiet once the stream has been waited for.
+//
+// Threads: one thread drives it.
+//
+// Source: Rajbhandari et al., arXiv 1910.02054, sections 4.2 and 6.1.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "forebay/activation_plan.h"
+#include "forebay/backend.h"
+#include "forebay/communicator.h"
+#include "forebay/store.h"
+#include "forebay/timeline.h"
+
+namespace forebay {
+
+// One activation of one micro-batch.
+struct ActivationKey {
+  int unit = 0;
+  int slot = 0;
+  int micro_batch = 0;  // Any number that no other micro-batch in flight has.
+  friend bool operator==(const ActivationKey&, const ActivationKey&) = default;
+};
+
+struct ActivationCheckpointerOptions {
+  ActivationPlanOptions plan;  // `ranks` and `chunk_bytes` are the communicator's and the backend's.
+  // Tier kFile: where the files are; with several, spilled bytes are striped over them. They have no name.
+  std::vector<std::string> directories;
+  // Instead of files in `directories`, for tests and drives of another kind: makes rank `rank`'s store.
+  std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
+  Timeline* timeline = nullptr;  // Not owned; outlives the checkpointer. Null: nothing is marked.
+};
+
+struct ActivationStatistics {
+  std::uint64_t device_bytes = 0;  // Taken at commit, of the arena or of the region that was given.
+  std::uint64_t host_bytes = 0;    // Page-locked, as asked for.
+  std::uint64_t file_bytes = 0;    // Ranges of the store.
+  Traffic traffic;                 // Payload of the gathers so far.
+  std::uint64_t spilled_bytes = 0;
+  std::uint64_t fetched_bytes = 0;
+  std::uint64_t save_count = 0;
+  std::uint64_t load_count = 0;
+  std::uint64_t ahead_count = 0;         // Loads whose fetch or gather had been queued before.
+  std::uint64_t most_saved_bytes = 0;    // Most bytes that places held at the same time, on all tiers.
+  std::uint64_t most_micro_batches = 0;  // Most that were in flight at the same time.
+};
+
+class ActivationCheckpointer;
+
+// The right to read a loaded activation. Move-only; ends with its scope, in stream order, and with it the
+// saved activation.
+class ActivationLease {
+ public:
+  ActivationLease(ActivationLease&& other) noexcept;
+  ActivationLease& operator=(ActivationLease&& other) noexcept;
+  ~ActivationLease();
+
+  // The whole activation, aligned to 512 bytes. The trainer may write there too: nobody reads it again.
+  DevicePtr data() const noexcept { return data_; }
+  std::uint64_t bytes() const noexcept { return bytes_; }
+  // The record that save() was given; the same bytes until the lease ends.
+  std::span<const std::byte> state() const noexcept { return state_; }
+
+ private:
+  friend class ActivationCheckpointer;
+  ActivationLease() = default;
+
+  ActivationCheckpointer* owner_ = nullptr;
+  int item_ = -1;
+  Stream stream_;
+  DevicePtr data_ = nullptr;
+  std::uint64_t bytes_ = 0;
+  std::span<const std::byte> state_;
+};
+
+class ActivationCheckpointer {
+ public:
+  // Requires: `backend` and `communicator` outlive it. The communicator is that of the tensor-parallel group,
+  // of one rank or more, and used by nobody else from commit on, because its data operations are in the order
+  // of one stream of the checkpointer's (Communicator::split makes another of the same ranks).
+  ActivationCheckpointer(Backend& backend, Communicator& communicator,
+                         ActivationCheckpointerOptions options = {});
+  // Waits for what it has queued. Requires: no lease is alive.
+  ~ActivationCheckpointer();
+  ActivationCheckpointer(const ActivationCheckpointer&) = delete;
+  ActivationCheckpointer& operator=(const ActivationCheckpointer&) = delete;
+
+  // --- describe, before commit ---
+  // Order: that in which a forward pass saves. Errors: kInvalidArgument for a slot that was declared already.
+  void declare(const ActivationSlot& slot);
+  // Allocates nothing. Errors: as make_activation_plan.
+  ActivationPlan plan() const;
+  // Compares the plans of the ranks and allocates everything; all ranks succeed or all throw. Collective.
+  // `region`: plan().device_bytes() of device memory that outlives the checkpointer, aligned to 512, of an
+  // engine's activations say; null: the checkpointer has an arena of its own.
+  // Errors: as plan(); kInvalidArgument naming ranks with different plans; kOutOfMemory where the device or
+  // the host has not enough; the store's.
+  void commit(DevicePtr region = nullptr);
+
+  // --- forward ---
+  // `source`: the whole activation. `state`: a record that load() gives back, at most the slot's state_bytes;
+  // copied at once.
+  void save(const ActivationKey& key, const std::byte* source, std::uint64_t bytes, Stream stream,
+            std::span<const std::byte> state = {});
+
+  // --- backward ---
+  [[nodiscard]] ActivationLease load(const ActivationKey& key, Stream stream);
+  // What was saved and will not be loaded (evaluation, a pass that was given up).
+  void discard(const ActivationKey& key);
+  // The same for all that is saved. Requires: no lease is alive.
+  void discard_all();
+
+  // Throws the first failure of all that was queued and has run by now: to be called once the stream has been
+  // waited for and before its results are used for good (before Engine::step).
+  void check();
+
+  // Waits for the gathers that are queued, so that the traffic is complete.
+  ActivationStatistics statistics();
+  const ActivationPlan& committed_plan() const;
+
+ private:
+  friend class ActivationLease;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace forebay

@@ -1,0 +1,27 @@
+// Marks what is queued on a stream while it is alive as one span of a timeline, if there is one.
+#pragma once
+
+#include <string>
+
+#include "forebay/backend.h"
+#include "forebay/timeline.h"
+
+namespace forebay {
+
+class MarkedSpan {
+ public:
+  // `timeline`: null marks nothing. Requires: `track` is a literal.
+  MarkedSpan(Backend& backend, Timeline* timeline, Stream stream, const char* track, std::string name);
+  ~MarkedSpan();
+  MarkedSpan(const MarkedSpan&) = delete;
+  MarkedSpan& operator=(const MarkedSpan&) = delete;
+
+ private:
+  Backend& backend_;
+  Timeline* const timeline_;
+  const Stream stream_;
+  const char* const track_;
+  std::string name_;
+};
+
+}  // namespace forebay
