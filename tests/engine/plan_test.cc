@@ -121,6 +121,39 @@ TEST(Plan, BoundedPoolsDoNotGrowWithDepth) {
   });
 }
 
+// As forebay-gpt's are: blocks of 12 hidden^2 parameters, and an embedding.
+ModelShape transformer(int layers, std::uint64_t hidden) {
+  ModelShape model;
+  model.units.push_back({.name = "embedding", .parameters = {{.name = "words", .count = 50'257 * hidden}}});
+  for (int layer = 0; layer < layers; ++layer) {
+    const std::string name = "block" + std::to_string(layer);
+    model.units.push_back(
+        {.name = name, .parameters = {{.name = name + ".all", .count = 12 * hidden * hidden}}});
+  }
+  return model;
+}
+
+TEST(Plan, BucketsAreTheSameForTenMillionAndABillionParameters) {
+  const ModelShape small = transformer(12, 160);
+  const ModelShape large = transformer(48, 1280);
+  ASSERT_NEAR(static_cast<double>(small.parameter_count()), 11.7e6, 0.1e6);
+  ASSERT_GT(large.parameter_count(), 1'000'000'000u);
+  for (const std::uint64_t bucket : {1u << 20, 16u << 20}) {
+    for (const DataType type : {DataType::kFloat32, DataType::kBfloat16}) {
+      for (int stage = 0; stage < 4; ++stage) {
+        for (const int micro_steps : {1, 4}) {
+          const PlanOptions options{
+              .stage = stage, .ranks = 4, .dtype = type, .micro_steps = micro_steps, .bucket_bytes = bucket};
+          const std::uint64_t of_small = plan_of(small, options).bytes.buckets;
+          const std::uint64_t of_large = plan_of(large, options).bytes.buckets;
+          // A norm for each unit, to a granule.
+          EXPECT_LE(of_large - of_small, 1024u) << "stage " << stage << ", bucket " << bucket;
+        }
+      }
+    }
+  }
+}
+
 TEST(Plan, GathersNothingBelowStage2AndNoParametersBelowStage3) {
   const ModelShape model = awkward_model(4);
   const auto gathered = [&](int stage) {
