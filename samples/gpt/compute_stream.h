@@ -2,37 +2,38 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "forebay/backend.h"
 #include "forebay/error.h"
 #include "forebay/log.h"
 #include "forebay/stream_call.h"
+#include "work_queue.h"
 
 namespace forebay::gpt {
 
-class ComputeStream {
+class ComputeStream final : public WorkQueue {
  public:
   // `queues`: what is run queues its work on stream() itself, so it runs at once, on the calling thread.
   // Otherwise it computes, and runs on the stream's thread.
   ComputeStream(Backend& backend, bool queues)
       : backend_(backend), queues_(queues), stream_(value_or_throw(backend.stream_create())) {}
   // Waits for what is queued.
-  ~ComputeStream() { static_cast<void>(backend_.stream_destroy(stream_)); }
+  ~ComputeStream() override { static_cast<void>(backend_.stream_destroy(stream_)); }
   ComputeStream(const ComputeStream&) = delete;
   ComputeStream& operator=(const ComputeStream&) = delete;
 
   Stream stream() const { return stream_; }
 
-  // Runs `function`, so that its work comes after all that was queued before. Once one on the stream's thread
+  // Runs `work`, so that its work comes after all that was queued before. Once one on the stream's thread
   // has thrown, later ones are passed over and synchronize() throws what it threw.
-  template <typename Function>
-  void run(Function function) {
-    if (queues_) return function();
-    throw_if_error(call_on(backend_, stream_, [this, function = std::move(function)]() mutable {
+  void run(std::function<void()> work) override {
+    if (queues_) return work();
+    throw_if_error(call_on(backend_, stream_, [this, work = std::move(work)] {
       if (failure_) return;
       try {
-        function();
+        work();
       } catch (...) {
         failure_ = std::current_exception();
       }

@@ -14,16 +14,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "device_function.h"
 #include "forebay/data_type.h"
-
-// Marks a function that nvcc compiles for the device too.
-#ifndef FOREBAY_DEVICE
-#ifdef __CUDACC__
-#define FOREBAY_DEVICE __host__ __device__
-#else
-#define FOREBAY_DEVICE
-#endif
-#endif
+#include "random.h"
 
 namespace forebay::gpt {
 
@@ -32,6 +25,23 @@ namespace forebay::gpt {
 struct RowLoss {
   float sum;
   float target;
+};
+
+// The same of a part of the vocabulary, with its own largest logit; a target in another part counts as 0.
+struct RowLossPart {
+  float largest;
+  float sum;
+  float target;
+};
+
+// What is set to zero at random in one tensor of one pass: element i when the upper half of splitmix64(key +
+// i) is less than `threshold`; the others are multiplied by `scale`. i counts the elements of the tensor as
+// it would be undivided, over all ranks: so a mask depends neither on who computes it nor on how often.
+struct Dropout {
+  std::uint64_t key = 0;
+  std::uint32_t threshold = 0;  // 0: nothing is.
+  float scale = 1;
+  FOREBAY_DEVICE bool active() const { return threshold != 0; }
 };
 
 // What a row of attention's softmax is made of: the largest score, and 1 over the sum of exp(score -
@@ -147,6 +157,13 @@ FOREBAY_DEVICE inline float hyperbolic_tangent(float x) {
   return 1.0F - 2.0F / (exponential(2.0F * x) + 1.0F);
 }
 
+// --- dropout ---
+
+FOREBAY_DEVICE inline float dropped(const Dropout& dropout, std::uint64_t index, float value) {
+  const bool drops = splitmix64(dropout.key + index) >> 32 < dropout.threshold;
+  return drops ? 0.0F : value * dropout.scale;
+}
+
 // --- GELU: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) ---
 
 inline constexpr float kGeluFactor = 0.7978845608F;  // sqrt(2 / pi)
@@ -181,6 +198,32 @@ FOREBAY_DEVICE inline float layer_norm(float x, float mean, float inverse, float
 FOREBAY_DEVICE inline float layer_norm_slope(float x, float mean, float inverse, float g, float mean_g,
                                              float mean_gx) {
   return inverse * (g - mean_g - normalised(x, mean, inverse) * mean_gx);
+}
+
+// --- the loss, from parts of the vocabulary ---
+
+// What the parts of a row are made whole with: the largest of all, the sum of exp(logit - largest) over them
+// in their order, and the target's logit less the largest.
+struct WholeRow {
+  float largest;
+  RowLoss loss;
+};
+// `parts`: of the first part; of the next, `stride` further.
+FOREBAY_DEVICE inline WholeRow whole_row(const RowLossPart* parts, std::size_t stride, std::size_t count,
+                                         std::size_t target_part) {
+  WholeRow row{parts[0].largest, {0.0F, 0.0F}};
+  for (std::size_t p = 1; p < count; ++p) row.largest = larger(row.largest, parts[p * stride].largest);
+  for (std::size_t p = 0; p < count; ++p) {
+    const float sum = parts[p * stride].sum * exponential(parts[p * stride].largest - row.largest);
+    row.loss.sum = p == 0 ? sum : row.loss.sum + sum;
+  }
+  const RowLossPart& target = parts[target_part * stride];
+  row.loss.target = target.target + (target.largest - row.largest);
+  return row;
+}
+// What exp(logit - the part's largest) is multiplied by to be factor * softmax.
+FOREBAY_DEVICE inline float softmax_scale(const WholeRow& row, float part_largest, float factor) {
+  return exponential(part_largest - row.largest) * (factor / row.loss.sum);
 }
 
 // --- softmax, and the way back through it ---

@@ -1,7 +1,5 @@
 #include "engine_model.h"
 
-#include <utility>
-
 namespace forebay::gpt {
 
 EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute)
@@ -12,7 +10,9 @@ EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& u
     // An embedding's backward pass adds rows of gradients together: it needs no weights.
     const UnitId id = engine.add_unit(unit.name, /*backward_reads_parameters=*/!is_embedding);
     for (const GptParameter& parameter : unit.parameters) {
-      const ParameterId added = engine.add_parameter(id, parameter.name, parameter.count(), parameter.group);
+      const ParameterId added =
+          engine.add_parameter(id, parameter.name, parameter.count(), parameter.group, /*frozen=*/false,
+                               /*replicated=*/parameter.cut == Cut::kWhole);
       if (is_embedding && added.index == embedding::kTokens) tokens = added;
     }
     if (&unit == &units.back()) engine.tie(id, tokens);
@@ -28,20 +28,19 @@ void EngineModel::run_micro_step(int index) {
 
 void EngineModel::forward(int unit) {
   const Lease lease = engine_.forward(unit, compute_.stream());
-  compute_.run([this, unit, parameters = parameters_of(lease, unit)] { gpt_.forward(unit, parameters); });
+  gpt_.forward(unit, parameters_of(lease, unit));
 }
 
 void EngineModel::backward(int unit) {
   Lease lease = engine_.backward(unit, compute_.stream());
   const bool reads_parameters = unit != 0;
-  std::vector<const std::byte*> parameters;
+  Parameters parameters;
   if (reads_parameters) parameters = parameters_of(lease, unit);
-  std::vector<GradientTarget> gradients(parameter_count_of(unit));
+  Gradients gradients(parameter_count_of(unit));
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     gradients[i].data = lease.gradient(static_cast<int>(i), &gradients[i].accumulate);
   }
-  compute_.run([this, unit, parameters = std::move(parameters), gradients = std::move(gradients),
-                scale = engine_.loss_scale()] { gpt_.backward(unit, parameters, gradients, scale); });
+  gpt_.backward(unit, parameters, gradients, engine_.loss_scale());
 }
 
 // The last unit's tied wte.weight comes after its own.
@@ -50,8 +49,8 @@ std::size_t EngineModel::parameter_count_of(int unit) const {
   return unit + 1 == gpt_.unit_count() ? own + 1 : own;
 }
 
-std::vector<const std::byte*> EngineModel::parameters_of(const Lease& lease, int unit) const {
-  std::vector<const std::byte*> parameters(parameter_count_of(unit));
+Parameters EngineModel::parameters_of(const Lease& lease, int unit) const {
+  Parameters parameters(parameter_count_of(unit));
   for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i] = lease.parameter(static_cast<int>(i));
   return parameters;
 }

@@ -14,20 +14,22 @@ namespace forebay::gpt {
 
 class EngineModel {
  public:
-  // Registers the model's units with `engine`, not yet committed. All four outlive this.
+  // Registers the model's units, as this rank has them, with `engine`, not yet committed. All four outlive
+  // this.
   EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute);
 
   // After the engine's commit: takes the declared activation memory.
   void use_engine_memory() { gpt_.use_memory(engine_.activations()); }
 
-  // Queues the forward and the backward pass of one micro-step, whose tokens the model has.
+  // Queues the forward and the backward pass of one micro-step, which the model has begun and whose tokens it
+  // has.
   void run_micro_step(int index);
 
  private:
   void forward(int unit);
   void backward(int unit);
   std::size_t parameter_count_of(int unit) const;
-  std::vector<const std::byte*> parameters_of(const Lease& lease, int unit) const;
+  Parameters parameters_of(const Lease& lease, int unit) const;
 
   Engine& engine_;
   Gpt& gpt_;

@@ -11,6 +11,7 @@
 
 #include "forebay/error.h"
 #include "output_file.h"
+#include "parted_state.h"
 #include "text.h"
 
 namespace forebay::gpt {
@@ -67,7 +68,7 @@ void check_state(const TrainerOptions& options) {
   if (directory.empty()) return;
   check_directory_can_be_written(directory);
   std::error_code error;
-  if (!fs::exists(directory + "/latest", error)) return;
+  if (!holds_state(directory)) return;
   if (!options.load_state.empty() && fs::equivalent(directory, options.load_state, error)) return;
   throw Error(StatusCode::kInvalidArgument,
               "--save-state " + directory +

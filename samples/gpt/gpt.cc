@@ -1,16 +1,20 @@
 #include "gpt.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "forebay/units.h"
+#include "random.h"
 
 namespace forebay::gpt {
 namespace {
 
 constexpr std::size_t kAlignment = 256;  // What a GPU's library wants; more than a host's vectors do.
 
+}  // namespace
+
 // Hands out places one after the other.
-class Layout {
+class Gpt::Layout {
  public:
   std::size_t floats(std::size_t count) { return bytes(count * sizeof(float)); }
   std::size_t bytes(std::size_t count) {
@@ -24,214 +28,285 @@ class Layout {
   std::size_t size_ = 0;
 };
 
-}  // namespace
-
-Gpt::Gpt(const Options& options, Operations& operations)
-    : shape_(options.shape),
-      batch_(options.batch),
-      rows_(options.batch * options.shape.sequence),
-      dtype_(options.dtype),
-      operations_(operations) {
+Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, TensorGroup& group)
+    : options_(options), operations_(operations), queue_(queue), group_(group) {
   const std::size_t hidden = shape_.hidden;
   const std::size_t row_hidden = rows_ * hidden;
 
   Layout layout;
   tokens_ = layout.bytes(rows_);
   targets_ = layout.bytes(rows_);
+  // What recomputed blocks do not keep is in one place for all of them.
+  BlockPlaces recomputed{};
+  if (options.recompute_every > 0) recomputed = lay_out_block(layout);
   for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
-    BlockPlaces& b = blocks_.emplace_back();
+    BlockPlaces& b = blocks_.emplace_back(recomputes(layer) ? recomputed : lay_out_block(layout));
     b.input = layout.floats(row_hidden);
-    b.norm1 = layout.floats(row_hidden);
-    b.norm1_mean = layout.floats(rows_);
-    b.norm1_inverse = layout.floats(rows_);
-    b.qkv = layout.floats(3 * row_hidden);
-    b.softmax = layout.bytes(attention_shape().softmax_rows() * sizeof(SoftmaxRow));
-    b.attended = layout.floats(row_hidden);
-    b.middle = layout.floats(row_hidden);
-    b.norm2 = layout.floats(row_hidden);
-    b.norm2_mean = layout.floats(rows_);
-    b.norm2_inverse = layout.floats(rows_);
-    b.expanded = layout.floats(4 * row_hidden);
-    b.activated = layout.floats(4 * row_hidden);
   }
   output_ = layout.floats(row_hidden);
   final_norm_ = layout.floats(row_hidden);
   final_mean_ = layout.floats(rows_);
   final_inverse_ = layout.floats(rows_);
-  logits_ = layout.floats(rows_ * kVocabulary);
+  logits_ = layout.floats(rows_ * vocabulary_);
+  loss_parts_ = layout.bytes(part_.size * rows_ * sizeof(RowLossPart));
   row_losses_ = layout.bytes(rows_ * sizeof(RowLoss));
 
   residual_gradient_ = layout.floats(row_hidden);
   narrow_gradient_ = layout.floats(row_hidden);
-  wide_gradient_ = layout.floats(4 * row_hidden);
+  wide_gradient_ = layout.floats(rows_ * inner_);
+  if (options.dropout > 0) dropped_gradient_ = layout.floats(row_hidden);
 
   // The two embeddings side by side, or the largest matrix of a block.
-  const std::size_t embeddings = (kVocabulary + shape_.sequence) * hidden;
+  const std::size_t embeddings = (vocabulary_ + shape_.sequence) * hidden;
   if (dtype_ != DataType::kFloat32) parameter_space_ = layout.floats(std::max(embeddings, 4 * hidden));
-  gradient_space_ = layout.floats(std::max(embeddings, 4 * hidden * hidden));
+  gradient_space_ = layout.floats(std::max(embeddings, inner_ * hidden));
 
   std::size_t product_bytes = 0;
   const auto prepare = [&](const ProductShape& product, DataType b_type) {
     product_bytes = std::max(product_bytes, operations_.prepare_product(product, b_type));
   };
   const std::size_t linears[][2] = {
-      {hidden, 3 * hidden}, {hidden, hidden}, {hidden, 4 * hidden}, {4 * hidden, hidden}};
+      {hidden, 3 * width_}, {width_, hidden}, {hidden, inner_}, {inner_, hidden}};
   for (const auto& [in, out] : linears) {
     prepare(forward_product(in, out), dtype_);
     prepare(input_gradient_product(in, out), dtype_);
     prepare(weight_gradient_product(in, out), DataType::kFloat32);
   }
   // The head is a linear layer from the vocabulary to hidden columns, used backwards.
-  prepare(input_gradient_product(kVocabulary, hidden), dtype_);
-  prepare(forward_product(kVocabulary, hidden), dtype_);
-  prepare(weight_gradient_product(kVocabulary, hidden), DataType::kFloat32);
+  prepare(input_gradient_product(vocabulary_, hidden), dtype_);
+  prepare(forward_product(vocabulary_, hidden), dtype_);
+  prepare(weight_gradient_product(vocabulary_, hidden), DataType::kFloat32);
   product_space_ = layout.bytes(product_bytes);
   attention_space_ = layout.bytes(operations_.prepare_attention(attention_shape()));
+  group_space_ = layout.bytes(group_.staging_bytes());
   memory_bytes_ = layout.size();
 }
 
-void Gpt::forward(int unit, std::span<const std::byte* const> parameters) {
+// All but the input.
+Gpt::BlockPlaces Gpt::lay_out_block(Layout& layout) const {
+  const std::size_t row_hidden = rows_ * shape_.hidden;
+  BlockPlaces b{};
+  b.norm1 = layout.floats(row_hidden);
+  b.norm1_mean = layout.floats(rows_);
+  b.norm1_inverse = layout.floats(rows_);
+  b.qkv = layout.floats(3 * rows_ * width_);
+  b.softmax = layout.bytes(attention_shape().softmax_rows() * sizeof(SoftmaxRow));
+  b.attended = layout.floats(rows_ * width_);
+  b.middle = layout.floats(row_hidden);
+  b.norm2 = layout.floats(row_hidden);
+  b.norm2_mean = layout.floats(rows_);
+  b.norm2_inverse = layout.floats(rows_);
+  b.expanded = layout.floats(rows_ * inner_);
+  b.activated = layout.floats(rows_ * inner_);
+  return b;
+}
+
+void Gpt::forward(int unit, const Parameters& parameters) {
   if (unit == 0) return embedding_forward(parameters);
   if (unit + 1 == unit_count()) return final_forward(parameters);
   block_forward(static_cast<std::size_t>(unit) - 1, parameters);
 }
 
-void Gpt::backward(int unit, std::span<const std::byte* const> parameters,
-                   std::span<const GradientTarget> gradients, double loss_scale) {
+void Gpt::backward(int unit, const Parameters& parameters, const Gradients& gradients, double loss_scale) {
   if (unit == 0) return embedding_backward(gradients);
   if (unit + 1 == unit_count()) return final_backward(parameters, gradients, loss_scale);
   block_backward(static_cast<std::size_t>(unit) - 1, parameters, gradients);
 }
 
-// --- embedding: x = wte[token] + wpe[position] ---
+// --- embedding: x = dropout(wte[token] + wpe[position]) ---
 
-void Gpt::embedding_forward(std::span<const std::byte* const> parameters) {
-  const std::size_t token_count = kVocabulary * shape_.hidden;
-  const float* tokens = widened(parameters[embedding::kTokens], token_count);
-  const float* positions =
-      widened(parameters[embedding::kPositions], shape_.sequence * shape_.hidden, token_count);
-  operations_.embed(bytes_at(tokens_), tokens, positions, at(blocks_[0].input), rows_, shape_.sequence,
-                    shape_.hidden);
+void Gpt::embedding_forward(const Parameters& p) {
+  const std::size_t x = blocks_[0].input;
+  queue_.run([=, this] {
+    operations_.embed(bytes_at(tokens_), widened(p[embedding::kTokens], vocabulary_ * shape_.hidden),
+                      token_range(), at(x), rows_, shape_.hidden);
+  });
+  all_reduce(x);
+  queue_.run([=, this, dropout = dropout_of(0), first = first_element()] {
+    const std::size_t sample = shape_.sequence * shape_.hidden;
+    operations_.add_bias(at(x), widened(p[embedding::kPositions], sample), batch_, sample);
+    if (dropout.active()) operations_.drop(at(x), at(x), rows_ * shape_.hidden, dropout, first);
+  });
 }
 
-void Gpt::embedding_backward(std::span<const GradientTarget> gradients) {
-  const GradientTarget& tokens = gradients[embedding::kTokens];
-  operations_.embed_tokens_backward(bytes_at(tokens_), at(residual_gradient_), gradient_space(tokens), rows_,
-                                    kVocabulary, shape_.hidden);
-  store_gradient(tokens, kVocabulary * shape_.hidden);
+void Gpt::embedding_backward(const Gradients& gradients) {
+  queue_.run([=, this, dropout = dropout_of(0), first = first_element()] {
+    float* gradient = at(residual_gradient_);
+    if (dropout.active()) operations_.drop(gradient, gradient, rows_ * shape_.hidden, dropout, first);
 
-  const GradientTarget& positions = gradients[embedding::kPositions];
-  operations_.embed_positions_backward(at(residual_gradient_), gradient_space(positions), rows_,
-                                       shape_.sequence, shape_.hidden);
-  store_gradient(positions, shape_.sequence * shape_.hidden);
+    const GradientTarget& tokens = gradients[embedding::kTokens];
+    const TokenRange range = token_range();
+    float* space = gradient_space(tokens);
+    operations_.embed_tokens_backward(bytes_at(tokens_), gradient, range, space, rows_, shape_.hidden);
+    if (const std::size_t padding = vocabulary_ - range.count; padding > 0)
+      operations_.zero(space + range.count * shape_.hidden, padding * shape_.hidden);
+    store_gradient(tokens, vocabulary_ * shape_.hidden);
+
+    const GradientTarget& positions = gradients[embedding::kPositions];
+    operations_.embed_positions_backward(gradient, gradient_space(positions), rows_, shape_.sequence,
+                                         shape_.hidden);
+    store_gradient(positions, shape_.sequence * shape_.hidden);
+  });
 }
 
-// --- one block: middle = x + attention(norm1(x)); output = middle + mlp(norm2(middle)) ---
+// --- one block: middle = x + dropout(attention(norm1(x))); output = middle + dropout(mlp(norm2(middle))) ---
 
-void Gpt::block_forward(std::size_t layer, std::span<const std::byte* const> p) {
+void Gpt::block_forward(std::size_t layer, const Parameters& p) {
+  attend(layer, p);
+  expand(layer, p);
+  contract(layer, p);
+}
+
+void Gpt::attend(std::size_t layer, const Parameters& p) {
   const BlockPlaces& b = blocks_[layer];
-  const std::size_t hidden = shape_.hidden;
-  const std::size_t count = rows_ * hidden;
-  float* output = at(layer + 1 < shape_.layers ? blocks_[layer + 1].input : output_);
-  float* projected = at(narrow_gradient_);  // Idle in the forward pass.
-
-  operations_.layer_norm(norm_of(b.input, b.norm1_mean, b.norm1_inverse),
-                         widened(p[block::kNorm1Gain], hidden), widened(p[block::kNorm1Bias], hidden, hidden),
-                         at(b.norm1));
-  linear(at(b.norm1), p[block::kQkvWeight], p[block::kQkvBias], hidden, 3 * hidden, at(b.qkv));
-  operations_.attention(attention_shape(), at(b.qkv), at(b.attended), softmax_at(b.softmax),
-                        memory_ + attention_space_);
-  linear(at(b.attended), p[block::kAttentionWeight], p[block::kAttentionBias], hidden, hidden, projected);
-  operations_.add(at(b.input), projected, at(b.middle), count);
-
-  operations_.layer_norm(norm_of(b.middle, b.norm2_mean, b.norm2_inverse),
-                         widened(p[block::kNorm2Gain], hidden), widened(p[block::kNorm2Bias], hidden, hidden),
-                         at(b.norm2));
-  linear(at(b.norm2), p[block::kExpandWeight], p[block::kExpandBias], hidden, 4 * hidden, at(b.expanded));
-  operations_.gelu(at(b.expanded), at(b.activated), 4 * count);
-  linear(at(b.activated), p[block::kContractWeight], p[block::kContractBias], 4 * hidden, hidden, projected);
-  operations_.add(at(b.middle), projected, output, count);
+  queue_.run([=, this, attention = attention_of(layer)] {
+    const std::size_t hidden = shape_.hidden;
+    operations_.layer_norm(norm_of(b.input, b.norm1_mean, b.norm1_inverse),
+                           widened(p[block::kNorm1Gain], hidden),
+                           widened(p[block::kNorm1Bias], hidden, hidden), at(b.norm1));
+    linear(at(b.norm1), p[block::kQkvWeight], p[block::kQkvBias], hidden, 3 * width_, at(b.qkv));
+    operations_.attention(attention, at(b.qkv), at(b.attended), softmax_at(b.softmax),
+                          memory_ + attention_space_);
+    multiply(forward_product(width_, hidden), at(b.attended), stored(p[block::kAttentionWeight]),
+             at(narrow_gradient_));  // Idle here.
+  });
+  all_reduce(narrow_gradient_);
 }
 
-void Gpt::block_backward(std::size_t layer, std::span<const std::byte* const> p,
-                         std::span<const GradientTarget> gradients) {
+void Gpt::expand(std::size_t layer, const Parameters& p) {
   const BlockPlaces& b = blocks_[layer];
-  const std::size_t hidden = shape_.hidden;
-  float* residual = at(residual_gradient_);  // Of the output, then of middle, then of the input.
-  float* wide = at(wide_gradient_);
-  float* narrow = at(narrow_gradient_);
+  queue_.run([=, this, dropout = dropout_of(layer, kAttention), first = first_element()] {
+    const std::size_t hidden = shape_.hidden;
+    add_residual({at(b.input), p[block::kAttentionBias], dropout, first}, at(b.middle));
+    operations_.layer_norm(norm_of(b.middle, b.norm2_mean, b.norm2_inverse),
+                           widened(p[block::kNorm2Gain], hidden),
+                           widened(p[block::kNorm2Bias], hidden, hidden), at(b.norm2));
+    linear(at(b.norm2), p[block::kExpandWeight], p[block::kExpandBias], hidden, inner_, at(b.expanded));
+    operations_.gelu(at(b.expanded), at(b.activated), rows_ * inner_);
+  });
+}
 
-  linear_backward({.input = at(b.activated),
-                   .output_gradient = residual,
-                   .input_gradient = wide,
-                   .weight = p[block::kContractWeight],
-                   .weight_gradient = gradients[block::kContractWeight],
-                   .bias_gradient = gradients[block::kContractBias],
-                   .in = 4 * hidden,
-                   .out = hidden});
-  operations_.gelu_backward(at(b.expanded), wide, rows_ * 4 * hidden);
-  linear_backward({.input = at(b.norm2),
-                   .output_gradient = wide,
-                   .input_gradient = narrow,
-                   .weight = p[block::kExpandWeight],
-                   .weight_gradient = gradients[block::kExpandWeight],
-                   .bias_gradient = gradients[block::kExpandBias],
-                   .in = hidden,
-                   .out = 4 * hidden});
-  norm_backward(norm_of(b.middle, b.norm2_mean, b.norm2_inverse), p[block::kNorm2Gain], narrow, residual,
-                gradients[block::kNorm2Gain], gradients[block::kNorm2Bias]);
+void Gpt::contract(std::size_t layer, const Parameters& p) {
+  const BlockPlaces& b = blocks_[layer];
+  const std::size_t output = layer + 1 < shape_.layers ? blocks_[layer + 1].input : output_;
+  queue_.run([=, this] {
+    multiply(forward_product(inner_, shape_.hidden), at(b.activated), stored(p[block::kContractWeight]),
+             at(narrow_gradient_));
+  });
+  all_reduce(narrow_gradient_);
+  queue_.run([=, this, dropout = dropout_of(layer, kMlp), first = first_element()] {
+    add_residual({at(b.middle), p[block::kContractBias], dropout, first}, at(output));
+  });
+}
 
-  linear_backward({.input = at(b.attended),
-                   .output_gradient = residual,
-                   .input_gradient = narrow,
-                   .weight = p[block::kAttentionWeight],
-                   .weight_gradient = gradients[block::kAttentionWeight],
-                   .bias_gradient = gradients[block::kAttentionBias],
-                   .in = hidden,
-                   .out = hidden});
-  operations_.attention_backward(attention_shape(), at(b.qkv), softmax_at(b.softmax), narrow, wide,
-                                 memory_ + attention_space_);
-  linear_backward({.input = at(b.norm1),
-                   .output_gradient = wide,
-                   .input_gradient = narrow,
-                   .weight = p[block::kQkvWeight],
-                   .weight_gradient = gradients[block::kQkvWeight],
-                   .bias_gradient = gradients[block::kQkvBias],
-                   .in = hidden,
-                   .out = 3 * hidden});
-  norm_backward(norm_of(b.input, b.norm1_mean, b.norm1_inverse), p[block::kNorm1Gain], narrow, residual,
-                gradients[block::kNorm1Gain], gradients[block::kNorm1Bias]);
+void Gpt::add_residual(const Residual& residual, float* target) {
+  float* projected = at(narrow_gradient_);
+  const std::size_t count = rows_ * shape_.hidden;
+  operations_.add_bias(projected, widened(residual.bias, shape_.hidden), rows_, shape_.hidden);
+  if (residual.dropout.active())
+    operations_.drop(projected, projected, count, residual.dropout, residual.first);
+  operations_.add(residual.input, projected, target, count);
+}
+
+void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients& gradients) {
+  if (recomputes(layer)) {
+    attend(layer, p);
+    expand(layer, p);
+  }
+  const BlockPlaces& b = blocks_[layer];
+  const std::uint64_t first = first_element();
+  // at(residual_gradient_) is the gradient of the output, then of middle, then of the input.
+  queue_.run([=, this, dropout = dropout_of(layer, kMlp)] {
+    linear_backward({.input = at(b.activated),
+                     .output_gradient = dropped_gradient(dropout, first),
+                     .input_gradient = at(wide_gradient_),
+                     .weight = p[block::kContractWeight],
+                     .weight_gradient = gradients[block::kContractWeight],
+                     .bias_gradient = gradients[block::kContractBias],
+                     .in = inner_,
+                     .out = shape_.hidden});
+    operations_.gelu_backward(at(b.expanded), at(wide_gradient_), rows_ * inner_);
+    linear_backward({.input = at(b.norm2),
+                     .output_gradient = at(wide_gradient_),
+                     .input_gradient = at(narrow_gradient_),
+                     .weight = p[block::kExpandWeight],
+                     .weight_gradient = gradients[block::kExpandWeight],
+                     .bias_gradient = gradients[block::kExpandBias],
+                     .in = shape_.hidden,
+                     .out = inner_});
+  });
+  all_reduce(narrow_gradient_);
+  queue_.run([=, this, attention = attention_of(layer), dropout = dropout_of(layer, kAttention)] {
+    norm_backward(norm_of(b.middle, b.norm2_mean, b.norm2_inverse), p[block::kNorm2Gain],
+                  at(narrow_gradient_), at(residual_gradient_), gradients[block::kNorm2Gain],
+                  gradients[block::kNorm2Bias]);
+    linear_backward({.input = at(b.attended),
+                     .output_gradient = dropped_gradient(dropout, first),
+                     .input_gradient = at(narrow_gradient_),
+                     .weight = p[block::kAttentionWeight],
+                     .weight_gradient = gradients[block::kAttentionWeight],
+                     .bias_gradient = gradients[block::kAttentionBias],
+                     .in = width_,
+                     .out = shape_.hidden});
+    operations_.attention_backward(attention, at(b.qkv), softmax_at(b.softmax), at(narrow_gradient_),
+                                   at(wide_gradient_), memory_ + attention_space_);
+    linear_backward({.input = at(b.norm1),
+                     .output_gradient = at(wide_gradient_),
+                     .input_gradient = at(narrow_gradient_),
+                     .weight = p[block::kQkvWeight],
+                     .weight_gradient = gradients[block::kQkvWeight],
+                     .bias_gradient = gradients[block::kQkvBias],
+                     .in = shape_.hidden,
+                     .out = 3 * width_});
+  });
+  all_reduce(narrow_gradient_);
+  queue_.run([=, this] {
+    norm_backward(norm_of(b.input, b.norm1_mean, b.norm1_inverse), p[block::kNorm1Gain], at(narrow_gradient_),
+                  at(residual_gradient_), gradients[block::kNorm1Gain], gradients[block::kNorm1Bias]);
+  });
+}
+
+const float* Gpt::dropped_gradient(const Dropout& dropout, std::uint64_t first) {
+  if (!dropout.active()) return at(residual_gradient_);
+  operations_.drop(at(residual_gradient_), at(dropped_gradient_), rows_ * shape_.hidden, dropout, first);
+  return at(dropped_gradient_);
 }
 
 // --- final: logits = norm(x) * wte^T, and the loss ---
 
-void Gpt::final_forward(std::span<const std::byte* const> parameters) {
-  const std::size_t hidden = shape_.hidden;
-  operations_.layer_norm(norm_of(output_, final_mean_, final_inverse_),
-                         widened(parameters[final_unit::kNormGain], hidden),
-                         widened(parameters[final_unit::kNormBias], hidden, hidden), at(final_norm_));
-  multiply(input_gradient_product(kVocabulary, hidden), at(final_norm_),
-           stored(parameters[final_unit::kTokens]), at(logits_));
+void Gpt::final_forward(const Parameters& p) {
+  queue_.run([=, this] {
+    const std::size_t hidden = shape_.hidden;
+    operations_.layer_norm(norm_of(output_, final_mean_, final_inverse_),
+                           widened(p[final_unit::kNormGain], hidden),
+                           widened(p[final_unit::kNormBias], hidden, hidden), at(final_norm_));
+    multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[final_unit::kTokens]),
+             at(logits_));
+  });
 }
 
-void Gpt::final_backward(std::span<const std::byte* const> parameters,
-                         std::span<const GradientTarget> gradients, double loss_scale) {
-  const std::size_t hidden = shape_.hidden;
-  const float factor = static_cast<float>(loss_scale / static_cast<double>(rows_));
-  operations_.cross_entropy(at(logits_), bytes_at(targets_), reinterpret_cast<RowLoss*>(row_losses()), rows_,
-                            kVocabulary, factor);
-
-  const GradientTarget& tokens = gradients[final_unit::kTokens];
-  multiply(weight_gradient_product(kVocabulary, hidden), at(logits_), computed(at(final_norm_)),
-           gradient_space(tokens));
-  store_gradient(tokens, kVocabulary * hidden);
-  multiply(forward_product(kVocabulary, hidden), at(logits_), stored(parameters[final_unit::kTokens]),
-           at(narrow_gradient_));
-
-  operations_.zero(at(residual_gradient_), rows_ * hidden);
-  norm_backward(norm_of(output_, final_mean_, final_inverse_), parameters[final_unit::kNormGain],
-                at(narrow_gradient_), at(residual_gradient_), gradients[final_unit::kNormGain],
-                gradients[final_unit::kNormBias]);
+void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double loss_scale) {
+  queue_.run([this] { operations_.cross_entropy(logits_part(), loss_parts() + part_.rank * rows_); });
+  group_.all_gather(memory_ + loss_parts_, rows_ * sizeof(RowLossPart));
+  queue_.run([=, this] {
+    const std::size_t hidden = shape_.hidden;
+    operations_.cross_entropy_backward(logits_part(), loss_parts(), part_.size, part_.rank,
+                                       reinterpret_cast<RowLoss*>(row_losses()),
+                                       static_cast<float>(loss_scale / static_cast<double>(rows_)));
+    const GradientTarget& tokens = gradients[final_unit::kTokens];
+    multiply(weight_gradient_product(vocabulary_, hidden), at(logits_), computed(at(final_norm_)),
+             gradient_space(tokens));
+    store_gradient(tokens, vocabulary_ * hidden);
+    multiply(forward_product(vocabulary_, hidden), at(logits_), stored(p[final_unit::kTokens]),
+             at(narrow_gradient_));
+  });
+  all_reduce(narrow_gradient_);
+  queue_.run([=, this] {
+    operations_.zero(at(residual_gradient_), rows_ * shape_.hidden);
+    norm_backward(norm_of(output_, final_mean_, final_inverse_), p[final_unit::kNormGain],
+                  at(narrow_gradient_), at(residual_gradient_), gradients[final_unit::kNormGain],
+                  gradients[final_unit::kNormBias]);
+  });
 }
 
 // --- the pieces ---
@@ -281,6 +356,39 @@ ProductShape Gpt::weight_gradient_product(std::size_t in, std::size_t out) const
 
 LayerNorm Gpt::norm_of(std::size_t input, std::size_t mean, std::size_t inverse) {
   return {at(input), at(mean), at(inverse), rows_, shape_.hidden};
+}
+
+Attention Gpt::attention_shape() const {
+  return {.batch = batch_,
+          .sequence = shape_.sequence,
+          .hidden = width_,
+          .heads = heads_,
+          .first_head = part_.rank * heads_,
+          .all_heads = shape_.heads};
+}
+
+Attention Gpt::attention_of(std::size_t layer) const {
+  Attention attention = attention_shape();
+  attention.dropout = dropout_of(layer, kProbabilities);
+  attention.first_sample = pass_.first_sample;
+  return attention;
+}
+
+TokenRange Gpt::token_range() const {
+  const std::size_t first = std::min(part_.rank * vocabulary_, kVocabulary);
+  return {first, std::min(vocabulary_, kVocabulary - first)};
+}
+
+LogitsPart Gpt::logits_part() {
+  return {at(logits_), bytes_at(targets_), rows_, vocabulary_, token_range()};
+}
+
+Dropout Gpt::dropout_of(std::uint64_t site) const {
+  if (options_.dropout == 0) return {};
+  const double threshold = std::min(std::round(options_.dropout * 0x1p32), 0x1p32 - 1);
+  return {.key = draw(draw(options_.seed, kDropoutStream, pass_.step), site, pass_.micro_step),
+          .threshold = static_cast<std::uint32_t>(threshold),
+          .scale = static_cast<float>(1 / (1 - options_.dropout))};
 }
 
 const float* Gpt::widened(const std::byte* parameter, std::size_t count, std::size_t offset) {

@@ -1,24 +1,34 @@
-// Gpt: the forward and backward pass of a GPT-2 style model, unit by unit.
+// Gpt: the forward and backward pass of a GPT-2 style model, unit by unit, or one tensor-parallel rank's part
+// of it.
 //
 // It knows nothing of engines, nor of devices: it says in which order the Operations come and on what.
 // Whoever drives it hands in, for each unit, where the parameters are and where the gradients go; so the same
 // arithmetic runs under a ZeRO engine and in a plain loop. All it keeps (activations, workspaces) is in one
 // piece of the device's memory whose size is known from the start.
 //
-//   copy to gpt.tokens() and gpt.targets();
+//   gpt.begin(pass); copy to gpt.tokens() and gpt.targets();
 //   for each unit: gpt.forward(unit, parameters);
 //   for each unit, last first: gpt.backward(unit, parameters, gradients, loss_scale);
 //   copy from gpt.row_losses();
+//
+// Every call gives its pieces of computing to a WorkQueue and what the ranks of a TensorGroup do together to
+// that group, from the thread that makes the call.
+//
+// Tensor parallelism. Attention and MLP have their first matrix cut by columns (whole heads) and their second
+// by rows, the embedding by tokens. What a second matrix gives is added over the ranks, as are the gradients
+// that come back through a first one; between them activations are whole, and the same bits on every rank.
 #pragma once
 
 #include <cstddef>
-#include <span>
+#include <cstdint>
 #include <vector>
 
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
 #include "operations.h"
 #include "shape.h"
+#include "tensor_group.h"
+#include "work_queue.h"
 
 namespace forebay::gpt {
 
@@ -28,16 +38,32 @@ struct GradientTarget {
   bool accumulate = false;  // "+=" rather than "=".
 };
 
+// Of one unit, in the order of describe_units(); for the last unit with the tied wte.weight after its own.
+using Parameters = std::vector<const std::byte*>;
+using Gradients = std::vector<GradientTarget>;
+
+// One forward and backward pass among all: what its dropout depends on, besides the seed.
+struct Pass {
+  std::uint64_t step = 0;
+  std::uint64_t micro_step = 0;
+  std::size_t first_sample = 0;  // Of this rank's batch, among those of the micro-step over all ranks.
+};
+
 class Gpt {
  public:
   struct Options {
     GptShape shape;
     std::size_t batch = 1;
     DataType dtype = DataType::kFloat32;  // Of parameters and gradients.
+    // Every so many blocks, from the first on, one keeps nothing but its input, from which the backward pass
+    // computes the rest again: the same bits. 0: none; 1: all.
+    std::size_t recompute_every = 0;
+    double dropout = 0;      // The probability with which an element is zeroed, at least 0 and less than 1.
+    std::uint64_t seed = 1;  // Of dropout.
   };
 
-  // Prepares `operations`, which must outlive this, for the model.
-  Gpt(const Options& options, Operations& operations);
+  // Prepares `operations` for the model. All three must outlive this.
+  Gpt(const Options& options, Operations& operations, WorkQueue& queue, TensorGroup& group);
 
   std::size_t memory_bytes() const { return memory_bytes_; }
   // `memory`, aligned to 256 bytes, holds memory_bytes().
@@ -54,12 +80,11 @@ class Gpt {
   // One RowLoss each, of the loss before scaling. From the last unit's backward pass on.
   DevicePtr row_losses() const { return memory_ + row_losses_; }
 
-  // --- one pass; `parameters` and `gradients` are in the order of describe_units(), for the last unit with
-  // the tied wte.weight after its own ---
-  void forward(int unit, std::span<const std::byte* const> parameters);
+  // --- one pass ---
+  void begin(const Pass& pass) { pass_ = pass; }
+  void forward(int unit, const Parameters& parameters);
   // The backward pass of unit 0 reads no parameters. The last unit's loss is multiplied by `loss_scale`.
-  void backward(int unit, std::span<const std::byte* const> parameters,
-                std::span<const GradientTarget> gradients, double loss_scale);
+  void backward(int unit, const Parameters& parameters, const Gradients& gradients, double loss_scale);
 
  private:
   // Places in memory_, in bytes.
@@ -67,15 +92,36 @@ class Gpt {
     std::size_t input, norm1, norm1_mean, norm1_inverse, qkv, softmax, attended, middle, norm2, norm2_mean,
         norm2_inverse, expanded, activated;
   };
+  class Layout;
+  // Where dropout is: after the embedding, and three times in a block.
+  enum Site : std::uint64_t { kProbabilities, kAttention, kMlp, kSitesOfBlock };
 
-  void embedding_forward(std::span<const std::byte* const> parameters);
-  void block_forward(std::size_t layer, std::span<const std::byte* const> parameters);
-  void final_forward(std::span<const std::byte* const> parameters);
-  void embedding_backward(std::span<const GradientTarget> gradients);
-  void block_backward(std::size_t layer, std::span<const std::byte* const> parameters,
-                      std::span<const GradientTarget> gradients);
-  void final_backward(std::span<const std::byte* const> parameters, std::span<const GradientTarget> gradients,
-                      double loss_scale);
+  BlockPlaces lay_out_block(Layout& layout) const;
+  bool recomputes(std::size_t layer) const {
+    return options_.recompute_every > 0 && layer % options_.recompute_every == 0;
+  }
+
+  void embedding_forward(const Parameters& parameters);
+  void block_forward(std::size_t layer, const Parameters& parameters);
+  void final_forward(const Parameters& parameters);
+  void embedding_backward(const Gradients& gradients);
+  void block_backward(std::size_t layer, const Parameters& parameters, const Gradients& gradients);
+  void final_backward(const Parameters& parameters, const Gradients& gradients, double loss_scale);
+
+  // The three parts of a block's forward pass. The backward pass needs what the first two compute.
+  void attend(std::size_t layer, const Parameters& parameters);
+  void expand(std::size_t layer, const Parameters& parameters);
+  void contract(std::size_t layer, const Parameters& parameters);
+  // target = input + dropout(projected + bias), where `projected` is what the ranks have added up.
+  struct Residual {
+    const float* input;
+    const std::byte* bias;
+    Dropout dropout;
+    std::uint64_t first;  // See first_element().
+  };
+  void add_residual(const Residual& residual, float* target);
+  // The residual gradient back through that dropout.
+  const float* dropped_gradient(const Dropout& dropout, std::uint64_t first);
 
   // output = input * weight + bias: [rows, in] x [in, out].
   void linear(const float* input, const std::byte* weight, const std::byte* bias, std::size_t in,
@@ -101,7 +147,17 @@ class Gpt {
   ProductShape weight_gradient_product(std::size_t in, std::size_t out) const;
 
   LayerNorm norm_of(std::size_t input, std::size_t mean, std::size_t inverse);
-  Attention attention_shape() const { return {batch_, shape_.sequence, shape_.hidden, shape_.heads}; }
+  Attention attention_shape() const;
+  Attention attention_of(std::size_t layer) const;
+  TokenRange token_range() const;
+  LogitsPart logits_part();
+
+  Dropout dropout_of(std::uint64_t site) const;
+  Dropout dropout_of(std::size_t layer, Site site) const {
+    return dropout_of(1 + layer * kSitesOfBlock + site);
+  }
+  // The index of this rank's first element in a tensor of [all rows, hidden].
+  std::uint64_t first_element() const { return pass_.first_sample * shape_.sequence * shape_.hidden; }
 
   // A parameter as it is kept, and what a pass has computed.
   Operand stored(const std::byte* parameter) const { return {parameter, dtype_}; }
@@ -114,26 +170,44 @@ class Gpt {
   // ... and how it gets to its target from there.
   void store_gradient(const GradientTarget& target, std::size_t count, std::size_t offset = 0);
 
+  // Adds up over the ranks what the pieces before have left at `place`, [rows, hidden].
+  void all_reduce(std::size_t place) {
+    group_.all_reduce(at(place), rows_ * shape_.hidden, memory_ + group_space_);
+  }
+
   float* at(std::size_t place) { return reinterpret_cast<float*>(memory_ + place); }
   SoftmaxRow* softmax_at(std::size_t place) { return reinterpret_cast<SoftmaxRow*>(memory_ + place); }
+  RowLossPart* loss_parts() { return reinterpret_cast<RowLossPart*>(memory_ + loss_parts_); }
   const std::uint8_t* bytes_at(std::size_t place) {
     return reinterpret_cast<const std::uint8_t*>(memory_ + place);
   }
 
-  const GptShape shape_;
-  const std::size_t batch_;
-  const std::size_t rows_;
-  const DataType dtype_;
+  const Options options_;
+  const GptShape& shape_ = options_.shape;
+  const std::size_t batch_ = options_.batch;
+  const std::size_t rows_ = batch_ * shape_.sequence;
+  const DataType dtype_ = options_.dtype;
   Operations& operations_;
+  WorkQueue& queue_;
+  TensorGroup& group_;
+  const TensorPart part_ = group_.part();
+  // What this rank has of hidden columns in attention, of the MLP's 4 hidden, of heads and of tokens.
+  const std::size_t width_ = shape_.hidden / part_.size;
+  const std::size_t inner_ = 4 * width_;
+  const std::size_t heads_ = shape_.heads / part_.size;
+  const std::size_t vocabulary_ = (kVocabulary + part_.size - 1) / part_.size;
 
+  Pass pass_;
   DevicePtr memory_ = nullptr;
   std::size_t memory_bytes_ = 0;
   std::vector<BlockPlaces> blocks_;
   std::size_t tokens_ = 0, targets_ = 0;
   std::size_t output_ = 0;  // Of the last block.
   std::size_t final_norm_ = 0, final_mean_ = 0, final_inverse_ = 0, logits_ = 0, row_losses_ = 0;
-  std::size_t residual_gradient_ = 0, narrow_gradient_ = 0, wide_gradient_ = 0;
+  std::size_t loss_parts_ = 0;
+  std::size_t residual_gradient_ = 0, narrow_gradient_ = 0, wide_gradient_ = 0, dropped_gradient_ = 0;
   std::size_t parameter_space_ = 0, gradient_space_ = 0, product_space_ = 0, attention_space_ = 0;
+  std::size_t group_space_ = 0;
 };
 
 }  // namespace forebay::gpt

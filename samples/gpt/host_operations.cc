@@ -176,6 +176,12 @@ void HostOperations::add(const float* a, const float* b, float* target, std::siz
   for (std::size_t i = 0; i < count; ++i) target[i] = a[i] + b[i];
 }
 
+void HostOperations::drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
+                          std::uint64_t first) {
+#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
+  for (std::size_t i = 0; i < count; ++i) target[i] = definitions::dropped(dropout, first + i, source[i]);
+}
+
 void HostOperations::gelu(const float* input, float* output, std::size_t count) {
 #pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
   for (std::size_t i = 0; i < count; ++i) output[i] = definitions::gelu(input[i]);
@@ -188,25 +194,29 @@ void HostOperations::gelu_backward(const float* input, float* gradient, std::siz
 
 // --- embedding ---
 
-void HostOperations::embed(const std::uint8_t* tokens_in, const float* tokens, const float* positions,
-                           float* output, std::size_t rows, std::size_t sequence, std::size_t hidden) {
+void HostOperations::embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range,
+                           float* output, std::size_t rows, std::size_t hidden) {
 #pragma omp parallel for schedule(static)
   for (std::size_t r = 0; r < rows; ++r) {
-    const float* token = tokens + tokens_in[r] * hidden;
-    const float* position = positions + r % sequence * hidden;
-    for (std::size_t c = 0; c < hidden; ++c) output[r * hidden + c] = token[c] + position[c];
+    float* row = output + r * hidden;
+    if (range.has(tokens_in[r])) {
+      std::copy_n(tokens + (tokens_in[r] - range.first) * hidden, hidden, row);
+    } else {
+      std::fill_n(row, hidden, 0.0F);
+    }
   }
 }
 
 void HostOperations::embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient,
-                                           float* tokens_gradient, std::size_t rows, std::size_t vocabulary,
+                                           TokenRange range, float* tokens_gradient, std::size_t rows,
                                            std::size_t hidden) {
   for_column_blocks(hidden, [&](std::size_t first, std::size_t last) {
-    for (std::size_t v = 0; v < vocabulary; ++v) {
+    for (std::size_t v = 0; v < range.count; ++v) {
       std::fill(tokens_gradient + v * hidden + first, tokens_gradient + v * hidden + last, 0.0F);
     }
     for (std::size_t r = 0; r < rows; ++r) {
-      float* target = tokens_gradient + tokens_in[r] * hidden;
+      if (!range.has(tokens_in[r])) continue;
+      float* target = tokens_gradient + (tokens_in[r] - range.first) * hidden;
       for (std::size_t c = first; c < last; ++c) target[c] += gradient[r * hidden + c];
     }
   });
@@ -313,6 +323,12 @@ void dots_with_columns(const float* vector, std::size_t columns, const float* tr
   for (std::size_t j = 0; j < count; ++j) dots[j] *= factor;
 }
 
+// After dropout: probabilities, or the gradients of those after it; element j is the `first + j`-th.
+void drop_row(const Dropout& dropout, std::uint64_t first, float* row, std::size_t count) {
+  if (!dropout.active()) return;
+  for (std::size_t j = 0; j < count; ++j) row[j] = definitions::dropped(dropout, first + j, row[j]);
+}
+
 void add_scaled(float factor, const float* source, float* target, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) target[i] += factor * source[i];
 }
@@ -345,8 +361,9 @@ void HostOperations::attention(const Attention& shape, const float* qkv, float* 
 
         float* out = output + (sample * sequence + i) * shape.hidden + head * columns;
         std::fill(out, out + columns, 0.0F);
-        for (std::size_t j = 0; j < seen; ++j)
-          add_scaled(weights[j] * row.inverse, in.value + j * in.stride, out, columns);
+        for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
+        drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
+        for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], in.value + j * in.stride, out, columns);
       }
     }
   }
@@ -384,18 +401,21 @@ void HostOperations::attention_backward(const Attention& shape, const float* qkv
         const float* d_out = gradient + (sample * sequence + i) * shape.hidden + head * columns;
         const SoftmaxRow row = softmax[(sample * shape.heads + head) * sequence + i];
 
-        // The probabilities p again, and dp[j] = d_out . value[j].
+        // The probabilities p again, and dp[j] = d_out . value[j], back through dropout.
+        const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
         dots_with_columns(query, columns, keys, sequence, factor, weights, seen);
         for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
         dots_with_columns(d_out, columns, values, sequence, 1.0F, weight_gradients, seen);
+        drop_row(shape.dropout, dropout_index, weight_gradients, seen);
 
         const float mean = lane_sum(seen, [=](std::size_t j) { return weights[j] * weight_gradients[j]; });
         for (std::size_t j = 0; j < seen; ++j) {
           const float d_score = definitions::score_gradient(weights[j], weight_gradients[j], mean, factor);
-          add_scaled(weights[j], d_out, d_value + j * stride, columns);
           add_scaled(d_score, in.key + j * stride, d_query + i * stride, columns);
           add_scaled(d_score, query, d_key + j * stride, columns);
         }
+        drop_row(shape.dropout, dropout_index, weights, seen);
+        for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], d_out, d_value + j * stride, columns);
       }
     }
   }
@@ -403,19 +423,35 @@ void HostOperations::attention_backward(const Attention& shape, const float* qkv
 
 // --- the loss ---
 
-void HostOperations::cross_entropy(float* logits, const std::uint8_t* targets, RowLoss* row_losses,
-                                   std::size_t rows, std::size_t vocabulary, float factor) {
+void HostOperations::cross_entropy(const LogitsPart& part, RowLossPart* losses) {
+  const TokenRange range = part.range;
 #pragma omp parallel for schedule(static)
-  for (std::size_t r = 0; r < rows; ++r) {
-    float* row = logits + r * vocabulary;
-    const float largest = *std::max_element(row, row + vocabulary);
-    const float target = row[targets[r]] - largest;
-    for (std::size_t v = 0; v < vocabulary; ++v) row[v] = definitions::exponential(row[v] - largest);
-    const float sum = lane_sum(vocabulary, [row](std::size_t v) { return row[v]; });
-    row_losses[r] = {sum, target};
-    const float scale = factor / sum;
-    for (std::size_t v = 0; v < vocabulary; ++v) row[v] *= scale;
-    row[targets[r]] -= factor;
+  for (std::size_t r = 0; r < part.rows; ++r) {
+    float* row = part.logits + r * part.columns;
+    const float largest = range.count > 0 ? *std::max_element(row, row + range.count) : -INFINITY;
+    const std::size_t target = part.targets[r];
+    losses[r].largest = largest;
+    losses[r].target = range.has(target) ? row[target - range.first] - largest : 0.0F;
+    for (std::size_t v = 0; v < range.count; ++v) row[v] = definitions::exponential(row[v] - largest);
+    losses[r].sum = lane_sum(range.count, [row](std::size_t v) { return row[v]; });
+  }
+}
+
+void HostOperations::cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses,
+                                            std::size_t parts, std::size_t index, RowLoss* row_losses,
+                                            float factor) {
+  const TokenRange range = part.range;
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < part.rows; ++r) {
+    float* row = part.logits + r * part.columns;
+    const std::size_t target = part.targets[r];
+    const definitions::WholeRow whole =
+        definitions::whole_row(losses + r, part.rows, parts, target / part.columns);
+    row_losses[r] = whole.loss;
+    const float scale = definitions::softmax_scale(whole, losses[index * part.rows + r].largest, factor);
+    for (std::size_t v = 0; v < range.count; ++v) row[v] *= scale;
+    if (range.has(target)) row[target - range.first] -= factor;
+    std::fill(row + range.count, row + part.columns, 0.0F);
   }
 }
 

@@ -135,6 +135,11 @@ void LaunchedOperations::add(const float* a, const float* b, float* target, std:
   launch(kernels_->Add, ceil_div(count, kThreads), AddLaunch{a, b, target, count});
 }
 
+void LaunchedOperations::drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
+                              std::uint64_t first) {
+  launch(kernels_->Drop, ceil_div(count, kThreads), DropLaunch{source, target, count, dropout, first});
+}
+
 void LaunchedOperations::gelu(const float* input, float* output, std::size_t count) {
   launch(kernels_->Gelu, ceil_div(count, kThreads), GeluLaunch{input, output, count});
 }
@@ -145,17 +150,17 @@ void LaunchedOperations::gelu_backward(const float* input, float* gradient, std:
 
 // --- embedding ---
 
-void LaunchedOperations::embed(const std::uint8_t* tokens_in, const float* tokens, const float* positions,
-                               float* output, std::size_t rows, std::size_t sequence, std::size_t hidden) {
+void LaunchedOperations::embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range,
+                               float* output, std::size_t rows, std::size_t hidden) {
   launch(kernels_->Embed, ceil_div(rows * hidden, kThreads),
-         EmbedLaunch{tokens_in, tokens, positions, output, rows, sequence, hidden});
+         EmbedLaunch{tokens_in, tokens, range, output, rows, hidden});
 }
 
 void LaunchedOperations::embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient,
-                                               float* tokens_gradient, std::size_t rows,
-                                               std::size_t vocabulary, std::size_t hidden) {
-  launch(kernels_->EmbedTokensBackward, vocabulary,
-         EmbedTokensBackwardLaunch{tokens_in, gradient, tokens_gradient, rows, vocabulary, hidden});
+                                               TokenRange range, float* tokens_gradient, std::size_t rows,
+                                               std::size_t hidden) {
+  launch(kernels_->EmbedTokensBackward, range.count,
+         EmbedTokensBackwardLaunch{tokens_in, gradient, range, tokens_gradient, rows, hidden});
 }
 
 void LaunchedOperations::embed_positions_backward(const float* gradient, float* positions_gradient,
@@ -183,10 +188,15 @@ void LaunchedOperations::layer_norm_backward(const LayerNorm& norm, const float*
   bias_backward(gradient, bias_gradient, norm.rows, norm.hidden);
 }
 
-void LaunchedOperations::cross_entropy(float* logits, const std::uint8_t* targets, RowLoss* row_losses,
-                                       std::size_t rows, std::size_t vocabulary, float factor) {
-  launch(kernels_->CrossEntropy, ceil_div(rows, kRowsPerBlock),
-         CrossEntropyLaunch{logits, targets, row_losses, rows, vocabulary, factor});
+void LaunchedOperations::cross_entropy(const LogitsPart& part, RowLossPart* losses) {
+  launch(kernels_->CrossEntropy, ceil_div(part.rows, kRowsPerBlock), CrossEntropyLaunch{part, losses});
+}
+
+void LaunchedOperations::cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses,
+                                                std::size_t parts, std::size_t index, RowLoss* row_losses,
+                                                float factor) {
+  launch(kernels_->CrossEntropyBackward, ceil_div(part.rows, kRowsPerBlock),
+         CrossEntropyBackwardLaunch{part, losses, parts, index, row_losses, factor});
 }
 
 // --- attention; the workspace is the blocks' rows of scores, then the means of the backward pass ---

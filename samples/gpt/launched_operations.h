@@ -39,10 +39,12 @@ class LaunchedOperations final : public Operations {
   void bias_backward(const float* gradient, float* bias_gradient, std::size_t rows,
                      std::size_t columns) override;
   void add(const float* a, const float* b, float* target, std::size_t count) override;
-  void embed(const std::uint8_t* tokens_in, const float* tokens, const float* positions, float* output,
-             std::size_t rows, std::size_t sequence, std::size_t hidden) override;
-  void embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient, float* tokens_gradient,
-                             std::size_t rows, std::size_t vocabulary, std::size_t hidden) override;
+  void drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
+            std::uint64_t first) override;
+  void embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range, float* output,
+             std::size_t rows, std::size_t hidden) override;
+  void embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient, TokenRange range,
+                             float* tokens_gradient, std::size_t rows, std::size_t hidden) override;
   void embed_positions_backward(const float* gradient, float* positions_gradient, std::size_t rows,
                                 std::size_t sequence, std::size_t hidden) override;
   void layer_norm(const LayerNorm& norm, const float* gain, const float* bias, float* output) override;
@@ -54,8 +56,9 @@ class LaunchedOperations final : public Operations {
                  std::byte* workspace) override;
   void attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
                           const float* gradient, float* qkv_gradient, std::byte* workspace) override;
-  void cross_entropy(float* logits, const std::uint8_t* targets, RowLoss* row_losses, std::size_t rows,
-                     std::size_t vocabulary, float factor) override;
+  void cross_entropy(const LogitsPart& part, RowLossPart* losses) override;
+  void cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses, std::size_t parts,
+                              std::size_t index, RowLoss* row_losses, float factor) override;
 
  private:
   struct Kernels;

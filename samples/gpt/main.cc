@@ -22,6 +22,7 @@ namespace forebay::gpt {
 namespace {
 
 constexpr int kFailureExit = 1;
+constexpr int kUsageExit = 2;
 // This rank was well and another, or the way to it, was not: started again, from the last saved state, the
 // run may go on (EX_TEMPFAIL of sysexits.h).
 constexpr int kPeerFailureExit = 75;
@@ -154,6 +155,10 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
   if (launched) options.ranks = environment.size;
   if (launched && options.communicator.empty()) options.communicator = "auto";
   options = resolve_options(std::move(options));
+  if (const Status status = check_grid(options.ranks, grid_options(options)); !status.ok()) {
+    if (environment.rank == 0) std::fprintf(stderr, "forebay-gpt: %s\n", status.message().c_str());
+    return kUsageExit;
+  }
   if (launched) return run_rank(options, environment);
 
   check_files(options);

@@ -36,8 +36,36 @@ struct Attention {
   std::size_t sequence;
   std::size_t hidden;
   std::size_t heads;
+  // Of the probabilities, [samples, all heads, sequence, sequence] undivided, of which these samples and
+  // heads are a part.
+  Dropout dropout = {};
+  std::size_t first_sample = 0;
+  std::size_t first_head = 0;
+  std::size_t all_heads = 0;
+
   FOREBAY_DEVICE std::size_t head_columns() const { return hidden / heads; }
   FOREBAY_DEVICE std::size_t softmax_rows() const { return batch * heads * sequence; }
+  // The probability with which query `position` of a head sees position 0, for `dropout`.
+  FOREBAY_DEVICE std::uint64_t dropout_index(std::size_t sample, std::size_t head,
+                                             std::size_t position) const {
+    return (((first_sample + sample) * all_heads + first_head + head) * sequence + position) * sequence;
+  }
+};
+
+// Tokens `first` up to `first + count`, of which this rank has the embeddings.
+struct TokenRange {
+  std::size_t first;
+  std::size_t count;
+  FOREBAY_DEVICE bool has(std::size_t token) const { return token >= first && token - first < count; }
+};
+
+// A part of the logits, [rows, columns], whose columns are the tokens of `range` and zeros behind them.
+struct LogitsPart {
+  float* logits;
+  const std::uint8_t* targets;
+  std::size_t rows;
+  std::size_t columns;
+  TokenRange range;
 };
 
 class Operations {
@@ -73,13 +101,15 @@ class Operations {
                              std::size_t columns) = 0;
   // target = a + b.
   virtual void add(const float* a, const float* b, float* target, std::size_t count) = 0;
+  // target = source after dropout, of which this is element `first` and on; in place where they are equal.
+  virtual void drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
+                    std::uint64_t first) = 0;
 
-  // output[r] = tokens[tokens_in[r]] + positions[r mod sequence].
-  virtual void embed(const std::uint8_t* tokens_in, const float* tokens, const float* positions,
-                     float* output, std::size_t rows, std::size_t sequence, std::size_t hidden) = 0;
-  virtual void embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient,
-                                     float* tokens_gradient, std::size_t rows, std::size_t vocabulary,
-                                     std::size_t hidden) = 0;
+  // output[r] = tokens[tokens_in[r] - range.first], or zero where that token is out of range.
+  virtual void embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range, float* output,
+                     std::size_t rows, std::size_t hidden) = 0;
+  virtual void embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient, TokenRange range,
+                                     float* tokens_gradient, std::size_t rows, std::size_t hidden) = 0;
   virtual void embed_positions_backward(const float* gradient, float* positions_gradient, std::size_t rows,
                                         std::size_t sequence, std::size_t hidden) = 0;
 
@@ -99,9 +129,13 @@ class Operations {
   virtual void attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
                                   const float* gradient, float* qkv_gradient, std::byte* workspace) = 0;
 
-  // `logits` [rows, vocabulary] become the gradient, (softmax - one-hot) * factor.
-  virtual void cross_entropy(float* logits, const std::uint8_t* targets, RowLoss* row_losses,
-                             std::size_t rows, std::size_t vocabulary, float factor) = 0;
+  // The logits become exp(logit - the row's largest of the part), and `losses` [rows] what the parts are made
+  // whole with.
+  virtual void cross_entropy(const LogitsPart& part, RowLossPart* losses) = 0;
+  // `losses` [parts, rows] has the parts of all ranks, of which this is the `index`-th, and is added in their
+  // order. What cross_entropy() left becomes the gradient, (softmax - one-hot) * factor.
+  virtual void cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses, std::size_t parts,
+                                      std::size_t index, RowLoss* row_losses, float factor) = 0;
 };
 
 // The mean of the rows' losses, in double and in the order of rows.

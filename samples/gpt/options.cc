@@ -45,6 +45,7 @@ struct Words {
   std::string fraction = "1";
   std::string staging = "96MiB";
   std::string memory = "0";
+  std::string recompute = "none";
   bool no_overlap = false;
 };
 
@@ -102,6 +103,11 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option(
          "--nccl-library", o.nccl_library,
          "The libnccl.so.2 for --communicator nccl [default: FOREBAY_NCCL_LIBRARY, else the system's]")
+      ->group(group);
+  add_number(app, "--tensor-parallel", o.tensor_parallel,
+             "Neighbouring ranks that share every layer, a divisor of --ranks and of --heads; the others are "
+             "data-parallel")
+      ->capture_default_str()
       ->group(group);
   app.add_option(
          "--bucket", words.bucket,
@@ -161,13 +167,18 @@ void add_offload_options(CLI::App& app, Words& words) {
       ->group(group);
 }
 
-void add_compute_options(CLI::App& app, TrainerOptions& o) {
+void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
   const std::string group = "Computing";
   app.add_option("--matmul", o.matmul,
                  "library (host: oneDNN; cuda: cuBLAS, opened at run time) or plain (our own) [default: "
                  "library, on the host where built in]")
       ->group(group);
   add_number(app, "--threads", o.threads, "Compute threads per rank; 0: cores / ranks on this host")
+      ->capture_default_str()
+      ->group(group);
+  app.add_option("--recompute", words.recompute,
+                 "none; block: every block keeps nothing but its input and is computed again in the backward "
+                 "pass; every:K: so does one block of K. Same bits, less memory, more time")
       ->capture_default_str()
       ->group(group);
 }
@@ -177,7 +188,9 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option("--text", o.text,
                  "Text files, read as bytes [default: the licences in /usr/share/common-licenses]")
       ->group(group);
-  add_number(app, "--batch", o.batch, "Samples per rank and micro-step")->capture_default_str()->group(group);
+  add_number(app, "--batch", o.batch, "Samples per data-parallel rank and micro-step")
+      ->capture_default_str()
+      ->group(group);
   add_number(app, "--micro-steps", o.micro_steps, "Forward and backward passes per step")
       ->capture_default_str()
       ->group(group);
@@ -195,13 +208,18 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_option("--clip", o.clip, "Largest global gradient norm; 0: no clipping")
       ->capture_default_str()
       ->group(group);
+  app.add_option("--dropout", o.dropout,
+                 "Probability with which an element is zeroed, after the embedding, in attention and after "
+                 "both halves of a block: at least 0, less than 1")
+      ->capture_default_str()
+      ->group(group);
   app.add_option("--beta1", o.beta1, "AdamW's")->capture_default_str()->group(group);
   app.add_option("--beta2", o.beta2, "AdamW's")->capture_default_str()->group(group);
   app.add_option("--epsilon", o.epsilon, "AdamW's")->capture_default_str()->group(group);
   app.add_option("--loss-scale", o.loss_scale, "The first loss scale (fp16 only)")
       ->capture_default_str()
       ->group(group);
-  add_number(app, "--seed", o.seed, "Of initial weights and of the order of samples")
+  add_number(app, "--seed", o.seed, "Of initial weights, of the order of samples and of dropout")
       ->capture_default_str()
       ->group(group);
 }
@@ -290,6 +308,20 @@ std::optional<double> fraction_of(const char* option, const std::string& text) {
   refuse(std::string(option) + " " + text + ": not auto or a number from 0 to 1");
 }
 
+// 0: none; 1: every block; K: one of K.
+std::size_t recompute_of(const std::string& text) {
+  if (text == "none") return 0;
+  if (text == "block") return 1;
+  const std::string prefix = "every:";
+  std::size_t every = 0;
+  if (text.compare(0, prefix.size(), prefix) == 0) {
+    const char* const end = text.data() + text.size();
+    const auto result = std::from_chars(text.data() + prefix.size(), end, every);
+    if (result.ec == std::errc() && result.ptr == end && every >= 1) return every;
+  }
+  refuse("--recompute " + text + ": not one of none, block, every:K (K blocks, at least 1)");
+}
+
 DeviceChoice device_of(const std::string& text) {
   if (text == "host") return {};
   if (text == "cuda") return {.cuda = true};
@@ -322,6 +354,7 @@ void apply(const Words& words, TrainerOptions& o) {
   if (o.shard_within_group && words.order == "rank")
     refuse("--shard-within group needs to know the groups; add --order group:G");
   o.memory_bytes = bytes_of("--memory", words.memory);
+  o.recompute_every = recompute_of(words.recompute);
   o.overlap = !words.no_overlap;
 }
 
@@ -406,6 +439,11 @@ std::string exact(double value) {
   return {text, result.ptr};
 }
 
+void check_tensor_parallel(const TrainerOptions& o) {
+  check_count("--tensor-parallel", std::max(o.tensor_parallel, 0), kRanksMax);
+  check_part(o.model, {.size = static_cast<std::size_t>(o.tensor_parallel)});
+}
+
 }  // namespace
 
 ParsedCommand parse_command(const std::vector<std::string>& arguments) {
@@ -416,7 +454,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   add_training_options(app, options, words);
   add_engine_options(app, options, words);
   add_offload_options(app, words);
-  add_compute_options(app, options);
+  add_compute_options(app, options, words);
   add_file_options(app, options);
 
   std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // What CLI11 wants.
@@ -459,6 +497,8 @@ void check_options(const TrainerOptions& o) {
   check_number("--beta2", o.beta2, 0, 1);
   check_number("--epsilon", o.epsilon, kEpsilonMin, kSingleMax);
   check_number("--loss-scale", o.loss_scale, 1, kSingleMax);
+  check_number("--dropout", o.dropout, 0, 1);
+  check_tensor_parallel(o);
   if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
     refuse(
         "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "
@@ -512,6 +552,15 @@ TrainerOptions resolve_options(TrainerOptions options) {
   return options;
 }
 
+Grid::Options grid_options(const TrainerOptions& o) {
+  return {.tensor_parallel = o.tensor_parallel};
+}
+
+std::string recompute_name(const TrainerOptions& o) {
+  if (o.recompute_every == 0) return "none";
+  return o.recompute_every == 1 ? "block" : "every:" + std::to_string(o.recompute_every);
+}
+
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& o) {
   const auto given = [](const std::string& path) { return std::string(path.empty() ? "no" : "yes"); };
   return {{"--layers", std::to_string(o.model.layers)},
@@ -526,6 +575,9 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
           {"--seed", std::to_string(o.seed)},
           {"--device", o.device.cuda ? "cuda" : "host"},
           {"--matmul", o.matmul},
+          {"--tensor-parallel", std::to_string(o.tensor_parallel)},
+          {"--recompute", recompute_name(o)},
+          {"--dropout", exact(o.dropout)},
           {"--offload-staging", std::to_string(o.staging_bytes)},
           {"--save-state", given(o.save_state)},
           {"--save-every", std::to_string(o.save_every)},

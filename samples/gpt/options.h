@@ -10,6 +10,7 @@
 
 #include "forebay/data_type.h"
 #include "forebay/plan.h"
+#include "grid.h"
 #include "shape.h"
 
 namespace forebay::gpt {
@@ -35,7 +36,11 @@ struct TrainerOptions {
   int threads = 0;           // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
   int deadline_seconds = 60;
 
-  std::size_t batch = 8;  // Samples per rank and micro-step.
+  int tensor_parallel = 1;          // Ranks that share every layer.
+  std::size_t recompute_every = 0;  // See Gpt::Options.
+  double dropout = 0;
+
+  std::size_t batch = 8;  // Samples per data-parallel rank and micro-step.
   int micro_steps = 1;
   Accumulate accumulate = Accumulate::kShard;
   std::uint64_t steps = 100;  // In all, those before a resume included.
@@ -84,6 +89,9 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments);
 // Errors: throws Error(kInvalidArgument) naming the option and what it may be.
 void check_options(const TrainerOptions& options);
 
+// How the ranks are arranged.
+Grid::Options grid_options(const TrainerOptions& options);
+
 // Fills in what was left to choose.
 TrainerOptions resolve_options(TrainerOptions options);
 
@@ -91,6 +99,9 @@ TrainerOptions resolve_options(TrainerOptions options);
 bool starts_processes(const std::string& communicator);
 // Whether ranks have a GPU each and reach each other over NCCL.
 bool uses_nccl(const std::string& communicator);
+
+// --recompute as the command line has it.
+std::string recompute_name(const TrainerOptions& options);
 
 // The options that must be the same on every rank, for EngineOptions::agreement.
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);

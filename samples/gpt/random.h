@@ -7,16 +7,18 @@
 #include <cstdint>
 #include <numbers>
 
+#include "device_function.h"
+
 namespace forebay::gpt {
 
-constexpr std::uint64_t splitmix64(std::uint64_t x) {
+FOREBAY_DEVICE constexpr std::uint64_t splitmix64(std::uint64_t x) {
   x += 0x9E3779B97F4A7C15u;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
   return x ^ (x >> 31);
 }
 
-constexpr std::uint64_t draw(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
+FOREBAY_DEVICE constexpr std::uint64_t draw(std::uint64_t seed, std::uint64_t stream, std::uint64_t counter) {
   return splitmix64(splitmix64(splitmix64(seed) + stream) + counter);
 }
 
@@ -29,7 +31,9 @@ inline double draw_normal(std::uint64_t seed, std::uint64_t stream, std::uint64_
   return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
 }
 
-// Streams: the parameter's index over all units in order of registration, and this one for the text.
+// Streams: the parameter's index over all units in order of registration, and these for the text and for
+// dropout.
 inline constexpr std::uint64_t kTextStream = std::uint64_t{1} << 32;
+inline constexpr std::uint64_t kDropoutStream = std::uint64_t{1} << 33;
 
 }  // namespace forebay::gpt

@@ -32,6 +32,8 @@ Json rank_json(const RankReport& rank) {
           {"received_bytes_per_step", rank.received_bytes_per_step},
           {"planned_sent_bytes_per_step", rank.planned_sent_bytes_per_step},
           {"planned_received_bytes_per_step", rank.planned_received_bytes_per_step},
+          {"tensor_sent_bytes_per_step", rank.tensor_sent_bytes_per_step},
+          {"tensor_received_bytes_per_step", rank.tensor_received_bytes_per_step},
           {"step_ms", rank.step_ms},
           {"communication_ms_per_step", rank.communication_ms_per_step},
           {"exposed_communication_ms_per_step", rank.exposed_communication_ms_per_step}};
@@ -72,6 +74,10 @@ std::string report_json(const TrainingReport& report) {
   for (std::size_t rank = 0; rank < report.traffic.size(); ++rank)
     ranks[rank]["traffic"] = traffic_json(report.traffic[rank]);
   const Json json = {{"world_size", report.world_size},
+                     {"tensor_parallel", report.tensor_parallel},
+                     {"data_parallel", report.data_parallel},
+                     {"recompute", report.recompute},
+                     {"dropout", report.dropout},
                      {"stage", report.stage},
                      {"dtype", data_type_name(report.dtype)},
                      {"micro_steps", report.micro_steps},

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -24,14 +26,26 @@ enum class Initial : std::uint8_t { kNormal, kZero, kOne };
 inline constexpr int kDecayedGroup = 0;    // Matrices and embeddings.
 inline constexpr int kUndecayedGroup = 1;  // Biases and LayerNorm gains.
 
+// How tensor-parallel ranks share a parameter: each has all of it, or some of its rows (the first extent) or
+// columns (the last). Where these do not divide, the last parts are padded with zeros.
+enum class Cut : std::uint8_t { kWhole, kRows, kColumns };
+
 struct GptParameter {
   std::string name;                // As Hugging Face GPT-2 spells it.
   std::vector<std::size_t> shape;  // Matrices are [in, out].
   int group = kDecayedGroup;
   Initial initial = Initial::kNormal;
   double deviation = 0;  // Of kNormal.
+  Cut cut = Cut::kWhole;
+  std::size_t sections = 1;  // Of the columns, each of which is cut: query, key and value have three.
 
   std::size_t count() const;
+};
+
+// One of the ranks that share every layer.
+struct TensorPart {
+  std::size_t rank = 0;
+  std::size_t size = 1;
 };
 
 struct GptUnit {
@@ -45,6 +59,22 @@ struct GptUnit {
 std::vector<GptUnit> describe_units(const GptShape& shape);
 
 std::size_t parameter_count(const GptShape& shape);
+
+// --- a rank's part of the model ---
+
+// Errors: throws Error(kInvalidArgument) when the heads cannot be shared out.
+void check_part(const GptShape& shape, const TensorPart& part);
+// The parameters as this rank has them; whole ones are as they were.
+std::vector<GptUnit> part_of(const std::vector<GptUnit>& units, const TensorPart& part);
+GptParameter part_of(const GptParameter& whole, const TensorPart& part);
+// Where element `i` of the part is in `whole`; none for padding.
+std::optional<std::size_t> place_in_whole(const GptParameter& whole, const TensorPart& part, std::size_t i);
+// The part's values; padding is zero.
+std::vector<float> take_part(const GptParameter& whole, const TensorPart& part,
+                             std::span<const float> values);
+// Puts the part's values where they belong in `values`, those of `whole`.
+void put_part(const GptParameter& whole, const TensorPart& part, std::span<const float> part_values,
+              std::span<float> values);
 
 // Positions of the parameters within their units.
 namespace embedding {

@@ -33,11 +33,14 @@
 #include "forebay/shm_communicator.h"
 #include "forebay/units.h"
 #include "gpt.h"
+#include "grid.h"
 #include "host_operations.h"
 #include "initial.h"
 #include "launched_operations.h"
+#include "parted_state.h"
 #include "progress.h"
 #include "safetensors.h"
+#include "tensor_group.h"
 #include "text.h"
 
 namespace forebay::gpt {
@@ -61,8 +64,11 @@ struct RankPlace {
 // The kinds of operations that carry payload.
 constexpr const char* kCountedOperations[] = {"reduce_scatter", "all_gather", "exchange", "send", "recv"};
 
-EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline) {
+EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline,
+                             Grid& grid) {
   EngineOptions engine;
+  if (grid.part_count() > 1) engine.grid = &grid.world();
+  engine.counts_replicated = grid.at().tensor == 0;
   if (!o.timeline_file.empty()) engine.timeline = timeline;
   engine.stage = o.stage;
   engine.dtype = o.dtype;
@@ -194,6 +200,27 @@ class FileMeter {
   Moved sum_;
 };
 
+// What ranks that share every layer do together, in buckets no larger than what there is to add up.
+TensorGroup make_tensor_group(const TrainerOptions& o, const Rank& rank, Communicator* communicator,
+                              Stream stream) {
+  const auto ranks = static_cast<std::uint64_t>(o.tensor_parallel);
+  const std::uint64_t count = round_up(o.batch * o.model.sequence * o.model.hidden, ranks);
+  return TensorGroup({.communicator = communicator,
+                      .backend = rank.backend.get(),
+                      .kernels = rank.kernels.get(),
+                      .stream = stream,
+                      .bucket_bytes = std::min(o.bucket_bytes, count * sizeof(float))});
+}
+
+Gpt::Options model_options(const TrainerOptions& o) {
+  return {.shape = o.model,
+          .batch = o.batch,
+          .dtype = o.dtype,
+          .recompute_every = o.recompute_every,
+          .dropout = o.dropout,
+          .seed = o.seed};
+}
+
 // One rank: the model under the engine. Begins and ends on the thread that drives it.
 class Trainer {
  public:
@@ -202,14 +229,17 @@ class Trainer {
         rank_(rank),
         place_(rank.place),
         communicator_(*rank.communicator),
+        grid_(communicator_, grid_options(options)),
         text_(Text::read(options.text)),
-        units_(describe_units(options.model)),
+        whole_units_(describe_units(options.model)),
+        units_(part_of(whole_units_, grid_.tensor_part())),
         compute_(*rank.backend, /*queues=*/rank.on_gpu()),
         operations_(make_operations(options, rank, compute_.stream())),
-        gpt_({.shape = options.model, .batch = options.batch, .dtype = options.dtype}, *operations_),
+        group_(make_tensor_group(options, rank, grid_.tensor(), compute_.stream())),
+        gpt_(model_options(options), *operations_, compute_, group_),
         feed_(*rank.backend, gpt_.row_count()),
-        engine_(*rank.backend, *rank.kernels, communicator_,
-                engine_options(options, text_, rank.threads, &timeline_)),
+        engine_(*rank.backend, *rank.kernels, grid_.data(),
+                engine_options(options, text_, rank.threads, &timeline_, grid_)),
         model_(engine_, gpt_, units_, compute_) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
@@ -244,7 +274,7 @@ class Trainer {
       const Clock::time_point start = Clock::now();
       const StepResult result = step();
       step_ms.push_back(std::chrono::duration<double, std::milli>(Clock::now() - start).count());
-      report.loss.push_back(result.metric_sum / place_.size);
+      report.loss.push_back(result.metric_sum / grid_.shape().data_parallel());
       report.grad_norm.push_back(result.grad_norm);
       report.interrupted = result.stop && engine_.attempted_steps() < options_.steps;
       progress.show(engine_.attempted_steps(), report.loss.back(), result.grad_norm);
@@ -275,17 +305,18 @@ class Trainer {
       return;
     }
     const ParameterSetter set = [&](std::size_t unit, std::size_t index, std::span<const float> values) {
-      engine_.set_parameter({static_cast<UnitId>(unit), static_cast<int>(index)}, values);
+      engine_.set_parameter({static_cast<UnitId>(unit), static_cast<int>(index)},
+                            take_part(whole_units_[unit].parameters[index], grid_.tensor_part(), values));
     };
     if (options_.initial_file.empty()) {
-      set_random(units_, options_.seed, set);
+      set_random(whole_units_, options_.seed, set);
     } else {
-      set_from_file(units_, options_.initial_file, set);
+      set_from_file(whole_units_, options_.initial_file, set);
     }
   }
 
   void load() {
-    const Cursor saved = Cursor::from_text(engine_.load_state(options_.load_state));
+    const Cursor saved = Cursor::from_text(engine_.load_state(saved_part(grid_, options_.load_state)));
     const auto refuse = [&](const std::string& what) {
       throw Error(StatusCode::kInvalidArgument, "--load-state " + options_.load_state +
                                                     " was saved with another " + what +
@@ -296,7 +327,10 @@ class Trainer {
     cursor_ = saved;
   }
 
-  void save() { engine_.save_state(options_.save_state, cursor_.to_text()); }
+  void save() {
+    save_parts(grid_, options_.save_state, engine_.attempted_steps(),
+               [&](const std::string& directory) { engine_.save_state(directory, cursor_.to_text()); });
+  }
 
   StepResult step() {
     engine_.step_begin();
@@ -307,7 +341,9 @@ class Trainer {
     hyperparameters.groups = {{.lr = options_.lr, .weight_decay = options_.weight_decay},
                               {.lr = options_.lr, .weight_decay = 0.0}};
     hyperparameters.clip = options_.clip;
-    hyperparameters.metric = mean(feed_.take_losses());
+    // The ranks that share a batch know the same loss: one of them tells it.
+    const double loss = mean(feed_.take_losses());
+    hyperparameters.metric = grid_.at().tensor == 0 ? loss : 0;
     hyperparameters.stop = stop_requested.load(std::memory_order_relaxed);
     const StepResult result = engine_.step(hyperparameters);
     cursor_.samples += samples_per_step();
@@ -318,22 +354,25 @@ class Trainer {
     const std::size_t sequence = options_.model.sequence;
     const BatchPlace place{.first_sample = cursor_.samples,
                            .micro_step = static_cast<std::uint64_t>(micro_step),
-                           .rank = static_cast<std::uint64_t>(place_.rank),
-                           .rank_count = static_cast<std::uint64_t>(place_.size),
+                           .rank = static_cast<std::uint64_t>(grid_.at().data),
+                           .rank_count = static_cast<std::uint64_t>(grid_.shape().data_parallel()),
                            .batch = options_.batch};
     const BatchFeed::Batch batch = feed_.next();
     for (std::size_t b = 0; b < options_.batch; ++b) {
       copy_sample(text_, options_.seed, place.sample() + b, batch.tokens.subspan(b * sequence, sequence),
                   batch.targets.subspan(b * sequence, sequence));
     }
+    gpt_.begin({.step = engine_.attempted_steps(),
+                .micro_step = place.micro_step,
+                .first_sample = place.rank * options_.batch});
     feed_.send(gpt_, compute_.stream());
     model_.run_micro_step(micro_step);
     feed_.receive(gpt_, compute_.stream());
   }
 
   std::uint64_t samples_per_step() const {
-    return static_cast<std::uint64_t>(place_.size) * static_cast<std::uint64_t>(options_.micro_steps) *
-           options_.batch;
+    return static_cast<std::uint64_t>(grid_.shape().data_parallel()) *
+           static_cast<std::uint64_t>(options_.micro_steps) * options_.batch;
   }
   double tokens_per_step() const { return static_cast<double>(samples_per_step() * options_.model.sequence); }
 
@@ -394,6 +433,11 @@ class Trainer {
     mine.received_bytes_per_step = static_cast<double>(statistics.traffic.received) / steps;
     mine.planned_sent_bytes_per_step = statistics.planned_wire_per_step.sent;
     mine.planned_received_bytes_per_step = statistics.planned_wire_per_step.received;
+    if (Communicator* const tensor = grid_.tensor(); tensor != nullptr) {
+      const Traffic traffic = tensor->traffic();
+      mine.tensor_sent_bytes_per_step = static_cast<double>(traffic.sent_bytes) / steps;
+      mine.tensor_received_bytes_per_step = static_cast<double>(traffic.received_bytes) / steps;
+    }
     mine.step_ms = step_ms.empty() ? 0 : mean(step_ms);
 
     if (!options_.timeline_file.empty()) {
@@ -409,6 +453,10 @@ class Trainer {
     throw_if_error(communicator_.exchange(std::as_bytes(std::span(&mine, 1)),
                                           std::as_writable_bytes(std::span(report.ranks))));
     report.world_size = place_.size;
+    report.tensor_parallel = grid_.shape().tensor_parallel();
+    report.data_parallel = grid_.shape().data_parallel();
+    report.recompute = recompute_name(options_);
+    report.dropout = options_.dropout;
     report.stage = options_.stage;
     report.dtype = options_.dtype;
     report.micro_steps = options_.micro_steps;
@@ -429,12 +477,19 @@ class Trainer {
         static_cast<double>(report.offloaded_parameters) / static_cast<double>(report.parameters));
     const double step_seconds = report.ranks.front().step_ms / 1e3;
     report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
-    report.digest = engine_.digest();
+    report.digest = digest();
+  }
+
+  std::string digest() {
+    std::string joined;
+    for (const std::string& part : grid_.of_each_part(engine_.digest()))
+      joined += (joined.empty() ? "" : "+") + part;
+    return joined;
   }
 
   // What every rank's communicator has counted so far, for all kinds that any has used.
   std::vector<std::vector<OperationReport>> gather_traffic() {
-    const std::vector<OperationTraffic> mine = engine_.operation_traffic();
+    const std::vector<OperationTraffic> mine = grid_.operation_traffic(engine_.operation_traffic());
     const auto size = static_cast<std::size_t>(place_.size);
     std::vector<std::vector<OperationReport>> all(size);
     for (const char* kind : kCountedOperations) {
@@ -473,18 +528,37 @@ class Trainer {
     }
   }
 
+  // The parts of `parameter` that the ranks have, put together.
+  std::vector<float> whole_parameter(const GptParameter& parameter, std::span<const float> values) {
+    Communicator* const tensor = grid_.tensor();
+    if (tensor == nullptr) return {values.begin(), values.end()};
+    TensorPart part = grid_.tensor_part();
+    std::vector<float> parts(values.size() * part.size);
+    throw_if_error(tensor->exchange(std::as_bytes(values), std::as_writable_bytes(std::span(parts))));
+    std::vector<float> whole(parameter.count());
+    for (part.rank = 0; part.rank < part.size; ++part.rank)
+      put_part(parameter, part, std::span(parts).subspan(part.rank * values.size(), values.size()), whole);
+    return whole;
+  }
+
   void export_weights() {
     std::unique_ptr<SafetensorsWriter> writer;
     if (place_.rank == 0) {
       std::vector<TensorHeader> headers;
-      for (const GptUnit& unit : units_) {
+      for (const GptUnit& unit : whole_units_) {
         for (const GptParameter& parameter : unit.parameters)
           headers.push_back({parameter.name, parameter.shape});
       }
       writer = std::make_unique<SafetensorsWriter>(options_.export_file, headers);
     }
+    std::vector<const GptParameter*> parameters;
+    for (const GptUnit& unit : whole_units_) {
+      for (const GptParameter& parameter : unit.parameters) parameters.push_back(&parameter);
+    }
+    std::size_t index = 0;
     engine_.visit_parameters([&](const ParameterShape&, std::span<const float> values) {
-      if (writer != nullptr) writer->write(values);
+      const std::vector<float> whole = whole_parameter(*parameters[index++], values);
+      if (writer != nullptr) writer->write(whole);
     });
     if (writer != nullptr) writer->finish();
   }
@@ -493,10 +567,13 @@ class Trainer {
   const Rank& rank_;
   const RankPlace place_;
   Communicator& communicator_;
+  Grid grid_;
   const Text text_;
-  const std::vector<GptUnit> units_;
-  ComputeStream compute_;  // Outlives the engine.
+  const std::vector<GptUnit> whole_units_;
+  const std::vector<GptUnit> units_;  // As this rank has them.
+  ComputeStream compute_;             // Outlives the engine.
   const std::unique_ptr<Operations> operations_;
+  TensorGroup group_;
   Gpt gpt_;
   BatchFeed feed_;
   Timeline timeline_;  // Outlives the engine.

@@ -31,6 +31,9 @@ struct RankReport {
   double received_bytes_per_step = 0;
   std::uint64_t planned_sent_bytes_per_step = 0;
   std::uint64_t planned_received_bytes_per_step = 0;
+  // Of activations and their gradients, between the ranks that share every layer.
+  double tensor_sent_bytes_per_step = 0;
+  double tensor_received_bytes_per_step = 0;
   double step_ms = 0;  // Mean; of more than one step, the first left out.
   // With --timeline: of collectives on the stream, and what of it lay beside no layer of the trainer's.
   double communication_ms_per_step = 0;
@@ -48,6 +51,10 @@ struct OperationReport {
 struct TrainingReport {
   std::vector<std::vector<OperationReport>> traffic;  // By rank.
   int world_size = 1;
+  int tensor_parallel = 1;
+  int data_parallel = 1;
+  std::string recompute = "none";
+  double dropout = 0;
   int stage = 0;
   DataType dtype = DataType::kFloat32;
   int micro_steps = 1;
@@ -69,7 +76,7 @@ struct TrainingReport {
   std::uint64_t steps = 0;                       // In all.
   std::vector<double> loss;                      // Of this run's steps: mean over ranks and micro-steps.
   std::vector<std::optional<double>> grad_norm;  // Null: the step was skipped.
-  std::string digest;
+  std::string digest;  // Of several parts of the model: those of the parts, joined by "+".
   double tokens_per_second = 0;
   bool interrupted = false;
   std::vector<RankReport> ranks;

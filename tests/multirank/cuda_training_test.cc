@@ -57,6 +57,13 @@ TEST(CudaTraining, GivesTheBitsOfTheHostInEveryType) {
     expect_the_bits_of_the_host({"--ranks", "3", "--stage", "3", "--dtype", type});
 }
 
+TEST(CudaTraining, GivesTheBitsOfTheHostWhereRanksShareLayersRecomputeAndDrop) {
+  const Words words = {"--dropout", "0.1", "--recompute", "every:2"};
+  expect_the_bits_of_the_host(words + Words{"--ranks", "3", "--tensor-parallel", "3"});
+  expect_the_bits_of_the_host(
+      words + Words{"--ranks", "6", "--tensor-parallel", "3", "--stage", "3", "--dtype", "bf16"});
+}
+
 // More micro-steps than the host has buffers for.
 TEST(CudaTraining, GivesTheBitsOfTheHostHoweverItAccumulates) {
   expect_the_bits_of_the_host({"--ranks", "2", "--stage", "2", "--micro-steps", "5", "--dtype", "bf16"});

@@ -59,22 +59,25 @@ class PlainModel {
  public:
   PlainModel(const GptShape& shape, std::size_t batch, DataType dtype, std::unique_ptr<MatMul> matmul,
              int threads = 1)
-      : dtype_(dtype),
-        units_(describe_units(shape)),
+      : PlainModel({.shape = shape, .batch = batch, .dtype = dtype}, std::move(matmul), threads) {}
+  PlainModel(const Gpt::Options& options, std::unique_ptr<MatMul> matmul, int threads = 1)
+      : dtype_(options.dtype),
+        units_(describe_units(options.shape)),
         operations_(std::move(matmul), threads),
-        gpt_({.shape = shape, .batch = batch, .dtype = dtype}, operations_),
+        gpt_(options, operations_, queue_, alone_),
         memory_(gpt_.memory_bytes()) {
     std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // A value read before it was written shows.
     gpt_.use_memory(memory_.data());
     for (const GptUnit& unit : units_) {
       for (const GptParameter& parameter : unit.parameters) {
-        values_[parameter.name].resize(parameter.count() * element_bytes(dtype));
-        gradients_[parameter.name].resize(parameter.count() * element_bytes(dtype));
+        values_[parameter.name].resize(parameter.count() * element_bytes(dtype_));
+        gradients_[parameter.name].resize(parameter.count() * element_bytes(dtype_));
       }
     }
   }
 
   const std::vector<GptUnit>& units() const { return units_; }
+  void begin(const Pass& pass) { gpt_.begin(pass); }
 
   void set(const std::string& name, const std::vector<float>& values) {
     narrow(dtype_, values.data(), values_.at(name).data(), values.size(), false);
@@ -89,8 +92,7 @@ class PlainModel {
     std::copy_n(reinterpret_cast<const std::byte*>(targets.data()), targets.size(), gpt_.targets());
     for (int unit = 0; unit < gpt_.unit_count(); ++unit) gpt_.forward(unit, parameters_of(unit));
     for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) {
-      const std::vector<const std::byte*> parameters =
-          unit == 0 ? std::vector<const std::byte*>() : parameters_of(unit);
+      const Parameters parameters = unit == 0 ? Parameters() : parameters_of(unit);
       gpt_.backward(unit, parameters, gradients_of(unit, accumulate), loss_scale);
     }
     return mean_loss({reinterpret_cast<const RowLoss*>(gpt_.row_losses()), gpt_.row_count()});
@@ -103,8 +105,8 @@ class PlainModel {
     return values;
   }
 
-  std::vector<const std::byte*> parameters_of(int unit) const {
-    std::vector<const std::byte*> all;
+  Parameters parameters_of(int unit) const {
+    Parameters all;
     for (const GptParameter& parameter : units_[static_cast<std::size_t>(unit)].parameters) {
       all.push_back(values_.at(parameter.name).data());
     }
@@ -112,8 +114,8 @@ class PlainModel {
     return all;
   }
 
-  std::vector<GradientTarget> gradients_of(int unit, bool accumulate) {
-    std::vector<GradientTarget> all;
+  Gradients gradients_of(int unit, bool accumulate) {
+    Gradients all;
     for (const GptParameter& parameter : units_[static_cast<std::size_t>(unit)].parameters) {
       // The head has already written wte's gradient when the embedding comes.
       const bool add = accumulate || parameter.name == "wte.weight";
@@ -126,6 +128,8 @@ class PlainModel {
   DataType dtype_;
   std::vector<GptUnit> units_;
   HostOperations operations_;
+  RunsAtOnce queue_;
+  TensorGroup alone_;
   Gpt gpt_;
   AlignedBytes memory_;
   std::map<std::string, std::vector<std::byte>> values_;
@@ -184,9 +188,8 @@ INSTANTIATE_TEST_SUITE_P(Products, GptModel, testing::ValuesIn(matmul_names()),
 
 // Every parameter's gradient, at sampled elements, against central differences of the double-precision loss,
 // whose own error is about 1e-8. What is left is the rounding of fp32.
-TEST_P(GptModel, GradientsAgreeWithFiniteDifferencesOfTheReference) {
-  const std::uint64_t seed = test_seed();
-  PlainModel model(kTiny, 2, DataType::kFloat32, make_matmul(GetParam()));
+void expect_gradients_of_the_reference(PlainModel& model, const GptReference::Dropped& dropped,
+                                       std::uint64_t seed) {
   randomise(model, seed);
   const auto tokens = random_bytes(10, seed, 1000);
   const auto targets = random_bytes(10, seed, 1001);
@@ -194,6 +197,7 @@ TEST_P(GptModel, GradientsAgreeWithFiniteDifferencesOfTheReference) {
   const double loss = model.run(tokens, targets);
 
   GptReference reference = reference_of(model, kTiny);
+  reference.drop(dropped);
   EXPECT_NEAR(loss, reference.loss(tokens, targets), 2e-6 * loss);
   for (const GptUnit& unit : model.units()) {
     for (const GptParameter& parameter : unit.parameters) {
@@ -219,6 +223,19 @@ TEST_P(GptModel, GradientsAgreeWithFiniteDifferencesOfTheReference) {
       }
     }
   }
+}
+
+TEST_P(GptModel, GradientsAgreeWithFiniteDifferencesOfTheReference) {
+  PlainModel model(kTiny, 2, DataType::kFloat32, make_matmul(GetParam()));
+  expect_gradients_of_the_reference(model, {}, test_seed());
+}
+
+TEST_P(GptModel, GradientsThroughDropoutAgreeWithThoseOfTheDocumentedMasks) {
+  PlainModel model({.shape = kTiny, .batch = 2, .recompute_every = 2, .dropout = 0.3, .seed = 9},
+                   make_matmul(GetParam()));
+  model.begin({.step = 4, .micro_step = 1, .first_sample = 6});
+  expect_gradients_of_the_reference(
+      model, {.probability = 0.3, .seed = 9, .step = 4, .micro_step = 1, .first_sample = 6}, test_seed());
 }
 
 TEST_P(GptModel, AddsToAGradientWhenToldTo) {
@@ -432,9 +449,12 @@ TEST(GptOperations, LargeLogitsDoNotOverflow) {
   logits[4] = 1000.0F;
   const std::vector<std::uint8_t> targets = {4};
   RowLoss row_loss{};
+  RowLossPart part_loss{};
+  const LogitsPart part{logits.data(), targets.data(), 1, kVocabulary, {0, kVocabulary}};
 
-  HostOperations(create_plain_matmul(), 1)
-      .cross_entropy(logits.data(), targets.data(), &row_loss, 1, kVocabulary, 1.0F);
+  HostOperations operations(create_plain_matmul(), 1);
+  operations.cross_entropy(part, &part_loss);
+  operations.cross_entropy_backward(part, &part_loss, 1, 0, &row_loss, 1.0F);
 
   EXPECT_NEAR(mean_loss({&row_loss, 1}), std::log(2.0), 1e-6);
   EXPECT_NEAR(logits[3], 0.5, 1e-6);

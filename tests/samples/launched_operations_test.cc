@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +21,7 @@
 #include "forebay/host_backend.h"
 #include "host_operations.h"
 #include "random.h"
+#include "shape.h"
 
 namespace forebay::gpt {
 namespace {
@@ -156,25 +158,44 @@ TEST_F(LaunchedOperationsTest, ActivateInTheSameWay) {
                    });
 }
 
+TEST_F(LaunchedOperationsTest, DropTheSameElements) {
+  const Dropout dropout{.key = draw(seed_, 1, 2), .threshold = 1u << 30, .scale = 1.25F};
+  const std::size_t count = 1000;
+  expect_same_bits("drop", {normal(count), normal(count)}, [&](Operations& operations, Buffers& x) {
+    operations.drop(x[0].data(), x[1].data(), count, dropout, 77);
+    operations.drop(x[0].data(), x[0].data(), count, dropout, 1u << 20);
+  });
+}
+
 TEST_F(LaunchedOperationsTest, EmbedInTheSameOrder) {
   const std::size_t rows = 60, sequence = 20, hidden = 36, vocabulary = 256;
   std::vector<std::uint8_t> tokens = bytes(rows);
   for (std::uint8_t& token : tokens) token %= 11;  // So that many rows have the same one.
-  expect_same_bits(
-      "embed",
-      {normal(vocabulary * hidden), normal(sequence * hidden), normal(rows * hidden),
-       normal(vocabulary * hidden), normal(sequence * hidden)},
-      [&](Operations& operations, Buffers& x) {
-        operations.embed(tokens.data(), x[0].data(), x[1].data(), x[2].data(), rows, sequence, hidden);
-        operations.embed_tokens_backward(tokens.data(), x[2].data(), x[3].data(), rows, vocabulary, hidden);
-        operations.embed_positions_backward(x[2].data(), x[4].data(), rows, sequence, hidden);
-      });
+  for (const TokenRange range : {TokenRange{0, vocabulary}, TokenRange{3, 5}, TokenRange{256, 0}}) {
+    expect_same_bits("embed",
+                     {normal(vocabulary * hidden), normal(rows * hidden), normal(vocabulary * hidden),
+                      normal(sequence * hidden)},
+                     [&](Operations& operations, Buffers& x) {
+                       operations.embed(tokens.data(), x[0].data(), range, x[1].data(), rows, hidden);
+                       operations.embed_tokens_backward(tokens.data(), x[1].data(), range, x[2].data(), rows,
+                                                        hidden);
+                       operations.embed_positions_backward(x[1].data(), x[3].data(), rows, sequence, hidden);
+                     });
+  }
 }
 
 TEST_F(LaunchedOperationsTest, AttendInTheSameOrder) {
   // The second has more queries than blocks, the third more columns and positions than threads.
-  for (const Attention& shape :
-       {Attention{2, 5, 12, 3}, Attention{2, 150, 8, 4}, Attention{1, 290, 300, 1}}) {
+  const Dropout dropout{.key = draw(seed_, 1, 2), .threshold = 1u << 30, .scale = 1.25F};
+  for (const Attention& shape : {Attention{2, 5, 12, 3}, Attention{2, 150, 8, 4}, Attention{1, 290, 300, 1},
+                                 Attention{.batch = 2,
+                                 .sequence = 40,
+                                 .hidden = 12,
+                                 .heads = 3,
+                                 .dropout = dropout,
+                                 .first_sample = 5,
+                                 .first_head = 3,
+                                 .all_heads = 9}}) {
     const std::size_t rows = shape.batch * shape.sequence;
     std::vector<std::byte> host_space(host_.prepare_attention(shape));
     std::vector<std::byte> launched_space(launched_.prepare_attention(shape));
@@ -192,14 +213,32 @@ TEST_F(LaunchedOperationsTest, AttendInTheSameOrder) {
 }
 
 TEST_F(LaunchedOperationsTest, LoseInTheSameLanes) {
-  const std::size_t rows = 21, vocabulary = 256;
+  const std::size_t rows = 21;
   const std::vector<std::uint8_t> targets = bytes(rows);
-  expect_same_bits("cross_entropy", {normal(rows * vocabulary, 3), normal(2 * rows)},
-                   [&](Operations& operations, Buffers& x) {
-                     operations.cross_entropy(x[0].data(), targets.data(),
-                                              reinterpret_cast<RowLoss*>(x[1].data()), rows, vocabulary,
-                                              0.3F);
-                   });
+  for (const std::size_t parts : {1, 3, 100}) {
+    const std::size_t columns = (kVocabulary + parts - 1) / parts;
+    Buffers buffers(2);
+    for (std::size_t part = 0; part < parts; ++part) buffers.push_back(normal(rows * columns, 3));
+    buffers[0].resize(parts * rows * sizeof(RowLossPart) / sizeof(float));
+    buffers[1].resize(rows * sizeof(RowLoss) / sizeof(float));
+    expect_same_bits("cross_entropy", buffers, [&](Operations& operations, Buffers& x) {
+      auto* const losses = reinterpret_cast<RowLossPart*>(x[0].data());
+      const auto part_of = [&](std::size_t part) {
+        const std::size_t first = std::min(part * columns, kVocabulary);
+        return LogitsPart{x[2 + part].data(),
+                          targets.data(),
+                          rows,
+                          columns,
+                          {first, std::min(columns, kVocabulary - first)}};
+      };
+      for (std::size_t part = 0; part < parts; ++part)
+        operations.cross_entropy(part_of(part), losses + part * rows);
+      for (std::size_t part = 0; part < parts; ++part) {
+        operations.cross_entropy_backward(part_of(part), losses, parts, part,
+                                          reinterpret_cast<RowLoss*>(x[1].data()), 0.3F);
+      }
+    });
+  }
 }
 
 TEST(KernelImage, HasEveryKernelByName) {

@@ -98,6 +98,17 @@ struct Add {
   }
 };
 
+struct Drop {
+  using Launch = DropLaunch;
+  using Shared = Nothing;
+  template <typename Block>
+  static FOREBAY_KERNEL void run(Block& block, const Launch& a, Shared&) {
+    for_elements(block, a.count, [&](std::size_t i) {
+      a.target[i] = definitions::dropped(a.dropout, a.first + i, a.source[i]);
+    });
+  }
+};
+
 struct Gelu {
   using Launch = GeluLaunch;
   using Shared = Nothing;
@@ -125,7 +136,8 @@ struct Embed {
   static FOREBAY_KERNEL void run(Block& block, const Launch& a, Shared&) {
     for_elements(block, a.rows * a.hidden, [&](std::size_t i) {
       const std::size_t r = i / a.hidden, c = i % a.hidden;
-      a.output[i] = a.tokens[a.tokens_in[r] * a.hidden + c] + a.positions[r % a.sequence * a.hidden + c];
+      const std::size_t token = a.tokens_in[r];
+      a.output[i] = a.range.has(token) ? a.tokens[(token - a.range.first) * a.hidden + c] : 0.0F;
     });
   }
 };
@@ -136,12 +148,12 @@ struct EmbedTokensBackward {
   using Shared = Nothing;
   template <typename Block>
   static FOREBAY_KERNEL void run(Block& block, const Launch& a, Shared&) {
-    for (std::size_t v = block.index(); v < a.vocabulary; v += block.count()) {
+    for (std::size_t v = block.index(); v < a.range.count; v += block.count()) {
       block.each([&](unsigned thread) {
         for (std::size_t c = thread; c < a.hidden; c += kThreads) {
           float sum = 0;
           for (std::size_t r = 0; r < a.rows; ++r) {
-            if (a.tokens_in[r] == v) sum += a.gradient[r * a.hidden + c];
+            if (a.tokens_in[r] == a.range.first + v) sum += a.gradient[r * a.hidden + c];
           }
           a.tokens_gradient[v * a.hidden + c] = sum;
         }
@@ -325,41 +337,64 @@ struct CrossEntropy {
   using Shared = RowShared;
   template <typename Block>
   static FOREBAY_KERNEL void run(Block& block, const Launch& a, Shared& shared) {
+    const LogitsPart& part = a.part;
     typename Block::template Private<float> largest, target, sum;
-    for_rows(block, a.rows, [&](std::size_t first) {
+    for_rows(block, part.rows, [&](std::size_t first) {
       block.each([&](unsigned thread) {
         const std::size_t r = first + thread / kLanes;
-        if (r >= a.rows) return;
-        const float* row = a.logits + r * a.vocabulary;
-        float found = row[0];
-        for (std::size_t v = thread % kLanes; v < a.vocabulary; v += kLanes)
+        if (r >= part.rows) return;
+        const float* row = part.logits + r * part.columns;
+        float found = -INFINITY;
+        for (std::size_t v = thread % kLanes; v < part.range.count; v += kLanes)
           found = definitions::larger(found, row[v]);
         shared.values[thread] = found;
-        target[thread] = row[a.targets[r]];
+        const std::size_t token = part.targets[r];
+        target[thread] = part.range.has(token) ? row[token - part.range.first] : 0.0F;
       });
       block.each([&](unsigned thread) {
-        if (first + thread / kLanes >= a.rows) return;
+        if (first + thread / kLanes >= part.rows) return;
         const float* found = shared.values + thread / kLanes * kLanes;
         largest[thread] = found[0];
         for (std::size_t lane = 1; lane < kLanes; ++lane)
           largest[thread] = definitions::larger(largest[thread], found[lane]);
       });
-      row_sums(block, shared, first, a.rows, a.vocabulary, sum,
+      row_sums(block, shared, first, part.rows, part.range.count, sum,
                [&](unsigned thread, std::size_t r, std::size_t v) {
-                 float& logit = a.logits[r * a.vocabulary + v];
+                 float& logit = part.logits[r * part.columns + v];
                  logit = definitions::exponential(logit - largest[thread]);
                  return logit;
                });
       block.each([&](unsigned thread) {
         const std::size_t r = first + thread / kLanes;
-        if (r >= a.rows) return;
-        float* row = a.logits + r * a.vocabulary;
-        const float scale = a.factor / sum[thread];
-        for (std::size_t v = thread % kLanes; v < a.vocabulary; v += kLanes) {
-          const float gradient = row[v] * scale;
-          row[v] = v == a.targets[r] ? gradient - a.factor : gradient;
+        if (r >= part.rows || thread % kLanes != 0) return;
+        const bool has_target = part.range.has(part.targets[r]);
+        a.losses[r] = {largest[thread], sum[thread], has_target ? target[thread] - largest[thread] : 0.0F};
+      });
+    });
+  }
+};
+
+struct CrossEntropyBackward {
+  using Launch = CrossEntropyBackwardLaunch;
+  using Shared = Nothing;
+  template <typename Block>
+  static FOREBAY_KERNEL void run(Block& block, const Launch& a, Shared&) {
+    const LogitsPart& part = a.part;
+    for_rows(block, part.rows, [&](std::size_t first) {
+      block.each([&](unsigned thread) {
+        const std::size_t r = first + thread / kLanes;
+        if (r >= part.rows) return;
+        const std::size_t target = part.targets[r];
+        const definitions::WholeRow whole =
+            definitions::whole_row(a.losses + r, part.rows, a.parts, target / part.columns);
+        const float scale =
+            definitions::softmax_scale(whole, a.losses[a.index * part.rows + r].largest, a.factor);
+        float* row = part.logits + r * part.columns;
+        for (std::size_t v = thread % kLanes; v < part.columns; v += kLanes) {
+          const float gradient = v < part.range.count ? row[v] * scale : 0.0F;
+          row[v] = part.range.first + v == target ? gradient - a.factor : gradient;
         }
-        if (thread % kLanes == 0) a.row_losses[r] = {sum[thread], target[thread] - largest[thread]};
+        if (thread % kLanes == 0) a.row_losses[r] = whole.loss;
       });
     });
   }
@@ -395,6 +430,13 @@ FOREBAY_KERNEL inline float dot(const float* a, const float* b, std::size_t coun
   float sum = 0;
   for (std::size_t i = 0; i < count; ++i) sum += a[i] * b[i];
   return sum;
+}
+
+// A probability with which query `i` of the row's head sees position `j`, or its gradient, through dropout.
+FOREBAY_KERNEL inline float after_dropout(const Attention& shape, const AttentionRow& row, std::size_t i,
+                                          std::size_t j, float value) {
+  if (!shape.dropout.active()) return value;
+  return definitions::dropped(shape.dropout, shape.dropout_index(row.sample, row.head, i) + j, value);
 }
 
 // The sum by lanes of f(0) ... f(count - 1), into shared.values[0].
@@ -448,11 +490,14 @@ struct AttentionForward {
       block.each([&](unsigned thread) {
         softmax[thread].inverse = 1.0F / shared.values[0];
         if (thread == 0) a.softmax[index] = softmax[thread];
+        for (std::size_t j = thread; j < seen; j += kThreads)
+          weights[j] = after_dropout(a.shape, row, row.position, j, weights[j] * softmax[thread].inverse);
+      });
+      block.each([&](unsigned thread) {
         for (std::size_t c = thread; c < columns; c += kThreads) {
           const float* value = a.qkv + qkv_place_of(a.shape, row, 0) + 2 * hidden + c;
           float sum = 0;
-          for (std::size_t j = 0; j < seen; ++j)
-            sum += weights[j] * softmax[thread].inverse * value[j * 3 * hidden];
+          for (std::size_t j = 0; j < seen; ++j) sum += weights[j] * value[j * 3 * hidden];
           a.output[place_of(a.shape, row, row.position) + c] = sum;
         }
       });
@@ -481,7 +526,8 @@ struct AttentionBackwardQueries {
           const float* key = a.qkv + qkv_place_of(a.shape, row, j) + hidden;
           weights[j] =
               definitions::probability(dot(a.qkv + query_place, key, columns) * factor, a.softmax[index]);
-          slopes[j] = dot(output_gradient, key + hidden, columns);
+          slopes[j] =
+              after_dropout(a.shape, row, row.position, j, dot(output_gradient, key + hidden, columns));
         }
       });
       block_sum(block, shared, seen, [&](std::size_t j) { return weights[j] * slopes[j]; });
@@ -523,8 +569,9 @@ struct AttentionBackwardKeys {
           const float* output_gradient = a.gradient + place_of(a.shape, row, i);
           const float p = definitions::probability(dot(query, a.qkv + key_place, columns) * factor,
                                                    a.softmax[first_of_head + i]);
-          const float dp = dot(output_gradient, a.qkv + key_place + hidden, columns);
-          weights[i] = p;
+          const float dp = after_dropout(a.shape, row, i, row.position,
+                                         dot(output_gradient, a.qkv + key_place + hidden, columns));
+          weights[i] = after_dropout(a.shape, row, i, row.position, p);
           slopes[i] = definitions::score_gradient(p, dp, a.means[first_of_head + i], factor);
         }
       });
@@ -624,6 +671,7 @@ struct Product {
   ROW(forebay_gpt_narrow, Narrow)                                       \
   ROW(forebay_gpt_add_bias, AddBias)                                    \
   ROW(forebay_gpt_add, Add)                                             \
+  ROW(forebay_gpt_drop, Drop)                                           \
   ROW(forebay_gpt_gelu, Gelu)                                           \
   ROW(forebay_gpt_gelu_backward, GeluBackward)                          \
   ROW(forebay_gpt_embed, Embed)                                         \
@@ -634,6 +682,7 @@ struct Product {
   ROW(forebay_gpt_norm_forward, NormForward)                            \
   ROW(forebay_gpt_norm_backward, NormBackward)                          \
   ROW(forebay_gpt_cross_entropy, CrossEntropy)                          \
+  ROW(forebay_gpt_cross_entropy_backward, CrossEntropyBackward)         \
   ROW(forebay_gpt_attention, AttentionForward)                          \
   ROW(forebay_gpt_attention_backward_queries, AttentionBackwardQueries) \
   ROW(forebay_gpt_attention_backward_keys, AttentionBackwardKeys)       \

@@ -60,22 +60,29 @@ struct GeluLaunch {
   std::size_t count;
 };
 
+struct DropLaunch {
+  const float* source;
+  float* target;
+  std::size_t count;
+  Dropout dropout;
+  std::uint64_t first;
+};
+
 struct EmbedLaunch {
   const std::uint8_t* tokens_in;
   const float* tokens;
-  const float* positions;
+  TokenRange range;
   float* output;
   std::size_t rows;
-  std::size_t sequence;
   std::size_t hidden;
 };
 
 struct EmbedTokensBackwardLaunch {
   const std::uint8_t* tokens_in;
   const float* gradient;
+  TokenRange range;
   float* tokens_gradient;
   std::size_t rows;
-  std::size_t vocabulary;
   std::size_t hidden;
 };
 
@@ -127,11 +134,16 @@ struct AttentionBackwardLaunch {
 };
 
 struct CrossEntropyLaunch {
-  float* logits;
-  const std::uint8_t* targets;
+  LogitsPart part;
+  RowLossPart* losses;
+};
+
+struct CrossEntropyBackwardLaunch {
+  LogitsPart part;
+  const RowLossPart* losses;
+  std::size_t parts;
+  std::size_t index;
   RowLoss* row_losses;
-  std::size_t rows;
-  std::size_t vocabulary;
   float factor;
 };
 

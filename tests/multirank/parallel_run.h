@@ -1,0 +1,51 @@
+// Training runs over grids of ranks, small enough for many of them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "multirank/small_run.h"
+
+namespace forebay::testing {
+
+// Six heads: what 2 and 3 ranks can share.
+inline const Words kGridModel = {
+    "--layers", "2",    "--hidden",  "24",    "--heads", "6",    "--sequence",    "10",
+    "--batch",  "2",    "--threads", "1",     "--steps", "4",    "--micro-steps", "2",
+    "--bucket", "3000", "--matmul",  "plain", "--lr",    "0.01", "--quiet",       "--communicator",
+    "local"};
+
+// `words` with these options' values in the place of theirs, or behind them. Requires: each has a value.
+inline Words with(Words words, const Words& changes) {
+  for (std::size_t i = 0; i + 1 < changes.size(); i += 2) {
+    const auto place = std::find(words.begin(), words.end(), changes[i]);
+    if (place != words.end()) {
+      *(place + 1) = changes[i + 1];
+    } else {
+      words.insert(words.end(), {changes[i], changes[i + 1]});
+    }
+  }
+  return words;
+}
+
+struct GridWords {
+  int ranks = 1;
+  int tensor = 1;
+
+  Words words() const {
+    return {"--ranks", std::to_string(ranks), "--tensor-parallel", std::to_string(tensor)};
+  }
+  std::string text() const {
+    return std::to_string(ranks) + " ranks, tensor-parallel " + std::to_string(tensor);
+  }
+};
+
+inline void expect_same_bits(const gpt::TrainingReport& actual, const gpt::TrainingReport& expected) {
+  EXPECT_EQ(actual.digest, expected.digest);
+  EXPECT_EQ(actual.loss, expected.loss);
+  EXPECT_EQ(actual.grad_norm, expected.grad_norm);
+}
+
+}  // namespace forebay::testing

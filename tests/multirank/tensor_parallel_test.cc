@@ -1,0 +1,240 @@
+// Ranks that share every layer of forebay-gpt: within one grid of ranks the same bits whatever else is
+// chosen, across grids the same losses but for the rounding of fp32.
+//
+// `./dev test` runs a few of the grids and choices. Built with FOREBAY_WHOLE_MATRIX, under the label slow, it
+// runs all of them.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+
+#include "forebay/error.h"
+#include "multirank/parallel_run.h"
+#include "shape.h"
+#include "support/process.h"
+
+namespace forebay::testing {
+namespace {
+
+const Words kDropout = {"--dropout", "0.2"};
+const Words kClip = {"--clip", "0.5"};  // Less than the norms below, so that it matters.
+
+#ifdef FOREBAY_WHOLE_MATRIX
+const std::vector<GridWords> kGrids = {{1, 1}, {2, 2}, {3, 3}, {4, 2}, {6, 3}, {6, 6}};
+const std::vector<std::string> kStages = {"0", "1", "2", "3"};
+const std::vector<std::string> kRecomputes = {"none", "block", "every:2"};
+const std::vector<std::string> kTypes = {"fp32", "bf16", "fp16"};
+#else
+const std::vector<GridWords> kGrids = {{2, 2}, {3, 3}, {4, 2}};
+const std::vector<std::string> kStages = {"1", "3"};
+const std::vector<std::string> kRecomputes = {"block", "every:2"};
+const std::vector<std::string> kTypes = {"bf16"};
+#endif
+
+TEST(TensorParallel, GivesTheSameBitsForEveryStageAndRecomputationWithinAGrid) {
+  for (const GridWords& grid : kGrids) {
+    for (const std::string& type : kTypes) {
+      const Words common = kGridModel + grid.words() + kDropout + kClip + Words{"--dtype", type};
+      const gpt::TrainingReport plain = train(common + Words{"--stage", "0"});
+      for (const std::string& stage : kStages) {
+        for (const std::string& recompute : kRecomputes) {
+          SCOPED_TRACE(grid.text() + ", " + type + ", stage " + stage + ", recompute " + recompute);
+
+          const gpt::TrainingReport report =
+              train(common + Words{"--stage", stage, "--recompute", recompute});
+
+          expect_same_bits(report, plain);
+          for (const gpt::RankReport& rank : report.ranks) {
+            EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
+            EXPECT_EQ(rank.sent_bytes_per_step, static_cast<double>(rank.planned_sent_bytes_per_step));
+          }
+        }
+      }
+    }
+  }
+}
+
+// The sums over the columns of a matrix are made in parts, so the last bits of activations differ. AdamW
+// divides a gradient by its own size: where one is nothing but rounding, the update differs by up to --lr, in
+// elements that hardly matter. Measured: losses differ by 4e-8 of themselves, norms by 8e-7; a mask of
+// dropout that depended on the grid changes a loss by more than 1e-4, and a missing part a norm by more.
+TEST(TensorParallel, LosesTheSameOnEveryGridButForRounding) {
+  for (const Words& dropout : {Words{}, kDropout}) {
+    // The same samples: one data-parallel rank of 4, or two of 2.
+    const gpt::TrainingReport one = train(with(kGridModel + dropout + kClip, {"--batch", "4"}));
+    for (const GridWords& grid : {GridWords{2, 1}, {2, 2}, {3, 3}, {4, 2}, {6, 6}}) {
+      SCOPED_TRACE(grid.text());
+      const std::string batch = grid.ranks == grid.tensor ? "4" : "2";
+
+      const gpt::TrainingReport report =
+          train(with(kGridModel + grid.words() + dropout + kClip, {"--batch", batch}));
+
+      ASSERT_EQ(report.loss.size(), one.loss.size());
+      for (std::size_t i = 0; i < one.loss.size(); ++i) {
+        EXPECT_NEAR(report.loss[i], one.loss[i], 1e-6 * one.loss[i]) << "step " << i + 1;
+        EXPECT_NEAR(*report.grad_norm[i], *one.grad_norm[i], 1e-5 * *one.grad_norm[i]) << "step " << i + 1;
+      }
+    }
+  }
+}
+
+TEST(TensorParallel, DropoutChangesTheLossAndRepeats) {
+  const gpt::TrainingReport with = train(kGridModel + kDropout);
+
+  EXPECT_GT(std::abs(with.loss[0] - train(kGridModel).loss[0]), 1e-4);
+  expect_same_bits(train(kGridModel + kDropout), with);
+  EXPECT_NE(train(kGridModel + kDropout + Words{"--seed", "2"}).loss[0], with.loss[0]);
+}
+
+TEST(TensorParallel, AResumedRunDropsWhatOneThatDidNotStopDrops) {
+  const TemporaryDirectory directory;
+  const std::string state = directory / "state";
+  for (const GridWords& grid : {GridWords{1, 1}, {4, 2}}) {
+    SCOPED_TRACE(grid.text());
+    const std::string here = state + std::to_string(grid.ranks);
+    const Words words = kGridModel + grid.words() + kDropout + Words{"--stage", "2"};
+    const gpt::TrainingReport whole = train(words);
+    train(with(words, {"--steps", "2", "--save-state", here, "--save-every", "1"}));
+
+    const gpt::TrainingReport resumed = train(words + Words{"--load-state", here});
+
+    EXPECT_EQ(resumed.first_step, 2u);
+    EXPECT_EQ(resumed.digest, whole.digest);
+    EXPECT_EQ(resumed.loss, std::vector<double>(whole.loss.begin() + 2, whole.loss.end()));
+  }
+}
+
+std::string error_of(const Words& words) {
+  try {
+    train(words);
+  } catch (const Error& error) {
+    return error.status().message();
+  }
+  return "no error";
+}
+
+TEST(TensorParallel, AStateOfOtherPartsIsRefusedByName) {
+  const TemporaryDirectory directory;
+  const std::string parts = directory / "parts";
+  const std::string whole = directory / "whole";
+  const Words words = with(kGridModel, {"--steps", "1"});
+  train(words + GridWords{2, 2}.words() + Words{"--save-state", parts});
+  train(words + Words{"--save-state", whole});
+
+  EXPECT_NE(error_of(words + GridWords{3, 3}.words() + Words{"--load-state", parts})
+                .find("was saved in other parts than this run has: step-1 tensor-parallel 2"),
+            std::string::npos);
+  EXPECT_NE(error_of(words + Words{"--load-state", parts}).find("was saved in other parts"),
+            std::string::npos);
+  EXPECT_NE(error_of(words + GridWords{2, 2}.words() + Words{"--load-state", whole})
+                .find("no state in parts is saved in"),
+            std::string::npos);
+}
+
+TEST(TensorParallel, ExportsTheWeightsOfTheWholeModel) {
+  const TemporaryDirectory directory;
+  const auto initial = [&](const GridWords& grid, const std::string& name) {
+    train(with(kGridModel + grid.words(), {"--steps", "0", "--export", directory / name}));
+    std::ifstream file(directory / name, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+
+  const std::string alone = initial({1, 1}, "alone");
+
+  EXPECT_FALSE(alone.empty());
+  EXPECT_EQ(initial({2, 2}, "two"), alone);
+  EXPECT_EQ(initial({6, 3}, "six"), alone);
+}
+
+TEST(TensorParallel, DividesParametersAndActivationsAndCountsWhatItSends) {
+  const gpt::TrainingReport one = train(kGridModel);
+  const gpt::TrainingReport two = train(kGridModel + GridWords{2, 2}.words());
+  const gpt::TrainingReport recomputed =
+      train(kGridModel + GridWords{2, 2}.words() + Words{"--recompute", "block"});
+
+  EXPECT_LT(two.ranks[0].peak_bytes.parameters,
+            0.6 * static_cast<double>(one.ranks[0].peak_bytes.parameters));
+  EXPECT_LT(two.ranks[0].peak_bytes.activations, one.ranks[0].peak_bytes.activations);
+  EXPECT_LT(recomputed.ranks[0].peak_bytes.activations, two.ranks[0].peak_bytes.activations);
+  // 2 sums of [rows, hidden] forward and 2 backward in each of 2 blocks, 1 after the embedding, 1 in the
+  // head, and the parts of the loss, 12 bytes a row. Each sum sends 2 (t - 1) / t of its bytes.
+  const double rows = 2 * 10;
+  const double sums = 2 * 4 + 2;
+  EXPECT_EQ(two.ranks[0].tensor_sent_bytes_per_step, 2 * (sums * rows * 24 * 4 + rows * 12));
+  // Recomputing makes the sum after attention again.
+  EXPECT_EQ(recomputed.ranks[0].tensor_sent_bytes_per_step, 2 * ((sums + 2) * rows * 24 * 4 + rows * 12));
+  // All of it is in the report's traffic, by peer.
+  std::uint64_t sent = 0;
+  for (const gpt::OperationReport& one_kind : two.traffic[0]) {
+    if (one_kind.operation == "reduce_scatter" || one_kind.operation == "all_gather")
+      sent += one_kind.sent_bytes[1];
+  }
+  EXPECT_EQ(static_cast<double>(sent), 4 * two.ranks[0].tensor_sent_bytes_per_step);
+}
+
+TEST(TensorParallel, PartsOfParametersPutTogetherAreTheWhole) {
+  const gpt::GptShape shape{.layers = 1, .hidden = 24, .heads = 6, .sequence = 10};
+  for (const gpt::GptUnit& unit : gpt::describe_units(shape)) {
+    for (const gpt::GptParameter& parameter : unit.parameters) {
+      std::vector<float> values(parameter.count());
+      for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i + 1);
+      for (const std::size_t size : {1, 2, 3, 6}) {
+        SCOPED_TRACE(parameter.name + " over " + std::to_string(size));
+        std::vector<float> whole(values.size());
+        std::size_t count = 0;
+        for (std::size_t rank = 0; rank < size; ++rank) {
+          const std::vector<float> part = gpt::take_part(parameter, {rank, size}, values);
+          EXPECT_EQ(part.size(), gpt::part_of(parameter, {rank, size}).count());
+          gpt::put_part(parameter, {rank, size}, part, whole);
+          count += static_cast<std::size_t>(
+              std::count_if(part.begin(), part.end(), [](float v) { return v != 0; }));
+        }
+        EXPECT_EQ(whole, values);
+        EXPECT_EQ(count, parameter.cut == gpt::Cut::kWhole ? size * values.size() : values.size());
+      }
+    }
+  }
+}
+
+TEST(TensorParallel, RefusesWhatCannotBe) {
+  const struct {
+    Words words;
+    std::string named;
+  } cases[] = {
+      {{"--ranks", "4", "--tensor-parallel", "4", "--heads", "6", "--hidden", "24"},
+       "--tensor-parallel 4 does not divide --heads 6"},
+      {{"--ranks", "3", "--tensor-parallel", "2"}, "does not divide the number of ranks, 3"},
+      {{"--ranks", "2", "--tensor-parallel", "0"}, "--tensor-parallel must be at least 1"},
+      {{"--dropout", "1"}, "--dropout is 1"},
+      {{"--dropout", "-0.1"}, "--dropout is -0.1"},
+      {{"--recompute", "every:0"}, "--recompute every:0: not one of"},
+      {{"--recompute", "all"}, "--recompute all: not one of"},
+  };
+  for (const auto& [words, named] : cases) {
+    const Finished finished = run_program(with({FOREBAY_GPT, "--quiet", "--steps", "1"}, words));
+    EXPECT_EQ(finished.exit_code, 2) << finished.output;
+    EXPECT_NE(finished.output.find(named), std::string::npos) << named << " is not in " << finished.output;
+    EXPECT_EQ(std::count(finished.output.begin(), finished.output.end(), '\n'), 1) << finished.output;
+  }
+}
+
+TEST(TensorParallel, RanksOfDifferentGridsAreNamed) {
+  const Words words = kGridModel + Words{"--ranks", "2"};
+  std::vector<gpt::TrainerOptions> by_rank(2, gpt::resolve_options(*gpt::parse_command(words).options));
+  by_rank[0].tensor_parallel = 2;
+  by_rank[1].tensor_parallel = 3;
+  try {
+    gpt::run_training(by_rank);
+    FAIL() << "the run did not fail";
+  } catch (const Error& error) {
+    EXPECT_NE(error.status().message().find("--tensor-parallel is 2 on rank 0 and 3 on rank 1"),
+              std::string::npos)
+        << error.status().message();
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing
