@@ -28,7 +28,7 @@ Engine::Impl::~Impl() {
   for (const Unit& u : units) {
     if (u.released.handle != nullptr) note(backend.event_synchronize(u.released));
   }
-  for (const Stream stream : {update_stream, tier_stream, up_stream}) {
+  for (const Stream stream : {average_stream, update_stream, tier_stream, up_stream}) {
     if (stream.handle == nullptr) continue;
     note(backend.stream_synchronize(stream));
     note(backend.stream_destroy(stream));
@@ -49,7 +49,8 @@ Engine::Impl::~Impl() {
       if (event.handle != nullptr) note(backend.event_destroy(event));
     }
   }
-  for (const Event event : {step_decided, updates_done, tier_done}) {
+  for (const Event event : {step_decided, updates_done, tier_done, bucket_reduced, bucket_averaged[0],
+                            bucket_averaged[1], averaged}) {
     if (event.handle != nullptr) note(backend.event_destroy(event));
   }
   for (const auto* events : {&sum_ready, &sum_left}) {

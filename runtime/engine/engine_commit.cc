@@ -345,7 +345,11 @@ void Engine::Impl::allocate() {
                            .pausable = options.spillable && static_cast<Pool>(i) != Pool::kGathered}));
   }
   engine_stream = value_or_throw(backend.stream_create());
+  average_stream = value_or_throw(backend.stream_create());
   update_stream = value_or_throw(backend.stream_create());
+  bucket_reduced = value_or_throw(backend.event_create());
+  averaged = value_or_throw(backend.event_create());
+  for (Event& event : bucket_averaged) event = value_or_throw(backend.event_create());
   updates_done = value_or_throw(backend.event_create());
   slots = assign_slots(model, plan.layouts, plan.options);
   for (const std::uint64_t bytes : slots.slot_bytes) {
@@ -629,8 +633,8 @@ void Engine::Impl::place_units() {
   for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);
 
   staging = take(Pool::kBuckets, plan.staging_bytes);
-  bucket_sum = reinterpret_cast<float*>(
-      take(Pool::kBuckets, accumulates_in_fp32() ? 0 : plan.bucket_columns * sizeof(float)));
+  for (float*& sum : bucket_sums) sum = reinterpret_cast<float*>(take(Pool::kBuckets, plan.sum_bytes));
+  fused = take(Pool::kBuckets, plan.fused_columns * static_cast<std::uint64_t>(shards()) * element());
   const std::uint64_t norm_count = std::max<std::uint64_t>(units.size(), deciding_units);
   norms = reinterpret_cast<double*>(take(Pool::kBuckets, record_bytes(norm_count)));
   control = reinterpret_cast<StepControl*>(norms + norm_count);

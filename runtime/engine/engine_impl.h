@@ -200,7 +200,16 @@ struct Engine::Impl {
   void begin_backward_of(int unit);
   void pass_skipped(int unit);
   void finish_micro_step();
+  // (engine_reduce.cc)
   void reduce(int unit);
+  void reduce_alone(int unit);
+  void fuse(int unit);
+  void reduce_fused();
+  void average_accumulator(int unit);
+  void finish_reduction(int unit);
+  void average_after_reduction();
+  std::size_t next_bucket();
+  float average_factor() const;
   void complete_gradients(int unit, Stream stream);
   void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
   void queue_norm(int unit);
@@ -339,11 +348,25 @@ struct Engine::Impl {
   // By slot: the gather into it (parameters) or the reduction out of it (gradients).
   std::vector<Event> slot_ready;
   std::vector<Event> gradient_ready;  // Stages 0 and 1, by unit: the reduction out of its gradients.
-  std::byte* staging = nullptr;       // One received bucket; the leaves of a norm; the norms of all ranks.
-  float* bucket_sum = nullptr;        // The fp32 sum of one bucket.
-  double* norms = nullptr;            // One per unit, of this rank's part; zeros after the last.
-  StepControl* control = nullptr;     // On the device.
-  Event step_decided;                 // `decided` holds what became of the step.
+  std::byte* staging = nullptr;       // One received bucket; the norms of all ranks.
+  // The fp32 sums of buckets in flight, or scratch of a norm; and when each is free.
+  std::array<float*, kBucketsInFlight> bucket_sums{};
+  std::array<Event, kBucketsInFlight> bucket_averaged{};
+  std::size_t bucket_count = 0;  // That have been through, all together.
+  Stream average_stream;         // Averages and norms of reduced gradients.
+  Event bucket_reduced;          // Each only from its record to the wait that follows.
+  Event averaged;
+  // Units that are reduced together: their slices side by side, in as many rows as there are slices.
+  struct FusedUnit {
+    int unit = 0;
+    std::uint64_t column = 0;
+  };
+  std::byte* fused = nullptr;
+  std::vector<FusedUnit> fused_units;
+  std::uint64_t fused_count = 0;   // Columns taken.
+  double* norms = nullptr;         // One per unit, of this rank's part; zeros after the last.
+  StepControl* control = nullptr;  // On the device.
+  Event step_decided;              // `decided` holds what became of the step.
   std::unique_ptr<PinnedPool> pinned;
   StepControl* uploaded = nullptr;  // In pinned memory: what the device is given for a step,
   StepState* decided = nullptr;     // and what it gave back.

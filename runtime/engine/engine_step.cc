@@ -164,196 +164,6 @@ void Engine::Impl::wait_for_parameters(int index, Stream stream) {
   }
 }
 
-// --- reductions ---
-
-// A gradient nobody wrote is zero, and so is the padding of a slot that other units use too.
-void Engine::Impl::complete_gradients(int index, Stream stream) {
-  Unit& u = unit(index);
-  const UnitLayout& place = layout(index);
-  for (std::size_t i = 0; i < place.places.size(); ++i) {
-    const UnitLayout::Place& p = place.places[i];
-    if (p.frozen || u.contributed[i]) continue;
-    must(backend.fill_async(u.gradients + p.offset * element(), 0, p.count * element(), stream));
-    u.contributed[i] = true;
-  }
-  if (options.stage < 2) return;  // Persistent buffers: zero since commit.
-  for (const auto& [offset, count] : u.gaps) {
-    must(backend.fill_async(u.gradients + offset * element(), 0, count * element(), stream));
-  }
-}
-
-void Engine::Impl::reduce(int index) {
-  Unit& u = unit(index);
-  const std::uint64_t slice = layout(index).trainable_slice(shards());
-  const Event ready = reduced(index);
-  const bool last = micro_step == options.micro_steps - 1;
-  const bool reduces = options.accumulate == Accumulate::kShard || last;
-  if (slice == 0 || !reduces) {
-    must(backend.event_record(ready, engine_stream));
-    return;
-  }
-  const std::uint64_t passes =
-      static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
-  const float factor = fp32(1.0 / static_cast<double>(passes));
-
-  if (u.away && adds_on_host()) {
-    reduce_on_host(index);
-    return;
-  }
-  const bool passes_through = last && u.away && options.stage >= 2;
-  if (passes_through) {
-    int& user = transit_user[static_cast<std::size_t>(index) % kTransitCount];
-    if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).left));
-    user = index;
-  }
-  std::optional<Marked> marked(std::in_place, *this, engine_stream, "engine", "reduce", index);
-  if (ranks() == 1 && options.micro_steps == 1) {
-    // The sum of one rank times one is the gradient itself.
-    if (u.gradient_shard != u.gradients) {
-      must(backend.copy_async(u.gradient_shard, u.gradients, slice * element(), engine_stream));
-    }
-  } else {
-    for (std::uint64_t column = 0; column < slice; column += plan.bucket_columns) {
-      const std::uint64_t count = std::min(plan.bucket_columns, slice - column);
-      ReduceScatterArguments bucket;
-      bucket.source = u.gradients + column * element();
-      bucket.source_stride_bytes = slice * element();
-      bucket.count = count;
-      bucket.type = options.dtype;
-      bucket.receive = staging;
-      bucket.target = u.accumulator != nullptr ? u.accumulator + column : bucket_sum;
-      bucket.first = u.accumulator == nullptr || micro_step == 0;
-      must(sharded().reduce_scatter(bucket, engine_stream));
-      if (u.accumulator != nullptr) continue;
-      ScaleArguments average{
-          bucket_sum, u.gradient_shard + column * element(), count, factor, options.dtype, options.dtype};
-      must(kernels.scale(average, engine_stream));
-    }
-    if (u.accumulator != nullptr && last) {
-      ScaleArguments average{u.accumulator, u.gradient_shard, slice, factor, options.dtype, u.gradient_type};
-      must(kernels.scale(average, engine_stream));
-    }
-  }
-  if (last) {
-    if (options.stage == 0) all_gather_section(u.gradients, u.gradient_shard, slice * element());
-    queue_norm(index);
-  }
-  marked.reset();
-  must(backend.event_record(ready, engine_stream));
-  if (last && u.away) spill_gradients(index);
-}
-
-// Of this rank's part of its slice. What another rank counts is zero meanwhile.
-void Engine::Impl::queue_norm(int index) {
-  const Unit& u = unit(index);
-  const std::uint64_t count = layout(index).trainable_slice(ranks());
-  const std::uint64_t size = element_bytes(u.gradient_type);
-  DevicePtr const gradient = u.gradient_shard + static_cast<std::uint64_t>(replica()) * count * size;
-  std::byte* aside = staging + leaf_bytes(count);
-  for (const auto& [begin, run] : u.uncounted) {
-    must(backend.copy_async(aside, gradient + begin * size, run * size, engine_stream));
-    must(backend.fill_async(gradient + begin * size, 0, run * size, engine_stream));
-    aside += run * size;
-  }
-  must(kernels.norm({gradient, reinterpret_cast<double*>(staging), norms + index, count, u.gradient_type},
-                    engine_stream));
-  aside = staging + leaf_bytes(count);
-  for (const auto& [begin, run] : u.uncounted) {
-    must(backend.copy_async(gradient + begin * size, aside, run * size, engine_stream));
-    aside += run * size;
-  }
-}
-
-// Each bucket's fp32 sum goes to the host as soon as it is there, and is added up there.
-void Engine::Impl::reduce_on_host(int index) {
-  Unit& u = unit(index);
-  const std::uint64_t slice = layout(index).trainable_slice(shards());
-  std::uint64_t column = 0;
-  for (HostSum& sum : u.host_sums) {
-    const std::size_t place = sum_count++ % kTransitCount;
-    must(backend.stream_wait(engine_stream, sum_left[place]));
-    ReduceScatterArguments bucket;
-    bucket.source = u.gradients + column * element();
-    bucket.source_stride_bytes = slice * element();
-    bucket.count = sum.count;
-    bucket.type = options.dtype;
-    bucket.receive = staging;
-    bucket.target = reinterpret_cast<float*>(transit[place]);
-    bucket.first = true;
-    {
-      const Marked marked(*this, engine_stream, "engine", "reduce", index);
-      must(sharded().reduce_scatter(bucket, engine_stream));
-    }
-    must(backend.event_record(sum_ready[place], engine_stream));
-    must(backend.stream_wait(tier_stream, sum_ready[place]));
-    const Marked marked(*this, tier_stream, "host", "gradients down", index);
-    const bool first = micro_step == 0;
-    must(backend.copy_async(first ? sum.target : host_sum, transit[place], sum.count * sizeof(float),
-                            tier_stream));
-    must(backend.event_record(sum_left[place], tier_stream));
-    if (!first) {
-      must(backend.call_host(
-          tier_stream,
-          [](void* argument) {
-            const auto& given = *static_cast<const HostSum*>(argument);
-            host_accumulate(given.impl->host_sum, given.target, given.count, false, *given.impl->host_runner);
-          },
-          &sum));
-    }
-    column += sum.count;
-  }
-  must(backend.event_record(reduced(index), engine_stream));
-  if (micro_step != options.micro_steps - 1) return;
-  must(backend.call_host(
-      tier_stream,
-      [](void* argument) {
-        const auto& given = *static_cast<const HostAverage*>(argument);
-        given.impl->average_on_host(given.unit);
-      },
-      &u.host_average));
-  must(backend.copy_async(norms + index, host_norms + index, sizeof(double), tier_stream));
-  must(backend.event_record(u.left, tier_stream));
-}
-
-// Runs in the order of tier_stream: g and its norm, of the sum over ranks and micro-steps.
-void Engine::Impl::average_on_host(int index) {
-  Unit& u = unit(index);
-  const std::uint64_t passes =
-      static_cast<std::uint64_t>(ranks()) * static_cast<std::uint64_t>(options.micro_steps);
-  auto* const sum = reinterpret_cast<float*>(u.host_gradients);
-  const ScaleArguments average{
-      sum, sum, u.updated_count, fp32(1.0 / static_cast<double>(passes)), options.dtype, DataType::kFloat32};
-  Status status = host_scale(average, *host_runner);
-  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
-  const std::uint64_t count = layout(index).trainable_slice(ranks());
-  float* const part = sum + static_cast<std::uint64_t>(replica()) * count;
-  float* aside = norm_aside.data();
-  for (const auto& [begin, run] : u.uncounted) {
-    std::copy_n(part + begin, run, aside);
-    std::fill_n(part + begin, run, 0.0f);
-    aside += run;
-  }
-  status =
-      host_norm({part, norm_scratch.data(), host_norms + index, count, DataType::kFloat32}, *host_runner);
-  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
-  aside = norm_aside.data();
-  for (const auto& [begin, run] : u.uncounted) {
-    std::copy_n(aside, run, part + begin);
-    aside += run;
-  }
-}
-
-// The updated range of g goes to the host as soon as it is there. What lay in its place on the host was used,
-// and the parameters made of it have come up, before this unit's forward pass could begin.
-void Engine::Impl::spill_gradients(int index) {
-  Unit& u = unit(index);
-  must(backend.stream_wait(tier_stream, reduced(index)));
-  const Marked marked(*this, tier_stream, "host", "gradients down", index);
-  must(backend.copy_async(u.host_gradients, u.updated_gradients,
-                          u.updated_count * element_bytes(u.gradient_type), tier_stream));
-  must(backend.event_record(u.left, tier_stream));
-}
-
 // --- the order of units ---
 
 void Engine::Impl::begin_backward_of(int index) {
@@ -505,8 +315,7 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
     cursor = index;
     reduce(index);
     if (!options.overlap) {
-      must(backend.event_record(unit(index).parameters_ready, engine_stream));
-      must(backend.stream_wait(stream, unit(index).parameters_ready));
+      must(backend.stream_wait(stream, reduced(index)));
     }
   } catch (const Error& error) {
     // A destructor has nobody to tell; the next call on the engine throws this.
@@ -585,6 +394,8 @@ void Engine::Impl::queue_decision(double clip) {
   const int deciding_ranks = deciders().size();
   must(backend.fill_async(staging, 0xFF, norm_bytes * static_cast<std::uint64_t>(deciding_ranks),
                           engine_stream));
+  must(backend.event_record(averaged, average_stream));
+  must(backend.stream_wait(engine_stream, averaged));
   if (offloads() && adds_on_host()) {
     for (const Unit& u : units) {
       if (!u.host_sums.empty()) must(backend.stream_wait(engine_stream, u.left));
@@ -931,6 +742,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   check_peers();
   if (!options.overlap) {
     must(backend.stream_synchronize(engine_stream));
+    must(backend.stream_synchronize(average_stream));
     must(backend.stream_synchronize(update_stream));
     check_peers();
   }

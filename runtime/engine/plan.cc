@@ -168,8 +168,8 @@ std::uint64_t bucket_staging_bytes(const PlanOptions& options, std::uint64_t col
   return static_cast<std::uint64_t>(options.ranks) * columns * element_bytes(options.dtype);
 }
 
-// The same bytes later hold the leaves of the norm of a unit, and set aside what does not count in it.
-std::uint64_t norm_staging_bytes(const ModelShape& model, const Plan& plan) {
+// The leaves of the norm of a unit, and what is set aside because it does not count in it.
+std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
   std::uint64_t most = 0;
   for (std::size_t u = 0; u < model.units.size(); ++u) {
     const std::uint64_t slice = plan.layouts[u].trainable_slice(plan.options.ranks);
@@ -180,6 +180,12 @@ std::uint64_t norm_staging_bytes(const ModelShape& model, const Plan& plan) {
     most = std::max(most, leaf_bytes(slice) + std::min(replicated, slice) * sizeof(float));
   }
   return most;
+}
+
+// Of the bucket in which small units are put together. It is there for every model, so that the bytes of
+// buckets do not depend on it.
+std::uint64_t fused_columns(const Plan& plan, std::uint64_t granule) {
+  return plan.options.ranks == 1 ? 0 : plan.bucket_columns / kFusedBucketShare / granule * granule;
 }
 
 // What one rank sends to reduce all gradients once.
@@ -303,12 +309,15 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   const std::uint64_t units = model.units.size();
   const int deciding_ranks = options.deciding_ranks == 0 ? options.ranks : options.deciding_ranks;
   const std::uint64_t deciding_units = std::max(units, options.deciding_units);
-  plan.staging_bytes =
-      round_up(std::max({bucket_staging_bytes(options, plan.bucket_columns), norm_staging_bytes(model, plan),
-                         decision_bytes(deciding_ranks, deciding_units)}),
-               kBlockGranule);
-  bytes.buckets = plan.staging_bytes +
-                  round_up(shard_accumulator ? 0 : plan.bucket_columns * sizeof(float), kBlockGranule) +
+  plan.staging_bytes = round_up(std::max(bucket_staging_bytes(options, plan.bucket_columns),
+                                         decision_bytes(deciding_ranks, deciding_units)),
+                                kBlockGranule);
+  // A norm has its scratch where a sum was.
+  plan.sum_bytes =
+      round_up(std::max(plan.bucket_columns * sizeof(float), norm_scratch_bytes(model, plan)), kBlockGranule);
+  plan.fused_columns = fused_columns(plan, column_granule);
+  bytes.buckets = plan.staging_bytes + kBucketsInFlight * plan.sum_bytes +
+                  round_up(shards * plan.fused_columns * element, kBlockGranule) +
                   round_up(record_bytes(deciding_units), kBlockGranule);
   bytes.activations = round_up(model.activation_bytes, kBlockGranule);
 
@@ -345,6 +354,11 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   if (options.deciding_ranks != 0) plan.wire_per_step.sent += others * sizeof(double) * kStepFacts;
   plan.wire_per_step.received = plan.wire_per_step.sent;
   return plan;
+}
+
+bool Plan::fuses(int unit) const {
+  const std::uint64_t slice = layouts[static_cast<std::size_t>(unit)].trainable_slice(options.shards());
+  return unit < device_units && slice > 0 && slice <= fused_columns / 2;
 }
 
 const char* offload_name(Offload offload) noexcept {

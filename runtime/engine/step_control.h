@@ -2,11 +2,18 @@
 // engine must agree on in bytes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "forebay/kernels.h"
 
 namespace forebay {
+
+// While the sum of one bucket is averaged, the next is on the wire.
+inline constexpr std::size_t kBucketsInFlight = 2;
+
+// The bucket in which small units are put together, at least two, is this part of the others.
+inline constexpr std::uint64_t kFusedBucketShare = 4;
 
 // Uploaded for every step, whose number the host knows, so the table of corrections has one entry.
 struct StepControl {

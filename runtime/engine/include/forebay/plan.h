@@ -188,9 +188,16 @@ struct Plan {
   std::uint64_t piece_count = 0;  // Tier kFile: elements of an optimizer that pass through staging together.
   std::uint64_t move_bytes = 0;   // Tier kFile, parameters: bytes that do.
   WireBytes wire_per_step;        // Payload per rank and step; every rank has the same.
-  std::uint64_t bucket_columns = 0;       // Elements of one slice in one bucket.
-  std::uint64_t staging_bytes = 0;        // Of buckets: what a bucket receives, and whatever else is passing.
+  std::uint64_t bucket_columns = 0;  // Elements of one slice in one bucket.
+  // Of the buckets' bytes: what a bucket receives, or the decision about a step; each of the sums in flight,
+  // in fp32; and columns of the bucket in which small units are put together, in the gradient type.
+  std::uint64_t staging_bytes = 0;
+  std::uint64_t sum_bytes = 0;
+  std::uint64_t fused_columns = 0;
   std::vector<std::uint64_t> slot_bytes;  // The chunks of gathered, slot by slot.
+
+  // Whether the unit's gradients are reduced together with other units'.
+  bool fuses(int unit) const;
 
   // Same text on every rank means the same plan: one "key value" line per option and per unit.
   std::string fingerprint_text() const;
