@@ -1,8 +1,17 @@
 #include "engine_model.h"
 
+#include "forebay/units.h"
+
 namespace forebay::gpt {
 
-EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute)
+namespace {
+
+constexpr std::uint64_t kAlignment = 512;
+
+}  // namespace
+
+EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute,
+                         std::uint64_t more_bytes)
     : engine_(engine), gpt_(gpt), units_(units), compute_(compute) {
   ParameterId tokens;
   for (const GptUnit& unit : units) {
@@ -17,7 +26,12 @@ EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& u
     }
     if (&unit == &units.back()) engine.tie(id, tokens);
   }
-  engine.declare_activations(gpt.memory_bytes());
+  engine.declare_activations(round_up(gpt.memory_bytes(), kAlignment) + more_bytes);
+}
+
+DevicePtr EngineModel::use_engine_memory() {
+  gpt_.use_memory(engine_.activations());
+  return engine_.activations() + round_up(gpt_.memory_bytes(), kAlignment);
 }
 
 void EngineModel::run_micro_step(int index) {

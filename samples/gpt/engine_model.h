@@ -16,10 +16,13 @@ class EngineModel {
  public:
   // Registers the model's units, as this rank has them, with `engine`, not yet committed. All four outlive
   // this.
-  EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute);
+  // `more_bytes`: of device memory, to be had behind the model's.
+  EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute,
+              std::uint64_t more_bytes);
 
-  // After the engine's commit: takes the declared activation memory.
-  void use_engine_memory() { gpt_.use_memory(engine_.activations()); }
+  // After the engine's commit: takes the declared activation memory, and returns where those bytes are,
+  // aligned to 512.
+  DevicePtr use_engine_memory();
 
   // Queues the forward and the backward pass of one micro-step, which the model has begun and whose tokens it
   // has.

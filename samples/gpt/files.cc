@@ -52,11 +52,11 @@ void check_directory_can_be_written(const std::string& directory) {
 }
 
 // The space is taken by the engine, which says what was free.
-void check_offload(const TrainerOptions& options) {
-  for (const std::string& directory : options.offload_directories) {
+void check_drives(const char* option, const std::vector<std::string>& directories) {
+  for (const std::string& directory : directories) {
     if (const int error = try_to_write_in(directory); error != 0) {
       throw Error(StatusCode::kIoError,
-                  "--offload-tier: cannot write in " + directory + ": " + std::strerror(error) +
+                  std::string(option) + ": cannot write in " + directory + ": " + std::strerror(error) +
                       "; give a directory that exists and may be written, on the drive that is to hold what "
                       "is offloaded");
     }
@@ -97,7 +97,8 @@ void check_files(const TrainerOptions& options) {
   check_output("--export", options.export_file);
   if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
   check_state(options);
-  check_offload(options);
+  check_drives("--offload-tier", options.offload_directories);
+  check_drives("--activations", options.activation_directories);
   static_cast<void>(Text::read(options.text));
 }
 

@@ -39,9 +39,11 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   // What recomputed blocks do not keep is in one place for all of them.
   BlockPlaces recomputed{};
   if (options.recompute_every > 0) recomputed = lay_out_block(layout);
+  // Inputs that are saved elsewhere pass through here: a block has read its own before it writes the next.
+  if (options.inputs != nullptr) recomputed.input = layout.floats(row_hidden);
   for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
     BlockPlaces& b = blocks_.emplace_back(recomputes(layer) ? recomputed : lay_out_block(layout));
-    b.input = layout.floats(row_hidden);
+    if (!saves(layer)) b.input = layout.floats(row_hidden);
   }
   output_ = layout.floats(row_hidden);
   final_norm_ = layout.floats(row_hidden);
@@ -152,16 +154,18 @@ void Gpt::embedding_backward(const Gradients& gradients) {
 // --- one block: middle = x + dropout(attention(norm1(x))); output = middle + dropout(mlp(norm2(middle))) ---
 
 void Gpt::block_forward(std::size_t layer, const Parameters& p) {
-  attend(layer, p);
-  expand(layer, p);
+  const float* input = at(blocks_[layer].input);
+  if (saves(layer)) options_.inputs->save(layer, pass_.micro_step, input);
+  attend(layer, input, p);
+  expand(layer, input, p);
   contract(layer, p);
 }
 
-void Gpt::attend(std::size_t layer, const Parameters& p) {
+void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
   const BlockPlaces& b = blocks_[layer];
   queue_.run([=, this, attention = attention_of(layer)] {
     const std::size_t hidden = shape_.hidden;
-    operations_.layer_norm(norm_of(b.input, b.norm1_mean, b.norm1_inverse),
+    operations_.layer_norm(norm_of(input, b.norm1_mean, b.norm1_inverse),
                            widened(p[block::kNorm1Gain], hidden),
                            widened(p[block::kNorm1Bias], hidden, hidden), at(b.norm1));
     linear(at(b.norm1), p[block::kQkvWeight], p[block::kQkvBias], hidden, 3 * width_, at(b.qkv));
@@ -173,12 +177,12 @@ void Gpt::attend(std::size_t layer, const Parameters& p) {
   all_reduce(narrow_gradient_);
 }
 
-void Gpt::expand(std::size_t layer, const Parameters& p) {
+void Gpt::expand(std::size_t layer, const float* input, const Parameters& p) {
   const BlockPlaces& b = blocks_[layer];
   queue_.run([=, this, dropout = dropout_of(layer, kAttention), first = first_element()] {
     const std::size_t hidden = shape_.hidden;
-    add_residual({at(b.input), p[block::kAttentionBias], dropout, first}, at(b.middle));
-    operations_.layer_norm(norm_of(b.middle, b.norm2_mean, b.norm2_inverse),
+    add_residual({input, p[block::kAttentionBias], dropout, first}, at(b.middle));
+    operations_.layer_norm(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse),
                            widened(p[block::kNorm2Gain], hidden),
                            widened(p[block::kNorm2Bias], hidden, hidden), at(b.norm2));
     linear(at(b.norm2), p[block::kExpandWeight], p[block::kExpandBias], hidden, inner_, at(b.expanded));
@@ -209,11 +213,12 @@ void Gpt::add_residual(const Residual& residual, float* target) {
 }
 
 void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients& gradients) {
-  if (recomputes(layer)) {
-    attend(layer, p);
-    expand(layer, p);
-  }
   const BlockPlaces& b = blocks_[layer];
+  const float* input = saves(layer) ? options_.inputs->load(layer, pass_.micro_step) : at(b.input);
+  if (recomputes(layer)) {
+    attend(layer, input, p);
+    expand(layer, input, p);
+  }
   const std::uint64_t first = first_element();
   // at(residual_gradient_) is the gradient of the output, then of middle, then of the input.
   queue_.run([=, this, dropout = dropout_of(layer, kMlp)] {
@@ -237,7 +242,7 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
   });
   all_reduce(narrow_gradient_);
   queue_.run([=, this, attention = attention_of(layer), dropout = dropout_of(layer, kAttention)] {
-    norm_backward(norm_of(b.middle, b.norm2_mean, b.norm2_inverse), p[block::kNorm2Gain],
+    norm_backward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p[block::kNorm2Gain],
                   at(narrow_gradient_), at(residual_gradient_), gradients[block::kNorm2Gain],
                   gradients[block::kNorm2Bias]);
     linear_backward({.input = at(b.attended),
@@ -261,9 +266,10 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
   });
   all_reduce(narrow_gradient_);
   queue_.run([=, this] {
-    norm_backward(norm_of(b.input, b.norm1_mean, b.norm1_inverse), p[block::kNorm1Gain], at(narrow_gradient_),
+    norm_backward(norm_of(input, b.norm1_mean, b.norm1_inverse), p[block::kNorm1Gain], at(narrow_gradient_),
                   at(residual_gradient_), gradients[block::kNorm1Gain], gradients[block::kNorm1Bias]);
   });
+  if (saves(layer)) options_.inputs->release();
 }
 
 const float* Gpt::dropped_gradient(const Dropout& dropout, std::uint64_t first) {
@@ -277,7 +283,7 @@ const float* Gpt::dropped_gradient(const Dropout& dropout, std::uint64_t first) 
 void Gpt::final_forward(const Parameters& p) {
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    operations_.layer_norm(norm_of(output_, final_mean_, final_inverse_),
+    operations_.layer_norm(norm_of(at(output_), final_mean_, final_inverse_),
                            widened(p[final_unit::kNormGain], hidden),
                            widened(p[final_unit::kNormBias], hidden, hidden), at(final_norm_));
     multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[final_unit::kTokens]),
@@ -303,7 +309,7 @@ void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double
   all_reduce(narrow_gradient_);
   queue_.run([=, this] {
     operations_.zero(at(residual_gradient_), rows_ * shape_.hidden);
-    norm_backward(norm_of(output_, final_mean_, final_inverse_), p[final_unit::kNormGain],
+    norm_backward(norm_of(at(output_), final_mean_, final_inverse_), p[final_unit::kNormGain],
                   at(narrow_gradient_), at(residual_gradient_), gradients[final_unit::kNormGain],
                   gradients[final_unit::kNormBias]);
   });
@@ -354,8 +360,8 @@ ProductShape Gpt::weight_gradient_product(std::size_t in, std::size_t out) const
   return {.rows = in, .columns = out, .depth = rows_, .transpose_a = true};
 }
 
-LayerNorm Gpt::norm_of(std::size_t input, std::size_t mean, std::size_t inverse) {
-  return {at(input), at(mean), at(inverse), rows_, shape_.hidden};
+LayerNorm Gpt::norm_of(const float* input, std::size_t mean, std::size_t inverse) {
+  return {input, at(mean), at(inverse), rows_, shape_.hidden};
 }
 
 Attention Gpt::attention_shape() const {

@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "block_inputs.h"
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
 #include "operations.h"
@@ -58,6 +59,8 @@ class Gpt {
     // Every so many blocks, from the first on, one keeps nothing but its input, from which the backward pass
     // computes the rest again: the same bits. 0: none; 1: all.
     std::size_t recompute_every = 0;
+    // Keeps these inputs, and outlives this. Null: they are kept with the other activations.
+    BlockInputs* inputs = nullptr;
     double dropout = 0;      // The probability with which an element is zeroed, at least 0 and less than 1.
     std::uint64_t seed = 1;  // Of dropout.
   };
@@ -101,6 +104,8 @@ class Gpt {
     return options_.recompute_every > 0 && layer % options_.recompute_every == 0;
   }
 
+  bool saves(std::size_t layer) const { return options_.inputs != nullptr && recomputes(layer); }
+
   void embedding_forward(const Parameters& parameters);
   void block_forward(std::size_t layer, const Parameters& parameters);
   void final_forward(const Parameters& parameters);
@@ -109,8 +114,8 @@ class Gpt {
   void final_backward(const Parameters& parameters, const Gradients& gradients, double loss_scale);
 
   // The three parts of a block's forward pass. The backward pass needs what the first two compute.
-  void attend(std::size_t layer, const Parameters& parameters);
-  void expand(std::size_t layer, const Parameters& parameters);
+  void attend(std::size_t layer, const float* input, const Parameters& parameters);
+  void expand(std::size_t layer, const float* input, const Parameters& parameters);
   void contract(std::size_t layer, const Parameters& parameters);
   // target = input + dropout(projected + bias), where `projected` is what the ranks have added up.
   struct Residual {
@@ -146,7 +151,7 @@ class Gpt {
   ProductShape input_gradient_product(std::size_t in, std::size_t out) const;
   ProductShape weight_gradient_product(std::size_t in, std::size_t out) const;
 
-  LayerNorm norm_of(std::size_t input, std::size_t mean, std::size_t inverse);
+  LayerNorm norm_of(const float* input, std::size_t mean, std::size_t inverse);
   Attention attention_shape() const;
   Attention attention_of(std::size_t layer) const;
   TokenRange token_range() const;

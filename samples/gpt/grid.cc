@@ -42,6 +42,8 @@ RankGrid agree(Communicator& world, const Grid::Options& options) {
 Grid::Grid(Communicator& world, const Options& options)
     : world_(world), shape_(agree(world, options)), at_(shape_.coordinates(world.rank())) {
   if (part_count() > 1) communicators_ = value_or_throw(split_grid(world, shape_));
+  if (options.saves_activations)
+    activations_ = value_or_throw(world.split(world.rank() - at_.tensor, at_.tensor));
 }
 
 std::vector<OperationTraffic> Grid::operation_traffic(const std::vector<OperationTraffic>& data) {
@@ -67,6 +69,9 @@ std::vector<OperationTraffic> Grid::operation_traffic(const std::vector<Operatio
   for (const OperationTraffic& one : data) add(one, &GridCoordinates::data);
   for (const OperationTraffic& one : communicators_.tensor->operation_traffic())
     add(one, &GridCoordinates::tensor);
+  if (activations_ != nullptr) {
+    for (const OperationTraffic& one : activations_->operation_traffic()) add(one, &GridCoordinates::tensor);
+  }
   for (const OperationTraffic& one : communicators_.pipeline->operation_traffic())
     add(one, &GridCoordinates::pipeline);
   return all;

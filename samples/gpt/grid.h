@@ -2,6 +2,7 @@
 // to along each dimension.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@ class Grid {
  public:
   struct Options {
     int tensor_parallel = 1;
+    bool saves_activations = false;  // An ActivationCheckpointer needs a communicator.
   };
 
   // Collective over `world`, which outlives this. With one part the world itself is data-parallel.
@@ -36,6 +38,9 @@ class Grid {
   // Null where that dimension has one rank.
   Communicator* tensor() { return shape_.tensor_parallel() > 1 ? communicators_.tensor.get() : nullptr; }
 
+  // The ranks of tensor() once more, one or several, for an ActivationCheckpointer; null unless asked for.
+  Communicator* activations() { return activations_.get(); }
+
   // What all of this rank's communicators have counted, with peers as ranks of the world; `data`: what the
   // engine has, whose peers are data-parallel ranks.
   std::vector<OperationTraffic> operation_traffic(const std::vector<OperationTraffic>& data);
@@ -47,6 +52,7 @@ class Grid {
   const RankGrid shape_;
   const GridCoordinates at_;
   GridCommunicators communicators_;
+  std::unique_ptr<Communicator> activations_;
 };
 
 // Errors: kInvalidArgument naming the option that does not divide `ranks`.

@@ -46,6 +46,7 @@ struct Words {
   std::string staging = "96MiB";
   std::string memory = "0";
   std::string recompute = "none";
+  std::string activations = "keep";
   bool no_overlap = false;
 };
 
@@ -181,6 +182,14 @@ void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
                  "pass; every:K: so does one block of K. Same bits, less memory, more time")
       ->capture_default_str()
       ->group(group);
+  app.add_option(
+         "--activations", words.activations,
+         "Where the inputs of recomputed blocks wait for the backward pass. keep: whole, on each rank's "
+         "device; partition: cut over the ranks of --tensor-parallel; partition+cpu, "
+         "partition+nvme:DIR[,DIR...]: cut, and in page-locked host memory or in files without a name. "
+         "Same bits")
+      ->capture_default_str()
+      ->group(group);
 }
 
 void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
@@ -285,14 +294,14 @@ int group_of(const std::string& text) {
 }
 
 // "cpu", or "nvme:" and directories, which go to `directories`.
-Tier tier_of(const std::string& text, std::vector<std::string>& directories) {
+Tier tier_of(const std::string& option, const std::string& text, std::vector<std::string>& directories) {
   if (text == "cpu") return Tier::kPinned;
   const std::string prefix = "nvme:";
   if (text.compare(0, prefix.size(), prefix) != 0)
-    refuse("--offload-tier " + text + ": not one of cpu, nvme:DIR[,DIR...]");
+    refuse(option + text + ": not one of cpu, nvme:DIR[,DIR...]");
   for (std::size_t begin = prefix.size(); begin <= text.size();) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
-    if (end == begin) refuse("--offload-tier " + text + ": a directory is empty; write nvme:DIR[,DIR...]");
+    if (end == begin) refuse(option + text + ": a directory is empty; write nvme:DIR[,DIR...]");
     directories.push_back(text.substr(begin, end - begin));
     begin = end + 1;
   }
@@ -322,6 +331,19 @@ std::size_t recompute_of(const std::string& text) {
   refuse("--recompute " + text + ": not one of none, block, every:K (K blocks, at least 1)");
 }
 
+void place_activations(const std::string& text, TrainerOptions& o) {
+  const std::string partition = "partition";
+  if (text == "keep") return;
+  o.activations = ActivationPlacement::kPartition;
+  if (text == partition) return;
+  if (text.rfind(partition + "+", 0) != 0)
+    refuse("--activations " + text +
+           ": not one of keep, partition, partition+cpu, partition+nvme:DIR[,DIR...]");
+  o.activations = ActivationPlacement::kPartitionAndSpill;
+  o.activation_tier =
+      tier_of("--activations partition+", text.substr(partition.size() + 1), o.activation_directories);
+}
+
 DeviceChoice device_of(const std::string& text) {
   if (text == "host") return {};
   if (text == "cuda") return {.cuda = true};
@@ -341,7 +363,7 @@ void apply(const Words& words, TrainerOptions& o) {
   o.dtype = word_of("--dtype", words.dtype, kTypes);
   o.accumulate = word_of("--accumulate", words.accumulate, kAccumulates);
   o.offload = word_of("--offload", words.offload, kOffloads);
-  o.tier = tier_of(words.tier, o.offload_directories);
+  o.tier = tier_of("--offload-tier ", words.tier, o.offload_directories);
   o.offload_fraction = fraction_of("--offload-fraction", words.fraction);
   o.staging_bytes = bytes_of("--offload-staging", words.staging);
   o.device = device_of(words.device);
@@ -355,6 +377,7 @@ void apply(const Words& words, TrainerOptions& o) {
     refuse("--shard-within group needs to know the groups; add --order group:G");
   o.memory_bytes = bytes_of("--memory", words.memory);
   o.recompute_every = recompute_of(words.recompute);
+  place_activations(words.activations, o);
   o.overlap = !words.no_overlap;
 }
 
@@ -499,6 +522,10 @@ void check_options(const TrainerOptions& o) {
   check_number("--loss-scale", o.loss_scale, 1, kSingleMax);
   check_number("--dropout", o.dropout, 0, 1);
   check_tensor_parallel(o);
+  if (o.activations != ActivationPlacement::kKeep && o.recompute_every == 0) {
+    refuse("--activations " + activations_name(o) +
+           " is about the inputs of blocks that are computed again, and none is; add --recompute block");
+  }
   if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
     refuse(
         "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "
@@ -553,12 +580,19 @@ TrainerOptions resolve_options(TrainerOptions options) {
 }
 
 Grid::Options grid_options(const TrainerOptions& o) {
-  return {.tensor_parallel = o.tensor_parallel};
+  return {.tensor_parallel = o.tensor_parallel,
+          .saves_activations = o.activations != ActivationPlacement::kKeep};
 }
 
 std::string recompute_name(const TrainerOptions& o) {
   if (o.recompute_every == 0) return "none";
   return o.recompute_every == 1 ? "block" : "every:" + std::to_string(o.recompute_every);
+}
+
+std::string activations_name(const TrainerOptions& o) {
+  if (o.activations == ActivationPlacement::kKeep) return "keep";
+  if (o.activations == ActivationPlacement::kPartition) return "partition";
+  return o.activation_tier == Tier::kFile ? "partition+nvme" : "partition+cpu";
 }
 
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& o) {
@@ -577,6 +611,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
           {"--matmul", o.matmul},
           {"--tensor-parallel", std::to_string(o.tensor_parallel)},
           {"--recompute", recompute_name(o)},
+          {"--activations", activations_name(o)},
           {"--dropout", exact(o.dropout)},
           {"--offload-staging", std::to_string(o.staging_bytes)},
           {"--save-state", given(o.save_state)},

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/activation_plan.h"
 #include "forebay/data_type.h"
 #include "forebay/plan.h"
 #include "grid.h"
@@ -38,6 +39,10 @@ struct TrainerOptions {
 
   int tensor_parallel = 1;          // Ranks that share every layer.
   std::size_t recompute_every = 0;  // See Gpt::Options.
+  // Where the inputs of recomputed blocks wait for the backward pass.
+  ActivationPlacement activations = ActivationPlacement::kKeep;
+  Tier activation_tier = Tier::kPinned;
+  std::vector<std::string> activation_directories;  // Of tier kFile.
   double dropout = 0;
 
   std::size_t batch = 8;  // Samples per data-parallel rank and micro-step.
@@ -100,8 +105,9 @@ bool starts_processes(const std::string& communicator);
 // Whether ranks have a GPU each and reach each other over NCCL.
 bool uses_nccl(const std::string& communicator);
 
-// --recompute as the command line has it.
+// --recompute and --activations as the command line has them; directories are left out.
 std::string recompute_name(const TrainerOptions& options);
+std::string activations_name(const TrainerOptions& options);
 
 // The options that must be the same on every rank, for EngineOptions::agreement.
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "batch_feed.h"
+#include "checkpointed_inputs.h"
 #include "compute_stream.h"
 #include "cuda/cublas_products.h"
 #include "cuda/image.h"
@@ -212,11 +213,12 @@ TensorGroup make_tensor_group(const TrainerOptions& o, const Rank& rank, Communi
                       .bucket_bytes = std::min(o.bucket_bytes, count * sizeof(float))});
 }
 
-Gpt::Options model_options(const TrainerOptions& o) {
+Gpt::Options model_options(const TrainerOptions& o, BlockInputs* inputs) {
   return {.shape = o.model,
           .batch = o.batch,
           .dtype = o.dtype,
           .recompute_every = o.recompute_every,
+          .inputs = inputs,
           .dropout = o.dropout,
           .seed = o.seed};
 }
@@ -236,11 +238,12 @@ class Trainer {
         compute_(*rank.backend, /*queues=*/rank.on_gpu()),
         operations_(make_operations(options, rank, compute_.stream())),
         group_(make_tensor_group(options, rank, grid_.tensor(), compute_.stream())),
-        gpt_(model_options(options), *operations_, compute_, group_),
+        inputs_(make_inputs()),
+        gpt_(model_options(options, inputs_.get()), *operations_, compute_, group_),
         feed_(*rank.backend, gpt_.row_count()),
         engine_(*rank.backend, *rank.kernels, grid_.data(),
                 engine_options(options, text_, rank.threads, &timeline_, grid_)),
-        model_(engine_, gpt_, units_, compute_) {
+        model_(engine_, gpt_, units_, compute_, inputs_ != nullptr ? inputs_->device_bytes() : 0) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
                   "the text has " + std::to_string(text_.bytes().size()) + " bytes, too few for --sequence " +
@@ -249,13 +252,17 @@ class Trainer {
     compute_.run([threads = rank.threads] { set_compute_threads(threads); });
     compute_.synchronize();  // Throws when they are not to be had.
     engine_.commit();
-    model_.use_engine_memory();
+    DevicePtr const saved = model_.use_engine_memory();
+    if (inputs_ != nullptr) inputs_->use_memory(saved);
     say_what_was_chosen();
     say_where_states_are();
     set_weights();
   }
   // What is queued uses the members that go before the stream.
-  ~Trainer() { compute_.drain(); }
+  ~Trainer() {
+    compute_.drain();
+    inputs_.reset();  // Its memory is the engine's.
+  }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -298,6 +305,12 @@ class Trainer {
   }
 
  private:
+  std::unique_ptr<CheckpointedInputs> make_inputs() {
+    if (grid_.activations() == nullptr) return nullptr;
+    return std::make_unique<CheckpointedInputs>(options_, *rank_.backend, *grid_.activations(),
+                                                compute_.stream(), &timeline_);
+  }
+
   void set_weights() {
     cursor_ = {.samples = 0, .seed = options_.seed, .text = text_.hash()};
     if (!options_.load_state.empty()) {
@@ -336,6 +349,7 @@ class Trainer {
     engine_.step_begin();
     for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) run_micro_step(micro_step);
     compute_.synchronize();
+    if (inputs_ != nullptr) inputs_->check();
 
     Hyperparameters hyperparameters;
     hyperparameters.groups = {{.lr = options_.lr, .weight_decay = options_.weight_decay},
@@ -438,6 +452,19 @@ class Trainer {
       mine.tensor_sent_bytes_per_step = static_cast<double>(traffic.sent_bytes) / steps;
       mine.tensor_received_bytes_per_step = static_cast<double>(traffic.received_bytes) / steps;
     }
+    if (inputs_ != nullptr) {
+      const ActivationStatistics saved = inputs_->statistics();
+      const ActivationPlan& plan = inputs_->plan();
+      mine.saved_device_bytes = saved.device_bytes;
+      mine.planned_saved_device_bytes = plan.device_bytes();
+      mine.saved_host_bytes = saved.host_bytes;
+      mine.planned_saved_host_bytes = plan.host_bytes();
+      mine.saved_file_bytes = saved.file_bytes;
+      mine.planned_saved_file_bytes = plan.file_bytes;
+      mine.saved_sent_bytes_per_step = static_cast<double>(saved.traffic.sent_bytes) / steps;
+      mine.planned_saved_sent_bytes_per_step =
+          plan.wire_per_micro_batch.sent * static_cast<std::uint64_t>(options_.micro_steps);
+    }
     mine.step_ms = step_ms.empty() ? 0 : mean(step_ms);
 
     if (!options_.timeline_file.empty()) {
@@ -456,6 +483,7 @@ class Trainer {
     report.tensor_parallel = grid_.shape().tensor_parallel();
     report.data_parallel = grid_.shape().data_parallel();
     report.recompute = recompute_name(options_);
+    report.activations = activations_name(options_);
     report.dropout = options_.dropout;
     report.stage = options_.stage;
     report.dtype = options_.dtype;
@@ -574,9 +602,10 @@ class Trainer {
   ComputeStream compute_;             // Outlives the engine.
   const std::unique_ptr<Operations> operations_;
   TensorGroup group_;
+  Timeline timeline_;                           // Outlives the engine.
+  std::unique_ptr<CheckpointedInputs> inputs_;  // Null: the model keeps them.
   Gpt gpt_;
   BatchFeed feed_;
-  Timeline timeline_;  // Outlives the engine.
   Engine engine_;
   Cursor cursor_;
   EngineModel model_;

@@ -34,6 +34,16 @@ struct RankReport {
   // Of activations and their gradients, between the ranks that share every layer.
   double tensor_sent_bytes_per_step = 0;
   double tensor_received_bytes_per_step = 0;
+  // With --activations but keep: what the inputs of recomputed blocks take, the device's part among
+  // peak_bytes.activations, and what their gathers send.
+  std::uint64_t saved_device_bytes = 0;
+  std::uint64_t planned_saved_device_bytes = 0;
+  std::uint64_t saved_host_bytes = 0;
+  std::uint64_t planned_saved_host_bytes = 0;
+  std::uint64_t saved_file_bytes = 0;
+  std::uint64_t planned_saved_file_bytes = 0;
+  double saved_sent_bytes_per_step = 0;
+  std::uint64_t planned_saved_sent_bytes_per_step = 0;
   double step_ms = 0;  // Mean; of more than one step, the first left out.
   // With --timeline: of collectives on the stream, and what of it lay beside no layer of the trainer's.
   double communication_ms_per_step = 0;
@@ -54,6 +64,7 @@ struct TrainingReport {
   int tensor_parallel = 1;
   int data_parallel = 1;
   std::string recompute = "none";
+  std::string activations = "keep";
   double dropout = 0;
   int stage = 0;
   DataType dtype = DataType::kFloat32;

@@ -62,6 +62,8 @@ TEST(CudaTraining, GivesTheBitsOfTheHostWhereRanksShareLayersRecomputeAndDrop) {
   expect_the_bits_of_the_host(words + Words{"--ranks", "3", "--tensor-parallel", "3"});
   expect_the_bits_of_the_host(
       words + Words{"--ranks", "6", "--tensor-parallel", "3", "--stage", "3", "--dtype", "bf16"});
+  expect_the_bits_of_the_host(
+      words + Words{"--ranks", "3", "--tensor-parallel", "3", "--activations", "partition+cpu"});
 }
 
 // More micro-steps than the host has buffers for.

@@ -107,6 +107,62 @@ TEST(TensorParallel, AResumedRunDropsWhatOneThatDidNotStopDrops) {
   }
 }
 
+TEST(SavedActivations, GiveTheSameBitsWhereverTheyWait) {
+  const TemporaryDirectory directory;
+  const std::string files = "partition+nvme:" + (directory / "");
+#ifdef FOREBAY_WHOLE_MATRIX
+  const std::vector<std::string> stages = kStages;
+#else
+  const std::vector<std::string> stages = {"2"};
+#endif
+  for (const GridWords& grid : {GridWords{1, 1}, {3, 3}, {4, 2}}) {
+    const Words common = kGridModel + grid.words() + kDropout + kClip + Words{"--dtype", "bf16"};
+    const gpt::TrainingReport plain = train(common);
+    for (const std::string& stage : stages) {
+      for (const std::string recompute : {"block", "every:2"}) {
+        for (const std::string& place :
+             {std::string("keep"), std::string("partition"), std::string("partition+cpu"), files}) {
+          SCOPED_TRACE(grid.text() + ", stage " + stage + ", recompute " + recompute + ", " + place);
+
+          const gpt::TrainingReport report =
+              train(common + Words{"--stage", stage, "--recompute", recompute, "--activations", place});
+
+          expect_same_bits(report, plain);
+          for (const gpt::RankReport& rank : report.ranks) {
+            EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
+            EXPECT_EQ(rank.saved_device_bytes, rank.planned_saved_device_bytes);
+            EXPECT_EQ(rank.saved_host_bytes, rank.planned_saved_host_bytes);
+            EXPECT_EQ(rank.saved_file_bytes, rank.planned_saved_file_bytes);
+            EXPECT_EQ(rank.saved_host_bytes > 0, place.find('+') != std::string::npos);
+            EXPECT_EQ(rank.saved_file_bytes > 0, place == files);
+            EXPECT_EQ(rank.saved_sent_bytes_per_step,
+                      static_cast<double>(rank.planned_saved_sent_bytes_per_step));
+            EXPECT_EQ(rank.saved_sent_bytes_per_step > 0, place != "keep" && grid.tensor > 1);
+            EXPECT_LE(rank.saved_sent_bytes_per_step, 0.1 * rank.tensor_sent_bytes_per_step);
+          }
+        }
+      }
+    }
+  }
+}
+
+// 12 blocks: what is kept of their inputs outweighs what is fetched and gathered ahead.
+TEST(SavedActivations, TakeAPartOfTheDeviceOrNothingButStaging) {
+  const Words words = with(kGridModel + GridWords{2, 2}.words(), {"--layers", "12", "--steps", "1"}) +
+                      Words{"--recompute", "block"};
+  const std::uint64_t input = 2 * 10 * 24 * 4;
+
+  const gpt::RankReport keep = train(words).ranks[0];
+  const gpt::RankReport cut = train(words + Words{"--activations", "partition"}).ranks[0];
+  const gpt::RankReport spilled = train(words + Words{"--activations", "partition+cpu"}).ranks[0];
+
+  EXPECT_GE(cut.saved_device_bytes, 12 * input / 2);
+  EXPECT_LT(cut.peak_bytes.activations, keep.peak_bytes.activations);
+  EXPECT_LT(spilled.peak_bytes.activations, cut.peak_bytes.activations);
+  EXPECT_GE(spilled.saved_host_bytes, 12 * input / 2);
+  EXPECT_LT(spilled.saved_device_bytes, 6 * input);
+}
+
 std::string error_of(const Words& words) {
   try {
     train(words);
@@ -211,6 +267,11 @@ TEST(TensorParallel, RefusesWhatCannotBe) {
       {{"--dropout", "1"}, "--dropout is 1"},
       {{"--dropout", "-0.1"}, "--dropout is -0.1"},
       {{"--recompute", "every:0"}, "--recompute every:0: not one of"},
+      {{"--activations", "partition"}, "--activations partition is about the inputs of blocks"},
+      {{"--recompute", "block", "--activations", "cpu"}, "--activations cpu: not one of keep"},
+      {{"--recompute", "block", "--activations", "partition+disk"},
+       "--activations partition+disk: not one of"},
+      {{"--recompute", "block", "--activations", "partition+nvme:"}, "a directory is empty"},
       {{"--recompute", "all"}, "--recompute all: not one of"},
   };
   for (const auto& [words, named] : cases) {
