@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "activation_checkpointer_impl.h"
+#include "agreement.h"
 #include "forebay/check.h"
 #include "forebay/error.h"
 #include "forebay/log.h"
@@ -22,6 +23,10 @@ std::string text_of(const ActivationKey& key) {
 // The first `bytes` after `begin` of what ends at `end`.
 std::uint64_t cut_off(std::uint64_t begin, std::uint64_t bytes, std::uint64_t end) {
   return begin >= end ? 0 : std::min(bytes, end - begin);
+}
+
+Status of_peers(const Status& status) {
+  return status.ok() ? status : status.with_context("the ranks that activations are partitioned over");
 }
 
 }  // namespace
@@ -44,12 +49,15 @@ void ActivationCheckpointer::Impl::must(const Status& status) {
   throw Error(status);
 }
 
+Status ActivationCheckpointer::Impl::status() const {
+  if (const Status peers = of_peers(communicator.status()); !peers.ok()) return peers;
+  if (tier == nullptr) return {};
+  const Status stored = tier->status();
+  return stored.ok() ? stored : stored.with_context("the spilled activations");
+}
+
 void ActivationCheckpointer::Impl::check_peers() {
-  if (const Status peers = communicator.status(); !peers.ok())
-    must(peers.with_context("the ranks that activations are partitioned over"));
-  if (tier == nullptr) return;
-  if (const Status stored = tier->status(); !stored.ok())
-    must(stored.with_context("the spilled activations"));
+  must(status());
 }
 
 // --- what there is ---
@@ -293,7 +301,7 @@ void ActivationCheckpointer::Impl::fetch(int index) {
     gather.target_stride_bytes = bytes.slice_bytes;
     gather.bytes = bytes.slice_bytes;
     const MarkedSpan span = marked(gather_stream, "activations gather", "gather", p);
-    must(communicator.all_gather(gather, gather_stream));
+    must(of_peers(communicator.all_gather(gather, gather_stream)));
   }
   must(backend.event_record(p.read, gather_stream));
   must(backend.event_record(buffer.ready, gather_stream));
@@ -347,6 +355,20 @@ void ActivationCheckpointer::Impl::discard_all() {
 
 void ActivationCheckpointer::Impl::check() {
   expect_committed("check()");
+  // A slice that did not come back from its store is wrong on every rank, and one of them knows.
+  if (tier != nullptr && communicator.size() > 1) {
+    must(backend.stream_synchronize(gather_stream));
+    const Traffic before = communicator.traffic();
+    try {
+      agree(communicator, status());
+    } catch (const Error& error) {
+      check_peers();
+      must(error.status());
+    }
+    const Traffic after = communicator.traffic();
+    traffic_before.sent_bytes += after.sent_bytes - before.sent_bytes;
+    traffic_before.received_bytes += after.received_bytes - before.received_bytes;
+  }
   check_peers();
 }
 

@@ -98,6 +98,8 @@ struct ActivationCheckpointer::Impl {
   void expect_committed(const char* call) const;
   // Throws, and leaves the checkpointer failed, unless `status` is ok.
   void must(const Status& status);
+  // The first failure of the communicator or the store.
+  Status status() const;
   void check_peers();
 
   // Constant after construction.

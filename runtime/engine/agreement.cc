@@ -17,9 +17,8 @@ namespace {
 constexpr std::size_t kMessageBytes = 1024;
 constexpr std::uint64_t kTextBytesMax = 1 << 20;  // A peer's length is not to be trusted with an allocation.
 
-struct Verdict {
-  std::uint64_t code = 0;
-  char message[kMessageBytes] = {};
+struct Message {
+  char text[kMessageBytes] = {};
 };
 
 // Of all ranks, in rank order.
@@ -55,15 +54,16 @@ std::string difference(const std::vector<std::string>& texts) {
 }  // namespace
 
 void agree(Communicator& communicator, const Status& mine) {
-  Verdict verdict;
-  verdict.code = static_cast<std::uint64_t>(mine.code());
-  std::memcpy(verdict.message, mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
-  const std::vector<Verdict> all = exchanged(communicator, verdict);
-  const auto bad = std::find_if(all.begin(), all.end(), [](const Verdict& v) { return v.code != 0; });
-  if (bad == all.end()) return;
-  const auto rank = static_cast<int>(bad - all.begin());
-  if (rank == communicator.rank()) throw Error(mine);
-  throw Error(static_cast<StatusCode>(bad->code), "rank " + std::to_string(rank) + ": " + bad->message);
+  const std::vector<std::uint64_t> codes = exchanged(communicator, static_cast<std::uint64_t>(mine.code()));
+  const auto bad = std::find_if(codes.begin(), codes.end(), [](std::uint64_t code) { return code != 0; });
+  if (bad == codes.end()) return;
+  // Rare, so the messages travel only now.
+  Message message;
+  std::memcpy(message.text, mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
+  const std::vector<Message> messages = exchanged(communicator, message);
+  const auto rank = static_cast<std::size_t>(bad - codes.begin());
+  if (static_cast<int>(rank) == communicator.rank()) throw Error(mine);
+  throw Error(static_cast<StatusCode>(*bad), "rank " + std::to_string(rank) + ": " + messages[rank].text);
 }
 
 void agree_on_text(Communicator& communicator, const std::string& what, const std::string& mine) {

@@ -147,8 +147,9 @@ class ActivationCheckpointer {
   // The same for all that is saved. Requires: no lease is alive.
   void discard_all();
 
-  // Throws the first failure of all that was queued and has run by now: to be called once the stream has been
-  // waited for and before its results are used for good (before Engine::step).
+  // Throws the first failure, on any rank, of all that was queued and has run by now: to be called once the
+  // stream has been waited for and before its results are used for good (before Engine::step). All ranks
+  // throw or none does. Collective.
   void check();
 
   // Waits for the gathers that are queued, so that the traffic is complete.

@@ -1,0 +1,115 @@
+#include "forebay/activation_formulas.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "forebay/check.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::uint64_t kLimit = std::uint64_t{1} << 62;
+
+// Multiplies, and remembers when a product does not fit.
+class Product {
+ public:
+  std::uint64_t operator()(std::uint64_t a, std::uint64_t b) {
+    std::uint64_t product = 0;
+    if (__builtin_mul_overflow(a, b, &product) || product > kLimit) overflowed_ = true;
+    return product;
+  }
+  bool overflowed() const { return overflowed_; }
+
+ private:
+  bool overflowed_ = false;
+};
+
+Status check(const TransformerBlocks& blocks) {
+  struct Number {
+    const char* name;
+    std::uint64_t value;
+  };
+  for (const Number& number :
+       {Number{"layers", blocks.layers},
+        {"hidden", blocks.hidden},
+        {"heads", blocks.heads},
+        {"sequence", blocks.sequence},
+        {"batch", blocks.batch},
+        {"element bytes", blocks.element_bytes},
+        {"tensor-parallel", static_cast<std::uint64_t>(std::max(blocks.tensor_parallel, 0))},
+        {"layers recomputed together", static_cast<std::uint64_t>(std::max(blocks.recompute_every, 0))}}) {
+    if (number.value == 0) {
+      return {StatusCode::kInvalidArgument,
+              std::string(number.name) + " of an activation formula is 0 or less; use 1 or more"};
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) {
+  FOREBAY_RETURN_IF_ERROR(check(blocks));
+  Product times;
+  const auto t = static_cast<std::uint64_t>(blocks.tensor_parallel);
+  const std::uint64_t e = blocks.element_bytes;
+  const std::uint64_t sbh = times(times(blocks.sequence, blocks.batch), blocks.hidden);
+  // Elements of one block's scores: a s^2 b.
+  const std::uint64_t scores =
+      times(times(times(blocks.heads, blocks.sequence), blocks.sequence), blocks.batch);
+  const std::uint64_t score_bytes = times(2 * e + 1, scores);
+  const std::uint64_t parallel = times(12 * e, sbh);
+  const std::uint64_t whole = times(4 * e + 2, sbh);
+  const std::uint64_t input = times(e, sbh);  // M
+
+  ActivationFormulas figures;
+  figures.zero_all = times(times(12, input), blocks.layers);
+  const std::uint64_t block = whole + ceil_div(parallel + score_bytes, t);
+  figures.all = times(block, blocks.layers);
+  figures.all_sequence_parallel = times(ceil_div(whole + parallel + score_bytes, t), blocks.layers);
+  figures.selective = times(ceil_div(whole + parallel, t), blocks.layers);
+  const auto every = static_cast<std::uint64_t>(blocks.recompute_every);
+  figures.saved_count = ceil_div(blocks.layers, every);
+  figures.saved = times(figures.saved_count, input);
+  figures.saved_partitioned = times(figures.saved_count, ceil_div(input, t));
+  const std::uint64_t live = std::min(every, blocks.layers);
+  figures.zero_segment = times(times(12, input), live);
+  figures.segment = times(block, live);
+  figures.tensor_parallel_wire = times(times(12, blocks.layers), times(t - 1, input) / t);
+  figures.partition_wire = times(figures.saved_count, times(t - 1, input) / t);
+  if (times.overflowed()) {
+    return Status(StatusCode::kInvalidArgument, "the activations of batch " + std::to_string(blocks.batch) +
+                                                    " and sequence " + std::to_string(blocks.sequence) +
+                                                    " pass 2^62 bytes; use a smaller batch or sequence");
+  }
+  return figures;
+}
+
+bool PrintedFigure::agrees() const {
+  return std::round(static_cast<double>(bytes) / 1e9) == printed_gb;
+}
+
+std::vector<PrintedFigure> printed_activation_figures() {
+  const auto of = [](TransformerBlocks blocks) {
+    const Result<ActivationFormulas> figures = activation_formulas(blocks);
+    FOREBAY_CHECK(figures.ok(), "%s", figures.status().message().c_str());
+    return figures.value();
+  };
+  TransformerBlocks small{.layers = 48, .hidden = 1600, .heads = 25, .sequence = 1024, .batch = 32};
+  const ActivationFormulas each = of(small);
+  small.recompute_every = 6;
+  const ActivationFormulas segments = of(small);
+  const ActivationFormulas large =
+      of({.layers = 125, .hidden = 8192, .heads = 64, .sequence = 1024, .batch = 32, .tensor_parallel = 16});
+  return {
+      {"1.5B parameters, nothing recomputed", "section 3.2", 60, each.zero_all},
+      {"1.5B parameters, recomputed in segments of 6 layers", "section 3.2", 8,
+       segments.saved + segments.zero_segment},
+      {"100B parameters, inputs of blocks saved", "section 3.2", 60, large.saved},
+      {"100B parameters, inputs of blocks saved", "section 6.1", 33, large.saved},
+      {"100B parameters, the same partitioned over 16", "section 6.1", 2, large.saved_partitioned},
+  };
+}
+
+}  // namespace forebay

@@ -1,0 +1,72 @@
+// What the literature says the activations of a transformer take, with and without recomputation, and what
+// tensor parallelism and the partitioning of activations send. Plain formulas, without padding; what a run
+// keeps to the byte is an ActivationPlan (activation_plan.h).
+//
+// h hidden, b sequences, s tokens of each, a heads, L layers, t tensor-parallel ranks, e bytes of an element;
+// M = s b h e is the input of one block.
+//
+//   nothing recomputed, ZeRO's count            12 h b s L elements
+//   nothing recomputed, Korthikanti's           sbh (10 + 24/t + 5as/(ht)) L bytes at e = 2
+//     with sequence parallelism                 sbh (34 + 5as/h) L / t
+//     and attention recomputed (selective)      34 sbh L / t
+//   all recomputed, one block's input each      M L, and M L / t partitioned (Pa)
+//
+// ZeRO's count leaves out the attention's scores and the dropout masks. At other widths Korthikanti's terms
+// are counted alike: 10 = 4e + 2, 24 = 12e, 34 = 16e + 2, 5 = 2e + 1, the masks one byte an element.
+//
+// Source: Rajbhandari et al., arXiv 1910.02054, section 3.2 (footnote), 6.1 and 8; Korthikanti et al., arXiv
+// 2205.05198, equations 1 to 6 and table 2.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "forebay/status.h"
+
+namespace forebay {
+
+struct TransformerBlocks {
+  std::uint64_t layers = 1;
+  std::uint64_t hidden = 1;
+  std::uint64_t heads = 1;
+  std::uint64_t sequence = 1;
+  std::uint64_t batch = 1;
+  int tensor_parallel = 1;
+  std::uint64_t element_bytes = 2;
+  int recompute_every = 1;  // Layers that are recomputed together, from one saved input.
+};
+
+// Bytes of one micro-batch on one rank.
+struct ActivationFormulas {
+  // Nothing recomputed.
+  std::uint64_t zero_all = 0;               // ZeRO's count, whole on every rank.
+  std::uint64_t all = 0;                    // Korthikanti's, tensor parallelism.
+  std::uint64_t all_sequence_parallel = 0;  // The same with sequence parallelism.
+  std::uint64_t selective = 0;              // The same with the attention recomputed.
+  // Everything recomputed: inputs that are saved, and what is alive while one segment is recomputed.
+  std::uint64_t saved_count = 0;
+  std::uint64_t saved = 0;
+  std::uint64_t saved_partitioned = 0;  // Pa: rounded up to whole bytes.
+  std::uint64_t zero_segment = 0;       // ZeRO's count of one segment.
+  std::uint64_t segment = 0;            // Korthikanti's, tensor parallelism.
+  // Received by one rank, forward, recomputation and backward; the same is sent.
+  std::uint64_t tensor_parallel_wire = 0;  // Six all-reduces of M for each block.
+  std::uint64_t partition_wire = 0;        // One all-gather for each input that is saved.
+};
+
+// Errors: kInvalidArgument for a number that is zero, and where a figure passes 2^62 bytes.
+Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks);
+
+// A printed figure of the ZeRO paper beside what its formula gives.
+struct PrintedFigure {
+  std::string what;       // "1.5B parameters, batch 32: all activations"
+  std::string where;      // "section 3.2"
+  double printed_gb = 0;  // 1e9 bytes.
+  std::uint64_t bytes = 0;
+  bool agrees() const;  // To the last digit printed.
+};
+
+std::vector<PrintedFigure> printed_activation_figures();
+
+}  // namespace forebay

@@ -1,0 +1,94 @@
+// The figures of the literature, by its own formulas.
+
+#include "forebay/activation_formulas.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace forebay::testing {
+namespace {
+
+ActivationFormulas of(const TransformerBlocks& blocks) {
+  const Result<ActivationFormulas> figures = activation_formulas(blocks);
+  EXPECT_TRUE(figures.ok()) << figures.status().to_string();
+  return figures.ok() ? figures.value() : ActivationFormulas();
+}
+
+const TransformerBlocks kSmall{.layers = 48, .hidden = 1600, .heads = 25, .sequence = 1024, .batch = 32};
+const TransformerBlocks kLarge{.layers = 125, .hidden = 8192, .heads = 64, .sequence = 1024, .batch = 32};
+
+TEST(ActivationFormulas, GiveTheFiguresOfZero) {
+  const ActivationFormulas each = of(kSmall);
+  EXPECT_EQ(each.zero_all, 60'397'977'600u);  // Printed: 60 GB.
+  EXPECT_EQ(each.saved, 5'033'164'800u);
+  EXPECT_EQ(each.saved + each.zero_segment, 6'291'456'000u);
+
+  TransformerBlocks segments = kSmall;
+  segments.recompute_every = 6;
+  EXPECT_EQ(of(segments).saved_count, 8u);
+  EXPECT_EQ(of(segments).saved + of(segments).zero_segment, 8'388'608'000u);  // Printed: 8 GB.
+  segments.recompute_every = 8;
+  EXPECT_EQ(of(segments).saved + of(segments).zero_segment, 10'695'475'200u);
+}
+
+TEST(ActivationFormulas, GiveTheFiguresOfKorthikanti) {
+  const ActivationFormulas figures = of(kSmall);
+
+  EXPECT_EQ(figures.all, 286'890'393'600u);
+  EXPECT_EQ(figures.all_sequence_parallel, 286'890'393'600u);
+  EXPECT_EQ(figures.selective, 85'563'801'600u);
+  EXPECT_NEAR(static_cast<double>(figures.all) / static_cast<double>(figures.zero_all), 4.75, 1e-9);
+}
+
+// sbh (10 + 24/t + 5as/(ht)) and its kin.
+TEST(ActivationFormulas, DivideByTheTensorParallelRanks) {
+  TransformerBlocks blocks = kSmall;
+  blocks.tensor_parallel = 5;
+  const std::uint64_t sbh = 1024u * 32u * 1600u;
+  const ActivationFormulas figures = of(blocks);
+
+  EXPECT_EQ(figures.all, 48 * (10 * sbh + 24 * sbh / 5 + 5 * 25 * 1024ull * 1024 * 32 / 5));
+  EXPECT_EQ(figures.all_sequence_parallel, 286'890'393'600u / 5);
+  EXPECT_EQ(figures.selective, 85'563'801'600u / 5);
+  EXPECT_EQ(figures.saved_partitioned, figures.saved / 5);
+}
+
+TEST(ActivationFormulas, AddATwelfthToTheTensorParallelWire) {
+  for (const int ranks : {2, 4, 8, 16}) {
+    TransformerBlocks blocks = kLarge;
+    blocks.tensor_parallel = ranks;
+    const ActivationFormulas figures = of(blocks);
+    EXPECT_EQ(12 * figures.partition_wire, figures.tensor_parallel_wire);
+    blocks.recompute_every = 5;
+    EXPECT_EQ(60 * of(blocks).partition_wire, figures.tensor_parallel_wire);
+  }
+  EXPECT_EQ(of(kLarge).partition_wire, 0u);
+}
+
+TEST(ActivationFormulas, SayWhereThePaperDisagreesWithItself) {
+  TransformerBlocks sixteen = kLarge;
+  sixteen.tensor_parallel = 16;
+  EXPECT_EQ(of(sixteen).saved, 67'108'864'000u);
+  EXPECT_EQ(of(sixteen).saved_partitioned, 4'194'304'000u);
+
+  std::string disagree;
+  for (const PrintedFigure& figure : printed_activation_figures())
+    disagree += figure.agrees() ? "" : figure.where + ": " + std::to_string(figure.bytes) + "\n";
+  EXPECT_EQ(disagree,
+            "section 3.2: 67108864000\n"
+            "section 6.1: 67108864000\n"
+            "section 6.1: 4194304000\n");
+}
+
+TEST(ActivationFormulas, RefuseWhatIsNoShape) {
+  TransformerBlocks none = kSmall;
+  none.batch = 0;
+  EXPECT_EQ(activation_formulas(none).status().code(), StatusCode::kInvalidArgument);
+  TransformerBlocks huge = kSmall;
+  huge.batch = std::uint64_t{1} << 40;
+  EXPECT_NE(activation_formulas(huge).status().message().find("2^62"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace forebay::testing
