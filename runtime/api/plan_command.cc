@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "activation_arguments.h"
 #include "forebay/units.h"
 #include "host_limits.h"
 #include "model_arguments.h"
@@ -28,6 +29,7 @@ constexpr std::uint64_t kChunkMost = std::uint64_t{1} << 30;
 struct PlanArguments {
   std::string parameters;
   ModelArguments model;
+  ActivationArguments activations;
   std::int64_t ranks = 1;
   std::int64_t stage = 0;
   std::int64_t micro_steps = 1;
@@ -191,6 +193,50 @@ Status read_budget(const PlanArguments& arguments, PlanBudget* budget) {
   return Status();
 }
 
+// How activations are kept, if anything was said about that; what they take goes to the request. `auto` gives
+// saved inputs what the device budget leaves beside everything else.
+Status plan_activations(const PlanArguments& arguments, const PlanBudget& budget, PlanRequest* request,
+                        std::optional<ActivationReport>* report) {
+  if (!arguments.activations.given()) return {};
+  Result<ActivationRequest> read = read_activations(arguments.activations);
+  FOREBAY_RETURN_IF_ERROR(read.status());
+  ActivationRequest& wanted = read.value();
+  if (!request->shape || request->preset != Preset::kForebay) {
+    return refuse(
+        "--tensor-parallel, --recompute and --activations need the shape of a model (--layers --hidden "
+        "--heads "
+        "--sequence --batch, or --config) and preset forebay");
+  }
+  wanted.shape = *request->shape;
+  wanted.batch = request->batch;
+  wanted.sequence = request->sequence;
+  wanted.dtype = request->options.dtype;
+  if (wanted.placement == ActivationPlacement::kAuto) {
+    if (budget.memory_bytes == 0 || !given(arguments.stage_option))
+      return refuse(
+          "--activations auto is chosen by what a stage leaves of a budget; add --memory and --stage");
+    ActivationRequest without = wanted;
+    without.placement = ActivationPlacement::kKeep;
+    Result<ActivationReport> live = make_activation_report(without);
+    FOREBAY_RETURN_IF_ERROR(live.status());
+    request->activation_bytes = live.value().live_bytes();
+    Result<PlanReport> others = make_plan_report(*request);
+    FOREBAY_RETURN_IF_ERROR(others.status());
+    const std::uint64_t needed = others.value().bytes.needed();
+    if (budget.memory_bytes <= needed) {
+      return refuse("--activations auto has nothing to choose: everything but saved inputs needs " +
+                    format_bytes(needed) + " and --memory is " + format_bytes(budget.memory_bytes) +
+                    "; shard or offload more of the model states");
+    }
+    wanted.device_bytes = budget.memory_bytes - needed;
+  }
+  Result<ActivationReport> made = make_activation_report(wanted);
+  FOREBAY_RETURN_IF_ERROR(made.status());
+  request->activation_bytes = made.value().device_bytes();
+  *report = std::move(made).value();
+  return {};
+}
+
 // With no stage given: all that there are. It is an error only when none can be planned.
 Status plan_stages(PlanRequest request, std::optional<int> only, std::vector<PlanReport>* reports,
                    std::vector<std::string>* left_out) {
@@ -220,13 +266,16 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   std::string description;
   FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
   FOREBAY_RETURN_IF_ERROR(read_budget(arguments, &budget));
+  std::optional<ActivationReport> activations;
+  FOREBAY_RETURN_IF_ERROR(plan_activations(arguments, budget, &request, &activations));
+  const ActivationReport* const kept = activations ? &*activations : nullptr;
 
   std::vector<PlanReport> reports;
   std::vector<std::string> left_out;
   FOREBAY_RETURN_IF_ERROR(plan_stages(
       request, has_stage ? std::optional<int>(request.options.stage) : std::nullopt, &reports, &left_out));
-  const std::string text =
-      arguments.json ? plan_json(reports.front(), budget) : plan_text(reports, left_out, description, budget);
+  const std::string text = arguments.json ? plan_json(reports.front(), budget, kept)
+                                          : plan_text(reports, left_out, description, budget, kept);
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
     return Status(StatusCode::kIoError, "cannot write the plan to standard output; is the disk full?");
   }
@@ -260,6 +309,7 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
 
   text("--parameters", a.parameters, "The model as a number of parameters: 124M, 7.5B, 1.5e9", "COUNT");
   add_model_options(*command, a.model);
+  add_activation_options(*command, a.activations);
 
   number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str();
   a.stage_option = number("--stage", a.stage, "ZeRO stage, 0 to 3; without it all of them side by side");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "activation_print.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -178,7 +179,8 @@ bool plan_fits(const PlanReport& report, const PlanBudget& budget) {
 }
 
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
-                      const std::string& model, const PlanBudget& budget) {
+                      const std::string& model, const PlanBudget& budget,
+                      const ActivationReport* activations) {
   const PlanReport& first = reports.front();
   const PlanOptions& options = first.options;
   std::string text = "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
@@ -225,11 +227,13 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
     }
   }
   for (const std::string& reason : left_out) text += "left out: " + reason + "\n";
+  if (activations != nullptr) text += activation_text(*activations);
   text += judgement(reports, budget);
   return text;
 }
 
-std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
+std::string plan_json(const PlanReport& report, const PlanBudget& budget,
+                      const ActivationReport* activations) {
   const PlanFigures& bytes = report.bytes;
   const PlanOptions& options = report.options;
   Json json{{"preset", preset_name(report.preset)},
@@ -280,6 +284,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget) {
               {"wire", report.wire_formula}}},
             {"notes", report.notes}};
 
+  if (activations != nullptr) json["activations"] = activation_json(*activations);
   if (budget.memory_bytes != 0) {
     json["memory"] = verdict_json(judge_memory(report, budget.memory_bytes));
   }

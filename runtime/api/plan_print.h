@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "activation_report.h"
 #include "plan_report.h"
 
 namespace forebay {
@@ -19,10 +20,13 @@ struct PlanBudget {
 // Whether every limit of the budget holds the plan.
 bool plan_fits(const PlanReport& report, const PlanBudget& budget);
 
-// A column for each report. `left_out` says why the stages that are missing are.
+// A column for each report. `left_out` says why the stages that are missing are. `activations`: null where
+// nothing was said about them.
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
-                      const std::string& model, const PlanBudget& budget);
+                      const std::string& model, const PlanBudget& budget,
+                      const ActivationReport* activations = nullptr);
 
-std::string plan_json(const PlanReport& report, const PlanBudget& budget);
+std::string plan_json(const PlanReport& report, const PlanBudget& budget,
+                      const ActivationReport* activations = nullptr);
 
 }  // namespace forebay

@@ -311,10 +311,15 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
     bytes.reserved = plan.reserved_bytes;
     bytes.total = plan.bytes.total();
     report.exact = true;
-    report.notes.push_back(
-        "parameters to buckets and the wire are what the engine holds and sends, padding included; "
-        "activations are an estimate (Korthikanti et al., arXiv 2205.05198, no recomputation, layers only); "
-        "forebay-gpt declares its own exact figure, in fp32 whatever --dtype is");
+    std::string note =
+        "parameters to buckets and the wire are what the engine holds and sends, padding included; ";
+    note +=
+        request.activation_bytes
+            ? "activations are those below: saved inputs as planned, and an estimate of what is alive "
+              "while they are used"
+            : "activations are an estimate (Korthikanti et al., arXiv 2205.05198, no recomputation, layers "
+              "only)";
+    report.notes.push_back(note + "; forebay-gpt declares its own exact figure, in fp32 whatever --dtype is");
     return Status();
   }
   if (request.options.stage < 2) bytes.gathered = 0;
@@ -439,7 +444,7 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
         *request.shape,
         {.batch = request.batch, .sequence = request.sequence, .dtype = request.options.dtype});
     FOREBAY_RETURN_IF_ERROR(activations.status());
-    report.bytes.activations = activations.value();
+    report.bytes.activations = request.activation_bytes.value_or(activations.value());
   }
   if (request.shape && request.preset == Preset::kPaper) {
     // "12 x hidden dim x batch x seq length x layers" elements: section 3.2, footnote 3. The estimate above

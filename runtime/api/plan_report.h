@@ -35,6 +35,9 @@ struct PlanRequest {
   std::optional<TransformerShape> shape;
   std::uint64_t batch = 1;
   std::uint64_t sequence = 0;  // For the activations; 0: the shape's positions.
+  // Instead of the estimate, where it is known how activations are kept (activation_report.h). Preset
+  // forebay.
+  std::optional<std::uint64_t> activation_bytes;
   PlanOptions options;
   Preset preset = Preset::kForebay;
 };

@@ -192,6 +192,84 @@ struct BadInput {
   const char* says;
 };
 
+// The figures of the ZeRO paper and of Korthikanti et al. for 1.5 billion parameters at batch 32.
+TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
+  const std::string shape =
+      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 32 --stage 1 --ranks 4 --json ";
+  const auto activations = [&](const std::string& options) {
+    const Outcome outcome = plan(shape + options);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+    return Json::parse(outcome.output).at("activations");
+  };
+  const auto formula = [](const Json& of, const char* name) {
+    return of.at("formulas").at(name).get<std::uint64_t>();
+  };
+
+  const Json none = activations("--recompute none --tensor-parallel 1");
+  EXPECT_EQ(formula(none, "zero_all"), 60'397'977'600u);
+  EXPECT_EQ(formula(none, "korthikanti_all"), 286'890'393'600u);
+  EXPECT_EQ(formula(none, "korthikanti_selective"), 85'563'801'600u);
+  EXPECT_EQ(none.at("device"), formula(none, "korthikanti_all"));
+  EXPECT_FALSE(none.contains("plan"));
+
+  const Json block = activations("--activations keep");
+  EXPECT_EQ(formula(block, "saved") + formula(block, "zero_segment"), 6'291'456'000u);
+  EXPECT_EQ(block.at("plan").at("device"), 5'033'164'800u);
+  const Json segments = activations("--recompute every:6 --activations keep");
+  EXPECT_EQ(formula(segments, "saved") + formula(segments, "zero_segment"), 8'388'608'000u);
+
+  const Json cut = activations("--tensor-parallel 5 --activations partition");
+  EXPECT_EQ(cut.at("plan").at("kept"), 5'033'164'800u / 5);
+  EXPECT_EQ(formula(cut, "saved_partitioned"), 5'033'164'800u / 5);
+  EXPECT_EQ(12 * formula(cut, "partition_wire"), formula(cut, "tensor_parallel_wire"));
+  EXPECT_EQ(cut.at("plan").at("wire_received_per_micro_step"), formula(cut, "partition_wire"));
+
+  const Json host = activations("--tensor-parallel 5 --activations partition+cpu");
+  EXPECT_EQ(host.at("plan").at("kept"), 0);
+  EXPECT_EQ(host.at("plan").at("pinned"), 5'033'164'800u / 5);
+  const Json files = activations("--tensor-parallel 5 --activations partition+nvme:/somewhere");
+  EXPECT_EQ(files.at("plan").at("files"), 5'033'164'800u / 5);
+}
+
+TEST(PlanCommand, SaysWhereThePapersActivationsDisagree) {
+  const Outcome outcome = plan(
+      "--layers 125 --hidden 8192 --heads 64 --sequence 1024 --batch 32 --stage 1 --ranks 8 "
+      "--tensor-parallel "
+      "16 --activations partition");
+
+  ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
+  for (const char* part : {"partitioned (Pa)                                     4194304000 B",
+                           "prints 33.0 GB (section 6.1, 100B parameters, inputs of blocks saved); its own "
+                           "formula gives 67.1 GB",
+                           "prints 2.0 GB (section 6.1", "gives 4.2 GB", "8.3 %"}) {
+    EXPECT_NE(outcome.output.find(part), std::string::npos) << part << "\n" << outcome.output;
+  }
+}
+
+TEST(PlanCommand, ChoosesHowActivationsAreKept) {
+  const std::string shape =
+      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 4 --stage 1 --ranks 16 --tensor-parallel "
+      "5 "
+      "--host-ranks 0 --json --activations ";
+  const auto plan_with = [&](const std::string& options) {
+    const Outcome outcome = plan(shape + options);
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+    return Json::parse(outcome.output);
+  };
+  // What is chosen where just as much is there as a placement takes, and two chunks.
+  const auto chosen_for = [&](const std::string& placement) {
+    const auto bytes = plan_with(placement).at("bytes_per_rank").at("reserved").get<std::uint64_t>();
+    const Json json = plan_with("auto --memory " + std::to_string(bytes + (4 << 20)));
+    EXPECT_TRUE(json.at("fits").get<bool>());
+    return json.at("activations").at("plan").at("placements").get<std::string>();
+  };
+
+  EXPECT_EQ(chosen_for("keep"), "48 keep");
+  EXPECT_NE(chosen_for("partition").find("partition"), std::string::npos);
+  EXPECT_EQ(chosen_for("partition").find("spill"), std::string::npos);
+  EXPECT_EQ(chosen_for("partition+cpu"), "48 partition+spill");
+}
+
 TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
   const std::string shape(kShape);
   const BadInput cases[] = {
@@ -223,6 +301,14 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {shape + "--offload optimizer --offload-fraction 2", "offload-fraction is 2"},
       {shape + "--offload optimizer --offload-tier nvme --offload-staging 1MiB", "at least 8.00 MiB"},
       {"--parameters 1B --offload optimizer --offload-fraction 0.5", "give the shape"},
+      {shape + "--activations some", "--activations is 'some'; use keep"},
+      {shape + "--activations partition --recompute none", "--recompute none saves none"},
+      {shape + "--recompute every:0", "--recompute is 'every:0'"},
+      {shape + "--tensor-parallel 3", "which it does not divide"},
+      {shape + "--tensor-parallel 0", "--tensor-parallel is 0"},
+      {shape + "--activations auto", "add --memory and --stage"},
+      {shape + "--activations auto --stage 1 --memory 4KiB", "has nothing to choose"},
+      {"--parameters 1B --activations keep", "need the shape"},
       {shape + "--preset nobody", "--preset is 'nobody'"},
       {shape + "--json", "add --stage"},
       {shape + "--host-ranks 2", "--host-ranks is 2"},

@@ -1,0 +1,91 @@
+#include "activation_arguments.h"
+
+#include <charconv>
+
+#include "model_arguments.h"
+
+namespace forebay {
+namespace {
+
+Status refuse(const std::string& message) {
+  return Status(StatusCode::kInvalidArgument, message);
+}
+
+Status read_recompute(const std::string& word, int* every) {
+  const std::string prefix = "every:";
+  if (word == "none" || word == "block") {
+    *every = word == "block" ? 1 : 0;
+    return {};
+  }
+  if (word.rfind(prefix, 0) == 0) {
+    const char* const end = word.data() + word.size();
+    const auto [rest, error] = std::from_chars(word.data() + prefix.size(), end, *every);
+    if (error == std::errc() && rest == end && *every >= 1) return {};
+  }
+  return refuse("--recompute is '" + word + "'; use none, block, or every:K with a number of layers");
+}
+
+Status read_placement(const std::string& word, ActivationRequest* request) {
+  request->placement = ActivationPlacement::kPartitionAndSpill;
+  if (word == "partition+cpu") return {};
+  if (word == "partition+nvme" || word.rfind("partition+nvme:", 0) == 0) {
+    request->tier = Tier::kFile;
+    return {};
+  }
+  for (const ActivationPlacement placement :
+       {ActivationPlacement::kKeep, ActivationPlacement::kPartition, ActivationPlacement::kAuto}) {
+    if (word != activation_placement_name(placement)) continue;
+    request->placement = placement;
+    return {};
+  }
+  return refuse("--activations is '" + word +
+                "'; use keep, partition, partition+cpu, partition+nvme (directories may follow) or auto");
+}
+
+}  // namespace
+
+bool ActivationArguments::given() const {
+  return !recompute.empty() || !placement.empty() || tensor_parallel_option->count() > 0;
+}
+
+void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
+  arguments.tensor_parallel_option =
+      command
+          .add_option("--tensor-parallel", arguments.tensor_parallel,
+                      "Tensor-parallel ranks that share the activations; divides --heads")
+          ->type_name("N")
+          ->capture_default_str();
+  command
+      .add_option("--recompute", arguments.recompute,
+                  "What the backward pass computes again: none, block or every:K layers (default: block with "
+                  "--activations, otherwise none)")
+      ->type_name("WHAT");
+  command
+      .add_option("--activations", arguments.placement,
+                  "How the inputs it starts from are kept: keep, partition (a slice on each tensor-parallel "
+                  "rank), partition+cpu, partition+nvme (spilled), or auto (what --memory demands)")
+      ->type_name("HOW");
+}
+
+Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
+  ActivationRequest request;
+  std::int64_t ranks = 1;
+  FOREBAY_RETURN_IF_ERROR(read_positive("tensor-parallel", arguments.tensor_parallel, 1 << 16, &ranks));
+  request.tensor_parallel = static_cast<int>(ranks);
+  const bool placed = !arguments.placement.empty();
+  const std::string recompute = !arguments.recompute.empty() ? arguments.recompute
+                                : placed                     ? "block"
+                                                             : "none";
+  FOREBAY_RETURN_IF_ERROR(read_recompute(recompute, &request.recompute_every));
+  if (!placed) return request;
+  if (request.recompute_every == 0) {
+    return refuse(
+        "--activations says how saved inputs are kept and --recompute none saves none; use --recompute "
+        "block, "
+        "or every:K");
+  }
+  FOREBAY_RETURN_IF_ERROR(read_placement(arguments.placement, &request));
+  return request;
+}
+
+}  // namespace forebay

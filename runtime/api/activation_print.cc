@@ -1,0 +1,163 @@
+#include "activation_print.h"
+
+#include <cstdio>
+
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+std::string line(const std::string& label, std::uint64_t bytes, const std::string& formula = "") {
+  char text[160];
+  std::snprintf(text, sizeof(text), "  %-42s %20llu B %12s", label.c_str(),
+                static_cast<unsigned long long>(bytes), format_bytes(bytes).c_str());
+  return text + (formula.empty() ? "" : "   " + formula) + "\n";
+}
+
+std::string gigabytes(double bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f GB", bytes / 1e9);
+  return text;
+}
+
+// "16 of 48 keep, 32 partition", in that order.
+std::string placements(const ActivationPlan& plan) {
+  std::string text;
+  for (const ActivationPlacement placement : {ActivationPlacement::kKeep, ActivationPlacement::kPartition,
+                                              ActivationPlacement::kPartitionAndSpill}) {
+    std::size_t count = 0;
+    for (const ActivationSlot& slot : plan.slots) count += slot.placement == placement ? 1 : 0;
+    if (count == 0) continue;
+    text += (text.empty() ? "" : ", ") + std::to_string(count) + " " + activation_placement_name(placement);
+  }
+  return text;
+}
+
+std::string share_text(const ActivationFormulas& formulas) {
+  if (formulas.tensor_parallel_wire == 0) return "";
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f %%",
+                100.0 * static_cast<double>(formulas.partition_wire) /
+                    static_cast<double>(formulas.tensor_parallel_wire));
+  return text;
+}
+
+std::string plan_lines(const ActivationReport& report) {
+  const ActivationPlan& plan = *report.plan;
+  const ActivationFormulas& formulas = report.formulas;
+  const bool in_files = plan.options.tier == Tier::kFile;
+  std::string text = "saved, " + format_count(plan.slots.size(), "input") + " (" + placements(plan) + "):\n";
+  text += line("whole", formulas.saved, "sbh e each");
+  text += line("partitioned (Pa)", formulas.saved_partitioned, "divided by t");
+  text += line("planned: kept on the device", plan.kept_bytes);
+  if (plan.staging_bytes > 0) text += line("planned: spilled bytes leave from", plan.staging_bytes);
+  if (plan.gathered_bytes > 0) text += line("planned: gathered and fetched into", plan.gathered_bytes);
+  if (plan.host_bytes() > 0) {
+    text += line(in_files ? "planned: pinned, passed through" : "planned: pinned, on the host",
+                 plan.host_bytes());
+  }
+  if (in_files && plan.file_bytes > 0) text += line("planned: in files", plan.file_bytes);
+  if (plan.spilled_bytes_per_micro_batch > 0)
+    text += line("planned: down, and up again", plan.spilled_bytes_per_micro_batch, "per micro-step");
+  text += "alive while one segment is computed again:\n";
+  text += line("ZeRO's count", formulas.zero_segment, "12hbs e of each layer");
+  text += line("Korthikanti's", formulas.segment);
+  text += line("  with the saved inputs, whole (ZeRO)", formulas.saved + formulas.zero_segment);
+  text += line("= on the device, as planned", report.device_bytes(), "planned + Korthikanti's");
+  return text;
+}
+
+std::string wire_lines(const ActivationReport& report) {
+  const ActivationFormulas& formulas = report.formulas;
+  std::string text = "wire per micro-step, received (as much is sent):\n";
+  text += line("tensor parallelism, with recomputation", formulas.tensor_parallel_wire,
+               "6 all-reduces of sbh e a layer, each 2(t-1)/t");
+  text += line("Pa adds, by the formula", formulas.partition_wire,
+               "(t-1)/t sbh e a saved input: " + share_text(formulas));
+  if (report.plan) text += line("planned", report.plan->wire_per_micro_batch.received);
+  return text;
+}
+
+}  // namespace
+
+std::string activation_text(const ActivationReport& report) {
+  const TransformerBlocks& blocks = report.blocks;
+  const ActivationFormulas& formulas = report.formulas;
+  std::string text =
+      "\nactivations of one micro-step, per rank: " + std::string(data_type_name(report.request.dtype)) +
+      ", t = " + std::to_string(blocks.tensor_parallel) + " tensor-parallel " +
+      (blocks.tensor_parallel == 1 ? "rank, " : "ranks, ");
+  if (!report.plan) {
+    text += "nothing recomputed\n";
+  } else if (blocks.recompute_every == 1) {
+    text += "each layer recomputed\n";
+  } else {
+    text += std::to_string(blocks.recompute_every) + " layers recomputed at a time\n";
+  }
+  text += "if nothing were recomputed:\n";
+  text += line("ZeRO's count", formulas.zero_all, "12hbsL e");
+  text += line("Korthikanti's", formulas.all, "sbh(10 + 24/t + 5as/(ht))L");
+  text += line("  with sequence parallelism", formulas.all_sequence_parallel, "sbh(34 + 5as/h)L/t");
+  text += line("  and attention recomputed", formulas.selective, "34sbhL/t");
+  if (report.plan) text += plan_lines(report);
+  if (blocks.tensor_parallel > 1) text += wire_lines(report);
+  text +=
+      "e: bytes of an element; the bracketed terms are those of 2-byte types and of GPT-2's blocks\n"
+      "note: ZeRO's count leaves out the attention's scores and the dropout masks (arXiv 1910.02054, 3.2; "
+      "Korthikanti et al., arXiv 2205.05198)\n";
+  for (const PrintedFigure& figure : printed_activation_figures()) {
+    if (figure.agrees()) continue;
+    text += "note: the ZeRO paper prints " + gigabytes(figure.printed_gb * 1e9) + " (" + figure.where + ", " +
+            figure.what + "); its own formula gives " + gigabytes(static_cast<double>(figure.bytes)) + "\n";
+  }
+  if (blocks.tensor_parallel > 1) {
+    text +=
+        "note: model states above are those of the shape, which tensor parallelism divides too: about 1/t of "
+        "them are on each rank\n";
+  }
+  return text;
+}
+
+nlohmann::ordered_json activation_json(const ActivationReport& report) {
+  using Json = nlohmann::ordered_json;
+  const ActivationFormulas& formulas = report.formulas;
+  Json json{{"tensor_parallel", report.blocks.tensor_parallel},
+            {"recompute_every", report.request.recompute_every},
+            {"formulas",
+             {{"zero_all", formulas.zero_all},
+              {"korthikanti_all", formulas.all},
+              {"korthikanti_sequence_parallel", formulas.all_sequence_parallel},
+              {"korthikanti_selective", formulas.selective},
+              {"saved_count", formulas.saved_count},
+              {"saved", formulas.saved},
+              {"saved_partitioned", formulas.saved_partitioned},
+              {"zero_segment", formulas.zero_segment},
+              {"korthikanti_segment", formulas.segment},
+              {"tensor_parallel_wire", formulas.tensor_parallel_wire},
+              {"partition_wire", formulas.partition_wire}}},
+            {"device", report.device_bytes()}};
+  Json disagree = Json::array();
+  for (const PrintedFigure& figure : printed_activation_figures()) {
+    if (figure.agrees()) continue;
+    disagree.push_back({{"what", figure.what},
+                        {"where", figure.where},
+                        {"printed_gb", figure.printed_gb},
+                        {"bytes", figure.bytes}});
+  }
+  json["paper_disagrees"] = disagree;
+  if (!report.plan) return json;
+  const ActivationPlan& plan = *report.plan;
+  json["plan"] = {{"placements", placements(plan)},
+                  {"kept", plan.kept_bytes},
+                  {"staging", plan.staging_bytes},
+                  {"gathered", plan.gathered_bytes},
+                  {"device", plan.device_bytes()},
+                  {"pinned", plan.host_bytes()},
+                  {"files", plan.file_bytes},
+                  {"spilled_per_micro_step", plan.spilled_bytes_per_micro_batch},
+                  {"wire_received_per_micro_step", plan.wire_per_micro_batch.received},
+                  {"wire_sent_per_micro_step", plan.wire_per_micro_batch.sent}};
+  return json;
+}
+
+}  // namespace forebay
