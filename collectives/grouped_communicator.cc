@@ -155,14 +155,8 @@ class GroupedCommunicator final : public Communicator {
     return result;
   }
 
-  std::vector<OperationRecord> last_operations() const override {
-    std::vector<OperationRecord> records = within_->last_operations();
-    const std::vector<OperationRecord> across = across_->last_operations();
-    records.insert(records.end(), across.begin(), across.end());
-    std::stable_sort(records.begin(), records.end(),
-                     [](const OperationRecord& a, const OperationRecord& b) { return a.queued < b.queued; });
-    return records;
-  }
+  // Those of both levels are among the world's.
+  std::vector<OperationRecord> last_operations() const override { return world_.last_operations(); }
 
  private:
   // Those whose ranks are this one's.

@@ -180,9 +180,11 @@ Status queue_by_backends(const Round& round) {
 class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_this<LocalGroupImpl> {
  public:
   // `own_clock` may be null when options.clock is not; split groups share their parent's.
-  // `origin` is the group that this one is split from, if any, and `name` what its messages call this one.
+  // `origin` is the group that this one is split from, if any, `name` what its messages call this one, and
+  // `wishes` those of its ranks.
   LocalGroupImpl(int size, LocalOptions options, std::shared_ptr<HostClock> own_clock,
-                 std::shared_ptr<LocalGroupImpl> origin = nullptr, std::string name = {})
+                 std::shared_ptr<LocalGroupImpl> origin = nullptr, std::string name = {},
+                 const std::vector<SplitWish>& wishes = {})
       : size_(size),
         options_(std::move(options)),
         own_clock_(std::move(own_clock)),
@@ -191,8 +193,13 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
         name_in_origin_(std::move(name)),
         failure_(origin_ != nullptr ? origin_->failure_ : own_failure_),
         members_(static_cast<std::size_t>(size)) {
-    for (int rank = 0; rank < size; ++rank)
-      member(rank).book = std::make_unique<OperationBook>(rank, size, [this] { return clock_.now(); });
+    for (int rank = 0; rank < size; ++rank) {
+      member(rank).book =
+          origin_ == nullptr
+              ? std::make_unique<OperationBook>(rank, size, [this] { return clock_.now(); })
+              : std::make_unique<OperationBook>(
+                    rank, size, origin_->book(wishes[static_cast<std::size_t>(rank)].rank), name_in_origin_);
+    }
   }
 
   Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend, Kernels& kernels) override;
@@ -580,7 +587,7 @@ std::shared_ptr<LocalGroupImpl> LocalGroupImpl::split_group(std::uint64_t sequen
     options.fault = {};  // A script counts the operations of the communicator it was written for.
     place->second = {
         std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_, shared_from_this(),
-                                         internal::describe_members(members)),
+                                         internal::describe_members(members), members),
         member_count};
   }
   std::shared_ptr<LocalGroupImpl> group = place->second.group;

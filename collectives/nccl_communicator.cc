@@ -17,6 +17,15 @@ using internal::OperationBook;
 
 class NcclCommunicatorImpl final : public NcclCommunicator {
  public:
+  static Result<std::unique_ptr<NcclCommunicator>> open(std::shared_ptr<NcclMember> member) {
+    const Status opened = member->open();
+    if (opened.ok())
+      return std::unique_ptr<NcclCommunicator>(std::make_unique<NcclCommunicatorImpl>(std::move(member)));
+    Status first = member->fail_here(opened);
+    member->leave();
+    return first;
+  }
+
   explicit NcclCommunicatorImpl(std::shared_ptr<NcclMember> member) : member_(std::move(member)) {}
   ~NcclCommunicatorImpl() override { member_->leave(); }
 
@@ -72,8 +81,8 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
     }));
     NcclOptions options = member_->options();
     options.adopted = nullptr;  // That one is of all ranks.
-    Result<std::unique_ptr<NcclCommunicator>> part =
-        create_nccl_communicator(std::move(part_control), member_->backend(), member_->kernels(), options);
+    Result<std::unique_ptr<NcclCommunicator>> part = open(std::make_shared<NcclMember>(
+        std::move(part_control), member_->backend(), member_->kernels(), options, &member_->book()));
     FOREBAY_RETURN_IF_ERROR(part.status());
     return std::unique_ptr<Communicator>(std::move(part).value());
   }
@@ -137,14 +146,8 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
 Result<std::unique_ptr<NcclCommunicator>> create_nccl_communicator(std::unique_ptr<Communicator> control,
                                                                    CudaBackend& backend, Kernels& kernels,
                                                                    const NcclOptions& options) {
-  const auto member = std::make_shared<NcclMember>(std::move(control), backend, kernels, options);
-  const Status opened = member->open();
-  if (opened.ok()) {
-    return std::unique_ptr<NcclCommunicator>(std::make_unique<NcclCommunicatorImpl>(member));
-  }
-  Status first = member->fail_here(opened);
-  member->leave();
-  return first;
+  return NcclCommunicatorImpl::open(
+      std::make_shared<NcclMember>(std::move(control), backend, kernels, options));
 }
 
 }  // namespace forebay

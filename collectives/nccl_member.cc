@@ -76,7 +76,7 @@ Status PinnedOperations::allocate(std::size_t count) {
 // --- creation ---
 
 NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
-                       const NcclOptions& options)
+                       const NcclOptions& options, const OperationBook* origin)
     : control_(std::move(control)),
       backend_(backend),
       kernels_(kernels),
@@ -85,7 +85,10 @@ NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backe
       sent_to_(static_cast<std::size_t>(control_->size())),
       received_from_(static_cast<std::size_t>(control_->size())),
       fingerprints_(backend),
-      book_(control_->rank(), control_->size()),
+      book_(origin == nullptr ? OperationBook(control_->rank(), control_->size())
+                              : OperationBook(control_->rank(), control_->size(), *origin,
+                                              "as rank " + std::to_string(control_->rank()) + " of " +
+                                                  std::to_string(control_->size()))),
       table_(static_cast<std::size_t>(control_->size())),
       left_at_(static_cast<std::size_t>(control_->size())) {}
 

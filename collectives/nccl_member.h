@@ -58,8 +58,9 @@ class PinnedOperations {
 // One rank. Shared by its communicator and its watch's thread.
 class NcclMember : public std::enable_shared_from_this<NcclMember> {
  public:
+  // `origin`: the book of the communicator that this one is split from, if any.
   NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
-             const NcclOptions& options);
+             const NcclOptions& options, const OperationBook* origin = nullptr);
   ~NcclMember() { give_back(); }
   NcclMember(const NcclMember&) = delete;
   NcclMember& operator=(const NcclMember&) = delete;

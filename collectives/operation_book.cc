@@ -34,46 +34,57 @@ std::string describe(const Issued& issued) {
          std::to_string(issued.peer) + " with tag " + std::to_string(issued.tag);
 }
 
-OperationBook::OperationBook(int rank, int size, std::function<std::chrono::nanoseconds()> now)
-    : rank_(rank), size_(size), now_(now ? std::move(now) : steady_now), start_(now_()) {
-  entries_.reserve(kRecordCount);
+OperationBook::Flight::Flight(std::function<std::chrono::nanoseconds()> clock)
+    : now(clock ? std::move(clock) : steady_now), start(now()) {
+  entries.reserve(kRecordCount);
 }
 
-OperationBook::Entry* OperationBook::find(std::uint64_t number) {
-  Entry& entry = entries_[number % kRecordCount];
+OperationBook::Entry* OperationBook::Flight::find(std::uint64_t number) {
+  Entry& entry = entries[number % kRecordCount];
   return entry.number == number ? &entry : nullptr;
 }
 
+OperationBook::OperationBook(int rank, int size, std::function<std::chrono::nanoseconds()> now)
+    : rank_(rank), size_(size), flight_(std::make_shared<Flight>(std::move(now))) {}
+
+OperationBook::OperationBook(int rank, int size, const OperationBook& origin, std::string where)
+    : rank_(rank), size_(size), flight_(origin.flight_), where_(std::move(where)) {}
+
 std::uint64_t OperationBook::issue(const Issued& issued) {
-  const std::chrono::nanoseconds now = time();
-  const std::lock_guard lock(mutex_);
-  const std::uint64_t number = issued_count_++;
-  const Entry entry{.number = number, .issued = issued, .queued = now};
-  if (entries_.size() < kRecordCount) {
-    entries_.push_back(entry);
+  const std::chrono::nanoseconds now = flight_->time();
+  const std::lock_guard lock(flight_->mutex);
+  const std::uint64_t number = flight_->issued_count++;
+  const Entry entry{.number = number, .issued = issued, .where = where_, .queued = now};
+  std::vector<Entry>& entries = flight_->entries;
+  if (entries.size() < kRecordCount) {
+    entries.push_back(entry);
   } else {
-    entries_[number % kRecordCount] = entry;
+    entries[number % kRecordCount] = entry;
   }
   return number;
 }
 
 void OperationBook::begin(std::uint64_t number) {
-  const std::chrono::nanoseconds now = time();
-  const std::lock_guard lock(mutex_);
-  if (Entry* const entry = find(number)) {
+  const std::chrono::nanoseconds now = flight_->time();
+  const std::lock_guard lock(flight_->mutex);
+  if (Entry* const entry = flight_->find(number)) {
     entry->begun = now;
     entry->state = OperationState::kRunning;
   }
 }
 
 void OperationBook::end(std::uint64_t number, const Issued& issued, bool ok) {
-  const std::chrono::nanoseconds now = time();
-  const std::lock_guard lock(mutex_);
-  if (Entry* const entry = find(number)) {
-    entry->ended = now;
-    entry->state = ok ? OperationState::kDone : OperationState::kFailed;
+  const std::chrono::nanoseconds now = flight_->time();
+  {
+    const std::lock_guard lock(flight_->mutex);
+    if (Entry* const entry = flight_->find(number)) {
+      entry->ended = now;
+      entry->state = ok ? OperationState::kDone : OperationState::kFailed;
+    }
   }
-  if (ok) count(issued);
+  if (!ok) return;
+  const std::lock_guard lock(mutex_);
+  count(issued);
 }
 
 void OperationBook::count(const Issued& issued) {
@@ -118,13 +129,17 @@ std::vector<OperationTraffic> OperationBook::operation_traffic() const {
 }
 
 std::vector<OperationRecord> OperationBook::last_operations() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<Entry> entries = entries_;
+  std::vector<Entry> entries;
+  {
+    const std::lock_guard lock(flight_->mutex);
+    entries = flight_->entries;
+  }
   std::sort(entries.begin(), entries.end(),
             [](const Entry& a, const Entry& b) { return a.number < b.number; });
   std::vector<OperationRecord> result;
   for (const Entry& entry : entries)
-    result.push_back({describe(entry.issued), entry.state, entry.queued, entry.begun, entry.ended});
+    result.push_back({describe(entry.issued) + (entry.where.empty() ? "" : " " + entry.where), entry.state,
+                      entry.queued, entry.begun, entry.ended});
   return result;
 }
 

@@ -6,7 +6,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "fingerprint.h"
@@ -31,6 +33,9 @@ class OperationBook {
 
   // `now`: null is a steady clock.
   OperationBook(int rank, int size, std::function<std::chrono::nanoseconds()> now = nullptr);
+  // Of a communicator split from `origin`'s: they have their last operations together, where this one's are
+  // said to be `where`.
+  OperationBook(int rank, int size, const OperationBook& origin, std::string where);
 
   // Each gives or takes the operation's number.
   std::uint64_t issue(const Issued& issued);
@@ -46,6 +51,7 @@ class OperationBook {
   struct Entry {
     std::uint64_t number = 0;
     Issued issued;
+    std::string where;
     OperationState state = OperationState::kQueued;
     std::chrono::nanoseconds queued{0};
     std::chrono::nanoseconds begun{0};
@@ -56,20 +62,29 @@ class OperationBook {
     std::vector<Traffic> peers;
   };
 
-  // Null when later ones have taken its place.
-  Entry* find(std::uint64_t number);
-  std::chrono::nanoseconds time() const { return now_() - start_; }
+  // The last operations of a communicator and of those split from it.
+  struct Flight {
+    explicit Flight(std::function<std::chrono::nanoseconds()> clock);
+    std::chrono::nanoseconds time() const { return now() - start; }
+    // Null when later ones have taken its place.
+    Entry* find(std::uint64_t number);
+
+    const std::function<std::chrono::nanoseconds()> now;
+    const std::chrono::nanoseconds start;
+    std::mutex mutex;
+    // Guarded by mutex.
+    std::uint64_t issued_count = 0;
+    std::vector<Entry> entries;  // A ring by number.
+  };
+
   void count(const Issued& issued);
 
   const int rank_;
   const int size_;
-  const std::function<std::chrono::nanoseconds()> now_;
-  const std::chrono::nanoseconds start_;
+  const std::shared_ptr<Flight> flight_;
+  const std::string where_;
   mutable std::mutex mutex_;
-  // Guarded by mutex_.
-  std::uint64_t issued_count_ = 0;
-  std::vector<Entry> entries_;  // A ring by number.
-  std::array<Account, kOperationCount> accounts_;
+  std::array<Account, kOperationCount> accounts_;  // Guarded by mutex_.
 };
 
 }  // namespace forebay::internal

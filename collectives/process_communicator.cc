@@ -16,6 +16,9 @@ namespace {
 struct Shared {
   explicit Shared(std::shared_ptr<Transport> given)
       : transport(std::move(given)), book(transport->rank(), transport->size()) {}
+  Shared(std::shared_ptr<Transport> given, const OperationBook& origin)
+      : transport(std::move(given)),
+        book(transport->rank(), transport->size(), origin, transport->membership().name_in_origin) {}
 
   // Carries out the operation that the book has as `number`.
   template <typename Function>
@@ -32,8 +35,8 @@ struct Shared {
 
 class ProcessCommunicator final : public Communicator {
  public:
-  ProcessCommunicator(std::shared_ptr<Transport> transport, Backend& backend)
-      : shared_(std::make_shared<Shared>(std::move(transport))), backend_(backend) {}
+  ProcessCommunicator(std::shared_ptr<Shared> shared, Backend& backend)
+      : shared_(std::move(shared)), backend_(backend) {}
 
   int rank() const noexcept override { return transport().rank(); }
   int size() const noexcept override { return transport().size(); }
@@ -108,7 +111,8 @@ class ProcessCommunicator final : public Communicator {
           return control(Operation::kSplit, given, got);
         });
     FOREBAY_RETURN_IF_ERROR(transport_of_group.status());
-    return create_process_communicator(std::move(transport_of_group).value(), backend_);
+    return std::unique_ptr<Communicator>(std::make_unique<ProcessCommunicator>(
+        std::make_shared<Shared>(std::move(transport_of_group).value(), shared_->book), backend_));
   }
 
   Status status() const override { return transport().status(); }
@@ -204,7 +208,7 @@ Result<Membership> check_membership(const char* name, int rank, int size, std::c
 
 std::unique_ptr<Communicator> create_process_communicator(std::shared_ptr<Transport> transport,
                                                           Backend& backend) {
-  return std::make_unique<ProcessCommunicator>(std::move(transport), backend);
+  return std::make_unique<ProcessCommunicator>(std::make_shared<Shared>(std::move(transport)), backend);
 }
 
 }  // namespace forebay::internal

@@ -495,6 +495,23 @@ TEST_P(CommunicatorConformance, RemembersItsLastOperations) {
   });
 }
 
+TEST_P(CommunicatorConformance, RemembersTheLastOperationsOfWhatWasSplitFromIt) {
+  if (size() < 3) return;
+  run([&](Member& member, int rank) {
+    Communicator& communicator = member.communicator();
+    const std::unique_ptr<Communicator> part = value_or_throw(communicator.split(rank == 0 ? 0 : 1, -rank));
+    ASSERT_TRUE(part->barrier().ok());
+    const std::vector<OperationRecord> records = communicator.last_operations();
+    ASSERT_EQ(records.back().what.find("barrier (operation"), 0u) << records.back().what;
+    // Rank 0 is rank 0 in its part too.
+    if (rank != 0) {
+      EXPECT_NE(records.back().what, "barrier (operation 0)") << "it does not say whose it is";
+    }
+    EXPECT_EQ(records.back().state, OperationState::kDone);
+    EXPECT_EQ(part->last_operations().size(), records.size());
+  });
+}
+
 TEST_P(CommunicatorConformance, AVoteThatOneRankCastIsFoundByAllThatCouldNot) {
   const std::vector<std::byte> decision(16, std::byte{7});
   std::barrier together(size());

@@ -134,7 +134,8 @@ class Communicator {
   virtual Traffic traffic() const = 0;
   // The same by kind of operation and by peer: kinds that have been used, in no particular order.
   virtual std::vector<OperationTraffic> operation_traffic() const = 0;
-  // The last operations of both planes, the oldest first.
+  // The last operations of both planes, the oldest first: of this communicator, of those split from it and of
+  // those that it was split from.
   virtual std::vector<OperationRecord> last_operations() const = 0;
 };
 
