@@ -110,7 +110,7 @@ class BareLoop {
            ComputeStream& compute)
       : kernels_(kernels),
         compute_(compute),
-        gpt_(options, operations),
+        gpt_(options, operations, compute, alone_),
         memory_(backend, gpt_.memory_bytes()) {
     gpt_.use_memory(memory_.data());
     const std::vector<GptUnit> descriptions = describe_units(options.shape);
@@ -199,6 +199,7 @@ class BareLoop {
 
   Kernels& kernels_;
   ComputeStream& compute_;
+  TensorGroup alone_;
   Gpt gpt_;
   Memory memory_;
   std::vector<std::unique_ptr<BareUnit>> units_;
@@ -212,9 +213,9 @@ class EngineLoop {
              Communicator& communicator, ComputeStream& compute)
       : compute_(compute),
         units_(describe_units(options.shape)),
-        gpt_(options, operations),
+        gpt_(options, operations, compute, alone_),
         engine_(backend, kernels, communicator, {.stage = 0, .dtype = options.dtype}),
-        model_(engine_, gpt_, units_, compute) {
+        model_(engine_, gpt_, units_, compute, 0) {
     engine_.commit();
     model_.use_engine_memory();
     set_random(units_, 1, [&](std::size_t u, std::size_t i, std::span<const float> values) {
@@ -238,6 +239,7 @@ class EngineLoop {
  private:
   ComputeStream& compute_;
   const std::vector<GptUnit> units_;
+  TensorGroup alone_;
   Gpt gpt_;
   Engine engine_;
   EngineModel model_;
