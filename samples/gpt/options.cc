@@ -120,7 +120,8 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
          "--order", words.order,
          "How gradients are added over ranks. rank: in the order of the ranks; group:G: within groups "
          "of G consecutive ranks (a host's, say), then over the groups, which takes fewer bytes "
-         "between hosts. Each has bits of its own, the same at every stage")
+         "between hosts; each has bits of its own, the same at every stage. fast, over NCCL: fp32 "
+         "sums are NCCL's own, whose bits depend on what it chooses")
       ->capture_default_str()
       ->group(group);
   app.add_option("--shard-within", words.shard_within,
@@ -288,7 +289,7 @@ int group_of(const std::string& text) {
   const auto read = std::from_chars(text.data() + (named ? prefix.size() : 0), end, group);
   if (!named || read.ec != std::errc() || read.ptr != end || group < 1) {
     refuse("--order is '" + text +
-           "'; use rank, or group:G with the number of consecutive ranks that are added first");
+           "'; use rank, group:G with the number of consecutive ranks that are added first, or fast");
   }
   return group;
 }
@@ -369,11 +370,12 @@ void apply(const Words& words, TrainerOptions& o) {
   o.device = device_of(words.device);
   o.bucket_auto = words.bucket == "auto";
   if (!o.bucket_auto) o.bucket_bytes = bytes_of("--bucket", words.bucket);
-  o.group = group_of(words.order);
+  o.fast_order = words.order == "fast";
+  o.group = o.fast_order ? 1 : group_of(words.order);
   if (words.shard_within != "all" && words.shard_within != "group")
     refuse("--shard-within is '" + words.shard_within + "'; use all or group");
   o.shard_within_group = words.shard_within == "group";
-  if (o.shard_within_group && words.order == "rank")
+  if (o.shard_within_group && (words.order == "rank" || o.fast_order))
     refuse("--shard-within group needs to know the groups; add --order group:G");
   o.memory_bytes = bytes_of("--memory", words.memory);
   o.recompute_every = recompute_of(words.recompute);
@@ -540,6 +542,12 @@ void check_options(const TrainerOptions& o) {
   if (over_nccl && !o.device.cuda) {
     refuse("--communicator " + o.communicator +
            ": NCCL moves bytes between GPUs, and the ranks are on the host; add --device cuda, or use auto");
+  }
+  if (o.fast_order && !over_nccl) {
+    refuse(
+        "--order fast is NCCL's own sum, in an order that NCCL chooses; add --communicator nccl, or use rank "
+        "or "
+        "group:G");
   }
   if (!over_nccl && !o.nccl_library.empty())
     refuse("--nccl-library is for ranks over NCCL; add --communicator nccl, or leave it out");

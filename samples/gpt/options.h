@@ -63,6 +63,7 @@ struct TrainerOptions {
   bool bucket_auto = false;
   int group = 1;  // Ranks that gradients are added among first.
   bool shard_within_group = false;
+  bool fast_order = false;  // NCCL's own sums.
   Offload offload = Offload::kNone;
   Tier tier = Tier::kPinned;
   std::vector<std::string> offload_directories;  // Of tier kFile.

@@ -720,7 +720,9 @@ void go_over_nccl(const TrainerOptions& options, Rank& rank) {
   }
   rank.communicator = value_or_throw(create_nccl_communicator(
       std::move(rank.communicator), static_cast<CudaBackend&>(*rank.backend), *rank.kernels,
-      {.library = options.nccl_library, .deadline = std::chrono::seconds(options.deadline_seconds)}));
+      {.library = options.nccl_library,
+       .deadline = std::chrono::seconds(options.deadline_seconds),
+       .order = options.fast_order ? NcclOrder::kFast : NcclOrder::kRank}));
 }
 
 // What a rank was at when it failed. That it cannot be written is no reason to hide why it had to be.

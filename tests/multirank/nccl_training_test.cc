@@ -46,6 +46,25 @@ TEST(NcclTraining, GivesTheBitsOfTheHostAtEveryStage) {
   for (const char* stage : {"0", "1", "2", "3"}) expect_the_bits_of_the_host({"--stage", stage}, 3);
 }
 
+TEST(NcclTraining, GivesTheBitsOfTheHostInGroups) {
+  expect_the_bits_of_the_host({"--stage", "3", "--order", "group:2"}, 4);
+  expect_the_bits_of_the_host({"--stage", "2", "--order", "group:2", "--shard-within", "group"}, 4);
+}
+
+TEST(NcclTraining, TakesNcclsOwnSumsWhenTheyAreFast) {
+  const Words run = kSmall + Words{"--ranks", "3", "--stage", "2"};
+  const gpt::TrainingReport host = train(run + kOnHost);
+  const FakeGpu gpu(gpus(3));
+  const FakeNcclLibrary nccl;
+
+  const gpt::TrainingReport report = train(run + kAsThreads + Words{"--order", "fast"});
+
+  // Other bits, because the fake adds from the last rank on; the same sums to fp32's rounding.
+  EXPECT_NE(report.digest, host.digest);
+  ASSERT_EQ(report.loss.size(), host.loss.size());
+  for (std::size_t i = 0; i < host.loss.size(); ++i) EXPECT_NEAR(report.loss[i], host.loss[i], 1e-4);
+}
+
 TEST(NcclTraining, GivesTheBitsOfTheHostWhateverElseIsChosen) {
   expect_the_bits_of_the_host({"--stage", "3", "--dtype", "bf16", "--micro-steps", "3"}, 4);
   expect_the_bits_of_the_host({"--stage", "2", "--dtype", "fp16", "--offload", "optimizer"}, 2);

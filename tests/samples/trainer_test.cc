@@ -382,6 +382,7 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--dtype", "fp8"}, "--dtype fp8"},
       {{"--device", "tpu"}, "--device tpu"},
       {{"--order", "group"}, "--order is 'group'"},
+      {{"--order", "fast"}, "--communicator nccl"},
       {{"--order", "group:0"}, "--order is 'group:0'"},
       {{"--order", "2"}, "--order is '2'"},
       {{"--shard-within", "host"}, "--shard-within is 'host'"},
