@@ -1,6 +1,7 @@
 #include "allocator/preload/shared_blocks.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -293,6 +294,42 @@ bool is_welcome(int socket) {
          (peer.uid == ::getuid() || peer.uid == 0);
 }
 
+// Whoever waits for descriptors is left waiting, until its deadline, for the program to close some.
+void wait_for_descriptors() {
+  const timespec pause{.tv_sec = 0, .tv_nsec = kFullPauseNs};
+  (void)::nanosleep(&pause, nullptr);
+}
+
+bool is_table_full(int descriptor) {
+  const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+  return !copy && (errno == EMFILE || errno == ENFILE);
+}
+
+bool has_hung_up(int socket) {
+  pollfd peer{.fd = socket, .events = 0, .revents = 0};
+  return ::poll(&peer, 1, 0) > 0;
+}
+
+// -1: it cannot be had, or nobody waits for it any more. The driver does not say that it lacks a descriptor.
+int export_chunk(int socket, const SharedChunk& chunk) {
+  // One may have become free in between.
+  for (int failures_with_room = 0; failures_with_room < 2;) {
+    int descriptor = -1;
+    if (preload_state().used.cuMemExportToShareableHandle(&descriptor, chunk.memory, kPosixDescriptor, 0) ==
+        kDriverSuccess) {
+      return descriptor;
+    }
+    if (!is_table_full(socket)) {
+      ++failures_with_room;
+    } else if (has_hung_up(socket)) {
+      break;
+    } else {
+      wait_for_descriptors();
+    }
+  }
+  return -1;
+}
+
 void Sharing::answer(int socket) {
   Request request{};
   std::vector<Descriptor> unwanted;
@@ -321,11 +358,8 @@ void Sharing::answer(int socket) {
     for (std::size_t i = 0; i < batch.count; ++i) {
       const SharedChunk& chunk = block->chunks[first + i];
       batch.bytes[i] = chunk.bytes;
-      int descriptor = -1;
-      if (preload_state().used.cuMemExportToShareableHandle(&descriptor, chunk.memory, kPosixDescriptor, 0) !=
-          kDriverSuccess) {
-        return;  // Whoever asked sees the connection end.
-      }
+      const int descriptor = export_chunk(socket, chunk);
+      if (descriptor < 0) return;  // Whoever asked sees the connection end.
       descriptors.emplace_back(descriptor);
       numbers[i] = descriptor;
     }
@@ -346,9 +380,7 @@ void Sharing::serve() {
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno != EMFILE && errno != ENFILE) return;
-      // Whoever asks is left waiting, until its deadline, for the program to close some.
-      const timespec pause{.tv_sec = 0, .tv_nsec = kFullPauseNs};
-      (void)::nanosleep(&pause, nullptr);
+      wait_for_descriptors();
       continue;
     }
     set_deadline(socket.get());

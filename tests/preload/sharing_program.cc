@@ -6,8 +6,10 @@
 //   sharing_program kill       the first is killed after it has handed over its handle
 //   sharing_program refuse     handles that cannot be opened
 //   sharing_program crowded    the first has no descriptor left when the second asks, and some later
+//   sharing_program crowded-later   the same, but the first has waited for somebody to ask before
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -16,6 +18,9 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
 #include <vector>
 
 #include "preload/driver_access.h"
@@ -191,7 +196,22 @@ double processor_ms() {
   return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
 }
 
-int be_crowded(const char* program) {
+// Whether a thread of this process that has this name waits for something.
+bool is_waiting(const std::string& name) {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string found, stat;
+    std::ifstream(task.path() / "comm") >> found;
+    std::getline(std::ifstream(task.path() / "stat"), stat);
+    // "NUMBER (NAME) STATE ...".
+    const std::size_t end = stat.rfind(") ");
+    if (found == name && end != std::string::npos && stat[end + 2] == 'S') return true;
+  }
+  return false;
+}
+
+// `is_awaited`: the table is filled when the thread that answers is waiting already. The system has then set
+// a descriptor aside for whoever comes first, and there is none for what that one asks for.
+int be_crowded(const char* program, bool is_awaited) {
   constexpr int kWaitMs = 400;
   const Child child = start_second(program, "open");
   if (start() != 0) return 1;
@@ -202,6 +222,7 @@ int be_crowded(const char* program) {
   CHECK_CU(driver.cuCtxSynchronize());
   Message message;
   CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  while (is_awaited && !is_waiting("forebay-ipc")) ::sched_yield();
   rlimit limit{};
   CHECK(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
   rlimit low = limit;
@@ -279,7 +300,8 @@ int main(int argc, char** argv) {
   if (what == "kill") return be_killed(argv[0]);
   if (what == "refuse") return refuse();
   if (what == "try") return try_to_open();
-  if (what == "crowded") return be_crowded(argv[0]);
+  if (what == "crowded") return be_crowded(argv[0], false);
+  if (what == "crowded-later") return be_crowded(argv[0], true);
   if (what == "stranger") return share_with_a_stranger(argv[0]);
   return both(argv[0]);
 }

@@ -63,11 +63,14 @@ TEST(PreloadSharing, HandlesThatCannotBeOpenedAreRefused) {
 
 // With no descriptor left in the process that shares, whoever asks is served once there is one.
 TEST(PreloadSharing, AFullTableOfDescriptorsIsWaitedOutIdly) {
-  PreloadRun run({program("sharing_program"), "crowded"});
+  for (const char* when : {"crowded", "crowded-later"}) {
+    SCOPED_TRACE(when);
+    PreloadRun run({program("sharing_program"), when});
 
-  EXPECT_EQ(run.finished.exit_code, 0);
-  EXPECT_EQ(run.finished.output, "second: 0\nwaited idly: 1\n");
-  run.expect_no_hazard();
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, "second: 0\nwaited idly: 1\n");
+    run.expect_no_hazard();
+  }
 }
 
 // The other side is not preloaded: its driver refuses the handle, and both go on.
