@@ -3,36 +3,12 @@
 #include <cstddef>
 #include <cstdio>
 
+#include "runtime/api/shown_text.h"
+
 namespace forebay {
 namespace {
 
 constexpr char kReplacement[] = "\xEF\xBF\xBD";
-
-// Of the character at the beginning of `text`, which is not empty: its bytes, and 0 for what is no UTF-8.
-std::size_t utf8_length(std::string_view text, std::uint32_t* character) {
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  if (byte(0) < 0x80) {
-    *character = byte(0);
-    return 1;
-  }
-  const std::size_t length = byte(0) >= 0xF0 ? 4 : byte(0) >= 0xE0 ? 3 : 2;
-  if (byte(0) < 0xC2 || byte(0) > 0xF4 || text.size() < length) return 0;
-  *character = byte(0) & (0xFFu >> (length + 1));
-  for (std::size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-    *character = *character << 6 | (byte(i) & 0x3Fu);
-  }
-  constexpr std::uint32_t kSmallest[] = {0, 0, 0x80, 0x800, 0x10000};
-  const bool is_surrogate = *character >= 0xD800 && *character <= 0xDFFF;
-  return *character < kSmallest[length] || *character > 0x10FFFF || is_surrogate ? 0 : length;
-}
-
-// It would be shown as nothing, or move its neighbours.
-bool is_invisible(std::uint32_t character) {
-  return character < 0x20 || (character >= 0x7F && character < 0xA0) || character == 0x061C ||
-         (character >= 0x200B && character <= 0x200F) || (character >= 0x2028 && character <= 0x202E) ||
-         (character >= 0x2060 && character <= 0x206F) || character == 0xFEFF;
-}
 
 }  // namespace
 

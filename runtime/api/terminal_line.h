@@ -10,6 +10,8 @@
 #include <cstdio>
 #include <string>
 
+#include "runtime/api/shown_text.h"
+
 namespace forebay {
 
 class TerminalLine {
@@ -25,7 +27,7 @@ class TerminalLine {
     winsize size{};
     std::size_t width = 80;
     if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) width = size.ws_col;
-    std::fprintf(stderr, "\r%s\x1b[K", text.substr(0, width - 1).c_str());
+    std::fprintf(stderr, "\r%s\x1b[K", shown_text(text).substr(0, width - 1).c_str());
     next_ = text.empty() ? Clock::time_point() : Clock::now() + kPause;
   }
   // Whether somebody watches and the last text has been there long enough to be read. Cheap enough to be
