@@ -47,8 +47,9 @@ std::uint64_t header_bytes() {
   return align_up(sizeof(PreloadEventsHeader), kPage);
 }
 
-bool has_disk(int file, std::uint64_t offset, std::uint64_t bytes) {
-  return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes)) == 0;
+// 0, or why not: an errno.
+int take_disk(int file, std::uint64_t offset, std::uint64_t bytes) {
+  return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes));
 }
 
 }  // namespace
@@ -60,12 +61,22 @@ EventLog* EventLog::of_process() noexcept {
 // Memory of a file without disk behind it would end the process when it is touched: so the disk is asked for
 // first. By the file's name: programs close descriptors that they do not know, and what is theirs may have
 // the number next.
-bool EventLog::back(std::uint64_t offset, std::uint64_t bytes) const {
+int EventLog::back(std::uint64_t offset, std::uint64_t bytes) const {
   const int file = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return false;
-  const bool is_backed = has_disk(file, offset, bytes);
+  if (file < 0) return errno;
+  const int error = take_disk(file, offset, bytes);
   ::close(file);
-  return is_backed;
+  return error;
+}
+
+void EventLog::tell_of_lack(std::uint64_t kept_bytes, int error) {
+  const std::string kept = kept_bytes == 0
+                               ? "no events are kept"
+                               : "only the latest " + format_bytes(kept_bytes) + " of events are kept";
+  set_preload_text(record_.problem,
+                   kept + ": there is no more room for them in " + path_.substr(0, path_.find_last_of('/')) +
+                       " (" + std::strerror(error) + "); make room there, or have records elsewhere (" +
+                       kPreloadRecordsVariable + ", forebay run --records)");
 }
 
 void EventLog::start(PreloadRecord& record) {
@@ -98,13 +109,14 @@ void EventLog::start(PreloadRecord& record) {
   }
   if (file < 0) return complain(std::string(directory) + ": " + std::strerror(errno));
   void* memory = MAP_FAILED;
-  if (has_disk(file, 0, header_bytes())) {
+  if (take_disk(file, 0, header_bytes()) == 0) {
     memory = ::mmap(nullptr, all_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
   ::close(file);
   if (memory == MAP_FAILED) {
     ::unlink(path.c_str());
-    return complain(std::string(directory) + " has no room for them");
+    return complain(std::string(directory) + " has no room for them; make some there, or name another by " +
+                    kPreloadRecordsVariable);
   }
   auto* header = new (memory) PreloadEventsHeader();
   header->bytes = sizeof(PreloadEventsHeader);
@@ -161,15 +173,14 @@ void EventLog::append(const PreloadEvent& event) {
   std::uint64_t capacity = header_.event_capacity.load(std::memory_order_relaxed);
   if (written_ == backed_events_ && backed_events_ < capacity) {
     const std::uint64_t bytes = std::min(kSegmentBytes, (capacity - backed_events_) * sizeof(PreloadEvent));
-    if (back(header_.event_offset + backed_events_ * sizeof(PreloadEvent), bytes)) {
+    const int error = back(header_.event_offset + backed_events_ * sizeof(PreloadEvent), bytes);
+    if (error == 0) {
       backed_events_ += bytes / sizeof(PreloadEvent);
     } else {
       // The disk is full: what there is, is the ring.
       capacity = backed_events_;
       header_.event_capacity.store(capacity, std::memory_order_release);
-      set_preload_text(record_.problem, "only " + format_bytes(capacity * sizeof(PreloadEvent)) +
-                                            " of events are kept: there is no more room in the directory "
-                                            "for records");
+      tell_of_lack(capacity * sizeof(PreloadEvent), error);
     }
   }
   if (capacity == 0) return;
@@ -185,7 +196,7 @@ std::uint32_t EventLog::take_slot(const PreloadBlock& block) {
     if (block_count_ == backed_blocks_ && backed_blocks_ < block_limit_) {
       const std::uint64_t bytes =
           std::min(kSegmentBytes, (block_limit_ - backed_blocks_) * sizeof(PreloadBlock));
-      if (back(header_.block_offset + backed_blocks_ * sizeof(PreloadBlock), bytes)) {
+      if (back(header_.block_offset + backed_blocks_ * sizeof(PreloadBlock), bytes) == 0) {
         backed_blocks_ += bytes / sizeof(PreloadBlock);
       } else {
         block_limit_ = backed_blocks_;
@@ -305,10 +316,22 @@ void EventLog::lost(const BlockFacts& facts) {
   forget(facts);
 }
 
-void EventLog::refused(const EventRequest& request, std::uint64_t device_free_bytes) {
+// What the driver has, and what the arena has in pieces, within what the process may have.
+std::uint64_t EventLog::free_bytes(int device, std::uint64_t driver_free_bytes) {
+  const PreloadDeviceCounts* const count = counts(device);
+  if (count == nullptr) return driver_free_bytes;
+  const std::uint64_t live = count->requested_bytes.load(std::memory_order_relaxed);
+  const std::uint64_t live_in_arena = live - count->elsewhere_bytes.load(std::memory_order_relaxed);
+  const std::uint64_t in_arena = count->arena_bytes.load(std::memory_order_relaxed);
+  const std::uint64_t capacity = count->capacity_bytes.load(std::memory_order_relaxed);
+  const std::uint64_t free = driver_free_bytes + in_arena - std::min(in_arena, live_in_arena);
+  return capacity == 0 ? free : std::min(free, capacity - std::min(capacity, live));
+}
+
+void EventLog::refused(const EventRequest& request, std::uint64_t driver_free_bytes) {
   const std::uint64_t time_ns = now();
   const std::lock_guard lock(mutex_);
-  append({.address = device_free_bytes,
+  append({.address = free_bytes(request.device, driver_free_bytes),
           .bytes = request.bytes,
           .time_ns = time_ns,
           .stream = number_of(request.stream),

@@ -39,7 +39,7 @@ class EventLog {
   void freed(DevicePtr address, const BlockFacts& facts);
   // Its address was given out anew: its free did not come by.
   void lost(const BlockFacts& facts);
-  void refused(const EventRequest& request, std::uint64_t device_free_bytes);
+  void refused(const EventRequest& request, std::uint64_t driver_free_bytes);
   void untracked(const EventRequest& request);
   // What the arena holds has changed, perhaps. Null: the arena is gone.
   void look_at(int device, const Arena* arena);
@@ -53,7 +53,10 @@ class EventLog {
   };
 
   EventLog(unsigned char* memory, std::string path, PreloadRecord& record);
-  bool back(std::uint64_t offset, std::uint64_t bytes) const;
+  // 0, or why not: an errno.
+  int back(std::uint64_t offset, std::uint64_t bytes) const;
+  std::uint64_t free_bytes(int device, std::uint64_t driver_free_bytes);
+  void tell_of_lack(std::uint64_t kept_bytes, int error);
   std::uint16_t number_of(DriverStream stream);
   PreloadDeviceCounts* counts(int device);
   void append(const PreloadEvent& event);

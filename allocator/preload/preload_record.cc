@@ -100,18 +100,23 @@ bool is_record(const void* memory) {
   return record.magic == kPreloadRecordMagic && record.bytes == sizeof(PreloadRecord);
 }
 
-// False for a file that is no record of this layout.
-bool read_record(const std::string& path, PreloadReport* report) {
+// Why the file was not read; empty: it was.
+std::string read_record(const std::string& path, PreloadReport* report) {
   // A pipe of that name would make us wait for a writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (file < 0) return false;
+  if (file < 0) return std::string("it cannot be read: ") + std::strerror(errno);
   struct stat facts {};
+  const bool has_facts = ::fstat(file, &facts) == 0;
+  const bool is_whole = has_facts && facts.st_size == static_cast<off_t>(sizeof(PreloadRecord));
   void* memory = MAP_FAILED;
-  if (::fstat(file, &facts) == 0 && facts.st_size == static_cast<off_t>(sizeof(PreloadRecord))) {
-    memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ, MAP_SHARED, file, 0);
-  }
+  if (is_whole) memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ, MAP_SHARED, file, 0);
+  const int error = errno;
   ::close(file);
-  if (memory == MAP_FAILED) return false;
+  if (has_facts && !is_whole) {
+    return "it is no record of this build's: it has " + std::to_string(facts.st_size) + " bytes, not " +
+           std::to_string(sizeof(PreloadRecord));
+  }
+  if (memory == MAP_FAILED) return std::string("it cannot be read: ") + std::strerror(error);
   const auto& record = *static_cast<const PreloadRecord*>(memory);
   const bool usable = is_record(memory);
   if (usable) {
@@ -138,7 +143,7 @@ bool read_record(const std::string& path, PreloadReport* report) {
     report->trimmed_bytes = record.trimmed_bytes.load(std::memory_order_relaxed);
   }
   ::munmap(memory, sizeof(PreloadRecord));
-  return usable;
+  return usable ? "" : "it is no record of this build's";
 }
 
 }  // namespace
@@ -202,12 +207,15 @@ int make_preload_file(const char* directory, const char* suffix, std::size_t byt
 }
 
 Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory,
-                                                        std::vector<std::string>* left_out) {
+                                                        std::vector<PreloadLeftOut>* left_out) {
   DIR* entries = ::opendir(directory.c_str());
   if (entries == nullptr) {
-    return Status(StatusCode::kIoError, "cannot read the records in " + directory + ": " +
-                                            std::strerror(errno) + "; name the directory that " +
-                                            kPreloadRecordsVariable + " had");
+    const int error = errno;
+    return Status(
+        StatusCode::kIoError,
+        "cannot read the records in " + directory + ": " + std::strerror(error) +
+            (error == EACCES ? "; use the account that the processes ran under"
+                             : std::string("; name the directory that ") + kPreloadRecordsVariable + " had"));
   }
   std::vector<PreloadReport> reports;
   while (const dirent* entry = ::readdir(entries)) {
@@ -217,10 +225,11 @@ Result<std::vector<PreloadReport>> read_preload_records(const std::string& direc
       continue;
     }
     PreloadReport report;
-    if (read_record(directory + "/" + name, &report)) {
+    const std::string path = directory + "/" + name;
+    if (const std::string why = read_record(path, &report); why.empty()) {
       reports.push_back(std::move(report));
     } else if (left_out != nullptr) {
-      left_out->push_back(directory + "/" + name + " is left out: it is no record of this build's");
+      left_out->push_back({path, why});
     }
   }
   ::closedir(entries);

@@ -55,9 +55,18 @@ struct RecordedFailure {
   std::size_t event = 0;                           // Of its allocation, into AllocationTrace::events.
 };
 
+// Whose allocator it was, where the file says so: what to try next depends on it.
+enum class TraceOrigin : std::uint8_t {
+  kUnknown,
+  kPyTorch,
+  kRun,          // `forebay run`: the arena.
+  kRunObserved,  // `forebay run --observe`: the driver.
+};
+
 struct AllocationTrace {
   std::string name;    // The file, and the device where the file has several.
-  std::string format;  // "text trace", "PyTorch memory snapshot", "RMM log".
+  std::string format;  // "text trace", "PyTorch memory snapshot", "snapshot of forebay run", "RMM log".
+  TraceOrigin origin = TraceOrigin::kUnknown;
   std::vector<TraceBlock> blocks;
   std::vector<TraceEvent> events;
   std::size_t warm_event_count =

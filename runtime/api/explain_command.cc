@@ -8,6 +8,7 @@
 
 #include "runtime/api/allocation_trace.h"
 #include "runtime/api/explanation.h"
+#include "runtime/api/shown_text.h"
 #include "runtime/api/terminal_line.h"
 
 namespace forebay {
@@ -17,7 +18,7 @@ constexpr int kBadInput = 2;
 
 int explain_file(const std::string& path) {
   const auto complain = [](const Status& status) {
-    std::fprintf(stderr, "forebay explain: %s\n", status.message().c_str());
+    std::fprintf(stderr, "forebay explain: %s\n", shown_text(status.message()).c_str());
     return kBadInput;
   };
   std::string text;
@@ -52,7 +53,7 @@ int run(const std::string& path) {
     std::fprintf(stderr,
                  "forebay explain: the host has no memory to play what '%s' says; free host memory, or raise "
                  "the limit of this process (ulimit -v)\n",
-                 path.c_str());
+                 shown_text(path).c_str());
     return kBadInput;
   }
 }

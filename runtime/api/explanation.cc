@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "forebay/units.h"
+#include "runtime/api/shown_text.h"
 #include "runtime/api/trace_replay.h"
 
 namespace forebay {
@@ -65,8 +66,21 @@ bool is_last(const AllocationTrace& trace, const std::optional<RecordedFailure>&
   return !failure || failure->event + 2 >= trace.events.size();
 }
 
+bool is_of_run(const AllocationTrace& trace) {
+  return trace.origin == TraceOrigin::kRun || trace.origin == TraceOrigin::kRunObserved;
+}
+
 void judge(const AllocationTrace& trace, const Moment& moment, Explanation* explanation) {
   const std::optional<RecordedFailure>& failure = trace.failure;
+  // forebay run tells all that was free at that moment, the arena's own pieces included.
+  if (is_of_run(trace) && failure && failure->device_free_bytes) {
+    explanation->free_bytes = *failure->device_free_bytes;
+    explanation->capacity_bytes = moment.live_bytes + explanation->free_bytes;
+    const bool was_there = explanation->free_bytes >= failure->bytes;
+    explanation->verdict = was_there ? Verdict::kFragmentation : Verdict::kShortage;
+    if (!was_there) explanation->short_bytes = failure->bytes - explanation->free_bytes;
+    return;
+  }
   if (trace.state) {
     const std::uint64_t reserved_bytes = trace.state->reserved_bytes;
     // The state is that of the end. Where the process went on after the failure (freeing, as an exception
@@ -131,6 +145,7 @@ std::string verdict_text(const AllocationTrace& trace, const Explanation& explan
 }
 
 std::string state_text(const AllocationTrace& trace) {
+  if (!trace.state && is_of_run(trace)) return "at the end of the recording nothing was live";
   if (!trace.state) return "not recorded: how much the allocator held, and how large its free pieces were";
   const RecordedState& state = *trace.state;
   std::string text = std::string(is_last(trace, trace.failure) ? "" : "at the end of the recording: ") +
@@ -140,41 +155,68 @@ std::string state_text(const AllocationTrace& trace) {
     text += ", " + format_bytes(state.pending_bytes) + " of it waiting for streams";
   text += ", " + format_bytes(state.reserved_bytes - state.live_bytes) + " free in pieces of at most " +
           format_bytes(state.largest_free_bytes);
-  if (trace.failure && trace.failure->device_free_bytes) {
+  if (!is_of_run(trace) && trace.failure && trace.failure->device_free_bytes) {
     text += "; the device had " + format_bytes(*trace.failure->device_free_bytes) + " left";
   }
   return text;
 }
 
-std::string advice_text(const AllocationTrace& trace, const Explanation& explanation) {
+constexpr char kAskForLess[] =
+    "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer "
+    "(`forebay plan` says what each saves); begin with the first holder";
+
+bool fits(const Explanation& explanation) {
   const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
   const std::optional<std::uint64_t>& have = explanation.capacity_bytes;
-  const bool fits = need && (!have || *need <= *have);
-  const bool is_torch = trace.format == "PyTorch memory snapshot";
+  return need && (!have || *need <= *have);
+}
+
+// "ask for 2.00 GiB less: ...".
+std::string less_text(const Explanation& explanation) {
+  const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
+  const std::optional<std::uint64_t>& have = explanation.capacity_bytes;
+  const std::string how_much = need && have && *need > *have ? format_bytes(*need - *have) + " " : "";
+  return "ask for " + how_much + "less: " + kAskForLess;
+}
+
+// The arena had these requests already, or the driver under our eyes: advice about another allocator would be
+// none.
+std::string run_advice_text(const AllocationTrace& trace, const Explanation& explanation) {
+  const bool is_observed = trace.origin == TraceOrigin::kRunObserved;
+  const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
+  if (explanation.verdict == Verdict::kNoFailure) {
+    if (!need) return "`forebay run --report DIR` shows who held what, and when";
+    return std::string(is_observed ? "without --observe " : "") + "`forebay run --memory " +
+           std::to_string(*need >> 20) + "MiB` would have done; --report DIR shows who held what, and when";
+  }
+  if (explanation.verdict == Verdict::kShortage || !fits(explanation)) {
+    return less_text(explanation) + "; or raise --memory, where that was the limit" +
+           (is_observed ? "; without --observe the arena wastes less" : "");
+  }
+  if (is_observed)
+    return "leave out --observe: the same requests fit under the arena in " + format_bytes(*need);
+  return "the arena alone serves these requests in " + format_bytes(*need) +
+         ": what stood in its way is what it did not serve (\"not handled\" at the end of forebay run), "
+         "other programs on the device, or frees that waited for their stream; `forebay run --report DIR` "
+         "shows the blocks at that moment";
+}
+
+std::string advice_text(const AllocationTrace& trace, const Explanation& explanation) {
+  const bool is_torch = trace.origin == TraceOrigin::kPyTorch;
+  if (is_of_run(trace)) return run_advice_text(trace, explanation);
   if (explanation.verdict == Verdict::kNoFailure) {
     return is_torch
                ? "record the failure: torch.cuda.memory._record_memory_history(), and _dump_snapshot(FILE) "
-                 "when it "
-                 "runs out"
+                 "when it runs out"
                : "set the smallest capacities above against the device's; `forebay replay` shows more";
   }
-  if (explanation.verdict == Verdict::kUnclear && need) {
-    return "where there is room for " + format_bytes(*need) +
+  if (explanation.verdict == Verdict::kUnclear && explanation.arena_capacity_bytes) {
+    return "where there is room for " + format_bytes(*explanation.arena_capacity_bytes) +
            ", forebay's arena serves these requests; where there is less, ask for less: `forebay plan` says "
-           "what a "
-           "higher ZeRO stage saves";
+           "what a higher ZeRO stage saves";
   }
-  if (explanation.verdict == Verdict::kShortage || !fits) {
-    std::string text = "ask for less: ";
-    if (need && have && *need > *have) {
-      text = "ask for " + format_bytes(*need - *have) + " less: ";
-    }
-    return text +
-           "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer "
-           "(`forebay "
-           "plan` says what each saves); begin with the first holder";
-  }
-  std::string text = "the same requests fit under forebay's arena";
+  if (explanation.verdict == Verdict::kShortage || !fits(explanation)) return less_text(explanation);
+  std::string text = "the same requests fit under forebay's arena (`forebay run -- COMMAND`)";
   if (is_torch) {
     text += "; within PyTorch alone, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True comes nearest";
   }
@@ -208,7 +250,7 @@ Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress&
 }
 
 std::string explanation_text(const AllocationTrace& trace, const Explanation& explanation) {
-  std::string text = trace.name + ": " + trace.format + ", " +
+  std::string text = shown_text(trace.name) + ": " + trace.format + ", " +
                      format_count(trace.events.size() - trace.warm_event_count, "event") + ", " +
                      format_count(trace.warm_event_count, "block") + " live before\n";
   text += verdict_text(trace, explanation) + "\n";

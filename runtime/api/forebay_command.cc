@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "runtime/api/replay_command.h"
 #include "runtime/api/report_command.h"
 #include "runtime/api/run_command.h"
+#include "runtime/api/shown_text.h"
 
 namespace {
 
@@ -30,6 +32,16 @@ bool is_unknown_word(const CLI::App& app, const std::string& word) {
   if (word.empty() || word[0] == '-') return word.empty();
   const std::vector<const CLI::App*> known = app.get_subcommands({});
   return std::none_of(known.begin(), known.end(), [&](const CLI::App* one) { return one->check_name(word); });
+}
+
+// What CLI11 says, which begins with what it found: words of the command line are in it.
+void complain(const CLI::App& app, const CLI::ParseError& error) {
+  std::ostringstream nothing, said;
+  (void)app.exit(error, nothing, said);
+  std::string text = said.str();
+  const std::string found = error.what();
+  if (text.rfind(found, 0) == 0) text.replace(0, found.size(), forebay::shown_text(found));
+  std::fputs(text.c_str(), stderr);
 }
 
 int run(int argc, char** argv) {
@@ -49,7 +61,7 @@ int run(int argc, char** argv) {
     std::fprintf(stderr,
                  "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain, run or "
                  "bench-tiers (--help describes them)\n",
-                 argv[1]);
+                 forebay::shown_text(argv[1]).c_str());
     return kBadUsage;
   }
   std::vector<std::string> arguments(argv, argv + argc);
@@ -61,7 +73,9 @@ int run(int argc, char** argv) {
   try {
     app.parse(static_cast<int>(words.size()), words.data());
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kBadUsage;
+    if (error.get_exit_code() == 0) return app.exit(error);
+    complain(app, error);
+    return kBadUsage;
   }
   return action();
 }
@@ -73,10 +87,10 @@ int main(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const forebay::Error& error) {
-    std::fprintf(stderr, "forebay: %s\n", error.status().message().c_str());
+    std::fprintf(stderr, "forebay: %s\n", forebay::shown_text(error.status().message()).c_str());
     return kFailed;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "forebay: %s\n", error.what());
+    std::fprintf(stderr, "forebay: %s\n", forebay::shown_text(error.what()).c_str());
     return kFailed;
   }
 }

@@ -19,6 +19,7 @@
 #include "forebay/arena.h"
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
+#include "runtime/api/shown_text.h"
 #include "runtime/api/trace_replay.h"
 
 namespace forebay {
@@ -221,14 +222,6 @@ std::optional<std::uint64_t> baseline_bytes(const ProcessHistory& history) {
   return result.value().peak_physical_bytes;
 }
 
-// Text from elsewhere, in one line.
-std::string one_line(std::string text) {
-  for (char& c : text) {
-    if (static_cast<unsigned char>(c) < ' ') c = ' ';
-  }
-  return text;
-}
-
 }  // namespace
 
 std::string holder_text(const HistoryHolder& holder) {
@@ -309,7 +302,7 @@ Status write_history_trace(const ProcessHistory& history, const std::string& tit
     return status;
   }
   std::FILE* const out = stream.get();
-  std::fprintf(out, "%s%s\n", kHistoryTraceBeginning, one_line(title).c_str());
+  std::fprintf(out, "%s%s\n", kHistoryTraceBeginning, shown_text(title).c_str());
   if (history.figures.refused != 0) {
     std::fprintf(out, "# refused for want of memory, and not in here: %" PRIu64 "\n",
                  history.figures.refused);
@@ -393,7 +386,7 @@ std::vector<PageBlock> free_pieces(const std::vector<PageBlock>& blocks,
   return pieces;
 }
 
-MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories) {
+MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories, PreloadMode mode) {
   MemorySnapshot snapshot;
   for (const ProcessHistory& history : histories) {
     const auto device = static_cast<std::size_t>(history.figures.device);
@@ -421,7 +414,9 @@ MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories) {
     }
     add_segments(live.blocks(), history.figures, &snapshot);
   }
-  snapshot.allocator_settings.push_back({"allocator", std::string("forebay run")});
+  snapshot.allocator_settings.push_back({kSnapshotAllocatorSetting, std::string(kSnapshotRunAllocator)});
+  snapshot.allocator_settings.push_back(
+      {kSnapshotModeSetting, std::string(mode == PreloadMode::kObserve ? kSnapshotObserveMode : "arena")});
   return snapshot;
 }
 

@@ -75,7 +75,13 @@ inline constexpr char kHistoryTraceBeginning[] = "# allocations of ";
 Status write_history_trace(const ProcessHistory& history, const std::string& title, int file);
 
 // As things stood when the log was read, with the events, for PyTorch's memory visualiser. Blocks of the
-// arena stand in segments of whole chunks; memory that it held without a block in it is not shown.
-MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories);
+// arena stand in segments of whole chunks; memory that it held without a block in it is not shown. Its
+// settings say that it is `forebay run`'s, and the mode.
+MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories, PreloadMode mode);
+// Those settings.
+inline constexpr char kSnapshotAllocatorSetting[] = "allocator";
+inline constexpr char kSnapshotRunAllocator[] = "forebay run";
+inline constexpr char kSnapshotModeSetting[] = "mode";
+inline constexpr char kSnapshotObserveMode[] = "observe";
 
 }  // namespace forebay

@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <utility>
 
 #include "forebay/units.h"
 #include "runtime/api/run_summary.h"
+#include "runtime/api/shown_text.h"
 
 namespace forebay {
 namespace {
@@ -15,6 +18,10 @@ using Json = nlohmann::ordered_json;
 
 // Of a moment. More are noise.
 constexpr std::size_t kHoldersTold = 12;
+
+void add_line(const std::string& line, std::string* text) {
+  *text += shown_text(line) + "\n";
+}
 
 // A process on a device, and where it stands in the table.
 struct Row {
@@ -192,7 +199,7 @@ PageProcess page_process(const Row& row) {
   const PreloadDeviceFigures& figures = history.figures;
   PageProcess page;
   page.name = row.process->record.rank >= 0 ? "rank " + std::to_string(row.process->record.rank)
-                                            : row.process->record.program;
+                                            : shown_text(row.process->record.program);
   page.process = row.process->record.process;
   page.device = figures.device;
   page.mode = mode_text(row.process->record.mode);
@@ -248,11 +255,17 @@ std::vector<std::string> summary_lines(const RunStory& story) {
   std::vector<PreloadReport> records;
   for (const ProcessReport& process : story.processes) records.push_back(process.record);
   std::vector<std::string> lines = run_summary(story.mode, records);
-  for (const ProcessReport& process : story.processes) {
-    if (!process.events_problem.empty()) lines.push_back(process.name() + ": " + process.events_problem);
-  }
-  lines.insert(lines.end(), story.left_out.begin(), story.left_out.end());
+  for (std::string& line : missing_lines(story)) lines.push_back(std::move(line));
   return lines;
+}
+
+// When it was written, and whether all of it could be.
+std::string state_text(const RunStory& story) {
+  return story.state + (story.not_written.empty() ? "" : ", and not all of this report could be written");
+}
+
+std::uint64_t allocation_count(const PreloadReport& record) {
+  return std::accumulate(std::begin(record.allocations), std::end(record.allocations), std::uint64_t{0});
 }
 
 }  // namespace
@@ -280,9 +293,11 @@ ProcessReport read_process(PreloadReport record) {
 
 std::string process_text(const ProcessReport& process) {
   const PreloadReport& record = process.record;
-  std::string text = process.name() + ": " + record.program + "\nmode: " + mode_text(record.mode) + "\n";
-  for (const std::string& line : run_summary(record.mode, {record})) text += line + "\n";
-  if (!process.events_problem.empty()) text += process.events_problem + "\n";
+  std::string text;
+  add_line(process.name() + ": " + record.program, &text);
+  add_line(std::string("mode: ") + mode_text(record.mode), &text);
+  for (const std::string& line : run_summary(record.mode, {record})) add_line(line, &text);
+  if (!process.events_problem.empty()) add_line(process.events_problem, &text);
   for (const ProcessHistory& history : process.histories) {
     const PreloadDeviceFigures& figures = history.figures;
     text += "\n" + device_name(history) + "\n";
@@ -321,12 +336,24 @@ std::string worst_line(const RunStory& story) {
   return line;
 }
 
+std::vector<std::string> missing_lines(const RunStory& story) {
+  std::vector<RepeatedLine> lines;
+  for (const ProcessReport& process : story.processes) {
+    if (process.events_problem.empty()) continue;
+    lines.push_back({process.name() + ": " + process.events_problem, process.record.events});
+  }
+  lines.insert(lines.end(), story.left_out.begin(), story.left_out.end());
+  lines.insert(lines.end(), story.not_written.begin(), story.not_written.end());
+  return told_once(lines);
+}
+
 std::string story_text(const RunStory& story) {
-  std::string text = story.command + "\n" + story.state + "\n";
-  for (const std::string& line : summary_lines(story)) text += line + "\n";
-  const std::string worst = worst_line(story);
-  if (worst.empty()) return text;
-  text += "\nthe worst: " + worst + "\n\nall, the worst first:\n";
+  std::string text;
+  add_line(story.command, &text);
+  add_line(state_text(story), &text);
+  for (const std::string& line : summary_lines(story)) add_line(line, &text);
+  if (const std::string worst = worst_line(story); !worst.empty()) text += "\nthe worst: " + worst + "\n";
+  if (!story.processes.empty()) text += "\nall, the worst first:\n";
   for (const Row& row : worst_rows(story)) {
     const PreloadDeviceFigures& figures = row.history->figures;
     text += "  " + row_name(row) + ": requested " + format_bytes(figures.peak_requested_bytes) +
@@ -335,13 +362,22 @@ std::string story_text(const RunStory& story) {
     if (row.history->baseline_reserved_bytes) {
       text += ", baseline " + format_bytes(*row.history->baseline_reserved_bytes);
     }
-    text += ": " + row.process->record.program + "\n";
+    add_line(": " + row.process->record.program, &text);
+  }
+  for (const ProcessReport& process : story.processes) {
+    if (!process.histories.empty()) continue;
+    const std::uint64_t count = allocation_count(process.record);
+    add_line("  " + process.name() + ": " +
+                 (count == 0 ? "nothing was allocated"
+                             : format_count(count, "allocation") + ", of which no more is known") +
+                 ": " + process.record.program,
+             &text);
   }
   return text;
 }
 
 std::string story_json(const RunStory& story) {
-  Json json = {{"command", story.command}, {"state", story.state},          {"mode", mode_text(story.mode)},
+  Json json = {{"command", story.command}, {"state", state_text(story)},    {"mode", mode_text(story.mode)},
                {"worst", Json()},          {"lines", summary_lines(story)}, {"processes", Json::array()}};
   if (const std::vector<Row> rows = worst_rows(story); !rows.empty()) {
     json["worst"] = {
@@ -355,9 +391,9 @@ std::string story_json(const RunStory& story) {
 
 ReportPage story_page(const RunStory& story) {
   ReportPage page;
-  page.title = story.command;
-  page.lines.push_back(story.state);
-  for (std::string& line : summary_lines(story)) page.lines.push_back(std::move(line));
+  page.title = shown_text(story.command);
+  page.lines.push_back(state_text(story));
+  for (const std::string& line : summary_lines(story)) page.lines.push_back(shown_text(line));
   for (const Row& row : rows_of(story)) page.processes.push_back(page_process(row));
   return page;
 }

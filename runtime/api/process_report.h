@@ -7,6 +7,7 @@
 
 #include "forebay/preload_record.h"
 #include "runtime/api/process_history.h"
+#include "runtime/api/repeated_lines.h"
 #include "runtime/api/report_page.h"
 
 namespace forebay {
@@ -27,7 +28,9 @@ struct RunStory {
   // "the run goes on", "the command has ended with 137": when this was written.
   std::string state;
   std::vector<ProcessReport> processes;
-  std::vector<std::string> left_out;  // Files that are none of ours, and why.
+  // Files of records that were not read, and files of the report that could not be written, and why.
+  std::vector<RepeatedLine> left_out;
+  std::vector<RepeatedLine> not_written;
 };
 
 // Reads the events beside a record.
@@ -35,7 +38,10 @@ ProcessReport read_process(PreloadReport record);
 
 std::string process_text(const ProcessReport& process);
 std::string process_json(const ProcessReport& process);
-// Names the worst first: those that ran out of memory, then by what they held beyond what they asked for.
+// What is missing of what there was to tell: processes without events, files left out or not written.
+std::vector<std::string> missing_lines(const RunStory& story);
+// Names the worst first: those that ran out of memory, then by what they held beyond what they asked for;
+// then those of which there are only counts.
 std::string story_text(const RunStory& story);
 std::string story_json(const RunStory& story);
 ReportPage story_page(const RunStory& story);

@@ -13,6 +13,7 @@
 #include "forebay/units.h"
 #include "runtime/api/allocation_trace.h"
 #include "runtime/api/replay_report.h"
+#include "runtime/api/shown_text.h"
 #include "runtime/api/terminal_line.h"
 #include "runtime/api/trace_replay.h"
 
@@ -163,7 +164,7 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
 
 int play(const ReplayArguments& arguments) {
   const auto complain = [](const Status& status) {
-    std::fprintf(stderr, "forebay replay: %s\n", status.message().c_str());
+    std::fprintf(stderr, "forebay replay: %s\n", shown_text(status.message()).c_str());
     return kBadInput;
   };
   const Result<ReplayDevice> device = read_device(arguments);

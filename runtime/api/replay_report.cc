@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "forebay/units.h"
+#include "runtime/api/repeated_lines.h"
+#include "runtime/api/shown_text.h"
 
 namespace forebay {
 namespace {
@@ -82,7 +84,8 @@ double mib(std::uint64_t bytes) {
 
 constexpr int kNameWidth = 42;
 
-std::string short_name(const std::string& name) {
+std::string short_name(const std::string& trace) {
+  const std::string name = shown_text(trace);
   if (name.size() <= kNameWidth) return name;
   return name.substr(0, kNameWidth - 3) + "...";
 }
@@ -211,15 +214,19 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
         "its "
         "create and unmap are blocks taken and given back.\n";
   }
+  std::vector<RepeatedLine> lines;
   for (const ReplayReport& report : reports) {
-    for (const std::string& note : report.notes) text += report.trace + ": " + note + "\n";
+    const auto add = [&](const std::string& words) {
+      lines.push_back({report.trace + ": " + words, report.trace});
+    };
+    for (const std::string& note : report.notes) add(note);
     const auto failed = [&](const char* by, const ReplayResult& result) {
-      if (!result.completed)
-        text += report.trace + ": NOT COMPLETED by the " + by + ": " + result.failure + "\n";
+      if (!result.completed) add(std::string("NOT COMPLETED by the ") + by + ": " + result.failure);
     };
     failed("arena", report.arena.result);
     if (report.baseline) failed("baseline", report.baseline->result);
   }
+  for (const std::string& line : told_once(lines)) text += shown_text(line) + "\n";
   return text;
 }
 

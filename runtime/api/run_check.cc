@@ -16,6 +16,7 @@
 
 #include "forebay/preload_record.h"
 #include "run_child.h"
+#include "runtime/api/shown_text.h"
 #include "terminal_line.h"
 #include "timed_process.h"
 
@@ -71,14 +72,12 @@ struct Answer {
 using Answers = Answer[kModeCount][kFeatureCount];
 
 void complain(const std::string& line) {
-  std::fprintf(stderr, "forebay run: %s\n", line.c_str());
+  std::fprintf(stderr, "forebay run: %s\n", shown_text(line).c_str());
 }
 
-// One line that a terminal can take.
-std::string printable(std::string text) {
-  for (char& letter : text) {
-    if (std::iscntrl(static_cast<unsigned char>(letter)) != 0) letter = ' ';
-  }
+// As much of it as a line has room for.
+std::string printable(const std::string& words) {
+  const std::string text = shown_text(words);
   if (text.size() <= kReasonLength) return text;
   std::size_t end = kReasonLength - 4;
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // No half characters.

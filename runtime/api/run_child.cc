@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "runtime/api/shown_text.h"
+
 namespace forebay {
 namespace {
 
@@ -192,6 +194,7 @@ Result<ChildEnd> run_child(const std::vector<std::string>& command,
   std::vector<char*> arguments;
   for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
+  const std::string shown = shown_text(command.front());
   int failure[2];  // Closed by a successful start; otherwise one byte comes.
   if (::pipe2(failure, O_CLOEXEC) != 0) {
     return Status(StatusCode::kInternal, std::string("cannot make a pipe: ") + std::strerror(errno));
@@ -208,7 +211,7 @@ Result<ChildEnd> run_child(const std::vector<std::string>& command,
     for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
     ::execvp(arguments[0], arguments.data());
     const int error = errno;
-    ::dprintf(STDERR_FILENO, "forebay run: cannot run %s: %s\n", arguments[0], std::strerror(error));
+    ::dprintf(STDERR_FILENO, "forebay run: cannot run %s: %s\n", shown.c_str(), std::strerror(error));
     (void)!::write(failure[1], "", 1);
     ::_exit(error == ENOENT ? kNotFound : kNotExecutable);
   }

@@ -21,6 +21,8 @@
 #include "run_environment.h"
 #include "run_recorder.h"
 #include "run_summary.h"
+#include "runtime/api/repeated_lines.h"
+#include "runtime/api/shown_text.h"
 
 extern char** environ;
 
@@ -55,7 +57,7 @@ struct RunArguments {
 };
 
 void say(const std::string& line) {
-  std::fprintf(stderr, "forebay run: %s\n", line.c_str());
+  std::fprintf(stderr, "forebay run: %s\n", shown_text(line).c_str());
 }
 
 Environment inherited_environment() {
@@ -115,7 +117,10 @@ class Records {
     }
     std::filesystem::create_directories(wanted, error);
     if (!error) path_ = std::filesystem::canonical(wanted, error).string();
-    if (error) return {StatusCode::kIoError, "cannot use --records " + wanted + ": " + error.message()};
+    if (error) {
+      return {StatusCode::kIoError, "cannot use --records " + wanted + ": " + error.message() +
+                                        "; name a directory in a place that can be written to"};
+    }
     // What an earlier run left there is not this one's.
     if (const Result<std::vector<PreloadReport>> old = read_preload_records(path_);
         old.ok() && !old.value().empty()) {
@@ -165,6 +170,28 @@ int complain(const Status& status) {
   return kBadUsage;
 }
 
+// Why no program could use CUDA from here; empty: the driver can be opened.
+std::string driver_obstacle() {
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (driver == nullptr) return ::dlerror();
+  ::dlclose(driver);
+  return {};
+}
+
+// What the command's processes did.
+void sum_up(PreloadMode mode, const std::vector<PreloadReport>& records) {
+  const std::string obstacle = records.empty() ? driver_obstacle() : "";
+  if (obstacle.empty()) return say_all(run_summary(mode, records));
+  say("handled 0 of 0 allocations: no CUDA driver is found from here, so nothing can have used one (" +
+      obstacle + ")");
+}
+
+void say_left_out(const std::vector<PreloadLeftOut>& left_out) {
+  std::vector<RepeatedLine> lines;
+  for (const PreloadLeftOut& one : left_out) lines.push_back(left_out_line(one));
+  say_all(told_once(lines));
+}
+
 // The options by which --from tells the same in another place.
 std::string told_elsewhere(const RunOutputs& outputs) {
   std::string options;
@@ -178,8 +205,11 @@ std::string told_elsewhere(const RunOutputs& outputs) {
 int tell_from(const RunArguments& arguments) {
   // A file beyond `ulimit -f` is one that cannot be written.
   (void)::signal(SIGXFSZ, SIG_IGN);
-  const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from);
+  std::vector<PreloadLeftOut> left_out;
+  const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from, &left_out);
   if (!records.ok()) return complain(records.status());
+  // Of a report they are part.
+  if (!arguments.outputs.any() || records.value().empty()) say_left_out(left_out);
   if (records.value().empty()) {
     std::error_code error;
     const bool is_report = std::filesystem::exists(arguments.from + "/summary.txt", error);
@@ -333,7 +363,8 @@ int run(const RunArguments& arguments) {
   const Result<ChildEnd> end = run_child(arguments.command, variables, signals, watch);
   if (!end.ok()) return complain(end.status());
   const int exit_code = end.value().exit_code;
-  const Result<std::vector<PreloadReport>> read = read_preload_records(records.path());
+  std::vector<PreloadLeftOut> left_out;
+  const Result<std::vector<PreloadReport>> read = read_preload_records(records.path(), &left_out);
   if (!end.value().was_started || options.mode == PreloadMode::kOff) {
     // It is said already, and there is nothing else to tell.
   } else if (!read.ok()) {
@@ -341,7 +372,8 @@ int run(const RunArguments& arguments) {
         " were removed while the command ran, or cannot be read any more; name one that nobody cleans up "
         "with --records");
   } else {
-    say_all(run_summary(options.mode, read.value()));
+    sum_up(options.mode, read.value());
+    if (!outputs.any()) say_left_out(left_out);
   }
   if (outputs.any()) {
     say_all(recorder.write("the command has ended with " + std::to_string(exit_code)));

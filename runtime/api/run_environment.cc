@@ -98,6 +98,52 @@ std::string choose_torch(const RunOptions& options, const Environment& inherited
   return text;
 }
 
+// Of a `forebay run` around this one; 0: none.
+std::uint64_t outer_limit(const Environment& inherited) {
+  std::uint64_t bytes = 0;
+  const std::string text = value_of(inherited, kRunWithinMemoryVariable);
+  return parse_bytes(text.c_str(), &bytes) ? bytes : 0;
+}
+
+std::string not_held(std::uint64_t outer_bytes) {
+  return "the " + format_bytes(outer_bytes) +
+         " that the forebay run around this one allows are not kept to: only the arena does that";
+}
+
+struct MemoryLimit {
+  std::uint64_t bytes = 0;        // 0: none.
+  std::uint64_t outer_bytes = 0;  // Of a `forebay run` around this one; 0: none.
+  std::string line;               // What to say of it; empty: nothing.
+};
+
+// The command line before FOREBAY_MEMORY, and never more than a `forebay run` around this one allows.
+Result<MemoryLimit> memory_limit(const RunOptions& options, const Environment& inherited) {
+  const std::string from_environment = value_of(inherited, kPreloadMemoryVariable);
+  const bool is_option = !options.memory.empty();
+  const std::string wanted = is_option ? options.memory : from_environment;
+  const std::string name = is_option ? "--memory" : kPreloadMemoryVariable;
+  MemoryLimit limit;
+  if (!wanted.empty() && (!parse_bytes(wanted.c_str(), &limit.bytes) || limit.bytes < kLeastMemory)) {
+    return Status(StatusCode::kInvalidArgument,
+                  name + " is '" + wanted + "'; use bytes, such as 24GiB, and at least " +
+                      format_bytes(kLeastMemory) + ", what a device maps at a time");
+  }
+  limit.outer_bytes = outer_limit(inherited);
+  std::uint64_t variable_bytes = 0;
+  if (limit.outer_bytes != 0 && (limit.bytes == 0 || limit.bytes > limit.outer_bytes)) {
+    if (limit.bytes != 0) {
+      limit.line = name + " " + wanted + " is more than the " + format_bytes(limit.outer_bytes) +
+                   " that the forebay run around this one allows, so those hold";
+    }
+    limit.bytes = limit.outer_bytes;
+  } else if (is_option && parse_bytes(from_environment.c_str(), &variable_bytes) &&
+             variable_bytes < limit.bytes) {
+    limit.line = "--memory " + wanted + " is more than " + kPreloadMemoryVariable + "=" + from_environment +
+                 ", and replaces it";
+  }
+  return limit;
+}
+
 // JAX takes three quarters of the device in one piece, and manages that by itself.
 void choose_jax(const Environment& inherited, RunEnvironment* environment) {
   for (const char* variable : kJaxVariables) {
@@ -136,6 +182,9 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
     environment.set[kPreloadModeVariable] = "off";
     environment.lines.push_back(std::string(kPreloadModeVariable) +
                                 "=off: the command runs as it is, and nothing is served or counted");
+    if (const std::uint64_t outer = outer_limit(inherited); outer != 0) {
+      environment.lines.push_back(not_held(outer));
+    }
     return environment;
   }
   if (options.preload_library.find_first_of(" :") != std::string::npos) {
@@ -166,20 +215,14 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
     environment.set[kPreloadEventsVariable] = std::to_string(event_bytes);
   }
 
-  std::string limit = value_of(inherited, kPreloadMemoryVariable);
-  if (!options.memory.empty()) limit = options.memory;
-  std::uint64_t bytes = 0;
-  if (!limit.empty() && (!parse_bytes(limit.c_str(), &bytes) || bytes < kLeastMemory)) {
-    return Status(StatusCode::kInvalidArgument,
-                  (options.memory.empty() ? std::string(kPreloadMemoryVariable) : "--memory") + " is '" +
-                      limit + "'; use bytes, such as 24GiB, and at least " + format_bytes(kLeastMemory) +
-                      ", what a device maps at a time");
-  }
+  const Result<MemoryLimit> chosen = memory_limit(options, inherited);
+  if (!chosen.ok()) return chosen.status();
+  const MemoryLimit& limit = chosen.value();
   if (options.mode == PreloadMode::kObserve) {
     if (!options.memory.empty()) {
-      return Status(
-          StatusCode::kInvalidArgument,
-          "--observe changes nothing, so it cannot keep to --memory " + limit + "; leave one of them out");
+      return Status(StatusCode::kInvalidArgument,
+                    "--observe changes nothing, so it cannot keep to --memory " + options.memory +
+                        "; leave one of them out");
     }
     if (options.tensors.value_or(false)) {
       return Status(StatusCode::kInvalidArgument,
@@ -192,17 +235,16 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
                                       ? std::string(" (") + kPreloadModeVariable + "=observe)"
                                       : std::string()) +
                                  ": every allocation goes to the driver and is counted; nothing is changed");
+    if (limit.outer_bytes != 0) environment.lines.push_back(not_held(limit.outer_bytes));
     return environment;
   }
-  std::uint64_t outer_bytes = 0;
-  if (const std::string outer = value_of(inherited, kPreloadMemoryVariable);
-      !options.memory.empty() && parse_bytes(outer.c_str(), &outer_bytes) && outer_bytes < bytes) {
-    environment.lines.push_back("--memory " + limit + " is more than " + kPreloadMemoryVariable + "=" +
-                                outer + " around it, and replaces that");
-  }
-  if (!limit.empty()) environment.set[kPreloadMemoryVariable] = std::to_string(bytes);
+  if (!limit.line.empty()) environment.lines.push_back(limit.line);
   std::string first = "the arena serves device memory";
-  if (!limit.empty()) first += ", at most " + format_bytes(bytes) + " of each device";
+  if (limit.bytes != 0) {
+    environment.set[kPreloadMemoryVariable] = std::to_string(limit.bytes);
+    environment.set[kRunWithinMemoryVariable] = std::to_string(limit.bytes);
+    first += ", at most " + format_bytes(limit.bytes) + " of each device";
+  }
   first += "; " + choose_torch(options, inherited, &environment.set);
   choose_jax(inherited, &environment);
   if (environment.set.count(kJaxVariables[0]) != 0) first += "; JAX preallocates nothing";

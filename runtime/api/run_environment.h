@@ -27,6 +27,8 @@ struct RunOptions {
 // Set for the command, so that a `forebay run` in it knows what is the outer one's and what a user's: the
 // directory of the outer one's records.
 inline constexpr char kRunWithinVariable[] = "FOREBAY_RUN_WITHIN";
+// The same of the outer one's limit, in bytes: FOREBAY_MEMORY may be set anew in between.
+inline constexpr char kRunWithinMemoryVariable[] = "FOREBAY_RUN_WITHIN_MEMORY";
 
 // The mode that the user has asked for by FOREBAY_PRELOAD, which an outer `forebay run` sets too and means.
 // Where it says nothing that the preload knows: arena.

@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 
 namespace forebay {
 namespace {
@@ -32,13 +31,30 @@ Status refusal(const std::string& option, const std::string& path, const std::st
   return {StatusCode::kInvalidArgument, "cannot write " + option + " " + path + ": " + reason};
 }
 
-// Whether the file is empty or begins so; a file that cannot be read may be anything.
-bool begins_with(const std::string& path, std::string_view beginning) {
-  std::ifstream file(path, std::ios::binary);
+// Why a file that is there may not be written over; empty: it is empty or begins as it should.
+std::string why_to_keep(const std::string& option, const std::string& path, std::string_view beginning) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file < 0) {
+    return std::string("there is a file, and whose it is cannot be read: ") + std::strerror(errno) +
+           "; name another";
+  }
   std::string found(beginning.size(), '\0');
-  if (!file) return false;
-  file.read(found.data(), static_cast<std::streamsize>(found.size()));
-  return file.gcount() == 0 || found == beginning;
+  const ssize_t count = ::read(file, found.data(), found.size());
+  ::close(file);
+  if (count == 0 || found == beginning) return {};
+  return "there is a file that no " + option +
+         " has written, and it is not written over; name another or remove it";
+}
+
+// Why no file can be made there; empty: it is a directory.
+std::string directory_problem(const std::string& directory) {
+  struct stat facts {};
+  if (::stat(directory.c_str(), &facts) == 0) {
+    return S_ISDIR(facts.st_mode) ? "" : directory + " is no directory; name a file in one";
+  }
+  if (errno == ENOENT) return directory + " does not exist; make it first";
+  return directory + " cannot be looked at: " + std::strerror(errno) +
+         "; name a place that can be written to";
 }
 
 // Behind a link is where the file lies; the link stays.
@@ -69,14 +85,14 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
   if (is_run_stream(path)) {
     return ::access(path.c_str(), W_OK) == 0 ? Status() : refusal(option, path, std::strerror(errno));
   }
-  if (std::filesystem::exists(path, error) && !begins_with(path, beginning)) {
-    return refusal(option, path,
-                   "there is a file that no " + option +
-                       " has written, and it is not written over; name another or remove it");
+  if (std::filesystem::exists(path, error)) {
+    if (const std::string why = why_to_keep(option, path, beginning); !why.empty()) {
+      return refusal(option, path, why);
+    }
   }
-  const std::filesystem::path directory = std::filesystem::absolute(path, error).parent_path();
-  if (!std::filesystem::is_directory(directory, error)) {
-    return refusal(option, path, directory.string() + " is no directory; make it first");
+  const std::string directory = std::filesystem::absolute(path, error).parent_path().string();
+  if (const std::string problem = directory_problem(directory); !problem.empty()) {
+    return refusal(option, path, problem);
   }
   const std::string partial = place_of(path) + ".partial";
   const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);

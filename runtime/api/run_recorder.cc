@@ -12,6 +12,7 @@
 #include "forebay/memory_snapshot.h"
 #include "forebay/units.h"
 #include "runtime/api/run_file.h"
+#include "runtime/api/shown_text.h"
 
 namespace forebay {
 namespace {
@@ -36,6 +37,10 @@ std::string file_name(const ProcessReport& process, std::map<int, int>* uses) {
 
 }  // namespace
 
+RepeatedLine left_out_line(const PreloadLeftOut& one) {
+  return {one.path + " is left out: " + one.why, one.path};
+}
+
 std::string with_middle(const std::string& file, const std::string& middle) {
   if (is_run_stream(file)) return file;
   const std::size_t slash = file.find_last_of('/');
@@ -50,8 +55,10 @@ Status RunRecorder::open() {
   std::error_code error;
   if (!outputs.report.empty()) {
     std::filesystem::create_directories(outputs.report, error);
-    if (error)
-      return {StatusCode::kIoError, "cannot use --report " + outputs.report + ": " + error.message()};
+    if (error) {
+      return {StatusCode::kIoError, "cannot make --report " + outputs.report + ": " + error.message() +
+                                        "; name a directory in a place that can be written to"};
+    }
     if (std::filesystem::exists(outputs.report + "/" + kSummary + ".txt", error)) {
       return {StatusCode::kInvalidArgument,
               "--report " + outputs.report + " has a report of another run; name an empty directory"};
@@ -62,7 +69,7 @@ Status RunRecorder::open() {
   if (!outputs.report.empty()) {
     FOREBAY_RETURN_IF_ERROR(
         write_run_text(outputs.report + "/" + kSummary + ".txt",
-                       options_.command + "\nthe run goes on, and nothing was told yet\n"));
+                       shown_text(options_.command) + "\nthe run goes on, and nothing was told yet\n"));
   }
   return {};
 }
@@ -93,49 +100,58 @@ std::vector<std::string> RunRecorder::write(const std::string& state) {
   story.command = options_.command;
   story.mode = options_.mode;
   story.state = state;
-  Result<std::vector<PreloadReport>> records =
-      read_preload_records(options_.records_directory, &story.left_out);
+  std::vector<PreloadLeftOut> left_out;
+  Result<std::vector<PreloadReport>> records = read_preload_records(options_.records_directory, &left_out);
   if (!records.ok()) return without_records(state, records.status().message());
+  for (const PreloadLeftOut& one : left_out) story.left_out.push_back(left_out_line(one));
   for (PreloadReport& record : records.value()) {
     seen_[record.path].refused = record.refused;
     story.processes.push_back(read_process(std::move(record)));
   }
-  std::vector<std::string> lines = story.left_out;
-  for (const ProcessReport& process : story.processes) {
-    if (!process.events_problem.empty()) lines.push_back(process.name() + ": " + process.events_problem);
-  }
-  if (!options_.outputs.report.empty()) {
-    const Status written = write_report(story);
-    add_outcome(written, "the report is in " + options_.outputs.report + ": summary.txt, report.html",
-                &lines);
-    if (!written.ok()) {
-      restate_report(state + ", and this report could not be written: " + written.message());
-    } else {
-      if (const std::string worst = worst_line(story); !worst.empty()) lines.push_back("the worst: " + worst);
-    }
-  }
-  if (!options_.outputs.trace.empty()) write_traces(story, &lines);
-  if (!options_.outputs.snapshot.empty()) write_snapshots(story, &lines);
+  std::vector<std::string> lines = missing_lines(story);
+  const auto add = [&](std::vector<std::string> more) {
+    std::move(more.begin(), more.end(), std::back_inserter(lines));
+  };
+  if (!options_.outputs.report.empty()) add(write_report(&story));
+  if (!options_.outputs.trace.empty()) add(write_traces(story));
+  if (!options_.outputs.snapshot.empty()) add(write_snapshots(story));
   const Clock::time_point end = Clock::now();
   next_write_ = end + std::max<Clock::duration>(kWritePauses * (end - begin), kLeastPause);
   return lines;
 }
 
-Status RunRecorder::write_report(const RunStory& story) {
+// A file that cannot be written takes none of the others with it.
+std::vector<std::string> RunRecorder::write_report(RunStory* story) {
   const std::string directory = options_.outputs.report + "/";
   // Somebody may have cleaned up meanwhile; whether it is there now the first file says.
   std::error_code ignored;
   std::filesystem::create_directories(options_.outputs.report, ignored);
+  const auto write = [&](const std::string& path, const std::string& text) {
+    const Status written = write_run_text(path, text);
+    if (!written.ok()) story->not_written.push_back({written.message(), path});
+    return written.ok();
+  };
   std::map<int, int> uses;
-  for (const ProcessReport& process : story.processes) {
+  for (const ProcessReport& process : story->processes) {
     const std::string name = directory + file_name(process, &uses);
-    FOREBAY_RETURN_IF_ERROR(write_run_text(name + ".txt", process_text(process)));
-    FOREBAY_RETURN_IF_ERROR(write_run_text(name + ".json", process_json(process)));
+    write(name + ".txt", process_text(process));
+    write(name + ".json", process_json(process));
   }
-  FOREBAY_RETURN_IF_ERROR(write_run_text(directory + kSummary + ".json", story_json(story)));
-  FOREBAY_RETURN_IF_ERROR(write_run_text(directory + "report.html", report_page(story_page(story))));
+  const bool has_page = write(directory + "report.html", report_page(story_page(*story)));
+  write(directory + kSummary + ".json", story_json(*story));
   // Last: who finds it finds the rest.
-  return write_run_text(directory + kSummary + ".txt", story_text(story));
+  const bool has_summary = write(directory + kSummary + ".txt", story_text(*story));
+  is_complete_ = is_complete_ && story->not_written.empty();
+  std::vector<std::string> lines = told_once(story->not_written);
+  if (!has_summary) {
+    restate_report(story->state +
+                   ", and this report could not be written: " + story->not_written.back().text);
+    return lines;
+  }
+  lines.push_back("the report is in " + options_.outputs.report + ": summary.txt" +
+                  (has_page ? ", report.html" : ""));
+  if (const std::string worst = worst_line(*story); !worst.empty()) lines.push_back("the worst: " + worst);
+  return lines;
 }
 
 // Somebody has cleaned up, which takes nothing from what was written before.
@@ -154,16 +170,16 @@ void RunRecorder::restate_report(const std::string& state) {
   std::string command, old_state;
   if (!std::getline(file, command) || !std::getline(file, old_state)) return;
   const std::string rest{std::istreambuf_iterator<char>(file), {}};
-  (void)overwrite_run_text(path, command + "\n" + state + "\n" + rest);
+  (void)overwrite_run_text(path, command + "\n" + shown_text(state) + "\n" + rest);
 }
 
-void RunRecorder::add_outcome(const Status& written, const std::string& line,
-                              std::vector<std::string>* lines) {
+RepeatedLine RunRecorder::outcome_of(const Status& written, const std::string& what,
+                                     const std::string& path) {
   is_complete_ = is_complete_ && written.ok();
-  lines->push_back(written.ok() ? line : written.message());
+  return {written.ok() ? what + ": " + path : written.message(), path};
 }
 
-void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* lines) {
+std::vector<std::string> RunRecorder::write_traces(const RunStory& story) {
   struct Trace {
     std::string title;
     std::string middle;
@@ -181,6 +197,7 @@ void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* 
   }
   const std::string& file = options_.outputs.trace;
   std::set<std::string> written;
+  std::vector<RepeatedLine> outcomes;
   for (const Trace& trace : traces) {
     const std::string path = traces.size() == 1 ? file : with_middle(file, trace.middle);
     Status status = check_run_file("--trace", path, kHistoryTraceBeginning);
@@ -189,18 +206,20 @@ void RunRecorder::write_traces(const RunStory& story, std::vector<std::string>* 
           path, [&](int target) { return write_history_trace(*trace.history, trace.title, target); });
     }
     if (status.ok()) written.insert(path);
-    add_outcome(status, "trace: " + path, lines);
+    outcomes.push_back(outcome_of(status, "trace", path));
   }
-  if (traces.empty()) lines->push_back("no trace: no process has told of allocations");
   remove_stale(std::move(written), &traces_);
+  if (traces.empty()) return {"no trace: no process has told of allocations"};
+  return told_once(outcomes);
 }
 
-void RunRecorder::write_snapshots(const RunStory& story, std::vector<std::string>* lines) {
+std::vector<std::string> RunRecorder::write_snapshots(const RunStory& story) {
   const auto count = static_cast<std::size_t>(
       std::count_if(story.processes.begin(), story.processes.end(),
                     [](const ProcessReport& process) { return !process.histories.empty(); }));
   const std::string& file = options_.outputs.snapshot;
   std::set<std::string> written;
+  std::vector<RepeatedLine> outcomes;
   std::map<int, int> uses;
   for (const ProcessReport& process : story.processes) {
     const std::string name = file_name(process, &uses);
@@ -209,14 +228,15 @@ void RunRecorder::write_snapshots(const RunStory& story, std::vector<std::string
     Status status = check_run_file("--snapshot", path, kSnapshotBeginning);
     if (status.ok()) {
       status = write_run_file(path, [&](int target) {
-        return write_memory_snapshot(history_snapshot(process.histories), target);
+        return write_memory_snapshot(history_snapshot(process.histories, process.record.mode), target);
       });
     }
     if (status.ok()) written.insert(path);
-    add_outcome(status, "snapshot: " + path, lines);
+    outcomes.push_back(outcome_of(status, "snapshot", path));
   }
-  if (count == 0) lines->push_back("no snapshot: no process has told of allocations");
   remove_stale(std::move(written), &snapshots_);
+  if (count == 0) return {"no snapshot: no process has told of allocations"};
+  return told_once(outcomes);
 }
 
 // With one process more, files have other names.
@@ -230,20 +250,23 @@ void RunRecorder::remove_stale(std::set<std::string> now, std::set<std::string>*
 std::vector<std::string> RunRecorder::poll() {
   const Result<std::vector<PreloadReport>> records = read_preload_records(options_.records_directory);
   if (!records.ok()) return {};
-  std::vector<std::string> lines;
+  std::vector<RepeatedLine> news;
   for (const PreloadReport& record : records.value()) {
     Seen& seen = seen_[record.path];
     const std::string name = ProcessReport{.record = record, .histories = {}, .events_problem = {}}.name();
     if (record.trims != seen.trims) {
-      lines.push_back(name + " has given back " + format_bytes(record.trimmed_bytes - seen.trimmed_bytes));
+      news.push_back(
+          {name + " has given back " + format_bytes(record.trimmed_bytes - seen.trimmed_bytes), {}});
       seen.trims = record.trims;
       seen.trimmed_bytes = record.trimmed_bytes;
     }
     if (record.refused == seen.refused) continue;
     seen.refused = record.refused;
     has_new_refusals_ = true;
-    if (!std::exchange(seen.was_told, true)) lines.push_back(name + " was refused memory (out-of-memory)");
+    if (!std::exchange(seen.was_told, true))
+      news.push_back({name + " was refused memory (out-of-memory)", {}});
   }
+  std::vector<std::string> lines = told_once(news);
   if (has_new_refusals_ && options_.outputs.any() && Clock::now() >= next_write_) {
     for (std::string& line : write("written at out-of-memory; the run goes on")) {
       lines.push_back(std::move(line));
@@ -255,15 +278,16 @@ std::vector<std::string> RunRecorder::poll() {
 std::vector<std::string> RunRecorder::request_trim() {
   const Result<std::vector<PreloadReport>> records = read_preload_records(options_.records_directory);
   if (!records.ok()) return {records.status().message()};
-  std::vector<std::string> lines;
+  std::vector<RepeatedLine> failures;
   std::size_t count = 0;
   for (const PreloadReport& record : records.value()) {
     if (const Status asked = request_preload_trim(record.path); !asked.ok()) {
-      lines.push_back(asked.message());
+      failures.push_back({asked.message(), record.path});
     } else {
       ++count;
     }
   }
+  std::vector<std::string> lines = told_once(failures);
   lines.push_back("asked " + format_count(count, "process", "processes") +
                   " to give back what the arena keeps and does not use, at the next call for memory");
   return lines;

@@ -65,12 +65,14 @@ class RunRecorder {
   };
 
   Status check_files() const;
-  Status write_report(const RunStory& story);
+  // Returns what to say about it.
+  std::vector<std::string> write_report(RunStory* story);
   std::vector<std::string> without_records(const std::string& state, const std::string& problem);
   void restate_report(const std::string& state);
-  void add_outcome(const Status& written, const std::string& line, std::vector<std::string>* lines);
-  void write_traces(const RunStory& story, std::vector<std::string>* lines);
-  void write_snapshots(const RunStory& story, std::vector<std::string>* lines);
+  // What to say of a file; `what`: which it is.
+  RepeatedLine outcome_of(const Status& written, const std::string& what, const std::string& path);
+  std::vector<std::string> write_traces(const RunStory& story);
+  std::vector<std::string> write_snapshots(const RunStory& story);
   void remove_stale(std::set<std::string> now, std::set<std::string>* before);
 
   const Options options_;
@@ -81,6 +83,9 @@ class RunRecorder {
   std::set<std::string> traces_;  // The files that were written.
   std::set<std::string> snapshots_;
 };
+
+// What to say of a file that was left out.
+RepeatedLine left_out_line(const PreloadLeftOut& one);
 
 // `file` with `middle` before its suffix: "a/trace.txt" and "12" give "a/trace.12.txt". What is no file
 // (/dev/stdout) stays.

@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <set>
+#include <utility>
 
 #include "forebay/units.h"
+#include "runtime/api/repeated_lines.h"
 
 namespace forebay {
 namespace {
@@ -25,6 +27,12 @@ Sum sum_of(const std::vector<PreloadReport>& records, PreloadServer server) {
 
 std::string processes(std::size_t count) {
   return count == 1 ? std::string("1 process") : std::to_string(count) + " processes";
+}
+
+void add_all(const char* what, const std::set<std::string>& ones, std::vector<std::string>* lines) {
+  std::vector<RepeatedLine> repeated;
+  for (const std::string& one : ones) repeated.push_back({what + one, {}});
+  for (std::string& line : told_once(repeated)) lines->push_back(std::move(line));
 }
 
 }  // namespace
@@ -74,13 +82,12 @@ std::vector<std::string> run_summary(PreloadMode mode, const std::vector<Preload
                     ": " + preload_server_text(server));
   }
   if (refused != 0) lines.push_back("refused for want of memory: " + std::to_string(refused));
-  for (const std::string& problem : problems) lines.push_back("trouble in a process: " + problem);
+  add_all("trouble in a process: ", problems, &lines);
   if (unknown_frees != 0) {
     lines.push_back("freed, and never seen to be allocated: " + std::to_string(unknown_frees) +
                     "; something allocates around the hook");
   }
-  for (const std::string& libraries : around)
-    lines.push_back("reached the driver past the hook: " + libraries);
+  add_all("reached the driver past the hook: ", around, &lines);
   return lines;
 }
 

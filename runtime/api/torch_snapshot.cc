@@ -8,6 +8,7 @@
 
 #include "forebay/units.h"
 #include "runtime/api/pickle_reader.h"
+#include "runtime/api/process_history.h"
 
 namespace forebay {
 namespace {
@@ -51,7 +52,8 @@ bool ends_with(std::string_view text, std::string_view end) {
 
 class DeviceReader {
  public:
-  DeviceReader(const Pickle& pickle, std::string name) : pickle_(pickle), name_(std::move(name)) {}
+  DeviceReader(const Pickle& pickle, std::string name, TraceOrigin origin)
+      : pickle_(pickle), name_(std::move(name)), origin_(origin) {}
 
   void add_segment(const PickleValue& segment) { segments_.push_back(&segment); }
   void set_events(const PickleValue& events) { events_ = &events; }
@@ -67,7 +69,8 @@ class DeviceReader {
     FOREBAY_RETURN_IF_ERROR(play_events());
     AllocationTrace trace = builder_.finish();
     trace.name = name_;
-    trace.format = "PyTorch memory snapshot";
+    trace.format = origin_ == TraceOrigin::kPyTorch ? "PyTorch memory snapshot" : "snapshot of forebay run";
+    trace.origin = origin_;
     const auto note = [&](std::size_t count, const char* what, const char* how, const char* many = nullptr) {
       if (count > 0) trace.notes.push_back(format_count(count, what, many) + " " + how);
     };
@@ -315,6 +318,7 @@ class DeviceReader {
 
   const Pickle& pickle_;
   const std::string name_;
+  const TraceOrigin origin_;
   std::vector<const PickleValue*> segments_;
   const PickleValue* events_ = nullptr;
   TraceBuilder builder_;
@@ -328,6 +332,19 @@ class DeviceReader {
   std::size_t failure_count_ = 0;
   std::size_t other_count_ = 0;
 };
+
+// Whether the settings of the allocator say so.
+bool has_setting(const Pickle& pickle, const char* name, const char* value) {
+  const PickleValue* settings = pickle.find(pickle.root(), "allocator_settings");
+  const PickleValue* found = settings == nullptr ? nullptr : pickle.find(*settings, name);
+  return found != nullptr && Pickle::text_of(*found) == value;
+}
+
+TraceOrigin origin_of(const Pickle& pickle) {
+  if (!has_setting(pickle, kSnapshotAllocatorSetting, kSnapshotRunAllocator)) return TraceOrigin::kPyTorch;
+  return has_setting(pickle, kSnapshotModeSetting, kSnapshotObserveMode) ? TraceOrigin::kRunObserved
+                                                                         : TraceOrigin::kRun;
+}
 
 }  // namespace
 
@@ -351,9 +368,11 @@ Result<std::vector<AllocationTrace>> parse_torch_snapshot(std::string_view text,
         "it has neither segments nor device_traces; give what torch.cuda.memory._dump_snapshot wrote");
   }
 
+  const TraceOrigin origin = origin_of(pickle);
   std::map<std::uint64_t, DeviceReader> devices;
   const auto device_at = [&](std::uint64_t index) -> DeviceReader& {
-    return devices.try_emplace(index, pickle, name + (index == 0 ? "" : " device " + std::to_string(index)))
+    return devices
+        .try_emplace(index, pickle, name + (index == 0 ? "" : " device " + std::to_string(index)), origin)
         .first->second;
   };
   if (segments != nullptr) {

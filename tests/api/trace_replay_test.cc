@@ -142,6 +142,7 @@ AllocationTrace with_failure(std::uint64_t failed_mib, std::uint64_t reserved_mi
   AllocationTrace trace = builder.finish();
   trace.name = "t";
   trace.format = "PyTorch memory snapshot";
+  trace.origin = TraceOrigin::kPyTorch;
   trace.state = RecordedState{.reserved_bytes = reserved_mib * kMiB,
                               .live_bytes = 30 * kMiB,
                               .requested_bytes = 30 * kMiB,
@@ -165,6 +166,28 @@ TEST(Explain, TellsFragmentationFromShortage) {
   EXPECT_NE(text.find("TRUE SHORTAGE: 13.00 MiB failed"), std::string::npos) << text;
   EXPECT_NE(text.find("is 1.00 MiB short"), std::string::npos) << text;
   EXPECT_NE(text.find("20.00 MiB in 1 block train.py:9 step"), std::string::npos) << text;
+}
+
+TEST(Explain, AdviceIsForTheAllocatorThatItWas) {
+  AllocationTrace trace = with_failure(12, 40, 12);
+  const auto text_of = [&](TraceOrigin origin) {
+    trace.origin = origin;
+    return explanation_text(trace, explained(trace));
+  };
+  const std::string torch = text_of(TraceOrigin::kPyTorch);
+  const std::string run = text_of(TraceOrigin::kRun);
+  const std::string observed = text_of(TraceOrigin::kRunObserved);
+  const auto has = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+
+  EXPECT_TRUE(has(torch, "within PyTorch alone, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")) << torch;
+  EXPECT_TRUE(has(run, "FRAGMENTATION: 12.00 MiB failed although 12.00 MiB were free")) << run;
+  EXPECT_TRUE(has(run, "there were 42.00 MiB")) << run;
+  EXPECT_TRUE(has(run, "Try:     the arena alone serves these requests in 42.00 MiB")) << run;
+  EXPECT_TRUE(has(observed, "leave out --observe: the same requests fit under the arena in 42.00 MiB"))
+      << observed;
+  for (const std::string& text : {run, observed}) EXPECT_FALSE(has(text, "expandable")) << text;
 }
 
 TEST(Explain, WhatWasFreedAfterTheFailureDoesNotCountAsFreeThen) {

@@ -1,6 +1,9 @@
 // What `forebay run` tells of processes: reports, traces and snapshots, however they end.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -276,9 +279,10 @@ TEST(RunReportOfAProcess, WhatCannotBeIsRefusedBeforeTheCommandStarts) {
   };
 
   EXPECT_TRUE(has(refused({"--report", directory / "old"}), "has a report of another run"));
-  EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "none is no directory; make it first"));
+  EXPECT_TRUE(has(refused({"--trace", directory / "none/trace.txt"}), "none does not exist; make it first"));
   write_record(directory / "mine.txt", "of years");
   for (const char* option : {"--trace", "--snapshot"}) {
+    EXPECT_TRUE(has(refused({option, directory / "mine.txt/trace"}), "mine.txt is no directory"));
     EXPECT_TRUE(has(refused({option, directory.path()}), "it is a directory; name a file"));
     EXPECT_TRUE(has(refused({option, directory / "new/"}), "that names a directory"));
     EXPECT_TRUE(has(refused({option, directory / std::string(300, 'x')}), "File name too long"));
@@ -400,7 +404,8 @@ TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
   ASSERT_TRUE(read.ok()) << read.status().message();
   ASSERT_EQ(read.value().size(), 1u);
   const AllocationTrace& trace = read.value().front();
-  EXPECT_EQ(trace.format, "PyTorch memory snapshot");
+  EXPECT_EQ(trace.format, "snapshot of forebay run");
+  EXPECT_EQ(trace.origin, TraceOrigin::kRun);
   EXPECT_EQ(trace.peak_requested_bytes(), 13 * kMiB);
   EXPECT_EQ(trace.warm_event_count, 0u);
   ASSERT_TRUE(trace.state.has_value());
@@ -415,6 +420,39 @@ TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
         "for g in s[\"segments\"]: assert sum(b[\"size\"] for b in g[\"blocks\"]) == g[\"total_size\"], g' ";
     EXPECT_EQ(std::system((script + file).c_str()), 0);
   }
+}
+
+// Nothing of PyTorch's allocator, which had no part in it.
+TEST(RunSnapshot, IsExplainedWithAdviceAboutForebay) {
+  const TemporaryDirectory directory;
+  const auto explained = [&](const std::vector<std::string>& options, const std::string& what) {
+    const std::string file = directory / "snapshot.pickle";
+    std::vector<std::string> arguments = options;
+    arguments.insert(arguments.end(), {"--snapshot", file, "--", program("events_program"), what});
+    EXPECT_EQ(forebay_run(arguments).exit_code, what == "killed" ? 128 + 9 : 0);
+    const Finished run = run_program(forebay({"explain", file}), on_the_fake());
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    EXPECT_TRUE(has(run.output, "snapshot.pickle: snapshot of forebay run, ")) << run.output;
+    for (const char* of_torch : {"torch", "expandable", "_dump", "PyTorch"}) {
+      EXPECT_FALSE(has(run.output, of_torch)) << run.output;
+    }
+    return run.output;
+  };
+  const std::string sufficed = explained({}, "killed");
+  const std::string full = explained({}, "full");
+  const std::string limited = explained({"--memory", "44MiB"}, "full");
+  const std::string observed = explained({"--observe"}, "killed");
+
+  EXPECT_TRUE(has(sufficed, "`forebay run --memory 14MiB` would have done")) << sufficed;
+  EXPECT_TRUE(
+      has(full, "TRUE SHORTAGE: 12.00 MiB failed; all that was free, 4.00 MiB, is 8.00 MiB short of it."))
+      << full;
+  EXPECT_TRUE(has(full, "there were 64.00 MiB")) << full;
+  EXPECT_TRUE(has(full, "or raise --memory, where that was the limit")) << full;
+  // What the device has beyond the limit is not free.
+  EXPECT_TRUE(has(limited, "TRUE SHORTAGE: 12.00 MiB failed; all that was free, 8.00 MiB, is 4.00 MiB short"))
+      << limited;
+  EXPECT_TRUE(has(observed, "without --observe `forebay run --memory 14MiB` would have done")) << observed;
 }
 
 // A block at the end of its chunk, one that goes on into the next, and one of the driver's.
@@ -563,8 +601,13 @@ TEST(PreloadEvents, AProgramThatMayNotWriteThatMuchRunsWithoutThem) {
 
 TEST(PreloadEvents, AProgramThatMayWriteNoFileAtAllRunsWithoutARecord) {
   // It allocates nothing, and the fake says nothing at its end: those would be files too.
-  const PreloadRun run({"/bin/sh", "-c", "ulimit -f 0; exec " + program("process_program") + " threads"},
-                       "arena", {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}, {"FAKE_CUDA_SUMMARY", ""}});
+  const std::vector<std::string> command = {"/bin/sh", "-c",
+                                            "ulimit -f 0; exec " + program("process_program") + " threads"};
+  if (kSanitized && PreloadRun(command, "none", {{"FAKE_CUDA_SUMMARY", ""}}).finished.exit_code != 0) {
+    GTEST_SKIP()
+        << "without the preload the program ends too: this sanitizer's runtime writes a file at its start";
+  }
+  const PreloadRun run(command, "arena", {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}, {"FAKE_CUDA_SUMMARY", ""}});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
   EXPECT_TRUE(run.records.empty());
@@ -599,7 +642,12 @@ TEST(PreloadEvents, AFullDiskKeepsWhatThereWasRoomForAndEndsNobody) {
     const bool is_recorded = has(run.output, "handled 20001 of 20001 allocations");
     EXPECT_EQ(has(run.output, "cannot record what this process does"), !is_recorded) << run.output;
     EXPECT_EQ(has(run.output, "has no room for them"), kib < 12) << run.output;
-    EXPECT_EQ(has(run.output, "of events are kept: there is no more room"), kib >= 12) << run.output;
+    const std::string lack = "are kept: there is no more room for them in /";
+    EXPECT_EQ(has(run.output, "no events " + lack), kib >= 12 && kib < 268) << run.output;
+    EXPECT_EQ(has(run.output, "only the latest 256.00 KiB of events " + lack), kib >= 268) << run.output;
+    EXPECT_EQ(has(run.output, "No space left on device); make room there, or have records elsewhere"),
+              kib >= 12)
+        << run.output;
   }
 }
 
@@ -675,6 +723,7 @@ TEST(RunReportOfAProcess, IsWrittenWhereItsDirectoryHasVanished) {
   EXPECT_EQ(only_device(report).at("allocations"), 4);
   EXPECT_EQ(file.exit_code, 0);
   EXPECT_TRUE(has(file.output, "cannot write " + report + "2/summary.json")) << file.output;
+  EXPECT_FALSE(has(file.output, "the report is in")) << file.output;
 }
 
 // Of nothing that was asked for is the only copy thrown away.
@@ -706,8 +755,177 @@ TEST(RunReportOfAProcess, WhatCannotBeWrittenStaysInTheRecords) {
     EXPECT_EQ(again.exit_code, 0) << again.output;
   }
   const std::string summary = read_text(directory / "report/summary.txt");
-  EXPECT_TRUE(has(summary, "the command has ended with 0, and this report could not be written")) << summary;
+  EXPECT_TRUE(has(summary, "the command has ended with 0, and not all of this report could be written"))
+      << summary;
+  EXPECT_TRUE(has(summary, "cannot write " + (directory / "report/report.html") + ": Is a directory"))
+      << summary;
   EXPECT_FALSE(has(summary, "the run goes on")) << summary;
+}
+
+// A file that cannot be written takes none of the others with it.
+TEST(RunReportOfAProcess, IsWholeButForTheFileThatCannotBeWritten) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report", one = program("events_program");
+  const Finished run = forebay_run({"--report", report, "--", "/bin/sh", "-c",
+                                    "RANK=1 " + one + " full; mkdir -p " + report +
+                                        "/rank-0-process-$$.txt/full; RANK=0 exec " + one + " steps"},
+                                   {{"TMPDIR", directory.path()}});
+  const std::string summary = read_text(report + "/summary.txt");
+  int texts = 0, jsons = 0;
+  for (const auto& file : std::filesystem::directory_iterator(report)) {
+    const std::string name = file.path().filename();
+    texts += file.is_regular_file() && has(name, "-process-") && has(name, ".txt") ? 1 : 0;
+    jsons += has(name, "-process-") && has(name, ".json") ? 1 : 0;
+  }
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(texts, 1);
+  EXPECT_EQ(jsons, 2);
+  EXPECT_EQ(read_json(report + "/summary.json").at("processes").size(), 2u);
+  EXPECT_TRUE(has(read_text(report + "/report.html"), "</html>"));
+  for (const std::string& text : {summary, run.output}) {
+    EXPECT_TRUE(has(text, "cannot write " + report + "/rank-0-process-")) << text;
+    EXPECT_TRUE(has(text, ".txt: Is a directory; name a place")) << text;
+    EXPECT_TRUE(has(text, "the worst: rank 1, process ")) << text;
+  }
+  EXPECT_TRUE(has(summary, "\n  rank 0, process ")) << summary;
+  EXPECT_TRUE(has(run.output, "the report is in " + report)) << run.output;
+  EXPECT_TRUE(has(run.output, "the records are kept in ")) << run.output;
+}
+
+// Of three processes one has lost its record and one its events.
+TEST(RunReportOfAProcess, TellsOfTheOthersWhenOnesFilesAreDamaged) {
+  const TemporaryDirectory directory;
+  const std::string records = directory / "records", report = directory / "report";
+  const std::string one = program("events_program") + " steps";
+  ASSERT_EQ(forebay_run({"--records", records, "--events", "64KiB", "--", "/bin/sh", "-c",
+                         "RANK=0 " + one + "; RANK=1 " + one + "; RANK=2 " + one})
+                .exit_code,
+            0);
+  std::map<int, PreloadReport> ranks;
+  const Result<std::vector<PreloadReport>> sound = read_preload_records(records);
+  ASSERT_TRUE(sound.ok()) << sound.status().message();
+  for (const PreloadReport& record : sound.value()) ranks[record.rank] = record;
+  ASSERT_EQ(ranks.size(), 3u);
+  write_record(ranks[0].path, read_text(ranks[0].path).substr(0, 100));
+  write_record(ranks[1].events, "something else");
+  ASSERT_EQ(::symlink("nowhere", (records + "/1-abcdef.record").c_str()), 0);
+  const Finished told = forebay_run({"--from", records, "--report", report});
+  const Finished counted = forebay_run({"--from", records});
+  const std::string summary = read_text(report + "/summary.txt");
+
+  EXPECT_EQ(told.exit_code, 0) << told.output;
+  for (const std::string& text : {told.output, summary}) {
+    EXPECT_TRUE(has(text, "handled 8 of 8 allocations")) << text;
+    EXPECT_TRUE(has(text, ranks[0].path + " is left out: it is no record of this build's: it has 100 bytes"))
+        << text;
+    EXPECT_TRUE(has(text, "1-abcdef.record is left out: it cannot be read: No such file or directory"))
+        << text;
+    EXPECT_TRUE(has(text, "rank 1, process " + std::to_string(ranks[1].process) +
+                              ": cannot read the events in " + ranks[1].events))
+        << text;
+    EXPECT_TRUE(has(text, "the worst: rank 2, process ")) << text;
+  }
+  EXPECT_TRUE(
+      has(summary, "  rank 2, process " + std::to_string(ranks[2].process) + ", cuda:0: requested 13.00 MiB"))
+      << summary;
+  EXPECT_TRUE(has(summary, "  rank 1, process " + std::to_string(ranks[1].process) +
+                               ": 4 allocations, of which no more is known"))
+      << summary;
+  EXPECT_TRUE(has(counted.output, ranks[0].path + " is left out: ")) << counted.output;
+}
+
+TEST(RunReportOfAProcess, ManyThatSayTheSameAreOneLine) {
+  const TemporaryDirectory directory;
+  const std::string records = directory / "records";
+  const std::string all = "for i in 1 2 3 4 5 6 7 8; do " + program("events_program") + " steps & done; wait";
+  const Finished run = forebay_run({"--events", "64KiB", "--trace", directory / "trace.txt", "--snapshot",
+                                    directory / "s.pickle", "--", "/bin/sh", "-c", all});
+  ASSERT_EQ(forebay_run({"--records", records, "--", "/bin/sh", "-c", all}).exit_code, 0);
+  const Finished told = forebay_run({"--from", records, "--report", directory / "report"});
+  const std::string summary = read_text(directory / "report/summary.txt");
+
+  EXPECT_TRUE(has(run.output, "trace: " + (directory / "trace.process-*.txt") + " (8 of these)\n"))
+      << run.output;
+  EXPECT_TRUE(has(run.output, "snapshot: " + (directory / "s.process-*.pickle") + " (8 of these)\n"))
+      << run.output;
+  EXPECT_LE(std::count(run.output.begin(), run.output.end(), '\n'), 5) << run.output;
+  for (const std::string& text : {told.output, summary}) {
+    EXPECT_TRUE(has(
+        text, "process *: it has kept no events, so there is nothing to tell but its counts (8 of these)"))
+        << text;
+  }
+  EXPECT_LE(std::count(told.output.begin(), told.output.end(), '\n'), 5) << told.output;
+  // Each of them is named there.
+  EXPECT_EQ(std::count(summary.begin(), summary.end(), '\n'), 14) << summary;
+}
+
+TEST(RunReportOfAProcess, ShowsControlCharactersOfTheCommandAndObeysNone) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const Finished run = forebay_run({"--report", report, "--trace", directory / "trace.txt", "--",
+                                    program("events_program"), "steps", "\x1b]0;title\x07\nthe worst: none"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  std::vector<std::string> files = {directory / "trace.txt"};
+  for (const auto& file : std::filesystem::directory_iterator(report)) files.push_back(file.path());
+  EXPECT_EQ(files.size(), 6u);
+  for (const std::string& file : files) {
+    const std::string text = read_text(file);
+    EXPECT_EQ(text.find('\x1b'), std::string::npos) << file;
+    EXPECT_EQ(text.find('\x07'), std::string::npos) << file;
+    EXPECT_FALSE(has(text, "\nthe worst: none")) << file;
+    // JSON has a spelling of its own.
+    const bool is_json = file.rfind(".json") == file.size() - 5;
+    EXPECT_TRUE(has(text, is_json ? "\\u001b]0;title\\u0007\\n" : "\\x1b]0;title\\x07\\nthe worst")) << file;
+  }
+}
+
+// Whoever may not do it is told so, and not that there is nothing.
+TEST(RunReportOfAProcess, APlaceThatIsClosedIsNotTakenForOneThatIsNotThere) {
+  const TemporaryDirectory directory;
+  const TemporaryDirectory open;
+  std::filesystem::create_directory(directory / "sub");
+  std::filesystem::create_directory(open / "records");
+  write_record(open / "file.txt", kHistoryTraceBeginning);
+  std::vector<std::string> as_somebody;
+  if (::geteuid() == 0) {
+    as_somebody = {"/usr/bin/setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"};
+  }
+  const auto run_as = [&](const std::vector<std::string>& arguments) {
+    std::vector<std::string> command = as_somebody;
+    for (const std::string& word : forebay(arguments)) command.push_back(word);
+    return run_program(command, on_the_fake());
+  };
+  if (run_as({"--version"}).exit_code != 0) GTEST_SKIP() << "the build cannot be reached as another user";
+  ASSERT_EQ(::chmod(open.path().c_str(), 0755), 0);
+  for (const std::string& closed : {directory.path(), open / "records", open / "file.txt"}) {
+    ASSERT_EQ(::chmod(closed.c_str(), 0), 0);
+  }
+  const auto refused = [&](const char* option, const std::string& place) {
+    const Finished run = run_as({"run", option, place, "--", "/bin/echo", "it ran"});
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    return run.output;
+  };
+  const std::string report = refused("--report", directory / "report");
+  const std::string records = refused("--records", directory / "records");
+  const std::string from = run_as({"run", "--from", open / "records"}).output;
+  std::vector<std::string> files;
+  for (const char* option : {"--trace", "--snapshot"}) {
+    for (const std::string& place : {directory / "sub/file", directory / "file", open / "file.txt"}) {
+      files.push_back(refused(option, place));
+    }
+  }
+  ASSERT_EQ(::chmod(directory.path().c_str(), 0700), 0);
+  ASSERT_EQ(::chmod((open / "records").c_str(), 0700), 0);
+
+  for (const std::string& text : {report, records, from})
+    EXPECT_TRUE(has(text, "Permission denied; ")) << text;
+  for (const std::string& text : files) {
+    EXPECT_TRUE(has(text, "Permission denied; name ")) << text;
+    EXPECT_FALSE(has(text, "make it first")) << text;
+    EXPECT_FALSE(has(text, "no --")) << text;
+  }
 }
 
 TEST(RunTrace, AFileOfAnEarlierRunStaysWholeUntilTheNewOneIs) {
@@ -823,7 +1041,7 @@ TEST_F(EventFile, RandomDamageIsRefusedOrToldOf) {
       EXPECT_FALSE(process_text(process).empty());
       EXPECT_FALSE(Json::parse(process_json(process), nullptr, false).is_discarded());
       for (const ProcessHistory& history : process.histories) (void)history_trace(history);
-      if (!process.histories.empty()) (void)history_snapshot(process.histories);
+      if (!process.histories.empty()) (void)history_snapshot(process.histories, process.record.mode);
       EXPECT_NE(process.histories.empty(), process.events_problem.empty());
       told += process.histories.empty() ? 0 : 1;
     }

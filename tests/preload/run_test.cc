@@ -1,4 +1,5 @@
 // `forebay run` as a person uses it, and what it decides about the environment.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -100,6 +101,60 @@ TEST(RunCommand, MakesTheDeviceLookSmaller) {
   EXPECT_EQ(run.exit_code, 0) << run.output;
   EXPECT_NE(position(run.output, "total 33554432, device 33554432"), std::string::npos) << run.output;
   EXPECT_NE(position(run.output, "at most 32.00 MiB of each device"), std::string::npos) << run.output;
+}
+
+// Whatever is set for it in between: what the outer one allows is a bound for all that runs in it.
+TEST(RunCommand, WithinAnotherTheSmallerLimitHolds) {
+  const std::string inner = FOREBAY_COMMAND " run ";
+  const std::string work = "-- " + program("memory_program") + " info";
+  const auto within = [&](const std::string& limit, const std::string& command) {
+    const Finished run = forebay_run({"--memory", limit, "--", "/bin/sh", "-c", command});
+    EXPECT_EQ(run.exit_code, 0) << run.output;
+    return run.output;
+  };
+  const auto has = [](const std::string& text, const std::string& part) {
+    return position(text, part) != std::string::npos;
+  };
+  const std::string more = within("32MiB", inner + "--memory 48MiB " + work);
+  const std::string less = within("48MiB", inner + "--memory 32MiB " + work);
+  const std::string none = within("32MiB", inner + work);
+  const std::string variable = within("32MiB", "FOREBAY_MEMORY=48MiB " + inner + work);
+  const std::string twice = within("32MiB", inner + "--memory 48MiB -- " + inner + "--memory 40MiB " + work);
+  const std::string observed = within("32MiB", inner + "--observe " + work);
+
+  for (const std::string& output : {more, less, none, variable, twice}) {
+    EXPECT_TRUE(has(output, "total 33554432, device 33554432")) << output;
+  }
+  EXPECT_TRUE(has(more,
+                  "--memory 48MiB is more than the 32.00 MiB that the forebay run around this one allows, "
+                  "so those hold"))
+      << more;
+  EXPECT_TRUE(has(variable, "FOREBAY_MEMORY 48MiB is more than the 32.00 MiB")) << variable;
+  for (const std::string& output : {less, none}) EXPECT_FALSE(has(output, "is more than")) << output;
+  EXPECT_TRUE(has(observed, "the 32.00 MiB that the forebay run around this one allows are not kept to"))
+      << observed;
+}
+
+// What is in a command's words may be meant for the terminal.
+TEST(RunCommand, ShowsControlCharactersAndDoesNotObeyThem) {
+  const TemporaryDirectory directory;
+  const std::string bell = "\x1b]0;title\x07\n\x9b";
+  const Finished missing = forebay_run({"--", "/nowhere/" + bell});
+  const Finished option = forebay_run({"--no" + bell, "--", "/bin/true"});
+  const Finished chosen = forebay_run({"--", "/bin/true"}, {{"PYTORCH_CUDA_ALLOC_CONF", "a:" + bell}});
+  const Finished place = forebay_run({"--trace", directory / (bell + "/trace"), "--", "/bin/true"});
+  const Finished from = forebay_run({"--from", directory / bell});
+  const Finished word = run_program({FOREBAY_COMMAND, "r" + bell}, {});
+  const Finished plan = run_program({FOREBAY_COMMAND, "plan", "--" + bell}, {});
+  const Finished explain = run_program({FOREBAY_COMMAND, "explain", directory / bell}, {});
+  const Finished replay = run_program({FOREBAY_COMMAND, "replay", directory / bell}, {});
+
+  for (const Finished& run : {missing, option, chosen, place, from, word, plan, explain, replay}) {
+    EXPECT_NE(position(run.output, "\\x1b]0;title\\x07\\n\\x9b"), std::string::npos) << run.output;
+    for (const char letter : {'\x1b', '\x07', '\x9b'}) {
+      EXPECT_EQ(run.output.find(letter), std::string::npos) << run.output;
+    }
+  }
 }
 
 // From its first word on.
@@ -288,8 +343,14 @@ TEST(RunCommand, WhatIsWrittenAtTheEndIsWholeWhateverSignalsCome) {
   ASSERT_TRUE(process.wait_for_output("ready"));
 
   process.signal(SIGTERM);
-  // It waits at the page, which nobody reads yet.
-  while (!std::filesystem::exists(report + "/summary.json")) std::this_thread::yield();
+  // It waits at the page, which nobody reads yet; what comes before that is of the process.
+  const auto has_begun = [&] {
+    for (const auto& file : std::filesystem::directory_iterator(report)) {
+      if (file.path().extension() == ".json") return true;
+    }
+    return false;
+  };
+  while (!has_begun()) std::this_thread::yield();
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) process.signal(number);
   EXPECT_TRUE(page.wait_for("</html>"));
   const Finished run = process.finish();
@@ -400,6 +461,21 @@ TEST(RunCommand, RunsACommandWithoutCudaAndSaysSo) {
   EXPECT_NE(position(run.output, "\nhello\n"), std::string::npos) << run.output;
   EXPECT_NE(position(run.output, "handled 0 of 0 allocations: no process of the command has started CUDA"),
             std::string::npos);
+}
+
+TEST(RunCommand, SaysThatThereIsNoDriver) {
+  if (void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY)) {
+    ::dlclose(driver);
+    GTEST_SKIP() << "there is a driver here";
+  }
+  const Finished run = run_program({FOREBAY_COMMAND, "run", "--", "/bin/true"}, sanitizer_variables());
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_NE(position(run.output, "handled 0 of 0 allocations: no CUDA driver is found from here"),
+            std::string::npos)
+      << run.output;
+  EXPECT_NE(position(run.output, "(libcuda.so.1: cannot open shared object file"), std::string::npos)
+      << run.output;
 }
 
 TEST(RunCommand, SaysNothingOfACommandThatWasNeverStarted) {
@@ -629,6 +705,11 @@ TEST(RunEnvironmentTest, TheLimitMayComeFromTheEnvironment) {
   wanted.memory = "1GiB";
   EXPECT_EQ(run_environment(wanted, {{"FOREBAY_MEMORY", "2GiB"}}).value().set.at("FOREBAY_MEMORY"),
             "1073741824");
+  // One's own variable is replaced by one's own option, with a word where that allows more.
+  wanted.memory = "4GiB";
+  const RunEnvironment more = run_environment(wanted, {{"FOREBAY_MEMORY", "2GiB"}}).value();
+  EXPECT_EQ(more.set.at("FOREBAY_MEMORY"), "4294967296");
+  EXPECT_EQ(more.lines.at(1), "--memory 4GiB is more than FOREBAY_MEMORY=2GiB, and replaces it");
 }
 
 TEST(RunEnvironmentTest, KnowsWhatIsOfARunAroundIt) {
@@ -643,9 +724,11 @@ TEST(RunEnvironmentTest, KnowsWhatIsOfARunAroundIt) {
   EXPECT_EQ(made.set.at("LD_PRELOAD"), "/opt/forebay/lib/libforebay-preload.so:/lib/other.so");
   EXPECT_EQ(position(said, "yours"), std::string::npos) << said;
   EXPECT_NE(position(said, "of the forebay run around this one"), std::string::npos) << said;
-  EXPECT_NE(position(said, "--memory 4GiB is more than FOREBAY_MEMORY=2147483648 around it"),
-            std::string::npos)
+  EXPECT_NE(
+      position(said, "--memory 4GiB is more than the 2.00 GiB that the forebay run around this one allows"),
+      std::string::npos)
       << said;
+  EXPECT_EQ(made.set.at("FOREBAY_MEMORY"), "2147483648");
   EXPECT_EQ(inherited_records(around), "");
 }
 

@@ -31,7 +31,7 @@ inline constexpr std::uint64_t kPreloadEventsMostBytes = std::uint64_t{2} << 30;
 enum class PreloadEventKind : std::uint8_t {
   kAllocation = 1,
   kFree = 2,       // Bytes, stream and server are those of the block.
-  kRefused = 3,    // Out-of-memory. `address`: bytes that the device had free; 0: not known.
+  kRefused = 3,    // Out-of-memory. `address`: bytes that were free to the process, in pieces or not.
   kReserved = 4,   // The arena's physical memory has changed: from `address` bytes to `bytes`.
   kUntracked = 5,  // Allocated in a way whose free is not seen (cuMemCreate).
 };

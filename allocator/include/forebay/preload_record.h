@@ -123,10 +123,16 @@ struct PreloadReport {
   std::uint64_t trimmed_bytes = 0;
 };
 
+// A file that is named as a record and was not read.
+struct PreloadLeftOut {
+  std::string path;
+  std::string why;
+};
+
 // Every record in the directory, by process. Errors: kIoError when the directory cannot be read. A file that
-// is no record of this layout is left out; `left_out`, where given, gets its path and why.
+// cannot be read, or is no record of this layout, is left out and told of in `left_out`, where that is given.
 Result<std::vector<PreloadReport>> read_preload_records(const std::string& directory,
-                                                        std::vector<std::string>* left_out = nullptr);
+                                                        std::vector<PreloadLeftOut>* left_out = nullptr);
 
 // Asks the process of that record to have its arenas give back what they keep and do not use; it does so at
 // its next call that allocates, frees or asks how much there is. Errors: kIoError.
