@@ -21,7 +21,14 @@ void PrintTo(const Way& way, std::ostream* stream) {
   *stream << way.name;
 }
 
-class PreloadAccess : public ::testing::TestWithParam<Way> {};
+class PreloadAccess : public ::testing::TestWithParam<Way> {
+ protected:
+  void SetUp() override {
+    if (GetParam().name != "Python") return;
+    if (GetParam().command[0].empty()) GTEST_SKIP() << "there is no Python here";
+    if (kSanitized) GTEST_SKIP() << "the fake needs a sanitizer's runtime, which Python does not have";
+  }
+};
 
 TEST_P(PreloadAccess, TheArenaServesEveryAllocation) {
   const PreloadRun bare(GetParam().command, "none");
@@ -75,6 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
         Way{"GetProcAddressPerThreadStream", {program("access_program"), "query-thread"}, 3},
         Way{"Linked", {program("linked_program"), "linked"}, 3},
         Way{"LinkedAndDlsymDefault", {program("linked_program"), "default"}, 3},
+        Way{"Python", {PYTHON, PYTHON_PROGRAM}, 3},
         Way{"DynamicRuntime", {program("../runtime_program_dynamic")}, 5},
         Way{"StaticRuntime", {program("../runtime_program_static")}, 5}),
     [](const auto& info) { return info.param.name; });
