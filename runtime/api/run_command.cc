@@ -462,7 +462,8 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
   command
       ->add_option(
           "--memory", a.memory,
-          "Most device memory to use: what every process is told that a device has (default: all it has)")
+          "Most device memory to use: what every process is told that a device has (default: all it has; "
+          "within another forebay run the smaller limit holds)")
       ->type_name("BYTES");
   command->add_flag("--observe", a.observe, "Change nothing; only count what is allocated");
   command->add_flag("--tensors", a.tensors,
@@ -495,8 +496,8 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
       ->envname(kTraceVariable);
   command
       ->add_option("--snapshot", a.outputs.snapshot,
-                   "Write it for PyTorch's memory visualiser (pytorch.org/memory_viz); files named as those "
-                   "of --trace")
+                   "Write it for 'forebay explain' and PyTorch's memory visualiser (pytorch.org/memory_viz); "
+                   "files named as those of --trace")
       ->type_name("FILE")
       ->envname(kSnapshotVariable);
   command
