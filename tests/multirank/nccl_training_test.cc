@@ -71,6 +71,12 @@ TEST(NcclTraining, GivesTheBitsOfTheHostWhateverElseIsChosen) {
   expect_the_bits_of_the_host({"--stage", "0"}, 1);
 }
 
+TEST(NcclTraining, GivesTheBitsOfTheHostWhereRanksShareLayers) {
+  expect_the_bits_of_the_host(
+      {"--tensor-parallel", "3", "--recompute", "block", "--activations", "partition"}, 3);
+  expect_the_bits_of_the_host({"--tensor-parallel", "3", "--stage", "3", "--dtype", "bf16"}, 6);
+}
+
 // The program, as a person starts it.
 class NcclCommand : public ::testing::Test {
  protected:

@@ -8,13 +8,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 
 #include "forebay/error.h"
 #include "multirank/parallel_run.h"
 #include "shape.h"
 #include "support/process.h"
+#include "trainer.h"
 
 namespace forebay::testing {
 namespace {
@@ -55,6 +58,54 @@ TEST(TensorParallel, GivesTheSameBitsForEveryStageAndRecomputationWithinAGrid) {
       }
     }
   }
+}
+
+TEST(TensorParallel, GivesTheSameBitsWhateverElseIsChosen) {
+  const Words common = kGridModel + GridWords{4, 2}.words() + kDropout + kClip;
+  const gpt::TrainingReport plain = train(common);
+
+  expect_same_bits(train(common + Words{"--stage", "3", "--offload", "optimizer+parameters"}), plain);
+  expect_same_bits(train(common + Words{"--stage", "2", "--no-overlap", "--shard-within", "all"}), plain);
+  expect_same_bits(train(with(common, {"--bucket", "64", "--stage", "1"})), plain);
+  // Ranks as processes, over memory they share.
+  const TemporaryDirectory directory;
+  const std::string path = directory / "report.json";
+  const Finished finished =
+      run_program(Words{FOREBAY_GPT} + with(common, {"--communicator", "shm", "--report", path}));
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  std::ifstream file(path);
+  EXPECT_EQ(nlohmann::json::parse(file).at("digest"), plain.digest);
+}
+
+TEST(TensorParallel, RanksOfAllPartsStopAfterTheSameStepAndSave) {
+  const TemporaryDirectory directory;
+  const std::string state = directory / "state";
+  const Words words = with(kGridModel + GridWords{4, 2}.words(), {"--steps", "100000"});
+  gpt::request_stop();  // Seen in the first step.
+
+  const gpt::TrainingReport report = train(words + Words{"--save-state", state});
+
+  gpt::clear_stop();
+  EXPECT_TRUE(report.interrupted);
+  EXPECT_EQ(report.steps, 1u);
+  EXPECT_EQ(train(with(words, {"--steps", "1", "--load-state", state})).digest, report.digest);
+}
+
+// What a kill leaves: parts of a step that not all ranks have saved.
+TEST(TensorParallel, GoesOnFromTheLastStepThatAllPartsHaveSaved) {
+  const TemporaryDirectory directory;
+  const std::string state = directory / "state";
+  const Words words = kGridModel + GridWords{2, 2}.words();
+  const gpt::TrainingReport whole = train(words);
+  train(with(words, {"--steps", "1", "--save-state", state}));
+  std::filesystem::create_directories(state + "/step-2/part-0");
+  std::ofstream(state + "/step-2/part-0/latest") << "nothing that is whole";
+
+  const gpt::TrainingReport resumed = train(words + Words{"--load-state", state, "--save-state", state});
+
+  EXPECT_EQ(resumed.digest, whole.digest);
+  EXPECT_FALSE(std::filesystem::exists(state + "/step-2"));
+  EXPECT_FALSE(std::filesystem::exists(state + "/step-1"));
 }
 
 // The sums over the columns of a matrix are made in parts, so the last bits of activations differ. AdamW
