@@ -3,6 +3,7 @@
 //   fault_probe TRANSPORT STAGE STEPS DEADLINE_MS [FAULT RANK OPERATION [GO]]
 //
 //   TRANSPORT  auto, shm or gloo; rank, size and store come from the environment
+//   STAGE      3, or 3/2: sharded within groups of two ranks
 //   FAULT      kill, stop, exit: that happens to the process of RANK when its stream comes to OPERATION
 //              mismatch: it issues something else in its place
 //              pause: it says "paused" and goes on once there is a file GO
@@ -16,6 +17,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -44,13 +46,25 @@ void pause_until(const std::string& go) {
   while (::access(go.c_str(), F_OK) != 0) ::usleep(1000);
 }
 
-// Counts the collectives of the data plane, and does what is to happen at one of them.
+// Counts the collectives of the data plane, its own and those of what is split from it, and does what is to
+// happen at one of them.
 class FaultyCommunicator final : public ForwardingCommunicator {
  public:
   FaultyCommunicator(std::unique_ptr<Communicator> inner, Backend& backend, Fault fault)
-      : ForwardingCommunicator(std::move(inner)), backend_(backend), fault_(std::move(fault)) {}
+      : FaultyCommunicator(std::move(inner), backend, std::move(fault), std::make_shared<std::uint64_t>(0)) {
+    world_rank_ = rank();
+  }
 
-  std::uint64_t operation_count() const { return count_; }
+  std::uint64_t operation_count() const { return *count_; }
+
+  Result<std::unique_ptr<Communicator>> split(int color, int key) override {
+    Result<std::unique_ptr<Communicator>> part = ForwardingCommunicator::split(color, key);
+    FOREBAY_RETURN_IF_ERROR(part.status());
+    std::unique_ptr<FaultyCommunicator> faulty(
+        new FaultyCommunicator(std::move(part).value(), backend_, fault_, count_));
+    faulty->world_rank_ = world_rank_;
+    return std::unique_ptr<Communicator>(std::move(faulty));
+  }
 
   Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) override {
     if (meets())
@@ -63,7 +77,14 @@ class FaultyCommunicator final : public ForwardingCommunicator {
   }
 
  private:
-  bool meets() { return count_++ == fault_.operation && fault_.rank == rank(); }
+  FaultyCommunicator(std::unique_ptr<Communicator> inner, Backend& backend, Fault fault,
+                     std::shared_ptr<std::uint64_t> count)
+      : ForwardingCommunicator(std::move(inner)),
+        backend_(backend),
+        fault_(std::move(fault)),
+        count_(std::move(count)) {}
+
+  bool meets() { return (*count_)++ == fault_.operation && fault_.rank == world_rank_; }
 
   template <typename Operation>
   Status act(Stream stream, Operation operation) {
@@ -82,7 +103,8 @@ class FaultyCommunicator final : public ForwardingCommunicator {
 
   Backend& backend_;
   const Fault fault_;
-  std::uint64_t count_ = 0;
+  const std::shared_ptr<std::uint64_t> count_;
+  int world_rank_ = 0;
   std::byte scratch_[64];
 };
 
@@ -113,7 +135,11 @@ int run(const std::vector<std::string>& words) {
   std::printf("ready %s\n", rank.communicator->name());
   std::fflush(stdout);
 
-  const ToyOptions toy = options_for(std::stoi(words[1]), DataType::kBfloat16, environment.size);
+  ToyOptions toy = options_for(std::stoi(words[1]), DataType::kBfloat16, environment.size);
+  if (const std::size_t slash = words[1].find('/'); slash != std::string::npos) {
+    toy.engine.group = std::stoi(words[1].substr(slash + 1));
+    toy.engine.shard_within_group = true;
+  }
   ToyTrainer trainer(toy, rank);
   try {
     trainer.initialize();
