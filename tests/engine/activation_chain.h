@@ -12,6 +12,7 @@
 
 #include "forebay/activation_checkpointer.h"
 #include "forebay/memory_store.h"
+#include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
 #include "support/elements.h"
 #include "support/local_world.h"
@@ -33,7 +34,8 @@ inline ActivationCheckpointerOptions memory_options(const ActivationPlanOptions&
   return options;
 }
 
-// One rank of the chain. The source of all saves is one buffer, overwritten as soon as it may be.
+// One rank of the chain. The source of all saves is one buffer, overwritten as soon as it may be. Where the
+// host does not reach device memory, patterns go by way of page-locked memory.
 class Chain {
  public:
   Chain(Rank& rank, const std::vector<ActivationSlot>& slots, const ActivationCheckpointerOptions& options)
@@ -45,6 +47,7 @@ class Chain {
   }
   ~Chain() {
     if (stream.handle == nullptr) return;
+    EXPECT_TRUE(rank_.backend->stream_synchronize(stream).ok());
     EXPECT_TRUE(rank_.backend->stream_destroy(stream).ok());
     EXPECT_TRUE(rank_.backend->free(source_).ok());
   }
@@ -55,18 +58,23 @@ class Chain {
     checkpointer.commit();
     stream = value_or_throw(rank_.backend->stream_create());
     source_ = value_or_throw(rank_.backend->alloc(largest_));
+    if (rank_.backend->capabilities().host_accessible) return;
+    pool_ = value_or_throw(PinnedPool::create(*rank_.backend, {.slab_bytes = 1, .huge_pages = false}));
+    written_ = value_or_throw(pool_->allocate(largest_));
+    read_ = value_or_throw(pool_->allocate(largest_));
   }
 
   void save(std::size_t index, int micro_batch) {
     const ActivationSlot slot = slots_[index];
     const ActivationKey key{slot.unit, slot.slot, micro_batch};
-    queue([this, slot, key] {
+    queue([this, slot, key, target = written_ != nullptr ? written_ : source_] {
       for (std::uint64_t i = 0; i < slot.bytes; ++i)
-        source_[i] = pattern(key, slot.shared, rank_.communicator->rank(), i);
+        target[i] = pattern(key, slot.shared, rank_.communicator->rank(), i);
     });
+    copy(source_, written_, slot.bytes);
     const std::vector<std::byte> state = record(key, slot.state_bytes);
     checkpointer.save(key, source_, slot.bytes, stream, state);
-    queue([this] { std::memset(source_, 0xEE, largest_); });
+    overwrite(source_, largest_);
   }
 
   // Compares in stream order, before the lease has ended.
@@ -77,11 +85,12 @@ class Chain {
     ASSERT_EQ(lease.bytes(), slot.bytes);
     EXPECT_EQ(std::vector<std::byte>(lease.state().begin(), lease.state().end()),
               record(key, slot.state_bytes));
-    queue([this, slot, key, data = lease.data()] {
+    copy(read_, lease.data(), slot.bytes);
+    queue([this, slot, key, data = read_ != nullptr ? read_ : lease.data()] {
       for (std::uint64_t i = 0; i < slot.bytes; ++i)
         wrong_bytes += data[i] != pattern(key, slot.shared, rank_.communicator->rank(), i);
-      std::memset(data, 0xDD, slot.bytes);  // The lease's holder may write there.
     });
+    overwrite(lease.data(), slot.bytes);  // The lease's holder may write there.
   }
 
   void forward(int micro_batch) {
@@ -117,10 +126,25 @@ class Chain {
     return state;
   }
 
+  // To or from page-locked memory, if patterns go by way of it.
+  void copy(std::byte* target, const std::byte* source, std::uint64_t bytes) {
+    if (pool_ != nullptr) throw_if_error(rank_.backend->copy_async(target, source, bytes, stream));
+  }
+  void overwrite(DevicePtr target, std::uint64_t bytes) {
+    if (pool_ == nullptr) {
+      queue([target, bytes] { std::memset(target, 0xEE, bytes); });
+    } else {
+      throw_if_error(rank_.backend->fill_async(target, 0xEE, bytes, stream));
+    }
+  }
+
   Rank& rank_;
   const std::vector<ActivationSlot> slots_;
   std::uint64_t largest_ = 0;
   DevicePtr source_ = nullptr;
+  std::unique_ptr<PinnedPool> pool_;
+  std::byte* written_ = nullptr;
+  std::byte* read_ = nullptr;
 
  public:
   std::atomic<std::uint64_t> wrong_bytes{0};

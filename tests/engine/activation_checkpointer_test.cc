@@ -110,6 +110,43 @@ TEST(ActivationCheckpointer, DividesWhatTheRanksShare) {
   }
 }
 
+// A device that is too small for one placement is large enough for the next, and `auto` finds it.
+TEST(ActivationCheckpointer, FindsWhatFitsTheDevice) {
+  constexpr std::uint64_t kBudget = 1 << 20;
+  const auto outcome = [&](int layers, ActivationPlacement placement) {
+    std::string text;
+    WorldOptions world;
+    world.backend.memory_bytes = kBudget + (64 << 10);  // The chain's own buffer.
+    run_ranks(4, world, [&](Rank& rank) {
+      std::vector<ActivationSlot> slots;
+      for (int u = 0; u < layers; ++u)
+        slots.push_back({.unit = u, .bytes = 32 << 10, .placement = placement});
+      Chain chain(rank, slots, memory_options({.device_bytes = kBudget}));
+      try {
+        chain.commit();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kOutOfMemory) << error.what();
+        if (rank.communicator->rank() == 0) text = "does not fit";
+        return;
+      }
+      chain.run(2, 1);
+      chain.finish();
+      EXPECT_LE(chain.checkpointer.statistics().device_bytes, kBudget);
+      const ActivationPlan& plan = chain.checkpointer.committed_plan();
+      if (rank.communicator->rank() == 0) text = activation_placement_name(plan.slots.front().placement);
+    });
+    return text;
+  };
+
+  EXPECT_EQ(outcome(24, kKeep), "keep");
+  EXPECT_EQ(outcome(24, kAuto), "keep");
+  EXPECT_EQ(outcome(80, kKeep), "does not fit");
+  EXPECT_EQ(outcome(80, kPartition), "partition");
+  EXPECT_EQ(outcome(80, kAuto), "partition");
+  EXPECT_EQ(outcome(160, kPartition), "does not fit");
+  EXPECT_EQ(outcome(160, kAuto), "partition+spill");
+}
+
 TEST(ActivationCheckpointer, FetchesAheadWhatComesNext) {
   run_ranks(2, {}, [](Rank& rank) {
     Chain chain(rank, odd_slots(kPartitionAndSpill, 1.0), memory_options({.micro_batches = 2}));

@@ -20,9 +20,9 @@
 // saved or the first of them is loaded. Other orders give the same bits, later. All ranks of the group make
 // the same calls in the same order; that fixes the order of the gathers.
 //
-// Streams: no call waits for the device. A load makes `stream` wait until the activation is there. The ends
-// of leases are points of the stream that load() was given. The streams outlive the checkpointer or are
-// drained before.
+// Streams: save() and load() do not wait for the device. A load makes `stream` wait until the activation is
+// there. The ends of leases are points of the stream that load() was given. The streams outlive the
+// checkpointer or are drained before.
 //
 // Errors: thrown as Error. Misuse (a load of what was not saved, saving twice, another size, a micro-batch
 // too many) is kInvalidArgument and changes nothing. After a failure of a peer, a stream, the device or the
