@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <span>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "forebay/error.h"
@@ -30,25 +32,47 @@ std::vector<T> exchanged(Communicator& communicator, const T& mine) {
   return all;
 }
 
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::vector<std::pair<std::string, std::string>> key_value_lines(const std::string& text) {
+  std::vector<std::pair<std::string, std::string>> lines;
   std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  for (std::string line; std::getline(stream, line);) {
+    const std::size_t space = line.find(' ');
+    lines.emplace_back(line.substr(0, space), space == std::string::npos ? "" : line.substr(space + 1));
+  }
   return lines;
 }
 
-std::string difference(const std::vector<std::string>& texts) {
-  const std::vector<std::string> first = lines_of(texts.front());
-  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
-    const std::vector<std::string> other = lines_of(texts[rank]);
-    for (std::size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
-      const std::string mine = i < first.size() ? first[i] : "nothing";
-      const std::string theirs = i < other.size() ? other[i] : "nothing";
-      if (mine != theirs)
-        return "rank 0 has \"" + mine + "\", rank " + std::to_string(rank) + " has \"" + theirs + "\"";
+// Names the first key whose values differ, and which ranks have which.
+std::string first_difference(const std::string& what, const std::vector<std::string>& texts) {
+  for (const std::string& reference : texts) {
+    for (const auto& [key, unused] : key_value_lines(reference)) {
+      std::map<std::string, std::vector<int>> ranks_by_value;
+      for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+        std::string value = "nothing";
+        for (const auto& [other_key, other_value] : key_value_lines(texts[rank])) {
+          if (other_key == key) value = other_value;
+        }
+        ranks_by_value[value].push_back(static_cast<int>(rank));
+      }
+      if (ranks_by_value.size() < 2) continue;
+      std::string message = "the ranks were given different " + what + ": " + key + " is";
+      const char* separator = " ";
+      for (const auto& [value, ranks] : ranks_by_value) {
+        const std::string shown = value.size() > 80 ? value.substr(0, 80) + "..." : value;
+        message += separator + shown + " on " + ranks_text(ranks);
+        separator = ", ";
+      }
+      return message + "; start every rank with the same " + what;
     }
   }
-  return "beyond the " + std::to_string(kTextBytesMax) + " bytes that are compared";
+  return "the ranks were given different " + what + ", beyond the " + std::to_string(kTextBytesMax) +
+         " bytes that are compared";
 }
 
 }  // namespace
@@ -87,9 +111,7 @@ void agree_on_text(Communicator& communicator, const std::string& what, const st
   std::vector<std::string> by_rank;
   for (std::size_t rank = 0; rank < all.size(); ++rank)
     by_rank.emplace_back(&texts[rank * longest], std::min(all[rank].bytes, longest));
-  throw Error(StatusCode::kInvalidArgument, "the ranks were given different " + what + ": " +
-                                                difference(by_rank) +
-                                                "; give every rank of the group the same");
+  throw Error(StatusCode::kInvalidArgument, first_difference(what, by_rank));
 }
 
 }  // namespace forebay

@@ -11,8 +11,8 @@ namespace forebay {
 // Errors: those of the communicator, too.
 void agree(Communicator& communicator, const Status& mine);
 
-// Every rank gives a text of lines; where they differ, all throw kInvalidArgument that says `what` differs,
-// and names the first line that does and who has which. Collective.
+// Every rank gives a text of lines "key value"; where they differ, all throw kInvalidArgument that says
+// `what` differs, and names the first line that does and who has which. Collective.
 void agree_on_text(Communicator& communicator, const std::string& what, const std::string& mine);
 
 }  // namespace forebay

@@ -242,7 +242,7 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
   ++impl.cursor;
   impl.lease_alive = true;
-  if (impl.options.timeline != nullptr) impl.mark(stream, "trainer", nullptr);
+  begin_span(impl.backend, impl.options.timeline, stream, "trainer");
   return Lease(this, unit, stream, false);
 }
 
@@ -277,7 +277,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     if (impl.unit(owner).away) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
   }
   impl.lease_alive = true;
-  if (impl.options.timeline != nullptr) impl.mark(stream, "trainer", nullptr);
+  begin_span(impl.backend, impl.options.timeline, stream, "trainer");
   impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);
   return Lease(this, unit, stream, true);
 }

@@ -1,13 +1,11 @@
 // From a description to memory: agreement over the ranks, the budget, and who lies where.
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
 #include <sstream>
 
+#include "agreement.h"
 #include "engine_impl.h"
 #include "forebay/grouped_communicator.h"
 #include "forebay/log.h"
@@ -79,48 +77,6 @@ std::span<const std::byte> as_bytes_of(const void* data, std::size_t bytes) {
   return {static_cast<const std::byte*>(data), bytes};
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
-}
-
-std::vector<std::pair<std::string, std::string>> key_value_lines(const std::string& text) {
-  std::vector<std::pair<std::string, std::string>> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) {
-    const std::size_t space = line.find(' ');
-    lines.emplace_back(line.substr(0, space), space == std::string::npos ? "" : line.substr(space + 1));
-  }
-  return lines;
-}
-
-// Names the first option whose values differ, and which ranks have which.
-std::string first_difference(const std::vector<std::string>& texts) {
-  for (const std::string& reference : texts) {
-    for (const auto& [key, unused] : key_value_lines(reference)) {
-      std::map<std::string, std::vector<int>> ranks_by_value;
-      for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-        std::string value = "nothing";
-        for (const auto& [other_key, other_value] : key_value_lines(texts[rank])) {
-          if (other_key == key) value = other_value;
-        }
-        ranks_by_value[value].push_back(static_cast<int>(rank));
-      }
-      if (ranks_by_value.size() < 2) continue;
-      std::string message = "the ranks were given different options: " + key + " is";
-      const char* separator = " ";
-      for (const auto& [value, ranks] : ranks_by_value) {
-        const std::string shown = value.size() > 80 ? value.substr(0, 80) + "..." : value;
-        message += separator + shown + " on " + ranks_text(ranks);
-        separator = ", ";
-      }
-      return message + "; start every rank with the same options";
-    }
-  }
-  return "the ranks' plans differ";
-}
-
 }  // namespace
 
 PlanOptions Engine::Impl::plan_options() const {
@@ -146,24 +102,7 @@ PlanOptions Engine::Impl::plan_options() const {
 }
 
 void Engine::Impl::agree(const Status& mine) {
-  const std::uint64_t verdict = static_cast<std::uint64_t>(mine.code());
-  Communicator& all = everyone();
-  std::vector<std::uint64_t> verdicts(static_cast<std::size_t>(all.size()));
-  must(all.exchange(as_bytes_of(&verdict, sizeof(verdict)), std::as_writable_bytes(std::span(verdicts))));
-  const auto bad =
-      std::find_if(verdicts.begin(), verdicts.end(), [](std::uint64_t code) { return code != 0; });
-  if (bad == verdicts.end()) return;
-
-  // Rare, so the messages travel only now, cut to a fixed length.
-  constexpr std::size_t kMessageBytes = 1024;
-  std::vector<char> message(kMessageBytes, '\0');
-  std::memcpy(message.data(), mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
-  std::vector<char> messages(kMessageBytes * static_cast<std::size_t>(all.size()), '\0');
-  must(all.exchange(as_bytes_of(message.data(), kMessageBytes), std::as_writable_bytes(std::span(messages))));
-  const std::size_t first = static_cast<std::size_t>(bad - verdicts.begin());
-  std::string text(&messages[first * kMessageBytes]);
-  if (static_cast<int>(first) != all.rank()) text = "rank " + std::to_string(first) + ": " + text;
-  throw Error(static_cast<StatusCode>(*bad), text);
+  together([&] { forebay::agree(everyone(), mine); });
 }
 
 void Engine::Impl::agree_on_options() {
@@ -183,33 +122,18 @@ void Engine::Impl::agree_on_options() {
     for (const UnitShape::Tied& tied : unit.tied) text << "tied:" << tied.unit << '.' << tied.index << ' ';
     text << '\n';
   }
-  const std::string mine = text.str();
+  together([&] { agree_on_text(communicator, "options", text.str()); });
+}
 
-  struct Summary {
-    std::uint64_t hash;
-    std::uint64_t length;
-  };
-  const Summary summary{XXH3_64bits(mine.data(), mine.size()), mine.size()};
-  std::vector<Summary> summaries(static_cast<std::size_t>(ranks()));
-  must(communicator.exchange(as_bytes_of(&summary, sizeof(summary)),
-                             std::as_writable_bytes(std::span(summaries))));
-  const bool same = std::all_of(summaries.begin(), summaries.end(),
-                                [&](const Summary& other) { return other.hash == summary.hash; });
-  if (same) return;
-
-  std::uint64_t longest = 0;
-  for (const Summary& other : summaries) longest = std::max(longest, other.length);
-  constexpr std::uint64_t kTextLimit = 1 << 20;  // A peer's length is not to be trusted with an allocation.
-  longest = std::min(longest, kTextLimit);
-  std::vector<char> padded(longest, '\0');
-  std::memcpy(padded.data(), mine.data(), std::min<std::size_t>(mine.size(), longest));
-  std::vector<char> all(longest * summaries.size(), '\0');
-  must(communicator.exchange(as_bytes_of(padded.data(), longest), std::as_writable_bytes(std::span(all))));
-  std::vector<std::string> texts;
-  for (std::size_t rank = 0; rank < summaries.size(); ++rank) {
-    texts.emplace_back(&all[rank * longest], std::min(summaries[rank].length, longest));
+// What the ranks do together. When it fails because a rank is lost, the engine is failed.
+void Engine::Impl::together(const std::function<void()>& what) {
+  try {
+    what();
+  } catch (const Error&) {
+    must(everyone().status());
+    must(communicator.status());
+    throw;
   }
-  must(Status(StatusCode::kInvalidArgument, first_difference(texts)));
 }
 
 Status Engine::Impl::check_options() const {

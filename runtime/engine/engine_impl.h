@@ -20,6 +20,7 @@
 #include "forebay/mover.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/store_pass.h"
+#include "marked_span.h"
 #include "schedule.h"
 #include "step_control.h"
 
@@ -126,21 +127,10 @@ struct Engine::Impl {
   };
 
   // Marks what is queued on `stream` while it is alive as one span of the timeline, if there is one.
-  class Marked {
-   public:
-    Marked(Impl& impl, Stream stream, const char* track, const char* what, int unit);
-    ~Marked();
-    Marked(const Marked&) = delete;
-    Marked& operator=(const Marked&) = delete;
-
-   private:
-    Impl& impl_;
-    Stream stream_;
-    const char* track_;
-    const char* what_;
-    int unit_;
-  };
-  void mark(Stream stream, const char* track, const std::string* name) noexcept;
+  MarkedSpan marked(Stream stream, const char* track, const char* what, int unit) const {
+    return {backend, options.timeline, stream, track,
+            options.timeline == nullptr ? std::string() : what + (" " + shape(unit).name)};
+  }
 
   enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
 
@@ -180,6 +170,7 @@ struct Engine::Impl {
   // The engine is not failed by that: nothing it holds has changed.
   void agree(const Status& mine);
   void agree_on_options();
+  void together(const std::function<void()>& what);
   void connect();
   Status check_options() const;
   Status check_budget() const;

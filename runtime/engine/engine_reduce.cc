@@ -76,7 +76,8 @@ void Engine::Impl::reduce_alone(int index) {
     if (user >= 0) must(backend.stream_wait(engine_stream, unit(user).left));
     user = index;
   }
-  std::optional<Marked> marked(std::in_place, *this, engine_stream, "engine", "reduce", index);
+  std::optional<MarkedSpan> span;
+  span.emplace(backend, options.timeline, engine_stream, "engine", "reduce " + shape(index).name);
   if (ranks() == 1 && options.micro_steps == 1) {
     // The sum of one rank times one is the gradient itself.
     if (u.gradient_shard != u.gradients) {
@@ -113,7 +114,7 @@ void Engine::Impl::reduce_alone(int index) {
       if (last) average_accumulator(index);
     }
   }
-  marked.reset();
+  span.reset();
   finish_reduction(index);
 }
 
@@ -149,7 +150,7 @@ void Engine::Impl::fuse(int index) {
   const std::uint64_t slice = layout(index).trainable_slice(shards());
   const std::uint64_t stride = plan.fused_columns * element();
   if (fused_count + slice > plan.fused_columns) reduce_fused();
-  const Marked marked(*this, engine_stream, "engine", "fuse", index);
+  const MarkedSpan span = marked(engine_stream, "engine", "fuse", index);
   for (std::uint64_t s = 0; s < static_cast<std::uint64_t>(shards()); ++s) {
     must(backend.copy_async(fused + s * stride + fused_count * element(), u.gradients + s * slice * element(),
                             slice * element(), engine_stream));
@@ -166,7 +167,7 @@ void Engine::Impl::reduce_fused() {
   const std::size_t place = next_bucket();
   float* const sums = bucket_sums[place];
   {
-    const Marked marked(*this, engine_stream, "engine", "reduce", fused_units.back().unit);
+    const MarkedSpan span = marked(engine_stream, "engine", "reduce", fused_units.back().unit);
     must(sharded().reduce_scatter({.source = fused,
                                    .source_stride_bytes = plan.fused_columns * element(),
                                    .count = fused_count,
@@ -241,12 +242,12 @@ void Engine::Impl::reduce_on_host(int index) {
     bucket.target = reinterpret_cast<float*>(transit[place]);
     bucket.first = true;
     {
-      const Marked marked(*this, engine_stream, "engine", "reduce", index);
+      const MarkedSpan span = marked(engine_stream, "engine", "reduce", index);
       must(sharded().reduce_scatter(bucket, engine_stream));
     }
     must(backend.event_record(sum_ready[place], engine_stream));
     must(backend.stream_wait(tier_stream, sum_ready[place]));
-    const Marked marked(*this, tier_stream, "host", "gradients down", index);
+    const MarkedSpan span = marked(tier_stream, "host", "gradients down", index);
     const bool first = micro_step == 0;
     must(backend.copy_async(first ? sum.target : host_sum, transit[place], sum.count * sizeof(float),
                             tier_stream));
@@ -306,7 +307,7 @@ void Engine::Impl::average_on_host(int index) {
 void Engine::Impl::spill_gradients(int index) {
   Unit& u = unit(index);
   must(backend.stream_wait(tier_stream, reduced(index)));
-  const Marked marked(*this, tier_stream, "host", "gradients down", index);
+  const MarkedSpan span = marked(tier_stream, "host", "gradients down", index);
   must(backend.copy_async(u.host_gradients, u.updated_gradients,
                           u.updated_count * element_bytes(u.gradient_type), tier_stream));
   must(backend.event_record(u.left, tier_stream));

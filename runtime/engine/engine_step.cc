@@ -35,43 +35,6 @@ double fingerprint_of(const Hyperparameters& hyperparameters, std::uint64_t valu
 
 }  // namespace
 
-// --- the timeline ---
-
-// Ends a span of `track`, or begins one, in the order of `stream`. What cannot be queued is left out: the
-// stream's failure is told elsewhere.
-void Engine::Impl::mark(Stream stream, const char* track, const std::string* name) noexcept {
-  struct Mark {
-    Timeline* timeline;
-    const char* track;
-    bool ends;
-    std::string name;
-  };
-  auto* const given = new Mark{options.timeline, track, name != nullptr, name == nullptr ? "" : *name};
-  const Status queued = backend.call_host(
-      stream,
-      [](void* argument) {
-        const std::unique_ptr<Mark> mark(static_cast<Mark*>(argument));
-        if (mark->ends) {
-          mark->timeline->end(mark->track, mark->name);
-        } else {
-          mark->timeline->begin(mark->track);
-        }
-      },
-      given);
-  if (!queued.ok()) delete given;
-}
-
-Engine::Impl::Marked::Marked(Impl& impl, Stream stream, const char* track, const char* what, int unit)
-    : impl_(impl), stream_(stream), track_(track), what_(what), unit_(unit) {
-  if (impl_.options.timeline != nullptr) impl_.mark(stream_, track_, nullptr);
-}
-
-Engine::Impl::Marked::~Marked() {
-  if (impl_.options.timeline == nullptr) return;
-  const std::string name = std::string(what_) + (unit_ < 0 ? "" : " " + impl_.shape(unit_).name);
-  impl_.mark(stream_, track_, &name);
-}
-
 // --- gathers ---
 
 void Engine::Impl::all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes) {
@@ -105,7 +68,7 @@ void Engine::Impl::gather(int index) {
     must(backend.stream_wait(engine_stream, u.updated));
   }
   user = index;
-  const Marked marked(*this, engine_stream, "engine", "gather", index);
+  const MarkedSpan span = marked(engine_stream, "engine", "gather", index);
   all_gather_section(u.parameters, mine, slice);
   all_gather_section(frozen, my_frozen, frozen_slice);
   must(backend.event_record(slot_ready[static_cast<std::size_t>(slot)], engine_stream));
@@ -134,7 +97,7 @@ void Engine::Impl::fetch_parameters(int index, int slot) {
       must(mover->fetch({away.range, 0, bytes, away.range_bytes}, target));
     }
   };
-  const Marked marked(*this, fetch_stream, "parameters up", "fetch", index);
+  const MarkedSpan span = marked(fetch_stream, "parameters up", "fetch", index);
   fetch(u.trainable_away, slice, u.parameters + shard_index * slice);
   fetch(u.frozen_away, frozen_slice,
         u.parameters + layout(index).trainable_count * element() + shard_index * frozen_slice);
@@ -304,8 +267,8 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
   }
   try {
     if (options.timeline != nullptr) {
-      const std::string name = (backward ? "backward " : "forward ") + shape(index).name;
-      mark(stream, "trainer", &name);
+      end_span(backend, options.timeline, stream, "trainer",
+               (backward ? "backward " : "forward ") + shape(index).name);
     }
     if (backward) complete_gradients(index, stream);
     must(backend.event_record(unit(index).released, stream));
@@ -476,7 +439,7 @@ void Engine::Impl::queue_update(const Hyperparameters& hyperparameters, const st
     if (u.away) {
       if (used[static_cast<std::size_t>(index)]) queue_host_update(index, hyperparameters);
     } else if (u.updated_count > 0 && used[static_cast<std::size_t>(index)]) {
-      const Marked marked(*this, update_stream, "updates", "update", index);
+      const MarkedSpan span = marked(update_stream, "updates", "update", index);
       adamw.gradient_type = u.gradient_type;
       for (const Segment& segment : u.segments) {
         const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
@@ -548,7 +511,7 @@ void Engine::Impl::queue_host_update(int index, const Hyperparameters& hyperpara
   HostUpdate& update = host_updates[attempted_steps % 2][static_cast<std::size_t>(index)];
   update.groups = hyperparameters.groups;
   {
-    const Marked marked(*this, tier_stream, "host", "update", index);
+    const MarkedSpan span = marked(tier_stream, "host", "update", index);
     must(backend.call_host(
         tier_stream,
         [](void* argument) {
@@ -565,7 +528,7 @@ void Engine::Impl::queue_host_update(int index, const Hyperparameters& hyperpara
     const bool is_master = options.dtype == DataType::kFloat32 && u.master != nullptr;
     const void* const source =
         is_master ? static_cast<const void*>(u.master) : static_cast<const void*>(u.host_gradients);
-    const Marked marked(*this, up_stream, "parameters up", "up", index);
+    const MarkedSpan span = marked(up_stream, "parameters up", "up", index);
     must(backend.copy_async(u.updated_parameters, source, u.updated_count * element(), up_stream));
     must(backend.event_record(u.updated, up_stream));
   }

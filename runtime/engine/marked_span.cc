@@ -6,19 +6,26 @@
 
 namespace forebay {
 
-// What cannot be queued is left out: the stream's failure is told elsewhere.
+void begin_span(Backend& backend, Timeline* timeline, Stream stream, const char* track) noexcept {
+  if (timeline == nullptr) return;
+  static_cast<void>(call_on(backend, stream, [timeline, track] { timeline->begin(track); }));
+}
+
+void end_span(Backend& backend, Timeline* timeline, Stream stream, const char* track,
+              std::string name) noexcept {
+  if (timeline == nullptr) return;
+  static_cast<void>(
+      call_on(backend, stream, [timeline, track, name = std::move(name)] { timeline->end(track, name); }));
+}
+
 MarkedSpan::MarkedSpan(Backend& backend, Timeline* timeline, Stream stream, const char* track,
                        std::string name)
     : backend_(backend), timeline_(timeline), stream_(stream), track_(track), name_(std::move(name)) {
-  if (timeline_ == nullptr) return;
-  static_cast<void>(call_on(backend_, stream_, [timeline, track] { timeline->begin(track); }));
+  begin_span(backend_, timeline_, stream_, track_);
 }
 
 MarkedSpan::~MarkedSpan() {
-  if (timeline_ == nullptr) return;
-  static_cast<void>(call_on(
-      backend_, stream_,
-      [timeline = timeline_, track = track_, name = std::move(name_)] { timeline->end(track, name); }));
+  end_span(backend_, timeline_, stream_, track_, std::move(name_));
 }
 
 }  // namespace forebay

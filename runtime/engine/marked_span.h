@@ -8,6 +8,12 @@
 
 namespace forebay {
 
+// The same in two calls, on any stream. What cannot be queued is left out: the stream's failure is told
+// elsewhere.
+void begin_span(Backend& backend, Timeline* timeline, Stream stream, const char* track) noexcept;
+void end_span(Backend& backend, Timeline* timeline, Stream stream, const char* track,
+              std::string name) noexcept;
+
 class MarkedSpan {
  public:
   // `timeline`: null marks nothing. Requires: `track` is a literal.
