@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <map>
 #include <optional>
 
 #include "forebay/bootstrap.h"
@@ -119,6 +121,7 @@ class Children {
     }
     if (child > 0) {
       running_.push_back(child);
+      ranks_[child] = static_cast<int>(ranks_.size());
       return {};
     }
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -148,12 +151,19 @@ class Children {
         ++i;
         continue;
       }
+      const pid_t ended = running_[i];
       running_.erase(running_.begin() + static_cast<std::ptrdiff_t>(i));
       const int code = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
       if (code == 0) continue;
       failed = true;
       const bool first_signal = open && WIFSIGNALED(state) && !signalled;
       signalled = signalled || WIFSIGNALED(state);
+      // One that is killed says nothing, and the others may have no time to.
+      if (first_signal && WTERMSIG(state) != SIGINT && WTERMSIG(state) != SIGTERM) {
+        std::fprintf(stderr, "%s: rank %d (process %d) was ended by signal %d: %s\n",
+                     program_invocation_short_name, ranks_.at(ended), ended, WTERMSIG(state),
+                     strsignal(WTERMSIG(state)));
+      }
       if (exit_code_ == 0 || first_signal) exit_code_ = code;
     }
     return failed;
@@ -163,6 +173,7 @@ class Children {
 
  private:
   std::vector<pid_t> running_;
+  std::map<pid_t, int> ranks_;
   int exit_code_ = 0;
 };
 

@@ -140,7 +140,9 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
     stop_on_signals();
     return finish(options, run_training_rank(options, environment), environment.rank == 0);
   } catch (const Error& error) {
-    if (speaks(environment.rank, error))
+    const bool is_own = dynamic_cast<const JoinError*>(&error) != nullptr &&
+                        error.code() != StatusCode::kPeerLost && error.code() != StatusCode::kTimeout;
+    if (is_own || speaks(environment.rank, error))
       std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
     const bool peer = error.code() == StatusCode::kPeerLost || error.code() == StatusCode::kTimeout;
     return peer ? kPeerFailureExit : kFailureExit;

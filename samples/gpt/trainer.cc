@@ -833,10 +833,13 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
                          .local_size = environment.local_size,
                          .is_process = true},
                         [&](Backend& backend, Kernels&) {
-                          if (options.communicator == "shm") return create_shm_communicator(process, backend);
-                          if (options.communicator == "gloo")
-                            return create_gloo_communicator(process, backend);
-                          return create_process_communicator(process, backend);
+                          Result<std::unique_ptr<Communicator>> joined =
+                              options.communicator == "shm" ? create_shm_communicator(process, backend)
+                              : options.communicator == "gloo"
+                                  ? create_gloo_communicator(process, backend)
+                                  : create_process_communicator(process, backend);
+                          if (!joined.ok()) throw JoinError(joined.status());
+                          return joined;
                         });
   return train_rank(options, rank);
 }

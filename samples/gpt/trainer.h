@@ -8,6 +8,7 @@
 
 #include "forebay/bootstrap.h"
 #include "forebay/communicator.h"
+#include "forebay/error.h"
 #include "forebay/plan.h"
 #include "options.h"
 
@@ -98,6 +99,12 @@ struct TrainingReport {
 TrainingReport run_training(const TrainerOptions& options);
 // The same with options of its own for each rank: by_rank.size() ranks.
 TrainingReport run_training(const std::vector<TrainerOptions>& by_rank);
+
+// A rank did not get as far as the others: nobody but it may know why.
+class JoinError : public Error {
+ public:
+  explicit JoinError(const Status& status) : Error(status) {}
+};
 
 // One rank of several processes. All ranks return the same report; rank 0 alone writes files.
 TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvironment& environment);

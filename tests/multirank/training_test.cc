@@ -265,8 +265,22 @@ TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
       const std::size_t place = finished.output.find(named);
       ASSERT_NE(place, std::string::npos) << finished.output;
       EXPECT_EQ(finished.output.find(fate, place + named.size()), std::string::npos) << finished.output;
+      // And one of what the launcher alone knows.
+      EXPECT_NE(finished.output.find("rank " + std::to_string(rank) + " (process " + std::to_string(child) +
+                                     ") was ended by signal 9"),
+                std::string::npos)
+          << finished.output;
     }
   }
+}
+
+TEST_F(Training, ARankThatCannotJoinSaysWhyWhicheverItIs) {
+  if (!FOREBAY_TEST_GLOO) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
+  const Finished finished =
+      run({"--steps", "1"},
+          {{"FOREBAY_RANK", "1"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", "tcp://127.0.0.1:1/there"}});
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_NE(finished.output.find("forebay-gpt: "), std::string::npos) << "it said nothing";
 }
 
 TEST_F(Training, RefusesABudgetOneChunkUnderThePlan) {
