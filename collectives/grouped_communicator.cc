@@ -2,18 +2,16 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "arguments.h"
+#include "forebay/units.h"
 
 namespace forebay {
 namespace {
 
 constexpr std::size_t kStagingAlignment = 512;
-
-constexpr std::size_t aligned(std::size_t bytes) {
-  return (bytes + kStagingAlignment - 1) / kStagingAlignment * kStagingAlignment;
-}
 
 Status check_groups(int size, int group) {
   if (group >= 1 && size % group == 0) return {};
@@ -28,9 +26,9 @@ struct Staging {
   Staging(const GroupedOptions& options, int world_size, std::size_t count, DataType type) {
     const auto group = static_cast<std::size_t>(options.group);
     const std::size_t groups = static_cast<std::size_t>(world_size) / group;
-    partial = aligned(group * count * element_bytes(type));
-    across = partial + aligned((options.replicate ? 1 : groups) * count * sizeof(float));
-    end = across + aligned((options.replicate ? 1 : groups) * count * sizeof(float));
+    partial = round_up(group * count * element_bytes(type), kStagingAlignment);
+    across = partial + round_up((options.replicate ? 1 : groups) * count * sizeof(float), kStagingAlignment);
+    end = across + round_up((options.replicate ? 1 : groups) * count * sizeof(float), kStagingAlignment);
   }
   std::size_t partial;
   std::size_t across;
@@ -149,9 +147,10 @@ class GroupedCommunicator final : public Communicator {
     std::vector<OperationTraffic> result;
     const int group = options_.group;
     const int first = world_.rank() / group * group;
-    add_operations(result, within_->operation_traffic(), [&](int peer) { return first + peer; });
-    add_operations(result, across_->operation_traffic(),
-                   [&](int peer) { return peer * group + within_->rank(); });
+    add_operation_traffic(result, within_->operation_traffic(), world_.size(),
+                          [&](int peer) { return first + peer; });
+    add_operation_traffic(result, across_->operation_traffic(), world_.size(),
+                          [&](int peer) { return peer * group + within_->rank(); });
     return result;
   }
 
@@ -162,25 +161,6 @@ class GroupedCommunicator final : public Communicator {
   // Those whose ranks are this one's.
   Communicator& members() const noexcept { return options_.replicate ? *within_ : world_; }
 
-  template <typename WorldRank>
-  void add_operations(std::vector<OperationTraffic>& sum, const std::vector<OperationTraffic>& some,
-                      WorldRank world_rank) const {
-    for (const OperationTraffic& operation : some) {
-      const auto found = std::find_if(sum.begin(), sum.end(), [&](const OperationTraffic& other) {
-        return std::string_view(other.operation) == operation.operation;
-      });
-      OperationTraffic& total = found != sum.end() ? *found : sum.emplace_back();
-      total.operation = operation.operation;
-      total.count += operation.count;
-      total.peers.resize(static_cast<std::size_t>(world_.size()));
-      for (std::size_t peer = 0; peer < operation.peers.size(); ++peer) {
-        Traffic& traffic = total.peers[static_cast<std::size_t>(world_rank(static_cast<int>(peer)))];
-        traffic.sent_bytes += operation.peers[peer].sent_bytes;
-        traffic.received_bytes += operation.peers[peer].received_bytes;
-      }
-    }
-  }
-
   Communicator& world_;
   const GroupedOptions options_;
   const std::unique_ptr<Communicator> within_;
@@ -188,6 +168,23 @@ class GroupedCommunicator final : public Communicator {
 };
 
 }  // namespace
+
+void add_operation_traffic(std::vector<OperationTraffic>& sum, const std::vector<OperationTraffic>& part,
+                           int size, const std::function<int(int)>& rank_of) {
+  for (const OperationTraffic& operation : part) {
+    auto total = std::find_if(sum.begin(), sum.end(), [&](const OperationTraffic& known) {
+      return std::string_view(known.operation) == operation.operation;
+    });
+    if (total == sum.end()) total = sum.insert(sum.end(), {.operation = operation.operation});
+    total->count += operation.count;
+    total->peers.resize(static_cast<std::size_t>(size));
+    for (std::size_t peer = 0; peer < operation.peers.size(); ++peer) {
+      Traffic& traffic = total->peers[static_cast<std::size_t>(rank_of(static_cast<int>(peer)))];
+      traffic.sent_bytes += operation.peers[peer].sent_bytes;
+      traffic.received_bytes += operation.peers[peer].received_bytes;
+    }
+  }
+}
 
 std::size_t grouped_staging_bytes(const GroupedOptions& options, int world_size, std::size_t count,
                                   DataType type) {

@@ -534,7 +534,8 @@ Status Group::read_peer(int peer, std::uint64_t address, std::byte* target, std:
         if (const std::vector<int> dead = find_dead(); !dead.empty()) return lost(what, dead);
         std::this_thread::sleep_for(kPoll);
       }
-      return fail(Status(StatusCode::kIoError, what + ": " + std::strerror(error)));
+      return fail(
+          Status(StatusCode::kIoError, what + ": " + std::strerror(error) + "; see what that rank does"));
     }
     address += static_cast<std::uint64_t>(got);
     target += got;

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 
 #include "engine_impl.h"
+#include "forebay/grouped_communicator.h"
 #include "forebay/log.h"
 
 namespace forebay {
@@ -370,26 +370,15 @@ EngineStatistics Engine::statistics() {
 std::vector<OperationTraffic> Engine::operation_traffic() const {
   const Impl& impl = *impl_;
   std::vector<OperationTraffic> sum = impl.communicator.operation_traffic();
-  const auto add = [&](const Communicator& other, const auto& rank_of) {
-    for (const OperationTraffic& operation : other.operation_traffic()) {
-      auto total = std::find_if(sum.begin(), sum.end(), [&](const OperationTraffic& known) {
-        return std::string_view(known.operation) == operation.operation;
-      });
-      if (total == sum.end()) total = sum.insert(sum.end(), {.operation = operation.operation});
-      total->count += operation.count;
-      total->peers.resize(static_cast<std::size_t>(impl.ranks()));
-      for (std::size_t peer = 0; peer < operation.peers.size(); ++peer) {
-        Traffic& traffic = total->peers[static_cast<std::size_t>(rank_of(static_cast<int>(peer)))];
-        traffic.sent_bytes += operation.peers[peer].sent_bytes;
-        traffic.received_bytes += operation.peers[peer].received_bytes;
-      }
-    }
-  };
-  if (impl.grouped != nullptr) add(*impl.grouped, [](int peer) { return peer; });
+  if (impl.grouped != nullptr) {
+    add_operation_traffic(sum, impl.grouped->operation_traffic(), impl.ranks(),
+                          [](int peer) { return peer; });
+  }
   // They are in the order of their parts.
   if (impl.deciding != nullptr && impl.options.grid == nullptr) {
-    add(*impl.deciding,
-        [&](int part) { return part % impl.replicas() * impl.shards() + part / impl.replicas(); });
+    add_operation_traffic(sum, impl.deciding->operation_traffic(), impl.ranks(), [&](int part) {
+      return part % impl.replicas() * impl.shards() + part / impl.replicas();
+    });
   }
   return sum;
 }

@@ -15,7 +15,9 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include "forebay/communicator.h"
 
@@ -42,5 +44,9 @@ Result<std::unique_ptr<Communicator>> create_grouped_communicator(Communicator& 
 // What staging_bytes() of such a communicator says, before there is one.
 std::size_t grouped_staging_bytes(const GroupedOptions& options, int world_size, std::size_t count,
                                   DataType type);
+
+// Adds the accounts of a communicator of some of `size` ranks, whose rank r is rank_of(r) of them, to `sum`.
+void add_operation_traffic(std::vector<OperationTraffic>& sum, const std::vector<OperationTraffic>& part,
+                           int size, const std::function<int(int)>& rank_of);
 
 }  // namespace forebay
