@@ -42,7 +42,7 @@ ActivationCheckpointer::Impl::~Impl() {
 ActivationPlanOptions ActivationCheckpointer::Impl::plan_options() const {
   ActivationPlanOptions result = options.plan;
   result.ranks = communicator.size();
-  result.chunk_bytes = backend.capabilities().granularity;
+  result.chunk_bytes = options.in_region ? kActivationAlignment : backend.capabilities().granularity;
   return result;
 }
 
@@ -59,6 +59,11 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
     verdict = Status(StatusCode::kInvalidArgument,
                      "activations that are spilled to files need a directory for them; give one on the "
                      "drive that is to hold them");
+  }
+  if (verdict.ok() && options.in_region && region == nullptr && made.value().device_bytes() > 0) {
+    verdict = Status(StatusCode::kInvalidArgument,
+                     "an activation checkpointer whose options say in_region was committed without one; give "
+                     "plan().device_bytes() of device memory");
   }
   agree(communicator, verdict);
   plan = std::move(made).value();

@@ -185,6 +185,10 @@ Plan Engine::plan() const {
   return value_or_throw(make_plan(impl_->model, impl_->plan_options()));
 }
 
+std::uint64_t Engine::activation_room() {
+  return impl_->activation_room();
+}
+
 void Engine::commit() {
   impl_->commit();
 }

@@ -130,9 +130,7 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
   const double both = times.device + times.offloaded;
   const double offloaded = both > 0 ? times.device / both : 1.0;
 
-  const std::uint64_t device = backend.capabilities().memory_bytes;
-  const std::uint64_t budget =
-      options.memory_bytes == 0 ? device : std::min<std::uint64_t>(options.memory_bytes, device);
+  const std::uint64_t budget = device_budget();
   // To the nearest end of a unit.
   int count = 0;
   double on_device = 0;

@@ -68,7 +68,8 @@ std::string remedy(Pool pool, const PlanOptions& options) {
     case Pool::kBuckets:
       return "a smaller --bucket";
     case Pool::kActivations:
-      return "a smaller --batch or --sequence, with more --micro-steps";
+      return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations take less "
+             "of it";
   }
   return "";
 }
@@ -165,10 +166,30 @@ Status Engine::Impl::check_options() const {
   return Status();
 }
 
-Status Engine::Impl::check_budget() const {
+std::uint64_t Engine::Impl::device_budget() const {
   const std::uint64_t device = backend.capabilities().memory_bytes;
-  const std::uint64_t budget =
-      options.memory_bytes == 0 ? device : std::min<std::uint64_t>(options.memory_bytes, device);
+  return options.memory_bytes == 0 ? device : std::min<std::uint64_t>(options.memory_bytes, device);
+}
+
+std::uint64_t Engine::Impl::activation_room() {
+  if (phase != Phase::kDescribe) misuse("activation_room() belongs before commit()");
+  PlanOptions candidate = plan_options();
+  Result<Plan> made = make_plan(model, candidate);
+  agree(made.status());
+  const auto of_all_ranks = [&](std::uint64_t mine) {
+    std::vector<std::uint64_t> all(static_cast<std::size_t>(everyone().size()));
+    must(everyone().exchange(as_bytes_of(&mine, sizeof(mine)), std::as_writable_bytes(std::span(all))));
+    return all;
+  };
+  const std::vector<std::uint64_t> units = of_all_ranks(model.units.size());
+  candidate.deciding_units = *std::max_element(units.begin(), units.end());
+  made = make_plan(model, candidate);
+  const std::vector<std::uint64_t> rooms = of_all_ranks(made.value().activation_room(device_budget()));
+  return *std::min_element(rooms.begin(), rooms.end());
+}
+
+Status Engine::Impl::check_budget() const {
+  const std::uint64_t budget = device_budget();
   if (plan.reserved_bytes <= budget) return Status();
   Pool largest = Pool::kParameters;
   std::string pools;

@@ -173,6 +173,8 @@ struct Engine::Impl {
   void together(const std::function<void()>& what);
   void connect();
   Status check_options() const;
+  std::uint64_t device_budget() const;
+  std::uint64_t activation_room();
   Status check_budget() const;
   void allocate();
   void place_units();

@@ -198,6 +198,27 @@ std::uint64_t reduced_bytes(const PlanOptions& options, std::uint64_t trainable)
   return (group - 1) * (trainable / group) * element + across * (options.shard_within_group ? 2 : 1);
 }
 
+// Bytes in chunks that activations have no part in, whole chunks, and those in chunks that they have.
+struct Chunks {
+  std::uint64_t whole = 0;
+  std::uint64_t shared = 0;
+};
+
+Chunks chunks_beside_activations(const Plan& plan) {
+  const std::uint64_t chunk = plan.options.chunk_bytes;
+  Chunks chunks;
+  for (const std::uint64_t pool :
+       {plan.bytes.parameters, plan.bytes.gradients, plan.bytes.optimizer, plan.bytes.buckets}) {
+    if (plan.options.spillable) {
+      chunks.whole += round_up(pool, chunk);
+    } else {
+      chunks.shared += pool;
+    }
+  }
+  for (const std::uint64_t slot : plan.slot_bytes) chunks.whole += round_up(slot, chunk);
+  return chunks;
+}
+
 }  // namespace
 
 std::uint64_t ModelShape::parameter_count() const {
@@ -321,16 +342,8 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
                   round_up(record_bytes(deciding_units), kBlockGranule);
   bytes.activations = round_up(model.activation_bytes, kBlockGranule);
 
-  if (options.spillable) {
-    for (const std::uint64_t pool :
-         {bytes.parameters, bytes.gradients, bytes.optimizer, bytes.buckets, bytes.activations}) {
-      plan.reserved_bytes += round_up(pool, options.chunk_bytes);
-    }
-  } else {
-    plan.reserved_bytes = round_up(bytes.total() - bytes.gathered, options.chunk_bytes);
-  }
-  for (const std::uint64_t slot : slots.slot_bytes)
-    plan.reserved_bytes += round_up(slot, options.chunk_bytes);
+  const Chunks beside = chunks_beside_activations(plan);
+  plan.reserved_bytes = beside.whole + round_up(beside.shared + bytes.activations, options.chunk_bytes);
 
   const std::uint64_t reductions =
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
@@ -359,6 +372,13 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
 bool Plan::fuses(int unit) const {
   const std::uint64_t slice = layouts[static_cast<std::size_t>(unit)].trainable_slice(options.shards());
   return unit < device_units && slice > 0 && slice <= fused_columns / 2;
+}
+
+std::uint64_t Plan::activation_room(std::uint64_t budget) const {
+  const Chunks beside = chunks_beside_activations(*this);
+  if (budget < beside.whole) return 0;
+  const std::uint64_t in_chunks = (budget - beside.whole) / options.chunk_bytes * options.chunk_bytes;
+  return in_chunks < beside.shared ? 0 : (in_chunks - beside.shared) / kBlockGranule * kBlockGranule;
 }
 
 const char* offload_name(Offload offload) noexcept {

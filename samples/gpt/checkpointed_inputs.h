@@ -2,9 +2,9 @@
 // share layers, and below the device where that is asked for.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "block_inputs.h"
 #include "forebay/activation_checkpointer.h"
@@ -16,10 +16,11 @@ namespace forebay::gpt {
 class CheckpointedInputs final : public BlockInputs {
  public:
   // `stream`: the model's. All that is referred to outlives this.
+  // `device_bytes`: the most that device_bytes() may be, for --activations auto; 0: no limit.
   CheckpointedInputs(const TrainerOptions& options, Backend& backend, Communicator& communicator,
-                     Stream stream, Timeline* timeline);
+                     Stream stream, Timeline* timeline, std::uint64_t device_bytes = 0);
 
-  // Device memory that it needs.
+  // Device memory that it needs. Errors: throws Error(kOutOfMemory) where that must be more than it may.
   std::uint64_t device_bytes() const { return checkpointer_.plan().device_bytes(); }
   // `region`, aligned to 512 bytes, holds device_bytes(). Collective.
   void use_memory(DevicePtr region) { checkpointer_.commit(region); }
@@ -43,5 +44,22 @@ class CheckpointedInputs final : public BlockInputs {
   ActivationCheckpointer checkpointer_;
   std::optional<ActivationLease> lease_;
 };
+
+// The device's bytes for all activations, the model's own included, with each placement of those inputs.
+struct ActivationNeeds {
+  std::uint64_t keep = 0;       // Kept by the model.
+  std::uint64_t elsewhere = 0;  // Of the model that does not keep them; what keeps them comes besides.
+};
+
+// What --activations auto comes to where `room` bytes are left for activations: keep (none), or the most that
+// CheckpointedInputs may take, which then does no more than it must.
+// Errors: throws Error(kOutOfMemory) with what each placement takes where none fits.
+std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, const ActivationNeeds& needs,
+                                                std::uint64_t room);
+
+// "keep", "partition", "partition+cpu" or "partition+nvme": as far from keep as any slot is.
+std::string activations_name(const ActivationPlan& plan);
+// The choice in a line for a person.
+std::string describe_choice(const ActivationPlan& plan);
 
 }  // namespace forebay::gpt

@@ -10,9 +10,8 @@ constexpr std::uint64_t kAlignment = 512;
 
 }  // namespace
 
-EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute,
-                         std::uint64_t more_bytes)
-    : engine_(engine), gpt_(gpt), units_(units), compute_(compute) {
+EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, ComputeStream& compute)
+    : engine_(engine), units_(units), compute_(compute) {
   ParameterId tokens;
   for (const GptUnit& unit : units) {
     const bool is_embedding = &unit == &units.front();
@@ -26,23 +25,31 @@ EngineModel::EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& u
     }
     if (&unit == &units.back()) engine.tie(id, tokens);
   }
-  engine.declare_activations(round_up(gpt.memory_bytes(), kAlignment) + more_bytes);
+}
+
+std::uint64_t EngineModel::memory_bytes(const Gpt& gpt, std::uint64_t more_bytes) {
+  return round_up(gpt.memory_bytes(), kAlignment) + more_bytes;
+}
+
+void EngineModel::set_model(Gpt& gpt, std::uint64_t more_bytes) {
+  gpt_ = &gpt;
+  engine_.declare_activations(memory_bytes(gpt, more_bytes));
 }
 
 DevicePtr EngineModel::use_engine_memory() {
-  gpt_.use_memory(engine_.activations());
-  return engine_.activations() + round_up(gpt_.memory_bytes(), kAlignment);
+  gpt_->use_memory(engine_.activations());
+  return engine_.activations() + memory_bytes(*gpt_, 0);
 }
 
 void EngineModel::run_micro_step(int index) {
   engine_.micro_step_begin(index);
-  for (int unit = 0; unit < gpt_.unit_count(); ++unit) forward(unit);
-  for (int unit = gpt_.unit_count() - 1; unit >= 0; --unit) backward(unit);
+  for (int unit = 0; unit < gpt_->unit_count(); ++unit) forward(unit);
+  for (int unit = gpt_->unit_count() - 1; unit >= 0; --unit) backward(unit);
 }
 
 void EngineModel::forward(int unit) {
   const Lease lease = engine_.forward(unit, compute_.stream());
-  gpt_.forward(unit, parameters_of(lease, unit));
+  gpt_->forward(unit, parameters_of(lease, unit));
 }
 
 void EngineModel::backward(int unit) {
@@ -54,13 +61,13 @@ void EngineModel::backward(int unit) {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     gradients[i].data = lease.gradient(static_cast<int>(i), &gradients[i].accumulate);
   }
-  gpt_.backward(unit, parameters, gradients, engine_.loss_scale());
+  gpt_->backward(unit, parameters, gradients, engine_.loss_scale());
 }
 
 // The last unit's tied wte.weight comes after its own.
 std::size_t EngineModel::parameter_count_of(int unit) const {
   const std::size_t own = units_[static_cast<std::size_t>(unit)].parameters.size();
-  return unit + 1 == gpt_.unit_count() ? own + 1 : own;
+  return unit + 1 == gpt_->unit_count() ? own + 1 : own;
 }
 
 Parameters EngineModel::parameters_of(const Lease& lease, int unit) const {

@@ -14,12 +14,15 @@ namespace forebay::gpt {
 
 class EngineModel {
  public:
-  // Registers the model's units, as this rank has them, with `engine`, not yet committed. All four outlive
+  // Registers the model's units, as this rank has them, with `engine`, not yet committed. All three outlive
   // this.
-  // `more_bytes`: of device memory, to be had behind the model's.
-  EngineModel(Engine& engine, Gpt& gpt, const std::vector<GptUnit>& units, ComputeStream& compute,
-              std::uint64_t more_bytes);
+  EngineModel(Engine& engine, const std::vector<GptUnit>& units, ComputeStream& compute);
 
+  // Before the engine's commit: declares the memory of `gpt`, which outlives this, and `more_bytes`, to be
+  // had behind it.
+  void set_model(Gpt& gpt, std::uint64_t more_bytes);
+  // What that is of the engine's activations.
+  static std::uint64_t memory_bytes(const Gpt& gpt, std::uint64_t more_bytes);
   // After the engine's commit: takes the declared activation memory, and returns where those bytes are,
   // aligned to 512.
   DevicePtr use_engine_memory();
@@ -35,7 +38,7 @@ class EngineModel {
   Parameters parameters_of(const Lease& lease, int unit) const;
 
   Engine& engine_;
-  Gpt& gpt_;
+  Gpt* gpt_ = nullptr;
   const std::vector<GptUnit>& units_;
   ComputeStream& compute_;
 };

@@ -19,17 +19,28 @@ Result<RankGrid> make_grid(int ranks, const Grid::Options& options) {
 // Before ranks form groups, so that those that would form others are named. Ranks that form none go on to
 // something else, and are met there.
 void check_agreement(Communicator& world, const Grid::Options& options) {
-  const int mine = options.tensor_parallel;
-  if (mine == 1) return;
-  std::vector<int> all(static_cast<std::size_t>(world.size()));
+  struct Choice {
+    int tensor_parallel;
+    int activations;
+  };
+  const Choice mine{options.tensor_parallel, static_cast<int>(options.activations)};
+  if (mine.tensor_parallel == 1 && options.activations == ActivationPlacement::kKeep) return;
+  std::vector<Choice> all(static_cast<std::size_t>(world.size()));
   throw_if_error(world.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
-  for (std::size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank] == all[0]) continue;
-    throw Error(StatusCode::kInvalidArgument, "--tensor-parallel is " + std::to_string(all[0]) +
-                                                  " on rank 0 and " + std::to_string(all[rank]) +
-                                                  " on rank " + std::to_string(rank) +
-                                                  "; give all ranks the same");
-  }
+  const auto compare = [&](const char* option, const auto& value_of) {
+    for (std::size_t rank = 1; rank < all.size(); ++rank) {
+      const std::string first = value_of(all[0]);
+      const std::string other = value_of(all[rank]);
+      if (other == first) continue;
+      throw Error(StatusCode::kInvalidArgument, std::string(option) + " is " + first + " on rank 0 and " +
+                                                    other + " on rank " + std::to_string(rank) +
+                                                    "; give all ranks the same");
+    }
+  };
+  compare("--tensor-parallel", [](const Choice& one) { return std::to_string(one.tensor_parallel); });
+  compare("--activations", [](const Choice& one) {
+    return std::string(activation_placement_name(static_cast<ActivationPlacement>(one.activations)));
+  });
 }
 
 RankGrid agree(Communicator& world, const Grid::Options& options) {
@@ -42,7 +53,7 @@ RankGrid agree(Communicator& world, const Grid::Options& options) {
 Grid::Grid(Communicator& world, const Options& options)
     : world_(world), shape_(agree(world, options)), at_(shape_.coordinates(world.rank())) {
   if (part_count() > 1) communicators_ = value_or_throw(split_grid(world, shape_));
-  if (options.saves_activations)
+  if (options.activations != ActivationPlacement::kKeep)
     activations_ = value_or_throw(world.split(world.rank() - at_.tensor, at_.tensor));
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/activation_plan.h"
 #include "forebay/communicator.h"
 #include "forebay/rank_grid.h"
 #include "shape.h"
@@ -16,7 +17,8 @@ class Grid {
  public:
   struct Options {
     int tensor_parallel = 1;
-    bool saves_activations = false;  // An ActivationCheckpointer needs a communicator.
+    // Not kKeep: an ActivationCheckpointer needs a communicator.
+    ActivationPlacement activations = ActivationPlacement::kKeep;
   };
 
   // Collective over `world`, which outlives this. With one part the world itself is data-parallel.

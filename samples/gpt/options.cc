@@ -187,8 +187,8 @@ void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
          "--activations", words.activations,
          "Where the inputs of recomputed blocks wait for the backward pass. keep: whole, on each rank's "
          "device; partition: cut over the ranks of --tensor-parallel; partition+cpu, "
-         "partition+nvme:DIR[,DIR...]: cut, and in page-locked host memory or in files without a name. "
-         "Same bits")
+         "partition+nvme:DIR[,DIR...]: cut, and in page-locked host memory or in files without a name; "
+         "auto: keep, or as much of partition, or then of partition+cpu, as --memory asks for. Same bits")
       ->capture_default_str()
       ->group(group);
 }
@@ -335,11 +335,15 @@ std::size_t recompute_of(const std::string& text) {
 void place_activations(const std::string& text, TrainerOptions& o) {
   const std::string partition = "partition";
   if (text == "keep") return;
+  if (text == "auto") {
+    o.activations = ActivationPlacement::kAuto;
+    return;
+  }
   o.activations = ActivationPlacement::kPartition;
   if (text == partition) return;
   if (text.rfind(partition + "+", 0) != 0)
     refuse("--activations " + text +
-           ": not one of keep, partition, partition+cpu, partition+nvme:DIR[,DIR...]");
+           ": not one of keep, partition, partition+cpu, partition+nvme:DIR[,DIR...], auto");
   o.activations = ActivationPlacement::kPartitionAndSpill;
   o.activation_tier =
       tier_of("--activations partition+", text.substr(partition.size() + 1), o.activation_directories);
@@ -528,6 +532,11 @@ void check_options(const TrainerOptions& o) {
     refuse("--activations " + activations_name(o) +
            " is about the inputs of blocks that are computed again, and none is; add --recompute block");
   }
+  if (o.activations == ActivationPlacement::kAuto && o.bucket_auto) {
+    refuse(
+        "--activations auto fills what the rest leaves of --memory, and how much --bucket auto takes is known "
+        "only afterwards; give --bucket a size");
+  }
   if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
     refuse(
         "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "
@@ -588,8 +597,7 @@ TrainerOptions resolve_options(TrainerOptions options) {
 }
 
 Grid::Options grid_options(const TrainerOptions& o) {
-  return {.tensor_parallel = o.tensor_parallel,
-          .saves_activations = o.activations != ActivationPlacement::kKeep};
+  return {.tensor_parallel = o.tensor_parallel, .activations = o.activations};
 }
 
 std::string recompute_name(const TrainerOptions& o) {
@@ -599,6 +607,7 @@ std::string recompute_name(const TrainerOptions& o) {
 
 std::string activations_name(const TrainerOptions& o) {
   if (o.activations == ActivationPlacement::kKeep) return "keep";
+  if (o.activations == ActivationPlacement::kAuto) return "auto";
   if (o.activations == ActivationPlacement::kPartition) return "partition";
   return o.activation_tier == Tier::kFile ? "partition+nvme" : "partition+cpu";
 }

@@ -238,12 +238,12 @@ class Trainer {
         compute_(*rank.backend, /*queues=*/rank.on_gpu()),
         operations_(make_operations(options, rank, compute_.stream())),
         group_(make_tensor_group(options, rank, grid_.tensor(), compute_.stream())),
-        inputs_(make_inputs()),
-        gpt_(model_options(options, inputs_.get()), *operations_, compute_, group_),
-        feed_(*rank.backend, gpt_.row_count()),
         engine_(*rank.backend, *rank.kernels, grid_.data(),
                 engine_options(options, text_, rank.threads, &timeline_, grid_)),
-        model_(engine_, gpt_, units_, compute_, inputs_ != nullptr ? inputs_->device_bytes() : 0) {
+        model_(engine_, units_, compute_),
+        inputs_(make_inputs()),
+        gpt_(make_gpt(inputs_.get())),
+        feed_(*rank.backend, gpt_.row_count()) {
     if (text_.bytes().size() <= options.model.sequence) {
       throw Error(StatusCode::kInvalidArgument,
                   "the text has " + std::to_string(text_.bytes().size()) + " bytes, too few for --sequence " +
@@ -251,6 +251,7 @@ class Trainer {
     }
     compute_.run([threads = rank.threads] { set_compute_threads(threads); });
     compute_.synchronize();  // Throws when they are not to be had.
+    model_.set_model(gpt_, inputs_ != nullptr ? inputs_->device_bytes() : 0);
     engine_.commit();
     DevicePtr const saved = model_.use_engine_memory();
     if (inputs_ != nullptr) inputs_->use_memory(saved);
@@ -259,10 +260,7 @@ class Trainer {
     set_weights();
   }
   // What is queued uses the members that go before the stream.
-  ~Trainer() {
-    compute_.drain();
-    inputs_.reset();  // Its memory is the engine's.
-  }
+  ~Trainer() { compute_.drain(); }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -305,10 +303,27 @@ class Trainer {
   }
 
  private:
+  Gpt make_gpt(BlockInputs* inputs) {
+    return Gpt(model_options(options_, inputs), *operations_, compute_, group_);
+  }
+
+  // After the units are registered.
   std::unique_ptr<CheckpointedInputs> make_inputs() {
     if (grid_.activations() == nullptr) return nullptr;
-    return std::make_unique<CheckpointedInputs>(options_, *rank_.backend, *grid_.activations(),
-                                                compute_.stream(), &timeline_);
+    const auto make = [this](std::uint64_t device_bytes) {
+      return std::make_unique<CheckpointedInputs>(options_, *rank_.backend, *grid_.activations(),
+                                                  compute_.stream(), &timeline_, device_bytes);
+    };
+    std::unique_ptr<CheckpointedInputs> unlimited = make(0);
+    if (options_.activations != ActivationPlacement::kAuto) return unlimited;
+    const std::uint64_t room = engine_.activation_room();
+    if (room == 0) return nullptr;  // The engine's commit says what else has to be smaller.
+    const std::optional<std::uint64_t> device_bytes =
+        choose_activations(options_,
+                           {.keep = EngineModel::memory_bytes(make_gpt(nullptr), 0),
+                            .elsewhere = EngineModel::memory_bytes(make_gpt(unlimited.get()), 0)},
+                           room);
+    return device_bytes ? make(*device_bytes) : nullptr;
   }
 
   void set_weights() {
@@ -395,6 +410,14 @@ class Trainer {
   }
 
   void say_what_was_chosen() {
+    say_bucket();
+    if (options_.activations != ActivationPlacement::kAuto || place_.rank != 0 || !options_.progress) return;
+    std::fprintf(stderr, "forebay-gpt: activations auto: %s\n",
+                 inputs_ == nullptr ? "keep: the device has room for the inputs of all recomputed blocks"
+                                    : describe_choice(inputs_->plan()).c_str());
+  }
+
+  void say_bucket() {
     const WireSpeed speed = engine_.statistics().wire_speed;
     if (place_.rank != 0 || !options_.progress || speed.bytes_per_second <= 0) return;
     std::fprintf(stderr, "forebay-gpt: buckets of %s: a collective takes %.0f us and as long as %s/s need\n",
@@ -483,7 +506,7 @@ class Trainer {
     report.tensor_parallel = grid_.shape().tensor_parallel();
     report.data_parallel = grid_.shape().data_parallel();
     report.recompute = recompute_name(options_);
-    report.activations = activations_name(options_);
+    report.activations = chosen_activations();
     report.dropout = options_.dropout;
     report.stage = options_.stage;
     report.dtype = options_.dtype;
@@ -506,6 +529,11 @@ class Trainer {
     const double step_seconds = report.ranks.front().step_ms / 1e3;
     report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
     report.digest = digest();
+  }
+
+  std::string chosen_activations() {
+    if (options_.activations != ActivationPlacement::kAuto) return activations_name(options_);
+    return inputs_ == nullptr ? "keep" : activations_name(inputs_->plan());
   }
 
   std::string digest() {
@@ -602,13 +630,13 @@ class Trainer {
   ComputeStream compute_;             // Outlives the engine.
   const std::unique_ptr<Operations> operations_;
   TensorGroup group_;
-  Timeline timeline_;                           // Outlives the engine.
-  std::unique_ptr<CheckpointedInputs> inputs_;  // Null: the model keeps them.
+  Timeline timeline_;  // Outlives the engine.
+  Engine engine_;
+  EngineModel model_;
+  std::unique_ptr<CheckpointedInputs> inputs_;  // In the engine's memory. Null: the model keeps them.
   Gpt gpt_;
   BatchFeed feed_;
-  Engine engine_;
   Cursor cursor_;
-  EngineModel model_;
 };
 
 // Ranks that are threads hand each other device memory, which takes GPUs that reach each other's.

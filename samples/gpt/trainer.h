@@ -65,7 +65,7 @@ struct TrainingReport {
   int tensor_parallel = 1;
   int data_parallel = 1;
   std::string recompute = "none";
-  std::string activations = "keep";
+  std::string activations = "keep";  // Asked for, or chosen.
   double dropout = 0;
   int stage = 0;
   DataType dtype = DataType::kFloat32;

@@ -219,6 +219,45 @@ TEST(ActivationCheckpointer, LiesInARegionThatItIsGiven) {
   });
 }
 
+template <typename Call>
+void expect_refused(const std::string& part, const Call& call) {
+  try {
+    call();
+    ADD_FAILURE() << "not refused: " << part;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument) << error.what();
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+// The budget of what lies in a region is for bytes, that of an arena for whole chunks.
+TEST(ActivationCheckpointer, FillsARegionToTheByteOfItsBudget) {
+  run_ranks(2, {}, [](Rank& rank) {
+    const std::vector<ActivationSlot> slots = {{.unit = 0, .bytes = 10'240, .placement = kAuto}};
+    const auto placement_with = [&](bool in_region, std::uint64_t bytes) {
+      ActivationCheckpointerOptions options = memory_options({.device_bytes = bytes});
+      options.in_region = in_region;
+      ActivationCheckpointer checkpointer(*rank.backend, *rank.communicator, options);
+      for (const ActivationSlot& slot : slots) checkpointer.declare(slot);
+      try {
+        return std::string(activation_placement_name(checkpointer.plan().slots[0].placement));
+      } catch (const Error& error) {
+        return std::string("does not fit");
+      }
+    };
+
+    EXPECT_EQ(placement_with(true, 10'240), "keep");
+    EXPECT_EQ(placement_with(true, 10'239), "does not fit");
+    EXPECT_EQ(placement_with(false, 10'240), "does not fit");
+
+    ActivationCheckpointerOptions options = memory_options({});
+    options.in_region = true;
+    ActivationCheckpointer checkpointer(*rank.backend, *rank.communicator, options);
+    checkpointer.declare(slots[0]);
+    expect_refused("was committed without one", [&] { checkpointer.commit(); });
+  });
+}
+
 // Whatever the order of calls, as long as it is the same on all ranks.
 TEST(ActivationCheckpointer, GivesBackTheBitsInAnyOrder) {
   const std::uint64_t seed = std::random_device()();
@@ -287,15 +326,6 @@ TEST(ActivationCheckpointer, RefusesMisuseAndGoesOn) {
   run_ranks(2, {}, [](Rank& rank) {
     Chain chain(rank, odd_slots(kPartitionAndSpill, 1.0), memory_options({.micro_batches = 2}));
     ActivationCheckpointer& checkpointer = chain.checkpointer;
-    const auto expect_refused = [](const std::string& part, const auto& call) {
-      try {
-        call();
-        ADD_FAILURE() << "not refused: " << part;
-      } catch (const Error& error) {
-        EXPECT_EQ(error.code(), StatusCode::kInvalidArgument) << error.what();
-        EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-      }
-    };
     std::byte byte{};
     const Stream none;
     expect_refused("needs commit() first", [&] { checkpointer.save({0, 3, 0}, &byte, 12'345, none); });

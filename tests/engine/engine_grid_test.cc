@@ -195,5 +195,38 @@ TEST(EngineGrid, TellsAllPartsWhatOneCannotPay) {
   EXPECT_EQ(refused, 4);
 }
 
+// Parts of one, two and three units and ranks of other budgets: what is left on one rank is for all.
+TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {
+  std::vector<std::uint64_t> rooms(6);
+  for (const std::uint64_t more : {0, 1}) {
+    std::atomic<int> refused{0};
+    run_ranks(6, {}, [&](Rank& rank) {
+      const int world_rank = rank.communicator->rank();
+      const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+      rank.communicator = value_or_throw(world->split(world_rank % 3, world_rank));
+      EngineOptions options{.stage = 2, .grid = world.get()};
+      options.memory_bytes = (16u << 20) + static_cast<std::uint64_t>(world_rank) * 100'000;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      for (int u = 0; u <= world_rank % 3; ++u)
+        engine.add_parameter(engine.add_unit("unit" + std::to_string(u)), "weight" + std::to_string(u),
+                             9'000);
+
+      const std::uint64_t room = engine.activation_room();
+      engine.declare_activations(room + more);
+      try {
+        engine.commit();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kOutOfMemory) << error.what();
+        ++refused;
+      }
+
+      rooms[static_cast<std::size_t>(world_rank)] = room;
+    });
+    EXPECT_EQ(refused, more == 0 ? 0 : 6);
+    EXPECT_GT(rooms[0], 0u);
+    EXPECT_EQ(rooms, std::vector<std::uint64_t>(6, rooms[0]));
+  }
+}
+
 }  // namespace
 }  // namespace forebay::testing

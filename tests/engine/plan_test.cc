@@ -227,6 +227,28 @@ TEST(Plan, ReservedIsWholeChunksAndAtLeastTheTotal) {
   });
 }
 
+TEST(Plan, ActivationsHaveTheRoomThatABudgetLeavesToTheLastGranule) {
+  ModelShape model = awkward_model(3);
+  for_all_options([&](PlanOptions options) {
+    options.chunk_bytes = 256_KiB;
+    for (const bool spillable : {false, true}) {
+      options.spillable = spillable;
+      model.activation_bytes = 0;
+      const Plan bare = plan_of(model, options);
+      for (const std::uint64_t more :
+           {std::uint64_t{0}, std::uint64_t{1}, 256_KiB - 1, 256_KiB, 3'000'001ul}) {
+        const std::uint64_t budget = bare.reserved_bytes + more;
+        model.activation_bytes = bare.activation_room(budget);
+        EXPECT_LE(plan_of(model, options).reserved_bytes, budget);
+        model.activation_bytes += 1;
+        EXPECT_GT(plan_of(model, options).reserved_bytes, budget);
+      }
+      EXPECT_EQ(bare.activation_room(bare.reserved_bytes - 1), 0u);
+      EXPECT_EQ(bare.activation_room(0), 0u);
+    }
+  });
+}
+
 TEST(Plan, SendsTwoPsiBelowStage3AndAtMostThreeAtIt) {
   const ModelShape model = awkward_model(6);
   for_all_options([&](const PlanOptions& options) {

@@ -226,6 +226,11 @@ class Engine {
   // Bytes the trainer will use of activations(): declared so that the plan is whole.
   void declare_activations(std::uint64_t bytes);
 
+  // The most that declare_activations() may be given once all units are there: what the budgets leave beside
+  // the rest of the plan, the least of all ranks'. With bucket_auto the bucket is taken to be bucket_bytes, and
+  // with offload_auto as much offloaded as may be. Collective.
+  std::uint64_t activation_room();
+
   const ModelShape& model() const;
   // Works before commit and allocates nothing.
   Plan plan() const;

@@ -199,6 +199,10 @@ struct Plan {
   // Whether the unit's gradients are reduced together with other units'.
   bool fuses(int unit) const;
 
+  // The most that ModelShape::activation_bytes may be for reserved_bytes not to pass `budget`; 0 as well where
+  // what is beside them passes it alone.
+  std::uint64_t activation_room(std::uint64_t budget) const;
+
   // Same text on every rank means the same plan: one "key value" line per option and per unit.
   std::string fingerprint_text() const;
 };
