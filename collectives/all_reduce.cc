@@ -77,6 +77,16 @@ std::uint64_t all_reduce_staging_bytes(int rank_count, std::uint64_t bucket_byte
   return round_up(slice * sizeof(float), kAlignment) + 2 * bucket_space(rank_count, slice, type);
 }
 
+std::uint64_t all_reduce_sent_bytes(int rank_count, std::uint64_t bucket_bytes, DataType type,
+                                    std::uint64_t count) noexcept {
+  if (rank_count == 1) return 0;
+  const auto ranks = static_cast<std::uint64_t>(rank_count);
+  const std::uint64_t slice = slice_count(rank_count, bucket_bytes, type);
+  const std::uint64_t full = count / (ranks * slice);
+  // A slice is sent to every other rank to be added, and so is its sum.
+  return 2 * (ranks - 1) * (full * slice + ceil_div(count % (ranks * slice), ranks)) * element_bytes(type);
+}
+
 Status all_reduce(Communicator& communicator, Backend& backend, Kernels& kernels, const AllReduceArguments& a,
                   Stream stream) {
   if (communicator.size() == 1) return communicator.status();

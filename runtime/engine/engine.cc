@@ -79,12 +79,14 @@ Engine::Impl::OtherTraffic::~OtherTraffic() {
 
 Traffic Engine::Impl::traffic() const {
   Traffic sum = communicator.traffic();
-  for (const Communicator* other : {grouped.get(), deciding.get()}) {
-    if (other == nullptr) continue;
-    const Traffic traffic = other->traffic();
+  const auto add = [&sum](const Communicator& other) {
+    const Traffic traffic = other.traffic();
     sum.sent_bytes += traffic.sent_bytes;
     sum.received_bytes += traffic.received_bytes;
-  }
+  };
+  if (grouped != nullptr) add(*grouped);
+  if (deciding != nullptr) add(*deciding);
+  for (const auto& [unit, stages] : shared_units) add(*stages);
   return sum;
 }
 
@@ -171,6 +173,17 @@ int Engine::tie(UnitId unit, ParameterId parameter) {
   return static_cast<int>(shape.parameters.size() + shape.tied.size()) - 1;
 }
 
+void Engine::share(UnitId unit, Communicator& stages) {
+  impl_->expect(Impl::Phase::kDescribe, "share()");
+  if (unit < 0 || unit >= impl_->unit_count()) impl_->misuse("share() of a unit that was not added");
+  if (impl_->options.grid == nullptr)
+    impl_->misuse("share() needs EngineOptions::grid, the ranks of all stages");
+  UnitShape& shape = impl_->model.units[static_cast<std::size_t>(unit)];
+  if (shape.shared_by > 1) impl_->misuse("share() of unit " + shape.name + ", which is shared already");
+  shape.shared_by = stages.size();
+  if (stages.size() > 1) impl_->shared_units.emplace_back(unit, &stages);
+}
+
 void Engine::declare_activations(std::uint64_t bytes) {
   impl_->expect(Impl::Phase::kDescribe, "declare_activations()");
   impl_->model.activation_bytes = bytes;
@@ -205,6 +218,7 @@ void Engine::step_begin() {
     unit.used = false;
     std::fill(unit.contributed.begin(), unit.contributed.end(), false);
   }
+  impl.forward_count = 0;
   impl.micro_step = 0;
   impl.phase = Impl::Phase::kStep;
   impl.prefetch(0);
@@ -212,20 +226,17 @@ void Engine::step_begin() {
 
 void Engine::micro_step_begin(int index) {
   Impl& impl = *impl_;
-  if (impl.phase == Impl::Phase::kForward || impl.phase == Impl::Phase::kBackward) impl.finish_micro_step();
+  impl.finish_pass();
   impl.expect(Impl::Phase::kStep, "micro_step_begin()");
   if (impl.lease_alive) impl.misuse("micro_step_begin() while a lease is alive");
-  if (index != impl.micro_step || index >= impl.options.micro_steps) {
+  if (impl.micro_step < impl.forward_count && !impl.forward_is_next())
+    impl.misuse("micro-step " + std::to_string(impl.micro_step) + " has no backward pass");
+  if (index != impl.forward_count || index >= impl.options.micro_steps) {
     impl.misuse("micro_step_begin(" + std::to_string(index) + "): the next of " +
                 std::to_string(impl.options.micro_steps) + " micro-steps is " +
-                std::to_string(impl.micro_step));
+                std::to_string(impl.forward_count));
   }
-  for (Impl::Unit& unit : impl.units) {
-    unit.skipped = false;
-    if (impl.options.accumulate == Accumulate::kShard) {
-      std::fill(unit.contributed.begin(), unit.contributed.end(), false);
-    }
-  }
+  for (Impl::Unit& unit : impl.units) unit.skipped[impl.place_in_flight(index)] = false;
   impl.cursor = 0;
   impl.phase = Impl::Phase::kForward;
 }
@@ -256,10 +267,12 @@ void Engine::skip(UnitId unit) {
   if (impl.lease_alive) impl.misuse("skip() while a lease is alive; end it first");
   if (unit != impl.cursor || unit >= impl.unit_count())
     impl.misuse("skip() out of order: units are leased or skipped in order of registration");
+  if (impl.unit(unit).stages != nullptr)
+    impl.misuse("skip(" + impl.shape(unit).name + ") of a unit that other stages share; lease it");
   // Other ranks may use it: this one takes part in its collectives all the same.
   impl.require(unit);
   impl.prefetch(unit + 1);
-  impl.unit(unit).skipped = true;
+  impl.unit(unit).skipped[impl.place_in_flight(impl.forward_count)] = true;
   ++impl.cursor;
 }
 

@@ -90,6 +90,7 @@ PlanOptions Engine::Impl::plan_options() const {
   result.deciding_units = deciding_units;
   result.dtype = options.dtype;
   result.micro_steps = options.micro_steps;
+  result.forwards_ahead = options.forwards_ahead;
   result.accumulate = options.accumulate;
   result.bucket_bytes = chosen_bucket_bytes != 0 ? chosen_bucket_bytes : options.bucket_bytes;
   result.chunk_bytes = backend.capabilities().granularity;
@@ -124,6 +125,32 @@ void Engine::Impl::agree_on_options() {
     text << '\n';
   }
   together([&] { agree_on_text(communicator, "options", text.str()); });
+  if (options.grid == nullptr) return;
+  Status verdict;
+  try {
+    agree_on_shared_units();
+  } catch (const Error& error) {
+    verdict = error.status();
+  }
+  agree(verdict);
+}
+
+// Stages have different units, but slice those that they share alike.
+void Engine::Impl::agree_on_shared_units() {
+  for (const auto& [shared, stages] : shared_units) {
+    std::ostringstream text;
+    text << "stage " << options.stage << "\nranks " << ranks() << "\ngroup " << options.group
+         << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\ndtype "
+         << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
+         << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\nbucket "
+         << plan.shared_bucket_count(shared, stages->size()) << "\nunit:" << shape(shared).name << ' ';
+    for (const ParameterShape& parameter : shape(shared).parameters) {
+      text << parameter.name << ':' << parameter.count << ':' << parameter.group
+           << (parameter.frozen ? ":frozen " : " ");
+    }
+    text << '\n';
+    agree_on_text(*stages, "options", text.str());
+  }
 }
 
 // What the ranks do together. When it fails because a rank is lost, the engine is failed.
@@ -222,6 +249,14 @@ void Engine::Impl::connect() {
   plan = value_or_throw(make_plan(model, plan_options()));
 }
 
+// Parts of a model measure for themselves, and then have one bucket size.
+std::uint64_t Engine::Impl::least_over_grid(std::uint64_t mine) {
+  if (options.grid == nullptr) return mine;
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(options.grid->size()));
+  must(options.grid->exchange(as_bytes_of(&mine, sizeof(mine)), std::as_writable_bytes(std::span(all))));
+  return *std::min_element(all.begin(), all.end());
+}
+
 void Engine::Impl::commit() {
   if (phase != Phase::kDescribe) misuse("commit() was called twice");
   const OtherTraffic other(*this);
@@ -233,7 +268,7 @@ void Engine::Impl::commit() {
   agree_on_options();
   connect();
   if (options.bucket_auto && ranks() > 1) {
-    chosen_bucket_bytes = choose_bucket_bytes();
+    chosen_bucket_bytes = least_over_grid(choose_bucket_bytes());
     plan = value_or_throw(make_plan(model, plan_options()));
   }
   if (options.offload != Offload::kNone && options.offload_auto) {
@@ -403,17 +438,19 @@ void Engine::Impl::make_parts(Unit& u) {
   u.part_count = pass_parts.size() - u.first_part;
 }
 
-// Where replicated parameters lie in this rank's part of the norm, unless it counts them. Returns their
-// elements.
+// Where parameters lie in this rank's part of the norm that another one counts. Returns their elements.
 std::uint64_t Engine::Impl::note_uncounted(int index) {
-  if (options.counts_replicated) return 0;
+  const bool counts_shared = unit(index).stages == nullptr || unit(index).stages->rank() == 0;
+  if (options.counts_replicated && counts_shared) return 0;
   const UnitLayout& place = layout(index);
   const std::uint64_t count = place.trainable_slice(ranks());
   const std::uint64_t begin = static_cast<std::uint64_t>(part_number()) * count;
   std::uint64_t elements = 0;
   for (std::size_t i = 0; i < place.places.size(); ++i) {
     const UnitLayout::Place& p = place.places[i];
-    if (p.frozen || !shape(index).parameters[i].replicated) continue;
+    const bool counts =
+        counts_shared && (options.counts_replicated || !shape(index).parameters[i].replicated);
+    if (p.frozen || counts) continue;
     const std::uint64_t lower = std::max(begin, p.offset);
     const std::uint64_t upper = std::min(begin + count, p.offset + p.count);
     if (lower >= upper) continue;
@@ -465,6 +502,9 @@ void Engine::Impl::place_units() {
     const std::uint64_t slice = place.trainable_slice(shards());
     const std::uint64_t frozen_slice = place.frozen_slice(shards());
     Unit& u = units.emplace_back();
+    for (const auto& [shared, stages] : shared_units) {
+      if (shared == index) u.stages = stages;
+    }
     u.updated_begin = stage == 0 ? 0 : shard_index * slice;
     u.updated_count = stage == 0 ? place.trainable_count : slice;
     u.away = index >= plan.device_units;
@@ -573,6 +613,7 @@ void Engine::Impl::place_units() {
     u.parameters_ready = value_or_throw(backend.event_create());
     gradient_ready.push_back(value_or_throw(backend.event_create()));
     u.contributed.assign(place.places.size(), false);
+    u.skipped.assign(static_cast<std::size_t>(options.forwards_ahead) + 1, false);
   }
 
   for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);

@@ -100,6 +100,7 @@ struct Engine::Impl {
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
     std::vector<Segment> segments;
+    Communicator* stages = nullptr;  // Those that share it; null where there are no others.
     // Runs of this rank's part of the norm, which begins at norm_begin of the gradient shard, that another
     // rank counts.
     std::vector<std::pair<std::uint64_t, std::uint64_t>> uncounted;
@@ -109,7 +110,7 @@ struct Engine::Impl {
     Event parameters_ready;  // Below stage 3: the parameters after the last update.
     // Of the current step.
     std::vector<bool> contributed;  // By parameter: its gradient buffer holds a contribution.
-    bool skipped = false;           // In the current micro-step, by this rank.
+    std::vector<bool> skipped;      // By micro-step in flight: by this rank.
     bool used = false;              // In any micro-step of the current step, by this rank.
   };
 
@@ -158,6 +159,7 @@ struct Engine::Impl {
   // bucket_auto (engine_bucket.cc). Collective.
   struct BucketProbe;
   std::uint64_t choose_bucket_bytes();
+  std::uint64_t least_over_grid(std::uint64_t mine);
   // By the trainer's clock, if it gave one.
   std::chrono::nanoseconds now() const {
     return options.now ? options.now()
@@ -170,6 +172,7 @@ struct Engine::Impl {
   // The engine is not failed by that: nothing it holds has changed.
   void agree(const Status& mine);
   void agree_on_options();
+  void agree_on_shared_units();
   void together(const std::function<void()>& what);
   void connect();
   Status check_options() const;
@@ -192,7 +195,17 @@ struct Engine::Impl {
   void prefetch(int unit);
   void begin_backward_of(int unit);
   void pass_skipped(int unit);
-  void finish_micro_step();
+  bool forward_is_next() const {
+    return forebay::forward_is_next(options.micro_steps, options.forwards_ahead, forward_count, micro_step);
+  }
+  std::size_t place_in_flight(int index) const {
+    return static_cast<std::size_t>(index % (options.forwards_ahead + 1));
+  }
+  // Whether this rank skipped units [0, end) in the micro-step whose backward pass is next, or under way.
+  bool skipped(int end) const;
+  void begin_backward();
+  void finish_backward();
+  void finish_pass();
   // (engine_reduce.cc)
   void reduce(int unit);
   void reduce_alone(int unit);
@@ -200,6 +213,7 @@ struct Engine::Impl {
   void reduce_fused();
   void average_accumulator(int unit);
   void finish_reduction(int unit);
+  void add_over_stages(int unit);
   void average_after_reduction();
   std::size_t next_bucket();
   float average_factor() const;
@@ -322,9 +336,10 @@ struct Engine::Impl {
   EngineOptions options;
 
   // Constant after commit.
-  std::unique_ptr<Communicator> grouped;   // Null without groups.
-  std::unique_ptr<Communicator> deciding;  // Null where it would be `communicator`.
-  std::uint64_t deciding_units = 0;        // Of the grid's rank that has most.
+  std::vector<std::pair<int, Communicator*>> shared_units;  // With the stages that share them.
+  std::unique_ptr<Communicator> grouped;                    // Null without groups.
+  std::unique_ptr<Communicator> deciding;                   // Null where it would be `communicator`.
+  std::uint64_t deciding_units = 0;                         // Of the grid's rank that has most.
   int chosen_device_units = -1;
   std::uint64_t chosen_bucket_bytes = 0;  // 0: as given.
   WireSpeed wire_speed;                   // Where the bucket was chosen.
@@ -417,8 +432,9 @@ struct Engine::Impl {
   int last_leased = -1;
   std::uint64_t version = 1;             // Of the weights.
   std::uint64_t values_fingerprint = 0;  // Of what set_parameter() was given, in order.
-  int micro_step = 0;
-  int cursor = 0;  // Forward: the next unit. Backward: units at and above it are done.
+  int forward_count = 0;                 // Micro-steps whose forward pass is complete.
+  int micro_step = 0;                    // Those whose backward pass is, so that of the next.
+  int cursor = 0;                        // Forward: the next unit. Backward: units at and above it are done.
   bool lease_alive = false;
   std::vector<int> lease_answer;  // By index in the live lease: -1 not asked, 0 "=", 1 "+=".
   std::uint64_t attempted_steps = 0;

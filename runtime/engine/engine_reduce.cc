@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "engine_impl.h"
+#include "forebay/all_reduce.h"
 #include "forebay/check.h"
 #include "forebay/host_gradients.h"
 
@@ -131,6 +132,7 @@ void Engine::Impl::finish_reduction(int index) {
   const Unit& u = unit(index);
   const bool last = micro_step == options.micro_steps - 1;
   if (last) {
+    if (u.stages != nullptr) add_over_stages(index);
     if (options.stage == 0) {
       must(backend.event_record(averaged, average_stream));
       must(backend.stream_wait(engine_stream, averaged));
@@ -142,6 +144,29 @@ void Engine::Impl::finish_reduction(int index) {
   // A fused unit's slot was free when its gradients had been copied.
   if (!plan.fuses(index) || options.stage < 2) must(backend.event_record(reduced(index), average_stream));
   if (last && u.away) spill_gradients(index);
+}
+
+// This rank's slice of g, with those of the other stages that have the unit. It is rounded to the type of
+// parameters once more, whatever it is kept in.
+void Engine::Impl::add_over_stages(int index) {
+  const Unit& u = unit(index);
+  const std::uint64_t count = layout(index).trainable_slice(shards());
+  // As for a norm.
+  const std::size_t place = bucket_count++ % kBucketsInFlight;
+  const std::uint64_t bucket = plan.shared_bucket_count(index, u.stages->size());
+  must(all_reduce(*u.stages, backend, kernels,
+                  {.data = u.gradient_shard,
+                   .count = count,
+                   .type = u.gradient_type,
+                   .staging = reinterpret_cast<std::byte*>(bucket_sums[place]),
+                   .bucket_bytes = bucket * element_bytes(u.gradient_type)},
+                  average_stream));
+  if (u.gradient_type != options.dtype) {
+    must(kernels.scale({reinterpret_cast<float*>(u.gradient_shard), u.gradient_shard, count, 1.0f,
+                        options.dtype, u.gradient_type},
+                       average_stream));
+  }
+  must(backend.event_record(bucket_averaged[place], average_stream));
 }
 
 // Puts the slices of a small unit beside those of the units before it.

@@ -129,22 +129,42 @@ void Engine::Impl::wait_for_parameters(int index, Stream stream) {
 
 // --- the order of units ---
 
+bool Engine::Impl::skipped(int end) const {
+  const std::size_t place = place_in_flight(micro_step);
+  return std::all_of(units.begin(), units.begin() + end, [&](const Unit& u) { return u.skipped[place]; });
+}
+
+void Engine::Impl::begin_backward() {
+  if (options.accumulate == Accumulate::kShard) {
+    for (Unit& u : units) std::fill(u.contributed.begin(), u.contributed.end(), false);
+  }
+  cursor = unit_count();
+  phase = Phase::kBackward;
+}
+
 void Engine::Impl::begin_backward_of(int index) {
-  if (phase == Phase::kForward) {
-    if (cursor != unit_count()) {
-      misuse("backward(" + shape(index).name + ") was called before unit " + shape(cursor).name +
-             " had its forward pass; lease it forward or skip it");
+  if (phase == Phase::kForward && cursor != unit_count()) {
+    misuse("backward(" + shape(index).name + ") was called before unit " + shape(cursor).name +
+           " had its forward pass; lease it forward or skip it");
+  }
+  // The backward pass before this one may have ended with the units below.
+  if (phase == Phase::kForward || (phase == Phase::kBackward && index >= cursor && skipped(cursor)))
+    finish_pass();
+  if (phase == Phase::kStep && micro_step < forward_count) {
+    if (forward_is_next()) {
+      misuse("backward(" + shape(index).name + ") comes after the forward pass of micro-step " +
+             std::to_string(forward_count) + ": the engine was made for " +
+             std::to_string(options.forwards_ahead) + " forward passes ahead");
     }
-    phase = Phase::kBackward;
+    begin_backward();
   }
   if (phase != Phase::kBackward) misuse("backward() needs micro_step_begin() and the forward pass before it");
-  while (cursor - 1 > index && unit(cursor - 1).skipped) pass_skipped(cursor - 1);
-  if (cursor - 1 != index) {
-    misuse("backward(" + shape(index).name + ") is out of order: " +
-           (cursor == 0 ? std::string("the backward pass is complete")
-                        : "the next unit is " + shape(cursor - 1).name));
-  }
-  if (unit(index).skipped) misuse("backward(" + shape(index).name + ") of a unit that forward skipped");
+  const std::size_t place = place_in_flight(micro_step);
+  while (cursor - 1 > index && unit(cursor - 1).skipped[place]) pass_skipped(cursor - 1);
+  if (cursor - 1 != index)
+    misuse("backward(" + shape(index).name + ") is out of order: the next unit is " + shape(cursor - 1).name);
+  if (unit(index).skipped[place])
+    misuse("backward(" + shape(index).name + ") of a unit that forward skipped");
 }
 
 // What backward() and the end of its lease do on the other ranks, with zeros for gradients.
@@ -157,16 +177,10 @@ void Engine::Impl::pass_skipped(int index) {
   reduce(index);
 }
 
-void Engine::Impl::finish_micro_step() {
-  if (phase == Phase::kStep) return;  // Nothing since step_begin or the end of the last micro-step.
-  if (phase == Phase::kForward) {
-    const bool all_skipped = cursor == unit_count() &&
-                             std::all_of(units.begin(), units.end(), [](const Unit& u) { return u.skipped; });
-    if (!all_skipped) misuse("micro-step " + std::to_string(micro_step) + " has no backward pass");
-    phase = Phase::kBackward;
-  }
+void Engine::Impl::finish_backward() {
+  const std::size_t place = place_in_flight(micro_step);
   while (cursor > 0) {
-    if (!unit(cursor - 1).skipped) {
+    if (!unit(cursor - 1).skipped[place]) {
       misuse("unit " + shape(cursor - 1).name + " had a forward and no backward pass in micro-step " +
              std::to_string(micro_step));
     }
@@ -174,6 +188,25 @@ void Engine::Impl::finish_micro_step() {
   }
   phase = Phase::kStep;
   ++micro_step;
+}
+
+// Ends the pass that is open, and goes through the backward passes that come next and that this rank has no
+// part in.
+void Engine::Impl::finish_pass() {
+  if (phase == Phase::kForward) {
+    if (cursor < unit_count()) {
+      misuse("unit " + shape(cursor).name + " has no forward pass in micro-step " +
+             std::to_string(forward_count) + "; lease it forward or skip it");
+    }
+    phase = Phase::kStep;
+    ++forward_count;
+  } else if (phase == Phase::kBackward) {
+    finish_backward();
+  }
+  while (phase == Phase::kStep && micro_step < forward_count && !forward_is_next() && skipped(unit_count())) {
+    begin_backward();
+    finish_backward();
+  }
 }
 
 // --- leases ---
@@ -650,7 +683,9 @@ Status Engine::Impl::tier_status() const {
 }
 
 StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
-  finish_micro_step();
+  finish_pass();
+  if (micro_step < forward_count)
+    misuse("micro-step " + std::to_string(micro_step) + " has no backward pass");
   if (phase != Phase::kStep || micro_step != options.micro_steps) {
     misuse("step() after " + std::to_string(micro_step) + " micro-steps; the engine was made for " +
            std::to_string(options.micro_steps));

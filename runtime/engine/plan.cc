@@ -4,6 +4,7 @@
 #include <set>
 #include <sstream>
 
+#include "forebay/all_reduce.h"
 #include "forebay/arena.h"
 #include "forebay/grouped_communicator.h"
 #include "forebay/kernels.h"
@@ -18,6 +19,7 @@ namespace {
 constexpr std::uint64_t kParameterCountLimit = std::uint64_t{1} << 52;
 constexpr std::uint64_t kActivationBytesLimit = std::uint64_t{1} << 60;
 constexpr int kParameterGroupLimit = 4096;
+constexpr int kSharedByLimit = 32;  // With more, a bucket of the smallest unit would be empty.
 
 Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
@@ -36,6 +38,9 @@ Status check_options(const PlanOptions& options) {
   }
   if (options.micro_steps < 1) {
     return refuse("micro-steps is " + std::to_string(options.micro_steps) + "; use 1 or more");
+  }
+  if (options.forwards_ahead < 0) {
+    return refuse("forwards-ahead is " + std::to_string(options.forwards_ahead) + "; use 0 or more");
   }
   if (options.bucket_bytes == 0) return refuse("bucket is 0 bytes; use 1 or more (16 MiB is usual)");
   if (options.chunk_bytes == 0)
@@ -79,6 +84,10 @@ Status check_model(const ModelShape& model) {
         return refuse("the model has more than " + std::to_string(kParameterCountLimit) + " parameters at " +
                       parameter.name);
       }
+    }
+    if (unit.shared_by < 1 || unit.shared_by > kSharedByLimit) {
+      return refuse("unit " + unit.name + " is shared by " + std::to_string(unit.shared_by) +
+                    " stages; 1 to " + std::to_string(kSharedByLimit) + " may share one");
     }
     for (const UnitShape::Tied& tied : unit.tied) {
       if (tied.unit < 0 || tied.unit >= static_cast<int>(u) || tied.index < 0 ||
@@ -130,20 +139,23 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan, const SlotAs
     }
   };
   const int unit_count = static_cast<int>(model.units.size());
-  for (int micro_step = 0; micro_step < plan.options.micro_steps; ++micro_step) {
-    for (int unit = 0; unit < unit_count; ++unit) read(unit);
-    for (int unit = unit_count - 1; unit >= 0; --unit) {
-      if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit);
+  const PlanOptions& options = plan.options;
+  for (int forwards = 0, backwards = 0; backwards < options.micro_steps;) {
+    if (forward_is_next(options.micro_steps, options.forwards_ahead, forwards, backwards)) {
+      for (int unit = 0; unit < unit_count; ++unit) read(unit);
+      ++forwards;
+    } else {
+      for (int unit = unit_count - 1; unit >= 0; --unit) {
+        if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit);
+      }
+      ++backwards;
     }
   }
   return gathered;
 }
 
 // The first units that stay on the device: as many as fit into what is not to be offloaded.
-int units_on_device(const Plan& plan, std::uint64_t trainable) {
-  const int unit_count = static_cast<int>(plan.layouts.size());
-  if (plan.options.offload == Offload::kNone) return unit_count;
-  if (plan.options.device_units >= 0) return std::min(plan.options.device_units, unit_count);
+int units_within_fraction(const Plan& plan, std::uint64_t trainable) {
   const auto room =
       static_cast<std::uint64_t>((1.0 - plan.options.offload_fraction) * static_cast<double>(trainable));
   std::uint64_t taken = 0;
@@ -154,6 +166,18 @@ int units_on_device(const Plan& plan, std::uint64_t trainable) {
     ++count;
   }
   return count;
+}
+
+int units_on_device(const ModelShape& model, const Plan& plan, std::uint64_t trainable) {
+  const int unit_count = static_cast<int>(plan.layouts.size());
+  if (plan.options.offload == Offload::kNone) return unit_count;
+  int shared = 0;
+  for (int unit = 0; unit < unit_count; ++unit) {
+    if (model.units[static_cast<std::size_t>(unit)].shared_by > 1) shared = unit + 1;
+  }
+  const int count = plan.options.device_units >= 0 ? std::min(plan.options.device_units, unit_count)
+                                                   : units_within_fraction(plan, trainable);
+  return std::max(count, shared);
 }
 
 GroupedOptions grouping(const PlanOptions& options) {
@@ -175,7 +199,8 @@ std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
     const std::uint64_t slice = plan.layouts[u].trainable_slice(plan.options.ranks);
     std::uint64_t replicated = 0;
     for (const ParameterShape& parameter : model.units[u].parameters) {
-      if (parameter.replicated && !parameter.frozen) replicated += parameter.count;
+      if ((parameter.replicated || model.units[u].shared_by > 1) && !parameter.frozen)
+        replicated += parameter.count;
     }
     most = std::max(most, leaf_bytes(slice) + std::min(replicated, slice) * sizeof(float));
   }
@@ -186,6 +211,23 @@ std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
 // buckets do not depend on it.
 std::uint64_t fused_columns(const Plan& plan, std::uint64_t granule) {
   return plan.options.ranks == 1 ? 0 : plan.bucket_columns / kFusedBucketShare / granule * granule;
+}
+
+// What one rank sends to add up the gradients of shared units over the stages that have them.
+std::uint64_t shared_sent_bytes(const ModelShape& model, const Plan& plan) {
+  const PlanOptions& options = plan.options;
+  const bool in_fp32 =
+      options.stage >= 2 && options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
+  std::uint64_t bytes = 0;
+  for (std::size_t u = 0; u < model.units.size(); ++u) {
+    const int stages = model.units[u].shared_by;
+    if (stages == 1) continue;
+    const DataType type = in_fp32 ? DataType::kFloat32 : options.dtype;
+    const std::uint64_t bucket = plan.shared_bucket_count(static_cast<int>(u), stages);
+    bytes += all_reduce_sent_bytes(stages, bucket * element_bytes(type), type,
+                                   plan.layouts[u].trainable_slice(options.shards()));
+  }
+  return bytes;
 }
 
 // What one rank sends to reduce all gradients once.
@@ -260,7 +302,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   plan.bucket_columns = std::min(std::max(wanted_columns, column_granule), largest_slice);
 
   // The part that is not on the device: the last units.
-  plan.device_units = units_on_device(plan, trainable);
+  plan.device_units = units_on_device(model, plan, trainable);
   std::uint64_t away = 0;
   std::uint64_t away_frozen = 0;
   std::uint64_t largest_away = 0;  // Slice.
@@ -360,6 +402,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   plan.file_bytes.written_per_step += plan.file_bytes.optimizer;
   // Sent, and as much received: each collective hands every other rank a slice.
   plan.wire_per_step.sent = reductions * reduced_bytes(options, trainable) + (shards - 1) * gathers;
+  plan.wire_per_step.sent += shared_sent_bytes(model, plan);
   // What the ranks tell each other in step().
   plan.wire_per_step.sent += (ranks - 1) * sizeof(double) * (kStepFacts + units);
   const auto others = static_cast<std::uint64_t>(deciding_ranks) - 1;
@@ -381,6 +424,15 @@ std::uint64_t Plan::activation_room(std::uint64_t budget) const {
   return in_chunks < beside.shared ? 0 : (in_chunks - beside.shared) / kBlockGranule * kBlockGranule;
 }
 
+// The staging of that sum, at most a slice and two buckets in fp32, has the room of one bucket's sum.
+std::uint64_t Plan::shared_bucket_count(int unit, int stages) const {
+  const std::uint64_t columns =
+      std::min(bucket_columns, layouts[static_cast<std::size_t>(unit)].trainable_slice(options.shards()));
+  const auto count = static_cast<std::uint64_t>(stages);
+  const std::uint64_t slice = columns / (1 + 2 * count) / 4 * 4;  // Whole accesses of 16 bytes.
+  return slice * count;
+}
+
 const char* offload_name(Offload offload) noexcept {
   switch (offload) {
     case Offload::kNone:
@@ -400,7 +452,8 @@ const char* tier_name(Tier tier) noexcept {
 std::string Plan::fingerprint_text() const {
   std::ostringstream text;
   text << "stage " << options.stage << "\nranks " << options.ranks << "\ndtype "
-       << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
+       << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\nforwards-ahead "
+       << options.forwards_ahead << "\naccumulate "
        << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\ngroup " << options.group
        << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\noffload "
        << offload_name(options.offload) << "\noffload-tier " << tier_name(options.tier)

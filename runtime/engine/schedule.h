@@ -28,6 +28,13 @@ SlotAssignment assign_slots(const ModelShape& model, const std::vector<UnitLayou
 // The units whose gathered parameters unit `unit` reads: itself, then the owners of what it ties.
 std::vector<int> units_read_by(const ModelShape& model, int unit);
 
+// Whether a step of `micro_steps` goes on with a forward pass, once so many forward and backward passes are
+// done; otherwise with the backward pass of micro-step `backwards`. Up to `forwards_ahead` forward passes run
+// ahead of the backward ones (EngineOptions).
+constexpr bool forward_is_next(int micro_steps, int forwards_ahead, int forwards, int backwards) {
+  return forwards < micro_steps && forwards - backwards <= forwards_ahead;
+}
+
 // What is gathered where, by version of the weights.
 class Residency {
  public:

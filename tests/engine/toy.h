@@ -46,6 +46,7 @@ struct ToyOptions {
   };
   // Added to the noise of every element: infinity makes a step overflow.
   std::function<float(int rank, int step)> disturbance = [](int, int) { return 0.0f; };
+  Communicator* first_unit_shared_over = nullptr;  // Engine::share().
 };
 
 struct ToyResult {
@@ -100,6 +101,7 @@ class ToyTrainer {
       }
       for (const UnitShape::Tied& tied : unit.tied) engine_.tie(id, {tied.unit, tied.index});
     }
+    if (options.first_unit_shared_over != nullptr) engine_.share(0, *options.first_unit_shared_over);
     engine_.declare_activations(1000);
     engine_.commit();
     stream_ = value_or_throw(rank.backend->stream_create());
@@ -121,7 +123,7 @@ class ToyTrainer {
   StepResult step(int step) {
     metric_ = 0.0;
     engine_.step_begin();
-    for (int k = 0; k < options_.engine.micro_steps; ++k) micro_step(step, k);
+    run_passes(step);
     throw_if_error(rank_.backend->stream_synchronize(stream_));
     for (std::byte* copy : copies_) throw_if_error(pinned_->free(copy, {}));
     copies_.clear();
@@ -141,7 +143,18 @@ class ToyTrainer {
     result.statistics = engine_.statistics();
   }
 
-  void micro_step(int step, int k) {
+  // As many forward passes first as the engine was made for, then one of each in turn.
+  void run_passes(int step) {
+    const int micro_steps = options_.engine.micro_steps;
+    int forwards = 0;
+    for (int k = 0; k < micro_steps; ++k) {
+      while (forwards < micro_steps && forwards <= k + options_.engine.forwards_ahead)
+        forward_pass(step, forwards++);
+      backward_pass(step, k);
+    }
+  }
+
+  void forward_pass(int step, int k) {
     const int unit_count = static_cast<int>(options_.units.size());
     const int rank = rank_.communicator->rank();
     engine_.micro_step_begin(k);
@@ -160,7 +173,11 @@ class ToyTrainer {
         });
       });
     }
-    for (int u = unit_count - 1; u >= 0; --u) {
+  }
+
+  void backward_pass(int step, int k) {
+    const int rank = rank_.communicator->rank();
+    for (int u = static_cast<int>(options_.units.size()) - 1; u >= 0; --u) {
       if (options_.skips(rank, step, k, u)) continue;
       Lease lease = engine_.backward(u, stream_);
       const bool reads = options_.units[static_cast<std::size_t>(u)].backward_reads_parameters;

@@ -25,6 +25,10 @@ struct AllReduceArguments {
 // and what one slice takes in fp32.
 std::uint64_t all_reduce_staging_bytes(int rank_count, std::uint64_t bucket_bytes, DataType type) noexcept;
 
+// What each rank sends, and receives, to sum up `count` elements.
+std::uint64_t all_reduce_sent_bytes(int rank_count, std::uint64_t bucket_bytes, DataType type,
+                                    std::uint64_t count) noexcept;
+
 // Queues on `stream`, as the communicator's data operations do, and of which it is a fixed sequence.
 // `backend` and `kernels` are those of the communicator. Requires: a bucket of at least one element; the same
 // arguments but for addresses on every rank.

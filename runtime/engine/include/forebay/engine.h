@@ -18,6 +18,13 @@
 // Order: units execute in the order of registration; skip(unit) says that this rank does not use one in this
 // micro-step. At most one Lease is alive at a time. All ranks call in the same order.
 //
+// Pipeline parallelism: each stage of the pipeline has an engine of its own, for its units, over the ranks
+// that are data-parallel in that stage. With EngineOptions::forwards_ahead = a, a forward passes come before
+// the first backward pass; from then on a forward and a backward pass take turns, until the forward passes
+// are through (one-forward-one-backward). Backward passes come in the order of micro-steps:
+//
+//   forwards_ahead = 1, 3 micro-steps:  forward 0, forward 1, backward 0, forward 2, backward 1, backward 2
+//
 // Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() queues
 // everything, the update too, before it waits to learn the norm and whether the step was applied; it does not
 // wait for the update. What it is given (a metric, say) it reads at once: wait for the stream that computes
@@ -72,6 +79,7 @@ struct EngineOptions {
   int stage = 0;
   DataType dtype = DataType::kFloat32;
   int micro_steps = 1;
+  int forwards_ahead = 0;  // See above.
   Accumulate accumulate = Accumulate::kShard;
   // Order group(g): gradients are added within groups of this many consecutive ranks first, then across them
   // (grouped_communicator.h). 1: in the order of the ranks. Other bits, the same at every stage.
@@ -223,6 +231,12 @@ class Engine {
                             bool frozen = false, bool replicated = false);
   // `unit` uses `parameter` of an earlier unit too: its index in leases of `unit` is returned.
   int tie(UnitId unit, ParameterId parameter);
+  // The ranks of `stages` all have `unit`, of the same parameters with the same values, in their models: the
+  // embedding that a pipeline's first stage reads and its last one multiplies by, say. Its gradient is the
+  // sum of theirs, added in the order of these ranks once a step, so their copies stay the same; the first of
+  // them counts it in the norm. It cannot be skipped and stays on the device, as do the units before it.
+  // `stages`: as many ranks as have the same data-parallel rank; used by nobody else; outlives the engine.
+  void share(UnitId unit, Communicator& stages);
   // Bytes the trainer will use of activations(): declared so that the plan is whole.
   void declare_activations(std::uint64_t bytes);
 
@@ -253,8 +267,10 @@ class Engine {
 
   // --- the step ---
   void step_begin();
+  // Begins the forward pass of a micro-step.
   void micro_step_begin(int index);
   Lease forward(UnitId unit, Stream stream);
+  // Of the first micro-step that has had its forward and not its backward pass.
   Lease backward(UnitId unit, Stream stream);
   // In the forward pass: this rank does not use `unit` in this micro-step. It contributes zeros; a unit that
   // every rank skips in every micro-step keeps its weights, m and v.
@@ -285,7 +301,7 @@ class Engine {
   // Waits for the engine's queued work, so that the traffic of complete steps is complete.
   EngineStatistics statistics();
   // What moved so far, in steps and outside of them, by kind of operation and by rank; what goes over the
-  // grid is left out.
+  // grid and over the stages that share a unit is left out.
   std::vector<OperationTraffic> operation_traffic() const;
   const EngineOptions& options() const;
   std::uint64_t attempted_steps() const;

@@ -58,6 +58,9 @@ struct UnitShape {
   };
   std::vector<Tied> tied;
   bool backward_reads_parameters = true;  // False (an embedding): its backward pass needs no gather.
+  // Stages of a pipeline that all have this unit, and add up its gradients once a step. It stays on the
+  // device, whatever is offloaded, and so do the units before it.
+  int shared_by = 1;
 };
 
 struct ModelShape {
@@ -81,6 +84,9 @@ struct PlanOptions {
   std::uint64_t deciding_units = 0;
   DataType dtype = DataType::kFloat32;  // Of parameters and gradients. 2-byte types get an fp32 master.
   int micro_steps = 1;                  // K: forward/backward passes per step.
+  // Forward passes of micro-steps that run ahead of the backward pass of an earlier one: at stage 3, other
+  // gathers.
+  int forwards_ahead = 0;
   Accumulate accumulate = Accumulate::kShard;
   std::uint64_t bucket_bytes =
       16u << 20;  // One bucket: all N slices of a column range. Rounded to 512 columns.
@@ -202,6 +208,9 @@ struct Plan {
   // The most that ModelShape::activation_bytes may be for reserved_bytes not to pass `budget`; 0 as well where
   // what is beside them passes it alone.
   std::uint64_t activation_room(std::uint64_t budget) const;
+
+  // Elements that one sum over the `stages` that share `unit` takes at most: the same on all of them.
+  std::uint64_t shared_bucket_count(int unit, int stages) const;
 
   // Same text on every rank means the same plan: one "key value" line per option and per unit.
   std::string fingerprint_text() const;
