@@ -16,7 +16,8 @@ Engine::Impl::Impl(Backend& backend_in, Kernels& kernels_in, Communicator& commu
     : backend(backend_in),
       kernels(kernels_in),
       communicator(communicator_in),
-      options(std::move(options_in)) {}
+      options(std::move(options_in)),
+      other_traffic(communicator_in.traffic()) {}
 
 Engine::Impl::~Impl() {
   // Release paths do not fail: what the backend refuses is logged once, and leaked.

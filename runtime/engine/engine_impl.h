@@ -443,7 +443,7 @@ struct Engine::Impl {
   int growth_counter = 0;  // Applied steps since the scale last changed.
   std::uint64_t gather_count = 0;
   std::array<bool, kPoolCount> spilled{};
-  Traffic other_traffic;  // Payload that is not of steps: commit, saving, digests.
+  Traffic other_traffic;  // Payload that is not of steps: from before the engine, commit, saving, digests.
 };
 
 }  // namespace forebay

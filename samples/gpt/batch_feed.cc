@@ -11,29 +11,30 @@ BatchFeed::BatchFeed(Backend& backend, std::size_t rows)
   auto* losses = reinterpret_cast<RowLoss*>(memory_.data());
   auto* bytes = reinterpret_cast<std::uint8_t*>(losses + kBufferCount * rows);
   for (std::size_t i = 0; i < kBufferCount; ++i) {
-    buffers_.push_back({.losses = {losses + i * rows, rows},
-                        .tokens = {bytes + 2 * i * rows, rows},
-                        .targets = {bytes + (2 * i + 1) * rows, rows},
-                        .received = OwnedEvent(backend)});
+    tokens_.push_back({.tokens = {bytes + 2 * i * rows, rows},
+                       .targets = {bytes + (2 * i + 1) * rows, rows},
+                       .sent = OwnedEvent(backend)});
+    losses_.push_back({.losses = {losses + i * rows, rows}, .received = OwnedEvent(backend)});
   }
 }
 
 BatchFeed::Batch BatchFeed::next() {
-  current_ = (current_ + 1) % kBufferCount;
-  Buffer& buffer = buffers_[current_];
-  if (buffer.under_way) collect(buffer);
+  const Tokens& buffer = tokens_[token_count_++ % kBufferCount];
+  throw_if_error(backend_.event_synchronize(buffer.sent.get()));
   return {buffer.tokens, buffer.targets};
 }
 
 void BatchFeed::send(const Gpt& gpt, Stream stream) {
-  const Buffer& buffer = buffers_[current_];
+  const Tokens& buffer = tokens_[(token_count_ - 1) % kBufferCount];
   throw_if_error(backend_.copy_async(gpt.tokens(), buffer.tokens.data(), buffer.tokens.size_bytes(), stream));
   throw_if_error(
       backend_.copy_async(gpt.targets(), buffer.targets.data(), buffer.targets.size_bytes(), stream));
+  throw_if_error(backend_.event_record(buffer.sent.get(), stream));
 }
 
 void BatchFeed::receive(const Gpt& gpt, Stream stream) {
-  Buffer& buffer = buffers_[current_];
+  Losses& buffer = losses_[loss_count_++ % kBufferCount];
+  if (buffer.under_way) collect(buffer);
   throw_if_error(
       backend_.copy_async(buffer.losses.data(), gpt.row_losses(), buffer.losses.size_bytes(), stream));
   throw_if_error(backend_.event_record(buffer.received.get(), stream));
@@ -41,16 +42,16 @@ void BatchFeed::receive(const Gpt& gpt, Stream stream) {
 }
 
 std::vector<double> BatchFeed::take_losses() {
-  for (std::size_t i = 1; i <= kBufferCount; ++i) {
-    Buffer& oldest = buffers_[(current_ + i) % kBufferCount];
+  for (std::size_t i = 0; i < kBufferCount; ++i) {
+    Losses& oldest = losses_[(loss_count_ + i) % kBufferCount];
     if (oldest.under_way) collect(oldest);
   }
-  return std::exchange(losses_, {});
+  return std::exchange(means_, {});
 }
 
-void BatchFeed::collect(Buffer& buffer) {
+void BatchFeed::collect(Losses& buffer) {
   throw_if_error(backend_.event_synchronize(buffer.received.get()));
-  losses_.push_back(mean_loss(buffer.losses));
+  means_.push_back(mean_loss(buffer.losses));
   buffer.under_way = false;
 }
 

@@ -24,7 +24,8 @@ class BatchFeed {
   BatchFeed(Backend& backend, std::size_t rows);
   // Where to write the next micro-step's tokens. Waits while all buffers are under way.
   Batch next();
-  // Queues the copies: of what next() returned, before the pass, and of the losses, after it.
+  // Queues the copies: of what next() returned, before a forward pass, and of the losses, after a backward
+  // pass.
   void send(const Gpt& gpt, Stream stream);
   void receive(const Gpt& gpt, Stream stream);
   // Waits for all that is under way. The mean loss of each micro-step since the last call, in order.
@@ -34,21 +35,26 @@ class BatchFeed {
   // Less, and the host waits for the device in every micro-step; more is memory without a use.
   static constexpr std::size_t kBufferCount = 4;
 
-  struct Buffer {
-    std::span<RowLoss> losses;
+  struct Tokens {
     std::span<std::uint8_t> tokens;
     std::span<std::uint8_t> targets;
+    OwnedEvent sent;
+  };
+  struct Losses {
+    std::span<RowLoss> losses;
     OwnedEvent received;
     bool under_way = false;
   };
 
-  void collect(Buffer& buffer);
+  void collect(Losses& buffer);
 
   Backend& backend_;
-  PinnedMemory memory_;  // Of the buffers: all losses, then all tokens and targets.
-  std::vector<Buffer> buffers_;
-  std::size_t current_ = kBufferCount - 1;  // Of the latest next().
-  std::vector<double> losses_;
+  PinnedMemory memory_;  // All losses, then all tokens and targets.
+  std::vector<Tokens> tokens_;
+  std::vector<Losses> losses_;
+  std::size_t token_count_ = 0;  // Calls of next() and of receive() so far.
+  std::size_t loss_count_ = 0;
+  std::vector<double> means_;
 };
 
 }  // namespace forebay::gpt

@@ -13,18 +13,19 @@ std::uint64_t input_bytes(const TrainerOptions& o) {
   return o.batch * o.model.sequence * o.model.hidden * sizeof(float);
 }
 
-std::vector<ActivationSlot> input_slots(const TrainerOptions& o, ActivationPlacement placement) {
+std::vector<ActivationSlot> input_slots(const TrainerOptions& o, const PipelineStage& stage,
+                                        ActivationPlacement placement) {
   std::vector<ActivationSlot> slots;
-  for (std::size_t layer = 0; layer < o.model.layers; layer += o.recompute_every) {
+  for (const std::size_t layer : recomputed_layers(o, stage))
     slots.push_back({.unit = static_cast<int>(layer), .bytes = input_bytes(o), .placement = placement});
-  }
   return slots;
 }
 
-ActivationCheckpointerOptions checkpointer_options(const TrainerOptions& o, Timeline* timeline,
-                                                   std::uint64_t device_bytes) {
+ActivationCheckpointerOptions checkpointer_options(const TrainerOptions& o, const PipelineStage& stage,
+                                                   Timeline* timeline, std::uint64_t device_bytes) {
   ActivationCheckpointerOptions options;
   options.in_region = true;
+  options.plan.micro_batches = passes_in_flight(o, stage);
   options.plan.tier = o.activation_tier;
   options.plan.device_bytes = device_bytes;
   options.directories = o.activation_directories;
@@ -41,13 +42,14 @@ ActivationPlacement furthest_placement(const ActivationPlan& plan) {
 
 }  // namespace
 
-CheckpointedInputs::CheckpointedInputs(const TrainerOptions& options, Backend& backend,
-                                       Communicator& communicator, Stream stream, Timeline* timeline,
-                                       std::uint64_t device_bytes)
+CheckpointedInputs::CheckpointedInputs(const TrainerOptions& options, const PipelineStage& stage,
+                                       Backend& backend, Communicator& communicator, Stream stream,
+                                       Timeline* timeline, std::uint64_t device_bytes)
     : bytes_(input_bytes(options)),
       stream_(stream),
-      checkpointer_(backend, communicator, checkpointer_options(options, timeline, device_bytes)) {
-  for (const ActivationSlot& slot : input_slots(options, options.activations)) checkpointer_.declare(slot);
+      checkpointer_(backend, communicator, checkpointer_options(options, stage, timeline, device_bytes)) {
+  for (const ActivationSlot& slot : input_slots(options, stage, options.activations))
+    checkpointer_.declare(slot);
 }
 
 void CheckpointedInputs::save(std::size_t layer, std::uint64_t micro_step, const float* input) {
@@ -59,19 +61,20 @@ const float* CheckpointedInputs::load(std::size_t layer, std::uint64_t micro_ste
   return reinterpret_cast<const float*>(lease_->data());
 }
 
-std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, const ActivationNeeds& needs,
-                                                std::uint64_t room) {
+std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, const PipelineStage& stage,
+                                                const ActivationNeeds& needs, std::uint64_t room) {
   if (needs.keep <= room) return std::nullopt;
-  ActivationPlanOptions plan{.ranks = options.tensor_parallel, .chunk_bytes = 1};
+  ActivationPlanOptions plan{
+      .ranks = options.tensor_parallel, .micro_batches = passes_in_flight(options, stage), .chunk_bytes = 1};
   const auto bytes_with = [&](ActivationPlacement placement) {
     return needs.elsewhere +
-           value_or_throw(make_activation_plan(input_slots(options, placement), plan)).device_bytes();
+           value_or_throw(make_activation_plan(input_slots(options, stage, placement), plan)).device_bytes();
   };
   const std::uint64_t partitioned = bytes_with(ActivationPlacement::kPartition);
   const std::uint64_t spilled = bytes_with(ActivationPlacement::kPartitionAndSpill);
   if (needs.elsewhere < room) {
     plan.device_bytes = room - needs.elsewhere;
-    if (make_activation_plan(input_slots(options, ActivationPlacement::kAuto), plan).ok())
+    if (make_activation_plan(input_slots(options, stage, ActivationPlacement::kAuto), plan).ok())
       return plan.device_bytes;
   }
   const auto shown = [](std::uint64_t bytes) {

@@ -15,10 +15,12 @@ namespace forebay::gpt {
 
 class CheckpointedInputs final : public BlockInputs {
  public:
-  // `stream`: the model's. All that is referred to outlives this.
+  // Of the blocks of `stage`, for as many passes as it has in flight. `stream`: the model's. All that is
+  // referred to outlives this. Requires: recomputed_layers() of the stage.
   // `device_bytes`: the most that device_bytes() may be, for --activations auto; 0: no limit.
-  CheckpointedInputs(const TrainerOptions& options, Backend& backend, Communicator& communicator,
-                     Stream stream, Timeline* timeline, std::uint64_t device_bytes = 0);
+  CheckpointedInputs(const TrainerOptions& options, const PipelineStage& stage, Backend& backend,
+                     Communicator& communicator, Stream stream, Timeline* timeline,
+                     std::uint64_t device_bytes = 0);
 
   // Device memory that it needs. Errors: throws Error(kOutOfMemory) where that must be more than it may.
   std::uint64_t device_bytes() const { return checkpointer_.plan().device_bytes(); }
@@ -54,8 +56,8 @@ struct ActivationNeeds {
 // What --activations auto comes to where `room` bytes are left for activations: keep (none), or the most that
 // CheckpointedInputs may take, which then does no more than it must.
 // Errors: throws Error(kOutOfMemory) with what each placement takes where none fits.
-std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, const ActivationNeeds& needs,
-                                                std::uint64_t room);
+std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, const PipelineStage& stage,
+                                                const ActivationNeeds& needs, std::uint64_t room);
 
 // "keep", "partition", "partition+cpu" or "partition+nvme": as far from keep as any slot is.
 std::string activations_name(const ActivationPlan& plan);

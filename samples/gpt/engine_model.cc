@@ -1,5 +1,7 @@
 #include "engine_model.h"
 
+#include <numeric>
+
 #include "forebay/units.h"
 
 namespace forebay::gpt {
@@ -10,20 +12,33 @@ constexpr std::uint64_t kAlignment = 512;
 
 }  // namespace
 
-EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, ComputeStream& compute)
-    : engine_(engine), units_(units), compute_(compute) {
+EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, ComputeStream& compute,
+                         Communicator* token_stages)
+    : engine_(engine), compute_(compute) {
   ParameterId tokens;
   for (const GptUnit& unit : units) {
-    const bool is_embedding = &unit == &units.front();
+    const bool is_embedding = unit.name == "embedding";
     // An embedding's backward pass adds rows of gradients together: it needs no weights.
-    const UnitId id = engine.add_unit(unit.name, /*backward_reads_parameters=*/!is_embedding);
+    const bool backward_reads_parameters = unit.is_computed && !is_embedding;
+    const UnitId id = engine.add_unit(unit.name, backward_reads_parameters);
     for (const GptParameter& parameter : unit.parameters) {
       const ParameterId added =
           engine.add_parameter(id, parameter.name, parameter.count(), parameter.group, /*frozen=*/false,
                                /*replicated=*/parameter.cut == Cut::kWhole);
-      if (is_embedding && added.index == embedding::kTokens) tokens = added;
+      if (parameter.name == "wte.weight") tokens = added;
     }
-    if (&unit == &units.back()) engine.tie(id, tokens);
+    if (!unit.is_computed) {
+      tokens_ = id;
+      engine.share(id, *token_stages);
+      continue;
+    }
+    std::vector<int> parameters(unit.parameters.size());
+    std::iota(parameters.begin(), parameters.end(), 0);
+    if (unit.uses_tokens) {
+      const int tied = engine.tie(id, tokens);
+      parameters.insert(is_embedding ? parameters.begin() : parameters.end(), tied);
+    }
+    units_.push_back({id, backward_reads_parameters, std::move(parameters)});
   }
 }
 
@@ -41,38 +56,40 @@ DevicePtr EngineModel::use_engine_memory() {
   return engine_.activations() + memory_bytes(*gpt_, 0);
 }
 
-void EngineModel::run_micro_step(int index) {
+void EngineModel::forward_pass(int index) {
   engine_.micro_step_begin(index);
-  for (int unit = 0; unit < gpt_->unit_count(); ++unit) forward(unit);
-  for (int unit = gpt_->unit_count() - 1; unit >= 0; --unit) backward(unit);
+  if (tokens_) static_cast<void>(engine_.forward(*tokens_, compute_.stream()));
+  for (std::size_t unit = 0; unit < units_.size(); ++unit) forward(unit);
 }
 
-void EngineModel::forward(int unit) {
-  const Lease lease = engine_.forward(unit, compute_.stream());
-  gpt_->forward(unit, parameters_of(lease, unit));
+void EngineModel::backward_pass() {
+  for (std::size_t unit = units_.size(); unit-- > 0;) backward(unit);
 }
 
-void EngineModel::backward(int unit) {
-  Lease lease = engine_.backward(unit, compute_.stream());
-  const bool reads_parameters = unit != 0;
+void EngineModel::end_backward_pass() {
+  if (tokens_) static_cast<void>(engine_.backward(*tokens_, compute_.stream()));
+}
+
+void EngineModel::forward(std::size_t unit) {
+  const Lease lease = engine_.forward(units_[unit].id, compute_.stream());
+  gpt_->forward(static_cast<int>(unit), parameters_of(lease, units_[unit]));
+}
+
+void EngineModel::backward(std::size_t unit) {
+  const Unit& of = units_[unit];
+  Lease lease = engine_.backward(of.id, compute_.stream());
   Parameters parameters;
-  if (reads_parameters) parameters = parameters_of(lease, unit);
-  Gradients gradients(parameter_count_of(unit));
+  if (of.backward_reads_parameters) parameters = parameters_of(lease, of);
+  Gradients gradients(of.parameters.size());
   for (std::size_t i = 0; i < gradients.size(); ++i) {
-    gradients[i].data = lease.gradient(static_cast<int>(i), &gradients[i].accumulate);
+    gradients[i].data = lease.gradient(of.parameters[i], &gradients[i].accumulate);
   }
-  gpt_->backward(unit, parameters, gradients, engine_.loss_scale());
+  gpt_->backward(static_cast<int>(unit), parameters, gradients, engine_.loss_scale());
 }
 
-// The last unit's tied wte.weight comes after its own.
-std::size_t EngineModel::parameter_count_of(int unit) const {
-  const std::size_t own = units_[static_cast<std::size_t>(unit)].parameters.size();
-  return unit + 1 == gpt_->unit_count() ? own + 1 : own;
-}
-
-Parameters EngineModel::parameters_of(const Lease& lease, int unit) const {
-  Parameters parameters(parameter_count_of(unit));
-  for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i] = lease.parameter(static_cast<int>(i));
+Parameters EngineModel::parameters_of(const Lease& lease, const Unit& unit) {
+  Parameters parameters;
+  for (const int index : unit.parameters) parameters.push_back(lease.parameter(index));
   return parameters;
 }
 

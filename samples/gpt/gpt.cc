@@ -33,27 +33,26 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   const std::size_t hidden = shape_.hidden;
   const std::size_t row_hidden = rows_ * hidden;
 
+  // What is on its way to or from another stage is not waited for at once.
+  const std::size_t turns = options.stage.count > 1 ? 2 : 1;
   Layout layout;
-  tokens_ = layout.bytes(rows_);
-  targets_ = layout.bytes(rows_);
-  // What recomputed blocks do not keep is in one place for all of them.
-  BlockPlaces recomputed{};
-  if (options.recompute_every > 0) recomputed = lay_out_block(layout);
-  // Inputs that are saved elsewhere pass through here: a block has read its own before it writes the next.
-  if (options.inputs != nullptr) recomputed.input = layout.floats(row_hidden);
-  for (std::size_t layer = 0; layer < shape_.layers; ++layer) {
-    BlockPlaces& b = blocks_.emplace_back(recomputes(layer) ? recomputed : lay_out_block(layout));
-    if (!saves(layer)) b.input = layout.floats(row_hidden);
+  for (std::size_t pass = 0; pass < options.passes; ++pass) {
+    tokens_.push_back(layout.bytes(rows_));
+    targets_.push_back(layout.bytes(rows_));
   }
-  output_ = layout.floats(row_hidden);
-  final_norm_ = layout.floats(row_hidden);
-  final_mean_ = layout.floats(rows_);
-  final_inverse_ = layout.floats(rows_);
-  logits_ = layout.floats(rows_ * vocabulary_);
-  loss_parts_ = layout.bytes(part_.size * rows_ * sizeof(RowLossPart));
-  row_losses_ = layout.bytes(rows_ * sizeof(RowLoss));
+  lay_out_blocks(layout);
+  for (std::size_t turn = 0; turn < (is_last() ? 1 : turns); ++turn)
+    outputs_.push_back(layout.floats(row_hidden));
+  if (is_last()) {
+    final_norm_ = layout.floats(row_hidden);
+    final_mean_ = layout.floats(rows_);
+    final_inverse_ = layout.floats(rows_);
+    logits_ = layout.floats(rows_ * vocabulary_);
+    loss_parts_ = layout.bytes(part_.size * rows_ * sizeof(RowLossPart));
+    row_losses_ = layout.bytes(rows_ * sizeof(RowLoss));
+  }
 
-  residual_gradient_ = layout.floats(row_hidden);
+  for (std::size_t turn = 0; turn < turns; ++turn) residual_gradients_.push_back(layout.floats(row_hidden));
   narrow_gradient_ = layout.floats(row_hidden);
   wide_gradient_ = layout.floats(rows_ * inner_);
   if (options.dropout > 0) dropped_gradient_ = layout.floats(row_hidden);
@@ -84,6 +83,38 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   memory_bytes_ = layout.size();
 }
 
+// What recomputed blocks do not keep is in one place for all of them.
+void Gpt::lay_out_blocks(Layout& layout) {
+  const std::size_t row_hidden = rows_ * shape_.hidden;
+  BlockPlaces recomputed{};
+  if (options_.recompute_every > 0) recomputed = lay_out_block(layout);
+  // Inputs that are saved elsewhere pass through here: a block has read its own before it writes the next.
+  if (options_.inputs != nullptr) recomputed.input = layout.floats(row_hidden);
+  const bool is_sent_its_input = !is_first();
+  for (std::size_t pass = 0; pass < options_.passes; ++pass) {
+    std::vector<BlockPlaces>& blocks = blocks_.emplace_back();
+    for (std::size_t layer = layers_.begin; layer < layers_.end; ++layer) {
+      BlockPlaces& b = blocks.emplace_back(recomputes(layer) ? recomputed : lay_out_block(layout));
+      const bool arrives = is_sent_its_input && layer == layers_.begin;
+      if (!saves(layer) && !arrives) b.input = layout.floats(row_hidden);
+    }
+  }
+  if (!is_sent_its_input) return;
+  // One more than are kept, for the next to arrive in.
+  const std::size_t kept = saves(layers_.begin) ? 1 : options_.passes;
+  for (std::size_t turn = 0; turn < kept + 1; ++turn) inputs_.push_back(layout.floats(row_hidden));
+}
+
+float* Gpt::input_of(std::size_t layer) {
+  if (layer == layers_.begin && !is_first()) return reinterpret_cast<float*>(input(pass_.micro_step));
+  return at(places(layer).input);
+}
+
+float* Gpt::output_of(std::size_t layer) {
+  if (layer + 1 < layers_.end) return input_of(layer + 1);
+  return reinterpret_cast<float*>(output(pass_.micro_step));
+}
+
 // All but the input.
 Gpt::BlockPlaces Gpt::lay_out_block(Layout& layout) const {
   const std::size_t row_hidden = rows_ * shape_.hidden;
@@ -104,42 +135,48 @@ Gpt::BlockPlaces Gpt::lay_out_block(Layout& layout) const {
 }
 
 void Gpt::forward(int unit, const Parameters& parameters) {
-  if (unit == 0) return embedding_forward(parameters);
-  if (unit + 1 == unit_count()) return final_forward(parameters);
-  block_forward(static_cast<std::size_t>(unit) - 1, parameters);
+  const int block = unit - first_block();
+  if (block < 0) return embedding_forward(parameters);
+  const std::size_t layer = layers_.begin + static_cast<std::size_t>(block);
+  if (layer == layers_.end) return final_forward(parameters);
+  block_forward(layer, parameters);
 }
 
 void Gpt::backward(int unit, const Parameters& parameters, const Gradients& gradients, double loss_scale) {
-  if (unit == 0) return embedding_backward(gradients);
-  if (unit + 1 == unit_count()) return final_backward(parameters, gradients, loss_scale);
-  block_backward(static_cast<std::size_t>(unit) - 1, parameters, gradients);
+  const int block = unit - first_block();
+  if (block < 0) return embedding_backward(gradients);
+  const std::size_t layer = layers_.begin + static_cast<std::size_t>(block);
+  if (layer == layers_.end) return final_backward(parameters, gradients, loss_scale);
+  block_backward(layer, parameters, gradients);
 }
 
 // --- embedding: x = dropout(wte[token] + wpe[position]) ---
 
 void Gpt::embedding_forward(const Parameters& p) {
-  const std::size_t x = blocks_[0].input;
-  queue_.run([=, this] {
-    operations_.embed(bytes_at(tokens_), widened(p[embedding::kTokens], vocabulary_ * shape_.hidden),
-                      token_range(), at(x), rows_, shape_.hidden);
+  float* const x = input_of(0);
+  queue_.run([=, this, tokens = tokens()] {
+    operations_.embed(reinterpret_cast<const std::uint8_t*>(tokens),
+                      widened(p[embedding::kTokens], vocabulary_ * shape_.hidden), token_range(), x, rows_,
+                      shape_.hidden);
   });
   all_reduce(x);
   queue_.run([=, this, dropout = dropout_of(0), first = first_element()] {
     const std::size_t sample = shape_.sequence * shape_.hidden;
-    operations_.add_bias(at(x), widened(p[embedding::kPositions], sample), batch_, sample);
-    if (dropout.active()) operations_.drop(at(x), at(x), rows_ * shape_.hidden, dropout, first);
+    operations_.add_bias(x, widened(p[embedding::kPositions], sample), batch_, sample);
+    if (dropout.active()) operations_.drop(x, x, rows_ * shape_.hidden, dropout, first);
   });
 }
 
 void Gpt::embedding_backward(const Gradients& gradients) {
-  queue_.run([=, this, dropout = dropout_of(0), first = first_element()] {
-    float* gradient = at(residual_gradient_);
+  queue_.run([=, this, ids = tokens(), gradient = residual_gradient(), dropout = dropout_of(0),
+              first = first_element()] {
     if (dropout.active()) operations_.drop(gradient, gradient, rows_ * shape_.hidden, dropout, first);
 
     const GradientTarget& tokens = gradients[embedding::kTokens];
     const TokenRange range = token_range();
     float* space = gradient_space(tokens);
-    operations_.embed_tokens_backward(bytes_at(tokens_), gradient, range, space, rows_, shape_.hidden);
+    operations_.embed_tokens_backward(reinterpret_cast<const std::uint8_t*>(ids), gradient, range, space,
+                                      rows_, shape_.hidden);
     if (const std::size_t padding = vocabulary_ - range.count; padding > 0)
       operations_.zero(space + range.count * shape_.hidden, padding * shape_.hidden);
     store_gradient(tokens, vocabulary_ * shape_.hidden);
@@ -154,7 +191,7 @@ void Gpt::embedding_backward(const Gradients& gradients) {
 // --- one block: middle = x + dropout(attention(norm1(x))); output = middle + dropout(mlp(norm2(middle))) ---
 
 void Gpt::block_forward(std::size_t layer, const Parameters& p) {
-  const float* input = at(blocks_[layer].input);
+  const float* input = input_of(layer);
   if (saves(layer)) options_.inputs->save(layer, pass_.micro_step, input);
   attend(layer, input, p);
   expand(layer, input, p);
@@ -162,7 +199,7 @@ void Gpt::block_forward(std::size_t layer, const Parameters& p) {
 }
 
 void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
-  const BlockPlaces& b = blocks_[layer];
+  const BlockPlaces& b = places(layer);
   queue_.run([=, this, attention = attention_of(layer)] {
     const std::size_t hidden = shape_.hidden;
     operations_.layer_norm(norm_of(input, b.norm1_mean, b.norm1_inverse),
@@ -174,11 +211,11 @@ void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
     multiply(forward_product(width_, hidden), at(b.attended), stored(p[block::kAttentionWeight]),
              at(narrow_gradient_));  // Idle here.
   });
-  all_reduce(narrow_gradient_);
+  all_reduce(at(narrow_gradient_));
 }
 
 void Gpt::expand(std::size_t layer, const float* input, const Parameters& p) {
-  const BlockPlaces& b = blocks_[layer];
+  const BlockPlaces& b = places(layer);
   queue_.run([=, this, dropout = dropout_of(layer, kAttention), first = first_element()] {
     const std::size_t hidden = shape_.hidden;
     add_residual({input, p[block::kAttentionBias], dropout, first}, at(b.middle));
@@ -191,15 +228,15 @@ void Gpt::expand(std::size_t layer, const float* input, const Parameters& p) {
 }
 
 void Gpt::contract(std::size_t layer, const Parameters& p) {
-  const BlockPlaces& b = blocks_[layer];
-  const std::size_t output = layer + 1 < shape_.layers ? blocks_[layer + 1].input : output_;
+  const BlockPlaces& b = places(layer);
+  float* const output = output_of(layer);
   queue_.run([=, this] {
     multiply(forward_product(inner_, shape_.hidden), at(b.activated), stored(p[block::kContractWeight]),
              at(narrow_gradient_));
   });
-  all_reduce(narrow_gradient_);
+  all_reduce(at(narrow_gradient_));
   queue_.run([=, this, dropout = dropout_of(layer, kMlp), first = first_element()] {
-    add_residual({at(b.middle), p[block::kContractBias], dropout, first}, at(output));
+    add_residual({at(b.middle), p[block::kContractBias], dropout, first}, output);
   });
 }
 
@@ -213,17 +250,18 @@ void Gpt::add_residual(const Residual& residual, float* target) {
 }
 
 void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients& gradients) {
-  const BlockPlaces& b = blocks_[layer];
-  const float* input = saves(layer) ? options_.inputs->load(layer, pass_.micro_step) : at(b.input);
+  const BlockPlaces& b = places(layer);
+  const float* input = saves(layer) ? options_.inputs->load(layer, pass_.micro_step) : input_of(layer);
   if (recomputes(layer)) {
     attend(layer, input, p);
     expand(layer, input, p);
   }
   const std::uint64_t first = first_element();
-  // at(residual_gradient_) is the gradient of the output, then of middle, then of the input.
+  // The gradient of the output, then of middle, then of the input.
+  float* const residual = residual_gradient();
   queue_.run([=, this, dropout = dropout_of(layer, kMlp)] {
     linear_backward({.input = at(b.activated),
-                     .output_gradient = dropped_gradient(dropout, first),
+                     .output_gradient = dropped_gradient(residual, dropout, first),
                      .input_gradient = at(wide_gradient_),
                      .weight = p[block::kContractWeight],
                      .weight_gradient = gradients[block::kContractWeight],
@@ -240,13 +278,12 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
                      .in = shape_.hidden,
                      .out = inner_});
   });
-  all_reduce(narrow_gradient_);
+  all_reduce(at(narrow_gradient_));
   queue_.run([=, this, attention = attention_of(layer), dropout = dropout_of(layer, kAttention)] {
     norm_backward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p[block::kNorm2Gain],
-                  at(narrow_gradient_), at(residual_gradient_), gradients[block::kNorm2Gain],
-                  gradients[block::kNorm2Bias]);
+                  at(narrow_gradient_), residual, gradients[block::kNorm2Gain], gradients[block::kNorm2Bias]);
     linear_backward({.input = at(b.attended),
-                     .output_gradient = dropped_gradient(dropout, first),
+                     .output_gradient = dropped_gradient(residual, dropout, first),
                      .input_gradient = at(narrow_gradient_),
                      .weight = p[block::kAttentionWeight],
                      .weight_gradient = gradients[block::kAttentionWeight],
@@ -264,27 +301,27 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
                      .in = shape_.hidden,
                      .out = 3 * width_});
   });
-  all_reduce(narrow_gradient_);
+  all_reduce(at(narrow_gradient_));
   queue_.run([=, this] {
     norm_backward(norm_of(input, b.norm1_mean, b.norm1_inverse), p[block::kNorm1Gain], at(narrow_gradient_),
-                  at(residual_gradient_), gradients[block::kNorm1Gain], gradients[block::kNorm1Bias]);
+                  residual, gradients[block::kNorm1Gain], gradients[block::kNorm1Bias]);
   });
   if (saves(layer)) options_.inputs->release();
 }
 
-const float* Gpt::dropped_gradient(const Dropout& dropout, std::uint64_t first) {
-  if (!dropout.active()) return at(residual_gradient_);
-  operations_.drop(at(residual_gradient_), at(dropped_gradient_), rows_ * shape_.hidden, dropout, first);
+const float* Gpt::dropped_gradient(const float* residual, const Dropout& dropout, std::uint64_t first) {
+  if (!dropout.active()) return residual;
+  operations_.drop(residual, at(dropped_gradient_), rows_ * shape_.hidden, dropout, first);
   return at(dropped_gradient_);
 }
 
 // --- final: logits = norm(x) * wte^T, and the loss ---
 
 void Gpt::final_forward(const Parameters& p) {
+  const float* const x = output_of(layers_.end - 1);
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    operations_.layer_norm(norm_of(at(output_), final_mean_, final_inverse_),
-                           widened(p[final_unit::kNormGain], hidden),
+    operations_.layer_norm(norm_of(x, final_mean_, final_inverse_), widened(p[final_unit::kNormGain], hidden),
                            widened(p[final_unit::kNormBias], hidden, hidden), at(final_norm_));
     multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[final_unit::kTokens]),
              at(logits_));
@@ -292,11 +329,12 @@ void Gpt::final_forward(const Parameters& p) {
 }
 
 void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double loss_scale) {
-  queue_.run([this] { operations_.cross_entropy(logits_part(), loss_parts() + part_.rank * rows_); });
+  const LogitsPart logits = logits_part(targets());
+  queue_.run([=, this] { operations_.cross_entropy(logits, loss_parts() + part_.rank * rows_); });
   group_.all_gather(memory_ + loss_parts_, rows_ * sizeof(RowLossPart));
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    operations_.cross_entropy_backward(logits_part(), loss_parts(), part_.size, part_.rank,
+    operations_.cross_entropy_backward(logits, loss_parts(), part_.size, part_.rank,
                                        reinterpret_cast<RowLoss*>(row_losses()),
                                        static_cast<float>(loss_scale / static_cast<double>(rows_)));
     const GradientTarget& tokens = gradients[final_unit::kTokens];
@@ -306,12 +344,12 @@ void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double
     multiply(forward_product(vocabulary_, hidden), at(logits_), stored(p[final_unit::kTokens]),
              at(narrow_gradient_));
   });
-  all_reduce(narrow_gradient_);
-  queue_.run([=, this] {
-    operations_.zero(at(residual_gradient_), rows_ * shape_.hidden);
-    norm_backward(norm_of(at(output_), final_mean_, final_inverse_), p[final_unit::kNormGain],
-                  at(narrow_gradient_), at(residual_gradient_), gradients[final_unit::kNormGain],
-                  gradients[final_unit::kNormBias]);
+  all_reduce(at(narrow_gradient_));
+  const float* const x = output_of(layers_.end - 1);
+  queue_.run([=, this, residual = residual_gradient()] {
+    operations_.zero(residual, rows_ * shape_.hidden);
+    norm_backward(norm_of(x, final_mean_, final_inverse_), p[final_unit::kNormGain], at(narrow_gradient_),
+                  residual, gradients[final_unit::kNormGain], gradients[final_unit::kNormBias]);
   });
 }
 
@@ -385,8 +423,8 @@ TokenRange Gpt::token_range() const {
   return {first, std::min(vocabulary_, kVocabulary - first)};
 }
 
-LogitsPart Gpt::logits_part() {
-  return {at(logits_), bytes_at(targets_), rows_, vocabulary_, token_range()};
+LogitsPart Gpt::logits_part(DevicePtr targets) {
+  return {at(logits_), reinterpret_cast<const std::uint8_t*>(targets), rows_, vocabulary_, token_range()};
 }
 
 Dropout Gpt::dropout_of(std::uint64_t site) const {

@@ -1,30 +1,35 @@
 #include "grid.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <span>
-#include <string_view>
 
 #include "forebay/error.h"
+#include "forebay/grouped_communicator.h"
 
 namespace forebay::gpt {
 namespace {
 
 Result<RankGrid> make_grid(int ranks, const Grid::Options& options) {
-  Result<RankGrid> grid = RankGrid::create({.world_size = ranks, .tensor_parallel = options.tensor_parallel});
-  if (!grid.ok()) return grid.status().with_context("--tensor-parallel");
-  return grid;
+  Result<RankGrid> grid = RankGrid::create({.world_size = ranks,
+                                            .tensor_parallel = options.tensor_parallel,
+                                            .pipeline_parallel = options.pipeline_parallel});
+  if (grid.ok()) return grid;
+  const bool of_tensor = ranks % options.tensor_parallel != 0;
+  return grid.status().with_context(of_tensor ? "--tensor-parallel" : "--pipeline-parallel");
 }
 
-// Before ranks form groups, so that those that would form others are named. Ranks that form none go on to
-// something else, and are met there.
+// Before ranks form groups, so that those that would form others are named.
 void check_agreement(Communicator& world, const Grid::Options& options) {
   struct Choice {
     int tensor_parallel;
+    int pipeline_parallel;
     int activations;
   };
-  const Choice mine{options.tensor_parallel, static_cast<int>(options.activations)};
-  if (mine.tensor_parallel == 1 && options.activations == ActivationPlacement::kKeep) return;
+  if (world.size() == 1) return;
+  const Choice mine{options.tensor_parallel, options.pipeline_parallel,
+                    static_cast<int>(options.activations)};
   std::vector<Choice> all(static_cast<std::size_t>(world.size()));
   throw_if_error(world.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
   const auto compare = [&](const char* option, const auto& value_of) {
@@ -38,12 +43,13 @@ void check_agreement(Communicator& world, const Grid::Options& options) {
     }
   };
   compare("--tensor-parallel", [](const Choice& one) { return std::to_string(one.tensor_parallel); });
+  compare("--pipeline-parallel", [](const Choice& one) { return std::to_string(one.pipeline_parallel); });
   compare("--activations", [](const Choice& one) {
     return std::string(activation_placement_name(static_cast<ActivationPlacement>(one.activations)));
   });
 }
 
-RankGrid agree(Communicator& world, const Grid::Options& options) {
+RankGrid agreed_grid(Communicator& world, const Grid::Options& options) {
   check_agreement(world, options);
   return value_or_throw(make_grid(world.size(), options));
 }
@@ -51,41 +57,51 @@ RankGrid agree(Communicator& world, const Grid::Options& options) {
 }  // namespace
 
 Grid::Grid(Communicator& world, const Options& options)
-    : world_(world), shape_(agree(world, options)), at_(shape_.coordinates(world.rank())) {
+    : world_(world), shape_(agreed_grid(world, options)), at_(shape_.coordinates(world.rank())) {
   if (part_count() > 1) communicators_ = value_or_throw(split_grid(world, shape_));
   if (options.activations != ActivationPlacement::kKeep)
     activations_ = value_or_throw(world.split(world.rank() - at_.tensor, at_.tensor));
+  if (shape_.pipeline_parallel() == 1) return;
+  backward_ = value_or_throw(communicators_.pipeline->split(0, at_.pipeline));
+  const bool is_end = stage().is_first() || stage().is_last();
+  ends_ = value_or_throw(communicators_.pipeline->split(is_end ? 0 : 1, at_.pipeline));
 }
 
 std::vector<OperationTraffic> Grid::operation_traffic(const std::vector<OperationTraffic>& data) {
   if (part_count() == 1) return data;
   std::vector<OperationTraffic> all = world_.operation_traffic();
-  const auto add = [&](const OperationTraffic& one, int GridCoordinates::*dimension) {
-    auto place = std::find_if(all.begin(), all.end(), [&](const OperationTraffic& known) {
-      return std::string_view(known.operation) == one.operation;
+  const auto add = [&](const std::vector<OperationTraffic>& some, int GridCoordinates::*dimension) {
+    add_operation_traffic(all, some, world_.size(), [&](int peer) {
+      GridCoordinates place = at_;
+      place.*dimension = peer;
+      return shape_.rank(place);
     });
-    if (place == all.end()) {
-      const auto size = static_cast<std::size_t>(world_.size());
-      place = all.insert(place, {one.operation, 0, std::vector<Traffic>(size)});
-    }
-    place->count += one.count;
-    for (std::size_t i = 0; i < one.peers.size(); ++i) {
-      GridCoordinates peer = at_;
-      peer.*dimension = static_cast<int>(i);
-      Traffic& sum = place->peers[static_cast<std::size_t>(shape_.rank(peer))];
-      sum.sent_bytes += one.peers[i].sent_bytes;
-      sum.received_bytes += one.peers[i].received_bytes;
-    }
   };
-  for (const OperationTraffic& one : data) add(one, &GridCoordinates::data);
-  for (const OperationTraffic& one : communicators_.tensor->operation_traffic())
-    add(one, &GridCoordinates::tensor);
-  if (activations_ != nullptr) {
-    for (const OperationTraffic& one : activations_->operation_traffic()) add(one, &GridCoordinates::tensor);
-  }
-  for (const OperationTraffic& one : communicators_.pipeline->operation_traffic())
-    add(one, &GridCoordinates::pipeline);
+  add(data, &GridCoordinates::data);
+  add(communicators_.tensor->operation_traffic(), &GridCoordinates::tensor);
+  if (activations_ != nullptr) add(activations_->operation_traffic(), &GridCoordinates::tensor);
+  add(communicators_.pipeline->operation_traffic(), &GridCoordinates::pipeline);
+  if (backward_ == nullptr) return all;
+  add(backward_->operation_traffic(), &GridCoordinates::pipeline);
+  if (!stage().is_first() && !stage().is_last()) return all;
+  add_operation_traffic(all, ends_->operation_traffic(), world_.size(), [&](int peer) {
+    return shape_.rank({at_.tensor, at_.data, peer == 0 ? 0 : shape_.pipeline_parallel() - 1});
+  });
   return all;
+}
+
+void Grid::agree(const Status& mine) {
+  struct Verdict {
+    StatusCode code = StatusCode::kOk;
+    std::array<char, 1000> message{};
+  } verdict{.code = mine.code()};
+  mine.message().copy(verdict.message.data(), verdict.message.size() - 1);
+  std::vector<Verdict> all(static_cast<std::size_t>(world_.size()));
+  throw_if_error(
+      world_.exchange(std::as_bytes(std::span(&verdict, 1)), std::as_writable_bytes(std::span(all))));
+  for (const Verdict& one : all) {
+    if (one.code != StatusCode::kOk) throw Error(one.code, one.message.data());
+  }
 }
 
 std::vector<std::string> Grid::of_each_part(const std::string& mine) {

@@ -17,6 +17,7 @@ class Grid {
  public:
   struct Options {
     int tensor_parallel = 1;
+    int pipeline_parallel = 1;
     // Not kKeep: an ActivationCheckpointer needs a communicator.
     ActivationPlacement activations = ActivationPlacement::kKeep;
   };
@@ -35,10 +36,20 @@ class Grid {
     return {static_cast<std::size_t>(at_.tensor), static_cast<std::size_t>(shape_.tensor_parallel())};
   }
 
+  PipelineStage stage() const {
+    return {static_cast<std::size_t>(at_.pipeline), static_cast<std::size_t>(shape_.pipeline_parallel())};
+  }
+
   Communicator& world() { return world_; }
   Communicator& data() { return communicators_.data != nullptr ? *communicators_.data : world_; }
   // Null where that dimension has one rank.
   Communicator* tensor() { return shape_.tensor_parallel() > 1 ? communicators_.tensor.get() : nullptr; }
+
+  // The stages of the pipeline, for what goes forwards and for what goes backwards; and on the first and the
+  // last stage these two. Null with one stage.
+  Communicator* forward() { return shape_.pipeline_parallel() > 1 ? communicators_.pipeline.get() : nullptr; }
+  Communicator* backward() { return backward_.get(); }
+  Communicator* ends() { return ends_.get(); }
 
   // The ranks of tensor() once more, one or several, for an ActivationCheckpointer; null unless asked for.
   Communicator* activations() { return activations_.get(); }
@@ -46,6 +57,8 @@ class Grid {
   // What all of this rank's communicators have counted, with peers as ranks of the world; `data`: what the
   // engine has, whose peers are data-parallel ranks.
   std::vector<OperationTraffic> operation_traffic(const std::vector<OperationTraffic>& data);
+  // Every rank gives its own verdict; when one is not ok, all throw the lowest such rank's. Collective.
+  void agree(const Status& mine);
   // Text of each part, by part: `mine` is the same on all ranks of a part. Collective.
   std::vector<std::string> of_each_part(const std::string& mine);
 
@@ -55,6 +68,8 @@ class Grid {
   const GridCoordinates at_;
   GridCommunicators communicators_;
   std::unique_ptr<Communicator> activations_;
+  std::unique_ptr<Communicator> backward_;
+  std::unique_ptr<Communicator> ends_;
 };
 
 // Errors: kInvalidArgument naming the option that does not divide `ranks`.

@@ -110,6 +110,13 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
              "data-parallel")
       ->capture_default_str()
       ->group(group);
+  add_number(
+      app, "--pipeline-parallel", o.pipeline_parallel,
+      "Stages of consecutive layers, each on ranks of its own, through which the micro-steps of a step "
+      "pass one behind the other; with --tensor-parallel a divisor of --ranks, at most --layers. Give "
+      "several times as many --micro-steps: stages wait for each other at both ends of a step")
+      ->capture_default_str()
+      ->group(group);
   app.add_option(
          "--bucket", words.bucket,
          "Bytes of one send buffer, all ranks' slices; auto: by latency and bandwidth, which are measured "
@@ -468,9 +475,11 @@ std::string exact(double value) {
   return {text, result.ptr};
 }
 
-void check_tensor_parallel(const TrainerOptions& o) {
+void check_parallel(const TrainerOptions& o) {
   check_count("--tensor-parallel", std::max(o.tensor_parallel, 0), kRanksMax);
   check_part(o.model, {.size = static_cast<std::size_t>(o.tensor_parallel)});
+  check_count("--pipeline-parallel", std::max(o.pipeline_parallel, 0), kRanksMax);
+  check_stages(o.model, static_cast<std::size_t>(o.pipeline_parallel));
 }
 
 }  // namespace
@@ -527,14 +536,15 @@ void check_options(const TrainerOptions& o) {
   check_number("--epsilon", o.epsilon, kEpsilonMin, kSingleMax);
   check_number("--loss-scale", o.loss_scale, 1, kSingleMax);
   check_number("--dropout", o.dropout, 0, 1);
-  check_tensor_parallel(o);
+  check_parallel(o);
   if (o.activations != ActivationPlacement::kKeep && o.recompute_every == 0) {
     refuse("--activations " + activations_name(o) +
            " is about the inputs of blocks that are computed again, and none is; add --recompute block");
   }
   if (o.activations == ActivationPlacement::kAuto && o.bucket_auto) {
     refuse(
-        "--activations auto fills what the rest leaves of --memory, and how much --bucket auto takes is known "
+        "--activations auto fills what the rest leaves of --memory, and how much --bucket auto takes is "
+        "known "
         "only afterwards; give --bucket a size");
   }
   if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
@@ -597,7 +607,26 @@ TrainerOptions resolve_options(TrainerOptions options) {
 }
 
 Grid::Options grid_options(const TrainerOptions& o) {
-  return {.tensor_parallel = o.tensor_parallel, .activations = o.activations};
+  return {.tensor_parallel = o.tensor_parallel,
+          .pipeline_parallel = o.pipeline_parallel,
+          .activations = o.activations};
+}
+
+int forwards_ahead(const PipelineStage& stage) {
+  return static_cast<int>(stage.count - 1 - stage.index);
+}
+
+int passes_in_flight(const TrainerOptions& o, const PipelineStage& stage) {
+  return std::min(forwards_ahead(stage) + 1, o.micro_steps);
+}
+
+std::vector<std::size_t> recomputed_layers(const TrainerOptions& o, const PipelineStage& stage) {
+  const LayerRange range = layers_of(o.model, stage);
+  std::vector<std::size_t> layers;
+  for (std::size_t layer = range.begin; o.recompute_every > 0 && layer < range.end; ++layer) {
+    if (layer % o.recompute_every == 0) layers.push_back(layer);
+  }
+  return layers;
 }
 
 std::string recompute_name(const TrainerOptions& o) {
@@ -627,6 +656,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
           {"--device", o.device.cuda ? "cuda" : "host"},
           {"--matmul", o.matmul},
           {"--tensor-parallel", std::to_string(o.tensor_parallel)},
+          {"--pipeline-parallel", std::to_string(o.pipeline_parallel)},
           {"--recompute", recompute_name(o)},
           {"--activations", activations_name(o)},
           {"--dropout", exact(o.dropout)},

@@ -38,6 +38,7 @@ struct TrainerOptions {
   int deadline_seconds = 60;
 
   int tensor_parallel = 1;          // Ranks that share every layer.
+  int pipeline_parallel = 1;        // Stages of consecutive layers.
   std::size_t recompute_every = 0;  // See Gpt::Options.
   // Where the inputs of recomputed blocks wait for the backward pass.
   ActivationPlacement activations = ActivationPlacement::kKeep;
@@ -97,6 +98,13 @@ void check_options(const TrainerOptions& options);
 
 // How the ranks are arranged.
 Grid::Options grid_options(const TrainerOptions& options);
+
+// Forward passes of a stage that run ahead of its backward ones, and passes that are in flight there: the
+// stages after it, and itself, with one-forward-one-backward.
+int forwards_ahead(const PipelineStage& stage);
+int passes_in_flight(const TrainerOptions& options, const PipelineStage& stage);
+// The blocks of a stage that are computed again in the backward pass.
+std::vector<std::size_t> recomputed_layers(const TrainerOptions& options, const PipelineStage& stage);
 
 // Fills in what was left to choose.
 TrainerOptions resolve_options(TrainerOptions options);

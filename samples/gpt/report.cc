@@ -34,6 +34,9 @@ Json rank_json(const RankReport& rank) {
           {"planned_received_bytes_per_step", rank.planned_received_bytes_per_step},
           {"tensor_sent_bytes_per_step", rank.tensor_sent_bytes_per_step},
           {"tensor_received_bytes_per_step", rank.tensor_received_bytes_per_step},
+          {"pipeline_sent_bytes_per_step", rank.pipeline_sent_bytes_per_step},
+          {"pipeline_received_bytes_per_step", rank.pipeline_received_bytes_per_step},
+          {"most_passes_in_flight", rank.most_passes_in_flight},
           {"saved_device_bytes", rank.saved_device_bytes},
           {"planned_saved_device_bytes", rank.planned_saved_device_bytes},
           {"saved_host_bytes", rank.saved_host_bytes},
@@ -83,6 +86,7 @@ std::string report_json(const TrainingReport& report) {
     ranks[rank]["traffic"] = traffic_json(report.traffic[rank]);
   const Json json = {{"world_size", report.world_size},
                      {"tensor_parallel", report.tensor_parallel},
+                     {"pipeline_parallel", report.pipeline_parallel},
                      {"data_parallel", report.data_parallel},
                      {"recompute", report.recompute},
                      {"activations", report.activations},

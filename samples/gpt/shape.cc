@@ -74,8 +74,10 @@ std::vector<GptUnit> describe_units(const GptShape& shape) {
           cut_by_rows(matrix(h + "mlp.c_proj.weight", 4 * hidden, hidden, residual)),
           vector(h + "mlp.c_proj.bias", hidden, Initial::kZero)}});
   }
-  units.push_back(
-      {"final", {vector("ln_f.weight", hidden, Initial::kOne), vector("ln_f.bias", hidden, Initial::kZero)}});
+  units.push_back({.name = "final",
+                   .parameters = {vector("ln_f.weight", hidden, Initial::kOne),
+                                  vector("ln_f.bias", hidden, Initial::kZero)},
+                   .uses_tokens = true});
   return units;
 }
 
@@ -85,6 +87,34 @@ std::size_t parameter_count(const GptShape& shape) {
     for (const GptParameter& parameter : unit.parameters) count += parameter.count();
   }
   return count;
+}
+
+LayerRange layers_of(const GptShape& shape, const PipelineStage& stage) {
+  return {stage.index * shape.layers / stage.count, (stage.index + 1) * shape.layers / stage.count};
+}
+
+void check_stages(const GptShape& shape, std::size_t stages) {
+  if (stages <= shape.layers) return;
+  throw Error(StatusCode::kInvalidArgument, "--pipeline-parallel " + std::to_string(stages) +
+                                                " is more than --layers " + std::to_string(shape.layers) +
+                                                ": every stage needs a block");
+}
+
+std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineStage& stage) {
+  if (stage.count == 1) return units;
+  GptUnit embedding = units.front();
+  GptUnit tokens{
+      .name = "tokens", .parameters = {embedding.parameters[embedding::kTokens]}, .is_computed = false};
+  embedding.parameters.erase(embedding.parameters.begin() + embedding::kTokens);
+  embedding.uses_tokens = true;
+
+  std::vector<GptUnit> mine;
+  if (stage.is_first() || stage.is_last()) mine.push_back(std::move(tokens));
+  if (stage.is_first()) mine.push_back(std::move(embedding));
+  const LayerRange layers = layers_of({.layers = units.size() - 2}, stage);
+  for (std::size_t layer = layers.begin; layer < layers.end; ++layer) mine.push_back(units[1 + layer]);
+  if (stage.is_last()) mine.push_back(units.back());
+  return mine;
 }
 
 void check_part(const GptShape& shape, const TensorPart& part) {

@@ -51,14 +51,43 @@ struct TensorPart {
 struct GptUnit {
   std::string name;
   std::vector<GptParameter> parameters;
+  bool uses_tokens = false;  // wte.weight too, which an earlier unit has.
+  bool is_computed = true;   // False: it has parameters for others.
 };
 
 // Units in the order of the forward pass: "embedding", one per block, "final". The head of "final" is
-// wte.weight, tied: it comes after final's own parameters wherever the parameters of a unit are listed.
+// wte.weight, tied: it comes after final's own parameters wherever those of a unit that uses it are listed.
 // Errors: throws Error(kInvalidArgument) naming the option that cannot be.
 std::vector<GptUnit> describe_units(const GptShape& shape);
 
 std::size_t parameter_count(const GptShape& shape);
+
+// --- a stage of a pipeline ---
+
+// Each has some consecutive blocks, the first the embedding before them, the last "final" after them.
+struct PipelineStage {
+  std::size_t index = 0;
+  std::size_t count = 1;
+
+  bool is_first() const { return index == 0; }
+  bool is_last() const { return index + 1 == count; }
+};
+
+// From `begin` up to before `end`.
+struct LayerRange {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+
+  std::size_t count() const { return end - begin; }
+};
+
+// As even as may be; the later stages, which hold fewer micro-batches, have the blocks more.
+LayerRange layers_of(const GptShape& shape, const PipelineStage& stage);
+// Errors: throws Error(kInvalidArgument) when there are more stages than blocks.
+void check_stages(const GptShape& shape, std::size_t stages);
+// The units that a stage has, of those of describe_units(). The first and the last of several stages both use
+// wte.weight: there it is a unit of its own, "tokens", which comes before all others.
+std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineStage& stage);
 
 // --- a rank's part of the model ---
 

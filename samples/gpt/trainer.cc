@@ -39,6 +39,7 @@
 #include "initial.h"
 #include "launched_operations.h"
 #include "parted_state.h"
+#include "pipeline_group.h"
 #include "progress.h"
 #include "safetensors.h"
 #include "tensor_group.h"
@@ -68,6 +69,7 @@ constexpr const char* kCountedOperations[] = {"reduce_scatter", "all_gather", "e
 EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline,
                              Grid& grid) {
   EngineOptions engine;
+  engine.forwards_ahead = forwards_ahead(grid.stage());
   if (grid.part_count() > 1) engine.grid = &grid.world();
   engine.counts_replicated = grid.at().tensor == 0;
   if (!o.timeline_file.empty()) engine.timeline = timeline;
@@ -213,14 +215,26 @@ TensorGroup make_tensor_group(const TrainerOptions& o, const Rank& rank, Communi
                       .bucket_bytes = std::min(o.bucket_bytes, count * sizeof(float))});
 }
 
-Gpt::Options model_options(const TrainerOptions& o, BlockInputs* inputs) {
+// Where the ranks are threads whose memory the host does not reach, they wait in the call for each other.
+PipelineGroup::Options pipeline_options(const TrainerOptions& o, const Rank& rank, Grid& grid,
+                                        Stream stream) {
+  return {.forward = grid.forward(),
+          .backward = grid.backward(),
+          .backend = rank.backend.get(),
+          .compute = stream,
+          .queues = rank.backend->capabilities().host_accessible || uses_nccl(o.communicator)};
+}
+
+Gpt::Options model_options(const TrainerOptions& o, const PipelineStage& stage, BlockInputs* inputs) {
   return {.shape = o.model,
           .batch = o.batch,
           .dtype = o.dtype,
           .recompute_every = o.recompute_every,
           .inputs = inputs,
           .dropout = o.dropout,
-          .seed = o.seed};
+          .seed = o.seed,
+          .stage = stage,
+          .passes = static_cast<std::size_t>(passes_in_flight(o, stage))};
 }
 
 // One rank: the model under the engine. Begins and ends on the thread that drives it.
@@ -234,14 +248,15 @@ class Trainer {
         grid_(communicator_, grid_options(options)),
         text_(Text::read(options.text)),
         whole_units_(describe_units(options.model)),
-        units_(part_of(whole_units_, grid_.tensor_part())),
+        units_(part_of(stage_of(whole_units_, grid_.stage()), grid_.tensor_part())),
         compute_(*rank.backend, /*queues=*/rank.on_gpu()),
         operations_(make_operations(options, rank, compute_.stream())),
         group_(make_tensor_group(options, rank, grid_.tensor(), compute_.stream())),
+        pipeline_(pipeline_options(options, rank, grid_, compute_.stream())),
         engine_(*rank.backend, *rank.kernels, grid_.data(),
                 engine_options(options, text_, rank.threads, &timeline_, grid_)),
-        model_(engine_, units_, compute_),
-        inputs_(make_inputs()),
+        model_(engine_, units_, compute_, grid_.ends()),
+        inputs_(place_inputs()),
         gpt_(make_gpt(inputs_.get())),
         feed_(*rank.backend, gpt_.row_count()) {
     if (text_.bytes().size() <= options.model.sequence) {
@@ -260,7 +275,10 @@ class Trainer {
     set_weights();
   }
   // What is queued uses the members that go before the stream.
-  ~Trainer() { compute_.drain(); }
+  ~Trainer() {
+    compute_.drain();
+    pipeline_.drain();
+  }
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -304,26 +322,53 @@ class Trainer {
 
  private:
   Gpt make_gpt(BlockInputs* inputs) {
-    return Gpt(model_options(options_, inputs), *operations_, compute_, group_);
+    return Gpt(model_options(options_, grid_.stage(), inputs), *operations_, compute_, group_);
+  }
+
+  std::unique_ptr<CheckpointedInputs> make_inputs(std::uint64_t device_bytes) {
+    return std::make_unique<CheckpointedInputs>(options_, grid_.stage(), *rank_.backend, *grid_.activations(),
+                                                compute_.stream(), &timeline_, device_bytes);
   }
 
   // After the units are registered.
-  std::unique_ptr<CheckpointedInputs> make_inputs() {
-    if (grid_.activations() == nullptr) return nullptr;
-    const auto make = [this](std::uint64_t device_bytes) {
-      return std::make_unique<CheckpointedInputs>(options_, *rank_.backend, *grid_.activations(),
-                                                  compute_.stream(), &timeline_, device_bytes);
-    };
-    std::unique_ptr<CheckpointedInputs> unlimited = make(0);
-    if (options_.activations != ActivationPlacement::kAuto) return unlimited;
-    const std::uint64_t room = engine_.activation_room();
+  std::unique_ptr<CheckpointedInputs> place_inputs() {
+    if (options_.activations == ActivationPlacement::kKeep) return nullptr;
+    if (options_.activations == ActivationPlacement::kAuto) return place_inputs_in(engine_.activation_room());
+    return recomputed_layers(options_, grid_.stage()).empty() ? nullptr : make_inputs(0);
+  }
+
+  // The stages of a pipeline need not come to the same.
+  std::unique_ptr<CheckpointedInputs> place_inputs_in(std::uint64_t room) {
     if (room == 0) return nullptr;  // The engine's commit says what else has to be smaller.
-    const std::optional<std::uint64_t> device_bytes =
-        choose_activations(options_,
-                           {.keep = EngineModel::memory_bytes(make_gpt(nullptr), 0),
-                            .elsewhere = EngineModel::memory_bytes(make_gpt(unlimited.get()), 0)},
-                           room);
-    return device_bytes ? make(*device_bytes) : nullptr;
+    std::optional<std::uint64_t> device_bytes;
+    Status verdict;
+    try {
+      if (!recomputed_layers(options_, grid_.stage()).empty()) device_bytes = choose_device_bytes(room);
+    } catch (const Error& error) {
+      verdict = error.status();
+    }
+    grid_.agree(verdict);
+    return device_bytes ? make_inputs(*device_bytes) : nullptr;
+  }
+
+  std::optional<std::uint64_t> choose_device_bytes(std::uint64_t room) {
+    const std::unique_ptr<CheckpointedInputs> unlimited = make_inputs(0);
+    return choose_activations(options_, grid_.stage(),
+                              {.keep = EngineModel::memory_bytes(make_gpt(nullptr), 0),
+                               .elsewhere = EngineModel::memory_bytes(make_gpt(unlimited.get()), 0)},
+                              room);
+  }
+
+  // Where this rank has a parameter of the whole model, if it does.
+  std::optional<ParameterId> find_parameter(const GptParameter& parameter) const {
+    for (std::size_t unit = 0; unit < units_.size(); ++unit) {
+      const std::vector<GptParameter>& mine = units_[unit].parameters;
+      const auto place = std::find_if(mine.begin(), mine.end(),
+                                      [&](const GptParameter& one) { return one.name == parameter.name; });
+      if (place != mine.end())
+        return ParameterId{static_cast<UnitId>(unit), static_cast<int>(place - mine.begin())};
+    }
+    return std::nullopt;
   }
 
   void set_weights() {
@@ -333,8 +378,9 @@ class Trainer {
       return;
     }
     const ParameterSetter set = [&](std::size_t unit, std::size_t index, std::span<const float> values) {
-      engine_.set_parameter({static_cast<UnitId>(unit), static_cast<int>(index)},
-                            take_part(whole_units_[unit].parameters[index], grid_.tensor_part(), values));
+      const GptParameter& parameter = whole_units_[unit].parameters[index];
+      if (const std::optional<ParameterId> place = find_parameter(parameter))
+        engine_.set_parameter(*place, take_part(parameter, grid_.tensor_part(), values));
     };
     if (options_.initial_file.empty()) {
       set_random(whole_units_, options_.seed, set);
@@ -362,7 +408,7 @@ class Trainer {
 
   StepResult step() {
     engine_.step_begin();
-    for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) run_micro_step(micro_step);
+    run_passes();
     compute_.synchronize();
     if (inputs_ != nullptr) inputs_->check();
 
@@ -370,33 +416,85 @@ class Trainer {
     hyperparameters.groups = {{.lr = options_.lr, .weight_decay = options_.weight_decay},
                               {.lr = options_.lr, .weight_decay = 0.0}};
     hyperparameters.clip = options_.clip;
-    // The ranks that share a batch know the same loss: one of them tells it.
-    const double loss = mean(feed_.take_losses());
-    hyperparameters.metric = grid_.at().tensor == 0 ? loss : 0;
+    // The ranks that share a batch know the same loss, on the last stage: one of them tells it.
+    if (grid_.stage().is_last()) {
+      const double loss = mean(feed_.take_losses());
+      hyperparameters.metric = grid_.at().tensor == 0 ? loss : 0;
+    }
     hyperparameters.stop = stop_requested.load(std::memory_order_relaxed);
     const StepResult result = engine_.step(hyperparameters);
     cursor_.samples += samples_per_step();
     return result;
   }
 
-  void run_micro_step(int micro_step) {
+  // One forward, one backward, once as many forward passes are ahead as there are stages behind this one.
+  void run_passes() {
+    StageLink* const forward = pipeline_.forward();
+    StageLink* const backward = pipeline_.backward();
+    const int ahead = forwards_ahead(grid_.stage());
+    if (forward != nullptr) forward->receive(gpt_.input(0), gpt_.stage_bytes());
+    if (backward != nullptr && pipeline_.asks_ahead())
+      backward->receive(gpt_.gradient(0), gpt_.stage_bytes());
+    int forwards = 0;
+    for (int micro_step = 0; micro_step < options_.micro_steps; ++micro_step) {
+      while (forwards < options_.micro_steps && forwards - micro_step <= ahead) {
+        run_forward(forwards++);
+        most_passes_in_flight_ =
+            std::max(most_passes_in_flight_, static_cast<std::uint64_t>(forwards - micro_step));
+      }
+      run_backward(micro_step);
+    }
+  }
+
+  void run_forward(int micro_step) {
     const std::size_t sequence = options_.model.sequence;
-    const BatchPlace place{.first_sample = cursor_.samples,
-                           .micro_step = static_cast<std::uint64_t>(micro_step),
-                           .rank = static_cast<std::uint64_t>(grid_.at().data),
-                           .rank_count = static_cast<std::uint64_t>(grid_.shape().data_parallel()),
-                           .batch = options_.batch};
+    const BatchPlace place = batch_place(micro_step);
     const BatchFeed::Batch batch = feed_.next();
     for (std::size_t b = 0; b < options_.batch; ++b) {
       copy_sample(text_, options_.seed, place.sample() + b, batch.tokens.subspan(b * sequence, sequence),
                   batch.targets.subspan(b * sequence, sequence));
     }
-    gpt_.begin({.step = engine_.attempted_steps(),
-                .micro_step = place.micro_step,
-                .first_sample = place.rank * options_.batch});
+    gpt_.begin(pass_of(place));
     feed_.send(gpt_, compute_.stream());
-    model_.run_micro_step(micro_step);
-    feed_.receive(gpt_, compute_.stream());
+    StageLink* const link = pipeline_.forward();
+    if (link == nullptr) return model_.forward_pass(micro_step);
+    link->wait_for_received();
+    link->wait_for_place(place.micro_step);
+    model_.forward_pass(micro_step);
+    link->send(gpt_.output(place.micro_step), gpt_.stage_bytes(), place.micro_step);
+    if (micro_step + 1 < options_.micro_steps)
+      link->receive(gpt_.input(place.micro_step + 1), gpt_.stage_bytes());
+  }
+
+  void run_backward(int micro_step) {
+    const BatchPlace place = batch_place(micro_step);
+    gpt_.begin(pass_of(place));
+    if (StageLink* const link = pipeline_.backward(); link != nullptr) {
+      if (!pipeline_.asks_ahead()) link->receive(gpt_.gradient(place.micro_step), gpt_.stage_bytes());
+      link->wait_for_received();
+      link->wait_for_place(place.micro_step);
+      model_.backward_pass();
+      link->send(gpt_.gradient(place.micro_step), gpt_.stage_bytes(), place.micro_step);
+      if (pipeline_.asks_ahead() && micro_step + 1 < options_.micro_steps)
+        link->receive(gpt_.gradient(place.micro_step + 1), gpt_.stage_bytes());
+    } else {
+      model_.backward_pass();
+    }
+    model_.end_backward_pass();
+    if (grid_.stage().is_last()) feed_.receive(gpt_, compute_.stream());
+  }
+
+  BatchPlace batch_place(int micro_step) const {
+    return {.first_sample = cursor_.samples,
+            .micro_step = static_cast<std::uint64_t>(micro_step),
+            .rank = static_cast<std::uint64_t>(grid_.at().data),
+            .rank_count = static_cast<std::uint64_t>(grid_.shape().data_parallel()),
+            .batch = options_.batch};
+  }
+  Pass pass_of(const BatchPlace& place) const {
+    return {.step = engine_.attempted_steps(),
+            .micro_step = place.micro_step,
+            .first_sample = place.rank * options_.batch};
   }
 
   std::uint64_t samples_per_step() const {
@@ -475,6 +573,14 @@ class Trainer {
       mine.tensor_sent_bytes_per_step = static_cast<double>(traffic.sent_bytes) / steps;
       mine.tensor_received_bytes_per_step = static_cast<double>(traffic.received_bytes) / steps;
     }
+    if (grid_.forward() != nullptr) {
+      for (Communicator* const stages : {grid_.forward(), grid_.backward()}) {
+        const Traffic traffic = stages->traffic();
+        mine.pipeline_sent_bytes_per_step += static_cast<double>(traffic.sent_bytes) / steps;
+        mine.pipeline_received_bytes_per_step += static_cast<double>(traffic.received_bytes) / steps;
+      }
+    }
+    mine.most_passes_in_flight = most_passes_in_flight_;
     if (inputs_ != nullptr) {
       const ActivationStatistics saved = inputs_->statistics();
       const ActivationPlan& plan = inputs_->plan();
@@ -505,6 +611,7 @@ class Trainer {
     report.world_size = place_.size;
     report.tensor_parallel = grid_.shape().tensor_parallel();
     report.data_parallel = grid_.shape().data_parallel();
+    report.pipeline_parallel = grid_.shape().pipeline_parallel();
     report.recompute = recompute_name(options_);
     report.activations = chosen_activations();
     report.dropout = options_.dropout;
@@ -607,16 +714,55 @@ class Trainer {
       }
       writer = std::make_unique<SafetensorsWriter>(options_.export_file, headers);
     }
+    for (int stage = 0; stage < grid_.shape().pipeline_parallel(); ++stage) export_stage(stage, writer.get());
+    if (writer != nullptr) writer->finish();
+  }
+
+  // The parameters that no stage before has, in the order of the model. Every rank goes through those of
+  // every stage.
+  void export_stage(int stage, SafetensorsWriter* writer) {
     std::vector<const GptParameter*> parameters;
     for (const GptUnit& unit : whole_units_) {
-      for (const GptParameter& parameter : unit.parameters) parameters.push_back(&parameter);
+      for (const GptParameter& parameter : unit.parameters) {
+        if (stage_that_has(parameter) == stage) parameters.push_back(&parameter);
+      }
     }
     std::size_t index = 0;
-    engine_.visit_parameters([&](const ParameterShape&, std::span<const float> values) {
-      const std::vector<float> whole = whole_parameter(*parameters[index++], values);
+    const auto write = [&](std::span<const float> mine) {
+      const GptParameter& parameter = *parameters[index++];
+      const std::vector<float> whole = from_stage(stage, parameter, whole_parameter(parameter, mine));
       if (writer != nullptr) writer->write(whole);
-    });
-    if (writer != nullptr) writer->finish();
+    };
+    if (grid_.at().pipeline == stage) {
+      engine_.visit_parameters([&](const ParameterShape& shape, std::span<const float> values) {
+        if (index < parameters.size() && shape.name == parameters[index]->name) write(values);
+      });
+    } else {
+      while (index < parameters.size())
+        write(std::vector<float>(part_of(*parameters[index], grid_.tensor_part()).count()));
+    }
+  }
+
+  int stage_that_has(const GptParameter& parameter) const {
+    const auto count = static_cast<std::size_t>(grid_.shape().pipeline_parallel());
+    for (std::size_t stage = 0; stage + 1 < count; ++stage) {
+      for (const GptUnit& unit : stage_of(whole_units_, {stage, count})) {
+        for (const GptParameter& one : unit.parameters) {
+          if (one.name == parameter.name) return static_cast<int>(stage);
+        }
+      }
+    }
+    return static_cast<int>(count) - 1;
+  }
+
+  // What that stage gives, on all of them.
+  std::vector<float> from_stage(int stage, const GptParameter& parameter, std::vector<float> mine) {
+    Communicator* const stages = grid_.forward();
+    if (stages == nullptr) return mine;
+    std::vector<float> all(parameter.count() * static_cast<std::size_t>(stages->size()));
+    throw_if_error(stages->exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
+    const auto place = all.begin() + static_cast<std::ptrdiff_t>(parameter.count()) * stage;
+    return {place, place + static_cast<std::ptrdiff_t>(parameter.count())};
   }
 
   const TrainerOptions& options_;
@@ -631,12 +777,14 @@ class Trainer {
   const std::unique_ptr<Operations> operations_;
   TensorGroup group_;
   Timeline timeline_;  // Outlives the engine.
+  PipelineGroup pipeline_;
   Engine engine_;
   EngineModel model_;
   std::unique_ptr<CheckpointedInputs> inputs_;  // In the engine's memory. Null: the model keeps them.
   Gpt gpt_;
   BatchFeed feed_;
   Cursor cursor_;
+  std::uint64_t most_passes_in_flight_ = 0;
 };
 
 // Ranks that are threads hand each other device memory, which takes GPUs that reach each other's.

@@ -35,6 +35,11 @@ struct RankReport {
   // Of activations and their gradients, between the ranks that share every layer.
   double tensor_sent_bytes_per_step = 0;
   double tensor_received_bytes_per_step = 0;
+  // Of activations and their gradients, between the stages of a pipeline.
+  double pipeline_sent_bytes_per_step = 0;
+  double pipeline_received_bytes_per_step = 0;
+  // Micro-steps that were between their forward and their backward pass at one time.
+  std::uint64_t most_passes_in_flight = 0;
   // With --activations but keep: what the inputs of recomputed blocks take, the device's part among
   // peak_bytes.activations, and what their gathers send.
   std::uint64_t saved_device_bytes = 0;
@@ -64,6 +69,7 @@ struct TrainingReport {
   int world_size = 1;
   int tensor_parallel = 1;
   int data_parallel = 1;
+  int pipeline_parallel = 1;
   std::string recompute = "none";
   std::string activations = "keep";  // Asked for, or chosen.
   double dropout = 0;

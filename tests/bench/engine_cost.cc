@@ -215,7 +215,8 @@ class EngineLoop {
         units_(describe_units(options.shape)),
         gpt_(options, operations, compute, alone_),
         engine_(backend, kernels, communicator, {.stage = 0, .dtype = options.dtype}),
-        model_(engine_, gpt_, units_, compute, 0) {
+        model_(engine_, units_, compute) {
+    model_.set_model(gpt_, 0);
     engine_.commit();
     model_.use_engine_memory();
     set_random(units_, 1, [&](std::size_t u, std::size_t i, std::span<const float> values) {

@@ -33,12 +33,19 @@ inline Words with(Words words, const Words& changes) {
 struct GridWords {
   int ranks = 1;
   int tensor = 1;
+  int pipeline = 1;
 
   Words words() const {
-    return {"--ranks", std::to_string(ranks), "--tensor-parallel", std::to_string(tensor)};
+    return {"--ranks",
+            std::to_string(ranks),
+            "--tensor-parallel",
+            std::to_string(tensor),
+            "--pipeline-parallel",
+            std::to_string(pipeline)};
   }
   std::string text() const {
-    return std::to_string(ranks) + " ranks, tensor-parallel " + std::to_string(tensor);
+    return std::to_string(ranks) + " ranks, tensor-parallel " + std::to_string(tensor) +
+           ", pipeline-parallel " + std::to_string(pipeline);
   }
 };
 
