@@ -63,6 +63,9 @@ function(forebay_executable target)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endfunction()
 
+# Tests are compiled more often than they are run.
+set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+
 # forebay_test(name SOURCES a.cc ... [LABELS unit ...] [LINK extra ...])
 # One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root.
 function(forebay_test name)
@@ -89,8 +92,8 @@ function(forebay_test name)
   if(NOT built)
     add_dependencies(tests_${folder} ${name})
   endif()
-  # Tests are compiled more often than they are run.
-  target_compile_options(${name} PRIVATE $<$<CONFIG:RelWithDebInfo>:-O1>)
+  target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
+  target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   # Tests of one name in one folder have each other's labels: a longer build of a test would take the quick one out of
   # the runs that leave out what is slow.
