@@ -66,10 +66,11 @@ endfunction()
 # Tests are compiled more often than they are run.
 set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
 
-# forebay_test(name SOURCES a.cc ... [LABELS unit ...] [LINK extra ...])
-# One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root.
+# forebay_test(name SOURCES a.cc ... [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
+# One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With SLOW_TIMEOUT
+# the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h).
 function(forebay_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;LABELS;LINK" ${ARGN})
   if(NOT ARG_LABELS)
     set(ARG_LABELS unit)
   endif()
@@ -95,12 +96,12 @@ function(forebay_test name)
   target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
   target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
-  # Tests of one name in one folder have each other's labels: a longer build of a test would take the quick one out of
-  # the runs that leave out what is slow.
-  set(prefix)
-  if("slow" IN_LIST ARG_LABELS)
-    set(prefix TEST_PREFIX slow.)
+  set(ordinary)
+  if(ARG_SLOW_TIMEOUT)
+    set(ordinary TEST_FILTER "-Slow*")
+    gtest_discover_tests(${name} TEST_FILTER "Slow*" TEST_LIST ${name}_SLOW_TESTS DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
+      PROPERTIES LABELS slow TIMEOUT ${ARG_SLOW_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
   endif()
-  gtest_discover_tests(${name} ${prefix} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
+  gtest_discover_tests(${name} ${ordinary} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
     PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
 endfunction()

@@ -30,10 +30,7 @@
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/units.h"
-
-#ifndef FOREBAY_OPERATIONS_DEFAULT
-#define FOREBAY_OPERATIONS_DEFAULT 24000
-#endif
+#include "support/slow.h"
 
 namespace forebay {
 namespace {
@@ -626,7 +623,7 @@ class ArenaContentsTest : public ::testing::TestWithParam<std::size_t> {
     return seed;
   }
   static std::uint64_t operation_count() {
-    return number_from("FOREBAY_OPERATIONS", FOREBAY_OPERATIONS_DEFAULT);
+    return number_from("FOREBAY_OPERATIONS", testing::is_slow_test() ? 2'000'000 : 24'000);
   }
 };
 
@@ -658,8 +655,13 @@ TEST_P(ArenaContentsTest, StayAsTheyWereOnTheCudaBackendHoweverStreamsOvertakeEa
   fake_cuda::expect_nothing_left(fake);
 }
 
+std::string chunk_name(const ::testing::TestParamInfo<std::size_t>& info) {
+  return info.param == 0 ? "AsNeeded" : "SmallestOnly";
+}
+
 INSTANTIATE_TEST_SUITE_P(ChunkSizes, ArenaContentsTest, ::testing::Values(std::size_t{0}, kChunk),
-                         [](const auto& info) { return info.param == 0 ? "AsNeeded" : "SmallestOnly"; });
+                         chunk_name);
+INSTANTIATE_TEST_SUITE_P(Slow, ArenaContentsTest, ::testing::Values(std::size_t{0}, kChunk), chunk_name);
 
 }  // namespace
 }  // namespace forebay

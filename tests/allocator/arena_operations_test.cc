@@ -8,10 +8,6 @@
 #include <cstdlib>
 #include <random>
 
-#ifndef FOREBAY_OPERATIONS_DEFAULT
-#define FOREBAY_OPERATIONS_DEFAULT 100000
-#endif
-
 namespace forebay {
 namespace {
 
@@ -20,9 +16,9 @@ std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
-TEST(ArenaOperations, KeepTheirPromisesInAnyOrder) {
+void run_operations(std::uint64_t default_count) {
   const std::uint64_t first_seed = number_from("FOREBAY_SEED", std::random_device{}());
-  const std::uint64_t operation_count = number_from("FOREBAY_OPERATIONS", FOREBAY_OPERATIONS_DEFAULT);
+  const std::uint64_t operation_count = number_from("FOREBAY_OPERATIONS", default_count);
   constexpr std::uint64_t kOperationsPerSeed = 20'000;
   std::uint64_t recalled = 0, moved = 0, refused = 0, paused = 0, captured = 0, refined = 0;
   for (std::uint64_t i = 0; i * kOperationsPerSeed < operation_count; ++i) {
@@ -49,6 +45,14 @@ TEST(ArenaOperations, KeepTheirPromisesInAnyOrder) {
       static_cast<unsigned long long>(refined));
   for (const std::uint64_t count : {recalled, moved, refused, paused, captured, refined})
     EXPECT_GT(count, 0u);
+}
+
+TEST(ArenaOperations, KeepTheirPromisesInAnyOrder) {
+  run_operations(100'000);
+}
+
+TEST(SlowArenaOperations, KeepTheirPromisesInAnyOrder) {
+  run_operations(10'000'000);
 }
 
 }  // namespace

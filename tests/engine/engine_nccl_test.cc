@@ -2,8 +2,8 @@
 // communicator on the host; and whichever collective goes wrong in whatever way, the ranks that are left end
 // with one cause after the same step, with the masters that this step left in an undisturbed run.
 //
-// Built with FOREBAY_EVERY_COLLECTIVE, under the label slow, every collective goes wrong, and nothing else is
-// done; otherwise the first, the middle and the last, and those around each step's commit point.
+// Under the label slow every collective goes wrong; otherwise the first, the middle and the last, and those
+// around each step's commit point.
 
 #include <gtest/gtest.h>
 
@@ -20,6 +20,7 @@
 #include "support/fake_gpu.h"
 #include "support/fake_nccl_library.h"
 #include "support/forwarding_communicator.h"
+#include "support/slow.h"
 
 namespace forebay::testing {
 namespace {
@@ -35,8 +36,6 @@ std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> control, R
   return value_or_throw(create_nccl_communicator(std::move(control), static_cast<CudaBackend&>(*rank.backend),
                                                  *rank.kernels, {.library = {}, .deadline = deadline}));
 }
-
-#ifndef FOREBAY_EVERY_COLLECTIVE
 
 class EngineOverNccl : public ::testing::TestWithParam<std::tuple<int, int>> {};
 
@@ -83,8 +82,6 @@ INSTANTIATE_TEST_SUITE_P(Toy, EngineOverNccl,
                            return "stage" + std::to_string(std::get<0>(info.param)) + "_" +
                                   std::to_string(std::get<1>(info.param)) + "_ranks";
                          });
-
-#endif
 
 // --- faults ---
 
@@ -231,12 +228,12 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
 
   // Where faults strike: of `undisturbed`, which has the operations of each step.
   std::set<std::uint64_t> places(const Outcome& undisturbed) const {
-    std::set<std::uint64_t> chosen;
     const std::uint64_t count = undisturbed.operations.back();
-#ifdef FOREBAY_EVERY_COLLECTIVE
-    for (std::uint64_t operation = 0; operation < count; ++operation) chosen.insert(operation);
-#else
-    chosen = {0, count / 2, count - 1};
+    std::set<std::uint64_t> chosen{0, count / 2, count - 1};
+    if (is_slow_test()) {
+      for (std::uint64_t operation = 0; operation < count; ++operation) chosen.insert(operation);
+      return chosen;
+    }
     for (int step = 1; step <= kSteps; ++step) {
       // A hang costs a deadline: the gather of the norms alone, of one step.
       if (waits_for_the_deadline() && step != 2) continue;
@@ -246,7 +243,6 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
       chosen.insert(norms - 1);
       if (norms + 1 < count) chosen.insert(norms + 1);
     }
-#endif
     return chosen;
   }
 
@@ -261,9 +257,7 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
 
  private:
   // At stages 1 and 2 the gathers of the units' parameters follow that of the norms.
-  std::uint64_t after() const {
-    return stage() == 1 || stage() == 2 ? awkward_units().size() : 0;
-  }
+  std::uint64_t after() const { return stage() == 1 || stage() == 2 ? awkward_units().size() : 0; }
 
   static void train(const ToyOptions& options, Rank& rank, Outcome& outcome) {
     ToyTrainer trainer(options, rank);
@@ -331,16 +325,19 @@ TEST_P(CommitPointOverNccl, AllFinishAStepOrNoneDoes) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Engine, CommitPointOverNccl,
-                         ::testing::Combine(::testing::Values(1, 3),
-                                            ::testing::Values(Kind::kFails, Kind::kRefused, Kind::kBreaks,
-                                                              Kind::kHangs, Kind::kGives, Kind::kOther)),
-                         [](const auto& info) {
-                           std::string name = "stage" + std::to_string(std::get<0>(info.param)) + "_" +
-                                              kind_name(std::get<1>(info.param));
-                           std::replace(name.begin(), name.end(), ' ', '_');
-                           return name;
-                         });
+const auto kStagesAndKinds = ::testing::Combine(
+    ::testing::Values(1, 3),
+    ::testing::Values(Kind::kFails, Kind::kRefused, Kind::kBreaks, Kind::kHangs, Kind::kGives, Kind::kOther));
+
+std::string case_name(const ::testing::TestParamInfo<std::tuple<int, Kind>>& info) {
+  std::string name =
+      "stage" + std::to_string(std::get<0>(info.param)) + "_" + kind_name(std::get<1>(info.param));
+  std::replace(name.begin(), name.end(), ' ', '_');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Engine, CommitPointOverNccl, kStagesAndKinds, case_name);
+INSTANTIATE_TEST_SUITE_P(Slow, CommitPointOverNccl, kStagesAndKinds, case_name);
 
 }  // namespace
 }  // namespace forebay::testing

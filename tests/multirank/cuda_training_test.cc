@@ -2,8 +2,8 @@
 // that touches it, and the CUDA kernels built for the host. The bits are the host's. Then every driver call
 // that such a run makes fails by script.
 //
-// `./dev test` fails the first, the middle and the last call of each kind. Built with FOREBAY_EVERY_CALL,
-// under the label slow, it fails every one, and does nothing else.
+// `./dev test` fails the first, the middle and the last call of each kind, under the label slow every one
+// fails.
 
 #include <gtest/gtest.h>
 
@@ -21,6 +21,7 @@
 #include "runtime/device/cuda_driver.h"
 #include "support/fake_gpu.h"
 #include "support/process.h"
+#include "support/slow.h"
 
 namespace forebay::testing {
 namespace {
@@ -28,8 +29,6 @@ namespace {
 using Json = nlohmann::json;
 
 const Words kOnGpu = {"--device", "cuda"};
-
-#ifndef FOREBAY_EVERY_CALL
 
 void expect_the_bits_of_the_host(const Words& words) {
   SCOPED_TRACE(::testing::PrintToString(words));
@@ -166,8 +165,6 @@ TEST_F(CudaCommand, SaysInOneLineWhatIsMissing) {
   expect_refused(run(kModel + kOnGpu + Words{"--matmul", "library"}), 1, {"use --matmul plain"});
 }
 
-#endif  // FOREBAY_EVERY_CALL
-
 // --- faults ---
 
 struct Call {
@@ -193,36 +190,30 @@ struct Sweep {
   std::uint64_t parts = 1;
 };
 
-#ifdef FOREBAY_EVERY_CALL
-constexpr const char* kRanks = "2";  // A third makes no call that these do not, and half as many again.
-
 // A run makes thousands of some calls, whose tests would outlast the others.
 std::uint64_t part_count(const std::string& name) {
   if (name == "cuCtxSetCurrent" || name == "cuThreadExchangeStreamCaptureMode") return 8;
   if (name == "cuCtxGetCurrent") return 4;
   return name == "cuLaunchKernel" || name == "cuStreamIsCapturing" ? 2 : 1;
 }
-#else
-constexpr const char* kRanks = "3";
-std::uint64_t part_count(const std::string&) {
-  return 1;
-}
-#endif
 
-std::vector<Sweep> sweeps() {
+std::vector<Sweep> sweeps(bool every_call) {
   std::vector<Sweep> all;
   for (const Call& call : kCalls) {
-    const std::uint64_t parts = part_count(call.name);
+    const std::uint64_t parts = every_call ? part_count(call.name) : 1;
     for (std::uint64_t part = 1; part <= parts; ++part) all.push_back({call, part, parts});
   }
   return all;
 }
 
-// Small, and long enough to go through everything.
-const Words kFaultRun = {"--layers", "1",       "--hidden", "8",       "--heads",    "2",       "--sequence",
-                         "4",        "--batch", "1",        "--steps", "5",          "--ranks", kRanks,
-                         "--stage",  "3",       "--dtype",  "bf16",    "--threads",  "1",       "--quiet",
-                         "--matmul", "plain",   "--device", "cuda",    "--deadline", "20"};
+// Small, and long enough to go through everything. Where every call fails there are two ranks: a third makes
+// no call that these do not, and half as many again.
+Words fault_run() {
+  return {"--layers", "1",       "--hidden", "8",       "--heads",    "2",       "--sequence",
+          "4",        "--batch", "1",        "--steps", "5",          "--ranks", is_slow_test() ? "2" : "3",
+          "--stage",  "3",       "--dtype",  "bf16",    "--threads",  "1",       "--quiet",
+          "--matmul", "plain",   "--device", "cuda",    "--deadline", "20"};
+}
 
 class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
  protected:
@@ -238,7 +229,7 @@ class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
   // The error that the run ended with; empty when it ended well.
   std::string run(gpt::TrainingReport* report) {
     try {
-      *report = train(kFaultRun);
+      *report = train(fault_run());
       return "";
     } catch (const Error& error) {
       return error.status().message();
@@ -254,15 +245,13 @@ class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
 
   // Which of `count` calls fail.
   static std::vector<std::uint64_t> chosen(const Sweep& sweep, std::uint64_t count) {
-    std::vector<std::uint64_t> calls;
-#ifdef FOREBAY_EVERY_CALL
-    for (std::uint64_t nth = sweep.part; nth <= count; nth += sweep.parts) calls.push_back(nth);
-#else
-    static_cast<void>(sweep);
-    const std::set<std::uint64_t> some = {1, (count + 1) / 2, count};
-    calls.assign(some.begin(), some.end());
-#endif
-    return calls;
+    std::set<std::uint64_t> calls;
+    if (is_slow_test()) {
+      for (std::uint64_t nth = sweep.part; nth <= count; nth += sweep.parts) calls.insert(nth);
+    } else {
+      calls = {1, (count + 1) / 2, count};
+    }
+    return {calls.begin(), calls.end()};
   }
 
   // False when the run made fewer calls than that, because threads race.
@@ -328,12 +317,15 @@ TEST_P(CudaTrainingFaults, EndWithAClearErrorAndLeaveNothing) {
   EXPECT_GT(met, 0u);
 }
 
-INSTANTIATE_TEST_SUITE_P(Cuda, CudaTrainingFaults, ::testing::ValuesIn(sweeps()), [](const auto& info) {
+std::string sweep_name(const ::testing::TestParamInfo<Sweep>& info) {
   const Sweep& sweep = info.param;
   std::string name = sweep.call.symbol;
   if (sweep.parts > 1) name += "_" + std::to_string(sweep.part) + "_of_" + std::to_string(sweep.parts);
   return name;
-});
+}
+
+INSTANTIATE_TEST_SUITE_P(Cuda, CudaTrainingFaults, ::testing::ValuesIn(sweeps(false)), sweep_name);
+INSTANTIATE_TEST_SUITE_P(Slow, CudaTrainingFaults, ::testing::ValuesIn(sweeps(true)), sweep_name);
 
 }  // namespace
 }  // namespace forebay::testing

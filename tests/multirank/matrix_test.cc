@@ -3,7 +3,7 @@
 // ranks, type, order of sums and way of accumulating.
 //
 // `./dev test` runs a pairwise cover of the options: every two values of any two options meet in some run.
-// Built with FOREBAY_WHOLE_MATRIX, under the label slow, it runs every combination.
+// Under the label slow every combination is run.
 
 #include <gtest/gtest.h>
 
@@ -50,7 +50,6 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-#ifndef FOREBAY_WHOLE_MATRIX
 // Greedy: the case that meets the most pairs not met yet, until all are.
 std::vector<Case> pairwise_cases() {
   using Pair = std::array<int, 4>;  // option, value, option, value
@@ -84,7 +83,6 @@ std::vector<Case> pairwise_cases() {
   }
   return chosen;
 }
-#endif
 
 std::vector<std::string> arguments_of(const Case& c) {
   std::vector<std::string> arguments = {"--ranks",        std::to_string(kRanks[c[kRank]]),
@@ -135,7 +133,13 @@ Json bits_of(const Json& report) {
       {"digest", report.at("digest")}, {"loss", report.at("loss")}, {"grad_norm", report.at("grad_norm")}};
 }
 
-void expect_one_bit_pattern(const std::vector<Case>& cases) {
+bool usable(const Case& c) {
+  return kCommunicators[c[kCommunicator]] != std::string("gloo") || FOREBAY_TEST_GLOO;
+}
+
+void expect_one_bit_pattern(std::vector<Case> cases) {
+  if (!FOREBAY_TEST_GLOO) std::cerr << "built without Gloo: the cases over it are left out\n";
+  std::erase_if(cases, [](const Case& c) { return !usable(c); });
   const TemporaryDirectory directory;
   // By ranks, type, micro-steps and whether there are groups: stage 0 over `local`.
   std::map<std::array<int, 4>, Json> expected;
@@ -173,21 +177,14 @@ void expect_one_bit_pattern(const std::vector<Case>& cases) {
   }
 }
 
-bool usable(const Case& c) {
-  return kCommunicators[c[kCommunicator]] != std::string("gloo") || FOREBAY_TEST_GLOO;
+TEST(OneBitPattern, HoldsOverAPairwiseCoverOfTheOptions) {
+  const std::vector<Case> cases = pairwise_cases();
+  ASSERT_GE(cases.size(), 12u);  // 4 stages x 3 of anything is the least a cover can have.
+  expect_one_bit_pattern(cases);
 }
 
-#ifdef FOREBAY_WHOLE_MATRIX
-TEST(OneBitPattern, HoldsOverTheWholeMatrix) {
-  std::vector<Case> cases = all_cases();
-#else
-TEST(OneBitPattern, HoldsOverAPairwiseCoverOfTheOptions) {
-  std::vector<Case> cases = pairwise_cases();
-  ASSERT_GE(cases.size(), 12u);  // 4 stages x 3 of anything is the least a cover can have.
-#endif
-  if (!FOREBAY_TEST_GLOO) std::cerr << "built without Gloo: the cases over it are left out\n";
-  std::erase_if(cases, [](const Case& c) { return !usable(c); });
-  expect_one_bit_pattern(cases);
+TEST(SlowOneBitPattern, HoldsOverTheWholeMatrix) {
+  expect_one_bit_pattern(all_cases());
 }
 
 }  // namespace

@@ -2,8 +2,7 @@
 // report says was sent is what the kernel counted, and what theory says; and whatever happens to a host or to
 // its cable, the others end with one first cause and one committed step.
 //
-// Built with FOREBAY_EVERY_COLLECTIVE, under the label slow, faults come at every collective, and the time of
-// steps over slow cables is taken.
+// Under the label slow faults come at every collective, and the time of steps over slow cables is taken.
 
 #include <gtest/gtest.h>
 
@@ -21,6 +20,7 @@
 
 #include "multirank/fault_run.h"
 #include "support/network_hosts.h"
+#include "support/slow.h"
 
 namespace forebay::testing {
 namespace {
@@ -55,7 +55,7 @@ class Network : public ::testing::Test {
   std::unique_ptr<NetworkHosts> hosts_;
 };
 
-#ifdef FOREBAY_EVERY_COLLECTIVE
+// --- overlap ---
 
 class SlowLink : public Network, public ::testing::WithParamInterface<int> {};
 
@@ -102,10 +102,8 @@ TEST_P(SlowLink, HidesWhatComputeCanHide) {
   EXPECT_EQ(steps, 5);
 }
 
-INSTANTIATE_TEST_SUITE_P(Stages, SlowLink, ::testing::Values(1, 2, 3),
+INSTANTIATE_TEST_SUITE_P(Slow, SlowLink, ::testing::Values(1, 2, 3),
                          [](const auto& info) { return "stage" + std::to_string(info.param); });
-
-#else
 
 // --- bytes ---
 
@@ -206,8 +204,6 @@ TEST_P(NetworkBytes, AreThoseOfTheReportAndOfTheory) {
 INSTANTIATE_TEST_SUITE_P(Stages, NetworkBytes, ::testing::Values(0, 2, 3),
                          [](const auto& info) { return "stage" + std::to_string(info.param); });
 
-#endif
-
 // --- faults ---
 
 constexpr int kSteps = 3;
@@ -240,17 +236,15 @@ class NetworkFault : public Network {
     return told;
   }
 
-  // Does `what` to host 1 at the first, a middle and the last collective. `isolated`: the host itself hears
-  // nothing of the others any more, and blames whom it likes.
+  // Does `what` to host 1 at the first, a middle and the last collective, or at every one. `isolated`: the
+  // host itself hears nothing of the others any more, and blames whom it likes.
   void check(const std::vector<std::string>& kind, bool isolated, const std::function<void(int)>& what) {
     constexpr int kFaulty = 1;
     const std::vector<Told> undisturbed = run_undisturbed();
     if (HasFailure()) return;
     const unsigned long long count = undisturbed[0].operations.back();
     std::set<unsigned long long> operations{0, count / 2, count - 1};
-#ifdef FOREBAY_EVERY_COLLECTIVE
-    for (unsigned long long i = 0; i < count; ++i) operations.insert(i);
-#endif
+    for (unsigned long long i = 0; is_slow_test() && i < count; ++i) operations.insert(i);
     for (const unsigned long long operation : operations) {
       SCOPED_TRACE(kind[0] + " at collective " + std::to_string(operation) + " of " + std::to_string(count));
       const std::string go = directory_ / ("go-" + std::to_string(operation));
@@ -283,22 +277,45 @@ class NetworkFault : public Network {
       hosts_ = std::make_unique<NetworkHosts>(kHosts);
     }
   }
+
+  void lose_a_host() { check({"kill"}, true, {}); }
+  void hang_a_host() { check({"stop"}, true, {}); }
+  void cut_a_cable() {
+    check({"pause"}, true, [&](int host) { hosts_->cut(host); });
+  }
+  void reset_all_connections() {
+    check({"pause"}, false, [&](int host) { hosts_->reset_connections(host); });
+  }
 };
 
+class SlowNetworkFault : public NetworkFault {};
+
 TEST_F(NetworkFault, AHostIsLost) {
-  check({"kill"}, true, {});
+  lose_a_host();
+}
+TEST_F(SlowNetworkFault, AHostIsLost) {
+  lose_a_host();
 }
 
 TEST_F(NetworkFault, AHostHangs) {
-  check({"stop"}, true, {});
+  hang_a_host();
+}
+TEST_F(SlowNetworkFault, AHostHangs) {
+  hang_a_host();
 }
 
 TEST_F(NetworkFault, ACableIsCut) {
-  check({"pause"}, true, [&](int host) { hosts_->cut(host); });
+  cut_a_cable();
+}
+TEST_F(SlowNetworkFault, ACableIsCut) {
+  cut_a_cable();
 }
 
 TEST_F(NetworkFault, AllConnectionsOfAHostAreReset) {
-  check({"pause"}, false, [&](int host) { hosts_->reset_connections(host); });
+  reset_all_connections();
+}
+TEST_F(SlowNetworkFault, AllConnectionsOfAHostAreReset) {
+  reset_all_connections();
 }
 
 TEST_F(NetworkFault, ACableThatLosesATwentiethChangesNoBit) {

@@ -2,8 +2,7 @@
 // within the deadline and a moment every other ends, with one first cause, with the same step committed and
 // with the masters that this step left. Over shared memory and over TCP.
 //
-// `./dev test` does it at the first, a middle and the last collective. Built with FOREBAY_EVERY_COLLECTIVE,
-// under the label slow, at each of them.
+// `./dev test` does it at the first, a middle and the last collective, under the label slow at each of them.
 
 #include <gtest/gtest.h>
 
@@ -16,6 +15,7 @@
 
 #include "forebay/gloo_communicator.h"
 #include "multirank/fault_run.h"
+#include "support/slow.h"
 
 namespace forebay::testing {
 namespace {
@@ -101,20 +101,15 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
   }
 
   void check_all(const std::string& kind) {
-#ifdef FOREBAY_EVERY_COLLECTIVE
-    std::vector<int> sizes{3, 4};
-#else
     std::vector<int> sizes{3 + stage() % 2};
-#endif
+    if (is_slow_test()) sizes = {3, 4};
     if (in_groups()) sizes = {4};
     for (const int size : sizes) {
       const std::vector<Told> undisturbed = run_undisturbed(size);
       if (HasFailure()) return;
       const unsigned long long count = undisturbed[0].operations.back();
       std::set<unsigned long long> operations{0, count / 2, count - 1};
-#ifdef FOREBAY_EVERY_COLLECTIVE
-      for (unsigned long long i = 0; i < count; ++i) operations.insert(i);
-#endif
+      for (unsigned long long i = 0; is_slow_test() && i < count; ++i) operations.insert(i);
       for (const unsigned long long operation : operations) {
         check(undisturbed, kind, operation);
         if (HasFailure()) return;
@@ -143,10 +138,11 @@ std::string case_name(const ::testing::TestParamInfo<std::tuple<const char*, con
   return std::string(std::get<0>(info.param)) + "_stage" + std::string(std::get<1>(info.param)).substr(0, 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Processes, ProcessFault,
-                         ::testing::Combine(::testing::Values("shm", "gloo"),
-                                            ::testing::Values("0", "1", "2", "3")),
-                         case_name);
+const auto kStages =
+    ::testing::Combine(::testing::Values("shm", "gloo"), ::testing::Values("0", "1", "2", "3"));
+
+INSTANTIATE_TEST_SUITE_P(Processes, ProcessFault, kStages, case_name);
+INSTANTIATE_TEST_SUITE_P(Slow, ProcessFault, kStages, case_name);
 
 class ProcessFaultInGroups : public ProcessFault {};
 
@@ -158,20 +154,23 @@ TEST_P(ProcessFaultInGroups, OneIssuesSomethingElse) {
   check_all("mismatch");
 }
 
-#ifdef FOREBAY_EVERY_COLLECTIVE
-TEST_P(ProcessFaultInGroups, OneEndsWithoutAWord) {
+const auto kGroups = ::testing::Combine(::testing::Values("shm", "gloo"), ::testing::Values("2/2", "3/2"));
+
+INSTANTIATE_TEST_SUITE_P(Processes, ProcessFaultInGroups, kGroups, case_name);
+INSTANTIATE_TEST_SUITE_P(Slow, ProcessFaultInGroups, kGroups, case_name);
+
+// Under the label slow only.
+class SilentFaultInGroups : public ProcessFault {};
+
+TEST_P(SilentFaultInGroups, OneEndsWithoutAWord) {
   check_all("exit");
 }
 
-TEST_P(ProcessFaultInGroups, OneStops) {
+TEST_P(SilentFaultInGroups, OneStops) {
   check_all("stop");
 }
-#endif
 
-INSTANTIATE_TEST_SUITE_P(Processes, ProcessFaultInGroups,
-                         ::testing::Combine(::testing::Values("shm", "gloo"),
-                                            ::testing::Values("2/2", "3/2")),
-                         case_name);
+INSTANTIATE_TEST_SUITE_P(Slow, SilentFaultInGroups, kGroups, case_name);
 
 }  // namespace
 }  // namespace forebay::testing

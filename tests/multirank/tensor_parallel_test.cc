@@ -1,8 +1,7 @@
 // Ranks that share every layer of forebay-gpt: within one grid of ranks the same bits whatever else is
 // chosen, across grids the same losses but for the rounding of fp32.
 //
-// `./dev test` runs a few of the grids and choices. Built with FOREBAY_WHOLE_MATRIX, under the label slow, it
-// runs all of them.
+// `./dev test` runs a few of the grids and choices, under the label slow all of them are run.
 
 #include <gtest/gtest.h>
 
@@ -25,25 +24,26 @@ namespace {
 const Words kDropout = {"--dropout", "0.2"};
 const Words kClip = {"--clip", "0.5"};  // Less than the norms below, so that it matters.
 
-#ifdef FOREBAY_WHOLE_MATRIX
-const std::vector<GridWords> kGrids = {{1, 1}, {2, 2}, {3, 3}, {4, 2}, {6, 3}, {6, 6}};
-const std::vector<std::string> kStages = {"0", "1", "2", "3"};
-const std::vector<std::string> kRecomputes = {"none", "block", "every:2"};
-const std::vector<std::string> kTypes = {"fp32", "bf16", "fp16"};
-#else
-const std::vector<GridWords> kGrids = {{2, 2}, {3, 3}, {4, 2}};
-const std::vector<std::string> kStages = {"1", "3"};
-const std::vector<std::string> kRecomputes = {"block", "every:2"};
-const std::vector<std::string> kTypes = {"bf16"};
-#endif
+struct Choices {
+  std::vector<GridWords> grids;
+  std::vector<std::string> stages, recomputes, types;
+};
+const Choices kSome = {.grids = {{2, 2}, {3, 3}, {4, 2}},
+                       .stages = {"1", "3"},
+                       .recomputes = {"block", "every:2"},
+                       .types = {"bf16"}};
+const Choices kAll = {.grids = {{1, 1}, {2, 2}, {3, 3}, {4, 2}, {6, 3}, {6, 6}},
+                      .stages = {"0", "1", "2", "3"},
+                      .recomputes = {"none", "block", "every:2"},
+                      .types = {"fp32", "bf16", "fp16"}};
 
-TEST(TensorParallel, GivesTheSameBitsForEveryStageAndRecomputationWithinAGrid) {
-  for (const GridWords& grid : kGrids) {
-    for (const std::string& type : kTypes) {
+void expect_the_same_bits_within_a_grid(const Choices& choices) {
+  for (const GridWords& grid : choices.grids) {
+    for (const std::string& type : choices.types) {
       const Words common = kGridModel + grid.words() + kDropout + kClip + Words{"--dtype", type};
       const gpt::TrainingReport plain = train(common + Words{"--stage", "0"});
-      for (const std::string& stage : kStages) {
-        for (const std::string& recompute : kRecomputes) {
+      for (const std::string& stage : choices.stages) {
+        for (const std::string& recompute : choices.recomputes) {
           SCOPED_TRACE(grid.text() + ", " + type + ", stage " + stage + ", recompute " + recompute);
 
           const gpt::TrainingReport report =
@@ -58,6 +58,14 @@ TEST(TensorParallel, GivesTheSameBitsForEveryStageAndRecomputationWithinAGrid) {
       }
     }
   }
+}
+
+TEST(TensorParallel, GivesTheSameBitsForEveryStageAndRecomputationWithinAGrid) {
+  expect_the_same_bits_within_a_grid(kSome);
+}
+
+TEST(SlowTensorParallel, GivesTheSameBitsForEveryStageAndRecomputationWithinAGrid) {
+  expect_the_same_bits_within_a_grid(kAll);
 }
 
 TEST(TensorParallel, GivesTheSameBitsWhateverElseIsChosen) {
@@ -158,14 +166,9 @@ TEST(TensorParallel, AResumedRunDropsWhatOneThatDidNotStopDrops) {
   }
 }
 
-TEST(SavedActivations, GiveTheSameBitsWhereverTheyWait) {
+void expect_the_same_bits_wherever_they_wait(const std::vector<std::string>& stages) {
   const TemporaryDirectory directory;
   const std::string files = "partition+nvme:" + (directory / "");
-#ifdef FOREBAY_WHOLE_MATRIX
-  const std::vector<std::string> stages = kStages;
-#else
-  const std::vector<std::string> stages = {"2"};
-#endif
   for (const GridWords& grid : {GridWords{1, 1}, {3, 3}, {4, 2}}) {
     const Words common = kGridModel + grid.words() + kDropout + kClip + Words{"--dtype", "bf16"};
     const gpt::TrainingReport plain = train(common);
@@ -195,6 +198,14 @@ TEST(SavedActivations, GiveTheSameBitsWhereverTheyWait) {
       }
     }
   }
+}
+
+TEST(SavedActivations, GiveTheSameBitsWhereverTheyWait) {
+  expect_the_same_bits_wherever_they_wait({"2"});
+}
+
+TEST(SlowSavedActivations, GiveTheSameBitsWhereverTheyWait) {
+  expect_the_same_bits_wherever_they_wait(kAll.stages);
 }
 
 // 12 blocks: what is kept of their inputs outweighs what is fetched and gathered ahead.
