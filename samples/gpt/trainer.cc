@@ -509,10 +509,21 @@ class Trainer {
 
   void say_what_was_chosen() {
     say_bucket();
+    say_pipeline();
     if (options_.activations != ActivationPlacement::kAuto || place_.rank != 0 || !options_.progress) return;
     std::fprintf(stderr, "forebay-gpt: activations auto: %s\n",
                  inputs_ == nullptr ? "keep: the device has room for the inputs of all recomputed blocks"
                                     : describe_choice(inputs_->plan()).c_str());
+  }
+
+  void say_pipeline() {
+    const int stages = grid_.shape().pipeline_parallel();
+    if (stages == 1 || place_.rank != 0 || !options_.progress) return;
+    const double waits = 100.0 * (stages - 1) / (options_.micro_steps + stages - 1);
+    std::fprintf(stderr,
+                 "forebay-gpt: pipeline of %d stages, %d micro-steps: each stage waits %.0f %% of a step at "
+                 "least; more --micro-steps make it less\n",
+                 stages, options_.micro_steps, waits);
   }
 
   void say_bucket() {

@@ -184,5 +184,25 @@ TEST(ActivationBudget, RefusesAutoWhereNothingIsRecomputedOrBucketsAreMeasured) 
   EXPECT_NE(measured.output.find("give --bucket a size"), std::string::npos) << measured.output;
 }
 
+// The first stage has more micro-batches in flight, the last one the logits.
+TEST(ActivationBudget, AutoFindsAPlaceForEachStageOfAPipeline) {
+  const Words words = with(kDeep, {"--ranks", "4", "--micro-steps", "3"}) + Words{"--pipeline-parallel", "2"};
+  const gpt::TrainingReport free = train(words);
+  const std::uint64_t cut = reserved_bytes(words, "partition");
+  const std::uint64_t kept = reserved_bytes(words, "keep");
+  ASSERT_LT(cut, kept);
+
+  const gpt::TrainingReport found = train(within(placed(words, "auto"), cut));
+
+  expect_same_bits(found, free);
+  EXPECT_EQ(found.activations, "partition");
+  for (const gpt::RankReport& rank : found.ranks) {
+    EXPECT_LE(rank.reserved_bytes, cut);
+    EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
+  }
+  EXPECT_GT(found.ranks[0].saved_device_bytes, 0u);
+  EXPECT_NE(error_of(within(placed(words, "auto"), cut / 2)).find("--activations auto"), std::string::npos);
+}
+
 }  // namespace
 }  // namespace forebay::testing

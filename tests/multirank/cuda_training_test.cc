@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "multirank/small_run.h"
+#include "multirank/parallel_run.h"
 #include "runtime/device/cuda_driver.h"
 #include "support/fake_gpu.h"
 #include "support/process.h"
@@ -30,12 +30,12 @@ using Json = nlohmann::json;
 
 const Words kOnGpu = {"--device", "cuda"};
 
-void expect_the_bits_of_the_host(const Words& words) {
+void expect_the_bits_of_the_host(const Words& words, const Words& model = kSmall) {
   SCOPED_TRACE(::testing::PrintToString(words));
-  const gpt::TrainingReport host = train(kSmall + words + kOnHost);
+  const gpt::TrainingReport host = train(model + words + kOnHost);
   const FakeGpu gpu;
 
-  const gpt::TrainingReport report = train(kSmall + words + kOnGpu);
+  const gpt::TrainingReport report = train(model + words + kOnGpu);
 
   EXPECT_EQ(report.digest, host.digest);
   EXPECT_EQ(report.loss, host.loss);
@@ -63,6 +63,17 @@ TEST(CudaTraining, GivesTheBitsOfTheHostWhereRanksShareLayersRecomputeAndDrop) {
       words + Words{"--ranks", "6", "--tensor-parallel", "3", "--stage", "3", "--dtype", "bf16"});
   expect_the_bits_of_the_host(
       words + Words{"--ranks", "3", "--tensor-parallel", "3", "--activations", "partition+cpu"});
+}
+
+// Ranks whose memory the host does not reach wait in the call for each other.
+TEST(CudaTraining, GivesTheBitsOfTheHostWhereRanksAreStagesOfAPipeline) {
+  const Words model = with(kSmall, {"--layers", "4", "--micro-steps", "6"}) + Words{"--dropout", "0.1"};
+  expect_the_bits_of_the_host({"--ranks", "2", "--pipeline-parallel", "2"}, model);
+  expect_the_bits_of_the_host({"--ranks", "4", "--pipeline-parallel", "4", "--stage", "3", "--dtype", "bf16"},
+                              model);
+  expect_the_bits_of_the_host({"--ranks", "6", "--tensor-parallel", "3", "--pipeline-parallel", "2",
+                               "--recompute", "block", "--activations", "partition+cpu"},
+                              model);
 }
 
 // More micro-steps than the host has buffers for.

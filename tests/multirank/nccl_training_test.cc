@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "multirank/small_run.h"
+#include "multirank/parallel_run.h"
 #include "support/fake_gpu.h"
 #include "support/fake_nccl_library.h"
 #include "support/process.h"
@@ -22,9 +22,9 @@ using Json = nlohmann::json;
 const Words kAsThreads = {"--device", "cuda", "--communicator", "nccl-threads"};
 const Words kAsProcesses = {"--device", "cuda", "--communicator", "nccl"};
 
-void expect_the_bits_of_the_host(const Words& words, int ranks) {
+void expect_the_bits_of_the_host(const Words& words, int ranks, const Words& model = kSmall) {
   SCOPED_TRACE(::testing::PrintToString(words));
-  const Words run = kSmall + words + Words{"--ranks", std::to_string(ranks)};
+  const Words run = model + words + Words{"--ranks", std::to_string(ranks)};
   const gpt::TrainingReport host = train(run + kOnHost);
   const FakeGpu gpu(gpus(ranks));
   const FakeNcclLibrary nccl;
@@ -75,6 +75,13 @@ TEST(NcclTraining, GivesTheBitsOfTheHostWhereRanksShareLayers) {
   expect_the_bits_of_the_host(
       {"--tensor-parallel", "3", "--recompute", "block", "--activations", "partition"}, 3);
   expect_the_bits_of_the_host({"--tensor-parallel", "3", "--stage", "3", "--dtype", "bf16"}, 6);
+}
+
+TEST(NcclTraining, GivesTheBitsOfTheHostWhereRanksAreStagesOfAPipeline) {
+  const Words model = with(kSmall, {"--layers", "3", "--micro-steps", "4"});
+  expect_the_bits_of_the_host({"--pipeline-parallel", "3", "--stage", "1"}, 3, model);
+  expect_the_bits_of_the_host(
+      {"--pipeline-parallel", "2", "--stage", "3", "--dtype", "bf16", "--recompute", "block"}, 4, model);
 }
 
 // The program, as a person starts it.
