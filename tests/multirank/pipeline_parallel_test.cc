@@ -45,26 +45,13 @@ void expect_as_planned(const gpt::TrainingReport& report) {
   }
 }
 
-class PipelineGrids : public ::testing::TestWithParam<GridWords> {};
-
-TEST_P(PipelineGrids, HaveTheSameBitsWhateverElseIsChosen) {
-  const TemporaryDirectory directory;
-  for (const std::string type : {"fp32", "bf16"}) {
+class PipelineGrids : public ::testing::TestWithParam<GridWords> {
+ protected:
+  void expect_same_bits_with(const std::vector<Words>& choices, const std::string& type) {
     const Words common = kModel + GetParam().words() + Words{"--dtype", type};
     const gpt::TrainingReport plain = train(common);
     expect_as_planned(plain);
-    for (const Words& choice : {
-             Words{"--stage", "1", "--recompute", "block"},
-             Words{"--stage", "2", "--recompute", "every:2"},
-             Words{"--stage", "3"},
-             Words{"--stage", "3", "--recompute", "block", "--activations", "partition"},
-             Words{"--stage", "2", "--recompute", "every:2", "--activations", "partition"},
-             Words{"--stage", "1", "--recompute", "block", "--activations", "partition+cpu"},
-             Words{"--stage", "3", "--recompute", "block", "--activations", files_in(directory)},
-             Words{"--stage", "2", "--offload", "optimizer"},
-             Words{"--stage", "3", "--offload", "optimizer+parameters", "--recompute", "block"},
-             Words{"--stage", "3", "--no-overlap", "--recompute", "none"},
-         }) {
+    for (const Words& choice : choices) {
       SCOPED_TRACE(GetParam().text() + ", " + type + ::testing::PrintToString(choice));
 
       const gpt::TrainingReport report = train(common + choice);
@@ -73,16 +60,60 @@ TEST_P(PipelineGrids, HaveTheSameBitsWhateverElseIsChosen) {
       expect_as_planned(report);
     }
   }
+
+  const TemporaryDirectory directory_;
+};
+
+TEST_P(PipelineGrids, HaveTheSameBitsWhateverElseIsChosen) {
+  for (const std::string type : {"fp32", "bf16"}) {
+    expect_same_bits_with(
+        {
+            {"--stage", "1", "--recompute", "block"},
+            {"--stage", "2", "--recompute", "every:2"},
+            {"--stage", "3"},
+            {"--stage", "3", "--recompute", "block", "--activations", "partition"},
+            {"--stage", "2", "--recompute", "every:2", "--activations", "partition"},
+            {"--stage", "1", "--recompute", "block", "--activations", "partition+cpu"},
+            {"--stage", "3", "--recompute", "block", "--activations", files_in(directory_)},
+            {"--stage", "2", "--offload", "optimizer"},
+            {"--stage", "3", "--offload", "optimizer+parameters", "--recompute", "block"},
+            {"--stage", "3", "--no-overlap", "--recompute", "none"},
+        },
+        type);
+  }
+}
+
+std::string grid_name(const ::testing::TestParamInfo<GridWords>& info) {
+  return "ranks" + std::to_string(info.param.ranks) + "_tensor" + std::to_string(info.param.tensor) +
+         "_pipeline" + std::to_string(info.param.pipeline);
 }
 
 INSTANTIATE_TEST_SUITE_P(Arrangements, PipelineGrids,
                          ::testing::Values(GridWords{2, 1, 2}, GridWords{3, 1, 3}, GridWords{4, 1, 2},
                                            GridWords{4, 2, 2}, GridWords{8, 2, 2}, GridWords{6, 3, 2}),
-                         [](const auto& info) {
-                           return "ranks" + std::to_string(info.param.ranks) + "_tensor" +
-                                  std::to_string(info.param.tensor) + "_pipeline" +
-                                  std::to_string(info.param.pipeline);
-                         });
+                         grid_name);
+
+// Every stage of ZeRO with every recomputation and every place for what it begins with.
+class SlowPipelineGrids : public PipelineGrids {};
+
+TEST_P(SlowPipelineGrids, HaveTheSameBitsWithEveryChoice) {
+  std::vector<Words> choices;
+  for (const std::string stage : {"0", "1", "2", "3"}) {
+    choices.push_back({"--stage", stage, "--recompute", "none"});
+    for (const std::string recompute : {"block", "every:2"}) {
+      for (const std::string& place : {std::string("keep"), std::string("partition"),
+                                       std::string("partition+cpu"), files_in(directory_)})
+        choices.push_back({"--stage", stage, "--recompute", recompute, "--activations", place});
+    }
+  }
+  for (const std::string type : {"fp32", "bf16", "fp16"}) expect_same_bits_with(choices, type);
+}
+
+INSTANTIATE_TEST_SUITE_P(Slow, SlowPipelineGrids,
+                         ::testing::Values(GridWords{2, 1, 2}, GridWords{3, 1, 3}, GridWords{4, 1, 2},
+                                           GridWords{4, 2, 2}, GridWords{8, 2, 2}, GridWords{6, 3, 2},
+                                           GridWords{6, 2, 3}, GridWords{6, 1, 3}),
+                         grid_name);
 
 // The arithmetic of a layer does not depend on which stage has it. What does is the order in which squares
 // are added in the norm and contributions to the gradient of the embedding.
