@@ -17,6 +17,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,6 +45,17 @@ void pause_until(const std::string& go) {
   std::printf("paused\n");
   std::fflush(stdout);
   while (::access(go.c_str(), F_OK) != 0) ::usleep(1000);
+}
+
+// Processes of a machine that does other work start seconds apart, and the deadline is for what comes after:
+// those with a file for their store come together here, in files beside it.
+void gather(const ProcessOptions& options) {
+  if (options.store.find("://") != std::string::npos) return;
+  const auto file = [&](int rank) { return options.store + ".here-" + std::to_string(rank); };
+  std::ofstream{file(options.rank)};
+  for (int rank = 0; rank < options.size; ++rank) {
+    while (::access(file(rank).c_str(), F_OK) != 0) ::usleep(1000);
+  }
 }
 
 // Counts the collectives of the data plane, its own and those of what is split from it, and does what is to
@@ -125,6 +137,7 @@ int run(const std::vector<std::string>& words) {
   Fault fault;
   if (words.size() > 6) fault = {words[4], std::stoi(words[5]), std::stoull(words[6]), {}};
   if (words.size() > 7) fault.go = words[7];
+  gather(options);
   Rank rank;
   rank.backend = value_or_throw(HostBackend::create({.granularity = 64u << 10}));
   rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
