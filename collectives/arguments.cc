@@ -128,12 +128,15 @@ std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color) {
   return wishes;
 }
 
-std::string describe_members(const std::vector<SplitWish>& members) {
-  std::vector<int> ranks;
-  for (const SplitWish& member : members) ranks.push_back(member.rank);
-  bool same = true;
-  for (std::size_t i = 0; i < ranks.size(); ++i) same = same && ranks[i] == static_cast<int>(i);
-  return same ? "" : "in the group of " + rank_list(ranks) + ", numbered from 0";
+std::string describe_group(const std::vector<int>& world_ranks, int world_size) {
+  // A longer list tells a reader less than its ends.
+  constexpr std::size_t kListMax = 8;
+  bool same = world_ranks.size() == static_cast<std::size_t>(world_size);
+  for (std::size_t i = 0; i < world_ranks.size(); ++i) same = same && world_ranks[i] == static_cast<int>(i);
+  if (same) return {};
+  if (world_ranks.size() <= kListMax) return "in the group of " + rank_list(world_ranks);
+  return "in the group of " + std::to_string(world_ranks.size()) + " ranks from " +
+         std::to_string(world_ranks.front()) + " to " + std::to_string(world_ranks.back());
 }
 
 }  // namespace forebay::internal

@@ -55,7 +55,8 @@ struct SplitWish {
   int rank;
 };
 std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color);
-// "in the group of ranks 4 and 6, numbered from 0"; nothing when the numbers mean the same.
-std::string describe_members(const std::vector<SplitWish>& members);
+// "in the group of ranks 4 and 6", which are numbers of a world of `world_size`; nothing for the world
+// itself.
+std::string describe_group(const std::vector<int>& world_ranks, int world_size);
 
 }  // namespace forebay::internal

@@ -17,6 +17,10 @@
 // order sends its byte; a connection that breaks before it means that the peer died or has failed (and has
 // said why). No operation after connect() times out on these connections, so nobody is blamed for another's
 // timeout.
+//
+// Deadlines. A wait of Gloo that times out closes connections, and says of whom it waited for only that they
+// did not come. So a WaitKeeper judges each wait at its deadline and ends it; Gloo's own timeout is later,
+// for a process that does not get to run its keeper.
 #include "forebay/gloo_communicator.h"
 
 #include <gloo/common/error.h>
@@ -47,6 +51,7 @@
 #include "rendezvous_store.h"
 #include "store_address.h"
 #include "transport.h"
+#include "wait_keeper.h"
 
 namespace forebay {
 namespace {
@@ -62,6 +67,7 @@ using internal::RendezvousStore;
 using internal::SplitWish;
 using internal::Transport;
 using internal::TransportPlane;
+using internal::WaitKeeper;
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
@@ -75,6 +81,9 @@ constexpr milliseconds kVoteWaitMax{2000};
 // How long a rank that leaves tries to say so, should a peer's socket be full. After it the peer takes this
 // rank for dead.
 constexpr milliseconds kGoodbyeMax{200};
+// From an operation's deadline to Gloo's own timeout. Shorter: a rank on a busy host is blamed for what
+// another did. Longer: where threads do not run, a failure is found later.
+constexpr milliseconds kBackstop{5000};
 // Gloo waits up to five times a context's timeout for one connection.
 constexpr int kGlooConnectFactor = 5;
 constexpr std::uint64_t kNeverSent = ~std::uint64_t{0};
@@ -212,8 +221,11 @@ constexpr std::byte kLeaving{1};
 class Mesh final : public Transport {
  public:
   Mesh(Membership membership, std::shared_ptr<RendezvousStore> store,
-       std::shared_ptr<gloo::transport::Device> device)
-      : Transport(std::move(membership)), store_(std::move(store)), device_(std::move(device)) {}
+       std::shared_ptr<gloo::transport::Device> device, std::shared_ptr<WaitKeeper> keeper)
+      : Transport(std::move(membership)),
+        store_(std::move(store)),
+        device_(std::move(device)),
+        keeper_(std::move(keeper)) {}
   ~Mesh() override {
     leave_origin();
     leave();
@@ -246,6 +258,8 @@ class Mesh final : public Transport {
  private:
   using Buffer = std::unique_ptr<gloo::transport::UnboundBuffer>;
 
+  enum class Direction : std::uint8_t { kReceived, kSent };
+
   // Buffers that something may wait for: fail() wakes the waiters.
   class InFlight {
    public:
@@ -254,15 +268,21 @@ class Mesh final : public Transport {
         : mesh_(mesh), buffers_(std::move(buffers)) {
       const std::lock_guard lock(mesh_.mutex_);
       ok_ = mesh_.failure_.ok();
-      mesh_.in_flight_.push_back(&buffers_);
+      mesh_.in_flight_.push_back(this);
     }
     ~InFlight() {
       const std::lock_guard lock(mesh_.mutex_);
-      std::erase(mesh_.in_flight_, &buffers_);
+      std::erase(mesh_.in_flight_, this);
     }
     InFlight(const InFlight&) = delete;
     InFlight& operator=(const InFlight&) = delete;
     bool ok() const noexcept { return ok_; }
+    void wake() const {
+      for (gloo::transport::UnboundBuffer* waiting : buffers_) {
+        waiting->abortWaitRecv();
+        waiting->abortWaitSend();
+      }
+    }
 
    private:
     Mesh& mesh_;
@@ -270,7 +290,38 @@ class Mesh final : public Transport {
     bool ok_;
   };
 
-  enum class Direction : std::uint8_t { kReceived, kSent };
+  // An operation that waits for `peers`, for the keeper and for messages.
+  class Operating {
+   public:
+    Operating(Mesh& mesh, const internal::Issued& issued, const InFlight& in_flight,
+              const std::vector<int>& peers)
+        : mesh_(mesh),
+          waiting_(*mesh.keeper_, issued, mesh.membership().name_in_origin, mesh.world_ranks(peers),
+                   [&in_flight] { in_flight.wake(); }) {}
+
+    // Waits for a completion from each of `peers`. False when fail() or the keeper ended the wait. Throws
+    // what Gloo throws.
+    bool await(gloo::transport::UnboundBuffer& buffer, Direction direction, std::size_t count,
+               SteadyClock::time_point limit) {
+      for (std::size_t i = 0; i < count; ++i) {
+        int peer = -1;
+        if (!await_one(buffer, direction, &peer, limit)) return false;
+        if (peer >= 0) waiting_.came(mesh_.world_rank(peer));
+      }
+      return true;
+    }
+    // All peers have come; what is left is that they finish.
+    void finish(const std::vector<int>& peers) { waiting_.finish(mesh_.world_ranks(peers)); }
+    // What ended a wait.
+    Status end() {
+      const Status verdict = waiting_.verdict();
+      return verdict.ok() ? mesh_.status() : mesh_.fail_of_all(verdict);
+    }
+
+   private:
+    Mesh& mesh_;
+    WaitKeeper::Waiting waiting_;
+  };
 
   std::string failure_name() const { return membership().generation + ".failed"; }
   std::string vote_name(int of_rank) const {
@@ -284,17 +335,14 @@ class Mesh final : public Transport {
     return contexts_[plane]->createUnboundBuffer(const_cast<void*>(address), bytes);
   }
 
-  // Waits for `count` completions. False when fail() ended the wait. Throws what Gloo throws.
-  static bool await(gloo::transport::UnboundBuffer& buffer, Direction direction, int count,
-                    SteadyClock::time_point deadline) {
-    for (int i = 0; i < count; ++i) {
-      const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
-      const milliseconds timeout = std::max(left, milliseconds(1));
-      const bool done = direction == Direction::kReceived ? buffer.waitRecv(nullptr, timeout)
-                                                          : buffer.waitSend(nullptr, timeout);
-      if (!done) return false;
-    }
-    return true;
+  // Waits for a completion, of which `peer` is the other end. False when something ended the wait. Throws
+  // what Gloo throws.
+  static bool await_one(gloo::transport::UnboundBuffer& buffer, Direction direction, int* peer,
+                        SteadyClock::time_point limit) {
+    const auto left = std::chrono::ceil<milliseconds>(limit - SteadyClock::now());
+    const milliseconds timeout = std::max(left, milliseconds(1));
+    return direction == Direction::kReceived ? buffer.waitRecv(peer, timeout)
+                                             : buffer.waitSend(peer, timeout);
   }
 
   // The failure behind an exception of Gloo in the operation `what`. `missing`: the ranks nothing has come
@@ -319,6 +367,7 @@ class Mesh final : public Transport {
   // it.
   const std::shared_ptr<RendezvousStore> store_;
   const std::shared_ptr<gloo::transport::Device> device_;
+  const std::shared_ptr<WaitKeeper> keeper_;                          // The world's; its groups have it too.
   std::shared_ptr<gloo::rendezvous::Context> contexts_[kPlaneCount];  // Shared by Gloo's own interface.
   // By rank: kLeaving once its goodbye is here. Written by Gloo's I/O thread.
   std::vector<std::byte> goodbyes_;
@@ -329,7 +378,7 @@ class Mesh final : public Transport {
   // Guarded by mutex_.
   Status failure_;
   Ballot ballot_;  // Does not change any more once failure_ is set.
-  std::vector<std::vector<gloo::transport::UnboundBuffer*>*> in_flight_;
+  std::vector<const InFlight*> in_flight_;
 };
 
 Status Mesh::connect(SteadyClock::time_point deadline) {
@@ -350,9 +399,9 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
   } catch (const std::exception& error) {
     const bool late = SteadyClock::now() >= deadline;
     Status cause = fail(Status(late ? StatusCode::kTimeout : StatusCode::kPeerLost,
-                               "rank " + std::to_string(rank()) + " cannot connect to the other ranks over " +
-                                   device_->str() + ": " + error.what() +
-                                   "; see whether a rank ended, or give the right interface"));
+                               "rank " + std::to_string(world_rank(rank())) +
+                                   " cannot connect to the other ranks over " + device_->str() + ": " +
+                                   error.what() + "; see whether a rank ended, or give the right interface"));
     for (auto& store : stores) {
       if (store != nullptr) store->remove_written();
     }
@@ -362,7 +411,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
     start_watching();
   } catch (const std::exception& error) {
     const Status cause =
-        fail(Status(StatusCode::kUnavailable, "rank " + std::to_string(rank()) +
+        fail(Status(StatusCode::kUnavailable, "rank " + std::to_string(world_rank(rank())) +
                                                   " cannot watch its peers: " + error.what() +
                                                   "; see whether a rank ended, or raise ulimit -u"));
     for (auto& store : stores) store->remove_written();
@@ -392,12 +441,7 @@ Status Mesh::fail_own(const Status& cause) noexcept {
       if (!failure_.ok()) return failure_;
       failure_ = first;
       ballot = ballot_;
-      for (const auto* buffers : in_flight_) {
-        for (gloo::transport::UnboundBuffer* waiting : *buffers) {
-          waiting->abortWaitRecv();
-          waiting->abortWaitSend();
-        }
-      }
+      for (const InFlight* waiting : in_flight_) waiting->wake();
     }
     if (size() > 1) publish_vote(ballot);
     for (const auto& context : contexts_) {
@@ -416,24 +460,27 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
                       const std::vector<int>& candidates, const std::vector<int>& missing,
                       SteadyClock::time_point deadline) {
   if (Status first = status(); !first.ok()) return first;
-  const std::string where = what + " on rank " + std::to_string(rank()) + ": ";
+  const std::string where = what + " on rank " + std::to_string(world_rank(rank())) + ": ";
   if (SteadyClock::now() >= deadline) {
-    const std::string who = missing.empty() ? internal::rank_list(candidates) + " did not finish it"
-                                            : internal::rank_list(missing) + " did not come";
+    const std::string who = missing.empty()
+                                ? internal::rank_list(world_ranks(candidates)) + " did not finish it"
+                                : internal::rank_list(world_ranks(missing)) + " did not come";
     return fail(Status(StatusCode::kTimeout, where + who + " within " +
                                                  std::to_string(membership().deadline.count()) +
                                                  " ms; look at what they do, or raise the deadline"));
   }
   std::vector<int> lost = find_lost(plane, candidates);
   wait_for_cause();
+  if (const Status server = keeper_->server_status(); !server.ok()) return fail_of_all(server);
   if (lost.empty()) lost = candidates;
-  return fail(Status(StatusCode::kPeerLost, where + internal::rank_list(lost) + " closed the connection (" +
-                                                error.what() + "); see why it ended"));
+  return fail(Status(StatusCode::kPeerLost, where + internal::rank_list(world_ranks(lost)) +
+                                                " closed the connection (" + error.what() +
+                                                "); see why it ended"));
 }
 
 void Mesh::wait_for_cause() {
   const auto patience = SteadyClock::now() + kCauseWaitMax;
-  while (status().ok() && !store_->read(failure_name()) && SteadyClock::now() < patience)
+  while (status().ok() && !store_->posted(failure_name()) && SteadyClock::now() < patience)
     std::this_thread::sleep_for(kPoll);
 }
 
@@ -469,9 +516,12 @@ void Mesh::watch() noexcept {
     const InFlight in_flight(*this, {goodbye_in_.get()});
     if (!in_flight.ok()) return;
     try {
-      // False: this communicator has failed or leaves. True: everybody else has left.
-      static_cast<void>(
-          await(*goodbye_in_, Direction::kReceived, size() - 1, SteadyClock::now() + kDeadlineMax));
+      // Ends when this communicator has failed or leaves, or everybody else has left.
+      const SteadyClock::time_point never = SteadyClock::now() + kDeadlineMax;
+      int peer = -1;
+      for (int left = size() - 1; left > 0; --left) {
+        if (!await_one(*goodbye_in_, Direction::kReceived, &peer, never)) return;
+      }
     } catch (const std::exception& error) {
       // Until then a rank's timeout closes these connections too, before it has published that.
       if (!connected_) wait_for_cause();
@@ -484,10 +534,14 @@ void Mesh::watch() noexcept {
       std::vector<int> lost = find_lost(kHealthPlane, peers);
       std::erase_if(lost, [&](int peer) { return goodbyes_[static_cast<std::size_t>(peer)] == kLeaving; });
       if (lost.empty()) lost = peers;
-      static_cast<void>(
-          fail(Status(StatusCode::kPeerLost,
-                      "rank " + std::to_string(rank()) + " watched its peers: " + internal::rank_list(lost) +
-                          " closed the connection (" + error.what() + "); see why it ended")));
+      if (const Status server = keeper_->server_status(); !server.ok()) {
+        static_cast<void>(fail_of_all(server));
+        return;
+      }
+      static_cast<void>(fail(Status(StatusCode::kPeerLost,
+                                    "rank " + std::to_string(world_rank(rank())) +
+                                        " watched its peers: " + internal::rank_list(world_ranks(lost)) +
+                                        " closed the connection (" + error.what() + "); see why it ended")));
     }
   } catch (const std::exception&) {
     // Out of memory for the message: the operations still see the broken connection, or their deadline.
@@ -517,7 +571,8 @@ void Mesh::leave() noexcept {
     }
     for (const Buffer& goodbye : goodbyes) {
       try {
-        static_cast<void>(await(*goodbye, Direction::kSent, 1, limit));
+        int peer = -1;
+        static_cast<void>(await_one(*goodbye, Direction::kSent, &peer, limit));
       } catch (const std::exception&) {
         // It left meanwhile, or cannot be reached.
       }
@@ -536,7 +591,6 @@ Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& 
   const NoSigpipe guard;
   const SteadyClock::time_point limit = deadline();
   const auto last = static_cast<std::size_t>(size() - 1);
-  const int peer_count = size() - 1;
   std::vector<Fingerprint> theirs(static_cast<std::size_t>(size()), Fingerprint{.sequence = kNeverSent});
   // Each rank starts with its right neighbour, so that no rank is written to by all at once.
   std::vector<int> peers;
@@ -550,6 +604,7 @@ Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& 
     const InFlight in_flight(*this,
                              {fingerprint_out.get(), fingerprint_in.get(), source.get(), target.get()});
     if (!in_flight.ok()) return status();
+    Operating operating(*this, {.fingerprint = fingerprint}, in_flight, peers);
 
     const std::uint64_t fingerprint_slot = slot(Kind::kFingerprint, fingerprint.sequence, 0);
     const std::uint64_t payload_slot = slot(Kind::kPayload, fingerprint.sequence, hash(fingerprint));
@@ -563,16 +618,25 @@ Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& 
     }
     internal::place_own(piece, rank());
 
-    if (!await(*fingerprint_in, Direction::kReceived, peer_count, limit)) return status();
+    const SteadyClock::time_point gloos_limit = limit + kBackstop;
+    const auto all = [&](const Buffer& buffer, Direction direction) {
+      return operating.await(*buffer, direction, peers.size(), gloos_limit);
+    };
+    if (!all(fingerprint_in, Direction::kReceived)) return operating.end();
     for (const int peer : peers) {
       const Fingerprint& other = theirs[static_cast<std::size_t>(peer)];
-      if (other != fingerprint) return fail(internal::mismatch(rank(), fingerprint, peer, other));
+      if (other != fingerprint) {
+        return fail(internal::mismatch(world_rank(rank()), fingerprint, world_rank(peer), other));
+      }
     }
+    operating.finish(peers);
     if (piece.bytes > 0) {
-      if (!await(*target, Direction::kReceived, peer_count, limit)) return status();
-      if (!await(*source, Direction::kSent, peer_count, limit)) return status();
+      if (!all(target, Direction::kReceived)) return operating.end();
+      operating.finish(peers);
+      if (!all(source, Direction::kSent)) return operating.end();
     }
-    if (!await(*fingerprint_out, Direction::kSent, peer_count, limit)) return status();
+    operating.finish(peers);
+    if (!all(fingerprint_out, Direction::kSent)) return operating.end();
   } catch (const std::exception& error) {
     std::vector<int> missing;
     for (const int peer : peers) {
@@ -580,7 +644,7 @@ Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& 
     }
     std::sort(missing.begin(), missing.end());
     std::sort(peers.begin(), peers.end());
-    return diagnose(error, plane, describe(fingerprint), peers, missing, limit);
+    return diagnose(error, plane, describe(fingerprint), peers, missing, limit + kBackstop);
   }
   return {};
 }
@@ -592,20 +656,20 @@ Status Mesh::send(const std::byte* source, std::size_t bytes, int peer, std::uin
   const SteadyClock::time_point limit = deadline();
   const Fingerprint fingerprint{
       .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(Operation::kSend)};
+  const internal::Issued issued{.fingerprint = fingerprint, .peer = world_rank(peer), .tag = tag};
   try {
     const Buffer head = buffer(kDataPlane, &fingerprint, sizeof(fingerprint));
     const Buffer body = buffer(kDataPlane, source, bytes);
     const InFlight in_flight(*this, {head.get(), body.get()});
     if (!in_flight.ok()) return status();
+    Operating operating(*this, issued, in_flight, {peer});
     head->send(peer, slot(Kind::kMessage, sequence, tag), 0, sizeof(fingerprint));
     if (bytes > 0) body->send(peer, slot(Kind::kMessagePayload, sequence, tag), 0, bytes);
-    if (!await(*head, Direction::kSent, 1, limit)) return status();
-    if (bytes > 0 && !await(*body, Direction::kSent, 1, limit)) return status();
+    if (!operating.await(*head, Direction::kSent, 1, limit + kBackstop)) return operating.end();
+    operating.finish({peer});
+    if (bytes > 0 && !operating.await(*body, Direction::kSent, 1, limit + kBackstop)) return operating.end();
   } catch (const std::exception& error) {
-    return diagnose(error, kDataPlane,
-                    "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) +
-                        " with tag " + std::to_string(tag),
-                    {peer}, {peer}, limit);
+    return diagnose(error, kDataPlane, describe(issued), {peer}, {peer}, limit + kBackstop);
   }
   return {};
 }
@@ -614,27 +678,33 @@ Status Mesh::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t 
   FOREBAY_RETURN_IF_ERROR(status());
   const NoSigpipe guard;
   const SteadyClock::time_point limit = deadline();
-  const std::string what = "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) +
-                           " with tag " + std::to_string(tag);
+  const internal::Issued issued{.fingerprint = {.sequence = sequence,
+                                                .count = bytes,
+                                                .operation = static_cast<std::uint32_t>(Operation::kRecv)},
+                                .peer = world_rank(peer),
+                                .tag = tag};
   Fingerprint theirs;
   try {
     const Buffer head = buffer(kDataPlane, &theirs, sizeof(theirs));
     const Buffer body = buffer(kDataPlane, target, bytes);
     const InFlight in_flight(*this, {head.get(), body.get()});
     if (!in_flight.ok()) return status();
+    Operating operating(*this, issued, in_flight, {peer});
     head->recv(peer, slot(Kind::kMessage, sequence, tag), 0, sizeof(theirs));
-    if (!await(*head, Direction::kReceived, 1, limit)) return status();
+    if (!operating.await(*head, Direction::kReceived, 1, limit + kBackstop)) return operating.end();
     if (theirs.count != bytes) {
       return fail(Status(StatusCode::kInvalidArgument,
-                         what + " on rank " + std::to_string(rank()) + ", but rank " + std::to_string(peer) +
-                             " sends " + std::to_string(theirs.count) + " bytes; give both the same size"));
+                         describe(issued) + " on rank " + std::to_string(world_rank(rank())) + ", but rank " +
+                             std::to_string(world_rank(peer)) + " sends " + std::to_string(theirs.count) +
+                             " bytes; give both the same size"));
     }
     if (bytes > 0) {
       body->recv(peer, slot(Kind::kMessagePayload, sequence, tag), 0, bytes);
-      if (!await(*body, Direction::kReceived, 1, limit)) return status();
+      operating.finish({peer});
+      if (!operating.await(*body, Direction::kReceived, 1, limit + kBackstop)) return operating.end();
     }
   } catch (const std::exception& error) {
-    return diagnose(error, kDataPlane, what, {peer}, {peer}, limit);
+    return diagnose(error, kDataPlane, describe(issued), {peer}, {peer}, limit + kBackstop);
   }
   return {};
 }
@@ -646,7 +716,7 @@ Status Mesh::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterA
         transfer(kDataPlane, fingerprint, internal::reduce_scatter_transfer(arguments).piece));
   }
   const Status added = host_accumulate(internal::accumulate_arguments(arguments, rank(), size()));
-  return added.ok() ? added : fail(added.with_context("rank " + std::to_string(rank())));
+  return added.ok() ? added : fail(added.with_context("rank " + std::to_string(world_rank(rank()))));
 }
 
 // --- votes ---
@@ -673,7 +743,8 @@ std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
   const SteadyClock::time_point limit = SteadyClock::now() + kVoteWaitMax;
   std::vector<char> said(static_cast<std::size_t>(size()));
   said[static_cast<std::size_t>(rank())] = 1;
-  while (std::count(said.begin(), said.end(), 1) < size() && SteadyClock::now() < limit) {
+  while (std::count(said.begin(), said.end(), 1) < size() && SteadyClock::now() < limit &&
+         store_->status().ok()) {
     for (int peer = 0; peer < size(); ++peer) {
       if (said[static_cast<std::size_t>(peer)]) continue;
       const std::optional<std::string> text = store_->read(vote_name(peer));
@@ -693,7 +764,7 @@ std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
 Result<std::shared_ptr<Transport>> Mesh::split_own(Membership membership,
                                                    const std::vector<SplitWish>& /*members*/,
                                                    const Exchange& /*exchange*/) {
-  auto mesh = std::make_shared<Mesh>(std::move(membership), store_, device_);
+  auto mesh = std::make_shared<Mesh>(std::move(membership), store_, device_, keeper_);
   FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
   return std::shared_ptr<Transport>(std::move(mesh));
 }
@@ -740,7 +811,10 @@ Result<std::shared_ptr<Transport>> internal::connect_gloo(const Joining& joining
   }
   Result<std::shared_ptr<gloo::transport::Device>> device = create_device(joining.interface);
   FOREBAY_RETURN_IF_ERROR(device.status());
-  auto mesh = std::make_shared<Mesh>(joining.membership, joining.store, device.value());
+  auto keeper = std::make_shared<WaitKeeper>(joining.membership.rank, joining.membership.deadline,
+                                             joining.store, joining.name("wait."));
+  FOREBAY_RETURN_IF_ERROR(keeper->start());
+  auto mesh = std::make_shared<Mesh>(joining.membership, joining.store, device.value(), std::move(keeper));
   FOREBAY_RETURN_IF_ERROR(mesh->connect(joining.limit));
   return std::shared_ptr<Transport>(std::move(mesh));
 }
@@ -756,7 +830,7 @@ Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions
       internal::check_membership("gloo", options.rank, options.size, options.deadline, backend);
   FOREBAY_RETURN_IF_ERROR(membership.status());
   return internal::create_process_communicator(
-      std::make_shared<Mesh>(std::move(membership).value(), nullptr, nullptr), backend);
+      std::make_shared<Mesh>(std::move(membership).value(), nullptr, nullptr, nullptr), backend);
 }
 
 }  // namespace forebay

@@ -14,6 +14,7 @@
 #include "forebay/stream_call.h"
 #include "operation_book.h"
 #include "transport.h"
+#include "wait_chain.h"
 
 namespace forebay {
 namespace {
@@ -44,6 +45,7 @@ struct Port {
   Stream stream;
   Event come;    // The stream is there: the source holds its bytes and the target may be written.
   Event copied;  // The stream has what it wants from the others' sources.
+  int rank = 0;  // In the world: for messages.
 
   bool used() const noexcept { return backend != nullptr; }
 };
@@ -84,26 +86,24 @@ enum Plane : int { kDataPlane, kControlPlane, kPlaneCount };
 // Who copies. The same for all ranks of a group.
 enum class Mover : std::uint8_t { kUndecided, kHost, kBackend };
 
-Status of_rank(std::size_t rank, const Status& status) {
-  return status.with_context("rank " + std::to_string(rank));
+Status of_rank(const Port& port, const Status& status) {
+  return status.with_context("rank " + std::to_string(port.rank));
 }
 
-// One copy between ranks. The two numbers are for messages.
+// One copy between ranks.
 struct Transfer {
   const Port& writer;
   const Port& reader;
   const std::byte* source;
   std::byte* target;
   std::size_t bytes;
-  std::size_t writer_rank;
-  std::size_t reader_rank;
 };
 
 // Queues the copy on the reader's stream, after what the writer's stream holds by now, and makes the writer's
 // stream wait for it. Once the copy is queued the writer's source is safe, failed or not.
 Status queue_transfer(const Transfer& t) {
-  const auto at_writer = [&](const Status& status) { return of_rank(t.writer_rank, status); };
-  const auto at_reader = [&](const Status& status) { return of_rank(t.reader_rank, status); };
+  const auto at_writer = [&](const Status& status) { return of_rank(t.writer, status); };
+  const auto at_reader = [&](const Status& status) { return of_rank(t.reader, status); };
   Backend& writer = *t.writer.backend;
   Backend& reader = *t.reader.backend;
   FOREBAY_RETURN_IF_ERROR(at_writer(writer.event_record(t.writer.come, t.writer.stream)));
@@ -121,7 +121,7 @@ Status queue_copies(const Round& round, std::size_t* reader_count) {
   const std::size_t size = round.ports.size();
   for (std::size_t r = 0; r < size; ++r) {
     const Port& port = round.ports[r];
-    FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.come, port.stream)));
+    FOREBAY_RETURN_IF_ERROR(of_rank(port, port.backend->event_record(port.come, port.stream)));
   }
   for (std::size_t r = 0; r < size; ++r) {
     const Port& port = round.ports[r];
@@ -130,14 +130,14 @@ Status queue_copies(const Round& round, std::size_t* reader_count) {
     const auto copy = [&](std::size_t from, const std::byte* source) {
       std::byte* const place = piece.target + from * piece.target_stride;
       if (place == source) return Status();
-      return of_rank(r, port.backend->copy_async(place, source, piece.bytes, port.stream));
+      return of_rank(port, port.backend->copy_async(place, source, piece.bytes, port.stream));
     };
     if (piece.keep_own) FOREBAY_RETURN_IF_ERROR(copy(r, piece.source));
     // Each rank starts with its right neighbour, so that no source is read by all at once.
     for (std::size_t step = 1; step < size; ++step) {
       const std::size_t peer = (r + step) % size;
       const Piece& theirs = round.pieces[peer];
-      FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->stream_wait(port.stream, round.ports[peer].come)));
+      FOREBAY_RETURN_IF_ERROR(of_rank(port, port.backend->stream_wait(port.stream, round.ports[peer].come)));
       FOREBAY_RETURN_IF_ERROR(copy(peer, theirs.source + r * theirs.source_stride));
     }
   }
@@ -149,13 +149,14 @@ Status queue_waits(const Round& round, std::size_t reader_count) {
   const std::size_t size = round.ports.size();
   for (std::size_t r = 0; r < reader_count; ++r) {
     const Port& port = round.ports[r];
-    FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->event_record(port.copied, port.stream)));
+    FOREBAY_RETURN_IF_ERROR(of_rank(port, port.backend->event_record(port.copied, port.stream)));
   }
   for (std::size_t r = 0; r < size; ++r) {
     const Port& port = round.ports[r];
     for (std::size_t peer = 0; peer < reader_count; ++peer) {
       if (peer == r) continue;
-      FOREBAY_RETURN_IF_ERROR(of_rank(r, port.backend->stream_wait(port.stream, round.ports[peer].copied)));
+      FOREBAY_RETURN_IF_ERROR(
+          of_rank(port, port.backend->stream_wait(port.stream, round.ports[peer].copied)));
     }
   }
   return {};
@@ -180,26 +181,31 @@ Status queue_by_backends(const Round& round) {
 class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_this<LocalGroupImpl> {
  public:
   // `own_clock` may be null when options.clock is not; split groups share their parent's.
-  // `origin` is the group that this one is split from, if any, `name` what its messages call this one, and
-  // `wishes` those of its ranks.
+  // `origin` is the group that this one is split from, if any, and `wishes` those of its ranks.
   LocalGroupImpl(int size, LocalOptions options, std::shared_ptr<HostClock> own_clock,
-                 std::shared_ptr<LocalGroupImpl> origin = nullptr, std::string name = {},
-                 const std::vector<SplitWish>& wishes = {})
+                 std::shared_ptr<LocalGroupImpl> origin = nullptr, const std::vector<SplitWish>& wishes = {})
       : size_(size),
         options_(std::move(options)),
         own_clock_(std::move(own_clock)),
         clock_(options_.clock != nullptr ? *options_.clock : *own_clock_),
         origin_(std::move(origin)),
-        name_in_origin_(std::move(name)),
-        failure_(origin_ != nullptr ? origin_->failure_ : own_failure_),
+        world_(origin_ != nullptr ? origin_->world_ : *this),
+        world_ranks_(numbers_in_world(wishes)),
+        name_(origin_ != nullptr ? internal::describe_group(world_ranks_, world_.size_) : ""),
+        failure_(world_.own_failure_),
         members_(static_cast<std::size_t>(size)) {
     for (int rank = 0; rank < size; ++rank) {
       member(rank).book =
           origin_ == nullptr
               ? std::make_unique<OperationBook>(rank, size, [this] { return clock_.now(); })
               : std::make_unique<OperationBook>(
-                    rank, size, origin_->book(wishes[static_cast<std::size_t>(rank)].rank), name_in_origin_);
+                    rank, origin_->book(wishes[static_cast<std::size_t>(rank)].rank), name_, world_ranks_);
     }
+  }
+
+  // The number in the first group, by which messages know a rank.
+  int world_rank(int rank) const {
+    return world_ranks_.empty() ? rank : world_ranks_[static_cast<std::size_t>(rank)];
   }
 
   Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend, Kernels& kernels) override;
@@ -302,12 +308,65 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   Member& member(int rank) { return members_[static_cast<std::size_t>(rank)]; }
 
   void fail_locked(Status cause) {
-    if (failure_.ok()) failure_ = in_origins_words(std::move(cause));
+    fail_of_all(name_.empty() ? std::move(cause) : cause.with_context(name_));
+  }
+  // With a cause that says itself in which group what happened.
+  void fail_of_all(Status cause) {
+    if (failure_.ok()) failure_ = std::move(cause);
     clock_.notify();
   }
-  Status in_origins_words(Status cause) const {
-    if (origin_ == nullptr) return cause;
-    return origin_->in_origins_words(name_in_origin_.empty() ? cause : cause.with_context(name_in_origin_));
+
+  std::vector<int> numbers_in_world(const std::vector<SplitWish>& wishes) const {
+    std::vector<int> numbers;
+    for (const SplitWish& wish : wishes) numbers.push_back(origin_->world_rank(wish.rank));
+    return numbers;
+  }
+
+  // A wait in progress, listed in the world for as long as it lives. Under clock_.mutex().
+  class OpenWait {
+   public:
+    // `missing()`: the ranks of this group that are waited for. It and `what` live as long as this.
+    OpenWait(LocalGroupImpl& group, int rank, const std::function<std::string()>& what, bool came,
+             const std::function<std::vector<int>()>& missing, HostClock::Nanoseconds begin)
+        : group_(group),
+          rank_(group.world_rank(rank)),
+          what_(what),
+          came_(came),
+          missing_(missing),
+          begin_(begin) {
+      group_.world_.waits_.push_back(this);
+    }
+    ~OpenWait() { std::erase(group_.world_.waits_, this); }
+    OpenWait(const OpenWait&) = delete;
+    OpenWait& operator=(const OpenWait&) = delete;
+
+    int rank() const noexcept { return rank_; }
+    internal::Wait wait(HostClock::Nanoseconds now) const {
+      std::vector<int> ranks = missing_();
+      for (int& rank : ranks) rank = group_.world_rank(rank);
+      std::string what = what_() + (group_.name_.empty() ? "" : " ") + group_.name_;
+      return {.what = std::move(what), .ranks = std::move(ranks), .came = came_, .age = now - begin_};
+    }
+
+   private:
+    LocalGroupImpl& group_;
+    const int rank_;  // In the world.
+    const std::function<std::string()>& what_;
+    const bool came_;
+    const std::function<std::vector<int>()>& missing_;
+    const HostClock::Nanoseconds begin_;
+  };
+
+  // `wait` has come to its deadline, `now`.
+  void fail_late(const OpenWait& wait, HostClock::Nanoseconds now) {
+    fail_of_all(internal::judge(wait.rank(), wait.wait(now), options_.deadline, [&](int rank) {
+      std::vector<internal::Wait> found;
+      for (const OpenWait* other : world_.waits_) {
+        if (other->rank() != rank) continue;
+        if (internal::Wait one = other->wait(now); !one.ranks.empty()) found.push_back(std::move(one));
+      }
+      return found;
+    }));
   }
 
   // Saturating, so that a deadline of "never" stays one.
@@ -335,10 +394,25 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
     return -1;
   }
 
-  // Waits until all ranks are marked in `present`. Fails the group when that cannot happen.
+  // Waits until all ranks are marked in `present`, which they have done before if they `came`. Fails the
+  // group when that cannot happen.
   Status await_all(std::unique_lock<std::mutex>& lock, Plane plane, int rank, const Fingerprint& fingerprint,
-                   const std::vector<char>& present, const int& present_count,
+                   bool came, const std::vector<char>& present, const int& present_count,
                    HostClock::Nanoseconds deadline);
+
+  // Waits until ready() or, failing the ranks, until `limit`; meanwhile the others can see for whom. Returns
+  // ready().
+  bool await(std::unique_lock<std::mutex>& lock, int rank, const std::function<std::string()>& what,
+             bool came, const std::function<std::vector<int>()>& missing, const std::function<bool()>& ready,
+             HostClock::Nanoseconds limit) {
+    if (ready()) return true;
+    const HostClock::Nanoseconds begin =
+        limit == HostClock::kNever ? HostClock::Nanoseconds(0) : limit - options_.deadline;
+    const OpenWait wait(*this, rank, what, came, missing, begin);
+    if (clock_.wait(lock, ready, limit)) return true;
+    fail_late(wait, limit);
+    return false;
+  }
 
   // The second half of run_round: this rank's copies by the host, or all ranks' by the last that arrived.
   Status copy_by_host(std::unique_lock<std::mutex>& lock, Plane plane, int rank, Round& round,
@@ -348,15 +422,9 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   // Lets the modelled link's time for `bytes` pass. Returns early when the group fails.
   void pass_link_time(std::unique_lock<std::mutex>& lock, HostClock::Nanoseconds start, std::uint64_t bytes);
 
-  Status timeout(int rank, const std::string& what, const std::vector<int>& missing) const {
-    return Status(StatusCode::kTimeout, what + " on rank " + std::to_string(rank) + ": " +
-                                            internal::rank_list(missing) + " did not come within " +
-                                            std::to_string(options_.deadline.count()) +
-                                            " ms; look at what they do, or raise the deadline");
-  }
   Status lost(int rank, const std::string& what, int peer) const {
-    return Status(StatusCode::kPeerLost, what + " on rank " + std::to_string(rank) + ": rank " +
-                                             std::to_string(peer) +
+    return Status(StatusCode::kPeerLost, what + " on rank " + std::to_string(world_rank(rank)) + ": rank " +
+                                             std::to_string(world_rank(peer)) +
                                              " has left the communicator; see why it ended");
   }
 
@@ -366,12 +434,15 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
   const std::shared_ptr<HostClock> own_clock_;
   HostClock& clock_;
   const std::shared_ptr<LocalGroupImpl> origin_;
-  const std::string name_in_origin_;
+  LocalGroupImpl& world_;               // The first group, from which all others were split.
+  const std::vector<int> world_ranks_;  // By rank; empty in the world.
+  const std::string name_;              // What messages call this group; empty for all ranks.
 
   // Guarded by clock_.mutex().
   Mover mover_ = Mover::kUndecided;  // By the first rank's backend.
   Status own_failure_;
-  Status& failure_;  // Of the first group, from which all others were split: they fail together.
+  Status& failure_;               // Of the world: its groups fail together.
+  std::vector<OpenWait*> waits_;  // Of the world: those of all groups, the oldest first.
   std::vector<Member> members_;
   std::map<std::uint64_t, Round> rounds_[kPlaneCount];
   std::map<std::tuple<int, int, std::uint32_t>, std::deque<Message*>> messages_;  // (source, target, tag)
@@ -379,22 +450,23 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
 };
 
 Status LocalGroupImpl::await_all(std::unique_lock<std::mutex>& lock, Plane plane, int rank,
-                                 const Fingerprint& fingerprint, const std::vector<char>& present,
+                                 const Fingerprint& fingerprint, bool came, const std::vector<char>& present,
                                  const int& present_count, HostClock::Nanoseconds deadline) {
   const auto ready = [&] {
     return present_count == size_ || !failure_.ok() || first_gone(plane, present) >= 0;
   };
-  const bool in_time = clock_.wait(lock, ready, deadline);
-  if (!failure_.ok()) return failure_;
-  if (present_count == size_) return {};
-  if (in_time) {
-    fail_locked(lost(rank, describe(fingerprint), first_gone(plane, present)));
-  } else {
-    std::vector<int> missing;
+  const auto missing = [&] {
+    std::vector<int> ranks;
     for (int r = 0; r < size_; ++r) {
-      if (!present[static_cast<std::size_t>(r)]) missing.push_back(r);
+      if (!present[static_cast<std::size_t>(r)]) ranks.push_back(r);
     }
-    fail_locked(timeout(rank, describe(fingerprint), missing));
+    return ranks;
+  };
+  const bool in_time = await(
+      lock, rank, [&] { return describe(fingerprint); }, came, missing, ready, deadline);
+  if (!failure_.ok()) return failure_;
+  if (in_time && present_count < size_) {
+    fail_locked(lost(rank, describe(fingerprint), first_gone(plane, present)));
   }
   return failure_;
 }
@@ -422,7 +494,8 @@ Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& finge
   for (int r = 0; r < size_; ++r) {
     if (round.arrived[static_cast<std::size_t>(r)] &&
         round.fingerprints[static_cast<std::size_t>(r)] != fingerprint) {
-      fail_locked(internal::mismatch(rank, fingerprint, r, round.fingerprints[static_cast<std::size_t>(r)]));
+      fail_locked(internal::mismatch(world_rank(rank), fingerprint, world_rank(r),
+                                     round.fingerprints[static_cast<std::size_t>(r)]));
       return failure_;
     }
   }
@@ -433,7 +506,7 @@ Status LocalGroupImpl::run_round(Plane plane, int rank, const Fingerprint& finge
   const bool last = ++round.arrived_count == size_;
   clock_.notify();
 
-  Status status = await_all(lock, plane, rank, fingerprint, round.arrived, round.arrived_count, limit);
+  Status status = await_all(lock, plane, rank, fingerprint, false, round.arrived, round.arrived_count, limit);
   if (status.ok()) {
     status = port.used() ? copy_by_backend(lock, round, last) : copy_by_host(lock, plane, rank, round, limit);
   }
@@ -473,7 +546,7 @@ Status LocalGroupImpl::copy_by_host(std::unique_lock<std::mutex>& lock, Plane pl
   round.copied[me] = 1;
   ++round.copied_count;
   clock_.notify();
-  return await_all(lock, plane, rank, fingerprint, round.copied, round.copied_count, limit);
+  return await_all(lock, plane, rank, fingerprint, true, round.copied, round.copied_count, limit);
 }
 
 Status LocalGroupImpl::copy_by_backend(std::unique_lock<std::mutex>& lock, Round& round, bool last) {
@@ -499,8 +572,11 @@ Status LocalGroupImpl::copy_by_backend(std::unique_lock<std::mutex>& lock, Round
 Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::byte* source, std::size_t bytes,
                             const Port& port) {
   const HostClock::Nanoseconds limit = deadline();
-  const std::string what = "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) +
-                           " with tag " + std::to_string(tag);
+  const auto what = [&] {
+    return "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(world_rank(peer)) +
+           " with tag " + std::to_string(tag);
+  };
+  const auto missing = [&] { return std::vector<int>{peer}; };
   Message message{.source = source, .bytes = bytes, .port = port};
   std::unique_lock lock(clock_.mutex());
   if (!failure_.ok()) return failure_;
@@ -511,10 +587,8 @@ Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::by
   const auto ready = [&] {
     return message.done || !failure_.ok() || (!message.taken && gone(kDataPlane, peer));
   };
-  const bool in_time = clock_.wait(lock, ready, limit);
-  if (!message.done && failure_.ok()) {
-    fail_locked(in_time ? lost(rank, what, peer) : timeout(rank, what, {peer}));
-  }
+  static_cast<void>(await(lock, rank, what, false, missing, ready, limit));
+  if (!message.done && failure_.ok()) fail_locked(lost(rank, what(), peer));
   clock_.wait(lock, [&] { return !message.copying; });
   if (!message.taken) std::erase(queue, &message);
   return message.done ? Status() : failure_;
@@ -523,24 +597,28 @@ Status LocalGroupImpl::send(int rank, int peer, std::uint32_t tag, const std::by
 Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* target, std::size_t bytes,
                             const Port& port) {
   const HostClock::Nanoseconds limit = deadline();
-  const std::string what = "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) +
-                           " with tag " + std::to_string(tag);
+  const auto what = [&] {
+    return "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(world_rank(peer)) +
+           " with tag " + std::to_string(tag);
+  };
+  const auto missing = [&] { return std::vector<int>{peer}; };
   std::unique_lock lock(clock_.mutex());
   if (!failure_.ok()) return failure_;
   std::deque<Message*>& queue = messages_[{peer, rank, tag}];
   const auto ready = [&] { return !queue.empty() || !failure_.ok() || gone(kDataPlane, peer); };
-  const bool in_time = clock_.wait(lock, ready, limit);
+  static_cast<void>(await(lock, rank, what, false, missing, ready, limit));
   if (!failure_.ok()) return failure_;
   if (queue.empty()) {
-    fail_locked(in_time ? lost(rank, what, peer) : timeout(rank, what, {peer}));
+    fail_locked(lost(rank, what(), peer));
     return failure_;
   }
 
   Message& message = *queue.front();
   if (message.bytes != bytes) {
-    fail_locked(Status(StatusCode::kInvalidArgument,
-                       what + " on rank " + std::to_string(rank) + ", but rank " + std::to_string(peer) +
-                           " sends " + std::to_string(message.bytes) + " bytes; give both the same size"));
+    fail_locked(Status(StatusCode::kInvalidArgument, what() + " on rank " + std::to_string(world_rank(rank)) +
+                                                         ", but rank " + std::to_string(world_rank(peer)) +
+                                                         " sends " + std::to_string(message.bytes) +
+                                                         " bytes; give both the same size"));
     return failure_;
   }
   message.taken = true;
@@ -559,9 +637,7 @@ Status LocalGroupImpl::recv(int rank, int peer, std::uint32_t tag, std::byte* ta
                                .reader = port,
                                .source = message.source,
                                .target = target,
-                               .bytes = bytes,
-                               .writer_rank = static_cast<std::size_t>(peer),
-                               .reader_rank = static_cast<std::size_t>(rank)});
+                               .bytes = bytes});
     } else {
       std::memcpy(target, message.source, bytes);
     }
@@ -585,10 +661,9 @@ std::shared_ptr<LocalGroupImpl> LocalGroupImpl::split_group(std::uint64_t sequen
   if (fresh) {
     LocalOptions options = options_;
     options.fault = {};  // A script counts the operations of the communicator it was written for.
-    place->second = {
-        std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_, shared_from_this(),
-                                         internal::describe_members(members), members),
-        member_count};
+    place->second = {std::make_shared<LocalGroupImpl>(member_count, std::move(options), own_clock_,
+                                                      shared_from_this(), members),
+                     member_count};
   }
   std::shared_ptr<LocalGroupImpl> group = place->second.group;
   if (--place->second.remaining_count == 0) splits_.erase(place);
@@ -681,14 +756,15 @@ class LocalCommunicator final : public Communicator {
 
   void abort(const Status& cause) noexcept override {
     if (group_->is_dead(rank_)) return;
-    group_->fail(cause.ok() ? Status(StatusCode::kPeerLost, "rank " + std::to_string(rank_) +
-                                                                " aborted the communicator without a cause")
-                            : cause);
+    group_->fail(cause.ok()
+                     ? Status(StatusCode::kPeerLost, "rank " + std::to_string(group_->world_rank(rank_)) +
+                                                         " aborted the communicator without a cause")
+                     : cause);
   }
 
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
     FOREBAY_RETURN_IF_ERROR(internal::check_vote(decision));
-    if (group_->is_dead(rank_)) return died(rank_);
+    if (group_->is_dead(rank_)) return died(group_->world_rank(rank_));
     return group_->vote(rank_, step, decision);
   }
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {
@@ -712,7 +788,7 @@ class LocalCommunicator final : public Communicator {
 
   Status fail_unless_ok(Status status) {
     // The peers' half of this operation would wait for ours until the deadline; tell them now.
-    if (!status.ok()) group_->fail(status.with_context("rank " + std::to_string(rank_)));
+    if (!status.ok()) group_->fail(status.with_context("rank " + std::to_string(group_->world_rank(rank_))));
     return status;
   }
 
@@ -722,7 +798,7 @@ class LocalCommunicator final : public Communicator {
     collective.fingerprint.sequence = sequence;
     const Issued issued{.fingerprint = collective.fingerprint};
     return recorded(*group_, rank_, group_->book(rank_).issue(issued), issued, [&] {
-      if (group_->is_dead(rank_)) return died(rank_);
+      if (group_->is_dead(rank_)) return died(group_->world_rank(rank_));
       return group_->run_round(kControlPlane, rank_, collective.fingerprint, collective.piece, {});
     });
   }
@@ -764,7 +840,7 @@ class LocalCommunicator final : public Communicator {
     // The failure of an operation is the group's: status() reports it.
     const auto run = [group = group_.get(), rank = rank_, faulty, number, issued, operation] {
       return recorded(*group, rank, number, issued, [&] {
-        if (group->is_dead(rank)) return died(rank);
+        if (group->is_dead(rank)) return died(group->world_rank(rank));
         return faulty ? run_faulty(*group, rank, issued.fingerprint, operation)
                       : operation(issued.fingerprint);
       });
@@ -802,7 +878,7 @@ class LocalCommunicator final : public Communicator {
       }
       case LocalFault::Kind::kDies:
         group.die(rank);
-        return died(rank);
+        return died(group.world_rank(rank));
       case LocalFault::Kind::kStalls:
         group.await_failure();
         return group.status();
@@ -861,6 +937,7 @@ Result<std::unique_ptr<Communicator>> LocalGroupImpl::communicator(int rank, Bac
   Port port;
   if (mover == Mover::kBackend) {
     port.backend = &backend;
+    port.rank = world_rank(rank);
     Result<Event> come = backend.event_create();
     FOREBAY_RETURN_IF_ERROR(come.status());
     port.come = come.value();

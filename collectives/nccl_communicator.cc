@@ -73,16 +73,21 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
   Result<std::unique_ptr<Communicator>> split(int color, int key) override {
     FOREBAY_RETURN_IF_ERROR(member_->status());
     std::unique_ptr<Communicator> part_control;
+    internal::NcclWorld world{.numbers = {}, .size = member_->world().size};
     FOREBAY_RETURN_IF_ERROR(controlled(Operation::kSplit, 0, [&](Communicator& control) {
       Result<std::unique_ptr<Communicator>> result = control.split(color, key);
       FOREBAY_RETURN_IF_ERROR(result.status());
       part_control = std::move(result).value();
-      return Status();
+      const int mine = member_->world_rank(rank());
+      world.numbers.resize(static_cast<std::size_t>(part_control->size()));
+      return part_control->exchange(std::as_bytes(std::span(&mine, 1)),
+                                    std::as_writable_bytes(std::span(world.numbers)));
     }));
     NcclOptions options = member_->options();
     options.adopted = nullptr;  // That one is of all ranks.
-    Result<std::unique_ptr<NcclCommunicator>> part = open(std::make_shared<NcclMember>(
-        std::move(part_control), member_->backend(), member_->kernels(), options, &member_->book()));
+    Result<std::unique_ptr<NcclCommunicator>> part =
+        open(std::make_shared<NcclMember>(std::move(part_control), member_->backend(), member_->kernels(),
+                                          options, std::move(world), &member_->book()));
     FOREBAY_RETURN_IF_ERROR(part.status());
     return std::unique_ptr<Communicator>(std::move(part).value());
   }
@@ -146,8 +151,9 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
 Result<std::unique_ptr<NcclCommunicator>> create_nccl_communicator(std::unique_ptr<Communicator> control,
                                                                    CudaBackend& backend, Kernels& kernels,
                                                                    const NcclOptions& options) {
-  return NcclCommunicatorImpl::open(
-      std::make_shared<NcclMember>(std::move(control), backend, kernels, options));
+  const int size = control->size();
+  return NcclCommunicatorImpl::open(std::make_shared<NcclMember>(
+      std::move(control), backend, kernels, options, internal::NcclWorld{.numbers = {}, .size = size}));
 }
 
 }  // namespace forebay

@@ -76,8 +76,9 @@ Status PinnedOperations::allocate(std::size_t count) {
 // --- creation ---
 
 NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
-                       const NcclOptions& options, const OperationBook* origin)
+                       const NcclOptions& options, NcclWorld world, const OperationBook* origin)
     : control_(std::move(control)),
+      world_(std::move(world)),
       backend_(backend),
       kernels_(kernels),
       options_(options),
@@ -86,12 +87,10 @@ NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backe
       received_from_(static_cast<std::size_t>(control_->size())),
       fingerprints_(backend),
       book_(origin == nullptr ? OperationBook(control_->rank(), control_->size())
-                              : OperationBook(control_->rank(), control_->size(), *origin,
-                                              "as rank " + std::to_string(control_->rank()) + " of " +
-                                                  std::to_string(control_->size()))),
+                              : OperationBook(control_->rank(), *origin,
+                                              describe_group(world_.numbers, world_.size), world_.numbers)),
       table_(static_cast<std::size_t>(control_->size())),
       left_at_(static_cast<std::size_t>(control_->size())) {}
-
 Status NcclMember::open() {
   const Result<const NcclLibrary*> library = NcclLibrary::get(options_.library);
   FOREBAY_RETURN_IF_ERROR(library.status());
@@ -307,8 +306,8 @@ Status NcclMember::compare(const Slot& done, std::size_t index) const {
   const NcclOperation* const theirs = arrivals(index);
   for (int r = 0; r < size(); ++r) {
     if (r == rank() || (done.compared == Compared::kPeer && r != done.operation.peer)) continue;
-    FOREBAY_RETURN_IF_ERROR(
-        compare_operations(rank(), done.operation, r, theirs[static_cast<std::size_t>(r)]));
+    FOREBAY_RETURN_IF_ERROR(compare_operations(world_rank(rank()), numbered(done.operation, world_.numbers),
+                                               world_rank(r), theirs[static_cast<std::size_t>(r)]));
   }
   return {};
 }

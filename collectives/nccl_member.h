@@ -55,12 +55,19 @@ class PinnedOperations {
   std::size_t bytes_ = 0;
 };
 
+// Where the ranks of a group are among all: by rank, their numbers there, which messages know; empty for all
+// themselves.
+struct NcclWorld {
+  std::vector<int> numbers;
+  int size = 1;
+};
+
 // One rank. Shared by its communicator and its watch's thread.
 class NcclMember : public std::enable_shared_from_this<NcclMember> {
  public:
-  // `origin`: the book of the communicator that this one is split from, if any.
+  // `origin`: the book of the communicator that this one, a group among `world`, is split from, if any.
   NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
-             const NcclOptions& options, const OperationBook* origin = nullptr);
+             const NcclOptions& options, NcclWorld world, const OperationBook* origin = nullptr);
   ~NcclMember() { give_back(); }
   NcclMember(const NcclMember&) = delete;
   NcclMember& operator=(const NcclMember&) = delete;
@@ -71,6 +78,8 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   CudaBackend& backend() noexcept { return backend_; }
   Kernels& kernels() noexcept { return kernels_; }
   const NcclOptions& options() const noexcept { return options_; }
+  const NcclWorld& world() const noexcept { return world_; }
+  int world_rank(int of) const { return number_of(world_.numbers, of); }
 
   // Joins the other ranks. Once, before anything else; collective.
   Status open();
@@ -85,7 +94,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   Status fail(const Status& cause) noexcept;
   Status fail_here(const Status& cause) noexcept {
     try {
-      return fail(cause.with_context("rank " + std::to_string(rank())));
+      return fail(cause.with_context("rank " + std::to_string(world_rank(rank()))));
     } catch (const std::exception&) {
       return fail(cause);  // Out of memory for the context.
     }
@@ -163,6 +172,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   Status part(bool gone);
 
   const std::unique_ptr<Communicator> control_;
+  const NcclWorld world_;
   CudaBackend& backend_;
   Kernels& kernels_;
   const NcclOptions options_;

@@ -16,6 +16,9 @@ using std::chrono::milliseconds;
 
 // How often a rank that is about to leave looks whether its last operations are done.
 constexpr milliseconds kLeavePoll{1};
+// How much longer than its deadline an operation waits for heartbeats to find the cause. Shorter: a rank that
+// waits for another group's is blamed. Longer: a rank that lives and does nothing is found later.
+constexpr milliseconds kNcclPrecedence{1000};
 
 }  // namespace
 
@@ -107,7 +110,7 @@ Status NcclMember::exchange_heartbeats(const NcclHeartbeat& mine) {
       left_at_[r] = now;
     table_[r] = all[i];
   }
-  return judge_heartbeats(table_);
+  return judge_heartbeats(table_, world_.numbers);
 }
 
 // All watched ranks come here in the same heartbeat: those that go and those that stay watch apart from then.
@@ -141,12 +144,16 @@ Status NcclMember::check_deadline() {
     const auto peer = static_cast<std::size_t>(operation.peer);
     const bool left = table_[peer].state != NcclMemberState::kRunning;
     if (left && waited > kNcclGoodbyeMax && Clock::now() - left_at_[peer] > kNcclGoodbyeMax) {
-      return Status(StatusCode::kPeerLost, describe(operation) + " on rank " + std::to_string(rank()) +
-                                               ": rank " + std::to_string(operation.peer) +
+      return Status(StatusCode::kPeerLost, describe(numbered(operation, world_.numbers)) + " on rank " +
+                                               std::to_string(world_rank(rank())) + ": rank " +
+                                               std::to_string(world_rank(operation.peer)) +
                                                " left before it; see why it ended");
     }
   }
-  return waited < deadline_ ? Status() : operation_timeout(rank(), operation, table_, deadline_);
+  // A rank that does not come may itself wait for one that is stopped, in another group, whose heartbeats
+  // miss that one and know it for the cause.
+  if (waited < deadline_ + std::min<Clock::duration>(deadline_ / 4, kNcclPrecedence)) return {};
+  return operation_timeout(rank(), operation, table_, deadline_, world_.numbers);
 }
 
 void NcclMember::leave() noexcept {

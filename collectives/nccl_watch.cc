@@ -23,7 +23,7 @@ Status compare_message(int receiver, const NcclOperation& recv, int sender, cons
 }
 
 // The first collective that two ranks have issued differently.
-Status judge_collectives(std::span<const NcclHeartbeat> members) {
+Status judge_collectives(std::span<const NcclHeartbeat> members, std::span<const int> numbers) {
   struct Issued {
     int rank;
     Fingerprint fingerprint;
@@ -41,12 +41,13 @@ Status judge_collectives(std::span<const NcclHeartbeat> members) {
   for (const auto& [sequence, pair] : seen) {
     const auto& [first, other] = pair;
     if (first.rank != other.rank)
-      return mismatch(first.rank, first.fingerprint, other.rank, other.fingerprint);
+      return mismatch(number_of(numbers, first.rank), first.fingerprint, number_of(numbers, other.rank),
+                      other.fingerprint);
   }
   return {};
 }
 
-Status judge_messages(std::span<const NcclHeartbeat> members) {
+Status judge_messages(std::span<const NcclHeartbeat> members, std::span<const int> numbers) {
   for (std::size_t sender = 0; sender < members.size(); ++sender) {
     for (const NcclOperation& send : members[sender].open_operations()) {
       if (!is(send, Operation::kSend)) continue;
@@ -56,14 +57,15 @@ Status judge_messages(std::span<const NcclHeartbeat> members) {
             recv.fingerprint.sequence != send.fingerprint.sequence) {
           continue;
         }
-        FOREBAY_RETURN_IF_ERROR(compare_message(send.peer, recv, static_cast<int>(sender), send));
+        FOREBAY_RETURN_IF_ERROR(compare_message(number_of(numbers, send.peer), numbered(recv, numbers),
+                                                number_of(numbers, static_cast<int>(sender)), send));
       }
     }
   }
   return {};
 }
 
-Status judge_departures(std::span<const NcclHeartbeat> members) {
+Status judge_departures(std::span<const NcclHeartbeat> members, std::span<const int> numbers) {
   for (std::size_t left = 0; left < members.size(); ++left) {
     if (members[left].state == NcclMemberState::kRunning) continue;
     const std::uint64_t next = members[left].collective_count;
@@ -73,14 +75,22 @@ Status judge_departures(std::span<const NcclHeartbeat> members) {
       for (const NcclOperation& operation : members[r].open_operations()) {
         if (is_collective(operation) && operation.fingerprint.sequence == next) what = describe(operation);
       }
-      return Status(StatusCode::kPeerLost, what + " on rank " + std::to_string(r) + ": rank " +
-                                               std::to_string(left) + " left before it; see why it ended");
+      const auto name = [&](std::size_t rank) {
+        return std::to_string(number_of(numbers, static_cast<int>(rank)));
+      };
+      return Status(StatusCode::kPeerLost, what + " on rank " + name(r) + ": rank " + name(left) +
+                                               " left before it; see why it ended");
     }
   }
   return {};
 }
 
 }  // namespace
+
+NcclOperation numbered(NcclOperation operation, std::span<const int> numbers) {
+  if (operation.peer >= 0) operation.peer = number_of(numbers, operation.peer);
+  return operation;
+}
 
 Status compare_operations(int rank, const NcclOperation& mine, int peer, const NcclOperation& theirs) {
   if (!is_collective(mine) && is(theirs, Operation::kSend)) return compare_message(rank, mine, peer, theirs);
@@ -101,25 +111,27 @@ Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size) {
                                              "of forebay on all ranks");
 }
 
-Status judge_heartbeats(std::span<const NcclHeartbeat> members) {
-  FOREBAY_RETURN_IF_ERROR(judge_collectives(members));
-  FOREBAY_RETURN_IF_ERROR(judge_messages(members));
-  return judge_departures(members);
+Status judge_heartbeats(std::span<const NcclHeartbeat> members, std::span<const int> numbers) {
+  FOREBAY_RETURN_IF_ERROR(judge_collectives(members, numbers));
+  FOREBAY_RETURN_IF_ERROR(judge_messages(members, numbers));
+  return judge_departures(members, numbers);
 }
 
 Status operation_timeout(int rank, const NcclOperation& operation, std::span<const NcclHeartbeat> members,
-                         std::chrono::milliseconds deadline) {
+                         std::chrono::milliseconds deadline, std::span<const int> numbers) {
   std::vector<int> missing;
+  const auto add = [&](int other) { missing.push_back(number_of(numbers, other)); };
   for (std::size_t r = 0; r < members.size(); ++r) {
     if (static_cast<int>(r) == rank) continue;
     if (is_collective(operation) && members[r].collective_count <= operation.fingerprint.sequence)
-      missing.push_back(static_cast<int>(r));
+      add(static_cast<int>(r));
   }
   std::string who = "all ranks have issued it, and it is not done";
-  if (!is_collective(operation)) missing.push_back(operation.peer);
+  if (!is_collective(operation)) add(operation.peer);
   if (!missing.empty()) who = rank_list(missing) + " did not come";
-  return Status(StatusCode::kTimeout, describe(operation) + " on rank " + std::to_string(rank) + ": " + who +
-                                          " within " + std::to_string(deadline.count()) +
+  return Status(StatusCode::kTimeout, describe(numbered(operation, numbers)) + " on rank " +
+                                          std::to_string(number_of(numbers, rank)) + ": " + who + " within " +
+                                          std::to_string(deadline.count()) +
                                           " ms; look at what they do, or raise the deadline");
 }
 

@@ -46,20 +46,27 @@ struct NcclHeartbeat {
 static_assert(std::is_trivially_copyable_v<NcclHeartbeat>);
 
 // The error of a rank whose operation met `theirs` of `peer`, if they do not belong together. For a recv,
-// `theirs` is the send.
+// `theirs` is the send. All with the numbers that messages know.
 Status compare_operations(int rank, const NcclOperation& mine, int peer, const NcclOperation& theirs);
 
 // Whether what came from `rank` of `size` can be a heartbeat at all. Errors: kCorruption.
 Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size);
 
+// The number by which messages know a rank: that of `numbers`, by rank, or where they are empty its own.
+inline int number_of(std::span<const int> numbers, int rank) {
+  return numbers.empty() ? rank : numbers[static_cast<std::size_t>(rank)];
+}
+// As messages name it.
+NcclOperation numbered(NcclOperation operation, std::span<const int> numbers);
+
 // What all ranks' heartbeats, by rank, show to be wrong: ranks that issued different operations, or a rank
 // that left before a collective that another one is in. The same words on every rank that has the same
 // heartbeats.
 // Requires: each has passed check_heartbeat.
-Status judge_heartbeats(std::span<const NcclHeartbeat> members);
+Status judge_heartbeats(std::span<const NcclHeartbeat> members, std::span<const int> numbers = {});
 
 // The timeout of `operation` on `rank`, which names the ranks that have not issued it.
 Status operation_timeout(int rank, const NcclOperation& operation, std::span<const NcclHeartbeat> members,
-                         std::chrono::milliseconds deadline);
+                         std::chrono::milliseconds deadline, std::span<const int> numbers = {});
 
 }  // namespace forebay::internal

@@ -47,14 +47,21 @@ OperationBook::Entry* OperationBook::Flight::find(std::uint64_t number) {
 OperationBook::OperationBook(int rank, int size, std::function<std::chrono::nanoseconds()> now)
     : rank_(rank), size_(size), flight_(std::make_shared<Flight>(std::move(now))) {}
 
-OperationBook::OperationBook(int rank, int size, const OperationBook& origin, std::string where)
-    : rank_(rank), size_(size), flight_(origin.flight_), where_(std::move(where)) {}
+OperationBook::OperationBook(int rank, const OperationBook& origin, std::string where,
+                             std::vector<int> world_ranks)
+    : rank_(rank),
+      size_(static_cast<int>(world_ranks.size())),
+      flight_(origin.flight_),
+      where_(std::move(where)),
+      world_ranks_(std::move(world_ranks)) {}
 
 std::uint64_t OperationBook::issue(const Issued& issued) {
   const std::chrono::nanoseconds now = flight_->time();
   const std::lock_guard lock(flight_->mutex);
   const std::uint64_t number = flight_->issued_count++;
-  const Entry entry{.number = number, .issued = issued, .where = where_, .queued = now};
+  Entry entry{.number = number, .issued = issued, .where = where_, .queued = now};
+  if (issued.peer >= 0 && !world_ranks_.empty())
+    entry.issued.peer = world_ranks_[static_cast<std::size_t>(issued.peer)];
   std::vector<Entry>& entries = flight_->entries;
   if (entries.size() < kRecordCount) {
     entries.push_back(entry);

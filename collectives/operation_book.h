@@ -34,8 +34,8 @@ class OperationBook {
   // `now`: null is a steady clock.
   OperationBook(int rank, int size, std::function<std::chrono::nanoseconds()> now = nullptr);
   // Of a communicator split from `origin`'s: they have their last operations together, where this one's are
-  // said to be `where`.
-  OperationBook(int rank, int size, const OperationBook& origin, std::string where);
+  // said to be `where`, among ranks that have these numbers in the world.
+  OperationBook(int rank, const OperationBook& origin, std::string where, std::vector<int> world_ranks);
 
   // Each gives or takes the operation's number.
   std::uint64_t issue(const Issued& issued);
@@ -83,6 +83,7 @@ class OperationBook {
   const int size_;
   const std::shared_ptr<Flight> flight_;
   const std::string where_;
+  const std::vector<int> world_ranks_;  // By rank; empty where the numbers are the world's.
   mutable std::mutex mutex_;
   std::array<Account, kOperationCount> accounts_;  // Guarded by mutex_.
 };

@@ -18,7 +18,8 @@ struct Shared {
       : transport(std::move(given)), book(transport->rank(), transport->size()) {}
   Shared(std::shared_ptr<Transport> given, const OperationBook& origin)
       : transport(std::move(given)),
-        book(transport->rank(), transport->size(), origin, transport->membership().name_in_origin) {}
+        book(transport->rank(), origin, transport->membership().name_in_origin,
+             transport->membership().world_ranks) {}
 
   // Carries out the operation that the book has as `number`.
   template <typename Function>
@@ -105,7 +106,8 @@ class ProcessCommunicator final : public Communicator {
                           .generation = parent.generation + "-" + std::to_string(sequence) + "." +
                                         std::to_string(members.front().rank),
                           .origin = {},
-                          .name_in_origin = {}};
+                          .name_in_origin = {},
+                          .world_ranks = {}};
     Result<std::shared_ptr<Transport>> transport_of_group = transport().split(
         std::move(membership), members, [this](std::span<const std::byte> given, std::span<std::byte> got) {
           return control(Operation::kSplit, given, got);
@@ -119,8 +121,8 @@ class ProcessCommunicator final : public Communicator {
 
   void abort(const Status& cause) noexcept override {
     static_cast<void>(transport().fail(
-        cause.ok() ? Status(StatusCode::kPeerLost,
-                            "rank " + std::to_string(rank()) + " aborted the communicator without a cause")
+        cause.ok() ? Status(StatusCode::kPeerLost, "rank " + std::to_string(transport().world_rank(rank())) +
+                                                       " aborted the communicator without a cause")
                    : cause));
   }
 
@@ -169,7 +171,8 @@ class ProcessCommunicator final : public Communicator {
     if (!queued.ok()) {
       shared_->book.end(number, issued, false);
       // The peers' half of this operation would wait for ours until the deadline; tell them now.
-      static_cast<void>(transport().fail(queued.with_context("rank " + std::to_string(rank()))));
+      static_cast<void>(
+          transport().fail(queued.with_context("rank " + std::to_string(transport().world_rank(rank())))));
     }
     return queued;
   }
@@ -203,7 +206,8 @@ Result<Membership> check_membership(const char* name, int rank, int size, std::c
                     .deadline = std::clamp(deadline, std::chrono::milliseconds(1), kDeadlineMax),
                     .generation = {},
                     .origin = {},
-                    .name_in_origin = {}};
+                    .name_in_origin = {},
+                    .world_ranks = {}};
 }
 
 std::unique_ptr<Communicator> create_process_communicator(std::shared_ptr<Transport> transport,

@@ -41,6 +41,18 @@ class RendezvousStore {
   virtual std::optional<std::string> write_once(const std::string& name, std::string_view content) = 0;
   virtual void remove(const std::string& name) noexcept = 0;
 
+  // As write(), of what is soon replaced by the next and may be lost: where a rank serves the store, nobody
+  // waits for it, and it goes to all ranks that are here.
+  virtual void post(const std::string& name, std::string_view content) noexcept {
+    static_cast<void>(write(name, content));
+  }
+  // What was posted last under `name`, or written once, as far as it is known here without asking a rank.
+  virtual std::optional<std::string> posted(const std::string& name) { return read(name); }
+  // The rank that serves the store; -1: none.
+  virtual int server_rank() const noexcept { return -1; }
+  // Asks the rank that serves the store nothing more: `cause` becomes status(), unless there is one.
+  virtual void abandon(const Status& cause) noexcept { static_cast<void>(cause); }
+
   // Ok, or why the run has failed as far as the store knows. Who waits for a text asks this too.
   virtual Status status() const { return {}; }
   // Where the store lets in the ranks of one run only: who of them is here. A store that anybody may write to

@@ -88,8 +88,12 @@ void relax() noexcept {
 class Group final : public Transport {
  public:
   // `segment` is null when there are no peers; this rank has its process's identity in it already.
-  Group(Membership given, std::unique_ptr<ShmSegment> segment)
-      : Transport(std::move(given)), segment_(std::move(segment)), may_spin_(may_spin(size())) {}
+  // `board` is the segment of all ranks, of a group that is not all; who waits says so there.
+  Group(Membership given, std::unique_ptr<ShmSegment> segment, ShmSegment* board = nullptr)
+      : Transport(std::move(given)),
+        segment_(std::move(segment)),
+        board_(board != nullptr ? board : segment_.get()),
+        may_spin_(may_spin(size())) {}
   ~Group() override;
 
   ShmSegment& segment() noexcept { return *segment_; }
@@ -170,17 +174,16 @@ class Group final : public Transport {
   template <typename Ready, typename Blame, typename What>
   Status wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, Blame missing, What what);
 
-  std::string place() const { return " on rank " + std::to_string(rank()); }
+  std::string place() const { return " on rank " + std::to_string(world_rank(rank())); }
   // Publishes `cause` unless there is one; the first one of all.
   Status agree_on_first(const Status& cause);
   // The peers whose processes are gone, though they have not left.
   std::vector<int> find_dead();
   Status lost(const std::string& context, const std::vector<int>& dead);
-  // For the message of a send or recv that waits in vain: the collective that `peer` waits in, if any.
-  std::string meanwhile(int peer);
 
   std::shared_ptr<RendezvousStore> store_;
   const std::unique_ptr<ShmSegment> segment_;
+  ShmSegment* const board_;  // The first group's, which lives as long.
   const bool may_spin_;
   std::atomic<std::int64_t> next_look_ns_{0};  // When status() looks after the peers again.
   // Of the thread that runs a plane's operations: those done, and their rounds.
@@ -215,8 +218,8 @@ Status Group::lost(const std::string& context, const std::vector<int>& dead) {
   std::string processes;
   for (const int peer : dead)
     processes += (processes.empty() ? "" : ", ") + std::to_string(segment_->rank(peer).process.id);
-  return fail(Status(StatusCode::kPeerLost, context + ": " + internal::rank_list(dead) + " died (process " +
-                                                processes + "); see why it ended"));
+  return fail(Status(StatusCode::kPeerLost, context + ": " + internal::rank_list(world_ranks(dead)) +
+                                                " died (process " + processes + "); see why it ended"));
 }
 
 Status Group::own_status() {
@@ -231,7 +234,7 @@ Status Group::own_status() {
   if (now < next || !next_look_ns_.compare_exchange_strong(next, after)) return {};
   const std::vector<int> dead = find_dead();
   if (dead.empty()) return {};
-  return lost("rank " + std::to_string(rank()) + " looked after its peers", dead);
+  return lost("rank " + std::to_string(world_rank(rank())) + " looked after its peers", dead);
 }
 
 Status Group::fail_own(const Status& cause) noexcept {
@@ -285,6 +288,15 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
     } while (SteadyClock::now() < end);
   }
   internal::Bell& bell = state(rank(), plane).bell;
+  const internal::WaitRhythm rhythm = internal::wait_rhythm(membership().deadline);
+  internal::ShmWaitSign sign(board_->rank(world_rank(rank())), limit - membership().deadline);
+  const auto wait_for = [&](const Missing& whom) {
+    const std::string& group = membership().name_in_origin;
+    return internal::Wait{.what = what() + (group.empty() ? "" : " ") + group,
+                          .ranks = world_ranks(whom.ranks),
+                          .came = whom.came};
+  };
+  SteadyClock::time_point next_beat = SteadyClock::now() + rhythm.beat;
   SteadyClock::time_point next_look = SteadyClock::now() + kShmLivenessPeriod;
   for (;;) {
     const std::uint32_t heard = bell.rings.load(std::memory_order_seq_cst);
@@ -297,7 +309,7 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
       if (ready()) return {};
       if (has_failed() || origin_has_failed()) return status();
       return fail(Status(StatusCode::kPeerLost,
-                         what() + ": " + internal::rank_list({peer}) +
+                         what() + place() + ": " + internal::rank_list({world_rank(peer)}) +
                              " has left the communicator; see why it ended, or let it take part"));
     }
     const SteadyClock::time_point now = SteadyClock::now();
@@ -305,17 +317,19 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
       next_look = now + kShmLivenessPeriod;
       if (const std::vector<int> dead = find_dead(); !dead.empty()) {
         if (ready()) return {};
-        return lost(what(), dead);
+        return lost(what() + place(), dead);
       }
     }
     if (now >= limit) {
-      return fail(
-          Status(StatusCode::kTimeout, what() + ": " + internal::rank_list(now_missing.ranks) +
-                                           (now_missing.came ? " did not finish it" : " did not come") +
-                                           " within " + std::to_string(membership().deadline.count()) +
-                                           " ms; look at what they do, or raise the deadline"));
+      return fail_of_all(internal::judge(
+          world_rank(rank()), wait_for(now_missing), membership().deadline,
+          [&](int other) { return internal::read_waits(board_->rank(other), rhythm.fresh); }));
     }
-    bell.sleep(heard, std::min(limit, next_look));
+    if (now >= next_beat) {
+      next_beat = now + rhythm.beat;
+      sign.say(wait_for(now_missing));
+    }
+    bell.sleep(heard, std::min({limit, next_look, next_beat}));
   }
 }
 
@@ -338,7 +352,8 @@ Status Group::join(SteadyClock::time_point limit, RendezvousStore& store, const 
     reason = store.read(failure_name);
     return reason.has_value();
   };
-  FOREBAY_RETURN_IF_ERROR(wait(kShmControlPlane, limit, ready, absent, [&] { return "joining" + place(); }));
+  FOREBAY_RETURN_IF_ERROR(
+      wait(kShmControlPlane, limit, ready, absent, [] { return std::string("joining"); }));
   // A failure from here on is that of the operations: others may have begun some already.
   return reason ? fail(internal::decode_cause(*reason)) : Status();
 }
@@ -415,7 +430,9 @@ Status Group::collective(ShmPlane plane, const Fingerprint& fingerprint, std::ui
       for (int peer = 0; peer < size(); ++peer) {
         if (agreed[static_cast<std::size_t>(peer)] || !announced(peer)) continue;
         const Fingerprint& other = state(peer, plane).fingerprints[sequence % 2];
-        if (other != fingerprint) return fail(internal::mismatch(rank(), fingerprint, peer, other));
+        if (other != fingerprint) {
+          return fail(internal::mismatch(world_rank(rank()), fingerprint, world_rank(peer), other));
+        }
         agreed[static_cast<std::size_t>(peer)] = 1;
         ++agreed_count;
       }
@@ -428,8 +445,7 @@ Status Group::collective(ShmPlane plane, const Fingerprint& fingerprint, std::ui
       mine.read.store(base + ++taken, std::memory_order_release);
       ring_peers(plane);
     } else if (unfinished()) {
-      FOREBAY_RETURN_IF_ERROR(
-          wait(plane, limit, ready, missing, [&] { return describe(fingerprint) + place(); }));
+      FOREBAY_RETURN_IF_ERROR(wait(plane, limit, ready, missing, [&] { return describe(fingerprint); }));
     }
   }
   collectives_[plane] = sequence + 1;
@@ -446,7 +462,7 @@ Status Group::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatter
   AccumulateArguments sum = internal::accumulate_arguments(arguments, rank(), size());
   if (size() == 1) {
     const Status added = host_accumulate(sum);
-    return added.ok() ? added : fail(added.with_context("rank 0"));
+    return added.ok() ? added : fail(added.with_context("rank " + std::to_string(world_rank(0))));
   }
   const std::size_t element = element_bytes(arguments.type);
   const std::size_t piece_bytes = ShmSegment::slot_bytes(kShmDataPlane) / static_cast<std::size_t>(size()) /
@@ -473,7 +489,7 @@ Status Group::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatter
     sum.count = count_of(round);
     const Status added = host_accumulate(sum);
     // The peers' half of this operation would wait for ours until the deadline; tell them now.
-    return added.ok() ? added : fail(added.with_context("rank " + std::to_string(rank())));
+    return added.ok() ? added : fail(added.with_context("rank " + std::to_string(world_rank(rank()))));
   };
   FOREBAY_RETURN_IF_ERROR(
       collective(kShmDataPlane, fingerprint, rounds_of(arguments.count, piece_count), write, read));
@@ -526,7 +542,7 @@ Status Group::read_peer(int peer, std::uint64_t address, std::byte* target, std:
     if (has_failed()) return status();
     if (got <= 0) {
       const int error = errno;
-      const std::string what = "reading the memory of rank " + std::to_string(peer) + place();
+      const std::string what = "reading the memory of rank " + std::to_string(world_rank(peer)) + place();
       // A process that ends has no memory any more before it is seen to have ended.
       const SteadyClock::time_point patience = SteadyClock::now() + kCauseWaitMax;
       while (SteadyClock::now() < patience) {
@@ -591,13 +607,6 @@ Status Group::gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece
   return {};
 }
 
-std::string Group::meanwhile(int peer) {
-  const internal::ShmPlaneState& other = state(peer, kShmDataPlane);
-  const std::uint64_t sequence = collectives_[kShmDataPlane];
-  if (other.announced.load(std::memory_order_acquire) <= sequence) return {};
-  return ", while rank " + std::to_string(peer) + " is in " + describe(other.fingerprints[sequence % 2]);
-}
-
 // The lower 16 bits of ShmMessage::open while a message is for `peer`.
 constexpr std::uint64_t kReceiverMask = 0xffff;
 constexpr std::uint64_t receiver(int peer) {
@@ -609,8 +618,8 @@ Status Group::send(const std::byte* source, std::size_t bytes, int peer, std::ui
   FOREBAY_RETURN_IF_ERROR(status());
   const SteadyClock::time_point limit = deadline();
   const auto what = [&] {
-    return "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(peer) + " with tag " +
-           std::to_string(tag) + place() + meanwhile(peer);
+    return "send of " + std::to_string(bytes) + " bytes to rank " + std::to_string(world_rank(peer)) +
+           " with tag " + std::to_string(tag);
   };
   const auto to_peer = [&] { return Missing{{peer}, false}; };
   const auto behind = [&] {
@@ -656,8 +665,8 @@ Status Group::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t
   FOREBAY_RETURN_IF_ERROR(status());
   const SteadyClock::time_point limit = deadline();
   const auto what = [&] {
-    return "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(peer) + " with tag " +
-           std::to_string(tag) + place() + meanwhile(peer);
+    return "recv of " + std::to_string(bytes) + " bytes from rank " + std::to_string(world_rank(peer)) +
+           " with tag " + std::to_string(tag);
   };
   const auto from_peer = [&] { return Missing{{peer}, false}; };
   ShmMessage& message = segment_->rank(peer).message;
@@ -667,15 +676,15 @@ Status Group::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t
   FOREBAY_RETURN_IF_ERROR(wait(
       kShmDataPlane, limit, [&] { return is_open(); }, from_peer, what));
   if (message.tag != tag) {
-    return fail(Status(StatusCode::kInvalidArgument, what() + ", but rank " + std::to_string(peer) +
-                                                         " sends " + std::to_string(message.bytes) +
-                                                         " bytes with tag " + std::to_string(message.tag) +
-                                                         " first; receive in the order of the sends"));
+    return fail(Status(StatusCode::kInvalidArgument,
+                       what() + place() + ", but rank " + std::to_string(world_rank(peer)) + " sends " +
+                           std::to_string(message.bytes) + " bytes with tag " + std::to_string(message.tag) +
+                           " first; receive in the order of the sends"));
   }
   if (message.bytes != bytes) {
-    return fail(Status(StatusCode::kInvalidArgument, what() + ", but rank " + std::to_string(peer) +
-                                                         " sends " + std::to_string(message.bytes) +
-                                                         " bytes; give both the same size"));
+    return fail(Status(StatusCode::kInvalidArgument,
+                       what() + place() + ", but rank " + std::to_string(world_rank(peer)) + " sends " +
+                           std::to_string(message.bytes) + " bytes; give both the same size"));
   }
 
   const std::size_t piece_bytes = ShmSegment::slot_bytes(kShmDataPlane);
@@ -770,10 +779,11 @@ Result<std::shared_ptr<Transport>> Group::split_own(Membership membership,
   std::unique_ptr<ShmSegment> segment;
   if (size() > 1) {
     Result<std::unique_ptr<ShmSegment>> shared = share_group(membership, members, exchange);
-    if (!shared.ok()) return fail(shared.status().with_context("split on rank " + std::to_string(rank())));
+    if (!shared.ok()) return fail(shared.status().with_context("split" + place()));
     segment = std::move(shared).value();
   }
-  return std::shared_ptr<Transport>(std::make_shared<Group>(std::move(membership), std::move(segment)));
+  return std::shared_ptr<Transport>(
+      std::make_shared<Group>(std::move(membership), std::move(segment), board_));
 }
 
 // --- joining ---

@@ -24,7 +24,7 @@
 namespace forebay::internal {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x3179616265726f66;  // "forebay1"; another layout needs another one.
+constexpr std::uint64_t kMagic = 0x3279616265726f66;  // "forebay2"; another layout needs another one.
 constexpr std::size_t kGenerationMax = 255;
 
 struct Header {
@@ -155,6 +155,69 @@ std::optional<std::vector<std::byte>> ShmBallot::close(std::uint64_t step) {
   const Paper& paper = papers_[step % 2];
   const std::size_t bytes = std::min<std::size_t>(paper.bytes, kDecisionBytesMax);
   return std::vector<std::byte>(paper.decision, paper.decision + bytes);
+}
+
+namespace {
+
+std::int64_t steady_now() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+void ShmWaitSign::say(const Wait& wait) noexcept {
+  const std::int64_t now = steady_now();
+  for (ShmWait& free : rank_.waits) {
+    if (place_ != nullptr) break;
+    std::int64_t nobody = 0;
+    if (free.beat.compare_exchange_strong(nobody, now, std::memory_order_acq_rel)) place_ = &free;
+  }
+  if (place_ == nullptr) return;
+  place_->version.fetch_add(1, std::memory_order_acq_rel);
+  std::atomic_thread_fence(std::memory_order_release);
+  place_->begin.store(std::chrono::nanoseconds(begin_.time_since_epoch()).count(), std::memory_order_relaxed);
+  place_->came.store(wait.came ? 1 : 0, std::memory_order_relaxed);
+  std::uint64_t ranks[ShmWait::kRankWords] = {};
+  for (const int rank : wait.ranks) ranks[rank / 64] |= std::uint64_t{1} << (rank % 64);
+  for (std::size_t i = 0; i < ShmWait::kRankWords; ++i)
+    place_->ranks[i].store(ranks[i], std::memory_order_relaxed);
+  std::uint64_t text[ShmWait::kTextWords] = {};
+  std::memcpy(text, wait.what.data(), std::min(wait.what.size(), ShmWait::kTextMax));
+  for (std::size_t i = 0; i < ShmWait::kTextWords; ++i)
+    place_->text[i].store(text[i], std::memory_order_relaxed);
+  place_->version.fetch_add(1, std::memory_order_release);
+  place_->beat.store(now, std::memory_order_release);
+}
+
+ShmWaitSign::~ShmWaitSign() {
+  if (place_ != nullptr) place_->beat.store(0, std::memory_order_release);
+}
+
+std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh) {
+  std::vector<Wait> waits;
+  const std::int64_t now = steady_now();
+  for (const ShmWait& place : rank.waits) {
+    const std::int64_t beat = place.beat.load(std::memory_order_acquire);
+    if (beat == 0 || now - beat > fresh.count()) continue;
+    const std::uint64_t version = place.version.load(std::memory_order_acquire);
+    Wait wait;
+    wait.came = place.came.load(std::memory_order_relaxed) != 0;
+    wait.age = std::chrono::nanoseconds(now - place.begin.load(std::memory_order_relaxed));
+    for (int r = 0; r < kShmRanksMax; ++r) {
+      if ((place.ranks[r / 64].load(std::memory_order_relaxed) >> (r % 64) & 1) != 0) wait.ranks.push_back(r);
+    }
+    char text[ShmWait::kTextMax + 1] = {};
+    for (std::size_t i = 0; i < ShmWait::kTextWords; ++i) {
+      const std::uint64_t word = place.text[i].load(std::memory_order_relaxed);
+      std::memcpy(text + i * sizeof(word), &word, sizeof(word));
+    }
+    wait.what = text;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const bool whole = version % 2 == 0 && place.version.load(std::memory_order_relaxed) == version;
+    if (whole && !wait.ranks.empty()) waits.push_back(std::move(wait));
+  }
+  std::sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) { return a.age > b.age; });
+  return waits;
 }
 
 void Bell::ring() noexcept {

@@ -14,7 +14,9 @@
 
 #include "fingerprint.h"
 #include "forebay/communicator.h"
+#include "forebay/shm_communicator.h"
 #include "forebay/status.h"
+#include "wait_chain.h"
 
 namespace forebay::internal {
 
@@ -93,6 +95,26 @@ class ShmBallot {
   Paper papers_[2];  // By step % 2: the last vote can be read while the next is written.
 };
 
+// What a rank waits in, for the ranks that wait for it (wait_chain.h). The rank's threads write, one at a
+// time the same one; everybody reads. A reader that finds `version` odd or changed has read nothing.
+struct ShmWait {
+  static constexpr std::size_t kTextMax = 176;  // A longer description is cut.
+  static constexpr std::size_t kTextWords = kTextMax / sizeof(std::uint64_t);
+  static constexpr std::size_t kRankWords = kShmRanksMax / 64;
+
+  // On the steady clock, in ns: when the thread that waits last said so; 0: nobody does.
+  std::atomic<std::int64_t> beat{0};
+  std::atomic<std::uint64_t> version{0};
+  // Between two changes of `version`.
+  std::atomic<std::int64_t> begin{0};
+  std::atomic<std::uint64_t> came{0};
+  std::atomic<std::uint64_t> ranks[kRankWords] = {};  // A bit for each rank that is waited for.
+  std::atomic<std::uint64_t> text[kTextWords] = {};   // Zeros after its end.
+};
+
+// More threads of a rank than this that wait at once: the others show that it does.
+inline constexpr std::size_t kShmWaitCount = 8;
+
 enum class ShmPresence : std::uint32_t { kAbsent, kJoined, kLeft };
 
 struct ShmRank {
@@ -101,6 +123,7 @@ struct ShmRank {
   ShmPlaneState planes[kShmPlaneCount];
   ShmMessage message;
   ShmBallot ballot;
+  ShmWait waits[kShmWaitCount];  // In the segment of all ranks; in all operations, of groups too.
 };
 
 // The first failure of all ranks.
@@ -114,6 +137,26 @@ struct ShmFailure {
   std::uint32_t bytes = 0;
   char text[kTextMax];
 };
+
+// Lets the other ranks see, in a segment, what a thread of `rank` waits in, until destroyed.
+class ShmWaitSign {
+ public:
+  // `begin`: when the wait began. Shows nothing before the first say().
+  ShmWaitSign(ShmRank& rank, std::chrono::steady_clock::time_point begin) : rank_(rank), begin_(begin) {}
+  ~ShmWaitSign();
+  ShmWaitSign(const ShmWaitSign&) = delete;
+  ShmWaitSign& operator=(const ShmWaitSign&) = delete;
+
+  void say(const Wait& wait) noexcept;
+
+ private:
+  ShmRank& rank_;
+  const std::chrono::steady_clock::time_point begin_;
+  ShmWait* place_ = nullptr;
+};
+
+// What the threads of `rank` wait in and have said within the last `fresh`, the oldest first.
+std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh);
 
 class ShmSegment {
  public:

@@ -133,6 +133,11 @@ Message StoreBook::write(const Message& message, bool once) {
   return {MessageType::kText, {}, message.content};
 }
 
+void StoreBook::post(const Message& message) {
+  // Nobody's last word is replaced.
+  if (!texts_.contains(message.name)) news_.push_back({MessageType::kPosted, message.name, message.content});
+}
+
 void StoreBook::leave(int rank) {
   if (is_complete()) return;
   static_cast<void>(

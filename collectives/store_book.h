@@ -28,8 +28,10 @@ class StoreBook {
   // What only a rank that was let in knows, so that it may come back.
   const std::string& token(int rank) const { return tokens_[static_cast<std::size_t>(rank)]; }
   bool may_return(const Greeting& greeting, const std::string& token) const;
-  // The answer to what a rank that was let in says; kGoodbye is for leave().
+  // The answer to what a rank that was let in says; kGoodbye is for leave(), kPost for post().
   Message answer(int rank, const Message& message);
+  // What a rank posts becomes news; nothing is kept.
+  void post(const Message& message);
   // A rank said goodbye.
   void leave(int rank);
   // A rank's connection ended without.

@@ -28,7 +28,7 @@ bool is_known(std::uint8_t type) {
   const auto in = [type](MessageType first, MessageType last) {
     return type >= static_cast<std::uint8_t>(first) && type <= static_cast<std::uint8_t>(last);
   };
-  return in(MessageType::kGreeting, MessageType::kGoodbye) || in(MessageType::kDone, MessageType::kCause);
+  return in(MessageType::kGreeting, MessageType::kPost) || in(MessageType::kDone, MessageType::kPosted);
 }
 
 }  // namespace

@@ -84,6 +84,7 @@ enum class MessageType : std::uint8_t {
   kRoster,        // kText.
   kFail,          // kText: the first cause.
   kGoodbye,       // No answer; the connection ends.
+  kPost,          // No answer; goes to all as kPosted.
   // To a client.
   kDone = 64,
   kText,
@@ -91,6 +92,7 @@ enum class MessageType : std::uint8_t {
   kRefused,  // Content: why, as encode_cause() makes it.
   kShared,   // Unasked: a text that was written once, for every rank to know.
   kCause,    // Unasked: why the run has failed.
+  kPosted,   // Unasked: what a rank has posted. Left out for a rank that has not read what came before.
 };
 
 struct Message {

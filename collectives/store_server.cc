@@ -319,6 +319,7 @@ bool StoreServer::Loop::take_back(Connection& connection, const Greeting& greeti
 }
 
 void StoreServer::Loop::answer(Connection& connection, const Message& message) {
+  if (message.type == MessageType::kPost) return book_.post(message);
   if (message.type != MessageType::kGoodbye) return connection.send(book_.answer(connection.rank, message));
   book_.leave(connection.rank);
   connection.rank = -1;
@@ -342,6 +343,7 @@ void StoreServer::Loop::spread_news() {
   for (const Message& message : book_.take_news()) {
     for (Connection& connection : connections_) {
       if (connection.stage != Stage::kMember) continue;
+      if (message.type == MessageType::kPosted && !connection.out.empty()) continue;
       connection.send(message);
       connection.broken = connection.broken || connection.out.size() > kUnreadBytesMax;
     }

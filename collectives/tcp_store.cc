@@ -66,6 +66,9 @@ class TcpStore::Line {
   const std::string& local_address() const noexcept { return local_address_; }
   // The answer; kRefused is an error.
   Result<Message> ask(const Message& message);
+  // Sends it if the connection takes it.
+  void tell(const Message& message);
+  void abandon(const Status& cause);
   // A text that the server has sent unasked.
   std::optional<std::string> shared_text(const std::string& name);
   Status status();
@@ -320,7 +323,7 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
             lose("the store at " + where_ + " sent what is no message; run one version of forebay"));
         return std::nullopt;
       }
-      if (message.type != MessageType::kShared && message.type != MessageType::kCause) return message;
+      if (message.type < MessageType::kShared) return message;
       take_in(message);
       continue;
     }
@@ -348,7 +351,7 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
 }
 
 void TcpStore::Line::take_in(const Message& news) {
-  if (news.type == MessageType::kShared) {
+  if (news.type != MessageType::kCause) {
     shared_[news.name] = news.content;
   } else if (status_.ok()) {
     status_ = decode_cause(news.content);
@@ -367,6 +370,20 @@ Status TcpStore::Line::lose(const std::string& reason) {
   if (status_.ok()) status_ = Status(StatusCode::kPeerLost, reason);
   socket_.reset();
   return status_;
+}
+
+void TcpStore::Line::tell(const Message& message) {
+  const std::lock_guard lock(mutex_);
+  if (!socket_.valid() || !writer_) return;
+  // A piece of a frame would be the end of the connection. What posts leave unread fits into what the system
+  // keeps, so this waits for a network that is congested, not for a rank that is stopped.
+  static_cast<void>(send_all(writer_->frame(encode(message)), SteadyClock::now() + kAnswerMax));
+}
+
+void TcpStore::Line::abandon(const Status& cause) {
+  const std::lock_guard lock(mutex_);
+  if (status_.ok()) status_ = cause;
+  socket_.reset();
 }
 
 std::optional<std::string> TcpStore::Line::shared_text(const std::string& name) {
@@ -449,6 +466,22 @@ std::optional<std::string> TcpStore::write_once(const std::string& name, std::st
 
 void TcpStore::remove(const std::string& name) noexcept {
   static_cast<void>(line_->ask({MessageType::kRemove, name, {}}));
+}
+
+void TcpStore::post(const std::string& name, std::string_view content) noexcept {
+  try {
+    line_->tell({MessageType::kPost, name, std::string(content)});
+  } catch (const std::exception&) {
+    // Out of memory: it is lost, as it may be.
+  }
+}
+
+std::optional<std::string> TcpStore::posted(const std::string& name) {
+  return line_->shared_text(name);
+}
+
+void TcpStore::abandon(const Status& cause) noexcept {
+  line_->abandon(cause);
 }
 
 Status TcpStore::status() const {

@@ -43,6 +43,10 @@ class TcpStore final : public RendezvousStore {
   std::optional<std::string> read(const std::string& name) const override;
   std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
   void remove(const std::string& name) noexcept override;
+  void post(const std::string& name, std::string_view content) noexcept override;
+  std::optional<std::string> posted(const std::string& name) override;
+  int server_rank() const noexcept override { return 0; }
+  void abandon(const Status& cause) noexcept override;
   Status status() const override;
   std::optional<Attendance> attendance() override;
   Status fail(const Status& cause) noexcept override;

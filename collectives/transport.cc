@@ -7,10 +7,20 @@ namespace forebay::internal {
 Status Transport::status() {
   if (Status own = own_status(); !own.ok()) return own;
   if (!origin_has_failed()) return {};
-  return fail(membership_.origin->status());
+  return fail_of_all(membership_.origin->status());
 }
 
 Status Transport::fail(const Status& cause) noexcept {
+  if (membership_.name_in_origin.empty()) return fail_of_all(cause);
+  if (const Status known = own_status(); !known.ok() || origin_has_failed()) return fail_of_all(cause);
+  try {
+    return fail_of_all(cause.with_context(membership_.name_in_origin));
+  } catch (const std::exception&) {
+    return fail_of_all(cause);  // No memory for the context.
+  }
+}
+
+Status Transport::fail_of_all(const Status& cause) noexcept {
   Transport* const origin = membership_.origin.get();
   if (origin == nullptr) {
     const Status first = fail_own(cause);
@@ -18,16 +28,8 @@ Status Transport::fail(const Status& cause) noexcept {
     return first;
   }
   if (const Status own = own_status(); !own.ok()) return own;
-  Status told = cause;
-  try {
-    if (!membership_.name_in_origin.empty() && !origin_has_failed())
-      told = cause.with_context(membership_.name_in_origin);
-  } catch (const std::exception&) {
-    // No memory for the context.
-  }
   // Which fails this one too, among its parts.
-  const Status first = origin->fail(told);
-  return fail_own(first);
+  return fail_own(origin->fail_of_all(cause));
 }
 
 void Transport::spread(const Status& cause) noexcept {
@@ -49,7 +51,8 @@ Result<std::shared_ptr<Transport>> Transport::split(Membership membership,
                                                     const std::vector<SplitWish>& members,
                                                     const Exchange& exchange) {
   membership.origin = shared_from_this();
-  membership.name_in_origin = describe_members(members);
+  for (const SplitWish& member : members) membership.world_ranks.push_back(world_rank(member.rank));
+  membership.name_in_origin = describe_group(membership.world_ranks, world().size());
   Result<std::shared_ptr<Transport>> part = split_own(std::move(membership), members, exchange);
   FOREBAY_RETURN_IF_ERROR(part.status());
   {

@@ -35,9 +35,16 @@ struct Membership {
   int size = 1;
   std::chrono::milliseconds deadline{0};
   std::string generation;  // A word that no other group has; empty when there are no peers.
-  // The group that this one was split from, which lives as long, and what its messages call this one.
+  // The group that this one was split from, which lives as long, and what messages call this one.
   std::shared_ptr<Transport> origin;
   std::string name_in_origin;
+  // By rank of this group, the number it has in the first one, the world: messages know the ranks by these.
+  // Empty in the world itself.
+  std::vector<int> world_ranks;
+
+  int world_rank(int of) const {
+    return world_ranks.empty() ? of : world_ranks[static_cast<std::size_t>(of)];
+  }
 };
 
 // What `rank` is of `size`, on `backend`, whose memory a transport called `name` has to reach. The deadline
@@ -56,6 +63,14 @@ class Transport : public std::enable_shared_from_this<Transport> {
   int rank() const noexcept { return membership_.rank; }
   int size() const noexcept { return membership_.size; }
   const Membership& membership() const noexcept { return membership_; }
+  int world_rank(int of) const { return membership_.world_rank(of); }
+  const Transport& world() const noexcept {
+    return membership_.origin == nullptr ? *this : membership_.origin->world();
+  }
+  std::vector<int> world_ranks(std::vector<int> of) const {
+    for (int& rank : of) rank = world_rank(rank);
+    return of;
+  }
   std::chrono::steady_clock::time_point deadline() const {
     return std::chrono::steady_clock::now() + membership_.deadline;
   }
@@ -64,8 +79,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
   // The first failure of all ranks, or ok.
   Status status();
   // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
-  // first cause.
+  // first cause. A cause that is `of_all` says itself in which group what happened.
   Status fail(const Status& cause) noexcept;
+  Status fail_of_all(const Status& cause) noexcept;
 
   virtual Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) = 0;
   // What comes to all from all: all_gather and the control operations.

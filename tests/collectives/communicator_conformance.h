@@ -931,6 +931,88 @@ TEST_P(CommunicatorConformance, ADeadlineNamesTheRankThatDidNotCome) {
   }
 }
 
+// Rank 0 waits for rank 1 in one group, which waits in another for the last one, which does nothing.
+TEST_P(CommunicatorConformance, ARankThatWaitsInAnotherGroupIsNotBlamed) {
+  if (size() < 3) return;
+  const int idle = size() - 1;
+  std::vector<Status> causes(static_cast<std::size_t>(size()));
+  std::atomic<bool> first_waits{false};
+  std::atomic<int> waiting{size() - 1};
+  run(
+      [&](Member& member, int rank) {
+        const std::unique_ptr<Communicator> low = value_or_throw(member.communicator().split(rank < 2, rank));
+        const std::unique_ptr<Communicator> high =
+            value_or_throw(member.communicator().split(rank > 0, rank));
+        if (rank == idle) {
+          for (int left = waiting.load(); left > 0; left = waiting.load()) waiting.wait(left);
+          return;
+        }
+        if (rank == 0) {
+          first_waits = true;
+          first_waits.notify_all();
+        } else {
+          first_waits.wait(false);
+        }
+        causes[static_cast<std::size_t>(rank)] = (rank == 0 ? low : high)->barrier();
+        waiting.fetch_sub(1);
+        waiting.notify_all();
+      },
+      std::chrono::seconds(3));
+  for (int rank = 0; rank < idle; ++rank) {
+    const Status& cause = causes[static_cast<std::size_t>(rank)];
+    EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
+    EXPECT_NE(cause.message().find(": rank " + std::to_string(idle) + " did not come"), std::string::npos)
+        << cause.message();
+    EXPECT_EQ(cause.to_string(), causes[0].to_string());
+  }
+}
+
+TEST_P(CommunicatorConformance, RanksThatWaitForEachOtherInTwoGroupsAreToldSo) {
+  if (size() < 3) return;
+  std::vector<Status> causes(3);
+  run(
+      [&](Member& member, int rank) {
+        // Rank 0 waits for 1, 1 for 2 and 2 for 0.
+        std::vector<std::unique_ptr<Communicator>> pairs;
+        for (int i = 0; i < 3; ++i) {
+          const bool in = rank == i || rank == (i + 1) % 3;
+          pairs.push_back(value_or_throw(member.communicator().split(in ? 0 : 1 + rank, rank)));
+        }
+        if (rank < 3) {
+          causes[static_cast<std::size_t>(rank)] = pairs[static_cast<std::size_t>(rank)]->barrier();
+        } else {
+          while (member.communicator().status().ok()) std::this_thread::yield();
+        }
+      },
+      std::chrono::seconds(3));
+  for (const Status& cause : causes) {
+    EXPECT_EQ(cause.code(), StatusCode::kInvalidArgument) << cause.to_string();
+    EXPECT_EQ(cause.to_string(), causes[0].to_string());
+    EXPECT_NE(cause.message().find("ranks wait for each other"), std::string::npos) << cause.message();
+    EXPECT_NE(cause.message().find("in the group of ranks 1 and 2 for rank 2"), std::string::npos)
+        << cause.message();
+  }
+}
+
+TEST_P(CommunicatorConformance, AMismatchInAGroupNamesTheRanksAsAllKnowThem) {
+  if (size() < 3) return;
+  expect_one_cause(StatusCode::kInvalidArgument,
+                   {"in the group of ranks 1", "rank 1 issued barrier", "rank 2 issued exchange"},
+                   [&](Member& member, int rank) {
+                     const std::unique_ptr<Communicator> group =
+                         value_or_throw(member.communicator().split(rank > 0, rank));
+                     if (rank == 2) {
+                       const std::byte mine{};
+                       std::vector<std::byte> all(static_cast<std::size_t>(group->size()));
+                       static_cast<void>(group->exchange(std::span(&mine, 1), all));
+                     } else if (rank == 1) {
+                       static_cast<void>(group->barrier());
+                     }
+                     while (member.communicator().status().ok()) std::this_thread::yield();
+                     return member.communicator().status();
+                   });
+}
+
 TEST_P(CommunicatorConformance, ARankThatLeavesIsNamedLongBeforeTheDeadline) {
   if (size() == 1) return;
   const auto start = std::chrono::steady_clock::now();

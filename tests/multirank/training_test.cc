@@ -274,6 +274,36 @@ TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
   }
 }
 
+// With groups the ranks that wait for the stopped one are themselves waited for.
+TEST_F(Training, NamesAStoppedRankThroughTheGroupsThatWaitForIt) {
+  const Words grids[] = {{"--stage", "1", "--tensor-parallel", "2"},
+                         {"--stage", "3", "--order", "group:2", "--shard-within", "group"}};
+  std::size_t grid = 0;
+  for (const auto& [communicator, unused] : words_for_the_killed()) {
+    for (const int rank : {0, 3}) {
+      SCOPED_TRACE(communicator + ": rank " + std::to_string(rank) + " is stopped");
+      Process process(Words{FOREBAY_GPT, "--ranks",        "4",         "--steps",   "100000", "--layers",
+                            "1",         "--hidden",       "48",        "--heads",   "4",      "--batch",
+                            "2",         "--sequence",     "24",        "--threads", "1",      "--deadline",
+                            "4",         "--communicator", communicator} +
+                          grids[grid++ % 2],
+                      variables());
+      ASSERT_TRUE(process.wait_for_output("step "));
+      const pid_t child = find_rank(process.id(), rank);
+      ASSERT_GT(child, 0);
+
+      ::kill(child, SIGSTOP);
+
+      const Finished finished = process.finish();
+      EXPECT_EQ(finished.exit_code, 75) << finished.output;
+      const bool named =
+          finished.output.find(": rank " + std::to_string(rank) + " did not come") != std::string::npos ||
+          finished.output.find(": rank " + std::to_string(rank) + " did not finish") != std::string::npos;
+      EXPECT_TRUE(named) << finished.output;
+    }
+  }
+}
+
 TEST_F(Training, ARankThatCannotJoinSaysWhyWhicheverItIs) {
   if (!FOREBAY_TEST_GLOO) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
   const Finished finished =
