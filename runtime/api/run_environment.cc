@@ -178,6 +178,11 @@ std::string inherited_records(const Environment& inherited) {
 
 Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited) {
   RunEnvironment environment;
+  const std::string mode = value_of(inherited, kPreloadModeVariable);
+  if (!mode.empty() && mode != "arena" && mode != "observe" && mode != "off") {
+    return Status(StatusCode::kInvalidArgument, std::string(kPreloadModeVariable) + " is '" + mode +
+                                                    "'; use arena, observe or off, or leave it out");
+  }
   if (options.mode == PreloadMode::kOff) {
     environment.set[kPreloadModeVariable] = "off";
     environment.lines.push_back(std::string(kPreloadModeVariable) +

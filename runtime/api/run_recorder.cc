@@ -54,10 +54,11 @@ Status RunRecorder::open() {
   const RunOutputs& outputs = options_.outputs;
   std::error_code error;
   if (!outputs.report.empty()) {
-    std::filesystem::create_directories(outputs.report, error);
+    // Its last part alone: a path that is misspelled further up is not what anybody wants to have.
+    std::filesystem::create_directory(outputs.report, error);
     if (error) {
       return {StatusCode::kIoError, "cannot make --report " + outputs.report + ": " + error.message() +
-                                        "; name a directory in a place that can be written to"};
+                                        "; name a directory in one that exists and can be written to"};
     }
     if (std::filesystem::exists(outputs.report + "/" + kSummary + ".txt", error)) {
       return {StatusCode::kInvalidArgument,
@@ -125,7 +126,7 @@ std::vector<std::string> RunRecorder::write_report(RunStory* story) {
   const std::string directory = options_.outputs.report + "/";
   // Somebody may have cleaned up meanwhile; whether it is there now the first file says.
   std::error_code ignored;
-  std::filesystem::create_directories(options_.outputs.report, ignored);
+  std::filesystem::create_directory(options_.outputs.report, ignored);
   const auto write = [&](const std::string& path, const std::string& text) {
     const Status written = write_run_text(path, text);
     if (!written.ok()) story->not_written.push_back({written.message(), path});

@@ -593,6 +593,26 @@ TEST(RunCommand, HeedsTheVariablesOfThePreload) {
   ASSERT_TRUE(read.ok()) << read.status().message();
   EXPECT_EQ(read.value().size(), 1u);
   EXPECT_EQ(contradicted.exit_code, 2) << contradicted.output;
+
+  const Finished unknown = forebay_run({"/bin/echo", "ran"}, {{"FOREBAY_PRELOAD", "foo"}});
+  EXPECT_EQ(unknown.exit_code, 2) << unknown.output;
+  EXPECT_NE(position(unknown.output, "FOREBAY_PRELOAD is 'foo'; use arena, observe or off"),
+            std::string::npos)
+      << unknown.output;
+  EXPECT_EQ(position(unknown.output, "ran\n"), std::string::npos) << unknown.output;
+}
+
+TEST(RunCommand, MakesTheLastPartOfAReportsPathOnly) {
+  const TemporaryDirectory directory;
+  const Finished made = forebay_run({"--report", directory / "a", "/bin/true"});
+  const Finished refused = forebay_run({"--report", directory / "b/c", "/bin/true"});
+
+  EXPECT_EQ(made.exit_code, 0) << made.output;
+  EXPECT_TRUE(std::filesystem::exists(directory / "a/summary.txt"));
+  EXPECT_EQ(refused.exit_code, 2) << refused.output;
+  EXPECT_NE(position(refused.output, "name a directory in one that exists"), std::string::npos)
+      << refused.output;
+  EXPECT_FALSE(std::filesystem::exists(directory / "b"));
 }
 
 TEST(RunCommand, ADirectoryWithoutRecordsTellsNothing) {
