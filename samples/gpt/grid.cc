@@ -131,4 +131,21 @@ Status check_grid(int ranks, const Grid::Options& options) {
   return make_grid(ranks, options).status();
 }
 
+Status check_order_group(int ranks, const Grid::Options& options, int group) {
+  Result<RankGrid> grid = make_grid(ranks, options);
+  FOREBAY_RETURN_IF_ERROR(grid.status());
+  const int data = grid.value().data_parallel();
+  if (data % group == 0) return {};
+  std::string divisors;
+  for (int divisor = 1; divisor <= data; ++divisor) {
+    if (data % divisor == 0)
+      divisors += (divisors.empty() ? "" : ", ") + ("group:" + std::to_string(divisor));
+  }
+  return Status(StatusCode::kInvalidArgument,
+                "--order group:" + std::to_string(group) + ": groups of " + std::to_string(group) +
+                    " do not divide the " + std::to_string(data) + " data-parallel ranks" +
+                    (data == ranks ? "" : " that " + std::to_string(ranks) + " ranks make") +
+                    "; use one of " + divisors);
+}
+
 }  // namespace forebay::gpt

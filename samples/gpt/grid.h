@@ -74,5 +74,7 @@ class Grid {
 
 // Errors: kInvalidArgument naming the option that does not divide `ranks`.
 Status check_grid(int ranks, const Grid::Options& options);
+// The same for groups of `group` data-parallel ranks. Requires: check_grid() is ok.
+Status check_order_group(int ranks, const Grid::Options& options, int group);
 
 }  // namespace forebay::gpt

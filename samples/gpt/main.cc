@@ -1,5 +1,7 @@
 // forebay-gpt: the command line.
 
+#include <unistd.h>
+
 #include <atomic>
 #include <csignal>
 #include <cstdint>
@@ -15,6 +17,7 @@
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/standard_streams.h"
+#include "launcher_watch.h"
 #include "options.h"
 #include "trainer.h"
 
@@ -37,6 +40,20 @@ std::atomic<int> first_signal{SIGINT};
 static_assert(std::atomic<std::int64_t>::is_always_lock_free, "a signal handler uses it");
 static_assert(std::atomic<int>::is_always_lock_free, "a signal handler uses it");
 
+// Before the first step there is nothing to end in order. A person is not kept waiting; a launcher that ends
+// all ranks because one has failed gives the others this long to say why. Shorter: nobody says it. Longer: a
+// launcher kills them.
+constexpr unsigned kLastWordsSeconds = 2;
+
+void end_by(int signal) {
+  ::signal(signal, SIG_DFL);
+  ::raise(signal);  // Takes effect when the handler returns.
+}
+
+void on_alarm(int) {
+  if (!has_begun_steps()) end_by(first_signal);
+}
+
 // The first asks for the end of the step; the second does not wait for it.
 void on_signal(int signal) {
   timespec now{};
@@ -45,10 +62,11 @@ void on_signal(int signal) {
   std::int64_t first_ns = 0;
   if (first_signal_ns.compare_exchange_strong(first_ns, now_ns)) {
     first_signal = signal;
-    request_stop();
+    if (request_stop()) return;
+    if (signal == SIGINT) return end_by(signal);
+    ::alarm(kLastWordsSeconds);
   } else if (now_ns - first_ns > kSameSignalNs) {
-    ::signal(signal, SIG_DFL);
-    ::raise(signal);  // Takes effect when this returns.
+    end_by(signal);
   }
 }
 
@@ -60,6 +78,8 @@ void stop_on_signals() {
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  action.sa_handler = on_alarm;
+  sigaction(SIGALRM, &action, nullptr);
 }
 
 // What a person should know about a run that went well otherwise.
@@ -92,11 +112,11 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
 }
 
 // The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before
-// "closed the connection", "died", "has left", "did not come" or "did not finish it".
+// "closed the connection", "died", "has left", "did not come", "did not finish it" or "did not answer".
 std::set<int> named_as_lost(const std::string& message) {
   std::set<int> ranks;
-  for (const char* fate :
-       {" closed the connection", " died", " has left", " did not come", " did not finish"}) {
+  for (const char* fate : {" closed the connection", " died", " has left", " did not come", " did not finish",
+                           " did not answer"}) {
     const std::size_t end = message.find(fate);
     if (end == std::string::npos) continue;
     // Just before it: "rank 2", or "ranks 0, 1 and 2".
@@ -138,6 +158,9 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
   try {
     if (environment.rank == 0) check_files(options);
     stop_on_signals();
+    // Who sets the variables by hand may go; our own launcher takes its ranks with it.
+    std::optional<LauncherWatch> watch;
+    if (environment.launcher != "forebay") watch.emplace();
     return finish(options, run_training_rank(options, environment), environment.rank == 0);
   } catch (const Error& error) {
     const bool is_own = dynamic_cast<const JoinError*>(&error) != nullptr &&
@@ -157,7 +180,9 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
   if (launched) options.ranks = environment.size;
   if (launched && options.communicator.empty()) options.communicator = "auto";
   options = resolve_options(std::move(options));
-  if (const Status status = check_grid(options.ranks, grid_options(options)); !status.ok()) {
+  Status status = check_grid(options.ranks, grid_options(options));
+  if (status.ok()) status = check_order_group(options.ranks, grid_options(options), options.group);
+  if (!status.ok()) {
     if (environment.rank == 0) std::fprintf(stderr, "forebay-gpt: %s\n", status.message().c_str());
     return kUsageExit;
   }
@@ -177,6 +202,8 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
 int main(int argc, char** argv) {
   using namespace forebay::gpt;
   forebay::keep_standard_streams();
+  // A file at its limit (ulimit -f) is then an error that can be told.
+  std::signal(SIGXFSZ, SIG_IGN);
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const ParsedCommand command = parse_command(arguments);
   if (!command.options) return command.exit_code;

@@ -127,7 +127,9 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
          "--order", words.order,
          "How gradients are added over ranks. rank: in the order of the ranks; group:G: within groups "
          "of G consecutive ranks (a host's, say), then over the groups, which takes fewer bytes "
-         "between hosts; each has bits of its own, the same at every stage. fast, over NCCL: fp32 "
+         "between hosts; with --tensor-parallel or --pipeline-parallel, G counts data-parallel ranks; each "
+         "has bits of its own, the "
+         "same at every stage. fast, over NCCL: fp32 "
          "sums are NCCL's own, whose bits depend on what it chooses")
       ->capture_default_str()
       ->group(group);
@@ -639,6 +641,12 @@ std::string activations_name(const TrainerOptions& o) {
   if (o.activations == ActivationPlacement::kAuto) return "auto";
   if (o.activations == ActivationPlacement::kPartition) return "partition";
   return o.activation_tier == Tier::kFile ? "partition+nvme" : "partition+cpu";
+}
+
+std::string configuration_of(const TrainerOptions& o) {
+  return "--tensor-parallel " + std::to_string(o.tensor_parallel) + " --pipeline-parallel " +
+         std::to_string(o.pipeline_parallel) + " --recompute " + recompute_name(o) + " --activations " +
+         activations_name(o) + " --dropout " + exact(o.dropout);
 }
 
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& o) {

@@ -23,10 +23,11 @@ constexpr int kLinksMax = 40;  // Linux's own limit. Fewer: chains that open() f
 constexpr int kNamesMax =
     16;  // Random names that are tried. Fewer: a coincidence fails; more: none are left to want.
 
-[[noreturn]] void cannot_write(const std::string& path, const std::string& found) {
-  throw Error(StatusCode::kIoError,
-              "cannot write " + path + ": " + found +
-                  "; give a path in a directory that exists, may be written and has room");
+[[noreturn]] void cannot_write(const std::string& path, const std::string& found,
+                               const char* advice =
+                                   "give a path in a directory that exists, may be written "
+                                   "and has room") {
+  throw Error(StatusCode::kIoError, "cannot write " + path + ": " + found + "; " + advice);
 }
 
 // What `path` names once links are followed, also where the last one names nothing yet.
@@ -101,6 +102,7 @@ void OutputFile::write(const void* data, std::size_t bytes) {
     if (written < 0 && errno == EINTR) continue;
     if (written < 0) fail("writing", errno);
     next += written;
+    written_bytes_ += static_cast<std::uint64_t>(written);
     bytes -= static_cast<std::size_t>(written);
   }
 }
@@ -124,7 +126,10 @@ void OutputFile::fail(const std::string& action, int error) {
   if (file_ >= 0) ::close(std::exchange(file_, -1));
   if (!temporary_.empty()) ::unlink(temporary_.c_str());
   temporary_.clear();
-  cannot_write(path_, action + " failed: " + std::strerror(error));
+  const std::string found = action + " failed: " + std::strerror(error);
+  if (error != EFBIG) cannot_write(path_, found);
+  cannot_write(path_, found + " after " + std::to_string(written_bytes_) + " bytes",
+               "raise the limit of a file's size (ulimit -f)");
 }
 
 }  // namespace forebay::gpt

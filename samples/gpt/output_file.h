@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 
 namespace forebay::gpt {
@@ -32,6 +33,7 @@ class OutputFile {
   std::string target_;     // What links lead to.
   std::string temporary_;  // Empty: written directly.
   int file_ = -1;
+  std::uint64_t written_bytes_ = 0;
 };
 
 }  // namespace forebay::gpt

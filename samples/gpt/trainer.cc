@@ -52,6 +52,7 @@ using Clock = std::chrono::steady_clock;
 using CommunicatorMaker = std::function<Result<std::unique_ptr<Communicator>>(Backend&, Kernels&)>;
 
 std::atomic<bool> stop_requested{false};
+std::atomic<bool> steps_have_begun{false};  // And look whether they should stop.
 std::atomic<bool> output_has_failed{false};
 static_assert(std::atomic<bool>::is_always_lock_free, "a signal handler sets it");
 
@@ -407,6 +408,7 @@ class Trainer {
   }
 
   StepResult step() {
+    steps_have_begun.store(true, std::memory_order_relaxed);
     engine_.step_begin();
     run_passes();
     compute_.synchronize();
@@ -960,8 +962,12 @@ bool output_failed() noexcept {
   return output_has_failed;
 }
 
-void request_stop() noexcept {
+bool has_begun_steps() noexcept {
+  return steps_have_begun.load(std::memory_order_relaxed);
+}
+bool request_stop() noexcept {
   stop_requested.store(true, std::memory_order_relaxed);
+  return has_begun_steps();
 }
 void clear_stop() noexcept {
   stop_requested.store(false, std::memory_order_relaxed);
@@ -1012,6 +1018,7 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
                                .size = environment.size,
                                .store = environment.store,
                                .interface = environment.interface,
+                               .configuration = configuration_of(options),
                                .deadline = std::chrono::seconds(options.deadline_seconds)};
   Rank rank = make_rank(options,
                         {.rank = environment.rank,

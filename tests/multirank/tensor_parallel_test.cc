@@ -344,6 +344,17 @@ TEST(TensorParallel, RefusesWhatCannotBe) {
   }
 }
 
+TEST(TensorParallel, GroupsThatDoNotDivideTheDataParallelRanksAreRefused) {
+  const Finished finished = testing::run_program(
+      Words{FOREBAY_GPT, "--ranks", "4", "--tensor-parallel", "2", "--heads", "4", "--order", "group:4"});
+  EXPECT_EQ(finished.exit_code, 2) << finished.output;
+  EXPECT_NE(
+      finished.output.find("--order group:4: groups of 4 do not divide the 2 data-parallel ranks that 4 "
+                           "ranks make; use one of group:1, group:2"),
+      std::string::npos)
+      << finished.output;
+}
+
 TEST(TensorParallel, RanksOfDifferentGridsAreNamed) {
   const Words words = kGridModel + Words{"--ranks", "2"};
   std::vector<gpt::TrainerOptions> by_rank(2, gpt::resolve_options(*gpt::parse_command(words).options));

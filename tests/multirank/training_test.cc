@@ -352,6 +352,7 @@ TEST_F(Training, AnswersBadInputWithOneClearLine) {
       {{"--report", directory_ / "no/such/place.json"}, 1, "place.json"},
       {{"--export", directory_ / "no/such/place.safetensors"}, 1, "place.safetensors"},
       {{"--device", "gpu"}, 2, "--device"},
+      {{"--order", "group:5"}, 2, "--order group:5"},
   };
   for (const auto& c : cases) {
     for (const char* ranks : {"1", "3"}) {
@@ -365,6 +366,50 @@ TEST_F(Training, AnswersBadInputWithOneClearLine) {
       EXPECT_EQ(std::count(finished.output.begin(), finished.output.end(), '\n'), 1) << finished.output;
     }
   }
+}
+
+TEST_F(Training, AFileAtItsLimitIsAnError) {
+  const std::string report = directory_ / "weights.safetensors";
+  const std::string command =
+      "ulimit -f 64; exec " + std::string(FOREBAY_GPT) + " --steps 1 --quiet --export " + report;
+  const Finished finished = testing::run_program({"/bin/sh", "-c", command}, variables());
+  EXPECT_EQ(finished.exit_code, 1) << finished.output;
+  EXPECT_NE(finished.output.find(report), std::string::npos) << finished.output;
+  EXPECT_NE(finished.output.find("File too large"), std::string::npos) << finished.output;
+  EXPECT_NE(finished.output.find("ulimit -f"), std::string::npos) << finished.output;
+}
+
+TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
+  const std::string store = directory_ / "store";
+  std::filesystem::create_directory(store);
+  std::filesystem::permissions(store, std::filesystem::perms::owner_all);
+  for (const int signal : {SIGINT, SIGTERM}) {
+    // Its peer never comes.
+    Process process(Words{FOREBAY_GPT} + kSmall,
+                    variables({{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", store}}));
+    ASSERT_TRUE(process.wait_for_output("rank 1 did not come yet")) << "no word of whom it waits for";
+    process.signal(signal);
+    EXPECT_EQ(process.finish().exit_code, 128 + signal);
+  }
+}
+
+TEST_F(Training, RanksEndWithALauncherThatIsKilled) {
+  const std::string store = directory_ / "store";
+  // As mpirun starts them, by a shell.
+  std::string command;
+  for (const char* rank : {"0", "1"}) {
+    command += "OMPI_COMM_WORLD_RANK=" + std::string(rank) +
+               " OMPI_COMM_WORLD_SIZE=2 FOREBAY_STORE=" + store + " " + FOREBAY_GPT +
+               " --steps 100000 --layers 1 --hidden 48 --heads 3 --sequence 24 --batch 2 --threads 1 & ";
+  }
+  Process process({"/bin/sh", "-c", command + "wait"}, variables());
+  ASSERT_TRUE(process.wait_for_output("step "));
+
+  process.signal(SIGKILL);
+
+  const Finished finished = process.finish();
+  EXPECT_EQ(finished.exit_code, 128 + SIGKILL);
+  EXPECT_NE(finished.output.find("stopped after step"), std::string::npos) << finished.output;
 }
 
 TEST_F(Training, ExportsWhatItInitialises) {
