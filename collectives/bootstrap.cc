@@ -166,6 +166,11 @@ Result<std::string> store_across_hosts(const Variables& variables, const Job& jo
 Status choose_store(const Variables& variables, const Job& job, LaunchEnvironment* environment) {
   environment->interface = find(variables, "FOREBAY_INTERFACE").value_or("");
   if (const auto given = find(variables, "FOREBAY_STORE")) {
+    if (const std::size_t scheme = given->find("://");
+        scheme != std::string::npos && !given->starts_with("tcp://") && !given->starts_with("pmix://")) {
+      return invalid("FOREBAY_STORE is " + *given + ", and ranks do not meet by " + given->substr(0, scheme) +
+                     "; set it to tcp://HOST:PORT or to a directory that every rank sees");
+    }
     environment->store = *given;
     // A rank of an earlier run that still looks for the same port is told from this one's by the job.
     const bool names_job = given->find('/', std::string_view("tcp://").size()) != std::string::npos;

@@ -33,6 +33,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cstring>
 #include <ctime>
 #include <map>
@@ -137,9 +138,10 @@ class NoSignals {
 // other communicator of this run has.
 class GlooStore final : public gloo::rendezvous::Store {
  public:
-  GlooStore(RendezvousStore& store, std::string prefix, std::string failure_name,
-            SteadyClock::time_point deadline)
+  GlooStore(RendezvousStore& store, const Membership& membership, std::string prefix,
+            std::string failure_name, SteadyClock::time_point deadline)
       : store_(store),
+        membership_(membership),
         prefix_(std::move(prefix)),
         failure_name_(std::move(failure_name)),
         deadline_(deadline) {}
@@ -157,7 +159,7 @@ class GlooStore final : public gloo::rendezvous::Store {
       }
       if (store_.read(failure_name_)) throw gloo::IoException("another rank failed");
       if (const Status status = store_.status(); !status.ok()) throw gloo::IoException(status.message());
-      if (SteadyClock::now() >= deadline_) throw gloo::IoException("a rank stopped while connecting");
+      if (SteadyClock::now() >= deadline_) throw gloo::IoException(owner(key) + " did not come");
       std::this_thread::sleep_for(kPoll);
     }
   }
@@ -190,7 +192,16 @@ class GlooStore final : public gloo::rendezvous::Store {
     return text;
   }
 
+  // Gloo calls what a rank has to say of itself by its number.
+  std::string owner(const std::string& key) const {
+    int rank = -1;
+    const bool is_rank = std::from_chars(key.data(), key.data() + key.size(), rank).ec == std::errc();
+    if (!is_rank || rank < 0 || rank >= membership_.size) return "a rank";
+    return "rank " + std::to_string(membership_.world_rank(rank));
+  }
+
   RendezvousStore& store_;
+  const Membership& membership_;
   const std::string prefix_;
   const std::string failure_name_;
   const SteadyClock::time_point deadline_;
@@ -299,14 +310,19 @@ class Mesh final : public Transport {
           waiting_(*mesh.keeper_, issued, mesh.membership().name_in_origin, mesh.world_ranks(peers),
                    [&in_flight] { in_flight.wake(); }) {}
 
-    // Waits for a completion from each of `peers`. False when fail() or the keeper ended the wait. Throws
-    // what Gloo throws.
+    // Waits for a completion, of which `peer` is the other end. False when fail() or the keeper ended the
+    // wait. Throws what Gloo throws.
+    bool await_next(gloo::transport::UnboundBuffer& buffer, Direction direction, int* peer,
+                    SteadyClock::time_point limit) {
+      if (!await_one(buffer, direction, peer, limit)) return false;
+      waiting_.came(mesh_.world_rank(*peer));
+      return true;
+    }
     bool await(gloo::transport::UnboundBuffer& buffer, Direction direction, std::size_t count,
                SteadyClock::time_point limit) {
+      int peer = 0;
       for (std::size_t i = 0; i < count; ++i) {
-        int peer = -1;
-        if (!await_one(buffer, direction, &peer, limit)) return false;
-        if (peer >= 0) waiting_.came(mesh_.world_rank(peer));
+        if (!await_next(buffer, direction, &peer, limit)) return false;
       }
       return true;
     }
@@ -390,8 +406,9 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
       const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
       auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
       context->setTimeout(std::max(left / kGlooConnectFactor, milliseconds(1)));
-      stores[plane] = std::make_shared<GlooStore>(
-          *store_, membership().generation + "." + kPlaneNames[plane] + ".", failure_name(), deadline);
+      stores[plane] = std::make_shared<GlooStore>(*store_, membership(),
+                                                  membership().generation + "." + kPlaneNames[plane] + ".",
+                                                  failure_name(), deadline);
       std::shared_ptr<gloo::transport::Device> device = device_;
       internal::connect_full_mesh(*context, stores[plane], device);
       contexts_[plane] = std::move(context);
@@ -622,8 +639,11 @@ Status Mesh::transfer(Plane plane, const Fingerprint& fingerprint, const Piece& 
     const auto all = [&](const Buffer& buffer, Direction direction) {
       return operating.await(*buffer, direction, peers.size(), gloos_limit);
     };
-    if (!all(fingerprint_in, Direction::kReceived)) return operating.end();
-    for (const int peer : peers) {
+    // Compared as they come, so that two that disagree are named though a third never comes.
+    for (std::size_t i = 0; i < peers.size(); ++i) {
+      int peer = 0;
+      if (!operating.await_next(*fingerprint_in, Direction::kReceived, &peer, gloos_limit))
+        return operating.end();
       const Fingerprint& other = theirs[static_cast<std::size_t>(peer)];
       if (other != fingerprint) {
         return fail(internal::mismatch(world_rank(rank()), fingerprint, world_rank(peer), other));
@@ -744,7 +764,7 @@ std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
   std::vector<char> said(static_cast<std::size_t>(size()));
   said[static_cast<std::size_t>(rank())] = 1;
   while (std::count(said.begin(), said.end(), 1) < size() && SteadyClock::now() < limit &&
-         store_->status().ok()) {
+         (store_->server_rank() < 0 || store_->status().ok())) {
     for (int peer = 0; peer < size(); ++peer) {
       if (said[static_cast<std::size_t>(peer)]) continue;
       const std::optional<std::string> text = store_->read(vote_name(peer));

@@ -9,6 +9,7 @@
 
 #include "byte_text.h"
 #include "fingerprint.h"
+#include "forebay/log.h"
 
 namespace forebay::internal {
 namespace {
@@ -85,6 +86,35 @@ Status nobody_came(const RendezvousStore& store, const Participant& me, millisec
                                           "; start all ranks, with the same store and the same size");
 }
 
+// A person who waits learns for whom, from one of those that came.
+class Notice {
+ public:
+  Notice(const RendezvousStore& store, const Participant& me, SteadyClock::time_point deadline)
+      : store_(store), me_(me), deadline_(deadline) {}
+
+  void say(const std::vector<char>& came) {
+    const SteadyClock::time_point now = SteadyClock::now();
+    if (said_ || now < begin_ + kPatience) return;
+    said_ = true;
+    const auto first = std::find(came.begin(), came.end(), 1) - came.begin();
+    if (first != me_.rank) return;
+    log(LogLevel::kWarning, "rank %d of %d waits in %s, %lld s more: %s yet", me_.rank, me_.size,
+        store_.where().c_str(),
+        static_cast<long long>(std::chrono::ceil<std::chrono::seconds>(deadline_ - now).count()),
+        absent_ranks(came).c_str());
+  }
+
+ private:
+  // Shorter: hosts that start one after the other make noise. Longer: a person believes that it hangs.
+  static constexpr milliseconds kPatience{1500};
+
+  const RendezvousStore& store_;
+  const Participant& me_;
+  const SteadyClock::time_point begin_ = SteadyClock::now();
+  const SteadyClock::time_point deadline_;
+  bool said_ = false;
+};
+
 Meeting meeting_of(std::string generation, const std::vector<std::string>& hosts) {
   Meeting meeting{.generation = std::move(generation), .first_host = hosts.front()};
   const auto other = std::find_if(hosts.begin(), hosts.end(),
@@ -100,13 +130,15 @@ Meeting meeting_of(std::string generation, const std::vector<std::string>& hosts
 // In a store that lets in only the ranks of this run.
 Result<Meeting> await_attendance(RendezvousStore& store, const Participant& me,
                                  SteadyClock::time_point deadline, milliseconds deadline_length) {
+  Notice notice(store, me, deadline);
   for (auto pause = kPollMin;; pause = std::min(pause * 2, kPollMax)) {
     const Attendance attendance = store.attendance().value_or(Attendance{});
     FOREBAY_RETURN_IF_ERROR(store.status());
     if (attendance.hosts.size() == static_cast<std::size_t>(me.size))
       return meeting_of(attendance.generation, attendance.hosts);
+    const std::vector<char> came(attendance.came.begin(), attendance.came.end());
+    notice.say(came);
     if (SteadyClock::now() >= deadline) {
-      const std::vector<char> came(attendance.came.begin(), attendance.came.end());
       return store.fail(nobody_came(store, me, deadline_length, came, attendance.doubt));
     }
     std::this_thread::sleep_for(pause);
@@ -126,6 +158,7 @@ Result<Meeting> exchange_cards(RendezvousStore& store, const Participant& me,
   // Who was here once is not missing, though it may have given up and gone before we do.
   std::vector<char> came(size);
   came[own] = 1;
+  Notice notice(store, me, deadline);
   for (auto pause = kPollMin;; pause = std::min(pause * 2, kPollMax)) {
     std::vector<Card> cards(size);
     Status disagreement;
@@ -165,6 +198,7 @@ Result<Meeting> exchange_cards(RendezvousStore& store, const Participant& me,
       return meeting_of(generation_of(mine.numbers), hosts);
     }
     FOREBAY_RETURN_IF_ERROR(store.status());
+    notice.say(came);
     if (SteadyClock::now() >= deadline) {
       store.remove(card_name(rank));
       std::string doubt;

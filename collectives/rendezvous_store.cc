@@ -87,6 +87,7 @@ Result<std::unique_ptr<RendezvousStore>> open_rendezvous(const RendezvousOptions
   if (options.where.starts_with(kPmixScheme)) return open_pmix(options);
   Result<std::unique_ptr<StoreDirectory>> directory = StoreDirectory::open(options.where);
   FOREBAY_RETURN_IF_ERROR(directory.status());
+  FOREBAY_RETURN_IF_ERROR(directory.value()->come(options.me));
   return std::unique_ptr<RendezvousStore>(std::move(directory).value());
 }
 

@@ -350,6 +350,7 @@ Status Group::join(SteadyClock::time_point limit, RendezvousStore& store, const 
     if (SteadyClock::now() < next_look) return false;
     next_look = SteadyClock::now() + kShmLivenessPeriod;
     reason = store.read(failure_name);
+    if (const Status lost = store.status(); !reason && !lost.ok()) reason = internal::encode_cause(lost);
     return reason.has_value();
   };
   FOREBAY_RETURN_IF_ERROR(

@@ -263,10 +263,11 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::create(int size, const std::stri
     error = errno;
   if (error != 0) {
     ::close(descriptor);
-    return Status(StatusCode::kOutOfMemory, "cannot get " + std::to_string(bytes) +
-                                                " bytes of shared memory for " + std::to_string(size) +
-                                                " ranks: " + std::strerror(error) +
-                                                "; free some memory, or start fewer ranks");
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot get " + std::to_string(bytes) + " bytes of shared memory for " +
+                      std::to_string(size) + " ranks: " + std::strerror(error) +
+                      (error == EFBIG ? "; raise the limit of a file's size (ulimit -f)"
+                                      : "; free some memory, or start fewer ranks"));
   }
   const Result<std::byte*> base = map(descriptor, size);
   if (!base.ok()) {

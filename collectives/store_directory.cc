@@ -9,6 +9,8 @@
 #include <cstring>
 #include <filesystem>
 
+#include "authentication.h"
+
 namespace forebay::internal {
 namespace {
 
@@ -29,15 +31,25 @@ Status check_private(const std::string& path) {
     return Status(StatusCode::kInvalidArgument,
                   "the store " + path + " is not a directory; set FOREBAY_STORE to a directory of your own");
   }
+  const bool shared = (facts.st_mode & (S_IWGRP | S_IWOTH)) != 0;
+  if (shared && (facts.st_mode & S_ISVTX) != 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the store directory " + path +
+                      " is one that all users share; set FOREBAY_STORE to a new "
+                      "directory in it, such as " +
+                      path + (path.ends_with('/') ? "" : "/") + "forebay-run-1, which the ranks make");
+  }
   if (facts.st_uid != geteuid()) {
     return Status(StatusCode::kInvalidArgument, "the store directory " + path + " belongs to user " +
                                                     std::to_string(facts.st_uid) + ", not to " +
                                                     std::to_string(geteuid()) +
                                                     "; set FOREBAY_STORE to a directory of your own");
   }
-  if ((facts.st_mode & (S_IWGRP | S_IWOTH)) != 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "other users can write to the store directory " + path + "; run chmod 700 on it");
+  if (shared) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        "other users can write to the store directory " + path +
+            "; set FOREBAY_STORE to a new directory where only you can write, which the ranks make");
   }
   return {};
 }
@@ -88,7 +100,131 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
   return std::unique_ptr<StoreDirectory>(new StoreDirectory(path, made, made_parent));
 }
 
+namespace {
+
+// Looked at so often. Shorter: ranks that wait load a shared file system. Longer: a killed rank is noticed
+// later.
+constexpr std::chrono::milliseconds kLookPeriod{50};
+
+std::string here_name(int rank) {
+  return "here." + std::to_string(rank);
+}
+std::string twice_name(int rank) {
+  return "twice." + std::to_string(rank);
+}
+
+// Which process this is: a word that no other has, then what a reader knows it by.
+std::string identity() {
+  char host[256] = {};
+  gethostname(host, sizeof(host) - 1);
+  return hexadecimal(random_digest()).substr(0, 16) + " process " + std::to_string(getpid()) + " on " + host;
+}
+std::string shown(const std::string& identity) {
+  return identity.substr(std::min(identity.size(), identity.find(' ') + 1));
+}
+
+struct flock whole_file(short type) {
+  struct flock lock {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  return lock;
+}
+
+// Whether somebody holds the lock of the open `file`, without taking it.
+bool is_held(int file) {
+  struct flock lock = whole_file(F_RDLCK);
+  return fcntl(file, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+}
+
+bool is_named(int file, const std::string& path) {
+  struct stat open_one {};
+  struct stat named {};
+  return fstat(file, &open_one) == 0 && stat(path.c_str(), &named) == 0 && open_one.st_dev == named.st_dev &&
+         open_one.st_ino == named.st_ino;
+}
+
+}  // namespace
+
+Status StoreDirectory::come(const Participant& who) {
+  rank_ = who.rank;
+  size_ = who.size;
+  const std::string path = file(here_name(rank_));
+  const std::string me = identity();
+  for (int i = 0; i < kMakeTries; ++i) {
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (descriptor < 0) return io_error("cannot make a file in the store directory " + path_);
+    const struct flock lock = whole_file(F_WRLCK);
+    if (fcntl(descriptor, F_OFD_SETLK, &lock) != 0) {
+      const bool taken = errno == EAGAIN || errno == EACCES;
+      close(descriptor);
+      if (!taken) return {};
+      const std::string other = read(here_name(rank_)).value_or("");
+      // It has the lock and has not written yet, or has gone meanwhile.
+      if (other.empty()) continue;
+      FOREBAY_RETURN_IF_ERROR(write(twice_name(rank_), other + "\n" + me));
+      const std::lock_guard guard(mutex_);
+      return status_ = came_twice(rank_, other, me);
+    }
+    if (!is_named(descriptor, path)) {  // Removed by who had it before.
+      close(descriptor);
+      continue;
+    }
+    presence_ = descriptor;
+    const bool written = ftruncate(descriptor, 0) == 0 &&
+                         ::write(descriptor, me.data(), me.size()) == static_cast<ssize_t>(me.size());
+    if (!written) return io_error("cannot write " + path);
+    const std::lock_guard guard(mutex_);
+    seen_[rank_] = me;
+    return {};
+  }
+  return {};
+}
+
+Status StoreDirectory::came_twice(int rank, const std::string& first, const std::string& second) const {
+  return Status(StatusCode::kInvalidArgument,
+                "two processes came to " + path_ + " as rank " + std::to_string(rank) + ": " + shown(first) +
+                    " and " + shown(second) +
+                    "; give every process a rank of its own, and every run a store of its own");
+}
+
+Status StoreDirectory::look() const {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank != rank_) {
+      const int descriptor = ::open(file(here_name(rank)).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+      if (descriptor < 0) continue;  // It has not come, or has left in order.
+      const bool held = is_held(descriptor);
+      close(descriptor);
+      const std::string who = read(here_name(rank)).value_or("");
+      const auto seen = seen_.find(rank);
+      if (held && !who.empty()) {
+        seen_[rank] = who;
+      } else if (!held && seen != seen_.end() && seen->second == who) {
+        return Status(StatusCode::kPeerLost, "in " + path_ + ": rank " + std::to_string(rank) + " died (" +
+                                                 shown(who) + ") before all were ready; see why it ended");
+      }
+    }
+    const auto seen = seen_.find(rank);
+    if (seen == seen_.end()) continue;
+    const std::string twice = read(twice_name(rank)).value_or("");
+    if (twice.starts_with(seen->second + "\n"))
+      return came_twice(rank, seen->second, twice.substr(seen->second.size() + 1));
+  }
+  return {};
+}
+
+Status StoreDirectory::status() const {
+  const std::lock_guard lock(mutex_);
+  const auto now = std::chrono::steady_clock::now();
+  if (!status_.ok() || rank_ < 0 || now < next_look_) return status_;
+  next_look_ = now + kLookPeriod;
+  return status_ = look();
+}
+
 StoreDirectory::~StoreDirectory() {
+  if (presence_ >= 0) {
+    remove(here_name(rank_));
+    close(presence_);
+  }
   if (made_) rmdir(path_.c_str());
   if (made_parent_) rmdir(std::filesystem::path(path_).parent_path().c_str());
 }

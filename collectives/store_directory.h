@@ -1,8 +1,14 @@
 // StoreDirectory: the RendezvousStore that is small files in one directory, which all ranks see. A file
 // appears whole or not at all (written under another name, then renamed).
+//
+// Each rank holds the lock of a file there for as long as it lives. So the others learn that it was killed,
+// and a second process of the same rank that it is one: both processes and the other ranks are told.
 #pragma once
 
+#include <chrono>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,6 +24,10 @@ class StoreDirectory final : public RendezvousStore {
   // Errors: kInvalidArgument when it is not a directory, another user's, or writable by others; kIoError.
   static Result<std::unique_ptr<StoreDirectory>> open(const std::string& path);
 
+  // This process is `who.rank`. Errors: kInvalidArgument when another one is; where the file system has no
+  // locks, nobody can tell.
+  Status come(const Participant& who);
+
   // Whoever made the directory removes it again, if it is empty.
   ~StoreDirectory() override;
   StoreDirectory(const StoreDirectory&) = delete;
@@ -29,6 +39,8 @@ class StoreDirectory final : public RendezvousStore {
   std::optional<std::string> read(const std::string& name) const override;
   std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
   void remove(const std::string& name) noexcept override;
+  // Whether a rank that was here was killed or came twice, as of some tens of milliseconds ago.
+  Status status() const override;
 
  private:
   StoreDirectory(std::string path, bool made, bool made_parent)
@@ -36,10 +48,22 @@ class StoreDirectory final : public RendezvousStore {
 
   std::string file(const std::string& name) const { return path_ + "/" + name; }
   Result<std::string> write_temporary(std::string_view content);
+  Status look() const;
+  Status came_twice(int rank, const std::string& first, const std::string& second) const;
 
   const std::string path_;
   const bool made_;
   const bool made_parent_;
+  // Set by come(): this rank, and its file, whose lock it holds; -1 without locks.
+  int rank_ = -1;
+  int size_ = 0;
+  int presence_ = -1;
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_.
+  mutable std::map<int, std::string> seen_;  // By rank: which process was seen here, this one too.
+  mutable Status status_;
+  mutable std::chrono::steady_clock::time_point next_look_;
 };
 
 }  // namespace forebay::internal

@@ -27,6 +27,9 @@ constexpr std::size_t kReadBytes = std::size_t{64} << 10;
 // What may wait to be read by one rank. Smaller: no room for an answer and the news. Larger: more memory for
 // each rank that does not read.
 constexpr std::size_t kUnreadBytesMax = std::size_t{4} << 20;
+// What was posted is left out for a rank that has so much to read. Less: a rank that reads a moment later
+// misses what it asked for. More: a stopped rank takes memory.
+constexpr std::size_t kPostedUnreadMax = std::size_t{64} << 10;
 // How long no connection is accepted after the system had no descriptor for one.
 constexpr milliseconds kAcceptPause{50};
 // Accepted at once before those that are here have their turn.
@@ -343,7 +346,7 @@ void StoreServer::Loop::spread_news() {
   for (const Message& message : book_.take_news()) {
     for (Connection& connection : connections_) {
       if (connection.stage != Stage::kMember) continue;
-      if (message.type == MessageType::kPosted && !connection.out.empty()) continue;
+      if (message.type == MessageType::kPosted && connection.out.size() > kPostedUnreadMax) continue;
       connection.send(message);
       connection.broken = connection.broken || connection.out.size() > kUnreadBytesMax;
     }

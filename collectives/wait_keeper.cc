@@ -48,7 +48,7 @@ bool decode(std::string_view bytes, WaitReport* report) {
     std::uint8_t came = 0;
     std::uint64_t age = 0;
     std::uint8_t ranks = 0;
-    if (!take_text(&bytes, kWaitTextMax, &wait.what) || !take_number(&bytes, &came) ||
+    if (!take_text(&bytes, kWaitTextMax, &wait.what) || !take_number(&bytes, &came) || came > 1 ||
         !take_number(&bytes, &age) || !take_number(&bytes, &ranks) || ranks > kReportedRanksMax)
       return false;
     wait.came = came != 0;

@@ -996,11 +996,13 @@ TEST_P(CommunicatorConformance, RanksThatWaitForEachOtherInTwoGroupsAreToldSo) {
 
 TEST_P(CommunicatorConformance, AMismatchInAGroupNamesTheRanksAsAllKnowThem) {
   if (size() < 3) return;
+  std::barrier together(size());  // Nobody fails the others while they split.
   expect_one_cause(StatusCode::kInvalidArgument,
                    {"in the group of ranks 1", "rank 1 issued barrier", "rank 2 issued exchange"},
                    [&](Member& member, int rank) {
                      const std::unique_ptr<Communicator> group =
                          value_or_throw(member.communicator().split(rank > 0, rank));
+                     together.arrive_and_wait();
                      if (rank == 2) {
                        const std::byte mine{};
                        std::vector<std::byte> all(static_cast<std::size_t>(group->size()));

@@ -2,9 +2,13 @@
 #include "collectives/meeting.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <functional>
 #include <thread>
+#include <utility>
 
 #include "collectives/store_directory.h"
 #include "support/process.h"
@@ -88,6 +92,111 @@ TEST_P(DirectoryMeeting, WhoDoesNotComeIsNamedByAll) {
               std::string::npos)
         << result.status().message();
   }
+}
+
+// --- who is in a directory ---
+
+std::unique_ptr<StoreDirectory> open_as(const std::string& path, int rank) {
+  std::unique_ptr<StoreDirectory> store = StoreDirectory::open(path).value();
+  const Status came = store->come({rank, 3, {}});
+  EXPECT_TRUE(came.ok()) << came.to_string();
+  return store;
+}
+
+// What `store` says once it says anything; ok when it says nothing within `patience`, at whose end it has
+// looked at least once.
+Status status_in_time(const StoreDirectory& store, std::chrono::milliseconds patience) {
+  const Clock::time_point limit = Clock::now() + patience;
+  Status status = store.status();
+  while (status.ok() && Clock::now() < limit) {
+    std::this_thread::yield();
+    status = store.status();
+  }
+  return status.ok() ? store.status() : status;
+}
+
+// Another process that is rank 1, until this is destroyed or it is killed.
+class OtherProcess {
+ public:
+  explicit OtherProcess(const std::string& path) {
+    int came[2];
+    int leave[2];
+    EXPECT_EQ(::pipe(came) + ::pipe(leave), 0);
+    id_ = ::fork();
+    char byte = 0;
+    if (id_ == 0) {
+      ::close(leave[1]);
+      {
+        const std::unique_ptr<StoreDirectory> store = open_as(path, 1);
+        static_cast<void>(!::write(came[1], &byte, 1));
+        static_cast<void>(!::read(leave[0], &byte, 1));
+      }
+      ::_exit(0);
+    }
+    ::close(leave[0]);
+    ::close(came[1]);
+    EXPECT_EQ(::read(came[0], &byte, 1), 1);
+    ::close(came[0]);
+    leave_ = leave[1];
+  }
+  ~OtherProcess() { end(); }
+  OtherProcess(const OtherProcess&) = delete;
+  OtherProcess& operator=(const OtherProcess&) = delete;
+
+  pid_t id() const { return id_; }
+  void kill() {
+    ::kill(id_, SIGKILL);
+    end();
+  }
+  void end() {
+    if (leave_ < 0) return;
+    ::close(std::exchange(leave_, -1));
+    ::waitpid(id_, nullptr, 0);
+  }
+
+ private:
+  pid_t id_ = -1;
+  int leave_ = -1;
+};
+
+TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> waits = open_as(path, 0);
+  {
+    OtherProcess leaves(path);
+    EXPECT_TRUE(status_in_time(*waits, 100ms).ok());
+  }
+  EXPECT_TRUE(status_in_time(*waits, 100ms).ok()) << waits->status().to_string();
+  OtherProcess victim(path);
+  EXPECT_TRUE(status_in_time(*waits, 100ms).ok());
+  const pid_t id = victim.id();
+  victim.kill();
+  const Status status = status_in_time(*waits, 60s);
+  EXPECT_EQ(status.code(), StatusCode::kPeerLost) << status.to_string();
+  EXPECT_NE(status.message().find("rank 1 died (process " + std::to_string(id) + " on "), std::string::npos)
+      << status.message();
+
+  // Of an earlier run, for those that come later.
+  const std::unique_ptr<StoreDirectory> later = open_as(path, 2);
+  EXPECT_TRUE(status_in_time(*later, 100ms).ok()) << later->status().to_string();
+}
+
+TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> other = open_as(path, 0);
+  const std::unique_ptr<StoreDirectory> first = open_as(path, 1);
+  EXPECT_TRUE(status_in_time(*other, 100ms).ok());
+  const std::unique_ptr<StoreDirectory> second = StoreDirectory::open(path).value();
+
+  const Status refused = second->come({1, 3, {}});
+
+  EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument) << refused.to_string();
+  EXPECT_NE(refused.message().find("two processes came to " + path + " as rank 1"), std::string::npos)
+      << refused.message();
+  for (const StoreDirectory* told : {second.get(), first.get(), other.get()})
+    EXPECT_EQ(status_in_time(*told, 60s).to_string(), refused.to_string());
 }
 
 }  // namespace

@@ -110,6 +110,29 @@ class TcpStoreWorld : public ::testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, TcpStoreWorld, ::testing::Values(3, 4),
                          [](const auto& info) { return std::to_string(info.param); });
 
+TEST_P(TcpStoreWorld, WhatARankPostsComesToAllAndReplacesNoLastWord) {
+  const auto eventually = [](TcpStore& store, const std::string& name, const std::string& wanted) {
+    const Clock::time_point limit = Clock::now() + 60s;
+    while (store.posted(name) != wanted && Clock::now() < limit) std::this_thread::yield();
+    EXPECT_EQ(store.posted(name), wanted);
+  };
+  std::atomic<int> rank_count{0};
+  const auto statuses = run_all([](TcpStoreOptions&) {},
+                                [&](TcpStore& store, const Meeting&) -> Status {
+                                  const int me = rank_count.fetch_add(1);
+                                  if (me == 0) {
+                                    static_cast<void>(store.write_once("word", "last"));
+                                    store.post("word", "another");
+                                    store.post("news", "old");
+                                    store.post("news", "new");
+                                  }
+                                  eventually(store, "news", "new");
+                                  eventually(store, "word", "last");
+                                  return store.write("done." + std::to_string(me), "");
+                                });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
 TEST_P(TcpStoreWorld, RanksMeetAndSeeEachOthersTexts) {
   std::vector<std::string> generations(static_cast<std::size_t>(size()));
   std::atomic<int> rank_count{0};

@@ -12,6 +12,7 @@
 #include "collectives/store_address.h"
 #include "collectives/store_book.h"
 #include "collectives/store_messages.h"
+#include "collectives/wait_keeper.h"
 #include "forebay/check.h"
 
 namespace {
@@ -39,6 +40,12 @@ void check_card(std::string_view bytes) {
   FOREBAY_CHECK(encode(card) == bytes, "a card of %zu bytes changed", bytes.size());
   FOREBAY_CHECK(card.numbers.size() == static_cast<std::size_t>(card.introduction.who.size),
                 "a card of %zu numbers", card.numbers.size());
+}
+
+void check_report(std::string_view bytes) {
+  WaitReport report;
+  if (!decode(bytes, &report)) return;
+  FOREBAY_CHECK(encode(report) == bytes, "a report of %zu bytes changed", bytes.size());
 }
 
 // As frames come from a socket: in pieces, by somebody who knows the key or does not.
@@ -110,6 +117,9 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       break;
     case 'h':
       if (bytes.size() == kHelloBytes) static_cast<void>(decode_hello(bytes));
+      break;
+    case 'w':
+      check_report(bytes);
       break;
     case 'e': {
       const forebay::Status cause = decode_cause(std::string(bytes));
