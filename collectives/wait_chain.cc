@@ -53,6 +53,13 @@ Status endless(const std::vector<Link>& links) {
                 text + "; every rank must issue the same operations in the same order");
 }
 
+// A rank that has waited for a moment only was late before, or exchanges heartbeats: it is not kept.
+std::vector<Wait> long_waits(int rank, std::chrono::milliseconds deadline, const WaitsOf& waits_of) {
+  std::vector<Wait> waits = waits_of(rank);
+  std::erase_if(waits, [&](const Wait& wait) { return wait.age < wait_rhythm(deadline).fresh; });
+  return waits;
+}
+
 // Follows the chain from `links`' only one. What ranks have waited in for less than `age_min` tells only that
 // they wait. Ok: there is no end.
 Status find_end(std::vector<Link>& links, std::chrono::milliseconds deadline, const WaitsOf& waits_of,
@@ -67,7 +74,7 @@ Status find_end(std::vector<Link>& links, std::chrono::milliseconds deadline, co
       std::vector<int> ends;
       for (const int next : at.ranks) {
         if (!waits.contains(next)) {
-          std::vector<Wait> theirs = waits_of(next);
+          std::vector<Wait> theirs = long_waits(next, deadline, waits_of);
           waits[next] = !theirs.empty();
           if (!theirs.empty()) links.push_back({next, std::move(theirs)});
         }
@@ -79,7 +86,7 @@ Status find_end(std::vector<Link>& links, std::chrono::milliseconds deadline, co
     }
     if (i + 1 < links.size() || links.back().rank == rank) continue;
     // Whoever waits for this rank may do so because of something else that it waits in.
-    if (std::vector<Wait> others = waits_of(rank); !others.empty())
+    if (std::vector<Wait> others = long_waits(rank, deadline, waits_of); !others.empty())
       links.push_back({rank, std::move(others)});
   }
   return {};

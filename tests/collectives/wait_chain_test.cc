@@ -49,8 +49,11 @@ TEST(WaitChain, FollowsLongWaitsBeforeShortOnes) {
                                 {1, {wait_for("b", {2}), wait_for("c", {4}, 1ms)}},
                                 {2, {wait_for("d", {3})}}});
   EXPECT_NE(status.message().find("d on rank 2: rank 3 did not come"), std::string::npos) << status.message();
+  const Status middling = judged({{0, {wait_for("a", {1})}}, {1, {wait_for("c", {4}, 1500ms)}}});
+  EXPECT_NE(middling.message().find("c on rank 1: rank 4 did not come"), std::string::npos)
+      << middling.message();
   const Status young = judged({{0, {wait_for("a", {1})}}, {1, {wait_for("c", {4}, 1ms)}}});
-  EXPECT_NE(young.message().find("c on rank 1: rank 4 did not come"), std::string::npos) << young.message();
+  EXPECT_NE(young.message().find("a on rank 0: rank 1 did not come"), std::string::npos) << young.message();
 }
 
 TEST(WaitChain, FollowsWhatElseTheRankItselfWaitsIn) {
