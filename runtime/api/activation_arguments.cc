@@ -7,6 +7,8 @@
 namespace forebay {
 namespace {
 
+constexpr std::int64_t kPartLimit = 1 << 12;  // Of each: their product is a number of ranks.
+
 Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
 }
@@ -45,14 +47,24 @@ Status read_placement(const std::string& word, ActivationRequest* request) {
 }  // namespace
 
 bool ActivationArguments::given() const {
-  return !recompute.empty() || !placement.empty() || tensor_parallel_option->count() > 0;
+  return !recompute.empty() || !placement.empty() || tensor_parallel_option->count() > 0 ||
+         pipeline_parallel_option->count() > 0;
 }
 
 void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
   arguments.tensor_parallel_option =
       command
           .add_option("--tensor-parallel", arguments.tensor_parallel,
-                      "Tensor-parallel ranks that share the activations; divides --heads")
+                      "Ranks that share every layer: each has 1/N of its matrices and all of its inputs; "
+                      "divides --heads")
+          ->type_name("N")
+          ->capture_default_str();
+  arguments.pipeline_parallel_option =
+      command
+          .add_option("--pipeline-parallel", arguments.pipeline_parallel,
+                      "Stages that the layers are divided over, the first with the embedding, the last with "
+                      "the output projection; one forward, one backward: stage i holds up to N - i "
+                      "micro-steps' activations. The plan is that of the stage that needs most")
           ->type_name("N")
           ->capture_default_str();
   command
@@ -70,8 +82,11 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
   ActivationRequest request;
   std::int64_t ranks = 1;
-  FOREBAY_RETURN_IF_ERROR(read_positive("tensor-parallel", arguments.tensor_parallel, 1 << 16, &ranks));
-  request.tensor_parallel = static_cast<int>(ranks);
+  FOREBAY_RETURN_IF_ERROR(read_positive("tensor-parallel", arguments.tensor_parallel, kPartLimit, &ranks));
+  request.part.tensor_parallel = static_cast<int>(ranks);
+  FOREBAY_RETURN_IF_ERROR(
+      read_positive("pipeline-parallel", arguments.pipeline_parallel, kPartLimit, &ranks));
+  request.part.pipeline_parallel = static_cast<int>(ranks);
   const bool placed = !arguments.placement.empty();
   const std::string recompute = !arguments.recompute.empty() ? arguments.recompute
                                 : placed                     ? "block"

@@ -78,15 +78,24 @@ std::string wire_lines(const ActivationReport& report) {
   return text;
 }
 
+std::string stage_text(const ActivationReport& report) {
+  const ModelPart& part = report.request.part;
+  if (part.pipeline_parallel == 1) return "";
+  return " of pipeline stage " + std::to_string(part.pipeline_stage) + " (" +
+         format_count(report.blocks.layers, "layer") + ", " +
+         format_count(static_cast<std::uint64_t>(report.in_flight), "micro-batch", "micro-batches") +
+         " in flight)";
+}
+
 }  // namespace
 
 std::string activation_text(const ActivationReport& report) {
   const TransformerBlocks& blocks = report.blocks;
   const ActivationFormulas& formulas = report.formulas;
-  std::string text =
-      "\nactivations of one micro-step, per rank: " + std::string(data_type_name(report.request.dtype)) +
-      ", t = " + std::to_string(blocks.tensor_parallel) + " tensor-parallel " +
-      (blocks.tensor_parallel == 1 ? "rank, " : "ranks, ");
+  std::string text = "\nactivations of one micro-step, per rank" + stage_text(report) + ": " +
+                     std::string(data_type_name(report.request.dtype)) +
+                     ", t = " + std::to_string(blocks.tensor_parallel) + " tensor-parallel " +
+                     (blocks.tensor_parallel == 1 ? "rank, " : "ranks, ");
   if (!report.plan) {
     text += "nothing recomputed\n";
   } else if (blocks.recompute_every == 1) {
@@ -101,6 +110,10 @@ std::string activation_text(const ActivationReport& report) {
   text += line("  and attention recomputed", formulas.selective, "34sbhL/t");
   if (report.plan) text += plan_lines(report);
   if (blocks.tensor_parallel > 1) text += wire_lines(report);
+  if (report.request.part.pipeline_parallel > 1) {
+    text += line("between pipeline stages, sent per micro-step", report.boundary_bytes(),
+                 "sbh e forward, and as much back");
+  }
   text +=
       "e: bytes of an element; the bracketed terms are those of 2-byte types and of GPT-2's blocks\n"
       "note: ZeRO's count leaves out the attention's scores and the dropout masks (arXiv 1910.02054, 3.2; "
@@ -110,11 +123,6 @@ std::string activation_text(const ActivationReport& report) {
     text += "note: the ZeRO paper prints " + gigabytes(figure.printed_gb * 1e9) + " (" + figure.where + ", " +
             figure.what + "); its own formula gives " + gigabytes(static_cast<double>(figure.bytes)) + "\n";
   }
-  if (blocks.tensor_parallel > 1) {
-    text +=
-        "note: model states above are those of the shape, which tensor parallelism divides too: about 1/t of "
-        "them are on each rank\n";
-  }
   return text;
 }
 
@@ -122,6 +130,8 @@ nlohmann::ordered_json activation_json(const ActivationReport& report) {
   using Json = nlohmann::ordered_json;
   const ActivationFormulas& formulas = report.formulas;
   Json json{{"tensor_parallel", report.blocks.tensor_parallel},
+            {"layers", report.blocks.layers},
+            {"micro_batches", report.in_flight},
             {"recompute_every", report.request.recompute_every},
             {"formulas",
              {{"zero_all", formulas.zero_all},

@@ -1,8 +1,17 @@
 #include "activation_report.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace forebay {
+
+std::uint64_t ActivationReport::boundary_bytes() const {
+  const ModelPart& part = request.part;
+  const int neighbours =
+      (part.pipeline_stage > 0 ? 1 : 0) + (part.pipeline_stage + 1 < part.pipeline_parallel ? 1 : 0);
+  return static_cast<std::uint64_t>(neighbours) * blocks.sequence * blocks.batch * blocks.hidden *
+         blocks.element_bytes;
+}
 
 Result<ActivationReport> make_activation_report(const ActivationRequest& request) {
   Result<TransformerShape> completed = complete_shape(request.shape);
@@ -10,26 +19,25 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
   const TransformerShape& shape = completed.value();
   ActivationReport report;
   report.request = request;
-  report.blocks = {.layers = shape.layers,
+  FOREBAY_RETURN_IF_ERROR(make_model_shape(shape, request.part).status());  // Checks the part.
+  report.in_flight =
+      std::min(request.part.pipeline_parallel - request.part.pipeline_stage, request.micro_steps);
+  report.blocks = {.layers = stage_layers(shape.layers, request.part).count,
                    .hidden = shape.hidden,
                    .heads = shape.heads,
                    .sequence = request.sequence == 0 ? shape.positions : request.sequence,
                    .batch = request.batch,
-                   .tensor_parallel = request.tensor_parallel,
+                   .tensor_parallel = request.part.tensor_parallel,
                    .element_bytes = element_bytes(request.dtype),
                    .recompute_every = request.recompute_every == 0 ? 1 : request.recompute_every};
-  if (shape.heads % static_cast<std::uint64_t>(request.tensor_parallel) != 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "--tensor-parallel is " + std::to_string(request.tensor_parallel) + " and the model has " +
-                      std::to_string(shape.heads) + " heads, which it does not divide; use a divisor");
-  }
   Result<ActivationFormulas> formulas = activation_formulas(report.blocks);
   FOREBAY_RETURN_IF_ERROR(formulas.status());
   report.formulas = formulas.value();
   if (request.recompute_every == 0) return report;
 
   ActivationPlanOptions options;
-  options.ranks = request.tensor_parallel;
+  options.ranks = request.part.tensor_parallel;
+  options.micro_batches = report.in_flight;
   options.tier = request.tier;
   options.device_bytes = request.device_bytes;
   std::vector<ActivationSlot> slots;

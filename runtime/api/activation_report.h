@@ -17,7 +17,8 @@ struct ActivationRequest {
   std::uint64_t batch = 1;
   std::uint64_t sequence = 0;  // 0: the shape's positions.
   DataType dtype = DataType::kBfloat16;
-  int tensor_parallel = 1;
+  ModelPart part;           // The layers of one pipeline stage, and the ranks that share them.
+  int micro_steps = 1;      // Of a step: no more micro-batches than that are in flight.
   int recompute_every = 0;  // Layers that are computed again together, from one saved input; 0: none are.
   ActivationPlacement placement = ActivationPlacement::kKeep;  // Of the saved inputs.
   Tier tier = Tier::kPinned;
@@ -26,12 +27,22 @@ struct ActivationRequest {
 
 struct ActivationReport {
   ActivationRequest request;
-  TransformerBlocks blocks;
-  ActivationFormulas formulas;
+  TransformerBlocks blocks;            // Of this stage.
+  ActivationFormulas formulas;         // Of one micro-batch of it.
   std::optional<ActivationPlan> plan;  // None when nothing is recomputed: then nothing is saved.
 
-  // What is alive while a pass computes: all of it, or one segment while it is computed again.
-  std::uint64_t live_bytes() const { return plan ? formulas.segment : formulas.all; }
+  // Micro-batches whose forward pass is over and whose backward pass is not: with one forward, one backward,
+  // p - i at stage i of p.
+  int in_flight = 1;
+
+  // What is alive while a pass computes: all of it for each of those, or one segment while it is computed
+  // again.
+  std::uint64_t live_bytes() const {
+    return plan ? formulas.segment : static_cast<std::uint64_t>(in_flight) * formulas.all;
+  }
+  // What goes to the neighbouring pipeline stages: an activation to the next one, a gradient to the one
+  // before.
+  std::uint64_t boundary_bytes() const;
   std::uint64_t device_bytes() const { return live_bytes() + (plan ? plan->device_bytes() : 0); }
 };
 

@@ -1,6 +1,9 @@
 #include "forebay/model_shape.h"
 
+#include <algorithm>
 #include <utility>
+
+#include "forebay/units.h"
 
 namespace forebay {
 namespace {
@@ -23,106 +26,139 @@ Status check_range(const char* name, std::uint64_t value, std::uint64_t limit) {
   return refuse(std::string(name) + " is " + std::to_string(value) + "; use 1 to " + std::to_string(limit));
 }
 
-// Collects the parameters of one unit under a common prefix of their names.
+// Collects the parameters of one unit under a common prefix of their names, as one of `ranks` that share them
+// has them.
 class UnitBuilder {
  public:
-  UnitBuilder(std::string name, std::string prefix) : prefix_(std::move(prefix)) {
+  UnitBuilder(std::string name, std::string prefix, const ModelPart& part)
+      : prefix_(std::move(prefix)), ranks_(static_cast<std::uint64_t>(part.tensor_parallel)) {
     unit_.name = std::move(name);
   }
 
+  // What all ranks have.
   void matrix(const std::string& name, std::uint64_t rows, std::uint64_t columns) {
-    unit_.parameters.push_back(
-        {.name = prefix_ + name + ".weight", .count = rows * columns, .group = kDecay});
+    add(name + ".weight", rows * columns, kDecay, /*replicated=*/true);
   }
   void vector(const std::string& name, std::uint64_t count) {
-    unit_.parameters.push_back({.name = prefix_ + name, .count = count, .group = kNoDecay});
+    add(name, count, kNoDecay, /*replicated=*/true);
   }
-  // A matrix with the bias of its output columns.
-  void linear(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
-    matrix(name, inputs, outputs);
-    if (bias) vector(name + ".bias", outputs);
-  }
+  // With biases.
   void layer_norm(const std::string& name, std::uint64_t count) {
     vector(name + ".weight", count);
     vector(name + ".bias", count);
   }
-  UnitShape take() { return std::move(unit_); }
 
+  // One row for each token.
+  void embedding(const std::string& name, std::uint64_t tokens, std::uint64_t columns) {
+    add(name + ".weight", ceil_div(tokens, ranks_) * columns, kDecay, /*replicated=*/false);
+  }
+  // Cut by columns, of which this rank has `outputs`, and its bias with it.
+  void by_columns(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
+    add(name + ".weight", inputs * outputs, kDecay, /*replicated=*/false);
+    if (bias) add(name + ".bias", outputs, kNoDecay, /*replicated=*/false);
+  }
+  // Cut by rows, of which this rank has `inputs`; the bias is whole.
+  void by_rows(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
+    add(name + ".weight", inputs * outputs, kDecay, /*replicated=*/false);
+    if (bias) vector(name + ".bias", outputs);
+  }
+
+  UnitShape take() { return std::move(unit_); }
   UnitShape& unit() { return unit_; }
 
  private:
+  void add(const std::string& name, std::uint64_t count, int group, bool replicated) {
+    unit_.parameters.push_back(
+        {.name = prefix_ + name, .count = count, .group = group, .replicated = replicated});
+  }
+
   std::string prefix_;
+  const std::uint64_t ranks_;
   UnitShape unit_;
 };
 
-ModelShape gpt2_units(const TransformerShape& shape) {
-  const std::uint64_t h = shape.hidden;
-  ModelShape model;
-
-  UnitBuilder embedding("embedding", "");
-  embedding.matrix("wte", shape.vocabulary, h);
-  embedding.matrix("wpe", shape.positions, h);
-  embedding.unit().backward_reads_parameters = false;
-  model.units.push_back(embedding.take());
-
-  for (std::uint64_t layer = 0; layer < shape.layers; ++layer) {
-    const std::string name = "h." + std::to_string(layer);
-    UnitBuilder block(name, name + ".");
-    block.layer_norm("ln_1", h);
-    block.linear("attn.c_attn", h, 3 * h, true);
-    block.linear("attn.c_proj", h, h, true);
-    block.layer_norm("ln_2", h);
-    block.linear("mlp.c_fc", h, shape.intermediate, true);
-    block.linear("mlp.c_proj", shape.intermediate, h, true);
-    model.units.push_back(block.take());
-  }
-
-  UnitBuilder final("final", "");
-  final.layer_norm("ln_f", h);
-  if (shape.tied_embedding) {
-    final.unit().tied.push_back({.unit = 0, .index = 0});
-  } else {
-    final.matrix("lm_head", shape.vocabulary, h);
-  }
-  model.units.push_back(final.take());
-  return model;
+UnitShape gpt2_embedding(const TransformerShape& shape, const ModelPart& part) {
+  UnitBuilder embedding("embedding", "", part);
+  embedding.embedding("wte", shape.vocabulary, shape.hidden);
+  embedding.matrix("wpe", shape.positions, shape.hidden);
+  return embedding.take();
 }
 
-ModelShape llama_units(const TransformerShape& shape) {
+UnitShape gpt2_layer(const TransformerShape& shape, const ModelPart& part, std::uint64_t layer) {
   const std::uint64_t h = shape.hidden;
-  const std::uint64_t queries = shape.heads * shape.head_dimension;
-  const std::uint64_t keys = shape.key_value_heads * shape.head_dimension;
-  ModelShape model;
+  const auto ranks = static_cast<std::uint64_t>(part.tensor_parallel);
+  const std::uint64_t width = h / ranks;
+  const std::uint64_t inner = ceil_div(shape.intermediate, ranks);
+  const std::string name = "h." + std::to_string(layer);
+  UnitBuilder block(name, name + ".", part);
+  block.layer_norm("ln_1", h);
+  block.by_columns("attn.c_attn", h, 3 * width, true);
+  block.by_rows("attn.c_proj", width, h, true);
+  block.layer_norm("ln_2", h);
+  block.by_columns("mlp.c_fc", h, inner, true);
+  block.by_rows("mlp.c_proj", inner, h, true);
+  return block.take();
+}
 
-  UnitBuilder embedding("embedding", "model.");
-  embedding.matrix("embed_tokens", shape.vocabulary, h);
-  embedding.unit().backward_reads_parameters = false;
-  model.units.push_back(embedding.take());
+UnitShape llama_embedding(const TransformerShape& shape, const ModelPart& part) {
+  UnitBuilder embedding("embedding", "model.", part);
+  embedding.embedding("embed_tokens", shape.vocabulary, shape.hidden);
+  return embedding.take();
+}
 
-  for (std::uint64_t layer = 0; layer < shape.layers; ++layer) {
-    const std::string name = "layers." + std::to_string(layer);
-    UnitBuilder block(name, "model." + name + ".");
-    block.vector("input_layernorm.weight", h);
-    block.linear("self_attn.q_proj", h, queries, shape.attention_bias);
-    block.linear("self_attn.k_proj", h, keys, shape.attention_bias);
-    block.linear("self_attn.v_proj", h, keys, shape.attention_bias);
-    block.linear("self_attn.o_proj", queries, h, shape.attention_bias);
-    block.vector("post_attention_layernorm.weight", h);
-    block.linear("mlp.gate_proj", h, shape.intermediate, shape.feed_forward_bias);
-    block.linear("mlp.up_proj", h, shape.intermediate, shape.feed_forward_bias);
-    block.linear("mlp.down_proj", shape.intermediate, h, shape.feed_forward_bias);
-    model.units.push_back(block.take());
+UnitShape llama_layer(const TransformerShape& shape, const ModelPart& part, std::uint64_t layer) {
+  const std::uint64_t h = shape.hidden;
+  const auto ranks = static_cast<std::uint64_t>(part.tensor_parallel);
+  const std::uint64_t queries = shape.heads / ranks * shape.head_dimension;
+  const std::uint64_t keys = ceil_div(shape.key_value_heads, ranks) * shape.head_dimension;
+  const std::uint64_t inner = ceil_div(shape.intermediate, ranks);
+  const std::string name = "layers." + std::to_string(layer);
+  UnitBuilder block(name, "model." + name + ".", part);
+  block.vector("input_layernorm.weight", h);
+  block.by_columns("self_attn.q_proj", h, queries, shape.attention_bias);
+  block.by_columns("self_attn.k_proj", h, keys, shape.attention_bias);
+  block.by_columns("self_attn.v_proj", h, keys, shape.attention_bias);
+  block.by_rows("self_attn.o_proj", queries, h, shape.attention_bias);
+  block.vector("post_attention_layernorm.weight", h);
+  block.by_columns("mlp.gate_proj", h, inner, shape.feed_forward_bias);
+  block.by_columns("mlp.up_proj", h, inner, shape.feed_forward_bias);
+  block.by_rows("mlp.down_proj", inner, h, shape.feed_forward_bias);
+  return block.take();
+}
+
+UnitShape final_unit(const TransformerShape& shape, const ModelPart& part) {
+  UnitBuilder final("final", "", part);
+  if (shape.kind == TransformerKind::kGpt2) {
+    final.layer_norm("ln_f", shape.hidden);
+  } else {
+    final.vector("model.norm.weight", shape.hidden);
   }
-
-  UnitBuilder final("final", "");
-  final.vector("model.norm.weight", h);
-  if (shape.tied_embedding) {
+  if (!shape.tied_embedding) {
+    final.embedding("lm_head", shape.vocabulary, shape.hidden);
+  } else if (part.pipeline_parallel == 1) {
     final.unit().tied.push_back({.unit = 0, .index = 0});
   } else {
-    final.matrix("lm_head", shape.vocabulary, h);
+    final.embedding(shape.kind == TransformerKind::kGpt2 ? "wte" : "model.embed_tokens", shape.vocabulary,
+                    shape.hidden);
   }
-  model.units.push_back(final.take());
-  return model;
+  return final.take();
+}
+
+Status check_part(const TransformerShape& shape, const ModelPart& part) {
+  if (part.tensor_parallel < 1 || shape.heads % static_cast<std::uint64_t>(part.tensor_parallel) != 0) {
+    return refuse("tensor-parallel is " + std::to_string(part.tensor_parallel) + " and the model has " +
+                  std::to_string(shape.heads) + " heads, which it does not divide; use a divisor");
+  }
+  if (part.pipeline_parallel < 1 || static_cast<std::uint64_t>(part.pipeline_parallel) > shape.layers) {
+    return refuse("pipeline-parallel is " + std::to_string(part.pipeline_parallel) +
+                  " and each stage needs a layer; use 1 to the model's layers, " +
+                  std::to_string(shape.layers));
+  }
+  if (part.pipeline_stage < 0 || part.pipeline_stage >= part.pipeline_parallel) {
+    return refuse("pipeline stage " + std::to_string(part.pipeline_stage) + " does not exist; use 0 to " +
+                  std::to_string(part.pipeline_parallel - 1));
+  }
+  return Status();
 }
 
 }  // namespace
@@ -154,10 +190,29 @@ Result<TransformerShape> complete_shape(TransformerShape shape) {
   return shape;
 }
 
-Result<ModelShape> make_model_shape(const TransformerShape& shape) {
+LayerRange stage_layers(std::uint64_t layers, const ModelPart& part) {
+  const auto stages = static_cast<std::uint64_t>(part.pipeline_parallel);
+  const auto stage = static_cast<std::uint64_t>(part.pipeline_stage);
+  const std::uint64_t more = layers % stages;  // Stages with one more.
+  return {stage * (layers / stages) + std::min(stage, more), layers / stages + (stage < more ? 1 : 0)};
+}
+
+Result<ModelShape> make_model_shape(const TransformerShape& shape, const ModelPart& part) {
   Result<TransformerShape> complete = complete_shape(shape);
   FOREBAY_RETURN_IF_ERROR(complete.status());
-  return shape.kind == TransformerKind::kGpt2 ? gpt2_units(complete.value()) : llama_units(complete.value());
+  const TransformerShape& full = complete.value();
+  FOREBAY_RETURN_IF_ERROR(check_part(full, part));
+  const bool gpt2 = full.kind == TransformerKind::kGpt2;
+  ModelShape model;
+  if (part.pipeline_stage == 0) {
+    model.units.push_back(gpt2 ? gpt2_embedding(full, part) : llama_embedding(full, part));
+    model.units.back().backward_reads_parameters = false;
+  }
+  const LayerRange range = stage_layers(full.layers, part);
+  for (std::uint64_t layer = range.first; layer < range.first + range.count; ++layer)
+    model.units.push_back(gpt2 ? gpt2_layer(full, part, layer) : llama_layer(full, part, layer));
+  if (part.pipeline_stage + 1 == part.pipeline_parallel) model.units.push_back(final_unit(full, part));
+  return model;
 }
 
 Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,

@@ -30,7 +30,7 @@ struct PlanArguments {
   std::string parameters;
   ModelArguments model;
   ActivationArguments activations;
-  std::int64_t ranks = 1;
+  std::int64_t ranks = 0;  // 0: as many as share the model.
   std::int64_t stage = 0;
   std::int64_t micro_steps = 1;
   std::int64_t host_ranks = 0;
@@ -49,6 +49,7 @@ struct PlanArguments {
   bool json = false;
 
   // Which of them were given.
+  const CLI::Option* ranks_option = nullptr;
   const CLI::Option* stage_option = nullptr;
   const CLI::Option* host_ranks_option = nullptr;
 };
@@ -138,7 +139,6 @@ Status read_order(const PlanArguments& arguments, PlanOptions* options) {
 
 Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   PlanOptions& options = request->options;
-  FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, &options.ranks));
   FOREBAY_RETURN_IF_ERROR(read_number("micro-steps", arguments.micro_steps, &options.micro_steps));
   FOREBAY_RETURN_IF_ERROR(read_order(arguments, &options));
   FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &options.stage));
@@ -177,15 +177,35 @@ Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   return Status();
 }
 
-Status read_budget(const PlanArguments& arguments, PlanBudget* budget) {
+// All ranks are one grid: as in forebay-gpt, those that neither tensor nor pipeline parallelism takes are
+// data-parallel.
+Status read_ranks(const PlanArguments& arguments, PlanRequest* request, int* world_size) {
+  const int parts = request->part.tensor_parallel * request->part.pipeline_parallel;
+  *world_size = parts;
+  if (given(arguments.ranks_option))
+    FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, world_size));
+  if (*world_size % parts != 0) {
+    return refuse(
+        "--ranks is " + std::to_string(*world_size) + ", which --tensor-parallel " +
+        std::to_string(request->part.tensor_parallel) + " times --pipeline-parallel " +
+        std::to_string(request->part.pipeline_parallel) + " = " + std::to_string(parts) +
+        " does not divide; --ranks are all ranks, of which data-parallel ones are that share: use a "
+        "multiple of " +
+        std::to_string(parts));
+  }
+  request->options.ranks = *world_size / parts;
+  return Status();
+}
+
+Status read_budget(const PlanArguments& arguments, int world_size, PlanBudget* budget) {
   if (!arguments.memory.empty()) {
     FOREBAY_RETURN_IF_ERROR(read_bytes("memory", arguments.memory, &budget->memory_bytes));
   }
-  budget->host_ranks = static_cast<std::uint64_t>(arguments.ranks);
+  budget->host_ranks = static_cast<std::uint64_t>(world_size);
   if (given(arguments.host_ranks_option)) {
-    if (arguments.host_ranks < 0 || arguments.host_ranks > arguments.ranks) {
-      return refuse("--host-ranks is " + std::to_string(arguments.host_ranks) + "; use 0 to --ranks (" +
-                    std::to_string(arguments.ranks) + ")");
+    if (arguments.host_ranks < 0 || arguments.host_ranks > world_size) {
+      return refuse("--host-ranks is " + std::to_string(arguments.host_ranks) + "; use 0 to all ranks (" +
+                    std::to_string(world_size) + ")");
     }
     budget->host_ranks = static_cast<std::uint64_t>(arguments.host_ranks);
   }
@@ -193,28 +213,34 @@ Status read_budget(const PlanArguments& arguments, PlanBudget* budget) {
   return Status();
 }
 
-// How activations are kept, if anything was said about that; what they take goes to the request. `auto` gives
-// saved inputs what the device budget leaves beside everything else.
-Status plan_activations(const PlanArguments& arguments, const PlanBudget& budget, PlanRequest* request,
-                        std::optional<ActivationReport>* report) {
-  if (!arguments.activations.given()) return {};
-  Result<ActivationRequest> read = read_activations(arguments.activations);
-  FOREBAY_RETURN_IF_ERROR(read.status());
-  ActivationRequest& wanted = read.value();
+// How activations are kept, if anything was said about that; the part of the model too goes to the request.
+Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanRequest* request,
+                 std::optional<ActivationRequest>* kept) {
+  if (!*kept) return {};
+  ActivationRequest& wanted = **kept;
   if (!request->shape || request->preset != Preset::kForebay) {
     return refuse(
-        "--tensor-parallel, --recompute and --activations need the shape of a model (--layers --hidden "
-        "--heads "
-        "--sequence --batch, or --config) and preset forebay");
+        "--tensor-parallel, --pipeline-parallel, --recompute and --activations need the shape of a model "
+        "(--layers --hidden --heads --sequence --batch, or --config) and preset forebay");
   }
   wanted.shape = *request->shape;
   wanted.batch = request->batch;
   wanted.sequence = request->sequence;
+  wanted.micro_steps = request->options.micro_steps;
   wanted.dtype = request->options.dtype;
+  if (wanted.placement == ActivationPlacement::kAuto &&
+      (budget.memory_bytes == 0 || !given(arguments.stage_option)))
+    return refuse(
+        "--activations auto is chosen by what a stage leaves of a budget; add --memory and --stage");
+  return {};
+}
+
+// The activations of one pipeline stage; what they take goes to the request. `auto` gives saved inputs what
+// the device budget leaves beside everything else.
+Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, PlanRequest* request,
+                        std::vector<ActivationReport>* reports) {
+  wanted.part = request->part;
   if (wanted.placement == ActivationPlacement::kAuto) {
-    if (budget.memory_bytes == 0 || !given(arguments.stage_option))
-      return refuse(
-          "--activations auto is chosen by what a stage leaves of a budget; add --memory and --stage");
     ActivationRequest without = wanted;
     without.placement = ActivationPlacement::kKeep;
     Result<ActivationReport> live = make_activation_report(without);
@@ -233,17 +259,33 @@ Status plan_activations(const PlanArguments& arguments, const PlanBudget& budget
   Result<ActivationReport> made = make_activation_report(wanted);
   FOREBAY_RETURN_IF_ERROR(made.status());
   request->activation_bytes = made.value().device_bytes();
-  *report = std::move(made).value();
+  reports->push_back(std::move(made).value());
   return {};
 }
 
+// Of one ZeRO stage: the pipeline stage that needs most.
+Result<PlanReport> plan_worst(PlanRequest request, const std::optional<ActivationRequest>& kept,
+                              const PlanBudget& budget, std::vector<ActivationReport>* activations) {
+  std::vector<PlanReport> stages;
+  activations->clear();
+  for (int stage = 0; stage < request.part.pipeline_parallel; ++stage) {
+    request.part.pipeline_stage = stage;
+    if (kept) FOREBAY_RETURN_IF_ERROR(plan_activations(*kept, budget, &request, activations));
+    Result<PlanReport> report = make_plan_report(request);
+    FOREBAY_RETURN_IF_ERROR(report.status());
+    stages.push_back(std::move(report).value());
+  }
+  return stages.size() == 1 ? std::move(stages.front()) : worst_stage(stages);
+}
+
 // With no stage given: all that there are. It is an error only when none can be planned.
-Status plan_stages(PlanRequest request, std::optional<int> only, std::vector<PlanReport>* reports,
-                   std::vector<std::string>* left_out) {
+Status plan_stages(PlanRequest request, std::optional<int> only, const std::optional<ActivationRequest>& kept,
+                   const PlanBudget& budget, std::vector<PlanReport>* reports,
+                   std::vector<std::string>* left_out, std::vector<ActivationReport>* activations) {
   Status first;
   for (int stage = only.value_or(0); stage <= only.value_or(3); ++stage) {
     request.options.stage = stage;
-    Result<PlanReport> report = make_plan_report(request);
+    Result<PlanReport> report = plan_worst(request, kept, budget, activations);
     if (report.ok()) {
       reports->push_back(std::move(report).value());
       continue;
@@ -262,20 +304,29 @@ Status plan(const PlanArguments& arguments, bool* holds) {
     return refuse("--json prints one plan and no --stage was given; add --stage");
   PlanRequest request;
   PlanBudget budget;
-  FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
   std::string description;
+  std::optional<ActivationRequest> kept;
+  if (arguments.activations.given()) {
+    Result<ActivationRequest> read = read_activations(arguments.activations);
+    FOREBAY_RETURN_IF_ERROR(read.status());
+    kept = read.value();
+    request.part = kept->part;
+  }
+  int world_size = 1;
+  FOREBAY_RETURN_IF_ERROR(read_ranks(arguments, &request, &world_size));
+  FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
   FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
-  FOREBAY_RETURN_IF_ERROR(read_budget(arguments, &budget));
-  std::optional<ActivationReport> activations;
-  FOREBAY_RETURN_IF_ERROR(plan_activations(arguments, budget, &request, &activations));
-  const ActivationReport* const kept = activations ? &*activations : nullptr;
+  FOREBAY_RETURN_IF_ERROR(read_budget(arguments, world_size, &budget));
+  FOREBAY_RETURN_IF_ERROR(read_kept(arguments, budget, &request, &kept));
 
   std::vector<PlanReport> reports;
   std::vector<std::string> left_out;
-  FOREBAY_RETURN_IF_ERROR(plan_stages(
-      request, has_stage ? std::optional<int>(request.options.stage) : std::nullopt, &reports, &left_out));
-  const std::string text = arguments.json ? plan_json(reports.front(), budget, kept)
-                                          : plan_text(reports, left_out, description, budget, kept);
+  std::vector<ActivationReport> activations;  // By pipeline stage; the same at every ZeRO stage.
+  FOREBAY_RETURN_IF_ERROR(plan_stages(request,
+                                      has_stage ? std::optional<int>(request.options.stage) : std::nullopt,
+                                      kept, budget, &reports, &left_out, &activations));
+  const std::string text = arguments.json ? plan_json(reports.front(), budget, activations)
+                                          : plan_text(reports, left_out, description, budget, activations);
   if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
     return Status(StatusCode::kIoError, "cannot write the plan to standard output; is the disk full?");
   }
@@ -311,10 +362,16 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   add_model_options(*command, a.model);
   add_activation_options(*command, a.activations);
 
-  number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str();
+  a.ranks_option =
+      number("--ranks", a.ranks,
+             "All ranks. Those that share batches (data-parallel) are --ranks / (--tensor-parallel * "
+             "--pipeline-parallel) (default: one of these)");
   a.stage_option = number("--stage", a.stage, "ZeRO stage, 0 to 3; without it all of them side by side");
   text("--dtype", a.dtype, "Of parameters and gradients: fp32, bf16 or fp16", "TYPE")->capture_default_str();
-  number("--micro-steps", a.micro_steps, "Forward and backward passes of a step")->capture_default_str();
+  number("--micro-steps", a.micro_steps,
+         "Forward and backward passes of a step: gradients add up over them, and a pipeline has as many "
+         "micro-batches")
+      ->capture_default_str();
   text("--accumulate", a.accumulate, "Where micro-steps add up: shard or local", "WHERE")
       ->capture_default_str();
   text("--offload", a.offload, "States kept below the device: none, optimizer or optimizer+parameters",
@@ -351,7 +408,8 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   text("--memory", a.memory, "Device budget per rank that the plan is held against", "BYTES");
   a.host_ranks_option = number(
       "--host-ranks", a.host_ranks,
-      "Ranks that keep their device bytes in this host's memory (default: all; 0: do not judge the host)");
+      "Of all ranks, those that keep their device bytes in this host's memory: of a pipeline those that need "
+      "most (default: all; 0: do not judge the host)");
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(
       "Without --parameters, --config or a shape: the model that forebay-gpt trains by default (there in "

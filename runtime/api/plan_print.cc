@@ -158,6 +158,67 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
   return text;
 }
 
+// "4 ranks", "8 ranks = 2 data-parallel x 2 tensor-parallel x 2 pipeline stages".
+std::string ranks_text(const PlanReport& report) {
+  const int all = world_size(report);
+  std::string text = std::to_string(all) + (all == 1 ? " rank" : " ranks");
+  if (all == report.options.ranks) return text;
+  text += " = " + std::to_string(report.options.ranks) + " data-parallel";
+  if (report.part.tensor_parallel > 1)
+    text += " x " + std::to_string(report.part.tensor_parallel) + " tensor-parallel";
+  if (report.part.pipeline_parallel > 1)
+    text += " x " + std::to_string(report.part.pipeline_parallel) + " pipeline stages";
+  return text;
+}
+
+std::string psi_text(const PlanReport& report) {
+  if (world_size(report) == report.options.ranks) return "\nPsi: parameters; N: ranks";
+  return "\nPsi: parameters that a rank has some or all of, " + grouped(report.part_parameters) +
+         " here; N: data-parallel ranks, " + std::to_string(report.options.ranks);
+}
+
+// A line for each pipeline stage; the columns at the end are ZeRO stages.
+std::string pipeline_text(const std::vector<PlanReport>& reports,
+                          const std::vector<ActivationReport>& activations) {
+  const PlanReport& first = reports.front();
+  if (first.pipeline.empty()) return "";
+  const auto cells = [](const std::vector<std::string>& row) {
+    std::string line = padded_right(row.front(), 16);
+    for (std::size_t i = 1; i < row.size(); ++i) line += padded_left(row[i], 18);
+    return line + "\n";
+  };
+  std::vector<std::string> header = {"pipeline stage", "layers", "parameters", "micro-batches",
+                                     "activations"};
+  for (const PlanReport& report : reports) header.push_back("ZeRO " + stage_label(report));
+  std::string text = "\n" + cells(header);
+  for (std::size_t i = 0; i < first.pipeline.size(); ++i) {
+    const StageFigures& stage = first.pipeline[i];
+    std::vector<std::string> row = {std::to_string(i), std::to_string(stage.layers),
+                                    grouped(stage.parameters), std::to_string(activations[i].in_flight),
+                                    format_bytes(stage.bytes.activations.value_or(0))};
+    for (const PlanReport& report : reports) row.push_back(format_bytes(report.pipeline[i].bytes.needed()));
+    text += cells(row);
+  }
+  return text + "figures above are those of pipeline stage " + std::to_string(first.part.pipeline_stage) +
+         ", which needs most; micro-batches: those in flight at the same time\n";
+}
+
+Json pipeline_json(const PlanReport& report, const std::vector<ActivationReport>& activations) {
+  Json stages = Json::array();
+  for (std::size_t i = 0; i < report.pipeline.size(); ++i) {
+    const StageFigures& stage = report.pipeline[i];
+    stages.push_back({{"stage", i},
+                      {"layers", stage.layers},
+                      {"parameters", stage.parameters},
+                      {"micro_batches", activations[i].in_flight},
+                      {"model_states", stage.bytes.model_states()},
+                      {"activations", stage.bytes.activations.value_or(0)},
+                      {"needed", stage.bytes.needed()},
+                      {"sent_per_step", stage.wire.sent}});
+  }
+  return stages;
+}
+
 Json number_or_null(const std::optional<std::uint64_t>& value) {
   return value ? Json(*value) : Json(nullptr);
 }
@@ -180,12 +241,12 @@ bool plan_fits(const PlanReport& report, const PlanBudget& budget) {
 
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
                       const std::string& model, const PlanBudget& budget,
-                      const ActivationReport* activations) {
+                      const std::vector<ActivationReport>& activations) {
   const PlanReport& first = reports.front();
   const PlanOptions& options = first.options;
   std::string text = "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
-                     " parameters, " + data_type_name(options.dtype) + ", " + std::to_string(options.ranks) +
-                     (options.ranks == 1 ? " rank, " : " ranks, ") + std::to_string(options.micro_steps) +
+                     " parameters, " + data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
+                     std::to_string(options.micro_steps) +
                      (options.micro_steps == 1 ? " micro-step" : " micro-steps") + " a step\n";
   if (!model.empty()) text += model + "\n";
 
@@ -209,7 +270,7 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
   table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
   text += table.take();
 
-  text += std::string("\nPsi: parameters; N: ranks") +
+  text += psi_text(first) +
           (options.in_groups() ? "; G: ranks of a group, " + std::to_string(options.group) : "") + "\n";
   for (const PlanReport& report : reports) {
     if (!report.below_device_formula.empty())
@@ -227,19 +288,26 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
     }
   }
   for (const std::string& reason : left_out) text += "left out: " + reason + "\n";
-  if (activations != nullptr) text += activation_text(*activations);
+  if (!activations.empty())
+    text += activation_text(activations[static_cast<std::size_t>(first.part.pipeline_stage)]);
+  text += pipeline_text(reports, activations);
   text += judgement(reports, budget);
   return text;
 }
 
 std::string plan_json(const PlanReport& report, const PlanBudget& budget,
-                      const ActivationReport* activations) {
+                      const std::vector<ActivationReport>& activations) {
   const PlanFigures& bytes = report.bytes;
   const PlanOptions& options = report.options;
   Json json{{"preset", preset_name(report.preset)},
             {"exact", report.exact},
             {"parameters", report.parameters},
-            {"ranks", options.ranks},
+            {"ranks", world_size(report)},
+            {"data_parallel", options.ranks},
+            {"tensor_parallel", report.part.tensor_parallel},
+            {"pipeline_parallel", report.part.pipeline_parallel},
+            {"pipeline_stage", report.part.pipeline_stage},
+            {"part_parameters", report.part_parameters},
             {"group", options.group},
             {"shard_within_group", options.shard_within_group},
             {"stage", options.stage},
@@ -284,7 +352,9 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
               {"wire", report.wire_formula}}},
             {"notes", report.notes}};
 
-  if (activations != nullptr) json["activations"] = activation_json(*activations);
+  if (!activations.empty())
+    json["activations"] = activation_json(activations[static_cast<std::size_t>(report.part.pipeline_stage)]);
+  if (!report.pipeline.empty()) json["pipeline"] = pipeline_json(report, activations);
   if (budget.memory_bytes != 0) {
     json["memory"] = verdict_json(judge_memory(report, budget.memory_bytes));
   }

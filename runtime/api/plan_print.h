@@ -20,13 +20,13 @@ struct PlanBudget {
 // Whether every limit of the budget holds the plan.
 bool plan_fits(const PlanReport& report, const PlanBudget& budget);
 
-// A column for each report. `left_out` says why the stages that are missing are. `activations`: null where
-// nothing was said about them.
+// A column for each report. `left_out` says why the stages that are missing are. `activations`: of each
+// pipeline stage, of which that of the first report is shown; empty where nothing was said about them.
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
                       const std::string& model, const PlanBudget& budget,
-                      const ActivationReport* activations = nullptr);
+                      const std::vector<ActivationReport>& activations = {});
 
 std::string plan_json(const PlanReport& report, const PlanBudget& budget,
-                      const ActivationReport* activations = nullptr);
+                      const std::vector<ActivationReport>& activations = {});
 
 }  // namespace forebay

@@ -280,7 +280,7 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   } else {
     planned.units.push_back({.name = "model", .parameters = {{.name = "all", .count = request.parameters}}});
   }
-  Result<Plan> made = make_plan(planned, request.options);
+  Result<Plan> made = make_plan(planned, report.options);
   FOREBAY_RETURN_IF_ERROR(made.status());
   const Plan& plan = made.value();
   PlanFigures& bytes = report.bytes;
@@ -310,7 +310,20 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
     bytes.activations = plan.bytes.activations;
     bytes.reserved = plan.reserved_bytes;
     bytes.total = plan.bytes.total();
-    report.exact = true;
+    report.exact = request.part.pipeline_parallel == 1;
+    if (!report.exact) {
+      report.notes.push_back(
+          "left out of a pipeline: the sum of a tied embedding's gradients over its two stages, and the "
+          "gathers of "
+          "ZeRO stage 3 that one forward, one backward adds");
+    }
+    const auto sharing = static_cast<std::uint64_t>(request.part.tensor_parallel);
+    if (complete_shape(*request.shape).value().key_value_heads % sharing != 0) {
+      report.notes.push_back(
+          "key-value heads do not divide over the tensor-parallel ranks: each rank is taken to have as many "
+          "as "
+          "the one with most");
+    }
     std::string note =
         "parameters to buckets and the wire are what the engine holds and sends, padding included; ";
     note +=
@@ -338,6 +351,10 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   return Status();
 }
 
+int part_count(const ModelPart& part) {
+  return part.tensor_parallel * part.pipeline_parallel;
+}
+
 Status check_request(const PlanRequest& request) {
   const PlanOptions& options = request.options;
   if (!request.shape && (request.parameters == 0 || request.parameters > kParameterCountLimit)) {
@@ -359,12 +376,35 @@ Status check_request(const PlanRequest& request) {
         "--order group needs the shape of the model (--layers --hidden --heads --sequence --vocabulary, or "
         "--config), not its number of parameters alone");
   }
+  if (part_count(request.part) > 1 && (!request.shape || request.preset != Preset::kForebay)) {
+    return refuse(
+        "tensor and pipeline parallelism need the shape of the model (--layers --hidden --heads --sequence, "
+        "or "
+        "--config) and preset forebay");
+  }
   // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
   const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
   return make_plan(smallest, options).status();
 }
 
+// Those that decide about a step together, and the most units that one of them has.
+Status count_deciders(const PlanRequest& request, PlanOptions* options) {
+  if (part_count(request.part) == 1) return {};
+  options->deciding_ranks = options->ranks * part_count(request.part);
+  ModelPart part = request.part;
+  for (part.pipeline_stage = 0; part.pipeline_stage < part.pipeline_parallel; ++part.pipeline_stage) {
+    const Result<ModelShape> stage = make_model_shape(*request.shape, part);
+    FOREBAY_RETURN_IF_ERROR(stage.status());
+    options->deciding_units = std::max<std::uint64_t>(options->deciding_units, stage.value().units.size());
+  }
+  return {};
+}
+
 }  // namespace
+
+int world_size(const PlanReport& report) {
+  return report.options.ranks * part_count(report.part);
+}
 
 const char* preset_name(Preset preset) noexcept {
   switch (preset) {
@@ -425,16 +465,22 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
   PlanReport report;
   report.preset = request.preset;
   report.options = request.options;
-  report.parameters = request.parameters;
+  report.part = request.part;
+  report.parameters = report.part_parameters = request.parameters;
 
   std::optional<ModelShape> model;
   if (request.shape) {
-    Result<ModelShape> made = make_model_shape(*request.shape);
+    Result<ModelShape> whole = make_model_shape(*request.shape);
+    FOREBAY_RETURN_IF_ERROR(whole.status());
+    // Bounds the sum of the parameters.
+    FOREBAY_RETURN_IF_ERROR(make_plan(whole.value(), request.options).status());
+    Result<ModelShape> made = make_model_shape(*request.shape, request.part);
     FOREBAY_RETURN_IF_ERROR(made.status());
     model = std::move(made).value();
-    FOREBAY_RETURN_IF_ERROR(
-        make_plan(*model, request.options).status());  // Bounds the sum of the parameters.
-    report.parameters = model->parameter_count();
+    FOREBAY_RETURN_IF_ERROR(count_deciders(request, &report.options));
+    report.parameters = whole.value().parameter_count();
+    report.part_parameters = model->parameter_count();
+    report.layers = stage_layers(complete_shape(*request.shape).value().layers, request.part).count;
   }
   const ModelShape* const shape = model ? &*model : nullptr;
   const Scale scale{report.parameters, static_cast<std::uint64_t>(request.options.ranks)};
@@ -485,6 +531,15 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
   return report;
 }
 
+PlanReport worst_stage(const std::vector<PlanReport>& stages) {
+  PlanReport worst = *std::max_element(
+      stages.begin(), stages.end(),
+      [](const PlanReport& a, const PlanReport& b) { return a.bytes.needed() < b.bytes.needed(); });
+  for (const PlanReport& stage : stages)
+    worst.pipeline.push_back({stage.layers, stage.part_parameters, stage.bytes, stage.wire});
+  return worst;
+}
+
 std::string shrink_advice(const PlanReport& report) {
   struct Pool {
     const char* name;
@@ -521,11 +576,22 @@ std::string shrink_advice(const PlanReport& report) {
 
 std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
                                 std::uint64_t ranks_here) {
-  const auto of_all = [&](std::uint64_t bytes) {
+  const auto of_rank = [](const PlanFigures& bytes) { return bytes.needed() + bytes.pinned.value_or(0); };
+  std::vector<std::uint64_t> by_stage;
+  for (const StageFigures& stage : report.pipeline) by_stage.push_back(of_rank(stage.bytes));
+  if (by_stage.empty()) by_stage.push_back(of_rank(report.bytes));
+  std::sort(by_stage.rbegin(), by_stage.rend());
+  const std::uint64_t ranks_of_stage = static_cast<std::uint64_t>(world_size(report)) / by_stage.size();
+
+  std::uint64_t needed = 0;
+  for (std::size_t i = 0; i < by_stage.size(); ++i) {
+    const std::uint64_t bytes = by_stage[i];
+    const std::uint64_t ranks = i + 1 < by_stage.size() ? std::min(ranks_here, ranks_of_stage) : ranks_here;
+    ranks_here -= ranks;
     std::uint64_t product = 0;
-    return __builtin_mul_overflow(bytes, ranks_here, &product) ? ~std::uint64_t{0} : product;
-  };
-  const std::uint64_t needed = of_all(report.bytes.needed() + report.bytes.pinned.value_or(0));
+    if (__builtin_mul_overflow(bytes, ranks, &product) || __builtin_add_overflow(needed, product, &needed))
+      needed = ~std::uint64_t{0};
+  }
   std::vector<Verdict> verdicts;
   for (const HostLimit& limit : limits) {
     verdicts.push_back(

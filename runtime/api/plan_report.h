@@ -38,7 +38,8 @@ struct PlanRequest {
   // Instead of the estimate, where it is known how activations are kept (activation_report.h). Preset
   // forebay.
   std::optional<std::uint64_t> activation_bytes;
-  PlanOptions options;
+  PlanOptions options;  // `ranks` are the data-parallel ones; the others follow from `part`.
+  ModelPart part;       // What ranks have of the shape. Of several parts: preset forebay, and a shape.
   Preset preset = Preset::kForebay;
 };
 
@@ -63,9 +64,21 @@ struct PlanFigures {
   std::uint64_t needed() const { return reserved.value_or(known()); }
 };
 
+// A stage of a pipeline, on each of its ranks.
+struct StageFigures {
+  std::uint64_t layers = 0;
+  std::uint64_t parameters = 0;
+  PlanFigures bytes;
+  WireBytes wire;
+};
+
 struct PlanReport {
   Preset preset = Preset::kForebay;
-  std::uint64_t parameters = 0;
+  std::uint64_t parameters = 0;       // Of the whole model.
+  std::uint64_t part_parameters = 0;  // Psi of the formulas: those that a rank has some or all of.
+  ModelPart part;
+  std::uint64_t layers = 0;            // Of the shape, in this pipeline stage.
+  std::vector<StageFigures> pipeline;  // All stages, by number; see worst_stage().
   PlanOptions options;
   PlanFigures bytes;
   HostBytes host;  // Of what is offloaded; zero where nothing is.
@@ -81,8 +94,14 @@ struct PlanReport {
   std::vector<std::string> notes;
 };
 
+// All ranks of a plan.
+int world_size(const PlanReport& report);
+
 // Errors: kInvalidArgument naming the option; kUnsupported for a stage or type that the preset does not have.
 Result<PlanReport> make_plan_report(const PlanRequest& request);
+
+// Of the reports of all pipeline stages, in their order, the one that needs most, with the figures of all.
+PlanReport worst_stage(const std::vector<PlanReport>& stages);
 
 // One thing that has to hold the plan, and whether it does.
 struct Verdict {
@@ -96,7 +115,7 @@ struct Verdict {
 // Which pool is largest and which option makes it smaller: the end of every "does not fit" message.
 std::string shrink_advice(const PlanReport& report);
 
-// The memory limits of the host, held against `ranks_here` ranks of the plan.
+// The memory limits of the host, held against `ranks_here` ranks of the plan: those that need most.
 std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
                                 std::uint64_t ranks_here);
 

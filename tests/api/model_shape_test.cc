@@ -50,6 +50,54 @@ TEST(ModelShape, NamesGpt2ParametersAsHuggingFaceDoes) {
   EXPECT_EQ(model.units[3].parameters[0].name, "ln_f.weight");
 }
 
+TEST(ModelShape, PartsAreCutAsTensorParallelRanksShareThem) {
+  const TransformerShape shape = {.layers = 1, .hidden = 12, .heads = 3, .vocabulary = 16, .positions = 4};
+  const ModelShape model = make_model_shape(shape, {.tensor_parallel = 3}).value();
+
+  std::vector<std::pair<std::uint64_t, bool>> found;  // Elements, and whether all ranks have them.
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters)
+      found.emplace_back(parameter.count, parameter.replicated);
+  }
+  const std::vector<std::pair<std::uint64_t, bool>> expected = {
+      {6 * 12, false},  {4 * 12, true},                                 // 16 tokens: 6, 6 and 4 of them.
+      {12, true},       {12, true},     {12 * 12, false}, {12, false},  // Norm; query, key, value.
+      {4 * 12, false},  {12, true},     {12, true},       {12, true},   // Projection; norm.
+      {12 * 16, false}, {16, false},    {16 * 12, false}, {12, true},   // Feed-forward part.
+      {12, true},       {12, true}};
+  EXPECT_EQ(found, expected);
+}
+
+TEST(ModelShape, PipelineStagesHaveAllLayersOnceAndTheEndsTheEmbedding) {
+  TransformerShape shape = small_gpt();
+  shape.layers = 7;
+  std::vector<std::string> units;
+  for (int stage = 0; stage < 3; ++stage) {
+    const ModelShape model =
+        make_model_shape(shape, {.pipeline_parallel = 3, .pipeline_stage = stage}).value();
+    for (const UnitShape& unit : model.units) {
+      units.push_back(unit.name);
+      EXPECT_TRUE(unit.tied.empty());
+    }
+    if (stage == 2) {
+      EXPECT_EQ(model.units.back().parameters.back().name, "wte.weight");
+    }
+  }
+
+  EXPECT_EQ(units, (std::vector<std::string>{"embedding", "h.0", "h.1", "h.2", "h.3", "h.4", "h.5", "h.6",
+                                             "final"}));
+}
+
+TEST(ModelShape, RefusesPartsThatThereCannotBe) {
+  const auto says = [](const ModelPart& part) {
+    return make_model_shape(small_gpt(), part).status().message();
+  };
+  EXPECT_NE(says({.tensor_parallel = 4}).find("2 heads, which it does not divide"), std::string::npos);
+  EXPECT_NE(says({.tensor_parallel = 0}).find("tensor-parallel is 0"), std::string::npos);
+  EXPECT_NE(says({.pipeline_parallel = 3}).find("each stage needs a layer"), std::string::npos);
+  EXPECT_NE(says({.pipeline_parallel = 2, .pipeline_stage = 2}).find("use 0 to 1"), std::string::npos);
+}
+
 TEST(ModelShape, TiesTheOutputToTheEmbeddingWhoseBackwardReadsNoParameters) {
   const ModelShape model = make_model_shape(small_gpt()).value();
 

@@ -195,7 +195,7 @@ struct BadInput {
 // The figures of the ZeRO paper and of Korthikanti et al. for 1.5 billion parameters at batch 32.
 TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
   const std::string shape =
-      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 32 --stage 1 --ranks 4 --json ";
+      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 32 --stage 1 --json ";
   const auto activations = [&](const std::string& options) {
     const Outcome outcome = plan(shape + options);
     EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
@@ -233,7 +233,7 @@ TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
 
 TEST(PlanCommand, SaysWhereThePapersActivationsDisagree) {
   const Outcome outcome = plan(
-      "--layers 125 --hidden 8192 --heads 64 --sequence 1024 --batch 32 --stage 1 --ranks 8 "
+      "--layers 125 --hidden 8192 --heads 64 --sequence 1024 --batch 32 --stage 1 --ranks 128 "
       "--tensor-parallel "
       "16 --activations partition");
 
@@ -248,7 +248,7 @@ TEST(PlanCommand, SaysWhereThePapersActivationsDisagree) {
 
 TEST(PlanCommand, ChoosesHowActivationsAreKept) {
   const std::string shape =
-      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 4 --stage 1 --ranks 16 --tensor-parallel "
+      "--layers 48 --hidden 1600 --heads 25 --sequence 1024 --batch 4 --stage 1 --ranks 80 --tensor-parallel "
       "5 "
       "--host-ranks 0 --json --activations ";
   const auto plan_with = [&](const std::string& options) {
@@ -268,6 +268,111 @@ TEST(PlanCommand, ChoosesHowActivationsAreKept) {
   EXPECT_NE(chosen_for("partition").find("partition"), std::string::npos);
   EXPECT_EQ(chosen_for("partition").find("spill"), std::string::npos);
   EXPECT_EQ(chosen_for("partition+cpu"), "48 partition+spill");
+}
+
+Json plan_of(const std::string& arguments) {
+  const Outcome outcome = plan(arguments + " --host-ranks 0 --json");
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+  return Json::parse(outcome.output);
+}
+
+// Of kShape's: matrices, token embedding and the biases of first matrices are cut, the rest is whole.
+TEST(PlanCommand, TensorParallelismDividesTheModelStates) {
+  const int h = 128;
+  for (const int t : {1, 2, 4}) {
+    const Json json = plan_of(kShape + ("--stage 0 --dtype fp32 --tensor-parallel " + std::to_string(t)));
+
+    const int layer = 12 * h * h / t + (3 * h + 4 * h) / t + 6 * h;
+    EXPECT_EQ(json.at("part_parameters"), 256 / t * h + 64 * h + 4 * layer + 2 * h) << t;
+    EXPECT_EQ(json.at("parameters"), 256 * h + 64 * h + 4 * (12 * h * h + 13 * h) + 2 * h);
+    EXPECT_EQ(json.at("ranks"), t);
+    EXPECT_EQ(json.at("data_parallel"), 1);
+    const auto states = json.at("bytes_per_rank").at("model_states").get<double>();
+    EXPECT_NEAR(states, 16 * json.at("part_parameters").get<double>(), 16 * 6 * 512.0) << t;  // Padding.
+  }
+}
+
+TEST(PlanCommand, RanksAreAllRanks) {
+  const std::string shape = kShape + std::string("--stage 1 --dtype fp32 ");
+  const Json alone = plan_of(shape + "--ranks 4");
+  const Json both = plan_of(shape + "--ranks 16 --tensor-parallel 2 --pipeline-parallel 2");
+
+  EXPECT_EQ(alone.at("data_parallel"), 4);
+  EXPECT_EQ(both.at("ranks"), 16);
+  EXPECT_EQ(both.at("data_parallel"), 4);
+  EXPECT_EQ(both.at("tensor_parallel"), 2);
+  EXPECT_EQ(both.at("pipeline_parallel"), 2);
+  // About 4 Psi whole and as much of gradients, and 8 Psi / 4, of a rank's quarter.
+  const auto psi = both.at("part_parameters").get<double>();
+  EXPECT_NEAR(both.at("bytes_per_rank").at("model_states").get<double>(), (8 + 8.0 / 4) * psi, 0.1 * psi);
+  EXPECT_LT(both.at("bytes_per_rank").at("model_states"), alone.at("bytes_per_rank").at("model_states"));
+
+  const Outcome text = plan(shape + "--ranks 16 --tensor-parallel 2 --pipeline-parallel 2");
+  EXPECT_NE(text.output.find("16 ranks = 4 data-parallel x 2 tensor-parallel x 2 pipeline stages"),
+            std::string::npos)
+      << text.output;
+}
+
+TEST(PlanCommand, APipelineStageHasItsLayersAndTheMicroBatchesInFlight) {
+  const std::string shape =
+      "--layers 7 --hidden 64 --heads 4 --sequence 32 --vocabulary 500 --batch 3 --dtype fp32 --stage 0 "
+      "--pipeline-parallel 3 --recompute block ";
+  const std::uint64_t layer = 12 * 64 * 64 + 13 * 64;
+  const std::uint64_t input = 3 * 32 * 64 * 4;
+  for (const int micro_steps : {1, 2, 8}) {
+    const Json json = plan_of(shape + "--micro-steps " + std::to_string(micro_steps));
+
+    const Json& stages = json.at("pipeline");
+    ASSERT_EQ(stages.size(), 3u);
+    const std::uint64_t layers[] = {3, 2, 2};
+    const std::uint64_t more[] = {500 * 64 + 32 * 64, 0, 2 * 64 + 500 * 64};
+    std::uint64_t largest = 0;
+    for (int i = 0; i < 3; ++i) {
+      SCOPED_TRACE(i);
+      const Json& stage = stages.at(i);
+      EXPECT_EQ(stage.at("layers"), layers[i]);
+      EXPECT_EQ(stage.at("parameters"), layers[i] * layer + more[i]);
+      EXPECT_EQ(stage.at("micro_batches"), std::min(3 - i, micro_steps));
+      largest = std::max(largest, stage.at("needed").get<std::uint64_t>());
+    }
+    EXPECT_EQ(json.at("bytes_per_rank").at("reserved"), largest);
+    EXPECT_EQ(json.at("pipeline_stage"), 0);
+    EXPECT_EQ(json.at("activations").at("plan").at("kept"), 3 * std::min(3, micro_steps) * input);
+  }
+
+  const Outcome text = plan(shape + "--micro-steps 8");
+  EXPECT_NE(text.output.find("pipeline stage"), std::string::npos) << text.output;
+  EXPECT_NE(text.output.find("ZeRO stage 0"), std::string::npos) << text.output;
+  EXPECT_NE(text.output.find("figures above are those of pipeline stage 0"), std::string::npos)
+      << text.output;
+}
+
+// The last stage has an output projection of its own and a norm.
+TEST(PlanCommand, ShowsThePipelineStageThatNeedsMost) {
+  const Json json =
+      plan_of("--config " + data("llama_2_7b.json") +
+              " --batch 1 --sequence 16 --stage 0 --pipeline-parallel 2 --activations partition");
+
+  const Json& stages = json.at("pipeline");
+  const auto needed = [&](int i) { return stages.at(i).at("needed").get<std::uint64_t>(); };
+  EXPECT_EQ(json.at("pipeline_stage"), needed(1) > needed(0) ? 1 : 0);
+  EXPECT_EQ(json.at("bytes_per_rank").at("reserved"), std::max(needed(0), needed(1)));
+}
+
+TEST(PlanCommand, HoldsTheRanksOfThisHostAgainstIt) {
+  const auto needed_by = [&](int ranks) {
+    const Outcome outcome = plan(
+        kShape + ("--ranks 8 --stage 0 --pipeline-parallel 2 --json --host-ranks " + std::to_string(ranks)));
+    const Json json = Json::parse(outcome.output);
+    std::vector<std::uint64_t> stages;
+    for (const Json& stage : json.at("pipeline")) stages.push_back(stage.at("needed"));
+    return std::pair(json.at("host").at("limits").at(0).at("needed_bytes").get<std::uint64_t>(), stages);
+  };
+
+  const auto [all, stages] = needed_by(8);
+  EXPECT_EQ(all, 4 * stages.at(0) + 4 * stages.at(1));
+  EXPECT_EQ(needed_by(4).first, 4 * std::max(stages.at(0), stages.at(1)));
+  EXPECT_EQ(needed_by(1).first, std::max(stages.at(0), stages.at(1)));
 }
 
 TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
@@ -306,6 +411,15 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {shape + "--recompute every:0", "--recompute is 'every:0'"},
       {shape + "--tensor-parallel 3", "which it does not divide"},
       {shape + "--tensor-parallel 0", "--tensor-parallel is 0"},
+      {shape + "--pipeline-parallel 0", "--pipeline-parallel is 0"},
+      {shape + "--pipeline-parallel 5", "each stage needs a layer; use 1 to the model's layers, 4"},
+      {shape + "--ranks 6 --tensor-parallel 2 --pipeline-parallel 2",
+       "--ranks is 6, which --tensor-parallel 2 times --pipeline-parallel 2 = 4 does not divide"},
+      {shape + "--ranks 1 --tensor-parallel 2", "use a multiple of 2"},
+      {shape + "--ranks 4 --tensor-parallel 2 --host-ranks 5", "use 0 to all ranks (4)"},
+      {shape + "--ranks 8 --tensor-parallel 2 --order group:8", "do not divide 4 ranks"},
+      {"--parameters 1B --pipeline-parallel 2", "need the shape"},
+      {shape + "--pipeline-parallel 2 --preset paper --stage 1", "need the shape"},
       {shape + "--activations auto", "add --memory and --stage"},
       {shape + "--activations auto --stage 1 --memory 4KiB", "has nothing to choose"},
       {"--parameters 1B --activations keep", "need the shape"},

@@ -40,13 +40,33 @@ struct TransformerShape {
 // Errors: kInvalidArgument naming the number and what it may be.
 Result<TransformerShape> complete_shape(TransformerShape shape);
 
+// What one rank has of a model that ranks share. Tensor parallelism cuts the matrices of each layer: the
+// first of attention and of the feed-forward part by columns (whole heads), the second by rows, the embedding
+// by tokens; where these do not divide, the parts are rounded up. Norms, positions and the biases of second
+// matrices are whole on every rank. Pipeline parallelism gives each stage some of the layers.
+struct ModelPart {
+  int tensor_parallel = 1;    // A divisor of heads. With fewer key-value heads than ranks, each rank has one.
+  int pipeline_parallel = 1;  // At most as many as layers.
+  int pipeline_stage = 0;
+  friend bool operator==(const ModelPart&, const ModelPart&) = default;
+};
+
+// Stages have the same number of layers, or the first ones one more.
+struct LayerRange {
+  std::uint64_t first = 0;
+  std::uint64_t count = 0;
+};
+LayerRange stage_layers(std::uint64_t layers, const ModelPart& part);
+
 // The units in order of execution: "embedding", one per layer, "final". Parameters are named as in Hugging
 // Face's GPT-2 and Llama state dictionaries. Group 0 holds the matrices, which decay; group 1 the biases and
-// norms.
+// norms. Of several pipeline stages the first has the embedding, the last "final" and, where the output
+// projection is the embedding's matrix, a copy of that.
 //
-// Errors: as complete_shape.
-// Source: Hugging Face transformers, models/gpt2 and models/llama.
-Result<ModelShape> make_model_shape(const TransformerShape& shape);
+// Errors: as complete_shape; kInvalidArgument for parts that the model cannot have.
+// Source: Hugging Face transformers, models/gpt2 and models/llama; Shoeybi et al., arXiv 1909.08053,
+// section 3.
+Result<ModelShape> make_model_shape(const TransformerShape& shape, const ModelPart& part = {});
 
 struct ActivationOptions {
   std::uint64_t batch = 1;     // Sequences of one micro-step on one rank.
