@@ -94,6 +94,20 @@ class Entry {
   std::string text(const std::string& key, const char* otherwise) const {
     return has(key) ? at(key).text() : otherwise;
   }
+  bool flag(const std::string& key) const {
+    if (!has(key)) return false;
+    const Entry entry = at(key);
+    if (!entry.json_.is_boolean()) entry.complain("true or false");
+    return entry.json_.get<bool>();
+  }
+  // Names and texts of an object.
+  std::vector<std::pair<std::string, std::string>> texts(const std::string& key) const {
+    std::vector<std::pair<std::string, std::string>> all;
+    if (!has(key)) return all;
+    const Entry entry = at(key);
+    for (const auto& [name, unused] : entry.object().items()) all.emplace_back(name, entry.at(name).text());
+    return all;
+  }
 
   struct Unreadable {
     std::string found;
@@ -152,6 +166,16 @@ void read_ranks(const Entry& ranks, RunReport& run) {
     const auto raise_mean = [&](std::uint64_t& target, const char* key) {
       if (rank.has(key)) target = std::max(target, rank.at(key).mean_bytes());
     };
+    raise(run.part_parameters, "parameters");
+    raise_mean(run.tensor_sent_bytes_per_step, "tensor_sent_bytes_per_step");
+    raise(run.saved.device_bytes, "saved_device_bytes");
+    raise(run.planned_saved.device_bytes, "planned_saved_device_bytes");
+    raise(run.saved.host_bytes, "saved_host_bytes");
+    raise(run.planned_saved.host_bytes, "planned_saved_host_bytes");
+    raise(run.saved.file_bytes, "saved_file_bytes");
+    raise(run.planned_saved.file_bytes, "planned_saved_file_bytes");
+    raise_mean(run.saved.sent_bytes_per_step, "saved_sent_bytes_per_step");
+    raise(run.planned_saved.sent_bytes_per_step, "planned_saved_sent_bytes_per_step");
     raise(run.host_bytes, "host_bytes");
     raise(run.planned_host_bytes, "planned_host_bytes");
     raise(run.file_bytes, "file_bytes");
@@ -166,10 +190,28 @@ void read_ranks(const Entry& ranks, RunReport& run) {
   }
 }
 
+// The ranks' arrangement. Sizes that do not divide the ranks would make nonsense of every formula.
+void read_grid(const Entry& json, RunReport& run) {
+  run.world_size = json.at("world_size").small_number();
+  run.tensor_parallel = json.small_number("tensor_parallel", 1);
+  run.pipeline_parallel = json.small_number("pipeline_parallel", 1);
+  run.group = json.small_number("group", 1);
+  run.shard_within_group = json.flag("shard_within_group");
+  const auto divides = [](int divisor, int number) { return divisor >= 1 && number % divisor == 0; };
+  if (!divides(run.tensor_parallel, run.world_size) ||
+      !divides(run.pipeline_parallel, run.world_size / run.tensor_parallel))
+    throw Entry::Unreadable{"its tensor_parallel and pipeline_parallel do not divide its world_size"};
+  if (!divides(run.group, run.data_parallel()))
+    throw Entry::Unreadable{"its group does not divide its data-parallel ranks"};
+}
+
 RunReport read_run(const std::string& path, const Entry& json) {
   RunReport run;
   run.name = path;
-  run.world_size = json.at("world_size").small_number();
+  read_grid(json, run);
+  run.training = json.texts("training");
+  run.recompute = json.text("recompute", "none");
+  run.activations = json.text("activations", "keep");
   run.stage = json.at("stage").small_number();
   run.dtype = json.at("dtype").text();
   run.parameters = json.at("parameters").count();
@@ -260,16 +302,19 @@ bool offloads(const RunReport& run) {
   return run.offload != "none";
 }
 
+// Ranks that a unit is sharded over.
+int shards(const RunReport& run) {
+  return run.shard_within_group ? run.group : run.data_parallel();
+}
+
 // "optimizer, 60% on nvme".
 std::string offload_cell(const RunReport& run) {
   if (!offloads(run)) return run.offload;
   std::string text = run.offload;
-  if (run.offloaded_parameters != run.parameters) {
-    text += ", " +
-            fixed(100.0 * static_cast<double>(run.offloaded_parameters) /
-                      static_cast<double>(std::max<std::uint64_t>(run.parameters, 1)),
-                  0) +
-            "%";
+  const double part = part_parameters(run);
+  if (static_cast<double>(run.offloaded_parameters) != part) {
+    text +=
+        ", " + fixed(100.0 * static_cast<double>(run.offloaded_parameters) / std::max(part, 1.0), 0) + "%";
   }
   return text + " on " + run.tier;
 }
@@ -293,6 +338,51 @@ std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
   return rows;
 }
 
+bool parts_layers(const RunReport& run) {
+  return run.tensor_parallel > 1 || run.saved.device_bytes + run.saved.host_bytes + run.saved.file_bytes > 0;
+}
+
+std::string beside(std::uint64_t measured, std::uint64_t planned) {
+  return grouped(measured) + " / " + grouped(planned);
+}
+
+std::string tensor_cell(const RunReport& run) {
+  const std::optional<double> theory = tensor_formula_bytes(run);
+  if (run.tensor_parallel == 1) return "none";
+  if (!theory) return grouped(run.tensor_sent_bytes_per_step);
+  return grouped(run.tensor_sent_bytes_per_step) + " / " + grouped(*theory) + " = " +
+         fixed(static_cast<double>(run.tensor_sent_bytes_per_step) / *theory, 4);
+}
+
+// What the gathers of saved inputs are of what tensor parallelism sends.
+std::string gather_share(const RunReport& run) {
+  if (run.tensor_sent_bytes_per_step == 0) return "-";
+  return fixed(100.0 * static_cast<double>(run.saved.sent_bytes_per_step) /
+                   static_cast<double>(run.tensor_sent_bytes_per_step),
+               2) +
+         "%";
+}
+
+// What tensor-parallel ranks send each other, and the inputs that are cut over them or spilled.
+void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs) {
+  std::vector<Row> rows = {{"stage", "tensor-parallel", "its wire / theory", "recompute", "activations",
+                            "saved on device / planned", "on host / planned", "in files / planned",
+                            "gathers' wire / planned", "of tensor's"}};
+  for (const RunReport& run : runs) {
+    if (!parts_layers(run)) continue;
+    const RunReport::Saved& saved = run.saved;
+    const RunReport::Saved& planned = run.planned_saved;
+    rows.push_back({std::to_string(run.stage), std::to_string(run.tensor_parallel), tensor_cell(run),
+                    run.recompute, run.activations, beside(saved.device_bytes, planned.device_bytes),
+                    beside(saved.host_bytes, planned.host_bytes),
+                    beside(saved.file_bytes, planned.file_bytes),
+                    beside(saved.sent_bytes_per_step, planned.sent_bytes_per_step), gather_share(run)});
+  }
+  if (rows.size() == 1) return;
+  out << '\n';
+  print_rows(out, rows);
+}
+
 // Those with files have a table of their own; beside the others it would be too wide to read.
 void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   std::vector<Row> rows = {{"stage", "files measured", "planned", "read/step measured", "planned",
@@ -312,19 +402,36 @@ void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   for (const std::string& store : stores) out << store << '\n';
 }
 
+// "seed 1 / 2, lr 0.001 / 0.01": what both reports say, and not alike.
 std::string setup_difference(const RunReport& a, const RunReport& b) {
-  const auto differs = [&](const char* what, const auto& left, const auto& right) {
-    std::ostringstream text;
-    text << what << " is " << left << " in '" << a.name << "' and " << right << " in '" << b.name << "'";
-    return text.str();
+  std::string text;
+  const auto compare = [&](const std::string& what, const auto& left, const auto& right) {
+    if (left == right) return;
+    std::ostringstream values;
+    values << left << " / " << right;
+    text += (text.empty() ? "" : ", ") + what + " " + values.str();
   };
-  if (a.world_size != b.world_size) return differs("world_size", a.world_size, b.world_size);
-  if (a.dtype != b.dtype) return differs("dtype", a.dtype, b.dtype);
-  if (a.parameters != b.parameters) return differs("parameters", a.parameters, b.parameters);
-  if (a.steps != b.steps) return differs("steps", a.steps, b.steps);
-  if (a.micro_steps != b.micro_steps) return differs("micro_steps", a.micro_steps, b.micro_steps);
-  if (a.accumulate != b.accumulate) return differs("accumulate", a.accumulate, b.accumulate);
-  return "";
+  compare("world_size", a.world_size, b.world_size);
+  compare("dtype", a.dtype, b.dtype);
+  compare("parameters", a.parameters, b.parameters);
+  compare("steps", a.steps, b.steps);
+  compare("micro_steps", a.micro_steps, b.micro_steps);
+  compare("accumulate", a.accumulate, b.accumulate);
+  for (const auto& [name, value] : a.training) {
+    const auto other = std::find_if(b.training.begin(), b.training.end(),
+                                    [&name = name](const auto& entry) { return entry.first == name; });
+    if (other != b.training.end()) compare(name, value, other->second);
+  }
+  if (text.empty()) return text;
+  return "not the same training (" + text + ") in '" + a.name + "' and '" + b.name + "'";
+}
+
+Json optional_json(const std::optional<double>& value) {
+  return value ? Json(*value) : Json();
+}
+
+Json measured_and_planned(std::uint64_t measured, std::uint64_t planned) {
+  return {{"measured", measured}, {"planned", planned}};
 }
 
 bool same(double a, double b) {
@@ -362,12 +469,17 @@ std::string result_difference(const RunReport& a, const RunReport& b) {
 
 }  // namespace
 
+double part_parameters(const RunReport& run) {
+  if (run.part_parameters > 0) return static_cast<double>(run.part_parameters);
+  return static_cast<double>(run.parameters) / (run.tensor_parallel * run.pipeline_parallel);
+}
+
 double model_state_formula_bytes(const RunReport& run) {
-  const auto psi = static_cast<double>(run.parameters);
-  const double shard = psi / run.world_size;
+  const double psi = part_parameters(run);
+  const double shard = psi / shards(run);
   // What has not left the device.
   const double here = psi - (offloads(run) ? static_cast<double>(run.offloaded_parameters) : 0);
-  const double here_shard = here / run.world_size;
+  const double here_shard = here / shards(run);
   const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
   const double element = run.dtype == "fp32" ? 4 : 2;
   const double optimizer =
@@ -383,10 +495,40 @@ double model_state_formula_bytes(const RunReport& run) {
 }
 
 double wire_formula_bytes(const RunReport& run) {
-  const double element = run.dtype == "fp32" ? 4 : 2;
-  const double pass = static_cast<double>(run.parameters) * element * (run.world_size - 1) / run.world_size;
-  if (run.stage >= 3) return 3.0 * run.micro_steps * pass;
-  return (run.accumulate == "shard" ? run.micro_steps + 1 : 2) * pass;
+  const double bytes = part_parameters(run) * (run.dtype == "fp32" ? 4 : 2);
+  const double ranks = run.data_parallel();
+  const double group = run.group;
+  const auto others = [](double size) { return (size - 1) / size; };
+  double reduction = bytes * others(ranks);
+  if (run.group > 1 || run.shard_within_group) {
+    // Within groups in the gradients' type, then the sums across them, in fp32; with hybrid sharding these
+    // come back too.
+    const double across = 4 * part_parameters(run) * (ranks / group - 1) / ranks;
+    reduction = bytes * others(group) + across * (run.shard_within_group ? 2 : 1);
+  }
+  const double gather = bytes * others(shards(run));
+  if (run.stage >= 3) return run.micro_steps * (reduction + 2 * gather);
+  return (run.accumulate == "shard" ? run.micro_steps : 1) * reduction + gather;
+}
+
+std::optional<double> tensor_formula_bytes(const RunReport& run) {
+  const auto number = [&](const char* name) {
+    for (const auto& [key, value] : run.training) {
+      if (key == name) return std::strtod(value.c_str(), nullptr);
+    }
+    return 0.0;
+  };
+  const double input = number("batch") * number("sequence") * number("hidden") * sizeof(float);
+  if (run.pipeline_parallel > 1 || input == 0) return std::nullopt;
+  // A block sums twice in each pass, and once more where it is computed again; so do the embedding forward
+  // and the head backward.
+  const std::string every = "every:";
+  const double step =
+      run.recompute.rfind(every, 0) == 0 ? std::strtod(run.recompute.c_str() + every.size(), nullptr) : 1.0;
+  const double recomputed = run.recompute == "none" ? 0 : std::ceil(number("layers") / std::max(step, 1.0));
+  const double sums = 4 * number("layers") + recomputed + 2;
+  const double t = run.tensor_parallel;
+  return run.micro_steps * sums * 2 * (t - 1) / t * input;
 }
 
 RunReport read_run_report(const std::string& path) {
@@ -440,6 +582,7 @@ void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
       << format_count(static_cast<std::uint64_t>(std::max(first.steps, 0)), "step")
       << ". Bytes are those of the worst rank; wire is per step.\n\n";
   print_rows(out, table_rows(runs));
+  print_activation_rows(out, runs);
   print_file_rows(out, runs);
   if (runs.size() < 2) return;
   out << '\n';
@@ -484,6 +627,19 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
           {{"sent", run.sent_bytes_per_step},
            {"received", run.received_bytes_per_step},
            {"theory", wire_formula_bytes(run)}}},
+         {"tensor_parallel", run.tensor_parallel},
+         {"pipeline_parallel", run.pipeline_parallel},
+         {"data_parallel", run.data_parallel()},
+         {"tensor_bytes_per_step",
+          {{"sent", run.tensor_sent_bytes_per_step}, {"theory", optional_json(tensor_formula_bytes(run))}}},
+         {"recompute", run.recompute},
+         {"activations", run.activations},
+         {"saved_bytes",
+          {{"device", measured_and_planned(run.saved.device_bytes, run.planned_saved.device_bytes)},
+           {"host", measured_and_planned(run.saved.host_bytes, run.planned_saved.host_bytes)},
+           {"files", measured_and_planned(run.saved.file_bytes, run.planned_saved.file_bytes)},
+           {"sent_per_step",
+            measured_and_planned(run.saved.sent_bytes_per_step, run.planned_saved.sent_bytes_per_step)}}},
          {"tokens_per_second", run.tokens_per_second},
          {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
          {"digest", run.digest}});

@@ -8,6 +8,7 @@
 #include <iosfwd>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/data_type.h"
@@ -18,9 +19,16 @@ namespace forebay {
 struct RunReport {
   std::string name;  // The file it came from: for messages.
   int world_size = 1;
+  // What makes the same training, and what must be the same for equal results besides what follows.
+  std::vector<std::pair<std::string, std::string>> training;
+  int tensor_parallel = 1;
+  int pipeline_parallel = 1;
+  int group = 1;  // Ranks that gradients are added among first.
+  bool shard_within_group = false;
   int stage = 0;
   std::string dtype = "fp32";
   std::uint64_t parameters = 0;
+  std::uint64_t part_parameters = 0;  // Most that a rank has some or all of; 0: the report does not say.
   int steps = 0;
   int first_step = 0;  // Steps done before this run: 0 unless it was resumed.
   int micro_steps = 1;
@@ -46,16 +54,38 @@ struct RunReport {
   std::uint64_t planned_file_read_bytes_per_step = 0;
   std::uint64_t file_written_bytes_per_step = 0;
   std::uint64_t planned_file_written_bytes_per_step = 0;
-  std::uint64_t sent_bytes_per_step = 0;
+  std::uint64_t sent_bytes_per_step = 0;  // Between data-parallel ranks.
   std::uint64_t received_bytes_per_step = 0;
+  std::uint64_t tensor_sent_bytes_per_step = 0;
+  // The inputs of recomputed blocks, where an ActivationCheckpointer has them, and what its gathers send.
+  std::string recompute = "none";
+  std::string activations = "keep";
+  struct Saved {
+    std::uint64_t device_bytes = 0;
+    std::uint64_t host_bytes = 0;
+    std::uint64_t file_bytes = 0;
+    std::uint64_t sent_bytes_per_step = 0;
+  };
+  Saved saved;
+  Saved planned_saved;
+
+  int data_parallel() const { return world_size / (tensor_parallel * pipeline_parallel); }
 };
+
+// Psi of the formulas: parameters of the part of the model that a rank trains.
+double part_parameters(const RunReport& run);
 
 // Model-state bytes per rank on the device by the formulas (ARCHITECTURE.md, "The memory contract"). What is
 // on its way to the host is bounded and left out.
 double model_state_formula_bytes(const RunReport& run);
 
-// Bytes sent per rank and step by theory: exact at stages 0 to 2, at stage 3 the most there can be.
+// Bytes that a rank sends to data-parallel ones per step by theory: exact at stages 0 to 2, at stage 3 the
+// most there can be.
 double wire_formula_bytes(const RunReport& run);
+
+// Bytes that a rank sends to tensor-parallel ones per step by theory: the sums of activations and of their
+// gradients. None where the report does not say what the model is, and for a pipeline's stages, which differ.
+std::optional<double> tensor_formula_bytes(const RunReport& run);
 
 // Errors: kIoError (cannot be read), kCorruption (not JSON, or a key is missing or of the wrong kind: named).
 RunReport read_run_report(const std::string& path);

@@ -649,31 +649,43 @@ std::string configuration_of(const TrainerOptions& o) {
          activations_name(o) + " --dropout " + exact(o.dropout);
 }
 
+std::vector<std::pair<std::string, std::string>> training_of(const TrainerOptions& o) {
+  const auto given = [](const std::string& path) { return std::string(path.empty() ? "no" : "yes"); };
+  return {{"layers", std::to_string(o.model.layers)},
+          {"hidden", std::to_string(o.model.hidden)},
+          {"heads", std::to_string(o.model.heads)},
+          {"sequence", std::to_string(o.model.sequence)},
+          {"batch", std::to_string(o.batch)},
+          {"lr", exact(o.lr)},
+          {"weight-decay", exact(o.weight_decay)},
+          {"clip", exact(o.clip)},
+          {"beta1", exact(o.beta1)},
+          {"beta2", exact(o.beta2)},
+          {"epsilon", exact(o.epsilon)},
+          {"loss-scale", exact(o.loss_scale)},
+          {"seed", std::to_string(o.seed)},
+          {"dropout", exact(o.dropout)},
+          {"tensor-parallel", std::to_string(o.tensor_parallel)},
+          {"pipeline-parallel", std::to_string(o.pipeline_parallel)},
+          {"order", o.fast_order   ? "fast"
+                    : o.group == 1 ? "rank"
+                                   : "group:" + std::to_string(o.group)},
+          {"device", o.device.cuda ? "cuda" : "host"},
+          {"matmul", o.matmul},
+          {"initial", given(o.initial_file)}};
+}
+
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& o) {
   const auto given = [](const std::string& path) { return std::string(path.empty() ? "no" : "yes"); };
-  return {{"--layers", std::to_string(o.model.layers)},
-          {"--hidden", std::to_string(o.model.hidden)},
-          {"--heads", std::to_string(o.model.heads)},
-          {"--sequence", std::to_string(o.model.sequence)},
-          {"--batch", std::to_string(o.batch)},
-          {"--steps", std::to_string(o.steps)},
-          {"--lr", exact(o.lr)},
-          {"--weight-decay", exact(o.weight_decay)},
-          {"--clip", exact(o.clip)},
-          {"--seed", std::to_string(o.seed)},
-          {"--device", o.device.cuda ? "cuda" : "host"},
-          {"--matmul", o.matmul},
-          {"--tensor-parallel", std::to_string(o.tensor_parallel)},
-          {"--pipeline-parallel", std::to_string(o.pipeline_parallel)},
-          {"--recompute", recompute_name(o)},
-          {"--activations", activations_name(o)},
-          {"--dropout", exact(o.dropout)},
-          {"--offload-staging", std::to_string(o.staging_bytes)},
-          {"--save-state", given(o.save_state)},
-          {"--save-every", std::to_string(o.save_every)},
-          {"--load-state", given(o.load_state)},
-          {"--initial", given(o.initial_file)},
-          {"--export", given(o.export_file)}};
+  std::vector<std::pair<std::string, std::string>> all;
+  for (const auto& [name, value] : training_of(o)) all.emplace_back("--" + name, value);
+  const std::pair<std::string, std::string> more[] = {
+      {"--steps", std::to_string(o.steps)},   {"--recompute", recompute_name(o)},
+      {"--activations", activations_name(o)}, {"--offload-staging", std::to_string(o.staging_bytes)},
+      {"--save-state", given(o.save_state)},  {"--save-every", std::to_string(o.save_every)},
+      {"--load-state", given(o.load_state)},  {"--export", given(o.export_file)}};
+  all.insert(all.end(), std::begin(more), std::end(more));
+  return all;
 }
 
 }  // namespace forebay::gpt

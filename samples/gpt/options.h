@@ -122,6 +122,10 @@ std::string activations_name(const TrainerOptions& options);
 // when they meet, where later it would be operations that do not match.
 std::string configuration_of(const TrainerOptions& options);
 
+// The options that make the same training: with others, results need not be the same, whatever the stage.
+// Names are those of the command line, without dashes before them.
+std::vector<std::pair<std::string, std::string>> training_of(const TrainerOptions& options);
+
 // The options that must be the same on every rank, for EngineOptions::agreement.
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);
 

@@ -16,7 +16,8 @@ Json pools(const PoolBytes& bytes) {
 }
 
 Json rank_json(const RankReport& rank) {
-  return {{"peak_bytes", pools(rank.peak_bytes)},
+  return {{"parameters", rank.parameters},
+          {"peak_bytes", pools(rank.peak_bytes)},
           {"planned_bytes", pools(rank.planned_bytes)},
           {"reserved_bytes", rank.reserved_bytes},
           {"planned_reserved_bytes", rank.planned_reserved_bytes},
@@ -84,7 +85,10 @@ std::string report_json(const TrainingReport& report) {
   for (const RankReport& rank : report.ranks) ranks.push_back(rank_json(rank));
   for (std::size_t rank = 0; rank < report.traffic.size(); ++rank)
     ranks[rank]["traffic"] = traffic_json(report.traffic[rank]);
+  Json training = Json::object();
+  for (const auto& [name, value] : report.training) training[name] = value;
   const Json json = {{"world_size", report.world_size},
+                     {"training", training},
                      {"tensor_parallel", report.tensor_parallel},
                      {"pipeline_parallel", report.pipeline_parallel},
                      {"data_parallel", report.data_parallel},

@@ -563,6 +563,7 @@ class Trainer {
     const double steps = std::max<double>(static_cast<double>(step_ms.size()), 1);
     if (step_ms.size() > 1) step_ms.erase(step_ms.begin());  // The first meets cold caches and new pages.
     RankReport mine;
+    mine.parameters = engine_.model().parameter_count();
     mine.peak_bytes = statistics.peak;
     mine.planned_bytes = statistics.planned;
     mine.reserved_bytes = statistics.peak_reserved_bytes;
@@ -621,6 +622,8 @@ class Trainer {
     report.ranks.resize(static_cast<std::size_t>(place_.size));
     throw_if_error(communicator_.exchange(std::as_bytes(std::span(&mine, 1)),
                                           std::as_writable_bytes(std::span(report.ranks))));
+    report.training = training_of(options_);
+    report.training.emplace_back("text", std::to_string(text_.hash()));
     report.world_size = place_.size;
     report.tensor_parallel = grid_.shape().tensor_parallel();
     report.data_parallel = grid_.shape().data_parallel();

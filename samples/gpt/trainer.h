@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/bootstrap.h"
@@ -15,7 +16,8 @@
 namespace forebay::gpt {
 
 struct RankReport {
-  PoolBytes peak_bytes;  // Live.
+  std::uint64_t parameters = 0;  // Of the model, those that this rank has some or all of.
+  PoolBytes peak_bytes;          // Live.
   PoolBytes planned_bytes;
   std::uint64_t reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
@@ -65,7 +67,8 @@ struct OperationReport {
 };
 
 struct TrainingReport {
-  std::vector<std::vector<OperationReport>> traffic;  // By rank.
+  std::vector<std::pair<std::string, std::string>> training;  // See training_of().
+  std::vector<std::vector<OperationReport>> traffic;          // By rank.
   int world_size = 1;
   int tensor_parallel = 1;
   int data_parallel = 1;

@@ -38,6 +38,80 @@ TEST(RunReport, FormulasAreThePapers) {
   EXPECT_EQ(wire_formula_bytes(example(3)), 3 * 2e6 * 3 / 4);
 }
 
+// Two tensor-parallel ranks by three data-parallel ones, each with half of the parameters.
+TEST(RunReport, FormulasAreThoseOfARanksPart) {
+  RunReport run = example(1);
+  run.world_size = 6;
+  run.tensor_parallel = 2;
+
+  EXPECT_EQ(run.data_parallel(), 3);
+  EXPECT_EQ(model_state_formula_bytes(run), 2e6 + 2e6);
+  EXPECT_EQ(wire_formula_bytes(run), 2 * 1e6 * 2 / 3);
+
+  run.part_parameters = 600'000;  // Some of which both ranks have.
+  EXPECT_EQ(model_state_formula_bytes(run), 4 * 600e3 + 12 * 200e3);
+
+  run.pipeline_parallel = 3;
+  EXPECT_EQ(run.data_parallel(), 1);
+  EXPECT_EQ(wire_formula_bytes(run), 0);
+}
+
+// As plan.h has it: 8 ranks in groups of 2.
+TEST(RunReport, FormulasKnowGroups) {
+  for (const bool hybrid : {false, true}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      SCOPED_TRACE(std::to_string(stage) + (hybrid ? " hybrid" : ""));
+      RunReport run = example(stage);
+      run.world_size = 8;
+      run.group = 2;
+      run.shard_within_group = hybrid;
+      // Without padding: what a unit that divides gives.
+      ModelShape model;
+      model.units.push_back({.name = "all", .parameters = {{.name = "all", .count = 1'024'000}}});
+      run.parameters = 1'024'000;
+      const Plan plan = make_plan(model, {.stage = stage,
+                                          .ranks = 8,
+                                          .group = 2,
+                                          .shard_within_group = hybrid,
+                                          .dtype = DataType::kBfloat16})
+                            .value();
+      EXPECT_EQ(model_state_formula_bytes(run), static_cast<double>(plan.bytes.model_states()));
+      // The ranks tell each other a little besides; one unit is gathered once and not twice at stage 3.
+      const double gathered_again = stage == 3 ? 2 * 1'024'000.0 * (hybrid ? 1.0 / 2 : 7.0 / 8) : 0;
+      EXPECT_NEAR(wire_formula_bytes(run) - gathered_again, static_cast<double>(plan.wire_per_step.sent),
+                  400);
+    }
+  }
+}
+
+TEST(RunReport, ShowsWhatTensorParallelRanksSendAndWhereActivationsAre) {
+  RunReport run = example(1);
+  run.tensor_parallel = 2;
+  run.training = {{"layers", "4"}, {"batch", "2"}, {"sequence", "10"}, {"hidden", "50"}};
+  run.recompute = "every:3";
+  run.activations = "partition+cpu";
+  run.micro_steps = 3;
+  // 4 sums a block, 1 for each of two recomputed ones, 2 at the ends; each sends all of [2, 10, 50] floats.
+  EXPECT_EQ(tensor_formula_bytes(run), 3 * (4 * 4 + 2 + 2) * 4000.0);
+  run.tensor_sent_bytes_per_step = 3 * 20 * 4000;
+  run.saved = {.device_bytes = 111'000, .host_bytes = 222'000, .sent_bytes_per_step = 24'000};
+  run.planned_saved = {.device_bytes = 112'000, .host_bytes = 223'000, .sent_bytes_per_step = 24'000};
+  std::ostringstream table;
+  std::ostringstream json;
+
+  print_report_table(table, {run, example(0)});
+  print_report_json(json, {run});
+
+  for (const char* const part : {"240,000 / 240,000 = 1.0000", "every:3", "partition+cpu",
+                                 "111,000 / 112,000", "222,000 / 223,000", "24,000 / 24,000", "10.00%"})
+    EXPECT_NE(table.str().find(part), std::string::npos) << part << " is not in\n" << table.str();
+  const auto read = nlohmann::json::parse(json.str()).at("runs").at(0);
+  EXPECT_EQ(read.at("tensor_bytes_per_step").at("theory"), 240'000);
+  EXPECT_EQ(read.at("saved_bytes").at("host").at("planned"), 223'000);
+  run.pipeline_parallel = 2;
+  EXPECT_EQ(tensor_formula_bytes(run), std::nullopt);
+}
+
 TEST(RunReport, AccumulatorOfSeveralMicroStepsIsCounted) {
   RunReport whole = example(1);
   RunReport sharded = example(2);
@@ -150,6 +224,28 @@ TEST(RunReport, RunsOfDifferentSetupsAreNotCalledEqual) {
   EXPECT_NE(comparison.difference.find("world_size"), std::string::npos);
 }
 
+TEST(RunReport, OtherTrainingsAreNamedAndNotCalledDifferent) {
+  RunReport one = example(0);
+  RunReport other = example(0);
+  one.training = {{"seed", "1"}, {"lr", "0.001"}, {"layers", "4"}};
+  other.training = {{"seed", "2"}, {"lr", "0.01"}, {"layers", "4"}, {"unknown", "x"}};
+  other.digest = "f" + other.digest.substr(1);
+  std::ostringstream table;
+
+  print_report_table(table, {one, other});
+
+  EXPECT_NE(
+      table.str().find("Not compared: not the same training (seed 1 / 2, lr 0.001 / 0.01) in 'stage-0'"),
+      std::string::npos)
+      << table.str();
+  EXPECT_EQ(table.str().find("DIFFERENT"), std::string::npos);
+  EXPECT_FALSE(compare_runs({one, other}).comparable);
+  other.training = one.training;
+  EXPECT_TRUE(compare_runs({one, other}).comparable);
+  other.training.clear();  // An older report does not say.
+  EXPECT_TRUE(compare_runs({one, other}).comparable);
+}
+
 TEST(RunReport, TableEndsWithTheVerdict) {
   RunReport other = example(3);
   other.digest = "f" + other.digest.substr(1);
@@ -225,6 +321,21 @@ TEST(RunReport, NamesTheEntryThatIsNotWhatItShouldBe) {
   contains(complaint(begin + R"([1], "ranks": [{"peak_bytes": {"parameters": -4}}]})"),
            "ranks[0].peak_bytes.parameters is '-4' and not a whole number from 0 up");
   contains(complaint(begin + R"([1], "ranks": [{}]})"), "ranks[0] has no 'peak_bytes'");
+}
+
+TEST(RunReport, AGridThatDoesNotDivideIsRefused) {
+  const auto with = [](const std::string& more) {
+    return R"({"world_size": 6, "stage": 1, "dtype": "bf16", "parameters": 1000, "steps": 2, "loss": [],
+      "grad_norm": [], "digest": "00", "tokens_per_second": 1.0, "ranks": [], )" +
+           more + "}";
+  };
+  EXPECT_NE(complaint(with(R"("tensor_parallel": 4)")).find("do not divide its world_size"),
+            std::string::npos);
+  EXPECT_NE(complaint(with(R"("tensor_parallel": 0)")).find("do not divide its world_size"),
+            std::string::npos);
+  EXPECT_NE(complaint(with(R"("group": 4)")).find("does not divide its data-parallel ranks"),
+            std::string::npos);
+  EXPECT_NE(complaint(with(R"("shard_within_group": 1)")).find("true or false"), std::string::npos);
 }
 
 TEST(RunReport, MissingKeyIsNamed) {
