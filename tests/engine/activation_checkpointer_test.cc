@@ -5,10 +5,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "engine/activation_chain.h"
 
@@ -256,6 +260,57 @@ TEST(ActivationCheckpointer, FillsARegionToTheByteOfItsBudget) {
     checkpointer.declare(slots[0]);
     expect_refused("was committed without one", [&] { checkpointer.commit(); });
   });
+}
+
+// On the virtual clock: what is saved takes no time, and its place is read a millisecond later by a kernel
+// (what is kept), a gather (what is cut) or a fetch (what is spilled).
+TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastReaderHasRead) {
+  constexpr std::uint64_t kBytes = 10'000;
+  for (const auto& [placement, fraction] :
+       {std::pair(kKeep, 1.0), {kPartition, 1.0}, {kPartitionAndSpill, 0.5}, {kPartitionAndSpill, 1.0}}) {
+    SCOPED_TRACE(std::string(activation_placement_name(placement)) + " " + std::to_string(fraction));
+    HostClock clock(HostClock::Mode::kVirtual);
+    WorldOptions world;
+    world.clock = &clock;
+    run_ranks(2, world, [&, placement = placement, fraction = fraction](Rank& rank) {
+      Backend& backend = *rank.backend;
+      ActivationCheckpointer checkpointer(backend, *rank.communicator, memory_options({.look_ahead = 0}));
+      for (const int unit : {0, 1})
+        checkpointer.declare(
+            {.unit = unit, .bytes = kBytes, .placement = placement, .spill_fraction = fraction});
+      checkpointer.commit();
+      const Stream first = value_or_throw(backend.stream_create());
+      const Stream second = value_or_throw(backend.stream_create());
+      DevicePtr const sources = value_or_throw(backend.alloc(3 * kBytes));
+      for (int i = 0; i < 3; ++i) std::memset(sources + i * kBytes, i, kBytes);
+      const auto save = [&](const ActivationKey& key, int content, Stream stream) {
+        checkpointer.save(key, sources + content * kBytes, kBytes, stream);
+      };
+      std::atomic<std::uint64_t> wrong_bytes{0};
+      const auto load = [&](const ActivationKey& key, int content) {
+        const ActivationLease lease = checkpointer.load(key, first);
+        throw_if_error(call_on(backend, first, [&, content, data = lease.data()] {
+          clock.sleep(std::chrono::milliseconds(1));
+          for (std::uint64_t i = 0; i < kBytes; ++i) wrong_bytes += data[i] != std::byte(content);
+        }));
+      };
+      save({0, 0, 0}, 0, first);
+      save({1, 0, 0}, 1, first);
+
+      load({1, 0, 0}, 1);  // The one buffer there is has this reader before it is gathered into again.
+      load({0, 0, 0}, 0);
+      save({0, 0, 1}, 2, second);
+      load({0, 0, 1}, 2);
+
+      throw_if_error(backend.stream_synchronize(first));
+      throw_if_error(backend.stream_synchronize(second));
+      EXPECT_EQ(wrong_bytes, 0u);
+      EXPECT_GE(clock.now(), std::chrono::milliseconds(3));
+      throw_if_error(backend.stream_destroy(first));
+      throw_if_error(backend.stream_destroy(second));
+      throw_if_error(backend.free(sources));
+    });
+  }
 }
 
 // Whatever the order of calls, as long as it is the same on all ranks.
