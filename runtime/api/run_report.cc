@@ -168,6 +168,7 @@ void read_ranks(const Entry& ranks, RunReport& run) {
     };
     raise(run.part_parameters, "parameters");
     raise_mean(run.tensor_sent_bytes_per_step, "tensor_sent_bytes_per_step");
+    raise_mean(run.pipeline_sent_bytes_per_step, "pipeline_sent_bytes_per_step");
     raise(run.saved.device_bytes, "saved_device_bytes");
     raise(run.planned_saved.device_bytes, "planned_saved_device_bytes");
     raise(run.saved.host_bytes, "saved_host_bytes");
@@ -339,7 +340,8 @@ std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
 }
 
 bool parts_layers(const RunReport& run) {
-  return run.tensor_parallel > 1 || run.saved.device_bytes + run.saved.host_bytes + run.saved.file_bytes > 0;
+  return run.tensor_parallel > 1 || run.pipeline_parallel > 1 ||
+         run.saved.device_bytes + run.saved.host_bytes + run.saved.file_bytes > 0;
 }
 
 std::string beside(std::uint64_t measured, std::uint64_t planned) {
@@ -363,11 +365,11 @@ std::string gather_share(const RunReport& run) {
          "%";
 }
 
-// What tensor-parallel ranks send each other, and the inputs that are cut over them or spilled.
+// What ranks that share the model send each other, and the inputs that are cut over them or spilled.
 void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   std::vector<Row> rows = {{"stage", "tensor-parallel", "its wire / theory", "recompute", "activations",
                             "saved on device / planned", "on host / planned", "in files / planned",
-                            "gathers' wire / planned", "of tensor's"}};
+                            "gathers' wire / planned", "of tensor's", "pipeline-parallel", "its wire"}};
   for (const RunReport& run : runs) {
     if (!parts_layers(run)) continue;
     const RunReport::Saved& saved = run.saved;
@@ -376,7 +378,8 @@ void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs
                     run.recompute, run.activations, beside(saved.device_bytes, planned.device_bytes),
                     beside(saved.host_bytes, planned.host_bytes),
                     beside(saved.file_bytes, planned.file_bytes),
-                    beside(saved.sent_bytes_per_step, planned.sent_bytes_per_step), gather_share(run)});
+                    beside(saved.sent_bytes_per_step, planned.sent_bytes_per_step), gather_share(run),
+                    std::to_string(run.pipeline_parallel), grouped(run.pipeline_sent_bytes_per_step)});
   }
   if (rows.size() == 1) return;
   out << '\n';
@@ -632,6 +635,7 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
          {"data_parallel", run.data_parallel()},
          {"tensor_bytes_per_step",
           {{"sent", run.tensor_sent_bytes_per_step}, {"theory", optional_json(tensor_formula_bytes(run))}}},
+         {"pipeline_bytes_sent_per_step", run.pipeline_sent_bytes_per_step},
          {"recompute", run.recompute},
          {"activations", run.activations},
          {"saved_bytes",

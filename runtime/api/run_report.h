@@ -57,6 +57,7 @@ struct RunReport {
   std::uint64_t sent_bytes_per_step = 0;  // Between data-parallel ranks.
   std::uint64_t received_bytes_per_step = 0;
   std::uint64_t tensor_sent_bytes_per_step = 0;
+  std::uint64_t pipeline_sent_bytes_per_step = 0;
   // The inputs of recomputed blocks, where an ActivationCheckpointer has them, and what its gathers send.
   std::string recompute = "none";
   std::string activations = "keep";

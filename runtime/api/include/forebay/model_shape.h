@@ -51,7 +51,7 @@ struct ModelPart {
   friend bool operator==(const ModelPart&, const ModelPart&) = default;
 };
 
-// Stages have the same number of layers, or the first ones one more.
+// As even as may be; later stages, which hold fewer micro-batches, have the layers more.
 struct LayerRange {
   std::uint64_t first = 0;
   std::uint64_t count = 0;
@@ -60,8 +60,8 @@ LayerRange stage_layers(std::uint64_t layers, const ModelPart& part);
 
 // The units in order of execution: "embedding", one per layer, "final". Parameters are named as in Hugging
 // Face's GPT-2 and Llama state dictionaries. Group 0 holds the matrices, which decay; group 1 the biases and
-// norms. Of several pipeline stages the first has the embedding, the last "final" and, where the output
-// projection is the embedding's matrix, a copy of that.
+// norms. Of several pipeline stages the first has the embedding and the last "final"; where the output
+// projection is the embedding's matrix, that is a unit of both, "tokens", which comes before all others.
 //
 // Errors: as complete_shape; kInvalidArgument for parts that the model cannot have.
 // Source: Hugging Face transformers, models/gpt2 and models/llama; Shoeybi et al., arXiv 1909.08053,
