@@ -18,6 +18,16 @@ namespace {
 // removal makes it anew.
 constexpr int kMakeTries = 16;
 
+// Of a directory that a rank has made. Where nobody else can write, the sticky bit has no other meaning; so
+// whichever rank is the last to leave knows that it may go.
+constexpr mode_t kMadeMode = S_IRWXU | S_ISVTX;
+
+bool is_made_by_ranks(const std::string& path) {
+  struct stat facts {};
+  return lstat(path.c_str(), &facts) == 0 && (facts.st_mode & ~S_IFMT) == kMadeMode &&
+         facts.st_uid == geteuid();
+}
+
 Status io_error(const std::string& what) {
   return Status(StatusCode::kIoError, what + ": " + std::strerror(errno) +
                                           "; set FOREBAY_STORE to a directory that every rank can write");
@@ -78,7 +88,7 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
   bool made = false;
   bool made_parent = false;
   for (int i = 0;; ++i) {
-    if (mkdir(path.c_str(), 0700) == 0) {
+    if (mkdir(path.c_str(), kMadeMode) == 0) {
       made = true;
       break;
     }
@@ -86,7 +96,7 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
     if (errno != ENOENT || i == kMakeTries || parent.empty()) {
       return io_error("cannot make the store directory " + path);
     }
-    if (mkdir(parent.c_str(), 0700) == 0) {
+    if (mkdir(parent.c_str(), kMadeMode) == 0) {
       made_parent = true;
     } else if (errno != EEXIST) {
       return io_error("cannot make the directory " + parent);
@@ -94,9 +104,8 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
   }
   FOREBAY_RETURN_IF_ERROR(check_parent(parent));
   FOREBAY_RETURN_IF_ERROR(check_private(path));
-  // One rank may have made the parent and another the directory, and the first may end before the second. The
-  // parent that is chosen where nobody named one is ours, so whoever is last removes it.
-  if (std::filesystem::path(parent).filename() == "forebay-" + std::to_string(geteuid())) made_parent = true;
+  made = made || is_made_by_ranks(path);
+  made_parent = made_parent || is_made_by_ranks(parent);
   return std::unique_ptr<StoreDirectory>(new StoreDirectory(path, made, made_parent));
 }
 

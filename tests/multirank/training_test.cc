@@ -4,13 +4,16 @@
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <cmath>
+#include <csignal>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "forebay/error.h"
 #include "support/process.h"
 #include "trainer.h"
 
@@ -369,14 +372,33 @@ TEST_F(Training, AnswersBadInputWithOneClearLine) {
 }
 
 TEST_F(Training, AFileAtItsLimitIsAnError) {
-  const std::string report = directory_ / "weights.safetensors";
-  const std::string command =
-      "ulimit -f 64; exec " + std::string(FOREBAY_GPT) + " --steps 1 --quiet --export " + report;
+  // The host's device memory is a file too.
+  const std::string command = "ulimit -f 64; exec " + std::string(FOREBAY_GPT) + " --steps 1 --quiet";
   const Finished finished = testing::run_program({"/bin/sh", "-c", command}, variables());
   EXPECT_EQ(finished.exit_code, 1) << finished.output;
-  EXPECT_NE(finished.output.find(report), std::string::npos) << finished.output;
   EXPECT_NE(finished.output.find("File too large"), std::string::npos) << finished.output;
   EXPECT_NE(finished.output.find("ulimit -f"), std::string::npos) << finished.output;
+}
+
+TEST_F(Training, AnOutputAtItsLimitIsAnErrorThatNamesIt) {
+  const std::string path = directory_ / "report.json";
+  struct rlimit before {};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  struct rlimit small = before;
+  small.rlim_cur = 65536;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  std::string message = "no error";
+  try {
+    gpt::write_file(path, std::string(1 << 20, 'x'));
+  } catch (const Error& error) {
+    message = error.status().message();
+  }
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_NE(message.find(path), std::string::npos) << message;
+  EXPECT_NE(message.find("File too large"), std::string::npos) << message;
+  EXPECT_NE(message.find("ulimit -f"), std::string::npos) << message;
 }
 
 TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
