@@ -287,6 +287,8 @@ ProcessReport read_process(PreloadReport record) {
     process.events_problem = log.status().message();
   } else {
     process.histories = process_histories(log.value());
+    if (process.histories.empty())
+      process.events_problem = process.record.events + " has events of no device, so there is nothing to tell";
   }
   return process;
 }
