@@ -26,6 +26,10 @@ endif()
 find_package(Threads REQUIRED)
 target_link_libraries(forebay_flags INTERFACE Threads::Threads)
 
+# What the larger layers include most, parsed once for all sources of a layer. A source includes what it needs all the same.
+set(FOREBAY_PRECOMPILED <algorithm> <chrono> <cstdint> <cstdio> <cstring> <functional> <map> <memory> <optional> <string>
+  <string_view> <utility> <vector>)
+
 # forebay_layer(NAME [CORE] SOURCES a.cc ... [DEPENDS lower_layer ...] [LINK third_party ...])
 # One layer: an object library forebay_NAME with the include/ directory beside its CMakeLists.txt. It sees the headers
 # of the layers it depends on and no others. CORE: may run inside another program's allocation call, so no exceptions
@@ -45,6 +49,10 @@ function(forebay_layer name)
   target_link_libraries(forebay_${name} PRIVATE forebay_flags ${ARG_LINK})
   if(ARG_CORE)
     target_compile_options(forebay_${name} PRIVATE -fno-exceptions -fno-rtti)
+  endif()
+  list(LENGTH ARG_SOURCES source_count)
+  if(source_count GREATER 15)
+    target_precompile_headers(forebay_${name} PRIVATE ${FOREBAY_PRECOMPILED})
   endif()
   set_property(GLOBAL APPEND PROPERTY FOREBAY_LAYERS ${name})
   install(DIRECTORY include/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" OPTIONAL)
