@@ -49,6 +49,11 @@ struct GridWords {
   }
 };
 
+inline bool skips_none(const gpt::TrainingReport& report) {
+  return std::all_of(report.grad_norm.begin(), report.grad_norm.end(),
+                     [](const auto& norm) { return norm.has_value(); });
+}
+
 inline void expect_same_bits(const gpt::TrainingReport& actual, const gpt::TrainingReport& expected) {
   EXPECT_EQ(actual.digest, expected.digest);
   EXPECT_EQ(actual.loss, expected.loss);

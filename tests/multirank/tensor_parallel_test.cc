@@ -52,7 +52,12 @@ void expect_the_same_bits_within_a_grid(const Choices& choices) {
           expect_same_bits(report, plain);
           for (const gpt::RankReport& rank : report.ranks) {
             EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
-            EXPECT_EQ(rank.sent_bytes_per_step, static_cast<double>(rank.planned_sent_bytes_per_step));
+            // After a step that is skipped the same weights are not gathered again.
+            const auto planned = static_cast<double>(rank.planned_sent_bytes_per_step);
+            EXPECT_LE(rank.sent_bytes_per_step, planned);
+            if (skips_none(report)) {
+              EXPECT_EQ(rank.sent_bytes_per_step, planned);
+            }
           }
         }
       }
