@@ -82,7 +82,8 @@ std::string saved_part(Grid& grid, const std::string& directory) {
   }
   if (rest.str() != parts_text(step, shape)) {
     throw Error(StatusCode::kInvalidArgument,
-                "--load-state " + directory + " was saved in other parts than this run has: " + rest.str() +
+                "--load-state " + directory + " was saved in other parts than this run has: " +
+                    rest.str().substr(0, rest.str().find('\n')) +
                     "; resume with these, or carry the weights over with --export and --initial");
   }
   return part_directory(grid, directory, step);
