@@ -46,7 +46,8 @@ void add_model_options(CLI::App& command, ModelArguments& arguments) {
                              number("--heads", arguments.heads, "Attention heads; divides --hidden"),
                              number("--vocabulary", arguments.vocabulary, "Tokens there are")};
   arguments.sequence_option = number("--sequence", arguments.sequence, "Tokens of a sequence");
-  arguments.batch_option = number("--batch", arguments.batch, "Sequences of a micro-step, of each data-parallel rank");
+  arguments.batch_option =
+      number("--batch", arguments.batch, "Sequences of a micro-step, of each data-parallel rank");
 }
 
 Result<ModelChoice> read_model(const ModelArguments& arguments) {

@@ -288,7 +288,8 @@ ProcessReport read_process(PreloadReport record) {
   } else {
     process.histories = process_histories(log.value());
     if (process.histories.empty())
-      process.events_problem = process.record.events + " has events of no device, so there is nothing to tell";
+      process.events_problem =
+          process.record.events + " has events of no device, so there is nothing to tell";
   }
   return process;
 }

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "activation_checkpointer_impl.h"
-#include "agreement.h"
+#include "forebay/agreement.h"
 #include "forebay/check.h"
 #include "forebay/error.h"
 #include "forebay/log.h"

@@ -2,7 +2,7 @@
 
 #include "activation_checkpointer_impl.h"
 #include "activation_constants.h"
-#include "agreement.h"
+#include "forebay/agreement.h"
 #include "forebay/error.h"
 #include "forebay/log.h"
 #include "forebay/units.h"

@@ -1,4 +1,4 @@
-#include "agreement.h"
+#include "forebay/agreement.h"
 
 #include <xxhash.h>
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <sstream>
 
-#include "agreement.h"
 #include "engine_impl.h"
+#include "forebay/agreement.h"
 #include "forebay/grouped_communicator.h"
 #include "forebay/log.h"
 #include "forebay/store_measurement.h"
@@ -68,7 +68,8 @@ std::string remedy(Pool pool, const PlanOptions& options) {
     case Pool::kBuckets:
       return "a smaller --bucket";
     case Pool::kActivations:
-      return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations take less "
+      return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations take "
+             "less "
              "of it";
   }
   return "";

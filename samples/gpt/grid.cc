@@ -1,7 +1,6 @@
 #include "grid.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <span>
 
@@ -88,20 +87,6 @@ std::vector<OperationTraffic> Grid::operation_traffic(const std::vector<Operatio
     return shape_.rank({at_.tensor, at_.data, peer == 0 ? 0 : shape_.pipeline_parallel() - 1});
   });
   return all;
-}
-
-void Grid::agree(const Status& mine) {
-  struct Verdict {
-    StatusCode code = StatusCode::kOk;
-    std::array<char, 1000> message{};
-  } verdict{.code = mine.code()};
-  mine.message().copy(verdict.message.data(), verdict.message.size() - 1);
-  std::vector<Verdict> all(static_cast<std::size_t>(world_.size()));
-  throw_if_error(
-      world_.exchange(std::as_bytes(std::span(&verdict, 1)), std::as_writable_bytes(std::span(all))));
-  for (const Verdict& one : all) {
-    if (one.code != StatusCode::kOk) throw Error(one.code, one.message.data());
-  }
 }
 
 std::vector<std::string> Grid::of_each_part(const std::string& mine) {

@@ -57,8 +57,6 @@ class Grid {
   // What all of this rank's communicators have counted, with peers as ranks of the world; `data`: what the
   // engine has, whose peers are data-parallel ranks.
   std::vector<OperationTraffic> operation_traffic(const std::vector<OperationTraffic>& data);
-  // Every rank gives its own verdict; when one is not ok, all throw the lowest such rank's. Collective.
-  void agree(const Status& mine);
   // Text of each part, by part: `mine` is the same on all ranks of a part. Collective.
   std::vector<std::string> of_each_part(const std::string& mine);
 

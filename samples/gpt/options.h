@@ -118,8 +118,8 @@ bool uses_nccl(const std::string& communicator);
 std::string recompute_name(const TrainerOptions& options);
 std::string activations_name(const TrainerOptions& options);
 
-// Those that decide which operations ranks begin with, for ProcessOptions::configuration: what differs is told
-// when they meet, where later it would be operations that do not match.
+// Those that decide which operations ranks begin with, for ProcessOptions::configuration: what differs is
+// told when they meet, where later it would be operations that do not match.
 std::string configuration_of(const TrainerOptions& options);
 
 // The options that make the same training: with others, results need not be the same, whatever the stage.

@@ -21,6 +21,7 @@
 #include "cuda/image.h"
 #include "engine_model.h"
 #include "files.h"
+#include "forebay/agreement.h"
 #include "forebay/communicator.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/cuda_devices.h"
@@ -348,7 +349,7 @@ class Trainer {
     } catch (const Error& error) {
       verdict = error.status();
     }
-    grid_.agree(verdict);
+    agree(communicator_, verdict);
     return device_bytes ? make_inputs(*device_bytes) : nullptr;
   }
 

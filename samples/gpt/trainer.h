@@ -118,7 +118,8 @@ class JoinError : public Error {
 // One rank of several processes. All ranks return the same report; rank 0 alone writes files.
 TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvironment& environment);
 
-// Asks the running training to end after the step it is in, on all ranks. False when none has begun. May be called from a signal handler.
+// Asks the running training to end after the step it is in, on all ranks. False when none has begun. May be
+// called from a signal handler.
 bool request_stop() noexcept;
 // Whether there has been a step in this process.
 bool has_begun_steps() noexcept;

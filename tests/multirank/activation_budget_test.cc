@@ -46,7 +46,7 @@ Words within(const Words& words, std::uint64_t bytes) {
   return words + Words{"--memory", std::to_string(bytes)};
 }
 
-std::string error_of(const Words& words) {
+std::string shortage_of(const Words& words) {
   try {
     train(words);
   } catch (const Error& error) {
@@ -68,7 +68,7 @@ TEST(ActivationBudget, WhatKeepHasNoRoomForTrainsPartitionedAndWhatIsDeeperWithI
     SCOPED_TRACE(place);
     const gpt::TrainingReport free = train(placed(words, refused_place));
 
-    const std::string refused = error_of(within(placed(words, refused_place), budget));
+    const std::string refused = shortage_of(within(placed(words, refused_place), budget));
     const gpt::TrainingReport fits = train(within(placed(words, place), budget));
 
     EXPECT_LE(fits.ranks[0].reserved_bytes, budget);
@@ -116,7 +116,7 @@ TEST(ActivationBudget, AutoSpillsNoMoreThanTheBudgetAsksFor) {
 TEST(ActivationBudget, AutoSaysWhatEachPlaceTakesWhereNoneFits) {
   const std::uint64_t least = reserved_bytes(kDeep, "partition+cpu");
 
-  const std::string refused = error_of(within(placed(kDeep, "auto"), least - 1));
+  const std::string refused = shortage_of(within(placed(kDeep, "auto"), least - 1));
 
   for (const char* const part : {"--activations auto: the rest of the plan leaves", "kept", "partitioned",
                                  "partition+cpu", "raise --memory"})
@@ -124,7 +124,7 @@ TEST(ActivationBudget, AutoSaysWhatEachPlaceTakesWhereNoneFits) {
 }
 
 TEST(ActivationBudget, AutoWithoutRoomForTheStatesSaysWhichOfThemIsLargest) {
-  const std::string refused = error_of(within(placed(kDeep, "auto"), 1 << 20));
+  const std::string refused = shortage_of(within(placed(kDeep, "auto"), 1 << 20));
 
   EXPECT_NE(refused.find("the largest pool is"), std::string::npos) << refused;
 }
@@ -201,7 +201,8 @@ TEST(ActivationBudget, AutoFindsAPlaceForEachStageOfAPipeline) {
     EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
   }
   EXPECT_GT(found.ranks[0].saved_device_bytes, 0u);
-  EXPECT_NE(error_of(within(placed(words, "auto"), cut / 2)).find("--activations auto"), std::string::npos);
+  EXPECT_NE(shortage_of(within(placed(words, "auto"), cut / 2)).find("--activations auto"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <string>
 
+#include "forebay/error.h"
 #include "multirank/small_run.h"
+#include "support/process.h"
 
 namespace forebay::testing {
 
@@ -58,6 +60,24 @@ inline void expect_same_bits(const gpt::TrainingReport& actual, const gpt::Train
   EXPECT_EQ(actual.digest, expected.digest);
   EXPECT_EQ(actual.loss, expected.loss);
   EXPECT_EQ(actual.grad_norm, expected.grad_norm);
+}
+
+// What a run that has to fail says.
+inline std::string error_of(const Words& words) {
+  try {
+    train(words);
+  } catch (const Error& error) {
+    return error.status().message();
+  }
+  return "no error";
+}
+
+// The program with these words is refused as misused, in one line that has `named`.
+inline void expect_usage_error(const Words& program, const std::string& named) {
+  const Finished finished = run_program(program);
+  EXPECT_EQ(finished.exit_code, 2) << finished.output;
+  EXPECT_NE(finished.output.find(named), std::string::npos) << named << " is not in " << finished.output;
+  EXPECT_EQ(std::count(finished.output.begin(), finished.output.end(), '\n'), 1) << finished.output;
 }
 
 }  // namespace forebay::testing

@@ -243,15 +243,6 @@ TEST(PipelineParallel, ResumesWithTheSameBits) {
   }
 }
 
-std::string error_of(const Words& words) {
-  try {
-    train(words);
-  } catch (const Error& error) {
-    return error.status().message();
-  }
-  return "no error";
-}
-
 TEST(PipelineParallel, AStateOfOtherStagesIsRefusedByName) {
   const TemporaryDirectory directory;
   const std::string state = directory / "state";
@@ -337,12 +328,8 @@ TEST(PipelineParallel, RefusesWhatCannotBe) {
       {{"--ranks", "6", "--pipeline-parallel", "6", "--layers", "5"},
        "--pipeline-parallel 6 is more than --layers 5"},
   };
-  for (const auto& [words, named] : cases) {
-    const Finished finished = run_program(with({FOREBAY_GPT, "--quiet", "--steps", "1"}, words));
-    EXPECT_EQ(finished.exit_code, 2) << finished.output;
-    EXPECT_NE(finished.output.find(named), std::string::npos) << named << " is not in " << finished.output;
-    EXPECT_EQ(std::count(finished.output.begin(), finished.output.end(), '\n'), 1) << finished.output;
-  }
+  for (const auto& [words, named] : cases)
+    expect_usage_error(with({FOREBAY_GPT, "--quiet", "--steps", "1"}, words), named);
 }
 
 TEST(PipelineParallel, RanksOfDifferentGridsAreNamed) {

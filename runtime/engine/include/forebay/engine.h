@@ -241,8 +241,8 @@ class Engine {
   void declare_activations(std::uint64_t bytes);
 
   // The most that declare_activations() may be given once all units are there: what the budgets leave beside
-  // the rest of the plan, the least of all ranks'. With bucket_auto the bucket is taken to be bucket_bytes, and
-  // with offload_auto as much offloaded as may be. Collective.
+  // the rest of the plan, the least of all ranks'. With bucket_auto the bucket is taken to be bucket_bytes,
+  // and with offload_auto as much offloaded as may be. Collective.
   std::uint64_t activation_room();
 
   const ModelShape& model() const;

@@ -205,8 +205,8 @@ struct Plan {
   // Whether the unit's gradients are reduced together with other units'.
   bool fuses(int unit) const;
 
-  // The most that ModelShape::activation_bytes may be for reserved_bytes not to pass `budget`; 0 as well where
-  // what is beside them passes it alone.
+  // The most that ModelShape::activation_bytes may be for reserved_bytes not to pass `budget`; 0 as well
+  // where what is beside them passes it alone.
   std::uint64_t activation_room(std::uint64_t budget) const;
 
   // Elements that one sum over the `stages` that share `unit` takes at most: the same on all of them.
