@@ -219,6 +219,12 @@ SocketAddress far_end(int socket) {
   return address;
 }
 
+bool is_connected_to_itself(int socket) {
+  const SocketAddress here = local_end(socket);
+  const SocketAddress there = far_end(socket);
+  return here.port() == there.port() && here.host() == there.host();
+}
+
 Result<Descriptor> listen_at(const StoreAddress& address) {
   Result<std::vector<SocketAddress>> candidates = resolve(address.host, address.port);
   FOREBAY_RETURN_IF_ERROR(candidates.status());

@@ -74,6 +74,9 @@ Result<std::string> reachable_address(const std::string& interface);
 
 SocketAddress local_end(int socket);
 SocketAddress far_end(int socket);
+// A connection to a port of this host where nobody listens may be one to itself, where the kernel picks that
+// port for it.
+bool is_connected_to_itself(int socket);
 
 // A listening socket at that one address.
 // Errors: kInvalidArgument for an address that is not one of this host, or stands for all of them;

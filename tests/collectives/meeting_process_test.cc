@@ -3,9 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <set>
+#include <thread>
 
 #include "collectives/authentication.h"
 #include "collectives/store_address.h"
@@ -44,6 +48,20 @@ class Meetings : public ::testing::TestWithParam<int> {
     std::vector<std::unique_ptr<Process>> ranks;
     for (int rank = 0; rank < size(); ++rank) ranks.push_back(start(rank, arguments));
     return ranks;
+  }
+
+  // Read from the kernel's table: to bind the port or to connect to it could come in rank 0's way.
+  bool listens_within(std::chrono::seconds limit) const {
+    char listening[64];
+    std::snprintf(listening, sizeof(listening), " 0100007F:%04X 00000000:0000 0A ", port_);
+    const auto end = std::chrono::steady_clock::now() + limit;
+    do {
+      std::ifstream table("/proc/net/tcp");
+      const std::string text{std::istreambuf_iterator<char>(table), {}};
+      if (text.find(listening) != std::string::npos) return true;
+      std::this_thread::sleep_for(1ms);
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
   }
 
   // What stands after "failed rank R: "; the same for all of them.
@@ -126,9 +144,7 @@ TEST_P(Meetings, AKilledServerIsNamedByTheOthers) {
 TEST_P(Meetings, AServerThatIsStoppedIsNamedAtTheDeadline) {
   const auto zero = start(0, {"60000", "hold"});
   const auto one = start(1, {"60000", "hold"});
-  // Once it serves, another rank cannot have its port.
-  const auto listens = [&] { return !internal::listen_at({"127.0.0.1", port_, {}}).ok(); };
-  while (!listens()) std::this_thread::yield();
+  ASSERT_TRUE(listens_within(30s));
   zero->signal(SIGSTOP);
   const auto begin = std::chrono::steady_clock::now();
   const Finished late = start(2, {"1000", "meet"})->finish(30s);
@@ -138,6 +154,25 @@ TEST_P(Meetings, AServerThatIsStoppedIsNamedAtTheDeadline) {
             std::string::npos)
       << late.output;
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
+}
+
+// In a network of its own, where the kernel has few ports to choose from: that of a store where nobody
+// listens yet is one.
+TEST_P(Meetings, ARankThatComesFirstDoesNotTakeItselfForTheStore) {
+  if (testing::run_program({"/bin/sh", "-c", "unshare --net ip link set lo up"}).exit_code != 0)
+    GTEST_SKIP() << "network namespaces cannot be made here (unshare --net, as root, and ip of iproute2)";
+  const std::string script =
+      "ip link set lo up && echo 40000 40007 >/proc/sys/net/ipv4/ip_local_port_range || exit 9\n"
+      "for rank in $(seq $((FOREBAY_SIZE - 1))); do FOREBAY_RANK=$rank " FOREBAY_MEETING_PROBE
+      " 30000 meet & done\n"
+      "sleep 0.3; FOREBAY_RANK=0 " FOREBAY_MEETING_PROBE " 30000 meet & wait\n";
+  const Finished finished = testing::run_program({"/usr/bin/unshare", "--net", "sh", "-c", script},
+                                                 {{"FOREBAY_SIZE", std::to_string(size())},
+                                                  {"FOREBAY_STORE", "tcp://127.0.0.1:40002"},
+                                                  {"FOREBAY_SECRET", std::string(64, 's')}});
+  EXPECT_EQ(finished.exit_code, 0);
+  for (int rank = 0; rank < size(); ++rank)
+    EXPECT_NE(finished.output.find(" of rank " + std::to_string(rank)), std::string::npos) << finished.output;
 }
 
 TEST_P(Meetings, NoSecretNoStore) {
