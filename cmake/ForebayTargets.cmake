@@ -71,8 +71,19 @@ function(forebay_executable target)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endfunction()
 
-# Tests are compiled more often than they are run.
-set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
+# What nobody waits for when it runs: tests, and programs around the libraries.
+set(FOREBAY_QUICK_TO_COMPILE $<$<CONFIG:RelWithDebInfo>:-O1>)
+
+# forebay_suite(name SOURCES a.cc ...): parameterized tests that several programs instantiate, compiled once. A program has
+# LINK name.
+function(forebay_suite name)
+  cmake_parse_arguments(ARG "" "" "SOURCES" ${ARGN})
+  add_library(${name} OBJECT ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests")
+  target_link_libraries(${name} PRIVATE forebay_flags forebay GTest::gtest_main)
+  target_compile_options(${name} PRIVATE ${FOREBAY_QUICK_TO_COMPILE})
+  target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
+endfunction()
 
 # forebay_test(name SOURCES a.cc ... [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
 # One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With SLOW_TIMEOUT
@@ -101,7 +112,7 @@ function(forebay_test name)
   if(NOT built)
     add_dependencies(tests_${folder} ${name})
   endif()
-  target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
+  target_compile_options(${name} PRIVATE ${FOREBAY_QUICK_TO_COMPILE})
   target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   set(ordinary)

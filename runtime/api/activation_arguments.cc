@@ -2,16 +2,13 @@
 
 #include <charconv>
 
+#include "command_line.h"
 #include "model_arguments.h"
 
 namespace forebay {
 namespace {
 
 constexpr std::int64_t kPartLimit = 1 << 12;  // Of each: their product is a number of ranks.
-
-Status refuse(const std::string& message) {
-  return Status(StatusCode::kInvalidArgument, message);
-}
 
 Status read_recompute(const std::string& word, int* every) {
   const std::string prefix = "every:";

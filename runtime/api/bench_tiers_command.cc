@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bench_tiers_print.h"
+#include "command_line.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/units.h"
@@ -21,9 +22,6 @@
 
 namespace forebay {
 namespace {
-
-constexpr int kFailed = 1;
-constexpr int kBadInput = 2;
 
 // Smaller, and a measurement is one of caches. One block of the largest kind must be in it.
 constexpr std::uint64_t kBytesMin = 4u << 20;
@@ -46,10 +44,6 @@ struct BenchArguments {
   const CLI::Option* host_ranks_option = nullptr;
   std::vector<const CLI::Option*> plan_options;  // Those that say something of a model only.
 };
-
-Status refuse(const std::string& message) {
-  return Status(StatusCode::kInvalidArgument, message);
-}
 
 struct Device {
   std::unique_ptr<Backend> backend;
@@ -245,7 +239,7 @@ int run(const BenchArguments& arguments) {
   const Result<BenchTiersReport> report = bench(arguments);
   if (!report.ok()) {
     std::fprintf(stderr, "forebay bench-tiers: %s\n", report.status().message().c_str());
-    return report.status().code() == StatusCode::kInvalidArgument ? kBadInput : kFailed;
+    return report.status().code() == StatusCode::kInvalidArgument ? kBadUsage : kFailed;
   }
   const std::string text =
       arguments.json ? bench_tiers_json(report.value()) : bench_tiers_text(report.value());

@@ -4,14 +4,13 @@
 #include <memory>
 #include <string>
 
+#include "command_line.h"
 #include "devices_print.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 
 namespace forebay {
 namespace {
-
-constexpr int kFailed = 1;
 
 // What the host's kernels run on, asked of themselves.
 std::string describe_host_kernels() {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "runtime/api/allocation_trace.h"
 #include "runtime/api/explanation.h"
 #include "runtime/api/shown_text.h"
@@ -14,12 +15,10 @@
 namespace forebay {
 namespace {
 
-constexpr int kBadInput = 2;
-
 int explain_file(const std::string& path) {
   const auto complain = [](const Status& status) {
     std::fprintf(stderr, "forebay explain: %s\n", shown_text(status.message()).c_str());
-    return kBadInput;
+    return kBadUsage;
   };
   std::string text;
   {
@@ -54,7 +53,7 @@ int run(const std::string& path) {
                  "forebay explain: the host has no memory to play what '%s' says; free host memory, or raise "
                  "the limit of this process (ulimit -v)\n",
                  shown_text(path).c_str());
-    return kBadInput;
+    return kBadUsage;
   }
 }
 

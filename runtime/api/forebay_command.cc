@@ -1,6 +1,5 @@
 // The `forebay` command. Each subcommand lives in a file of its own and is added by one function.
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -14,6 +13,7 @@
 #include "forebay/standard_streams.h"
 #include "forebay/version.h"
 #include "runtime/api/bench_tiers_command.h"
+#include "runtime/api/command_line.h"
 #include "runtime/api/devices_command.h"
 #include "runtime/api/explain_command.h"
 #include "runtime/api/plan_command.h"
@@ -23,9 +23,6 @@
 #include "runtime/api/shown_text.h"
 
 namespace {
-
-constexpr int kFailed = 1;
-constexpr int kBadUsage = 2;
 
 // CLI11 would only say that a subcommand is missing.
 bool is_unknown_word(const CLI::App& app, const std::string& word) {
@@ -62,7 +59,7 @@ int run(int argc, char** argv) {
                  "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain, run or "
                  "bench-tiers (--help describes them)\n",
                  forebay::shown_text(argv[1]).c_str());
-    return kBadUsage;
+    return forebay::kBadUsage;
   }
   std::vector<std::string> arguments(argv, argv + argc);
   if (const std::optional<int> refused = forebay::take_run_command(app, &arguments, &command)) {
@@ -75,7 +72,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);
     complain(app, error);
-    return kBadUsage;
+    return forebay::kBadUsage;
   }
   return action();
 }
@@ -88,9 +85,9 @@ int main(int argc, char** argv) {
     return run(argc, argv);
   } catch (const forebay::Error& error) {
     std::fprintf(stderr, "forebay: %s\n", forebay::shown_text(error.status().message()).c_str());
-    return kFailed;
+    return forebay::kFailed;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "forebay: %s\n", forebay::shown_text(error.what()).c_str());
-    return kFailed;
+    return forebay::kFailed;
   }
 }

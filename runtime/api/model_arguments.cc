@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "command_line.h"
 #include "forebay/units.h"
 #include "model_config.h"
 
@@ -9,14 +10,6 @@ namespace forebay {
 namespace {
 
 constexpr std::int64_t kNumberLimit = std::int64_t{1} << 40;  // Tighter bounds are the shape's own.
-
-Status refuse(const std::string& message) {
-  return Status(StatusCode::kInvalidArgument, message);
-}
-
-bool given(const CLI::Option* option) {
-  return option->count() > 0;
-}
 
 Status read_count(const char* name, std::int64_t value, std::uint64_t* target) {
   std::int64_t count = 0;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "activation_arguments.h"
+#include "command_line.h"
 #include "forebay/units.h"
 #include "host_limits.h"
 #include "model_arguments.h"
@@ -20,7 +21,6 @@ namespace forebay {
 namespace {
 
 constexpr int kDoesNotHold = 1;
-constexpr int kBadInput = 2;
 // What a device may map at a time: a page at least; GPUs have 2 MiB.
 constexpr std::uint64_t kChunkLeast = std::uint64_t{4} << 10;
 constexpr std::uint64_t kChunkMost = std::uint64_t{1} << 30;
@@ -53,14 +53,6 @@ struct PlanArguments {
   const CLI::Option* stage_option = nullptr;
   const CLI::Option* host_ranks_option = nullptr;
 };
-
-bool given(const CLI::Option* option) {
-  return option->count() > 0;
-}
-
-Status refuse(const std::string& message) {
-  return Status(StatusCode::kInvalidArgument, message);
-}
 
 // The model; its shape's words, if it has one, go to `description`.
 Status read_request(const PlanArguments& arguments, PlanRequest* request, std::string* description) {
@@ -341,7 +333,7 @@ int run(const PlanArguments& arguments) {
   const Status status = plan(arguments, &holds);
   if (status.ok()) return holds ? 0 : kDoesNotHold;
   std::fprintf(stderr, "forebay plan: %s\n", status.message().c_str());
-  return kBadInput;
+  return kBadUsage;
 }
 
 }  // namespace

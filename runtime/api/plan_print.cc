@@ -69,16 +69,16 @@ class Table {
   std::string text_;
 };
 
-Verdict judge_memory(const PlanReport& report, std::uint64_t memory_bytes) {
+LimitVerdict judge_memory(const PlanReport& report, std::uint64_t memory_bytes) {
   return {
       .name = "--memory", .where = "", .limit_bytes = memory_bytes, .needed_bytes = report.bytes.needed()};
 }
 
-std::vector<Verdict> judge(const PlanReport& report, const PlanBudget& budget) {
-  std::vector<Verdict> verdicts;
+std::vector<LimitVerdict> judge(const PlanReport& report, const PlanBudget& budget) {
+  std::vector<LimitVerdict> verdicts;
   if (budget.memory_bytes != 0) verdicts.push_back(judge_memory(report, budget.memory_bytes));
   if (budget.host_ranks == 0) return verdicts;
-  for (const Verdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
+  for (const LimitVerdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
     verdicts.push_back(verdict);
   }
   return verdicts;
@@ -117,8 +117,8 @@ void add_below_device(Table& table, const std::vector<PlanReport>& reports) {
 
 // "  free memory (MemAvailable) 23.13 GiB (/proc/meminfo): holds stage 1 (7.35 GiB); DOES NOT HOLD stage 0
 // (...)".
-std::string verdict_line(const std::vector<PlanReport>& reports, const std::vector<Verdict>& verdicts) {
-  const Verdict& first = verdicts.front();
+std::string verdict_line(const std::vector<PlanReport>& reports, const std::vector<LimitVerdict>& verdicts) {
+  const LimitVerdict& first = verdicts.front();
   std::string line = "  " + first.name + " " + format_bytes(first.limit_bytes);
   if (!first.where.empty()) line += " (" + first.where + ")";
   line += ":";
@@ -131,9 +131,9 @@ std::string verdict_line(const std::vector<PlanReport>& reports, const std::vect
 }
 
 std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& budget) {
-  std::vector<std::vector<Verdict>> by_limit;  // One row per limit, one column per report.
+  std::vector<std::vector<LimitVerdict>> by_limit;  // One row per limit, one column per report.
   for (const PlanReport& report : reports) {
-    const std::vector<Verdict> verdicts = judge(report, budget);
+    const std::vector<LimitVerdict> verdicts = judge(report, budget);
     by_limit.resize(verdicts.size());
     for (std::size_t i = 0; i < verdicts.size(); ++i) by_limit[i].push_back(verdicts[i]);
   }
@@ -145,14 +145,14 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
             " ran on this host, without a GPU (--host-ranks)";
   }
   text += ":\n";
-  for (const std::vector<Verdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);
+  for (const std::vector<LimitVerdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);
   for (std::size_t i = 0; i < reports.size(); ++i) {
     if (!plan_fits(reports[i], budget))
       text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";
   }
   const bool host_fails = std::any_of(
       by_limit.begin() + (budget.memory_bytes != 0 ? 1 : 0), by_limit.end(), [](const auto& verdicts) {
-        return std::any_of(verdicts.begin(), verdicts.end(), [](const Verdict& v) { return !v.fits(); });
+        return std::any_of(verdicts.begin(), verdicts.end(), [](const LimitVerdict& v) { return !v.fits(); });
       });
   if (host_fails && budget.host_ranks > 1) text += "  or keep fewer of the ranks on this host\n";
   return text;
@@ -225,7 +225,7 @@ Json number_or_null(const std::optional<std::uint64_t>& value) {
   return value ? Json(*value) : Json(nullptr);
 }
 
-Json verdict_json(const Verdict& verdict) {
+Json verdict_json(const LimitVerdict& verdict) {
   Json object{{"name", verdict.name}};
   if (!verdict.where.empty()) object["where"] = verdict.where;
   object["limit_bytes"] = verdict.limit_bytes;
@@ -237,8 +237,8 @@ Json verdict_json(const Verdict& verdict) {
 }  // namespace
 
 bool plan_fits(const PlanReport& report, const PlanBudget& budget) {
-  const std::vector<Verdict> verdicts = judge(report, budget);
-  return std::all_of(verdicts.begin(), verdicts.end(), [](const Verdict& one) { return one.fits(); });
+  const std::vector<LimitVerdict> verdicts = judge(report, budget);
+  return std::all_of(verdicts.begin(), verdicts.end(), [](const LimitVerdict& one) { return one.fits(); });
 }
 
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
@@ -362,7 +362,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
   }
   if (budget.host_ranks != 0) {
     json["host"] = {{"ranks", budget.host_ranks}, {"limits", Json::array()}};
-    for (const Verdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
+    for (const LimitVerdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
       json["host"]["limits"].push_back(verdict_json(verdict));
     }
   }

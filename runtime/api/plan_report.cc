@@ -570,8 +570,8 @@ std::string shrink_advice(const PlanReport& report) {
          ": " + largest->advice;
 }
 
-std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
-                                std::uint64_t ranks_here) {
+std::vector<LimitVerdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
+                                     std::uint64_t ranks_here) {
   const auto of_rank = [](const PlanFigures& bytes) { return bytes.needed() + bytes.pinned.value_or(0); };
   std::vector<std::uint64_t> by_stage;
   for (const StageFigures& stage : report.pipeline) by_stage.push_back(of_rank(stage.bytes));
@@ -588,7 +588,7 @@ std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<Host
     if (__builtin_mul_overflow(bytes, ranks, &product) || __builtin_add_overflow(needed, product, &needed))
       needed = ~std::uint64_t{0};
   }
-  std::vector<Verdict> verdicts;
+  std::vector<LimitVerdict> verdicts;
   for (const HostLimit& limit : limits) {
     verdicts.push_back(
         {.name = limit.name, .where = limit.where, .limit_bytes = limit.bytes, .needed_bytes = needed});

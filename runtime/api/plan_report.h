@@ -104,7 +104,7 @@ Result<PlanReport> make_plan_report(const PlanRequest& request);
 PlanReport worst_stage(const std::vector<PlanReport>& stages);
 
 // One thing that has to hold the plan, and whether it does.
-struct Verdict {
+struct LimitVerdict {
   std::string name;
   std::string where;  // A file, or empty.
   std::uint64_t limit_bytes = 0;
@@ -116,7 +116,7 @@ struct Verdict {
 std::string shrink_advice(const PlanReport& report);
 
 // The memory limits of the host, held against `ranks_here` ranks of the plan: those that need most.
-std::vector<Verdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
-                                std::uint64_t ranks_here);
+std::vector<LimitVerdict> judge_host(const PlanReport& report, const std::vector<HostLimit>& limits,
+                                     std::uint64_t ranks_here);
 
 }  // namespace forebay

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/model_backend.h"
@@ -21,7 +22,6 @@ namespace forebay {
 namespace {
 
 constexpr int kIncomplete = 1;
-constexpr int kBadInput = 2;
 constexpr int kPassLimit = 1000;
 // What an unpressed device is taken to have; the published figures of other allocators were made at it too.
 constexpr std::uint64_t kDefaultMemory = std::uint64_t{128} << 30;
@@ -45,10 +45,6 @@ struct ReplayDevice {
   int ordinal = 0;
   std::uint64_t memory_bytes = 0;  // 0: not given.
 };
-
-Status refuse(const std::string& message) {
-  return {StatusCode::kInvalidArgument, message};
-}
 
 Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
   ReplayDevice device;
@@ -165,7 +161,7 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
 int play(const ReplayArguments& arguments) {
   const auto complain = [](const Status& status) {
     std::fprintf(stderr, "forebay replay: %s\n", shown_text(status.message()).c_str());
-    return kBadInput;
+    return kBadUsage;
   };
   const Result<ReplayDevice> device = read_device(arguments);
   if (!device.ok()) return complain(device.status());
@@ -210,7 +206,7 @@ int run(const ReplayArguments& arguments) {
         "forebay replay: the host has no memory for what %s to record; play fewer files at a time, "
         "use a smaller --repeat, or raise the limit of this process (ulimit -v)\n",
         format_count(static_cast<std::uint64_t>(arguments.passes), "pass has", "passes have").c_str());
-    return kBadInput;
+    return kBadUsage;
   }
 }
 

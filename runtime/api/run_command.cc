@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "forebay/preload_events.h"
 #include "run_check.h"
 #include "run_child.h"
@@ -30,7 +31,6 @@ namespace forebay {
 namespace {
 
 constexpr int kNotWritten = 1;
-constexpr int kBadUsage = 2;
 constexpr char kLibraryName[] = "libforebay-preload.so";
 constexpr char kSystemPreloads[] = "/etc/ld.so.preload";
 

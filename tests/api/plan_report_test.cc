@@ -401,7 +401,7 @@ TEST(JudgeHost, HoldsAllRanksHereAgainstEachLimitByName) {
   const std::vector<HostLimit> limits = {{"cgroup memory limit", "/c/memory.max", 40'000'000},
                                          {"free memory", "/p/meminfo", 48'000'000}};
 
-  const std::vector<Verdict> verdicts = judge_host(report, limits, 3);
+  const std::vector<LimitVerdict> verdicts = judge_host(report, limits, 3);
 
   ASSERT_EQ(verdicts.size(), 2u);
   EXPECT_FALSE(verdicts[0].fits());
@@ -426,7 +426,7 @@ TEST(JudgeHost, HoldsAllRanksHereAgainstEachLimitByName) {
 
 TEST(JudgeHost, DoesNotOverflow) {
   const PlanReport report = report_of({.parameters = std::uint64_t{1} << 52});
-  const std::vector<Verdict> verdicts =
+  const std::vector<LimitVerdict> verdicts =
       judge_host(report, {{"memory", "", ~std::uint64_t{0} - 1}}, 1'000'000);
   EXPECT_FALSE(verdicts.at(0).fits());
 }

@@ -6,9 +6,6 @@
 #include "support/forwarding_communicator.h"
 
 namespace forebay::testing {
-
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CommunicatorConformance);
-
 namespace {
 
 using namespace std::chrono_literals;

@@ -13,9 +13,6 @@
 #include "support/process.h"
 
 namespace forebay::testing {
-
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CommunicatorConformance);
-
 namespace {
 
 constexpr std::chrono::milliseconds kDeadline{60'000};

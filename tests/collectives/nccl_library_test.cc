@@ -4,7 +4,6 @@
 #include "nccl_world.h"
 
 namespace forebay::testing {
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CommunicatorConformance);
 }
 
 namespace forebay::internal {

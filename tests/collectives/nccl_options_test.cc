@@ -3,9 +3,6 @@
 #include "nccl_world.h"
 
 namespace forebay::testing {
-
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CommunicatorConformance);
-
 namespace {
 
 using nccl::NcclComm;

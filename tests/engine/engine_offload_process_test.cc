@@ -62,7 +62,7 @@ class OffloadDrive : public ::testing::TestWithParam<Moving> {};
 TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
   if (!std::ifstream("/proc/self/io")) GTEST_SKIP() << "this kernel does not count a process's drive bytes";
   constexpr int kRanks = 2;
-  constexpr int kSteps = 6;
+  constexpr int kSteps = 12;
   const TemporaryDirectory directory;
   const Moving& moving = GetParam();
   ToyOptions options = in_files(moving.stage, moving.offload, moving.type, kRanks, directory.path());
@@ -103,7 +103,10 @@ TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
       per_step(after.written, before.written) / static_cast<double>(planned.written_per_step);
   std::cout << moving.name << ": read " << read << " and written " << written << " of the plan's "
             << planned.read_per_step << " and " << planned.written_per_step << " bytes per rank and step\n";
-  EXPECT_NEAR(read, 1.0, 0.01);
+  // At each count as much is read ahead as has come by then: anything up to the staging memory.
+  const double ahead = static_cast<double>(options.engine.staging_bytes) /
+                       static_cast<double>(kSteps * planned.read_per_step);
+  EXPECT_NEAR(read, 1.0, 0.01 + ahead);
   EXPECT_NEAR(written, 1.0, 0.01);
 }
 

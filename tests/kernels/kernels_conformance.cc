@@ -1,0 +1,616 @@
+#include "kernels_conformance.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/backend.h"
+#include "forebay/kernels.h"
+#include "kernels/host_kernels.h"
+#include "kernels/kernel_test_support.h"
+
+namespace forebay::kernel_test {
+namespace {
+
+// Offsets of the operands, in elements: all aligned, shifted together (a segment in the middle of a buffer),
+// and against each other, where no wide access fits.
+struct Offsets {
+  std::size_t a, b;
+};
+constexpr Offsets kOffsets[] = {{0, 0}, {8, 0}, {3, 3}, {5, 5}, {0, 1}, {7, 2}};
+constexpr std::size_t kCounts[] = {1, 2, 7, 8, 9, 64, 1003, 4096};
+
+std::string describe(DataType a, DataType b, const Offsets& offsets, std::size_t count) {
+  return std::string(data_type_name(a)) + " " + data_type_name(b) + ", offsets " + std::to_string(offsets.a) +
+         " " + std::to_string(offsets.b) + ", " + std::to_string(count) + " elements";
+}
+
+TEST_P(KernelsConformance, CastIsTheDefinitionBitForBit) {
+  for (const DataType source_type : kTypes) {
+    for (const DataType target_type : kTypes) {
+      for (const Offsets& offsets : kOffsets) {
+        for (const std::size_t count : kCounts) {
+          SCOPED_TRACE(describe(source_type, target_type, offsets, count));
+          Array source = hard(source_type, count, offsets.a);
+          Array expected(target_type, count, offsets.b), got = expected;
+          host_kernels::scalar_kernels().cast(
+              {source.data(), expected.data(), count, source_type, target_type}, 0, count);
+          std::byte* const target = upload(got);
+
+          finish(kernels_->cast({upload(source), target, count, source_type, target_type}, stream_));
+
+          download(got, target);
+          ASSERT_TRUE(same_bits("target", got, expected));
+        }
+        forget_blocks();
+      }
+    }
+  }
+}
+
+TEST_P(KernelsConformance, AccumulateIsTheDefinitionBitForBit) {
+  for (const DataType type : kTypes) {
+    for (const int rank_count : {1, 2, 3, 4, 5, 9}) {
+      for (const Offsets& offsets : kOffsets) {
+        for (const std::size_t count : {std::size_t{3}, std::size_t{517}}) {
+          const int rank = static_cast<int>(random_() % static_cast<std::uint64_t>(rank_count));
+          const bool first = random_() % 2 == 0;
+          // An odd distance between contributions leaves no two of them aligned alike.
+          const std::size_t stride = count % 2 == 0 || offsets.a == 5 ? count + 1 : (count + 7) / 8 * 8;
+          SCOPED_TRACE(describe(type, type, offsets, count) + ", rank " + std::to_string(rank) + " of " +
+                       std::to_string(rank_count) + (first ? ", first" : ""));
+          Array own = hard(type, count, offsets.a);
+          Array received = hard(type, stride * static_cast<std::size_t>(rank_count), offsets.a);
+          Array expected = hard(DataType::kFloat32, count, offsets.b), got = expected;
+          AccumulateArguments a = {own.data(),
+                                   static_cast<const std::byte*>(received.data()),
+                                   stride * element_bytes(type),
+                                   expected.floats(),
+                                   count,
+                                   rank,
+                                   rank_count,
+                                   type,
+                                   first};
+          host_kernels::scalar_kernels().accumulate(a, 0, count);
+          std::byte* const target = upload(got);
+          a.own = upload(own), a.received = upload(received), a.target = reinterpret_cast<float*>(target);
+
+          finish(kernels_->accumulate(a, stream_));
+
+          download(got, target);
+          ASSERT_TRUE(same_bits("target", got, expected));
+        }
+        forget_blocks();
+      }
+    }
+  }
+}
+
+TEST_P(KernelsConformance, ScaleIsTheDefinitionBitForBit) {
+  const DataType f32 = DataType::kFloat32;
+  for (const DataType round_type : kTypes) {
+    for (const DataType target_type : {round_type, f32}) {
+      for (const Offsets& offsets : kOffsets) {
+        for (const std::size_t count : kCounts) {
+          SCOPED_TRACE(describe(round_type, target_type, offsets, count));
+          const float factor = float_from_bits(static_cast<std::uint32_t>(random_()) & 0xBFFFFFFFu);
+          Array source = hard(f32, count, offsets.a);
+          Array expected(target_type, count, offsets.b), got = expected;
+          ScaleArguments a = {source.floats(), expected.data(), count, factor, round_type, target_type};
+          host_kernels::scalar_kernels().scale(a, 0, count);
+          std::byte* const target = upload(got);
+          a.source = reinterpret_cast<const float*>(upload(source)), a.target = target;
+
+          finish(kernels_->scale(a, stream_));
+
+          download(got, target);
+          ASSERT_TRUE(same_bits("target", got, expected));
+        }
+        forget_blocks();
+      }
+    }
+  }
+}
+
+TEST_P(KernelsConformance, AddIsTheDefinitionBitForBit) {
+  for (const DataType type : kTypes) {
+    for (const Offsets& offsets : kOffsets) {
+      for (const std::size_t count : kCounts) {
+        SCOPED_TRACE(describe(type, type, offsets, count));
+        Array source = hard(type, count, offsets.a), expected = hard(type, count, offsets.b), got = expected;
+        host_kernels::scalar_kernels().add({source.data(), expected.data(), count, type}, 0, count);
+        std::byte* const target = upload(got);
+
+        finish(kernels_->add({upload(source), target, count, type}, stream_));
+
+        download(got, target);
+        ASSERT_TRUE(same_bits("target", got, expected));
+      }
+      forget_blocks();
+    }
+  }
+}
+
+TEST_P(KernelsConformance, FillRoundsItsValueOnceAndWritesNothingBeside) {
+  for (const DataType type : kTypes) {
+    for (const std::size_t offset : {0, 1, 5, 8}) {
+      for (const std::size_t count : kCounts) {
+        for (const float value :
+             {1.00390625f, -0.0f, 1e-40f, std::numeric_limits<float>::quiet_NaN(), 1e30f}) {
+          Array expected(type, count, offset), got = expected;
+          for (std::size_t i = 0; i < count; ++i) {
+            expected.set(i, type == DataType::kFloat32    ? float_bits(canonical(value))
+                            : type == DataType::kBfloat16 ? float_to_bfloat16(value)
+                                                          : float_to_float16(value));
+          }
+          std::byte* const target = upload(got);
+
+          finish(kernels_->fill({target, count, value, type}, stream_));
+
+          download(got, target);
+          ASSERT_TRUE(same_bits("target", got, expected)) << data_type_name(type) << " at " << offset;
+        }
+      }
+      forget_blocks();
+    }
+  }
+}
+
+// The tree of NormArguments, by recursion on "adjacent pairs, level by level, an odd one passing up".
+double plain_pairs(std::vector<double> level) {
+  if (level.empty()) return 0.0;
+  while (level.size() > 1) {
+    std::vector<double> above;
+    for (std::size_t i = 0; i < level.size(); i += 2) {
+      above.push_back(i + 1 < level.size() ? level[i] + level[i + 1] : level[i]);
+    }
+    level = std::move(above);
+  }
+  return level[0];
+}
+
+double plain_norm(const Array& source) {
+  std::vector<double> leaves;
+  for (std::size_t leaf = 0; leaf < source.count(); leaf += kLeafCount) {
+    double lane[16] = {};
+    for (std::size_t i = 0; i < kLeafCount; ++i) {
+      const double x = source.value(leaf + i);
+      lane[i % 16] += x * x;
+    }
+    for (int half = 8; half > 0; half /= 2) {
+      for (int j = 0; j < half; ++j) lane[j] += lane[j + half];
+    }
+    leaves.push_back(lane[0]);
+  }
+  return plain_pairs(leaves);
+}
+
+std::uint64_t double_bits(double value) {
+  std::uint64_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+TEST_P(KernelsConformance, NormIsTheFixedTreeBitForBit) {
+  for (const DataType type : kTypes) {
+    for (const std::size_t leaf_count : {0, 1, 2, 3, 5, 31, 63, 64, 65, 127, 128, 129, 191, 259, 513}) {
+      for (const std::size_t offset : {0, 1}) {
+        const std::size_t count = leaf_count * kLeafCount;
+        Array source(type, count, offset);
+        std::normal_distribution<float> values(0.0f, 0.1f);
+        for (std::size_t i = 0; i < count; ++i) {
+          const float x = values(random_);
+          source.set(i, type == DataType::kFloat32    ? float_bits(x)
+                        : type == DataType::kBfloat16 ? float_to_bfloat16(x)
+                                                      : float_to_float16(x));
+        }
+        double* const scratch = upload(std::vector<double>(leaf_count, -1.0));
+        double* const result = upload(std::vector<double>(1, -1.0));
+
+        finish(kernels_->norm({upload(source), scratch, result, count, type}, stream_));
+
+        ASSERT_EQ(double_bits(download(result)), double_bits(plain_norm(source)))
+            << leaf_count << " leaves of " << data_type_name(type) << " at offset " << offset;
+        forget_blocks();
+      }
+    }
+  }
+}
+
+// On a device with many multiprocessors this needs half a gigabyte.
+TEST_P(KernelsConformance, NormIsTheSameTreeWhenItHasMoreLeavesThanTheGridHasPlaces) {
+  const auto processors =
+      static_cast<std::size_t>(std::max(backend_->capabilities().multiprocessor_count, 1));
+  const std::size_t leaf_count = processors * 32 * 64 + 3 * 64 + 1, count = leaf_count * kLeafCount;
+  Array source(DataType::kFloat32, count, 0);
+  for (std::size_t i = 0; i < count; ++i) {
+    source.set(i, 0x3F000000u | (static_cast<std::uint32_t>(i * 2654435761u) >> 9));
+  }
+  double* const scratch = upload(std::vector<double>(leaf_count));
+  double* const result = upload(std::vector<double>(1));
+
+  finish(kernels_->norm({upload(source), scratch, result, count, DataType::kFloat32}, stream_));
+
+  ASSERT_EQ(double_bits(download(result)), double_bits(plain_norm(source)));
+}
+
+TEST_P(KernelsConformance, NormIsNotFiniteExactlyWhenAnElementIsNotAndItsNanIsCanonical) {
+  const std::size_t count = 67 * kLeafCount;
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float special :
+       {infinity, -infinity, float_from_bits(0xFFC01234u), std::numeric_limits<float>::max()}) {
+    for (const std::size_t place : {std::size_t{0}, std::size_t{700}, count - 1}) {
+      Array source(DataType::kFloat32, count, 0);
+      for (std::size_t i = 0; i < count; ++i) source.set(i, 0);
+      source.set(place, float_bits(special));
+      double* const scratch = upload(std::vector<double>(67));
+      double* const result = upload(std::vector<double>(1));
+
+      finish(kernels_->norm({upload(source), scratch, result, count, DataType::kFloat32}, stream_));
+
+      const double got = download(result);
+      EXPECT_EQ(std::isfinite(got), std::isfinite(special)) << special << " at " << place;
+      if (std::isnan(special)) {
+        EXPECT_EQ(double_bits(got), 0x7FF8000000000000u);
+      }
+      forget_blocks();
+    }
+  }
+}
+
+AdamWArguments adamw_constants_at(int step) {
+  AdamWArguments a = {};
+  a.factor = 0.25f;
+  a.lr = 1e-3f, a.weight_decay = 0.1f, a.beta1 = 0.9f, a.beta2 = 0.95f, a.eps = 1e-8f;
+  a.a1 = static_cast<float>(1.0 - 0.9), a.a2 = static_cast<float>(1.0 - 0.95);
+  a.c1 = static_cast<float>(1.0 - std::pow(0.9, step));
+  a.s2 = static_cast<float>(std::sqrt(1.0 - std::pow(0.95, step)));
+  return a;
+}
+
+// An optimizer state in the test's memory and on the device.
+struct AdamWArrays {
+  Array gradient, master, m, v, parameter;
+
+  AdamWArguments arguments(AdamWArguments constants, DataType gradient_type, DataType parameter_type,
+                           bool has_parameter) {
+    constants.gradient = gradient.data();
+    constants.master = master.floats(), constants.m = m.floats(), constants.v = v.floats();
+    constants.parameter = has_parameter ? parameter.data() : nullptr;
+    constants.count = master.count();
+    constants.gradient_type = gradient_type, constants.parameter_type = parameter_type;
+    return constants;
+  }
+};
+
+TEST_P(KernelsConformance, AdamWIsTheDefinitionBitForBit) {
+  for (const DataType gradient_type : kTypes) {
+    for (int column = 0; column < 4; ++column) {
+      const bool has_parameter = column < 3;
+      const DataType parameter_type = has_parameter ? kTypes[column] : DataType::kFloat32;
+      for (const Offsets& offsets : kOffsets) {
+        for (const std::size_t count : {std::size_t{1}, std::size_t{9}, std::size_t{1003}}) {
+          SCOPED_TRACE(describe(gradient_type, parameter_type, offsets, count) +
+                       (has_parameter ? "" : ", no parameter"));
+          const DataType f32 = DataType::kFloat32;
+          AdamWArrays expected = {hard(gradient_type, count, offsets.a), hard(f32, count, offsets.b),
+                                  hard(f32, count, offsets.b), hard(f32, count, offsets.b),
+                                  Array(parameter_type, count, offsets.a)};
+          AdamWArrays got = expected;
+          const AdamWArguments constants = adamw_constants_at(3);
+          host_kernels::scalar_kernels().adamw(
+              expected.arguments(constants, gradient_type, parameter_type, has_parameter), 0, count);
+          AdamWArguments a = got.arguments(constants, gradient_type, parameter_type, has_parameter);
+          std::byte* const parameter = upload(got.parameter);
+          a.gradient = upload(got.gradient);
+          a.master = reinterpret_cast<float*>(upload(got.master));
+          a.m = reinterpret_cast<float*>(upload(got.m));
+          a.v = reinterpret_cast<float*>(upload(got.v));
+          a.parameter = has_parameter ? parameter : nullptr;
+
+          finish(kernels_->adamw(a, stream_));
+
+          download(got.master, a.master), download(got.m, a.m), download(got.v, a.v);
+          download(got.parameter, parameter);
+          ASSERT_TRUE(same_bits("master", got.master, expected.master));
+          ASSERT_TRUE(same_bits("m", got.m, expected.m));
+          ASSERT_TRUE(same_bits("v", got.v, expected.v));
+          ASSERT_TRUE(same_bits("parameter", got.parameter, expected.parameter));
+        }
+        forget_blocks();
+      }
+    }
+  }
+}
+
+TEST_P(KernelsConformance, AGridSmallerThanTheWorkCoversAllOfIt) {
+  const DataType f32 = DataType::kFloat32, bf16 = DataType::kBfloat16;
+  const std::size_t cast_count = beyond_the_grid(16), unaligned_count = beyond_the_grid(1);
+  for (const std::size_t offset : {0, 1}) {
+    const std::size_t count = offset == 0 ? cast_count : unaligned_count;
+    Array source = hard(f32, count, 0), expected(bf16, count, offset), got = expected;
+    host_kernels::scalar_kernels().cast({source.data(), expected.data(), count, f32, bf16}, 0, count);
+    std::byte* const target = upload(got);
+
+    finish(kernels_->cast({upload(source), target, count, f32, bf16}, stream_));
+
+    download(got, target);
+    ASSERT_TRUE(same_bits("target", got, expected));
+    forget_blocks();
+  }
+}
+
+// --- a step's control ---
+
+// The rule of StepControlArguments, written plainly.
+struct PlainControl {
+  std::uint64_t attempted = 0, applied = 0;
+  double loss_scale = 1.0;
+  int growth = 0;
+  bool skipped = false;
+  double norm = 0.0;
+  float factor = 0.0f, c1 = 0.0f, s2 = 0.0f;
+
+  void step(const std::vector<std::vector<double>>& squares, double clip, double beta1, double beta2,
+            bool dynamic, int interval, double minimum) {
+    std::vector<double> units;
+    for (const std::vector<double>& slices : squares) units.push_back(plain_pairs(slices));
+    const double scale = loss_scale;
+    norm = std::sqrt(plain_pairs(units)) / scale;
+    ++attempted;
+    skipped = !std::isfinite(norm);
+    if (skipped) {
+      if (dynamic) loss_scale = std::max(scale / 2.0, minimum), growth = 0;
+      return;
+    }
+    ++applied;
+    const double t = static_cast<double>(applied);
+    factor = static_cast<float>((clip > 0.0 && norm > clip ? clip / norm : 1.0) / scale);
+    c1 = static_cast<float>(1.0 - std::pow(beta1, t));
+    s2 = static_cast<float>(std::sqrt(1.0 - std::pow(beta2, t)));
+    if (dynamic && ++growth == interval) loss_scale *= 2.0, growth = 0;
+  }
+};
+
+TEST_P(KernelsConformance, StepControlFollowsThePlainRuleThroughSkipsGrowthBackoffAndClipping) {
+  const double beta1 = 0.9, beta2 = 0.95;
+  constexpr std::size_t kSteps = 40;
+  int seen_skips = 0, seen_clips = 0, seen_growth = 0, seen_floor = 0, seen_unclipped = 0;
+  for (const auto& [rank_count, unit_count, dynamic] :
+       {std::tuple<int, std::size_t, bool>{1, 1, true}, {3, 7, true}, {4, 300, true}, {5, 2, false}}) {
+    const auto ranks = static_cast<std::size_t>(rank_count);
+    const std::size_t stride = unit_count + 3;
+    std::vector<BiasCorrection> table(kSteps + 1);
+    bias_corrections(beta1, beta2, 1, table.data(), table.size());
+    StepState start;
+    start.loss_scale = dynamic ? 64.0 : 1.0;
+    PlainControl plain;
+    plain.loss_scale = start.loss_scale;
+    StepState* const state = upload(std::vector<StepState>{start});
+    StepControlArguments a = {};
+    a.state = state;
+    a.scratch = upload(std::vector<double>(ranks * unit_count, -1.0));
+    a.unit_used = upload(std::vector<std::uint32_t>(unit_count, 77));
+    a.rank_stride = stride, a.unit_count = unit_count, a.rank_count = rank_count;
+    a.corrections = upload(table), a.first_step = 1, a.correction_count = table.size();
+    a.dynamic_loss_scale = dynamic, a.growth_interval = 3, a.minimum_loss_scale = 16.0;
+    double* const squares = upload(std::vector<double>(ranks * stride));
+    double* const used = upload(std::vector<double>(ranks * stride));
+    a.squares = squares, a.used = used;
+
+    for (std::size_t step = 0; step < kSteps; ++step) {
+      std::vector<double> record(ranks * stride, 1e300), uses(ranks * stride, 1.0);
+      std::vector<std::vector<double>> by_unit(unit_count, std::vector<double>(ranks));
+      std::vector<std::uint32_t> expected_used(unit_count, 0);
+      const std::uint64_t kind = random_() % 8;
+      for (std::size_t r = 0; r < ranks; ++r) {
+        for (std::size_t u = 0; u < unit_count; ++u) {
+          double value = std::uniform_real_distribution<double>(0.0, 2.0)(random_);
+          if (kind == 0 && r == ranks - 1 && u == unit_count / 2)
+            value = std::numeric_limits<double>::infinity();
+          if (kind == 1 && r == 0 && u == unit_count - 1) value = std::numeric_limits<double>::quiet_NaN();
+          record[r * stride + u] = by_unit[u][r] = value;
+          const bool uses_it = random_() % 3 != 0;
+          uses[r * stride + u] = uses_it ? 1.0 : 0.0;
+          if (uses_it) expected_used[u] = 1;
+        }
+      }
+      a.clip = step % 3 == 0 ? 0.0 : step % 3 == 1 ? 1e-3 : 1e6;
+      copy(squares, record.data(), record.size() * sizeof(double));
+      copy(used, uses.data(), uses.size() * sizeof(double));
+      const double scale_before = plain.loss_scale;
+      plain.step(by_unit, a.clip, beta1, beta2, dynamic, a.growth_interval, a.minimum_loss_scale);
+
+      finish(kernels_->step_control(a, stream_));
+
+      const StepState got = download(state);
+      SCOPED_TRACE("step " + std::to_string(step) + " of " + std::to_string(rank_count) + " ranks");
+      ASSERT_EQ(got.attempted_steps, plain.attempted);
+      ASSERT_EQ(got.applied_steps, plain.applied);
+      ASSERT_EQ(got.loss_scale, plain.loss_scale);
+      ASSERT_EQ(got.used_loss_scale, scale_before);
+      ASSERT_EQ(got.growth_counter, plain.growth);
+      ASSERT_EQ(got.outcome, plain.skipped ? StepOutcome::kSkipped : StepOutcome::kApplied);
+      if (plain.skipped) {
+        ASSERT_EQ(double_bits(got.grad_norm), 0x7FF8000000000000u);
+      } else {
+        ASSERT_EQ(double_bits(got.grad_norm), double_bits(plain.norm));
+        ASSERT_EQ(float_bits(got.factor), float_bits(plain.factor));
+        ASSERT_EQ(float_bits(got.c1), float_bits(plain.c1));
+        ASSERT_EQ(float_bits(got.s2), float_bits(plain.s2));
+      }
+      std::vector<std::uint32_t> got_used(unit_count);
+      copy(got_used.data(), a.unit_used, unit_count * sizeof(std::uint32_t));
+      ASSERT_EQ(got_used, expected_used);
+      seen_skips += plain.skipped;
+      seen_floor += plain.skipped && dynamic && plain.loss_scale == scale_before;
+      seen_growth += plain.loss_scale > scale_before;
+      seen_clips += !plain.skipped && a.clip == 1e-3;
+      seen_unclipped += !plain.skipped && a.clip == 1e6;
+    }
+  }
+  std::printf("%d skips (%d at the smallest scale), %d growths, %d clipped, %d below the clip\n", seen_skips,
+              seen_floor, seen_growth, seen_clips, seen_unclipped);
+  EXPECT_GT(seen_skips, 0);
+  EXPECT_GT(seen_clips, 0);
+  EXPECT_GT(seen_unclipped, 0);
+}
+
+TEST_P(KernelsConformance, StepControlGrowsAfterTheIntervalHalvesOnASkipAndKeepsTheMinimum) {
+  std::vector<BiasCorrection> table(100);
+  bias_corrections(0.9, 0.95, 1, table.data(), table.size());
+  StepState start;
+  start.loss_scale = 4.0;
+  StepControlArguments a = {};
+  a.state = upload(std::vector<StepState>{start});
+  a.scratch = upload(std::vector<double>(1));
+  a.rank_stride = a.unit_count = 1, a.rank_count = 1;
+  a.corrections = upload(table), a.first_step = 1, a.correction_count = table.size();
+  a.dynamic_loss_scale = true, a.growth_interval = 2, a.minimum_loss_scale = 3.0;
+  const double* const finite = upload(std::vector<double>{1.0});
+  const double* const infinite = upload(std::vector<double>{std::numeric_limits<double>::infinity()});
+  std::vector<double> scales;
+
+  for (const double* squares :
+       {finite, finite, finite, infinite, finite, finite, infinite, infinite, infinite}) {
+    a.squares = squares;
+    finish(kernels_->step_control(a, stream_));
+    scales.push_back(download(a.state).loss_scale);
+  }
+
+  EXPECT_EQ(scales, (std::vector<double>{4, 8, 8, 4, 4, 8, 4, 3, 3}));
+}
+
+TEST_P(KernelsConformance, AStepWithoutItsBiasCorrectionIsNotAppliedAndSaysSo) {
+  std::vector<BiasCorrection> table(2);
+  bias_corrections(0.9, 0.95, 6, table.data(), table.size());
+  StepState start;
+  start.attempted_steps = 9, start.applied_steps = 6;
+  StepControlArguments a = {};
+  a.state = upload(std::vector<StepState>{start});
+  a.scratch = upload(std::vector<double>(1));
+  a.squares = upload(std::vector<double>{4.0});
+  a.rank_stride = a.unit_count = 1, a.rank_count = 1;
+  a.corrections = upload(table), a.first_step = 6, a.correction_count = table.size();
+
+  finish(kernels_->step_control(a, stream_));
+  const StepState seventh = download(a.state);
+  finish(kernels_->step_control(a, stream_));
+  const StepState eighth = download(a.state);
+  a.first_step = 9;
+  finish(kernels_->step_control(a, stream_));
+  const StepState below = download(a.state);
+
+  EXPECT_EQ(seventh.outcome, StepOutcome::kApplied);
+  EXPECT_EQ(seventh.c1, table[1].c1);
+  EXPECT_EQ(seventh.s2, table[1].s2);
+  EXPECT_EQ(eighth.outcome, StepOutcome::kNoCorrection);
+  EXPECT_EQ(eighth.applied_steps, 7u);
+  EXPECT_EQ(below.outcome, StepOutcome::kNoCorrection);
+  EXPECT_EQ(below.applied_steps, 7u);
+  EXPECT_EQ(below.attempted_steps, 12u);
+}
+
+// Two steps queued at once, between which the host learns nothing: the first is skipped, the second is
+// applied with the corrections of step 1.
+TEST_P(KernelsConformance, QueuedStepsFollowTheDeviceAndNotTheHost) {
+  const DataType f32 = DataType::kFloat32, bf16 = DataType::kBfloat16;
+  const std::size_t count = 1003;
+  AdamWArrays expected = {hard(bf16, count, 3), hard(f32, count, 3), hard(f32, count, 3), hard(f32, count, 3),
+                          Array(bf16, count, 3)};
+  AdamWArrays got = expected;
+  std::vector<BiasCorrection> table(4);
+  bias_corrections(0.9, 0.95, 1, table.data(), table.size());
+  StepState start;
+  start.loss_scale = 8.0;
+  StepControlArguments control = {};
+  control.state = upload(std::vector<StepState>{start});
+  control.scratch = upload(std::vector<double>(2));
+  control.rank_stride = control.unit_count = 2, control.rank_count = 1;
+  control.corrections = upload(table), control.first_step = 1, control.correction_count = table.size();
+  control.dynamic_loss_scale = true, control.growth_interval = 100, control.minimum_loss_scale = 1.0;
+  control.clip = 0.5;
+  control.used = upload(std::vector<double>{1.0, 0.0});
+  control.unit_used = upload(std::vector<std::uint32_t>(2));
+  const double* const infinite = upload(std::vector<double>{1.0, std::numeric_limits<double>::infinity()});
+  const double* const finite = upload(std::vector<double>{9.0, 16.0});
+  AdamWArguments a = got.arguments(adamw_constants_at(50), bf16, bf16, true);
+  a.factor = std::numeric_limits<float>::quiet_NaN();  // Not read, like the corrections of step 50.
+  a.gradient = upload(got.gradient);
+  a.master = reinterpret_cast<float*>(upload(got.master));
+  a.m = reinterpret_cast<float*>(upload(got.m));
+  a.v = reinterpret_cast<float*>(upload(got.v));
+  a.parameter = upload(got.parameter);
+  AdamWArguments constants = adamw_constants_at(1);
+  // The skipped step halved the scale; the norm is 5 / 4.
+  constants.factor = static_cast<float>(0.5 / 1.25 / 4.0);
+  host_kernels::scalar_kernels().adamw(expected.arguments(constants, bf16, bf16, true), 0, count);
+
+  control.squares = infinite;
+  ASSERT_TRUE(kernels_->step_control(control, stream_).ok());
+  ASSERT_TRUE(kernels_->adamw_controlled({a, control.state, control.unit_used}, stream_).ok());
+  control.squares = finite;
+  ASSERT_TRUE(kernels_->step_control(control, stream_).ok());
+  ASSERT_TRUE(
+      kernels_->adamw_controlled({a, control.state, control.unit_used + 1}, stream_).ok());  // Unused.
+  finish(kernels_->adamw_controlled({a, control.state, control.unit_used}, stream_));
+
+  download(got.master, a.master), download(got.m, a.m), download(got.v, a.v);
+  download(got.parameter, a.parameter);
+  EXPECT_TRUE(same_bits("master", got.master, expected.master));
+  EXPECT_TRUE(same_bits("m", got.m, expected.m));
+  EXPECT_TRUE(same_bits("v", got.v, expected.v));
+  EXPECT_TRUE(same_bits("parameter", got.parameter, expected.parameter));
+  EXPECT_EQ(download(control.state).grad_norm, 1.25);
+  EXPECT_EQ(download(control.state).loss_scale, 4.0);
+}
+
+TEST_P(KernelsConformance, NothingIsDoneForNoElementsAndMisuseIsRefused) {
+  const DataType f32 = DataType::kFloat32;
+  AdamWArguments adamw = adamw_constants_at(1);
+  adamw.gradient_type = adamw.parameter_type = f32;
+  const auto code = [](const Status& status) { return status.code(); };
+
+  EXPECT_TRUE(kernels_->cast({nullptr, nullptr, 0, f32, DataType::kFloat16}, stream_).ok());
+  EXPECT_TRUE(kernels_->accumulate({nullptr, nullptr, 0, nullptr, 0, 1, 3, f32, true}, stream_).ok());
+  EXPECT_TRUE(kernels_->scale({nullptr, nullptr, 0, 1.0f, f32, f32}, stream_).ok());
+  EXPECT_TRUE(kernels_->add({nullptr, nullptr, 0, f32}, stream_).ok());
+  EXPECT_TRUE(kernels_->fill({nullptr, 0, 1.0f, f32}, stream_).ok());
+  EXPECT_TRUE(kernels_->adamw(adamw, stream_).ok());
+  EXPECT_TRUE(kernels_->adamw_controlled({adamw, nullptr, nullptr}, stream_).ok());
+
+  StepState state;
+  BiasCorrection correction = {};
+  double value = 0.0;
+  StepControlArguments control = {};
+  control.state = &state, control.scratch = &value, control.squares = &value;
+  control.rank_stride = control.unit_count = 1, control.rank_count = 1;
+  control.corrections = &correction, control.first_step = 1, control.correction_count = 1;
+  const auto refused = [&](const char* word, auto change) {
+    StepControlArguments changed = control;
+    change(changed);
+    const Status status = kernels_->step_control(changed, stream_);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << word;
+    EXPECT_NE(status.message().find(word), std::string::npos) << status.message();
+  };
+  refused("ranks", [](auto& a) { a.rank_count = 0; });
+  refused("rank_stride", [](auto& a) { a.rank_stride = 0; });
+  refused("clip", [](auto& a) { a.clip = -1.0; });
+  refused("growth interval", [](auto& a) { a.dynamic_loss_scale = true; });
+  refused("unit_used", [&](auto& a) { a.used = &value; });
+  refused("corrections", [](auto& a) { a.correction_count = 0; });
+  refused("state", [](auto& a) { a.state = nullptr; });
+  refused("squares", [](auto& a) { a.squares = nullptr; });
+  adamw.count = 4;
+  EXPECT_EQ(code(kernels_->adamw_controlled({adamw, &state, nullptr}, stream_)),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(kernels_->fill({nullptr, 4, 1.0f, f32}, stream_)), StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace forebay::kernel_test
