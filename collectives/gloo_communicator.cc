@@ -24,8 +24,6 @@
 #include "forebay/gloo_communicator.h"
 
 #include <gloo/common/error.h>
-#include <gloo/rendezvous/context.h>
-#include <gloo/rendezvous/store.h>
 #include <gloo/transport/tcp/device.h>
 #include <gloo/transport/unbound_buffer.h>
 #include <pthread.h>
@@ -33,7 +31,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
+#include <condition_variable>
 #include <cstring>
 #include <ctime>
 #include <map>
@@ -85,8 +83,8 @@ constexpr milliseconds kGoodbyeMax{200};
 // From an operation's deadline to Gloo's own timeout. Shorter: a rank on a busy host is blamed for what
 // another did. Longer: where threads do not run, a failure is found later.
 constexpr milliseconds kBackstop{5000};
-// Gloo waits up to five times a context's timeout for one connection.
-constexpr int kGlooConnectFactor = 5;
+// How often a rank that connects looks whether the others still come.
+constexpr milliseconds kLookPeriod{20};
 constexpr std::uint64_t kNeverSent = ~std::uint64_t{0};
 constexpr std::uint64_t kNoStep = ~std::uint64_t{0};
 
@@ -132,80 +130,6 @@ class NoSignals {
 
  private:
   sigset_t before_;
-};
-
-// Gloo's rendezvous over a RendezvousStore, until `deadline`. Keys get a prefix that no other run and no
-// other communicator of this run has.
-class GlooStore final : public gloo::rendezvous::Store {
- public:
-  GlooStore(RendezvousStore& store, const Membership& membership, std::string prefix,
-            std::string failure_name, SteadyClock::time_point deadline)
-      : store_(store),
-        membership_(membership),
-        prefix_(std::move(prefix)),
-        failure_name_(std::move(failure_name)),
-        deadline_(deadline) {}
-
-  void set(const std::string& key, const std::vector<char>& data) override {
-    const Status status = store_.write(name(key), std::string_view(data.data(), data.size()));
-    if (!status.ok()) throw gloo::IoException(status.message());
-    written_.push_back(name(key));
-  }
-
-  std::vector<char> get(const std::string& key) override {
-    for (;;) {
-      if (const std::optional<std::string> content = store_.read(name(key))) {
-        return {content->begin(), content->end()};
-      }
-      if (store_.read(failure_name_)) throw gloo::IoException("another rank failed");
-      if (const Status status = store_.status(); !status.ok()) throw gloo::IoException(status.message());
-      if (SteadyClock::now() >= deadline_) throw gloo::IoException(owner(key) + " did not come");
-      std::this_thread::sleep_for(kPoll);
-    }
-  }
-
-  void wait(const std::vector<std::string>& keys) override {
-    for (const std::string& key : keys) get(key);
-  }
-  void wait(const std::vector<std::string>& keys, const milliseconds&) override { wait(keys); }
-
-  // The texts this rank wrote. Only once all ranks are connected.
-  void remove_written() noexcept {
-    for (const std::string& text : written_) store_.remove(text);
-    written_.clear();
-  }
-
- private:
-  // Keys are Gloo's own; whatever cannot be in a file name is spelled in hexadecimal.
-  std::string name(const std::string& key) const {
-    static constexpr char kDigits[] = "0123456789abcdef";
-    std::string text = prefix_;
-    for (const char c : key) {
-      if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_') {
-        text += c;
-      } else {
-        text += '%';
-        text += kDigits[static_cast<unsigned char>(c) >> 4];
-        text += kDigits[static_cast<unsigned char>(c) & 15];
-      }
-    }
-    return text;
-  }
-
-  // Gloo calls what a rank has to say of itself by its number.
-  std::string owner(const std::string& key) const {
-    int rank = -1;
-    const bool is_rank = std::from_chars(key.data(), key.data() + key.size(), rank).ec == std::errc();
-    if (!is_rank || rank < 0 || rank >= membership_.size) return "a rank";
-    return "rank " + std::to_string(membership_.world_rank(rank));
-  }
-
-  RendezvousStore& store_;
-  const Membership& membership_;
-  const std::string prefix_;
-  const std::string failure_name_;
-  const SteadyClock::time_point deadline_;
-  std::vector<std::string> written_;
 };
 
 enum Plane : int { kDataPlane, kControlPlane, kHealthPlane, kPlaneCount };
@@ -340,6 +264,9 @@ class Mesh final : public Transport {
   };
 
   std::string failure_name() const { return membership().generation + ".failed"; }
+  std::string addresses_name(Plane plane, int of_rank) const {
+    return membership().generation + "." + kPlaneNames[plane] + "." + std::to_string(of_rank);
+  }
   std::string vote_name(int of_rank) const {
     return membership().generation + ".vote." + std::to_string(of_rank);
   }
@@ -370,6 +297,11 @@ class Mesh final : public Transport {
   // The ranks of `candidates` whose connection on this plane is broken.
   std::vector<int> find_lost(Plane plane, const std::vector<int>& candidates);
 
+  Status connect_planes(SteadyClock::time_point deadline);
+  class ConnectWatch;
+  // Neither this rank nor, as far as the store knows, another has failed.
+  bool is_awaited();
+
   // Lets this rank or another publish why a connection is closed, if it can.
   void wait_for_cause();
 
@@ -383,8 +315,8 @@ class Mesh final : public Transport {
   // it.
   const std::shared_ptr<RendezvousStore> store_;
   const std::shared_ptr<gloo::transport::Device> device_;
-  const std::shared_ptr<WaitKeeper> keeper_;                          // The world's; its groups have it too.
-  std::shared_ptr<gloo::rendezvous::Context> contexts_[kPlaneCount];  // Shared by Gloo's own interface.
+  const std::shared_ptr<WaitKeeper> keeper_;  // The world's; its groups have it too.
+  std::unique_ptr<internal::GlooContext> contexts_[kPlaneCount];
   // By rank: kLeaving once its goodbye is here. Written by Gloo's I/O thread.
   std::vector<std::byte> goodbyes_;
   Buffer goodbye_in_;  // Over goodbyes_; null until watched.
@@ -397,50 +329,119 @@ class Mesh final : public Transport {
   std::vector<const InFlight*> in_flight_;
 };
 
+// Ends the waits of connecting once the run or this group has failed, or at the deadline.
+class Mesh::ConnectWatch {
+ public:
+  ConnectWatch(Mesh& mesh, SteadyClock::time_point deadline) : mesh_(mesh) {
+    // The thread inherits the mask: signals are for the program's own threads.
+    const NoSignals guard;
+    thread_ = std::thread([this, deadline] {
+      std::unique_lock lock(mutex_);
+      while (!done_.wait_for(lock, kLookPeriod, [this] { return is_done_; })) {
+        if (mesh_.is_awaited() && SteadyClock::now() < deadline) continue;
+        for (const auto& context : mesh_.contexts_) context->closeConnections();
+        return;
+      }
+    });
+  }
+  ~ConnectWatch() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_done_ = true;
+    }
+    done_.notify_one();
+    thread_.join();
+  }
+  ConnectWatch(const ConnectWatch&) = delete;
+  ConnectWatch& operator=(const ConnectWatch&) = delete;
+
+ private:
+  Mesh& mesh_;
+  std::mutex mutex_;
+  std::condition_variable done_;
+  bool is_done_ = false;
+  std::thread thread_;
+};
+
+bool Mesh::is_awaited() {
+  return own_status().ok() && store_->status().ok() && !store_->posted(failure_name());
+}
+
+Status Mesh::connect_planes(SteadyClock::time_point deadline) {
+  for (int plane = 0; plane < kPlaneCount; ++plane) {
+    const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
+    contexts_[plane] = std::make_unique<internal::GlooContext>(rank(), size(), device_, left);
+    FOREBAY_RETURN_IF_ERROR(
+        store_->write(addresses_name(static_cast<Plane>(plane), rank()), contexts_[plane]->addresses()));
+  }
+  const ConnectWatch watch(*this, deadline);
+  // All ranks connect in this order, so that nobody waits for one who waits for another.
+  for (int plane = 0; plane < kPlaneCount; ++plane) {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      const std::string name = addresses_name(static_cast<Plane>(plane), peer);
+      std::optional<std::string> addresses;
+      while (!(addresses = store_->read(name)) && is_awaited() && SteadyClock::now() < deadline)
+        std::this_thread::sleep_for(kPoll);
+      const std::string who = "rank " + std::to_string(world_rank(peer));
+      Status failed;
+      try {
+        if (addresses && !contexts_[plane]->connect(peer, *addresses))
+          failed = Status(StatusCode::kPeerLost, who + " gives addresses that are none");
+      } catch (const std::exception& error) {
+        failed = Status(StatusCode::kPeerLost, who + ": " + error.what());
+      }
+      FOREBAY_RETURN_IF_ERROR(store_->status());
+      if (SteadyClock::now() >= deadline) return Status(StatusCode::kTimeout, who + " did not come");
+      FOREBAY_RETURN_IF_ERROR(failed);
+      // Whose text says more, and is the first cause.
+      if (!is_awaited()) return Status(StatusCode::kPeerLost, "another rank failed");
+    }
+  }
+  return {};
+}
+
 Status Mesh::connect(SteadyClock::time_point deadline) {
   if (size() == 1) return {};
   const NoSigpipe guard;
-  std::shared_ptr<GlooStore> stores[kPlaneCount];
+  Status status;
   try {
-    for (int plane = 0; plane < kPlaneCount; ++plane) {
-      const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
-      auto context = std::make_shared<gloo::rendezvous::Context>(rank(), size());
-      context->setTimeout(std::max(left / kGlooConnectFactor, milliseconds(1)));
-      stores[plane] = std::make_shared<GlooStore>(*store_, membership(),
-                                                  membership().generation + "." + kPlaneNames[plane] + ".",
-                                                  failure_name(), deadline);
-      std::shared_ptr<gloo::transport::Device> device = device_;
-      internal::connect_full_mesh(*context, stores[plane], device);
-      contexts_[plane] = std::move(context);
-    }
+    status = connect_planes(deadline);
   } catch (const std::exception& error) {
-    const bool late = SteadyClock::now() >= deadline;
-    Status cause = fail(Status(late ? StatusCode::kTimeout : StatusCode::kPeerLost,
-                               "rank " + std::to_string(world_rank(rank())) +
-                                   " cannot connect to the other ranks over " + device_->str() + ": " +
-                                   error.what() + "; see whether a rank ended, or give the right interface"));
-    for (auto& store : stores) {
-      if (store != nullptr) store->remove_written();
+    status = Status(StatusCode::kUnavailable, error.what());
+  }
+  if (status.code() == StatusCode::kPeerLost) wait_for_cause();
+  if (const Status known = store_->status(); !known.ok()) {
+    // No view of this rank's.
+    if (!status.ok()) status = known;
+  } else if (!status.ok()) {
+    status = Status(status.code(), "rank " + std::to_string(world_rank(rank())) +
+                                       " cannot connect to the other ranks over " + device_->str() + ": " +
+                                       status.message() +
+                                       "; see whether a rank ended, or give the right interface");
+  }
+  if (status.ok()) {
+    try {
+      start_watching();
+    } catch (const std::exception& error) {
+      status = Status(StatusCode::kUnavailable, "rank " + std::to_string(world_rank(rank())) +
+                                                    " cannot watch its peers: " + error.what() +
+                                                    "; see whether a rank ended, or raise ulimit -u");
     }
-    return cause;
   }
-  try {
-    start_watching();
-  } catch (const std::exception& error) {
-    const Status cause =
-        fail(Status(StatusCode::kUnavailable, "rank " + std::to_string(world_rank(rank())) +
-                                                  " cannot watch its peers: " + error.what() +
-                                                  "; see whether a rank ended, or raise ulimit -u"));
-    for (auto& store : stores) store->remove_written();
-    return cause;
+  if (status.ok()) {
+    // Each rank has read all addresses once all are here. It is on the health plane because a connection
+    // keeps order: afterwards every peer's receive of our goodbye is known here, and leave() writes without a
+    // wait.
+    Collective barrier = internal::control_transfer(Operation::kBarrier, {}, {});
+    barrier.fingerprint.sequence = kNeverSent - 1;
+    status = transfer(kHealthPlane, barrier.fingerprint, barrier.piece);
+    connected_ = true;
+  } else {
+    status = fail(status);
   }
-  // Each rank has read all addresses once all are here. It is on the health plane because a connection keeps
-  // order: afterwards every peer's receive of our goodbye is known here, and leave() writes without a wait.
-  Collective barrier = internal::control_transfer(Operation::kBarrier, {}, {});
-  barrier.fingerprint.sequence = kNeverSent - 1;
-  Status status = transfer(kHealthPlane, barrier.fingerprint, barrier.piece);
-  connected_ = true;
-  for (auto& store : stores) store->remove_written();
+  for (int plane = 0; plane < kPlaneCount; ++plane)
+    store_->remove(addresses_name(static_cast<Plane>(plane), rank()));
   return status;
 }
 
@@ -497,8 +498,7 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
 
 void Mesh::wait_for_cause() {
   const auto patience = SteadyClock::now() + kCauseWaitMax;
-  while (status().ok() && !store_->posted(failure_name()) && SteadyClock::now() < patience)
-    std::this_thread::sleep_for(kPoll);
+  while (is_awaited() && SteadyClock::now() < patience) std::this_thread::sleep_for(kPoll);
 }
 
 std::vector<int> Mesh::find_lost(Plane plane, const std::vector<int>& candidates) {

@@ -79,6 +79,15 @@ std::span<const std::byte> as_bytes_of(const void* data, std::size_t bytes) {
   return {static_cast<const std::byte*>(data), bytes};
 }
 
+Status verdict_of(const std::function<void()>& what) {
+  try {
+    what();
+    return {};
+  } catch (const Error& error) {
+    return error.status();
+  }
+}
+
 }  // namespace
 
 PlanOptions Engine::Impl::plan_options() const {
@@ -125,15 +134,13 @@ void Engine::Impl::agree_on_options() {
     for (const UnitShape::Tied& tied : unit.tied) text << "tied:" << tied.unit << '.' << tied.index << ' ';
     text << '\n';
   }
-  together([&] { agree_on_text(communicator, "options", text.str()); });
-  if (options.grid == nullptr) return;
-  Status verdict;
-  try {
-    agree_on_shared_units();
-  } catch (const Error& error) {
-    verdict = error.status();
+  if (options.grid == nullptr) {
+    together([&] { agree_on_text(communicator, "options", text.str()); });
+    return;
   }
-  agree(verdict);
+  // What differs in one part of the grid, all ranks are told.
+  agree(verdict_of([&] { agree_on_text(communicator, "options", text.str()); }));
+  agree(verdict_of([&] { agree_on_shared_units(); }));
 }
 
 // Stages have different units, but slice those that they share alike.

@@ -16,13 +16,24 @@
 #include <vector>
 
 #include "bench/ranks.h"
-#include "collectives/gloo_context.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
 #include "forebay/host_backend.h"
 
 namespace forebay {
 namespace {
+
+// Gloo of Debian 12 takes the store by reference, later ones share it.
+template <typename Context>
+void connect(Context& context, const std::string& directory,
+             std::shared_ptr<gloo::transport::Device>& device) {
+  const auto store = std::make_shared<gloo::rendezvous::FileStore>(directory);
+  if constexpr (requires { context.connectFullMesh(store, device); }) {
+    context.connectFullMesh(store, device);
+  } else {
+    context.connectFullMesh(*store, device);
+  }
+}
 
 void run_rank(int rank, int size, std::size_t bytes, int rounds, const std::string& directory) {
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
@@ -33,7 +44,7 @@ void run_rank(int rank, int size, std::size_t bytes, int rounds, const std::stri
   attributes.hostname = "127.0.0.1";
   std::shared_ptr<gloo::transport::Device> device = gloo::transport::tcp::CreateDevice(attributes);
   auto context = std::make_shared<gloo::rendezvous::Context>(rank, size);
-  internal::connect_full_mesh(*context, std::make_shared<gloo::rendezvous::FileStore>(directory), device);
+  connect(*context, directory, device);
 
   const std::size_t count = bytes / sizeof(float) / static_cast<std::size_t>(size);
   std::vector<float> part(count, 1.0f), whole(count * static_cast<std::size_t>(size), 2.0f);

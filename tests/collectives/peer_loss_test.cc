@@ -7,14 +7,16 @@
 #include <iostream>
 #include <memory>
 #include <random>
+#include <set>
+#include <thread>
 
-#include "forebay/gloo_communicator.h"
 #include "support/process.h"
 
 namespace forebay::testing {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
 
 constexpr int kRounds = 8;  // Of each operation at each number of ranks.
 constexpr std::chrono::seconds kNoticeMax{2};
@@ -22,7 +24,6 @@ constexpr std::chrono::seconds kNoticeMax{2};
 class PeerLoss : public ::testing::TestWithParam<int> {
  protected:
   void SetUp() override {
-    if (!gloo_available()) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
     const char* given = std::getenv("FOREBAY_SEED");
     const unsigned seed =
         given != nullptr ? static_cast<unsigned>(std::strtoul(given, nullptr, 10)) : std::random_device{}();
@@ -36,6 +37,11 @@ class PeerLoss : public ::testing::TestWithParam<int> {
   // Starts rank after rank with words(rank) and waits until all have met.
   template <typename Function>
   void start(const std::string& store, Function words) {
+    launch(store, words);
+    for (const auto& rank : ranks_) ASSERT_TRUE(rank->wait_for_output("ready\n"));
+  }
+  template <typename Function>
+  void launch(const std::string& store, Function words) {
     ranks_.clear();
     for (int rank = 0; rank < size(); ++rank) {
       std::vector<std::string> command = words(rank);
@@ -45,7 +51,6 @@ class PeerLoss : public ::testing::TestWithParam<int> {
                                                                 {"FOREBAY_SIZE", std::to_string(size())},
                                                                 {"FOREBAY_STORE", store}}));
     }
-    for (const auto& rank : ranks_) ASSERT_TRUE(rank->wait_for_output("ready\n"));
   }
 
   std::mt19937 random_;
@@ -79,6 +84,36 @@ TEST_P(PeerLoss, EverySurvivorNamesTheKilledRankAtOnce) {
         if (cause.empty()) cause = finished.output;
         EXPECT_EQ(finished.output, cause) << "two first causes";
       }
+      EXPECT_LT(SteadyClock::now() - killed, kNoticeMax);
+    }
+  }
+}
+
+// While the others wait for its addresses, or for its end of a connection.
+TEST_P(PeerLoss, ARankThatIsKilledWhileRanksConnectIsNamedAtOnce) {
+  for (const std::string stops : {"before", "after"}) {
+    for (int dead = 0; dead < size(); ++dead) {
+      SCOPED_TRACE("rank " + std::to_string(dead) + ", killed " + stops + " it gave its addresses");
+      const TemporaryDirectory directory;
+      launch(directory / "store", [&](int rank) {
+        return std::vector<std::string>{rank == dead ? "met" : "idle", stops};
+      });
+      Process& gone = *ranks_[static_cast<std::size_t>(dead)];
+      ASSERT_TRUE(gone.wait_for_output("met\n"));
+      std::this_thread::sleep_for(100ms);
+
+      const SteadyClock::time_point killed = SteadyClock::now();
+      gone.signal(SIGKILL);
+      std::set<std::string> causes;
+      for (int rank = 0; rank < size(); ++rank) {
+        const Finished finished = ranks_[static_cast<std::size_t>(rank)]->finish();
+        if (rank == dead) continue;
+        EXPECT_EQ(finished.exit_code, 99);
+        causes.insert(finished.output);
+      }
+      EXPECT_EQ(causes.size(), 1u) << "several first causes";
+      EXPECT_NE(causes.begin()->find("rank " + std::to_string(dead) + " "), std::string::npos)
+          << *causes.begin();
       EXPECT_LT(SteadyClock::now() - killed, kNoticeMax);
     }
   }

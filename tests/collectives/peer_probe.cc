@@ -4,12 +4,19 @@
 //   peer_probe exchange | reduce_scatter | idle    prints "lost: " or "failed: " and the cause, ends with 7
 //   peer_probe leave MICROSECONDS                  leaves in order after that time; ends with 0 if nothing
 //   failed
+//   peer_probe met before | after                  meets the others, prints "met" once it has, before or
+//   after it gave them the addresses where it listens, and does not connect
+#include <gloo/transport/tcp/device.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "collectives/gloo_context.h"
+#include "collectives/joining.h"
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
@@ -62,11 +69,30 @@ Status idle_until_failed(Communicator& communicator) {
   return communicator.status();
 }
 
+[[noreturn]] void stay_unconnected(const GlooOptions& options, HostBackend& backend, bool gives_addresses) {
+  const internal::Joining joining = value_or_throw(internal::meet_others("gloo", options, backend));
+  gloo::transport::tcp::attr loopback;
+  loopback.hostname = "127.0.0.1";
+  const std::shared_ptr<gloo::transport::Device> device = gloo::transport::tcp::CreateDevice(loopback);
+  std::vector<std::unique_ptr<internal::GlooContext>> planes;
+  for (const std::string plane : {"data.", "control.", "health."}) {
+    planes.push_back(
+        std::make_unique<internal::GlooContext>(options.rank, options.size, device, options.deadline));
+    if (!gives_addresses) continue;
+    throw_if_error(
+        joining.store->write(joining.name(plane + std::to_string(options.rank)), planes.back()->addresses()));
+  }
+  std::printf("met\n");
+  std::fflush(stdout);
+  for (;;) pause();
+}
+
 int run(const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
-  std::unique_ptr<Communicator> communicator = value_or_throw(create_gloo_communicator(
-      {.rank = environment.rank, .size = environment.size, .store = environment.store}, *backend));
+  const GlooOptions options{.rank = environment.rank, .size = environment.size, .store = environment.store};
+  if (arguments[0] == "met") stay_unconnected(options, *backend, arguments.at(1) == "after");
+  std::unique_ptr<Communicator> communicator = value_or_throw(create_gloo_communicator(options, *backend));
   throw_if_error(communicator->barrier());
   std::printf("ready\n");
   std::fflush(stdout);

@@ -196,6 +196,28 @@ TEST(EngineGrid, TellsAllPartsWhatOneCannotPay) {
 }
 
 // Parts of one, two and three units and ranks of other budgets: what is left on one rank is for all.
+TEST(EngineGrid, TellsAllPartsWhichOptionDiffersInOne) {
+  std::atomic<int> refused{0};
+  run_ranks(4, {}, [&](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const int part = world_rank % 2;
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(part, world_rank));
+    ToyOptions options = options_for(2, DataType::kFloat32, 2);
+    options.engine.grid = world.get();
+    if (world_rank == 3) options.engine.beta1 = 0.5;
+    try {
+      const ToyTrainer trainer(options, rank);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status().code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(error.status().message().find("beta1"), std::string::npos) << error.status().message();
+      ++refused;
+    }
+    EXPECT_TRUE(world->barrier().ok()) << "what was refused breaks nothing";
+  });
+  EXPECT_EQ(refused, 4);
+}
+
 TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {
   std::vector<std::uint64_t> rooms(6);
   for (const std::uint64_t more : {0, 1}) {
