@@ -7,7 +7,10 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <filesystem>
+#include <thread>
+#include <vector>
 
 #include "authentication.h"
 
@@ -115,8 +118,15 @@ namespace {
 // later.
 constexpr std::chrono::milliseconds kLookPeriod{50};
 
+constexpr char kHere[] = "here.";
+constexpr std::size_t kGenerationLengthMin = 16;
+
+// How long the last rank of a run that failed waits for one that is about to be gone.
+constexpr std::chrono::milliseconds kDyingMax{500};
+constexpr std::chrono::milliseconds kSweepPeriod{5};
+
 std::string here_name(int rank) {
-  return "here." + std::to_string(rank);
+  return kHere + std::to_string(rank);
 }
 std::string twice_name(int rank) {
   return "twice." + std::to_string(rank);
@@ -229,10 +239,48 @@ Status StoreDirectory::status() const {
   return status_ = look();
 }
 
+void StoreDirectory::remember(const std::string& name) const {
+  const std::lock_guard lock(names_mutex_);
+  known_.insert(name);
+}
+
+bool StoreDirectory::sweep() const {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(path_))
+    names.push_back(entry.path().filename());
+  const auto is_presence = [](const std::string& name) { return name.starts_with(kHere); };
+  for (const std::string& name : names) {
+    if (!is_presence(name)) continue;
+    const int descriptor = ::open(file(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+    const bool held = descriptor >= 0 && is_held(descriptor);
+    if (descriptor >= 0) close(descriptor);
+    if (held) return false;
+  }
+  // Names that begin with the run's generation are of this run, whoever wrote them.
+  std::set<std::string> runs;
+  for (const std::string& name : known_) {
+    const std::size_t dot = name.find('.');
+    if (dot != std::string::npos && dot >= kGenerationLengthMin) runs.insert(name.substr(0, dot + 1));
+  }
+  for (const std::string& name : names) {
+    const bool of_this_run = known_.contains(name) || runs.contains(name.substr(0, name.find('.') + 1));
+    if (is_presence(name) || of_this_run) unlink(file(name).c_str());
+  }
+  return true;
+}
+
 StoreDirectory::~StoreDirectory() {
   if (presence_ >= 0) {
     remove(here_name(rank_));
     close(presence_);
+    try {
+      // The peers of a process that ends hear of it before its locks are gone.
+      const auto limit =
+          std::chrono::steady_clock::now() + (keeps_ ? kDyingMax : std::chrono::milliseconds(0));
+      while (!sweep() && std::chrono::steady_clock::now() < limit) std::this_thread::sleep_for(kSweepPeriod);
+    } catch (const std::exception&) {
+      // It cannot be read any more, or there is no memory: the files stay.
+    }
   }
   if (made_) rmdir(path_.c_str());
   if (made_parent_) rmdir(std::filesystem::path(path_).parent_path().c_str());
@@ -268,6 +316,7 @@ Result<std::string> StoreDirectory::write_temporary(std::string_view content) {
 }
 
 Status StoreDirectory::write(const std::string& name, std::string_view content) {
+  remember(name);
   Result<std::string> temporary = write_temporary(content);
   FOREBAY_RETURN_IF_ERROR(temporary.status());
   if (rename(temporary.value().c_str(), file(name).c_str()) != 0) {
@@ -290,10 +339,16 @@ std::optional<std::string> StoreDirectory::read(const std::string& name) const {
   } while (count > 0 || (count < 0 && errno == EINTR));
   close(descriptor);
   if (count < 0) return std::nullopt;
+  remember(name);
   return content;
 }
 
 std::optional<std::string> StoreDirectory::write_once(const std::string& name, std::string_view content) {
+  remember(name);
+  {
+    const std::lock_guard lock(names_mutex_);
+    keeps_ = true;
+  }
   Result<std::string> temporary = write_temporary(content);
   if (temporary.ok()) {
     // link() refuses an existing name, on network file systems too, so exactly one rank is the first.

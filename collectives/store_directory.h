@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -28,7 +29,8 @@ class StoreDirectory final : public RendezvousStore {
   // locks, nobody can tell.
   Status come(const Participant& who);
 
-  // Whoever made the directory removes it again, if it is empty.
+  // The last rank to leave, as far as locks tell, removes what ranks that died left and what the run kept for
+  // ranks that look late; and the directory, if ranks made it and it is empty.
   ~StoreDirectory() override;
   StoreDirectory(const StoreDirectory&) = delete;
   StoreDirectory& operator=(const StoreDirectory&) = delete;
@@ -48,7 +50,10 @@ class StoreDirectory final : public RendezvousStore {
 
   std::string file(const std::string& name) const { return path_ + "/" + name; }
   Result<std::string> write_temporary(std::string_view content);
+  void remember(const std::string& name) const;
   Status look() const;
+  // False while another rank is here.
+  bool sweep() const;
   Status came_twice(int rank, const std::string& first, const std::string& second) const;
 
   const std::string path_;
@@ -58,6 +63,11 @@ class StoreDirectory final : public RendezvousStore {
   int rank_ = -1;
   int size_ = 0;
   int presence_ = -1;
+
+  mutable std::mutex names_mutex_;
+  // Guarded by names_mutex_.
+  mutable std::set<std::string> known_;  // What was read or written.
+  bool keeps_ = false;                   // Something was written once, which stays for ranks that look late.
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.

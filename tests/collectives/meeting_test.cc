@@ -6,6 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <thread>
 #include <utility>
@@ -180,6 +182,31 @@ TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
   // Of an earlier run, for those that come later.
   const std::unique_ptr<StoreDirectory> later = open_as(path, 2);
   EXPECT_TRUE(status_in_time(*later, 100ms).ok()) << later->status().to_string();
+}
+
+TEST(StoreDirectory, TheLastOneToLeaveRemovesWhatARunThatFailedLeft) {
+  const testing::TemporaryDirectory directory;
+  std::ofstream(directory / "notes.txt") << "the user's";
+  std::filesystem::permissions(directory.path(), std::filesystem::perms::owner_all);
+  std::unique_ptr<StoreDirectory> first = open_as(directory.path(), 0);
+  std::unique_ptr<StoreDirectory> last = open_as(directory.path(), 2);
+  {
+    OtherProcess victim(directory.path());
+    victim.kill();
+  }
+  ASSERT_TRUE(std::filesystem::exists(directory / "here.1"));
+  ASSERT_TRUE(last->write("rank.2", "a card").ok());
+  ASSERT_TRUE(first->write_once("0123456789abcdef.failed", "rank 1 died"));
+  ASSERT_TRUE(first->write("0123456789abcdef.vote.0", "a vote").ok());
+  ASSERT_TRUE(last->write("0123456789abcdef.vote.2", "a vote").ok());
+
+  first.reset();
+  EXPECT_EQ(last->read("0123456789abcdef.failed"), "rank 1 died") << "a rank that looks late";
+  last.reset();
+  std::vector<std::string> left;
+  for (const auto& entry : std::filesystem::directory_iterator(directory.path()))
+    left.push_back(entry.path().filename());
+  EXPECT_EQ(left, std::vector<std::string>{"notes.txt"});
 }
 
 TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {

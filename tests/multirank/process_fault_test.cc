@@ -6,7 +6,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <filesystem>
 #include <memory>
 #include <set>
 #include <string>
@@ -21,11 +23,13 @@ namespace forebay::testing {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
 
 constexpr int kSteps = 3;
-constexpr std::chrono::milliseconds kDeadline{3'000};
-// Votes are waited for this long, and a loaded machine needs its time.
-constexpr std::chrono::seconds kMoment{6};
+constexpr milliseconds kDeadlineMin{3'000};
+constexpr milliseconds kUndisturbedDeadline{60'000};
+// From the deadline to the end: votes are waited for, and processes start and end.
+constexpr milliseconds kMomentMin{6'000};
 
 // The stage, and behind a slash the ranks of a group that it is sharded within.
 class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, const char*>> {
@@ -40,10 +44,10 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
       GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
   }
 
-  std::vector<std::unique_ptr<Process>> start(int size, const std::string& store,
+  std::vector<std::unique_ptr<Process>> start(int size, const std::string& store, milliseconds deadline,
                                               const std::vector<std::string>& fault) const {
     std::vector<std::string> words{FOREBAY_FAULT_PROBE, transport(), arrangement(), std::to_string(kSteps),
-                                   std::to_string(kDeadline.count())};
+                                   std::to_string(deadline.count())};
     words.insert(words.end(), fault.begin(), fault.end());
     std::vector<std::unique_ptr<Process>> ranks;
     for (int rank = 0; rank < size; ++rank) {
@@ -55,15 +59,20 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
     return ranks;
   }
 
-  std::vector<Told> run_undisturbed(int size) const {
+  // Its time is the measure of what this machine can do now.
+  std::vector<Told> run_undisturbed(int size) {
     const TemporaryDirectory directory;
+    const SteadyClock::time_point begun = SteadyClock::now();
     std::vector<Told> told;
-    for (const auto& rank : start(size, directory / "store", {})) {
+    for (const auto& rank : start(size, directory / "store", kUndisturbedDeadline, {})) {
       const Finished finished = rank->finish();
       told.push_back(read_told(finished.output));
       EXPECT_TRUE(told.back().done) << finished.output;
     }
     EXPECT_FALSE(std::filesystem::exists(directory / "store"));
+    const auto took = std::chrono::ceil<milliseconds>(SteadyClock::now() - begun);
+    deadline_ = std::max(kDeadlineMin, 3 * took);
+    moment_ = std::max(kMomentMin, 6 * took);
     return told;
   }
 
@@ -74,19 +83,23 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
                  kind + " at collective " + std::to_string(operation) + " of " +
                  std::to_string(undisturbed[0].operations.back()));
     const TemporaryDirectory directory;
-    const auto ranks =
-        start(size, directory / "store", {kind, std::to_string(faulty), std::to_string(operation)});
+    const auto ranks = start(size, directory / "store", deadline_,
+                             {kind, std::to_string(faulty), std::to_string(operation)});
     const SteadyClock::time_point begun = SteadyClock::now();
     std::vector<Finished> finished(ranks.size());
     const bool ends = kind != "stop";
     for (std::size_t r = 0; r < ranks.size(); ++r) {
       if (static_cast<int>(r) == faulty && !ends) continue;
-      finished[r] = ranks[r]->finish(std::chrono::seconds(30));
+      finished[r] = ranks[r]->finish(std::chrono::ceil<std::chrono::seconds>(2 * (deadline_ + moment_)));
     }
-    EXPECT_LT(SteadyClock::now() - begun, kDeadline + kMoment);
+    EXPECT_LT(SteadyClock::now() - begun, deadline_ + moment_);
     if (!ends) {
       ranks[static_cast<std::size_t>(faulty)]->signal(SIGKILL);
       static_cast<void>(ranks[static_cast<std::size_t>(faulty)]->finish());
+    }
+    // Who is killed while it stops leaves last, and cannot remove its files.
+    if (ends) {
+      EXPECT_FALSE(std::filesystem::exists(directory / "store")) << "files are left behind";
     }
     const Told survivors = expect_whole(undisturbed, finished, kind == "mismatch" ? -1 : faulty);
     // A rank that has ended may have taken with it, over TCP, what it had sent.
@@ -116,6 +129,9 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
       }
     }
   }
+
+  milliseconds deadline_ = kDeadlineMin;
+  milliseconds moment_ = kMomentMin;
 };
 
 TEST_P(ProcessFault, OneIsKilled) {
