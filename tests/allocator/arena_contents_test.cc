@@ -243,7 +243,7 @@ class Worker {
     open_all();
     for (auto& lane : lanes_) lane->synchronize();
   }
-  // When all threads have ended, so that there is room.
+  // When all threads have ended and what nobody took over is free, so that there is room.
   void finish() {
     if (paused_) stage_.must(stage_.arena.resume(tag_));
     paused_ = false;
@@ -579,11 +579,11 @@ void run_on(Backend& backend, std::uint64_t seed, std::uint64_t operation_count,
         threads.emplace_back([&worker, operation_count] { worker->run(operation_count / kThreads); });
       }
       for (std::thread& thread : threads) thread.join();
+      for (const Stage::Offer& offer : stage.offers) {
+        EXPECT_TRUE(arena->free(offer.block.address, {}).ok());
+        EXPECT_TRUE(backend.event_destroy(offer.written).ok());
+      }
       for (auto& worker : workers) worker->finish();
-    }
-    for (const Stage::Offer& offer : stage.offers) {
-      EXPECT_TRUE(arena->free(offer.block.address, {}).ok());
-      EXPECT_TRUE(backend.event_destroy(offer.written).ok());
     }
     for (const Event event : stage.idle_events) EXPECT_TRUE(backend.event_destroy(event).ok());
 

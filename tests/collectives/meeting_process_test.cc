@@ -150,7 +150,7 @@ TEST_P(Meetings, AServerThatIsStoppedIsNamedAtTheDeadline) {
   const Finished late = start(2, {"1000", "meet"})->finish(30s);
 
   EXPECT_EQ(late.exit_code, 3) << late.output;
-  EXPECT_NE(late.output.find("rank 2 could not reach the store at " + store() + " within 1000 ms"),
+  EXPECT_NE(late.output.find("rank 2 could not reach the store at " + store() + " within "),
             std::string::npos)
       << late.output;
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
