@@ -71,8 +71,9 @@ function(forebay_executable target)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endfunction()
 
-# What nobody waits for when it runs: tests, and programs around the libraries.
-set(FOREBAY_QUICK_TO_COMPILE $<$<CONFIG:RelWithDebInfo>:-O1>)
+# Tests are compiled more often than they are run; and nobody waits for what programs do around the libraries.
+set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O0>)
+set(FOREBAY_COMMAND_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
 
 # forebay_suite(name SOURCES a.cc ...): parameterized tests that several programs instantiate, compiled once. A program has
 # LINK name.
@@ -81,7 +82,7 @@ function(forebay_suite name)
   add_library(${name} OBJECT ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/tests")
   target_link_libraries(${name} PRIVATE forebay_flags forebay GTest::gtest_main)
-  target_compile_options(${name} PRIVATE ${FOREBAY_QUICK_TO_COMPILE})
+  target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
   target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
 endfunction()
 
@@ -112,7 +113,7 @@ function(forebay_test name)
   if(NOT built)
     add_dependencies(tests_${folder} ${name})
   endif()
-  target_compile_options(${name} PRIVATE ${FOREBAY_QUICK_TO_COMPILE})
+  target_compile_options(${name} PRIVATE ${FOREBAY_TEST_OPTIONS})
   target_precompile_headers(${name} REUSE_FROM forebay_test_headers)
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   set(ordinary)
