@@ -248,7 +248,11 @@ bool StoreDirectory::sweep() const {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(path_))
     names.push_back(entry.path().filename());
-  const auto is_presence = [](const std::string& name) { return name.starts_with(kHere); };
+  const auto is_presence = [](const std::string& name) {
+    const std::size_t rank = sizeof(kHere) - 1;
+    return name.starts_with(kHere) && name.size() > rank &&
+           name.find_first_not_of("0123456789", rank) == std::string::npos;
+  };
   for (const std::string& name : names) {
     if (!is_presence(name)) continue;
     const int descriptor = ::open(file(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);

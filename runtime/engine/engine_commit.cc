@@ -68,9 +68,8 @@ std::string remedy(Pool pool, const PlanOptions& options) {
     case Pool::kBuckets:
       return "a smaller --bucket";
     case Pool::kActivations:
-      return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations take "
-             "less "
-             "of it";
+      return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations "
+             "take less of it";
   }
   return "";
 }

@@ -186,7 +186,7 @@ TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
 
 TEST(StoreDirectory, TheLastOneToLeaveRemovesWhatARunThatFailedLeft) {
   const testing::TemporaryDirectory directory;
-  std::ofstream(directory / "notes.txt") << "the user's";
+  std::ofstream(directory / "here.txt") << "the user's";
   std::filesystem::permissions(directory.path(), std::filesystem::perms::owner_all);
   std::unique_ptr<StoreDirectory> first = open_as(directory.path(), 0);
   std::unique_ptr<StoreDirectory> last = open_as(directory.path(), 2);
@@ -206,7 +206,7 @@ TEST(StoreDirectory, TheLastOneToLeaveRemovesWhatARunThatFailedLeft) {
   std::vector<std::string> left;
   for (const auto& entry : std::filesystem::directory_iterator(directory.path()))
     left.push_back(entry.path().filename());
-  EXPECT_EQ(left, std::vector<std::string>{"notes.txt"});
+  EXPECT_EQ(left, std::vector<std::string>{"here.txt"});
 }
 
 TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {

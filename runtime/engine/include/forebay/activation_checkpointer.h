@@ -61,8 +61,7 @@ struct ActivationKey {
 
 struct ActivationCheckpointerOptions {
   ActivationPlanOptions plan;  // `ranks` and `chunk_bytes` are the communicator's and the backend's.
-  // commit() will be given a region: the budget plan.device_bytes is then for its bytes, not for whole
-  // chunks.
+  // commit() will be given a region: the budget plan.device_bytes is then for its bytes, not whole chunks.
   bool in_region = false;
   // Tier kFile: where the files are; with several, spilled bytes are striped over them. They have no name.
   std::vector<std::string> directories;
