@@ -22,13 +22,15 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPollMin{1};
 constexpr milliseconds kPollMax{32};
 
-constexpr std::string_view kMagic = "forebay2";
+constexpr std::size_t kPresenceBytesMax = 512;
+constexpr std::string_view kMagic = "forebay3";
 
 }  // namespace
 
 std::string encode(const Card& card) {
   std::string text(kMagic);
   text += encode(card.introduction);
+  append_text(text, card.presence);
   for (const std::uint64_t number : card.numbers) append_number(text, number);
   return text;
 }
@@ -37,6 +39,7 @@ bool decode(std::string_view text, Card* card) {
   if (!text.starts_with(kMagic)) return false;
   text.remove_prefix(kMagic.size());
   if (!decode(&text, &card->introduction)) return false;
+  if (!take_text(&text, kPresenceBytesMax, &card->presence)) return false;
   const auto size = static_cast<std::size_t>(card->introduction.who.size);
   if (text.size() != size * sizeof(std::uint64_t)) return false;
   card->numbers.resize(size);
@@ -151,7 +154,7 @@ Result<Meeting> exchange_cards(RendezvousStore& store, const Participant& me,
   const int rank = me.rank;
   const auto own = static_cast<std::size_t>(rank);
   const auto size = static_cast<std::size_t>(me.size);
-  Card mine{introduce(me), std::vector<std::uint64_t>(size)};
+  Card mine{introduce(me), store.presence(), std::vector<std::uint64_t>(size)};
   mine.numbers[own] = random_number();
   FOREBAY_RETURN_IF_ERROR(store.write(card_name(rank), encode(mine)));
 
@@ -175,7 +178,10 @@ Result<Meeting> exchange_cards(RendezvousStore& store, const Participant& me,
                           " too; give every process a rank of its own, and every run a store of its own");
       }
       const bool knows_us = valid && own < card.numbers.size() && card.numbers[own] == mine.numbers[own];
-      if (knows_us) came[r] = 1;
+      if (knows_us) {
+        came[r] = 1;
+        store.expect(static_cast<int>(r), card.presence);
+      }
       if (knows_us && disagreement.ok()) disagreement = compare(mine.introduction, card.introduction);
       const bool usable = valid && r < card.numbers.size();
       if (usable && card.numbers[r] != mine.numbers[r]) {

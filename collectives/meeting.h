@@ -35,6 +35,7 @@ Result<Meeting> meet(RendezvousStore& store, const Participant& me,
 // What a rank writes into a store that cannot tell who wrote it.
 struct Card {
   Introduction introduction;
+  std::string presence;                // As RendezvousStore::presence() gives it.
   std::vector<std::uint64_t> numbers;  // By rank; 0: not seen yet.
 };
 

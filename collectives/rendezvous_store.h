@@ -58,6 +58,14 @@ class RendezvousStore {
   // Where the store lets in the ranks of one run only: who of them is here. A store that anybody may write to
   // cannot tell.
   virtual std::optional<Attendance> attendance() { return std::nullopt; }
+  // Where a store that anybody may write to can tell that a process of this host has ended: the word by which
+  // it knows this one; else empty.
+  virtual std::string presence() const { return {}; }
+  // `rank` of this run has given its presence(): status() tells from now on when that process has ended.
+  virtual void expect(int rank, const std::string& presence) {
+    static_cast<void>(rank);
+    static_cast<void>(presence);
+  }
   // Tells the other ranks, where the store can, that this one gives up. Returns the first cause of all, which
   // is `cause` if nobody was faster.
   virtual Status fail(const Status& cause) noexcept { return cause; }

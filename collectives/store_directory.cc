@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <filesystem>
+#include <fstream>
 #include <thread>
 #include <vector>
 
@@ -132,14 +133,24 @@ std::string twice_name(int rank) {
   return "twice." + std::to_string(rank);
 }
 
-// Which process this is: a word that no other has, then what a reader knows it by.
+// Which process this is: a word that no other has and, behind a colon, its host's boot, then what a reader
+// knows it by.
 std::string identity() {
   char host[256] = {};
   gethostname(host, sizeof(host) - 1);
-  return hexadecimal(random_digest()).substr(0, 16) + " process " + std::to_string(getpid()) + " on " + host;
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return hexadecimal(random_digest()).substr(0, 16) + ":" + boot + " process " + std::to_string(getpid()) +
+         " on " + host;
 }
 std::string shown(const std::string& identity) {
   return identity.substr(std::min(identity.size(), identity.find(' ') + 1));
+}
+// Empty where it is not known.
+std::string boot_of(const std::string& identity) {
+  const std::string word = identity.substr(0, identity.find(' '));
+  const std::size_t colon = word.find(':');
+  return colon == std::string::npos ? "" : word.substr(colon + 1);
 }
 
 struct flock whole_file(short type) {
@@ -191,9 +202,9 @@ Status StoreDirectory::come(const Participant& who) {
     presence_ = descriptor;
     const bool written = ftruncate(descriptor, 0) == 0 &&
                          ::write(descriptor, me.data(), me.size()) == static_cast<ssize_t>(me.size());
-    if (!written) return io_error("cannot write " + path);
     const std::lock_guard guard(mutex_);
     seen_[rank_] = me;
+    if (!written) return io_error("cannot write " + path);
     return {};
   }
   return {};
@@ -229,6 +240,19 @@ Status StoreDirectory::look() const {
       return came_twice(rank, seen->second, twice.substr(seen->second.size() + 1));
   }
   return {};
+}
+
+std::string StoreDirectory::presence() const {
+  if (presence_ < 0) return {};
+  const std::lock_guard lock(mutex_);
+  return seen_.at(rank_);
+}
+
+void StoreDirectory::expect(int rank, const std::string& presence) {
+  if (presence_ < 0 || presence.empty()) return;
+  const std::lock_guard lock(mutex_);
+  const std::string boot = boot_of(presence);
+  if (!boot.empty() && boot == boot_of(seen_.at(rank_))) seen_[rank] = presence;
 }
 
 Status StoreDirectory::status() const {

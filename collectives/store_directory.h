@@ -41,8 +41,12 @@ class StoreDirectory final : public RendezvousStore {
   std::optional<std::string> read(const std::string& name) const override;
   std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
   void remove(const std::string& name) noexcept override;
-  // Whether a rank that was here was killed or came twice, as of some tens of milliseconds ago.
+  // Whether a rank that was here was killed or came twice, as of some tens of milliseconds ago. A rank was
+  // here when its lock was seen, or when it is expected on this host: a file without a lock alone may be an
+  // earlier run's, or that of a host whose locks do not reach this one.
   Status status() const override;
+  std::string presence() const override;
+  void expect(int rank, const std::string& presence) override;
 
  private:
   StoreDirectory(std::string path, bool made, bool made_parent)

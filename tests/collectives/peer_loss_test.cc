@@ -100,9 +100,6 @@ TEST_P(PeerLoss, ARankThatIsKilledWhileRanksConnectIsNamedAtOnce) {
       });
       Process& gone = *ranks_[static_cast<std::size_t>(dead)];
       ASSERT_TRUE(gone.wait_for_output("met\n"));
-      // The others look who is here every 50 ms, and name whom they have seen.
-      std::this_thread::sleep_for(100ms);
-
       const SteadyClock::time_point killed = SteadyClock::now();
       gone.signal(SIGKILL);
       std::set<std::string> causes;
