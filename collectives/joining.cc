@@ -1,5 +1,6 @@
 #include "joining.h"
 
+#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -58,16 +59,21 @@ Result<Joining> meet_others(const char* transport, const ProcessOptions& options
                   .store = nullptr,
                   .interface = options.interface,
                   .limit = {}};
-  joining.limit = SteadyClock::now() + joining.membership.deadline;
+  const std::chrono::milliseconds patience =
+      options.join_deadline.count() == 0
+          ? joining.membership.deadline
+          : std::clamp(options.join_deadline, std::chrono::milliseconds(1), kDeadlineMax);
+  const SteadyClock::time_point limit = SteadyClock::now() + patience;
   const Participant me{options.rank, options.size, std::string(transport) + " " + options.configuration};
   Result<std::unique_ptr<RendezvousStore>> opened =
-      open_rendezvous({options.store, me, options.interface, joining.limit});
+      open_rendezvous({options.store, me, options.interface, limit});
   FOREBAY_RETURN_IF_ERROR(opened.status());
   joining.store = std::move(opened).value();
   if (joining.interface.empty()) joining.interface = joining.store->local_address();
-  Result<Meeting> meeting = meet(*joining.store, me, joining.limit, joining.membership.deadline);
+  Result<Meeting> meeting = meet(*joining.store, me, limit, patience);
   FOREBAY_RETURN_IF_ERROR(meeting.status());
   joining.meeting = std::move(meeting).value();
+  joining.limit = SteadyClock::now() + joining.membership.deadline;
   joining.membership.generation = joining.meeting.generation;
   return joining;
 }

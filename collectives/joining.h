@@ -20,7 +20,7 @@ struct Joining {
   Meeting meeting;
   std::shared_ptr<RendezvousStore> store;
   std::string interface;                        // As given, or where the store was reached.
-  std::chrono::steady_clock::time_point limit;  // Of all that is left to do.
+  std::chrono::steady_clock::time_point limit;  // Of connecting.
 
   // A text of this run under which every rank has one.
   std::string name(const std::string& what) const { return membership.generation + "." + what; }

@@ -149,6 +149,10 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   add_number(app, "--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
       ->capture_default_str()
       ->group(group);
+  add_number(app, "--join-deadline", o.join_deadline_seconds,
+             "Seconds until all ranks must have come, where they are processes; 0: as --deadline")
+      ->capture_default_str()
+      ->group(group);
 }
 
 void add_offload_options(CLI::App& app, Words& words) {
@@ -526,6 +530,7 @@ void check_options(const TrainerOptions& o) {
   if (o.steps >> 62 != 0) refuse("--steps must be less than 2^62");
   check_positive("--bucket", o.bucket_bytes >= 1);
   check_positive("--deadline", o.deadline_seconds >= 1);
+  if (o.join_deadline_seconds < 0) refuse("--join-deadline must be at least 0");
   if (o.threads < 0 || o.threads > kThreadsMax) {
     refuse("--threads is " + std::to_string(o.threads) + ": it must be 0 (choose) to " +
            std::to_string(kThreadsMax));

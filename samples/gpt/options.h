@@ -36,6 +36,7 @@ struct TrainerOptions {
   std::string matmul;        // "library" or "plain"; empty: the library, on the host where it is built in.
   int threads = 0;           // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
   int deadline_seconds = 60;
+  int join_deadline_seconds = 0;  // 0: deadline_seconds.
 
   int tensor_parallel = 1;          // Ranks that share every layer.
   int pipeline_parallel = 1;        // Stages of consecutive layers.

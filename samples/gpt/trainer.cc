@@ -1023,7 +1023,8 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
                                .store = environment.store,
                                .interface = environment.interface,
                                .configuration = configuration_of(options),
-                               .deadline = std::chrono::seconds(options.deadline_seconds)};
+                               .deadline = std::chrono::seconds(options.deadline_seconds),
+                               .join_deadline = std::chrono::seconds(options.join_deadline_seconds)};
   Rank rank = make_rank(options,
                         {.rank = environment.rank,
                          .size = environment.size,

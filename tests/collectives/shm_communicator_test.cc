@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 #include <filesystem>
+#include <latch>
 #include <random>
 
 #include "collectives/meeting.h"
@@ -392,6 +393,31 @@ TEST(ShmCommunicator, NamesTheRanksThatNeverCame) {
   EXPECT_EQ(status.code(), StatusCode::kTimeout) << status.to_string();
   EXPECT_NE(status.message().find("ranks 1 and 2 did not come"), std::string::npos) << status.message();
   EXPECT_TRUE(std::filesystem::is_empty(store.path()));
+}
+
+TEST(ShmCommunicator, RanksThatComeLateHaveADeadlineOfTheirOwn) {
+  const TemporaryDirectory store;
+  std::latch failed(1);
+  run_ranks(2, [&](int rank) {
+    Member member(create_host_backend(rank));
+    if (rank == 1) std::this_thread::sleep_for(1500ms);
+    const ProcessOptions options{
+        .rank = rank, .size = 2, .store = store.path(), .deadline = 1000ms, .join_deadline = 60s};
+    member.set_communicator(value_or_throw(create_shm_communicator(options, member.backend())));
+    // From here on it is the shorter deadline that counts.
+    if (rank == 1) return failed.wait();
+    const std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    EXPECT_FALSE(member.communicator().barrier().ok());
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s);
+    failed.count_down();
+  });
+
+  Member alone(create_host_backend(0));
+  const ProcessOptions impatient{
+      .rank = 0, .size = 2, .store = store.path(), .deadline = 60s, .join_deadline = 100ms};
+  const Status status = create_shm_communicator(impatient, alone.backend()).status();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout) << status.to_string();
+  EXPECT_NE(status.message().find("waited 100 ms"), std::string::npos) << status.message();
 }
 
 TEST(ShmCommunicator, RefusesRanksThatDoNotExist) {

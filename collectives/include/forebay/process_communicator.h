@@ -21,7 +21,10 @@ struct ProcessOptions {
   std::string interface;
   // Any text that must be the same on every rank: those that differ refuse each other when they meet.
   std::string configuration;
-  std::chrono::milliseconds deadline{60'000};  // Of joining, and of each operation from when it begins.
+  // Of connecting, once all have met, and of each operation, from when it begins.
+  std::chrono::milliseconds deadline{60'000};
+  // Until all ranks have met, from when this one comes; 0: `deadline`. Ranks may be given different ones.
+  std::chrono::milliseconds join_deadline{0};
 };
 
 // The one over shared memory (shm_communicator.h) where all ranks can share it, else the one over TCP
