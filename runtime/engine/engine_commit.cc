@@ -117,13 +117,22 @@ void Engine::Impl::agree(const Status& mine) {
 }
 
 void Engine::Impl::agree_on_options() {
+  const auto on = [](bool is) { return is ? "on" : "off"; };
+  std::ostringstream common;
+  common << "stage " << options.stage << "\ndtype " << data_type_name(options.dtype) << "\nmicro-steps "
+         << options.micro_steps << "\naccumulate "
+         << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\ngroup " << options.group
+         << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\noffload "
+         << offload_name(options.offload) << "\noffload-tier " << tier_name(options.tier) << "\noverlap "
+         << on(options.overlap) << "\noffload-auto " << on(options.offload_auto) << "\nbucket-auto "
+         << on(options.bucket_auto) << "\nbeta1 " << options.beta1 << "\nbeta2 " << options.beta2
+         << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial << ' '
+         << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
+  for (const auto& [name, value] : options.agreement) common << name << ' ' << value << '\n';
+  together([&] { agree_on_text(everyone(), "options", common.str()); });
+
   std::ostringstream text;
-  text << plan.fingerprint_text() << "overlap " << (options.overlap ? "on" : "off") << "\noffload-auto "
-       << (options.offload_auto ? "on" : "off") << "\nbucket-auto " << (options.bucket_auto ? "on" : "off")
-       << "\nbeta1 " << options.beta1 << "\nbeta2 " << options.beta2 << "\nepsilon " << options.epsilon
-       << "\nloss-scale " << options.loss_scale.initial << ' ' << options.loss_scale.growth_interval << ' '
-       << options.loss_scale.minimum << '\n';
-  for (const auto& [name, value] : options.agreement) text << name << ' ' << value << '\n';
+  text << plan.fingerprint_text();
   for (const UnitShape& unit : model.units) {
     text << "unit:" << unit.name << ' ' << (unit.backward_reads_parameters ? "" : "gradient-only ");
     for (const ParameterShape& parameter : unit.parameters) {
@@ -137,7 +146,7 @@ void Engine::Impl::agree_on_options() {
     together([&] { agree_on_text(communicator, "options", text.str()); });
     return;
   }
-  // What differs in one part of the grid, all ranks are told.
+  // What differs within one part of the grid, all ranks are told.
   agree(verdict_of([&] { agree_on_text(communicator, "options", text.str()); }));
   agree(verdict_of([&] { agree_on_shared_units(); }));
 }
@@ -146,11 +155,8 @@ void Engine::Impl::agree_on_options() {
 void Engine::Impl::agree_on_shared_units() {
   for (const auto& [shared, stages] : shared_units) {
     std::ostringstream text;
-    text << "stage " << options.stage << "\nranks " << ranks() << "\ngroup " << options.group
-         << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\ndtype "
-         << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\naccumulate "
-         << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\nbucket "
-         << plan.shared_bucket_count(shared, stages->size()) << "\nunit:" << shape(shared).name << ' ';
+    text << "ranks " << ranks() << "\nbucket " << plan.shared_bucket_count(shared, stages->size())
+         << "\nunit:" << shape(shared).name << ' ';
     for (const ParameterShape& parameter : shape(shared).parameters) {
       text << parameter.name << ':' << parameter.count << ':' << parameter.group
            << (parameter.frozen ? ":frozen " : " ");

@@ -196,7 +196,10 @@ TEST(EngineGrid, TellsAllPartsWhatOneCannotPay) {
 }
 
 // Parts of one, two and three units and ranks of other budgets: what is left on one rank is for all.
-TEST(EngineGrid, TellsAllPartsWhichOptionDiffersInOne) {
+// Two parts of two ranks; `change` is what the ranks that are `odd` have otherwise.
+void expect_refusal(const std::string& named, const std::function<bool(int)>& odd,
+                    const std::function<void(EngineOptions&)>& change) {
+  SCOPED_TRACE(named);
   std::atomic<int> refused{0};
   run_ranks(4, {}, [&](Rank& rank) {
     const int world_rank = rank.communicator->rank();
@@ -205,17 +208,29 @@ TEST(EngineGrid, TellsAllPartsWhichOptionDiffersInOne) {
     rank.communicator = value_or_throw(world->split(part, world_rank));
     ToyOptions options = options_for(2, DataType::kFloat32, 2);
     options.engine.grid = world.get();
-    if (world_rank == 3) options.engine.beta1 = 0.5;
+    options.engine.agreement = {{"--text", "42"}};
+    if (odd(world_rank)) change(options.engine);
     try {
       const ToyTrainer trainer(options, rank);
     } catch (const Error& error) {
       EXPECT_EQ(error.status().code(), StatusCode::kInvalidArgument);
-      EXPECT_NE(error.status().message().find("beta1"), std::string::npos) << error.status().message();
+      EXPECT_NE(error.status().message().find(named), std::string::npos) << error.status().message();
       ++refused;
     }
     EXPECT_TRUE(world->barrier().ok()) << "what was refused breaks nothing";
   });
   EXPECT_EQ(refused, 4);
+}
+
+TEST(EngineGrid, TellsAllPartsWhichOptionDiffersInOne) {
+  const auto last = [](int rank) { return rank == 3; };
+  const auto second_part = [](int rank) { return rank % 2 == 1; };
+  for (const std::function<bool(int)>& odd : {std::function<bool(int)>(last), std::function(second_part)}) {
+    expect_refusal("beta1", odd, [](EngineOptions& options) { options.beta1 = 0.5; });
+    expect_refusal("stage", odd, [](EngineOptions& options) { options.stage = 1; });
+    expect_refusal("micro-steps", odd, [](EngineOptions& options) { ++options.micro_steps; });
+    expect_refusal("--text", odd, [](EngineOptions& options) { options.agreement[0].second = "43"; });
+  }
 }
 
 TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {

@@ -125,7 +125,8 @@ struct EngineOptions {
   std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
   LossScaleOptions loss_scale;
-  // More "name, value" pairs that must be the same on every rank; commit() names the first that differs.
+  // More "name, value" pairs that must be the same on every rank, of `grid` if there is one; commit() names
+  // the first that differs.
   std::vector<std::pair<std::string, std::string>> agreement;
 };
 
