@@ -25,8 +25,11 @@ std::uint64_t cut_off(std::uint64_t begin, std::uint64_t bytes, std::uint64_t en
   return begin >= end ? 0 : std::min(bytes, end - begin);
 }
 
-Status of_peers(const Status& status) {
-  return status.ok() ? status : status.with_context("the ranks that activations are partitioned over");
+// FNV-1a, a word at a time.
+std::uint64_t hash_of(std::uint64_t before, const ActivationSlot& slot, int micro_batch) {
+  for (const int word : {slot.unit, slot.slot, micro_batch})
+    before = (before ^ static_cast<std::uint32_t>(word)) * 1099511628211u;
+  return before;
 }
 
 }  // namespace
@@ -50,7 +53,7 @@ void ActivationCheckpointer::Impl::must(const Status& status) {
 }
 
 Status ActivationCheckpointer::Impl::status() const {
-  if (const Status peers = of_peers(communicator.status()); !peers.ok()) return peers;
+  if (const Status peers = communicator.status(); !peers.ok()) return peers;
   if (tier == nullptr) return {};
   const Status stored = tier->status();
   return stored.ok() ? stored : stored.with_context("the spilled activations");
@@ -301,7 +304,8 @@ void ActivationCheckpointer::Impl::fetch(int index) {
     gather.target_stride_bytes = bytes.slice_bytes;
     gather.bytes = bytes.slice_bytes;
     const MarkedSpan span = marked(gather_stream, "activations gather", "gather", p);
-    must(of_peers(communicator.all_gather(gather, gather_stream)));
+    must(communicator.all_gather(gather, gather_stream));
+    gathered = hash_of(gathered, plan.slots[static_cast<std::size_t>(p.slot)], p.micro_batch);
   }
   must(backend.event_record(p.read, gather_stream));
   must(backend.event_record(buffer.ready, gather_stream));
@@ -353,14 +357,32 @@ void ActivationCheckpointer::Impl::discard_all() {
   }
 }
 
+// Gathers of one size look alike to the communicator.
+Status ActivationCheckpointer::Impl::check_order() {
+  std::vector<std::uint64_t> all(static_cast<std::size_t>(communicator.size()));
+  FOREBAY_RETURN_IF_ERROR(
+      communicator.exchange(std::as_bytes(std::span(&gathered, 1)), std::as_writable_bytes(std::span(all))));
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    return Status(
+        StatusCode::kInvalidArgument,
+        "rank " + std::to_string(rank) +
+            " of those that activations are partitioned over has "
+            "loaded others than rank 0, or in another order, and what was loaded is wrong; save() and "
+            "load() the same in the same order on all of them");
+  }
+  return {};
+}
+
 void ActivationCheckpointer::Impl::check() {
   expect_committed("check()");
-  // A slice that did not come back from its store is wrong on every rank, and one of them knows.
-  if (tier != nullptr && communicator.size() > 1) {
+  if (communicator.size() > 1) {
     must(backend.stream_synchronize(gather_stream));
     const Traffic before = communicator.traffic();
     try {
-      agree(communicator, status());
+      throw_if_error(check_order());
+      // A slice that did not come back from its store is wrong on every rank, and one of them knows.
+      if (tier != nullptr) agree(communicator, status());
     } catch (const Error& error) {
       check_peers();
       must(error.status());

@@ -65,6 +65,11 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
                      "an activation checkpointer whose options say in_region was committed without one; give "
                      "plan().device_bytes() of device memory");
   }
+  if (verdict.ok() && reinterpret_cast<std::uintptr_t>(region) % kActivationAlignment != 0) {
+    verdict = Status(StatusCode::kInvalidArgument,
+                     "the region that an activation checkpointer was given is not aligned to " +
+                         std::to_string(kActivationAlignment) + " bytes; align it");
+  }
   agree(communicator, verdict);
   plan = std::move(made).value();
   agree_on_text(communicator, "activation plans", plan.fingerprint_text());

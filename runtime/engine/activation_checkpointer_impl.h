@@ -101,6 +101,8 @@ struct ActivationCheckpointer::Impl {
   // The first failure of the communicator or the store.
   Status status() const;
   void check_peers();
+  // Whether all ranks have gathered the same activations in the same order so far.
+  Status check_order();
 
   // Constant after construction.
   Backend& backend;
@@ -126,6 +128,7 @@ struct ActivationCheckpointer::Impl {
   int leased_buffers = 0;
   int lease_count = 0;
   std::uint64_t saved_bytes = 0;
+  std::uint64_t gathered = 0;  // A hash of what was gathered, in its order.
   ActivationStatistics counts;
   Status failure;
 };

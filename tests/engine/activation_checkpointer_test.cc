@@ -204,6 +204,7 @@ TEST(ActivationCheckpointer, LiesInARegionThatItIsGiven) {
     const Stream stream = value_or_throw(rank.backend->stream_create());
     DevicePtr const source = value_or_throw(rank.backend->alloc(100'000));
     {
+      EXPECT_THROW(chain.checkpointer.commit(region + 1), Error) << "not aligned";
       chain.checkpointer.commit(region);
       for (const ActivationSlot& slot : slots)
         chain.checkpointer.save({slot.unit, slot.slot, 0}, source, slot.bytes, stream,

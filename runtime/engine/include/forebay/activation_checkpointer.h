@@ -150,8 +150,9 @@ class ActivationCheckpointer {
   void discard_all();
 
   // Throws the first failure, on any rank, of all that was queued and has run by now: to be called once the
-  // stream has been waited for and before its results are used for good (before Engine::step). All ranks
-  // throw or none does. Collective.
+  // stream has been waited for and before its results are used for good (before Engine::step). Where ranks
+  // have loaded different activations, or in different orders: kInvalidArgument, and the checkpointer is
+  // failed. All ranks throw or none does. Collective.
   void check();
 
   // Waits for the gathers that are queued, so that the traffic is complete.
