@@ -139,6 +139,19 @@ class Children {
     for (const pid_t child : running_) kill(child, signal);
   }
 
+  // After they were given `grace` to end.
+  void kill_all(std::chrono::milliseconds grace) noexcept {
+    if (!killed_) {
+      for (const pid_t child : running_) {
+        std::fprintf(stderr, "%s: rank %d (process %d) had not ended after %g s more, and was killed\n",
+                     program_invocation_short_name, ranks_.at(child), child,
+                     std::chrono::duration<double>(grace).count());
+      }
+    }
+    killed_ = true;
+    signal_all(SIGKILL);
+  }
+
   // Takes those that have ended. Returns whether one failed now; the first failure ever is kept in
   // exit_code(). Of those that one call finds, one that a signal ended is the first: the others saw it go.
   bool reap() {
@@ -159,7 +172,9 @@ class Children {
       const bool first_signal = open && WIFSIGNALED(state) && !signalled;
       signalled = signalled || WIFSIGNALED(state);
       // One that is killed says nothing, and the others may have no time to.
-      if (first_signal && WTERMSIG(state) != SIGINT && WTERMSIG(state) != SIGTERM) {
+      const bool is_asked =
+          WTERMSIG(state) == SIGINT || WTERMSIG(state) == SIGTERM || (WTERMSIG(state) == SIGKILL && killed_);
+      if (first_signal && !is_asked) {
         std::fprintf(stderr, "%s: rank %d (process %d) was ended by signal %d: %s\n",
                      program_invocation_short_name, ranks_.at(ended), ended, WTERMSIG(state),
                      strsignal(WTERMSIG(state)));
@@ -175,6 +190,7 @@ class Children {
   std::vector<pid_t> running_;
   std::map<pid_t, int> ranks_;
   int exit_code_ = 0;
+  bool killed_ = false;
 };
 
 }  // namespace
@@ -203,6 +219,7 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
 
   using Clock = std::chrono::steady_clock;
   std::optional<Clock::time_point> end;  // When what is left is killed.
+  int asked = 0;                         // The last signal that asked for the end.
   while (!children.empty()) {
     std::optional<std::chrono::nanoseconds> timeout;
     if (end) timeout = *end - Clock::now();
@@ -210,15 +227,17 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
     const int signal = signals.next(timeout, &info);
     bool ending = false;
     if (signal == 0) {
-      children.signal_all(SIGKILL);
+      children.kill_all(options.grace);
       end = Clock::now() + options.grace;
     } else if (signal == SIGCHLD) {
-      ending = children.reap();
-      if (ending && !end) children.signal_all(SIGTERM);
+      ending = children.reap() && (asked == 0 || children.exit_code() != 128 + asked);
+      // Those that were asked already would take another one for impatience.
+      if (ending && !end && asked == 0) children.signal_all(SIGTERM);
     } else {
       // The terminal sends Ctrl-C to the children itself; twice would look like impatience to them.
       if (info.si_code != SI_KERNEL) children.signal_all(signal);
-      ending = true;
+      ending = asked != 0;
+      asked = signal;
     }
     if (ending && !end) end = Clock::now() + options.grace;
   }

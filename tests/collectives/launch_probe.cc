@@ -6,8 +6,9 @@
 //   exit CODE...       ends with its rank's code (the last one when there are fewer)
 //   hang RANK CODE     that rank ends with CODE, the others wait for a signal and end with 0 on SIGTERM
 //   wait               waits for a signal; SIGINT ends it with 40 + rank, SIGTERM with 0
-//   stubborn           like wait, but ignores SIGTERM and SIGINT
-//   kill RANK          that rank kills itself with SIGKILL, the others wait
+//   late RANK MS       waits for a signal and ends with 128 + it; that rank MS later, once it made
+//   REPORT.done stubborn           like wait, but ignores SIGTERM and SIGINT kill RANK          that rank
+//   kills itself with SIGKILL, the others wait
 #include <sched.h>
 #include <signal.h>
 #include <unistd.h>
@@ -66,6 +67,15 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (mode == "hang" && environment.rank == std::atoi(arguments[4].c_str()))
     return std::atoi(arguments[5].c_str());
   if (mode == "kill" && environment.rank == std::atoi(arguments[4].c_str())) raise(SIGKILL);
+  if (mode == "late") {
+    int signal = 0;
+    sigwait(&set, &signal);
+    if (environment.rank == std::atoi(arguments[4].c_str())) {
+      usleep(static_cast<useconds_t>(std::atoi(arguments[5].c_str())) * 1000);
+      if (std::FILE* file = std::fopen((arguments[2] + ".done").c_str(), "w")) std::fclose(file);
+    }
+    return 128 + signal;
+  }
   if (mode == "stubborn") {
     for (;;) pause();
   }

@@ -148,10 +148,35 @@ TEST_F(Launch, PassesInterruptAndTerminateOn) {
   }
 }
 
-TEST_F(Launch, KillsWhatDoesNotListenAfterTheGrace) {
+// A rank that is asked may be in a long step, or save what it has: it is killed once somebody asks again.
+TEST_F(Launch, KillsWhatDoesNotListenAfterTheSecondSignalAndTheGrace) {
   start(2, 50ms, {"stubborn"});
   const std::vector<Report> ranks = reports();
   kill(probe_, SIGTERM);
+  std::this_thread::sleep_for(500ms);
+  EXPECT_EQ(waitpid(probe_, nullptr, WNOHANG), 0);
+  for (const Report& rank : ranks) EXPECT_EQ(kill(rank.pid, 0), 0);
+  kill(probe_, SIGTERM);
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, WaitsForARankThatEndsLaterThanTheOthersWhenAsked) {
+  start(2, 50ms, {"late", "1", "500"});
+  const std::vector<Report> ranks = reports();
+  kill(probe_, SIGINT);
+
+  EXPECT_EQ(wait(), 128 + SIGINT);
+  EXPECT_TRUE(std::filesystem::exists(directory_ + "/report.done")) << "it was not left to end";
+  expect_nothing_left(ranks);
+}
+
+TEST_F(Launch, AFailureAfterASignalEndsTheRun) {
+  start(2, 50ms, {"stubborn"});
+  const std::vector<Report> ranks = reports();
+  kill(probe_, SIGINT);
+  kill(ranks[0].pid, SIGKILL);
 
   EXPECT_EQ(wait(), 128 + SIGKILL);
   expect_nothing_left(ranks);
