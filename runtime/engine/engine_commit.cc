@@ -244,7 +244,8 @@ Status Engine::Impl::check_budget() const {
                     std::to_string(plan.reserved_bytes) + " bytes) on " + backend.capabilities().name +
                     ", the budget is " + format_bytes(budget) + " (" + std::to_string(budget) +
                     " bytes): " + pools + "; the largest pool is " + kPoolNames[static_cast<int>(largest)] +
-                    ": " + remedy(largest, plan.options) + "; or raise --memory");
+                    ": " + remedy(largest, plan.options) +
+                    (budget < backend.capabilities().memory_bytes ? "; or raise --memory" : ""));
 }
 
 // The communicators of groups and of those that decide together, where they are not the one that was given.

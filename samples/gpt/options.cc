@@ -142,8 +142,10 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   app.add_flag("--no-overlap", words.no_overlap,
                "Wait for every collective where it is issued: same bits, slower")
       ->group(group);
-  app.add_option("--memory", words.memory,
-                 "Bytes of device memory per rank, e.g. 512MiB; 0: no limit of ours")
+  app.add_option(
+         "--memory", words.memory,
+         "Bytes of device memory per rank, e.g. 512MiB; 0: what the device has, and the ranks of a host "
+         "share what is free on it")
       ->capture_default_str()
       ->group(group);
   add_number(app, "--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")

@@ -66,9 +66,10 @@ std::string saved_part(Grid& grid, const std::string& directory) {
   if (!in_parts) {
     throw Error(StatusCode::kIoError,
                 "--load-state: no state in parts is saved in " + directory +
-                    " (no file named parts), and --tensor-parallel is " +
-                    std::to_string(shape.tensor_parallel()) +
-                    "; give the directory that a run with the same one saved in, or weights with --initial");
+                    " (no file named parts), and this run has --tensor-parallel " +
+                    std::to_string(shape.tensor_parallel()) + " and --pipeline-parallel " +
+                    std::to_string(shape.pipeline_parallel()) +
+                    "; give the directory that a run with the same ones saved in, or weights with --initial");
   }
   std::ifstream file(parts_file(directory));
   std::string step;

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -101,14 +102,19 @@ EngineOptions engine_options(const TrainerOptions& o, const Text& text, int thre
   return engine;
 }
 
-// The data cursor, kept with the saved state: what a resumed run needs to go on with the same samples.
+// The data cursor, kept with the saved state: what a resumed run needs to go on with the same samples, and
+// what of the model the sizes of its parameters do not tell.
 struct Cursor {
   std::uint64_t samples = 0;  // Read so far, over all ranks.
   std::uint64_t seed = 0;
   std::uint64_t text = 0;
+  std::uint64_t heads = 0;
+  std::uint64_t part = 0;  // Of the grid.
 
   std::string to_text() const {
-    return nlohmann::ordered_json({{"samples", samples}, {"seed", seed}, {"text", text}}).dump();
+    return nlohmann::ordered_json(
+               {{"samples", samples}, {"seed", seed}, {"text", text}, {"heads", heads}, {"part", part}})
+        .dump();
   }
 
   static Cursor from_text(const std::string& saved) {
@@ -126,6 +132,8 @@ struct Cursor {
     read("samples", &cursor.samples);
     read("seed", &cursor.seed);
     read("text", &cursor.text);
+    read("heads", &cursor.heads);
+    read("part", &cursor.part);
     return cursor;
   }
 };
@@ -374,7 +382,11 @@ class Trainer {
   }
 
   void set_weights() {
-    cursor_ = {.samples = 0, .seed = options_.seed, .text = text_.hash()};
+    cursor_ = {.samples = 0,
+               .seed = options_.seed,
+               .text = text_.hash(),
+               .heads = options_.model.heads,
+               .part = static_cast<std::uint64_t>(grid_.part())};
     if (!options_.load_state.empty()) {
       load();
       return;
@@ -392,7 +404,8 @@ class Trainer {
   }
 
   void load() {
-    const Cursor saved = Cursor::from_text(engine_.load_state(saved_part(grid_, options_.load_state)));
+    const std::string directory = saved_part(grid_, options_.load_state);
+    const Cursor saved = Cursor::from_text(engine_.load_state(directory));
     const auto refuse = [&](const std::string& what) {
       throw Error(StatusCode::kInvalidArgument, "--load-state " + options_.load_state +
                                                     " was saved with another " + what +
@@ -400,6 +413,13 @@ class Trainer {
     };
     if (saved.seed != cursor_.seed) refuse("--seed, " + std::to_string(saved.seed));
     if (saved.text != cursor_.text) refuse("--text");
+    if (saved.heads != cursor_.heads) refuse("--heads, " + std::to_string(saved.heads));
+    if (saved.part != cursor_.part) {
+      throw Error(StatusCode::kCorruption, "--load-state: " + directory + " holds part " +
+                                               std::to_string(saved.part) + " of the model, not part " +
+                                               std::to_string(cursor_.part) +
+                                               ": files were moved; restore them, or give another directory");
+    }
     cursor_ = saved;
   }
 
@@ -513,10 +533,27 @@ class Trainer {
   void say_what_was_chosen() {
     say_bucket();
     say_pipeline();
-    if (options_.activations != ActivationPlacement::kAuto || place_.rank != 0 || !options_.progress) return;
-    std::fprintf(stderr, "forebay-gpt: activations auto: %s\n",
-                 inputs_ == nullptr ? "keep: the device has room for the inputs of all recomputed blocks"
-                                    : describe_choice(inputs_->plan()).c_str());
+    if (options_.activations != ActivationPlacement::kAuto) return;
+    const std::vector<std::string> choices =
+        of_each_stage(inputs_ == nullptr ? "keep: the device has room for the inputs of all recomputed blocks"
+                                         : describe_choice(inputs_->plan()));
+    if (place_.rank != 0 || !options_.progress) return;
+    const bool same = std::equal(choices.begin() + 1, choices.end(), choices.begin());
+    for (std::size_t stage = 0; stage < (same ? 1 : choices.size()); ++stage) {
+      std::fprintf(stderr, "forebay-gpt: activations auto%s: %s\n",
+                   same ? "" : (" at pipeline stage " + std::to_string(stage)).c_str(),
+                   choices[stage].c_str());
+    }
+  }
+
+  // What the ranks of each stage of the pipeline say, which those that share its layers say alike. All ranks
+  // at once.
+  std::vector<std::string> of_each_stage(const std::string& mine) {
+    const std::vector<std::string> parts = grid_.of_each_part(mine);
+    std::vector<std::string> stages;
+    for (std::size_t part = 0; part < parts.size(); part += grid_.tensor_part().size)
+      stages.push_back(parts[part]);
+    return stages;
   }
 
   void say_pipeline() {
@@ -657,7 +694,12 @@ class Trainer {
 
   std::string chosen_activations() {
     if (options_.activations != ActivationPlacement::kAuto) return activations_name(options_);
-    return inputs_ == nullptr ? "keep" : activations_name(inputs_->plan());
+    const std::vector<std::string> names =
+        of_each_stage(inputs_ == nullptr ? "keep" : activations_name(inputs_->plan()));
+    std::string text = names.front();
+    if (std::equal(names.begin() + 1, names.end(), names.begin())) return text;
+    for (std::size_t stage = 1; stage < names.size(); ++stage) text += ", " + names[stage];
+    return text;
   }
 
   std::string digest() {
@@ -854,10 +896,22 @@ int choose_ordinal(const TrainerOptions& options, const RankPlace& place) {
   return place.rank % count;
 }
 
+// What is free on this host for each of its ranks. Above it the kernel kills whom it likes.
+std::size_t free_memory_share(int local_size) {
+  std::ifstream file("/proc/meminfo");
+  for (std::string name, rest; file >> name && std::getline(file, rest);) {
+    if (name != "MemAvailable:") continue;
+    const std::size_t bytes = std::strtoull(rest.c_str(), nullptr, 10) * 1024;
+    return std::max<std::size_t>(bytes / static_cast<std::size_t>(local_size), 1);
+  }
+  return SIZE_MAX;
+}
+
 void open_device(const TrainerOptions& options, Rank& rank) {
   if (!options.device.cuda) {
     rank.backend =
-        value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(rank.place.rank)}));
+        value_or_throw(HostBackend::create({.name = "host of rank " + std::to_string(rank.place.rank),
+                                            .memory_bytes = free_memory_share(rank.place.local_size)}));
     return;
   }
   try {

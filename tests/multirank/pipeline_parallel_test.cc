@@ -255,6 +255,31 @@ TEST(PipelineParallel, AStateOfOtherStagesIsRefusedByName) {
       << error;
 }
 
+TEST(PipelineParallel, AStateOfAnotherModelOrOfAnotherPartIsRefused) {
+  const TemporaryDirectory directory;
+  const std::string state = directory / "state";
+  const Words words = with(kModel, {"--steps", "1"}) + GridWords{4, 2, 2}.words();
+  train(words + Words{"--save-state", state});
+  const Words resumed = words + Words{"--load-state", state};
+  const std::string heads = error_of(with(resumed, {"--heads", "2"}));
+  EXPECT_NE(heads.find("was saved with another --heads"), std::string::npos) << heads;
+
+  namespace fs = std::filesystem;
+  fs::remove_all(state + "/step-1/part-1");
+  fs::copy(state + "/step-1/part-0", state + "/step-1/part-1", fs::copy_options::recursive);
+  const std::string moved = error_of(resumed);
+  EXPECT_NE(moved.find("holds part 0 of the model, not part 1"), std::string::npos) << moved;
+}
+
+TEST(PipelineParallel, AStateOfNoPartsIsRefusedByBothNumbers) {
+  const TemporaryDirectory directory;
+  const std::string state = directory / "state";
+  const Words words = with(kModel, {"--steps", "1"});
+  train(words + Words{"--save-state", state});
+  const std::string error = error_of(words + GridWords{2, 1, 2}.words() + Words{"--load-state", state});
+  EXPECT_NE(error.find("--tensor-parallel 1 and --pipeline-parallel 2"), std::string::npos) << error;
+}
+
 TEST(PipelineParallel, ExportsAndTakesTheWeightsOfTheWholeModel) {
   const TemporaryDirectory directory;
   const auto exported = [&](const Words& words, const std::string& name) {
@@ -330,6 +355,37 @@ TEST(PipelineParallel, RefusesWhatCannotBe) {
   };
   for (const auto& [words, named] : cases)
     expect_usage_error(with({FOREBAY_GPT, "--quiet", "--steps", "1"}, words), named);
+}
+
+// Ranks of different parts of the model, none of which has a peer that it shares its part with.
+TEST(PipelineParallel, RanksOfOneGridWithOtherOptionsAreNamed) {
+  const TemporaryDirectory directory;
+  const std::string text = directory / "text";
+  std::ofstream(text) << std::string(5000, 'x');
+  const std::vector<std::pair<Words, std::string>> odd = {{{"--seed", "9"}, "--seed"},
+                                                          {{"--text", text}, "--text"},
+                                                          {{"--heads", "2"}, "--heads"},
+                                                          {{"--steps", "5"}, "--steps"},
+                                                          {{"--stage", "1"}, "stage"},
+                                                          {{"--matmul", "library"}, "--matmul"},
+                                                          {{"--export", directory / "weights"}, "--export"}};
+  for (const GridWords& grid : {GridWords{2, 1, 2}, {2, 2, 1}, {4, 2, 2}}) {
+    for (const auto& [words, named] : odd) {
+      SCOPED_TRACE(grid.text() + " " + named);
+      const Words common = kModel + grid.words();
+      std::vector<gpt::TrainerOptions> by_rank(static_cast<std::size_t>(grid.ranks),
+                                               gpt::resolve_options(*gpt::parse_command(common).options));
+      by_rank.back() = gpt::resolve_options(*gpt::parse_command(with(common, words)).options);
+      try {
+        gpt::run_training(by_rank);
+        ADD_FAILURE() << "the run did not fail";
+      } catch (const Error& error) {
+        const std::string message = error.status().message();
+        EXPECT_NE(message.find(named + " is"), std::string::npos) << message;
+        EXPECT_NE(message.find("on rank " + std::to_string(grid.ranks - 1)), std::string::npos) << message;
+      }
+    }
+  }
 }
 
 TEST(PipelineParallel, RanksOfDifferentGridsAreNamed) {
