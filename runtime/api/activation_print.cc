@@ -33,12 +33,10 @@ std::string placements(const ActivationPlan& plan) {
   return text;
 }
 
-std::string share_text(const ActivationFormulas& formulas) {
-  if (formulas.tensor_parallel_wire == 0) return "";
+std::string share_text(std::uint64_t part, std::uint64_t whole) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f %%",
-                100.0 * static_cast<double>(formulas.partition_wire) /
-                    static_cast<double>(formulas.tensor_parallel_wire));
+                100.0 * static_cast<double>(part) / static_cast<double>(whole));
   return text;
 }
 
@@ -67,15 +65,26 @@ std::string plan_lines(const ActivationReport& report) {
   return text;
 }
 
+// "4 all-reduces of sbh e a layer, 1 a recomputed one, 2 at the ends, each 2(t-1)/t".
+std::string all_reduces_text(const ActivationReport& report) {
+  const int ends = (report.blocks.has_embedding ? 1 : 0) + (report.blocks.has_output ? 1 : 0);
+  std::string text = "4 all-reduces of sbh e a layer";
+  if (report.plan) text += ", 1 a recomputed one";
+  if (ends > 0) text += ", " + std::to_string(ends) + (ends == 2 ? " at the ends" : " at the end");
+  return text + ", each 2(t-1)/t";
+}
+
 std::string wire_lines(const ActivationReport& report) {
   const ActivationFormulas& formulas = report.formulas;
   std::string text = "wire per micro-step, received (as much is sent):\n";
-  text += line("tensor parallelism, with recomputation", formulas.tensor_parallel_wire,
-               "6 all-reduces of sbh e a layer, each 2(t-1)/t");
-  text += line("Pa adds, by the formula", formulas.partition_wire,
-               "(t-1)/t sbh e a saved input: " + share_text(formulas));
-  if (report.plan) text += line("planned", report.plan->wire_per_micro_batch.received);
-  return text;
+  text += line("tensor parallelism", formulas.tensor_parallel_wire, all_reduces_text(report));
+  if (!report.plan) return text;
+  text += line("  by ZeRO's count", formulas.zero_tensor_parallel_wire, "6 all-reduces a layer");
+  text += line(
+      "Pa adds, by the formula", formulas.partition_wire,
+      "(t-1)/t sbh e a saved input: " + share_text(formulas.partition_wire, formulas.tensor_parallel_wire) +
+          ", of ZeRO's count " + share_text(formulas.partition_wire, formulas.zero_tensor_parallel_wire));
+  return text + line("planned", report.plan->wire_per_micro_batch.received);
 }
 
 std::string stage_text(const ActivationReport& report) {
@@ -144,6 +153,7 @@ nlohmann::ordered_json activation_json(const ActivationReport& report) {
               {"zero_segment", formulas.zero_segment},
               {"korthikanti_segment", formulas.segment},
               {"tensor_parallel_wire", formulas.tensor_parallel_wire},
+              {"zero_tensor_parallel_wire", formulas.zero_tensor_parallel_wire},
               {"partition_wire", formulas.partition_wire}}},
             {"device", report.device_bytes()}};
   Json disagree = Json::array();

@@ -29,7 +29,9 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
                    .batch = request.batch,
                    .tensor_parallel = request.part.tensor_parallel,
                    .element_bytes = element_bytes(request.dtype),
-                   .recompute_every = request.recompute_every == 0 ? 1 : request.recompute_every};
+                   .has_embedding = request.part.pipeline_stage == 0,
+                   .has_output = request.part.pipeline_stage + 1 == request.part.pipeline_parallel,
+                   .recompute_every = request.recompute_every};
   Result<ActivationFormulas> formulas = activation_formulas(report.blocks);
   FOREBAY_RETURN_IF_ERROR(formulas.status());
   report.formulas = formulas.value();

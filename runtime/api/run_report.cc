@@ -15,6 +15,7 @@
 #include <sstream>
 #include <utility>
 
+#include "forebay/activation_formulas.h"
 #include "forebay/error.h"
 #include "forebay/units.h"
 #include "runtime/api/allocation_trace.h"
@@ -470,6 +471,15 @@ std::string result_difference(const RunReport& a, const RunReport& b) {
   return norm.empty() ? "" : norm + pair;
 }
 
+// "none", "block" or "every:K".
+int recompute_every(const RunReport& run) {
+  const std::string every = "every:";
+  if (run.recompute == "none") return 0;
+  if (run.recompute.rfind(every, 0) != 0) return 1;
+  const long step = std::strtol(run.recompute.c_str() + every.size(), nullptr, 10);
+  return static_cast<int>(std::clamp<long>(step, 1, std::numeric_limits<int>::max()));
+}
+
 }  // namespace
 
 double part_parameters(const RunReport& run) {
@@ -515,23 +525,22 @@ double wire_formula_bytes(const RunReport& run) {
 }
 
 std::optional<double> tensor_formula_bytes(const RunReport& run) {
-  const auto number = [&](const char* name) {
+  const auto number = [&](const char* name) -> std::uint64_t {
     for (const auto& [key, value] : run.training) {
-      if (key == name) return std::strtod(value.c_str(), nullptr);
+      if (key == name) return std::strtoull(value.c_str(), nullptr, 10);
     }
-    return 0.0;
+    return 0;
   };
-  const double input = number("batch") * number("sequence") * number("hidden") * sizeof(float);
-  if (run.pipeline_parallel > 1 || input == 0) return std::nullopt;
-  // A block sums twice in each pass, and once more where it is computed again; so do the embedding forward
-  // and the head backward.
-  const std::string every = "every:";
-  const double step =
-      run.recompute.rfind(every, 0) == 0 ? std::strtod(run.recompute.c_str() + every.size(), nullptr) : 1.0;
-  const double recomputed = run.recompute == "none" ? 0 : std::ceil(number("layers") / std::max(step, 1.0));
-  const double sums = 4 * number("layers") + recomputed + 2;
-  const double t = run.tensor_parallel;
-  return run.micro_steps * sums * 2 * (t - 1) / t * input;
+  if (run.pipeline_parallel > 1) return std::nullopt;
+  const Result<ActivationFormulas> formulas = activation_formulas({.layers = number("layers"),
+                                                                   .hidden = number("hidden"),
+                                                                   .sequence = number("sequence"),
+                                                                   .batch = number("batch"),
+                                                                   .tensor_parallel = run.tensor_parallel,
+                                                                   .element_bytes = sizeof(float),
+                                                                   .recompute_every = recompute_every(run)});
+  if (!formulas.ok()) return std::nullopt;
+  return run.micro_steps * static_cast<double>(formulas.value().tensor_parallel_wire);
 }
 
 RunReport read_run_report(const std::string& path) {

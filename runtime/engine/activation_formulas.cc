@@ -38,7 +38,8 @@ Status check(const TransformerBlocks& blocks) {
         {"batch", blocks.batch},
         {"element bytes", blocks.element_bytes},
         {"tensor-parallel", static_cast<std::uint64_t>(std::max(blocks.tensor_parallel, 0))},
-        {"layers recomputed together", static_cast<std::uint64_t>(std::max(blocks.recompute_every, 0))}}) {
+        {"layers recomputed together",
+         static_cast<std::uint64_t>(1 + std::max(blocks.recompute_every, -1))}}) {
     if (number.value == 0) {
       return {StatusCode::kInvalidArgument,
               std::string(number.name) + " of an activation formula is 0 or less; use 1 or more"};
@@ -70,14 +71,18 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   figures.all_sequence_parallel = times(ceil_div(whole + parallel + score_bytes, t), blocks.layers);
   figures.selective = times(ceil_div(whole + parallel, t), blocks.layers);
   const auto every = static_cast<std::uint64_t>(blocks.recompute_every);
-  figures.saved_count = ceil_div(blocks.layers, every);
+  figures.saved_count = every == 0 ? 0 : ceil_div(blocks.layers, every);
   figures.saved = times(figures.saved_count, input);
   figures.saved_partitioned = times(figures.saved_count, ceil_div(input, t));
   const std::uint64_t live = std::min(every, blocks.layers);
   figures.zero_segment = times(times(12, input), live);
   figures.segment = times(block, live);
-  figures.tensor_parallel_wire = times(times(12, blocks.layers), times(t - 1, input) / t);
-  figures.partition_wire = times(figures.saved_count, times(t - 1, input) / t);
+  const std::uint64_t received_of_gather = times(t - 1, input) / t;
+  const std::uint64_t all_reduces = times(4, blocks.layers) + figures.saved_count +
+                                    (blocks.has_embedding ? 1 : 0) + (blocks.has_output ? 1 : 0);
+  figures.tensor_parallel_wire = times(times(2, all_reduces), received_of_gather);
+  figures.zero_tensor_parallel_wire = times(times(12, blocks.layers), received_of_gather);
+  figures.partition_wire = times(figures.saved_count, received_of_gather);
   if (times.overflowed()) {
     return Status(StatusCode::kInvalidArgument, "the activations of batch " + std::to_string(blocks.batch) +
                                                     " and sequence " + std::to_string(blocks.sequence) +

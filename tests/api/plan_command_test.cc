@@ -221,7 +221,7 @@ TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
   const Json cut = activations("--tensor-parallel 5 --activations partition");
   EXPECT_EQ(cut.at("plan").at("kept"), 5'033'164'800u / 5);
   EXPECT_EQ(formula(cut, "saved_partitioned"), 5'033'164'800u / 5);
-  EXPECT_EQ(12 * formula(cut, "partition_wire"), formula(cut, "tensor_parallel_wire"));
+  EXPECT_EQ(12 * formula(cut, "partition_wire"), formula(cut, "zero_tensor_parallel_wire"));
   EXPECT_EQ(cut.at("plan").at("wire_received_per_micro_step"), formula(cut, "partition_wire"));
 
   const Json host = activations("--tensor-parallel 5 --activations partition+cpu");
@@ -229,6 +229,32 @@ TEST(PlanCommand, ReproducesTheActivationsOfThePapers) {
   EXPECT_EQ(host.at("plan").at("pinned"), 5'033'164'800u / 5);
   const Json files = activations("--tensor-parallel 5 --activations partition+nvme:/somewhere");
   EXPECT_EQ(files.at("plan").at("files"), 5'033'164'800u / 5);
+}
+
+// forebay-gpt measured 22,026,240 bytes a micro-step with recomputation and 17,831,936 without.
+TEST(PlanCommand, TellsTheTensorParallelWireOfWhatIsRecomputed) {
+  const std::string shape =
+      "--layers 8 --hidden 256 --heads 8 --sequence 128 --batch 4 --dtype fp32 --ranks 2 --tensor-parallel 2 "
+      "--stage 2 --host-ranks 0 ";
+  const auto wire = [&](const std::string& options) {
+    const Outcome outcome = plan(shape + options + " --json");
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
+    return Json::parse(outcome.output)
+        .at("activations")
+        .at("formulas")
+        .at("tensor_parallel_wire")
+        .get<double>();
+  };
+  EXPECT_NEAR(wire("--recompute block"), 22'026'240, 0.005 * 22'026'240);
+  EXPECT_NEAR(wire("--recompute none"), 17'831'936, 0.005 * 17'831'936);
+
+  const std::string none = plan(shape + "--recompute none").output;
+  EXPECT_NE(none.find("4 all-reduces of sbh e a layer, 2 at the ends"), std::string::npos) << none;
+  EXPECT_EQ(none.find("Pa adds"), std::string::npos) << none;
+  EXPECT_EQ(none.find("a recomputed one"), std::string::npos) << none;
+  const std::string block = plan(shape + "--recompute block --activations partition").output;
+  EXPECT_NE(block.find("4 all-reduces of sbh e a layer, 1 a recomputed one"), std::string::npos) << block;
+  EXPECT_NE(block.find("Pa adds"), std::string::npos) << block;
 }
 
 TEST(PlanCommand, SaysWhereThePapersActivationsDisagree) {

@@ -108,6 +108,10 @@ TEST(RunReport, ShowsWhatTensorParallelRanksSendAndWhereActivationsAre) {
   const auto read = nlohmann::json::parse(json.str()).at("runs").at(0);
   EXPECT_EQ(read.at("tensor_bytes_per_step").at("theory"), 240'000);
   EXPECT_EQ(read.at("saved_bytes").at("host").at("planned"), 223'000);
+  run.recompute = "none";
+  EXPECT_EQ(tensor_formula_bytes(run), 3 * (4 * 4 + 2) * 4000.0);
+  run.recompute = "block";
+  EXPECT_EQ(tensor_formula_bytes(run), 3 * (4 * 4 + 4 + 2) * 4000.0);
   run.pipeline_parallel = 2;
   EXPECT_EQ(tensor_formula_bytes(run), std::nullopt);
 }

@@ -54,16 +54,41 @@ TEST(ActivationFormulas, DivideByTheTensorParallelRanks) {
   EXPECT_EQ(figures.saved_partitioned, figures.saved / 5);
 }
 
-TEST(ActivationFormulas, AddATwelfthToTheTensorParallelWire) {
+// Section 8 of the paper counts six all-reduces a layer.
+TEST(ActivationFormulas, AddATwelfthToTheTensorParallelWireOfZero) {
   for (const int ranks : {2, 4, 8, 16}) {
     TransformerBlocks blocks = kLarge;
     blocks.tensor_parallel = ranks;
     const ActivationFormulas figures = of(blocks);
-    EXPECT_EQ(12 * figures.partition_wire, figures.tensor_parallel_wire);
+    EXPECT_EQ(12 * figures.partition_wire, figures.zero_tensor_parallel_wire);
     blocks.recompute_every = 5;
-    EXPECT_EQ(60 * of(blocks).partition_wire, figures.tensor_parallel_wire);
+    EXPECT_EQ(60 * of(blocks).partition_wire, figures.zero_tensor_parallel_wire);
   }
   EXPECT_EQ(of(kLarge).partition_wire, 0u);
+}
+
+// What a recomputed block's second matrix of the feed-forward part gives is not needed again.
+TEST(ActivationFormulas, CountTheSumsThatATensorParallelRankTakesPartIn) {
+  TransformerBlocks blocks{.layers = 8,
+                           .hidden = 256,
+                           .heads = 8,
+                           .sequence = 128,
+                           .batch = 4,
+                           .tensor_parallel = 2,
+                           .element_bytes = 4};
+  const std::uint64_t input = 4 * 128 * 256 * 4;  // At two ranks a sum sends and receives as much.
+  EXPECT_EQ(of(blocks).tensor_parallel_wire, (5 * 8 + 2) * input);
+  blocks.recompute_every = 3;
+  EXPECT_EQ(of(blocks).tensor_parallel_wire, (4 * 8 + 3 + 2) * input);
+  blocks.recompute_every = 0;
+  EXPECT_EQ(of(blocks).tensor_parallel_wire, (4 * 8 + 2) * input);
+  EXPECT_EQ(of(blocks).partition_wire, 0u);
+  blocks.has_embedding = false;
+  EXPECT_EQ(of(blocks).tensor_parallel_wire, (4 * 8 + 1) * input);
+  blocks.has_output = false;
+  EXPECT_EQ(of(blocks).tensor_parallel_wire, 4 * 8 * input);
+  blocks.tensor_parallel = 4;
+  EXPECT_EQ(of(blocks).tensor_parallel_wire, 4 * 8 * input / 2 * 3);
 }
 
 TEST(ActivationFormulas, SayWhereThePaperDisagreesWithItself) {

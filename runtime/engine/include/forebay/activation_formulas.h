@@ -11,6 +11,13 @@
 //     and attention recomputed (selective)      34 sbh L / t
 //   all recomputed, one block's input each      M L, and M L / t partitioned (Pa)
 //
+//   tensor parallelism, received                n 2(t-1)/t M, n = 4L + R + 2 all-reduces
+//     ZeRO's count, with recomputation          n = 6L
+//
+// The n all-reduces: each block has two in each pass. One of R that are computed again has one more, not two:
+// what its last matrix gives is not needed again. The embedding has one forward, the output projection one
+// backward.
+//
 // ZeRO's count leaves out the attention's scores and the dropout masks. At other widths Korthikanti's terms
 // are counted alike: 10 = 4e + 2, 24 = 12e, 34 = 16e + 2, 5 = 2e + 1, the masks one byte an element.
 //
@@ -34,7 +41,9 @@ struct TransformerBlocks {
   std::uint64_t batch = 1;
   int tensor_parallel = 1;
   std::uint64_t element_bytes = 2;
-  int recompute_every = 1;  // Layers that are recomputed together, from one saved input.
+  bool has_embedding = true;  // Cut over the tensor-parallel ranks, as the output projection is.
+  bool has_output = true;
+  int recompute_every = 1;  // Layers that are recomputed together, from one saved input; 0: none are.
 };
 
 // Bytes of one micro-batch on one rank.
@@ -51,8 +60,9 @@ struct ActivationFormulas {
   std::uint64_t zero_segment = 0;       // ZeRO's count of one segment.
   std::uint64_t segment = 0;            // Korthikanti's, tensor parallelism.
   // Received by one rank, forward, recomputation and backward; the same is sent.
-  std::uint64_t tensor_parallel_wire = 0;  // Six all-reduces of M for each block.
-  std::uint64_t partition_wire = 0;        // One all-gather for each input that is saved.
+  std::uint64_t tensor_parallel_wire = 0;       // 4L + R + 2 all-reduces of M.
+  std::uint64_t zero_tensor_parallel_wire = 0;  // ZeRO's count: 6L of them.
+  std::uint64_t partition_wire = 0;             // One all-gather for each input that is saved.
 };
 
 // Errors: kInvalidArgument for a number that is zero, and where a figure passes 2^62 bytes.
