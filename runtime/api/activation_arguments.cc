@@ -21,7 +21,8 @@ Status read_recompute(const std::string& word, int* every) {
     const auto [rest, error] = std::from_chars(word.data() + prefix.size(), end, *every);
     if (error == std::errc() && rest == end && *every >= 1) return {};
   }
-  return refuse("--recompute is '" + word + "'; use none, block, or every:K with a number of layers");
+  return refuse("--recompute is '" + word +
+                "'; use none, block, or every:K: one layer of every K, at least 1");
 }
 
 Status read_placement(const std::string& word, ActivationRequest* request) {
@@ -65,9 +66,11 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
           ->type_name("N")
           ->capture_default_str();
   command
-      .add_option("--recompute", arguments.recompute,
-                  "What the backward pass computes again: none, block or every:K layers (default: block with "
-                  "--activations, otherwise none)")
+      .add_option(
+          "--recompute", arguments.recompute,
+          "What the backward pass computes again: none; block, every layer from its input; or every:K, "
+          "one layer of every K, from the first on, while the others keep everything (default: block "
+          "with --activations, otherwise none)")
       ->type_name("WHAT");
   command
       .add_option("--activations", arguments.placement,

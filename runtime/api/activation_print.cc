@@ -40,6 +40,26 @@ std::string share_text(std::uint64_t part, std::uint64_t whole) {
   return text;
 }
 
+// The paper recomputes all layers between two saved inputs together.
+std::string zero_lines(const ActivationReport& report) {
+  const ActivationFormulas& formulas = report.formulas;
+  const int every = report.blocks.recompute_every;
+  std::string text = "ZeRO's count, with " + format_count(static_cast<std::uint64_t>(every), "layer") +
+                     " recomputed at a time:\n";
+  text += line("alive meanwhile", formulas.zero_segment, "12hbs e of each layer");
+  return text + line("  with the saved inputs, whole", formulas.saved + formulas.zero_segment);
+}
+
+// "one layer of every 2 recomputed, 4 of 8; the others keep everything".
+std::string recompute_text(const ActivationReport& report) {
+  const int every = report.blocks.recompute_every;
+  if (every == 0) return "nothing recomputed";
+  if (every == 1) return "each layer recomputed";
+  return "one layer of every " + std::to_string(every) + " recomputed, " +
+         std::to_string(report.formulas.saved_count) + " of " + std::to_string(report.blocks.layers) +
+         "; the others keep everything";
+}
+
 std::string plan_lines(const ActivationReport& report) {
   const ActivationPlan& plan = *report.plan;
   const ActivationFormulas& formulas = report.formulas;
@@ -57,12 +77,18 @@ std::string plan_lines(const ActivationReport& report) {
   if (in_files && plan.file_bytes > 0) text += line("planned: in files", plan.file_bytes);
   if (plan.spilled_bytes_per_micro_batch > 0)
     text += line("planned: down, and up again", plan.spilled_bytes_per_micro_batch, "per micro-step");
-  text += "alive while one segment is computed again:\n";
-  text += line("ZeRO's count", formulas.zero_segment, "12hbs e of each layer");
-  text += line("Korthikanti's", formulas.segment);
-  text += line("  with the saved inputs, whole (ZeRO)", formulas.saved + formulas.zero_segment);
-  text += line("= on the device, as planned", report.device_bytes(), "planned + Korthikanti's");
-  return text;
+  if (const std::uint64_t others = report.blocks.layers - formulas.saved_count; others > 0) {
+    text += "kept by the " + format_count(others, "layer") + " that " + (others == 1 ? "is" : "are") +
+            " not recomputed:\n";
+    text += line("Korthikanti's", formulas.kept);
+  }
+  text += "alive while one layer is computed again:\n";
+  text += line("Korthikanti's", formulas.block);
+  text += line("= on the device, as planned", report.device_bytes(),
+               report.in_flight == 1 || formulas.kept == 0
+                   ? "planned + Korthikanti's"
+                   : "planned + Korthikanti's, what is kept " + std::to_string(report.in_flight) + " times");
+  return text + zero_lines(report);
 }
 
 // "4 all-reduces of sbh e a layer, 1 a recomputed one, 2 at the ends, each 2(t-1)/t".
@@ -105,13 +131,7 @@ std::string activation_text(const ActivationReport& report) {
                      std::string(data_type_name(report.request.dtype)) +
                      ", t = " + std::to_string(blocks.tensor_parallel) + " tensor-parallel " +
                      (blocks.tensor_parallel == 1 ? "rank, " : "ranks, ");
-  if (!report.plan) {
-    text += "nothing recomputed\n";
-  } else if (blocks.recompute_every == 1) {
-    text += "each layer recomputed\n";
-  } else {
-    text += std::to_string(blocks.recompute_every) + " layers recomputed at a time\n";
-  }
+  text += recompute_text(report) + "\n";
   text += "if nothing were recomputed:\n";
   text += line("ZeRO's count", formulas.zero_all, "12hbsL e");
   text += line("Korthikanti's", formulas.all, "sbh(10 + 24/t + 5as/(ht))L");
@@ -150,8 +170,9 @@ nlohmann::ordered_json activation_json(const ActivationReport& report) {
               {"saved_count", formulas.saved_count},
               {"saved", formulas.saved},
               {"saved_partitioned", formulas.saved_partitioned},
+              {"korthikanti_kept", formulas.kept},
+              {"korthikanti_block", formulas.block},
               {"zero_segment", formulas.zero_segment},
-              {"korthikanti_segment", formulas.segment},
               {"tensor_parallel_wire", formulas.tensor_parallel_wire},
               {"zero_tensor_parallel_wire", formulas.zero_tensor_parallel_wire},
               {"partition_wire", formulas.partition_wire}}},

@@ -22,7 +22,9 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
   FOREBAY_RETURN_IF_ERROR(make_model_shape(shape, request.part).status());  // Checks the part.
   report.in_flight =
       std::min(request.part.pipeline_parallel - request.part.pipeline_stage, request.micro_steps);
-  report.blocks = {.layers = stage_layers(shape.layers, request.part).count,
+  const LayerRange layers = stage_layers(shape.layers, request.part);
+  report.blocks = {.layers = layers.count,
+                   .first_layer = layers.first,
                    .hidden = shape.hidden,
                    .heads = shape.heads,
                    .sequence = request.sequence == 0 ? shape.positions : request.sequence,
@@ -35,7 +37,7 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
   Result<ActivationFormulas> formulas = activation_formulas(report.blocks);
   FOREBAY_RETURN_IF_ERROR(formulas.status());
   report.formulas = formulas.value();
-  if (request.recompute_every == 0) return report;
+  if (report.formulas.saved_count == 0) return report;
 
   ActivationPlanOptions options;
   options.ranks = request.part.tensor_parallel;

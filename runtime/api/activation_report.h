@@ -19,7 +19,7 @@ struct ActivationRequest {
   DataType dtype = DataType::kBfloat16;
   ModelPart part;           // The layers of one pipeline stage, and the ranks that share them.
   int micro_steps = 1;      // Of a step: no more micro-batches than that are in flight.
-  int recompute_every = 0;  // Layers that are computed again together, from one saved input; 0: none are.
+  int recompute_every = 0;  // Of so many layers the first is computed again, alone; 0: none is.
   ActivationPlacement placement = ActivationPlacement::kKeep;  // Of the saved inputs.
   Tier tier = Tier::kPinned;
   std::uint64_t device_bytes = 0;  // kAuto: what saved inputs may take.
@@ -29,16 +29,16 @@ struct ActivationReport {
   ActivationRequest request;
   TransformerBlocks blocks;            // Of this stage.
   ActivationFormulas formulas;         // Of one micro-batch of it.
-  std::optional<ActivationPlan> plan;  // None when nothing is recomputed: then nothing is saved.
+  std::optional<ActivationPlan> plan;  // None when none of the layers is recomputed: nothing is saved.
 
   // Micro-batches whose forward pass is over and whose backward pass is not: with one forward, one backward,
   // p - i at stage i of p.
   int in_flight = 1;
 
-  // What is alive while a pass computes: all of it for each of those, or one segment while it is computed
-  // again.
+  // What is alive while a pass computes, beside saved inputs: all that the layers which are not recomputed
+  // keep, for each of those, and one layer while it is computed again.
   std::uint64_t live_bytes() const {
-    return plan ? formulas.segment : static_cast<std::uint64_t>(in_flight) * formulas.all;
+    return static_cast<std::uint64_t>(in_flight) * formulas.kept + formulas.block;
   }
   // What goes to the neighbouring pipeline stages: an activation to the next one, a gradient to the one
   // before.

@@ -37,13 +37,16 @@ Status check(const TransformerBlocks& blocks) {
         {"sequence", blocks.sequence},
         {"batch", blocks.batch},
         {"element bytes", blocks.element_bytes},
-        {"tensor-parallel", static_cast<std::uint64_t>(std::max(blocks.tensor_parallel, 0))},
-        {"layers recomputed together",
-         static_cast<std::uint64_t>(1 + std::max(blocks.recompute_every, -1))}}) {
+        {"tensor-parallel", static_cast<std::uint64_t>(std::max(blocks.tensor_parallel, 0))}}) {
     if (number.value == 0) {
       return {StatusCode::kInvalidArgument,
               std::string(number.name) + " of an activation formula is 0 or less; use 1 or more"};
     }
+  }
+  if (blocks.recompute_every < 0) {
+    return {StatusCode::kInvalidArgument, "an activation formula has one layer recomputed of every " +
+                                              std::to_string(blocks.recompute_every) +
+                                              "; use 1 or more, or 0 for none"};
   }
   return {};
 }
@@ -71,12 +74,14 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   figures.all_sequence_parallel = times(ceil_div(whole + parallel + score_bytes, t), blocks.layers);
   figures.selective = times(ceil_div(whole + parallel, t), blocks.layers);
   const auto every = static_cast<std::uint64_t>(blocks.recompute_every);
-  figures.saved_count = every == 0 ? 0 : ceil_div(blocks.layers, every);
+  figures.saved_count =
+      every == 0 ? 0
+                 : ceil_div(blocks.first_layer + blocks.layers, every) - ceil_div(blocks.first_layer, every);
   figures.saved = times(figures.saved_count, input);
   figures.saved_partitioned = times(figures.saved_count, ceil_div(input, t));
-  const std::uint64_t live = std::min(every, blocks.layers);
-  figures.zero_segment = times(times(12, input), live);
-  figures.segment = times(block, live);
+  figures.kept = times(block, blocks.layers - figures.saved_count);
+  figures.block = figures.saved_count == 0 ? 0 : block;
+  figures.zero_segment = times(times(12, input), std::min(every, blocks.layers));
   const std::uint64_t received_of_gather = times(t - 1, input) / t;
   const std::uint64_t all_reduces = times(4, blocks.layers) + figures.saved_count +
                                     (blocks.has_embedding ? 1 : 0) + (blocks.has_output ? 1 : 0);

@@ -41,6 +41,39 @@ TEST(ActivationFormulas, GiveTheFiguresOfKorthikanti) {
   EXPECT_NEAR(static_cast<double>(figures.all) / static_cast<double>(figures.zero_all), 4.75, 1e-9);
 }
 
+// The first of every so many layers of the model starts from its input; the others have no need to.
+TEST(ActivationFormulas, KeepAllOfTheLayersThatAreNotRecomputed) {
+  const std::uint64_t layer = 286'890'393'600u / 48;
+  TransformerBlocks blocks = kSmall;
+  EXPECT_EQ(of(blocks).kept, 0u);
+  EXPECT_EQ(of(blocks).block, layer);
+
+  blocks.recompute_every = 6;
+  EXPECT_EQ(of(blocks).kept, 40 * layer);
+  EXPECT_EQ(of(blocks).block, layer);
+
+  blocks.recompute_every = 0;
+  EXPECT_EQ(of(blocks).saved_count, 0u);
+  EXPECT_EQ(of(blocks).kept, of(blocks).all);
+  EXPECT_EQ(of(blocks).block, 0u);
+}
+
+TEST(ActivationFormulas, CountTheRecomputedLayersOverTheWholeModel) {
+  const auto recomputed = [](std::uint64_t first, std::uint64_t layers, int every) {
+    TransformerBlocks stage = kSmall;
+    stage.first_layer = first;
+    stage.layers = layers;
+    stage.recompute_every = every;
+    return of(stage).saved_count;
+  };
+  EXPECT_EQ(recomputed(0, 2, 3), 1u);  // 0
+  EXPECT_EQ(recomputed(2, 2, 3), 1u);  // 3
+  EXPECT_EQ(recomputed(4, 2, 3), 0u);
+  EXPECT_EQ(recomputed(6, 2, 3), 1u);  // 6
+  EXPECT_EQ(recomputed(6, 2, 1), 2u);
+  EXPECT_EQ(recomputed(1, 7, 2), 3u);  // 2, 4, 6
+}
+
 // sbh (10 + 24/t + 5as/(ht)) and its kin.
 TEST(ActivationFormulas, DivideByTheTensorParallelRanks) {
   TransformerBlocks blocks = kSmall;
@@ -110,6 +143,9 @@ TEST(ActivationFormulas, RefuseWhatIsNoShape) {
   TransformerBlocks none = kSmall;
   none.batch = 0;
   EXPECT_EQ(activation_formulas(none).status().code(), StatusCode::kInvalidArgument);
+  TransformerBlocks negative = kSmall;
+  negative.recompute_every = -1;
+  EXPECT_NE(activation_formulas(negative).status().message().find("every -1"), std::string::npos);
   TransformerBlocks huge = kSmall;
   huge.batch = std::uint64_t{1} << 40;
   EXPECT_NE(activation_formulas(huge).status().message().find("2^62"), std::string::npos);

@@ -35,6 +35,7 @@ namespace forebay {
 
 struct TransformerBlocks {
   std::uint64_t layers = 1;
+  std::uint64_t first_layer = 0;  // The number of the first of them in the model, from 0.
   std::uint64_t hidden = 1;
   std::uint64_t heads = 1;
   std::uint64_t sequence = 1;
@@ -43,7 +44,9 @@ struct TransformerBlocks {
   std::uint64_t element_bytes = 2;
   bool has_embedding = true;  // Cut over the tensor-parallel ranks, as the output projection is.
   bool has_output = true;
-  int recompute_every = 1;  // Layers that are recomputed together, from one saved input; 0: none are.
+  // Of so many layers of the model the first one is recomputed, alone, from its saved input; the others keep
+  // everything. 1: all are recomputed; 0: none is.
+  int recompute_every = 1;
 };
 
 // Bytes of one micro-batch on one rank.
@@ -53,12 +56,15 @@ struct ActivationFormulas {
   std::uint64_t all = 0;                    // Korthikanti's, tensor parallelism.
   std::uint64_t all_sequence_parallel = 0;  // The same with sequence parallelism.
   std::uint64_t selective = 0;              // The same with the attention recomputed.
-  // Everything recomputed: inputs that are saved, and what is alive while one segment is recomputed.
+  // Layers recomputed: inputs that are saved, what the other layers keep, and what is alive while one layer
+  // is recomputed.
   std::uint64_t saved_count = 0;
   std::uint64_t saved = 0;
   std::uint64_t saved_partitioned = 0;  // Pa: rounded up to whole bytes.
-  std::uint64_t zero_segment = 0;       // ZeRO's count of one segment.
-  std::uint64_t segment = 0;            // Korthikanti's, tensor parallelism.
+  std::uint64_t kept = 0;               // Korthikanti's, tensor parallelism.
+  std::uint64_t block = 0;              // Korthikanti's of one layer; 0 where none is recomputed.
+  // ZeRO's count, where all layers from one saved input up to the next are recomputed together.
+  std::uint64_t zero_segment = 0;
   // Received by one rank, forward, recomputation and backward; the same is sent.
   std::uint64_t tensor_parallel_wire = 0;       // 4L + R + 2 all-reduces of M.
   std::uint64_t zero_tensor_parallel_wire = 0;  // ZeRO's count: 6L of them.
