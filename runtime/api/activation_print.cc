@@ -60,6 +60,12 @@ std::string recompute_text(const ActivationReport& report) {
          "; the others keep everything";
 }
 
+// What is kept is there for each micro-batch in flight.
+std::string korthikanti_text(const ActivationReport& report) {
+  if (report.in_flight == 1 || report.formulas.kept == 0) return "Korthikanti's";
+  return "Korthikanti's, what is kept " + std::to_string(report.in_flight) + " times";
+}
+
 std::string plan_lines(const ActivationReport& report) {
   const ActivationPlan& plan = *report.plan;
   const ActivationFormulas& formulas = report.formulas;
@@ -84,10 +90,7 @@ std::string plan_lines(const ActivationReport& report) {
   }
   text += "alive while one layer is computed again:\n";
   text += line("Korthikanti's", formulas.block);
-  text += line("= on the device, as planned", report.device_bytes(),
-               report.in_flight == 1 || formulas.kept == 0
-                   ? "planned + Korthikanti's"
-                   : "planned + Korthikanti's, what is kept " + std::to_string(report.in_flight) + " times");
+  text += line("= on the device, as planned", report.device_bytes(), "planned + " + korthikanti_text(report));
   return text + zero_lines(report);
 }
 
@@ -132,12 +135,15 @@ std::string activation_text(const ActivationReport& report) {
                      ", t = " + std::to_string(blocks.tensor_parallel) + " tensor-parallel " +
                      (blocks.tensor_parallel == 1 ? "rank, " : "ranks, ");
   text += recompute_text(report) + "\n";
-  text += "if nothing were recomputed:\n";
+  text += blocks.recompute_every == 0 ? "kept by all layers:\n" : "if nothing were recomputed:\n";
   text += line("ZeRO's count", formulas.zero_all, "12hbsL e");
   text += line("Korthikanti's", formulas.all, "sbh(10 + 24/t + 5as/(ht))L");
   text += line("  with sequence parallelism", formulas.all_sequence_parallel, "sbh(34 + 5as/h)L/t");
   text += line("  and attention recomputed", formulas.selective, "34sbhL/t");
-  if (report.plan) text += plan_lines(report);
+  text += line("  scores and masks not kept, as forebay-gpt", formulas.without_scores_and_masks,
+               "sbh e(4 + 12/t)L");
+  text += report.plan ? plan_lines(report)
+                      : line("= on the device", report.device_bytes(), korthikanti_text(report));
   if (blocks.tensor_parallel > 1) text += wire_lines(report);
   if (report.request.part.pipeline_parallel > 1) {
     text += line("between pipeline stages, sent per micro-step", report.boundary_bytes(),
@@ -167,6 +173,7 @@ nlohmann::ordered_json activation_json(const ActivationReport& report) {
               {"korthikanti_all", formulas.all},
               {"korthikanti_sequence_parallel", formulas.all_sequence_parallel},
               {"korthikanti_selective", formulas.selective},
+              {"without_scores_and_masks", formulas.without_scores_and_masks},
               {"saved_count", formulas.saved_count},
               {"saved", formulas.saved},
               {"saved_partitioned", formulas.saved_partitioned},

@@ -146,6 +146,8 @@ std::string judgement(const std::vector<PlanReport>& reports, const PlanBudget& 
   }
   text += ":\n";
   for (const std::vector<LimitVerdict>& verdicts : by_limit) text += verdict_line(reports, verdicts);
+  if (budget.memory_bytes != 0 && reports.front().exact)
+    text += "  activations among them are an estimate; forebay-gpt goes by its own exact plan\n";
   for (std::size_t i = 0; i < reports.size(); ++i) {
     if (!plan_fits(reports[i], budget))
       text += "  " + stage_label(reports[i]) + ": " + shrink_advice(reports[i]) + "\n";

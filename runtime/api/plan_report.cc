@@ -318,15 +318,16 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
           "as "
           "the one with most");
     }
-    std::string note =
-        "parameters to buckets and the wire are what the engine holds and sends, padding included; ";
-    note +=
-        request.activation_bytes
-            ? "activations are those below: saved inputs as planned, and an estimate of what is alive "
-              "while they are used"
-            : "activations are an estimate (Korthikanti et al., arXiv 2205.05198, no recomputation, layers "
-              "only)";
-    report.notes.push_back(note + "; forebay-gpt declares its own exact figure, in fp32 whatever --dtype is");
+    report.notes.push_back(
+        "parameters to buckets and the wire are what the engine holds and sends, padding included");
+    report.notes.push_back(
+        std::string("activations are ") +
+        (request.activation_bytes ? "saved inputs as planned below, and else " : "") +
+        "an estimate by Korthikanti's count of what layers keep (arXiv 2205.05198)" +
+        (request.activation_bytes ? "" : ", nothing recomputed") +
+        ": with attention scores and dropout masks, without embedding, logits, gradients and workspaces; "
+        "forebay-gpt keeps other tensors, in fp32 whatever --dtype is, and goes by its own exact plan, made "
+        "before step 1 (--memory is held against it, --report has it)");
     return Status();
   }
   if (request.options.stage < 2) bytes.gathered = 0;

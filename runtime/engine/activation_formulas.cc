@@ -73,6 +73,7 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   figures.all = times(block, blocks.layers);
   figures.all_sequence_parallel = times(ceil_div(whole + parallel + score_bytes, t), blocks.layers);
   figures.selective = times(ceil_div(whole + parallel, t), blocks.layers);
+  figures.without_scores_and_masks = times(times(4, input) + ceil_div(parallel, t), blocks.layers);
   const auto every = static_cast<std::uint64_t>(blocks.recompute_every);
   figures.saved_count =
       every == 0 ? 0

@@ -41,6 +41,17 @@ TEST(ActivationFormulas, GiveTheFiguresOfKorthikanti) {
   EXPECT_NEAR(static_cast<double>(figures.all) / static_cast<double>(figures.zero_all), 4.75, 1e-9);
 }
 
+// An attention that keeps no scores, and dropout that is drawn again: 4 and 12/t elements of sbh a layer.
+TEST(ActivationFormulas, CountLayersThatKeepNeitherScoresNorMasks) {
+  TransformerBlocks blocks = kSmall;
+  const std::uint64_t sbh = 1024u * 32u * 1600u;
+  EXPECT_EQ(of(blocks).without_scores_and_masks, 48 * 2 * 16 * sbh);
+  blocks.element_bytes = 4;
+  EXPECT_EQ(of(blocks).without_scores_and_masks, 48 * 4 * 16 * sbh);
+  blocks.tensor_parallel = 5;
+  EXPECT_EQ(of(blocks).without_scores_and_masks, 48 * (4 * 4 * sbh + 4 * 12 * sbh / 5));
+}
+
 // The first of every so many layers of the model starts from its input; the others have no need to.
 TEST(ActivationFormulas, KeepAllOfTheLayersThatAreNotRecomputed) {
   const std::uint64_t layer = 286'890'393'600u / 48;

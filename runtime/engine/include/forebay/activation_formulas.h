@@ -9,6 +9,7 @@
 //   nothing recomputed, Korthikanti's           sbh (10 + 24/t + 5as/(ht)) L bytes at e = 2
 //     with sequence parallelism                 sbh (34 + 5as/h) L / t
 //     and attention recomputed (selective)      34 sbh L / t
+//     neither scores nor dropout masks kept     sbh e (4 + 12/t) L
 //   all recomputed, one block's input each      M L, and M L / t partitioned (Pa)
 //
 //   tensor parallelism, received                n 2(t-1)/t M, n = 4L + R + 2 all-reduces
@@ -56,6 +57,8 @@ struct ActivationFormulas {
   std::uint64_t all = 0;                    // Korthikanti's, tensor parallelism.
   std::uint64_t all_sequence_parallel = 0;  // The same with sequence parallelism.
   std::uint64_t selective = 0;              // The same with the attention recomputed.
+  // As `all`, where attention keeps no scores and dropout is drawn again. forebay-gpt's blocks are like that.
+  std::uint64_t without_scores_and_masks = 0;
   // Layers recomputed: inputs that are saved, what the other layers keep, and what is alive while one layer
   // is recomputed.
   std::uint64_t saved_count = 0;
