@@ -23,9 +23,9 @@ const Words kShape = {"--layers", "5", "--hidden", "36",   "--heads",       "6",
 const Words kRun = {"--threads",      "1",     "--steps", "1", "--matmul", "plain",
                     "--communicator", "local", "--quiet"};
 
-Json plan_of(const Words& words) {
+Json plan_of(const Words& words, const Words& shape = kShape) {
   const Finished finished =
-      run_program(Words{FOREBAY_COMMAND, "plan", "--json", "--host-ranks", "0"} + kShape + words);
+      run_program(Words{FOREBAY_COMMAND, "plan", "--json", "--host-ranks", "0"} + shape + words);
   EXPECT_EQ(finished.exit_code, 0) << finished.output;
   return Json::parse(finished.output);
 }
@@ -113,6 +113,33 @@ TEST(PlannedTraining, KeepsActivationsInTheBytesOfThePlan) {
     EXPECT_EQ(spilled.saved_device_bytes, spilled_plan.at("staging").get<std::uint64_t>() +
                                               spilled_plan.at("gathered").get<std::uint64_t>());
     EXPECT_NEAR(static_cast<double>(spilled.saved_host_bytes), static_cast<double>(inputs / t), 5 * 512.0);
+  }
+}
+
+// The same blocks are recomputed, and tensor parallelism sends what the plan says. Hidden is wide enough for
+// the parts of the loss, which the plan leaves out, to be nothing.
+TEST(PlannedTraining, RecomputesTheBlocksOfThePlan) {
+  const Words wide = with(kShape, {"--hidden", "120"});
+  for (const GridWords& grid : {GridWords{2, 2}, {3, 3}, {4, 2, 2}}) {
+    for (const std::string recompute : {"none", "block", "every:3"}) {
+      SCOPED_TRACE(grid.text() + ", " + recompute);
+      Words words = grid.words() + Words{"--stage", "1", "--recompute", recompute};
+      if (recompute != "none") words = words + Words{"--activations", "partition"};
+
+      const gpt::TrainingReport run = train(wide + kRun + words);
+      const Json plan = plan_of(words, wide);
+
+      const int stage = plan.at("pipeline_stage");
+      const auto rank = run.ranks[static_cast<std::size_t>(stage * grid.ranks / grid.pipeline)];
+      const Json& activations = plan.at("activations");
+      const Json& sums = activations.at("formulas").at("tensor_parallel_wire");
+      EXPECT_NEAR(rank.tensor_received_bytes_per_step, 2 * sums.get<double>(),
+                  0.005 * 2 * sums.get<double>());
+      if (recompute == "none") continue;
+      EXPECT_EQ(rank.saved_device_bytes, activations.at("plan").at("device").get<std::uint64_t>());
+      EXPECT_EQ(rank.saved_sent_bytes_per_step,
+                2 * activations.at("plan").at("wire_sent_per_micro_step").get<double>());
+    }
   }
 }
 
