@@ -87,9 +87,14 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
 void Gpt::lay_out_blocks(Layout& layout) {
   const std::size_t row_hidden = rows_ * shape_.hidden;
   BlockPlaces recomputed{};
-  if (options_.recompute_every > 0) recomputed = lay_out_block(layout);
-  // Inputs that are saved elsewhere pass through here: a block has read its own before it writes the next.
-  if (options_.inputs != nullptr) recomputed.input = layout.floats(row_hidden);
+  bool recomputes_any = false;
+  for (std::size_t layer = layers_.begin; layer < layers_.end; ++layer)
+    recomputes_any = recomputes_any || recomputes(layer);
+  if (recomputes_any) {
+    recomputed = lay_out_block(layout);
+    // Inputs that are saved elsewhere pass through here: a block has read its own before it writes the next.
+    if (options_.inputs != nullptr) recomputed.input = layout.floats(row_hidden);
+  }
   const bool is_sent_its_input = !is_first();
   for (std::size_t pass = 0; pass < options_.passes; ++pass) {
     std::vector<BlockPlaces>& blocks = blocks_.emplace_back();

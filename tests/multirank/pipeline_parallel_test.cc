@@ -171,6 +171,16 @@ TEST(PipelineParallel, KeepsActivationsForTheMicroBatchesInFlight) {
   EXPECT_LT(static_cast<double>(activations(4, 4, saved) - activations(4, 3, saved)), 0.1 * one);
 }
 
+TEST(PipelineParallel, AStageThatRecomputesNothingTakesNoMoreForIt) {
+  const Words words = kModel + GridWords{3, 1, 3}.words();
+  const gpt::TrainingReport none = train(words);
+  const gpt::TrainingReport first = train(words + Words{"--recompute", "every:3"});
+  expect_same_bits(first, none);
+  EXPECT_LT(first.ranks[0].planned_bytes.activations, none.ranks[0].planned_bytes.activations);
+  for (const std::size_t rank : {1u, 2u})
+    EXPECT_EQ(first.ranks[rank].planned_bytes, none.ranks[rank].planned_bytes) << "rank " << rank;
+}
+
 TEST(PipelineParallel, SendsOneActivationAndOneGradientForEachMicroBatch) {
   const GridWords grid{4, 1, 4};
   const gpt::TrainingReport report =
