@@ -140,8 +140,8 @@ std::string activation_text(const ActivationReport& report) {
   text += line("Korthikanti's", formulas.all, "sbh(10 + 24/t + 5as/(ht))L");
   text += line("  with sequence parallelism", formulas.all_sequence_parallel, "sbh(34 + 5as/h)L/t");
   text += line("  and attention recomputed", formulas.selective, "34sbhL/t");
-  text += line("  scores and masks not kept, as forebay-gpt", formulas.without_scores_and_masks,
-               "sbh e(4 + 12/t)L");
+  text +=
+      line("  without scores, masks, as forebay-gpt", formulas.without_scores_and_masks, "sbh e(4 + 12/t)L");
   text += report.plan ? plan_lines(report)
                       : line("= on the device", report.device_bytes(), korthikanti_text(report));
   if (blocks.tensor_parallel > 1) text += wire_lines(report);
