@@ -232,7 +232,8 @@ TcpStore::Line::Try TcpStore::Line::try_connect(SteadyClock::time_point limit) {
       continue;
     }
     if (is_connected_to_itself(socket_.number())) {
-      // The port was free and the kernel chose it for this end: gone at once, or rank 0 could not listen there.
+      // The port was free and the kernel chose it for this end: gone at once, or rank 0 could not listen
+      // there.
       const linger reset{1, 0};
       setsockopt(socket_.number(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
       last = again("nobody listens there");

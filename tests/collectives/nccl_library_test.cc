@@ -3,8 +3,7 @@
 
 #include "nccl_world.h"
 
-namespace forebay::testing {
-}
+namespace forebay::testing {}
 
 namespace forebay::internal {
 namespace {

@@ -28,17 +28,14 @@ namespace {
 using cuda::CuResult;
 
 // The driver as the application around us uses it.
-#define FOREBAY_TEST_DRIVER(X)                                                                  \
-  X(cuInit)                                                                                     \
-  X(cuDeviceGet)                                                                                \
-  X(cuDevicePrimaryCtxRetain)                                                                   \
-  X(cuDevicePrimaryCtxRelease_v2)                                                               \
-  X(cuCtxSetCurrent)                                                                            \
-  X(cuCtxGetCurrent)                                                                            \
-  X(cuStreamCreate)                                                                             \
-  X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2) X(cuStreamEndCapture) X(cuStreamIsCapturing) \
-      X(cuGraphDestroy) X(cuGraphGetNodes) X(cuMemGetAccess) X(cuMemRetainAllocationHandle)     \
-          X(cuMemExportToShareableHandle) X(cuMemRelease) X(cuThreadExchangeStreamCaptureMode)
+// clang-format off
+#define FOREBAY_TEST_DRIVER(X)                                                                            \
+  X(cuInit) X(cuDeviceGet) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease_v2) X(cuCtxSetCurrent) \
+  X(cuCtxGetCurrent) X(cuStreamCreate) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2)                   \
+  X(cuStreamEndCapture) X(cuStreamIsCapturing) X(cuGraphDestroy) X(cuGraphGetNodes) X(cuMemGetAccess)     \
+  X(cuMemRetainAllocationHandle) X(cuMemExportToShareableHandle) X(cuMemRelease)                          \
+  X(cuThreadExchangeStreamCaptureMode)
+// clang-format on
 struct Application {
 #define FOREBAY_TEST_MEMBER(symbol) cuda::symbol##_function* symbol = nullptr;
   FOREBAY_TEST_DRIVER(FOREBAY_TEST_MEMBER)

@@ -104,8 +104,8 @@ TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
   std::cout << moving.name << ": read " << read << " and written " << written << " of the plan's "
             << planned.read_per_step << " and " << planned.written_per_step << " bytes per rank and step\n";
   // At each count as much is read ahead as has come by then: anything up to the staging memory.
-  const double ahead = static_cast<double>(options.engine.staging_bytes) /
-                       static_cast<double>(kSteps * planned.read_per_step);
+  const double ahead =
+      static_cast<double>(options.engine.staging_bytes) / static_cast<double>(kSteps * planned.read_per_step);
   EXPECT_NEAR(read, 1.0, 0.01 + ahead);
   EXPECT_NEAR(written, 1.0, 0.01);
 }

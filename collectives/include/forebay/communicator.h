@@ -68,12 +68,11 @@ struct OperationRecord {
 inline constexpr std::size_t kDecisionBytesMax = 256;
 
 struct ReduceScatterArguments {
-  const std::byte* source;  // Slice 0 of this rank's contribution.
-  std::size_t
-      source_stride_bytes;  // From one slice to the next: a column range of a larger buffer is allowed.
-  std::size_t count;        // Elements of one slice.
+  const std::byte* source;          // Slice 0 of this rank's contribution.
+  std::size_t source_stride_bytes;  // From one slice to the next: of a larger buffer's columns, say.
+  std::size_t count;                // Elements of one slice.
   DataType type;
-  std::byte* receive;  // Staging the caller owns: staging_bytes() of count and type; contents undefined after.
+  std::byte* receive;  // Staging the caller owns: staging_bytes() of count and type; undefined after.
   float* target;       // Gets (or adds) the rank-ordered fp32 sum of slice rank(); count elements.
   bool first;          // True: target = sum. False: target = target + sum.
 };
@@ -112,8 +111,8 @@ class Communicator {
   virtual Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
   virtual Status barrier() = 0;
 
-  // Ranks with the same `color` form a new communicator, ordered by (key, rank). Collective; blocking. The two
-  // fail together, with one first cause, and this one lives on in those split from it.
+  // Ranks with the same `color` form a new communicator, ordered by (key, rank). Collective; blocking. The
+  // two fail together, with one first cause, and this one lives on in those split from it.
   virtual Result<std::unique_ptr<Communicator>> split(int color, int key) = 0;
 
   // The first failure, or ok.
