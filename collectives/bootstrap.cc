@@ -239,6 +239,15 @@ Result<LaunchEnvironment> read_open_mpi(const Variables& variables) {
   return environment;
 }
 
+// MPICH's mpirun and its kin. Nothing there names the job.
+Result<LaunchEnvironment> read_mpich(const Variables& variables) {
+  LaunchEnvironment environment{.launcher = "mpich"};
+  FOREBAY_RETURN_IF_ERROR(
+      read_names(variables, {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}, &environment));
+  FOREBAY_RETURN_IF_ERROR(choose_store(variables, {}, &environment));
+  return environment;
+}
+
 // Slurm tells how many nodes, not how many tasks each has ("4(x2)" needs the list of nodes too): on one node
 // all tasks are local.
 Status read_slurm_locality(const Variables& variables, LaunchEnvironment* environment) {
@@ -328,6 +337,8 @@ Result<LaunchEnvironment> read_launch_environment(const std::map<std::string, st
     return read_open_mpi(variables);
   }
   if (pmix) return read_pmix(variables);
+  // Slurm's pmi2 sets the first of them too.
+  if (has(variables, "PMI_RANK") && has(variables, "MPI_LOCALNRANKS")) return read_mpich(variables);
   if (started_by_slurm(variables)) return read_slurm(variables);
   LaunchEnvironment environment{.launcher = "none"};
   FOREBAY_RETURN_IF_ERROR(choose_store(variables, {}, &environment));

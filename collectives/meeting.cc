@@ -173,6 +173,11 @@ Result<Meeting> exchange_cards(RendezvousStore& store, const Participant& me,
       const bool valid = text.has_value() && decode(*text, &card);
       if (r == own) {
         if (valid && own < card.numbers.size() && card.numbers[own] == mine.numbers[own]) continue;
+        if (!text.has_value()) {
+          return Status(StatusCode::kIoError,
+                        "what rank " + std::to_string(rank) + " wrote to " + store.where() +
+                            " is gone; leave the directory alone until the run has ended");
+        }
         return Status(StatusCode::kInvalidArgument,
                       "another process came to " + store.where() + " as rank " + std::to_string(rank) +
                           " too; give every process a rank of its own, and every run a store of its own");

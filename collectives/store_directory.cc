@@ -41,6 +41,10 @@ Status io_error(const std::string& what) {
 Status check_private(const std::string& path) {
   struct stat facts {};
   if (lstat(path.c_str(), &facts) != 0) return io_error("cannot look at the store directory " + path);
+  if (S_ISLNK(facts.st_mode)) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the store " + path + " is a link; set FOREBAY_STORE to the directory that it leads to");
+  }
   if (!S_ISDIR(facts.st_mode)) {
     return Status(StatusCode::kInvalidArgument,
                   "the store " + path + " is not a directory; set FOREBAY_STORE to a directory of your own");
@@ -120,6 +124,7 @@ namespace {
 constexpr std::chrono::milliseconds kLookPeriod{50};
 
 constexpr char kHere[] = "here.";
+constexpr char kTwice[] = "twice.";
 constexpr std::size_t kGenerationLengthMin = 16;
 
 // How long the last rank of a run that failed waits for one that is about to be gone.
@@ -130,7 +135,7 @@ std::string here_name(int rank) {
   return kHere + std::to_string(rank);
 }
 std::string twice_name(int rank) {
-  return "twice." + std::to_string(rank);
+  return kTwice + std::to_string(rank);
 }
 
 // Which process this is: a word that no other has and, behind a colon, its host's boot, then what a reader
@@ -221,9 +226,9 @@ Status StoreDirectory::look() const {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_) {
       const int descriptor = ::open(file(here_name(rank)).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-      if (descriptor < 0) continue;  // It has not come, or has left in order.
-      const bool held = is_held(descriptor);
-      close(descriptor);
+      // Without one it has not come, or has left: in order, or because it was told that it came twice.
+      const bool held = descriptor >= 0 && is_held(descriptor);
+      if (descriptor >= 0) close(descriptor);
       const std::string who = read(here_name(rank)).value_or("");
       const auto seen = seen_.find(rank);
       if (held && !who.empty()) {
@@ -272,11 +277,11 @@ bool StoreDirectory::sweep() const {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(path_))
     names.push_back(entry.path().filename());
-  const auto is_presence = [](const std::string& name) {
-    const std::size_t rank = sizeof(kHere) - 1;
-    return name.starts_with(kHere) && name.size() > rank &&
-           name.find_first_not_of("0123456789", rank) == std::string::npos;
+  const auto is_of_a_rank = [](const std::string& name, std::string_view prefix) {
+    return name.starts_with(prefix) && name.size() > prefix.size() &&
+           name.find_first_not_of("0123456789", prefix.size()) == std::string::npos;
   };
+  const auto is_presence = [&](const std::string& name) { return is_of_a_rank(name, kHere); };
   for (const std::string& name : names) {
     if (!is_presence(name)) continue;
     const int descriptor = ::open(file(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
@@ -292,7 +297,7 @@ bool StoreDirectory::sweep() const {
   }
   for (const std::string& name : names) {
     const bool of_this_run = known_.contains(name) || runs.contains(name.substr(0, name.find('.') + 1));
-    if (is_presence(name) || of_this_run) unlink(file(name).c_str());
+    if (is_presence(name) || is_of_a_rank(name, kTwice) || of_this_run) unlink(file(name).c_str());
   }
   return true;
 }

@@ -10,6 +10,7 @@
 #include <ctime>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -35,8 +36,8 @@ constexpr int kPeerFailureExit = 75;
 constexpr std::int64_t kSameSignalNs = 500'000'000;
 
 std::atomic<std::int64_t> first_signal_ns{0};
-// What a rank was stopped by that has heard of it from another one alone.
-std::atomic<int> first_signal{SIGINT};
+// What a rank was stopped by; at first, what is sent to one rank alone, of which this one has only heard.
+std::atomic<int> first_signal{SIGTERM};
 static_assert(std::atomic<std::int64_t>::is_always_lock_free, "a signal handler uses it");
 static_assert(std::atomic<int>::is_always_lock_free, "a signal handler uses it");
 
@@ -119,13 +120,15 @@ std::set<int> named_as_lost(const std::string& message) {
                            " did not answer"}) {
     const std::size_t end = message.find(fate);
     if (end == std::string::npos) continue;
-    // Just before it: "rank 2", or "ranks 0, 1 and 2".
+    // Before it: "rank 2", "ranks 0, 1 and 2", or "rank 0, which serves the store at ...,".
     const std::size_t begin = message.rfind("rank", end);
     if (begin == std::string::npos) continue;
-    constexpr const char* kDigits = "0123456789";
-    for (std::size_t at = message.find_first_of(kDigits, begin); at < end;
-         at = message.find_first_of(kDigits, message.find_first_not_of(kDigits, at))) {
-      ranks.insert(std::atoi(message.c_str() + at));
+    std::istringstream list(message.substr(begin, end - begin));
+    std::string word;
+    list >> word;
+    for (int rank = 0; list >> rank; ranks.insert(rank)) {
+      while (list.peek() == ',' || list.peek() == ' ') list.get();
+      if (list.peek() == 'a') list >> word;  // and
     }
   }
   return ranks;

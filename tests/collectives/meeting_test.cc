@@ -226,5 +226,44 @@ TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {
     EXPECT_EQ(status_in_time(*told, 60s).to_string(), refused.to_string());
 }
 
+TEST(StoreDirectory, TwoProcessesOfARankAreToldOfThoughBothHaveLeft) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  std::unique_ptr<StoreDirectory> other = open_as(path, 0);
+  std::string refused;
+  {
+    const std::unique_ptr<StoreDirectory> first = open_as(path, 1);
+    EXPECT_TRUE(status_in_time(*other, 100ms).ok());
+    refused = StoreDirectory::open(path).value()->come({1, 3, {}}).to_string();
+  }
+  EXPECT_NE(refused.find("as rank 1"), std::string::npos) << refused;
+  EXPECT_EQ(status_in_time(*other, 60s).to_string(), refused);
+
+  other.reset();
+  EXPECT_FALSE(std::filesystem::exists(path)) << "the last one to leave left something";
+}
+
+TEST(StoreDirectory, AnEmptiedDirectoryIsNotTakenForAnotherProcess) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> store = open_as(path, 0);
+  std::thread emptier([&] {
+    while (!std::filesystem::exists(path + "/rank.0")) std::this_thread::yield();
+    std::filesystem::remove(path + "/rank.0");
+  });
+  const Result<Meeting> met = meet(*store, {0, 3, {}}, Clock::now() + 60s, 60s);
+  emptier.join();
+  EXPECT_EQ(met.status().code(), StatusCode::kIoError) << met.status().to_string();
+  EXPECT_NE(met.status().message().find("what rank 0 wrote to " + path + " is gone"), std::string::npos)
+      << met.status().message();
+}
+
+TEST(StoreDirectory, ALinkIsCalledOne) {
+  const testing::TemporaryDirectory directory;
+  std::filesystem::create_directory_symlink(directory.path(), directory / "link");
+  const Status status = StoreDirectory::open(directory / "link").status();
+  EXPECT_NE(status.message().find("is a link"), std::string::npos) << status.message();
+}
+
 }  // namespace
 }  // namespace forebay::internal

@@ -493,6 +493,35 @@ TEST_F(Training, GivesUpOnAPeerThatNeverComes) {
   EXPECT_NE(finished.output.find("rank 1"), std::string::npos) << finished.output;
 }
 
+// One of those that are left speaks, whatever numbers are in the store's address.
+TEST_F(Training, ARankWhoseStoreDoesNotAnswerSaysSo) {
+  if (!FOREBAY_TEST_GLOO) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
+  const int reserved = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  ASSERT_EQ(::bind(reserved, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  socklen_t length = sizeof(address);
+  ASSERT_EQ(::getsockname(reserved, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  ::close(reserved);
+  std::vector<std::unique_ptr<Process>> ranks;
+  for (const std::string rank : {"0", "1"}) {
+    ranks.push_back(std::make_unique<Process>(
+        Words{FOREBAY_GPT} + kSmall + Words{"--deadline", "4", "--join-deadline", "60"},
+        variables({{"FOREBAY_RANK", rank},
+                   {"FOREBAY_SIZE", "3"},
+                   {"FOREBAY_SECRET", std::string(64, 's')},
+                   {"FOREBAY_STORE", "tcp://127.0.0.1:" + std::to_string(ntohs(address.sin_port)) + "/1"}})));
+  }
+  ASSERT_TRUE(ranks[0]->wait_for_output("rank 2 did not come yet"));
+  ranks[0]->signal(SIGSTOP);
+
+  const Finished finished = ranks[1]->finish();
+  ranks[0]->signal(SIGKILL);
+  EXPECT_EQ(finished.exit_code, 75);
+  EXPECT_NE(finished.output.find("rank 0, which serves the store"), std::string::npos) << finished.output;
+}
+
 // The port that torchrun names is its own agent's: nothing here binds it, so a taken one does not matter.
 TEST_F(Training, RunsUnderTorchrunsVariablesWithTheMasterPortTaken) {
   const int listener = ::socket(AF_INET, SOCK_STREAM, 0);

@@ -12,7 +12,7 @@
 namespace forebay {
 
 struct LaunchEnvironment {
-  std::string launcher;  // "forebay", "torchrun", "open-mpi", "pmix", "slurm" or "none".
+  std::string launcher;  // "forebay", "torchrun", "open-mpi", "pmix", "mpich", "slurm" or "none".
   int rank = 0;
   int size = 1;
   int local_rank = 0;
@@ -24,7 +24,8 @@ struct LaunchEnvironment {
   std::string interface;  // FOREBAY_INTERFACE: the network that the hosts share, by name or address.
 };
 
-// Reads the process environment: FOREBAY_RANK/FOREBAY_SIZE, torchrun, Open MPI, PMIx, Slurm, in that order.
+// Reads the process environment: FOREBAY_RANK/FOREBAY_SIZE, torchrun, Open MPI, PMIx, MPICH, Slurm, in that
+// order.
 // Errors: kInvalidArgument naming the variable when it is not a number, out of range or half present, or
 // saying what to set for ranks that have no place to meet.
 Result<LaunchEnvironment> read_launch_environment();
