@@ -164,7 +164,7 @@ class Mesh final : public Transport {
   ~Mesh() override {
     leave_origin();
     leave();
-    close();
+    // Never closeConnections() here: Gloo resets them, and what is still on its way to a peer is lost.
   }
 
   Status connect(SteadyClock::time_point deadline);
@@ -263,18 +263,6 @@ class Mesh final : public Transport {
     Mesh& mesh_;
     WaitKeeper::Waiting waiting_;
   };
-
-  // From here on Gloo's thread touches nothing of this mesh; what a peer says meanwhile is still written to
-  // it.
-  void close() noexcept {
-    try {
-      for (const auto& context : contexts_) {
-        if (context != nullptr) context->closeConnections();
-      }
-    } catch (const std::exception&) {
-      // Closed half-way: the contexts go away all the same.
-    }
-  }
 
   std::string failure_name() const { return membership().generation + ".failed"; }
   std::string addresses_name(Plane plane, int of_rank) const {
