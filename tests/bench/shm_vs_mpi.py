@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """shm's reduce_scatter and all_gather beside those of Open MPI and MPICH, in turns.
 
-  shm_vs_mpi.py [--shm-bench build/release/tests/shm_bench] [--ranks N] [--mib N] [--turns N] [--json FILE]
+  shm_vs_mpi.py [--shm-bench build/release/bin/shm_bench] [--ranks N] [--mib N] [--turns N] [--json FILE]
 
 In each turn every one of them runs by itself, with a few rounds of its own; given are the medians over turns, in
 milliseconds of the slowest rank, and the medians of the turns' quotients MPI / shm, the faster of MPI's two reduce_scatters
@@ -59,7 +59,7 @@ def mpi_times(command, arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shm-bench", default=os.path.join(HERE, "../../build/release/tests/shm_bench"))
+    parser.add_argument("--shm-bench", default=os.path.join(HERE, "../../build/release/bin/shm_bench"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=64, help="fp32 on each rank, all slices (default: 64)")
     parser.add_argument("--turns", type=int, default=7)
