@@ -70,6 +70,7 @@ constexpr milliseconds kPoll{2};
 // Slices from here on are read from the peers' memory, where that is allowed, and so much at a time.
 constexpr std::size_t kDirectMin = 256u << 10;
 constexpr std::size_t kReadMax = 8u << 20;
+constexpr int kGatherTrials = 3;  // Of each way. Fewer: one that met cold pages decides.
 // Pieces in a slot begin at cache lines, so that two destinations never share one.
 constexpr std::size_t kPieceAlignment = 64;
 
@@ -129,6 +130,8 @@ class Group final : public Transport {
  private:
   Status gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
   Status gather_directly(const Fingerprint& fingerprint, const Piece& piece);
+  Status gather_through_slots(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
+  Status gather_by_trial(const Fingerprint& fingerprint, const Piece& piece);
   Status share_word(const Fingerprint& fingerprint, std::uint64_t mine, std::vector<std::uint64_t>& all);
   Result<bool> reads_directly(const Fingerprint& fingerprint);
   Status read_peer(int peer, std::uint64_t address, std::byte* target, std::size_t bytes);
@@ -190,7 +193,11 @@ class Group final : public Transport {
   std::uint64_t collectives_[internal::kShmPlaneCount] = {};
   std::uint64_t rounds_[internal::kShmPlaneCount] = {};
   std::uint64_t messages_ = 0;
-  std::optional<bool> reads_directly_;  // Of the data plane's thread.
+  // Of the data plane's thread, and the same on all ranks.
+  std::optional<bool> reads_directly_;
+  int gathers_tried_ = 0;
+  // The shortest time of a MiB on the slowest rank, in ns: through slots, directly.
+  std::uint64_t best_gather_[2] = {UINT64_MAX, UINT64_MAX};
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   Status failure_;
@@ -587,8 +594,34 @@ Status Group::gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece
   if (plane == kShmDataPlane && piece.bytes >= kDirectMin) {
     const Result<bool> direct = reads_directly(fingerprint);
     FOREBAY_RETURN_IF_ERROR(direct.status());
-    if (direct.value()) return gather_directly(fingerprint, piece);
+    if (direct.value()) return gather_by_trial(fingerprint, piece);
   }
+  return gather_through_slots(plane, fingerprint, piece);
+}
+
+// Which of the two is faster is the processor's and the kernel's matter: a third either way has been seen. So
+// the first large gathers are timed, in turns, and the ranks go by the slowest of them.
+Status Group::gather_by_trial(const Fingerprint& fingerprint, const Piece& piece) {
+  const auto gather = [&](bool directly) {
+    return directly ? gather_directly(fingerprint, piece)
+                    : gather_through_slots(kShmDataPlane, fingerprint, piece);
+  };
+  if (gathers_tried_ == 2 * kGatherTrials) return gather(best_gather_[1] < best_gather_[0]);
+  const int kind = gathers_tried_ % 2;
+  std::vector<std::uint64_t> words;
+  FOREBAY_RETURN_IF_ERROR(
+      share_word(fingerprint, 0, words));  // From here on nobody waits for one that is late.
+  const SteadyClock::time_point begin = SteadyClock::now();
+  FOREBAY_RETURN_IF_ERROR(gather(kind == 1));
+  const std::chrono::nanoseconds taken = SteadyClock::now() - begin;
+  const std::uint64_t mine = static_cast<std::uint64_t>(taken.count()) * (1u << 20) / piece.bytes;
+  FOREBAY_RETURN_IF_ERROR(share_word(fingerprint, mine, words));
+  best_gather_[kind] = std::min(best_gather_[kind], *std::max_element(words.begin(), words.end()));
+  ++gathers_tried_;
+  return {};
+}
+
+Status Group::gather_through_slots(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece) {
   const std::size_t piece_bytes = ShmSegment::slot_bytes(plane);
   const auto bytes_of = [&](std::uint64_t round) {
     return std::min(piece_bytes, piece.bytes - round * piece_bytes);

@@ -243,6 +243,35 @@ TEST(ShmCommunicator, LargeMessagesAndExchangesGoInPieces) {
   });
 }
 
+// Through slots and past them in turns at first, then whichever is faster, and sizes of both kinds between.
+TEST(ShmCommunicator, LargeGathersHaveTheirBitsWhicheverWayTheyGo) {
+  constexpr std::size_t kLargest = (1u << 20) + 500'005;
+  for (const int size : {2, 3, 4}) {
+    ShmWorld world(size, 60s);
+    run_members(world, size, [&](Member& member, int rank) {
+      const auto ranks = static_cast<std::size_t>(size);
+      std::byte* target = member.allocate(ranks * kLargest);
+      for (std::size_t turn = 0; turn < 10; ++turn) {
+        const std::size_t bytes = turn % 4 == 3 ? 1000 : kLargest - turn * 100'003;
+        std::vector<std::byte> out(bytes);
+        for (std::size_t i = 0; i < bytes; ++i)
+          out[i] = std::byte(mix(i + turn * 7 + static_cast<std::size_t>(rank)));
+        std::byte* source = member.allocate_copy(out);
+        throw_if_error(member.communicator().all_gather(
+            {.source = source, .target = target, .target_stride_bytes = bytes, .bytes = bytes},
+            member.stream()));
+        throw_if_error(member.finish());
+        const std::vector<std::byte> all = member.read(target, ranks * bytes);
+        for (std::size_t r = 0; r < ranks; ++r) {
+          for (std::size_t i = 0; i < bytes; ++i)
+            ASSERT_EQ(all[r * bytes + i], std::byte(mix(i + turn * 7 + r)))
+                << "turn " << turn << " byte " << i;
+        }
+      }
+    });
+  }
+}
+
 TEST(ShmCommunicator, AMessageInAnotherOrderIsAnErrorThatNamesBoth) {
   std::vector<Status> causes(2);
   ShmWorld world(2, 60s);
