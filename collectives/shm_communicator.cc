@@ -16,7 +16,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -67,10 +66,6 @@ constexpr std::chrono::microseconds kSpin{50};
 // that rank was stopped half-way. After it the two may report different causes.
 constexpr milliseconds kCauseWaitMax{1000};
 constexpr milliseconds kPoll{2};
-// Slices from here on are read from the peers' memory, where that is allowed, and so much at a time.
-constexpr std::size_t kDirectMin = 256u << 10;
-constexpr std::size_t kReadMax = 8u << 20;
-constexpr int kGatherTrials = 3;  // Of each way. Fewer: one that met cold pages decides.
 // Pieces in a slot begin at cache lines, so that two destinations never share one.
 constexpr std::size_t kPieceAlignment = 64;
 
@@ -129,12 +124,6 @@ class Group final : public Transport {
 
  private:
   Status gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
-  Status gather_directly(const Fingerprint& fingerprint, const Piece& piece);
-  Status gather_through_slots(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece);
-  Status gather_by_trial(const Fingerprint& fingerprint, const Piece& piece);
-  Status share_word(const Fingerprint& fingerprint, std::uint64_t mine, std::vector<std::uint64_t>& all);
-  Result<bool> reads_directly(const Fingerprint& fingerprint);
-  Status read_peer(int peer, std::uint64_t address, std::byte* target, std::size_t bytes);
   Result<std::unique_ptr<ShmSegment>> share_group(const Membership& membership,
                                                   const std::vector<SplitWish>& members,
                                                   const Exchange& exchange);
@@ -193,11 +182,6 @@ class Group final : public Transport {
   std::uint64_t collectives_[internal::kShmPlaneCount] = {};
   std::uint64_t rounds_[internal::kShmPlaneCount] = {};
   std::uint64_t messages_ = 0;
-  // Of the data plane's thread, and the same on all ranks.
-  std::optional<bool> reads_directly_;
-  int gathers_tried_ = 0;
-  // The shortest time of a MiB on the slowest rank, in ns: through slots, directly.
-  std::uint64_t best_gather_[2] = {UINT64_MAX, UINT64_MAX};
   mutable std::mutex mutex_;
   // Guarded by mutex_.
   Status failure_;
@@ -504,130 +488,24 @@ Status Group::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatter
   return {};
 }
 
-// A word of every rank, by rank. All ranks come out of it after all have come in.
-Status Group::share_word(const Fingerprint& fingerprint, std::uint64_t mine,
-                         std::vector<std::uint64_t>& all) {
-  all.assign(static_cast<std::size_t>(size()), mine);
-  const auto write = [&](std::uint64_t, std::byte* slot) { std::memcpy(slot, &mine, sizeof(mine)); };
-  const auto read = [&](std::uint64_t, std::uint64_t slot_round) {
-    for_peers([&](int peer) {
-      std::memcpy(&all[static_cast<std::size_t>(peer)], segment_->slot(kShmDataPlane, peer, slot_round),
-                  sizeof(mine));
-    });
-    return Status();
-  };
-  return collective(kShmDataPlane, fingerprint, 1, write, read);
-}
-
-// Whether every rank may read every other's memory: the kernel, a sandbox or ptrace_scope may forbid it.
-// Found out by all together, where it is first of use.
-Result<bool> Group::reads_directly(const Fingerprint& fingerprint) {
-  if (reads_directly_) return *reads_directly_;
-  static const std::uint64_t sample = 0x666f72656261790aULL;
-  std::vector<std::uint64_t> addresses;
-  FOREBAY_RETURN_IF_ERROR(share_word(fingerprint, reinterpret_cast<std::uint64_t>(&sample), addresses));
-  bool mine = true;
-  for_peers([&](int peer) {
-    std::uint64_t seen = 0;
-    mine =
-        mine &&
-        internal::read_memory_of(segment_->rank(peer).process.id, addresses[static_cast<std::size_t>(peer)],
-                                 reinterpret_cast<std::byte*>(&seen), sizeof(seen)) == sizeof(seen) &&
-        seen == sample;
-  });
-  std::vector<std::uint64_t> verdicts;
-  FOREBAY_RETURN_IF_ERROR(share_word(fingerprint, mine ? 1 : 0, verdicts));
-  reads_directly_ = std::find(verdicts.begin(), verdicts.end(), 0) == verdicts.end();
-  return *reads_directly_;
-}
-
-Status Group::read_peer(int peer, std::uint64_t address, std::byte* target, std::size_t bytes) {
-  while (bytes > 0) {
-    // In pieces, to hear of a failure meanwhile.
-    const std::size_t wanted = std::min(bytes, kReadMax);
-    const std::ptrdiff_t got =
-        internal::read_memory_of(segment_->rank(peer).process.id, address, target, wanted);
-    if (has_failed()) return status();
-    if (got <= 0) {
-      const int error = errno;
-      const std::string what = "reading the memory of rank " + std::to_string(world_rank(peer)) + place();
-      // A process that ends has no memory any more before it is seen to have ended.
-      const SteadyClock::time_point patience = SteadyClock::now() + kCauseWaitMax;
-      while (SteadyClock::now() < patience) {
-        if (has_failed()) return status();
-        if (const std::vector<int> dead = find_dead(); !dead.empty()) return lost(what, dead);
-        std::this_thread::sleep_for(kPoll);
-      }
-      return fail(
-          Status(StatusCode::kIoError, what + ": " + std::strerror(error) + "; see what that rank does"));
-    }
-    address += static_cast<std::uint64_t>(got);
-    target += got;
-    bytes -= static_cast<std::size_t>(got);
-  }
-  return {};
-}
-
-// One copy, from a peer's memory to its place, instead of two by way of the slots. The source is another's to
-// read until all have said that they have it.
-Status Group::gather_directly(const Fingerprint& fingerprint, const Piece& piece) {
-  std::vector<std::uint64_t> addresses;
-  FOREBAY_RETURN_IF_ERROR(share_word(fingerprint, reinterpret_cast<std::uint64_t>(piece.source), addresses));
-  internal::place_own(piece, rank());
-  Status all_read;
-  for_peers([&](int peer) {
-    if (!all_read.ok()) return;
-    all_read = read_peer(peer, addresses[static_cast<std::size_t>(peer)],
-                         piece.target + static_cast<std::size_t>(peer) * piece.target_stride, piece.bytes);
-  });
-  FOREBAY_RETURN_IF_ERROR(all_read);
-  std::vector<std::uint64_t> done;
-  return share_word(fingerprint, 1, done);
-}
-
 Status Group::gather(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece) {
   FOREBAY_RETURN_IF_ERROR(status());
   if (size() == 1) {
     internal::place_own(piece, rank());
     return {};
   }
-  if (plane == kShmDataPlane && piece.bytes >= kDirectMin) {
-    const Result<bool> direct = reads_directly(fingerprint);
-    FOREBAY_RETURN_IF_ERROR(direct.status());
-    if (direct.value()) return gather_by_trial(fingerprint, piece);
-  }
-  return gather_through_slots(plane, fingerprint, piece);
-}
-
-// Which of the two is faster is the processor's and the kernel's matter: a third either way has been seen. So
-// the first large gathers are timed, in turns, and the ranks go by the slowest of them.
-Status Group::gather_by_trial(const Fingerprint& fingerprint, const Piece& piece) {
-  const auto gather = [&](bool directly) {
-    return directly ? gather_directly(fingerprint, piece)
-                    : gather_through_slots(kShmDataPlane, fingerprint, piece);
-  };
-  if (gathers_tried_ == 2 * kGatherTrials) return gather(best_gather_[1] < best_gather_[0]);
-  const int kind = gathers_tried_ % 2;
-  std::vector<std::uint64_t> words;
-  FOREBAY_RETURN_IF_ERROR(
-      share_word(fingerprint, 0, words));  // From here on nobody waits for one that is late.
-  const SteadyClock::time_point begin = SteadyClock::now();
-  FOREBAY_RETURN_IF_ERROR(gather(kind == 1));
-  const std::chrono::nanoseconds taken = SteadyClock::now() - begin;
-  const std::uint64_t mine = static_cast<std::uint64_t>(taken.count()) * (1u << 20) / piece.bytes;
-  FOREBAY_RETURN_IF_ERROR(share_word(fingerprint, mine, words));
-  best_gather_[kind] = std::min(best_gather_[kind], *std::max_element(words.begin(), words.end()));
-  ++gathers_tried_;
-  return {};
-}
-
-Status Group::gather_through_slots(ShmPlane plane, const Fingerprint& fingerprint, const Piece& piece) {
   const std::size_t piece_bytes = ShmSegment::slot_bytes(plane);
   const auto bytes_of = [&](std::uint64_t round) {
     return std::min(piece_bytes, piece.bytes - round * piece_bytes);
   };
+  // To its own place as well while it is in the cache, so that it is read from memory once.
   const auto write = [&](std::uint64_t round, std::byte* slot) {
-    std::memcpy(slot, piece.source + round * piece_bytes, bytes_of(round));
+    Piece part = piece;
+    part.source += round * piece_bytes;
+    part.target += round * piece_bytes;
+    part.bytes = bytes_of(round);
+    std::memcpy(slot, part.source, part.bytes);
+    internal::place_own(part, rank());
   };
   const auto read = [&](std::uint64_t round, std::uint64_t slot_round) {
     for_peers([&](int peer) {
@@ -636,9 +514,7 @@ Status Group::gather_through_slots(ShmPlane plane, const Fingerprint& fingerprin
     });
     return Status();
   };
-  FOREBAY_RETURN_IF_ERROR(collective(plane, fingerprint, rounds_of(piece.bytes, piece_bytes), write, read));
-  internal::place_own(piece, rank());
-  return {};
+  return collective(plane, fingerprint, rounds_of(piece.bytes, piece_bytes), write, read);
 }
 
 // The lower 16 bits of ShmMessage::open while a message is for `peer`.

@@ -6,7 +6,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -117,13 +116,6 @@ bool is_running(const ProcessIdentity& process) {
   // A process whose first thread has ended looks like one that nobody has reaped, but has other threads.
   const bool ended = facts->state == 'Z' || facts->state == 'X';
   return !ended || facts->thread_count > 1;
-}
-
-std::ptrdiff_t read_memory_of(std::int32_t id, std::uint64_t address, std::byte* target,
-                              std::size_t bytes) noexcept {
-  const iovec local{target, bytes};
-  const iovec remote{reinterpret_cast<void*>(address), bytes};
-  return process_vm_readv(id, &local, 1, &remote, 1, 0);
 }
 
 Result<std::string> host_identity() {

@@ -31,10 +31,6 @@ Result<ProcessIdentity> this_process();
 // False when no such process runs any more; one that nobody has reaped yet counts as gone.
 bool is_running(const ProcessIdentity& process);
 
-// Bytes of another process's memory, read from `address` there: how many, or -1 with errno.
-std::ptrdiff_t read_memory_of(std::int32_t id, std::uint64_t address, std::byte* target,
-                              std::size_t bytes) noexcept;
-
 // Equal for processes that can share memory: the boot's id, the process and the user namespace.
 // Errors: kUnsupported without /proc.
 Result<std::string> host_identity();

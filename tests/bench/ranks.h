@@ -37,14 +37,18 @@ double slowest_ms(Communicator& communicator, Function function) {
   return *std::max_element(all.begin(), all.end());
 }
 
+constexpr int kWarmUpRounds = 8;  // Not measured, here and in mpi_peer.c.
+
 // Two things measured in turns, each first in turn.
 struct Paired {
   std::vector<double> one_ms, other_ms, quotients;
 };
 template <typename One, typename Other>
 Paired measure_in_turns(int rounds, One one, Other other) {
-  one();
-  other();
+  for (int round = 0; round < kWarmUpRounds; ++round) {
+    one();
+    other();
+  }
   Paired times;
   for (int round = 0; round < rounds; ++round) {
     if (round % 2 == 0) times.one_ms.push_back(one());

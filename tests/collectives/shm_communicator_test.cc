@@ -243,32 +243,36 @@ TEST(ShmCommunicator, LargeMessagesAndExchangesGoInPieces) {
   });
 }
 
-// Through slots and past them in turns at first, then whichever is faster, and sizes of both kinds between.
-TEST(ShmCommunicator, LargeGathersHaveTheirBitsWhicheverWayTheyGo) {
-  constexpr std::size_t kLargest = (1u << 20) + 500'005;
+// Several times round the slots, with an end that fills none; from elsewhere and in place.
+TEST(ShmCommunicator, LargeGathersGoInPieces) {
+  constexpr std::size_t kBytes = (5u << 20) + 12'345;
   for (const int size : {2, 3, 4}) {
-    ShmWorld world(size, 60s);
-    run_members(world, size, [&](Member& member, int rank) {
-      const auto ranks = static_cast<std::size_t>(size);
-      std::byte* target = member.allocate(ranks * kLargest);
-      for (std::size_t turn = 0; turn < 10; ++turn) {
-        const std::size_t bytes = turn % 4 == 3 ? 1000 : kLargest - turn * 100'003;
-        std::vector<std::byte> out(bytes);
-        for (std::size_t i = 0; i < bytes; ++i)
-          out[i] = std::byte(mix(i + turn * 7 + static_cast<std::size_t>(rank)));
-        std::byte* source = member.allocate_copy(out);
+    for (const bool in_place : {false, true}) {
+      SCOPED_TRACE(std::to_string(size) + " ranks" + (in_place ? ", in place" : ""));
+      ShmWorld world(size, 60s);
+      run_members(world, size, [&](Member& member, int rank) {
+        const auto byte_of = [&](std::size_t r, std::size_t i) {
+          return std::byte(mix(i + r * 7 + (in_place ? 1u : 0u)));
+        };
+        const auto ranks = static_cast<std::size_t>(size);
+        const auto mine = static_cast<std::size_t>(rank);
+        std::vector<std::byte> before(ranks * kBytes);
+        std::vector<std::byte> out(kBytes);
+        for (std::size_t i = 0; i < kBytes; ++i) out[i] = byte_of(mine, i);
+        if (in_place) std::copy(out.begin(), out.end(), before.begin() + std::ptrdiff_t(mine * kBytes));
+        std::byte* target = member.allocate_copy(before);
+        const std::byte* source = in_place ? target + mine * kBytes : member.allocate_copy(out);
         throw_if_error(member.communicator().all_gather(
-            {.source = source, .target = target, .target_stride_bytes = bytes, .bytes = bytes},
+            {.source = source, .target = target, .target_stride_bytes = kBytes, .bytes = kBytes},
             member.stream()));
         throw_if_error(member.finish());
-        const std::vector<std::byte> all = member.read(target, ranks * bytes);
+        const std::vector<std::byte> all = member.read(target, ranks * kBytes);
         for (std::size_t r = 0; r < ranks; ++r) {
-          for (std::size_t i = 0; i < bytes; ++i)
-            ASSERT_EQ(all[r * bytes + i], std::byte(mix(i + turn * 7 + r)))
-                << "turn " << turn << " byte " << i;
+          for (std::size_t i = 0; i < kBytes; ++i)
+            ASSERT_EQ(all[r * kBytes + i], byte_of(r, i)) << "slice " << r << " byte " << i;
         }
-      }
-    });
+      });
+    }
   }
 }
 

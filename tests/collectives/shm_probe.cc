@@ -4,17 +4,11 @@
 //   exchange | reduce_scatter | all_gather | idle
 //                    until that fails; prints "lost: " or "failed: " and the cause, ends with 7
 //   bits SEED        a random series of collectives, each compared with the definition
-//   sandboxed SEED   the same where the last rank may not read other processes' memory
 //   mismatch         rank 1 gathers where the others reduce, and so on as above
 //   late DEADLINE_MS the last rank stops itself; the others wait for it
 //   leave            leaves in order; ends with 0 if nothing failed
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <signal.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -160,25 +154,10 @@ bool has_right_bits(Rank& rank, std::uint64_t seed) {
   return true;
 }
 
-// As some containers do.
-void forbid_reading_processes() {
-  sock_filter filter[] = {
-      {BPF_LD | BPF_W | BPF_ABS, 0, 0, 0},  // The call's number.
-      {BPF_JMP | BPF_JEQ | BPF_K, 0, 1, SYS_process_vm_readv},
-      {BPF_RET | BPF_K, 0, 0, SECCOMP_RET_ERRNO | EPERM},
-      {BPF_RET | BPF_K, 0, 0, SECCOMP_RET_ALLOW},
-  };
-  const sock_fprog program{4, filter};
-  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
-      ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0)
-    throw Error(StatusCode::kUnsupported, "this kernel has no seccomp filters");
-}
-
 int run(const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
   ShmOptions options{.rank = environment.rank, .size = environment.size, .store = environment.store};
   const std::string& mode = arguments[0];
-  if (mode == "sandboxed" && environment.rank == environment.size - 1) forbid_reading_processes();
   if (mode == "late") options.deadline = std::chrono::milliseconds(std::atoi(arguments[1].c_str()));
   std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
   std::unique_ptr<Communicator> communicator = value_or_throw(create_shm_communicator(options, *backend));
@@ -187,7 +166,7 @@ int run(const std::vector<std::string>& arguments) {
   std::printf("ready\n");
   std::fflush(stdout);
   if (mode == "leave") return rank.communicator().status().ok() ? 0 : kFailedExit;
-  if (mode == "bits" || mode == "sandboxed") {
+  if (mode == "bits") {
     if (!has_right_bits(rank, std::strtoull(arguments[1].c_str(), nullptr, 10))) return kWrongBitsExit;
     throw_if_error(rank.communicator().barrier());
     return 0;

@@ -1,8 +1,5 @@
 // Ranks as processes of one host, over memory they share: a fixed number of fixed slots per rank through
 // which everything goes in pieces, so the memory does not depend on the size of the model or of an operation.
-// Large slices of an all_gather go past them where that is faster: each rank then copies them from the
-// others' memory (process_vm_readv), where the kernel lets all of them. They find both out together at the
-// first ones.
 //
 // Bits. The owner of a slice adds the ranks' pieces straight from their slots, in rank order and by the
 // definition of Kernels::accumulate: the bits of `local` and `gloo`. `receive` of a reduce_scatter is not
