@@ -1,6 +1,6 @@
 #include "activation_arguments.h"
 
-#include <charconv>
+#include <optional>
 
 #include "command_line.h"
 #include "model_arguments.h"
@@ -9,21 +9,6 @@ namespace forebay {
 namespace {
 
 constexpr std::int64_t kPartLimit = 1 << 12;  // Of each: their product is a number of ranks.
-
-Status read_recompute(const std::string& word, int* every) {
-  const std::string prefix = "every:";
-  if (word == "none" || word == "block") {
-    *every = word == "block" ? 1 : 0;
-    return {};
-  }
-  if (word.rfind(prefix, 0) == 0) {
-    const char* const end = word.data() + word.size();
-    const auto [rest, error] = std::from_chars(word.data() + prefix.size(), end, *every);
-    if (error == std::errc() && rest == end && *every >= 1) return {};
-  }
-  return refuse("--recompute is '" + word +
-                "'; use none, block, or every:K: one layer of every K, at least 1");
-}
 
 Status read_placement(const std::string& word, ActivationRequest* request) {
   request->placement = ActivationPlacement::kPartitionAndSpill;
@@ -91,7 +76,12 @@ Result<ActivationRequest> read_activations(const ActivationArguments& arguments)
   const std::string recompute = !arguments.recompute.empty() ? arguments.recompute
                                 : placed                     ? "block"
                                                              : "none";
-  FOREBAY_RETURN_IF_ERROR(read_recompute(recompute, &request.recompute_every));
+  const std::optional<int> every = parse_recompute(recompute);
+  if (!every) {
+    return refuse("--recompute is '" + recompute +
+                  "'; use none, block, or every:K: one layer of every K, at least 1");
+  }
+  request.recompute_every = *every;
   if (!placed) return request;
   if (request.recompute_every == 0) {
     return refuse(

@@ -471,15 +471,6 @@ std::string result_difference(const RunReport& a, const RunReport& b) {
   return norm.empty() ? "" : norm + pair;
 }
 
-// "none", "block" or "every:K".
-int recompute_every(const RunReport& run) {
-  const std::string every = "every:";
-  if (run.recompute == "none") return 0;
-  if (run.recompute.rfind(every, 0) != 0) return 1;
-  const long step = std::strtol(run.recompute.c_str() + every.size(), nullptr, 10);
-  return static_cast<int>(std::clamp<long>(step, 1, std::numeric_limits<int>::max()));
-}
-
 }  // namespace
 
 double part_parameters(const RunReport& run) {
@@ -531,14 +522,15 @@ std::optional<double> tensor_formula_bytes(const RunReport& run) {
     }
     return 0;
   };
-  if (run.pipeline_parallel > 1) return std::nullopt;
+  const std::optional<int> every = parse_recompute(run.recompute);
+  if (run.pipeline_parallel > 1 || !every) return std::nullopt;
   const Result<ActivationFormulas> formulas = activation_formulas({.layers = number("layers"),
                                                                    .hidden = number("hidden"),
                                                                    .sequence = number("sequence"),
                                                                    .batch = number("batch"),
                                                                    .tensor_parallel = run.tensor_parallel,
                                                                    .element_bytes = sizeof(float),
-                                                                   .recompute_every = recompute_every(run)});
+                                                                   .recompute_every = *every});
   if (!formulas.ok()) return std::nullopt;
   return run.micro_steps * static_cast<double>(formulas.value().tensor_parallel_wire);
 }

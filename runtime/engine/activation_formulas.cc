@@ -1,6 +1,7 @@
 #include "forebay/activation_formulas.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 
 #include "forebay/check.h"
@@ -51,7 +52,25 @@ Status check(const TransformerBlocks& blocks) {
   return {};
 }
 
+constexpr std::string_view kEvery = "every:";
+
 }  // namespace
+
+std::optional<int> parse_recompute(std::string_view word) {
+  if (word == "none") return 0;
+  if (word == "block") return 1;
+  if (!word.starts_with(kEvery)) return std::nullopt;
+  word.remove_prefix(kEvery.size());
+  int every = 0;
+  const auto [rest, error] = std::from_chars(word.data(), word.data() + word.size(), every);
+  if (error != std::errc() || rest != word.data() + word.size() || every < 1) return std::nullopt;
+  return every;
+}
+
+std::string recompute_name(int every) {
+  if (every <= 1) return every == 1 ? "block" : "none";
+  return std::string(kEvery) + std::to_string(every);
+}
 
 Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) {
   FOREBAY_RETURN_IF_ERROR(check(blocks));

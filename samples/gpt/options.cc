@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 
+#include "forebay/activation_formulas.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
 #include "forebay/units.h"
@@ -333,20 +334,6 @@ std::optional<double> fraction_of(const char* option, const std::string& text) {
   refuse(std::string(option) + " " + text + ": not auto or a number from 0 to 1");
 }
 
-// 0: none; 1: every block; K: one of K.
-std::size_t recompute_of(const std::string& text) {
-  if (text == "none") return 0;
-  if (text == "block") return 1;
-  const std::string prefix = "every:";
-  std::size_t every = 0;
-  if (text.compare(0, prefix.size(), prefix) == 0) {
-    const char* const end = text.data() + text.size();
-    const auto result = std::from_chars(text.data() + prefix.size(), end, every);
-    if (result.ec == std::errc() && result.ptr == end && every >= 1) return every;
-  }
-  refuse("--recompute " + text + ": not one of none, block, every:K (K blocks, at least 1)");
-}
-
 void place_activations(const std::string& text, TrainerOptions& o) {
   const std::string partition = "partition";
   if (text == "keep") return;
@@ -397,7 +384,12 @@ void apply(const Words& words, TrainerOptions& o) {
   if (o.shard_within_group && (words.order == "rank" || o.fast_order))
     refuse("--shard-within group needs to know the groups; add --order group:G");
   o.memory_bytes = bytes_of("--memory", words.memory);
-  o.recompute_every = recompute_of(words.recompute);
+  const std::optional<int> every = parse_recompute(words.recompute);
+  if (!every) {
+    refuse("--recompute " + words.recompute +
+           ": not one of none, block, every:K (one block of K, at least 1)");
+  }
+  o.recompute_every = static_cast<std::size_t>(*every);
   place_activations(words.activations, o);
   o.overlap = !words.no_overlap;
 }
@@ -639,8 +631,7 @@ std::vector<std::size_t> recomputed_layers(const TrainerOptions& o, const Pipeli
 }
 
 std::string recompute_name(const TrainerOptions& o) {
-  if (o.recompute_every == 0) return "none";
-  return o.recompute_every == 1 ? "block" : "every:" + std::to_string(o.recompute_every);
+  return forebay::recompute_name(static_cast<int>(o.recompute_every));
 }
 
 std::string activations_name(const TrainerOptions& o) {

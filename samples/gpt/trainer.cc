@@ -538,7 +538,7 @@ class Trainer {
         of_each_stage(inputs_ == nullptr ? "keep: the device has room for the inputs of all recomputed blocks"
                                          : describe_choice(inputs_->plan()));
     if (place_.rank != 0 || !options_.progress) return;
-    const bool same = std::equal(choices.begin() + 1, choices.end(), choices.begin());
+    const bool same = all_alike(choices);
     for (std::size_t stage = 0; stage < (same ? 1 : choices.size()); ++stage) {
       std::fprintf(stderr, "forebay-gpt: activations auto%s: %s\n",
                    same ? "" : (" at pipeline stage " + std::to_string(stage)).c_str(),
@@ -554,6 +554,10 @@ class Trainer {
     for (std::size_t part = 0; part < parts.size(); part += grid_.tensor_part().size)
       stages.push_back(parts[part]);
     return stages;
+  }
+
+  static bool all_alike(const std::vector<std::string>& stages) {
+    return std::equal(stages.begin() + 1, stages.end(), stages.begin());
   }
 
   void say_pipeline() {
@@ -697,7 +701,7 @@ class Trainer {
     const std::vector<std::string> names =
         of_each_stage(inputs_ == nullptr ? "keep" : activations_name(inputs_->plan()));
     std::string text = names.front();
-    if (std::equal(names.begin() + 1, names.end(), names.begin())) return text;
+    if (all_alike(names)) return text;
     for (std::size_t stage = 1; stage < names.size(); ++stage) text += ", " + names[stage];
     return text;
   }

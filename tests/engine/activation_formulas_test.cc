@@ -150,6 +150,17 @@ TEST(ActivationFormulas, SayWhereThePaperDisagreesWithItself) {
             "section 6.1: 4194304000\n");
 }
 
+TEST(ActivationFormulas, NameWhatIsRecomputedBothWays) {
+  for (const int every : {0, 1, 2, 3, 2147483647}) EXPECT_EQ(parse_recompute(recompute_name(every)), every);
+  EXPECT_EQ(recompute_name(0), "none");
+  EXPECT_EQ(recompute_name(1), "block");
+  EXPECT_EQ(recompute_name(6), "every:6");
+  EXPECT_EQ(parse_recompute("every:1"), 1);
+  for (const char* word : {"", "all", "every", "every:", "every:0", "every:-1", "every:2x", "every: 2",
+                           "every:+2", "every:2147483648", "Block"})
+    EXPECT_EQ(parse_recompute(word), std::nullopt) << word;
+}
+
 TEST(ActivationFormulas, RefuseWhatIsNoShape) {
   TransformerBlocks none = kSmall;
   none.batch = 0;

@@ -27,7 +27,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "forebay/status.h"
@@ -49,6 +51,11 @@ struct TransformerBlocks {
   // everything. 1: all are recomputed; 0: none is.
   int recompute_every = 1;
 };
+
+// TransformerBlocks::recompute_every of "none", "block" (all) or "every:K", and the other way round. Nothing
+// for other words.
+std::optional<int> parse_recompute(std::string_view word);
+std::string recompute_name(int every);
 
 // Bytes of one micro-batch on one rank.
 struct ActivationFormulas {
