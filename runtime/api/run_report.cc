@@ -19,6 +19,7 @@
 #include "forebay/error.h"
 #include "forebay/units.h"
 #include "runtime/api/allocation_trace.h"
+#include "runtime/api/shown_text.h"
 
 namespace forebay {
 namespace {
@@ -83,7 +84,7 @@ class Entry {
   }
   std::string text() const {
     if (!json_.is_string()) complain("a text");
-    return json_.get<std::string>();
+    return shown_text(json_.get<std::string>());
   }
 
   int small_number(const std::string& key, int otherwise) const {
@@ -106,7 +107,8 @@ class Entry {
     std::vector<std::pair<std::string, std::string>> all;
     if (!has(key)) return all;
     const Entry entry = at(key);
-    for (const auto& [name, unused] : entry.object().items()) all.emplace_back(name, entry.at(name).text());
+    for (const auto& [name, unused] : entry.object().items())
+      all.emplace_back(shown_text(name), entry.at(name).text());
     return all;
   }
 

@@ -342,6 +342,17 @@ TEST(RunReport, AGridThatDoesNotDivideIsRefused) {
   EXPECT_NE(complaint(with(R"("shard_within_group": 1)")).find("true or false"), std::string::npos);
 }
 
+TEST(RunReport, ShowsNoControlCharactersOfAFile) {
+  const std::string path = testing::TempDir() + "forebay-run-report-shown.json";
+  std::ofstream(path)
+      << R"({"world_size": 1, "stage": 1, "dtype": "bf16", "parameters": 1000, "steps": 1, "loss": [],
+        "grad_norm": [], "digest": "\u001b[31m00", "tokens_per_second": 1.0, "ranks": [], "recompute": "every:2\n| x"})";
+  const RunReport run = read_run_report(path);
+  std::remove(path.c_str());
+  EXPECT_EQ(run.digest, "\\x1b[31m00");
+  EXPECT_EQ(run.recompute, "every:2\\n| x");
+}
+
 TEST(RunReport, MissingKeyIsNamed) {
   const std::string path = testing::TempDir() + "forebay-run-report-test.json";
   std::ofstream(path) << R"({"world_size": 2})";
