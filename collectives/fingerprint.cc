@@ -23,6 +23,7 @@ const char* operation_name(Operation operation) noexcept {
 }
 
 std::string describe(const Fingerprint& fingerprint) {
+  if (fingerprint.sequence == kConnectSequence) return "connecting";
   const auto operation = static_cast<Operation>(fingerprint.operation);
   std::string text = operation_name(operation);
   if (operation == Operation::kReduceScatter) {

@@ -36,6 +36,9 @@ struct Fingerprint {
 };
 static_assert(sizeof(Fingerprint) == 24);
 
+// Of what ranks do before their first operation.
+inline constexpr std::uint64_t kConnectSequence = ~std::uint64_t{0} - 1;
+
 // "reduce_scatter".
 const char* operation_name(Operation operation) noexcept;
 

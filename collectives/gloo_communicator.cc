@@ -86,6 +86,8 @@ constexpr milliseconds kBackstop{5000};
 // How often a rank that connects looks whether the others still come.
 constexpr milliseconds kLookPeriod{20};
 constexpr std::uint64_t kNeverSent = ~std::uint64_t{0};
+constexpr Fingerprint kConnecting{.sequence = internal::kConnectSequence,
+                                  .operation = static_cast<std::uint32_t>(Operation::kBarrier)};
 constexpr std::uint64_t kNoStep = ~std::uint64_t{0};
 
 // A peer that dies while we write makes the kernel send SIGPIPE, which would end this process instead of
@@ -164,6 +166,8 @@ class Mesh final : public Transport {
   ~Mesh() override {
     leave_origin();
     leave();
+    // Those that are left may still ask for each other's votes.
+    if (store_ != nullptr && !own_status().ok()) store_->stay_at_most(kVoteWaitMax + kCauseWaitMax);
     // Never closeConnections() here: Gloo resets them, and what is still on its way to a peer is lost.
   }
 
@@ -330,16 +334,17 @@ class Mesh final : public Transport {
   std::vector<const InFlight*> in_flight_;
 };
 
-// Ends the waits of connecting once the run or this group has failed, or at the deadline.
+// Ends the waits of connecting.
 class Mesh::ConnectWatch {
  public:
-  ConnectWatch(Mesh& mesh, SteadyClock::time_point deadline) : mesh_(mesh) {
+  // `goes_on`: false when there is nothing more to wait for.
+  ConnectWatch(Mesh& mesh, const std::function<bool()>& goes_on) : mesh_(mesh) {
     // The thread inherits the mask: signals are for the program's own threads.
     const NoSignals guard;
-    thread_ = std::thread([this, deadline] {
+    thread_ = std::thread([this, goes_on] {
       std::unique_lock lock(mutex_);
       while (!done_.wait_for(lock, kLookPeriod, [this] { return is_done_; })) {
-        if (mesh_.is_awaited() && SteadyClock::now() < deadline) continue;
+        if (goes_on()) continue;
         for (const auto& context : mesh_.contexts_) context->closeConnections();
         return;
       }
@@ -370,20 +375,27 @@ bool Mesh::is_awaited() {
 
 Status Mesh::connect_planes(SteadyClock::time_point deadline) {
   for (int plane = 0; plane < kPlaneCount; ++plane) {
-    const auto left = std::chrono::ceil<milliseconds>(deadline - SteadyClock::now());
+    const auto left = std::chrono::ceil<milliseconds>(deadline + kBackstop - SteadyClock::now());
     contexts_[plane] = std::make_unique<internal::GlooContext>(rank(), size(), device_, left);
     FOREBAY_RETURN_IF_ERROR(
         store_->write(addresses_name(static_cast<Plane>(plane), rank()), contexts_[plane]->addresses()));
   }
-  const ConnectWatch watch(*this, deadline);
-  // All ranks connect in this order, so that nobody waits for one who waits for another.
+  // A rank that is stopped here keeps its peers from connecting to each other: whom to blame is at the end of
+  // the chain, which the keeper follows at the deadline.
+  WaitKeeper::Waiting waiting(*keeper_, {.fingerprint = kConnecting}, membership().name_in_origin, {}, [] {});
+  const SteadyClock::time_point limit = deadline + kBackstop;
+  const std::function<bool()> goes_on = [&] {
+    return is_awaited() && waiting.verdict().ok() && SteadyClock::now() < limit;
+  };
+  const ConnectWatch watch(*this, goes_on);
+  // All ranks connect in this order, so that they do not wait for each other in a circle.
   for (int plane = 0; plane < kPlaneCount; ++plane) {
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank()) continue;
       const std::string name = addresses_name(static_cast<Plane>(plane), peer);
       std::optional<std::string> addresses;
-      while (!(addresses = store_->read(name)) && is_awaited() && SteadyClock::now() < deadline)
-        std::this_thread::sleep_for(kPoll);
+      waiting.expect({world_rank(peer)});
+      while (!(addresses = store_->read(name)) && goes_on()) std::this_thread::sleep_for(kPoll);
       const std::string who = "rank " + std::to_string(world_rank(peer));
       Status failed;
       try {
@@ -393,7 +405,8 @@ Status Mesh::connect_planes(SteadyClock::time_point deadline) {
         failed = Status(StatusCode::kPeerLost, who + ": " + error.what());
       }
       FOREBAY_RETURN_IF_ERROR(store_->status());
-      if (SteadyClock::now() >= deadline) return Status(StatusCode::kTimeout, who + " did not come");
+      FOREBAY_RETURN_IF_ERROR(waiting.verdict());
+      if (SteadyClock::now() >= limit) return Status(StatusCode::kTimeout, who + " did not come");
       FOREBAY_RETURN_IF_ERROR(failed);
       // Whose text says more, and is the first cause.
       if (!is_awaited()) return Status(StatusCode::kPeerLost, "another rank failed");
@@ -424,19 +437,24 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
   if (status.ok()) {
     try {
       start_watching();
+    } catch (const std::system_error& error) {
+      status =
+          Status(StatusCode::kUnavailable, "rank " + std::to_string(world_rank(rank())) +
+                                               " cannot start a thread to watch its peers: " + error.what() +
+                                               "; raise ulimit -u or -v");
     } catch (const std::exception& error) {
-      status = Status(StatusCode::kUnavailable, "rank " + std::to_string(world_rank(rank())) +
-                                                    " cannot watch its peers: " + error.what() +
-                                                    "; see whether a rank ended, or raise ulimit -u");
+      std::vector<int> peers;
+      for (int peer = 0; peer < size(); ++peer) {
+        if (peer != rank()) peers.push_back(peer);
+      }
+      status = diagnose(error, kHealthPlane, internal::describe(kConnecting), peers, {}, deadline);
     }
   }
   if (status.ok()) {
     // Each rank has read all addresses once all are here. It is on the health plane because a connection
     // keeps order: afterwards every peer's receive of our goodbye is known here, and leave() writes without a
     // wait.
-    Collective barrier = internal::control_transfer(Operation::kBarrier, {}, {});
-    barrier.fingerprint.sequence = kNeverSent - 1;
-    status = transfer(kHealthPlane, barrier.fingerprint, barrier.piece);
+    status = transfer(kHealthPlane, kConnecting, {});
     connected_ = true;
   } else {
     status = fail(status);

@@ -15,6 +15,8 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kPoll{2};
+// How long rank 0 still tells why ranks cannot join, should one be stopped. They ask every kPoll.
+constexpr std::chrono::milliseconds kFarewellMax{1000};
 
 std::string failure_name(const Joining& joining) {
   return joining.name("failed");
@@ -97,6 +99,7 @@ Status conclude(Joining& joining, Status joined) {
     // The others wait for this rank.
     if (const auto first = joining.store->write_once(failure_name(joining), encode_cause(joined)))
       joined = decode_cause(*first);
+    joining.store->stay_at_most(kFarewellMax);
   }
   leave_meeting(*joining.store, joining.membership.rank);
   return joined;

@@ -113,7 +113,7 @@ Status NcclMember::open() {
     ended_ = true;
     return Status(StatusCode::kUnavailable,
                   std::string("cannot start the thread that watches a communicator: ") + error.what() +
-                      "; end other processes, or raise ulimit -u");
+                      "; end other processes, or raise ulimit -u or -v");
   }
   return warm_up();
 }

@@ -52,6 +52,9 @@ class RendezvousStore {
   virtual int server_rank() const noexcept { return -1; }
   // Asks the rank that serves the store nothing more: `cause` becomes status(), unless there is one.
   virtual void abandon(const Status& cause) noexcept { static_cast<void>(cause); }
+  // The run has failed. A rank that serves the store stays, when this is destroyed, no longer than `linger`
+  // for ranks that do not leave: one may be stopped.
+  virtual void stay_at_most(std::chrono::milliseconds linger) noexcept { static_cast<void>(linger); }
 
   // Ok, or why the run has failed as far as the store knows. Who waits for a text asks this too.
   virtual Status status() const { return {}; }

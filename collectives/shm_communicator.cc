@@ -66,6 +66,8 @@ constexpr std::chrono::microseconds kSpin{50};
 // that rank was stopped half-way. After it the two may report different causes.
 constexpr milliseconds kCauseWaitMax{1000};
 constexpr milliseconds kPoll{2};
+// How long a rank that serves the store stays for those that do not leave a failed run. They ask it nothing.
+constexpr milliseconds kFarewellMax{500};
 // Pieces in a slot begin at cache lines, so that two destinations never share one.
 constexpr std::size_t kPieceAlignment = 64;
 
@@ -191,6 +193,7 @@ class Group final : public Transport {
 Group::~Group() {
   leave_origin();
   if (segment_ == nullptr) return;
+  if (store_ != nullptr && has_failed()) store_->stay_at_most(kFarewellMax);
   segment_->rank(rank()).presence.store(ShmPresence::kLeft, std::memory_order_release);
   for (const ShmPlane plane : {kShmDataPlane, kShmControlPlane}) ring_peers(plane);
 }

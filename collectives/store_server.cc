@@ -401,8 +401,8 @@ Result<std::unique_ptr<StoreServer>> StoreServer::start(Descriptor listener, Sto
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (reason.empty()) return server;
-  return Status(StatusCode::kUnavailable,
-                "cannot start a thread for the store at " + where + ": " + reason + "; raise ulimit -u");
+  return Status(StatusCode::kUnavailable, "cannot start a thread for the store at " + where + ": " + reason +
+                                              "; raise ulimit -u or -v");
 }
 
 void StoreServer::finish(milliseconds linger) {

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
@@ -49,9 +50,15 @@ class TcpStore::Server {
       : server_(std::move(server)), linger_(linger) {}
   ~Server() { server_->finish(linger_); }
 
+  void stay_at_most(milliseconds linger) noexcept {
+    milliseconds before = linger_;
+    while (linger < before && !linger_.compare_exchange_weak(before, linger)) {
+    }
+  }
+
  private:
   const std::unique_ptr<StoreServer> server_;
-  const milliseconds linger_;
+  std::atomic<milliseconds> linger_;
 };
 
 // The connection to the server.
@@ -96,6 +103,7 @@ class TcpStore::Line {
   void take_in(const Message& news);
   void drain();
   Status lose(const std::string& reason);
+  Status lose_server();
 
   const std::string where_;
   const milliseconds deadline_;
@@ -306,15 +314,15 @@ Result<Message> TcpStore::Line::ask_locked(const Message& message, SteadyClock::
                                                     "; it is for what ranks need to meet, not for data");
   }
   // What the server said before it ended counts, even when it takes nothing any more.
-  const std::string wrong = send_all(writer_->frame(bytes), limit);
+  static_cast<void>(send_all(writer_->frame(bytes), limit));
   const std::optional<Message> answer = next_answer(limit);
   if (!answer) {
     // What is asked twice is answered as if it were asked once.
     if (broken_ && come_back()) return ask_locked(message, SteadyClock::now() + kAnswerMax);
     if (!status_.ok() && !socket_.valid()) return status_;
+    if (SteadyClock::now() < limit) return lose_server();
     return lose("rank 0, which serves the store at " + where_ + ", did not answer within " +
-                milliseconds_text(kAnswerMax) + (wrong.empty() ? "" : " (" + wrong + ")") +
-                "; look at what it does");
+                milliseconds_text(kAnswerMax) + "; look at what it does");
   }
   if (answer->type == MessageType::kRefused) return decode_cause(answer->content);
   return *answer;
@@ -350,9 +358,7 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
       // Of what the network breaks an error tells once, perhaps when something was sent.
       broken_ = broken_ || count < 0;
       if (broken_ && !token_.empty() && !returning_) return std::nullopt;
-      static_cast<void>(lose("rank 0, which serves the store at " + where_ + ", ended" +
-                             (count == 0 ? "" : std::string(" (") + std::strerror(errno) + ")") +
-                             "; see why it did"));
+      static_cast<void>(lose_server());
       return std::nullopt;
     }
   }
@@ -370,8 +376,12 @@ void TcpStore::Line::drain() {
   // Nobody has asked, so all that can be here are news.
   if (!socket_.valid()) return;
   static_cast<void>(next_answer(SteadyClock::time_point{}));
-  if (broken_ && !come_back())
-    static_cast<void>(lose("the connection to " + where_ + " broke; see whether rank 0 runs"));
+  if (broken_ && !come_back()) static_cast<void>(lose_server());
+}
+
+Status TcpStore::Line::lose_server() {
+  return lose("rank 0, which serves the store at " + where_ +
+              ", ended or cannot be reached any more; see what it said");
 }
 
 Status TcpStore::Line::lose(const std::string& reason) {
@@ -486,6 +496,10 @@ void TcpStore::post(const std::string& name, std::string_view content) noexcept 
 
 std::optional<std::string> TcpStore::posted(const std::string& name) {
   return line_->shared_text(name);
+}
+
+void TcpStore::stay_at_most(milliseconds linger) noexcept {
+  if (server_ != nullptr) server_->stay_at_most(linger);
 }
 
 void TcpStore::abandon(const Status& cause) noexcept {

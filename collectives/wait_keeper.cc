@@ -80,9 +80,10 @@ Status WaitKeeper::start() {
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    status = Status(StatusCode::kUnavailable,
-                    "rank " + std::to_string(rank_) +
-                        " cannot start a thread to watch its waits: " + error.what() + "; raise ulimit -u");
+    status =
+        Status(StatusCode::kUnavailable, "rank " + std::to_string(rank_) +
+                                             " cannot start a thread to watch its waits: " + error.what() +
+                                             "; raise ulimit -u or -v");
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return status;
@@ -114,6 +115,11 @@ WaitKeeper::Waiting::Waiting(WaitKeeper& keeper, const Issued& issued, const std
 WaitKeeper::Waiting::~Waiting() {
   const std::lock_guard lock(keeper_.mutex_);
   std::erase(keeper_.waiting_, this);
+}
+
+void WaitKeeper::Waiting::expect(std::vector<int> ranks) {
+  const std::lock_guard lock(keeper_.mutex_);
+  ranks_ = std::move(ranks);
 }
 
 void WaitKeeper::Waiting::came(int rank) {

@@ -58,6 +58,8 @@ class WaitKeeper {
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
 
+    // It waits for these now, and for nobody else.
+    void expect(std::vector<int> ranks);
     void came(int rank);
     // All have come; these have not finished.
     void finish(std::vector<int> ranks);

@@ -164,7 +164,7 @@ class HostBackendImpl final : public HostBackend {
     } catch (const std::system_error& error) {
       return Status(StatusCode::kUnavailable, "cannot create a stream on " + options_.name +
                                                   ": there is no thread for it: " + error.what() +
-                                                  "; raise ulimit -u or destroy other streams");
+                                                  "; raise ulimit -u or -v, or destroy other streams");
     }
     const std::uint64_t id = next_host_handle();
     const std::lock_guard lock(options_.clock->mutex());

@@ -41,7 +41,7 @@ class PeerLoss : public ::testing::TestWithParam<int> {
     for (const auto& rank : ranks_) ASSERT_TRUE(rank->wait_for_output("ready\n"));
   }
   template <typename Function>
-  void launch(const std::string& store, Function words) {
+  void launch(const std::string& store, Function words, const std::string& deadline_ms = "60000") {
     ranks_.clear();
     for (int rank = 0; rank < size(); ++rank) {
       std::vector<std::string> command = words(rank);
@@ -49,6 +49,7 @@ class PeerLoss : public ::testing::TestWithParam<int> {
       ranks_.push_back(
           std::make_unique<Process>(command, Process::Variables{{"FOREBAY_RANK", std::to_string(rank)},
                                                                 {"FOREBAY_SIZE", std::to_string(size())},
+                                                                {"FOREBAY_TEST_DEADLINE_MS", deadline_ms},
                                                                 {"FOREBAY_STORE", store}}));
     }
   }
@@ -113,6 +114,35 @@ TEST_P(PeerLoss, ARankThatIsKilledWhileRanksConnectIsNamedAtOnce) {
       EXPECT_NE(causes.begin()->find("rank " + std::to_string(dead) + " "), std::string::npos)
           << *causes.begin();
       EXPECT_LT(SteadyClock::now() - killed, kNoticeMax);
+    }
+  }
+}
+
+// The others then cannot all connect to each other either, and are not to blame.
+TEST_P(PeerLoss, ARankThatStopsWhileRanksConnectIsNamedByAll) {
+  for (const std::string stops : {"before", "after"}) {
+    for (int silent = 0; silent < size(); ++silent) {
+      SCOPED_TRACE("rank " + std::to_string(silent) + ", stopped " + stops + " it gave its addresses");
+      const TemporaryDirectory directory;
+      launch(
+          directory / "store",
+          [&](int rank) {
+            return std::vector<std::string>{rank == silent ? "met" : "idle", stops};
+          },
+          "1000");
+      Process& stopped = *ranks_[static_cast<std::size_t>(silent)];
+      ASSERT_TRUE(stopped.wait_for_output("met\n"));
+      std::set<std::string> causes;
+      for (int rank = 0; rank < size(); ++rank) {
+        if (rank == silent) continue;
+        const Finished finished = ranks_[static_cast<std::size_t>(rank)]->finish();
+        EXPECT_EQ(finished.exit_code, 99);
+        causes.insert(finished.output);
+      }
+      stopped.signal(SIGKILL);
+      EXPECT_EQ(causes.size(), 1u) << "several first causes";
+      EXPECT_NE(causes.begin()->find(": rank " + std::to_string(silent) + " did not come"), std::string::npos)
+          << *causes.begin();
     }
   }
 }

@@ -90,7 +90,9 @@ Status idle_until_failed(Communicator& communicator) {
 int run(const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
   const std::unique_ptr<HostBackend> backend = value_or_throw(HostBackend::create({}));
-  const GlooOptions options{.rank = environment.rank, .size = environment.size, .store = environment.store};
+  GlooOptions options{.rank = environment.rank, .size = environment.size, .store = environment.store};
+  if (const char* given = std::getenv("FOREBAY_TEST_DEADLINE_MS"))
+    options.deadline = std::chrono::milliseconds(std::atoi(given));
   if (arguments[0] == "met") stay_unconnected(options, *backend, arguments.at(1) == "after");
   std::unique_ptr<Communicator> communicator = value_or_throw(create_gloo_communicator(options, *backend));
   throw_if_error(communicator->barrier());
