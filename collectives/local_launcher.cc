@@ -1,6 +1,8 @@
 // The launcher of local processes.
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,6 +13,7 @@
 #include <cstring>
 #include <ctime>
 #include <map>
+#include <memory>
 #include <optional>
 
 #include "forebay/bootstrap.h"
@@ -82,14 +85,54 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   return result;
 }
 
+constexpr const char* kErrorPipe = "FOREBAY_ERROR_PIPE";
+
+// One byte in a pipe that all ranks inherit: whoever reads it has it. Named by descriptor and inode, since a
+// program that a rank starts inherits the variable and may have another file at that descriptor.
+class ErrorPipe {
+ public:
+  // Null, with errno, when there are no descriptors left.
+  static std::unique_ptr<ErrorPipe> create() {
+    int ends[2];
+    if (pipe2(ends, O_NONBLOCK) != 0) return nullptr;
+    struct stat facts {};
+    const bool made = write(ends[1], "", 1) == 1 && fstat(ends[0], &facts) == 0;
+    close(ends[1]);
+    std::unique_ptr<ErrorPipe> pipe(new ErrorPipe(ends[0], facts.st_ino));
+    return made ? std::move(pipe) : nullptr;
+  }
+  ~ErrorPipe() { close(end_); }
+  ErrorPipe(const ErrorPipe&) = delete;
+  ErrorPipe& operator=(const ErrorPipe&) = delete;
+
+  std::string name() const { return std::to_string(end_) + ":" + std::to_string(inode_); }
+
+  static std::optional<bool> claim(const char* name) {
+    int end = -1;
+    unsigned long long inode = 0;
+    struct stat facts {};
+    if (name == nullptr || std::sscanf(name, "%d:%llu", &end, &inode) != 2) return std::nullopt;
+    if (fstat(end, &facts) != 0 || !S_ISFIFO(facts.st_mode) || facts.st_ino != inode) return std::nullopt;
+    char byte = 0;
+    return read(end, &byte, 1) == 1;
+  }
+
+ private:
+  ErrorPipe(int end, ino_t inode) : end_(end), inode_(inode) {}
+
+  const int end_;
+  const ino_t inode_;
+};
+
 // The environment of one child: ours, without what would say another rank.
-std::vector<std::string> child_environment(int rank, int size, const std::string& store) {
+std::vector<std::string> child_environment(int rank, int size, const std::string& store,
+                                           const ErrorPipe& pipe) {
   std::vector<std::string> result;
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
     const std::string text = *entry;
     bool ours = false;
-    for (const char* name :
-         {"FOREBAY_RANK=", "FOREBAY_SIZE=", "FOREBAY_LOCAL_RANK=", "FOREBAY_LOCAL_SIZE=", "FOREBAY_STORE="}) {
+    for (const char* name : {"FOREBAY_RANK=", "FOREBAY_SIZE=", "FOREBAY_LOCAL_RANK=", "FOREBAY_LOCAL_SIZE=",
+                             "FOREBAY_STORE=", "FOREBAY_ERROR_PIPE="}) {
       ours = ours || text.starts_with(name);
     }
     if (!ours) result.push_back(text);
@@ -99,6 +142,7 @@ std::vector<std::string> child_environment(int rank, int size, const std::string
   result.push_back("FOREBAY_LOCAL_RANK=" + std::to_string(rank));
   result.push_back("FOREBAY_LOCAL_SIZE=" + std::to_string(size));
   result.push_back("FOREBAY_STORE=" + store);
+  result.push_back(kErrorPipe + ("=" + pipe.name()));
   return result;
 }
 
@@ -195,6 +239,10 @@ class Children {
 
 }  // namespace
 
+std::optional<bool> claim_shared_error() {
+  return ErrorPipe::claim(std::getenv(kErrorPipe));
+}
+
 Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options) {
   if (options.size < 1) {
     return Status(StatusCode::kInvalidArgument,
@@ -208,11 +256,17 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
       internal::MeetingDirectory::create(internal::runtime_directory(runtime == nullptr ? "" : runtime));
   FOREBAY_RETURN_IF_ERROR(store.status());
 
+  const std::unique_ptr<ErrorPipe> pipe = ErrorPipe::create();
+  if (pipe == nullptr) {
+    return Status(StatusCode::kUnavailable, std::string("cannot make a pipe for the ranks: ") +
+                                                std::strerror(errno) + "; raise ulimit -n");
+  }
   std::vector<std::string> child_arguments{program_invocation_name};
   child_arguments.insert(child_arguments.end(), arguments.begin(), arguments.end());
   Children children;
   for (int rank = 0; rank < options.size; ++rank) {
-    std::vector<std::string> environment = child_environment(rank, options.size, store.value()->path());
+    std::vector<std::string> environment =
+        child_environment(rank, options.size, store.value()->path(), *pipe);
     FOREBAY_RETURN_IF_ERROR(
         children.start(pointers(child_arguments).data(), pointers(environment).data(), signals.mask()));
   }

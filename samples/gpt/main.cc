@@ -9,8 +9,6 @@
 #include <cstdlib>
 #include <ctime>
 #include <optional>
-#include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -112,37 +110,14 @@ int finish(const TrainerOptions& options, const TrainingReport& report, bool wri
   return output_failed() ? kFailureExit : 0;
 }
 
-// The ranks that `message`, the cause of a lost peer or a timeout, says are gone or late: the list before
-// "closed the connection", "died", "has left", "did not come", "did not finish it" or "did not answer".
-std::set<int> named_as_lost(const std::string& message) {
-  std::set<int> ranks;
-  for (const char* fate : {" closed the connection", " died", " has left", " did not come", " did not finish",
-                           " did not answer"}) {
-    const std::size_t end = message.find(fate);
-    if (end == std::string::npos) continue;
-    // Before it: "rank 2", "ranks 0, 1 and 2", or "rank 0, which serves the store at ...,".
-    const std::size_t begin = message.rfind("rank", end);
-    if (begin == std::string::npos) continue;
-    std::istringstream list(message.substr(begin, end - begin));
-    std::string word;
-    list >> word;
-    for (int rank = 0; list >> rank; ranks.insert(rank)) {
-      while (list.peek() == ',' || list.peek() == ' ') list.get();
-      if (list.peek() == 'a') list >> word;  // and
-    }
-  }
-  return ranks;
+bool is_of_a_peer(const Error& error) {
+  return error.code() == StatusCode::kPeerLost || error.code() == StatusCode::kTimeout;
 }
 
-// One rank of several says it; the others would only repeat it. That is the first rank that is not the one
-// that is gone, and every rank when nobody knows who that is.
+// One rank says it where the others would only repeat it below. Ranks that something else started than our
+// launcher may have a log each, and nobody can know which of them are left when some are lost: all say that.
 bool speaks(int rank, const Error& error) {
-  if (error.code() != StatusCode::kPeerLost && error.code() != StatusCode::kTimeout) return rank == 0;
-  const std::set<int> lost = named_as_lost(error.status().message());
-  if (lost.empty()) return true;
-  int speaker = 0;
-  while (lost.count(speaker) > 0) ++speaker;
-  return rank == speaker;
+  return claim_shared_error().value_or(is_of_a_peer(error) || rank == 0);
 }
 
 int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {
@@ -166,12 +141,10 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
     if (environment.launcher != "forebay") watch.emplace();
     return finish(options, run_training_rank(options, environment), environment.rank == 0);
   } catch (const Error& error) {
-    const bool is_own = dynamic_cast<const JoinError*>(&error) != nullptr &&
-                        error.code() != StatusCode::kPeerLost && error.code() != StatusCode::kTimeout;
+    const bool is_own = dynamic_cast<const JoinError*>(&error) != nullptr && !is_of_a_peer(error);
     if (is_own || speaks(environment.rank, error))
       std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
-    const bool peer = error.code() == StatusCode::kPeerLost || error.code() == StatusCode::kTimeout;
-    return peer ? kPeerFailureExit : kFailureExit;
+    return is_of_a_peer(error) ? kPeerFailureExit : kFailureExit;
   }
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -1068,7 +1069,22 @@ TrainingReport run_training(const std::vector<TrainerOptions>& by_rank) {
     }
   };
   std::vector<std::thread> threads;
-  for (int rank = 1; rank < size; ++rank) threads.emplace_back(run, rank);
+  std::promise<bool> all_there;
+  const std::shared_future<bool> may_run = all_there.get_future().share();
+  try {
+    for (int rank = 1; rank < size; ++rank) {
+      threads.emplace_back([&run, may_run, rank] {
+        if (may_run.get()) run(rank);
+      });
+    }
+  } catch (const std::exception& error) {
+    all_there.set_value(false);
+    for (std::thread& thread : threads) thread.join();
+    throw Error(StatusCode::kUnavailable, "cannot start a thread for each of " + std::to_string(size) +
+                                              " ranks: " + error.what() +
+                                              "; start fewer, or raise ulimit -u or -v");
+  }
+  all_there.set_value(true);
   run(0);
   for (std::thread& thread : threads) thread.join();
   if (const Error* cause = first_cause(failures)) throw *cause;

@@ -12,6 +12,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 
 #include "forebay/error.h"
 #include "support/process.h"
@@ -520,6 +521,36 @@ TEST_F(Training, ARankWhoseStoreDoesNotAnswerSaysSo) {
   ranks[0]->signal(SIGKILL);
   EXPECT_EQ(finished.exit_code, 75);
   EXPECT_NE(finished.output.find("rank 0, which serves the store"), std::string::npos) << finished.output;
+}
+
+// Whichever ranks are gone, and whichever of them the others have noticed.
+TEST_F(Training, RanksThatAreLeftSayWhyWhenSeveralAreKilled) {
+  for (const std::string communicator : {"shm", "gloo"}) {
+    if (communicator == "gloo" && !FOREBAY_TEST_GLOO) continue;
+    for (const std::set<std::size_t>& lost :
+         {std::set<std::size_t>{0, 1}, std::set<std::size_t>{0, 1, 2}, std::set<std::size_t>{1, 3}}) {
+      SCOPED_TRACE(communicator);
+      const TemporaryDirectory store;
+      std::vector<std::unique_ptr<Process>> ranks;
+      for (int rank = 0; rank < 4; ++rank) {
+        ranks.push_back(std::make_unique<Process>(
+            Words{FOREBAY_GPT, "--layers", "1", "--hidden", "48", "--heads", "3", "--batch", "2", "--threads",
+                  "1", "--steps", "1000000", "--communicator", communicator},
+            variables({{"FOREBAY_RANK", std::to_string(rank)},
+                       {"FOREBAY_SIZE", "4"},
+                       {"FOREBAY_STORE", store / "store"}})));
+      }
+      ASSERT_TRUE(ranks[0]->wait_for_output("step "));
+      for (const std::size_t rank : lost) ranks[rank]->signal(SIGKILL);
+      for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+        const Finished finished = ranks[rank]->finish();
+        if (lost.contains(rank)) continue;
+        EXPECT_EQ(finished.exit_code, 75) << finished.output;
+        EXPECT_NE(finished.output.find("forebay-gpt: "), std::string::npos)
+            << "rank " << rank << " is silent";
+      }
+    }
+  }
 }
 
 // The port that torchrun names is its own agent's: nothing here binds it, so a taken one does not matter.

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,5 +46,10 @@ struct LaunchOptions {
 // SIGTERM, then SIGKILL after `grace`. Children die with the parent. The directory it makes for them to meet
 // is removed at the end, or by the next launcher if this one is killed.
 Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options);
+
+// For an error that all ranks meet alike, of those that launch_local_ranks started: true for the first that
+// asks, which tells it, and false for the others. So it is told once, whichever ranks are left. Nothing in a
+// process that something else started.
+std::optional<bool> claim_shared_error();
 
 }  // namespace forebay
