@@ -771,7 +771,8 @@ void Mesh::publish_vote(const Ballot& ballot) {
   const std::uint64_t step = ballot.cast ? ballot.step : kNoStep;
   std::string text(reinterpret_cast<const char*>(&step), sizeof(step));
   text.append(reinterpret_cast<const char*>(ballot.decision.data()), ballot.decision.size());
-  static_cast<void>(store_->write(vote_name(rank()), text));
+  // As a last word: what replaces texts is refused once the store knows of a lost rank.
+  static_cast<void>(store_->write_once(vote_name(rank()), text));
 }
 
 std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
@@ -783,12 +784,16 @@ std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
   std::vector<char> said(static_cast<std::size_t>(size()));
   said[static_cast<std::size_t>(rank())] = 1;
   while (std::count(said.begin(), said.end(), 1) < size() && SteadyClock::now() < limit &&
-         (store_->server_rank() < 0 || store_->status().ok())) {
+         store_->answers()) {
     for (int peer = 0; peer < size(); ++peer) {
       if (said[static_cast<std::size_t>(peer)]) continue;
+      const bool is_lost = store_->is_lost(world_rank(peer));
       const std::optional<std::string> text = store_->read(vote_name(peer));
       std::uint64_t voted = kNoStep;
-      if (!text || text->size() < sizeof(voted)) continue;
+      if (!text || text->size() < sizeof(voted)) {
+        said[static_cast<std::size_t>(peer)] = is_lost ? 1 : 0;
+        continue;
+      }
       said[static_cast<std::size_t>(peer)] = 1;
       std::memcpy(&voted, text->data(), sizeof(voted));
       if (voted != step) continue;

@@ -56,11 +56,20 @@ class RendezvousStore {
   // for ranks that do not leave: one may be stopped.
   virtual void stay_at_most(std::chrono::milliseconds linger) noexcept { static_cast<void>(linger); }
 
+  // Whether texts can still be shared, as they can when the run has failed: false once the rank that serves
+  // the store is gone or was given up.
+  virtual bool answers() const { return true; }
+
   // Ok, or why the run has failed as far as the store knows. Who waits for a text asks this too.
   virtual Status status() const { return {}; }
   // Where the store lets in the ranks of one run only: who of them is here. A store that anybody may write to
   // cannot tell.
   virtual std::optional<Attendance> attendance() { return std::nullopt; }
+  // Whether the store knows that this rank of the run has ended: what it has not written it will not write.
+  virtual bool is_lost(int rank) {
+    static_cast<void>(rank);
+    return false;
+  }
   // Where a store that anybody may write to can tell that a process of this host has ended: the word by which
   // it knows this one; else empty.
   virtual std::string presence() const { return {}; }

@@ -145,7 +145,12 @@ void StoreBook::leave(int rank) {
                   rank_name(rank) + " left before all ranks had come to " + where_ + "; see what it said")));
 }
 
+std::string lost_name(int rank) {
+  return "lost." + std::to_string(rank);
+}
+
 void StoreBook::lose(int rank) {
+  static_cast<void>(write({MessageType::kWriteOnce, lost_name(rank), {}}, true));
   static_cast<void>(fail(Status(StatusCode::kPeerLost,
                                 rank_name(rank) + " at " + addresses_[static_cast<std::size_t>(rank)] +
                                     " ended: its connection to " + where_ + " closed; see why it ended")));

@@ -12,6 +12,9 @@
 
 namespace forebay::internal {
 
+// The text that says that a rank has ended; all ranks that are here get it before the cause.
+std::string lost_name(int rank);
+
 // Threads: one.
 class StoreBook {
  public:

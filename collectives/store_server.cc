@@ -38,8 +38,9 @@ constexpr int kAcceptBurst = 64;
 // How long the server of a run that is over stays for ranks that have not come yet. Smaller: they wait for
 // their deadline instead of being told. Larger: a launcher waits for rank 0.
 constexpr milliseconds kLateMax{2'000};
-// And for those that are here, which have been sent the reason, to ask their last questions.
-constexpr milliseconds kFarewellMax{500};
+// And for those that are here, which have been sent the reason, to ask their last questions: for each other's
+// votes. One that is stopped asks nothing and does not leave.
+constexpr milliseconds kFarewellMax{2'500};
 
 enum class Stage : std::uint8_t { kHello, kProof, kGreeting, kMember, kLeaving };
 

@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "first_cause.h"
+#include "store_book.h"
 #include "store_messages.h"
 #include "store_server.h"
 
@@ -79,6 +80,7 @@ class TcpStore::Line {
   // A text that the server has sent unasked.
   std::optional<std::string> shared_text(const std::string& name);
   Status status();
+  bool answers();
 
  private:
   // Why one try of connecting has come to nothing.
@@ -418,6 +420,12 @@ Status TcpStore::Line::status() {
   return status_;
 }
 
+bool TcpStore::Line::answers() {
+  const std::lock_guard lock(mutex_);
+  drain();
+  return socket_.valid();
+}
+
 Result<std::unique_ptr<TcpStore>> TcpStore::open(TcpStoreOptions options) {
   const SteadyClock::time_point limit = SteadyClock::now() + options.deadline;
   if (!authentication_available()) {
@@ -496,6 +504,14 @@ void TcpStore::post(const std::string& name, std::string_view content) noexcept 
 
 std::optional<std::string> TcpStore::posted(const std::string& name) {
   return line_->shared_text(name);
+}
+
+bool TcpStore::is_lost(int rank) {
+  return line_->shared_text(lost_name(rank)).has_value();
+}
+
+bool TcpStore::answers() const {
+  return line_->answers();
 }
 
 void TcpStore::stay_at_most(milliseconds linger) noexcept {

@@ -47,6 +47,8 @@ class TcpStore final : public RendezvousStore {
   std::optional<std::string> posted(const std::string& name) override;
   int server_rank() const noexcept override { return 0; }
   void abandon(const Status& cause) noexcept override;
+  bool answers() const override;
+  bool is_lost(int rank) override;
   void stay_at_most(std::chrono::milliseconds linger) noexcept override;
   Status status() const override;
   std::optional<Attendance> attendance() override;

@@ -408,6 +408,14 @@ TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndWhatIsSaidOnceStillIsHeard) {
         // Rank 0, whose store it is, may be the first to go.
         causes[static_cast<std::size_t>(rank)] =
             store.write_once("failed", "as rank " + std::to_string(rank) + " saw it").value_or("nothing");
+        EXPECT_TRUE(store.is_lost(lost));
+        EXPECT_EQ(store.write_once("vote." + std::to_string(rank), "yes"), "yes");
+        for (int other = 0; other < lost; ++other) {
+          const std::string vote = "vote." + std::to_string(other);
+          while (!store.read(vote) && store.answers()) std::this_thread::yield();
+          EXPECT_EQ(store.read(vote), "yes") << "rank " << rank << " of rank " << other;
+          EXPECT_FALSE(store.is_lost(other));
+        }
         return store.status();
       });
     });
