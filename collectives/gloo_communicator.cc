@@ -268,6 +268,15 @@ class Mesh final : public Transport {
     WaitKeeper::Waiting waiting_;
   };
 
+  // In the order of their ranks.
+  std::vector<int> peers() const {
+    std::vector<int> all;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) all.push_back(peer);
+    }
+    return all;
+  }
+
   std::string failure_name() const { return membership().generation + ".failed"; }
   std::string addresses_name(Plane plane, int of_rank) const {
     return membership().generation + "." + kPlaneNames[plane] + "." + std::to_string(of_rank);
@@ -443,11 +452,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
                                                " cannot start a thread to watch its peers: " + error.what() +
                                                "; raise ulimit -u or -v");
     } catch (const std::exception& error) {
-      std::vector<int> peers;
-      for (int peer = 0; peer < size(); ++peer) {
-        if (peer != rank()) peers.push_back(peer);
-      }
-      status = diagnose(error, kHealthPlane, internal::describe(kConnecting), peers, {}, deadline);
+      status = diagnose(error, kHealthPlane, internal::describe(kConnecting), peers(), {}, deadline);
     }
   }
   if (status.ok()) {
@@ -562,14 +567,10 @@ void Mesh::watch() noexcept {
       // Until then a rank's timeout closes these connections too, before it has published that.
       if (!connected_) wait_for_cause();
       if (!status().ok()) return;
-      std::vector<int> peers;
-      for (int peer = 0; peer < size(); ++peer) {
-        if (peer != rank()) peers.push_back(peer);
-      }
       // Gloo writes nothing into goodbyes_ for a rank that is found lost here, nor will it again.
-      std::vector<int> lost = find_lost(kHealthPlane, peers);
+      std::vector<int> lost = find_lost(kHealthPlane, peers());
       std::erase_if(lost, [&](int peer) { return goodbyes_[static_cast<std::size_t>(peer)] == kLeaving; });
-      if (lost.empty()) lost = peers;
+      if (lost.empty()) lost = peers();
       if (const Status server = keeper_->server_status(); !server.ok()) {
         static_cast<void>(fail_of_all(server));
         return;
