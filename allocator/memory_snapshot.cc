@@ -15,8 +15,8 @@ namespace {
 // Large enough that writing costs few system calls, small enough for the stack of any thread.
 constexpr std::size_t kBufferBytes = 16u << 10;
 
-// The strings that occur over and over. The first use of one is written out and remembered by the reader
-// under the index here; later ones name the index.
+// Strings that occur often. The first use writes the string, which the reader keeps under its index here;
+// later uses write the index.
 enum class Word : std::uint8_t {
   kAction,
   kActivePendingFree,
@@ -129,7 +129,7 @@ Word word_of(SnapshotBlockState state) {
   return Word::kInactive;
 }
 
-// The length of the UTF-8 sequence at the front of `text`, or 0 if that is none.
+// The length of the UTF-8 sequence at the front of `text`, or 0 if it is not valid.
 std::size_t utf8_length(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned char first = byte(0);
@@ -157,8 +157,8 @@ std::string valid_utf8(std::string_view text) {
   return valid;
 }
 
-// Emits the operations of a pickle, which build values on the reader's stack. After an error nothing more is
-// written.
+// Writes the operations of a pickle, which build values on the reader's stack. After an error it writes
+// nothing more.
 class Pickle {
  public:
   Pickle(int file, std::size_t stack_count) : file_(file), stack_written_(stack_count) {
@@ -243,7 +243,7 @@ class Pickle {
     set_item();
   }
 
-  // The list of frames of a stack: written at its first use, named from then on.
+  // The list of frames of a stack: written at its first use, later named by its index.
   void frames(const std::vector<std::vector<SnapshotFrame>>& stacks, std::uint32_t stack) {
     word(Word::kFrames);
     if (stack == kNoSnapshotStack) {

@@ -27,26 +27,24 @@ namespace {
 
 constexpr std::size_t kHugePageBytes = 2u << 20;
 
-// Taking more than one request needs makes fewer, larger slabs. All that is held beyond live blocks when
-// memory is taken ahead is at most this fraction of the pool. Smaller: a page-lock call for almost every
-// request of a growing pool. Larger: more memory locked than asked for; a fiftieth is the most that is
-// promised.
+// Memory taken ahead of requests makes fewer, larger slabs. Together with all other unused memory it is at
+// most this fraction of the pool. Larger divisor: almost every request of a growing pool calls pin. Smaller:
+// more unused memory is pinned; the pool promises at most a fiftieth.
 constexpr std::size_t kAheadDivisor = 64;
 
-// But this much may always be taken ahead. Smaller: a small pool of small blocks makes a call for each.
-// Larger: a small pool locks several times what it needs.
+// This much may always be taken ahead. Smaller: a small pool of small blocks makes a call for each block.
+// Larger: a small pool pins several times its live bytes.
 constexpr std::size_t kAheadBytesMin = kHugePageBytes;
 
-// A prewarmed pool has no more slabs than this, or slabs of slab_bytes. Smaller: a request that finds nothing
-// while the pool is being prewarmed waits longer for the slab that is being made. Larger: more ends of slabs
-// that no block fits.
+// A prewarmed pool has at most this many slabs, or slabs of slab_bytes. Smaller: a request that misses during
+// prewarm waits longer for the slab that is being made. Larger: more ends of slabs that fit no block.
 constexpr std::size_t kPrewarmSlabsMax = 16;
 
 // The pages of a slab are counted in 32 bits; half of that leaves room for rounding up.
 constexpr std::size_t kPageCountMax = std::size_t{1} << 31;
 
-// Streams that one look at the pending blocks tells apart. Beyond it events are queried that could have been
-// skipped.
+// Busy streams remembered during one poll of the pending blocks. More streams than this: some events are
+// queried needlessly.
 constexpr std::size_t kBusyStreamsMax = 16;
 
 enum class PageState : std::uint8_t {
@@ -54,15 +52,14 @@ enum class PageState : std::uint8_t {
   kFree,      // In a bin.
   kLive,      // A block.
   kFreeing,   // Claimed by the thread that is recording its event.
-  kPending,   // In the pending list: freed, its event not yet seen completed.
-  kStranded,  // Freed, but nothing says when queued work is done with it.
+  kPending,   // In the pending list: freed, and its event has not completed as far as known.
+  kStranded,  // Freed, but the end of the queued work cannot be found out.
 };
 
 struct Slab;
 
-// One range of pages, described in the table of its slab at the entry of its first page; the entry of its
-// last page points back. So the neighbours of a range are found without a search, and no range needs memory
-// of its own.
+// One range of pages. It is stored in its slab's table, at the entry of its first page; the entry of its last
+// page points back. So neighbours are found without a search, and ranges allocate no memory.
 struct Range {
   Slab* slab = nullptr;
   Range* previous = nullptr;  // In its bin or in the pending list.
@@ -78,15 +75,14 @@ struct Range {
 struct Slab {
   std::byte* base = nullptr;
   std::size_t bytes = 0;
-  Range* pages = nullptr;  // One entry a page, in memory that is not there until it is touched.
+  Range* pages = nullptr;  // One entry for each page; the system backs the table as it is touched.
   std::size_t table_bytes = 0;
   std::uint32_t page_count = 0;
   bool huge = false;  // Reserved huge pages.
 };
 
-// Free ranges by size: a row of sixteen bins per power of two of pages, one bin a size below that, and a
-// bitmap of the bins in use. Bins are ordered by size, so the smallest fit lies in the first bin that has
-// any.
+// Free ranges by size: one bin for each size below sixteen pages, then sixteen bins for each power of two,
+// and a bitmap of the bins in use. The smallest fit is in the first bin that has a fit.
 class SizeBins {
  public:
   void insert(Range* range) noexcept {
@@ -156,9 +152,9 @@ class SizeBins {
   Range* heads_[kBinCount] = {};
 };
 
-// --- what the system is asked for ---------------------------------
+// --- system calls -------------------------------------------------
 
-// A figure of /proc/meminfo, or `otherwise` where there is none.
+// An entry of /proc/meminfo, or `otherwise` if it is missing.
 std::size_t meminfo(const char* text, const char* label, std::size_t otherwise) noexcept {
   const char* line = std::strstr(text, label);
   return line == nullptr ? otherwise
@@ -166,8 +162,8 @@ std::size_t meminfo(const char* text, const char* label, std::size_t otherwise) 
 }
 
 struct HostMemory {
-  std::size_t available_bytes = SIZE_MAX;  // Without swapping. SIZE_MAX: the host does not say.
-  std::size_t huge_page_bytes = 0;  // Reserved huge pages nobody uses, which do not count as available.
+  std::size_t available_bytes = SIZE_MAX;  // Without swapping. SIZE_MAX: not known.
+  std::size_t huge_page_bytes = 0;         // Unused reserved huge pages; not part of available_bytes.
 };
 
 HostMemory host_memory() noexcept {
@@ -193,7 +189,7 @@ std::string memlock_limit() {
   return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : format_bytes(limit.rlim_cur);
 }
 
-// Fresh zeroed addresses aligned to huge pages where that is of use, or null.
+// New zeroed memory, aligned to huge pages if it is large enough, or null.
 std::byte* map_pages(std::size_t bytes, bool align_to_huge) noexcept {
   const std::size_t slack = align_to_huge && bytes >= kHugePageBytes ? kHugePageBytes : 0;
   if (bytes > SIZE_MAX - slack) return nullptr;
@@ -210,10 +206,10 @@ std::byte* map_pages(std::size_t bytes, bool align_to_huge) noexcept {
   return base;
 }
 
-// Reserved huge pages, or null. The kernel checks the reservation here, so touching the pages cannot fail.
+// Memory in reserved huge pages, or null. The kernel checks the reservation here, so touching cannot fail.
 std::byte* map_huge_pages(std::size_t bytes) noexcept {
 #if defined(MAP_HUGETLB)
-  constexpr int kTwoMebibytes = 21 << 26;  // MAP_HUGE_2MB, which the C library's headers do not all have.
+  constexpr int kTwoMebibytes = 21 << 26;  // MAP_HUGE_2MB; some C libraries do not define it.
   void* raw = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | kTwoMebibytes, -1, 0);
   return raw == MAP_FAILED ? nullptr : static_cast<std::byte*>(raw);
@@ -223,9 +219,8 @@ std::byte* map_huge_pages(std::size_t bytes) noexcept {
 #endif
 }
 
-// Prefers `node` for the pages to come. False if the kernel does not want to. Called by number, so that
-// libnuma is not needed; preferred and not bound, because a bound range on a full node ends in the kernel
-// killing the process.
+// Prefers `node` for pages not touched yet. False if the kernel refuses. The system call is made by number, so
+// that libnuma is not needed. Not bound to the node: when a bound node is full, the kernel kills the process.
 bool prefer_node(void* address, std::size_t bytes, int node) noexcept {
   constexpr int kPreferred = 1;  // MPOL_PREFERRED
   constexpr int kBits = static_cast<int>(sizeof(unsigned long)) * 8;
@@ -235,7 +230,7 @@ bool prefer_node(void* address, std::size_t bytes, int node) noexcept {
   return ::syscall(SYS_mbind, address, bytes, kPreferred, mask, 16ul * kBits + 1, 0) == 0;
 }
 
-// Makes the pages be there. False, with errno, if the system has none left.
+// Touches the pages. False, with errno, if the system has no memory left.
 bool touch_pages(std::byte* base, std::size_t bytes, std::size_t page_bytes) noexcept {
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, from Linux 5.14.
   if (::madvise(base, bytes, kPopulateWrite) == 0) return true;
@@ -304,9 +299,9 @@ class SlabPinnedPool final : public PinnedPool {
   // Has its own synchronization.
   std::atomic<bool> placement_refused_{false};
 
-  // Lock order: growth_mutex_, poll_mutex_, mutex_. The first is held while memory is taken or given back,
-  // the second while events are queried: calls that wait for the system, never for queued work, so that what
-  // is waited for here always comes.
+  // Lock order: growth_mutex_, poll_mutex_, mutex_. The first is held while memory is taken or given back, the
+  // second while events are queried. Both are held across calls that wait for the system, but never for
+  // queued work.
   std::mutex growth_mutex_;
   std::mutex poll_mutex_;
   mutable std::mutex mutex_;
@@ -315,7 +310,7 @@ class SlabPinnedPool final : public PinnedPool {
   SizeBins bins_;
   Range* pending_first_ = nullptr;  // Oldest first.
   Range* pending_last_ = nullptr;
-  std::vector<Event> spare_events_;  // With room for all that were made.
+  std::vector<Event> spare_events_;  // Its capacity suffices for all events made so far.
   std::size_t event_count_ = 0;
   std::size_t prewarmed_bytes_ = 0;  // The most that prewarm was asked for since the last trim.
   PinnedPoolStatistics statistics_;
@@ -425,7 +420,7 @@ void SlabPinnedPool::add_slab(std::unique_ptr<Slab> slab) {
   slabs_.insert(place, std::move(slab));
 }
 
-// Takes slabs without a block out of the books, the largest first, of at most `bytes_max` in all.
+// Removes slabs without a block from the books, the largest first, at most `bytes_max` in all.
 std::vector<std::unique_ptr<Slab>> SlabPinnedPool::remove_unused(std::size_t bytes_max) {
   std::vector<std::size_t> unused;  // Indices.
   for (std::size_t i = 0; i < slabs_.size(); ++i) {
@@ -466,7 +461,7 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
 
   const Lock growth_lock(growth_mutex_);
   {
-    // Another thread may have taken memory, or given a block back, meanwhile.
+    // Meanwhile another thread may have taken memory or freed a block.
     const Lock lock(mutex_);
     if (Range* range = bins_.best_fit(page_count)) return take(range, page_count, bytes);
   }
@@ -475,7 +470,7 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
   replace_unused(slab_bytes, needed_bytes);
   Result<std::unique_ptr<Slab>> slab = make_slab(slab_bytes);
   if (!slab.ok() && slab.status().code() == StatusCode::kOutOfMemory) {
-    // Nothing is taken ahead then, and slabs that are all free but too small for this request give way to it.
+    // Then nothing is taken ahead, and free slabs that are too small for this request go back first.
     const bool easier = trim_slabs() > 0 || slab_bytes > needed_bytes;
     {
       const Lock lock(mutex_);
@@ -529,7 +524,7 @@ Status SlabPinnedPool::free(void* block, Stream stream) {
   }
 
   const bool recorded = event != Event() && backend_.event_record(event, stream).ok();
-  // Without an event only waiting tells when the memory is unused.
+  // Without an event the end of the queued work is only known by waiting for it.
   const Status status = recorded ? Status() : backend_.stream_synchronize(stream);
   const Lock lock(mutex_);
   if (recorded) {
@@ -556,10 +551,9 @@ bool SlabPinnedPool::collect_completed() {
   std::size_t busy_count = 0;
   bool collected = false;
   Lock lock(mutex_);
-  // Only here do ranges leave the list, and poll_mutex_ is held: `range` stays in it while the lock is not
-  // held.
+  // Ranges leave the list only here, under poll_mutex_, so `range` stays in it while mutex_ is released.
   for (Range* range = pending_first_; range != nullptr;) {
-    // Behind the first event of a stream that has not completed, none has.
+    // Later events of a busy stream have not completed either.
     if (std::find(busy, busy + busy_count, range->stream) != busy + busy_count) {
       range = range->next;
       continue;
@@ -591,13 +585,13 @@ std::size_t SlabPinnedPool::ahead_limit_bytes() const {
   return std::max(ahead_bytes, prewarmed_bytes_ > used_bytes ? prewarmed_bytes_ - used_bytes : 0);
 }
 
-// The slab to make for a request: as much as may be held ahead, in whole huge pages for small blocks and in
-// whole blocks for others.
+// The size of the slab to make for a request. It includes as much as may be held ahead, in whole huge pages
+// for small blocks and in whole blocks for larger ones.
 std::size_t SlabPinnedPool::slab_bytes_for(std::size_t bytes) const {
   if (bytes >= options_.slab_bytes) return bytes;
   std::size_t ahead_bytes = 0;
   {
-    // What waits for a stream will be there soon, so it counts as held ahead.
+    // Pending blocks will be free soon, so they count as held ahead.
     const Lock lock(mutex_);
     const std::size_t limit_bytes = std::max(kAheadBytesMin, statistics_.held_bytes / kAheadDivisor);
     const std::size_t unused_bytes = statistics_.held_bytes - statistics_.live_bytes;
@@ -610,9 +604,9 @@ std::size_t SlabPinnedPool::slab_bytes_for(std::size_t bytes) const {
   return most_bytes / unit_bytes * unit_bytes;
 }
 
-// Called before `added_bytes` more are taken, of which a request needs `needed_bytes` at once: unused slabs
-// go back if they, of sizes that did not fit, would add up to more than may be held ahead. So a pool whose
-// requests change size follows them, at the cost of page-locking anew.
+// Called before `added_bytes` more are taken, `needed_bytes` of them for a request. Gives unused slabs back if
+// together with the new memory more would be unused than may be held ahead. So a pool adapts when the sizes
+// of requests change, at the cost of pinning again.
 void SlabPinnedPool::replace_unused(std::size_t added_bytes, std::size_t needed_bytes) {
   std::vector<std::unique_ptr<Slab>> replaced;
   {
@@ -662,8 +656,7 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
   if (options_.huge_pages && slab.bytes % kHugePageBytes == 0) slab.base = map_huge_pages(slab.bytes);
   slab.huge = slab.base != nullptr;
   if (!slab.huge) {
-    // Asked first, because the kernel promises more than it has and ends processes when it is taken at its
-    // word.
+    // Asked first: the kernel maps more than it has, and kills processes when that is touched.
     const std::size_t available_bytes = host_memory().available_bytes;
     if (slab.bytes > available_bytes) {
       return Status(StatusCode::kOutOfMemory,
@@ -677,7 +670,8 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
                                                 "; free host memory or raise ulimit -v");
   }
   if (!slab.huge && options_.huge_pages) ::madvise(slab.base, slab.bytes, MADV_HUGEPAGE);
-  // A child process neither copies the page tables of large ranges nor moves their pages under a device.
+  // Child processes do not get this memory. A fork then copies no page tables, and a write does not move the
+  // pages away from the device.
   ::madvise(slab.base, slab.bytes, MADV_DONTFORK);
   if (numa_node_ >= 0 && !prefer_node(slab.base, slab.bytes, numa_node_) &&
       !placement_refused_.exchange(true)) {
@@ -700,7 +694,7 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
 }
 
 void SlabPinnedPool::destroy_slab(const Slab& slab) noexcept {
-  // What the Backend does not let go must stay where it is: the device may still know the addresses.
+  // Memory that the Backend does not unpin stays mapped, because the device may still use the addresses.
   if (const Status status = backend_.unpin(slab.base); status.ok()) {
     ::munmap(slab.base, slab.bytes);
   } else {
@@ -721,13 +715,13 @@ Status SlabPinnedPool::prewarm(std::size_t bytes, std::size_t block_bytes) {
       std::max(options_.slab_bytes, round_up(bytes / kPrewarmSlabsMax, page_bytes_)) / unit_bytes *
       unit_bytes;
   for (bool first = true;; first = false) {
-    // Let go of between slabs, so that a request that needs memory at once waits for one slab at most.
+    // Released between slabs, so that a request that misses waits for at most one slab.
     const Lock growth_lock(growth_mutex_);
     const std::size_t held_bytes = statistics().held_bytes;
     if (held_bytes < bytes) {
       const std::size_t missing_bytes = round_up(bytes - held_bytes, unit_bytes);
       if (first) {
-        // Refused as a whole: half of it would be of no use, and the host would be left with nothing.
+        // Refused before it begins: half of the memory would be of no use and exhaust the host.
         const HostMemory host = host_memory();
         if (missing_bytes > host.huge_page_bytes &&
             missing_bytes - host.huge_page_bytes > host.available_bytes) {

@@ -1,4 +1,4 @@
-#include "arguments.h"
+#include "collectives/arguments.h"
 
 #include <algorithm>
 #include <cstring>

@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "fingerprint.h"
+#include "collectives/fingerprint.h"
 #include "forebay/communicator.h"
 #include "forebay/kernels.h"
 

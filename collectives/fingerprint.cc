@@ -1,4 +1,4 @@
-#include "fingerprint.h"
+#include "collectives/fingerprint.h"
 
 namespace forebay::internal {
 

@@ -1,4 +1,4 @@
-#include "first_cause.h"
+#include "collectives/first_cause.h"
 
 #include <cstdlib>
 

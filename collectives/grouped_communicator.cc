@@ -5,7 +5,7 @@
 #include <string_view>
 #include <utility>
 
-#include "arguments.h"
+#include "collectives/arguments.h"
 #include "forebay/units.h"
 
 namespace forebay {

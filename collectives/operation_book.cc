@@ -1,4 +1,4 @@
-#include "operation_book.h"
+#include "collectives/operation_book.h"
 
 #include <algorithm>
 #include <string>

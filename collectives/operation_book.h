@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "fingerprint.h"
+#include "collectives/fingerprint.h"
 #include "forebay/communicator.h"
 
 namespace forebay::internal {

@@ -1,9 +1,9 @@
-#include "wait_chain.h"
+#include "collectives/wait_chain.h"
 
 #include <algorithm>
 #include <map>
 
-#include "fingerprint.h"
+#include "collectives/fingerprint.h"
 
 namespace forebay::internal {
 namespace {

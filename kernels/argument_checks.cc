@@ -1,4 +1,4 @@
-#include "argument_checks.h"
+#include "kernels/argument_checks.h"
 
 #include <cstdarg>
 #include <cstdio>

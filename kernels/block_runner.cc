@@ -14,8 +14,8 @@
 #include <string_view>
 #include <thread>
 
-#include "float_environment.h"
 #include "forebay/log.h"
+#include "kernels/float_environment.h"
 
 namespace forebay {
 namespace {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <string>
 
-#include "argument_checks.h"
-#include "host_moments.h"
+#include "kernels/argument_checks.h"
+#include "kernels/host_moments.h"
 
 namespace forebay {
 namespace {

@@ -1,9 +1,9 @@
 #include "forebay/host_gradients.h"
 
-#include "argument_checks.h"
-#include "definitions.h"
-#include "float_environment.h"
-#include "host_kernels.h"
+#include "kernels/argument_checks.h"
+#include "kernels/definitions.h"
+#include "kernels/float_environment.h"
+#include "kernels/host_kernels.h"
 
 namespace forebay {
 namespace {

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <cstddef>
 
-#include "definitions.h"
 #include "forebay/kernels.h"
+#include "kernels/definitions.h"
 
 namespace forebay::host_kernels {
 

@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "host_kernels.h"
+#include "kernels/host_kernels.h"
 
 namespace forebay::host_kernels {
 namespace {

@@ -6,14 +6,14 @@
 #include <cstdint>
 #include <cstring>
 
-#include "host_kernels.h"
+#include "kernels/host_kernels.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "host_kernels_simd.cc"
 #include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"  // Must come before highway.h.
 #include "hwy/highway.h"
-#include "simd_elements.h"  // After them.
+#include "kernels/simd_elements.h"  // After them.
 
 HWY_BEFORE_NAMESPACE();
 namespace forebay::host_kernels {

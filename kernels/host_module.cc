@@ -1,8 +1,8 @@
-#include "host_module.h"
+#include "kernels/host_module.h"
 
 #include <algorithm>
 
-#include "float_environment.h"
+#include "kernels/float_environment.h"
 
 namespace forebay {
 namespace {

@@ -7,7 +7,7 @@
 #include "forebay/backend.h"
 #include "forebay/block_runner.h"
 #include "forebay/kernels.h"
-#include "host_kernels.h"
+#include "kernels/host_kernels.h"
 
 namespace forebay {
 

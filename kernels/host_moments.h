@@ -6,8 +6,8 @@
 #include <cstddef>
 
 #include "forebay/host_adam.h"
-#include "host_kernels.h"
-#include "moments.h"
+#include "kernels/host_kernels.h"
+#include "kernels/moments.h"
 
 namespace forebay::host_kernels {
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "host_kernels.h"
-#include "host_moments.h"
+#include "kernels/host_kernels.h"
+#include "kernels/host_moments.h"
 
 namespace forebay::host_kernels {
 namespace {

@@ -5,14 +5,14 @@
 
 #include <cstdint>
 
-#include "host_moments.h"
+#include "kernels/host_moments.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "host_moments_simd.cc"
 #include "hwy/cache_control.h"
 #include "hwy/foreach_target.h"  // Must come before highway.h.
 #include "hwy/highway.h"
-#include "simd_elements.h"  // After them.
+#include "kernels/simd_elements.h"  // After them.
 
 HWY_BEFORE_NAMESPACE();
 namespace forebay::host_kernels {

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <string>
 
-#include "argument_checks.h"
-#include "cuda/cuda_kernels.h"
-#include "host_module.h"
+#include "kernels/argument_checks.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "kernels/host_module.h"
 
 namespace forebay {
 namespace {

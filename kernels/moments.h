@@ -2,8 +2,8 @@
 // operation by operation, and the tests compare them bit for bit. See host_adam.h for the formats.
 #pragma once
 
-#include "definitions.h"
 #include "forebay/host_adam.h"
+#include "kernels/definitions.h"
 
 namespace forebay::definitions {
 

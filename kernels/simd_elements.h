@@ -17,8 +17,8 @@
 
 #include <cstdint>
 
-#include "definitions.h"
 #include "hwy/highway.h"
+#include "kernels/definitions.h"
 
 #undef FOREBAY_SIMD
 #if HWY_NATIVE_FMA && HWY_HAVE_FLOAT64

@@ -19,10 +19,10 @@
 #include "forebay/standard_streams.h"
 #include "forebay/stream_copy.h"
 #include "forebay/units.h"
-#include "io_engine.h"
-#include "say_once.h"
-#include "scratch_file.h"
-#include "transfer_checks.h"
+#include "offload/io_engine.h"
+#include "offload/say_once.h"
+#include "offload/scratch_file.h"
+#include "offload/transfer_checks.h"
 
 namespace forebay {
 namespace {

@@ -8,9 +8,9 @@
 #include <thread>
 #include <utility>
 
-#include "io_engine.h"
-#include "say_once.h"
-#include "scratch_file.h"
+#include "offload/io_engine.h"
+#include "offload/say_once.h"
+#include "offload/scratch_file.h"
 
 namespace forebay {
 

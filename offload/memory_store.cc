@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "forebay/units.h"
-#include "transfer_checks.h"
+#include "offload/transfer_checks.h"
 
 namespace forebay {
 namespace {

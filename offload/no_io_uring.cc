@@ -1,5 +1,5 @@
 // A build without liburing.
-#include "io_engine.h"
+#include "offload/io_engine.h"
 
 namespace forebay {
 

@@ -1,4 +1,4 @@
-#include "say_once.h"
+#include "offload/say_once.h"
 
 #include <mutex>
 #include <set>

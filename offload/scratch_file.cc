@@ -1,4 +1,4 @@
-#include "scratch_file.h"
+#include "offload/scratch_file.h"
 
 #include <fcntl.h>
 #include <sys/resource.h>

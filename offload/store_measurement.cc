@@ -11,7 +11,7 @@
 
 #include "forebay/check.h"
 #include "forebay/units.h"
-#include "scratch_file.h"
+#include "offload/scratch_file.h"
 
 namespace forebay {
 namespace {

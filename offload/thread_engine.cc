@@ -10,7 +10,7 @@
 #include <thread>
 #include <utility>
 
-#include "io_engine.h"
+#include "offload/io_engine.h"
 
 namespace forebay::internal {
 namespace {

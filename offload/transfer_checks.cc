@@ -1,4 +1,4 @@
-#include "transfer_checks.h"
+#include "offload/transfer_checks.h"
 
 namespace forebay::internal {
 

@@ -2,7 +2,7 @@
 
 #include "allocator/preload/escapes.h"
 #include "allocator/preload/pool_calls.h"
-#include "allocator/preload/preload_state.h"
+#include "allocator/preload/state.h"
 
 namespace forebay {
 namespace {

@@ -5,7 +5,7 @@
 #ifndef FOREBAY_PRELOAD_CALLS_H
 #define FOREBAY_PRELOAD_CALLS_H
 
-#include "driver_types.h"
+#include "allocator/preload/driver_types.h"
 
 /* Which default stream a null stream means, for cuGetProcAddress to tell two symbols of one name and version
    apart: ANY: the call has no such pair; LEGACY and THREAD are a pair. */

@@ -1,6 +1,6 @@
 /* The CUDA driver's types and result codes as far as the preload passes them on: C, because the front end is,
-   and sized as in cuda.h, because they go through unchanged. tests/preload holds them against
-   runtime/device/cuda_abi.h. */
+   and sized as in cuda.h, because they go through unchanged. tests/allocator/preload holds them against
+   runtime/device/cuda/abi.h. */
 #ifndef FOREBAY_PRELOAD_DRIVER_TYPES_H
 #define FOREBAY_PRELOAD_DRIVER_TYPES_H
 

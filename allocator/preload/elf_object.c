@@ -1,4 +1,4 @@
-#include "elf_object.h"
+#include "allocator/preload/elf_object.h"
 
 #include <stddef.h>
 #include <sys/auxv.h>

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <string>
 
-#include "allocator/preload/preload_state.h"
+#include "allocator/preload/state.h"
 
 namespace forebay {
 namespace {

@@ -15,8 +15,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "calls.h"
-#include "elf_object.h"
+#include "allocator/preload/calls.h"
+#include "allocator/preload/elf_object.h"
 
 #define EXPORTED __attribute__((visibility("default")))
 

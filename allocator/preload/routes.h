@@ -5,8 +5,8 @@
 
 #include <utility>
 
-#include "allocator/preload/preload_state.h"
 #include "allocator/preload/process_arenas.h"
+#include "allocator/preload/state.h"
 
 namespace forebay {
 

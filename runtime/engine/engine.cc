@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstring>
 
-#include "engine_impl.h"
 #include "forebay/grouped_communicator.h"
 #include "forebay/log.h"
+#include "runtime/engine/engine_impl.h"
 
 namespace forebay {
 

@@ -20,9 +20,9 @@
 #include "forebay/mover.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/store_pass.h"
-#include "marked_span.h"
-#include "schedule.h"
-#include "step_control.h"
+#include "runtime/engine/marked_span.h"
+#include "runtime/engine/plan/schedule.h"
+#include "runtime/engine/plan/step_control.h"
 
 namespace forebay {
 
@@ -149,14 +149,14 @@ struct Engine::Impl {
     Traffic before_;
   };
 
-  // --- description and commit (engine_commit.cc) ---
+  // --- description and commit (commit.cc) ---
   PlanOptions plan_options() const;
-  // offload_auto (engine_auto.cc). Collective.
+  // offload_auto (measured_options.cc). Collective.
   struct UpdateTimes {
     double device = 0;  // Seconds for one element.
     double offloaded = 0;
   };
-  // bucket_auto (engine_bucket.cc). Collective.
+  // bucket_auto (step/bucket.cc). Collective.
   struct BucketProbe;
   std::uint64_t choose_bucket_bytes();
   std::uint64_t least_over_grid(std::uint64_t mine);
@@ -188,7 +188,7 @@ struct Engine::Impl {
   void make_parts(Unit& unit);
   DevicePtr take(Pool pool, std::uint64_t bytes);
 
-  // --- the step (engine_step.cc) ---
+  // --- the step (step/step.cc) ---
   void gather(int unit);
   void require(int unit);
   void wait_for_parameters(int unit, Stream stream);
@@ -206,7 +206,7 @@ struct Engine::Impl {
   void begin_backward();
   void finish_backward();
   void finish_pass();
-  // (engine_reduce.cc)
+  // (step/reduce.cc)
   void reduce(int unit);
   void reduce_alone(int unit);
   void fuse(int unit);
@@ -239,11 +239,11 @@ struct Engine::Impl {
   StepResult step(const Hyperparameters& hyperparameters);
   void end_lease(int unit, Stream stream, bool backward) noexcept;
 
-  // --- on demand (engine_values.cc) ---
+  // --- on demand (state/values.cc) ---
   void spill(const SpillOptions& states);
   void fetch();
 
-  // --- values and state (engine_values.cc, training_state.cc) ---
+  // --- values and state (state/values.cc, training_state.cc) ---
   void copy_in(DevicePtr target, const void* source, std::uint64_t bytes);
   void copy_out(void* target, const std::byte* source, std::uint64_t bytes);
   // Between host memory and what is away, at any byte. Waits; begins with everything queued before done.

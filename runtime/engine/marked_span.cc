@@ -1,4 +1,4 @@
-#include "marked_span.h"
+#include "runtime/engine/marked_span.h"
 
 #include <utility>
 

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <string_view>
 
-#include "system_files.h"
+#include "runtime/topology/system_files.h"
 
 namespace forebay {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <memory>
 
-#include "readers.h"
+#include "runtime/topology/readers.h"
 
 namespace forebay::internal {
 namespace {

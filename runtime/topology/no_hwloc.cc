@@ -1,4 +1,4 @@
-#include "readers.h"
+#include "runtime/topology/readers.h"
 
 namespace forebay::internal {
 

@@ -2,9 +2,9 @@
 #include <cstdlib>
 #include <sstream>
 
-#include "processor_mask.h"
-#include "readers.h"
-#include "system_files.h"
+#include "runtime/topology/processor_mask.h"
+#include "runtime/topology/readers.h"
+#include "runtime/topology/system_files.h"
 
 namespace forebay::internal {
 namespace {

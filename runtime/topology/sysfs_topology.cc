@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <map>
 
-#include "readers.h"
-#include "system_files.h"
+#include "runtime/topology/readers.h"
+#include "runtime/topology/system_files.h"
 
 namespace forebay::internal {
 namespace {

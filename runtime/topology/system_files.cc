@@ -1,4 +1,4 @@
-#include "system_files.h"
+#include "runtime/topology/system_files.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -11,7 +11,7 @@
 
 #include "forebay/log.h"
 #include "forebay/topology.h"
-#include "processor_mask.h"
+#include "runtime/topology/processor_mask.h"
 
 namespace forebay {
 namespace internal {

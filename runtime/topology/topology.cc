@@ -9,7 +9,7 @@
 
 #include "forebay/check.h"
 #include "forebay/log.h"
-#include "readers.h"
+#include "runtime/topology/readers.h"
 
 namespace forebay {
 namespace {

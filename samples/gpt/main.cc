@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "files.h"
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/standard_streams.h"
-#include "launcher_watch.h"
-#include "options.h"
-#include "trainer.h"
+#include "trainer/files.h"
+#include "trainer/launcher_watch.h"
+#include "trainer/options.h"
+#include "trainer/trainer.h"
 
 namespace forebay::gpt {
 namespace {

@@ -17,18 +17,18 @@
 #include <string>
 #include <vector>
 
-#include "compute_stream.h"
-#include "engine_model.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 #include "forebay/local_communicator.h"
 #include "forebay/units.h"
-#include "gpt.h"
-#include "host_operations.h"
-#include "initial.h"
-#include "random.h"
+#include "model/gpt.h"
+#include "model/host_operations.h"
+#include "model/random.h"
+#include "trainer/compute_stream.h"
+#include "trainer/engine_model.h"
+#include "trainer/initial.h"
 
 namespace forebay::gpt {
 namespace {

@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "bench/ranks.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
 #include "forebay/host_backend.h"
+#include "tests/bench/ranks.h"
 
 namespace forebay {
 namespace {

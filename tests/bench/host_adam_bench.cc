@@ -19,7 +19,7 @@
 #include "forebay/block_runner.h"
 #include "forebay/conversions.h"
 #include "forebay/host_adam.h"
-#include "huge_pages.h"
+#include "tests/bench/huge_pages.h"
 
 namespace forebay {
 namespace {

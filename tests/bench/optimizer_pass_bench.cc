@@ -10,13 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "fio.h"
 #include "forebay/error.h"
 #include "forebay/file_store.h"
 #include "forebay/host_adam.h"
 #include "forebay/host_backend.h"
 #include "forebay/store_pass.h"
-#include "huge_pages.h"
+#include "tests/bench/fio.h"
+#include "tests/bench/huge_pages.h"
 
 namespace forebay {
 namespace {

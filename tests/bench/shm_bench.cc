@@ -14,11 +14,11 @@
 #include <string>
 #include <vector>
 
-#include "bench/ranks.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
 #include "forebay/host_gradients.h"
 #include "forebay/shm_communicator.h"
+#include "tests/bench/ranks.h"
 
 namespace forebay {
 namespace {

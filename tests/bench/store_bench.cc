@@ -18,9 +18,9 @@
 #include <string>
 #include <vector>
 
-#include "fio.h"
 #include "forebay/error.h"
 #include "forebay/file_store.h"
+#include "tests/bench/fio.h"
 
 namespace forebay {
 namespace {

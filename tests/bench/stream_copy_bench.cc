@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "forebay/stream_copy.h"
-#include "huge_pages.h"
+#include "tests/bench/huge_pages.h"
 
 namespace forebay {
 namespace {

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "support/elements.h"
-#include "support/local_world.h"
+#include "tests/support/elements.h"
+#include "tests/support/local_world.h"
 
 namespace forebay::testing {
 namespace {

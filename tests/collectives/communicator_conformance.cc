@@ -1,4 +1,4 @@
-#include "communicator_conformance.h"
+#include "tests/collectives/communicator_conformance.h"
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@
 #include "forebay/grouped_communicator.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
-#include "support/elements.h"
+#include "tests/support/elements.h"
 
 namespace forebay::testing {
 namespace {

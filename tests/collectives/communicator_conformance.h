@@ -23,7 +23,7 @@
 #include "forebay/grouped_communicator.h"
 #include "forebay/host_backend.h"
 #include "forebay/kernels.h"
-#include "support/elements.h"
+#include "tests/support/elements.h"
 
 namespace forebay::testing {
 

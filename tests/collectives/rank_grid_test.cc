@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "support/local_world.h"
+#include "tests/support/local_world.h"
 
 namespace forebay::testing {
 namespace {

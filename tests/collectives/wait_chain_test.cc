@@ -5,7 +5,7 @@
 
 #include <map>
 
-#include "collectives/wait_keeper.h"
+#include "collectives/rendezvous/wait_keeper.h"
 
 namespace forebay::internal {
 namespace {

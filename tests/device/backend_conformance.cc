@@ -1,4 +1,4 @@
-#include "backend_conformance.h"
+#include "tests/device/backend_conformance.h"
 
 #include <gtest/gtest.h>
 

@@ -7,8 +7,8 @@
 #include <filesystem>
 #include <limits>
 
-#include "engine/toy.h"
-#include "support/fake_gpu.h"
+#include "tests/engine/toy.h"
+#include "tests/support/fake_gpu.h"
 
 namespace forebay::testing {
 namespace {

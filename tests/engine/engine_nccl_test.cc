@@ -14,13 +14,13 @@
 #include <tuple>
 #include <vector>
 
-#include "collectives/nccl_abi.h"
-#include "engine/toy_cases.h"
+#include "collectives/nccl/abi.h"
 #include "forebay/nccl_communicator.h"
-#include "support/fake_gpu.h"
-#include "support/fake_nccl_library.h"
-#include "support/forwarding_communicator.h"
-#include "support/slow.h"
+#include "tests/engine/toy_cases.h"
+#include "tests/support/fake_gpu.h"
+#include "tests/support/fake_nccl_library.h"
+#include "tests/support/forwarding_communicator.h"
+#include "tests/support/slow.h"
 
 namespace forebay::testing {
 namespace {

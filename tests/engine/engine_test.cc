@@ -12,9 +12,9 @@
 #include <string_view>
 #include <thread>
 
-#include "engine/toy_cases.h"
 #include "forebay/units.h"
-#include "support/device_view.h"
+#include "tests/engine/toy_cases.h"
+#include "tests/support/device_view.h"
 
 namespace forebay::testing {
 namespace {

@@ -16,8 +16,8 @@
 #include "forebay/engine.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
-#include "support/elements.h"
-#include "support/local_world.h"
+#include "tests/support/elements.h"
+#include "tests/support/local_world.h"
 
 namespace forebay::testing {
 

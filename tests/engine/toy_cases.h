@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/toy.h"
+#include "tests/engine/toy.h"
 
 namespace forebay::testing {
 

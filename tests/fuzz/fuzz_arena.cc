@@ -1,7 +1,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "allocator/arena_operations.h"
+#include "tests/allocator/arena/operations.h"
 
 // The bytes choose the operations; when they are used up, so is the run.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {

@@ -3,8 +3,8 @@
 #include <string_view>
 #include <vector>
 
-#include "fuzz/trace_invariants.h"
-#include "runtime/api/torch_snapshot.h"
+#include "runtime/command/traces/torch_snapshot.h"
+#include "tests/fuzz/trace_invariants.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);

@@ -2,8 +2,8 @@
 #include <cstdint>
 #include <string_view>
 
-#include "fuzz/trace_invariants.h"
-#include "runtime/api/text_trace.h"
+#include "runtime/command/traces/text_trace.h"
+#include "tests/fuzz/trace_invariants.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);

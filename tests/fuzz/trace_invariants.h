@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "forebay/check.h"
-#include "runtime/api/allocation_trace.h"
+#include "runtime/command/traces/allocation_trace.h"
 
 namespace forebay::testing {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <thread>
 
-#include "support/fake_cuda/fake_cuda.h"
+#include "tests/fakes/cuda/fake_cuda.h"
 
 namespace {
 

@@ -29,7 +29,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/device/cuda_abi.h"
+#include "runtime/device/cuda/abi.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 # Installs into a fresh prefix, moves it (an installed tree must not know where it was), then builds and runs
-# tests/consumer against it by find_package and by pkg-config.
+# tests/install/consumer against it by find_package and by pkg-config.
 
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)

@@ -2,7 +2,7 @@
 //
 //   cuda_kernels_test    the driver of this machine; the tests are skipped where there is none
 #include "forebay/cuda_backend.h"
-#include "kernels_conformance.h"
+#include "tests/kernels/kernels_conformance.h"
 
 namespace forebay::kernel_test {
 namespace {

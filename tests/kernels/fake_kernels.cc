@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "kernels/cuda/simulated_kernels.h"
-#include "support/fake_cuda/fake_cuda.h"
+#include "tests/fakes/cuda/fake_cuda.h"
 
 namespace forebay::cuda_kernels {
 namespace {

@@ -18,7 +18,7 @@
 
 #include "kernels/host_kernels.h"
 #include "kernels/host_moments.h"
-#include "kernels/kernel_test_support.h"
+#include "tests/kernels/kernel_test_support.h"
 
 namespace forebay {
 namespace {

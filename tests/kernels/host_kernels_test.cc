@@ -13,7 +13,7 @@
 #include <functional>
 #include <string>
 
-#include "kernels/kernel_test_support.h"
+#include "tests/kernels/kernel_test_support.h"
 
 namespace forebay::host_kernels {
 namespace {

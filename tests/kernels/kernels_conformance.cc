@@ -1,4 +1,4 @@
-#include "kernels_conformance.h"
+#include "tests/kernels/kernels_conformance.h"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include "forebay/backend.h"
 #include "forebay/kernels.h"
 #include "kernels/host_kernels.h"
-#include "kernels/kernel_test_support.h"
+#include "tests/kernels/kernel_test_support.h"
 
 namespace forebay::kernel_test {
 namespace {

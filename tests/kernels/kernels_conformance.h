@@ -17,7 +17,7 @@
 #include "forebay/backend.h"
 #include "forebay/kernels.h"
 #include "kernels/host_kernels.h"
-#include "kernels/kernel_test_support.h"
+#include "tests/kernels/kernel_test_support.h"
 
 namespace forebay::kernel_test {
 

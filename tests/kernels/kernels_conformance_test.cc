@@ -1,11 +1,11 @@
 // The suite on the host kernels, on the CUDA kernels built for the host, and on these through the cuda
 // backend and the fake driver.
-#include "kernels_conformance.h"
+#include "tests/kernels/kernels_conformance.h"
 
 #include <cstdlib>
 
 #include "forebay/cuda_backend.h"
-#include "simulated_cuda_backend.h"
+#include "tests/kernels/simulated_cuda_backend.h"
 
 namespace forebay::kernel_test {
 namespace {

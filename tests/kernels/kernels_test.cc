@@ -10,7 +10,7 @@
 
 #include "forebay/host_backend.h"
 #include "kernels/host_kernels.h"
-#include "kernels/kernel_test_support.h"
+#include "tests/kernels/kernel_test_support.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>

@@ -21,8 +21,8 @@
 
 #include "offload/io_engine.h"
 #include "offload/scratch_file.h"
-#include "offload/store_support.h"
-#include "support/process.h"
+#include "tests/offload/store_support.h"
+#include "tests/support/process.h"
 
 namespace forebay {
 namespace {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "offload/store_support.h"
+#include "tests/offload/store_support.h"
 
 namespace forebay {
 namespace {

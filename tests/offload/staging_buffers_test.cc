@@ -15,8 +15,8 @@
 
 #include "forebay/file_store.h"
 #include "forebay/host_backend.h"
-#include "offload/store_support.h"
-#include "support/process.h"
+#include "tests/offload/store_support.h"
+#include "tests/support/process.h"
 
 namespace forebay {
 namespace {

@@ -13,8 +13,8 @@
 
 #include "forebay/file_store.h"
 #include "forebay/memory_store.h"
-#include "offload/store_support.h"
-#include "support/process.h"
+#include "tests/offload/store_support.h"
+#include "tests/support/process.h"
 
 namespace forebay {
 namespace {

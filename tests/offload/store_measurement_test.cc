@@ -8,7 +8,7 @@
 #include <iostream>
 #include <vector>
 
-#include "support/process.h"
+#include "tests/support/process.h"
 
 namespace forebay {
 namespace {

@@ -25,7 +25,7 @@
 #include <string>
 
 #include "forebay/file_store.h"
-#include "offload/store_support.h"
+#include "tests/offload/store_support.h"
 
 namespace forebay {
 namespace {

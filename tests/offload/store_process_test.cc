@@ -6,8 +6,8 @@
 #include <string>
 
 #include "forebay/file_store.h"
-#include "offload/store_support.h"
-#include "support/process.h"
+#include "tests/offload/store_support.h"
+#include "tests/support/process.h"
 
 namespace forebay::testing {
 namespace {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "cuda/simulated_kernels.h"
-#include "support/fake_cuda/fake_cuda.h"
+#include "tests/fakes/cuda/fake_cuda.h"
 
 namespace forebay::gpt::kernels {
 namespace {

@@ -18,15 +18,15 @@
 #include <omp.h>
 #endif
 
-#include "convert.h"
 #include "forebay/error.h"
-#include "gpt.h"
-#include "gpt_reference.h"
-#include "host_operations.h"
-#include "matmul.h"
-#include "random.h"
-#include "shape.h"
-#include "text.h"
+#include "model/convert.h"
+#include "model/gpt.h"
+#include "model/host_operations.h"
+#include "model/matmul.h"
+#include "model/random.h"
+#include "model/shape.h"
+#include "model/text.h"
+#include "tests/samples/gpt_reference.h"
 
 namespace forebay::gpt {
 namespace {

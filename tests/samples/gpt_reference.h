@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "random.h"
-#include "shape.h"
+#include "model/random.h"
+#include "model/shape.h"
 
 namespace forebay::gpt {
 

@@ -1,7 +1,7 @@
 // The model's kernels, built for the host and launched on a HostBackend, against the host's own loops: the
 // same bits, operation by operation. On shapes that leave part of every block, tile and lane idle.
 
-#include "launched_operations.h"
+#include "model/launched_operations.h"
 
 #include <gtest/gtest.h>
 
@@ -14,14 +14,14 @@
 #include <string>
 #include <vector>
 
-#include "convert.h"
 #include "cuda/image.h"
 #include "cuda/simulated_kernels.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
-#include "host_operations.h"
-#include "random.h"
-#include "shape.h"
+#include "model/convert.h"
+#include "model/host_operations.h"
+#include "model/random.h"
+#include "model/shape.h"
 
 namespace forebay::gpt {
 namespace {

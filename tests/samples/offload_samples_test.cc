@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <sstream>
 
-#include "support/process.h"
+#include "tests/support/process.h"
 
 namespace forebay::testing {
 namespace {

@@ -1,7 +1,7 @@
 // The safetensors reader and writer: what is written comes back, and nothing that is not a valid file is
 // believed.
 
-#include "safetensors.h"
+#include "trainer/safetensors.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "initial.h"
-#include "random.h"
+#include "model/random.h"
+#include "trainer/initial.h"
 
 namespace forebay::gpt {
 namespace {

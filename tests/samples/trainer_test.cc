@@ -1,7 +1,7 @@
 // The trainer over `local` ranks, and the command line: small runs that end in well under a second each. The
-// whole matrix of stages, types and ranks is tested elsewhere (tests/multirank).
+// whole matrix of stages, types and ranks is tested elsewhere (tests/end_to_end).
 
-#include "trainer.h"
+#include "trainer/trainer.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -16,12 +16,12 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "gpt_reference.h"
-#include "initial.h"
-#include "options.h"
-#include "random.h"
-#include "safetensors.h"
-#include "text.h"
+#include "model/random.h"
+#include "model/text.h"
+#include "tests/samples/gpt_reference.h"
+#include "trainer/initial.h"
+#include "trainer/options.h"
+#include "trainer/safetensors.h"
 
 namespace forebay::gpt {
 namespace {

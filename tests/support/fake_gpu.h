@@ -9,7 +9,7 @@
 
 #include "forebay/cuda_backend.h"
 #include "forebay/error.h"
-#include "support/fake_cuda/fake_cuda.h"
+#include "tests/fakes/cuda/fake_cuda.h"
 
 namespace forebay::testing {
 

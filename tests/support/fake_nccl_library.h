@@ -6,7 +6,7 @@
 
 #include <cstdlib>
 
-#include "support/fake_nccl/fake_nccl.h"
+#include "tests/fakes/nccl/fake_nccl.h"
 
 namespace forebay::testing {
 

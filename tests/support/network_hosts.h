@@ -28,7 +28,7 @@
 #include <thread>
 #include <vector>
 
-#include "support/process.h"
+#include "tests/support/process.h"
 
 namespace forebay::testing {
 

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "topology/laid_out_host.h"
+#include "tests/topology/laid_out_host.h"
 
 namespace forebay {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "forebay/topology.h"
-#include "support/process.h"
+#include "tests/support/process.h"
 
 namespace forebay::testing {
 

@@ -8,7 +8,7 @@
 #include <cstdlib>
 
 #include "forebay/thread_binding.h"
-#include "topology/laid_out_host.h"
+#include "tests/topology/laid_out_host.h"
 
 namespace forebay {
 namespace {

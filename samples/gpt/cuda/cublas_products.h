@@ -7,7 +7,7 @@
 
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
-#include "matmul.h"
+#include "model/matmul.h"
 
 namespace forebay::gpt {
 

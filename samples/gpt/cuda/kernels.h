@@ -7,7 +7,7 @@
 #pragma once
 
 #include "cuda/launches.h"
-#include "definitions.h"
+#include "model/definitions.h"
 
 // Code of a kernel: for the device alone under nvcc.
 #ifdef __CUDACC__

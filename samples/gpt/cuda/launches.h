@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "definitions.h"
 #include "forebay/data_type.h"
-#include "operations.h"
+#include "model/definitions.h"
+#include "model/operations.h"
 
 namespace forebay::gpt::kernels {
 

@@ -1,0 +1,944 @@
+// Blocks, streams and accounts of the arena: what never calls the Backend's address space. The slow paths are
+// in arena/growth.cc, the search among aliased addresses in arena/views.cc.
+#include "forebay/arena.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "allocator/arena/chunked_arena.h"
+
+namespace forebay {
+namespace internal {
+namespace {
+
+constexpr std::size_t kFirstSlabCount = 1024;
+// With several streams: frees after which events are recorded and queried, if no request misses before.
+// Fewer: more calls. More: free neighbours stay apart longer, and fit worse.
+constexpr unsigned kUnsettledFreesMax = 128;
+constexpr std::size_t kReserveBytesMax = std::size_t{16} << 40;
+constexpr std::size_t kReserveFactor = 16;
+// The transient region grows by a 512th of the limit, but by no more than this: large enough that a cold
+// start of tens of gigabytes makes hundreds of driver calls, small enough to be nothing beside them.
+constexpr std::size_t kGrowthBytesMax = 32_MiB;
+constexpr std::size_t kGrowthFraction = 512;
+
+// A large block would leave much of a range that it does not fill.
+constexpr std::size_t kLargeBytes = 1_MiB;
+bool poor_fit(const Range* range, std::size_t bytes) {
+  return bytes >= kLargeBytes && range->bytes - bytes > bytes / 8;
+}
+
+std::size_t growth_bytes(const ArenaOptions& options) {
+  if (options.growth_bytes != 0) return round_up(options.growth_bytes, options.chunk_bytes);
+  const std::size_t part = options.limit_bytes / kGrowthFraction / options.chunk_bytes * options.chunk_bytes;
+  return std::max(options.chunk_bytes, std::min(part, kGrowthBytesMax));
+}
+
+}  // namespace
+
+// --- construction ------------------------------------------------
+
+ChunkedArena::ChunkedArena(Backend& backend, DevicePtr base, const ArenaOptions& options)
+    : backend_(backend),
+      base_(base),
+      reserve_bytes_(options.reserve_bytes),
+      limit_bytes_(options.limit_bytes),
+      chunk_bytes_(options.chunk_bytes),
+      growth_bytes_(growth_bytes(options)),
+      exact_growth_(growth_bytes_ == chunk_bytes_),
+      handle_bytes_limit_(
+          options.largest_chunk_bytes == 0 ? SIZE_MAX : round_up(options.largest_chunk_bytes, chunk_bytes_)),
+      transient_offset_(reserve_bytes_ / 4 / chunk_bytes_ * chunk_bytes_),
+      history_limit_(options.history_count),
+      granules_(chunk_bytes_) {
+  std::snprintf(tags_[0].name, sizeof tags_[0].name, "untagged");
+}
+
+bool ChunkedArena::start() {
+  bins_.reset(static_cast<SizeBins*>(std::calloc(kRegionCount * kClassCount, sizeof(SizeBins))));
+  if (bins_ == nullptr || !granules_.start(reserve_bytes_) || !steps_.start()) return false;
+  if (history_limit_ != 0) {
+    auto* events = static_cast<SnapshotEvent*>(std::calloc(history_limit_, sizeof(SnapshotEvent)));
+    if (events == nullptr) return false;
+    history_.reset(events);
+  }
+  Lock lock(mutex_);
+  if (!reserve_ranges(lock)) return false;
+  first_ = pool_.take();
+  first_->bytes = reserve_bytes_;
+  ranges_.insert(first_);
+  insert_hole(first_, nullptr);
+  return true;
+}
+
+ChunkedArena::~ChunkedArena() {
+  // Release paths do not fail: what the Backend refuses here is leaked.
+  for (unsigned i = 0; i < stream_count_; ++i) {
+    if (streams_[i].event != Event()) (void)backend_.event_destroy(streams_[i].event);
+  }
+  for (Range* range = first_; range != nullptr;) {
+    const auto mapped = [](const Range* r) {
+      return r->kind != RangeKind::kUnmapped && r->kind != RangeKind::kPaused;
+    };
+    if (!mapped(range)) {
+      range = range->next;
+      continue;
+    }
+    const std::size_t begin = range->offset;
+    std::size_t end = begin;
+    for (; range != nullptr && mapped(range); range = range->next) end = range->end();
+    (void)backend_.unmap(base_ + begin, end - begin);
+  }
+  for (std::uint32_t i = 0; i < chunks_.size(); ++i) {
+    if (chunks_[i].held && !chunks_[i].paused) (void)backend_.chunk_destroy(chunks_[i].handle);
+  }
+  for (unsigned i = kSharedRegionCount; i < kRegionCount; ++i) {
+    // Paused, but resumed in part by a call that failed.
+    if (private_regions_[i].use != PrivateRegion::Use::kPaused) continue;
+    for (const std::uint32_t chunk : private_regions_[i].chunks) {
+      for (std::uint32_t j = chunks_[chunk].first_mapping; j != kNone; j = mappings_[j].next) {
+        if (mappings_[j].made) (void)backend_.unmap(base_ + mappings_[j].offset, chunks_[chunk].bytes);
+      }
+    }
+  }
+  for (unsigned i = 0; i < kRegionCount; ++i) drop_copy(static_cast<std::uint8_t>(i));
+  (void)backend_.release(base_, reserve_bytes_);
+}
+
+// --- books -------------------------------------------------------
+
+// Makes sure that `count` descriptors are there. May let go of the lock, so it comes before any look-up.
+bool ChunkedArena::make_ranges(Lock& lock, std::size_t count) {
+  while (pool_.available() < count) {
+    const std::size_t slab_count = std::max({kFirstSlabCount, pool_.capacity(), count});
+    const std::size_t cell_count = std::bit_ceil(2 * (pool_.capacity() + slab_count));
+    lock.unlock();
+    RangePool::Slab* slab = RangePool::make_slab(slab_count);
+    Range** cells = RangeTable::make_cells(cell_count);
+    lock.lock();
+    // Two threads may both have come here: the later one's cells can be too few by now.
+    const bool made = slab != nullptr && cells != nullptr;
+    if (made && cell_count >= 2 * (pool_.capacity() + slab_count)) {
+      pool_.add(slab);
+      slab = nullptr;
+      cells = ranges_.adopt(cells, cell_count);
+    }
+    lock.unlock();
+    std::free(slab);
+    std::free(cells);
+    lock.lock();
+    if (!made) return false;
+  }
+  return true;
+}
+
+Range* ChunkedArena::find_block(DevicePtr block) const {
+  const auto offset = static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(block) -
+                                               reinterpret_cast<std::uintptr_t>(base_));
+  if (offset >= reserve_bytes_) return nullptr;
+  Range* range = ranges_.find(offset);
+  return range != nullptr && is_block(range) ? range : nullptr;
+}
+
+SizeBins& ChunkedArena::bins_of(std::uint8_t region, std::uint64_t waits) const {
+  unsigned index = kMixedClass;
+  if (waits == 0) {
+    index = kReadyClass;
+  } else if ((waits & (waits - 1)) == 0) {
+    index = static_cast<unsigned>(std::countr_zero(waits));
+  }
+  return bins_[region * kClassCount + index];
+}
+
+// Cuts `range`, which is in no bin, at `offset`, into two that are alike in everything else. The
+// smaller one gets the new descriptor.
+ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
+  FOREBAY_ASSERT(offset > range->offset && offset < range->end(), "empty part at %zu", offset);
+  Range* added = pool_.take();
+  added->waits = range->waits;
+  added->epoch = range->epoch;
+  added->kind = range->kind;
+  added->region = range->region;
+  const bool add_upper = range->end() - offset <= offset - range->offset;
+  const std::size_t end = range->end();
+  if (add_upper) {
+    added->offset = offset;
+    added->bytes = end - offset;
+    range->bytes = offset - range->offset;
+    added->previous = range;
+    added->next = range->next;
+    if (added->next != nullptr) added->next->previous = added;
+    range->next = added;
+    ranges_.insert(added);
+  } else {
+    added->offset = range->offset;
+    added->bytes = offset - range->offset;
+    ranges_.replace(range, added);
+    range->offset = offset;
+    range->bytes = end - offset;
+    ranges_.insert(range);
+    added->next = range;
+    added->previous = range->previous;
+    if (added->previous != nullptr) added->previous->next = added;
+    if (first_ == range) first_ = added;
+    range->previous = added;
+  }
+  if (added->kind != RangeKind::kUnmapped) {
+    granules_.own(added);
+  } else {
+    insert_hole(added, add_upper ? range : range->bin_previous);
+  }
+  return add_upper ? Halves{range, added} : Halves{added, range};
+}
+
+// Joins two neighbours that are in no bin. The union waits for what either waited for; the
+// smaller one's descriptor goes.
+Range* ChunkedArena::absorb(Range* lower, Range* upper) {
+  const bool keep_lower = lower->bytes >= upper->bytes;
+  Range* kept = keep_lower ? lower : upper;
+  Range* gone = keep_lower ? upper : lower;
+  if (kept->kind != RangeKind::kUnmapped) {
+    // The granules that begin in the smaller part change hands.
+    granules_.own(kept, gone->offset, gone->end());
+  } else {
+    remove_hole(gone);
+  }
+  const bool alike = kept->waits == gone->waits;
+  kept->waits |= gone->waits;
+  kept->epoch = std::max(kept->epoch, gone->epoch);
+  if (!alike) {
+    // The later epoch is now that of all: each of them needs an event that covers it.
+    for (std::uint64_t rest = kept->waits; rest != 0; rest &= rest - 1) {
+      std::uint64_t& freed_epoch = streams_[std::countr_zero(rest)].freed_epoch;
+      freed_epoch = std::max(freed_epoch, kept->epoch);
+    }
+  }
+  ranges_.erase(upper);
+  if (keep_lower) {
+    kept->next = gone->next;
+    if (kept->next != nullptr) kept->next->previous = kept;
+  } else {
+    ranges_.replace(gone, kept);
+    kept->offset = gone->offset;
+    kept->previous = gone->previous;
+    if (kept->previous != nullptr) kept->previous->next = kept;
+    if (first_ == gone) first_ = kept;
+  }
+  kept->bytes += gone->bytes;
+  pool_.give(gone);
+  return kept;
+}
+
+void ChunkedArena::push_pending(Range* range) {
+  range->pending_previous = nullptr;
+  range->pending_next = pending_;
+  if (pending_ != nullptr) pending_->pending_previous = range;
+  pending_ = range;
+}
+
+void ChunkedArena::remove_pending(Range* range) {
+  if (range->pending_next != nullptr) range->pending_next->pending_previous = range->pending_previous;
+  if (range->pending_previous != nullptr) {
+    range->pending_previous->pending_next = range->pending_next;
+  } else {
+    pending_ = range->pending_next;
+  }
+}
+
+void ChunkedArena::take_free(Range* range) {
+  bins_of(range->region, range->waits).remove(range);
+  --free_count_;
+  if (range->waits != 0) remove_pending(range);
+}
+
+// Frees `range`, which is in no bin, together with the free neighbours that wait for the same streams.
+void ChunkedArena::put_free(Range* range) {
+  // As long as there is one stream, what waits for it and what waits for nobody serve the same taker.
+  const bool one_taker = stream_count_ <= 1;
+  const auto mergeable = [one_taker](const Range* one, const Range* neighbour) {
+    return neighbour != nullptr && neighbour->kind == RangeKind::kFree && neighbour->region == one->region &&
+           (one_taker || neighbour->waits == one->waits);
+  };
+  range->kind = RangeKind::kFree;
+  range->recorded = 0;
+  if (mergeable(range, range->next)) {
+    take_free(range->next);
+    range = absorb(range, range->next);
+  }
+  if (mergeable(range, range->previous)) {
+    take_free(range->previous);
+    range = absorb(range->previous, range);
+  }
+  // What waits for nobody must not hand its old epoch to a range it is joined to: no event would ever cover
+  // it.
+  if (range->waits == 0) range->epoch = 0;
+  bins_of(range->region, range->waits).insert(range);
+  ++free_count_;
+  if (range->waits != 0) push_pending(range);
+}
+
+// Enters `range` into the holes, behind `before`, or as the first if that is null.
+void ChunkedArena::insert_hole(Range* range, Range* before) {
+  Range*& link = before == nullptr ? holes_ : before->bin_next;
+  range->bin_previous = before;
+  range->bin_next = link;
+  if (link != nullptr) link->bin_previous = range;
+  link = range;
+}
+
+void ChunkedArena::remove_hole(Range* range) {
+  if (range->bin_next != nullptr) range->bin_next->bin_previous = range->bin_previous;
+  (range->bin_previous == nullptr ? holes_ : range->bin_previous->bin_next) = range->bin_next;
+}
+
+// Takes [begin, end) out of an unmapped range, as a busy one. Takes up to two descriptors.
+Range* ChunkedArena::claim_hole(Range* hole, std::size_t begin, std::size_t end) {
+  FOREBAY_ASSERT(hole->kind == RangeKind::kUnmapped, "range of kind %d", static_cast<int>(hole->kind));
+  if (begin > hole->offset) hole = split(hole, begin).upper;
+  if (end < hole->end()) hole = split(hole, end).lower;
+  remove_hole(hole);
+  hole->kind = RangeKind::kBusy;
+  return hole;
+}
+
+void ChunkedArena::put_unmapped(Range* range) {
+  granules_.clear(range->offset, range->end());
+  range->kind = RangeKind::kUnmapped;
+  range->slot = UINT32_MAX;
+  range->waits = 0;
+  range->epoch = 0;
+  const auto is_hole = [](const Range* r) { return r != nullptr && r->kind == RangeKind::kUnmapped; };
+  Range* before = nullptr;
+  if (is_hole(range->next)) {
+    before = range->next->bin_previous;
+  } else if (is_hole(range->previous)) {
+    before = range->previous;
+  } else {
+    for (Range* hole = holes_; hole != nullptr && hole->offset < range->offset; hole = hole->bin_next) {
+      before = hole;
+    }
+  }
+  insert_hole(range, before);
+  if (is_hole(range->next)) range = absorb(range, range->next);
+  if (is_hole(range->previous)) absorb(range->previous, range);
+}
+
+// In this region, and not waiting for anybody but the stream that asks.
+bool ChunkedArena::usable_here(const Range* range, const Placement& placement, std::uint8_t region) const {
+  return range != nullptr && range->kind == RangeKind::kFree && range->region == region &&
+         (range->waits & ~placement.mine) == 0;
+}
+
+// The same, in any region whose chunks may serve the request's.
+bool ChunkedArena::usable(const Range* range, const Placement& placement) const {
+  if (range == nullptr || range->kind != RangeKind::kFree || (range->waits & ~placement.mine) != 0)
+    return false;
+  return range->region == placement.region ||
+         (range->region < kSharedRegionCount && placement.region < kSharedRegionCount);
+}
+
+Range* ChunkedArena::find_free(const Placement& placement, std::uint8_t region,
+                               std::size_t scan_count_max) const {
+  Range* ready = bins_of(region, 0).find(placement.bytes, placement.alignment, scan_count_max);
+  if (placement.mine == 0) return ready;
+  Range* own = bins_of(region, placement.mine).find(placement.bytes, placement.alignment, scan_count_max);
+  if (own == nullptr) return ready;
+  if (ready == nullptr) return own;
+  // On a tie the stream keeps to its own, which nobody else can use yet.
+  return ready->bytes < own->bytes ? ready : own;
+}
+
+// Neighbours that wait for different sets of streams are not merged when they are freed, since the union
+// would suit fewer takers. Here a taker is known: the first run of ranges that all suit it and together
+// suffice becomes one, which is in no bin.
+Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
+  std::size_t begin = SIZE_MAX;
+  std::size_t end = 0;
+  for_each_usable(placement, region, [&](const Range* first) {
+    if (first->offset >= begin || usable_here(first->previous, placement, region)) return;
+    const Range* last = first;
+    while (usable_here(last->next, placement, region)) last = last->next;
+    if (!block_fits(first->offset, last->end(), placement.bytes, placement.alignment)) return;
+    begin = first->offset;
+    end = last->end();
+  });
+  return begin == SIZE_MAX ? nullptr : isolate(begin, end);
+}
+
+// The place that the same point of an earlier step had, if its memory is free. Null if not; otherwise a range
+// in no bin, and where in it the block begins. `*missing_count`: null only because there are fewer
+// descriptors than this.
+Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std::size_t* missing_count) {
+  if (offset == StepMemory::kUnknown || (offset & (placement.alignment - 1)) != 0) return nullptr;
+  Range* range = ranges_.find(offset);
+  if (range != nullptr && range->bytes >= placement.bytes &&
+      usable_here(range, placement, placement.region)) {
+    take_free(range);
+    return range;
+  }
+  // Its memory may be free and owned by other addresses.
+  std::size_t run_count = 0;
+  if (offset + placement.bytes > reserve_bytes_) return nullptr;
+  if (!shows_free(offset, offset + placement.bytes, placement, &run_count)) return nullptr;
+  const std::size_t needed_count = 2 * run_count + kSplitsMax;
+  if (pool_.available() < needed_count) {
+    *missing_count = needed_count;
+    return nullptr;
+  }
+  return own_here(offset, offset + placement.bytes, placement, run_count);
+}
+
+// Cuts a block from `range`, which is in no bin and large enough; the rest becomes free.
+DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placement& placement,
+                                   std::uint64_t key) {
+  // Parts keep the region of the memory they are in: what belongs to a shared region stays with its side.
+  range->kind = RangeKind::kBusy;
+  if (start > range->offset) {
+    const auto [rest, kept] = split(range, start);
+    put_free(rest);
+    range = kept;
+  }
+  if (range->bytes > placement.bytes) {
+    const auto [kept, rest] = split(range, start + placement.bytes);
+    put_free(rest);
+    range = kept;
+  }
+  range->kind = RangeKind::kLive;
+  range->region = placement.region;
+  range->tag = placement.tag;
+  range->stream = static_cast<std::uint8_t>(placement.stream);
+  range->slack = placement.bytes - placement.asked_bytes;
+  range->recorded = 0;
+  if (!placement.fixed) {
+    steps_.set_key(key);
+    steps_.store(placement.bytes, start);
+  }
+  charge(placement.tag, placement.stream, placement.bytes, placement.asked_bytes);
+  ++total_.allocation_count;
+  ++tags_[placement.tag].account.allocation_count;
+  if (placement.stream != kNoStream) ++streams_[placement.stream].account.allocation_count;
+  if (history_limit_ != 0) {
+    note(SnapshotAction::kAlloc, start, placement.bytes,
+         placement.stream == kNoStream ? Stream() : streams_[placement.stream].stream);
+  }
+  return base_ + start;
+}
+
+bool ChunkedArena::within_tag_limit(Tag tag, std::size_t bytes) const {
+  const TagState& state = tags_[tag];
+  return state.limit_bytes == 0 || (state.account.live_bytes <= state.limit_bytes &&
+                                    bytes <= state.limit_bytes - state.account.live_bytes);
+}
+
+void ChunkedArena::charge(Tag tag, unsigned stream, std::size_t bytes, std::size_t asked_bytes) {
+  const auto charge_one = [&](ArenaStatistics& account) {
+    account.live_bytes += bytes;
+    account.peak_live_bytes = std::max(account.peak_live_bytes, account.live_bytes);
+    account.requested_bytes += asked_bytes;
+    account.peak_requested_bytes = std::max(account.peak_requested_bytes, account.requested_bytes);
+  };
+  charge_one(total_);
+  charge_one(tags_[tag].account);
+  if (stream != kNoStream) charge_one(streams_[stream].account);
+}
+
+void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::size_t asked_bytes) {
+  const auto discharge_one = [&](ArenaStatistics& account) {
+    account.live_bytes -= bytes;
+    account.requested_bytes -= asked_bytes;
+  };
+  discharge_one(total_);
+  discharge_one(tags_[tag].account);
+  if (stream != kNoStream) discharge_one(streams_[stream].account);
+  freed_bytes_ += bytes;
+
+  if (lap_.lap != steps_.lap_count()) {
+    previous_lap_ = lap_;
+    lap_ = LiveBounds();
+    lap_.lap = steps_.lap_count();
+  }
+  lap_.low_bytes = std::min(lap_.low_bytes, total_.live_bytes);
+  lap_.high_bytes = std::max(lap_.high_bytes, total_.live_bytes + bytes);
+  // Is this as little as the steps of the main loop ever hold? A loop within a step neither holds the most
+  // nor frees much.
+  const std::size_t high_bytes = high_water();
+  const bool in_main_loop = lap_.lap > kRefineLaps && total_.live_bytes <= previous_lap_.low_bytes &&
+                            previous_lap_.high_bytes >= high_bytes - high_bytes / kRefineAgain &&
+                            total_.live_bytes <= high_bytes - high_bytes / kRefineSwing;
+  if (total_.live_bytes != 0 && !in_main_loop) return;
+  if (troughs_to_skip_ > 0) {
+    --troughs_to_skip_;
+  } else {
+    refine_due_ = worth_refining();
+  }
+}
+
+// Whether more is held than was ever live at once, by so much that placing a step anew pays. Once for each
+// high water: where it did not help, it would not help again.
+bool ChunkedArena::worth_refining() const {
+  const std::size_t high_bytes = high_water();
+  return !exact_growth_ && capturing_count_ == 0 &&
+         high_bytes > refined_bytes_ + refined_bytes_ / kRefineAgain &&
+         total_.reserved_bytes - slot_slack_bytes_ >
+             high_bytes + std::max(high_bytes / kRefineWorth, 2 * chunk_bytes_);
+}
+
+void ChunkedArena::add_reserved(std::size_t bytes) {
+  total_.reserved_bytes += bytes;
+  total_.peak_reserved_bytes = std::max(total_.peak_reserved_bytes, total_.reserved_bytes);
+}
+
+// --- streams -----------------------------------------------------
+
+unsigned ChunkedArena::find_stream(Stream stream) const {
+  if (stream == Stream()) return kNoStream;
+  for (unsigned i = 0; i < stream_count_; ++i) {
+    if (streams_[i].stream == stream && streams_[i].known) return i;
+  }
+  return kNoStream;
+}
+
+// kNoStream if there are kStreamLimit streams that blocks or free ranges still refer to.
+unsigned ChunkedArena::add_stream(Stream stream) {
+  if (const unsigned index = find_stream(stream); index != kNoStream) return index;
+  unsigned index = stream_count_;
+  for (unsigned i = 0; i < stream_count_; ++i) {
+    if (!streams_[i].known && !streams_[i].claimed) index = i;
+  }
+  if (index == kStreamLimit) {
+    std::uint64_t referred = 0;
+    for (Range* range = first_; range != nullptr; range = range->next) {
+      range->waits = range->kind == RangeKind::kLive ? unfinished(range->waits, range->epoch) : range->waits;
+      referred |= range->waits | range->recorded;
+      if (is_block(range) && range->stream < kStreamLimit) referred |= std::uint64_t{1} << range->stream;
+    }
+    for (unsigned i = 0; i < kStreamLimit; ++i) {
+      const bool idle = !streams_[i].claimed && streams_[i].capture_region == 0;
+      if ((referred >> i & 1) == 0 && idle) index = i;
+    }
+    if (index == kStreamLimit) return kNoStream;
+  }
+  if (index == stream_count_) ++stream_count_;
+  StreamState& state = streams_[index];
+  const Event event = state.event;  // An event belongs to no stream: the next one uses it on.
+  state = StreamState();
+  state.event = event;
+  state.stream = stream;
+  state.known = true;
+  // The event's last record was for the stream before and has nothing to say about this one.
+  state.recorded_epoch = state.completed_epoch = epoch_ - 1;
+  return index;
+}
+
+std::uint64_t ChunkedArena::unfinished(std::uint64_t waits, std::uint64_t epoch) const {
+  std::uint64_t left = 0;
+  for (std::uint64_t rest = waits; rest != 0; rest &= rest - 1) {
+    if (streams_[std::countr_zero(rest)].completed_epoch < epoch) left |= rest & -rest;
+  }
+  return left;
+}
+
+// Gives every pending range that no longer waits for all it waited for to its new class.
+void ChunkedArena::finish_pending() {
+  for (Range* range = pending_; range != nullptr;) {
+    Range* next = range->pending_next;
+    const std::uint64_t left = unfinished(range->waits, range->epoch);
+    if (left != range->waits) {
+      take_free(range);
+      range->waits = left;
+      // Merging takes neighbours that wait for the same streams. `next` may be one of them, unless nothing is
+      // left to wait for; then start again. Each restart has made one range wait for less, so this ends.
+      put_free(range);
+      if (left != 0) next = pending_;
+    }
+    range = next;
+  }
+}
+
+// Learns which events have completed and records those that are due. Never waits for the device, except for
+// back-pressure while recording.
+void ChunkedArena::settle() {
+  struct Work {  // Of a StreamState; small, because there is room for all.
+    Stream stream;
+    Event event;
+    std::uint64_t freed_epoch;
+    std::uint64_t recorded_epoch;
+    std::uint64_t completed_epoch;
+  };
+  Work work[kStreamLimit];
+  std::uint64_t claimed = 0;
+  std::uint64_t snapshot = 0;
+  {
+    Lock lock(mutex_);
+    if (pending_ == nullptr && !shadows_wait_) return;
+    bool any_waits = false;
+    for (unsigned i = 0; i < stream_count_; ++i) {
+      StreamState& state = streams_[i];
+      if (!state.known || state.freed_epoch <= state.completed_epoch) continue;
+      any_waits = true;
+      // Events of a stream that is being captured belong to the graph.
+      if (state.claimed || state.capture_region != 0) continue;
+      state.claimed = true;
+      claimed |= std::uint64_t{1} << i;
+      work[i] = {state.stream, state.event, state.freed_epoch, state.recorded_epoch, state.completed_epoch};
+    }
+    shadows_wait_ = shadows_wait_ && any_waits;
+    if (claimed == 0) return;
+    // Frees from here on belong to the next epoch: the events below need not cover them.
+    snapshot = epoch_++;
+    unsettled_free_count_ = 0;
+  }
+  for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
+    Work& state = work[std::countr_zero(rest)];
+    if (state.recorded_epoch > state.completed_epoch) {
+      Result<bool> reached = backend_.event_query(state.event);
+      // A failed query says that the stream failed; its memory stays with it.
+      if (!reached.ok() || !reached.value()) continue;
+      state.completed_epoch = state.recorded_epoch;
+      if (state.freed_epoch <= state.completed_epoch) continue;
+    }
+    if (state.event == Event()) {
+      Result<Event> event = backend_.event_create();
+      if (!event.ok()) continue;
+      state.event = event.value();
+    }
+    if (!backend_.event_record(state.event, state.stream).ok()) continue;
+    state.recorded_epoch = snapshot;
+    Result<bool> reached = backend_.event_query(state.event);
+    if (reached.ok() && reached.value()) state.completed_epoch = snapshot;
+  }
+  Lock lock(mutex_);
+  for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
+    const auto i = static_cast<unsigned>(std::countr_zero(rest));
+    StreamState& state = streams_[i];
+    state.event = work[i].event;
+    state.recorded_epoch = std::max(state.recorded_epoch, work[i].recorded_epoch);
+    state.completed_epoch = std::max(state.completed_epoch, work[i].completed_epoch);
+    state.claimed = false;
+  }
+  finish_pending();
+  settled_.notify_all();
+}
+
+Status ChunkedArena::stream_retire(Stream stream) {
+  Lock lock(mutex_);
+  unsigned index = find_stream(stream);
+  // A thread that records an event right now still uses the handle.
+  settled_.wait(lock, [&] {
+    index = find_stream(stream);
+    return index == kNoStream || !streams_[index].claimed;
+  });
+  if (index == kNoStream) return Status();
+  StreamState& state = streams_[index];
+  state.known = false;
+  state.account = ArenaStatistics();
+  state.completed_epoch = UINT64_MAX;
+  const std::uint64_t others = ~(std::uint64_t{1} << index);
+  for (Range* range = first_; range != nullptr; range = range->next) {
+    range->recorded &= others;
+    if (range->kind != RangeKind::kFree) range->waits &= others;
+    if (is_block(range) && range->stream == index) range->stream = kNoStream;
+  }
+  finish_pending();
+  return Status();
+}
+
+// --- blocks ------------------------------------------------------
+
+Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
+  // Not std::has_single_bit: without a machine's own instruction that is a call.
+  if (request.alignment == 0 || (request.alignment & (request.alignment - 1)) != 0 ||
+      request.alignment > chunk_bytes_) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot allocate with alignment " + std::to_string(request.alignment) +
+                      ": it is not a power of two up to the chunk size " + std::to_string(chunk_bytes_) +
+                      "; ask for less, or for larger chunks (ArenaOptions::chunk_bytes)");
+  }
+  if (request.region != Region::kPersistent && request.region != Region::kTransient) {
+    return Status(StatusCode::kInvalidArgument, "cannot allocate in region " +
+                                                    std::to_string(static_cast<int>(request.region)) +
+                                                    ": there are kPersistent and kTransient");
+  }
+  Placement placement;
+  placement.asked_bytes = request.bytes;
+  placement.alignment = std::max(request.alignment, kBlockGranule);
+  placement.tag = request.tag;
+  placement.fixed = request.fixed;
+  Lock lock(mutex_);
+  if (request.tag >= tag_count_) {
+    lock.unlock();
+    return no_such_tag("allocate", request.tag);
+  }
+  if (request.bytes > reserve_bytes_) {
+    lock.unlock();
+    return out_of_memory("allocate", request.bytes, request.tag, placement, Status());
+  }
+  const std::size_t unit = request.fixed ? chunk_bytes_ : kBlockGranule;
+  placement.bytes = std::max(align_up(request.bytes, unit), unit);
+  if (!reserve_ranges(lock)) {
+    lock.unlock();
+    return no_books();
+  }
+  if (!within_tag_limit(request.tag, placement.bytes)) {
+    lock.unlock();
+    return over_tag_limit("allocate", placement.bytes, request.tag);
+  }
+  placement.region = static_cast<std::uint8_t>(request.region);
+  if (placement.bytes <= chunk_bytes_ / kSmallFraction) placement.region = kPersistentRegion;
+  if (const std::uint8_t own = tags_[request.tag].region; own != 0) {
+    if (private_regions_[own].use == PrivateRegion::Use::kPaused) {
+      lock.unlock();
+      return Status(StatusCode::kUnavailable, "cannot allocate " + format_bytes(placement.bytes) +
+                                                  " for tag " + std::to_string(request.tag) +
+                                                  ": the tag is paused; resume it first");
+    }
+    placement.region = own;
+  }
+  if (request.stream != Stream()) {
+    placement.stream = add_stream(request.stream);
+    if (placement.stream != kNoStream) {
+      placement.mine = std::uint64_t{1} << placement.stream;
+      const std::uint8_t captured = streams_[placement.stream].capture_region;
+      if (captured != 0 && placement.region < kSharedRegionCount) placement.region = captured;
+    }
+  }
+  if (!placement.fixed) {
+    const std::size_t known = steps_.find(placement.bytes, total_.live_bytes,
+                                          std::uint64_t{placement.stream} << 4 | placement.region);
+    const std::uint64_t key = steps_.key();
+    for (bool settled = stream_count_ <= 1;;) {
+      // After letting go of the lock: no. The slow path then says why.
+      if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
+      std::size_t missing_count = 0;
+      if (Range* range = recall(placement, known, &missing_count)) {
+        ++total_.recalled_count;
+        return make_block(range, known, placement, key);
+      }
+      if (missing_count != 0) {
+        if (reserve_ranges(lock, missing_count)) continue;
+        lock.unlock();
+        return no_books();
+      }
+      Range* range = find_free(placement, placement.region, kBinScanMax);
+      const bool wanting =
+          range == nullptr || known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
+      if (wanting && !settled && unsettled_free_count_ > 0) {
+        // What would do, or do better, may wait for an event that has completed by now.
+        settled = true;
+        lock.unlock();
+        settle();
+        lock.lock();
+        if (reserve_ranges(lock)) continue;
+        lock.unlock();
+        return no_books();
+      }
+      if (range == nullptr) break;
+      take_free(range);
+      return make_block(range, align_up(range->offset, placement.alignment), placement, key);
+    }
+    lock.unlock();
+    return allocate_slowly(placement, key);
+  }
+  lock.unlock();
+  return allocate_slowly(placement, 0);
+}
+
+Status ChunkedArena::free(DevicePtr block, Stream stream) {
+  Lock lock(mutex_);
+  Range* range = find_block(block);
+  if (range == nullptr) {
+    lock.unlock();
+    return bad_block(block, "free");
+  }
+  std::uint64_t mine = 0;
+  if (stream != Stream()) {
+    const unsigned index = add_stream(stream);
+    if (index != kNoStream) {
+      mine = std::uint64_t{1} << index;
+    } else {
+      // More streams than there are bits: wait here, and nobody has to wait later.
+      lock.unlock();
+      FOREBAY_RETURN_IF_ERROR(backend_.stream_synchronize(stream));
+      lock.lock();
+      range = find_block(block);
+      if (range == nullptr) {
+        lock.unlock();
+        return bad_block(block, "free");
+      }
+    }
+  }
+  discharge(range->tag, range->stream, range->bytes, range->bytes - range->slack);
+  if (history_limit_ != 0) note(SnapshotAction::kFreeCompleted, range->offset, range->bytes, stream);
+  if (range->kind == RangeKind::kPaused) {
+    // Its memory is with the device: when the tag is resumed, this part comes back free.
+    range->paused_kind = RangeKind::kFree;
+    return Status();
+  }
+  range->waits = unfinished(range->waits, range->epoch) | range->recorded | mine;
+  range->epoch = epoch_;
+  for (std::uint64_t rest = range->waits; rest != 0; rest &= rest - 1) {
+    streams_[std::countr_zero(rest)].freed_epoch = epoch_;
+  }
+  put_free(range);
+  if (refine_due_) {
+    lock.unlock();
+    refine();
+    return Status();
+  }
+  // Learning now and then what has completed lets neighbours that waited for different streams be joined.
+  if (++unsettled_free_count_ < kUnsettledFreesMax || stream_count_ <= 1) return Status();
+  lock.unlock();
+  settle();
+  return Status();
+}
+
+Status ChunkedArena::record_stream(DevicePtr block, Stream stream) {
+  Lock lock(mutex_);
+  Range* range = find_block(block);
+  if (range == nullptr) {
+    lock.unlock();
+    return bad_block(block, "record a stream for");
+  }
+  if (stream == Stream()) return Status();
+  const unsigned index = add_stream(stream);
+  if (index == kNoStream) {
+    return Status(StatusCode::kUnavailable,
+                  "cannot record a stream: " + std::to_string(kStreamLimit) +
+                      " streams are in use; retire those that ended (stream_retire)");
+  }
+  range->recorded |= std::uint64_t{1} << index;
+  return Status();
+}
+
+std::size_t ChunkedArena::block_bytes(DevicePtr block) const {
+  Lock lock(mutex_);
+  const Range* range = find_block(block);
+  return range == nullptr ? 0 : range->bytes;
+}
+
+// --- accounts ----------------------------------------------------
+
+Result<Tag> ChunkedArena::tag_create(const TagOptions& options) {
+  const char* name = options.name == nullptr || *options.name == '\0' ? "unnamed" : options.name;
+  Lock lock(mutex_);
+  if (tag_count_ == kTagLimit) {
+    lock.unlock();
+    return Status(StatusCode::kInvalidArgument, std::string("cannot create tag '") + name +
+                                                    "': " + std::to_string(kTagLimit) +
+                                                    " tags exist; share one of them");
+  }
+  std::uint8_t region = 0;
+  if (options.pausable) {
+    region = take_private_region(PrivateRegion::Use::kPausable);
+    if (region == 0) {
+      lock.unlock();
+      return no_private_region(std::string("create pausable tag '") + name + "'");
+    }
+  }
+  TagState& state = tags_[tag_count_];
+  std::snprintf(state.name, sizeof state.name, "%s", name);
+  state.limit_bytes = options.limit_bytes;
+  state.region = region;
+  return static_cast<Tag>(tag_count_++);
+}
+
+ArenaStatistics ChunkedArena::statistics() const {
+  Lock lock(mutex_);
+  ArenaStatistics statistics = total_;
+  statistics.driver_call_count = driver_call_count_.load(std::memory_order_relaxed);
+  return statistics;
+}
+
+ArenaStatistics ChunkedArena::statistics(Tag tag) const {
+  Lock lock(mutex_);
+  return tag < tag_count_ ? tags_[tag].account : ArenaStatistics();
+}
+
+ArenaStatistics ChunkedArena::statistics(Stream stream) const {
+  Lock lock(mutex_);
+  const unsigned index = find_stream(stream);
+  return index == kNoStream ? ArenaStatistics() : streams_[index].account;
+}
+
+void ChunkedArena::reset_peaks() {
+  Lock lock(mutex_);
+  const auto reset = [](ArenaStatistics& statistics) {
+    statistics.peak_live_bytes = statistics.live_bytes;
+    statistics.peak_reserved_bytes = statistics.reserved_bytes;
+    statistics.peak_requested_bytes = statistics.requested_bytes;
+  };
+  high_water_bytes_ = std::max(high_water_bytes_, total_.peak_live_bytes);
+  reset(total_);
+  for (unsigned i = 0; i < tag_count_; ++i) reset(tags_[i].account);
+  for (unsigned i = 0; i < stream_count_; ++i) reset(streams_[i].account);
+}
+
+}  // namespace internal
+
+namespace {
+
+std::size_t saturating_multiply(std::size_t a, std::size_t b) {
+  return a > SIZE_MAX / b ? SIZE_MAX : a * b;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOptions& options) {
+  const Capabilities& capabilities = backend.capabilities();
+  const std::size_t chunk_bytes = options.chunk_bytes == 0 ? capabilities.granularity : options.chunk_bytes;
+  if (!std::has_single_bit(chunk_bytes) || chunk_bytes % capabilities.granularity != 0 ||
+      chunk_bytes < kBlockGranule) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot make an arena with chunks of " + format_bytes(chunk_bytes) + ": " +
+                      capabilities.name + " maps multiples of " + format_bytes(capabilities.granularity) +
+                      "; choose a power of two that is one");
+  }
+  const std::size_t limit_bytes = options.limit_bytes == 0 ? capabilities.memory_bytes : options.limit_bytes;
+  if (limit_bytes < chunk_bytes) {
+    return Status(StatusCode::kInvalidArgument, "cannot make an arena of at most " +
+                                                    format_bytes(limit_bytes) + " on " + capabilities.name +
+                                                    ": memory is taken in chunks of " +
+                                                    format_bytes(chunk_bytes) + "; raise limit_bytes");
+  }
+  // A smaller address range than the default still holds everything until it fragments, so where addresses
+  // are scarce (a limit on virtual memory, a sanitizer) the default halves, down to what the limit needs.
+  const bool chosen = options.reserve_bytes != 0;
+  std::size_t reserve_bytes =
+      chosen ? options.reserve_bytes
+             : std::min(saturating_multiply(std::max(limit_bytes, saturating_multiply(chunk_bytes, 4)),
+                                            internal::kReserveFactor),
+                        internal::kReserveBytesMax);
+  if (reserve_bytes > SIZE_MAX - chunk_bytes) {
+    return Status(StatusCode::kInvalidArgument, "cannot reserve " + format_bytes(reserve_bytes) +
+                                                    ": that is all addresses there are; lower reserve_bytes");
+  }
+  reserve_bytes = round_up(reserve_bytes, chunk_bytes);
+  Result<DevicePtr> base = backend.reserve(reserve_bytes, chunk_bytes);
+  while (!base.ok() && !chosen &&
+         reserve_bytes / 2 >= std::max(std::min(limit_bytes, internal::kReserveBytesMax / 256),
+                                       saturating_multiply(chunk_bytes, 4))) {
+    reserve_bytes = round_up(reserve_bytes / 2, chunk_bytes);
+    base = backend.reserve(reserve_bytes, chunk_bytes);
+  }
+  if (!base.ok()) return base.status().with_context("cannot make an arena");
+  ArenaOptions chosen_options = options;
+  chosen_options.reserve_bytes = reserve_bytes;
+  chosen_options.limit_bytes = limit_bytes / chunk_bytes * chunk_bytes;
+  chosen_options.chunk_bytes = chunk_bytes;
+  auto* arena = new (std::nothrow) internal::ChunkedArena(backend, base.value(), chosen_options);
+  if (arena == nullptr) {
+    (void)backend.release(base.value(), reserve_bytes);
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot make an arena: the host has no memory left; free host memory");
+  }
+  std::unique_ptr<Arena> owner(arena);
+  if (!arena->start()) {
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot make an arena: the host has no memory left; free host memory");
+  }
+  return owner;
+}
+
+}  // namespace forebay

@@ -1,0 +1,185 @@
+// ChunkBook: which physical chunks the arena holds, and at which addresses each is mapped.
+//
+// A chunk may be mapped at several addresses. Which of them owns which of its bytes is not kept here but in
+// the Ranges that tile the address range: each byte of a chunk is owned by at most one address, through a
+// Range that is free or live; the other addresses that show it are shadows.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "allocator/arena/range.h"
+#include "forebay/backend.h"
+#include "forebay/check.h"
+
+namespace forebay::internal {
+
+inline constexpr std::uint32_t kNone = UINT32_MAX;
+
+struct PhysicalChunk {
+  Chunk handle;
+  std::size_t bytes = 0;
+  std::uint32_t first_mapping = kNone;  // kNone: held, mapped nowhere: a spare.
+  std::uint32_t next = kNone;           // Of the spares, or of the unused entries.
+  std::uint32_t owner = kNone;          // A hint: a mapping, perhaps not of this chunk any more.
+  std::uint32_t stamp = 0;              // Scratch of a search.
+  std::int8_t breakable = -1;           // Scratch of choose_stitch: not known, no, yes.
+  bool held = false;                    // The entry is in use.
+  bool paused = false;                  // Its memory is with the device, its mappings wait to be made again.
+};
+
+struct Mapping {
+  std::size_t offset = 0;  // Of the arena's addresses.
+  std::uint32_t chunk = kNone;
+  std::uint32_t next = kNone;  // Of the same chunk, or of the unused entries.
+  bool made = true;            // False while its tag is paused.
+};
+
+// Entries by index that never move. Room is made outside of locks, by reserve's caller; take cannot fail.
+template <typename Entry>
+class EntryPool {
+ public:
+  EntryPool() noexcept = default;
+  EntryPool(const EntryPool&) = delete;
+  EntryPool& operator=(const EntryPool&) = delete;
+  ~EntryPool() {
+    for (Entry* leaf : leaves_) std::free(leaf);
+  }
+
+  std::uint32_t size() const noexcept { return used_; }  // Indices in use are below this.
+  std::size_t available() const noexcept { return available_; }
+
+  // A leaf of kLeafCount entries, or null if the host has no memory.
+  static Entry* make_leaf() noexcept { return static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry))); }
+  static constexpr std::size_t kLeafCount = 4096;
+  bool full() const noexcept { return leaf_count_ == kLeavesMax; }
+  void add(Entry* leaf) noexcept {
+    for (std::size_t i = 0; i < kLeafCount; ++i) new (leaf + i) Entry;
+    leaves_[leaf_count_++] = leaf;
+    available_ += kLeafCount;
+  }
+
+  Entry& operator[](std::uint32_t index) noexcept { return leaves_[index / kLeafCount][index % kLeafCount]; }
+  const Entry& operator[](std::uint32_t index) const noexcept {
+    return leaves_[index / kLeafCount][index % kLeafCount];
+  }
+
+  std::uint32_t take() noexcept {
+    FOREBAY_CHECK(available_ > 0, "an entry was taken without room of %zu", available_);
+    --available_;
+    if (free_ == kNone) return used_++;
+    const std::uint32_t index = free_;
+    free_ = (*this)[index].next;
+    (*this)[index] = Entry();
+    return index;
+  }
+  void give(std::uint32_t index) noexcept {
+    (*this)[index] = Entry();
+    (*this)[index].next = free_;
+    free_ = index;
+    ++available_;
+  }
+
+ private:
+  // 16 million entries: 32 TiB in chunks of 2 MiB.
+  static constexpr std::size_t kLeavesMax = 4096;
+  Entry* leaves_[kLeavesMax] = {};
+  std::size_t leaf_count_ = 0;
+  std::size_t available_ = 0;
+  std::uint32_t used_ = 0;
+  std::uint32_t free_ = kNone;
+};
+
+// What there is at each granule of the address range, a granule being the smallest chunk. Two levels, so that
+// a large reservation costs nothing until it is used. Entries of unmapped granules mean nothing.
+class GranuleTable {
+ public:
+  struct Entry {
+    Range* range = nullptr;         // The range that has the granule's first byte.
+    std::uint32_t mapping = kNone;  // The mapping that covers it; kNone under an alias of a slot.
+    std::uint32_t chunk = kNone;    // And its chunk.
+  };
+  // `granule_bytes`: a power of two.
+  explicit GranuleTable(std::size_t granule_bytes) noexcept : shift_(std::countr_zero(granule_bytes)) {}
+  GranuleTable(const GranuleTable&) = delete;
+  GranuleTable& operator=(const GranuleTable&) = delete;
+  ~GranuleTable() {
+    for (std::size_t i = 0; i < leaf_count_; ++i) std::free(leaves_[i]);
+    std::free(leaves_);
+  }
+
+  // False if the host has no memory. Called once.
+  bool start(std::size_t reserve_bytes) noexcept {
+    leaf_count_ = (reserve_bytes >> shift_) / kLeafCount + 1;
+    leaves_ = static_cast<Entry**>(std::calloc(leaf_count_, sizeof(Entry*)));
+    return leaves_ != nullptr;
+  }
+  // Makes, without the arena's lock, the leaves that [begin, end) still lacks. Only for one thread at a time.
+  // False if the host has no memory; `leaves` then holds those that were made.
+  bool make_leaves(std::size_t begin, std::size_t end, std::vector<std::pair<std::size_t, Entry*>>* leaves) {
+    const std::size_t last = ((end - 1) >> shift_) / kLeafCount;
+    for (std::size_t i = (begin >> shift_) / kLeafCount; i <= last; ++i) {
+      if (leaves_[i] != nullptr) continue;
+      auto* leaf = static_cast<Entry*>(std::malloc(kLeafCount * sizeof(Entry)));
+      if (leaf == nullptr) return false;
+      for (std::size_t j = 0; j < kLeafCount; ++j) new (leaf + j) Entry;
+      leaves->push_back({i, leaf});
+    }
+    return true;
+  }
+  void install(std::size_t index, Entry* leaf) noexcept { leaves_[index] = leaf; }
+  // Null where no entries have been made.
+  const Entry* find(std::size_t offset) const noexcept {
+    const std::size_t index = offset >> shift_;
+    const Entry* leaf = leaves_[index / kLeafCount];
+    return leaf == nullptr ? nullptr : leaf + index % kLeafCount;
+  }
+  Entry& at(std::size_t offset) noexcept {
+    const std::size_t index = offset >> shift_;
+    return leaves_[index / kLeafCount][index % kLeafCount];
+  }
+  // The granules that begin inside [begin, end) belong to `range`.
+  void own(Range* range, std::size_t begin, std::size_t end) noexcept {
+    const std::size_t rest = (std::size_t{1} << shift_) - 1;
+    const std::size_t last = (end + rest) >> shift_;
+    for (std::size_t index = (begin + rest) >> shift_; index < last;) {
+      Entry* leaf = leaves_[index / kLeafCount];
+      const std::size_t leaf_end = std::min(last, (index / kLeafCount + 1) * kLeafCount);
+      if (leaf != nullptr) {
+        // Large blocks have hundreds: four at a time.
+        Entry* entry = leaf + index % kLeafCount;
+        std::size_t left = leaf_end - index;
+        for (; left >= 4; left -= 4, entry += 4) {
+          entry[0].range = range;
+          entry[1].range = range;
+          entry[2].range = range;
+          entry[3].range = range;
+        }
+        for (; left > 0; --left, ++entry) entry->range = range;
+      }
+      index = leaf_end;
+    }
+  }
+  void own(Range* range) noexcept { own(range, range->offset, range->end()); }
+  // Nothing is there any more.
+  void clear(std::size_t begin, std::size_t end) noexcept {
+    for (std::size_t index = begin >> shift_; index < end >> shift_; ++index) {
+      Entry* leaf = leaves_[index / kLeafCount];
+      if (leaf != nullptr) leaf[index % kLeafCount] = Entry();
+    }
+  }
+
+ private:
+  static constexpr std::size_t kLeafCount = 4096;
+  const int shift_;
+  Entry** leaves_ = nullptr;
+  std::size_t leaf_count_ = 0;
+};
+
+}  // namespace forebay::internal

@@ -1,0 +1,220 @@
+// Slots, and the aliases that show them.
+#include <algorithm>
+
+#include "allocator/arena/chunked_arena.h"
+
+namespace forebay::internal {
+
+// Chunks of the smallest size, `bytes` in all, mapped nowhere. On failure none are taken. mutex_ held on
+// entry and exit, let go of in between.
+Status ChunkedArena::acquire_slot(Lock& lock, std::size_t bytes, std::vector<std::uint32_t>* chunks) {
+  std::size_t spare_count = 0;
+  for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next)
+    spare_count += chunks_[i].bytes == chunk_bytes_;
+  const std::size_t needed_bytes = bytes - std::min(bytes, spare_count * chunk_bytes_);
+  Status status;
+  // What small spares there are is taken first, so that making room does not destroy them.
+  const auto take_small = [&] {
+    std::uint32_t chunk = kNone;
+    while (chunks->size() * chunk_bytes_ < bytes && take_spare(chunk_bytes_, &chunk))
+      chunks->push_back(chunk);
+  };
+  take_small();
+  if (needed_bytes > 0 && !make_room(lock, needed_bytes)) status = Status(StatusCode::kOutOfMemory, "");
+  while (status.ok() && chunks->size() * chunk_bytes_ < bytes) {
+    if (!reserve_books(lock, bytes)) {
+      status = no_books();
+      break;
+    }
+    std::uint32_t chunk = kNone;
+    status = create_chunk(lock, chunk_bytes_, &chunk);
+    if (status.ok()) chunks->push_back(chunk);
+  }
+  if (!status.ok()) {
+    for (const std::uint32_t chunk : *chunks) keep_spare(chunk);
+    chunks->clear();
+  }
+  return status;
+}
+
+Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
+  if (bytes == 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot create a slot of no bytes: it would have no chunk; ask for one");
+  }
+  settle();
+  Status cause;
+  {
+    std::lock_guard growth(growth_mutex_);
+    Lock lock(mutex_);
+    if (tag >= tag_count_) {
+      lock.unlock();
+      return no_such_tag("create a slot", tag);
+    }
+    if (bytes > limit_bytes_) {
+      cause = Status(StatusCode::kOutOfMemory, "");
+    } else {
+      const std::size_t live_bytes = round_up(bytes, kBlockGranule);
+      std::vector<std::uint32_t> chunks;
+      lock.unlock();
+      chunks.reserve(ceil_div(bytes, chunk_bytes_));
+      lock.lock();
+      recover_stranded(lock);
+      if (!within_tag_limit(tag, live_bytes)) {
+        lock.unlock();
+        return over_tag_limit("create a slot of", live_bytes, tag);
+      }
+      cause = acquire_slot(lock, align_up(bytes, chunk_bytes_), &chunks);
+      // The lock was let go of in between: the tag is looked at again.
+      if (cause.ok() && !within_tag_limit(tag, live_bytes)) {
+        for (const std::uint32_t chunk : chunks) keep_spare(chunk);
+        lock.unlock();
+        return over_tag_limit("create a slot of", live_bytes, tag);
+      }
+      if (cause.ok()) {
+        charge(tag, kNoStream, live_bytes, bytes);
+        ArenaStatistics& account = tags_[tag].account;
+        account.reserved_bytes += chunks.size() * chunk_bytes_;
+        slot_slack_bytes_ += chunks.size() * chunk_bytes_ - live_bytes;
+        account.peak_reserved_bytes = std::max(account.peak_reserved_bytes, account.reserved_bytes);
+        lock.unlock();
+        slots_.push_back({std::move(chunks), live_bytes, bytes, 0, tag, true});
+        return Slot{static_cast<std::uint32_t>(slots_.size() - 1)};
+      }
+    }
+  }
+  if (cause.code() == StatusCode::kOutOfMemory)
+    return out_of_memory("create a slot of", bytes, tag, Placement(), cause);
+  return cause.with_context("cannot create a slot of " + format_bytes(bytes));
+}
+
+Status ChunkedArena::slot_destroy(Slot slot) {
+  std::lock_guard growth(growth_mutex_);
+  if (slot.index >= slots_.size() || !slots_[slot.index].live) {
+    return Status(StatusCode::kInvalidArgument, "cannot destroy slot " + std::to_string(slot.index) +
+                                                    ": there is no such slot; was it destroyed already?");
+  }
+  SlotState& state = slots_[slot.index];
+  if (state.alias_count != 0) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot destroy slot " + std::to_string(slot.index) + ": " +
+                      format_count(state.alias_count, "alias shows", "aliases show") +
+                      " it; destroy what shows it first");
+  }
+  Lock lock(mutex_);
+  for (const std::uint32_t chunk : state.chunks) keep_spare(chunk);
+  discharge(state.tag, kNoStream, state.live_bytes, state.asked_bytes);
+  tags_[state.tag].account.reserved_bytes -= state.chunks.size() * chunk_bytes_;
+  slot_slack_bytes_ -= state.chunks.size() * chunk_bytes_ - state.live_bytes;
+  lock.unlock();
+  state.chunks.clear();
+  state.live = false;
+  return Status();
+}
+
+Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
+  std::lock_guard growth(growth_mutex_);
+  if (slot.index >= slots_.size() || !slots_[slot.index].live) {
+    return Status(StatusCode::kInvalidArgument, "cannot create an alias of slot " +
+                                                    std::to_string(slot.index) +
+                                                    ": there is no such slot; make it with slot_create");
+  }
+  SlotState& state = slots_[slot.index];
+  const std::size_t slot_bytes = state.chunks.size() * chunk_bytes_;
+  if (bytes == 0 || bytes > slot_bytes) {
+    return Status(StatusCode::kInvalidArgument, "cannot create an alias of " + format_bytes(bytes) +
+                                                    ": the slot has " + format_bytes(slot_bytes) +
+                                                    "; ask for one byte up to that");
+  }
+  const std::size_t alias_bytes = align_up(bytes, chunk_bytes_);
+  Lock lock(mutex_);
+  recover_stranded(lock);
+  if (!reserve_ranges(lock)) return no_books();
+  Range* target = unmapped_from_top(alias_bytes);
+  if (target == nullptr) {
+    drop_stale_mappings(lock);
+    if (!reserve_ranges(lock)) return no_books();
+    target = unmapped_from_top(alias_bytes);
+  }
+  if (target == nullptr) {
+    return Status(StatusCode::kOutOfMemory, "cannot create an alias of " + format_bytes(alias_bytes) +
+                                                ": no unmapped addresses of that size are left of " +
+                                                format_bytes(reserve_bytes_) +
+                                                "; reserve more (ArenaOptions::reserve_bytes)");
+  }
+  target->slot = slot.index;
+  const std::size_t begin = target->offset;
+  std::vector<Chunk> handles(alias_bytes / chunk_bytes_);
+  for (std::size_t i = 0; i < handles.size(); ++i) handles[i] = chunks_[state.chunks[i]].handle;
+  lock.unlock();
+  Status status;
+  std::vector<std::pair<std::size_t, GranuleTable::Entry*>> leaves;
+  if (!granules_.make_leaves(begin, begin + alias_bytes, &leaves)) status = no_books();
+  std::size_t mapped_bytes = 0;
+  for (; status.ok() && mapped_bytes < alias_bytes;) {
+    ++driver_call_count_;
+    status = backend_.map(base_ + begin + mapped_bytes, handles[mapped_bytes / chunk_bytes_]);
+    if (status.ok()) mapped_bytes += chunk_bytes_;
+  }
+  if (status.ok()) {
+    ++driver_call_count_;
+    status = backend_.set_access(base_ + begin, alias_bytes);
+  }
+  bool unmapped = true;
+  if (!status.ok() && mapped_bytes > 0) {
+    ++driver_call_count_;
+    unmapped = backend_.unmap(base_ + begin, mapped_bytes).ok();
+  }
+  lock.lock();
+  // Others may have taken the descriptors that were made room for.
+  if (!unmapped) (void)reserve_ranges(lock);
+  for (const auto& [index, leaf] : leaves) granules_.install(index, leaf);
+  if (status.ok()) {
+    target->kind = RangeKind::kAlias;
+    granules_.own(target);
+    ++state.alias_count;
+    return base_ + begin;
+  }
+  if (unmapped) {
+    put_unmapped(target);
+  } else {
+    if (mapped_bytes < alias_bytes) {
+      const auto [stranded, rest] = split(target, begin + mapped_bytes);
+      put_unmapped(rest);
+      target = stranded;
+    }
+    target->slot = UINT32_MAX;
+    target->kind = RangeKind::kStranded;
+    granules_.own(target);
+    ++stranded_count_;
+  }
+  return status.with_context("cannot create an alias of " + format_bytes(alias_bytes));
+}
+
+Status ChunkedArena::alias_destroy(DevicePtr alias) {
+  std::lock_guard growth(growth_mutex_);
+  Lock lock(mutex_);
+  const auto offset = static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(alias) -
+                                               reinterpret_cast<std::uintptr_t>(base_));
+  Range* range = offset < reserve_bytes_ ? ranges_.find(offset) : nullptr;
+  if (range == nullptr || range->kind != RangeKind::kAlias) {
+    lock.unlock();
+    return Status(StatusCode::kInvalidArgument, "cannot destroy the alias at " + describe(alias) +
+                                                    ": no alias begins there; was it destroyed already?");
+  }
+  const std::uint32_t slot = range->slot;
+  range->kind = RangeKind::kBusy;
+  lock.unlock();
+  ++driver_call_count_;
+  Status status = backend_.unmap(base_ + offset, range->bytes);
+  lock.lock();
+  if (!status.ok()) {
+    range->kind = RangeKind::kAlias;
+    return status.with_context("cannot destroy the alias at " + describe(alias));
+  }
+  put_unmapped(range);
+  --slots_[slot].alias_count;
+  return Status();
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,485 @@
+// Several addresses may show the same memory: here is found which of them can serve a request, and the memory
+// is handed from one to another. No driver call is made here.
+#include <algorithm>
+
+#include "allocator/arena/chunked_arena.h"
+
+namespace forebay::internal {
+
+namespace {
+
+// Weights of choose_stitch. Taking new memory is by far the worst. What is left over of a chunk that was
+// whole counts as lost, what fills a chunk that was not counts as gained, and each chunk that is shared with
+// other blocks costs a fixed part of a smallest chunk, because it will be whole again only when all are
+// freed. Found by replaying recorded traces: without the last, blocks scatter over many chunks.
+constexpr double kGrowthWeight = 16;
+constexpr double kSharingWeight = 0.5;
+// Heads and tails looked at, of different sizes. More would not be better, only slower.
+constexpr std::size_t kHeadsMax = 256;
+constexpr std::size_t kTailsMax = 2;
+
+// Its addresses show memory that may be handed out.
+bool readable(const Range* range) {
+  return range != nullptr && (range->kind == RangeKind::kFree || range->kind == RangeKind::kLive ||
+                              range->kind == RangeKind::kShadow);
+}
+
+}  // namespace
+
+// The range that has the byte at `offset`, or null where nothing is mapped.
+Range* ChunkedArena::range_at(std::size_t offset) const {
+  const GranuleTable::Entry* entry = granules_.find(offset);
+  if (entry == nullptr) return nullptr;
+  Range* range = entry->range;
+  while (range != nullptr && range->end() <= offset) range = range->next;
+  return range;
+}
+
+// Makes one busy range, in no bin, of [begin, end), which is tiled by ranges that are free or shadows. Takes
+// up to two descriptors.
+Range* ChunkedArena::isolate(std::size_t begin, std::size_t end) {
+  Range* range = range_at(begin);
+  const auto claim = [this](Range* r) {
+    const RangeKind kind = r->kind;
+    FOREBAY_ASSERT(kind == RangeKind::kFree || kind == RangeKind::kShadow, "range of kind %d",
+                   static_cast<int>(kind));
+    if (kind == RangeKind::kFree) take_free(r);
+    r->kind = RangeKind::kBusy;
+    return kind;
+  };
+  const auto give_back = [this](Range* r, RangeKind kind) {
+    if (kind == RangeKind::kFree) {
+      put_free(r);
+    } else {
+      r->kind = kind;
+    }
+  };
+  RangeKind kind = claim(range);
+  if (range->offset < begin) {
+    const auto [front, rest] = split(range, begin);
+    give_back(front, kind);
+    range = rest;
+  }
+  for (;;) {
+    if (range->end() > end) {
+      // `kind` is that of the part that sticks out.
+      const auto [kept, rest] = split(range, end);
+      give_back(rest, kind);
+      return kept;
+    }
+    if (range->end() == end) return range;
+    Range* next = range->next;
+    kind = claim(next);
+    if (next->end() > end) {
+      const auto [part, rest] = split(next, end);
+      give_back(rest, kind);
+      return absorb(range, part);
+    }
+    range = absorb(range, next);
+  }
+}
+
+// Memory that is shown from `offset`, inside `range`, on, up to `end`, and that one usable range owns,
+// whether at these or at other addresses. Nothing if the first byte is not usable.
+Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, const Placement& placement) {
+  if (usable(range, placement)) return {std::min(range->end(), end) - offset, offset};
+  if (range->kind != RangeKind::kShadow) return {};
+  const GranuleTable::Entry* entry = granules_.find(offset);
+  PhysicalChunk& chunk = chunks_[entry->chunk];
+  const std::size_t position = offset - mappings_[entry->mapping].offset;
+  // Most often that which owned it last.
+  const Range* owner = nullptr;
+  std::size_t owner_offset = 0;
+  const auto owned_at = [&](std::uint32_t mapping) {
+    owner_offset = mappings_[mapping].offset + position;
+    owner = range_at(owner_offset);
+    return usable(owner, placement);
+  };
+  const bool hinted = chunk.owner != kNone && mappings_[chunk.owner].chunk == entry->chunk;
+  if (!hinted || !owned_at(chunk.owner)) {
+    std::uint32_t mapping = chunk.first_mapping;
+    while (mapping != kNone && !owned_at(mapping)) mapping = mappings_[mapping].next;
+    if (mapping == kNone) return {};
+    chunk.owner = mapping;
+  }
+  end = std::min(end, offset + (owner->end() - owner_offset));
+  while (range->end() < end) {
+    range = range->next;
+    if (range->kind != RangeKind::kShadow) end = range->offset;
+  }
+  // As far as both addresses show the same chunks side by side.
+  for (std::size_t next = align_up(offset + 1, chunk_bytes_); next < end; next += chunk_bytes_) {
+    if (granules_.at(next).chunk != granules_.at(next - offset + owner_offset).chunk) end = next;
+  }
+  return {end - offset, owner_offset};
+}
+
+// True if all memory that [begin, end) shows is free and usable, whichever addresses own it. shown_ then has
+// the first of the `*run_count` pieces that own_here takes it in.
+bool ChunkedArena::shows_free(std::size_t begin, std::size_t end, const Placement& placement,
+                              std::size_t* run_count) {
+  *run_count = 0;
+  Range* range = range_at(begin);
+  for (std::size_t offset = begin; offset < end;) {
+    while (range != nullptr && range->end() <= offset) range = range->next;
+    if (range == nullptr) return false;
+    const Shown shown = shown_at(range, offset, end, placement);
+    if (shown.bytes == 0) return false;
+    if (*run_count < kShownMax) shown_[*run_count] = shown;
+    ++*run_count;
+    offset += shown.bytes;
+  }
+  // A byte has one owner: what is shown twice was found there twice.
+  if (*run_count > kShownMax) return shows_once(begin, end);
+  for (std::size_t i = 1; i < *run_count; ++i) {
+    const std::size_t owner_end = shown_[i].owner_offset + shown_[i].bytes;
+    for (std::size_t j = 0; j < i; ++j) {
+      if (shown_[j].owner_offset < owner_end &&
+          shown_[i].owner_offset < shown_[j].owner_offset + shown_[j].bytes) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Whether [begin, end), all of it mapped, shows no byte of a chunk twice.
+bool ChunkedArena::shows_once(std::size_t begin, std::size_t end) {
+  ++stamp_;
+  for (std::size_t offset = begin; offset < end;) {
+    const Mapping& here = mappings_[granules_.find(offset)->mapping];
+    PhysicalChunk& chunk = chunks_[here.chunk];
+    const std::size_t from = offset - here.offset;
+    const std::size_t to = std::min(end - here.offset, chunk.bytes);
+    for (std::size_t before = begin; chunk.stamp == stamp_ && before < offset;) {
+      const Mapping& other = mappings_[granules_.find(before)->mapping];
+      const std::size_t other_from = before - other.offset;
+      const std::size_t other_to = chunks_[other.chunk].bytes;
+      if (other.chunk == here.chunk && from < other_to && other_from < to) return false;
+      before = other.offset + other_to;
+    }
+    chunk.stamp = stamp_;
+    offset = here.offset + to;
+  }
+  return true;
+}
+
+// Makes shadows of the usable ranges that own bytes [begin, end) of a chunk, and adds what they waited for.
+void ChunkedArena::shade(const Piece& piece, const Placement& placement, Taken* taken) {
+  for (std::uint32_t i = chunks_[piece.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+    const std::size_t end = mappings_[i].offset + piece.end;
+    for (std::size_t offset = mappings_[i].offset + piece.begin; offset < end;) {
+      Range* range = range_at(offset);
+      if (range == nullptr) break;
+      const std::size_t part_end = std::min(range->end(), end);
+      if (usable(range, placement)) {
+        Range* shadow = isolate(offset, part_end);
+        shadow->kind = RangeKind::kShadow;
+        taken->waits |= shadow->waits;
+        taken->epoch = std::max(taken->epoch, shadow->epoch);
+        taken->places->push_back({offset, part_end - offset, shadow->region});
+        if (shadow->waits != 0) shadows_wait_ = true;
+      }
+      offset = part_end;
+    }
+  }
+}
+
+// Requires: shows_free, as the last that was asked; `run_count` is what it found, or 0 if only the like of it
+// is known. Returns [begin, end) as a busy range that owns its memory.
+Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placement& placement,
+                              std::size_t run_count) {
+  std::uint64_t waits = 0;
+  std::uint64_t epoch = 0;
+  std::size_t i = 0;
+  for (std::size_t offset = begin; offset < end; ++i) {
+    const Shown shown =
+        i < std::min(run_count, kShownMax) ? shown_[i] : shown_at(range_at(offset), offset, end, placement);
+    FOREBAY_ASSERT(shown.bytes != 0, "memory shown at %zu is not free", offset);
+    if (shown.owner_offset != offset) {
+      Range* shadow = isolate(shown.owner_offset, shown.owner_offset + shown.bytes);
+      shadow->kind = RangeKind::kShadow;
+      waits |= shadow->waits;
+      epoch = std::max(epoch, shadow->epoch);
+      if (shadow->waits != 0) shadows_wait_ = true;
+    }
+    offset += shown.bytes;
+  }
+  Range* range = isolate(begin, end);
+  range->region = placement.region;
+  range->waits |= waits;
+  range->epoch = std::max(range->epoch, epoch);
+  return range;
+}
+
+// Collects what is usable of each chunk into pieces_, sorted, neighbours joined, without those that can
+// neither hold the block nor be joined to another chunk's. Room has been made.
+void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
+  pieces_.clear();
+  first_piece_.assign(chunks_.size(), kNone);
+  const auto add = [this](const Range* range) {
+    for (std::size_t offset = range->offset; offset < range->end();) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
+      pieces_.push_back({here.chunk, offset - here.offset, to});
+      offset = here.offset + to;
+    }
+  };
+  for_each_usable(placement, placement.region, add);
+  if (!own_region_only && placement.region < kSharedRegionCount) {
+    for_each_usable(placement, static_cast<std::uint8_t>(1 - placement.region), add);
+  }
+  std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+    return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
+  });
+  std::size_t count = 0;
+  for (std::size_t i = 0; i < pieces_.size();) {
+    Piece piece = pieces_[i++];
+    for (; i < pieces_.size() && pieces_[i].chunk == piece.chunk && pieces_[i].begin == piece.end; ++i) {
+      piece.end = pieces_[i].end;
+    }
+    const bool inside = piece.begin > 0 && piece.end < chunks_[piece.chunk].bytes;
+    if (inside && piece.bytes() < placement.bytes) continue;
+    if (count == 0 || pieces_[count - 1].chunk != piece.chunk) {
+      first_piece_[piece.chunk] = static_cast<std::uint32_t>(count);
+    }
+    pieces_[count++] = piece;
+  }
+  pieces_.resize(count);
+}
+
+// After gather: the shortest run of mapped addresses that show nothing but gathered memory and hold the
+// block.
+bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
+  std::size_t gathered_bytes = 0;
+  for (const Piece& piece : pieces_) gathered_bytes += piece.bytes();
+  if (gathered_bytes < placement.bytes) return false;
+  std::size_t best_bytes = SIZE_MAX;
+  std::size_t run_begin = 0;
+  std::size_t run_end = SIZE_MAX;
+  const auto end_run = [&] {
+    if (run_end != SIZE_MAX && block_fits(run_begin, run_end, placement.bytes, placement.alignment) &&
+        run_end - run_begin < best_bytes) {
+      best_bytes = run_end - run_begin;
+      *start = align_up(run_begin, placement.alignment);
+    }
+    run_end = SIZE_MAX;
+    ++stamp_;
+  };
+  ++stamp_;
+  const Range* hole = holes_;
+  for (std::size_t offset = 0; offset < reserve_bytes_;) {
+    if (hole != nullptr && hole->offset == offset) {
+      offset = hole->end();
+      hole = hole->bin_next;
+      continue;
+    }
+    const GranuleTable::Entry& entry = *granules_.find(offset);
+    if (entry.mapping == kNone) {  // An alias of a slot.
+      offset = entry.range->end();
+      continue;
+    }
+    const std::size_t shown_offset = offset;
+    PhysicalChunk& chunk = chunks_[entry.chunk];
+    offset += chunk.bytes;
+    std::uint32_t i = first_piece_[entry.chunk];
+    if (i == kNone || !readable(entry.range)) continue;
+    for (; i < pieces_.size() && pieces_[i].chunk == entry.chunk; ++i) {
+      const std::size_t begin = shown_offset + pieces_[i].begin;
+      // A gap ends a run, and so does what it shows already.
+      if (begin != run_end || chunk.stamp == stamp_) {
+        end_run();
+        run_begin = begin;
+      }
+      chunk.stamp = stamp_;
+      run_end = shown_offset + pieces_[i].end;
+    }
+  }
+  end_run();
+  return best_bytes != SIZE_MAX;
+}
+
+// After gather: the cheapest way to put the block together from the end of one chunk, whole chunks and the
+// beginning of another, with at most `room_bytes` of new memory.
+bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch) {
+  const std::size_t bytes = placement.bytes;
+  const std::size_t granule = chunk_bytes_;
+  // Wholes by size, largest first; heads and tails by length.
+  std::vector<Piece>& wholes = wholes_;
+  std::vector<Piece>& heads = heads_;
+  std::vector<Piece>& tails = tails_;
+  wholes.clear();
+  heads.clear();
+  tails.clear();
+  for (const Piece& piece : pieces_) {
+    const std::size_t chunk_end = chunks_[piece.chunk].bytes;
+    if (piece.begin == 0 && piece.end == chunk_end) {
+      wholes.push_back(piece);
+    } else if (piece.end == chunk_end) {
+      heads.push_back(piece);
+    } else if (piece.begin == 0) {
+      tails.push_back(piece);
+    }
+  }
+  for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next) wholes.push_back({i, 0, chunks_[i].bytes});
+  for (const Piece& whole : wholes) chunks_[whole.chunk].breakable = -1;
+  const auto breakable = [&](std::uint32_t index) {
+    PhysicalChunk& chunk = chunks_[index];
+    if (chunk.breakable < 0) chunk.breakable = chunk.first_mapping == kNone || evictable(index) ? 1 : 0;
+    return chunk.breakable == 1;
+  };
+  const auto shorter = [](const Piece& a, const Piece& b) {
+    return a.bytes() != b.bytes() ? a.bytes() < b.bytes() : a.chunk < b.chunk;
+  };
+  std::sort(wholes.begin(), wholes.end(), [&](const Piece& a, const Piece& b) { return shorter(b, a); });
+  std::sort(heads.begin(), heads.end(), shorter);
+  std::sort(tails.begin(), tails.end(), shorter);
+
+  // Takes whole chunks for `missing` bytes, the largest first; then breaks one if that helps; the rest must
+  // be new. Blocked chunks, which the stitch's beginning shows already, are marked by the stamp.
+  struct Filling {
+    std::size_t whole_bytes = 0;
+    std::uint32_t broken = kNone;
+    std::size_t broken_count = 0;
+    std::size_t grown_bytes = 0;
+  };
+  const auto fill = [&](std::size_t missing, std::vector<std::uint32_t>* chosen) {
+    Filling filling;
+    std::size_t left = missing;
+    std::uint32_t larger = kNone;
+    for (const Piece& whole : wholes) {
+      if (left == 0) break;
+      if (chunks_[whole.chunk].stamp == stamp_) continue;
+      if (whole.bytes() <= left || whole.bytes() == granule) {
+        left -= std::min(left, whole.bytes());
+        filling.whole_bytes += whole.bytes();
+        if (chosen != nullptr) chosen->push_back(whole.chunk);
+      } else {
+        larger = whole.chunk;  // The smallest that is too large, in the end.
+      }
+    }
+    if (left > 0 && larger != kNone && breakable(larger)) {
+      filling.broken = larger;
+      filling.broken_count = ceil_div(left, granule);
+      left = 0;
+    }
+    filling.grown_bytes = round_up(left, granule);
+    return filling;
+  };
+  // What it costs to use `used` bytes of the end or the beginning of a chunk that is shared.
+  const auto share = [&](std::size_t used) {
+    return kSharingWeight * static_cast<double>(granule) - static_cast<double>(used);
+  };
+
+  stitch->cost = -1;
+  bool found = false;
+  const auto consider = [&](Range* run, std::size_t run_bytes, const Piece* head, const Piece* tail) {
+    std::size_t have = run_bytes + (head != nullptr ? head->bytes() : 0);
+    if (have >= bytes) return;  // A search among mapped addresses has found that already.
+    std::size_t tail_bytes = tail != nullptr ? tail->bytes() : 0;
+    const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
+    const Filling filling = fill(missing, nullptr);
+    if (filling.grown_bytes > room_bytes) return;
+    const std::size_t filled = filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
+    const std::size_t over = have + filled + tail_bytes - bytes;
+    double cost = kGrowthWeight * static_cast<double>(filling.grown_bytes);
+    if (head != nullptr) cost += share(head->bytes());
+    if (run != nullptr && run_bytes % granule != 0) cost += share(run_bytes % granule);
+    if (tail != nullptr) {
+      if (over >= tail_bytes) return;
+      cost += share(tail_bytes - over);
+    } else if (over > 0) {
+      cost += static_cast<double>(over) + kSharingWeight * static_cast<double>(granule);
+    }
+    if (found && cost >= stitch->cost) return;
+    found = true;
+    stitch->cost = cost;
+    stitch->run = run;
+    stitch->run_bytes = run_bytes;
+    stitch->head = head != nullptr ? *head : Piece();
+    stitch->tail = tail != nullptr ? *tail : Piece();
+  };
+  const auto with_tails = [&](Range* run, std::size_t run_bytes, const Piece* head) {
+    const std::size_t have = run_bytes + (head != nullptr ? head->bytes() : 0);
+    if (have >= bytes) return;
+    consider(run, run_bytes, head, nullptr);
+    const auto usable_tail = [&](const Piece& tail) {
+      return chunks_[tail.chunk].stamp != stamp_ && (head == nullptr || tail.chunk != head->chunk);
+    };
+    const auto try_from = [&](std::size_t wanted) {
+      auto tail =
+          std::lower_bound(tails.begin(), tails.end(), wanted,
+                           [](const Piece& piece, std::size_t value) { return piece.bytes() < value; });
+      for (std::size_t i = 0; i < kTailsMax && tail != tails.end(); ++i, ++tail) {
+        if (usable_tail(*tail)) consider(run, run_bytes, head, &*tail);
+      }
+    };
+    try_from(bytes - have);
+    try_from((bytes - have) % granule);
+    for (std::size_t i = 0; i < kTailsMax && i < tails.size(); ++i) {
+      const Piece& tail = tails[tails.size() - 1 - i];
+      if (usable_tail(tail)) consider(run, run_bytes, head, &tail);
+    }
+  };
+
+  ++stamp_;
+  if (placement.alignment <= kBlockGranule) {
+    with_tails(nullptr, 0, nullptr);
+    std::size_t head_count = 0;
+    std::size_t last_bytes = 0;
+    for (const Piece& head : heads) {
+      if (head.bytes() == last_bytes || ++head_count > kHeadsMax) continue;
+      last_bytes = head.bytes();
+      with_tails(nullptr, 0, &head);
+    }
+  } else {
+    with_tails(nullptr, 0, nullptr);
+  }
+  // Free ranges in front of unmapped addresses need no new mapping themselves.
+  for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
+    if (!usable(hole->previous, placement)) continue;
+    ++stamp_;
+    Range* first = hole->previous;
+    while (usable(first->previous, placement)) first = first->previous;
+    const std::size_t begin = align_up(first->offset, placement.alignment);
+    if (begin >= hole->offset) continue;
+    // The chunks that this extent shows may not be shown in it once more.
+    for (std::size_t offset = first->offset; offset < hole->offset;) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      chunks_[here.chunk].stamp = stamp_;
+      offset = here.offset + chunks_[here.chunk].bytes;
+    }
+    Stitch best = *stitch;
+    const bool found_before = found;
+    with_tails(hole, hole->offset - begin, nullptr);
+    if (found && stitch->run == hole && hole->bytes < placement.bytes + 2 * largest_chunk_bytes_) {
+      *stitch = best;  // Not enough addresses behind it.
+      found = found_before;
+    }
+  }
+  if (!found) return false;
+
+  // Once more for the winner, with what it consists of.
+  ++stamp_;
+  std::size_t have = stitch->head.bytes() + stitch->run_bytes;
+  if (stitch->run != nullptr) {
+    for (std::size_t offset = stitch->run->offset - stitch->run_bytes; offset < stitch->run->offset;) {
+      const Mapping& here = mappings_[granules_.find(offset)->mapping];
+      chunks_[here.chunk].stamp = stamp_;
+      offset = here.offset + chunks_[here.chunk].bytes;
+    }
+  }
+  const std::size_t tail_bytes = stitch->tail.bytes();
+  const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
+  stitch->whole.clear();
+  const Filling filling = fill(missing, &stitch->whole);
+  // In the order in which most of them lie elsewhere: neighbours change hands in one piece.
+  std::sort(stitch->whole.begin(), stitch->whole.end());
+  stitch->broken = filling.broken;
+  stitch->grown_bytes = filling.grown_bytes;
+  have += filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
+  if (stitch->tail.chunk != kNone) stitch->tail.end = bytes - have;
+  return true;
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,178 @@
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <unordered_map>
+
+#include "forebay/preload_events.h"
+
+namespace forebay {
+namespace {
+
+// A file, mapped for reading.
+class Mapping {
+ public:
+  explicit Mapping(const std::string& path) {
+    // A pipe of that name would make us wait for a writer.
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (file < 0) {
+      error_ = errno;
+      return;
+    }
+    struct stat facts {};
+    if (::fstat(file, &facts) == 0 && facts.st_size >= static_cast<off_t>(sizeof(PreloadEventsHeader))) {
+      bytes_ = static_cast<std::uint64_t>(facts.st_size);
+      memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
+    }
+    ::close(file);
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping() {
+    if (memory_ != MAP_FAILED) ::munmap(memory_, bytes_);
+  }
+  int error() const { return error_; }
+  const PreloadEventsHeader* header() const {
+    return memory_ == MAP_FAILED ? nullptr : static_cast<const PreloadEventsHeader*>(memory_);
+  }
+  template <typename Entry>
+  const Entry* at(std::uint64_t offset) const {
+    return reinterpret_cast<const Entry*>(static_cast<const unsigned char*>(memory_) + offset);
+  }
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  int error_ = 0;
+  void* memory_ = MAP_FAILED;
+  std::uint64_t bytes_ = 0;
+};
+
+bool is_sound(const PreloadEventsHeader& header, std::uint64_t file_bytes) {
+  const std::uint64_t capacity = header.event_capacity.load(std::memory_order_acquire);
+  const std::uint64_t blocks = header.block_count.load(std::memory_order_acquire);
+  return header.magic.load(std::memory_order_acquire) == kPreloadEventsMagic &&
+         header.bytes == sizeof(PreloadEventsHeader) && header.event_offset >= sizeof(PreloadEventsHeader) &&
+         header.event_offset <= header.block_offset && header.block_offset <= file_bytes &&
+         header.event_offset % sizeof(PreloadEvent) == 0 && header.block_offset % sizeof(PreloadBlock) == 0 &&
+         capacity <= (header.block_offset - header.event_offset) / sizeof(PreloadEvent) &&
+         blocks <= (file_bytes - header.block_offset) / sizeof(PreloadBlock);
+}
+
+bool is_sound(const PreloadEvent& event) {
+  return event.kind >= PreloadEventKind::kAllocation && event.kind <= PreloadEventKind::kUntracked &&
+         static_cast<std::size_t>(event.server) < kPreloadServerCount && event.stream < kPreloadStreamLimit;
+}
+
+PreloadDeviceFigures figures_of(int device, const PreloadDeviceCounts& counts) {
+  const auto value = [](const std::atomic<std::uint64_t>& counter) {
+    return counter.load(std::memory_order_relaxed);
+  };
+  return {.device = device,
+          .allocations = value(counts.allocations),
+          .frees = value(counts.frees),
+          .refused = value(counts.refused),
+          .requested_bytes = value(counts.requested_bytes),
+          .peak_requested_bytes = value(counts.peak_requested_bytes),
+          .elsewhere_bytes = value(counts.elsewhere_bytes),
+          .arena_bytes = value(counts.arena_bytes),
+          .peak_reserved_bytes = value(counts.peak_reserved_bytes),
+          .capacity_bytes = value(counts.capacity_bytes),
+          .chunk_bytes = value(counts.chunk_bytes)};
+}
+
+// The blocks that were live before the first event that is kept. What becomes of an address first tells:
+// freed, it was live; allocated, it was not; nothing at all, it is what the table says, whose entry nobody
+// has touched since.
+std::vector<PreloadBlock> blocks_before(const std::vector<PreloadBlock>& table,
+                                        const std::vector<PreloadEvent>& events, std::uint64_t first_number) {
+  std::unordered_map<std::uint64_t, bool> is_known;
+  std::vector<PreloadBlock> blocks;
+  for (const PreloadEvent& event : events) {
+    const bool is_free = event.kind == PreloadEventKind::kFree;
+    if ((!is_free && event.kind != PreloadEventKind::kAllocation) ||
+        !is_known.emplace(event.address, true).second || !is_free) {
+      continue;
+    }
+    blocks.push_back({.address = event.address,
+                      .bytes = event.bytes,
+                      .stream = event.stream,
+                      .device = event.device,
+                      .server = event.server});
+  }
+  for (const PreloadBlock& block : table) {
+    if (block.address != 0 && block.number < first_number && is_known.emplace(block.address, true).second) {
+      blocks.push_back(block);
+    }
+  }
+  std::sort(blocks.begin(), blocks.end(),
+            [](const PreloadBlock& a, const PreloadBlock& b) { return a.address < b.address; });
+  return blocks;
+}
+
+}  // namespace
+
+std::string preload_stream_text(std::uint16_t stream) {
+  switch (stream) {
+    case kPreloadPlainStream:
+      return "plain allocations";
+    case kPreloadLegacyStream:
+      return "the default stream";
+    case kPreloadPerThreadStream:
+      return "threads' default streams";
+    case kPreloadStreamLimit - 1:
+      return "further streams";
+    default:
+      return "stream " + std::to_string(stream);
+  }
+}
+
+Result<PreloadEventLog> read_preload_events(const std::string& path) {
+  const Mapping file(path);
+  if (file.error() != 0) {
+    return Status(StatusCode::kIoError, "cannot read the events in " + path + ": " +
+                                            std::strerror(file.error()) + "; keep them beside the records");
+  }
+  const PreloadEventsHeader* const header = file.header();
+  if (header == nullptr || !is_sound(*header, file.bytes())) {
+    return Status(StatusCode::kCorruption, "cannot read the events in " + path +
+                                               ": it is no file of events of this build's; leave it out");
+  }
+  PreloadEventLog log;
+  log.start_us = header->start_us;
+  // The table first: whatever changes in it from here on is among the events.
+  const std::uint64_t block_count = header->block_count.load(std::memory_order_acquire);
+  const auto* table_begin = file.at<PreloadBlock>(header->block_offset);
+  const std::vector<PreloadBlock> table(table_begin, table_begin + block_count);
+  log.untold_blocks = header->untold_blocks.load(std::memory_order_relaxed);
+  const std::uint64_t end = header->written.load(std::memory_order_acquire);
+  const std::uint64_t capacity = header->event_capacity.load(std::memory_order_acquire);
+  const auto* ring = file.at<PreloadEvent>(header->event_offset);
+  const std::uint64_t begin = end - std::min(end, capacity);
+  log.events.reserve(end - begin);
+  for (std::uint64_t i = begin; i < end; ++i) log.events.push_back(ring[i % capacity]);
+  // The process may have gone on meanwhile and have written over the oldest, or be writing over one now, or
+  // have been killed while it was.
+  const std::uint64_t later = header->written.load(std::memory_order_acquire) + 1;
+  log.first_number = std::clamp(later > capacity ? later - capacity : 0, begin, end);
+  log.events.erase(log.events.begin(),
+                   log.events.begin() + static_cast<std::ptrdiff_t>(log.first_number - begin));
+  if (!std::all_of(log.events.begin(), log.events.end(),
+                   [](const PreloadEvent& event) { return is_sound(event); })) {
+    return Status(StatusCode::kCorruption,
+                  "cannot read the events in " + path + ": one of them makes no sense; leave the file out");
+  }
+  for (int device = 0; device < kPreloadEventDevices; ++device) {
+    const PreloadDeviceFigures figures = figures_of(device, header->devices[device]);
+    if (figures.allocations != 0 || figures.refused != 0 || figures.arena_bytes != 0) {
+      log.devices.push_back(figures);
+    }
+  }
+  log.live_before = blocks_before(table, log.events, log.first_number);
+  return log;
+}
+
+}  // namespace forebay

@@ -1,0 +1,113 @@
+// Where the front end hands over: cuInit has succeeded, so this is a process that uses CUDA.
+#include <cstdlib>
+#include <cstring>
+
+#include "allocator/preload/event_log.h"
+#include "allocator/preload/state.h"
+#include "forebay/cuda_backend.h"
+#include "forebay/log.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+PreloadMode chosen_mode() {
+  const char* chosen = std::getenv(kPreloadModeVariable);
+  if (chosen == nullptr || chosen[0] == '\0' || std::strcmp(chosen, "arena") == 0) return PreloadMode::kArena;
+  if (std::strcmp(chosen, "observe") == 0) return PreloadMode::kObserve;
+  if (std::strcmp(chosen, "off") != 0) {
+    log(LogLevel::kWarning, "%s is '%s'; use arena, observe or off; nothing is replaced",
+        kPreloadModeVariable, chosen);
+  }
+  return PreloadMode::kOff;
+}
+
+// Only the arena keeps to it, so only with the arena is it told.
+std::size_t chosen_limit(PreloadMode mode) {
+  const char* limit = std::getenv(kPreloadMemoryVariable);
+  std::uint64_t bytes = 0;
+  if (mode != PreloadMode::kArena || limit == nullptr || limit[0] == '\0') return 0;
+  if (!parse_bytes(limit, &bytes) || bytes == 0) {
+    log(LogLevel::kWarning, "%s is '%s'; use bytes, such as 24GiB; until then the arena serves nothing",
+        kPreloadMemoryVariable, limit);
+    return 0;
+  }
+  return bytes;
+}
+
+// What the rest cannot do without.
+const char* missing_call(const PreloadStart& start) {
+#define FOREBAY_PRELOAD_NEEDED(table, symbol) \
+  if (start.table->symbol == nullptr) return #symbol;
+  FOREBAY_PRELOAD_NEEDED(real, cuMemAlloc_v2)
+  FOREBAY_PRELOAD_NEEDED(real, cuMemFree_v2)
+  FOREBAY_PRELOAD_NEEDED(real, cuMemGetInfo_v2)
+  FOREBAY_PRELOAD_NEEDED(real, cuDevicePrimaryCtxRelease_v2)
+  FOREBAY_PRELOAD_NEEDED(used, cuCtxGetCurrent)
+  FOREBAY_PRELOAD_NEEDED(used, cuCtxSetCurrent)
+  FOREBAY_PRELOAD_NEEDED(used, cuCtxGetDevice)
+  FOREBAY_PRELOAD_NEEDED(used, cuCtxSynchronize)
+  FOREBAY_PRELOAD_NEEDED(used, cuDevicePrimaryCtxGetState)
+  FOREBAY_PRELOAD_NEEDED(used, cuStreamGetCtx)
+  FOREBAY_PRELOAD_NEEDED(used, cuStreamIsCapturing)
+  FOREBAY_PRELOAD_NEEDED(used, cuStreamQuery)
+  FOREBAY_PRELOAD_NEEDED(used, cuStreamSynchronize)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemGetAddressRange_v2)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemAddressReserve)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemAddressFree)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemMap)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemUnmap)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemRelease)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemSetAccess)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemExportToShareableHandle)
+  FOREBAY_PRELOAD_NEEDED(used, cuMemImportFromShareableHandle)
+#undef FOREBAY_PRELOAD_NEEDED
+  return nullptr;
+}
+
+}  // namespace
+
+PreloadState& preload_state() {
+  static auto* const state = new PreloadState;
+  return *state;
+}
+
+}  // namespace forebay
+
+extern "C" int forebay_preload_start(const PreloadStart* start) {
+  using namespace forebay;
+  constexpr int kNothingReplaced = 1;
+  if (start->bytes != sizeof(PreloadStart) || start->hooked_count != kHookedCount) {
+    log(LogLevel::kWarning,
+        "libforebay-preload.so and libforebay-core.so are of different builds; install both from "
+        "one; nothing is replaced");
+    return kNothingReplaced;
+  }
+  const PreloadMode mode = chosen_mode();
+  if (mode == PreloadMode::kOff) return kNothingReplaced;
+  PreloadState& state = preload_state();
+  state.real = *start->real;
+  state.used = *start->used;
+  state.mode = mode;
+  state.memory_limit = chosen_limit(mode);
+  state.hooked_dlsym = start->hooked_dlsym;
+  state.record = &preload_record_of_process(mode);
+  if (const char* missing = missing_call(*start)) {
+    set_preload_text(state.record->problem,
+                     std::string("the driver has no ") + missing +
+                         ", without which nothing can be replaced; install a newer driver");
+    return kNothingReplaced;
+  }
+  // The driver is opened here, and not by the first allocation: opening takes the loader's lock, which others
+  // may hold while they wait for an arena to be made.
+  if (const Result<int> count = CudaBackend::device_count(); !count.ok()) {
+    set_preload_text(state.record->problem, count.status().message());
+    return kNothingReplaced;
+  }
+  EventLog::start(*state.record);
+  replace_memory_calls(start->ours);
+  replace_pool_calls(start->ours);
+  replace_context_calls(start->ours);
+  replace_sharing_calls(start->ours);
+  return 0;
+}

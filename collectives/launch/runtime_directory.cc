@@ -1,0 +1,81 @@
+#include "collectives/launch/runtime_directory.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+
+namespace forebay::internal {
+namespace {
+
+constexpr char kPrefix[] = "forebay-meeting-";
+// Another launcher may take a directory that has no lock yet for an old one; it is gone then, and another is
+// made.
+constexpr int kMakeTries = 16;
+
+// The directory, locked, or -1: somebody else's, in use, or gone. `how`: LOCK_NB to look only.
+int lock_directory(const std::string& path, int how) {
+  const int directory = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (directory < 0) return -1;
+  struct stat facts {};
+  struct stat named {};
+  if (fstat(directory, &facts) == 0 && facts.st_uid == geteuid() && flock(directory, LOCK_EX | how) == 0 &&
+      stat(path.c_str(), &named) == 0 && named.st_dev == facts.st_dev && named.st_ino == facts.st_ino) {
+    return directory;
+  }
+  close(directory);
+  return -1;
+}
+
+void remove_whole(const std::string& path) noexcept {
+  std::error_code ignored;
+  std::filesystem::remove_all(path, ignored);
+}
+
+void remove_abandoned(const std::string& parent) {
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(parent, error), end; !error && entry != end;
+       entry.increment(error)) {
+    if (!entry->path().filename().string().starts_with(kPrefix)) continue;
+    const int lock = lock_directory(entry->path().string(), LOCK_NB);
+    if (lock < 0) continue;
+    remove_whole(entry->path().string());
+    close(lock);
+  }
+}
+
+}  // namespace
+
+std::string runtime_directory(const std::string& wanted) {
+  struct stat facts {};
+  // Containers often keep the variable and lose the directory.
+  const bool usable = !wanted.empty() && stat(wanted.c_str(), &facts) == 0 && S_ISDIR(facts.st_mode) &&
+                      facts.st_uid == geteuid();
+  return usable ? wanted : "/tmp";
+}
+
+Result<std::unique_ptr<MeetingDirectory>> MeetingDirectory::create(const std::string& parent) {
+  remove_abandoned(parent);
+  std::string path;
+  for (int i = 0; i < kMakeTries; ++i) {
+    path = parent + "/" + kPrefix + "XXXXXX";
+    if (mkdtemp(path.data()) == nullptr) break;
+    const int lock = lock_directory(path, 0);
+    if (lock >= 0) return std::unique_ptr<MeetingDirectory>(new MeetingDirectory(std::move(path), lock));
+  }
+  return Status(StatusCode::kIoError, "cannot make a directory like " + path + " for the ranks to meet: " +
+                                          std::strerror(errno) + "; free some space or set XDG_RUNTIME_DIR");
+}
+
+MeetingDirectory::~MeetingDirectory() {
+  remove_whole(path_);
+  close(lock_);
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,320 @@
+#include "collectives/nccl/member.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "collectives/nccl/library.h"
+#include "collectives/process/transport.h"
+#include "forebay/log.h"
+
+namespace forebay::internal {
+namespace {
+
+using Clock = NcclHandle::Clock;
+
+// What every rank must have the same of.
+struct Facts {
+  std::int64_t version = 0;
+  std::int64_t order = 0;
+  std::int64_t adopted = 0;
+};
+
+Status compare_facts(const std::vector<Facts>& all) {
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    const auto differ = [&](const std::string& first, const std::string& other, const char* try_this) {
+      return Status(StatusCode::kInvalidArgument, "ranks disagree about NCCL: rank 0 has " + first +
+                                                      ", rank " + std::to_string(r) + " has " + other + "; " +
+                                                      try_this);
+    };
+    if (all[r].version != all[0].version) {
+      return differ(nccl_version_text(static_cast<int>(all[0].version)),
+                    nccl_version_text(static_cast<int>(all[r].version)),
+                    "load the same library on all ranks");
+    }
+    if (all[r].order != all[0].order) {
+      return differ("order " + std::to_string(all[0].order), "order " + std::to_string(all[r].order),
+                    "give all ranks the same options");
+    }
+    if (all[r].adopted != all[0].adopted) {
+      return differ(all[0].adopted != 0 ? "a communicator of the trainer's" : "none of the trainer's",
+                    all[r].adopted != 0 ? "one" : "none", "adopt one on all ranks or on none");
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+PinnedOperations::~PinnedOperations() {
+  if (address_ == nullptr) return;
+  static_cast<void>(backend_.unpin(address_));
+  ::munmap(address_, bytes_);
+}
+
+Status PinnedOperations::allocate(std::size_t count) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  bytes_ = (count * sizeof(NcclOperation) + page - 1) / page * page;
+  void* const address = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) {
+    return Status(StatusCode::kOutOfMemory, "cannot map " + std::to_string(bytes_) +
+                                                " bytes for fingerprints: the system refuses; free memory");
+  }
+  const Status pinned = backend_.pin(address, bytes_);
+  if (!pinned.ok()) {
+    ::munmap(address, bytes_);
+    return pinned;
+  }
+  address_ = address;
+  return {};
+}
+
+// --- creation ---
+
+NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
+                       const NcclOptions& options, NcclWorld world, const OperationBook* origin)
+    : control_(std::move(control)),
+      world_(std::move(world)),
+      backend_(backend),
+      kernels_(kernels),
+      options_(options),
+      deadline_(std::clamp(options.deadline, std::chrono::milliseconds(1), kDeadlineMax)),
+      sent_to_(static_cast<std::size_t>(control_->size())),
+      received_from_(static_cast<std::size_t>(control_->size())),
+      fingerprints_(backend),
+      book_(origin == nullptr ? OperationBook(control_->rank(), control_->size())
+                              : OperationBook(control_->rank(), *origin,
+                                              describe_group(world_.numbers, world_.size), world_.numbers)),
+      table_(static_cast<std::size_t>(control_->size())),
+      left_at_(static_cast<std::size_t>(control_->size())) {}
+Status NcclMember::open() {
+  const Result<const NcclLibrary*> library = NcclLibrary::get(options_.library);
+  FOREBAY_RETURN_IF_ERROR(library.status());
+  handle_ = std::make_unique<NcclHandle>(*library.value(), backend_);
+  FOREBAY_RETURN_IF_ERROR(agree_on_facts());
+  FOREBAY_RETURN_IF_ERROR(allocate());
+  FOREBAY_RETURN_IF_ERROR(join());
+  Result<std::unique_ptr<Communicator>> watch = control_->split(0, rank());
+  FOREBAY_RETURN_IF_ERROR(watch.status());
+  {
+    const std::lock_guard lock(mutex_);
+    watch_ = std::move(watch).value();
+    ended_ = false;
+  }
+  for (int r = 0; r < size(); ++r) watched_.push_back(r);
+  try {
+    watcher_ = std::thread([self = shared_from_this()] { self->watch(); });
+  } catch (const std::system_error& error) {
+    const std::lock_guard lock(mutex_);
+    ended_ = true;
+    return Status(StatusCode::kUnavailable,
+                  std::string("cannot start the thread that watches a communicator: ") + error.what() +
+                      "; end other processes, or raise ulimit -u or -v");
+  }
+  return warm_up();
+}
+
+Status NcclMember::agree_on_facts() {
+  const Facts mine{.version = handle_->library().facts.version,
+                   .order = static_cast<std::int64_t>(options_.order),
+                   .adopted = options_.adopted != nullptr};
+  std::vector<Facts> all(ranks());
+  FOREBAY_RETURN_IF_ERROR(
+      control_->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+  return compare_facts(all);
+}
+
+// The id is a secret: it goes through `control` and nowhere else.
+Status NcclMember::join() {
+  if (options_.adopted != nullptr) {
+    FOREBAY_RETURN_IF_ERROR(handle_->adopt(options_.adopted, size(), rank()));
+    return control_->barrier();
+  }
+  nccl::NcclUniqueId mine{};
+  if (rank() == 0) {
+    const NcclLibrary& library = handle_->library();
+    if (const nccl::NcclResult result = library.ncclGetUniqueId(&mine);
+        result != nccl::NcclResult::kSuccess) {
+      return nccl_failure(library, result, nullptr, "ncclGetUniqueId", "start a group of ranks over NCCL");
+    }
+  }
+  std::vector<nccl::NcclUniqueId> all(ranks());
+  FOREBAY_RETURN_IF_ERROR(
+      control_->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+  FOREBAY_RETURN_IF_ERROR(
+      handle_->init(size(), all[0], rank(), limit(), [this] { return control_->status(); }));
+  return control_->barrier();
+}
+
+Status NcclMember::allocate() {
+  slots_.resize(kNcclSlots);
+  for (Slot& slot : slots_) {
+    for (Event* event : {&slot.come, &slot.done}) {
+      Result<Event> created = backend_.event_create();
+      FOREBAY_RETURN_IF_ERROR(created.status());
+      *event = created.value();
+    }
+  }
+  FOREBAY_RETURN_IF_ERROR(fingerprints_.allocate(kNcclSlots * (1 + ranks())));
+  Result<DevicePtr> block = backend_.alloc(kNcclSlots * ranks() * sizeof(NcclOperation));
+  FOREBAY_RETURN_IF_ERROR(block.status());
+  device_operations_ = block.value();
+  return {};
+}
+
+// NCCL connects two ranks when they first exchange something, and the rank that comes first waits in the
+// call. Here that happens once for all of them.
+Status NcclMember::warm_up() {
+  Result<Stream> created = backend_.stream_create();
+  FOREBAY_RETURN_IF_ERROR(created.status());
+  const Stream stream = created.value();
+  Status status = queue_connections(stream);
+  while (status.ok() && !is_empty()) {
+    std::this_thread::sleep_for(kNcclPoll);
+    status = this->status();
+  }
+  // Nobody begins before all are here. What fails from now on, on a rank that is ahead, is this
+  // communicator's failure and not that of creating it.
+  if (status.ok()) static_cast<void>(control_->barrier());
+  const Status given_back = backend_.stream_destroy(stream);
+  return status.ok() ? given_back : status;
+}
+
+void NcclMember::give_back() noexcept {
+  bool drained = true;
+  const Clock::time_point limit = Clock::now() + kNcclDrainMax;
+  for (std::uint64_t n = oldest_; n != next_ && drained; ++n) {
+    // An operation that could not be queued whole has recorded the event too. A device that answers nothing
+    // uses nothing any more.
+    for (Result<bool> done = backend_.event_query(slot(n).done); done.ok() && !done.value();
+         done = backend_.event_query(slot(n).done)) {
+      if (Clock::now() >= limit) {
+        drained = false;
+        break;
+      }
+      std::this_thread::sleep_for(kNcclPoll);
+    }
+  }
+  handle_.reset();
+  for (const Slot& slot : slots_) {
+    for (const Event event : {slot.come, slot.done}) {
+      if (event.handle != nullptr) static_cast<void>(backend_.event_destroy(event));
+    }
+  }
+  if (!drained) {
+    log(LogLevel::kWarning,
+        "work queued over NCCL on %s did not end after its communicator failed; the memory it may use is "
+        "left to it",
+        backend_.capabilities().name);
+    fingerprints_.abandon();
+  } else if (device_operations_ != nullptr) {
+    static_cast<void>(backend_.free(device_operations_));
+  }
+}
+
+// --- failure ---
+
+Status NcclMember::status() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_.ok()) return failure_;
+  }
+  if (const Status status = control_->status(); !status.ok()) return fail(status);
+  if (const Status status = drain(); !status.ok()) return fail(status);
+  return {};
+}
+
+Status NcclMember::fail(const Status& cause) noexcept {
+  std::shared_ptr<Communicator> watch;
+  Status first;
+  try {
+    {
+      const std::lock_guard lock(mutex_);
+      if (!failure_.ok()) return failure_;
+    }
+    control_->abort(cause);
+    first = control_->status();
+    if (first.ok()) first = cause;
+    const std::lock_guard lock(mutex_);
+    if (!failure_.ok()) return failure_;
+    failure_ = first;
+    watch = watch_;
+  } catch (const std::exception&) {
+    // Out of memory for copies of the message; the peers' deadline does the rest.
+  }
+  if (handle_ != nullptr) handle_->interrupt();
+  if (watch != nullptr) watch->abort(first);
+  changed_.notify_all();
+  return first;
+}
+
+// A fingerprint lies in one line of the cache and comes whole.
+Status NcclMember::compare_arrived() {
+  Status compared;
+  {
+    const std::lock_guard lock(journal_mutex_);
+    for (std::uint64_t n = oldest_; n != next_ && compared.ok(); ++n) {
+      const Slot& open = slot(n);
+      const NcclOperation* const come = arrivals(n % kNcclSlots);
+      const bool is_here = std::none_of(come, come + size(), [](const NcclOperation& operation) {
+        return operation.fingerprint.sequence == kNoSequence;
+      });
+      if (open.queued && open.compared == Compared::kAll && is_here) compared = compare(open, n % kNcclSlots);
+    }
+  }
+  return compared.ok() ? compared : fail(compared);
+}
+
+// --- the journal ---
+
+Status NcclMember::drain(NcclHeartbeat* open) {
+  const std::lock_guard lock(journal_mutex_);
+  for (; oldest_ != next_; ++oldest_) {
+    Slot& first = slot(oldest_);
+    if (!first.started) {
+      // One that is being queued is under way too: its thread waits in NCCL.
+      const Result<bool> come = first.queued ? backend_.event_query(first.come) : Result<bool>(true);
+      FOREBAY_RETURN_IF_ERROR(come.status());
+      if (come.value()) {
+        first.started = true;
+        first.started_at = Clock::now();
+        if (is_recorded(first.operation)) book_.begin(first.record);
+      }
+    }
+    if (!first.queued) break;
+    const Result<bool> done = backend_.event_query(first.done);
+    FOREBAY_RETURN_IF_ERROR(done.status());
+    if (!done.value()) break;
+    const Status compared = compare(first, oldest_ % kNcclSlots);
+    if (is_recorded(first.operation)) book_.end(first.record, first.operation, compared.ok());
+    FOREBAY_RETURN_IF_ERROR(compared);
+  }
+  if (open == nullptr) return {};
+  open->collective_count = collective_count_;
+  open->open_count = 0;
+  for (std::uint64_t n = oldest_; n != next_ && open->open_count < kNcclWindow; ++n)
+    open->open[open->open_count++] = slot(n).operation;
+  return {};
+}
+
+Status NcclMember::compare(const Slot& done, std::size_t index) const {
+  if (done.compared == Compared::kNone) return {};
+  const NcclOperation* const theirs = arrivals(index);
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank() || (done.compared == Compared::kPeer && r != done.operation.peer)) continue;
+    FOREBAY_RETURN_IF_ERROR(compare_operations(world_rank(rank()), numbered(done.operation, world_.numbers),
+                                               world_rank(r), theirs[static_cast<std::size_t>(r)]));
+  }
+  return {};
+}
+
+bool NcclMember::is_empty() {
+  const std::lock_guard lock(journal_mutex_);
+  return oldest_ == next_;
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,218 @@
+// NcclMember: one rank of an NCCL communicator: data operations queued with their fingerprints, a journal of
+// those not done, and the thread that watches them and the peers. nccl_communicator.h says what is promised.
+//
+// First cause. Whatever fails first on any rank goes to `control->abort`, which keeps the first of all ranks;
+// every rank then takes what control->status() says. The watch's own communicator is aborted with it, so that
+// a rank that waits in a heartbeat learns at once.
+//
+// Its parts: nccl/member.cc (joining, failing, the journal), nccl/operations.cc (data operations),
+// nccl/member_watch.cc.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "collectives/arguments.h"
+#include "collectives/nccl/handle.h"
+#include "collectives/nccl/watch.h"
+#include "collectives/operation_book.h"
+#include "forebay/nccl_communicator.h"
+
+namespace forebay::internal {
+
+inline constexpr std::size_t kNcclSlots = kNcclInFlightMax;
+// Between two looks at something that the device or a peer will soon have done.
+inline constexpr std::chrono::microseconds kNcclPoll{50};
+// How long what was queued may take to end after NCCL was aborted, before its memory is left to it.
+inline constexpr std::chrono::milliseconds kNcclDrainMax{5000};
+// Of the operation that connects the ranks. No collective of a caller has it.
+inline constexpr std::uint64_t kWarmUpSequence = ~std::uint64_t{0};
+// Of a fingerprint that has not come.
+inline constexpr std::uint64_t kNoSequence = kWarmUpSequence - 1;
+
+// Page-locked host memory for fingerprints.
+class PinnedOperations {
+ public:
+  explicit PinnedOperations(Backend& backend) : backend_(backend) {}
+  ~PinnedOperations();
+  PinnedOperations(const PinnedOperations&) = delete;
+  PinnedOperations& operator=(const PinnedOperations&) = delete;
+
+  Status allocate(std::size_t count);
+  NcclOperation* data() const noexcept { return static_cast<NcclOperation*>(address_); }
+  // Leaves the memory to work that may still use it.
+  void abandon() noexcept { address_ = nullptr; }
+
+ private:
+  Backend& backend_;
+  void* address_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// Where the ranks of a group are among all: by rank, their numbers there, which messages know; empty for all
+// themselves.
+struct NcclWorld {
+  std::vector<int> numbers;
+  int size = 1;
+};
+
+// One rank. Shared by its communicator and its watch's thread.
+class NcclMember : public std::enable_shared_from_this<NcclMember> {
+ public:
+  // `origin`: the book of the communicator that this one, a group among `world`, is split from, if any.
+  NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
+             const NcclOptions& options, NcclWorld world, const OperationBook* origin = nullptr);
+  ~NcclMember() { give_back(); }
+  NcclMember(const NcclMember&) = delete;
+  NcclMember& operator=(const NcclMember&) = delete;
+
+  int rank() const noexcept { return control_->rank(); }
+  int size() const noexcept { return control_->size(); }
+  Communicator& control() noexcept { return *control_; }
+  CudaBackend& backend() noexcept { return backend_; }
+  Kernels& kernels() noexcept { return kernels_; }
+  const NcclOptions& options() const noexcept { return options_; }
+  const NcclWorld& world() const noexcept { return world_; }
+  int world_rank(int of) const { return number_of(world_.numbers, of); }
+
+  // Joins the other ranks. Once, before anything else; collective.
+  Status open();
+  // Waits for what is queued, and leaves.
+  void leave() noexcept;
+
+  Status status();
+  // Compares the fingerprints of operations whose bytes are here, without asking the device which are done:
+  // for host functions of the stream that the operations are on.
+  Status compare_arrived();
+  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns it.
+  Status fail(const Status& cause) noexcept;
+  Status fail_here(const Status& cause) noexcept {
+    try {
+      return fail(cause.with_context("rank " + std::to_string(world_rank(rank()))));
+    } catch (const std::exception&) {
+      return fail(cause);  // Out of memory for the context.
+    }
+  }
+
+  Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream);
+  Status all_gather(const AllGatherArguments& arguments, Stream stream);
+  Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag, Stream stream);
+  Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream);
+  Status register_buffer(DevicePtr address, std::size_t bytes);
+  Status deregister_buffer(DevicePtr address);
+
+  OperationBook& book() noexcept { return book_; }
+
+ private:
+  // Where an operation's fingerprints lie on the device, and whose are compared once it is done.
+  enum class Compared : std::uint8_t { kNone, kPeer, kAll };
+  struct Slot {
+    Event come;  // The stream has reached the operation.
+    Event done;
+    NcclOperation operation;
+    Compared compared = Compared::kNone;
+    std::uint64_t record = 0;  // Its number in the book.
+    bool queued = false;       // All of it is on the stream.
+    bool started = false;
+    NcclHandle::Clock::time_point started_at;
+  };
+
+  Slot& slot(std::uint64_t number) { return slots_[number % kNcclSlots]; }
+  // The operations that connect the ranks are nobody's.
+  static bool is_recorded(const NcclOperation& operation) noexcept {
+    return operation.fingerprint.sequence != kWarmUpSequence;
+  }
+  std::size_t ranks() const noexcept { return static_cast<std::size_t>(size()); }
+  NcclHandle::Clock::time_point limit() const { return NcclHandle::Clock::now() + deadline_; }
+
+  // --- creation ---
+  Status agree_on_facts();
+  Status join();
+  Status allocate();
+  Status warm_up();
+  void give_back() noexcept;
+
+  // --- data operations ---
+
+  // Queues an operation with its fingerprint. `body(comm, own, all)` makes the NCCL calls: `own` is this
+  // rank's fingerprint on the device, `all` those of all ranks.
+  template <typename Body>
+  Status issue(const Slot& wanted, Stream stream, Body body);
+  Status await_slot();
+  // What NCCL connects each rank to each other for, in both of the ways that operations take.
+  Status queue_connections(Stream stream);
+  Status queue_transfer(const Collective& collective, Stream stream);
+  NcclStep exchange_in_pairs(nccl::NcclComm comm, const Piece& piece, std::byte* own, std::byte* all,
+                             Stream stream) const;
+
+  // --- the journal ---
+
+  // Takes what is done out of the journal, and compares its fingerprints. `open` gets the oldest that are
+  // not done, if it is not null.
+  Status drain(NcclHeartbeat* open = nullptr);
+  Status compare(const Slot& done, std::size_t index) const;
+  // Where the fingerprints of all ranks come to for an operation.
+  NcclOperation* arrivals(std::size_t index) const noexcept {
+    return fingerprints_.data() + kNcclSlots + index * ranks();
+  }
+  bool is_empty();
+
+  // --- the watch ---
+  void watch() noexcept;
+  // One heartbeat. `over`: this rank has left.
+  Status beat(bool* over);
+  Status check_deadline();
+  Status exchange_heartbeats(const NcclHeartbeat& mine);
+  Status part(bool gone);
+
+  const std::unique_ptr<Communicator> control_;
+  const NcclWorld world_;
+  CudaBackend& backend_;
+  Kernels& kernels_;
+  const NcclOptions options_;
+  const std::chrono::milliseconds deadline_;
+
+  // Of the thread that issues.
+  std::uint64_t collective_sequence_ = 0;
+  std::vector<std::uint64_t> sent_to_;
+  std::vector<std::uint64_t> received_from_;
+  std::map<DevicePtr, void*> registered_;
+
+  // Set up by open().
+  std::unique_ptr<NcclHandle> handle_;
+  std::vector<Slot> slots_;                // The entries that the journal uses are guarded by journal_mutex_.
+  DevicePtr device_operations_ = nullptr;  // kNcclSlots times size() fingerprints.
+  PinnedOperations fingerprints_;          // kNcclSlots own ones, then kNcclSlots times size() as they came.
+  std::thread watcher_;
+
+  OperationBook book_;
+
+  std::mutex journal_mutex_;
+  // Guarded by journal_mutex_: operations are numbered as they are issued.
+  std::uint64_t oldest_ = 0;  // Not done.
+  std::uint64_t next_ = 0;
+  std::uint64_t collective_count_ = 0;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  Status failure_;
+  bool leaving_ = false;
+  bool ended_ = true;                    // The watch's thread has nothing more to do; true before it starts.
+  std::shared_ptr<Communicator> watch_;  // Shared with whoever aborts it while a heartbeat is in it.
+
+  // Of the watch's thread.
+  std::vector<int> watched_;          // The ranks of watch_.
+  std::vector<NcclHeartbeat> table_;  // By rank, the last heard.
+  std::vector<NcclHandle::Clock::time_point> left_at_;
+  bool has_left_ = false;
+  NcclHandle::Clock::time_point leaving_since_;
+};
+
+}  // namespace forebay::internal

@@ -1,0 +1,356 @@
+#include "collectives/process/shm_segment.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <new>
+#include <string_view>
+
+#include "forebay/shm_communicator.h"
+
+namespace forebay::internal {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3279616265726f66;  // "forebay2"; another layout needs another one.
+constexpr std::size_t kGenerationMax = 255;
+
+struct Header {
+  std::uint64_t magic;
+  std::uint64_t size;
+  char generation[kGenerationMax + 1];
+  ShmFailure failure;
+};
+
+constexpr std::size_t kHeaderBytes = 8192;
+constexpr std::size_t kRankBytes = 4096;
+static_assert(sizeof(Header) <= kHeaderBytes && sizeof(ShmRank) <= kRankBytes);
+static_assert(kShmRanksMax < 1 << 16);
+// Between processes an atomic must be plain memory.
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free &&
+              std::atomic<std::uint32_t>::is_always_lock_free &&
+              std::atomic<ShmPresence>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
+static_assert(std::chrono::steady_clock::period::den == std::nano::den, "the futex's clock is in ns");
+
+std::string error_text() {
+  return std::strerror(errno);
+}
+
+// The content of a small file of /proc; nothing when it cannot be read.
+std::optional<std::string> read_small(const char* path) {
+  const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) return std::nullopt;
+  char buffer[1024];
+  ssize_t count = 0;
+  do {
+    count = ::read(descriptor, buffer, sizeof(buffer));
+  } while (count < 0 && errno == EINTR);
+  ::close(descriptor);
+  if (count <= 0) return std::nullopt;
+  return std::string(buffer, static_cast<std::size_t>(count));
+}
+
+struct ProcessFacts {
+  char state = 0;
+  std::uint64_t thread_count = 0;
+  std::uint64_t start_time = 0;
+};
+
+// Of /proc/ID/stat (proc(5)): the fields after the program's name, which is in brackets and may hold
+// anything.
+std::optional<ProcessFacts> read_process(std::int32_t id) {
+  const std::optional<std::string> text = read_small(("/proc/" + std::to_string(id) + "/stat").c_str());
+  if (!text) return std::nullopt;
+  const std::size_t name_end = text->rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= text->size()) return std::nullopt;
+  std::string_view rest = std::string_view(*text).substr(name_end + 2);
+  constexpr int kState = 3, kThreadCount = 20, kStartTime = 22;
+  ProcessFacts facts;
+  for (int field = kState; field <= kStartTime; ++field) {
+    const std::string_view word = rest.substr(0, rest.find(' '));
+    if (word.empty()) return std::nullopt;
+    if (field == kState) facts.state = word[0];
+    std::uint64_t* number = field == kThreadCount ? &facts.thread_count
+                            : field == kStartTime ? &facts.start_time
+                                                  : nullptr;
+    if (number != nullptr &&
+        std::from_chars(word.data(), word.data() + word.size(), *number).ec != std::errc())
+      return std::nullopt;
+    rest.remove_prefix(std::min(word.size() + 1, rest.size()));
+  }
+  return facts;
+}
+
+Status no_proc(const std::string& what) {
+  return Status(StatusCode::kUnsupported, "cannot share memory with other ranks: " + what +
+                                              " cannot be read; mount /proc, or use another communicator");
+}
+
+}  // namespace
+
+Result<ProcessIdentity> this_process() {
+  const auto id = static_cast<std::int32_t>(getpid());
+  const std::optional<ProcessFacts> facts = read_process(id);
+  if (!facts) return no_proc("/proc/" + std::to_string(id) + "/stat");
+  return ProcessIdentity{id, facts->start_time};
+}
+
+bool is_running(const ProcessIdentity& process) {
+  const std::optional<ProcessFacts> facts = read_process(process.id);
+  if (!facts) {
+    // No such entry, or no descriptor left to read it: only the kernel's own word counts as gone.
+    return kill(process.id, 0) == 0 || errno != ESRCH;
+  }
+  if (facts->start_time != process.start_time) return false;
+  // A process whose first thread has ended looks like one that nobody has reaped, but has other threads.
+  const bool ended = facts->state == 'Z' || facts->state == 'X';
+  return !ended || facts->thread_count > 1;
+}
+
+Result<std::string> host_identity() {
+  const char* boot = "/proc/sys/kernel/random/boot_id";
+  std::optional<std::string> identity = read_small(boot);
+  if (!identity) return no_proc(boot);
+  while (!identity->empty() && identity->back() == '\n') identity->pop_back();
+  for (const char* space : {"/proc/self/ns/pid", "/proc/self/ns/user"}) {
+    char name[64];
+    const ssize_t length = readlink(space, name, sizeof(name));
+    if (length <= 0) return no_proc(space);
+    *identity += " " + std::string(name, static_cast<std::size_t>(length));
+  }
+  return *identity;
+}
+
+bool ShmBallot::cast(std::uint64_t step, std::span<const std::byte> decision) noexcept {
+  Paper& paper = papers_[step % 2];
+  paper.bytes = static_cast<std::uint32_t>(decision.size());
+  std::copy(decision.begin(), decision.end(), paper.decision);
+  std::uint64_t before = state_.load(std::memory_order_relaxed);
+  if ((before & kClosed) != 0) return false;
+  return state_.compare_exchange_strong(before, (step + 1) << 1, std::memory_order_acq_rel);
+}
+
+std::optional<std::vector<std::byte>> ShmBallot::close(std::uint64_t step) {
+  const std::uint64_t state = state_.fetch_or(kClosed, std::memory_order_acq_rel) & ~kClosed;
+  if (state != (step + 1) << 1) return std::nullopt;
+  const Paper& paper = papers_[step % 2];
+  const std::size_t bytes = std::min<std::size_t>(paper.bytes, kDecisionBytesMax);
+  return std::vector<std::byte>(paper.decision, paper.decision + bytes);
+}
+
+namespace {
+
+std::int64_t steady_now() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+void ShmWaitSign::say(const Wait& wait) noexcept {
+  const std::int64_t now = steady_now();
+  for (ShmWait& free : rank_.waits) {
+    if (place_ != nullptr) break;
+    std::int64_t nobody = 0;
+    if (free.beat.compare_exchange_strong(nobody, now, std::memory_order_acq_rel)) place_ = &free;
+  }
+  if (place_ == nullptr) return;
+  place_->version.fetch_add(1, std::memory_order_acq_rel);
+  // Released one by one, for ThreadSanitizer knows no fences: who has read one of these reads the odd version
+  // at the end, or a later one.
+  place_->begin.store(std::chrono::nanoseconds(begin_.time_since_epoch()).count(), std::memory_order_release);
+  place_->came.store(wait.came ? 1 : 0, std::memory_order_release);
+  std::uint64_t ranks[ShmWait::kRankWords] = {};
+  for (const int rank : wait.ranks) ranks[rank / 64] |= std::uint64_t{1} << (rank % 64);
+  for (std::size_t i = 0; i < ShmWait::kRankWords; ++i)
+    place_->ranks[i].store(ranks[i], std::memory_order_release);
+  std::uint64_t text[ShmWait::kTextWords] = {};
+  std::memcpy(text, wait.what.data(), std::min(wait.what.size(), ShmWait::kTextMax));
+  for (std::size_t i = 0; i < ShmWait::kTextWords; ++i)
+    place_->text[i].store(text[i], std::memory_order_release);
+  place_->version.fetch_add(1, std::memory_order_release);
+  place_->beat.store(now, std::memory_order_release);
+}
+
+ShmWaitSign::~ShmWaitSign() {
+  if (place_ != nullptr) place_->beat.store(0, std::memory_order_release);
+}
+
+std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh) {
+  std::vector<Wait> waits;
+  const std::int64_t now = steady_now();
+  for (const ShmWait& place : rank.waits) {
+    const std::int64_t beat = place.beat.load(std::memory_order_acquire);
+    if (beat == 0 || now - beat > fresh.count()) continue;
+    const std::uint64_t version = place.version.load(std::memory_order_acquire);
+    Wait wait;
+    wait.came = place.came.load(std::memory_order_acquire) != 0;
+    wait.age = std::chrono::nanoseconds(now - place.begin.load(std::memory_order_acquire));
+    for (int r = 0; r < kShmRanksMax; ++r) {
+      if ((place.ranks[r / 64].load(std::memory_order_acquire) >> (r % 64) & 1) != 0) wait.ranks.push_back(r);
+    }
+    char text[ShmWait::kTextMax + 1] = {};
+    for (std::size_t i = 0; i < ShmWait::kTextWords; ++i) {
+      const std::uint64_t word = place.text[i].load(std::memory_order_acquire);
+      std::memcpy(text + i * sizeof(word), &word, sizeof(word));
+    }
+    wait.what = text;
+    const bool whole = version % 2 == 0 && place.version.load(std::memory_order_acquire) == version;
+    if (whole && !wait.ranks.empty()) waits.push_back(std::move(wait));
+  }
+  std::sort(waits.begin(), waits.end(), [](const Wait& a, const Wait& b) { return a.age > b.age; });
+  return waits;
+}
+
+void Bell::ring() noexcept {
+  // With the waiter's order (sleeping, then rings): one of the two sees the other.
+  rings.fetch_add(1, std::memory_order_seq_cst);
+  if (sleeping.load(std::memory_order_seq_cst) == 0) return;
+  syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void Bell::sleep(std::uint32_t heard, std::chrono::steady_clock::time_point limit) noexcept {
+  sleeping.store(1, std::memory_order_seq_cst);
+  if (rings.load(std::memory_order_seq_cst) == heard) {
+    const auto since = std::max<std::int64_t>(std::chrono::nanoseconds(limit.time_since_epoch()).count(), 0);
+    const timespec until{.tv_sec = since / 1'000'000'000, .tv_nsec = since % 1'000'000'000};
+    // An absolute time on CLOCK_MONOTONIC; not private to this process.
+    syscall(SYS_futex, &rings, FUTEX_WAIT_BITSET, heard, &until, nullptr, FUTEX_BITSET_MATCH_ANY);
+  }
+  sleeping.store(0, std::memory_order_relaxed);
+}
+
+Result<std::byte*> ShmSegment::map(int descriptor, int size) {
+  void* base = mmap(nullptr, shm_segment_bytes(size), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (base == MAP_FAILED) {
+    return Status(StatusCode::kOutOfMemory, "cannot map " + std::to_string(shm_segment_bytes(size)) +
+                                                " bytes of shared memory: " + error_text() +
+                                                "; raise the limit of address space (ulimit -v)");
+  }
+  return static_cast<std::byte*>(base);
+}
+
+Result<std::unique_ptr<ShmSegment>> ShmSegment::create(int size, const std::string& generation) {
+  const std::size_t bytes = shm_segment_bytes(size);
+  const int descriptor = memfd_create("forebay-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (descriptor < 0) {
+    return Status(StatusCode::kIoError, "cannot make an anonymous file to share: " + error_text() +
+                                            "; raise the limit of open files (ulimit -n)");
+  }
+  // The space is taken now, so that a machine without it gives an error here and no signal later; and nobody
+  // can take it away again.
+  int error = ftruncate(descriptor, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  if (error == 0) error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
+  if (error == 0 && fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+    error = errno;
+  if (error != 0) {
+    ::close(descriptor);
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot get " + std::to_string(bytes) + " bytes of shared memory for " +
+                      std::to_string(size) + " ranks: " + std::strerror(error) +
+                      (error == EFBIG ? "; raise the limit of a file's size (ulimit -f)"
+                                      : "; free some memory, or start fewer ranks"));
+  }
+  const Result<std::byte*> base = map(descriptor, size);
+  if (!base.ok()) {
+    ::close(descriptor);
+    return base.status();
+  }
+  std::unique_ptr<ShmSegment> segment(new ShmSegment(descriptor, base.value(), size));
+  auto* header = new (base.value()) Header{};
+  header->size = static_cast<std::uint64_t>(size);
+  generation.copy(header->generation, kGenerationMax);
+  for (int r = 0; r < size; ++r) new (&segment->rank(r)) ShmRank{};
+  // Whoever opens it was told so after this, through a file or another segment.
+  header->magic = kMagic;
+  return segment;
+}
+
+Result<std::unique_ptr<ShmSegment>> ShmSegment::open(const ProcessIdentity& owner, int descriptor, int size,
+                                                     const std::string& generation) {
+  const std::string path = "/proc/" + std::to_string(owner.id) + "/fd/" + std::to_string(descriptor);
+  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (opened < 0) {
+    const std::string reason = error_text();
+    if (!is_running(owner)) {
+      return Status(StatusCode::kPeerLost, "process " + std::to_string(owner.id) +
+                                               ", whose memory was to be shared, has ended; see why");
+    }
+    return Status(StatusCode::kUnsupported,
+                  "cannot open " + path + ", the memory to share: " + reason +
+                      "; run all ranks as one user with equal rights, or use another communicator");
+  }
+  struct stat facts {};
+  const bool right_size = fstat(opened, &facts) == 0 && S_ISREG(facts.st_mode) &&
+                          static_cast<std::size_t>(facts.st_size) == shm_segment_bytes(size);
+  const Status wrong(StatusCode::kCorruption,
+                     path +
+                         " is not the memory that was to be shared; start all ranks with one build of "
+                         "forebay and a store directory of their own");
+  if (!right_size) {
+    ::close(opened);
+    return wrong;
+  }
+  const Result<std::byte*> base = map(opened, size);
+  if (!base.ok()) {
+    ::close(opened);
+    return base.status();
+  }
+  std::unique_ptr<ShmSegment> segment(new ShmSegment(opened, base.value(), size));
+  const auto* header = reinterpret_cast<const Header*>(base.value());
+  if (header->magic != kMagic || header->size != static_cast<std::uint64_t>(size) ||
+      generation.substr(0, kGenerationMax) !=
+          std::string_view(header->generation, strnlen(header->generation, kGenerationMax))) {
+    return wrong;
+  }
+  return segment;
+}
+
+ShmSegment::~ShmSegment() {
+  close_descriptor();
+  munmap(base_, shm_segment_bytes(size_));
+}
+
+void ShmSegment::close_descriptor() noexcept {
+  if (descriptor_ >= 0) ::close(descriptor_);
+  descriptor_ = -1;
+}
+
+ShmFailure& ShmSegment::failure() noexcept {
+  return reinterpret_cast<Header*>(base_)->failure;
+}
+
+ShmRank& ShmSegment::rank(int rank) noexcept {
+  return *reinterpret_cast<ShmRank*>(base_ + kHeaderBytes + static_cast<std::size_t>(rank) * kRankBytes);
+}
+
+std::byte* ShmSegment::slot(ShmPlane plane, int rank, std::uint64_t round) noexcept {
+  const auto ranks = static_cast<std::size_t>(size_);
+  std::byte* slots = base_ + kHeaderBytes + ranks * kRankBytes;
+  if (plane == kShmControlPlane) slots += ranks * rank_stride(kShmDataPlane);
+  return slots + static_cast<std::size_t>(rank) * rank_stride(plane) +
+         (round % kSlotCount) * slot_bytes(plane);
+}
+
+}  // namespace forebay::internal
+
+namespace forebay {
+
+std::size_t shm_segment_bytes(int size) noexcept {
+  using internal::ShmSegment;
+  const std::size_t per_rank = internal::kRankBytes + ShmSegment::rank_stride(internal::kShmDataPlane) +
+                               ShmSegment::rank_stride(internal::kShmControlPlane);
+  return internal::kHeaderBytes + static_cast<std::size_t>(size) * per_rank;
+}
+
+}  // namespace forebay

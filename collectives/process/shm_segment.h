@@ -1,0 +1,195 @@
+// The memory that the ranks of a shm communicator share, what lies where in it, and the few system calls
+// around it: an anonymous file, a doorbell to sleep at, and whether a process still runs.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/fingerprint.h"
+#include "collectives/wait_chain.h"
+#include "forebay/communicator.h"
+#include "forebay/shm_communicator.h"
+#include "forebay/status.h"
+
+namespace forebay::internal {
+
+// Which process, for as long as it and this host run.
+struct ProcessIdentity {
+  std::int32_t id = 0;
+  std::uint64_t start_time = 0;  // In the kernel's ticks since the boot; 0: unknown.
+};
+
+// Errors: kUnsupported without /proc.
+Result<ProcessIdentity> this_process();
+// False when no such process runs any more; one that nobody has reaped yet counts as gone.
+bool is_running(const ProcessIdentity& process);
+
+// Equal for processes that can share memory: the boot's id, the process and the user namespace.
+// Errors: kUnsupported without /proc.
+Result<std::string> host_identity();
+
+// A word that one waiter sleeps at and anybody rings. Lives in shared memory.
+struct alignas(64) Bell {
+  std::atomic<std::uint32_t> rings{0};
+  std::atomic<std::uint32_t> sleeping{0};
+
+  void ring() noexcept;
+  // Returns after a ring later than the one that gave `heard`, at `limit`, or for no reason.
+  void sleep(std::uint32_t heard, std::chrono::steady_clock::time_point limit) noexcept;
+};
+
+enum ShmPlane : int { kShmDataPlane, kShmControlPlane, kShmPlaneCount };
+
+// What one rank says on one plane. Written by that rank; everybody reads. A count is published after what it
+// counts.
+struct ShmPlaneState {
+  // Collectives announced. The fingerprint of the n-th is fingerprints[n % 2]: who announces the next but one
+  // knows that everybody has read this one.
+  alignas(64) std::atomic<std::uint64_t> announced{0};
+  Fingerprint fingerprints[2];
+  alignas(64) std::atomic<std::uint64_t> written{0};  // Rounds in this rank's slots, ever.
+  alignas(64) std::atomic<std::uint64_t> read{0};     // Rounds that this rank has taken from every peer.
+  Bell bell;                                          // Rung for this rank.
+};
+
+// The message that one rank is sending, one at a time.
+struct ShmMessage {
+  // The number of the message in the upper 48 bits; in the lower 16 the receiver plus 1 while it is open, 0
+  // after. The sender opens it, the receiver closes it; the rest is stable and the receiver's while it is
+  // open.
+  alignas(64) std::atomic<std::uint64_t> open{0};
+  std::uint64_t bytes = 0;
+  std::uint32_t tag = 0;
+  alignas(64) std::atomic<std::uint64_t> written{0};  // Pieces.
+  alignas(64) std::atomic<std::uint64_t> taken{0};
+};
+
+// What one rank has voted for last. It writes; whoever has to know the final word closes it first.
+class ShmBallot {
+ public:
+  // False when it is closed.
+  bool cast(std::uint64_t step, std::span<const std::byte> decision) noexcept;
+  // Takes no further vote. The decision, if the last vote was for `step`.
+  std::optional<std::vector<std::byte>> close(std::uint64_t step);
+
+ private:
+  static constexpr std::uint64_t kClosed = 1;
+  struct Paper {
+    std::uint32_t bytes = 0;
+    std::byte decision[kDecisionBytesMax];
+  };
+
+  // 0: none yet. Else twice the step's successor; and kClosed.
+  alignas(64) std::atomic<std::uint64_t> state_{0};
+  Paper papers_[2];  // By step % 2: the last vote can be read while the next is written.
+};
+
+// What a rank waits in, for the ranks that wait for it (wait_chain.h). The rank's threads write, one at a
+// time the same one; everybody reads. A reader that finds `version` odd or changed has read nothing.
+struct ShmWait {
+  static constexpr std::size_t kTextMax = 176;  // A longer description is cut.
+  static constexpr std::size_t kTextWords = kTextMax / sizeof(std::uint64_t);
+  static constexpr std::size_t kRankWords = kShmRanksMax / 64;
+
+  // On the steady clock, in ns: when the thread that waits last said so; 0: nobody does.
+  std::atomic<std::int64_t> beat{0};
+  std::atomic<std::uint64_t> version{0};
+  // Between two changes of `version`.
+  std::atomic<std::int64_t> begin{0};
+  std::atomic<std::uint64_t> came{0};
+  std::atomic<std::uint64_t> ranks[kRankWords] = {};  // A bit for each rank that is waited for.
+  std::atomic<std::uint64_t> text[kTextWords] = {};   // Zeros after its end.
+};
+
+// More threads of a rank than this that wait at once: the others show that it does.
+inline constexpr std::size_t kShmWaitCount = 8;
+
+enum class ShmPresence : std::uint32_t { kAbsent, kJoined, kLeft };
+
+struct ShmRank {
+  std::atomic<ShmPresence> presence{ShmPresence::kAbsent};
+  ProcessIdentity process;  // Before it joins.
+  ShmPlaneState planes[kShmPlaneCount];
+  ShmMessage message;
+  ShmBallot ballot;
+  ShmWait waits[kShmWaitCount];  // In the segment of all ranks; in all operations, of groups too.
+};
+
+// The first failure of all ranks.
+struct ShmFailure {
+  static constexpr std::size_t kTextMax = 3072;  // A longer message is cut.
+  static constexpr std::uint32_t kNone = 0;
+  static constexpr std::uint32_t kThere = 1;
+  static constexpr std::uint32_t kWriting = 2;  // Plus the rank that writes it.
+
+  std::atomic<std::uint32_t> state{kNone};
+  std::uint32_t bytes = 0;
+  char text[kTextMax];
+};
+
+// Lets the other ranks see, in a segment, what a thread of `rank` waits in, until destroyed.
+class ShmWaitSign {
+ public:
+  // `begin`: when the wait began. Shows nothing before the first say().
+  ShmWaitSign(ShmRank& rank, std::chrono::steady_clock::time_point begin) : rank_(rank), begin_(begin) {}
+  ~ShmWaitSign();
+  ShmWaitSign(const ShmWaitSign&) = delete;
+  ShmWaitSign& operator=(const ShmWaitSign&) = delete;
+
+  void say(const Wait& wait) noexcept;
+
+ private:
+  ShmRank& rank_;
+  const std::chrono::steady_clock::time_point begin_;
+  ShmWait* place_ = nullptr;
+};
+
+// What the threads of `rank` wait in and have said within the last `fresh`, the oldest first.
+std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh);
+
+class ShmSegment {
+ public:
+  static constexpr std::size_t kSlotCount = 4;  // Of each rank and plane.
+  static constexpr std::size_t slot_bytes(ShmPlane plane) noexcept {
+    return plane == kShmDataPlane ? std::size_t{512} << 10 : std::size_t{8} << 10;
+  }
+
+  // `generation` names the communicator: whoever opens another's memory finds out.
+  // Errors: kOutOfMemory, kIoError.
+  static Result<std::unique_ptr<ShmSegment>> create(int size, const std::string& generation);
+  // What `owner` created and holds as `descriptor`. Errors: kPeerLost when it no longer runs; kUnsupported
+  // when the system does not let us; kCorruption when it is not what create() made with these arguments.
+  static Result<std::unique_ptr<ShmSegment>> open(const ProcessIdentity& owner, int descriptor, int size,
+                                                  const std::string& generation);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  // For the others to open; -1 once closed.
+  int descriptor() const noexcept { return descriptor_; }
+  // Once all have opened it.
+  void close_descriptor() noexcept;
+
+  ShmFailure& failure() noexcept;
+  ShmRank& rank(int rank) noexcept;
+  std::byte* slot(ShmPlane plane, int rank, std::uint64_t round) noexcept;
+  // From a slot of one rank to that of the next.
+  static constexpr std::size_t rank_stride(ShmPlane plane) noexcept { return kSlotCount * slot_bytes(plane); }
+
+ private:
+  ShmSegment(int descriptor, std::byte* base, int size) : descriptor_(descriptor), base_(base), size_(size) {}
+  static Result<std::byte*> map(int descriptor, int size);
+
+  int descriptor_;
+  std::byte* const base_;
+  const int size_;
+};
+
+}  // namespace forebay::internal

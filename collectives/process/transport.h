@@ -1,0 +1,145 @@
+// Transport: what a communicator of processes is made of. It moves bytes between the ranks and keeps the
+// first cause; what does not depend on how they travel is in ProcessCommunicator.
+//
+// Everything waits, at most the deadline. Collectives and messages of the data plane come from one thread at
+// a time, control operations from one thread at a time, the rest from any.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/arguments.h"
+#include "collectives/fingerprint.h"
+#include "forebay/communicator.h"
+
+namespace forebay::internal {
+
+enum class TransportPlane : std::uint8_t { kData, kControl };
+
+// Longer deadlines would overflow the arithmetic of clocks, ours and others'.
+inline constexpr std::chrono::milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
+
+class Transport;
+
+// Which rank of which group: what a transport is made with.
+struct Membership {
+  int rank = 0;
+  int size = 1;
+  std::chrono::milliseconds deadline{0};
+  std::string generation;  // A word that no other group has; empty when there are no peers.
+  // The group that this one was split from, which lives as long, and what messages call this one.
+  std::shared_ptr<Transport> origin;
+  std::string name_in_origin;
+  // By rank of this group, the number it has in the first one, the world: messages know the ranks by these.
+  // Empty in the world itself.
+  std::vector<int> world_ranks;
+
+  int world_rank(int of) const {
+    return world_ranks.empty() ? of : world_ranks[static_cast<std::size_t>(of)];
+  }
+};
+
+// What `rank` is of `size`, on `backend`, whose memory a transport called `name` has to reach. The deadline
+// is brought into what clocks can add. Errors: kInvalidArgument, kUnsupported.
+Result<Membership> check_membership(const char* name, int rank, int size, std::chrono::milliseconds deadline,
+                                    const Backend& backend);
+
+// A group and those split from it fail together: what happens in one of them is the first cause of all.
+class Transport : public std::enable_shared_from_this<Transport> {
+ public:
+  explicit Transport(Membership membership) : membership_(std::move(membership)) {}
+  virtual ~Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  int rank() const noexcept { return membership_.rank; }
+  int size() const noexcept { return membership_.size; }
+  const Membership& membership() const noexcept { return membership_; }
+  int world_rank(int of) const { return membership_.world_rank(of); }
+  const Transport& world() const noexcept {
+    return membership_.origin == nullptr ? *this : membership_.origin->world();
+  }
+  std::vector<int> world_ranks(std::vector<int> of) const {
+    for (int& rank : of) rank = world_rank(rank);
+    return of;
+  }
+  std::chrono::steady_clock::time_point deadline() const {
+    return std::chrono::steady_clock::now() + membership_.deadline;
+  }
+  virtual const char* name() const noexcept = 0;
+
+  // The first failure of all ranks, or ok.
+  Status status();
+  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
+  // first cause. A cause that is `of_all` says itself in which group what happened.
+  Status fail(const Status& cause) noexcept;
+  Status fail_of_all(const Status& cause) noexcept;
+
+  virtual Status reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) = 0;
+  // What comes to all from all: all_gather and the control operations.
+  virtual Status gather(TransportPlane plane, const Fingerprint& fingerprint, const Piece& piece) = 0;
+  // `sequence` counts the messages between the two ranks with this tag, from 0.
+  virtual Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+                      std::uint64_t sequence) = 0;
+  virtual Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag,
+                      std::uint64_t sequence) = 0;
+
+  // As Communicator's.
+  virtual Status vote(std::uint64_t step, std::span<const std::byte> decision) = 0;
+  virtual std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) = 0;
+
+  // The transport of a new group with this membership, whose ranks are, in order, `members` of this one;
+  // collective over all ranks of this one, which may `exchange` more with each other meanwhile.
+  using Exchange = std::function<Status(std::span<const std::byte> mine, std::span<std::byte> all)>;
+  Result<std::shared_ptr<Transport>> split(Membership membership, const std::vector<SplitWish>& members,
+                                           const Exchange& exchange);
+
+ protected:
+  // The same for this group by itself: its own failure, and to fail it with what is the first cause of all
+  // unless a rank of this group was faster.
+  virtual Status own_status() = 0;
+  virtual Status fail_own(const Status& cause) noexcept = 0;
+  virtual Result<std::shared_ptr<Transport>> split_own(Membership membership,
+                                                       const std::vector<SplitWish>& members,
+                                                       const Exchange& exchange) = 0;
+  // First thing in the destructor of each implementation: from then on its origin does not fail it any more.
+  void leave_origin() noexcept;
+  // Whether the group that this one was split from has failed. Whoever waits asks it now and then.
+  bool origin_has_failed() { return membership_.origin != nullptr && !membership_.origin->status().ok(); }
+
+ private:
+  void spread(const Status& cause) noexcept;
+
+  const Membership membership_;
+  std::mutex parts_mutex_;
+  // Guarded by parts_mutex_. Not owned: who fails a part must not be the one that ends it.
+  std::vector<Transport*> parts_;
+};
+
+// The last vote of one rank. Not thread-safe.
+struct Ballot {
+  std::uint64_t step = 0;
+  std::vector<std::byte> decision;
+  bool cast = false;
+
+  void mark(std::uint64_t voted_step, std::span<const std::byte> voted) {
+    step = voted_step;
+    decision.assign(voted.begin(), voted.end());
+    cast = true;
+  }
+  bool is_for(std::uint64_t wanted) const { return cast && step == wanted; }
+};
+
+// The communicator over `transport`, whose queued operations run on `backend`'s streams.
+std::unique_ptr<Communicator> create_process_communicator(std::shared_ptr<Transport> transport,
+                                                          Backend& backend);
+
+}  // namespace forebay::internal

@@ -1,0 +1,66 @@
+// TcpStore: the RendezvousStore that rank 0 serves at one address, for ranks that share no directory. Whoever
+// connects proves that it knows the run's secret, and so does the server, before anything else is read; every
+// message after that is proven too. What is said is not hidden.
+//
+// It lets in the ranks of one run only, each once, and only until all are there. The first contradiction
+// among them, or the first that is lost, is the status() of all.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "collectives/rendezvous/rendezvous_store.h"
+#include "collectives/rendezvous/store_address.h"
+
+namespace forebay::internal {
+
+struct TcpStoreOptions {
+  std::string where;  // For messages.
+  StoreAddress address;
+  std::string secret;
+  Participant me;
+  std::chrono::milliseconds deadline{
+      60'000};          // Of opening it, and of rank 0's waiting for goodbyes at its end.
+  Descriptor listener;  // Of rank 0, where it listens already; else it will at `address`.
+};
+
+class TcpStore final : public RendezvousStore {
+ public:
+  // Rank 0 begins to serve; every rank connects, also before rank 0 serves.
+  // Errors: kUnsupported without OpenSSL; kTimeout when nobody serves within the deadline; those of
+  // listen_at; kInvalidArgument when the other end knows another secret; the first cause when the server does
+  // not let this rank in.
+  static Result<std::unique_ptr<TcpStore>> open(TcpStoreOptions options);
+
+  // Says goodbye. Rank 0 goes on serving until all who are here have, at most the deadline, or two seconds
+  // after a failure.
+  ~TcpStore() override;
+
+  const std::string& where() const noexcept override;
+  std::string local_address() const override;
+  Status write(const std::string& name, std::string_view content) override;
+  std::optional<std::string> read(const std::string& name) const override;
+  std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
+  void remove(const std::string& name) noexcept override;
+  void post(const std::string& name, std::string_view content) noexcept override;
+  std::optional<std::string> posted(const std::string& name) override;
+  int server_rank() const noexcept override { return 0; }
+  void abandon(const Status& cause) noexcept override;
+  bool answers() const override;
+  bool is_lost(int rank) override;
+  void stay_at_most(std::chrono::milliseconds linger) noexcept override;
+  Status status() const override;
+  std::optional<Attendance> attendance() override;
+  Status fail(const Status& cause) noexcept override;
+
+ private:
+  class Line;
+  class Server;
+  TcpStore(std::unique_ptr<Server> server, std::unique_ptr<Line> line);
+
+  const std::unique_ptr<Server> server_;  // Null but on rank 0. Outlives line_.
+  const std::unique_ptr<Line> line_;
+};
+
+}  // namespace forebay::internal

@@ -1,0 +1,309 @@
+#include "runtime/command/machine/bench_tiers_command.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "forebay/cuda_backend.h"
+#include "forebay/host_backend.h"
+#include "forebay/units.h"
+#include "runtime/command/command_line.h"
+#include "runtime/command/host_limits.h"
+#include "runtime/command/machine/bench_tiers_print.h"
+#include "runtime/command/machine/offload_choice.h"
+#include "runtime/command/machine/tier_measurement.h"
+#include "runtime/command/plan/model_arguments.h"
+#include "runtime/command/terminal_line.h"
+
+namespace forebay {
+namespace {
+
+// Smaller, and a measurement is one of caches. One block of the largest kind must be in it.
+constexpr std::uint64_t kBytesMin = 4u << 20;
+
+struct BenchArguments {
+  std::vector<std::string> directories;
+  std::string device = "host";
+  std::string bytes = "256MiB";
+  double seconds = 12;
+  bool json = false;
+
+  ModelArguments model;
+  std::int64_t ranks = 1;
+  std::int64_t stage = 0;
+  std::int64_t micro_steps = 1;
+  std::int64_t host_ranks = 0;
+  std::string dtype = "bf16";
+  std::string memory;
+
+  const CLI::Option* host_ranks_option = nullptr;
+  std::vector<const CLI::Option*> plan_options;  // Those that say something of a model only.
+};
+
+struct Device {
+  std::unique_ptr<Backend> backend;
+  std::vector<int> nodes;  // Nearest; empty: unknown.
+  bool in_host = false;
+};
+
+Result<Device> open_device(const std::string& word, const Topology& topology) {
+  Device device;
+  if (word == "host") {
+    HostBackendOptions options;
+    options.poison = false;
+    Result<std::unique_ptr<HostBackend>> made = HostBackend::create(options);
+    FOREBAY_RETURN_IF_ERROR(made.status());
+    device.backend = std::move(made).value();
+    device.in_host = true;
+    return device;
+  }
+  CudaBackendOptions options;
+  if (word != "cuda") {
+    const std::string prefix = "cuda:";
+    const char* const end = word.data() + word.size();
+    const auto parsed = word.starts_with(prefix)
+                            ? std::from_chars(word.data() + prefix.size(), end, options.ordinal)
+                            : std::from_chars_result{nullptr, std::errc::invalid_argument};
+    if (parsed.ec != std::errc() || parsed.ptr != end || options.ordinal < 0) {
+      return refuse("--device is '" + word + "'; use host, cuda or cuda:N (N counts GPUs from 0)");
+    }
+  }
+  Result<std::unique_ptr<CudaBackend>> made = CudaBackend::create(options);
+  FOREBAY_RETURN_IF_ERROR(made.status());
+  device.backend = std::move(made).value();
+  const int node = device.backend->capabilities().numa_node;
+  if (topology.find_node(node) != nullptr) device.nodes = {node};
+  return device;
+}
+
+// The least that the host lets its processes hold; what is not known does not bind.
+std::uint64_t host_memory_limit() {
+  std::uint64_t least = ~std::uint64_t{0};
+  for (const HostLimit& limit : read_host_limits()) {
+    least = std::min(least, limit.bytes);
+  }
+  return least;
+}
+
+// Everything of the model but the choice. None when no model was given.
+Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arguments, const Device& device,
+                                                       std::uint64_t file_bytes, ModelShape* shape) {
+  const bool has_model = arguments.model.has_config() || arguments.model.has_shape();
+  if (!has_model) {
+    for (const CLI::Option* option : arguments.plan_options) {
+      if (option->count() > 0) {
+        return refuse(
+            option->get_name() +
+            " says how a model would run, and none was given; add its shape (--layers --hidden --heads "
+            "--sequence --vocabulary) or --config");
+      }
+    }
+    return std::optional<BenchedModel>();
+  }
+  BenchedModel model;
+  const Result<ModelChoice> read = read_model(arguments.model);
+  FOREBAY_RETURN_IF_ERROR(read.status());
+  model.description = describe_model(read.value());
+  std::int64_t number = 0;
+  FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, &number));
+  model.options.ranks = static_cast<int>(number);
+  FOREBAY_RETURN_IF_ERROR(read_positive("micro-steps", arguments.micro_steps, 1'000'000, &number));
+  model.options.micro_steps = static_cast<int>(number);
+  FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &model.options.stage));
+  FOREBAY_RETURN_IF_ERROR(read_dtype(arguments.dtype, &model.options.dtype));
+  number = arguments.ranks;
+  if (arguments.host_ranks_option->count() > 0) {
+    FOREBAY_RETURN_IF_ERROR(read_positive("host-ranks", arguments.host_ranks, arguments.ranks, &number));
+  }
+  model.limits.host_ranks = static_cast<std::uint64_t>(number);
+
+  const Capabilities& facts = device.backend->capabilities();
+  model.options.chunk_bytes = facts.granularity;
+  if (!arguments.memory.empty()) {
+    FOREBAY_RETURN_IF_ERROR(read_bytes("memory", arguments.memory, &model.limits.device_bytes));
+  } else if (device.in_host) {
+    return refuse(
+        "--memory was not given, and a device in the host's memory has no size of its own; add --memory, the "
+        "bytes "
+        "a rank's device has");
+  } else {
+    model.limits.device_bytes = facts.memory_bytes;
+  }
+  model.limits.device_in_host = device.in_host;
+  model.limits.host_bytes = host_memory_limit();
+  model.limits.file_bytes = file_bytes;
+
+  Result<ModelShape> made = make_model_shape(read.value().shape);
+  FOREBAY_RETURN_IF_ERROR(made.status());
+  *shape = std::move(made).value();
+  model.parameters = shape->parameter_count();
+  Result<std::uint64_t> activations = estimate_activation_bytes(
+      read.value().shape,
+      {.batch = read.value().batch, .sequence = read.value().sequence, .dtype = model.options.dtype});
+  FOREBAY_RETURN_IF_ERROR(activations.status());
+  shape->activation_bytes = activations.value();
+  return std::optional<BenchedModel>(std::move(model));
+}
+
+// What fits does not depend on what will be measured, so nobody waits for it.
+Status check_something_fits(const ModelShape& shape, const BenchedModel& model) {
+  const Result<OffloadChoice> choice = choose_offload(shape, model.options, model.limits, {});
+  FOREBAY_RETURN_IF_ERROR(choice.status());
+  if (choice.value().chosen >= 0) return Status();
+  return Status(StatusCode::kOutOfMemory, "no offload setting fits: " + choice.value().reason);
+}
+
+// How the time is divided. Files have most points.
+constexpr double kCopyPart = 0.15;
+constexpr double kHostPart = 0.2;
+constexpr double kFilePart = 0.65;
+
+std::chrono::nanoseconds part_of(double seconds, double part) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds * part));
+}
+
+Result<BenchTiersReport> bench(const BenchArguments& arguments) {
+  BenchTiersReport report;
+  FOREBAY_RETURN_IF_ERROR(read_bytes("bytes", arguments.bytes, &report.bytes));
+  if (report.bytes < kBytesMin) {
+    return refuse("--bytes is " + format_bytes(report.bytes) + "; use at least " + format_bytes(kBytesMin));
+  }
+  report.bytes = report.bytes / kBytesMin * kBytesMin;
+  constexpr double kSecondsMax = 3600;
+  if (!(arguments.seconds > 0 && arguments.seconds <= kSecondsMax)) {
+    return refuse("--seconds is " + std::to_string(arguments.seconds) + "; use more than 0 and at most 3600");
+  }
+
+  // All that can be refused is, before anything is measured.
+  const Topology topology = read_topology();
+  report.topology_source = topology.source;
+  for (const std::string& directory : arguments.directories) {
+    auto files = prepare_files(topology, {directory}, report.bytes);
+    FOREBAY_RETURN_IF_ERROR(files.status());
+    report.files.push_back(std::move(files).value());
+  }
+  if (arguments.directories.size() > 1) {
+    auto files = prepare_files(topology, arguments.directories, report.bytes);
+    FOREBAY_RETURN_IF_ERROR(files.status());
+    report.files.push_back(std::move(files).value());
+  }
+  Result<Device> opened = open_device(arguments.device, topology);
+  FOREBAY_RETURN_IF_ERROR(opened.status());
+  const Device& device = opened.value();
+  report.device = device.backend->capabilities().name;
+  report.device_in_host = device.in_host;
+  report.placement = place(topology, {.nodes = device.nodes});
+  ModelShape shape;
+  auto model = read_benched_model(arguments, device, report.files.back().free_bytes, &shape);
+  FOREBAY_RETURN_IF_ERROR(model.status());
+  report.model = std::move(model).value();
+  if (report.model) FOREBAY_RETURN_IF_ERROR(check_something_fits(shape, *report.model));
+
+  TerminalLine line;
+  const Progress progress = [&](const std::string& what) { line.show("measuring " + what); };
+  auto copies = measure_copies(*device.backend, report.placement, report.bytes,
+                               part_of(arguments.seconds, kCopyPart), progress);
+  FOREBAY_RETURN_IF_ERROR(copies.status());
+  report.copies = copies.value();
+  const DataType dtype = report.model ? report.model->options.dtype : DataType::kBfloat16;
+  auto host = measure_host(*device.backend, topology, dtype, report.bytes,
+                           part_of(arguments.seconds, kHostPart), progress);
+  FOREBAY_RETURN_IF_ERROR(host.status());
+  report.host = host.value();
+  for (FileMeasurement& files : report.files) {
+    const double part = kFilePart / static_cast<double>(report.files.size());
+    FOREBAY_RETURN_IF_ERROR(measure_files(report.bytes, part_of(arguments.seconds, part), progress, &files));
+  }
+
+  if (report.model) {
+    const StoreMeasurementPoint& chosen = report.files.back().store.chosen;
+    const TierRates rates{.to_device_bytes_per_second = report.copies.to_device_bytes_per_second,
+                          .from_device_bytes_per_second = report.copies.from_device_bytes_per_second,
+                          .both_bytes_per_second = report.copies.both_bytes_per_second,
+                          .adamw_elements_per_second = report.host.adamw_elements_per_second,
+                          .file_read_bytes_per_second = chosen.read_bytes_per_second,
+                          .file_write_bytes_per_second = chosen.write_bytes_per_second};
+    auto choice = choose_offload(shape, report.model->options, report.model->limits, rates);
+    FOREBAY_RETURN_IF_ERROR(choice.status());
+    report.model->choice = std::move(choice).value();
+  }
+  return report;
+}
+
+int run(const BenchArguments& arguments) {
+  const Result<BenchTiersReport> report = bench(arguments);
+  if (!report.ok()) {
+    std::fprintf(stderr, "forebay bench-tiers: %s\n", report.status().message().c_str());
+    return report.status().code() == StatusCode::kInvalidArgument ? kBadUsage : kFailed;
+  }
+  const std::string text =
+      arguments.json ? bench_tiers_json(report.value()) : bench_tiers_text(report.value());
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return 0;
+  std::fprintf(stderr, "forebay bench-tiers: cannot write to standard output; is the disk full?\n");
+  return kFailed;
+}
+
+}  // namespace
+
+void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
+  const auto arguments = std::make_shared<BenchArguments>();  // Shared by the parser's fields and the action.
+  BenchArguments& a = *arguments;
+  CLI::App* command = app.add_subcommand(
+      "bench-tiers",
+      "Measure copies to and from a device, host memory and files; with a model, choose its offload setting");
+  command->footer(
+      "Bytes are written 4096, 64KiB, 1.5GiB or 2GB. Rates are printed in GB/s (1e9 bytes) and, with --json, "
+      "in bytes "
+      "per second.\nFiles have no name and are gone with the process. Progress is shown where standard error "
+      "is a "
+      "terminal.");
+  command
+      ->add_option("DIR", a.directories,
+                   "Directories for the file tier; several are measured each, then striped")
+      ->required()
+      ->type_name("");
+  command->add_option("--device", a.device, "host, cuda or cuda:N (N counts GPUs from 0)")
+      ->type_name("DEVICE")
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--bytes", a.bytes,
+          "What is copied, written and read in a piece, and each of three arrays of the host; in whole 4 MiB")
+      ->type_name("BYTES")
+      ->capture_default_str();
+  command
+      ->add_option("--seconds", a.seconds, "For all measurements together, about; a slow drive takes longer")
+      ->type_name("S")
+      ->capture_default_str();
+  command->add_flag("--json", a.json, "Print JSON");
+
+  add_model_options(*command, a.model);
+  const auto number = [&](const char* name, std::int64_t& target, const char* what) {
+    return command->add_option(name, target, what)->type_name("N");
+  };
+  a.plan_options.push_back(a.model.batch_option);
+  a.plan_options.push_back(number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str());
+  a.plan_options.push_back(number("--stage", a.stage, "ZeRO stage, 0 to 3")->capture_default_str());
+  a.plan_options.push_back(
+      number("--micro-steps", a.micro_steps, "Forward and backward passes of a step")->capture_default_str());
+  a.host_ranks_option = number("--host-ranks", a.host_ranks,
+                               "Ranks that share this host's cores, memory and drives (default: all)");
+  a.plan_options.push_back(a.host_ranks_option);
+  a.plan_options.push_back(
+      command->add_option("--dtype", a.dtype, "Of parameters and gradients: fp32, bf16 or fp16")
+          ->type_name("TYPE")
+          ->capture_default_str());
+  a.plan_options.push_back(
+      command
+          ->add_option("--memory,--device-budget", a.memory,
+                       "Device budget per rank (default: what a GPU has; a device in host memory needs it)")
+          ->type_name("BYTES"));
+  command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
+}
+
+}  // namespace forebay

@@ -1,0 +1,30 @@
+// `forebay devices` as text and as JSON.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "forebay/cuda_devices.h"
+#include "forebay/status.h"
+#include "forebay/topology.h"
+#include "runtime/command/machine/host_facts.h"
+
+namespace forebay {
+
+struct DevicesReport {
+  Status cuda_status;  // Not ok: why there is no `cuda`.
+  CudaSystem cuda;
+  HostFacts host;
+  std::string host_kernels;  // "host AVX3_ZEN4, 2 threads"
+  Topology topology;
+  // For each device of `cuda`, in their order, or without devices one for the host alone.
+  std::vector<Placement> placements;
+};
+
+// Where the host's side of each device would be.
+std::vector<Placement> place_devices(const Topology& topology, const std::vector<CudaDevice>& devices);
+
+std::string devices_text(const DevicesReport& report);
+std::string devices_json(const DevicesReport& report);
+
+}  // namespace forebay

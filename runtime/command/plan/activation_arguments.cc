@@ -1,0 +1,96 @@
+#include "runtime/command/plan/activation_arguments.h"
+
+#include <optional>
+
+#include "runtime/command/command_line.h"
+#include "runtime/command/plan/model_arguments.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::int64_t kPartLimit = 1 << 12;  // Of each: their product is a number of ranks.
+
+Status read_placement(const std::string& word, ActivationRequest* request) {
+  request->placement = ActivationPlacement::kPartitionAndSpill;
+  if (word == "partition+cpu") return {};
+  if (word == "partition+nvme" || word.rfind("partition+nvme:", 0) == 0) {
+    request->tier = Tier::kFile;
+    return {};
+  }
+  for (const ActivationPlacement placement :
+       {ActivationPlacement::kKeep, ActivationPlacement::kPartition, ActivationPlacement::kAuto}) {
+    if (word != activation_placement_name(placement)) continue;
+    request->placement = placement;
+    return {};
+  }
+  return refuse("--activations is '" + word +
+                "'; use keep, partition, partition+cpu, partition+nvme (directories may follow) or auto");
+}
+
+}  // namespace
+
+bool ActivationArguments::given() const {
+  return !recompute.empty() || !placement.empty() || tensor_parallel_option->count() > 0 ||
+         pipeline_parallel_option->count() > 0;
+}
+
+void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
+  arguments.tensor_parallel_option =
+      command
+          .add_option("--tensor-parallel", arguments.tensor_parallel,
+                      "Ranks that share every layer: each has 1/N of its matrices and all of its inputs; "
+                      "divides --heads")
+          ->type_name("N")
+          ->capture_default_str();
+  arguments.pipeline_parallel_option =
+      command
+          .add_option("--pipeline-parallel", arguments.pipeline_parallel,
+                      "Stages that the layers are divided over, the first with the embedding, the last with "
+                      "the output projection; one forward, one backward: stage i holds up to N - i "
+                      "micro-steps' activations. The plan is that of the stage that needs most")
+          ->type_name("N")
+          ->capture_default_str();
+  command
+      .add_option(
+          "--recompute", arguments.recompute,
+          "What the backward pass computes again: none; block, every layer from its input; or every:K, "
+          "one layer of every K, from the first on, while the others keep everything (default: block "
+          "with --activations, otherwise none)")
+      ->type_name("WHAT");
+  command
+      .add_option("--activations", arguments.placement,
+                  "How the inputs it starts from are kept: keep, partition (a slice on each tensor-parallel "
+                  "rank), partition+cpu, partition+nvme (spilled), or auto (what --memory demands)")
+      ->type_name("HOW");
+}
+
+Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
+  ActivationRequest request;
+  std::int64_t ranks = 1;
+  FOREBAY_RETURN_IF_ERROR(read_positive("tensor-parallel", arguments.tensor_parallel, kPartLimit, &ranks));
+  request.part.tensor_parallel = static_cast<int>(ranks);
+  FOREBAY_RETURN_IF_ERROR(
+      read_positive("pipeline-parallel", arguments.pipeline_parallel, kPartLimit, &ranks));
+  request.part.pipeline_parallel = static_cast<int>(ranks);
+  const bool placed = !arguments.placement.empty();
+  const std::string recompute = !arguments.recompute.empty() ? arguments.recompute
+                                : placed                     ? "block"
+                                                             : "none";
+  const std::optional<int> every = parse_recompute(recompute);
+  if (!every) {
+    return refuse("--recompute is '" + recompute +
+                  "'; use none, block, or every:K: one layer of every K, at least 1");
+  }
+  request.recompute_every = *every;
+  if (!placed) return request;
+  if (request.recompute_every == 0) {
+    return refuse(
+        "--activations says how saved inputs are kept and --recompute none saves none; use --recompute "
+        "block, "
+        "or every:K");
+  }
+  FOREBAY_RETURN_IF_ERROR(read_placement(arguments.placement, &request));
+  return request;
+}
+
+}  // namespace forebay

@@ -1,0 +1,117 @@
+#include "runtime/command/plan/model_arguments.h"
+
+#include <algorithm>
+
+#include "forebay/units.h"
+#include "runtime/command/command_line.h"
+#include "runtime/command/plan/model_config.h"
+
+namespace forebay {
+namespace {
+
+constexpr std::int64_t kNumberLimit = std::int64_t{1} << 40;  // Tighter bounds are the shape's own.
+
+Status read_count(const char* name, std::int64_t value, std::uint64_t* target) {
+  std::int64_t count = 0;
+  FOREBAY_RETURN_IF_ERROR(read_positive(name, value, kNumberLimit, &count));
+  *target = static_cast<std::uint64_t>(count);
+  return Status();
+}
+
+}  // namespace
+
+bool ModelArguments::has_shape() const {
+  return given(sequence_option) || std::any_of(shape_options.begin(), shape_options.end(), given);
+}
+
+bool ModelArguments::has_batch() const {
+  return given(batch_option);
+}
+
+void add_model_options(CLI::App& command, ModelArguments& arguments) {
+  const auto number = [&](const char* name, std::int64_t& target, const char* what) {
+    return command.add_option(name, target, what)->type_name("N")->capture_default_str();
+  };
+  command.add_option("--config", arguments.config, "The model as a Hugging Face config.json (gpt2 or llama)")
+      ->type_name("FILE");
+  arguments.shape_options = {number("--layers", arguments.layers, "The model as a GPT-2 shape: layers"),
+                             number("--hidden", arguments.hidden, "Width"),
+                             number("--heads", arguments.heads, "Attention heads; divides --hidden"),
+                             number("--vocabulary", arguments.vocabulary, "Tokens there are")};
+  arguments.sequence_option = number("--sequence", arguments.sequence, "Tokens of a sequence");
+  arguments.batch_option =
+      number("--batch", arguments.batch, "Sequences of a micro-step, of each data-parallel rank");
+}
+
+Result<ModelChoice> read_model(const ModelArguments& arguments) {
+  const bool has_numbers = std::any_of(arguments.shape_options.begin(), arguments.shape_options.end(), given);
+  if (arguments.has_config() && has_numbers) {
+    return refuse("--config and a shape were both given; with --config use --sequence and --batch only");
+  }
+  ModelChoice model;
+  FOREBAY_RETURN_IF_ERROR(read_count("batch", arguments.batch, &model.batch));
+  TransformerShape shape;
+  if (arguments.has_config()) {
+    Result<TransformerShape> read = read_model_config(arguments.config);
+    FOREBAY_RETURN_IF_ERROR(read.status());
+    shape = read.value();
+    if (given(arguments.sequence_option)) {
+      FOREBAY_RETURN_IF_ERROR(read_count("sequence", arguments.sequence, &model.sequence));
+    }
+  } else {
+    FOREBAY_RETURN_IF_ERROR(read_count("layers", arguments.layers, &shape.layers));
+    FOREBAY_RETURN_IF_ERROR(read_count("hidden", arguments.hidden, &shape.hidden));
+    FOREBAY_RETURN_IF_ERROR(read_count("heads", arguments.heads, &shape.heads));
+    FOREBAY_RETURN_IF_ERROR(read_count("sequence", arguments.sequence, &shape.positions));
+    FOREBAY_RETURN_IF_ERROR(read_count("vocabulary", arguments.vocabulary, &shape.vocabulary));
+  }
+  Result<TransformerShape> completed = complete_shape(shape);
+  FOREBAY_RETURN_IF_ERROR(completed.status());
+  model.shape = completed.value();
+  return model;
+}
+
+std::string describe_model(const ModelChoice& model) {
+  const TransformerShape& shape = model.shape;
+  const std::uint64_t sequence = model.sequence == 0 ? shape.positions : model.sequence;
+  std::string text = shape.kind == TransformerKind::kGpt2 ? "GPT-2 kind: " : "Llama kind: ";
+  text += format_count(shape.layers, "layer") + ", hidden " + std::to_string(shape.hidden) + ", " +
+          format_count(shape.heads, "head");
+  if (shape.key_value_heads != shape.heads) {
+    text += " (" + std::to_string(shape.key_value_heads) + " for keys and values)";
+  }
+  text += ", sequence " + std::to_string(sequence) + ", vocabulary " + std::to_string(shape.vocabulary) +
+          (shape.tied_embedding ? " (tied)" : " (not tied)") + ", batch " + std::to_string(model.batch);
+  return text;
+}
+
+Status read_positive(const char* name, std::int64_t value, std::int64_t limit, std::int64_t* target) {
+  if (value < 1 || value > limit) {
+    return refuse(std::string("--") + name + " is " + std::to_string(value) + "; use 1 to " +
+                  std::to_string(limit));
+  }
+  *target = value;
+  return Status();
+}
+
+Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes) {
+  if (parse_bytes(text.c_str(), bytes) && *bytes > 0) return Status();
+  return refuse(std::string("--") + name + " is '" + text + "'; use bytes, such as 2MiB, 80GB or 4096");
+}
+
+Status read_dtype(const std::string& word, DataType* dtype) {
+  for (const DataType one : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
+    if (word != data_type_name(one)) continue;
+    *dtype = one;
+    return Status();
+  }
+  return refuse("--dtype is '" + word + "'; use fp32, bf16 or fp16");
+}
+
+Status read_stage(std::int64_t value, int* stage) {
+  if (value < 0 || value > 3) return refuse("--stage is " + std::to_string(value) + "; use 0, 1, 2 or 3");
+  *stage = static_cast<int>(value);
+  return Status();
+}
+
+}  // namespace forebay

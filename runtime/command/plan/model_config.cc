@@ -1,0 +1,157 @@
+#include "runtime/command/plan/model_config.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::json;
+
+// A configuration is a page of text; more than this is some other file.
+constexpr std::size_t kConfigBytesMax = std::size_t{1} << 20;
+
+// Reads keys out of one JSON object and remembers the first complaint, so that the reading stays a plain
+// list.
+class Reader {
+ public:
+  Reader(const Json& object, const std::string& name) : object_(object), name_(name) {}
+
+  bool has(const char* key) const { return object_.contains(key) && !object_.at(key).is_null(); }
+
+  std::uint64_t required(const char* key) {
+    if (!has(key)) {
+      complain(std::string("has no \"") + key + "\"");
+      return 0;
+    }
+    return positive(key);
+  }
+  std::uint64_t optional(const char* key) { return has(key) ? positive(key) : 0; }
+
+  bool flag(const char* key, bool otherwise) {
+    if (!has(key)) return otherwise;
+    if (!object_.at(key).is_boolean()) {
+      complain(std::string("has \"") + key + "\": " + object_.at(key).dump() +
+               ", which is not true or false");
+      return otherwise;
+    }
+    return object_.at(key).get<bool>();
+  }
+
+  const Status& status() const { return status_; }
+
+ private:
+  std::uint64_t positive(const char* key) {
+    const Json& value = object_.at(key);
+    if (value.is_number_unsigned() && value.get<std::uint64_t>() > 0) return value.get<std::uint64_t>();
+    complain(std::string("has \"") + key + "\": " + value.dump() + ", which is not a positive whole number");
+    return 0;
+  }
+  void complain(const std::string& what) {
+    if (!status_.ok()) return;
+    status_ = Status(StatusCode::kInvalidArgument,
+                     name_ + " " + what + "; use the config.json that came with the model");
+  }
+
+  const Json& object_;
+  std::string name_;
+  Status status_;
+};
+
+Result<TransformerShape> parse_gpt2(const Json& object, const std::string& name) {
+  Reader reader(object, name);
+  TransformerShape shape;
+  shape.kind = TransformerKind::kGpt2;
+  shape.layers = reader.required("n_layer");
+  shape.hidden = reader.required("n_embd");
+  shape.heads = reader.required("n_head");
+  shape.vocabulary = reader.required("vocab_size");
+  shape.positions = reader.required("n_positions");
+  shape.intermediate = reader.optional("n_inner");
+  shape.tied_embedding = reader.flag("tie_word_embeddings", true);
+  const bool cross_attention = reader.flag("add_cross_attention", false);
+  FOREBAY_RETURN_IF_ERROR(reader.status());
+  if (cross_attention) {
+    return Status(StatusCode::kUnsupported,
+                  name +
+                      " asks for cross-attention, whose parameters are not planned; use a decoder-only "
+                      "configuration, or --parameters");
+  }
+  return complete_shape(shape);
+}
+
+Result<TransformerShape> parse_llama(const Json& object, const std::string& name) {
+  Reader reader(object, name);
+  TransformerShape shape;
+  shape.kind = TransformerKind::kLlama;
+  shape.layers = reader.required("num_hidden_layers");
+  shape.hidden = reader.required("hidden_size");
+  shape.heads = reader.required("num_attention_heads");
+  shape.vocabulary = reader.required("vocab_size");
+  shape.intermediate = reader.required("intermediate_size");
+  shape.positions = reader.optional("max_position_embeddings");
+  shape.key_value_heads = reader.optional("num_key_value_heads");
+  shape.head_dimension = reader.optional("head_dim");
+  shape.tied_embedding = reader.flag("tie_word_embeddings", false);
+  shape.attention_bias = reader.flag("attention_bias", false);
+  shape.feed_forward_bias = reader.flag("mlp_bias", false);
+  FOREBAY_RETURN_IF_ERROR(reader.status());
+  return complete_shape(shape);
+}
+
+}  // namespace
+
+Result<TransformerShape> parse_model_config(const std::string& text, const std::string& name) {
+  const Json object = Json::parse(text, nullptr, false);
+  if (object.is_discarded() || !object.is_object()) {
+    return Status(StatusCode::kInvalidArgument,
+                  name + " is not a JSON object; use the config.json that came with the model");
+  }
+  if (!object.contains("model_type") || !object.at("model_type").is_string()) {
+    return Status(StatusCode::kInvalidArgument,
+                  name + " has no \"model_type\"; use the config.json that came with the model");
+  }
+  const std::string type = object.at("model_type").get<std::string>();
+  Result<TransformerShape> shape =
+      Status(StatusCode::kUnsupported,
+             name + " has \"model_type\": \"" + type +
+                 "\"; gpt2 and llama can be read, for others give --parameters or the shape");
+  if (type == "gpt2") shape = parse_gpt2(object, name);
+  if (type == "llama") shape = parse_llama(object, name);
+  return shape;
+}
+
+Result<TransformerShape> read_model_config(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
+    return Status(
+        StatusCode::kIoError,
+        "cannot read " + path + ": it is not a regular file; give the path of the model's config.json");
+  }
+  std::FILE* file = std::fopen(path.c_str(), "rbe");
+  std::string text;
+  bool failed = file == nullptr;
+  int error = errno;
+  if (file != nullptr) {
+    text.resize(kConfigBytesMax + 1);
+    errno = 0;
+    text.resize(std::fread(text.data(), 1, text.size(), file));
+    failed = std::ferror(file) != 0;
+    error = errno;
+    std::fclose(file);
+  }
+  if (failed) {
+    return Status(StatusCode::kIoError, "cannot read " + path + ": " + std::strerror(error) +
+                                            "; give the path of the model's config.json");
+  }
+  if (text.size() > kConfigBytesMax) {
+    return Status(StatusCode::kInvalidArgument,
+                  path + " is larger than 1 MiB; give the path of the model's config.json");
+  }
+  return parse_model_config(text, path);
+}
+
+}  // namespace forebay

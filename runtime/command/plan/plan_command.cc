@@ -1,0 +1,414 @@
+#include "runtime/command/plan/plan_command.h"
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "forebay/units.h"
+#include "runtime/command/command_line.h"
+#include "runtime/command/host_limits.h"
+#include "runtime/command/plan/activation_arguments.h"
+#include "runtime/command/plan/model_arguments.h"
+#include "runtime/command/plan/plan_print.h"
+#include "runtime/command/plan/plan_report.h"
+
+namespace forebay {
+namespace {
+
+constexpr int kDoesNotHold = 1;
+// What a device may map at a time: a page at least; GPUs have 2 MiB.
+constexpr std::uint64_t kChunkLeast = std::uint64_t{4} << 10;
+constexpr std::uint64_t kChunkMost = std::uint64_t{1} << 30;
+
+// The command line as it was typed; numbers are signed so that a negative one gets an answer in our words.
+struct PlanArguments {
+  std::string parameters;
+  ModelArguments model;
+  ActivationArguments activations;
+  std::int64_t ranks = 0;  // 0: as many as share the model.
+  std::int64_t stage = 0;
+  std::int64_t micro_steps = 1;
+  std::int64_t host_ranks = 0;
+  std::string dtype = "bf16";
+  std::string accumulate = "shard";
+  std::string offload = "none";
+  std::string tier = "cpu";
+  std::string fraction = "1";
+  std::string staging = "96MiB";
+  std::string order = "rank";
+  std::string shard_within = "all";
+  std::string bucket = "16MiB";
+  std::string chunk = "2MiB";
+  std::string memory;
+  std::string preset = "forebay";
+  bool json = false;
+
+  // Which of them were given.
+  const CLI::Option* ranks_option = nullptr;
+  const CLI::Option* stage_option = nullptr;
+  const CLI::Option* host_ranks_option = nullptr;
+};
+
+// The model; its shape's words, if it has one, go to `description`.
+Status read_request(const PlanArguments& arguments, PlanRequest* request, std::string* description) {
+  const ModelArguments& model = arguments.model;
+  const bool has_count = !arguments.parameters.empty();
+  if (has_count && (model.has_config() || model.has_shape() || model.has_batch())) {
+    return refuse(
+        "--parameters and a shape were both given; a shape says how many parameters there are, so use one of "
+        "them");
+  }
+  if (has_count) {
+    Result<std::uint64_t> count = parse_parameter_count(arguments.parameters);
+    FOREBAY_RETURN_IF_ERROR(count.status());
+    request->parameters = count.value();
+    return Status();
+  }
+  Result<ModelChoice> read = read_model(model);
+  FOREBAY_RETURN_IF_ERROR(read.status());
+  request->shape = read.value().shape;
+  request->batch = read.value().batch;
+  request->sequence = read.value().sequence;
+  *description = describe_model(read.value());
+  return Status();
+}
+
+Status read_number(const char* name, std::int64_t value, int* target) {
+  std::int64_t number = 0;
+  FOREBAY_RETURN_IF_ERROR(read_positive(name, value, 1'000'000, &number));
+  *target = static_cast<int>(number);
+  return Status();
+}
+
+// Directories may follow, so that forebay-gpt's options give the plan of its run; a plan does not look at
+// them.
+Status read_tier(const PlanArguments& arguments, PlanOptions* options) {
+  if (arguments.tier == "cpu") {
+    options->tier = Tier::kPinned;
+  } else if (arguments.tier == "nvme" || arguments.tier.rfind("nvme:", 0) == 0) {
+    options->tier = Tier::kFile;
+  } else {
+    return refuse("--offload-tier is '" + arguments.tier + "'; use cpu or nvme");
+  }
+  const char* const end = arguments.fraction.data() + arguments.fraction.size();
+  const auto [rest, error] = std::from_chars(arguments.fraction.data(), end, options->offload_fraction);
+  if (error != std::errc() || rest != end) {
+    return refuse("--offload-fraction is '" + arguments.fraction +
+                  "'; use 0 to 1 (auto is measured where a model is trained)");
+  }
+  if (options->offload == Offload::kNone &&
+      (options->tier == Tier::kFile || options->offload_fraction != PlanOptions().offload_fraction)) {
+    return refuse(
+        std::string(options->tier == Tier::kFile ? "--offload-tier" : "--offload-fraction") +
+        " says how to offload and nothing is offloaded; add --offload optimizer, or optimizer+parameters");
+  }
+  return read_bytes("offload-staging", arguments.staging, &options->staging_bytes);
+}
+
+// "rank" or "group:G"; and what the stage shards over.
+Status read_order(const PlanArguments& arguments, PlanOptions* options) {
+  const std::string prefix = "group:";
+  const bool grouped = arguments.order.rfind(prefix, 0) == 0;
+  const char* const end = arguments.order.data() + arguments.order.size();
+  const auto read =
+      std::from_chars(arguments.order.data() + (grouped ? prefix.size() : 0), end, options->group);
+  if (grouped ? read.ec != std::errc() || read.ptr != end : arguments.order != "rank") {
+    return refuse("--order is '" + arguments.order +
+                  "'; use rank, or group:G with the number of consecutive ranks that are added first");
+  }
+  if (arguments.shard_within != "all" && arguments.shard_within != "group")
+    return refuse("--shard-within is '" + arguments.shard_within + "'; use all or group");
+  options->shard_within_group = arguments.shard_within == "group";
+  if (options->shard_within_group && !grouped)
+    return refuse("--shard-within group needs to know the groups; add --order group:G");
+  return {};
+}
+
+Status read_options(const PlanArguments& arguments, PlanRequest* request) {
+  PlanOptions& options = request->options;
+  FOREBAY_RETURN_IF_ERROR(read_number("micro-steps", arguments.micro_steps, &options.micro_steps));
+  FOREBAY_RETURN_IF_ERROR(read_order(arguments, &options));
+  FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &options.stage));
+  FOREBAY_RETURN_IF_ERROR(read_dtype(arguments.dtype, &options.dtype));
+
+  if (arguments.accumulate == "shard")
+    options.accumulate = Accumulate::kShard;
+  else if (arguments.accumulate == "local")
+    options.accumulate = Accumulate::kLocal;
+  else
+    return refuse("--accumulate is '" + arguments.accumulate + "'; use shard or local");
+
+  if (arguments.offload == "none")
+    options.offload = Offload::kNone;
+  else if (arguments.offload == "optimizer")
+    options.offload = Offload::kOptimizer;
+  else if (arguments.offload == "optimizer+parameters")
+    options.offload = Offload::kOptimizerAndParameters;
+  else
+    return refuse("--offload is '" + arguments.offload + "'; use none, optimizer or optimizer+parameters");
+  FOREBAY_RETURN_IF_ERROR(read_tier(arguments, &options));
+
+  FOREBAY_RETURN_IF_ERROR(read_bytes("bucket", arguments.bucket, &options.bucket_bytes));
+  FOREBAY_RETURN_IF_ERROR(read_bytes("chunk", arguments.chunk, &options.chunk_bytes));
+  if (!std::has_single_bit(options.chunk_bytes) || options.chunk_bytes < kChunkLeast ||
+      options.chunk_bytes > kChunkMost) {
+    return refuse("--chunk is '" + arguments.chunk + "', and devices map powers of two; use one from " +
+                  format_bytes(kChunkLeast) + " to " + format_bytes(kChunkMost) + ", such as 2MiB");
+  }
+
+  const std::optional<Preset> preset = parse_preset(arguments.preset);
+  if (!preset) {
+    return refuse("--preset is '" + arguments.preset + "'; use forebay, paper, deepspeed or megatron");
+  }
+  request->preset = *preset;
+  return Status();
+}
+
+// All ranks are one grid: as in forebay-gpt, those that neither tensor nor pipeline parallelism takes are
+// data-parallel.
+Status read_ranks(const PlanArguments& arguments, PlanRequest* request, int* world_size) {
+  const int parts = request->part.tensor_parallel * request->part.pipeline_parallel;
+  *world_size = parts;
+  if (given(arguments.ranks_option))
+    FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, world_size));
+  if (*world_size % parts != 0) {
+    return refuse(
+        "--ranks is " + std::to_string(*world_size) + ", which --tensor-parallel " +
+        std::to_string(request->part.tensor_parallel) + " times --pipeline-parallel " +
+        std::to_string(request->part.pipeline_parallel) + " = " + std::to_string(parts) +
+        " does not divide; --ranks are all ranks, of which data-parallel ones are that share: use a "
+        "multiple of " +
+        std::to_string(parts));
+  }
+  request->options.ranks = *world_size / parts;
+  return Status();
+}
+
+Status read_budget(const PlanArguments& arguments, int world_size, PlanBudget* budget) {
+  if (!arguments.memory.empty()) {
+    FOREBAY_RETURN_IF_ERROR(read_bytes("memory", arguments.memory, &budget->memory_bytes));
+  }
+  budget->host_ranks = static_cast<std::uint64_t>(world_size);
+  if (given(arguments.host_ranks_option)) {
+    if (arguments.host_ranks < 0 || arguments.host_ranks > world_size) {
+      return refuse("--host-ranks is " + std::to_string(arguments.host_ranks) + "; use 0 to all ranks (" +
+                    std::to_string(world_size) + ")");
+    }
+    budget->host_ranks = static_cast<std::uint64_t>(arguments.host_ranks);
+  }
+  if (budget->host_ranks != 0) budget->host_limits = read_host_limits();
+  return Status();
+}
+
+// How activations are kept, if anything was said about that; the part of the model too goes to the request.
+Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanRequest* request,
+                 std::optional<ActivationRequest>* kept) {
+  if (!*kept) return {};
+  ActivationRequest& wanted = **kept;
+  if (!request->shape || request->preset != Preset::kForebay) {
+    return refuse(
+        "--tensor-parallel, --pipeline-parallel, --recompute and --activations need the shape of a model "
+        "(--layers --hidden --heads --sequence --batch, or --config) and preset forebay");
+  }
+  wanted.shape = *request->shape;
+  wanted.batch = request->batch;
+  wanted.sequence = request->sequence;
+  wanted.micro_steps = request->options.micro_steps;
+  wanted.dtype = request->options.dtype;
+  if (wanted.placement == ActivationPlacement::kAuto &&
+      (budget.memory_bytes == 0 || !given(arguments.stage_option)))
+    return refuse(
+        "--activations auto is chosen by what a stage leaves of a budget; add --memory and --stage");
+  return {};
+}
+
+// The activations of one pipeline stage; what they take goes to the request. `auto` gives saved inputs what
+// the device budget leaves beside everything else.
+Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, PlanRequest* request,
+                        std::vector<ActivationReport>* reports) {
+  wanted.part = request->part;
+  if (wanted.placement == ActivationPlacement::kAuto) {
+    ActivationRequest without = wanted;
+    without.placement = ActivationPlacement::kKeep;
+    Result<ActivationReport> live = make_activation_report(without);
+    FOREBAY_RETURN_IF_ERROR(live.status());
+    request->activation_bytes = live.value().live_bytes();
+    Result<PlanReport> others = make_plan_report(*request);
+    FOREBAY_RETURN_IF_ERROR(others.status());
+    const std::uint64_t needed = others.value().bytes.needed();
+    if (budget.memory_bytes <= needed) {
+      return refuse("--activations auto has nothing to choose: everything but saved inputs needs " +
+                    format_bytes(needed) + " and --memory is " + format_bytes(budget.memory_bytes) +
+                    "; shard or offload more of the model states");
+    }
+    wanted.device_bytes = budget.memory_bytes - needed;
+  }
+  Result<ActivationReport> made = make_activation_report(wanted);
+  FOREBAY_RETURN_IF_ERROR(made.status());
+  request->activation_bytes = made.value().device_bytes();
+  reports->push_back(std::move(made).value());
+  return {};
+}
+
+// Of one ZeRO stage: the pipeline stage that needs most.
+Result<PlanReport> plan_worst(PlanRequest request, const std::optional<ActivationRequest>& kept,
+                              const PlanBudget& budget, std::vector<ActivationReport>* activations) {
+  std::vector<PlanReport> stages;
+  activations->clear();
+  for (int stage = 0; stage < request.part.pipeline_parallel; ++stage) {
+    request.part.pipeline_stage = stage;
+    if (kept) FOREBAY_RETURN_IF_ERROR(plan_activations(*kept, budget, &request, activations));
+    Result<PlanReport> report = make_plan_report(request);
+    FOREBAY_RETURN_IF_ERROR(report.status());
+    stages.push_back(std::move(report).value());
+  }
+  return stages.size() == 1 ? std::move(stages.front()) : worst_stage(stages);
+}
+
+// With no stage given: all that there are. It is an error only when none can be planned.
+Status plan_stages(PlanRequest request, std::optional<int> only, const std::optional<ActivationRequest>& kept,
+                   const PlanBudget& budget, std::vector<PlanReport>* reports,
+                   std::vector<std::string>* left_out, std::vector<ActivationReport>* activations) {
+  Status first;
+  for (int stage = only.value_or(0); stage <= only.value_or(3); ++stage) {
+    request.options.stage = stage;
+    Result<PlanReport> report = plan_worst(request, kept, budget, activations);
+    if (report.ok()) {
+      reports->push_back(std::move(report).value());
+      continue;
+    }
+    if (first.ok()) first = report.status();
+    left_out->push_back(report.status().message());
+  }
+  return reports->empty() ? first : Status();
+}
+
+// Prints the plan. `*holds`: one of the stages shown fits into what it was told to be held against, which the
+// host is only by --host-ranks.
+Status plan(const PlanArguments& arguments, bool* holds) {
+  const bool has_stage = given(arguments.stage_option);
+  if (arguments.json && !has_stage)
+    return refuse("--json prints one plan and no --stage was given; add --stage");
+  PlanRequest request;
+  PlanBudget budget;
+  std::string description;
+  std::optional<ActivationRequest> kept;
+  if (arguments.activations.given()) {
+    Result<ActivationRequest> read = read_activations(arguments.activations);
+    FOREBAY_RETURN_IF_ERROR(read.status());
+    kept = read.value();
+    request.part = kept->part;
+  }
+  int world_size = 1;
+  FOREBAY_RETURN_IF_ERROR(read_ranks(arguments, &request, &world_size));
+  FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
+  FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
+  FOREBAY_RETURN_IF_ERROR(read_budget(arguments, world_size, &budget));
+  FOREBAY_RETURN_IF_ERROR(read_kept(arguments, budget, &request, &kept));
+
+  std::vector<PlanReport> reports;
+  std::vector<std::string> left_out;
+  std::vector<ActivationReport> activations;  // By pipeline stage; the same at every ZeRO stage.
+  FOREBAY_RETURN_IF_ERROR(plan_stages(request,
+                                      has_stage ? std::optional<int>(request.options.stage) : std::nullopt,
+                                      kept, budget, &reports, &left_out, &activations));
+  const std::string text = arguments.json ? plan_json(reports.front(), budget, activations)
+                                          : plan_text(reports, left_out, description, budget, activations);
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    return Status(StatusCode::kIoError, "cannot write the plan to standard output; is the disk full?");
+  }
+  if (!given(arguments.host_ranks_option)) budget.host_ranks = 0;
+  *holds = std::any_of(reports.begin(), reports.end(),
+                       [&](const PlanReport& report) { return plan_fits(report, budget); });
+  return Status();
+}
+
+int run(const PlanArguments& arguments) {
+  bool holds = false;
+  const Status status = plan(arguments, &holds);
+  if (status.ok()) return holds ? 0 : kDoesNotHold;
+  std::fprintf(stderr, "forebay plan: %s\n", status.message().c_str());
+  return kBadUsage;
+}
+
+}  // namespace
+
+void add_plan_command(CLI::App& app, std::function<int()>& action) {
+  const auto arguments = std::make_shared<PlanArguments>();  // Shared by the parser's fields and the action.
+  PlanArguments& a = *arguments;
+  CLI::App* command = app.add_subcommand(
+      "plan", "Print the bytes that each rank holds and sends, before anything is allocated");
+  const auto text = [&](const char* name, std::string& target, const char* what, const char* type) {
+    return command->add_option(name, target, what)->type_name(type);
+  };
+  const auto number = [&](const char* name, std::int64_t& target, const char* what) {
+    return command->add_option(name, target, what)->type_name("N");
+  };
+
+  text("--parameters", a.parameters, "The model as a number of parameters: 124M, 7.5B, 1.5e9", "COUNT");
+  add_model_options(*command, a.model);
+  add_activation_options(*command, a.activations);
+
+  a.ranks_option =
+      number("--ranks", a.ranks,
+             "All ranks. Those that share batches (data-parallel) are --ranks / (--tensor-parallel * "
+             "--pipeline-parallel) (default: one of these)");
+  a.stage_option = number("--stage", a.stage, "ZeRO stage, 0 to 3; without it all of them side by side");
+  text("--dtype", a.dtype, "Of parameters and gradients: fp32, bf16 or fp16", "TYPE")->capture_default_str();
+  number("--micro-steps", a.micro_steps,
+         "Forward and backward passes of a step: gradients add up over them, and a pipeline has as many "
+         "micro-batches")
+      ->capture_default_str();
+  text("--accumulate", a.accumulate, "Where micro-steps add up: shard or local", "WHERE")
+      ->capture_default_str();
+  text("--offload", a.offload, "States kept below the device: none, optimizer or optimizer+parameters",
+       "WHAT")
+      ->capture_default_str();
+  text("--offload-tier", a.tier,
+       "Where: cpu (page-locked host memory) or nvme (files); directories may follow, nvme:DIR, and are not "
+       "looked at",
+       "TIER")
+      ->capture_default_str();
+  text("--offload-fraction", a.fraction,
+       "How much of the model that is, by elements, 0 to 1, in whole units and at least so much; the first "
+       "units stay on the device",
+       "SHARE")
+      ->capture_default_str();
+  text("--offload-staging", a.staging, "Host memory that states in files pass through, at most", "BYTES")
+      ->capture_default_str();
+  text("--order", a.order,
+       "How gradients are added over ranks: rank (in their order) or group:G (within groups of G consecutive "
+       "ranks, then over the groups)",
+       "ORDER")
+      ->capture_default_str();
+  text("--shard-within", a.shard_within,
+       "What the stage shards over: all ranks, or the ranks of each group (hybrid sharding)", "WHICH")
+      ->capture_default_str();
+  text("--bucket", a.bucket, "Bytes of one bucket", "BYTES")->capture_default_str();
+  text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();
+  text(
+      "--preset", a.preset,
+      "Whose accounts: forebay (what this engine does), paper (ZeRO's formulas), deepspeed or megatron (what "
+      "theirs would hold)",
+      "NAME")
+      ->capture_default_str();
+  text("--memory", a.memory, "Device budget per rank that the plan is held against", "BYTES");
+  a.host_ranks_option = number(
+      "--host-ranks", a.host_ranks,
+      "Of all ranks, those that keep their device bytes in this host's memory: of a pipeline those that need "
+      "most (default: all; 0: do not judge the host)");
+  command->add_flag("--json", a.json, "Print JSON");
+  command->footer(
+      "Without --parameters, --config or a shape: the model that forebay-gpt trains by default (there in "
+      "fp32).\n"
+      "Exit code: 0; 1 if neither --memory nor, where it is given, --host-ranks leaves room for any of the "
+      "stages shown; 2 for bad input.");
+  command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
+}
+
+}  // namespace forebay

@@ -1,0 +1,103 @@
+#include "runtime/command/replay/counting_backend.h"
+
+#include <algorithm>
+
+namespace forebay {
+namespace {
+
+// Chunks and blocks are in one table and told apart by the lowest bit, since a backend chooses its handles as
+// it likes.
+std::uint64_t key_of(Chunk chunk) {
+  return chunk.handle << 1 | 1;
+}
+std::uint64_t key_of(DevicePtr address) {
+  return reinterpret_cast<std::uintptr_t>(address) << 1;
+}
+
+}  // namespace
+
+DriverCalls CountingBackend::calls() const {
+  const std::lock_guard lock(mutex_);
+  return calls_;
+}
+
+std::uint64_t CountingBackend::held_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return held_bytes_;
+}
+
+std::uint64_t CountingBackend::peak_held_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return peak_held_bytes_;
+}
+
+void CountingBackend::reset_peak() {
+  const std::lock_guard lock(mutex_);
+  peak_held_bytes_ = held_bytes_;
+}
+
+void CountingBackend::count(std::uint64_t DriverCalls::*kind) {
+  call_count_.fetch_add(1, std::memory_order_relaxed);
+  const std::lock_guard lock(mutex_);
+  ++(calls_.*kind);
+}
+
+void CountingBackend::hold(std::uint64_t key, std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  held_.emplace(key, bytes);
+  held_bytes_ += bytes;
+  peak_held_bytes_ = std::max(peak_held_bytes_, held_bytes_);
+}
+
+void CountingBackend::give_back(std::uint64_t key) {
+  const std::lock_guard lock(mutex_);
+  const auto found = held_.find(key);
+  if (found == held_.end()) return;
+  held_bytes_ -= found->second;
+  held_.erase(found);
+}
+
+Result<Chunk> CountingBackend::chunk_create(std::size_t bytes) {
+  count(&DriverCalls::create);
+  Result<Chunk> chunk = below_.chunk_create(bytes);
+  if (chunk.ok()) hold(key_of(chunk.value()), bytes);
+  return chunk;
+}
+
+Status CountingBackend::chunk_destroy(Chunk chunk) {
+  count(&DriverCalls::destroy);
+  Status status = below_.chunk_destroy(chunk);
+  if (status.ok()) give_back(key_of(chunk));
+  return status;
+}
+
+Status CountingBackend::map(DevicePtr address, Chunk chunk) {
+  count(&DriverCalls::map);
+  return below_.map(address, chunk);
+}
+
+Status CountingBackend::unmap(DevicePtr address, std::size_t bytes) {
+  count(&DriverCalls::unmap);
+  return below_.unmap(address, bytes);
+}
+
+Status CountingBackend::set_access(DevicePtr address, std::size_t bytes) {
+  count(&DriverCalls::set_access);
+  return below_.set_access(address, bytes);
+}
+
+Result<DevicePtr> CountingBackend::alloc(std::size_t bytes) {
+  count(&DriverCalls::alloc);
+  Result<DevicePtr> block = below_.alloc(bytes);
+  if (block.ok()) hold(key_of(block.value()), bytes);
+  return block;
+}
+
+Status CountingBackend::free(DevicePtr address) {
+  count(&DriverCalls::free);
+  Status status = below_.free(address);
+  if (status.ok()) give_back(key_of(address));
+  return status;
+}
+
+}  // namespace forebay

@@ -1,0 +1,270 @@
+#include "runtime/command/replay/replay_command.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "forebay/cuda_backend.h"
+#include "forebay/host_backend.h"
+#include "forebay/model_backend.h"
+#include "forebay/units.h"
+#include "runtime/command/command_line.h"
+#include "runtime/command/replay/replay_report.h"
+#include "runtime/command/replay/trace_replay.h"
+#include "runtime/command/shown_text.h"
+#include "runtime/command/terminal_line.h"
+#include "runtime/command/traces/allocation_trace.h"
+
+namespace forebay {
+namespace {
+
+constexpr int kIncomplete = 1;
+constexpr int kPassLimit = 1000;
+// What an unpressed device is taken to have; the published figures of other allocators were made at it too.
+constexpr std::uint64_t kDefaultMemory = std::uint64_t{128} << 30;
+// One chunk of the model and host devices.
+constexpr std::uint64_t kLeastMemory = std::uint64_t{2} << 20;
+
+struct ReplayArguments {
+  std::vector<std::string> traces;
+  std::string memory;
+  std::string device = "model";
+  int passes = 5;
+  bool baseline = false;
+  bool minimum_capacity = false;
+  bool json = false;
+  const CLI::Option* memory_option = nullptr;
+};
+
+// What the arguments mean.
+struct ReplayDevice {
+  BackendKind kind = BackendKind::kModel;
+  int ordinal = 0;
+  std::uint64_t memory_bytes = 0;  // 0: not given.
+};
+
+Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
+  ReplayDevice device;
+  if (arguments.memory_option->count() > 0 &&
+      (!parse_bytes(arguments.memory.c_str(), &device.memory_bytes) || device.memory_bytes < kLeastMemory ||
+       device.memory_bytes > kTraceBlockLimit)) {
+    return refuse("--memory is '" + arguments.memory + "'; use " + format_bytes(kLeastMemory) + " to " +
+                  format_bytes(kTraceBlockLimit) +
+                  ", in bytes or with KiB, MiB, GiB, TiB (powers of 1024), KB, MB, GB or TB (of 1000) behind "
+                  "the number, such as 80GiB or 24GB");
+  }
+  const std::string& name = arguments.device;
+  std::uint64_t ordinal = 0;
+  if (name == "model") {
+    device.kind = BackendKind::kModel;
+  } else if (name == "host") {
+    device.kind = BackendKind::kHost;
+  } else if (name == "cuda" ||
+             (name.rfind("cuda:", 0) == 0 && parse_number(std::string_view(name).substr(5), 10, &ordinal) &&
+              ordinal < 1024)) {
+    device.kind = BackendKind::kCuda;
+    device.ordinal = static_cast<int>(ordinal);
+  } else {
+    return refuse("--device is '" + name + "'; use model, host, cuda or cuda:N");
+  }
+  if (arguments.passes < 1 || arguments.passes > kPassLimit) {
+    return refuse("--repeat is " + std::to_string(arguments.passes) + "; use 1 to " +
+                  std::to_string(kPassLimit));
+  }
+  return device;
+}
+
+// A fresh one for each replay, so that none finds what another left.
+Result<std::unique_ptr<Backend>> make_backend(const ReplayDevice& device,
+                                              std::uint64_t peak_requested_bytes) {
+  const std::uint64_t memory_bytes =
+      device.memory_bytes != 0
+          ? device.memory_bytes
+          : std::max(kDefaultMemory, round_up(2 * peak_requested_bytes, std::uint64_t{2} << 20));
+  const auto owned = [](auto made) -> Result<std::unique_ptr<Backend>> {
+    if (!made.ok()) return made.status();
+    return std::unique_ptr<Backend>(std::move(made).value());
+  };
+  if (device.kind == BackendKind::kCuda) {
+    return owned(CudaBackend::create({.ordinal = device.ordinal, .memory_bytes = device.memory_bytes}));
+  }
+  if (device.kind == BackendKind::kHost) {
+    HostBackendOptions options;
+    options.memory_bytes = memory_bytes;
+    options.poison = false;  // Nothing is read, and filling would take the machine's memory.
+    return owned(HostBackend::create(std::move(options)));
+  }
+  ModelBackendOptions options;
+  options.memory_bytes = memory_bytes;
+  return owned(ModelBackend::create(std::move(options)));
+}
+
+Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArguments& arguments,
+                                 const ReplayDevice& device, ReplayTarget target, TerminalLine& progress,
+                                 ReplayReport* report) {
+  const std::string by = trace.name + (target == ReplayTarget::kArena ? ": arena, " : ": baseline, ");
+  Result<std::unique_ptr<Backend>> backend = make_backend(device, trace.peak_requested_bytes());
+  FOREBAY_RETURN_IF_ERROR(backend.status());
+  report->device = backend.value()->capabilities().name;
+  report->memory_bytes = backend.value()->capabilities().memory_bytes;
+  ReplayOptions options;
+  options.passes = arguments.passes;
+  options.progress = [&](int pass, std::size_t event_count) {
+    if (event_count != 0 && !progress.due()) return;
+    progress.show(by + "pass " + std::to_string(pass) + " of " + std::to_string(arguments.passes) + ": " +
+                  std::to_string(100 * event_count / trace.events.size()) + " %");
+  };
+  Result<ReplayResult> result = replay_trace(trace, *backend.value(), target, options);
+  FOREBAY_RETURN_IF_ERROR(result.status());
+  ReplayFigures figures;
+  figures.result = std::move(result).value();
+  if (arguments.minimum_capacity) {
+    Result<std::optional<std::uint64_t>> found =
+        find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
+          if (progress.due()) progress.show(by + "smallest capacity, " + probe_text(probe, trace));
+        });
+    FOREBAY_RETURN_IF_ERROR(found.status());
+    figures.searched_minimum = true;
+    figures.minimum_capacity_bytes = found.value();
+  }
+  return figures;
+}
+
+Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments& arguments,
+                            const ReplayDevice& device, double cycle_ns, TerminalLine& progress) {
+  ReplayReport report;
+  report.trace = trace.name;
+  report.format = trace.format;
+  report.event_count = trace.events.size();
+  report.warm_count = trace.warm_event_count;
+  report.stream_count = trace.stream_count;
+  report.notes = trace.notes;
+  report.passes = arguments.passes;
+  report.cycle_ns = cycle_ns;
+  Result<ReplayFigures> arena = replay_one(trace, arguments, device, ReplayTarget::kArena, progress, &report);
+  FOREBAY_RETURN_IF_ERROR(arena.status());
+  report.arena = std::move(arena).value();
+  if (arguments.baseline) {
+    Result<ReplayFigures> baseline =
+        replay_one(trace, arguments, device, ReplayTarget::kBaseline, progress, &report);
+    FOREBAY_RETURN_IF_ERROR(baseline.status());
+    report.baseline = std::move(baseline).value();
+  }
+  progress.show(trace.name + ": glibc");
+  report.glibc = replay_malloc(trace, arguments.passes);
+  return report;
+}
+
+int play(const ReplayArguments& arguments) {
+  const auto complain = [](const Status& status) {
+    std::fprintf(stderr, "forebay replay: %s\n", shown_text(status.message()).c_str());
+    return kBadUsage;
+  };
+  const Result<ReplayDevice> device = read_device(arguments);
+  if (!device.ok()) return complain(device.status());
+  const double cycle_ns = measure_cycle_ns();
+  std::vector<ReplayReport> reports;
+  int exit_code = 0;
+  {
+    TerminalLine progress;
+    // One that cannot be read does not keep the others from being played.
+    for (const std::string& path : arguments.traces) {
+      progress.show("reading " + path);
+      const Result<std::vector<AllocationTrace>> traces = read_allocation_traces(path);
+      if (!traces.ok()) {
+        progress.show("");
+        exit_code = complain(traces.status());
+        continue;
+      }
+      for (const AllocationTrace& trace : traces.value()) {
+        Result<ReplayReport> report = replay(trace, arguments, device.value(), cycle_ns, progress);
+        if (!report.ok()) {
+          progress.show("");
+          return complain(report.status());
+        }
+        if (!report.value().arena.result.completed) exit_code = std::max(exit_code, kIncomplete);
+        reports.push_back(std::move(report).value());
+      }
+    }
+  }
+  const std::string text = arguments.json ? replay_json(reports) : replay_text(reports);
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    return complain({StatusCode::kIoError, "cannot write the report to standard output; is the disk full?"});
+  }
+  return exit_code;
+}
+
+int run(const ReplayArguments& arguments) {
+  try {
+    return play(arguments);
+  } catch (const std::bad_alloc&) {
+    std::fprintf(
+        stderr,
+        "forebay replay: the host has no memory for what %s to record; play fewer files at a time, "
+        "use a smaller --repeat, or raise the limit of this process (ulimit -v)\n",
+        format_count(static_cast<std::uint64_t>(arguments.passes), "pass has", "passes have").c_str());
+    return kBadUsage;
+  }
+}
+
+}  // namespace
+
+void add_replay_command(CLI::App& app, std::function<int()>& action) {
+  const auto arguments =
+      std::make_shared<ReplayArguments>();  // Shared by the parser's fields and the action.
+  ReplayArguments& a = *arguments;
+  CLI::App* command = app.add_subcommand(
+      "replay",
+      "Play recorded allocations against the arena: what it takes, what it costs, how little would do");
+  command
+      ->add_option(
+          "traces", a.traces,
+          "Text traces, PyTorch memory snapshots (.pickle; nothing in them is executed), RMM logs (.csv)")
+      ->required()
+      ->type_name("TRACE");
+  a.memory_option =
+      command
+          ->add_option(
+              "--memory", a.memory,
+              "What the device holds (default: 128 GiB, or twice the peak requested if that is more; "
+              "cuda: all it has)")
+          ->type_name("BYTES");
+  command
+      ->add_option("--repeat", a.passes,
+                   "Times each trace is played, everything being freed in between; from the third on a step "
+                   "counts as steady")
+      ->type_name("N")
+      ->capture_default_str();
+  command
+      ->add_option("--device", a.device,
+                   "Whose memory: model (books only), host (real mappings), cuda or cuda:N (a real device)")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command->add_flag(
+      "--baseline", a.baseline,
+      "Play them against a caching allocator of the best-fit-with-coalescing kind too (forebay's "
+      "own yardstick)");
+  command->add_flag(
+      "--minimum-capacity", a.minimum_capacity,
+      "Search the smallest device, in steps of 2 MiB, on which each trace completes once (on the "
+      "model device; completing need not be monotone in the capacity)");
+  command->add_flag("--json", a.json, "Print JSON; driver_calls are those of the first pass");
+  command->footer(
+      "Columns: frag %, of the first pass, and last %, of the last repeat: fragmentation, 1 - peak requested "
+      "/ peak "
+      "physical; smallest: the least device memory with which the trace completes, over %: by how much that "
+      "is more "
+      "than the peak requested (with that little, memory is placed otherwise, and may come out above "
+      "physical); "
+      "steady calls and chunks moved: driver calls and mappings of each repeat from the third on; off the "
+      "mapping "
+      "path: of allocations that made no driver call.\n"
+      "Exit code: 0; 1 if the arena did not complete a "
+      "trace; 2 if something could not be read.");
+  command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
+}
+
+}  // namespace forebay

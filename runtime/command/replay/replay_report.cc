@@ -1,0 +1,233 @@
+#include "runtime/command/replay/replay_report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "forebay/units.h"
+#include "runtime/command/repeated_lines.h"
+#include "runtime/command/shown_text.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+double rounded(double value) {
+  return std::round(value * 10) / 10;
+}
+
+Json times_json(const CallTimes& times, double unit_ns) {
+  if (times.count == 0) return nullptr;
+  return {{"p50", rounded(times.p50_ns / unit_ns)},
+          {"p99", rounded(times.p99_ns / unit_ns)},
+          {"p999", rounded(times.p999_ns / unit_ns)}};
+}
+
+// Nanoseconds, and core cycles beside them; all calls, and those off the mapping path.
+void add_times(Json& json, const ReplayTimes& times, double cycle_ns) {
+  const auto add = [&](const std::string& name, const CallTimes& all, const CallTimes& off_mapping) {
+    json[name + "_ns"] = times_json(all, 1);
+    json[name + "_off_mapping_ns"] = times_json(off_mapping, 1);
+    json[name + "_cycles"] = times_json(all, cycle_ns);
+    json[name + "_off_mapping_cycles"] = times_json(off_mapping, cycle_ns);
+  };
+  add("malloc", times.allocate, times.allocate_off_mapping);
+  add("free", times.free, times.free_off_mapping);
+}
+
+Json optional_json(const std::optional<double>& value) {
+  return value ? Json(rounded(*value)) : Json(nullptr);
+}
+
+void add_figures(Json& json, const ReplayFigures& figures, double cycle_ns) {
+  const ReplayResult& result = figures.result;
+  json["completed"] = result.completed;
+  if (!result.completed) json["failure"] = result.failure;
+  json["peak_requested_bytes"] = result.peak_requested_bytes;
+  json["peak_physical_bytes"] = result.peak_physical_bytes;
+  // A trace that was cut short did not take what its peak takes.
+  json["fragmentation"] = result.completed ? Json(result.fragmentation()) : Json(nullptr);
+  json["fragmentation_last_repeat"] = result.completed ? Json(result.last_fragmentation()) : Json(nullptr);
+  json["minimum_capacity_bytes"] =
+      figures.minimum_capacity_bytes ? Json(*figures.minimum_capacity_bytes) : Json(nullptr);
+  if (figures.minimum_capacity_bytes && result.peak_requested_bytes > 0) {
+    json["minimum_capacity_overhead"] = static_cast<double>(*figures.minimum_capacity_bytes) /
+                                            static_cast<double>(result.peak_requested_bytes) -
+                                        1;
+  }
+  add_times(json, result.times, cycle_ns);
+  const DriverCalls& calls = result.first_pass_calls;
+  json["driver_calls"] = {{"create", calls.create},   {"map", calls.map},
+                          {"unmap", calls.unmap},     {"set_access", calls.set_access},
+                          {"destroy", calls.destroy}, {"alloc", calls.alloc},
+                          {"free", calls.free}};
+  json["steady_driver_calls_per_repeat"] = optional_json(result.steady_calls);
+  json["steady_chunks_moved_per_repeat"] = optional_json(result.steady_chunks_moved);
+  json["retries_after_synchronizing"] = result.retry_count;
+}
+
+__attribute__((format(printf, 2, 3))) void print(std::string& text, const char* format, ...) {
+  char line[512];
+  va_list arguments;
+  va_start(arguments, format);
+  const int length = std::vsnprintf(line, sizeof(line), format, arguments);
+  va_end(arguments);
+  text.append(line, static_cast<std::size_t>(std::clamp<int>(length, 0, sizeof(line) - 1)));
+}
+
+double mib(std::uint64_t bytes) {
+  return static_cast<double>(bytes) / 1048576.0;
+}
+
+constexpr int kNameWidth = 42;
+
+std::string short_name(const std::string& trace) {
+  const std::string name = shown_text(trace);
+  if (name.size() <= kNameWidth) return name;
+  return name.substr(0, kNameWidth - 3) + "...";
+}
+
+void memory_row(std::string& text, const std::string& name, const char* allocator,
+                const ReplayFigures& figures) {
+  const ReplayResult& result = figures.result;
+  const DriverCalls& calls = result.first_pass_calls;
+  print(text, "%-*s %-8s %-4s %9.0f %9.0f", kNameWidth, name.c_str(), allocator,
+        result.completed ? "yes" : "NO", mib(result.peak_requested_bytes), mib(result.peak_physical_bytes));
+  if (result.completed) {
+    print(text, " %6.2f %6.2f", 100 * result.fragmentation(), 100 * result.last_fragmentation());
+  } else {
+    print(text, " %6s %6s", "-", "-");
+  }
+  if (figures.minimum_capacity_bytes) {
+    print(text, " %9.0f %6.2f", mib(*figures.minimum_capacity_bytes),
+          100 * (static_cast<double>(*figures.minimum_capacity_bytes) /
+                     static_cast<double>(std::max<std::uint64_t>(result.peak_requested_bytes, 1)) -
+                 1));
+  } else {
+    print(text, " %9s %6s", figures.searched_minimum ? "none" : "-", "-");
+  }
+  print(text, " %7llu %7llu %6llu %6llu", static_cast<unsigned long long>(calls.create + calls.alloc),
+        static_cast<unsigned long long>(calls.map), static_cast<unsigned long long>(calls.unmap + calls.free),
+        static_cast<unsigned long long>(calls.set_access));
+  if (result.steady_calls && result.steady_chunks_moved) {
+    print(text, " %8.1f %7.1f\n", *result.steady_calls, *result.steady_chunks_moved);
+  } else {
+    print(text, " %8s %7s\n", "-", "-");
+  }
+}
+
+void time_cells(std::string& text, const CallTimes& times) {
+  if (times.count == 0) {
+    print(text, " | %6s %7s %8s", "-", "-", "-");
+  } else {
+    print(text, " | %6.0f %7.0f %8.0f", times.p50_ns, times.p99_ns, times.p999_ns);
+  }
+}
+
+void time_row(std::string& text, const std::string& name, const char* allocator, const ReplayTimes& times) {
+  print(text, "%-*s %-8s", kNameWidth, name.c_str(), allocator);
+  time_cells(text, times.allocate);
+  time_cells(text, times.allocate_off_mapping);
+  time_cells(text, times.free);
+  time_cells(text, times.free_off_mapping);
+  text += "\n";
+}
+
+}  // namespace
+
+std::string replay_json(const std::vector<ReplayReport>& reports) {
+  Json list = Json::array();
+  for (const ReplayReport& report : reports) {
+    Json json;
+    json["trace"] = report.trace;
+    json["format"] = report.format;
+    json["events"] = report.event_count;
+    json["warm_blocks"] = report.warm_count;
+    json["streams"] = report.stream_count;
+    json["device"] = report.device;
+    json["memory_bytes"] = report.memory_bytes;
+    json["repeats"] = report.passes;
+    json["cycle_ns"] = report.cycle_ns;
+    add_figures(json, report.arena, report.cycle_ns);
+    if (report.glibc) {
+      Json glibc;
+      add_times(glibc, *report.glibc, report.cycle_ns);
+      json["glibc"] = {{"malloc_ns", glibc["malloc_ns"]},
+                       {"free_ns", glibc["free_ns"]},
+                       {"malloc_cycles", glibc["malloc_cycles"]},
+                       {"free_cycles", glibc["free_cycles"]}};
+    } else {
+      json["glibc"] = nullptr;
+    }
+    if (report.baseline) {
+      Json baseline;
+      baseline["label"] = "forebay's own caching allocator (best fit with coalescing), a yardstick";
+      add_figures(baseline, *report.baseline, report.cycle_ns);
+      json["baseline"] = std::move(baseline);
+    }
+    json["notes"] = report.notes;
+    list.push_back(std::move(json));
+  }
+  // Names and messages may hold bytes of a file that are no UTF-8.
+  return list.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+std::string replay_text(const std::vector<ReplayReport>& reports) {
+  if (reports.empty()) return "";
+  std::string text;
+  const ReplayReport& first = reports.front();
+  print(text, "Device: %s, %s; %s each%s.\n\n", first.device.c_str(),
+        format_bytes(first.memory_bytes).c_str(),
+        format_count(static_cast<std::uint64_t>(first.passes), "pass", "passes").c_str(),
+        first.passes == 1 ? "" : ", everything freed in between");
+  print(text, "%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "MEMORY", "",
+        "com-", "requested", "physical", "frag.", "last", "smallest", "over", "driver", "calls,", "first",
+        "pass", "steady", "chunks");
+  print(text, "%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "trace", "by",
+        "pl.", "MiB", "MiB", "%", "%", "MiB", "%", "create", "map", "unmap", "access", "calls", "moved");
+  for (const ReplayReport& report : reports) {
+    memory_row(text, short_name(report.trace), "arena", report.arena);
+    if (report.baseline) memory_row(text, "", "baseline", *report.baseline);
+  }
+  if (first.arena.result.times.allocate.count > 0) {
+    print(text, "\n%-*s %-8s | %-23s | %-23s | %-23s | %-23s\n", kNameWidth, "TIMES, ns (p50 p99 p99.9)", "",
+          "malloc", "off the mapping path", "free", "off the mapping path");
+    for (const ReplayReport& report : reports) {
+      time_row(text, short_name(report.trace), "arena", report.arena.result.times);
+      if (report.baseline) time_row(text, "", "baseline", report.baseline->result.times);
+      if (report.glibc) time_row(text, "", "glibc", *report.glibc);
+    }
+    print(text,
+          "\nOne core cycle is %.3f ns here (a loop of dependent multiplications, 3 cycles each). The "
+          "timer's own "
+          "cost is taken off.\n",
+          first.cycle_ns);
+  }
+  const bool has_baseline = std::any_of(reports.begin(), reports.end(),
+                                        [](const ReplayReport& one) { return one.baseline.has_value(); });
+  if (has_baseline) {
+    text +=
+        "The baseline is forebay's own caching allocator of the best-fit-with-coalescing kind, a yardstick; "
+        "its "
+        "create and unmap are blocks taken and given back.\n";
+  }
+  std::vector<RepeatedLine> lines;
+  for (const ReplayReport& report : reports) {
+    const auto add = [&](const std::string& words) {
+      lines.push_back({report.trace + ": " + words, report.trace});
+    };
+    for (const std::string& note : report.notes) add(note);
+    const auto failed = [&](const char* by, const ReplayResult& result) {
+      if (!result.completed) add(std::string("NOT COMPLETED by the ") + by + ": " + result.failure);
+    };
+    failed("arena", report.arena.result);
+    if (report.baseline) failed("baseline", report.baseline->result);
+  }
+  for (const std::string& line : told_once(lines)) text += shown_text(line) + "\n";
+  return text;
+}
+
+}  // namespace forebay

@@ -1,0 +1,661 @@
+#include "runtime/command/report/run_report.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <sstream>
+#include <utility>
+
+#include "forebay/activation_formulas.h"
+#include "forebay/error.h"
+#include "forebay/units.h"
+#include "runtime/command/shown_text.h"
+#include "runtime/command/traces/allocation_trace.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// A training run of a million steps writes tens of megabytes.
+constexpr std::uint64_t kReportBytesMax = std::uint64_t{256} << 20;
+
+[[noreturn]] void bad_report(const std::string& path, const std::string& found) {
+  throw Error(StatusCode::kCorruption, "cannot read report '" + path + "': " + found +
+                                           "; give files that forebay-gpt wrote with --report");
+}
+
+// A value of the file and where it is, so that what is wrong can be told by its name. Requires: the JSON
+// outlives it.
+class Entry {
+ public:
+  explicit Entry(const Json& json) : json_(json) {}
+
+  bool has(const std::string& key) const { return object().contains(key); }
+  Entry at(const std::string& key) const {
+    const auto found = object().find(key);
+    if (found == json_.end()) throw Unreadable{(place_.empty() ? "it" : place_) + " has no '" + key + "'"};
+    return Entry(*found, place_.empty() ? key : place_ + "." + key);
+  }
+  std::vector<Entry> items() const {
+    if (!json_.is_array()) complain("a list");
+    std::vector<Entry> items;
+    for (const Json& item : json_) {
+      items.push_back(Entry(item, place_ + "[" + std::to_string(items.size()) + "]"));
+    }
+    return items;
+  }
+
+  std::uint64_t count() const {
+    if (!json_.is_number_unsigned()) complain("a whole number from 0 up");
+    return json_.get<std::uint64_t>();
+  }
+  int small_number() const {
+    if (!json_.is_number_integer() || std::abs(json_.get<double>()) > std::numeric_limits<int>::max()) {
+      complain("a whole number below 2^31");
+    }
+    return json_.get<int>();
+  }
+  // A mean over steps, to the nearest byte.
+  std::uint64_t mean_bytes() const {
+    constexpr double kLimit = 1e18;
+    if (!json_.is_number() || !(json_.get<double>() >= 0 && json_.get<double>() < kLimit))
+      complain("a number from 0 up");
+    return static_cast<std::uint64_t>(json_.get<double>() + 0.5);
+  }
+  double number() const {
+    if (!json_.is_number()) complain("a number");
+    return json_.get<double>();
+  }
+  // None for null.
+  std::optional<double> number_or_null() const {
+    if (json_.is_null()) return std::nullopt;
+    if (!json_.is_number()) complain("a number or null");
+    return json_.get<double>();
+  }
+  std::string text() const {
+    if (!json_.is_string()) complain("a text");
+    return shown_text(json_.get<std::string>());
+  }
+
+  int small_number(const std::string& key, int otherwise) const {
+    return has(key) ? at(key).small_number() : otherwise;
+  }
+  std::uint64_t count(const std::string& key, std::uint64_t otherwise) const {
+    return has(key) ? at(key).count() : otherwise;
+  }
+  std::string text(const std::string& key, const char* otherwise) const {
+    return has(key) ? at(key).text() : otherwise;
+  }
+  bool flag(const std::string& key) const {
+    if (!has(key)) return false;
+    const Entry entry = at(key);
+    if (!entry.json_.is_boolean()) entry.complain("true or false");
+    return entry.json_.get<bool>();
+  }
+  // Names and texts of an object.
+  std::vector<std::pair<std::string, std::string>> texts(const std::string& key) const {
+    std::vector<std::pair<std::string, std::string>> all;
+    if (!has(key)) return all;
+    const Entry entry = at(key);
+    for (const auto& [name, unused] : entry.object().items())
+      all.emplace_back(shown_text(name), entry.at(name).text());
+    return all;
+  }
+
+  struct Unreadable {
+    std::string found;
+  };
+
+ private:
+  Entry(const Json& json, std::string place) : json_(json), place_(std::move(place)) {}
+
+  const Json& object() const {
+    if (!json_.is_object()) complain("an object");
+    return json_;
+  }
+  [[noreturn]] void complain(const char* wanted) const {
+    throw Unreadable{(place_.empty() ? "it" : place_) + " is " +
+                     quote_text(json_.dump(-1, ' ', true, Json::error_handler_t::replace)) + " and not " +
+                     wanted};
+  }
+
+  const Json& json_;
+  std::string place_;
+};
+
+PoolBytes read_pools(const Entry& object) {
+  PoolBytes bytes;
+  bytes.parameters = object.at("parameters").count();
+  bytes.gradients = object.at("gradients").count();
+  bytes.optimizer = object.at("optimizer").count();
+  bytes.gathered = object.at("gathered").count();
+  bytes.buckets = object.at("buckets").count();
+  bytes.activations = object.at("activations").count();
+  return bytes;
+}
+
+PoolBytes largest(const PoolBytes& a, const PoolBytes& b) {
+  return {.parameters = std::max(a.parameters, b.parameters),
+          .gradients = std::max(a.gradients, b.gradients),
+          .optimizer = std::max(a.optimizer, b.optimizer),
+          .gathered = std::max(a.gathered, b.gathered),
+          .buckets = std::max(a.buckets, b.buckets),
+          .activations = std::max(a.activations, b.activations)};
+}
+
+void read_ranks(const Entry& ranks, RunReport& run) {
+  for (const Entry& rank : ranks.items()) {
+    const PoolBytes peak = read_pools(rank.at("peak_bytes"));
+    const PoolBytes planned = read_pools(rank.at("planned_bytes"));
+    run.peak = largest(run.peak, peak);
+    run.planned = largest(run.planned, planned);
+    run.peak_model_states = std::max(run.peak_model_states, peak.model_states());
+    run.planned_model_states = std::max(run.planned_model_states, planned.model_states());
+    run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").count());
+    // Older reports lack some of these.
+    const auto raise = [&](std::uint64_t& target, const char* key) {
+      if (rank.has(key)) target = std::max(target, rank.at(key).count());
+    };
+    const auto raise_mean = [&](std::uint64_t& target, const char* key) {
+      if (rank.has(key)) target = std::max(target, rank.at(key).mean_bytes());
+    };
+    raise(run.part_parameters, "parameters");
+    raise_mean(run.tensor_sent_bytes_per_step, "tensor_sent_bytes_per_step");
+    raise_mean(run.pipeline_sent_bytes_per_step, "pipeline_sent_bytes_per_step");
+    raise(run.saved.device_bytes, "saved_device_bytes");
+    raise(run.planned_saved.device_bytes, "planned_saved_device_bytes");
+    raise(run.saved.host_bytes, "saved_host_bytes");
+    raise(run.planned_saved.host_bytes, "planned_saved_host_bytes");
+    raise(run.saved.file_bytes, "saved_file_bytes");
+    raise(run.planned_saved.file_bytes, "planned_saved_file_bytes");
+    raise_mean(run.saved.sent_bytes_per_step, "saved_sent_bytes_per_step");
+    raise(run.planned_saved.sent_bytes_per_step, "planned_saved_sent_bytes_per_step");
+    raise(run.host_bytes, "host_bytes");
+    raise(run.planned_host_bytes, "planned_host_bytes");
+    raise(run.file_bytes, "file_bytes");
+    raise(run.planned_file_bytes, "planned_file_bytes");
+    raise_mean(run.file_read_bytes_per_step, "file_read_bytes_per_step");
+    raise(run.planned_file_read_bytes_per_step, "planned_file_read_bytes_per_step");
+    raise_mean(run.file_written_bytes_per_step, "file_written_bytes_per_step");
+    raise(run.planned_file_written_bytes_per_step, "planned_file_written_bytes_per_step");
+    run.sent_bytes_per_step = std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").mean_bytes());
+    run.received_bytes_per_step =
+        std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").mean_bytes());
+  }
+}
+
+// The ranks' arrangement. Sizes that do not divide the ranks would make nonsense of every formula.
+void read_grid(const Entry& json, RunReport& run) {
+  run.world_size = json.at("world_size").small_number();
+  run.tensor_parallel = json.small_number("tensor_parallel", 1);
+  run.pipeline_parallel = json.small_number("pipeline_parallel", 1);
+  run.group = json.small_number("group", 1);
+  run.shard_within_group = json.flag("shard_within_group");
+  const auto divides = [](int divisor, int number) { return divisor >= 1 && number % divisor == 0; };
+  if (!divides(run.tensor_parallel, run.world_size) ||
+      !divides(run.pipeline_parallel, run.world_size / run.tensor_parallel))
+    throw Entry::Unreadable{"its tensor_parallel and pipeline_parallel do not divide its world_size"};
+  if (!divides(run.group, run.data_parallel()))
+    throw Entry::Unreadable{"its group does not divide its data-parallel ranks"};
+}
+
+RunReport read_run(const std::string& path, const Entry& json) {
+  RunReport run;
+  run.name = path;
+  read_grid(json, run);
+  run.training = json.texts("training");
+  run.recompute = json.text("recompute", "none");
+  run.activations = json.text("activations", "keep");
+  run.stage = json.at("stage").small_number();
+  run.dtype = json.at("dtype").text();
+  run.parameters = json.at("parameters").count();
+  run.steps = json.at("steps").small_number();
+  run.first_step = json.small_number("first_step", 0);
+  run.micro_steps = json.small_number("micro_steps", 1);
+  run.accumulate = json.text("accumulate", "shard");
+  run.offload = json.text("offload", "none");
+  run.tier = json.text("offload_tier", "cpu");
+  run.offloaded_parameters = json.count("offloaded_parameters", run.offload == "none" ? 0 : run.parameters);
+  run.store = json.text("store", "");
+  for (const Entry& loss : json.at("loss").items()) {
+    // JSON has no NaN.
+    run.losses.push_back(loss.number_or_null().value_or(std::numeric_limits<double>::quiet_NaN()));
+  }
+  for (const Entry& norm : json.at("grad_norm").items()) run.grad_norms.push_back(norm.number_or_null());
+  run.digest = json.at("digest").text();
+  run.tokens_per_second = json.at("tokens_per_second").number();
+  read_ranks(json.at("ranks"), run);
+  return run;
+}
+
+// Says where and what is not JSON.
+Json parse_json(const std::string& path, const std::string& text) {
+  try {
+    return Json::parse(text);
+  } catch (const Json::parse_error& error) {
+    // Counted from 1: the byte that was read last, and did not fit.
+    const std::size_t at = error.byte == 0 ? 0 : error.byte - 1;
+    if (text.empty()) bad_report(path, "it is empty");
+    if (at >= text.size()) bad_report(path, "it ends before its JSON does; is it cut off?");
+    const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
+    const std::size_t line_begin = at == 0 ? 0 : text.rfind('\n', at - 1) + 1;
+    bad_report(path, "line " + std::to_string(line) + ", byte " + std::to_string(at - line_begin + 1) +
+                         " of it: it is no JSON from " + quote_text(text.substr(at, 20)) + " on");
+  } catch (const Json::out_of_range&) {
+    bad_report(path, "it has a number too large for a computer's");
+  }
+}
+
+// "12,345,678": byte columns are read digit by digit.
+std::string grouped(double value) {
+  std::string digits = std::to_string(std::llround(value));
+  for (auto place = static_cast<std::ptrdiff_t>(digits.size()) - 3; place > 0; place -= 3) {
+    digits.insert(static_cast<std::size_t>(place), ",");
+  }
+  return digits;
+}
+
+std::string grouped(std::uint64_t value) {
+  return grouped(static_cast<double>(value));
+}
+
+std::string fixed(double value, int digits) {
+  char text[64];
+  std::snprintf(text, sizeof(text), "%.*f", digits, value);
+  return text;
+}
+
+std::uint64_t worst_wire(const RunReport& run) {
+  return std::max(run.sent_bytes_per_step, run.received_bytes_per_step);
+}
+
+std::string wire_cell(const RunReport& run) {
+  const double theory = wire_formula_bytes(run);
+  if (theory == 0) return worst_wire(run) == 0 ? "none" : grouped(worst_wire(run)) + " / 0";
+  return grouped(worst_wire(run)) + " / " + grouped(theory) + " = " +
+         fixed(static_cast<double>(worst_wire(run)) / theory, 4);
+}
+
+using Row = std::vector<std::string>;
+
+void print_rows(std::ostream& out, const std::vector<Row>& rows) {
+  std::vector<std::size_t> widths(rows.front().size(), 0);
+  for (const Row& row : rows) {
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  }
+  for (const Row& row : rows) {
+    std::string line;
+    for (std::size_t i = 0; i < row.size(); ++i) {
+      line += std::string(widths[i] - row[i].size(), ' ') + row[i] + (i + 1 < row.size() ? "  " : "");
+    }
+    out << line << '\n';
+  }
+}
+
+bool offloads(const RunReport& run) {
+  return run.offload != "none";
+}
+
+// Ranks that a unit is sharded over.
+int shards(const RunReport& run) {
+  return run.shard_within_group ? run.group : run.data_parallel();
+}
+
+// "optimizer, 60% on nvme".
+std::string offload_cell(const RunReport& run) {
+  if (!offloads(run)) return run.offload;
+  std::string text = run.offload;
+  const double part = part_parameters(run);
+  if (static_cast<double>(run.offloaded_parameters) != part) {
+    text +=
+        ", " + fixed(100.0 * static_cast<double>(run.offloaded_parameters) / std::max(part, 1.0), 0) + "%";
+  }
+  return text + " on " + run.tier;
+}
+
+std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
+  const bool any_offloads = std::any_of(runs.begin(), runs.end(), offloads);
+  std::vector<Row> rows = {{"stage", "states measured", "planned", "formula", "gathered", "buckets",
+                            "wire / theory", "tokens/s", "final loss", "digest"}};
+  if (any_offloads) rows.front().insert(rows.front().begin() + 4, {"offload", "host measured", "planned"});
+  for (const RunReport& run : runs) {
+    rows.push_back({std::to_string(run.stage), grouped(run.peak_model_states),
+                    grouped(run.planned_model_states), grouped(model_state_formula_bytes(run)),
+                    grouped(run.peak.gathered), grouped(run.peak.buckets), wire_cell(run),
+                    grouped(run.tokens_per_second), run.losses.empty() ? "-" : fixed(run.losses.back(), 6),
+                    run.digest.substr(0, 12)});
+    if (any_offloads) {
+      rows.back().insert(rows.back().begin() + 4,
+                         {offload_cell(run), grouped(run.host_bytes), grouped(run.planned_host_bytes)});
+    }
+  }
+  return rows;
+}
+
+bool parts_layers(const RunReport& run) {
+  return run.tensor_parallel > 1 || run.pipeline_parallel > 1 ||
+         run.saved.device_bytes + run.saved.host_bytes + run.saved.file_bytes > 0;
+}
+
+std::string beside(std::uint64_t measured, std::uint64_t planned) {
+  return grouped(measured) + " / " + grouped(planned);
+}
+
+std::string tensor_cell(const RunReport& run) {
+  const std::optional<double> theory = tensor_formula_bytes(run);
+  if (run.tensor_parallel == 1) return "none";
+  if (!theory) return grouped(run.tensor_sent_bytes_per_step);
+  return grouped(run.tensor_sent_bytes_per_step) + " / " + grouped(*theory) + " = " +
+         fixed(static_cast<double>(run.tensor_sent_bytes_per_step) / *theory, 4);
+}
+
+// What the gathers of saved inputs are of what tensor parallelism sends.
+std::string gather_share(const RunReport& run) {
+  if (run.tensor_sent_bytes_per_step == 0) return "-";
+  return fixed(100.0 * static_cast<double>(run.saved.sent_bytes_per_step) /
+                   static_cast<double>(run.tensor_sent_bytes_per_step),
+               2) +
+         "%";
+}
+
+// What ranks that share the model send each other, and the inputs that are cut over them or spilled.
+void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs) {
+  std::vector<Row> rows = {{"stage", "tensor-parallel", "its wire / theory", "recompute", "activations",
+                            "saved on device / planned", "on host / planned", "in files / planned",
+                            "gathers' wire / planned", "of tensor's", "pipeline-parallel", "its wire"}};
+  for (const RunReport& run : runs) {
+    if (!parts_layers(run)) continue;
+    const RunReport::Saved& saved = run.saved;
+    const RunReport::Saved& planned = run.planned_saved;
+    rows.push_back({std::to_string(run.stage), std::to_string(run.tensor_parallel), tensor_cell(run),
+                    run.recompute, run.activations, beside(saved.device_bytes, planned.device_bytes),
+                    beside(saved.host_bytes, planned.host_bytes),
+                    beside(saved.file_bytes, planned.file_bytes),
+                    beside(saved.sent_bytes_per_step, planned.sent_bytes_per_step), gather_share(run),
+                    std::to_string(run.pipeline_parallel), grouped(run.pipeline_sent_bytes_per_step)});
+  }
+  if (rows.size() == 1) return;
+  out << '\n';
+  print_rows(out, rows);
+}
+
+// Those with files have a table of their own; beside the others it would be too wide to read.
+void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
+  std::vector<Row> rows = {{"stage", "files measured", "planned", "read/step measured", "planned",
+                            "written/step measured", "planned"}};
+  std::vector<std::string> stores;
+  for (const RunReport& run : runs) {
+    if (run.tier != "nvme" || !offloads(run)) continue;
+    rows.push_back({std::to_string(run.stage), grouped(run.file_bytes), grouped(run.planned_file_bytes),
+                    grouped(run.file_read_bytes_per_step), grouped(run.planned_file_read_bytes_per_step),
+                    grouped(run.file_written_bytes_per_step),
+                    grouped(run.planned_file_written_bytes_per_step)});
+    if (!run.store.empty()) stores.push_back("store of '" + run.name + "': " + run.store);
+  }
+  if (rows.size() == 1) return;
+  out << '\n';
+  print_rows(out, rows);
+  for (const std::string& store : stores) out << store << '\n';
+}
+
+// "seed 1 / 2, lr 0.001 / 0.01": what both reports say, and not alike.
+std::string setup_difference(const RunReport& a, const RunReport& b) {
+  std::string text;
+  const auto compare = [&](const std::string& what, const auto& left, const auto& right) {
+    if (left == right) return;
+    std::ostringstream values;
+    values << left << " / " << right;
+    text += (text.empty() ? "" : ", ") + what + " " + values.str();
+  };
+  compare("world_size", a.world_size, b.world_size);
+  compare("dtype", a.dtype, b.dtype);
+  compare("parameters", a.parameters, b.parameters);
+  compare("steps", a.steps, b.steps);
+  compare("micro_steps", a.micro_steps, b.micro_steps);
+  compare("accumulate", a.accumulate, b.accumulate);
+  for (const auto& [name, value] : a.training) {
+    const auto other = std::find_if(b.training.begin(), b.training.end(),
+                                    [&name = name](const auto& entry) { return entry.first == name; });
+    if (other != b.training.end()) compare(name, value, other->second);
+  }
+  if (text.empty()) return text;
+  return "not the same training (" + text + ") in '" + a.name + "' and '" + b.name + "'";
+}
+
+Json optional_json(const std::optional<double>& value) {
+  return value ? Json(*value) : Json();
+}
+
+Json measured_and_planned(std::uint64_t measured, std::uint64_t planned) {
+  return {{"measured", measured}, {"planned", planned}};
+}
+
+bool same(double a, double b) {
+  return a == b || (std::isnan(a) && std::isnan(b));
+}
+
+bool same(const std::optional<double>& a, const std::optional<double>& b) {
+  return a.has_value() == b.has_value() && (!a || same(*a, *b));
+}
+
+// Compares the steps that both runs made: a resumed one has only those since. Values are compared as numbers
+// read from text with 17 digits: equal text, equal bits.
+template <typename T>
+std::string series_difference(const char* what, const RunReport& run_a, const std::vector<T>& a,
+                              const RunReport& run_b, const std::vector<T>& b) {
+  const auto begin = [](const RunReport& run) { return static_cast<std::size_t>(run.first_step); };
+  const std::size_t end = begin(run_a) + a.size();
+  for (std::size_t step = std::max(begin(run_a), begin(run_b)); step < std::min(end, begin(run_b) + b.size());
+       ++step) {
+    if (!same(a[step - begin(run_a)], b[step - begin(run_b)])) {
+      return std::string(what) + " differs first at step " + std::to_string(step + 1);
+    }
+  }
+  return end == begin(run_b) + b.size() ? "" : std::string(what) + " ends at another step";
+}
+
+std::string result_difference(const RunReport& a, const RunReport& b) {
+  const std::string pair = " between '" + a.name + "' and '" + b.name + "'";
+  if (a.digest != b.digest) return "digest " + a.digest + " against " + b.digest + pair;
+  const std::string loss = series_difference("loss", a, a.losses, b, b.losses);
+  if (!loss.empty()) return loss + pair;
+  const std::string norm = series_difference("grad_norm", a, a.grad_norms, b, b.grad_norms);
+  return norm.empty() ? "" : norm + pair;
+}
+
+}  // namespace
+
+double part_parameters(const RunReport& run) {
+  if (run.part_parameters > 0) return static_cast<double>(run.part_parameters);
+  return static_cast<double>(run.parameters) / (run.tensor_parallel * run.pipeline_parallel);
+}
+
+double model_state_formula_bytes(const RunReport& run) {
+  const double psi = part_parameters(run);
+  const double shard = psi / shards(run);
+  // What has not left the device.
+  const double here = psi - (offloads(run) ? static_cast<double>(run.offloaded_parameters) : 0);
+  const double here_shard = here / shards(run);
+  const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
+  const double element = run.dtype == "fp32" ? 4 : 2;
+  const double optimizer =
+      run.dtype == "fp32" ? 8 : 12;  // m and v; master too when it is not the parameter itself.
+  const bool parameters_leave = run.offload == "optimizer+parameters";
+  const double parameters = element * (run.stage < 3 ? psi : parameters_leave ? here_shard : shard);
+  double gradients = element * (run.stage >= 2 ? here_shard : psi);
+  // The fp32 accumulator of a shard stands beside whole gradients, and in the place of a gradient shard.
+  // Where ranks update shards, that of what is offloaded is on the host.
+  const double accumulator = 4 * (run.stage >= 1 ? here_shard : shard);
+  if (shard_accumulator) gradients = run.stage >= 2 ? accumulator : gradients + accumulator;
+  return parameters + gradients + optimizer * (run.stage >= 1 ? here_shard : here);
+}
+
+double wire_formula_bytes(const RunReport& run) {
+  const double bytes = part_parameters(run) * (run.dtype == "fp32" ? 4 : 2);
+  const double ranks = run.data_parallel();
+  const double group = run.group;
+  const auto others = [](double size) { return (size - 1) / size; };
+  double reduction = bytes * others(ranks);
+  if (run.group > 1 || run.shard_within_group) {
+    // Within groups in the gradients' type, then the sums across them, in fp32; with hybrid sharding these
+    // come back too.
+    const double across = 4 * part_parameters(run) * (ranks / group - 1) / ranks;
+    reduction = bytes * others(group) + across * (run.shard_within_group ? 2 : 1);
+  }
+  const double gather = bytes * others(shards(run));
+  if (run.stage >= 3) return run.micro_steps * (reduction + 2 * gather);
+  return (run.accumulate == "shard" ? run.micro_steps : 1) * reduction + gather;
+}
+
+std::optional<double> tensor_formula_bytes(const RunReport& run) {
+  const auto number = [&](const char* name) -> std::uint64_t {
+    for (const auto& [key, value] : run.training) {
+      if (key == name) return std::strtoull(value.c_str(), nullptr, 10);
+    }
+    return 0;
+  };
+  const std::optional<int> every = parse_recompute(run.recompute);
+  if (run.pipeline_parallel > 1 || !every) return std::nullopt;
+  const Result<ActivationFormulas> formulas = activation_formulas({.layers = number("layers"),
+                                                                   .hidden = number("hidden"),
+                                                                   .sequence = number("sequence"),
+                                                                   .batch = number("batch"),
+                                                                   .tensor_parallel = run.tensor_parallel,
+                                                                   .element_bytes = sizeof(float),
+                                                                   .recompute_every = *every});
+  if (!formulas.ok()) return std::nullopt;
+  return run.micro_steps * static_cast<double>(formulas.value().tensor_parallel_wire);
+}
+
+RunReport read_run_report(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
+    throw Error(StatusCode::kIoError,
+                "cannot read report '" + path +
+                    "': it is not a regular file; check the name that --report was given");
+  }
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    throw Error(StatusCode::kIoError, "cannot open report '" + path + "': " + std::strerror(errno) +
+                                          "; check the name that --report was given");
+  }
+  const std::uintmax_t bytes = std::filesystem::file_size(path, ignored);
+  if (!ignored && bytes > kReportBytesMax) {
+    bad_report(path, "it has " + format_bytes(bytes) + ", and at most " + format_bytes(kReportBytesMax) +
+                         " are read");
+  }
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  RunReport run;
+  try {
+    run = read_run(path, Entry(parse_json(path, text)));
+  } catch (const Entry::Unreadable& error) {
+    bad_report(path, error.found);
+  }
+  if (run.world_size < 1) bad_report(path, "world_size is " + std::to_string(run.world_size));
+  if (run.stage < 0 || run.stage > 3) bad_report(path, "stage is " + std::to_string(run.stage));
+  if (run.dtype != "fp32" && run.dtype != "bf16" && run.dtype != "fp16") {
+    bad_report(path, "dtype is '" + run.dtype + "'");
+  }
+  return run;
+}
+
+Comparison compare_runs(const std::vector<RunReport>& runs) {
+  for (std::size_t i = 1; i < runs.size(); ++i) {
+    if (std::string found = setup_difference(runs[0], runs[i]); !found.empty())
+      return {false, std::move(found)};
+  }
+  for (std::size_t i = 1; i < runs.size(); ++i) {
+    if (std::string found = result_difference(runs[0], runs[i]); !found.empty())
+      return {true, std::move(found)};
+  }
+  return {};
+}
+
+void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
+  const RunReport& first = runs.front();
+  out << grouped(first.parameters) << " parameters, " << first.dtype << ", "
+      << format_count(static_cast<std::uint64_t>(first.world_size), "rank") << ", "
+      << format_count(static_cast<std::uint64_t>(std::max(first.steps, 0)), "step")
+      << ". Bytes are those of the worst rank; wire is per step.\n\n";
+  print_rows(out, table_rows(runs));
+  print_activation_rows(out, runs);
+  print_file_rows(out, runs);
+  if (runs.size() < 2) return;
+  out << '\n';
+  const Comparison comparison = compare_runs(runs);
+  if (!comparison.comparable) {
+    out << "Not compared: " << comparison.difference << ".\n";
+  } else if (!comparison.difference.empty()) {
+    out << "DIFFERENT: " << comparison.difference << ".\n";
+  } else {
+    out << "Digests are equal (" << first.digest << "), and so is every loss and gradient norm.\n";
+  }
+}
+
+void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
+  Json json;
+  for (const RunReport& run : runs) {
+    json["runs"].push_back(
+        {{"file", run.name},
+         {"world_size", run.world_size},
+         {"stage", run.stage},
+         {"dtype", run.dtype},
+         {"parameters", run.parameters},
+         {"steps", run.steps},
+         {"model_state_bytes",
+          {{"measured", run.peak_model_states},
+           {"planned", run.planned_model_states},
+           {"formula", model_state_formula_bytes(run)}}},
+         {"offload", run.offload},
+         {"offload_tier", run.tier},
+         {"offloaded_parameters", run.offloaded_parameters},
+         {"store", run.store},
+         {"host_bytes", {{"measured", run.host_bytes}, {"planned", run.planned_host_bytes}}},
+         {"file_bytes", {{"measured", run.file_bytes}, {"planned", run.planned_file_bytes}}},
+         {"file_bytes_read_per_step",
+          {{"measured", run.file_read_bytes_per_step}, {"planned", run.planned_file_read_bytes_per_step}}},
+         {"file_bytes_written_per_step",
+          {{"measured", run.file_written_bytes_per_step},
+           {"planned", run.planned_file_written_bytes_per_step}}},
+         {"gathered_bytes", run.peak.gathered},
+         {"bucket_bytes", run.peak.buckets},
+         {"wire_bytes_per_step",
+          {{"sent", run.sent_bytes_per_step},
+           {"received", run.received_bytes_per_step},
+           {"theory", wire_formula_bytes(run)}}},
+         {"tensor_parallel", run.tensor_parallel},
+         {"pipeline_parallel", run.pipeline_parallel},
+         {"data_parallel", run.data_parallel()},
+         {"tensor_bytes_per_step",
+          {{"sent", run.tensor_sent_bytes_per_step}, {"theory", optional_json(tensor_formula_bytes(run))}}},
+         {"pipeline_bytes_sent_per_step", run.pipeline_sent_bytes_per_step},
+         {"recompute", run.recompute},
+         {"activations", run.activations},
+         {"saved_bytes",
+          {{"device", measured_and_planned(run.saved.device_bytes, run.planned_saved.device_bytes)},
+           {"host", measured_and_planned(run.saved.host_bytes, run.planned_saved.host_bytes)},
+           {"files", measured_and_planned(run.saved.file_bytes, run.planned_saved.file_bytes)},
+           {"sent_per_step",
+            measured_and_planned(run.saved.sent_bytes_per_step, run.planned_saved.sent_bytes_per_step)}}},
+         {"tokens_per_second", run.tokens_per_second},
+         {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
+         {"digest", run.digest}});
+  }
+  const Comparison comparison = compare_runs(runs);
+  json["comparable"] = comparison.comparable;
+  json["equal"] = comparison.comparable && comparison.difference.empty();
+  if (!comparison.difference.empty()) json["difference"] = comparison.difference;
+  out << json.dump(2) << '\n';
+}
+
+}  // namespace forebay

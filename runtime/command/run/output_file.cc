@@ -1,0 +1,139 @@
+#include "runtime/command/run/output_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+
+namespace forebay {
+namespace {
+
+Status cannot_write(const std::string& path, const std::string& reason) {
+  return {StatusCode::kIoError,
+          "cannot write " + path + ": " + reason + "; name a place that can be written to"};
+}
+
+Status write_all(int file, const std::string& text) {
+  for (std::size_t done = 0; done < text.size();) {
+    const ssize_t count = ::write(file, text.data() + done, text.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return {StatusCode::kIoError, std::strerror(count == 0 ? ENOSPC : errno)};
+    done += static_cast<std::size_t>(count);
+  }
+  return {};
+}
+
+Status refusal(const std::string& option, const std::string& path, const std::string& reason) {
+  return {StatusCode::kInvalidArgument, "cannot write " + option + " " + path + ": " + reason};
+}
+
+// Why a file that is there may not be written over; empty: it is empty or begins as it should.
+std::string why_to_keep(const std::string& option, const std::string& path, std::string_view beginning) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file < 0) {
+    return std::string("there is a file, and whose it is cannot be read: ") + std::strerror(errno) +
+           "; name another";
+  }
+  std::string found(beginning.size(), '\0');
+  const ssize_t count = ::read(file, found.data(), found.size());
+  ::close(file);
+  if (count == 0 || found == beginning) return {};
+  return "there is a file that no " + option +
+         " has written, and it is not written over; name another or remove it";
+}
+
+// Why no file can be made there; empty: it is a directory.
+std::string directory_problem(const std::string& directory) {
+  struct stat facts {};
+  if (::stat(directory.c_str(), &facts) == 0) {
+    return S_ISDIR(facts.st_mode) ? "" : directory + " is no directory; name a file in one";
+  }
+  if (errno == ENOENT) return directory + " does not exist; make it first";
+  return directory + " cannot be looked at: " + std::strerror(errno) +
+         "; name a place that can be written to";
+}
+
+// Behind a link is where the file lies; the link stays.
+std::string place_of(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path place = std::filesystem::canonical(path, error);
+  return error ? path : place.string();
+}
+
+}  // namespace
+
+bool is_run_stream(const std::string& path) {
+  // Whatever standard output is, others write to it too.
+  for (const char* place : {"/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/"}) {
+    if (path.rfind(place, 0) == 0) return true;
+  }
+  struct stat facts {};
+  return ::stat(path.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode);
+}
+
+Status check_run_file(const std::string& option, const std::string& path, std::string_view beginning) {
+  if (path == "-") return refusal(option, path, "for standard output give /dev/stdout");
+  if (path.back() == '/') return refusal(option, path, "that names a directory; add a file's name");
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {
+    return refusal(option, path, "it is a directory; name a file, such as one in it");
+  }
+  if (is_run_stream(path)) {
+    return ::access(path.c_str(), W_OK) == 0 ? Status() : refusal(option, path, std::strerror(errno));
+  }
+  if (std::filesystem::exists(path, error)) {
+    if (const std::string why = why_to_keep(option, path, beginning); !why.empty()) {
+      return refusal(option, path, why);
+    }
+  }
+  const std::string directory = std::filesystem::absolute(path, error).parent_path().string();
+  if (const std::string problem = directory_problem(directory); !problem.empty()) {
+    return refusal(option, path, problem);
+  }
+  const std::string partial = place_of(path) + ".partial";
+  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+  if (file < 0) {
+    return refusal(option, path, std::string(std::strerror(errno)) + "; name a place that can be written to");
+  }
+  ::close(file);
+  (void)::unlink(partial.c_str());
+  return {};
+}
+
+Status write_run_file(const std::string& path, const std::function<Status(int file)>& write) {
+  const bool is_stream = is_run_stream(path);
+  const std::string place = is_stream ? path : place_of(path);
+  const std::string target = is_stream ? path : place + ".partial";
+  const int file = ::open(target.c_str(),
+                          O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC), 0666);
+  if (file < 0) return cannot_write(path, std::strerror(errno));
+  std::string reason;
+  if (const Status written = write(file); !written.ok()) reason = written.message();
+  if (::close(file) != 0 && reason.empty()) reason = std::strerror(errno);
+  if (is_stream) return reason.empty() ? Status() : cannot_write(path, reason);
+  if (reason.empty() && std::rename(target.c_str(), place.c_str()) != 0) reason = std::strerror(errno);
+  if (reason.empty()) return {};
+  (void)::unlink(target.c_str());
+  return cannot_write(path, reason);
+}
+
+Status write_run_text(const std::string& path, const std::string& text) {
+  return write_run_file(path, [&](int file) { return write_all(file, text); });
+}
+
+Status overwrite_run_text(const std::string& path, const std::string& text) {
+  const int file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  if (file < 0) return cannot_write(path, std::strerror(errno));
+  Status written = write_all(file, text);
+  if (written.ok() && ::ftruncate(file, static_cast<off_t>(text.size())) != 0) {
+    written = Status(StatusCode::kIoError, std::strerror(errno));
+  }
+  ::close(file);
+  return written.ok() ? Status() : cannot_write(path, written.message());
+}
+
+}  // namespace forebay

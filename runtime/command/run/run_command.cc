@@ -1,0 +1,527 @@
+#include "runtime/command/run/run_command.h"
+
+#include <dlfcn.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "forebay/preload_events.h"
+#include "runtime/command/command_line.h"
+#include "runtime/command/repeated_lines.h"
+#include "runtime/command/run/check.h"
+#include "runtime/command/run/child.h"
+#include "runtime/command/run/environment.h"
+#include "runtime/command/run/recorder.h"
+#include "runtime/command/run/summary.h"
+#include "runtime/command/shown_text.h"
+
+extern char** environ;
+
+namespace forebay {
+namespace {
+
+constexpr int kNotWritten = 1;
+constexpr char kLibraryName[] = "libforebay-preload.so";
+constexpr char kSystemPreloads[] = "/etc/ld.so.preload";
+
+// The environment of `forebay run` itself. What it starts does not get these: a second one below would write
+// over the first one's files.
+constexpr char kReportVariable[] = "FOREBAY_RUN_REPORT";
+constexpr char kTraceVariable[] = "FOREBAY_RUN_TRACE";
+constexpr char kSnapshotVariable[] = "FOREBAY_RUN_SNAPSHOT";
+constexpr char kPauseSignalVariable[] = "FOREBAY_RUN_PAUSE_SIGNAL";
+
+struct RunArguments {
+  std::vector<std::string> command;
+  std::string memory;
+  std::string records;
+  std::string from;
+  std::string events;
+  RunOutputs outputs;
+  std::string pause_signal;
+  bool observe = false;
+  bool tensors = false;
+  bool no_tensors = false;
+  bool check = false;
+  int check_limit_s = 120;
+};
+
+void say(const std::string& line) {
+  std::fprintf(stderr, "forebay run: %s\n", shown_text(line).c_str());
+}
+
+Environment inherited_environment() {
+  Environment environment;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const std::size_t equals = text.find('=');
+    if (equals != std::string::npos) environment.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return environment;
+}
+
+// The preload lies beside the core that this program runs on, so that both are of one build.
+Result<std::string> find_library() {
+  Dl_info info{};
+  const auto* core = reinterpret_cast<const void*>(&preload_record_of_process);
+  std::error_code error;
+  std::filesystem::path path;
+  if (::dladdr(core, &info) != 0 && info.dli_fname != nullptr) {
+    path = std::filesystem::canonical(info.dli_fname, error).parent_path() / kLibraryName;
+  }
+  if (path.empty() || !std::filesystem::exists(path, error)) {
+    return Status(
+        StatusCode::kUnavailable,
+        "cannot find " + (path.empty() ? std::string(kLibraryName) : path.string()) +
+            ": it belongs beside libforebay-core.so and is built on Linux on x86-64 and aarch64; install it");
+  }
+  return path.string();
+}
+
+// Where the processes of one run leave their records: a directory of the user's, or one that goes with this.
+class Records {
+ public:
+  Records() = default;
+  Records(const Records&) = delete;
+  Records& operator=(const Records&) = delete;
+  ~Records() {
+    std::error_code ignored;
+    if (is_temporary_) std::filesystem::remove_all(path_, ignored);
+  }
+  Status open(const std::string& wanted) {
+    std::error_code error;
+    if (wanted.empty()) {
+      const std::string temporary = std::filesystem::temp_directory_path(error).string();
+      std::string pattern = temporary + "/forebay-run-XXXXXX";
+      if (error || ::mkdtemp(pattern.data()) == nullptr) {
+        const char* chosen = std::getenv("TMPDIR");
+        return {StatusCode::kIoError,
+                "cannot make a directory for records in " +
+                    (error ? std::string(chosen != nullptr ? chosen : "TMPDIR") : temporary) + ": " +
+                    (error ? error.message() : std::strerror(errno)) +
+                    "; set TMPDIR to one that can be written to, or name one with --records"};
+      }
+      path_ = pattern;
+      is_temporary_ = true;
+      return {};
+    }
+    std::filesystem::create_directories(wanted, error);
+    if (!error) path_ = std::filesystem::canonical(wanted, error).string();
+    if (error) {
+      return {StatusCode::kIoError, "cannot use --records " + wanted + ": " + error.message() +
+                                        "; name a directory in a place that can be written to"};
+    }
+    // What an earlier run left there is not this one's.
+    if (const Result<std::vector<PreloadReport>> old = read_preload_records(path_);
+        old.ok() && !old.value().empty()) {
+      return {StatusCode::kInvalidArgument,
+              "--records " + wanted + " has records of another run; name an empty directory"};
+    }
+    return {};
+  }
+  const std::string& path() const { return path_; }
+  // Lets them stay, for --from.
+  void keep() { is_temporary_ = false; }
+
+ private:
+  std::string path_;
+  bool is_temporary_ = false;
+};
+
+// Others that the system puts under every program, and that may hook what we hook.
+std::string system_preloads() {
+  std::ifstream file(kSystemPreloads);
+  std::string all;
+  for (std::string word; file >> word;) all += (all.empty() ? "" : " ") + word;
+  return all;
+}
+
+std::string text_of(const std::vector<std::string>& command) {
+  std::string text;
+  for (const std::string& word : command) text += (text.empty() ? "" : " ") + word;
+  return text;
+}
+
+// 0: it is none of those that can be taken.
+int signal_number(const std::string& text) {
+  const std::string name = text.rfind("SIG", 0) == 0 ? text.substr(3) : text;
+  if (name == "USR1" || name == std::to_string(SIGUSR1)) return SIGUSR1;
+  if (name == "USR2" || name == std::to_string(SIGUSR2)) return SIGUSR2;
+  if (name == "HUP" || name == std::to_string(SIGHUP)) return SIGHUP;
+  return 0;
+}
+
+void say_all(const std::vector<std::string>& lines) {
+  for (const std::string& line : lines) say(line);
+}
+
+int complain(const Status& status) {
+  say(status.message());
+  return kBadUsage;
+}
+
+// Why no program could use CUDA from here; empty: the driver can be opened.
+std::string driver_obstacle() {
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (driver == nullptr) return ::dlerror();
+  ::dlclose(driver);
+  return {};
+}
+
+// What the command's processes did.
+void sum_up(PreloadMode mode, const std::vector<PreloadReport>& records) {
+  const std::string obstacle = records.empty() ? driver_obstacle() : "";
+  if (obstacle.empty()) return say_all(run_summary(mode, records));
+  say("handled 0 of 0 allocations: no CUDA driver is found from here, so nothing can have used one (" +
+      obstacle + ")");
+}
+
+void say_left_out(const std::vector<PreloadLeftOut>& left_out) {
+  std::vector<RepeatedLine> lines;
+  for (const PreloadLeftOut& one : left_out) lines.push_back(left_out_line(one));
+  say_all(told_once(lines));
+}
+
+// The options by which --from tells the same in another place.
+std::string told_elsewhere(const RunOutputs& outputs) {
+  std::string options;
+  if (!outputs.report.empty()) options += " --report ELSEWHERE";
+  if (!outputs.trace.empty()) options += " --trace ELSEWHERE/trace.txt";
+  if (!outputs.snapshot.empty()) options += " --snapshot ELSEWHERE/snapshot.pickle";
+  return options;
+}
+
+// What processes have left that were started by somebody else.
+int tell_from(const RunArguments& arguments) {
+  // A file beyond `ulimit -f` is one that cannot be written.
+  (void)::signal(SIGXFSZ, SIG_IGN);
+  std::vector<PreloadLeftOut> left_out;
+  const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from, &left_out);
+  if (!records.ok()) return complain(records.status());
+  // Of a report they are part.
+  if (!arguments.outputs.any() || records.value().empty()) say_left_out(left_out);
+  if (records.value().empty()) {
+    std::error_code error;
+    const bool is_report = std::filesystem::exists(arguments.from + "/summary.txt", error);
+    say("there is no record in --from " + arguments.from +
+        (is_report ? ", which seems to be a report; name the directory of the records it was made from"
+                   : "; name the directory that processes had in " + std::string(kPreloadRecordsVariable) +
+                         ", or that --records made"));
+    return kBadUsage;
+  }
+  const PreloadMode mode = records.value().front().mode;
+  say_all(run_summary(mode, records.value()));
+  if (!arguments.outputs.any()) return 0;
+  RunRecorder recorder({.outputs = arguments.outputs,
+                        .records_directory = arguments.from,
+                        .mode = mode,
+                        .command = "the records in " + arguments.from});
+  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  say_all(recorder.write("read from the records"));
+  return recorder.is_complete() ? 0 : kNotWritten;
+}
+
+// An option with a value that says nothing here. `variable`: where it comes from if not from the command
+// line; null: nowhere.
+struct IdleOption {
+  const char* name;
+  std::string value;
+  const char* variable;
+};
+
+// Says what is not heeded beside `other`. False: the command line has it, so it was meant.
+bool may_be_idle(const char* other, const char* why, const std::vector<IdleOption>& options) {
+  bool may_be = true;
+  for (const IdleOption& option : options) {
+    if (option.value.empty()) continue;
+    const char* inherited = option.variable != nullptr ? std::getenv(option.variable) : nullptr;
+    if (inherited != nullptr && option.value == inherited) {
+      say(std::string(option.variable) + " is not heeded: " + other + " " + why);
+    } else {
+      say(std::string(other) + " " + why + ", so " + option.name +
+          " would say nothing; leave one of them out");
+      may_be = false;
+    }
+  }
+  return may_be;
+}
+
+std::string flag(bool is_set) {
+  return is_set ? "1" : "";
+}
+
+// What goes with --check and --from, and what does not.
+bool fits_together(const RunArguments& a) {
+  if (!a.from.empty()) {
+    if (!a.command.empty()) {
+      say("--from reads what is there and runs nothing; leave out the command or --from");
+      return false;
+    }
+    return may_be_idle("--from", "reads what is there and runs nothing",
+                       {{"--check", flag(a.check), nullptr},
+                        {"--events", a.events, kPreloadEventsVariable},
+                        {"--memory", a.memory, nullptr},
+                        {"--no-tensors", flag(a.no_tensors), nullptr},
+                        {"--observe", flag(a.observe), nullptr},
+                        {"--pause-signal", a.pause_signal, kPauseSignalVariable},
+                        {"--records", a.records, nullptr},
+                        {"--tensors", flag(a.tensors), nullptr}});
+  }
+  if (a.command.empty()) {
+    say("no command was given; put it behind the options, after --");
+    return false;
+  }
+  if (a.check) {
+    return may_be_idle("--check", "runs nothing of the command's",
+                       {{"--events", a.events, kPreloadEventsVariable},
+                        {"--pause-signal", a.pause_signal, kPauseSignalVariable},
+                        {"--records", a.records, nullptr},
+                        {"--report", a.outputs.report, kReportVariable},
+                        {"--snapshot", a.outputs.snapshot, kSnapshotVariable},
+                        {"--trace", a.outputs.trace, kTraceVariable}});
+  }
+  if (a.tensors && a.no_tensors) {
+    say("--tensors and --no-tensors contradict each other; leave one out");
+    return false;
+  }
+  return true;
+}
+
+int run(const RunArguments& arguments) {
+  if (!fits_together(arguments)) return kBadUsage;
+  if (!arguments.from.empty()) return tell_from(arguments);
+  const Result<std::string> library = find_library();
+  if (!library.ok()) return complain(library.status());
+  if (arguments.check) {
+    const RunCheck check{.command = arguments.command,
+                         .memory = arguments.memory,
+                         .preload_library = library.value(),
+                         .limit = std::chrono::seconds(arguments.check_limit_s)};
+    return run_check(check, inherited_environment());
+  }
+  // From here on, so that a report asked for too early is written as soon as it can be, and what is written
+  // at the end is whole.
+  const ChildSignals signals;
+  const Environment inherited = inherited_environment();
+  Records records;
+  const std::string wanted = arguments.records.empty() ? inherited_records(inherited) : arguments.records;
+  if (const Status opened = records.open(wanted); !opened.ok()) return complain(opened);
+  RunOptions options;
+  options.mode = arguments.observe ? PreloadMode::kObserve : inherited_mode(inherited);
+  if (arguments.tensors || arguments.no_tensors) options.tensors = arguments.tensors;
+  options.memory = arguments.memory;
+  options.preload_library = library.value();
+  options.records_directory = records.path();
+  options.events = arguments.events;
+  const RunOutputs& outputs = arguments.outputs;
+  if (outputs.any() && options.events.empty()) options.events = std::to_string(kPreloadEventsDefaultBytes);
+  const int pause_signal = signal_number(arguments.pause_signal);
+  if (pause_signal == 0 && !arguments.pause_signal.empty()) {
+    say("--pause-signal is '" + arguments.pause_signal + "'; use SIGUSR1, SIGUSR2 or SIGHUP");
+    return kBadUsage;
+  }
+  if (pause_signal == SIGUSR1 && outputs.any()) {
+    say("--pause-signal cannot be SIGUSR1, at which reports are written; use SIGUSR2 or SIGHUP");
+    return kBadUsage;
+  }
+  const Result<RunEnvironment> environment = run_environment(options, inherited);
+  if (!environment.ok()) return complain(environment.status());
+  RunRecorder recorder({.outputs = outputs,
+                        .records_directory = records.path(),
+                        .mode = options.mode,
+                        .command = text_of(arguments.command)});
+  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  say_all(environment.value().lines);
+  if (const std::string others = system_preloads(); !others.empty()) {
+    say(std::string(kSystemPreloads) + " puts " + others + " under every program too, behind ours");
+  }
+  if (const std::string obstacle = preload_obstacle(arguments.command.front()); !obstacle.empty()) {
+    say(obstacle + "; nothing will be handled");
+  }
+
+  Environment variables = environment.value().set;
+  if (options.mode == PreloadMode::kOff && outputs.any()) {
+    say("no report, trace or snapshot has anything to tell then");
+  }
+  for (const char* own : {kReportVariable, kTraceVariable, kSnapshotVariable, kPauseSignalVariable}) {
+    if (std::getenv(own) != nullptr) variables[own] = "";
+  }
+  ChildWatch watch;
+  if (outputs.any()) watch.handlers[SIGUSR1] = [&] { say_all(recorder.write("the run goes on")); };
+  if (pause_signal != 0) watch.handlers[pause_signal] = [&] { say_all(recorder.request_trim()); };
+  if (!watch.handlers.empty()) watch.poll = [&] { say_all(recorder.poll()); };
+  const Result<ChildEnd> end = run_child(arguments.command, variables, signals, watch);
+  if (!end.ok()) return complain(end.status());
+  const int exit_code = end.value().exit_code;
+  std::vector<PreloadLeftOut> left_out;
+  const Result<std::vector<PreloadReport>> read = read_preload_records(records.path(), &left_out);
+  if (!end.value().was_started || options.mode == PreloadMode::kOff) {
+    // It is said already, and there is nothing else to tell.
+  } else if (!read.ok()) {
+    say("the records in " + records.path() +
+        " were removed while the command ran, or cannot be read any more; name one that nobody cleans up "
+        "with --records");
+  } else {
+    sum_up(options.mode, read.value());
+    if (!outputs.any()) say_left_out(left_out);
+  }
+  if (outputs.any()) {
+    say_all(recorder.write("the command has ended with " + std::to_string(exit_code)));
+    if (!recorder.is_complete() && read.ok()) {
+      records.keep();
+      say("the records are kept in " + records.path() + "; forebay run --from " + records.path() +
+          told_elsewhere(outputs));
+    }
+  }
+  return exit_code;
+}
+
+bool is_option(const std::string& word) {
+  return word.size() > 1 && word[0] == '-';
+}
+
+// What an option is given, by the name of its kind.
+std::string value_text(const std::string& type) {
+  if (type == "DIR") return "a directory";
+  if (type == "FILE") return "a file";
+  if (type == "BYTES") return "bytes, such as 24GiB";
+  if (type == "SIG") return "a signal";
+  return "a number";
+}
+
+constexpr char kFooter[] =
+    "What is in force is said in the first line on standard error, and what was handled in the last ones. "
+    "The exit code "
+    "is the command's own (128 + n when signal n ended it).\n\n"
+    "Where the command line cannot be changed, the environment does the same:\n"
+    "  LD_PRELOAD=/path/to/libforebay-preload.so   the preload itself; the path from the root\n"
+    "  FOREBAY_PRELOAD=arena|observe|off           what it does (default: arena)\n"
+    "  FOREBAY_MEMORY=24GiB                        as --memory\n"
+    "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records; forebay run --from DIR tells of it\n"
+    "  FOREBAY_PRELOAD_EVENTS=256MiB               as --events (default: none)\n"
+    "  FOREBAY_LOG=info                            says on standard error when an arena begins to serve\n"
+    "  PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, and PYTORCH_ALLOC_CONF   as --tensors\n"
+    "  XLA_PYTHON_CLIENT_PREALLOCATE=false         for JAX, set unless you have set it\n"
+    "and, for forebay run itself, FOREBAY_RUN_REPORT, FOREBAY_RUN_TRACE, FOREBAY_RUN_SNAPSHOT and "
+    "FOREBAY_RUN_PAUSE_SIGNAL as the options.\n\n"
+    "Signals go to the command, but with --report, --trace or --snapshot SIGUSR1 writes them as things stand "
+    "(kill -USR1 the process of forebay run), and the one of --pause-signal is taken for that.";
+
+}  // namespace
+
+std::optional<int> take_run_command(const CLI::App& app, std::vector<std::string>* arguments,
+                                    std::vector<std::string>* command) {
+  if (arguments->size() < 2 || (*arguments)[1] != "run") return std::nullopt;
+  const CLI::App& run_app = *app.get_subcommand("run");
+  std::size_t at = 2;
+  for (; at < arguments->size() && is_option((*arguments)[at]) && (*arguments)[at] != "--"; ++at) {
+    const std::string& word = (*arguments)[at];
+    const std::string name = word.substr(0, word.find('='));
+    const CLI::Option* option = run_app.get_option_no_throw(name);
+    if (option == nullptr) {
+      say("there is no option " + name +
+          "; the order is: forebay run [OPTIONS] -- COMMAND [ARGUMENTS] (forebay run --help lists the "
+          "options)");
+      return kBadUsage;
+    }
+    if (option->get_items_expected_max() == 0 || name.size() != word.size()) continue;
+    const bool has_value = at + 1 < arguments->size() && (*arguments)[at + 1].rfind("--", 0) != 0;
+    if (!has_value) {
+      say(name + " needs " + value_text(option->get_type_name()) + ": " + name + " " +
+          option->get_type_name());
+      return kBadUsage;
+    }
+    ++at;
+  }
+  const bool has_mark = at < arguments->size() && (*arguments)[at] == "--";
+  const auto end = arguments->begin() + static_cast<std::ptrdiff_t>(at);
+  command->assign(end + (has_mark ? 1 : 0), arguments->end());
+  arguments->erase(end, arguments->end());
+  return std::nullopt;
+}
+
+void add_run_command(CLI::App& app, std::function<int()>& action, const std::vector<std::string>& words) {
+  const auto arguments = std::make_shared<RunArguments>();  // Shared by the parser's fields and the action.
+  RunArguments& a = *arguments;
+  CLI::App* command = app.add_subcommand(
+      "run", "Run a command with the arena under its device memory; the command itself is not changed");
+  // For --help alone: its words are taken out before anything is parsed.
+  command
+      ->add_option("command", a.command, "The command and its arguments, behind all options of forebay run")
+      ->type_name("COMMAND");
+  command
+      ->add_option(
+          "--memory", a.memory,
+          "Most device memory to use: what every process is told that a device has (default: all it has; "
+          "within another forebay run the smaller limit holds)")
+      ->type_name("BYTES");
+  command->add_flag("--observe", a.observe, "Change nothing; only count what is allocated");
+  command->add_flag("--tensors", a.tensors,
+                    "Have PyTorch allocate tensor by tensor (the default unless you have set its allocator's "
+                    "configuration yourself)");
+  command->add_flag("--no-tensors", a.no_tensors,
+                    "Leave PyTorch's own cache in place, which allocates segments");
+  CLI::Option* check = command->add_flag(
+      "--check", a.check,
+      "Run nothing of the command's; try with its Python what of PyTorch works under each of these ways");
+  command->add_option("--check-limit", a.check_limit_s, "Seconds that one probe of --check may take")
+      ->type_name("SECONDS")
+      ->check(CLI::Range(1, 86400))
+      ->capture_default_str()
+      ->needs(check);
+  for (const char* other : {"--observe", "--tensors", "--no-tensors"}) check->excludes(other);
+  command->add_option("--records", a.records, "Keep every process's record in this directory")
+      ->type_name("DIR");
+  command
+      ->add_option("--report", a.outputs.report,
+                   "Write a report of each process, summary.txt and report.html into this directory: at the "
+                   "end, when a process runs out of memory, and on SIGUSR1")
+      ->type_name("DIR")
+      ->envname(kReportVariable);
+  command
+      ->add_option("--trace", a.outputs.trace,
+                   "Write what was asked for, for 'forebay replay'; for several processes or devices a file "
+                   "each, as FILE with process-N before its suffix")
+      ->type_name("FILE")
+      ->envname(kTraceVariable);
+  command
+      ->add_option("--snapshot", a.outputs.snapshot,
+                   "Write it for 'forebay explain' and PyTorch's memory visualiser (pytorch.org/memory_viz); "
+                   "files named as those of --trace")
+      ->type_name("FILE")
+      ->envname(kSnapshotVariable);
+  command
+      ->add_option("--events", a.events,
+                   "Most bytes to keep of a process's events, 32 each; the oldest make room (64KiB to 2GiB; "
+                   "default: 256MiB for a report, trace or snapshot, and otherwise none)")
+      ->type_name("BYTES")
+      ->envname(kPreloadEventsVariable);
+  command
+      ->add_option("--pause-signal", a.pause_signal,
+                   "On this signal (SIGUSR1, SIGUSR2, SIGHUP) have every process give back what its arena "
+                   "keeps and does not use, at its next call for memory; what is allocated stays")
+      ->type_name("SIG")
+      ->envname(kPauseSignalVariable);
+  command
+      ->add_option("--from", a.from,
+                   "Run nothing: report, trace and snapshot from the records that processes have left in "
+                   "this directory (FOREBAY_PRELOAD_RECORDS)")
+      ->type_name("DIR");
+  command->footer(kFooter);
+  command->callback([arguments, &action, &words] {
+    arguments->command = words;
+    action = [arguments] { return run(*arguments); };
+  });
+}
+
+}  // namespace forebay

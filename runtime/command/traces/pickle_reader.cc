@@ -1,0 +1,499 @@
+#include "runtime/command/traces/pickle_reader.h"
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+
+#include "forebay/units.h"
+#include "runtime/command/traces/allocation_trace.h"
+
+namespace forebay {
+namespace {
+
+// Opcodes, by their names in pickletools.
+enum Opcode : unsigned char {
+  kMark = '(',
+  kStop = '.',
+  kPop = '0',
+  kPopMark = '1',
+  kDup = '2',
+  kBinInt = 'J',
+  kBinInt1 = 'K',
+  kBinInt2 = 'M',
+  kNone = 'N',
+  kBinFloat = 'G',
+  kReduce = 'R',
+  kBinString = 'T',
+  kShortBinString = 'U',
+  kBinUnicode = 'X',
+  kAppend = 'a',
+  kBuild = 'b',
+  kGlobal = 'c',
+  kDict = 'd',
+  kEmptyDict = '}',
+  kAppends = 'e',
+  kBinGet = 'h',
+  kLongBinGet = 'j',
+  kList = 'l',
+  kEmptyList = ']',
+  kBinPut = 'q',
+  kLongBinPut = 'r',
+  kSetItem = 's',
+  kTuple = 't',
+  kEmptyTuple = ')',
+  kSetItems = 'u',
+  kBinBytes = 'B',
+  kShortBinBytes = 'C',
+  kProto = 0x80,
+  kNewObject = 0x81,
+  kTuple1 = 0x85,
+  kTuple2 = 0x86,
+  kTuple3 = 0x87,
+  kNewTrue = 0x88,
+  kNewFalse = 0x89,
+  kLong1 = 0x8a,
+  kLong4 = 0x8b,
+  kShortBinUnicode = 0x8c,
+  kBinUnicode8 = 0x8d,
+  kBinBytes8 = 0x8e,
+  kEmptySet = 0x8f,
+  kAddItems = 0x90,
+  kFrozenSet = 0x91,
+  kStackGlobal = 0x93,
+  kMemoize = 0x94,
+  kFrame = 0x95,
+  kByteArray8 = 0x96,
+};
+
+// Names that stand for plain data. The first two become dicts, the rest is not looked into.
+struct KnownName {
+  std::string_view name;
+  bool is_dict;
+};
+constexpr KnownName kKnownNames[] = {
+    {"collections.OrderedDict", true},
+    {"collections.defaultdict", true},
+    {"builtins.set", false},
+    {"builtins.frozenset", false},
+    {"builtins.list", false},
+    {"builtins.dict", true},
+    {"torch.device", false},
+    {"torch.Size", false},
+    {"torch.dtype", false},
+};
+
+// What GLOBAL leaves on the stack: an opaque value whose `integer` says which name it is, plus one.
+constexpr std::int64_t kNotAName = 0;
+
+}  // namespace
+
+// The stack machine. Requires of every step: what it takes is there, else it refuses.
+class PickleMachine {
+ public:
+  PickleMachine(std::string_view text, const PickleLimits& limits) : text_(text), limits_(limits) {}
+
+  Result<Pickle> run() {
+    while (!stopped_) {
+      at_ = position_;
+      if (position_ >= text_.size()) return refuse("the pickle ends before its STOP; is the file cut off?");
+      const auto opcode = static_cast<unsigned char>(text_[position_++]);
+      step(opcode);
+      if (!failure_.empty()) return refuse(failure_);
+    }
+    return std::move(pickle_);
+  }
+
+ private:
+  using Kind = PickleValue::Kind;
+
+  Status refuse(const std::string& found_and_try) const {
+    return {StatusCode::kInvalidArgument, "byte " + std::to_string(at_) + ": " + found_and_try};
+  }
+  void fail(std::string found_and_try) {
+    if (failure_.empty()) failure_ = std::move(found_and_try);
+  }
+
+  // --- input ---
+
+  // The next bytes, little endian. 0 after a failure.
+  std::uint64_t take_number(std::size_t bytes) {
+    const std::string_view part = take(bytes);
+    std::uint64_t value = 0;
+    for (std::size_t i = part.size(); i-- > 0;) value = value << 8 | static_cast<unsigned char>(part[i]);
+    return value;
+  }
+  std::string_view take(std::uint64_t bytes) {
+    if (bytes > text_.size() - position_) {
+      fail("an operand of " + format_count(bytes, "byte") + " where " +
+           format_count(text_.size() - position_, "is", "are") + " left; is the file cut off?");
+      return {};
+    }
+    const std::string_view part = text_.substr(position_, bytes);
+    position_ += bytes;
+    return part;
+  }
+  std::string_view take_line() {
+    const std::size_t end = text_.find('\n', position_);
+    if (end == std::string_view::npos) {
+      fail("a line without an end; is the file cut off?");
+      return {};
+    }
+    const std::string_view line = text_.substr(position_, end - position_);
+    position_ = end + 1;
+    return line;
+  }
+
+  // --- stack ---
+
+  void push(PickleValue value) {
+    if (count_value()) stack_.push_back(value);
+  }
+  void push(Kind kind, std::int64_t integer = 0) {
+    PickleValue value;
+    value.kind = kind;
+    value.integer = integer;
+    push(value);
+  }
+  void push_text(std::string_view text) {
+    if (text.size() > UINT32_MAX) return fail("a string of more than 4 GiB; record less history");
+    PickleValue value;
+    value.kind = Kind::kString;
+    value.length = static_cast<std::uint32_t>(text.size());
+    value.text = text.data();
+    push(value);
+  }
+  PickleValue pop() {
+    if (stack_.size() <= floor()) {
+      fail("an opcode needs a value that is not there; the file is damaged");
+      return {};
+    }
+    const PickleValue value = stack_.back();
+    stack_.pop_back();
+    --value_count_;
+    return value;
+  }
+  PickleValue* top() {
+    if (stack_.size() > floor()) return &stack_.back();
+    fail("an opcode needs a value that is not there; the file is damaged");
+    return nullptr;
+  }
+  // Values below the last mark are out of reach.
+  std::size_t floor() const { return marks_.empty() ? 0 : marks_.back(); }
+  // Ends the last mark: where its values begin on the stack.
+  std::optional<std::size_t> pop_mark() {
+    if (marks_.empty()) {
+      fail("an opcode needs a MARK that is not there; the file is damaged");
+      return std::nullopt;
+    }
+    const std::size_t begin = marks_.back();
+    marks_.pop_back();
+    return begin;
+  }
+  void drop_from(std::size_t begin) {
+    value_count_ -= stack_.size() - begin;
+    stack_.resize(begin);
+  }
+  bool count_value() {
+    if (value_count_ >= limits_.values) {
+      fail("more than " + std::to_string(limits_.values) + " values; record less history (max_entries)");
+      return false;
+    }
+    ++value_count_;
+    return true;
+  }
+
+  // --- containers ---
+
+  void push_container(Kind kind) {
+    if (pickle_.containers_.size() >= limits_.containers) {
+      return fail("more than " + std::to_string(limits_.containers) +
+                  " containers; record less history (max_entries)");
+    }
+    PickleValue value;
+    value.kind = kind;
+    value.container = static_cast<std::uint32_t>(pickle_.containers_.size());
+    pickle_.containers_.emplace_back();
+    push(value);
+  }
+  // A new container with the stack's values from `begin` on.
+  void collect(Kind kind, std::size_t begin) {
+    if (kind == Kind::kDict && (stack_.size() - begin) % 2 != 0) {
+      return fail("a dict with a key and no value; the file is damaged");
+    }
+    const std::vector<PickleValue> values(stack_.begin() + static_cast<std::ptrdiff_t>(begin), stack_.end());
+    stack_.resize(begin);
+    push_container(kind);
+    if (failure_.empty()) pickle_.containers_.back() = values;
+  }
+  void collect_last(std::size_t count) {
+    if (stack_.size() - floor() < count) {
+      return fail("an opcode needs a value that is not there; the file is damaged");
+    }
+    collect(Kind::kList, stack_.size() - count);
+  }
+  // Moves the stack's values from `begin` on into the container below them.
+  void extend(Kind kind, std::size_t begin) {
+    if (begin <= floor()) return fail("an opcode needs a container that is not there; the file is damaged");
+    const PickleValue target = stack_[begin - 1];
+    if (kind == Kind::kDict && (stack_.size() - begin) % 2 != 0) {
+      return fail("a dict with a key and no value; the file is damaged");
+    }
+    if (target.kind == Kind::kOpaque) return drop_from(begin);
+    if (target.kind != kind)
+      return fail("values for a container that is of another kind; the file is damaged");
+    std::vector<PickleValue>& items = pickle_.containers_[target.container];
+    items.insert(items.end(), stack_.begin() + static_cast<std::ptrdiff_t>(begin), stack_.end());
+    stack_.resize(begin);
+  }
+
+  // --- names ---
+
+  void push_name(std::string_view module, std::string_view name) {
+    const std::string full = std::string(module.substr(0, 80)) + "." + std::string(name.substr(0, 80));
+    for (std::size_t i = 0; i < std::size(kKnownNames); ++i) {
+      if (kKnownNames[i].name == full) return push(Kind::kOpaque, static_cast<std::int64_t>(i) + 1);
+    }
+    fail("it names " + quote_text(full) +
+         ", which is code and not data; nothing of it was run. A memory snapshot holds data alone: do not "
+         "load "
+         "this file with Python's pickle unless you trust who made it");
+  }
+  // A call of a known name: an empty dict, or something opaque.
+  void call_name() {
+    pop();  // The arguments.
+    const PickleValue name = pop();
+    if (!failure_.empty()) return;
+    if (name.kind != Kind::kOpaque || name.integer == kNotAName) {
+      return fail("it calls something that is not a known name of plain data; nothing of it was run");
+    }
+    if (kKnownNames[static_cast<std::size_t>(name.integer) - 1].is_dict) return push_container(Kind::kDict);
+    push(Kind::kOpaque, kNotAName);
+  }
+
+  // --- memo ---
+
+  void store(std::uint64_t index) {
+    const PickleValue* value = top();
+    if (value == nullptr) return;
+    // Picklers number from 0 without gaps, one number per value at most; write_memory_snapshot has its own
+    // numbers of one byte for its words.
+    if ((index > memo_.size() + kMemoGapLimit && index > UINT8_MAX) || index >= limits_.values) {
+      return fail("a memo index far beyond those before; the file is damaged");
+    }
+    if (index >= memo_.size()) memo_.resize(index + 1);
+    memo_[index] = *value;
+  }
+  void recall(std::uint64_t index) {
+    if (index >= memo_.size()) return fail("a memo index that nothing was stored at; the file is damaged");
+    push(memo_[index]);
+  }
+
+  void step(unsigned char opcode);
+
+  // A pickle of n bytes stores at most n times; gaps of this many keep the memo within a bound of that.
+  static constexpr std::size_t kMemoGapLimit = 16;
+
+  const std::string_view text_;
+  const PickleLimits limits_;
+  std::size_t position_ = 0;
+  std::size_t at_ = 0;  // Of the opcode that runs.
+  bool stopped_ = false;
+  std::string failure_;
+  std::vector<PickleValue> stack_;
+  std::vector<std::size_t> marks_;
+  std::vector<PickleValue> memo_;
+  std::size_t value_count_ = 0;
+  Pickle pickle_;
+};
+
+void PickleMachine::step(unsigned char opcode) {
+  switch (opcode) {
+    case kProto: {
+      const std::uint64_t protocol = take_number(1);
+      if (failure_.empty() && (protocol < 2 || protocol > 5)) {
+        fail("protocol " + std::to_string(protocol) +
+             ", and protocols 2 to 5 are read; write it again with pickle.dump(snapshot, file, protocol=4)");
+      }
+      return;
+    }
+    case kFrame: {
+      const std::uint64_t bytes = take_number(8);
+      if (bytes > text_.size() - position_) {
+        fail("a frame of " + format_count(bytes, "byte") + " where " +
+             format_count(text_.size() - position_, "is", "are") + " left; is the file cut off?");
+      }
+      return;
+    }
+    case kStop:
+      pickle_.root_ = pop();
+      stopped_ = true;
+      return;
+
+    case kNone:
+      return push(Kind::kNone);
+    case kNewTrue:
+      return push(Kind::kBool, 1);
+    case kNewFalse:
+      return push(Kind::kBool, 0);
+    case kBinInt:
+      return push(Kind::kInteger, static_cast<std::int32_t>(take_number(4)));
+    case kBinInt1:
+      return push(Kind::kInteger, static_cast<std::int64_t>(take_number(1)));
+    case kBinInt2:
+      return push(Kind::kInteger, static_cast<std::int64_t>(take_number(2)));
+    case kLong1:
+    case kLong4: {
+      const std::string_view digits = take(take_number(opcode == kLong1 ? 1 : 4));
+      // Two's complement, little endian; 9 bytes where the ninth is the sign of a value that fits.
+      if (digits.size() > 8) return push(Kind::kOpaque, kNotAName);
+      std::uint64_t value = !digits.empty() && (digits.back() & 0x80) != 0 ? ~std::uint64_t{0} : 0;
+      for (std::size_t i = digits.size(); i-- > 0;)
+        value = value << 8 | static_cast<unsigned char>(digits[i]);
+      return push(Kind::kInteger, static_cast<std::int64_t>(value));
+    }
+    case kBinFloat: {
+      const std::string_view digits = take(8);
+      std::uint64_t bits = 0;
+      for (const char digit : digits) bits = bits << 8 | static_cast<unsigned char>(digit);
+      PickleValue value;
+      value.kind = Kind::kFloat;
+      value.number = std::bit_cast<double>(bits);
+      return push(value);
+    }
+    case kShortBinString:
+    case kShortBinBytes:
+    case kShortBinUnicode:
+      return push_text(take(take_number(1)));
+    case kBinString:
+    case kBinBytes:
+    case kBinUnicode:
+      return push_text(take(take_number(4)));
+    case kBinUnicode8:
+    case kBinBytes8:
+    case kByteArray8:
+      return push_text(take(take_number(8)));
+
+    case kMark:
+      if (marks_.size() >= limits_.values) return fail("too many marks; the file is damaged");
+      marks_.push_back(stack_.size());
+      return;
+    case kPop:
+      if (stack_.size() == floor() && !marks_.empty()) {
+        marks_.pop_back();
+        return;
+      }
+      pop();
+      return;
+    case kPopMark:
+      if (const auto begin = pop_mark()) drop_from(*begin);
+      return;
+    case kDup:
+      if (const PickleValue* value = top()) push(*value);
+      return;
+
+    case kEmptyList:
+    case kEmptyTuple:
+    case kEmptySet:
+      return push_container(Kind::kList);
+    case kEmptyDict:
+      return push_container(Kind::kDict);
+    case kList:
+    case kTuple:
+    case kFrozenSet:
+      if (const auto begin = pop_mark()) collect(Kind::kList, *begin);
+      return;
+    case kDict:
+      if (const auto begin = pop_mark()) collect(Kind::kDict, *begin);
+      return;
+    case kTuple1:
+      return collect_last(1);
+    case kTuple2:
+      return collect_last(2);
+    case kTuple3:
+      return collect_last(3);
+    case kAppend:
+      return extend(Kind::kList, stack_.size() - std::min<std::size_t>(stack_.size(), 1));
+    case kSetItem:
+      return extend(Kind::kDict, stack_.size() - std::min<std::size_t>(stack_.size(), 2));
+    case kAppends:
+    case kAddItems:
+      if (const auto begin = pop_mark()) extend(Kind::kList, *begin);
+      return;
+    case kSetItems:
+      if (const auto begin = pop_mark()) extend(Kind::kDict, *begin);
+      return;
+
+    case kBinGet:
+      return recall(take_number(1));
+    case kLongBinGet:
+      return recall(take_number(4));
+    case kBinPut:
+      return store(take_number(1));
+    case kLongBinPut:
+      return store(take_number(4));
+    case kMemoize:
+      return store(memo_.size());
+
+    case kGlobal: {
+      const std::string_view module = take_line();
+      const std::string_view name = take_line();
+      if (failure_.empty()) push_name(module, name);
+      return;
+    }
+    case kStackGlobal: {
+      const PickleValue name = pop();
+      const PickleValue module = pop();
+      if (failure_.empty()) push_name(Pickle::text_of(module), Pickle::text_of(name));
+      return;
+    }
+    case kReduce:
+    case kNewObject:
+      return call_name();
+    case kBuild:
+      pop();  // The state of what is below, which is not looked into.
+      return;
+    default: {
+      constexpr char kDigits[] = "0123456789abcdef";
+      const char text[] = {kDigits[opcode >> 4], kDigits[opcode & 15], '\0'};
+      return fail(std::string("opcode 0x") + text +
+                  " is not one of plain data; give what pickle.dump wrote of a memory snapshot");
+    }
+  }
+}
+
+Result<Pickle> Pickle::read(std::string_view text, const PickleLimits& limits) {
+  return PickleMachine(text, limits).run();
+}
+
+const std::vector<PickleValue>& Pickle::items(const PickleValue& value) const {
+  static const std::vector<PickleValue>& kEmpty = *new std::vector<PickleValue>();
+  const bool is_container = value.kind == PickleValue::Kind::kList || value.kind == PickleValue::Kind::kDict;
+  return is_container ? containers_[value.container] : kEmpty;
+}
+
+const PickleValue* Pickle::find(const PickleValue& dict, std::string_view key) const {
+  if (dict.kind != PickleValue::Kind::kDict) return nullptr;
+  const std::vector<PickleValue>& all = items(dict);
+  if (all.size() > 2 * kLookupLimit) return nullptr;
+  for (std::size_t i = all.size(); i >= 2; i -= 2) {
+    const PickleValue& name = all[i - 2];
+    if (name.kind == PickleValue::Kind::kString && text_of(name) == key) return &all[i - 1];
+  }
+  return nullptr;
+}
+
+bool is_pickle(std::string_view text) {
+  return text.size() >= 2 && static_cast<unsigned char>(text[0]) == kProto && text[1] >= 2 && text[1] <= 5;
+}
+
+std::optional<int> old_pickle_protocol(std::string_view text) {
+  const auto begins = [&](std::string_view start) { return text.substr(0, start.size()) == start; };
+  // The container, and at once the memo that it goes into: as text in protocol 0, as a byte in protocol 1.
+  if (begins("(dp") || begins("(lp")) {
+    return text.size() > 3 && text[3] >= '0' && text[3] <= '9' ? std::optional<int>(0) : std::nullopt;
+  }
+  if (begins("}q") || begins("]q")) return 1;
+  return std::nullopt;
+}
+
+}  // namespace forebay

@@ -1,0 +1,1096 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/cuda_backend.h"
+#include "forebay/log.h"
+#include "forebay/units.h"
+#include "runtime/device/address_text.h"
+#include "runtime/device/cuda/address_book.h"
+#include "runtime/device/cuda/device.h"
+#include "runtime/device/cuda/driver.h"
+#include "runtime/device/cuda/order_book.h"
+#include "runtime/device/cuda/scope.h"
+
+namespace forebay {
+namespace {
+
+using cuda::CuResult;
+using StreamKind = CudaOrderBook::StreamKind;
+
+// Blocks of alloc are charged in steps of what the contract aligns them to.
+constexpr std::size_t kBlockAlignment = 512;
+
+cuda::CuDevicePtr device_address(const void* pointer) noexcept {
+  return static_cast<cuda::CuDevicePtr>(reinterpret_cast<std::uintptr_t>(pointer));
+}
+DevicePtr device_pointer(cuda::CuDevicePtr address) noexcept {
+  return reinterpret_cast<DevicePtr>(static_cast<std::uintptr_t>(address));
+}
+cuda::CuStream native(Stream stream) noexcept {
+  return static_cast<cuda::CuStream>(stream.handle);
+}
+cuda::CuEvent native(Event event) noexcept {
+  return static_cast<cuda::CuEvent>(event.handle);
+}
+cuda::CuModule native(Module module) noexcept {
+  return static_cast<cuda::CuModule>(module.handle);
+}
+cuda::CuFunction native(Kernel kernel) noexcept {
+  return static_cast<cuda::CuFunction>(kernel.handle);
+}
+
+bool overlap(const void* a, const void* b, std::size_t bytes) noexcept {
+  const auto x = reinterpret_cast<std::uintptr_t>(a);
+  const auto y = reinterpret_cast<std::uintptr_t>(b);
+  return (x > y ? x - y : y - x) < bytes;
+}
+
+// A host function on its way through a stream.
+struct HostCall {
+  HostFunction function;
+  void* argument;
+  std::shared_ptr<CudaStreamState> state;
+  std::uint64_t number;
+  const char* forbidden = nullptr;  // The first function of a Backend that it called.
+  HostCall* previous = nullptr;     // Of pending_calls.
+  HostCall* next = nullptr;
+};
+
+// The host functions that the driver has and has not called yet. After a context is lost it may call them or
+// not, and nobody can tell when it will not: they stay here, which is the process's memory and no leak.
+class PendingCalls {
+ public:
+  void add(HostCall* call) {
+    const std::lock_guard lock(mutex_);
+    call->next = first_;
+    if (first_ != nullptr) first_->previous = call;
+    first_ = call;
+  }
+  void remove(HostCall* call) {
+    const std::lock_guard lock(mutex_);
+    (call->previous == nullptr ? first_ : call->previous->next) = call->next;
+    if (call->next != nullptr) call->next->previous = call->previous;
+  }
+
+ private:
+  std::mutex mutex_;
+  HostCall* first_ = nullptr;  // Guarded by mutex_.
+};
+constinit PendingCalls pending_calls;
+
+// The host function that this thread runs, if it is one of the driver's threads. Initial-exec: the core may
+// run inside an allocation call, where lazily made thread storage would allocate.
+__attribute__((tls_model("initial-exec"))) constinit thread_local HostCall* running_call = nullptr;
+
+void run_host_call(void* argument) {
+  const std::unique_ptr<HostCall> call(static_cast<HostCall*>(argument));
+  pending_calls.remove(call.get());
+  running_call = call.get();
+  call->function(call->argument);
+  running_call = nullptr;
+  if (call->forbidden == nullptr) return;
+  call->state->fail(call->number, Status(StatusCode::kInternal,
+                                         "cannot run a host function on a CUDA stream: it called Backend::" +
+                                             std::string(call->forbidden) +
+                                             "; queue that from the thread that queues the work"));
+}
+
+bool is_binary_image(const void* image, std::size_t bytes) noexcept {
+  static constexpr unsigned char kElf[] = {0x7F, 'E', 'L', 'F'};
+  static constexpr unsigned char kFatbin[] = {0x50, 0xED, 0x55, 0xBA};
+  return bytes >= sizeof(kElf) &&
+         (std::memcmp(image, kElf, sizeof(kElf)) == 0 || std::memcmp(image, kFatbin, sizeof(kFatbin)) == 0);
+}
+
+// What chunks are asked to be. Less of it where a trial with more fails.
+struct ChunkKind {
+  bool posix_fd = false;
+  bool rdma = false;
+  bool peers = false;
+
+  friend bool operator==(const ChunkKind&, const ChunkKind&) = default;
+};
+
+class CudaBackendImpl final : public CudaBackend {
+ public:
+  CudaBackendImpl(const CudaDriver& driver, const CudaDevice& device, const CudaBackendOptions& options,
+                  ChunkKind kind)
+      : driver_(driver),
+        ordinal_(device.ordinal),
+        kind_(kind),
+        properties_(cuda_chunk_properties(device.ordinal, kind.posix_fd, kind.rdma)),
+        addresses_(device.granularity, options.memory_bytes),
+        order_(CudaOrderBook::of_process()) {
+    std::snprintf(capabilities_.name, sizeof(capabilities_.name), "cuda:%d %s", device.ordinal,
+                  device.name.c_str());
+    capabilities_.kind = BackendKind::kCuda;
+    capabilities_.granularity = device.granularity;
+    capabilities_.memory_bytes =
+        options.memory_bytes == 0 ? device.memory_bytes : std::min(options.memory_bytes, device.memory_bytes);
+    capabilities_.numa_node = device.numa_node;
+    capabilities_.multiprocessor_count = device.multiprocessor_count;
+    access_.push_back({{cuda::CuMemLocationType::kDevice, ordinal_}, cuda::CuMemAccessFlags::kReadWrite});
+    if (!kind.peers) return;
+    for (const int peer : device.peer_ordinals) {
+      access_.push_back({{cuda::CuMemLocationType::kDevice, peer}, cuda::CuMemAccessFlags::kReadWrite});
+    }
+  }
+
+  ~CudaBackendImpl() override {
+    if (context_ == nullptr || cuda_lost_in_fork()) return;
+    const std::size_t leaked = live_handle_count();
+    give_everything_back();
+    if (leaked == 0) return;
+    // Whoever gives back in a destructor has nobody to tell why it was refused.
+    if (!refusal_.ok()) {
+      log(LogLevel::kWarning, "%s: %zu handles were not given back before the backend ended: %s",
+          capabilities_.name, leaked, refusal_.message().c_str());
+    } else {
+      log(LogLevel::kDebug, "%s: %zu handles were not given back before the backend ended",
+          capabilities_.name, leaked);
+    }
+  }
+
+  // Both once, in this order, before anything else. After a failure the object is destroyed, which undoes
+  // what was done.
+  Status retain_context();
+  Status try_chunk();
+
+  // --- CudaBackend ---
+
+  bool chunks_have_posix_fd() const noexcept override { return kind_.posix_fd; }
+  bool chunks_have_rdma() const noexcept override { return kind_.rdma; }
+  int peer_count() const noexcept override { return static_cast<int>(access_.size()) - 1; }
+  Status call_in_context(HostFunction function, void* argument) override;
+  std::size_t charged_bytes() const override { return addresses_.charged_bytes(); }
+  std::size_t live_handle_count() const override {
+    const std::lock_guard lock(handles_mutex_);
+    return addresses_.live_count() + order_.live_count(this) + pinned_.size() + modules_.size();
+  }
+
+  // --- Backend ---
+
+  const Capabilities& capabilities() const noexcept override { return capabilities_; }
+
+  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override;
+  Status release(DevicePtr base, std::size_t bytes) override;
+  Result<Chunk> chunk_create(std::size_t bytes) override;
+  Status chunk_destroy(Chunk chunk) override;
+  Status map(DevicePtr address, Chunk chunk) override;
+  Status unmap(DevicePtr address, std::size_t bytes) override;
+  Status set_access(DevicePtr address, std::size_t bytes) override;
+
+  Result<DevicePtr> alloc(std::size_t bytes) override;
+  Status free(DevicePtr address) override;
+  Status pin(void* address, std::size_t bytes) override;
+  Status unpin(void* address) override;
+  MemoryInfo memory_info() override;
+
+  Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override;
+  Status fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) override;
+
+  Result<Stream> stream_create() override;
+  Status stream_destroy(Stream stream) override;
+  Status stream_synchronize(Stream stream) override;
+  Result<Event> event_create() override;
+  Status event_destroy(Event event) override;
+  Status event_record(Event event, Stream stream) override;
+  Result<bool> event_query(Event event) override;
+  Status event_synchronize(Event event) override;
+  Status stream_wait(Stream stream, Event event) override;
+  Status call_host(Stream stream, HostFunction function, void* argument) override;
+
+  Result<Module> load_module(const ModuleImage& image) override;
+  Status unload_module(Module module) override;
+  Result<Kernel> get_kernel(Module module, const char* name) override;
+  Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
+                const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override;
+
+ private:
+  // `what` below is a function that gives the words after "cannot", so that they are made for a failure only.
+
+  // May `function` be called on this thread?
+  template <typename What>
+  Status enter(const char* function, const What& what) const {
+    if (running_call != nullptr) [[unlikely]] {
+      if (running_call->forbidden == nullptr) running_call->forbidden = function;
+      return {StatusCode::kInternal,
+              std::string("cannot call ") + function + " on " + capabilities_.name +
+                  " from a host function: its stream would wait for itself; call it from the thread that "
+                  "queues the work"};
+    }
+    if (cuda_lost_in_fork()) [[unlikely]]
+      return cuda_fork_status(what() + " on " + capabilities_.name);
+    return {};
+  }
+
+  template <typename What>
+  Status check(CuResult result, const char* call, const What& what) const {
+    if (result == CuResult::kSuccess) [[likely]]
+      return {};
+    return cuda_failure(driver_, result, call, what() + " on " + capabilities_.name);
+  }
+  template <typename What>
+  Status check(const CudaScope& scope, const What& what) const {
+    return check(scope.result(), scope.call(), what);
+  }
+  // For giving back: when the driver is gone, so is what it held. The first refusal is remembered.
+  template <typename What>
+  Status check_given_back(CuResult result, const char* call, const What& what) {
+    if (result == CuResult::kDeinitialized) return {};
+    Status status = check(result, call, what);
+    if (!status.ok() && !is_context_lost(result)) {
+      const std::lock_guard lock(refusal_mutex_);
+      if (refusal_.ok()) refusal_ = status;
+    }
+    return status;
+  }
+  template <typename What>
+  Status check_given_back(const CudaScope& scope, const What& what) {
+    return check_given_back(scope.result(), scope.call(), what);
+  }
+  template <typename What>
+  Status refused(const What& what, const std::string& found_and_try) const {
+    return {StatusCode::kInvalidArgument,
+            "cannot " + what() + " on " + capabilities_.name + ": " + found_and_try};
+  }
+
+  template <typename What>
+  Status check_stream(Stream stream, const What& what) const {
+    if (stream == Stream()) {
+      return refused(what,
+                     "the stream is null; give one of stream_create, your own, or "
+                     "CudaBackend::default_stream()");
+    }
+    if (order_.kind(native(stream)) != StreamKind::kEnded) [[likely]]
+      return {};
+    return refused(what, "the stream was destroyed; give one that stream_destroy has not had");
+  }
+  template <typename What>
+  Status check_event(Event event, const What& what) const {
+    if (order_.has_event(native(event))) [[likely]]
+      return {};
+    return refused(what,
+                   "there is no such event; give one that event_create returned and event_destroy has not "
+                   "had");
+  }
+  // Requires: a CudaScope.
+  CuResult ask_capturing(Stream stream, bool* is_capturing) const {
+    cuda::CuCaptureStatus status = cuda::CuCaptureStatus::kNone;
+    const CuResult result = driver_.cuStreamIsCapturing(native(stream), &status);
+    // The legacy stream while a stream that waits for it is being captured: as good as captured itself.
+    const bool is_implicit = result == CuResult::kStreamCaptureImplicit;
+    *is_capturing = is_implicit || (result == CuResult::kSuccess && status != cuda::CuCaptureStatus::kNone);
+    return is_implicit ? CuResult::kSuccess : result;
+  }
+  template <typename What>
+  Status captured(const What& what) const {
+    return {StatusCode::kUnavailable, "cannot " + what() + " on " + capabilities_.name +
+                                          ": the stream is being captured into a CUDA graph; do it before or "
+                                          "after the capture"};
+  }
+  // Requires: a CudaScope. What would spoil a capture is refused before the driver sees it.
+  template <typename What>
+  Status check_not_capturing(Stream stream, const What& what) const {
+    bool is_capturing = false;
+    FOREBAY_RETURN_IF_ERROR(check(ask_capturing(stream, &is_capturing), "cuStreamIsCapturing", what));
+    return is_capturing ? captured(what) : Status();
+  }
+
+  template <typename What>
+  Status out_of_budget(const What& what, std::size_t free_bytes) const {
+    return {StatusCode::kOutOfMemory,
+            "cannot " + what() + " on " + capabilities_.name + ": " + format_bytes(free_bytes) + " of " +
+                format_bytes(addresses_.budget_bytes()) + " free; raise --memory or free some first"};
+  }
+  // As check, with what the device has left. Requires: a CudaScope.
+  template <typename What>
+  Status check_allocated(CuResult result, const char* call, const What& what) const {
+    if (result != CuResult::kOutOfMemory) return check(result, call, what);
+    std::size_t free_bytes = 0;
+    std::size_t total_bytes = 0;
+    if (driver_.cuMemGetInfo_v2(&free_bytes, &total_bytes) != CuResult::kSuccess) {
+      return check(result, call, what);
+    }
+    return {StatusCode::kOutOfMemory, "cannot " + what() + " on " + capabilities_.name + ": " + call + ": " +
+                                          cuda_error_name(driver_, result) + ": " + format_bytes(free_bytes) +
+                                          " of " + format_bytes(total_bytes) +
+                                          " free; free some first, or end other users of the device "
+                                          "(nvidia-smi)"};
+  }
+
+  Status unmap_mappings(DevicePtr address, std::size_t bytes);
+  bool add_pinned(std::byte* address, std::size_t bytes);
+  std::size_t remove_pinned(std::byte* address);
+  void give_everything_back() noexcept;
+  void report_leak(CuResult result, const char* call) noexcept;
+
+  const CudaDriver& driver_;
+  const int ordinal_;
+  const ChunkKind kind_;
+  const cuda::CuMemAllocationProp properties_;
+  Capabilities capabilities_;
+  std::vector<cuda::CuMemAccessDesc> access_;  // This device first, then its peers.
+  cuda::CuDevice device_ = 0;
+  cuda::CuContext context_ = nullptr;  // Null until open() has retained it.
+
+  CudaAddressBook addresses_;
+  CudaOrderBook& order_;  // The process's.
+  // Held over a question to addresses_, the driver's call and the change that follows. Taken before its
+  // mutex.
+  std::mutex mapping_mutex_;
+  // What went wrong where nobody could be told is logged, once each.
+  mutable std::atomic<bool> has_reported_state_{false};
+  std::atomic<bool> has_reported_leak_{false};
+  std::atomic<bool> has_reported_memory_info_{false};
+
+  std::mutex refusal_mutex_;  // Taken last.
+  // Guarded by refusal_mutex_: the first error of giving something back, unless the context was lost.
+  Status refusal_;
+
+  mutable std::mutex handles_mutex_;
+  // Guarded by handles_mutex_.
+  std::map<std::byte*, std::size_t> pinned_;
+  std::vector<cuda::CuModule> modules_;
+  std::map<cuda::CuFunction, cuda::CuModule> kernels_;
+};
+
+// --- beginning and end ---
+
+Status CudaBackendImpl::retain_context() {
+  const auto what = [] { return std::string("make a backend"); };
+  FOREBAY_RETURN_IF_ERROR(check(driver_.cuDeviceGet(&device_, ordinal_), "cuDeviceGet", what));
+  cuda::CuContext context = nullptr;
+  FOREBAY_RETURN_IF_ERROR(
+      check(driver_.cuDevicePrimaryCtxRetain(&context, device_), "cuDevicePrimaryCtxRetain", what));
+  context_ = context;
+  return {};
+}
+
+// One chunk of the kind, through all that chunks go through.
+Status CudaBackendImpl::try_chunk() {
+  const std::size_t bytes = capabilities_.granularity;
+  const Result<DevicePtr> base = reserve(bytes, 0);
+  FOREBAY_RETURN_IF_ERROR(base.status());
+  const Result<Chunk> chunk = chunk_create(bytes);
+  FOREBAY_RETURN_IF_ERROR(chunk.status());
+  FOREBAY_RETURN_IF_ERROR(map(base.value(), chunk.value()));
+  FOREBAY_RETURN_IF_ERROR(set_access(base.value(), bytes));
+  FOREBAY_RETURN_IF_ERROR(unmap(base.value(), bytes));
+  FOREBAY_RETURN_IF_ERROR(chunk_destroy(chunk.value()));
+  return release(base.value(), bytes);
+}
+
+void CudaBackendImpl::report_leak(CuResult result, const char* call) noexcept {
+  if (result == CuResult::kSuccess || result == CuResult::kDeinitialized) return;
+  if (has_reported_leak_.exchange(true, std::memory_order_relaxed)) return;
+  log(LogLevel::kWarning, "%s: cannot give everything back: %s: %s; said once", capabilities_.name, call,
+      cuda_error_name(driver_, result).c_str());
+}
+
+// In the order of dependence: work, then what it touched, then the addresses.
+void CudaBackendImpl::give_everything_back() noexcept {
+  {
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return;
+    report_leak(scope.result(), scope.call());
+    const CudaOrderBook::Left left = order_.take_all(this);
+    for (const cuda::CuStream stream : left.in_use) {
+      report_leak(driver_.cuStreamSynchronize(stream), "cuStreamSynchronize");
+      report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    }
+    for (const cuda::CuStream stream : left.parked) {
+      report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
+    }
+    for (const cuda::CuEvent event : left.events) {
+      report_leak(driver_.cuEventDestroy_v2(event), "cuEventDestroy");
+    }
+    for (const cuda::CuModule module : modules_) {
+      report_leak(driver_.cuModuleUnload(module), "cuModuleUnload");
+    }
+    for (const auto& [address, bytes] : pinned_) {
+      report_leak(driver_.cuMemHostUnregister(address), "cuMemHostUnregister");
+    }
+    DevicePtr address = nullptr;
+    std::size_t bytes = 0;
+    Chunk chunk;
+    while (addresses_.any_block(&address)) {
+      report_leak(driver_.cuMemFree_v2(device_address(address)), "cuMemFree");
+      static_cast<void>(addresses_.remove_block(address));
+    }
+    while (addresses_.any_mapping(&address, &bytes)) {
+      report_leak(driver_.cuMemUnmap(device_address(address), bytes), "cuMemUnmap");
+      addresses_.remove_mappings(address, bytes);
+    }
+    while (addresses_.any_chunk(&chunk)) {
+      CudaAddressBook::ChunkFacts facts;
+      static_cast<void>(addresses_.find_chunk(chunk, &facts));
+      report_leak(driver_.cuMemRelease(facts.driver_handle), "cuMemRelease");
+      addresses_.remove_chunk(chunk);
+    }
+    while (addresses_.any_reservation(&address, &bytes)) {
+      report_leak(driver_.cuMemAddressFree(device_address(address), bytes), "cuMemAddressFree");
+      addresses_.remove_reservation(address);
+    }
+  }
+  report_leak(driver_.cuDevicePrimaryCtxRelease_v2(device_), "cuDevicePrimaryCtxRelease");
+}
+
+// --- address space ---
+
+Result<DevicePtr> CudaBackendImpl::reserve(std::size_t bytes, std::size_t alignment) {
+  const auto what = [bytes] { return "reserve " + format_bytes(bytes) + " of addresses"; };
+  FOREBAY_RETURN_IF_ERROR(enter("reserve", what));
+  if (bytes == 0 || bytes % capabilities_.granularity != 0) {
+    return refused(
+        what, "not a multiple of the granularity; round up to " + format_bytes(capabilities_.granularity));
+  }
+  if ((alignment & (alignment - 1)) != 0) {
+    return refused(what, "an alignment of " + std::to_string(alignment) +
+                             " is not a power of two; give one, or 0 for the granularity");
+  }
+  alignment = std::max(alignment, capabilities_.granularity);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  cuda::CuDevicePtr address = 0;
+  FOREBAY_RETURN_IF_ERROR(
+      check(driver_.cuMemAddressReserve(&address, bytes, alignment, 0, 0), "cuMemAddressReserve", what));
+  addresses_.add_reservation(device_pointer(address), bytes);
+  return device_pointer(address);
+}
+
+Status CudaBackendImpl::release(DevicePtr base, std::size_t bytes) {
+  const auto what = [=] { return "release " + range_text(base, bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("release", what));
+  const std::lock_guard lock(mapping_mutex_);
+  if (const char* reason = addresses_.check_release(base, bytes)) return refused(what, reason);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  // Out of the book first: once the driver has it, another thread may be given the same address.
+  addresses_.remove_reservation(base);
+  const Status status =
+      check_given_back(driver_.cuMemAddressFree(device_address(base), bytes), "cuMemAddressFree", what);
+  if (!status.ok()) addresses_.add_reservation(base, bytes);
+  return status;
+}
+
+Result<Chunk> CudaBackendImpl::chunk_create(std::size_t bytes) {
+  const auto what = [bytes] { return "create a chunk of " + format_bytes(bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("chunk_create", what));
+  if (bytes == 0 || bytes % capabilities_.granularity != 0) {
+    return refused(
+        what, "not a multiple of the granularity; round up to " + format_bytes(capabilities_.granularity));
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  std::size_t free_bytes = 0;
+  if (!addresses_.charge(bytes, &free_bytes)) return out_of_budget(what, free_bytes);
+  cuda::CuMemHandle handle = 0;
+  const CuResult result = driver_.cuMemCreate(&handle, bytes, &properties_, 0);
+  if (result != CuResult::kSuccess) {
+    addresses_.refund(bytes);
+    return check_allocated(result, "cuMemCreate", what);
+  }
+  return addresses_.add_chunk(handle, bytes);
+}
+
+Status CudaBackendImpl::chunk_destroy(Chunk chunk) {
+  const auto what = [] { return std::string("destroy a chunk"); };
+  FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy", what));
+  const std::lock_guard lock(mapping_mutex_);
+  CudaAddressBook::ChunkFacts facts;
+  if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.driver_handle), "cuMemRelease", what));
+  addresses_.remove_chunk(chunk);
+  return {};
+}
+
+Status CudaBackendImpl::map(DevicePtr address, Chunk chunk) {
+  CudaAddressBook::ChunkFacts facts;
+  const auto what = [&] { return "map a chunk of " + range_text(address, facts.bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("map", what));
+  const std::lock_guard lock(mapping_mutex_);
+  if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
+  if (const char* reason = addresses_.check_map(address, chunk)) return refused(what, reason);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check(
+      driver_.cuMemMap(device_address(address), facts.bytes, 0, facts.driver_handle, 0), "cuMemMap", what));
+  addresses_.add_mapping(address, chunk);
+  return {};
+}
+
+Status CudaBackendImpl::unmap(DevicePtr address, std::size_t bytes) {
+  const auto what = [=] { return "unmap " + range_text(address, bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("unmap", what));
+  const std::lock_guard lock(mapping_mutex_);
+  if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  const CuResult result = driver_.cuMemUnmap(device_address(address), bytes);
+  // Drivers are not bound to take several mappings at once; one at a time is always right.
+  if (result == CuResult::kInvalidValue && addresses_.mapping_bytes(address) < bytes) {
+    return unmap_mappings(address, bytes);
+  }
+  FOREBAY_RETURN_IF_ERROR(check_given_back(result, "cuMemUnmap", what));
+  addresses_.remove_mappings(address, bytes);
+  return {};
+}
+
+// Requires: mapping_mutex_ is held, the range is made of whole mappings, a CudaScope.
+Status CudaBackendImpl::unmap_mappings(DevicePtr address, std::size_t bytes) {
+  const DevicePtr end = address + bytes;
+  while (address != end) {
+    const std::size_t mapping_bytes = addresses_.mapping_bytes(address);
+    const auto what = [&] { return "unmap " + range_text(address, mapping_bytes); };
+    FOREBAY_RETURN_IF_ERROR(
+        check_given_back(driver_.cuMemUnmap(device_address(address), mapping_bytes), "cuMemUnmap", what));
+    addresses_.remove_mappings(address, mapping_bytes);
+    address += mapping_bytes;
+  }
+  return {};
+}
+
+Status CudaBackendImpl::set_access(DevicePtr address, std::size_t bytes) {
+  const auto what = [=] { return "set access to " + range_text(address, bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("set_access", what));
+  const std::lock_guard lock(mapping_mutex_);
+  if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(
+      check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
+            "cuMemSetAccess", what));
+  addresses_.set_accessible(address, bytes);
+  return {};
+}
+
+Status CudaBackendImpl::call_in_context(HostFunction function, void* argument) {
+  const auto what = [] { return std::string("call a function in the context"); };
+  FOREBAY_RETURN_IF_ERROR(enter("call_in_context", what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  function(argument);
+  return {};
+}
+
+// --- memory ---
+
+Result<DevicePtr> CudaBackendImpl::alloc(std::size_t bytes) {
+  const auto what = [bytes] { return "allocate " + format_bytes(bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("alloc", what));
+  if (bytes == 0) return refused(what, "there is nothing to allocate; give at least 1 byte");
+  if (bytes > SIZE_MAX - kBlockAlignment) {
+    return Status(StatusCode::kOutOfMemory, "cannot " + what() + " on " + capabilities_.name +
+                                                ": more than there are addresses; ask for less");
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  const std::size_t charged = round_up(bytes, kBlockAlignment);
+  std::size_t free_bytes = 0;
+  if (!addresses_.charge(charged, &free_bytes)) return out_of_budget(what, free_bytes);
+  cuda::CuDevicePtr address = 0;
+  const CuResult result = driver_.cuMemAlloc_v2(&address, charged);
+  if (result != CuResult::kSuccess) {
+    addresses_.refund(charged);
+    return check_allocated(result, "cuMemAlloc", what);
+  }
+  addresses_.add_block(device_pointer(address), charged);
+  return device_pointer(address);
+}
+
+Status CudaBackendImpl::free(DevicePtr address) {
+  const auto what = [=] { return "free the block at " + hex(numeric(address)); };
+  FOREBAY_RETURN_IF_ERROR(enter("free", what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  // Out of the book first: once the driver has it, another thread may be given the same address.
+  const std::size_t bytes = addresses_.remove_block(address);
+  if (bytes == 0) {
+    return refused(what, "no block starts there; give an address that alloc returned, once");
+  }
+  const Status status = check_given_back(driver_.cuMemFree_v2(device_address(address)), "cuMemFree", what);
+  if (status.ok()) {
+    addresses_.refund(bytes);
+  } else {
+    addresses_.add_block(address, bytes);
+  }
+  return status;
+}
+
+Status CudaBackendImpl::pin(void* address, std::size_t bytes) {
+  const auto what = [=] { return "pin " + range_text(address, bytes) + " of host memory"; };
+  FOREBAY_RETURN_IF_ERROR(enter("pin", what));
+  const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  if (bytes == 0 || bytes % page_bytes != 0 || device_address(address) % page_bytes != 0) {
+    return refused(what, "not whole pages of " + std::to_string(page_bytes) + " bytes; align both");
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  // Into the list first, so that two threads cannot both pin a page; locking gigabytes takes seconds, in
+  // which the mutex is not held.
+  if (!add_pinned(static_cast<std::byte*>(address), bytes)) {
+    return refused(what, "part of it is pinned already; pin each page once");
+  }
+  const Status status = check(driver_.cuMemHostRegister_v2(address, bytes, cuda::kHostRegisterPortable),
+                              "cuMemHostRegister", what);
+  if (!status.ok()) remove_pinned(static_cast<std::byte*>(address));
+  return status;
+}
+
+Status CudaBackendImpl::unpin(void* address) {
+  const auto what = [=] { return "unpin the host memory at " + hex(numeric(address)); };
+  FOREBAY_RETURN_IF_ERROR(enter("unpin", what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  const std::size_t bytes = remove_pinned(static_cast<std::byte*>(address));
+  if (bytes == 0) {
+    return refused(what, "nothing pinned starts there; give an address that pin has had, once");
+  }
+  const Status status = check_given_back(driver_.cuMemHostUnregister(address), "cuMemHostUnregister", what);
+  if (!status.ok()) static_cast<void>(add_pinned(static_cast<std::byte*>(address), bytes));
+  return status;
+}
+
+// False when part of it is in the list already.
+bool CudaBackendImpl::add_pinned(std::byte* address, std::size_t bytes) {
+  const std::lock_guard lock(handles_mutex_);
+  const auto after = pinned_.lower_bound(address + bytes);
+  if (after != pinned_.begin() && std::prev(after)->first + std::prev(after)->second > address) return false;
+  pinned_.emplace(address, bytes);
+  return true;
+}
+
+// The bytes that were pinned there; 0 for none.
+std::size_t CudaBackendImpl::remove_pinned(std::byte* address) {
+  const std::lock_guard lock(handles_mutex_);
+  const auto found = pinned_.find(address);
+  if (found == pinned_.end()) return 0;
+  const std::size_t bytes = found->second;
+  pinned_.erase(found);
+  return bytes;
+}
+
+MemoryInfo CudaBackendImpl::memory_info() {
+  const auto what = [] { return std::string("read the free memory"); };
+  MemoryInfo info{.free_bytes = 0, .total_bytes = capabilities_.memory_bytes};
+  // Without an answer nothing is free as far as anybody knows. A host function's stream tells of its defect.
+  if (!enter("memory_info", what).ok()) return info;
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  Status status = check(scope, what);
+  std::size_t total_bytes = 0;
+  if (status.ok()) {
+    status = check(driver_.cuMemGetInfo_v2(&info.free_bytes, &total_bytes), "cuMemGetInfo", what);
+  }
+  if (!status.ok()) {
+    info.free_bytes = 0;
+    if (!has_reported_memory_info_.exchange(true, std::memory_order_relaxed)) {
+      log(LogLevel::kWarning, "%s; said once", status.message().c_str());
+    }
+    return info;
+  }
+  if (addresses_.budget_bytes() == 0) return info;
+  const std::size_t charged = addresses_.charged_bytes();
+  info.free_bytes =
+      std::min(info.free_bytes, info.total_bytes > charged ? info.total_bytes - charged : std::size_t{0});
+  return info;
+}
+
+// --- copies ---
+
+Status CudaBackendImpl::copy_async(void* target, const void* source, std::size_t bytes, Stream stream) {
+  const auto what = [=] { return "copy " + range_text(source, bytes) + " to " + hex(numeric(target)); };
+  FOREBAY_RETURN_IF_ERROR(enter("copy_async", what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  if (bytes == 0) return {};
+  if (target == nullptr || source == nullptr) return refused(what, "an address is null; give both");
+  if (const char* reason = addresses_.check_usable(target, bytes)) {
+    return refused(what, std::string("the target: ") + reason);
+  }
+  if (const char* reason = addresses_.check_usable(source, bytes)) {
+    return refused(what, std::string("the source: ") + reason);
+  }
+  if (overlap(target, source, bytes)) {
+    return refused(what, "source and target overlap; copy in two steps");
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  return check(driver_.cuMemcpyAsync(device_address(target), device_address(source), bytes, native(stream)),
+               "cuMemcpyAsync", what);
+}
+
+Status CudaBackendImpl::fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) {
+  const auto what = [=] { return "fill " + range_text(target, bytes); };
+  FOREBAY_RETURN_IF_ERROR(enter("fill_async", what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  if (bytes == 0) return {};
+  if (target == nullptr) return refused(what, "the address is null; give device memory");
+  if (const char* reason = addresses_.check_usable(target, bytes)) return refused(what, reason);
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  return check(driver_.cuMemsetD8Async(device_address(target), value, bytes, native(stream)),
+               "cuMemsetD8Async", what);
+}
+
+// --- order ---
+
+Result<Stream> CudaBackendImpl::stream_create() {
+  const auto what = [] { return std::string("create a stream"); };
+  FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
+  if (const cuda::CuStream parked = order_.take_parked(this)) return Stream{parked};
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  cuda::CuStream stream = nullptr;
+  FOREBAY_RETURN_IF_ERROR(
+      check(driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking), "cuStreamCreate", what));
+  order_.add_stream(stream, this);
+  return Stream{stream};
+}
+
+Status CudaBackendImpl::stream_destroy(Stream stream) {
+  const auto what = [] { return std::string("destroy a stream"); };
+  FOREBAY_RETURN_IF_ERROR(enter("stream_destroy", what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  if (!order_.is_owner(native(stream), this)) {
+    return refused(what, "this backend did not make it; let its owner destroy it");
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  bool is_capturing = false;
+  const char* call = "cuStreamIsCapturing";
+  CuResult result = ask_capturing(stream, &is_capturing);
+  if (is_capturing) return captured(what);
+  if (result == CuResult::kSuccess) {
+    call = "cuStreamSynchronize";
+    result = driver_.cuStreamSynchronize(native(stream));
+  }
+  if (is_context_lost(result)) {
+    // There is nothing to wait for, and nothing to use again. Whoever waits for the work is told of its
+    // failure.
+    order_.forget_stream(native(stream));
+    static_cast<void>(driver_.cuStreamDestroy_v2(native(stream)));
+    return {};
+  }
+  FOREBAY_RETURN_IF_ERROR(check_given_back(result, call, what));
+  if (order_.park_stream(native(stream))) return {};
+  return check_given_back(driver_.cuStreamDestroy_v2(native(stream)), "cuStreamDestroy", what);
+}
+
+Status CudaBackendImpl::stream_synchronize(Stream stream) {
+  const auto what = [] { return std::string("synchronize a stream"); };
+  FOREBAY_RETURN_IF_ERROR(enter("stream_synchronize", what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  {
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+    FOREBAY_RETURN_IF_ERROR(check(driver_.cuStreamSynchronize(native(stream)), "cuStreamSynchronize", what));
+  }
+  return order_.failure(native(stream));
+}
+
+Result<Event> CudaBackendImpl::event_create() {
+  const auto what = [] { return std::string("create an event"); };
+  FOREBAY_RETURN_IF_ERROR(enter("event_create", what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  cuda::CuEvent event = nullptr;
+  FOREBAY_RETURN_IF_ERROR(
+      check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming), "cuEventCreate", what));
+  order_.add_event(event, this);
+  return Event{event};
+}
+
+Status CudaBackendImpl::event_destroy(Event event) {
+  const auto what = [] { return std::string("destroy an event"); };
+  FOREBAY_RETURN_IF_ERROR(enter("event_destroy", what));
+  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  // Out of the book first: once the driver has it, another thread may be given the same handle.
+  order_.remove_event(native(event));
+  const Status status = check_given_back(driver_.cuEventDestroy_v2(native(event)), "cuEventDestroy", what);
+  if (!status.ok()) order_.add_event(native(event), this);
+  return status;
+}
+
+Status CudaBackendImpl::event_record(Event event, Stream stream) {
+  const auto what = [] { return std::string("record an event"); };
+  FOREBAY_RETURN_IF_ERROR(enter("event_record", what));
+  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+  FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventRecord(native(event), native(stream)), "cuEventRecord", what));
+  order_.record(native(event), native(stream));
+  return {};
+}
+
+Result<bool> CudaBackendImpl::event_query(Event event) {
+  const auto what = [] { return std::string("query an event"); };
+  FOREBAY_RETURN_IF_ERROR(enter("event_query", what));
+  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  const CuResult result = driver_.cuEventQuery(native(event));
+  if (result == CuResult::kNotReady) return false;
+  FOREBAY_RETURN_IF_ERROR(check(result, "cuEventQuery", what));
+  return true;
+}
+
+Status CudaBackendImpl::event_synchronize(Event event) {
+  const auto what = [] { return std::string("synchronize an event"); };
+  FOREBAY_RETURN_IF_ERROR(enter("event_synchronize", what));
+  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+  {
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventSynchronize(native(event)), "cuEventSynchronize", what));
+  }
+  return order_.failure(native(event));
+}
+
+Status CudaBackendImpl::stream_wait(Stream stream, Event event) {
+  const auto what = [] { return std::string("wait for an event"); };
+  FOREBAY_RETURN_IF_ERROR(enter("stream_wait", what));
+  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+  return check(driver_.cuStreamWaitEvent(native(stream), native(event), 0), "cuStreamWaitEvent", what);
+}
+
+Status CudaBackendImpl::call_host(Stream stream, HostFunction function, void* argument) {
+  const auto what = [] { return std::string("call a host function"); };
+  FOREBAY_RETURN_IF_ERROR(enter("call_host", what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  if (function == nullptr) return refused(what, "it is null; give one");
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  // A graph would call it as often as it is launched.
+  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+  std::shared_ptr<CudaStreamState> state = order_.state(native(stream));
+  const std::uint64_t number = state->next_call();
+  auto call = std::make_unique<HostCall>(HostCall{function, argument, std::move(state), number});
+  pending_calls.add(call.get());
+  const Status status =
+      check(driver_.cuLaunchHostFunc(native(stream), &run_host_call, call.get()), "cuLaunchHostFunc", what);
+  if (status.ok()) {
+    static_cast<void>(call.release());  // run_host_call owns it now.
+  } else {
+    pending_calls.remove(call.get());
+  }
+  return status;
+}
+
+// --- launch ---
+
+Result<Module> CudaBackendImpl::load_module(const ModuleImage& image) {
+  const auto what = [] { return std::string("load a module"); };
+  FOREBAY_RETURN_IF_ERROR(enter("load_module", what));
+  if (image.image == nullptr || image.image_bytes == 0) {
+    if (image.host_kernels == nullptr)
+      return refused(what, "the image is empty; give a cubin, fatbin or PTX");
+    return Status(StatusCode::kUnsupported,
+                  "cannot load a module on " + std::string(capabilities_.name) +
+                      ": the image is for the host backend; give a cubin, fatbin or PTX image");
+  }
+  // The driver reads PTX, which is text, up to a zero byte.
+  std::string text;
+  const void* data = image.image;
+  if (!is_binary_image(data, image.image_bytes)) {
+    text.assign(static_cast<const char*>(data), image.image_bytes);
+    data = text.c_str();
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  char compiler_says[1024] = {};
+  cuda::CuJitOption options[] = {cuda::CuJitOption::kErrorLogBuffer,
+                                 cuda::CuJitOption::kErrorLogBufferSizeBytes};
+  void* values[] = {compiler_says, reinterpret_cast<void*>(sizeof(compiler_says) - 1)};
+  cuda::CuModule module = nullptr;
+  Status status =
+      check(driver_.cuModuleLoadDataEx(&module, data, 2, options, values), "cuModuleLoadDataEx", what);
+  if (!status.ok()) {
+    if (compiler_says[0] == '\0') return status;
+    return Status(status.code(), status.message() + " (the driver's compiler says: " + compiler_says + ")");
+  }
+  const std::lock_guard lock(handles_mutex_);
+  modules_.push_back(module);
+  return Module{module};
+}
+
+Status CudaBackendImpl::unload_module(Module module) {
+  const auto what = [] { return std::string("unload a module"); };
+  FOREBAY_RETURN_IF_ERROR(enter("unload_module", what));
+  const std::lock_guard lock(handles_mutex_);
+  const auto found = std::find(modules_.begin(), modules_.end(), native(module));
+  if (found == modules_.end()) {
+    return refused(what, "there is no such module; give one that load_module returned, once");
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  if (scope.result() == CuResult::kDeinitialized) return {};
+  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuModuleUnload(native(module)), "cuModuleUnload", what));
+  modules_.erase(found);
+  std::erase_if(kernels_, [&](const auto& kernel) { return kernel.second == native(module); });
+  return {};
+}
+
+Result<Kernel> CudaBackendImpl::get_kernel(Module module, const char* name) {
+  const auto what = [=] { return std::string("get kernel ") + (name == nullptr ? "" : name); };
+  FOREBAY_RETURN_IF_ERROR(enter("get_kernel", what));
+  if (name == nullptr) return refused(what, "its name is null; give one");
+  const std::lock_guard lock(handles_mutex_);
+  if (std::find(modules_.begin(), modules_.end(), native(module)) == modules_.end()) {
+    return refused(what, "there is no such module; give one that load_module returned");
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  cuda::CuFunction function = nullptr;
+  const CuResult result = driver_.cuModuleGetFunction(&function, native(module), name);
+  if (result == CuResult::kNotFound) {
+    return refused(what,
+                   "cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: the module has none of that name; check "
+                   "the spelling, and that it is extern \"C\"");
+  }
+  FOREBAY_RETURN_IF_ERROR(check(result, "cuModuleGetFunction", what));
+  kernels_.insert_or_assign(function, native(module));
+  return Kernel{function};
+}
+
+Status CudaBackendImpl::launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
+                               const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) {
+  const auto what = [] { return std::string("launch a kernel"); };
+  FOREBAY_RETURN_IF_ERROR(enter("launch", what));
+  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
+    return refused(what, "a dimension is 0; give at least 1");
+  }
+  if (argument_count > 0 && (arguments == nullptr || argument_bytes == nullptr)) {
+    return refused(what, "its arguments are null; give one pointer and one size for each");
+  }
+  for (std::size_t i = 0; i < argument_count; ++i) {
+    if (arguments[i] == nullptr || argument_bytes[i] == 0) {
+      return refused(what, "argument " + std::to_string(i) + " is null or empty; give its value");
+    }
+  }
+  {
+    const std::lock_guard lock(handles_mutex_);
+    if (!kernels_.contains(native(kernel))) {
+      return refused(what, "there is no such kernel; give one that get_kernel returned");
+    }
+  }
+  const CudaScope scope(driver_, context_, has_reported_state_);
+  FOREBAY_RETURN_IF_ERROR(check(scope, what));
+  // The driver knows each argument's size from the kernel and reads the values before it returns.
+  return check(driver_.cuLaunchKernel(native(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, 0,
+                                      native(stream), const_cast<void**>(arguments), nullptr),
+               "cuLaunchKernel", what);
+}
+
+Status check_options(const CudaBackendOptions& options, const CudaDevice& device) {
+  const std::string what =
+      "cannot make a backend on cuda:" + std::to_string(device.ordinal) + " " + device.name;
+  if (device.granularity == 0) {
+    return {StatusCode::kUnsupported,
+            what + ": the device has no virtual memory management; use another device or the host backend"};
+  }
+  if (options.memory_bytes != 0 && options.memory_bytes < device.granularity) {
+    return {StatusCode::kInvalidArgument, what + ": a budget of " + format_bytes(options.memory_bytes) +
+                                              " is less than one chunk; give at least " +
+                                              format_bytes(device.granularity)};
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOptions& options) {
+  const Result<const CudaDriver*> found = CudaDriver::get();
+  FOREBAY_RETURN_IF_ERROR(found.status());
+  const CudaDriver& driver = *found.value();
+  const Result<int> count = cuda_device_count(driver);
+  FOREBAY_RETURN_IF_ERROR(count.status());
+  if (options.ordinal < 0 || options.ordinal >= count.value()) {
+    const std::string what = "cannot make a backend on cuda:" + std::to_string(options.ordinal) + ": ";
+    if (count.value() == 0) {
+      return Status(StatusCode::kUnavailable, what + "the driver " + driver.path +
+                                                  " has no device; see nvidia-smi and CUDA_VISIBLE_DEVICES, "
+                                                  "or use the host backend");
+    }
+    return Status(StatusCode::kInvalidArgument, what + "there are " + std::to_string(count.value()) +
+                                                    " devices; give 0 to " +
+                                                    std::to_string(count.value() - 1));
+  }
+  const Result<CudaDevice> device = read_cuda_device(driver, options.ordinal);
+  FOREBAY_RETURN_IF_ERROR(device.status());
+  FOREBAY_RETURN_IF_ERROR(check_options(options, device.value()));
+  if (!device.value().problem.empty()) log(LogLevel::kInfo, "%s", device.value().problem.c_str());
+
+  // From all that the device claims down to the plain chunk that every driver gives: containers, virtual
+  // functions and older kernels take claims back only when they are tried.
+  const ChunkKind claimed{.posix_fd = device.value().has_posix_fd,
+                          .rdma = device.value().has_rdma,
+                          .peers = !device.value().peer_ordinals.empty()};
+  const ChunkKind without_rdma{.posix_fd = claimed.posix_fd, .rdma = false, .peers = claimed.peers};
+  const ChunkKind tried[] = {claimed, without_rdma, ChunkKind{}};
+  Status first;
+  const ChunkKind* last = nullptr;
+  for (const ChunkKind& kind : tried) {
+    if (last != nullptr && kind == *last) continue;
+    last = &kind;
+    auto backend = std::make_unique<CudaBackendImpl>(driver, device.value(), options, kind);
+    FOREBAY_RETURN_IF_ERROR(backend->retain_context());
+    Status status = backend->try_chunk();
+    if (status.ok()) {
+      if (!first.ok()) {
+        log(LogLevel::kInfo, "%s: chunks are made without %s, because: %s", backend->capabilities().name,
+            kind.posix_fd ? "GPUDirect RDMA" : "file descriptors, GPUDirect RDMA and peers",
+            first.message().c_str());
+      }
+      return std::unique_ptr<CudaBackend>(std::move(backend));
+    }
+    if (first.ok()) first = status;
+    // Less would not help.
+    if (status.code() == StatusCode::kOutOfMemory || status.code() == StatusCode::kUnavailable) break;
+  }
+  return first;
+}
+
+Result<int> CudaBackend::device_count() {
+  const Result<const CudaDriver*> driver = CudaDriver::get();
+  FOREBAY_RETURN_IF_ERROR(driver.status());
+  return cuda_device_count(*driver.value());
+}
+
+Stream CudaBackend::default_stream() noexcept {
+  return Stream{cuda::legacy_stream()};
+}
+Stream CudaBackend::per_thread_stream() noexcept {
+  return Stream{cuda::per_thread_stream()};
+}
+
+}  // namespace forebay

@@ -1,0 +1,98 @@
+// CudaDriver: the CUDA driver library of this process, opened at run time, and what its answers mean. Nothing
+// of ours links a CUDA library, so one binary serves machines with and without a GPU.
+//
+// The library is the one that FOREBAY_LIBCUDA names (a path), otherwise "libcuda.so.1". It is opened once and
+// never closed: others in the process keep pointers into it.
+//
+// Threads: every function may be called from any thread. No lock is held while the library is opened, because
+// opening takes the loader's lock and others may come here with that lock held.
+#pragma once
+
+#include <string>
+
+#include "forebay/status.h"
+#include "runtime/device/cuda/abi.h"
+
+namespace forebay {
+
+// The entry points we call, each with the interface it is declared with: X(symbol).
+#define FOREBAY_CUDA_CALLED(X)         \
+  X(cuInit)                            \
+  X(cuDriverGetVersion)                \
+  X(cuGetErrorName)                    \
+  X(cuDeviceGet)                       \
+  X(cuDeviceGetCount)                  \
+  X(cuDeviceGetName)                   \
+  X(cuDeviceGetUuid_v2)                \
+  X(cuDeviceGetAttribute)              \
+  X(cuDeviceTotalMem_v2)               \
+  X(cuDeviceGetPCIBusId)               \
+  X(cuDeviceCanAccessPeer)             \
+  X(cuDevicePrimaryCtxRetain)          \
+  X(cuDevicePrimaryCtxRelease_v2)      \
+  X(cuCtxSetCurrent)                   \
+  X(cuCtxGetCurrent)                   \
+  X(cuThreadExchangeStreamCaptureMode) \
+  X(cuStreamCreate)                    \
+  X(cuStreamDestroy_v2)                \
+  X(cuStreamSynchronize)               \
+  X(cuStreamWaitEvent)                 \
+  X(cuStreamIsCapturing)               \
+  X(cuLaunchHostFunc)                  \
+  X(cuEventCreate)                     \
+  X(cuEventDestroy_v2)                 \
+  X(cuEventRecord)                     \
+  X(cuEventQuery)                      \
+  X(cuEventSynchronize)                \
+  X(cuMemcpyAsync)                     \
+  X(cuMemsetD8Async)                   \
+  X(cuMemAlloc_v2)                     \
+  X(cuMemFree_v2)                      \
+  X(cuMemGetInfo_v2)                   \
+  X(cuMemAddressReserve)               \
+  X(cuMemAddressFree)                  \
+  X(cuMemCreate)                       \
+  X(cuMemRelease)                      \
+  X(cuMemMap)                          \
+  X(cuMemUnmap)                        \
+  X(cuMemSetAccess)                    \
+  X(cuMemGetAllocationGranularity)     \
+  X(cuMemHostRegister_v2)              \
+  X(cuMemHostUnregister)               \
+  X(cuModuleLoadDataEx)                \
+  X(cuModuleUnload)                    \
+  X(cuModuleGetFunction)               \
+  X(cuLaunchKernel)
+
+struct CudaDriver {
+#define FOREBAY_CUDA_MEMBER(symbol) cuda::symbol##_function* symbol = nullptr;
+  FOREBAY_CUDA_CALLED(FOREBAY_CUDA_MEMBER)
+#undef FOREBAY_CUDA_MEMBER
+
+  std::string path;  // The file that was opened.
+
+  // The process's driver, initialised (cuInit). What failed is tried anew by the next call.
+  // Errors: kUnavailable (no library, no device that works, a child made by fork), kUnsupported (the library
+  // lacks an entry point).
+  static Result<const CudaDriver*> get();
+};
+
+// True in a process made by fork after its parent had used the driver. CUDA does not survive fork, so nothing
+// may be called any more.
+bool cuda_lost_in_fork() noexcept;
+// The Status of every call in such a process.
+Status cuda_fork_status(const std::string& what);
+
+// "CUDA_ERROR_OUT_OF_MEMORY". For a code newer than cuda/abi.h the driver is asked.
+std::string cuda_error_name(const CudaDriver& driver, cuda::CuResult result);
+
+// What failed, as a Status: "cannot <what>: <call>: <the driver's error name>; <what to try>".
+// Requires: `result` is not kSuccess.
+Status cuda_failure(const CudaDriver& driver, cuda::CuResult result, const char* call,
+                    const std::string& what);
+
+// True for errors after which the context answers nothing else: the work that was queued has failed, and only
+// a new process helps.
+bool is_context_lost(cuda::CuResult result) noexcept;
+
+}  // namespace forebay

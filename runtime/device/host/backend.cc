@@ -1,0 +1,428 @@
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "forebay/check.h"
+#include "forebay/host_backend.h"
+#include "forebay/log.h"
+#include "forebay/units.h"
+#include "runtime/device/fault_script.h"
+#include "runtime/device/host/memory.h"
+#include "runtime/device/host/stream.h"
+
+namespace forebay {
+namespace {
+
+// Handles are numbers that are never used twice: a stale handle is refused instead of followed.
+void* to_handle(std::uint64_t id) noexcept {
+  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(id));
+}
+std::uint64_t to_id(void* handle) noexcept {
+  return reinterpret_cast<std::uintptr_t>(handle);
+}
+
+bool overlap(const void* a, const void* b, std::size_t bytes) noexcept {
+  const auto x = reinterpret_cast<std::uintptr_t>(a);
+  const auto y = reinterpret_cast<std::uintptr_t>(b);
+  return (x > y ? x - y : y - x) < bytes;
+}
+
+struct EventState {
+  std::shared_ptr<HostMark> mark;  // The last record; null when there was none.
+};
+
+struct ModuleState {
+  std::vector<std::pair<std::uint64_t, std::shared_ptr<const HostLoadedKernel>>> kernels;  // By handle.
+};
+
+class HostBackendImpl final : public HostBackend {
+ public:
+  HostBackendImpl(HostBackendOptions options, std::unique_ptr<HostMemory> memory)
+      : options_(std::move(options)), memory_(std::move(memory)), faults_(options_.faults) {
+    if (options_.clock == nullptr) options_.clock = &own_clock_;
+    std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
+    capabilities_.kind = BackendKind::kHost;
+    capabilities_.granularity = options_.granularity;
+    capabilities_.memory_bytes = memory_->memory_bytes();
+    capabilities_.host_accessible = true;
+  }
+
+  ~HostBackendImpl() override {
+    const std::size_t leaked = live_handle_count();
+    for (auto& [id, stream] : streams_) stream->finish();
+    if (leaked > 0) {
+      log(LogLevel::kDebug, "%s: %zu handles were not given back before the backend ended",
+          options_.name.c_str(), leaked);
+    }
+  }
+
+  // --- HostBackend ---
+
+  void add_fault(HostFault fault) override {
+    FOREBAY_CHECK(is_fault_valid(fault), "a fault needs nth of at least 1 and an error");
+    faults_.add(std::move(fault));
+  }
+  std::uint64_t call_count(HostCall call) const override { return faults_.count(call); }
+  HostClock& clock() override { return *options_.clock; }
+  std::size_t charged_bytes() const override { return memory_->charged_bytes(); }
+  std::size_t peak_charged_bytes() const override { return memory_->peak_charged_bytes(); }
+
+  std::size_t live_handle_count() const override {
+    const std::size_t memory_count = memory_->live_handle_count();
+    const std::lock_guard lock(options_.clock->mutex());
+    return memory_count + streams_.size() + events_.size() + modules_.size();
+  }
+
+  // --- facts ---
+
+  const Capabilities& capabilities() const noexcept override { return capabilities_; }
+
+  // --- address space and memory ---
+
+  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kReserve));
+    return memory_->reserve(bytes, alignment);
+  }
+  Status release(DevicePtr base, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter("release"));
+    return memory_->release(base, bytes);
+  }
+  Result<Chunk> chunk_create(std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kChunkCreate));
+    return memory_->chunk_create(bytes);
+  }
+  Status chunk_destroy(Chunk chunk) override {
+    FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy"));
+    return memory_->chunk_destroy(chunk);
+  }
+  Status map(DevicePtr address, Chunk chunk) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kMap));
+    return memory_->map(address, chunk);
+  }
+  Status unmap(DevicePtr address, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kUnmap));
+    return memory_->unmap(address, bytes);
+  }
+  Status set_access(DevicePtr address, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kSetAccess));
+    return memory_->set_access(address, bytes);
+  }
+  Result<DevicePtr> alloc(std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kAlloc));
+    return memory_->alloc(bytes);
+  }
+  Status free(DevicePtr address) override {
+    FOREBAY_RETURN_IF_ERROR(enter("free"));
+    return memory_->free(address);
+  }
+  Status pin(void* address, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kPin));
+    return memory_->pin(address, bytes);
+  }
+  Status unpin(void* address) override {
+    FOREBAY_RETURN_IF_ERROR(enter("unpin"));
+    return memory_->unpin(address);
+  }
+  MemoryInfo memory_info() override {
+    static_cast<void>(
+        enter("memory_info"));  // Fails the stream if it is one's; the figures are right all the same.
+    const std::size_t total = memory_->memory_bytes();
+    return {.free_bytes = total - memory_->charged_bytes(), .total_bytes = total};
+  }
+
+  // --- copies ---
+
+  Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kCopyAsync));
+    if (bytes > 0) {
+      FOREBAY_RETURN_IF_ERROR(memory_->check_usable(target, bytes, "copy to"));
+      FOREBAY_RETURN_IF_ERROR(memory_->check_usable(source, bytes, "copy from"));
+      if (overlap(target, source, bytes))
+        return invalid("copy", "source and target overlap; copy in two steps");
+    }
+    return queue(stream, HostCopy{target, source, bytes}, "copy");
+  }
+  Status fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kFillAsync));
+    if (bytes > 0) FOREBAY_RETURN_IF_ERROR(memory_->check_usable(target, bytes, "fill"));
+    return queue(stream, HostFill{target, value, bytes}, "fill");
+  }
+
+  // --- order ---
+
+  Result<Stream> stream_create() override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamCreate));
+    std::shared_ptr<HostStream> stream;
+    try {
+      stream = std::make_shared<HostStream>(*options_.clock, options_);
+    } catch (const std::system_error& error) {
+      return Status(StatusCode::kUnavailable, "cannot create a stream on " + options_.name +
+                                                  ": there is no thread for it: " + error.what() +
+                                                  "; raise ulimit -u or -v, or destroy other streams");
+    }
+    const std::uint64_t id = next_host_handle();
+    const std::lock_guard lock(options_.clock->mutex());
+    streams_.emplace(id, std::move(stream));
+    return Stream{to_handle(id)};
+  }
+
+  Status stream_destroy(Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("stream_destroy"));
+    std::shared_ptr<HostStream> found;
+    {
+      const std::lock_guard lock(options_.clock->mutex());
+      found = find_stream(stream);
+      if (found == nullptr) return no_stream("destroy a stream");
+      streams_.erase(to_id(stream.handle));
+    }
+    found->finish();
+    return {};
+  }
+
+  Status stream_synchronize(Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("stream_synchronize"));
+    std::unique_lock lock(options_.clock->mutex());
+    const std::shared_ptr<HostStream> found = find_stream(stream);
+    if (found == nullptr) return no_stream("synchronize a stream");
+    return found->synchronize(lock);
+  }
+
+  Result<Event> event_create() override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kEventCreate));
+    const std::uint64_t id = next_host_handle();
+    const std::lock_guard lock(options_.clock->mutex());
+    events_.emplace(id, EventState{});
+    return Event{to_handle(id)};
+  }
+
+  Status event_destroy(Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter("event_destroy"));
+    const std::lock_guard lock(options_.clock->mutex());
+    if (events_.erase(to_id(event.handle)) == 0) return no_event("destroy an event");
+    return {};
+  }
+
+  Status event_record(Event event, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kEventRecord));
+    auto mark = std::make_shared<HostMark>();
+    std::unique_lock lock(options_.clock->mutex());
+    if (!events_.contains(to_id(event.handle))) return no_event("record an event");
+    const std::shared_ptr<HostStream> found = find_stream(stream);
+    if (found == nullptr) return no_stream("record an event");
+    FOREBAY_RETURN_IF_ERROR(found->queue(lock, HostRecord{mark}));
+    // The event may have been destroyed while this waited for room.
+    if (const auto state = events_.find(to_id(event.handle)); state != events_.end()) {
+      state->second.mark = std::move(mark);
+    }
+    return {};
+  }
+
+  Result<bool> event_query(Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter("event_query"));
+    const std::lock_guard lock(options_.clock->mutex());
+    const auto found = events_.find(to_id(event.handle));
+    if (found == events_.end()) return no_event("query an event");
+    const std::shared_ptr<HostMark>& mark = found->second.mark;
+    return mark == nullptr || mark->reached;
+  }
+
+  Status event_synchronize(Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter("event_synchronize"));
+    std::unique_lock lock(options_.clock->mutex());
+    const auto found = events_.find(to_id(event.handle));
+    if (found == events_.end()) return no_event("synchronize an event");
+    const std::shared_ptr<HostMark> mark = found->second.mark;
+    if (mark == nullptr) return {};
+    options_.clock->wait(lock, [&mark] { return mark->reached; });
+    return mark->failure;
+  }
+
+  Status stream_wait(Stream stream, Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamWait));
+    std::unique_lock lock(options_.clock->mutex());
+    const auto found = events_.find(to_id(event.handle));
+    if (found == events_.end()) return no_event("wait for an event");
+    const std::shared_ptr<HostStream> waiter = find_stream(stream);
+    if (waiter == nullptr) return no_stream("wait for an event");
+    if (found->second.mark == nullptr) return {};
+    return waiter->queue(lock, HostWait{found->second.mark});
+  }
+
+  Status call_host(Stream stream, HostFunction function, void* argument) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kCallHost));
+    if (function == nullptr) return invalid("call a host function", "it is null; give one");
+    return queue(stream, HostFunctionCall{function, argument}, "call a host function");
+  }
+
+  // --- launch ---
+
+  Result<Module> load_module(const ModuleImage& image) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kLoadModule));
+    if (image.host_kernels == nullptr) {
+      if (image.image == nullptr) return invalid("load a module", "the image is empty; give host_kernels");
+      return Status(StatusCode::kUnsupported,
+                    "cannot load a module on " + options_.name +
+                        ": the image is for another kind of device; give host_kernels");
+    }
+    ModuleState module;
+    for (const HostKernel* kernel = image.host_kernels; kernel->name != nullptr; ++kernel) {
+      if (kernel->function == nullptr) {
+        return invalid("load a module", std::string("kernel ") + kernel->name + " has no function; give one");
+      }
+      module.kernels.emplace_back(next_host_handle(), std::make_shared<const HostLoadedKernel>(
+                                                          HostLoadedKernel{kernel->name, kernel->function}));
+    }
+    const std::uint64_t id = next_host_handle();
+    const std::lock_guard lock(options_.clock->mutex());
+    for (const auto& [kernel_id, kernel] : module.kernels) kernels_.emplace(kernel_id, kernel);
+    modules_.emplace(id, std::move(module));
+    return Module{to_handle(id)};
+  }
+
+  Status unload_module(Module module) override {
+    FOREBAY_RETURN_IF_ERROR(enter("unload_module"));
+    const std::lock_guard lock(options_.clock->mutex());
+    const auto found = modules_.find(to_id(module.handle));
+    if (found == modules_.end()) {
+      return invalid("unload a module", "there is no such module; give one that load_module returned, once");
+    }
+    for (const auto& [kernel_id, kernel] : found->second.kernels) kernels_.erase(kernel_id);
+    modules_.erase(found);
+    return {};
+  }
+
+  Result<Kernel> get_kernel(Module module, const char* name) override {
+    FOREBAY_RETURN_IF_ERROR(enter("get_kernel"));
+    if (name == nullptr) return invalid("get a kernel", "its name is null; give one");
+    const std::lock_guard lock(options_.clock->mutex());
+    const auto found = modules_.find(to_id(module.handle));
+    const std::string what = std::string("get kernel ") + name;
+    if (found == modules_.end()) {
+      return invalid(what, "there is no such module; give one that load_module returned");
+    }
+    for (const auto& [kernel_id, kernel] : found->second.kernels) {
+      if (kernel->name == name) return Kernel{to_handle(kernel_id)};
+    }
+    return invalid(what, "the module has none of that name among its " +
+                             std::to_string(found->second.kernels.size()) + "; check the spelling");
+  }
+
+  Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
+                const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kLaunch));
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
+      return invalid("launch a kernel", "a dimension is 0; give at least 1");
+    }
+    if (argument_count > 0 && (arguments == nullptr || argument_bytes == nullptr)) {
+      return invalid("launch a kernel", "its arguments are null; give one pointer and one size for each");
+    }
+    // The values lie one after another, each aligned for any type.
+    constexpr std::size_t kAlignment = alignof(std::max_align_t);
+    std::size_t total_bytes = 0;
+    for (std::size_t i = 0; i < argument_count; ++i) {
+      if (arguments[i] == nullptr || argument_bytes[i] == 0) {
+        return invalid("launch a kernel",
+                       "argument " + std::to_string(i) + " is null or empty; give its value");
+      }
+      total_bytes += round_up(argument_bytes[i], kAlignment);
+    }
+    HostLaunch launch{.kernel = nullptr, .grid = grid, .block = block, .arguments = {}, .values = nullptr};
+    launch.values = std::make_unique<std::byte[]>(total_bytes);
+    launch.arguments.reserve(argument_count);
+    std::byte* next = launch.values.get();
+    for (std::size_t i = 0; i < argument_count; ++i) {
+      std::memcpy(next, arguments[i], argument_bytes[i]);
+      launch.arguments.push_back(next);
+      next += round_up(argument_bytes[i], kAlignment);
+    }
+    std::unique_lock lock(options_.clock->mutex());
+    const auto found = kernels_.find(to_id(kernel.handle));
+    if (found == kernels_.end()) {
+      return invalid("launch a kernel", "there is no such kernel; give one that get_kernel returned");
+    }
+    launch.kernel = found->second;
+    const std::shared_ptr<HostStream> target = find_stream(stream);
+    if (target == nullptr) return no_stream("launch a kernel");
+    return target->queue(lock, std::move(launch));
+  }
+
+ private:
+  // Every call begins here: is it allowed on this thread, and does the script fail it?
+  Status enter(const char* function) {
+    HostStream* running = HostStream::running_here();
+    if (running == nullptr) return {};
+    running->note_forbidden_call(function);
+    return {StatusCode::kInternal,
+            std::string("cannot call ") + function + " on " + options_.name +
+                " from a host function or kernel: its stream would wait for itself; call it "
+                "from the thread that queues the work"};
+  }
+  Status enter(HostCall call) {
+    FOREBAY_RETURN_IF_ERROR(enter(kHostCallNames[static_cast<std::size_t>(call)]));
+    return faults_.next(call);
+  }
+
+  Status invalid(const std::string& what, const std::string& found_and_try) const {
+    return {StatusCode::kInvalidArgument, "cannot " + what + " on " + options_.name + ": " + found_and_try};
+  }
+  Status no_stream(const char* what) const {
+    return invalid(
+        what, "there is no such stream; give one that stream_create returned and stream_destroy has not had");
+  }
+  Status no_event(const char* what) const {
+    return invalid(
+        what, "there is no such event; give one that event_create returned and event_destroy has not had");
+  }
+
+  // With the clock's mutex held. Shared, because the stream may be destroyed while the caller waits.
+  std::shared_ptr<HostStream> find_stream(Stream stream) const {
+    const auto found = streams_.find(to_id(stream.handle));
+    return found == streams_.end() ? nullptr : found->second;
+  }
+
+  Status queue(Stream stream, HostOperation operation, const char* what) {
+    std::unique_lock lock(options_.clock->mutex());
+    const std::shared_ptr<HostStream> found = find_stream(stream);
+    if (found == nullptr) return no_stream(what);
+    return found->queue(lock, std::move(operation));
+  }
+
+  HostClock own_clock_;
+  HostBackendOptions options_;  // Constant after construction.
+  Capabilities capabilities_;
+  const std::unique_ptr<HostMemory> memory_;
+  FaultScript faults_;
+
+  // Guarded by the clock's mutex.
+  std::unordered_map<std::uint64_t, std::shared_ptr<HostStream>> streams_;
+  std::unordered_map<std::uint64_t, EventState> events_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<const HostLoadedKernel>> kernels_;
+  std::unordered_map<std::uint64_t, ModuleState> modules_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<HostBackend>> HostBackend::create(HostBackendOptions options) {
+  const auto refusal = [&](const char* found_and_try) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot make host backend " + options.name + ": " + std::string(found_and_try));
+  };
+  if (options.queue_limit == 0) return refusal("a queue_limit of 0 lets nothing run; give at least 1");
+  if (!std::all_of(options.faults.begin(), options.faults.end(), is_fault_valid)) {
+    return refusal("a fault has nth 0 or no error; count from 1 and give a status");
+  }
+  Result<std::unique_ptr<HostMemory>> memory = HostMemory::create({.name = options.name,
+                                                                   .memory_bytes = options.memory_bytes,
+                                                                   .granularity = options.granularity,
+                                                                   .poison = options.poison});
+  if (!memory.ok()) return memory.status();
+  return std::unique_ptr<HostBackend>(
+      std::make_unique<HostBackendImpl>(std::move(options), std::move(memory).value()));
+}
+
+}  // namespace forebay

@@ -1,0 +1,642 @@
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "forebay/check.h"
+#include "forebay/model_backend.h"
+#include "runtime/device/address_text.h"
+#include "runtime/device/fault_script.h"
+#include "runtime/device/model/memory.h"
+
+namespace forebay {
+namespace {
+
+void* to_handle(std::uint64_t id) noexcept {
+  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(id));
+}
+std::uint64_t to_id(void* handle) noexcept {
+  return reinterpret_cast<std::uintptr_t>(handle);
+}
+
+struct ModelStream;
+
+// One recording of an event. Shared by the event, the stream that will reach it and the streams that wait for
+// it, since recording again moves the event but not those who already wait.
+struct ModelMark {
+  bool reached = false;
+  Status failure;                 // The first failure of the stream up to here, once reached.
+  ModelStream* stream = nullptr;  // That will reach it; looked at only until then.
+};
+
+// What is queued. A range is what a copy or fill touches; host memory is not looked at.
+struct ModelAccess {
+  const void* target;
+  const void* source;  // Null: a fill.
+  std::size_t bytes;
+};
+struct ModelFunctionCall {
+  HostFunction function;
+  void* argument;
+};
+struct ModelLaunch {};
+struct ModelRecord {
+  std::shared_ptr<ModelMark> mark;
+};
+struct ModelWait {
+  std::shared_ptr<ModelMark> mark;
+};
+using ModelOperation = std::variant<ModelAccess, ModelFunctionCall, ModelLaunch, ModelRecord, ModelWait>;
+
+// Guarded by the backend's mutex.
+struct ModelStream {
+  std::deque<ModelOperation> operations;
+  std::uint64_t queued_count = 0;
+  std::uint64_t done_count = 0;
+  bool running = false;  // A thread is in a host function of this stream, without the mutex.
+  bool closed = false;
+  Status failure;
+  const char* forbidden_call = nullptr;  // Of the thread that runs.
+};
+
+thread_local ModelStream* running_stream = nullptr;
+
+// A small generator with a state of one word: the order need not be fair, only different for each seed.
+class SplitMix {
+ public:
+  explicit SplitMix(std::uint64_t seed) noexcept : state_(seed) {}
+  std::uint64_t next() noexcept {
+    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  std::size_t below(std::size_t limit) noexcept { return static_cast<std::size_t>(next() % limit); }
+
+ private:
+  std::uint64_t state_;
+};
+
+class ModelBackendImpl final : public ModelBackend {
+ public:
+  explicit ModelBackendImpl(ModelBackendOptions options)
+      : options_(std::move(options)),
+        memory_({.name = options_.name,
+                 .memory_bytes = options_.memory_bytes,
+                 .granularity = options_.granularity}),
+        faults_(options_.faults),
+        random_(options_.seed) {
+    std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
+    capabilities_.kind = BackendKind::kModel;
+    capabilities_.granularity = options_.granularity;
+    capabilities_.memory_bytes = options_.memory_bytes;
+    capabilities_.host_accessible = false;
+  }
+
+  // Host functions still queued own their argument, so they run.
+  ~ModelBackendImpl() override { complete_all(); }
+
+  // --- ModelBackend ---
+
+  bool complete_next(Stream stream) override {
+    std::unique_lock lock(mutex_);
+    const std::shared_ptr<ModelStream> found = find_stream(stream);
+    return found != nullptr && can_advance(*found) && run_head(lock, *found);
+  }
+  bool complete_any() override {
+    std::unique_lock lock(mutex_);
+    return advance_any(lock);
+  }
+  void complete_all() override {
+    std::unique_lock lock(mutex_);
+    while (advance_any(lock)) {
+    }
+  }
+  std::size_t queued_count() const override {
+    const std::lock_guard lock(mutex_);
+    std::size_t count = 0;
+    for (const auto& [id, stream] : streams_) count += stream->queued_count - stream->done_count;
+    return count;
+  }
+
+  void add_fault(HostFault fault) override {
+    FOREBAY_CHECK(is_fault_valid(fault), "a fault needs nth of at least 1 and an error");
+    faults_.add(std::move(fault));
+  }
+  std::uint64_t call_count(HostCall call) const override { return faults_.count(call); }
+  std::size_t charged_bytes() const override { return memory_.charged_bytes(); }
+  std::size_t peak_charged_bytes() const override { return memory_.peak_charged_bytes(); }
+  std::size_t live_handle_count() const override {
+    const std::size_t memory_count = memory_.live_handle_count();
+    const std::lock_guard lock(mutex_);
+    return memory_count + streams_.size() + events_.size() + modules_.size();
+  }
+
+  // --- facts ---
+
+  const Capabilities& capabilities() const noexcept override { return capabilities_; }
+
+  // --- address space and memory ---
+
+  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kReserve));
+    return memory_.reserve(bytes, alignment);
+  }
+  Status release(DevicePtr base, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter("release"));
+    return memory_.release(base, bytes);
+  }
+  Result<Chunk> chunk_create(std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kChunkCreate));
+    return memory_.chunk_create(bytes);
+  }
+  Status chunk_destroy(Chunk chunk) override {
+    FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy"));
+    return memory_.chunk_destroy(chunk);
+  }
+  Status map(DevicePtr address, Chunk chunk) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kMap));
+    return memory_.map(address, chunk);
+  }
+  Status unmap(DevicePtr address, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kUnmap));
+    return memory_.unmap(address, bytes);
+  }
+  Status set_access(DevicePtr address, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kSetAccess));
+    return memory_.set_access(address, bytes);
+  }
+  Result<DevicePtr> alloc(std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kAlloc));
+    return memory_.alloc(bytes);
+  }
+  Status free(DevicePtr address) override {
+    FOREBAY_RETURN_IF_ERROR(enter("free"));
+    return memory_.free(address);
+  }
+  Status pin(void* address, std::size_t bytes) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kPin));
+    return memory_.pin(address, bytes);
+  }
+  Status unpin(void* address) override {
+    FOREBAY_RETURN_IF_ERROR(enter("unpin"));
+    return memory_.unpin(address);
+  }
+  MemoryInfo memory_info() override {
+    static_cast<void>(
+        enter("memory_info"));  // Fails the stream if it is one's; the figures are right all the same.
+    const std::size_t total = memory_.memory_bytes();
+    return {.free_bytes = total - memory_.charged_bytes(), .total_bytes = total};
+  }
+
+  // --- copies ---
+
+  Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kCopyAsync));
+    if (bytes > 0) {
+      FOREBAY_RETURN_IF_ERROR(memory_.check_usable(target, bytes, "copy to"));
+      FOREBAY_RETURN_IF_ERROR(memory_.check_usable(source, bytes, "copy from"));
+      const std::uintptr_t x = numeric(target);
+      const std::uintptr_t y = numeric(source);
+      if ((x > y ? x - y : y - x) < bytes) {
+        return refuse("copy", "source and target overlap; copy in two steps");
+      }
+    }
+    return queue(stream, ModelAccess{target, source, bytes}, "copy");
+  }
+  Status fill_async(DevicePtr target, std::uint8_t /*value*/, std::size_t bytes, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kFillAsync));
+    if (bytes > 0) FOREBAY_RETURN_IF_ERROR(memory_.check_usable(target, bytes, "fill"));
+    return queue(stream, ModelAccess{target, nullptr, bytes}, "fill");
+  }
+
+  // --- order ---
+
+  Result<Stream> stream_create() override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamCreate));
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t id = ++last_id_;
+    streams_.emplace(id, std::make_shared<ModelStream>());
+    return Stream{to_handle(id)};
+  }
+
+  Status stream_destroy(Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("stream_destroy"));
+    std::unique_lock lock(mutex_);
+    const std::shared_ptr<ModelStream> found = find_stream(stream);
+    if (found == nullptr || found->closed) return no_stream("destroy a stream");
+    found->closed = true;
+    run_until(lock, *found, found->queued_count);
+    streams_.erase(to_id(stream.handle));
+    settle(lock);
+    return {};
+  }
+
+  Status stream_synchronize(Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("stream_synchronize"));
+    std::unique_lock lock(mutex_);
+    const std::shared_ptr<ModelStream> found = find_stream(stream);
+    if (found == nullptr) return no_stream("synchronize a stream");
+    run_until(lock, *found, found->queued_count);
+    settle(lock);
+    return found->failure;
+  }
+
+  Result<Event> event_create() override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kEventCreate));
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t id = ++last_id_;
+    events_.emplace(id, nullptr);
+    return Event{to_handle(id)};
+  }
+
+  Status event_destroy(Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter("event_destroy"));
+    const std::lock_guard lock(mutex_);
+    if (events_.erase(to_id(event.handle)) == 0) return no_event("destroy an event");
+    return {};
+  }
+
+  Status event_record(Event event, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kEventRecord));
+    std::unique_lock lock(mutex_);
+    if (events_.count(to_id(event.handle)) == 0) return no_event("record an event");
+    const std::shared_ptr<ModelStream> found = find_stream(stream);
+    if (found == nullptr) return no_stream("record an event");
+    auto mark = std::make_shared<ModelMark>();
+    mark->stream = found.get();
+    FOREBAY_RETURN_IF_ERROR(queue(lock, found, ModelRecord{mark}));
+    // The event may have been destroyed while older work ran.
+    if (const auto state = events_.find(to_id(event.handle)); state != events_.end()) {
+      state->second = std::move(mark);
+    }
+    return {};
+  }
+
+  Result<bool> event_query(Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter("event_query"));
+    std::unique_lock lock(mutex_);
+    if (events_.count(to_id(event.handle)) == 0) return no_event("query an event");
+    if (options_.order == ModelOrder::kSeeded) advance_some(lock);
+    settle(lock);
+    const auto found = events_.find(to_id(event.handle));
+    return found == events_.end() || found->second == nullptr || found->second->reached;
+  }
+
+  Status event_synchronize(Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter("event_synchronize"));
+    std::unique_lock lock(mutex_);
+    const auto found = events_.find(to_id(event.handle));
+    if (found == events_.end()) return no_event("synchronize an event");
+    const std::shared_ptr<ModelMark> mark = found->second;
+    if (mark == nullptr) return {};
+    while (!mark->reached) step_towards(lock, *mark->stream);
+    settle(lock);
+    return mark->failure;
+  }
+
+  Status stream_wait(Stream stream, Event event) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamWait));
+    std::unique_lock lock(mutex_);
+    const auto found = events_.find(to_id(event.handle));
+    if (found == events_.end()) return no_event("wait for an event");
+    const std::shared_ptr<ModelStream> waiter = find_stream(stream);
+    if (waiter == nullptr) return no_stream("wait for an event");
+    if (found->second == nullptr) return {};
+    return queue(lock, waiter, ModelWait{found->second});
+  }
+
+  Status call_host(Stream stream, HostFunction function, void* argument) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kCallHost));
+    if (function == nullptr) return refuse("call a host function", "it is null; give one");
+    return queue(stream, ModelFunctionCall{function, argument}, "call a host function");
+  }
+
+  // --- launch: any image will do, as nothing of it runs ---
+
+  Result<Module> load_module(const ModuleImage& image) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kLoadModule));
+    if (image.host_kernels == nullptr && (image.image == nullptr || image.image_bytes == 0)) {
+      return refuse("load a module", "the image is empty; give host_kernels or an image");
+    }
+    ModuleState state;
+    state.has_names = image.host_kernels != nullptr;
+    for (const HostKernel* kernel = image.host_kernels; kernel != nullptr && kernel->name != nullptr;
+         ++kernel) {
+      state.kernels.emplace(kernel->name, 0);
+    }
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t id = ++last_id_;
+    for (auto& [name, kernel_id] : state.kernels) {
+      kernel_id = ++last_id_;
+      kernels_.emplace(kernel_id, id);
+    }
+    modules_.emplace(id, std::move(state));
+    return Module{to_handle(id)};
+  }
+
+  Status unload_module(Module module) override {
+    FOREBAY_RETURN_IF_ERROR(enter("unload_module"));
+    const std::lock_guard lock(mutex_);
+    const auto found = modules_.find(to_id(module.handle));
+    if (found == modules_.end()) {
+      return refuse("unload a module", "there is no such module; give one that load_module returned, once");
+    }
+    for (const auto& [name, kernel_id] : found->second.kernels) kernels_.erase(kernel_id);
+    modules_.erase(found);
+    return {};
+  }
+
+  Result<Kernel> get_kernel(Module module, const char* name) override {
+    FOREBAY_RETURN_IF_ERROR(enter("get_kernel"));
+    if (name == nullptr) return refuse("get a kernel", "its name is null; give one");
+    const std::lock_guard lock(mutex_);
+    const auto found = modules_.find(to_id(module.handle));
+    const std::string what = std::string("get kernel ") + name;
+    if (found == modules_.end()) {
+      return refuse(what, "there is no such module; give one that load_module returned");
+    }
+    ModuleState& state = found->second;
+    auto kernel = state.kernels.find(name);
+    if (kernel == state.kernels.end()) {
+      if (state.has_names) {
+        return refuse(what, "the module has none of that name among its " +
+                                std::to_string(state.kernels.size()) + "; check the spelling");
+      }
+      // What a binary image holds is not known here; every name is believed.
+      kernel = state.kernels.emplace(name, ++last_id_).first;
+      kernels_.emplace(kernel->second, found->first);
+    }
+    return Kernel{to_handle(kernel->second)};
+  }
+
+  Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
+                const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter(HostCall::kLaunch));
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
+      return refuse("launch a kernel", "a dimension is 0; give at least 1");
+    }
+    if (argument_count > 0 && (arguments == nullptr || argument_bytes == nullptr)) {
+      return refuse("launch a kernel", "its arguments are null; give one pointer and one size for each");
+    }
+    for (std::size_t i = 0; i < argument_count; ++i) {
+      if (arguments[i] == nullptr || argument_bytes[i] == 0) {
+        return refuse("launch a kernel",
+                      "argument " + std::to_string(i) + " is null or empty; give its value");
+      }
+    }
+    std::unique_lock lock(mutex_);
+    if (kernels_.count(to_id(kernel.handle)) == 0) {
+      return refuse("launch a kernel", "there is no such kernel; give one that get_kernel returned");
+    }
+    const std::shared_ptr<ModelStream> target = find_stream(stream);
+    if (target == nullptr) return no_stream("launch a kernel");
+    return queue(lock, target, ModelLaunch{});
+  }
+
+ private:
+  struct ModuleState {
+    bool has_names = false;                                  // From host_kernels: these are all there are.
+    std::unordered_map<std::string, std::uint64_t> kernels;  // Name to handle.
+  };
+
+  // Every call begins here: is it allowed on this thread, and does the script fail it?
+  Status enter(const char* function) {
+    if (running_stream == nullptr) return {};
+    running_stream->forbidden_call = function;
+    return {StatusCode::kInternal,
+            std::string("cannot call ") + function + " on " + options_.name +
+                " from a host function: its stream would wait for itself; call it from the thread that "
+                "queues the work"};
+  }
+  Status enter(HostCall call) {
+    FOREBAY_RETURN_IF_ERROR(enter(kHostCallNames[static_cast<std::size_t>(call)]));
+    return faults_.next(call);
+  }
+
+  Status refuse(const std::string& what, const std::string& found_and_try) const {
+    return {StatusCode::kInvalidArgument, "cannot " + what + " on " + options_.name + ": " + found_and_try};
+  }
+  Status no_stream(const char* what) const {
+    return refuse(
+        what, "there is no such stream; give one that stream_create returned and stream_destroy has not had");
+  }
+  Status no_event(const char* what) const {
+    return refuse(
+        what, "there is no such event; give one that event_create returned and event_destroy has not had");
+  }
+
+  // All below with mutex_ held. Shared, because a stream may be destroyed while a host function runs.
+  std::shared_ptr<ModelStream> find_stream(Stream stream) const {
+    const auto found = streams_.find(to_id(stream.handle));
+    return found == streams_.end() ? nullptr : found->second;
+  }
+
+  Status queue(Stream stream, ModelOperation operation, const char* what) {
+    std::unique_lock lock(mutex_);
+    const std::shared_ptr<ModelStream> found = find_stream(stream);
+    if (found == nullptr) return no_stream(what);
+    return queue(lock, found, std::move(operation));
+  }
+
+  Status queue(std::unique_lock<std::mutex>& lock, const std::shared_ptr<ModelStream>& stream,
+               ModelOperation operation) {
+    // The operation that runs counts too: it takes a place until it is done.
+    while (!stream->closed && stream->queued_count - stream->done_count >= options_.queue_limit) {
+      step_towards(lock, *stream);
+    }
+    if (stream->closed) {
+      return {StatusCode::kInvalidArgument, "cannot queue work on a stream of " + options_.name +
+                                                ": it is being destroyed; queue before stream_destroy"};
+    }
+    stream->operations.push_back(std::move(operation));
+    ++stream->queued_count;
+    if (options_.order == ModelOrder::kSeeded) {
+      advance_some(lock);
+    } else if (options_.order == ModelOrder::kAtOnce) {
+      ++left_count_;
+      if (can_advance(*stream)) run_head(lock, *stream);
+      settle(lock);
+    }
+    return {};
+  }
+
+  // At once means all of it; something is left only where another thread's host function held it up.
+  void settle(std::unique_lock<std::mutex>& lock) {
+    if (options_.order != ModelOrder::kAtOnce) return;
+    while (left_count_ > 0 && advance_any(lock)) {
+    }
+  }
+
+  // Its oldest operation could run now.
+  static bool can_advance(const ModelStream& stream) {
+    if (stream.running || stream.operations.empty()) return false;
+    const ModelWait* wait = std::get_if<ModelWait>(&stream.operations.front());
+    return wait == nullptr || wait->mark->reached;
+  }
+
+  // Requires: can_advance(stream), and that somebody shares the ownership of it.
+  bool run_head(std::unique_lock<std::mutex>& lock, ModelStream& stream) {
+    ModelOperation operation = std::move(stream.operations.front());
+    stream.operations.pop_front();
+    if (const auto* access = std::get_if<ModelAccess>(&operation)) {
+      run_access(stream, *access);
+    } else if (const auto* call = std::get_if<ModelFunctionCall>(&operation)) {
+      run_function(lock, stream, *call);
+    } else if (const auto* record = std::get_if<ModelRecord>(&operation)) {
+      record->mark->reached = true;
+      record->mark->failure = stream.failure;
+      record->mark->stream = nullptr;
+    } else if (const auto* wait = std::get_if<ModelWait>(&operation)) {
+      // What was waited for never came to be, so what follows here works on garbage: it fails for that
+      // reason.
+      fail(stream, wait->mark->failure);
+    }
+    ++stream.done_count;
+    if (options_.order == ModelOrder::kAtOnce) --left_count_;
+    if (waiting_count_ > 0) progress_.notify_all();
+    return true;
+  }
+
+  // Nothing moves, but what is touched has to be there still: the caller's defect shows as on a device.
+  void run_access(ModelStream& stream, const ModelAccess& access) {
+    if (access.bytes == 0 || !stream.failure.ok()) return;
+    Status status = memory_.check_usable(access.target, access.bytes, "run what is queued on");
+    if (status.ok() && access.source != nullptr) {
+      status = memory_.check_usable(access.source, access.bytes, "run what is queued on");
+    }
+    if (!status.ok()) fail(stream, Status(StatusCode::kInternal, status.message()));
+  }
+
+  // Host functions run even after a failure: they own their argument.
+  void run_function(std::unique_lock<std::mutex>& lock, ModelStream& stream, const ModelFunctionCall& call) {
+    stream.running = true;
+    stream.forbidden_call = nullptr;
+    lock.unlock();
+    Status status;
+    const auto failed = [&](const std::string& found_and_try) {
+      status = Status(StatusCode::kInternal,
+                      "cannot run a host function on a stream of " + options_.name + ": " + found_and_try);
+    };
+    running_stream = &stream;
+    try {
+      call.function(call.argument);
+    } catch (const std::exception& error) {
+      failed(std::string("it threw: ") + error.what() + "; catch within the function");
+    } catch (...) {
+      failed("it threw; catch within the function");
+    }
+    running_stream = nullptr;
+    if (status.ok() && stream.forbidden_call != nullptr) {
+      failed(std::string("it called Backend::") + stream.forbidden_call +
+             "; queue that from the thread that queues the work");
+    }
+    lock.lock();
+    stream.running = false;
+    fail(stream, status);
+  }
+
+  static void fail(ModelStream& stream, const Status& status) {
+    if (stream.failure.ok()) stream.failure = status;
+  }
+
+  // One operation of a stream picked by the seed.
+  bool advance_any(std::unique_lock<std::mutex>& lock) {
+    std::vector<std::shared_ptr<ModelStream>>& ready = ready_streams_;
+    ready.clear();
+    for (const auto& [id, stream] : streams_) {
+      if (can_advance(*stream)) ready.push_back(stream);
+    }
+    if (ready.empty()) return false;
+    const std::shared_ptr<ModelStream> picked = ready[random_.below(ready.size())];
+    ready.clear();
+    return run_head(lock, *picked);
+  }
+
+  void advance_some(std::unique_lock<std::mutex>& lock) {
+    for (std::size_t count = random_.below(3); count > 0; --count) {
+      if (!advance_any(lock)) return;
+    }
+  }
+
+  // Brings the stream nearer to its end by one operation: its own oldest, or one of those it waits for. Where
+  // another thread runs that one, waits for it.
+  void step_towards(std::unique_lock<std::mutex>& lock, ModelStream& stream) {
+    ModelStream* next = &stream;
+    // An event that is waited for was recorded earlier, so this ends.
+    while (!next->running && !next->operations.empty() && !can_advance(*next)) {
+      next = std::get_if<ModelWait>(&next->operations.front())->mark->stream;
+    }
+    if (can_advance(*next)) {
+      const std::shared_ptr<ModelStream> keep = share(*next);
+      run_head(lock, *next);
+      return;
+    }
+    ++waiting_count_;
+    progress_.wait(lock);
+    --waiting_count_;
+  }
+
+  std::shared_ptr<ModelStream> share(const ModelStream& stream) const {
+    for (const auto& [id, one] : streams_) {
+      if (one.get() == &stream) return one;
+    }
+    return nullptr;
+  }
+
+  void run_until(std::unique_lock<std::mutex>& lock, ModelStream& stream, std::uint64_t goal) {
+    while (stream.done_count < goal) step_towards(lock, stream);
+  }
+
+  const ModelBackendOptions options_;
+  Capabilities capabilities_;  // Constant after construction.
+  ModelMemory memory_;
+  FaultScript faults_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable progress_;  // An operation is done.
+  // Guarded by mutex_.
+  std::size_t waiting_count_ = 0;  // Threads that wait for progress_.
+  std::size_t left_count_ = 0;     // kAtOnce: operations queued and not run yet.
+  SplitMix random_;
+  std::uint64_t last_id_ = 0;  // Handles are numbers never used twice: a stale one is refused, not followed.
+  std::map<std::uint64_t, std::shared_ptr<ModelStream>> streams_;  // Ordered, so that a seed gives one order.
+  std::vector<std::shared_ptr<ModelStream>> ready_streams_;        // Of advance_any alone.
+  std::unordered_map<std::uint64_t, std::shared_ptr<ModelMark>> events_;  // The last record; null: none.
+  std::unordered_map<std::uint64_t, ModuleState> modules_;
+  std::unordered_map<std::uint64_t, std::uint64_t> kernels_;  // Handle to module.
+};
+
+}  // namespace
+
+Result<std::unique_ptr<ModelBackend>> ModelBackend::create(ModelBackendOptions options) {
+  const auto refusal = [&](const std::string& found_and_try) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot make model backend " + options.name + ": " + found_and_try);
+  };
+  if (!is_power_of_two(options.granularity) || options.granularity < ModelMemory::kSmallestGranularity ||
+      options.granularity > ModelMemory::kAddressBytes) {
+    return refusal("a granularity of " + std::to_string(options.granularity) +
+                   " bytes is not a power of two from 512; give one, such as 2 MiB");
+  }
+  if (options.memory_bytes > ModelMemory::kAddressBytes) {
+    return refusal("memory of " + format_bytes(options.memory_bytes) + " is more than there are addresses, " +
+                   format_bytes(ModelMemory::kAddressBytes) + "; give less");
+  }
+  if (options.queue_limit == 0) return refusal("a queue_limit of 0 lets nothing run; give at least 1");
+  if (!std::all_of(options.faults.begin(), options.faults.end(), is_fault_valid)) {
+    return refusal("a fault has nth 0 or no error; count from 1 and give a status");
+  }
+  return std::unique_ptr<ModelBackend>(std::make_unique<ModelBackendImpl>(std::move(options)));
+}
+
+}  // namespace forebay

@@ -1,0 +1,410 @@
+// Values in and out: initial weights, the fp32 masters, the digest.
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "forebay/conversions.h"
+#include "forebay/units.h"
+#include "runtime/engine/engine_impl.h"
+
+namespace forebay {
+
+void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
+  auto* half = reinterpret_cast<std::uint16_t*>(target);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(source[i]) : float_to_float16(source[i]);
+  }
+}
+
+namespace {
+
+// The most one rank sends at once on the control plane.
+constexpr std::uint64_t kExchangeBytes = 4u << 20;
+// A drive that answers nothing for so long does not answer any more.
+constexpr std::chrono::minutes kStoreDeadline{10};
+
+// `values` rounded to `type`, as bytes.
+std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
+  std::vector<std::byte> bytes(values.size() * element_bytes(type));
+  if (type == DataType::kFloat32) {
+    std::copy(values.begin(), values.end(), reinterpret_cast<float*>(bytes.data()));
+    return bytes;
+  }
+  round_parameters(type, values.data(), values.size(), bytes.data());
+  return bytes;
+}
+
+std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
+  std::vector<float> values(bytes.size() / element_bytes(type));
+  if (type == DataType::kFloat32) {
+    std::copy_n(reinterpret_cast<const float*>(bytes.data()), values.size(), values.data());
+    return values;
+  }
+  const auto* half = reinterpret_cast<const std::uint16_t*>(bytes.data());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = type == DataType::kBfloat16 ? bfloat16_to_float(half[i]) : float16_to_float(half[i]);
+  }
+  return values;
+}
+
+std::string hex_digest(const XXH3_state_t& state) {
+  XXH128_canonical_t canonical;
+  XXH128_canonicalFromHash(&canonical, XXH3_128bits_digest(&state));
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : canonical.digest) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+}  // namespace
+
+void Engine::Impl::settle_updates() {
+  must(backend.stream_synchronize(update_stream));
+  if (!offloads()) return;
+  must(backend.stream_synchronize(tier_stream));
+  must(backend.stream_synchronize(up_stream));
+  if (fetch_stream.handle != nullptr) must(backend.stream_synchronize(fetch_stream));
+  if (mover != nullptr) {
+    if (const Status status = mover->status(); !status.ok()) fail_tier(status);
+  }
+  if (tier_failed.load(std::memory_order_acquire)) must(tier_status());
+}
+
+void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  settle_updates();
+  if (on_host(target)) {
+    std::memcpy(target, source, bytes);
+    return;
+  }
+  must(backend.copy_async(target, source, bytes, engine_stream));
+  must(backend.stream_synchronize(engine_stream));
+}
+
+void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  settle_updates();
+  if (on_host(source)) {
+    std::memcpy(target, source, bytes);
+    return;
+  }
+  must(backend.copy_async(target, source, bytes, engine_stream));
+  must(backend.stream_synchronize(engine_stream));
+}
+
+void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* target, std::uint64_t bytes) {
+  if (bytes == 0) return;
+  settle_updates();
+  if (away.host != nullptr) {
+    std::memcpy(target, away.host + offset, bytes);
+    return;
+  }
+  const std::uint64_t granule = store->facts().granule_bytes;
+  std::vector<std::byte> piece;
+  auto* at = static_cast<std::byte*>(target);
+  for (const std::uint64_t end = offset + bytes; offset < end;) {
+    const std::uint64_t begin = offset / granule * granule;
+    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), away.range_bytes});
+    piece.resize(stop - begin);
+    const StoreTicket ticket = value_or_throw(store->read(away.range, begin, piece.data(), piece.size()));
+    must(store->wait(ticket, kStoreDeadline));
+    const std::uint64_t count = std::min(end, stop) - offset;
+    std::memcpy(at, piece.data() + (offset - begin), count);
+    at += count;
+    offset += count;
+  }
+}
+
+void Engine::Impl::write_away(const Away& away, std::uint64_t offset, const void* source,
+                              std::uint64_t bytes) {
+  if (bytes == 0) return;
+  settle_updates();
+  if (away.host != nullptr) {
+    std::memcpy(away.host + offset, source, bytes);
+    return;
+  }
+  pass->drop();
+  const std::uint64_t granule = store->facts().granule_bytes;
+  std::vector<std::byte> piece;
+  const auto* at = static_cast<const std::byte*>(source);
+  for (const std::uint64_t end = offset + bytes; offset < end;) {
+    const std::uint64_t begin = offset / granule * granule;
+    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), away.range_bytes});
+    piece.resize(stop - begin);
+    // What shares a granule with it stays as it is.
+    if (begin < offset || end < stop) read_away(away, begin, piece.data(), piece.size());
+    const std::uint64_t count = std::min(end, stop) - offset;
+    std::memcpy(piece.data() + (offset - begin), at, count);
+    const StoreTicket ticket = value_or_throw(store->write(away.range, begin, piece.data(), piece.size()));
+    must(store->wait(ticket, kStoreDeadline));
+    at += count;
+    offset += count;
+  }
+}
+
+void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
+                               std::span<const float> values) {
+  const Unit& u = unit(index);
+  if (u.part_count > 0) {
+    write_away(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
+               values.size_bytes());
+    return;
+  }
+  float* const states[] = {u.master, u.m, u.v};
+  copy_in(reinterpret_cast<std::byte*>(states[static_cast<int>(field)] + begin), values.data(),
+          values.size_bytes());
+}
+
+void Engine::Impl::read_state(int index, StateField field, std::uint64_t begin, std::span<float> values) {
+  const Unit& u = unit(index);
+  if (u.part_count > 0) {
+    read_away(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
+              values.size_bytes());
+    return;
+  }
+  const float* const states[] = {u.master, u.m, u.v};
+  copy_out(values.data(), reinterpret_cast<const std::byte*>(states[static_cast<int>(field)] + begin),
+           values.size_bytes());
+}
+
+void Engine::Impl::write_slice(int index, bool frozen, std::uint64_t offset,
+                               std::span<const std::byte> bytes) {
+  const Unit& u = unit(index);
+  if (u.parameters_away) {
+    write_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
+    return;
+  }
+  const std::uint64_t section = frozen ? layout(index).trainable_slice(shards()) * element() : 0;
+  copy_in(u.parameter_shard + section + offset, bytes.data(), bytes.size());
+}
+
+void Engine::Impl::read_slice(int index, bool frozen, std::uint64_t offset, std::span<std::byte> bytes) {
+  const Unit& u = unit(index);
+  if (u.parameters_away) {
+    read_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
+    return;
+  }
+  const std::uint64_t section = frozen ? layout(index).trainable_slice(shards()) * element() : 0;
+  copy_out(bytes.data(), u.parameter_shard + section + offset, bytes.size());
+}
+
+// Piece by piece over the control plane.
+std::vector<std::byte> Engine::Impl::all_slices(
+    std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine) {
+  std::vector<std::byte> whole(bytes * static_cast<std::uint64_t>(shards()));
+  std::vector<std::byte> piece;
+  std::vector<std::byte> pieces;
+  for (std::uint64_t offset = 0; offset < bytes; offset += kExchangeBytes) {
+    const std::uint64_t count = std::min(kExchangeBytes, bytes - offset);
+    piece.resize(count);
+    pieces.resize(count * static_cast<std::uint64_t>(shards()));
+    mine(offset, piece);
+    must(sharded().exchange(piece, pieces));
+    for (std::uint64_t r = 0; r < static_cast<std::uint64_t>(shards()); ++r) {
+      std::memcpy(&whole[r * bytes + offset], &pieces[r * count], count);
+    }
+  }
+  return whole;
+}
+
+std::vector<float> Engine::Impl::unit_masters(int index) {
+  if (options.stage == 0) {
+    std::vector<float> values(layout(index).trainable_count);
+    read_state(index, StateField::kMaster, 0, values);
+    return values;
+  }
+  const auto mine = [&](std::uint64_t offset, std::span<std::byte> piece) {
+    read_state(index, StateField::kMaster, offset / sizeof(float),
+               {reinterpret_cast<float*>(piece.data()), piece.size() / sizeof(float)});
+  };
+  return widen(DataType::kFloat32, all_slices(unit(index).updated_count * sizeof(float), mine));
+}
+
+std::vector<float> Engine::Impl::unit_frozen(int index) {
+  const Unit& u = unit(index);
+  const std::uint64_t count = layout(index).frozen_count;
+  if (options.stage < 3) {
+    std::vector<std::byte> bytes(count * element());
+    copy_out(bytes.data(), u.parameters + layout(index).trainable_count * element(), bytes.size());
+    return widen(options.dtype, bytes);
+  }
+  const auto mine = [&](std::uint64_t offset, std::span<std::byte> piece) {
+    read_slice(index, true, offset, piece);
+  };
+  return widen(options.dtype, all_slices(layout(index).frozen_slice(shards()) * element(), mine));
+}
+
+void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) {
+  Unit& u = unit(id.unit);
+  const UnitLayout& place_of_unit = layout(id.unit);
+  const UnitLayout::Place& place = place_of_unit.places[static_cast<std::size_t>(id.index)];
+  // The part of [place.offset, + count) that lies in [begin, begin + count), as {target offset, source
+  // offset, count}.
+  struct Part {
+    std::uint64_t target, source, count;
+  };
+  const auto intersect = [&](std::uint64_t begin, std::uint64_t count) -> Part {
+    const std::uint64_t lower = std::max(begin, place.offset);
+    const std::uint64_t upper = std::min(begin + count, place.offset + place.count);
+    if (lower >= upper) return {0, 0, 0};
+    return {lower - begin, lower - place.offset, upper - lower};
+  };
+
+  if (!place.frozen) {
+    const Part part = intersect(u.updated_begin, u.updated_count);
+    write_state(id.unit, StateField::kMaster, part.target, values.subspan(part.source, part.count));
+  }
+  if (options.stage < 3) {
+    const std::uint64_t section = place.frozen ? place_of_unit.trainable_count : 0;
+    const std::vector<std::byte> rounded = round_to(options.dtype, values);
+    copy_in(u.parameters + (section + place.offset) * element(), rounded.data(), rounded.size());
+    return;
+  }
+  const std::uint64_t slice =
+      place.frozen ? place_of_unit.frozen_slice(shards()) : place_of_unit.trainable_slice(shards());
+  const Part part = intersect(static_cast<std::uint64_t>(shard()) * slice, slice);
+  const std::vector<std::byte> rounded = round_to(options.dtype, values.subspan(part.source, part.count));
+  write_slice(id.unit, place.frozen, part.target * element(), rounded);
+  ++version;
+}
+
+void Engine::Impl::spill(const SpillOptions& states) {
+  if (!options.spillable) {
+    misuse("spill() of an engine whose states share memory; set EngineOptions::spillable before commit()");
+  }
+  // What was queued under leases may still use any of it.
+  for (const Unit& u : units) must(backend.event_synchronize(u.released));
+  must(backend.stream_synchronize(engine_stream));
+  settle_updates();
+  const std::array<bool, kPoolCount> wanted{states.parameters, states.gradients, states.optimizer, false,
+                                            states.workspace,  states.workspace};
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (!wanted[i] || spilled[i] || pool_blocks[i].empty()) continue;
+    const Pool pool = static_cast<Pool>(i);
+    throw_if_error(arena->pause(tags[i], pool == Pool::kParameters || pool == Pool::kOptimizer));
+    spilled[i] = true;
+  }
+}
+
+void Engine::Impl::fetch() {
+  for (std::size_t i = 0; i < spilled.size(); ++i) {
+    if (!spilled[i]) continue;
+    throw_if_error(arena->resume(tags[i]));
+    spilled[i] = false;
+    const Pool pool = static_cast<Pool>(i);
+    if (pool == Pool::kParameters || pool == Pool::kOptimizer) continue;
+    // Padding of gradients, and norms of units without a slice, are zeros.
+    for (const auto& [block, bytes] : pool_blocks[i])
+      must(backend.fill_async(block, 0, bytes, engine_stream));
+  }
+  must(backend.stream_synchronize(engine_stream));
+}
+
+// After the masters changed by other means than a step: the parameters follow, everywhere.
+void Engine::Impl::publish_parameters() {
+  settle_updates();
+  for (int index = 0; index < unit_count(); ++index) {
+    Unit& u = unit(index);
+    if (u.away && u.updated_count > 0) {
+      std::vector<float> masters(u.updated_count);
+      read_state(index, StateField::kMaster, 0, masters);
+      const std::vector<std::byte> rounded = round_to(options.dtype, masters);
+      if (options.stage == 3) {
+        write_slice(index, false, 0, rounded);
+      } else {
+        copy_in(u.updated_parameters, rounded.data(), rounded.size());
+      }
+    } else if (options.dtype != DataType::kFloat32 && u.updated_count > 0) {
+      CastArguments cast{u.master, u.updated_parameters, u.updated_count, DataType::kFloat32, options.dtype};
+      must(kernels.cast(cast, engine_stream));
+    }
+    if (options.stage == 1 || options.stage == 2) {
+      all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
+    }
+    must(backend.event_record(u.parameters_ready, engine_stream));
+  }
+  must(backend.stream_synchronize(engine_stream));
+  check_peers();
+  ++version;
+}
+
+void Engine::set_parameter(ParameterId parameter, std::span<const float> values) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "set_parameter()");
+  impl.check_parameter(parameter, "set_parameter()");
+  const std::uint64_t count =
+      impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)].count;
+  if (values.size() != count) {
+    impl.misuse("set_parameter(" +
+                impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
+                ") was given " + std::to_string(values.size()) + " values for " + std::to_string(count));
+  }
+  const std::uint64_t id =
+      (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
+  impl.values_fingerprint =
+      XXH3_64bits_withSeed(values.data(), values.size_bytes(), impl.values_fingerprint ^ id);
+  impl.set_parameter(parameter, values);
+}
+
+std::vector<float> Engine::get_parameter(ParameterId parameter) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "get_parameter()");
+  impl.check_parameter(parameter, "get_parameter()");
+  const Impl::OtherTraffic other(impl);
+  const UnitLayout::Place& place =
+      impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)];
+  const std::vector<float> section =
+      place.frozen ? impl.unit_frozen(parameter.unit) : impl.unit_masters(parameter.unit);
+  const auto begin = section.begin() + static_cast<std::ptrdiff_t>(place.offset);
+  return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
+}
+
+void Engine::visit_parameters(
+    const std::function<void(const ParameterShape&, std::span<const float>)>& visitor) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "visit_parameters()");
+  const Impl::OtherTraffic other(impl);
+  for (int index = 0; index < impl.unit_count(); ++index) {
+    const std::vector<float> masters = impl.unit_masters(index);
+    const std::vector<float> frozen = impl.unit_frozen(index);
+    for (std::size_t i = 0; i < impl.layout(index).places.size(); ++i) {
+      const UnitLayout::Place& place = impl.layout(index).places[i];
+      visitor(impl.shape(index).parameters[i],
+              std::span<const float>(place.frozen ? frozen : masters).subspan(place.offset, place.count));
+    }
+  }
+}
+
+std::string Engine::digest() {
+  XXH3_state_t state;
+  XXH3_128bits_reset(&state);
+  visit_parameters([&](const ParameterShape&, std::span<const float> values) {
+    XXH3_128bits_update(&state, values.data(), values.size_bytes());
+  });
+  return hex_digest(state);
+}
+
+std::string Engine::shard_digest() {
+  Impl& impl = *impl_;
+  if (impl.units.empty()) impl.misuse("shard_digest() belongs after commit()");
+  XXH3_state_t state;
+  XXH3_128bits_reset(&state);
+  std::vector<float> piece;
+  for (int unit = 0; unit < impl.unit_count(); ++unit) {
+    const std::uint64_t count = impl.unit(unit).updated_count;
+    for (std::uint64_t done = 0; done < count; done += piece.size()) {
+      piece.resize(std::min(count - done, kExchangeBytes / sizeof(float)));
+      impl.read_state(unit, StateField::kMaster, done, piece);
+      XXH3_128bits_update(&state, piece.data(), piece.size() * sizeof(float));
+    }
+  }
+  return hex_digest(state);
+}
+
+}  // namespace forebay

@@ -1,0 +1,60 @@
+// BatchFeed: carries the tokens of each micro-step to the device and its losses back, through a few pinned
+// host buffers in turn, so that the host prepares a micro-step while the device is busy with those before.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "forebay/backend.h"
+#include "model/device_handles.h"
+#include "model/gpt.h"
+
+namespace forebay::gpt {
+
+class BatchFeed {
+ public:
+  struct Batch {
+    std::span<std::uint8_t> tokens;
+    std::span<std::uint8_t> targets;
+  };
+
+  // For passes of `rows` tokens. `backend` outlives this, and so does the stream, or it is drained before.
+  BatchFeed(Backend& backend, std::size_t rows);
+  // Where to write the next micro-step's tokens. Waits while all buffers are under way.
+  Batch next();
+  // Queues the copies: of what next() returned, before a forward pass, and of the losses, after a backward
+  // pass.
+  void send(const Gpt& gpt, Stream stream);
+  void receive(const Gpt& gpt, Stream stream);
+  // Waits for all that is under way. The mean loss of each micro-step since the last call, in order.
+  std::vector<double> take_losses();
+
+ private:
+  // Less, and the host waits for the device in every micro-step; more is memory without a use.
+  static constexpr std::size_t kBufferCount = 4;
+
+  struct Tokens {
+    std::span<std::uint8_t> tokens;
+    std::span<std::uint8_t> targets;
+    OwnedEvent sent;
+  };
+  struct Losses {
+    std::span<RowLoss> losses;
+    OwnedEvent received;
+    bool under_way = false;
+  };
+
+  void collect(Losses& buffer);
+
+  Backend& backend_;
+  PinnedMemory memory_;  // All losses, then all tokens and targets.
+  std::vector<Tokens> tokens_;
+  std::vector<Losses> losses_;
+  std::size_t token_count_ = 0;  // Calls of next() and of receive() so far.
+  std::size_t loss_count_ = 0;
+  std::vector<double> means_;
+};
+
+}  // namespace forebay::gpt

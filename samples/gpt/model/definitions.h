@@ -1,0 +1,243 @@
+// The arithmetic of every operation besides products, once, for one element: host loops and device kernels
+// both call it.
+//
+// With it goes the order of sums, which both keep too. A sum along a row, or down a column, is made in kLanes
+// partial sums: element i is added to lane i mod kLanes, ascending, and the lanes are folded in halves (lane
+// j
+// += lane j + 16, then + 8, ... + 1). Other sums ascend. So the host and a device agree to the last bit, as
+// long as all numbers are finite: only fp32 additions, products, quotients and square roots are used, each
+// rounded by itself (-ffp-contract=off, -fmad=false), and exponential() is written out.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "forebay/data_type.h"
+#include "model/device_function.h"
+#include "model/random.h"
+
+namespace forebay::gpt {
+
+// What the loss of one row is made of: with l the row's largest logit, the sum of exp(logit - l), and the
+// target's logit less l. The loss itself, log(sum) - target, is left to the host.
+struct RowLoss {
+  float sum;
+  float target;
+};
+
+// The same of a part of the vocabulary, with its own largest logit; a target in another part counts as 0.
+struct RowLossPart {
+  float largest;
+  float sum;
+  float target;
+};
+
+// What is set to zero at random in one tensor of one pass: element i when the upper half of splitmix64(key +
+// i) is less than `threshold`; the others are multiplied by `scale`. i counts the elements of the tensor as
+// it would be undivided, over all ranks: so a mask depends neither on who computes it nor on how often.
+struct Dropout {
+  std::uint64_t key = 0;
+  std::uint32_t threshold = 0;  // 0: nothing is.
+  float scale = 1;
+  FOREBAY_DEVICE bool active() const { return threshold != 0; }
+};
+
+// What a row of attention's softmax is made of: the largest score, and 1 over the sum of exp(score -
+// largest). With them the backward pass makes the probabilities again instead of keeping them.
+struct SoftmaxRow {
+  float largest;
+  float inverse;
+};
+
+namespace definitions {
+
+inline constexpr std::size_t kLanes = 32;  // One warp; and enough for every vector width of a host.
+inline constexpr float kEpsilon = 1e-5F;   // Of LayerNorm.
+
+// memcpy and not std::bit_cast: device code may call it.
+FOREBAY_DEVICE inline std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+FOREBAY_DEVICE inline float float_of(std::uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+FOREBAY_DEVICE inline float larger(float a, float b) {
+  return a < b ? b : a;
+}
+
+// --- conversions; free of branches that depend on a value, so that loops over them vectorise ---
+
+FOREBAY_DEVICE inline float from_bfloat16(std::uint16_t bits) {
+  return float_of(std::uint32_t{bits} << 16);
+}
+
+FOREBAY_DEVICE inline std::uint16_t to_bfloat16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  return static_cast<std::uint16_t>(is_nan ? 0x7FC0u : rounded);
+}
+
+FOREBAY_DEVICE inline float from_float16(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+  const std::uint32_t magnitude = bits & 0x7FFFu;
+  // As if it were an fp32 with a small exponent; the product moves the exponent and makes subnormals normal.
+  const float scaled = float_of(magnitude << 13) * 0x1p112F;
+  const std::uint32_t special = (magnitude << 13) | 0x7F800000u;  // Infinity and NaN.
+  const std::uint32_t result = magnitude >= 0x7C00u ? special : bits_of(scaled);
+  return float_of(result | sign);
+}
+
+FOREBAY_DEVICE inline std::uint16_t to_float16(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
+  // Normal results: rebias the exponent by -112 and round the 13 bits that go.
+  const std::uint32_t normal = (magnitude + 0xC8000FFFu + ((magnitude >> 13) & 1u)) >> 13;
+  // Subnormal results: adding 0.5 makes the adder round at the right place, 2^-24.
+  const float shifted = float_of(magnitude) + 0.5F;
+  const std::uint32_t subnormal = bits_of(shifted) - bits_of(0.5F);
+  std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14
+  result = magnitude >= 0x477FF000u ? 0x7C00u : result;                 // From 65520 on: infinity.
+  result = magnitude > 0x7F800000u ? 0x7E00u : result;                  // NaN
+  return static_cast<std::uint16_t>(result | sign);
+}
+
+// An element of a type in memory, its value in fp32, and rounding fp32 to it (to nearest, ties to even).
+template <DataType type>
+struct Element {
+  using Storage = float;
+  FOREBAY_DEVICE static float load(float value) { return value; }
+  FOREBAY_DEVICE static float round(float value) { return value; }
+};
+template <>
+struct Element<DataType::kBfloat16> {
+  using Storage = std::uint16_t;
+  FOREBAY_DEVICE static float load(std::uint16_t bits) { return from_bfloat16(bits); }
+  FOREBAY_DEVICE static std::uint16_t round(float value) { return to_bfloat16(value); }
+};
+template <>
+struct Element<DataType::kFloat16> {
+  using Storage = std::uint16_t;
+  FOREBAY_DEVICE static float load(std::uint16_t bits) { return from_float16(bits); }
+  FOREBAY_DEVICE static std::uint16_t round(float value) { return to_float16(value); }
+};
+
+// --- elementary functions ---
+
+// exp(x) for x in [-87, 88], clamped to it: 2^n * p(r), within 2 units in the last place.
+FOREBAY_DEVICE inline float exponential(float x) {
+  x = x < -87.0F ? -87.0F : x;
+  x = 88.0F < x ? 88.0F : x;
+  constexpr float kRounder = 12582912.0F;  // 1.5 * 2^23: adding it rounds to an integer.
+  const float rounded = x * 1.44269504F + kRounder;
+  const float n = rounded - kRounder;
+  const float r = (x - n * 0.693359375F) - n * -2.12194440e-4F;  // ln 2 in two parts.
+  float p = 1.9875691500e-4F;
+  p = p * r + 1.3981999507e-3F;
+  p = p * r + 8.3334519073e-3F;
+  p = p * r + 4.1665795894e-2F;
+  p = p * r + 1.6666665459e-1F;
+  p = p * r + 5.0000001201e-1F;
+  p = p * (r * r) + r + 1.0F;
+  // n stands in the low bits of `rounded`; a NaN stays one, through p.
+  const std::uint32_t exponent = bits_of(rounded) - bits_of(kRounder) + 127u;
+  return p * float_of(exponent << 23);
+}
+
+// tanh by exp: the absolute error, about 1e-7, is what GELU needs.
+FOREBAY_DEVICE inline float hyperbolic_tangent(float x) {
+  return 1.0F - 2.0F / (exponential(2.0F * x) + 1.0F);
+}
+
+// --- dropout ---
+
+FOREBAY_DEVICE inline float dropped(const Dropout& dropout, std::uint64_t index, float value) {
+  const bool drops = splitmix64(dropout.key + index) >> 32 < dropout.threshold;
+  return drops ? 0.0F : value * dropout.scale;
+}
+
+// --- GELU: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) ---
+
+inline constexpr float kGeluFactor = 0.7978845608F;  // sqrt(2 / pi)
+inline constexpr float kGeluCubic = 0.044715F;
+
+FOREBAY_DEVICE inline float gelu(float x) {
+  const float t = hyperbolic_tangent(kGeluFactor * (x + kGeluCubic * x * x * x));
+  return 0.5F * x * (1.0F + t);
+}
+
+FOREBAY_DEVICE inline float gelu_slope(float x) {
+  const float t = hyperbolic_tangent(kGeluFactor * (x + kGeluCubic * x * x * x));
+  const float inner = kGeluFactor * (1.0F + 3.0F * kGeluCubic * x * x);
+  return 0.5F * (1.0F + t) + 0.5F * x * (1.0F - t * t) * inner;
+}
+
+// --- LayerNorm: y = (x - mean) * inverse * gain + bias ---
+
+FOREBAY_DEVICE inline float squared_deviation(float x, float mean) {
+  return (x - mean) * (x - mean);
+}
+FOREBAY_DEVICE inline float inverse_deviation(float variance) {
+  return 1.0F / sqrtf(variance + kEpsilon);
+}
+FOREBAY_DEVICE inline float normalised(float x, float mean, float inverse) {
+  return (x - mean) * inverse;
+}
+FOREBAY_DEVICE inline float layer_norm(float x, float mean, float inverse, float gain, float bias) {
+  return normalised(x, mean, inverse) * gain + bias;
+}
+// Through x^ = normalised(x), with g = gradient * gain: dx = inverse * (g - mean(g) - x^ * mean(g * x^)).
+FOREBAY_DEVICE inline float layer_norm_slope(float x, float mean, float inverse, float g, float mean_g,
+                                             float mean_gx) {
+  return inverse * (g - mean_g - normalised(x, mean, inverse) * mean_gx);
+}
+
+// --- the loss, from parts of the vocabulary ---
+
+// What the parts of a row are made whole with: the largest of all, the sum of exp(logit - largest) over them
+// in their order, and the target's logit less the largest.
+struct WholeRow {
+  float largest;
+  RowLoss loss;
+};
+// `parts`: of the first part; of the next, `stride` further.
+FOREBAY_DEVICE inline WholeRow whole_row(const RowLossPart* parts, std::size_t stride, std::size_t count,
+                                         std::size_t target_part) {
+  WholeRow row{parts[0].largest, {0.0F, 0.0F}};
+  for (std::size_t p = 1; p < count; ++p) row.largest = larger(row.largest, parts[p * stride].largest);
+  for (std::size_t p = 0; p < count; ++p) {
+    const float sum = parts[p * stride].sum * exponential(parts[p * stride].largest - row.largest);
+    row.loss.sum = p == 0 ? sum : row.loss.sum + sum;
+  }
+  const RowLossPart& target = parts[target_part * stride];
+  row.loss.target = target.target + (target.largest - row.largest);
+  return row;
+}
+// What exp(logit - the part's largest) is multiplied by to be factor * softmax.
+FOREBAY_DEVICE inline float softmax_scale(const WholeRow& row, float part_largest, float factor) {
+  return exponential(part_largest - row.largest) * (factor / row.loss.sum);
+}
+
+// --- softmax, and the way back through it ---
+
+FOREBAY_DEVICE inline float attention_factor(std::size_t head_columns) {
+  return 1.0F / sqrtf(static_cast<float>(head_columns));
+}
+FOREBAY_DEVICE inline float probability(float score, SoftmaxRow row) {
+  return exponential(score - row.largest) * row.inverse;
+}
+// ds = p * (dp - sum of p * dp), times the factor of the scores.
+FOREBAY_DEVICE inline float score_gradient(float p, float dp, float mean, float factor) {
+  return p * (dp - mean) * factor;
+}
+
+}  // namespace definitions
+}  // namespace forebay::gpt

@@ -1,0 +1,458 @@
+#include "model/host_operations.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "forebay/error.h"
+#include "forebay/units.h"
+#include "model/convert.h"
+#include "model/definitions.h"
+
+namespace forebay::gpt {
+namespace {
+
+using definitions::kLanes;
+
+constexpr std::size_t kAlignment = 64;    // One cache line, and the widest vector.
+constexpr std::size_t kColumnBlock = 64;  // Columns one thread sums down at a time.
+[[maybe_unused]] constexpr std::size_t kParallelCount =
+    1u << 14;  // Below it starting threads costs more than it saves.
+
+std::size_t thread_index() {
+#if defined(_OPENMP)
+  return static_cast<std::size_t>(omp_get_thread_num());
+#else
+  return 0;
+#endif
+}
+
+// The sum of f(0) ... f(count - 1) by lanes.
+template <typename Function>
+inline float lane_sum(std::size_t count, Function f) {
+  float lanes[kLanes] = {};
+  const std::size_t whole = count - count % kLanes;
+  for (std::size_t i = 0; i < whole; i += kLanes) {
+    for (std::size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += f(i + lane);
+  }
+  for (std::size_t i = whole; i < count; ++i) lanes[i - whole] += f(i);
+  for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+    for (std::size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+// Calls f(first column, one past the last) for blocks of columns, in parallel.
+template <typename Function>
+void for_column_blocks(std::size_t columns, Function f) {
+  const std::size_t block_count = ceil_div(columns, kColumnBlock);
+#pragma omp parallel for schedule(static)
+  for (std::size_t b = 0; b < block_count; ++b) {
+    f(b * kColumnBlock, std::min(columns, (b + 1) * kColumnBlock));
+  }
+}
+
+// target[c] = the sum by lanes of f(0, c) ... f(rows - 1, c).
+template <typename Function>
+void column_sums(std::size_t rows, std::size_t columns, float* target, Function f) {
+  for_column_blocks(columns, [&](std::size_t first, std::size_t last) {
+    float lanes[kLanes][kColumnBlock] = {};
+    for (std::size_t r = 0; r < rows; ++r) {
+      float* sums = lanes[r % kLanes];
+      for (std::size_t c = first; c < last; ++c) sums[c - first] += f(r, c);
+    }
+    for (std::size_t width = kLanes / 2; width > 0; width /= 2) {
+      for (std::size_t lane = 0; lane < width; ++lane) {
+        for (std::size_t c = 0; c < kColumnBlock; ++c) lanes[lane][c] += lanes[lane + width][c];
+      }
+    }
+    std::copy_n(lanes[0], last - first, target + first);
+  });
+}
+
+}  // namespace
+
+void set_compute_threads(int count) {
+#if defined(_OPENMP)
+  omp_set_dynamic(0);  // Fewer threads than oneDNN prepared its products for: it would compute wrongly.
+  omp_set_num_threads(count);
+  int got = 0;
+#pragma omp parallel
+  {
+#pragma omp single
+    got = omp_get_num_threads();
+  }
+  if (got != count) {
+    throw Error(
+        StatusCode::kUnavailable,
+        std::to_string(count) + " compute threads were asked for and OpenMP gives " + std::to_string(got) +
+            "; unset OMP_THREAD_LIMIT and OMP_MAX_ACTIVE_LEVELS, or give --threads " + std::to_string(got));
+  }
+#else
+  static_cast<void>(count);
+#endif
+}
+
+int default_compute_threads() {
+#if defined(_OPENMP)
+  if (omp_get_max_active_levels() < 1) return 1;
+  return std::min(omp_get_num_procs(), omp_get_thread_limit());
+#else
+  return 1;
+#endif
+}
+
+double mean_loss(std::span<const RowLoss> rows) {
+  double total = 0;
+  for (const RowLoss& row : rows) total += std::log(double{row.sum}) - double{row.target};
+  return total / static_cast<double>(rows.size());
+}
+
+HostOperations::HostOperations(std::unique_ptr<MatMul> matmul, int threads)
+    : matmul_(std::move(matmul)), threads_(threads) {}
+
+// --- products; `b` is widened into the beginning of the workspace ---
+
+namespace {
+
+std::size_t widened_bytes(const ProductShape& shape, DataType b_type) {
+  if (b_type == DataType::kFloat32) return 0;
+  return round_up(shape.depth * shape.columns * sizeof(float), kAlignment);
+}
+
+}  // namespace
+
+std::size_t HostOperations::prepare_product(const ProductShape& shape, DataType b_type) {
+  return widened_bytes(shape, b_type) + matmul_->prepare(shape);
+}
+
+void HostOperations::multiply(const ProductShape& shape, const float* a, Operand b, float* c,
+                              std::byte* workspace) {
+  const float* values = static_cast<const float*>(b.data);
+  if (b.type != DataType::kFloat32) {
+    float* widened = reinterpret_cast<float*>(workspace);
+    widen(b, widened, shape.depth * shape.columns);
+    values = widened;
+  }
+  matmul_->multiply(shape, a, values, c, workspace + widened_bytes(shape, b.type));
+}
+
+// --- element by element ---
+
+void HostOperations::widen(Operand source, float* target, std::size_t count) {
+  gpt::widen(source.type, static_cast<const std::byte*>(source.data), target, count);
+}
+
+void HostOperations::narrow(DataType type, const float* source, std::byte* target, std::size_t count,
+                            bool accumulate) {
+  gpt::narrow(type, source, target, count, accumulate);
+}
+
+void HostOperations::zero(float* target, std::size_t count) {
+  std::fill_n(target, count, 0.0F);
+}
+
+void HostOperations::add_bias(float* matrix, const float* bias, std::size_t rows, std::size_t columns) {
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < rows; ++r) {
+    float* row = matrix + r * columns;
+    for (std::size_t c = 0; c < columns; ++c) row[c] += bias[c];
+  }
+}
+
+void HostOperations::bias_backward(const float* gradient, float* bias_gradient, std::size_t rows,
+                                   std::size_t columns) {
+  column_sums(rows, columns, bias_gradient,
+              [=](std::size_t r, std::size_t c) { return gradient[r * columns + c]; });
+}
+
+void HostOperations::add(const float* a, const float* b, float* target, std::size_t count) {
+#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
+  for (std::size_t i = 0; i < count; ++i) target[i] = a[i] + b[i];
+}
+
+void HostOperations::drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
+                          std::uint64_t first) {
+#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
+  for (std::size_t i = 0; i < count; ++i) target[i] = definitions::dropped(dropout, first + i, source[i]);
+}
+
+void HostOperations::gelu(const float* input, float* output, std::size_t count) {
+#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
+  for (std::size_t i = 0; i < count; ++i) output[i] = definitions::gelu(input[i]);
+}
+
+void HostOperations::gelu_backward(const float* input, float* gradient, std::size_t count) {
+#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
+  for (std::size_t i = 0; i < count; ++i) gradient[i] *= definitions::gelu_slope(input[i]);
+}
+
+// --- embedding ---
+
+void HostOperations::embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range,
+                           float* output, std::size_t rows, std::size_t hidden) {
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < rows; ++r) {
+    float* row = output + r * hidden;
+    if (range.has(tokens_in[r])) {
+      std::copy_n(tokens + (tokens_in[r] - range.first) * hidden, hidden, row);
+    } else {
+      std::fill_n(row, hidden, 0.0F);
+    }
+  }
+}
+
+void HostOperations::embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient,
+                                           TokenRange range, float* tokens_gradient, std::size_t rows,
+                                           std::size_t hidden) {
+  for_column_blocks(hidden, [&](std::size_t first, std::size_t last) {
+    for (std::size_t v = 0; v < range.count; ++v) {
+      std::fill(tokens_gradient + v * hidden + first, tokens_gradient + v * hidden + last, 0.0F);
+    }
+    for (std::size_t r = 0; r < rows; ++r) {
+      if (!range.has(tokens_in[r])) continue;
+      float* target = tokens_gradient + (tokens_in[r] - range.first) * hidden;
+      for (std::size_t c = first; c < last; ++c) target[c] += gradient[r * hidden + c];
+    }
+  });
+}
+
+void HostOperations::embed_positions_backward(const float* gradient, float* positions_gradient,
+                                              std::size_t rows, std::size_t sequence, std::size_t hidden) {
+#pragma omp parallel for schedule(static)
+  for (std::size_t position = 0; position < sequence; ++position) {
+    float* target = positions_gradient + position * hidden;
+    std::fill(target, target + hidden, 0.0F);
+    for (std::size_t r = position; r < rows; r += sequence) {
+      for (std::size_t c = 0; c < hidden; ++c) target[c] += gradient[r * hidden + c];
+    }
+  }
+}
+
+// --- LayerNorm ---
+
+void HostOperations::layer_norm(const LayerNorm& norm, const float* gain, const float* bias, float* output) {
+  const std::size_t hidden = norm.hidden;
+  const float count = static_cast<float>(hidden);
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < norm.rows; ++r) {
+    const float* x = norm.input + r * hidden;
+    float* y = output + r * hidden;
+    const float mean = lane_sum(hidden, [x](std::size_t c) { return x[c]; }) / count;
+    const float variance =
+        lane_sum(hidden, [x, mean](std::size_t c) { return definitions::squared_deviation(x[c], mean); }) /
+        count;
+    const float inverse = definitions::inverse_deviation(variance);
+    for (std::size_t c = 0; c < hidden; ++c)
+      y[c] = definitions::layer_norm(x[c], mean, inverse, gain[c], bias[c]);
+    norm.mean[r] = mean;
+    norm.inverse[r] = inverse;
+  }
+}
+
+void HostOperations::layer_norm_backward(const LayerNorm& norm, const float* gain, const float* gradient,
+                                         float* input_gradient, float* gain_gradient, float* bias_gradient) {
+  using definitions::normalised;
+  const std::size_t hidden = norm.hidden;
+  const float count = static_cast<float>(hidden);
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < norm.rows; ++r) {
+    const float* x = norm.input + r * hidden;
+    const float* dy = gradient + r * hidden;
+    float* dx = input_gradient + r * hidden;
+    const float mean = norm.mean[r];
+    const float inverse = norm.inverse[r];
+    const float mean_g = lane_sum(hidden, [=](std::size_t c) { return dy[c] * gain[c]; }) / count;
+    const float mean_gx =
+        lane_sum(hidden, [=](std::size_t c) { return dy[c] * gain[c] * normalised(x[c], mean, inverse); }) /
+        count;
+    for (std::size_t c = 0; c < hidden; ++c)
+      dx[c] += definitions::layer_norm_slope(x[c], mean, inverse, dy[c] * gain[c], mean_g, mean_gx);
+  }
+  column_sums(norm.rows, hidden, gain_gradient, [=](std::size_t r, std::size_t c) {
+    return gradient[r * hidden + c] * normalised(norm.input[r * hidden + c], norm.mean[r], norm.inverse[r]);
+  });
+  bias_backward(gradient, bias_gradient, norm.rows, hidden);
+}
+
+// --- attention ---
+
+namespace {
+
+// One head of one sample: where its query, key and value columns are.
+struct Head {
+  const float* query;  // Of row 0; the next row is `stride` further. So for the others.
+  const float* key;
+  const float* value;
+  std::size_t stride;
+};
+
+Head head_of(const Attention& shape, const float* qkv, std::size_t sample, std::size_t head) {
+  const std::size_t stride = 3 * shape.hidden;
+  const float* row = qkv + sample * shape.sequence * stride + head * shape.head_columns();
+  return {row, row + shape.hidden, row + 2 * shape.hidden, stride};
+}
+
+// What one thread needs, in floats: keys and values of a head, transposed, and two rows of weights.
+std::size_t attention_count(const Attention& shape) {
+  return 2 * shape.head_columns() * shape.sequence + 2 * shape.sequence;
+}
+
+// target[c][row] = source[row][c]: sums over columns then run along memory.
+void transpose(const float* source, std::size_t stride, std::size_t rows, std::size_t columns,
+               float* target) {
+  for (std::size_t r = 0; r < rows; ++r) {
+    for (std::size_t c = 0; c < columns; ++c) target[c * rows + r] = source[r * stride + c];
+  }
+}
+
+// dots[j] = factor * (vector . column j of `transposed`), for j < count.
+void dots_with_columns(const float* vector, std::size_t columns, const float* transposed,
+                       std::size_t row_count, float factor, float* dots, std::size_t count) {
+  std::fill(dots, dots + count, 0.0F);
+  for (std::size_t c = 0; c < columns; ++c) {
+    const float v = vector[c];
+    const float* row = transposed + c * row_count;
+    for (std::size_t j = 0; j < count; ++j) dots[j] += v * row[j];
+  }
+  for (std::size_t j = 0; j < count; ++j) dots[j] *= factor;
+}
+
+// After dropout: probabilities, or the gradients of those after it; element j is the `first + j`-th.
+void drop_row(const Dropout& dropout, std::uint64_t first, float* row, std::size_t count) {
+  if (!dropout.active()) return;
+  for (std::size_t j = 0; j < count; ++j) row[j] = definitions::dropped(dropout, first + j, row[j]);
+}
+
+void add_scaled(float factor, const float* source, float* target, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) target[i] += factor * source[i];
+}
+
+}  // namespace
+
+std::size_t HostOperations::prepare_attention(const Attention& shape) {
+  return static_cast<std::size_t>(threads_) * attention_count(shape) * sizeof(float);
+}
+
+void HostOperations::attention(const Attention& shape, const float* qkv, float* output, SoftmaxRow* softmax,
+                               std::byte* workspace) {
+  const std::size_t columns = shape.head_columns();
+  const std::size_t sequence = shape.sequence;
+  const float factor = definitions::attention_factor(columns);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads_)
+  for (std::size_t sample = 0; sample < shape.batch; ++sample) {
+    for (std::size_t head = 0; head < shape.heads; ++head) {
+      float* keys = reinterpret_cast<float*>(workspace) + thread_index() * attention_count(shape);
+      float* weights = keys + 2 * columns * sequence;
+      const Head in = head_of(shape, qkv, sample, head);
+      transpose(in.key, in.stride, sequence, columns, keys);
+      for (std::size_t i = 0; i < sequence; ++i) {
+        const std::size_t seen = i + 1;
+        dots_with_columns(in.query + i * in.stride, columns, keys, sequence, factor, weights, seen);
+        SoftmaxRow row{*std::max_element(weights, weights + seen), 1.0F};
+        for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
+        row.inverse = 1.0F / lane_sum(seen, [weights](std::size_t j) { return weights[j]; });
+        softmax[(sample * shape.heads + head) * sequence + i] = row;
+
+        float* out = output + (sample * sequence + i) * shape.hidden + head * columns;
+        std::fill(out, out + columns, 0.0F);
+        for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
+        drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
+        for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], in.value + j * in.stride, out, columns);
+      }
+    }
+  }
+}
+
+void HostOperations::attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
+                                        const float* gradient, float* qkv_gradient, std::byte* workspace) {
+  const std::size_t columns = shape.head_columns();
+  const std::size_t sequence = shape.sequence;
+  const float factor = definitions::attention_factor(columns);
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads_)
+  for (std::size_t sample = 0; sample < shape.batch; ++sample) {
+    for (std::size_t head = 0; head < shape.heads; ++head) {
+      float* keys = reinterpret_cast<float*>(workspace) + thread_index() * attention_count(shape);
+      float* values = keys + columns * sequence;
+      float* weights = values + columns * sequence;
+      float* weight_gradients = weights + sequence;
+      const Head in = head_of(shape, qkv, sample, head);
+      transpose(in.key, in.stride, sequence, columns, keys);
+      transpose(in.value, in.stride, sequence, columns, values);
+
+      const std::size_t stride = in.stride;
+      float* d_query = qkv_gradient + (in.query - qkv);
+      float* d_key = qkv_gradient + (in.key - qkv);
+      float* d_value = qkv_gradient + (in.value - qkv);
+      for (std::size_t i = 0; i < sequence; ++i) {
+        std::fill(d_query + i * stride, d_query + i * stride + columns, 0.0F);
+        std::fill(d_key + i * stride, d_key + i * stride + columns, 0.0F);
+        std::fill(d_value + i * stride, d_value + i * stride + columns, 0.0F);
+      }
+
+      for (std::size_t i = 0; i < sequence; ++i) {
+        const std::size_t seen = i + 1;
+        const float* query = in.query + i * stride;
+        const float* d_out = gradient + (sample * sequence + i) * shape.hidden + head * columns;
+        const SoftmaxRow row = softmax[(sample * shape.heads + head) * sequence + i];
+
+        // The probabilities p again, and dp[j] = d_out . value[j], back through dropout.
+        const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
+        dots_with_columns(query, columns, keys, sequence, factor, weights, seen);
+        for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
+        dots_with_columns(d_out, columns, values, sequence, 1.0F, weight_gradients, seen);
+        drop_row(shape.dropout, dropout_index, weight_gradients, seen);
+
+        const float mean = lane_sum(seen, [=](std::size_t j) { return weights[j] * weight_gradients[j]; });
+        for (std::size_t j = 0; j < seen; ++j) {
+          const float d_score = definitions::score_gradient(weights[j], weight_gradients[j], mean, factor);
+          add_scaled(d_score, in.key + j * stride, d_query + i * stride, columns);
+          add_scaled(d_score, query, d_key + j * stride, columns);
+        }
+        drop_row(shape.dropout, dropout_index, weights, seen);
+        for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], d_out, d_value + j * stride, columns);
+      }
+    }
+  }
+}
+
+// --- the loss ---
+
+void HostOperations::cross_entropy(const LogitsPart& part, RowLossPart* losses) {
+  const TokenRange range = part.range;
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < part.rows; ++r) {
+    float* row = part.logits + r * part.columns;
+    const float largest = range.count > 0 ? *std::max_element(row, row + range.count) : -INFINITY;
+    const std::size_t target = part.targets[r];
+    losses[r].largest = largest;
+    losses[r].target = range.has(target) ? row[target - range.first] - largest : 0.0F;
+    for (std::size_t v = 0; v < range.count; ++v) row[v] = definitions::exponential(row[v] - largest);
+    losses[r].sum = lane_sum(range.count, [row](std::size_t v) { return row[v]; });
+  }
+}
+
+void HostOperations::cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses,
+                                            std::size_t parts, std::size_t index, RowLoss* row_losses,
+                                            float factor) {
+  const TokenRange range = part.range;
+#pragma omp parallel for schedule(static)
+  for (std::size_t r = 0; r < part.rows; ++r) {
+    float* row = part.logits + r * part.columns;
+    const std::size_t target = part.targets[r];
+    const definitions::WholeRow whole =
+        definitions::whole_row(losses + r, part.rows, parts, target / part.columns);
+    row_losses[r] = whole.loss;
+    const float scale = definitions::softmax_scale(whole, losses[index * part.rows + r].largest, factor);
+    for (std::size_t v = 0; v < range.count; ++v) row[v] *= scale;
+    if (range.has(target)) row[target - range.first] -= factor;
+    std::fill(row + range.count, row + part.columns, 0.0F);
+  }
+}
+
+}  // namespace forebay::gpt

@@ -1,0 +1,60 @@
+// A stream of the device on which the model computes, in order with the engine's gathers.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "forebay/backend.h"
+#include "forebay/error.h"
+#include "forebay/log.h"
+#include "forebay/stream_call.h"
+#include "model/work_queue.h"
+
+namespace forebay::gpt {
+
+class ComputeStream final : public WorkQueue {
+ public:
+  // `queues`: what is run queues its work on stream() itself, so it runs at once, on the calling thread.
+  // Otherwise it computes, and runs on the stream's thread.
+  ComputeStream(Backend& backend, bool queues)
+      : backend_(backend), queues_(queues), stream_(value_or_throw(backend.stream_create())) {}
+  // Waits for what is queued.
+  ~ComputeStream() override { static_cast<void>(backend_.stream_destroy(stream_)); }
+  ComputeStream(const ComputeStream&) = delete;
+  ComputeStream& operator=(const ComputeStream&) = delete;
+
+  Stream stream() const { return stream_; }
+
+  // Runs `work`, so that its work comes after all that was queued before. Once one on the stream's thread
+  // has thrown, later ones are passed over and synchronize() throws what it threw.
+  void run(std::function<void()> work) override {
+    if (queues_) return work();
+    throw_if_error(call_on(backend_, stream_, [this, work = std::move(work)] {
+      if (failure_) return;
+      try {
+        work();
+      } catch (...) {
+        failure_ = std::current_exception();
+      }
+    }));
+  }
+
+  void synchronize() {
+    throw_if_error(backend_.stream_synchronize(stream_));
+    if (failure_) std::rethrow_exception(failure_);
+  }
+  // Waits, whatever came of it.
+  void drain() noexcept {
+    const Status status = backend_.stream_synchronize(stream_);
+    if (!status.ok()) log(LogLevel::kInfo, "%s", status.message().c_str());
+  }
+
+ private:
+  Backend& backend_;
+  const bool queues_;
+  const Stream stream_;
+  std::exception_ptr failure_;  // Written on the stream's thread, read when it is idle.
+};
+
+}  // namespace forebay::gpt

@@ -1,0 +1,105 @@
+#include "trainer/files.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <string>
+
+#include "forebay/error.h"
+#include "model/text.h"
+#include "trainer/output_file.h"
+#include "trainer/parted_state.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+void check_output(const char* option, const std::string& path) {
+  if (path.empty()) return;
+  try {
+    OutputFile::check(path);
+  } catch (const Error& error) {
+    throw Error(error.status().with_context(option));
+  }
+}
+
+// By trying: permissions alone do not tell of a read-only or pseudo file system. The cause, or 0.
+int try_to_write_in(const std::string& directory) {
+  std::string trial = directory + "/.trial-XXXXXX";
+  const int file = ::mkstemp(trial.data());
+  if (file < 0) return errno;
+  ::close(file);
+  ::unlink(trial.c_str());
+  return 0;
+}
+
+void check_directory_can_be_written(const std::string& directory) {
+  const auto refuse = [&](int error) {
+    throw Error(StatusCode::kIoError,
+                "--save-state: cannot write in " + directory + ": " + std::strerror(error) +
+                    "; give a directory that exists, or can be made, and may be written");
+  };
+  const bool makes = ::mkdir(directory.c_str(), 0777) == 0;
+  if (!makes && errno != EEXIST) refuse(errno);
+  const int error = try_to_write_in(directory);
+  if (makes) ::rmdir(directory.c_str());  // Not ours to leave when the run ends early.
+  if (error != 0) refuse(error);
+}
+
+// The space is taken by the engine, which says what was free.
+void check_drives(const char* option, const std::vector<std::string>& directories) {
+  for (const std::string& directory : directories) {
+    if (const int error = try_to_write_in(directory); error != 0) {
+      throw Error(StatusCode::kIoError,
+                  std::string(option) + ": cannot write in " + directory + ": " + std::strerror(error) +
+                      "; give a directory that exists and may be written, on the drive that is to hold what "
+                      "is offloaded");
+    }
+  }
+}
+
+void check_state(const TrainerOptions& options) {
+  const std::string& directory = options.save_state;
+  if (directory.empty()) return;
+  check_directory_can_be_written(directory);
+  std::error_code error;
+  if (!holds_state(directory)) return;
+  if (!options.load_state.empty() && fs::equivalent(directory, options.load_state, error)) return;
+  throw Error(StatusCode::kInvalidArgument,
+              "--save-state " + directory +
+                  " holds a saved state already, which this run would replace; go on from it with "
+                  "--load-state " +
+                  directory + ", or give another directory");
+}
+
+}  // namespace
+
+std::string timeline_file(const TrainerOptions& options, int rank) {
+  fs::path file = options.timeline_file;
+  if (rank != 0) file.replace_extension(".rank-" + std::to_string(rank) + file.extension().string());
+  return file.string();
+}
+
+std::string flight_file(const TrainerOptions& options, int rank) {
+  return options.flight_recorder + "/flight.rank-" + std::to_string(rank) + ".json";
+}
+
+void check_files(const TrainerOptions& options) {
+  check_output("--report", options.report_file);
+  for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
+    check_output("--timeline", timeline_file(options, rank));
+  }
+  check_output("--export", options.export_file);
+  if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
+  check_state(options);
+  check_drives("--offload-tier", options.offload_directories);
+  check_drives("--activations", options.activation_directories);
+  static_cast<void>(Text::read(options.text));
+}
+
+}  // namespace forebay::gpt

@@ -1,0 +1,98 @@
+#include "trainer/parted_state.h"
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "forebay/error.h"
+#include "trainer/trainer.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string parts_file(const std::string& directory) {
+  return directory + "/parts";
+}
+
+std::string step_name(std::uint64_t step) {
+  return "step-" + std::to_string(step);
+}
+
+std::string part_directory(Grid& grid, const std::string& directory, const std::string& step) {
+  return directory + "/" + step + "/part-" + std::to_string(grid.part());
+}
+
+std::string parts_text(const std::string& step, const RankGrid& shape) {
+  return step + " tensor-parallel " + std::to_string(shape.tensor_parallel()) + " pipeline-parallel " +
+         std::to_string(shape.pipeline_parallel()) + "\n";
+}
+
+// What was there before, once `kept` is whole and named.
+void remove_superseded(const std::string& directory, const std::string& kept) {
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename();
+    if (name.rfind("step-", 0) == 0 && name != kept) fs::remove_all(entry.path(), error);
+  }
+}
+
+}  // namespace
+
+void save_parts(Grid& grid, const std::string& directory, std::uint64_t step,
+                const std::function<void(const std::string& directory)>& save) {
+  if (grid.part_count() == 1) return save(directory);
+  const std::string name = step_name(step);
+  const std::string mine = part_directory(grid, directory, name);
+  std::error_code error;
+  fs::create_directories(mine, error);
+  if (error) {
+    throw Error(StatusCode::kIoError, "--save-state: cannot make " + mine + ": " + error.message() +
+                                          "; give a directory that may be written");
+  }
+  save(mine);
+  throw_if_error(grid.world().barrier());
+  if (grid.world().rank() != 0) return;
+  write_file(parts_file(directory), parts_text(name, grid.shape()));
+  remove_superseded(directory, name);
+}
+
+std::string saved_part(Grid& grid, const std::string& directory) {
+  std::error_code error;
+  const bool in_parts = fs::exists(parts_file(directory), error);
+  const RankGrid& shape = grid.shape();
+  if (grid.part_count() == 1 && !in_parts) return directory;
+  if (!in_parts) {
+    throw Error(StatusCode::kIoError,
+                "--load-state: no state in parts is saved in " + directory +
+                    " (no file named parts), and this run has --tensor-parallel " +
+                    std::to_string(shape.tensor_parallel()) + " and --pipeline-parallel " +
+                    std::to_string(shape.pipeline_parallel()) +
+                    "; give the directory that a run with the same ones saved in, or weights with --initial");
+  }
+  std::ifstream file(parts_file(directory));
+  std::string step;
+  std::getline(file, step, ' ');
+  std::ostringstream rest;
+  rest << step << ' ' << file.rdbuf();
+  if (step.rfind("step-", 0) != 0 || step.find('/') != std::string::npos ||
+      !fs::is_directory(directory + "/" + step, error)) {
+    throw Error(StatusCode::kCorruption, parts_file(directory) + " names no saved state; it says \"" + step +
+                                             "\"; give another directory with --load-state");
+  }
+  if (rest.str() != parts_text(step, shape)) {
+    throw Error(StatusCode::kInvalidArgument,
+                "--load-state " + directory + " was saved in other parts than this run has: " +
+                    rest.str().substr(0, rest.str().find('\n')) +
+                    "; resume with these, or carry the weights over with --export and --initial");
+  }
+  return part_directory(grid, directory, step);
+}
+
+bool holds_state(const std::string& directory) {
+  std::error_code error;
+  return fs::exists(directory + "/latest", error) || fs::exists(parts_file(directory), error);
+}
+
+}  // namespace forebay::gpt

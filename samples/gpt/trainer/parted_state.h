@@ -1,0 +1,31 @@
+// The training state of a model in parts: each part is saved by the ranks that hold it, in a directory of its
+// own, and one file says which step all of them have saved.
+//
+//   DIR/step-12/part-0, part-1, ...    what Engine::save_state() writes, part by part
+//   DIR/parts                          "step-12 tensor-parallel 2 pipeline-parallel 1"
+//
+// `parts` is replaced once every part is whole, so that a kill at any moment leaves the state it names. A
+// model in one part is saved in DIR itself.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "trainer/grid.h"
+
+namespace forebay::gpt {
+
+// Saves this rank's part by `save(directory)`, as of `step`. Collective over the grid's world.
+void save_parts(Grid& grid, const std::string& directory, std::uint64_t step,
+                const std::function<void(const std::string& directory)>& save);
+
+// The directory of this rank's part of what is saved in `directory`.
+// Errors: throws Error(kIoError) where nothing is saved in parts, kInvalidArgument for other numbers of
+// parts, kCorruption.
+std::string saved_part(Grid& grid, const std::string& directory);
+
+// Whether a state is saved in `directory`, in parts or in one.
+bool holds_state(const std::string& directory);
+
+}  // namespace forebay::gpt

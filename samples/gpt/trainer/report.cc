@@ -1,0 +1,148 @@
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "trainer/output_file.h"
+#include "trainer/trainer.h"
+
+namespace forebay::gpt {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json pools(const PoolBytes& bytes) {
+  return {{"parameters", bytes.parameters}, {"gradients", bytes.gradients},
+          {"optimizer", bytes.optimizer},   {"gathered", bytes.gathered},
+          {"buckets", bytes.buckets},       {"activations", bytes.activations}};
+}
+
+Json rank_json(const RankReport& rank) {
+  return {{"parameters", rank.parameters},
+          {"peak_bytes", pools(rank.peak_bytes)},
+          {"planned_bytes", pools(rank.planned_bytes)},
+          {"reserved_bytes", rank.reserved_bytes},
+          {"planned_reserved_bytes", rank.planned_reserved_bytes},
+          {"host_bytes", rank.host_bytes},
+          {"planned_host_bytes", rank.planned_host_bytes},
+          {"file_bytes", rank.file_bytes},
+          {"planned_file_bytes", rank.planned_file_bytes},
+          {"file_read_bytes_per_step", rank.file_read_bytes_per_step},
+          {"planned_file_read_bytes_per_step", rank.planned_file_read_bytes_per_step},
+          {"file_written_bytes_per_step", rank.file_written_bytes_per_step},
+          {"planned_file_written_bytes_per_step", rank.planned_file_written_bytes_per_step},
+          {"sent_bytes_per_step", rank.sent_bytes_per_step},
+          {"received_bytes_per_step", rank.received_bytes_per_step},
+          {"planned_sent_bytes_per_step", rank.planned_sent_bytes_per_step},
+          {"planned_received_bytes_per_step", rank.planned_received_bytes_per_step},
+          {"tensor_sent_bytes_per_step", rank.tensor_sent_bytes_per_step},
+          {"tensor_received_bytes_per_step", rank.tensor_received_bytes_per_step},
+          {"pipeline_sent_bytes_per_step", rank.pipeline_sent_bytes_per_step},
+          {"pipeline_received_bytes_per_step", rank.pipeline_received_bytes_per_step},
+          {"most_passes_in_flight", rank.most_passes_in_flight},
+          {"saved_device_bytes", rank.saved_device_bytes},
+          {"planned_saved_device_bytes", rank.planned_saved_device_bytes},
+          {"saved_host_bytes", rank.saved_host_bytes},
+          {"planned_saved_host_bytes", rank.planned_saved_host_bytes},
+          {"saved_file_bytes", rank.saved_file_bytes},
+          {"planned_saved_file_bytes", rank.planned_saved_file_bytes},
+          {"saved_sent_bytes_per_step", rank.saved_sent_bytes_per_step},
+          {"planned_saved_sent_bytes_per_step", rank.planned_saved_sent_bytes_per_step},
+          {"step_ms", rank.step_ms},
+          {"communication_ms_per_step", rank.communication_ms_per_step},
+          {"exposed_communication_ms_per_step", rank.exposed_communication_ms_per_step}};
+}
+
+Json traffic_json(const std::vector<OperationReport>& operations) {
+  Json all = Json::array();
+  for (const OperationReport& one : operations) {
+    all.push_back({{"operation", one.operation},
+                   {"count", one.count},
+                   {"sent_bytes", one.sent_bytes},
+                   {"received_bytes", one.received_bytes}});
+  }
+  return all;
+}
+
+// JSON has no infinities and no NaN: null.
+Json number(double value) {
+  return std::isfinite(value) ? Json(value) : Json();
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> first_step_of_lost_loss(const TrainingReport& report) {
+  std::size_t finite = report.loss.size();
+  while (finite > 0 && !std::isfinite(report.loss[finite - 1])) --finite;
+  if (finite == report.loss.size()) return std::nullopt;
+  return report.first_step + finite + 1;  // Steps count from 1.
+}
+
+std::string report_json(const TrainingReport& report) {
+  Json norms = Json::array();
+  for (const std::optional<double>& norm : report.grad_norm) norms.push_back(norm ? number(*norm) : Json());
+  Json losses = Json::array();
+  for (const double loss : report.loss) losses.push_back(number(loss));
+  Json ranks = Json::array();
+  for (const RankReport& rank : report.ranks) ranks.push_back(rank_json(rank));
+  for (std::size_t rank = 0; rank < report.traffic.size(); ++rank)
+    ranks[rank]["traffic"] = traffic_json(report.traffic[rank]);
+  Json training = Json::object();
+  for (const auto& [name, value] : report.training) training[name] = value;
+  const Json json = {{"world_size", report.world_size},
+                     {"training", training},
+                     {"tensor_parallel", report.tensor_parallel},
+                     {"pipeline_parallel", report.pipeline_parallel},
+                     {"data_parallel", report.data_parallel},
+                     {"recompute", report.recompute},
+                     {"activations", report.activations},
+                     {"dropout", report.dropout},
+                     {"stage", report.stage},
+                     {"dtype", data_type_name(report.dtype)},
+                     {"micro_steps", report.micro_steps},
+                     {"accumulate", report.accumulate == Accumulate::kLocal ? "local" : "shard"},
+                     {"offload", offload_name(report.offload)},
+                     {"offload_tier", tier_name(report.tier)},
+                     {"offload_fraction", report.offload_fraction},
+                     {"offloaded_parameters", report.offloaded_parameters},
+                     {"store", report.store},
+                     {"parameters", report.parameters},
+                     {"first_step", report.first_step},
+                     {"steps", report.steps},
+                     {"loss", losses},
+                     {"grad_norm", norms},
+                     {"digest", report.digest},
+                     {"tokens_per_second", report.tokens_per_second},
+                     {"compute_threads", report.compute_threads},
+                     {"device", report.device},
+                     {"communicator", report.communicator},
+                     {"bucket_bytes", report.bucket_bytes},
+                     {"group", report.group},
+                     {"shard_within_group", report.shard_within_group},
+                     {"matmul", report.matmul},
+                     {"interrupted", report.interrupted},
+                     {"ranks", ranks}};
+  // Paths may hold any bytes; JSON may not.
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+std::string flight_json(const Status& cause, const std::vector<OperationRecord>& operations) {
+  constexpr const char* kStates[] = {"queued", "running", "done", "failed"};
+  const auto ms = [](std::chrono::nanoseconds time) { return static_cast<double>(time.count()) / 1e6; };
+  Json all = Json::array();
+  for (const OperationRecord& one : operations) {
+    all.push_back({{"operation", one.what},
+                   {"state", kStates[static_cast<int>(one.state)]},
+                   {"queued_ms", ms(one.queued)},
+                   {"begun_ms", ms(one.begun)},
+                   {"ended_ms", ms(one.ended)}});
+  }
+  const Json json = {{"cause", cause.to_string()}, {"last_operations", all}};
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  OutputFile file(path);
+  file.write(text.data(), text.size());
+  file.finish();
+}
+
+}  // namespace forebay::gpt

@@ -1,0 +1,303 @@
+// The front end among others: neighbours in LD_PRELOAD, plugins, early work, children, the process's end; and
+// what it answers to each question for a function of the driver.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "allocator/preload/calls.h"
+#include "tests/allocator/preload/preload_run.h"
+
+namespace forebay::testing {
+namespace {
+
+std::string preloads(const std::string& first, const std::string& second) {
+  return first + ":" + second;
+}
+
+// --- dlsym ---
+
+// glibc knows who asks by the return address.
+TEST(PreloadDlsym, NextMeansTheNextOfWhoeverAsks) {
+  const std::string neighbour = program("next_library.so");
+  const std::vector<std::string> command = {program("neighbour_program"), "getpid"};
+  const Finished bare = run_program(command, {{"LD_PRELOAD", neighbour}});
+  ASSERT_EQ(bare.exit_code, 0) << bare.output;
+
+  for (const std::string& order :
+       {preloads(kPreloadLibrary, neighbour), preloads(neighbour, kPreloadLibrary)}) {
+    const PreloadRun run(command, "arena", {{"LD_PRELOAD", order}});
+
+    EXPECT_EQ(run.finished.exit_code, 0) << order << run.finished.output;
+    EXPECT_EQ(run.finished.output, bare.output) << order;
+  }
+}
+
+TEST(PreloadDlsym, AnotherHookOfTheDriverInFrontIsPassedThrough) {
+  const std::string neighbour = program("next_cuda_library.so");
+  const std::vector<std::string> command = {program("neighbour_program"), "allocate"};
+
+  const PreloadRun behind(command, "arena", {{"LD_PRELOAD", preloads(neighbour, kPreloadLibrary)}});
+  const PreloadRun in_front(command, "arena", {{"LD_PRELOAD", preloads(kPreloadLibrary, neighbour)}});
+
+  EXPECT_EQ(behind.finished.exit_code, 0) << behind.finished.output;
+  EXPECT_EQ(behind.finished.output, "cuMemAlloc counted 1\n");
+  EXPECT_EQ(behind.served(PreloadServer::kArena), 1u);
+  EXPECT_EQ(in_front.finished.exit_code, 0) << in_front.finished.output;
+  EXPECT_EQ(in_front.finished.output, "cuMemAlloc counted 0\n");
+  EXPECT_EQ(in_front.served(PreloadServer::kArena), 1u);
+}
+
+TEST(PreloadDlsym, WhatIsNotThereIsRefusedInTheSameWords) {
+  const std::vector<std::string> command = {program("neighbour_program"), "errors"};
+  const PreloadRun bare(command, "none");
+  const PreloadRun run(command);
+
+  EXPECT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+}
+
+// Another hook of dlsym asks the C library by a version, which nobody can stand in for. Behind ours it is not
+// asked; in front of ours nothing comes to us.
+TEST(PreloadDlsym, AnotherHookOfDlsymHasItWhereItIsInFront) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer looks its functions up by the neighbour, which has it too";
+  const std::string neighbour = program("dlsym_library.so");
+  const std::vector<std::string> command = {program("access_program"), "dlsym"};
+
+  const PreloadRun behind(command, "arena", {{"LD_PRELOAD", preloads(neighbour, kPreloadLibrary)}});
+  const PreloadRun in_front(command, "arena", {{"LD_PRELOAD", preloads(kPreloadLibrary, neighbour)}});
+
+  EXPECT_EQ(behind.finished.exit_code, 0) << behind.finished.output;
+  EXPECT_TRUE(behind.records.empty());
+  EXPECT_EQ(in_front.finished.exit_code, 0) << in_front.finished.output;
+  EXPECT_EQ(in_front.served(PreloadServer::kArena), 3u);
+  EXPECT_EQ(in_front.unserved(), 0u);
+}
+
+// By another path, which the loader takes for another library.
+TEST(PreloadDlsym, ASecondCopyOfTheLibraryChangesNothing) {
+  const TemporaryDirectory directory;
+  const std::string copy = directory / "libforebay-preload.so";
+  std::filesystem::copy_file(kPreloadLibrary, copy);
+  for (const char* way : {"dlsym", "query"}) {
+    for (const std::string& order : {preloads(kPreloadLibrary, copy), preloads(copy, kPreloadLibrary),
+                                     preloads(kPreloadLibrary, kPreloadLibrary)}) {
+      PreloadRun run({program("access_program"), way}, "arena", {{"LD_PRELOAD", order}});
+      // The copy has no core beside it: where it comes first it says so, and the driver serves.
+      const bool has_core = order.rfind(kPreloadLibrary, 0) == 0;
+
+      EXPECT_EQ(run.finished.exit_code, 0) << order << run.finished.output;
+      EXPECT_EQ(run.finished.output.find("cannot open libforebay-core") == std::string::npos, has_core)
+          << order << run.finished.output;
+      EXPECT_EQ(run.records.size(), has_core ? 1u : 0u) << order;
+      if (has_core) {
+        EXPECT_EQ(run.served(PreloadServer::kArena), 3u) << order;
+      }
+      run.expect_no_hazard();
+    }
+  }
+}
+
+// --- plugins ---
+
+TEST(PreloadPlugin, APluginIsSeenLikeTheProgram) {
+  PreloadRun run({program("plugin_program"), program("plugin_library.so"), "plain"});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.served(PreloadServer::kArena), 4u);
+  EXPECT_EQ(run.record().around, "");
+  run.expect_no_hazard();
+}
+
+// Its dlsym is bound to the C library before ours is looked at. That cannot be helped; it is told.
+TEST(PreloadPlugin, ADeeplyBoundPluginGoesAroundAndIsNamed) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime refuses to open a library that way";
+  PreloadRun run({program("plugin_program"), program("plugin_library.so"), "deepbind"});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
+  EXPECT_EQ(run.fake["calls_cuMemAlloc_v2"], 3u);
+  EXPECT_EQ(run.record().around, program("plugin_library.so"));
+  run.expect_no_hazard();
+}
+
+// LD_PRELOAD reaches the first namespace only; a second one has a driver of its own, which is left alone.
+TEST(PreloadPlugin, APluginInANamespaceOfItsOwnHasItsOwnDriver) {
+  if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime cannot be loaded twice";
+  PreloadRun run({program("plugin_program"), program("plugin_library.so"), "namespace"});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
+}
+
+TEST(PreloadPlugin, WorkBeforeTheProgramBeginsIsServed) {
+  const std::string early = program("early_library.so");
+  for (const std::string& order : {preloads(kPreloadLibrary, early), preloads(early, kPreloadLibrary)}) {
+    PreloadRun run({"/bin/true"}, "arena", {{"LD_PRELOAD", order}});
+    if (kSanitized && run.finished.exit_code != 0) GTEST_SKIP() << "a sanitizer's runtime must be linked";
+
+    EXPECT_EQ(run.finished.exit_code, 0) << order << run.finished.output;
+    EXPECT_EQ(run.finished.output, "") << order;
+    EXPECT_EQ(run.served(PreloadServer::kArena), 3u) << order;
+    run.expect_no_hazard();
+  }
+}
+
+// --- processes ---
+
+TEST(PreloadProcess, AForkedChildIsToldWhatTheDriverTellsIt) {
+  const std::vector<std::string> command = {program("process_program"), "fork"};
+  const PreloadRun bare(command, "none");
+  PreloadRun run(command);
+
+  EXPECT_EQ(bare.finished.output, "child: 3 3 3 3 3 3\nparent: all well\n");
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadProcess, ChildrenForkedBeforeAnyUseAreProcessesOfTheirOwn) {
+  const PreloadRun run({program("process_program"), "workers"});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  ASSERT_EQ(run.records.size(), 3u);
+  for (const PreloadReport& record : run.records) {
+    EXPECT_EQ(record.allocations[static_cast<std::size_t>(PreloadServer::kArena)], 1u);
+  }
+}
+
+TEST(PreloadProcess, ProgramsThatAreStartedInheritItAndShowNothing) {
+  PreloadRun run({program("process_program"), "exec"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "child of a shell\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);  // One record: the children have none.
+}
+
+TEST(PreloadProcess, AThreadWithoutAContextIsRefusedByTheDriver) {
+  const std::vector<std::string> command = {program("process_program"), "threads"};
+  const PreloadRun bare(command, "none");
+  const PreloadRun run(command);
+
+  EXPECT_EQ(bare.finished.output, "without a context: 201\n");
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.finished.exit_code, 0);
+}
+
+// Destructors that run after the driver's own end: nothing breaks, and nothing is reported.
+TEST(PreloadProcess, MemoryMayBeFreedAfterTheDriversEnd) {
+  const std::vector<std::string> command = {program("process_program"), "exit"};
+  const PreloadRun bare(command, "none");
+  const PreloadRun run(command);
+
+  EXPECT_EQ(bare.finished.output, "after main: 4 4\n");
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.finished.exit_code, 0);
+}
+
+// Whoever is in a call then gets the driver's answer, and nothing breaks.
+TEST(PreloadProcess, ThreadsMayAllocateWhileTheProcessEnds) {
+  for (int i = 0; i < (kSanitized ? 5 : 20); ++i) {
+    PreloadRun run({program("process_program"), "exit-threads"}, "arena",
+                   {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}});
+
+    ASSERT_EQ(run.finished.exit_code, 0) << run.finished.output;
+    ASSERT_EQ(run.finished.output, "");
+    ASSERT_EQ(run.record().problem, "");
+    run.expect_no_hazard();
+  }
+}
+
+// Looked at by one who only wanted to know whether there is one, say.
+TEST(PreloadProcess, ADriverThatWasClosedIsNotCalledAnyMore) {
+  const std::string closed = program("closed_driver.so");
+  if (!std::filesystem::exists(closed)) GTEST_SKIP() << "a sanitizer's runtime keeps libraries open";
+  PreloadRun run({program("process_program"), "reopen", closed}, "arena",
+                 {{"FOREBAY_PRELOAD_EVENTS", "1MiB"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "reopened\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
+  EXPECT_EQ(run.record().refused, 1u);
+  run.expect_no_hazard();
+}
+
+// A record is made for a process that starts CUDA, and for nobody else.
+TEST(PreloadProcess, ARecordTellsWhoTheProcessWas) {
+  const PreloadRun run({program("access_program"), "dlsym"});
+
+  EXPECT_EQ(run.record().program, program("access_program") + " dlsym");
+  EXPECT_EQ(run.record().mode, PreloadMode::kArena);
+  EXPECT_GT(run.record().process, 0);
+  EXPECT_EQ(run.record().peak_live_bytes, (std::uint64_t{6} << 20) + 1000);
+}
+
+// --- resolution ---
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+// What the answers without the preload become: the same symbol, in ours where it is hooked.
+std::string with_hooks(std::string line) {
+  static const std::set<std::string> hooked = {
+#define FOREBAY_PRELOAD_ROW(name, symbol, version, NULL_STREAM, parameters, arguments) #symbol,
+      FOREBAY_PRELOAD_HOOKED(FOREBAY_PRELOAD_ROW)
+#undef FOREBAY_PRELOAD_ROW
+  };
+  static const std::string kDriver = "libcuda.so.1 ";
+  for (std::size_t at = line.find(kDriver); at != std::string::npos; at = line.find(kDriver, at + 1)) {
+    const std::size_t begin = at + kDriver.size();
+    const std::size_t end = std::min(line.find_first_of("; \n", begin), line.size());
+    if (hooked.count(line.substr(begin, end - begin)) == 0) continue;
+    line.replace(at, kDriver.size(), "libforebay-preload.so ");
+  }
+  return line;
+}
+
+// Each name in each version with each kind of null stream: the interface that was asked for, and no other.
+TEST(PreloadResolution, EveryAnswerIsTheDriversOrOurFunctionOfTheSameSymbol) {
+  const PreloadRun bare({program("resolution_program")}, "none");
+  const PreloadRun run({program("resolution_program")});
+  const std::vector<std::string> expected = lines_of(bare.finished.output);
+  const std::vector<std::string> lines = lines_of(run.finished.output);
+
+  ASSERT_EQ(bare.finished.exit_code, 0);
+  ASSERT_EQ(run.finished.exit_code, 0);
+  ASSERT_EQ(lines.size(), expected.size());
+  std::size_t ours = 0;
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    EXPECT_EQ(lines[i], with_hooks(expected[i]));
+    ours += lines[i].find("libforebay-preload.so") != std::string::npos;
+  }
+  EXPECT_GT(lines.size(), 5000u);
+  EXPECT_GT(ours, 1000u);
+}
+
+// A program of a later toolkit asks for later versions. What is still the same function is hooked all the
+// same.
+TEST(PreloadResolution, AVersionThatIsNotKnownIsHookedWhereTheFunctionIs) {
+  const Process::Variables later = {{"FAKE_CUDA_DRIVER_VERSION", "14000"}};
+  const std::vector<std::string> command = {program("resolution_program"), "13050"};
+  const PreloadRun bare(command, "none", later);
+  const PreloadRun run(command, "arena", later);
+
+  ASSERT_EQ(run.finished.exit_code, 0);
+  const std::vector<std::string> expected = lines_of(bare.finished.output);
+  const std::vector<std::string> lines = lines_of(run.finished.output);
+  ASSERT_EQ(lines.size(), expected.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) EXPECT_EQ(lines[i], with_hooks(expected[i]));
+  EXPECT_NE(run.finished.output.find("cuMemAlloc 13050 0: 0 0 libforebay-preload.so cuMemAlloc_v2"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace forebay::testing

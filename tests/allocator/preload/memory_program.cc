@@ -1,0 +1,483 @@
+// What programs rely on when they allocate, one matter at a time. Prints what it saw; a test compares that
+// with and without the preload, or with what must be.
+//   memory_program MATTER
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "tests/allocator/preload/driver_access.h"
+
+namespace forebay::testing {
+namespace {
+
+constexpr std::size_t kMiB = 1u << 20;
+
+Driver driver;      // A null stream is the legacy one.
+Driver per_thread;  // A null stream is the calling thread's own.
+CuContext context = nullptr;
+
+int start(int device = 0) {
+  CHECK_CU(driver.cuInit(0));
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, device));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  return 0;
+}
+
+std::size_t free_bytes() {
+  std::size_t free = 0, total = 0;
+  return driver.cuMemGetInfo_v2(&free, &total) == CuResult::kSuccess ? free : SIZE_MAX;
+}
+std::size_t total_bytes() {
+  std::size_t free = 0, total = 0;
+  return driver.cuMemGetInfo_v2(&free, &total) == CuResult::kSuccess ? total : SIZE_MAX;
+}
+
+CuStream new_stream() {
+  CuStream stream = nullptr;
+  return driver.cuStreamCreate(&stream, kStreamNonBlocking) == CuResult::kSuccess ? stream : nullptr;
+}
+
+// Work that takes a while on a fake with a latency.
+int queue_work(CuStream stream, CuDevicePtr address) {
+  for (int i = 0; i < 5; ++i) CHECK_CU(driver.cuMemsetD8Async(address, 1, 4096, stream));
+  return 0;
+}
+
+bool is_idle(CuStream stream) {
+  return driver.cuStreamQuery(stream) == CuResult::kSuccess;
+}
+
+unsigned number(CuResult result) {
+  return static_cast<unsigned>(result);
+}
+
+// A plain free is relied on to wait for everything; one of stream-ordered memory does not wait.
+int waiting() {
+  CuStream stream = new_stream();
+  CuDevicePtr used = 0, plain = 0, ordered = 0, freed_in_order = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&used, kMiB));
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, kMiB));
+  CHECK_CU(driver.cuMemAlloc_v2(&freed_in_order, kMiB));
+  CHECK_CU(driver.cuMemAllocAsync(&ordered, kMiB, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+
+  if (queue_work(stream, used) != 0) return 1;
+  CHECK_CU(driver.cuMemFree_v2(ordered));
+  std::printf("ordered: idle %d\n", is_idle(stream));
+  CHECK_CU(driver.cuMemFreeAsync(freed_in_order, stream));
+  std::printf("plain, in order: idle %d\n", is_idle(stream));
+  CHECK_CU(driver.cuMemFree_v2(plain));
+  std::printf("plain: idle %d\n", is_idle(stream));
+  CHECK_CU(driver.cuMemFree_v2(used));
+  return 0;
+}
+
+// What is kept and not used counts as free.
+int info() {
+  const std::size_t before = free_bytes();
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 16 * kMiB));
+  const std::size_t during = free_bytes();
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CuStream stream = new_stream();
+  CHECK_CU(driver.cuMemAllocAsync(&block, 8 * kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(block, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  const std::size_t after = free_bytes();
+  std::size_t device_total = 0;
+  CHECK_CU(driver.cuDeviceTotalMem_v2(&device_total, 0));
+  std::printf("total %zu, device %zu, before %zu, less %zu, after %zu\n", total_bytes(), device_total, before,
+              before - during, after);
+  // Everything that is said to be free is to be had.
+  CHECK_CU(driver.cuMemAlloc_v2(&block, after));
+  CHECK(driver.cuMemGetInfo_v2(nullptr, nullptr) == CuResult::kSuccess);
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
+// The driver's own code when there is no more, and a retry that works.
+int full() {
+  CuStream stream = new_stream();
+  std::vector<CuDevicePtr> blocks;
+  CuResult result = CuResult::kSuccess;
+  while (true) {
+    CuDevicePtr block = 0;
+    result = driver.cuMemAlloc_v2(&block, 4 * kMiB);
+    if (result != CuResult::kSuccess) break;
+    blocks.push_back(block);
+  }
+  std::printf("plain: %u\n", number(result));
+  CuDevicePtr block = 0;
+  std::printf("ordered: %u\n", number(driver.cuMemAllocAsync(&block, 4 * kMiB, stream)));
+  // Memory whose last use is queued serves as soon as it has run.
+  if (queue_work(stream, blocks.back()) != 0) return 1;
+  CHECK_CU(driver.cuMemFreeAsync(blocks.back(), stream));
+  blocks.pop_back();
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 4 * kMiB));
+  blocks.push_back(block);
+  // Free pieces that are apart serve what none of them holds.
+  CHECK_CU(driver.cuMemFree_v2(blocks[1]));
+  CHECK_CU(driver.cuMemFree_v2(blocks[3]));
+  std::printf("apart: %u\n", number(driver.cuMemAlloc_v2(&block, 8 * kMiB)));
+  std::printf("%s\n", blocks.size() >= 15 ? "nearly all of it" : "too little");
+  return 0;
+}
+
+// The pool's handle is the driver's; its figures tell of what is allocated from it.
+int pool() {
+  CuMemoryPool pool = nullptr;
+  CHECK_CU(driver.cuDeviceGetDefaultMemPool(&pool, 0));
+  const auto get = [&](CuMemPoolAttribute attribute) {
+    std::uint64_t value = 0;
+    return driver.cuMemPoolGetAttribute(pool, attribute, &value) == CuResult::kSuccess ? value : UINT64_MAX;
+  };
+  const auto reset = [&](CuMemPoolAttribute attribute) {
+    std::uint64_t zero = 0;
+    return driver.cuMemPoolSetAttribute(pool, attribute, &zero);
+  };
+  using enum CuMemPoolAttribute;
+  std::uint64_t threshold = UINT64_MAX;
+  CHECK_CU(driver.cuMemPoolSetAttribute(pool, kReleaseThreshold, &threshold));
+  CHECK(get(kReleaseThreshold) == UINT64_MAX);
+  CuStream stream = new_stream();
+  CuDevicePtr a = 0, b = 0, plain = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 4 * kMiB));
+  CHECK_CU(driver.cuMemAllocAsync(&a, 3 * kMiB, stream));
+  CHECK_CU(driver.cuMemAllocFromPoolAsync(&b, 2 * kMiB, pool, stream));
+  std::printf("used %llu, high %llu\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
+              static_cast<unsigned long long>(get(kUsedMemHigh)));
+  CHECK(get(kReservedMemCurrent) >= 5 * kMiB && get(kReservedMemHigh) >= get(kReservedMemCurrent));
+  CHECK_CU(driver.cuMemFreeAsync(a, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  std::printf("used %llu, high %llu\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
+              static_cast<unsigned long long>(get(kUsedMemHigh)));
+  CHECK_CU(reset(kUsedMemHigh));
+  CHECK_CU(reset(kReservedMemHigh));
+  std::printf("high after the reset %llu\n", static_cast<unsigned long long>(get(kUsedMemHigh)));
+  CHECK_CU(driver.cuMemFreeAsync(b, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  const std::uint64_t kept = get(kReservedMemCurrent);
+  CHECK_CU(driver.cuMemPoolTrimTo(pool, 0));
+  std::printf("used %llu, kept %d, trimmed %d\n", static_cast<unsigned long long>(get(kUsedMemCurrent)),
+              kept >= 5 * kMiB, get(kReservedMemCurrent) < kept);
+  CHECK_CU(driver.cuMemFree_v2(plain));
+  return 0;
+}
+
+// What the driver serves: pitched and managed memory, a pool of the program's own, a context of its own,
+// chunks.
+int elsewhere() {
+  CuDevicePtr block = 0;
+  std::size_t pitch = 0;
+  CHECK_CU(driver.cuMemAllocPitch_v2(&block, &pitch, 1000, 100, 4));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuMemAllocManaged(&block, kMiB, 1));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CuStream stream = new_stream();
+  CuMemPoolProps properties{};
+  properties.type = CuMemAllocationType::kPinned;
+  properties.location = {CuMemLocationType::kDevice, 0};
+  CuMemoryPool pool = nullptr, standard = nullptr;
+  CHECK_CU(driver.cuMemPoolCreate(&pool, &properties));
+  CHECK_CU(driver.cuMemAllocFromPoolAsync(&block, kMiB, pool, stream));
+  CHECK_CU(driver.cuMemFreeAsync(block, stream));
+  // As the device's current pool it serves what names none.
+  CHECK_CU(driver.cuDeviceGetDefaultMemPool(&standard, 0));
+  CHECK_CU(driver.cuDeviceSetMemPool(0, pool));
+  CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(block, stream));
+  CHECK_CU(driver.cuDeviceSetMemPool(0, standard));
+  CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(block, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuMemPoolDestroy(pool));
+  CuMemAllocationProp chunk{};
+  chunk.type = CuMemAllocationType::kPinned;
+  chunk.location = {CuMemLocationType::kDevice, 0};
+  CuMemHandle handle = 0;
+  CHECK_CU(driver.cuMemCreate(&handle, 2 * kMiB, &chunk, 0));
+  CHECK_CU(driver.cuMemRelease(handle));
+  // A NUMA node has no device: not to be looked into.
+  chunk.location = {CuMemLocationType::kHostNuma, 0};
+  std::printf("on a NUMA node: %u\n", number(driver.cuMemCreate(&handle, 2 * kMiB, &chunk, 0)));
+  CuContext own = nullptr;
+  CHECK_CU(driver.cuCtxCreate_v2(&own, 0, 0));
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuCtxDestroy_v2(own));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  return 0;
+}
+
+// Only a context of its own: the device's primary one does not come into being.
+int own_context_alone() {
+  CHECK_CU(driver.cuInit(0));
+  CuContext own = nullptr;
+  CHECK_CU(driver.cuCtxCreate_v2(&own, 0, 0));
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuCtxDestroy_v2(own));
+  return 0;
+}
+
+// On a stream that is being captured, allocations belong to the graph.
+int capture() {
+  CuStream stream = new_stream();
+  CuDevicePtr outside = 0, inside = 0, late = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&outside, kMiB));
+  CHECK_CU(driver.cuMemAllocAsync(&late, kMiB, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  const std::size_t free_before = free_bytes();
+  CHECK_CU(driver.cuStreamBeginCapture_v2(stream, CuCaptureMode::kRelaxed));
+  CHECK_CU(driver.cuMemAllocAsync(&inside, kMiB, stream));
+  CHECK_CU(driver.cuMemsetD8Async(inside, 7, kMiB, stream));
+  CHECK_CU(driver.cuMemFreeAsync(inside, stream));
+  // A plain free while a capture goes on: done, and the capture is as it was.
+  CuCaptureMode mode = CuCaptureMode::kRelaxed;
+  CHECK_CU(driver.cuThreadExchangeStreamCaptureMode(&mode));
+  CHECK_CU(driver.cuMemFree_v2(outside));
+  CuDevicePtr meanwhile = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&meanwhile, kMiB));
+  CHECK_CU(driver.cuThreadExchangeStreamCaptureMode(&mode));
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(stream, &graph));
+  CuGraphExec exec = nullptr;
+  CHECK_CU(driver.cuGraphInstantiateWithFlags(&exec, graph, 0));
+  for (int i = 0; i < 3; ++i) CHECK_CU(driver.cuGraphLaunch(exec, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuMemFreeAsync(late, stream));
+  CHECK_CU(driver.cuMemFree_v2(meanwhile));
+  CHECK_CU(driver.cuGraphExecDestroy(exec));
+  CHECK_CU(driver.cuGraphDestroy(graph));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 1));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::printf("all back %d\n", free_bytes() == free_before + 2 * kMiB);
+  return 0;
+}
+
+// Work without an end by way of the device's reset and of the last release.
+int reset() {
+  CuDevicePtr block = 0;
+  for (int i = 0; i < 3; ++i) {
+    CHECK_CU(driver.cuMemAlloc_v2(&block, 20 * kMiB));
+    CuStream stream = new_stream();
+    CuDevicePtr ordered = 0;
+    CHECK_CU(driver.cuMemAllocAsync(&ordered, 20 * kMiB, stream));
+    if (queue_work(stream, ordered) != 0) return 1;
+    CHECK_CU(driver.cuDevicePrimaryCtxReset_v2(0));
+    CHECK_CU(driver.cuCtxSetCurrent(context));
+    std::printf("free after the reset: all %d\n", free_bytes() == total_bytes());
+  }
+  std::printf("stale: %u\n", number(driver.cuMemFree_v2(block)));
+  for (int i = 0; i < 3; ++i) {
+    CHECK_CU(driver.cuMemAlloc_v2(&block, 40 * kMiB));
+    CHECK_CU(driver.cuDevicePrimaryCtxRelease_v2(0));
+    CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+    CHECK_CU(driver.cuCtxSetCurrent(context));
+    std::printf("free after the last release: all %d\n", free_bytes() == total_bytes());
+  }
+  return 0;
+}
+
+// Threads that each use their own default stream through the same null.
+int thread_streams() {
+  std::atomic<int> wrong{0};
+  const auto work = [&](int seed) {
+    if (driver.cuCtxSetCurrent(context) != CuResult::kSuccess) ++wrong;
+    std::vector<unsigned> back(64u << 10);
+    CuResult result = CuResult::kSuccess;
+    for (int round = 0; round < 40; ++round) {
+      const unsigned value = static_cast<unsigned>(seed * 1000 + round);
+      CuDevicePtr block = 0;
+      result = per_thread.cuMemAllocAsync(&block, back.size() * 4, nullptr);
+      bool well = result == CuResult::kSuccess;
+      well = well && per_thread.cuMemsetD32Async(block, value, back.size(), nullptr) == CuResult::kSuccess;
+      well = well && per_thread.cuMemcpyDtoHAsync_v2(back.data(), block, back.size() * 4, nullptr) ==
+                         CuResult::kSuccess;
+      // Freed before anybody has waited.
+      well = well && per_thread.cuMemFreeAsync(block, nullptr) == CuResult::kSuccess;
+      well = well && per_thread.cuStreamSynchronize(nullptr) == CuResult::kSuccess;
+      well = well && std::all_of(back.begin(), back.end(), [&](unsigned one) { return one == value; });
+      if (!well) std::printf("round %d: %u\n", round, number(result));
+      wrong += !well;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) threads.emplace_back(work, i);
+  for (std::thread& thread : threads) thread.join();
+  std::printf("wrong: %d\n", wrong.load());
+  return wrong.load() == 0 ? 0 : 1;
+}
+
+// Where an address lies, asked for the middle of a block.
+int attributes() {
+  CuStream stream = new_stream();
+  CuDevicePtr plain = 0, ordered = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 3 * kMiB + 100));
+  CHECK_CU(driver.cuMemAllocAsync(&ordered, kMiB, stream));
+  CuMemoryPool standard = nullptr;
+  CHECK_CU(driver.cuDeviceGetDefaultMemPool(&standard, 0));
+  for (const CuDevicePtr block : {plain, ordered}) {
+    CuPointerAttribute asked[] = {CuPointerAttribute::kRangeStartAddr, CuPointerAttribute::kRangeSize,
+                                  CuPointerAttribute::kMempoolHandle, CuPointerAttribute::kMemoryType,
+                                  CuPointerAttribute::kDeviceOrdinal};
+    CuDevicePtr begin = 0;
+    std::size_t bytes = 0;
+    CuMemoryPool pool = nullptr;
+    unsigned type = 0;
+    int device = -1;
+    void* answers[] = {&begin, &bytes, &pool, &type, &device};
+    CHECK_CU(driver.cuPointerGetAttributes(5, asked, answers, block + 12345));
+    std::printf("begin %d, bytes %zu, pool %d, type %u, device %d\n", begin == block, bytes, pool == standard,
+                type, device);
+    begin = 0;
+    CHECK_CU(driver.cuPointerGetAttribute(&begin, CuPointerAttribute::kRangeStartAddr, block + 54321));
+    std::printf("begin %d\n", begin == block);
+  }
+  int value = 0;
+  std::printf("of the host: %u\n",
+              number(driver.cuPointerGetAttribute(&value, CuPointerAttribute::kRangeStartAddr,
+                                                  reinterpret_cast<CuDevicePtr>(&value))));
+  CHECK_CU(driver.cuMemFreeAsync(ordered, stream));
+  CHECK_CU(driver.cuMemFree_v2(plain));
+  return 0;
+}
+
+// Streams that are destroyed while their work runs, one after the other.
+int streams() {
+  CuDevicePtr kept = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&kept, kMiB));
+  for (int i = 0; i < 300; ++i) {
+    CuStream stream = new_stream();
+    CHECK(stream != nullptr);
+    CuDevicePtr block = 0;
+    CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
+    CHECK_CU(driver.cuMemsetD8Async(block, 1, kMiB, stream));
+    CHECK_CU(driver.cuMemFreeAsync(block, stream));
+    CHECK_CU(driver.cuStreamDestroy_v2(stream));
+  }
+  CuStream busy = new_stream();
+  CHECK_CU(driver.cuStreamSynchronize(busy));
+  if (queue_work(busy, kept) != 0) return 1;
+  CHECK_CU(driver.cuStreamDestroy_v2(busy));
+  CHECK_CU(driver.cuCtxSynchronize());
+  CHECK_CU(driver.cuMemFree_v2(kept));
+  CHECK_CU(driver.cuStreamDestroy_v2(new_stream()));
+  std::printf("all free %d\n", free_bytes() == total_bytes());
+  return 0;
+}
+
+// Frees by the other call, twice, in the middle, and of what nobody allocated.
+int frees() {
+  CuStream stream = new_stream();
+  CuDevicePtr plain = 0, ordered = 0, twice = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, kMiB));
+  CHECK_CU(driver.cuMemAllocAsync(&ordered, kMiB, stream));
+  CHECK_CU(driver.cuMemAlloc_v2(&twice, kMiB));
+  CHECK_CU(driver.cuMemFreeAsync(plain, stream));
+  CHECK_CU(driver.cuStreamSynchronize(stream));
+  CHECK_CU(driver.cuMemFree_v2(ordered));
+  std::printf("in the middle: %u %u\n", number(driver.cuMemFree_v2(twice + 512)),
+              number(driver.cuMemFreeAsync(twice + 512, stream)));
+  CHECK_CU(driver.cuMemFree_v2(twice));
+  std::printf("twice: %u %u\n", number(driver.cuMemFree_v2(twice)),
+              number(driver.cuMemFreeAsync(twice, stream)));
+  std::printf("unknown: %u\n", number(driver.cuMemFree_v2(0x1234000)));
+  std::printf("null: %u %u\n", number(driver.cuMemFree_v2(0)), number(driver.cuMemFreeAsync(0, stream)));
+  return 0;
+}
+
+// Somebody outside got to know the memory: its address stays with it, also after it was freed.
+int pinned() {
+  CuDevicePtr block = 0, other = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, 6 * kMiB));
+  CuMemHandle handle = 0;
+  const CuResult retained = driver.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(block));
+  std::printf("handle %u\n", number(retained));
+  CHECK_CU(driver.cuMemsetD8_v2(block, 0x77, 6 * kMiB));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::vector<CuDevicePtr> others;
+  for (int i = 0; i < 8; ++i) {
+    CHECK_CU(driver.cuMemAlloc_v2(&other, 5 * kMiB));
+    CHECK(other >= block + 6 * kMiB || other + 5 * kMiB <= block);
+    others.push_back(other);
+  }
+  for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
+  // Who wants as much again gets it again.
+  CuDevicePtr again = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
+  std::vector<unsigned char> back(6 * kMiB);
+  CHECK_CU(driver.cuMemcpyDtoH_v2(back.data(), again, back.size()));
+  std::printf("same address %d, same memory %d\n", again == block,
+              std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x77; }));
+  CHECK_CU(driver.cuMemFree_v2(again));
+  if (retained == CuResult::kSuccess) CHECK_CU(driver.cuMemRelease(handle));
+  return 0;
+}
+
+// Two devices: each has its own, and each reaches the other's.
+int devices() {
+  CuContext second = nullptr;
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&second, 1));
+  CuStream here = new_stream();
+  CuDevicePtr a = 0, b = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&a, kMiB, here));
+  CHECK_CU(driver.cuMemsetD8Async(a, 0x21, kMiB, here));
+  CHECK_CU(driver.cuStreamSynchronize(here));
+  CHECK_CU(driver.cuCtxSetCurrent(second));
+  CuStream there = new_stream();
+  CHECK_CU(driver.cuMemAlloc_v2(&b, kMiB));
+  // In the order of a stream of another device than the current one: the memory is that one's.
+  CuDevicePtr c = 0;
+  CHECK_CU(driver.cuMemAllocAsync(&c, kMiB, here));
+  int device = -1;
+  CHECK_CU(driver.cuPointerGetAttribute(&device, CuPointerAttribute::kDeviceOrdinal, c));
+  std::printf("device of the stream %d\n", device);
+  CHECK_CU(driver.cuMemcpyAsync(b, a, kMiB, there));
+  std::vector<unsigned char> back(kMiB);
+  CHECK_CU(driver.cuMemcpyDtoHAsync_v2(back.data(), b, kMiB, there));
+  CHECK_CU(driver.cuStreamSynchronize(there));
+  std::printf("copied %d\n",
+              std::all_of(back.begin(), back.end(), [](unsigned char byte) { return byte == 0x21; }));
+  // Freed on a stream of the other device.
+  CHECK_CU(driver.cuMemFreeAsync(a, there));
+  CHECK_CU(driver.cuMemFreeAsync(c, here));
+  CHECK_CU(driver.cuMemFree_v2(b));
+  CHECK_CU(driver.cuStreamSynchronize(there));
+  CHECK_CU(driver.cuStreamSynchronize(here));
+  CHECK_CU(driver.cuDevicePrimaryCtxRelease_v2(1));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  return 0;
+}
+
+}  // namespace
+
+int run(const std::string& matter) {
+  const std::map<std::string, std::function<int()>> matters = {
+      {"waiting", waiting},       {"info", info},       {"full", full},   {"pool", pool},
+      {"elsewhere", elsewhere},   {"capture", capture}, {"reset", reset}, {"thread", thread_streams},
+      {"attributes", attributes}, {"streams", streams}, {"frees", frees}, {"pinned", pinned},
+      {"devices", devices}};
+  if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
+      !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
+    return 2;
+  }
+  if (matter == "own-context") return own_context_alone();
+  const auto found = matters.find(matter);
+  if (found == matters.end() || start() != 0) return 2;
+  return found->second();
+}
+
+}  // namespace forebay::testing
+
+int main(int argc, char** argv) {
+  return forebay::testing::run(argc > 1 ? argv[1] : "");
+}

@@ -1,0 +1,275 @@
+// What programs rely on when they allocate, with and without the preload.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "tests/allocator/preload/preload_run.h"
+
+namespace forebay::testing {
+namespace {
+
+std::vector<std::string> matter(const std::string& name) {
+  return {program("memory_program"), name};
+}
+
+// As the driver does, and unlike the fake by itself: a plain free waits.
+Process::Variables waiting_frees(Process::Variables more = {}) {
+  more.emplace("FAKE_CUDA_FREE_WAITS", "1");
+  return more;
+}
+
+TEST(PreloadMemory, APlainFreeWaitsAndAnOrderedOneDoesNot) {
+  const Process::Variables slow = waiting_frees({{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+  const PreloadRun bare(matter("waiting"), "none", slow);
+  PreloadRun run(matter("waiting"), "arena", slow);
+
+  EXPECT_EQ(bare.finished.output, "ordered: idle 0\nplain, in order: idle 0\nplain: idle 1\n");
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.finished.exit_code, 0);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, WhatIsKeptCountsAsFree) {
+  PreloadRun run(matter("info"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output,
+            "total 67108864, device 67108864, before 67108864, less 16777216, after 67108864\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, ALimitMakesTheDeviceLookSmaller) {
+  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "32MiB"}});
+  const PreloadRun observed(matter("info"), "observe", {{"FOREBAY_MEMORY", "32MiB"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output,
+            "total 33554432, device 33554432, before 33554432, less 16777216, after 33554432\n");
+  // Who only observes changes nothing.
+  EXPECT_EQ(observed.finished.output.rfind("total 67108864, device 67108864", 0), 0u)
+      << observed.finished.output;
+}
+
+TEST(PreloadMemory, ALimitThatIsNoNumberIsSaidAndServesNothing) {
+  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "plenty"}});
+  EXPECT_NE(run.finished.output.find("FOREBAY_MEMORY is 'plenty'; use bytes"), std::string::npos)
+      << run.finished.output;
+  EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
+}
+
+TEST(PreloadMemory, AFullDeviceIsToldInTheDriversWordsAndMemoryThatComesBackServes) {
+  PreloadRun run(matter("full"), "arena", {{"FAKE_CUDA_LATENCY_NS", "2000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "plain: 2\nordered: 2\napart: 0\nnearly all of it\n");
+  EXPECT_EQ(run.record().refused, 2u);
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, TheDefaultPoolTellsOfWhatIsAllocatedFromIt) {
+  PreloadRun run(matter("pool"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output,
+            "used 5242880, high 5242880\nused 2097152, high 5242880\nhigh after the reset 2097152\n"
+            "used 0, kept 1, trimmed 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, WhatTheArenaDoesNotServeTheDriverServes) {
+  const PreloadRun bare(matter("elsewhere"), "none");
+  PreloadRun run(matter("elsewhere"));
+
+  EXPECT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
+  EXPECT_EQ(run.served(PreloadServer::kPitched), 1u);
+  EXPECT_EQ(run.served(PreloadServer::kManaged), 1u);
+  EXPECT_EQ(run.served(PreloadServer::kOtherPool), 2u);
+  EXPECT_EQ(run.served(PreloadServer::kVirtualMemory), 1u);
+  EXPECT_EQ(run.served(PreloadServer::kOtherContext), 1u);
+  EXPECT_EQ(run.record().unknown_frees, 0u);
+  run.expect_no_hazard();
+}
+
+// An arena would bring the device's primary context into being, which takes hundreds of megabytes on a GPU.
+TEST(PreloadMemory, AProgramWithAContextOfItsOwnIsLeftAlone) {
+  PreloadRun run(matter("own-context"));
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.served(PreloadServer::kOtherContext), 1u);
+  EXPECT_EQ(run.fake["calls_cuDevicePrimaryCtxRetain"], 0u);
+  EXPECT_EQ(run.fake["calls_cuMemMap"], 0u);
+}
+
+TEST(PreloadMemory, ACaptureGetsTheGraphsMemoryAndIsNotDisturbed) {
+  PreloadRun run(matter("capture"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "all back 1\n");
+  EXPECT_EQ(run.served(PreloadServer::kCaptured), 1u);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 4u);
+  EXPECT_EQ(run.record().live_bytes, 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, ADevicesResetAndItsLastReleaseGiveEverythingBack) {
+  const Process::Variables slow = {{"FAKE_CUDA_LATENCY_NS", "1000000"}};
+  const PreloadRun bare(matter("reset"), "none", slow);
+  PreloadRun run(matter("reset"), "arena", slow);
+
+  EXPECT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.served(PreloadServer::kArena), 9u);
+  EXPECT_EQ(run.unserved(), 0u);
+  EXPECT_EQ(run.fake["device_bytes"], 0u);
+  run.expect_no_hazard();
+}
+
+class PreloadReordered : public ::testing::TestWithParam<int> {};
+
+TEST_P(PreloadReordered, EachThreadsDefaultStreamIsAnotherOne) {
+  const Process::Variables reordered = {{"FAKE_CUDA_SEED", std::to_string(GetParam())},
+                                        {"FAKE_CUDA_STRICT", "1"}};
+  PreloadRun run(matter("thread"), "arena", reordered);
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "wrong: 0\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 160u);
+  run.expect_no_hazard();
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, PreloadReordered, ::testing::Range(1, 6));
+
+TEST(PreloadMemory, AnAddressIsToldApartByTheProgramsBlock) {
+  const PreloadRun bare(matter("attributes"), "none");
+  PreloadRun run(matter("attributes"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.finished.output.find("begin 1, bytes 3145828, pool 0, type 2, device 0"), 0u)
+      << run.finished.output;
+}
+
+TEST(PreloadMemory, StreamsMayBeDestroyedWhileTheirWorkRuns) {
+  PreloadRun run(matter("streams"), "arena", {{"FAKE_CUDA_LATENCY_NS", "200000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "all free 1\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 301u);
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, FreesAreRoutedByAddressAndWrongOnesRefused) {
+  const PreloadRun bare(matter("frees"), "none");
+  PreloadRun run(matter("frees"));
+
+  EXPECT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.record().unknown_frees, 0u);
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, MemoryThatIsKnownOutsideKeepsItsAddress) {
+  PreloadRun run(matter("pinned"));
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "handle 0\nsame address 1, same memory 1\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, EveryDeviceHasAnArena) {
+  const Process::Variables two = {{"FAKE_CUDA_DEVICES", "2"}};
+  const PreloadRun bare(matter("devices"), "none", waiting_frees(two));
+  PreloadRun run(matter("devices"), "arena", two);
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "device of the stream 0\ncopied 1\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 3u);
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+// --- failing calls ---
+
+// Whatever the driver answers: the program ends by itself, says what it was told, and nothing is corrupted.
+TEST(PreloadFaults, EveryCallMayFailOnce) {
+  const std::vector<std::string> command = {program("access_program"), "query"};
+  PreloadRun whole(command);
+  ASSERT_EQ(whole.finished.exit_code, 0) << whole.finished.output;
+  const std::uint64_t calls = whole.fake["calls"];
+  ASSERT_GT(calls, 50u);
+
+  int succeeded = 0;
+  for (std::uint64_t n = 1; n <= calls; ++n) {
+    // Out of memory, and what is not known to anybody.
+    const std::string result = n % 2 == 0 ? "2" : "999";
+    PreloadRun run(command, "arena",
+                   waiting_frees({{"FAKE_CUDA_FAIL", std::to_string(n)}, {"FAKE_CUDA_FAIL_RESULT", result}}));
+
+    EXPECT_LE(run.finished.exit_code, 1) << n << ": " << run.finished.output;
+    succeeded += run.finished.exit_code == 0;
+    run.expect_no_hazard();
+  }
+  // What we ask of the driver is not the program's matter: where it fails, the driver serves the program
+  // itself.
+  EXPECT_GT(succeeded, static_cast<int>(calls / 2));
+  std::printf("%d of %d runs ended well\n", succeeded, static_cast<int>(calls));
+}
+
+// --- stress ---
+
+std::vector<std::string> stress(int threads, int rounds, int limit_mib) {
+  return {program("stress_program"), std::to_string(threads), std::to_string(rounds),
+          std::to_string(limit_mib)};
+}
+
+class PreloadStress : public ::testing::TestWithParam<int> {};
+
+TEST_P(PreloadStress, TheSameResultsWithLessMemory) {
+  const Process::Variables reordered = waiting_frees({{"FAKE_CUDA_SEED", std::to_string(GetParam())},
+                                                      {"FAKE_CUDA_STRICT", "1"},
+                                                      {"FAKE_CUDA_MEMORY", "268435456"}});
+  const std::vector<std::string> command = stress(4, kSanitized ? 60 : 200, 48);
+  PreloadRun bare(command, "none", reordered);
+  PreloadRun run(command, "arena", reordered);
+
+  ASSERT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.unserved(), 0u);
+  EXPECT_LT(run.fake["peak_device_bytes"], bare.fake["peak_device_bytes"]);
+  std::printf("peak %.1f MiB of physical memory, %.1f MiB without the preload, %.1f MiB asked for\n",
+              static_cast<double>(run.fake["peak_device_bytes"]) / (1 << 20),
+              static_cast<double>(bare.fake["peak_device_bytes"]) / (1 << 20),
+              static_cast<double>(run.record().peak_live_bytes) / (1 << 20));
+  run.expect_no_hazard();
+}
+
+// So little memory that threads run out of it and wait for what they and others have freed.
+TEST_P(PreloadStress, TightMemoryEndsWithRetriesAndTheSameResults) {
+  const std::vector<std::string> command = stress(4, kSanitized ? 60 : 200, 40);
+  const std::string seed = std::to_string(GetParam());
+  const PreloadRun bare(command, "none",
+                        waiting_frees({{"FAKE_CUDA_SEED", seed}, {"FAKE_CUDA_MEMORY", "268435456"}}));
+  PreloadRun run(command, "arena", {{"FAKE_CUDA_SEED", seed}, {"FAKE_CUDA_MEMORY", "46137344"}});
+
+  ASSERT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.unserved(), 0u);
+  run.expect_no_hazard();
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, PreloadStress, ::testing::Range(1, 4));
+
+}  // namespace
+}  // namespace forebay::testing

@@ -1,0 +1,307 @@
+// Two processes that share memory by CUDA IPC: one computes into a block of its own, hands its handle to
+// another, which reads, checks and writes; then the first checks what was written. The program starts itself
+// for the second process.
+//   sharing_program            both, and prints what became of it
+//   sharing_program open       the second: handles on standard input
+//   sharing_program kill       the first is killed after it has handed over its handle
+//   sharing_program refuse     handles that cannot be opened
+//   sharing_program crowded    the first has no descriptor left when the second asks, and some later
+//   sharing_program crowded-later   the same, but the first has waited for somebody to ask before
+//   sharing_program stranger   the second runs in another environment: nothing is preloaded there
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "tests/allocator/preload/driver_access.h"
+
+namespace forebay::testing {
+namespace {
+
+constexpr std::size_t kWords = (9u << 20) / sizeof(std::uint32_t) + 77;
+constexpr std::size_t kBytes = kWords * sizeof(std::uint32_t);
+
+Driver driver;
+
+int start() {
+  CuContext context = nullptr;
+  CHECK(query_driver("libcuda.so.1", kProcAddressDefault, &driver));
+  CHECK_CU(driver.cuInit(0));
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  return 0;
+}
+
+std::vector<std::uint32_t> pattern(std::uint32_t seed) {
+  std::vector<std::uint32_t> words(kWords);
+  for (std::size_t i = 0; i < kWords; ++i) words[i] = static_cast<std::uint32_t>(i) * 2654435761u + seed;
+  return words;
+}
+
+bool holds(CuDevicePtr address, std::uint32_t seed) {
+  std::vector<std::uint32_t> back(kWords);
+  return driver.cuMemcpyDtoH_v2(back.data(), address, kBytes) == CuResult::kSuccess && back == pattern(seed);
+}
+
+// Memory in pieces: what is free lies between blocks that stay.
+int allocate_in_pieces(CuDevicePtr* block, std::vector<CuDevicePtr>* kept) {
+  std::vector<CuDevicePtr> others;
+  for (int i = 0; i < 14; ++i) {
+    CuDevicePtr one = 0;
+    CHECK_CU(driver.cuMemAlloc_v2(&one, 4u << 20));
+    (i % 2 == 0 ? kept : &others)->push_back(one);
+  }
+  for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
+  CHECK_CU(driver.cuMemAlloc_v2(block, kBytes));
+  return 0;
+}
+
+struct Message {
+  CuIpcMemHandle handle;
+};
+
+int second() {
+  Message message;
+  if (start() != 0) return 1;
+  CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  CuDevicePtr address = 0, again = 0;
+  CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+  CHECK(holds(address, 1));
+  // Opened twice, it is there until it was closed twice.
+  CHECK_CU(driver.cuIpcOpenMemHandle_v2(&again, message.handle, kIpcLazyEnablePeerAccess));
+  CHECK(again == address);
+  CHECK_CU(driver.cuIpcCloseMemHandle(again));
+  const std::vector<std::uint32_t> mine = pattern(2);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(address, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  CHECK(driver.cuMemFree_v2(address) == CuResult::kInvalidValue);
+  CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  CHECK(driver.cuIpcCloseMemHandle(address) == CuResult::kInvalidValue);
+  return 0;
+}
+
+struct Child {
+  pid_t process = -1;
+  int input = -1;
+};
+
+Child start_second(const char* program, const char* what) {
+  int ends[2];
+  Child child;
+  if (::pipe(ends) != 0) return child;
+  child.process = ::fork();
+  if (child.process == 0) {
+    ::dup2(ends[0], STDIN_FILENO);
+    ::close(ends[0]);
+    ::close(ends[1]);
+    ::execl(program, program, what, nullptr);
+    ::_exit(127);
+  }
+  ::close(ends[0]);
+  child.input = ends[1];
+  return child;
+}
+
+int wait_for(const Child& child) {
+  int status = 0;
+  ::waitpid(child.process, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+int both(const char* program) {
+  // Started before this process has used the driver, which does not survive a fork.
+  const Child child = start_second(program, "open");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  std::vector<CuDevicePtr> kept;
+  if (allocate_in_pieces(&block, &kept) != 0) return 1;
+  const std::vector<std::uint32_t> mine = pattern(1);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  Message message, same;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  CHECK_CU(driver.cuIpcGetMemHandle(&same.handle, block));
+  CHECK(std::memcmp(&message, &same, sizeof message) == 0);
+  // A process does not open its own handles.
+  CuDevicePtr own = 0;
+  CHECK(driver.cuIpcOpenMemHandle_v2(&own, message.handle, kIpcLazyEnablePeerAccess) ==
+        CuResult::kInvalidContext);
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  const int ended = wait_for(child);
+  std::printf("second: %d\n", ended);
+  CHECK(holds(block, 2));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  for (const CuDevicePtr one : kept) CHECK_CU(driver.cuMemFree_v2(one));
+  std::printf("first: all well\n");
+  return ended;
+}
+
+// The one that opens: what it has mapped outlives the other, and what it has not can be had no more.
+int survive() {
+  Message message;
+  char go = 0;
+  if (start() != 0) return 1;
+  CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  CuDevicePtr address = 0;
+  CHECK_CU(driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess));
+  ::kill(::getppid(), SIGUSR1);
+  // The end of the input is the end of the other process.
+  while (::read(STDIN_FILENO, &go, 1) > 0) {
+  }
+  std::printf("mapped memory holds %d\n", holds(address, 1));
+  CHECK_CU(driver.cuIpcCloseMemHandle(address));
+  const CuResult again = driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess);
+  std::printf("opened anew: %u\n", static_cast<unsigned>(again));
+  CuDevicePtr own = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&own, 1u << 20));
+  CHECK_CU(driver.cuMemFree_v2(own));
+  std::printf("survivor: all well\n");
+  return 0;
+}
+
+int be_killed(const char* program) {
+  sigset_t wanted;
+  ::sigemptyset(&wanted);
+  ::sigaddset(&wanted, SIGUSR1);
+  ::sigprocmask(SIG_BLOCK, &wanted, nullptr);
+  const Child child = start_second(program, "survive");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+  const std::vector<std::uint32_t> mine = pattern(1);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  Message message;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  int number = 0;
+  ::sigwait(&wanted, &number);
+  ::kill(::getpid(), SIGKILL);
+  return 1;
+}
+
+double processor_ms() {
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
+}
+
+// Whether a thread of this process that has this name waits for something.
+bool is_waiting(const std::string& name) {
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string found, stat;
+    std::ifstream(task.path() / "comm") >> found;
+    std::getline(std::ifstream(task.path() / "stat"), stat);
+    // "NUMBER (NAME) STATE ...".
+    const std::size_t end = stat.rfind(") ");
+    if (found == name && end != std::string::npos && stat[end + 2] == 'S') return true;
+  }
+  return false;
+}
+
+// `is_awaited`: the table is filled when the thread that answers is waiting already. The system has then set
+// a descriptor aside for whoever comes first, and there is none for what that one asks for.
+int be_crowded(const char* program, bool is_awaited) {
+  constexpr int kWaitMs = 400;
+  const Child child = start_second(program, "open");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+  const std::vector<std::uint32_t> mine = pattern(1);
+  CHECK_CU(driver.cuMemcpyHtoD_v2(block, mine.data(), kBytes));
+  CHECK_CU(driver.cuCtxSynchronize());
+  Message message;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  while (is_awaited && !is_waiting("forebay-ipc")) ::sched_yield();
+  rlimit limit{};
+  CHECK(::getrlimit(RLIMIT_NOFILE, &limit) == 0);
+  rlimit low = limit;
+  low.rlim_cur = 64;
+  CHECK(::setrlimit(RLIMIT_NOFILE, &low) == 0);
+  std::vector<int> files;
+  for (int file = 0; (file = ::dup(STDIN_FILENO)) >= 0;) files.push_back(file);
+  const double begin = processor_ms();
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  // What the wait costs is the question.
+  (void)::poll(nullptr, 0, kWaitMs);
+  const double used = processor_ms() - begin;
+  // The fake keeps its own descriptors beyond 1000.
+  CHECK(::setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  for (const int file : files) ::close(file);
+  std::printf("second: %d\n", wait_for(child));
+  std::printf("waited idly: %d\n", used < kWaitMs / 4);
+  CHECK(holds(block, 2));
+  CHECK_CU(driver.cuMemFree_v2(block));
+  return 0;
+}
+
+int try_to_open() {
+  Message message;
+  if (start() != 0) return 1;
+  CHECK(::read(STDIN_FILENO, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  CuDevicePtr address = 0;
+  const CuResult result = driver.cuIpcOpenMemHandle_v2(&address, message.handle, kIpcLazyEnablePeerAccess);
+  std::printf("a stranger opens it: %u\n", static_cast<unsigned>(result));
+  return 0;
+}
+
+int share_with_a_stranger(const char* program) {
+  ::unsetenv("LD_PRELOAD");
+  const Child child = start_second(program, "try");
+  if (start() != 0) return 1;
+  CuDevicePtr block = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kBytes));
+  Message message;
+  CHECK_CU(driver.cuIpcGetMemHandle(&message.handle, block));
+  CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
+  CHECK(wait_for(child) == 0);
+  CHECK_CU(driver.cuMemFree_v2(block));
+  std::printf("first: all well\n");
+  return 0;
+}
+
+int refuse() {
+  if (start() != 0) return 1;
+  CuIpcMemHandle handle{};
+  CuDevicePtr address = 0;
+  std::printf("zeros: %u\n", static_cast<unsigned>(driver.cuIpcOpenMemHandle_v2(&address, handle, 1)));
+  std::printf("no such mapping: %u\n", static_cast<unsigned>(driver.cuIpcCloseMemHandle(0x1234000)));
+  std::printf("of the host: %u\n", static_cast<unsigned>(driver.cuIpcGetMemHandle(
+                                       &handle, reinterpret_cast<CuDevicePtr>(&handle))));
+  CHECK_CU(driver.cuMemAlloc_v2(&address, 4096));
+  std::printf("of ours: %u\n", static_cast<unsigned>(driver.cuIpcGetMemHandle(&handle, address)));
+  CuDevicePtr other = 0;
+  // Of a process that is not there any more: the number belongs to this handle and to nobody.
+  for (std::size_t i = 8; i < 16; ++i) handle.bytes[i] = static_cast<char>(~handle.bytes[i]);
+  const CuResult stale = driver.cuIpcOpenMemHandle_v2(&other, handle, 1);
+  std::printf("of nobody: %d\n", stale != CuResult::kSuccess);
+  CHECK_CU(driver.cuMemFree_v2(address));
+  return 0;
+}
+
+}  // namespace
+}  // namespace forebay::testing
+
+int main(int argc, char** argv) {
+  using namespace forebay::testing;
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what == "open") return second();
+  if (what == "survive") return survive();
+  if (what == "kill") return be_killed(argv[0]);
+  if (what == "refuse") return refuse();
+  if (what == "try") return try_to_open();
+  if (what == "crowded") return be_crowded(argv[0], false);
+  if (what == "crowded-later") return be_crowded(argv[0], true);
+  if (what == "stranger") return share_with_a_stranger(argv[0]);
+  return both(argv[0]);
+}

@@ -1,0 +1,86 @@
+// CUDA IPC between processes under the preload, on the fake.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/allocator/preload/preload_run.h"
+
+namespace forebay::testing {
+namespace {
+
+// One unmodified binary, with and without.
+TEST(PreloadSharing, TwoProcessesComputeInOneBlock) {
+  const PreloadRun bare({program("sharing_program")}, "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+  PreloadRun run({program("sharing_program")});
+
+  EXPECT_EQ(bare.finished.exit_code, 0) << bare.finished.output;
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+  EXPECT_EQ(run.finished.output, "second: 0\nfirst: all well\n");
+  ASSERT_EQ(run.records.size(), 2u);
+  std::uint64_t served = 0;
+  for (const PreloadReport& record : run.records) {
+    served += record.allocations[static_cast<std::size_t>(PreloadServer::kArena)];
+    EXPECT_EQ(record.problem, "");
+  }
+  EXPECT_EQ(served, 15u);
+  // The driver was not asked for what it cannot do.
+  EXPECT_EQ(run.fake["calls_cuIpcGetMemHandle"], 0u);
+  run.expect_no_hazard();
+}
+
+// Chunks of many sizes, more than one message holds.
+TEST(PreloadSharing, ABlockOfManyChunksArrivesWhole) {
+  PreloadRun run({program("sharing_program")}, "arena", {{"FAKE_CUDA_GRANULARITY", "4096"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "second: 0\nfirst: all well\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadSharing, APeerThatIsKilledTakesNothingAlong) {
+  PreloadRun run({program("sharing_program"), "kill"});
+
+  EXPECT_EQ(run.finished.exit_code, 128 + 9);
+  EXPECT_EQ(run.finished.output, "mapped memory holds 1\nopened anew: 1\nsurvivor: all well\n");
+  // What the killed one did is known all the same.
+  ASSERT_EQ(run.records.size(), 2u);
+  std::uint64_t served = 0;
+  for (const PreloadReport& record : run.records) {
+    served += record.allocations[static_cast<std::size_t>(PreloadServer::kArena)];
+  }
+  EXPECT_EQ(served, 2u);
+}
+
+TEST(PreloadSharing, HandlesThatCannotBeOpenedAreRefused) {
+  const PreloadRun bare({program("sharing_program"), "refuse"}, "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+  PreloadRun run({program("sharing_program"), "refuse"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, bare.finished.output);
+}
+
+// With no descriptor left in the process that shares, whoever asks is served once there is one.
+TEST(PreloadSharing, AFullTableOfDescriptorsIsWaitedOutIdly) {
+  for (const char* when : {"crowded", "crowded-later"}) {
+    SCOPED_TRACE(when);
+    PreloadRun run({program("sharing_program"), when});
+
+    EXPECT_EQ(run.finished.exit_code, 0);
+    EXPECT_EQ(run.finished.output, "second: 0\nwaited idly: 1\n");
+    run.expect_no_hazard();
+  }
+}
+
+// The other side is not preloaded: its driver refuses the handle, and both go on.
+TEST(PreloadSharing, AProcessWithoutThePreloadIsRefused) {
+  PreloadRun run({program("sharing_program"), "stranger"});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "a stranger opens it: 1\nfirst: all well\n");
+  EXPECT_EQ(run.records.size(), 1u);
+}
+
+}  // namespace
+}  // namespace forebay::testing

@@ -1,0 +1,103 @@
+// What PyTorch does with a pluggable allocator: opens the library by its path, finds the functions by their
+// names, and allocates, uses and frees on streams. Some memory it takes from the driver as well.
+//   torch_program PATH_OF_CORE [full]
+#include <sys/types.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "tests/allocator/preload/driver_access.h"
+
+namespace forebay::testing {
+namespace {
+
+using Allocate = void*(ssize_t bytes, int device, void* stream);
+using Free = void(void* block, ssize_t bytes, int device, void* stream);
+using RecordStream = void(void* block, void* stream);
+
+Driver driver;
+Allocate* allocate = nullptr;
+Free* give_back = nullptr;
+RecordStream* record_stream = nullptr;
+
+CuDevicePtr address_of(void* block) {
+  return reinterpret_cast<CuDevicePtr>(block);
+}
+
+int use_streams(CuContext context, int seed) {
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+  CuStream first = nullptr, second = nullptr;
+  CHECK_CU(driver.cuStreamCreate(&first, kStreamNonBlocking));
+  CHECK_CU(driver.cuStreamCreate(&second, kStreamNonBlocking));
+  CuEvent event = nullptr;
+  CHECK_CU(driver.cuEventCreate(&event, kEventDisableTiming));
+  constexpr std::size_t kWords = 300'000;
+  std::vector<unsigned> back(kWords);
+  for (int round = 0; round < 30; ++round) {
+    const unsigned value = static_cast<unsigned>(seed * 100 + round);
+    void* const block = allocate(kWords * 4, 0, first);
+    CHECK(block != nullptr);
+    CHECK_CU(driver.cuMemsetD32Async(address_of(block), value, kWords, first));
+    CHECK_CU(driver.cuEventRecord(event, first));
+    CHECK_CU(driver.cuStreamWaitEvent(second, event, 0));
+    CHECK_CU(driver.cuMemcpyDtoHAsync_v2(back.data(), address_of(block), kWords * 4, second));
+    // Freed on the first stream, while the second still reads.
+    record_stream(block, second);
+    give_back(block, kWords * 4, 0, first);
+    void* const next = allocate(kWords * 4, 0, first);
+    CHECK(next != nullptr);
+    CHECK_CU(driver.cuMemsetD32Async(address_of(next), ~value, kWords, first));
+    give_back(next, kWords * 4, 0, first);
+    CHECK_CU(driver.cuStreamSynchronize(second));
+    CHECK(std::all_of(back.begin(), back.end(), [&](unsigned one) { return one == value; }));
+  }
+  CHECK_CU(driver.cuStreamSynchronize(first));
+  return 0;
+}
+
+int run(const char* core, bool fill) {
+  void* const library = ::dlopen(core, RTLD_NOW);
+  if (library == nullptr) std::printf("%s\n", ::dlerror());
+  CHECK(library != nullptr);
+  allocate = reinterpret_cast<Allocate*>(::dlsym(library, "forebay_torch_alloc"));
+  give_back = reinterpret_cast<Free*>(::dlsym(library, "forebay_torch_free"));
+  record_stream = reinterpret_cast<RecordStream*>(::dlsym(library, "forebay_torch_record_stream"));
+  CHECK(allocate != nullptr && give_back != nullptr && record_stream != nullptr);
+  CHECK(query_driver("libcuda.so.1", kProcAddressDefault, &driver));
+  CuContext context = nullptr;
+  CHECK_CU(driver.cuInit(0));
+  CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
+  CHECK_CU(driver.cuCtxSetCurrent(context));
+
+  CHECK(allocate(0, 0, nullptr) == nullptr);
+  void* const block = allocate(1u << 20, 0, nullptr);
+  CuDevicePtr plain = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&plain, 1u << 20));
+  CHECK(block != nullptr && address_of(block) != plain);
+  give_back(block, 1u << 20, 0, nullptr);
+  CHECK_CU(driver.cuMemFree_v2(plain));
+  if (fill) {
+    std::vector<void*> blocks;
+    for (void* one = allocate(4u << 20, 0, nullptr); one != nullptr; one = allocate(4u << 20, 0, nullptr)) {
+      blocks.push_back(one);
+    }
+    std::printf("%zu blocks of 4 MiB\n", blocks.size());
+    for (void* one : blocks) give_back(one, 4u << 20, 0, nullptr);
+  }
+  std::atomic<int> failures{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i) threads.emplace_back([&, i] { failures += use_streams(context, i); });
+  for (std::thread& thread : threads) thread.join();
+  CHECK(failures == 0);
+  std::printf("all well\n");
+  return 0;
+}
+
+}  // namespace
+}  // namespace forebay::testing
+
+int main(int argc, char** argv) {
+  return argc > 1 ? forebay::testing::run(argv[1], argc > 2) : 2;
+}

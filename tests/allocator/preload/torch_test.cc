@@ -1,0 +1,56 @@
+// The functions for PyTorch's pluggable allocator, with and without the preload.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "tests/allocator/preload/preload_run.h"
+
+namespace forebay::testing {
+namespace {
+
+class TorchAllocator : public ::testing::TestWithParam<int> {};
+
+TEST_P(TorchAllocator, ServesInTheOrderOfStreamsWithoutThePreload) {
+  const Process::Variables reordered = {{"FAKE_CUDA_SEED", std::to_string(GetParam())},
+                                        {"FAKE_CUDA_STRICT", "1"},
+                                        {"FAKE_CUDA_FREE_WAITS", "1"}};
+  PreloadRun run({program("torch_program"), CORE_LIBRARY}, "none", reordered);
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "all well\n");
+  EXPECT_GT(run.fake["calls_cuMemMap"], 0u);
+  EXPECT_EQ(run.fake["calls_cuMemAlloc_v2"], 1u);  // The program's own.
+  run.expect_no_hazard();
+}
+
+// One core, so one arena: what PyTorch asks for and what the program asks the driver for.
+TEST_P(TorchAllocator, SharesTheArenaWithThePreload) {
+  const Process::Variables reordered = {{"FAKE_CUDA_SEED", std::to_string(GetParam())},
+                                        {"FAKE_CUDA_STRICT", "1"}};
+  PreloadRun run({program("torch_program"), CORE_LIBRARY}, "arena", reordered);
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "all well\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 182u);
+  EXPECT_EQ(run.unserved(), 0u);
+  EXPECT_EQ(run.record().live_bytes, 0u);
+  EXPECT_EQ(run.fake["calls_cuMemAlloc_v2"], 0u);
+  // One reservation of addresses for the arena and one for the trial of a chunk.
+  EXPECT_EQ(run.fake["calls_cuMemAddressReserve"], 2u);
+  run.expect_no_hazard();
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, TorchAllocator, ::testing::Range(1, 4));
+
+TEST(TorchAllocatorLimits, AFullDeviceIsToldAndServesAgain) {
+  PreloadRun run({program("torch_program"), CORE_LIBRARY, "full"}, "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_NE(run.finished.output.find("forebay: cannot allocate 4.00 MiB"), std::string::npos)
+      << run.finished.output;
+  EXPECT_NE(run.finished.output.find("16 blocks of 4 MiB\nall well\n"), std::string::npos)
+      << run.finished.output;
+}
+
+}  // namespace
+}  // namespace forebay::testing

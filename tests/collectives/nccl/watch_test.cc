@@ -1,0 +1,128 @@
+#include "collectives/nccl/watch.h"
+
+#include <gtest/gtest.h>
+
+namespace forebay::internal {
+namespace {
+
+using std::chrono::milliseconds;
+
+NcclOperation collective(std::uint64_t sequence, std::uint64_t bytes) {
+  NcclOperation operation;
+  operation.fingerprint = {
+      .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(Operation::kAllGather)};
+  return operation;
+}
+
+NcclOperation message(Operation kind, int peer, std::uint64_t sequence, std::uint64_t bytes,
+                      std::uint32_t tag) {
+  NcclOperation operation;
+  operation.fingerprint = {
+      .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(kind)};
+  operation.peer = peer;
+  operation.tag = tag;
+  return operation;
+}
+
+// A rank that has issued `count` collectives, of which these operations are open.
+NcclHeartbeat heartbeat(std::uint64_t count, std::initializer_list<NcclOperation> open) {
+  NcclHeartbeat result;
+  result.collective_count = count;
+  for (const NcclOperation& operation : open) result.open[result.open_count++] = operation;
+  return result;
+}
+
+void expect_words(const Status& status, StatusCode code, std::initializer_list<const char*> words) {
+  EXPECT_EQ(status.code(), code) << status.to_string();
+  for (const char* word : words)
+    EXPECT_NE(status.message().find(word), std::string::npos) << word << " is not in: " << status.message();
+}
+
+TEST(NcclWatch, WhatCannotBeAHeartbeatIsRefused) {
+  const NcclHeartbeat good = heartbeat(7, {collective(5, 64), message(Operation::kSend, 2, 0, 8, 1)});
+  EXPECT_TRUE(check_heartbeat(good, 0, 3).ok());
+  EXPECT_EQ(check_heartbeat(good, 0, 2).code(), StatusCode::kCorruption);  // There is no rank 2.
+
+  NcclHeartbeat bad = good;
+  bad.open_count = kNcclWindow + 1;
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.state = static_cast<NcclMemberState>(9);
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.open[0].peer = 1;  // A collective has none.
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+}
+
+TEST(NcclWatch, RanksThatIssuedTheSameAreFineWhereverTheyAre) {
+  const NcclHeartbeat members[] = {heartbeat(7, {collective(5, 64), collective(6, 128)}),
+                                   heartbeat(6, {collective(5, 64)}), heartbeat(5, {})};
+
+  EXPECT_TRUE(judge_heartbeats(members).ok());
+}
+
+TEST(NcclWatch, TheFirstDifferenceCountsAndNamesBothRanks) {
+  const NcclHeartbeat members[] = {heartbeat(7, {collective(5, 64), collective(6, 128)}),
+                                   heartbeat(7, {collective(5, 64), collective(6, 256)}),
+                                   heartbeat(7, {collective(5, 32), collective(6, 512)})};
+
+  expect_words(judge_heartbeats(members), StatusCode::kInvalidArgument,
+               {"rank 0 issued all_gather of 64 bytes (operation 5)",
+                "rank 2 issued all_gather of 32 bytes (operation 5)"});
+}
+
+TEST(NcclWatch, AMessageIsComparedWithItsOwnCounterpart) {
+  const NcclOperation send = message(Operation::kSend, 1, 4, 64, 3);
+  const auto judged = [&](const NcclOperation& recv) {
+    const NcclHeartbeat members[] = {heartbeat(0, {send}), heartbeat(0, {recv})};
+    return judge_heartbeats(members);
+  };
+
+  EXPECT_TRUE(judged(message(Operation::kRecv, 0, 4, 64, 3)).ok());
+  EXPECT_TRUE(judged(message(Operation::kRecv, 0, 5, 32, 3)).ok());  // Another one.
+  expect_words(judged(message(Operation::kRecv, 0, 4, 32, 3)), StatusCode::kInvalidArgument,
+               {"recv of 32 bytes from rank 0 with tag 3 on rank 1", "rank 0 sends 64 bytes"});
+  expect_words(judged(message(Operation::kRecv, 0, 4, 64, 9)), StatusCode::kInvalidArgument,
+               {"tag 9", "64 bytes with tag 3"});
+}
+
+TEST(NcclWatch, ARankThatLeftBeforeACollectiveIsNamed) {
+  NcclHeartbeat left = heartbeat(5, {});
+  left.state = NcclMemberState::kLeaving;
+  const NcclHeartbeat members[] = {heartbeat(5, {}), heartbeat(6, {collective(5, 64)}), left};
+
+  expect_words(judge_heartbeats(members), StatusCode::kPeerLost,
+               {"all_gather of 64 bytes (operation 5) on rank 1", "rank 2 left"});
+}
+
+TEST(NcclWatch, ARankMayLeaveWhenAllItTookPartInIsIssued) {
+  NcclHeartbeat left = heartbeat(5, {});
+  left.state = NcclMemberState::kGone;
+  const NcclHeartbeat members[] = {heartbeat(5, {collective(4, 64)}), left};
+
+  EXPECT_TRUE(judge_heartbeats(members).ok());
+}
+
+TEST(NcclWatch, ATimeoutNamesTheRanksThatHaveNotIssuedIt) {
+  const NcclHeartbeat members[] = {heartbeat(6, {collective(5, 64)}), heartbeat(5, {}),
+                                   heartbeat(6, {collective(5, 64)}), heartbeat(2, {})};
+
+  expect_words(operation_timeout(0, members[0].open[0], members, milliseconds(300)), StatusCode::kTimeout,
+               {"operation 5", "on rank 0: ranks 1 and 3 did not come within 300 ms"});
+  const NcclHeartbeat all[] = {members[0], members[2]};
+  expect_words(operation_timeout(1, members[0].open[0], all, milliseconds(300)), StatusCode::kTimeout,
+               {"all ranks have issued it"});
+}
+
+TEST(NcclWatch, WhatTravelledWithACollectiveIsComparedWhole) {
+  NcclOperation mine = collective(3, 1024);
+  NcclOperation theirs = mine;
+  EXPECT_TRUE(compare_operations(0, mine, 1, theirs).ok());
+
+  theirs.fingerprint.type = 2;
+
+  EXPECT_EQ(compare_operations(0, mine, 1, theirs).code(), StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace forebay::internal

@@ -1,0 +1,275 @@
+#include "forebay/gloo_communicator.h"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "collectives/rendezvous/meeting.h"
+#include "collectives/rendezvous/store_directory.h"
+#include "tests/collectives/communicator_conformance.h"
+
+namespace forebay::testing {
+namespace {
+
+using namespace std::chrono_literals;
+
+// A new directory, removed at the end with what is in it.
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "forebay-test-XXXXXX").string();
+    if (mkdtemp(pattern.data()) == nullptr) throw Error(StatusCode::kIoError, "mkdtemp");
+    path_ = pattern;
+  }
+  ~TemporaryDirectory() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+
+  const std::string& path() const { return path_; }
+  bool empty() const { return std::filesystem::is_empty(path_); }
+
+ private:
+  std::string path_;
+};
+
+// Processes would do the same; threads let the sanitizers see all ranks.
+class GlooWorld final : public CommunicatorWorld {
+ public:
+  GlooWorld(int size, std::chrono::milliseconds deadline) : size_(size), deadline_(deadline) {}
+  Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels&) override {
+    return create_gloo_communicator(
+        {.rank = rank, .size = size_, .store = store_.path(), .deadline = deadline_}, backend);
+  }
+
+ private:
+  const int size_;
+  const std::chrono::milliseconds deadline_;
+  TemporaryDirectory store_;
+};
+
+const CommunicatorFactory kGloo{
+    "gloo", gloo_available() ? "" : "this forebay was built without Gloo (libgloo-dev)",
+    [](int size, std::chrono::milliseconds deadline) { return std::make_unique<GlooWorld>(size, deadline); }};
+
+class GlooCommunicator : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!gloo_available()) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
+  }
+
+  // Lets `size` ranks join through `store`, runs body(member, rank) on those that could, and gives all
+  // results of joining.
+  std::vector<Status> join_all(const std::string& store, int size,
+                               const std::function<void(Member&, int)>& body,
+                               std::chrono::milliseconds deadline = 30s,
+                               const std::function<void(GlooOptions&)>& change = {}) {
+    std::vector<Status> results(static_cast<std::size_t>(size));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        Member member(create_host_backend(rank));
+        GlooOptions options{.rank = rank, .size = size, .store = store, .deadline = deadline};
+        if (change) change(options);
+        Result<std::unique_ptr<Communicator>> joined = create_gloo_communicator(options, member.backend());
+        results[static_cast<std::size_t>(rank)] = joined.status();
+        if (!joined.ok()) return;
+        member.set_communicator(std::move(joined).value());
+        body(member, rank);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return results;
+  }
+};
+
+TEST_F(GlooCommunicator, LeavesNothingInTheStore) {
+  const TemporaryDirectory store;
+
+  const std::vector<Status> results = join_all(store.path(), 3, [&](Member& member, int) {
+    EXPECT_TRUE(member.communicator().split(0, 0).ok());
+    EXPECT_TRUE(member.communicator().barrier().ok());
+  });
+
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+  EXPECT_TRUE(store.empty());
+}
+
+TEST_F(GlooCommunicator, ARankThatLeavesFailsNobodyWhoDoesNotNeedIt) {
+  const TemporaryDirectory store;
+  std::atomic<bool> left{false};
+
+  const std::vector<Status> results = join_all(store.path(), 3, [&](Member& member, int rank) {
+    // The ranks that stay keep a communicator of their own to pass time with.
+    Result<std::unique_ptr<Communicator>> own = member.communicator().split(rank == 0 ? 0 : 1, rank);
+    ASSERT_TRUE(own.ok()) << own.status().to_string();
+    if (rank == 0) {
+      member.set_communicator(nullptr);
+      left = true;
+      left.notify_all();
+      return;
+    }
+    left.wait(false);
+    for (int i = 0; i < 200; ++i) ASSERT_TRUE(own.value()->barrier().ok());
+    EXPECT_TRUE(member.communicator().status().ok()) << member.communicator().status().to_string();
+  });
+
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+  EXPECT_TRUE(store.empty());
+}
+
+TEST_F(GlooCommunicator, AFailureReachesARankThatWaitsForNothing) {
+  const TemporaryDirectory store;
+
+  join_all(store.path(), 3, [&](Member& member, int rank) {
+    if (rank == 1) member.communicator().abort(Status(StatusCode::kIoError, "the disk of rank 1 is full"));
+    const auto limit = std::chrono::steady_clock::now() + 20s;
+    while (member.communicator().status().ok() && std::chrono::steady_clock::now() < limit)
+      std::this_thread::yield();
+    EXPECT_EQ(member.communicator().status().code(), StatusCode::kIoError);
+    EXPECT_EQ(member.communicator().status().message(), "the disk of rank 1 is full");
+  });
+}
+
+TEST_F(GlooCommunicator, RemovesTheStoreDirectoryItMade) {
+  const TemporaryDirectory parent;
+  const std::string store = parent.path() + "/jobs/one";
+
+  const std::vector<Status> results = join_all(store, 2, [&](Member&, int) {
+    struct stat facts {};
+    EXPECT_EQ(stat(store.c_str(), &facts), 0);
+    EXPECT_EQ(facts.st_mode & 0777, 0700u);
+  });
+
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+  EXPECT_TRUE(parent.empty());
+}
+
+TEST_F(GlooCommunicator, FilesOfAnEarlierRunAreNotBelieved) {
+  // What a run leaves that was killed while it connected: the files of ranks that have met.
+  const TemporaryDirectory store;
+  Result<std::unique_ptr<internal::StoreDirectory>> directory = internal::StoreDirectory::open(store.path());
+  ASSERT_TRUE(directory.ok());
+  std::vector<std::thread> earlier;
+  for (int rank = 0; rank < 3; ++rank) {
+    earlier.emplace_back([&, rank] {
+      const auto met =
+          internal::meet(*directory.value(), {rank, 3, {}}, std::chrono::steady_clock::now() + 30s, 30s);
+      EXPECT_TRUE(met.ok()) << met.status().to_string();
+    });
+  }
+  for (std::thread& thread : earlier) thread.join();
+  ASSERT_TRUE(std::filesystem::exists(store.path() + "/rank.2"));
+  std::ofstream(store.path() + "/rank.1", std::ios::trunc) << "half a file";
+
+  const std::vector<Status> results = join_all(store.path(), 3, [](Member& member, int rank) {
+    std::vector<int> all(3);
+    ASSERT_TRUE(member.communicator()
+                    .exchange(std::as_bytes(std::span(&rank, 1)), std::as_writable_bytes(std::span(all)))
+                    .ok());
+    EXPECT_EQ(all, (std::vector<int>{0, 1, 2}));
+  });
+
+  for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+  EXPECT_TRUE(store.empty());
+}
+
+TEST_F(GlooCommunicator, NamesTheRanksThatNeverCame) {
+  const TemporaryDirectory store;
+
+  const std::vector<Status> results = join_all(
+      store.path(), 2, [](Member&, int) { FAIL() << "joined without ranks 2 and 3"; }, 300ms,
+      [](GlooOptions& options) { options.size = 4; });
+
+  EXPECT_EQ(results[0].code(), StatusCode::kTimeout) << results[0].to_string();
+  EXPECT_NE(results[0].message().find("ranks 2 and 3 did not come"), std::string::npos)
+      << results[0].message();
+  EXPECT_TRUE(store.empty());
+}
+
+TEST_F(GlooCommunicator, NamesBothRanksOfDifferentSizesAtOnce) {
+  const TemporaryDirectory store;
+  const auto start = std::chrono::steady_clock::now();
+
+  const std::vector<Status> results = join_all(
+      store.path(), 2, [](Member&, int) { FAIL() << "joined ranks of different sizes"; }, 60s,
+      [](GlooOptions& options) { options.size = 2 + options.rank; });
+
+  for (const Status& result : results) {
+    EXPECT_EQ(result.code(), StatusCode::kInvalidArgument) << result.to_string();
+    EXPECT_NE(result.message().find("rank 0"), std::string::npos) << result.message();
+    EXPECT_NE(result.message().find("rank 1"), std::string::npos) << result.message();
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 30s);
+}
+
+TEST_F(GlooCommunicator, TwoProcessesOfOneRankAreAnError) {
+  const TemporaryDirectory store;
+
+  const std::vector<Status> results = join_all(
+      store.path(), 2, [](Member&, int) {}, 30s, [](GlooOptions& options) { options.rank = 0; });
+
+  EXPECT_EQ(results[0].code(), StatusCode::kInvalidArgument) << results[0].to_string();
+  EXPECT_NE(results[0].message().find("two processes came to " + store.path() + " as rank 0: process "),
+            std::string::npos)
+      << results[0].to_string();
+  EXPECT_EQ(results[0].to_string(), results[1].to_string());
+}
+
+TEST_F(GlooCommunicator, RefusesAStoreThatOthersCanWrite) {
+  const TemporaryDirectory store;
+  ASSERT_EQ(chmod(store.path().c_str(), 0777), 0);
+  Member member(create_host_backend(0));
+
+  const Status status =
+      create_gloo_communicator({.rank = 0, .size = 2, .store = store.path()}, member.backend()).status();
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.to_string();
+  EXPECT_NE(status.message().find("a new directory"), std::string::npos) << status.message();
+
+  // As /tmp is: nobody should close it to the others.
+  ASSERT_EQ(chmod(store.path().c_str(), 01777), 0);
+  const Status shared =
+      create_gloo_communicator({.rank = 0, .size = 2, .store = store.path()}, member.backend()).status();
+
+  EXPECT_EQ(shared.code(), StatusCode::kInvalidArgument) << shared.to_string();
+  EXPECT_NE(shared.message().find("such as " + store.path() + "/"), std::string::npos) << shared.message();
+  EXPECT_EQ(shared.message().find("chmod"), std::string::npos) << shared.message();
+}
+
+TEST_F(GlooCommunicator, ListensWhereItIsTold) {
+  const TemporaryDirectory store;
+  for (const std::string interface : {"lo", "127.0.0.1"}) {
+    const std::vector<Status> results = join_all(
+        store.path(), 2, [](Member& member, int) { EXPECT_TRUE(member.communicator().barrier().ok()); }, 30s,
+        [&](GlooOptions& options) { options.interface = interface; });
+    for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+  }
+  Member member(create_host_backend(0));
+  const Status status =
+      create_gloo_communicator({.rank = 0, .size = 2, .store = store.path(), .interface = "no-such-0"},
+                               member.backend())
+          .status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("no-such-0"), std::string::npos) << status.message();
+}
+
+TEST_F(GlooCommunicator, RefusesARankThatDoesNotExist) {
+  Member member(create_host_backend(0));
+  EXPECT_EQ(create_gloo_communicator({.rank = 2, .size = 2}, member.backend()).status().code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(create_gloo_communicator({.rank = 0, .size = 0}, member.backend()).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+
+INSTANTIATE_TEST_SUITE_P(Gloo, CommunicatorConformance,
+                         ::testing::Combine(::testing::Values(kGloo), ::testing::Values(1, 2, 3, 4)),
+                         conformance_name);
+
+}  // namespace forebay::testing

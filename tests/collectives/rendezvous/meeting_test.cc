@@ -1,0 +1,269 @@
+// Meeting in a directory, the ranks being threads. Over TCP: tcp_store_test.
+#include "collectives/rendezvous/meeting.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <thread>
+#include <utility>
+
+#include "collectives/rendezvous/store_directory.h"
+#include "tests/support/process.h"
+
+namespace forebay::internal {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+class DirectoryMeeting : public ::testing::TestWithParam<int> {
+ protected:
+  int size() const { return GetParam(); }
+
+  // What each of the given ranks hears.
+  std::vector<Result<Meeting>> meet_all(const std::vector<Participant>& ranks,
+                                        std::chrono::milliseconds deadline = 30s) {
+    std::vector<Result<Meeting>> results(ranks.size(), Status(StatusCode::kInternal, "did not run"));
+    std::vector<std::thread> threads;
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      threads.emplace_back([&, i] {
+        Result<std::unique_ptr<StoreDirectory>> store = StoreDirectory::open(directory_ / "store");
+        results[i] = meet(*store.value(), ranks[i], Clock::now() + deadline, deadline);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return results;
+  }
+
+  std::vector<Participant> ranks() const {
+    std::vector<Participant> all;
+    for (int rank = 0; rank < size(); ++rank) all.push_back({rank, size(), "same"});
+    return all;
+  }
+
+  testing::TemporaryDirectory directory_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, DirectoryMeeting, ::testing::Values(3, 4),
+                         [](const auto& info) { return std::to_string(info.param); });
+
+TEST_P(DirectoryMeeting, AllHearOneGenerationAndAnotherRunAnother) {
+  const auto first = meet_all(ranks());
+  const auto second = meet_all(ranks());  // What the first left is there.
+  for (std::size_t i = 0; i < first.size(); ++i) {
+    ASSERT_TRUE(first[i].ok() && second[i].ok()) << first[i].status().to_string();
+    EXPECT_EQ(first[i].value().generation, first[0].value().generation);
+    EXPECT_EQ(second[i].value().generation, second[0].value().generation);
+    EXPECT_TRUE(first[i].value().one_host);
+  }
+  EXPECT_NE(first[0].value().generation, second[0].value().generation);
+}
+
+TEST_P(DirectoryMeeting, BothWhoDifferSayTheSame) {
+  struct Difference {
+    std::function<void(Participant&)> make;
+    std::string words;
+  };
+  for (const Difference& difference :
+       {Difference{[](Participant& rank) { rank.size += 1; },
+                   "rank 0 was started as one of " + std::to_string(size()) + " ranks, rank 1 as one of " +
+                       std::to_string(size() + 1)},
+        Difference{[](Participant& rank) { rank.configuration = "other"; },
+                   "rank 0 was configured as \"same\", rank 1 as \"other\""}}) {
+    std::vector<Participant> both = {ranks()[0], ranks()[1]};
+    difference.make(both[1]);
+    for (const Result<Meeting>& result : meet_all(both)) {
+      EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(result.status().message().find(difference.words), std::string::npos)
+          << result.status().message();
+    }
+  }
+}
+
+TEST_P(DirectoryMeeting, WhoDoesNotComeIsNamedByAll) {
+  std::vector<Participant> some = ranks();
+  some.pop_back();
+  for (const Result<Meeting>& result : meet_all(some, 300ms)) {
+    EXPECT_EQ(result.status().code(), StatusCode::kTimeout);
+    EXPECT_NE(result.status().message().find("rank " + std::to_string(size() - 1) + " did not come"),
+              std::string::npos)
+        << result.status().message();
+  }
+}
+
+// --- who is in a directory ---
+
+std::unique_ptr<StoreDirectory> open_as(const std::string& path, int rank) {
+  std::unique_ptr<StoreDirectory> store = StoreDirectory::open(path).value();
+  const Status came = store->come({rank, 3, {}});
+  EXPECT_TRUE(came.ok()) << came.to_string();
+  return store;
+}
+
+// What `store` says once it says anything; ok when it says nothing within `patience`, at whose end it has
+// looked at least once.
+Status status_in_time(const StoreDirectory& store, std::chrono::milliseconds patience) {
+  const Clock::time_point limit = Clock::now() + patience;
+  Status status = store.status();
+  while (status.ok() && Clock::now() < limit) {
+    std::this_thread::yield();
+    status = store.status();
+  }
+  return status.ok() ? store.status() : status;
+}
+
+// Another process that is rank 1, until this is destroyed or it is killed.
+class OtherProcess {
+ public:
+  explicit OtherProcess(const std::string& path) {
+    int came[2];
+    int leave[2];
+    EXPECT_EQ(::pipe(came) + ::pipe(leave), 0);
+    id_ = ::fork();
+    char byte = 0;
+    if (id_ == 0) {
+      ::close(leave[1]);
+      {
+        const std::unique_ptr<StoreDirectory> store = open_as(path, 1);
+        static_cast<void>(!::write(came[1], &byte, 1));
+        static_cast<void>(!::read(leave[0], &byte, 1));
+      }
+      ::_exit(0);
+    }
+    ::close(leave[0]);
+    ::close(came[1]);
+    EXPECT_EQ(::read(came[0], &byte, 1), 1);
+    ::close(came[0]);
+    leave_ = leave[1];
+  }
+  ~OtherProcess() { end(); }
+  OtherProcess(const OtherProcess&) = delete;
+  OtherProcess& operator=(const OtherProcess&) = delete;
+
+  pid_t id() const { return id_; }
+  void kill() {
+    ::kill(id_, SIGKILL);
+    end();
+  }
+  void end() {
+    if (leave_ < 0) return;
+    ::close(std::exchange(leave_, -1));
+    ::waitpid(id_, nullptr, 0);
+  }
+
+ private:
+  pid_t id_ = -1;
+  int leave_ = -1;
+};
+
+TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> waits = open_as(path, 0);
+  {
+    OtherProcess leaves(path);
+    EXPECT_TRUE(status_in_time(*waits, 100ms).ok());
+  }
+  EXPECT_TRUE(status_in_time(*waits, 100ms).ok()) << waits->status().to_string();
+  OtherProcess victim(path);
+  EXPECT_TRUE(status_in_time(*waits, 100ms).ok());
+  const pid_t id = victim.id();
+  victim.kill();
+  const Status status = status_in_time(*waits, 60s);
+  EXPECT_EQ(status.code(), StatusCode::kPeerLost) << status.to_string();
+  EXPECT_NE(status.message().find("rank 1 died (process " + std::to_string(id) + " on "), std::string::npos)
+      << status.message();
+
+  // Of an earlier run, for those that come later.
+  const std::unique_ptr<StoreDirectory> later = open_as(path, 2);
+  EXPECT_TRUE(status_in_time(*later, 100ms).ok()) << later->status().to_string();
+}
+
+TEST(StoreDirectory, TheLastOneToLeaveRemovesWhatARunThatFailedLeft) {
+  const testing::TemporaryDirectory directory;
+  std::ofstream(directory / "here.txt") << "the user's";
+  std::filesystem::permissions(directory.path(), std::filesystem::perms::owner_all);
+  std::unique_ptr<StoreDirectory> first = open_as(directory.path(), 0);
+  std::unique_ptr<StoreDirectory> last = open_as(directory.path(), 2);
+  {
+    OtherProcess victim(directory.path());
+    victim.kill();
+  }
+  ASSERT_TRUE(std::filesystem::exists(directory / "here.1"));
+  ASSERT_TRUE(last->write("rank.2", "a card").ok());
+  ASSERT_TRUE(first->write_once("0123456789abcdef.failed", "rank 1 died"));
+  ASSERT_TRUE(first->write("0123456789abcdef.vote.0", "a vote").ok());
+  ASSERT_TRUE(last->write("0123456789abcdef.vote.2", "a vote").ok());
+
+  first.reset();
+  EXPECT_EQ(last->read("0123456789abcdef.failed"), "rank 1 died") << "a rank that looks late";
+  last.reset();
+  std::vector<std::string> left;
+  for (const auto& entry : std::filesystem::directory_iterator(directory.path()))
+    left.push_back(entry.path().filename());
+  EXPECT_EQ(left, std::vector<std::string>{"here.txt"});
+}
+
+TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> other = open_as(path, 0);
+  const std::unique_ptr<StoreDirectory> first = open_as(path, 1);
+  EXPECT_TRUE(status_in_time(*other, 100ms).ok());
+  const std::unique_ptr<StoreDirectory> second = StoreDirectory::open(path).value();
+
+  const Status refused = second->come({1, 3, {}});
+
+  EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument) << refused.to_string();
+  EXPECT_NE(refused.message().find("two processes came to " + path + " as rank 1"), std::string::npos)
+      << refused.message();
+  for (const StoreDirectory* told : {second.get(), first.get(), other.get()})
+    EXPECT_EQ(status_in_time(*told, 60s).to_string(), refused.to_string());
+}
+
+TEST(StoreDirectory, TwoProcessesOfARankAreToldOfThoughBothHaveLeft) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  std::unique_ptr<StoreDirectory> other = open_as(path, 0);
+  std::string refused;
+  {
+    const std::unique_ptr<StoreDirectory> first = open_as(path, 1);
+    EXPECT_TRUE(status_in_time(*other, 100ms).ok());
+    refused = StoreDirectory::open(path).value()->come({1, 3, {}}).to_string();
+  }
+  EXPECT_NE(refused.find("as rank 1"), std::string::npos) << refused;
+  EXPECT_EQ(status_in_time(*other, 60s).to_string(), refused);
+
+  other.reset();
+  EXPECT_FALSE(std::filesystem::exists(path)) << "the last one to leave left something";
+}
+
+TEST(StoreDirectory, AnEmptiedDirectoryIsNotTakenForAnotherProcess) {
+  const testing::TemporaryDirectory directory;
+  const std::string path = directory / "store";
+  const std::unique_ptr<StoreDirectory> store = open_as(path, 0);
+  std::thread emptier([&] {
+    while (!std::filesystem::exists(path + "/rank.0")) std::this_thread::yield();
+    std::filesystem::remove(path + "/rank.0");
+  });
+  const Result<Meeting> met = meet(*store, {0, 3, {}}, Clock::now() + 60s, 60s);
+  emptier.join();
+  EXPECT_EQ(met.status().code(), StatusCode::kIoError) << met.status().to_string();
+  EXPECT_NE(met.status().message().find("what rank 0 wrote to " + path + " is gone"), std::string::npos)
+      << met.status().message();
+}
+
+TEST(StoreDirectory, ALinkIsCalledOne) {
+  const testing::TemporaryDirectory directory;
+  std::filesystem::create_directory_symlink(directory.path(), directory / "link");
+  const Status status = StoreDirectory::open(directory / "link").status();
+  EXPECT_NE(status.message().find("is a link"), std::string::npos) << status.message();
+}
+
+}  // namespace
+}  // namespace forebay::internal

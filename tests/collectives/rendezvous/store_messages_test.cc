@@ -1,0 +1,133 @@
+#include "collectives/rendezvous/store_messages.h"
+
+#include <gtest/gtest.h>
+
+namespace forebay::internal {
+namespace {
+
+class StoreMessages : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!authentication_available()) GTEST_SKIP() << "this build has no OpenSSL";
+  }
+};
+
+using Next = FrameReader::Next;
+
+TEST_F(StoreMessages, HmacIsThatOfTheStandard) {
+  // RFC 4231, test case 2.
+  EXPECT_EQ(hexadecimal(hmac_sha256("Jefe", "what do ya want for nothing?")),
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+}
+
+TEST_F(StoreMessages, BothEndsDeriveTheSameKeysAndEachHasItsUse) {
+  const Digest a = random_digest();
+  const Digest b = random_digest();
+  const StoreKeys keys = derive_store_keys("secret", a, b);
+  const StoreKeys same = derive_store_keys("secret", a, b);
+  EXPECT_TRUE(equal_digests(keys.client_proof, same.client_proof));
+  EXPECT_TRUE(equal_digests(keys.to_client, same.to_client));
+
+  EXPECT_FALSE(equal_digests(keys.client_proof, keys.server_proof));
+  EXPECT_FALSE(equal_digests(keys.to_client, keys.to_server));
+  EXPECT_FALSE(equal_digests(keys.client_proof, derive_store_keys("secreT", a, b).client_proof));
+  // A proof that was listened to is of no use on another connection.
+  EXPECT_FALSE(
+      equal_digests(keys.client_proof, derive_store_keys("secret", a, random_digest()).client_proof));
+  EXPECT_FALSE(
+      equal_digests(keys.server_proof, derive_store_keys("secret", random_digest(), b).server_proof));
+}
+
+TEST_F(StoreMessages, FramesArriveInPieces) {
+  const Digest key = random_digest();
+  FrameWriter writer(key);
+  FrameReader reader(key);
+  std::string bytes = writer.frame("one");
+  bytes += writer.frame("");
+  bytes += writer.frame("three");
+  std::vector<std::string> read;
+  for (const char byte : bytes) {
+    reader.add({&byte, 1});
+    for (std::string text; reader.next(&text) == Next::kMessage;) read.push_back(text);
+  }
+  EXPECT_EQ(read, (std::vector<std::string>{"one", "", "three"}));
+}
+
+TEST_F(StoreMessages, AnyChangedBitBreaksTheConnection) {
+  const Digest key = random_digest();
+  const std::string frame = FrameWriter(key).frame("text");
+  for (std::size_t bit = 0; bit < frame.size() * 8; ++bit) {
+    std::string changed = frame;
+    changed[bit / 8] = static_cast<char>(changed[bit / 8] ^ 1 << bit % 8);
+    FrameReader reader(key);
+    reader.add(changed);
+    std::string text;
+    // A length that grew waits for bytes that do not come.
+    EXPECT_NE(reader.next(&text), Next::kMessage) << "bit " << bit;
+  }
+}
+
+TEST_F(StoreMessages, ReplayedReorderedAndForeignFramesAreRefused) {
+  const Digest key = random_digest();
+  FrameWriter writer(key);
+  const std::string first = writer.frame("first");
+  const std::string second = writer.frame("second");
+  const auto last_of = [&](const std::string& bytes) {
+    FrameReader reader(key);
+    reader.add(bytes);
+    std::string text;
+    Next next = reader.next(&text);
+    while (next == Next::kMessage) next = reader.next(&text);
+    return next;
+  };
+  EXPECT_EQ(last_of(first + second), Next::kMore);
+  EXPECT_EQ(last_of(first + first), Next::kBroken);
+  EXPECT_EQ(last_of(second), Next::kBroken);
+  EXPECT_EQ(last_of(FrameWriter(random_digest()).frame("first")), Next::kBroken);
+}
+
+TEST_F(StoreMessages, ATooLongMessageIsRefusedByItsLength) {
+  FrameReader reader(random_digest());
+  const std::uint32_t length = kMessageBytesMax + 1;
+  std::string bytes;
+  for (int i = 0; i < 4; ++i) bytes += static_cast<char>(length >> (8 * i) & 0xff);
+  reader.add(bytes);
+  std::string text;
+  EXPECT_EQ(reader.next(&text), Next::kBroken);
+  EXPECT_EQ(reader.next(&text), Next::kBroken) << "for good";
+}
+
+TEST_F(StoreMessages, WhatIsSaidArrivesAndNothingElseIsTaken) {
+  const Greeting greeting{"run 7", {{2, 3, "gloo"}, "0.1.0", "host"}};
+  const std::string bytes = encode(Message{MessageType::kGreeting, "name", encode(greeting)});
+  Message message;
+  Greeting read;
+  ASSERT_TRUE(decode(bytes, &message));
+  EXPECT_EQ(message.type, MessageType::kGreeting);
+  EXPECT_EQ(message.name, "name");
+  ASSERT_TRUE(decode(message.content, &read));
+  EXPECT_EQ(read.job, "run 7");
+  EXPECT_EQ(read.introduction.who.rank, 2);
+  EXPECT_EQ(read.introduction.who.size, 3);
+  EXPECT_EQ(read.introduction.who.configuration, "gloo");
+  EXPECT_EQ(read.introduction.version, "0.1.0");
+  EXPECT_EQ(read.introduction.host, "host");
+
+  EXPECT_FALSE(decode(message.content + "x", &read));
+  EXPECT_FALSE(decode(std::string_view(message.content).substr(1), &read));
+  EXPECT_FALSE(decode("", &message));
+  EXPECT_FALSE(decode(std::string("\x30\0\0\0\0", 5), &message)) << "a type that there is not";
+}
+
+TEST_F(StoreMessages, ARosterTellsHostsOnceItIsComplete) {
+  Attendance read;
+  ASSERT_TRUE(decode(encode(Attendance{"", {true, false}, {}, "refused"}), &read));
+  EXPECT_EQ(read.came, (std::vector<bool>{true, false}));
+  EXPECT_EQ(read.doubt, "refused");
+  ASSERT_TRUE(decode(encode(Attendance{"g", {true, true}, {"a", "b"}, ""}), &read));
+  EXPECT_EQ(read.hosts, (std::vector<std::string>{"a", "b"}));
+  EXPECT_FALSE(decode(encode(Attendance{"g", {true, true}, {"a"}, ""}), &read));
+}
+
+}  // namespace
+}  // namespace forebay::internal

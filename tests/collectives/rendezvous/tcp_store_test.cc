@@ -1,0 +1,432 @@
+// The store over TCP, its ranks being threads: what it keeps, who is let in, and what each fault of a
+// beginning looks like from every rank. Every wait has a limit, and each case says how long it may take.
+#include "collectives/rendezvous/tcp_store.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "collectives/rendezvous/meeting.h"
+#include "collectives/rendezvous/store_server.h"
+
+namespace forebay::internal {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+const std::string kSecret(64, 's');
+
+int open_descriptors() {
+  return static_cast<int>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
+}
+
+class TcpStoreWorld : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    if (!authentication_available()) GTEST_SKIP() << "this build has no OpenSSL";
+    descriptors_ = open_descriptors();
+    Result<Descriptor> listener = listen_at({"127.0.0.1", 0, ""});
+    ASSERT_TRUE(listener.ok()) << listener.status().to_string();
+    listener_ = std::move(listener).value();
+    port_ = local_end(listener_.number()).port();
+  }
+  void TearDown() override {
+    if (IsSkipped()) return;
+    listener_.reset();
+    EXPECT_EQ(open_descriptors(), descriptors_) << "left behind";
+  }
+
+  int size() const { return GetParam(); }
+
+  TcpStoreOptions options(int rank, std::chrono::milliseconds deadline = 30s) {
+    return {.where = "tcp://127.0.0.1:" + std::to_string(port_),
+            .address = {"127.0.0.1", port_, "run"},
+            .secret = kSecret,
+            .me = {rank, size(), "same"},
+            .deadline = deadline,
+            .listener = rank == 0 ? std::move(listener_) : Descriptor()};
+  }
+
+  // Opens and meets as those options say, and does `then` in the meeting.
+  static Status run(TcpStoreOptions options, const std::function<Status(TcpStore&, const Meeting&)>& then) {
+    const Participant me = options.me;
+    const std::chrono::milliseconds deadline = options.deadline;
+    const Clock::time_point limit = Clock::now() + deadline;
+    Result<std::unique_ptr<TcpStore>> store = TcpStore::open(std::move(options));
+    FOREBAY_RETURN_IF_ERROR(store.status());
+    Result<Meeting> meeting = meet(*store.value(), me, limit, deadline);
+    FOREBAY_RETURN_IF_ERROR(meeting.status());
+    return then(*store.value(), meeting.value());
+  }
+
+  // All ranks at the same time, each with the options that `change` makes of the usual ones.
+  std::vector<Status> run_all(const std::function<void(TcpStoreOptions&)>& change,
+                              const std::function<Status(TcpStore&, const Meeting&)>& then = nullptr) {
+    std::vector<Status> statuses(static_cast<std::size_t>(size()));
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size(); ++rank) {
+      TcpStoreOptions mine = options(rank);
+      change(mine);
+      threads.emplace_back([&, rank, mine = std::move(mine)]() mutable {
+        statuses[static_cast<std::size_t>(rank)] = run(
+            std::move(mine),
+            [&](TcpStore& store, const Meeting& meeting) { return then ? then(store, meeting) : Status(); });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return statuses;
+  }
+
+  // Every rank of `statuses` failed with the first one's words.
+  static void expect_one_cause(const std::vector<Status>& statuses, StatusCode code,
+                               const std::string& word) {
+    for (std::size_t rank = 0; rank < statuses.size(); ++rank) {
+      EXPECT_EQ(statuses[rank].code(), code) << "rank " << rank << ": " << statuses[rank].to_string();
+      EXPECT_EQ(statuses[rank].message(), statuses[0].message()) << "rank " << rank;
+      EXPECT_NE(statuses[rank].message().find(word), std::string::npos) << statuses[rank].message();
+    }
+  }
+
+  // A connection that says what it likes; refused once the server has ended.
+  Descriptor stranger() {
+    const std::vector<SocketAddress> addresses = resolve("127.0.0.1", port_).value();
+    Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    static_cast<void>(connect(socket.number(), addresses[0].get(), addresses[0].bytes));
+    return socket;
+  }
+
+  Descriptor listener_;
+  std::uint16_t port_ = 0;
+  int descriptors_ = 0;
+};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, TcpStoreWorld, ::testing::Values(3, 4),
+                         [](const auto& info) { return std::to_string(info.param); });
+
+TEST_P(TcpStoreWorld, WhatARankPostsComesToAllAndReplacesNoLastWord) {
+  const auto eventually = [](TcpStore& store, const std::string& name, const std::string& wanted) {
+    const Clock::time_point limit = Clock::now() + 60s;
+    while (store.posted(name) != wanted && Clock::now() < limit) std::this_thread::yield();
+    EXPECT_EQ(store.posted(name), wanted);
+  };
+  std::atomic<int> rank_count{0};
+  const auto statuses = run_all([](TcpStoreOptions&) {},
+                                [&](TcpStore& store, const Meeting&) -> Status {
+                                  const int me = rank_count.fetch_add(1);
+                                  if (me == 0) {
+                                    static_cast<void>(store.write_once("word", "last"));
+                                    store.post("word", "another");
+                                    store.post("news", "old");
+                                    store.post("news", "new");
+                                  }
+                                  eventually(store, "news", "new");
+                                  eventually(store, "word", "last");
+                                  return store.write("done." + std::to_string(me), "");
+                                });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
+TEST_P(TcpStoreWorld, RanksMeetAndSeeEachOthersTexts) {
+  std::vector<std::string> generations(static_cast<std::size_t>(size()));
+  std::atomic<int> rank_count{0};
+  std::atomic<int> seen_count{0};
+  const auto statuses =
+      run_all([](TcpStoreOptions&) {},
+              [&](TcpStore& store, const Meeting& meeting) -> Status {
+                const int me = rank_count.fetch_add(1);
+                generations[static_cast<std::size_t>(me)] = meeting.generation;
+                EXPECT_TRUE(meeting.one_host);
+                EXPECT_EQ(store.local_address(), "127.0.0.1");
+                FOREBAY_RETURN_IF_ERROR(store.write("rank " + std::to_string(me), "1"));
+                FOREBAY_RETURN_IF_ERROR(store.write("rank " + std::to_string(me), std::string(500'000, 'x')));
+                EXPECT_EQ(store.read("nothing"), std::nullopt);
+                for (int peer = 0; peer < size(); ++peer) {
+                  while (store.read("rank " + std::to_string(peer)).value_or("").size() < 2)
+                    std::this_thread::yield();
+                }
+                const std::optional<std::string> once = store.write_once("first", "by " + std::to_string(me));
+                EXPECT_TRUE(once.has_value());
+                EXPECT_EQ(store.read("first"), once);
+                EXPECT_EQ(store.write_once("first", "another"), once);
+                // Nobody looks for this rank's text any more.
+                seen_count.fetch_add(1);
+                while (seen_count < size()) std::this_thread::yield();
+                store.remove("rank " + std::to_string(me));
+                EXPECT_EQ(store.read("rank " + std::to_string(me)), std::nullopt);
+                return store.status();
+              });
+
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+  for (const std::string& generation : generations) EXPECT_EQ(generation, generations[0]);
+  EXPECT_FALSE(generations[0].empty());
+}
+
+TEST_P(TcpStoreWorld, ATextThatIsTooLargeIsRefusedAndTheStoreGoesOn) {
+  const auto statuses = run_all(
+      [](TcpStoreOptions&) {},
+      [](TcpStore& store, const Meeting&) -> Status {
+        EXPECT_EQ(store.write("large", std::string(1 << 20, 'x')).code(), StatusCode::kInvalidArgument);
+        EXPECT_EQ(store.write(std::string(5000, 'n'), "").code(), StatusCode::kInvalidArgument);
+        return store.write("small", "x");
+      });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
+TEST_P(TcpStoreWorld, ARankWithAnotherSecretIsToldAtOnceAndTheOthersSayWhoIsMissing) {
+  const int bad = size() - 1;
+  std::vector<Status> statuses = run_all([&](TcpStoreOptions& mine) {
+    mine.deadline = 1s;
+    if (mine.me.rank == bad) mine.secret = std::string(64, 'x');
+  });
+  EXPECT_EQ(statuses.back().code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(statuses.back().message().find("another secret"), std::string::npos) << statuses.back().message();
+  EXPECT_EQ(statuses.back().message().find(std::string(64, 'x')), std::string::npos);
+  statuses.pop_back();
+  expect_one_cause(statuses, StatusCode::kTimeout, "rank " + std::to_string(bad) + " did not come");
+  EXPECT_NE(statuses[0].message().find("it knows another secret"), std::string::npos)
+      << statuses[0].message();
+}
+
+TEST_P(TcpStoreWorld, AServerThatDoesNotKnowTheSecretIsNotBelieved) {
+  // It answers as the protocol wants but cannot know the proof.
+  std::thread impostor([&] {
+    pollfd waiting{listener_.number(), POLLIN, 0};
+    poll(&waiting, 1, 30'000);
+    const Descriptor peer(accept(listener_.number(), nullptr, nullptr));
+    std::string bytes(kHelloBytes, '\0');
+    EXPECT_EQ(recv(peer.number(), bytes.data(), bytes.size(), MSG_WAITALL), ssize_t{kHelloBytes});
+    const std::string hello = encode_hello(random_digest());
+    EXPECT_EQ(send(peer.number(), hello.data(), hello.size(), MSG_NOSIGNAL), ssize_t{kHelloBytes});
+    bytes.resize(sizeof(Digest));
+    EXPECT_EQ(recv(peer.number(), bytes.data(), bytes.size(), MSG_WAITALL), ssize_t{sizeof(Digest)});
+    const std::string proof = kSecretAccepted + std::string(bytes_of(random_digest()));
+    EXPECT_EQ(send(peer.number(), proof.data(), proof.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(proof.size()));
+    EXPECT_EQ(recv(peer.number(), bytes.data(), 1, MSG_WAITALL), 0) << "it heard something";
+  });
+  const Status status = TcpStore::open(options(1)).status();
+  impostor.join();
+
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("does not know the secret"), std::string::npos) << status.message();
+}
+
+TEST_P(TcpStoreWorld, AnotherProgramAtThePortIsNamed) {
+  std::thread program([&] {
+    pollfd waiting{listener_.number(), POLLIN, 0};
+    poll(&waiting, 1, 30'000);
+    const Descriptor peer(accept(listener_.number(), nullptr, nullptr));
+    const std::string text = "SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n" + std::string(100, 'x');
+    EXPECT_EQ(send(peer.number(), text.data(), text.size(), MSG_NOSIGNAL), static_cast<ssize_t>(text.size()));
+    char byte;
+    while (recv(peer.number(), &byte, 1, 0) > 0) {
+    }
+  });
+  const Status status = TcpStore::open(options(1)).status();
+  program.join();
+  EXPECT_NE(status.message().find("another program listens there"), std::string::npos) << status.message();
+}
+
+TEST_P(TcpStoreWorld, AWrongWorldSizeFailsAllWithOneCause) {
+  const auto statuses = run_all([&](TcpStoreOptions& mine) {
+    if (mine.me.rank == 1) mine.me.size = size() + 1;
+  });
+  expect_one_cause(statuses, StatusCode::kInvalidArgument,
+                   "rank 0 was started as one of " + std::to_string(size()) + " ranks, rank 1 as one of " +
+                       std::to_string(size() + 1));
+}
+
+TEST_P(TcpStoreWorld, DifferingOptionsFailAllWithOneCause) {
+  const auto statuses = run_all([&](TcpStoreOptions& mine) {
+    if (mine.me.rank == 2) mine.me.configuration = "other";
+  });
+  expect_one_cause(statuses, StatusCode::kInvalidArgument,
+                   "rank 0 was configured as \"same\", rank 2 as \"other\"");
+}
+
+TEST_P(TcpStoreWorld, TwoProcessesOfOneRankFailAllWithOneCause) {
+  const auto statuses = run_all([&](TcpStoreOptions& mine) {
+    if (mine.me.rank == 2) mine.me.rank = 1;
+  });
+  expect_one_cause(statuses, StatusCode::kInvalidArgument, "as rank 1, from 127.0.0.1 and from 127.0.0.1");
+}
+
+TEST_P(TcpStoreWorld, ARankThatNeverComesIsNamedByAllAtTheFirstDeadline) {
+  const Clock::time_point begin = Clock::now();
+  std::vector<Status> statuses;
+  std::vector<std::thread> threads;
+  statuses.resize(static_cast<std::size_t>(size() - 1));
+  for (int rank = 0; rank < size() - 1; ++rank) {
+    // The first to give up takes the others with it.
+    threads.emplace_back([&, rank, mine = options(rank, rank == 0 ? 500ms : 60s)]() mutable {
+      statuses[static_cast<std::size_t>(rank)] =
+          run(std::move(mine), [](TcpStore&, const Meeting&) { return Status(); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  expect_one_cause(statuses, StatusCode::kTimeout, "rank " + std::to_string(size() - 1) + " did not come");
+  EXPECT_LT(Clock::now() - begin, 20s);
+}
+
+TEST_P(TcpStoreWorld, WhoLeavesBeforeAllAreThereIsNamedByAll) {
+  const int leaver = size() - 1;
+  std::vector<Status> statuses(static_cast<std::size_t>(size() - 1));
+  std::vector<std::thread> threads;
+  const auto start = [&](int rank) {
+    threads.emplace_back([&, rank, mine = options(rank)]() mutable {
+      statuses[static_cast<std::size_t>(rank)] =
+          run(std::move(mine), [](TcpStore&, const Meeting&) { return Status(); });
+    });
+  };
+  // Rank 1 does not come, so that the meeting stays open.
+  for (int rank = 0; rank < size() - 1; ++rank) {
+    if (rank != 1) start(rank);
+  }
+  {
+    const auto store = TcpStore::open(options(leaver));
+    EXPECT_TRUE(store.ok()) << store.status().to_string();
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  statuses.erase(statuses.begin() + 1);
+  expect_one_cause(statuses, StatusCode::kPeerLost, "rank " + std::to_string(leaver) + " left before all");
+}
+
+TEST_P(TcpStoreWorld, NoRankReachesAServerThatIsNotThere) {
+  listener_.reset();
+  const Status status = TcpStore::open(options(1, 200ms)).status();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_NE(status.message().find("could not reach the store"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("Connection refused"), std::string::npos) << status.message();
+}
+
+TEST_P(TcpStoreWorld, ALateRankAndOneOfAnEarlierRunAreSentAwayAndTheRunGoesOn) {
+  const int late = size() - 1;
+  const auto statuses =
+      run_all([](TcpStoreOptions&) {},
+              [&](TcpStore& store, const Meeting&) -> Status {
+                // Each rank is one more stranger's witness.
+                const Status again = TcpStore::open(options(late)).status();
+                EXPECT_EQ(again.code(), StatusCode::kUnavailable);
+                EXPECT_NE(again.message().find("were there already"), std::string::npos) << again.message();
+                TcpStoreOptions stale = options(1);
+                stale.address.job = "run before";
+                const Status refused = TcpStore::open(std::move(stale)).status();
+                EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
+                EXPECT_NE(refused.message().find("of the run \"run before\""), std::string::npos)
+                    << refused.message();
+                FOREBAY_RETURN_IF_ERROR(store.status());
+                return store.write("still", "there");
+              });
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+}
+
+TEST_P(TcpStoreWorld, AStaleRankBeforeTheMeetingDoesNotTakeAPlace) {
+  TcpStoreOptions first = options(0);
+  Status zero;
+  std::thread rank_zero(
+      [&] { zero = run(std::move(first), [](TcpStore&, const Meeting&) { return Status(); }); });
+  TcpStoreOptions stale = options(1);
+  stale.address.job = "run before";
+  EXPECT_EQ(TcpStore::open(std::move(stale)).status().code(), StatusCode::kInvalidArgument);
+  std::vector<std::thread> others;
+  for (int rank = 1; rank < size(); ++rank) {
+    others.emplace_back([&, mine = options(rank)]() mutable {
+      EXPECT_TRUE(run(std::move(mine), [](TcpStore&, const Meeting&) { return Status(); }).ok());
+    });
+  }
+  for (std::thread& thread : others) thread.join();
+  rank_zero.join();
+  EXPECT_TRUE(zero.ok()) << zero.to_string();
+}
+
+TEST_P(TcpStoreWorld, GarbageAndSilenceKeepNobodyOut) {
+  constexpr std::uint64_t kSeed = 7;
+  SCOPED_TRACE("seed " + std::to_string(kSeed));
+  std::mt19937_64 random(kSeed);
+  std::vector<Descriptor> strangers;
+  // More than the server keeps at a time, each of another kind, before and while the ranks come.
+  const auto come = [&](int i) {
+    Descriptor& socket = strangers.emplace_back(stranger());
+    std::string bytes;
+    if (i % 4 == 1) bytes = encode_hello(random_digest()).substr(0, 20);  // And then nothing more.
+    if (i % 4 == 2) bytes = encode_hello(random_digest()) + std::string(random() % 100'000, 'x');
+    if (i % 4 == 3) {
+      for (int k = 0; k < 3000; ++k) bytes += static_cast<char>(random());
+    }
+    static_cast<void>(send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
+  };
+  const Clock::time_point begin = Clock::now();
+  for (int i = 0; i < 60; ++i) come(i);
+  std::atomic<bool> over{false};
+  std::thread flood([&] {
+    for (int i = 0; i < 200 && !over; ++i) come(i);
+  });
+  const auto statuses =
+      run_all([](TcpStoreOptions&) {}, [](TcpStore& store, const Meeting&) { return store.write("a", "b"); });
+  over = true;
+  flood.join();
+
+  for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_LT(Clock::now() - begin, 20s);
+}
+
+TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndWhatIsSaidOnceStillIsHeard) {
+  const int lost = size() - 1;
+  // The last rank is only the bytes of one: it proves, greets, and is gone without goodbye.
+  const auto pretend = [&] {
+    const Descriptor socket = stranger();
+    const Digest nonce = random_digest();
+    std::string bytes = encode_hello(nonce);
+    send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    recv(socket.number(), bytes.data(), bytes.size(), MSG_WAITALL);
+    const StoreKeys keys = derive_store_keys(kSecret, nonce, *decode_hello(bytes));
+    FrameWriter writer(keys.to_server);
+    const Greeting greeting{"run", introduce({lost, size(), "same"})};
+    bytes = std::string(bytes_of(keys.client_proof)) +
+            writer.frame(encode(Message{MessageType::kGreeting, {}, encode(greeting)}));
+    send(socket.number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    bytes.resize(1 + sizeof(Digest) + 1);
+    EXPECT_EQ(recv(socket.number(), bytes.data(), bytes.size(), MSG_WAITALL),
+              static_cast<ssize_t>(bytes.size()));
+  };
+  std::vector<Status> statuses(static_cast<std::size_t>(size() - 1));
+  std::vector<std::string> causes(statuses.size());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size() - 1; ++rank) {
+    threads.emplace_back([&, rank, mine = options(rank)]() mutable {
+      statuses[static_cast<std::size_t>(rank)] = run(std::move(mine), [&](TcpStore& store, const Meeting&) {
+        while (store.status().ok()) std::this_thread::yield();
+        // Rank 0, whose store it is, may be the first to go.
+        causes[static_cast<std::size_t>(rank)] =
+            store.write_once("failed", "as rank " + std::to_string(rank) + " saw it").value_or("nothing");
+        EXPECT_TRUE(store.is_lost(lost));
+        EXPECT_EQ(store.write_once("vote." + std::to_string(rank), "yes"), "yes");
+        for (int other = 0; other < lost; ++other) {
+          const std::string vote = "vote." + std::to_string(other);
+          while (!store.read(vote) && store.answers()) std::this_thread::yield();
+          EXPECT_EQ(store.read(vote), "yes") << "rank " << rank << " of rank " << other;
+          EXPECT_FALSE(store.is_lost(other));
+        }
+        return store.status();
+      });
+    });
+  }
+  pretend();
+  for (std::thread& thread : threads) thread.join();
+
+  expect_one_cause(statuses, StatusCode::kPeerLost, "rank " + std::to_string(lost) + " at 127.0.0.1 ended");
+  for (const std::string& cause : causes) EXPECT_EQ(cause, causes[0]);
+  EXPECT_NE(causes[0], "nothing");
+}
+
+}  // namespace
+}  // namespace forebay::internal

@@ -1,0 +1,517 @@
+// The web page of a report: what it holds, what it leaves out, that nothing in it is taken for anything but
+// text, and that a real browser runs it.
+#include "runtime/command/page/report_page.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "forebay/preload_events.h"
+#include "forebay/units.h"
+#include "runtime/command/page/blocks.h"
+#include "runtime/command/page/text.h"
+#include "runtime/command/page/timeline.h"
+#include "tests/support/process.h"
+
+namespace forebay::testing {
+namespace {
+
+constexpr std::uint64_t kMillisecond = 1'000'000;
+
+PagePoint point(std::uint64_t ms, std::uint64_t requested_mib, std::uint64_t reserved_mib,
+                PageEvent event = PageEvent::kAllocation) {
+  return {.time_ns = ms * kMillisecond,
+          .requested_bytes = requested_mib << 20,
+          .reserved_bytes = reserved_mib << 20,
+          .bytes = 2_MiB,
+          .event = event};
+}
+
+PageBlock block(std::uint64_t address, std::uint64_t bytes, PageBlockState state = PageBlockState::kLive,
+                std::uint64_t stream = kPreloadLegacyStream) {
+  return {.address = address, .bytes = bytes, .stream = stream, .state = state};
+}
+
+// A process that died of fragmentation, small enough to be counted.
+PageProcess small_process() {
+  PageProcess process;
+  process.name = "python train.py";
+  process.process = 4711;
+  process.mode = "arena, tensors";
+  process.peak_requested_bytes = 6_MiB;
+  process.peak_reserved_bytes = 8_MiB;
+  process.out_of_memory_count = 1;
+  process.capacity_bytes = 8_MiB;
+  process.baseline_reserved_bytes = 12_MiB;
+  process.figures = {{"Step time", "12 ms"}};
+  process.lines = {"Two pieces of 1 MiB are held apart by a live block."};
+  process.points = {point(0, 2, 2), point(10, 6, 8), point(20, 4, 8, PageEvent::kFree),
+                    point(30, 4, 8, PageEvent::kOutOfMemory), point(40, 2, 8, PageEvent::kFree)};
+  constexpr std::uint64_t kBase = 0x7f0010000000;
+  PageMoment moment{.name = "at the first out-of-memory",
+                    .time_ns = 30 * kMillisecond,
+                    .asked_bytes = 2_MiB,
+                    .requested_bytes = 4_MiB,
+                    .reserved_bytes = 8_MiB};
+  moment.blocks = {block(kBase, 2_MiB, PageBlockState::kLive, 0xabc0),
+                   block(kBase + 2_MiB, 1_MiB, PageBlockState::kFree),
+                   block(kBase + 3_MiB, 2_MiB),
+                   block(kBase + 5_MiB, 512_KiB, PageBlockState::kFree),
+                   block(kBase + 5_MiB + 512_KiB, 512_KiB, PageBlockState::kFree),
+                   block(kBase + 6_MiB, 2_MiB, PageBlockState::kPending, 0xabc0)};
+  process.moments = {moment};
+  process.holders = {{"stream 0xabc0", 4_MiB, 2}, {"the default stream", 2_MiB, 1}};
+  return process;
+}
+
+ReportPage page_of(std::vector<PageProcess> processes) {
+  return {.title = "forebay run -- python train.py",
+          .lines = {"One process."},
+          .processes = std::move(processes)};
+}
+
+std::size_t count_of(const std::string& text, const std::string& part) {
+  std::size_t count = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+// A process with many events and blocks of hostile disorder. Prints its seed where it fails.
+PageProcess random_process(unsigned seed, std::size_t events, std::size_t blocks) {
+  std::mt19937_64 random(seed);
+  PageProcess process = small_process();
+  process.points.clear();
+  std::uint64_t time = 0, requested = 0, reserved = 0;
+  for (std::size_t i = 0; i < events; ++i) {
+    time += random() % 1000 == 0 ? 50 * kMillisecond : random() % 1000;
+    const std::uint64_t bytes = 512 + random() % 1_MiB;
+    const bool is_free = requested > bytes && random() % 2 == 0;
+    requested = is_free ? requested - bytes : requested + bytes;
+    reserved = std::max(reserved, requested);
+    process.points.push_back(
+        {time, requested, reserved, bytes, is_free ? PageEvent::kFree : PageEvent::kAllocation});
+  }
+  PageMoment& moment = process.moments.front();
+  moment.blocks.clear();
+  std::uint64_t address = 0x7f0000000000;
+  for (std::size_t i = 0; i < blocks; ++i) {
+    const std::uint64_t bytes = 512 << random() % 14;
+    if (random() % 500 == 0) address += 1_GiB;
+    moment.blocks.push_back({.address = address,
+                             .bytes = bytes,
+                             .stream = random() % 12,
+                             .order = i,
+                             .server = static_cast<PreloadServer>(random() % 50 == 0 ? 3 : 0),
+                             .state = static_cast<PageBlockState>(random() % 3)});
+    address += bytes;
+  }
+  std::shuffle(moment.blocks.begin(), moment.blocks.end(), random);
+  return process;
+}
+
+// --- text ---
+
+TEST(PageText, EscapesWhatHtmlWouldTakeForItself) {
+  EXPECT_EQ(html_text("<script>alert('1' & \"2\")</script>"),
+            "&lt;script&gt;alert(&#39;1&#39; &amp; &quot;2&quot;)&lt;/script&gt;");
+}
+
+TEST(PageText, ReplacesWhatCannotBeSeen) {
+  const std::string replacement = "\xEF\xBF\xBD";
+  EXPECT_EQ(html_text(std::string("a\0b", 3)), "a" + replacement + "b");
+  EXPECT_EQ(html_text("a\x1b[31mb"), "a" + replacement + "[31mb");
+  EXPECT_EQ(html_text("a\xE2\x80\xAE"
+                      "b"),
+            "a" + replacement + "b");                           // Writing from right to left.
+  EXPECT_EQ(html_text("\xC3\x28"), replacement + "(");          // A character cut short.
+  EXPECT_EQ(html_text("\xC0\xAF"), replacement + replacement);  // Longer than it needs to be.
+  EXPECT_EQ(html_text("\xED\xA0\x80"), replacement + replacement + replacement);  // Half of a pair.
+  EXPECT_EQ(html_text("\xF0\x9F"), replacement + replacement);                    // Cut off at the end.
+  EXPECT_EQ(html_text("Größe ✓\n"), "Größe ✓\n");
+}
+
+TEST(PageText, FiguresHaveUnits) {
+  EXPECT_EQ(time_text(0), "0 s");
+  EXPECT_EQ(time_text(850), "850 ns");
+  EXPECT_EQ(time_text(12'500'000'000), "12.50 s");
+  EXPECT_EQ(time_text(200'000'000'000), "3 min 20 s");
+  EXPECT_EQ(percent_text(0.25), "25 %");
+  EXPECT_EQ(percent_text(0.004), "0.4 %");
+}
+
+// --- the page ---
+
+TEST(ReportPageTest, SaysWhatItWasGiven) {
+  const std::string html = report_page(page_of({small_process()}));
+
+  for (const char* expected :
+       {"<title>forebay run -- python train.py</title>", "One process.",
+        "process 4711, device 0, arena, tensors", "Two pieces of 1 MiB are held apart by a live block.",
+        "Peak requested</dt><dd>6.00 MiB", "Peak reserved</dt><dd>8.00 MiB",
+        "2.00 MiB <small>25 % of what was reserved", "12.00 MiB <small>4.00 MiB more",
+        "Step time</dt><dd>12 ms", "Blocks at the first out-of-memory", "stream 0xabc0, 4.00 MiB",
+        "2.00 MiB free in 2 pieces, the largest of 1.00 MiB", "which was free, but in no piece large enough",
+        "Who held memory at the peak"}) {
+    EXPECT_NE(html.find(expected), std::string::npos) << expected;
+  }
+}
+
+TEST(ReportPageTest, ClosesWhatItOpens) {
+  const std::string html = report_page(page_of({small_process(), random_process(1, 10'000, 500)}));
+
+  for (const char* tag : {"main", "section", "table", "tbody", "tr", "td", "figure", "svg", "div", "ul", "li",
+                          "dl", "dd", "p", "script", "style", "h2", "span", "button"}) {
+    const std::string opening = "<" + std::string(tag);
+    const std::size_t opened = count_of(html, opening + ">") + count_of(html, opening + " ");
+    EXPECT_EQ(opened, count_of(html, "</" + std::string(tag) + ">")) << tag;
+    EXPECT_GT(opened, 0u) << tag;
+  }
+}
+
+TEST(ReportPageTest, NeedsNothingButItself) {
+  const std::string html = report_page(page_of({small_process(), random_process(2, 10'000, 500)}));
+
+  for (const char* reference :
+       {"http:", "https:", "src=", "url(", "@import", "<link", "fetch(", "XMLHttp", "//cdn"}) {
+    EXPECT_EQ(html.find(reference), std::string::npos) << reference;
+  }
+  EXPECT_NE(html.find("default-src 'none'"), std::string::npos);
+}
+
+TEST(ReportPageTest, HostileTextStaysText) {
+  const std::string hostile = "</script></title><img onerror=alert(1)>\"' onfocus=x &";
+  PageProcess process = small_process();
+  process.name = process.mode = hostile;
+  process.lines = {hostile};
+  process.figures = {{hostile, hostile}};
+  process.holders = {{hostile, 1, 1}};
+  process.moments[0].name = hostile;
+  ReportPage page = page_of({process});
+  page.title = hostile;
+  page.lines = {hostile};
+
+  const std::string html = report_page(page);
+  const std::string harmless = report_page(page_of({small_process()}));
+
+  EXPECT_EQ(html.find("<img"), std::string::npos);
+  EXPECT_EQ(html.find("\"' onfocus"), std::string::npos);
+  EXPECT_EQ(count_of(html, "</script>"), count_of(harmless, "</script>"));
+  EXPECT_GE(count_of(html, "&lt;img onerror=alert(1)&gt;&quot;&#39; onfocus=x &amp;"), 9u);
+}
+
+TEST(ReportPageTest, TheWorstComesFirst) {
+  PageProcess thrifty = small_process(), wasteful = small_process(), dead = small_process();
+  thrifty.name = "thrifty";
+  thrifty.out_of_memory_count = 0;
+  thrifty.peak_reserved_bytes = thrifty.peak_requested_bytes;
+  wasteful.name = "wasteful";
+  wasteful.out_of_memory_count = 0;
+  wasteful.peak_reserved_bytes = 100_MiB;
+  dead.name = "dead";
+
+  EXPECT_EQ(worst_first({thrifty, wasteful, dead}), (std::vector<std::size_t>{2, 1, 0}));
+  const std::string html = report_page(page_of({thrifty, wasteful, dead}));
+  EXPECT_LT(html.find("<h2>dead"), html.find("<h2>wasteful"));
+  EXPECT_LT(html.find("<h2>wasteful"), html.find("<h2>thrifty"));
+}
+
+TEST(ReportPageTest, ManyProcessesAreATable) {
+  const std::string html = report_page(page_of(std::vector<PageProcess>(100, small_process())));
+
+  EXPECT_EQ(count_of(html, "<section"), kPageProcesses);
+  EXPECT_EQ(count_of(html, "<td class=\"n\">4711</td>"), 100u);
+  EXPECT_NE(html.find("84 further processes in the table alone."), std::string::npos);
+}
+
+TEST(ReportPageTest, NothingAtAllIsAPageToo) {
+  EXPECT_NE(report_page({}).find("No process has recorded anything."), std::string::npos);
+  const std::string html =
+      report_page({.processes = {PageProcess{.moments = {PageMoment{.name = "at the peak"}}}}});
+  EXPECT_NE(html.find("No events were recorded."), std::string::npos);
+  EXPECT_NE(html.find("No blocks were recorded at the peak."), std::string::npos);
+}
+
+// --- the timeline ---
+
+TEST(PageTimeline, KeepsAllOfAFew) {
+  EXPECT_EQ(timeline_sample(small_process().points).size(), 5u);
+}
+
+TEST(PageTimeline, KeepsEveryPeakAndRefusalOfMany) {
+  PageProcess process = random_process(3, 300'000, 1);
+  std::vector<PagePoint>& points = process.points;
+  // Spikes of one event each, which a mean would wash away.
+  points[100'003].requested_bytes = 900_GiB;
+  points[150'011].requested_bytes = 500_GiB;  // Not the highest of all.
+  points[200'007].reserved_bytes = 901_GiB;
+  points[60'001].reserved_bytes = 700_GiB;
+  points[250'001].requested_bytes = 0;
+  points[123'457].event = PageEvent::kOutOfMemory;
+
+  const std::vector<std::size_t> kept = timeline_sample(points);
+
+  EXPECT_LE(kept.size(), kTimelinePoints);
+  EXPECT_GT(kept.size(), kTimelinePoints / 8);
+  EXPECT_TRUE(std::is_sorted(kept.begin(), kept.end()));
+  for (const std::size_t i : {0, 60'001, 100'003, 123'457, 150'011, 200'007, 250'001, 299'999}) {
+    EXPECT_TRUE(std::binary_search(kept.begin(), kept.end(), i)) << i;
+  }
+}
+
+TEST(PageTimeline, ABurstKeepsItsShape) {
+  // All but two events happen within a thousandth of the time.
+  std::vector<PagePoint> points;
+  for (std::uint64_t i = 0; i < 100'000; ++i) points.push_back({i * 10, i % 1000, 1000, 1});
+  points.push_back({1'000'000'000, 5, 1000, 1});
+  EXPECT_GT(timeline_sample(points).size(), 500u);
+}
+
+TEST(PageTimeline, CountsEventsWhereTimesAreNotKnown) {
+  PageProcess process = small_process();
+  for (PagePoint& one : process.points) one.time_ns = 0;
+  const std::string html = timeline_html(process);
+
+  EXPECT_NE(html.find("<span>event 4</span>"), std::string::npos);
+  EXPECT_NE(html.find("\"time\":[0,1,2,3,4]"), std::string::npos);
+}
+
+TEST(PageTimeline, AClockThatGoesBackDoesNotDrawBackwards) {
+  PageProcess process = small_process();
+  process.points[3].time_ns = 1;
+  EXPECT_NE(timeline_html(process).find("\"time\":[0,10000000,20000000,20000000,40000000]"),
+            std::string::npos);
+}
+
+TEST(PageTimeline, ALimitFarAboveDoesNotFlattenTheRest) {
+  PageProcess process = small_process();
+  process.baseline_reserved_bytes.reset();
+  EXPECT_NE(timeline_html(process).find("class=\"capacity\""), std::string::npos);
+  process.capacity_bytes = 80_GiB;
+  EXPECT_EQ(timeline_html(process).find("class=\"capacity\""), std::string::npos);
+}
+
+TEST(PageTimeline, TheLargestFiguresThereAreDoNotOverflow) {
+  PageProcess process = small_process();
+  process.points[1].requested_bytes = process.points[1].reserved_bytes = UINT64_MAX;
+  process.points[4].time_ns = UINT64_MAX;
+  const std::string html = timeline_html(process);
+  EXPECT_LT(html.size(), 20'000u);
+  EXPECT_EQ(html.find("nan"), std::string::npos);
+}
+
+// --- the blocks ---
+
+TEST(PageBlocks, FreeNeighboursAreOnePiece) {
+  const std::vector<PageBlock> blocks = blocks_in_order(small_process().moments[0].blocks);
+  const std::vector<FreePiece> pieces = free_pieces(blocks);
+
+  ASSERT_EQ(pieces.size(), 2u);
+  EXPECT_EQ(pieces[0].bytes, 1_MiB);
+  EXPECT_EQ(pieces[1].bytes, 1_MiB);
+  EXPECT_EQ(pieces[0].before, 0u);
+  EXPECT_EQ(pieces[0].after, 2u);
+  EXPECT_EQ(pieces[1].before, 2u);
+  EXPECT_EQ(pieces[1].after, 5u);
+}
+
+TEST(PageBlocks, PiecesEndWhereAddressesDo) {
+  const std::vector<PageBlock> blocks = {block(0x1000, 0x1000, PageBlockState::kFree),
+                                         block(0x8000, 0x1000, PageBlockState::kFree), block(0x9000, 0x1000)};
+  const std::vector<FreePiece> pieces = free_pieces(blocks);
+
+  ASSERT_EQ(pieces.size(), 2u);
+  EXPECT_EQ(pieces[0].before, kNoBlock);
+  EXPECT_EQ(pieces[0].after, kNoBlock);
+  EXPECT_EQ(pieces[1].after, 2u);
+}
+
+TEST(PageBlocks, OverlapsAndNonsenseAreCut) {
+  const std::vector<PageBlock> kept =
+      blocks_in_order({block(0x3000, 0), block(0x1000, 0x2000), block(0x2000, 0x2000), block(0x1800, 0x100),
+                       block(UINT64_MAX - 1, 100)});
+
+  ASSERT_EQ(kept.size(), 3u);
+  EXPECT_EQ(kept[1].address, 0x3000u);
+  EXPECT_EQ(kept[1].bytes, 0x1000u);
+  EXPECT_EQ(kept[2].bytes, 1u);
+}
+
+TEST(PageBlocks, NamesTheLargestFreePiecesAndTheirNeighbours) {
+  const std::string html = blocks_html(small_process().moments[0]);
+
+  EXPECT_EQ(count_of(html, "aria-hidden=\"true\">A</b>"), 1u);
+  EXPECT_EQ(count_of(html, "aria-hidden=\"true\">B</b>"), 1u);
+  EXPECT_NE(
+      html.find(
+          "<td class=\"a\">0x7f0010200000</td><td>2.00 MiB, stream 0xabc0</td><td>2.00 MiB, the default "
+          "stream</td>"),
+      std::string::npos)
+      << html;
+}
+
+TEST(PageBlocks, SmallGapsAreDrawnAndLargeOnesAreCut) {
+  PageMoment moment{.name = "at the peak", .reserved_bytes = 8_MiB};
+  moment.blocks = {block(0x10000000, 2_MiB), block(0x10000000 + 3_MiB, 2_MiB), block(0x7f0000000000, 2_MiB)};
+  const std::string html = blocks_html(moment);
+
+  // Six of blocks and one between them, in units of the row.
+  EXPECT_NE(html.find("\"pieces\":[[0,457,\"0x10000000\",2097152,1,0,"), std::string::npos) << html;
+  EXPECT_NE(html.find("[457,228,\"0x10200000\",1048576,0,0]"), std::string::npos) << html;
+  EXPECT_NE(html.find("Dark lines divide 2 ranges of addresses"), std::string::npos);
+  EXPECT_NE(html.find("empty: addresses without a block"), std::string::npos);
+  EXPECT_NE(html.find("2.00 MiB lay outside of these blocks."), std::string::npos);
+}
+
+TEST(PageBlocks, AHundredThousandBlocksStayAPageOfReasonableSize) {
+  for (const unsigned seed : {4u, 5u}) {
+    SCOPED_TRACE(seed);
+    PageProcess process = random_process(seed, 300'000, 100'000);
+    const std::string html = report_page(page_of({process}));
+    EXPECT_LT(html.size(), 2u << 20);
+  }
+}
+
+// --- a browser ---
+
+std::string browser() {
+  for (const char* name : {"chromium", "chromium-browser", "chromium-headless-shell", "chrome-headless-shell",
+                           "google-chrome", "google-chrome-stable"}) {
+    for (const char* directory : {"/usr/bin/", "/usr/local/bin/", "/snap/bin/"}) {
+      const std::string path = std::string(directory) + name;
+      if (::access(path.c_str(), X_OK) == 0) return path;
+    }
+  }
+  return "";
+}
+
+Finished load(const std::string& html) {
+  const TemporaryDirectory directory;
+  const std::string path = directory / "report.html";
+  std::ofstream(path) << html;
+  return run_program({browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                      "--user-data-dir=" + directory / "profile", "--host-resolver-rules=MAP * ~NOTFOUND",
+                      "--dump-dom", "file://" + path},
+                     {{"HOME", directory.path()}});
+}
+
+// The value of an attribute of the document's root.
+std::string fact(const std::string& document, const std::string& name) {
+  const std::size_t root = document.find("<html");
+  const std::size_t at = document.find("data-" + name + "=\"", root);
+  if (at == std::string::npos || at > document.find('>', root)) return "none";
+  const std::size_t begin = at + name.size() + 7;
+  return document.substr(begin, document.find('"', begin) - begin);
+}
+
+class ReportPageInABrowser : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (browser().empty()) {
+      GTEST_SKIP()
+          << "no Chromium here (chromium, chromium-headless-shell or google-chrome in /usr/bin): the page's "
+             "script was not run";
+    }
+  }
+
+  // Sets `document` to what the browser has once the page's script has run, and `more` after it. False where
+  // the browser loads no page at all, as one that is confined to other directories.
+  static bool document_of(std::string html, const std::string& more, std::string* document) {
+    html.insert(html.rfind("</body>"), more.empty() ? "" : "<script>" + more + "</script>");
+    const Finished run = load(html);
+    *document = run.output;
+    if (run.output.find("data-errors") != std::string::npos) return true;
+    const bool loads_any =
+        load("<html data-errors=0></html>").output.find("data-errors") != std::string::npos;
+    EXPECT_FALSE(loads_any) << run.exit_code << run.output;
+    return loads_any;
+  }
+};
+
+#define LOAD_OR_SKIP(document, html, more)                                                \
+  std::string document;                                                                   \
+  if (!document_of(html, more, &document)) {                                              \
+    GTEST_SKIP() << browser() << " loads no page of a temporary directory: " << document; \
+  }
+
+TEST_F(ReportPageInABrowser, DrawsWhatItWasGivenWithoutAnError) {
+  const PageProcess process = small_process();
+  LOAD_OR_SKIP(document, report_page(page_of({process, process})), "");
+
+  EXPECT_EQ(fact(document, "errors"), "0");
+  EXPECT_EQ(fact(document, "points"), "10");
+  EXPECT_EQ(fact(document, "blocks"), "12");
+  EXPECT_EQ(fact(document, "drawn"), "4") << "two timelines and two maps";
+}
+
+TEST_F(ReportPageInABrowser, DrawsManyEventsAndHostileNames) {
+  PageProcess process = random_process(6, 300'000, 100'000);
+  process.name = "</script><script>document.documentElement.dataset.errors='stolen'</script>";
+  const std::size_t points = timeline_sample(process.points).size();
+  const std::size_t blocks = blocks_in_order(process.moments[0].blocks).size();
+
+  LOAD_OR_SKIP(document, report_page(page_of({process})), "");
+
+  EXPECT_EQ(fact(document, "errors"), "0");
+  EXPECT_EQ(fact(document, "points"), std::to_string(points));
+  EXPECT_EQ(fact(document, "blocks"), std::to_string(blocks));
+  EXPECT_EQ(fact(document, "drawn"), "2");
+}
+
+TEST_F(ReportPageInABrowser, AnswersTheKeyboardAndThePointer) {
+  const std::string script = R"(
+    const say = (name, text) => document.documentElement.setAttribute("data-" + name, text);
+    const read = (kind) => document.querySelector("." + kind + " .readout").textContent;
+    const press = (kind, key) => document.querySelector("." + kind + " .plot").dispatchEvent(
+        new KeyboardEvent("keydown", {key, bubbles: true}));
+    press("timeline", "Home"); say("first", read("timeline"));
+    press("timeline", "ArrowRight"); say("second", read("timeline"));
+    press("timeline", "+");
+    say("zoomed", document.querySelector(".timeline svg").getAttribute("viewBox"));
+    press("timeline", "End"); say("last", read("timeline"));
+    say("followed", document.querySelector(".timeline svg").getAttribute("viewBox"));
+    document.querySelector("button[data-zoom=all]").click();
+    say("whole", document.querySelector(".timeline svg").getAttribute("viewBox"));
+    press("blocks", "Home"); press("blocks", "ArrowRight"); say("piece", read("blocks"));
+    const plot = document.querySelector(".blocks .plot"), box = plot.querySelector("svg").getBoundingClientRect();
+    plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 2, clientY: box.bottom - 2}));
+    say("pointed", read("blocks"));
+    say("spoken", plot.getAttribute("aria-valuetext"));
+  )";
+
+  LOAD_OR_SKIP(document, report_page(page_of({small_process()})), script);
+
+  EXPECT_EQ(fact(document, "errors"), "0");
+  EXPECT_EQ(
+      fact(document, "first"),
+      "At 0 s, after an allocation of 2.00 MiB: 2.00 MiB requested, 2.00 MiB reserved, 0 B of it unused.");
+  EXPECT_EQ(
+      fact(document, "second"),
+      "At 10.00 ms, after an allocation of 2.00 MiB: 6.00 MiB requested, 8.00 MiB reserved, 2.00 MiB of it "
+      "unused.");
+  EXPECT_EQ(fact(document, "zoomed"), "0 0 5000 1000");
+  EXPECT_EQ(
+      fact(document, "last"),
+      "At 40.00 ms, after a free of 2.00 MiB: 2.00 MiB requested, 8.00 MiB reserved, 6.00 MiB of it unused.");
+  EXPECT_EQ(fact(document, "followed"), "5000 0 5000 1000");
+  EXPECT_EQ(fact(document, "whole"), "0 0 10000 1000");
+  EXPECT_EQ(fact(document, "piece"), "1.00 MiB free at 0x7f0010200000.");
+  EXPECT_EQ(fact(document, "pointed"),
+            "2.00 MiB at 0x7f0010600000, stream 0xabc0, freed and waiting for its stream.");
+  EXPECT_EQ(fact(document, "spoken"), fact(document, "pointed"));
+}
+
+// What the test looks for can be seen to fail.
+TEST_F(ReportPageInABrowser, CountsAnErrorWhenThereIsOne) {
+  LOAD_OR_SKIP(document, report_page(page_of({small_process()})), "nothing.at.all();");
+  EXPECT_EQ(fact(document, "errors"), "1");
+}
+
+}  // namespace
+}  // namespace forebay::testing

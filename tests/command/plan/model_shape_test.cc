@@ -1,0 +1,250 @@
+#include "forebay/model_shape.h"
+
+#include <gtest/gtest.h>
+
+#include "runtime/command/plan/model_config.h"
+
+namespace forebay {
+namespace {
+
+std::string data(const std::string& name) {
+  return std::string(FOREBAY_TEST_DATA) + "/" + name;
+}
+
+ModelShape shape_of_config(const std::string& name) {
+  return make_model_shape(read_model_config(data(name)).value()).value();
+}
+
+TransformerShape small_gpt() {
+  return {.layers = 2, .hidden = 8, .heads = 2, .vocabulary = 16, .positions = 4};
+}
+
+// --- GPT-2 ---
+
+TEST(ModelShape, NamesGpt2ParametersAsHuggingFaceDoes) {
+  const ModelShape model = make_model_shape(small_gpt()).value();
+
+  ASSERT_EQ(model.units.size(), 4u);
+  EXPECT_EQ(model.units[0].name, "embedding");
+  EXPECT_EQ(model.units[1].name, "h.0");
+  EXPECT_EQ(model.units[3].name, "final");
+  std::vector<std::pair<std::string, std::uint64_t>> found;
+  for (const ParameterShape& parameter : model.units[2].parameters) {
+    found.emplace_back(parameter.name, parameter.count);
+  }
+  const std::vector<std::pair<std::string, std::uint64_t>> expected = {{"h.1.ln_1.weight", 8},
+                                                                       {"h.1.ln_1.bias", 8},
+                                                                       {"h.1.attn.c_attn.weight", 8 * 24},
+                                                                       {"h.1.attn.c_attn.bias", 24},
+                                                                       {"h.1.attn.c_proj.weight", 64},
+                                                                       {"h.1.attn.c_proj.bias", 8},
+                                                                       {"h.1.ln_2.weight", 8},
+                                                                       {"h.1.ln_2.bias", 8},
+                                                                       {"h.1.mlp.c_fc.weight", 8 * 32},
+                                                                       {"h.1.mlp.c_fc.bias", 32},
+                                                                       {"h.1.mlp.c_proj.weight", 32 * 8},
+                                                                       {"h.1.mlp.c_proj.bias", 8}};
+  EXPECT_EQ(found, expected);
+  EXPECT_EQ(model.units[0].parameters[0].name, "wte.weight");
+  EXPECT_EQ(model.units[0].parameters[1].name, "wpe.weight");
+  EXPECT_EQ(model.units[3].parameters[0].name, "ln_f.weight");
+}
+
+TEST(ModelShape, PartsAreCutAsTensorParallelRanksShareThem) {
+  const TransformerShape shape = {.layers = 1, .hidden = 12, .heads = 3, .vocabulary = 16, .positions = 4};
+  const ModelShape model = make_model_shape(shape, {.tensor_parallel = 3}).value();
+
+  std::vector<std::pair<std::uint64_t, bool>> found;  // Elements, and whether all ranks have them.
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters)
+      found.emplace_back(parameter.count, parameter.replicated);
+  }
+  const std::vector<std::pair<std::uint64_t, bool>> expected = {
+      {6 * 12, false},  {4 * 12, true},                                 // 16 tokens: 6, 6 and 4 of them.
+      {12, true},       {12, true},     {12 * 12, false}, {12, false},  // Norm; query, key, value.
+      {4 * 12, false},  {12, true},     {12, true},       {12, true},   // Projection; norm.
+      {12 * 16, false}, {16, false},    {16 * 12, false}, {12, true},   // Feed-forward part.
+      {12, true},       {12, true}};
+  EXPECT_EQ(found, expected);
+}
+
+TEST(ModelShape, PipelineStagesHaveAllLayersOnceAndTheEndsTheEmbedding) {
+  TransformerShape shape = small_gpt();
+  shape.layers = 7;
+  std::vector<std::string> units;
+  for (int stage = 0; stage < 3; ++stage) {
+    const ModelShape model =
+        make_model_shape(shape, {.pipeline_parallel = 3, .pipeline_stage = stage}).value();
+    for (const UnitShape& unit : model.units) {
+      units.push_back(unit.name);
+      EXPECT_EQ(unit.shared_by, unit.name == "tokens" ? 2 : 1);
+      EXPECT_EQ(unit.tied.size(), unit.name == "embedding" || unit.name == "final" ? 1u : 0u);
+    }
+  }
+
+  EXPECT_EQ(units, (std::vector<std::string>{"tokens", "embedding", "h.0", "h.1", "h.2", "h.3", "tokens",
+                                             "h.4", "h.5", "h.6", "final"}));
+}
+
+TEST(ModelShape, RefusesPartsThatThereCannotBe) {
+  const auto says = [](const ModelPart& part) {
+    return make_model_shape(small_gpt(), part).status().message();
+  };
+  EXPECT_NE(says({.tensor_parallel = 4}).find("2 heads, which it does not divide"), std::string::npos);
+  EXPECT_NE(says({.tensor_parallel = 0}).find("tensor-parallel is 0"), std::string::npos);
+  EXPECT_NE(says({.pipeline_parallel = 3}).find("each stage needs a layer"), std::string::npos);
+  EXPECT_NE(says({.pipeline_parallel = 2, .pipeline_stage = 2}).find("use 0 to 1"), std::string::npos);
+}
+
+TEST(ModelShape, TiesTheOutputToTheEmbeddingWhoseBackwardReadsNoParameters) {
+  const ModelShape model = make_model_shape(small_gpt()).value();
+
+  EXPECT_FALSE(model.units[0].backward_reads_parameters);
+  EXPECT_TRUE(model.units[1].backward_reads_parameters);
+  ASSERT_EQ(model.units[3].tied.size(), 1u);
+  EXPECT_EQ(model.units[3].tied[0].unit, 0);
+  EXPECT_EQ(model.units[3].tied[0].index, 0);
+  EXPECT_EQ(model.units[3].parameters.size(), 2u);
+
+  TransformerShape untied = small_gpt();
+  untied.tied_embedding = false;
+  const ModelShape apart = make_model_shape(untied).value();
+  EXPECT_TRUE(apart.units[3].tied.empty());
+  EXPECT_EQ(apart.units[3].parameters.back().name, "lm_head.weight");
+  EXPECT_EQ(apart.parameter_count(), model.parameter_count() + 16 * 8);
+}
+
+TEST(ModelShape, PutsOnlyMatricesInTheGroupThatDecays) {
+  for (const char* config : {"gpt2.json", "llama_tied_biased.json"}) {
+    for (const UnitShape& unit : shape_of_config(config).units) {
+      for (const ParameterShape& parameter : unit.parameters) {
+        const bool bias = parameter.name.ends_with(".bias");
+        const bool norm = parameter.name.find("ln_") != std::string::npos ||
+                          parameter.name.find("norm") != std::string::npos;
+        EXPECT_EQ(parameter.group, bias || norm ? 1 : 0) << parameter.name;
+        EXPECT_FALSE(parameter.frozen);
+      }
+    }
+  }
+}
+
+// --- published models ---
+
+TEST(ModelConfig, CountsTheParametersOfPublishedModels) {
+  EXPECT_EQ(shape_of_config("gpt2.json").parameter_count(), 124'439'808u);
+  EXPECT_EQ(shape_of_config("llama_2_7b.json").parameter_count(), 6'738'415'616u);
+  EXPECT_EQ(shape_of_config("llama_3_8b.json").parameter_count(), 8'030'261'248u);
+}
+
+TEST(ModelConfig, CountsBiasesGroupedHeadsAndATiedEmbedding) {
+  const ModelShape model = shape_of_config("llama_tied_biased.json");
+
+  // 4 query heads and 2 key-value heads of 8: queries are 32 wide, keys and values 16, hidden 48.
+  const std::uint64_t attention = (48 * 32 + 32) + 2 * (48 * 16 + 16) + (32 * 48 + 48);
+  const std::uint64_t feed_forward = 2 * (48 * 100 + 100) + (100 * 48 + 48);
+  const std::uint64_t layer = attention + feed_forward + 2 * 48;
+  EXPECT_EQ(model.parameter_count(), 64 * 48 + 2 * layer + 48);
+  ASSERT_EQ(model.units.back().tied.size(), 1u);
+  EXPECT_EQ(model.units.back().parameters.front().name, "model.norm.weight");
+  EXPECT_EQ(model.units[1].parameters[1].name, "model.layers.0.self_attn.q_proj.weight");
+}
+
+// --- what is refused ---
+
+struct BadConfig {
+  const char* file;
+  StatusCode code;
+  const char* says;
+};
+
+TEST(ModelConfig, SaysWhatIsWrongWithAFile) {
+  const BadConfig cases[] = {{"absent.json", StatusCode::kIoError, "cannot read"},
+                             {"", StatusCode::kIoError, "cannot read"},
+                             {"malformed.json", StatusCode::kInvalidArgument, "not a JSON object"},
+                             {"bert.json", StatusCode::kUnsupported, "\"bert\""},
+                             {"gpt2_without_width.json", StatusCode::kInvalidArgument, "no \"n_embd\""},
+                             {"gpt2_negative_layers.json", StatusCode::kInvalidArgument, "\"n_layer\": -12"}};
+  for (const BadConfig& bad : cases) {
+    const Status status = read_model_config(data(bad.file)).status();
+    EXPECT_EQ(status.code(), bad.code) << bad.file;
+    EXPECT_NE(status.message().find(bad.says), std::string::npos) << status.message();
+  }
+}
+
+TEST(ModelConfig, RefusesValuesOfTheWrongKind) {
+  const std::string start = R"({"model_type": "gpt2", "n_head": 2, "n_layer": 2, "n_positions": 8, )";
+  for (const char* rest :
+       {R"("vocab_size": 10, "n_embd": 9})", R"("vocab_size": 10, "n_embd": 8.5})",
+        R"("vocab_size": 0, "n_embd": 8})", R"("vocab_size": 1e30, "n_embd": 8})",
+        R"("vocab_size": 10, "n_embd": "8"})", R"("vocab_size": 10, "n_embd": 8, "tie_word_embeddings": 1})",
+        R"("vocab_size": 10, "n_embd": 18446744073709551615})"}) {
+    EXPECT_EQ(parse_model_config(start + rest, "config").status().code(), StatusCode::kInvalidArgument)
+        << rest;
+  }
+  EXPECT_TRUE(parse_model_config(start + R"("vocab_size": 10, "n_embd": 8})", "config").ok());
+  EXPECT_EQ(
+      parse_model_config(start + R"("vocab_size": 10, "n_embd": 8, "add_cross_attention": true})", "config")
+          .status()
+          .code(),
+      StatusCode::kUnsupported);
+  for (const char* other : {"[]", "3", "", "{}", R"({"model_type": 3})"}) {
+    EXPECT_EQ(parse_model_config(other, "config").status().code(), StatusCode::kInvalidArgument) << other;
+  }
+}
+
+TEST(ModelShape, NamesTheNumberThatDoesNotGoWithTheOthers) {
+  const auto message = [](auto change) {
+    TransformerShape shape = small_gpt();
+    change(shape);
+    const Status status = make_model_shape(shape).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    return status.message();
+  };
+  EXPECT_NE(message([](auto& s) { s.heads = 3; }).find("heads 3 does not divide hidden 8"),
+            std::string::npos);
+  EXPECT_NE(message([](auto& s) { s.layers = 0; }).find("layers is 0"), std::string::npos);
+  EXPECT_NE(message([](auto& s) { s.positions = 0; }).find("sequence is 0"), std::string::npos);
+  EXPECT_NE(message([](auto& s) { s.vocabulary = ~0ull; }).find("vocabulary is"), std::string::npos);
+  EXPECT_NE(message([](auto& s) { s.hidden = 1ull << 40; }).find("hidden is"), std::string::npos);
+  EXPECT_NE(message([](auto& s) { s.heads = 8, s.key_value_heads = 3; }).find("key-value heads 3"),
+            std::string::npos);
+}
+
+// --- activations ---
+
+TEST(ActivationEstimate, IsKorthikantisFormulaForTwoByteTypes) {
+  // Residual figures of the 1.5 B model of the ZeRO paper: 48 layers of 1600, 25 heads, 32 sequences of 1024.
+  const TransformerShape shape = {
+      .layers = 48, .hidden = 1600, .heads = 25, .vocabulary = 50257, .positions = 1024};
+
+  const std::uint64_t bytes = estimate_activation_bytes(shape, {.batch = 32}).value();
+
+  const std::uint64_t tokens = 1024 * 32;
+  EXPECT_EQ(bytes, 48 * tokens * (34 * 1600 + 5 * 25 * 1024));
+  EXPECT_EQ(bytes, 286'890'393'600u);
+}
+
+TEST(ActivationEstimate, GrowsWithTheTypeBatchAndSequence) {
+  const TransformerShape shape = {.layers = 2, .hidden = 64, .heads = 4, .vocabulary = 10, .positions = 32};
+  const auto estimate = [&](ActivationOptions options) {
+    return estimate_activation_bytes(shape, options).value();
+  };
+  // fp32 doubles all but the masks: 66sbh and 9as^2b.
+  EXPECT_EQ(estimate({.dtype = DataType::kFloat32}), 2u * 32 * (66 * 64 + 9 * 4 * 32));
+  EXPECT_EQ(estimate({.batch = 3}), 3 * estimate({}));
+  EXPECT_EQ(estimate({.sequence = 8}), 2u * 8 * (34 * 64 + 5 * 4 * 8));
+}
+
+TEST(ActivationEstimate, RefusesWhatTheModelHasNoPlaceFor) {
+  const TransformerShape shape = {.layers = 2, .hidden = 64, .heads = 4, .vocabulary = 10, .positions = 32};
+  EXPECT_EQ(estimate_activation_bytes(shape, {.sequence = 33}).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(estimate_activation_bytes(shape, {.batch = 0}).status().code(), StatusCode::kInvalidArgument);
+
+  TransformerShape huge = shape;
+  huge.positions = 1u << 28;
+  EXPECT_EQ(estimate_activation_bytes(huge, {.batch = 1u << 20}).status().code(),
+            StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace forebay

@@ -1,0 +1,85 @@
+#include "runtime/command/replay/baseline_allocator.h"
+
+#include <gtest/gtest.h>
+
+#include "forebay/model_backend.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+class BaselineAllocatorTest : public testing::Test {
+ protected:
+  void make(std::size_t memory_bytes) {
+    ModelBackendOptions options;
+    options.memory_bytes = memory_bytes;
+    backend_ = ModelBackend::create(options).value();
+    allocator_ = std::make_unique<BaselineAllocator>(*backend_);
+  }
+  DevicePtr allocate(std::size_t bytes, std::uint32_t stream = 0) {
+    const Result<DevicePtr> block = allocator_->allocate(bytes, stream);
+    return block.ok() ? block.value() : nullptr;
+  }
+
+  std::unique_ptr<ModelBackend> backend_;
+  std::unique_ptr<BaselineAllocator> allocator_;
+};
+
+TEST_F(BaselineAllocatorTest, TakesSegmentsBySizeClass) {
+  make(1_GiB);
+  ASSERT_NE(allocate(0), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 2_MiB);
+  ASSERT_NE(allocate(1_MiB), nullptr);  // Shares the small segment.
+  EXPECT_EQ(backend_->charged_bytes(), 2_MiB);
+  ASSERT_NE(allocate(1_MiB + 1), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 22_MiB);
+  ASSERT_NE(allocate(9_MiB), nullptr);  // Shares the middle segment.
+  EXPECT_EQ(backend_->charged_bytes(), 22_MiB);
+  ASSERT_NE(allocate(33_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 22_MiB + 34_MiB);
+}
+
+TEST_F(BaselineAllocatorTest, JoinsNeighboursAndUsesTheBestFit) {
+  make(1_GiB);
+  const DevicePtr a = allocate(4_MiB);
+  const DevicePtr b = allocate(4_MiB);
+  const DevicePtr c = allocate(4_MiB);
+  const DevicePtr d = allocate(7_MiB);
+  EXPECT_EQ(b, a + 4_MiB);
+  ASSERT_TRUE(allocator_->free(a).ok());
+  ASSERT_TRUE(allocator_->free(c).ok());
+  ASSERT_TRUE(allocator_->free(b).ok());
+  EXPECT_EQ(allocate(9_MiB), a);  // Only the three together are large enough.
+  ASSERT_TRUE(allocator_->free(d).ok());
+  EXPECT_EQ(backend_->charged_bytes(), 20_MiB);
+}
+
+TEST_F(BaselineAllocatorTest, KeepsStreamsApart) {
+  make(1_GiB);
+  const DevicePtr a = allocate(16_MiB, 1);
+  ASSERT_TRUE(allocator_->free(a).ok());
+  EXPECT_NE(allocate(16_MiB, 2), a);
+  EXPECT_EQ(allocate(16_MiB, 1), a);
+}
+
+TEST_F(BaselineAllocatorTest, GivesBackWhatItCachedBeforeItIsOutOfMemory) {
+  make(32_MiB);
+  const DevicePtr a = allocate(20_MiB);
+  EXPECT_EQ(allocate(20_MiB), nullptr);
+  ASSERT_TRUE(allocator_->free(a).ok());
+  EXPECT_NE(allocate(30_MiB), nullptr);
+  EXPECT_EQ(backend_->charged_bytes(), 30_MiB);
+}
+
+TEST_F(BaselineAllocatorTest, RefusesWhatIsNotALiveBlock) {
+  make(1_GiB);
+  const DevicePtr a = allocate(512);
+  EXPECT_EQ(allocator_->free(a + 512).code(), StatusCode::kInvalidArgument);
+  ASSERT_TRUE(allocator_->free(a).ok());
+  EXPECT_EQ(allocator_->free(a).code(), StatusCode::kInvalidArgument);
+  allocator_.reset();
+  EXPECT_EQ(backend_->charged_bytes(), 0u);
+}
+
+}  // namespace
+}  // namespace forebay

@@ -1,0 +1,244 @@
+// `forebay replay` and `forebay explain` as a person runs them.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/pickle_writer.h"
+#include "tests/support/process.h"
+
+namespace forebay::testing {
+namespace {
+
+using Json = nlohmann::json;
+
+class ReplayCommand : public ::testing::Test {
+ protected:
+  std::string write(const std::string& name, const std::string& text) {
+    std::ofstream(directory_ / name, std::ios::binary) << text;
+    return directory_ / name;
+  }
+  static Finished forebay(std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), FOREBAY_COMMAND);
+    return run_program(arguments);
+  }
+
+  TemporaryDirectory directory_;
+};
+
+const std::string kTrace =
+    "a 0 4194304 0\n# warm\na 1 33554432 0\na 2 1048576 3\nf 1\na 3 20971520 3\nf 3\nf 2\n";
+
+TEST_F(ReplayCommand, PrintsJsonWithThePromisedKeys) {
+  const std::string path = write("small.trace", kTrace);
+  const Finished run = forebay({"replay", path, "--baseline", "--minimum-capacity", "--json"});
+
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  const Json list = Json::parse(run.output);
+  ASSERT_EQ(list.size(), 1u);
+  const Json& one = list[0];
+  EXPECT_EQ(one.at("trace"), "small.trace");
+  EXPECT_EQ(one.at("completed"), true);
+  EXPECT_EQ(one.at("peak_requested_bytes"), 4194304 + 33554432 + 1048576);
+  const double fragmentation =
+      1 - one.at("peak_requested_bytes").get<double>() / one.at("peak_physical_bytes").get<double>();
+  EXPECT_DOUBLE_EQ(one.at("fragmentation").get<double>(), fragmentation);
+  EXPECT_TRUE(one.at("fragmentation_last_repeat").is_number());
+  EXPECT_GE(one.at("minimum_capacity_bytes").get<std::uint64_t>(),
+            one.at("peak_requested_bytes").get<std::uint64_t>());
+  for (const char* key : {"malloc_ns", "free_ns"}) {
+    for (const char* part : {"p50", "p99", "p999"})
+      EXPECT_TRUE(one.at(key).at(part).is_number()) << key << part;
+  }
+  for (const char* key : {"create", "map", "unmap", "set_access"}) {
+    EXPECT_TRUE(one.at("driver_calls").at(key).is_number_unsigned()) << key;
+  }
+  EXPECT_EQ(one.at("steady_driver_calls_per_repeat"), 0);
+  EXPECT_EQ(one.at("steady_chunks_moved_per_repeat"), 0);
+  EXPECT_EQ(one.at("baseline").at("completed"), true);
+  EXPECT_EQ(one.at("baseline").at("peak_requested_bytes"), one.at("peak_requested_bytes"));
+  EXPECT_TRUE(one.contains("glibc"));
+}
+
+TEST_F(ReplayCommand, PrintsATable) {
+  const Finished run = forebay({"replay", write("small.trace", kTrace), "--repeat", "1"});
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_NE(run.output.find("small.trace"), std::string::npos) << run.output;
+  EXPECT_NE(run.output.find("off the mapping path"), std::string::npos) << run.output;
+}
+
+TEST_F(ReplayCommand, RunsOnTheHostDeviceToo) {
+  const Finished run = forebay({"replay", write("small.trace", kTrace), "--device", "host", "--json"});
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(Json::parse(run.output)[0].at("device"), "host");
+}
+
+TEST_F(ReplayCommand, FailsWhenATraceDoesNotComplete) {
+  const Finished run = forebay({"replay", write("small.trace", kTrace), "--memory", "16MiB", "--json"});
+  EXPECT_EQ(run.exit_code, 1);
+  const Json one = Json::parse(run.output)[0];
+  EXPECT_EQ(one.at("completed"), false);
+  EXPECT_TRUE(one.at("fragmentation").is_null()) << "of a trace that was cut short there is none";
+  EXPECT_EQ(one.at("failure").get<std::string>().rfind("event 2 of 7, 32.00 MiB: ", 0), 0u)
+      << one.at("failure");
+  EXPECT_TRUE(one.at("steady_driver_calls_per_repeat").is_null());
+}
+
+TEST_F(ReplayCommand, OneBadFileDoesNotKeepTheOthersFromBeingPlayed) {
+  const std::string bad = write("bad.trace", "a 0 5 0\na 1 -5 0\n");
+  const Finished run = forebay({"replay", bad, write("small.trace", kTrace)});
+  EXPECT_EQ(run.exit_code, 2);
+  EXPECT_NE(run.output.find("line 2"), std::string::npos) << run.output;
+  EXPECT_NE(run.output.find("small.trace"), std::string::npos) << run.output;
+}
+
+TEST_F(ReplayCommand, RefusesAPickleWithCodeAndRunsNoneOfIt) {
+  const std::string path = directory_ / "was-run";
+  const std::string evil = PickleWriter(2)
+                               .raw("}")
+                               .text("segments")
+                               .raw("cposix\nsystem\n")
+                               .text("touch " + path)
+                               .raw("\x85Rs")
+                               .finish();
+  for (const char* command : {"replay", "explain"}) {
+    const Finished run = forebay({command, write("evil.pickle", evil)});
+    EXPECT_EQ(run.exit_code, 2);
+    EXPECT_NE(run.output.find("it names 'posix.system'"), std::string::npos) << run.output;
+  }
+  EXPECT_FALSE(std::filesystem::exists(path));
+}
+
+TEST_F(ReplayCommand, RefusesOddOptions) {
+  const std::string path = write("small.trace", kTrace);
+  EXPECT_EQ(forebay({"replay"}).exit_code, 2);
+  for (const char* memory : {"lots", "", "-1", "0", "5", "2047KiB", "80gib", "65TiB", "1e30", "nan"}) {
+    const Finished run = forebay({"replay", path, "--memory", memory});
+    EXPECT_EQ(run.exit_code, 2) << memory;
+    EXPECT_EQ(run.output.find(std::string("forebay replay: --memory is '") + memory +
+                              "'; use 2.00 MiB to 64.00 TiB, in bytes or with KiB, MiB, GiB, TiB"),
+              0u)
+        << run.output;
+  }
+  EXPECT_EQ(forebay({"replay", path, "--device", "tpu"}).exit_code, 2);
+  EXPECT_EQ(forebay({"replay", path, "--device", "cuda:x"}).exit_code, 2);
+  EXPECT_EQ(forebay({"replay", path, "--repeat", "0"}).exit_code, 2);
+  EXPECT_EQ(forebay({"replay", directory_ / "none"}).exit_code, 2);
+}
+
+TEST_F(ReplayCommand, CountsOnePassAsOne) {
+  const std::string path = write("small.trace", kTrace);
+  const std::string one = forebay({"replay", path, "--repeat", "1"}).output;
+  EXPECT_NE(one.find("; 1 pass each."), std::string::npos) << one;
+  const std::string two = forebay({"replay", path, "--repeat", "2"}).output;
+  EXPECT_NE(two.find("; 2 passes each, everything freed in between."), std::string::npos) << two;
+  EXPECT_NE(forebay({"explain", path}).output.find(", 6 events, 1 block live before\n"), std::string::npos);
+}
+
+TEST_F(ReplayCommand, SaysWhenTheHostHasNoMemoryForAFile) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer needs more addresses than a limit leaves";
+#endif
+  const std::string path = write("large.trace", "a 0 1 0\n");
+  std::filesystem::resize_file(path, 1u << 30);
+  for (const char* command : {"replay", "explain"}) {
+    const Finished run = run_program(
+        {"/bin/sh", "-c",
+         std::string("ulimit -v 900000 && exec ") + FOREBAY_COMMAND + " " + command + " " + path});
+    EXPECT_EQ(run.exit_code, 2) << run.output;
+    EXPECT_NE(run.output.find("the host has no memory for its 1.00 GiB"), std::string::npos) << run.output;
+  }
+}
+
+TEST_F(ReplayCommand, EndsWithTheCodeOfTheSignalThatEndsIt) {
+  const std::string path = directory_ / "pipe.trace";
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  for (const int signal : {SIGTERM, SIGINT}) {
+    Process process({FOREBAY_COMMAND, "replay", path});
+    process.signal(signal);
+    EXPECT_EQ(process.finish().exit_code, 128 + signal);
+  }
+}
+
+// A terminal that takes what a program writes to it.
+class Terminal {
+ public:
+  explicit Terminal(unsigned short width) : master_(::posix_openpt(O_RDWR | O_NOCTTY)) {
+    EXPECT_EQ(::grantpt(master_), 0);
+    EXPECT_EQ(::unlockpt(master_), 0);
+    name_ = ::ptsname(master_);
+    slave_ = ::open(name_.c_str(), O_RDWR | O_NOCTTY);
+    winsize size{};
+    size.ws_col = width;
+    EXPECT_EQ(::ioctl(slave_, TIOCSWINSZ, &size), 0);
+    reader_ = std::thread([this] {
+      char part[4096];
+      for (ssize_t count; (count = ::read(master_, part, sizeof(part))) > 0;) {
+        text_.append(part, static_cast<std::size_t>(count));
+      }
+    });
+  }
+  ~Terminal() { ::close(master_); }
+  const std::string& name() const { return name_; }
+  // What was written, when nobody writes any more.
+  const std::string& finish() {
+    ::close(slave_);
+    reader_.join();
+    return text_;
+  }
+
+ private:
+  const int master_;
+  int slave_ = -1;
+  std::string name_;
+  std::string text_;
+  std::thread reader_;
+};
+
+TEST_F(ReplayCommand, ExplainTellsATerminalHowFarItIs) {
+  std::string text;
+  for (int i = 0; i < 20000; ++i) text += "a " + std::to_string(i) + " 65536 0\n";
+  const std::string path = write("long.trace", text);
+  Terminal terminal(60);
+  const Finished run = run_program(
+      {"/bin/sh", "-c", std::string(FOREBAY_COMMAND) + " explain " + path + " 2>" + terminal.name()});
+  const std::string& shown = terminal.finish();
+
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_EQ(run.output.find('\r'), std::string::npos) << "progress is for the terminal alone";
+  EXPECT_NE(shown.find("\rreading "), std::string::npos) << shown;
+  EXPECT_NE(shown.find("\rlong.trace: smallest capacity of the arena, probe 1,"), std::string::npos) << shown;
+  EXPECT_EQ(shown.substr(shown.size() - 4), "\r\x1b[K") << "the line is gone in the end";
+  for (std::size_t at = 0, end; at < shown.size(); at = end + 1) {
+    end = std::min(shown.find('\r', at), shown.size());
+    EXPECT_LT(end - at, 60 + std::string("\x1b[K").size()) << "a line that wraps cannot be written over";
+  }
+}
+
+TEST_F(ReplayCommand, ExplainSaysInAFewLinesWhatHappened) {
+  const Finished run = forebay({"explain", write("small.trace", kTrace)});
+  ASSERT_EQ(run.exit_code, 0) << run.output;
+  EXPECT_NE(run.output.find("NO FAILURE"), std::string::npos) << run.output;
+  EXPECT_LE(std::count(run.output.begin(), run.output.end(), '\n'), 12);
+  const std::string corpus = FOREBAY_FUZZ_CORPUS;
+  const Finished snapshot = forebay({"explain", corpus + "/pickle/fragmented-p4.pickle"});
+  ASSERT_EQ(snapshot.exit_code, 0) << snapshot.output;
+  EXPECT_NE(snapshot.output.find("FRAGMENTATION: 15.00 MiB failed although 24.00 MiB were free"),
+            std::string::npos)
+      << snapshot.output;
+  EXPECT_NE(snapshot.output.find("train.py:33 forward"), std::string::npos) << snapshot.output;
+}
+
+}  // namespace
+}  // namespace forebay::testing

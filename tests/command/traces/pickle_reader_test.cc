@@ -1,0 +1,131 @@
+#include "runtime/command/traces/pickle_reader.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "tests/support/pickle_writer.h"
+
+namespace forebay {
+namespace {
+
+using testing::PickleWriter;
+using Kind = PickleValue::Kind;
+
+std::string refusal(const std::string& text, const PickleLimits& limits = {}) {
+  const Result<Pickle> pickle = Pickle::read(text, limits);
+  EXPECT_FALSE(pickle.ok());
+  return pickle.ok() ? "" : pickle.status().message();
+}
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
+}
+
+PickleValue root_of(const std::string& opcodes) {
+  static std::string& text = *new std::string;  // Outlives the values.
+  text = PickleWriter().raw(opcodes).finish();
+  const Result<Pickle> pickle = Pickle::read(text);
+  EXPECT_TRUE(pickle.ok()) << pickle.status().to_string();
+  return pickle.ok() ? pickle.value().root() : PickleValue();
+}
+
+TEST(PickleReader, ReadsScalars) {
+  EXPECT_EQ(root_of("N").kind, Kind::kNone);
+  EXPECT_EQ(root_of("\x88").integer, 1);
+  EXPECT_EQ(root_of("\x89").kind, Kind::kBool);
+  EXPECT_EQ(root_of(std::string("K\xff", 2)).integer, 255);
+  EXPECT_EQ(root_of(std::string("M\x01\x02", 3)).integer, 513);
+  EXPECT_EQ(root_of(std::string("J\xfe\xff\xff\xff", 5)).integer, -2);
+  EXPECT_EQ(root_of(std::string("\x8a\x00", 2)).integer, 0);
+  EXPECT_EQ(root_of(std::string("\x8a\x01\x80", 3)).integer, -128);
+  EXPECT_EQ(root_of(std::string("\x8a\x06\x00\x00\x00\x00\x00\x7f", 8)).integer, 0x7f0000000000);
+  EXPECT_EQ(root_of(std::string("\x8a\x09\x00\x00\x00\x00\x00\x00\x00\x00\x01", 11)).kind, Kind::kOpaque);
+  EXPECT_EQ(root_of(std::string("G\x3f\xf8\x00\x00\x00\x00\x00\x00", 9)).number, 1.5);
+  EXPECT_EQ(Pickle::text_of(root_of(std::string("\x8c\x02hi", 4))), "hi");
+}
+
+TEST(PickleReader, ReadsContainersAndMemo) {
+  // {'a': [1, (2, 3)], 'b': the same list}
+  const std::string text = PickleWriter(2)
+                               .raw("}(")
+                               .text("a")
+                               .raw("](K\x01K\x02K\x03\x86")
+                               .raw("e")
+                               .raw(std::string("q\x00", 2))
+                               .text("b")
+                               .raw(std::string("h\x00", 2))
+                               .raw("u")
+                               .finish();
+  const Result<Pickle> read = Pickle::read(text);
+  ASSERT_TRUE(read.ok()) << read.status().to_string();
+  const Pickle& pickle = read.value();
+  const PickleValue* a = pickle.find(pickle.root(), "a");
+  const PickleValue* b = pickle.find(pickle.root(), "b");
+  ASSERT_TRUE(a != nullptr && b != nullptr);
+  EXPECT_EQ(a->container, b->container);
+  ASSERT_EQ(pickle.items(*a).size(), 2u);
+  EXPECT_EQ(pickle.items(*a)[0].integer, 1);
+  EXPECT_EQ(pickle.items(pickle.items(*a)[1])[1].integer, 3);
+  EXPECT_EQ(pickle.find(pickle.root(), "c"), nullptr);
+  EXPECT_EQ(pickle.find(*a, "a"), nullptr);
+}
+
+TEST(PickleReader, RefusesCodeByNameAndPlace) {
+  const std::string system = PickleWriter(2).raw("cos\nsystem\n").text("true").raw("\x85R").finish();
+  expect_contains(refusal(system), "byte 2: it names 'os.system', which is code and not data");
+  const std::string stacked = PickleWriter(4).text("builtins").text("eval").raw("\x93").finish();
+  expect_contains(refusal(stacked), "it names 'builtins.eval'");
+  // A known name is no licence to call what came of it.
+  const std::string twice = PickleWriter(2).raw("ctorch\ndevice\n").raw(")R").raw(")R").finish();
+  expect_contains(refusal(twice), "it calls something");
+  for (const char* opcode :
+       {"i", "o", "P", "Q", "\x82", "\x83", "\x84", "\x92", "\x97", "\x98", "I1\n", "V"}) {
+    expect_contains(refusal(PickleWriter(4).raw("N").raw(opcode).finish()), "byte 3: opcode 0x");
+  }
+}
+
+TEST(PickleReader, TakesKnownNamesAsData) {
+  const std::string text =
+      PickleWriter(2).raw("ccollections\nOrderedDict\n").raw(")R(").entry("k", 3).raw("u").finish();
+  const Result<Pickle> read = Pickle::read(text);
+  ASSERT_TRUE(read.ok()) << read.status().to_string();
+  const PickleValue* found = read.value().find(read.value().root(), "k");
+  ASSERT_NE(found, nullptr);
+  EXPECT_EQ(found->integer, 3);
+}
+
+TEST(PickleReader, RefusesWhatIsCutOffOrOutOfOrder) {
+  expect_contains(refusal(""), "byte 0");
+  expect_contains(refusal(PickleWriter().so_far()), "byte 2: the pickle ends before its STOP");
+  expect_contains(refusal(PickleWriter().raw("X\xff\xff\xff\xff").finish()),
+                  "an operand of 4294967295 bytes");
+  expect_contains(refusal(PickleWriter().raw("\x95").number(99, 8).finish()), "a frame of 99 bytes");
+  expect_contains(refusal(PickleWriter().finish()), "needs a value that is not there");
+  expect_contains(refusal(PickleWriter().raw("a").finish()), "not there");
+  expect_contains(refusal(PickleWriter().raw("]e").finish()), "needs a MARK");
+  expect_contains(refusal(PickleWriter().raw("N(e").finish()), "of another kind");
+  expect_contains(refusal(PickleWriter().raw("(e").finish()), "a container that is not there");
+  expect_contains(refusal(PickleWriter().raw("}(Nu").finish()), "a key and no value");
+  expect_contains(refusal(PickleWriter().raw("(Nd").finish()), "a key and no value");
+  expect_contains(refusal(PickleWriter().raw(std::string("h\x05", 2)).finish()), "nothing was stored at");
+  expect_contains(refusal(PickleWriter().raw("Nr").number(1 << 30, 4).finish()), "far beyond");
+  expect_contains(refusal(PickleWriter().raw("N(s").finish()), "");
+  expect_contains(refusal(PickleWriter(9).raw("N").finish()), "protocol 9");
+}
+
+TEST(PickleReader, KeepsToItsLimits) {
+  const PickleLimits limits{.values = 100, .containers = 10};
+  std::string many(200, 'N');
+  expect_contains(refusal(PickleWriter().raw(many).finish(), limits), "more than 100 values");
+  many.assign(50, ']');
+  expect_contains(refusal(PickleWriter().raw(many).finish(), limits), "more than 10 containers");
+  // Deep nesting takes no stack: a list in a list in a list, closed again.
+  constexpr int kDepth = 1'000'000;
+  std::string deep(kDepth, ']');
+  deep += std::string(kDepth - 1, 'a');
+  EXPECT_TRUE(Pickle::read(PickleWriter().raw(deep).finish()).ok());
+}
+
+}  // namespace
+}  // namespace forebay

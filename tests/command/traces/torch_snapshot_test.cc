@@ -1,0 +1,154 @@
+#include "runtime/command/traces/torch_snapshot.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "forebay/units.h"
+#include "tests/support/pickle_writer.h"
+
+namespace forebay {
+namespace {
+
+using testing::PickleWriter;
+
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
+}
+
+struct Entry {
+  const char* action;
+  std::int64_t address;
+  std::int64_t bytes;
+  std::int64_t stream = 0;
+};
+
+void write_events(PickleWriter& writer, const std::vector<Entry>& events) {
+  writer.begin_list();
+  for (const Entry& event : events) {
+    writer.begin_dict()
+        .entry("action", event.action)
+        .entry("size", event.bytes)
+        .entry("stream", event.stream);
+    writer.entry(std::string_view(event.action) == "oom" ? "device_free" : "addr", event.address).end_dict();
+  }
+  writer.end_list();
+}
+
+std::string snapshot_of(const std::vector<Entry>& events) {
+  PickleWriter writer;
+  writer.begin_dict().text("segments").empty_list().text("device_traces").begin_list();
+  write_events(writer, events);
+  return writer.end_list().end_dict().finish();
+}
+
+AllocationTrace parse(const std::string& text) {
+  Result<std::vector<AllocationTrace>> traces = parse_torch_snapshot(text, "t");
+  EXPECT_TRUE(traces.ok()) << traces.status().to_string();
+  if (!traces.ok() || traces.value().empty()) return {};
+  return std::move(traces.value().front());
+}
+
+std::string refusal(const std::string& text) {
+  const Result<std::vector<AllocationTrace>> traces = parse_torch_snapshot(text, "t");
+  EXPECT_FALSE(traces.ok());
+  return traces.ok() ? "" : traces.status().message();
+}
+
+TEST(TorchSnapshot, AFreeCountsWhenItCompletes) {
+  const AllocationTrace trace = parse(snapshot_of({{"alloc", 0x1000, 10},
+                                                   {"free_requested", 0x1000, 10},
+                                                   {"alloc", 0x2000, 20},
+                                                   {"free_completed", 0x1000, 10}}));
+  ASSERT_EQ(trace.events.size(), 3u);
+  EXPECT_TRUE(trace.events[2].is_free);
+  EXPECT_EQ(trace.peak_requested_bytes(), 30u);
+}
+
+TEST(TorchSnapshot, WithoutCompletionsTheRequestCounts) {
+  const AllocationTrace trace =
+      parse(snapshot_of({{"alloc", 0x1000, 10}, {"free_requested", 0x1000, 10}, {"alloc", 0x2000, 20}}));
+  ASSERT_EQ(trace.events.size(), 3u);
+  EXPECT_EQ(trace.peak_requested_bytes(), 20u);
+}
+
+TEST(TorchSnapshot, WhatIsFreedUnseenWasLiveBefore) {
+  const AllocationTrace trace = parse(snapshot_of({{"segment_alloc", 0x1000, 4096},
+                                                   {"free_completed", 0x3000, 30, 5},
+                                                   {"free_completed", 0x2000, 20},
+                                                   {"alloc", 0x2000, 7}}));
+  EXPECT_EQ(trace.warm_event_count, 2u);
+  EXPECT_EQ(trace.blocks[0].bytes, 20u);  // In address order.
+  EXPECT_EQ(trace.blocks[1].bytes, 30u);
+  EXPECT_EQ(trace.stream_count, 2u);
+  EXPECT_EQ(trace.events.size(), 5u);
+}
+
+TEST(TorchSnapshot, OddHistoriesAreTakenAndCounted) {
+  const AllocationTrace trace = parse(snapshot_of({{"alloc", 0x1000, 10},
+                                                   {"alloc", 0x1000, 12},
+                                                   {"free_completed", 0x1000, 12},
+                                                   {"free_completed", 0x1000, 12},
+                                                   {"dance", 0x1000, 12},
+                                                   {"oom", 5, 99}}));
+  EXPECT_EQ(trace.notes.size(), 4u);
+  ASSERT_TRUE(trace.failure.has_value());
+  EXPECT_EQ(trace.failure->bytes, 99u);
+  EXPECT_EQ(trace.failure->device_free_bytes, 5u);
+}
+
+TEST(TorchSnapshot, DevicesAreTracesOfTheirOwn) {
+  PickleWriter writer;
+  writer.begin_dict().text("segments").empty_list().text("device_traces").begin_list();
+  write_events(writer, {{"alloc", 0x1000, 10}});
+  writer.empty_list();
+  write_events(writer, {{"alloc", 0x1000, 30}});
+  const auto traces = parse_torch_snapshot(writer.end_list().end_dict().finish(), "t");
+  ASSERT_TRUE(traces.ok());
+  ASSERT_EQ(traces.value().size(), 2u);
+  EXPECT_EQ(traces.value()[0].name, "t");
+  EXPECT_EQ(traces.value()[1].name, "t device 2");
+  EXPECT_EQ(traces.value()[1].peak_requested_bytes(), 30u);
+}
+
+// Written by Python's own pickler (tests/fuzz/corpus/pickle).
+TEST(TorchSnapshot, ReadsWhatPythonWrites) {
+  for (const char* name : {"fragmented-p2", "fragmented-p4", "state-only", "bare-segments"}) {
+    SCOPED_TRACE(name);
+    std::ifstream file(std::string(FOREBAY_FUZZ_CORPUS) + "/pickle/" + name + ".pickle", std::ios::binary);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    const AllocationTrace trace = parse(text);
+    ASSERT_TRUE(trace.state.has_value());
+    EXPECT_EQ(trace.state->reserved_bytes, 60_MiB);
+    EXPECT_EQ(trace.state->live_bytes, 40_MiB);
+    EXPECT_EQ(trace.state->pending_bytes, 20_MiB);
+    EXPECT_EQ(trace.state->requested_bytes, 40_MiB - 100);
+    EXPECT_EQ(trace.state->largest_free_bytes, 10_MiB);
+    ASSERT_EQ(trace.holders.size(), 3u);
+    EXPECT_EQ(trace.holders[1], "train.py:33 forward");
+    EXPECT_EQ(trace.holders[2], "optimizer.py:12 step");
+    EXPECT_EQ(trace.warm_event_count, 3u);
+    EXPECT_EQ(trace.failure.has_value(), std::string(name).substr(0, 4) == "frag");
+  }
+}
+
+TEST(TorchSnapshot, NamesTheEventOfWhatMakesNoSense) {
+  expect_contains(refusal(snapshot_of({{"alloc", 0x1000, 10}, {"alloc", 0x2000, -4}})), "event 2 (alloc)");
+  expect_contains(refusal(snapshot_of({{"alloc", -1, 10}})), "event 1 (alloc)");
+  expect_contains(refusal(snapshot_of({{"alloc", 1, std::int64_t{1} << 46}, {"alloc", 2, 1}})), "event 2");
+  expect_contains(refusal(snapshot_of({})), "no segment and no event");
+  expect_contains(refusal(PickleWriter().integer(3).finish()), "neither segments nor device_traces");
+  expect_contains(refusal(PickleWriter().begin_list().integer(3).end_list().finish()),
+                  "a segment is no dict");
+  const std::string whole = snapshot_of({{"alloc", 0x1000, 10}});
+  expect_contains(refusal(whole.substr(0, whole.size() - 20)), "byte ");
+  PickleWriter writer;
+  writer.begin_list().begin_dict().entry("address", 0).entry("total_size", 100).text("blocks").begin_list();
+  writer.begin_dict().entry("size", 101).end_dict().end_list().end_dict().end_list();
+  expect_contains(refusal(writer.finish()), "segment 1: a block has no size, or one beyond its segment");
+}
+
+}  // namespace
+}  // namespace forebay

@@ -1,0 +1,637 @@
+// What is the cuda backend's own, on the fake driver: how the driver is found, whose streams, contexts and
+// captures it lives among, what chunks are made of, and how it ends.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "forebay/cuda_backend.h"
+#include "forebay/cuda_devices.h"
+#include "forebay/units.h"
+#include "runtime/device/cuda/abi.h"
+#include "runtime/device/cuda/device.h"
+#include "tests/device/cuda/fake_cuda_test.h"
+#include "tests/support/process.h"
+
+namespace forebay {
+namespace {
+
+using cuda::CuResult;
+
+// The driver as the application around us uses it.
+// clang-format off
+#define FOREBAY_TEST_DRIVER(X)                                                                            \
+  X(cuInit) X(cuDeviceGet) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease_v2) X(cuCtxSetCurrent) \
+  X(cuCtxGetCurrent) X(cuStreamCreate) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2)                   \
+  X(cuStreamEndCapture) X(cuStreamIsCapturing) X(cuGraphDestroy) X(cuGraphGetNodes) X(cuMemGetAccess)     \
+  X(cuMemRetainAllocationHandle) X(cuMemExportToShareableHandle) X(cuMemRelease)                          \
+  X(cuThreadExchangeStreamCaptureMode)
+// clang-format on
+struct Application {
+#define FOREBAY_TEST_MEMBER(symbol) cuda::symbol##_function* symbol = nullptr;
+  FOREBAY_TEST_DRIVER(FOREBAY_TEST_MEMBER)
+#undef FOREBAY_TEST_MEMBER
+
+  explicit Application(const fake_cuda::FakeCuda& fake) {
+#define FOREBAY_TEST_FIND(name) name = fake.symbol<cuda::name##_function>(#name);
+    FOREBAY_TEST_DRIVER(FOREBAY_TEST_FIND)
+#undef FOREBAY_TEST_FIND
+  }
+
+  cuda::CuContext retain(int ordinal) const {
+    cuda::CuContext context = nullptr;
+    EXPECT_EQ(cuInit(0), CuResult::kSuccess);
+    EXPECT_EQ(cuDevicePrimaryCtxRetain(&context, ordinal), CuResult::kSuccess);
+    return context;
+  }
+  cuda::CuContext current() const {
+    cuda::CuContext context = nullptr;
+    EXPECT_EQ(cuCtxGetCurrent(&context), CuResult::kSuccess);
+    return context;
+  }
+};
+
+constexpr std::size_t kGranule = 64u << 10;
+
+class CudaBackendTest : public ::testing::Test {
+ protected:
+  CudaBackendTest() : fake_(fake_cuda::choose_fake()), application_(fake_) {
+    ::setenv("FOREBAY_LOG", "info", 1);  // Before the first line, which fixes the level.
+  }
+
+  void start(fake_cuda::FakeOptions options = fake_cuda::strict_options()) {
+    fake_cuda::start_fake(fake_, options);
+  }
+  std::unique_ptr<CudaBackend> make(CudaBackendOptions options = {}) {
+    Result<std::unique_ptr<CudaBackend>> backend = CudaBackend::create(options);
+    EXPECT_TRUE(backend.ok()) << backend.status().to_string();
+    return backend.ok() ? std::move(backend).value() : nullptr;
+  }
+  // A chunk that is mapped and accessible.
+  static DevicePtr map_chunk(Backend& backend) {
+    const DevicePtr base = backend.reserve(kGranule, 0).value();
+    const Chunk chunk = backend.chunk_create(kGranule).value();
+    EXPECT_TRUE(backend.map(base, chunk).ok());
+    EXPECT_TRUE(backend.set_access(base, kGranule).ok());
+    EXPECT_TRUE(backend.chunk_destroy(chunk).ok());
+    return base;
+  }
+
+  fake_cuda::FakeCuda fake_;
+  Application application_;
+};
+
+// --- finding the driver ---
+
+TEST(CudaDriver, NamesTheVariableWhenItsLibraryIsMissing) {
+  ::setenv("FOREBAY_LIBCUDA", "/nowhere/libcuda.so.1", 1);
+  const Status status = CudaBackend::create({}).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("FOREBAY_LIBCUDA"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("/nowhere/libcuda.so.1"), std::string::npos) << status.message();
+  EXPECT_EQ(CudaBackend::device_count().status().code(), StatusCode::kUnavailable);
+  EXPECT_EQ(read_cuda_system().status().code(), StatusCode::kUnavailable);
+}
+
+TEST(CudaDriver, NamesWhatALibraryThatIsNoDriverLacks) {
+  ::setenv("FOREBAY_LIBCUDA", "libc.so.6", 1);
+  const Status status = CudaBackend::create({}).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("cuInit"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("FOREBAY_LIBCUDA"), std::string::npos) << status.message();
+}
+
+TEST_F(CudaBackendTest, FindsTheDriverAfterAFailureToo) {
+  ::setenv("FOREBAY_LIBCUDA", "/nowhere/libcuda.so.1", 1);
+  EXPECT_EQ(CudaBackend::device_count().status().code(), StatusCode::kUnavailable);
+  ::setenv("FOREBAY_LIBCUDA", FOREBAY_FAKE_LIBCUDA, 1);
+  start();
+  EXPECT_EQ(CudaBackend::device_count().value(), 1);
+}
+
+TEST_F(CudaBackendTest, ADriverWithoutDevicesIsNoErrorAndHasNoBackend) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 0;
+  start(options);
+  const Result<int> count = CudaBackend::device_count();
+  if (count.ok()) {
+    EXPECT_EQ(count.value(), 0);
+  } else {  // A driver may refuse cuInit for want of a device.
+    EXPECT_NE(count.status().message().find("CUDA_ERROR_NO_DEVICE"), std::string::npos);
+  }
+  const Status status = CudaBackend::create({}).status();
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("host backend"), std::string::npos) << status.message();
+}
+
+TEST_F(CudaBackendTest, RefusesADeviceThatIsNotThere) {
+  start();
+  const Status status = CudaBackend::create({.ordinal = 3}).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("cuda:3: there are 1 devices"), std::string::npos) << status.message();
+  EXPECT_EQ(CudaBackend::create({.ordinal = -1}).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(CudaBackend::create({.memory_bytes = 1}).status().code(), StatusCode::kInvalidArgument);
+}
+
+// --- facts ---
+
+TEST_F(CudaBackendTest, SaysWhatItIs) {
+  start();
+  const auto backend = make();
+  const Capabilities& capabilities = backend->capabilities();
+  EXPECT_EQ(capabilities.kind, BackendKind::kCuda);
+  EXPECT_EQ(std::string(capabilities.name).find("cuda:0 "), 0u) << capabilities.name;
+  EXPECT_EQ(capabilities.granularity, kGranule);
+  EXPECT_EQ(capabilities.memory_bytes, 64u << 20);
+  EXPECT_FALSE(capabilities.host_accessible);
+  EXPECT_GT(capabilities.multiprocessor_count, 0);
+}
+
+TEST_F(CudaBackendTest, ReadsTheSystem) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  options.driver_version = 12040;
+  start(options);
+  const CudaSystem system = read_cuda_system().value();
+  EXPECT_EQ(system.driver_path, FOREBAY_FAKE_LIBCUDA);
+  EXPECT_EQ(system.driver_version, 12040);
+  ASSERT_EQ(system.devices.size(), 2u);
+  for (int ordinal = 0; ordinal < 2; ++ordinal) {
+    const CudaDevice& device = system.devices[static_cast<std::size_t>(ordinal)];
+    EXPECT_EQ(device.ordinal, ordinal);
+    EXPECT_EQ(device.problem, "");
+    EXPECT_FALSE(device.name.empty());
+    EXPECT_EQ(device.uuid.size(), 40u) << device.uuid;
+    EXPECT_EQ(device.uuid.substr(0, 4), "GPU-");
+    EXPECT_EQ(device.memory_bytes, 64u << 20);
+    EXPECT_EQ(device.free_bytes, 64u << 20);
+    EXPECT_EQ(device.granularity, kGranule);
+    EXPECT_TRUE(device.has_posix_fd);
+    EXPECT_TRUE(device.has_rdma);
+    EXPECT_EQ(device.peer_ordinals, std::vector<int>{1 - ordinal});
+  }
+  EXPECT_NE(system.devices[0].uuid, system.devices[1].uuid);
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST(CudaDevice, FindsItsNumaNode) {
+  const testing::TemporaryDirectory sysfs;
+  const std::string device = sysfs / "bus/pci/devices/0000:ab:00.0";
+  std::filesystem::create_directories(device);
+  std::ofstream(device + "/numa_node") << "1\n";
+  EXPECT_EQ(read_numa_node(sysfs.path(), "0000:AB:00.0"), 1);
+  EXPECT_EQ(read_numa_node(sysfs.path(), "0000:cd:00.0"), -1);
+  EXPECT_EQ(read_numa_node(sysfs.path(), ""), -1);
+  EXPECT_EQ(read_numa_node(sysfs.path(), "../devices/0000:ab:00.0"), -1);
+  std::ofstream(device + "/numa_node") << "-1\n";
+  EXPECT_EQ(read_numa_node(sysfs.path(), "0000:ab:00.0"), -1);
+  std::ofstream(device + "/numa_node") << "nonsense\n";
+  EXPECT_EQ(read_numa_node(sysfs.path(), "0000:ab:00.0"), -1);
+}
+
+// --- memory ---
+
+TEST_F(CudaBackendTest, KeepsItsBudget) {
+  start();
+  {
+    const auto backend = make({.memory_bytes = 1_MiB});
+    EXPECT_EQ(backend->memory_info().total_bytes, 1_MiB);
+    const Chunk chunk = backend->chunk_create(512_KiB).value();
+    const DevicePtr block = backend->alloc(256_KiB).value();
+    EXPECT_EQ(backend->charged_bytes(), 768_KiB);
+    EXPECT_EQ(backend->memory_info().free_bytes, 256_KiB);
+    const Status status = backend->chunk_create(512_KiB).status();
+    EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
+    EXPECT_NE(status.message().find("256.00 KiB of 1.00 MiB free"), std::string::npos) << status.message();
+    EXPECT_EQ(backend->alloc(512_KiB).status().code(), StatusCode::kOutOfMemory);
+    EXPECT_TRUE(backend->free(block).ok());
+    EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+    EXPECT_EQ(backend->charged_bytes(), 0u);
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, SaysHowMuchIsFreeWhenTheDeviceIsFull) {
+  start();
+  const auto backend = make();
+  for (const Status& status : {backend->chunk_create(65_MiB).status(), backend->alloc(65_MiB).status()}) {
+    EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
+    EXPECT_NE(status.message().find("CUDA_ERROR_OUT_OF_MEMORY: 64.00 MiB of 64.00 MiB free"),
+              std::string::npos)
+        << status.message();
+  }
+  EXPECT_EQ(backend->charged_bytes(), 0u);
+}
+
+TEST_F(CudaBackendTest, GivesBackWhateverIsLeft) {
+  start();
+  alignas(4096) static std::array<std::byte, 4096> page;
+  {
+    const auto backend = make();
+    map_chunk(*backend);
+    static_cast<void>(backend->chunk_create(kGranule).value());
+    static_cast<void>(backend->alloc(1).value());
+    EXPECT_TRUE(backend->pin(page.data(), page.size()).ok());
+    const Stream stream = backend->stream_create().value();
+    EXPECT_TRUE(backend->event_record(backend->event_create().value(), stream).ok());
+    static_cast<void>(backend->load_module(fake_cuda::kStoreImage).value());
+    EXPECT_EQ(backend->live_handle_count(), 8u);
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, GivesEveryPeerAccess) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 3;
+  start(options);
+  const auto backend = make({.ordinal = 1});
+  EXPECT_EQ(backend->peer_count(), 2);
+  const DevicePtr address = map_chunk(*backend);
+  for (int ordinal = 0; ordinal < 3; ++ordinal) {
+    const cuda::CuMemLocation location{cuda::CuMemLocationType::kDevice, ordinal};
+    unsigned long long flags = 0;
+    EXPECT_EQ(application_.cuMemGetAccess(&flags, &location, reinterpret_cast<std::uintptr_t>(address)),
+              CuResult::kSuccess);
+    EXPECT_EQ(flags, static_cast<unsigned long long>(cuda::CuMemAccessFlags::kReadWrite)) << ordinal;
+  }
+}
+
+TEST_F(CudaBackendTest, MakesChunksThatCanBeExported) {
+  start();
+  const auto backend = make();
+  EXPECT_TRUE(backend->chunks_have_posix_fd());
+  EXPECT_TRUE(backend->chunks_have_rdma());
+  const DevicePtr address = map_chunk(*backend);
+  cuda::CuMemHandle handle = 0;
+  ASSERT_EQ(application_.cuMemRetainAllocationHandle(&handle, address), CuResult::kSuccess);
+  int file = -1;
+  EXPECT_EQ(application_.cuMemExportToShareableHandle(&file, handle,
+                                                      cuda::CuMemHandleType::kPosixFileDescriptor, 0),
+            CuResult::kSuccess);
+  EXPECT_GE(file, 0);
+  ::close(file);
+  EXPECT_EQ(application_.cuMemRelease(handle), CuResult::kSuccess);
+}
+
+TEST_F(CudaBackendTest, MakesPlainerChunksWhereATrialFails) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.gpu_direct_rdma = false;
+  start(options);
+  EXPECT_FALSE(make()->chunks_have_rdma());
+
+  start();
+  fake_.fail("cuMemCreate", 1, static_cast<int>(CuResult::kNotSupported));
+  ::testing::internal::CaptureStderr();
+  auto backend = make();
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(backend->chunks_have_posix_fd());
+  EXPECT_FALSE(backend->chunks_have_rdma());
+  EXPECT_NE(log.find("without GPUDirect RDMA, because"), std::string::npos) << log;
+  EXPECT_NE(log.find("cuMemCreate: CUDA_ERROR_NOT_SUPPORTED"), std::string::npos) << log;
+  map_chunk(*backend);
+  backend.reset();
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, DoesNotTryPlainerChunksOnAFullDevice) {
+  start();
+  fake_.fail("cuMemCreate", 1, static_cast<int>(CuResult::kOutOfMemory));
+  EXPECT_EQ(CudaBackend::create({}).status().code(), StatusCode::kOutOfMemory);
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, UnmapsOneAtATimeWhereTheDriverWantsThat) {
+  start();
+  {
+    const auto backend = make();
+    const DevicePtr base = backend->reserve(3 * kGranule, 0).value();
+    for (std::size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(backend->map(base + i * kGranule, backend->chunk_create(kGranule).value()).ok());
+    }
+    const std::uint64_t before = fake_.call_count("cuMemUnmap");
+    fake_.fail("cuMemUnmap", 1, static_cast<int>(CuResult::kInvalidValue));
+    EXPECT_TRUE(backend->unmap(base, 3 * kGranule).ok());
+    EXPECT_EQ(fake_.call_count("cuMemUnmap") - before, 4u);
+    EXPECT_TRUE(backend->release(base, 3 * kGranule).ok());
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+// As destructors do, which have nobody to tell.
+TEST_F(CudaBackendTest, TellsAtItsEndWhatRefusalNobodyAskedAbout) {
+  start();
+  auto backend = make();
+  const Chunk chunk = backend->chunk_create(kGranule).value();
+  fake_.fail("cuCtxSetCurrent", 1, static_cast<int>(CuResult::kUnknown));
+  static_cast<void>(backend->chunk_destroy(chunk));
+
+  ::testing::internal::CaptureStderr();
+  backend.reset();
+  const std::string log = ::testing::internal::GetCapturedStderr();
+
+  EXPECT_NE(log.find("1 handles were not given back"), std::string::npos) << log;
+  EXPECT_NE(log.find("cuCtxSetCurrent: CUDA_ERROR_UNKNOWN"), std::string::npos) << log;
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, SaysNothingAtItsEndOfARefusalThatWasTriedAgain) {
+  start();
+  auto backend = make();
+  const Chunk chunk = backend->chunk_create(kGranule).value();
+  fake_.fail("cuMemRelease", 1, static_cast<int>(CuResult::kUnknown));
+  EXPECT_FALSE(backend->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+
+  ::testing::internal::CaptureStderr();
+  backend.reset();
+
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+}
+
+TEST_F(CudaBackendTest, TellsMemoryPinnedByOthersFromItsOwn) {
+  start();
+  const auto backend = make();
+  const auto other = make();
+  alignas(4096) static std::array<std::byte, 8192> pages;
+  ASSERT_TRUE(other->pin(pages.data(), 4096).ok());
+  const Status status = backend->pin(pages.data(), 8192);
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"), std::string::npos)
+      << status.message();
+  EXPECT_EQ(backend->live_handle_count(), 0u);
+  EXPECT_TRUE(other->unpin(pages.data()).ok());
+}
+
+// --- among an application's streams, contexts and captures ---
+
+TEST_F(CudaBackendTest, LeavesTheThreadsContextAsItWas) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  start(options);
+  const cuda::CuContext other = application_.retain(1);
+  {
+    const auto backend = make();
+    EXPECT_EQ(application_.current(), nullptr);
+    static_cast<void>(backend->alloc(512).value());
+    EXPECT_EQ(application_.current(), nullptr);
+    ASSERT_EQ(application_.cuCtxSetCurrent(other), CuResult::kSuccess);
+    const Stream stream = backend->stream_create().value();
+    EXPECT_TRUE(backend->fill_async(map_chunk(*backend), 1, kGranule, stream).ok());
+    EXPECT_TRUE(backend->stream_synchronize(stream).ok());
+    EXPECT_EQ(application_.current(), other);
+  }
+  EXPECT_EQ(application_.current(), other);
+  ASSERT_EQ(application_.cuCtxSetCurrent(nullptr), CuResult::kSuccess);
+  EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(1), CuResult::kSuccess);
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, AFunctionCalledInItsContextFindsThatAndTheThreadKeepsItsOwn) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  start(options);
+  const cuda::CuContext mine = application_.retain(0);
+  const cuda::CuContext other = application_.retain(1);
+  ASSERT_EQ(application_.cuCtxSetCurrent(other), CuResult::kSuccess);
+  {
+    const auto backend = make();
+    auto question = std::pair(&application_, cuda::CuContext());
+    const HostFunction ask = [](void* argument) {
+      auto& [application, found] = *static_cast<decltype(question)*>(argument);
+      found = application->current();
+    };
+    EXPECT_TRUE(backend->call_in_context(ask, &question).ok());
+    EXPECT_EQ(question.second, mine);
+    EXPECT_EQ(application_.current(), other);
+  }
+  ASSERT_EQ(application_.cuCtxSetCurrent(nullptr), CuResult::kSuccess);
+  for (const int device : {0, 1})
+    EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(device), CuResult::kSuccess);
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, WorksOnTheApplicationsStreams) {
+  start();
+  const cuda::CuContext context = application_.retain(0);
+  ASSERT_EQ(application_.cuCtxSetCurrent(context), CuResult::kSuccess);
+  cuda::CuStream own = nullptr;
+  ASSERT_EQ(application_.cuStreamCreate(&own, cuda::kStreamDefault), CuResult::kSuccess);
+  const auto backend = make();
+  const DevicePtr block = backend->alloc(4096).value();
+  const Event event = backend->event_create().value();
+  for (const Stream stream : {Stream{own}, CudaBackend::default_stream(), CudaBackend::per_thread_stream()}) {
+    std::atomic<int> called{0};
+    std::array<std::byte, 4096> found{};
+    EXPECT_TRUE(backend->fill_async(block, 0x3D, 4096, stream).ok());
+    const HostFunction count = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
+    EXPECT_TRUE(backend->call_host(stream, count, &called).ok());
+    EXPECT_TRUE(backend->event_record(event, stream).ok());
+    EXPECT_TRUE(backend->event_synchronize(event).ok());
+    EXPECT_EQ(called, 1);
+    EXPECT_TRUE(backend->copy_async(found.data(), block, 4096, stream).ok());
+    EXPECT_TRUE(backend->stream_synchronize(stream).ok());
+    EXPECT_EQ(found[4095], std::byte{0x3D});
+    EXPECT_EQ(backend->stream_destroy(stream).code(), StatusCode::kInvalidArgument);
+  }
+  EXPECT_EQ(application_.cuStreamDestroy_v2(own), CuResult::kSuccess);
+}
+
+TEST_F(CudaBackendTest, AFailureOnTheApplicationsStreamStaysWithIt) {
+  start();
+  const auto backend = make();
+  const Stream stream = CudaBackend::default_stream();
+  const HostFunction call = [](void* other) { static_cast<Backend*>(other)->memory_info(); };
+  ASSERT_TRUE(backend->call_host(stream, call, backend.get()).ok());
+  const Status status = backend->stream_synchronize(stream);
+  EXPECT_EQ(status.code(), StatusCode::kInternal);
+  EXPECT_NE(status.message().find("Backend::memory_info"), std::string::npos) << status.message();
+  EXPECT_EQ(fake_.accounts().forbidden_calls, 0u);  // It was stopped before the driver.
+}
+
+TEST_F(CudaBackendTest, BackendsOfOneDeviceUseEachOthersStreamsAndEvents) {
+  start();
+  {
+    const auto first = make();
+    const auto second = make();
+    const Stream stream = first->stream_create().value();
+    const Stream other = second->stream_create().value();
+    const Event event = first->event_create().value();
+    const DevicePtr block = map_chunk(*first);
+    EXPECT_TRUE(first->fill_async(block, 0x17, kGranule, stream).ok());
+    EXPECT_TRUE(first->event_record(event, stream).ok());
+    EXPECT_TRUE(second->stream_wait(other, event).ok());
+    std::byte found{};
+    EXPECT_TRUE(second->copy_async(&found, block, 1, other).ok());
+    EXPECT_TRUE(second->stream_synchronize(other).ok());
+    EXPECT_EQ(found, std::byte{0x17});
+    EXPECT_TRUE(second->stream_synchronize(stream).ok());
+    EXPECT_EQ(second->stream_destroy(stream).code(), StatusCode::kInvalidArgument);
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, GoesOnWhileTheApplicationCaptures) {
+  start();
+  const cuda::CuContext context = application_.retain(0);
+  ASSERT_EQ(application_.cuCtxSetCurrent(context), CuResult::kSuccess);
+  cuda::CuStream captured = nullptr;
+  ASSERT_EQ(application_.cuStreamCreate(&captured, cuda::kStreamNonBlocking), CuResult::kSuccess);
+  const auto backend = make();
+  const DevicePtr block = backend->alloc(4096).value();
+  const Stream stream = backend->stream_create().value();
+  const Event event = backend->event_create().value();
+  alignas(4096) static std::array<std::byte, 4096> page;
+  ASSERT_EQ(application_.cuStreamBeginCapture_v2(captured, cuda::CuCaptureMode::kGlobal), CuResult::kSuccess);
+
+  // What an allocator does, in the middle of it.
+  const DevicePtr base = map_chunk(*backend);
+  EXPECT_TRUE(backend->fill_async(base, 1, kGranule, stream).ok());
+  EXPECT_TRUE(backend->event_record(event, stream).ok());
+  EXPECT_TRUE(backend->event_query(event).ok());
+  EXPECT_TRUE(backend->event_synchronize(event).ok());
+  EXPECT_TRUE(backend->stream_synchronize(stream).ok());
+  EXPECT_TRUE(backend->unmap(base, kGranule).ok());
+  EXPECT_TRUE(backend->release(base, kGranule).ok());
+  EXPECT_TRUE(backend->free(backend->alloc(4096).value()).ok());
+  EXPECT_TRUE(backend->pin(page.data(), page.size()).ok());
+  EXPECT_TRUE(backend->unpin(page.data()).ok());
+  EXPECT_GT(backend->memory_info().free_bytes, 0u);
+  EXPECT_TRUE(backend->event_destroy(backend->event_create().value()).ok());
+  EXPECT_TRUE(backend->stream_destroy(backend->stream_create().value()).ok());
+  EXPECT_TRUE(backend->unload_module(backend->load_module(fake_cuda::kStoreImage).value()).ok());
+
+  // On the captured stream itself: work is captured, the rest is refused.
+  EXPECT_TRUE(backend->fill_async(block, 0x44, 4096, Stream{captured}).ok());
+  const HostFunction nothing = [](void*) {};
+  for (const Status& status :
+       {backend->event_record(event, Stream{captured}), backend->stream_wait(Stream{captured}, event),
+        backend->call_host(Stream{captured}, nothing, nullptr),
+        backend->stream_synchronize(Stream{captured})}) {
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.to_string();
+    EXPECT_NE(status.message().find("captured into a CUDA graph"), std::string::npos) << status.message();
+  }
+
+  cuda::CuGraph graph = nullptr;
+  ASSERT_EQ(application_.cuStreamEndCapture(captured, &graph), CuResult::kSuccess);
+  std::size_t node_count = 0;
+  EXPECT_EQ(application_.cuGraphGetNodes(graph, nullptr, &node_count), CuResult::kSuccess);
+  EXPECT_EQ(node_count, 1u);  // The fill alone.
+  EXPECT_EQ(application_.cuGraphDestroy(graph), CuResult::kSuccess);
+  // The thread's own mode was put back.
+  cuda::CuCaptureMode mode = cuda::CuCaptureMode::kGlobal;
+  EXPECT_EQ(application_.cuThreadExchangeStreamCaptureMode(&mode), CuResult::kSuccess);
+  EXPECT_EQ(mode, cuda::CuCaptureMode::kGlobal);
+  EXPECT_EQ(application_.cuStreamDestroy_v2(captured), CuResult::kSuccess);
+}
+
+// --- failure and the end ---
+
+TEST_F(CudaBackendTest, AFaultOfTheDeviceIsReportedByEverybodyFromThenOn) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.quiet = true;
+  start(options);
+  const auto backend = make();
+  const DevicePtr base = map_chunk(*backend);
+  const Stream stream = backend->stream_create().value();
+  const Stream other = backend->stream_create().value();
+  const Event event = backend->event_create().value();
+  std::atomic<bool> open{false};
+  const HostFunction wait = [](void* gate) { static_cast<std::atomic<bool>*>(gate)->wait(false); };
+  ASSERT_TRUE(backend->call_host(stream, wait, &open).ok());
+  ASSERT_TRUE(backend->fill_async(base, 1, kGranule, stream).ok());
+  ASSERT_TRUE(backend->event_record(event, stream).ok());
+  // The defect: memory goes away under queued work.
+  static_cast<void>(backend->unmap(base, kGranule));
+  open = true;
+  open.notify_all();
+
+  for (int again = 0; again < 2; ++again) {
+    const Status status = backend->stream_synchronize(stream);
+    EXPECT_EQ(status.code(), StatusCode::kInternal);
+    EXPECT_NE(status.message().find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << status.message();
+    EXPECT_EQ(backend->event_synchronize(event).code(), StatusCode::kInternal);
+    EXPECT_EQ(backend->stream_synchronize(other).code(), StatusCode::kInternal);
+  }
+  EXPECT_FALSE(backend->alloc(1).ok());
+  EXPECT_TRUE(backend->stream_destroy(other).ok());
+}
+
+TEST_F(CudaBackendTest, AChildMadeByForkIsToldSo) {
+  start();
+  const auto backend = make();
+  const Stream stream = backend->stream_create().value();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const auto told = [](const Status& status) {
+      return status.code() == StatusCode::kUnavailable && status.message().find("fork") != std::string::npos;
+    };
+    bool all = told(backend->alloc(1).status()) && told(backend->stream_synchronize(stream)) &&
+               told(backend->free(nullptr)) && told(CudaBackend::create({}).status()) &&
+               told(CudaBackend::device_count().status()) && backend->memory_info().free_bytes == 0;
+    ::_exit(all ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT_TRUE(backend->stream_synchronize(stream).ok());
+}
+
+// Its static object is destroyed after the driver has ended, as those of a trainer may be.
+TEST_F(CudaBackendTest, GivingBackWhileTheProcessEndsIsHarmless) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        static std::unique_ptr<CudaBackend> last;
+        static struct Ender {
+          DevicePtr block = nullptr;
+          ~Ender() {
+            if (last == nullptr || !last->free(block).ok()) ::_exit(3);
+          }
+        } ender;
+        start();
+        last = make();
+        ender.block = last->alloc(512).value();
+        // Handlers run in the opposite order: the driver's, registered by now, before those above.
+        std::exit(0);
+      },
+      ::testing::ExitedWithCode(0), "");
+}
+
+TEST_F(CudaBackendTest, TakesPtxThatDoesNotEndInZero) {
+  start();
+  const auto backend = make();
+  std::vector<char> ptx(fake_cuda::kStorePtx, fake_cuda::kStorePtx + sizeof(fake_cuda::kStorePtx) - 1);
+  ptx.shrink_to_fit();
+  EXPECT_TRUE(backend->load_module({.image = ptx.data(), .image_bytes = ptx.size()}).ok());
+  const Status status = backend->load_module({.image = "nonsense", .image_bytes = 8}).status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("CUDA_ERROR_INVALID_IMAGE"), std::string::npos) << status.message();
+}
+
+TEST_F(CudaBackendTest, StreamsBeyondThoseKeptAreDestroyed) {
+  start();
+  {
+    const auto backend = make();
+    std::vector<Stream> streams;
+    for (int i = 0; i < 70; ++i) streams.push_back(backend->stream_create().value());
+    for (const Stream stream : streams) EXPECT_TRUE(backend->stream_destroy(stream).ok());
+    EXPECT_EQ(backend->live_handle_count(), 0u);
+    EXPECT_EQ(fake_.accounts().streams, 64u);
+    const std::uint64_t before = fake_.call_count("cuStreamCreate");
+    const Stream again = backend->stream_create().value();
+    EXPECT_EQ(fake_.call_count("cuStreamCreate"), before);
+    EXPECT_TRUE(backend->stream_destroy(again).ok());
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+}  // namespace
+}  // namespace forebay

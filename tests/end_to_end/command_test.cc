@@ -1,0 +1,217 @@
+// forebay-gpt as a program: what it makes of its environment, of odd options, of the places it shall write to
+// and of signals.
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tests/support/process.h"
+
+namespace forebay::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+Words operator+(Words left, const Words& right) {
+  left.insert(left.end(), right.begin(), right.end());
+  return left;
+}
+
+const Words kModel = {FOREBAY_GPT, "--layers", "1", "--hidden",   "16", "--heads",
+                      "2",         "--batch",  "2", "--sequence", "12"};
+const Words kQuiet = kModel + Words{"--quiet"};
+const Words kTiny = kQuiet + Words{"--steps", "2"};
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::ptrdiff_t line_count(const std::string& text) {
+  return std::count(text.begin(), text.end(), '\n');
+}
+
+class Command : public ::testing::Test {
+ protected:
+  Json report_of(const Words& words, const Process::Variables& variables = {}) {
+    const std::string path = directory_ / "report.json";
+    const Finished finished = run_program(kTiny + words + Words{"--report", path}, variables);
+    EXPECT_EQ(finished.exit_code, 0) << finished.output;
+    return Json::parse(read_text(path), nullptr, false);
+  }
+
+  TemporaryDirectory directory_;
+};
+
+#if defined(_OPENMP)
+TEST_F(Command, RefusesFewerThreadsThanWereAskedFor) {
+  for (const char* ranks : {"1", "2"}) {
+    const Finished finished =
+        run_program(kTiny + Words{"--threads", "2", "--ranks", ranks}, {{"OMP_THREAD_LIMIT", "1"}});
+    EXPECT_EQ(finished.exit_code, 1) << finished.output;
+    EXPECT_NE(finished.output.find("2 compute threads were asked for and OpenMP gives 1"), std::string::npos)
+        << finished.output;
+    EXPECT_NE(finished.output.find("--threads 1"), std::string::npos) << finished.output;
+    EXPECT_EQ(line_count(finished.output), 1) << finished.output;
+  }
+}
+
+TEST_F(Command, ChoosesNoMoreThreadsThanThereAre) {
+  EXPECT_EQ(report_of({}, {{"OMP_THREAD_LIMIT", "1"}}).at("compute_threads"), 1);
+}
+
+TEST_F(Command, TrainsToTheSameBitsWhereOpenMpMayLowerTheThreads) {
+  const Words words = {"--threads", "3"};
+  const Json fixed = report_of(words, {{"OMP_DYNAMIC", "false"}});
+  const Json dynamic = report_of(words, {{"OMP_DYNAMIC", "true"}});
+  EXPECT_EQ(dynamic.at("digest"), fixed.at("digest"));
+}
+#endif
+
+TEST_F(Command, ReplacesWhatALinkNamesAndNotTheLink) {
+  const std::string target = directory_ / "target.json";
+  const std::string link = directory_ / "link.json";
+  fs::create_symlink("target.json", link);
+
+  for (const char* found : {"nothing", "a file"}) {
+    SCOPED_TRACE(found);
+    const Finished finished =
+        run_program(kTiny + Words{"--report", link, "--export", directory_ / "weights"});
+
+    EXPECT_EQ(finished.exit_code, 0) << finished.output;
+    EXPECT_TRUE(fs::is_symlink(link));
+    EXPECT_EQ(Json::parse(read_text(target)).at("steps"), 2);
+  }
+  for (const auto& entry : fs::directory_iterator(directory_.path()))
+    EXPECT_EQ(entry.path().string().find(".tmp"), std::string::npos) << entry.path();
+}
+
+TEST_F(Command, WritesIntoAPipeAndDoesNotReplaceIt) {
+  const std::string pipe = directory_ / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  Process writer(kTiny + Words{"--report", pipe});
+
+  const Json report = Json::parse(read_text(pipe));
+
+  EXPECT_EQ(writer.finish().exit_code, 0);
+  EXPECT_EQ(report.at("steps"), 2);
+  EXPECT_TRUE(fs::is_fifo(pipe));
+}
+
+TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
+  const std::string file = directory_ / "file";
+  const std::string pipe = directory_ / "pipe";
+  const std::string state = directory_ / "state";
+  std::ofstream(file) << "text";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  ASSERT_EQ(run_program(kTiny + Words{"--save-state", state}).exit_code, 0);
+  const struct {
+    Words words;
+    std::string named;
+  } cases[] = {
+      {{"--report", directory_.path()}, "is a directory"},
+      {{"--export", directory_.path()}, "is a directory"},
+      {{"--report", "/proc/forebay.json"}, "--report: cannot write /proc/forebay.json"},
+      {{"--export", "/proc/forebay.safetensors"}, "--export: cannot write /proc/forebay"},
+      {{"--save-state", file}, "--save-state"},
+      {{"--save-state", "/proc/forebay-state"}, "--save-state"},
+      {{"--save-state", directory_ / "no/such/place"}, "--save-state"},
+      {{"--save-state", state}, "--load-state"},
+      {{"--text", pipe}, "is not a regular file"},
+      {{"--text", "/dev/zero"}, "is not a regular file"},
+      {{"--initial", pipe}, "is not a regular file"},
+  };
+  for (const auto& c : cases) {
+    // A training of this many steps would not end.
+    const Finished finished = run_program(kQuiet + Words{"--steps", "1000000000"} + c.words);
+    EXPECT_EQ(finished.exit_code, 1) << ::testing::PrintToString(c.words) << finished.output;
+    EXPECT_NE(finished.output.find(c.named), std::string::npos) << finished.output;
+    EXPECT_EQ(line_count(finished.output), 1) << finished.output;
+  }
+}
+
+TEST_F(Command, SaysWhenNothingIsLeftToDo) {
+  const std::string state = directory_ / "state";
+  ASSERT_EQ(run_program(kTiny + Words{"--save-state", state}).exit_code, 0);
+
+  const Finished finished = run_program(kTiny + Words{"--save-state", state, "--load-state", state});
+
+  EXPECT_EQ(finished.exit_code, 0) << finished.output;
+  EXPECT_NE(finished.output.find("nothing is left to do"), std::string::npos) << finished.output;
+}
+
+TEST_F(Command, WarnsWhenTheLossIsLostAndReportsItAsNull) {
+  const std::string path = directory_ / "report.json";
+
+  const Finished finished = run_program(kTiny + Words{"--lr", "1e30", "--clip", "0", "--report", path});
+
+  EXPECT_EQ(finished.exit_code, 0) << finished.output;
+  EXPECT_NE(finished.output.find("the loss is not finite since step 2; try a smaller --lr"),
+            std::string::npos)
+      << finished.output;
+  const Json report = Json::parse(read_text(path));
+  EXPECT_TRUE(report.at("loss")[0].is_number());
+  EXPECT_TRUE(report.at("loss")[1].is_null());
+}
+
+TEST_F(Command, ReportsHowItAccumulates) {
+  const Json report = report_of({"--micro-steps", "3", "--accumulate", "local", "--stage", "1"});
+  EXPECT_EQ(report.at("micro_steps"), 3);
+  EXPECT_EQ(report.at("accumulate"), "local");
+}
+
+bool catches(pid_t process, int signal) {
+  const std::string status = read_text("/proc/" + std::to_string(process) + "/status");
+  const std::string label = "SigCgt:";
+  const std::size_t place = status.find(label);
+  if (place == std::string::npos) return false;
+  return (std::strtoull(status.c_str() + place + label.size(), nullptr, 16) >> (signal - 1) & 1) != 0;
+}
+
+// Of the process so far, all its threads.
+double processor_seconds(pid_t process) {
+  const std::string stat = read_text("/proc/" + std::to_string(process) + "/stat");
+  std::istringstream fields(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));
+  std::string skipped;
+  for (int i = 0; i < 11; ++i) fields >> skipped;
+  double user = 0;
+  double system = 0;
+  fields >> user >> system;
+  return (user + system) / static_cast<double>(sysconf(_SC_CLK_TCK));
+}
+
+// A step of so many micro-steps does not end, so only the second signal ends the run. Before the first step,
+// which begins within less than this much of computing, one is enough.
+TEST_F(Command, EndsAtOnceOnASecondSignal) {
+  for (const int number : {SIGINT, SIGTERM}) {
+    Process process(kModel + Words{"--micro-steps", "100000000"});
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!catches(process.id(), number) || processor_seconds(process.id()) < 2)
+      ASSERT_LT(std::chrono::steady_clock::now(), limit);
+
+    process.signal(number);
+    // Two at once would be taken for one.
+    EXPECT_FALSE(process.wait_for_output("step 1/", std::chrono::seconds(1)));
+    EXPECT_TRUE(catches(process.id(), number)) << "one signal was enough";
+    process.signal(number);
+
+    EXPECT_EQ(process.finish(std::chrono::seconds(20)).exit_code, 128 + number);
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing

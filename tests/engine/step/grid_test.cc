@@ -1,0 +1,269 @@
+// Engines of a model that is cut over tensor- or pipeline-parallel ranks take one decision about each step.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/engine/toy_cases.h"
+
+namespace forebay::testing {
+namespace {
+
+// A grid of `parts` model parts times `replicas` data-parallel ranks, the part the fastest.
+struct Grid {
+  int parts = 2;
+  int replicas = 2;
+  int stage = 0;
+  // The model of each part. The ranks of a part see the same noise, whatever the part.
+  std::vector<std::vector<ToyUnit>> models;
+  std::function<float(int part, int replica, int step)> disturbance = [](int, int, int) { return 0.0f; };
+  bool first_counts_alone = false;  // Replicated parameters.
+  std::function<void(EngineOptions&)> change = [](EngineOptions&) {};
+};
+
+struct GridResult {
+  std::vector<double> norms;  // NaN where skipped.
+  std::vector<double> metrics;
+  std::vector<ToyResult> parts;  // Of replica 0.
+};
+
+GridResult run_grid(const Grid& grid, int steps) {
+  GridResult result;
+  result.parts.resize(static_cast<std::size_t>(grid.parts));
+  run_ranks(grid.parts * grid.replicas, {}, [&](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const int part = world_rank % grid.parts;
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(part, world_rank));
+    ToyOptions options = options_for(grid.stage, DataType::kFloat32, grid.replicas);
+    options.units = grid.models[static_cast<std::size_t>(part)];
+    options.engine.grid = world.get();
+    options.engine.counts_replicated = !grid.first_counts_alone || part == 0;
+    options.disturbance = [&](int replica, int step) { return grid.disturbance(part, replica, step); };
+    grid.change(options.engine);
+    {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      for (int step = 0; step < steps; ++step) {
+        const StepResult outcome = trainer.step(step);
+        if (world_rank != 0) continue;
+        result.norms.push_back(outcome.grad_norm.value_or(std::nan("")));
+        result.metrics.push_back(outcome.metric_sum);
+      }
+      ToyResult mine;
+      trainer.collect(mine);
+      EXPECT_EQ(mine.statistics.peak, mine.statistics.planned);
+      // After a skipped step less is gathered.
+      if (mine.statistics.applied_steps == mine.statistics.attempted_steps) {
+        EXPECT_EQ(mine.statistics.traffic.sent,
+                  static_cast<std::uint64_t>(steps) * mine.statistics.planned_wire_per_step.sent);
+      }
+      if (world_rank < grid.parts) result.parts[static_cast<std::size_t>(part)] = mine;
+    }
+  });
+  return result;
+}
+
+ToyResult alone(int stage, int replicas, const std::vector<ToyUnit>& model, int steps) {
+  ToyOptions options = options_for(stage, DataType::kFloat32, replicas);
+  options.units = model;
+  options.steps = steps;
+  return run_toy(options);
+}
+
+std::vector<ToyUnit> replicated(std::vector<ToyUnit> units) {
+  for (ToyUnit& unit : units) {
+    for (ToyParameter& parameter : unit.parameters) parameter.replicated = true;
+  }
+  return units;
+}
+
+TEST(EngineGrid, CountsReplicatedParametersOnce) {
+  for (const int replicas : {2, 3}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      Grid grid;
+      grid.replicas = replicas;
+      grid.stage = stage;
+      grid.models.assign(2, replicated(awkward_units()));
+      grid.first_counts_alone = true;
+      const GridResult actual = run_grid(grid, 3);
+      const ToyResult expected = alone(stage, replicas, awkward_units(), 3);
+      EXPECT_EQ(actual.norms, expected.grad_norms) << "stage " << stage;
+      // What another rank counts is updated all the same.
+      for (const ToyResult& part : actual.parts) EXPECT_EQ(part.masters, expected.masters);
+    }
+  }
+}
+
+TEST(EngineGrid, CountsReplicatedPartsOfOffloadedUnitsOnce) {
+  for (const int micro_steps : {1, 2}) {
+    Grid grid;
+    grid.stage = 2;
+    grid.models.assign(2, replicated(awkward_units()));
+    grid.first_counts_alone = true;
+    grid.change = [&](EngineOptions& options) {
+      options.micro_steps = micro_steps;
+      options.offload = Offload::kOptimizer;
+      options.host_threads = 1;
+    };
+    const GridResult actual = run_grid(grid, 3);
+    ToyOptions options = options_for(2, DataType::kFloat32, 2);
+    options.engine.micro_steps = micro_steps;
+    options.steps = 3;
+    EXPECT_EQ(actual.norms, run_toy(options).grad_norms);
+  }
+}
+
+TEST(EngineGrid, CountsOnlySomeParametersTwice) {
+  // Of each unit the second parameter is replicated: the squares are those of one whole model and of another
+  // without them.
+  std::vector<ToyUnit> units = {{{{900}, {333}, {64}}, {}, true}, {{{100}, {5000}, {7}}, {}, true}};
+  for (ToyUnit& unit : units) unit.parameters[1].replicated = true;
+  for (int stage = 0; stage < 4; ++stage) {
+    Grid grid;
+    grid.stage = stage;
+    grid.models.assign(2, units);
+    grid.first_counts_alone = true;
+    const GridResult once = run_grid(grid, 1);
+    grid.first_counts_alone = false;
+    const GridResult twice = run_grid(grid, 1);
+    const double whole = alone(stage, 2, units, 1).grad_norms[0];
+    EXPECT_DOUBLE_EQ(twice.norms[0] * twice.norms[0], 2 * whole * whole);
+    EXPECT_LT(once.norms[0], twice.norms[0] * 0.9);
+    EXPECT_GT(once.norms[0], whole * 1.01);
+  }
+}
+
+TEST(EngineGrid, TakesTheNormOverAllPartsAndSkipsForAll) {
+  for (int stage = 0; stage < 4; ++stage) {
+    Grid grid;
+    grid.stage = stage;
+    grid.replicas = 3;
+    grid.models.assign(2, awkward_units());
+    // One rank of the second part alone.
+    grid.disturbance = [](int part, int replica, int step) {
+      return part == 1 && replica == 2 && step == 1 ? std::numeric_limits<float>::infinity() : 0.0f;
+    };
+    const GridResult actual = run_grid(grid, 3);
+    EXPECT_TRUE(std::isnan(actual.norms[1]));
+    const ToyResult expected = alone(stage, 3, awkward_units(), 1);
+    EXPECT_DOUBLE_EQ(actual.norms[0], std::sqrt(2.0) * expected.grad_norms[0]);
+    EXPECT_DOUBLE_EQ(actual.metrics[0], 2 * expected.metrics[0]);
+    for (const ToyResult& part : actual.parts) {
+      EXPECT_EQ(part.statistics.attempted_steps, 3u);
+      EXPECT_EQ(part.statistics.applied_steps, 2u);
+    }
+  }
+}
+
+TEST(EngineGrid, HasPartsOfDifferentUnits) {
+  const std::vector<ToyUnit> units = awkward_units();
+  for (int stage = 0; stage < 4; ++stage) {
+    Grid grid;
+    grid.stage = stage;
+    grid.parts = 3;
+    grid.models = {{units[1], units[2]}, {units[3]}, {units[1], units[2], units[3], units[2]}};
+    const GridResult actual = run_grid(grid, 1);
+    double squares = 0;
+    for (const auto& model : grid.models) squares += std::pow(alone(stage, 2, model, 1).grad_norms[0], 2);
+    EXPECT_NEAR(actual.norms[0], std::sqrt(squares), 1e-12 * std::sqrt(squares)) << "stage " << stage;
+  }
+}
+
+TEST(EngineGrid, TellsAllPartsWhatOneCannotPay) {
+  std::atomic<int> refused{0};
+  run_ranks(4, {}, [&](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(world_rank % 2, world_rank));
+    ToyOptions options = options_for(0, DataType::kFloat32, 2);
+    options.engine.grid = world.get();
+    if (world_rank % 2 == 1) options.engine.memory_bytes = 1;
+    try {
+      ToyTrainer trainer(options, rank);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kOutOfMemory) << error.what();
+      ++refused;
+    }
+  });
+  EXPECT_EQ(refused, 4);
+}
+
+// Parts of one, two and three units and ranks of other budgets: what is left on one rank is for all.
+// Two parts of two ranks; `change` is what the ranks that are `odd` have otherwise.
+void expect_refusal(const std::string& named, const std::function<bool(int)>& odd,
+                    const std::function<void(EngineOptions&)>& change) {
+  SCOPED_TRACE(named);
+  std::atomic<int> refused{0};
+  run_ranks(4, {}, [&](Rank& rank) {
+    const int world_rank = rank.communicator->rank();
+    const int part = world_rank % 2;
+    const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+    rank.communicator = value_or_throw(world->split(part, world_rank));
+    ToyOptions options = options_for(2, DataType::kFloat32, 2);
+    options.engine.grid = world.get();
+    options.engine.agreement = {{"--text", "42"}};
+    if (odd(world_rank)) change(options.engine);
+    try {
+      const ToyTrainer trainer(options, rank);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.status().code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(error.status().message().find(named), std::string::npos) << error.status().message();
+      ++refused;
+    }
+    EXPECT_TRUE(world->barrier().ok()) << "what was refused breaks nothing";
+  });
+  EXPECT_EQ(refused, 4);
+}
+
+TEST(EngineGrid, TellsAllPartsWhichOptionDiffersInOne) {
+  const auto last = [](int rank) { return rank == 3; };
+  const auto second_part = [](int rank) { return rank % 2 == 1; };
+  for (const std::function<bool(int)>& odd : {std::function<bool(int)>(last), std::function(second_part)}) {
+    expect_refusal("beta1", odd, [](EngineOptions& options) { options.beta1 = 0.5; });
+    expect_refusal("stage", odd, [](EngineOptions& options) { options.stage = 1; });
+    expect_refusal("micro-steps", odd, [](EngineOptions& options) { ++options.micro_steps; });
+    expect_refusal("--text", odd, [](EngineOptions& options) { options.agreement[0].second = "43"; });
+  }
+}
+
+TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {
+  std::vector<std::uint64_t> rooms(6);
+  for (const std::uint64_t more : {0, 1}) {
+    std::atomic<int> refused{0};
+    run_ranks(6, {}, [&](Rank& rank) {
+      const int world_rank = rank.communicator->rank();
+      const std::unique_ptr<Communicator> world = std::move(rank.communicator);
+      rank.communicator = value_or_throw(world->split(world_rank % 3, world_rank));
+      EngineOptions options{.stage = 2, .grid = world.get()};
+      options.memory_bytes = (16u << 20) + static_cast<std::uint64_t>(world_rank) * 100'000;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      for (int u = 0; u <= world_rank % 3; ++u)
+        engine.add_parameter(engine.add_unit("unit" + std::to_string(u)), "weight" + std::to_string(u),
+                             9'000);
+
+      const std::uint64_t room = engine.activation_room();
+      engine.declare_activations(room + more);
+      try {
+        engine.commit();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kOutOfMemory) << error.what();
+        ++refused;
+      }
+
+      rooms[static_cast<std::size_t>(world_rank)] = room;
+    });
+    EXPECT_EQ(refused, more == 0 ? 0 : 6);
+    EXPECT_GT(rooms[0], 0u);
+    EXPECT_EQ(rooms, std::vector<std::uint64_t>(6, rooms[0]));
+  }
+}
+
+}  // namespace
+}  // namespace forebay::testing

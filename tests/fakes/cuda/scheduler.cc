@@ -1,0 +1,175 @@
+#include "tests/fakes/cuda/scheduler.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "tests/fakes/cuda/driver.h"
+
+namespace forebay::fake_cuda {
+namespace {
+
+// Threads that may run operations at once. A host function may block until another stream's has run, so this
+// bounds how many such can wait for each other; streams beyond it wait their turn.
+constexpr std::size_t kExecutorLimit = 256;
+
+// How long a seed may hold one operation back: long against a copy in a test, short against the test.
+constexpr std::chrono::microseconds kLongestHold{400};
+
+}  // namespace
+
+void Scheduler::configure(const FakeOptions& options) {
+  if (process_ != ::getpid()) {
+    // A child has none of its parent's executors, who may have been waiting here: these stay as they are,
+    // unused.
+    static_cast<void>(work_.release());
+    static_cast<void>(progress_.release());
+    work_ = std::make_unique<std::condition_variable>();
+    progress_ = std::make_unique<std::condition_variable>();
+    threads_ = 0;
+    process_ = ::getpid();
+  }
+  latency_ns_ = options.latency_ns;
+  bytes_per_second_ = options.bytes_per_second;
+  seeded_ = options.seed != 0;
+  random_.seed(options.seed);
+}
+
+MarkPtr Scheduler::queue(const StreamPtr& stream, Operation operation) {
+  MarkPtr mark = operation.mark;
+  stream->last = mark;
+  operation.serial = ++queued_;
+  stream->queue.push_back(std::move(operation));
+  ++pending_;
+  if (stream->queue.size() == 1) {
+    busy_.insert(stream);
+    hold(*stream);
+  }
+  wake();
+  return mark;
+}
+
+void Scheduler::wait(Lock& lock, const MarkPtr& mark) {
+  if (mark == nullptr || mark->done) return;
+  release_held();
+  progress_->wait(lock, [&] { return mark->done; });
+}
+
+void Scheduler::wait_running(Lock& lock,
+                             const std::function<bool(const Stream&, const Operation&)>& matches) {
+  progress_->wait(lock, [&] {
+    return std::none_of(busy_.begin(), busy_.end(), [&](const StreamPtr& stream) {
+      return stream->running && matches(*stream, stream->queue.front());
+    });
+  });
+}
+
+void Scheduler::release_held() {
+  if (!seeded_) return;
+  for (const StreamPtr& stream : busy_) stream->held = false;
+  wake();
+}
+
+// One more executor hears of it, or is made. Executors that find nothing to do go back to waiting.
+void Scheduler::wake() {
+  if (busy_.size() == running_) return;
+  if (threads_ > running_) {
+    work_->notify_one();
+  } else if (threads_ < kExecutorLimit) {
+    ++threads_;
+    // Detached: the library is never unloaded, and at exit a stuck host function must not hold the process.
+    std::thread(&Scheduler::execute, this).detach();
+  }
+}
+
+void Scheduler::hold(Stream& stream) {
+  stream.held = false;
+  if (!seeded_) return;
+  const std::uint64_t draw = random_();
+  if (draw % 2 == 0) return;
+  stream.held = true;
+  stream.held_until_finished = finished_ + 1 + (draw >> 8) % 4;
+  stream.held_until = Clock::now() + std::chrono::microseconds((draw >> 16) % kLongestHold.count());
+}
+
+StreamPtr Scheduler::choose(Clock::time_point* until) {
+  std::vector<StreamPtr> ready;
+  *until = Clock::time_point::max();
+  const Clock::time_point now = seeded_ ? Clock::now() : Clock::time_point{};
+  for (const StreamPtr& stream : busy_) {
+    if (stream->running) continue;
+    const std::vector<MarkPtr>& after = stream->queue.front().after;
+    if (!std::all_of(after.begin(), after.end(), [](const MarkPtr& mark) { return mark->done; })) continue;
+    if (stream->held && finished_ < stream->held_until_finished && now < stream->held_until) {
+      *until = std::min(*until, stream->held_until);
+      continue;
+    }
+    ready.push_back(stream);
+  }
+  if (ready.empty()) return nullptr;
+  // By age, so that without a seed the order is the same whatever the set's.
+  std::sort(ready.begin(), ready.end(), [](const StreamPtr& a, const StreamPtr& b) { return a->id < b->id; });
+  return ready[seeded_ ? random_() % ready.size() : 0];
+}
+
+void Scheduler::execute() {
+  begin_executor_thread();
+  Lock lock(mutex_);
+  while (true) {
+    Clock::time_point until;
+    if (const StreamPtr stream = choose(&until); stream != nullptr) {
+      run_one(lock, stream);
+      continue;
+    }
+    if (until == Clock::time_point::max()) {
+      work_->wait(lock);
+    } else {
+      work_->wait_until(lock, until);
+    }
+  }
+}
+
+void Scheduler::run_one(Lock& lock, const StreamPtr& stream) {
+  stream->running = true;
+  ++running_;
+  wake();  // Others may be ready as well.
+  Operation& operation =
+      stream->queue.front();  // Stays: a deque moves nothing when others are queued behind it.
+  std::uint64_t delay_ns = operation.run ? latency_ns_ : 0;
+  if (bytes_per_second_ != 0) {
+    delay_ns += static_cast<std::uint64_t>(1e9 * static_cast<double>(operation.bytes) /
+                                           static_cast<double>(bytes_per_second_));
+  }
+  if (delay_ns != 0) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::nanoseconds(delay_ns));
+    lock.lock();
+  }
+  CuResult failure = stream_failure(*stream);
+  if (failure != CuResult::kSuccess) {
+    if (operation.skip) operation.skip();
+  } else if (operation.run) {
+    const CuResult result = operation.run(lock);
+    if (result != CuResult::kSuccess) fail_stream(*stream, result);
+    failure = stream_failure(*stream);
+  }
+  operation.mark->failure = failure;
+  operation.mark->time = Clock::now();
+  operation.mark->done = true;
+  stream->queue.pop_front();
+  stream->running = false;
+  --running_;
+  --pending_;
+  ++finished_;
+  if (stream->queue.empty()) {
+    busy_.erase(stream);
+  } else {
+    hold(*stream);
+  }
+  wake();
+  progress_->notify_all();
+}
+
+}  // namespace forebay::fake_cuda
