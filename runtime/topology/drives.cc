@@ -1,8 +1,11 @@
 #include "forebay/drives.h"
 
 #include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/sysmacros.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -87,6 +90,45 @@ const Mount* find_mount(const std::vector<Mount>& mounts, const std::string& pat
     if (above && (best == nullptr || point.size() >= best->path.size())) best = &mount;
   }
   return best;
+}
+
+// A file system's name by the number that statfs gives it (linux/magic.h). Those of memory and of other
+// hosts, which decide something, and those that drives mostly have; empty for others.
+std::string file_system_name(std::uint32_t number) {
+  constexpr struct {
+    std::uint32_t number;
+    const char* name;
+  } kKnown[] = {
+      {0x01021994, "tmpfs"}, {0x858458f6, "ramfs"}, {0x958458f6, "hugetlbfs"}, {0x00006969, "nfs"},
+      {0xff534d42, "cifs"},  {0xfe534d42, "smb3"},  {0x00c36400, "ceph"},      {0x01021997, "9p"},
+      {0x5346414f, "afs"},   {0x0000ef53, "ext4"},  // Its driver serves ext2 and ext3, too.
+      {0x58465342, "xfs"},   {0x9123683e, "btrfs"}, {0xf2f52010, "f2fs"},      {0x794c7630, "overlay"},
+  };
+  for (const auto& known : kKnown) {
+    if (known.number == number) return known.name;
+  }
+  return "";
+}
+
+// What shows `path` where no mount above it is listed: the kernel lists what is at or below the root, and in
+// a chroot, and in some containers, the root is no mount point. The same file system may be listed elsewhere;
+// otherwise the path itself is asked. Without a mount point.
+Mount unlisted_mount(const std::vector<Mount>& mounts, const std::string& path) {
+  Mount found;
+  found.device = "0:0";
+  struct stat facts {};
+  if (::stat(path.c_str(), &facts) == 0) {
+    found.device = std::to_string(major(facts.st_dev)) + ":" + std::to_string(minor(facts.st_dev));
+    const auto same = std::find_if(mounts.begin(), mounts.end(),
+                                   [&](const Mount& mount) { return mount.device == found.device; });
+    if (same != mounts.end()) found = *same;
+    found.path.clear();
+  }
+  struct statfs kind {};
+  if (found.file_system.empty() && ::statfs(path.c_str(), &kind) == 0) {
+    found.file_system = file_system_name(static_cast<std::uint32_t>(kind.f_type));
+  }
+  return found;
 }
 
 // "…,upperdir=/a/b,…": where an overlay puts what is written.
@@ -187,21 +229,21 @@ Result<DirectoryFacts> locate_directory(const Topology& topology, const std::str
   facts.path = directory;
   const std::vector<Mount> mounts = read_mounts(paths);
   for (int depth = 0; depth < kDeepest; ++depth) {
-    const Mount* mount = find_mount(mounts, path.string());
-    if (mount == nullptr) break;
+    const Mount* listed = find_mount(mounts, path.string());
+    const Mount mount = listed != nullptr ? *listed : unlisted_mount(mounts, path.string());
     if (depth == 0) {
-      facts.mount_point = mount->path;
-      facts.file_system = mount->file_system;
+      facts.mount_point = mount.path;
+      facts.file_system = mount.file_system;
     }
-    if (mount->file_system == "overlay") {
+    if (mount.file_system == "overlay") {
       // In a container the place may not be visible, and another one may have its name.
-      const fs::path upper = fs::canonical(upper_directory(mount->options), error);
+      const fs::path upper = fs::canonical(upper_directory(mount.options), error);
       if (error || upper == path) break;
       path = upper;
       continue;
     }
-    facts.drives = find_drives(*mount, paths);
-    facts.kind = kind_of(mount->file_system, facts.drives);
+    facts.drives = find_drives(mount, paths);
+    facts.kind = kind_of(mount.file_system, facts.drives);
     break;
   }
   for (const Drive& drive : facts.drives) {

@@ -2,6 +2,10 @@
 #include "forebay/drives.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+
+#include <algorithm>
 
 #include "tests/topology/laid_out_host.h"
 
@@ -10,6 +14,13 @@ namespace {
 
 using testing::LaidOutHost;
 using Numbers = std::vector<int>;
+
+// "254:0": the file system that a directory is really on.
+std::string device_number(const std::string& directory) {
+  struct stat facts {};
+  EXPECT_EQ(::stat(directory.c_str(), &facts), 0) << directory;
+  return std::to_string(major(facts.st_dev)) + ":" + std::to_string(minor(facts.st_dev));
+}
 
 class DrivesTest : public ::testing::Test {
  protected:
@@ -125,6 +136,47 @@ TEST_F(DrivesTest, LooksBelowAnOverlayForWhereItWrites) {
   EXPECT_EQ(locate(lower).drive_names(), "nvme1n1");
 }
 
+// In a chroot the root is mostly no mount point, and what is mounted above it is not listed.
+TEST_F(DrivesTest, FindsTheDriveByItsNumberWhereNoMountIsListed) {
+  const std::string path = host_.directory("unlisted");
+  const std::string number = device_number(path);
+  if (number.starts_with("0:")) GTEST_SKIP() << path << " is on a file system without a device number";
+  // It may be a number of the host that is laid out.
+  std::filesystem::remove(std::filesystem::path(host_.paths().sys) / "dev/block" / number);
+  host_.link("sys/dev/block/" + number, "sys/class/block/nvme1n1");
+
+  const DirectoryFacts facts = locate(path);
+
+  EXPECT_EQ(facts.mount_point, "");
+  EXPECT_EQ(facts.drive_names(), "nvme1n1");
+  EXPECT_EQ(facts.kind, DirectoryKind::kDrive);
+  EXPECT_EQ(facts.nodes, Numbers{1});
+}
+
+TEST_F(DrivesTest, KnowsAnUnlistedMountByAnotherOfTheSameFileSystem) {
+  const std::string path = host_.directory("unlisted");
+  mount("elsewhere", device_number(path), "nfs4 server:/home rw");
+
+  const DirectoryFacts facts = locate(path);
+
+  EXPECT_EQ(facts.mount_point, "");
+  EXPECT_EQ(facts.file_system, "nfs4");
+  EXPECT_EQ(facts.kind, DirectoryKind::kNetwork);
+}
+
+TEST_F(DrivesTest, KnowsMemoryWithoutAMount) {
+  const std::vector<Mount> mounts = read_mounts();
+  const auto is_memory = [](const Mount& one) {
+    return one.path == "/dev/shm" && one.file_system == "tmpfs";
+  };
+  if (std::none_of(mounts.begin(), mounts.end(), is_memory)) GTEST_SKIP() << "/dev/shm is no tmpfs here";
+
+  const DirectoryFacts facts = locate("/dev/shm");
+
+  EXPECT_EQ(facts.file_system, "tmpfs");
+  EXPECT_EQ(facts.kind, DirectoryKind::kMemory);
+}
+
 TEST_F(DrivesTest, RefusesWhatIsNoDirectory) {
   host_.write("file", "");
   const auto missing = locate_directory(topology_, "/not/there", host_.paths());
@@ -135,11 +187,15 @@ TEST_F(DrivesTest, RefusesWhatIsNoDirectory) {
 }
 
 TEST(DrivesOfThisHost, CanBeLookedFor) {
+  const std::vector<Mount> mounts = read_mounts();
+  const bool is_listed =
+      std::any_of(mounts.begin(), mounts.end(), [](const Mount& mount) { return mount.path == "/"; });
+
   const auto facts = locate_directory(read_topology(), "/");
 
   ASSERT_TRUE(facts.ok()) << facts.status().to_string();
-  EXPECT_EQ(facts.value().mount_point, "/");
-  EXPECT_FALSE(facts.value().file_system.empty());
+  EXPECT_EQ(facts.value().mount_point, is_listed ? "/" : "");
+  EXPECT_TRUE(!is_listed || !facts.value().file_system.empty());
 }
 
 }  // namespace
