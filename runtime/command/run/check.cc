@@ -28,6 +28,7 @@ constexpr char kProbe[] =
     ;
 constexpr char kCoreName[] = "libforebay-core.so";
 constexpr const char* kTorchVariables[] = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"};
+constexpr char kUnbuffered[] = "PYTHONUNBUFFERED";
 constexpr std::size_t kReasonLength = 160;  // Longer ones break over lines and hide the others.
 
 // The ways in which the arena can serve PyTorch.
@@ -199,6 +200,9 @@ class Checker {
       if (!environment.ok()) return environment.status();
       process.set = environment.value().set;
     }
+    // Otherwise Python keeps what is printed to a file until it ends in good order, and the last words of a
+    // probe that does not are lost. A variable and not -u: processes that the probe starts have it, too.
+    process.set[kUnbuffered] = "1";
     const Result<TimedEnd> end = run_timed(process);
     if (!end.ok()) return end.status();
     Probed probed{.end = end.value(), .answer = lines_of(scratch_ / "answer")};

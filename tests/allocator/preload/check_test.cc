@@ -28,7 +28,8 @@ Process::Variables variables(const std::string& orders) {
           {"FAKE_CUDA_MEMORY", "67108864"},
           {"LD_LIBRARY_PATH", kFakeDirectory},
           {"PYTHONDONTWRITEBYTECODE", "1"},
-          {"PYTHONPATH", FAKE_TORCH_DIRECTORY}};
+          {"PYTHONPATH", FAKE_TORCH_DIRECTORY},
+          {"PYTHONUNBUFFERED", ""}};  // As where nobody has set it.
 }
 
 Finished check(const std::string& orders, std::vector<std::string> options = {},
