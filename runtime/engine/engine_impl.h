@@ -29,6 +29,26 @@ namespace forebay {
 // The pools of the plan, each an account of the arena.
 enum class Pool : int { kParameters, kGradients, kOptimizer, kGathered, kBuckets, kActivations };
 inline constexpr int kPoolCount = 6;
+inline constexpr const char* kPoolNames[kPoolCount] = {"parameters", "gradients", "optimizer",
+                                                       "gathered",   "buckets",   "activations"};
+
+inline std::uint64_t pool_bytes(const PoolBytes& bytes, Pool pool) {
+  switch (pool) {
+    case Pool::kParameters:
+      return bytes.parameters;
+    case Pool::kGradients:
+      return bytes.gradients;
+    case Pool::kOptimizer:
+      return bytes.optimizer;
+    case Pool::kGathered:
+      return bytes.gathered;
+    case Pool::kBuckets:
+      return bytes.buckets;
+    case Pool::kActivations:
+      return bytes.activations;
+  }
+  return 0;
+}
 
 // `count` values rounded to `type`, a 2-byte one.
 void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
