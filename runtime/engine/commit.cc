@@ -204,18 +204,17 @@ Status Engine::Impl::check_budget() const {
   if (plan.reserved_bytes <= budget) return Status();
   Pool largest = Pool::kParameters;
   std::string pools;
-  for (int i = 0; i < kPoolCount; ++i) {
+  for (int i = 0; i < kDevicePoolCount; ++i) {
     const Pool pool = static_cast<Pool>(i);
-    if (pool_bytes(plan.bytes, pool) > pool_bytes(plan.bytes, largest)) largest = pool;
-    pools +=
-        std::string(i == 0 ? "" : ", ") + kPoolNames[i] + " " + format_bytes(pool_bytes(plan.bytes, pool));
+    if (plan.bytes_in(pool) > plan.bytes_in(largest)) largest = pool;
+    pools += std::string(i == 0 ? "" : ", ") + pool_name(pool) + " " + format_bytes(plan.bytes_in(pool));
   }
   return Status(StatusCode::kOutOfMemory,
                 "the plan needs " + format_bytes(plan.reserved_bytes) + " (" +
                     std::to_string(plan.reserved_bytes) + " bytes) on " + backend.capabilities().name +
                     ", the budget is " + format_bytes(budget) + " (" + std::to_string(budget) +
-                    " bytes): " + pools + "; the largest pool is " + kPoolNames[static_cast<int>(largest)] +
-                    ": " + remedy(largest, plan.options) +
+                    " bytes): " + pools + "; the largest pool is " + pool_name(largest) + ": " +
+                    remedy(largest, plan.options) +
                     (budget < backend.capabilities().memory_bytes ? "; or raise --memory" : ""));
 }
 
@@ -270,8 +269,8 @@ void Engine::Impl::commit() {
     allocated = error.status();
   }
   agree(allocated);
-  residency = std::make_unique<Residency>(slots);
-  slot_user.assign(slots.slot_bytes.size(), -1);
+  residency = std::make_unique<Residency>(plan.slots);
+  slot_user.assign(plan.slots.slot_bytes.size(), -1);
   loss_scale = options.dtype == DataType::kFloat16 ? options.loss_scale.initial : 1.0;
   phase = Phase::kIdle;
 }

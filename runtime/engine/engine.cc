@@ -371,7 +371,8 @@ EngineStatistics Engine::statistics() {
   result.peak.buckets = peak(Pool::kBuckets);
   result.peak.activations = peak(Pool::kActivations);
   result.peak_reserved_bytes = impl.arena->statistics().peak_reserved_bytes;
-  if (impl.host_states != nullptr) result.host_bytes = impl.pinned->block_bytes(impl.host_states);
+  if (const auto host = impl.memory(Pool::kHost); !host.empty())
+    result.host_bytes = impl.pinned->block_bytes(host.data());
   for (const auto* buffers : {impl.pass_buffers.get(), impl.mover_buffers.get()}) {
     if (buffers != nullptr) result.host_bytes += buffers->memory().size();
   }

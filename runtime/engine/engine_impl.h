@@ -26,30 +26,6 @@
 
 namespace forebay {
 
-// The pools of the plan, each an account of the arena.
-enum class Pool : int { kParameters, kGradients, kOptimizer, kGathered, kBuckets, kActivations };
-inline constexpr int kPoolCount = 6;
-inline constexpr const char* kPoolNames[kPoolCount] = {"parameters", "gradients", "optimizer",
-                                                       "gathered",   "buckets",   "activations"};
-
-inline std::uint64_t pool_bytes(const PoolBytes& bytes, Pool pool) {
-  switch (pool) {
-    case Pool::kParameters:
-      return bytes.parameters;
-    case Pool::kGradients:
-      return bytes.gradients;
-    case Pool::kOptimizer:
-      return bytes.optimizer;
-    case Pool::kGathered:
-      return bytes.gathered;
-    case Pool::kBuckets:
-      return bytes.buckets;
-    case Pool::kActivations:
-      return bytes.activations;
-  }
-  return 0;
-}
-
 // `count` values rounded to `type`, a 2-byte one.
 void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
 
@@ -199,14 +175,26 @@ struct Engine::Impl {
   std::uint64_t device_budget() const;
   std::uint64_t activation_room();
   Status check_budget() const;
+  // (memory.cc)
   void allocate();
-  void place_units();
-  std::uint64_t note_uncounted(int unit);
-  void place_offloaded();
+  void create_arena();
+  void take_pool(Pool pool);
+  void prepare_offload();
   void open_store();
-  Away make_range(const std::string& name, std::uint64_t bytes);
+  void open_mover();
+  void place_units();
+  void describe_unit(int unit);
+  void note_segments(int unit);
+  void note_uncounted(int unit);
+  void place(const Placement& placement);
+  void place_of_unit(const Placement& placement, std::byte* address);
+  void place_state(const Placement& placement, std::byte* address);
+  Away place_away(const Placement& placement, std::byte* address);
+  void complete_unit(int unit);
+  void complete_offloaded_unit(int unit);
+  DevicePtr alias_of(int slot, std::uint64_t bytes);
   void make_parts(Unit& unit);
-  DevicePtr take(Pool pool, std::uint64_t bytes);
+  void make_host_record();
 
   // --- the step (step/step.cc) ---
   void gather(int unit);
@@ -326,28 +314,21 @@ struct Engine::Impl {
   const UnitShape& shape(int index) const { return model.units[static_cast<std::size_t>(index)]; }
   // The reduction out of the unit's gradients.
   Event reduced(int index) const {
-    const int slot = slots.gradient_slot[static_cast<std::size_t>(index)];
+    const int slot = plan.slots.gradient_slot[static_cast<std::size_t>(index)];
     return slot == SlotAssignment::kNone ? gradient_ready[static_cast<std::size_t>(index)]
                                          : slot_ready[static_cast<std::size_t>(slot)];
   }
-  int parameter_slot(int index) const { return slots.parameter_slot[static_cast<std::size_t>(index)]; }
+  int parameter_slot(int index) const { return plan.slots.parameter_slot[static_cast<std::size_t>(index)]; }
   // Whether any unit is.
-  bool offloads() const { return plan.device_units < unit_count(); }
+  bool offloads() const { return plan.offloads(); }
   bool offloads_to_files() const { return offloads() && options.tier == Tier::kFile; }
-  bool on_host(const void* pointer) const {
-    const auto* byte = static_cast<const std::byte*>(pointer);
-    return byte >= host_states && byte < host_states + host_states_bytes();
+  // All memory of the pool; empty where each placement is memory of its own.
+  std::span<std::byte>& memory(Pool pool) { return pool_memory[static_cast<std::size_t>(pool)]; }
+  bool on_host(const std::byte* pointer) {
+    const std::span<std::byte> host = memory(Pool::kHost);
+    return pointer >= host.data() && pointer < host.data() + host.size();
   }
-  std::uint64_t host_states_bytes() const {
-    return plan.host_bytes.optimizer + plan.host_bytes.gradients + plan.host_bytes.parameters +
-           host_sum_bytes();
-  }
-  std::uint64_t host_sum_bytes() const { return offloads() && adds_on_host() ? 4 * plan.bucket_columns : 0; }
-  bool accumulates_in_fp32() const {
-    return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
-  }
-  // Whether that of offloaded units happens on the host.
-  bool adds_on_host() const { return accumulates_in_fp32() && options.stage >= 1; }
+  bool adds_on_host() const { return plan.adds_on_host(); }
 
   // Constant after construction.
   Backend& backend;
@@ -365,9 +346,8 @@ struct Engine::Impl {
   WireSpeed wire_speed;                   // Where the bucket was chosen.
   ModelShape model;
   Plan plan;
-  SlotAssignment slots;
   std::unique_ptr<Arena> arena;
-  std::array<Tag, kPoolCount> tags{};
+  std::array<Tag, kDevicePoolCount> tags{};
   std::vector<Unit> units;
   std::vector<Slot> arena_slots;
   Stream engine_stream;  // The engine's own work; the order of collectives is the order of this queue.
@@ -401,9 +381,6 @@ struct Engine::Impl {
   // Of the step that is decided: whether this rank may act on it. Written in the order of engine_stream,
   // before step_decided.
   bool committed = false;
-  // Offloaded optimizer: its memory, page-locked; the slices on their way to it; and the queue in which
-  // gradients go down and units are updated, in this order within every step.
-  std::byte* host_states = nullptr;
   std::unique_ptr<Store> store;  // File tier.
   std::string store_description;
   std::unique_ptr<StagingBuffers> pass_buffers;
@@ -441,8 +418,7 @@ struct Engine::Impl {
   Status tier_failure;  // Guarded by tier_mutex.
   std::atomic<bool> tier_failed{false};
 
-  // The memory of each pool: one block, but for buckets, which are a few.
-  std::array<std::vector<std::pair<DevicePtr, std::uint64_t>>, kPoolCount> pool_blocks;
+  std::array<std::span<std::byte>, kPoolCount> pool_memory{};
 
   // The state of training.
   Phase phase = Phase::kDescribe;
@@ -462,7 +438,7 @@ struct Engine::Impl {
   double loss_scale = 1.0;
   int growth_counter = 0;  // Applied steps since the scale last changed.
   std::uint64_t gather_count = 0;
-  std::array<bool, kPoolCount> spilled{};
+  std::array<bool, kDevicePoolCount> spilled{};
   Traffic other_traffic;  // Payload that is not of steps: from before the engine, commit, saving, digests.
 };
 

@@ -1,4 +1,5 @@
-// From a plan to memory: the arena, the host's block, the store's ranges, and who lies where in them.
+// From a plan to memory. The plan decides where everything lies (Plan::placements); the engine allocates the
+// pools and adds their base addresses.
 
 #include <algorithm>
 #include <cstring>
@@ -10,46 +11,30 @@
 namespace forebay {
 namespace {
 
-// Ranges of the store are whole pages.
+// Ranges of the store are whole pages, so that no transfer needs a copy.
 constexpr std::uint64_t kPageBytes = 4096;
 // Below this, measuring the drive would take longer than it saves.
 constexpr std::uint64_t kMeasuredFileBytes = 256u << 20;
 
-}  // namespace
-
-DevicePtr Engine::Impl::take(Pool pool, std::uint64_t bytes) {
-  if (bytes == 0) return nullptr;
-  AllocationRequest request;
-  request.bytes = bytes;
-  request.region = Region::kPersistent;
-  request.tag = tags[static_cast<std::size_t>(pool)];
-  request.stream = engine_stream;
-  const DevicePtr block = value_or_throw(arena->allocate(request));
-  throw_if_error(backend.fill_async(block, 0, bytes, engine_stream));
-  pool_blocks[static_cast<std::size_t>(pool)].emplace_back(block, bytes);
-  return block;
+const char* range_name(Role role) {
+  switch (role) {
+    case Role::kMaster:
+      return "master";
+    case Role::kM:
+      return "m";
+    case Role::kV:
+      return "v";
+    case Role::kTrainableSlice:
+      return "parameters";
+    default:
+      return "frozen parameters";
+  }
 }
 
+}  // namespace
+
 void Engine::Impl::allocate() {
-  ArenaOptions arena_options;
-  arena_options.limit_bytes = plan.reserved_bytes;
-  // Addresses cost nothing, and aliases take them for whole units, however many share a slot.
-  const std::uint64_t chunk = plan.options.chunk_bytes;
-  // The plan counts what is taken to the byte.
-  arena_options.growth_bytes = chunk;
-  arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);
-  for (const UnitLayout& place : plan.layouts) {
-    arena_options.reserve_bytes +=
-        round_up(place.total_count() * element(), chunk) + round_up(place.trainable_count * element(), chunk);
-  }
-  arena = value_or_throw(Arena::create(backend, arena_options));
-  for (int i = 0; i < kPoolCount; ++i) {
-    // Slots are not blocks, and stay.
-    tags[static_cast<std::size_t>(i)] = value_or_throw(
-        arena->tag_create({.name = kPoolNames[i],
-                           .limit_bytes = pool_bytes(plan.bytes, static_cast<Pool>(i)),
-                           .pausable = options.spillable && static_cast<Pool>(i) != Pool::kGathered}));
-  }
+  create_arena();
   engine_stream = value_or_throw(backend.stream_create());
   average_stream = value_or_throw(backend.stream_create());
   update_stream = value_or_throw(backend.stream_create());
@@ -57,20 +42,60 @@ void Engine::Impl::allocate() {
   averaged = value_or_throw(backend.event_create());
   for (Event& event : bucket_averaged) event = value_or_throw(backend.event_create());
   updates_done = value_or_throw(backend.event_create());
-  slots = assign_slots(model, plan.layouts, plan.options);
-  for (const std::uint64_t bytes : slots.slot_bytes) {
+  step_decided = value_or_throw(backend.event_create());
+  for (const std::uint64_t bytes : plan.slots.slot_bytes) {
     arena_slots.push_back(
         value_or_throw(arena->slot_create(bytes, tags[static_cast<std::size_t>(Pool::kGathered)])));
     slot_ready.push_back(value_or_throw(backend.event_create()));
   }
+  for (const Pool pool :
+       {Pool::kParameters, Pool::kGradients, Pool::kOptimizer, Pool::kBuckets, Pool::kActivations})
+    take_pool(pool);
+  if (offloads()) prepare_offload();
 }
 
-// One page-locked block for all states on the host; the store; and what drives the updates.
-void Engine::Impl::place_offloaded() {
+void Engine::Impl::create_arena() {
+  const std::uint64_t chunk = plan.options.chunk_bytes;
+  ArenaOptions arena_options;
+  arena_options.limit_bytes = plan.reserved_bytes;
+  // The plan counts what is taken to the byte.
+  arena_options.growth_bytes = chunk;
+  // Addresses cost nothing, and aliases take them for whole units, however many share a slot.
+  arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);
+  for (const UnitLayout& unit_layout : plan.layouts) {
+    arena_options.reserve_bytes += round_up(unit_layout.total_count() * element(), chunk) +
+                                   round_up(unit_layout.trainable_count * element(), chunk);
+  }
+  arena = value_or_throw(Arena::create(backend, arena_options));
+  for (int i = 0; i < kDevicePoolCount; ++i) {
+    const Pool pool = static_cast<Pool>(i);
+    // Slots are not blocks: they stay when the engine is spilled.
+    tags[static_cast<std::size_t>(i)] =
+        value_or_throw(arena->tag_create({.name = pool_name(pool),
+                                          .limit_bytes = plan.bytes_in(pool),
+                                          .pausable = options.spillable && pool != Pool::kGathered}));
+  }
+}
+
+// One block of zeros for all placements of a pool on the device.
+void Engine::Impl::take_pool(Pool pool) {
+  AllocationRequest request;
+  request.bytes = plan.bytes_in(pool);
+  if (request.bytes == 0) return;
+  request.region = Region::kPersistent;
+  request.tag = tags[static_cast<std::size_t>(pool)];
+  request.stream = engine_stream;
+  const DevicePtr block = value_or_throw(arena->allocate(request));
+  throw_if_error(backend.fill_async(block, 0, request.bytes, engine_stream));
+  memory(pool) = {block, request.bytes};
+}
+
+// One block of zeros for the host's pool; the store; and the streams and threads of the updates.
+void Engine::Impl::prepare_offload() {
   pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}));
-  if (const std::uint64_t bytes = host_states_bytes(); bytes > 0) {
-    host_states = value_or_throw(pinned->allocate(bytes));
-    std::memset(host_states, 0, bytes);
+  if (const std::uint64_t bytes = plan.bytes_in(Pool::kHost); bytes > 0) {
+    memory(Pool::kHost) = {value_or_throw(pinned->allocate(bytes)), bytes};
+    std::memset(memory(Pool::kHost).data(), 0, bytes);
   }
   tier_stream = value_or_throw(backend.stream_create());
   up_stream = value_or_throw(backend.stream_create());
@@ -79,6 +104,10 @@ void Engine::Impl::place_offloaded() {
                     ? std::make_unique<BlockRunner>(options.host_threads)
                     : value_or_throw(BlockRunner::create_on(options.host_processors));
   transit_user.fill(-1);
+  if (adds_on_host()) {
+    for (Event& event : sum_ready) event = value_or_throw(backend.event_create());
+    for (Event& event : sum_left) event = value_or_throw(backend.event_create());
+  }
   for (std::vector<HostUpdate>& updates : host_updates) {
     updates.resize(plan.layouts.size());
     for (std::size_t i = 0; i < updates.size(); ++i) {
@@ -87,19 +116,14 @@ void Engine::Impl::place_offloaded() {
     }
   }
   if (options.tier == Tier::kFile) open_store();
-  if (options.offload == Offload::kOptimizerAndParameters) {
-    if (options.tier == Tier::kPinned) {
-      fetch_stream = value_or_throw(backend.stream_create());
-    } else {
-      mover_buffers = value_or_throw(
-          StagingBuffers::create(*pinned, {.buffer_bytes = plan.move_bytes, .buffer_count = kMoverBuffers}));
-      mover = value_or_throw(Mover::create(backend, *store, *mover_buffers));
-      throw_if_error(store->register_memory(mover_buffers->memory().data(), mover_buffers->memory().size()));
-      fetch_stream = mover->stream();
-    }
-    for (std::size_t i = 0; i < slots.slot_bytes.size(); ++i)
-      slot_fetched.push_back(value_or_throw(backend.event_create()));
+  if (!plan.offloads_parameters()) return;
+  if (options.tier == Tier::kPinned) {
+    fetch_stream = value_or_throw(backend.stream_create());
+  } else {
+    open_mover();
   }
+  for (std::size_t i = 0; i < plan.slots.slot_bytes.size(); ++i)
+    slot_fetched.push_back(value_or_throw(backend.event_create()));
 }
 
 void Engine::Impl::open_store() {
@@ -129,21 +153,246 @@ void Engine::Impl::open_store() {
                     " bytes does not divide 64 KiB, which optimizer states need; use a smaller one");
   }
   pass_buffers = value_or_throw(StagingBuffers::create(
-      *pinned, {.buffer_bytes = pass_buffer_bytes(plan.piece_count, options.dtype,
-                                                  options.offload == Offload::kOptimizerAndParameters),
-                .buffer_count = kPassBuffers}));
+      *pinned,
+      {.buffer_bytes = plan.bytes_of(Role::kPassBuffers) / kPassBuffers, .buffer_count = kPassBuffers}));
   throw_if_error(store->register_memory(pass_buffers->memory().data(), pass_buffers->memory().size()));
   pass = std::make_unique<StorePass>(*store, *pass_buffers);
   for (HostPass& host_pass : host_passes) host_pass.impl = this;
   all_parts.impl = this;
 }
 
-// On whole pages, so that no transfer needs a copy. It reads as zeros.
-Engine::Impl::Away Engine::Impl::make_range(const std::string& name, std::uint64_t bytes) {
+void Engine::Impl::open_mover() {
+  mover_buffers = value_or_throw(StagingBuffers::create(
+      *pinned,
+      {.buffer_bytes = plan.bytes_of(Role::kMoverBuffers) / kMoverBuffers, .buffer_count = kMoverBuffers}));
+  mover = value_or_throw(Mover::create(backend, *store, *mover_buffers));
+  throw_if_error(store->register_memory(mover_buffers->memory().data(), mover_buffers->memory().size()));
+  fetch_stream = mover->stream();
+}
+
+void Engine::Impl::place_units() {
+  units.resize(plan.layouts.size());
+  for (int index = 0; index < unit_count(); ++index) describe_unit(index);
+  for (const Placement& placement : plan.placements) place(placement);
+  for (int index = 0; index < unit_count(); ++index) complete_unit(index);
+  for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);
+  make_host_record();
+  throw_if_error(backend.stream_synchronize(engine_stream));
+}
+
+// Everything about a unit but its addresses.
+void Engine::Impl::describe_unit(int index) {
+  Unit& u = unit(index);
+  for (const auto& [shared, stages] : shared_units) {
+    if (shared == index) u.stages = stages;
+  }
+  u.updated_count = plan.updated_count(index);
+  u.updated_begin = options.stage == 0 ? 0 : static_cast<std::uint64_t>(shard()) * u.updated_count;
+  u.away = plan.is_offloaded(index);
+  u.parameters_away = u.away && plan.offloads_parameters();
+  u.gradient_type = plan.gradient_type(index);
+  note_segments(index);
+  note_uncounted(index);
+  u.contributed.assign(layout(index).places.size(), false);
+  u.skipped.assign(static_cast<std::size_t>(options.forwards_ahead) + 1, false);
+}
+
+// The parameter groups of the updated range, and the padding of the trainable section. Padding joins the
+// segment before it: zeros stay zeros under the arithmetic of every group.
+void Engine::Impl::note_segments(int index) {
+  Unit& u = unit(index);
+  const UnitLayout& unit_layout = layout(index);
+  std::uint64_t end = 0;
+  std::vector<Segment> runs;
+  for (std::size_t i = 0; i < unit_layout.places.size(); ++i) {
+    const UnitLayout::Place& p = unit_layout.places[i];
+    const int group = shape(index).parameters[i].group;
+    group_count = std::max(group_count, group + 1);
+    if (p.frozen) continue;
+    if (p.offset > end) u.gaps.emplace_back(end, p.offset - end);
+    end = p.offset + p.count;
+    if (runs.empty() || runs.back().group != group) {
+      if (!runs.empty()) runs.back().count = p.offset - runs.back().begin;
+      runs.push_back({p.offset, 0, group});
+    }
+  }
+  if (unit_layout.trainable_count > end) u.gaps.emplace_back(end, unit_layout.trainable_count - end);
+  if (!runs.empty()) runs.back().count = unit_layout.trainable_count - runs.back().begin;
+  for (const Segment& run : runs) {
+    const std::uint64_t begin = std::max(run.begin, u.updated_begin);
+    const std::uint64_t stop = std::min(run.begin + run.count, u.updated_begin + u.updated_count);
+    if (begin < stop) u.segments.push_back({begin - u.updated_begin, stop - begin, run.group});
+  }
+}
+
+// Where this rank's part of the norm has parameters that another rank counts.
+void Engine::Impl::note_uncounted(int index) {
+  Unit& u = unit(index);
+  const bool counts_shared = u.stages == nullptr || u.stages->rank() == 0;
+  if (options.counts_replicated && counts_shared) return;
+  const UnitLayout& unit_layout = layout(index);
+  const std::uint64_t count = unit_layout.trainable_slice(ranks());
+  const std::uint64_t begin = static_cast<std::uint64_t>(part_number()) * count;
+  for (std::size_t i = 0; i < unit_layout.places.size(); ++i) {
+    const UnitLayout::Place& p = unit_layout.places[i];
+    const bool counts =
+        counts_shared && (options.counts_replicated || !shape(index).parameters[i].replicated);
+    if (p.frozen || counts) continue;
+    const std::uint64_t lower = std::max(begin, p.offset);
+    const std::uint64_t upper = std::min(begin + count, p.offset + p.count);
+    if (lower < upper) u.uncounted.emplace_back(lower - begin, upper - lower);
+  }
+}
+
+void Engine::Impl::place(const Placement& placement) {
+  std::byte* const base = memory(placement.pool).data();
+  std::byte* const address = base == nullptr ? nullptr : base + placement.offset;
+  const auto number = static_cast<std::size_t>(placement.index);
+  switch (placement.role) {
+    case Role::kReceive:
+      staging = address;
+      return;
+    case Role::kBucketSum:
+      bucket_sums[number] = reinterpret_cast<float*>(address);
+      return;
+    case Role::kFused:
+      fused = address;
+      return;
+    case Role::kNorms:
+      norms = reinterpret_cast<double*>(address);
+      return;
+    case Role::kControl:
+      control = reinterpret_cast<StepControl*>(address);
+      return;
+    case Role::kActivations:
+      activation_block = address;
+      return;
+    case Role::kTransit:
+      transit[number] = address;
+      return;
+    case Role::kHostSum:
+      host_sum = reinterpret_cast<float*>(address);
+      return;
+    case Role::kSlot:
+    case Role::kPassBuffers:
+    case Role::kMoverBuffers:
+      return;  // allocate() made them.
+    default:
+      place_of_unit(placement, address);
+  }
+}
+
+void Engine::Impl::place_of_unit(const Placement& placement, std::byte* address) {
+  Unit& u = unit(placement.index);
+  switch (placement.role) {
+    case Role::kParameters:
+      u.parameters = address;
+      return;
+    case Role::kParameterShard:
+      u.parameter_shard = address;
+      return;
+    case Role::kGradients:
+      u.gradients = address;
+      return;
+    case Role::kAccumulator:
+      u.accumulator = reinterpret_cast<float*>(address);
+      return;
+    case Role::kGradientShard:
+      u.gradient_shard = address;
+      return;
+    case Role::kHostGradients:
+      u.host_gradients = address;
+      return;
+    case Role::kTrainableSlice:
+      u.trainable_away = place_away(placement, address);
+      return;
+    case Role::kFrozenSlice:
+      u.frozen_away = place_away(placement, address);
+      return;
+    default:
+      place_state(placement, address);
+  }
+}
+
+void Engine::Impl::place_state(const Placement& placement, std::byte* address) {
+  Unit& u = unit(placement.index);
+  const auto field = static_cast<std::size_t>(placement.role) - static_cast<std::size_t>(Role::kMaster);
+  if (placement.pool == Pool::kFiles) {
+    u.states[field] = place_away(placement, address);
+  } else {
+    float** const states[] = {&u.master, &u.m, &u.v};
+    *states[field] = reinterpret_cast<float*>(address);
+  }
+}
+
+// In host memory, or in a range of the store, which reads as zeros.
+Engine::Impl::Away Engine::Impl::place_away(const Placement& placement, std::byte* address) {
   Away away;
-  away.range_bytes = round_up(bytes, kPageBytes);
-  away.range = value_or_throw(store->create_range(name, away.range_bytes));
+  away.host = address;
+  if (placement.pool != Pool::kFiles) return away;
+  away.range_bytes = round_up(placement.bytes, kPageBytes);
+  away.range = value_or_throw(store->create_range(
+      std::to_string(placement.index) + " " + shape(placement.index).name + " " + range_name(placement.role),
+      away.range_bytes));
   return away;
+}
+
+// Addresses that follow from the placements: aliases of slots, and this rank's part of whole buffers.
+void Engine::Impl::complete_unit(int index) {
+  Unit& u = unit(index);
+  const UnitLayout& unit_layout = layout(index);
+  const std::uint64_t updated_offset = u.updated_begin * element();
+  if (options.stage >= 3) {
+    u.parameters = alias_of(parameter_slot(index), unit_layout.total_count() * element());
+    u.updated_parameters = u.parameter_shard;
+  } else {
+    u.updated_parameters = u.parameters + updated_offset;
+  }
+  if (options.stage <= 1) {
+    u.gradient_shard =
+        u.gradients + static_cast<std::uint64_t>(shard()) * plan.slice_count(index) * element();
+    u.updated_gradients = u.gradients + updated_offset;
+  } else {
+    u.gradients = alias_of(plan.slots.gradient_slot[static_cast<std::size_t>(index)],
+                           unit_layout.trainable_count * element());
+    if (u.away) {
+      u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
+    } else if (u.accumulator != nullptr) {
+      u.gradient_shard = reinterpret_cast<std::byte*>(u.accumulator);
+    }
+    u.updated_gradients = u.gradient_shard;
+  }
+  if (u.away) {
+    complete_offloaded_unit(index);
+  } else if (options.dtype == DataType::kFloat32) {
+    u.master = reinterpret_cast<float*>(u.updated_parameters);
+  }
+  u.updated = value_or_throw(backend.event_create());
+  u.released = value_or_throw(backend.event_create());
+  u.parameters_ready = value_or_throw(backend.event_create());
+  gradient_ready.push_back(value_or_throw(backend.event_create()));
+}
+
+void Engine::Impl::complete_offloaded_unit(int index) {
+  Unit& u = unit(index);
+  const std::uint64_t slice = plan.slice_count(index);
+  u.host_average = {this, index};
+  for (std::uint64_t column = 0; adds_on_host() && column < slice; column += plan.bucket_columns) {
+    u.host_sums.push_back({this, reinterpret_cast<float*>(u.host_gradients) + column,
+                           std::min(plan.bucket_columns, slice - column)});
+  }
+  u.left = value_or_throw(backend.event_create());
+  u.host_done = value_or_throw(backend.event_create());
+  if (u.parameters_away && options.dtype == DataType::kFloat32) {
+    u.trainable_away = u.states[static_cast<std::size_t>(StateField::kMaster)];
+    u.trainable_away.host = reinterpret_cast<std::byte*>(u.master);
+  }
+  if (options.tier == Tier::kFile) make_parts(u);
+}
+
+DevicePtr Engine::Impl::alias_of(int slot, std::uint64_t bytes) {
+  if (slot == SlotAssignment::kNone) return nullptr;
+  return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
 }
 
 // The pieces in which a unit's states pass through host memory.
@@ -164,193 +413,8 @@ void Engine::Impl::make_parts(Unit& u) {
   u.part_count = pass_parts.size() - u.first_part;
 }
 
-// Where parameters lie in this rank's part of the norm that another one counts. Returns their elements.
-std::uint64_t Engine::Impl::note_uncounted(int index) {
-  const bool counts_shared = unit(index).stages == nullptr || unit(index).stages->rank() == 0;
-  if (options.counts_replicated && counts_shared) return 0;
-  const UnitLayout& place = layout(index);
-  const std::uint64_t count = place.trainable_slice(ranks());
-  const std::uint64_t begin = static_cast<std::uint64_t>(part_number()) * count;
-  std::uint64_t elements = 0;
-  for (std::size_t i = 0; i < place.places.size(); ++i) {
-    const UnitLayout::Place& p = place.places[i];
-    const bool counts =
-        counts_shared && (options.counts_replicated || !shape(index).parameters[i].replicated);
-    if (p.frozen || counts) continue;
-    const std::uint64_t lower = std::max(begin, p.offset);
-    const std::uint64_t upper = std::min(begin + count, p.offset + p.count);
-    if (lower >= upper) continue;
-    unit(index).uncounted.emplace_back(lower - begin, upper - lower);
-    elements += upper - lower;
-  }
-  return elements;
-}
-
-void Engine::Impl::place_units() {
-  const std::uint64_t size = element();
-  const auto shard_index = static_cast<std::uint64_t>(shard());
-  const bool has_master = options.dtype != DataType::kFloat32;
-  const int stage = options.stage;
-
-  // One block per pool; units take their parts in order of registration.
-  std::byte* parameters = take(Pool::kParameters, plan.bytes.parameters);
-  std::byte* gradients = take(Pool::kGradients, plan.bytes.gradients);
-  if (offloads()) place_offloaded();
-  std::byte* optimizer = take(Pool::kOptimizer, plan.bytes.optimizer);
-  std::byte* host = host_states;
-  const auto part = [](std::byte*& cursor_in_pool, std::uint64_t bytes) {
-    std::byte* begin = cursor_in_pool;
-    cursor_in_pool += bytes;
-    return begin;
-  };
-  const auto alias = [&](int slot, std::uint64_t bytes) -> DevicePtr {
-    if (slot == SlotAssignment::kNone) return nullptr;
-    return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
-  };
-
-  if (offloads() && adds_on_host()) {
-    for (std::size_t i = 0; i < kTransitCount; ++i) {
-      transit[i] = part(gradients, 4 * plan.bucket_columns);
-      sum_ready[i] = value_or_throw(backend.event_create());
-      sum_left[i] = value_or_throw(backend.event_create());
-    }
-    host_sum = reinterpret_cast<float*>(part(host, 4 * plan.bucket_columns));
-  } else if (offloads() && stage >= 2) {
-    std::uint64_t largest_slice = 0;
-    for (int index = plan.device_units; index < unit_count(); ++index)
-      largest_slice = std::max(largest_slice, layout(index).trainable_slice(shards()));
-    for (DevicePtr& place : transit) place = part(gradients, largest_slice * size);
-  }
-
-  std::uint64_t largest_uncounted = 0;
-  for (int index = 0; index < unit_count(); ++index) {
-    const UnitLayout& place = layout(index);
-    const std::uint64_t slice = place.trainable_slice(shards());
-    const std::uint64_t frozen_slice = place.frozen_slice(shards());
-    Unit& u = units.emplace_back();
-    for (const auto& [shared, stages] : shared_units) {
-      if (shared == index) u.stages = stages;
-    }
-    u.updated_begin = stage == 0 ? 0 : shard_index * slice;
-    u.updated_count = stage == 0 ? place.trainable_count : slice;
-    u.away = index >= plan.device_units;
-    u.parameters_away = u.away && options.offload == Offload::kOptimizerAndParameters;
-    const bool in_files = u.away && options.tier == Tier::kFile;
-
-    if (stage >= 3) {
-      if (!u.parameters_away) u.parameter_shard = part(parameters, (slice + frozen_slice) * size);
-      u.parameters = alias(slots.parameter_slot[static_cast<std::size_t>(index)], place.total_count() * size);
-      u.updated_parameters = u.parameter_shard;
-    } else {
-      u.parameters = part(parameters, place.total_count() * size);
-      u.updated_parameters = u.parameters + u.updated_begin * size;
-    }
-
-    u.gradient_type = options.dtype;
-    if (stage <= 1) {
-      u.gradients = part(gradients, place.trainable_count * size);
-      u.gradient_shard = u.gradients + shard_index * slice * size;
-      if (accumulates_in_fp32() && !(u.away && adds_on_host()))
-        u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
-      u.updated_gradients = u.gradients + u.updated_begin * size;
-    } else {
-      u.gradients = alias(slots.gradient_slot[static_cast<std::size_t>(index)], place.trainable_count * size);
-      if (accumulates_in_fp32() && !u.away)
-        u.accumulator = reinterpret_cast<float*>(part(gradients, 4 * slice));
-      if (u.away) {
-        u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
-      } else if (accumulates_in_fp32()) {
-        u.gradient_shard = reinterpret_cast<std::byte*>(u.accumulator);
-        u.gradient_type = DataType::kFloat32;
-      } else {
-        u.gradient_shard = part(gradients, slice * size);
-      }
-      u.updated_gradients = u.gradient_shard;
-    }
-
-    const std::uint64_t state_bytes = 4 * u.updated_count;
-    if (in_files) {
-      const std::string prefix = std::to_string(index) + " " + shape(index).name + " ";
-      const char* const fields[] = {"master", "m", "v"};
-      for (std::size_t f = 0; f < u.states.size(); ++f)
-        u.states[f] = make_range(prefix + fields[f], state_bytes);
-    } else {
-      std::byte*& states = u.away ? host : optimizer;
-      u.master =
-          reinterpret_cast<float*>(has_master || u.away ? part(states, state_bytes) : u.updated_parameters);
-      u.m = reinterpret_cast<float*>(part(states, state_bytes));
-      u.v = reinterpret_cast<float*>(part(states, state_bytes));
-    }
-    if (u.away) {
-      if (adds_on_host()) u.gradient_type = DataType::kFloat32;
-      u.host_gradients = part(host, u.updated_count * element_bytes(u.gradient_type));
-      u.host_average = {this, index};
-      for (std::uint64_t column = 0; adds_on_host() && column < slice; column += plan.bucket_columns) {
-        u.host_sums.push_back({this, reinterpret_cast<float*>(u.host_gradients) + column,
-                               std::min(plan.bucket_columns, slice - column)});
-      }
-      u.left = value_or_throw(backend.event_create());
-      u.host_done = value_or_throw(backend.event_create());
-    }
-    if (u.parameters_away) {
-      const auto place_away = [&](const char* what, std::uint64_t bytes) {
-        if (in_files) return make_range(std::to_string(index) + " " + shape(index).name + " " + what, bytes);
-        Away away;
-        away.host = part(host, bytes);
-        return away;
-      };
-      if (has_master) {
-        u.trainable_away = place_away("parameters", slice * size);
-      } else if (in_files) {
-        u.trainable_away = u.states[static_cast<std::size_t>(StateField::kMaster)];
-      } else {
-        u.trainable_away.host = reinterpret_cast<std::byte*>(u.master);
-      }
-      if (frozen_slice > 0) u.frozen_away = place_away("frozen parameters", frozen_slice * size);
-    }
-    if (in_files) make_parts(u);
-
-    // Padding joins the segment before it: zeros stay zeros under every group's arithmetic.
-    std::uint64_t end = 0;
-    std::vector<Segment> runs;
-    for (std::size_t i = 0; i < place.places.size(); ++i) {
-      const UnitLayout::Place& p = place.places[i];
-      const int group = shape(index).parameters[i].group;
-      group_count = std::max(group_count, group + 1);
-      if (p.frozen) continue;
-      if (p.offset > end) u.gaps.emplace_back(end, p.offset - end);
-      end = p.offset + p.count;
-      if (runs.empty() || runs.back().group != group) {
-        if (!runs.empty()) runs.back().count = p.offset - runs.back().begin;
-        runs.push_back({p.offset, 0, group});
-      }
-    }
-    largest_uncounted = std::max(largest_uncounted, note_uncounted(index));
-    if (place.trainable_count > end) u.gaps.emplace_back(end, place.trainable_count - end);
-    if (!runs.empty()) runs.back().count = place.trainable_count - runs.back().begin;
-    for (const Segment& run : runs) {
-      const std::uint64_t begin = std::max(run.begin, u.updated_begin);
-      const std::uint64_t stop = std::min(run.begin + run.count, u.updated_begin + u.updated_count);
-      if (begin < stop) u.segments.push_back({begin - u.updated_begin, stop - begin, run.group});
-    }
-
-    u.updated = value_or_throw(backend.event_create());
-    u.released = value_or_throw(backend.event_create());
-    u.parameters_ready = value_or_throw(backend.event_create());
-    gradient_ready.push_back(value_or_throw(backend.event_create()));
-    u.contributed.assign(place.places.size(), false);
-    u.skipped.assign(static_cast<std::size_t>(options.forwards_ahead) + 1, false);
-  }
-
-  for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);
-
-  staging = take(Pool::kBuckets, plan.staging_bytes);
-  for (float*& sum : bucket_sums) sum = reinterpret_cast<float*>(take(Pool::kBuckets, plan.sum_bytes));
-  fused = take(Pool::kBuckets, plan.fused_columns * static_cast<std::uint64_t>(shards()) * element());
-  const std::uint64_t norm_count = std::max<std::uint64_t>(units.size(), deciding_units);
-  norms = reinterpret_cast<double*>(take(Pool::kBuckets, record_bytes(norm_count)));
-  control = reinterpret_cast<StepControl*>(norms + norm_count);
-  step_decided = value_or_throw(backend.event_create());
+// The host's side of the decision about a step, and scratch for norms that are taken on the host.
+void Engine::Impl::make_host_record() {
   if (pinned == nullptr)
     pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
   std::byte* const record = value_or_throw(
@@ -358,16 +422,18 @@ void Engine::Impl::place_units() {
   uploaded = new (record) StepControl;
   decided = new (record + sizeof(StepControl)) StepState;
   host_norms = reinterpret_cast<double*>(record + sizeof(StepControl) + sizeof(StepState));
-  if (host_sum != nullptr) {
-    std::uint64_t leaves = 0;
-    for (const UnitLayout& place : plan.layouts)
-      leaves = std::max(leaves, leaf_bytes(place.trainable_slice(ranks())) / sizeof(double));
-    norm_scratch.resize(leaves);
-    norm_aside.resize(largest_uncounted);
-    rounded.resize(kRoundedCount * size);
+  if (host_sum == nullptr) return;
+  std::uint64_t leaves = 0;
+  std::uint64_t most_uncounted = 0;
+  for (int index = 0; index < unit_count(); ++index) {
+    leaves = std::max(leaves, leaf_bytes(layout(index).trainable_slice(ranks())) / sizeof(double));
+    std::uint64_t uncounted = 0;
+    for (const auto& [begin, count] : unit(index).uncounted) uncounted += count;
+    most_uncounted = std::max(most_uncounted, uncounted);
   }
-  activation_block = take(Pool::kActivations, model.activation_bytes);
-  throw_if_error(backend.stream_synchronize(engine_stream));
+  norm_scratch.resize(leaves);
+  norm_aside.resize(most_uncounted);
+  rounded.resize(kRoundedCount * element());
 }
 
 }  // namespace forebay

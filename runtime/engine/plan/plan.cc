@@ -6,9 +6,9 @@
 
 #include "forebay/all_reduce.h"
 #include "forebay/arena.h"
-#include "forebay/grouped_communicator.h"
 #include "forebay/kernels.h"
 #include "forebay/units.h"
+#include "runtime/engine/plan/placement.h"
 #include "runtime/engine/plan/schedule.h"
 #include "runtime/engine/plan/step_control.h"
 
@@ -119,23 +119,60 @@ UnitLayout lay_out(const UnitShape& unit, int ranks) {
   return layout;
 }
 
+// Padded elements of consecutive units.
+struct Elements {
+  std::uint64_t trainable = 0;
+  std::uint64_t largest_slice = 0;    // Of a unit's trainable section.
+  std::uint64_t largest_updated = 0;  // A unit's updated range.
+};
+
+Elements elements_from(const Plan& plan, int first_unit) {
+  Elements elements;
+  for (int unit = first_unit; unit < static_cast<int>(plan.layouts.size()); ++unit) {
+    elements.trainable += plan.layouts[static_cast<std::size_t>(unit)].trainable_count;
+    elements.largest_slice = std::max(elements.largest_slice, plan.slice_count(unit));
+    elements.largest_updated = std::max(elements.largest_updated, plan.updated_count(unit));
+  }
+  return elements;
+}
+
+// Every replica adds up a part of a bucket, of whole leaves.
+std::uint64_t column_granule(const PlanOptions& options) {
+  return static_cast<std::uint64_t>(options.replicas()) * kLeafCount;
+}
+
+std::uint64_t bucket_columns(const PlanOptions& options, std::uint64_t largest_slice) {
+  const auto shards = static_cast<std::uint64_t>(options.shards());
+  const std::uint64_t granule = column_granule(options);
+  const std::uint64_t wanted =
+      options.bucket_bytes / (shards * element_bytes(options.dtype)) / granule * granule;
+  return std::min(std::max(wanted, granule), largest_slice);
+}
+
+// The bucket of small units exists for every model, so that the bytes of buckets do not depend on the model.
+std::uint64_t fused_columns(const Plan& plan) {
+  const std::uint64_t granule = column_granule(plan.options);
+  return plan.options.ranks == 1 ? 0 : plan.bucket_columns / kFusedBucketShare / granule * granule;
+}
+
 struct Gathered {
   std::uint64_t all = 0;
   std::uint64_t offloaded = 0;  // Of these, in units that are not on the device.
 };
 
 // Units gathered in one step at stage 3, as slices of this rank, in elements.
-Gathered gathered_slices(const ModelShape& model, const Plan& plan, const SlotAssignment& slots) {
-  Residency residency(slots);
+Gathered gathered_slices(const ModelShape& model, const Plan& plan) {
+  if (plan.options.stage < 3) return {};
+  Residency residency(plan.slots);
   Gathered gathered;
   const auto read = [&](int unit) {
     for (const int needed : units_read_by(model, unit)) {
-      if (slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
+      if (plan.slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
       if (!residency.take(needed, 1)) continue;
       const std::uint64_t elements = plan.layouts[static_cast<std::size_t>(needed)].total_count() /
                                      static_cast<std::uint64_t>(plan.options.shards());
       gathered.all += elements;
-      if (needed >= plan.device_units) gathered.offloaded += elements;
+      if (plan.is_offloaded(needed)) gathered.offloaded += elements;
     }
   };
   const int unit_count = static_cast<int>(model.units.size());
@@ -180,52 +217,16 @@ int units_on_device(const ModelShape& model, const Plan& plan, std::uint64_t tra
   return std::max(count, shared);
 }
 
-GroupedOptions grouping(const PlanOptions& options) {
-  return {.group = options.group, .replicate = options.shard_within_group};
-}
-
-// What the reduction of a bucket of so many columns receives.
-std::uint64_t bucket_staging_bytes(const PlanOptions& options, std::uint64_t columns) {
-  if (options.ranks == 1) return 0;
-  if (options.in_groups())
-    return grouped_staging_bytes(grouping(options), options.ranks, columns, options.dtype);
-  return static_cast<std::uint64_t>(options.ranks) * columns * element_bytes(options.dtype);
-}
-
-// The leaves of the norm of a unit, and what is set aside because it does not count in it.
-std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
-  std::uint64_t most = 0;
-  for (std::size_t u = 0; u < model.units.size(); ++u) {
-    const std::uint64_t slice = plan.layouts[u].trainable_slice(plan.options.ranks);
-    std::uint64_t replicated = 0;
-    for (const ParameterShape& parameter : model.units[u].parameters) {
-      if ((parameter.replicated || model.units[u].shared_by > 1) && !parameter.frozen)
-        replicated += parameter.count;
-    }
-    most = std::max(most, leaf_bytes(slice) + std::min(replicated, slice) * sizeof(float));
-  }
-  return most;
-}
-
-// Of the bucket in which small units are put together. It is there for every model, so that the bytes of
-// buckets do not depend on it.
-std::uint64_t fused_columns(const Plan& plan, std::uint64_t granule) {
-  return plan.options.ranks == 1 ? 0 : plan.bucket_columns / kFusedBucketShare / granule * granule;
-}
-
 // What one rank sends to add up the gradients of shared units over the stages that have them.
 std::uint64_t shared_sent_bytes(const ModelShape& model, const Plan& plan) {
-  const PlanOptions& options = plan.options;
-  const bool in_fp32 =
-      options.stage >= 2 && options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
   std::uint64_t bytes = 0;
   for (std::size_t u = 0; u < model.units.size(); ++u) {
     const int stages = model.units[u].shared_by;
     if (stages == 1) continue;
-    const DataType type = in_fp32 ? DataType::kFloat32 : options.dtype;
-    const std::uint64_t bucket = plan.shared_bucket_count(static_cast<int>(u), stages);
-    bytes += all_reduce_sent_bytes(stages, bucket * element_bytes(type), type,
-                                   plan.layouts[u].trainable_slice(options.shards()));
+    const int unit = static_cast<int>(u);
+    const DataType type = plan.gradient_type(unit);
+    const std::uint64_t bucket = plan.shared_bucket_count(unit, stages);
+    bytes += all_reduce_sent_bytes(stages, bucket * element_bytes(type), type, plan.slice_count(unit));
   }
   return bytes;
 }
@@ -257,8 +258,63 @@ Chunks chunks_beside_activations(const Plan& plan) {
       chunks.shared += pool;
     }
   }
-  for (const std::uint64_t slot : plan.slot_bytes) chunks.whole += round_up(slot, chunk);
+  for (const std::uint64_t slot : plan.slots.slot_bytes) chunks.whole += round_up(slot, chunk);
   return chunks;
+}
+
+std::uint64_t reserved_bytes(const Plan& plan) {
+  const Chunks beside = chunks_beside_activations(plan);
+  return beside.whole + round_up(beside.shared + plan.bytes.activations, plan.options.chunk_bytes);
+}
+
+// Tier kFile: the optimizer's pieces, with the parameters made of them, and the parameters on their way up
+// share the staging.
+std::uint64_t piece_count(const Plan& plan) {
+  const PlanOptions& options = plan.options;
+  if (options.tier != Tier::kFile) return 0;
+  const std::uint64_t mover_bytes = plan.offloads_parameters() ? kMoverBuffers * sizeof(float) : 0;
+  const std::uint64_t limit =
+      options.staging_bytes / (kPassBuffers * (12 + element_bytes(options.dtype)) + mover_bytes);
+  const std::uint64_t largest = elements_from(plan, plan.device_units).largest_updated;
+  return std::min(std::max(limit / kPieceGranule * kPieceGranule, kPieceGranule),
+                  round_up(largest, kPieceGranule));
+}
+
+// An applied step reads and writes the optimizer once. It reads a parameter for each gather, and writes it
+// unless it is the master.
+void count_file_traffic(const Gathered& gathered, Plan& plan) {
+  FileBytes& files = plan.file_bytes;
+  files.read_per_step = files.optimizer;
+  files.written_per_step = files.optimizer;
+  if (plan.options.tier != Tier::kFile || !plan.offloads_parameters()) return;
+  const std::uint64_t element = element_bytes(plan.options.dtype);
+  files.read_per_step += gathered.offloaded * element;
+  if (plan.options.dtype == DataType::kFloat32) return;
+  const auto shards = static_cast<std::uint64_t>(plan.options.shards());
+  files.written_per_step += element * (elements_from(plan, plan.device_units).trainable / shards);
+}
+
+// What a rank sends in one step(): its facts to the data-parallel ranks, its norms to the deciding ranks.
+std::uint64_t decision_sent_bytes(const ModelShape& model, const Plan& plan) {
+  const auto ranks = static_cast<std::uint64_t>(plan.options.ranks);
+  const auto others = static_cast<std::uint64_t>(plan.deciding_ranks()) - 1;
+  std::uint64_t doubles = (ranks - 1) * (kStepFacts + model.units.size()) + others * plan.deciding_units();
+  if (plan.options.deciding_ranks != 0) doubles += others * kStepFacts;
+  return doubles * sizeof(double);
+}
+
+// A rank receives as much as it sends: each collective hands every other rank a slice.
+void count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan) {
+  const PlanOptions& options = plan.options;
+  const std::uint64_t trainable = elements_from(plan, 0).trainable;
+  const auto shards = static_cast<std::uint64_t>(options.shards());
+  const std::uint64_t reductions =
+      options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
+  const std::uint64_t gathers = options.stage == 3 ? gathered.all : trainable / shards;
+  plan.wire_per_step.sent = reductions * reduced_bytes(options, trainable) +
+                            (shards - 1) * gathers * element_bytes(options.dtype) +
+                            shared_sent_bytes(model, plan) + decision_sent_bytes(model, plan);
+  plan.wire_per_step.received = plan.wire_per_step.sent;
 }
 
 }  // namespace
@@ -277,144 +333,42 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
 
   Plan plan;
   plan.options = options;
-  const auto ranks = static_cast<std::uint64_t>(options.ranks);
-  const auto shards = static_cast<std::uint64_t>(options.shards());
-  const auto replicas = static_cast<std::uint64_t>(options.replicas());
-  const std::uint64_t element = element_bytes(options.dtype);
-  const bool has_master = options.dtype != DataType::kFloat32;
-  const bool shard_accumulator = options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
-
-  std::uint64_t trainable = 0;  // Padded elements of the whole model.
-  std::uint64_t frozen = 0;
-  std::uint64_t largest_slice = 0;  // Of a unit's trainable section.
-  for (const UnitShape& unit : model.units) {
-    plan.layouts.push_back(lay_out(unit, options.ranks));
-    trainable += plan.layouts.back().trainable_count;
-    frozen += plan.layouts.back().frozen_count;
-    largest_slice = std::max(largest_slice, plan.layouts.back().trainable_slice(options.shards()));
-  }
-  const std::uint64_t slice = trainable / shards;
-
-  // Every replica adds up a part of a bucket.
-  const std::uint64_t column_granule = replicas * kLeafCount;
-  const std::uint64_t wanted_columns =
-      options.bucket_bytes / (shards * element) / column_granule * column_granule;
-  plan.bucket_columns = std::min(std::max(wanted_columns, column_granule), largest_slice);
-
-  // The part that is not on the device: the last units.
-  plan.device_units = units_on_device(model, plan, trainable);
-  std::uint64_t away = 0;
-  std::uint64_t away_frozen = 0;
-  std::uint64_t largest_away = 0;  // Slice.
-  for (std::size_t u = static_cast<std::size_t>(plan.device_units); u < plan.layouts.size(); ++u) {
-    away += plan.layouts[u].trainable_count;
-    away_frozen += plan.layouts[u].frozen_count;
-    largest_away = std::max(largest_away, plan.layouts[u].trainable_slice(options.shards()));
-  }
-  const std::uint64_t away_slice = away / shards;
-  const std::uint64_t away_updated = options.stage == 0 ? away : away_slice;
-  const bool parameters_away = options.offload == Offload::kOptimizerAndParameters;
-
-  // Offloaded units' micro-steps add up on the host.
-  const bool adds_on_host = shard_accumulator && options.stage >= 1;
-  PoolBytes& bytes = plan.bytes;
-  if (options.stage < 3) {
-    bytes.parameters = element * (trainable + frozen);
-  } else {
-    bytes.parameters = element * (trainable + frozen - (parameters_away ? away + away_frozen : 0)) / shards;
-  }
-  const std::uint64_t kept_slice = slice - (options.stage == 0 ? 0 : away_slice);
-  if (options.stage <= 1) {
-    bytes.gradients = element * trainable + (shard_accumulator ? 4 * kept_slice : 0);
-  } else {
-    bytes.gradients = (shard_accumulator ? 4 : element) * kept_slice;
-  }
-  if (away > 0 && adds_on_host) {
-    bytes.gradients += kTransitCount * 4 * plan.bucket_columns;
-  } else if (options.stage >= 2) {
-    bytes.gradients += kTransitCount * largest_away * element;
-  }
-  const std::uint64_t updated = options.stage == 0 ? trainable : slice;
-  bytes.optimizer = (has_master ? 12 : 8) * (updated - away_updated);
-
-  // Below the device.
-  const std::uint64_t parameters = !parameters_away ? 0
-                                   : has_master     ? element * (away_slice + away_frozen / shards)
-                                                    : element * (away_frozen / shards);
-  plan.host_bytes.gradients = (adds_on_host ? 4 : element) * away_updated;
-  if (away > 0 && adds_on_host) plan.host_bytes.staging = 4 * plan.bucket_columns;
-  if (options.tier == Tier::kPinned) {
-    plan.host_bytes.optimizer = 12 * away_updated;
-    plan.host_bytes.parameters = parameters;
-  } else if (away_updated > 0) {
-    plan.file_bytes.optimizer = 12 * away_updated;
-    plan.file_bytes.parameters = parameters;
-    // The optimizer's pieces, with the parameter that is made of them, and the parameters' on their way up.
-    const std::uint64_t piece_limit =
-        options.staging_bytes / (kPassBuffers * (12 + element) + (parameters_away ? kMoverBuffers * 4 : 0));
-    const std::uint64_t largest_updated = options.stage == 0 ? largest_away * shards : largest_away;
-    const std::uint64_t largest_total = round_up(largest_updated, kPieceGranule);
-    plan.piece_count =
-        std::min(std::max(piece_limit / kPieceGranule * kPieceGranule, kPieceGranule), largest_total);
-    plan.host_bytes.staging +=
-        kPassBuffers * pass_buffer_bytes(plan.piece_count, options.dtype, parameters_away);
-    if (parameters_away) {
-      plan.move_bytes = plan.piece_count * 4;
-      plan.host_bytes.staging += kMoverBuffers * plan.move_bytes;
-    }
-  }
-
-  const SlotAssignment slots = assign_slots(model, plan.layouts, options);
-  plan.slot_bytes = slots.slot_bytes;
-  for (const std::uint64_t slot : slots.slot_bytes) bytes.gathered += slot;
-
-  // Staging, the fp32 sum of one bucket, and the record of the step.
-  const std::uint64_t units = model.units.size();
-  const int deciding_ranks = options.deciding_ranks == 0 ? options.ranks : options.deciding_ranks;
-  const std::uint64_t deciding_units = std::max(units, options.deciding_units);
-  plan.staging_bytes = round_up(std::max(bucket_staging_bytes(options, plan.bucket_columns),
-                                         decision_bytes(deciding_ranks, deciding_units)),
-                                kBlockGranule);
-  // A norm has its scratch where a sum was.
-  plan.sum_bytes =
-      round_up(std::max(plan.bucket_columns * sizeof(float), norm_scratch_bytes(model, plan)), kBlockGranule);
-  plan.fused_columns = fused_columns(plan, column_granule);
-  bytes.buckets = plan.staging_bytes + kBucketsInFlight * plan.sum_bytes +
-                  round_up(shards * plan.fused_columns * element, kBlockGranule) +
-                  round_up(record_bytes(deciding_units), kBlockGranule);
-  bytes.activations = round_up(model.activation_bytes, kBlockGranule);
-
-  const Chunks beside = chunks_beside_activations(plan);
-  plan.reserved_bytes = beside.whole + round_up(beside.shared + bytes.activations, options.chunk_bytes);
-
-  const std::uint64_t reductions =
-      options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
-  std::uint64_t gathers = slice * element;  // Of this rank's slices.
-  if (options.stage == 3) {
-    const Gathered gathered = gathered_slices(model, plan, slots);
-    gathers = gathered.all * element;
-    if (parameters_away && options.tier == Tier::kFile) {
-      plan.file_bytes.read_per_step = gathered.offloaded * element;
-      if (has_master) plan.file_bytes.written_per_step = element * away_slice;
-    }
-  }
-  plan.file_bytes.read_per_step += plan.file_bytes.optimizer;
-  plan.file_bytes.written_per_step += plan.file_bytes.optimizer;
-  // Sent, and as much received: each collective hands every other rank a slice.
-  plan.wire_per_step.sent = reductions * reduced_bytes(options, trainable) + (shards - 1) * gathers;
-  plan.wire_per_step.sent += shared_sent_bytes(model, plan);
-  // What the ranks tell each other in step().
-  plan.wire_per_step.sent += (ranks - 1) * sizeof(double) * (kStepFacts + units);
-  const auto others = static_cast<std::uint64_t>(deciding_ranks) - 1;
-  plan.wire_per_step.sent += others * sizeof(double) * deciding_units;
-  if (options.deciding_ranks != 0) plan.wire_per_step.sent += others * sizeof(double) * kStepFacts;
-  plan.wire_per_step.received = plan.wire_per_step.sent;
+  for (const UnitShape& unit : model.units) plan.layouts.push_back(lay_out(unit, options.ranks));
+  plan.slots = assign_slots(model, plan.layouts, options);
+  const Elements all = elements_from(plan, 0);
+  plan.bucket_columns = bucket_columns(options, all.largest_slice);
+  plan.fused_columns = fused_columns(plan);
+  plan.device_units = units_on_device(model, plan, all.trainable);
+  plan.piece_count = piece_count(plan);
+  plan.placements = make_placements(model, plan);
+  add_up_placements(plan);
+  plan.reserved_bytes = reserved_bytes(plan);
+  const Gathered gathered = gathered_slices(model, plan);
+  count_file_traffic(gathered, plan);
+  count_wire(model, gathered, plan);
   return plan;
 }
 
+std::uint64_t Plan::slice_count(int unit) const {
+  return layouts[static_cast<std::size_t>(unit)].trainable_slice(options.shards());
+}
+
+std::uint64_t Plan::updated_count(int unit) const {
+  return options.stage == 0 ? layouts[static_cast<std::size_t>(unit)].trainable_count : slice_count(unit);
+}
+
+DataType Plan::gradient_type(int unit) const {
+  const bool stays_summed = options.stage >= 2 || (options.stage == 1 && is_offloaded(unit));
+  return accumulates_in_fp32() && stays_summed ? DataType::kFloat32 : options.dtype;
+}
+
+std::uint64_t Plan::deciding_units() const {
+  return std::max<std::uint64_t>(layouts.size(), options.deciding_units);
+}
+
 bool Plan::fuses(int unit) const {
-  const std::uint64_t slice = layouts[static_cast<std::size_t>(unit)].trainable_slice(options.shards());
-  return unit < device_units && slice > 0 && slice <= fused_columns / 2;
+  const std::uint64_t slice = slice_count(unit);
+  return !is_offloaded(unit) && slice > 0 && slice <= fused_columns / 2;
 }
 
 std::uint64_t Plan::activation_room(std::uint64_t budget) const {
@@ -426,8 +380,7 @@ std::uint64_t Plan::activation_room(std::uint64_t budget) const {
 
 // The staging of that sum, at most a slice and two buckets in fp32, has the room of one bucket's sum.
 std::uint64_t Plan::shared_bucket_count(int unit, int stages) const {
-  const std::uint64_t columns =
-      std::min(bucket_columns, layouts[static_cast<std::size_t>(unit)].trainable_slice(options.shards()));
+  const std::uint64_t columns = std::min(bucket_columns, slice_count(unit));
   const auto count = static_cast<std::uint64_t>(stages);
   const std::uint64_t slice = columns / (1 + 2 * count) / 4 * 4;  // Whole accesses of 16 bytes.
   return slice * count;

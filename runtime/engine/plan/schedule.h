@@ -15,13 +15,6 @@
 
 namespace forebay {
 
-struct SlotAssignment {
-  static constexpr int kNone = -1;
-  std::vector<int> parameter_slot;        // By unit; kNone below stage 3.
-  std::vector<int> gradient_slot;         // By unit; kNone below stage 2 or without trainable parameters.
-  std::vector<std::uint64_t> slot_bytes;  // By slot.
-};
-
 SlotAssignment assign_slots(const ModelShape& model, const std::vector<UnitLayout>& layouts,
                             const PlanOptions& options);
 

@@ -282,10 +282,10 @@ void Engine::Impl::spill(const SpillOptions& states) {
   for (const Unit& u : units) must(backend.event_synchronize(u.released));
   must(backend.stream_synchronize(engine_stream));
   settle_updates();
-  const std::array<bool, kPoolCount> wanted{states.parameters, states.gradients, states.optimizer, false,
-                                            states.workspace,  states.workspace};
+  const std::array<bool, kDevicePoolCount> wanted{
+      states.parameters, states.gradients, states.optimizer, false, states.workspace, states.workspace};
   for (std::size_t i = 0; i < wanted.size(); ++i) {
-    if (!wanted[i] || spilled[i] || pool_blocks[i].empty()) continue;
+    if (!wanted[i] || spilled[i] || pool_memory[i].empty()) continue;
     const Pool pool = static_cast<Pool>(i);
     throw_if_error(arena->pause(tags[i], pool == Pool::kParameters || pool == Pool::kOptimizer));
     spilled[i] = true;
@@ -300,8 +300,7 @@ void Engine::Impl::fetch() {
     const Pool pool = static_cast<Pool>(i);
     if (pool == Pool::kParameters || pool == Pool::kOptimizer) continue;
     // Padding of gradients, and norms of units without a slice, are zeros.
-    for (const auto& [block, bytes] : pool_blocks[i])
-      must(backend.fill_async(block, 0, bytes, engine_stream));
+    must(backend.fill_async(pool_memory[i].data(), 0, pool_memory[i].size(), engine_stream));
   }
   must(backend.stream_synchronize(engine_stream));
 }

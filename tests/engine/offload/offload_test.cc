@@ -337,7 +337,7 @@ TEST(Offload, GivesTheDeviceAwayBetweenStepsAndTakesItBack) {
         if (step % 2 == 0) engine.spill({.parameters = false, .optimizer = false});
         engine.spill();
         std::uint64_t slots = 0;
-        for (const std::uint64_t bytes : plan.slot_bytes) slots += round_up(bytes, plan.options.chunk_bytes);
+        for (const std::uint64_t bytes : plan.slots.slot_bytes) slots += round_up(bytes, plan.options.chunk_bytes);
         EXPECT_EQ(before - rank.host_backend().charged_bytes(), plan.reserved_bytes - slots) << stage;
         EXPECT_THROW(engine.step_begin(), Error);
         EXPECT_THROW(static_cast<void>(engine.digest()), Error);

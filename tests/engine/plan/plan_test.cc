@@ -176,8 +176,8 @@ TEST(Plan, GivesTheOwnerOfATiedParameterASlotOfItsOwn) {
   const Plan without = plan_of(untied, options);
 
   EXPECT_EQ(with.bytes.parameters, without.bytes.parameters);  // The tied parameter has one owner.
-  EXPECT_EQ(without.slot_bytes.size(), 4u);                    // Two of parameters, two of gradients.
-  EXPECT_EQ(with.slot_bytes.size(), 6u);
+  EXPECT_EQ(without.slots.slot_bytes.size(), 4u);              // Two of parameters, two of gradients.
+  EXPECT_EQ(with.slots.slot_bytes.size(), 6u);
 }
 
 TEST(Plan, CountsAFrozenParameterOnlyAsAParameter) {
@@ -222,7 +222,8 @@ TEST(Plan, ReservedIsWholeChunksAndAtLeastTheTotal) {
     const Plan plan = plan_of(model, options);
     EXPECT_EQ(plan.reserved_bytes % options.chunk_bytes, 0u);
     EXPECT_GE(plan.reserved_bytes, plan.bytes.total());
-    EXPECT_LT(plan.reserved_bytes, plan.bytes.total() + (1 + plan.slot_bytes.size()) * options.chunk_bytes);
+    EXPECT_LT(plan.reserved_bytes,
+              plan.bytes.total() + (1 + plan.slots.slot_bytes.size()) * options.chunk_bytes);
     EXPECT_EQ(plan.bytes.activations, round_up(1'000'003, 512));
   });
 }

@@ -183,6 +183,71 @@ struct UnitLayout {
 // device).
 inline constexpr std::uint64_t kParameterAlignment = 64;
 
+// Where a placement takes its bytes. The first six pools are accounts of the engine's arena, on the device.
+enum class Pool : std::uint8_t {
+  kParameters,
+  kGradients,
+  kOptimizer,
+  kGathered,  // Each placement is an arena slot.
+  kBuckets,
+  kActivations,
+  kHost,     // One block of pinned host memory: states and gradients of offloaded units.
+  kStaging,  // Pinned host memory that states in files pass through; each placement is a block.
+  kFiles,    // The store; each placement is a range.
+};
+inline constexpr int kDevicePoolCount = 6;
+inline constexpr int kPoolCount = 9;
+
+const char* pool_name(Pool pool) noexcept;  // "parameters"
+
+// The use of a placement. A slice is this rank's part of a section. The updated range is the part of the
+// trainable section that this rank updates: all of it at stage 0, its slice at the other stages.
+enum class Role : std::uint8_t {
+  // Placements of a unit.
+  kParameters,      // The whole unit: stages 0 to 2.
+  kParameterShard,  // The trainable slice, then the frozen slice: stage 3, on the device.
+  kGradients,       // The whole trainable section: stages 0 and 1.
+  kAccumulator,     // The slice of the fp32 sum over micro-steps, on the device.
+  kGradientShard,   // The slice of the reduced gradient: stages 2 and 3, without an accumulator.
+  kMaster,          // The updated range in fp32. In fp32 on the device, the parameters are the master.
+  kM,
+  kV,
+  kHostGradients,   // The updated range of the gradient on the host: offloaded units.
+  kTrainableSlice,  // The offloaded trainable slice, in a 2-byte type. In fp32 it is the master.
+  kFrozenSlice,     // The offloaded frozen slice.
+  // Placements of the engine.
+  kSlot,          // Units and gradients are gathered here: SlotAssignment.
+  kReceive,       // Input of a reduce-scatter from all ranks; or the norms of all ranks.
+  kBucketSum,     // The fp32 sum of a bucket, or the scratch of a norm.
+  kFused,         // The bucket of small units.
+  kNorms,         // One norm per unit, of this rank's part.
+  kControl,       // The decision about a step.
+  kActivations,   // Declared by the trainer.
+  kTransit,       // A gradient slice, or a bucket's fp32 sum, on its way to the host.
+  kHostSum,       // The fp32 sum of a bucket on the host.
+  kPassBuffers,   // Buffers of the optimizer's pass over files.
+  kMoverBuffers,  // Buffers of parameters on their way from files to the device.
+};
+
+// A run of bytes in one pool. The placements of a pool lie one after the other, without gaps, in the order of
+// the list; where each placement is memory of its own, `offset` only counts.
+struct Placement {
+  Role role = Role::kParameters;
+  Pool pool = Pool::kParameters;
+  int index = 0;  // The unit; of the engine's placements, the number among those of the role.
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+  friend bool operator==(const Placement&, const Placement&) = default;
+};
+
+// The slot of each unit. Units take two slots in turn; the owner of a tied parameter has its own.
+struct SlotAssignment {
+  static constexpr int kNone = -1;
+  std::vector<int> parameter_slot;        // By unit; kNone below stage 3.
+  std::vector<int> gradient_slot;         // By unit; kNone below stage 2 or without trainable parameters.
+  std::vector<std::uint64_t> slot_bytes;  // By slot.
+};
+
 struct Plan {
   PlanOptions options;
   std::vector<UnitLayout> layouts;
@@ -192,15 +257,33 @@ struct Plan {
   FileBytes file_bytes;              // Per rank; every rank has the same.
   int device_units = 0;              // The first so many units are not offloaded: all, with Offload::kNone.
   std::uint64_t piece_count = 0;  // Tier kFile: elements of an optimizer that pass through staging together.
-  std::uint64_t move_bytes = 0;   // Tier kFile, parameters: bytes that do.
   WireBytes wire_per_step;        // Payload per rank and step; every rank has the same.
   std::uint64_t bucket_columns = 0;  // Elements of one slice in one bucket.
-  // Of the buckets' bytes: what a bucket receives, or the decision about a step; each of the sums in flight,
-  // in fp32; and columns of the bucket in which small units are put together, in the gradient type.
-  std::uint64_t staging_bytes = 0;
-  std::uint64_t sum_bytes = 0;
-  std::uint64_t fused_columns = 0;
-  std::vector<std::uint64_t> slot_bytes;  // The chunks of gathered, slot by slot.
+  std::uint64_t fused_columns = 0;   // The same in the bucket of small units.
+  SlotAssignment slots;
+  // Everything that the engine places. The engine allocates the pools and adds their base addresses. `bytes`,
+  // `host_bytes` and `file_bytes` are sums over this list.
+  std::vector<Placement> placements;
+
+  std::uint64_t bytes_in(Pool pool) const;
+  std::uint64_t bytes_of(Role role) const;
+
+  bool is_offloaded(int unit) const { return unit >= device_units; }
+  bool offloads() const { return device_units < static_cast<int>(layouts.size()); }
+  bool offloads_parameters() const { return options.offload == Offload::kOptimizerAndParameters; }
+  // Whether the owner of a slice adds up its micro-steps in fp32; for offloaded units, whether the host does.
+  bool accumulates_in_fp32() const {
+    return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
+  }
+  bool adds_on_host() const { return accumulates_in_fp32() && options.stage >= 1; }
+  // Elements of the unit's slice, and of its updated range.
+  std::uint64_t slice_count(int unit) const;
+  std::uint64_t updated_count(int unit) const;
+  // The type of the reduced gradient. It stays fp32 where it stays in the fp32 sum over micro-steps.
+  DataType gradient_type(int unit) const;
+  // The ranks that decide about a step together, and the most units that one of them has.
+  int deciding_ranks() const { return options.deciding_ranks == 0 ? options.ranks : options.deciding_ranks; }
+  std::uint64_t deciding_units() const;
 
   // Whether the unit's gradients are reduced together with other units'.
   bool fuses(int unit) const;

@@ -1,0 +1,250 @@
+#include "runtime/engine/plan/placement.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "forebay/arena.h"
+#include "forebay/grouped_communicator.h"
+#include "forebay/units.h"
+#include "runtime/engine/plan/step_control.h"
+
+namespace forebay {
+namespace {
+
+// Input of the reduction of a bucket of so many columns.
+std::uint64_t bucket_staging_bytes(const PlanOptions& options, std::uint64_t columns) {
+  if (options.ranks == 1) return 0;
+  if (options.in_groups()) {
+    return grouped_staging_bytes({.group = options.group, .replicate = options.shard_within_group},
+                                 options.ranks, columns, options.dtype);
+  }
+  return static_cast<std::uint64_t>(options.ranks) * columns * element_bytes(options.dtype);
+}
+
+// The leaves of the norm of a unit, and room to set aside the elements that do not count in it.
+std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
+  std::uint64_t most = 0;
+  for (std::size_t u = 0; u < model.units.size(); ++u) {
+    const std::uint64_t slice = plan.layouts[u].trainable_slice(plan.options.ranks);
+    std::uint64_t replicated = 0;
+    for (const ParameterShape& parameter : model.units[u].parameters) {
+      if ((parameter.replicated || model.units[u].shared_by > 1) && !parameter.frozen)
+        replicated += parameter.count;
+    }
+    most = std::max(most, leaf_bytes(slice) + std::min(replicated, slice) * sizeof(float));
+  }
+  return most;
+}
+
+// Appends placements; each takes the next bytes of its pool.
+class Placer {
+ public:
+  Placer(const ModelShape& model, const Plan& plan)
+      : model_(model), plan_(plan), options_(plan.options), element_(element_bytes(plan.options.dtype)) {
+    constexpr std::size_t kTypicalPerUnit = 6;
+    placements_.reserve(kTypicalPerUnit * model.units.size());
+  }
+
+  std::vector<Placement> place() {
+    place_slots();
+    place_buckets();
+    add(Role::kActivations, Pool::kActivations, round_up(model_.activation_bytes, kBlockGranule));
+    if (plan_.offloads()) {
+      place_transit();
+      if (options_.tier == Tier::kFile) place_file_buffers();
+    }
+    for (int unit = 0; unit < static_cast<int>(plan_.layouts.size()); ++unit) {
+      place_parameters(unit);
+      place_gradients(unit);
+      place_states(unit);
+      if (!plan_.is_offloaded(unit)) continue;
+      place_host_gradients(unit);
+      if (plan_.offloads_parameters()) place_offloaded_parameters(unit);
+    }
+    return std::move(placements_);
+  }
+
+ private:
+  void add(Role role, Pool pool, std::uint64_t bytes, int index = 0) {
+    std::uint64_t& end = ends_[static_cast<std::size_t>(pool)];
+    placements_.push_back({role, pool, index, end, bytes});
+    end += bytes;
+  }
+
+  void place_slots() {
+    int slot = 0;
+    for (const std::uint64_t bytes : plan_.slots.slot_bytes) add(Role::kSlot, Pool::kGathered, bytes, slot++);
+  }
+
+  void place_buckets() {
+    const std::uint64_t units = plan_.deciding_units();
+    add(Role::kReceive, Pool::kBuckets,
+        round_up(std::max(bucket_staging_bytes(options_, plan_.bucket_columns),
+                          decision_bytes(plan_.deciding_ranks(), units)),
+                 kBlockGranule));
+    const std::uint64_t sum_bytes = round_up(
+        std::max(plan_.bucket_columns * sizeof(float), norm_scratch_bytes(model_, plan_)), kBlockGranule);
+    for (std::size_t i = 0; i < kBucketsInFlight; ++i)
+      add(Role::kBucketSum, Pool::kBuckets, sum_bytes, static_cast<int>(i));
+    const auto shards = static_cast<std::uint64_t>(options_.shards());
+    add(Role::kFused, Pool::kBuckets, round_up(shards * plan_.fused_columns * element_, kBlockGranule));
+    const std::uint64_t norm_bytes = units * sizeof(double);
+    add(Role::kNorms, Pool::kBuckets, norm_bytes);
+    add(Role::kControl, Pool::kBuckets, round_up(record_bytes(units), kBlockGranule) - norm_bytes);
+  }
+
+  // Where gradients leave the device from. Micro-steps that add up on the host leave bucket by bucket.
+  void place_transit() {
+    std::uint64_t largest = 0;
+    for (int unit = plan_.device_units; unit < static_cast<int>(plan_.layouts.size()); ++unit)
+      largest = std::max(largest, plan_.slice_count(unit));
+    const std::uint64_t sum_bytes = largest == 0 ? 0 : plan_.bucket_columns * sizeof(float);
+    const bool sums = plan_.adds_on_host();
+    if (!sums && options_.stage <= 1) return;  // They leave from the unit's gradients.
+    for (std::uint64_t i = 0; i < kTransitCount; ++i) {
+      add(Role::kTransit, Pool::kGradients, sums ? sum_bytes : largest * element_, static_cast<int>(i));
+    }
+    if (sums) add(Role::kHostSum, Pool::kHost, sum_bytes);
+  }
+
+  void place_file_buffers() {
+    add(Role::kPassBuffers, Pool::kStaging,
+        kPassBuffers * pass_buffer_bytes(plan_.piece_count, options_.dtype, plan_.offloads_parameters()));
+    if (plan_.offloads_parameters())
+      add(Role::kMoverBuffers, Pool::kStaging, kMoverBuffers * plan_.piece_count * sizeof(float));
+  }
+
+  void place_parameters(int unit) {
+    const UnitLayout& layout = plan_.layouts[static_cast<std::size_t>(unit)];
+    if (options_.stage < 3) {
+      add(Role::kParameters, Pool::kParameters, layout.total_count() * element_, unit);
+    } else if (!plan_.is_offloaded(unit) || !plan_.offloads_parameters()) {
+      const std::uint64_t count = plan_.slice_count(unit) + layout.frozen_slice(options_.shards());
+      add(Role::kParameterShard, Pool::kParameters, count * element_, unit);
+    }
+  }
+
+  void place_gradients(int unit) {
+    const UnitLayout& layout = plan_.layouts[static_cast<std::size_t>(unit)];
+    if (options_.stage <= 1) add(Role::kGradients, Pool::kGradients, layout.trainable_count * element_, unit);
+    const std::uint64_t slice = plan_.slice_count(unit);
+    if (plan_.is_offloaded(unit) && options_.stage >= 1) return;  // Its sums and slices are on the host.
+    if (plan_.accumulates_in_fp32()) {
+      add(Role::kAccumulator, Pool::kGradients, slice * sizeof(float), unit);
+    } else if (options_.stage >= 2) {
+      add(Role::kGradientShard, Pool::kGradients, slice * element_, unit);
+    }
+  }
+
+  void place_states(int unit) {
+    const bool offloaded = plan_.is_offloaded(unit);
+    const Pool pool = offloaded ? offload_pool() : Pool::kOptimizer;
+    const std::uint64_t bytes = plan_.updated_count(unit) * sizeof(float);
+    if (has_master() || offloaded) add(Role::kMaster, pool, bytes, unit);
+    add(Role::kM, pool, bytes, unit);
+    add(Role::kV, pool, bytes, unit);
+  }
+
+  void place_host_gradients(int unit) {
+    add(Role::kHostGradients, Pool::kHost,
+        plan_.updated_count(unit) * element_bytes(plan_.gradient_type(unit)), unit);
+  }
+
+  void place_offloaded_parameters(int unit) {
+    const std::uint64_t frozen =
+        plan_.layouts[static_cast<std::size_t>(unit)].frozen_slice(options_.shards());
+    if (has_master()) add(Role::kTrainableSlice, offload_pool(), plan_.slice_count(unit) * element_, unit);
+    if (frozen > 0) add(Role::kFrozenSlice, offload_pool(), frozen * element_, unit);
+  }
+
+  bool has_master() const { return options_.dtype != DataType::kFloat32; }
+  Pool offload_pool() const { return options_.tier == Tier::kFile ? Pool::kFiles : Pool::kHost; }
+
+  const ModelShape& model_;
+  const Plan& plan_;
+  const PlanOptions& options_;
+  const std::uint64_t element_;
+  std::array<std::uint64_t, kPoolCount> ends_{};
+  std::vector<Placement> placements_;
+};
+
+std::uint64_t& host_total(HostBytes& bytes, Role role) {
+  switch (role) {
+    case Role::kHostSum:
+      return bytes.staging;
+    case Role::kHostGradients:
+      return bytes.gradients;
+    case Role::kTrainableSlice:
+    case Role::kFrozenSlice:
+      return bytes.parameters;
+    default:
+      return bytes.optimizer;
+  }
+}
+
+std::uint64_t& file_total(FileBytes& bytes, Role role) {
+  return role == Role::kTrainableSlice || role == Role::kFrozenSlice ? bytes.parameters : bytes.optimizer;
+}
+
+// The total of the plan that counts the placement.
+std::uint64_t& total_of(Plan& plan, const Placement& placement) {
+  switch (placement.pool) {
+    case Pool::kParameters:
+      return plan.bytes.parameters;
+    case Pool::kGradients:
+      return plan.bytes.gradients;
+    case Pool::kOptimizer:
+      return plan.bytes.optimizer;
+    case Pool::kGathered:
+      return plan.bytes.gathered;
+    case Pool::kBuckets:
+      return plan.bytes.buckets;
+    case Pool::kActivations:
+      return plan.bytes.activations;
+    case Pool::kHost:
+      return host_total(plan.host_bytes, placement.role);
+    case Pool::kStaging:
+      return plan.host_bytes.staging;
+    case Pool::kFiles:
+      return file_total(plan.file_bytes, placement.role);
+  }
+  return plan.bytes.activations;
+}
+
+}  // namespace
+
+std::vector<Placement> make_placements(const ModelShape& model, const Plan& plan) {
+  return Placer(model, plan).place();
+}
+
+void add_up_placements(Plan& plan) {
+  plan.bytes = {};
+  plan.host_bytes = {};
+  plan.file_bytes = {};
+  for (const Placement& placement : plan.placements) total_of(plan, placement) += placement.bytes;
+}
+
+std::uint64_t Plan::bytes_in(Pool pool) const {
+  std::uint64_t sum = 0;
+  for (const Placement& placement : placements) {
+    if (placement.pool == pool) sum += placement.bytes;
+  }
+  return sum;
+}
+
+std::uint64_t Plan::bytes_of(Role role) const {
+  std::uint64_t sum = 0;
+  for (const Placement& placement : placements) {
+    if (placement.role == role) sum += placement.bytes;
+  }
+  return sum;
+}
+
+const char* pool_name(Pool pool) noexcept {
+  constexpr const char* kNames[kPoolCount] = {"parameters",  "gradients", "optimizer", "gathered", "buckets",
+                                              "activations", "host",      "staging",   "files"};
+  return kNames[static_cast<std::size_t>(pool)];
+}
+
+}  // namespace forebay
