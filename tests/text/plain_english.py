@@ -155,7 +155,8 @@ def main():
         for kind, line, block in found:
             part["words"] += len(WORD.findall(block))
             for offset, row in enumerate(block.split("\n")):
-                part["what"] += [(name, line + offset, row)] * len(WHAT.findall(re.sub(r"`[^`]*`", "", row)))
+                plain = re.sub(r"`[^`]*`|\"[Ww]hat(ever)?\"", "", row)
+                part["what"] += [(name, line + offset, row)] * len(WHAT.findall(plain))
             for sentence in sentences(block):
                 if BAD_START.match(sentence) and len(WORD.findall(sentence)) > 1:
                     part["starts"].append((name, line, sentence))
