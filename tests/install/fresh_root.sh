@@ -21,7 +21,7 @@ Makes a bare Debian with debootstrap, clones this tree into it, and runs './dev 
   --keep            leave the directory, and say where it is; otherwise it is removed, whatever happens
   --help            print this text
 
-It needs root, debootstrap and git, and about 4 GB in TMPDIR (default: /tmp). Only what is committed is cloned. Packages
+It needs root, debootstrap and git, and 4 GB free in TMPDIR (default: /tmp). Only what is committed is cloned. Packages
 come from the mirror that /etc/apt of this machine names for the release, through the same proxy, or from debootstrap's
 own choice. The exit code is 0 when all commands pass, 1 when one fails, and 77 when this machine cannot run them.
 END
@@ -196,4 +196,4 @@ failed=()
 for command in "${commands[@]}"; do run_command "$command"; done
 say "The root directory has grown to $(du -sm "$root" | cut -f 1) MiB"
 if [ ${#failed[@]} -gt 0 ]; then fail "on a bare $suite, what fails is: ${failed[*]}"; fi
-say "A bare $suite is green"
+say "On a bare $suite, what was run passes: ${commands[*]}"
