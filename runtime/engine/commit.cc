@@ -168,7 +168,7 @@ Status Engine::Impl::check_options() const {
     return refuse("the minimum loss scale", scale.minimum, "any positive number");
   }
   if (scale.growth_interval < 1) return refuse("the growth interval", scale.growth_interval, "1 or more");
-  if (options.offload != Offload::kNone && options.tier == Tier::kFile && !options.make_store &&
+  if (options.offload != Offload::kNone && options.tier == Tier::kFile && !hooks.make_store &&
       options.offload_directories.empty()) {
     return Status(StatusCode::kInvalidArgument,
                   "offload to files needs a directory for them; give one on the drive that is to hold them "

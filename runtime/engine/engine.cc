@@ -17,6 +17,7 @@ Engine::Impl::Impl(Backend& backend_in, Kernels& kernels_in, Communicator& commu
       kernels(kernels_in),
       communicator(communicator_in),
       options(std::move(options_in)),
+      hooks(options.hooks != nullptr ? *options.hooks : internal::EngineHooks{}),
       other_traffic(communicator_in.traffic()) {}
 
 Engine::Impl::~Impl() {

@@ -20,6 +20,7 @@
 #include "forebay/mover.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/store_pass.h"
+#include "runtime/engine/engine_hooks.h"
 #include "runtime/engine/marked_span.h"
 #include "runtime/engine/plan/schedule.h"
 #include "runtime/engine/plan/step_control.h"
@@ -158,8 +159,8 @@ struct Engine::Impl {
   std::uint64_t least_over_grid(std::uint64_t mine);
   // By the trainer's clock, if it gave one.
   std::chrono::nanoseconds now() const {
-    return options.now ? options.now()
-                       : std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch());
+    return hooks.now ? hooks.now()
+                     : std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch());
   }
   int choose_device_units(const Plan& all_offloaded);
   UpdateTimes measure_update(std::uint64_t count);
@@ -335,6 +336,7 @@ struct Engine::Impl {
   Kernels& kernels;
   Communicator& communicator;  // Of the data-parallel ranks.
   EngineOptions options;
+  internal::EngineHooks hooks;
 
   // Constant after commit.
   std::vector<std::pair<int, Communicator*>> shared_units;  // With the stages that share them.

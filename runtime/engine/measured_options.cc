@@ -72,7 +72,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   const AdamWArguments on_host = with_memory(host);
   const BlockRunner runner(options.host_threads);
   const double update = seconds_of([&] {
-    if (options.before_host_update) options.before_host_update(count);
+    if (hooks.before_host_update) hooks.before_host_update(count);
     HostAdamArguments step{};
     step.update = on_host;
     step.update.parameter = has_parameter ? host + 3 * state_bytes : nullptr;
@@ -88,8 +88,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   if (options.tier == Tier::kFile) {
     FileStoreOptions files;
     files.directories = options.offload_directories;
-    const auto drive =
-        value_or_throw(options.make_store ? options.make_store(rank()) : make_file_store(files));
+    const auto drive = value_or_throw(hooks.make_store ? hooks.make_store(rank()) : make_file_store(files));
     const std::uint64_t range_bytes = 3 * state_bytes;
     const StoreRange range = value_or_throw(drive->create_range("measurement", range_bytes));
     file = seconds_of([&] {

@@ -127,8 +127,8 @@ void Engine::Impl::prepare_offload() {
 }
 
 void Engine::Impl::open_store() {
-  if (options.make_store) {
-    store = value_or_throw(options.make_store(rank()));
+  if (hooks.make_store) {
+    store = value_or_throw(hooks.make_store(rank()));
   } else {
     FileStoreOptions files;
     files.directories = options.offload_directories;

@@ -616,7 +616,7 @@ TEST(Engine, ChoosesTheBucketByTheLinkAndKeepsTheBits) {
     world.local.bytes_per_second = link.bytes_per_second;
     ToyOptions options = given;
     options.engine.bucket_auto = true;
-    options.engine.now = [&clock] { return std::chrono::nanoseconds(clock.now()); };
+    options.hooks.now = [&clock] { return std::chrono::nanoseconds(clock.now()); };
     run_ranks(4, world, [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
       EXPECT_EQ(trainer.engine().plan().options.bucket_bytes, link.bucket_bytes);

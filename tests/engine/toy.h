@@ -16,6 +16,7 @@
 #include "forebay/engine.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
+#include "runtime/engine/engine_hooks.h"
 #include "tests/support/elements.h"
 #include "tests/support/local_world.h"
 
@@ -36,6 +37,7 @@ struct ToyUnit {
 struct ToyOptions {
   std::vector<ToyUnit> units;
   EngineOptions engine;
+  internal::EngineHooks hooks;
   int ranks = 1;
   int steps = 4;
   double clip = 0.5;
@@ -89,7 +91,7 @@ class ToyTrainer {
   ToyTrainer(const ToyOptions& options, Rank& rank)
       : options_(options),
         rank_(rank),
-        engine_(*rank.backend, *rank.kernels, *rank.communicator, options.engine) {
+        engine_(*rank.backend, *rank.kernels, *rank.communicator, with_hooks(options_)) {
     int number = 0;
     for (std::size_t u = 0; u < options.units.size(); ++u) {
       const ToyUnit& unit = options.units[u];
@@ -207,6 +209,12 @@ class ToyTrainer {
   }
 
  private:
+  static EngineOptions with_hooks(const ToyOptions& options) {
+    EngineOptions result = options.engine;
+    result.hooks = &options.hooks;
+    return result;
+  }
+
   // Visits own parameters, then tied ones: (index in the lease, number over all, count, frozen).
   template <typename Visitor>
   void for_each(int u, Visitor visit) {

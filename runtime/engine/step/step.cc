@@ -628,7 +628,7 @@ void Engine::Impl::update_in_files(const HostUpdate& update) {
 // first.
 void Engine::Impl::update_part(const HostUpdate& given, std::uint64_t begin, std::uint64_t count,
                                float* master, float* m, float* v, std::byte* parameters) {
-  if (options.before_host_update) options.before_host_update(count);
+  if (hooks.before_host_update) hooks.before_host_update(count);
   const Unit& u = unit(given.unit);
   AdamWArguments adamw = adamw_arguments();
   adamw.gradient_type = u.gradient_type;

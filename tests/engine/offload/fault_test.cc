@@ -77,7 +77,7 @@ class OffloadFaults : public ::testing::TestWithParam<Setting> {
     options.engine.tier = Tier::kFile;
     options.engine.host_threads = 1;
     options.engine.staging_bytes = 8u << 20;
-    options.engine.make_store = [&script](int rank) -> Result<std::unique_ptr<Store>> {
+    options.hooks.make_store = [&script](int rank) -> Result<std::unique_ptr<Store>> {
       if (rank != kFaultyRank) return make_memory_store({});
       return std::unique_ptr<Store>(std::make_unique<ScriptedStore>(script));
     };
@@ -209,7 +209,7 @@ TEST(OffloadFault, LeavesTheEngineFailed) {
   toy.engine.offload = Offload::kOptimizer;
   toy.engine.tier = Tier::kFile;
   toy.engine.staging_bytes = 8u << 20;
-  toy.engine.make_store = [&script](int) -> Result<std::unique_ptr<Store>> {
+  toy.hooks.make_store = [&script](int) -> Result<std::unique_ptr<Store>> {
     return std::unique_ptr<Store>(std::make_unique<ScriptedStore>(script));
   };
   run_ranks(1, {}, [&](Rank& rank) {

@@ -44,13 +44,13 @@ std::string text_of(const Setting& setting) {
          std::to_string(setting.fraction);
 }
 
-void apply(const Setting& setting, EngineOptions* options) {
-  options->offload = setting.offload;
-  options->tier = setting.tier;
-  options->offload_fraction = setting.fraction;
-  options->staging_bytes = 8u << 20;
+void apply(const Setting& setting, ToyOptions* options) {
+  options->engine.offload = setting.offload;
+  options->engine.tier = setting.tier;
+  options->engine.offload_fraction = setting.fraction;
+  options->engine.staging_bytes = 8u << 20;
   // Transfers end in another order on each rank.
-  options->make_store = [](int rank) {
+  options->hooks.make_store = [](int rank) {
     return make_memory_store({.alignment_bytes = 4096, .order_seed = static_cast<std::uint64_t>(rank) + 1});
   };
 }
@@ -89,7 +89,7 @@ TEST_P(OffloadContract, EveryStageGivesTheBitsOfThePlainLoops) {
   for (int stage = 0; stage <= (c.accumulate == Accumulate::kLocal ? 1 : 3); ++stage) {
     for (const Setting& setting : kSettings) {
       if (setting.offload == Offload::kOptimizerAndParameters && stage < 3) continue;
-      apply(setting, &options.engine);
+      apply(setting, &options);
       for (const bool overlap : {true, false}) {
         options.engine.stage = stage;
         options.engine.overlap = overlap;
@@ -131,7 +131,7 @@ TEST(Offload, KeepsUnitsThatNobodyUsed) {
   for (const auto& [stage, setting] : {std::pair(0, 0), std::pair(1, 1), std::pair(2, 0), std::pair(2, 3),
                                        std::pair(3, 1), std::pair(3, 4), std::pair(3, 5), std::pair(3, 6)}) {
     ToyOptions options = offloaded(stage, DataType::kBfloat16, 3);
-    apply(kSettings[setting], &options.engine);
+    apply(kSettings[setting], &options);
     options.engine.micro_steps = 2;
     options.skips = [](int rank, int step, int micro_step, int unit) {
       if (unit == 2) return step == 1 || (step == 2 && rank != 1);
@@ -152,7 +152,7 @@ TEST(Offload, PassesUnitsThroughHostMemoryInPieces) {
       options.units = {ToyUnit{{{230000}, {13, 1}, {150000, 1}}, {}, true},
                        ToyUnit{{{100}, {400000, 0, true}, {262144, 1}}, {}, true}};
       const ToyResult expected = run_toy(options);
-      apply(setting, &options.engine);
+      apply(setting, &options);
       const ToyResult actual = run_toy(options);
       EXPECT_TRUE(same_bits(actual, expected)) << data_type_name(type) << ", " << text_of(setting);
       expect_planned(actual.statistics, text_of(setting));
@@ -168,7 +168,7 @@ TEST(Offload, MovesThePlannedBytesThroughFiles) {
       ToyOptions options = options_for(3, type, 2);
       options.units.assign(4, ToyUnit{{{1 << 18}}, {}, true});
       options.groups = {{1e-2, 0.1}};
-      apply(setting, &options.engine);
+      apply(setting, &options);
       run_ranks(2, {}, [&](Rank& rank) {
         ToyTrainer trainer(options, rank);
         trainer.initialize();
@@ -248,7 +248,7 @@ TEST(Offload, AllocatesNothingFromTheBackendAfterTheFirstStep) {
   for (const auto& [stage, setting] :
        {std::pair(0, 0), std::pair(1, 1), std::pair(2, 0), std::pair(3, 4), std::pair(3, 5)}) {
     ToyOptions options = offloaded(stage, DataType::kBfloat16, 3);
-    apply(kSettings[setting], &options.engine);
+    apply(kSettings[setting], &options);
     run_ranks(3, {}, [&](Rank& rank) {
       ToyTrainer trainer(options, rank);
       trainer.initialize();
@@ -298,7 +298,7 @@ TEST(Offload, TrainsWithParametersAwayInAQuarterOfTheBudget) {
       ToyOptions roomy = deep(3, ranks);
       const ToyResult expected = run_toy(roomy);
       ToyOptions tight = deep(3, ranks);
-      apply(setting, &tight.engine);
+      apply(setting, &tight);
       tight.engine.memory_bytes = run_toy(tight).statistics.planned_reserved_bytes;
       const ToyResult actual = run_toy(tight);
       EXPECT_TRUE(same_bits(actual, expected)) << text_of(setting) << ", " << ranks << " ranks";
@@ -320,7 +320,7 @@ TEST(Offload, GivesTheDeviceAwayBetweenStepsAndTakesItBack) {
     options.engine.micro_steps = stage == 2 ? 2 : 1;
     options.steps = 5;
     const ToyResult expected = reference_toy(options);
-    if (setting >= 0) apply(kSettings[setting], &options.engine);
+    if (setting >= 0) apply(kSettings[setting], &options);
     options.engine.spillable = true;
     std::vector<ToyResult> results(3);
     run_ranks(3, {}, [&](Rank& rank) {
@@ -393,7 +393,7 @@ TEST(Offload, StateGoesFromTheDeviceToTheHostAndBack) {
       ToyOptions options = options_for(2, type, 3);
       options.steps = 6;
       const ToyResult whole = run_toy(options);
-      if (starts_on_host) apply(kSettings[type == DataType::kFloat32 ? 0 : 1], &options.engine);
+      if (starts_on_host) apply(kSettings[type == DataType::kFloat32 ? 0 : 1], &options);
       run_ranks(3, {}, [&](Rank& rank) {
         ToyTrainer trainer(options, rank);
         trainer.initialize();
@@ -404,7 +404,7 @@ TEST(Offload, StateGoesFromTheDeviceToTheHostAndBack) {
         ToyOptions resumed = options;
         resumed.engine.stage = stage;
         resumed.engine.offload = Offload::kNone;
-        if (!starts_on_host) apply(kSettings[stage < 3 ? stage % 2 : 5], &resumed.engine);
+        if (!starts_on_host) apply(kSettings[stage < 3 ? stage % 2 : 5], &resumed);
         std::vector<ToyResult> results(3);
         run_ranks(3, {}, [&](Rank& rank) {
           ToyTrainer trainer(resumed, rank);

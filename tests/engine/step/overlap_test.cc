@@ -10,6 +10,7 @@
 #include "forebay/engine.h"
 #include "forebay/memory_store.h"
 #include "forebay/stream_call.h"
+#include "runtime/engine/engine_hooks.h"
 #include "tests/support/local_world.h"
 
 namespace forebay::testing {
@@ -67,14 +68,16 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
     options.offload_fraction = settings.fraction;
     options.offload_auto = settings.automatic;
     options.host_threads = 1;
-    options.now = [&clock] { return clock.now(); };
-    options.before_host_update = [&](std::uint64_t count) {
+    internal::EngineHooks hooks;
+    options.hooks = &hooks;
+    hooks.now = [&clock] { return clock.now(); };
+    hooks.before_host_update = [&](std::uint64_t count) {
       clock.sleep(nanoseconds(times.host_update * static_cast<double>(count) / kSlice));
     };
     if (times.drive > 0) {
       options.tier = Tier::kFile;
       const auto rate = static_cast<std::uint64_t>(12 * kSlice / times.drive);
-      options.make_store = [&clock, rate](int) {
+      hooks.make_store = [&clock, rate](int) {
         return make_memory_store({.granule_bytes = 4096,
                                   .clock = &clock,
                                   .read_bytes_per_second = rate,

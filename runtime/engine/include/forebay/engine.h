@@ -41,7 +41,6 @@
 // Source: Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -56,10 +55,13 @@
 #include "forebay/communicator.h"
 #include "forebay/kernels.h"
 #include "forebay/plan.h"
-#include "forebay/store.h"
 #include "forebay/timeline.h"
 
 namespace forebay {
+
+namespace internal {
+struct EngineHooks;
+}
 
 using UnitId = int;  // Index in order of registration.
 
@@ -106,15 +108,9 @@ struct EngineOptions {
   // Tier kFile: where the files are; with several, states are striped over them. They have no name there.
   std::vector<std::string> offload_directories;
   std::uint64_t staging_bytes = 96u << 20;  // Tier kFile: host memory that states pass through, at most.
-  // Instead of files in offload_directories, for tests and drives of another kind: makes rank `rank`'s store.
-  std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
   // offload_fraction is chosen at commit: the part of the update that is offloaded and the part on the device
   // are measured, and it is such that both take as long; more is offloaded where the budget asks for it.
   bool offload_auto = false;
-  // Called by the thread that updates on the host, before each piece: for tests on a virtual clock, which let
-  // time pass in it. `now`: their clock; null is a steady one.
-  std::function<void(std::uint64_t count)> before_host_update;
-  std::function<std::chrono::nanoseconds()> now;
   Timeline* timeline = nullptr;  // Not owned; outlives the engine. Null: nothing is marked.
   int host_threads = 0;          // Of the update on the host; 0: as many as the machine has. Same bits.
   // Processors that these threads are kept to, as the kernel numbers them, one each; then host_threads is not
@@ -128,6 +124,7 @@ struct EngineOptions {
   // More "name, value" pairs that must be the same on every rank, of `grid` if there is one; commit() names
   // the first that differs.
   std::vector<std::pair<std::string, std::string>> agreement;
+  const internal::EngineHooks* hooks = nullptr;  // For tests.
 };
 
 struct GroupHyperparameters {

@@ -1,0 +1,24 @@
+// Hooks of the engine for its own tests: a drive of another kind, and time that passes as the test says.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "forebay/status.h"
+#include "forebay/store.h"
+
+namespace forebay::internal {
+
+// Each is used where it is set. The engine copies them when it is made.
+struct EngineHooks {
+  // Makes the store of rank `rank`, instead of files in EngineOptions::offload_directories.
+  std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
+  // The thread that updates on the host calls this before each piece of `count` elements.
+  std::function<void(std::uint64_t count)> before_host_update;
+  // The clock of measurements, instead of a steady one.
+  std::function<std::chrono::nanoseconds()> now;
+};
+
+}  // namespace forebay::internal
