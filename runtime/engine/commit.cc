@@ -41,24 +41,21 @@ std::string remedy(Pool pool, const PlanOptions& options) {
     case Pool::kActivations:
       return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations "
              "take less of it";
+    default:
+      return "";
   }
-  return "";
 }
 
-std::span<const std::byte> as_bytes_of(const void* data, std::size_t bytes) {
-  return {static_cast<const std::byte*>(data), bytes};
-}
+}  // namespace
 
-Status verdict_of(const std::function<void()>& what) {
+Status verdict_of(const std::function<void()>& work) {
   try {
-    what();
+    work();
     return {};
   } catch (const Error& error) {
     return error.status();
   }
 }
-
-}  // namespace
 
 PlanOptions Engine::Impl::plan_options() const {
   PlanOptions result;
@@ -187,15 +184,10 @@ std::uint64_t Engine::Impl::activation_room() {
   PlanOptions candidate = plan_options();
   Result<Plan> made = make_plan(model, candidate);
   agree(made.status());
-  const auto of_all_ranks = [&](std::uint64_t mine) {
-    std::vector<std::uint64_t> all(static_cast<std::size_t>(everyone().size()));
-    must(everyone().exchange(as_bytes_of(&mine, sizeof(mine)), std::as_writable_bytes(std::span(all))));
-    return all;
-  };
-  const std::vector<std::uint64_t> units = of_all_ranks(model.units.size());
-  candidate.deciding_units = *std::max_element(units.begin(), units.end());
+  const auto counts = exchange<std::uint64_t>(everyone(), model.units.size());
+  candidate.deciding_units = *std::max_element(counts.begin(), counts.end());
   made = make_plan(model, candidate);
-  const std::vector<std::uint64_t> rooms = of_all_ranks(made.value().activation_room(device_budget()));
+  const auto rooms = exchange(everyone(), made.value().activation_room(device_budget()));
   return *std::min_element(rooms.begin(), rooms.end());
 }
 
@@ -226,18 +218,15 @@ void Engine::Impl::connect() {
   }
   if (options.grid == nullptr && replicas() == 1) return;
   deciding = value_or_throw(everyone().split(0, part_number()));
-  const std::uint64_t mine = model.units.size();
-  std::vector<std::uint64_t> all(static_cast<std::size_t>(deciding->size()));
-  must(deciding->exchange(as_bytes_of(&mine, sizeof(mine)), std::as_writable_bytes(std::span(all))));
-  deciding_units = *std::max_element(all.begin(), all.end());
+  const auto counts = exchange<std::uint64_t>(*deciding, model.units.size());
+  deciding_units = *std::max_element(counts.begin(), counts.end());
   plan = value_or_throw(make_plan(model, plan_options()));
 }
 
 // Parts of a model measure for themselves, and then have one bucket size.
 std::uint64_t Engine::Impl::least_over_grid(std::uint64_t mine) {
   if (options.grid == nullptr) return mine;
-  std::vector<std::uint64_t> all(static_cast<std::size_t>(options.grid->size()));
-  must(options.grid->exchange(as_bytes_of(&mine, sizeof(mine)), std::as_writable_bytes(std::span(all))));
+  const auto all = exchange(*options.grid, mine);
   return *std::min_element(all.begin(), all.end());
 }
 
@@ -265,12 +254,14 @@ void Engine::Impl::commit() {
   try {
     allocate();
     place_units();
+    decision = std::make_unique<Decision>(*this);
+    updater = std::make_unique<Updater>(*this, *decision);
+    reducer = std::make_unique<Reducer>(*this, *updater);
+    gatherer = std::make_unique<Gatherer>(*this);
   } catch (const Error& error) {
     allocated = error.status();
   }
   agree(allocated);
-  residency = std::make_unique<Residency>(plan.slots);
-  slot_user.assign(plan.slots.slot_bytes.size(), -1);
   loss_scale = options.dtype == DataType::kFloat16 ? options.loss_scale.initial : 1.0;
   phase = Phase::kIdle;
 }

@@ -13,63 +13,27 @@ namespace forebay {
 
 Engine::Impl::Impl(Backend& backend_in, Kernels& kernels_in, Communicator& communicator_in,
                    EngineOptions options_in)
-    : backend(backend_in),
-      kernels(kernels_in),
-      communicator(communicator_in),
-      options(std::move(options_in)),
-      hooks(options.hooks != nullptr ? *options.hooks : internal::EngineHooks{}),
+    : StepContext(backend_in, kernels_in, communicator_in, std::move(options_in)),
       other_traffic(communicator_in.traffic()) {}
 
 Engine::Impl::~Impl() {
-  // Release paths do not fail: what the backend refuses is logged once, and leaked.
-  Status first;
-  const auto note = [&first](const Status& status) {
-    if (!status.ok() && first.ok()) first = status;
-  };
-  // What the trainer queued under a lease may still run, and touches memory that goes away here.
+  // Work that the trainer queued under a lease may still run, and touches memory that goes away here.
   for (const Unit& u : units) {
-    if (u.released.handle != nullptr) note(backend.event_synchronize(u.released));
+    if (Event(u.released).handle != nullptr) note(backend.event_synchronize(u.released));
   }
-  for (const Stream stream : {average_stream, update_stream, tier_stream, up_stream}) {
-    if (stream.handle == nullptr) continue;
-    note(backend.stream_synchronize(stream));
-    note(backend.stream_destroy(stream));
-  }
-  if (mover != nullptr) {
-    mover.reset();
-  } else if (fetch_stream.handle != nullptr) {
-    note(backend.stream_synchronize(fetch_stream));
-    note(backend.stream_destroy(fetch_stream));
-  }
-  if (engine_stream.handle != nullptr) {
-    note(backend.stream_synchronize(engine_stream));
-    if (arena != nullptr) note(arena->stream_retire(engine_stream));
-    note(backend.stream_destroy(engine_stream));
-  }
-  for (const Unit& u : units) {
-    for (const Event event : {u.released, u.parameters_ready, u.left, u.host_done, u.updated}) {
-      if (event.handle != nullptr) note(backend.event_destroy(event));
-    }
-  }
-  for (const Event event : {step_decided, updates_done, tier_done, bucket_reduced, bucket_averaged[0],
-                            bucket_averaged[1], averaged}) {
-    if (event.handle != nullptr) note(backend.event_destroy(event));
-  }
-  for (const auto* events : {&sum_ready, &sum_left}) {
-    for (const Event event : *events) {
-      if (event.handle != nullptr) note(backend.event_destroy(event));
-    }
-  }
-  for (const std::vector<Event>* events : {&slot_ready, &gradient_ready, &slot_fetched}) {
-    for (const Event event : *events) note(backend.event_destroy(event));
-  }
-  if (!first.ok() && phase != Phase::kFailed)
-    log(LogLevel::kWarning, "closing an engine: %s", first.message().c_str());
+  // Each part waits for its streams. The updater is first, because its host stream calls the reducer.
+  updater.reset();
+  reducer.reset();
+  gatherer.reset();
+  engine_stream.close(arena.get());
+  decision.reset();
+  units.clear();
+  if (!closing.ok() && phase != Phase::kFailed)
+    log(LogLevel::kWarning, "closing an engine: %s", closing.message().c_str());
 }
 
 Engine::Impl::OtherTraffic::OtherTraffic(Impl& impl) : impl_(impl) {
-  if (impl_.engine_stream.handle != nullptr)
-    impl_.must(impl_.backend.stream_synchronize(impl_.engine_stream));
+  if (impl_.engine_stream.is_open()) impl_.engine_stream.synchronize();
   before_ = impl_.traffic();
 }
 
@@ -103,15 +67,6 @@ void Engine::Impl::check_parameter(ParameterId id, const char* call) {
   }
   misuse(std::string(call) + " of parameter " + std::to_string(id.index) + " of unit " +
          std::to_string(id.unit) + ", which was not added; use what add_parameter() returned");
-}
-
-void Engine::Impl::must(const Status& status) {
-  if (status.ok()) return;
-  if (phase != Phase::kDescribe) {
-    phase = Phase::kFailed;
-    failure = status;
-  }
-  throw Error(status);
 }
 
 void Engine::Impl::expect(Phase wanted, const char* call) {
@@ -223,7 +178,7 @@ void Engine::step_begin() {
   impl.forward_count = 0;
   impl.micro_step = 0;
   impl.phase = Impl::Phase::kStep;
-  impl.prefetch(0);
+  impl.gatherer->prefetch(0);
 }
 
 void Engine::micro_step_begin(int index) {
@@ -253,9 +208,9 @@ Lease Engine::forward(UnitId unit, Stream stream) {
                 (impl.cursor < impl.unit_count() ? impl.shape(impl.cursor).name : std::string("none")) +
                 "; lease units in order of registration, and skip() those a micro-step does not use");
   }
-  impl.require(unit);
-  impl.wait_for_parameters(unit, stream);
-  impl.prefetch(unit + 1);
+  impl.gatherer->require(unit);
+  impl.gatherer->wait_for_parameters(unit, stream);
+  impl.gatherer->prefetch(unit + 1);
   for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
   ++impl.cursor;
   impl.lease_alive = true;
@@ -272,8 +227,8 @@ void Engine::skip(UnitId unit) {
   if (impl.unit(unit).stages != nullptr)
     impl.misuse("skip(" + impl.shape(unit).name + ") of a unit that other stages share; lease it");
   // Other ranks may use it: this one takes part in its collectives all the same.
-  impl.require(unit);
-  impl.prefetch(unit + 1);
+  impl.gatherer->require(unit);
+  impl.gatherer->prefetch(unit + 1);
   impl.unit(unit).skipped[impl.place_in_flight(impl.forward_count)] = true;
   ++impl.cursor;
 }
@@ -286,14 +241,14 @@ Lease Engine::backward(UnitId unit, Stream stream) {
   if (unit < 0 || unit >= impl.unit_count()) impl.misuse("backward() of a unit that was not added");
   impl.begin_backward_of(unit);
   if (impl.shape(unit).backward_reads_parameters) {
-    impl.require(unit);
-    impl.wait_for_parameters(unit, stream);
+    impl.gatherer->require(unit);
+    impl.gatherer->wait_for_parameters(unit, stream);
   }
-  if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.prefetch(unit - 1);
+  if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.gatherer->prefetch(unit - 1);
   // The gradient buffers it writes must be through with their last reduction.
   for (const int owner : units_read_by(impl.model, unit)) {
-    impl.must(impl.backend.stream_wait(stream, impl.reduced(owner)));
-    if (impl.unit(owner).away) impl.must(impl.backend.stream_wait(stream, impl.unit(owner).left));
+    impl.must(impl.backend.stream_wait(stream, impl.reducer->reduced(owner)));
+    impl.reducer->wait_for_copy_down(owner, stream);
   }
   impl.lease_alive = true;
   begin_span(impl.backend, impl.options.timeline, stream, "trainer");
@@ -351,12 +306,14 @@ EngineStatistics Engine::statistics() {
   result.planned_wire_per_step = impl.plan.wire_per_step;
   result.attempted_steps = impl.attempted_steps;
   result.applied_steps = impl.applied_steps;
-  result.gather_count = impl.gather_count;
   result.wire_speed = impl.wire_speed;
   if (impl.arena == nullptr) return result;
-  if (impl.phase != Impl::Phase::kFailed) {
-    impl.must(impl.backend.stream_synchronize(impl.engine_stream));
-    impl.settle_updates();
+  if (impl.gatherer != nullptr) {
+    result.gather_count = impl.gatherer->gather_count();
+    if (impl.phase != Impl::Phase::kFailed) {
+      impl.engine_stream.synchronize();
+      impl.settle_updates();
+    }
   }
   const Traffic traffic = impl.traffic();
   result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,

@@ -1,10 +1,14 @@
-// offload_auto: how much of the model is offloaded, from measurements.
+// Options that commit() measures: the bucket (bucket_auto) and the offloaded part (offload_auto).
 //
-// Offloaded units are updated on the host while those on the device are updated there. The step's end waits
-// for both, so the parts are such that both take as long: with d and h the times of an element on either
-// side, the part d / (d + h) is offloaded. More is, where the budget leaves no room for the rest.
+// Bucket: a collective over b bytes takes a latency and b over a bandwidth. Two sizes give both. The bucket
+// is such that the latency is a twentieth of the whole: larger ones gain little and take memory.
+//
+// Offload: offloaded units are updated on the host while the others are updated on the device. The step's end
+// waits for both, so both are to take as long: with d and h the times of an element on the device and on the
+// host, the part d / (d + h) is offloaded. More is offloaded where the budget leaves no room for the rest.
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -17,92 +21,170 @@
 namespace forebay {
 namespace {
 
+constexpr std::uint64_t kBucketBytesMin = 256u << 10;
+constexpr std::uint64_t kBucketBytesMax = 64u << 20;
+// Large enough for the bandwidth to show, small enough for a moment and for any device.
+constexpr std::uint64_t kLargeBytes = 4u << 20;
+constexpr double kTransfersPerLatency = 19;
+constexpr std::uint64_t kAlignment = 512;
 // Elements that are updated for a measurement: enough to be beyond caches, few enough for a moment.
 constexpr std::uint64_t kMeasuredCount = 4u << 20;
-constexpr int kRepetitions = 3;
 constexpr std::chrono::minutes kStoreDeadline{10};
+
+// Seconds of the fastest of `repetitions`, after one that is not counted. `work` returns its own duration.
+template <typename Work>
+double fastest(int repetitions, const Work& work) {
+  double best = 0;
+  for (int i = 0; i <= repetitions; ++i) {
+    const double seconds = std::chrono::duration<double>(work()).count();
+    if (i == 1 || (i > 1 && seconds < best)) best = seconds;
+  }
+  return best;
+}
 
 }  // namespace
 
-Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
-  // The fastest of a few, after one that is not counted.
-  const auto seconds_of = [&](const auto& work) {
-    double best = 0;
-    for (int i = 0; i <= kRepetitions; ++i) {
-      const std::chrono::nanoseconds begin = now();
-      work();
-      const double seconds = std::chrono::duration<double>(now() - begin).count();
-      if (i == 1 || (i > 1 && seconds < best)) best = seconds;
-    }
-    return best / static_cast<double>(count);
-  };
+// Device memory and a stream for measurements. It gives back all that it has taken.
+struct Engine::Impl::Probe {
+  explicit Probe(Impl& impl_in) : impl(impl_in), stream(impl_in) {}
+  // `bytes` of zeros.
+  void open(std::uint64_t bytes) {
+    stream.open();
+    memory = value_or_throw(impl.backend.alloc(bytes));
+    throw_if_error(impl.backend.fill_async(memory, 0, bytes, stream));
+    throw_if_error(impl.backend.stream_synchronize(stream));
+  }
+  ~Probe() {
+    stream.close();
+    if (memory != nullptr) static_cast<void>(impl.backend.free(memory));
+  }
+  Probe(const Probe&) = delete;
+  Probe& operator=(const Probe&) = delete;
 
+  Impl& impl;
+  EngineStream stream;
+  DevicePtr memory = nullptr;
+};
+
+// Seconds of a reduce-scatter of slices of `count` elements. `receive`: where the peers' bytes go.
+double Engine::Impl::measure_collective(const Probe& probe, std::uint64_t count, std::byte* receive,
+                                        float* target) {
+  constexpr int kRepetitions = 5;
+  return fastest(kRepetitions, [&] {
+    must(communicator.barrier());
+    const std::chrono::nanoseconds begin = now();
+    must(sharded().reduce_scatter({.source = probe.memory,
+                                   .source_stride_bytes = count * element(),
+                                   .count = count,
+                                   .type = options.dtype,
+                                   .receive = receive,
+                                   .target = target,
+                                   .first = true},
+                                  probe.stream));
+    probe.stream.synchronize();
+    must(communicator.status());
+    return now() - begin;
+  });
+}
+
+std::uint64_t Engine::Impl::choose_bucket_bytes() {
+  const std::uint64_t per_column = static_cast<std::uint64_t>(shards()) * element();
+  const std::uint64_t small = static_cast<std::uint64_t>(replicas()) * kLeafCount;
+  const std::uint64_t large = std::max<std::uint64_t>(kLargeBytes / per_column / small, 2) * small;
+  const std::uint64_t bucket = round_up(large * per_column, kAlignment);
+  const std::uint64_t received = round_up(sharded().staging_bytes(large, options.dtype), kAlignment);
+  Probe probe(*this);
+  agree(verdict_of([&] { probe.open(bucket + received + large * sizeof(float)); }));
+  std::byte* const receive = probe.memory + bucket;
+  auto* const target = reinterpret_cast<float*>(receive + received);
+  const double small_seconds = measure_collective(probe, small, receive, target);
+  const double large_seconds = measure_collective(probe, large, receive, target);
+  WireSpeed mine;
+  mine.bytes_per_second =
+      static_cast<double>((large - small) * per_column) / std::max(large_seconds - small_seconds, 1e-9);
+  mine.latency_seconds =
+      std::max(small_seconds - static_cast<double>(small * per_column) / mine.bytes_per_second, 0.0);
+  wire_speed = exchange(communicator, mine)[0];  // Rank 0's, so that every rank chooses the same.
+  const double wanted = kTransfersPerLatency * wire_speed.latency_seconds * wire_speed.bytes_per_second;
+  const auto bytes = static_cast<std::uint64_t>(
+      std::clamp(wanted, static_cast<double>(kBucketBytesMin), static_cast<double>(kBucketBytesMax)));
+  return std::min(std::bit_ceil(bytes), kBucketBytesMax);
+}
+
+// Seconds of one element: of `count` that are written to the store and read again.
+double Engine::Impl::measure_store(std::byte* host, std::uint64_t bytes) {
+  FileStoreOptions files;
+  files.directories = options.offload_directories;
+  const auto drive = value_or_throw(hooks.make_store ? hooks.make_store(rank()) : make_file_store(files));
+  const StoreRange range = value_or_throw(drive->create_range("measurement", bytes));
+  return measure([&] {
+    for (const bool reads : {false, true}) {
+      const StoreTicket ticket =
+          value_or_throw(reads ? drive->read(range, 0, host, bytes) : drive->write(range, 0, host, bytes));
+      throw_if_error(drive->wait(ticket, kStoreDeadline));
+    }
+  });
+}
+
+double Engine::Impl::measure(const std::function<void()>& work) const {
+  constexpr int kRepetitions = 3;
+  return fastest(kRepetitions, [&] {
+    const std::chrono::nanoseconds begin = now();
+    work();
+    return now() - begin;
+  });
+}
+
+Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   const std::uint64_t size = element();
   const std::uint64_t state_bytes = count * sizeof(float);
   const auto pool = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
   std::byte* const host = value_or_throw(pool->allocate(3 * state_bytes + count * size));
   std::memset(host, 0, 3 * state_bytes + count * size);
-  const DevicePtr device = value_or_throw(backend.alloc(3 * state_bytes + 2 * count * size));
-  const Stream stream = value_or_throw(backend.stream_create());
-  throw_if_error(backend.fill_async(device, 0, 3 * state_bytes + 2 * count * size, stream));
-  throw_if_error(backend.stream_synchronize(stream));
+  Probe probe(*this);
+  probe.open(3 * state_bytes + 2 * count * size);
 
-  AdamWArguments adamw = adamw_arguments();
-  adamw.gradient_type = options.dtype;
-  adamw.factor = 1;
-  adamw.c1 = adamw.s2 = 1;
-  adamw.count = count;
   const bool has_parameter = options.dtype != DataType::kFloat32;
   const auto with_memory = [&](std::byte* base) {
-    AdamWArguments given = adamw;
-    given.master = reinterpret_cast<float*>(base);
-    given.m = reinterpret_cast<float*>(base + state_bytes);
-    given.v = reinterpret_cast<float*>(base + 2 * state_bytes);
-    given.gradient = base + 3 * state_bytes;
-    return given;
+    AdamWArguments adamw = adamw_arguments(options);
+    adamw.gradient_type = options.dtype;
+    adamw.factor = adamw.c1 = adamw.s2 = 1;
+    adamw.count = count;
+    adamw.master = reinterpret_cast<float*>(base);
+    adamw.m = reinterpret_cast<float*>(base + state_bytes);
+    adamw.v = reinterpret_cast<float*>(base + 2 * state_bytes);
+    adamw.gradient = base + 3 * state_bytes;
+    return adamw;
   };
+  AdamWArguments on_device = with_memory(probe.memory);
+  if (has_parameter) on_device.parameter = probe.memory + 3 * state_bytes + count * size;
   UpdateTimes times;
-  AdamWArguments on_device = with_memory(device);
-  if (has_parameter) on_device.parameter = device + 3 * state_bytes + count * size;
-  times.device = seconds_of([&] {
-    throw_if_error(kernels.adamw(on_device, stream));
-    throw_if_error(backend.stream_synchronize(stream));
+  times.device = measure([&] {
+    throw_if_error(kernels.adamw(on_device, probe.stream));
+    throw_if_error(backend.stream_synchronize(probe.stream));
   });
-
-  const AdamWArguments on_host = with_memory(host);
+  HostAdamArguments on_host{};
+  on_host.update = with_memory(host);
+  if (has_parameter) on_host.update.parameter = host + 3 * state_bytes;
+  on_host.moments = {MomentFormat::kFloat32, on_host.update.m, on_host.update.v, nullptr, nullptr};
   const BlockRunner runner(options.host_threads);
-  const double update = seconds_of([&] {
-    if (hooks.before_host_update) hooks.before_host_update(count);
-    HostAdamArguments step{};
-    step.update = on_host;
-    step.update.parameter = has_parameter ? host + 3 * state_bytes : nullptr;
-    step.moments = {MomentFormat::kFloat32, on_host.m, on_host.v, nullptr, nullptr};
-    throw_if_error(host_adam(step, runner));
-  });
   // Moves are beside the update; the slowest of all counts.
-  const double up = options.offload == Offload::kOptimizerAndParameters ? 0 : seconds_of([&] {
-    throw_if_error(backend.copy_async(device, host, count * size, stream));
-    throw_if_error(backend.stream_synchronize(stream));
+  times.offloaded = measure([&] {
+    if (hooks.before_host_update) hooks.before_host_update(count);
+    throw_if_error(host_adam(on_host, runner));
   });
-  double file = 0;
-  if (options.tier == Tier::kFile) {
-    FileStoreOptions files;
-    files.directories = options.offload_directories;
-    const auto drive = value_or_throw(hooks.make_store ? hooks.make_store(rank()) : make_file_store(files));
-    const std::uint64_t range_bytes = 3 * state_bytes;
-    const StoreRange range = value_or_throw(drive->create_range("measurement", range_bytes));
-    file = seconds_of([&] {
-      for (const bool reads : {false, true}) {
-        const StoreTicket ticket = value_or_throw(reads ? drive->read(range, 0, host, range_bytes)
-                                                        : drive->write(range, 0, host, range_bytes));
-        throw_if_error(drive->wait(ticket, kStoreDeadline));
-      }
-    });
+  if (options.offload != Offload::kOptimizerAndParameters) {
+    times.offloaded =
+        std::max(times.offloaded, measure([&] {
+                   throw_if_error(backend.copy_async(probe.memory, host, count * size, probe.stream));
+                   throw_if_error(backend.stream_synchronize(probe.stream));
+                 }));
   }
-  times.offloaded = std::max({update, up, file});
-  throw_if_error(backend.stream_destroy(stream));
-  throw_if_error(backend.free(device));
+  if (options.tier == Tier::kFile)
+    times.offloaded = std::max(times.offloaded, measure_store(host, 3 * state_bytes));
   throw_if_error(pool->free(host, {}));
+  times.device /= static_cast<double>(count);
+  times.offloaded /= static_cast<double>(count);
   return times;
 }
 
@@ -114,22 +196,13 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
     total += place.trainable_count;
   }
   // All ranks at once, because they share the host when they work.
-  Status measured;
+  agree({});
   UpdateTimes times;
-  agree(measured);
-  try {
-    times = measure_update(std::min(largest, kMeasuredCount));
-  } catch (const Error& error) {
-    measured = error.status();
-  }
-  agree(measured);
-  std::vector<UpdateTimes> all(static_cast<std::size_t>(ranks()));
-  must(communicator.exchange(std::as_bytes(std::span(&times, 1)), std::as_writable_bytes(std::span(all))));
-  times = all[0];  // Rank 0's, so that every rank chooses the same.
+  agree(verdict_of([&] { times = measure_update(std::min(largest, kMeasuredCount)); }));
+  times = exchange(communicator, times)[0];  // Rank 0's, so that every rank chooses the same.
   const double both = times.device + times.offloaded;
   const double offloaded = both > 0 ? times.device / both : 1.0;
 
-  const std::uint64_t budget = device_budget();
   // To the nearest end of a unit.
   int count = 0;
   double on_device = 0;
@@ -143,18 +216,15 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
   PlanOptions candidate = plan_options();
   for (; count > 0; --count) {
     candidate.device_units = count;
-    if (value_or_throw(make_plan(model, candidate)).reserved_bytes <= budget) break;
+    if (value_or_throw(make_plan(model, candidate)).reserved_bytes <= device_budget()) break;
   }
   // The least of the ranks' budgets decides.
-  const double mine = count;
-  std::vector<double> counts(static_cast<std::size_t>(ranks()));
-  must(communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(counts))));
+  const auto counts = exchange<double>(communicator, count);
   count = static_cast<int>(*std::min_element(counts.begin(), counts.end()));
   if (rank() == 0) {
     log(LogLevel::kInfo,
         "offload auto: an element takes %.3f ns on the device and %.3f ns offloaded; %d of %d units stay on "
-        "the "
-        "device",
+        "the device",
         times.device * 1e9, times.offloaded * 1e9, count, unit_count());
   }
   return count;

@@ -35,23 +35,15 @@ const char* range_name(Role role) {
 
 void Engine::Impl::allocate() {
   create_arena();
-  engine_stream = value_or_throw(backend.stream_create());
-  average_stream = value_or_throw(backend.stream_create());
-  update_stream = value_or_throw(backend.stream_create());
-  bucket_reduced = value_or_throw(backend.event_create());
-  averaged = value_or_throw(backend.event_create());
-  for (Event& event : bucket_averaged) event = value_or_throw(backend.event_create());
-  updates_done = value_or_throw(backend.event_create());
-  step_decided = value_or_throw(backend.event_create());
+  engine_stream.open();
   for (const std::uint64_t bytes : plan.slots.slot_bytes) {
     arena_slots.push_back(
         value_or_throw(arena->slot_create(bytes, tags[static_cast<std::size_t>(Pool::kGathered)])));
-    slot_ready.push_back(value_or_throw(backend.event_create()));
   }
   for (const Pool pool :
        {Pool::kParameters, Pool::kGradients, Pool::kOptimizer, Pool::kBuckets, Pool::kActivations})
     take_pool(pool);
-  if (offloads()) prepare_offload();
+  if (plan.offloads()) prepare_offload();
 }
 
 void Engine::Impl::create_arena() {
@@ -90,40 +82,17 @@ void Engine::Impl::take_pool(Pool pool) {
   memory(pool) = {block, request.bytes};
 }
 
-// One block of zeros for the host's pool; the store; and the streams and threads of the updates.
+// One block of zeros for the host's pool, the store and its staging.
 void Engine::Impl::prepare_offload() {
   pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}));
   if (const std::uint64_t bytes = plan.bytes_in(Pool::kHost); bytes > 0) {
     memory(Pool::kHost) = {value_or_throw(pinned->allocate(bytes)), bytes};
     std::memset(memory(Pool::kHost).data(), 0, bytes);
   }
-  tier_stream = value_or_throw(backend.stream_create());
-  up_stream = value_or_throw(backend.stream_create());
-  tier_done = value_or_throw(backend.event_create());
-  host_runner = options.host_processors.empty()
-                    ? std::make_unique<BlockRunner>(options.host_threads)
-                    : value_or_throw(BlockRunner::create_on(options.host_processors));
-  transit_user.fill(-1);
-  if (adds_on_host()) {
-    for (Event& event : sum_ready) event = value_or_throw(backend.event_create());
-    for (Event& event : sum_left) event = value_or_throw(backend.event_create());
-  }
-  for (std::vector<HostUpdate>& updates : host_updates) {
-    updates.resize(plan.layouts.size());
-    for (std::size_t i = 0; i < updates.size(); ++i) {
-      updates[i].impl = this;
-      updates[i].unit = static_cast<int>(i);
-    }
-  }
-  if (options.tier == Tier::kFile) open_store();
-  if (!plan.offloads_parameters()) return;
-  if (options.tier == Tier::kPinned) {
-    fetch_stream = value_or_throw(backend.stream_create());
-  } else {
-    open_mover();
-  }
-  for (std::size_t i = 0; i < plan.slots.slot_bytes.size(); ++i)
-    slot_fetched.push_back(value_or_throw(backend.event_create()));
+  if (options.tier != Tier::kFile) return;
+  open_store();
+  pass_buffers = staging_buffers(Role::kPassBuffers, kPassBuffers);
+  if (plan.offloads_parameters()) mover_buffers = staging_buffers(Role::kMoverBuffers, kMoverBuffers);
 }
 
 void Engine::Impl::open_store() {
@@ -152,22 +121,13 @@ void Engine::Impl::open_store() {
                 "the store's granule of " + std::to_string(facts.granule_bytes) +
                     " bytes does not divide 64 KiB, which optimizer states need; use a smaller one");
   }
-  pass_buffers = value_or_throw(StagingBuffers::create(
-      *pinned,
-      {.buffer_bytes = plan.bytes_of(Role::kPassBuffers) / kPassBuffers, .buffer_count = kPassBuffers}));
-  throw_if_error(store->register_memory(pass_buffers->memory().data(), pass_buffers->memory().size()));
-  pass = std::make_unique<StorePass>(*store, *pass_buffers);
-  for (HostPass& host_pass : host_passes) host_pass.impl = this;
-  all_parts.impl = this;
 }
 
-void Engine::Impl::open_mover() {
-  mover_buffers = value_or_throw(StagingBuffers::create(
-      *pinned,
-      {.buffer_bytes = plan.bytes_of(Role::kMoverBuffers) / kMoverBuffers, .buffer_count = kMoverBuffers}));
-  mover = value_or_throw(Mover::create(backend, *store, *mover_buffers));
-  throw_if_error(store->register_memory(mover_buffers->memory().data(), mover_buffers->memory().size()));
-  fetch_stream = mover->stream();
+std::unique_ptr<StagingBuffers> Engine::Impl::staging_buffers(Role role, std::uint64_t count) {
+  auto buffers = value_or_throw(
+      StagingBuffers::create(*pinned, {.buffer_bytes = plan.bytes_of(role) / count, .buffer_count = count}));
+  throw_if_error(store->register_memory(buffers->memory().data(), buffers->memory().size()));
+  return buffers;
 }
 
 void Engine::Impl::place_units() {
@@ -175,8 +135,8 @@ void Engine::Impl::place_units() {
   for (int index = 0; index < unit_count(); ++index) describe_unit(index);
   for (const Placement& placement : plan.placements) place(placement);
   for (int index = 0; index < unit_count(); ++index) complete_unit(index);
-  for (const StorePassPart& each : pass_parts) all_parts.parts.push_back(&each);
-  make_host_record();
+  if (pinned == nullptr)
+    pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
   throw_if_error(backend.stream_synchronize(engine_stream));
 }
 
@@ -188,8 +148,8 @@ void Engine::Impl::describe_unit(int index) {
   }
   u.updated_count = plan.updated_count(index);
   u.updated_begin = options.stage == 0 ? 0 : static_cast<std::uint64_t>(shard()) * u.updated_count;
-  u.away = plan.is_offloaded(index);
-  u.parameters_away = u.away && plan.offloads_parameters();
+  u.offloaded = plan.is_offloaded(index);
+  u.parameters_offloaded = u.offloaded && plan.offloads_parameters();
   u.gradient_type = plan.gradient_type(index);
   note_segments(index);
   note_uncounted(index);
@@ -304,10 +264,10 @@ void Engine::Impl::place_of_unit(const Placement& placement, std::byte* address)
       u.host_gradients = address;
       return;
     case Role::kTrainableSlice:
-      u.trainable_away = place_away(placement, address);
+      u.trainable_slice = place_range(placement, address);
       return;
     case Role::kFrozenSlice:
-      u.frozen_away = place_away(placement, address);
+      u.frozen_slice = place_range(placement, address);
       return;
     default:
       place_state(placement, address);
@@ -318,7 +278,7 @@ void Engine::Impl::place_state(const Placement& placement, std::byte* address) {
   Unit& u = unit(placement.index);
   const auto field = static_cast<std::size_t>(placement.role) - static_cast<std::size_t>(Role::kMaster);
   if (placement.pool == Pool::kFiles) {
-    u.states[field] = place_away(placement, address);
+    u.states[field] = place_range(placement, address);
   } else {
     float** const states[] = {&u.master, &u.m, &u.v};
     *states[field] = reinterpret_cast<float*>(address);
@@ -326,15 +286,15 @@ void Engine::Impl::place_state(const Placement& placement, std::byte* address) {
 }
 
 // In host memory, or in a range of the store, which reads as zeros.
-Engine::Impl::Away Engine::Impl::place_away(const Placement& placement, std::byte* address) {
-  Away away;
-  away.host = address;
-  if (placement.pool != Pool::kFiles) return away;
-  away.range_bytes = round_up(placement.bytes, kPageBytes);
-  away.range = value_or_throw(store->create_range(
+OffloadedRange Engine::Impl::place_range(const Placement& placement, std::byte* address) {
+  OffloadedRange range;
+  range.host = address;
+  if (placement.pool != Pool::kFiles) return range;
+  range.range_bytes = round_up(placement.bytes, kPageBytes);
+  range.range = value_or_throw(store->create_range(
       std::to_string(placement.index) + " " + shape(placement.index).name + " " + range_name(placement.role),
-      away.range_bytes));
-  return away;
+      range.range_bytes));
+  return range;
 }
 
 // Addresses that follow from the placements: aliases of slots, and this rank's part of whole buffers.
@@ -343,7 +303,8 @@ void Engine::Impl::complete_unit(int index) {
   const UnitLayout& unit_layout = layout(index);
   const std::uint64_t updated_offset = u.updated_begin * element();
   if (options.stage >= 3) {
-    u.parameters = alias_of(parameter_slot(index), unit_layout.total_count() * element());
+    u.parameters = alias_of(plan.slots.parameter_slot[static_cast<std::size_t>(index)],
+                            unit_layout.total_count() * element());
     u.updated_parameters = u.parameter_shard;
   } else {
     u.updated_parameters = u.parameters + updated_offset;
@@ -355,37 +316,27 @@ void Engine::Impl::complete_unit(int index) {
   } else {
     u.gradients = alias_of(plan.slots.gradient_slot[static_cast<std::size_t>(index)],
                            unit_layout.trainable_count * element());
-    if (u.away) {
+    if (u.offloaded) {
       u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
     } else if (u.accumulator != nullptr) {
       u.gradient_shard = reinterpret_cast<std::byte*>(u.accumulator);
     }
     u.updated_gradients = u.gradient_shard;
   }
-  if (u.away) {
+  if (u.offloaded) {
     complete_offloaded_unit(index);
   } else if (options.dtype == DataType::kFloat32) {
     u.master = reinterpret_cast<float*>(u.updated_parameters);
   }
-  u.updated = value_or_throw(backend.event_create());
-  u.released = value_or_throw(backend.event_create());
-  u.parameters_ready = value_or_throw(backend.event_create());
-  gradient_ready.push_back(value_or_throw(backend.event_create()));
+  u.updated = EngineEvent(*this);
+  u.released = EngineEvent(*this);
 }
 
 void Engine::Impl::complete_offloaded_unit(int index) {
   Unit& u = unit(index);
-  const std::uint64_t slice = plan.slice_count(index);
-  u.host_average = {this, index};
-  for (std::uint64_t column = 0; adds_on_host() && column < slice; column += plan.bucket_columns) {
-    u.host_sums.push_back({this, reinterpret_cast<float*>(u.host_gradients) + column,
-                           std::min(plan.bucket_columns, slice - column)});
-  }
-  u.left = value_or_throw(backend.event_create());
-  u.host_done = value_or_throw(backend.event_create());
-  if (u.parameters_away && options.dtype == DataType::kFloat32) {
-    u.trainable_away = u.states[static_cast<std::size_t>(StateField::kMaster)];
-    u.trainable_away.host = reinterpret_cast<std::byte*>(u.master);
+  if (u.parameters_offloaded && options.dtype == DataType::kFloat32) {
+    u.trainable_slice = u.states[static_cast<std::size_t>(StateField::kMaster)];
+    u.trainable_slice.host = reinterpret_cast<std::byte*>(u.master);
   }
   if (options.tier == Tier::kFile) make_parts(u);
 }
@@ -398,42 +349,19 @@ DevicePtr Engine::Impl::alias_of(int slot, std::uint64_t bytes) {
 // The pieces in which a unit's states pass through host memory.
 void Engine::Impl::make_parts(Unit& u) {
   u.first_part = pass_parts.size();
-  const bool writes_parameters = u.parameters_away && options.dtype != DataType::kFloat32;
+  const bool writes_parameters = u.parameters_offloaded && options.dtype != DataType::kFloat32;
   for (std::uint64_t begin = 0; begin < u.updated_count; begin += plan.piece_count) {
     const bool last = u.updated_count - begin <= plan.piece_count;
     StorePassPart& part = pass_parts.emplace_back();
-    const auto add = [&](const Away& away, std::uint64_t size, bool read) {
+    const auto add = [&](const OffloadedRange& range, std::uint64_t size, bool read) {
       const std::uint64_t offset = begin * size;
-      const std::uint64_t bytes = last ? away.range_bytes - offset : plan.piece_count * size;
-      part.fields[part.field_count++] = {away.range, offset, bytes, read, true};
+      const std::uint64_t bytes = last ? range.range_bytes - offset : plan.piece_count * size;
+      part.fields[part.field_count++] = {range.range, offset, bytes, read, true};
     };
-    for (const Away& state : u.states) add(state, sizeof(float), true);
-    if (writes_parameters) add(u.trainable_away, element(), false);
+    for (const OffloadedRange& state : u.states) add(state, sizeof(float), true);
+    if (writes_parameters) add(u.trainable_slice, element(), false);
   }
   u.part_count = pass_parts.size() - u.first_part;
-}
-
-// The host's side of the decision about a step, and scratch for norms that are taken on the host.
-void Engine::Impl::make_host_record() {
-  if (pinned == nullptr)
-    pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
-  std::byte* const record = value_or_throw(
-      pinned->allocate(sizeof(StepControl) + sizeof(StepState) + units.size() * sizeof(double)));
-  uploaded = new (record) StepControl;
-  decided = new (record + sizeof(StepControl)) StepState;
-  host_norms = reinterpret_cast<double*>(record + sizeof(StepControl) + sizeof(StepState));
-  if (host_sum == nullptr) return;
-  std::uint64_t leaves = 0;
-  std::uint64_t most_uncounted = 0;
-  for (int index = 0; index < unit_count(); ++index) {
-    leaves = std::max(leaves, leaf_bytes(layout(index).trainable_slice(ranks())) / sizeof(double));
-    std::uint64_t uncounted = 0;
-    for (const auto& [begin, count] : unit(index).uncounted) uncounted += count;
-    most_uncounted = std::max(most_uncounted, uncounted);
-  }
-  norm_scratch.resize(leaves);
-  norm_aside.resize(most_uncounted);
-  rounded.resize(kRoundedCount * element());
 }
 
 }  // namespace forebay

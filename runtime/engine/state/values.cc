@@ -12,13 +12,6 @@
 
 namespace forebay {
 
-void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
-  auto* half = reinterpret_cast<std::uint16_t*>(target);
-  for (std::uint64_t i = 0; i < count; ++i) {
-    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(source[i]) : float_to_float16(source[i]);
-  }
-}
-
 namespace {
 
 // The most one rank sends at once on the control plane.
@@ -65,15 +58,9 @@ std::string hex_digest(const XXH3_state_t& state) {
 }  // namespace
 
 void Engine::Impl::settle_updates() {
-  must(backend.stream_synchronize(update_stream));
-  if (!offloads()) return;
-  must(backend.stream_synchronize(tier_stream));
-  must(backend.stream_synchronize(up_stream));
-  if (fetch_stream.handle != nullptr) must(backend.stream_synchronize(fetch_stream));
-  if (mover != nullptr) {
-    if (const Status status = mover->status(); !status.ok()) fail_tier(status);
-  }
-  if (tier_failed.load(std::memory_order_acquire)) must(tier_status());
+  updater->synchronize();
+  if (const Status status = gatherer->synchronize(); !status.ok()) updater->fail(status);
+  must(updater->failure());
 }
 
 void Engine::Impl::copy_in(DevicePtr target, const void* source, std::uint64_t bytes) {
@@ -98,11 +85,12 @@ void Engine::Impl::copy_out(void* target, const std::byte* source, std::uint64_t
   must(backend.stream_synchronize(engine_stream));
 }
 
-void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* target, std::uint64_t bytes) {
+void Engine::Impl::read_range(const OffloadedRange& range, std::uint64_t offset, void* target,
+                              std::uint64_t bytes) {
   if (bytes == 0) return;
   settle_updates();
-  if (away.host != nullptr) {
-    std::memcpy(target, away.host + offset, bytes);
+  if (range.host != nullptr) {
+    std::memcpy(target, range.host + offset, bytes);
     return;
   }
   const std::uint64_t granule = store->facts().granule_bytes;
@@ -110,9 +98,9 @@ void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* targe
   auto* at = static_cast<std::byte*>(target);
   for (const std::uint64_t end = offset + bytes; offset < end;) {
     const std::uint64_t begin = offset / granule * granule;
-    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), away.range_bytes});
+    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), range.range_bytes});
     piece.resize(stop - begin);
-    const StoreTicket ticket = value_or_throw(store->read(away.range, begin, piece.data(), piece.size()));
+    const StoreTicket ticket = value_or_throw(store->read(range.range, begin, piece.data(), piece.size()));
     must(store->wait(ticket, kStoreDeadline));
     const std::uint64_t count = std::min(end, stop) - offset;
     std::memcpy(at, piece.data() + (offset - begin), count);
@@ -121,27 +109,27 @@ void Engine::Impl::read_away(const Away& away, std::uint64_t offset, void* targe
   }
 }
 
-void Engine::Impl::write_away(const Away& away, std::uint64_t offset, const void* source,
-                              std::uint64_t bytes) {
+void Engine::Impl::write_range(const OffloadedRange& range, std::uint64_t offset, const void* source,
+                               std::uint64_t bytes) {
   if (bytes == 0) return;
   settle_updates();
-  if (away.host != nullptr) {
-    std::memcpy(away.host + offset, source, bytes);
+  if (range.host != nullptr) {
+    std::memcpy(range.host + offset, source, bytes);
     return;
   }
-  pass->drop();
+  updater->drop_read_ahead();
   const std::uint64_t granule = store->facts().granule_bytes;
   std::vector<std::byte> piece;
   const auto* at = static_cast<const std::byte*>(source);
   for (const std::uint64_t end = offset + bytes; offset < end;) {
     const std::uint64_t begin = offset / granule * granule;
-    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), away.range_bytes});
+    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), range.range_bytes});
     piece.resize(stop - begin);
     // What shares a granule with it stays as it is.
-    if (begin < offset || end < stop) read_away(away, begin, piece.data(), piece.size());
+    if (begin < offset || end < stop) read_range(range, begin, piece.data(), piece.size());
     const std::uint64_t count = std::min(end, stop) - offset;
     std::memcpy(piece.data() + (offset - begin), at, count);
-    const StoreTicket ticket = value_or_throw(store->write(away.range, begin, piece.data(), piece.size()));
+    const StoreTicket ticket = value_or_throw(store->write(range.range, begin, piece.data(), piece.size()));
     must(store->wait(ticket, kStoreDeadline));
     at += count;
     offset += count;
@@ -152,8 +140,8 @@ void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
                                std::span<const float> values) {
   const Unit& u = unit(index);
   if (u.part_count > 0) {
-    write_away(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
-               values.size_bytes());
+    write_range(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
+                values.size_bytes());
     return;
   }
   float* const states[] = {u.master, u.m, u.v};
@@ -164,8 +152,8 @@ void Engine::Impl::write_state(int index, StateField field, std::uint64_t begin,
 void Engine::Impl::read_state(int index, StateField field, std::uint64_t begin, std::span<float> values) {
   const Unit& u = unit(index);
   if (u.part_count > 0) {
-    read_away(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
-              values.size_bytes());
+    read_range(u.states[static_cast<std::size_t>(field)], begin * sizeof(float), values.data(),
+               values.size_bytes());
     return;
   }
   const float* const states[] = {u.master, u.m, u.v};
@@ -176,8 +164,8 @@ void Engine::Impl::read_state(int index, StateField field, std::uint64_t begin, 
 void Engine::Impl::write_slice(int index, bool frozen, std::uint64_t offset,
                                std::span<const std::byte> bytes) {
   const Unit& u = unit(index);
-  if (u.parameters_away) {
-    write_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
+  if (u.parameters_offloaded) {
+    write_range(frozen ? u.frozen_slice : u.trainable_slice, offset, bytes.data(), bytes.size());
     return;
   }
   const std::uint64_t section = frozen ? layout(index).trainable_slice(shards()) * element() : 0;
@@ -186,8 +174,8 @@ void Engine::Impl::write_slice(int index, bool frozen, std::uint64_t offset,
 
 void Engine::Impl::read_slice(int index, bool frozen, std::uint64_t offset, std::span<std::byte> bytes) {
   const Unit& u = unit(index);
-  if (u.parameters_away) {
-    read_away(frozen ? u.frozen_away : u.trainable_away, offset, bytes.data(), bytes.size());
+  if (u.parameters_offloaded) {
+    read_range(frozen ? u.frozen_slice : u.trainable_slice, offset, bytes.data(), bytes.size());
     return;
   }
   const std::uint64_t section = frozen ? layout(index).trainable_slice(shards()) * element() : 0;
@@ -271,7 +259,7 @@ void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) 
   const Part part = intersect(static_cast<std::uint64_t>(shard()) * slice, slice);
   const std::vector<std::byte> rounded = round_to(options.dtype, values.subspan(part.source, part.count));
   write_slice(id.unit, place.frozen, part.target * element(), rounded);
-  ++version;
+  gatherer->weights_changed();
 }
 
 void Engine::Impl::spill(const SpillOptions& states) {
@@ -310,7 +298,7 @@ void Engine::Impl::publish_parameters() {
   settle_updates();
   for (int index = 0; index < unit_count(); ++index) {
     Unit& u = unit(index);
-    if (u.away && u.updated_count > 0) {
+    if (u.offloaded && u.updated_count > 0) {
       std::vector<float> masters(u.updated_count);
       read_state(index, StateField::kMaster, 0, masters);
       const std::vector<std::byte> rounded = round_to(options.dtype, masters);
@@ -323,14 +311,11 @@ void Engine::Impl::publish_parameters() {
       CastArguments cast{u.master, u.updated_parameters, u.updated_count, DataType::kFloat32, options.dtype};
       must(kernels.cast(cast, engine_stream));
     }
-    if (options.stage == 1 || options.stage == 2) {
-      all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
-    }
-    must(backend.event_record(u.parameters_ready, engine_stream));
+    must(gatherer->publish(index, true));
   }
   must(backend.stream_synchronize(engine_stream));
   check_peers();
-  ++version;
+  gatherer->weights_changed();
 }
 
 void Engine::set_parameter(ParameterId parameter, std::span<const float> values) {
@@ -391,7 +376,7 @@ std::string Engine::digest() {
 
 std::string Engine::shard_digest() {
   Impl& impl = *impl_;
-  if (impl.units.empty()) impl.misuse("shard_digest() belongs after commit()");
+  if (impl.phase == Impl::Phase::kDescribe) impl.misuse("shard_digest() belongs after commit()");
   XXH3_state_t state;
   XXH3_128bits_reset(&state);
   std::vector<float> piece;

@@ -1,0 +1,80 @@
+#include "runtime/engine/step/context.h"
+
+namespace forebay {
+
+EngineEvent::EngineEvent(StepContext& context)
+    : context_(&context), event_(value_or_throw(context.backend.event_create())) {}
+
+EngineEvent::~EngineEvent() {
+  if (event_.handle != nullptr) context_->note(context_->backend.event_destroy(event_));
+}
+
+void EngineStream::close(Arena* arena) {
+  if (!owned_) return;
+  owned_ = false;
+  context_.note(context_.backend.stream_synchronize(stream_));
+  if (arena != nullptr) context_.note(arena->stream_retire(stream_));
+  context_.note(context_.backend.stream_destroy(std::exchange(stream_, {})));
+}
+
+void EngineStream::open() {
+  stream_ = value_or_throw(context_.backend.stream_create());
+  owned_ = true;
+}
+
+void EngineStream::wait(Event event) const {
+  context_.must(context_.backend.stream_wait(stream_, event));
+}
+
+void EngineStream::record(Event event) const {
+  context_.must(context_.backend.event_record(event, stream_));
+}
+
+void EngineStream::copy(void* target, const void* source, std::uint64_t bytes) const {
+  context_.must(context_.backend.copy_async(target, source, bytes, stream_));
+}
+
+void EngineStream::fill(DevicePtr target, std::uint8_t value, std::uint64_t bytes) const {
+  context_.must(context_.backend.fill_async(target, value, bytes, stream_));
+}
+
+void EngineStream::call(HostFunction function, void* argument) const {
+  context_.must(context_.backend.call_host(stream_, function, argument));
+}
+
+void EngineStream::synchronize() const {
+  context_.must(context_.backend.stream_synchronize(stream_));
+}
+
+StepContext::StepContext(Backend& backend_in, Kernels& kernels_in, Communicator& communicator_in,
+                         EngineOptions options_in)
+    : backend(backend_in),
+      kernels(kernels_in),
+      communicator(communicator_in),
+      options(std::move(options_in)),
+      hooks(options.hooks != nullptr ? *options.hooks : internal::EngineHooks{}) {}
+
+void StepContext::must(const Status& status) {
+  if (status.ok()) return;
+  if (phase != Phase::kDescribe) {
+    phase = Phase::kFailed;
+    failure = status;
+  }
+  throw Error(status);
+}
+
+void StepContext::note(const Status& status) {
+  if (!status.ok() && closing.ok()) closing = status;
+}
+
+void StepContext::all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes) {
+  if (slice_bytes == 0) return;
+  AllGatherArguments arguments;
+  arguments.source = own_slice;
+  arguments.target = base;
+  arguments.target_stride_bytes = slice_bytes;
+  arguments.bytes = slice_bytes;
+  must(sharded().all_gather(arguments, engine_stream));
+}
+
+}  // namespace forebay

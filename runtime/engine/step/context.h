@@ -1,0 +1,203 @@
+// The facts that the parts of a step share: the ranks, the model and its plan, where everything lies, and the
+// queue of collectives.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/engine.h"
+#include "forebay/error.h"
+#include "forebay/pinned_pool.h"
+#include "forebay/staging_buffers.h"
+#include "forebay/store_pass.h"
+#include "runtime/engine/engine_hooks.h"
+#include "runtime/engine/marked_span.h"
+#include "runtime/engine/plan/schedule.h"
+#include "runtime/engine/plan/step_control.h"
+#include "runtime/engine/step/handles.h"
+
+namespace forebay {
+
+// Optimizer states, in the order of the store's ranges and of saved state.
+enum class StateField : int { kMaster, kM, kV };
+inline constexpr int kStateFieldCount = 3;
+
+// Offloaded bytes: in pinned host memory, or in a range of the store.
+struct OffloadedRange {
+  std::byte* host = nullptr;  // Null: in the store.
+  StoreRange range;
+  std::uint64_t range_bytes = 0;
+};
+
+struct StepContext {
+  enum class Phase { kDescribe, kIdle, kStep, kForward, kBackward, kFailed };
+
+  // A run of elements of a unit's updated range that share a parameter group.
+  struct Segment {
+    std::uint64_t begin = 0;  // Elements from the start of the updated range.
+    std::uint64_t count = 0;
+    int group = 0;
+  };
+
+  // Where a unit lies on this rank. The updated range is the part of the trainable section that this rank
+  // updates: all of it at stage 0, its slice at the other stages.
+  struct Unit {
+    DevicePtr parameters =
+        nullptr;  // The whole unit: persistent below stage 3, an alias of a slot at stage 3.
+    DevicePtr parameter_shard = nullptr;  // Stage 3: trainable slice, then frozen slice.
+    DevicePtr gradients = nullptr;       // The whole trainable section: persistent, or an alias from stage 2.
+    DevicePtr gradient_shard = nullptr;  // This rank's reduced gradient g, in gradient_type.
+    DataType gradient_type = DataType::kFloat32;
+    float* accumulator = nullptr;            // K > 1 with shard: the fp32 sum over micro-steps.
+    DevicePtr updated_parameters = nullptr;  // The updated range in the engine's dtype.
+    DevicePtr updated_gradients = nullptr;   // The updated range of g, in gradient_type.
+    bool offloaded = false;                  // The optimizer states are offloaded.
+    bool parameters_offloaded = false;       // The parameter shard is offloaded too.
+    // In device memory or on the host; null on the file tier.
+    float* master = nullptr;
+    float* m = nullptr;
+    float* v = nullptr;
+    // Offloaded: the updated range of g on the host. Where parameters stay on the device, the update writes
+    // 2-byte parameters over it.
+    std::byte* host_gradients = nullptr;
+    std::array<OffloadedRange, kStateFieldCount> states;  // File tier.
+    OffloadedRange trainable_slice;                       // In fp32 it is the master.
+    OffloadedRange frozen_slice;
+    std::size_t first_part = 0;  // File tier: index in pass_parts.
+    std::size_t part_count = 0;
+    std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
+    std::uint64_t updated_count = 0;
+    std::vector<Segment> segments;
+    Communicator* stages = nullptr;  // The pipeline stages that share the unit; null: no others do.
+    // {begin, count} of runs of this rank's part of the norm that another rank counts.
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> uncounted;
+    std::vector<std::pair<std::uint64_t, std::uint64_t>>
+        gaps;              // {offset, count} of padding: trainable section.
+    EngineEvent released;  // The trainer's last use of the unit's parameters and gradients.
+    EngineEvent updated;   // The last update's parameters are where gathers and trainers look.
+    // The current step.
+    std::vector<bool> contributed;  // By parameter: its gradient buffer holds a contribution.
+    std::vector<bool> skipped;      // By micro-step in flight: this rank skipped the unit.
+    bool used = false;              // This rank used the unit in some micro-step.
+  };
+
+  StepContext(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
+
+  // Throws, and leaves a committed engine failed, unless `status` is ok.
+  void must(const Status& status);
+  // Giving back does not fail: keeps the first error for the log.
+  void note(const Status& status);
+  // One value of each rank. Collective. Errors: thrown, the engine is failed.
+  template <typename Value>
+  std::vector<Value> exchange(Communicator& ranks_in, const Value& mine) {
+    std::vector<Value> all(static_cast<std::size_t>(ranks_in.size()));
+    must(ranks_in.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+    return all;
+  }
+  // Queues the gather of a section from all shards' slices. Errors: thrown, the engine is failed.
+  void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
+  // Marks the work queued on `stream` while the result is alive as one span of the timeline, if there is one.
+  MarkedSpan marked(Stream stream, const char* track, const char* name, int unit_index) const {
+    return {backend, options.timeline, stream, track,
+            options.timeline == nullptr ? std::string() : name + (" " + shape(unit_index).name)};
+  }
+
+  int rank() const { return communicator.rank(); }
+  int ranks() const { return communicator.size(); }
+  // The slices of every unit, and the one that this rank keeps; every replica has the same.
+  int shards() const { return options.shard_within_group ? options.group : ranks(); }
+  int shard() const { return rank() % shards(); }
+  int replicas() const { return ranks() / shards(); }
+  int replica() const { return rank() / shards(); }
+  // Each slice is cut into as many parts as there are replicas, so there are as many parts as ranks. This is
+  // the number of this rank's part. The norm adds parts in this order; saved state is written in parts.
+  int part_number() const { return shard() * replicas() + replica(); }
+  // The ranks that share slices; all ranks of the model; the ranks that decide about a step.
+  Communicator& sharded() const { return grouped != nullptr ? *grouped : communicator; }
+  Communicator& everyone() const { return options.grid != nullptr ? *options.grid : communicator; }
+  Communicator& deciders() const { return deciding != nullptr ? *deciding : communicator; }
+
+  std::uint64_t element() const { return element_bytes(options.dtype); }
+  int unit_count() const { return static_cast<int>(model.units.size()); }
+  Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
+  const UnitLayout& layout(int index) const { return plan.layouts[static_cast<std::size_t>(index)]; }
+  const UnitShape& shape(int index) const { return model.units[static_cast<std::size_t>(index)]; }
+  std::uint64_t frozen_slice(int index) const { return layout(index).frozen_slice(shards()); }
+  // Doubles that each rank sends for a decision: of the deciding rank with the most units.
+  std::uint64_t norm_count() const { return plan.deciding_units(); }
+
+  // Constant after construction.
+  Backend& backend;
+  Kernels& kernels;
+  Communicator& communicator;  // The data-parallel ranks.
+  EngineOptions options;
+  internal::EngineHooks hooks;
+  Status closing;  // The first error of giving back.
+
+  // Constant after commit.
+  ModelShape model;
+  Plan plan;
+  std::unique_ptr<Communicator> grouped;   // Null without all-reduce groups.
+  std::unique_ptr<Communicator> deciding;  // Null: `communicator` decides.
+  std::uint64_t deciding_units = 0;        // The most units of a rank of the grid.
+  std::unique_ptr<PinnedPool> pinned;
+  std::unique_ptr<Store> store;  // File tier.
+  std::unique_ptr<StagingBuffers> pass_buffers;
+  std::unique_ptr<StagingBuffers> mover_buffers;
+  std::vector<Unit> units;
+  std::vector<StorePassPart> pass_parts;  // File tier: unit by unit.
+  // Device memory of the step.
+  std::byte* staging = nullptr;                        // One received bucket; the norms of all ranks.
+  std::array<float*, kBucketsInFlight> bucket_sums{};  // fp32 sums of buckets, or scratch of a norm.
+  std::byte* fused = nullptr;  // Slices of small units side by side, a row for each rank.
+  double* norms = nullptr;     // One per unit, of this rank's part; zeros after the last.
+  StepControl* control = nullptr;
+  std::array<DevicePtr, kTransitCount> transit{};  // Gradient slices or sums on their way to the host.
+  float* host_sum = nullptr;                       // On the host: the sum of one bucket.
+  // The engine's own work. The order of this queue is the order of collectives.
+  EngineStream engine_stream{*this};
+
+  // The state of training.
+  Phase phase = Phase::kDescribe;
+  Status failure;  // Why the engine is failed.
+  std::uint64_t attempted_steps = 0;
+  std::uint64_t applied_steps = 0;
+  double loss_scale = 1.0;
+  int growth_counter = 0;  // Applied steps since the scale last changed.
+};
+
+// A part of the step: the context, with short names for its most used members.
+class StepPart {
+ protected:
+  using Unit = StepContext::Unit;
+
+  explicit StepPart(StepContext& context)
+      : context_(context),
+        backend_(context.backend),
+        kernels_(context.kernels),
+        options_(context.options),
+        plan_(context.plan),
+        engine_stream_(context.engine_stream) {}
+
+  void must(const Status& status) const { context_.must(status); }
+  Unit& unit(int index) const { return context_.unit(index); }
+  const UnitLayout& layout(int index) const { return context_.layout(index); }
+  std::uint64_t element() const { return context_.element(); }
+  std::uint64_t trainable_slice(int index) const { return plan_.slice_count(index); }
+
+  StepContext& context_;
+  Backend& backend_;
+  Kernels& kernels_;
+  const EngineOptions& options_;
+  const Plan& plan_;
+  const EngineStream& engine_stream_;
+};
+
+}  // namespace forebay

@@ -1,0 +1,53 @@
+// The decision about a step: applied or skipped, the clipping factor and the next loss scale.
+//
+// Ranks exchange facts between hosts and norms between devices. Each device decides by itself from the same
+// norms. A rank votes for the decision before it acts on it: the commit point.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/engine/step/context.h"
+
+namespace forebay {
+
+class Reducer;
+class Updater;
+
+class Decision : private StepPart {
+ public:
+  explicit Decision(StepContext& context);
+
+  // Exchanges metrics, the wish to stop, the units in use and a fingerprint of values that must be the same.
+  // Returns the units that some rank used. Collective.
+  // Errors: kInvalidArgument naming a rank that was given other values; the engine is failed.
+  std::vector<bool> exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
+                             StepResult& result);
+  // Queues the gather of norms, the decision on the device and the vote.
+  // Order: after the reductions of the step and after the updates of the step before, which read its
+  // decision.
+  void queue(double clip, const Reducer& reducer, const Updater& updater);
+  // Waits for the decision. False: this rank may not act on it, because ranks failed.
+  [[nodiscard]] bool wait();
+  // Takes over the step's number, the loss scale and the norm.
+  void apply(StepResult& result);
+
+  // Recorded on the engine's stream: the decision has come to the host, too.
+  Event decided() const { return decided_event_; }
+  // Valid from decided() on.
+  const StepState& on_host() const { return *decided_; }
+  const StepState* on_device() const { return &context_.control->state; }
+
+ private:
+  void exchange_over_grid(const Hyperparameters& hyperparameters, StepResult& result);
+  void queue_control(double clip);
+  void vote();
+
+  StepControl* uploaded_ = nullptr;  // Pinned: the device's input for a step,
+  StepState* decided_ = nullptr;     // and its decision.
+  // Whether this rank may act on the decision. Written in the order of the engine's stream.
+  bool committed_ = false;
+  EngineEvent decided_event_;
+};
+
+}  // namespace forebay

@@ -1,0 +1,293 @@
+#include "runtime/engine/step/updater.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "forebay/check.h"
+#include "forebay/conversions.h"
+#include "forebay/host_adam.h"
+#include "runtime/engine/step/decision.h"
+
+namespace forebay {
+namespace {
+
+float fp32(double value) {
+  return static_cast<float>(value);
+}
+
+}  // namespace
+
+AdamWArguments adamw_arguments(const EngineOptions& options) {
+  AdamWArguments adamw{};
+  adamw.parameter_type = options.dtype;
+  adamw.beta1 = fp32(options.beta1);
+  adamw.beta2 = fp32(options.beta2);
+  adamw.eps = fp32(options.epsilon);
+  adamw.a1 = fp32(1.0 - options.beta1);
+  adamw.a2 = fp32(1.0 - options.beta2);
+  return adamw;
+}
+
+void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target) {
+  auto* half = reinterpret_cast<std::uint16_t*>(target);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    half[i] = type == DataType::kBfloat16 ? float_to_bfloat16(source[i]) : float_to_float16(source[i]);
+  }
+}
+
+Updater::Updater(StepContext& context, const Decision& decision)
+    : StepPart(context),
+      decision_(decision),
+      updated_on_host_(context.units.size()),
+      device_done_(context),
+      device_stream_(context),
+      host_stream_(context),
+      up_stream_(context) {
+  device_stream_.open();
+  if (!plan_.offloads()) return;
+  host_stream_.open();
+  up_stream_.open();
+  host_done_ = EngineEvent(context);
+  host_runner_ = context.options.host_processors.empty()
+                     ? std::make_unique<BlockRunner>(context.options.host_threads)
+                     : value_or_throw(BlockRunner::create_on(context.options.host_processors));
+  for (std::vector<HostUpdate>& updates : host_updates_) {
+    for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
+  }
+  for (std::size_t i = 0; i < updated_on_host_.size(); ++i) {
+    if (context.units[i].offloaded) updated_on_host_[i] = EngineEvent(context);
+  }
+  if (plan_.adds_on_host()) rounded_.resize(kRoundedCount * context.element());
+  if (context.pass_buffers == nullptr) return;
+  pass_ = std::make_unique<StorePass>(*context.store, *context.pass_buffers);
+  for (HostPass& pass : host_passes_) pass.updater = this;
+  all_parts_.updater = this;
+  for (const StorePassPart& part : context.pass_parts) all_parts_.parts.push_back(&part);
+}
+
+void Updater::begin(const std::vector<bool>& used) {
+  if (pass_ != nullptr) {
+    // Reading begins while the ranks agree.
+    HostPass& pass = host_passes_[context_.attempted_steps % 2];
+    pass.parts.clear();
+    for (std::size_t index = 0; index < used.size(); ++index) {
+      const Unit& u = context_.units[index];
+      if (!used[index]) continue;
+      for (std::size_t i = 0; i < u.part_count; ++i)
+        pass.parts.push_back(&context_.pass_parts[u.first_part + i]);
+    }
+    host_stream_.call<&HostPass::begin>(pass);
+  }
+  if (plan_.offloads()) host_stream_.wait(decision_.decided());
+  device_stream_.wait(decision_.decided());
+}
+
+void Updater::update(int index, const Hyperparameters& hyperparameters) {
+  const Unit& u = unit(index);
+  if (u.updated_count == 0) return;
+  if (u.offloaded) {
+    queue_host_update(index, hyperparameters);
+  } else {
+    update_on_device(index, hyperparameters);
+  }
+}
+
+void Updater::end() {
+  if (pass_ != nullptr) host_stream_.call<&HostPass::finish>(all_parts_);
+  device_stream_.record(device_done_);
+  if (plan_.offloads()) host_stream_.record(host_done_);
+}
+
+void Updater::HostPass::finish() {
+  const Status written = updater->pass_->finish();
+  if (!written.ok()) {
+    updater->fail(written);
+  } else {
+    updater->pass_->begin(parts);  // The next step most likely begins with them.
+  }
+}
+
+void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
+  const Unit& u = unit(index);
+  const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
+  ControlledAdamWArguments controlled{};
+  controlled.state = decision_.on_device();
+  AdamWArguments& adamw = controlled.update;
+  adamw = adamw_arguments(options_);
+  adamw.gradient_type = u.gradient_type;
+  for (const StepContext::Segment& segment : u.segments) {
+    const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
+    adamw.lr = fp32(group.lr);
+    adamw.weight_decay = fp32(group.weight_decay);
+    adamw.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
+    adamw.master = u.master + segment.begin;
+    adamw.m = u.m + segment.begin;
+    adamw.v = u.v + segment.begin;
+    adamw.parameter =
+        options_.dtype == DataType::kFloat32 ? nullptr : u.updated_parameters + segment.begin * element();
+    adamw.count = segment.count;
+    must(kernels_.adamw_controlled(controlled, device_stream_));
+  }
+  device_stream_.record(u.updated);
+}
+
+// The update on the host, and its parameters to the device.
+void Updater::queue_host_update(int index, const Hyperparameters& hyperparameters) {
+  const Unit& u = unit(index);
+  HostUpdate& update = host_updates_[context_.attempted_steps % 2][static_cast<std::size_t>(index)];
+  update.groups = hyperparameters.groups;
+  {
+    const MarkedSpan span = context_.marked(host_stream_, "host", "update", index);
+    host_stream_.call<&HostUpdate::run>(update);
+  }
+  if (u.parameters_offloaded) {
+    host_stream_.record(u.updated);
+    return;
+  }
+  const EngineEvent& updated = updated_on_host_[static_cast<std::size_t>(index)];
+  host_stream_.record(updated);
+  up_stream_.wait(updated);
+  const bool is_master = options_.dtype == DataType::kFloat32 && u.master != nullptr;
+  const void* const source =
+      is_master ? static_cast<const void*>(u.master) : static_cast<const void*>(u.host_gradients);
+  const MarkedSpan span = context_.marked(up_stream_, "parameters up", "up", index);
+  up_stream_.copy(u.updated_parameters, source, u.updated_count * element());
+  up_stream_.record(u.updated);
+}
+
+// Runs in the order of the host's stream, when the decision is on the host; calls nothing of the Backend.
+void Updater::update_on_host(const HostUpdate& update) {
+  if (failed_.load(std::memory_order_acquire)) return;
+  const Unit& u = unit(update.unit);
+  if (u.part_count > 0) {
+    if (const Status status = update_in_files(update); !status.ok()) fail(status);
+    return;
+  }
+  const DataType type = options_.dtype;
+  std::byte* parameters = nullptr;
+  if (type != DataType::kFloat32)
+    parameters = u.parameters_offloaded ? u.trainable_slice.host : u.host_gradients;
+  if (decision_.on_host().outcome == StepOutcome::kApplied) {
+    update_piece(update, {0, u.updated_count, u.master, u.m, u.v, parameters});
+  } else if (parameters != nullptr && !u.parameters_offloaded) {
+    // The parameters go up as they were.
+    round_parameters(type, u.master, u.updated_count, parameters);
+  }
+}
+
+// The same, piece by piece as they come from the store.
+Status Updater::update_in_files(const HostUpdate& update) {
+  const Unit& u = unit(update.unit);
+  const bool applied = decision_.on_host().outcome == StepOutcome::kApplied;
+  for (std::size_t i = 0; i < u.part_count; ++i) {
+    const Result<std::byte*> memory = pass_->next();
+    if (!memory.ok()) return memory.status();
+    update_stored_part(update, i, memory.value(), applied);
+    if (Status status = pass_->done(applied); !status.ok()) return status;
+  }
+  // The next gather reads the parameters that are being written. The next unit is being read meanwhile.
+  return u.parameters_offloaded ? pass_->finish() : Status();
+}
+
+void Updater::update_stored_part(const HostUpdate& update, std::size_t part_index, std::byte* memory,
+                                 bool applied) {
+  const Unit& u = unit(update.unit);
+  const StorePassPart& part = context_.pass_parts[u.first_part + part_index];
+  const auto field = [&](std::size_t index) { return memory + part.field_offset(index); };
+  Piece piece;
+  piece.begin = part_index * plan_.piece_count;
+  piece.count = std::min(plan_.piece_count, u.updated_count - piece.begin);
+  piece.master = reinterpret_cast<float*>(field(0));
+  piece.m = reinterpret_cast<float*>(field(1));
+  piece.v = reinterpret_cast<float*>(field(2));
+  // Parameters go up from here.
+  std::byte* const ready = u.host_gradients + piece.begin * element();
+  if (options_.dtype == DataType::kFloat32) {
+    if (applied) update_piece(update, piece);
+    if (!u.parameters_offloaded) std::memcpy(ready, piece.master, piece.count * sizeof(float));
+  } else if (applied) {
+    piece.parameters = u.parameters_offloaded ? field(kStateFieldCount) : ready;
+    update_piece(update, piece);
+  } else if (!u.parameters_offloaded) {
+    round_parameters(options_.dtype, piece.master, piece.count, ready);
+  }
+}
+
+void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
+  if (context_.hooks.before_host_update) context_.hooks.before_host_update(piece.count);
+  const Unit& u = unit(update.unit);
+  const StepState& decided = decision_.on_host();
+  AdamWArguments adamw = adamw_arguments(options_);
+  adamw.gradient_type = u.gradient_type;
+  adamw.factor = decided.factor;
+  adamw.c1 = decided.c1;
+  adamw.s2 = decided.s2;
+  const bool over_gradients =
+      piece.parameters != nullptr && !u.parameters_offloaded && element_bytes(u.gradient_type) != element();
+  for (const StepContext::Segment& segment : u.segments) {
+    const std::uint64_t first = std::max(piece.begin, segment.begin);
+    const std::uint64_t end = std::min(piece.begin + piece.count, segment.begin + segment.count);
+    if (first >= end) continue;
+    const std::uint64_t at = first - piece.begin;
+    const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
+    adamw.lr = fp32(group.lr);
+    adamw.weight_decay = fp32(group.weight_decay);
+    adamw.gradient = u.host_gradients + first * element_bytes(u.gradient_type);
+    adamw.master = piece.master + at;
+    adamw.parameter = piece.parameters == nullptr ? nullptr : piece.parameters + at * element();
+    adamw.count = end - first;
+    if (over_gradients) {
+      update_over_gradients(adamw, piece.m + at, piece.v + at);
+    } else {
+      run_adamw(adamw, piece.m + at, piece.v + at);
+    }
+  }
+}
+
+// The parameters go where gradients of twice their size lie, over gradients that have been used.
+void Updater::update_over_gradients(const AdamWArguments& adamw, float* m, float* v) {
+  for (std::uint64_t done = 0; done < adamw.count; done += kRoundedCount) {
+    AdamWArguments some = adamw;
+    some.gradient = static_cast<const float*>(adamw.gradient) + done;
+    some.master = adamw.master + done;
+    some.parameter = rounded_.data();
+    some.count = std::min(kRoundedCount, adamw.count - done);
+    run_adamw(some, m + done, v + done);
+    std::memcpy(static_cast<std::byte*>(adamw.parameter) + done * element(), rounded_.data(),
+                some.count * element());
+  }
+}
+
+void Updater::run_adamw(const AdamWArguments& adamw, float* m, float* v) const {
+  HostAdamArguments step{};
+  step.update = adamw;
+  step.moments = {MomentFormat::kFloat32, m, v, nullptr, nullptr};
+  const Status status = host_adam(step, *host_runner_);
+  FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+}
+
+void Updater::wait_for_step(const EngineStream& stream) const {
+  stream.wait(device_done_);
+  if (plan_.offloads()) stream.wait(host_done_);
+}
+
+void Updater::synchronize() const {
+  device_stream_.synchronize();
+  if (!plan_.offloads()) return;
+  host_stream_.synchronize();
+  up_stream_.synchronize();
+}
+
+void Updater::fail(const Status& status) {
+  const std::lock_guard lock(mutex_);
+  if (failure_.ok()) failure_ = status.with_context("the offloaded states failed");
+  failed_.store(true, std::memory_order_release);
+}
+
+Status Updater::failure() const {
+  if (!failed_.load(std::memory_order_acquire)) return Status();
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+}  // namespace forebay

@@ -1,0 +1,114 @@
+// The update of a step: on the device, or on the host for offloaded units, in memory or piece by piece from
+// files.
+//
+// The host's queue takes gradients down and updates units, in this order within every step. Parameters that
+// stay on the device come up in a queue of their own, beside the next unit's update.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "forebay/block_runner.h"
+#include "runtime/engine/step/context.h"
+
+namespace forebay {
+
+class Decision;
+
+// AdamW with the engine's constants; the rest is to be filled in.
+AdamWArguments adamw_arguments(const EngineOptions& options);
+
+// `count` values rounded to `type`, a 2-byte one.
+void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
+
+class Updater : private StepPart {
+ public:
+  Updater(StepContext& context, const Decision& decision);
+
+  // Queues the updates of a step: begin(), update() of each used unit in order, end(). They run when the
+  // decision is known.
+  // Order: Unit::updated is recorded when the unit's new parameters are in place.
+  void begin(const std::vector<bool>& used);
+  void update(int unit, const Hyperparameters& hyperparameters);
+  void end();
+
+  // Makes `stream` wait for all updates of the last step.
+  void wait_for_step(const EngineStream& stream) const;
+  // The host waits for all queued updates, or for those on the device.
+  void synchronize() const;
+  void synchronize_device() const { device_stream_.synchronize(); }
+
+  // The first failure keeps the others out. Threads: any.
+  void fail(const Status& status);
+  Status failure() const;
+
+  // Forgets states read ahead, because the caller changes them. Requires: synchronize(), files.
+  void drop_read_ahead() { pass_->drop(); }
+
+  // Offloaded units only.
+  const EngineStream& host_stream() const { return host_stream_; }
+  const BlockRunner& host_runner() const { return *host_runner_; }
+
+ private:
+  // One unit's update on the host. Two sets, because a step may be queued while updates of the step before
+  // still run.
+  struct HostUpdate {
+    Updater* updater = nullptr;
+    int unit = 0;
+    std::vector<GroupHyperparameters> groups;
+    void run() { updater->update_on_host(*this); }
+  };
+  // File tier: the parts of a step's pass.
+  struct HostPass {
+    Updater* updater = nullptr;
+    std::vector<const StorePassPart*> parts;
+    void begin() { updater->pass_->begin(parts); }
+    void finish();
+  };
+  // The elements of a unit that are updated together; the addresses are of the first.
+  struct Piece {
+    std::uint64_t begin = 0;  // From the start of the updated range.
+    std::uint64_t count = 0;
+    float* master = nullptr;
+    float* m = nullptr;
+    float* v = nullptr;
+    std::byte* parameters = nullptr;  // Null in fp32.
+  };
+
+  void update_on_device(int unit, const Hyperparameters& hyperparameters);
+  void queue_host_update(int unit, const Hyperparameters& hyperparameters);
+  void update_on_host(const HostUpdate& update);
+  Status update_in_files(const HostUpdate& update);
+  void update_stored_part(const HostUpdate& update, std::size_t part, std::byte* memory, bool applied);
+  void update_piece(const HostUpdate& update, const Piece& piece);
+  void update_over_gradients(const AdamWArguments& adamw, float* m, float* v);
+  void run_adamw(const AdamWArguments& adamw, float* m, float* v) const;
+
+  const Decision& decision_;
+
+  // File tier. The pass belongs to the host's stream while anything is queued there.
+  std::unique_ptr<StorePass> pass_;
+  std::array<HostPass, 2> host_passes_;
+  HostPass all_parts_;
+
+  std::unique_ptr<BlockRunner> host_runner_;
+  std::array<std::vector<HostUpdate>, 2> host_updates_;
+  std::vector<std::byte> rounded_;  // 2-byte parameters of a few elements, before their place is free.
+
+  mutable std::mutex mutex_;
+  Status failure_;  // Guarded by mutex_.
+  std::atomic<bool> failed_{false};
+
+  std::vector<EngineEvent> updated_on_host_;  // By unit, the offloaded ones.
+  EngineEvent device_done_;                   // The last update of a step on the device,
+  EngineEvent host_done_;                     // and on the host.
+  EngineStream device_stream_;  // Of its own, so that the next step's first gathers pass the updates.
+  EngineStream host_stream_;
+  EngineStream up_stream_;
+};
+
+}  // namespace forebay
