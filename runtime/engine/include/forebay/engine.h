@@ -2,8 +2,8 @@
 //
 // The trainer describes its model (add_unit, add_parameter), reads the plan, commits, gives initial values,
 // and then per step leases each unit forward and backward; the engine gathers, reduces, clips, checks and
-// updates. Whatever the stage, the bucket size or the overlap, the resulting bits are the same at a given
-// number of ranks.
+// updates. At a given number of ranks, the result is bit for bit the same for every ZeRO stage, bucket size
+// and overlap.
 //
 //   engine.step_begin();
 //   for each micro-step i: engine.micro_step_begin(i);
@@ -11,30 +11,30 @@
 //     for each unit u, last first: { Lease w = engine.backward(u, stream); ... write w.gradient(p) ... }
 //   StepResult result = engine.step(hyperparameters);
 //
-// What the trainer's compute does, it queues on `stream` before the lease ends: kernels, or closures through
-// call_on() (stream_call.h). The engine averages gradients over ranks and micro-steps; the trainer does not
-// divide. samples/01-first-trainer is a whole trainer on one page.
+// The trainer queues its compute on `stream` before the lease ends: kernels, or closures through call_on()
+// (stream_call.h). The engine averages gradients over ranks and micro-steps; the trainer does not divide.
+// samples/01-first-trainer is a whole trainer on one page.
 //
-// Order: units execute in the order of registration; skip(unit) says that this rank does not use one in this
-// micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+// Order: units execute in the order of registration; skip(unit) says that this rank does not use a unit in
+// this micro-step. At most one Lease is alive at a time. All ranks call in the same order.
 //
-// Pipeline parallelism: each stage of the pipeline has an engine of its own, for its units, over the ranks
-// that are data-parallel in that stage. With EngineOptions::forwards_ahead = a, a forward passes come before
-// the first backward pass; from then on a forward and a backward pass take turns, until the forward passes
-// are through (one-forward-one-backward). Backward passes come in the order of micro-steps:
+// Pipeline parallelism: each pipeline stage has an engine of its own, for its units, over the ranks that are
+// data-parallel in that stage. With EngineOptions::forwards_ahead = a, a forward passes come before the first
+// backward pass; from then on forward and backward passes take turns until the forward passes end
+// (one-forward-one-backward). Backward passes come in the order of micro-steps:
 //
 //   forwards_ahead = 1, 3 micro-steps:  forward 0, forward 1, backward 0, forward 2, backward 1, backward 2
 //
 // Streams: forward and backward make `stream` wait for the gather; the host does not wait. step() queues
-// everything, the update too, before it waits to learn the norm and whether the step was applied; it does not
-// wait for the update. What it is given (a metric, say) it reads at once: wait for the stream that computes
-// it first.
+// the whole step, with its update, and then waits for the norm and the decision, not for the update. It reads
+// its arguments at once: if a stream computes the metric, wait for that stream first.
 //
 // Errors: thrown as Error. A call out of turn or out of range changes nothing and the engine goes on. After a
 // failure of a peer, a stream or the device the engine is failed, and every later call says so.
 //
-// Lifetime: the backend, kernels and communicator outlive the engine, and the engine its leases. Its end
-// waits for what was queued under leases, so the trainer's streams outlive it too or are drained before.
+// Lifetime: the backend, kernels and communicator outlive the engine, and the engine outlives its leases. Its
+// destructor waits for work queued under leases, so the trainer's streams outlive the engine or are drained
+// before.
 //
 // Threads: one thread drives an Engine.
 //
@@ -132,76 +132,84 @@ struct GroupHyperparameters {
   double weight_decay = 0.0;
 };
 
+// The arguments of one step. Learning rates, weight decay and clip are the same on every rank.
 struct Hyperparameters {
   std::vector<GroupHyperparameters> groups;  // By parameter group: one for each that the model uses.
   double clip = 0.0;                         // Largest global gradient norm; 0: no clipping.
-  double metric = 0.0;  // This rank's value (its loss, say); summed over ranks in StepResult.
-  bool stop = false;    // This rank wants to end after this step; told to all in StepResult.
+  double metric = 0.0;  // This rank's value, for example its loss. StepResult has the sum over ranks.
+  bool stop = false;    // This rank wants to end after this step. StepResult tells all ranks.
 };
 
+// The same on every rank.
 struct StepResult {
-  bool skipped = false;             // A gradient was not finite; nothing changed but the loss scale.
+  bool skipped = false;             // A gradient was not finite: only the loss scale changed.
   std::optional<double> grad_norm;  // Global, unscaled, before clipping; none when skipped.
-  double loss_scale = 1.0;          // What this step used.
-  double metric_sum = 0.0;  // Hyperparameters::metric over ranks, added in rank order (or the grid's).
-  bool stop = false;        // Some rank asked to stop; the same on every rank.
+  double loss_scale = 1.0;          // The scale that this step used.
+  double metric_sum = 0.0;          // Hyperparameters::metric, added in the order of ranks (or the grid's).
+  bool stop = false;                // Some rank asked to stop.
 };
 
-// What a collective takes: the latency, and as long as its bytes (all ranks' slices) take at this bandwidth.
+// A collective takes the latency, and then its bytes (the slices of all ranks) at the bandwidth.
 struct WireSpeed {
   double latency_seconds = 0;
   double bytes_per_second = 0;  // 0: not measured.
 };
 
 struct EngineStatistics {
-  WireSpeed wire_speed;  // bucket_auto: rank 0's.
+  WireSpeed wire_speed;  // bucket_auto: measured by rank 0.
   PoolBytes peak;        // Live bytes, by pool.
   PoolBytes planned;
-  std::uint64_t host_bytes = 0;  // Page-locked for what is offloaded.
+  std::uint64_t host_bytes = 0;  // Pinned memory of offloaded states.
   std::uint64_t planned_host_bytes = 0;
   std::uint64_t file_bytes = 0;  // In the store.
   std::uint64_t planned_file_bytes = 0;
-  std::uint64_t file_read_bytes = 0;  // So far; padding of ranges included.
+  std::uint64_t file_read_bytes = 0;  // So far, with the padding of ranges.
   std::uint64_t file_written_bytes = 0;
   std::string store_description;  // Tier kFile: engine, directories, block size and depth.
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
   WireBytes planned_wire_per_step;
-  WireBytes traffic;  // Payload of all steps so far; saving, digests and the like left out.
+  WireBytes traffic;  // Payload of all steps so far, without saving, digests and the like.
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   std::uint64_t gather_count = 0;  // Units gathered (stage 3).
 };
 
-// What spill() takes from the device. Gathered units (two, at stage 3) stay.
+// The states that spill() takes from the device. The two gathered units of stage 3 stay.
 struct SpillOptions {
   bool parameters = true;
-  bool gradients = true;  // Between steps there are none to keep; their memory goes.
+  bool gradients = true;  // There are none between steps; only their memory goes.
   bool optimizer = true;
-  bool workspace = true;  // Buckets and the trainer's activations, whose contents are lost.
+  bool workspace = true;  // Buckets and the trainer's activations. Their contents are lost.
 };
 
 class Engine;
 
-// The right to read a gathered unit, and in the backward pass to write its gradients. Move-only; ends with
-// its scope, in stream order.
+// The right to read a gathered unit, and in the backward pass to write its gradients. A lease ends with its
+// scope, in stream order: compute queued on the stream before the end may use the addresses.
+//
+// Threads: the thread that drives the engine.
+// Errors:  kInvalidArgument, thrown, for an index that the unit does not have and for a lease that was moved
+//          from. The engine goes on. The destructor does not throw; the engine's next call does.
 class Lease {
  public:
   Lease(Lease&& other) noexcept;
   Lease& operator=(Lease&& other) noexcept;
   ~Lease();
 
-  // The unit's `index`-th parameter, in the engine's dtype; past its own come the tied ones. The address is
-  // the same for the engine's life. Not for a unit whose backward does not read parameters, in backward.
+  // The unit's `index`-th parameter, in the engine's dtype. Tied parameters follow the unit's own. The
+  // address is the same for the engine's life. Requires: in the backward pass, a unit that was added with
+  // backward_reads_parameters.
   DevicePtr parameter(int index) const;
 
-  // Backward only: where to write the gradient of `index`. `*accumulate` says how: false "=", true "+=" (in
-  // the engine's dtype). A trainable parameter whose gradient is not asked for counts as zero. Null for a
-  // frozen one.
+  // The address for the gradient of `index`, in the engine's dtype; null for a frozen parameter. A trainable
+  // parameter whose gradient nobody asks for has the gradient zero.
+  // Requires: the backward pass. `accumulate` is not null.
+  // Order:    `*accumulate` says how to write: false "=", true "+=". Write before the lease ends.
   DevicePtr gradient(int index, bool* accumulate);
 
-  // Backward only, optional: this gradient is complete in stream order. Any order; ending the lease completes
-  // all.
+  // Optional: says that this gradient is complete in stream order. The end of the lease completes all.
+  // Requires: the backward pass.
   void grad_ready(int index);
 
  private:
@@ -216,101 +224,136 @@ class Lease {
 
 class Engine {
  public:
+  // Takes no device memory yet.
   // Requires: all three outlive the engine; `kernels` and `communicator` run on `backend`.
   Engine(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
+  // Waits for all queued work, then gives everything back. Does not fail: the first error is logged.
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // --- describe, before commit ---
+  // --- describe, before commit() ---
+
+  // Adds the parameters that are gathered together, usually one transformer block. Units execute in the order
+  // of these calls. `backward_reads_parameters`: false saves a gather, for example of an embedding.
   UnitId add_unit(const std::string& name, bool backward_reads_parameters = true);
-  // `replicated`: the tensor-parallel ranks all have it, with the same gradient (EngineOptions::grid).
+  // `group`: index into Hyperparameters::groups. `frozen`: neither reduced nor updated. `replicated`: all
+  // tensor-parallel ranks have it, with the same gradient (EngineOptions::grid).
+  // Requires: `name` is unique in the model; it is the name in saved state.
   ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
                             bool frozen = false, bool replicated = false);
-  // `unit` uses `parameter` of an earlier unit too: its index in leases of `unit` is returned.
+  // `unit` uses `parameter` of an earlier unit too. Returns its index in leases of `unit`.
   int tie(UnitId unit, ParameterId parameter);
-  // The ranks of `stages` all have `unit`, of the same parameters with the same values, in their models: the
-  // embedding that a pipeline's first stage reads and its last one multiplies by, say. Its gradient is the
-  // sum of theirs, added in the order of these ranks once a step, so their copies stay the same; the first of
-  // them counts it in the norm. It cannot be skipped and stays on the device, as do the units before it.
-  // `stages`: as many ranks as have the same data-parallel rank; used by nobody else; outlives the engine.
+  // The ranks of `stages` all have `unit`, with the same parameters and values: for example the embedding
+  // that the first pipeline stage reads and the last one multiplies by. Its gradient is the sum of theirs,
+  // added once a step in the order of these ranks, so the copies stay the same. The first of them counts it
+  // in the norm. The unit and those before it stay on the device, and no rank may skip it. Requires:
+  // EngineOptions::grid. `stages` has as many ranks as have the same data-parallel rank, is used by
+  //           nobody else and outlives the engine.
   void share(UnitId unit, Communicator& stages);
-  // Bytes the trainer will use of activations(): declared so that the plan is whole.
+  // Declares the bytes of activations(), so that the plan is whole.
   void declare_activations(std::uint64_t bytes);
 
-  // The most that declare_activations() may be given once all units are there: what the budgets leave beside
-  // the rest of the plan, the least of all ranks'. With bucket_auto the bucket is taken to be bucket_bytes,
-  // and with offload_auto as much offloaded as may be. Collective.
+  // The most that declare_activations() may be given: the room that the budget leaves beside the rest of the
+  // plan, the least of all ranks. With bucket_auto the bucket is taken to be bucket_bytes; with offload_auto
+  // as much is taken to be offloaded as possible.
+  // Order:  after all units are added, before commit(). Collective.
+  // Errors: those of make_plan().
   std::uint64_t activation_room();
 
   const ModelShape& model() const;
-  // Works before commit and allocates nothing.
+  // The bytes of every pool and wire. Before commit() it is made from the present description and options;
+  // nothing is allocated. Errors: those of make_plan().
   Plan plan() const;
-  // Compares plan and agreement over the ranks, checks the budget, allocates everything. Collective.
-  // Errors: kOutOfMemory naming the largest pool and the options that change it; kInvalidArgument naming what
-  // differs between which ranks.
+  // Compares the plan and EngineOptions::agreement over the ranks, checks the budget and allocates
+  // everything. Parameters are zero afterwards.
+  // Order:  once. Collective.
+  // Errors: kOutOfMemory naming the largest pool and the options that change it; kInvalidArgument naming the
+  //         difference and its ranks. All ranks throw.
   void commit();
 
-  // --- values; full parameters in fp32, the same on every rank; zero until set ---
+  // --- values, between steps: full parameters in fp32 ---
+
+  // Requires: `values` has the parameter's count, and every rank gives the same values; step() checks this.
   void set_parameter(ParameterId parameter, std::span<const float> values);
-  // The fp32 master weights (a frozen parameter's value widened). Collective.
+  // The fp32 master weights; a frozen parameter's value is widened. Order: collective.
   std::vector<float> get_parameter(ParameterId parameter);
-  // Visits the masters of all parameters in order of registration. Collective; holds one unit in host memory.
+  // Visits the masters of all parameters in order of registration, with one unit at a time in host memory.
+  // Order: collective.
   void visit_parameters(const std::function<void(const ParameterShape&, std::span<const float>)>& visitor);
-  // XXH3-128 over the fp32 masters in order of registration, padding left out, as 32 hex digits. Collective.
+  // XXH3-128 over the fp32 masters in order of registration, without padding, as 32 hex digits. Order:
+  // collective.
   std::string digest();
 
-  // The declared activation memory, from this rank's device; null when none was declared.
+  // The declared activation memory on this rank's device; null if none was declared.
   DevicePtr activations() const;
 
   // --- the step ---
+
+  // Order:  after commit() or step(), while nothing is spilled.
+  // Errors: the failure of a peer, a device or a store since the last step.
   void step_begin();
-  // Begins the forward pass of a micro-step.
+  // Begins the forward pass of a micro-step. Requires: micro-steps in order, each once; no lease is alive.
   void micro_step_begin(int index);
+  // Leases the next unit in order of registration. Reads on `stream` wait for its gather; the host does not
+  // wait. Requires: no other lease is alive.
   Lease forward(UnitId unit, Stream stream);
-  // Of the first micro-step that has had its forward and not its backward pass.
+  // The same, last unit first, for the first micro-step that had its forward pass and not its backward pass.
+  // Requires: this rank did not skip the unit in that micro-step.
   Lease backward(UnitId unit, Stream stream);
-  // In the forward pass: this rank does not use `unit` in this micro-step. It contributes zeros; a unit that
-  // every rank skips in every micro-step keeps its weights, m and v.
+  // In place of forward(): this rank does not use `unit` in this micro-step and contributes zeros. A unit
+  // that all ranks skip in every micro-step keeps its weights, m and v. Requires: a unit that is not shared.
   void skip(UnitId unit);
-  // What the trainer multiplies its loss by (1 except for fp16).
+  // The trainer multiplies its loss by this: 1 except for fp16.
   double loss_scale() const;
+  // Decides about the step and queues the update; see "Streams" above.
+  // Order:  after the last backward pass. Collective.
+  // Errors: kInvalidArgument for hyperparameters that are missing, not finite or differ between ranks; the
+  //         failure of a peer, a device or a store. committed_step() says whether the step was decided.
   StepResult step(const Hyperparameters& hyperparameters);
 
   // --- on demand, between steps ---
-  // Gives the physical memory of these states back to the device, so that something else may have it until
-  // fetch(); parameters and optimizer states are kept in page-locked host memory meanwhile. Addresses stay.
-  // Waits for all work of the engine and of leases. Not collective. Errors: kInvalidArgument when the engine
-  // was not made spillable; kOutOfMemory when the host has no room, and then nothing is lost.
+
+  // Gives the physical memory of these states back to the device until fetch(). Pinned host memory keeps
+  // parameters and optimizer states meanwhile. Addresses stay. Waits for all work of the engine and of
+  // leases. Requires: EngineOptions::spillable. Errors:   kOutOfMemory if the host has no room; then nothing
+  // is lost.
   void spill(const SpillOptions& states = {});
-  // Takes back all that is spilled. Until it has, steps and values are refused. Errors: kOutOfMemory when the
-  // device has not enough any more: what is missing stays spilled, and fetch() may be called again.
+  // Takes back all spilled states. Until then steps and values are refused.
+  // Errors: kOutOfMemory if the device has too little room. The rest stays spilled; call fetch() again.
   void fetch();
 
-  // --- training state ---
-  // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state` (opaque; the data
-  // cursor, say). Written to a temporary name, synced, checksummed, renamed: a kill at any moment leaves the
-  // last saved state. Collective.
+  // --- training state, between steps ---
+
+  // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state`, which is opaque: for
+  // example the data cursor. A state is written to a temporary name, synced, checksummed and renamed: a kill
+  // at any moment leaves the last saved state whole.
+  // Order:  collective.
+  // Errors: kIoError, on all ranks; the engine goes on.
   void save_state(const std::string& directory, const std::string& trainer_state);
-  // Loads the latest saved state, at any number of ranks and any stage; returns trainer_state. Collective.
-  // Errors: kIoError (nothing there), kCorruption (truncated, changed), kInvalidArgument (another model).
+  // Loads the latest saved state, at any number of ranks and any ZeRO stage; returns trainer_state.
+  // Order:  collective.
+  // Errors: kIoError (none there), kCorruption (truncated or changed), kInvalidArgument (another model). The
+  //         values are undefined then.
   std::string load_state(const std::string& directory);
 
   // Waits for the engine's queued work, so that the traffic of complete steps is complete.
   EngineStatistics statistics();
-  // What moved so far, in steps and outside of them, by kind of operation and by rank; what goes over the
-  // grid and over the stages that share a unit is left out.
+  // Bytes moved so far, in steps and outside of them, by kind of operation and by rank. Traffic over the grid
+  // and over pipeline stages that share a unit is left out.
   std::vector<OperationTraffic> operation_traffic() const;
   const EngineOptions& options() const;
+  // Steps so far; applied_steps() leaves out the skipped ones.
   std::uint64_t attempted_steps() const;
   std::uint64_t applied_steps() const;
 
   // --- after a failure too ---
-  // The last step that was decided, skipped ones counted: after a failure the same on every rank that is
-  // left, and the masters are those that it left.
+
+  // The last step that was decided, with the skipped ones. After a failure it is the same on every surviving
+  // rank, and the masters are those after that step.
   std::uint64_t committed_step() const;
-  // XXH3-128 over the masters that this rank keeps, in order, padding included, as 32 hex digits. Waits for
-  // queued updates.
+  // XXH3-128 over the masters that this rank keeps, in order, with padding, as 32 hex digits. Waits for
+  // queued updates. Order: after commit(); not collective.
   std::string shard_digest();
 
  private:
