@@ -1,5 +1,3 @@
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -15,8 +13,8 @@
 #include "forebay/cuda_backend.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
+#include "runtime/device/address_book.h"
 #include "runtime/device/address_text.h"
-#include "runtime/device/cuda/address_book.h"
 #include "runtime/device/cuda/device.h"
 #include "runtime/device/cuda/driver.h"
 #include "runtime/device/cuda/order_book.h"
@@ -130,7 +128,9 @@ class CudaBackendImpl final : public CudaBackend {
         ordinal_(device.ordinal),
         kind_(kind),
         properties_(cuda_chunk_properties(device.ordinal, kind.posix_fd, kind.rdma)),
-        addresses_(device.granularity, options.memory_bytes),
+        addresses_({.name = "cuda:" + std::to_string(device.ordinal) + " " + device.name,
+                    .granularity = device.granularity,
+                    .budget_bytes = options.memory_bytes == 0 ? SIZE_MAX : options.memory_bytes}),
         order_(CudaOrderBook::of_process()) {
     std::snprintf(capabilities_.name, sizeof(capabilities_.name), "cuda:%d %s", device.ordinal,
                   device.name.c_str());
@@ -176,7 +176,7 @@ class CudaBackendImpl final : public CudaBackend {
   std::size_t charged_bytes() const override { return addresses_.charged_bytes(); }
   std::size_t live_handle_count() const override {
     const std::lock_guard lock(handles_mutex_);
-    return addresses_.live_count() + order_.live_count(this) + pinned_.size() + modules_.size();
+    return addresses_.live_count() + order_.live_count(this) + modules_.size();
   }
 
   // --- Backend ---
@@ -308,12 +308,6 @@ class CudaBackendImpl final : public CudaBackend {
     return is_capturing ? captured(what) : Status();
   }
 
-  template <typename What>
-  Status out_of_budget(const What& what, std::size_t free_bytes) const {
-    return {StatusCode::kOutOfMemory,
-            "cannot " + what() + " on " + capabilities_.name + ": " + format_bytes(free_bytes) + " of " +
-                format_bytes(addresses_.budget_bytes()) + " free; raise --memory or free some first"};
-  }
   // As check, with what the device has left. Requires: a CudaScope.
   template <typename What>
   Status check_allocated(CuResult result, const char* call, const What& what) const {
@@ -331,8 +325,6 @@ class CudaBackendImpl final : public CudaBackend {
   }
 
   Status unmap_mappings(DevicePtr address, std::size_t bytes);
-  bool add_pinned(std::byte* address, std::size_t bytes);
-  std::size_t remove_pinned(std::byte* address);
   void give_everything_back() noexcept;
   void report_leak(CuResult result, const char* call) noexcept;
 
@@ -345,7 +337,7 @@ class CudaBackendImpl final : public CudaBackend {
   cuda::CuDevice device_ = 0;
   cuda::CuContext context_ = nullptr;  // Null until open() has retained it.
 
-  CudaAddressBook addresses_;
+  AddressBook addresses_;
   CudaOrderBook& order_;  // The process's.
   // Held over a question to addresses_, the driver's call and the change that follows. Taken before its
   // mutex.
@@ -361,7 +353,6 @@ class CudaBackendImpl final : public CudaBackend {
 
   mutable std::mutex handles_mutex_;
   // Guarded by handles_mutex_.
-  std::map<std::byte*, std::size_t> pinned_;
   std::vector<cuda::CuModule> modules_;
   std::map<cuda::CuFunction, cuda::CuModule> kernels_;
 };
@@ -419,29 +410,20 @@ void CudaBackendImpl::give_everything_back() noexcept {
     for (const cuda::CuModule module : modules_) {
       report_leak(driver_.cuModuleUnload(module), "cuModuleUnload");
     }
-    for (const auto& [address, bytes] : pinned_) {
+    const AddressBook::Left memory = addresses_.left();
+    for (const auto& [address, bytes] : memory.pinned) {
       report_leak(driver_.cuMemHostUnregister(address), "cuMemHostUnregister");
     }
-    DevicePtr address = nullptr;
-    std::size_t bytes = 0;
-    Chunk chunk;
-    while (addresses_.any_block(&address)) {
+    for (const auto& [address, bytes] : memory.blocks) {
       report_leak(driver_.cuMemFree_v2(device_address(address)), "cuMemFree");
-      static_cast<void>(addresses_.remove_block(address));
     }
-    while (addresses_.any_mapping(&address, &bytes)) {
+    for (const auto& [address, bytes] : memory.mappings) {
       report_leak(driver_.cuMemUnmap(device_address(address), bytes), "cuMemUnmap");
-      addresses_.remove_mappings(address, bytes);
     }
-    while (addresses_.any_chunk(&chunk)) {
-      CudaAddressBook::ChunkFacts facts;
-      static_cast<void>(addresses_.find_chunk(chunk, &facts));
-      report_leak(driver_.cuMemRelease(facts.driver_handle), "cuMemRelease");
-      addresses_.remove_chunk(chunk);
-    }
-    while (addresses_.any_reservation(&address, &bytes)) {
+    for (const std::uint64_t handle : memory.chunks)
+      report_leak(driver_.cuMemRelease(handle), "cuMemRelease");
+    for (const auto& [address, bytes] : memory.reservations) {
       report_leak(driver_.cuMemAddressFree(device_address(address), bytes), "cuMemAddressFree");
-      addresses_.remove_reservation(address);
     }
   }
   report_leak(driver_.cuDevicePrimaryCtxRelease_v2(device_), "cuDevicePrimaryCtxRelease");
@@ -452,14 +434,7 @@ void CudaBackendImpl::give_everything_back() noexcept {
 Result<DevicePtr> CudaBackendImpl::reserve(std::size_t bytes, std::size_t alignment) {
   const auto what = [bytes] { return "reserve " + format_bytes(bytes) + " of addresses"; };
   FOREBAY_RETURN_IF_ERROR(enter("reserve", what));
-  if (bytes == 0 || bytes % capabilities_.granularity != 0) {
-    return refused(
-        what, "not a multiple of the granularity; round up to " + format_bytes(capabilities_.granularity));
-  }
-  if ((alignment & (alignment - 1)) != 0) {
-    return refused(what, "an alignment of " + std::to_string(alignment) +
-                             " is not a power of two; give one, or 0 for the granularity");
-  }
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_reserve(bytes, alignment));
   alignment = std::max(alignment, capabilities_.granularity);
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
@@ -474,7 +449,7 @@ Status CudaBackendImpl::release(DevicePtr base, std::size_t bytes) {
   const auto what = [=] { return "release " + range_text(base, bytes); };
   FOREBAY_RETURN_IF_ERROR(enter("release", what));
   const std::lock_guard lock(mapping_mutex_);
-  if (const char* reason = addresses_.check_release(base, bytes)) return refused(what, reason);
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_release(base, bytes));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
@@ -489,14 +464,9 @@ Status CudaBackendImpl::release(DevicePtr base, std::size_t bytes) {
 Result<Chunk> CudaBackendImpl::chunk_create(std::size_t bytes) {
   const auto what = [bytes] { return "create a chunk of " + format_bytes(bytes); };
   FOREBAY_RETURN_IF_ERROR(enter("chunk_create", what));
-  if (bytes == 0 || bytes % capabilities_.granularity != 0) {
-    return refused(
-        what, "not a multiple of the granularity; round up to " + format_bytes(capabilities_.granularity));
-  }
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  std::size_t free_bytes = 0;
-  if (!addresses_.charge(bytes, &free_bytes)) return out_of_budget(what, free_bytes);
+  FOREBAY_RETURN_IF_ERROR(addresses_.charge_chunk(bytes));
   cuda::CuMemHandle handle = 0;
   const CuResult result = driver_.cuMemCreate(&handle, bytes, &properties_, 0);
   if (result != CuResult::kSuccess) {
@@ -510,27 +480,28 @@ Status CudaBackendImpl::chunk_destroy(Chunk chunk) {
   const auto what = [] { return std::string("destroy a chunk"); };
   FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy", what));
   const std::lock_guard lock(mapping_mutex_);
-  CudaAddressBook::ChunkFacts facts;
-  if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
+  const Result<AddressBook::ChunkFacts> facts = addresses_.check_destroy(chunk);
+  if (!facts.ok()) return facts.status();
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.driver_handle), "cuMemRelease", what));
+  FOREBAY_RETURN_IF_ERROR(
+      check_given_back(driver_.cuMemRelease(facts.value().resource), "cuMemRelease", what));
   addresses_.remove_chunk(chunk);
   return {};
 }
 
 Status CudaBackendImpl::map(DevicePtr address, Chunk chunk) {
-  CudaAddressBook::ChunkFacts facts;
-  const auto what = [&] { return "map a chunk of " + range_text(address, facts.bytes); };
+  const auto what = [=] { return "map a chunk at " + hex(numeric(address)); };
   FOREBAY_RETURN_IF_ERROR(enter("map", what));
   const std::lock_guard lock(mapping_mutex_);
-  if (const char* reason = addresses_.find_chunk(chunk, &facts)) return refused(what, reason);
-  if (const char* reason = addresses_.check_map(address, chunk)) return refused(what, reason);
+  const Result<AddressBook::ChunkFacts> facts = addresses_.check_map(address, chunk);
+  if (!facts.ok()) return facts.status();
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check(
-      driver_.cuMemMap(device_address(address), facts.bytes, 0, facts.driver_handle, 0), "cuMemMap", what));
+  FOREBAY_RETURN_IF_ERROR(
+      check(driver_.cuMemMap(device_address(address), facts.value().bytes, 0, facts.value().resource, 0),
+            "cuMemMap", what));
   addresses_.add_mapping(address, chunk);
   return {};
 }
@@ -539,13 +510,13 @@ Status CudaBackendImpl::unmap(DevicePtr address, std::size_t bytes) {
   const auto what = [=] { return "unmap " + range_text(address, bytes); };
   FOREBAY_RETURN_IF_ERROR(enter("unmap", what));
   const std::lock_guard lock(mapping_mutex_);
-  if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "unmap"));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   const CuResult result = driver_.cuMemUnmap(device_address(address), bytes);
   // Drivers are not bound to take several mappings at once; one at a time is always right.
-  if (result == CuResult::kInvalidValue && addresses_.mapping_bytes(address) < bytes) {
+  if (result == CuResult::kInvalidValue && addresses_.mapping_at(address).bytes < bytes) {
     return unmap_mappings(address, bytes);
   }
   FOREBAY_RETURN_IF_ERROR(check_given_back(result, "cuMemUnmap", what));
@@ -557,7 +528,7 @@ Status CudaBackendImpl::unmap(DevicePtr address, std::size_t bytes) {
 Status CudaBackendImpl::unmap_mappings(DevicePtr address, std::size_t bytes) {
   const DevicePtr end = address + bytes;
   while (address != end) {
-    const std::size_t mapping_bytes = addresses_.mapping_bytes(address);
+    const std::size_t mapping_bytes = addresses_.mapping_at(address).bytes;
     const auto what = [&] { return "unmap " + range_text(address, mapping_bytes); };
     FOREBAY_RETURN_IF_ERROR(
         check_given_back(driver_.cuMemUnmap(device_address(address), mapping_bytes), "cuMemUnmap", what));
@@ -571,7 +542,7 @@ Status CudaBackendImpl::set_access(DevicePtr address, std::size_t bytes) {
   const auto what = [=] { return "set access to " + range_text(address, bytes); };
   FOREBAY_RETURN_IF_ERROR(enter("set_access", what));
   const std::lock_guard lock(mapping_mutex_);
-  if (const char* reason = addresses_.check_mappings(address, bytes)) return refused(what, reason);
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "set access to"));
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(
@@ -595,98 +566,63 @@ Status CudaBackendImpl::call_in_context(HostFunction function, void* argument) {
 Result<DevicePtr> CudaBackendImpl::alloc(std::size_t bytes) {
   const auto what = [bytes] { return "allocate " + format_bytes(bytes); };
   FOREBAY_RETURN_IF_ERROR(enter("alloc", what));
-  if (bytes == 0) return refused(what, "there is nothing to allocate; give at least 1 byte");
-  if (bytes > SIZE_MAX - kBlockAlignment) {
-    return Status(StatusCode::kOutOfMemory, "cannot " + what() + " on " + capabilities_.name +
-                                                ": more than there are addresses; ask for less");
-  }
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  const std::size_t charged = round_up(bytes, kBlockAlignment);
-  std::size_t free_bytes = 0;
-  if (!addresses_.charge(charged, &free_bytes)) return out_of_budget(what, free_bytes);
+  const Result<std::size_t> charged = addresses_.charge_block(bytes, kBlockAlignment);
+  if (!charged.ok()) return charged.status();
   cuda::CuDevicePtr address = 0;
-  const CuResult result = driver_.cuMemAlloc_v2(&address, charged);
+  const CuResult result = driver_.cuMemAlloc_v2(&address, charged.value());
   if (result != CuResult::kSuccess) {
-    addresses_.refund(charged);
+    addresses_.refund(charged.value());
     return check_allocated(result, "cuMemAlloc", what);
   }
-  addresses_.add_block(device_pointer(address), charged);
+  addresses_.add_block(device_pointer(address), {.bytes = charged.value()});
   return device_pointer(address);
 }
 
 Status CudaBackendImpl::free(DevicePtr address) {
-  const auto what = [=] { return "free the block at " + hex(numeric(address)); };
+  const auto what = [=] { return "free " + hex(numeric(address)); };
   FOREBAY_RETURN_IF_ERROR(enter("free", what));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same address.
-  const std::size_t bytes = addresses_.remove_block(address);
-  if (bytes == 0) {
-    return refused(what, "no block starts there; give an address that alloc returned, once");
-  }
+  const Result<AddressBook::BlockFacts> block = addresses_.remove_block(address);
+  if (!block.ok()) return block.status();
   const Status status = check_given_back(driver_.cuMemFree_v2(device_address(address)), "cuMemFree", what);
   if (status.ok()) {
-    addresses_.refund(bytes);
+    addresses_.refund(block.value().bytes);
   } else {
-    addresses_.add_block(address, bytes);
+    addresses_.add_block(address, block.value());
   }
   return status;
 }
 
 Status CudaBackendImpl::pin(void* address, std::size_t bytes) {
-  const auto what = [=] { return "pin " + range_text(address, bytes) + " of host memory"; };
+  const auto what = [=] { return "pin " + range_text(address, bytes); };
   FOREBAY_RETURN_IF_ERROR(enter("pin", what));
-  const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  if (bytes == 0 || bytes % page_bytes != 0 || device_address(address) % page_bytes != 0) {
-    return refused(what, "not whole pages of " + std::to_string(page_bytes) + " bytes; align both");
-  }
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  // Into the list first, so that two threads cannot both pin a page; locking gigabytes takes seconds, in
-  // which the mutex is not held.
-  if (!add_pinned(static_cast<std::byte*>(address), bytes)) {
-    return refused(what, "part of it is pinned already; pin each page once");
-  }
+  // Into the book first, so that two threads cannot both pin a page. Pinning gigabytes takes seconds, in
+  // which no mutex is held.
+  FOREBAY_RETURN_IF_ERROR(addresses_.add_pinned(address, bytes));
   const Status status = check(driver_.cuMemHostRegister_v2(address, bytes, cuda::kHostRegisterPortable),
                               "cuMemHostRegister", what);
-  if (!status.ok()) remove_pinned(static_cast<std::byte*>(address));
+  if (!status.ok()) static_cast<void>(addresses_.remove_pinned(address));
   return status;
 }
 
 Status CudaBackendImpl::unpin(void* address) {
-  const auto what = [=] { return "unpin the host memory at " + hex(numeric(address)); };
+  const auto what = [=] { return "unpin " + hex(numeric(address)); };
   FOREBAY_RETURN_IF_ERROR(enter("unpin", what));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  const std::size_t bytes = remove_pinned(static_cast<std::byte*>(address));
-  if (bytes == 0) {
-    return refused(what, "nothing pinned starts there; give an address that pin has had, once");
-  }
+  const Result<std::size_t> bytes = addresses_.remove_pinned(address);
+  if (!bytes.ok()) return bytes.status();
   const Status status = check_given_back(driver_.cuMemHostUnregister(address), "cuMemHostUnregister", what);
-  if (!status.ok()) static_cast<void>(add_pinned(static_cast<std::byte*>(address), bytes));
+  if (!status.ok()) static_cast<void>(addresses_.add_pinned(address, bytes.value()));
   return status;
-}
-
-// False when part of it is in the list already.
-bool CudaBackendImpl::add_pinned(std::byte* address, std::size_t bytes) {
-  const std::lock_guard lock(handles_mutex_);
-  const auto after = pinned_.lower_bound(address + bytes);
-  if (after != pinned_.begin() && std::prev(after)->first + std::prev(after)->second > address) return false;
-  pinned_.emplace(address, bytes);
-  return true;
-}
-
-// The bytes that were pinned there; 0 for none.
-std::size_t CudaBackendImpl::remove_pinned(std::byte* address) {
-  const std::lock_guard lock(handles_mutex_);
-  const auto found = pinned_.find(address);
-  if (found == pinned_.end()) return 0;
-  const std::size_t bytes = found->second;
-  pinned_.erase(found);
-  return bytes;
 }
 
 MemoryInfo CudaBackendImpl::memory_info() {
@@ -707,7 +643,7 @@ MemoryInfo CudaBackendImpl::memory_info() {
     }
     return info;
   }
-  if (addresses_.budget_bytes() == 0) return info;
+  if (addresses_.budget_bytes() == SIZE_MAX) return info;
   const std::size_t charged = addresses_.charged_bytes();
   info.free_bytes =
       std::min(info.free_bytes, info.total_bytes > charged ? info.total_bytes - charged : std::size_t{0});
@@ -721,13 +657,8 @@ Status CudaBackendImpl::copy_async(void* target, const void* source, std::size_t
   FOREBAY_RETURN_IF_ERROR(enter("copy_async", what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
   if (bytes == 0) return {};
-  if (target == nullptr || source == nullptr) return refused(what, "an address is null; give both");
-  if (const char* reason = addresses_.check_usable(target, bytes)) {
-    return refused(what, std::string("the target: ") + reason);
-  }
-  if (const char* reason = addresses_.check_usable(source, bytes)) {
-    return refused(what, std::string("the source: ") + reason);
-  }
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "copy to"));
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(source, bytes, "copy from"));
   if (overlap(target, source, bytes)) {
     return refused(what, "source and target overlap; copy in two steps");
   }
@@ -742,8 +673,7 @@ Status CudaBackendImpl::fill_async(DevicePtr target, std::uint8_t value, std::si
   FOREBAY_RETURN_IF_ERROR(enter("fill_async", what));
   FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
   if (bytes == 0) return {};
-  if (target == nullptr) return refused(what, "the address is null; give device memory");
-  if (const char* reason = addresses_.check_usable(target, bytes)) return refused(what, reason);
+  FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "fill"));
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   return check(driver_.cuMemsetD8Async(device_address(target), value, bytes, native(stream)),

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -18,7 +20,11 @@
 namespace forebay {
 namespace {
 
-// Handles are numbers that are never used twice: a stale handle is refused instead of followed.
+// Handles are numbers that the process never uses twice: a stale or foreign handle is refused, not followed.
+std::uint64_t next_host_handle() noexcept {
+  static std::atomic<std::uint64_t> next{1};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
 void* to_handle(std::uint64_t id) noexcept {
   return reinterpret_cast<void*>(static_cast<std::uintptr_t>(id));
 }
@@ -48,7 +54,7 @@ class HostBackendImpl final : public HostBackend {
     std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
     capabilities_.kind = BackendKind::kHost;
     capabilities_.granularity = options_.granularity;
-    capabilities_.memory_bytes = memory_->memory_bytes();
+    capabilities_.memory_bytes = memory_->book().budget_bytes();
     capabilities_.host_accessible = true;
   }
 
@@ -69,11 +75,11 @@ class HostBackendImpl final : public HostBackend {
   }
   std::uint64_t call_count(HostCall call) const override { return faults_.count(call); }
   HostClock& clock() override { return *options_.clock; }
-  std::size_t charged_bytes() const override { return memory_->charged_bytes(); }
-  std::size_t peak_charged_bytes() const override { return memory_->peak_charged_bytes(); }
+  std::size_t charged_bytes() const override { return memory_->book().charged_bytes(); }
+  std::size_t peak_charged_bytes() const override { return memory_->book().peak_charged_bytes(); }
 
   std::size_t live_handle_count() const override {
-    const std::size_t memory_count = memory_->live_handle_count();
+    const std::size_t memory_count = memory_->book().live_count();
     const std::lock_guard lock(options_.clock->mutex());
     return memory_count + streams_.size() + events_.size() + modules_.size();
   }
@@ -131,8 +137,8 @@ class HostBackendImpl final : public HostBackend {
   MemoryInfo memory_info() override {
     static_cast<void>(
         enter("memory_info"));  // Fails the stream if it is one's; the figures are right all the same.
-    const std::size_t total = memory_->memory_bytes();
-    return {.free_bytes = total - memory_->charged_bytes(), .total_bytes = total};
+    const std::size_t total = memory_->book().budget_bytes();
+    return {.free_bytes = total - memory_->book().charged_bytes(), .total_bytes = total};
   }
 
   // --- copies ---
@@ -140,8 +146,8 @@ class HostBackendImpl final : public HostBackend {
   Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kCopyAsync));
     if (bytes > 0) {
-      FOREBAY_RETURN_IF_ERROR(memory_->check_usable(target, bytes, "copy to"));
-      FOREBAY_RETURN_IF_ERROR(memory_->check_usable(source, bytes, "copy from"));
+      FOREBAY_RETURN_IF_ERROR(memory_->book().check_usable(target, bytes, "copy to"));
+      FOREBAY_RETURN_IF_ERROR(memory_->book().check_usable(source, bytes, "copy from"));
       if (overlap(target, source, bytes))
         return invalid("copy", "source and target overlap; copy in two steps");
     }
@@ -149,7 +155,7 @@ class HostBackendImpl final : public HostBackend {
   }
   Status fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kFillAsync));
-    if (bytes > 0) FOREBAY_RETURN_IF_ERROR(memory_->check_usable(target, bytes, "fill"));
+    if (bytes > 0) FOREBAY_RETURN_IF_ERROR(memory_->book().check_usable(target, bytes, "fill"));
     return queue(stream, HostFill{target, value, bytes}, "fill");
   }
 

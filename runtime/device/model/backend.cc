@@ -14,9 +14,9 @@
 
 #include "forebay/check.h"
 #include "forebay/model_backend.h"
+#include "runtime/device/address_book.h"
 #include "runtime/device/address_text.h"
 #include "runtime/device/fault_script.h"
-#include "runtime/device/model/memory.h"
 
 namespace forebay {
 namespace {
@@ -27,6 +27,13 @@ void* to_handle(std::uint64_t id) noexcept {
 std::uint64_t to_id(void* handle) noexcept {
   return reinterpret_cast<std::uintptr_t>(handle);
 }
+
+// Where addresses begin, and how many there are: the upper half of 49 bits, which no process of today's
+// systems gets from its kernel without asking for it.
+constexpr std::uintptr_t kFirstAddress = std::uintptr_t{1} << 48;
+constexpr std::size_t kAddressBytes = std::size_t{1} << 48;
+// Blocks of alloc are aligned to the granularity, and have to be aligned to this.
+constexpr std::size_t kSmallestGranularity = 512;
 
 struct ModelStream;
 
@@ -90,9 +97,11 @@ class ModelBackendImpl final : public ModelBackend {
  public:
   explicit ModelBackendImpl(ModelBackendOptions options)
       : options_(std::move(options)),
-        memory_({.name = options_.name,
-                 .memory_bytes = options_.memory_bytes,
-                 .granularity = options_.granularity}),
+        book_({.name = options_.name,
+               .granularity = options_.granularity,
+               .budget_bytes = options_.memory_bytes,
+               .own_begin = kFirstAddress,
+               .own_bytes = kAddressBytes}),
         faults_(options_.faults),
         random_(options_.seed) {
     std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
@@ -133,10 +142,10 @@ class ModelBackendImpl final : public ModelBackend {
     faults_.add(std::move(fault));
   }
   std::uint64_t call_count(HostCall call) const override { return faults_.count(call); }
-  std::size_t charged_bytes() const override { return memory_.charged_bytes(); }
-  std::size_t peak_charged_bytes() const override { return memory_.peak_charged_bytes(); }
+  std::size_t charged_bytes() const override { return book_.charged_bytes(); }
+  std::size_t peak_charged_bytes() const override { return book_.peak_charged_bytes(); }
   std::size_t live_handle_count() const override {
-    const std::size_t memory_count = memory_.live_handle_count();
+    const std::size_t memory_count = book_.live_count();
     const std::lock_guard lock(mutex_);
     return memory_count + streams_.size() + events_.size() + modules_.size();
   }
@@ -149,53 +158,85 @@ class ModelBackendImpl final : public ModelBackend {
 
   Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kReserve));
-    return memory_.reserve(bytes, alignment);
+    FOREBAY_RETURN_IF_ERROR(book_.check_reserve(bytes, alignment));
+    const std::lock_guard lock(memory_mutex_);
+    const DevicePtr base = book_.find_free_addresses(bytes, std::max(alignment, options_.granularity));
+    if (base == nullptr) return no_addresses("reserve " + format_bytes(bytes) + " of addresses");
+    book_.add_reservation(base, bytes);
+    return base;
   }
   Status release(DevicePtr base, std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter("release"));
-    return memory_.release(base, bytes);
+    const std::lock_guard lock(memory_mutex_);
+    FOREBAY_RETURN_IF_ERROR(book_.check_release(base, bytes));
+    book_.remove_reservation(base);
+    return {};
   }
   Result<Chunk> chunk_create(std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kChunkCreate));
-    return memory_.chunk_create(bytes);
+    FOREBAY_RETURN_IF_ERROR(book_.charge_chunk(bytes));
+    return book_.add_chunk(0, bytes);
   }
   Status chunk_destroy(Chunk chunk) override {
     FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy"));
-    return memory_.chunk_destroy(chunk);
+    const std::lock_guard lock(memory_mutex_);
+    FOREBAY_RETURN_IF_ERROR(book_.check_destroy(chunk).status());
+    book_.remove_chunk(chunk);
+    return {};
   }
   Status map(DevicePtr address, Chunk chunk) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kMap));
-    return memory_.map(address, chunk);
+    const std::lock_guard lock(memory_mutex_);
+    FOREBAY_RETURN_IF_ERROR(book_.check_map(address, chunk).status());
+    book_.add_mapping(address, chunk);
+    return {};
   }
   Status unmap(DevicePtr address, std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kUnmap));
-    return memory_.unmap(address, bytes);
+    const std::lock_guard lock(memory_mutex_);
+    FOREBAY_RETURN_IF_ERROR(book_.check_mappings(address, bytes, "unmap"));
+    book_.remove_mappings(address, bytes);
+    return {};
   }
   Status set_access(DevicePtr address, std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kSetAccess));
-    return memory_.set_access(address, bytes);
+    const std::lock_guard lock(memory_mutex_);
+    FOREBAY_RETURN_IF_ERROR(book_.check_mappings(address, bytes, "set access to"));
+    book_.set_accessible(address, bytes);
+    return {};
   }
   Result<DevicePtr> alloc(std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kAlloc));
-    return memory_.alloc(bytes);
+    const Result<std::size_t> rounded = book_.charge_block(bytes, options_.granularity);
+    if (!rounded.ok()) return rounded.status();
+    const std::lock_guard lock(memory_mutex_);
+    const DevicePtr base = book_.find_free_addresses(rounded.value(), options_.granularity);
+    if (base == nullptr) {
+      book_.refund(rounded.value());
+      return no_addresses("allocate " + format_bytes(rounded.value()));
+    }
+    book_.add_block(base, {.bytes = rounded.value()});
+    return base;
   }
   Status free(DevicePtr address) override {
     FOREBAY_RETURN_IF_ERROR(enter("free"));
-    return memory_.free(address);
+    const Result<AddressBook::BlockFacts> block = book_.remove_block(address);
+    if (block.ok()) book_.refund(block.value().bytes);
+    return block.status();
   }
   Status pin(void* address, std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kPin));
-    return memory_.pin(address, bytes);
+    return book_.add_pinned(address, bytes);
   }
   Status unpin(void* address) override {
     FOREBAY_RETURN_IF_ERROR(enter("unpin"));
-    return memory_.unpin(address);
+    return book_.remove_pinned(address).status();
   }
   MemoryInfo memory_info() override {
-    static_cast<void>(
-        enter("memory_info"));  // Fails the stream if it is one's; the figures are right all the same.
-    const std::size_t total = memory_.memory_bytes();
-    return {.free_bytes = total - memory_.charged_bytes(), .total_bytes = total};
+    // Fails the stream if the call is from its host function; the figures are right all the same.
+    static_cast<void>(enter("memory_info"));
+    const std::size_t total = book_.budget_bytes();
+    return {.free_bytes = total - book_.charged_bytes(), .total_bytes = total};
   }
 
   // --- copies ---
@@ -203,8 +244,8 @@ class ModelBackendImpl final : public ModelBackend {
   Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kCopyAsync));
     if (bytes > 0) {
-      FOREBAY_RETURN_IF_ERROR(memory_.check_usable(target, bytes, "copy to"));
-      FOREBAY_RETURN_IF_ERROR(memory_.check_usable(source, bytes, "copy from"));
+      FOREBAY_RETURN_IF_ERROR(book_.check_usable(target, bytes, "copy to"));
+      FOREBAY_RETURN_IF_ERROR(book_.check_usable(source, bytes, "copy from"));
       const std::uintptr_t x = numeric(target);
       const std::uintptr_t y = numeric(source);
       if ((x > y ? x - y : y - x) < bytes) {
@@ -215,7 +256,7 @@ class ModelBackendImpl final : public ModelBackend {
   }
   Status fill_async(DevicePtr target, std::uint8_t /*value*/, std::size_t bytes, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kFillAsync));
-    if (bytes > 0) FOREBAY_RETURN_IF_ERROR(memory_.check_usable(target, bytes, "fill"));
+    if (bytes > 0) FOREBAY_RETURN_IF_ERROR(book_.check_usable(target, bytes, "fill"));
     return queue(stream, ModelAccess{target, nullptr, bytes}, "fill");
   }
 
@@ -426,6 +467,11 @@ class ModelBackendImpl final : public ModelBackend {
   Status refuse(const std::string& what, const std::string& found_and_try) const {
     return {StatusCode::kInvalidArgument, "cannot " + what + " on " + options_.name + ": " + found_and_try};
   }
+  Status no_addresses(const std::string& what) const {
+    return {StatusCode::kOutOfMemory, "cannot " + what + " on " + options_.name +
+                                          ": no such range is free among " + format_bytes(kAddressBytes) +
+                                          "; reserve less"};
+  }
   Status no_stream(const char* what) const {
     return refuse(
         what, "there is no such stream; give one that stream_create returned and stream_destroy has not had");
@@ -510,9 +556,9 @@ class ModelBackendImpl final : public ModelBackend {
   // Nothing moves, but what is touched has to be there still: the caller's defect shows as on a device.
   void run_access(ModelStream& stream, const ModelAccess& access) {
     if (access.bytes == 0 || !stream.failure.ok()) return;
-    Status status = memory_.check_usable(access.target, access.bytes, "run what is queued on");
+    Status status = book_.check_usable(access.target, access.bytes, "run what is queued on");
     if (status.ok() && access.source != nullptr) {
-      status = memory_.check_usable(access.source, access.bytes, "run what is queued on");
+      status = book_.check_usable(access.source, access.bytes, "run what is queued on");
     }
     if (!status.ok()) fail(stream, Status(StatusCode::kInternal, status.message()));
   }
@@ -599,7 +645,8 @@ class ModelBackendImpl final : public ModelBackend {
 
   const ModelBackendOptions options_;
   Capabilities capabilities_;  // Constant after construction.
-  ModelMemory memory_;
+  AddressBook book_;
+  std::mutex memory_mutex_;  // Held from a question to book_ to the change that follows.
   FaultScript faults_;
 
   mutable std::mutex mutex_;
@@ -623,14 +670,14 @@ Result<std::unique_ptr<ModelBackend>> ModelBackend::create(ModelBackendOptions o
     return Status(StatusCode::kInvalidArgument,
                   "cannot make model backend " + options.name + ": " + found_and_try);
   };
-  if (!is_power_of_two(options.granularity) || options.granularity < ModelMemory::kSmallestGranularity ||
-      options.granularity > ModelMemory::kAddressBytes) {
+  if (!is_power_of_two(options.granularity) || options.granularity < kSmallestGranularity ||
+      options.granularity > kAddressBytes) {
     return refusal("a granularity of " + std::to_string(options.granularity) +
                    " bytes is not a power of two from 512; give one, such as 2 MiB");
   }
-  if (options.memory_bytes > ModelMemory::kAddressBytes) {
+  if (options.memory_bytes > kAddressBytes) {
     return refusal("memory of " + format_bytes(options.memory_bytes) + " is more than there are addresses, " +
-                   format_bytes(ModelMemory::kAddressBytes) + "; give less");
+                   format_bytes(kAddressBytes) + "; give less");
   }
   if (options.queue_limit == 0) return refusal("a queue_limit of 0 lets nothing run; give at least 1");
   if (!std::all_of(options.faults.begin(), options.faults.end(), is_fault_valid)) {

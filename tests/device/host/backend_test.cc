@@ -22,7 +22,7 @@ TEST(HostBackend, OutOfMemoryNamesAskedFoundAndTry) {
   const Status status = backend->chunk_create(17 * kGranule).status();
   EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
   EXPECT_EQ(status.message(),
-            "cannot create a chunk of 1.06 MiB on host: 1.00 MiB of 1.00 MiB free; raise --memory or free "
+            "cannot create a chunk of 1.06 MiB on host: 1.00 MiB of 1.00 MiB free; raise memory_bytes or free "
             "some first");
   EXPECT_EQ(backend->charged_bytes(), 0u);
 }
