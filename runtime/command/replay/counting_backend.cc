@@ -59,43 +59,43 @@ void CountingBackend::give_back(std::uint64_t key) {
 
 Result<Chunk> CountingBackend::chunk_create(std::size_t bytes) {
   count(&DriverCalls::create);
-  Result<Chunk> chunk = below_.chunk_create(bytes);
+  Result<Chunk> chunk = ForwardingBackend::chunk_create(bytes);
   if (chunk.ok()) hold(key_of(chunk.value()), bytes);
   return chunk;
 }
 
 Status CountingBackend::chunk_destroy(Chunk chunk) {
   count(&DriverCalls::destroy);
-  Status status = below_.chunk_destroy(chunk);
+  Status status = ForwardingBackend::chunk_destroy(chunk);
   if (status.ok()) give_back(key_of(chunk));
   return status;
 }
 
 Status CountingBackend::map(DevicePtr address, Chunk chunk) {
   count(&DriverCalls::map);
-  return below_.map(address, chunk);
+  return ForwardingBackend::map(address, chunk);
 }
 
 Status CountingBackend::unmap(DevicePtr address, std::size_t bytes) {
   count(&DriverCalls::unmap);
-  return below_.unmap(address, bytes);
+  return ForwardingBackend::unmap(address, bytes);
 }
 
 Status CountingBackend::set_access(DevicePtr address, std::size_t bytes) {
   count(&DriverCalls::set_access);
-  return below_.set_access(address, bytes);
+  return ForwardingBackend::set_access(address, bytes);
 }
 
 Result<DevicePtr> CountingBackend::alloc(std::size_t bytes) {
   count(&DriverCalls::alloc);
-  Result<DevicePtr> block = below_.alloc(bytes);
+  Result<DevicePtr> block = ForwardingBackend::alloc(bytes);
   if (block.ok()) hold(key_of(block.value()), bytes);
   return block;
 }
 
 Status CountingBackend::free(DevicePtr address) {
   count(&DriverCalls::free);
-  Status status = below_.free(address);
+  Status status = ForwardingBackend::free(address);
   if (status.ok()) give_back(key_of(address));
   return status;
 }

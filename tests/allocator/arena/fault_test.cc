@@ -23,7 +23,7 @@
 #include "forebay/arena.h"
 #include "forebay/host_backend.h"
 #include "forebay/units.h"
-#include "tests/support/forwarding_backend.h"
+#include "runtime/device/forwarding_backend.h"
 
 namespace forebay {
 namespace {
@@ -33,7 +33,7 @@ constexpr std::size_t kLimit = 36 * kChunk;
 
 // Counts the calls, and fails one of them. Events complete at once, so that a run makes the same calls every
 // time.
-class FaultyBackend final : public testing::ForwardingBackend {
+class FaultyBackend final : public ForwardingBackend {
  public:
   FaultyBackend(Backend& below, int failing_call, StatusCode code)
       : ForwardingBackend(below), failing_call_(failing_call), code_(code) {}

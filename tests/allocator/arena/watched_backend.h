@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "forebay/backend.h"
+#include "runtime/device/forwarding_backend.h"
 
 namespace forebay::testing {
 
@@ -25,9 +26,9 @@ struct Extent {
   std::uint64_t end = 0;
 };
 
-class WatchedBackend final : public Backend {
+class WatchedBackend final : public ForwardingBackend {
  public:
-  explicit WatchedBackend(Backend& backend) : backend_(backend) {}
+  explicit WatchedBackend(Backend& backend) : ForwardingBackend(backend) {}
 
   // Called before the call is forwarded, without a lock held.
   std::function<void(DevicePtr address, std::size_t bytes)> on_unmap;
@@ -73,13 +74,8 @@ class WatchedBackend final : public Backend {
     return mappings_.size();
   }
 
-  const Capabilities& capabilities() const noexcept override { return backend_.capabilities(); }
-  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
-    return backend_.reserve(bytes, alignment);
-  }
-  Status release(DevicePtr base, std::size_t bytes) override { return backend_.release(base, bytes); }
   Result<Chunk> chunk_create(std::size_t bytes) override {
-    Result<Chunk> chunk = backend_.chunk_create(bytes);
+    Result<Chunk> chunk = ForwardingBackend::chunk_create(bytes);
     if (!chunk.ok()) return chunk;
     const std::lock_guard lock(mutex_);
     chunks_[chunk.value().handle] = {next_memory_, bytes, 0};
@@ -91,7 +87,7 @@ class WatchedBackend final : public Backend {
       const std::lock_guard lock(mutex_);
       chunks_.erase(chunk.handle);
     }
-    return backend_.chunk_destroy(chunk);
+    return ForwardingBackend::chunk_destroy(chunk);
   }
   Status map(DevicePtr address, Chunk chunk) override {
     PhysicalMemory memory;
@@ -100,7 +96,7 @@ class WatchedBackend final : public Backend {
       memory = chunks_[chunk.handle];
     }
     if (on_map) on_map(address, memory.bytes, memory.mapping_count > 0);
-    Status status = backend_.map(address, chunk);
+    Status status = ForwardingBackend::map(address, chunk);
     if (!status.ok()) return status;
     const std::lock_guard lock(mutex_);
     ++chunks_[chunk.handle].mapping_count;
@@ -109,7 +105,7 @@ class WatchedBackend final : public Backend {
   }
   Status unmap(DevicePtr address, std::size_t bytes) override {
     if (on_unmap) on_unmap(address, bytes);
-    Status status = backend_.unmap(address, bytes);
+    Status status = ForwardingBackend::unmap(address, bytes);
     if (!status.ok()) return status;
     const std::lock_guard lock(mutex_);
     for (auto at = mappings_.lower_bound(address); at != mappings_.end() && at->first < address + bytes;) {
@@ -120,47 +116,16 @@ class WatchedBackend final : public Backend {
     return status;
   }
   Status set_access(DevicePtr address, std::size_t bytes) override {
-    Status status = backend_.set_access(address, bytes);
+    Status status = ForwardingBackend::set_access(address, bytes);
     if (!status.ok()) return status;
     const std::lock_guard lock(mutex_);
     for (auto at = mappings_.lower_bound(address); at != mappings_.end() && at->first < address + bytes; ++at)
       at->second.accessible = true;
     return status;
   }
-  Result<DevicePtr> alloc(std::size_t bytes) override { return backend_.alloc(bytes); }
-  Status free(DevicePtr address) override { return backend_.free(address); }
-  Status pin(void* address, std::size_t bytes) override { return backend_.pin(address, bytes); }
-  Status unpin(void* address) override { return backend_.unpin(address); }
-  MemoryInfo memory_info() override { return backend_.memory_info(); }
-  Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
-    return backend_.copy_async(target, source, bytes, stream);
-  }
-  Status fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) override {
-    return backend_.fill_async(target, value, bytes, stream);
-  }
-  Result<Stream> stream_create() override { return backend_.stream_create(); }
-  Status stream_destroy(Stream stream) override { return backend_.stream_destroy(stream); }
-  Status stream_synchronize(Stream stream) override { return backend_.stream_synchronize(stream); }
-  Result<Event> event_create() override { return backend_.event_create(); }
-  Status event_destroy(Event event) override { return backend_.event_destroy(event); }
   Status event_record(Event event, Stream stream) override {
     if (on_event_record) on_event_record(stream);
-    return backend_.event_record(event, stream);
-  }
-  Result<bool> event_query(Event event) override { return backend_.event_query(event); }
-  Status event_synchronize(Event event) override { return backend_.event_synchronize(event); }
-  Status stream_wait(Stream stream, Event event) override { return backend_.stream_wait(stream, event); }
-  Status call_host(Stream stream, HostFunction function, void* argument) override {
-    return backend_.call_host(stream, function, argument);
-  }
-  Result<Module> load_module(const ModuleImage& image) override { return backend_.load_module(image); }
-  Status unload_module(Module module) override { return backend_.unload_module(module); }
-  Result<Kernel> get_kernel(Module module, const char* name) override {
-    return backend_.get_kernel(module, name);
-  }
-  Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
-                const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
-    return backend_.launch(kernel, grid, block, arguments, argument_bytes, argument_count, stream);
+    return ForwardingBackend::event_record(event, stream);
   }
 
  private:
@@ -187,7 +152,6 @@ class WatchedBackend final : public Backend {
     return address < at->first + at->second.bytes ? &at->second : nullptr;
   }
 
-  Backend& backend_;
   mutable std::mutex mutex_;
   std::map<std::uint64_t, PhysicalMemory> chunks_;
   std::map<DevicePtr, Mapping> mappings_;

@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/device/forwarding_backend.h"
 #include "tests/engine/activations/chain.h"
-#include "tests/support/forwarding_backend.h"
 
 namespace forebay::testing {
 namespace {

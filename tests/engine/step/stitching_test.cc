@@ -19,8 +19,8 @@
 
 #include "forebay/arena.h"
 #include "forebay/units.h"
+#include "runtime/device/forwarding_backend.h"
 #include "tests/engine/toy.h"
-#include "tests/support/forwarding_backend.h"
 
 namespace forebay::testing {
 namespace {

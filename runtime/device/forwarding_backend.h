@@ -1,5 +1,7 @@
-// ForwardingBackend: a Backend that passes every call on to another one. Tests derive from it and change the
-// calls they are about.
+// ForwardingBackend: a Backend that passes every call to another one. A wrapper of a backend derives from it
+// and overrides the calls that it changes.
+//
+// Threads: as the backend below.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +9,12 @@
 
 #include "forebay/backend.h"
 
-namespace forebay::testing {
+namespace forebay {
 
 class ForwardingBackend : public Backend {
  public:
   // Requires: `below` outlives this.
-  explicit ForwardingBackend(Backend& below) : below_(below) {}
+  explicit ForwardingBackend(Backend& below) noexcept : below_(below) {}
 
   const Capabilities& capabilities() const noexcept override { return below_.capabilities(); }
   Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
@@ -63,4 +65,4 @@ class ForwardingBackend : public Backend {
   Backend& below_;
 };
 
-}  // namespace forebay::testing
+}  // namespace forebay
