@@ -1,4 +1,4 @@
-#include "forebay/memory_store.h"
+#include "offload/memory_store.h"
 
 #include <sys/mman.h>
 

@@ -1,5 +1,5 @@
-// FaultScript: counts the fallible calls of a backend and says which of them a script fails. Shared by the
-// backends that take a script (host, model).
+// FaultScript: counts the fallible calls of a backend and says which of them a test makes fail. Shared by the
+// backends that take a script: host (host/script.h) and model (model/script.h).
 //
 // Threads: every function may be called from any thread.
 #pragma once
@@ -13,15 +13,42 @@
 #include <utility>
 #include <vector>
 
-#include "forebay/host_backend.h"
+#include "forebay/status.h"
 
 namespace forebay {
 
-// The names of the fallible calls, for messages; by HostCall.
+// The calls that a script can make fail. The names are those of Backend.
+enum class HostCall : std::uint8_t {
+  kReserve,
+  kChunkCreate,
+  kMap,
+  kUnmap,
+  kSetAccess,
+  kAlloc,
+  kPin,
+  kCopyAsync,
+  kFillAsync,
+  kStreamCreate,
+  kEventCreate,
+  kEventRecord,
+  kStreamWait,
+  kCallHost,
+  kLoadModule,
+  kLaunch,
+};
+inline constexpr int kHostCallCount = static_cast<int>(HostCall::kLaunch) + 1;
+
+// The names in messages, by HostCall.
 inline constexpr const char* kHostCallNames[kHostCallCount] = {
     "reserve",     "chunk_create", "map",         "unmap",         "set_access",   "alloc",
     "pin",         "copy_async",   "fill_async",  "stream_create", "event_create", "event_record",
     "stream_wait", "call_host",    "load_module", "launch"};
+
+struct HostFault {
+  HostCall call;
+  std::uint64_t nth = 1;  // The nth call of that kind fails, counted from 1.
+  Status status;          // The result of that call.
+};
 
 inline bool is_fault_valid(const HostFault& fault) {
   return fault.nth > 0 && !fault.status.ok() && static_cast<int>(fault.call) < kHostCallCount;

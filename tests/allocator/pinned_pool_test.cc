@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
-#include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay {
 namespace {
@@ -84,14 +84,14 @@ class PinnedPoolTest : public testing::Test {
   }
   void make(const PinnedPoolOptions& options) {
     pool_.reset();
-    if (backend_ == nullptr) backend_ = std::move(HostBackend::create({})).value();
+    if (backend_ == nullptr) backend_ = std::move(ScriptedHostBackend::create({})).value();
     pool_ = std::move(PinnedPool::create(*backend_, options)).value();
   }
   void fail_next(HostCall call, StatusCode code, const char* message) {
     backend_->add_fault({.call = call, .nth = 1, .status = Status(code, message)});
   }
 
-  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<ScriptedHostBackend> backend_;
   std::unique_ptr<PinnedPool> pool_;
 };
 
@@ -501,7 +501,7 @@ TEST(PinnedPoolModel, KeepsItsPromisesUnderRandomOperations) {
   std::mt19937_64 random(seed);
   constexpr std::size_t kLimit = 24_MiB;
   constexpr int kStreams = 3;
-  auto backend = std::move(HostBackend::create({})).value();
+  auto backend = std::move(ScriptedHostBackend::create({})).value();
   auto pool = std::move(PinnedPool::create(*backend, {.limit_bytes = kLimit, .slab_bytes = 4_MiB})).value();
   std::vector<std::unique_ptr<Gate>> gates;
   for (int i = 0; i < kStreams; ++i) gates.push_back(std::make_unique<Gate>(*backend));
@@ -581,7 +581,7 @@ TEST(PinnedPoolModel, KeepsItsPromisesUnderRandomOperations) {
 
 TEST(PinnedPoolThreads, ManyAllocateWhileOnePrewarmsAndOneTrims) {
   constexpr int kThreads = 4;
-  auto backend = std::move(HostBackend::create({})).value();
+  auto backend = std::move(ScriptedHostBackend::create({})).value();
   auto pool = std::move(PinnedPool::create(*backend, {.limit_bytes = 64_MiB, .slab_bytes = 4_MiB})).value();
   std::atomic<int> wrong_count{0};
   std::atomic<bool> stop{false};

@@ -702,7 +702,7 @@ TEST(Engine, QueuesTheUpdateBeforeTheNormIsKnownAndDoesNotWaitForIt) {
     HostClock clock(HostClock::Mode::kVirtual);
     WorldOptions world;
     world.clock = &clock;
-    world.backend.kernel_duration = [](const char* kernel) {
+    world.script.kernel_duration = [](const char* kernel) {
       return milliseconds(std::string_view(kernel) == "forebay_adamw_controlled" ? 100 : 0);
     };
     run_ranks(3, world, [&](Rank& rank) {

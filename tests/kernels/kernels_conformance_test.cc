@@ -10,8 +10,8 @@
 namespace forebay::kernel_test {
 namespace {
 
-std::unique_ptr<HostBackend> make_host() {
-  Result<std::unique_ptr<HostBackend>> backend = HostBackend::create({});
+std::unique_ptr<ScriptedHostBackend> make_host() {
+  Result<std::unique_ptr<ScriptedHostBackend>> backend = ScriptedHostBackend::create({});
   EXPECT_TRUE(backend.ok()) << backend.status().to_string();
   return backend.ok() ? std::move(backend).value() : nullptr;
 }

@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "forebay/host_backend.h"
 #include "kernels/host_kernels.h"
+#include "runtime/device/host/script.h"
 #include "tests/kernels/kernel_test_support.h"
 
 #if defined(__x86_64__)
@@ -30,7 +30,7 @@ constexpr std::size_t kLarge = 3 * 65536 + 1237;
 class KernelsTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    Result<std::unique_ptr<HostBackend>> backend = HostBackend::create({});
+    Result<std::unique_ptr<ScriptedHostBackend>> backend = ScriptedHostBackend::create({});
     ASSERT_TRUE(backend.ok()) << backend.status().to_string();
     backend_ = std::move(backend).value();
     Result<Stream> stream = backend_->stream_create();
@@ -60,7 +60,7 @@ class KernelsTest : public ::testing::Test {
   // TBB has no more workers than processors unless asked, and three threads shall be three on any machine.
   tbb::global_control workers_{tbb::global_control::max_allowed_parallelism, 4};
   std::mt19937_64 random_{kernel_test::test_seed()};
-  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<ScriptedHostBackend> backend_;
   Stream stream_;
 };
 

@@ -10,15 +10,15 @@
 #include <utility>
 #include <vector>
 
-#include "forebay/host_backend.h"
 #include "kernels/cuda/simulated_kernels.h"
 #include "runtime/device/forwarding_backend.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay::kernel_test {
 
 class SimulatedCudaBackend final : public ForwardingBackend {
  public:
-  explicit SimulatedCudaBackend(std::unique_ptr<HostBackend> host, int multiprocessor_count)
+  explicit SimulatedCudaBackend(std::unique_ptr<ScriptedHostBackend> host, int multiprocessor_count)
       : ForwardingBackend(*host), host_(std::move(host)), capabilities_(host_->capabilities()) {
     capabilities_.kind = BackendKind::kCuda;
     capabilities_.multiprocessor_count = multiprocessor_count;
@@ -30,7 +30,7 @@ class SimulatedCudaBackend final : public ForwardingBackend {
     table_.push_back({nullptr, nullptr});
   }
 
-  HostBackend& host() noexcept { return *host_; }
+  ScriptedHostBackend& host() noexcept { return *host_; }
 
   const Capabilities& capabilities() const noexcept override { return capabilities_; }
   // Takes any image, as a fake driver does: the names are what counts.
@@ -44,7 +44,7 @@ class SimulatedCudaBackend final : public ForwardingBackend {
   }
 
  private:
-  std::unique_ptr<HostBackend> host_;
+  std::unique_ptr<ScriptedHostBackend> host_;
   Capabilities capabilities_;
   std::vector<HostKernel> table_;
 };

@@ -1,5 +1,5 @@
 // The memory store's scripts: faults, order, and the modelled drive on a virtual clock.
-#include "forebay/memory_store.h"
+#include "offload/memory_store.h"
 
 #include <gtest/gtest.h>
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "forebay/host_backend.h"
+#include "runtime/device/fault_script.h"
 #include "runtime/device/forwarding_backend.h"
 
 namespace forebay::testing {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "forebay/host_backend.h"
 #include "forebay/kernels.h"
 #include "forebay/local_communicator.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay::testing {
 
@@ -24,17 +24,16 @@ struct Rank {
   std::unique_ptr<Communicator> communicator;
 
   // Requires: the world makes host backends.
-  HostBackend& host_backend() { return dynamic_cast<HostBackend&>(*backend); }
+  ScriptedHostBackend& host_backend() { return dynamic_cast<ScriptedHostBackend&>(*backend); }
 };
 
 struct WorldOptions {
   LocalOptions local;
   HostBackendOptions backend{.granularity = 64u << 10};
+  HostScript script;
   // Shared by all ranks' backends and their communicators, if set; in virtual time the rank threads take part
   // in it.
   HostClock* clock = nullptr;
-  // Changes the backend options of one rank, if set.
-  std::function<void(int rank, HostBackendOptions&)> customize;
   // Makes other backends than host ones, if set.
   std::function<std::unique_ptr<Backend>(int rank)> create_backend;
   // Makes the rank's communicator of the local one, if set; the rank has its backend and kernels by then.
@@ -68,8 +67,7 @@ inline void run_ranks(int size, const WorldOptions& options, const std::function
               HostBackendOptions backend_options = options.backend;
               if (options.clock != nullptr) backend_options.clock = options.clock;
               backend_options.name = "host rank " + std::to_string(r);
-              if (options.customize) options.customize(r, backend_options);
-              rank.backend = value_or_throw(HostBackend::create(backend_options));
+              rank.backend = value_or_throw(ScriptedHostBackend::create(backend_options, options.script));
             }
             rank.kernels = value_or_throw(Kernels::create(*rank.backend, {.thread_count = 1}));
             rank.communicator = value_or_throw(group->communicator(r, *rank.backend, *rank.kernels));

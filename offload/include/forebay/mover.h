@@ -1,15 +1,16 @@
-// Mover: bytes from a Store to device memory (fetch) and back (spill), in the order of one stream. They pass
-// through staging buffers in pieces, of which as many are under way as there are buffers; when all are taken
-// a move waits, and nothing else does.
+// Mover: moves bytes from a file store to device memory (fetch) and back (spill), in the order of one stream.
+// They pass through staging buffers in pieces, one piece per buffer at a time. When all buffers are taken,
+// only the move waits.
 //
-// Order. A move begins when what was queued on its stream before has run, and what is queued there after it
-// begins when the move has ended: for a fetch, its bytes are in device memory, for a spill, in the store. So
-// events on that stream say when a move may begin and when it has ended. Moves do not overlap each other; the
-// pieces of one do. It uses Backend::call_host: on cuda, no other host function of the process runs while a
-// piece is waited for.
+// Order. A move begins after the earlier work of its stream, and later work of the stream begins after the
+// move: the bytes of a fetch are in device memory then, those of a spill in the store. So events on the
+// stream say when a move may begin and when it has ended. Moves do not overlap each other; the pieces of one
+// move do. The mover uses Backend::call_host: on cuda, no other host function of the process runs while it
+// waits for a piece.
 //
-// Failure. The first failure of the store stays in status(), and later moves do nothing; what a fetch leaves
-// on the device is undefined then. The stream goes on, so whoever waits for it must ask status() before use.
+// Failure. The first failure of the store stays in status(), and later moves do nothing; the target of a
+// failed fetch is undefined. The stream goes on, so ask status() after waiting for it and before using the
+// bytes.
 //
 // Threads: one thread queues moves; status() may be called by any.
 #pragma once
@@ -27,18 +28,19 @@
 
 namespace forebay {
 
-// A piece of a range, and the bytes of it that are the caller's.
+// A part of a range, and how many of its bytes are the caller's.
 struct StoredBytes {
   StoreRange range;
   std::uint64_t offset = 0;       // From the range's begin; a multiple of the granule.
   std::uint64_t bytes = 0;        // Zero moves nothing.
-  std::uint64_t range_bytes = 0;  // Of the whole range: the transfer's end is rounded up, to there at most.
+  std::uint64_t range_bytes = 0;  // The whole range's; a transfer's end is rounded up to a granule within it.
 };
 
 class Mover {
  public:
-  // Takes all of `buffers`, each of a multiple of the store's granule, for its life. Requires: backend, store
-  // and buffers outlive it. Errors: kInvalidArgument where a buffer is taken or no multiple; the Backend's.
+  // Takes all of `buffers` for its life. Their size is a multiple of the store's granule.
+  // Requires: backend, store and buffers outlive it. Errors: kInvalidArgument when a buffer is taken or the
+  // size is no multiple; the Backend's.
   static Result<std::unique_ptr<Mover>> create(Backend& backend, Store& store, StagingBuffers& buffers);
   // Waits for the stream's work.
   ~Mover();
@@ -47,9 +49,10 @@ class Mover {
 
   Stream stream() const noexcept { return stream_; }
 
-  // Queues a move on stream(). Errors: the Backend's. The store's are met when the move runs.
+  // Queues a move on stream(). Errors: the Backend's. Failures of the store show in status() when the move
+  // runs.
   Status fetch(const StoredBytes& source, DevicePtr target);
-  // What lies behind the caller's bytes up to the end of the granule is undefined afterwards.
+  // The range's bytes behind the caller's, up to the end of the granule, are undefined afterwards.
   Status spill(const std::byte* source, const StoredBytes& target);
 
   Status status() const;
@@ -72,8 +75,9 @@ class Mover {
   std::uint64_t granule_bytes_ = 0;
 
   mutable std::mutex mutex_;
-  Status status_;          // Guarded by mutex_,
-  std::list<Move> moves_;  // like these, whose contents belong to the stream once they are queued.
+  // Guarded by mutex_. The contents of a queued move belong to the stream.
+  Status status_;
+  std::list<Move> moves_;
 };
 
 }  // namespace forebay

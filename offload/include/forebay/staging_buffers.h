@@ -1,8 +1,7 @@
-// StagingBuffers: a fixed number of equal, page-locked, page-aligned buffers that bytes pass through between
-// a Store and a device. They are allocated once; who needs one while all are taken has to wait, which is what
-// bounds the bytes on their way.
+// StagingBuffers: a fixed number of equal, pinned, page-aligned buffers between a file store and a device.
+// They are allocated once. While all are taken, take() waits; that bounds the bytes on their way.
 //
-// What it is not: an allocator. Nothing is made, split or joined after the beginning.
+// It is not an allocator: no buffer is made, split or joined later.
 #pragma once
 
 #include <chrono>
@@ -18,22 +17,22 @@
 namespace forebay {
 
 struct StagingBuffersOptions {
-  std::size_t buffer_bytes = 0;  // Of each; a multiple of the page.
-  std::size_t buffer_count = 0;  // Smaller: transfers wait for each other. Larger: more memory page-locked.
+  std::size_t buffer_bytes = 0;  // The size of each; a multiple of the page.
+  std::size_t buffer_count = 0;  // Smaller: transfers wait for each other. Larger: more pinned memory.
 };
 
 struct StagingBuffersStatistics {
-  std::size_t taken_count = 0;       // Buffers out now.
-  std::size_t most_taken_count = 0;  // The most there have been at the same time.
-  std::uint64_t take_count = 0;      // Buffers given out since the beginning.
+  std::size_t taken_count = 0;       // Buffers taken now.
+  std::size_t most_taken_count = 0;  // The most at the same time.
+  std::uint64_t take_count = 0;      // Buffers taken since the beginning.
   std::uint64_t refused_count = 0;   // Calls of try_take that found none.
-  std::uint64_t wait_count = 0;      // Calls of take that found none at first.
-  std::uint64_t wait_ns = 0;         // What they waited, all together.
+  std::uint64_t wait_count = 0;      // Calls of take that had to wait.
+  std::uint64_t wait_ns = 0;         // The sum of their waits.
 };
 
 class StagingBuffers;
 
-// One buffer that is taken; gives itself back. Its contents are whatever was there.
+// A taken buffer; its destructor gives it back. Its contents are undefined at first.
 class StagingBuffer {
  public:
   StagingBuffer() noexcept = default;
@@ -41,12 +40,12 @@ class StagingBuffer {
   StagingBuffer& operator=(StagingBuffer&& other) noexcept;
   ~StagingBuffer();
 
-  // Null for one that was moved from, given back or never taken.
+  // Null when it was moved from, given back or never taken.
   std::byte* data() const noexcept { return data_; }
   std::size_t bytes() const noexcept { return bytes_; }
   explicit operator bool() const noexcept { return data_ != nullptr; }
 
-  // Back to the others, for whoever waits. Requires: no queued work and no transfer still uses it.
+  // Gives the buffer back. Requires: no queued work and no transfer still uses it.
   void give() noexcept;
 
  private:
@@ -62,8 +61,9 @@ class StagingBuffer {
 // Threads: every function may be called from any thread; a StagingBuffer is one thread's at a time.
 class StagingBuffers {
  public:
-  // Allocates all of them, as one block of the pool. Requires: the pool outlives them. Errors:
-  // kInvalidArgument for a count of zero, or a size that is zero or no multiple of the page; the pool's.
+  // Allocates all buffers as one block of the pool.
+  // Requires: the pool outlives them. Errors: kInvalidArgument for a count of zero, or a size that is zero or
+  // no multiple of the page; those of the pool.
   static Result<std::unique_ptr<StagingBuffers>> create(PinnedPool& pool,
                                                         const StagingBuffersOptions& options);
   // Requires: every buffer has been given back.
@@ -73,8 +73,9 @@ class StagingBuffers {
 
   // A buffer if there is one. Never waits.
   virtual std::optional<StagingBuffer> try_take() = 0;
-  // Waits for a buffer. Order: who waits longest is served first, and before any try_take. Real time: on a
-  // virtual clock, use try_take. Errors: kTimeout when `deadline` (from now on) passes first.
+  // Waits for a buffer, in real time: on a virtual clock, use try_take.
+  // Order: the longest wait is served first, and before any try_take. Errors: kTimeout when `deadline` (from
+  // now on) passes first.
   virtual Result<StagingBuffer> take(std::chrono::milliseconds deadline) = 0;
 
   // All buffers, one behind the other: for Store::register_memory.

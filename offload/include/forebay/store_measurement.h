@@ -1,5 +1,5 @@
-// What a directory's drives deliver to a file store: measured for about half a second, so that block size and
-// depth follow the machine and a plan knows the rates.
+// Measures the rates of a file store in given directories, in about half a second, so that block size and
+// depth suit the machine and a plan knows the rates.
 #pragma once
 
 #include <chrono>
@@ -14,12 +14,12 @@
 namespace forebay {
 
 struct StoreMeasurementOptions {
-  std::vector<std::size_t> block_bytes{512 << 10, 1 << 20, 4 << 20};  // Each with each depth.
+  std::vector<std::size_t> block_bytes{512 << 10, 1 << 20, 4 << 20};  // Each is measured with each depth.
   std::vector<unsigned> depths{4, 16, 32};
-  // Smaller: less that a drive's own cache has to hold. Larger: more disk and host memory for the moment.
+  // Smaller: a drive's own cache may hold it all. Larger: more disk and host memory for the moment.
   std::uint64_t range_bytes = 64 << 20;
-  // For all points together. Smaller: more noise. Larger: a slower start. A slow drive that is not done with
-  // its first points by then is not asked for the others.
+  // For all points together. Smaller: more noise. Larger: a slower start. Points that a slow drive has not
+  // begun by then are left out.
   std::chrono::milliseconds duration{500};
 };
 
@@ -29,25 +29,25 @@ struct StoreMeasurementPoint {
   double read_bytes_per_second = 0;
   double write_bytes_per_second = 0;
 
-  // Of a pass that reads and writes the same number of bytes, one after the other.
+  // The rate of a pass that reads and then writes the same number of bytes.
   double pass_bytes_per_second() const;
 };
 
 struct StoreMeasurement {
   std::vector<StoreMeasurementPoint> points;  // In the order they were measured; at least one.
   StoreMeasurementPoint chosen;
-  std::string description;  // Of the store that was measured.
+  std::string description;  // The measured store's.
 };
 
-// The point with the fewest bytes in flight among those within a twentieth of the fastest pass. Requires: at
-// least one.
+// The point with the fewest bytes in flight among the points within a twentieth of the fastest pass.
+// Requires: at least one point.
 StoreMeasurementPoint choose_point(std::span<const StoreMeasurementPoint> points);
 
-// Takes block_bytes and depth from `measured` and the rest from `options`, writes and reads a range of its
-// own, and leaves nothing. Rates are those of ranges in their first use, on which file systems spend a little
-// more than later. Cost: `duration`, and on a slow drive what one point has in flight. Errors:
-// make_file_store's and the store's; kInvalidArgument for no block sizes, no depths, or a range smaller than
-// a block.
+// Takes block_bytes and depth from `measured` and the other options from `options`. It writes and reads a
+// range of its own and leaves nothing. The first use of a range is a little slower than later uses on some
+// file systems. Cost: `duration`, and on a slow drive the time for the bytes of one point in flight. Errors:
+// those of make_file_store and of the store; kInvalidArgument for no block sizes, no depths, or a range
+// smaller than a block.
 Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
                                             const StoreMeasurementOptions& measured = {});
 

@@ -15,6 +15,7 @@
 #include "forebay/units.h"
 #include "runtime/device/fault_script.h"
 #include "runtime/device/host/memory.h"
+#include "runtime/device/host/script.h"
 #include "runtime/device/host/stream.h"
 
 namespace forebay {
@@ -46,10 +47,13 @@ struct ModuleState {
   std::vector<std::pair<std::uint64_t, std::shared_ptr<const HostLoadedKernel>>> kernels;  // By handle.
 };
 
-class HostBackendImpl final : public HostBackend {
+class HostBackendImpl final : public ScriptedHostBackend {
  public:
-  HostBackendImpl(HostBackendOptions options, std::unique_ptr<HostMemory> memory)
-      : options_(std::move(options)), memory_(std::move(memory)), faults_(options_.faults) {
+  HostBackendImpl(HostBackendOptions options, HostScript script, std::unique_ptr<HostMemory> memory)
+      : options_(std::move(options)),
+        script_(std::move(script)),
+        memory_(std::move(memory)),
+        faults_(script_.faults) {
     if (options_.clock == nullptr) options_.clock = &own_clock_;
     std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
     capabilities_.kind = BackendKind::kHost;
@@ -67,7 +71,7 @@ class HostBackendImpl final : public HostBackend {
     }
   }
 
-  // --- HostBackend ---
+  // --- HostBackend and ScriptedHostBackend ---
 
   void add_fault(HostFault fault) override {
     FOREBAY_CHECK(is_fault_valid(fault), "a fault needs nth of at least 1 and an error");
@@ -165,7 +169,7 @@ class HostBackendImpl final : public HostBackend {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamCreate));
     std::shared_ptr<HostStream> stream;
     try {
-      stream = std::make_shared<HostStream>(*options_.clock, options_);
+      stream = std::make_shared<HostStream>(*options_.clock, options_, script_);
     } catch (const std::system_error& error) {
       return Status(StatusCode::kUnavailable, "cannot create a stream on " + options_.name +
                                                   ": there is no thread for it: " + error.what() +
@@ -400,6 +404,7 @@ class HostBackendImpl final : public HostBackend {
 
   HostClock own_clock_;
   HostBackendOptions options_;  // Constant after construction.
+  const HostScript script_;
   Capabilities capabilities_;
   const std::unique_ptr<HostMemory> memory_;
   FaultScript faults_;
@@ -414,12 +419,19 @@ class HostBackendImpl final : public HostBackend {
 }  // namespace
 
 Result<std::unique_ptr<HostBackend>> HostBackend::create(HostBackendOptions options) {
+  Result<std::unique_ptr<ScriptedHostBackend>> backend = ScriptedHostBackend::create(std::move(options));
+  if (!backend.ok()) return backend.status();
+  return std::unique_ptr<HostBackend>(std::move(backend).value());
+}
+
+Result<std::unique_ptr<ScriptedHostBackend>> ScriptedHostBackend::create(HostBackendOptions options,
+                                                                         HostScript script) {
   const auto refusal = [&](const char* found_and_try) {
     return Status(StatusCode::kInvalidArgument,
                   "cannot make host backend " + options.name + ": " + std::string(found_and_try));
   };
   if (options.queue_limit == 0) return refusal("a queue_limit of 0 lets nothing run; give at least 1");
-  if (!std::all_of(options.faults.begin(), options.faults.end(), is_fault_valid)) {
+  if (!std::all_of(script.faults.begin(), script.faults.end(), is_fault_valid)) {
     return refusal("a fault has nth 0 or no error; count from 1 and give a status");
   }
   Result<std::unique_ptr<HostMemory>> memory = HostMemory::create({.name = options.name,
@@ -427,8 +439,8 @@ Result<std::unique_ptr<HostBackend>> HostBackend::create(HostBackendOptions opti
                                                                    .granularity = options.granularity,
                                                                    .poison = options.poison});
   if (!memory.ok()) return memory.status();
-  return std::unique_ptr<HostBackend>(
-      std::make_unique<HostBackendImpl>(std::move(options), std::move(memory).value()));
+  return std::unique_ptr<ScriptedHostBackend>(
+      std::make_unique<HostBackendImpl>(std::move(options), std::move(script), std::move(memory).value()));
 }
 
 }  // namespace forebay

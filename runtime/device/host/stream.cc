@@ -28,8 +28,8 @@ HostStream* HostStream::running_here() noexcept {
   return running_stream;
 }
 
-HostStream::HostStream(HostClock& clock, const HostBackendOptions& options)
-    : clock_(clock), options_(options) {
+HostStream::HostStream(HostClock& clock, const HostBackendOptions& options, const HostScript& script)
+    : clock_(clock), options_(options), script_(script) {
   // Registered by its maker, so that virtual time cannot pass between here and the thread's first wait.
   worker_ = std::thread(&HostStream::work, this, HostClock::Registration(clock));
 }
@@ -92,9 +92,9 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                             } else {
                               std::memcpy(copy.target, copy.source, copy.bytes);
                             }
-                            if (options_.copy_bytes_per_second > 0) {
+                            if (script_.copy_bytes_per_second > 0) {
                               clock_.sleep(HostClock::Nanoseconds(static_cast<std::int64_t>(
-                                  static_cast<double>(copy.bytes) * 1e9 / options_.copy_bytes_per_second)));
+                                  static_cast<double>(copy.bytes) * 1e9 / script_.copy_bytes_per_second)));
                             }
                           });
                         },
@@ -111,8 +111,8 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                               launch.kernel->function(launch.grid, launch.block, launch.arguments.data());
                             });
                             lock.unlock();
-                            if (options_.kernel_duration)
-                              clock_.sleep(options_.kernel_duration(launch.kernel->name.c_str()));
+                            if (script_.kernel_duration)
+                              clock_.sleep(script_.kernel_duration(launch.kernel->name.c_str()));
                           });
                         },
                         [&](const HostRecord& record) {

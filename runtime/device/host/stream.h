@@ -17,6 +17,7 @@
 #include "forebay/backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/host_clock.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay {
 
@@ -68,7 +69,7 @@ using HostOperation = std::variant<HostCopy, HostFill, HostFunctionCall, HostLau
 class HostStream {
  public:
   // Starts the worker. Throws std::system_error when there is no thread to be had.
-  HostStream(HostClock& clock, const HostBackendOptions& options);
+  HostStream(HostClock& clock, const HostBackendOptions& options, const HostScript& script);
   // Requires: finish() has returned.
   ~HostStream() = default;
   HostStream(const HostStream&) = delete;
@@ -99,6 +100,7 @@ class HostStream {
 
   HostClock& clock_;
   const HostBackendOptions& options_;
+  const HostScript& script_;
 
   // Of the worker alone.
   const char* forbidden_call_ = nullptr;

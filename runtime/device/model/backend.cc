@@ -17,6 +17,7 @@
 #include "runtime/device/address_book.h"
 #include "runtime/device/address_text.h"
 #include "runtime/device/fault_script.h"
+#include "runtime/device/model/script.h"
 
 namespace forebay {
 namespace {
@@ -93,17 +94,18 @@ class SplitMix {
   std::uint64_t state_;
 };
 
-class ModelBackendImpl final : public ModelBackend {
+class ModelBackendImpl final : public ScriptedModelBackend {
  public:
-  explicit ModelBackendImpl(ModelBackendOptions options)
+  ModelBackendImpl(ModelBackendOptions options, ModelScript script)
       : options_(std::move(options)),
+        order_(script.order),
         book_({.name = options_.name,
                .granularity = options_.granularity,
                .budget_bytes = options_.memory_bytes,
                .own_begin = kFirstAddress,
                .own_bytes = kAddressBytes}),
-        faults_(options_.faults),
-        random_(options_.seed) {
+        faults_(std::move(script.faults)),
+        random_(script.seed) {
     std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
     capabilities_.kind = BackendKind::kModel;
     capabilities_.granularity = options_.granularity;
@@ -114,7 +116,7 @@ class ModelBackendImpl final : public ModelBackend {
   // Host functions still queued own their argument, so they run.
   ~ModelBackendImpl() override { complete_all(); }
 
-  // --- ModelBackend ---
+  // --- ModelBackend and ScriptedModelBackend ---
 
   bool complete_next(Stream stream) override {
     std::unique_lock lock(mutex_);
@@ -327,7 +329,7 @@ class ModelBackendImpl final : public ModelBackend {
     FOREBAY_RETURN_IF_ERROR(enter("event_query"));
     std::unique_lock lock(mutex_);
     if (events_.count(to_id(event.handle)) == 0) return no_event("query an event");
-    if (options_.order == ModelOrder::kSeeded) advance_some(lock);
+    if (order_ == ModelOrder::kSeeded) advance_some(lock);
     settle(lock);
     const auto found = events_.find(to_id(event.handle));
     return found == events_.end() || found->second == nullptr || found->second->reached;
@@ -506,9 +508,9 @@ class ModelBackendImpl final : public ModelBackend {
     }
     stream->operations.push_back(std::move(operation));
     ++stream->queued_count;
-    if (options_.order == ModelOrder::kSeeded) {
+    if (order_ == ModelOrder::kSeeded) {
       advance_some(lock);
-    } else if (options_.order == ModelOrder::kAtOnce) {
+    } else if (order_ == ModelOrder::kAtOnce) {
       ++left_count_;
       if (can_advance(*stream)) run_head(lock, *stream);
       settle(lock);
@@ -518,7 +520,7 @@ class ModelBackendImpl final : public ModelBackend {
 
   // At once means all of it; something is left only where another thread's host function held it up.
   void settle(std::unique_lock<std::mutex>& lock) {
-    if (options_.order != ModelOrder::kAtOnce) return;
+    if (order_ != ModelOrder::kAtOnce) return;
     while (left_count_ > 0 && advance_any(lock)) {
     }
   }
@@ -548,7 +550,7 @@ class ModelBackendImpl final : public ModelBackend {
       fail(stream, wait->mark->failure);
     }
     ++stream.done_count;
-    if (options_.order == ModelOrder::kAtOnce) --left_count_;
+    if (order_ == ModelOrder::kAtOnce) --left_count_;
     if (waiting_count_ > 0) progress_.notify_all();
     return true;
   }
@@ -644,6 +646,7 @@ class ModelBackendImpl final : public ModelBackend {
   }
 
   const ModelBackendOptions options_;
+  const ModelOrder order_;
   Capabilities capabilities_;  // Constant after construction.
   AddressBook book_;
   std::mutex memory_mutex_;  // Held from a question to book_ to the change that follows.
@@ -666,6 +669,13 @@ class ModelBackendImpl final : public ModelBackend {
 }  // namespace
 
 Result<std::unique_ptr<ModelBackend>> ModelBackend::create(ModelBackendOptions options) {
+  Result<std::unique_ptr<ScriptedModelBackend>> backend = ScriptedModelBackend::create(std::move(options));
+  if (!backend.ok()) return backend.status();
+  return std::unique_ptr<ModelBackend>(std::move(backend).value());
+}
+
+Result<std::unique_ptr<ScriptedModelBackend>> ScriptedModelBackend::create(ModelBackendOptions options,
+                                                                           ModelScript script) {
   const auto refusal = [&](const std::string& found_and_try) {
     return Status(StatusCode::kInvalidArgument,
                   "cannot make model backend " + options.name + ": " + found_and_try);
@@ -680,10 +690,11 @@ Result<std::unique_ptr<ModelBackend>> ModelBackend::create(ModelBackendOptions o
                    format_bytes(kAddressBytes) + "; give less");
   }
   if (options.queue_limit == 0) return refusal("a queue_limit of 0 lets nothing run; give at least 1");
-  if (!std::all_of(options.faults.begin(), options.faults.end(), is_fault_valid)) {
+  if (!std::all_of(script.faults.begin(), script.faults.end(), is_fault_valid)) {
     return refusal("a fault has nth 0 or no error; count from 1 and give a status");
   }
-  return std::unique_ptr<ModelBackend>(std::make_unique<ModelBackendImpl>(std::move(options)));
+  return std::unique_ptr<ScriptedModelBackend>(
+      std::make_unique<ModelBackendImpl>(std::move(options), std::move(script)));
 }
 
 }  // namespace forebay

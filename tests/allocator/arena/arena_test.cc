@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay {
 namespace {
@@ -45,7 +45,7 @@ class ArenaTest : public ::testing::Test {
     HostBackendOptions options;
     options.granularity = kChunk;
     options.memory_bytes = memory_bytes;
-    auto backend = HostBackend::create(std::move(options));
+    auto backend = ScriptedHostBackend::create(std::move(options));
     ASSERT_TRUE(backend.ok()) << backend.status().to_string();
     backend_ = std::move(backend).value();
     auto arena = Arena::create(*backend_, {.reserve_bytes = reserve_bytes, .limit_bytes = limit_bytes});
@@ -89,7 +89,7 @@ class ArenaTest : public ::testing::Test {
   std::size_t reserved() const { return arena_->statistics().reserved_bytes; }
 
   Gate gate_;  // Outlives the streams that wait at it.
-  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<ScriptedHostBackend> backend_;
   std::unique_ptr<Arena> arena_;
   Stream streams_[2];
 };

@@ -20,8 +20,8 @@
 
 #include "forebay/arena.h"
 #include "forebay/check.h"
-#include "forebay/model_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/model/script.h"
 #include "tests/allocator/arena/watched_backend.h"
 
 namespace forebay::testing {
@@ -38,9 +38,9 @@ class ArenaOperations {
     ModelBackendOptions options;
     options.memory_bytes = kLimit + 8 * kChunk;
     options.granularity = kChunk;
-    options.order = ModelOrder::kSeeded;
-    options.seed = seed;
-    backend_ = std::move(ModelBackend::create(std::move(options))).value();
+    backend_ = std::move(ScriptedModelBackend::create(std::move(options),
+                                                      {.order = ModelOrder::kSeeded, .seed = seed}))
+                   .value();
     watched_ = std::make_unique<WatchedBackend>(*backend_);
     watched_->on_unmap = [this](DevicePtr address, std::size_t bytes) { check_unmap(address, bytes); };
     watched_->on_map = [this](DevicePtr, std::size_t, bool again) {
@@ -510,7 +510,7 @@ class ArenaOperations {
   }
 
   std::function<std::uint32_t(std::uint32_t)> pick_;
-  std::unique_ptr<ModelBackend> backend_;
+  std::unique_ptr<ScriptedModelBackend> backend_;
   std::unique_ptr<WatchedBackend> watched_;
   std::unique_ptr<Arena> arena_;
   StreamState streams_[kStreams];

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "forebay/arena.h"
-#include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay {
 namespace {
@@ -25,7 +25,7 @@ class ArenaPauseTest : public ::testing::Test {
     HostBackendOptions backend_options;
     backend_options.granularity = kChunk;
     backend_options.memory_bytes = 256_MiB;
-    backend_ = std::move(HostBackend::create(std::move(backend_options))).value();
+    backend_ = std::move(ScriptedHostBackend::create(std::move(backend_options))).value();
     arena_ = std::move(Arena::create(*backend_, options)).value();
     tag_ = arena_->tag_create({.name = "optimizer", .pausable = true}).value();
     stream_ = backend_->stream_create().value();
@@ -54,7 +54,7 @@ class ArenaPauseTest : public ::testing::Test {
                        [&](std::byte byte) { return byte == static_cast<std::byte>(pattern); });
   }
 
-  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<ScriptedHostBackend> backend_;
   std::unique_ptr<Arena> arena_;
   Tag tag_ = 0;
   Stream stream_;

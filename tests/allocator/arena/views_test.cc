@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "forebay/arena.h"
-#include "forebay/host_backend.h"
 #include "forebay/memory_snapshot.h"
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/host/script.h"
 #include "tests/allocator/arena/watched_backend.h"
 
 namespace forebay {
@@ -35,7 +35,7 @@ class ArenaViewsTest : public ::testing::Test {
     HostBackendOptions backend_options;
     backend_options.granularity = kChunk;
     backend_options.memory_bytes = 256_MiB;
-    backend_ = std::move(HostBackend::create(std::move(backend_options))).value();
+    backend_ = std::move(ScriptedHostBackend::create(std::move(backend_options))).value();
     watched_ = std::make_unique<WatchedBackend>(*backend_);
     auto arena = Arena::create(*watched_, options);
     ASSERT_TRUE(arena.ok()) << arena.status().to_string();
@@ -76,7 +76,7 @@ class ArenaViewsTest : public ::testing::Test {
     int pattern;
     std::size_t bytes;
   };
-  std::unique_ptr<HostBackend> backend_;
+  std::unique_ptr<ScriptedHostBackend> backend_;
   std::unique_ptr<WatchedBackend> watched_;
   std::unique_ptr<Arena> arena_;
   Stream streams_[2];

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "forebay/local_communicator.h"
+#include "runtime/device/host/script.h"
 #include "tests/collectives/communicator_conformance.h"
 #include "tests/support/device_view.h"
 
@@ -194,7 +195,7 @@ TEST(LocalCommunicator, ACallThatCannotBeQueuedFailsEveryRank) {
   std::vector<Status> causes(3);
   run_virtual(3, {}, [&](Member& member, int rank) {
     if (rank == 1) {
-      dynamic_cast<HostBackend&>(member.backend())
+      dynamic_cast<ScriptedHostBackend&>(member.backend())
           .add_fault(
               {.call = HostCall::kCallHost, .status = Status(StatusCode::kInternal, "the queue is broken")});
     }

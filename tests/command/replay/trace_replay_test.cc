@@ -7,6 +7,7 @@
 #include "forebay/model_backend.h"
 #include "forebay/units.h"
 #include "runtime/command/traces/explanation.h"
+#include "runtime/device/model/script.h"
 
 namespace forebay {
 namespace {
@@ -110,8 +111,9 @@ TEST(TraceReplay, AFullDeviceFailsCleanlyWhateverCallFails) {
   for (const HostCall call : {HostCall::kChunkCreate, HostCall::kMap, HostCall::kSetAccess}) {
     ModelBackendOptions options;
     options.memory_bytes = 1_GiB;
-    options.faults.push_back({.call = call, .nth = 1, .status = {StatusCode::kInternal, "as scripted"}});
-    const auto backend = ModelBackend::create(options).value();
+    ModelScript script;
+    script.faults.push_back({.call = call, .nth = 1, .status = {StatusCode::kInternal, "as scripted"}});
+    const auto backend = ScriptedModelBackend::create(options, script).value();
     const ReplayResult result = replay_trace(trace, *backend, ReplayTarget::kArena, {.passes = 2}).value();
     EXPECT_FALSE(result.completed);
     EXPECT_EQ(backend->charged_bytes(), 0u);

@@ -1,9 +1,9 @@
-// What is the host backend's own: its budget, poison, scripted faults and durations.
+// The host backend: its budget, poison, scripted faults and durations.
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 
-#include "forebay/host_backend.h"
+#include "runtime/device/host/script.h"
 
 namespace forebay {
 namespace {
@@ -18,12 +18,13 @@ HostBackendOptions small_options() {
 }
 
 TEST(HostBackend, OutOfMemoryNamesAskedFoundAndTry) {
-  const auto backend = HostBackend::create(small_options()).value();
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
   const Status status = backend->chunk_create(17 * kGranule).status();
   EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
-  EXPECT_EQ(status.message(),
-            "cannot create a chunk of 1.06 MiB on host: 1.00 MiB of 1.00 MiB free; raise memory_bytes or free "
-            "some first");
+  EXPECT_EQ(
+      status.message(),
+      "cannot create a chunk of 1.06 MiB on host: 1.00 MiB of 1.00 MiB free; raise memory_bytes or free "
+      "some first");
   EXPECT_EQ(backend->charged_bytes(), 0u);
 }
 
@@ -31,12 +32,13 @@ TEST(HostBackend, RefusesABadGranularity) {
   for (const std::size_t granularity : {0u, 512u, 3u * 4096u}) {
     HostBackendOptions options = small_options();
     options.granularity = granularity;
-    EXPECT_EQ(HostBackend::create(options).status().code(), StatusCode::kInvalidArgument) << granularity;
+    EXPECT_EQ(ScriptedHostBackend::create(options).status().code(), StatusCode::kInvalidArgument)
+        << granularity;
   }
 }
 
 TEST(HostBackend, FreshMemoryIsPoisonedAgainAfterReuse) {
-  const auto backend = HostBackend::create(small_options()).value();
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
   for (int i = 0; i < 2; ++i) {
     const DevicePtr block = backend->alloc(kGranule).value();
     EXPECT_EQ(static_cast<int>(block[0]), 0xCB);
@@ -52,8 +54,7 @@ TEST(HostBackend, CopiesOnTwoStreamsOverlapExactly) {
   HostClock clock(HostClock::Mode::kVirtual);
   HostBackendOptions options = small_options();
   options.clock = &clock;
-  options.copy_bytes_per_second = 1e9;
-  const auto backend = HostBackend::create(options).value();
+  const auto backend = ScriptedHostBackend::create(options, {.copy_bytes_per_second = 1e9}).value();
   HostClock::Registration self(clock);
   self.adopt();
   const Stream first = backend->stream_create().value();
@@ -70,7 +71,7 @@ TEST(HostBackend, CopiesOnTwoStreamsOverlapExactly) {
 }
 
 TEST(HostBackend, AnExceptionFailsTheStream) {
-  const auto backend = HostBackend::create(small_options()).value();
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
   const Stream stream = backend->stream_create().value();
   EXPECT_TRUE(backend
                   ->call_host(
@@ -144,9 +145,9 @@ Status use_everything(HostBackend& backend) {
 
 TEST(HostBackend, EveryFaultStrikesOnceAndLeaksNothing) {
   for (int call = 0; call < kHostCallCount; ++call) {
-    HostBackendOptions options = small_options();
-    options.faults = {{static_cast<HostCall>(call), 1, Status(StatusCode::kUnavailable, "scripted")}};
-    const auto backend = HostBackend::create(options).value();
+    HostScript script;
+    script.faults = {{static_cast<HostCall>(call), 1, Status(StatusCode::kUnavailable, "scripted")}};
+    const auto backend = ScriptedHostBackend::create(small_options(), script).value();
     EXPECT_EQ(use_everything(*backend).message(), "scripted") << call;
     EXPECT_EQ(backend->live_handle_count(), 0u) << call;
     EXPECT_EQ(backend->charged_bytes(), 0u) << call;
@@ -159,7 +160,7 @@ TEST(HostBackend, EveryFaultStrikesOnceAndLeaksNothing) {
 }
 
 TEST(HostBackend, EndsWithLiveHandles) {
-  const auto backend = HostBackend::create(small_options()).value();
+  const auto backend = ScriptedHostBackend::create(small_options()).value();
   EXPECT_TRUE(backend->alloc(kGranule).ok());
   EXPECT_TRUE(backend->stream_create().ok());
   EXPECT_TRUE(backend->event_create().ok());

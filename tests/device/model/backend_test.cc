@@ -1,26 +1,24 @@
-// What is the model backend's own: capacities beyond the machine, the three orders, scripts, and the same
-// books as the host backend's whatever is asked of both.
+// The model backend: capacities beyond the machine, the three orders, scripts, and random calls that it and
+// the host backend have to answer alike.
 #include <gtest/gtest.h>
 
 #include <random>
 #include <string>
 #include <vector>
 
-#include "forebay/model_backend.h"
+#include "forebay/host_backend.h"
 #include "forebay/units.h"
+#include "runtime/device/model/script.h"
 
 namespace forebay {
 namespace {
 
-std::unique_ptr<ModelBackend> make(ModelBackendOptions options) {
-  return ModelBackend::create(std::move(options)).value();
+std::unique_ptr<ScriptedModelBackend> make(ModelBackendOptions options, ModelScript script = {}) {
+  return ScriptedModelBackend::create(std::move(options), std::move(script)).value();
 }
 
-std::unique_ptr<ModelBackend> make(ModelOrder order, std::uint64_t seed = 1) {
-  ModelBackendOptions options;
-  options.order = order;
-  options.seed = seed;
-  return make(std::move(options));
+std::unique_ptr<ScriptedModelBackend> make(ModelOrder order, std::uint64_t seed = 1) {
+  return make({}, {.order = order, .seed = seed});
 }
 
 TEST(ModelBackend, SaysWhatItIs) {
@@ -55,24 +53,25 @@ TEST(ModelBackend, RefusesOddOptions) {
   for (const std::size_t granularity : {0u, 256u, 3u * 4096u}) {
     ModelBackendOptions options;
     options.granularity = granularity;
-    EXPECT_EQ(ModelBackend::create(options).status().code(), StatusCode::kInvalidArgument) << granularity;
+    EXPECT_EQ(ScriptedModelBackend::create(options).status().code(), StatusCode::kInvalidArgument)
+        << granularity;
   }
   ModelBackendOptions options;
   options.memory_bytes = SIZE_MAX;
-  EXPECT_EQ(ModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(ScriptedModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
   options = {};
   options.queue_limit = 0;
-  EXPECT_EQ(ModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
-  options = {};
-  options.faults.push_back({.call = HostCall::kMap, .nth = 1, .status = {}});
-  EXPECT_EQ(ModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(ScriptedModelBackend::create(options).status().code(), StatusCode::kInvalidArgument);
+  ModelScript script;
+  script.faults.push_back({.call = HostCall::kMap, .nth = 1, .status = {}});
+  EXPECT_EQ(ScriptedModelBackend::create({}, script).status().code(), StatusCode::kInvalidArgument);
 }
 
 TEST(ModelBackend, FailsTheCallsOfItsScriptWithoutEffect) {
-  ModelBackendOptions options;
-  options.faults.push_back(
+  ModelScript script;
+  script.faults.push_back(
       {.call = HostCall::kChunkCreate, .nth = 2, .status = {StatusCode::kOutOfMemory, "as scripted"}});
-  const auto backend = make(options);
+  const auto backend = make({}, script);
   const DevicePtr base = backend->reserve(8_MiB, 0).value();
   const Chunk chunk = backend->chunk_create(2_MiB).value();
   EXPECT_EQ(backend->chunk_create(2_MiB).status().message(), "as scripted");

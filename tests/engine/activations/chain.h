@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "forebay/activation_checkpointer.h"
-#include "forebay/memory_store.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
+#include "offload/memory_store.h"
 #include "tests/support/elements.h"
 #include "tests/support/local_world.h"
 

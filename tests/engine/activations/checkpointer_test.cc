@@ -167,7 +167,7 @@ TEST(ActivationCheckpointer, FetchesAheadWhatComesNext) {
 
 TEST(ActivationCheckpointer, TakesNothingAfterCommit) {
   run_ranks(2, {}, [](Rank& rank) {
-    HostBackend& host = rank.host_backend();
+    ScriptedHostBackend& host = rank.host_backend();
     const std::size_t handles = host.live_handle_count();
     {
       Chain chain(rank, odd_slots(kPartitionAndSpill, 0.5),

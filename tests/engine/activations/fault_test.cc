@@ -87,7 +87,7 @@ TEST(ActivationFaults, TellOfACallOfTheBackendThatFails) {
     for (const std::uint64_t nth : {1u, 6u, 30u}) {
       Meeting committed(2);
       run_ranks(2, {}, [&](Rank& rank) {
-        HostBackend& host = rank.host_backend();
+        ScriptedHostBackend& host = rank.host_backend();
         const std::size_t handles = host.live_handle_count();
         {
           Chain chain(rank, slots_of(kPartitionAndSpill), memory_options({.micro_batches = 2}));
@@ -115,7 +115,7 @@ TEST(ActivationFaults, GiveEverythingBackWhenCommitFails) {
     for (std::uint64_t nth = 1;; ++nth) {
       std::array<Status, 2> outcomes;
       run_ranks(2, {}, [&](Rank& rank) {
-        HostBackend& host = rank.host_backend();
+        ScriptedHostBackend& host = rank.host_backend();
         const int number = rank.communicator->rank();
         const std::size_t handles = host.live_handle_count();
         {

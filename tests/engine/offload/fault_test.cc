@@ -8,7 +8,7 @@
 #include <atomic>
 #include <optional>
 
-#include "forebay/memory_store.h"
+#include "offload/memory_store.h"
 #include "tests/engine/toy_cases.h"
 
 namespace forebay::testing {

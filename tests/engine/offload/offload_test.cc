@@ -8,8 +8,8 @@
 #include <limits>
 #include <set>
 
-#include "forebay/memory_store.h"
 #include "forebay/units.h"
+#include "offload/memory_store.h"
 #include "tests/engine/toy_cases.h"
 
 namespace forebay::testing {

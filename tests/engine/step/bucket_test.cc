@@ -127,7 +127,7 @@ TEST(EngineBuckets, AnAverageRunsWhileTheNextBucketIsOnTheWire) {
   options.units = {{{{3 * 512 * kBuckets}}, {}, true}};
   options.engine.bucket_bytes = 1;
   WorldOptions slow_averages;
-  slow_averages.backend.kernel_duration = [](const char* kernel) {
+  slow_averages.script.kernel_duration = [](const char* kernel) {
     return std::strcmp(kernel, "forebay_scale") == 0 ? HostClock::Nanoseconds(1ms)
                                                      : HostClock::Nanoseconds(0);
   };

@@ -8,8 +8,8 @@
 #include <string_view>
 
 #include "forebay/engine.h"
-#include "forebay/memory_store.h"
 #include "forebay/stream_call.h"
+#include "offload/memory_store.h"
 #include "runtime/engine/engine_hooks.h"
 #include "tests/support/local_world.h"
 
@@ -53,8 +53,8 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
   HostClock clock(HostClock::Mode::kVirtual);
   WorldOptions world;
   world.clock = &clock;
-  world.backend.copy_bytes_per_second = kSlice * sizeof(float) / times.copy;
-  world.backend.kernel_duration = [&](const char* kernel) {
+  world.script.copy_bytes_per_second = kSlice * sizeof(float) / times.copy;
+  world.script.kernel_duration = [&](const char* kernel) {
     return nanoseconds(
         std::string_view(kernel).find("adamw") == std::string_view::npos ? 0 : times.device_update);
   };

@@ -1,5 +1,5 @@
-// One-line messages on stderr for people: what a library says when nobody asked. Level by FOREBAY_LOG
-// (error | warning | info | debug; default warning). Never inside an allocation path.
+// One-line messages on stderr for people. FOREBAY_LOG sets the level (error | warning | info | debug; default
+// warning). Never used inside an allocation path.
 #pragma once
 
 namespace forebay {

@@ -1,11 +1,11 @@
-// The standard descriptors 0, 1 and 2, which whoever starts a process may leave closed.
+// The standard descriptors 0, 1 and 2, which may be closed when a process starts.
 #pragma once
 
 namespace forebay {
 
-// Opens /dev/null on each of them that is closed. Otherwise the next file, memory or socket to be opened
-// would get its number, and every message to standard error would be written into it. Called before the
-// library opens what it keeps; a program calls it first. Threads: from any thread; once is enough.
+// Opens /dev/null on each of them that is closed. Otherwise the next file or socket that is opened would get
+// its number, and messages to standard error would be written into it. The library calls it before it opens
+// anything that it keeps; a program calls it first. Threads: from any thread; once is enough.
 void keep_standard_streams() noexcept;
 
 }  // namespace forebay

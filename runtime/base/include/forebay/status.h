@@ -1,8 +1,8 @@
 // Status and Result: how an operating error travels through forebay.
 //
-// A Status is a code and a message of three parts: what was asked, what was found, what to try. The layers
-// below the engine return it; the engine and the API throw it as an Error (error.h). An ok Status owns no
-// memory.
+// A Status is a code and a message of three parts: the request, the finding and the advice ("cannot X: Y; do
+// Z"). The layers below the engine return it; the engine and the API throw it as an Error (error.h). An ok
+// Status owns no memory.
 #pragma once
 
 #include <string>
@@ -16,14 +16,14 @@ namespace forebay {
 enum class StatusCode : int {
   kOk = 0,
   kInvalidArgument,  // The caller asked for something that can never work.
-  kOutOfMemory,      // Less memory than was asked for; retry after freeing some.
+  kOutOfMemory,      // Less memory than requested; retry after freeing some.
   kUnsupported,      // This build or this device cannot do it.
-  kUnavailable,      // Could work, but what it needs is not there now (no driver, no peer).
+  kUnavailable,      // Could work, but something it needs is missing now (a driver, a peer).
   kIoError,          // A file or a socket failed.
   kTimeout,          // A deadline passed.
   kPeerLost,         // Another rank failed or left.
-  kCorruption,       // Bytes are not what they should be (checksum, truncation).
-  kInternal,         // A defect in forebay or in what it was given to run.
+  kCorruption,       // Bytes are wrong (checksum, truncation).
+  kInternal,         // A defect in forebay or in the functions and kernels it runs.
 };
 
 // The enumerator's name, e.g. "kOutOfMemory".
@@ -80,7 +80,7 @@ class [[nodiscard]] Result {
 
 }  // namespace forebay
 
-// Returns early with the Status of `expression` unless it is ok.
+// Returns the Status of `expression` unless it is ok.
 #define FOREBAY_RETURN_IF_ERROR(expression)                                                              \
   do {                                                                                                   \
     if (::forebay::Status forebay_status_ = (expression); !forebay_status_.ok()) return forebay_status_; \

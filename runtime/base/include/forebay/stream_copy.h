@@ -1,4 +1,4 @@
-// stream_copy: a copy of much memory that nobody on this core reads soon.
+// stream_copy: a large copy for a target that this core does not read soon.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@ namespace forebay {
 inline constexpr std::size_t kStreamCopyBytes = 64 << 10;
 
 // As memcpy. From kStreamCopyBytes on it writes past the caches, so the target's lines are not read first,
-// and walks several pages at a time, so that the memory's banks and the prefetchers of each page have work.
-// glibc's memcpy does the former only for copies larger than most of its cache. When it returns, all threads
-// that see anything the caller does afterwards see the bytes.
+// and walks several pages at a time, which keeps the memory banks and the prefetchers of each page busy.
+// glibc's memcpy writes past the caches only for copies larger than most of the cache. When it returns, the
+// bytes are visible to every thread that sees a later store of the caller.
 void stream_copy(void* target, const void* source, std::size_t bytes) noexcept;
 
 }  // namespace forebay

@@ -1,5 +1,5 @@
-// What the CUDA driver says of itself and of the devices it has: for reports (`forebay devices`) and for
-// choosing one. Nothing here keeps a device in use.
+// The facts that the CUDA driver gives about itself and its devices, for reports (`forebay devices`) and for
+// choosing a device. Nothing here keeps a device in use.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +20,12 @@ struct CudaDevice {
   int multiprocessor_count = 0;
   int numa_node = -1;              // -1 when unknown.
   std::size_t memory_bytes = 0;    // The device's capacity.
-  std::size_t free_bytes = 0;      // Of it, now. 0 with a `problem` when it could not be asked.
-  std::size_t granularity = 0;     // Of virtual memory; 0 when the device has no such thing.
+  std::size_t free_bytes = 0;      // Free now. 0 with a `problem` when unknown.
+  std::size_t granularity = 0;     // The granularity of virtual memory; 0 without virtual memory.
   bool has_posix_fd = false;       // Chunks can be exported as file descriptors.
   bool has_rdma = false;           // Chunks can be read and written by other PCI devices (GPUDirect RDMA).
   std::vector<int> peer_ordinals;  // The devices that can access this one's memory.
-  std::string problem;             // What could not be read, and why; empty when all could.
+  std::string problem;             // The facts that could not be read, and why; empty when all could.
 };
 
 struct CudaSystem {

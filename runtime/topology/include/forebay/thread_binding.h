@@ -1,8 +1,8 @@
-// ThreadBinding: the calling thread, and the threads it starts meanwhile, on given processors.
+// ThreadBinding: keeps the calling thread, and the threads that it starts meanwhile, on given processors.
 //
-// For plain threads: those of a file store (its threads are started by the one who makes the store), of a
-// backend's streams, of a trainer. Threads of host kernels are TBB's, which come and go: these are placed by
-// BlockRunner::create_on.
+// It is for plain threads: those of a file store (started by the thread that makes the store), of a backend's
+// streams, of a trainer. The threads of host kernels are TBB's, which come and go: BlockRunner::create_on
+// places them.
 #pragma once
 
 #include <span>
@@ -12,22 +12,22 @@
 
 namespace forebay {
 
-// Threads: made and ended on one thread.
+// Threads: created and destroyed on the same thread.
 class ThreadBinding {
  public:
-  // Errors: kInvalidArgument when there are none or one is negative; kUnsupported when the system refuses,
-  // because none of them is there or may be used. The thread is then where it was.
+  // Errors: kInvalidArgument for no processors or a negative one; kUnsupported when the system refuses,
+  // because none of them exists or may be used. The thread is not moved then.
   static Result<ThreadBinding> create(std::span<const int> processors);
 
   ThreadBinding(ThreadBinding&& other) noexcept;
   ThreadBinding& operator=(ThreadBinding&& other) noexcept;
-  // The thread may use again what it might before. Threads that were started meanwhile stay where they are.
+  // The thread may use its earlier processors again. Threads that were started meanwhile stay bound.
   ~ThreadBinding();
 
  private:
   explicit ThreadBinding(std::vector<unsigned long> previous) : previous_(std::move(previous)) {}
 
-  std::vector<unsigned long> previous_;  // As the system writes them; empty: nothing to undo.
+  std::vector<unsigned long> previous_;  // In the form of the system; empty: nothing to undo.
 };
 
 // The processors that the calling thread may use, in ascending order; empty when the system does not say.

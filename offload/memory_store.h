@@ -1,7 +1,7 @@
-// The Store in memory: the reference that the file store is held to, and what tests script. It moves bytes as
-// late as it may, so that a caller who uses memory before its ticket is done is found out.
+// The memory store: a Store in host memory, for tests. It is the reference for the file store and takes
+// scripted faults. It moves bytes as late as it may, so that using memory before its ticket is done shows.
 //
-// On a HostClock, with rates, it is a modelled drive: one that serves one transfer after the other.
+// With a HostClock and rates it models a drive that serves one transfer after the other.
 #pragma once
 
 #include <chrono>
@@ -26,10 +26,10 @@ struct StoreFault {
 
 struct MemoryStoreOptions {
   std::size_t granule_bytes = 64 << 10;
-  std::size_t alignment_bytes = 1;  // What facts() says. Other memory is counted as bounced.
+  std::size_t alignment_bytes = 1;  // For facts(). Other memory is counted as bounced.
   unsigned transfer_limit = 256;
-  std::uint64_t capacity_bytes = 0;  // Of all ranges; 0: no limit.
-  std::uint64_t order_seed = 0;      // Not 0: transfers are performed in an order drawn from it, one a poll.
+  std::uint64_t capacity_bytes = 0;  // Of all ranges together; 0: no limit.
+  std::uint64_t order_seed = 0;      // Not 0: transfers run in an order drawn from it, one per poll.
   std::vector<StoreFault> faults;
 
   // The modelled drive. Null: no time passes.
@@ -39,8 +39,9 @@ struct MemoryStoreOptions {
   std::chrono::nanoseconds latency{0};  // From the end of a transfer until its ticket can be done.
 };
 
-// Requires: the clock outlives the store. Errors: kInvalidArgument for a granule, an alignment or a limit of
-// zero, a fault whose status is ok, rates without a clock, and a clock with a seed.
+// Requires: the clock outlives the store.
+// Errors: kInvalidArgument for a granule, an alignment or a limit of zero, a fault with an ok status, rates
+// without a clock, and a clock with a seed.
 Result<std::unique_ptr<Store>> make_memory_store(const MemoryStoreOptions& options = {});
 
 }  // namespace forebay
