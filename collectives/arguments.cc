@@ -72,6 +72,16 @@ Status check_vote(std::span<const std::byte> decision) {
                  std::to_string(kDecisionBytesMax) + " are allowed");
 }
 
+Status cause_of_abort(const Status& cause, int world_rank) {
+  if (!cause.ok()) return cause;
+  return Status(StatusCode::kPeerLost,
+                "rank " + std::to_string(world_rank) + " aborted the communicator without a cause");
+}
+
+std::chrono::milliseconds clamp_deadline(std::chrono::milliseconds deadline) noexcept {
+  return std::clamp(deadline, std::chrono::milliseconds(1), kDeadlineMax);
+}
+
 Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments) {
   const std::size_t bytes = arguments.count * element_bytes(arguments.type);
   return {{.count = arguments.count,

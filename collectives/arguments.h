@@ -2,6 +2,7 @@
 // of them.
 #pragma once
 
+#include <chrono>
 #include <span>
 
 #include "collectives/fingerprint.h"
@@ -18,6 +19,14 @@ Status check_peer(const char* operation, const void* address, std::size_t bytes,
                   int size);
 Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size);
 Status check_vote(std::span<const std::byte> decision);
+
+// The cause that an abort of `world_rank` spreads: the one it gave, or one that says that it gave none.
+Status cause_of_abort(const Status& cause, int world_rank);
+
+// Longer deadlines would overflow the arithmetic of clocks, ours and others'.
+inline constexpr std::chrono::milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
+// `deadline`, at least 1 ms and at most kDeadlineMax.
+std::chrono::milliseconds clamp_deadline(std::chrono::milliseconds deadline) noexcept;
 
 // One collective of one rank, in bytes: slice `r` of the source goes to rank r, and what comes from rank r
 // goes to slice r of the target. A source stride of 0 gives every rank the same slice.

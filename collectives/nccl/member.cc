@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "collectives/nccl/library.h"
-#include "collectives/process/transport.h"
 #include "forebay/log.h"
 
 namespace forebay::internal {
@@ -82,7 +81,7 @@ NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backe
       backend_(backend),
       kernels_(kernels),
       options_(options),
-      deadline_(std::clamp(options.deadline, std::chrono::milliseconds(1), kDeadlineMax)),
+      deadline_(clamp_deadline(options.deadline)),
       sent_to_(static_cast<std::size_t>(control_->size())),
       received_from_(static_cast<std::size_t>(control_->size())),
       fingerprints_(backend),

@@ -120,10 +120,7 @@ class ProcessCommunicator final : public Communicator {
   Status status() const override { return transport().status(); }
 
   void abort(const Status& cause) noexcept override {
-    static_cast<void>(transport().fail(
-        cause.ok() ? Status(StatusCode::kPeerLost, "rank " + std::to_string(transport().world_rank(rank())) +
-                                                       " aborted the communicator without a cause")
-                   : cause));
+    static_cast<void>(transport().fail(cause_of_abort(cause, transport().world_rank(rank()))));
   }
 
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
@@ -203,7 +200,7 @@ Result<Membership> check_membership(const char* name, int rank, int size, std::c
   }
   return Membership{.rank = rank,
                     .size = size,
-                    .deadline = std::clamp(deadline, std::chrono::milliseconds(1), kDeadlineMax),
+                    .deadline = clamp_deadline(deadline),
                     .generation = {},
                     .origin = {},
                     .name_in_origin = {},

@@ -42,6 +42,7 @@
 #include <vector>
 
 #include "collectives/arguments.h"
+#include "collectives/ballot.h"
 #include "collectives/fingerprint.h"
 #include "collectives/first_cause.h"
 #include "collectives/process/gloo_context.h"

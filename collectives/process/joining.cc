@@ -61,10 +61,9 @@ Result<Joining> meet_others(const char* transport, const ProcessOptions& options
                   .store = nullptr,
                   .interface = options.interface,
                   .limit = {}};
-  const std::chrono::milliseconds patience =
-      options.join_deadline.count() == 0
-          ? joining.membership.deadline
-          : std::clamp(options.join_deadline, std::chrono::milliseconds(1), kDeadlineMax);
+  const std::chrono::milliseconds patience = options.join_deadline.count() == 0
+                                                 ? joining.membership.deadline
+                                                 : clamp_deadline(options.join_deadline);
   const SteadyClock::time_point limit = SteadyClock::now() + patience;
   const Participant me{options.rank, options.size, std::string(transport) + " " + options.configuration};
   Result<std::unique_ptr<RendezvousStore>> opened =

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "collectives/arguments.h"
+#include "collectives/ballot.h"
 #include "collectives/fingerprint.h"
 #include "collectives/first_cause.h"
 #include "collectives/process/joining.h"

@@ -24,9 +24,6 @@ namespace forebay::internal {
 
 enum class TransportPlane : std::uint8_t { kData, kControl };
 
-// Longer deadlines would overflow the arithmetic of clocks, ours and others'.
-inline constexpr std::chrono::milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
-
 class Transport;
 
 // Which rank of which group: what a transport is made with.
@@ -122,20 +119,6 @@ class Transport : public std::enable_shared_from_this<Transport> {
   std::mutex parts_mutex_;
   // Guarded by parts_mutex_. Not owned: who fails a part must not be the one that ends it.
   std::vector<Transport*> parts_;
-};
-
-// The last vote of one rank. Not thread-safe.
-struct Ballot {
-  std::uint64_t step = 0;
-  std::vector<std::byte> decision;
-  bool cast = false;
-
-  void mark(std::uint64_t voted_step, std::span<const std::byte> voted) {
-    step = voted_step;
-    decision.assign(voted.begin(), voted.end());
-    cast = true;
-  }
-  bool is_for(std::uint64_t wanted) const { return cast && step == wanted; }
 };
 
 // The communicator over `transport`, whose queued operations run on `backend`'s streams.
