@@ -7,7 +7,7 @@
 #include <mutex>
 #include <vector>
 
-#include "collectives/wait_chain.h"
+#include "collectives/wait_graph.h"
 #include "forebay/host_clock.h"
 #include "forebay/local_communicator.h"
 #include "forebay/status.h"

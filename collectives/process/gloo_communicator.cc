@@ -44,13 +44,13 @@
 #include "collectives/arguments.h"
 #include "collectives/ballot.h"
 #include "collectives/fingerprint.h"
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 #include "collectives/process/gloo_context.h"
 #include "collectives/process/joining.h"
 #include "collectives/process/transport.h"
 #include "collectives/rendezvous/rendezvous_store.h"
 #include "collectives/rendezvous/store_address.h"
-#include "collectives/rendezvous/wait_keeper.h"
+#include "collectives/rendezvous/wait_monitor.h"
 #include "forebay/host_gradients.h"
 
 namespace forebay {

@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 #include "collectives/process/shm_segment.h"
 #include "forebay/shm_communicator.h"
 

@@ -27,7 +27,7 @@
 #include "collectives/arguments.h"
 #include "collectives/ballot.h"
 #include "collectives/fingerprint.h"
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 #include "collectives/process/joining.h"
 #include "collectives/process/shm_announcement.h"
 #include "collectives/process/shm_segment.h"

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "collectives/fingerprint.h"
-#include "collectives/wait_chain.h"
+#include "collectives/wait_graph.h"
 #include "forebay/communicator.h"
 #include "forebay/shm_communicator.h"
 #include "forebay/status.h"
@@ -91,7 +91,7 @@ class ShmBallot {
   Paper papers_[2];  // By step % 2: the last vote can be read while the next is written.
 };
 
-// What a rank waits in, for the ranks that wait for it (wait_chain.h). The rank's threads write, one at a
+// What a rank waits in, for the ranks that wait for it (wait_graph.h). The rank's threads write, one at a
 // time the same one; everybody reads. A reader that finds `version` odd or changed has read nothing.
 struct ShmWait {
   static constexpr std::size_t kTextMax = 176;  // A longer description is cut.

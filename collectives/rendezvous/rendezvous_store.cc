@@ -4,8 +4,8 @@
 #include <atomic>
 #include <sstream>
 
-#include "collectives/launch/pmix_session.h"
 #include "collectives/rendezvous/authentication.h"
+#include "collectives/rendezvous/pmix_session.h"
 #include "collectives/rendezvous/store_directory.h"
 #include "collectives/rendezvous/tcp_store.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 
 namespace forebay::internal {
 namespace {

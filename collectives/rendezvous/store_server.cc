@@ -14,7 +14,7 @@
 #include <system_error>
 #include <vector>
 
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 
 namespace forebay::internal {
 namespace {

@@ -12,7 +12,7 @@
 #include <thread>
 #include <unordered_map>
 
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 #include "collectives/rendezvous/store_book.h"
 #include "collectives/rendezvous/store_messages.h"
 #include "collectives/rendezvous/store_server.h"

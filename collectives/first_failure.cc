@@ -1,4 +1,4 @@
-#include "collectives/first_cause.h"
+#include "collectives/first_failure.h"
 
 #include <cstdlib>
 

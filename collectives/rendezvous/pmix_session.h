@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "collectives/launch/pmix_abi.h"
+#include "collectives/rendezvous/pmix_abi.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {

@@ -1,4 +1,4 @@
-#include "collectives/wait_chain.h"
+#include "collectives/wait_graph.h"
 
 #include <algorithm>
 #include <map>

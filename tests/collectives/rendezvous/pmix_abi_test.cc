@@ -1,5 +1,5 @@
 // Our declarations of PMIx against its header, where that is installed: compiling it is the test.
-#include "collectives/launch/pmix_abi.h"
+#include "collectives/rendezvous/pmix_abi.h"
 
 #include <gtest/gtest.h>
 #include <pmix.h>

@@ -1,4 +1,4 @@
-#include "collectives/rendezvous/wait_keeper.h"
+#include "collectives/rendezvous/wait_monitor.h"
 
 #include <signal.h>
 

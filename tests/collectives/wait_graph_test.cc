@@ -1,11 +1,11 @@
 // Who is to blame when ranks wait for ranks that wait.
-#include "collectives/wait_chain.h"
+#include "collectives/wait_graph.h"
 
 #include <gtest/gtest.h>
 
 #include <map>
 
-#include "collectives/rendezvous/wait_keeper.h"
+#include "collectives/rendezvous/wait_monitor.h"
 
 namespace forebay::internal {
 namespace {

@@ -1,6 +1,6 @@
 // WaitKeeper: where a thread cannot look around while it waits, one thread of the process does it for all. It
 // tells the other ranks what this one waits in, through the rendezvous store, and judges a wait at its
-// deadline by what they tell (wait_chain.h).
+// deadline by what they tell (wait_graph.h).
 //
 // A rank tells nothing before it has waited for a beat, so a run that goes well tells nothing.
 #pragma once
@@ -20,7 +20,7 @@
 
 #include "collectives/operation_book.h"
 #include "collectives/rendezvous/rendezvous_store.h"
-#include "collectives/wait_chain.h"
+#include "collectives/wait_graph.h"
 
 namespace forebay::internal {
 

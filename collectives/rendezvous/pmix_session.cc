@@ -1,4 +1,4 @@
-#include "collectives/launch/pmix_session.h"
+#include "collectives/rendezvous/pmix_session.h"
 
 #include <dlfcn.h>
 
@@ -10,7 +10,7 @@
 #include <thread>
 #include <type_traits>
 
-#include "collectives/launch/pmix_abi.h"
+#include "collectives/rendezvous/pmix_abi.h"
 
 namespace forebay::internal {
 namespace {
