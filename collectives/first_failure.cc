@@ -4,11 +4,11 @@
 
 namespace forebay::internal {
 
-std::string encode_cause(const Status& cause) {
+std::string encode_failure(const Status& cause) {
   return std::to_string(static_cast<int>(cause.code())) + "\n" + cause.message();
 }
 
-Status decode_cause(const std::string& text) {
+Status decode_failure(const std::string& text) {
   const std::size_t end = text.find('\n');
   const int code = std::atoi(text.c_str());
   const bool known = code > 0 && code <= static_cast<int>(StatusCode::kInternal);

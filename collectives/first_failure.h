@@ -1,4 +1,4 @@
-// The first cause of a failure as text, for the file or the memory that the ranks share.
+// The first failure of a failure as text, for the file or the memory that the ranks share.
 #pragma once
 
 #include <string>
@@ -7,9 +7,9 @@
 
 namespace forebay::internal {
 
-std::string encode_cause(const Status& cause);
+std::string encode_failure(const Status& cause);
 
 // Never ok: a damaged text is a kPeerLost that says so.
-Status decode_cause(const std::string& text);
+Status decode_failure(const std::string& text);
 
 }  // namespace forebay::internal

@@ -1,5 +1,8 @@
-// Why a rank waits in vain. The rank it waits for may itself wait for another, in another group, and that one
-// again: to blame is who waits for nobody. All ranks here are the world's.
+// The wait graph: which rank waits for which. When an operation comes to its deadline, the rank it waits for
+// may itself wait for another one, in another group of ranks. The graph is followed to the rank that waits
+// for nobody: that rank blocks the others, and the error names it.
+//
+// All rank numbers here are those of the world.
 #pragma once
 
 #include <chrono>
@@ -11,28 +14,30 @@
 
 namespace forebay::internal {
 
-// An operation of one rank that is not done.
+// An operation of one rank that is not done: the edges from this rank.
 struct Wait {
   std::string what;        // "all_gather of 16 bytes (operation 3) in the group of ranks 1 and 3"
-  std::vector<int> ranks;  // Whom it waits for.
-  bool came = false;       // They have come to the operation and do not finish it.
+  std::vector<int> ranks;  // The ranks it waits for.
+  bool came = false;       // They have come to the operation, but have not finished it.
   std::chrono::nanoseconds age{0};
 };
 
-// What `rank` waits in just now: nothing for one that waits for nobody, or that is not heard of.
+// The operations that `rank` waits in now. Empty for a rank that waits for nobody, and for one that has not
+// reported lately.
 using WaitsOf = std::function<std::vector<Wait>(int rank)>;
 
-// The error of `rank`, which has waited in `wait` for its deadline: it names those at the end of the chain,
-// or says that there is no end.
-Status judge(int rank, const Wait& wait, std::chrono::milliseconds deadline, const WaitsOf& waits_of);
+// The error of `rank`, which has waited in `wait` until its deadline. It names the ranks that block the
+// others, or says that ranks wait for each other in a circle.
+Status explain_timeout(int rank, const Wait& wait, std::chrono::milliseconds deadline,
+                       const WaitsOf& waits_of);
 
-// How often a rank that waits says so, at most, and how long that holds. Shorter: a rank that a busy host
-// keeps from running looks like one that waits for nobody. Longer: one that was stopped while it waited looks
-// as if it still did.
-struct WaitRhythm {
-  std::chrono::nanoseconds beat;
-  std::chrono::nanoseconds fresh;
+// A rank that waits reports it every `period`, and a report is believed for `validity`. Shorter: a rank that
+// a busy host keeps from running looks like one that waits for nobody. Longer: a rank that was stopped while
+// it waited looks as if it still waited.
+struct WaitReporting {
+  std::chrono::nanoseconds period;
+  std::chrono::nanoseconds validity;
 };
-WaitRhythm wait_rhythm(std::chrono::milliseconds deadline);
+WaitReporting wait_reporting(std::chrono::milliseconds deadline);
 
 }  // namespace forebay::internal

@@ -48,7 +48,7 @@ bool LocalWorld::await(Lock& lock, const LocalWait& wait, const std::function<bo
 }
 
 void LocalWorld::fail_late(const LocalWait& wait, Nanoseconds now) {
-  fail(judge(wait.rank, wait.describe(now), options_.deadline, [&](int rank) {
+  fail(explain_timeout(wait.rank, wait.describe(now), options_.deadline, [&](int rank) {
     std::vector<Wait> found;
     for (const LocalWait* other : waits_) {
       if (other->rank != rank) continue;

@@ -128,7 +128,7 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
     return member_->book();
   }
 
-  // With a control operation everything fails, and the first cause is what counts.
+  // With a control operation everything fails, and the first failure is what counts.
   template <typename Function>
   Status controlled(Operation operation, std::uint64_t bytes, Function function) {
     const NcclOperation issued{.fingerprint = {.sequence = control_sequence_++,

@@ -1,9 +1,9 @@
 // NcclMember: one rank of an NCCL communicator: data operations queued with their fingerprints, a journal of
 // those not done, and the thread that watches them and the peers. nccl_communicator.h says what is promised.
 //
-// First cause. Whatever fails first on any rank goes to `control->abort`, which keeps the first of all ranks;
-// every rank then takes what control->status() says. The watch's own communicator is aborted with it, so that
-// a rank that waits in a heartbeat learns at once.
+// First failure. Whatever fails first on any rank goes to `control->abort`, which keeps the first of all
+// ranks; every rank then takes what control->status() says. The watch's own communicator is aborted with it,
+// so that a rank that waits in a heartbeat learns at once.
 //
 // Its parts: nccl/member.cc (joining, failing, the journal), nccl/operations.cc (data operations),
 // nccl/member_watch.cc.
@@ -90,7 +90,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   // Compares the fingerprints of operations whose bytes are here, without asking the device which are done:
   // for host functions of the stream that the operations are on.
   Status compare_arrived();
-  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns it.
+  // Fails this rank with the first failure of all ranks, which is `cause` if nobody was faster. Returns it.
   Status fail(const Status& cause) noexcept;
   Status fail_here(const Status& cause) noexcept {
     try {

@@ -128,11 +128,11 @@ Status operation_timeout(int rank, const NcclOperation& operation, std::span<con
   }
   std::string who = "all ranks have issued it, and it is not done";
   if (!is_collective(operation)) add(operation.peer);
-  if (!missing.empty()) who = rank_list(missing) + " did not come";
+  if (!missing.empty()) who = rank_list(missing) + " did not join";
   return Status(StatusCode::kTimeout, describe(numbered(operation, numbers)) + " on rank " +
                                           std::to_string(number_of(numbers, rank)) + ": " + who + " within " +
                                           std::to_string(deadline.count()) +
-                                          " ms; look at what they do, or raise the deadline");
+                                          " ms; look there for the reason, or raise the deadline");
 }
 
 }  // namespace forebay::internal

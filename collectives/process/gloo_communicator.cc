@@ -7,9 +7,9 @@
 // mismatch cannot overrun a buffer (Gloo would end the process) and is reported by comparing fingerprints.
 // Every rank sends to and receives from every other directly, with no intermediate copy.
 //
-// First cause. A rank that fails writes why into the rendezvous store, under a name that only the first gets,
-// and then closes its connections; a rank that finds a connection closed looks there before it blames the
-// other end. The text stays until the store goes: a rank that looks late still learns the first cause.
+// First failure. A rank that fails writes why into the rendezvous store, under a name that only the first
+// gets, and then closes its connections; a rank that finds a connection closed looks there before it blames
+// the other end. The text stays until the store goes: a rank that looks late still learns the first failure.
 //
 // Health. The end of a process does not end every wait of its peers: Gloo forgets a send whose connection
 // breaks while its I/O thread writes it, and a rank may be waiting for nothing at all. So each rank also has
@@ -19,8 +19,8 @@
 // timeout.
 //
 // Deadlines. A wait of Gloo that times out closes connections, and says of whom it waited for only that they
-// did not come. So a WaitKeeper judges each wait at its deadline and ends it; Gloo's own timeout is later,
-// for a process that does not get to run its keeper.
+// did not come. So a WaitMonitor judges each wait at its deadline and ends it; Gloo's own timeout is later,
+// for a process that does not get to run its monitor.
 #include "forebay/gloo_communicator.h"
 
 #include <gloo/common/error.h>
@@ -67,13 +67,13 @@ using internal::RendezvousStore;
 using internal::SplitWish;
 using internal::Transport;
 using internal::TransportPlane;
-using internal::WaitKeeper;
+using internal::WaitMonitor;
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // Gloo closes all connections of a context when a wait of it times out, before that rank can publish why. A
 // rank that sees a connection close gives the other this long to publish before it reports its own view.
-constexpr milliseconds kCauseWaitMax{200};
+constexpr milliseconds kFirstFailureWaitMax{200};
 constexpr milliseconds kPoll{2};
 // How long a rank that has failed waits for the votes of the others, which hear of it within milliseconds and
 // then say what they voted for. One that died says nothing.
@@ -159,16 +159,16 @@ constexpr std::byte kLeaving{1};
 class Mesh final : public Transport {
  public:
   Mesh(Membership membership, std::shared_ptr<RendezvousStore> store,
-       std::shared_ptr<gloo::transport::Device> device, std::shared_ptr<WaitKeeper> keeper)
+       std::shared_ptr<gloo::transport::Device> device, std::shared_ptr<WaitMonitor> monitor)
       : Transport(std::move(membership)),
         store_(std::move(store)),
         device_(std::move(device)),
-        keeper_(std::move(keeper)) {}
+        monitor_(std::move(monitor)) {}
   ~Mesh() override {
     leave_origin();
     leave();
     // Those that are left may still ask for each other's votes.
-    if (store_ != nullptr && !own_status().ok()) store_->stay_at_most(kVoteWaitMax + kCauseWaitMax);
+    if (store_ != nullptr && !own_status().ok()) store_->stay_at_most(kVoteWaitMax + kFirstFailureWaitMax);
     // Never closeConnections() here: Gloo resets them, and what is still on its way to a peer is lost.
   }
 
@@ -231,16 +231,16 @@ class Mesh final : public Transport {
     bool ok_;
   };
 
-  // An operation that waits for `peers`, for the keeper and for messages.
+  // An operation that waits for `peers`, for the monitor and for messages.
   class Operating {
    public:
     Operating(Mesh& mesh, const internal::Issued& issued, const InFlight& in_flight,
               const std::vector<int>& peers)
         : mesh_(mesh),
-          waiting_(*mesh.keeper_, issued, mesh.membership().name_in_origin, mesh.world_ranks(peers),
+          waiting_(*mesh.monitor_, issued, mesh.membership().name_in_origin, mesh.world_ranks(peers),
                    [&in_flight] { in_flight.wake(); }) {}
 
-    // Waits for a completion, of which `peer` is the other end. False when fail() or the keeper ended the
+    // Waits for a completion, of which `peer` is the other end. False when fail() or the monitor ended the
     // wait. Throws what Gloo throws.
     bool await_next(gloo::transport::UnboundBuffer& buffer, Direction direction, int* peer,
                     SteadyClock::time_point limit) {
@@ -266,7 +266,7 @@ class Mesh final : public Transport {
 
    private:
     Mesh& mesh_;
-    WaitKeeper::Waiting waiting_;
+    WaitMonitor::Waiting waiting_;
   };
 
   // In the order of their ranks.
@@ -318,7 +318,7 @@ class Mesh final : public Transport {
   bool is_awaited();
 
   // Lets this rank or another publish why a connection is closed, if it can.
-  void wait_for_cause();
+  void await_first_failure();
 
   // Posts the receives of all goodbyes and starts the thread that waits for them.
   void start_watching();
@@ -330,7 +330,7 @@ class Mesh final : public Transport {
   // it.
   const std::shared_ptr<RendezvousStore> store_;
   const std::shared_ptr<gloo::transport::Device> device_;
-  const std::shared_ptr<WaitKeeper> keeper_;  // The world's; its groups have it too.
+  const std::shared_ptr<WaitMonitor> monitor_;  // The world's; its groups have it too.
   std::unique_ptr<internal::GlooContext> contexts_[kPlaneCount];
   // By rank: kLeaving once its goodbye is here. Written by Gloo's I/O thread.
   std::vector<std::byte> goodbyes_;
@@ -391,8 +391,9 @@ Status Mesh::connect_planes(SteadyClock::time_point deadline) {
         store_->write(addresses_name(static_cast<Plane>(plane), rank()), contexts_[plane]->addresses()));
   }
   // A rank that is stopped here keeps its peers from connecting to each other: whom to blame is at the end of
-  // the chain, which the keeper follows at the deadline.
-  WaitKeeper::Waiting waiting(*keeper_, {.fingerprint = kConnecting}, membership().name_in_origin, {}, [] {});
+  // the chain, which the monitor follows at the deadline.
+  WaitMonitor::Waiting waiting(*monitor_, {.fingerprint = kConnecting}, membership().name_in_origin, {},
+                               [] {});
   const SteadyClock::time_point limit = deadline + kBackstop;
   const std::function<bool()> goes_on = [&] {
     return is_awaited() && waiting.verdict().ok() && SteadyClock::now() < limit;
@@ -416,9 +417,9 @@ Status Mesh::connect_planes(SteadyClock::time_point deadline) {
       }
       FOREBAY_RETURN_IF_ERROR(store_->status());
       FOREBAY_RETURN_IF_ERROR(waiting.verdict());
-      if (SteadyClock::now() >= limit) return Status(StatusCode::kTimeout, who + " did not come");
+      if (SteadyClock::now() >= limit) return Status(StatusCode::kTimeout, who + " did not join");
       FOREBAY_RETURN_IF_ERROR(failed);
-      // Whose text says more, and is the first cause.
+      // Whose text says more, and is the first failure.
       if (!is_awaited()) return Status(StatusCode::kPeerLost, "another rank failed");
     }
   }
@@ -434,7 +435,7 @@ Status Mesh::connect(SteadyClock::time_point deadline) {
   } catch (const std::exception& error) {
     status = Status(StatusCode::kUnavailable, error.what());
   }
-  if (status.code() == StatusCode::kPeerLost) wait_for_cause();
+  if (status.code() == StatusCode::kPeerLost) await_first_failure();
   if (const Status known = store_->status(); !known.ok()) {
     // No view of this rank's.
     if (!status.ok()) status = known;
@@ -475,8 +476,8 @@ Status Mesh::fail_own(const Status& cause) noexcept {
     if (Status first = own_status(); !first.ok()) return first;
     Status first = cause;
     if (size() > 1) {
-      if (const auto published = store_->write_once(failure_name(), internal::encode_cause(cause)))
-        first = internal::decode_cause(*published);
+      if (const auto published = store_->write_once(failure_name(), internal::encode_failure(cause)))
+        first = internal::decode_failure(*published);
     }
     Ballot ballot;
     {
@@ -505,24 +506,23 @@ Status Mesh::diagnose(const std::exception& error, Plane plane, const std::strin
   if (Status first = status(); !first.ok()) return first;
   const std::string where = what + " on rank " + std::to_string(world_rank(rank())) + ": ";
   if (SteadyClock::now() >= deadline) {
-    const std::string who = missing.empty()
-                                ? internal::rank_list(world_ranks(candidates)) + " did not finish it"
-                                : internal::rank_list(world_ranks(missing)) + " did not come";
+    const std::string who = missing.empty() ? internal::rank_list(world_ranks(candidates)) + " did not finish"
+                                            : internal::rank_list(world_ranks(missing)) + " did not join";
     return fail(Status(StatusCode::kTimeout, where + who + " within " +
                                                  std::to_string(membership().deadline.count()) +
-                                                 " ms; look at what they do, or raise the deadline"));
+                                                 " ms; look there for the reason, or raise the deadline"));
   }
   std::vector<int> lost = find_lost(plane, candidates);
-  wait_for_cause();
-  if (const Status server = keeper_->server_status(); !server.ok()) return fail_of_all(server);
+  await_first_failure();
+  if (const Status server = monitor_->server_status(); !server.ok()) return fail_of_all(server);
   if (lost.empty()) lost = candidates;
   return fail(Status(StatusCode::kPeerLost, where + internal::rank_list(world_ranks(lost)) +
                                                 " closed the connection (" + error.what() +
                                                 "); see why it ended"));
 }
 
-void Mesh::wait_for_cause() {
-  const auto patience = SteadyClock::now() + kCauseWaitMax;
+void Mesh::await_first_failure() {
+  const auto patience = SteadyClock::now() + kFirstFailureWaitMax;
   while (is_awaited() && SteadyClock::now() < patience) std::this_thread::sleep_for(kPoll);
 }
 
@@ -566,13 +566,13 @@ void Mesh::watch() noexcept {
       }
     } catch (const std::exception& error) {
       // Until then a rank's timeout closes these connections too, before it has published that.
-      if (!connected_) wait_for_cause();
+      if (!connected_) await_first_failure();
       if (!status().ok()) return;
       // Gloo writes nothing into goodbyes_ for a rank that is found lost here, nor will it again.
       std::vector<int> lost = find_lost(kHealthPlane, peers());
       std::erase_if(lost, [&](int peer) { return goodbyes_[static_cast<std::size_t>(peer)] == kLeaving; });
       if (lost.empty()) lost = peers();
-      if (const Status server = keeper_->server_status(); !server.ok()) {
+      if (const Status server = monitor_->server_status(); !server.ok()) {
         static_cast<void>(fail_of_all(server));
         return;
       }
@@ -810,7 +810,7 @@ std::optional<std::vector<std::byte>> Mesh::survivors_vote(std::uint64_t step) {
 Result<std::shared_ptr<Transport>> Mesh::split_own(Membership membership,
                                                    const std::vector<SplitWish>& /*members*/,
                                                    const Exchange& /*exchange*/) {
-  auto mesh = std::make_shared<Mesh>(std::move(membership), store_, device_, keeper_);
+  auto mesh = std::make_shared<Mesh>(std::move(membership), store_, device_, monitor_);
   FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
   return std::shared_ptr<Transport>(std::move(mesh));
 }
@@ -857,10 +857,10 @@ Result<std::shared_ptr<Transport>> internal::connect_gloo(const Joining& joining
   }
   Result<std::shared_ptr<gloo::transport::Device>> device = create_device(joining.interface);
   FOREBAY_RETURN_IF_ERROR(device.status());
-  auto keeper = std::make_shared<WaitKeeper>(joining.membership.rank, joining.membership.deadline,
-                                             joining.store, joining.name("wait."));
-  FOREBAY_RETURN_IF_ERROR(keeper->start());
-  auto mesh = std::make_shared<Mesh>(joining.membership, joining.store, device.value(), std::move(keeper));
+  auto monitor = std::make_shared<WaitMonitor>(joining.membership.rank, joining.membership.deadline,
+                                               joining.store, joining.name("wait."));
+  FOREBAY_RETURN_IF_ERROR(monitor->start());
+  auto mesh = std::make_shared<Mesh>(joining.membership, joining.store, device.value(), std::move(monitor));
   FOREBAY_RETURN_IF_ERROR(mesh->connect(joining.limit));
   return std::shared_ptr<Transport>(std::move(mesh));
 }

@@ -82,12 +82,12 @@ Result<Joining> meet_others(const char* transport, const ProcessOptions& options
 Result<std::string> await_text(const Joining& joining, const std::string& name, const std::string& missing) {
   for (;;) {
     if (std::optional<std::string> text = joining.store->read(name)) return *std::move(text);
-    if (const auto reason = joining.store->read(failure_name(joining))) return decode_cause(*reason);
+    if (const auto reason = joining.store->read(failure_name(joining))) return decode_failure(*reason);
     FOREBAY_RETURN_IF_ERROR(joining.store->status());
     if (SteadyClock::now() >= joining.limit) {
       return Status(StatusCode::kTimeout, "rank " + std::to_string(joining.membership.rank) + " waited " +
                                               std::to_string(joining.membership.deadline.count()) + " ms: " +
-                                              missing + "; look at what it does, or raise the deadline");
+                                              missing + "; look there for the reason, or raise the deadline");
     }
     std::this_thread::sleep_for(kPoll);
   }
@@ -96,8 +96,8 @@ Result<std::string> await_text(const Joining& joining, const std::string& name, 
 Status conclude(Joining& joining, Status joined) {
   if (!joined.ok()) {
     // The others wait for this rank.
-    if (const auto first = joining.store->write_once(failure_name(joining), encode_cause(joined)))
-      joined = decode_cause(*first);
+    if (const auto first = joining.store->write_once(failure_name(joining), encode_failure(joined)))
+      joined = decode_failure(*first);
     joining.store->stay_at_most(kFarewellMax);
   }
   leave_meeting(*joining.store, joining.membership.rank);

@@ -30,7 +30,7 @@ struct Joining {
 // Requires: more than one rank. Errors: those of opening the store and of meeting.
 Result<Joining> meet_others(const char* transport, const ProcessOptions& options, const Backend& backend);
 
-// The text `name`, once it is there. Errors: the first cause, if a rank gives up meanwhile; kTimeout, with
+// The text `name`, once it is there. Errors: the first failure, if a rank gives up meanwhile; kTimeout, with
 // `missing` as what is missing.
 Result<std::string> await_text(const Joining& joining, const std::string& name, const std::string& missing);
 

@@ -63,9 +63,9 @@ using std::chrono::nanoseconds;
 // About what it costs to be woken. Shorter: a peer that publishes in a moment has to wake us. Longer: a
 // processor is kept from whoever has work.
 constexpr std::chrono::microseconds kSpin{50};
-// How long a rank that fails waits for another's words on the first cause, which take microseconds unless
+// How long a rank that fails waits for another's words on the first failure, which take microseconds unless
 // that rank was stopped half-way. After it the two may report different causes.
-constexpr milliseconds kCauseWaitMax{1000};
+constexpr milliseconds kFirstFailureWaitMax{1000};
 constexpr milliseconds kPoll{2};
 // How long a rank that serves the store stays for those that do not leave a failed run. They ask it nothing.
 constexpr milliseconds kFarewellMax{500};
@@ -222,7 +222,7 @@ Status Group::own_status() {
     const std::lock_guard lock(mutex_);
     if (!failure_.ok() || segment_ == nullptr) return failure_;
   }
-  if (has_failed()) return fail_own(Status(StatusCode::kInternal, "not the first cause"));
+  if (has_failed()) return fail_own(Status(StatusCode::kInternal, "not the first failure"));
   const std::int64_t now = nanoseconds(SteadyClock::now().time_since_epoch()).count();
   std::int64_t next = next_look_ns_.load(std::memory_order_relaxed);
   const std::int64_t after = now + nanoseconds(kShmLivenessPeriod).count();
@@ -251,12 +251,12 @@ Status Group::fail_own(const Status& cause) noexcept {
 Status Group::agree_on_first(const Status& cause) {
   ShmFailure& failure = segment_->failure();
   const std::uint32_t writing = ShmFailure::kWriting + static_cast<std::uint32_t>(rank());
-  const SteadyClock::time_point patience = SteadyClock::now() + kCauseWaitMax;
-  const std::string text = internal::encode_cause(cause);
+  const SteadyClock::time_point patience = SteadyClock::now() + kFirstFailureWaitMax;
+  const std::string text = internal::encode_failure(cause);
   std::uint32_t seen = ShmFailure::kNone;
   while (!failure.state.compare_exchange_strong(seen, writing, std::memory_order_acq_rel)) {
     if (seen == ShmFailure::kThere) {
-      return internal::decode_cause(
+      return internal::decode_failure(
           std::string(failure.text, std::min<std::size_t>(failure.bytes, ShmFailure::kTextMax)));
     }
     // A rank that died while it wrote leaves its place to the next.
@@ -269,7 +269,7 @@ Status Group::agree_on_first(const Status& cause) {
   failure.bytes = static_cast<std::uint32_t>(text.copy(failure.text, ShmFailure::kTextMax));
   failure.state.store(ShmFailure::kThere, std::memory_order_release);
   // As the others read it: a long one is cut.
-  return internal::decode_cause(text.substr(0, ShmFailure::kTextMax));
+  return internal::decode_failure(text.substr(0, ShmFailure::kTextMax));
 }
 
 template <typename Ready, typename Blame, typename What>
@@ -283,7 +283,7 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
     } while (SteadyClock::now() < end);
   }
   internal::Bell& bell = state(rank(), plane).bell;
-  const internal::WaitRhythm rhythm = internal::wait_rhythm(membership().deadline);
+  const internal::WaitReporting reporting = internal::wait_reporting(membership().deadline);
   internal::ShmWaitSign sign(board_->rank(world_rank(rank())), limit - membership().deadline);
   const auto wait_for = [&](const Missing& whom) {
     const std::string& group = membership().name_in_origin;
@@ -291,7 +291,7 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
                           .ranks = world_ranks(whom.ranks),
                           .came = whom.came};
   };
-  SteadyClock::time_point next_beat = SteadyClock::now() + rhythm.beat;
+  SteadyClock::time_point next_beat = SteadyClock::now() + reporting.period;
   SteadyClock::time_point next_look = SteadyClock::now() + kShmLivenessPeriod;
   for (;;) {
     const std::uint32_t heard = bell.rings.load(std::memory_order_seq_cst);
@@ -316,12 +316,12 @@ Status Group::wait(ShmPlane plane, SteadyClock::time_point limit, Ready ready, B
       }
     }
     if (now >= limit) {
-      return fail_of_all(internal::judge(
+      return fail_of_all(internal::explain_timeout(
           world_rank(rank()), wait_for(now_missing), membership().deadline,
-          [&](int other) { return internal::read_waits(board_->rank(other), rhythm.fresh); }));
+          [&](int other) { return internal::read_waits(board_->rank(other), reporting.validity); }));
     }
     if (now >= next_beat) {
-      next_beat = now + rhythm.beat;
+      next_beat = now + reporting.period;
       sign.say(wait_for(now_missing));
     }
     bell.sleep(heard, std::min({limit, next_look, next_beat}));
@@ -345,13 +345,13 @@ Status Group::join(SteadyClock::time_point limit, RendezvousStore& store, const 
     if (SteadyClock::now() < next_look) return false;
     next_look = SteadyClock::now() + kShmLivenessPeriod;
     reason = store.read(failure_name);
-    if (const Status lost = store.status(); !reason && !lost.ok()) reason = internal::encode_cause(lost);
+    if (const Status lost = store.status(); !reason && !lost.ok()) reason = internal::encode_failure(lost);
     return reason.has_value();
   };
   FOREBAY_RETURN_IF_ERROR(
       wait(kShmControlPlane, limit, ready, absent, [] { return std::string("joining"); }));
   // A failure from here on is that of the operations: others may have begun some already.
-  return reason ? fail(internal::decode_cause(*reason)) : Status();
+  return reason ? fail(internal::decode_failure(*reason)) : Status();
 }
 
 template <typename Write, typename Read>
@@ -639,7 +639,7 @@ Status Group::vote(std::uint64_t step, std::span<const std::byte> decision) {
   }
   if (segment_->rank(rank()).ballot.cast(step, decision)) return {};
   // The failure is there before the first ballot is closed.
-  return fail_own(Status(StatusCode::kInternal, "not the first cause"));
+  return fail_own(Status(StatusCode::kInternal, "not the first failure"));
 }
 
 std::optional<std::vector<std::byte>> Group::survivors_vote(std::uint64_t step) {

@@ -1,5 +1,5 @@
 // Transport: what a communicator of processes is made of. It moves bytes between the ranks and keeps the
-// first cause; what does not depend on how they travel is in ProcessCommunicator.
+// first failure; what does not depend on how they travel is in ProcessCommunicator.
 //
 // Everything waits, at most the deadline. Collectives and messages of the data plane come from one thread at
 // a time, control operations from one thread at a time, the rest from any.
@@ -49,7 +49,7 @@ struct Membership {
 Result<Membership> check_membership(const char* name, int rank, int size, std::chrono::milliseconds deadline,
                                     const Backend& backend);
 
-// A group and those split from it fail together: what happens in one of them is the first cause of all.
+// A group and those split from it fail together: what happens in one of them is the first failure of all.
 class Transport : public std::enable_shared_from_this<Transport> {
  public:
   explicit Transport(Membership membership) : membership_(std::move(membership)) {}
@@ -75,8 +75,8 @@ class Transport : public std::enable_shared_from_this<Transport> {
 
   // The first failure of all ranks, or ok.
   Status status();
-  // Fails this rank with the first cause of all ranks, which is `cause` if nobody was faster. Returns that
-  // first cause. A cause that is `of_all` says itself in which group what happened.
+  // Fails this rank with the first failure of all ranks, which is `cause` if nobody was faster. Returns that
+  // first failure. A cause that is `of_all` says itself in which group what happened.
   Status fail(const Status& cause) noexcept;
   Status fail_of_all(const Status& cause) noexcept;
 
@@ -100,7 +100,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
                                            const Exchange& exchange);
 
  protected:
-  // The same for this group by itself: its own failure, and to fail it with what is the first cause of all
+  // The same for this group by itself: its own failure, and to fail it with what is the first failure of all
   // unless a rank of this group was faster.
   virtual Status own_status() = 0;
   virtual Status fail_own(const Status& cause) noexcept = 0;

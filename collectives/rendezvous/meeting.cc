@@ -77,7 +77,7 @@ std::string absent_ranks(const std::vector<char>& came) {
   for (std::size_t r = 0; r < came.size(); ++r) {
     if (came[r] == 0) missing.push_back(static_cast<int>(r));
   }
-  return missing.empty() ? "the others have given up" : rank_list(missing) + " did not come";
+  return missing.empty() ? "the others have given up" : rank_list(missing) + " did not join";
 }
 
 Status nobody_came(const RendezvousStore& store, const Participant& me, milliseconds waited,

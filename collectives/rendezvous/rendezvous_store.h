@@ -78,8 +78,8 @@ class RendezvousStore {
     static_cast<void>(rank);
     static_cast<void>(presence);
   }
-  // Tells the other ranks, where the store can, that this one gives up. Returns the first cause of all, which
-  // is `cause` if nobody was faster.
+  // Tells the other ranks, where the store can, that this one gives up. Returns the first failure of all,
+  // which is `cause` if nobody was faster.
   virtual Status fail(const Status& cause) noexcept { return cause; }
 };
 

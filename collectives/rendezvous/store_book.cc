@@ -15,7 +15,7 @@ std::string rank_name(int rank) {
 }
 
 Message refusal(const Status& cause) {
-  return {MessageType::kRefused, {}, encode_cause(cause)};
+  return {MessageType::kRefused, {}, encode_failure(cause)};
 }
 
 }  // namespace
@@ -32,7 +32,7 @@ StoreBook::StoreBook(Greeting own, std::string where) : own_(std::move(own)), wh
 Status StoreBook::fail(Status cause) {
   if (!cause_.ok()) return cause_;
   cause_ = std::move(cause);
-  news_.push_back({MessageType::kCause, {}, encode_cause(cause_)});
+  news_.push_back({MessageType::kFirstFailure, {}, encode_failure(cause_)});
   return cause_;
 }
 
@@ -106,7 +106,7 @@ Message StoreBook::answer(int rank, const Message& message) {
     case MessageType::kRoster:
       return {MessageType::kText, {}, encode(roster_)};
     case MessageType::kFail:
-      return {MessageType::kText, {}, encode_cause(fail(decode_cause(message.content)))};
+      return {MessageType::kText, {}, encode_failure(fail(decode_failure(message.content)))};
     default:
       return refusal(Status(StatusCode::kInternal, rank_name(rank) + " sent the store a message that is for "
                                                                      "clients; run one version of forebay"));

@@ -1,5 +1,5 @@
-// What the server of a TCP store knows: the texts, who is here, and the first cause if the run has failed. No
-// sockets: whoever owns it brings what ranks say and carries away what they shall hear.
+// What the server of a TCP store knows: the texts, who is here, and the first failure if the run has failed.
+// No sockets: whoever owns it brings what ranks say and carries away what they shall hear.
 #pragma once
 
 #include <cstddef>

@@ -7,7 +7,7 @@
 //                                                 direction over {number of the frame, length, message}
 //
 // The client's first message is its greeting. A message asked for is answered by one message; besides, the
-// server sends kShared and kCause when it likes.
+// server sends kShared and kFirstFailure when it likes.
 #pragma once
 
 #include <cstddef>
@@ -82,17 +82,17 @@ enum class MessageType : std::uint8_t {
   kRead,          // kText or kNothing.
   kRemove,        // kDone.
   kRoster,        // kText.
-  kFail,          // kText: the first cause.
+  kFail,          // kText: the first failure.
   kGoodbye,       // No answer; the connection ends.
   kPost,          // No answer; goes to all as kPosted.
   // To a client.
   kDone = 64,
   kText,
   kNothing,
-  kRefused,  // Content: why, as encode_cause() makes it.
-  kShared,   // Unasked: a text that was written once, for every rank to know.
-  kCause,    // Unasked: why the run has failed.
-  kPosted,   // Unasked: what a rank has posted. Left out for a rank that has not read what came before.
+  kRefused,       // Content: why, as encode_failure() makes it.
+  kShared,        // Unasked: a text that was written once, for every rank to know.
+  kFirstFailure,  // Unasked: why the run has failed.
+  kPosted,        // Unasked: what a rank has posted. Left out for a rank that has not read what came before.
 };
 
 struct Message {

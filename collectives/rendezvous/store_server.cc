@@ -1,7 +1,6 @@
 #include "collectives/rendezvous/store_server.h"
 
 #include <poll.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include "collectives/first_failure.h"
+#include "collectives/signal_mask.h"
 
 namespace forebay::internal {
 namespace {
@@ -294,7 +294,7 @@ void StoreServer::Loop::greet(Connection& connection, const Message& message) {
   }
   if (!message.name.empty() && take_back(connection, greeting, message.name)) return;
   if (const Status status = book_.greet(greeting, connection.from); !status.ok()) {
-    connection.send({MessageType::kRefused, {}, encode_cause(status)});
+    connection.send({MessageType::kRefused, {}, encode_failure(status)});
     send_away(connection);
     return;
   }
@@ -383,27 +383,20 @@ StoreServer::StoreServer(std::unique_ptr<Loop> loop) : loop_(std::move(loop)) {}
 Result<std::unique_ptr<StoreServer>> StoreServer::start(Descriptor listener, StoreServerOptions options) {
   Descriptor bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!bell.valid()) {
-    return Status(StatusCode::kUnavailable, "cannot serve the store at " + options.where + ": " +
+    return Status(StatusCode::kUnavailable, "cannot serve the rendezvous store at " + options.where + ": " +
                                                 std::strerror(errno) + "; raise ulimit -n");
   }
   const std::string where = options.where;
   std::unique_ptr<StoreServer> server(
       new StoreServer(std::make_unique<Loop>(std::move(listener), std::move(bell), std::move(options))));
-  // The thread inherits the mask: signals are for the program's own threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::string reason;
+  const BlockedSignals blocked;
   try {
     server->thread_ = std::thread([loop = server->loop_.get()] { loop->run(); });
   } catch (const std::system_error& error) {
-    reason = error.what();
+    return Status(StatusCode::kUnavailable, "cannot start a thread for the rendezvous store at " + where +
+                                                ": " + error.what() + "; raise ulimit -u or -v");
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  if (reason.empty()) return server;
-  return Status(StatusCode::kUnavailable, "cannot start a thread for the store at " + where + ": " + reason +
-                                              "; raise ulimit -u or -v");
+  return server;
 }
 
 void StoreServer::finish(milliseconds linger) {

@@ -24,7 +24,7 @@ using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 // The server answers from memory. Smaller: a crowded host looks like a dead one. Larger: who asks about a
-// first cause waits that long for a server that has stopped.
+// first failure waits that long for a server that has stopped.
 constexpr milliseconds kAnswerMax{5'000};
 // One try of connecting and proving, as long as the server gives it.
 constexpr milliseconds kTryMax = kAdmissionMax;
@@ -122,7 +122,7 @@ class TcpStore::Line {
   std::optional<FrameReader> reader_;
   std::optional<FrameWriter> writer_;
   std::unordered_map<std::string, std::string> shared_;
-  Status status_;  // The first cause.
+  Status status_;  // The first failure.
 };
 
 TcpStore::Line::~Line() {
@@ -209,7 +209,7 @@ bool TcpStore::Line::come_back() {
     if (!back) std::this_thread::sleep_for(pause);
   }
   if (!back) disconnect();
-  // Whatever trying has met is not the first cause.
+  // Whatever trying has met is not the first failure.
   if (!known.ok() || !back) status_ = known;
   returning_ = false;
   return back;
@@ -326,7 +326,7 @@ Result<Message> TcpStore::Line::ask_locked(const Message& message, SteadyClock::
     return lose("rank 0, which serves the store at " + where_ + ", did not answer within " +
                 milliseconds_text(kAnswerMax) + "; look at what it does");
   }
-  if (answer->type == MessageType::kRefused) return decode_cause(answer->content);
+  if (answer->type == MessageType::kRefused) return decode_failure(answer->content);
   return *answer;
 }
 
@@ -367,10 +367,10 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
 }
 
 void TcpStore::Line::take_in(const Message& news) {
-  if (news.type != MessageType::kCause) {
+  if (news.type != MessageType::kFirstFailure) {
     shared_[news.name] = news.content;
   } else if (status_.ok()) {
-    status_ = decode_cause(news.content);
+    status_ = decode_failure(news.content);
   }
 }
 
@@ -535,8 +535,8 @@ std::optional<Attendance> TcpStore::attendance() {
 }
 
 Status TcpStore::fail(const Status& cause) noexcept {
-  const Result<Message> answer = line_->ask({MessageType::kFail, {}, encode_cause(cause)});
-  if (answer.ok() && answer.value().type == MessageType::kText) return decode_cause(answer.value().content);
+  const Result<Message> answer = line_->ask({MessageType::kFail, {}, encode_failure(cause)});
+  if (answer.ok() && answer.value().type == MessageType::kText) return decode_failure(answer.value().content);
   const Status known = line_->status();
   return known.ok() ? cause : known;
 }

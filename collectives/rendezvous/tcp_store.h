@@ -29,8 +29,8 @@ class TcpStore final : public RendezvousStore {
  public:
   // Rank 0 begins to serve; every rank connects, also before rank 0 serves.
   // Errors: kUnsupported without OpenSSL; kTimeout when nobody serves within the deadline; those of
-  // listen_at; kInvalidArgument when the other end knows another secret; the first cause when the server does
-  // not let this rank in.
+  // listen_at; kInvalidArgument when the other end knows another secret; the first failure when the server
+  // does not let this rank in.
   static Result<std::unique_ptr<TcpStore>> open(TcpStoreOptions options);
 
   // Says goodbye. Rank 0 goes on serving until all who are here have, at most the deadline, or two seconds

@@ -688,7 +688,7 @@ TEST_P(CommunicatorConformance, ADeadlineNamesTheRankThatDidNotCome) {
   for (int rank = 0; rank < absent; ++rank) {
     const Status& cause = causes[static_cast<std::size_t>(rank)];
     EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
-    EXPECT_NE(cause.message().find("rank " + std::to_string(absent) + " did not come"), std::string::npos)
+    EXPECT_NE(cause.message().find("rank " + std::to_string(absent) + " did not join"), std::string::npos)
         << cause.message();
     EXPECT_EQ(cause.to_string(), causes[0].to_string());
   }
@@ -724,7 +724,7 @@ TEST_P(CommunicatorConformance, ARankThatWaitsInAnotherGroupIsNotBlamed) {
   for (int rank = 0; rank < idle; ++rank) {
     const Status& cause = causes[static_cast<std::size_t>(rank)];
     EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
-    EXPECT_NE(cause.message().find(": rank " + std::to_string(idle) + " did not come"), std::string::npos)
+    EXPECT_NE(cause.message().find(": rank " + std::to_string(idle) + " did not join"), std::string::npos)
         << cause.message();
     EXPECT_EQ(cause.to_string(), causes[0].to_string());
   }

@@ -5,7 +5,7 @@
 
 #include <map>
 
-#include "collectives/rendezvous/wait_monitor.h"
+#include "collectives/rendezvous/wait_report.h"
 
 namespace forebay::internal {
 namespace {
@@ -19,72 +19,72 @@ Wait wait_for(std::string what, std::vector<int> ranks, std::chrono::nanoseconds
 
 // By rank; who is not there waits for nobody.
 Status judged(std::map<int, std::vector<Wait>> waits, int rank = 0) {
-  return judge(rank, waits.at(rank).front(), 4s, [&](int other) { return waits[other]; });
+  return explain_timeout(rank, waits.at(rank).front(), 4s, [&](int other) { return waits[other]; });
 }
 
-TEST(WaitChain, NamesThoseThatDidNotComeThemselves) {
+TEST(WaitGraph, NamesThoseThatDidNotComeThemselves) {
   const Status status = judged({{0, {wait_for("a", {1, 2, 3})}}, {2, {wait_for("b", {3})}}});
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
-  EXPECT_EQ(
-      status.message(),
-      "a on rank 0: ranks 1 and 3 did not come within 4000 ms; look at what they do, or raise the deadline");
+  EXPECT_EQ(status.message(),
+            "a on rank 0: ranks 1 and 3 did not join within 4000 ms; look there for the reason, or raise the "
+            "deadline");
   EXPECT_NE(
-      judged({{0, {wait_for("a", {1}, 4s, true)}}}).message().find("a on rank 0: rank 1 did not finish it"),
+      judged({{0, {wait_for("a", {1}, 4s, true)}}}).message().find("a on rank 0: rank 1 did not finish"),
       std::string::npos);
 }
 
-TEST(WaitChain, FollowsItToWhoWaitsForNobody) {
+TEST(WaitGraph, FollowsItToWhoWaitsForNobody) {
   const Status status =
       judged({{0, {wait_for("a", {1})}}, {1, {wait_for("b", {3})}}, {3, {wait_for("c", {5}, 4s, true)}}});
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
-  EXPECT_EQ(
-      status.message(),
-      "c on rank 3: rank 5 did not finish it, and rank 0 waits for that since 4000 ms in a; look at what "
-      "they do, or raise the deadline");
+  EXPECT_EQ(status.message(),
+            "c on rank 3: rank 5 did not finish; this blocked rank 0 in a for 4000 ms; look there for the "
+            "reason, or "
+            "raise the deadline");
 }
 
 // A rank that has waited for a moment only is not what all wait for.
-TEST(WaitChain, FollowsLongWaitsBeforeShortOnes) {
+TEST(WaitGraph, FollowsLongWaitsBeforeShortOnes) {
   const Status status = judged({{0, {wait_for("a", {1})}},
                                 {1, {wait_for("b", {2}), wait_for("c", {4}, 1ms)}},
                                 {2, {wait_for("d", {3})}}});
-  EXPECT_NE(status.message().find("d on rank 2: rank 3 did not come"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("d on rank 2: rank 3 did not join"), std::string::npos) << status.message();
   const Status middling = judged({{0, {wait_for("a", {1})}}, {1, {wait_for("c", {4}, 1500ms)}}});
-  EXPECT_NE(middling.message().find("c on rank 1: rank 4 did not come"), std::string::npos)
+  EXPECT_NE(middling.message().find("c on rank 1: rank 4 did not join"), std::string::npos)
       << middling.message();
   const Status young = judged({{0, {wait_for("a", {1})}}, {1, {wait_for("c", {4}, 1ms)}}});
-  EXPECT_NE(young.message().find("a on rank 0: rank 1 did not come"), std::string::npos) << young.message();
+  EXPECT_NE(young.message().find("a on rank 0: rank 1 did not join"), std::string::npos) << young.message();
 }
 
-TEST(WaitChain, FollowsWhatElseTheRankItselfWaitsIn) {
+TEST(WaitGraph, FollowsWhatElseTheRankItselfWaitsIn) {
   const Status status =
       judged({{0, {wait_for("a", {1}), wait_for("b", {2}, 3s)}}, {1, {wait_for("c", {0})}}});
-  EXPECT_NE(status.message().find("b on rank 0: rank 2 did not come"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("b on rank 0: rank 2 did not join"), std::string::npos) << status.message();
 }
 
-TEST(WaitChain, ACircleIsSaidToBeOne) {
+TEST(WaitGraph, ACircleIsSaidToBeOne) {
   const Status status =
       judged({{0, {wait_for("a", {1})}}, {1, {wait_for("b", {2})}}, {2, {wait_for("c", {0, 1})}}});
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  EXPECT_EQ(
-      status.message(),
-      "ranks wait for each other: rank 0 in a for rank 1, rank 1 in b for rank 2, rank 2 in c for ranks 0 "
-      "and 1; every rank must issue the same operations in the same order");
+  EXPECT_EQ(status.message(),
+            "ranks wait for each other (deadlock): rank 0 in a for rank 1, rank 1 in b for rank 2, rank 2 in "
+            "c for ranks 0 "
+            "and 1; every rank must issue the same operations in the same order");
 }
 
-TEST(WaitChain, RanksInOneOperationThatDoNotHearEachOtherAreNoCircle) {
+TEST(WaitGraph, RanksInOneOperationThatDoNotHearEachOtherAreNoCircle) {
   const Status status = judged({{0, {wait_for("a", {1})}}, {1, {wait_for("a", {0})}}});
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
-  EXPECT_NE(status.message().find("a on rank 0: rank 1 did not come"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("a on rank 0: rank 1 did not join"), std::string::npos) << status.message();
 }
 
-TEST(WaitChain, AReportIsReadAsItWasWrittenAndNothingElseIs) {
-  const WaitReport report{.beat = 7, .waits = {wait_for("a", {1, 300}, 5s, true), wait_for("b", {})}};
+TEST(WaitGraph, AReportIsReadAsItWasWrittenAndNothingElseIs) {
+  const WaitReport report{.number = 7, .waits = {wait_for("a", {1, 300}, 5s, true), wait_for("b", {})}};
   const std::string bytes = encode(report);
   WaitReport read;
   ASSERT_TRUE(decode(bytes, &read));
   EXPECT_EQ(encode(read), bytes);
-  EXPECT_EQ(read.beat, 7u);
+  EXPECT_EQ(read.number, 7u);
   ASSERT_EQ(read.waits.size(), 2u);
   EXPECT_EQ(read.waits[0].ranks, (std::vector<int>{1, 300}));
   EXPECT_TRUE(read.waits[0].came);

@@ -69,7 +69,7 @@ inline Told expect_whole(const std::vector<Told>& undisturbed, const std::vector
     const Told told = read_told(ranks[r].output);
     EXPECT_EQ(ranks[r].exit_code, kFailedExit) << "rank " << r << ": " << ranks[r].output;
     if (first.cause.empty()) first = told;
-    EXPECT_EQ(told.cause, first.cause) << "rank " << r << " has another first cause";
+    EXPECT_EQ(told.cause, first.cause) << "rank " << r << " has another first failure";
     EXPECT_EQ(told.committed_step, first.committed_step) << "rank " << r << ", after " << told.cause;
     if (told.committed_step < undisturbed[r].digests.size()) {
       EXPECT_EQ(told.committed_digest, undisturbed[r].digests[told.committed_step])

@@ -1,6 +1,6 @@
 // Training over a network: hosts that share nothing but their cables, made by the test itself. What the
 // report says was sent is what the kernel counted, and what theory says; and whatever happens to a host or to
-// its cable, the others end with one first cause and one committed step.
+// its cable, the others end with one first failure and one committed step.
 //
 // Under the label slow faults come at every collective, and the time of steps over slow cables is taken.
 

@@ -1,5 +1,5 @@
 // A process of a training run is killed, stopped, ends or issues something else, at one of its collectives:
-// within the deadline and a moment every other ends, with one first cause, with the same step committed and
+// within the deadline and a moment every other ends, with one first failure, with the same step committed and
 // with the masters that this step left. Over shared memory and over TCP.
 //
 // `./dev test` does it at the first, a middle and the last collective, under the label slow at each of them.

@@ -302,7 +302,7 @@ TEST_F(Training, NamesAStoppedRankThroughTheGroupsThatWaitForIt) {
       const Finished finished = process.finish();
       EXPECT_EQ(finished.exit_code, 75) << finished.output;
       const bool named =
-          finished.output.find(": rank " + std::to_string(rank) + " did not come") != std::string::npos ||
+          finished.output.find(": rank " + std::to_string(rank) + " did not join") != std::string::npos ||
           finished.output.find(": rank " + std::to_string(rank) + " did not finish") != std::string::npos;
       EXPECT_TRUE(named) << finished.output;
     }
@@ -411,7 +411,7 @@ TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
     // Its peer never comes.
     Process process(Words{FOREBAY_GPT} + kSmall,
                     variables({{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", store}}));
-    ASSERT_TRUE(process.wait_for_output("rank 1 did not come yet")) << "no word of whom it waits for";
+    ASSERT_TRUE(process.wait_for_output("rank 1 did not join yet")) << "no word of whom it waits for";
     process.signal(signal);
     EXPECT_EQ(process.finish().exit_code, 128 + signal);
   }
@@ -515,7 +515,7 @@ TEST_F(Training, ARankWhoseStoreDoesNotAnswerSaysSo) {
                    {"FOREBAY_SECRET", std::string(64, 's')},
                    {"FOREBAY_STORE", "tcp://127.0.0.1:" + std::to_string(ntohs(address.sin_port)) + "/1"}})));
   }
-  ASSERT_TRUE(ranks[0]->wait_for_output("rank 2 did not come yet"));
+  ASSERT_TRUE(ranks[0]->wait_for_output("rank 2 did not join yet"));
   ranks[0]->signal(SIGSTOP);
 
   const Finished finished = ranks[1]->finish();

@@ -12,7 +12,7 @@
 #include "collectives/rendezvous/store_address.h"
 #include "collectives/rendezvous/store_book.h"
 #include "collectives/rendezvous/store_messages.h"
-#include "collectives/rendezvous/wait_monitor.h"
+#include "collectives/rendezvous/wait_report.h"
 #include "forebay/check.h"
 
 namespace {
@@ -122,7 +122,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       check_report(bytes);
       break;
     case 'e': {
-      const forebay::Status cause = decode_cause(std::string(bytes));
+      const forebay::Status cause = decode_failure(std::string(bytes));
       FOREBAY_CHECK(!cause.ok(), "a failure that is none");
       break;
     }

@@ -14,7 +14,7 @@
 // arrive. all_reduce is by definition reduce_scatter, then all_gather.
 //
 // Failure. Nothing waits past the deadline. After the first failure the communicator stays failed: `status()`
-// and every later call return that first cause, queued data operations become no-ops, and `abort` spreads a
+// and every later call return that first failure, queued data operations become no-ops, and `abort` spreads a
 // cause of one's own. A data operation's failure arrives through `status()`, so whoever waits for a stream
 // asks it before using the bytes: stream order, not an Event of its own, says when an operation is done.
 //
@@ -112,7 +112,7 @@ class Communicator {
   virtual Status barrier() = 0;
 
   // Ranks with the same `color` form a new communicator, ordered by (key, rank). Collective; blocking. The
-  // two fail together, with one first cause, and this one lives on in those split from it.
+  // two fail together, with one first failure, and this one lives on in those split from it.
   virtual Result<std::unique_ptr<Communicator>> split(int color, int key) = 0;
 
   // The first failure, or ok.

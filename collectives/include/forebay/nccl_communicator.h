@@ -13,9 +13,10 @@
 // else. So each communicator has a thread that, every kNcclHeartbeat, exchanges with those of the other ranks
 // what was issued and what is done. It finds the rank that issued another operation, the one that did not
 // come within the deadline (counted from when this rank's stream has come to the operation) and, through
-// `control`, the one that died. Then, and after any error of NCCL, every rank takes the same first cause from
-// `control` and aborts its part of NCCL, so that what is queued on its stream ends. With each operation its
-// fingerprint travels between the devices too; status() has compared those of all operations that are done.
+// `control`, the one that died. Then, and after any error of NCCL, every rank takes the same first failure
+// from `control` and aborts its part of NCCL, so that what is queued on its stream ends. With each operation
+// its fingerprint travels between the devices too; status() has compared those of all operations that are
+// done.
 //
 // Waiting. Creation connects all pairs of ranks, so that operations are queued without waiting for peers. A
 // call waits, at most the deadline, for NCCL to finish setting up what it was asked, or for the oldest of
@@ -87,7 +88,7 @@ Result<NcclLibraryFacts> nccl_library(const std::string& library = {});
 
 // Collective over the ranks of `control`, which is used and kept by the new communicator.
 // Requires: `backend` and `kernels` outlive it; each rank has a device of its own, as NCCL demands.
-// Errors:   the first cause of any rank, on all of them.
+// Errors:   the first failure of any rank, on all of them.
 Result<std::unique_ptr<NcclCommunicator>> create_nccl_communicator(std::unique_ptr<Communicator> control,
                                                                    CudaBackend& backend, Kernels& kernels,
                                                                    const NcclOptions& options = {});

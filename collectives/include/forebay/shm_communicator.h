@@ -9,7 +9,7 @@
 // then sleeps in the kernel until a peer rings or the deadline passes. Data operations run on their stream's
 // thread, control operations on the caller's; nothing here has a thread of its own.
 //
-// Failure. The first cause is one record in the shared memory, so every rank reports the same one, and who
+// Failure. The first failure is one record in the shared memory, so every rank reports the same one, and who
 // sleeps is woken for it. Every kShmLivenessPeriod a rank that waits, or that asks for status(), looks
 // whether its peers' processes (process id and start time) still run: one that was killed is named after at
 // most that long. A peer that left in order fails only those who need it. A send and a recv that

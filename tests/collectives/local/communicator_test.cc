@@ -136,7 +136,7 @@ TEST(LocalCommunicator, ADeadlineCostsNoRealTimeOnAVirtualClock) {
   EXPECT_EQ(end, 2h);
   for (const Status& cause : causes) {
     EXPECT_EQ(cause.code(), StatusCode::kTimeout);
-    EXPECT_NE(cause.message().find("rank 1 did not come"), std::string::npos) << cause.message();
+    EXPECT_NE(cause.message().find("rank 1 did not join"), std::string::npos) << cause.message();
     EXPECT_EQ(cause.message(), causes[0].message());
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, 60s);
@@ -368,7 +368,7 @@ TEST(LocalCommunicatorOnADevice, ADeadlineNamesTheRankThatDidNotIssue) {
   for (int rank = 0; rank < 2; ++rank) {
     const Status& cause = causes[static_cast<std::size_t>(rank)];
     EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
-    EXPECT_NE(cause.message().find("rank 2 did not come"), std::string::npos) << cause.message();
+    EXPECT_NE(cause.message().find("rank 2 did not join"), std::string::npos) << cause.message();
   }
 }
 

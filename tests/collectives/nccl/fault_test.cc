@@ -1,4 +1,4 @@
-// Whatever goes wrong over NCCL, on whichever rank: all ranks end in time, with the same first cause, and
+// Whatever goes wrong over NCCL, on whichever rank: all ranks end in time, with the same first failure, and
 // nothing is left of any of them.
 #include <latch>
 
@@ -196,7 +196,7 @@ TEST_P(NcclFault, ARankThatDoesNotComeIsNamedByAllRanks) {
 
   const Status cause = outcome.cause();
   EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
-  EXPECT_NE(cause.message().find("rank " + std::to_string(absent) + " did not come"), std::string::npos)
+  EXPECT_NE(cause.message().find("rank " + std::to_string(absent) + " did not join"), std::string::npos)
       << cause.message();
 }
 

@@ -108,7 +108,7 @@ TEST(NcclWatch, ATimeoutNamesTheRanksThatHaveNotIssuedIt) {
                                    heartbeat(6, {collective(5, 64)}), heartbeat(2, {})};
 
   expect_words(operation_timeout(0, members[0].open[0], members, milliseconds(300)), StatusCode::kTimeout,
-               {"operation 5", "on rank 0: ranks 1 and 3 did not come within 300 ms"});
+               {"operation 5", "on rank 0: ranks 1 and 3 did not join within 300 ms"});
   const NcclHeartbeat all[] = {members[0], members[2]};
   expect_words(operation_timeout(1, members[0].open[0], all, milliseconds(300)), StatusCode::kTimeout,
                {"all ranks have issued it"});

@@ -186,7 +186,7 @@ TEST_F(GlooCommunicator, NamesTheRanksThatNeverCame) {
       [](GlooOptions& options) { options.size = 4; });
 
   EXPECT_EQ(results[0].code(), StatusCode::kTimeout) << results[0].to_string();
-  EXPECT_NE(results[0].message().find("ranks 2 and 3 did not come"), std::string::npos)
+  EXPECT_NE(results[0].message().find("ranks 2 and 3 did not join"), std::string::npos)
       << results[0].message();
   EXPECT_TRUE(store.empty());
 }

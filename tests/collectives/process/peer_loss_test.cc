@@ -83,7 +83,7 @@ TEST_P(PeerLoss, EverySurvivorNamesTheKilledRankAtOnce) {
                   std::string::npos)
             << finished.output;
         if (cause.empty()) cause = finished.output;
-        EXPECT_EQ(finished.output, cause) << "two first causes";
+        EXPECT_EQ(finished.output, cause) << "two first failures";
       }
       EXPECT_LT(SteadyClock::now() - killed, kNoticeMax);
     }
@@ -110,7 +110,7 @@ TEST_P(PeerLoss, ARankThatIsKilledWhileRanksConnectIsNamedAtOnce) {
         EXPECT_EQ(finished.exit_code, 99);
         causes.insert(finished.output);
       }
-      EXPECT_EQ(causes.size(), 1u) << "several first causes";
+      EXPECT_EQ(causes.size(), 1u) << "several first failures";
       EXPECT_NE(causes.begin()->find("rank " + std::to_string(dead) + " "), std::string::npos)
           << *causes.begin();
       EXPECT_LT(SteadyClock::now() - killed, kNoticeMax);
@@ -140,8 +140,8 @@ TEST_P(PeerLoss, ARankThatStopsWhileRanksConnectIsNamedByAll) {
         causes.insert(finished.output);
       }
       stopped.signal(SIGKILL);
-      EXPECT_EQ(causes.size(), 1u) << "several first causes";
-      EXPECT_NE(causes.begin()->find(": rank " + std::to_string(silent) + " did not come"), std::string::npos)
+      EXPECT_EQ(causes.size(), 1u) << "several first failures";
+      EXPECT_NE(causes.begin()->find(": rank " + std::to_string(silent) + " did not join"), std::string::npos)
           << *causes.begin();
     }
   }

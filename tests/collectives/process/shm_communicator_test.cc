@@ -426,7 +426,7 @@ TEST(ShmCommunicator, NamesTheRanksThatNeverCame) {
                               member.backend())
           .status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout) << status.to_string();
-  EXPECT_NE(status.message().find("ranks 1 and 2 did not come"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("ranks 1 and 2 did not join"), std::string::npos) << status.message();
   EXPECT_TRUE(std::filesystem::is_empty(store.path()));
 }
 

@@ -1,5 +1,5 @@
 // Whole processes over shm: right bits; one that is killed at a random moment, that stops, or that does
-// something else is the same first cause on every other; and nothing is left of any of them.
+// something else is the same first failure on every other; and nothing is left of any of them.
 #include <gtest/gtest.h>
 
 #include <ctime>
@@ -62,7 +62,7 @@ class ShmProcesses : public ::testing::TestWithParam<int> {
       const Finished finished = ranks_[static_cast<std::size_t>(rank)]->finish();
       EXPECT_EQ(finished.exit_code, 7) << finished.output;
       if (cause.empty()) cause = finished.output;
-      EXPECT_EQ(finished.output, cause) << "two first causes";
+      EXPECT_EQ(finished.output, cause) << "two first failures";
     }
     return cause;
   }
@@ -127,7 +127,7 @@ TEST_P(ShmProcesses, AStoppedRankIsNamedAtTheDeadline) {
   const int stopped = size() - 1;
   const std::string cause = expect_one_cause(stopped);
   EXPECT_NE(cause.find("failed: "), std::string::npos) << cause;
-  EXPECT_NE(cause.find(": rank " + std::to_string(stopped) + " did not come within 2000 ms"),
+  EXPECT_NE(cause.find(": rank " + std::to_string(stopped) + " did not join within 2000 ms"),
             std::string::npos)
       << cause;
   // It goes on, and learns the cause of the others.

@@ -1,5 +1,5 @@
 // Ranks as processes that meet over TCP: by hand, and under Open MPI's mpirun where that is installed. Each
-// fault ends every survivor within its deadline, with the same first cause.
+// fault ends every survivor within its deadline, with the same first failure.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -102,7 +102,7 @@ TEST_P(Meetings, ARankThatEndsBeforeItBeginsIsNamedByTheOthers) {
   others.pop_back();
 
   const std::string cause = one_cause(others);
-  EXPECT_NE(cause.find("rank " + std::to_string(gone) + " did not come"), std::string::npos) << cause;
+  EXPECT_NE(cause.find("rank " + std::to_string(gone) + " did not join"), std::string::npos) << cause;
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 20s);
 }
 

@@ -90,7 +90,7 @@ TEST_P(DirectoryMeeting, WhoDoesNotComeIsNamedByAll) {
   some.pop_back();
   for (const Result<Meeting>& result : meet_all(some, 300ms)) {
     EXPECT_EQ(result.status().code(), StatusCode::kTimeout);
-    EXPECT_NE(result.status().message().find("rank " + std::to_string(size() - 1) + " did not come"),
+    EXPECT_NE(result.status().message().find("rank " + std::to_string(size() - 1) + " did not join"),
               std::string::npos)
         << result.status().message();
   }

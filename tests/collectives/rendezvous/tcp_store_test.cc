@@ -189,7 +189,7 @@ TEST_P(TcpStoreWorld, ARankWithAnotherSecretIsToldAtOnceAndTheOthersSayWhoIsMiss
   EXPECT_NE(statuses.back().message().find("another secret"), std::string::npos) << statuses.back().message();
   EXPECT_EQ(statuses.back().message().find(std::string(64, 'x')), std::string::npos);
   statuses.pop_back();
-  expect_one_cause(statuses, StatusCode::kTimeout, "rank " + std::to_string(bad) + " did not come");
+  expect_one_cause(statuses, StatusCode::kTimeout, "rank " + std::to_string(bad) + " did not join");
   EXPECT_NE(statuses[0].message().find("it knows another secret"), std::string::npos)
       << statuses[0].message();
 }
@@ -272,7 +272,7 @@ TEST_P(TcpStoreWorld, ARankThatNeverComesIsNamedByAllAtTheFirstDeadline) {
   }
   for (std::thread& thread : threads) thread.join();
 
-  expect_one_cause(statuses, StatusCode::kTimeout, "rank " + std::to_string(size() - 1) + " did not come");
+  expect_one_cause(statuses, StatusCode::kTimeout, "rank " + std::to_string(size() - 1) + " did not join");
   EXPECT_LT(Clock::now() - begin, 20s);
 }
 
