@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -10,9 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <climits>
-#include <cstdlib>
 #include <cstring>
 #include <ctime>
 #include <new>
@@ -47,90 +44,11 @@ std::string error_text() {
   return std::strerror(errno);
 }
 
-// The content of a small file of /proc; nothing when it cannot be read.
-std::optional<std::string> read_small(const char* path) {
-  const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return std::nullopt;
-  char buffer[1024];
-  ssize_t count = 0;
-  do {
-    count = ::read(descriptor, buffer, sizeof(buffer));
-  } while (count < 0 && errno == EINTR);
-  ::close(descriptor);
-  if (count <= 0) return std::nullopt;
-  return std::string(buffer, static_cast<std::size_t>(count));
-}
-
-struct ProcessFacts {
-  char state = 0;
-  std::uint64_t thread_count = 0;
-  std::uint64_t start_time = 0;
-};
-
-// Of /proc/ID/stat (proc(5)): the fields after the program's name, which is in brackets and may hold
-// anything.
-std::optional<ProcessFacts> read_process(std::int32_t id) {
-  const std::optional<std::string> text = read_small(("/proc/" + std::to_string(id) + "/stat").c_str());
-  if (!text) return std::nullopt;
-  const std::size_t name_end = text->rfind(')');
-  if (name_end == std::string::npos || name_end + 2 >= text->size()) return std::nullopt;
-  std::string_view rest = std::string_view(*text).substr(name_end + 2);
-  constexpr int kState = 3, kThreadCount = 20, kStartTime = 22;
-  ProcessFacts facts;
-  for (int field = kState; field <= kStartTime; ++field) {
-    const std::string_view word = rest.substr(0, rest.find(' '));
-    if (word.empty()) return std::nullopt;
-    if (field == kState) facts.state = word[0];
-    std::uint64_t* number = field == kThreadCount ? &facts.thread_count
-                            : field == kStartTime ? &facts.start_time
-                                                  : nullptr;
-    if (number != nullptr &&
-        std::from_chars(word.data(), word.data() + word.size(), *number).ec != std::errc())
-      return std::nullopt;
-    rest.remove_prefix(std::min(word.size() + 1, rest.size()));
-  }
-  return facts;
-}
-
-Status no_proc(const std::string& what) {
-  return Status(StatusCode::kUnsupported, "cannot share memory with other ranks: " + what +
-                                              " cannot be read; mount /proc, or use another communicator");
+std::int64_t steady_now() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
-
-Result<ProcessIdentity> this_process() {
-  const auto id = static_cast<std::int32_t>(getpid());
-  const std::optional<ProcessFacts> facts = read_process(id);
-  if (!facts) return no_proc("/proc/" + std::to_string(id) + "/stat");
-  return ProcessIdentity{id, facts->start_time};
-}
-
-bool is_running(const ProcessIdentity& process) {
-  const std::optional<ProcessFacts> facts = read_process(process.id);
-  if (!facts) {
-    // No such entry, or no descriptor left to read it: only the kernel's own word counts as gone.
-    return kill(process.id, 0) == 0 || errno != ESRCH;
-  }
-  if (facts->start_time != process.start_time) return false;
-  // A process whose first thread has ended looks like one that nobody has reaped, but has other threads.
-  const bool ended = facts->state == 'Z' || facts->state == 'X';
-  return !ended || facts->thread_count > 1;
-}
-
-Result<std::string> host_identity() {
-  const char* boot = "/proc/sys/kernel/random/boot_id";
-  std::optional<std::string> identity = read_small(boot);
-  if (!identity) return no_proc(boot);
-  while (!identity->empty() && identity->back() == '\n') identity->pop_back();
-  for (const char* space : {"/proc/self/ns/pid", "/proc/self/ns/user"}) {
-    char name[64];
-    const ssize_t length = readlink(space, name, sizeof(name));
-    if (length <= 0) return no_proc(space);
-    *identity += " " + std::string(name, static_cast<std::size_t>(length));
-  }
-  return *identity;
-}
 
 bool ShmBallot::cast(std::uint64_t step, std::span<const std::byte> decision) noexcept {
   Paper& paper = papers_[step % 2];
@@ -149,14 +67,6 @@ std::optional<std::vector<std::byte>> ShmBallot::close(std::uint64_t step) {
   return std::vector<std::byte>(paper.decision, paper.decision + bytes);
 }
 
-namespace {
-
-std::int64_t steady_now() {
-  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-}  // namespace
-
 void ShmWaitSign::say(const Wait& wait) noexcept {
   const std::int64_t now = steady_now();
   for (ShmWait& free : rank_.waits) {
@@ -166,8 +76,8 @@ void ShmWaitSign::say(const Wait& wait) noexcept {
   }
   if (place_ == nullptr) return;
   place_->version.fetch_add(1, std::memory_order_acq_rel);
-  // Released one by one, for ThreadSanitizer knows no fences: who has read one of these reads the odd version
-  // at the end, or a later one.
+  // Each store releases, because ThreadSanitizer knows no fences: a reader that has read one of these then
+  // reads the odd version, or a later one.
   place_->begin.store(std::chrono::nanoseconds(begin_.time_since_epoch()).count(), std::memory_order_release);
   place_->came.store(wait.came ? 1 : 0, std::memory_order_release);
   std::uint64_t ranks[ShmWait::kRankWords] = {};
@@ -213,7 +123,7 @@ std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh
 }
 
 void Bell::ring() noexcept {
-  // With the waiter's order (sleeping, then rings): one of the two sees the other.
+  // The waiter sets `sleeping`, then reads `rings`: one of the two sees the other.
   rings.fetch_add(1, std::memory_order_seq_cst);
   if (sleeping.load(std::memory_order_seq_cst) == 0) return;
   syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
@@ -244,11 +154,10 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::create(int size, const std::stri
   const std::size_t bytes = shm_segment_bytes(size);
   const int descriptor = memfd_create("forebay-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) {
-    return Status(StatusCode::kIoError, "cannot make an anonymous file to share: " + error_text() +
+    return Status(StatusCode::kIoError, "cannot make an anonymous file to share memory: " + error_text() +
                                             "; raise the limit of open files (ulimit -n)");
   }
-  // The space is taken now, so that a machine without it gives an error here and no signal later; and nobody
-  // can take it away again.
+  // The space is taken now, so that a lack of it is an error here and not a signal later; the seals keep it.
   int error = ftruncate(descriptor, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   if (error == 0) error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
   if (error == 0 && fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
@@ -271,7 +180,7 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::create(int size, const std::stri
   header->size = static_cast<std::uint64_t>(size);
   generation.copy(header->generation, kGenerationMax);
   for (int r = 0; r < size; ++r) new (&segment->rank(r)) ShmRank{};
-  // Whoever opens it was told so after this, through a file or another segment.
+  // The others hear of the segment, through a text or another segment, after this.
   header->magic = kMagic;
   return segment;
 }
@@ -283,8 +192,9 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::open(const ProcessIdentity& owne
   if (opened < 0) {
     const std::string reason = error_text();
     if (!is_running(owner)) {
-      return Status(StatusCode::kPeerLost, "process " + std::to_string(owner.id) +
-                                               ", whose memory was to be shared, has ended; see why");
+      return Status(StatusCode::kPeerLost,
+                    "process " + std::to_string(owner.id) +
+                        ", which owned the memory to share, has ended; see why it ended");
     }
     return Status(StatusCode::kUnsupported,
                   "cannot open " + path + ", the memory to share: " + reason +

@@ -1,5 +1,5 @@
-// The memory that the ranks of a shm communicator share, what lies where in it, and the few system calls
-// around it: an anonymous file, a doorbell to sleep at, and whether a process still runs.
+// The memory that the ranks of a shm communicator share: its layout, and the system calls around it, which
+// make an anonymous file and a bell to sleep at.
 #pragma once
 
 #include <atomic>
@@ -13,27 +13,13 @@
 #include <vector>
 
 #include "collectives/fingerprint.h"
+#include "collectives/process/process_identity.h"
 #include "collectives/wait_graph.h"
 #include "forebay/communicator.h"
 #include "forebay/shm_communicator.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
-
-// Which process, for as long as it and this host run.
-struct ProcessIdentity {
-  std::int32_t id = 0;
-  std::uint64_t start_time = 0;  // In the kernel's ticks since the boot; 0: unknown.
-};
-
-// Errors: kUnsupported without /proc.
-Result<ProcessIdentity> this_process();
-// False when no such process runs any more; one that nobody has reaped yet counts as gone.
-bool is_running(const ProcessIdentity& process);
-
-// Equal for processes that can share memory: the boot's id, the process and the user namespace.
-// Errors: kUnsupported without /proc.
-Result<std::string> host_identity();
 
 // A word that one waiter sleeps at and anybody rings. Lives in shared memory.
 struct alignas(64) Bell {
