@@ -17,8 +17,8 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A directory shared by hosts tells nobody that a file appeared, so the store is read again after a while
-// that doubles from the first to the second of these.
+// A directory that hosts share notifies nobody of a new file, so the store is polled. The pause doubles from
+// the first to the second of these.
 constexpr milliseconds kPollMin{1};
 constexpr milliseconds kPollMax{32};
 
@@ -89,7 +89,7 @@ Status nobody_came(const RendezvousStore& store, const Participant& me, millisec
                                           "; start all ranks, with the same store and the same size");
 }
 
-// A person who waits learns for whom, from one of those that came.
+// Tells a person who waits for which ranks, from one of the ranks that are here.
 class Notice {
  public:
   Notice(const RendezvousStore& store, const Participant& me, SteadyClock::time_point deadline)
@@ -101,10 +101,9 @@ class Notice {
     said_ = true;
     const auto first = std::find(came.begin(), came.end(), 1) - came.begin();
     if (first != me_.rank) return;
-    log(LogLevel::kWarning, "rank %d of %d waits in %s, %lld s more: %s yet", me_.rank, me_.size,
-        store_.where().c_str(),
-        static_cast<long long>(std::chrono::ceil<std::chrono::seconds>(deadline_ - now).count()),
-        absent_ranks(came).c_str());
+    log(LogLevel::kWarning, "rank %d of %d waits in %s: %s yet; it waits at most %lld s more", me_.rank,
+        me_.size, store_.where().c_str(), absent_ranks(came).c_str(),
+        static_cast<long long>(std::chrono::ceil<std::chrono::seconds>(deadline_ - now).count()));
   }
 
  private:
@@ -148,77 +147,118 @@ Result<Meeting> await_attendance(RendezvousStore& store, const Participant& me,
   }
 }
 
-// In a store that anybody of this user may write to, now or in an earlier run.
+// The cards of a meeting in a store that anybody of this user may write to, now or in an earlier run.
+class CardTable {
+ public:
+  CardTable(RendezvousStore& store, const Participant& me)
+      : store_(store),
+        rank_(me.rank),
+        own_(static_cast<std::size_t>(me.rank)),
+        mine_{introduce(me), store.presence(), std::vector<std::uint64_t>(static_cast<std::size_t>(me.size))},
+        came_(static_cast<std::size_t>(me.size)) {
+    mine_.numbers[own_] = random_number();
+    came_[own_] = 1;
+  }
+
+  // By rank: the ranks of this run that have been here. One may have given up since, and is not missing.
+  const std::vector<char>& came() const noexcept { return came_; }
+
+  Status write() { return store_.write(card_name(rank_), encode(mine_)); }
+  void remove() { store_.remove(card_name(rank_)); }
+
+  // Reads all cards. Errors: another process has this rank, this rank's card is gone, or another rank of this
+  // run differs in a way that it must not.
+  Status read() {
+    cards_.assign(came_.size(), {});
+    has_changed_ = false;
+    agrees_ = true;
+    Status disagreement;
+    for (std::size_t r = 0; r < cards_.size(); ++r) {
+      const std::optional<std::string> text = store_.read(card_name(static_cast<int>(r)));
+      Card& card = cards_[r];
+      const bool is_card = text.has_value() && decode(*text, &card);
+      const bool knows_us =
+          is_card && own_ < card.numbers.size() && card.numbers[own_] == mine_.numbers[own_];
+      if (r == own_) {
+        if (!knows_us) return not_our_card(text.has_value());
+        continue;
+      }
+      if (knows_us) {
+        came_[r] = 1;
+        store_.expect(static_cast<int>(r), card.presence);
+        if (disagreement.ok()) disagreement = compare(mine_.introduction, card.introduction);
+      }
+      if (is_card && r < card.numbers.size() && card.numbers[r] != mine_.numbers[r]) {
+        mine_.numbers[r] = card.numbers[r];
+        has_changed_ = true;
+      }
+      agrees_ = agrees_ && is_card && card.numbers == mine_.numbers;
+    }
+    if (has_changed_) FOREBAY_RETURN_IF_ERROR(write());
+    // After a disagreement our card stays, so that the other rank can find the same error.
+    return disagreement;
+  }
+  // The last read() found a number that this rank's card did not have.
+  bool has_changed() const noexcept { return has_changed_; }
+  // All cards say the same: the ranks have met.
+  bool agrees() const noexcept { return agrees_ && !has_changed_; }
+
+  Meeting meeting() const {
+    std::vector<std::string> hosts;
+    for (const Card& card : cards_) hosts.push_back(card.introduction.host);
+    hosts[own_] = mine_.introduction.host;
+    return meeting_of(generation_of(mine_.numbers), hosts);
+  }
+
+  // How one of the cards differs from ours, though its rank may be of an earlier run; may be empty.
+  std::string doubt() const {
+    for (std::size_t r = 0; r < cards_.size(); ++r) {
+      if (r == own_ || cards_[r].numbers.empty()) continue;
+      if (const Status differs = compare(mine_.introduction, cards_[r].introduction); !differs.ok())
+        return "a text there, perhaps an old one, says that " + differs.message();
+    }
+    return {};
+  }
+
+ private:
+  Status not_our_card(bool is_there) const {
+    if (!is_there) {
+      return Status(StatusCode::kIoError, "the text that rank " + std::to_string(rank_) + " wrote to " +
+                                              store_.where() +
+                                              " is gone; leave the directory alone until the run has ended");
+    }
+    return Status(StatusCode::kInvalidArgument,
+                  "another process came to " + store_.where() + " as rank " + std::to_string(rank_) +
+                      " too; give every process a rank of its own, and every run a store of its own");
+  }
+
+  RendezvousStore& store_;
+  const int rank_;
+  const std::size_t own_;
+  Card mine_;
+  std::vector<Card> cards_;  // By rank, as last read; a card's numbers are empty where it could not be read.
+  std::vector<char> came_;
+  bool has_changed_ = false;
+  bool agrees_ = false;
+};
+
 Result<Meeting> exchange_cards(RendezvousStore& store, const Participant& me,
                                SteadyClock::time_point deadline, milliseconds deadline_length) {
-  const int rank = me.rank;
-  const auto own = static_cast<std::size_t>(rank);
-  const auto size = static_cast<std::size_t>(me.size);
-  Card mine{introduce(me), store.presence(), std::vector<std::uint64_t>(size)};
-  mine.numbers[own] = random_number();
-  FOREBAY_RETURN_IF_ERROR(store.write(card_name(rank), encode(mine)));
-
-  // Who was here once is not missing, though it may have given up and gone before we do.
-  std::vector<char> came(size);
-  came[own] = 1;
+  CardTable table(store, me);
+  FOREBAY_RETURN_IF_ERROR(table.write());
   Notice notice(store, me, deadline);
   for (auto pause = kPollMin;; pause = std::min(pause * 2, kPollMax)) {
-    std::vector<Card> cards(size);
-    Status disagreement;
-    bool changed = false;
-    bool agreed = true;
-    for (std::size_t r = 0; r < size; ++r) {
-      Card& card = cards[r];
-      const std::optional<std::string> text = store.read(card_name(static_cast<int>(r)));
-      const bool valid = text.has_value() && decode(*text, &card);
-      if (r == own) {
-        if (valid && own < card.numbers.size() && card.numbers[own] == mine.numbers[own]) continue;
-        if (!text.has_value()) {
-          return Status(StatusCode::kIoError,
-                        "what rank " + std::to_string(rank) + " wrote to " + store.where() +
-                            " is gone; leave the directory alone until the run has ended");
-        }
-        return Status(StatusCode::kInvalidArgument,
-                      "another process came to " + store.where() + " as rank " + std::to_string(rank) +
-                          " too; give every process a rank of its own, and every run a store of its own");
-      }
-      const bool knows_us = valid && own < card.numbers.size() && card.numbers[own] == mine.numbers[own];
-      if (knows_us) {
-        came[r] = 1;
-        store.expect(static_cast<int>(r), card.presence);
-      }
-      if (knows_us && disagreement.ok()) disagreement = compare(mine.introduction, card.introduction);
-      const bool usable = valid && r < card.numbers.size();
-      if (usable && card.numbers[r] != mine.numbers[r]) {
-        mine.numbers[r] = card.numbers[r];
-        changed = true;
-      }
-      agreed = agreed && valid && card.numbers == mine.numbers;
-    }
-    if (changed) FOREBAY_RETURN_IF_ERROR(store.write(card_name(rank), encode(mine)));
-    // Our card stays, so that the other rank can find the same error.
-    FOREBAY_RETURN_IF_ERROR(disagreement);
-    if (changed) {
+    FOREBAY_RETURN_IF_ERROR(table.read());
+    if (table.has_changed()) {
       pause = kPollMin;
       continue;
     }
-    if (agreed) {
-      cards[own] = mine;
-      std::vector<std::string> hosts;
-      for (const Card& card : cards) hosts.push_back(card.introduction.host);
-      return meeting_of(generation_of(mine.numbers), hosts);
-    }
+    if (table.agrees()) return table.meeting();
     FOREBAY_RETURN_IF_ERROR(store.status());
-    notice.say(came);
+    notice.say(table.came());
     if (SteadyClock::now() >= deadline) {
-      store.remove(card_name(rank));
-      std::string doubt;
-      for (std::size_t r = 0; r < size && doubt.empty(); ++r) {
-        if (r == own || cards[r].numbers.empty()) continue;
-        if (const Status differs = compare(mine.introduction, cards[r].introduction); !differs.ok())
-          doubt = "a text there, perhaps an old one, says that " + differs.message();
-      }
-      return nobody_came(store, me, deadline_length, came, doubt);
+      table.remove();
+      return nobody_came(store, me, deadline_length, table.came(), table.doubt());
     }
     std::this_thread::sleep_for(pause);
   }

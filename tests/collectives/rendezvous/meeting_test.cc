@@ -254,7 +254,7 @@ TEST(StoreDirectory, AnEmptiedDirectoryIsNotTakenForAnotherProcess) {
   const Result<Meeting> met = meet(*store, {0, 3, {}}, Clock::now() + 60s, 60s);
   emptier.join();
   EXPECT_EQ(met.status().code(), StatusCode::kIoError) << met.status().to_string();
-  EXPECT_NE(met.status().message().find("what rank 0 wrote to " + path + " is gone"), std::string::npos)
+  EXPECT_NE(met.status().message().find("the text that rank 0 wrote to " + path + " is gone"), std::string::npos)
       << met.status().message();
 }
 
