@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <charconv>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <system_error>
 
+#include "collectives/launch/launch_variables.h"
 #include "collectives/launch/runtime_directory.h"
 
 extern char** environ;
@@ -328,7 +330,7 @@ bool started_by_slurm(const Variables& variables) {
 
 }  // namespace
 
-Result<LaunchEnvironment> read_launch_environment(const std::map<std::string, std::string>& variables) {
+Result<LaunchEnvironment> internal::read_launch_variables(const Variables& variables) {
   const bool pmix = has(variables, "PMIX_RANK");
   if (has(variables, "FOREBAY_RANK") || (has(variables, "FOREBAY_SIZE") && !pmix))
     return read_forebay(variables);
@@ -352,7 +354,7 @@ Result<LaunchEnvironment> read_launch_environment() {
     const std::size_t equals = text.find('=');
     if (equals != std::string::npos) variables.emplace(text.substr(0, equals), text.substr(equals + 1));
   }
-  return read_launch_environment(variables);
+  return internal::read_launch_variables(variables);
 }
 
 }  // namespace forebay

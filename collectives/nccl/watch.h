@@ -15,6 +15,16 @@
 
 namespace forebay::internal {
 
+// How often ranks tell each other where they are. Smaller: more exchanges on `control`. Larger: a mismatch or
+// a lost rank is found later.
+inline constexpr std::chrono::milliseconds kNcclHeartbeat{50};
+// Operations queued on the stream and not done; an operation beyond them waits. Smaller: the host waits more
+// often. Larger: more memory for fingerprints.
+inline constexpr int kNcclInFlightMax = 64;
+// How long a rank that leaves waits for the others to leave too, so that NCCL can end in order. After it this
+// rank aborts its part of NCCL, which loses nothing: all operations are done.
+inline constexpr std::chrono::milliseconds kNcclGoodbyeMax{200};
+
 // One data operation as its rank issued it. Travels between devices with the operation, and in heartbeats.
 // The fingerprint's `sequence` counts collectives from 0, and for a send or recv those of its direction with
 // its peer.

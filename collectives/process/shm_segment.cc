@@ -252,15 +252,10 @@ std::byte* ShmSegment::slot(ShmPlane plane, int rank, std::uint64_t round) noexc
          (round % kSlotCount) * slot_bytes(plane);
 }
 
-}  // namespace forebay::internal
-
-namespace forebay {
-
 std::size_t shm_segment_bytes(int size) noexcept {
-  using internal::ShmSegment;
-  const std::size_t per_rank = internal::kRankBytes + ShmSegment::rank_stride(internal::kShmDataPlane) +
-                               ShmSegment::rank_stride(internal::kShmControlPlane);
-  return internal::kHeaderBytes + static_cast<std::size_t>(size) * per_rank;
+  const std::size_t per_rank =
+      kRankBytes + ShmSegment::rank_stride(kShmDataPlane) + ShmSegment::rank_stride(kShmControlPlane);
+  return kHeaderBytes + static_cast<std::size_t>(size) * per_rank;
 }
 
-}  // namespace forebay
+}  // namespace forebay::internal

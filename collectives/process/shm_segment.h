@@ -140,6 +140,13 @@ class ShmWaitSign {
 // What the threads of `rank` wait in and have said within the last `fresh`, the oldest first.
 std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh);
 
+// How often a rank looks whether its peers' processes still run. Shorter: it reads /proc more often. Longer:
+// a killed rank is named later.
+inline constexpr std::chrono::milliseconds kShmLivenessPeriod{100};
+
+// The shared memory of a communicator of `size` ranks, for all of them together.
+std::size_t shm_segment_bytes(int size) noexcept;
+
 class ShmSegment {
  public:
   static constexpr std::size_t kSlotCount = 4;  // Of each rank and plane.

@@ -1,9 +1,9 @@
-// all_reduce: the sum of what every rank has, on every rank; for activations, whose ranks all go on with it.
+// all_reduce: the sum over all ranks, on every rank. Made for activations, with which every rank goes on.
 //
-// It is reduce_scatter, then all_gather: an element's owner adds the contributions in rank order in fp32 and
-// rounds the sum once to the type, so all ranks get the same bits, however many elements a bucket has. It
-// goes bucket by bucket through staging of constant size, which the caller owns. With one rank nothing
-// happens.
+// It is a reduce_scatter followed by an all_gather: an element's owner adds the contributions in rank order
+// in fp32 and rounds the sum once to the type. So the results of all ranks are bit for bit the same, whatever
+// the size of a bucket. The data goes bucket by bucket through staging of constant size, which the caller
+// owns.
 #pragma once
 
 #include <cstdint>
@@ -17,21 +17,24 @@ struct AllReduceArguments {
   std::byte* data;      // `count` elements of `type`, replaced by their sums.
   std::uint64_t count;  // Any number; the last bucket is padded in the staging.
   DataType type;
-  std::byte* staging;  // all_reduce_staging_bytes() of it, aligned to 4 bytes; contents undefined after.
-  std::uint64_t bucket_bytes;  // Of the elements that one reduce_scatter and one all_gather take, at most.
+  std::byte* staging;          // all_reduce_staging_bytes(), aligned to 4 bytes; contents undefined after.
+  std::uint64_t bucket_bytes;  // At most so many bytes of elements go through one reduce_scatter.
 };
 
-// Staging of an all_reduce over `rank_count` ranks with these buckets: 0 for one rank, otherwise two buckets
-// and what one slice takes in fp32.
+// Bytes of staging for an all_reduce over `rank_count` ranks with these buckets: 0 for one rank, otherwise
+// two buckets and one slice in fp32.
 std::uint64_t all_reduce_staging_bytes(int rank_count, std::uint64_t bucket_bytes, DataType type) noexcept;
 
-// What each rank sends, and receives, to sum up `count` elements.
+// Bytes that each rank sends, and receives, to add up `count` elements.
 std::uint64_t all_reduce_sent_bytes(int rank_count, std::uint64_t bucket_bytes, DataType type,
                                     std::uint64_t count) noexcept;
 
-// Queues on `stream`, as the communicator's data operations do, and of which it is a fixed sequence.
-// `backend` and `kernels` are those of the communicator. Requires: a bucket of at least one element; the same
-// arguments but for addresses on every rank.
+// Replaces the data by its sums. With one rank it does nothing.
+// Order:    queues a fixed sequence of data operations on `stream`.
+// Requires: `backend` and `kernels` are those of the communicator; a bucket has at least one element; all
+// ranks
+//           give the same arguments, except for addresses.
+// Errors:   those of the communicator's operations, of the copies and of the kernels.
 Status all_reduce(Communicator& communicator, Backend& backend, Kernels& kernels,
                   const AllReduceArguments& arguments, Stream stream);
 

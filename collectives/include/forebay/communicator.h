@@ -1,27 +1,25 @@
-// Communicator: the ranks that communicate, and what they can do together. The second of forebay's three
-// interfaces; `local` (ranks as threads of one process) is its reference implementation and one conformance
-// suite judges all.
+// Communicator: a set of ranks and the operations they do together. It is the second of forebay's three
+// interfaces. `local` (ranks as threads of one process) is its reference implementation, and one conformance
+// suite tests every implementation.
 //
-// There are two planes. Data operations take device memory and a stream, queue and return at once; only
-// `local` ranks in memory that the host does not reach wait, at most the deadline, for their peers to issue
-// the operation too. Control operations (`exchange`, `barrier`) take small host memory and block. Every rank
-// of a communicator must issue the same operations in the same order, the data ones on one stream of its own;
-// a fingerprint {sequence, operation, type, count} travels with each and a mismatch is an error that names
-// both ranks.
+// Two planes. Data operations take device memory and a stream: they queue and return at once. (One exception:
+// `local` ranks in memory that the host does not reach wait, at most the deadline, until their peers issue
+// the operation too.) Control operations take small host memory and block. Every rank of a communicator
+// issues the same operations in the same order, its data operations on one stream. A fingerprint {sequence,
+// operation, type, count} travels with each operation; a mismatch is an error that names both ranks.
 //
-// Exactness. `reduce_scatter` sends each slice to its owner (the bytes of a ring: (N-1)/N of the buffer) and
-// the owner adds in rank order in fp32, so the result does not depend on the bucket size or on how messages
-// arrive. all_reduce is by definition reduce_scatter, then all_gather.
+// Exactness. `reduce_scatter` sends each slice to its owner, which takes the bytes of a ring: (N-1)/N of the
+// buffer. The owner adds in rank order in fp32, so the result depends neither on the bucket size nor on the
+// order in which messages arrive. An all_reduce is by definition a reduce_scatter followed by an all_gather.
 //
-// Failure. Nothing waits past the deadline. After the first failure the communicator stays failed: `status()`
-// and every later call return that first failure, queued data operations become no-ops, and `abort` spreads a
-// cause of one's own. A data operation's failure arrives through `status()`, so whoever waits for a stream
-// asks it before using the bytes: stream order, not an Event of its own, says when an operation is done.
+// Failure. Nothing waits past the deadline. After the first failure the communicator stays failed: status()
+// and every later call return that failure, on all ranks, and queued data operations do nothing. A data
+// operation that fails does not say so itself: wait for the stream, then ask status() before using the bytes.
 //
-// The commit point. What all ranks decide together from the bytes of one operation can still break apart: the
-// operation may end well on one rank and fail on another. So each rank, before it acts on the decision, votes
-// for it; once the communicator has failed no vote is taken any more, and whoever could not vote asks whether
-// any survivor did. Then all act on the decision or none does.
+// The commit point. An operation may end well on one rank and fail on another, so ranks could disagree about
+// a decision that they take together from its bytes. Therefore each rank votes for the decision before it
+// acts on it. Once the communicator has failed it takes no more votes, and a rank that could not vote asks
+// whether any other rank did. Then either all ranks act on the decision, or none does.
 #pragma once
 
 #include <chrono>
@@ -38,24 +36,26 @@
 
 namespace forebay {
 
-// Payload bytes handed to or taken from other ranks, elements times element size, since the communicator was
-// made. Fingerprints and other headers are not payload; a rank's own slice is not sent and does not count.
+// Payload that went to, or came from, other ranks since the communicator was made.
+// Units: bytes: elements times element size. Fingerprints and other headers do not count, nor does a rank's
+// own
+//        slice, which is not sent.
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t received_bytes = 0;
 };
 
-// What one kind of operation has moved.
+// The traffic of one kind of operation.
 struct OperationTraffic {
   const char* operation = "";  // "reduce_scatter".
   std::uint64_t count = 0;     // Operations that ended well.
-  std::vector<Traffic> peers;  // By rank; zero for this one.
+  std::vector<Traffic> peers;  // By rank; zero for this rank.
 };
 
 enum class OperationState : std::uint8_t { kQueued, kRunning, kDone, kFailed };
 
-// One of the last operations, for whoever wants to know why a run failed. Times since the communicator was
-// made; zero for what has not happened.
+// One of the last operations: a record for finding out why a run failed.
+// Units: times since the communicator was made; zero for a state that was not reached.
 struct OperationRecord {
   std::string what;  // "all_gather of 4096 bytes (operation 7)".
   OperationState state = OperationState::kQueued;
@@ -64,77 +64,98 @@ struct OperationRecord {
   std::chrono::nanoseconds ended{0};
 };
 
-// Longest decision that can be voted for.
+// The longest decision that can be voted for.
 inline constexpr std::size_t kDecisionBytesMax = 256;
 
+// Shape: `source` has size() slices of `count` elements; `target` has one slice in fp32.
 struct ReduceScatterArguments {
   const std::byte* source;          // Slice 0 of this rank's contribution.
-  std::size_t source_stride_bytes;  // From one slice to the next: of a larger buffer's columns, say.
+  std::size_t source_stride_bytes;  // From one slice to the next, for instance a row of a larger buffer.
   std::size_t count;                // Elements of one slice.
   DataType type;
-  std::byte* receive;  // Staging the caller owns: staging_bytes() of count and type; undefined after.
-  float* target;       // Gets (or adds) the rank-ordered fp32 sum of slice rank(); count elements.
+  std::byte* receive;  // Staging of the caller: staging_bytes(count, type). Its contents are undefined after.
+  float* target;       // The rank-ordered fp32 sum of slice rank() goes here, or is added here.
   bool first;          // True: target = sum. False: target = target + sum.
 };
 
+// Shape: `source` is one slice; `target` has size() slices.
 struct AllGatherArguments {
-  const std::byte* source;  // This rank's slice; may already be in its place.
-  std::byte* target;        // Slice 0 of the whole; slice r is at target + r * target_stride_bytes.
-  std::size_t target_stride_bytes;
-  std::size_t bytes;  // Of one slice.
+  const std::byte* source;          // This rank's slice; it may already be in its place in `target`.
+  std::byte* target;                // Slice 0 of the whole.
+  std::size_t target_stride_bytes;  // Slice r is at target + r * target_stride_bytes.
+  std::size_t bytes;                // Bytes of one slice.
 };
 
+// Threads: data operations come from one thread at a time, control operations from one thread at a time; the
+//          other functions from any thread.
+// Errors:  every operation returns kInvalidArgument for arguments that cannot be right, and after the first
+//          failure that failure: kTimeout, kPeerLost, kInvalidArgument for ranks that disagree, or another
+//          rank's.
 class Communicator {
  public:
   virtual ~Communicator() = default;
 
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
-  // "local", "gloo": for reports.
+  // "local", "shm", "gloo", "nccl": for reports.
   virtual const char* name() const noexcept = 0;
 
-  // --- data plane: queued on `stream`, in the same order on every rank ---
+  // --- data plane ---
+  // Order:    queued on `stream`, in the same order on every rank.
+  // Requires: the memory stays valid until the stream is past the operation.
+
+  // Gives each rank the sum of its slice over all ranks.
   virtual Status reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) = 0;
+  // Gives every rank the slices of all ranks.
   virtual Status all_gather(const AllGatherArguments& arguments, Stream stream) = 0;
   // Bytes that a reduce_scatter of slices of `count` elements needs at `receive`.
   virtual std::size_t staging_bytes(std::size_t count, DataType type) const {
     return static_cast<std::size_t>(size()) * count * element_bytes(type);
   }
-  // Point to point: matched by (peer, tag) in order of issue. A send may wait for its recv.
+  // One message from rank to rank. A send and its recv are matched by (peer, tag) in the order of issue and
+  // have the same size. A send may wait for its recv.
   virtual Status send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
                       Stream stream) = 0;
   virtual Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) = 0;
 
-  // --- control plane: host memory, blocking, at most the deadline; never while data operations are queued
-  // that a peer's control operation could wait for --- Every rank gives `mine`; `all` gets size() pieces of
-  // mine.size() bytes in rank order. Counts as payload.
-  virtual Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
-  virtual Status barrier() = 0;
+  // --- control plane ---
+  // These block, at most the deadline.
+  // Requires: no data operation is queued that a peer's control operation could wait for.
 
-  // Ranks with the same `color` form a new communicator, ordered by (key, rank). Collective; blocking. The
-  // two fail together, with one first failure, and this one lives on in those split from it.
+  // Every rank gives `mine`; `all` gets the pieces of all ranks in rank order. Counts as payload.
+  // Shape:    `all` has size() pieces of mine.size() bytes.
+  virtual Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
+  // Returns when every rank has called it.
+  virtual Status barrier() = 0;
+  // Makes a communicator of the ranks that give the same `color`, ordered by (key, rank). Every rank calls
+  // it. A communicator and those split from it fail together, with one first failure. This one may be
+  // destroyed before them.
   virtual Result<std::unique_ptr<Communicator>> split(int color, int key) = 0;
 
-  // The first failure, or ok.
+  // --- failure ---
+  // The first failure of all ranks, or ok.
   virtual Status status() const = 0;
   // Fails this communicator on every rank that can be reached, with `cause`. Never blocks past the deadline.
   virtual void abort(const Status& cause) noexcept = 0;
 
-  // --- the commit point: any thread, host functions of streams too ---
-  // This rank has all it needs for `step` (greater than any before) and takes `decision`. Ok: it may act on
-  // it. Otherwise the communicator had failed before, and nothing is recorded.
-  // Requires: at most kDecisionBytesMax bytes; the same on every rank that votes for the step.
+  // --- the commit point ---
+  // Threads: any, host functions of streams too.
+
+  // This rank has all it needs for `step` and takes `decision`. If ok, it may act on the decision. Otherwise
+  // the communicator had failed before, and no vote was recorded. Requires: `step` is greater than any
+  // before; at most kDecisionBytesMax bytes; the same decision on every rank
+  //           that votes for the step.
   virtual Status vote(std::uint64_t step, std::span<const std::byte> decision) = 0;
-  // Once vote() has refused: the decision that some rank voted for, or nothing, the same on every survivor.
-  // Waits for what survivors say at most some seconds, however long the deadline.
+  // Once vote() has refused: the decision that some rank voted for, or nothing; the same on every survivor.
+  // Waits at most some seconds for the survivors' votes, however long the deadline is.
   virtual std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) = 0;
 
   // --- accounts ---
   virtual Traffic traffic() const = 0;
-  // The same by kind of operation and by peer: kinds that have been used, in no particular order.
+  // The same by kind of operation and by peer, for the kinds that were used, in no particular order.
   virtual std::vector<OperationTraffic> operation_traffic() const = 0;
-  // The last operations of both planes, the oldest first: of this communicator, of those split from it and of
-  // those that it was split from.
+  // The last operations of both planes, the oldest first: those of this communicator, of the communicators
+  // split from it, and of those it was split from.
   virtual std::vector<OperationRecord> last_operations() const = 0;
 };
 

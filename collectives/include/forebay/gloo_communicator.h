@@ -1,5 +1,5 @@
-// Ranks as processes, on one host or several, over TCP: Gloo as transport and rendezvous, our own ordered
-// reduction on top. Present when forebay was built with Gloo (gloo_available()).
+// Ranks as processes over TCP, on one host or several. Gloo moves the bytes; the reduction in rank order is
+// ours. Present when forebay was built with Gloo.
 #pragma once
 
 #include <memory>
@@ -10,9 +10,14 @@ namespace forebay {
 
 using GlooOptions = ProcessOptions;
 
+// Whether this forebay was built with Gloo.
 bool gloo_available() noexcept;
 
-// Collective over all ranks. Errors: kTimeout naming the ranks that never came; kUnsupported without Gloo.
+// Order:    collective over all ranks; blocks.
+// Requires: `backend` outlives the communicator and has memory that the host reaches.
+// Errors:   kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended; kInvalidArgument
+// for
+//           an interface that this host does not have; kUnsupported without Gloo.
 Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend);
 
 }  // namespace forebay

@@ -1,4 +1,4 @@
-// Ranks as processes: how they are told of each other, and the communicator that suits where they are.
+// Ranks as processes: where they meet, and the communicator that suits the place where they run.
 #pragma once
 
 #include <chrono>
@@ -13,23 +13,27 @@ namespace forebay {
 struct ProcessOptions {
   int rank = 0;
   int size = 1;
-  // Where the ranks meet: a directory that all see, private to this run (0700) and empty before it, or
-  // tcp://HOST:PORT[/JOB], which rank 0 serves. What they write there is removed once all are connected.
+  // The rendezvous store, where the ranks meet: a directory that all ranks see, private to this run (mode
+  // 0700) and empty before it; or tcp://HOST:PORT[/JOB], which rank 0 serves. Its texts are removed once all
+  // ranks are connected.
   std::string store;
-  // Local address or interface name to listen on; empty: the address at which the store was reached, where it
-  // has one, else the loopback address when every rank is on this host.
+  // The local address or interface to listen on. Empty: the address at which the store was reached, where
+  // there is one; else the loopback address, if every rank is on this host.
   std::string interface;
-  // Any text that must be the same on every rank: those that differ refuse each other when they meet.
+  // Any text that must be the same on every rank: ranks whose texts differ refuse each other when they meet.
   std::string configuration;
-  // Of connecting, once all have met, and of each operation, from when it begins.
+  // For connecting, once all ranks have met, and for each operation, from its beginning.
   std::chrono::milliseconds deadline{60'000};
-  // Until all ranks have met, from when this one comes; 0: `deadline`. Ranks may be given different ones.
+  // For meeting, from when this rank begins to wait; 0: `deadline`. Ranks may have different ones.
   std::chrono::milliseconds join_deadline{0};
 };
 
-// The one over shared memory (shm_communicator.h) where all ranks can share it, else the one over TCP
-// (gloo_communicator.h). The ranks find out by the boot's id and the namespaces, never by names or variables
-// of the environment. Collective over all ranks. Errors: those of the one it makes.
+// Makes the communicator over shared memory (shm_communicator.h) where all ranks can share memory, else the
+// one over TCP (gloo_communicator.h). The ranks find out by the boot's id and the namespaces of their
+// processes, never by host names or variables of the environment. Order:    collective over all ranks;
+// blocks. Requires: `backend` outlives the communicator and has memory that the host reaches. Errors:
+// kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended; kInvalidArgument
+//           when ranks differ in size, version or configuration; and those of the communicator it makes.
 Result<std::unique_ptr<Communicator>> create_process_communicator(const ProcessOptions& options,
                                                                   Backend& backend);
 

@@ -1,12 +1,12 @@
-// RankGrid: ranks arranged along three dimensions, and the communicators along each of them.
+// RankGrid: ranks arranged along three dimensions, and a communicator along each of them.
 //
 // Tensor parallelism is the fastest dimension, then data parallelism, then pipeline parallelism:
 //
 //   rank = tensor + tensor_parallel * (data + data_parallel * pipeline)
 //
 // So the ranks that exchange activations in every layer are neighbours, on one host where launchers number
-// ranks host by host; those that reduce gradients come next, and a pipeline's stages, which exchange least,
-// lie farthest apart.
+// ranks host by host. The ranks that reduce gradients come next. Pipeline stages, which exchange least, lie
+// farthest apart.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ struct RankGridOptions {
   int pipeline_parallel = 1;
 };
 
-// Where a rank is, from zero in each dimension.
+// The place of a rank, from zero in each dimension.
 struct GridCoordinates {
   int tensor = 0;
   int data = 0;
@@ -29,11 +29,13 @@ struct GridCoordinates {
   friend bool operator==(const GridCoordinates&, const GridCoordinates&) = default;
 };
 
+// Threads: any; it does not change.
 class RankGrid {
  public:
-  RankGrid() = default;  // Of one rank.
+  RankGrid() = default;  // One rank.
 
-  // The data-parallel size is what the others leave. Errors: kInvalidArgument naming what does not divide.
+  // The data-parallel size is world_size / (tensor_parallel * pipeline_parallel).
+  // Errors: kInvalidArgument naming the size that does not divide, or that is below 1.
   static Result<RankGrid> create(const RankGridOptions& options);
 
   int world_size() const noexcept { return tensor_parallel_ * data_parallel_ * pipeline_parallel_; }
@@ -57,16 +59,17 @@ class RankGrid {
   int pipeline_parallel_ = 1;
 };
 
-// This rank's communicator along each dimension, whose ranks are coordinates along it. They fail together
-// with the world, which lives on in them.
+// This rank's communicator along each dimension; a rank's number in one is its coordinate along that
+// dimension. They fail together with the world, which may be destroyed before them.
 struct GridCommunicators {
   std::unique_ptr<Communicator> tensor;
   std::unique_ptr<Communicator> data;
   std::unique_ptr<Communicator> pipeline;
 };
 
-// Collective over `world`; blocking. Errors: kInvalidArgument when the grid is of another size; else what
-// Communicator::split says.
+// Splits `world` along the grid.
+// Order:  collective over `world`; blocks.
+// Errors: kInvalidArgument when the grid has another size than the world; those of Communicator::split.
 Result<GridCommunicators> split_grid(Communicator& world, const RankGrid& grid);
 
 }  // namespace forebay

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "collectives/launch/launch_variables.h"
+
 namespace forebay {
 namespace {
 
@@ -165,7 +167,7 @@ TEST(LaunchEnvironment, ReadsEveryLauncher) {
   };
   for (const Good& test : cases) {
     SCOPED_TRACE(test.name);
-    const Result<LaunchEnvironment> result = read_launch_environment(test.variables);
+    const Result<LaunchEnvironment> result = internal::read_launch_variables(test.variables);
     ASSERT_TRUE(result.ok()) << result.status().to_string();
     const LaunchEnvironment& read = result.value();
     EXPECT_EQ(read.launcher, test.expected.launcher);
@@ -249,7 +251,7 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
   };
   for (const Bad& test : cases) {
     SCOPED_TRACE(test.word);
-    const Result<LaunchEnvironment> result = read_launch_environment(test.variables);
+    const Result<LaunchEnvironment> result = internal::read_launch_variables(test.variables);
     ASSERT_FALSE(result.ok());
     EXPECT_EQ(result.status().code(), StatusCode::kInvalidArgument);
     EXPECT_NE(result.status().message().find(test.word), std::string::npos) << result.status().message();
@@ -266,7 +268,7 @@ TEST(LaunchEnvironment, DifferentRunsGetDifferentStores) {
                           {"MASTER_PORT", "29500"}};
   const auto store = [](Variables variables, const char* name, const char* value) {
     variables[name] = value;
-    return read_launch_environment(variables).value().store;
+    return internal::read_launch_variables(variables).value().store;
   };
   const std::string same = store(base, "RANK", "1");
 
@@ -286,7 +288,7 @@ TEST(LaunchEnvironment, UsesTheRuntimeDirectoryOnlyWhenItExists) {
                          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
                          {"PMIX_NAMESPACE", "n"},
                          {"XDG_RUNTIME_DIR", "/no/such/directory"}};
-  EXPECT_EQ(read_launch_environment(variables).value().store, derived("open-mpi", "n"));
+  EXPECT_EQ(internal::read_launch_variables(variables).value().store, derived("open-mpi", "n"));
 }
 
 TEST(LaunchEnvironment, ReadsThisProcess) {

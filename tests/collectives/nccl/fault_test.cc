@@ -2,6 +2,7 @@
 // nothing is left of any of them.
 #include <latch>
 
+#include "collectives/nccl/watch.h"
 #include "tests/collectives/nccl/world.h"
 #include "tests/support/forwarding_communicator.h"
 
@@ -210,7 +211,7 @@ TEST_P(NcclFault, ARankThatIsLateIsWaitedFor) {
       waiting.fetch_add(1);
       return member.finish();
     }
-    const SteadyClock::time_point later = SteadyClock::now() + 3 * kNcclHeartbeat;
+    const SteadyClock::time_point later = SteadyClock::now() + 3 * internal::kNcclHeartbeat;
     while (waiting.load() < size() - 1 || SteadyClock::now() < later) std::this_thread::yield();
     FOREBAY_RETURN_IF_ERROR(gather(member));
     return member.finish();
@@ -348,7 +349,7 @@ TEST(NcclFaultAlone, AllQueuedOperationsOfAFailedRankEnd) {
   nccl.hang_operation = 2;
 
   const Outcome outcome = run(2, 300ms, gpus_with(nccl), [](Member& member, int) {
-    for (int i = 0; i < 3 * kNcclInFlightMax; ++i) {
+    for (int i = 0; i < 3 * internal::kNcclInFlightMax; ++i) {
       // More than may be in flight: the last ones are refused once the first has failed.
       if (!gather(member, 64).ok()) break;
     }

@@ -465,7 +465,7 @@ TEST(ShmCommunicator, RefusesRanksThatDoNotExist) {
 
 TEST(ShmSegment, ItsBytesAreThoseOfTheHeader) {
   for (const int size : {1, 2, 4, 64})
-    EXPECT_EQ(shm_segment_bytes(size), 8192u + static_cast<std::size_t>(size) * (2084u << 10));
+    EXPECT_EQ(internal::shm_segment_bytes(size), 8192u + static_cast<std::size_t>(size) * (2084u << 10));
 }
 
 TEST(ShmSegment, OthersMemoryIsNotTakenForOurs) {
