@@ -7,7 +7,7 @@
 namespace forebay {
 namespace {
 
-constexpr std::uint64_t kAlignment = 16;  // Of the parts of the staging: what the kernels move at a time.
+constexpr std::uint64_t kAlignment = 16;  // Of the parts of the staging, for the kernels' vector loads.
 
 // Elements of each rank's slice of a bucket.
 std::uint64_t slice_count(int rank_count, std::uint64_t bucket_bytes, DataType type) {
@@ -19,7 +19,7 @@ std::uint64_t bucket_space(int rank_count, std::uint64_t slice, DataType type) {
   return round_up(static_cast<std::uint64_t>(rank_count) * slice * element_bytes(type), kAlignment);
 }
 
-// Where the parts of the staging are, and one bucket's sum through them.
+// The parts of the staging, and the sum of one bucket through them.
 struct Buckets {
   Communicator& communicator;
   Backend& backend;
@@ -83,7 +83,7 @@ std::uint64_t all_reduce_sent_bytes(int rank_count, std::uint64_t bucket_bytes, 
   const auto ranks = static_cast<std::uint64_t>(rank_count);
   const std::uint64_t slice = slice_count(rank_count, bucket_bytes, type);
   const std::uint64_t full = count / (ranks * slice);
-  // A slice is sent to every other rank to be added, and so is its sum.
+  // Each rank sends a slice to every other rank to be added, and then its sum.
   return 2 * (ranks - 1) * (full * slice + ceil_div(count % (ranks * slice), ranks)) * element_bytes(type);
 }
 

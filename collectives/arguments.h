@@ -1,5 +1,5 @@
-// The checks of arguments that all communicators share, so that a wrong call gets the same answer from each
-// of them.
+// The parts that all communicators share: checks of arguments, so that a wrong call gets the same answer from
+// each, and collectives as copies of bytes.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@ namespace forebay::internal {
 // Ok, or kInvalidArgument that says which argument of which operation is wrong.
 Status check_arguments(const ReduceScatterArguments& arguments, int size);
 Status check_arguments(const AllGatherArguments& arguments, int size);
-// Of send and recv, whose name is `operation`.
+// `operation` is "send" or "recv".
 Status check_peer(const char* operation, const void* address, std::size_t bytes, int peer, int rank,
                   int size);
 Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size);
@@ -23,19 +23,19 @@ Status check_vote(std::span<const std::byte> decision);
 // The cause that an abort of `world_rank` spreads: the one it gave, or one that says that it gave none.
 Status cause_of_abort(const Status& cause, int world_rank);
 
-// Longer deadlines would overflow the arithmetic of clocks, ours and others'.
+// Longer deadlines would overflow the arithmetic of clocks.
 inline constexpr std::chrono::milliseconds kDeadlineMax = std::chrono::hours(24 * 365);
 // `deadline`, at least 1 ms and at most kDeadlineMax.
 std::chrono::milliseconds clamp_deadline(std::chrono::milliseconds deadline) noexcept;
 
-// One collective of one rank, in bytes: slice `r` of the source goes to rank r, and what comes from rank r
-// goes to slice r of the target. A source stride of 0 gives every rank the same slice.
+// One rank's part of a collective, in bytes: slice `r` of the source goes to rank r, and the bytes from rank
+// r go to slice r of the target. A source stride of 0 gives every rank the same slice.
 struct Piece {
   const std::byte* source = nullptr;
   std::size_t source_stride = 0;
   std::byte* target = nullptr;
   std::size_t target_stride = 0;
-  std::size_t bytes = 0;  // Of one slice.
+  std::size_t bytes = 0;  // Bytes of one slice.
   bool keep_own = false;  // The own slice belongs at its place in `target` too.
 };
 
@@ -47,25 +47,25 @@ struct Collective {
 
 Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments);
 Collective all_gather_transfer(const AllGatherArguments& arguments);
-// Of exchange, barrier and split.
+// For exchange, barrier and split.
 Collective control_transfer(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all);
 
-// What the owner adds once the slices are there.
+// The sum that the owner computes once the slices are there.
 AccumulateArguments accumulate_arguments(const ReduceScatterArguments& arguments, int rank, int size);
 
-// The own slice of a gather to its place.
+// Copies this rank's own slice of a gather to its place.
 void place_own(const Piece& piece, int rank) noexcept;
 
-// What each rank says in a split, and the members of one's own group that follow from what all said, in
-// order.
+// A rank's wish in a split.
 struct SplitWish {
   int color;
   int key;
   int rank;
 };
+// The members of the group of `color`, in their order in it.
 std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color);
-// "in the group of ranks 4 and 6", which are numbers of a world of `world_size`; nothing for the world
-// itself.
+// "in the group of ranks 4 and 6": the name of a group in messages. Rank numbers are those of a world of
+// `world_size` ranks; empty for the world itself.
 std::string describe_group(const std::vector<int>& world_ranks, int world_size);
 
 }  // namespace forebay::internal

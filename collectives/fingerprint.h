@@ -1,6 +1,5 @@
-// What every rank must agree on before bytes move: the fingerprint of an operation. A mismatch becomes an
-// error that names both ranks and what each of them issued; without it, it would be a hang or a buffer
-// overrun.
+// The fingerprint of an operation, which must be equal on all ranks before bytes move. A mismatch becomes an
+// error that names both ranks and their operations; without it, it would be a hang or a buffer overrun.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +26,7 @@ inline constexpr std::size_t kOperationCount = static_cast<std::size_t>(Operatio
 // Travels between processes as it is: fixed-size fields, no padding, and only between machines of one byte
 // order.
 struct Fingerprint {
-  std::uint64_t sequence = 0;  // Of its plane on its communicator, from 0.
+  std::uint64_t sequence = 0;  // Counts the operations of a plane of a communicator, from 0.
   std::uint64_t count = 0;     // Elements of one slice for reduce_scatter; bytes otherwise.
   std::uint32_t operation = 0;
   std::uint32_t type = 0;  // DataType for reduce_scatter, 0 otherwise.
@@ -36,7 +35,7 @@ struct Fingerprint {
 };
 static_assert(sizeof(Fingerprint) == 24);
 
-// Of what ranks do before their first operation.
+// The sequence of connecting, which comes before the first operation.
 inline constexpr std::uint64_t kConnectSequence = ~std::uint64_t{0} - 1;
 
 // "reduce_scatter".
@@ -45,7 +44,7 @@ const char* operation_name(Operation operation) noexcept;
 // "reduce_scatter of 512 bf16 (operation 7)".
 std::string describe(const Fingerprint& fingerprint);
 
-// The error of two ranks that issued different things.
+// The error of two ranks that issued different operations.
 Status mismatch(int rank, const Fingerprint& fingerprint, int other_rank, const Fingerprint& other);
 
 // "rank 3", "ranks 1, 2 and 5".

@@ -1,4 +1,4 @@
-// The first failure of a failure as text, for the file or the memory that the ranks share.
+// The first failure of a run as text, for the store or the memory that the ranks share.
 #pragma once
 
 #include <string>

@@ -15,13 +15,13 @@ constexpr std::size_t kStagingAlignment = 512;
 
 Status check_groups(int size, int group) {
   if (group >= 1 && size % group == 0) return {};
-  return Status(StatusCode::kInvalidArgument, "groups of " + std::to_string(group) + " ranks do not divide " +
-                                                  std::to_string(size) +
+  return Status(StatusCode::kInvalidArgument, "all-reduce groups of " + std::to_string(group) +
+                                                  " ranks do not divide " + std::to_string(size) +
                                                   " ranks; give a number that does, 1 for no groups");
 }
 
-// Where the staging of one reduce_scatter lies: what arrives within the group, the group's sums, and what
-// arrives across the groups.
+// The offsets in the staging of one reduce_scatter: contributions from within the group, the group's sums,
+// and sums from the other groups.
 struct Staging {
   Staging(const GroupedOptions& options, int world_size, std::size_t count, DataType type) {
     const auto group = static_cast<std::size_t>(options.group);
@@ -61,7 +61,7 @@ class GroupedCommunicator final : public Communicator {
     }
     const Staging staging(options_, world_.size(), arguments.count, arguments.type);
     auto* const partial = reinterpret_cast<float*>(arguments.receive + staging.partial);
-    // Whole: the slices that the ranks with this place in their groups own, group by group.
+    // Whole: for each group, the slice of its rank that has this rank's place.
     const std::size_t sums = options_.replicate ? 1 : groups;
     const auto group = static_cast<std::size_t>(options_.group);
     for (std::size_t k = 0; k < sums; ++k) {
@@ -77,7 +77,7 @@ class GroupedCommunicator final : public Communicator {
     outer.source_stride_bytes = outer.count * sizeof(float);
     outer.type = DataType::kFloat32;
     outer.receive = arguments.receive + staging.across;
-    // Replicated: this group's part of the slice, which all groups then give each other.
+    // Replicated: this group adds up a part of the slice; then all groups exchange their parts.
     const std::size_t own = options_.replicate ? static_cast<std::size_t>(across_->rank()) * outer.count : 0;
     outer.target = arguments.target + own;
     outer.first = arguments.first;
@@ -95,7 +95,7 @@ class GroupedCommunicator final : public Communicator {
     FOREBAY_RETURN_IF_ERROR(internal::check_arguments(arguments, size()));
     if (arguments.bytes == 0) return {};
     if (options_.replicate) return within_->all_gather(arguments, stream);
-    // Across the groups first, so that each slice comes to a group once.
+    // Across the groups first, so that each slice enters a group once.
     const std::size_t stride = arguments.target_stride_bytes;
     const auto group = static_cast<std::size_t>(options_.group);
     std::byte* const column = arguments.target + static_cast<std::size_t>(within_->rank()) * stride;
@@ -142,7 +142,7 @@ class GroupedCommunicator final : public Communicator {
     return {within.sent_bytes + across.sent_bytes, within.received_bytes + across.received_bytes};
   }
 
-  // By rank of the world.
+  // By rank in the world.
   std::vector<OperationTraffic> operation_traffic() const override {
     std::vector<OperationTraffic> result;
     const int group = options_.group;
@@ -154,11 +154,11 @@ class GroupedCommunicator final : public Communicator {
     return result;
   }
 
-  // Those of both levels are among the world's.
+  // The world's record has the operations of both levels.
   std::vector<OperationRecord> last_operations() const override { return world_.last_operations(); }
 
  private:
-  // Those whose ranks are this one's.
+  // The communicator that has this one's ranks.
   Communicator& members() const noexcept { return options_.replicate ? *within_ : world_; }
 
   Communicator& world_;

@@ -1,5 +1,5 @@
-// What a communicator's operations moved, and which were the last: accounts and flight recorder in one, since
-// both follow an operation from its issue to its end.
+// OperationBook: the traffic of a communicator and the record of its last operations (the flight recorder).
+// Both follow an operation from its issue to its end.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace forebay::internal {
 // An operation as one rank issued it.
 struct Issued {
   Fingerprint fingerprint;
-  int peer = -1;  // Of send and recv.
+  int peer = -1;  // Of a send or recv; -1 for a collective.
   std::uint32_t tag = 0;
 };
 
@@ -33,11 +33,11 @@ class OperationBook {
 
   // `now`: null is a steady clock.
   OperationBook(int rank, int size, std::function<std::chrono::nanoseconds()> now = nullptr);
-  // Of a communicator split from `origin`'s: they have their last operations together, where this one's are
-  // said to be `where`, among ranks that have these numbers in the world.
+  // For a communicator split from that of `origin`: both share one record of last operations, in which
+  // `where` says that an operation was this group's. Its ranks have the numbers `world_ranks` in the world.
   OperationBook(int rank, const OperationBook& origin, std::string where, std::vector<int> world_ranks);
 
-  // Each gives or takes the operation's number.
+  // issue() gives the operation's number, which the others take.
   std::uint64_t issue(const Issued& issued);
   void begin(std::uint64_t number);
   // Counts the payload when `ok`.
@@ -66,7 +66,7 @@ class OperationBook {
   struct Flight {
     explicit Flight(std::function<std::chrono::nanoseconds()> clock);
     std::chrono::nanoseconds time() const { return now() - start; }
-    // Null when later ones have taken its place.
+    // Null when a later operation has taken its place.
     Entry* find(std::uint64_t number);
 
     const std::function<std::chrono::nanoseconds()> now;
@@ -83,7 +83,7 @@ class OperationBook {
   const int size_;
   const std::shared_ptr<Flight> flight_;
   const std::string where_;
-  const std::vector<int> world_ranks_;  // By rank; empty where the numbers are the world's.
+  const std::vector<int> world_ranks_;  // By rank; empty in the world.
   mutable std::mutex mutex_;
   std::array<Account, kOperationCount> accounts_;  // Guarded by mutex_.
 };

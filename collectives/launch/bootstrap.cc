@@ -19,12 +19,12 @@ namespace {
 
 using Variables = std::map<std::string, std::string>;
 
-// Longest job name kept as it is in a file name; a longer one is cut and made unique again by its hash.
+// The longest job name that is used as it is in a file name; a longer one is shortened and gets its hash.
 constexpr std::size_t kJobNameMax = 96;
 
 std::optional<std::string> find(const Variables& variables, const char* name) {
   const auto found = variables.find(name);
-  // An empty variable is how shells unset one for a single command.
+  // Shells unset a variable for a single command by making it empty.
   if (found == variables.end() || found->second.empty()) return std::nullopt;
   return found->second;
 }
@@ -37,14 +37,14 @@ Status invalid(std::string message) {
   return Status(StatusCode::kInvalidArgument, std::move(message));
 }
 
-// A whole number from 0 on.
+// A non-negative whole number.
 Result<int> number(const Variables& variables, const char* name) {
   const std::string text = find(variables, name).value_or("");
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || value < 0) {
     return invalid(std::string(name) + " is \"" + text +
-                   "\", which is not a whole number from 0 on; look at the launcher that set it");
+                   "\", which is not a whole number of at least 0; look at the launcher that set it");
   }
   return value;
 }
@@ -56,7 +56,7 @@ Status read_number(const Variables& variables, const char* name, int* value) {
   return {};
 }
 
-// The names under which a launcher tells the same four things. A null one is not told.
+// The variables in which a launcher gives these four numbers. Null: it does not give that one.
 struct Names {
   const char* rank;
   const char* size;
@@ -120,10 +120,10 @@ std::string job_name(const std::string& job) {
   return name + "-" + std::to_string(hash(job));
 }
 
-// What a launcher tells of a job beside its ranks.
+// The facts that a launcher gives about a job beside its ranks.
 struct Job {
-  std::string name;     // Among all of this user's on this host; empty where nothing names it.
-  std::string address;  // Of rank 0's host; empty where nothing tells it.
+  std::string name;     // Unique among this user's jobs on this host; empty when nothing names the job.
+  std::string address;  // Of rank 0's host; empty when nothing gives it.
   bool has_pmix = false;
 };
 
@@ -131,13 +131,13 @@ constexpr char kSecretAdvice[] =
     " and FOREBAY_SECRET_FILE to a secret that all hosts have (openssl rand -hex 32), or FOREBAY_STORE to a "
     "directory that all hosts share, new for each run";
 
-// A store at a port of rank 0's host.
+// A rendezvous store at a port of rank 0's host.
 Result<std::string> tcp_store(const Variables& variables, const Job& job) {
   int port = 0;
   FOREBAY_RETURN_IF_ERROR(read_number(variables, "FOREBAY_STORE_PORT", &port));
   if (port == 0 || port > 65535) {
     return invalid("FOREBAY_STORE_PORT is " + std::to_string(port) +
-                   ", which is no port; give one from 1 to 65535");
+                   ", which is not a port; give one from 1 to 65535");
   }
   if (find(variables, "FOREBAY_STORE_PORT") == find(variables, "MASTER_PORT")) {
     return invalid("FOREBAY_STORE_PORT and MASTER_PORT are both " + std::to_string(port) +
@@ -148,7 +148,7 @@ Result<std::string> tcp_store(const Variables& variables, const Job& job) {
          job_name(job.name);
 }
 
-// Where ranks on several hosts meet when FOREBAY_STORE does not say.
+// The rendezvous store for ranks on several hosts when FOREBAY_STORE is not set.
 Result<std::string> store_across_hosts(const Variables& variables, const Job& job,
                                        const LaunchEnvironment& environment) {
   if (!job.address.empty() && has(variables, "FOREBAY_STORE_PORT")) return tcp_store(variables, job);
@@ -170,11 +170,12 @@ Status choose_store(const Variables& variables, const Job& job, LaunchEnvironmen
   if (const auto given = find(variables, "FOREBAY_STORE")) {
     if (const std::size_t scheme = given->find("://");
         scheme != std::string::npos && !given->starts_with("tcp://") && !given->starts_with("pmix://")) {
-      return invalid("FOREBAY_STORE is " + *given + ", and ranks do not meet by " + given->substr(0, scheme) +
+      return invalid("FOREBAY_STORE is " + *given + ", but ranks cannot meet over " +
+                     given->substr(0, scheme) +
                      "; set it to tcp://HOST:PORT or to a directory that every rank sees");
     }
     environment->store = *given;
-    // A rank of an earlier run that still looks for the same port is told from this one's by the job.
+    // The job tells this run from an earlier one, of which a rank may still look for the same port.
     const bool names_job = given->find('/', std::string_view("tcp://").size()) != std::string::npos;
     if (given->starts_with("tcp://") && !names_job && !job.name.empty())
       environment->store += "/" + job_name(job.name);
@@ -202,7 +203,7 @@ Result<LaunchEnvironment> read_forebay(const Variables& variables) {
   LaunchEnvironment environment{.launcher = "forebay"};
   FOREBAY_RETURN_IF_ERROR(read_names(
       variables, {"FOREBAY_RANK", "FOREBAY_SIZE", "FOREBAY_LOCAL_RANK", "FOREBAY_LOCAL_SIZE"}, &environment));
-  // Set by hand, they usually are all on one host.
+  // With variables set by hand, the ranks usually are on one host.
   if (!has(variables, "FOREBAY_LOCAL_SIZE")) environment.local_size = environment.size;
   if (!has(variables, "FOREBAY_LOCAL_RANK"))
     environment.local_rank = environment.rank % environment.local_size;
@@ -210,7 +211,7 @@ Result<LaunchEnvironment> read_forebay(const Variables& variables) {
   return environment;
 }
 
-// MASTER_PORT is only part of a name here: torchrun's own agent may be listening on it.
+// MASTER_PORT only becomes a part of the job's name: torchrun's own agent may listen there.
 Result<LaunchEnvironment> read_torchrun(const Variables& variables) {
   LaunchEnvironment environment{.launcher = "torchrun"};
   FOREBAY_RETURN_IF_ERROR(
@@ -219,7 +220,7 @@ Result<LaunchEnvironment> read_torchrun(const Variables& variables) {
   const std::optional<std::string> port = find(variables, "MASTER_PORT");
   Job job{.address = find(variables, "MASTER_ADDR").value_or("")};
   if (run || port) {
-    // The run id may be the default "none" of several jobs, whose ports then differ.
+    // Several jobs may have the default run id "none"; their ports differ.
     job.name = run.value_or("") + "." + find(variables, "MASTER_ADDR").value_or("") + "." +
                port.value_or("") + "." + find(variables, "TORCHELASTIC_RESTART_COUNT").value_or("0");
   }
@@ -241,7 +242,7 @@ Result<LaunchEnvironment> read_open_mpi(const Variables& variables) {
   return environment;
 }
 
-// MPICH's mpirun and its kin. Nothing there names the job.
+// MPICH's mpirun and similar ones. No variable names the job.
 Result<LaunchEnvironment> read_mpich(const Variables& variables) {
   LaunchEnvironment environment{.launcher = "mpich"};
   FOREBAY_RETURN_IF_ERROR(
@@ -250,8 +251,8 @@ Result<LaunchEnvironment> read_mpich(const Variables& variables) {
   return environment;
 }
 
-// Slurm tells how many nodes, not how many tasks each has ("4(x2)" needs the list of nodes too): on one node
-// all tasks are local.
+// Slurm gives the number of nodes, but not the tasks of each node ("4(x2)" needs the list of nodes too). On
+// one node all tasks are local.
 Status read_slurm_locality(const Variables& variables, LaunchEnvironment* environment) {
   for (const char* name : {"SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"}) {
     if (!has(variables, name)) continue;
@@ -321,8 +322,8 @@ Result<LaunchEnvironment> read_slurm(const Variables& variables) {
   return environment;
 }
 
-// A batch script without srun has SLURM_PROCID=0 and perhaps no number of tasks: that is one process, not
-// half a launch.
+// A batch script without srun has SLURM_PROCID=0 and perhaps no number of tasks: it is one process, and not
+// an incomplete launch.
 bool started_by_slurm(const Variables& variables) {
   const std::optional<std::string> rank = find(variables, "SLURM_PROCID");
   return rank && (*rank != "0" || has(variables, slurm_size_name(variables)));
@@ -339,7 +340,7 @@ Result<LaunchEnvironment> internal::read_launch_variables(const Variables& varia
     return read_open_mpi(variables);
   }
   if (pmix) return read_pmix(variables);
-  // Slurm's pmi2 sets the first of them too.
+  // Slurm's pmi2 sets PMI_RANK too.
   if (has(variables, "PMI_RANK") && has(variables, "MPI_LOCALNRANKS")) return read_mpich(variables);
   if (started_by_slurm(variables)) return read_slurm(variables);
   LaunchEnvironment environment{.launcher = "none"};

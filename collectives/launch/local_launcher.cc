@@ -25,7 +25,7 @@ extern char** environ;
 namespace forebay {
 namespace {
 
-// Exit code of a child that could not run the program, as shells have it.
+// Exit code of a child that could not run the program, as in shells.
 constexpr int kExecFailed = 127;
 
 // Takes SIGINT, SIGTERM, SIGHUP and SIGCHLD by waiting for them instead of by handlers, until destroyed.
@@ -36,11 +36,11 @@ class SignalQueue {
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
       struct sigaction action {};
       sigaction(signal, nullptr, &action);
-      // What the one who started us had ignored (nohup) stays ignored, here and in the children.
+      // A signal that was ignored before (nohup) stays ignored, here and in the children.
       if (action.sa_handler != SIG_IGN) sigaddset(&taken_, signal);
     }
     sigaddset(&taken_, SIGCHLD);
-    // An ignored SIGCHLD would reap the children behind our back.
+    // With SIGCHLD ignored, the system would reap the children unseen.
     struct sigaction standard {};
     standard.sa_handler = SIG_DFL;
     sigaction(SIGCHLD, &standard, &child_action_);
@@ -53,10 +53,10 @@ class SignalQueue {
   SignalQueue(const SignalQueue&) = delete;
   SignalQueue& operator=(const SignalQueue&) = delete;
 
-  // The mask from before: what children start with.
+  // The mask from before, with which children start.
   const sigset_t& mask() const noexcept { return mask_; }
 
-  // The next signal, or 0 after `timeout` (nothing: however long it takes).
+  // The next signal, or 0 after `timeout`, if it is given.
   int next(std::optional<std::chrono::nanoseconds> timeout, siginfo_t* info) const {
     for (;;) {
       int signal = 0;
@@ -87,7 +87,7 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 
 constexpr const char* kErrorPipe = "FOREBAY_ERROR_PIPE";
 
-// One byte in a pipe that all ranks inherit: whoever reads it has it. Named by descriptor and inode, since a
+// One byte in a pipe that all ranks inherit; one of them reads it. Named by descriptor and inode, since a
 // program that a rank starts inherits the variable and may have another file at that descriptor.
 class ErrorPipe {
  public:
@@ -124,7 +124,7 @@ class ErrorPipe {
   const ino_t inode_;
 };
 
-// The environment of one child: ours, without what would say another rank.
+// The environment of one child: ours, without variables that would give it another rank.
 std::vector<std::string> child_environment(int rank, int size, const std::string& store,
                                            const ErrorPipe& pipe) {
   std::vector<std::string> result;
@@ -148,7 +148,7 @@ std::vector<std::string> child_environment(int rank, int size, const std::string
 
 class Children {
  public:
-  // Whatever happens, no child outlives this object.
+  // No child outlives this object.
   ~Children() {
     signal_all(SIGKILL);
     for (const pid_t child : running_) waitpid(child, nullptr, 0);
@@ -183,7 +183,7 @@ class Children {
     for (const pid_t child : running_) kill(child, signal);
   }
 
-  // After they were given `grace` to end.
+  // Called after they had `grace` to end.
   void kill_all(std::chrono::milliseconds grace) noexcept {
     if (!killed_) {
       for (const pid_t child : running_) {
@@ -196,8 +196,9 @@ class Children {
     signal_all(SIGKILL);
   }
 
-  // Takes those that have ended. Returns whether one failed now; the first failure ever is kept in
-  // exit_code(). Of those that one call finds, one that a signal ended is the first: the others saw it go.
+  // Reaps the children that have ended. Returns whether one of them failed; exit_code() keeps the first
+  // failure of all. Among those that one call finds, one that a signal ended counts as the first: the others
+  // failed because of it.
   bool reap() {
     const bool open = exit_code_ == 0;
     bool failed = false;
@@ -215,7 +216,7 @@ class Children {
       failed = true;
       const bool first_signal = open && WIFSIGNALED(state) && !signalled;
       signalled = signalled || WIFSIGNALED(state);
-      // One that is killed says nothing, and the others may have no time to.
+      // A killed rank prints nothing, and the others may have no time to.
       const bool is_asked =
           WTERMSIG(state) == SIGINT || WTERMSIG(state) == SIGTERM || (WTERMSIG(state) == SIGKILL && killed_);
       if (first_signal && !is_asked) {
@@ -249,7 +250,7 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
                   "cannot start " + std::to_string(options.size) + " ranks; give at least 1");
   }
   keep_standard_streams();
-  // From here on a signal waits until everything it must end is known.
+  // From here on a signal waits until all processes that it must end are known.
   const SignalQueue signals;
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
   Result<std::unique_ptr<internal::MeetingDirectory>> store =
@@ -272,7 +273,7 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
   }
 
   using Clock = std::chrono::steady_clock;
-  std::optional<Clock::time_point> end;  // When what is left is killed.
+  std::optional<Clock::time_point> end;  // When the remaining processes are killed.
   int asked = 0;                         // The last signal that asked for the end.
   while (!children.empty()) {
     std::optional<std::chrono::nanoseconds> timeout;
@@ -285,10 +286,10 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
       end = Clock::now() + options.grace;
     } else if (signal == SIGCHLD) {
       ending = children.reap() && (asked == 0 || children.exit_code() != 128 + asked);
-      // Those that were asked already would take another one for impatience.
+      // Children that were asked already would take another signal for impatience.
       if (ending && !end && asked == 0) children.signal_all(SIGTERM);
     } else {
-      // The terminal sends Ctrl-C to the children itself; twice would look like impatience to them.
+      // The terminal sends Ctrl-C to the children itself; a second one would look like impatience.
       if (info.si_code != SI_KERNEL) children.signal_all(signal);
       ending = asked != 0;
       asked = signal;

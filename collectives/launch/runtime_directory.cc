@@ -15,11 +15,12 @@ namespace forebay::internal {
 namespace {
 
 constexpr char kPrefix[] = "forebay-meeting-";
-// Another launcher may take a directory that has no lock yet for an old one; it is gone then, and another is
+// Another launcher may take a directory without a lock yet for an old one and remove it; then another is
 // made.
 constexpr int kMakeTries = 16;
 
-// The directory, locked, or -1: somebody else's, in use, or gone. `how`: LOCK_NB to look only.
+// The directory, locked, or -1 if it belongs to another user, is in use, or is gone. `how`: LOCK_NB to look
+// only.
 int lock_directory(const std::string& path, int how) {
   const int directory = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   if (directory < 0) return -1;
@@ -54,7 +55,7 @@ void remove_abandoned(const std::string& parent) {
 
 std::string runtime_directory(const std::string& wanted) {
   struct stat facts {};
-  // Containers often keep the variable and lose the directory.
+  // In containers the variable is often set although the directory is missing.
   const bool usable = !wanted.empty() && stat(wanted.c_str(), &facts) == 0 && S_ISDIR(facts.st_mode) &&
                       facts.st_uid == geteuid();
   return usable ? wanted : "/tmp";

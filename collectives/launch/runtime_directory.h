@@ -8,12 +8,12 @@
 
 namespace forebay::internal {
 
-// Where they go: `wanted`, the user's XDG_RUNTIME_DIR, when it is there, else /tmp.
+// Their parent: `wanted`, the user's XDG_RUNTIME_DIR, if it exists, else /tmp.
 std::string runtime_directory(const std::string& wanted);
 
-// A new private directory in which the ranks of one launcher meet, removed with all that is in it. A launcher
-// that is killed cannot remove its own, so each one first removes those of launchers that are gone: a living
-// one holds a lock on its own, which ends with the process.
+// A new private directory in which the ranks of one launcher meet; its end removes it with its contents. A
+// killed launcher cannot remove its directory, so each launcher first removes those of launchers that are
+// gone: a living launcher holds a lock on its directory, which ends with the process.
 class MeetingDirectory {
  public:
   // Errors: kIoError.
@@ -27,7 +27,7 @@ class MeetingDirectory {
  private:
   MeetingDirectory(std::string path, int lock) : path_(std::move(path)), lock_(lock) {}
   const std::string path_;
-  const int lock_;  // Of the directory itself.
+  const int lock_;  // A lock on the directory itself.
 };
 
 }  // namespace forebay::internal

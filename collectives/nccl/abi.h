@@ -21,9 +21,9 @@ namespace forebay::nccl {
 constexpr int version_code(int major, int minor, int patch) noexcept {
   return major * 10'000 + minor * 100 + patch;
 }
-// The oldest whose non-blocking communicators can be set up, finalised and aborted as we do it.
+// The oldest version with non-blocking communicators that can be set up, finalised and aborted as we do it.
 inline constexpr int kVersionMin = version_code(2, 18, 0);
-// The newest that this file was compared with. Newer ones are used, and that is said once.
+// The newest version that this file was compared with. Newer ones are used, with one message in the log.
 inline constexpr int kVersionKnown = version_code(2, 30, 99);
 
 // --- result codes: X(enumerator, name in nccl.h, value) ---
@@ -62,7 +62,7 @@ using NcclComm = struct NcclCommTag*;
 using NcclStream = struct NcclStreamTag*;  // A cudaStream_t, which is a CUstream.
 
 inline constexpr std::size_t kUniqueIdBytes = 128;
-// Whoever knows it can join: a secret.
+// A secret: a process that knows it can join.
 struct NcclUniqueId {
   char internal[kUniqueIdBytes];
 };
@@ -70,8 +70,8 @@ struct NcclUniqueId {
 inline constexpr int kUndefinedInt = INT_MIN;
 inline constexpr unsigned kApiMagic = 0xcafebeef;
 
-// The part of ncclConfig_t that NCCL 2.18 has. A library tells by `size` and `version` what it was given, and
-// takes its defaults for the rest.
+// The part of ncclConfig_t that NCCL 2.18 has. A newer library sees that from `size` and `version`, and takes
+// its defaults for the rest.
 struct NcclConfig {
   std::size_t size = sizeof(NcclConfig);
   unsigned magic = kApiMagic;
@@ -105,7 +105,7 @@ struct NcclConfig {
   X(ncclAllGather, NcclResult, (const void* source, void* target, std::size_t count, NcclType type, NcclComm comm, NcclStream stream)) \
   X(ncclReduceScatter, NcclResult, (const void* source, void* target, std::size_t count, NcclType type, NcclReduction reduction, NcclComm comm, NcclStream stream))
 
-// Those that only some releases have.
+// Entry points that only some releases have.
 #define FOREBAY_NCCL_OPTIONAL(X) \
   X(ncclCommRegister, NcclResult, (NcclComm comm, void* address, std::size_t bytes, void** handle)) \
   X(ncclCommDeregister, NcclResult, (NcclComm comm, void* handle)) \

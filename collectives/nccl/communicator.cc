@@ -83,7 +83,7 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
                                     std::as_writable_bytes(std::span(world.numbers)));
     }));
     NcclOptions options = member_->options();
-    options.adopted = nullptr;  // That one is of all ranks.
+    options.adopted = nullptr;  // The adopted one is for all ranks.
     Result<std::unique_ptr<NcclCommunicator>> part =
         open(std::make_shared<NcclMember>(std::move(part_control), member_->backend(), member_->kernels(),
                                           options, std::move(world), &member_->book()));
@@ -102,8 +102,8 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
         member_->fail_here(Status(StatusCode::kPeerLost, "it aborted the communicator without a cause")));
   }
 
-  // Whatever fails a rank has failed `control` before, so what it takes no vote after is the same. Bytes that
-  // came of different operations are no ground for a decision.
+  // A failure reaches `control` before the rank, so both refuse votes after the same failure. The bytes of
+  // operations that differ are no ground for a decision.
   Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
     FOREBAY_RETURN_IF_ERROR(member_->compare_arrived());
     return member_->control().vote(step, decision);
@@ -122,13 +122,13 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
   Status deregister_buffer(DevicePtr address) override { return member_->deregister_buffer(address); }
 
  private:
-  // The book with all operations that are done by now, which otherwise the next heartbeat writes down.
+  // The book with all operations that are done by now; otherwise the next heartbeat records them.
   OperationBook& up_to_now() const {
     static_cast<void>(member_->status());
     return member_->book();
   }
 
-  // With a control operation everything fails, and the first failure is what counts.
+  // A failed control operation fails everything, and the first failure counts.
   template <typename Function>
   Status controlled(Operation operation, std::uint64_t bytes, Function function) {
     const NcclOperation issued{.fingerprint = {.sequence = control_sequence_++,

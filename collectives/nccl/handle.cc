@@ -12,11 +12,11 @@ namespace {
 using nccl::NcclComm;
 using nccl::NcclResult;
 
-// Between two questions whether NCCL is done: short at first, because most waits are.
+// The pause between two questions whether NCCL is done: short at first, because most waits are short.
 constexpr std::chrono::microseconds kPollMin{20};
 constexpr std::chrono::microseconds kPollMax{1000};
-// How long an abort waits for a thread that is in NCCL. NCCL wants no other thread in it then; but a thread
-// that does not come back in this time hangs in it, and only the abort frees it.
+// How long an abort waits for a thread that is in NCCL, which allows no other thread then. A thread that does
+// not return in this time hangs in NCCL, and only the abort frees it.
 constexpr std::chrono::milliseconds kAbortPatience{2000};
 
 }  // namespace
@@ -54,7 +54,7 @@ Status NcclHandle::adopt(void* comm, int size, int rank) {
                         std::to_string(found_size) + ", not rank " + std::to_string(rank) + " of " +
                         std::to_string(size) + "; give the one of these ranks");
   }
-  if (!status.ok()) comm_ = nullptr;  // It is not ours to revoke.
+  if (!status.ok()) comm_ = nullptr;  // It belongs to the trainer; we do not revoke it.
   return status;
 }
 
@@ -71,9 +71,9 @@ Status NcclHandle::settle(const std::string& what, NcclStep step, Clock::time_po
     if (interrupted_) return check_open(what);
     if (check) FOREBAY_RETURN_IF_ERROR(check());
     if (Clock::now() >= limit) {
-      return Status(StatusCode::kTimeout, "cannot " + what + ": " + step.call +
-                                              " is not done at the deadline; see whether all ranks came, or "
-                                              "raise the deadline");
+      return Status(StatusCode::kTimeout,
+                    "cannot " + what + ": " + step.call +
+                        " is not done at the deadline; see whether all ranks joined, or raise the deadline");
     }
     NcclResult now = NcclResult::kInProgress;
     NcclResult asked = NcclResult::kSuccess;
@@ -94,7 +94,7 @@ Status NcclHandle::async_error() {
   NcclResult found = NcclResult::kSuccess;
   FOREBAY_RETURN_IF_ERROR(in_context([&] { step.result = library_.ncclCommGetAsyncError(comm_, &found); }));
   if (step.result == NcclResult::kSuccess) step.result = found;
-  return step.ok() ? Status() : failure("go on with what was queued over NCCL", step);
+  return step.ok() ? Status() : failure("go on with operations queued over NCCL", step);
 }
 
 void NcclHandle::close(bool together, Clock::time_point limit) noexcept {
@@ -121,7 +121,7 @@ Status NcclHandle::finalize(Clock::time_point limit) {
   return step.ok() ? Status() : nccl_failure(library_, step.result, nullptr, step.call, what);
 }
 
-// The thread in a call leaves it when it sees the interruption. A timed mutex would say this shorter, but
+// The thread in a call leaves it when it sees the interruption. A timed mutex would be shorter, but
 // ThreadSanitizer does not know it.
 std::unique_lock<std::mutex> NcclHandle::lock_for_abort() {
   std::unique_lock lock(mutex_, std::try_to_lock);
@@ -157,9 +157,9 @@ void NcclHandle::end(NcclComm comm) noexcept {
                     : NcclStep{library_.ncclCommAbort(comm), "ncclCommAbort"};
   });
   if (!status.ok()) {
-    log(LogLevel::kWarning, "an NCCL communicator is not given back: %s", status.message().c_str());
+    log(LogLevel::kWarning, "an NCCL communicator could not be released: %s", status.message().c_str());
   } else if (!step.ok()) {
-    log(LogLevel::kWarning, "%s answered %d; what it held may be lost", step.call,
+    log(LogLevel::kWarning, "%s returned %d; resources of the communicator may be leaked", step.call,
         static_cast<int>(step.result));
   }
 }

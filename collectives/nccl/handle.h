@@ -1,5 +1,5 @@
 // NcclHandle: one non-blocking ncclComm_t, used as NCCL demands: by one thread at a time, from the device's
-// context, every answer looked at, and every wait ended by a deadline or by interrupt().
+// context, with every result checked, and every wait ended by a deadline or by interrupt().
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace forebay::internal {
 
-// Of one call: its answer, and its name for messages.
+// One call: its result, and its name for messages.
 struct NcclStep {
   nccl::NcclResult result = nccl::NcclResult::kSuccess;
   const char* call = "";
@@ -31,7 +31,7 @@ class NcclHandle {
   using Check = std::function<Status()>;
 
   NcclHandle(const NcclLibrary& library, CudaBackend& backend) : library_(library), backend_(backend) {}
-  // Gives up what is still open.
+  // Aborts a communicator that is still open.
   ~NcclHandle() { abort(); }
   NcclHandle(const NcclHandle&) = delete;
   NcclHandle& operator=(const NcclHandle&) = delete;
@@ -40,11 +40,11 @@ class NcclHandle {
 
   // Joins the communicator that `id` names, with all its ranks. Errors: kTimeout when they did not come.
   Status init(int size, const nccl::NcclUniqueId& id, int rank, Clock::time_point limit, const Check& check);
-  // Takes somebody's communicator, whose rank and size must be these.
+  // Takes the trainer's communicator, which must have this rank and size.
   Status adopt(void* comm, int size, int rank);
 
-  // Calls `body(comm)`, which returns an NcclStep, inside a group, and waits until NCCL has taken it all.
-  // Errors: kTimeout at `limit`, kUnavailable after interrupt() or the end.
+  // Calls `body(comm)`, which returns an NcclStep, inside an NCCL group, and waits until NCCL has taken all
+  // calls. Errors: kTimeout at `limit`, kUnavailable after interrupt() or the end.
   template <typename Body>
   Status submit(const std::string& what, Clock::time_point limit, Body body) {
     return locked_call(what, limit, [&](nccl::NcclComm comm) {
@@ -64,15 +64,16 @@ class NcclHandle {
     return locked_call(what, limit, body);
   }
 
-  // What went wrong behind our back. Ok when another thread is in a call: it will see.
+  // An error that NCCL found between calls. Ok when another thread is in a call: that thread will see it.
   Status async_error();
 
   // Ends a call in progress, and refuses later ones. Any thread.
   void interrupt() noexcept { interrupted_ = true; }
-  // Ends with nothing left to do: `together` with all other ranks, in order if that is done by the limit;
-  // alone, at once. An adopted one is left as it is.
+  // Ends when no operation is left. `together` with all other ranks: in order, if that is done by the limit.
+  // Alone: at once. An adopted communicator is left as it is.
   void close(bool together, Clock::time_point limit) noexcept;
-  // Ends at once; what is queued on streams ends. An adopted one is revoked where that is possible.
+  // Ends at once, and so does work queued on streams. An adopted communicator is revoked where that is
+  // possible.
   void abort() noexcept;
 
  private:
@@ -91,10 +92,10 @@ class NcclHandle {
     return settle(what, step, limit, {});
   }
 
-  // The mutex, if it can be had while an abort is patient.
+  // Locks the mutex, if that succeeds within the patience of an abort.
   std::unique_lock<std::mutex> lock_for_abort();
   Status check_open(const std::string& what) const;
-  // Waits until NCCL has done what the step began. Requires: the mutex.
+  // Waits until NCCL has finished the step. Requires: the mutex.
   Status settle(const std::string& what, NcclStep step, Clock::time_point limit, const Check& check);
   Status failure(const std::string& what, NcclStep step) const {
     return nccl_failure(library_, step.result, comm_, step.call, what);

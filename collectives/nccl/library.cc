@@ -20,8 +20,8 @@ constexpr const char* kSoname = "libnccl.so.2";
 
 struct Opened {
   void* library = nullptr;
-  std::string name;  // As it was asked for.
-  std::string why;   // It cannot be opened.
+  std::string name;  // As it was requested.
+  std::string why;   // The reason why it cannot be opened.
 };
 
 Opened open_file(const std::string& name, int more_flags) {
@@ -34,7 +34,7 @@ Opened open_file(const std::string& name, int more_flags) {
   return opened;
 }
 
-// The copy the process has, the configured one, the system's.
+// The copy that the process has, else the configured one, else the system's.
 Opened find_library(const std::string& path) {
   if (Opened present = open_file(kSoname, RTLD_NOLOAD); present.library != nullptr) return present;
   if (!path.empty()) return open_file(path, 0);
@@ -43,7 +43,7 @@ Opened find_library(const std::string& path) {
   return open_file(kSoname, 0);
 }
 
-// The file a function of the library came from.
+// The file that a function of the library came from.
 std::string path_of(const void* function, const std::string& name) {
   Dl_info info{};
   if (::dladdr(function, &info) != 0 && info.dli_fname != nullptr && info.dli_fname[0] != '\0')
@@ -135,7 +135,7 @@ Result<NcclLibrary> NcclLibrary::open(const std::string& path) {
 
 Result<const NcclLibrary*> NcclLibrary::get(const std::string& path) {
   static std::mutex mutex;
-  static std::unique_ptr<NcclLibrary>& loaded = *new std::unique_ptr<NcclLibrary>;  // To the process's end.
+  static std::unique_ptr<NcclLibrary>& loaded = *new std::unique_ptr<NcclLibrary>;  // Until the process ends.
   const std::lock_guard lock(mutex);
   if (loaded == nullptr) {
     Result<NcclLibrary> library = resolve(find_library(path));
@@ -145,7 +145,7 @@ Result<const NcclLibrary*> NcclLibrary::get(const std::string& path) {
     const bool is_unknown = facts.version > nccl::kVersionKnown;
     log(is_unknown ? LogLevel::kWarning : LogLevel::kInfo, "NCCL %s from %s%s",
         nccl_version_text(facts.version).c_str(), facts.path.c_str(),
-        is_unknown ? ": newer than those forebay was compared with" : "");
+        is_unknown ? ": newer than the versions that forebay was compared with" : "");
   }
   return const_cast<const NcclLibrary*>(loaded.get());
 }

@@ -1,6 +1,5 @@
-// NcclLibrary: NCCL as opened at run time, and what its answers mean. Nothing of ours links NCCL, and no
-// second copy is brought into a process that has one: two copies of it in one process do not know of each
-// other.
+// NcclLibrary: NCCL as opened at run time, and the meaning of its results. Nothing of ours links NCCL, and no
+// second copy is loaded into a process that has one: two copies in one process do not know of each other.
 #pragma once
 
 #include <string>
@@ -17,17 +16,17 @@ struct NcclLibrary {
 
   NcclLibraryFacts facts;
 
-  // The process's library, as nccl_library() says. Never closed: its threads may run to the process's end.
+  // The process's library, as nccl_library() describes. Never closed: its threads may run until the process
+  // ends.
   static Result<const NcclLibrary*> get(const std::string& path);
-  // Opens the library at `path` alone, and keeps it apart from get()'s.
+  // Opens the library at `path` only, separately from that of get().
   static Result<NcclLibrary> open(const std::string& path);
 };
 
 // "2.28.9".
 std::string nccl_version_text(int version);
 
-// What failed, as a Status: "cannot <what>: <call>: <NCCL's error name>: <its words>; <what to try>". `comm`
-// may be null.
+// An error: "cannot <what>: <call>: <NCCL's error name>: <its message>; <advice>". `comm` may be null.
 // Requires: `result` is neither success nor in progress.
 Status nccl_failure(const NcclLibrary& library, nccl::NcclResult result, nccl::NcclComm comm,
                     const char* call, const std::string& what);

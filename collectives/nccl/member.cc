@@ -16,7 +16,7 @@ namespace {
 
 using Clock = NcclHandle::Clock;
 
-// What every rank must have the same of.
+// The facts that must be the same on every rank.
 struct Facts {
   std::int64_t version = 0;
   std::int64_t order = 0;
@@ -165,8 +165,8 @@ Status NcclMember::allocate() {
   return {};
 }
 
-// NCCL connects two ranks when they first exchange something, and the rank that comes first waits in the
-// call. Here that happens once for all of them.
+// NCCL connects two ranks at their first exchange, and the rank that comes first waits in the call. Here all
+// pairs are connected once.
 Status NcclMember::warm_up() {
   Result<Stream> created = backend_.stream_create();
   FOREBAY_RETURN_IF_ERROR(created.status());
@@ -176,8 +176,8 @@ Status NcclMember::warm_up() {
     std::this_thread::sleep_for(kNcclPoll);
     status = this->status();
   }
-  // Nobody begins before all are here. What fails from now on, on a rank that is ahead, is this
-  // communicator's failure and not that of creating it.
+  // No rank begins before all are here. A failure from now on, on a rank that is ahead, is a failure of this
+  // communicator and not of its creation.
   if (status.ok()) static_cast<void>(control_->barrier());
   const Status given_back = backend_.stream_destroy(stream);
   return status.ok() ? given_back : status;
@@ -187,7 +187,7 @@ void NcclMember::give_back() noexcept {
   bool drained = true;
   const Clock::time_point limit = Clock::now() + kNcclDrainMax;
   for (std::uint64_t n = oldest_; n != next_ && drained; ++n) {
-    // An operation that could not be queued whole has recorded the event too. A device that answers nothing
+    // An operation that was queued only in part has recorded the event too. A device that does not answer
     // uses nothing any more.
     for (Result<bool> done = backend_.event_query(slot(n).done); done.ok() && !done.value();
          done = backend_.event_query(slot(n).done)) {
@@ -206,8 +206,8 @@ void NcclMember::give_back() noexcept {
   }
   if (!drained) {
     log(LogLevel::kWarning,
-        "work queued over NCCL on %s did not end after its communicator failed; the memory it may use is "
-        "left to it",
+        "work queued over NCCL on %s did not end after its communicator failed; the memory that it may use "
+        "is leaked",
         backend_.capabilities().name);
     fingerprints_.abandon();
   } else if (device_operations_ != nullptr) {
@@ -243,7 +243,7 @@ Status NcclMember::fail(const Status& cause) noexcept {
     failure_ = first;
     watch = watch_;
   } catch (const std::exception&) {
-    // Out of memory for copies of the message; the peers' deadline does the rest.
+    // Out of memory for copies of the message; the peers find the failure at their deadline.
   }
   if (handle_ != nullptr) handle_->interrupt();
   if (watch != nullptr) watch->abort(first);
@@ -251,7 +251,7 @@ Status NcclMember::fail(const Status& cause) noexcept {
   return first;
 }
 
-// A fingerprint lies in one line of the cache and comes whole.
+// A fingerprint lies in one cache line and arrives whole.
 Status NcclMember::compare_arrived() {
   Status compared;
   {
@@ -275,7 +275,7 @@ Status NcclMember::drain(NcclHeartbeat* open) {
   for (; oldest_ != next_; ++oldest_) {
     Slot& first = slot(oldest_);
     if (!first.started) {
-      // One that is being queued is under way too: its thread waits in NCCL.
+      // An operation that is being queued is under way too: its thread waits in NCCL.
       const Result<bool> come = first.queued ? backend_.event_query(first.come) : Result<bool>(true);
       FOREBAY_RETURN_IF_ERROR(come.status());
       if (come.value()) {

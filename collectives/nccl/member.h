@@ -1,9 +1,8 @@
-// NcclMember: one rank of an NCCL communicator: data operations queued with their fingerprints, a journal of
-// those not done, and the thread that watches them and the peers. nccl_communicator.h says what is promised.
-//
-// First failure. Whatever fails first on any rank goes to `control->abort`, which keeps the first of all
-// ranks; every rank then takes what control->status() says. The watch's own communicator is aborted with it,
-// so that a rank that waits in a heartbeat learns at once.
+// NcclMember: one rank of an NCCL communicator. It queues data operations with their fingerprints, keeps a
+// journal of operations that are not done, and has a thread that watches them and the peers. The contract is
+// in nccl_communicator.h. First failure. A rank that fails gives its cause to control->abort(), which keeps
+// the first of all ranks; every rank then takes control->status(). The watch's own communicator is aborted
+// with it, so that a rank that waits in a heartbeat learns at once.
 //
 // Its parts: nccl/member.cc (joining, failing, the journal), nccl/operations.cc (data operations),
 // nccl/member_watch.cc.
@@ -27,16 +26,17 @@
 namespace forebay::internal {
 
 inline constexpr std::size_t kNcclSlots = kNcclInFlightMax;
-// Between two looks at something that the device or a peer will soon have done.
+// The pause between two looks at work that the device or a peer will soon have done.
 inline constexpr std::chrono::microseconds kNcclPoll{50};
-// How long what was queued may take to end after NCCL was aborted, before its memory is left to it.
+// How long queued work may take to end after NCCL was aborted. After it the memory that the work uses is
+// leaked.
 inline constexpr std::chrono::milliseconds kNcclDrainMax{5000};
-// Of the operation that connects the ranks. No collective of a caller has it.
+// The sequence of the operation that connects the ranks. No collective of a caller has it.
 inline constexpr std::uint64_t kWarmUpSequence = ~std::uint64_t{0};
-// Of a fingerprint that has not come.
+// The sequence of a fingerprint that has not come.
 inline constexpr std::uint64_t kNoSequence = kWarmUpSequence - 1;
 
-// Page-locked host memory for fingerprints.
+// Pinned host memory for fingerprints.
 class PinnedOperations {
  public:
   explicit PinnedOperations(Backend& backend) : backend_(backend) {}
@@ -46,7 +46,7 @@ class PinnedOperations {
 
   Status allocate(std::size_t count);
   NcclOperation* data() const noexcept { return static_cast<NcclOperation*>(address_); }
-  // Leaves the memory to work that may still use it.
+  // Leaks the memory, because work may still use it.
   void abandon() noexcept { address_ = nullptr; }
 
  private:
@@ -55,17 +55,17 @@ class PinnedOperations {
   std::size_t bytes_ = 0;
 };
 
-// Where the ranks of a group are among all: by rank, their numbers there, which messages know; empty for all
-// themselves.
+// The place of a group among all ranks: by rank, the numbers in the world, which messages use; empty for the
+// world itself.
 struct NcclWorld {
   std::vector<int> numbers;
   int size = 1;
 };
 
-// One rank. Shared by its communicator and its watch's thread.
+// Shared by the communicator and the thread that watches.
 class NcclMember : public std::enable_shared_from_this<NcclMember> {
  public:
-  // `origin`: the book of the communicator that this one, a group among `world`, is split from, if any.
+  // `origin`: the book of the communicator that this one was split from, or null.
   NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backend, Kernels& kernels,
              const NcclOptions& options, NcclWorld world, const OperationBook* origin = nullptr);
   ~NcclMember() { give_back(); }
@@ -83,14 +83,15 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
 
   // Joins the other ranks. Once, before anything else; collective.
   Status open();
-  // Waits for what is queued, and leaves.
+  // Waits for queued operations, and leaves.
   void leave() noexcept;
 
   Status status();
-  // Compares the fingerprints of operations whose bytes are here, without asking the device which are done:
-  // for host functions of the stream that the operations are on.
+  // Compares the fingerprints of operations that have arrived, without asking the device which operations are
+  // done: for host functions of the stream that the operations are on.
   Status compare_arrived();
-  // Fails this rank with the first failure of all ranks, which is `cause` if nobody was faster. Returns it.
+  // Fails this rank with the first failure of all ranks, which is `cause` unless a rank failed before.
+  // Returns it.
   Status fail(const Status& cause) noexcept;
   Status fail_here(const Status& cause) noexcept {
     try {
@@ -110,7 +111,8 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   OperationBook& book() noexcept { return book_; }
 
  private:
-  // Where an operation's fingerprints lie on the device, and whose are compared once it is done.
+  // The place of an operation's fingerprints on the device, and the ranks with which they are compared once
+  // it is done.
   enum class Compared : std::uint8_t { kNone, kPeer, kAll };
   struct Slot {
     Event come;  // The stream has reached the operation.
@@ -124,7 +126,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   };
 
   Slot& slot(std::uint64_t number) { return slots_[number % kNcclSlots]; }
-  // The operations that connect the ranks are nobody's.
+  // The operations that connect the ranks are not in the book.
   static bool is_recorded(const NcclOperation& operation) noexcept {
     return operation.fingerprint.sequence != kWarmUpSequence;
   }
@@ -145,7 +147,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   template <typename Body>
   Status issue(const Slot& wanted, Stream stream, Body body);
   Status await_slot();
-  // What NCCL connects each rank to each other for, in both of the ways that operations take.
+  // Makes NCCL connect all pairs of ranks, in both of the ways that operations use.
   Status queue_connections(Stream stream);
   Status queue_transfer(const Collective& collective, Stream stream);
   NcclStep exchange_in_pairs(nccl::NcclComm comm, const Piece& piece, std::byte* own, std::byte* all,
@@ -153,11 +155,11 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
 
   // --- the journal ---
 
-  // Takes what is done out of the journal, and compares its fingerprints. `open` gets the oldest that are
-  // not done, if it is not null.
+  // Takes finished operations out of the journal, and compares their fingerprints. `open`, if it is not null,
+  // gets the oldest that are not done.
   Status drain(NcclHeartbeat* open = nullptr);
   Status compare(const Slot& done, std::size_t index) const;
-  // Where the fingerprints of all ranks come to for an operation.
+  // The place for the fingerprints of all ranks for an operation.
   NcclOperation* arrivals(std::size_t index) const noexcept {
     return fingerprints_.data() + kNcclSlots + index * ranks();
   }
@@ -178,7 +180,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   const NcclOptions options_;
   const std::chrono::milliseconds deadline_;
 
-  // Of the thread that issues.
+  // Used by the thread that issues operations.
   std::uint64_t collective_sequence_ = 0;
   std::vector<std::uint64_t> sent_to_;
   std::vector<std::uint64_t> received_from_;
@@ -188,14 +190,14 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   std::unique_ptr<NcclHandle> handle_;
   std::vector<Slot> slots_;                // The entries that the journal uses are guarded by journal_mutex_.
   DevicePtr device_operations_ = nullptr;  // kNcclSlots times size() fingerprints.
-  PinnedOperations fingerprints_;          // kNcclSlots own ones, then kNcclSlots times size() as they came.
+  PinnedOperations fingerprints_;  // kNcclSlots of this rank, then kNcclSlots times size() as they came.
   std::thread watcher_;
 
   OperationBook book_;
 
   std::mutex journal_mutex_;
   // Guarded by journal_mutex_: operations are numbered as they are issued.
-  std::uint64_t oldest_ = 0;  // Not done.
+  std::uint64_t oldest_ = 0;  // The oldest operation that is not done.
   std::uint64_t next_ = 0;
   std::uint64_t collective_count_ = 0;
 
@@ -205,11 +207,11 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   Status failure_;
   bool leaving_ = false;
   bool ended_ = true;                    // The watch's thread has nothing more to do; true before it starts.
-  std::shared_ptr<Communicator> watch_;  // Shared with whoever aborts it while a heartbeat is in it.
+  std::shared_ptr<Communicator> watch_;  // Shared with a thread that aborts it during a heartbeat.
 
-  // Of the watch's thread.
+  // Used by the thread that watches.
   std::vector<int> watched_;          // The ranks of watch_.
-  std::vector<NcclHeartbeat> table_;  // By rank, the last heard.
+  std::vector<NcclHeartbeat> table_;  // By rank, the last heartbeat.
   std::vector<NcclHandle::Clock::time_point> left_at_;
   bool has_left_ = false;
   NcclHandle::Clock::time_point leaving_since_;

@@ -1,5 +1,5 @@
-// The thread of a rank over NCCL that tells the others where it is, hears where they are, and ends what
-// cannot go on.
+// The thread of a rank over NCCL that exchanges heartbeats with the others, and fails operations that cannot
+// end.
 #include <signal.h>
 
 #include <algorithm>
@@ -16,8 +16,9 @@ using std::chrono::milliseconds;
 
 // How often a rank that is about to leave looks whether its last operations are done.
 constexpr milliseconds kLeavePoll{1};
-// How much longer than its deadline an operation waits for heartbeats to find the cause. Shorter: a rank that
-// waits for another group's is blamed. Longer: a rank that lives and does nothing is found later.
+// How much longer than its deadline an operation waits for heartbeats to find the reason. Shorter: a rank
+// that waits for a rank of another group is blamed. Longer: a rank that lives and does nothing is found
+// later.
 constexpr milliseconds kNcclPrecedence{1000};
 
 }  // namespace
@@ -98,7 +99,7 @@ Status NcclMember::exchange_heartbeats(const NcclHeartbeat& mine) {
   const Status exchanged =
       watch_->exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
   if (!exchanged.ok()) {
-    // A cause that came this way is the first one already; anything else was found here.
+    // A failure that came from `control` is the first one already; any other was found here.
     const Status known = control_->status();
     return known.ok() ? exchanged : known;
   }
@@ -113,7 +114,8 @@ Status NcclMember::exchange_heartbeats(const NcclHeartbeat& mine) {
   return judge_heartbeats(table_, world_.numbers);
 }
 
-// All watched ranks come here in the same heartbeat: those that go and those that stay watch apart from then.
+// All watched ranks come here in the same heartbeat. From then on the ranks that leave and the ranks that
+// stay watch separately.
 Status NcclMember::part(bool gone) {
   Result<std::unique_ptr<Communicator>> rest = watch_->split(gone ? 1 : 0, rank());
   FOREBAY_RETURN_IF_ERROR(rest.status());
@@ -140,7 +142,8 @@ Status NcclMember::check_deadline() {
     waited = Clock::now() - slot(oldest_).started_at;
   }
   if (!is_collective(operation)) {
-    // A peer that has left has done its part of what it issued; what remains open so long it did not issue.
+    // A peer that has left has done its part of all operations that it issued. It did not issue one that
+    // stays open so long.
     const auto peer = static_cast<std::size_t>(operation.peer);
     const bool left = table_[peer].state != NcclMemberState::kRunning;
     if (left && waited > kNcclGoodbyeMax && Clock::now() - left_at_[peer] > kNcclGoodbyeMax) {
@@ -150,8 +153,8 @@ Status NcclMember::check_deadline() {
                                                " left before it; see why it ended");
     }
   }
-  // A rank that does not come may itself wait for one that is stopped, in another group, whose heartbeats
-  // miss that one and know it for the cause.
+  // A rank that does not come may itself wait for a stopped rank in another group. The heartbeats of that
+  // group miss the stopped rank and name it.
   if (waited < deadline_ + std::min<Clock::duration>(deadline_ / 4, kNcclPrecedence)) return {};
   return operation_timeout(rank(), operation, table_, deadline_, world_.numbers);
 }
@@ -160,7 +163,7 @@ void NcclMember::leave() noexcept {
   std::unique_lock lock(mutex_);
   leaving_ = true;
   changed_.notify_all();
-  // The watch ends after what is queued is done, or fails at the deadline; then it has its own waits.
+  // The watch ends after all queued operations are done, or fails at the deadline; then it has its own waits.
   const milliseconds patience = deadline_ + deadline_ + kNcclDrainMax;
   const bool ended = changed_.wait_for(lock, patience, [&] { return ended_; });
   lock.unlock();
@@ -170,9 +173,9 @@ void NcclMember::leave() noexcept {
     return;
   }
   log(LogLevel::kError,
-      "NCCL does not come back from ending a communicator; the thread that waits for it is left to it");
+      "NCCL does not return from ending a communicator; the thread that waits for it is left behind");
   watcher_.detach();
-  // What that thread uses stays for ever: when it comes back, the backend may be gone.
+  // The memory that the thread uses is leaked: when it returns, the backend may be gone.
   static_cast<void>(new std::shared_ptr<NcclMember>(shared_from_this()));
 }
 

@@ -29,7 +29,8 @@ Status NcclMember::await_slot() {
       const std::lock_guard lock(journal_mutex_);
       if (next_ - oldest_ < kNcclSlots) return {};
     }
-    // The watch finds what does not end; this is for a stream that works on other things for so long.
+    // The watch finds operations that do not end; this is for a stream that works on something else for so
+    // long.
     if (Clock::now() >= give_up) {
       return fail_here(Status(StatusCode::kTimeout, "cannot queue an operation over NCCL: none of the " +
                                                         std::to_string(kNcclSlots) +
@@ -82,7 +83,7 @@ Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
   }
   if (status.ok()) return {};
   if (is_recorded(wanted.operation)) book_.end(slot.record, wanted.operation, false);
-  // The watch may have ended the call, and knows why.
+  // The watch may have ended the call, and knows the reason.
   return fail_here(status);
 }
 
@@ -102,7 +103,7 @@ NcclStep NcclMember::exchange_in_pairs(NcclComm comm, const Piece& piece, std::b
   const auto slice = [](auto* first, std::size_t stride, int of) {
     return first + static_cast<std::size_t>(of) * stride;
   };
-  // Each rank starts with its right neighbour, so that no rank is sent to by all at once.
+  // Each rank starts with its right neighbour, so that not all ranks send to one rank at once.
   for (int i = 1; i < size(); ++i) {
     const int to = (rank() + i) % size();
     const int from = (rank() + size() - i) % size();
@@ -162,7 +163,7 @@ Status NcclMember::reduce_scatter(const ReduceScatterArguments& arguments, Strea
   const bool is_fast = options_.order == NcclOrder::kFast && size() > 1 && is_contiguous &&
                        arguments.count > 0 && arguments.type == DataType::kFloat32;
   if (!is_fast) {
-    // Alone, there is nobody to exchange with: only the sum is queued.
+    // A single rank has nobody to exchange with: only the sum is queued.
     if (size() > 1) FOREBAY_RETURN_IF_ERROR(queue_transfer(reduce_scatter_transfer(arguments), stream));
     if (arguments.count == 0) return {};
     const Status summed = kernels_.accumulate(accumulate_arguments(arguments, rank(), size()), stream);
@@ -252,7 +253,7 @@ Status NcclMember::register_buffer(DevicePtr address, std::size_t bytes) {
   }
   if (address == nullptr || bytes == 0 || registered_.count(address) != 0) {
     return Status(StatusCode::kInvalidArgument,
-                  "cannot " + what + ": there is nothing there or it is registered; give a buffer once");
+                  "cannot " + what + ": it is empty or registered already; give each buffer once");
   }
   void* registration = nullptr;
   const Status status = handle_->call(what, limit(), [&](NcclComm comm) {

@@ -106,9 +106,9 @@ Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size) {
     is_whole = is_message ? operation.peer >= 0 && operation.peer < size : is_collective(operation);
   }
   if (is_whole) return {};
-  return Status(StatusCode::kCorruption, "cannot watch rank " + std::to_string(rank) +
-                                             ": what it says of its operations cannot be; run the same build "
-                                             "of forebay on all ranks");
+  return Status(StatusCode::kCorruption,
+                "cannot watch rank " + std::to_string(rank) +
+                    ": its heartbeat cannot be read; run the same build of forebay on all ranks");
 }
 
 Status judge_heartbeats(std::span<const NcclHeartbeat> members, std::span<const int> numbers) {

@@ -1,5 +1,5 @@
-// What the ranks of an NCCL communicator tell each other about their data operations, and what follows from
-// it. No NCCL here, no threads: values in, a Status out.
+// Heartbeats: the facts about data operations that the ranks of an NCCL communicator exchange, and the errors
+// that follow from them. There is no NCCL here and no thread: values in, a Status out.
 #pragma once
 
 #include <chrono>
@@ -37,12 +37,12 @@ inline bool is_collective(const NcclOperation& operation) noexcept {
 
 enum class NcclMemberState : std::uint32_t {
   kRunning,
-  kLeaving,  // Will issue nothing more, and all it issued is done.
+  kLeaving,  // Issues nothing more, and all its operations are done.
   kGone,     // Takes part in no later heartbeat.
 };
 
-// Operations of a rank that a heartbeat shows: the oldest that are not done. The first is the one the rank
-// hangs in, if it does; the others make a mismatch show before it is reached.
+// Operations of a rank in a heartbeat: the oldest that are not done. If the rank hangs, it hangs in the
+// first; the others show a mismatch before it is reached.
 inline constexpr std::size_t kNcclWindow = 4;
 
 struct NcclHeartbeat {
@@ -55,24 +55,23 @@ struct NcclHeartbeat {
 };
 static_assert(std::is_trivially_copyable_v<NcclHeartbeat>);
 
-// The error of a rank whose operation met `theirs` of `peer`, if they do not belong together. For a recv,
-// `theirs` is the send. All with the numbers that messages know.
+// The error when `mine` of `rank` met `theirs` of `peer` and they do not belong together, or ok. For a recv,
+// `theirs` is the send. Rank numbers are those of the world.
 Status compare_operations(int rank, const NcclOperation& mine, int peer, const NcclOperation& theirs);
 
-// Whether what came from `rank` of `size` can be a heartbeat at all. Errors: kCorruption.
+// Whether the bytes from `rank` of `size` can be a heartbeat. Errors: kCorruption.
 Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size);
 
-// The number by which messages know a rank: that of `numbers`, by rank, or where they are empty its own.
+// The number of a rank in messages: that in `numbers`, or if these are empty its own.
 inline int number_of(std::span<const int> numbers, int rank) {
   return numbers.empty() ? rank : numbers[static_cast<std::size_t>(rank)];
 }
-// As messages name it.
+// The operation as messages name it.
 NcclOperation numbered(NcclOperation operation, std::span<const int> numbers);
 
-// What all ranks' heartbeats, by rank, show to be wrong: ranks that issued different operations, or a rank
-// that left before a collective that another one is in. The same words on every rank that has the same
-// heartbeats.
-// Requires: each has passed check_heartbeat.
+// The error that the heartbeats of all ranks, by rank, show: ranks that issued different operations, or a
+// rank that left before a collective that another rank is in. The same words on every rank that has the same
+// heartbeats. Requires: each has passed check_heartbeat.
 Status judge_heartbeats(std::span<const NcclHeartbeat> members, std::span<const int> numbers = {});
 
 // The timeout of `operation` on `rank`, which names the ranks that have not issued it.

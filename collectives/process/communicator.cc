@@ -1,5 +1,5 @@
-// The Communicator of processes over any Transport: arguments are checked, operations numbered, queued on the
-// stream and written down here; the Transport carries them out.
+// The Communicator of processes over any Transport: it checks arguments, numbers operations, queues them on
+// the stream and records them. The Transport carries them out.
 
 #include <algorithm>
 #include <map>
@@ -12,7 +12,7 @@
 namespace forebay::internal {
 namespace {
 
-// What the communicator and its queued operations share: they may run after it is gone.
+// Shared by the communicator and its queued operations, which may run after it is gone.
 struct Shared {
   explicit Shared(std::shared_ptr<Transport> given)
       : transport(std::move(given)), book(transport->rank(), transport->size()) {}
@@ -161,13 +161,13 @@ class ProcessCommunicator final : public Communicator {
   template <typename Function>
   Status queue(Stream stream, const Issued& issued, Function operation) {
     const std::uint64_t number = shared_->book.issue(issued);
-    // The failure of an operation is the transport's: status() reports it.
+    // The transport keeps the failure of an operation: status() reports it.
     const Status queued = call_on(backend_, stream, [shared = shared_, number, issued, operation] {
       static_cast<void>(shared->run(number, issued, operation));
     });
     if (!queued.ok()) {
       shared_->book.end(number, issued, false);
-      // The peers' half of this operation would wait for ours until the deadline; tell them now.
+      // The peers would wait for this operation until the deadline; tell them now.
       static_cast<void>(
           transport().fail(queued.with_context("rank " + std::to_string(transport().world_rank(rank())))));
     }
@@ -194,9 +194,9 @@ Result<Membership> check_membership(const char* name, int rank, int size, std::c
   }
   const Capabilities& device = backend.capabilities();
   if (!device.host_accessible) {
-    return Status(StatusCode::kUnsupported, std::string(name) + " moves host memory, which the memory of " +
-                                                device.name +
-                                                " is not; use the host backend or another communicator");
+    return Status(StatusCode::kUnsupported,
+                  std::string(name) + " needs memory that the host reaches, and the memory of " +
+                      device.name + " is not such; use the host backend or another communicator");
   }
   return Membership{.rank = rank,
                     .size = size,

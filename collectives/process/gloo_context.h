@@ -1,5 +1,5 @@
-// One plane of connections of Gloo, made one by one: Gloo's own way to make them all can be neither ended nor
-// told from outside that a peer is gone.
+// GlooContext: one plane of Gloo's connections, made one by one. Gloo's own way to make them all cannot be
+// interrupted when a peer is gone.
 #pragma once
 
 #include <gloo/context.h>
@@ -21,7 +21,7 @@ namespace forebay::internal {
 // Throws what Gloo throws.
 class GlooContext final : public gloo::Context {
  public:
-  // Every pair listens when this returns. `timeout`: of one connect() at least.
+  // When this returns, every pair listens. One connect() takes at most `timeout`.
   GlooContext(int rank, int size, const std::shared_ptr<gloo::transport::Device>& device,
               std::chrono::milliseconds timeout)
       : gloo::Context(rank, size) {
@@ -37,7 +37,7 @@ class GlooContext final : public gloo::Context {
     }
   }
 
-  // Where each peer finds its pair here, for the peers to read.
+  // The addresses of this rank's pairs, for the peers to read.
   std::string addresses() {
     std::string text;
     for (int peer = 0; peer < size; ++peer) {
@@ -49,8 +49,8 @@ class GlooContext final : public gloo::Context {
     return text;
   }
 
-  // `addresses`: those of `peer`. False when they are not such. Returns early when the connections are closed
-  // meanwhile.
+  // `addresses` are those of `peer`; false when they cannot be read. Returns early when the connections are
+  // closed meanwhile.
   bool connect(int peer, std::string_view addresses) {
     for (int reader = 0;; ++reader) {
       std::uint32_t bytes = 0;

@@ -1,4 +1,4 @@
-// How a rank comes to a transport: it meets the others, and whoever cannot go on from there says why.
+// How a rank joins a transport: it meets the other ranks, connects, and tells them the reason if it cannot.
 #pragma once
 
 #include <chrono>
@@ -19,26 +19,26 @@ struct Joining {
   Membership membership;
   Meeting meeting;
   std::shared_ptr<RendezvousStore> store;
-  std::string interface;                        // As given, or where the store was reached.
-  std::chrono::steady_clock::time_point limit;  // Of connecting.
+  std::string interface;                        // As given, else the address at which the store was reached.
+  std::chrono::steady_clock::time_point limit;  // For connecting.
 
-  // A text of this run under which every rank has one.
+  // The name of a text of this run in the store.
   std::string name(const std::string& what) const { return membership.generation + "." + what; }
 };
 
-// Meets the others for the transport called `transport`: ranks that ask for different ones refuse each other.
+// Meets the other ranks. Ranks that ask for transports of different names refuse each other.
 // Requires: more than one rank. Errors: those of opening the store and of meeting.
 Result<Joining> meet_others(const char* transport, const ProcessOptions& options, const Backend& backend);
 
 // The text `name`, once it is there. Errors: the first failure, if a rank gives up meanwhile; kTimeout, with
-// `missing` as what is missing.
+// `missing` as its reason.
 Result<std::string> await_text(const Joining& joining, const std::string& name, const std::string& missing);
 
-// After what came of joining on this rank: tells the others why it does not come, if it does not. The first
-// cause of all, or ok.
+// `joined` is the outcome of joining on this rank; if it is an error, the others are told. Returns the first
+// failure of all ranks, or ok.
 Status conclude(Joining& joining, Status joined);
 
-// One transport of the run, over what is in `joining`.
+// Each connects one transport.
 Result<std::shared_ptr<Transport>> connect_gloo(const Joining& joining);
 Result<std::shared_ptr<Transport>> connect_shm(const Joining& joining);
 

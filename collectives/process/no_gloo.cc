@@ -1,4 +1,4 @@
-// What stands for gloo_communicator.cc in a build without Gloo.
+// Stands in for the gloo_*.cc files in a build without Gloo.
 #include "collectives/process/joining.h"
 #include "forebay/gloo_communicator.h"
 

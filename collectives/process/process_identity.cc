@@ -13,7 +13,7 @@
 namespace forebay::internal {
 namespace {
 
-// The content of a small file of /proc; nothing when it cannot be read.
+// The content of a small file in /proc, or nothing when it cannot be read.
 std::optional<std::string> read_small(const char* path) {
   const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) return std::nullopt;
@@ -33,8 +33,8 @@ struct ProcessFacts {
   std::uint64_t start_time = 0;
 };
 
-// Of /proc/ID/stat (proc(5)): the fields after the program's name, which is in brackets and may hold
-// anything.
+// Reads /proc/ID/stat (proc(5)). The fields begin after the program's name, which is in brackets and may
+// contain any character.
 std::optional<ProcessFacts> read_process(std::int32_t id) {
   const std::optional<std::string> text = read_small(("/proc/" + std::to_string(id) + "/stat").c_str());
   if (!text) return std::nullopt;
@@ -75,11 +75,11 @@ Result<ProcessIdentity> this_process() {
 bool is_running(const ProcessIdentity& process) {
   const std::optional<ProcessFacts> facts = read_process(process.id);
   if (!facts) {
-    // No such entry, or no descriptor left to read it: only the kernel's own word counts as gone.
+    // There is no such entry, or no descriptor left to read it: ask the kernel in another way.
     return kill(process.id, 0) == 0 || errno != ESRCH;
   }
   if (facts->start_time != process.start_time) return false;
-  // A process whose first thread has ended looks like one that nobody has reaped, but has other threads.
+  // A process with an ended first thread looks like one that was not reaped, but has other threads.
   const bool ended = facts->state == 'Z' || facts->state == 'X';
   return !ended || facts->thread_count > 1;
 }

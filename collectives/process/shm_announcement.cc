@@ -30,7 +30,7 @@ std::optional<ShmAnnouncement> decode_shm_announcement(std::string_view text) {
   const bool whole = take(&text, &announcement.owner.id, ' ') &&
                      take(&text, &announcement.owner.start_time, ' ') &&
                      take(&text, &announcement.descriptor, '\n') && text.empty();
-  // Numbers that no process and no descriptor has never came from encode().
+  // encode() never makes numbers that no process and no descriptor can have.
   if (!whole || announcement.owner.id <= 0 || announcement.descriptor < 0) return std::nullopt;
   return announcement;
 }

@@ -16,7 +16,7 @@ struct ShmAnnouncement {
 };
 
 std::string encode(const ShmAnnouncement& announcement);
-// Nothing for what encode() did not make.
+// Nothing for a text that encode() did not make.
 std::optional<ShmAnnouncement> decode_shm_announcement(std::string_view text);
 
 }  // namespace forebay::internal

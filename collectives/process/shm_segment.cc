@@ -96,12 +96,12 @@ ShmWaitSign::~ShmWaitSign() {
   if (place_ != nullptr) place_->beat.store(0, std::memory_order_release);
 }
 
-std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh) {
+std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds validity) {
   std::vector<Wait> waits;
   const std::int64_t now = steady_now();
   for (const ShmWait& place : rank.waits) {
     const std::int64_t beat = place.beat.load(std::memory_order_acquire);
-    if (beat == 0 || now - beat > fresh.count()) continue;
+    if (beat == 0 || now - beat > validity.count()) continue;
     const std::uint64_t version = place.version.load(std::memory_order_acquire);
     Wait wait;
     wait.came = place.came.load(std::memory_order_acquire) != 0;
@@ -205,8 +205,8 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::open(const ProcessIdentity& owne
                           static_cast<std::size_t>(facts.st_size) == shm_segment_bytes(size);
   const Status wrong(StatusCode::kCorruption,
                      path +
-                         " is not the memory that was to be shared; start all ranks with one build of "
-                         "forebay and a store directory of their own");
+                         " is not the shared memory of this run; start all ranks with one build of forebay, "
+                         "and give every run a store directory of its own");
   if (!right_size) {
     ::close(opened);
     return wrong;

@@ -21,26 +21,26 @@
 
 namespace forebay::internal {
 
-// A word that one waiter sleeps at and anybody rings. Lives in shared memory.
+// A word in shared memory at which one thread sleeps and that any process rings.
 struct alignas(64) Bell {
   std::atomic<std::uint32_t> rings{0};
   std::atomic<std::uint32_t> sleeping{0};
 
   void ring() noexcept;
-  // Returns after a ring later than the one that gave `heard`, at `limit`, or for no reason.
+  // Returns after a ring that is not counted in `heard`, at `limit`, or spuriously.
   void sleep(std::uint32_t heard, std::chrono::steady_clock::time_point limit) noexcept;
 };
 
 enum ShmPlane : int { kShmDataPlane, kShmControlPlane, kShmPlaneCount };
 
-// What one rank says on one plane. Written by that rank; everybody reads. A count is published after what it
-// counts.
+// The progress of one rank on one plane. That rank writes, all ranks read. A count is published after the
+// data that it counts.
 struct ShmPlaneState {
-  // Collectives announced. The fingerprint of the n-th is fingerprints[n % 2]: who announces the next but one
-  // knows that everybody has read this one.
+  // Collectives announced. The fingerprint of the n-th is fingerprints[n % 2]: a rank that announces the next
+  // but one knows that all ranks have read this one.
   alignas(64) std::atomic<std::uint64_t> announced{0};
   Fingerprint fingerprints[2];
-  alignas(64) std::atomic<std::uint64_t> written{0};  // Rounds in this rank's slots, ever.
+  alignas(64) std::atomic<std::uint64_t> written{0};  // Rounds that this rank has written into its slots.
   alignas(64) std::atomic<std::uint64_t> read{0};     // Rounds that this rank has taken from every peer.
   Bell bell;                                          // Rung for this rank.
 };
@@ -48,8 +48,8 @@ struct ShmPlaneState {
 // The message that one rank is sending, one at a time.
 struct ShmMessage {
   // The number of the message in the upper 48 bits; in the lower 16 the receiver plus 1 while it is open, 0
-  // after. The sender opens it, the receiver closes it; the rest is stable and the receiver's while it is
-  // open.
+  // after. The sender opens it, the receiver closes it. While it is open the other fields do not change, and
+  // the receiver reads them.
   alignas(64) std::atomic<std::uint64_t> open{0};
   std::uint64_t bytes = 0;
   std::uint32_t tag = 0;
@@ -57,12 +57,12 @@ struct ShmMessage {
   alignas(64) std::atomic<std::uint64_t> taken{0};
 };
 
-// What one rank has voted for last. It writes; whoever has to know the final word closes it first.
+// The last vote of one rank, which writes it. A rank that has to know the final vote closes the ballot first.
 class ShmBallot {
  public:
-  // False when it is closed.
+  // False when the ballot is closed.
   bool cast(std::uint64_t step, std::span<const std::byte> decision) noexcept;
-  // Takes no further vote. The decision, if the last vote was for `step`.
+  // Takes no further vote. Returns the decision if the last vote was for `step`.
   std::optional<std::vector<std::byte>> close(std::uint64_t step);
 
  private:
@@ -77,40 +77,40 @@ class ShmBallot {
   Paper papers_[2];  // By step % 2: the last vote can be read while the next is written.
 };
 
-// What a rank waits in, for the ranks that wait for it (wait_graph.h). The rank's threads write, one at a
-// time the same one; everybody reads. A reader that finds `version` odd or changed has read nothing.
+// A wait of one thread of a rank, shown to the other ranks (wait_graph.h). One thread of the rank writes, all
+// ranks read. A reader that finds `version` odd or changed has read nothing.
 struct ShmWait {
-  static constexpr std::size_t kTextMax = 176;  // A longer description is cut.
+  static constexpr std::size_t kTextMax = 176;  // A longer description is shortened.
   static constexpr std::size_t kTextWords = kTextMax / sizeof(std::uint64_t);
   static constexpr std::size_t kRankWords = kShmRanksMax / 64;
 
-  // On the steady clock, in ns: when the thread that waits last said so; 0: nobody does.
+  // On the steady clock, in ns: when the thread last reported that it waits; 0: the place is free.
   std::atomic<std::int64_t> beat{0};
   std::atomic<std::uint64_t> version{0};
-  // Between two changes of `version`.
+  // Written between two changes of `version`.
   std::atomic<std::int64_t> begin{0};
   std::atomic<std::uint64_t> came{0};
   std::atomic<std::uint64_t> ranks[kRankWords] = {};  // A bit for each rank that is waited for.
   std::atomic<std::uint64_t> text[kTextWords] = {};   // Zeros after its end.
 };
 
-// More threads of a rank than this that wait at once: the others show that it does.
+// When more threads of a rank wait at once, the others are not shown.
 inline constexpr std::size_t kShmWaitCount = 8;
 
 enum class ShmPresence : std::uint32_t { kAbsent, kJoined, kLeft };
 
 struct ShmRank {
   std::atomic<ShmPresence> presence{ShmPresence::kAbsent};
-  ProcessIdentity process;  // Before it joins.
+  ProcessIdentity process;  // Written before the rank joins.
   ShmPlaneState planes[kShmPlaneCount];
   ShmMessage message;
   ShmBallot ballot;
-  ShmWait waits[kShmWaitCount];  // In the segment of all ranks; in all operations, of groups too.
+  ShmWait waits[kShmWaitCount];  // Used in the segment of all ranks, for operations of groups too.
 };
 
 // The first failure of all ranks.
 struct ShmFailure {
-  static constexpr std::size_t kTextMax = 3072;  // A longer message is cut.
+  static constexpr std::size_t kTextMax = 3072;  // A longer message is shortened.
   static constexpr std::uint32_t kNone = 0;
   static constexpr std::uint32_t kThere = 1;
   static constexpr std::uint32_t kWriting = 2;  // Plus the rank that writes it.
@@ -120,10 +120,10 @@ struct ShmFailure {
   char text[kTextMax];
 };
 
-// Lets the other ranks see, in a segment, what a thread of `rank` waits in, until destroyed.
+// Shows the other ranks the wait of one thread of `rank`, until destroyed.
 class ShmWaitSign {
  public:
-  // `begin`: when the wait began. Shows nothing before the first say().
+  // `begin`: when the wait began. Nothing is shown before the first say().
   ShmWaitSign(ShmRank& rank, std::chrono::steady_clock::time_point begin) : rank_(rank), begin_(begin) {}
   ~ShmWaitSign();
   ShmWaitSign(const ShmWaitSign&) = delete;
@@ -137,8 +137,8 @@ class ShmWaitSign {
   ShmWait* place_ = nullptr;
 };
 
-// What the threads of `rank` wait in and have said within the last `fresh`, the oldest first.
-std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds fresh);
+// The waits that threads of `rank` have reported within the last `validity`, the oldest first.
+std::vector<Wait> read_waits(const ShmRank& rank, std::chrono::nanoseconds validity);
 
 // How often a rank looks whether its peers' processes still run. Shorter: it reads /proc more often. Longer:
 // a killed rank is named later.
@@ -149,25 +149,26 @@ std::size_t shm_segment_bytes(int size) noexcept;
 
 class ShmSegment {
  public:
-  static constexpr std::size_t kSlotCount = 4;  // Of each rank and plane.
+  static constexpr std::size_t kSlotCount = 4;  // For each rank and plane.
   static constexpr std::size_t slot_bytes(ShmPlane plane) noexcept {
     return plane == kShmDataPlane ? std::size_t{512} << 10 : std::size_t{8} << 10;
   }
 
-  // `generation` names the communicator: whoever opens another's memory finds out.
+  // `generation` names the communicator, so that a rank that opens the memory of another one notices.
   // Errors: kOutOfMemory, kIoError.
   static Result<std::unique_ptr<ShmSegment>> create(int size, const std::string& generation);
-  // What `owner` created and holds as `descriptor`. Errors: kPeerLost when it no longer runs; kUnsupported
-  // when the system does not let us; kCorruption when it is not what create() made with these arguments.
+  // Opens the memory that the process `owner` created and holds as `descriptor`. Errors: kPeerLost when that
+  // process has ended; kUnsupported when the system does not permit it; kCorruption when create() did not
+  // make it with these arguments.
   static Result<std::unique_ptr<ShmSegment>> open(const ProcessIdentity& owner, int descriptor, int size,
                                                   const std::string& generation);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // For the others to open; -1 once closed.
+  // For the other ranks to open; -1 once closed.
   int descriptor() const noexcept { return descriptor_; }
-  // Once all have opened it.
+  // Called once all ranks have opened it.
   void close_descriptor() noexcept;
 
   ShmFailure& failure() noexcept;

@@ -28,7 +28,7 @@ Status Transport::fail_of_all(const Status& cause) noexcept {
     return first;
   }
   if (const Status own = own_status(); !own.ok()) return own;
-  // Which fails this one too, among its parts.
+  // The origin fails this one too, as one of its parts.
   return fail_own(origin->fail_of_all(cause));
 }
 
@@ -59,7 +59,7 @@ Result<std::shared_ptr<Transport>> Transport::split(Membership membership,
     const std::lock_guard lock(parts_mutex_);
     parts_.push_back(part.value().get());
   }
-  // What failed before it was one of the parts reaches it now.
+  // A failure from before it was one of the parts reaches it now.
   FOREBAY_RETURN_IF_ERROR(part.value()->status());
   return part;
 }

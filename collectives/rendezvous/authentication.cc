@@ -13,7 +13,7 @@ bool equal_digests(const Digest& a, const Digest& b) noexcept {
 
 Digest random_digest() {
   Digest digest{};
-  // Up to 256 bytes come at once or, before the system has gathered any chance, not at all.
+  // Up to 256 bytes come at once, or not at all before the system has gathered enough randomness.
   while (getrandom(digest.data(), digest.size(), 0) != static_cast<ssize_t>(digest.size())) {
   }
   return digest;

@@ -1,5 +1,5 @@
-// Numbers and texts as bytes for files and sockets, low byte first, and back from bytes that anybody may have
-// written.
+// Writes numbers and texts as bytes for files and sockets, low byte first, and reads them from bytes that
+// anybody may have written.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ inline void append_text(std::string& bytes, std::string_view text) {
   bytes += text;
 }
 
-// Takes a number off the front of `bytes`; false when they are too few.
+// Takes a number off the front of `bytes`; false when there are too few bytes.
 template <typename Number>
 bool take_number(std::string_view* bytes, Number* number) {
   if (bytes->size() < sizeof(Number)) return false;

@@ -1,4 +1,4 @@
-// What a rank tells the others of itself when they meet, and how two of them can disagree.
+// The facts that a rank tells the others when they meet, and how two ranks can disagree.
 #pragma once
 
 #include <cstddef>
@@ -12,24 +12,24 @@ namespace forebay::internal {
 
 struct Introduction {
   Participant who;
-  std::string version;  // Of this library.
+  std::string version;  // This library's version.
   std::string host;
 };
 
-// That of this process.
+// The introduction of this process.
 Introduction introduce(const Participant& who);
 
-// Ok, or how two ranks of what should be one run differ: the same words on both sides.
+// Ok, or an error that says how two ranks that should be of one run differ, in the same words on both.
 Status compare(const Introduction& a, const Introduction& b);
 
 inline constexpr std::size_t kVersionBytesMax = 32;
 inline constexpr std::size_t kHostBytesMax = 64;
 inline constexpr std::size_t kConfigurationBytesMax = 1024;
-// More ranks than this is damage, not a run.
+// A larger number of ranks is taken for damage.
 inline constexpr int kRanksMax = 1 << 20;
 
 std::string encode(const Introduction& introduction);
-// Takes it off the front of `text`. False for what encode() did not make.
+// Takes an introduction off the front of `text`. False if encode() did not make it.
 bool decode(std::string_view* text, Introduction* introduction);
 
 }  // namespace forebay::internal

@@ -1,4 +1,4 @@
-// What stands for openssl_hmac.cc in a build without OpenSSL.
+// Stands in for openssl_hmac.cc in a build without OpenSSL.
 #include "collectives/rendezvous/authentication.h"
 #include "forebay/check.h"
 

@@ -1,5 +1,5 @@
-// What we use of PMIx, version 3 on, declared by us and loaded when a launcher offers it. A test holds this
-// against pmix.h where that is installed.
+// The part of PMIx, from version 3 on, that we use: declared here and loaded when a launcher offers it. A
+// test compares this with pmix.h where that is installed.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Value {
   std::uint16_t type;
   union {
     char* string;
-    // Larger than what any version keeps here, so that it may copy the whole.
+    // Larger than the data of any version, so that the library may copy the whole.
     std::byte room[64];
   } data;
 };

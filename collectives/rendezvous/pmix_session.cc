@@ -18,13 +18,13 @@ namespace {
 constexpr char kLibrary[] = "libpmix.so.2";
 constexpr char kAdvice[] = "; set FOREBAY_STORE to tcp://HOST:PORT or to a directory that all hosts share";
 
-// What is not there yet is asked for again after a while that doubles from the first to the second of these.
+// A missing value is asked for again after a pause that doubles from the first to the second of these.
 constexpr std::chrono::milliseconds kPollMin{2};
 constexpr std::chrono::milliseconds kPollMax{100};
 
 }  // namespace
 
-// What a question and the launcher's answer, which may come when nobody waits for it any more, share.
+// Shared by a question and the launcher's answer, which may come when nobody waits for it any more.
 struct PmixSession::Answer {
   std::mutex mutex;
   std::condition_variable arrived;
@@ -64,7 +64,7 @@ struct PmixSession::Library {
 PmixSession::PmixSession(std::unique_ptr<Library> library) : library_(std::move(library)) {}
 
 Result<std::unique_ptr<PmixSession>> PmixSession::open() {
-  // It has threads of its own, which may run until the process ends.
+  // Never closed: the library has threads of its own, which may run until the process ends.
   void* handle = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) {
     return Status(StatusCode::kUnavailable, std::string("cannot ask the launcher where the ranks meet: ") +
@@ -118,7 +118,7 @@ Result<std::string> PmixSession::fetch(int rank, const std::string& key,
     std::unique_lock lock(answer->mutex);
     const bool arrived = answer->arrived.wait_until(lock, limit, [&] { return answer->there; });
     if (answer->text) return *answer->text;
-    // Some launchers wait for what is not there yet, others say so at once.
+    // Some launchers wait for a value that is not there yet, others answer at once.
     if (arrived && answer->status != pmix::kNotFound) return library_->unavailable(what, answer->status);
     if (!arrived || std::chrono::steady_clock::now() >= limit) {
       return Status(StatusCode::kTimeout,
@@ -132,7 +132,7 @@ Result<std::string> PmixSession::fetch(int rank, const std::string& key,
 std::shared_ptr<PmixSession::Answer> PmixSession::ask(int rank, const std::string& key) {
   pmix::Process other = library_->me;
   other.rank = static_cast<std::uint32_t>(rank);
-  // Shared with take_answer, which gives its part back.
+  // Shared with take_answer(), which releases its part.
   auto answer = std::make_shared<Answer>();
   auto given = std::make_unique<std::shared_ptr<Answer>>(answer);
   const int status = library_->get(&other, key.c_str(), nullptr, 0, take_answer, given.get());

@@ -1,5 +1,5 @@
 // The key-value space that a launcher (mpirun, srun --mpi=pmix) keeps for the processes of a job, through
-// libpmix. The launcher has authenticated them, so what is put there is the job's own.
+// libpmix. The launcher has authenticated them, so every value there is from a process of the job.
 #pragma once
 
 #include <chrono>
@@ -21,9 +21,10 @@ class PmixSession {
 
   int rank() const noexcept;
 
-  // For all processes of the job to fetch. Once for each key.
+  // Publishes a value for all processes of the job. Once for each key.
   Status publish(const std::string& key, const std::string& value);
-  // What `rank` published, or will within the limit. Errors: kTimeout; kUnavailable when the launcher cannot.
+  // The value that `rank` published, or publishes before `limit`. Errors: kTimeout; kUnavailable when the
+  // launcher cannot tell.
   Result<std::string> fetch(int rank, const std::string& key, std::chrono::steady_clock::time_point limit);
 
  private:

@@ -23,7 +23,7 @@ Result<std::unique_ptr<RendezvousStore>> open_at(TcpStoreOptions tcp, const Rend
   return std::unique_ptr<RendezvousStore>(std::move(store).value());
 }
 
-// At an address that the user gave, with the user's secret.
+// At the user's address, with the user's secret.
 Result<std::unique_ptr<RendezvousStore>> open_tcp(const RendezvousOptions& options) {
   Result<StoreAddress> address = parse_store_address(options.where);
   FOREBAY_RETURN_IF_ERROR(address.status());
@@ -41,7 +41,7 @@ Result<std::unique_ptr<RendezvousStore>> open_tcp(const RendezvousOptions& optio
 // At an address and with a secret that rank 0 chooses and the launcher tells the others.
 Result<std::unique_ptr<RendezvousStore>> open_pmix(const RendezvousOptions& options) {
   const std::string job = options.where.substr(kPmixScheme.size());
-  // A program may meet several times; its ranks do so in the same order.
+  // The ranks of a program may meet several times, in the same order.
   static std::atomic<int> meeting_count{0};
   const std::string key = "forebay.store." + std::to_string(meeting_count.fetch_add(1));
   Result<std::unique_ptr<PmixSession>> session = PmixSession::open();
@@ -72,8 +72,9 @@ Result<std::unique_ptr<RendezvousStore>> open_pmix(const RendezvousOptions& opti
   std::istringstream text(card);
   text >> tcp.secret >> tcp.address.port >> tcp.address.host;
   if (!text) {
-    return Status(StatusCode::kCorruption,
-                  "what rank 0 told the launcher is damaged; run the same version of forebay on all ranks");
+    return Status(
+        StatusCode::kCorruption,
+        "the address that rank 0 gave the launcher is damaged; run the same version of forebay on all ranks");
   }
   tcp.address.job = job;
   tcp.where = "tcp://" + tcp.address.host + ":" + std::to_string(tcp.address.port) + "/" + job;

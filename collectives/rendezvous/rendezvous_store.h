@@ -1,6 +1,6 @@
-// RendezvousStore: small named texts that all ranks of a run see, for what must be known before there are
-// connections, and after they broke. A text appears whole or not at all. Not for data, and not for anything
-// that is asked often.
+// RendezvousStore: small named texts that all ranks of a run see. Ranks use it before they are connected, and
+// after their connections broke. A text appears whole or not at all. It is not for data, nor for texts that
+// are read often.
 #pragma once
 
 #include <chrono>
@@ -14,12 +14,12 @@
 
 namespace forebay::internal {
 
-// Who of the ranks is here.
+// The ranks that have come.
 struct Attendance {
-  std::string generation;          // Not empty once all are here: a word that no other run has.
+  std::string generation;          // Empty until all ranks are here; then a word that no other run has.
   std::vector<bool> came;          // By rank.
-  std::vector<std::string> hosts;  // By rank, once all are here.
-  std::string doubt;               // Who was not let in, to add to a message; may be empty.
+  std::vector<std::string> hosts;  // By rank, once all ranks are here.
+  std::string doubt;               // The connections that were refused, to add to a message; may be empty.
 };
 
 // Threads: any, also at the same time.
@@ -27,63 +27,66 @@ class RendezvousStore {
  public:
   virtual ~RendezvousStore() = default;
 
-  // What a user gave to name it: for messages.
+  // The name that the user gave, for messages.
   virtual const std::string& where() const noexcept = 0;
-  // The address of this host at which the other ranks can reach it, where the store knows one; else empty.
+  // The address at which the other ranks can reach this host, if the store knows one; else empty.
   virtual std::string local_address() const { return {}; }
 
-  // Replaces the text if there is one.
+  // Replaces the text if it is there already.
   virtual Status write(const std::string& name, std::string_view content) = 0;
-  // Nothing when there is no such text or it cannot be read.
+  // Nothing when the text is not there or cannot be read.
   virtual std::optional<std::string> read(const std::string& name) const = 0;
-  // The content that is there after this call: ours when we were the first to give one, else the first one's.
-  // Nothing when the store does not work.
+  // Writes the text unless it is there already. Returns the content after this call: ours, or that of the
+  // rank that was first. Nothing when the store does not work.
   virtual std::optional<std::string> write_once(const std::string& name, std::string_view content) = 0;
   virtual void remove(const std::string& name) noexcept = 0;
 
-  // As write(), of what is soon replaced by the next and may be lost: where a rank serves the store, nobody
-  // waits for it, and it goes to all ranks that are here.
+  // As write(), for a text that the next one soon replaces and that may be lost. Where a rank serves the
+  // store, this does not wait for it, and the text is sent to all ranks that are here.
   virtual void post(const std::string& name, std::string_view content) noexcept {
     static_cast<void>(write(name, content));
   }
-  // What was posted last under `name`, or written once, as far as it is known here without asking a rank.
+  // The text last posted, or written once, under `name`, as far as it is known here without asking another
+  // rank.
   virtual std::optional<std::string> posted(const std::string& name) { return read(name); }
-  // The rank that serves the store; -1: none.
+  // The rank that serves the store, or -1.
   virtual int server_rank() const noexcept { return -1; }
-  // Asks the rank that serves the store nothing more: `cause` becomes status(), unless there is one.
+  // Asks the rank that serves the store nothing more. `cause` becomes status(), unless there is an error
+  // already.
   virtual void abandon(const Status& cause) noexcept { static_cast<void>(cause); }
-  // The run has failed. A rank that serves the store stays, when this is destroyed, no longer than `linger`
-  // for ranks that do not leave: one may be stopped.
+  // The run has failed. A rank that serves the store then waits in the destructor at most `linger` for ranks
+  // that do not leave, since one may be stopped.
   virtual void stay_at_most(std::chrono::milliseconds linger) noexcept { static_cast<void>(linger); }
 
-  // Whether texts can still be shared, as they can when the run has failed: false once the rank that serves
-  // the store is gone or was given up.
+  // Whether texts can still be shared. They can after a failure too, but not once the rank that serves the
+  // store has ended or was given up.
   virtual bool answers() const { return true; }
 
-  // Ok, or why the run has failed as far as the store knows. Who waits for a text asks this too.
+  // Ok, or the reason why the run has failed, as far as the store knows. A thread that waits for a text asks
+  // this too.
   virtual Status status() const { return {}; }
-  // Where the store lets in the ranks of one run only: who of them is here. A store that anybody may write to
-  // cannot tell.
+  // The ranks that are here, if the store lets in the ranks of one run only. Nothing for a store that anybody
+  // may write to.
   virtual std::optional<Attendance> attendance() { return std::nullopt; }
-  // Whether the store knows that this rank of the run has ended: what it has not written it will not write.
+  // Whether the store knows that this rank of the run has ended. Such a rank writes no more texts.
   virtual bool is_lost(int rank) {
     static_cast<void>(rank);
     return false;
   }
-  // Where a store that anybody may write to can tell that a process of this host has ended: the word by which
-  // it knows this one; else empty.
+  // The word by which the store knows this process, if it can tell that a process of this host has ended;
+  // else empty.
   virtual std::string presence() const { return {}; }
-  // `rank` of this run has given its presence(): status() tells from now on when that process has ended.
+  // `rank` of this run has given its presence(). From now on status() tells when that process has ended.
   virtual void expect(int rank, const std::string& presence) {
     static_cast<void>(rank);
     static_cast<void>(presence);
   }
-  // Tells the other ranks, where the store can, that this one gives up. Returns the first failure of all,
-  // which is `cause` if nobody was faster.
+  // Tells the other ranks, if the store can, that this one gives up. Returns the first failure of all ranks,
+  // which is `cause` unless a rank failed before.
   virtual Status fail(const Status& cause) noexcept { return cause; }
 };
 
-// One rank, as the others may compare it with themselves.
+// One rank: the facts that the others compare with their own.
 struct Participant {
   int rank = 0;
   int size = 1;
@@ -93,9 +96,8 @@ struct Participant {
 struct RendezvousOptions {
   std::string where;  // A directory, tcp://HOST:PORT[/JOB], or pmix://[JOB].
   Participant me;
-  std::string
-      interface;  // Name or address, where the store has to listen and was not told at which; may be empty.
-  std::chrono::steady_clock::time_point limit;  // For opening it.
+  std::string interface;  // Name or address, for a store that has to choose where to listen; may be empty.
+  std::chrono::steady_clock::time_point limit;  // For opening the store.
 };
 
 // Errors: those of StoreDirectory::open, of PmixSession or of TcpStore::open.

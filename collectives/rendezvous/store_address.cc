@@ -26,7 +26,7 @@ constexpr char kMakeSecret[] =
 // Shorter ones can be guessed from a recorded connection.
 constexpr std::size_t kSecretBytesMin = 32;
 constexpr std::size_t kSecretBytesMax = 4096;
-// Connections that wait to be accepted; the kernel takes less where it is set to.
+// Connections that wait to be accepted, at most; the kernel may allow fewer.
 constexpr int kBacklog = 1024;
 
 Status invalid(std::string message) {
@@ -44,7 +44,7 @@ Result<std::string> check_secret(std::string secret, const std::string& source) 
 }
 
 Result<std::string> read_secret_file(const std::string& path) {
-  // A pipe of that name would make us wait for a writer.
+  // Non-blocking, because a pipe of that name would wait for a writer.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat facts {};
   if (!file.valid() || fstat(file.number(), &facts) != 0) {
@@ -109,7 +109,7 @@ bool is_store_address(std::string_view text) {
 
 Result<StoreAddress> parse_store_address(const std::string& text) {
   const Status wrong =
-      invalid("the store \"" + text.substr(0, 200) +
+      invalid("the rendezvous store \"" + text.substr(0, 200) +
               "\" is not tcp://HOST:PORT or tcp://HOST:PORT/JOB with a port from 1 to 65535; "
               "give such an address, or a directory");
   if (!is_store_address(text)) return wrong;
@@ -137,7 +137,8 @@ Result<std::string> read_store_secret() {
   if (path != nullptr && *path != '\0') return read_secret_file(path);
   const char* secret = std::getenv("FOREBAY_SECRET");
   if (secret != nullptr && *secret != '\0') return check_secret(secret, "FOREBAY_SECRET");
-  return invalid(std::string("a store over TCP needs a secret that only the ranks know; ") + kMakeSecret);
+  return invalid(std::string("a rendezvous store over TCP needs a secret that only the ranks know; ") +
+                 kMakeSecret);
 }
 
 std::uint16_t SocketAddress::port() const noexcept {
@@ -228,7 +229,8 @@ bool is_connected_to_itself(int socket) {
 Result<Descriptor> listen_at(const StoreAddress& address) {
   Result<std::vector<SocketAddress>> candidates = resolve(address.host, address.port);
   FOREBAY_RETURN_IF_ERROR(candidates.status());
-  const std::string what = "cannot serve the store at " + address.host + ":" + std::to_string(address.port);
+  const std::string what =
+      "cannot serve the rendezvous store at " + address.host + ":" + std::to_string(address.port);
   int reason = EADDRNOTAVAIL;
   for (const SocketAddress& candidate : candidates.value()) {
     if (is_wildcard(candidate)) {

@@ -7,7 +7,7 @@
 namespace forebay::internal {
 namespace {
 
-// Beside its bytes, what a text costs in the tables.
+// The memory of a text in the tables, beside its bytes.
 constexpr std::size_t kTextCost = 128;
 
 std::string rank_name(int rank) {
@@ -41,10 +41,11 @@ Status StoreBook::greet(const Greeting& greeting, const std::string& from) {
   const std::string who = rank_name(introduction.who.rank) + " at " + from;
   if (greeting.job != own_.job) {
     note_refusal(from, who + " is of the run \"" + greeting.job + "\"");
-    return Status(StatusCode::kInvalidArgument,
-                  who + " is of the run \"" + greeting.job + "\", but the store at " + where_ +
-                      " is that of the run \"" + own_.job +
-                      "\"; end what is left of an earlier run, or give each run a port of its own");
+    return Status(
+        StatusCode::kInvalidArgument,
+        who + " is of the run \"" + greeting.job + "\", but the store at " + where_ +
+            " is that of the run \"" + own_.job +
+            "\"; end the remaining processes of the earlier run, or give each run a port of its own");
   }
   if (const auto index = static_cast<std::size_t>(introduction.who.rank);
       index < answered_.size() && answered_[index] == 0) {
@@ -119,11 +120,11 @@ Message StoreBook::write(const Message& message, bool once) {
   std::size_t bytes = text_bytes_ + message.name.size() + message.content.size() + kTextCost;
   if (found != texts_.end()) bytes -= found->first.size() + found->second.content.size() + kTextCost;
   if (bytes > kBytesMax) {
-    return refusal(Status(StatusCode::kOutOfMemory, "the store at " + where_ + " cannot keep " +
-                                                        std::to_string(message.content.size()) +
-                                                        " bytes more: it has " + std::to_string(text_bytes_) +
-                                                        " of at most " + std::to_string(kBytesMax) +
-                                                        "; it is for what ranks need to meet, not for data"));
+    return refusal(Status(StatusCode::kOutOfMemory,
+                          "the store at " + where_ + " cannot keep " +
+                              std::to_string(message.content.size()) + " bytes more: it has " +
+                              std::to_string(text_bytes_) + " of at most " + std::to_string(kBytesMax) +
+                              "; it is for the texts with which ranks meet, not for data"));
   }
   text_bytes_ = bytes;
   texts_[message.name] = {message.content, once};
@@ -134,7 +135,7 @@ Message StoreBook::write(const Message& message, bool once) {
 }
 
 void StoreBook::post(const Message& message) {
-  // Nobody's last word is replaced.
+  // A text that was written once is not replaced.
   if (!texts_.contains(message.name)) news_.push_back({MessageType::kPosted, message.name, message.content});
 }
 
@@ -142,7 +143,7 @@ void StoreBook::leave(int rank) {
   if (is_complete()) return;
   static_cast<void>(
       fail(Status(StatusCode::kPeerLost,
-                  rank_name(rank) + " left before all ranks had come to " + where_ + "; see what it said")));
+                  rank_name(rank) + " left before all ranks had come to " + where_ + "; see its output")));
 }
 
 std::string lost_name(int rank) {

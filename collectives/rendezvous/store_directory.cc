@@ -18,12 +18,12 @@
 namespace forebay::internal {
 namespace {
 
-// Several jobs of one user may make and remove the parent at the same time; each try that meets another's
-// removal makes it anew.
+// Several jobs of one user may make and remove the parent directory at the same time. A try that finds it
+// removed makes it again.
 constexpr int kMakeTries = 16;
 
-// Of a directory that a rank has made. Where nobody else can write, the sticky bit has no other meaning; so
-// whichever rank is the last to leave knows that it may go.
+// The mode of a directory that a rank has made. Where nobody else can write, the sticky bit has no other
+// meaning, so it tells the last rank to leave that it may remove the directory.
 constexpr mode_t kMadeMode = S_IRWXU | S_ISVTX;
 
 bool is_made_by_ranks(const std::string& path) {
@@ -72,8 +72,8 @@ Status check_private(const std::string& path) {
   return {};
 }
 
-// Ok when nobody else can replace what is in `path`: neither the directory nor, unless it is sticky as /tmp
-// is, the right to write there may be another user's.
+// Ok when no other user can replace the contents of `path`: the directory belongs to this user or root, and
+// others cannot write there unless it is sticky, as /tmp is.
 Status check_parent(const std::string& path) {
   struct stat facts {};
   if (path.empty() || stat(path.c_str(), &facts) != 0) return {};
@@ -81,7 +81,7 @@ Status check_parent(const std::string& path) {
   const bool closed = (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 || (facts.st_mode & S_ISVTX) != 0;
   if (owned && closed) return {};
   return Status(StatusCode::kInvalidArgument,
-                "other users can replace what is in " + path +
+                "other users can replace the contents of " + path +
                     ", the parent of the store directory; set FOREBAY_STORE to a directory elsewhere");
 }
 
@@ -119,15 +119,15 @@ Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& 
 
 namespace {
 
-// Looked at so often. Shorter: ranks that wait load a shared file system. Longer: a killed rank is noticed
-// later.
+// How often the locks are looked at. Shorter: ranks that wait load a shared file system. Longer: a killed
+// rank is noticed later.
 constexpr std::chrono::milliseconds kLookPeriod{50};
 
 constexpr char kHere[] = "here.";
 constexpr char kTwice[] = "twice.";
 constexpr std::size_t kGenerationLengthMin = 16;
 
-// How long the last rank of a run that failed waits for one that is about to be gone.
+// How long the last rank of a failed run waits for another that is about to end.
 constexpr std::chrono::milliseconds kDyingMax{500};
 constexpr std::chrono::milliseconds kSweepPeriod{5};
 
@@ -138,8 +138,8 @@ std::string twice_name(int rank) {
   return kTwice + std::to_string(rank);
 }
 
-// Which process this is: a word that no other has and, behind a colon, its host's boot, then what a reader
-// knows it by.
+// Names this process: a word that no other process has, a colon, the boot id of its host, and then its id and
+// host for a reader.
 std::string identity() {
   char host[256] = {};
   gethostname(host, sizeof(host) - 1);
@@ -151,7 +151,7 @@ std::string identity() {
 std::string shown(const std::string& identity) {
   return identity.substr(std::min(identity.size(), identity.find(' ') + 1));
 }
-// Empty where it is not known.
+// Empty when it is not known.
 std::string boot_of(const std::string& identity) {
   const std::string word = identity.substr(0, identity.find(' '));
   const std::size_t colon = word.find(':');
@@ -165,7 +165,7 @@ struct flock whole_file(short type) {
   return lock;
 }
 
-// Whether somebody holds the lock of the open `file`, without taking it.
+// Whether a process holds the lock of the open `file`. Does not take it.
 bool is_held(int file) {
   struct flock lock = whole_file(F_RDLCK);
   return fcntl(file, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
@@ -194,13 +194,13 @@ Status StoreDirectory::come(const Participant& who) {
       close(descriptor);
       if (!taken) return {};
       const std::string other = read(here_name(rank_)).value_or("");
-      // It has the lock and has not written yet, or has gone meanwhile.
+      // That process has the lock and has not written yet, or has ended meanwhile.
       if (other.empty()) continue;
       FOREBAY_RETURN_IF_ERROR(write(twice_name(rank_), other + "\n" + me));
       const std::lock_guard guard(mutex_);
       return status_ = came_twice(rank_, other, me);
     }
-    if (!is_named(descriptor, path)) {  // Removed by who had it before.
+    if (!is_named(descriptor, path)) {  // Its earlier owner has removed it.
       close(descriptor);
       continue;
     }
@@ -226,7 +226,7 @@ Status StoreDirectory::look() const {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_) {
       const int descriptor = ::open(file(here_name(rank)).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-      // Without one it has not come, or has left: in order, or because it was told that it came twice.
+      // Without a file it has not come, or has left: in order, or because it was told that it came twice.
       const bool held = descriptor >= 0 && is_held(descriptor);
       if (descriptor >= 0) close(descriptor);
       const std::string who = read(here_name(rank)).value_or("");
@@ -289,7 +289,7 @@ bool StoreDirectory::sweep() const {
     if (descriptor >= 0) close(descriptor);
     if (held) return false;
   }
-  // Names that begin with the run's generation are of this run, whoever wrote them.
+  // Texts with names that begin with the run's generation are of this run.
   std::set<std::string> runs;
   for (const std::string& name : known_) {
     const std::size_t dot = name.find('.');
@@ -307,12 +307,12 @@ StoreDirectory::~StoreDirectory() {
     remove(here_name(rank_));
     close(presence_);
     try {
-      // The peers of a process that ends hear of it before its locks are gone.
+      // Peers hear of the end of a process before its locks are released.
       const auto limit =
           std::chrono::steady_clock::now() + (keeps_ ? kDyingMax : std::chrono::milliseconds(0));
       while (!sweep() && std::chrono::steady_clock::now() < limit) std::this_thread::sleep_for(kSweepPeriod);
     } catch (const std::exception&) {
-      // It cannot be read any more, or there is no memory: the files stay.
+      // The directory cannot be read any more, or there is no memory: the files stay.
     }
   }
   if (made_) rmdir(path_.c_str());

@@ -1,8 +1,7 @@
-// StoreDirectory: the RendezvousStore that is small files in one directory, which all ranks see. A file
-// appears whole or not at all (written under another name, then renamed).
-//
-// Each rank holds the lock of a file there for as long as it lives. So the others learn that it was killed,
-// and a second process of the same rank that it is one: both processes and the other ranks are told.
+// StoreDirectory: the RendezvousStore that keeps its texts as small files in one directory that all ranks
+// see. A file appears whole or not at all: it is written under another name, then renamed. Each rank holds
+// the lock of a file there as long as it lives. So the others learn when it was killed. A second process of
+// the same rank finds the lock taken: both processes and the other ranks are told.
 #pragma once
 
 #include <chrono>
@@ -22,15 +21,16 @@ namespace forebay::internal {
 class StoreDirectory final : public RendezvousStore {
  public:
   // Makes the directory (and its parent, one level) with mode 0700 when it is missing.
-  // Errors: kInvalidArgument when it is not a directory, another user's, or writable by others; kIoError.
+  // Errors: kInvalidArgument when it is not a directory, belongs to another user, or is writable by others;
+  // kIoError.
   static Result<std::unique_ptr<StoreDirectory>> open(const std::string& path);
 
-  // This process is `who.rank`. Errors: kInvalidArgument when another one is; where the file system has no
-  // locks, nobody can tell.
+  // Takes the lock of `who.rank` for this process. Errors: kInvalidArgument when another process has it. On a
+  // file system without locks nobody can tell.
   Status come(const Participant& who);
 
-  // The last rank to leave, as far as locks tell, removes what ranks that died left and what the run kept for
-  // ranks that look late; and the directory, if ranks made it and it is empty.
+  // The last rank to leave, as far as locks tell, removes the texts of ranks that died and those that the run
+  // kept for ranks that look late; and the directory, if ranks made it and it is empty.
   ~StoreDirectory() override;
   StoreDirectory(const StoreDirectory&) = delete;
   StoreDirectory& operator=(const StoreDirectory&) = delete;
@@ -42,8 +42,8 @@ class StoreDirectory final : public RendezvousStore {
   std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
   void remove(const std::string& name) noexcept override;
   // Whether a rank that was here was killed or came twice, as of some tens of milliseconds ago. A rank was
-  // here when its lock was seen, or when it is expected on this host: a file without a lock alone may be an
-  // earlier run's, or that of a host whose locks do not reach this one.
+  // here when its lock was seen, or when it is expected on this host. A file without a lock does not count:
+  // it may be of an earlier run, or of a host with locks that this one does not see.
   Status status() const override;
   std::string presence() const override;
   void expect(int rank, const std::string& presence) override;
@@ -63,19 +63,19 @@ class StoreDirectory final : public RendezvousStore {
   const std::string path_;
   const bool made_;
   const bool made_parent_;
-  // Set by come(): this rank, and its file, whose lock it holds; -1 without locks.
+  // Set by come(): this rank, and the file with its lock; -1 without locks.
   int rank_ = -1;
   int size_ = 0;
   int presence_ = -1;
 
   mutable std::mutex names_mutex_;
   // Guarded by names_mutex_.
-  mutable std::set<std::string> known_;  // What was read or written.
-  bool keeps_ = false;                   // Something was written once, which stays for ranks that look late.
+  mutable std::set<std::string> known_;  // Texts that were read or written.
+  bool keeps_ = false;                   // A text was written once; it stays for ranks that look late.
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  mutable std::map<int, std::string> seen_;  // By rank: which process was seen here, this one too.
+  mutable std::map<int, std::string> seen_;  // By rank: the process that was seen here, this one too.
   mutable Status status_;
   mutable std::chrono::steady_clock::time_point next_look_;
 };

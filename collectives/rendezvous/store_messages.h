@@ -1,13 +1,12 @@
-// What a TCP store and its clients say to each other, as bytes. Everything here takes bytes that anybody may
+// The messages between a TCP store and its clients, as bytes. Everything here takes bytes that anybody may
 // have sent; nothing here touches a socket.
 //
 //   client  magic, nonce                          server  magic, nonce
 //   client  proof that it knows the secret        server  'A' and its own proof, or 'R'
 //   from here on, both ways: frames               length, message, HMAC of a key of this connection and
 //                                                 direction over {number of the frame, length, message}
-//
-// The client's first message is its greeting. A message asked for is answered by one message; besides, the
-// server sends kShared and kFirstFailure when it likes.
+// The client's first message is its greeting. Each request is answered by one message. The server also sends
+// kShared, kFirstFailure and kPosted unasked.
 #pragma once
 
 #include <cstddef>
@@ -27,10 +26,10 @@ inline constexpr char kSecretAccepted = 'A';
 inline constexpr char kSecretRefused = 'R';
 
 std::string encode_hello(const Digest& nonce);
-// Nothing for what is not a hello of this protocol. Requires: kHelloBytes.
+// Nothing if `bytes` is no hello of this protocol. Requires: kHelloBytes bytes.
 std::optional<Digest> decode_hello(std::string_view bytes);
 
-// What one connection's two nonces make of the secret.
+// The keys of one connection, derived from the secret and two nonces.
 struct StoreKeys {
   Digest client_proof;
   Digest server_proof;
@@ -40,7 +39,7 @@ struct StoreKeys {
 StoreKeys derive_store_keys(std::string_view secret, const Digest& client_nonce, const Digest& server_nonce);
 
 // A larger message is refused before memory is taken for it. Smaller: a run of very many ranks would not get
-// its roster. Larger: more memory for whoever knows the secret and misuses it.
+// its roster. Larger: a process that misuses the secret can take more memory.
 inline constexpr std::size_t kMessageBytesMax = std::size_t{1} << 20;
 
 class FrameWriter {
@@ -59,10 +58,10 @@ class FrameReader {
   enum class Next : std::uint8_t { kMessage, kMore, kBroken };
 
   explicit FrameReader(const Digest& key) : key_(key) {}
-  // Bytes as they come. At most one whole frame and a piece should be in here: take messages before adding.
+  // Adds bytes as they come. Take the messages that are whole before adding more.
   void add(std::string_view bytes) { buffer_ += bytes; }
-  // kMore: a frame is not whole yet. kBroken, for good: too long a one, or one that nobody with the key sent
-  // as the next on this connection.
+  // kMore: the next frame is not whole yet. kBroken, for good: the frame is too long, or is not the next one
+  // of a sender that knows the key.
   Next next(std::string* message);
 
  private:
@@ -74,9 +73,8 @@ class FrameReader {
 
 enum class MessageType : std::uint8_t {
   // To the server.
-  kGreeting = 1,  // Answered by kDone, whose content is the rank's token, or kRefused. With the token as its
-                  // name: the
-                  // rank was here and lost its connection.
+  kGreeting = 1,  // kDone, which contains the rank's token, or kRefused. The token as its name: the rank was
+                  // here and lost its connection.
   kWrite,         // kDone or kRefused.
   kWriteOnce,     // kText or kRefused.
   kRead,          // kText or kNothing.
@@ -89,10 +87,10 @@ enum class MessageType : std::uint8_t {
   kDone = 64,
   kText,
   kNothing,
-  kRefused,       // Content: why, as encode_failure() makes it.
-  kShared,        // Unasked: a text that was written once, for every rank to know.
-  kFirstFailure,  // Unasked: why the run has failed.
-  kPosted,        // Unasked: what a rank has posted. Left out for a rank that has not read what came before.
+  kRefused,       // Content: the reason, as encode_failure() makes it.
+  kShared,        // Unasked: a text that was written once, for every rank.
+  kFirstFailure,  // Unasked: the first failure of the run.
+  kPosted,        // Unasked: a posted text. Left out for a rank that has not read the messages before.
 };
 
 struct Message {
@@ -107,7 +105,7 @@ std::string encode(const Message& message);
 bool decode(std::string_view bytes, Message* message);
 
 struct Greeting {
-  std::string job;  // Names the run, where something does.
+  std::string job;  // The name of the run, if it has one.
   Introduction introduction;
 };
 

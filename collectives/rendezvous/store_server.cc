@@ -22,24 +22,24 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// Read from one connection before the others have their turn.
+// Bytes read from one connection before the others have their turn.
 constexpr std::size_t kReadBytes = std::size_t{64} << 10;
-// What may wait to be read by one rank. Smaller: no room for an answer and the news. Larger: more memory for
-// each rank that does not read.
+// Bytes that wait to be read by one rank, at most. Smaller: no room for an answer and the news. Larger: more
+// memory for each rank that does not read.
 constexpr std::size_t kUnreadBytesMax = std::size_t{4} << 20;
-// What was posted is left out for a rank that has so much to read. Less: a rank that reads a moment later
-// misses what it asked for. More: a stopped rank takes memory.
+// A rank that has so many bytes to read gets no posted texts. Smaller: a rank that reads a moment later
+// misses some. Larger: a stopped rank takes memory.
 constexpr std::size_t kPostedUnreadMax = std::size_t{64} << 10;
-// How long no connection is accepted after the system had no descriptor for one.
+// How long the server accepts no connection after it had no descriptor for one.
 constexpr milliseconds kAcceptPause{50};
-// Accepted at once before those that are here have their turn.
+// Connections accepted at once, before the present ones have their turn.
 constexpr int kAcceptBurst = 64;
 
-// How long the server of a run that is over stays for ranks that have not come yet. Smaller: they wait for
-// their deadline instead of being told. Larger: a launcher waits for rank 0.
+// How long the server of a failed run stays for ranks that have not come yet. Smaller: they wait until their
+// deadline instead of being told. Larger: a launcher waits for rank 0.
 constexpr milliseconds kLateMax{2'000};
-// And for those that are here, which have been sent the reason, to ask their last questions: for each other's
-// votes. One that is stopped asks nothing and does not leave.
+// And for ranks that are here. They were sent the reason and may still ask for each other's votes. A stopped
+// rank asks nothing and does not leave.
 constexpr milliseconds kFarewellMax{2'500};
 
 enum class Stage : std::uint8_t { kHello, kProof, kGreeting, kMember, kLeaving };
@@ -48,10 +48,10 @@ struct Connection {
   Descriptor socket;
   std::string from;
   Stage stage = Stage::kHello;
-  SteadyClock::time_point limit;  // Of every stage but kMember.
+  SteadyClock::time_point limit;  // For every stage except kMember.
   Digest client_nonce{};
   StoreKeys keys{};
-  std::string in;  // Before frames.
+  std::string in;  // Bytes before the frames begin.
   std::optional<FrameReader> reader;
   std::optional<FrameWriter> writer;
   std::string out;
@@ -98,7 +98,7 @@ class StoreServer::Loop {
   void spread_news();
   bool take_back(Connection& connection, const Greeting& greeting, const std::string& token);
   void sweep(SteadyClock::time_point now);
-  // What is written already still goes, then the connection ends.
+  // Sends the bytes that wait, then ends the connection.
   void send_away(Connection& connection) {
     connection.stage = Stage::kLeaving;
     connection.limit = SteadyClock::now() + kAdmissionMax;
@@ -110,11 +110,11 @@ class StoreServer::Loop {
   const std::size_t size_;
   std::atomic<bool> finishing_{false};
   milliseconds linger_{};  // Written before finishing_.
-  // The thread's own.
+  // Used by the server's thread alone.
   StoreBook book_;
   std::list<Connection> connections_;  // In the order of their coming.
   std::map<int, SteadyClock::time_point>
-      away_;  // Ranks whose connection broke, and until when they may return.
+      away_;  // Ranks that lost their connection, and until when they may come back.
   std::optional<SteadyClock::time_point> finish_began_;
   SteadyClock::time_point accept_after_{};
 };
@@ -133,9 +133,9 @@ bool StoreServer::Loop::is_done(SteadyClock::time_point now) {
   if (!finishing_.load(std::memory_order_acquire)) return false;
   if (!finish_began_) finish_began_ = now;
   if (now >= finish_limit()) return true;
-  // Who has not come yet learns why the run is over, if it comes soon.
+  // A rank that has not come yet learns why the run has failed, if it comes soon.
   if (book_.is_over() && !book_.has_answered_all()) return false;
-  // Those that are being sent away have a moment to read why.
+  // Connections that are sent away have a moment to read the reason.
   return away_.empty() &&
          std::none_of(connections_.begin(), connections_.end(), [](const Connection& connection) {
            return connection.stage == Stage::kMember || !connection.out.empty();
@@ -165,7 +165,7 @@ void StoreServer::Loop::poll_once(SteadyClock::time_point until) {
   std::vector<Connection*> connections;
   for (Connection& connection : connections_) {
     short events = 0;
-    // Who does not read its answers is not asked for more.
+    // Nothing is read from a rank that does not read its answers.
     if (connection.out.size() <= kMessageBytesMax) events |= POLLIN;
     if (!connection.out.empty()) events |= POLLOUT;
     waiting.push_back({connection.socket.number(), events, 0});
@@ -227,7 +227,7 @@ void StoreServer::Loop::read_from(Connection& connection) {
 }
 
 void StoreServer::Loop::read_admission(Connection& connection, std::string_view bytes) {
-  // Whatever comes, no more than this is kept of it.
+  // No more bytes than this are kept.
   const std::size_t wanted = connection.stage == Stage::kHello ? kHelloBytes : sizeof(Digest);
   const std::size_t taken = std::min(bytes.size(), wanted - connection.in.size());
   connection.in += bytes.substr(0, taken);
@@ -235,7 +235,7 @@ void StoreServer::Loop::read_admission(Connection& connection, std::string_view 
   if (connection.stage == Stage::kHello) {
     const std::size_t known = std::min(connection.in.size(), kStoreMagic.size());
     if (connection.in.compare(0, known, kStoreMagic, 0, known) != 0) {
-      book_.note_refusal(connection.from, "what came was no greeting of forebay's");
+      book_.note_refusal(connection.from, "its first bytes were no greeting of forebay");
       connection.broken = true;
       return;
     }
@@ -304,7 +304,7 @@ void StoreServer::Loop::greet(Connection& connection, const Message& message) {
   for (const Message& news : book_.news_for_newcomer()) connection.send(news);
 }
 
-// A rank that is here already, over a connection that is no more.
+// A rank that came before, over a connection that is gone.
 bool StoreServer::Loop::take_back(Connection& connection, const Greeting& greeting,
                                   const std::string& token) {
   if (!book_.may_return(greeting, token)) return false;
@@ -338,7 +338,7 @@ void StoreServer::Loop::write_to(Connection& connection) {
     connection.broken = true;
     connection.reset = true;
   }
-  // The other end closes once it has read all.
+  // The other end closes the connection once it has read everything.
   if (connection.out.empty() && connection.stage == Stage::kLeaving)
     shutdown(connection.socket.number(), SHUT_WR);
 }

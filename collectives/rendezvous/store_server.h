@@ -1,9 +1,8 @@
-// The server of a TCP store: one thread that listens at one address, lets in who knows the secret, and keeps
-// what ranks say in a StoreBook.
-//
-// Who has not proved that it knows the secret has a small fixed buffer and kAdmissionMax to do it, and there
-// are at most kStrangersMax of them besides as many as there are ranks; one more and the oldest goes. So
-// strangers can neither use up memory nor keep a rank out.
+// StoreServer: the server of a TCP store. One thread listens at one address, lets in ranks that know the
+// secret, and keeps their texts in a StoreBook. A connection that has not yet proved that it knows the secret
+// has a small fixed buffer and kAdmissionMax to do it. There are at most kStrangersMax of these, besides as
+// many as there are ranks; for one more the oldest is closed. So strangers can neither use up memory nor keep
+// a rank out.
 #pragma once
 
 #include <atomic>
@@ -22,29 +21,27 @@ namespace forebay::internal {
 inline constexpr int kTcpStoreRanksMax = 4096;
 inline constexpr std::chrono::milliseconds kAdmissionMax{2'000};
 inline constexpr std::size_t kStrangersMax = 16;
-// A connection that the network broke, which a process that ends does not do by itself, may be made anew for
-// so long. Smaller: a slow network's rank is lost. Larger: a host that fell over is found that much later
-// here.
+// How long a rank may come back after the network broke its connection. (The end of a process closes it in
+// order.) Smaller: a rank on a slow network is lost. Larger: a host that crashed is found later.
 inline constexpr std::chrono::milliseconds kStoreReturnMax{1'000};
 
 struct StoreServerOptions {
   std::string where;  // For messages.
   std::string secret;
-  Greeting own;  // What rank 0 says.
+  Greeting own;  // The greeting of rank 0.
 };
 
 class StoreServer {
  public:
-  // Errors: kUnavailable when there can be no thread.
+  // Errors: kUnavailable when no thread can be started.
   static Result<std::unique_ptr<StoreServer>> start(Descriptor listener, StoreServerOptions options);
   // Ends at once.
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
 
-  // Serves until all ranks that are here have said goodbye, at most `linger`; of a run that is over (it
-  // failed, or somebody said why it does) at most two seconds, in which ranks that come late hear of it, and
-  // half a second once all have come.
+  // Serves until all ranks that are here have said goodbye, at most `linger`. If the run has failed, it
+  // serves at most two seconds, in which ranks that come late are told, and half a second once all have come.
   void finish(std::chrono::milliseconds linger);
 
  private:

@@ -23,10 +23,10 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// The server answers from memory. Smaller: a crowded host looks like a dead one. Larger: who asks about a
-// first failure waits that long for a server that has stopped.
+// How long a rank waits for an answer, which the server has in memory. Smaller: a busy host looks like a dead
+// one. Larger: a rank that asks for the first failure waits that long for a stopped server.
 constexpr milliseconds kAnswerMax{5'000};
-// One try of connecting and proving, as long as the server gives it.
+// One try to connect and to prove the secret; the server allows as much.
 constexpr milliseconds kTryMax = kAdmissionMax;
 constexpr milliseconds kRetryMin{5};
 constexpr milliseconds kRetryMax{100};
@@ -35,7 +35,7 @@ std::string milliseconds_text(milliseconds length) {
   return std::to_string(length.count()) + " ms";
 }
 
-// Where the name of this host is made known only after it has started, this waits for that.
+// Some networks learn the name of a host only after it has started; this waits for it.
 Result<Descriptor> listen_once_named(const StoreAddress& address, SteadyClock::time_point limit) {
   while (!resolve(address.host, address.port).ok() && SteadyClock::now() + kRetryMax < limit)
     std::this_thread::sleep_for(kRetryMax);
@@ -44,7 +44,7 @@ Result<Descriptor> listen_once_named(const StoreAddress& address, SteadyClock::t
 
 }  // namespace
 
-// The server, and what it does at its end.
+// The server, which waits for goodbyes at its end.
 class TcpStore::Server {
  public:
   Server(std::unique_ptr<StoreServer> server, milliseconds linger)
@@ -74,7 +74,7 @@ class TcpStore::Line {
   const std::string& local_address() const noexcept { return local_address_; }
   // The answer; kRefused is an error.
   Result<Message> ask(const Message& message);
-  // Sends it if the connection takes it.
+  // Sends a message without an answer, if the connection takes it.
   void tell(const Message& message);
   void abandon(const Status& cause);
   // A text that the server has sent unasked.
@@ -83,7 +83,7 @@ class TcpStore::Line {
   bool answers();
 
  private:
-  // Why one try of connecting has come to nothing.
+  // The outcome of one try to connect.
   struct Try {
     Status status;       // Ok: connected.
     bool final = false;  // Another try would end the same way.
@@ -92,15 +92,15 @@ class TcpStore::Line {
   Try try_connect(SteadyClock::time_point limit);
   Try prove(SteadyClock::time_point limit);
   void disconnect();
-  // After the network has broken the connection: a new one, to the same place among the ranks.
+  // Connects again as the same rank, after the network has broken the connection.
   bool come_back();
   Try again(const std::string& reason) const { return {Status(StatusCode::kTimeout, reason)}; }
-  // Sends all, or receives exactly `bytes`: "" or what went wrong.
+  // Sends all bytes, or receives exactly `bytes`. Returns "", or the reason why not.
   std::string send_all(std::string_view bytes, SteadyClock::time_point limit);
   std::string receive(std::size_t bytes, SteadyClock::time_point limit, std::string* received);
 
   Result<Message> ask_locked(const Message& message, SteadyClock::time_point limit);
-  // The next message that is an answer; news are taken in on the way. Nothing when `limit` passes.
+  // The next message that is an answer; news before it are taken in. Nothing when `limit` passes.
   std::optional<Message> next_answer(SteadyClock::time_point limit);
   void take_in(const Message& news);
   void drain();
@@ -115,8 +115,8 @@ class TcpStore::Line {
   StoreAddress address_;
   std::string secret_;
   Participant me_;
-  std::string token_;    // What the server knows this rank by once it was let in.
-  bool broken_ = false;  // The connection, by the network.
+  std::string token_;    // The server knows this rank by it, once it was let in.
+  bool broken_ = false;  // The network broke the connection.
   bool returning_ = false;
   Descriptor socket_;
   std::optional<FrameReader> reader_;
@@ -127,7 +127,7 @@ class TcpStore::Line {
 
 TcpStore::Line::~Line() {
   if (!socket_.valid() || !writer_) return;
-  // The server waits for it; if it cannot be said, the end of the connection says the rest.
+  // The server waits for the goodbye; if it cannot be sent, the end of the connection tells the server.
   static_cast<void>(send_all(writer_->frame(encode(Message{MessageType::kGoodbye, {}, {}})),
                              SteadyClock::now() + kAnswerMax));
 }
@@ -209,7 +209,7 @@ bool TcpStore::Line::come_back() {
     if (!back) std::this_thread::sleep_for(pause);
   }
   if (!back) disconnect();
-  // Whatever trying has met is not the first failure.
+  // The failures of single tries are not the first failure.
   if (!known.ok() || !back) status_ = known;
   returning_ = false;
   return back;
@@ -242,11 +242,11 @@ TcpStore::Line::Try TcpStore::Line::try_connect(SteadyClock::time_point limit) {
       continue;
     }
     if (is_connected_to_itself(socket_.number())) {
-      // The port was free and the kernel chose it for this end: gone at once, or rank 0 could not listen
+      // The port was free and the kernel chose it for this end. Closed at once, so that rank 0 can listen
       // there.
       const linger reset{1, 0};
       setsockopt(socket_.number(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
-      last = again("nobody listens there");
+      last = again("no process listens there");
       continue;
     }
     configure_store_socket(socket_.number());
@@ -282,7 +282,7 @@ TcpStore::Line::Try TcpStore::Line::prove(SteadyClock::time_point limit) {
   Digest proof{};
   std::copy(received.begin(), received.end(), proof.begin());
   if (!equal_digests(proof, keys.server_proof))
-    return invalid("what answers does not know the secret" + advice);
+    return invalid("the process that listens there does not know the secret" + advice);
   writer_.emplace(keys.to_server);
   reader_.emplace(keys.to_client);
   const Greeting greeting{address_.job, introduce(me_)};
@@ -315,16 +315,16 @@ Result<Message> TcpStore::Line::ask_locked(const Message& message, SteadyClock::
                                                     "\" does not go into the store at " + where_ +
                                                     "; it is for what ranks need to meet, not for data");
   }
-  // What the server said before it ended counts, even when it takes nothing any more.
+  // News that the server sent before it ended count, even if it takes nothing any more.
   static_cast<void>(send_all(writer_->frame(bytes), limit));
   const std::optional<Message> answer = next_answer(limit);
   if (!answer) {
-    // What is asked twice is answered as if it were asked once.
+    // A request that is sent twice is answered as if it were sent once.
     if (broken_ && come_back()) return ask_locked(message, SteadyClock::now() + kAnswerMax);
     if (!status_.ok() && !socket_.valid()) return status_;
     if (SteadyClock::now() < limit) return lose_server();
     return lose("rank 0, which serves the store at " + where_ + ", did not answer within " +
-                milliseconds_text(kAnswerMax) + "; look at what it does");
+                milliseconds_text(kAnswerMax) + "; look there for the reason");
   }
   if (answer->type == MessageType::kRefused) return decode_failure(answer->content);
   return *answer;
@@ -337,8 +337,8 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
     if (next == FrameReader::Next::kMessage) {
       Message message;
       if (!decode(text, &message)) {
-        static_cast<void>(
-            lose("the store at " + where_ + " sent what is no message; run one version of forebay"));
+        static_cast<void>(lose("the rendezvous store at " + where_ +
+                               " sent a message that cannot be read; run one version of forebay"));
         return std::nullopt;
       }
       if (message.type < MessageType::kShared) return message;
@@ -346,8 +346,8 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
       continue;
     }
     if (next == FrameReader::Next::kBroken) {
-      static_cast<void>(lose("somebody changed what the store at " + where_ +
-                             " sends; see who can reach the network between the hosts"));
+      static_cast<void>(lose("messages of the rendezvous store at " + where_ +
+                             " were changed on the way; see who can reach the network between the hosts"));
       return std::nullopt;
     }
     char buffer[16 << 10];
@@ -357,7 +357,7 @@ std::optional<Message> TcpStore::Line::next_answer(SteadyClock::time_point limit
     } else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       if (!wait_for(socket_.number(), POLLIN, limit)) return std::nullopt;
     } else if (count == 0 || errno != EINTR) {
-      // Of what the network breaks an error tells once, perhaps when something was sent.
+      // The system reports a connection that the network broke only once, perhaps to an earlier send.
       broken_ = broken_ || count < 0;
       if (broken_ && !token_.empty() && !returning_) return std::nullopt;
       static_cast<void>(lose_server());
@@ -375,7 +375,7 @@ void TcpStore::Line::take_in(const Message& news) {
 }
 
 void TcpStore::Line::drain() {
-  // Nobody has asked, so all that can be here are news.
+  // There is no request, so any message that is here is news.
   if (!socket_.valid()) return;
   static_cast<void>(next_answer(SteadyClock::time_point{}));
   if (broken_ && !come_back()) static_cast<void>(lose_server());
@@ -383,7 +383,7 @@ void TcpStore::Line::drain() {
 
 Status TcpStore::Line::lose_server() {
   return lose("rank 0, which serves the store at " + where_ +
-              ", ended or cannot be reached any more; see what it said");
+              ", ended or cannot be reached any more; see its output");
 }
 
 Status TcpStore::Line::lose(const std::string& reason) {
@@ -395,8 +395,8 @@ Status TcpStore::Line::lose(const std::string& reason) {
 void TcpStore::Line::tell(const Message& message) {
   const std::lock_guard lock(mutex_);
   if (!socket_.valid() || !writer_) return;
-  // A piece of a frame would be the end of the connection. What posts leave unread fits into what the system
-  // keeps, so this waits for a network that is congested, not for a rank that is stopped.
+  // Sending only a part of a frame would end the connection. Posted texts fit into the socket's buffers, so
+  // this waits for a congested network, but not for a stopped rank.
   static_cast<void>(send_all(writer_->frame(encode(message)), SteadyClock::now() + kAnswerMax));
 }
 
@@ -430,7 +430,7 @@ Result<std::unique_ptr<TcpStore>> TcpStore::open(TcpStoreOptions options) {
   const SteadyClock::time_point limit = SteadyClock::now() + options.deadline;
   if (!authentication_available()) {
     return Status(StatusCode::kUnsupported,
-                  "cannot use the store at " + options.where +
+                  "cannot use the rendezvous store at " + options.where +
                       ": this forebay was built without OpenSSL, which keeps others out of it; install "
                       "libssl-dev and build again, or meet in a directory that all ranks see");
   }
@@ -480,7 +480,7 @@ std::optional<std::string> TcpStore::read(const std::string& name) const {
   if (std::optional<std::string> known = line_->shared_text(name)) return known;
   Result<Message> answer = line_->ask({MessageType::kRead, name, {}});
   if (answer.ok() && answer.value().type == MessageType::kText) return std::move(answer).value().content;
-  // It may have come before the server ended.
+  // The text may have come before the server ended.
   return answer.ok() ? std::nullopt : line_->shared_text(name);
 }
 
@@ -498,7 +498,7 @@ void TcpStore::post(const std::string& name, std::string_view content) noexcept 
   try {
     line_->tell({MessageType::kPost, name, std::string(content)});
   } catch (const std::exception&) {
-    // Out of memory: it is lost, as it may be.
+    // Out of memory: the text is lost, as a posted text may be.
   }
 }
 
@@ -529,7 +529,7 @@ Status TcpStore::status() const {
 std::optional<Attendance> TcpStore::attendance() {
   Attendance attendance;
   const Result<Message> answer = line_->ask({MessageType::kRoster, {}, {}});
-  // Where it cannot be known, status() says why.
+  // When the ranks cannot be known, status() says why.
   if (!answer.ok() || !decode(answer.value().content, &attendance)) return Attendance{};
   return attendance;
 }

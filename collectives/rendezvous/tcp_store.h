@@ -1,9 +1,8 @@
-// TcpStore: the RendezvousStore that rank 0 serves at one address, for ranks that share no directory. Whoever
-// connects proves that it knows the run's secret, and so does the server, before anything else is read; every
-// message after that is proven too. What is said is not hidden.
-//
-// It lets in the ranks of one run only, each once, and only until all are there. The first contradiction
-// among them, or the first that is lost, is the status() of all.
+// TcpStore: the RendezvousStore that rank 0 serves at one address, for ranks that share no directory. Both
+// ends of a connection prove that they know the run's secret before anything else is read, and every message
+// after that carries a proof. Messages are not encrypted. It lets in the ranks of one run only, each once,
+// and only until all are there. The first contradiction among them, or the first lost rank, becomes the
+// status() of all.
 #pragma once
 
 #include <chrono>
@@ -21,20 +20,20 @@ struct TcpStoreOptions {
   std::string secret;
   Participant me;
   std::chrono::milliseconds deadline{
-      60'000};          // Of opening it, and of rank 0's waiting for goodbyes at its end.
-  Descriptor listener;  // Of rank 0, where it listens already; else it will at `address`.
+      60'000};          // For opening it, and for rank 0 to wait for goodbyes at its end.
+  Descriptor listener;  // A socket of rank 0 that listens already; else rank 0 listens at `address`.
 };
 
 class TcpStore final : public RendezvousStore {
  public:
-  // Rank 0 begins to serve; every rank connects, also before rank 0 serves.
+  // Rank 0 begins to serve. Every rank connects, and may do so before rank 0 serves.
   // Errors: kUnsupported without OpenSSL; kTimeout when nobody serves within the deadline; those of
   // listen_at; kInvalidArgument when the other end knows another secret; the first failure when the server
   // does not let this rank in.
   static Result<std::unique_ptr<TcpStore>> open(TcpStoreOptions options);
 
-  // Says goodbye. Rank 0 goes on serving until all who are here have, at most the deadline, or two seconds
-  // after a failure.
+  // Says goodbye. Rank 0 goes on serving until all ranks that are here have said goodbye, at most the
+  // deadline, or two seconds after a failure.
   ~TcpStore() override;
 
   const std::string& where() const noexcept override;
@@ -59,7 +58,7 @@ class TcpStore final : public RendezvousStore {
   class Server;
   TcpStore(std::unique_ptr<Server> server, std::unique_ptr<Line> line);
 
-  const std::unique_ptr<Server> server_;  // Null but on rank 0. Outlives line_.
+  const std::unique_ptr<Server> server_;  // Null except on rank 0. Outlives line_.
   const std::unique_ptr<Line> line_;
 };
 

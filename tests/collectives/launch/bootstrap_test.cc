@@ -203,7 +203,7 @@ TEST(LaunchEnvironment, SaysWhichVariableIsWrong) {
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "99999999999"}}, "FOREBAY_SIZE"},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}}, "set FOREBAY_STORE"},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", "http://x"}},
-       "FOREBAY_STORE is http://x, and ranks do not meet by http"},
+       "FOREBAY_STORE is http://x, but ranks cannot meet over http"},
       {{{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_LOCAL_SIZE", "3"}},
        "FOREBAY_LOCAL_SIZE is 3"},
       {{{"RANK", "0"}}, "WORLD_SIZE is not"},
