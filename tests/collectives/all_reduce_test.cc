@@ -25,7 +25,7 @@ std::uint64_t test_seed() {
   return seed;
 }
 
-// Of magnitudes far enough apart for the order of a sum to show.
+// Values with magnitudes so far apart that the order of a sum shows.
 float sample(std::uint64_t seed, int rank, std::uint64_t index) {
   const std::uint64_t x = mix(seed + static_cast<std::uint64_t>(rank) * 1'000'003 + index);
   const float unit = static_cast<float>(x >> 40) / 16777216.0f - 0.5f;

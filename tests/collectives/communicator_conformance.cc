@@ -453,7 +453,7 @@ TEST_P(CommunicatorConformance, AGroupAndThoseSplitFromItFailTogether) {
       together.arrive_and_wait();
       const Status full(StatusCode::kIoError, "the disk is full");
       if (rank == size() - 1) (in_part ? *smaller : member.communicator()).abort(full);
-      // Whoever waits in a part hears of it, whichever failed.
+      // A rank that waits in a split communicator hears of it, whichever failed.
       std::byte* byte = member.allocate(64);
       const int peer = (part->rank() + 1) % part->size();
       if (part->size() > 1 && rank != size() - 1 && !waits_for_peers()) {
@@ -817,7 +817,7 @@ TEST_P(CommunicatorConformance, OperationsQueuedBeforeLeavingStillHappen) {
   });
 }
 
-// Every way to cut the ranks into groups, each with its two ways to keep what is reduced.
+// Every division of the ranks into groups, each with the two layouts of the result.
 TEST_P(CommunicatorConformance, GroupedSumsAreThoseOfEachGroupAddedInTheirOrder) {
   run([&](Member& member, int rank) {
     std::uint64_t seed = test_seed();
@@ -867,7 +867,7 @@ TEST_P(CommunicatorConformance, GroupedSumsAreThoseOfEachGroupAddedInTheirOrder)
             }
           }
         }
-        // Of a gather the order does not show, but the place does.
+        // The result of a gather does not depend on the order, but on the place.
         constexpr std::size_t kBytes = 3000;
         const auto slices = static_cast<std::size_t>(grouped->size());
         std::byte* gathered = member.allocate_filled((kBytes + 8) * slices, 0xCB);

@@ -37,7 +37,7 @@ inline std::unique_ptr<HostBackend> create_host_backend(int rank, HostClock* clo
 class CommunicatorWorld {
  public:
   virtual ~CommunicatorWorld() = default;
-  // What `rank` runs on.
+  // The backend of `rank`.
   virtual std::unique_ptr<Backend> create_backend(int rank) { return create_host_backend(rank); }
   virtual Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) = 0;
 };
@@ -83,7 +83,7 @@ class Member {
     communicator_ = std::move(communicator);
   }
 
-  // A mapped chunk, as an arena's memory is: what all devices with peer access reach.
+  // A mapped chunk, like an arena's memory: all devices with peer access reach it.
   template <typename T = std::byte>
   T* allocate(std::size_t count) {
     const std::size_t granularity = backend_->capabilities().granularity;
@@ -135,13 +135,13 @@ class Member {
   std::unique_ptr<Backend> backend_;
   std::unique_ptr<Kernels> kernels_;
   Stream stream_;
-  Stream transfer_stream_;  // Of what the test itself reads and writes.
+  Stream transfer_stream_;  // For copies of the test itself.
   std::unique_ptr<Communicator> communicator_;
   std::vector<Block> blocks_;
 };
 
-// A float that depends on who and where, of any sign and of magnitudes far enough apart for the order of a
-// sum to show.
+// A float that depends on rank and place, of any sign, with magnitudes so far apart that the order of a sum
+// shows.
 inline float sample(std::uint64_t seed, int rank, std::size_t index) {
   const std::uint64_t x = mix(seed + static_cast<std::uint64_t>(rank) * 1'000'003 + index);
   const float unit = static_cast<float>(x >> 40) / 16777216.0f - 0.5f;

@@ -1,4 +1,4 @@
-// Who is to blame when ranks wait for ranks that wait.
+// Which rank is named when ranks wait for ranks that wait.
 #include "collectives/wait_graph.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ Wait wait_for(std::string what, std::vector<int> ranks, std::chrono::nanoseconds
   return {.what = std::move(what), .ranks = std::move(ranks), .came = came, .age = age};
 }
 
-// By rank; who is not there waits for nobody.
+// The waits are by rank; a rank that is missing waits for nobody.
 Status judged(std::map<int, std::vector<Wait>> waits, int rank = 0) {
   return explain_timeout(rank, waits.at(rank).front(), 4s, [&](int other) { return waits[other]; });
 }
@@ -43,7 +43,7 @@ TEST(WaitGraph, FollowsItToWhoWaitsForNobody) {
             "raise the deadline");
 }
 
-// A rank that has waited for a moment only is not what all wait for.
+// A rank that has waited for a moment only does not block the others.
 TEST(WaitGraph, FollowsLongWaitsBeforeShortOnes) {
   const Status status = judged({{0, {wait_for("a", {1})}},
                                 {1, {wait_for("b", {2}), wait_for("c", {4}, 1ms)}},

@@ -1,12 +1,12 @@
-// One rank of a toy training run, as a process, to which something happens at a chosen collective:
+// One rank of a small training run, as a process, with a fault at a chosen collective:
 //
 //   fault_probe TRANSPORT STAGE STEPS DEADLINE_MS [FAULT RANK OPERATION [GO]]
 //
 //   TRANSPORT  auto, shm or gloo; rank, size and store come from the environment
 //   STAGE      3, or 3/2: sharded within groups of two ranks
-//   FAULT      kill, stop, exit: that happens to the process of RANK when its stream comes to OPERATION
-//              mismatch: it issues something else in its place
-//              pause: it says "paused" and goes on once there is a file GO
+//   FAULT      kill, stop, exit: the process of RANK does this when its stream comes to OPERATION
+//              mismatch: it issues another operation in its place
+//              pause: it prints "paused" and goes on once the file GO exists
 //
 // It prints "ready" once the ranks are connected, "step S DIGEST OPERATIONS" after each step (0: before the
 // first; the digest of the masters that this rank keeps, and how many collectives it has issued), and "done"
@@ -47,8 +47,8 @@ void pause_until(const std::string& go) {
   while (::access(go.c_str(), F_OK) != 0) ::usleep(1000);
 }
 
-// Processes of a machine that does other work start seconds apart, and the deadline is for what comes after:
-// those with a file for their store come together here, in files beside it.
+// Processes of a busy machine start seconds apart, and the deadline is for the operations after the start:
+// ranks with a directory as their store meet here first, in files beside it.
 void gather(const ProcessOptions& options) {
   if (options.store.find("://") != std::string::npos) return;
   const auto file = [&](int rank) { return options.store + ".here-" + std::to_string(rank); };
@@ -58,8 +58,8 @@ void gather(const ProcessOptions& options) {
   }
 }
 
-// Counts the collectives of the data plane, its own and those of what is split from it, and does what is to
-// happen at one of them.
+// Counts the collectives of the data plane, its own and those of communicators split from it, and carries out
+// the fault at one of them.
 class FaultyCommunicator final : public ForwardingCommunicator {
  public:
   FaultyCommunicator(std::unique_ptr<Communicator> inner, Backend& backend, Fault fault)

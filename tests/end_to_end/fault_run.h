@@ -1,4 +1,4 @@
-// Ranks of fault_probe as processes, and what is expected of those that are left after one has failed.
+// Ranks of fault_probe as processes, and checks of the ranks that are left after one has failed.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 namespace forebay::testing {
 
-// What one rank has printed.
+// The lines that one rank has printed.
 struct Told {
   std::vector<std::string> digests;            // After each step, from 0 on.
   std::vector<unsigned long long> operations;  // Issued by then.
@@ -58,8 +58,8 @@ inline unsigned long long committed_by(const Told& undisturbed, int stage, unsig
   return steps;
 }
 
-// That the ranks but `except` ended with one cause and one committed step, whose masters they hold. Gives
-// what the first of them told.
+// Checks that all ranks except `except` ended with one failure and one committed step, and hold the masters
+// of that step. Returns the lines of the first of them.
 inline Told expect_whole(const std::vector<Told>& undisturbed, const std::vector<Finished>& ranks,
                          int except = -1) {
   constexpr int kFailedExit = 7;

@@ -1,8 +1,7 @@
-// Training over a network: hosts that share nothing but their cables, made by the test itself. What the
-// report says was sent is what the kernel counted, and what theory says; and whatever happens to a host or to
-// its cable, the others end with one first failure and one committed step.
-//
-// Under the label slow faults come at every collective, and the time of steps over slow cables is taken.
+// Training over a network of hosts that the test makes and that share nothing but their cables. The bytes
+// sent in the report agree with the kernel's count and with theory. When a host or its cable fails, the
+// others end with one first failure and one committed step. Slow tests put a fault at every collective, and
+// measure steps over slow cables.
 
 #include <gtest/gtest.h>
 
@@ -170,7 +169,7 @@ TEST_P(NetworkBytes, AreThoseOfTheReportAndOfTheory) {
   constexpr double kPerStep = 1.0 / (kLong - kShort);
   for (const Model model : {Model{40, 96}, Model{32, 128}}) {
     SCOPED_TRACE(std::to_string(model.layers) + " layers of " + std::to_string(model.hidden));
-    // What comes before the first step and after the last cancels.
+    // The bytes before the first step and after the last cancel out.
     const Measured less = run(model, stage, kShort);
     const Measured more = run(model, stage, kLong);
     if (HasFailure()) return;
@@ -237,7 +236,7 @@ class NetworkFault : public Network {
   }
 
   // Does `what` to host 1 at the first, a middle and the last collective, or at every one. `isolated`: the
-  // host itself hears nothing of the others any more, and blames whom it likes.
+  // host itself hears nothing of the others any more, and may name any rank.
   void check(const std::vector<std::string>& kind, bool isolated, const std::function<void(int)>& what) {
     constexpr int kFaulty = 1;
     const std::vector<Told> undisturbed = run_undisturbed();
@@ -273,15 +272,15 @@ class NetworkFault : public Network {
       EXPECT_GE(survivors.committed_step + 1, expected) << survivors.cause;
       ranks.clear();
       if (HasFailure()) return;
-      hosts_ = nullptr;  // The next one has whole cables.
+      hosts_ = nullptr;  // The next run has whole cables.
       hosts_ = std::make_unique<NetworkHosts>(kHosts);
     }
   }
 
   void lose_a_host() { check({"kill"}, true, {}); }
   void hang_a_host() { check({"stop"}, true, {}); }
-  void cut_a_cable() {
-    check({"pause"}, true, [&](int host) { hosts_->cut(host); });
+  void partition_the_network() {
+    check({"pause"}, true, [&](int host) { hosts_->partition(host); });
   }
   void reset_all_connections() {
     check({"pause"}, false, [&](int host) { hosts_->reset_connections(host); });
@@ -304,11 +303,11 @@ TEST_F(SlowNetworkFault, AHostHangs) {
   hang_a_host();
 }
 
-TEST_F(NetworkFault, ACableIsCut) {
-  cut_a_cable();
+TEST_F(NetworkFault, TheNetworkIsPartitioned) {
+  partition_the_network();
 }
-TEST_F(SlowNetworkFault, ACableIsCut) {
-  cut_a_cable();
+TEST_F(SlowNetworkFault, TheNetworkIsPartitioned) {
+  partition_the_network();
 }
 
 TEST_F(NetworkFault, AllConnectionsOfAHostAreReset) {

@@ -1,4 +1,4 @@
-// A rank of a training run whose compute is sleep, to see what of its communication compute hides. Rank 0
+// A rank of a training run that sleeps instead of computing, to see how much communication is hidden. Rank 0
 // prints, for each share, in milliseconds (medians)
 //
 //   gather G reduce R forward F step S
@@ -6,7 +6,8 @@
 // one of many collectives over a unit, by themselves, the forward pass of a unit, and a step.
 //
 // Arguments: STAGE UNITS ELEMENTS SHARE [SHARE ...]
-//   SHARE  what a collective takes of the forward pass of a unit; a backward pass takes twice that pass.
+//   SHARE  the duration of a collective as a share of a unit's forward pass; a backward pass takes twice that
+//   pass.
 // Rank, size and store come from the environment.
 #include <algorithm>
 #include <chrono>

@@ -59,7 +59,7 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
     return ranks;
   }
 
-  // Its time is the measure of what this machine can do now.
+  // Its duration tells how fast this machine is now.
   std::vector<Told> run_undisturbed(int size) {
     const TemporaryDirectory directory;
     const SteadyClock::time_point begun = SteadyClock::now();
@@ -97,12 +97,12 @@ class ProcessFault : public ::testing::TestWithParam<std::tuple<const char*, con
       ranks[static_cast<std::size_t>(faulty)]->signal(SIGKILL);
       static_cast<void>(ranks[static_cast<std::size_t>(faulty)]->finish());
     }
-    // Who is killed while it stops leaves last, and cannot remove its files.
+    // A rank that is killed while it is stopped leaves last, and cannot remove its files.
     if (ends) {
       EXPECT_FALSE(std::filesystem::exists(directory / "store")) << "files are left behind";
     }
     const Told survivors = expect_whole(undisturbed, finished, kind == "mismatch" ? -1 : faulty);
-    // A rank that has ended may have taken with it, over TCP, what it had sent.
+    // Over TCP, the last bytes of a rank that has ended may be lost.
     const unsigned long long expected = committed_by(undisturbed[0], stage(), operation);
     EXPECT_LE(survivors.committed_step, expected) << survivors.cause;
     EXPECT_GE(survivors.committed_step + (transport() == "gloo" && expected > 0), expected)

@@ -1,4 +1,4 @@
-// A Communicator that passes everything on to another one: what a test derives from to change one thing.
+// A Communicator that passes everything on to another one. A test derives from it to change one thing.
 #pragma once
 
 #include <memory>

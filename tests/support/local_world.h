@@ -1,5 +1,5 @@
-// Ranks as threads, each with a backend, kernels and a local communicator of its own: what most engine tests
-// run in.
+// Ranks as threads, each with a backend, kernels and a local communicator of its own. Most engine tests run
+// in this.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -31,17 +31,16 @@ struct WorldOptions {
   LocalOptions local;
   HostBackendOptions backend{.granularity = 64u << 10};
   HostScript script;
-  // Shared by all ranks' backends and their communicators, if set; in virtual time the rank threads take part
-  // in it.
+  // If set, all ranks' backends and communicators share it; in virtual time the rank threads take part in it.
   HostClock* clock = nullptr;
-  // Makes other backends than host ones, if set.
+  // If set, makes other backends than host ones.
   std::function<std::unique_ptr<Backend>(int rank)> create_backend;
-  // Makes the rank's communicator of the local one, if set; the rank has its backend and kernels by then.
+  // If set, makes the rank's communicator out of the local one; the rank has its backend and kernels by then.
   std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator> local, Rank&)> connect;
 };
 
-// Runs body(rank) on `size` threads. An exception on any thread is rethrown here after all have ended: the
-// first that is not merely a consequence of another rank's failure (kPeerLost), by rank.
+// Runs body(rank) on `size` threads. An exception on any thread is rethrown here after all threads have
+// ended: the first by rank that is not only a consequence of another rank's failure (kPeerLost).
 inline void run_ranks(int size, const WorldOptions& options, const std::function<void(Rank&)>& body) {
   LocalOptions local = options.local;
   if (options.clock != nullptr) local.clock = options.clock;
@@ -57,7 +56,7 @@ inline void run_ranks(int size, const WorldOptions& options, const std::function
     threads.emplace_back(
         [&, r, registration = std::move(registrations[static_cast<std::size_t>(r)])]() mutable {
           registration.adopt();
-          // Ends on this thread, after everything below.
+          // Ends on this thread, after the variables below.
           const HostClock::Registration taking_part = std::move(registration);
           try {
             Rank rank;

@@ -1,6 +1,6 @@
-// Several hosts on one machine: network namespaces with a virtual cable each to a bridge, in a network of the
-// test's own, which is gone with the test's process. What runs on a host sees its interface "eth0" and has
-// process ids of its own, so nothing of it says that another host is the same machine.
+// Several hosts on one machine: network namespaces, each with a virtual cable to a bridge, in a network of
+// the test's own that ends with the test's process. A process on a host sees the interface "eth0" and process
+// ids of its own, so it cannot tell that another host is the same machine.
 #pragma once
 
 #include <fcntl.h>
@@ -38,10 +38,10 @@ struct InterfaceBytes {
   std::uint64_t received = 0;
 };
 
-// A cable in user space, for what the kernel at hand cannot do to one: frames arrive late, and some do not.
+// A cable in user space that delays and loses frames, which the kernel here may not be able to do.
 class LossyCable {
  public:
-  // Between two tap devices, which it takes over.
+  // Connects two tap devices, which it takes over.
   LossyCable(int one_end, int other_end, double loss, std::chrono::milliseconds delay, unsigned seed)
       : ends_{one_end, other_end}, loss_(loss), delay_(delay), random_(seed) {
     thread_ = std::thread([this] { carry(); });
@@ -100,8 +100,8 @@ class LossyCable {
 
 class NetworkHosts {
  public:
-  // Why this machine cannot have them; empty when it can. The first call puts this process, which must not
-  // have started a thread, into a network of its own, for good.
+  // The reason why this machine cannot have such hosts; empty if it can. The first call puts this process
+  // into a network of its own, for good; the process must not have started a thread.
   static std::string unavailable() {
     static const std::string reason = enter_own_network();
     return reason;
@@ -121,8 +121,8 @@ class NetworkHosts {
   NetworkHosts(const NetworkHosts&) = delete;
   NetworkHosts& operator=(const NetworkHosts&) = delete;
   ~NetworkHosts() {
-    lossy_.reset();  // Its ends go with it.
-    // The kernel takes its time to end a network; its cables would be there meanwhile.
+    lossy_.reset();  // Its ends are removed with it.
+    // The kernel takes its time to end a network, and the cables would stay that long.
     for (std::size_t host = 0; host < holders_.size(); ++host)
       run("! ip link show " + cable(static_cast<int>(host)) + " > /dev/null 2>&1 || ip link del " +
           cable(static_cast<int>(host)));
@@ -135,7 +135,7 @@ class NetworkHosts {
 
   static std::string address(int host) { return "10.77.0." + std::to_string(host + 1); }
 
-  // `command` as a process of the host.
+  // The command line that runs `command` as a process of the host.
   std::vector<std::string> on(int host, const std::vector<std::string>& command) const {
     // A shell in front, because the first process of a process namespace cannot kill or stop itself.
     std::vector<std::string> words{"/usr/bin/nsenter",
@@ -156,7 +156,7 @@ class NetworkHosts {
     return words;
   }
 
-  // At the bridge's end of its cable: what the host sends is received there.
+  // Read at the bridge's end of the cable, which receives the bytes that the host sends.
   InterfaceBytes bytes(int host) const {
     const Finished shown = run_program({"/bin/sh", "-c", "exec ip -s -j link show " + cable(host)});
     const nlohmann::json link = nlohmann::json::parse(shown.output, nullptr, false);
@@ -168,21 +168,22 @@ class NetworkHosts {
             link[0]["stats64"]["tx"]["bytes"].get<std::uint64_t>()};
   }
 
-  void cut(int host) { run("ip link set " + cable(host) + " down"); }
-  // Every connection of the host ends as by a router that has lost its table.
+  // A network partition: the host reaches no other host any more.
+  void partition(int host) { run("ip link set " + cable(host) + " down"); }
+  // Ends every connection of the host, as a router does that has lost its table.
   void reset_connections(int host) { run("nsenter --net=" + network(host) + " ss -K -t state established"); }
   void slow_down(int host, const std::string& rate) {
     run("tc qdisc add dev " + cable(host) + " root tbf rate " + rate + " burst 200kb latency 400ms");
     run("nsenter --net=" + network(host) + " tc qdisc add dev eth0 root tbf rate " + rate +
         " burst 200kb latency 400ms");
   }
-  // In place of the host's cable.
+  // Puts a lossy cable in place of the host's cable.
   void make_lossy(int host, double loss, std::chrono::milliseconds delay, unsigned seed) {
     run("ip link del " + cable(host));
     const int near = open_tap(cable(host), 0);
     const int far = open_tap("eth0", holders_[static_cast<std::size_t>(host)]);
     plug_in(host);
-    // The others know the old cable's address.
+    // The other hosts know the old cable's address.
     for (const pid_t holder : holders_)
       run("nsenter --net=/proc/" + std::to_string(holder) + "/ns/net ip neigh flush all");
     lossy_ = std::make_unique<LossyCable>(near, far, loss, delay, seed);
@@ -208,7 +209,7 @@ class NetworkHosts {
     run(inside + "link set lo up");
   }
 
-  // A process that does nothing but keep a network namespace.
+  // Starts a process that only keeps a network namespace.
   static pid_t start_holder() {
     int ready[2];
     EXPECT_EQ(::pipe(ready), 0);
@@ -227,10 +228,10 @@ class NetworkHosts {
     return holder;
   }
 
-  // In the network of process `holder`; 0: in this one's.
+  // Opens a tap device in the network of process `holder`, or of this process for 0.
   static int open_tap(const std::string& name, pid_t holder) {
     int descriptor = -1;
-    // The namespace is the thread's.
+    // A namespace belongs to a thread.
     std::thread([&] {
       if (holder != 0) {
         const int network = ::open(("/proc/" + std::to_string(holder) + "/ns/net").c_str(), O_RDONLY);

@@ -148,7 +148,7 @@ TEST_F(Launch, PassesInterruptAndTerminateOn) {
   }
 }
 
-// A rank that is asked may be in a long step, or save what it has: it is killed once somebody asks again.
+// A rank that is asked to end may be in a long step, or save its state: it is killed at the second request.
 TEST_F(Launch, KillsWhatDoesNotListenAfterTheSecondSignalAndTheGrace) {
   start(2, 50ms, {"stubborn"});
   const std::vector<Report> ranks = reports();
@@ -217,7 +217,7 @@ TEST_F(Launch, RemovesWhatAKilledLauncherLeftAndNothingOfALivingOne) {
   EXPECT_EQ(wait(), 128 + SIGKILL);
   EXPECT_TRUE(std::filesystem::exists(killed.store));
   std::filesystem::remove(directory_ + "/report.0");
-  // Of other programs, and only alike.
+  // A directory of another program with a similar name.
   const std::string other = directory_ + "/runtime/forebay-of-another";
   const std::string link = directory_ + "/runtime/forebay-meeting-link00";
   std::filesystem::create_directory(other);

@@ -164,7 +164,8 @@ TEST(LocalCommunicator, AScriptedFaultIsTheFirstCauseOfEveryRankWhereverItHappen
               ASSERT_EQ(status.to_string(), cause.to_string());
               continue;
             }
-            // What comes before the fault happens; a rank that is slow to look may hear of the fault with it.
+            // The operations before the fault are carried out; a rank that looks late may hear of the fault
+            // with them.
             ASSERT_TRUE(status.ok() || status.to_string() == cause.to_string()) << status.to_string();
             const std::vector<std::byte> actual = member.read(target, 64 * ranks);
             for (std::size_t r = 0; r < ranks; ++r) ASSERT_EQ(actual[r * 64 + 63], std::byte(r + 1));

@@ -86,7 +86,7 @@ FOREBAY_NCCL_OPTIONAL(FOREBAY_TEST_SIGNATURE)
 #undef FOREBAY_TEST_SIGNATURE
 
 TEST(NcclAbi, OursIsWhatTheHeaderSays) {
-  // What compilation has not refused is right; these values are no constants.
+  // The compiler has checked the constants; these values are not constants.
   const ncclConfig_t real = NCCL_CONFIG_INITIALIZER;
   const NcclConfig ours;
   EXPECT_EQ(ours.magic, real.magic);

@@ -13,7 +13,7 @@ using namespace std::chrono_literals;
 using SteadyClock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kLongDeadline = 60s;
-// Beyond what a failure needs to be noticed and spread; for a machine that does other work too.
+// The time beyond that for noticing and spreading a failure, on a machine that does other work too.
 constexpr std::chrono::milliseconds kPatience = 5s;
 
 using Program = std::function<Status(Member&, int rank)>;
@@ -308,7 +308,7 @@ TEST(NcclFaultAlone, OperationsOfNothingAreComparedToo) {
   EXPECT_EQ(different.cause().code(), StatusCode::kInvalidArgument) << different.cause().to_string();
 }
 
-// Of as many bytes, so that NCCL moves them and nothing hangs; and long before a heartbeat.
+// Both have as many bytes, so that NCCL moves them and nothing hangs, long before a heartbeat.
 TEST(NcclFaultAlone, NothingIsVotedForAfterDifferentOperations) {
   struct Vote {
     Communicator& communicator;

@@ -1,6 +1,6 @@
 // The real NCCL on the GPU of this machine: one rank, and two to four ranks as processes that share it. NCCL
 // takes them for ranks of as many hosts, by a NCCL_HOSTID each, and moves everything over sockets: that is a
-// check of what comes out and never of how fast.
+// check of results and never of speed.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kDeadline{60'000};
 constexpr std::chrono::seconds kProcessMax{100};
 constexpr std::uint64_t kSeed = 7;
 
-// What a rank that is started needs to know.
+// The facts that a started rank needs.
 constexpr const char* kRank = "FOREBAY_TEST_NCCL_RANK";
 constexpr const char* kSize = "FOREBAY_TEST_NCCL_SIZE";
 constexpr const char* kStore = "FOREBAY_TEST_NCCL_STORE";
@@ -174,7 +174,7 @@ TEST(NcclRank, DISABLED_DoesItsPart) {
   EXPECT_TRUE(part.value()->barrier().ok());
   part.value().reset();
 
-  // A rank that issues something else is an error on all of them, and what was queued ends.
+  // A rank that issues another operation is an error on all ranks, and queued work ends.
   if (size == 1) return;
   const std::size_t bytes = rank == size - 1 ? 2048 : 4096;
   static_cast<void>(

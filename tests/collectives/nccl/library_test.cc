@@ -1,4 +1,4 @@
-// How NCCL is found, and what is said of one that cannot be used.
+// How NCCL is found, and the errors for a library that cannot be used.
 #include "collectives/nccl/library.h"
 
 #include "tests/collectives/nccl/world.h"

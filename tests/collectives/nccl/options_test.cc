@@ -1,4 +1,4 @@
-// What NCCL has that other communicators do not: a trainer's communicator, registered buffers, its own
+// The features that only the NCCL communicator has: a trainer's communicator, registered buffers, its own
 // reduction; and the ranks' agreement about them.
 #include "tests/collectives/nccl/world.h"
 
@@ -16,7 +16,7 @@ void on_ranks(int size, const std::function<void(int)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Ranks with a GPU each that share a control plane, and what a trainer does with NCCL itself.
+// Ranks with a GPU each that share a control plane, and the calls of a trainer into NCCL itself.
 class Trainers {
  public:
   explicit Trainers(int size) : size_(size), gpu_(gpus(size)), group_(LocalGroup::create(size)) {

@@ -38,7 +38,7 @@ class NcclWorld final : public CommunicatorWorld {
     return gpu_.create_backend(rank % options_.gpu.device_count);
   }
   Result<std::unique_ptr<Communicator>> join(int rank, Backend& backend, Kernels& kernels) override {
-    // A short deadline is for what is tested, and not for threads to start in.
+    // A short deadline is for the operations under test, not for starting threads.
     together_.arrive_and_wait();
     Result<std::unique_ptr<Communicator>> control = group_->communicator(rank, backend, kernels);
     FOREBAY_RETURN_IF_ERROR(control.status());

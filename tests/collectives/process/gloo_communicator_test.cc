@@ -15,7 +15,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// A new directory, removed at the end with what is in it.
+// A new directory, removed at the end with its contents.
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {
@@ -150,7 +150,7 @@ TEST_F(GlooCommunicator, RemovesTheStoreDirectoryItMade) {
 }
 
 TEST_F(GlooCommunicator, FilesOfAnEarlierRunAreNotBelieved) {
-  // What a run leaves that was killed while it connected: the files of ranks that have met.
+  // A run that was killed while it connected leaves the files of ranks that have met.
   const TemporaryDirectory store;
   Result<std::unique_ptr<internal::StoreDirectory>> directory = internal::StoreDirectory::open(store.path());
   ASSERT_TRUE(directory.ok());

@@ -18,7 +18,7 @@ namespace {
 using SteadyClock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr int kRounds = 8;  // Of each operation at each number of ranks.
+constexpr int kRounds = 8;  // Rounds of each operation at each number of ranks.
 constexpr std::chrono::seconds kNoticeMax{2};
 
 class PeerLoss : public ::testing::TestWithParam<int> {

@@ -93,7 +93,7 @@ std::vector<Status> join_all(const std::string& store, int size,
   return results;
 }
 
-// A sum and then a gather of what it gave, with every address and stride off by some elements.
+// A sum and then a gather of its result, with every address and stride off by some elements.
 struct Shape {
   std::size_t count;
   std::size_t offset;  // Elements before each buffer.
@@ -383,7 +383,7 @@ TEST(ShmCommunicator, RanksOfSeveralHostsAreToldSo) {
                        .status();
       return;
     }
-    // What rank 0 of another host would leave.
+    // The text that rank 0 of another host would leave.
     auto directory = value_or_throw(internal::StoreDirectory::open(store.path()));
     const std::chrono::steady_clock::time_point limit = std::chrono::steady_clock::now() + 30s;
     const internal::Participant me{0, 2, "shm "};

@@ -16,10 +16,10 @@ namespace {
 
 using SteadyClock = std::chrono::steady_clock;
 
-constexpr int kRounds = 4;  // Of each operation at each number of ranks.
+constexpr int kRounds = 4;  // Rounds of each operation at each number of ranks.
 constexpr std::chrono::seconds kNoticeMax{2};
 
-// What has a name in the file system of shared memory.
+// The names in the file system of shared memory.
 std::set<std::string> named_memory() {
   std::set<std::string> names;
   std::error_code ignored;

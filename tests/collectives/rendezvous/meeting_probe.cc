@@ -5,10 +5,9 @@
 //   meeting_probe DEADLINE_MS hold           meets, and stays until the run has failed
 //   meeting_probe DEADLINE_MS absent RANK    meets, but that rank ends with 0 before it begins
 //   meeting_probe DEADLINE_MS different RANK meets, but that rank has another configuration
-//
-// Prints one line of what became of it, "met GENERATION of rank R at STORE" or "failed rank R: CAUSE", and
-// ends with exit code 0 or 3. In a directory its text stays: who removes it must know that the others have
-// read it.
+// Prints one line about its outcome, "met GENERATION of rank R at STORE" or "failed rank R: CAUSE", and
+// ends with exit code 0 or 3. In a directory its text stays: a process that removes it must know that the
+// others have read it.
 #include <unistd.h>
 
 #include <chrono>

@@ -64,7 +64,7 @@ class Meetings : public ::testing::TestWithParam<int> {
     return false;
   }
 
-  // What stands after "failed rank R: "; the same for all of them.
+  // The text after "failed rank R: ", which is the same for all ranks.
   static std::string one_cause(const std::vector<Finished>& ranks) {
     std::set<std::string> causes;
     for (const Finished& rank : ranks) {
@@ -150,7 +150,7 @@ TEST_P(Meetings, AServerThatIsStoppedIsNamedAtTheDeadline) {
   const Finished late = start(2, {"1000", "meet"})->finish(30s);
 
   EXPECT_EQ(late.exit_code, 3) << late.output;
-  // It gives the store what is left of its deadline.
+  // The store gets the rest of its deadline.
   const std::string told = "rank 2 could not reach the store at " + store() + " within ";
   const std::size_t at = late.output.find(told);
   ASSERT_NE(at, std::string::npos) << late.output;
@@ -242,7 +242,7 @@ TEST_P(Mpirun, RanksOfOneHostMeetInADirectory) {
   EXPECT_EQ(count(finished.output, "/open-mpi-"), GetParam()) << finished.output;
 }
 
-// What ranks on several hosts do when nothing says where to meet.
+// Ranks on several hosts, when no variable says where to meet.
 TEST_P(Mpirun, RanksMeetWhereTheLauncherTellsThem) {
   const Finished finished = run({"60000", "meet"}, "pmix://job");
   EXPECT_EQ(finished.exit_code, 0) << finished.output;

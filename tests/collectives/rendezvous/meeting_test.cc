@@ -25,7 +25,7 @@ class DirectoryMeeting : public ::testing::TestWithParam<int> {
  protected:
   int size() const { return GetParam(); }
 
-  // What each of the given ranks hears.
+  // The result for each of the given ranks.
   std::vector<Result<Meeting>> meet_all(const std::vector<Participant>& ranks,
                                         std::chrono::milliseconds deadline = 30s) {
     std::vector<Result<Meeting>> results(ranks.size(), Status(StatusCode::kInternal, "did not run"));
@@ -54,7 +54,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, DirectoryMeeting, ::testing::Values(3, 4),
 
 TEST_P(DirectoryMeeting, AllHearOneGenerationAndAnotherRunAnother) {
   const auto first = meet_all(ranks());
-  const auto second = meet_all(ranks());  // What the first left is there.
+  const auto second = meet_all(ranks());  // The texts of the first meeting are there.
   for (std::size_t i = 0; i < first.size(); ++i) {
     ASSERT_TRUE(first[i].ok() && second[i].ok()) << first[i].status().to_string();
     EXPECT_EQ(first[i].value().generation, first[0].value().generation);
@@ -96,7 +96,7 @@ TEST_P(DirectoryMeeting, WhoDoesNotComeIsNamedByAll) {
   }
 }
 
-// --- who is in a directory ---
+// --- which ranks are in a directory ---
 
 std::unique_ptr<StoreDirectory> open_as(const std::string& path, int rank) {
   std::unique_ptr<StoreDirectory> store = StoreDirectory::open(path).value();
@@ -105,7 +105,7 @@ std::unique_ptr<StoreDirectory> open_as(const std::string& path, int rank) {
   return store;
 }
 
-// What `store` says once it says anything; ok when it says nothing within `patience`, at whose end it has
+// The first error of `store`; ok when it has none within `patience`, at the end of which it has
 // looked at least once.
 Status status_in_time(const StoreDirectory& store, std::chrono::milliseconds patience) {
   const Clock::time_point limit = Clock::now() + patience;
@@ -179,7 +179,7 @@ TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
   EXPECT_NE(status.message().find("rank 1 died (process " + std::to_string(id) + " on "), std::string::npos)
       << status.message();
 
-  // Of an earlier run, for those that come later.
+  // From an earlier run, for ranks that come later.
   const std::unique_ptr<StoreDirectory> later = open_as(path, 2);
   EXPECT_TRUE(status_in_time(*later, 100ms).ok()) << later->status().to_string();
 }
@@ -254,7 +254,8 @@ TEST(StoreDirectory, AnEmptiedDirectoryIsNotTakenForAnotherProcess) {
   const Result<Meeting> met = meet(*store, {0, 3, {}}, Clock::now() + 60s, 60s);
   emptier.join();
   EXPECT_EQ(met.status().code(), StatusCode::kIoError) << met.status().to_string();
-  EXPECT_NE(met.status().message().find("the text that rank 0 wrote to " + path + " is gone"), std::string::npos)
+  EXPECT_NE(met.status().message().find("the text that rank 0 wrote to " + path + " is gone"),
+            std::string::npos)
       << met.status().message();
 }
 

@@ -1,5 +1,5 @@
-// The store over TCP, its ranks being threads: what it keeps, who is let in, and what each fault of a
-// beginning looks like from every rank. Every wait has a limit, and each case says how long it may take.
+// The store over TCP, with ranks as threads: its texts, which ranks it lets in, and the result of each fault
+// of a beginning looks like from every rank. Every wait has a limit, and each case says how long it may take.
 #include "collectives/rendezvous/tcp_store.h"
 
 #include <gtest/gtest.h>
@@ -94,7 +94,7 @@ class TcpStoreWorld : public ::testing::TestWithParam<int> {
     }
   }
 
-  // A connection that says what it likes; refused once the server has ended.
+  // A connection that may send any bytes; refused once the server has ended.
   Descriptor stranger() {
     const std::vector<SocketAddress> addresses = resolve("127.0.0.1", port_).value();
     Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -405,7 +405,7 @@ TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndWhatIsSaidOnceStillIsHeard) {
     threads.emplace_back([&, rank, mine = options(rank)]() mutable {
       statuses[static_cast<std::size_t>(rank)] = run(std::move(mine), [&](TcpStore& store, const Meeting&) {
         while (store.status().ok()) std::this_thread::yield();
-        // Rank 0, whose store it is, may be the first to go.
+        // Rank 0, which serves the store, may be the first to leave.
         causes[static_cast<std::size_t>(rank)] =
             store.write_once("failed", "as rank " + std::to_string(rank) + " saw it").value_or("nothing");
         EXPECT_TRUE(store.is_lost(lost));
