@@ -34,7 +34,7 @@ bool is_known(std::uint8_t type) {
 }  // namespace
 
 std::string encode_hello(const Digest& nonce) {
-  return std::string(kStoreMagic) + std::string(bytes_of(nonce));
+  return std::string(kStoreMagic).append(bytes_of(nonce));
 }
 
 std::optional<Digest> decode_hello(std::string_view bytes) {

@@ -11,6 +11,7 @@
 
 #include "collectives/rendezvous/rendezvous_store.h"
 #include "collectives/rendezvous/store_address.h"
+#include "collectives/rendezvous/store_connection.h"
 
 namespace forebay::internal {
 
@@ -54,12 +55,11 @@ class TcpStore final : public RendezvousStore {
   Status fail(const Status& cause) noexcept override;
 
  private:
-  class Line;
   class Server;
-  TcpStore(std::unique_ptr<Server> server, std::unique_ptr<Line> line);
+  TcpStore(std::unique_ptr<Server> server, std::unique_ptr<StoreConnection> connection);
 
-  const std::unique_ptr<Server> server_;  // Null except on rank 0. Outlives line_.
-  const std::unique_ptr<Line> line_;
+  const std::unique_ptr<Server> server_;  // Null except on rank 0. Outlives connection_.
+  const std::unique_ptr<StoreConnection> connection_;
 };
 
 }  // namespace forebay::internal

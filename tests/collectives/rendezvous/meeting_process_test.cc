@@ -151,7 +151,7 @@ TEST_P(Meetings, AServerThatIsStoppedIsNamedAtTheDeadline) {
 
   EXPECT_EQ(late.exit_code, 3) << late.output;
   // The store gets the rest of its deadline.
-  const std::string told = "rank 2 could not reach the store at " + store() + " within ";
+  const std::string told = "rank 2 could not reach the rendezvous store at " + store() + " within ";
   const std::size_t at = late.output.find(told);
   ASSERT_NE(at, std::string::npos) << late.output;
   EXPECT_LE(std::stoi(late.output.substr(at + told.size())), 1000) << late.output;

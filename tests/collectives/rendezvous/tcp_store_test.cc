@@ -304,7 +304,8 @@ TEST_P(TcpStoreWorld, NoRankReachesAServerThatIsNotThere) {
   listener_.reset();
   const Status status = TcpStore::open(options(1, 200ms)).status();
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
-  EXPECT_NE(status.message().find("could not reach the store"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("could not reach the rendezvous store"), std::string::npos)
+      << status.message();
   EXPECT_NE(status.message().find("Connection refused"), std::string::npos) << status.message();
 }
 
