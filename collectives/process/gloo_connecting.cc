@@ -111,7 +111,7 @@ Status GlooMesh::begin_watching(Clock::time_point deadline) {
     start_watching();
     return {};
   } catch (const std::system_error& error) {
-    return Status(StatusCode::kUnavailable, here() + " cannot start a thread to watch its peers: " +
+    return Status(StatusCode::kUnavailable, here() + " cannot start a thread to check its peers: " +
                                                 error.what() + "; raise ulimit -u or -v");
   } catch (const std::exception& error) {
     return diagnose(error, kGlooHealth, describe(kGlooConnecting), peers(), {}, deadline);

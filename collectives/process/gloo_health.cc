@@ -60,7 +60,7 @@ void GlooMesh::fail_for_lost_peers(const std::exception& error) {
     return;
   }
   static_cast<void>(fail(
-      Status(StatusCode::kPeerLost, here() + " watched its peers: " + rank_list(world_ranks(lost)) +
+      Status(StatusCode::kPeerLost, here() + " checked its peers: " + rank_list(world_ranks(lost)) +
                                         " closed the connection (" + error.what() + "); see why it ended")));
 }
 

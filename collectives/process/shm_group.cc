@@ -88,7 +88,7 @@ Status ShmGroup::own_status() {
   if (now < next || !next_look_ns_.compare_exchange_strong(next, after)) return {};
   const std::vector<int> dead = find_dead();
   if (dead.empty()) return {};
-  return lost("rank " + std::to_string(world_rank(rank())) + " looked after its peers", dead);
+  return lost("rank " + std::to_string(world_rank(rank())) + " checked its peers", dead);
 }
 
 Status ShmGroup::adopt_first_failure() noexcept {

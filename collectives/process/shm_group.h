@@ -67,7 +67,7 @@ class ShmGroup final : public Transport {
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override;
 
  protected:
-  // Looks after the peers' processes now and then.
+  // Checks now and then whether the peers' processes still run.
   Status own_status() override;
   Status fail_own(const Status& cause) noexcept override;
   Result<std::shared_ptr<Transport>> split_own(Membership membership, const std::vector<SplitWish>& members,
@@ -165,7 +165,7 @@ class ShmGroup final : public Transport {
   const std::unique_ptr<ShmSegment> segment_;
   ShmSegment* const board_;  // The world's, which lives as long.
   const bool may_spin_;
-  std::atomic<std::int64_t> next_look_ns_{0};  // When status() looks after the peers again.
+  std::atomic<std::int64_t> next_look_ns_{0};  // When status() checks the peers again.
   // Used by the thread that runs the plane's operations: operations done, and their rounds.
   std::uint64_t collectives_[kShmPlaneCount] = {};
   std::uint64_t rounds_[kShmPlaneCount] = {};
