@@ -14,8 +14,8 @@ namespace internal {
 namespace {
 
 constexpr std::size_t kFirstSlabCount = 1024;
-// With several streams: frees after which events are recorded and queried, if no request misses before.
-// Fewer: more calls. More: free neighbours stay apart longer, and fit worse.
+// With several streams, events are recorded and queried after this many frees, or at a miss. Smaller: more
+// calls. Larger: free neighbours stay apart longer, and fit worse.
 constexpr unsigned kUnsettledFreesMax = 128;
 constexpr std::size_t kReserveBytesMax = std::size_t{16} << 40;
 constexpr std::size_t kReserveFactor = 16;
@@ -24,7 +24,7 @@ constexpr std::size_t kReserveFactor = 16;
 constexpr std::size_t kGrowthBytesMax = 32_MiB;
 constexpr std::size_t kGrowthFraction = 512;
 
-// A large block would leave much of a range that it does not fill.
+// A range that a large block would leave partly empty.
 constexpr std::size_t kLargeBytes = 1_MiB;
 bool poor_fit(const Range* range, std::size_t bytes) {
   return bytes >= kLargeBytes && range->bytes - bytes > bytes / 8;
@@ -74,7 +74,7 @@ bool ChunkedArena::start() {
 }
 
 ChunkedArena::~ChunkedArena() {
-  // Release paths do not fail: what the Backend refuses here is leaked.
+  // Releasing cannot fail: memory that the Backend refuses to take back is leaked.
   for (unsigned i = 0; i < stream_count_; ++i) {
     if (streams_[i].event != Event()) (void)backend_.event_destroy(streams_[i].event);
   }
@@ -95,7 +95,7 @@ ChunkedArena::~ChunkedArena() {
     if (chunks_[i].held && !chunks_[i].paused) (void)backend_.chunk_destroy(chunks_[i].handle);
   }
   for (unsigned i = kSharedRegionCount; i < kRegionCount; ++i) {
-    // Paused, but resumed in part by a call that failed.
+    // A resume that failed may have mapped some chunks.
     if (private_regions_[i].use != PrivateRegion::Use::kPaused) continue;
     for (const std::uint32_t chunk : private_regions_[i].chunks) {
       for (std::uint32_t j = chunks_[chunk].first_mapping; j != kNone; j = mappings_[j].next) {
@@ -109,7 +109,7 @@ ChunkedArena::~ChunkedArena() {
 
 // --- books -------------------------------------------------------
 
-// Makes sure that `count` descriptors are there. May let go of the lock, so it comes before any look-up.
+// Makes `count` descriptors available. Releases mutex_ meanwhile, so it comes before any look-up.
 bool ChunkedArena::make_ranges(Lock& lock, std::size_t count) {
   while (pool_.available() < count) {
     const std::size_t slab_count = std::max({kFirstSlabCount, pool_.capacity(), count});
@@ -118,7 +118,7 @@ bool ChunkedArena::make_ranges(Lock& lock, std::size_t count) {
     RangePool::Slab* slab = RangePool::make_slab(slab_count);
     Range** cells = RangeTable::make_cells(cell_count);
     lock.lock();
-    // Two threads may both have come here: the later one's cells can be too few by now.
+    // If two threads come here, the later one's cells may be too few by now.
     const bool made = slab != nullptr && cells != nullptr;
     if (made && cell_count >= 2 * (pool_.capacity() + slab_count)) {
       pool_.add(slab);
@@ -152,8 +152,8 @@ SizeBins& ChunkedArena::bins_of(std::uint8_t region, std::uint64_t waits) const 
   return bins_[region * kClassCount + index];
 }
 
-// Cuts `range`, which is in no bin, at `offset`, into two that are alike in everything else. The
-// smaller one gets the new descriptor.
+// Cuts `range`, which is in no bin, at `offset`. Both parts are alike in everything else; the smaller one
+// gets the new descriptor.
 ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
   FOREBAY_ASSERT(offset > range->offset && offset < range->end(), "empty part at %zu", offset);
   Range* added = pool_.take();
@@ -193,8 +193,8 @@ ChunkedArena::Halves ChunkedArena::split(Range* range, std::size_t offset) {
   return add_upper ? Halves{range, added} : Halves{added, range};
 }
 
-// Joins two neighbours that are in no bin. The union waits for what either waited for; the
-// smaller one's descriptor goes.
+// Joins two neighbours that are in no bin. The union waits for the streams of both; the smaller one's
+// descriptor becomes available.
 Range* ChunkedArena::absorb(Range* lower, Range* upper) {
   const bool keep_lower = lower->bytes >= upper->bytes;
   Range* kept = keep_lower ? lower : upper;
@@ -209,7 +209,7 @@ Range* ChunkedArena::absorb(Range* lower, Range* upper) {
   kept->waits |= gone->waits;
   kept->epoch = std::max(kept->epoch, gone->epoch);
   if (!alike) {
-    // The later epoch is now that of all: each of them needs an event that covers it.
+    // All streams of the union now need an event that covers the later epoch.
     for (std::uint64_t rest = kept->waits; rest != 0; rest &= rest - 1) {
       std::uint64_t& freed_epoch = streams_[std::countr_zero(rest)].freed_epoch;
       freed_epoch = std::max(freed_epoch, kept->epoch);
@@ -255,7 +255,7 @@ void ChunkedArena::take_free(Range* range) {
 
 // Frees `range`, which is in no bin, together with the free neighbours that wait for the same streams.
 void ChunkedArena::put_free(Range* range) {
-  // As long as there is one stream, what waits for it and what waits for nobody serve the same taker.
+  // With one stream, ranges that wait for it and ranges that wait for none serve the same requests.
   const bool one_taker = stream_count_ <= 1;
   const auto mergeable = [one_taker](const Range* one, const Range* neighbour) {
     return neighbour != nullptr && neighbour->kind == RangeKind::kFree && neighbour->region == one->region &&
@@ -271,15 +271,15 @@ void ChunkedArena::put_free(Range* range) {
     take_free(range->previous);
     range = absorb(range->previous, range);
   }
-  // What waits for nobody must not hand its old epoch to a range it is joined to: no event would ever cover
-  // it.
+  // A range that waits for no stream must not pass an old epoch on when it is joined: no event would ever
+  // cover it.
   if (range->waits == 0) range->epoch = 0;
   bins_of(range->region, range->waits).insert(range);
   ++free_count_;
   if (range->waits != 0) push_pending(range);
 }
 
-// Enters `range` into the holes, behind `before`, or as the first if that is null.
+// Enters `range` into the list of holes, behind `before`, or as the first if that is null.
 void ChunkedArena::insert_hole(Range* range, Range* before) {
   Range*& link = before == nullptr ? holes_ : before->bin_next;
   range->bin_previous = before;
@@ -325,13 +325,13 @@ void ChunkedArena::put_unmapped(Range* range) {
   if (is_hole(range->previous)) absorb(range->previous, range);
 }
 
-// In this region, and not waiting for anybody but the stream that asks.
+// A free range of this region that waits for no stream but the request's.
 bool ChunkedArena::usable_here(const Range* range, const Placement& placement, std::uint8_t region) const {
   return range != nullptr && range->kind == RangeKind::kFree && range->region == region &&
          (range->waits & ~placement.mine) == 0;
 }
 
-// The same, in any region whose chunks may serve the request's.
+// The same, in any region that shares chunks with the request's.
 bool ChunkedArena::usable(const Range* range, const Placement& placement) const {
   if (range == nullptr || range->kind != RangeKind::kFree || (range->waits & ~placement.mine) != 0)
     return false;
@@ -346,13 +346,13 @@ Range* ChunkedArena::find_free(const Placement& placement, std::uint8_t region,
   Range* own = bins_of(region, placement.mine).find(placement.bytes, placement.alignment, scan_count_max);
   if (own == nullptr) return ready;
   if (ready == nullptr) return own;
-  // On a tie the stream keeps to its own, which nobody else can use yet.
+  // On a tie the stream's own range is better: no other stream can use it yet.
   return ready->bytes < own->bytes ? ready : own;
 }
 
-// Neighbours that wait for different sets of streams are not merged when they are freed, since the union
-// would suit fewer takers. Here a taker is known: the first run of ranges that all suit it and together
-// suffice becomes one, which is in no bin.
+// Neighbours that wait for different streams are not merged when they are freed, since the union would serve
+// fewer requests. Here the request is known: the first run of ranges that it may use and that is large enough
+// becomes one range, in no bin. Null if there is none.
 Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
   std::size_t begin = SIZE_MAX;
   std::size_t end = 0;
@@ -367,9 +367,8 @@ Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
   return begin == SIZE_MAX ? nullptr : isolate(begin, end);
 }
 
-// The place that the same point of an earlier step had, if its memory is free. Null if not; otherwise a range
-// in no bin, and where in it the block begins. `*missing_count`: null only because there are fewer
-// descriptors than this.
+// A range in no bin that holds the block at `offset`, where the same point of an earlier step had it. Null if
+// its memory is not free. `*missing_count`, if set: null only because this many descriptors are needed.
 Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std::size_t* missing_count) {
   if (offset == StepMemory::kUnknown || (offset & (placement.alignment - 1)) != 0) return nullptr;
   Range* range = ranges_.find(offset);
@@ -378,7 +377,7 @@ Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std:
     take_free(range);
     return range;
   }
-  // Its memory may be free and owned by other addresses.
+  // Other addresses may own its memory.
   std::size_t run_count = 0;
   if (offset + placement.bytes > reserve_bytes_) return nullptr;
   if (!shows_free(offset, offset + placement.bytes, placement, &run_count)) return nullptr;
@@ -393,7 +392,7 @@ Range* ChunkedArena::recall(const Placement& placement, std::size_t offset, std:
 // Cuts a block from `range`, which is in no bin and large enough; the rest becomes free.
 DevicePtr ChunkedArena::make_block(Range* range, std::size_t start, const Placement& placement,
                                    std::uint64_t key) {
-  // Parts keep the region of the memory they are in: what belongs to a shared region stays with its side.
+  // The parts cut off keep the region of the range.
   range->kind = RangeKind::kBusy;
   if (start > range->offset) {
     const auto [rest, kept] = split(range, start);
@@ -461,8 +460,8 @@ void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::s
   }
   lap_.low_bytes = std::min(lap_.low_bytes, total_.live_bytes);
   lap_.high_bytes = std::max(lap_.high_bytes, total_.live_bytes + bytes);
-  // Is this as little as the steps of the main loop ever hold? A loop within a step neither holds the most
-  // nor frees much.
+  // The low point of the main loop, as far as known. A loop within a step reaches no high water or frees
+  // little.
   const std::size_t high_bytes = high_water();
   const bool in_main_loop = lap_.lap > kRefineLaps && total_.live_bytes <= previous_lap_.low_bytes &&
                             previous_lap_.high_bytes >= high_bytes - high_bytes / kRefineAgain &&
@@ -475,8 +474,8 @@ void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::s
   }
 }
 
-// Whether more is held than was ever live at once, by so much that placing a step anew pays. Once for each
-// high water: where it did not help, it would not help again.
+// Whether so much more is held than was ever live that placing a step anew pays. True once for each high
+// water: a second time would not help.
 bool ChunkedArena::worth_refining() const {
   const std::size_t high_bytes = high_water();
   return !exact_growth_ && capturing_count_ == 0 &&
@@ -500,7 +499,8 @@ unsigned ChunkedArena::find_stream(Stream stream) const {
   return kNoStream;
 }
 
-// kNoStream if there are kStreamLimit streams that blocks or free ranges still refer to.
+// The stream's index, made if there is none. kNoStream if blocks or free ranges still refer to all
+// kStreamLimit streams.
 unsigned ChunkedArena::add_stream(Stream stream) {
   if (const unsigned index = find_stream(stream); index != kNoStream) return index;
   unsigned index = stream_count_;
@@ -522,12 +522,12 @@ unsigned ChunkedArena::add_stream(Stream stream) {
   }
   if (index == stream_count_) ++stream_count_;
   StreamState& state = streams_[index];
-  const Event event = state.event;  // An event belongs to no stream: the next one uses it on.
+  const Event event = state.event;  // An event belongs to no stream, so it is used again.
   state = StreamState();
   state.event = event;
   state.stream = stream;
   state.known = true;
-  // The event's last record was for the stream before and has nothing to say about this one.
+  // The event was last recorded on the previous stream and says nothing about this one.
   state.recorded_epoch = state.completed_epoch = epoch_ - 1;
   return index;
 }
@@ -540,7 +540,7 @@ std::uint64_t ChunkedArena::unfinished(std::uint64_t waits, std::uint64_t epoch)
   return left;
 }
 
-// Gives every pending range that no longer waits for all it waited for to its new class.
+// Moves every pending range that waits for fewer streams now to its new class.
 void ChunkedArena::finish_pending() {
   for (Range* range = pending_; range != nullptr;) {
     Range* next = range->pending_next;
@@ -548,8 +548,8 @@ void ChunkedArena::finish_pending() {
     if (left != range->waits) {
       take_free(range);
       range->waits = left;
-      // Merging takes neighbours that wait for the same streams. `next` may be one of them, unless nothing is
-      // left to wait for; then start again. Each restart has made one range wait for less, so this ends.
+      // put_free joins neighbours that wait for the same streams, and `next` may be one of them, unless none
+      // is left to wait for. So start again. Each restart has made one range wait for less, so this ends.
       put_free(range);
       if (left != 0) next = pending_;
     }
@@ -557,10 +557,10 @@ void ChunkedArena::finish_pending() {
   }
 }
 
-// Learns which events have completed and records those that are due. Never waits for the device, except for
-// back-pressure while recording.
+// Finds out which events have completed and records those that are due. Called without a lock. Never waits
+// for the device, except for room in a stream's queue while recording.
 void ChunkedArena::settle() {
-  struct Work {  // Of a StreamState; small, because there is room for all.
+  struct Work {  // The part of a StreamState that is needed; small, because it is on the stack for all.
     Stream stream;
     Event event;
     std::uint64_t freed_epoch;
@@ -578,7 +578,7 @@ void ChunkedArena::settle() {
       StreamState& state = streams_[i];
       if (!state.known || state.freed_epoch <= state.completed_epoch) continue;
       any_waits = true;
-      // Events of a stream that is being captured belong to the graph.
+      // An event recorded on a captured stream would become part of the graph.
       if (state.claimed || state.capture_region != 0) continue;
       state.claimed = true;
       claimed |= std::uint64_t{1} << i;
@@ -586,7 +586,7 @@ void ChunkedArena::settle() {
     }
     shadows_wait_ = shadows_wait_ && any_waits;
     if (claimed == 0) return;
-    // Frees from here on belong to the next epoch: the events below need not cover them.
+    // Later frees belong to the next epoch, which the events below need not cover.
     snapshot = epoch_++;
     unsettled_free_count_ = 0;
   }
@@ -594,7 +594,7 @@ void ChunkedArena::settle() {
     Work& state = work[std::countr_zero(rest)];
     if (state.recorded_epoch > state.completed_epoch) {
       Result<bool> reached = backend_.event_query(state.event);
-      // A failed query says that the stream failed; its memory stays with it.
+      // A failed query means that the stream failed; memory freed on it stays unused.
       if (!reached.ok() || !reached.value()) continue;
       state.completed_epoch = state.recorded_epoch;
       if (state.freed_epoch <= state.completed_epoch) continue;
@@ -625,7 +625,7 @@ void ChunkedArena::settle() {
 Status ChunkedArena::stream_retire(Stream stream) {
   Lock lock(mutex_);
   unsigned index = find_stream(stream);
-  // A thread that records an event right now still uses the handle.
+  // A thread that is recording an event still uses the handle.
   settled_.wait(lock, [&] {
     index = find_stream(stream);
     return index == kNoStream || !streams_[index].claimed;
@@ -647,20 +647,37 @@ Status ChunkedArena::stream_retire(Stream stream) {
 
 // --- blocks ------------------------------------------------------
 
-Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
+namespace {
+
+bool well_formed(const AllocationRequest& request, std::size_t chunk_bytes) {
   // Not std::has_single_bit: without a machine's own instruction that is a call.
-  if (request.alignment == 0 || (request.alignment & (request.alignment - 1)) != 0 ||
-      request.alignment > chunk_bytes_) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot allocate with alignment " + std::to_string(request.alignment) +
-                      ": it is not a power of two up to the chunk size " + std::to_string(chunk_bytes_) +
-                      "; ask for less, or for larger chunks (ArenaOptions::chunk_bytes)");
+  const bool alignment = request.alignment != 0 && (request.alignment & (request.alignment - 1)) == 0 &&
+                         request.alignment <= chunk_bytes;
+  return alignment && (request.region == Region::kPersistent || request.region == Region::kTransient);
+}
+
+}  // namespace
+
+// Sets region and stream. False if the tag is paused. mutex_ held.
+inline bool ChunkedArena::choose_region(const AllocationRequest& request, Placement* placement) {
+  placement->region = static_cast<std::uint8_t>(request.region);
+  if (placement->bytes <= chunk_bytes_ / kSmallFraction) placement->region = kPersistentRegion;
+  if (const std::uint8_t own = tags_[request.tag].region; own != 0) {
+    if (private_regions_[own].use == PrivateRegion::Use::kPaused) return false;
+    placement->region = own;
   }
-  if (request.region != Region::kPersistent && request.region != Region::kTransient) {
-    return Status(StatusCode::kInvalidArgument, "cannot allocate in region " +
-                                                    std::to_string(static_cast<int>(request.region)) +
-                                                    ": there are kPersistent and kTransient");
-  }
+  if (request.stream == Stream()) return true;
+  placement->stream = add_stream(request.stream);
+  if (placement->stream == kNoStream) return true;
+  placement->mine = std::uint64_t{1} << placement->stream;
+  const std::uint8_t captured = streams_[placement->stream].capture_region;
+  if (captured != 0 && placement->region < kSharedRegionCount) placement->region = captured;
+  return true;
+}
+
+// The hot path, one function from top to bottom: a hit makes no other call than those of the books.
+Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
+  if (!well_formed(request, chunk_bytes_)) return malformed(request);
   Placement placement;
   placement.asked_bytes = request.bytes;
   placement.alignment = std::max(request.alignment, kBlockGranule);
@@ -685,64 +702,49 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     lock.unlock();
     return over_tag_limit("allocate", placement.bytes, request.tag);
   }
-  placement.region = static_cast<std::uint8_t>(request.region);
-  if (placement.bytes <= chunk_bytes_ / kSmallFraction) placement.region = kPersistentRegion;
-  if (const std::uint8_t own = tags_[request.tag].region; own != 0) {
-    if (private_regions_[own].use == PrivateRegion::Use::kPaused) {
-      lock.unlock();
-      return Status(StatusCode::kUnavailable, "cannot allocate " + format_bytes(placement.bytes) +
-                                                  " for tag " + std::to_string(request.tag) +
-                                                  ": the tag is paused; resume it first");
-    }
-    placement.region = own;
-  }
-  if (request.stream != Stream()) {
-    placement.stream = add_stream(request.stream);
-    if (placement.stream != kNoStream) {
-      placement.mine = std::uint64_t{1} << placement.stream;
-      const std::uint8_t captured = streams_[placement.stream].capture_region;
-      if (captured != 0 && placement.region < kSharedRegionCount) placement.region = captured;
-    }
-  }
-  if (!placement.fixed) {
-    const std::size_t known = steps_.find(placement.bytes, total_.live_bytes,
-                                          std::uint64_t{placement.stream} << 4 | placement.region);
-    const std::uint64_t key = steps_.key();
-    for (bool settled = stream_count_ <= 1;;) {
-      // After letting go of the lock: no. The slow path then says why.
-      if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
-      std::size_t missing_count = 0;
-      if (Range* range = recall(placement, known, &missing_count)) {
-        ++total_.recalled_count;
-        return make_block(range, known, placement, key);
-      }
-      if (missing_count != 0) {
-        if (reserve_ranges(lock, missing_count)) continue;
-        lock.unlock();
-        return no_books();
-      }
-      Range* range = find_free(placement, placement.region, kBinScanMax);
-      const bool wanting =
-          range == nullptr || known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
-      if (wanting && !settled && unsettled_free_count_ > 0) {
-        // What would do, or do better, may wait for an event that has completed by now.
-        settled = true;
-        lock.unlock();
-        settle();
-        lock.lock();
-        if (reserve_ranges(lock)) continue;
-        lock.unlock();
-        return no_books();
-      }
-      if (range == nullptr) break;
-      take_free(range);
-      return make_block(range, align_up(range->offset, placement.alignment), placement, key);
-    }
+  if (!choose_region(request, &placement)) {
     lock.unlock();
-    return allocate_slowly(placement, key);
+    return paused(placement.bytes, request.tag);
+  }
+  if (placement.fixed) {
+    lock.unlock();
+    return allocate_slowly(placement, 0);
+  }
+  const std::size_t known = steps_.find(placement.bytes, total_.live_bytes,
+                                        std::uint64_t{placement.stream} << 4 | placement.region);
+  const std::uint64_t key = steps_.key();
+  for (bool settled = stream_count_ <= 1;;) {
+    // May have become false while mutex_ was released. The slow path then says why.
+    if (!may_serve(placement.region) || !within_tag_limit(placement.tag, placement.bytes)) break;
+    std::size_t missing_count = 0;
+    if (Range* range = recall(placement, known, &missing_count)) {
+      ++total_.recalled_count;
+      return make_block(range, known, placement, key);
+    }
+    if (missing_count != 0) {
+      if (reserve_ranges(lock, missing_count)) continue;
+      lock.unlock();
+      return no_books();
+    }
+    Range* range = find_free(placement, placement.region, kBinScanMax);
+    const bool wanting =
+        range == nullptr || known != StepMemory::kUnknown || poor_fit(range, placement.bytes);
+    if (wanting && !settled && unsettled_free_count_ > 0) {
+      // A better range may wait for an event that has completed by now.
+      settled = true;
+      lock.unlock();
+      settle();
+      lock.lock();
+      if (reserve_ranges(lock)) continue;
+      lock.unlock();
+      return no_books();
+    }
+    if (range == nullptr) break;
+    take_free(range);
+    return make_block(range, align_up(range->offset, placement.alignment), placement, key);
   }
   lock.unlock();
-  return allocate_slowly(placement, 0);
+  return allocate_slowly(placement, key);
 }
 
 Status ChunkedArena::free(DevicePtr block, Stream stream) {
@@ -758,7 +760,7 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
     if (index != kNoStream) {
       mine = std::uint64_t{1} << index;
     } else {
-      // More streams than there are bits: wait here, and nobody has to wait later.
+      // More streams than bits: wait here, so that no request has to wait later.
       lock.unlock();
       FOREBAY_RETURN_IF_ERROR(backend_.stream_synchronize(stream));
       lock.lock();
@@ -772,7 +774,7 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
   discharge(range->tag, range->stream, range->bytes, range->bytes - range->slack);
   if (history_limit_ != 0) note(SnapshotAction::kFreeCompleted, range->offset, range->bytes, stream);
   if (range->kind == RangeKind::kPaused) {
-    // Its memory is with the device: when the tag is resumed, this part comes back free.
+    // It has no memory while the tag is paused. After resume it is free.
     range->paused_kind = RangeKind::kFree;
     return Status();
   }
@@ -787,7 +789,7 @@ Status ChunkedArena::free(DevicePtr block, Stream stream) {
     refine();
     return Status();
   }
-  // Learning now and then what has completed lets neighbours that waited for different streams be joined.
+  // Querying events now and then lets neighbours that waited for different streams be joined.
   if (++unsettled_free_count_ < kUnsettledFreesMax || stream_count_ <= 1) return Status();
   lock.unlock();
   settle();
@@ -902,8 +904,8 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
                                                     ": memory is taken in chunks of " +
                                                     format_bytes(chunk_bytes) + "; raise limit_bytes");
   }
-  // A smaller address range than the default still holds everything until it fragments, so where addresses
-  // are scarce (a limit on virtual memory, a sanitizer) the default halves, down to what the limit needs.
+  // Where addresses are scarce (a limit on virtual memory, a sanitizer) the default is halved, down to the
+  // limit. A smaller range still holds all memory; only fragmentation needs more addresses.
   const bool chosen = options.reserve_bytes != 0;
   std::size_t reserve_bytes =
       chosen ? options.reserve_bytes

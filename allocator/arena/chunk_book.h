@@ -1,8 +1,8 @@
-// ChunkBook: which physical chunks the arena holds, and at which addresses each is mapped.
+// The physical chunks that the arena holds, and the addresses at which each is mapped.
 //
-// A chunk may be mapped at several addresses. Which of them owns which of its bytes is not kept here but in
-// the Ranges that tile the address range: each byte of a chunk is owned by at most one address, through a
-// Range that is free or live; the other addresses that show it are shadows.
+// A chunk may be mapped at several addresses. The Ranges (range.h) say which of them owns which of its bytes:
+// each byte is owned by at most one address, through a Range that is free or live. The other addresses that
+// show it are shadows.
 #pragma once
 
 #include <algorithm>
@@ -25,23 +25,23 @@ inline constexpr std::uint32_t kNone = UINT32_MAX;
 struct PhysicalChunk {
   Chunk handle;
   std::size_t bytes = 0;
-  std::uint32_t first_mapping = kNone;  // kNone: held, mapped nowhere: a spare.
+  std::uint32_t first_mapping = kNone;  // kNone: mapped nowhere; the chunk is a spare.
   std::uint32_t next = kNone;           // Of the spares, or of the unused entries.
-  std::uint32_t owner = kNone;          // A hint: a mapping, perhaps not of this chunk any more.
+  std::uint32_t owner = kNone;          // A hint: the mapping that owned its memory last. May be outdated.
   std::uint32_t stamp = 0;              // Scratch of a search.
-  std::int8_t breakable = -1;           // Scratch of choose_stitch: not known, no, yes.
+  std::int8_t breakable = -1;           // Scratch of StitchSearch: not known, no, yes.
   bool held = false;                    // The entry is in use.
-  bool paused = false;                  // Its memory is with the device, its mappings wait to be made again.
+  bool paused = false;                  // Destroyed until resume makes it, and its mappings, again.
 };
 
 struct Mapping {
-  std::size_t offset = 0;  // Of the arena's addresses.
+  std::size_t offset = 0;  // In the arena's address range.
   std::uint32_t chunk = kNone;
   std::uint32_t next = kNone;  // Of the same chunk, or of the unused entries.
   bool made = true;            // False while its tag is paused.
 };
 
-// Entries by index that never move. Room is made outside of locks, by reserve's caller; take cannot fail.
+// Entries by index, which never move. Room is made without a lock (make_leaf, add), so take cannot fail.
 template <typename Entry>
 class EntryPool {
  public:
@@ -96,14 +96,15 @@ class EntryPool {
   std::uint32_t free_ = kNone;
 };
 
-// What there is at each granule of the address range, a granule being the smallest chunk. Two levels, so that
-// a large reservation costs nothing until it is used. Entries of unmapped granules mean nothing.
+// The range, mapping and chunk at each granule of the address range. A granule is as large as the smallest
+// chunk. Two levels, so that a large reservation costs nothing until it is used. Entries of unmapped granules
+// have no meaning.
 class GranuleTable {
  public:
   struct Entry {
     Range* range = nullptr;         // The range that has the granule's first byte.
     std::uint32_t mapping = kNone;  // The mapping that covers it; kNone under an alias of a slot.
-    std::uint32_t chunk = kNone;    // And its chunk.
+    std::uint32_t chunk = kNone;    // The chunk of that mapping.
   };
   // `granule_bytes`: a power of two.
   explicit GranuleTable(std::size_t granule_bytes) noexcept : shift_(std::countr_zero(granule_bytes)) {}
@@ -120,8 +121,8 @@ class GranuleTable {
     leaves_ = static_cast<Entry**>(std::calloc(leaf_count_, sizeof(Entry*)));
     return leaves_ != nullptr;
   }
-  // Makes, without the arena's lock, the leaves that [begin, end) still lacks. Only for one thread at a time.
-  // False if the host has no memory; `leaves` then holds those that were made.
+  // Allocates the leaves that [begin, end) still lacks. Called without mutex_, by one thread at a time. False
+  // if the host has no memory; `leaves` then holds those allocated so far.
   bool make_leaves(std::size_t begin, std::size_t end, std::vector<std::pair<std::size_t, Entry*>>* leaves) {
     const std::size_t last = ((end - 1) >> shift_) / kLeafCount;
     for (std::size_t i = (begin >> shift_) / kLeafCount; i <= last; ++i) {
@@ -167,7 +168,7 @@ class GranuleTable {
     }
   }
   void own(Range* range) noexcept { own(range, range->offset, range->end()); }
-  // Nothing is there any more.
+  // Enters that [begin, end) is unmapped.
   void clear(std::size_t begin, std::size_t end) noexcept {
     for (std::size_t index = begin >> shift_; index < end >> shift_; ++index) {
       Entry* leaf = leaves_[index / kLeafCount];

@@ -1,9 +1,9 @@
-// ChunkedArena: the arena's books and what its source files share. How it works: allocator/README.md.
+// ChunkedArena: the implementation of Arena. How it works: allocator/README.md.
 //
-// Locks. `growth_mutex_` comes before `mutex_`. `mutex_` protects the books and is never held across a
-// Backend call or a malloc. `growth_mutex_` serializes those who change what is mapped, and is held across
-// the address-space calls (chunk, map, unmap, access), which by the Backend's contract never wait for queued
-// work; calls that may wait (events, streams) are made with no lock held at all.
+// Locks: `growth_mutex_` comes before `mutex_`. `mutex_` protects the books. It is never held across a
+// Backend call. `growth_mutex_` serializes changes of mappings. It is held across the address-space calls
+// (chunk, map, unmap, access), which by the Backend's contract never wait for queued work. Calls that may
+// wait (events, streams) are made without any lock.
 #pragma once
 
 #include <atomic>
@@ -24,61 +24,62 @@
 
 namespace forebay::internal {
 
-// A bit of a 64-bit mask each. More streams than this still work: they are synchronized when they free.
+// Each stream is one bit of a 64-bit mask. Further streams still work: free synchronizes them.
 inline constexpr unsigned kStreamLimit = 64;
 inline constexpr unsigned kNoStream = kStreamLimit;
-// Free ranges by who may use them at once: stream i alone, everybody, or nobody (several streams still to
-// wait for).
+// Classes of free ranges by the streams that may use them at once: class i, only stream i; kReadyClass, all;
+// kMixedClass, none, because the range waits for several streams.
 inline constexpr unsigned kReadyClass = kStreamLimit;
 inline constexpr unsigned kMixedClass = kStreamLimit + 1;
 inline constexpr unsigned kClassCount = kStreamLimit + 2;
 
-// Regions: the two of arena.h, whose chunks serve both, then the private ones, which share no chunk.
+// Regions: the two of arena.h share their chunks; the private ones after them share none.
 inline constexpr unsigned kSharedRegionCount = 2;
 inline constexpr unsigned kRegionCount = kSharedRegionCount + kPrivateRegionLimit;
 inline constexpr std::uint8_t kPersistentRegion = static_cast<std::uint8_t>(Region::kPersistent);
 inline constexpr std::uint8_t kTransientRegion = static_cast<std::uint8_t>(Region::kTransient);
 
-// Ranges looked at in one bin on the hot path. A bin spans 1/16 of its size, so stopping early costs little
-// fit.
+// Ranges looked at in one bin on the hot path. Larger: slower. Smaller: a slightly worse fit, since the sizes
+// in one bin differ by at most 1/16.
 inline constexpr std::size_t kBinScanMax = 16;
 inline constexpr std::size_t kNoScanLimit = SIZE_MAX;
-// Steps are placed anew when more than this part of the most that was live at once is held beyond it, and
-// again only when that has grown by the other part.
+// Refining begins when the memory held exceeds the high water (the most bytes ever live) by more than
+// 1/kRefineWorth. It is repeated only when the high water has grown by 1/kRefineAgain.
 inline constexpr std::size_t kRefineWorth = 256;
 inline constexpr std::size_t kRefineAgain = 64;
-// Laps after which a program is taken to be in its main loop: more than a model has layers, fewer than
-// training has steps. And the part of the high water by which its live bytes rise and fall at least.
+// Repetitions after which a program counts as being in its main loop: more than a model has layers, fewer
+// than training has steps. Its live bytes must rise and fall by 1/kRefineSwing of the high water.
 inline constexpr std::uint32_t kRefineLaps = 100;
 inline constexpr std::size_t kRefineSwing = 16;
-// Blocks up to this part of a smallest chunk lie with the persistent ones, whatever their region: one that
-// outlives the large blocks around it would keep a chunk from being used elsewhere.
+// Blocks up to this part of a smallest chunk lie with the persistent ones, in any region: a small block that
+// outlives the large blocks around it would keep a whole chunk from being used elsewhere.
 inline constexpr std::size_t kSmallFraction = 32;
-// Pieces of a block owned elsewhere that are kept from their search to their taking; more are searched twice.
+// Entries of shown_. A block with more parts that other addresses own is searched twice.
 inline constexpr std::size_t kShownMax = 64;
-// The most descriptors that one block takes on the hot path: it is cut from the middle.
+// The most descriptors that one block takes on the hot path, when it is cut from the middle of a range.
 inline constexpr std::size_t kSplitsMax = 4;
 
-// What a request becomes once it has been looked at.
+// A checked AllocationRequest.
 struct Placement {
   std::size_t bytes = 0;  // Rounded.
   std::size_t asked_bytes = 0;
   std::size_t alignment = kBlockGranule;
-  std::uint64_t mine = 0;  // The bit of the stream that asks, or 0 for the host.
+  std::uint64_t mine = 0;  // The bit of the request's stream, or 0 for the host.
   unsigned stream = kNoStream;
   std::uint8_t region = kTransientRegion;
   Tag tag = 0;
   bool fixed = false;
 };
 
-// One stream the arena has seen. Frees are stamped with the arena's epoch; an event recorded after epoch e
-// ended covers every free stamped e or less. One event per stream, recorded again only when it has completed.
+// One stream that the arena has seen. Every free is stamped with the arena's epoch. An event recorded after
+// epoch e ended covers every free stamped e or less. Each stream has one event, which is recorded again only
+// when it has completed.
 struct StreamState {
   Stream stream;
   Event event;
   bool known = false;
-  bool claimed = false;             // Somebody is recording or querying the event, without the lock.
-  std::uint8_t capture_region = 0;  // Being captured: the private region it allocates from.
+  bool claimed = false;             // A thread is recording or querying the event, without the lock.
+  std::uint8_t capture_region = 0;  // While it is captured: its private region.
   std::uint64_t freed_epoch = 0;
   std::uint64_t recorded_epoch = 0;
   std::uint64_t completed_epoch = 0;
@@ -88,7 +89,7 @@ struct StreamState {
 struct TagState {
   char name[32] = {};
   std::size_t limit_bytes = 0;
-  std::uint8_t region = 0;  // A pausable tag's own; 0: none.
+  std::uint8_t region = 0;  // The private region of a pausable tag; 0: none.
   ArenaStatistics account;
 };
 
@@ -99,21 +100,21 @@ struct LiveBounds {
   std::size_t high_bytes = 0;
 };
 
-// A block of a paused tag, and where its bytes are in the copy.
+// A block of a paused tag, and the position of its bytes in the copy.
 struct KeptBlock {
   std::size_t offset = 0;
   std::size_t bytes = 0;
   std::size_t copy_offset = 0;
 };
 
-// A region that shares no chunk with others: a pausable tag's, or a capture's.
+// A region that shares no chunk with others. It belongs to a pausable tag or to a capture.
 struct PrivateRegion {
   enum class Use : std::uint8_t { kNone, kPausable, kPaused, kCapturing, kCaptured };
   Use use = Use::kNone;
-  Stream stream;                      // Capturing: from this one.
-  std::vector<std::uint32_t> chunks;  // Paused: all it has.
-  std::vector<KeptBlock> kept;        // Paused: what is in the copy.
-  std::byte* copy = nullptr;          // Paused: in page-locked host memory; null: nothing is kept.
+  Stream stream;                      // While capturing: the captured stream.
+  std::vector<std::uint32_t> chunks;  // While paused: all its chunks.
+  std::vector<KeptBlock> kept;        // While paused: the blocks in `copy`.
+  std::byte* copy = nullptr;          // While paused: pinned host memory; null: no bytes are kept.
 };
 
 struct SlotState {
@@ -125,51 +126,57 @@ struct SlotState {
   bool live = false;
 };
 
-// Where to map chunks so that a block fits: [begin, end), inside one unmapped range.
+// Addresses at which to map new chunks so that a block fits: [begin, end), inside one unmapped range.
 struct Site {
   Range* hole = nullptr;
   std::size_t begin = 0;
   std::size_t end = 0;
 };
 
-// Bytes [begin, end) of a chunk.
-struct Piece {
+// Bytes [begin, end) of a chunk, free and owned by one address or more.
+struct Extent {
   std::uint32_t chunk = kNone;
   std::size_t begin = 0;
   std::size_t end = 0;
   std::size_t bytes() const noexcept { return end - begin; }
 };
 
-// Addresses that owned free memory until it was taken for elsewhere.
-struct Place {
+// Addresses that owned free memory until other addresses took it.
+struct Origin {
   std::size_t offset = 0;
   std::size_t bytes = 0;
   std::uint8_t region = 0;
 };
 
-// Memory shown somewhere, and where the addresses that own it begin.
+// Memory that some addresses show, and the offset of the addresses that own it.
 struct Shown {
   std::size_t bytes = 0;
   std::size_t owner_offset = 0;
 };
 
-// What was taken, and whom it waited for.
+// The streams that memory taken for a stitch waited for.
 struct Taken {
   std::uint64_t waits = 0;
   std::uint64_t epoch = 0;
-  std::vector<Place>* places = nullptr;  // Where from.
 };
 
-// A block made of memory from several places, mapped side by side at new addresses.
+// How to make a block of free memory of several chunks: in the order of addresses, a run or a head or
+// neither; whole chunks; new chunks; a tail.
 struct Stitch {
-  Range* run = nullptr;       // Free ranges that end at an unmapped hole are its beginning, or
-  std::size_t run_bytes = 0;  // nothing, and
-  Piece head;                 // the end of this chunk is.
+  Range* hole = nullptr;      // With a run: the unmapped range behind it.
+  std::size_t run_bytes = 0;  // Free ranges in front of `hole`, which keep their addresses.
+  Extent head;                // The end of a chunk.
   std::vector<std::uint32_t> whole;
-  std::uint32_t broken = kNone;  // A whole chunk to be replaced by smallest ones first.
-  std::size_t grown_bytes = 0;   // New memory.
-  Piece tail;                    // The beginning of this chunk is its end.
+  std::uint32_t broken = kNone;  // A chunk to be replaced by smallest ones before anything else.
+  std::size_t grown_bytes = 0;
+  Extent tail;  // The beginning of a chunk.
   double cost = 0;
+};
+
+// A chunk as map_row needs it.
+struct SizedChunk {
+  Chunk handle;
+  std::size_t bytes = 0;
 };
 
 std::string describe(DevicePtr address);
@@ -179,7 +186,7 @@ class ChunkedArena final : public Arena {
   ChunkedArena(Backend& backend, DevicePtr base, const ArenaOptions& options);
   ~ChunkedArena() override;
 
-  // Makes the first books. False if the host has no memory.
+  // Allocates the first books. False if the host has no memory.
   bool start();
 
   Result<DevicePtr> allocate(const AllocationRequest& request) override;
@@ -242,6 +249,7 @@ class ChunkedArena final : public Arena {
   }
   Range* find_free(const Placement& placement, std::uint8_t region, std::size_t scan_count_max) const;
   Range* find_run(const Placement& placement, std::uint8_t region);
+  inline bool choose_region(const AllocationRequest& request, Placement* placement);
   Range* recall(const Placement& placement, std::size_t offset, std::size_t* missing_count);
   DevicePtr make_block(Range* range, std::size_t start, const Placement& placement, std::uint64_t key);
   bool within_tag_limit(Tag tag, std::size_t bytes) const;
@@ -258,7 +266,7 @@ class ChunkedArena final : public Arena {
     return private_regions_[region].use == PrivateRegion::Use::kCapturing ||
            private_regions_[region].use == PrivateRegion::Use::kCaptured;
   }
-  // False for a private region whose tag was paused or whose capture was released.
+  // False for a private region after its tag was paused or its capture released.
   bool may_serve(std::uint8_t region) const {
     return region < kSharedRegionCount || (private_regions_[region].use != PrivateRegion::Use::kNone &&
                                            private_regions_[region].use != PrivateRegion::Use::kPaused);
@@ -273,17 +281,53 @@ class ChunkedArena final : public Arena {
   bool shows_free(std::size_t begin, std::size_t end, const Placement& placement, std::size_t* run_count);
   bool shows_once(std::size_t begin, std::size_t end);
   Range* own_here(std::size_t begin, std::size_t end, const Placement& placement, std::size_t run_count);
-  void shade(const Piece& piece, const Placement& placement, Taken* taken);
+  void shade(const Extent& extent, const Placement& placement, Taken* taken);
   void gather(const Placement& placement, bool own_region_only);
   bool find_shown(const Placement& placement, std::size_t* start);
-  bool choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch);
 
-  // --- slow paths; no lock held on entry unless the name says so ---
+  // --- slow paths; no lock held on entry ---
   void settle();
   Result<DevicePtr> allocate_slowly(const Placement& placement, std::uint64_t key);
   void refine();
-  // The rest: growth_mutex_ held (arena/growth.cc).
+
+  // --- slow paths; growth_mutex_ and mutex_ held, unless the definition says otherwise. Those that take a
+  // Lock& release mutex_ meanwhile.
+
+  // The strategies of a miss (arena/miss.cc).
+  struct Miss;
+  enum class Outcome : std::uint8_t;
+  using Strategy = Outcome (ChunkedArena::*)(Miss& miss);
+  static const Strategy kStrategies[];
+  Outcome serve_from_free_range(Miss& miss);
+  Outcome serve_from_adjacent_ranges(Miss& miss);
+  Outcome serve_from_shown_memory(Miss& miss);
+  Outcome serve_by_growing_if_worthwhile(Miss& miss);
+  Outcome serve_from_other_region(Miss& miss);
+  Outcome serve_from_memory_shown_by_both_regions(Miss& miss);
+  Outcome serve_by_stitching(Miss& miss);
+  Outcome serve_by_growing(Miss& miss);
+  Outcome serve_by_evicting(Miss& miss);
+  Outcome serve_fixed(Miss& miss);
+  Outcome take_shown(Miss& miss);
+  Outcome take_grown(Miss& miss, bool freely);
+  Outcome take_stitched(Miss& miss);
+  Outcome stitch_again(Miss& miss);
+  Result<DevicePtr> finish(Miss& miss, std::uint64_t key);
   bool reserve_books(Lock& lock, std::size_t bytes);
+
+  // Stitching (arena/stitch.cc).
+  struct StitchSearch;
+  bool choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch);
+  Status stitch(Lock& lock, const Placement& placement, Range** stitched, std::size_t* start,
+                bool* addresses_used_up);
+  Status plan_stitch(Lock& lock, const Placement& placement);
+  Range* claim_view();
+  Taken take_stitch_memory(const Placement& placement);
+  Status map_stitch(Lock& lock, const Placement& placement, Range* view);
+  Range* cut_view(Range* view);
+  Status break_chunk(Lock& lock, std::uint32_t chunk);
+
+  // Growing (arena/growth.cc).
   bool choose_site(const Placement& placement, Site* site) const;
   bool worth_growing(const Placement& placement, std::size_t grown_bytes, bool in_bulk) const;
   bool under_pressure() const;
@@ -291,8 +335,6 @@ class ChunkedArena final : public Arena {
   std::size_t handle_bytes_max(const Placement& placement) const;
   Range* unmapped_from_top(std::size_t bytes);
   Status grow(Lock& lock, const Placement& placement, bool freely, Range** grown);
-  Status stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start,
-                bool* addresses_used_up);
   Status place_fixed(Lock& lock, const Placement& placement, Range** grown);
   Status acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes, std::vector<std::uint32_t>* chunks);
   Status create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk);
@@ -300,19 +342,44 @@ class ChunkedArena final : public Arena {
   void remove_spare(std::uint32_t chunk);
   bool take_spare(std::size_t bytes_max, std::uint32_t* chunk);
   Status destroy_spare(Lock& lock, std::uint32_t chunk);
-  Status break_chunk(Lock& lock, std::uint32_t chunk);
+  // Chunks that map_row has mapped side by side.
+  struct MappedRow {
+    Status status;
+    std::size_t count = 0;
+    std::size_t bytes = 0;
+    bool stranded = false;  // A call failed, and what was mapped until then could not be unmapped.
+    std::vector<std::pair<std::size_t, GranuleTable::Entry*>> leaves;  // To be installed in granules_.
+  };
   Status map_chunks(Lock& lock, Range* range, const std::vector<std::uint32_t>& chunks);
-  void remove_mapping(Range* range);
+  MappedRow map_row(std::size_t begin, std::size_t end, const std::vector<SizedChunk>& row);
+  void install_leaves(const MappedRow& mapped);
+  void enter_mappings(std::size_t offset, const std::vector<std::uint32_t>& chunks, std::size_t count);
+  void strand_mappings(Range* range, const std::vector<std::uint32_t>& chunks, const MappedRow& mapped);
+
+  // Unmapping (arena/eviction.cc).
+  bool remove_mapping(Range* range);
   bool evictable(std::uint32_t chunk) const;
+  void isolate_mappings(std::uint32_t chunk);
+  std::size_t count_mappings(std::uint32_t chunk) const;
   Status evict(Lock& lock, std::uint32_t chunk);
   bool evict_all(Lock& lock);
+  bool isolate_all_evictable(Lock& lock);
+  bool unmap_claimed(Lock& lock, bool* refused);
+  void give_back_claimed();
   bool make_room(Lock& lock, std::size_t bytes);
   void recover_stranded(Lock& lock);
+  std::size_t stale_mapping_bytes(std::size_t offset) const;
   void drop_stale_mappings(Lock& lock);
+  void unmap_stale(Lock& lock, std::size_t begin, std::size_t end);
+  void give_back_all_free(Lock& lock);
+
   // Slots (arena/slots.cc).
+  void strand_alias(Range* range, const MappedRow& mapped);
   Status acquire_slot(Lock& lock, std::size_t bytes, std::vector<std::uint32_t>* chunks);
   // Private regions (arena/private.cc).
   void wait_for_freed(std::uint8_t region);
+  bool freed_memory_in_use(std::uint8_t region) const;
+  void mark_paused(std::uint8_t region);
   Status unmake(Lock& lock, std::uint8_t region);
   Status remake(Lock& lock, std::uint8_t region);
   void wake(std::uint8_t region);
@@ -327,6 +394,8 @@ class ChunkedArena final : public Arena {
                        const Status& cause) const;
   std::string never_fits(std::size_t bytes) const;
   Status over_tag_limit(const char* what, std::size_t bytes, Tag tag) const;
+  Status malformed(const AllocationRequest& request) const;
+  Status paused(std::size_t bytes, Tag tag) const;
   Status no_such_tag(const char* what, Tag tag) const;
   Status no_books() const;
   Status no_private_region(const std::string& what) const;
@@ -338,9 +407,9 @@ class ChunkedArena final : public Arena {
   const std::size_t limit_bytes_;
   const std::size_t chunk_bytes_;
   const std::size_t growth_bytes_;
-  const bool exact_growth_;  // growth_bytes_ is one chunk: take no more than is missing.
+  const bool exact_growth_;  // growth_bytes_ is one chunk, so nothing is taken ahead.
   const std::size_t handle_bytes_limit_;
-  const std::size_t transient_offset_;  // Where the transient region begins to grow.
+  const std::size_t transient_offset_;  // The transient region grows upwards from here.
   const std::size_t history_limit_;
 
   // Has its own synchronization.
@@ -349,12 +418,14 @@ class ChunkedArena final : public Arena {
   mutable std::mutex growth_mutex_;
   // Guarded by growth_mutex_.
   std::vector<SlotState> slots_;
-  std::vector<Piece> pieces_;               // Scratch of a search, sorted; room is made without mutex_.
-  std::vector<std::uint32_t> first_piece_;  // By chunk; kNone: it has none.
-  std::vector<Piece> wholes_, heads_, tails_;
-  std::vector<Place> places_;
+  // Scratch of a search; room is made without mutex_. The extents that gather found, sorted; the first of
+  // each chunk, or kNone; and those of stitches.
+  std::vector<Extent> extents_;
+  std::vector<std::uint32_t> first_extent_;
+  std::vector<Extent> wholes_, heads_, tails_;
+  std::vector<Origin> origins_;
   std::size_t largest_chunk_bytes_ = 0;
-  Stitch stitch_;
+  Stitch stitch_;  // The one being made.
   std::vector<std::uint32_t> stitch_chunks_;
 
   mutable std::mutex mutex_;
@@ -368,7 +439,7 @@ class ChunkedArena final : public Arena {
   std::size_t mapping_count_ = 0;
   std::size_t free_count_ = 0;  // Free ranges.
   std::uint32_t stamp_ = 0;
-  Shown shown_[kShownMax];  // What shows_free found.
+  Shown shown_[kShownMax];  // The latest result of shows_free.
   RangePool pool_;
   RangeTable ranges_;
   StepMemory steps_;
@@ -381,8 +452,8 @@ class ChunkedArena final : public Arena {
   Range* pending_ = nullptr;
   std::size_t stranded_count_ = 0;
   std::size_t spare_bytes_ = 0;
-  std::size_t slot_slack_bytes_ = 0;  // Of slots' chunks, beyond their live bytes.
-  bool shadows_wait_ = false;         // There may be shadows that queued work may still use.
+  std::size_t slot_slack_bytes_ = 0;  // Bytes of slots' chunks beyond the slots' live bytes.
+  bool shadows_wait_ = false;         // Queued work may still use some shadows.
   std::uint64_t epoch_ = 1;
   unsigned stream_count_ = 0;  // Entries of streams_ in use or used once.
   unsigned capturing_count_ = 0;
@@ -392,14 +463,14 @@ class ChunkedArena final : public Arena {
   TagState tags_[kTagLimit];
   PrivateRegion private_regions_[kRegionCount];
   ArenaStatistics total_;
-  std::size_t high_water_bytes_ = 0;  // The most live bytes that reset_peaks forgot.
-  std::uint64_t freed_bytes_ = 0;     // Of all blocks ever.
-  LiveBounds lap_;                    // Of this lap of steps_
-  LiveBounds previous_lap_;           // and of the one before.
+  std::size_t high_water_bytes_ = 0;  // The most live bytes before the latest reset_peaks.
+  std::uint64_t freed_bytes_ = 0;     // Since the arena was made.
+  LiveBounds lap_;                    // Of the current lap of steps_.
+  LiveBounds previous_lap_;
   bool refine_due_ = false;
-  std::uint32_t refine_pause_ = 0;  // Troughs to let pass after the next attempt that fails.
+  std::uint32_t refine_pause_ = 0;  // Low points to skip after the next attempt that fails.
   std::uint32_t troughs_to_skip_ = 0;
-  std::size_t refined_bytes_ = 0;  // The high water when refine took memory apart; 0: never.
+  std::size_t refined_bytes_ = 0;  // The high water at the latest refining; 0: never refined.
   std::unique_ptr<SnapshotEvent[], FreeDeleter> history_;
   std::uint64_t history_end_ = 0;
 };

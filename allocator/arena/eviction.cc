@@ -16,10 +16,12 @@ constexpr std::uint32_t kRefinePauseMax = 1023;
 
 }  // namespace
 
-// The mapping is undone: its range, which is claimed, becomes addresses only.
-void ChunkedArena::remove_mapping(Range* range) {
+// Enters that the mapping under this claimed range is gone; the range becomes unmapped. True if its chunk is
+// mapped nowhere now; it is a spare then. growth_mutex_ and mutex_ held.
+bool ChunkedArena::remove_mapping(Range* range) {
   const std::uint32_t mapping = granules_.at(range->offset).mapping;
-  PhysicalChunk& chunk = chunks_[mappings_[mapping].chunk];
+  const std::uint32_t index = mappings_[mapping].chunk;
+  PhysicalChunk& chunk = chunks_[index];
   std::uint32_t* link = &chunk.first_mapping;
   while (*link != mapping) link = &mappings_[*link].next;
   *link = mappings_[mapping].next;
@@ -27,9 +29,13 @@ void ChunkedArena::remove_mapping(Range* range) {
   --mapping_count_;
   if (history_limit_ != 0) note(SnapshotAction::kSegmentUnmap, range->offset, range->bytes, Stream());
   put_unmapped(range);
+  if (chunk.first_mapping != kNone) return false;
+  keep_spare(index);
+  return true;
 }
 
 // Whether every byte of a chunk is free for all, and no queued work may still use any of its addresses.
+// mutex_ held.
 bool ChunkedArena::evictable(std::uint32_t index) const {
   const PhysicalChunk& chunk = chunks_[index];
   if (capturing_count_ != 0 || !chunk.held || chunk.paused || chunk.first_mapping == kNone) return false;
@@ -49,75 +55,80 @@ bool ChunkedArena::evictable(std::uint32_t index) const {
   return free_bytes == chunk.bytes;
 }
 
-// Unmaps an evictable chunk everywhere: it becomes a spare. Room for 4 descriptors per mapping has been made.
-Status ChunkedArena::evict(Lock& lock, std::uint32_t chunk) {
-  std::size_t mapping_count = 0;
-  for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) ++mapping_count;
-  if (!reserve_ranges(lock, 4 * mapping_count + kSplitsMax)) return no_books();
-  if (!evictable(chunk)) return Status(StatusCode::kUnavailable, "");
-  const std::size_t bytes = chunks_[chunk].bytes;
+// Claims all addresses of an evictable chunk: one busy range for each mapping. mutex_ held; takes up to 4
+// descriptors for each mapping.
+void ChunkedArena::isolate_mappings(std::uint32_t chunk) {
   for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-    isolate(mappings_[i].offset, mappings_[i].offset + bytes);
+    isolate(mappings_[i].offset, mappings_[i].offset + chunks_[chunk].bytes);
   }
-  Status status;
-  while (chunks_[chunk].first_mapping != kNone) {
+}
+
+std::size_t ChunkedArena::count_mappings(std::uint32_t chunk) const {
+  std::size_t count = 0;
+  for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) ++count;
+  return count;
+}
+
+// Unmaps an evictable chunk everywhere: it becomes a spare. growth_mutex_ and mutex_ held; releases mutex_
+// meanwhile.
+Status ChunkedArena::evict(Lock& lock, std::uint32_t chunk) {
+  if (!reserve_ranges(lock, 4 * count_mappings(chunk) + kSplitsMax)) return no_books();
+  if (!evictable(chunk)) return Status(StatusCode::kUnavailable, "");
+  isolate_mappings(chunk);
+  const std::size_t bytes = chunks_[chunk].bytes;
+  for (bool mapped = true; mapped;) {
     const std::size_t offset = mappings_[chunks_[chunk].first_mapping].offset;
     lock.unlock();
     ++driver_call_count_;
-    Status unmapped = backend_.unmap(base_ + offset, bytes);
+    Status status = backend_.unmap(base_ + offset, bytes);
     lock.lock();
-    Range* range = range_at(offset);
-    if (unmapped.ok()) {
-      remove_mapping(range);
-      continue;
+    if (!status.ok()) {
+      give_back_claimed();
+      return status;
     }
-    // The mappings that are left keep the memory: one owns it, the others show it.
-    for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-      Range* left = range_at(mappings_[i].offset);
-      left->waits = 0;
-      left->epoch = 0;
-      if (i == chunks_[chunk].first_mapping) {
-        put_free(left);
-      } else {
-        left->kind = RangeKind::kShadow;
-      }
-    }
-    return unmapped;
+    mapped = !remove_mapping(range_at(offset));
   }
-  keep_spare(chunk);
-  return status;
+  return Status();
 }
 
 // Makes spares of all evictable chunks, in as few calls as there are gaps between their addresses. False if
-// there was none.
+// there was none. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 bool ChunkedArena::evict_all(Lock& lock) {
+  if (!isolate_all_evictable(lock)) return false;
+  bool refused = false;
+  const bool any = unmap_claimed(lock, &refused);
+  if (refused) give_back_claimed();
+  return any;
+}
+
+// Claims all addresses of all evictable chunks. False if there is none. Both locks held; may release mutex_,
+// but only before it claims anything.
+bool ChunkedArena::isolate_all_evictable(Lock& lock) {
   std::size_t needed_count = kSplitsMax;
   do {
-    // Room first, since making it may let go of the lock.
+    // Making room may release the lock, and more may be evictable then.
     if (!reserve_ranges(lock, needed_count)) return false;
     needed_count = kSplitsMax;
     for (std::uint32_t chunk = 0; chunk < chunks_.size(); ++chunk) {
-      if (!evictable(chunk)) continue;
-      for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next)
-        needed_count += 4;
+      if (evictable(chunk)) needed_count += 4 * count_mappings(chunk);
     }
   } while (pool_.available() < needed_count);
   if (needed_count == kSplitsMax) return false;
   for (std::uint32_t chunk = 0; chunk < chunks_.size(); ++chunk) {
-    if (!evictable(chunk)) continue;
-    for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-      isolate(mappings_[i].offset, mappings_[i].offset + chunks_[chunk].bytes);
-    }
+    if (evictable(chunk)) isolate_mappings(chunk);
   }
-  // One busy range for each mapping, and no other range is busy. Those of a call that fails stay so until the
-  // end.
+  return true;
+}
+
+// Unmaps all busy ranges, each of which is one mapping, neighbours in one call. `*refused`: a call failed,
+// and its ranges are busy still. True if a chunk became a spare. Both locks held; releases mutex_ meanwhile.
+bool ChunkedArena::unmap_claimed(Lock& lock, bool* refused) {
   bool any = false;
-  bool refused = false;
   for (std::size_t offset = 0;;) {
     Range* range = first_;
     while (range != nullptr && (range->offset < offset || range->kind != RangeKind::kBusy))
       range = range->next;
-    if (range == nullptr) break;
+    if (range == nullptr) return any;
     const std::size_t begin = range->offset;
     std::size_t end = begin;
     for (; range != nullptr && range->kind == RangeKind::kBusy; range = range->next) end = range->end();
@@ -127,21 +138,20 @@ bool ChunkedArena::evict_all(Lock& lock) {
     lock.lock();
     offset = end;
     if (!unmapped) {
-      refused = true;
+      *refused = true;
       continue;
     }
     for (std::size_t at = begin; at < end;) {
       Range* gone = range_at(at);
-      const std::uint32_t chunk = mappings_[granules_.at(at).mapping].chunk;
       at = gone->end();
-      remove_mapping(gone);
-      if (chunks_[chunk].first_mapping != kNone) continue;
-      keep_spare(chunk);
-      any = true;
+      if (remove_mapping(gone)) any = true;
     }
   }
-  if (!refused) return any;
-  // The mappings that are left keep the memory: of each chunk one owns it, the others show it.
+}
+
+// Busy ranges, each of which is one mapping, keep their memory: for each chunk one range owns it, the others
+// are shadows. Both locks held.
+void ChunkedArena::give_back_claimed() {
   for (Range* range = first_; range != nullptr;) {
     if (range->kind != RangeKind::kBusy) {
       range = range->next;
@@ -157,11 +167,10 @@ bool ChunkedArena::evict_all(Lock& lock) {
       range->kind = RangeKind::kShadow;
     }
   }
-  return any;
 }
 
-// Destroys spares and then evictable chunks until `bytes` may be taken from the device. False if they do not
-// suffice; then nothing was taken apart.
+// Destroys spares, then evictable chunks, until `bytes` may be taken from the device. False if they do not
+// suffice; then none is destroyed. Both locks held; releases mutex_ meanwhile.
 bool ChunkedArena::make_room(Lock& lock, std::size_t bytes) {
   const auto room = [this] { return limit_bytes_ - total_.reserved_bytes; };
   std::size_t found_bytes = room() + spare_bytes_;
@@ -180,6 +189,7 @@ bool ChunkedArena::make_room(Lock& lock, std::size_t bytes) {
   return room() >= bytes;
 }
 
+// Tries again to unmap what could not be unmapped. Both locks held; releases mutex_ meanwhile.
 void ChunkedArena::recover_stranded(Lock& lock) {
   if (stranded_count_ == 0 || capturing_count_ != 0) return;
   for (Range* range = first_; range != nullptr;) {
@@ -199,39 +209,38 @@ void ChunkedArena::recover_stranded(Lock& lock) {
       return;
     }
     --stranded_count_;
-    const std::uint32_t mapping = granules_.at(offset).mapping;
-    if (mapping == kNone) {
-      put_unmapped(range);  // Of a slot.
+    if (granules_.at(offset).mapping == kNone) {
+      put_unmapped(range);  // An alias of a slot.
     } else {
-      const std::uint32_t chunk = mappings_[mapping].chunk;
       remove_mapping(range);
-      if (chunks_[chunk].first_mapping == kNone) keep_spare(chunk);
     }
     range = first_;  // The unmapped range may have merged into its neighbour.
   }
 }
 
-// Unmaps, in as few calls as there are gaps between them, the mappings that show only what is owned elsewhere
-// and that no queued work may still use. None while a stream is being captured.
+// The bytes of the stale mapping that begins at `offset`: it owns no memory, and no queued work may still use
+// it. 0 if there is none. mutex_ held.
+std::size_t ChunkedArena::stale_mapping_bytes(std::size_t offset) const {
+  const GranuleTable::Entry* entry = granules_.find(offset);
+  if (entry == nullptr || entry->range == nullptr || entry->mapping == kNone) return 0;
+  const Mapping& mapping = mappings_[entry->mapping];
+  const std::size_t end = mapping.offset + chunks_[mapping.chunk].bytes;
+  if (mapping.offset != offset) return 0;
+  for (const Range* range = entry->range; range != nullptr && range->offset < end; range = range->next) {
+    if (range->kind != RangeKind::kShadow || unfinished(range->waits, range->epoch) != 0) return 0;
+  }
+  return end - offset;
+}
+
+// Unmaps all stale mappings, neighbours in one call. None while a stream is being captured. Both locks held;
+// releases mutex_ meanwhile.
 void ChunkedArena::drop_stale_mappings(Lock& lock) {
   if (capturing_count_ != 0) return;
-  const auto stale = [this](std::size_t offset) {
-    const GranuleTable::Entry* entry = granules_.find(offset);
-    if (entry == nullptr || entry->range == nullptr || entry->mapping == kNone) return std::size_t{0};
-    const Mapping& mapping = mappings_[entry->mapping];
-    const std::size_t end = mapping.offset + chunks_[mapping.chunk].bytes;
-    if (mapping.offset != offset) return std::size_t{0};
-    for (const Range* range = entry->range; range != nullptr && range->offset < end; range = range->next) {
-      if (range->kind != RangeKind::kShadow || unfinished(range->waits, range->epoch) != 0)
-        return std::size_t{0};
-    }
-    return end - offset;
-  };
   for (std::size_t offset = 0; offset < reserve_bytes_;) {
-    // First, because it may let go of the lock.
+    // First, because it may release the lock.
     if (!reserve_ranges(lock, 64)) return;
     const Range* range = range_at(offset);
-    if (range == nullptr) {  // Unmapped: on to what follows it.
+    if (range == nullptr) {
       const Range* hole = holes_;
       while (hole->end() <= offset) hole = hole->bin_next;
       offset = hole->end();
@@ -240,28 +249,13 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
     // One busy range for each mapping, as many of them as there are descriptors for.
     const std::size_t begin = offset;
     while (offset < reserve_bytes_ && pool_.available() >= kSplitsMax) {
-      const std::size_t bytes = stale(offset);
+      const std::size_t bytes = stale_mapping_bytes(offset);
       if (bytes == 0) break;
       isolate(offset, offset + bytes);
       offset += bytes;
     }
     if (offset > begin) {
-      lock.unlock();
-      ++driver_call_count_;
-      const bool unmapped = backend_.unmap(base_ + begin, offset - begin).ok();
-      lock.lock();
-      for (std::size_t at = begin; at < offset;) {
-        Range* gone = range_at(at);
-        const std::uint32_t chunk = granules_.at(at).chunk;
-        at = gone->end();
-        if (unmapped) {
-          remove_mapping(gone);
-          if (chunks_[chunk].first_mapping == kNone) keep_spare(chunk);  // It was nobody's.
-        } else {
-          gone->waits = 0;
-          gone->kind = RangeKind::kShadow;
-        }
-      }
+      unmap_stale(lock, begin, offset);
       continue;
     }
     const GranuleTable::Entry* entry = granules_.find(offset);
@@ -271,11 +265,30 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
   }
 }
 
-// At the low point of a step that is known to come again: if what is held exceeds what is ever live at once,
-// everything that is free goes back to the device, and the next step is placed anew in the smallest chunks.
-// Free chunks are interchangeable then, which the larger ones that served the first steps are not. Costs the
-// driver calls of a cold start, once. While queued work may still use most of what is free nothing is done,
-// and the next attempts come less and less often; the work is not waited for beyond kRefinePatience.
+// Unmaps [begin, end), which is tiled by busy ranges, one for each mapping. If that fails they are shadows
+// again. Both locks held; releases mutex_ meanwhile.
+void ChunkedArena::unmap_stale(Lock& lock, std::size_t begin, std::size_t end) {
+  lock.unlock();
+  ++driver_call_count_;
+  const bool unmapped = backend_.unmap(base_ + begin, end - begin).ok();
+  lock.lock();
+  for (std::size_t offset = begin; offset < end;) {
+    Range* range = range_at(offset);
+    offset = range->end();
+    if (unmapped) {
+      remove_mapping(range);
+    } else {
+      range->waits = 0;
+      range->kind = RangeKind::kShadow;
+    }
+  }
+}
+
+// Called by free, without a lock, at the low point of a step that is known to come again. If more is held
+// than was ever live at once, everything that is free goes back to the device, and the next step is placed
+// anew in smallest chunks. Those can stand for each other, which the larger chunks of the first steps cannot.
+// Costs the driver calls of a cold start, once. While queued work may still use most of what is free, nothing
+// is done after kRefinePatience, and later attempts become rarer.
 void ChunkedArena::refine() {
   const auto deadline = std::chrono::steady_clock::now() + kRefinePatience;
   std::unique_lock growth(growth_mutex_, std::defer_lock);
@@ -304,11 +317,16 @@ void ChunkedArena::refine() {
   refine_pause_ = 0;
   refined_bytes_ = high_water();
   ++total_.refinement_count;
+  give_back_all_free(lock);
+  steps_.forget();
+}
+
+// Everything that is free goes back to the device. Both locks held; releases mutex_ meanwhile.
+void ChunkedArena::give_back_all_free(Lock& lock) {
   (void)evict_all(lock);
   drop_stale_mappings(lock);
   while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
   }
-  steps_.forget();
 }
 
 std::size_t ChunkedArena::trim() {
@@ -317,10 +335,7 @@ std::size_t ChunkedArena::trim() {
   Lock lock(mutex_);
   recover_stranded(lock);
   const std::size_t before = total_.reserved_bytes;
-  (void)evict_all(lock);
-  drop_stale_mappings(lock);
-  while (spares_ != kNone && destroy_spare(lock, spares_).ok()) {
-  }
+  give_back_all_free(lock);
   return before - total_.reserved_bytes;
 }
 

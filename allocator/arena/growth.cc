@@ -7,22 +7,21 @@ namespace forebay::internal {
 
 namespace {
 
-// The largest chunk that one call makes for short-lived data: at first, when all that is asked for stays, and
-// later. Larger ones would seldom be wholly free.
+// The largest chunk that one call makes for transient blocks: early, while most blocks stay live, and later.
+// Larger: chunks are seldom wholly free. Smaller: more driver calls.
 constexpr std::size_t kEarlyHandleBytes = 128_MiB;
 constexpr std::size_t kTransientHandleBytes = 16_MiB;
-// For long-lived data. The bound only keeps a refused request from being all or nothing.
+// The same for persistent blocks. The bound lets a device that is almost full serve part of a request.
 constexpr std::size_t kPersistentHandleBytes = std::size_t{1} << 30;
-// New memory is taken before free pieces are put together as long as all that is held is no more than this
-// much above the most that ever was live.
+// New memory is preferred to stitching while the memory held is at most this much above the high water.
 constexpr std::size_t kOverheadPerMille = 10;
-// Memory that is taken in bulk may exceed what was ever live by half of itself, or by this.
+// Memory taken in bulk may exceed the high water by half of itself, or by this.
 constexpr std::size_t kBulkSlackBytes = 16_MiB;
 
 }  // namespace
 
-// The place where the fewest bytes have to be mapped. Of equals: the request's own side of the address
-// range, then the lowest address, so that persistent blocks alone leave no gap.
+// The site where the fewest bytes have to be mapped. Among equal ones, the request's own side of the address
+// range counts, then the lowest address, so that persistent blocks alone leave no gap. Both locks held.
 bool ChunkedArena::choose_site(const Placement& placement, Site* site) const {
   const std::size_t bytes = placement.bytes;
   const bool transient = placement.region != kPersistentRegion;
@@ -60,18 +59,19 @@ bool ChunkedArena::choose_site(const Placement& placement, Site* site) const {
   return best_bytes != SIZE_MAX;
 }
 
-// Close to the limit memory is worth more than driver calls, and where steps repeat they are made but once.
+// Whether memory is worth more than driver calls: close to the limit, and after refining, when steps repeat
+// and make their calls only once.
 bool ChunkedArena::under_pressure() const {
   return refined() || total_.reserved_bytes > limit_bytes_ / 2;
 }
 
-// What the steps need has been seen, and they are being placed with no more than that.
+// Whether steps are placed with no more memory than they have been seen to need.
 bool ChunkedArena::refined() const {
   return refined_bytes_ != 0 && high_water() <= refined_bytes_ + refined_bytes_ / kRefineAgain;
 }
 
-// Whether taking `grown_bytes` more leaves what is held near what is live at most. Persistent blocks always
-// grow behind those before them: packed without a gap, they take no more than their sum.
+// Whether the memory held stays near the high water if `grown_bytes` more are taken. Always true for
+// persistent blocks: packed without a gap, they take no more than their sum.
 bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_bytes, bool in_bulk) const {
   if (placement.region == kPersistentRegion) return true;
   const std::size_t peak_bytes =
@@ -79,7 +79,7 @@ bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_b
   const std::size_t slack_bytes = std::max(grown_bytes / 2, std::min(grown_bytes, kBulkSlackBytes));
   std::size_t allowed_bytes = peak_bytes + (in_bulk ? slack_bytes : chunk_bytes_);
   if (!exact_growth_ && !under_pressure()) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
-  // What slots round up to is nobody's to use.
+  // The rounding of slots is no memory that blocks could use.
   return total_.reserved_bytes - slot_slack_bytes_ + grown_bytes <= allowed_bytes;
 }
 
@@ -93,8 +93,8 @@ std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
   return std::max(chunk_bytes_, std::min(bytes, handle_bytes_limit_));
 }
 
-// The highest unmapped addresses of that size, claimed. Null if there are none. Views lie up there, away from
-// both growing ends.
+// The highest unmapped addresses of that size, claimed, or null. Stitches and aliases lie there, away from
+// both growing ends. Both locks held.
 Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
   Range* highest = nullptr;
   for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
@@ -103,9 +103,9 @@ Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
   return highest == nullptr ? nullptr : claim_hole(highest, highest->end() - bytes, highest->end());
 }
 
-// Maps new memory so that `*grown`, in no bin, can hold the block. `freely`: however much is free elsewhere.
+// Maps new memory so that `*grown`, in no bin, can hold the block. `freely`: even if worth_growing says no.
 // kOutOfMemory with an empty message: not worth it, or the limit or the address range is used up; with a
-// message: the device is full.
+// message: the device is full. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, Range** grown) {
   Site site;
   if (!choose_site(placement, &site)) return Status(StatusCode::kOutOfMemory, "");
@@ -115,7 +115,7 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   const bool upwards = site.begin + missing_bytes < site.hole->end();
   bool grows = freely || worth_growing(placement, missing_bytes, false);
   if (upwards && placement.region != kPersistentRegion && !exact_growth_ && !under_pressure()) {
-    // As much at a time as is still worth it.
+    // Ahead: as much as is still worth it.
     for (std::size_t bytes = growth_bytes_; bytes > missing_bytes;
          bytes = bytes / 2 / chunk_bytes_ * chunk_bytes_) {
       if (bytes > room_bytes || site.begin + bytes > site.hole->end()) continue;
@@ -131,7 +131,8 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   const bool from_start = site.begin == site.hole->offset;
   const bool to_end = site.end == site.hole->end();
   Range* target = claim_hole(site.hole, site.begin, site.end);
-  // The neighbours the block will reach into are claimed too, so that nobody takes them meanwhile.
+  // The free neighbours that become part of the block are claimed too, so that no thread takes them
+  // meanwhile.
   const auto claim = [&](Range* range) {
     take_free(range);
     range->kind = RangeKind::kBusy;
@@ -161,7 +162,7 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
     *grown = target;
     return Status();
   }
-  // Nothing else is claimed: only one thread grows at a time.
+  // Only one thread grows at a time, so all busy ranges are its own.
   for (Range* range = first_; range != nullptr; range = range->next) {
     if (!claimed(range)) continue;
     put_free(range);
@@ -170,8 +171,8 @@ Status ChunkedArena::grow(Lock& lock, const Placement& placement, bool freely, R
   return status;
 }
 
-// Chunks, mapped nowhere, of `bytes` in all: spares, then new ones of at most `handle_bytes`. On failure
-// `chunks` holds what was found. mutex_ held on entry and exit, let go of in between.
+// Finds chunks, mapped nowhere, of `bytes` in all: spares, then new ones of at most `handle_bytes`. On
+// failure `chunks` holds those found so far. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::acquire(Lock& lock, std::size_t bytes, std::size_t handle_bytes,
                              std::vector<std::uint32_t>* chunks) {
   while (bytes > 0) {
@@ -187,7 +188,8 @@ Status ChunkedArena::acquire(Lock& lock, std::size_t bytes, std::size_t handle_b
   return Status();
 }
 
-// mutex_ held on entry and exit, let go of in between. The entry has been made room for.
+// Creates a chunk, for which room in the books has been made. growth_mutex_ and mutex_ held; releases mutex_
+// meanwhile.
 Status ChunkedArena::create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk) {
   if (bytes > limit_bytes_ - total_.reserved_bytes) return Status(StatusCode::kOutOfMemory, "");
   lock.unlock();
@@ -219,7 +221,7 @@ void ChunkedArena::remove_spare(std::uint32_t chunk) {
   spare_bytes_ -= chunks_[chunk].bytes;
 }
 
-// The largest spare of at most that size.
+// Takes the largest spare of at most that size. False if there is none. Both locks held.
 bool ChunkedArena::take_spare(std::size_t bytes_max, std::uint32_t* chunk) {
   *chunk = kNone;
   for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next) {
@@ -231,7 +233,7 @@ bool ChunkedArena::take_spare(std::size_t bytes_max, std::uint32_t* chunk) {
   return true;
 }
 
-// Gives a spare's memory back. On failure it stays a spare.
+// Gives a spare back to the device. On failure it stays a spare. Both locks held; releases mutex_ meanwhile.
 Status ChunkedArena::destroy_spare(Lock& lock, std::uint32_t chunk) {
   remove_spare(chunk);
   const Chunk handle = chunks_[chunk].handle;
@@ -250,90 +252,101 @@ Status ChunkedArena::destroy_spare(Lock& lock, std::uint32_t chunk) {
 }
 
 // Maps `chunks` side by side over the claimed range, makes it accessible and enters it into the books. On
-// failure nothing is mapped there, what could not be unmapped is stranded, the range is gone, and those of
-// the chunks that nobody shows any more are spares. mutex_ held on entry and exit, let go of in between.
+// failure the range is gone; chunks that no address shows are spares, and mappings that could not be undone
+// are stranded. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std::uint32_t>& chunks) {
   const std::size_t begin = range->offset;
-  const std::size_t end = range->end();
-  std::vector<Chunk> handles;
-  std::vector<std::size_t> sizes;
+  std::vector<SizedChunk> row;
   lock.unlock();
-  handles.reserve(chunks.size());
-  sizes.reserve(chunks.size());
+  row.reserve(chunks.size());
   lock.lock();
-  for (const std::uint32_t chunk : chunks) {
-    handles.push_back(chunks_[chunk].handle);
-    sizes.push_back(chunks_[chunk].bytes);
-  }
+  for (const std::uint32_t chunk : chunks) row.push_back({chunks_[chunk].handle, chunks_[chunk].bytes});
   lock.unlock();
-  Status status;
-  std::size_t mapped_count = 0;
-  std::size_t mapped_end = begin;
-  std::vector<std::pair<std::size_t, GranuleTable::Entry*>> leaves;
-  if (!granules_.make_leaves(begin, end, &leaves)) status = no_books();
-  while (status.ok() && mapped_count < chunks.size()) {
-    ++driver_call_count_;
-    status = backend_.map(base_ + mapped_end, handles[mapped_count]);
-    if (status.ok()) mapped_end += sizes[mapped_count++];
-  }
-  if (status.ok()) {
-    ++driver_call_count_;
-    status = backend_.set_access(base_ + begin, end - begin);
-  }
-  bool unmapped = true;
-  if (!status.ok() && mapped_end > begin) {
-    ++driver_call_count_;
-    unmapped = backend_.unmap(base_ + begin, mapped_end - begin).ok();
-  }
+  MappedRow mapped = map_row(begin, range->end(), row);
   lock.lock();
   // Others may have taken the descriptors that were made room for.
-  if (!unmapped) (void)reserve_ranges(lock, mapped_count + kSplitsMax);
-  for (const auto& [index, leaf] : leaves) granules_.install(index, leaf);
-  if (status.ok() || !unmapped) {
-    std::size_t offset = begin;
-    for (std::size_t i = 0; i < mapped_count; ++i) {
-      const std::uint32_t mapping = mappings_.take();
-      PhysicalChunk& chunk = chunks_[chunks[i]];
-      mappings_[mapping] = {offset, chunks[i], chunk.first_mapping};
-      if (chunk.first_mapping != kNone) ++total_.moved_chunk_count;
-      chunk.first_mapping = mapping;
-      ++mapping_count_;
-      for (std::size_t g = offset; g < offset + chunk.bytes; g += chunk_bytes_) {
-        GranuleTable::Entry& entry = granules_.at(g);
-        entry.mapping = mapping;
-        entry.chunk = chunks[i];
-      }
-      offset += chunk.bytes;
-    }
-  }
-  if (status.ok()) {
+  if (mapped.stranded) (void)reserve_ranges(lock, mapped.count + kSplitsMax);
+  install_leaves(mapped);
+  if (mapped.status.ok() || mapped.stranded) enter_mappings(begin, chunks, mapped.count);
+  if (mapped.status.ok()) {
     granules_.own(range);
-    if (history_limit_ != 0) note(SnapshotAction::kSegmentMap, begin, end - begin, Stream());
-    return status;
+    if (history_limit_ != 0) note(SnapshotAction::kSegmentMap, begin, range->bytes, Stream());
+    return Status();
   }
-  for (std::size_t i = unmapped ? 0 : mapped_count; i < chunks.size(); ++i) {
+  for (std::size_t i = mapped.stranded ? mapped.count : 0; i < chunks.size(); ++i) {
     if (chunks_[chunks[i]].first_mapping == kNone) keep_spare(chunks[i]);
   }
-  if (unmapped) {
+  if (mapped.stranded) {
+    strand_mappings(range, chunks, mapped);
+  } else {
     put_unmapped(range);
-    return status;
   }
-  // One stranded range for each mapping.
-  if (mapped_end < end) {
-    const auto [stranded, rest] = split(range, mapped_end);
-    put_unmapped(rest);
-    range = stranded;
-  }
-  granules_.own(range);
-  for (std::size_t i = 0; i < mapped_count; ++i) {
-    range->kind = RangeKind::kStranded;
-    ++stranded_count_;
-    if (i + 1 < mapped_count) range = split(range, range->offset + chunks_[chunks[i]].bytes).upper;
-  }
-  return status;
+  return std::move(mapped.status);
 }
 
-// A chunk of its own for one block, mapped once.
+// Maps the chunks side by side over [begin, end) and makes that accessible. If a call fails, unmaps again
+// what it mapped. growth_mutex_ held, mutex_ not.
+ChunkedArena::MappedRow ChunkedArena::map_row(std::size_t begin, std::size_t end,
+                                              const std::vector<SizedChunk>& row) {
+  MappedRow mapped;
+  if (!granules_.make_leaves(begin, end, &mapped.leaves)) mapped.status = no_books();
+  while (mapped.status.ok() && mapped.count < row.size()) {
+    ++driver_call_count_;
+    mapped.status = backend_.map(base_ + begin + mapped.bytes, row[mapped.count].handle);
+    if (mapped.status.ok()) mapped.bytes += row[mapped.count++].bytes;
+  }
+  if (mapped.status.ok()) {
+    ++driver_call_count_;
+    mapped.status = backend_.set_access(base_ + begin, end - begin);
+  }
+  if (!mapped.status.ok() && mapped.count > 0) {
+    ++driver_call_count_;
+    mapped.stranded = !backend_.unmap(base_ + begin, mapped.bytes).ok();
+  }
+  return mapped;
+}
+
+// After map_row. mutex_ held.
+void ChunkedArena::install_leaves(const MappedRow& mapped) {
+  for (const auto& [index, leaf] : mapped.leaves) granules_.install(index, leaf);
+}
+
+// Enters the first `count` chunks as mapped side by side from `offset` on. mutex_ held.
+void ChunkedArena::enter_mappings(std::size_t offset, const std::vector<std::uint32_t>& chunks,
+                                  std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t mapping = mappings_.take();
+    PhysicalChunk& chunk = chunks_[chunks[i]];
+    mappings_[mapping] = {offset, chunks[i], chunk.first_mapping};
+    if (chunk.first_mapping != kNone) ++total_.moved_chunk_count;
+    chunk.first_mapping = mapping;
+    ++mapping_count_;
+    for (std::size_t g = offset; g < offset + chunk.bytes; g += chunk_bytes_) {
+      GranuleTable::Entry& entry = granules_.at(g);
+      entry.mapping = mapping;
+      entry.chunk = chunks[i];
+    }
+    offset += chunk.bytes;
+  }
+}
+
+// One stranded range for each mapping that could not be undone; the rest of `range` is unmapped. mutex_ held.
+void ChunkedArena::strand_mappings(Range* range, const std::vector<std::uint32_t>& chunks,
+                                   const MappedRow& mapped) {
+  if (mapped.bytes < range->bytes) {
+    const auto [lower, rest] = split(range, range->offset + mapped.bytes);
+    put_unmapped(rest);
+    range = lower;
+  }
+  granules_.own(range);
+  for (std::size_t i = 0; i < mapped.count; ++i) {
+    range->kind = RangeKind::kStranded;
+    ++stranded_count_;
+    if (i + 1 < mapped.count) range = split(range, range->offset + chunks_[chunks[i]].bytes).upper;
+  }
+}
+
+// Maps a chunk of its own for one fixed block. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::place_fixed(Lock& lock, const Placement& placement, Range** grown) {
   const std::size_t bytes = align_up(placement.bytes, chunk_bytes_);
   if (bytes > limit_bytes_ || !make_room(lock, bytes)) return Status(StatusCode::kOutOfMemory, "");

@@ -1,20 +1,69 @@
-// A request that misses: makes room in the books, then tries one way after the other to serve it.
+// A miss: no mapped memory of its own serves the request at once. A list of strategies is tried in order.
+//
+// Every strategy is called with growth_mutex_ and mutex_ held and returns with both held. A strategy that
+// calls the Backend releases mutex_ meanwhile, so others may allocate and free in between.
 #include "allocator/arena/chunked_arena.h"
 
 namespace forebay::internal {
 
 namespace {
 
-// Mappings of addresses that own no memory are kept until there are this many mappings for each chunk, and
-// kMappingsMin in all.
+// Shadow mappings are kept until there are this many mappings for each chunk, and kMappingsMin in all.
+// Smaller: repeated steps have to map again. Larger: every walk over the mappings takes longer.
 constexpr std::size_t kMappingsPerChunk = 6;
 constexpr std::size_t kMappingsMin = 8192;
 
 }  // namespace
 
+enum class ChunkedArena::Outcome : std::uint8_t {
+  kServed,  // Miss::range holds the block.
+  kNext,    // Not this way; the next strategy may do.
+  kFailed,  // Miss::failure is final.
+};
+
+struct ChunkedArena::Miss {
+  Lock& lock;  // Holds mutex_.
+  const Placement& placement;
+  // Served: a range in no bin, and the offset in the address range at which the block begins.
+  Range* range = nullptr;
+  std::size_t start = 0;
+  Status device_full;  // The device's latest out-of-memory message. OK: it had none.
+  Status failure;
+  bool addresses_used_up = false;  // The latest stitch lacked nothing but addresses.
+
+  bool shared() const { return placement.region < kSharedRegionCount; }
+  Outcome serve(Range* found) {
+    range = found;
+    start = align_up(found->offset, placement.alignment);
+    return Outcome::kServed;
+  }
+  Outcome fail(Status status) {
+    failure = std::move(status);
+    return Outcome::kFailed;
+  }
+  // kOutOfMemory leads to the next strategy; any other error ends the list.
+  Outcome refused(const Status& status) {
+    if (status.code() != StatusCode::kOutOfMemory) {
+      return fail(status.with_context("cannot allocate " + format_bytes(placement.bytes)));
+    }
+    if (!status.message().empty()) device_full = status;
+    return Outcome::kNext;
+  }
+};
+
+// Mapped memory comes before new memory, and the request's own region before the other one. New memory comes
+// before stitching only while little more is held than was ever live.
+const ChunkedArena::Strategy ChunkedArena::kStrategies[] = {
+    &ChunkedArena::serve_from_free_range,   &ChunkedArena::serve_from_adjacent_ranges,
+    &ChunkedArena::serve_from_shown_memory, &ChunkedArena::serve_by_growing_if_worthwhile,
+    &ChunkedArena::serve_from_other_region, &ChunkedArena::serve_from_memory_shown_by_both_regions,
+    &ChunkedArena::serve_by_stitching,      &ChunkedArena::serve_by_growing,
+    &ChunkedArena::serve_by_evicting,
+};
+
+// Called without a lock.
 Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std::uint64_t key) {
   settle();
-  Status cause;
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (!may_serve(placement.region)) {
@@ -26,128 +75,162 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   if (mapping_count_ > kMappingsMin && mapping_count_ > kMappingsPerChunk * chunk_count_) {
     drop_stale_mappings(lock);
   }
-  const auto finish = [&](Range* range, std::size_t start) -> Result<DevicePtr> {
-    // Growing may have let go of the lock: others took descriptors, or used up the tag's limit.
-    if (!reserve_ranges(lock)) {
-      put_free(range);
-      return no_books();
-    }
-    if (!within_tag_limit(placement.tag, placement.bytes)) {
-      put_free(range);
-      lock.unlock();
-      return over_tag_limit("allocate", placement.bytes, placement.tag);
-    }
-    return make_block(range, start, placement, key);
-  };
-  const auto begin_of = [&](const Range* range) { return align_up(range->offset, placement.alignment); };
-
-  const bool shared = placement.region < kSharedRegionCount;
-  const auto other = static_cast<std::uint8_t>(1 - placement.region);
   if (!reserve_books(lock, placement.bytes)) return no_books();
-  Range* range = nullptr;
-  std::size_t start = 0;
+  Miss miss{lock, placement};
+  Outcome outcome = Outcome::kNext;
   if (placement.fixed) {
-    Status status = place_fixed(lock, placement, &range);
-    if (status.ok()) return finish(range, range->offset);
-    if (status.code() != StatusCode::kOutOfMemory) {
-      lock.unlock();
-      return status.with_context("cannot allocate " + format_bytes(placement.bytes));
-    }
-    lock.unlock();
-    return out_of_memory("allocate", placement.bytes, placement.tag, placement, status);
-  }
-
-  // Mapped memory of its own region, then new memory if little is free, then mapped memory of the other
-  // region; then what is free in pieces; and new memory in any case.
-  if (Range* found = find_free(placement, placement.region, kNoScanLimit)) {
-    take_free(found);
-    return finish(found, begin_of(found));
-  }
-  if (Range* run = find_run(placement, placement.region)) return finish(run, begin_of(run));
-  gather(placement, true);
-  if (find_shown(placement, &start))
-    return finish(own_here(start, start + placement.bytes, placement, 0), start);
-  const auto failed = [&](const Status& status) {
-    if (status.ok()) return false;
-    if (status.code() != StatusCode::kOutOfMemory) return true;
-    if (!status.message().empty()) cause = status;
-    return false;
-  };
-  Status status = grow(lock, placement, false, &range);
-  if (status.ok()) return finish(range, begin_of(range));
-  if (!failed(status) && reserve_books(lock, placement.bytes)) {
-    if (shared) {
-      if (Range* found = find_free(placement, other, kNoScanLimit)) {
-        take_free(found);
-        return finish(found, begin_of(found));
-      }
-      gather(placement, false);
-      if (find_shown(placement, &start)) {
-        return finish(own_here(start, start + placement.bytes, placement, 0), start);
-      }
-    } else {
-      gather(placement, true);
-    }
-    bool addresses_used_up = false;
-    status = stitch(lock, placement, &range, &start, &addresses_used_up);
-    if (status.ok()) return finish(range, start);
-    if (addresses_used_up && !failed(status)) {
-      drop_stale_mappings(lock);
-      if (!reserve_books(lock, placement.bytes)) return no_books();
-      gather(placement, !shared);
-      status = stitch(lock, placement, &range, &start, &addresses_used_up);
-      if (status.ok()) return finish(range, start);
-    }
-    if (!failed(status)) {
-      status = grow(lock, placement, true, &range);
-      if (status.ok()) return finish(range, begin_of(range));
-    }
-    // Last, without the addresses of all that is wholly free: they may be what is missing, or the memory may
-    // be in a region that the request cannot be served from.
-    if (!failed(status) && evict_all(lock)) {
-      drop_stale_mappings(lock);
-      if (!reserve_books(lock, placement.bytes)) return no_books();
-      gather(placement, !shared);
-      status = stitch(lock, placement, &range, &start, &addresses_used_up);
-      if (status.ok()) return finish(range, start);
-      if (!failed(status)) {
-        status = grow(lock, placement, true, &range);
-        if (status.ok()) return finish(range, begin_of(range));
-      }
+    outcome = serve_fixed(miss);
+  } else {
+    for (const Strategy strategy : kStrategies) {
+      outcome = (this->*strategy)(miss);
+      if (outcome != Outcome::kNext) break;
     }
   }
-  if (failed(status)) {
-    lock.unlock();
-    return status.with_context("cannot allocate " + format_bytes(placement.bytes));
-  }
-  if (history_limit_ != 0) {
+  if (outcome == Outcome::kServed) return finish(miss, key);
+  if (outcome == Outcome::kFailed) return std::move(miss.failure);
+  if (history_limit_ != 0 && !placement.fixed) {
     note(SnapshotAction::kOutOfMemory, limit_bytes_ - total_.reserved_bytes, placement.bytes, Stream());
   }
   lock.unlock();
-  return out_of_memory("allocate", placement.bytes, placement.tag, placement, cause);
+  return out_of_memory("allocate", placement.bytes, placement.tag, placement, miss.device_full);
 }
 
-// Makes room, without mutex_, for all that one request of `bytes` may enter into the books. False if the host
-// has no memory.
+// Makes the block. Checks again what other threads may have used up while mutex_ was released: descriptors,
+// and the tag's limit. Both locks held; releases mutex_ when it fails.
+Result<DevicePtr> ChunkedArena::finish(Miss& miss, std::uint64_t key) {
+  const Placement& placement = miss.placement;
+  if (!reserve_ranges(miss.lock)) {
+    put_free(miss.range);
+    return no_books();
+  }
+  if (!within_tag_limit(placement.tag, placement.bytes)) {
+    put_free(miss.range);
+    miss.lock.unlock();
+    return over_tag_limit("allocate", placement.bytes, placement.tag);
+  }
+  return make_block(miss.range, miss.start, placement, key);
+}
+
+// A free range of any size class, without the hot path's limit on how many are looked at.
+ChunkedArena::Outcome ChunkedArena::serve_from_free_range(Miss& miss) {
+  Range* found = find_free(miss.placement, miss.placement.region, kNoScanLimit);
+  if (found == nullptr) return Outcome::kNext;
+  take_free(found);
+  return miss.serve(found);
+}
+
+// Free neighbours that wait for different streams, each of which this request may use.
+ChunkedArena::Outcome ChunkedArena::serve_from_adjacent_ranges(Miss& miss) {
+  Range* run = find_run(miss.placement, miss.placement.region);
+  return run == nullptr ? Outcome::kNext : miss.serve(run);
+}
+
+// Addresses that show nothing but free memory of the request's region, whichever addresses own it.
+ChunkedArena::Outcome ChunkedArena::serve_from_shown_memory(Miss& miss) {
+  gather(miss.placement, true);
+  return take_shown(miss);
+}
+
+// After gather.
+ChunkedArena::Outcome ChunkedArena::take_shown(Miss& miss) {
+  std::size_t start = 0;
+  if (!find_shown(miss.placement, &start)) return Outcome::kNext;
+  miss.range = own_here(start, start + miss.placement.bytes, miss.placement, 0);
+  miss.start = start;
+  return Outcome::kServed;
+}
+
+// New memory, unless much more would be held than was ever live. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_by_growing_if_worthwhile(Miss& miss) {
+  const Outcome outcome = take_grown(miss, false);
+  if (outcome != Outcome::kNext) return outcome;
+  return reserve_books(miss.lock, miss.placement.bytes) ? Outcome::kNext : miss.fail(no_books());
+}
+
+ChunkedArena::Outcome ChunkedArena::take_grown(Miss& miss, bool freely) {
+  const Status status = grow(miss.lock, miss.placement, freely, &miss.range);
+  return status.ok() ? miss.serve(miss.range) : miss.refused(status);
+}
+
+// A free range of the other shared region. Private regions share with nobody.
+ChunkedArena::Outcome ChunkedArena::serve_from_other_region(Miss& miss) {
+  if (!miss.shared()) return Outcome::kNext;
+  const auto other = static_cast<std::uint8_t>(1 - miss.placement.region);
+  Range* found = find_free(miss.placement, other, kNoScanLimit);
+  if (found == nullptr) return Outcome::kNext;
+  take_free(found);
+  return miss.serve(found);
+}
+
+// Addresses that show nothing but free memory of either shared region. A private region is only gathered
+// again, for the strategies that follow.
+ChunkedArena::Outcome ChunkedArena::serve_from_memory_shown_by_both_regions(Miss& miss) {
+  gather(miss.placement, !miss.shared());
+  return miss.shared() ? take_shown(miss) : Outcome::kNext;
+}
+
+// After gather: free parts of several chunks, mapped side by side. If only addresses are missing, those that
+// own no memory are unmapped and it is tried once more. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_by_stitching(Miss& miss) {
+  const Outcome outcome = take_stitched(miss);
+  if (outcome != Outcome::kNext || !miss.addresses_used_up) return outcome;
+  return stitch_again(miss);
+}
+
+ChunkedArena::Outcome ChunkedArena::take_stitched(Miss& miss) {
+  const Status status = stitch(miss.lock, miss.placement, &miss.range, &miss.start, &miss.addresses_used_up);
+  return status.ok() ? Outcome::kServed : miss.refused(status);
+}
+
+ChunkedArena::Outcome ChunkedArena::stitch_again(Miss& miss) {
+  drop_stale_mappings(miss.lock);
+  if (!reserve_books(miss.lock, miss.placement.bytes)) return miss.fail(no_books());
+  gather(miss.placement, !miss.shared());
+  return take_stitched(miss);
+}
+
+// New memory, however much is held. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
+  return take_grown(miss, true);
+}
+
+// Unmaps all wholly free chunks first: their addresses may be missing, or they may lie in a region that
+// cannot serve the request. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_by_evicting(Miss& miss) {
+  if (!evict_all(miss.lock)) return Outcome::kNext;
+  const Outcome outcome = stitch_again(miss);
+  return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
+}
+
+// A chunk of its own. Releases mutex_ meanwhile.
+ChunkedArena::Outcome ChunkedArena::serve_fixed(Miss& miss) {
+  const Status status = place_fixed(miss.lock, miss.placement, &miss.range);
+  if (!status.ok()) return miss.refused(status);
+  miss.start = miss.range->offset;
+  return Outcome::kServed;
+}
+
+// Makes room in the books for all that one request of `bytes` may enter. False if the host has no memory.
+// growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 bool ChunkedArena::reserve_books(Lock& lock, std::size_t bytes) {
   const std::size_t new_chunks = (bytes + largest_chunk_bytes_ + growth_bytes_) / chunk_bytes_ + 64;
   for (;;) {
-    // Each piece that is taken may be cut from the middle of a free range.
+    // Each extent that is taken may be cut from the middle of a free range.
     if (!reserve_ranges(lock, 2 * (free_count_ + bytes / chunk_bytes_) + 64)) return false;
-    const std::size_t piece_count = free_count_ + mapping_count_ + chunk_count_ + 64;
-    const bool pieces = pieces_.capacity() < piece_count;
+    const std::size_t extent_count = free_count_ + mapping_count_ + chunk_count_ + 64;
+    const bool extents = extents_.capacity() < extent_count;
     const bool chunks = chunks_.available() < new_chunks;
     const bool mappings = mappings_.available() < new_chunks + chunk_count_;
-    if (!pieces && !chunks && !mappings) return true;
+    if (!extents && !chunks && !mappings) return true;
     const std::size_t chunk_limit = chunks_.size() + new_chunks;
     if ((chunks && chunks_.full()) || (mappings && mappings_.full())) return false;
     lock.unlock();
-    if (pieces) {
-      for (std::vector<Piece>* scratch : {&pieces_, &wholes_, &heads_, &tails_})
-        scratch->reserve(2 * piece_count);
-      places_.reserve(2 * piece_count);
+    if (extents) {
+      for (std::vector<Extent>* scratch : {&extents_, &wholes_, &heads_, &tails_})
+        scratch->reserve(2 * extent_count);
+      origins_.reserve(2 * extent_count);
     }
-    first_piece_.reserve(2 * chunk_limit);
+    first_extent_.reserve(2 * chunk_limit);
     PhysicalChunk* chunk_leaf = chunks ? EntryPool<PhysicalChunk>::make_leaf() : nullptr;
     Mapping* mapping_leaf = mappings ? EntryPool<Mapping>::make_leaf() : nullptr;
     lock.lock();

@@ -1,5 +1,5 @@
-// Private regions: captures, whose memory stays as it is while their graphs live, and pausable tags, whose
-// memory can go back to the device.
+// Private regions: captures keep their memory and mappings while their graphs live; pausable tags can give
+// their memory back to the device.
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace forebay::internal {
 
-// 0 if all are taken.
+// The region's index, or 0 if all are taken. mutex_ held.
 std::uint8_t ChunkedArena::take_private_region(PrivateRegion::Use use) {
   for (unsigned i = kSharedRegionCount; i < kRegionCount; ++i) {
     if (private_regions_[i].use != PrivateRegion::Use::kNone) continue;
@@ -27,7 +27,7 @@ Result<Capture> ChunkedArena::capture_begin(Stream stream) {
     return Status(StatusCode::kInvalidArgument,
                   "cannot begin a capture: the stream is null; pass the one that is captured");
   }
-  // Nobody may be about to change mappings when this returns.
+  // When this returns, no thread may be changing mappings.
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   const unsigned index = add_stream(stream);
@@ -72,7 +72,7 @@ Status ChunkedArena::capture_end(Capture capture) {
 }
 
 Status ChunkedArena::capture_release(Capture capture) {
-  // Memory that is being mapped for it belongs to it by the time it is released.
+  // A thread that is mapping memory for this capture finishes first.
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (capture.index >= kRegionCount || private_regions_[capture.index].use != PrivateRegion::Use::kCaptured) {
@@ -103,7 +103,7 @@ Status ChunkedArena::capture_release(Capture capture) {
 
 // --- pausing -----------------------------------------------------
 
-// Copies the kept blocks out of the device, or back. Called without mutex_.
+// Copies the kept blocks from the device to the host (`out`) or back. growth_mutex_ held, mutex_ not.
 Status ChunkedArena::copy_blocks(const PrivateRegion& region, bool out) {
   if (region.copy == nullptr) return Status();
   Result<Stream> stream = backend_.stream_create();
@@ -129,7 +129,7 @@ void ChunkedArena::drop_copy(std::uint8_t index) {
   region.kept.clear();
 }
 
-// Copies the region's blocks to page-locked host memory.
+// Copies the region's blocks to pinned host memory. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   PrivateRegion& region = private_regions_[index];
   std::size_t bytes = 0;
@@ -176,8 +176,8 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   return status;
 }
 
-// Unmaps the region's chunks and gives their memory back. On failure some are unmapped, but none has lost its
-// memory: see remake.
+// Unmaps the region's chunks and destroys them. On failure some are unmapped, but none has lost its bytes;
+// remake maps them again. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
   for (const std::uint32_t id : private_regions_[index].chunks) {
     const std::size_t bytes = chunks_[id].bytes;
@@ -199,7 +199,7 @@ Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
     const Status status = backend_.chunk_destroy(handle);
     lock.lock();
     if (!status.ok()) {
-      // Contents are gone already: what the device does not take back stays with the arena until resume.
+      // The bytes of other chunks are gone already. A chunk that the device refuses stays until resume.
       if (given_back) continue;
       return status;
     }
@@ -210,7 +210,8 @@ Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
   return Status();
 }
 
-// Makes what unmake has unmade. What succeeds stays when something fails, so that it can be tried again.
+// Undoes unmake: creates the chunks and maps them. After a failure it can be called again and continues.
+// growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::remake(Lock& lock, std::uint8_t index) {
   std::size_t missing_bytes = 0;
   for (const std::uint32_t id : private_regions_[index].chunks) {
@@ -259,15 +260,15 @@ Status ChunkedArena::remake(Lock& lock, std::uint8_t index) {
 
 namespace {
 
-// Ranges of a region, whole or paused, change from one to the other.
+// Ranges of these kinds become paused ones.
 bool pausable(RangeKind kind) {
   return kind == RangeKind::kFree || kind == RangeKind::kLive || kind == RangeKind::kShadow;
 }
 
 }  // namespace
 
-// Waits for the queued work that may still use freed memory of a region, except on streams that are being
-// captured.
+// Waits for the queued work that may still use freed memory of a region, except on captured streams. Called
+// without a lock.
 void ChunkedArena::wait_for_freed(std::uint8_t index) {
   settle();
   Event events[kStreamLimit];
@@ -286,9 +287,40 @@ void ChunkedArena::wait_for_freed(std::uint8_t index) {
     }
   }
   if (count == 0) return;
-  // Events live as long as the arena. One that fails tells of a stream that failed: its memory stays with it.
+  // Events live as long as the arena. If one fails its stream failed, and memory freed on it stays unused.
   for (unsigned i = 0; i < count; ++i) (void)backend_.event_synchronize(events[i]);
   settle();
+}
+
+// Whether queued work may still use freed memory of a region. mutex_ held.
+bool ChunkedArena::freed_memory_in_use(std::uint8_t index) const {
+  for (const Range* range = first_; range != nullptr; range = range->next) {
+    const bool freed = range->kind == RangeKind::kFree || range->kind == RangeKind::kShadow;
+    if (range->region == index && freed && unfinished(range->waits, range->epoch) != 0) return true;
+  }
+  return false;
+}
+
+// Lists the chunks of a region and makes its ranges paused ones. growth_mutex_ and mutex_ held; room for the
+// list has been made.
+void ChunkedArena::mark_paused(std::uint8_t index) {
+  ++stamp_;
+  for (Range* range = first_; range != nullptr; range = range->next) {
+    if (range->region != index || !pausable(range->kind)) continue;
+    for (std::size_t offset = range->offset; offset < range->end();) {
+      const Mapping& here = mappings_[granules_.at(offset).mapping];
+      PhysicalChunk& chunk = chunks_[here.chunk];
+      if (chunk.stamp != stamp_) private_regions_[index].chunks.push_back(here.chunk);
+      chunk.stamp = stamp_;
+      offset = here.offset + chunk.bytes;
+    }
+    range->paused_kind = range->kind;
+    if (range->kind == RangeKind::kFree) {
+      take_free(range);
+      range->waits = 0;
+    }
+    range->kind = RangeKind::kPaused;
+  }
 }
 
 Status ChunkedArena::pause(Tag tag, bool keep) {
@@ -332,33 +364,15 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
   lock.unlock();
   region.chunks.reserve(chunk_count);
   lock.lock();
-  for (const Range* range = first_; range != nullptr; range = range->next) {
-    const bool freed = range->kind == RangeKind::kFree || range->kind == RangeKind::kShadow;
-    if (range->region != index || !freed || unfinished(range->waits, range->epoch) == 0) continue;
+  if (freed_memory_in_use(index)) {
     return give_up(Status(StatusCode::kUnavailable,
                           "queued work may still use blocks of it that were freed; end the capture of the "
                           "stream that used them, or synchronize it, and try again"));
   }
-  ++stamp_;
-  for (Range* range = first_; range != nullptr; range = range->next) {
-    if (range->region != index || !pausable(range->kind)) continue;
-    for (std::size_t offset = range->offset; offset < range->end();) {
-      const Mapping& here = mappings_[granules_.at(offset).mapping];
-      PhysicalChunk& chunk = chunks_[here.chunk];
-      if (chunk.stamp != stamp_) region.chunks.push_back(here.chunk);
-      chunk.stamp = stamp_;
-      offset = here.offset + chunk.bytes;
-    }
-    range->paused_kind = range->kind;
-    if (range->kind == RangeKind::kFree) {
-      take_free(range);
-      range->waits = 0;
-    }
-    range->kind = RangeKind::kPaused;
-  }
+  mark_paused(index);
   Status status = unmake(lock, index);
   if (status.ok()) return status;
-  // As it was; if even that fails, the tag is paused, and resume can be tried again.
+  // Undo it. If even that fails the tag is paused, and resume can be tried again.
   Status undone = remake(lock, index);
   if (!undone.ok()) {
     lock.unlock();
@@ -369,7 +383,7 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
   return give_up(std::move(status));
 }
 
-// Paused ranges become what they were.
+// Makes paused ranges of a region again what they were. mutex_ held.
 void ChunkedArena::wake(std::uint8_t index) {
   for (Range* range = first_; range != nullptr;) {
     if (range->kind != RangeKind::kPaused || range->region != index) {

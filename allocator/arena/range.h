@@ -1,7 +1,7 @@
-// Range: one piece of the arena's address range, and the books that keep them: a pool that the hot path takes
-// descriptors from without calling malloc, and a hash table from an offset to the range that begins there.
+// Range: a part of the arena's address range. RangePool holds the descriptors, so that the hot path needs no
+// malloc. RangeTable finds the range that begins at an offset.
 //
-// The ranges of an arena tile its whole address range: linked by address, none empty, none overlapping.
+// The ranges of an arena tile its address range. They are linked in the order of addresses; none is empty.
 #pragma once
 
 #include <bit>
@@ -14,50 +14,50 @@
 namespace forebay::internal {
 
 enum class RangeKind : std::uint8_t {
-  kUnmapped,  // Addresses only. Begins and ends at chunk boundaries.
-  kFree,      // Mapped, its memory owned by these addresses; in the size bins of its class.
-  kShadow,    // Mapped, but the memory behind it is owned by other addresses that show it too, or by nobody.
+  kUnmapped,  // Addresses only, called a hole. Begins and ends at chunk boundaries.
+  kFree,      // Mapped and owns its memory; in the size bins of its class.
+  kShadow,    // Mapped, but owns no memory. Other addresses that show the same memory own it, or none.
   kLive,      // A block.
   kAlias,     // Maps the chunks of a slot.
-  kBusy,      // Claimed by the thread that holds the growth mutex while it calls the Backend.
-  kStranded,  // Mapped, but neither usable nor, so far, unmappable: the Backend refused. Tried again later.
-  kPaused,    // Addresses of a paused tag, its memory given back; see Range::paused_kind.
+  kBusy,      // Claimed by the thread that holds growth_mutex_, while it calls the Backend.
+  kStranded,  // Mapped, but not usable: the Backend refused to unmap it. Tried again later.
+  kPaused,    // Addresses of a paused tag, without memory; see Range::paused_kind.
 };
 
-// What a search and its neighbours look at comes first, in one cache line.
+// The members that searches read come first, in one cache line.
 struct alignas(64) Range {
   std::size_t offset = 0;
   std::size_t bytes = 0;
   Range* previous = nullptr;  // By address.
   Range* next = nullptr;
-  // Bit i: work queued on stream i before `epoch` ended may still use these bytes. A live block keeps what it
-  // inherited from the range it was cut from, since its owner may free it without ever using it.
+  // Bit i: work queued on stream i before `epoch` ended may still use these bytes. A live block keeps the
+  // bits of the range it was cut from, since its owner may free it without using it.
   std::uint64_t waits = 0;
   std::uint64_t epoch = 0;
   RangeKind kind = RangeKind::kUnmapped;
   std::uint8_t region = 0;
-  std::uint8_t stream = 0xFF;                // Live: whom it was allocated for, as the arena numbers streams.
-  RangeKind paused_kind = RangeKind::kFree;  // Paused: what it was.
+  std::uint8_t stream = 0xFF;                // Live: the index of the stream it was allocated for.
+  RangeKind paused_kind = RangeKind::kFree;  // Paused: its kind before.
   Tag tag = 0;
-  Range* bin_previous = nullptr;  // Free: in its bin. Unmapped: the hole before it, by address.
+  Range* bin_previous = nullptr;  // Free: in its bin. Unmapped: the previous hole.
 
   Range* bin_next = nullptr;
   Range* pending_previous = nullptr;  // Free ranges with waits != 0.
   Range* pending_next = nullptr;
   std::uint64_t recorded = 0;       // Live: streams named by record_stream.
-  std::size_t slack = 0;            // Live: bytes beyond what was asked for.
+  std::size_t slack = 0;            // Live: bytes beyond the requested ones.
   std::uint32_t slot = UINT32_MAX;  // Alias: its slot.
 
   std::size_t end() const noexcept { return offset + bytes; }
 };
 
-// Handed out and not freed, whether or not its memory is with the device.
+// Allocated and not freed, even while its tag is paused.
 inline bool is_block(const Range* range) noexcept {
   return range->kind == RangeKind::kLive ||
          (range->kind == RangeKind::kPaused && range->paused_kind == RangeKind::kLive);
 }
 
-// Descriptors, in slabs that are made outside of any lock and never given back before the pool ends.
+// Descriptors, in slabs. A slab is allocated without a lock and stays until the pool ends.
 class RangePool {
  public:
   struct alignas(64) Slab {

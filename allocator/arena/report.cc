@@ -1,4 +1,4 @@
-// What the arena says about itself: messages, the report, and snapshots.
+// Error messages, the report, and snapshots of the arena.
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
@@ -14,15 +14,15 @@ std::string describe(DevicePtr address) {
   return text;
 }
 
-// What is free, by what keeps it from being handed out.
+// The free memory, by the reason why a request cannot have it.
 struct ChunkedArena::FreeMemory {
-  std::size_t usable_bytes = 0;   // Mapped; a request like the one asked about may have it at once,
-  std::size_t largest_bytes = 0;  // in pieces of at most this.
-  std::size_t waiting_bytes = 0;  // For work queued on other streams.
-  std::size_t kept_bytes = 0;     // For another pausable tag or capture.
+  std::size_t usable_bytes = 0;   // The request can have it at once.
+  std::size_t largest_bytes = 0;  // The largest usable range.
+  std::size_t waiting_bytes = 0;  // Work queued on other streams may still use it.
+  std::size_t kept_bytes = 0;     // It belongs to another pausable tag or capture.
   std::size_t spare_bytes = 0;    // Held, mapped nowhere.
-  std::size_t lost_bytes = 0;     // Mapped where the device refused to undo it; tried again with each miss.
-  std::size_t untaken_bytes = 0;  // Of the limit.
+  std::size_t lost_bytes = 0;     // The device refused to unmap it; tried again at each miss.
+  std::size_t untaken_bytes = 0;  // Not taken from the device yet, up to the limit.
 };
 
 // mutex_ held.
@@ -82,7 +82,7 @@ std::string ChunkedArena::report() const {
   return text;
 }
 
-// Why a request of so many bytes can be served by nothing that is freed, and what to do; empty if it can.
+// Why no amount of freeing can serve so many bytes, and what to do. Empty if it can.
 std::string ChunkedArena::never_fits(std::size_t bytes) const {
   const Capabilities& device = backend_.capabilities();
   if (bytes > device.memory_bytes) {
@@ -181,6 +181,23 @@ Status ChunkedArena::bad_block(DevicePtr block, const char* verb) const {
                 std::string("cannot ") + verb + " " + describe(block) + ": " + found);
 }
 
+Status ChunkedArena::malformed(const AllocationRequest& request) const {
+  if (!std::has_single_bit(request.alignment) || request.alignment > chunk_bytes_) {
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot allocate with alignment " + std::to_string(request.alignment) +
+                      ": it is not a power of two up to the chunk size " + std::to_string(chunk_bytes_) +
+                      "; ask for less, or for larger chunks (ArenaOptions::chunk_bytes)");
+  }
+  return Status(StatusCode::kInvalidArgument, "cannot allocate in region " +
+                                                  std::to_string(static_cast<int>(request.region)) +
+                                                  ": there are kPersistent and kTransient");
+}
+
+Status ChunkedArena::paused(std::size_t bytes, Tag tag) const {
+  return Status(StatusCode::kUnavailable, "cannot allocate " + format_bytes(bytes) + " for tag " +
+                                              std::to_string(tag) + ": the tag is paused; resume it first");
+}
+
 Status ChunkedArena::no_such_tag(const char* what, Tag tag) const {
   return Status(StatusCode::kInvalidArgument, std::string("cannot ") + what + " for tag " +
                                                   std::to_string(tag) +
@@ -224,7 +241,7 @@ MemorySnapshot ChunkedArena::snapshot() const {
     bool pending;
     Stream stream;
   };
-  // Copied under the lock into room made without it: as often as it takes.
+  // Room is made without the lock, and doubled until all ranges fit.
   std::vector<Part> parts;
   std::vector<SnapshotEvent> events;
   for (std::size_t room = 1024;; room *= 2) {
@@ -251,7 +268,7 @@ MemorySnapshot ChunkedArena::snapshot() const {
   const auto base = reinterpret_cast<std::uintptr_t>(base_);
   std::size_t end = SIZE_MAX;
   for (const Part& part : parts) {
-    // A segment is what owns its memory without a gap; shadows would count it twice.
+    // A segment is a run of ranges that own their memory. Shadows would count it twice.
     if (part.kind != RangeKind::kLive && part.kind != RangeKind::kFree) continue;
     if (part.offset != end) {
       result.segments.emplace_back();

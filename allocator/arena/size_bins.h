@@ -1,8 +1,9 @@
-// SizeBins: free ranges by size, in the two-level classes of TLSF: a row per power of two, sixteen columns in
-// a row, and bitmaps that find the next class that holds anything in two bit scans.
+// SizeBins: free ranges by size, in the two-level classes of TLSF. There is a row for each power of two, with
+// sixteen columns, and bitmaps that find the next class in use in two bit scans.
 //
-// All zero bits is the empty state, so an array of these may come from calloc and costs memory only where
-// used. Source: Masmano et al., "TLSF: a New Dynamic Memory Allocator for Real-Time Systems", ECRTS 2004.
+// The empty state is all zero bits, so an array of these may come from calloc and costs memory only where it
+// is used.
+// Source: Masmano et al., "TLSF: a New Dynamic Memory Allocator for Real-Time Systems", ECRTS 2004.
 #pragma once
 
 #include <bit>
@@ -82,9 +83,9 @@ struct SizeBins {
     }
   }
 
-  // The smallest range, lowest address first, among the first `scan_count_max` of the lowest bin that has a
-  // fit. Plain TLSF would skip the bin of `bytes` itself, whose ranges may be too small, and so miss every
-  // exact fit of a large block; looking at a bounded number of them keeps both the bound and the fit.
+  // The smallest range, lowest address first, among the first `scan_count_max` of the lowest bin with a fit.
+  // Plain TLSF skips the bin of `bytes` itself, because its ranges may be too small, and so misses every
+  // exact fit of a large block. Looking at a bounded number of them keeps both the bound and the fit.
   Range* find(std::size_t bytes, std::size_t alignment, std::size_t scan_count_max) const noexcept {
     for (unsigned bin = next_filled(bin_of(bytes)); bin != kNone; bin = next_filled(bin + 1)) {
       Range* best = nullptr;

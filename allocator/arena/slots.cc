@@ -5,15 +5,15 @@
 
 namespace forebay::internal {
 
-// Chunks of the smallest size, `bytes` in all, mapped nowhere. On failure none are taken. mutex_ held on
-// entry and exit, let go of in between.
+// Takes chunks of the smallest size, `bytes` in all, mapped nowhere. On failure takes none. growth_mutex_ and
+// mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::acquire_slot(Lock& lock, std::size_t bytes, std::vector<std::uint32_t>* chunks) {
   std::size_t spare_count = 0;
   for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next)
     spare_count += chunks_[i].bytes == chunk_bytes_;
   const std::size_t needed_bytes = bytes - std::min(bytes, spare_count * chunk_bytes_);
   Status status;
-  // What small spares there are is taken first, so that making room does not destroy them.
+  // Spares of that size are taken first, so that making room does not destroy them.
   const auto take_small = [&] {
     std::uint32_t chunk = kNone;
     while (chunks->size() * chunk_bytes_ < bytes && take_spare(chunk_bytes_, &chunk))
@@ -65,7 +65,7 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
         return over_tag_limit("create a slot of", live_bytes, tag);
       }
       cause = acquire_slot(lock, align_up(bytes, chunk_bytes_), &chunks);
-      // The lock was let go of in between: the tag is looked at again.
+      // mutex_ was released meanwhile, so the tag is checked again.
       if (cause.ok() && !within_tag_limit(tag, live_bytes)) {
         for (const std::uint32_t chunk : chunks) keep_spare(chunk);
         lock.unlock();
@@ -127,6 +127,7 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
                                                     "; ask for one byte up to that");
   }
   const std::size_t alias_bytes = align_up(bytes, chunk_bytes_);
+  std::vector<SizedChunk> row(alias_bytes / chunk_bytes_);
   Lock lock(mutex_);
   recover_stranded(lock);
   if (!reserve_ranges(lock)) return no_books();
@@ -144,51 +145,38 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   }
   target->slot = slot.index;
   const std::size_t begin = target->offset;
-  std::vector<Chunk> handles(alias_bytes / chunk_bytes_);
-  for (std::size_t i = 0; i < handles.size(); ++i) handles[i] = chunks_[state.chunks[i]].handle;
+  for (std::size_t i = 0; i < row.size(); ++i) row[i] = {chunks_[state.chunks[i]].handle, chunk_bytes_};
   lock.unlock();
-  Status status;
-  std::vector<std::pair<std::size_t, GranuleTable::Entry*>> leaves;
-  if (!granules_.make_leaves(begin, begin + alias_bytes, &leaves)) status = no_books();
-  std::size_t mapped_bytes = 0;
-  for (; status.ok() && mapped_bytes < alias_bytes;) {
-    ++driver_call_count_;
-    status = backend_.map(base_ + begin + mapped_bytes, handles[mapped_bytes / chunk_bytes_]);
-    if (status.ok()) mapped_bytes += chunk_bytes_;
-  }
-  if (status.ok()) {
-    ++driver_call_count_;
-    status = backend_.set_access(base_ + begin, alias_bytes);
-  }
-  bool unmapped = true;
-  if (!status.ok() && mapped_bytes > 0) {
-    ++driver_call_count_;
-    unmapped = backend_.unmap(base_ + begin, mapped_bytes).ok();
-  }
+  const MappedRow mapped = map_row(begin, begin + alias_bytes, row);
   lock.lock();
   // Others may have taken the descriptors that were made room for.
-  if (!unmapped) (void)reserve_ranges(lock);
-  for (const auto& [index, leaf] : leaves) granules_.install(index, leaf);
-  if (status.ok()) {
+  if (mapped.stranded) (void)reserve_ranges(lock);
+  install_leaves(mapped);
+  if (mapped.status.ok()) {
     target->kind = RangeKind::kAlias;
     granules_.own(target);
     ++state.alias_count;
     return base_ + begin;
   }
-  if (unmapped) {
-    put_unmapped(target);
+  if (mapped.stranded) {
+    strand_alias(target, mapped);
   } else {
-    if (mapped_bytes < alias_bytes) {
-      const auto [stranded, rest] = split(target, begin + mapped_bytes);
-      put_unmapped(rest);
-      target = stranded;
-    }
-    target->slot = UINT32_MAX;
-    target->kind = RangeKind::kStranded;
-    granules_.own(target);
-    ++stranded_count_;
+    put_unmapped(target);
   }
-  return status.with_context("cannot create an alias of " + format_bytes(alias_bytes));
+  return mapped.status.with_context("cannot create an alias of " + format_bytes(alias_bytes));
+}
+
+// One stranded range for the part of an alias that could not be unmapped; the rest is unmapped. mutex_ held.
+void ChunkedArena::strand_alias(Range* range, const MappedRow& mapped) {
+  if (mapped.bytes < range->bytes) {
+    const auto [lower, rest] = split(range, range->offset + mapped.bytes);
+    put_unmapped(rest);
+    range = lower;
+  }
+  range->slot = UINT32_MAX;
+  range->kind = RangeKind::kStranded;
+  granules_.own(range);
+  ++stranded_count_;
 }
 
 Status ChunkedArena::alias_destroy(DevicePtr alias) {

@@ -1,10 +1,10 @@
-// StepMemory: remembers where the arena placed its latest requests, in order, so that a step that repeats an
+// StepMemory: remembers the offsets of the arena's latest blocks, in order, so that a step that repeats an
 // earlier one is served from the same addresses and needs no driver call.
 //
-// A point of a step is known by what led to it: the sizes of the last requests, the bytes that were live, and
-// the request itself. No step has to be announced: once a point is recognised, the record is followed from
-// there, request by request, until one differs; then the next known point is looked for. What is found is a
-// hint: whoever uses it checks that the memory is free.
+// A point of a step is identified by the sizes of the last requests, the live bytes, and the request itself.
+// Steps need not be announced. Once a point is recognised, the record is followed request by request until
+// one differs; then the next known point is looked for. The result is a hint: the arena checks that the
+// memory is free.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ class StepMemory {
     std::free(index_);
   }
 
-  // False if the host has no memory. The record's pages are touched one after the other as it grows; those of
-  // the index, which are used in no order, here. Each set of the index is one cache line.
+  // False if the host has no memory. Pages of the record are touched as it grows. Pages of the index are used
+  // in no order, so they are touched here. Each set of the index is one cache line.
   bool start() noexcept {
     record_ = static_cast<Entry*>(std::calloc(kRecordCount, sizeof(Entry)));
     index_ = static_cast<Point*>(std::aligned_alloc(kWays * sizeof(Point), kIndexCount * sizeof(Point)));
@@ -36,17 +36,17 @@ class StepMemory {
     return true;
   }
 
-  // A request for `bytes` comes; `who` is its stream and region. Where this point was placed before, or
-  // kUnknown. Each request that is asked about must be stored, or dropped.
+  // The offset at which the same point was placed before, or kUnknown. `who` stands for the request's stream
+  // and region. store follows if the request is served.
   std::size_t find(std::size_t bytes, std::size_t live_bytes, std::uint64_t who) noexcept {
-    // Nothing is live: whatever came before, this is where it all begins.
+    // Nothing is live: the beginning of a step, independent of earlier requests.
     if (live_bytes == 0) recent_ = 0;
     key_ = mix(recent_ ^ mix(bytes * 0x9E3779B97F4A7C15ull ^ live_bytes) ^ who << 56);
     if (live_bytes == 0) key_ &= ~kUnindexed;
     const bool followed = holds(cursor_);
     if (!followed || live_bytes == 0) {
-      // Where a step was placed anew, an older record of it says what can no longer be had: at its beginning
-      // the latest counts. Further on, the latest may be an earlier point of this very step.
+      // At the beginning of a step its latest record counts; an older one may name memory that is gone. Later
+      // in a step the latest record may be an earlier point of the same step.
       const std::uint32_t position = indexed_position();
       const bool found = holds(position);
       if (found && position != cursor_) {
@@ -66,21 +66,20 @@ class StepMemory {
       ++lap_count_;
       lap_end_ = end_ + 1;  // This request's own entry comes next.
     }
-    // A few alike prove little: the same sizes come again in every layer.
+    // A few equal requests prove little: the same sizes come again in every layer.
     return ++followed_count_ > kDoubt ? offset : kUnknown;
   }
-  // The request that find was asked about has been placed.
+  // Records where the request of the latest find was placed.
   void store(std::size_t bytes, std::size_t offset) noexcept {
     record_[end_ & (kRecordCount - 1)] = {check(), offset};
-    // While the record is followed, few points need to be found again: the same ones each time.
+    // While the record is followed, only some points are indexed, the same ones each time.
     if (followed_count_ <= kDoubt || indexed()) *find_point() = {check(), end_};
     ++end_;
     recent_ = recent_ << 16 | (mix(bytes * 0x9E3779B97F4A7C15ull) & 0xFFFF);
   }
-  // How many times in a row the requests have been, from the first to the last, those of the round before: 0
-  // unless they are the same at this moment.
+  // How many times in a row the same sequence of requests was repeated. 0 unless it is being repeated now.
   std::uint32_t lap_count() const noexcept { return lap_count_; }
-  // What was recorded says nothing any more.
+  // Drops the whole record.
   void forget() noexcept {
     end_ += kRecordCount;
     cursor_ = kNowhere;
@@ -89,7 +88,7 @@ class StepMemory {
     recent_ = 0;
   }
   std::uint64_t key() const noexcept { return key_; }
-  // Another request may have been asked about since: says again which one is stored.
+  // Sets the request that store records, since find may have been called for another one meanwhile.
   void set_key(std::uint64_t key) noexcept { key_ = key; }
 
  private:
@@ -99,19 +98,19 @@ class StepMemory {
   };
   struct Point {
     std::uint32_t check = 0;
-    std::uint32_t position = 0;  // Its latest in the record.
+    std::uint32_t position = 0;  // Its latest entry in the record.
   };
-  // 4 and 1 MiB of addresses. A step of more requests than are recorded is served by search.
+  // 4 and 1 MiB of memory. A step of more requests than the record holds is served by searching.
   static constexpr std::size_t kRecordCount = std::size_t{1} << 18;
   static constexpr std::size_t kIndexCount = std::size_t{1} << 17;
   static constexpr std::size_t kWays = 8;
   static constexpr std::uint32_t kNowhere = UINT32_MAX;
   static constexpr std::uint32_t kDoubt = 8;
-  // Bits of a key: none is set in one of eight, and at the beginning of each step.
+  // Points whose key has none of these bits set are indexed: one of eight, and the beginning of each step.
   static constexpr std::uint64_t kUnindexed = std::uint64_t{7} << 61;
 
   Point* set() const noexcept { return index_ + (key_ >> 32 & (kIndexCount / kWays - 1)) * kWays; }
-  // The point's latest in the record, or kNowhere.
+  // The point's latest entry in the record, or kNowhere.
   std::uint32_t indexed_position() const noexcept {
     const Point* point = set();
     for (std::size_t i = 0; i < kWays; ++i) {
@@ -119,7 +118,7 @@ class StepMemory {
     }
     return kNowhere;
   }
-  // The key's entry, or else the oldest of those it may take.
+  // The key's entry in the index, or the oldest that it may replace.
   Point* find_point() const noexcept {
     Point* const points = set();
     Point* found = points;
@@ -137,7 +136,7 @@ class StepMemory {
   }
   bool indexed() const noexcept { return (key_ & kUnindexed) == 0; }
   std::uint32_t check() const noexcept { return static_cast<std::uint32_t>(key_) | 1; }
-  // Whether that entry of the record is still there, and is of the point asked about.
+  // Whether that entry of the record still exists and belongs to the current point.
   bool holds(std::uint32_t position) const noexcept {
     const std::uint32_t age = end_ - position;
     return position != kNowhere && age > 0 && age < kRecordCount &&
@@ -148,10 +147,10 @@ class StepMemory {
   Point* index_ = nullptr;
   std::uint64_t recent_ = 0;
   std::uint64_t key_ = 0;
-  std::uint32_t end_ = 0;             // Where the record goes on; counts on beyond its size.
-  std::uint32_t cursor_ = kNowhere;   // What should come next.
-  std::uint32_t followed_count_ = 0;  // Requests that were as recorded, one after the other.
-  std::uint32_t lap_end_ = kNowhere;  // Where the cursor ends its lap.
+  std::uint32_t end_ = 0;             // Entries ever recorded; the ring holds the latest.
+  std::uint32_t cursor_ = kNowhere;   // The entry expected next.
+  std::uint32_t followed_count_ = 0;  // Consecutive requests that were as recorded.
+  std::uint32_t lap_end_ = kNowhere;  // The cursor's position at the end of its lap.
   std::uint32_t lap_count_ = 0;
 };
 

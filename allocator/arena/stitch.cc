@@ -7,351 +7,392 @@ namespace forebay::internal {
 
 namespace {
 
-// Weights of choose_stitch. Taking new memory is by far the worst. What is left over of a chunk that was
-// whole counts as lost, what fills a chunk that was not counts as gained, and each chunk that is shared with
-// other blocks costs a fixed part of a smallest chunk, because it will be whole again only when all are
-// freed. Found by replaying recorded traces: without the last, blocks scatter over many chunks.
+// Costs are in bytes. New memory is by far the worst. Bytes left over of a chunk that was whole count as
+// lost; bytes that fill a chunk that was not whole count as gained. Each chunk shared with other blocks costs
+// a fixed part of a smallest chunk, because it becomes whole again only when all of them are freed. The
+// weights were found by replaying recorded traces. With a smaller kSharingWeight blocks scatter over many
+// chunks; with a larger one whole chunks are used up first.
 constexpr double kGrowthWeight = 16;
 constexpr double kSharingWeight = 0.5;
-// Heads and tails looked at, of different sizes. More would not be better, only slower.
+// Heads and tails looked at, of different sizes. More: slower, and no better.
 constexpr std::size_t kHeadsMax = 256;
 constexpr std::size_t kTailsMax = 2;
 
 }  // namespace
 
-// After gather: the cheapest way to put the block together from the end of one chunk, whole chunks and the
-// beginning of another, with at most `room_bytes` of new memory.
-bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch) {
-  const std::size_t bytes = placement.bytes;
-  const std::size_t granule = chunk_bytes_;
-  // Wholes by size, largest first; heads and tails by length.
-  std::vector<Piece>& wholes = wholes_;
-  std::vector<Piece>& heads = heads_;
-  std::vector<Piece>& tails = tails_;
-  wholes.clear();
-  heads.clear();
-  tails.clear();
-  for (const Piece& piece : pieces_) {
-    const std::size_t chunk_end = chunks_[piece.chunk].bytes;
-    if (piece.begin == 0 && piece.end == chunk_end) {
-      wholes.push_back(piece);
-    } else if (piece.end == chunk_end) {
-      heads.push_back(piece);
-    } else if (piece.begin == 0) {
-      tails.push_back(piece);
-    }
-  }
-  for (std::uint32_t i = spares_; i != kNone; i = chunks_[i].next) wholes.push_back({i, 0, chunks_[i].bytes});
-  for (const Piece& whole : wholes) chunks_[whole.chunk].breakable = -1;
-  const auto breakable = [&](std::uint32_t index) {
-    PhysicalChunk& chunk = chunks_[index];
-    if (chunk.breakable < 0) chunk.breakable = chunk.first_mapping == kNone || evictable(index) ? 1 : 0;
-    return chunk.breakable == 1;
+// After gather: the search for the cheapest way to put one block together. A stitch is, in the order of its
+// addresses: a beginning that is free already, whole chunks, new chunks, and the free beginning of a last
+// chunk. growth_mutex_ and mutex_ held; calls no Backend.
+struct ChunkedArena::StitchSearch {
+  // Nothing; or the free end of a chunk; or free ranges in front of a hole, which keep their addresses.
+  struct Beginning {
+    Range* hole = nullptr;
+    std::size_t run_bytes = 0;
+    const Extent* head = nullptr;
+    std::size_t bytes() const { return run_bytes + (head != nullptr ? head->bytes() : 0); }
   };
-  const auto shorter = [](const Piece& a, const Piece& b) {
-    return a.bytes() != b.bytes() ? a.bytes() < b.bytes() : a.chunk < b.chunk;
-  };
-  std::sort(wholes.begin(), wholes.end(), [&](const Piece& a, const Piece& b) { return shorter(b, a); });
-  std::sort(heads.begin(), heads.end(), shorter);
-  std::sort(tails.begin(), tails.end(), shorter);
-
-  // Takes whole chunks for `missing` bytes, the largest first; then breaks one if that helps; the rest must
-  // be new. Blocked chunks, which the stitch's beginning shows already, are marked by the stamp.
-  struct Filling {
+  // The middle: whole chunks, then part of a chunk that is broken for it, then new memory.
+  struct Middle {
     std::size_t whole_bytes = 0;
     std::uint32_t broken = kNone;
-    std::size_t broken_count = 0;
+    std::size_t broken_bytes = 0;
     std::size_t grown_bytes = 0;
+    std::size_t bytes() const { return whole_bytes + broken_bytes + grown_bytes; }
   };
-  const auto fill = [&](std::size_t missing, std::vector<std::uint32_t>* chosen) {
-    Filling filling;
+
+  ChunkedArena& arena;
+  const Placement& placement;
+  const std::size_t room_bytes;  // The most new memory.
+  Stitch& best;
+  const std::size_t granule = arena.chunk_bytes_;
+  bool found = false;
+
+  // Sorts the gathered extents: whole chunks, the largest first; ends (heads) and beginnings (tails) of
+  // chunks, the shortest first.
+  void sort_extents() {
+    arena.wholes_.clear();
+    arena.heads_.clear();
+    arena.tails_.clear();
+    for (const Extent& extent : arena.extents_) {
+      const std::size_t chunk_end = arena.chunks_[extent.chunk].bytes;
+      if (extent.begin == 0 && extent.end == chunk_end) {
+        arena.wholes_.push_back(extent);
+      } else if (extent.end == chunk_end) {
+        arena.heads_.push_back(extent);
+      } else if (extent.begin == 0) {
+        arena.tails_.push_back(extent);
+      }
+    }
+    for (std::uint32_t i = arena.spares_; i != kNone; i = arena.chunks_[i].next) {
+      arena.wholes_.push_back({i, 0, arena.chunks_[i].bytes});
+    }
+    for (const Extent& whole : arena.wholes_) arena.chunks_[whole.chunk].breakable = -1;
+    const auto shorter = [](const Extent& a, const Extent& b) {
+      return a.bytes() != b.bytes() ? a.bytes() < b.bytes() : a.chunk < b.chunk;
+    };
+    std::sort(arena.wholes_.begin(), arena.wholes_.end(),
+              [&](const Extent& a, const Extent& b) { return shorter(b, a); });
+    std::sort(arena.heads_.begin(), arena.heads_.end(), shorter);
+    std::sort(arena.tails_.begin(), arena.tails_.end(), shorter);
+  }
+
+  // A chunk must not be shown twice in one stitch. Those that its beginning shows are stamped.
+  bool stamped(std::uint32_t chunk) const { return arena.chunks_[chunk].stamp == arena.stamp_; }
+  void stamp_shown(std::size_t begin, std::size_t end) {
+    for (std::size_t offset = begin; offset < end;) {
+      const Mapping& here = arena.mappings_[arena.granules_.find(offset)->mapping];
+      arena.chunks_[here.chunk].stamp = arena.stamp_;
+      offset = here.offset + arena.chunks_[here.chunk].bytes;
+    }
+  }
+
+  // The answer is kept: the same chunk is asked about many times.
+  bool breakable(std::uint32_t index) {
+    PhysicalChunk& chunk = arena.chunks_[index];
+    if (chunk.breakable < 0) chunk.breakable = chunk.first_mapping == kNone || arena.evictable(index) ? 1 : 0;
+    return chunk.breakable == 1;
+  }
+
+  // Takes whole chunks for `missing` bytes, the largest first. The rest comes from breaking the smallest
+  // chunk that is too large, or else is new. `chosen`: receives the whole chunks, if not null.
+  Middle fill(std::size_t missing, std::vector<std::uint32_t>* chosen) {
+    Middle middle;
     std::size_t left = missing;
     std::uint32_t larger = kNone;
-    for (const Piece& whole : wholes) {
+    for (const Extent& whole : arena.wholes_) {
       if (left == 0) break;
-      if (chunks_[whole.chunk].stamp == stamp_) continue;
+      if (stamped(whole.chunk)) continue;
       if (whole.bytes() <= left || whole.bytes() == granule) {
         left -= std::min(left, whole.bytes());
-        filling.whole_bytes += whole.bytes();
+        middle.whole_bytes += whole.bytes();
         if (chosen != nullptr) chosen->push_back(whole.chunk);
       } else {
-        larger = whole.chunk;  // The smallest that is too large, in the end.
+        larger = whole.chunk;
       }
     }
     if (left > 0 && larger != kNone && breakable(larger)) {
-      filling.broken = larger;
-      filling.broken_count = ceil_div(left, granule);
+      middle.broken = larger;
+      middle.broken_bytes = round_up(left, granule);
       left = 0;
     }
-    filling.grown_bytes = round_up(left, granule);
-    return filling;
-  };
-  // What it costs to use `used` bytes of the end or the beginning of a chunk that is shared.
-  const auto share = [&](std::size_t used) {
-    return kSharingWeight * static_cast<double>(granule) - static_cast<double>(used);
-  };
+    middle.grown_bytes = round_up(left, granule);
+    return middle;
+  }
 
-  stitch->cost = -1;
-  bool found = false;
-  const auto consider = [&](Range* run, std::size_t run_bytes, const Piece* head, const Piece* tail) {
-    std::size_t have = run_bytes + (head != nullptr ? head->bytes() : 0);
-    if (have >= bytes) return;  // A search among mapped addresses has found that already.
-    std::size_t tail_bytes = tail != nullptr ? tail->bytes() : 0;
-    const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
-    const Filling filling = fill(missing, nullptr);
-    if (filling.grown_bytes > room_bytes) return;
-    const std::size_t filled = filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
-    const std::size_t over = have + filled + tail_bytes - bytes;
-    double cost = kGrowthWeight * static_cast<double>(filling.grown_bytes);
-    if (head != nullptr) cost += share(head->bytes());
-    if (run != nullptr && run_bytes % granule != 0) cost += share(run_bytes % granule);
+  // The cost of using `used` bytes of the end or the beginning of a chunk that stays shared.
+  double sharing_cost(std::size_t used) const {
+    return kSharingWeight * static_cast<double>(granule) - static_cast<double>(used);
+  }
+
+  // Keeps this combination if it is possible and cheaper than the best so far. `tail` may be null.
+  void consider(const Beginning& beginning, const Extent* tail) {
+    const std::size_t have = beginning.bytes();
+    const std::size_t tail_bytes = tail != nullptr ? tail->bytes() : 0;
+    const std::size_t missing = placement.bytes > have + tail_bytes ? placement.bytes - have - tail_bytes : 0;
+    const Middle middle = fill(missing, nullptr);
+    if (middle.grown_bytes > room_bytes) return;
+    const std::size_t over = have + middle.bytes() + tail_bytes - placement.bytes;
+    double cost = kGrowthWeight * static_cast<double>(middle.grown_bytes);
+    if (beginning.head != nullptr) cost += sharing_cost(beginning.head->bytes());
+    if (beginning.run_bytes % granule != 0) cost += sharing_cost(beginning.run_bytes % granule);
     if (tail != nullptr) {
       if (over >= tail_bytes) return;
-      cost += share(tail_bytes - over);
+      cost += sharing_cost(tail_bytes - over);
     } else if (over > 0) {
       cost += static_cast<double>(over) + kSharingWeight * static_cast<double>(granule);
     }
-    if (found && cost >= stitch->cost) return;
+    if (found && cost >= best.cost) return;
     found = true;
-    stitch->cost = cost;
-    stitch->run = run;
-    stitch->run_bytes = run_bytes;
-    stitch->head = head != nullptr ? *head : Piece();
-    stitch->tail = tail != nullptr ? *tail : Piece();
-  };
-  const auto with_tails = [&](Range* run, std::size_t run_bytes, const Piece* head) {
-    const std::size_t have = run_bytes + (head != nullptr ? head->bytes() : 0);
-    if (have >= bytes) return;
-    consider(run, run_bytes, head, nullptr);
-    const auto usable_tail = [&](const Piece& tail) {
-      return chunks_[tail.chunk].stamp != stamp_ && (head == nullptr || tail.chunk != head->chunk);
+    best.cost = cost;
+    best.hole = beginning.hole;
+    best.run_bytes = beginning.run_bytes;
+    best.head = beginning.head != nullptr ? *beginning.head : Extent();
+    best.tail = tail != nullptr ? *tail : Extent();
+  }
+
+  // One beginning, without a tail and with the tails that fit best: those that hold all that is missing,
+  // those that hold what whole chunks would leave over, and the longest.
+  void try_tails(const Beginning& beginning) {
+    const std::size_t have = beginning.bytes();
+    if (have >= placement.bytes) return;  // A search among mapped addresses has found that already.
+    consider(beginning, nullptr);
+    const auto usable_tail = [&](const Extent& tail) {
+      return !stamped(tail.chunk) && (beginning.head == nullptr || tail.chunk != beginning.head->chunk);
     };
+    const std::vector<Extent>& tails = arena.tails_;
     const auto try_from = [&](std::size_t wanted) {
       auto tail =
           std::lower_bound(tails.begin(), tails.end(), wanted,
-                           [](const Piece& piece, std::size_t value) { return piece.bytes() < value; });
+                           [](const Extent& extent, std::size_t value) { return extent.bytes() < value; });
       for (std::size_t i = 0; i < kTailsMax && tail != tails.end(); ++i, ++tail) {
-        if (usable_tail(*tail)) consider(run, run_bytes, head, &*tail);
+        if (usable_tail(*tail)) consider(beginning, &*tail);
       }
     };
-    try_from(bytes - have);
-    try_from((bytes - have) % granule);
+    try_from(placement.bytes - have);
+    try_from((placement.bytes - have) % granule);
     for (std::size_t i = 0; i < kTailsMax && i < tails.size(); ++i) {
-      const Piece& tail = tails[tails.size() - 1 - i];
-      if (usable_tail(tail)) consider(run, run_bytes, head, &tail);
+      const Extent& tail = tails[tails.size() - 1 - i];
+      if (usable_tail(tail)) consider(beginning, &tail);
     }
-  };
+  }
 
-  ++stamp_;
-  if (placement.alignment <= kBlockGranule) {
-    with_tails(nullptr, 0, nullptr);
+  // Stitches that begin with a chunk, or with the end of one. An end begins anywhere in its chunk, so it is
+  // of no use for a larger alignment.
+  void try_heads() {
+    ++arena.stamp_;
+    try_tails({});
+    if (placement.alignment > kBlockGranule) return;
     std::size_t head_count = 0;
     std::size_t last_bytes = 0;
-    for (const Piece& head : heads) {
+    for (const Extent& head : arena.heads_) {
       if (head.bytes() == last_bytes || ++head_count > kHeadsMax) continue;
       last_bytes = head.bytes();
-      with_tails(nullptr, 0, &head);
-    }
-  } else {
-    with_tails(nullptr, 0, nullptr);
-  }
-  // Free ranges in front of unmapped addresses need no new mapping themselves.
-  for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
-    if (!usable(hole->previous, placement)) continue;
-    ++stamp_;
-    Range* first = hole->previous;
-    while (usable(first->previous, placement)) first = first->previous;
-    const std::size_t begin = align_up(first->offset, placement.alignment);
-    if (begin >= hole->offset) continue;
-    // The chunks that this extent shows may not be shown in it once more.
-    for (std::size_t offset = first->offset; offset < hole->offset;) {
-      const Mapping& here = mappings_[granules_.find(offset)->mapping];
-      chunks_[here.chunk].stamp = stamp_;
-      offset = here.offset + chunks_[here.chunk].bytes;
-    }
-    Stitch best = *stitch;
-    const bool found_before = found;
-    with_tails(hole, hole->offset - begin, nullptr);
-    if (found && stitch->run == hole && hole->bytes < placement.bytes + 2 * largest_chunk_bytes_) {
-      *stitch = best;  // Not enough addresses behind it.
-      found = found_before;
+      try_tails({nullptr, 0, &head});
     }
   }
-  if (!found) return false;
 
-  // Once more for the winner, with what it consists of.
-  ++stamp_;
-  std::size_t have = stitch->head.bytes() + stitch->run_bytes;
-  if (stitch->run != nullptr) {
-    for (std::size_t offset = stitch->run->offset - stitch->run_bytes; offset < stitch->run->offset;) {
-      const Mapping& here = mappings_[granules_.find(offset)->mapping];
-      chunks_[here.chunk].stamp = stamp_;
-      offset = here.offset + chunks_[here.chunk].bytes;
+  // Stitches that begin with free ranges in front of a hole, which need no new mapping themselves.
+  void try_runs() {
+    for (Range* hole = arena.holes_; hole != nullptr; hole = hole->bin_next) {
+      if (!arena.usable(hole->previous, placement)) continue;
+      const bool room_behind = hole->bytes >= placement.bytes + 2 * arena.largest_chunk_bytes_;
+      if (!room_behind) continue;
+      Range* first = hole->previous;
+      while (arena.usable(first->previous, placement)) first = first->previous;
+      const std::size_t begin = align_up(first->offset, placement.alignment);
+      if (begin >= hole->offset) continue;
+      ++arena.stamp_;
+      stamp_shown(first->offset, hole->offset);
+      try_tails({hole, hole->offset - begin, nullptr});
     }
   }
-  const std::size_t tail_bytes = stitch->tail.bytes();
-  const std::size_t missing = bytes > have + tail_bytes ? bytes - have - tail_bytes : 0;
-  stitch->whole.clear();
-  const Filling filling = fill(missing, &stitch->whole);
-  // In the order in which most of them lie elsewhere: neighbours change hands in one piece.
-  std::sort(stitch->whole.begin(), stitch->whole.end());
-  stitch->broken = filling.broken;
-  stitch->grown_bytes = filling.grown_bytes;
-  have += filling.whole_bytes + filling.broken_count * granule + filling.grown_bytes;
-  if (stitch->tail.chunk != kNone) stitch->tail.end = bytes - have;
-  return true;
+
+  // Fills the best combination once more and notes its chunks.
+  void complete() {
+    ++arena.stamp_;
+    if (best.hole != nullptr) stamp_shown(best.hole->offset - best.run_bytes, best.hole->offset);
+    const std::size_t have = best.head.bytes() + best.run_bytes;
+    const std::size_t tail_bytes = best.tail.bytes();
+    const std::size_t missing = placement.bytes > have + tail_bytes ? placement.bytes - have - tail_bytes : 0;
+    best.whole.clear();
+    const Middle middle = fill(missing, &best.whole);
+    // Chunks that lie side by side elsewhere are neighbours here too, and change hands in one piece.
+    std::sort(best.whole.begin(), best.whole.end());
+    best.broken = middle.broken;
+    best.grown_bytes = middle.grown_bytes;
+    if (best.tail.chunk != kNone) best.tail.end = placement.bytes - have - middle.bytes();
+  }
+};
+
+bool ChunkedArena::choose_stitch(const Placement& placement, std::size_t room_bytes, Stitch* stitch) {
+  *stitch = Stitch();
+  StitchSearch search{*this, placement, room_bytes, *stitch};
+  search.sort_extents();
+  search.try_heads();
+  search.try_runs();
+  if (search.found) search.complete();
+  return search.found;
 }
 
-// After gather: makes the block of memory that is free in pieces, mapped side by side at new addresses.
-// `*grown`, in no bin, can hold it from `*start` on. `*addresses_used_up`: only addresses were missing.
-Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** grown, std::size_t* start,
+// After gather: makes the block of memory that is free in several chunks. `*stitched`, in no bin, can hold it
+// from `*start` on. `*addresses_used_up`: only addresses were missing. growth_mutex_ and mutex_ held;
+// releases mutex_ meanwhile.
+Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** stitched, std::size_t* start,
                             bool* addresses_used_up) {
-  Stitch& plan = stitch_;
+  FOREBAY_RETURN_IF_ERROR(plan_stitch(lock, placement));
+  Range* view = claim_view();
+  if (view == nullptr) {
+    *addresses_used_up = true;
+    return Status(StatusCode::kOutOfMemory, "");
+  }
+  view->region = placement.region;
+  // All of its memory is claimed before mutex_ is released.
+  Range* run = nullptr;
+  if (stitch_.run_bytes != 0) run = isolate(view->offset - stitch_.run_bytes, view->offset);
+  const Taken taken = take_stitch_memory(placement);
+  const Status status = map_stitch(lock, placement, view);
+  if (!status.ok()) {
+    // The memory goes back to the addresses it came from, whose ranges are as they were.
+    if (run != nullptr) put_free(run);
+    for (const Origin& origin : origins_) {
+      Range* range = isolate(origin.offset, origin.offset + origin.bytes);
+      range->region = origin.region;
+      put_free(range);
+    }
+    return status;
+  }
+  Range* range = cut_view(view);
+  range->waits = taken.waits;
+  range->epoch = taken.epoch;
+  if (run != nullptr) range = absorb(run, range);
+  range->region = placement.region;
+  *stitched = range;
+  *start = align_up(range->offset, placement.alignment);
+  return Status();
+}
+
+// Chooses stitch_, and breaks large chunks until it needs no other broken. kOutOfMemory with an empty
+// message: there is none, or growing is as good. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
+Status ChunkedArena::plan_stitch(Lock& lock, const Placement& placement) {
   for (;;) {
-    plan = Stitch();
     const std::size_t room_bytes = limit_bytes_ - total_.reserved_bytes;
-    if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &plan)) {
+    if (capturing_count_ != 0 || !choose_stitch(placement, room_bytes, &stitch_)) {
       return Status(StatusCode::kOutOfMemory, "");
     }
-    if (plan.grown_bytes > 0) {
-      // New memory behind what is free costs no more, and its rest stays beside what comes next.
+    if (stitch_.grown_bytes > 0) {
+      // New memory behind a free range costs no more, and its rest stays beside later blocks.
       Site site;
-      if (choose_site(placement, &site) && site.end - site.begin <= plan.grown_bytes) {
+      if (choose_site(placement, &site) && site.end - site.begin <= stitch_.grown_bytes) {
         return Status(StatusCode::kOutOfMemory, "");
       }
     }
-    if (plan.broken == kNone) break;
+    if (stitch_.broken == kNone) return Status();
     // Each time there is one large chunk less, so this ends.
-    const Status status = break_chunk(lock, plan.broken);
+    const Status status = break_chunk(lock, stitch_.broken);
     if (!status.ok()) {
       return status.code() == StatusCode::kUnavailable ? Status(StatusCode::kOutOfMemory, "") : status;
     }
     if (!reserve_books(lock, placement.bytes)) return no_books();
     gather(placement, placement.region >= kSharedRegionCount);
   }
-  std::vector<std::uint32_t>& chunks = stitch_chunks_;
-  chunks.clear();
-  std::size_t view_bytes = plan.grown_bytes;
-  for (const Piece* piece : {&plan.head, &plan.tail}) {
-    if (piece->chunk != kNone) view_bytes += chunks_[piece->chunk].bytes;
-  }
-  for (const std::uint32_t chunk : plan.whole) view_bytes += chunks_[chunk].bytes;
-  Range* target = nullptr;
-  if (plan.run != nullptr) {
-    FOREBAY_CHECK(plan.run->bytes >= view_bytes, "a stitch of %zu bytes into a hole of %zu", view_bytes,
-                  plan.run->bytes);
-    target = claim_hole(plan.run, plan.run->offset, plan.run->offset + view_bytes);
-  } else {
-    target = unmapped_from_top(view_bytes);
-    if (target == nullptr) {
-      *addresses_used_up = true;
-      return Status(StatusCode::kOutOfMemory, "");
-    }
-  }
+}
 
-  target->region = placement.region;
+// The new addresses of stitch_, claimed. Null if there are too few unmapped ones. Both locks held.
+Range* ChunkedArena::claim_view() {
+  std::size_t bytes = stitch_.grown_bytes;
+  for (const Extent* extent : {&stitch_.head, &stitch_.tail}) {
+    if (extent->chunk != kNone) bytes += chunks_[extent->chunk].bytes;
+  }
+  for (const std::uint32_t chunk : stitch_.whole) bytes += chunks_[chunk].bytes;
+  Range* hole = stitch_.hole;
+  if (hole == nullptr) return unmapped_from_top(bytes);
+  FOREBAY_CHECK(hole->bytes >= bytes, "a stitch of %zu bytes into a hole of %zu", bytes, hole->bytes);
+  return claim_hole(hole, hole->offset, hole->offset + bytes);
+}
 
-  // All of it is claimed before the lock is let go of.
-  places_.clear();
+// Takes the memory of stitch_ from the addresses that own it; origins_ has them. Both locks held.
+Taken ChunkedArena::take_stitch_memory(const Placement& placement) {
+  origins_.clear();
   Taken taken;
-  taken.places = &places_;
-  Range* run_first = nullptr;
-  if (plan.run_bytes != 0) {
-    const std::size_t run_begin = target->offset - plan.run_bytes;
-    run_first = isolate(run_begin, target->offset);
-  }
-  const auto take = [&](const Piece& piece) {
-    if (piece.chunk == kNone) return;
-    if (chunks_[piece.chunk].first_mapping == kNone) {
-      remove_spare(piece.chunk);
+  const auto take = [&](const Extent& extent) {
+    if (extent.chunk == kNone) return;
+    if (chunks_[extent.chunk].first_mapping == kNone) {
+      remove_spare(extent.chunk);
     } else {
-      shade(piece, placement, &taken);
+      shade(extent, placement, &taken);
     }
   };
-  take(plan.head);
-  for (const std::uint32_t chunk : plan.whole) take({chunk, 0, chunks_[chunk].bytes});
-  take(plan.tail);
+  take(stitch_.head);
+  for (const std::uint32_t chunk : stitch_.whole) take({chunk, 0, chunks_[chunk].bytes});
+  take(stitch_.tail);
+  return taken;
+}
 
+// Creates the new chunks of stitch_ and maps all of it over `view`. On failure `view` is gone or a shadow,
+// and chunks that are mapped nowhere are spares. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
+Status ChunkedArena::map_stitch(Lock& lock, const Placement& placement, Range* view) {
+  std::vector<std::uint32_t>& chunks = stitch_chunks_;
+  chunks.clear();
+  if (stitch_.head.chunk != kNone) chunks.push_back(stitch_.head.chunk);
+  chunks.insert(chunks.end(), stitch_.whole.begin(), stitch_.whole.end());
   Status status;
-  const auto add = [&](std::uint32_t chunk) { chunks.push_back(chunk); };
-  if (plan.head.chunk != kNone) add(plan.head.chunk);
-  for (const std::uint32_t chunk : plan.whole) add(chunk);
   const std::size_t handle_bytes = handle_bytes_max(placement);
-  for (std::size_t left = plan.grown_bytes; status.ok() && left > 0;) {
+  for (std::size_t left = stitch_.grown_bytes; status.ok() && left > 0;) {
     std::uint32_t chunk = kNone;
     status = create_chunk(lock, std::min(left, handle_bytes), &chunk);
     if (!status.ok()) break;
     left -= chunks_[chunk].bytes;
-    add(chunk);
+    chunks.push_back(chunk);
   }
-  const std::size_t begin = target->offset;
-  bool mapped = false;
-  if (status.ok()) {
-    if (plan.tail.chunk != kNone) add(plan.tail.chunk);
-    status = map_chunks(lock, target, chunks);
-    mapped = status.ok();
-  } else {
+  if (stitch_.tail.chunk != kNone) chunks.push_back(stitch_.tail.chunk);
+  if (!status.ok()) {
     for (const std::uint32_t chunk : chunks) {
       if (chunks_[chunk].first_mapping == kNone) keep_spare(chunk);
     }
-    if (plan.tail.chunk != kNone && chunks_[plan.tail.chunk].first_mapping == kNone)
-      keep_spare(plan.tail.chunk);
-    put_unmapped(target);
-  }
-  // For the ends of the new addresses that show memory of other blocks.
-  if (mapped && !reserve_ranges(lock)) {
-    status = no_books();
-    target = range_at(begin);
-    target->waits = 0;
-    target->kind = RangeKind::kShadow;
-  }
-  if (!status.ok()) {
-    // What was taken goes back to the addresses it came from, whose ranges are as they were.
-    if (run_first != nullptr) put_free(range_at(begin - plan.run_bytes));
-    for (const Place& place : places_) {
-      Range* range = isolate(place.offset, place.offset + place.bytes);
-      range->region = place.region;
-      put_free(range);
-    }
+    put_unmapped(view);
     return status;
   }
-  Range* range = range_at(begin);
-  if (plan.head.begin > 0) {
-    const auto [shadow, rest] = split(range, begin + plan.head.begin);
+  FOREBAY_RETURN_IF_ERROR(map_chunks(lock, view, chunks));
+  // For cut_view.
+  if (reserve_ranges(lock)) return status;
+  view->waits = 0;
+  view->kind = RangeKind::kShadow;
+  return no_books();
+}
+
+// Cuts off the ends of the mapped view that show memory of other blocks; they become shadows. Returns the
+// rest. mutex_ held; takes up to two descriptors.
+Range* ChunkedArena::cut_view(Range* view) {
+  const std::size_t end = view->end();
+  if (stitch_.head.begin > 0) {
+    const auto [shadow, rest] = split(view, view->offset + stitch_.head.begin);
     shadow->kind = RangeKind::kShadow;
-    range = rest;
+    view = rest;
   }
-  if (plan.tail.chunk != kNone && plan.tail.end < chunks_[plan.tail.chunk].bytes) {
-    const std::size_t end = begin + view_bytes - chunks_[plan.tail.chunk].bytes + plan.tail.end;
-    const auto [rest, shadow] = split(range, end);
+  if (const Extent& tail = stitch_.tail; tail.chunk != kNone && tail.end < chunks_[tail.chunk].bytes) {
+    const auto [rest, shadow] = split(view, end - chunks_[tail.chunk].bytes + tail.end);
     shadow->kind = RangeKind::kShadow;
-    range = rest;
+    view = rest;
   }
-  range->waits = taken.waits;
-  range->epoch = taken.epoch;
-  if (run_first != nullptr) range = absorb(range->previous, range);
-  range->region = placement.region;
-  *grown = range;
-  *start = align_up(range->offset, placement.alignment);
-  return Status();
+  return view;
 }
 
 // Replaces an evictable chunk, or a spare, by chunks of the smallest size. They are mapped where it was, so
-// that a step that was recorded before still finds memory there. Those of a spare are spares; so are those
-// made under pressure, where they may not join what is free beside them and be cut anew across their borders;
-// and so is what cannot be mapped. What cannot be made again is gone from what is held. kUnavailable: the
-// chunk is in use by now.
+// that a step recorded before still finds memory there. They are spares instead if the chunk was one, if they
+// cannot be mapped, or under pressure, where mapped ones would join the free ranges beside them and be cut
+// anew across their borders. Chunks that cannot be created again are lost to the arena. kUnavailable: the
+// chunk is in use by now. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   const std::size_t bytes = chunks_[chunk].bytes;
   const bool mapped = chunks_[chunk].first_mapping != kNone;
   const bool in_place = mapped && !under_pressure();
-  std::size_t place = 0;
+  std::size_t offset = 0;
   std::uint8_t region = kTransientRegion;
   if (mapped) {
-    // Of its addresses, some that own memory.
+    // Addresses that own its memory, if possible.
     for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-      place = mappings_[i].offset;
-      const Range* range = range_at(place);
+      offset = mappings_[i].offset;
+      const Range* range = range_at(offset);
       region = range->region;
       if (range->kind == RangeKind::kFree) break;
     }
@@ -373,8 +414,8 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
     return status;
   }
   Range* hole = holes_;
-  while (hole->end() <= place) hole = hole->bin_next;
-  Range* target = claim_hole(hole, place, place + bytes);
+  while (hole->end() <= offset) hole = hole->bin_next;
+  Range* target = claim_hole(hole, offset, offset + bytes);
   FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, parts));
   target->region = region;
   target->waits = 0;

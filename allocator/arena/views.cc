@@ -1,5 +1,5 @@
-// Several addresses may show the same memory: here is found which of them can serve a request, and the memory
-// is handed from one to another. No driver call is made here.
+// Several addresses may show the same memory. This file finds addresses that can serve a request and hands
+// memory from one address to another. mutex_ is held throughout; no driver call is made.
 #include <algorithm>
 
 #include "allocator/arena/chunked_arena.h"
@@ -8,7 +8,7 @@ namespace forebay::internal {
 
 namespace {
 
-// Its addresses show memory that may be handed out.
+// A mapped range whose memory, or some of it, may be free.
 bool readable(const Range* range) {
   return range != nullptr && (range->kind == RangeKind::kFree || range->kind == RangeKind::kLive ||
                               range->kind == RangeKind::kShadow);
@@ -16,7 +16,7 @@ bool readable(const Range* range) {
 
 }  // namespace
 
-// The range that has the byte at `offset`, or null where nothing is mapped.
+// The range of the byte at `offset`, or null where nothing is mapped.
 Range* ChunkedArena::range_at(std::size_t offset) const {
   const GranuleTable::Entry* entry = granules_.find(offset);
   if (entry == nullptr) return nullptr;
@@ -52,7 +52,7 @@ Range* ChunkedArena::isolate(std::size_t begin, std::size_t end) {
   }
   for (;;) {
     if (range->end() > end) {
-      // `kind` is that of the part that sticks out.
+      // The part beyond `end` is of this kind.
       const auto [kept, rest] = split(range, end);
       give_back(rest, kind);
       return kept;
@@ -69,15 +69,15 @@ Range* ChunkedArena::isolate(std::size_t begin, std::size_t end) {
   }
 }
 
-// Memory that is shown from `offset`, inside `range`, on, up to `end`, and that one usable range owns,
-// whether at these or at other addresses. Nothing if the first byte is not usable.
+// The memory shown from `offset` (inside `range`) to at most `end` that one usable range owns, at these or at
+// other addresses. Zero bytes if the first byte is not usable.
 Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, const Placement& placement) {
   if (usable(range, placement)) return {std::min(range->end(), end) - offset, offset};
   if (range->kind != RangeKind::kShadow) return {};
   const GranuleTable::Entry* entry = granules_.find(offset);
   PhysicalChunk& chunk = chunks_[entry->chunk];
   const std::size_t position = offset - mappings_[entry->mapping].offset;
-  // Most often that which owned it last.
+  // Most often the mapping that owned it last.
   const Range* owner = nullptr;
   std::size_t owner_offset = 0;
   const auto owned_at = [&](std::uint32_t mapping) {
@@ -97,7 +97,7 @@ Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, 
     range = range->next;
     if (range->kind != RangeKind::kShadow) end = range->offset;
   }
-  // As far as both addresses show the same chunks side by side.
+  // Only as far as both addresses show the same chunks side by side.
   for (std::size_t next = align_up(offset + 1, chunk_bytes_); next < end; next += chunk_bytes_) {
     if (granules_.at(next).chunk != granules_.at(next - offset + owner_offset).chunk) end = next;
   }
@@ -105,7 +105,7 @@ Shown ChunkedArena::shown_at(Range* range, std::size_t offset, std::size_t end, 
 }
 
 // True if all memory that [begin, end) shows is free and usable, whichever addresses own it. shown_ then has
-// the first of the `*run_count` pieces that own_here takes it in.
+// the first kShownMax of its `*run_count` parts, for own_here.
 bool ChunkedArena::shows_free(std::size_t begin, std::size_t end, const Placement& placement,
                               std::size_t* run_count) {
   *run_count = 0;
@@ -119,7 +119,7 @@ bool ChunkedArena::shows_free(std::size_t begin, std::size_t end, const Placemen
     ++*run_count;
     offset += shown.bytes;
   }
-  // A byte has one owner: what is shown twice was found there twice.
+  // No byte of a chunk may be shown twice. Each byte has one owner, so it would have been found twice.
   if (*run_count > kShownMax) return shows_once(begin, end);
   for (std::size_t i = 1; i < *run_count; ++i) {
     const std::size_t owner_end = shown_[i].owner_offset + shown_[i].bytes;
@@ -154,11 +154,12 @@ bool ChunkedArena::shows_once(std::size_t begin, std::size_t end) {
   return true;
 }
 
-// Makes shadows of the usable ranges that own bytes [begin, end) of a chunk, and adds what they waited for.
-void ChunkedArena::shade(const Piece& piece, const Placement& placement, Taken* taken) {
-  for (std::uint32_t i = chunks_[piece.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-    const std::size_t end = mappings_[i].offset + piece.end;
-    for (std::size_t offset = mappings_[i].offset + piece.begin; offset < end;) {
+// Makes shadows of the usable ranges that own this extent. Adds the streams they waited for to `taken` and
+// their addresses to origins_. growth_mutex_ held too.
+void ChunkedArena::shade(const Extent& extent, const Placement& placement, Taken* taken) {
+  for (std::uint32_t i = chunks_[extent.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+    const std::size_t end = mappings_[i].offset + extent.end;
+    for (std::size_t offset = mappings_[i].offset + extent.begin; offset < end;) {
       Range* range = range_at(offset);
       if (range == nullptr) break;
       const std::size_t part_end = std::min(range->end(), end);
@@ -167,7 +168,7 @@ void ChunkedArena::shade(const Piece& piece, const Placement& placement, Taken* 
         shadow->kind = RangeKind::kShadow;
         taken->waits |= shadow->waits;
         taken->epoch = std::max(taken->epoch, shadow->epoch);
-        taken->places->push_back({offset, part_end - offset, shadow->region});
+        origins_.push_back({offset, part_end - offset, shadow->region});
         if (shadow->waits != 0) shadows_wait_ = true;
       }
       offset = part_end;
@@ -175,8 +176,8 @@ void ChunkedArena::shade(const Piece& piece, const Placement& placement, Taken* 
   }
 }
 
-// Requires: shows_free, as the last that was asked; `run_count` is what it found, or 0 if only the like of it
-// is known. Returns [begin, end) as a busy range that owns its memory.
+// Requires: all memory that [begin, end) shows is free and usable. `run_count`: that of shows_free if it was
+// the latest call; else 0. Returns [begin, end) as a busy range that owns its memory.
 Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placement& placement,
                               std::size_t run_count) {
   std::uint64_t waits = 0;
@@ -202,16 +203,16 @@ Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placemen
   return range;
 }
 
-// Collects what is usable of each chunk into pieces_, sorted, neighbours joined, without those that can
-// neither hold the block nor be joined to another chunk's. Room has been made.
+// Collects the usable extents of all chunks in extents_, sorted, neighbours joined. Leaves out extents that
+// can neither hold the block nor be joined to another chunk's. Room has been made. growth_mutex_ held too.
 void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
-  pieces_.clear();
-  first_piece_.assign(chunks_.size(), kNone);
+  extents_.clear();
+  first_extent_.assign(chunks_.size(), kNone);
   const auto add = [this](const Range* range) {
     for (std::size_t offset = range->offset; offset < range->end();) {
       const Mapping& here = mappings_[granules_.find(offset)->mapping];
       const std::size_t to = std::min(range->end() - here.offset, chunks_[here.chunk].bytes);
-      pieces_.push_back({here.chunk, offset - here.offset, to});
+      extents_.push_back({here.chunk, offset - here.offset, to});
       offset = here.offset + to;
     }
   };
@@ -219,30 +220,30 @@ void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
   if (!own_region_only && placement.region < kSharedRegionCount) {
     for_each_usable(placement, static_cast<std::uint8_t>(1 - placement.region), add);
   }
-  std::sort(pieces_.begin(), pieces_.end(), [](const Piece& a, const Piece& b) {
+  std::sort(extents_.begin(), extents_.end(), [](const Extent& a, const Extent& b) {
     return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
   });
   std::size_t count = 0;
-  for (std::size_t i = 0; i < pieces_.size();) {
-    Piece piece = pieces_[i++];
-    for (; i < pieces_.size() && pieces_[i].chunk == piece.chunk && pieces_[i].begin == piece.end; ++i) {
-      piece.end = pieces_[i].end;
+  for (std::size_t i = 0; i < extents_.size();) {
+    Extent extent = extents_[i++];
+    for (; i < extents_.size() && extents_[i].chunk == extent.chunk && extents_[i].begin == extent.end; ++i) {
+      extent.end = extents_[i].end;
     }
-    const bool inside = piece.begin > 0 && piece.end < chunks_[piece.chunk].bytes;
-    if (inside && piece.bytes() < placement.bytes) continue;
-    if (count == 0 || pieces_[count - 1].chunk != piece.chunk) {
-      first_piece_[piece.chunk] = static_cast<std::uint32_t>(count);
+    const bool inside = extent.begin > 0 && extent.end < chunks_[extent.chunk].bytes;
+    if (inside && extent.bytes() < placement.bytes) continue;
+    if (count == 0 || extents_[count - 1].chunk != extent.chunk) {
+      first_extent_[extent.chunk] = static_cast<std::uint32_t>(count);
     }
-    pieces_[count++] = piece;
+    extents_[count++] = extent;
   }
-  pieces_.resize(count);
+  extents_.resize(count);
 }
 
-// After gather: the shortest run of mapped addresses that show nothing but gathered memory and hold the
-// block.
+// After gather: the shortest run of mapped addresses that show only gathered memory and can hold the block.
+// growth_mutex_ held too.
 bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
   std::size_t gathered_bytes = 0;
-  for (const Piece& piece : pieces_) gathered_bytes += piece.bytes();
+  for (const Extent& extent : extents_) gathered_bytes += extent.bytes();
   if (gathered_bytes < placement.bytes) return false;
   std::size_t best_bytes = SIZE_MAX;
   std::size_t run_begin = 0;
@@ -272,17 +273,17 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
     const std::size_t shown_offset = offset;
     PhysicalChunk& chunk = chunks_[entry.chunk];
     offset += chunk.bytes;
-    std::uint32_t i = first_piece_[entry.chunk];
+    std::uint32_t i = first_extent_[entry.chunk];
     if (i == kNone || !readable(entry.range)) continue;
-    for (; i < pieces_.size() && pieces_[i].chunk == entry.chunk; ++i) {
-      const std::size_t begin = shown_offset + pieces_[i].begin;
-      // A gap ends a run, and so does what it shows already.
+    for (; i < extents_.size() && extents_[i].chunk == entry.chunk; ++i) {
+      const std::size_t begin = shown_offset + extents_[i].begin;
+      // A gap ends a run, and so does a chunk that it shows already.
       if (begin != run_end || chunk.stamp == stamp_) {
         end_run();
         run_begin = begin;
       }
       chunk.stamp = stamp_;
-      run_end = shown_offset + pieces_[i].end;
+      run_end = shown_offset + extents_[i].end;
     }
   }
   end_run();
