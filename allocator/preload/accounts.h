@@ -7,7 +7,7 @@
 #include "allocator/preload/driver_types.h"
 #include "allocator/preload/event_log.h"
 #include "allocator/preload/process_arenas.h"
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 
 namespace forebay {
 

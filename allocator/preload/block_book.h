@@ -12,7 +12,7 @@
 #include <mutex>
 
 #include "forebay/backend.h"
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 
 namespace forebay {
 

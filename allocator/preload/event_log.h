@@ -1,4 +1,4 @@
-// EventLog: the writer of a process's file of events (preload_events.h).
+// EventLog: the writer of a process's file of events (events.h).
 //
 // Threads: every function may be called from any thread. One short lock makes the order in the file the order
 // in which things happened; under it no host memory is allocated, and a system call is made only where the
@@ -13,7 +13,7 @@
 #include "allocator/preload/block_book.h"
 #include "allocator/preload/driver_types.h"
 #include "forebay/arena.h"
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 
 namespace forebay {
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 
 namespace forebay {
 namespace {

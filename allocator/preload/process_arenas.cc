@@ -8,7 +8,7 @@
 
 #include "allocator/preload/event_log.h"
 #include "forebay/log.h"
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 #include "forebay/units.h"
 
 namespace forebay {

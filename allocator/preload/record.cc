@@ -12,7 +12,7 @@
 #include <new>
 
 #include "forebay/log.h"
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 
 namespace forebay {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "allocator/preload/calls.h"
 #include "forebay/backend.h"
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 
 namespace forebay {
 

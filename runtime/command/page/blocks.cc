@@ -8,7 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 #include "forebay/units.h"
 #include "runtime/command/page/text.h"
 

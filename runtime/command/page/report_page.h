@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 
 namespace forebay {
 
@@ -41,7 +41,7 @@ enum class PageBlockState : std::uint8_t {
 struct PageBlock {
   std::uint64_t address = 0;
   std::uint64_t bytes = 0;
-  // Its number in the events (forebay/preload_events.h), or a handle's value. Not looked at for a free one.
+  // Its number in the events (allocator/preload/events.h), or a handle's value. Not looked at for a free one.
   std::uint64_t stream = 0;
   std::uint64_t order = 0;  // Which allocation of the process it was, from 1; 0: not known.
   PreloadServer server = PreloadServer::kArena;

@@ -14,7 +14,7 @@
 #include <optional>
 #include <sstream>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 #include "runtime/command/run/child.h"
 #include "runtime/command/run/timed_process.h"
 #include "runtime/command/shown_text.h"

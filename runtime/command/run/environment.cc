@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cctype>
 
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 #include "forebay/units.h"
 
 namespace forebay {

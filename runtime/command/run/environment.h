@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 #include "forebay/status.h"
 
 namespace forebay {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "forebay/memory_snapshot.h"
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/traces/allocation_trace.h"
 

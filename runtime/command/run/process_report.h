@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/repeated_lines.h"
 #include "runtime/command/run/process_history.h"

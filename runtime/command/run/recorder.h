@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 #include "forebay/status.h"
 #include "runtime/command/run/process_report.h"
 

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/repeated_lines.h"
 #include "runtime/command/run/check.h"

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/run/process_history.h"
 #include "runtime/command/run/process_report.h"

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 #include "tests/support/process.h"
 
 namespace forebay::testing {

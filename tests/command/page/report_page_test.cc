@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_events.h"
+#include "allocator/preload/events.h"
 #include "forebay/units.h"
 #include "runtime/command/page/blocks.h"
 #include "runtime/command/page/text.h"

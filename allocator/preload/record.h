@@ -2,7 +2,7 @@
 // counts in. Whoever started it reads the file whenever it likes, also after the process was killed: nothing
 // is written at the end, and no code runs in an exit handler.
 //
-// What it is not: a trace (preload_events.h). It holds counts, and the first reason of whatever did not go as
+// What it is not: a trace (events.h). It holds counts, and the first reason of whatever did not go as
 // wished.
 //
 // Threads: counters may be added to from any thread; texts are written once, by one thread, before their

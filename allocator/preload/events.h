@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "forebay/preload_record.h"
+#include "allocator/preload/record.h"
 
 namespace forebay {
 
