@@ -219,8 +219,9 @@ std::byte* map_huge_pages(std::size_t bytes) noexcept {
 #endif
 }
 
-// Prefers `node` for pages not touched yet. False if the kernel refuses. The system call is made by number, so
-// that libnuma is not needed. Not bound to the node: when a bound node is full, the kernel kills the process.
+// Prefers `node` for pages not touched yet. False if the kernel refuses. The system call is made by number,
+// so that libnuma is not needed. Not bound to the node: when a bound node is full, the kernel kills the
+// process.
 bool prefer_node(void* address, std::size_t bytes, int node) noexcept {
   constexpr int kPreferred = 1;  // MPOL_PREFERRED
   constexpr int kBits = static_cast<int>(sizeof(unsigned long)) * 8;
@@ -299,8 +300,8 @@ class SlabPinnedPool final : public PinnedPool {
   // Has its own synchronization.
   std::atomic<bool> placement_refused_{false};
 
-  // Lock order: growth_mutex_, poll_mutex_, mutex_. The first is held while memory is taken or given back, the
-  // second while events are queried. Both are held across calls that wait for the system, but never for
+  // Lock order: growth_mutex_, poll_mutex_, mutex_. The first is held while memory is taken or given back,
+  // the second while events are queried. Both are held across calls that wait for the system, but never for
   // queued work.
   std::mutex growth_mutex_;
   std::mutex poll_mutex_;
@@ -480,7 +481,7 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
   }
   if (!slab.ok()) {
     return slab.status().with_context("cannot allocate " + format_bytes(bytes) +
-                                      " of page-locked host memory for " + backend_.capabilities().name);
+                                      " of pinned host memory for " + backend_.capabilities().name);
   }
   const Lock lock(mutex_);
   Range* first = slab.value()->pages;
@@ -499,7 +500,7 @@ Status SlabPinnedPool::free(void* block, Stream stream) {
       std::snprintf(address, sizeof(address), "%p", block);
       return Status(StatusCode::kInvalidArgument,
                     std::string("cannot free ") + address +
-                        ": no live page-locked block starts there; free each block once, by the address that "
+                        ": no live pinned block starts there; free each block once, by the address that "
                         "allocate returned");
     }
     statistics_.requested_bytes -= range->requested_bytes;
@@ -536,7 +537,7 @@ Status SlabPinnedPool::free(void* block, Stream stream) {
   if (event != Event()) spare_events_.push_back(event);
   if (!status.ok()) {
     range->state = PageState::kStranded;
-    return status.with_context("a freed page-locked block of " + format_bytes(bytes_of(range)) +
+    return status.with_context("a freed pinned block of " + format_bytes(bytes_of(range)) +
                                " stays unused: its stream takes no event and cannot be waited for");
   }
   statistics_.pending_bytes -= bytes_of(range);
@@ -604,9 +605,9 @@ std::size_t SlabPinnedPool::slab_bytes_for(std::size_t bytes) const {
   return most_bytes / unit_bytes * unit_bytes;
 }
 
-// Called before `added_bytes` more are taken, `needed_bytes` of them for a request. Gives unused slabs back if
-// together with the new memory more would be unused than may be held ahead. So a pool adapts when the sizes
-// of requests change, at the cost of pinning again.
+// Called before `added_bytes` more are taken, `needed_bytes` of them for a request. Gives unused slabs back
+// if together with the new memory more would be unused than may be held ahead. So a pool adapts when the
+// sizes of requests change, at the cost of pinning again.
 void SlabPinnedPool::replace_unused(std::size_t added_bytes, std::size_t needed_bytes) {
   std::vector<std::unique_ptr<Slab>> replaced;
   {
@@ -675,7 +676,7 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
   ::madvise(slab.base, slab.bytes, MADV_DONTFORK);
   if (numa_node_ >= 0 && !prefer_node(slab.base, slab.bytes, numa_node_) &&
       !placement_refused_.exchange(true)) {
-    log(LogLevel::kInfo, "page-locked memory for %s is not placed on NUMA node %d: %s",
+    log(LogLevel::kInfo, "pinned memory for %s is not placed on NUMA node %d: %s",
         backend_.capabilities().name, numa_node_, std::strerror(errno));
   }
   if (!touch_pages(slab.base, slab.bytes, page_bytes_)) {
@@ -686,7 +687,7 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
   }
   if (Status status = backend_.pin(slab.base, slab.bytes); !status.ok()) {
     ::munmap(slab.base, slab.bytes);
-    return Status(status.code(), what + " cannot be page-locked: " + status.message() +
+    return Status(status.code(), what + " cannot be pinned: " + status.message() +
                                      "; the limit on locked memory (ulimit -l) is " + memlock_limit() +
                                      ": raise it, free host memory, or set limit_bytes");
   }
@@ -698,15 +699,14 @@ void SlabPinnedPool::destroy_slab(const Slab& slab) noexcept {
   if (const Status status = backend_.unpin(slab.base); status.ok()) {
     ::munmap(slab.base, slab.bytes);
   } else {
-    log(LogLevel::kWarning, "%zu bytes of page-locked memory are lost: %s", slab.bytes,
-        status.message().c_str());
+    log(LogLevel::kWarning, "%zu bytes of pinned memory are lost: %s", slab.bytes, status.message().c_str());
   }
   ::munmap(slab.pages, slab.table_bytes);
 }
 
 Status SlabPinnedPool::prewarm(std::size_t bytes, std::size_t block_bytes) {
-  const std::string what = "cannot prewarm " + format_bytes(bytes) + " of page-locked host memory for " +
-                           backend_.capabilities().name;
+  const std::string what =
+      "cannot prewarm " + format_bytes(bytes) + " of pinned host memory for " + backend_.capabilities().name;
   if (bytes / page_bytes_ > kPageCountMax || block_bytes / page_bytes_ > kPageCountMax) {
     return too_large(std::max(bytes, block_bytes));
   }
@@ -798,8 +798,8 @@ std::string SlabPinnedPool::memory_line() const {
 
 std::string SlabPinnedPool::report() const {
   const Lock lock(mutex_);
-  std::string text = "page-locked host memory for " + std::string(backend_.capabilities().name) + ": " +
-                     memory_line() + "\n";
+  std::string text =
+      "pinned host memory for " + std::string(backend_.capabilities().name) + ": " + memory_line() + "\n";
   text += "  " + format_count(statistics_.slab_count, "slab") + ", " +
           format_bytes(statistics_.huge_page_bytes) + " in reserved huge pages; live blocks asked for " +
           format_bytes(statistics_.requested_bytes) + "; at most " +
@@ -810,7 +810,7 @@ std::string SlabPinnedPool::report() const {
 
 Status SlabPinnedPool::too_large(std::size_t bytes) const {
   return Status(StatusCode::kOutOfMemory, "cannot take " + format_bytes(bytes) +
-                                              " of page-locked host memory at once: a slab has at most " +
+                                              " of pinned host memory at once: a slab has at most " +
                                               format_bytes(kPageCountMax * page_bytes_) + "; ask for less");
 }
 
@@ -818,9 +818,8 @@ Status SlabPinnedPool::too_large(std::size_t bytes) const {
 
 Result<std::unique_ptr<PinnedPool>> PinnedPool::create(Backend& backend, const PinnedPoolOptions& options) {
   if (options.slab_bytes == 0) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        "cannot make a pool of page-locked memory with slab_bytes 0; give what may be taken at once");
+    return Status(StatusCode::kInvalidArgument,
+                  "cannot make a pool of pinned memory with slab_bytes 0; give what may be taken at once");
   }
   const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return std::unique_ptr<PinnedPool>(new SlabPinnedPool(backend, options, page_bytes));

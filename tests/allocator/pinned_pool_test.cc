@@ -1,4 +1,4 @@
-// PinnedPool on the host backend: what it promises about waste, order, failures and threads.
+// PinnedPool on the host backend: waste, order, failures and threads.
 #include "forebay/pinned_pool.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ std::uint64_t choose_seed() {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : std::random_device{}();
 }
 
-// A stream that stands still while it is held.
+// A stream whose work waits while it is held.
 class Gate {
  public:
   explicit Gate(Backend& backend) : backend_(backend), stream_(backend.stream_create().value()) {}
@@ -95,7 +95,7 @@ class PinnedPoolTest : public testing::Test {
   std::unique_ptr<PinnedPool> pool_;
 };
 
-TEST_F(PinnedPoolTest, GivesPagesThatAreLockedOnceAndReleased) {
+TEST_F(PinnedPoolTest, PinsPagesOnceAndReleasesThem) {
   std::byte* block = pool_->allocate(100'000).value();
 
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(block) % kPage, 0u);
@@ -117,7 +117,7 @@ TEST_F(PinnedPoolTest, ZeroBytesGiveDistinctBlocks) {
   EXPECT_EQ(pool_->statistics().requested_bytes, 0u);
 }
 
-TEST_F(PinnedPoolTest, RefusesWhatIsNoLiveBlock) {
+TEST_F(PinnedPoolTest, RefusesAddressesThatAreNoLiveBlock) {
   std::byte* block = pool_->allocate(3 * kPage).value();
   int foreign = 0;
 
@@ -128,7 +128,7 @@ TEST_F(PinnedPoolTest, RefusesWhatIsNoLiveBlock) {
   EXPECT_TRUE(pool_->free(block, {}).ok());
   const Status twice = pool_->free(block, {});
   EXPECT_EQ(twice.code(), StatusCode::kInvalidArgument);
-  EXPECT_NE(twice.message().find("no live page-locked block"), std::string::npos) << twice.message();
+  EXPECT_NE(twice.message().find("no live pinned block"), std::string::npos) << twice.message();
 }
 
 TEST_F(PinnedPoolTest, ReusesABlockOnlyAfterItsStream) {
@@ -149,7 +149,7 @@ TEST_F(PinnedPoolTest, ReusesABlockOnlyAfterItsStream) {
   EXPECT_TRUE(pool_->free(second, {}).ok());
 }
 
-TEST_F(PinnedPoolTest, AStreamThatStandsStillHoldsUpNoOther) {
+TEST_F(PinnedPoolTest, ABlockedStreamDelaysNoOther) {
   Gate slow(*backend_);
   Gate quick(*backend_);
   std::byte* a = pool_->allocate(4_MiB).value();
@@ -162,7 +162,7 @@ TEST_F(PinnedPoolTest, AStreamThatStandsStillHoldsUpNoOther) {
   EXPECT_EQ(pool_->allocate(4_MiB).value(), b);
 }
 
-TEST_F(PinnedPoolTest, JoinsNeighboursWhateverTheOrderOfTheirReturn) {
+TEST_F(PinnedPoolTest, JoinsNeighboursInAnyOrderOfTheirFrees) {
   make({.limit_bytes = 32_MiB});
   ASSERT_TRUE(pool_->prewarm(32_MiB).ok());
   for (const auto& order : {std::array{0, 1, 2}, {2, 1, 0}, {0, 2, 1}, {1, 0, 2}}) {
@@ -176,7 +176,7 @@ TEST_F(PinnedPoolTest, JoinsNeighboursWhateverTheOrderOfTheirReturn) {
   }
 }
 
-TEST_F(PinnedPoolTest, TakesTheSmallestPieceThatFits) {
+TEST_F(PinnedPoolTest, TakesTheSmallestRangeThatFits) {
   make({.limit_bytes = 64_MiB});
   ASSERT_TRUE(pool_->prewarm(64_MiB).ok());
   std::vector<std::byte*> blocks;
@@ -190,11 +190,11 @@ TEST_F(PinnedPoolTest, TakesTheSmallestPieceThatFits) {
   EXPECT_EQ(pool_->allocate(11_MiB).value(), blocks[0]);
 }
 
-// --- how much is held for what is asked --------------------------
+// --- memory held for the requested bytes --------------------------
 
 struct Mix {
   const char* name;
-  std::vector<std::size_t> layer_bytes;  // What a layer offloads, in order.
+  std::vector<std::size_t> layer_bytes;  // The tensors that a layer offloads, in order.
   int layer_count;
 };
 
@@ -224,7 +224,7 @@ double held_over_asked(const PinnedPool& pool) {
 
 class PinnedPoolMix : public PinnedPoolTest, public testing::WithParamInterface<Mix> {};
 
-TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreThanIsAsked) {
+TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreThanRequested) {
   const Mix& mix = GetParam();
   Gate gate(*backend_);
   std::uint64_t pin_count = 0;
@@ -247,7 +247,7 @@ TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreThanIsAsked) {
   EXPECT_EQ(pool_->statistics().pin_count, pin_count) << "a repeated step takes memory again";
 }
 
-// Layers of the next micro-step come while those of the last one go, as in a pipeline.
+// Layers of the next micro-step are allocated while those of the last one are freed, as in a pipeline.
 TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreWhenStepsOverlap) {
   const Mix& mix = GetParam();
   std::deque<std::vector<std::byte*>> layers;
@@ -283,7 +283,7 @@ TEST_P(PinnedPoolMix, HoldsAtMostAFiftiethMoreWhenPrewarmed) {
 INSTANTIATE_TEST_SUITE_P(Mixes, PinnedPoolMix, testing::ValuesIn(kMixes),
                          [](const auto& info) { return "Mix" + std::to_string(info.index); });
 
-TEST_F(PinnedPoolTest, AGrowingPoolNeverHoldsMoreAheadThanItSays) {
+TEST_F(PinnedPoolTest, AGrowingPoolKeepsItsBoundOnMemoryTakenAhead) {
   const std::uint64_t seed = choose_seed();
   SCOPED_TRACE("FOREBAY_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
@@ -298,7 +298,7 @@ TEST_F(PinnedPoolTest, AGrowingPoolNeverHoldsMoreAheadThanItSays) {
   }
 }
 
-TEST_F(PinnedPoolTest, ManySmallBlocksShareAPinCall) {
+TEST_F(PinnedPoolTest, ManySmallBlocksShareOnePinCall) {
   for (int i = 0; i < 2000; ++i) ASSERT_TRUE(pool_->allocate(16_KiB).ok());
 
   EXPECT_LE(pool_->statistics().pin_count, 2000 * 16_KiB / 2_MiB + 1);
@@ -327,7 +327,7 @@ TEST_F(PinnedPoolTest, PrewarmedMemoryServesWithoutAnotherPinCall) {
   EXPECT_EQ(backend_->call_count(HostCall::kPin), pin_count);
 }
 
-TEST_F(PinnedPoolTest, SlabsForBlocksOfOneSizeHoldWholeNumbersOfThem) {
+TEST_F(PinnedPoolTest, SlabsForBlocksOfOneSizeAreMultiplesOfIt) {
   make({.slab_bytes = 16_MiB});
   ASSERT_TRUE(pool_->prewarm(35_MiB, 5_MiB).ok());
   EXPECT_EQ(pool_->statistics().held_bytes, 35_MiB);
@@ -337,7 +337,7 @@ TEST_F(PinnedPoolTest, SlabsForBlocksOfOneSizeHoldWholeNumbersOfThem) {
   EXPECT_EQ(pool_->statistics().held_bytes, 35_MiB);
 }
 
-TEST_F(PinnedPoolTest, TrimKeepsWhatIsUsedOrAwaited) {
+TEST_F(PinnedPoolTest, TrimKeepsLiveAndPendingBlocks) {
   make({.slab_bytes = 4_MiB});
   Gate gate(*backend_);
   ASSERT_TRUE(pool_->prewarm(12_MiB).ok());
@@ -354,7 +354,7 @@ TEST_F(PinnedPoolTest, TrimKeepsWhatIsUsedOrAwaited) {
   std::memset(used, 3, 4_MiB);
 }
 
-TEST_F(PinnedPoolTest, StaysWithinItsLimitAndSaysWhatHoldsTheMemory) {
+TEST_F(PinnedPoolTest, StaysWithinItsLimitAndReportsTheHolders) {
   make({.limit_bytes = 10_MiB});
   Gate gate(*backend_);
   std::byte* a = pool_->allocate(6_MiB).value();
@@ -376,7 +376,7 @@ TEST_F(PinnedPoolTest, StaysWithinItsLimitAndSaysWhatHoldsTheMemory) {
   EXPECT_TRUE(pool_->free(b, {}).ok());
 }
 
-TEST_F(PinnedPoolTest, FreeSlabsGiveWayToARequestTheyAreTooSmallFor) {
+TEST_F(PinnedPoolTest, FreeSlabsThatAreTooSmallGoBackForALargerRequest) {
   make({.limit_bytes = 10_MiB, .slab_bytes = 4_MiB});
   ASSERT_TRUE(pool_->prewarm(8_MiB).ok());
 
@@ -388,7 +388,7 @@ TEST_F(PinnedPoolTest, FreeSlabsGiveWayToARequestTheyAreTooSmallFor) {
 
 // --- failures ----------------------------------------------------
 
-TEST_F(PinnedPoolTest, ARefusedPinIsAnErrorThatSaysWhatToTryAndChangesNothing) {
+TEST_F(PinnedPoolTest, ARefusedPinIsAnErrorAndChangesNothing) {
   fail_next(HostCall::kPin, StatusCode::kUnsupported, "no more locked pages");
 
   const Result<std::byte*> refused = pool_->allocate(5_MiB);
@@ -402,7 +402,7 @@ TEST_F(PinnedPoolTest, ARefusedPinIsAnErrorThatSaysWhatToTryAndChangesNothing) {
   EXPECT_TRUE(pool_->allocate(5_MiB).ok()) << "the next request works";
 }
 
-TEST_F(PinnedPoolTest, TakesNothingAheadWhenThereIsRoomForTheRequestAlone) {
+TEST_F(PinnedPoolTest, TakesNothingAheadWhenOnlyTheRequestFits) {
   fail_next(HostCall::kPin, StatusCode::kOutOfMemory, "too much at once");
 
   ASSERT_TRUE(pool_->allocate(16_KiB).ok());
@@ -410,7 +410,7 @@ TEST_F(PinnedPoolTest, TakesNothingAheadWhenThereIsRoomForTheRequestAlone) {
   EXPECT_EQ(pool_->statistics().held_bytes, 16_KiB);
 }
 
-TEST_F(PinnedPoolTest, AFailedPrewarmKeepsWhatItGot) {
+TEST_F(PinnedPoolTest, AFailedPrewarmKeepsTheMemoryTakenSoFar) {
   make({.slab_bytes = 4_MiB});
   backend_->add_fault({.call = HostCall::kPin, .nth = 3, .status = Status(StatusCode::kOutOfMemory, "full")});
 
@@ -434,7 +434,7 @@ TEST_F(PinnedPoolTest, WithoutAnEventAFreeWaitsForItsStream) {
   }
 }
 
-TEST_F(PinnedPoolTest, ABlockOfAStreamThatIsUnknownIsNeverUsedAgain) {
+TEST_F(PinnedPoolTest, ABlockFreedOnAnInvalidStreamIsNeverReused) {
   std::byte* block = pool_->allocate(4_MiB).value();
   const Stream nonsense{reinterpret_cast<void*>(0x1234567)};
 
@@ -446,7 +446,7 @@ TEST_F(PinnedPoolTest, ABlockOfAStreamThatIsUnknownIsNeverUsedAgain) {
   EXPECT_EQ(pool_->trim(), 0u);
 }
 
-TEST_F(PinnedPoolTest, MoreThanTheHostHasIsRefusedBeforeItIsTouched) {
+TEST_F(PinnedPoolTest, ARequestLargerThanTheHostIsRefusedBeforeItIsTouched) {
   const Result<std::byte*> absurd = pool_->allocate(std::size_t{4} << 40);
   ASSERT_FALSE(absurd.ok());
   EXPECT_EQ(absurd.status().code(), StatusCode::kOutOfMemory);
@@ -459,17 +459,17 @@ TEST_F(PinnedPoolTest, MoreThanTheHostHasIsRefusedBeforeItIsTouched) {
   EXPECT_EQ(pool_->statistics().pin_count, 0u);
 }
 
-TEST_F(PinnedPoolTest, ASlabOfNoBytesIsRefused) {
+TEST_F(PinnedPoolTest, ZeroSlabBytesAreRefused) {
   EXPECT_EQ(PinnedPool::create(*backend_, {.slab_bytes = 0}).status().code(), StatusCode::kInvalidArgument);
 }
 
-TEST_F(PinnedPoolTest, GoesOnWhereANodeDoesNotExist) {
+TEST_F(PinnedPoolTest, WorksIfTheNumaNodeDoesNotExist) {
   make({.numa_node = 1023});
 
   EXPECT_TRUE(pool_->allocate(1_MiB).ok());
 }
 
-TEST_F(PinnedPoolTest, ReportNamesWhatIsHeldAndPeaksCanBeReset) {
+TEST_F(PinnedPoolTest, ReportsHeldMemoryAndResetsPeaks) {
   std::byte* block = pool_->allocate(8_MiB).value();
   EXPECT_TRUE(pool_->free(block, {}).ok());
   EXPECT_NE(pool_->report().find("8.00 MiB are free in pieces of at most 8.00 MiB"), std::string::npos)
@@ -494,7 +494,7 @@ bool holds(const Block& block) {
                               std::memcmp(block.address, block.address + 1, block.bytes - 1) == 0);
 }
 
-TEST(PinnedPoolModel, KeepsItsPromisesUnderRandomOperations) {
+TEST(PinnedPoolModel, HoldsItsInvariantsUnderRandomOperations) {
   const std::uint64_t seed = choose_seed();
   SCOPED_TRACE("FOREBAY_SEED=" + std::to_string(seed));
   std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(seed));
@@ -507,8 +507,7 @@ TEST(PinnedPoolModel, KeepsItsPromisesUnderRandomOperations) {
   for (int i = 0; i < kStreams; ++i) gates.push_back(std::make_unique<Gate>(*backend));
   std::vector<bool> held(kStreams);
   std::vector<Block> live;
-  std::vector<std::pair<int, Block>>
-      pending;  // By stream; while it is held, no byte of these may change hands.
+  std::vector<std::pair<int, Block>> pending;  // By stream; while it is held, no byte of these may be reused.
   int refused_count = 0;
 
   for (int i = 0; i < 20'000 && !testing::Test::HasFailure(); ++i) {

@@ -1,8 +1,8 @@
-// MemorySnapshot: what an allocator held and did, in the terms of PyTorch's memory snapshots, and the writer
-// of the file that PyTorch's memory visualiser (pytorch.org/memory_viz) and the readers of
+// MemorySnapshot: the blocks and events of an allocator, in the terms of PyTorch's memory snapshots, and the
+// writer of the file that PyTorch's memory visualiser (pytorch.org/memory_viz) and readers of
 // torch.cuda.memory._snapshot load.
 //
-// What it is not: a reader, and not a recorder; whoever holds memory fills the structs.
+// It is not a reader, and not a recorder: the allocator fills the structs.
 #pragma once
 
 #include <cstddef>
@@ -22,16 +22,16 @@ struct SnapshotFrame {
   std::uint32_t line = 0;
 };
 
-// Stacks are kept once and named by their index in MemorySnapshot::stacks.
+// Each call stack is kept once, in MemorySnapshot::stacks, and named by its index.
 inline constexpr std::uint32_t kNoSnapshotStack = UINT32_MAX;
 
 enum class SnapshotBlockState : std::uint8_t {
   kActiveAllocated,
-  kActivePendingFree,  // Freed, and still waiting for a stream.
+  kActivePendingFree,  // Freed, but a stream may still use it.
   kInactive,
 };
 
-// The blocks of a segment tile it: readers compute their addresses from their sizes.
+// The blocks of a segment tile it; readers compute their addresses from their sizes.
 struct SnapshotBlock {
   std::uint64_t address = 0;
   std::uint64_t size = 0;
@@ -46,12 +46,12 @@ struct SnapshotSegment {
   int device = 0;
   std::uint64_t address = 0;
   std::uint64_t total_size = 0;
-  std::uint64_t allocated_size = 0;  // In active_allocated blocks.
-  std::uint64_t active_size = 0;     // Those, and the pending ones.
+  std::uint64_t allocated_size = 0;  // Of the kActiveAllocated blocks.
+  std::uint64_t active_size = 0;     // Of these and the kActivePendingFree blocks.
   std::uint64_t requested_size = 0;
-  std::uint64_t stream = 0;  // The handle's value.
+  std::uint64_t stream = 0;  // The value of the handle.
   SnapshotSegmentType segment_type = SnapshotSegmentType::kLarge;
-  bool is_expandable = true;  // Of mapped chunks rather than one allocation.
+  bool is_expandable = true;  // Made of mapped chunks, not of one allocation.
   std::uint32_t stack = kNoSnapshotStack;
   std::vector<SnapshotBlock> blocks;
 };
@@ -70,7 +70,7 @@ enum class SnapshotAction : std::uint8_t {
 
 struct SnapshotEvent {
   SnapshotAction action = SnapshotAction::kAlloc;
-  std::uint64_t address = 0;  // kOutOfMemory: what the device had free, in bytes.
+  std::uint64_t address = 0;  // kOutOfMemory: the bytes that were free on the device.
   std::uint64_t size = 0;
   std::uint64_t stream = 0;
   std::uint64_t time_us = 0;  // Since the epoch.
@@ -84,16 +84,16 @@ struct SnapshotSetting {
 
 struct MemorySnapshot {
   std::vector<SnapshotSegment> segments;
-  std::vector<std::vector<SnapshotEvent>> device_traces;  // By device; oldest first.
+  std::vector<std::vector<SnapshotEvent>> device_traces;  // One list for each device, oldest first.
   std::vector<SnapshotSetting> allocator_settings;
   std::vector<std::vector<SnapshotFrame>> stacks;
 };
 
-// Writes `snapshot` to `file`, which stays open, as a pickle of protocol 2 that holds plain dicts, lists,
-// strings, integers and truth values: reading it runs nothing. Text that is not UTF-8 has its odd bytes
-// replaced by '?'. Cost: one pass over the snapshot through a buffer of fixed size; each stack is written
-// once. Errors: kInvalidArgument for a stack that is not there; kIoError with the system's reason, and part
-// of the file may then have been written.
+// Writes `snapshot` to `file`, which stays open, as a pickle of protocol 2. It holds only dicts, lists,
+// strings, integers and truth values, so reading it runs no code. Bytes that are not UTF-8 become '?'.
+// Cost:   one pass over the snapshot through a buffer of fixed size. Each stack is written once.
+// Errors: kInvalidArgument for a stack index out of range; kIoError with the system's reason, after which
+//         part of the file may have been written.
 Status write_memory_snapshot(const MemorySnapshot& snapshot, int file);
 
 }  // namespace forebay

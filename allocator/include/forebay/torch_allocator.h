@@ -1,22 +1,26 @@
-/* The functions that PyTorch's CUDAPluggableAllocator and MemPool call, on the arenas of this process: the
-   same ones that the preload serves from, when it is there. In libforebay-core.so, in C, because PyTorch
-   finds them by name:
+/* The functions that PyTorch's CUDAPluggableAllocator and MemPool call. They allocate from the arenas of this
+   process, which are also those of the preload if it is loaded. They are C functions of libforebay-core.so,
+   because PyTorch finds them by name. A Python program needs no header:
 
      allocator = torch.cuda.memory.CUDAPluggableAllocator(CORE, "forebay_torch_alloc", "forebay_torch_free")
      torch.cuda.memory.change_current_allocator(allocator)      # before anything is allocated
 
-   or, for a part of the program alone, in place of the second line:
+   or, for a part of the program only, in place of the second line:
 
      pool = torch.cuda.MemPool(allocator.allocator())           # then: with torch.cuda.use_mem_pool(pool):
    ...
 
-   CORE is the path of libforebay-core.so. A tensor that several streams use needs, before it is freed,
-   Tensor.record_stream and forebay_torch_record_stream, which PyTorch is given by the allocator's
-   set_record_stream_fn; or an event that the freeing stream has waited for.
+   CORE is the path of libforebay-core.so. A C++ extension that builds its own allocator object includes this
+   header and passes the functions' addresses.
 
-   Order:   memory is handed out again in the order of streams, as the arena does it. Streams must not be
-   destroyed while memory is freed on them, unless the preload is there to see it; PyTorch's own never are.
-   Threads: from any thread. */
+   A tensor that several streams use must be announced before it is freed: by Tensor.record_stream, if the
+   allocator was given forebay_torch_record_stream (set_record_stream_fn), or by an event that the freeing
+   stream has waited for.
+
+   Order:    memory is reused in the order of streams, as by Arena::free.
+   Requires: a stream is not destroyed while memory is freed on it. The preload sees such a destruction and
+             handles it; PyTorch's own streams are never destroyed.
+   Threads:  any. */
 #ifndef FOREBAY_TORCH_ALLOCATOR_H
 #define FOREBAY_TORCH_ALLOCATOR_H
 
@@ -26,14 +30,14 @@
 extern "C" {
 #endif
 
-/* Memory on the device (counted as the driver does) for work on `stream`, a cudaStream_t. Null for no bytes,
-   and when there is no memory or no device, which is said on standard error. */
+/* Allocates memory on the device (the driver's index) for work on `stream`, a cudaStream_t. Null for zero
+   bytes; null with a line on standard error when there is no memory or no device. */
 void* forebay_torch_alloc(ssize_t bytes, int device, void* stream);
 
-/* `stream` has the block's last use queued. */
+/* Frees a block. Its last use is queued on `stream`. */
 void forebay_torch_free(void* block, ssize_t bytes, int device, void* stream);
 
-/* `stream` uses the block too: it is not handed out again before that has run. */
+/* Says that `stream` uses the block too: its memory is reused only after that work. */
 void forebay_torch_record_stream(void* block, void* stream);
 
 #ifdef __cplusplus
