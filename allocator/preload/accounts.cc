@@ -7,7 +7,7 @@
 namespace forebay {
 namespace {
 
-// An allocation that succeeded, by whoever served it.
+// Counts an allocation that succeeded.
 void count_served(PreloadServer server, std::size_t bytes) {
   PreloadCount& count = preload_state().record->served[static_cast<std::size_t>(server)];
   count.bytes.fetch_add(bytes, std::memory_order_relaxed);
@@ -21,7 +21,7 @@ int current_device() {
   return used.cuCtxGetDevice != nullptr && used.cuCtxGetDevice(&device) == kDriverSuccess ? device : -1;
 }
 
-// Enters it in the book and the events.
+// Enters a block in the book and the events.
 void enter(const EventRequest& request, const Arena* arena, DevicePtr address, BlockFacts facts) {
   EventLog* const events = EventLog::of_process();
   facts.server = request.server;
@@ -62,7 +62,7 @@ void leave_block(DevicePtr address, const BlockFacts& facts) {
 }
 
 void return_driver_block(DevicePtr address, const BlockFacts& facts) {
-  // Its stream's handle is not known any more; that of a plain allocation says the least.
+  // The handle of its stream is not known any more, so it is entered as a plain allocation.
   enter({.bytes = facts.bytes, .device = facts.event_device, .server = facts.server}, nullptr, address,
         facts);
 }

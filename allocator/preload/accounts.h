@@ -1,4 +1,5 @@
-// What the record counts, and the events where they are kept. Requires a record: the preload has started.
+// Accounts: every allocation, free and refusal is counted in the record and, if events are kept, in the
+// events. Requires: the preload has started, so there is a record.
 #pragma once
 
 #include <cstddef>
@@ -11,26 +12,25 @@
 
 namespace forebay {
 
-// A block that has been allocated and that nobody else knows yet: counts it and enters it in the book.
-// `facts.device` is the arena's; the driver's blocks have -1 there. `stream`: by its number; null: a plain
-// allocation.
+// Counts a new block and enters it in the book. Called before the program gets the address. `facts.device`:
+// the arena's device; -1 for blocks of the driver. `stream`: numbered (routes.h); null: a plain allocation.
 void enter_arena_block(const ProcessArenas::Use& use, DevicePtr address, BlockFacts facts,
                        DriverStream stream);
 void enter_driver_block(PreloadServer server, DevicePtr address, std::size_t bytes, DriverStream stream);
-// One that is out of the book and about to be given back.
+// Counts the free of a block that was taken out of the book. Called before the memory is given back.
 void leave_block(DevicePtr address, const BlockFacts& facts);
-// The driver would not have it: the block is its owner's again.
+// Undoes leave_block after the driver refused the free.
 void return_driver_block(DevicePtr address, const BlockFacts& facts);
-// An allocation whose free is not seen.
+// Counts an allocation whose free will not be seen.
 void count_untracked(PreloadServer server, std::size_t bytes, int device);
-// What an arena holds may have changed without an allocation. Null: it is gone.
+// Records how much an arena holds, if that has changed without an allocation. Null: the arena is gone.
 void note_reserved(int device, const Arena* arena);
 
-// A request that ended with out-of-memory. `device` -1: the current one.
+// Counts a request that ended with out-of-memory. `device` -1: the current one.
 void count_refused(PreloadServer server, std::size_t bytes, int device, DriverStream stream);
-// A free of what nobody was seen to allocate.
+// Counts a free of an address that was not seen to be allocated.
 void count_unknown_free();
-// What the arena failed at, unless the driver has come to its end: what fails then fails for everybody.
+// Records a failure of the arena, unless the driver is shut down: then every call fails.
 void note_problem(const Status& status);
 
 }  // namespace forebay

@@ -18,8 +18,7 @@ bool BlockBook::add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost
   made.emplace(address, facts);
   Blocks::node_type node = made.extract(made.begin());
   const std::lock_guard lock(mutex_);
-  // The driver gives addresses out anew whose free did not come by here: those of a context that was
-  // destroyed.
+  // The driver reuses addresses without a free: those of a context that was destroyed.
   const auto known = blocks_.find(address);
   const bool is_known = known != blocks_.end();
   if (is_known) {

@@ -1,8 +1,7 @@
-// BlockBook: which blocks the process holds, by address: those of its arenas, and those it got from the
-// driver by way of the preload. It says whose a free is, whichever call it comes by, and what a block was
-// asked to be.
+// BlockBook: the live blocks of the process by address: those of its arenas, and those that the driver served
+// through the preload. It tells who serves a free, and the size that the program asked for.
 //
-// Threads: every function may be called from any thread; no memory is allocated or freed under its mutex.
+// Threads: every function may be called from any thread. No memory is allocated or freed under its mutex.
 #pragma once
 
 #include <atomic>
@@ -11,59 +10,59 @@
 #include <map>
 #include <mutex>
 
-#include "forebay/backend.h"
 #include "allocator/preload/record.h"
+#include "forebay/backend.h"
 
 namespace forebay {
 
-// Devices of a process that can have an arena. On one beyond, everything goes to the driver.
+// Devices of a process that can have an arena. On further ones every call goes to the driver.
 inline constexpr int kPreloadDeviceLimit = 64;
 
-// No entry in the table of live blocks.
-inline constexpr std::uint32_t kNoEventSlot = UINT32_MAX;
+// A block without an entry in the table of live blocks (events.h).
+inline constexpr std::uint32_t kNoEventEntry = UINT32_MAX;
 
 struct BlockFacts {
-  std::size_t bytes = 0;  // As asked for.
-  int device = -1;        // Whose arena it is of; -1: the driver's.
-  // Allocated in the order of a stream. A plain free of such a block does not wait for the device.
+  std::size_t bytes = 0;  // As requested.
+  int device = -1;        // The device of its arena; -1: the driver serves it.
+  // Allocated in stream order. A plain free of such a block does not wait for the device.
   bool is_ordered = false;
-  // Somebody outside knows the memory behind it (another process, a network card): its address and memory
-  // belong together for good, also after it was freed.
+  // Its memory is known outside the process (another process, a network card). So its address and memory stay
+  // together even after it was freed.
   bool is_pinned = false;
   PreloadServer server = PreloadServer::kArena;
-  // For the events, where they are kept: stream and device by number, and the entry of the table.
+  // For the events, if they are kept: numbers of stream and device, and the index in the table.
   std::uint16_t event_stream = 0;
   std::int16_t event_device = -1;
-  std::uint32_t event_slot = kNoEventSlot;
+  std::uint32_t event_entry = kNoEventEntry;
 };
 
 class BlockBook {
  public:
   using Blocks = std::map<DevicePtr, BlockFacts>;
 
-  // True when there was one at that address, whose free did not come by: `lost` gets what was known of it.
+  // True if the book still had a block at that address, so that its free was not seen. `lost` receives it.
   bool add(DevicePtr address, const BlockFacts& facts, BlockFacts* lost = nullptr);
 
   // Removes the block that starts there. False when there is none.
   bool take(DevicePtr address, BlockFacts* facts);
 
-  // The block that the address is in.
+  // Finds the block that contains the address.
   bool find(DevicePtr address, DevicePtr* begin, BlockFacts* facts) const;
 
   // Pins the arenas' blocks that have bytes in the range.
   void pin(DevicePtr begin, std::size_t bytes);
 
-  // Whether the address lies where arenas have had blocks: the driver need not be asked about it.
+  // Whether arenas have had blocks around this address. The driver need not be asked about it then.
   bool is_arena_address(DevicePtr address) const noexcept;
 
-  // The device's arena is gone, and all its blocks, which are returned.
+  // Removes and returns all blocks of the device's arena, which is gone.
   Blocks forget_device(int device);
 
   // --- pinned blocks that were freed ---
-  // Keeps the block for a later request of the same size. `stream`: its last use is queued there; null: it is
+  // Keeps the block for a later request of the same size. Its last use is queued on `stream`; null: it is
   // idle.
   void park(DevicePtr address, const BlockFacts& facts, Stream stream);
-  // One of that size that is idle or was last used on the same stream; null when there is none.
+  // Takes a parked block of that size that is idle or was last used on the same stream. Null: there is none.
   DevicePtr unpark(int device, std::size_t bytes, Stream stream);
 
  private:
@@ -73,13 +72,13 @@ class BlockBook {
   };
   using ParkedBlocks = std::map<DevicePtr, Parked>;
 
-  // What the arenas' blocks have lain between, by device. Written with mutex_ held.
+  // The lowest and highest addresses of arena blocks so far, by device. Written with mutex_ held.
   struct Range {
     std::atomic<std::uintptr_t> begin{UINTPTR_MAX};
     std::atomic<std::uintptr_t> end{0};
   };
   Range ranges_[kPreloadDeviceLimit];
-  std::atomic<int> range_count_{0};  // Those beyond are empty.
+  std::atomic<int> range_count_{0};  // Ranges from here on are empty.
   std::atomic<std::size_t> parked_count_{0};
 
   mutable std::mutex mutex_;

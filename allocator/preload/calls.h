@@ -1,22 +1,23 @@
-/* The driver's calls that the preload knows: the hooked ones, which a program reaches through us, and those
-   that the part in the core calls besides. Lists are X-macros that take a macro and expand it once per row.
+/* The driver's calls that the preload knows: the hooked ones, which a program reaches through the front end,
+   and those that the core calls itself. The lists are X-macros: each takes a macro and expands it once per
+   row.
 
-   Use `name` and `symbol` with # and ## only: where <cuda.h> is included they are macros. */
+   Use `name` and `symbol` only with # and ##, because <cuda.h> defines some of them as macros. */
 #ifndef FOREBAY_PRELOAD_CALLS_H
 #define FOREBAY_PRELOAD_CALLS_H
 
 #include "allocator/preload/driver_types.h"
 
-/* Which default stream a null stream means, for cuGetProcAddress to tell two symbols of one name and version
-   apart: ANY: the call has no such pair; LEGACY and THREAD are a pair. */
+/* The default stream that a null stream means. cuGetProcAddress tells two symbols of one name and version
+   apart by it: LEGACY and THREAD are such a pair; ANY: the call has no pair. */
 enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
 
 /* X(name, symbol, version, NULL_STREAM, (parameters), (arguments)); all return DriverResult.
-     name     what cuGetProcAddress is asked for
-     symbol   what the driver exports, and so do we
-     version  the lowest with which cuGetProcAddress answers with this symbol
-   Every interface of a name is here from its first row up; what is below has 32-bit parameters and goes
-   unhooked. Doors: how a program gets at the driver in the first place. */
+     name     the name that cuGetProcAddress is called with
+     symbol   the name that the driver exports, and so does the front end
+     version  the lowest version for which cuGetProcAddress returns this symbol
+   From the first row of a name on, every interface of that name is listed. Older interfaces have 32-bit
+   parameters and are not hooked. Doors: the calls through which a program reaches the driver. */
 /* clang-format off */
 #define FOREBAY_PRELOAD_DOORS(X) \
   X(cuInit, cuInit, 2000, ANY, (unsigned flags), (flags)) \
@@ -42,11 +43,11 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuMemPoolSetAttribute, cuMemPoolSetAttribute, 11020, ANY, (DriverPool pool, unsigned attribute, void* value), (pool, attribute, value)) \
   X(cuMemPoolTrimTo, cuMemPoolTrimTo, 11020, ANY, (DriverPool pool, size_t keep_bytes), (pool, keep_bytes)) \
   X(cuDeviceSetMemPool, cuDeviceSetMemPool, 11020, ANY, (DriverDevice device, DriverPool pool), (device, pool)) \
-  /* what an address is */ \
+  /* attributes of addresses */ \
   X(cuPointerGetAttribute, cuPointerGetAttribute, 4000, ANY, (void* data, unsigned attribute, DriverAddress address), (data, attribute, address)) \
   X(cuPointerGetAttributes, cuPointerGetAttributes, 7000, ANY, (unsigned count, unsigned* attributes, void** data, DriverAddress address), (count, attributes, data, address)) \
   X(cuPointerSetAttribute, cuPointerSetAttribute, 6000, ANY, (const void* value, unsigned attribute, DriverAddress address), (value, attribute, address)) \
-  /* memory that others get to know */ \
+  /* memory made known outside the process */ \
   X(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010, ANY, (DriverIpcHandle* handle, DriverAddress address), (handle, address)) \
   X(cuIpcOpenMemHandle, cuIpcOpenMemHandle, 4010, ANY, (DriverAddress* address, DriverIpcHandle handle, unsigned flags), (address, handle, flags)) \
   X(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, 11000, ANY, (DriverAddress* address, DriverIpcHandle handle, unsigned flags), (address, handle, flags)) \
@@ -74,8 +75,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
 
 #define FOREBAY_PRELOAD_HOOKED(X) FOREBAY_PRELOAD_DOORS(X) FOREBAY_PRELOAD_REPLACED(X)
 
-/* X(symbol, (parameters)): called besides by the part in the core, by way of the driver that the program
- * uses. */
+/* X(symbol, (parameters)): calls that the core makes itself, to the driver that the program uses. */
 #define FOREBAY_PRELOAD_USED(X) \
   X(cuCtxGetCurrent, (DriverContext* context)) \
   X(cuCtxSetCurrent, (DriverContext context)) \
@@ -101,7 +101,7 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
 
 /* clang-format on */
 
-/* Indices, function types, and one table of each list. A function that the driver lacks is null. */
+/* Indices, function types, and one table for each list. A function that the driver lacks is null. */
 #define FOREBAY_PRELOAD_ROW(name, symbol, version, NULL_STREAM, parameters, arguments) kHooked_##symbol,
 enum { FOREBAY_PRELOAD_HOOKED(FOREBAY_PRELOAD_ROW) kHookedCount };
 #undef FOREBAY_PRELOAD_ROW
@@ -127,18 +127,18 @@ typedef struct UsedCalls {
 #undef FOREBAY_PRELOAD_ROW
 } UsedCalls;
 
-/* What the front end hands to the core once cuInit has succeeded. */
+/* The front end hands this to the core once cuInit has succeeded. */
 typedef struct PreloadStart {
-  unsigned bytes; /* Of this structure: front end and core must be of one build. */
+  unsigned bytes; /* Size of this structure. Front end and core must be of one build. */
   unsigned hooked_count;
   const HookedCalls* real; /* The driver's own functions. */
   const UsedCalls* used;
-  const void* hooked_dlsym; /* What callers that come past the front end do not have. */
-  HookedCalls* ours; /* Comes as a copy of `real`; the core puts its own in place of what it replaces. */
+  const void* hooked_dlsym; /* The front end's dlsym. Libraries bound to another one escape the hook. */
+  HookedCalls* ours;        /* A copy of `real`, in which the core sets the functions that it replaces. */
 } PreloadStart;
 
-/* The core's one entry for the front end. 0: `ours` is to be used from now on. Anything else: nothing is
- * replaced. */
+/* The core's only entry point for the front end. Returns 0 if `ours` is to be used from now on; any other
+   value if nothing is replaced. */
 #define FOREBAY_PRELOAD_START_SYMBOL "forebay_preload_start"
 #ifdef __cplusplus
 extern "C"

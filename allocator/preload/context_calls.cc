@@ -1,5 +1,5 @@
-// What ends memory and streams: the reset and the release of a device's context, the destruction of a stream;
-// and where captures begin and end.
+// Calls that end memory or streams: reset and release of a device's context, destruction of a stream. And
+// calls that begin or end a capture.
 #include <atomic>
 
 #include "allocator/preload/accounts.h"
@@ -9,14 +9,14 @@
 namespace forebay {
 namespace {
 
-// How often the program has retained the device's primary context, which the arena retains once more.
+// How often the program has retained the device's primary context. The arena retains it once more.
 constinit std::atomic<int> retained[kPreloadDeviceLimit] = {};
 
 bool is_device(DriverDevice device) {
   return device >= 0 && device < kPreloadDeviceLimit;
 }
 
-// The device's context is about to go away, and with it what was allocated in it. Chunks belong to no context
+// Called before the device's context goes away with all its memory. The arena's chunks belong to no context
 // and would stay.
 void drop_arena(DriverDevice device) {
   void* context = nullptr;
@@ -101,7 +101,7 @@ DriverResult begin_capture_to_graph_ptsz(DriverStream stream, DriverGraph graph,
       stream, true);
 }
 
-// After an error it may go on or be over: whoever wants to know asks the driver.
+// After an error the capture may go on or be over; any_capture asks the driver.
 DriverResult ended(DriverResult result, DriverStream stream, bool per_thread) {
   if (result == kDriverSuccess) capture_ended(stream, per_thread);
   return result;

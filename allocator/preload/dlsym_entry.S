@@ -1,6 +1,6 @@
-/* dlsym, as programs under the preload find it. forebay_answer_dlsym (front_end.c) is asked first, with the address that
-   dlsym would return to. What it does not answer is left to the real dlsym by a jump: that finds the caller's address
-   where a call would have put it, so that RTLD_NEXT and RTLD_DEFAULT go on meaning the caller's. */
+/* dlsym, as programs under the preload find it. It calls forebay_answer_dlsym (front_end.c) first, with the address that
+   dlsym would return to. If that does not answer, it jumps to the real dlsym, which then finds the caller's return address
+   as after a call. So RTLD_NEXT and RTLD_DEFAULT keep their meaning for the caller. */
 
 #if defined(__x86_64__)
 

@@ -1,6 +1,6 @@
-/* The CUDA driver's types and result codes as far as the preload passes them on: C, because the front end is,
-   and sized as in cuda.h, because they go through unchanged. tests/allocator/preload holds them against
-   runtime/device/cuda/abi.h. */
+/* The CUDA driver's types and result codes that the preload passes on. They are C, because the front end is
+   C, and have the sizes of cuda.h, because they are passed unchanged. tests/allocator/preload compares them
+   with runtime/device/cuda/abi.h. */
 #ifndef FOREBAY_PRELOAD_DRIVER_TYPES_H
 #define FOREBAY_PRELOAD_DRIVER_TYPES_H
 
@@ -10,7 +10,7 @@
 typedef unsigned DriverResult;
 typedef int DriverDevice;
 typedef unsigned long long DriverAddress;
-typedef unsigned long long DriverMemory; /* What cuMemCreate hands out. */
+typedef unsigned long long DriverMemory; /* A handle of cuMemCreate. */
 typedef struct DriverContextObject* DriverContext;
 typedef struct DriverStreamObject* DriverStream;
 typedef struct DriverPoolObject* DriverPool;
@@ -57,13 +57,13 @@ enum {
   kDriverNotSupported = 801
 };
 
-/* Versions as cuDriverGetVersion counts. Up to here we know the interface of every call that is hooked. */
+/* As cuDriverGetVersion counts. The interfaces of all hooked calls are known up to this version. */
 enum { kKnownInterfaceVersion = 13000 };
 
-/* Of cuGetProcAddress. */
+/* A flag of cuGetProcAddress. */
 enum { kProcAddressPerThreadFlag = 2 };
 
-/* Streams that have a number instead of an object. */
+/* Default streams, which have a number instead of an object. */
 #define DRIVER_LEGACY_STREAM ((DriverStream)(uintptr_t)1)
 #define DRIVER_PER_THREAD_STREAM ((DriverStream)(uintptr_t)2)
 

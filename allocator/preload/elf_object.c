@@ -3,8 +3,7 @@
 #include <stddef.h>
 #include <sys/auxv.h>
 
-/* A pointer of the dynamic section. The loader has added the base to it, except where the section is
- * read-only. */
+/* A pointer of the dynamic section. The loader has added the base to it, unless the section is read-only. */
 static uintptr_t located(const ElfObject* object, uintptr_t value) {
   return value < object->base ? value + object->base : value;
 }
@@ -115,7 +114,7 @@ typedef struct Symbols {
 
 static void* function_at(const ElfObject* object, const Symbols* symbols, uint32_t index, const char* name) {
   const ElfW(Sym)* symbol = &symbols->table[index];
-  /* The type has the same place in both classes of ELF. A GNU_IFUNC is no address of a function yet. */
+  /* Both classes of ELF encode the type alike. A GNU_IFUNC is not the address of a function yet. */
   if (symbol->st_shndx == SHN_UNDEF || ELF64_ST_TYPE(symbol->st_info) != STT_FUNC) return NULL;
   if (!elf_text_equals(symbols->strings + symbol->st_name, name)) return NULL;
   return (void*)(object->base + symbol->st_value);
@@ -139,7 +138,7 @@ static void* find_by_gnu_hash(const ElfObject* object, const Symbols* symbols, c
       void* found = function_at(object, symbols, index, name);
       if (found != NULL) return found;
     }
-    if ((other & 1) != 0) return NULL; /* The end of its chain. */
+    if ((other & 1) != 0) return NULL; /* The end of the chain. */
   }
 }
 

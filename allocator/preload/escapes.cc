@@ -34,7 +34,7 @@ bool holds(const dl_phdr_info& info, std::uintptr_t address) {
   return false;
 }
 
-// Whether this is a name that the front end has a function for.
+// Whether the front end has a function of this name.
 bool is_hooked(const char* name) {
   static constexpr const char* kHooked[] = {
 #define FOREBAY_PRELOAD_ROW(name, symbol, version, NULL_STREAM, parameters, arguments) #symbol,
@@ -49,7 +49,7 @@ bool is_hooked(const char* name) {
   return false;
 }
 
-// Whether one of the relocations has bound such a name to somebody else.
+// Whether a relocation has bound such a name to another object.
 bool has_escaped(const Library& library, std::uintptr_t table, std::size_t bytes) {
   const auto* relocations = reinterpret_cast<const ElfW(Rela)*>(table);
   for (std::size_t i = 0; i < bytes / sizeof(ElfW(Rela)); ++i) {
@@ -61,15 +61,14 @@ bool has_escaped(const Library& library, std::uintptr_t table, std::size_t bytes
     std::memcpy(&bound, reinterpret_cast<const void*>(library.info->dlpi_addr + relocations[i].r_offset),
                 sizeof bound);
     const auto address = reinterpret_cast<std::uintptr_t>(bound);
-    // Null: an optional one that nobody has. Within the library: its own stub, as long as it has not called
-    // it.
+    // Null: a weak symbol that no object defines. Within the library: its own stub, until the first call.
     if (bound == nullptr || holds(*library.front_end, address) || holds(*library.info, address)) continue;
     return true;
   }
   return false;
 }
 
-// Whether the library's constants name the driver: others that look symbols up past us do it for other ends.
+// Whether the library's constants name the driver. Libraries that do not look up other symbols.
 bool mentions_driver(const dl_phdr_info& info) {
   static constexpr char kName[] = "libcuda.so";
   for (int i = 0; i < info.dlpi_phnum; ++i) {
@@ -135,7 +134,7 @@ int look_at(dl_phdr_info* info, std::size_t, void* argument) {
   library.symbols = reinterpret_cast<const ElfW(Sym)*>(located(*info, symbols));
   library.strings = reinterpret_cast<const char*>(located(*info, strings));
   if (soname != 0) library.soname = library.strings + soname;
-  // The driver, and who speaks with it for us, are meant to be where they are.
+  // The driver itself and forebay's libraries are meant to call the driver directly.
   if (std::strncmp(library.soname, "libcuda.so", 10) == 0 ||
       std::strncmp(library.soname, "libforebay", 10) == 0)
     return 0;
@@ -162,7 +161,7 @@ void look_for_escapes() {
 }
 
 void look_for_escapes_now_and_then(std::uint64_t count) {
-  // At 16, 256, 4096 and so on.
+  // At the 16th, 256th, 4096th and so on.
   if (count >= 16 && (count & (count - 1)) == 0 && __builtin_ctzll(count) % 4 == 0) look_for_escapes();
 }
 

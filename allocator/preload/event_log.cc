@@ -22,10 +22,10 @@ namespace {
 
 constexpr char kSuffix[] = ".events";
 constexpr std::uint64_t kPage = 4096;
-// How much of the disk the file is given at a time. Smaller: more system calls. Larger: more is taken by a
-// process that does little.
+// Disk space that the file takes at a time. Smaller: more system calls. Larger: a process with few events
+// takes more.
 constexpr std::uint64_t kSegmentBytes = std::uint64_t{256} << 10;
-// The share of the bound that is for the table of live blocks: a quarter.
+// One part in this many of the bound is for the table of live blocks.
 constexpr std::uint64_t kBlockShare = 4;
 
 std::atomic<EventLog*> log_of_process{nullptr};
@@ -47,7 +47,7 @@ std::uint64_t header_bytes() {
   return align_up(sizeof(PreloadEventsHeader), kPage);
 }
 
-// 0, or why not: an errno.
+// 0, or an errno.
 int take_disk(int file, std::uint64_t offset, std::uint64_t bytes) {
   return ::posix_fallocate(file, static_cast<off_t>(offset), static_cast<off_t>(bytes));
 }
@@ -58,9 +58,9 @@ EventLog* EventLog::of_process() noexcept {
   return log_of_process.load(std::memory_order_acquire);
 }
 
-// Memory of a file without disk behind it would end the process when it is touched: so the disk is asked for
-// first. By the file's name: programs close descriptors that they do not know, and what is theirs may have
-// the number next.
+// Touching mapped memory without disk space behind it kills the process, so the space is taken first. The
+// file is opened by its name each time: programs close descriptors that they do not know, and another file
+// may then have the number.
 int EventLog::back(std::uint64_t offset, std::uint64_t bytes) const {
   const int file = ::open(path_.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return errno;
@@ -153,10 +153,10 @@ std::uint16_t EventLog::number_of(DriverStream stream) {
   if (stream == DRIVER_LEGACY_STREAM) return kPreloadLegacyStream;
   if (stream == DRIVER_PER_THREAD_STREAM) return kPreloadPerThreadStream;
   constexpr std::size_t kEntries = std::size(decltype(streams_){});
-  // Handles are addresses: their middle bits tell them apart.
-  std::size_t place = (reinterpret_cast<std::uintptr_t>(stream) * 0x9E3779B97F4A7C15u >> 40) % kEntries;
-  for (;; place = (place + 1) % kEntries) {
-    StreamNumber& entry = streams_[place];
+  // Handles are addresses; their middle bits differ.
+  std::size_t index = (reinterpret_cast<std::uintptr_t>(stream) * 0x9E3779B97F4A7C15u >> 40) % kEntries;
+  for (;; index = (index + 1) % kEntries) {
+    StreamNumber& entry = streams_[index];
     if (entry.number != 0 && entry.stream == stream) return entry.number;
     if (entry.number != 0) continue;
     if (stream_count_ == kPreloadStreamLimit) return kPreloadStreamLimit - 1;
@@ -177,7 +177,7 @@ void EventLog::append(const PreloadEvent& event) {
     if (error == 0) {
       backed_events_ += bytes / sizeof(PreloadEvent);
     } else {
-      // The disk is full: what there is, is the ring.
+      // The disk is full: the ring is as large as it is now.
       capacity = backed_events_;
       header_.event_capacity.store(capacity, std::memory_order_release);
       tell_of_lack(capacity * sizeof(PreloadEvent), error);
@@ -189,10 +189,10 @@ void EventLog::append(const PreloadEvent& event) {
   header_.written.store(++written_, std::memory_order_release);
 }
 
-std::uint32_t EventLog::take_slot(const PreloadBlock& block) {
+std::uint32_t EventLog::take_entry(const PreloadBlock& block) {
   auto* blocks = reinterpret_cast<PreloadBlock*>(memory_ + header_.block_offset);
-  std::uint64_t slot = free_slot_;
-  if (slot == UINT64_MAX) {
+  std::uint64_t index = free_entry_;
+  if (index == UINT64_MAX) {
     if (block_count_ == backed_blocks_ && backed_blocks_ < block_limit_) {
       const std::uint64_t bytes =
           std::min(kSegmentBytes, (block_limit_ - backed_blocks_) * sizeof(PreloadBlock));
@@ -204,28 +204,28 @@ std::uint32_t EventLog::take_slot(const PreloadBlock& block) {
     }
     if (block_count_ == backed_blocks_) {
       add(header_.untold_blocks, 1);
-      return kNoEventSlot;
+      return kNoEventEntry;
     }
-    slot = block_count_++;
+    index = block_count_++;
   } else {
-    free_slot_ = blocks[slot].number;
+    free_entry_ = blocks[index].number;
   }
-  PreloadBlock& entry = blocks[slot];
+  PreloadBlock& entry = blocks[index];
   PreloadBlock without_address = block;
   without_address.address = 0;
   entry = without_address;
-  // A reader believes an entry that has an address.
+  // Last: a reader uses every entry that has an address.
   std::atomic_ref(entry.address).store(block.address, std::memory_order_release);
   header_.block_count.store(block_count_, std::memory_order_release);
-  return static_cast<std::uint32_t>(slot);
+  return static_cast<std::uint32_t>(index);
 }
 
-void EventLog::leave_slot(std::uint32_t slot) {
-  if (slot == kNoEventSlot) return;
-  PreloadBlock& entry = reinterpret_cast<PreloadBlock*>(memory_ + header_.block_offset)[slot];
+void EventLog::leave_entry(std::uint32_t index) {
+  if (index == kNoEventEntry) return;
+  PreloadBlock& entry = reinterpret_cast<PreloadBlock*>(memory_ + header_.block_offset)[index];
   std::atomic_ref(entry.address).store(0, std::memory_order_release);
-  entry.number = free_slot_;
-  free_slot_ = slot;
+  entry.number = free_entry_;
+  free_entry_ = index;
 }
 
 void EventLog::settle_peak(PreloadDeviceCounts& count, std::uint64_t arena_peak_bytes) {
@@ -240,7 +240,7 @@ void EventLog::look(int device, const Arena* arena, std::uint64_t time_ns) {
   if (count == nullptr) return;
   const ArenaStatistics statistics = arena == nullptr ? ArenaStatistics() : arena->statistics();
   const std::uint64_t before = count->arena_bytes.load(std::memory_order_relaxed);
-  // A peak within a call: what was taken and given back before it returned.
+  // The arena may have taken memory and given it back within one call.
   std::uint64_t& known_peak = arena_peaks_[device];
   const std::uint64_t new_peak =
       statistics.peak_reserved_bytes > known_peak ? statistics.peak_reserved_bytes : 0;
@@ -257,7 +257,7 @@ void EventLog::look(int device, const Arena* arena, std::uint64_t time_ns) {
 }
 
 void EventLog::forget(const BlockFacts& facts) {
-  leave_slot(facts.event_slot);
+  leave_entry(facts.event_entry);
   PreloadDeviceCounts* const count = counts(facts.event_device);
   if (count == nullptr) return;
   add(count->frees, 1);
@@ -265,7 +265,7 @@ void EventLog::forget(const BlockFacts& facts) {
   if (facts.server != PreloadServer::kArena) add(count->elsewhere_bytes, std::uint64_t{0} - facts.bytes);
 }
 
-// --- what happens ---
+// --- events ---
 
 void EventLog::allocated(DevicePtr address, const EventRequest& request, const Arena* arena,
                          BlockFacts* facts) {
@@ -277,12 +277,12 @@ void EventLog::allocated(DevicePtr address, const EventRequest& request, const A
   facts->server = request.server;
   facts->event_stream = number_of(request.stream);
   facts->event_device = device;
-  facts->event_slot = take_slot({.address = number,
-                                 .bytes = request.bytes,
-                                 .number = written_,
-                                 .stream = facts->event_stream,
-                                 .device = device,
-                                 .server = request.server});
+  facts->event_entry = take_entry({.address = number,
+                                   .bytes = request.bytes,
+                                   .number = written_,
+                                   .stream = facts->event_stream,
+                                   .device = device,
+                                   .server = request.server});
   append({.address = number,
           .bytes = request.bytes,
           .time_ns = time_ns,
@@ -316,7 +316,7 @@ void EventLog::lost(const BlockFacts& facts) {
   forget(facts);
 }
 
-// What the driver has, and what the arena has in pieces, within what the process may have.
+// The free memory of the driver and of the arena, within the limit of the process.
 std::uint64_t EventLog::free_bytes(int device, std::uint64_t driver_free_bytes) {
   const PreloadDeviceCounts* const count = counts(device);
   if (count == nullptr) return driver_free_bytes;

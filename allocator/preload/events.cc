@@ -1,3 +1,5 @@
+#include "allocator/preload/events.h"
+
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -8,8 +10,6 @@
 #include <cstring>
 #include <unordered_map>
 
-#include "allocator/preload/events.h"
-
 namespace forebay {
 namespace {
 
@@ -17,7 +17,7 @@ namespace {
 class Mapping {
  public:
   explicit Mapping(const std::string& path) {
-    // A pipe of that name would make us wait for a writer.
+    // Opening a pipe would wait for a writer.
     const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file < 0) {
       error_ = errno;
@@ -84,9 +84,8 @@ PreloadDeviceFigures figures_of(int device, const PreloadDeviceCounts& counts) {
           .chunk_bytes = value(counts.chunk_bytes)};
 }
 
-// The blocks that were live before the first event that is kept. What becomes of an address first tells:
-// freed, it was live; allocated, it was not; nothing at all, it is what the table says, whose entry nobody
-// has touched since.
+// The blocks that were live before the first kept event. The first event of an address decides: a free means
+// that it was live, an allocation that it was not. Without an event the table's entry is still valid.
 std::vector<PreloadBlock> blocks_before(const std::vector<PreloadBlock>& table,
                                         const std::vector<PreloadEvent>& events, std::uint64_t first_number) {
   std::unordered_map<std::uint64_t, bool> is_known;
@@ -139,11 +138,11 @@ Result<PreloadEventLog> read_preload_events(const std::string& path) {
   const PreloadEventsHeader* const header = file.header();
   if (header == nullptr || !is_sound(*header, file.bytes())) {
     return Status(StatusCode::kCorruption, "cannot read the events in " + path +
-                                               ": it is no file of events of this build's; leave it out");
+                                               ": it is not an events file of this build; leave it out");
   }
   PreloadEventLog log;
   log.start_us = header->start_us;
-  // The table first: whatever changes in it from here on is among the events.
+  // The table first: later changes of it are among the events.
   const std::uint64_t block_count = header->block_count.load(std::memory_order_acquire);
   const auto* table_begin = file.at<PreloadBlock>(header->block_offset);
   const std::vector<PreloadBlock> table(table_begin, table_begin + block_count);
@@ -154,8 +153,8 @@ Result<PreloadEventLog> read_preload_events(const std::string& path) {
   const std::uint64_t begin = end - std::min(end, capacity);
   log.events.reserve(end - begin);
   for (std::uint64_t i = begin; i < end; ++i) log.events.push_back(ring[i % capacity]);
-  // The process may have gone on meanwhile and have written over the oldest, or be writing over one now, or
-  // have been killed while it was.
+  // Meanwhile the process may have overwritten the oldest events, or may be overwriting one now, or may have
+  // been killed while it was.
   const std::uint64_t later = header->written.load(std::memory_order_acquire) + 1;
   log.first_number = std::clamp(later > capacity ? later - capacity : 0, begin, end);
   log.events.erase(log.events.begin(),
@@ -163,7 +162,7 @@ Result<PreloadEventLog> read_preload_events(const std::string& path) {
   if (!std::all_of(log.events.begin(), log.events.end(),
                    [](const PreloadEvent& event) { return is_sound(event); })) {
     return Status(StatusCode::kCorruption,
-                  "cannot read the events in " + path + ": one of them makes no sense; leave the file out");
+                  "cannot read the events in " + path + ": one of them is not valid; leave the file out");
   }
   for (int device = 0; device < kPreloadEventDevices; ++device) {
     const PreloadDeviceFigures figures = figures_of(device, header->devices[device]);

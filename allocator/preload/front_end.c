@@ -1,10 +1,10 @@
 /* The front end of the preload: dlsym, cuGetProcAddress and the hooked calls of the driver, as a program
-   under it finds them. It needs the C library alone, has no constructor, prints nothing and makes no thread,
-   and takes no lock of its own. Until cuInit has succeeded it only passes on; then it opens the core, which
-   says what is replaced.
+   under it finds them. It needs only the C library. It has no constructor, starts no thread and takes no lock
+   of its own; it prints only why it cannot start. Until cuInit has succeeded it passes all calls on. Then it
+   opens the core, which replaces some of them.
 
-   A call goes to the driver as it is (1) before that, (2) in a child made by fork after that, where the
-   driver will answer that it is not initialised, and (3) where the core has put nothing in its place.
+   A call goes to the driver unchanged (1) before that, (2) in a child made by fork after that, where the
+   driver answers that it is not initialised, and (3) if the core has not replaced it.
 
    Threads: every function may be called from any thread, and before the program's constructors have run. */
 #include <ctype.h>
@@ -26,12 +26,12 @@ static const char kDriverPrefix[] = "libcuda.so";
 
 /* --- the driver's functions --- */
 
-/* By index: as the driver handed them out; null until then. */
+/* The driver's functions by index, null until they are known. */
 typedef union RealCalls {
   HookedCalls calls;
-  _Atomic(void*) slots[kHookedCount];
+  _Atomic(void*) pointers[kHookedCount];
 } RealCalls;
-_Static_assert(sizeof(HookedCalls) == sizeof(_Atomic(void*)) * kHookedCount, "one slot for each call");
+_Static_assert(sizeof(HookedCalls) == sizeof(_Atomic(void*)) * kHookedCount, "one pointer for each call");
 
 static RealCalls real_calls;
 static UsedCalls used_calls;
@@ -59,29 +59,29 @@ static const HookedCall hooked_calls[kHookedCount] = {
 };
 
 static void* real_call(int index) {
-  void* real = atomic_load_explicit(&real_calls.slots[index], memory_order_acquire);
+  void* real = atomic_load_explicit(&real_calls.pointers[index], memory_order_acquire);
   if (real != NULL) return real;
-  /* A program that is linked against the driver comes here without having asked for anything. */
+  /* A program linked against the driver calls without a look-up before. */
   ElfObject driver;
   if (!elf_object_named(kDriverPrefix, &driver)) return NULL;
   real = elf_function(&driver, hooked_calls[index].symbol);
-  atomic_store_explicit(&real_calls.slots[index], real, memory_order_release);
+  atomic_store_explicit(&real_calls.pointers[index], real, memory_order_release);
   return real;
 }
 
-/* A program may close the driver and open it again somewhere else, until the core keeps it open. */
+/* Later look-ups count: until the core keeps the driver open, a program may close it and open it elsewhere.
+ */
 static void keep_real_call(int index, void* real) {
   if (atomic_load_explicit(&started_calls, memory_order_acquire) != NULL) return;
-  /* A driver that reaches its own functions by their names finds ours under them, since we come first. */
+  /* A driver that looks its own functions up by name finds ours, because this library comes first. */
   if (real == hooked_calls[index].ours) return;
-  atomic_store_explicit(&real_calls.slots[index], real, memory_order_release);
+  atomic_store_explicit(&real_calls.pointers[index], real, memory_order_release);
 }
 
-/* --- which process this is --- */
+/* --- telling a child from its parent --- */
 
-/* A page that fork gives the child empty tells it from its parent, without a system call for each call of
-   ours and without a handler for fork. Where the kernel has no such pages, the process's number is compared.
- */
+/* A page that is empty in a child after fork tells it from its parent, without a system call in each hooked
+   call and without a fork handler. On a kernel without such pages the process's number is compared. */
 static _Atomic(volatile unsigned char*) process_mark;
 static _Atomic(pid_t) process_number;
 
@@ -108,13 +108,13 @@ static bool is_marked_process(void) {
 enum { kIdle, kStarting, kStarted, kFailed };
 static atomic_int start_state = kIdle;
 
-/* What the core has made of the calls; null where they go to the driver as they are. */
+/* The core's calls; null while all calls go to the driver. */
 static const HookedCalls* active_calls(void) {
   const HookedCalls* calls = atomic_load_explicit(&started_calls, memory_order_acquire);
   return calls != NULL && is_marked_process() ? calls : NULL;
 }
 
-/* One line, in one piece. */
+/* Writes one line with one system call. */
 static void complain(const char* what, const char* why) {
   char line[1024];
   const char* parts[] = {"forebay: preload: ", what, ": ", why, "; the program goes on without it\n"};
@@ -129,7 +129,7 @@ static void complain(const char* what, const char* why) {
   (void)ignored;
 }
 
-/* A function of the C library's that has been in another library once. Also before anything else works. */
+/* A function of the C library, which older versions have in libdl. Works before anything else does. */
 static void* libc_function(const char* name) {
   static const char* const kLibraries[] = {"libc.so.6", "libdl.so.2"};
   for (size_t i = 0; i < sizeof(kLibraries) / sizeof(kLibraries[0]); ++i) {
@@ -144,7 +144,7 @@ static void* libc_function(const char* name) {
 typedef void* OpenFunction(const char* path, int flags);
 typedef char* ErrorFunction(void);
 
-/* The core that the process has already, or else the one that lies beside this library. */
+/* Opens the core: the one already loaded, or else the one beside this library. */
 static ForebayPreloadStart* open_core(void) {
   static const char kWhat[] = "cannot open " FOREBAY_CORE_SONAME;
   OpenFunction* const open_library = (OpenFunction*)libc_function("dlopen");
@@ -173,12 +173,12 @@ static ForebayPreloadStart* open_core(void) {
   ElfObject core;
   void* start = NULL;
   if (elf_object_named(FOREBAY_CORE_SONAME, &core)) start = elf_function(&core, FOREBAY_PRELOAD_START_SYMBOL);
-  if (start == NULL) complain(kWhat, "it is of another build: install both from one");
+  if (start == NULL) complain(kWhat, "it is of another build; install both from one build");
   return (ForebayPreloadStart*)start;
 }
 
-/* cuInit has succeeded. Whoever comes here while another thread is at it, or by way of what that thread
-   opens, does not wait: until it is done, calls go to the driver as they are. */
+/* Called after cuInit has succeeded. If another thread is in here, or the libraries that it opens call
+   cuInit, this returns at once: until the start is done, calls go to the driver. */
 static void start(void) {
   int idle = kIdle;
   if (!atomic_compare_exchange_strong(&start_state, &idle, kStarting)) return;
@@ -188,9 +188,9 @@ static void start(void) {
     return;
   }
   for (int i = 0; i < kHookedCount; ++i) {
-    /* What was asked for may be of a driver that has been closed since. */
+    /* An earlier look-up may have found a driver that has been closed since. */
     ElfObject holder;
-    void* known = atomic_load(&real_calls.slots[i]);
+    void* known = atomic_load(&real_calls.pointers[i]);
     if (known != NULL && elf_object_at(known, &holder) && holder.dynamic == driver.dynamic) continue;
     void* own = elf_function(&driver, hooked_calls[i].symbol);
     if (own != NULL || known == NULL) keep_real_call(i, own);
@@ -216,7 +216,7 @@ static void start(void) {
 
 typedef void* SymbolFunction(void* handle, const char* name);
 
-/* Where dlsym_entry.S jumps to. */
+/* dlsym_entry.S jumps to it. */
 _Atomic(SymbolFunction*) forebay_real_dlsym __attribute__((visibility("hidden")));
 
 typedef struct Answer {
@@ -246,13 +246,13 @@ Answer forebay_answer_dlsym(void* handle, const char* name, const void* caller) 
     if (real == NULL) return (Answer){NULL, 1};
     atomic_store_explicit(&forebay_real_dlsym, real, memory_order_release);
   }
-  /* Not "cu" alone: cublas, cudnn and curl begin so too. */
+  /* "cu" is not enough: names of cublas, cudnn and curl begin with it too. */
   if (name == NULL || name[0] != 'c' || name[1] != 'u' || !(name[2] >= 'A' && name[2] <= 'Z'))
     return leave_it;
   const int index = find_symbol(name);
   if (index < 0) return leave_it;
   ElfObject asking;
-  /* The core means the driver itself, and so does a driver that asks for its own functions. */
+  /* The core asks for the driver itself, and so does a driver that looks its own functions up. */
   if (elf_object_at(caller, &asking) &&
       (elf_soname_begins(&asking, kCorePrefix) || elf_soname_begins(&asking, kDriverPrefix))) {
     return leave_it;
@@ -260,13 +260,12 @@ Answer forebay_answer_dlsym(void* handle, const char* name, const void* caller) 
 
   void* found = NULL;
   if (handle == RTLD_NEXT || handle == RTLD_DEFAULT) {
-    /* Behind us, because we come before the driver and have functions of the same names. */
+    /* Searched behind this library, which comes before the driver and has functions of the same names. */
     found = real(RTLD_NEXT, name);
-    if (found != NULL && !is_driver(found))
-      return leave_it; /* Somebody else's hook, which comes before ours. */
+    if (found != NULL && !is_driver(found)) return leave_it; /* Another hook, which comes before ours. */
     if (found == NULL) {
       if (handle == RTLD_NEXT) return leave_it;
-      /* Not among what all see; the caller's own libraries may have brought a driver. */
+      /* Not in the global scope; the caller's own libraries may have loaded a driver. */
       ElfObject driver;
       if (elf_object_named(kDriverPrefix, &driver)) found = elf_function(&driver, name);
       if (found == NULL) return (Answer){NULL, 1};
@@ -281,8 +280,9 @@ Answer forebay_answer_dlsym(void* handle, const char* name, const void* caller) 
 
 /* --- cuGetProcAddress --- */
 
-/* The hooked call that the driver answers with; -1 when it is none of ours. Name, version and the meaning of
-   a null stream together say which: functions of one name take different arguments. */
+/* The index of the hooked call that the driver returns for this look-up; -1 when it is not hooked. Name,
+   version and the meaning of a null stream decide together, since functions of one name take different
+   arguments. */
 static int find_versioned(const char* name, int version, uint64_t flags) {
   const bool per_thread = flags == kProcAddressPerThreadFlag;
   int best = -1;
@@ -318,7 +318,7 @@ EXPORTED DriverResult cuGetProcAddress_v2(const char* name, void** function, int
   const DriverResult result = real(name, function, version, flags, found);
   if (result != kDriverSuccess || *function == NULL || !is_hooked_name(name)) return result;
   if (version > kKnownInterfaceVersion) {
-    /* A newer interface than we know of, unless it is still the same function. */
+    /* A newer interface is unknown here, unless the driver returns the same function for a known one. */
     void* known = NULL;
     if (real(name, &known, kKnownInterfaceVersion, flags, NULL) != kDriverSuccess || known != *function)
       return result;

@@ -1,8 +1,7 @@
-// Allocation, free, and how much there is.
+// Calls that allocate, free, and ask how much memory there is.
 //
-// A free is routed by address, whichever call it comes by, and has the semantics of the call that made the
-// block: a plain one waits for the device, as programs rely on. Where something cannot be served, the driver
-// serves it.
+// A free is routed by its address, and behaves like the call that allocated the block: a free of a plain
+// block waits for the device, as programs rely on. The driver serves the requests that the arena cannot.
 #include <algorithm>
 #include <list>
 #include <mutex>
@@ -20,7 +19,7 @@ namespace {
 // The driver's location type for devices.
 constexpr unsigned kDeviceLocation = 1;
 
-// The driver's allocation, counted and remembered if it succeeds. `stream`: by its number; null: none.
+// Lets the driver allocate, and enters the block in the accounts. `stream`: numbered (routes.h); null: none.
 template <typename Call>
 DriverResult allocate_elsewhere(PreloadServer server, std::size_t bytes, DriverAddress* address,
                                 DriverStream stream, const Call& call) {
@@ -31,7 +30,7 @@ DriverResult allocate_elsewhere(PreloadServer server, std::size_t bytes, DriverA
   return result;
 }
 
-// --- frees that have to wait for the end of a capture ---
+// --- frees put off until the end of a capture ---
 
 struct WaitingFree {
   DevicePtr address;
@@ -50,7 +49,7 @@ WaitingFrees& waiting_frees() {
   return *instance;
 }
 
-// Gives a block back whose uses have all run.
+// Gives back a block that no queued work uses.
 void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const BlockFacts& facts) {
   if (facts.is_pinned) {
     ProcessArenas::of_process().blocks().park(address, facts, Stream());
@@ -103,7 +102,7 @@ DriverResult driver_result(const Status& status) {
   }
 }
 
-// Memory that has been freed but whose uses have not run counts as taken: wait for them.
+// Freed memory that queued work may still use counts as taken, so waits for that work and tries again.
 Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const AllocationRequest& request,
                                          Result<DevicePtr> refused) {
   finish_waiting_frees();
@@ -112,8 +111,9 @@ Result<DevicePtr> allocate_after_waiting(const ProcessArenas::Use& use, const Al
                         [&] { return !any_capture() && wait_for_device(use) == kDriverSuccess; });
 }
 
-// `stream` null: usable at once, whoever uses it. `named`: the program's stream by its number; null: a plain
-// allocation.
+// Allocates from the arena; if that fails for another reason than lack of memory, from the driver. `stream`:
+// the arena's stream; null: any stream may use the block at once. `named`: the program's stream, numbered;
+// null: a plain allocation.
 template <typename Call>
 DriverResult allocate_here(const ProcessArenas::Use& use, DriverAddress* address, std::size_t bytes,
                            Stream stream, DriverStream named, const Call& call) {
@@ -155,7 +155,7 @@ DriverResult mem_alloc(DriverAddress* address, std::size_t bytes) {
   return allocate_here(route.use, address, bytes, Stream(), nullptr, by_driver);
 }
 
-// What a stream is to an arena.
+// The arena's stream for a numbered stream.
 Stream arena_stream(const ProcessArenas::Use& use, DriverStream numbered_stream) {
   if (numbered_stream == DRIVER_PER_THREAD_STREAM) return ProcessArenas::thread_stream(use);
   return Stream{numbered_stream};
@@ -227,7 +227,7 @@ DriverResult mem_alloc_managed(DriverAddress* address, std::size_t bytes, unsign
 DriverResult mem_create(DriverMemory* memory, std::size_t bytes, const DriverMemoryProperties* properties,
                         unsigned long long flags) {
   const auto by_driver = [=] { return preload_state().real.cuMemCreate(memory, bytes, properties, flags); };
-  // Elsewhere than on a device (host memory, a NUMA node) there is nothing to make room on.
+  // Memory of the host or of a NUMA node is not the arena's matter.
   if (properties == nullptr || properties->location.type != kDeviceLocation) return by_driver();
   const DriverResult result = call_with_room(by_driver);
   const int device = properties->location.id;
@@ -238,10 +238,10 @@ DriverResult mem_create(DriverMemory* memory, std::size_t bytes, const DriverMem
 
 // --- free ---
 
-// A free of what no arena has: the driver's matter.
+// A free of an address that no arena owns: the driver serves it.
 template <typename Call>
 DriverResult free_elsewhere(DriverAddress address, bool is_known, const BlockFacts& facts, const Call& call) {
-  // Told first: once it is free, another thread may be given the same address.
+  // Counted first: once it is free, another thread may get the same address.
   if (is_known) leave_block(device_pointer(address), facts);
   const DriverResult result = call();
   if (address == 0) return result;
@@ -261,27 +261,27 @@ DriverResult mem_free(DriverAddress address) {
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   const DevicePtr block = device_pointer(address);
   BlockFacts facts;
-  // Out of the book first: once it is free, another thread may be given the same address.
+  // Out of the book first: once it is free, another thread may get the same address.
   const bool is_known = blocks.take(block, &facts);
   if (!is_known && blocks.is_arena_address(block)) return kDriverInvalidValue;
   if (!is_known || facts.device < 0) return free_elsewhere(address, is_known, facts, by_driver);
   leave_block(block, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
-  if (!use) return kDriverSuccess;  // Its arena went away with the device's context.
+  if (!use) return kDriverSuccess;  // The arena is gone with the device's context.
   DriverResult result = kDriverSuccess;
   if (!facts.is_ordered) {
     if (any_capture()) {
       free_after_captures(block, facts);
       return kDriverSuccess;
     }
-    // It may be an error of work that was queued, which a plain free reports; the block is free all the same.
+    // A plain free reports errors of queued work; the block is freed all the same.
     result = wait_for_device(use);
   }
   give_back_idle(use, block, facts);
   return result;
 }
 
-// Whether the stream is of the context that the device's arena has its events in.
+// Whether the stream belongs to the context of the device's arena.
 bool is_stream_of(DriverStream stream, int device) {
   const Route route = route_of(stream);
   return route.use && route.use.device() == device;
@@ -299,13 +299,13 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
     const bool is_known = blocks.take(block, &facts);
     return free_elsewhere(address, is_known, facts, [=] { return by_driver(address, stream); });
   }
-  // On a stream that is being captured the driver refuses it: a graph frees what the graph has allocated.
+  // On a captured stream the driver refuses it: a graph frees only memory that the graph allocated.
   DriverResult answer = kDriverSuccess;
   if (is_capturing(stream, per_thread, &answer)) return by_driver(address, stream);
   if (answer != kDriverSuccess) return answer;
   trim_if_asked();
   const bool is_same_context = is_stream_of(stream, facts.device);
-  // Of two frees of one block, one.
+  // If two threads free the block, one of them gets it.
   if (!blocks.take(block, &facts)) return kDriverInvalidValue;
   leave_block(block, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
@@ -313,7 +313,7 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   const DriverStream last = numbered(stream, per_thread);
   const bool is_thread_stream = last == DRIVER_PER_THREAD_STREAM;
   if (!is_same_context || (facts.is_pinned && is_thread_stream)) {
-    // The arena's events cannot be recorded there: wait here.
+    // The arena's events cannot be recorded on that stream, so wait here.
     (void)preload_state().used.cuStreamSynchronize(last);
     give_back_idle(use, block, facts);
     return kDriverSuccess;
@@ -335,14 +335,14 @@ DriverResult mem_free_async_ptsz(DriverAddress address, DriverStream stream) {
   return free_ordered(address, stream, true, preload_state().real.cuMemFreeAsync_ptsz);
 }
 
-// --- how much there is ---
+// --- how much memory there is ---
 
 std::size_t limited(std::size_t total_bytes) {
   const std::size_t limit = preload_state().memory_limit;
   return limit == 0 ? total_bytes : std::min(limit, total_bytes);
 }
 
-// What the arena keeps without using it is free to the program: it will be served from it.
+// Unused memory of the arena counts as free: the program's next requests are served from it.
 DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
   trim_if_asked();
   std::size_t free = 0;

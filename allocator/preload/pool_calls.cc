@@ -1,5 +1,5 @@
-// The default pool's handle stays the driver's, and so do its settings. Its figures are the arena's, with
-// what the driver's own pool has besides.
+// The driver keeps the default pool's handle and settings. Its figures are the sum of the arena's and those
+// of the driver's own pool.
 #include "allocator/preload/pool_calls.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct PoolUse {
 };
 constinit PoolUse pool_uses[kPreloadDeviceLimit];
 
-// What the arena holds for stream-ordered blocks: all that is not in blocks of plain allocations.
+// The memory that the arena holds for stream-ordered blocks: all that is not in plain blocks.
 struct Reserved {
   std::uint64_t current;
   std::uint64_t high;
@@ -33,7 +33,7 @@ Reserved reserved_of(const ProcessArenas::Use& use) {
   return {without_plain(statistics.reserved_bytes), without_plain(statistics.peak_reserved_bytes)};
 }
 
-// The arena that stands for the pool, if it is a device's default one.
+// The arena that serves in place of the pool, if it is a device's default pool.
 ProcessArenas::Use arena_of_pool(DriverPool pool) {
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
     ProcessArenas::Use use = ProcessArenas::of_process().find(device);

@@ -1,4 +1,4 @@
-// The device's default memory pool, as far as the arena stands for it.
+// The device's default memory pool, in whose place the arena serves.
 #pragma once
 
 #include <cstddef>
@@ -7,16 +7,16 @@
 
 namespace forebay {
 
-// Bytes that were allocated in the order of a stream, and as a negative number, freed.
+// Counts bytes allocated in stream order; a negative number (as its two's complement) counts freed bytes.
 void count_pool_use(int device, std::size_t bytes);
 
-// The device's arena is gone, with all it had.
+// Forgets all counts of the device, because its arena is gone.
 void forget_pool_use(int device);
 
-// Whether the program has made another pool than the default one the device's current pool.
+// Whether the program has set another current pool on the device than the default one.
 bool has_other_pool(int device);
 
-// The default pool of the device, by its handle.
+// Whether the handle is that of the device's default pool.
 bool is_default_pool(DriverPool pool, int device);
 
 }  // namespace forebay

@@ -7,26 +7,26 @@
 #include <utility>
 
 #include "allocator/preload/event_log.h"
-#include "forebay/log.h"
 #include "allocator/preload/record.h"
+#include "forebay/log.h"
 #include "forebay/units.h"
 
 namespace forebay {
 
-// A stream that waits for a thread's default stream, and the event by which it does.
+// A stream that waits for a thread's default stream, and the event that it waits for.
 struct ProcessArenas::Relay {
   Stream stream;
   Event event;
-  Relay* next = nullptr;  // Among those that are left.
+  Relay* next = nullptr;  // In Entry::left_relays.
 };
 
-// What a thread holds.
-struct ProcessArenas::ThreadSlots {
-  struct Slot {
+// The relays of one thread, by device.
+struct ProcessArenas::ThreadRelays {
+  struct Held {
     Relay* relay = nullptr;
     std::uint64_t generation = 0;
   };
-  Slot slots[kPreloadDeviceLimit];
+  Held held[kPreloadDeviceLimit];
 };
 
 int ProcessArenas::Use::device() const noexcept {
@@ -86,7 +86,7 @@ ProcessArenas::Use ProcessArenas::use(int device, void* (*context_of)(int device
         }
       }
     }
-    found = find(device);  // Empty when it was dropped in between.
+    found = find(device);  // Empty if it was dropped meanwhile.
   }
   return found;
 }
@@ -129,12 +129,12 @@ BlockBook::Blocks ProcessArenas::drop(int device) {
   if (entry.arena == nullptr) return {};
   BlockBook::Blocks gone = blocks_.forget_device(device);
   entry.arena.reset();
-  entry.backend.reset();  // With the streams and events of the relays.
+  entry.backend.reset();  // Destroys the streams and events of the relays.
   entry.context = nullptr;
   Relay* left = nullptr;
   {
     const std::lock_guard relay_lock(entry.relay_mutex);
-    ++entry.generation;  // Threads that hold relays of it find out by this.
+    ++entry.generation;  // Makes the relays that threads hold invalid.
     std::swap(left, entry.left_relays);
     entry.relay_count = 0;
   }
@@ -144,33 +144,34 @@ BlockBook::Blocks ProcessArenas::drop(int device) {
 
 // --- default streams of threads ---
 //
-// Each thread that uses its default stream is given a relay: a stream of ours that is made to wait for the
-// default stream, by an event that the thread records, whenever the thread frees something. So it stands for
-// all the thread has freed, and others can wait for it.
+// Each thread that uses its default stream gets a relay: a stream of the arena's. Whenever the thread frees a
+// block, it records an event on its default stream and lets the relay wait for it. So the relay stands for
+// the default stream, and other streams can wait for it.
 
-// Relays of a device at most. Fewer: threads beyond wait for their work when they free. More: driver memory
-// held.
+// The most relays of a device. Smaller: further threads wait for their work when they free. Larger: more
+// driver memory.
 constexpr int kRelayLimit = 32;
 
-// A thread ends: its relays are for others. Nothing is asked of the driver, which may be gone.
-void ProcessArenas::leave_relays(void* slots) {
-  auto* const left = static_cast<ThreadSlots*>(slots);
+// Called when a thread ends: its relays become available to other threads. Calls no driver, which may be
+// gone.
+void ProcessArenas::leave_relays(void* relays) {
+  auto* const left = static_cast<ThreadRelays*>(relays);
   for (int device = 0; device < kPreloadDeviceLimit; ++device) {
-    const ThreadSlots::Slot& slot = left->slots[device];
-    if (slot.relay == nullptr) continue;
+    const ThreadRelays::Held& held = left->held[device];
+    if (held.relay == nullptr) continue;
     Entry& entry = of_process().entries_[device];
     const std::lock_guard lock(entry.relay_mutex);
-    if (slot.generation != entry.generation) {
-      delete slot.relay;
+    if (held.generation != entry.generation) {
+      delete held.relay;
       continue;
     }
-    slot.relay->next = entry.left_relays;
-    entry.left_relays = slot.relay;
+    held.relay->next = entry.left_relays;
+    entry.left_relays = held.relay;
   }
   delete left;
 }
 
-// One whose thread's work has all run: what was freed on it is free for all.
+// Takes a relay of an ended thread whose work has all run, so that memory freed on it is idle.
 ProcessArenas::Relay* ProcessArenas::take_left_relay(Entry& entry) {
   Relay* left = nullptr;
   {
@@ -199,19 +200,19 @@ ProcessArenas::Relay* ProcessArenas::relay_of_thread(Entry& entry) {
     FOREBAY_CHECK(::pthread_key_create(&made, &leave_relays) == 0, "no thread-specific data left");
     return made;
   }();
-  auto* slots = static_cast<ThreadSlots*>(::pthread_getspecific(key));
-  if (slots == nullptr) {
-    slots = new ThreadSlots;
-    if (::pthread_setspecific(key, slots) != 0) {
-      delete slots;
+  auto* relays = static_cast<ThreadRelays*>(::pthread_getspecific(key));
+  if (relays == nullptr) {
+    relays = new ThreadRelays;
+    if (::pthread_setspecific(key, relays) != 0) {
+      delete relays;
       return nullptr;
     }
   }
-  ThreadSlots::Slot& slot = slots->slots[entry.device];
-  if (slot.relay != nullptr && slot.generation == entry.generation) return slot.relay;
-  delete slot.relay;  // Of an arena that is gone, and its stream and event with it.
-  slot.relay = take_left_relay(entry);
-  if (slot.relay == nullptr) {
+  ThreadRelays::Held& held = relays->held[entry.device];
+  if (held.relay != nullptr && held.generation == entry.generation) return held.relay;
+  delete held.relay;  // Its arena, stream and event are gone.
+  held.relay = take_left_relay(entry);
+  if (held.relay == nullptr) {
     {
       const std::lock_guard lock(entry.relay_mutex);
       if (entry.relay_count == kRelayLimit) return nullptr;
@@ -219,12 +220,11 @@ ProcessArenas::Relay* ProcessArenas::relay_of_thread(Entry& entry) {
     }
     const Result<Stream> stream = entry.backend->stream_create();
     const Result<Event> event = entry.backend->event_create();
-    if (!stream.ok() || !event.ok())
-      return nullptr;  // Counted all the same: it would not work the next time.
-    slot.relay = new Relay{stream.value(), event.value()};
+    if (!stream.ok() || !event.ok()) return nullptr;  // Stays counted: the next attempt would fail too.
+    held.relay = new Relay{stream.value(), event.value()};
   }
-  slot.generation = entry.generation;
-  return slot.relay;
+  held.generation = entry.generation;
+  return held.relay;
 }
 
 Stream ProcessArenas::thread_stream(const Use& use) {

@@ -1,7 +1,7 @@
-// ProcessArenas: the arenas that serve a process which knows nothing of forebay, one for each device, made
-// when one is first asked for. The preload and the entry points for PyTorch allocate from the same ones.
+// ProcessArenas: the arenas of a process that is not written for forebay. There is one for each device, made
+// at its first use. The preload and the functions for PyTorch allocate from the same arenas.
 //
-// Threads: every function may be called from any thread. A Use keeps its device's arena from being dropped.
+// Threads: every function may be called from any thread. While a Use exists, its arena is not dropped.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ namespace forebay {
 class ProcessArenas {
   struct Entry;
   struct Relay;
-  struct ThreadSlots;
+  struct ThreadRelays;
 
  public:
-  // One device's arena, while it lasts. Empty: there is none.
+  // Keeps one device's arena alive. Empty: there is none.
   class Use {
    public:
     Use() = default;
@@ -29,7 +29,7 @@ class ProcessArenas {
     int device() const noexcept;
     Arena& arena() const noexcept;
     CudaBackend& backend() const noexcept;
-    // Context that the arena's memory and events are of, as whoever made the arena has set it.
+    // The context of the arena's memory and events, as `context_of` returned it.
     void* context() const noexcept;
 
    private:
@@ -38,27 +38,28 @@ class ProcessArenas {
     Entry* entry_ = nullptr;
   };
 
-  // Made by the first call and never destroyed: the process may free memory until its very end.
+  // Made by the first call and never destroyed, because the process may free memory until its end.
   static ProcessArenas& of_process();
 
-  // The device's arena, made if there is none. Empty: it cannot be made, and `why` says so. What failed for
-  // want of memory is tried again by the next call, anything else is not. context_of: called once the arena's
-  // backend holds the device's context; gives the value of Use::context.
+  // The device's arena, made if there is none. Empty: it cannot be made, and `why` has the reason. The next
+  // call tries again only if memory was missing. context_of: called when the arena's backend holds the
+  // device's context; returns the value of Use::context.
   Use use(int device, void* (*context_of)(int device), Status* why);
-  // The same, if it is there.
+  // The device's arena if it exists.
   Use find(int device);
 
-  // Gives the device's arena back with everything in it. Returns the blocks that were live. Requires: no
-  // queued work still uses its blocks. Order: waits for those who use it.
+  // Destroys the device's arena with all its blocks, and returns the blocks that were live.
+  // Requires: no queued work still uses its blocks.
+  // Order:    waits until no other thread has a Use of it.
   BlockBook::Blocks drop(int device);
 
-  // The blocks of all arenas, and others that the preload knows of.
+  // The blocks of all arenas, and those of the driver that the preload has seen.
   BlockBook& blocks() noexcept { return blocks_; }
 
   // --- the calling thread's own default stream, which no other thread can name ---
-  // A stream that stands for it: what is freed on it (free_on_thread_stream) may be used again at once by
-  // work that the thread queues on its default stream, and by others in the order of events. Null: there is
-  // none, and only what nobody uses any more will do.
+  // A stream that stands for it. Work that the thread queues on its default stream may use memory freed by
+  // free_on_thread_stream at once; other streams in the order of events. Null: there is none, so only idle
+  // memory can be allocated.
   static Stream thread_stream(const Use& use);
   // Frees a block whose last use is queued on the calling thread's default stream.
   static Status free_on_thread_stream(const Use& use, DevicePtr block);
@@ -75,7 +76,7 @@ class ProcessArenas {
     Status why;
     std::uint64_t generation = 0;  // Counts the arenas of this device.
     std::mutex relay_mutex;
-    // Guarded by relay_mutex: those of threads that have ended, and how many there are in all.
+    // Guarded by relay_mutex: the relays of threads that have ended, and the number of all relays.
     Relay* left_relays = nullptr;
     int relay_count = 0;
   };
@@ -83,7 +84,7 @@ class ProcessArenas {
   Status make(Entry& entry, int device, void* (*context_of)(int device));
   static Relay* relay_of_thread(Entry& entry);
   static Relay* take_left_relay(Entry& entry);
-  static void leave_relays(void* slots);
+  static void leave_relays(void* relays);
 
   Entry entries_[kPreloadDeviceLimit];
   BlockBook blocks_;

@@ -1,3 +1,5 @@
+#include "allocator/preload/record.h"
+
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -12,18 +14,17 @@
 #include <new>
 
 #include "forebay/log.h"
-#include "allocator/preload/record.h"
 
 namespace forebay {
 namespace {
 
 constexpr char kSuffix[] = ".record";
 
-// The file of this process in the directory; -1, with the reason logged, when there can be none.
+// Makes the record file of this process in the directory. On failure -1, and the reason is logged.
 int make_file(const char* directory) noexcept {
   std::string path;
   int file = make_preload_file(directory, kSuffix, sizeof(PreloadRecord), &path);
-  // Memory of a file without disk behind it would end the process when it is touched.
+  // Touching mapped memory without disk space behind it kills the process.
   if (file >= 0 && ::posix_fallocate(file, 0, sizeof(PreloadRecord)) != 0) {
     ::unlink(path.c_str());
     ::close(file);
@@ -31,11 +32,12 @@ int make_file(const char* directory) noexcept {
     errno = ENOSPC;
   }
   if (file < 0) {
-    // `forebay run` may have gone before this process began, and its directory with it.
+    // `forebay run` may have ended before this process began, and removed its directory.
     const bool is_of_a_run = errno == ENOENT && std::strstr(directory, "/forebay-run-") != nullptr;
     log(is_of_a_run ? LogLevel::kInfo : LogLevel::kWarning,
-        "cannot record what this process does in %s (%s): %s; name a directory, from the root, that is there "
-        "and that it can write to: with forebay run by --records, made with mode 1777 for several users",
+        "cannot keep a record of this process in %s (%s): %s; name an existing directory by its absolute "
+        "path, "
+        "writable for this process: with forebay run by --records, made with mode 1777 for several users",
         directory, kPreloadRecordsVariable, std::strerror(errno));
   }
   return file;
@@ -50,7 +52,7 @@ void* map_record() noexcept {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// The command line, its words separated by spaces.
+// The command line, with spaces between its words.
 void read_program(char* text, std::size_t bytes) noexcept {
   const int file = ::open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
   const ssize_t count = file < 0 ? 0 : ::read(file, text, bytes - 1);
@@ -61,7 +63,7 @@ void read_program(char* text, std::size_t bytes) noexcept {
   text[length] = '\0';
 }
 
-// Under whichever launcher; -1 without one.
+// The rank that the launcher set; -1 without a launcher.
 int rank_of_process() noexcept {
   for (const char* variable : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"}) {
     const char* value = std::getenv(variable);
@@ -75,7 +77,7 @@ int rank_of_process() noexcept {
 
 PreloadRecord* make_record(PreloadMode mode) noexcept {
   void* memory = map_record();
-  // Without memory for one page the process is at its end anyway; it then counts in vain.
+  // Without memory for one page the process is about to fail anyway; its counts are then lost.
   alignas(PreloadRecord) static unsigned char last_resort[sizeof(PreloadRecord)];
   auto* record = new (memory != nullptr ? memory : last_resort) PreloadRecord();
   record->bytes = sizeof(PreloadRecord);
@@ -84,7 +86,7 @@ PreloadRecord* make_record(PreloadMode mode) noexcept {
   record->parent = static_cast<std::int32_t>(::getppid());
   record->rank = rank_of_process();
   read_program(record->program, sizeof record->program);
-  // Last: a reader that finds it finds the rest.
+  // Last: a reader that finds the magic number finds all else.
   std::atomic_ref(record->magic).store(kPreloadRecordMagic, std::memory_order_release);
   return record;
 }
@@ -99,9 +101,9 @@ bool is_record(const void* memory) {
   return record.magic == kPreloadRecordMagic && record.bytes == sizeof(PreloadRecord);
 }
 
-// Why the file was not read; empty: it was.
+// Reads one record. Returns why it could not be read; empty: it was read.
 std::string read_record(const std::string& path, PreloadReport* report) {
-  // A pipe of that name would make us wait for a writer.
+  // Opening a pipe would wait for a writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return std::string("it cannot be read: ") + std::strerror(errno);
   struct stat facts {};
@@ -112,7 +114,7 @@ std::string read_record(const std::string& path, PreloadReport* report) {
   const int error = errno;
   ::close(file);
   if (has_facts && !is_whole) {
-    return "it is no record of this build's: it has " + std::to_string(facts.st_size) + " bytes, not " +
+    return "it is not a record of this build: it has " + std::to_string(facts.st_size) + " bytes, not " +
            std::to_string(sizeof(PreloadRecord));
   }
   if (memory == MAP_FAILED) return std::string("it cannot be read: ") + std::strerror(error);
@@ -142,7 +144,7 @@ std::string read_record(const std::string& path, PreloadReport* report) {
     report->trimmed_bytes = record.trimmed_bytes.load(std::memory_order_relaxed);
   }
   ::munmap(memory, sizeof(PreloadRecord));
-  return usable ? "" : "it is no record of this build's";
+  return usable ? "" : "it is not a record of this build";
 }
 
 }  // namespace
@@ -186,17 +188,17 @@ void set_preload_text(PreloadText& target, const std::string& text) noexcept {
 }
 
 int make_preload_file(const char* directory, const char* suffix, std::size_t bytes, std::string* path) {
-  // A file beyond that limit ends the process by a signal.
+  // Writing beyond that limit ends the process by a signal.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
     errno = EFBIG;
     return -1;
   }
-  // Told apart from that of an earlier process of the same number by what stands for the Xs.
+  // The Xs tell it apart from the file of an earlier process with the same number.
   *path = std::string(directory) + "/" + std::to_string(::getpid()) + "-XXXXXX" + suffix;
   const int file = ::mkostemps(path->data(), static_cast<int>(std::strlen(suffix)), O_CLOEXEC);
   if (file < 0) return -1;
-  // Read by whoever set the variable, which need not be the same user's process.
+  // `forebay run` may run as another user.
   if (::fchmod(file, 0644) == 0 && ::ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
   const int error = errno;
   ::unlink(path->c_str());
@@ -252,11 +254,11 @@ Status request_preload_trim(const std::string& record_path) {
     memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   }
   ::close(file);
-  if (memory == MAP_FAILED) return refusal("it is no record of this build's");
+  if (memory == MAP_FAILED) return refusal("it is not a record of this build");
   const bool usable = is_record(memory);
   if (usable) static_cast<PreloadRecord*>(memory)->trim_requests.fetch_add(1, std::memory_order_release);
   ::munmap(memory, sizeof(PreloadRecord));
-  return usable ? Status() : refusal("it is no record of this build's");
+  return usable ? Status() : refusal("it is not a record of this build");
 }
 
 }  // namespace forebay

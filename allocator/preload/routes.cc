@@ -10,11 +10,11 @@
 namespace forebay {
 namespace {
 
-// Streams that are kept for their work at most. Fewer: destroying one waits more often. More: driver memory
-// held.
+// The most streams kept until they are idle. Smaller: destroying a stream waits more often. Larger: more
+// driver memory.
 constexpr std::size_t kKeptStreamLimit = 256;
 
-// The arena whose context this is, among those that are there.
+// The device's arena if it exists and belongs to this context.
 ProcessArenas::Use find_arena(void* context, int device) {
   ProcessArenas::Use use = ProcessArenas::of_process().find(device);
   if (use && use.context() != context) return {};
@@ -31,7 +31,7 @@ Route route_of_context(DriverContext context, int device) {
   ProcessArenas& arenas = ProcessArenas::of_process();
   route.use = arenas.find(device);
   if (!route.use) {
-    // An arena retains the device's primary context, which must not come into being by that.
+    // An arena retains the primary context, and must not create it by that.
     unsigned flags = 0;
     int active = 0;
     if (state.used.cuDevicePrimaryCtxGetState == nullptr ||
@@ -53,7 +53,7 @@ Route route_of_context(DriverContext context, int device) {
   return route;
 }
 
-// The device of a context that is not current.
+// Finds the device of a context that is not current.
 bool device_of_context(DriverContext context, int* device) {
   const ContextScope scope(context);
   return scope.result() == kDriverSuccess && preload_state().used.cuCtxGetDevice(device) == kDriverSuccess;
@@ -176,7 +176,7 @@ std::size_t trim_arena(const ProcessArenas::Use& use) {
   const ArenaStatistics statistics = use.arena().statistics();
   if (statistics.reserved_bytes - statistics.live_bytes < use.arena().chunk_bytes() || any_capture())
     return bytes;
-  // That has marked the ends of what is queued; now they are reached.
+  // The first trim recorded events behind the queued work. After the wait they have completed.
   if (wait_for_device(use) != kDriverSuccess) return bytes;
   bytes += use.arena().trim();
   note_reserved(use.device(), &use.arena());
@@ -199,7 +199,7 @@ void trim_if_asked() {
   static std::atomic<bool> is_trimming{false};
   if (is_trimming.exchange(true, std::memory_order_acquire)) return;
   record.trimmed_bytes.fetch_add(trim_arenas(), std::memory_order_relaxed);
-  // Last: who waits for it finds the bytes.
+  // Last: the reader that waits for it finds the bytes.
   record.trims.store(asked, std::memory_order_release);
   is_trimming.store(false, std::memory_order_release);
 }
@@ -227,8 +227,8 @@ void capture_ended(DriverStream stream, bool per_thread) {
 bool any_capture() {
   Captures& all = captures();
   if (all.count.load(std::memory_order_acquire) == 0) return false;
-  // A capture can end without cuStreamEndCapture: with its stream. So those that are listed are asked. A
-  // default stream, which is another one on every thread, is believed.
+  // A capture can also end with its stream, so the driver is asked about the listed streams. It cannot be
+  // asked about a default stream, which is another one on every thread.
   std::list<DriverStream> ended;
   const std::lock_guard lock(all.mutex);
   for (auto i = all.list.begin(); i != all.list.end();) {

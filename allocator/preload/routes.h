@@ -1,4 +1,4 @@
-// Which arena a call of the program's means, and what has to be waited for on its behalf.
+// Routes: which arena serves a call of the program, and how to wait for work of the program.
 #pragma once
 
 #include <sched.h>
@@ -10,33 +10,33 @@
 
 namespace forebay {
 
-// How often a request that finds no memory waits for the device. Fewer: one that could be served is refused
-// while other threads free. More: one that cannot be served takes longer to be told so.
+// How often a request that finds no memory waits for the device. Smaller: a request is refused although other
+// threads are freeing enough memory. Larger: a request that cannot be served takes longer to fail.
 inline constexpr int kWaitingAttempts = 4;
-// And how often where the arena holds enough that is nobody's: another thread is at it just now.
+// The same while the arena holds enough unused memory, which other threads are using just now.
 inline constexpr int kContendedAttempts = 64;
 
-// The primary context of the device; null when the driver will not say.
+// The primary context of the device; null if the driver does not return it.
 void* primary_context(int device);
 
-// The arena that serves a request, or why none does.
+// The arena that serves a request, or the reason why none does.
 struct Route {
   ProcessArenas::Use use;
   PreloadServer otherwise = PreloadServer::kUnavailable;
 };
 
-// Of the calling thread's current context. Without a current context the driver is to answer.
+// The route of the calling thread's current context. Without one the driver serves the call.
 Route route_of_current_context();
-// The stream that is meant, the default ones by their numbers.
+// A stream as the arena and the accounts know it: a null stream becomes the number of its default stream.
 inline DriverStream numbered(DriverStream stream, bool per_thread) noexcept {
   if (stream != nullptr) return stream;
   return per_thread ? DRIVER_PER_THREAD_STREAM : DRIVER_LEGACY_STREAM;
 }
 
-// Of the context that the stream belongs to. `stream` is none of the default ones.
+// The route of the context that the stream belongs to. Requires: it is not a default stream.
 Route route_of_stream(DriverStream stream);
 
-// The arena of the current context if there is one already; makes none.
+// The arena of the current context if it exists; makes none.
 ProcessArenas::Use arena_of_current_context();
 
 // Makes `context` current on the calling thread, for as long as the scope lasts.
@@ -54,48 +54,48 @@ class ContextScope {
   DriverResult result_;
 };
 
-// The host waits until everything queued in the arena's context has run, as a plain free does.
+// Waits, like a plain free, until all work queued in the arena's context has run.
 DriverResult wait_for_device(const ProcessArenas::Use& use);
 
-// Gives memory that the arena holds and does not use back to the device, what is queued to be free included:
-// waits for the device where there is such. Returns the bytes.
+// Gives unused memory of the arena back to the device, and returns its bytes. Waits for the device if queued
+// work may still use some of it.
 std::size_t trim_arena(const ProcessArenas::Use& use);
-// The same for all.
+// The same for all arenas.
 std::size_t trim_arenas();
-// The same if whoever reads the record has asked for it since the last time. While a capture goes on it is
-// put off. Requires: the calling thread uses no arena.
+// The same if the record has a new request for it (request_preload_trim). Put off during a capture. Requires:
+// the calling thread has no Use.
 void trim_if_asked();
 
-// A call of the driver's that takes device memory. When there is none left, what the arenas keep is given
-// back, and the call is made once more.
+// Makes a driver call that takes device memory. If there is none left, the arenas give unused memory back,
+// and the call is made once more.
 template <typename Call>
 DriverResult call_with_room(const Call& call) {
   const DriverResult result = call();
   return result == kDriverOutOfMemory && trim_arenas() > 0 ? call() : result;
 }
 
-// --- captures: while one goes on, nothing waits for the device ---
+// --- captures: during one, nothing waits for the device ---
 
 void capture_began(DriverStream stream, bool per_thread);
 void capture_ended(DriverStream stream, bool per_thread);
 // Whether any stream may be capturing now.
 bool any_capture();
-// Whether this stream is, as the driver sees it. `result`: what it said when it would not tell.
+// Whether the driver says that this stream is being captured. `result`: the driver's result.
 bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result);
 
-// --- streams that the program has destroyed, and whose work still runs ---
+// --- streams that the program has destroyed while their work still runs ---
 
-// Destroys the stream for the program: at once when it is idle, else once it is. The arenas may hold memory
-// whose last use is queued on it, and need the handle until then.
+// Destroys the stream for the program. A busy stream is kept until it is idle, because the arenas need its
+// handle: they may hold memory whose last use is queued on it.
 DriverResult destroy_stream(DriverStream stream);
-// Ends those that have become idle.
+// Destroys kept streams that have become idle.
 void end_idle_streams();
-// The device's context is going away, and its streams with it.
+// Forgets the kept streams of a context that is about to go away.
 void forget_streams(void* context);
 
-// Asks again for what was refused for want of memory: what has been freed counts as taken until its uses have
-// run. An arena that has run out marks their ends; those who free meanwhile are marked the next time. `wait`:
-// for all that is queued on the device; false when that cannot be.
+// Repeats a request that was refused for lack of memory. Freed memory counts as taken until queued work is
+// done with it; an arena that runs out records events on the streams that freed. `wait`: waits for all work
+// queued on the device; false if it cannot.
 template <typename Wait>
 Result<DevicePtr> allocate_again(const ProcessArenas::Use& use, const AllocationRequest& request,
                                  Result<DevicePtr> refused, const Wait& wait) {

@@ -33,18 +33,18 @@ constexpr unsigned kPosixDescriptor = 1;
 constexpr unsigned kReadWrite = 3;
 constexpr unsigned kDeviceLocation = 1;
 constexpr unsigned kLazyPeerAccess = 1;
-// Descriptors in one message: the system takes 253 at most.
+// Descriptors in one message. The system allows 253.
 constexpr std::size_t kBatch = 128;
-// Who does not answer for so long is taken for dead.
+// A process that does not answer for this long counts as dead.
 constexpr int kDeadlineSeconds = 10;
-// How long a process whose table of descriptors is full is left before it is tried again. Shorter: more of a
-// core. Longer: whoever asks waits longer.
+// How long to wait while the process has no free descriptor. Shorter: more processor time. Longer: the
+// opening process waits longer.
 constexpr long kFullPauseNs = 10'000'000;
 
-// What is in a handle.
+// The contents of a handle.
 struct HandleContent {
   std::uint64_t magic;
-  std::uint64_t token;  // Of the process, drawn when it began to share.
+  std::uint64_t token;  // A random number that the process drew when it began to share.
   std::uint64_t block;
   std::int32_t process;
 };
@@ -64,7 +64,7 @@ struct Reply {
   std::uint64_t bytes;   // Of the block.
 };
 
-// What comes with a batch of descriptors: their chunks' sizes.
+// Sent with a batch of descriptors: the sizes of their chunks.
 struct Batch {
   std::uint64_t count;
   std::uint64_t bytes[kBatch];
@@ -90,7 +90,8 @@ class Descriptor {
   int value_;
 };
 
-// The socket of a process. It has no file, so nothing is left of it when the process is killed.
+// The address of a process's socket. It is abstract, not a file, so nothing is left when the process is
+// killed.
 socklen_t address_of(std::int32_t process, std::uint64_t token, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;
@@ -100,7 +101,7 @@ socklen_t address_of(std::int32_t process, std::uint64_t token, sockaddr_un* add
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<std::size_t>(length));
 }
 
-// Whether the descriptor is still that of our socket.
+// Whether the descriptor is still that of this process's socket.
 bool is_bound_to(int socket, std::uint64_t token) {
   sockaddr_un expected, found{};
   const socklen_t length = address_of(static_cast<std::int32_t>(::getpid()), token, &expected);
@@ -133,7 +134,7 @@ bool send_with(int socket, const void* data, std::size_t bytes, const int* descr
   return ::sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
-// The descriptors that came are the caller's, also when it returns false.
+// The caller owns the received descriptors, even if it returns false.
 bool receive_with(int socket, void* data, std::size_t bytes, std::vector<Descriptor>* descriptors) {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kBatch)] = {};
   iovec part{data, bytes};
@@ -156,7 +157,7 @@ bool receive_with(int socket, void* data, std::size_t bytes, std::vector<Descrip
   return received == static_cast<ssize_t>(bytes) && (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) == 0;
 }
 
-// --- what this process shares ---
+// --- blocks that this process shares ---
 
 struct SharedChunk {
   DriverMemory memory;
@@ -172,14 +173,14 @@ struct SharedBlock {
 
 class Sharing {
  public:
-  // Zero: it cannot be shared.
+  // Zero if it cannot be shared.
   std::uint64_t share(DevicePtr begin, std::size_t bytes);
   std::uint64_t token();
   void serve();
 
  private:
   using Blocks =
-      std::map<std::uint64_t, std::shared_ptr<const SharedBlock>>;  // Shared with who is being answered.
+      std::map<std::uint64_t, std::shared_ptr<const SharedBlock>>;  // Also owned by the thread that answers.
 
   bool listen();
   void answer(int socket);
@@ -216,7 +217,7 @@ bool Sharing::listen() {
       ::listen(listener.get(), SOMAXCONN) != 0) {
     return false;
   }
-  // The program's signals are its own threads' matter.
+  // Signals are left to the program's own threads.
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
@@ -240,7 +241,7 @@ std::uint64_t Sharing::token() {
   return token_;
 }
 
-// The chunks behind the block, one after the other.
+// Lists the chunks behind the block in the order of addresses.
 bool find_chunks(SharedBlock* block) {
   const PreloadState& state = preload_state();
   if (state.real.cuMemRetainAllocationHandle == nullptr || state.used.cuMemExportToShareableHandle == nullptr)
@@ -286,7 +287,7 @@ std::uint64_t Sharing::share(DevicePtr begin, std::size_t bytes) {
   return number;
 }
 
-// By the same user or root; whoever else guesses the token gets nothing.
+// Whether the peer is the same user or root. Others get nothing, even with the right token.
 bool is_welcome(int socket) {
   ucred peer{};
   socklen_t bytes = sizeof peer;
@@ -294,7 +295,8 @@ bool is_welcome(int socket) {
          (peer.uid == ::getuid() || peer.uid == 0);
 }
 
-// Whoever waits for descriptors is left waiting, until its deadline, for the program to close some.
+// While the process has no free descriptor, the peer waits, up to its deadline, for the program to close
+// some.
 void wait_for_descriptors() {
   const timespec pause{.tv_sec = 0, .tv_nsec = kFullPauseNs};
   (void)::nanosleep(&pause, nullptr);
@@ -310,9 +312,10 @@ bool has_hung_up(int socket) {
   return ::poll(&peer, 1, 0) > 0;
 }
 
-// -1: it cannot be had, or nobody waits for it any more. The driver does not say that it lacks a descriptor.
+// A descriptor for the chunk. -1: there is none, or the peer has gone. The driver does not say when
+// descriptors are missing.
 int export_chunk(int socket, const SharedChunk& chunk) {
-  // One may have become free in between.
+  // A descriptor may have become free meanwhile.
   for (int failures_with_room = 0; failures_with_room < 2;) {
     int descriptor = -1;
     if (preload_state().used.cuMemExportToShareableHandle(&descriptor, chunk.memory, kPosixDescriptor, 0) ==
@@ -359,7 +362,7 @@ void Sharing::answer(int socket) {
       const SharedChunk& chunk = block->chunks[first + i];
       batch.bytes[i] = chunk.bytes;
       const int descriptor = export_chunk(socket, chunk);
-      if (descriptor < 0) return;  // Whoever asked sees the connection end.
+      if (descriptor < 0) return;  // The peer sees the connection end.
       descriptors.emplace_back(descriptor);
       numbers[i] = descriptor;
     }
@@ -373,8 +376,8 @@ void Sharing::serve() {
     const std::lock_guard lock(mutex_);
     listener = listener_.get();
   }
-  // It is not where somebody has closed every descriptor of the process, and another may have its number;
-  // what is shared from then on fails to open.
+  // The program may have closed all descriptors, and another file may have the number. Handles made from then
+  // on cannot be opened.
   while (is_bound_to(listener, token())) {
     const Descriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
     if (!socket) {
@@ -388,7 +391,7 @@ void Sharing::serve() {
   }
 }
 
-// --- what this process has opened ---
+// --- blocks that this process has opened ---
 
 struct OpenedKey {
   std::int32_t process;
@@ -435,7 +438,7 @@ struct Arriving {
   }
 };
 
-// Asks the process that shares for its chunks. False: it is gone, knows nothing of it, or breaks off.
+// Gets the chunks from the sharing process. False: it is gone, does not know the block, or breaks off.
 bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving) {
   const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address;
@@ -521,7 +524,7 @@ DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, Dr
   if (address == nullptr || (flags & ~kLazyPeerAccess) != 0) return kDriverInvalidValue;
   if (const DriverResult result = preload_state().used.cuCtxGetDevice(&device); result != kDriverSuccess)
     return result;
-  // As the driver has it: a process does not open its own handles.
+  // As with the driver, a process cannot open its own handles.
   if (content.process == static_cast<std::int32_t>(::getpid())) return kDriverInvalidContext;
   const OpenedKey key{content.process, content.token, content.block, device};
   Opened& all = opened();
@@ -569,7 +572,7 @@ bool close_shared_block(DriverAddress address, DriverResult* result) {
     last = std::move(found->second);
     all.blocks.erase(found);
   }
-  // Unmapping does not wait for what is queued.
+  // Unmapping does not wait for queued work, so wait here.
   if (!any_capture()) *result = preload_state().used.cuCtxSynchronize();
   unmap(last);
   return true;

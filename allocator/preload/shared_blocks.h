@@ -1,12 +1,12 @@
-// Blocks of the arenas in other processes: cuIpcGetMemHandle and its kin, which the driver refuses for memory
-// of cuMemCreate, by means of the file descriptors that such memory has instead.
+// Shares blocks of the arenas with other processes (cuIpcGetMemHandle and related calls). The driver refuses
+// these calls for memory of cuMemCreate, which has file descriptors instead.
 //
-// A handle names the process and the block. Who opens one connects to a socket of that process, gets a
-// descriptor for each chunk that the block lies in, and maps those side by side. So both processes need the
-// preload, one user (or root), and one network namespace; others are refused as a bad handle is.
+// A handle names the process and the block. The opening process connects to a socket of that process, gets a
+// descriptor for each chunk of the block, and maps the chunks side by side. Both processes need the preload,
+// the same user (or root), and the same network namespace; otherwise the handle is refused as a bad one.
 //
-// Threads: every function may be called from any thread. The first block that is shared starts one thread,
-// which answers those who connect.
+// Threads: every function may be called from any thread. The first shared block starts one thread, which
+// answers connections.
 #pragma once
 
 #include "allocator/preload/driver_types.h"
@@ -14,18 +14,20 @@
 
 namespace forebay {
 
-// A handle for the block that starts at `begin`, the same one every time. `begin` must be live, and stays
-// pinned. False: it cannot be shared (chunks without descriptors, no socket); `handle` is as it was.
+// Makes a handle for the block that starts at `begin`, the same one every time. The block stays pinned: its
+// address and memory stay together. False: it cannot be shared (chunks without descriptors, no socket);
+// `handle` is unchanged. Requires: the block is live.
 bool share_block(const ProcessArenas::Use& use, DevicePtr begin, std::size_t bytes, DriverIpcHandle* handle);
 
-// Whether the handle is one of share_block, of whatever process.
+// Whether share_block of any process made the handle.
 bool is_shared_handle(const DriverIpcHandle& handle);
 
-// Maps the block for the current context's device. Opening a handle again gives the same address, and counts.
+// Maps the block for the current context's device. Opening a handle again gives the same address and needs
+// one more close_shared_block.
 DriverResult open_shared_block(const DriverIpcHandle& handle, unsigned flags, DriverAddress* address);
 
-// Undoes one opening; the last one unmaps, after all work of the current context. False: it is no such
-// address.
+// Undoes one opening. The last one waits for all work of the current context and unmaps. False: no shared
+// block was opened at that address.
 bool close_shared_block(DriverAddress address, DriverResult* result);
 
 }  // namespace forebay

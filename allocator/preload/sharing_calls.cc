@@ -1,8 +1,8 @@
-// What others get to know of the program's memory: attributes of addresses, handles for other processes and
-// devices.
+// Calls that make the program's memory known outside: attributes of addresses, handles for other processes
+// and devices.
 //
-// A block that somebody outside knows is pinned: its address and the memory behind it stay together for good,
-// also after it was freed. While a block is live that is so anyway.
+// A block that is known outside the process is pinned: its address and memory stay together even after it was
+// freed. While a block is live they stay together in any case.
 #include <cstring>
 
 #include "allocator/preload/routes.h"
@@ -11,7 +11,7 @@
 namespace forebay {
 namespace {
 
-// Pointer attributes that are ours to answer, or that make memory known outside.
+// Pointer attributes that the preload answers, or that make memory known outside.
 enum : unsigned {
   kP2pTokens = 5,
   kSyncMemops = 6,
@@ -28,7 +28,7 @@ bool is_ours(DriverAddress address) {
   return ProcessArenas::of_process().blocks().is_arena_address(device_pointer(address));
 }
 
-// The program's block, where the driver would tell of the whole reservation.
+// Answers with the program's block; the driver would answer with the whole reservation.
 bool answer_attribute(void* data, unsigned attribute, DriverAddress address) {
   if (attribute != kRangeStart && attribute != kRangeSize && attribute != kPoolHandle) return false;
   DevicePtr begin = nullptr;
@@ -70,7 +70,7 @@ DriverResult pointer_get_attributes(unsigned count, unsigned* attributes, void**
 
 DriverResult pointer_set_attribute(const void* value, unsigned attribute, DriverAddress address) {
   const DriverResult result = preload_state().real.cuPointerSetAttribute(value, attribute, address);
-  // Who wants copies to be synchronous has registered the memory with a device of their own.
+  // A program sets SYNC_MEMOPS when it has registered the memory with another device.
   if (attribute == kSyncMemops && is_ours(address)) pin(address, 1);
   return result;
 }
@@ -80,7 +80,7 @@ DriverResult retain_allocation_handle(DriverMemory* memory, void* address) {
   const DriverResult result = state.real.cuMemRetainAllocationHandle(memory, address);
   const DriverAddress inside = driver_address(static_cast<DevicePtr>(address));
   if (result != kDriverSuccess || !is_ours(inside)) return result;
-  // The handle is of the whole mapping, with all blocks in it.
+  // The handle is that of the whole mapping, with all blocks in it.
   DriverAddress base = inside;
   std::size_t bytes = 1;
   (void)state.used.cuMemGetAddressRange_v2(&base, &bytes, inside);
@@ -115,7 +115,7 @@ DriverResult ipc_get_handle(DriverIpcHandle* handle, DriverAddress address) {
     const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
     if (use && share_block(use, begin, facts.bytes, handle)) return kDriverSuccess;
   }
-  // For memory of ours that cannot be shared, the driver's refusal.
+  // If the arena's memory cannot be shared, the driver's refusal is returned.
   return preload_state().real.cuIpcGetMemHandle(handle, address);
 }
 

@@ -1,4 +1,4 @@
-// Where the front end hands over: cuInit has succeeded, so this is a process that uses CUDA.
+// The entry point for the front end, called once cuInit has succeeded, so only in processes that use CUDA.
 #include <cstdlib>
 #include <cstring>
 
@@ -22,7 +22,7 @@ PreloadMode chosen_mode() {
   return PreloadMode::kOff;
 }
 
-// Only the arena keeps to it, so only with the arena is it told.
+// Only the arena enforces the limit, so the program is told of it only with the arena.
 std::size_t chosen_limit(PreloadMode mode) {
   const char* limit = std::getenv(kPreloadMemoryVariable);
   std::uint64_t bytes = 0;
@@ -35,7 +35,7 @@ std::size_t chosen_limit(PreloadMode mode) {
   return bytes;
 }
 
-// What the rest cannot do without.
+// The name of a call that the driver lacks and the preload needs; null: none.
 const char* missing_call(const PreloadStart& start) {
 #define FOREBAY_PRELOAD_NEEDED(table, symbol) \
   if (start.table->symbol == nullptr) return #symbol;
@@ -98,8 +98,8 @@ extern "C" int forebay_preload_start(const PreloadStart* start) {
                          ", without which nothing can be replaced; install a newer driver");
     return kNothingReplaced;
   }
-  // The driver is opened here, and not by the first allocation: opening takes the loader's lock, which others
-  // may hold while they wait for an arena to be made.
+  // The driver is opened here and not at the first allocation: opening takes the loader's lock, which another
+  // thread may hold while it waits for an arena to be made.
   if (const Result<int> count = CudaBackend::device_count(); !count.ok()) {
     set_preload_text(state.record->problem, count.status().message());
     return kNothingReplaced;

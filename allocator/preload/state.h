@@ -1,12 +1,12 @@
-// What the parts of the preload in the core share: the driver as the program uses it, the mode, and the
-// record. Set once, by the start, before any replaced call can come.
+// The state that the preload's sources in the core share: the driver as the program uses it, the mode, and
+// the record. forebay_preload_start sets it once, before any replaced call.
 #pragma once
 
 #include <atomic>
 
 #include "allocator/preload/calls.h"
-#include "forebay/backend.h"
 #include "allocator/preload/record.h"
+#include "forebay/backend.h"
 
 namespace forebay {
 
@@ -14,21 +14,21 @@ struct PreloadState {
   HookedCalls real{};
   UsedCalls used{};
   PreloadMode mode = PreloadMode::kOff;
-  std::size_t memory_limit = 0;  // What a device is said to have, at most; 0: what it has.
+  std::size_t memory_limit = 0;  // The most memory that a device is said to have; 0: no limit.
   const void* hooked_dlsym = nullptr;
   PreloadRecord* record = nullptr;
 };
 
-// Of the process; never destroyed.
+// One for the process; never destroyed.
 PreloadState& preload_state();
 
-// A function that the driver lacks stays away.
+// Replaces one call, unless the driver lacks it.
 template <typename Function>
-void replace(Function** place, Function* ours) {
-  if (*place != nullptr) *place = ours;
+void replace(Function** call, Function* ours) {
+  if (*call != nullptr) *call = ours;
 }
 
-// Puts ours in place of what is replaced.
+// Each replaces the calls of one source file.
 void replace_memory_calls(HookedCalls* calls);
 void replace_pool_calls(HookedCalls* calls);
 void replace_context_calls(HookedCalls* calls);

@@ -1,5 +1,5 @@
-// What PyTorch calls, with and without the preload. Without it the few functions of the driver that are
-// needed besides the backend's are looked up here.
+// The functions that PyTorch calls, with and without the preload. The driver's functions that the backend
+// does not offer are looked up here, since without the preload there is no table of them.
 #include "forebay/torch_allocator.h"
 
 #include <dlfcn.h>
@@ -13,7 +13,7 @@
 namespace forebay {
 namespace {
 
-// The driver is open by now: the backend has it.
+// The backend has opened the driver by now.
 template <typename Function>
 Function* driver_function(const char* name) {
   const char* chosen = std::getenv("FOREBAY_LIBCUDA");
@@ -28,7 +28,7 @@ bool is_captured(DriverStream stream) {
   return ask != nullptr && (ask(stream, &status) != kDriverSuccess || status != 0);
 }
 
-// The host waits for all that is queued on the device that is current.
+// Waits for all work queued on the current device.
 bool wait_for_current_device() {
   static auto* const wait = driver_function<Driver_cuCtxSynchronize>("cuCtxSynchronize");
   return wait != nullptr && wait() == kDriverSuccess;
@@ -42,8 +42,8 @@ ProcessArenas::Use arena_of(int device, Status* why) {
   return ProcessArenas::of_process().use(device, is_preloaded() ? &primary_context : nullptr, why);
 }
 
-// What the stream is to the arena. While it is captured, what is allocated for it serves a graph that may run
-// on any stream: only memory that nobody uses any more will do.
+// The arena's stream for a CUDA stream. Null while it is captured: the graph may run on any stream, so only
+// idle memory will do.
 Stream stream_of(const ProcessArenas::Use& use, DriverStream stream) {
   if (stream == DRIVER_PER_THREAD_STREAM) return ProcessArenas::thread_stream(use);
   return Stream{numbered(stream, false)};

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "forebay/memory_snapshot.h"
 #include "allocator/preload/events.h"
+#include "forebay/memory_snapshot.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/traces/allocation_trace.h"
 
