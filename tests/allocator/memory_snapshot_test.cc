@@ -47,7 +47,7 @@ std::string write(const MemorySnapshot& snapshot) {
   return file.bytes();
 }
 
-// `text` with its length in front, as BINUNICODE has it.
+// `text` with its length in front, in the form of BINUNICODE.
 std::string unicode(const std::string& text) {
   return std::string("X") + static_cast<char>(text.size()) + std::string(3, '\0') + text;
 }
@@ -63,7 +63,7 @@ std::string setting(std::variant<bool, std::int64_t, std::string> value) {
   return write(snapshot);
 }
 
-TEST(MemorySnapshot, AnEmptyOneIsADictOfEmptyParts) {
+TEST(MemorySnapshot, AnEmptySnapshotIsADictOfEmptyParts) {
   EXPECT_EQ(write({}), in_settings(""));
 }
 
@@ -132,7 +132,7 @@ TEST(MemorySnapshot, OddBytesBecomeQuestionMarks) {
       << "cut off";
 }
 
-TEST(MemorySnapshot, AStackThatIsNotThereIsRefused) {
+TEST(MemorySnapshot, AStackIndexOutOfRangeIsRefused) {
   MemorySnapshot snapshot;
   snapshot.stacks.resize(1);
   snapshot.device_traces = {{{.stack = 1}}};
@@ -144,7 +144,7 @@ TEST(MemorySnapshot, AStackThatIsNotThereIsRefused) {
   EXPECT_NE(status.message().find("stack 1 of 1"), std::string::npos) << status.message();
 }
 
-TEST(MemorySnapshot, SaysWhenTheFileCannotBeWritten) {
+TEST(MemorySnapshot, ReportsAFileThatCannotBeWritten) {
   const int full = ::open("/dev/full", O_WRONLY | O_CLOEXEC);
   if (full < 0) GTEST_SKIP() << "there is no /dev/full";
   MemorySnapshot snapshot;
@@ -158,7 +158,7 @@ TEST(MemorySnapshot, SaysWhenTheFileCannotBeWritten) {
   EXPECT_EQ(write_memory_snapshot({}, -1).code(), StatusCode::kIoError);
 }
 
-// A little of everything; the Python below knows what is in it.
+// A little of everything; the Python below knows its contents.
 MemorySnapshot example() {
   MemorySnapshot snapshot;
   snapshot.stacks = {{{"forward", "train.py", 12}, {"main", "train.py", 99}},
@@ -238,7 +238,7 @@ settings = s['allocator_settings']
 assert settings == {'allocator': 'forebay', 'expandable_segments': True, 'limit_bytes': 3 << 40, 'device': -1}
 )";
 
-TEST(MemorySnapshot, PythonReadsItAsPyTorchsOwn) {
+TEST(MemorySnapshot, PythonReadsItLikePyTorchsOwn) {
   if (std::system("python3 -c 'import pickletools' >/dev/null 2>&1") != 0) {
     GTEST_SKIP() << "python3 is not there to read the snapshot";
   }

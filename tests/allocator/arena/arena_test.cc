@@ -120,7 +120,7 @@ TEST_F(ArenaTest, PersistentBlocksPackInTheOrderOfTheirAllocation) {
   EXPECT_EQ(arena_->block_bytes(first), 1024u);
 }
 
-TEST_F(ArenaTest, ABlockOfNoBytesIsDistinct) {
+TEST_F(ArenaTest, AZeroByteBlockIsDistinct) {
   DevicePtr first = take(0);
   DevicePtr second = take(0);
 
@@ -146,7 +146,7 @@ TEST_F(ArenaTest, AlignsBlocksUpToAChunk) {
   }
 }
 
-// Each would keep a chunk from being used for anything larger.
+// Each of them would keep a chunk from being used for larger blocks.
 TEST_F(ArenaTest, KeepsSmallBlocksTogether) {
   remake(64 * kChunk);
   std::vector<DevicePtr> large, small;
@@ -159,7 +159,7 @@ TEST_F(ArenaTest, KeepsSmallBlocksTogether) {
   EXPECT_LE(arena_->statistics().peak_reserved_bytes, 26 * kChunk);
 }
 
-TEST_F(ArenaTest, RefusesSizesThatMakeNoSense) {
+TEST_F(ArenaTest, RefusesInvalidSizes) {
   for (int shift = 58; shift < 64; ++shift) {
     for (const std::size_t limit_bytes : {std::size_t{0}, SIZE_MAX}) {
       const ArenaOptions options{.limit_bytes = limit_bytes, .chunk_bytes = std::size_t{1} << shift};
@@ -170,7 +170,7 @@ TEST_F(ArenaTest, RefusesSizesThatMakeNoSense) {
             StatusCode::kInvalidArgument);
 }
 
-TEST_F(ArenaTest, RefusesWhatIsNotTheStartOfALiveBlock) {
+TEST_F(ArenaTest, RefusesAddressesThatAreNotTheStartOfALiveBlock) {
   DevicePtr block = take(2048);
   std::byte local;
 
@@ -234,7 +234,7 @@ TEST_F(ArenaTest, ReuseWaitsForARecordedStreamToo) {
   EXPECT_EQ(take(16 * kChunk), block);
 }
 
-TEST_F(ArenaTest, WhatTheHostFreesIsFreeForAllButRecordedStreams) {
+TEST_F(ArenaTest, ABlockFreedByTheHostWaitsOnlyForRecordedStreams) {
   DevicePtr block = take(16 * kChunk);
   give(block);
   EXPECT_EQ(take(16 * kChunk, streams_[0]), block);
@@ -247,9 +247,9 @@ TEST_F(ArenaTest, WhatTheHostFreesIsFreeForAllButRecordedStreams) {
   EXPECT_EQ(take(16 * kChunk, streams_[1]), block);
 }
 
-// A block reused on its stream and then freed by the host still covers the work queued before it was handed
-// out.
-TEST_F(ArenaTest, ABlockKeepsTheWaitsItInherited) {
+// A block that was reused on its stream and then freed by the host still waits for work queued before it was
+// allocated.
+TEST_F(ArenaTest, ABlockKeepsTheStreamsItsMemoryWaitedFor) {
   DevicePtr block = take(16 * kChunk, streams_[0]);
   hold(streams_[0]);
   give(block, streams_[0]);
@@ -274,7 +274,7 @@ TEST_F(ArenaTest, RecordsOneEventForManyFrees) {
 }
 
 // Neighbours freed on a stream and never used are not merged when freed, but one request can use both.
-TEST_F(ArenaTest, JoinsNeighboursOfDifferentClassesForATakerThatMayUseBoth) {
+TEST_F(ArenaTest, JoinsNeighboursOfDifferentStreamsForARequestThatMayUseBoth) {
   DevicePtr first = take(8 * kChunk, streams_[0]);
   DevicePtr second = take(8 * kChunk, streams_[0]);
   hold(streams_[0]);
@@ -285,7 +285,7 @@ TEST_F(ArenaTest, JoinsNeighboursOfDifferentClassesForATakerThatMayUseBoth) {
   EXPECT_EQ(take(16 * kChunk, streams_[0]), first);
 }
 
-TEST_F(ArenaTest, ARetiredStreamHoldsNothingBack) {
+TEST_F(ArenaTest, MemoryFreedOnARetiredStreamIsFreeForAll) {
   Stream stream = backend_->stream_create().value();
   DevicePtr block = take(16 * kChunk, stream);
   DevicePtr still_live = nullptr;
@@ -300,7 +300,7 @@ TEST_F(ArenaTest, ARetiredStreamHoldsNothingBack) {
   EXPECT_TRUE(arena_->stream_retire(stream).ok()) << "a stream it does not know";
 }
 
-TEST_F(ArenaTest, MoreStreamsThanItsTableStillFree) {
+TEST_F(ArenaTest, StreamsBeyondTheTableStillFree) {
   std::vector<Stream> streams;
   std::vector<DevicePtr> blocks;
   for (int i = 0; i < 70; ++i) {
@@ -319,7 +319,7 @@ TEST_F(ArenaTest, MoreStreamsThanItsTableStillFree) {
   take(16 * kChunk);
 }
 
-TEST_F(ArenaTest, EnforcesItsLimitAndSaysWhoHoldsWhat) {
+TEST_F(ArenaTest, EnforcesItsLimitAndReportsTheHolders) {
   const Tag tag = arena_->tag_create("activations", 0).value();
   take(10 * kChunk, {}, Region::kTransient, tag);
   auto refused = arena_->allocate({.bytes = 7 * kChunk, .tag = tag});
@@ -340,7 +340,7 @@ TEST_F(ArenaTest, EnforcesItsLimitAndSaysWhoHoldsWhat) {
   EXPECT_EQ(try_take(SIZE_MAX), StatusCode::kOutOfMemory);
 }
 
-TEST_F(ArenaTest, AFullDeviceIsOutOfMemoryInItsOwnWords) {
+TEST_F(ArenaTest, AFullDeviceIsReportedWithTheDevicesMessage) {
   remake(0, 8 * kChunk);
   DevicePtr block = take(5 * kChunk);
   DevicePtr other = backend_->alloc(2 * kChunk).value();
@@ -355,8 +355,8 @@ TEST_F(ArenaTest, AFullDeviceIsOutOfMemoryInItsOwnWords) {
   give(block);
 }
 
-// Free memory is told apart by what keeps it from being handed out, and the parts make up the limit.
-TEST_F(ArenaTest, SaysWhatIsFreeNowWhatWaitsAndWhatIsNotMapped) {
+// Free memory is reported by the reason why it is not usable, and the parts add up to the limit.
+TEST_F(ArenaTest, ReportsFreeWaitingAndUnmappedMemory) {
   const Tag pausable = arena_->tag_create({.name = "rollout", .pausable = true}).value();
   const Slot slot = arena_->slot_create(2 * kChunk, 0).value();
   const DevicePtr rollout = take(kChunk, {}, Region::kTransient, pausable);
@@ -381,7 +381,7 @@ TEST_F(ArenaTest, SaysWhatIsFreeNowWhatWaitsAndWhatIsNotMapped) {
       << message;
 }
 
-TEST_F(ArenaTest, SaysWhenLiveBlocksShareChunksWithWhatIsFree) {
+TEST_F(ArenaTest, ReportsFreeMemoryInChunksOfLiveBlocks) {
   std::vector<DevicePtr> blocks;
   for (int i = 0; i < 32; ++i) blocks.push_back(take(kChunk / 2));
   for (std::size_t i = 0; i < blocks.size(); i += 2) give(blocks[i]);
@@ -392,7 +392,7 @@ TEST_F(ArenaTest, SaysWhenLiveBlocksShareChunksWithWhatIsFree) {
       << message;
 }
 
-TEST_F(ArenaTest, SaysWhenARequestCanNeverFit) {
+TEST_F(ArenaTest, ReportsThatARequestCanNeverFit) {
   const auto refusal = [&](const AllocationRequest& request) {
     return arena_->allocate(request).status().message();
   };
@@ -437,7 +437,7 @@ TEST_F(ArenaTest, EnforcesTheLimitOfATagOverBlocksAndSlots) {
   EXPECT_TRUE(arena_->slot_destroy(slot).ok());
 }
 
-TEST_F(ArenaTest, CountsPerTagNowAndAtMost) {
+TEST_F(ArenaTest, CountsLiveAndPeakBytesPerTag) {
   const Tag tag = arena_->tag_create("gradients", 0).value();
   DevicePtr block = take(3000, {}, Region::kTransient, tag);
   const Slot slot = arena_->slot_create(kChunk + 100, tag).value();
@@ -456,7 +456,7 @@ TEST_F(ArenaTest, CountsPerTagNowAndAtMost) {
   arena_->reset_peaks();
   EXPECT_EQ(arena_->statistics(tag).peak_live_bytes, 0u);
   EXPECT_EQ(arena_->statistics().peak_live_bytes, 512u);
-  // The slot's two, and one each for what is small and what is not.
+  // Two for the slot, one for small blocks, one for the others.
   EXPECT_EQ(arena_->statistics().peak_reserved_bytes, 4 * kChunk);
 
   const std::string report = arena_->report();
@@ -466,7 +466,7 @@ TEST_F(ArenaTest, CountsPerTagNowAndAtMost) {
   EXPECT_EQ(arena_->tag_create("too many", 0).status().code(), StatusCode::kInvalidArgument);
 }
 
-TEST_F(ArenaTest, MakesNoDriverCallForMemoryItHasMapped) {
+TEST_F(ArenaTest, MakesNoDriverCallForMappedMemory) {
   for (int i = 0; i < 4; ++i) give(take((i + 1) * kChunk, streams_[0]), streams_[0]);
   const std::uint64_t calls = arena_->statistics().driver_call_count;
   for (int round = 0; round < 10; ++round) {
@@ -475,7 +475,7 @@ TEST_F(ArenaTest, MakesNoDriverCallForMemoryItHasMapped) {
   EXPECT_EQ(arena_->statistics().driver_call_count, calls);
 }
 
-TEST_F(ArenaTest, GrowsByWhatIsMissingOnly) {
+TEST_F(ArenaTest, GrowsOnlyByTheMissingBytes) {
   give(take(3 * kChunk, streams_[0]), streams_[0]);
   take(5 * kChunk, streams_[0]);
 
@@ -483,7 +483,7 @@ TEST_F(ArenaTest, GrowsByWhatIsMissingOnly) {
 }
 
 // Sixteen chunks, every second one free: no two are neighbours, and the limit allows no more. Remapping must
-// make one large range of them without touching what lives.
+// make one large range of them without touching live blocks.
 TEST_F(ArenaTest, RemapsScatteredFreeChunksBeforeItFails) {
   std::vector<DevicePtr> blocks;
   for (int i = 0; i < 16; ++i) {
@@ -511,12 +511,12 @@ TEST_F(ArenaTest, FreeChunksOfOneRegionServeTheOther) {
   EXPECT_EQ(reserved(), 16 * kChunk);
 }
 
-TEST_F(ArenaTest, ASmallBlockTakesTheOtherRegionsRestBeforeItFails) {
+TEST_F(ArenaTest, ASmallBlockUsesTheOtherRegionBeforeItFails) {
   take(15 * kChunk + kChunk / 2, {}, Region::kPersistent);
   take(kChunk / 4, {}, Region::kTransient);
 }
 
-TEST_F(ArenaTest, RemapsNothingThatQueuedWorkMayStillUse) {
+TEST_F(ArenaTest, DoesNotRemapMemoryThatQueuedWorkMayStillUse) {
   DevicePtr block = take(10 * kChunk, streams_[0]);
   take(512);
   hold(streams_[0]);
@@ -626,7 +626,7 @@ TEST_F(ArenaTest, TrimUnmapsNeighboursInOneCall) {
   std::memset(blocks[2], 1, kChunk);
 }
 
-TEST_F(ArenaTest, WhatTrimCannotUnmapStaysUsable) {
+TEST_F(ArenaTest, MemoryThatTrimCannotUnmapStaysUsable) {
   std::vector<DevicePtr> blocks;
   for (int i = 0; i < 6; ++i) blocks.push_back(take(kChunk));
   for (const int i : {0, 1, 3, 4, 5}) give(blocks[i]);
@@ -653,7 +653,7 @@ TEST_F(ArenaTest, RefusesChunksTheBackendCannotMap) {
 }
 
 // A mapping that cannot be undone is set aside, and used again once the Backend lets it go.
-TEST_F(ArenaTest, SetsAsideWhatItCannotUnmapAndTriesAgain) {
+TEST_F(ArenaTest, SetsAsideAMappingItCannotUndoAndTriesAgain) {
   backend_->add_fault({HostCall::kSetAccess, 1, Status(StatusCode::kInternal, "scripted")});
   backend_->add_fault({HostCall::kUnmap, 1, Status(StatusCode::kInternal, "scripted")});
   EXPECT_EQ(try_take(4 * kChunk), StatusCode::kInternal);
@@ -663,7 +663,7 @@ TEST_F(ArenaTest, SetsAsideWhatItCannotUnmapAndTriesAgain) {
   EXPECT_EQ(reserved(), 16 * kChunk);
 }
 
-TEST_F(ArenaTest, FailsToBeMadeWithoutAddresses) {
+TEST_F(ArenaTest, CreateFailsWithoutAddresses) {
   backend_->add_fault({HostCall::kReserve, 1, Status(StatusCode::kOutOfMemory, "scripted")});
   auto refused = Arena::create(*backend_, {.reserve_bytes = 16 * kChunk, .limit_bytes = 4 * kChunk});
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory);

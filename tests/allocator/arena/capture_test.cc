@@ -1,4 +1,4 @@
-// Captured graphs: memory of their own, and mappings that stay as they are.
+// Captured graphs: private memory, and mappings that do not change.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -100,7 +100,7 @@ class ArenaCaptureTest : public ::testing::Test {
   Stream captured_;
 };
 
-TEST_F(ArenaCaptureTest, AllocatesFromMemoryThatNobodyElseGetsUntilRelease) {
+TEST_F(ArenaCaptureTest, AllocatesFromPrivateMemoryUntilRelease) {
   // There is free memory, but not for the capture.
   give(take(4 * kChunk, streams_[0]), streams_[0]);
   synchronize();
@@ -126,7 +126,7 @@ TEST_F(ArenaCaptureTest, AllocatesFromMemoryThatNobodyElseGetsUntilRelease) {
   EXPECT_NE(take(16 * kChunk, streams_[1]), nullptr);
 }
 
-TEST_F(ArenaCaptureTest, ChangesNoMappingAndRecordsNoEventMeanwhile) {
+TEST_F(ArenaCaptureTest, ChangesNoMappingAndRecordsNoEventDuringACapture) {
   DevicePtr blocks[16];
   for (DevicePtr& block : blocks) block = take(kChunk, streams_[0]);
   for (int i = 0; i < 16; i += 2) give(blocks[i], streams_[0]);
@@ -134,7 +134,7 @@ TEST_F(ArenaCaptureTest, ChangesNoMappingAndRecordsNoEventMeanwhile) {
   // A view, and old mappings that trim would remove.
   give(take(4 * kChunk, streams_[0]), streams_[0]);
   const Capture capture = begin(streams_[0]);
-  // Together they would be enough; put together they may not be now.
+  // Together they are large enough, but a capture allows no stitching.
   EXPECT_EQ(try_take(6 * kChunk, streams_[1]), StatusCode::kOutOfMemory);
   EXPECT_EQ(try_take(6 * kChunk, streams_[0]), StatusCode::kOutOfMemory);
   EXPECT_EQ(arena_->trim(), 0u);
@@ -147,7 +147,7 @@ TEST_F(ArenaCaptureTest, ChangesNoMappingAndRecordsNoEventMeanwhile) {
   EXPECT_EQ(try_take(8 * kChunk, streams_[1]), StatusCode::kOk);
 }
 
-TEST_F(ArenaCaptureTest, WhatTheCapturedStreamFreesWaitsUntilItEnds) {
+TEST_F(ArenaCaptureTest, MemoryFreedOnACapturedStreamWaitsForItsEnd) {
   DevicePtr block = take(16 * kChunk, streams_[0]);
   const Capture capture = begin(streams_[0]);
   give(block, streams_[0]);
@@ -187,9 +187,9 @@ TEST_F(ArenaCaptureTest, LiveBlocksSurviveTheRelease) {
   EXPECT_EQ(backend_->charged_bytes(), 0u);
 }
 
-// A thread releases the capture while another one maps memory for a block of it: the block then belongs to
-// nobody's region that a later tag could take over, and be paused with.
-TEST_F(ArenaCaptureTest, ABlockThatIsMappedWhileTheCaptureIsReleasedIsNobodysButItsOwn) {
+// A thread releases the capture while another one maps memory for a block of it. The block must not end in a
+// region that a later tag takes over and pauses.
+TEST_F(ArenaCaptureTest, ABlockMappedDuringTheReleaseOfItsCaptureStaysItsOwn) {
   const Capture capture = arena_->capture_begin(streams_[0]).value();
   std::atomic<bool> ended{false};
   std::thread other;
@@ -217,7 +217,7 @@ TEST_F(ArenaCaptureTest, ABlockThatIsMappedWhileTheCaptureIsReleasedIsNobodysBut
   give(block, streams_[0]);
 }
 
-TEST_F(ArenaCaptureTest, RefusesWhatMakesNoSense) {
+TEST_F(ArenaCaptureTest, RefusesInvalidRequests) {
   EXPECT_EQ(arena_->capture_begin({}).status().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->capture_end({}).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->capture_release({}).code(), StatusCode::kInvalidArgument);
@@ -231,7 +231,7 @@ TEST_F(ArenaCaptureTest, RefusesWhatMakesNoSense) {
   EXPECT_EQ(arena_->capture_release(capture).code(), StatusCode::kInvalidArgument);
 }
 
-TEST_F(ArenaCaptureTest, ThereAreSoManyCapturesAndPausableTags) {
+TEST_F(ArenaCaptureTest, CapturesAndPausableTagsHaveALimit) {
   std::vector<Capture> captures;
   ASSERT_TRUE(arena_->tag_create({.name = "pausable", .pausable = true}).ok());
   for (std::size_t i = 1; i < kPrivateRegionLimit; ++i) {
@@ -257,7 +257,7 @@ TEST_F(ArenaCaptureTest, TwoStreamsAreCapturedAtOnce) {
   DevicePtr two = take(kChunk / 4, streams_[1]);
   EXPECT_NE(watched_->chunk_at(one).begin, watched_->chunk_at(two).begin);
   ASSERT_TRUE(arena_->capture_end(first).ok());
-  // The other still goes on.
+  // The other capture still goes on.
   captured_ = streams_[1];
   EXPECT_EQ(arena_->trim(), 0u);
   captured_ = Stream();

@@ -1,13 +1,13 @@
-// Aim: whatever several threads do with one arena, every block keeps its bytes, on host memory and on the
-// cuda backend.
+// Aim: while several threads use one arena, every block keeps its bytes, on host memory and on the cuda
+// backend.
 //
 // Method: each thread takes random operations on two streams of its own: blocks are written from a table of
 // random bytes and compared with it before they are freed, when another stream uses them, when another thread
-// has taken them over, and after a pause; captured graphs run again and again, so that memory of theirs that
-// somebody else was given would be overwritten; slots are written through one alias and read through another.
-// All of it is work queued on streams, which are held up at random by host functions that wait at a gate; the
-// fake driver holds operations back besides, in an order drawn from the seed, and calls it a hazard when
-// something is unmapped that queued work uses. Memory is so scarce that many requests are refused.
+// has taken them over, and after a pause; captured graphs run many times, so that their memory would be
+// overwritten if another request got it; slots are written through one alias and read through another.
+// All of it is work queued on streams, which are held up at random by host functions that wait at a gate. The
+// fake driver also delays operations, in an order drawn from the seed, and reports a hazard when memory is
+// unmapped that queued work uses. Memory is so scarce that many requests are refused.
 // FOREBAY_SEED repeats the choices of a run (not how its threads interleave), FOREBAY_OPERATIONS sets how
 // many there are.
 #include <gtest/gtest.h>
@@ -50,7 +50,7 @@ std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
 }
 
-// Page-locked host memory.
+// Pinned host memory.
 class Pinned {
  public:
   Pinned(Backend& backend, std::size_t bytes)
@@ -105,7 +105,7 @@ struct Block {
   const std::byte* contents = nullptr;  // In the table. Null: never written.
 };
 
-// What all threads share.
+// Shared by all threads.
 struct Stage {
   Backend& backend;
   Arena& arena;
@@ -117,7 +117,7 @@ struct Stage {
 
   struct Offer {
     Block block;
-    Event written;  // All that was queued for it so far.
+    Event written;  // Recorded behind all work queued for it so far.
   };
   std::mutex mutex;
   std::vector<Offer> offers;
@@ -171,7 +171,7 @@ class Lane {
     auto* comparison = new Comparison{stage_.wrong, staging_.data(), contents, bytes, address, what};
     if (!stage_.must(stage_.backend.call_host(stream_, &Comparison::run, comparison))) delete comparison;
   }
-  // All that this lane's stream has been given so far comes before what `later` will be given.
+  // Work queued on `later` from now on runs after all work queued on this lane's stream so far.
   void before(Lane& later) {
     const Event event = event_of();
     if (stage_.must(stage_.backend.event_record(event, stream_))) {
@@ -243,7 +243,7 @@ class Worker {
     open_all();
     for (auto& lane : lanes_) lane->synchronize();
   }
-  // When all threads have ended and what nobody took over is free, so that there is room.
+  // Called when all threads have ended and all blocks without an owner are freed, so that there is room.
   void finish() {
     if (paused_) stage_.must(stage_.arena.resume(tag_));
     paused_ = false;
@@ -395,7 +395,7 @@ class Worker {
     if (blocks_.empty()) return;
     const std::size_t index = pick(blocks_.size());
     const Block block = blocks_[index];
-    // A tag is paused when its blocks are not in use, which only its thread knows.
+    // Only its own thread knows when the blocks of a tag are not in use.
     if (block.tag == 2 || is_of_graph(block)) return;
     Lane& own = lane(block.lane);
     const Event event = own.event_of();
@@ -526,7 +526,7 @@ class Worker {
       if (!stage_.must(alias.status())) return;
       slot_.aliases.push_back(alias.value());
     }
-    // Written through one, read through the others, on one stream.
+    // Written through one alias and read through the others, on one stream.
     for (const DevicePtr alias : slot_.aliases) {
       lane(0).compare(alias, slot_.contents, slot_.bytes, "in a slot");
     }
@@ -554,7 +554,7 @@ class Worker {
   bool keeps_ = false;
   std::vector<Block> blocks_;
   Graph graph_;
-  std::vector<Block> graph_live_;  // What the capture left live.
+  std::vector<Block> graph_live_;  // Blocks that are live after the capture.
   SlotState slot_;
   int held_operations_ = 0;
 };
@@ -627,7 +627,7 @@ class ArenaContentsTest : public ::testing::TestWithParam<std::size_t> {
   }
 };
 
-TEST_P(ArenaContentsTest, StayAsTheyWereOnHostMemory) {
+TEST_P(ArenaContentsTest, StayUnchangedOnHostMemory) {
   const std::uint64_t seed = choose_seed();
   HostBackendOptions options;
   options.granularity = kChunk;
@@ -640,7 +640,7 @@ TEST_P(ArenaContentsTest, StayAsTheyWereOnHostMemory) {
   EXPECT_EQ(backend->charged_bytes(), 0u);
 }
 
-TEST_P(ArenaContentsTest, StayAsTheyWereOnTheCudaBackendHoweverStreamsOvertakeEachOther) {
+TEST_P(ArenaContentsTest, StayUnchangedOnTheCudaBackendWithReorderedStreams) {
   const std::uint64_t seed = choose_seed();
   const fake_cuda::FakeCuda fake = fake_cuda::choose_fake();
   fake_cuda::FakeOptions options = fake_cuda::strict_options();

@@ -1,10 +1,10 @@
-// Aim: whatever call on the Backend fails, the arena says so or does without; nothing is lost, and the next
-// request works.
+// Aim: when any call on the Backend fails, the arena reports it or manages without; nothing is lost, and the
+// next request works.
 //
 // Method: one scenario goes through everything that makes the arena call its Backend: growing, stitching, the
 // breaking of large chunks, addresses that show the same memory and run out, slots, fixed blocks, a pausable
 // tag, a capture, streams that wait for each other, trim, refining. It is run once for each call that it
-// makes, and that call fails. What fails is asked for once more and must then succeed; accounts and the
+// makes, and that call fails. An operation that fails is repeated and must then succeed. Accounts and the
 // contents of all blocks are compared after every operation.
 #include <gtest/gtest.h>
 
@@ -38,7 +38,7 @@ class FaultyBackend final : public ForwardingBackend {
   FaultyBackend(Backend& below, int failing_call, StatusCode code)
       : ForwardingBackend(below), failing_call_(failing_call), code_(code) {}
 
-  // What the calls that follow are made for.
+  // The part of the scenario that makes the following calls.
   void begin(const std::string& what) { what_ = what; }
   int call_count() const { return call_count_; }
   // Calls of one kind made for `what`.
@@ -89,7 +89,7 @@ class FaultyBackend final : public ForwardingBackend {
     return fails("stream_destroy") ? scripted() : ForwardingBackend::stream_destroy(stream);
   }
   Status stream_synchronize(Stream stream) override {
-    // Whether it was waited for is not in doubt here, only what the arena makes of the answer.
+    // This test is about the arena's reaction to the answer, not about waiting.
     Status status = ForwardingBackend::stream_synchronize(stream);
     return fails("stream_synchronize") ? scripted() : status;
   }
@@ -205,7 +205,7 @@ class Scenario {
     auto first = call();
     if (status_of(first).ok()) return first;
     EXPECT_TRUE(excused && !backend_->failed().empty()) << status_of(first).to_string();
-    // What fails for want of a mapping or an event may be told as what it means: no memory.
+    // A failed mapping or event may be reported as its consequence: no memory.
     EXPECT_TRUE(status_of(first).code() == code_ || status_of(first).code() == StatusCode::kOutOfMemory)
         << status_of(first).to_string();
     if (arena_ != nullptr) check("after a failure");
@@ -298,7 +298,7 @@ class Scenario {
     high_ = take(6 * kChunk);
   }
 
-  // What was freed on one stream is wanted by the other.
+  // One stream requests memory that the other freed.
   void change_streams() {
     begin("changing streams");
     give(low_);
@@ -318,7 +318,7 @@ class Scenario {
 
   void capture() {
     give(low_);
-    // A capture maps nothing again, so what is free for it must be with the device.
+    // A capture remaps nothing, so the memory for it must still be with the device.
     arena_->trim();
     arena_->trim();
     begin("a capture");
@@ -369,7 +369,7 @@ class Scenario {
     low_ = take(16 * kChunk);
   }
 
-  // New views until there are no addresses left for them.
+  // New stitches until the addresses are used up.
   void use_up_addresses() {
     begin("running out of addresses");
     std::mt19937 random(7);
@@ -396,7 +396,7 @@ class Scenario {
     for (const int i : {0, 3, 4, 6}) singles_[i] = take(kChunk);
   }
 
-  // Persistent blocks grow behind one another, whatever is free elsewhere.
+  // Persistent blocks grow behind one another, even if memory is free elsewhere.
   void step() {
     begin("a step that leaves gaps");
     DevicePtr blocks[4];
@@ -413,7 +413,7 @@ class Scenario {
     check("after a step");
   }
 
-  // Room for a chunk of its own is made of what is wholly free.
+  // Wholly free chunks make room for a chunk of its own.
   void take_fixed_when_full() {
     begin("a fixed block in a full device");
     give(low_);
@@ -447,7 +447,7 @@ class Scenario {
     begin("ending the arena");
     arena_.reset();
     for (Stream stream : streams_) EXPECT_TRUE(device_->stream_destroy(stream).ok());
-    // What the system does not take back at the very end stays with it.
+    // Memory that the system refuses to take back at the very end is lost.
     const std::string& failed_call = backend_->failed();
     const bool excused = failed_call.rfind("ending the arena", 0) == 0 ||
                          failed_call.find(": unpin") != std::string::npos ||
@@ -481,8 +481,8 @@ class Scenario {
   DevicePtr singles_[8] = {};
 };
 
-// Otherwise the others prove nothing.
-TEST(ArenaFault, TheScenarioReachesAllThatCallsTheBackend) {
+// Otherwise the other tests prove nothing.
+TEST(ArenaFault, TheScenarioMakesEveryKindOfBackendCall) {
   Scenario scenario(0, StatusCode::kInternal);
   scenario.run();
 
@@ -536,7 +536,7 @@ TEST(ArenaFault, TheScenarioReachesAllThatCallsTheBackend) {
 constexpr int kQuarters = 4;
 class ArenaFaultTest : public ::testing::TestWithParam<std::tuple<StatusCode, int>> {};
 
-TEST_P(ArenaFaultTest, AfterAnyCallThatFailsNothingIsLostAndTheNextRequestWorks) {
+TEST_P(ArenaFaultTest, AFailedCallLosesNothingAndTheNextRequestWorks) {
   const auto [code, quarter] = GetParam();
   int reached = 0;
   for (int failing_call = 1 + quarter;; failing_call += kQuarters) {
@@ -550,7 +550,7 @@ TEST_P(ArenaFaultTest, AfterAnyCallThatFailsNothingIsLostAndTheNextRequestWorks)
   EXPECT_GT(reached, 50);
 }
 
-TEST_P(ArenaFaultTest, AStepThatIsRefinedComesThroughAnyCallThatFails) {
+TEST_P(ArenaFaultTest, ARefinedStepSurvivesAnyFailedCall) {
   const auto [code, quarter] = GetParam();
   int reached = 0;
   for (int failing_call = 1 + quarter;; failing_call += kQuarters) {

@@ -1,11 +1,11 @@
-// Aim: whatever the order of calls, live blocks keep their bytes, never overlap, and are not handed out again
-// before the work that may still use them has run; what the limit and the free chunks allow is never refused.
+// Aim: in any order of calls, live blocks keep their bytes, never overlap, and are not reused before the work
+// that may still use them has run. A request that the limit and the free chunks allow is never refused.
 //
 // Method: random allocate, free, record_stream, slot, alias and trim over three streams, against a model that
 // holds every live interval, and every freed one together with the points its streams have to reach first.
 // Streams are held up at random by host functions that wait at a gate, so that frees stay pending for many
-// operations. Blocks are filled, and checked when freed, by work queued on their own streams: a range given
-// out too early shows as a wrong byte as well as in the model.
+// operations. Blocks are filled, and checked when freed, by work queued on their own streams: memory reused
+// too early shows as a wrong byte as well as in the model.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -83,7 +83,7 @@ class HeldStream {
     held_ = false;
     opened_.notify_all();
   }
-  // The point that all work queued so far comes before.
+  // A point behind all work queued so far.
   std::uint64_t mark() {
     EXPECT_TRUE(backend_.call_host(stream_, &HeldStream::pass, this).ok());
     return ++marked_count_;
@@ -120,7 +120,7 @@ struct Block {
   std::uint8_t pattern = 0;
 };
 
-// A freed interval, and the point that each stream has to pass before another may have it (0: none).
+// A freed interval, and the point that each stream has to pass before another stream may use it (0: none).
 struct Pending {
   DevicePtr begin;
   DevicePtr end;
@@ -141,7 +141,7 @@ struct SlotModel {
 
 class ArenaModel {
  public:
-  // `exact`: all chunks are of the smallest size, so that what is free in whole chunks must be usable.
+  // `exact`: all chunks have the smallest size, so wholly free chunks must be usable.
   ArenaModel(std::uint64_t seed, bool exact) : random_(seed), exact_(exact) {
     HostBackendOptions options;
     options.granularity = kChunk;
@@ -270,7 +270,7 @@ class ArenaModel {
     EXPECT_EQ(arena_->block_bytes(block.address), block.bytes);
     take_interval(block.address, block.bytes);
     check_not_early(block);
-    // Some are never used: what they inherited must still be waited for.
+    // Some blocks are never used; the streams that their memory waited for still count.
     block.filled = chance(90);
     block.pattern = static_cast<std::uint8_t>(1 + pick(255));
     if (block.filled && block.stream >= 0) {
@@ -284,8 +284,8 @@ class ArenaModel {
     blocks_.push_back(block);
   }
 
-  // A refusal is right only while something is in the way. Now and then, everything that can be waited for
-  // is, and then a request that the wholly free chunks can hold has to be served.
+  // A refusal is right only while queued work is in the way. Now and then the test waits for all work; then a
+  // request that the wholly free chunks can hold must be served.
   Result<DevicePtr> after_refusal(const AllocationRequest& request, Result<DevicePtr> refused) {
     EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory) << refused.status().to_string();
     ++refused_count_;
@@ -326,7 +326,7 @@ class ArenaModel {
     live_[address] = bytes;
   }
 
-  // Everybody but the block's own stream must be done with what was freed there.
+  // All streams but the block's own must be done with the memory freed there.
   void check_not_early(const Block& block) {
     for (std::size_t i = 0; i < pending_.size();) {
       const Pending& pending = pending_[i];
@@ -486,7 +486,7 @@ class ArenaModel {
 
 class ArenaModelTest : public ::testing::TestWithParam<bool> {};
 
-TEST_P(ArenaModelTest, KeepsItsPromisesUnderRandomOperations) {
+TEST_P(ArenaModelTest, HoldsItsInvariantsUnderRandomOperations) {
   const std::uint64_t seed = choose_seed();
   SCOPED_TRACE("FOREBAY_SEED=" + std::to_string(seed));
   std::printf("FOREBAY_SEED=%llu\n", static_cast<unsigned long long>(seed));

@@ -1,11 +1,10 @@
 // ArenaOperations: any sequence of operations on an arena over a ModelBackend, chosen by a source of numbers,
-// with books beside it that say what must hold after each.
+// with books that say what must hold after each operation.
 //
-// What is checked: no memory is handed out at two addresses at once, nor before the work that may still use
-// it has run, except to the stream whose work that is; no address is unmapped that a live block or queued
-// work uses; a capture's memory is nobody else's until its release, and no mapping is taken or made twice
-// while it goes on; a paused tag's blocks keep their addresses; accounts and limits agree; in the end nothing
-// is left.
+// Checks: no memory is allocated at two addresses at once, nor before the work that may still use it has run,
+// except to the stream of that work; no address is unmapped that a live block or queued work uses; no other
+// request gets a capture's memory until its release, and no mapping changes during a capture; a paused tag's
+// blocks keep their addresses; accounts and limits agree; nothing is left at the end.
 #pragma once
 
 #include <algorithm>
@@ -164,7 +163,7 @@ class ArenaOperations {
     }
   }
 
-  // Takes the memory of a new block into the books, after seeing that nobody else has it.
+  // Enters the memory of a new block in the books, after checking that no other block has it.
   void take(Block& block) {
     block.memory = watched_->shown(block.address, block.bytes);
     const CaptureState* own = capturing_ != nullptr && block.stream >= 0 &&
@@ -296,7 +295,7 @@ class ArenaOperations {
     }
   }
 
-  // With nothing live, and the streams idle or not, what is free may go back to the device. Sometimes a step
+  // With nothing live, and the streams idle or not, free memory may go back to the device. Sometimes a step
   // that leaves gaps comes right before.
   void free_everything() {
     if (pick_(2) == 0) repeat();
@@ -367,9 +366,9 @@ class ArenaOperations {
       const Status status = arena_->pause(tags_[tag], false);
       pausing_ = 0;
       const bool excused = failing_ || capturing_ != nullptr;
-      // A capture's stream is asked for no event, so what it freed stays in use.
+      // No event is recorded on a captured stream, so memory that it freed stays in use.
       FOREBAY_CHECK(status.ok() || excused, "%s", status.to_string().c_str());
-      // It was left as it was, unless one call failed and then undoing it too.
+      // Nothing has changed, unless one call failed and undoing it failed too.
       if (!status.ok() && status.message().find("in part only") == std::string::npos) return;
       paused_[tag] = true;
       ++paused_count_;
@@ -454,8 +453,8 @@ class ArenaOperations {
     FOREBAY_CHECK(!arena_->pause(0, false).ok() && !arena_->capture_end({}).ok(), "nonsense was accepted");
   }
 
-  // One of the next calls on the backend fails. In every second run none does, because what failed calls
-  // leave behind excuses much: mappings that could not be undone are tried again whenever that is possible.
+  // One of the next calls on the backend fails. In every second run none does, because failed calls weaken
+  // the checks: mappings that could not be undone are tried again whenever that is possible.
   void fail_next() {
     if (faultless_) return;
     static constexpr HostCall kCalls[] = {HostCall::kChunkCreate, HostCall::kMap, HostCall::kUnmap,
@@ -472,7 +471,7 @@ class ArenaOperations {
     FOREBAY_CHECK(statistics.live_bytes == live_bytes, "%zu live, not %zu", statistics.live_bytes,
                   live_bytes);
     FOREBAY_CHECK(arena_->statistics(tags_[2]).live_bytes == live_bytes_[2], "the tag's account");
-    // An alias that two failed calls left mapped keeps the memory of a slot that is gone until it is
+    // An alias that stayed mapped after two failed calls keeps the memory of a destroyed slot until it is
     // recovered.
     const std::size_t charged_bytes = backend_->charged_bytes();
     FOREBAY_CHECK(

@@ -1,5 +1,5 @@
-// The arena under random operations of every kind over a device that touches no bytes, against books that say
-// which memory each address shows: see allocator/arena/operations.h. FOREBAY_SEED repeats a run,
+// The arena under random operations of every kind over a device that touches no bytes, compared with books of
+// the memory that each address shows: see tests/allocator/arena/operations.h. FOREBAY_SEED repeats a run,
 // FOREBAY_OPERATIONS sets how many operations there are.
 #include "tests/allocator/arena/operations.h"
 
@@ -47,11 +47,11 @@ void run_operations(std::uint64_t default_count) {
     EXPECT_GT(count, 0u);
 }
 
-TEST(ArenaOperations, KeepTheirPromisesInAnyOrder) {
+TEST(ArenaOperations, HoldTheInvariantsInAnyOrder) {
   run_operations(100'000);
 }
 
-TEST(SlowArenaOperations, KeepTheirPromisesInAnyOrder) {
+TEST(SlowArenaOperations, HoldTheInvariantsInAnyOrder) {
   run_operations(10'000'000);
 }
 

@@ -103,7 +103,7 @@ TEST_F(ArenaPauseTest, WithoutKeepingOnlyAddressesStay) {
   EXPECT_TRUE(has(block, 8, 5 * kChunk));
 }
 
-TEST_F(ArenaPauseTest, RefusesWhatMakesNoSense) {
+TEST_F(ArenaPauseTest, RefusesInvalidRequests) {
   const Tag plain = arena_->tag_create("plain", 0).value();
   EXPECT_EQ(arena_->pause(plain, true).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(arena_->pause(0, true).code(), StatusCode::kInvalidArgument);
@@ -130,7 +130,7 @@ TEST_F(ArenaPauseTest, AnEmptyTagPausesAndResumes) {
   take(kChunk, tag_);
 }
 
-TEST_F(ArenaPauseTest, BlocksFreedWhilePausedComeBackFree) {
+TEST_F(ArenaPauseTest, BlocksFreedWhilePausedAreFreeAfterResume) {
   DevicePtr first = take(4 * kChunk, tag_, stream_);
   DevicePtr second = take(4 * kChunk, tag_, stream_);
   std::memset(second, 5, 4 * kChunk);
@@ -145,7 +145,7 @@ TEST_F(ArenaPauseTest, BlocksFreedWhilePausedComeBackFree) {
 }
 
 // The stream a block was allocated for may end while the tag is paused.
-TEST_F(ArenaPauseTest, AStreamMayEndMeanwhile) {
+TEST_F(ArenaPauseTest, AStreamMayEndDuringAPause) {
   Stream ends = backend_->stream_create().value();
   DevicePtr block = take(kChunk, tag_, ends);
   ASSERT_TRUE(backend_->stream_synchronize(ends).ok());
@@ -184,7 +184,7 @@ TEST_F(ArenaPauseTest, ResumesOnlyWhenThereIsRoom) {
 }
 
 // The first try may only have recorded the event that the second finds completed, as allocate does.
-TEST_F(ArenaPauseTest, ResumesWhereWorkThatHasRunLeftRoom) {
+TEST_F(ArenaPauseTest, ResumesOnceQueuedWorkHasFreedRoom) {
   take(8 * kChunk, tag_);
   ASSERT_TRUE(arena_->pause(tag_, false).ok());
   DevicePtr other = take(12 * kChunk, 0, stream_);
@@ -218,7 +218,7 @@ TEST_F(ArenaPauseTest, TwoTagsTakeTurns) {
 }
 
 // A tag's chunks are its own while a block is in them; free ones serve all.
-TEST_F(ArenaPauseTest, FreeChunksServeOtherTagsAndBack) {
+TEST_F(ArenaPauseTest, FreeChunksServeOtherTagsAndComeBack) {
   DevicePtr block = take(16 * kChunk, 0);
   give(block);
   block = take(16 * kChunk, tag_);
@@ -241,7 +241,7 @@ TEST_F(ArenaPauseTest, SharesNoChunkWithOthers) {
   std::memset(mine, 1, kChunk / 2);
 }
 
-// Blocks put together from pieces pause like others.
+// Stitched blocks pause like others.
 TEST_F(ArenaPauseTest, StitchedBlocksKeepTheirContents) {
   remake({.limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
   DevicePtr blocks[8];
@@ -260,7 +260,7 @@ TEST_F(ArenaPauseTest, StitchedBlocksKeepTheirContents) {
   EXPECT_EQ(try_take(512, tag_), StatusCode::kOutOfMemory);
 }
 
-TEST_F(ArenaPauseTest, AnArenaEndsWhileATagIsPaused) {
+TEST_F(ArenaPauseTest, AnArenaCanEndWhileATagIsPaused) {
   take(3 * kChunk, tag_);
   ASSERT_TRUE(arena_->pause(tag_, true).ok());
 }
@@ -302,7 +302,7 @@ TEST_F(ArenaPauseTest, WaitsUntilFreedBlocksAreOutOfUse) {
 class ArenaPauseFaultTest : public ArenaPauseTest,
                             public ::testing::WithParamInterface<std::tuple<HostCall, int, bool>> {};
 
-TEST_P(ArenaPauseFaultTest, NothingIsLostAndTheNextTryWorks) {
+TEST_P(ArenaPauseFaultTest, AFailedCallLosesNothingAndTheNextTryWorks) {
   const HostCall call = std::get<0>(GetParam());
   const int nth = std::get<1>(GetParam());
   const bool during_pause = std::get<2>(GetParam());
@@ -360,7 +360,7 @@ TEST_P(ArenaPauseFaultTest, NothingIsLostAndTheNextTryWorks) {
 }
 
 // The arena ends after a resume that failed half-way: TearDown sees whether anything leaked.
-TEST_P(ArenaPauseFaultTest, AnArenaThatEndsThereLeaksNothing) {
+TEST_P(ArenaPauseFaultTest, AnArenaThatEndsAfterAFailedResumeLeaksNothing) {
   const HostCall call = std::get<0>(GetParam());
   const int nth = std::get<1>(GetParam());
   const bool during_pause = std::get<2>(GetParam());

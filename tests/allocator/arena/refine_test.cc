@@ -1,4 +1,5 @@
-// Steps that come again: the arena gives back what the first one took too much, and places the next one anew.
+// Repeated steps: the arena gives the memory back that the first one did not need, and places the next one
+// anew.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -107,7 +108,7 @@ class ArenaRefineTest : public ::testing::Test {
   Stream stream_;
 };
 
-TEST_F(ArenaRefineTest, WhereNothingIsLeftLiveTheNextStepIsPlacedWithLess) {
+TEST_F(ArenaRefineTest, AStepAfterWhichNothingIsLiveIsRefined) {
   make();
   step_until_refined(1);
   const std::size_t first_waste = peak_waste();
@@ -122,7 +123,7 @@ TEST_F(ArenaRefineTest, WhereNothingIsLeftLiveTheNextStepIsPlacedWithLess) {
   EXPECT_EQ(refinements(), 1u) << "what did not help enough once is not tried again";
 }
 
-TEST_F(ArenaRefineTest, AMainLoopIsRefinedOnceThoughItNeverFreesEverything) {
+TEST_F(ArenaRefineTest, AMainLoopThatNeverFreesEverythingIsRefinedOnce) {
   make();
   const DevicePtr weights = take(8_MiB);
   for (int i = 0; i < 100; ++i) step();
@@ -149,7 +150,7 @@ TEST_F(ArenaRefineTest, ALargerStepIsRefinedAgain) {
   step_until_refined(2);
 }
 
-TEST_F(ArenaRefineTest, QueuedWorkIsNotWaitedForAndKeepsItsMemory) {
+TEST_F(ArenaRefineTest, RefiningDoesNotWaitForQueuedWork) {
   make();
   Gate gate;
   std::vector<DevicePtr> blocks;
@@ -168,7 +169,7 @@ TEST_F(ArenaRefineTest, QueuedWorkIsNotWaitedForAndKeepsItsMemory) {
   ASSERT_TRUE(backend_->stream_synchronize(stream_).ok());  // The gate's end.
 }
 
-// Threads take, write, compare and free blocks while what is free goes back to the device under them.
+// Threads allocate, write, compare and free blocks while free memory goes back to the device.
 TEST_F(ArenaRefineTest, BlocksOfOtherThreadsKeepTheirBytes) {
   make();
   std::atomic<bool> stop{false};
@@ -202,7 +203,7 @@ TEST_F(ArenaRefineTest, BlocksOfOtherThreadsKeepTheirBytes) {
   EXPECT_EQ(wrong_count, 0);
 }
 
-TEST_F(ArenaRefineTest, NothingIsTakenApartDuringACapture) {
+TEST_F(ArenaRefineTest, NothingIsRefinedDuringACapture) {
   make();
   const Stream captured = backend_->stream_create().value();
   const Capture capture = arena_->capture_begin(captured).value();
@@ -216,14 +217,14 @@ TEST_F(ArenaRefineTest, NothingIsTakenApartDuringACapture) {
   ASSERT_TRUE(backend_->stream_destroy(captured).ok());
 }
 
-TEST_F(ArenaRefineTest, AnArenaThatTakesOnlyWhatIsMissingKeepsIt) {
+TEST_F(ArenaRefineTest, AnArenaThatTakesNothingAheadIsNotRefined) {
   make({.growth_bytes = kChunk});
   step();
   EXPECT_EQ(refinements(), 0u);
   EXPECT_GT(arena_->statistics().reserved_bytes, 0u);
 }
 
-// --- what tells that a step repeats ---
+// --- recognising that a step repeats ---
 
 class Steps {
  public:
@@ -252,7 +253,7 @@ std::vector<std::size_t> some_sizes(unsigned seed) {
   return sizes;
 }
 
-TEST(StepMemory, CountsARoundEachTimeAllRequestsCameAgain) {
+TEST(StepMemory, CountsALapEachTimeAllRequestsRepeat) {
   Steps steps;
   const auto sizes = some_sizes(1);
   steps.run(sizes);
@@ -265,7 +266,7 @@ TEST(StepMemory, CountsARoundEachTimeAllRequestsCameAgain) {
   }
 }
 
-TEST(StepMemory, StartsToCountAnewWhereAStepDiffers) {
+TEST(StepMemory, CountsFromZeroAfterAStepThatDiffers) {
   Steps steps;
   const auto sizes = some_sizes(2);
   for (int i = 0; i < 5; ++i) steps.run(sizes);
@@ -279,7 +280,7 @@ TEST(StepMemory, StartsToCountAnewWhereAStepDiffers) {
   EXPECT_GT(steps.laps(), 0u);
 }
 
-TEST(StepMemory, KnowsNothingOfWhatItForgot) {
+TEST(StepMemory, ForgetsItsRecord) {
   Steps steps;
   const auto sizes = some_sizes(3);
   for (int i = 0; i < 4; ++i) steps.run(sizes);

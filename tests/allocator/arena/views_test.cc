@@ -1,4 +1,4 @@
-// Memory at several addresses: stitching, what it may touch, and steps that repeat.
+// Memory at several addresses: stitching beside live blocks, and repeated steps.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -61,7 +61,7 @@ class ArenaViewsTest : public ::testing::Test {
     std::memset(block, pattern, bytes);
     contents_[block] = {pattern, bytes};
   }
-  // Whatever was filled is still there.
+  // All blocks still have their bytes.
   void check_contents() const {
     for (const auto& [block, content] : contents_) {
       const auto wrong = std::find_if(
@@ -85,7 +85,7 @@ class ArenaViewsTest : public ::testing::Test {
 
 // Eight chunks, of which the end of one, two whole ones and the beginning of a fourth are free and nowhere
 // neighbours: a block of exactly their sum takes them all.
-TEST_F(ArenaViewsTest, JoinsTheEndOfAChunkWholeOnesAndABeginningWithoutDisturbingTheirNeighbours) {
+TEST_F(ArenaViewsTest, StitchesAnEndWholeChunksAndABeginningBesideLiveBlocks) {
   make({.limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
   const std::size_t half = kChunk / 2;
   DevicePtr blocks[16];
@@ -115,7 +115,7 @@ TEST_F(ArenaViewsTest, JoinsTheEndOfAChunkWholeOnesAndABeginningWithoutDisturbin
   check_contents();
 }
 
-TEST_F(ArenaViewsTest, CountsDriverCallsToTheOne) {
+TEST_F(ArenaViewsTest, CountsDriverCallsExactly) {
   make({.limit_bytes = 8 * kChunk, .growth_bytes = kChunk, .largest_chunk_bytes = kChunk});
   DevicePtr blocks[8];
   for (DevicePtr& block : blocks) block = take(kChunk);
@@ -137,8 +137,8 @@ TEST_F(ArenaViewsTest, CountsDriverCallsToTheOne) {
   EXPECT_EQ(arena_->trim(), 0u);
 }
 
-// A chunk that is larger than what a stitch lacks is exchanged for smaller ones.
-TEST_F(ArenaViewsTest, BreaksALargeChunkOfWhichItNeedsAPart) {
+// A chunk that is too large for a stitch is replaced by smaller ones.
+TEST_F(ArenaViewsTest, BreaksALargeChunkWhenItNeedsAPartOfIt) {
   make({.limit_bytes = 16 * kChunk, .growth_bytes = 8 * kChunk, .largest_chunk_bytes = 8 * kChunk});
   DevicePtr low = take(8 * kChunk);
   DevicePtr wall = take(4 * kChunk);
@@ -214,9 +214,9 @@ struct Gate {
   bool open_now = false;
 };
 
-// Memory freed on a stream may go to other addresses for the same stream at once; but the addresses it had
-// must stay mapped until the stream's work is done with them, however much is trimmed.
-TEST_F(ArenaViewsTest, WhatQueuedWorkMayStillUseStaysMapped) {
+// Memory freed on a stream may go to other addresses for the same stream at once. But its old addresses must
+// stay mapped until the stream's work is done with them, even if the arena is trimmed.
+TEST_F(ArenaViewsTest, AddressesThatQueuedWorkMayStillUseStayMapped) {
   make({.limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
   Gate gate;
   DevicePtr blocks[8];
@@ -241,15 +241,15 @@ TEST_F(ArenaViewsTest, WhatQueuedWorkMayStillUseStaysMapped) {
   gate.open();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
   watched_->on_unmap = nullptr;
-  // The first call may only record what the second finds completed.
+  // The first call may only record the event that the second finds completed.
   std::size_t given_back = arena_->trim();
   ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
   given_back += arena_->trim();
   EXPECT_GT(given_back, 0u);
 }
 
-// The address range is twice what the limit needs, so the addresses that views were at have to be used again.
-TEST_F(ArenaViewsTest, UsesTheAddressesOfOldViewsAgain) {
+// The address range is twice the limit, so the addresses of old stitches have to be used again.
+TEST_F(ArenaViewsTest, ReusesTheAddressesOfOldStitches) {
   make({.reserve_bytes = 20 * kChunk, .limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
   DevicePtr blocks[8];
   for (int i = 0; i < 8; ++i) fill(blocks[i] = take(kChunk), i, kChunk);
@@ -273,9 +273,9 @@ TEST_F(ArenaViewsTest, UsesTheAddressesOfOldViewsAgain) {
   check_contents();
 }
 
-// The memory is wholly free and may serve the tag once its old addresses are gone; the addresses for the
-// block are there once those that only show memory are gone too.
-TEST_F(ArenaViewsTest, ServesAtOnceWhatItCanServeAtAll) {
+// The memory is wholly free and may serve the tag once its old addresses are unmapped. There are addresses
+// for the block once the shadows are unmapped too.
+TEST_F(ArenaViewsTest, ServesAtTheFirstCallIfItCanServeAtAll) {
   make({.reserve_bytes = 20 * kChunk, .limit_bytes = 8 * kChunk, .largest_chunk_bytes = kChunk});
   const Tag tag = arena_->tag_create({.name = "pausable", .pausable = true}).value();
   give(take(3 * kChunk / 2));
@@ -300,7 +300,7 @@ TEST_F(ArenaViewsTest, AFixedBlockHasOneChunkOfItsOwnThatNeverMoves) {
   const Extent chunk = watched_->chunk_at(fixed.value());
   EXPECT_EQ(chunk.end - chunk.begin, 2 * kChunk);
 
-  // Nobody else gets a byte of its chunk, however tight it is.
+  // No other block gets a byte of its chunk, even if memory is scarce.
   std::mt19937_64 random(11);
   std::vector<std::pair<DevicePtr, std::size_t>> blocks;
   for (int i = 0; i < 2000; ++i) {
@@ -327,7 +327,7 @@ TEST_F(ArenaViewsTest, AFixedBlockHasOneChunkOfItsOwnThatNeverMoves) {
             arena_->statistics().live_bytes);  // All others are whole granules.
 }
 
-TEST_F(ArenaViewsTest, AFixedBlockTakesTheRoomOfFreeChunks) {
+TEST_F(ArenaViewsTest, AFixedBlockReplacesFreeChunks) {
   make({.limit_bytes = 8 * kChunk});
   DevicePtr all = take(8 * kChunk);
   EXPECT_EQ(arena_->allocate({.bytes = 1, .fixed = true}).status().code(), StatusCode::kOutOfMemory);
@@ -430,8 +430,8 @@ class ArenaStepsTest : public ::testing::Test {
 constexpr int kStepCount = 600;
 constexpr std::size_t kStepBytes = std::size_t{7} << 30;
 
-// The first pass starts with nothing, the second with all the first one took and placed otherwise, and the
-// third may still settle; from the third repeat on nothing is left to do.
+// The first pass starts without memory, the second with the memory of the first, placed for another need, and
+// the third may still change mappings. From the third repeat on there are no driver calls.
 TEST_F(ArenaStepsTest, ARepeatedStepMakesNoDriverCallFromItsThirdRepeatOn) {
   int calls_in_third_pass = 0;
   for (const std::size_t limit : {std::size_t{5} << 30, std::size_t{7} << 30}) {
@@ -453,7 +453,7 @@ TEST_F(ArenaStepsTest, ARepeatedStepMakesNoDriverCallFromItsThirdRepeatOn) {
 }
 
 // Four kinds of steps, one after the other and then in turn, close to the limit.
-TEST_F(ArenaStepsTest, SeveralStepsAreKnownAtOnce) {
+TEST_F(ArenaStepsTest, RemembersSeveralSteps) {
   std::vector<std::vector<StepEvent>> steps;
   for (std::uint64_t seed = 21; seed < 25; ++seed) steps.push_back(make_step(seed, kStepCount, kStepBytes));
   for (int round = 0; round < 6; ++round) {
@@ -462,7 +462,7 @@ TEST_F(ArenaStepsTest, SeveralStepsAreKnownAtOnce) {
   for (const auto& step : steps) EXPECT_EQ(run(step), 0u);
 }
 
-TEST_F(ArenaStepsTest, AStepThatDivergesIsServedAndTheOldOneIsKnownStill) {
+TEST_F(ArenaStepsTest, AStepThatDivergesIsServedAndTheOldOneIsStillKnown) {
   for (std::uint64_t seed = 1; seed <= 12; ++seed) {
     SCOPED_TRACE("step seed " + std::to_string(seed));
     restart();
@@ -484,7 +484,7 @@ TEST_F(ArenaStepsTest, AStepThatDivergesIsServedAndTheOldOneIsKnownStill) {
   }
 }
 
-TEST_F(ArenaStepsTest, AStepInBetweenDoesNotMakeItForgotten) {
+TEST_F(ArenaStepsTest, AnotherStepInBetweenIsNoReasonToForget) {
   const std::vector<StepEvent> step = make_step(5, kStepCount, kStepBytes);
   const std::vector<StepEvent> evaluation = make_step(6, kStepCount / 2, kStepBytes / 2);
   for (int pass = 0; pass < 4; ++pass) run(step);
@@ -499,7 +499,7 @@ TEST_F(ArenaStepsTest, AStepInBetweenDoesNotMakeItForgotten) {
   EXPECT_EQ(run(evaluation) + run(step), 0u);
 }
 
-// As in training: what lives throughout was there before the first step.
+// As in training: the long-lived blocks exist before the first step.
 TEST_F(ArenaStepsTest, AStepThatBeginsWithLiveBlocksIsRecognised) {
   auto parameters = arena_->allocate({.bytes = 700_MiB, .region = Region::kPersistent, .stream = stream_});
   ASSERT_TRUE(parameters.ok());
@@ -511,8 +511,8 @@ TEST_F(ArenaStepsTest, AStepThatBeginsWithLiveBlocksIsRecognised) {
   EXPECT_TRUE(arena_->free(parameters.value(), stream_).ok());
 }
 
-// What was recorded may be gone: then the step is placed anew.
-TEST_F(ArenaStepsTest, AStepAfterATrimIsServedAnew) {
+// The recorded addresses may be unmapped: then the step is placed anew.
+TEST_F(ArenaStepsTest, AStepAfterATrimIsPlacedAnew) {
   const std::vector<StepEvent> step = make_step(8, kStepCount, kStepBytes);
   for (int pass = 0; pass < 3; ++pass) run(step);
   arena_->trim();
@@ -522,8 +522,8 @@ TEST_F(ArenaStepsTest, AStepAfterATrimIsServedAnew) {
   EXPECT_EQ(run(step), 0u);
 }
 
-// Something else became live: the recorded addresses may be taken.
-TEST_F(ArenaStepsTest, ABlockThatCameToStayDisturbsNothing) {
+// Another block became live and may lie at recorded addresses.
+TEST_F(ArenaStepsTest, ANewLongLivedBlockDisturbsNoStep) {
   const std::vector<StepEvent> step = make_step(9, kStepCount, kStepBytes);
   for (int pass = 0; pass < 3; ++pass) run(step);
   auto stays = arena_->allocate({.bytes = 300_MiB, .stream = stream_});
@@ -537,9 +537,9 @@ TEST_F(ArenaStepsTest, ABlockThatCameToStayDisturbsNothing) {
   EXPECT_TRUE(arena_->free(stays.value(), stream_).ok());
 }
 
-// --- what it tells of itself ------------------------------------
+// --- snapshots and statistics ------------------------------------
 
-TEST_F(ArenaViewsTest, ASnapshotTilesWhatIsOwnedAndAddsUp) {
+TEST_F(ArenaViewsTest, ASnapshotTilesOwnedMemoryAndAddsUp) {
   make({.limit_bytes = 16 * kChunk, .largest_chunk_bytes = kChunk, .history_count = 64});
   std::mt19937_64 random(21);
   std::vector<DevicePtr> blocks;

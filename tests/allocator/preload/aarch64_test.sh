@@ -1,6 +1,6 @@
 #!/bin/sh
-# The front end built for aarch64 by a cross compiler: what it is made of and, where there is an emulator, what it
-# answers to a program there.
+# The front end built for aarch64 by a cross compiler: its contents and, where there is an emulator, its answers to a
+# program there.
 #   aarch64_test.sh SOURCES DIRECTORY COMPILER EMULATOR [FLAG ...]
 set -eu
 sources=$1 directory=$2 compiler=$3 emulator=$4

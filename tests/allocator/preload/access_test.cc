@@ -1,5 +1,5 @@
-// Every way from a program to the driver, under the preload on the fake: what is hooked is served by the
-// arena, and what cannot be is asserted to be what it is.
+// Every way from a program to the driver, under the preload on the fake driver: the arena serves the hooked
+// ways, and the others are asserted to be as documented.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -14,7 +14,7 @@ namespace {
 struct Way {
   std::string name;
   std::vector<std::string> command;
-  std::uint64_t allocations;  // That the program makes.
+  std::uint64_t allocations;  // Made by the program.
 };
 
 void PrintTo(const Way& way, std::ostream* stream) {
@@ -42,7 +42,7 @@ TEST_P(PreloadAccess, TheArenaServesEveryAllocation) {
   EXPECT_EQ(run.record().unknown_frees, 0u);
   EXPECT_EQ(run.record().problem, "");
   EXPECT_EQ(run.record().around, "");
-  // The driver was asked for memory by us alone; a request of no bytes is left to it to refuse.
+  // Only the arena asked the driver for memory; a request of zero bytes is left to the driver to refuse.
   EXPECT_LE(run.fake["calls_cuMemAlloc_v2"], 1u);
   EXPECT_EQ(run.fake["calls_cuMemAllocAsync"], 0u);
   EXPECT_GT(run.fake["calls_cuMemMap"], 0u);

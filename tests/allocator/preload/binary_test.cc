@@ -1,5 +1,4 @@
-// What the preload's library is made of, and what it does to programs that have nothing to do with CUDA:
-// nothing.
+// The contents of the preload's library, and programs that do not use CUDA, which it does not change.
 #include <gtest/gtest.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -34,21 +33,20 @@ std::set<std::string> words_of(const std::string& text) {
   return words;
 }
 
-TEST(PreloadLibrary, ExportsWhatItHooksAndNothingElse) {
+TEST(PreloadLibrary, ExportsOnlyTheHookedCalls) {
   std::set<std::string> expected = {"dlsym"};
 #define FOREBAY_PRELOAD_ROW(name, symbol, version, NULL_STREAM, parameters, arguments) \
   expected.insert(#symbol);
   FOREBAY_PRELOAD_HOOKED(FOREBAY_PRELOAD_ROW)
 #undef FOREBAY_PRELOAD_ROW
 
-  // With their versions, of which there must be none: dlsym@SOMETHING would not be found for
-  // dlsym@GLIBC_2.34.
+  // With their versions. There must be none: dlsym@SOMETHING would not be found for dlsym@GLIBC_2.34.
   const std::string names = output_of(
       CMAKE_NM " -D --defined-only --with-symbol-versions --format=just-symbols " + kPreloadLibrary);
   EXPECT_EQ(words_of(names), expected);
 }
 
-TEST(PreloadLibrary, NeedsTheCLibraryAlone) {
+TEST(PreloadLibrary, NeedsOnlyTheCLibrary) {
   const std::string dynamic = output_of(CMAKE_READELF " --dynamic --wide " + kPreloadLibrary);
   std::istringstream lines(dynamic);
   std::vector<std::string> needed;
@@ -100,7 +98,7 @@ TEST(PreloadLibrary, RunsOnAnOldCLibrary) {
 struct Tool {
   std::string name;
   std::vector<std::string> command;
-  // What it says on standard error is the same each time. Chromium's log has the time in it.
+  // Its standard error is the same each time. (Chromium's log has the time in it.)
   bool repeats_errors = true;
 };
 
@@ -181,7 +179,7 @@ double milliseconds_of(const std::vector<const char*>& environment) {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// In pairs, so that what else the machine does meets both alike; the median of the differences.
+// In pairs, so that other load affects both alike; the median of the differences.
 TEST(PreloadLibrary, CostsLessThanAMillisecondToStartWith) {
   const std::string preload = "LD_PRELOAD=" + kPreloadLibrary;
   std::vector<double> differences;

@@ -58,7 +58,7 @@ std::string last_line(const Finished& run) {
   return run.output.substr(begin + 1, run.output.size() - begin - 2);
 }
 
-TEST_F(RunCheckTest, SaysThatAllWorksWhereItDoes) {
+TEST_F(RunCheckTest, SaysThatEverythingWorks) {
   const Finished run = check("");
 
   EXPECT_EQ(run.exit_code, 0) << run.output;
@@ -73,7 +73,7 @@ TEST_F(RunCheckTest, SaysThatAllWorksWhereItDoes) {
   EXPECT_EQ(last_line(run), "--tensors stays the default: all of this works");
 }
 
-TEST_F(RunCheckTest, NamesAModeThatWorksInPlaceOfOneThatDoesNot) {
+TEST_F(RunCheckTest, NamesAModeThatWorksInstead) {
   const Finished run = check(
       "history@tensors=raise:not with this backend;mempool@tensors=none;statistics@pluggable=none;"
       "ipc@tensors=raise:no handles;ipc@pluggable=raise:no handles;compiled=raise:two\\nlines");
@@ -93,7 +93,7 @@ TEST_F(RunCheckTest, NamesAModeThatWorksInPlaceOfOneThatDoesNot) {
             "graphs, IPC");
 }
 
-TEST_F(RunCheckTest, ACrashIsAFailureAndTheNextProbeIsMade) {
+TEST_F(RunCheckTest, ACrashIsAFailureAndTheNextProbeRuns) {
   const Finished run = check("statistics=crash;history=exit:3;graphs=leave:4;received=exit:5");
 
   EXPECT_EQ(run.exit_code, 0);
@@ -107,8 +107,8 @@ TEST_F(RunCheckTest, ACrashIsAFailureAndTheNextProbeIsMade) {
   EXPECT_EQ(answer(run, 0, "out of memory"), "works");
 }
 
-// torch.compile goes on without a graph where it can have none, and computes the same.
-TEST_F(RunCheckTest, CompiledGraphsThatAreLeftOutAreAFailure) {
+// If torch.compile cannot capture a graph it continues without one and computes the same.
+TEST_F(RunCheckTest, SkippedCompiledGraphsAreAFailure) {
   const Finished run = check("compiled@tensors=none");
 
   EXPECT_EQ(answer(run, 0, "compiled graphs"), "use instead --no-tensors: torch.compile does without a graph")
@@ -125,7 +125,7 @@ TEST_F(RunCheckTest, AHangEndsAtTheLimit) {
   EXPECT_EQ(answer(run, 1, "MemPool"), "works");
 }
 
-TEST_F(RunCheckTest, TensorsIsNotTheDefaultWhereItCannotServe) {
+TEST_F(RunCheckTest, TensorsIsNotTheDefaultIfItFails) {
   const Finished run = check("allocation@tensors=raise:no such backend");
 
   EXPECT_EQ(run.exit_code, 0);
@@ -135,7 +135,7 @@ TEST_F(RunCheckTest, TensorsIsNotTheDefaultWhereItCannotServe) {
   EXPECT_EQ(last_line(run), "use --no-tensors with this PyTorch: under --tensors, allocation fails");
 }
 
-TEST_F(RunCheckTest, ARefusalThatIsNoExceptionIsAFailure) {
+TEST_F(RunCheckTest, OutOfMemoryWithoutAnExceptionIsAFailure) {
   const Finished run = check("memory@pluggable=none;memory@tensors=raise:what is this");
 
   EXPECT_EQ(answer(run, 2, "out of memory"),
@@ -146,7 +146,7 @@ TEST_F(RunCheckTest, ARefusalThatIsNoExceptionIsAFailure) {
   EXPECT_EQ(last_line(run), "use --no-tensors with this PyTorch: under --tensors, out of memory fails");
 }
 
-TEST_F(RunCheckTest, NothingThatServesHasAnExitCodeOfItsOwn) {
+TEST_F(RunCheckTest, NoWorkingModeHasItsOwnExitCode) {
   const Finished run = check("allocation=raise:nothing");
 
   EXPECT_EQ(run.exit_code, 1);
@@ -164,7 +164,7 @@ TEST_F(RunCheckTest, WithoutTorchThereIsNothingToTry) {
                 "training runs with: forebay run --check -- /path/to/python\n");
 }
 
-TEST_F(RunCheckTest, AnImportThatCrashesOrHangsIsTold) {
+TEST_F(RunCheckTest, AnImportThatCrashesOrHangsIsReported) {
   const Finished crash = check("import=crash");
   const Finished hang = check("import=hang", {"--check-limit", "2"});
 
@@ -194,7 +194,7 @@ TEST_F(RunCheckTest, ACommandThatIsNoPythonIsRefused) {
   }
 }
 
-// torchrun, accelerate and their like.
+// torchrun, accelerate and similar scripts.
 TEST_F(RunCheckTest, AScriptNamesItsPython) {
   const TemporaryDirectory directory;
   const std::string script = directory / "torchrun";
@@ -235,8 +235,8 @@ TEST_F(RunCheckTest, ContradictionsAreRefused) {
   }
 }
 
-// What the probes leave behind: nothing.
-TEST_F(RunCheckTest, AnInterruptEndsTheProbesAndLeavesNothing) {
+// The probes leave no files behind.
+TEST_F(RunCheckTest, AnInterruptEndsTheProbesAndLeavesNoFiles) {
   const TemporaryDirectory directory, other;
   const std::string pipe = other / "pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);

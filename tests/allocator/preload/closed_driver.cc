@@ -1,5 +1,5 @@
-// A libcuda.so.1 that a program opens and closes again before it opens the one it works with. What it was
-// asked for must not be called any more.
+// A libcuda.so.1 that a program opens and closes before it opens the driver it works with. Its functions must
+// not be called afterwards.
 #include <cstddef>
 
 extern "C" [[gnu::visibility("default")]] int cuInit(unsigned) {

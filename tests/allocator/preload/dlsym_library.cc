@@ -1,5 +1,5 @@
-// A neighbour with a dlsym of its own, as others that hook the driver have one: it counts, and asks the C
-// library by a version's name.
+// A neighbour with its own dlsym, like other libraries that hook the driver: it counts, and asks the C
+// library for dlsym by a symbol version.
 #include <dlfcn.h>
 
 namespace {

@@ -1,5 +1,4 @@
-// How a program under test reaches the driver: each way that programs in the world do. It knows nothing of a
-// preload.
+// The ways in which real programs reach the driver, for programs under test. It does not know the preload.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,7 +13,7 @@ namespace forebay::testing {
 
 using namespace forebay::cuda;  // NOLINT: these programs are written on that interface and nothing else.
 
-// What the programs call: X(symbol).
+// The functions that the programs call: X(symbol).
 #define PRELOAD_PROGRAM_CALLS(X)       \
   X(cuInit)                            \
   X(cuDriverGetVersion)                \
@@ -84,7 +83,7 @@ struct Driver {
 #undef PRELOAD_PROGRAM_MEMBER
 };
 
-// dlopen and one dlsym for each function, as JAX does. `path`: of the driver, by name or from the root.
+// dlopen and one dlsym for each function, as JAX does. `path`: of the driver, by name or absolute.
 inline bool open_driver(const char* path, Driver* driver) {
   void* const library = ::dlopen(path, RTLD_NOW);
   if (library == nullptr) {
@@ -98,8 +97,8 @@ inline bool open_driver(const char* path, Driver* driver) {
   return true;
 }
 
-// dlopen, one dlsym, and cuGetProcAddress for everything, as NVIDIA's runtime does. `flags`: which default
-// stream a null stream is.
+// dlopen, one dlsym, and cuGetProcAddress for everything, as NVIDIA's runtime does. `flags`: the default
+// stream that a null stream means.
 inline bool query_driver(const char* path, std::uint64_t flags, Driver* driver) {
   void* const library = ::dlopen(path, RTLD_NOW);
   if (library == nullptr) return false;
@@ -109,7 +108,7 @@ inline bool query_driver(const char* path, std::uint64_t flags, Driver* driver) 
     const EntryPoint& row = kEntryPoints[index];
     const bool variant = flags == kProcAddressPerThreadStream && row.variant != StreamVariant::kNone;
     void* found = nullptr;
-    // The runtime passes no place for the reason.
+    // The runtime passes null for the reason.
     (void)get(row.name, &found, variant ? row.variant_version : row.version, flags, nullptr);
     return found;
   };

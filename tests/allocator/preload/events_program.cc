@@ -1,4 +1,4 @@
-// A program that does with device memory what a report can be compared with.
+// A program with known allocations, which a report can be compared with.
 //   events_program steps: three blocks, one of them freed and another in its place; all freed
 //   events_program killed: the same, and kills itself at the peak
 //   events_program killed-at COUNT: short blocks without end, and a thread that kills it after so many
@@ -6,7 +6,7 @@
 //   events_program many COUNT: a block that stays, then COUNT short ones
 //   events_program closes COUNT: the same, and in the middle closes all descriptors but the first three
 //   events_program listen: keeps freed memory, and on SIGHUP asks for more; ends on SIGTERM
-//   events_program measure COUNT: what an allocation and its free take, in nanoseconds
+//   events_program measure COUNT: the time of an allocation and its free, in nanoseconds
 #include <fcntl.h>
 #include <signal.h>
 #include <time.h>
@@ -81,7 +81,7 @@ int many(CuStream stream, int count) {
   return 0;
 }
 
-// As daemons do. What the program opens then gets the numbers of what was closed.
+// As daemons do. Files opened later then get the numbers of the closed ones.
 int closes(CuStream stream, int count) {
   CHECK(many(stream, count / 2) == 0);
   const int limit = static_cast<int>(::sysconf(_SC_OPEN_MAX));
@@ -133,7 +133,7 @@ double processor_ns() {
   return static_cast<double>(time.tv_sec) * 1e9 + static_cast<double>(time.tv_nsec);
 }
 
-// The least of many rounds, in time of the processor: what others do on the machine is not to count.
+// The least of many rounds, in processor time, so that other load does not count.
 int measure(CuStream stream, int count) {
   constexpr int kRounds = 200;
   CuDevicePtr block = 0;

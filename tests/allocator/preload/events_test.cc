@@ -1,4 +1,6 @@
-// What `forebay run` tells of processes: reports, traces and snapshots, however they end.
+// Reports, traces and snapshots of `forebay run`, however the processes end.
+#include "allocator/preload/events.h"
+
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "allocator/preload/events.h"
 #include "runtime/command/page/report_page.h"
 #include "runtime/command/run/process_history.h"
 #include "runtime/command/run/process_report.h"
@@ -80,7 +81,7 @@ void write_record(const std::string& path, const std::string& text) {
 
 // --- reports ---
 
-TEST(RunReportOfAProcess, SaysWhatTheProgramDid) {
+TEST(RunReportOfAProcess, TellsAllocationsAndFrees) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const Finished run = forebay_run({"--report", report, "--", program("events_program"), "steps"});
@@ -109,7 +110,7 @@ TEST(RunReportOfAProcess, SaysWhatTheProgramDid) {
   EXPECT_TRUE(has(read_text(report + "/report.html"), "13.00 MiB"));
 }
 
-TEST(RunReportOfAProcess, IsWholeAfterTheProcessWasKilled) {
+TEST(RunReportOfAProcess, IsCompleteAfterTheProcessWasKilled) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const Finished run = forebay_run({"--report", report, "--", program("events_program"), "killed"});
@@ -174,7 +175,7 @@ TEST(RunReportOfAProcess, NamesTheWorstOfSeveral) {
   EXPECT_TRUE(has(read_text(report + "/summary.txt"), "the worst: rank 1, process "));
 }
 
-TEST(RunReportOfAProcess, ObservedAllocationsAreToldToo) {
+TEST(RunReportOfAProcess, IncludesObservedAllocations) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const Finished run =
@@ -208,7 +209,7 @@ TEST(RunReportOfAProcess, IsWrittenOnASignalWhileTheCommandGoesOn) {
 }
 
 // A device's reset and the last release of its context end blocks without a free.
-TEST(RunReportOfAProcess, WhatEndsWithItsContextIsFreed) {
+TEST(RunReportOfAProcess, BlocksEndWithTheirContext) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const Finished run = forebay_run({"--report", report, "--", program("memory_program"), "reset"});
@@ -221,7 +222,7 @@ TEST(RunReportOfAProcess, WhatEndsWithItsContextIsFreed) {
   EXPECT_EQ(device.at("held_bytes"), 0);
 }
 
-// Nobody is to pay for what they have not asked for.
+// Without a request for events there is no cost.
 TEST(RunReportOfAProcess, NoEventsAreKeptUnlessAskedFor) {
   const TemporaryDirectory directory;
   const std::string records = directory / "records";
@@ -234,7 +235,7 @@ TEST(RunReportOfAProcess, NoEventsAreKeptUnlessAskedFor) {
   EXPECT_TRUE(has(told.output, "it has kept no events")) << told.output;
 }
 
-TEST(RunReportOfAProcess, ComesFromRecordsThatSomebodyElseHadKept) {
+TEST(RunReportOfAProcess, ComesFromRecordsOfAnEarlierRun) {
   const TemporaryDirectory directory;
   const PreloadRun alone({program("events_program"), "killed"}, "arena",
                          {{"FOREBAY_PRELOAD_RECORDS", directory.path()}, {"FOREBAY_PRELOAD_EVENTS", "1MiB"}});
@@ -266,7 +267,7 @@ TEST(RunReportOfAProcess, OptionsComeFromTheEnvironmentToo) {
   }
 }
 
-TEST(RunReportOfAProcess, WhatCannotBeIsRefusedBeforeTheCommandStarts) {
+TEST(RunReportOfAProcess, InvalidOptionsAreRefusedBeforeTheCommandStarts) {
   const TemporaryDirectory directory;
   std::filesystem::create_directory(directory / "old");
   write_record(directory / "old/summary.txt", "of another run");
@@ -351,7 +352,7 @@ TEST(RunTrace, SeveralProcessesGetAFileEach) {
   EXPECT_EQ(with_middle("/a/.hidden", "x"), "/a/.hidden.x");
 }
 
-TEST(RunTrace, GoesBehindWhatIsInAStreamAlready) {
+TEST(RunTrace, IsAppendedToAStream) {
   const TemporaryDirectory directory;
   const Finished run = run_program({"/bin/sh", "-c",
                                     "exec " FOREBAY_COMMAND " run --trace /dev/stdout -- " +
@@ -394,7 +395,7 @@ TEST(RunTrace, SeveralDevicesGetAFileEach) {
   EXPECT_EQ(snapshot.value().size(), 2u);
 }
 
-TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
+TEST(RunSnapshot, IsReadByPyTorchsReaders) {
   const TemporaryDirectory directory;
   const std::string file = directory / "snapshot.pickle";
   const Finished run = forebay_run({"--snapshot", file, "--", program("events_program"), "killed"});
@@ -422,7 +423,7 @@ TEST(RunSnapshot, IsWhatPyTorchsReadersTake) {
   }
 }
 
-// Nothing of PyTorch's allocator, which had no part in it.
+// No advice about PyTorch's allocator, which was not used.
 TEST(RunSnapshot, IsExplainedWithAdviceAboutForebay) {
   const TemporaryDirectory directory;
   const auto explained = [&](const std::vector<std::string>& options, const std::string& what) {
@@ -449,14 +450,14 @@ TEST(RunSnapshot, IsExplainedWithAdviceAboutForebay) {
       << full;
   EXPECT_TRUE(has(full, "there were 64.00 MiB")) << full;
   EXPECT_TRUE(has(full, "or raise --memory, where that was the limit")) << full;
-  // What the device has beyond the limit is not free.
+  // Memory of the device beyond the limit is not free.
   EXPECT_TRUE(has(limited, "TRUE SHORTAGE: 12.00 MiB failed; all that was free, 8.00 MiB, is 4.00 MiB short"))
       << limited;
   EXPECT_TRUE(has(observed, "without --observe `forebay run --memory 14MiB` would have done")) << observed;
 }
 
 // A block at the end of its chunk, one that goes on into the next, and one of the driver's.
-TEST(RunSnapshot, FreePiecesAreWhatIsLeftOfTheChunks) {
+TEST(RunSnapshot, FreeRangesAreTheRestOfTheChunks) {
   const PreloadDeviceFigures figures{.chunk_bytes = 2 * kMiB};
   const std::vector<PageBlock> blocks = {
       {.address = 101 * kMiB, .bytes = kMiB},
@@ -472,10 +473,10 @@ TEST(RunSnapshot, FreePiecesAreWhatIsLeftOfTheChunks) {
   EXPECT_EQ(pieces[1].bytes, kMiB);
 }
 
-// --- what is kept ---
+// --- kept events ---
 
-// The latest events, and what was live before them.
-TEST(PreloadEvents, BeyondTheBoundTheOldestMakeRoom) {
+// The latest events, and the blocks that were live before them.
+TEST(PreloadEvents, BeyondTheBoundTheOldestEventsAreReplaced) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const std::string trace = directory / "trace.txt";
@@ -493,7 +494,7 @@ TEST(PreloadEvents, BeyondTheBoundTheOldestMakeRoom) {
   const std::uint64_t kept = device.at("events").at("kept");
   EXPECT_EQ(kept, 48u * 1024 / sizeof(PreloadEvent) - 1);
   EXPECT_GE(device.at("events").at("dropped_by_process").get<std::uint64_t>(), 10001 - kept);
-  // So is what was live before the first of those that are kept.
+  // So are the blocks that were live before the first kept event.
   EXPECT_EQ(moment(device, kEndMoment).at("requested_bytes"), 5 * kMiB);
   EXPECT_EQ(moment(device, kPeakMoment).at("requested_bytes"), 6 * kMiB);
   ASSERT_TRUE(read.ok()) << read.status().message();
@@ -530,7 +531,7 @@ class EventFile : public ::testing::Test {
   std::string bytes_;
 };
 
-TEST_F(EventFile, AnEventThatWasBeingWrittenIsNotThere) {
+TEST_F(EventFile, AnEventThatWasBeingWrittenIsLeftOut) {
   const std::uint64_t written = header().written;
   // Half of it, and it is not counted yet.
   event(written).address = 0x1234;
@@ -543,7 +544,7 @@ TEST_F(EventFile, AnEventThatWasBeingWrittenIsNotThere) {
 }
 
 // The ring is full, and the process was killed while it wrote over the oldest event.
-TEST_F(EventFile, TheOldestOfAFullRingMayBeHalfGone) {
+TEST_F(EventFile, TheOldestEventOfAFullRingMayBeIncomplete) {
   const std::uint64_t written = header().written;
   header().event_capacity = written;
   event(0).kind = static_cast<PreloadEventKind>(0xEE);
@@ -558,7 +559,7 @@ TEST_F(EventFile, TheOldestOfAFullRingMayBeHalfGone) {
   EXPECT_EQ(histories[0].peak_requested_bytes, 13 * kMiB);
 }
 
-TEST_F(EventFile, WhatMakesNoSenseIsRefused) {
+TEST_F(EventFile, InvalidContentsAreRefused) {
   const std::string sound = bytes_;
   event(1).kind = static_cast<PreloadEventKind>(0xEE);
   EXPECT_EQ(read().status().code(), StatusCode::kCorruption);
@@ -576,20 +577,20 @@ TEST_F(EventFile, WhatMakesNoSenseIsRefused) {
   EXPECT_EQ(read_preload_events(directory_ / "none.events").status().code(), StatusCode::kIoError);
 }
 
-TEST_F(EventFile, IsLeftOutWithAWordWhenItIsNotOurs) {
+TEST_F(EventFile, AForeignFileIsLeftOutWithAMessage) {
   write_record(path_, "something else");
   write_record(directory_ / "99-abcdef.record", "something else");
   const std::string report = directory_ / "report";
   const Finished told = forebay_run({"--from", directory_.path(), "--report", report});
 
   EXPECT_EQ(told.exit_code, 0) << told.output;
-  EXPECT_TRUE(has(told.output, "it is no file of events of this build's")) << told.output;
+  EXPECT_TRUE(has(told.output, "it is not an events file of this build")) << told.output;
   EXPECT_TRUE(has(told.output, "99-abcdef.record is left out")) << told.output;
   EXPECT_TRUE(has(read_text(report + "/summary.txt"), "handled 4 of 4 allocations"));
 }
 
-// Where the disk or the process's limits have no room, the program goes on as ever.
-TEST(PreloadEvents, AProgramThatMayNotWriteThatMuchRunsWithoutThem) {
+// If the disk is full or the process's limits forbid files, the program goes on unchanged.
+TEST(PreloadEvents, AProgramWithAFileSizeLimitRunsWithoutEvents) {
   const TemporaryDirectory directory;
   const Finished run = forebay_run({"--report", directory / "report", "--", "/bin/sh", "-c",
                                     "ulimit -f 131072; exec " + program("events_program") + " steps"});
@@ -599,7 +600,7 @@ TEST(PreloadEvents, AProgramThatMayNotWriteThatMuchRunsWithoutThem) {
   EXPECT_TRUE(has(run.output, "handled 4 of 4 allocations")) << run.output;
 }
 
-TEST(PreloadEvents, AProgramThatMayWriteNoFileAtAllRunsWithoutARecord) {
+TEST(PreloadEvents, AProgramThatMayWriteNoFileRunsWithoutARecord) {
   // It allocates nothing, and the fake says nothing at its end: those would be files too.
   const std::vector<std::string> command = {"/bin/sh", "-c",
                                             "ulimit -f 0; exec " + program("process_program") + " threads"};
@@ -611,11 +612,11 @@ TEST(PreloadEvents, AProgramThatMayWriteNoFileAtAllRunsWithoutARecord) {
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
   EXPECT_TRUE(run.records.empty());
-  EXPECT_TRUE(has(run.finished.output, "cannot record what this process does in ")) << run.finished.output;
+  EXPECT_TRUE(has(run.finished.output, "cannot keep a record of this process in ")) << run.finished.output;
   EXPECT_TRUE(has(run.finished.output, "without a context: 201")) << run.finished.output;
 }
 
-// A disk of so many KiB, of which nothing is left or a little; the program runs the same on each.
+// Disks with little room or none; the program runs the same on each.
 Finished run_on_disk(int kib, const std::string& command) {
   const TemporaryDirectory directory;
   const std::string disk = directory.path();
@@ -629,7 +630,7 @@ Finished run_on_disk(int kib, const std::string& command) {
                      on_the_fake());
 }
 
-TEST(PreloadEvents, AFullDiskKeepsWhatThereWasRoomForAndEndsNobody) {
+TEST(PreloadEvents, AFullDiskKeepsEarlierEventsAndTheProgramGoesOn) {
   if (run_on_disk(4096, "/bin/true").exit_code != 0) {
     GTEST_SKIP() << "this system does not let a test mount a disk of its own";
   }
@@ -640,7 +641,7 @@ TEST(PreloadEvents, AFullDiskKeepsWhatThereWasRoomForAndEndsNobody) {
 
     EXPECT_EQ(run.exit_code, 0) << run.output;
     const bool is_recorded = has(run.output, "handled 20001 of 20001 allocations");
-    EXPECT_EQ(has(run.output, "cannot record what this process does"), !is_recorded) << run.output;
+    EXPECT_EQ(has(run.output, "cannot keep a record of this process"), !is_recorded) << run.output;
     EXPECT_EQ(has(run.output, "has no room for them"), kib < 12) << run.output;
     const std::string lack = "are kept: there is no more room for them in /";
     EXPECT_EQ(has(run.output, "no events " + lack), kib >= 12 && kib < 268) << run.output;
@@ -663,7 +664,7 @@ TEST(PreloadEvents, GoOnWhenTheProgramClosesAllDescriptors) {
   EXPECT_EQ(device.at("peak_requested_bytes_of_kept_events"), 11 * kMiB);
 }
 
-// At any moment, which is drawn: what is there makes a report.
+// Killed at a random moment: the files still make a report.
 TEST(PreloadEvents, ArePlausibleWheneverTheProcessIsKilled) {
   std::mt19937 random(std::random_device{}());
   for (int i = 0; i < (kSanitized ? 4 : 12); ++i) {
@@ -681,12 +682,12 @@ TEST(PreloadEvents, ArePlausibleWheneverTheProcessIsKilled) {
     // Eight blocks of 64 KiB to 512 KiB, one of which may be in between.
     EXPECT_LE(device.at("peak_requested_bytes"), 36 * kMiB / 16);
     EXPECT_LE(moment(device, kEndMoment).at("block_count"), 8);
-    EXPECT_FALSE(has(run.output, "makes no sense")) << run.output;
+    EXPECT_FALSE(has(run.output, "is not valid")) << run.output;
   }
 }
 
-// The command goes on, and what it did is told afterwards.
-TEST(RunReportOfAProcess, OutlivesTheOneWhoWasToWriteIt) {
+// The command goes on, and is reported afterwards.
+TEST(RunReportOfAProcess, CanBeWrittenAfterForebayRunWasKilled) {
   const TemporaryDirectory directory;
   Process process(
       forebay({"run", "--report", directory / "unfinished", "--", program("events_program"), "listen"}),
@@ -726,13 +727,13 @@ TEST(RunReportOfAProcess, IsWrittenWhereItsDirectoryHasVanished) {
   EXPECT_FALSE(has(file.output, "the report is in")) << file.output;
 }
 
-// Of nothing that was asked for is the only copy thrown away.
-TEST(RunReportOfAProcess, WhatCannotBeWrittenStaysInTheRecords) {
+// Records are removed only after all requested files have been written.
+TEST(RunReportOfAProcess, RecordsStayIfTheReportCannotBeWritten) {
   const TemporaryDirectory directory;
   for (const std::string& blocked : {std::string("trace"), std::string("snapshot"), std::string("report")}) {
     SCOPED_TRACE(blocked);
     const std::string out = directory / blocked;
-    // What is in the way of the file that is to be moved into its place.
+    // A directory is in the way of the file.
     const std::string place = blocked == "report" ? out + "/report.html" : out + "/file";
     std::filesystem::create_directory(out);
     const Finished run =
@@ -763,7 +764,7 @@ TEST(RunReportOfAProcess, WhatCannotBeWrittenStaysInTheRecords) {
 }
 
 // A file that cannot be written takes none of the others with it.
-TEST(RunReportOfAProcess, IsWholeButForTheFileThatCannotBeWritten) {
+TEST(RunReportOfAProcess, IsCompleteExceptForAFileThatCannotBeWritten) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report", one = program("events_program");
   const Finished run = forebay_run({"--report", report, "--", "/bin/sh", "-c",
@@ -793,8 +794,8 @@ TEST(RunReportOfAProcess, IsWholeButForTheFileThatCannotBeWritten) {
   EXPECT_TRUE(has(run.output, "the records are kept in ")) << run.output;
 }
 
-// Of three processes one has lost its record and one its events.
-TEST(RunReportOfAProcess, TellsOfTheOthersWhenOnesFilesAreDamaged) {
+// One of three processes has lost its record, and another one its events.
+TEST(RunReportOfAProcess, CoversTheOtherProcessesIfFilesOfOneAreDamaged) {
   const TemporaryDirectory directory;
   const std::string records = directory / "records", report = directory / "report";
   const std::string one = program("events_program") + " steps";
@@ -817,7 +818,7 @@ TEST(RunReportOfAProcess, TellsOfTheOthersWhenOnesFilesAreDamaged) {
   EXPECT_EQ(told.exit_code, 0) << told.output;
   for (const std::string& text : {told.output, summary}) {
     EXPECT_TRUE(has(text, "handled 8 of 8 allocations")) << text;
-    EXPECT_TRUE(has(text, ranks[0].path + " is left out: it is no record of this build's: it has 100 bytes"))
+    EXPECT_TRUE(has(text, ranks[0].path + " is left out: it is not a record of this build: it has 100 bytes"))
         << text;
     EXPECT_TRUE(has(text, "1-abcdef.record is left out: it cannot be read: No such file or directory"))
         << text;
@@ -835,7 +836,7 @@ TEST(RunReportOfAProcess, TellsOfTheOthersWhenOnesFilesAreDamaged) {
   EXPECT_TRUE(has(counted.output, ranks[0].path + " is left out: ")) << counted.output;
 }
 
-TEST(RunReportOfAProcess, ManyThatSayTheSameAreOneLine) {
+TEST(RunReportOfAProcess, PrintsManyEqualMessagesAsOneLine) {
   const TemporaryDirectory directory;
   const std::string records = directory / "records";
   const std::string all = "for i in 1 2 3 4 5 6 7 8; do " + program("events_program") + " steps & done; wait";
@@ -860,7 +861,7 @@ TEST(RunReportOfAProcess, ManyThatSayTheSameAreOneLine) {
   EXPECT_EQ(std::count(summary.begin(), summary.end(), '\n'), 14) << summary;
 }
 
-TEST(RunReportOfAProcess, ShowsControlCharactersOfTheCommandAndObeysNone) {
+TEST(RunReportOfAProcess, PrintsControlCharactersOfTheCommandSpelledOut) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const Finished run = forebay_run({"--report", report, "--trace", directory / "trace.txt", "--",
@@ -881,8 +882,8 @@ TEST(RunReportOfAProcess, ShowsControlCharactersOfTheCommandAndObeysNone) {
   }
 }
 
-// Whoever may not do it is told so, and not that there is nothing.
-TEST(RunReportOfAProcess, APlaceThatIsClosedIsNotTakenForOneThatIsNotThere) {
+// The message says that access is denied, not that there are no records.
+TEST(RunReportOfAProcess, AnUnreadableDirectoryIsNotReportedAsMissing) {
   const TemporaryDirectory directory;
   const TemporaryDirectory open;
   std::filesystem::create_directory(directory / "sub");
@@ -928,7 +929,7 @@ TEST(RunReportOfAProcess, APlaceThatIsClosedIsNotTakenForOneThatIsNotThere) {
   }
 }
 
-TEST(RunTrace, AFileOfAnEarlierRunStaysWholeUntilTheNewOneIs) {
+TEST(RunTrace, AnEarlierFileStaysUntilTheNewOneIsComplete) {
   const TemporaryDirectory directory;
   const std::string trace = directory / "trace.txt", link = directory / "link.txt";
   ASSERT_EQ(forebay_run({"--trace", trace, "--", program("events_program"), "steps"}).exit_code, 0);
@@ -949,9 +950,8 @@ TEST(RunTrace, AFileOfAnEarlierRunStaysWholeUntilTheNewOneIs) {
   EXPECT_NE(read_text(trace), before);
 }
 
-// `ulimit -f` bounds files of forebay run's as it does the command's, by a signal that ends whoever takes no
-// care.
-TEST(RunReportOfAProcess, AFileThatMayNotBeSoLargeIsOneThatCannotBeWritten) {
+// `ulimit -f` also bounds the files of forebay run, by a signal that ends a process unless it is handled.
+TEST(RunReportOfAProcess, AFileBeyondTheSizeLimitCannotBeWritten) {
   const TemporaryDirectory directory;
   const Finished run =
       run_program({"/bin/bash", "-c",
@@ -965,7 +965,7 @@ TEST(RunReportOfAProcess, AFileThatMayNotBeSoLargeIsOneThatCannotBeWritten) {
   EXPECT_TRUE(has(run.output, "the records are kept in ")) << run.output;
 }
 
-TEST(RunReportOfAProcess, SaysThatTheRecordsWereRemovedMeanwhile) {
+TEST(RunReportOfAProcess, ReportsThatTheRecordsWereRemoved) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const Finished run = forebay_run({"--report", report, "--", "/bin/sh", "-c",
@@ -979,19 +979,19 @@ TEST(RunReportOfAProcess, SaysThatTheRecordsWereRemovedMeanwhile) {
   EXPECT_FALSE(has(summary, "the run goes on")) << summary;
 }
 
-TEST(PreloadEvents, AProgramIsToldThatItsDirectoryForRecordsIsMissing) {
+TEST(PreloadEvents, AMissingDirectoryForRecordsIsReported) {
   const TemporaryDirectory directory;
   const Process::Variables variables = {{"LD_PRELOAD", kPreloadLibrary},
                                         {"FOREBAY_PRELOAD_RECORDS", directory / "missing"}};
   const Finished run = run_program({program("events_program"), "steps"}, on_the_fake(variables));
 
   EXPECT_EQ(run.exit_code, 0) << run.output;
-  EXPECT_TRUE(has(run.output, "cannot record what this process does in " + (directory / "missing")))
+  EXPECT_TRUE(has(run.output, "cannot keep a record of this process in " + (directory / "missing")))
       << run.output;
 }
 
 // Dozens of short processes, as a test suite under `forebay run` has them.
-TEST(RunReportOfAProcess, HasEveryOneOfManyShortProcesses) {
+TEST(RunReportOfAProcess, CoversEachOfManyShortProcesses) {
   const int count = kSanitized ? 20 : 80;
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
@@ -1008,8 +1008,8 @@ TEST(RunReportOfAProcess, HasEveryOneOfManyShortProcesses) {
       << run.output;
 }
 
-// Random bytes in the place of some of a record's and its events': refused in words, or read and told of.
-TEST_F(EventFile, RandomDamageIsRefusedOrToldOf) {
+// Random bytes overwrite parts of a record and its events: the files are refused with a message, or reported.
+TEST_F(EventFile, RandomDamageIsRefusedOrReported) {
   const unsigned seed = std::random_device{}();
   SCOPED_TRACE(seed);
   std::mt19937_64 random(seed);
@@ -1023,7 +1023,7 @@ TEST_F(EventFile, RandomDamageIsRefusedOrToldOf) {
   for (int i = 0; i < (kSanitized ? 150 : 400); ++i) {
     std::string events = sound_events, record = sound_record;
     for (std::size_t n = 1 + below(8); n > 0; --n) {
-      // Most of what there is lies at these places.
+      // Most of the contents lie at these offsets.
       const std::size_t begins[] = {0, 0, event_begin, event_begin, block_begin};
       const std::size_t at = begins[below(5)] + 8 * below(24);
       const std::uint64_t value = below(3) == 0 ? random() : values[below(std::size(values))];
@@ -1054,7 +1054,7 @@ TEST_F(EventFile, RandomDamageIsRefusedOrToldOf) {
 
 // --- giving back on a signal ---
 
-TEST(RunPauseSignal, HasTheArenaGiveBackAtTheNextCall) {
+TEST(RunPauseSignal, MakesTheArenaGiveMemoryBackAtTheNextCall) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   Process process(forebay({"run", "--report", report, "--pause-signal", "USR2", "--",

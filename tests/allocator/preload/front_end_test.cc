@@ -1,5 +1,5 @@
-// The front end among others: neighbours in LD_PRELOAD, plugins, early work, children, the process's end; and
-// what it answers to each question for a function of the driver.
+// The front end beside other libraries: neighbours in LD_PRELOAD, plugins, early work, children, the end of
+// the process; and its answer to each look-up of a driver function.
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -20,8 +20,8 @@ std::string preloads(const std::string& first, const std::string& second) {
 
 // --- dlsym ---
 
-// glibc knows who asks by the return address.
-TEST(PreloadDlsym, NextMeansTheNextOfWhoeverAsks) {
+// glibc recognises the caller by the return address.
+TEST(PreloadDlsym, NextMeansTheCallersNextLibrary) {
   const std::string neighbour = program("next_library.so");
   const std::vector<std::string> command = {program("neighbour_program"), "getpid"};
   const Finished bare = run_program(command, {{"LD_PRELOAD", neighbour}});
@@ -51,7 +51,7 @@ TEST(PreloadDlsym, AnotherHookOfTheDriverInFrontIsPassedThrough) {
   EXPECT_EQ(in_front.served(PreloadServer::kArena), 1u);
 }
 
-TEST(PreloadDlsym, WhatIsNotThereIsRefusedInTheSameWords) {
+TEST(PreloadDlsym, AMissingSymbolGetsTheSameError) {
   const std::vector<std::string> command = {program("neighbour_program"), "errors"};
   const PreloadRun bare(command, "none");
   const PreloadRun run(command);
@@ -61,9 +61,9 @@ TEST(PreloadDlsym, WhatIsNotThereIsRefusedInTheSameWords) {
   EXPECT_EQ(run.finished.output, bare.finished.output);
 }
 
-// Another hook of dlsym asks the C library by a version, which nobody can stand in for. Behind ours it is not
-// asked; in front of ours nothing comes to us.
-TEST(PreloadDlsym, AnotherHookOfDlsymHasItWhereItIsInFront) {
+// Another hook of dlsym finds the C library's by a symbol version, which cannot be intercepted. Behind the
+// preload's it is not called; in front of it, it gets all look-ups.
+TEST(PreloadDlsym, AnotherHookOfDlsymInFrontWins) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer looks its functions up by the neighbour, which has it too";
   const std::string neighbour = program("dlsym_library.so");
   const std::vector<std::string> command = {program("access_program"), "dlsym"};
@@ -87,7 +87,7 @@ TEST(PreloadDlsym, ASecondCopyOfTheLibraryChangesNothing) {
     for (const std::string& order : {preloads(kPreloadLibrary, copy), preloads(copy, kPreloadLibrary),
                                      preloads(kPreloadLibrary, kPreloadLibrary)}) {
       PreloadRun run({program("access_program"), way}, "arena", {{"LD_PRELOAD", order}});
-      // The copy has no core beside it: where it comes first it says so, and the driver serves.
+      // The copy has no core beside it. If it comes first it says so, and the driver serves.
       const bool has_core = order.rfind(kPreloadLibrary, 0) == 0;
 
       EXPECT_EQ(run.finished.exit_code, 0) << order << run.finished.output;
@@ -104,7 +104,7 @@ TEST(PreloadDlsym, ASecondCopyOfTheLibraryChangesNothing) {
 
 // --- plugins ---
 
-TEST(PreloadPlugin, APluginIsSeenLikeTheProgram) {
+TEST(PreloadPlugin, AllocationsOfAPluginAreServed) {
   PreloadRun run({program("plugin_program"), program("plugin_library.so"), "plain"});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
@@ -113,8 +113,8 @@ TEST(PreloadPlugin, APluginIsSeenLikeTheProgram) {
   run.expect_no_hazard();
 }
 
-// Its dlsym is bound to the C library before ours is looked at. That cannot be helped; it is told.
-TEST(PreloadPlugin, ADeeplyBoundPluginGoesAroundAndIsNamed) {
+// Its dlsym is bound to the C library before the preload's is searched. It cannot be hooked; it is named.
+TEST(PreloadPlugin, ADeeplyBoundPluginEscapesAndIsNamed) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime refuses to open a library that way";
   PreloadRun run({program("plugin_program"), program("plugin_library.so"), "deepbind"});
 
@@ -126,7 +126,7 @@ TEST(PreloadPlugin, ADeeplyBoundPluginGoesAroundAndIsNamed) {
 }
 
 // LD_PRELOAD reaches the first namespace only; a second one has a driver of its own, which is left alone.
-TEST(PreloadPlugin, APluginInANamespaceOfItsOwnHasItsOwnDriver) {
+TEST(PreloadPlugin, APluginInItsOwnNamespaceHasItsOwnDriver) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime cannot be loaded twice";
   PreloadRun run({program("plugin_program"), program("plugin_library.so"), "namespace"});
 
@@ -134,7 +134,7 @@ TEST(PreloadPlugin, APluginInANamespaceOfItsOwnHasItsOwnDriver) {
   EXPECT_EQ(run.served(PreloadServer::kArena), 1u);
 }
 
-TEST(PreloadPlugin, WorkBeforeTheProgramBeginsIsServed) {
+TEST(PreloadPlugin, AllocationsBeforeMainAreServed) {
   const std::string early = program("early_library.so");
   for (const std::string& order : {preloads(kPreloadLibrary, early), preloads(early, kPreloadLibrary)}) {
     PreloadRun run({"/bin/true"}, "arena", {{"LD_PRELOAD", order}});
@@ -149,7 +149,7 @@ TEST(PreloadPlugin, WorkBeforeTheProgramBeginsIsServed) {
 
 // --- processes ---
 
-TEST(PreloadProcess, AForkedChildIsToldWhatTheDriverTellsIt) {
+TEST(PreloadProcess, AForkedChildGetsTheDriversAnswers) {
   const std::vector<std::string> command = {program("process_program"), "fork"};
   const PreloadRun bare(command, "none");
   PreloadRun run(command);
@@ -161,7 +161,7 @@ TEST(PreloadProcess, AForkedChildIsToldWhatTheDriverTellsIt) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadProcess, ChildrenForkedBeforeAnyUseAreProcessesOfTheirOwn) {
+TEST(PreloadProcess, ChildrenForkedBeforeAnyUseHaveTheirOwnArena) {
   const PreloadRun run({program("process_program"), "workers"});
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
@@ -171,7 +171,7 @@ TEST(PreloadProcess, ChildrenForkedBeforeAnyUseAreProcessesOfTheirOwn) {
   }
 }
 
-TEST(PreloadProcess, ProgramsThatAreStartedInheritItAndShowNothing) {
+TEST(PreloadProcess, StartedProgramsInheritThePreloadAndPrintNothing) {
   PreloadRun run({program("process_program"), "exec"});
 
   EXPECT_EQ(run.finished.exit_code, 0);
@@ -190,7 +190,7 @@ TEST(PreloadProcess, AThreadWithoutAContextIsRefusedByTheDriver) {
 }
 
 // Destructors that run after the driver's own end: nothing breaks, and nothing is reported.
-TEST(PreloadProcess, MemoryMayBeFreedAfterTheDriversEnd) {
+TEST(PreloadProcess, MemoryMayBeFreedAfterTheDriverHasEnded) {
   const std::vector<std::string> command = {program("process_program"), "exit"};
   const PreloadRun bare(command, "none");
   const PreloadRun run(command);
@@ -200,7 +200,7 @@ TEST(PreloadProcess, MemoryMayBeFreedAfterTheDriversEnd) {
   EXPECT_EQ(run.finished.exit_code, 0);
 }
 
-// Whoever is in a call then gets the driver's answer, and nothing breaks.
+// A thread that is in a call then gets the driver's answer, and nothing breaks.
 TEST(PreloadProcess, ThreadsMayAllocateWhileTheProcessEnds) {
   for (int i = 0; i < (kSanitized ? 5 : 20); ++i) {
     PreloadRun run({program("process_program"), "exit-threads"}, "arena",
@@ -213,8 +213,8 @@ TEST(PreloadProcess, ThreadsMayAllocateWhileTheProcessEnds) {
   }
 }
 
-// Looked at by one who only wanted to know whether there is one, say.
-TEST(PreloadProcess, ADriverThatWasClosedIsNotCalledAnyMore) {
+// For example, a program that only checked whether there is a driver.
+TEST(PreloadProcess, AClosedDriverIsNotCalledAgain) {
   const std::string closed = program("closed_driver.so");
   if (!std::filesystem::exists(closed)) GTEST_SKIP() << "a sanitizer's runtime keeps libraries open";
   PreloadRun run({program("process_program"), "reopen", closed}, "arena",
@@ -227,8 +227,8 @@ TEST(PreloadProcess, ADriverThatWasClosedIsNotCalledAnyMore) {
   run.expect_no_hazard();
 }
 
-// A record is made for a process that starts CUDA, and for nobody else.
-TEST(PreloadProcess, ARecordTellsWhoTheProcessWas) {
+// A record is made only for a process that starts CUDA.
+TEST(PreloadProcess, ARecordIdentifiesItsProcess) {
   const PreloadRun run({program("access_program"), "dlsym"});
 
   EXPECT_EQ(run.record().program, program("access_program") + " dlsym");
@@ -246,7 +246,7 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// What the answers without the preload become: the same symbol, in ours where it is hooked.
+// The expected answer: the same symbol as without the preload, in the preload's library if it is hooked.
 std::string with_hooks(std::string line) {
   static const std::set<std::string> hooked = {
 #define FOREBAY_PRELOAD_ROW(name, symbol, version, NULL_STREAM, parameters, arguments) #symbol,
@@ -263,8 +263,8 @@ std::string with_hooks(std::string line) {
   return line;
 }
 
-// Each name in each version with each kind of null stream: the interface that was asked for, and no other.
-TEST(PreloadResolution, EveryAnswerIsTheDriversOrOurFunctionOfTheSameSymbol) {
+// Each name in each version with each kind of null stream: exactly the requested interface.
+TEST(PreloadResolution, EveryAnswerIsTheDriversFunctionOrTheHookOfThatSymbol) {
   const PreloadRun bare({program("resolution_program")}, "none");
   const PreloadRun run({program("resolution_program")});
   const std::vector<std::string> expected = lines_of(bare.finished.output);
@@ -282,9 +282,8 @@ TEST(PreloadResolution, EveryAnswerIsTheDriversOrOurFunctionOfTheSameSymbol) {
   EXPECT_GT(ours, 1000u);
 }
 
-// A program of a later toolkit asks for later versions. What is still the same function is hooked all the
-// same.
-TEST(PreloadResolution, AVersionThatIsNotKnownIsHookedWhereTheFunctionIs) {
+// A program of a later toolkit asks for later versions. If the function is still the same it is hooked.
+TEST(PreloadResolution, AnUnknownVersionIsHookedIfTheFunctionIsTheSame) {
   const Process::Variables later = {{"FAKE_CUDA_DRIVER_VERSION", "14000"}};
   const std::vector<std::string> command = {program("resolution_program"), "13050"};
   const PreloadRun bare(command, "none", later);

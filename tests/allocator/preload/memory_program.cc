@@ -1,5 +1,5 @@
-// What programs rely on when they allocate, one matter at a time. Prints what it saw; a test compares that
-// with and without the preload, or with what must be.
+// Properties of allocation that programs rely on, one at a time. Prints the results; a test compares them
+// with and without the preload, or with the expected ones.
 //   memory_program MATTER
 #include <algorithm>
 #include <atomic>
@@ -56,7 +56,7 @@ unsigned number(CuResult result) {
   return static_cast<unsigned>(result);
 }
 
-// A plain free is relied on to wait for everything; one of stream-ordered memory does not wait.
+// Programs rely on a plain free waiting for all work; a free of stream-ordered memory does not wait.
 int waiting() {
   CuStream stream = new_stream();
   CuDevicePtr used = 0, plain = 0, ordered = 0, freed_in_order = 0;
@@ -77,7 +77,7 @@ int waiting() {
   return 0;
 }
 
-// What is kept and not used counts as free.
+// Unused memory of the arena counts as free.
 int info() {
   const std::size_t before = free_bytes();
   CuDevicePtr block = 0;
@@ -93,7 +93,7 @@ int info() {
   CHECK_CU(driver.cuDeviceTotalMem_v2(&device_total, 0));
   std::printf("total %zu, device %zu, before %zu, less %zu, after %zu\n", total_bytes(), device_total, before,
               before - during, after);
-  // Everything that is said to be free is to be had.
+  // All memory that is reported free can be allocated.
   CHECK_CU(driver.cuMemAlloc_v2(&block, after));
   CHECK(driver.cuMemGetInfo_v2(nullptr, nullptr) == CuResult::kSuccess);
   CHECK_CU(driver.cuMemFree_v2(block));
@@ -120,7 +120,7 @@ int full() {
   blocks.pop_back();
   CHECK_CU(driver.cuMemAlloc_v2(&block, 4 * kMiB));
   blocks.push_back(block);
-  // Free pieces that are apart serve what none of them holds.
+  // Separate free ranges serve a block that none of them could hold.
   CHECK_CU(driver.cuMemFree_v2(blocks[1]));
   CHECK_CU(driver.cuMemFree_v2(blocks[3]));
   std::printf("apart: %u\n", number(driver.cuMemAlloc_v2(&block, 8 * kMiB)));
@@ -128,7 +128,7 @@ int full() {
   return 0;
 }
 
-// The pool's handle is the driver's; its figures tell of what is allocated from it.
+// The pool's handle is the driver's; its figures count the allocations from it.
 int pool() {
   CuMemoryPool pool = nullptr;
   CHECK_CU(driver.cuDeviceGetDefaultMemPool(&pool, 0));
@@ -169,7 +169,7 @@ int pool() {
   return 0;
 }
 
-// What the driver serves: pitched and managed memory, a pool of the program's own, a context of its own,
+// Served by the driver: pitched and managed memory, a pool that the program made, a context of its own,
 // chunks.
 int elsewhere() {
   CuDevicePtr block = 0;
@@ -186,7 +186,7 @@ int elsewhere() {
   CHECK_CU(driver.cuMemPoolCreate(&pool, &properties));
   CHECK_CU(driver.cuMemAllocFromPoolAsync(&block, kMiB, pool, stream));
   CHECK_CU(driver.cuMemFreeAsync(block, stream));
-  // As the device's current pool it serves what names none.
+  // As the device's current pool it serves requests that name no pool.
   CHECK_CU(driver.cuDeviceGetDefaultMemPool(&standard, 0));
   CHECK_CU(driver.cuDeviceSetMemPool(0, pool));
   CHECK_CU(driver.cuMemAllocAsync(&block, kMiB, stream));
@@ -375,7 +375,7 @@ int streams() {
   return 0;
 }
 
-// Frees by the other call, twice, in the middle, and of what nobody allocated.
+// Frees by the other call, twice, in the middle of a block, and of addresses that were never allocated.
 int frees() {
   CuStream stream = new_stream();
   CuDevicePtr plain = 0, ordered = 0, twice = 0;
@@ -395,7 +395,7 @@ int frees() {
   return 0;
 }
 
-// Somebody outside got to know the memory: its address stays with it, also after it was freed.
+// Memory that is known outside the process keeps its address, even after it was freed.
 int pinned() {
   CuDevicePtr block = 0, other = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&block, 6 * kMiB));
@@ -411,7 +411,7 @@ int pinned() {
     others.push_back(other);
   }
   for (const CuDevicePtr one : others) CHECK_CU(driver.cuMemFree_v2(one));
-  // Who wants as much again gets it again.
+  // A request of the same size gets the block again.
   CuDevicePtr again = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&again, 6 * kMiB));
   std::vector<unsigned char> back(6 * kMiB);

@@ -1,4 +1,4 @@
-// What programs rely on when they allocate, with and without the preload.
+// Properties of allocation that programs rely on, with and without the preload.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ TEST(PreloadMemory, APlainFreeWaitsAndAnOrderedOneDoesNot) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, WhatIsKeptCountsAsFree) {
+TEST(PreloadMemory, UnusedMemoryOfTheArenaCountsAsFree) {
   PreloadRun run(matter("info"));
 
   EXPECT_EQ(run.finished.exit_code, 0);
@@ -48,19 +48,19 @@ TEST(PreloadMemory, ALimitMakesTheDeviceLookSmaller) {
   EXPECT_EQ(run.finished.exit_code, 0);
   EXPECT_EQ(run.finished.output,
             "total 33554432, device 33554432, before 33554432, less 16777216, after 33554432\n");
-  // Who only observes changes nothing.
+  // Observing changes nothing.
   EXPECT_EQ(observed.finished.output.rfind("total 67108864, device 67108864", 0), 0u)
       << observed.finished.output;
 }
 
-TEST(PreloadMemory, ALimitThatIsNoNumberIsSaidAndServesNothing) {
+TEST(PreloadMemory, AnInvalidLimitIsReportedAndTheArenaServesNothing) {
   const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "plenty"}});
   EXPECT_NE(run.finished.output.find("FOREBAY_MEMORY is 'plenty'; use bytes"), std::string::npos)
       << run.finished.output;
   EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
 }
 
-TEST(PreloadMemory, AFullDeviceIsToldInTheDriversWordsAndMemoryThatComesBackServes) {
+TEST(PreloadMemory, AFullDeviceReturnsTheDriversErrorAndServesAfterAFree) {
   PreloadRun run(matter("full"), "arena", {{"FAKE_CUDA_LATENCY_NS", "2000000"}});
 
   EXPECT_EQ(run.finished.exit_code, 0);
@@ -70,7 +70,7 @@ TEST(PreloadMemory, AFullDeviceIsToldInTheDriversWordsAndMemoryThatComesBackServ
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, TheDefaultPoolTellsOfWhatIsAllocatedFromIt) {
+TEST(PreloadMemory, TheDefaultPoolReportsItsAllocations) {
   PreloadRun run(matter("pool"));
 
   EXPECT_EQ(run.finished.exit_code, 0);
@@ -80,7 +80,7 @@ TEST(PreloadMemory, TheDefaultPoolTellsOfWhatIsAllocatedFromIt) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, WhatTheArenaDoesNotServeTheDriverServes) {
+TEST(PreloadMemory, TheDriverServesRequestsThatTheArenaCannot) {
   const PreloadRun bare(matter("elsewhere"), "none");
   PreloadRun run(matter("elsewhere"));
 
@@ -98,7 +98,7 @@ TEST(PreloadMemory, WhatTheArenaDoesNotServeTheDriverServes) {
 }
 
 // An arena would bring the device's primary context into being, which takes hundreds of megabytes on a GPU.
-TEST(PreloadMemory, AProgramWithAContextOfItsOwnIsLeftAlone) {
+TEST(PreloadMemory, AProgramWithItsOwnContextIsLeftAlone) {
   PreloadRun run(matter("own-context"));
 
   EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
@@ -118,7 +118,7 @@ TEST(PreloadMemory, ACaptureGetsTheGraphsMemoryAndIsNotDisturbed) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, ADevicesResetAndItsLastReleaseGiveEverythingBack) {
+TEST(PreloadMemory, ResetAndLastReleaseOfADeviceGiveEverythingBack) {
   const Process::Variables slow = {{"FAKE_CUDA_LATENCY_NS", "1000000"}};
   const PreloadRun bare(matter("reset"), "none", slow);
   PreloadRun run(matter("reset"), "arena", slow);
@@ -134,7 +134,7 @@ TEST(PreloadMemory, ADevicesResetAndItsLastReleaseGiveEverythingBack) {
 
 class PreloadReordered : public ::testing::TestWithParam<int> {};
 
-TEST_P(PreloadReordered, EachThreadsDefaultStreamIsAnotherOne) {
+TEST_P(PreloadReordered, EachThreadHasItsOwnDefaultStream) {
   const Process::Variables reordered = {{"FAKE_CUDA_SEED", std::to_string(GetParam())},
                                         {"FAKE_CUDA_STRICT", "1"}};
   PreloadRun run(matter("thread"), "arena", reordered);
@@ -147,7 +147,7 @@ TEST_P(PreloadReordered, EachThreadsDefaultStreamIsAnotherOne) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, PreloadReordered, ::testing::Range(1, 6));
 
-TEST(PreloadMemory, AnAddressIsToldApartByTheProgramsBlock) {
+TEST(PreloadMemory, AttributesOfAnAddressAreThoseOfItsBlock) {
   const PreloadRun bare(matter("attributes"), "none");
   PreloadRun run(matter("attributes"));
 
@@ -167,7 +167,7 @@ TEST(PreloadMemory, StreamsMayBeDestroyedWhileTheirWorkRuns) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, FreesAreRoutedByAddressAndWrongOnesRefused) {
+TEST(PreloadMemory, FreesAreRoutedByAddressAndInvalidOnesRefused) {
   const PreloadRun bare(matter("frees"), "none");
   PreloadRun run(matter("frees"));
 
@@ -178,7 +178,7 @@ TEST(PreloadMemory, FreesAreRoutedByAddressAndWrongOnesRefused) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadMemory, MemoryThatIsKnownOutsideKeepsItsAddress) {
+TEST(PreloadMemory, MemoryKnownOutsideKeepsItsAddress) {
   PreloadRun run(matter("pinned"));
 
   EXPECT_EQ(run.finished.exit_code, 0);
@@ -200,7 +200,7 @@ TEST(PreloadMemory, EveryDeviceHasAnArena) {
 
 // --- failing calls ---
 
-// Whatever the driver answers: the program ends by itself, says what it was told, and nothing is corrupted.
+// After any failed call the program ends by itself, reports the error, and nothing is corrupted.
 TEST(PreloadFaults, EveryCallMayFailOnce) {
   const std::vector<std::string> command = {program("access_program"), "query"};
   PreloadRun whole(command);
@@ -210,7 +210,7 @@ TEST(PreloadFaults, EveryCallMayFailOnce) {
 
   int succeeded = 0;
   for (std::uint64_t n = 1; n <= calls; ++n) {
-    // Out of memory, and what is not known to anybody.
+    // Out of memory, and an unknown code.
     const std::string result = n % 2 == 0 ? "2" : "999";
     PreloadRun run(command, "arena",
                    waiting_frees({{"FAKE_CUDA_FAIL", std::to_string(n)}, {"FAKE_CUDA_FAIL_RESULT", result}}));
@@ -219,8 +219,7 @@ TEST(PreloadFaults, EveryCallMayFailOnce) {
     succeeded += run.finished.exit_code == 0;
     run.expect_no_hazard();
   }
-  // What we ask of the driver is not the program's matter: where it fails, the driver serves the program
-  // itself.
+  // If a call that the preload makes for itself fails, the driver serves the program.
   EXPECT_GT(succeeded, static_cast<int>(calls / 2));
   std::printf("%d of %d runs ended well\n", succeeded, static_cast<int>(calls));
 }
@@ -234,7 +233,7 @@ std::vector<std::string> stress(int threads, int rounds, int limit_mib) {
 
 class PreloadStress : public ::testing::TestWithParam<int> {};
 
-TEST_P(PreloadStress, TheSameResultsWithLessMemory) {
+TEST_P(PreloadStress, GivesTheSameResultsWithLessMemory) {
   const Process::Variables reordered = waiting_frees({{"FAKE_CUDA_SEED", std::to_string(GetParam())},
                                                       {"FAKE_CUDA_STRICT", "1"},
                                                       {"FAKE_CUDA_MEMORY", "268435456"}});
@@ -254,8 +253,8 @@ TEST_P(PreloadStress, TheSameResultsWithLessMemory) {
   run.expect_no_hazard();
 }
 
-// So little memory that threads run out of it and wait for what they and others have freed.
-TEST_P(PreloadStress, TightMemoryEndsWithRetriesAndTheSameResults) {
+// So little memory that threads run out of it and wait for blocks that they and others have freed.
+TEST_P(PreloadStress, ScarceMemoryCausesRetriesAndTheSameResults) {
   const std::vector<std::string> command = stress(4, kSanitized ? 60 : 200, 40);
   const std::string seed = std::to_string(GetParam());
   const PreloadRun bare(command, "none",

@@ -36,7 +36,7 @@ int allocate() {
   return 0;
 }
 
-// What dlsym says of names that are not there is the C library's answer, word for word.
+// For a missing name dlsym gives the C library's error message, word for word.
 int look_up_in_vain() {
   void* const library = ::dlopen("libcuda.so.1", RTLD_NOW);
   CHECK(library != nullptr);
@@ -53,7 +53,7 @@ int look_up_in_vain() {
   const bool is_there = ::dlsym(library, "cuMemAlloc_v2") != nullptr;
   std::printf("cuMemAlloc_v2: %s, %s\n", is_there ? "found" : "none",
               ::dlerror() == nullptr ? "no error" : "an error");
-  // A lookup that succeeds elsewhere, and of a name that is hooked in a library that does not have it.
+  // A look-up that succeeds elsewhere, and a hooked name in a library that does not define it.
   void* const c_library = ::dlopen("libc.so.6", RTLD_NOW);
   std::printf("cuInit in libc: %s\n", ::dlsym(c_library, "cuInit") == nullptr ? "none" : "found");
   const char* const why = ::dlerror();

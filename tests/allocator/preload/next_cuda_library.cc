@@ -1,4 +1,4 @@
-// A neighbour that hooks the driver: it counts allocations and passes them on to whoever comes next.
+// A neighbour that hooks the driver: it counts allocations and passes them on to the next library.
 #include <dlfcn.h>
 
 #include "runtime/device/cuda/abi.h"

@@ -1,5 +1,5 @@
 // A neighbour in LD_PRELOAD: it hooks getpid, as many hook something, and finds the real one by RTLD_NEXT.
-// Whoever resolves RTLD_NEXT on behalf of somebody else hands it itself.
+// A hook that resolves RTLD_NEXT on behalf of its caller would return this library's own function.
 #include <dlfcn.h>
 #include <sys/types.h>
 

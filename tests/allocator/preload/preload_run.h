@@ -1,5 +1,4 @@
-// A program under the preload on the fake driver, as a person would start it, and what its record and the
-// fake say afterwards.
+// Runs a program under the preload on the fake driver, and reads its record and the fake's counts afterwards.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +13,7 @@
 
 namespace forebay::testing {
 
-// Where the tests of this folder find things; set by CMake.
+// Paths for the tests of this folder; set by CMake.
 inline const std::string kPreloadLibrary = PRELOAD_LIBRARY;
 inline const std::string kProgramDirectory = PRELOAD_PROGRAM_DIRECTORY;
 inline const std::string kFakeDirectory = FAKE_CUDA_DIRECTORY;
@@ -24,8 +23,8 @@ inline std::string program(const std::string& name) {
   return kProgramDirectory + "/" + name;
 }
 
-// In a sanitized build the sanitizer's runtime demands to come before everything else, unless it is told that
-// it does not. It knows of leaks only where the program ends in the usual way.
+// In a sanitized build the sanitizer's runtime demands to be the first library, unless told otherwise. It
+// finds leaks only if the program ends in the usual way.
 inline Process::Variables sanitizer_variables() {
 #if defined(__SANITIZE_ADDRESS__)
   return {{"ASAN_OPTIONS", "verify_asan_link_order=0:detect_leaks=0"}};
@@ -62,7 +61,7 @@ class PreloadRun {
     for (std::string name; summary >> name;) summary >> fake[name];
   }
 
-  // The one record there is meant to be.
+  // The only record. Fails the test if there are several.
   const PreloadReport& record() const {
     static const PreloadReport none;
     EXPECT_EQ(records.size(), 1u) << finished.output;
@@ -71,13 +70,13 @@ class PreloadRun {
   std::uint64_t served(PreloadServer server) const {
     return record().allocations[static_cast<std::size_t>(server)];
   }
-  // Allocations that the arena did not serve, for whatever reason.
+  // Allocations that the arena did not serve, for any reason.
   std::uint64_t unserved() const {
     std::uint64_t count = 0;
     for (std::size_t i = 1; i < kPreloadServerCount; ++i) count += record().allocations[i];
     return count;
   }
-  // Nothing that would have corrupted memory on a device.
+  // No hazard: nothing would have corrupted memory on a device.
   void expect_no_hazard() {
     EXPECT_EQ(fake["hazards"], 0u) << finished.output;
     EXPECT_EQ(fake["forbidden_calls"], 0u) << finished.output;

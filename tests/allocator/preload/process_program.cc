@@ -58,7 +58,7 @@ int fork_after_use() {
   return 0;
 }
 
-// Forked before anybody has used the driver, as data loaders are: each is a process of its own.
+// Forked before the driver was used, like data loaders: each is a process of its own.
 int fork_before_use() {
   std::vector<pid_t> children;
   for (int i = 0; i < 3; ++i) {
@@ -89,8 +89,7 @@ int start_programs() {
   return 0;
 }
 
-// A thread that has no context: the driver refuses to allocate, and frees all the same where the address says
-// enough.
+// A thread without a context: the driver refuses to allocate, but frees by address.
 int use_threads() {
   if (start() != 0) return 1;
   CuResult refused = CuResult::kSuccess;
@@ -102,7 +101,7 @@ int use_threads() {
   return 0;
 }
 
-// Waits for a signal that somebody passes on, and ends with its number.
+// Waits for a signal that is passed on, and ends with its number.
 int wait_for_signal() {
   sigset_t wanted;
   ::sigemptyset(&wanted);
@@ -179,7 +178,7 @@ int reopen(const char* first_path) {
   CuDevicePtr address = 0;
   CHECK_CU(driver.cuMemAlloc_v2(&address, 1u << 20));
   CHECK_CU(driver.cuMemFree_v2(address));
-  // Told with what the device has free, which nobody has asked this driver for.
+  // Its answer includes the free memory of the device; no other code asks this driver for that.
   CHECK(driver.cuMemAlloc_v2(&address, std::size_t{1} << 50) == CuResult::kOutOfMemory);
   std::printf("reopened\n");
   return 0;

@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
       }
     }
   }
-  // What nobody should ask, and some do.
+  // Look-ups that are invalid, but occur.
   std::printf("no name: %u\n", static_cast<unsigned>(get(nullptr, nullptr, 12000, 0, nullptr)));
   void* found = nullptr;
   std::printf("no place: %u\n", static_cast<unsigned>(get("cuMemAlloc", nullptr, 12000, 0, nullptr)));

@@ -1,4 +1,4 @@
-// `forebay run` as a person uses it, and what it decides about the environment.
+// `forebay run` as a user starts it, and its decisions about the environment.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ std::size_t position(const std::string& text, const std::string& part) {
 
 // --- the command ---
 
-TEST(RunCommand, SaysWhatIsInForceFirstAndWhatWasHandledLast) {
+TEST(RunCommand, PrintsTheModeFirstAndTheCountsLast) {
   const Finished run = forebay_run({"--", program("access_program"), "query"});
   const std::vector<std::string> lines = lines_of(run.output);
 
@@ -62,7 +62,7 @@ TEST(RunCommand, SaysWhatIsInForceFirstAndWhatWasHandledLast) {
             "live in one");
 }
 
-TEST(RunCommand, TellsWhatWasNotHandledAndWhy) {
+TEST(RunCommand, ListsAllocationsThatWereNotHandledAndWhy) {
   const Finished run = forebay_run({"--", program("memory_program"), "elsewhere"});
 
   EXPECT_EQ(run.exit_code, 0);
@@ -74,7 +74,7 @@ TEST(RunCommand, TellsWhatWasNotHandledAndWhy) {
             std::string::npos);
 }
 
-TEST(RunCommand, NamesWhoGoesAround) {
+TEST(RunCommand, NamesLibrariesThatEscapeTheHook) {
   if (kSanitized) GTEST_SKIP() << "a sanitizer's runtime refuses to open a library that way";
   const Finished run =
       forebay_run({"--", program("plugin_program"), program("plugin_library.so"), "deepbind"});
@@ -103,8 +103,8 @@ TEST(RunCommand, MakesTheDeviceLookSmaller) {
   EXPECT_NE(position(run.output, "at most 32.00 MiB of each device"), std::string::npos) << run.output;
 }
 
-// Whatever is set for it in between: what the outer one allows is a bound for all that runs in it.
-TEST(RunCommand, WithinAnotherTheSmallerLimitHolds) {
+// The limit of the outer run bounds all processes in it, whatever is set in between.
+TEST(RunCommand, InsideAnotherRunTheSmallerLimitHolds) {
   const std::string inner = FOREBAY_COMMAND " run ";
   const std::string work = "-- " + program("memory_program") + " info";
   const auto within = [&](const std::string& limit, const std::string& command) {
@@ -135,8 +135,8 @@ TEST(RunCommand, WithinAnotherTheSmallerLimitHolds) {
       << observed;
 }
 
-// What is in a command's words may be meant for the terminal.
-TEST(RunCommand, ShowsControlCharactersAndDoesNotObeyThem) {
+// Words of a command may hold control characters for the terminal.
+TEST(RunCommand, PrintsControlCharactersSpelledOut) {
   const TemporaryDirectory directory;
   const std::string bell = "\x1b]0;title\x07\n\x9b";
   const Finished missing = forebay_run({"--", "/nowhere/" + bell});
@@ -157,8 +157,8 @@ TEST(RunCommand, ShowsControlCharactersAndDoesNotObeyThem) {
   }
 }
 
-// From its first word on.
-TEST(RunCommand, NothingOfTheCommandIsTakenForAnOption) {
+// Everything after the first non-option belongs to the command.
+TEST(RunCommand, ArgumentsOfTheCommandAreNotOptions) {
   for (const std::vector<std::string>& words : {std::vector<std::string>{"train.py", "--memory", "8GiB"},
                                                 {"--report", "--", "--trace"},
                                                 {"[a,b]", "", "--", "--help"},
@@ -182,7 +182,7 @@ TEST(RunCommand, NothingOfTheCommandIsTakenForAnOption) {
   EXPECT_NE(position(mixed.output, "at most 32.00 MiB of each device"), std::string::npos) << mixed.output;
 }
 
-TEST(RunCommand, AnOptionWithoutItsValueOrOfNoMeaningIsRefused) {
+TEST(RunCommand, AnInvalidOptionOrMissingValueIsRefused) {
   const auto refused = [](const std::vector<std::string>& arguments) {
     const Finished run = forebay_run(arguments);
     EXPECT_EQ(run.exit_code, 2) << run.output;
@@ -201,7 +201,7 @@ TEST(RunCommand, AnOptionWithoutItsValueOrOfNoMeaningIsRefused) {
                   "there is no option --reprot; the order is: forebay run [OPTIONS] -- COMMAND"));
 }
 
-// Also the processes that the command starts in its turn.
+// Also processes that the command starts.
 TEST(RunCommand, CountsOverAllProcesses) {
   const Finished run = forebay_run({"--", program("process_program"), "workers"});
 
@@ -219,8 +219,8 @@ TEST(RunCommand, PassesTheExitCodeThrough) {
   EXPECT_EQ(forebay_run({"--", "/"}).exit_code, 126);
 }
 
-// What the terminal sends to all of its group reaches the command once, however often it is sent.
-TEST(RunCommand, LeavesTheTerminalsSignalsToTheTerminal) {
+// A signal that the terminal sends to its foreground group reaches the command once per sending.
+TEST(RunCommand, LeavesSignalsOfTheTerminalToTheCommand) {
   int terminal = -1;
   const pid_t child = ::forkpty(&terminal, nullptr, nullptr, nullptr);
   if (child == 0) {
@@ -230,7 +230,7 @@ TEST(RunCommand, LeavesTheTerminalsSignalsToTheTerminal) {
     ::_exit(1);
   }
   ASSERT_GT(child, 0);
-  // A terminal throws away what is still to be shown when Ctrl-C is pressed, unless it is told not to.
+  // At Ctrl-C a terminal discards pending output, unless told not to.
   termios settings{};
   ASSERT_EQ(::tcgetattr(terminal, &settings), 0);
   settings.c_lflag |= NOFLSH;
@@ -269,12 +269,12 @@ TEST(RunCommand, PassesSignalsOn) {
 
 // --- the command's surroundings ---
 
-// Reads what a pipe in the file system is given, line by line; a line may be waited for.
+// Reads a pipe in the file system line by line, and can wait for a line.
 class NamedPipe {
  public:
   explicit NamedPipe(std::string path) : path_(std::move(path)) {
     EXPECT_EQ(::mkfifo(path_.c_str(), 0600), 0);
-    // For writing too: opening waits for nobody then, and there is always a reader.
+    // For writing too: then opening does not wait, and there is always a reader.
     file_ = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
   }
   NamedPipe(const NamedPipe&) = delete;
@@ -284,7 +284,7 @@ class NamedPipe {
     if (file_ >= 0) ::close(file_);
     file_ = -1;
   }
-  // So that whoever writes waits until somebody reads.
+  // So that a writer waits until the pipe is read.
   void fill() {
     const std::string page(4096, '.');
     while (::write(file_, page.data(), page.size()) > 0) {
@@ -312,12 +312,12 @@ class NamedPipe {
 };
 
 // Asked for before there is a command, a report is written as soon as there is one.
-TEST(RunCommand, ASignalThatComesBeforeTheCommandIsNotLost) {
+TEST(RunCommand, ASignalBeforeTheCommandStartsIsNotLost) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   NamedPipe errors(directory / "errors");
   errors.fill();
-  // It waits at its first line, which nobody reads yet.
+  // It waits at its first line, which is not read yet.
   Process process({"/bin/sh", "-c",
                    "exec " FOREBAY_COMMAND " run --report " + report + " -- /bin/true 2>" + errors.path()},
                   on_the_fake());
@@ -331,8 +331,8 @@ TEST(RunCommand, ASignalThatComesBeforeTheCommandIsNotLost) {
   EXPECT_TRUE(errors.wait_for("handled 0 of 0"));
 }
 
-// A second Ctrl-C, or a batch system that is in a hurry.
-TEST(RunCommand, WhatIsWrittenAtTheEndIsWholeWhateverSignalsCome) {
+// A second Ctrl-C, or a batch system that sends another signal.
+TEST(RunCommand, FilesAtTheEndAreCompleteDespiteSignals) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   std::filesystem::create_directory(report);
@@ -343,7 +343,7 @@ TEST(RunCommand, WhatIsWrittenAtTheEndIsWholeWhateverSignalsCome) {
   ASSERT_TRUE(process.wait_for_output("ready"));
 
   process.signal(SIGTERM);
-  // It waits at the page, which nobody reads yet; what comes before that is of the process.
+  // It waits at the page, which is not read yet; earlier files are those of the process.
   const auto has_begun = [&] {
     for (const auto& file : std::filesystem::directory_iterator(report)) {
       if (file.path().extension() == ".json") return true;
@@ -359,7 +359,7 @@ TEST(RunCommand, WhatIsWrittenAtTheEndIsWholeWhateverSignalsCome) {
   EXPECT_NE(position(run.output, "the report is in "), std::string::npos) << run.output;
 }
 
-TEST(RunCommand, WhoReadsItsWordsMayGo) {
+TEST(RunCommand, TheReaderOfItsOutputMayEnd) {
   const TemporaryDirectory directory;
   const std::string report = directory / "report";
   const std::string words = directory / "words";
@@ -393,8 +393,8 @@ TEST(RunCommand, MayBeStartedWithoutStandardStreams) {
   EXPECT_NE(position(text, "handled 4 of 4 allocations"), std::string::npos) << text;
 }
 
-// Whoever ignores the end of children hands that on to what it starts.
-TEST(RunCommand, MayBeStartedByOneWhoIgnoresTheEndOfChildren) {
+// A process that ignores SIGCHLD passes that on to the programs it starts.
+TEST(RunCommand, MayBeStartedWithSigchldIgnored) {
   const std::string env = "/usr/bin/env";
   if (run_program({env, "--ignore-signal=CHLD", "/bin/true"}).exit_code != 0) {
     GTEST_SKIP() << env << " cannot ignore signals here";
@@ -404,7 +404,7 @@ TEST(RunCommand, MayBeStartedByOneWhoIgnoresTheEndOfChildren) {
   EXPECT_EQ(process.finish(std::chrono::seconds(30)).exit_code, 7);
 }
 
-TEST(RunCommand, WorksInAnEmptyEnvironmentAndSaysWhatOneHides) {
+TEST(RunCommand, WorksInAnEmptyEnvironmentAndReportsHiddenVariables) {
   std::vector<std::string> empty = {"/usr/bin/env", "-i", "LD_LIBRARY_PATH=" + kFakeDirectory};
   for (const auto& [name, value] : sanitizer_variables()) empty.push_back(name + "=" + value);
   const auto with = [](std::vector<std::string> words, const std::vector<std::string>& more) {
@@ -429,7 +429,7 @@ TEST(RunCommand, MayBeRunUnderItself) {
   EXPECT_NE(position(run.output, "handled 0 of 0 allocations"), std::string::npos) << run.output;
 }
 
-TEST(RunCommand, SaysThatItHasNoPlaceForRecords) {
+TEST(RunCommand, ReportsThatRecordsHaveNoDirectory) {
   for (const char* place : {"/nowhere/at/all", "/proc"}) {
     const Finished run = forebay_run({"--", "/bin/echo", "it ran"}, {{"TMPDIR", place}});
 
@@ -441,7 +441,7 @@ TEST(RunCommand, SaysThatItHasNoPlaceForRecords) {
   }
 }
 
-TEST(RunCommand, KeepsWhatWasPreloadedBefore) {
+TEST(RunCommand, KeepsEarlierPreloads) {
   const std::string neighbour = program("next_library.so");
   // As a file that the command inherits; the command itself is not to be preloaded with it.
   const Finished run = run_program({"/usr/bin/env", "LD_PRELOAD=" + neighbour, FOREBAY_COMMAND, "run", "--",
@@ -478,7 +478,7 @@ TEST(RunCommand, SaysThatThereIsNoDriver) {
       << run.output;
 }
 
-TEST(RunCommand, SaysNothingOfACommandThatWasNeverStarted) {
+TEST(RunCommand, PrintsNoCountsForACommandThatWasNeverStarted) {
   for (const char* command : {"/nowhere/at/all", "/"}) {
     const Finished run = forebay_run({"--", command});
 
@@ -490,7 +490,7 @@ TEST(RunCommand, SaysNothingOfACommandThatWasNeverStarted) {
   EXPECT_NE(position(run.output, "handled 0 of 0"), std::string::npos) << run.output;
 }
 
-TEST(RunCommand, AStaticProgramIsOutOfReachAndThatIsSaid) {
+TEST(RunCommand, AStaticProgramIsReportedAsOutOfReach) {
   if (!std::filesystem::exists(program("static_program"))) {
     GTEST_SKIP() << "this build has no static C library, or sanitizers, which need a shared one";
   }
@@ -504,7 +504,7 @@ TEST(RunCommand, AStaticProgramIsOutOfReachAndThatIsSaid) {
   EXPECT_NE(position(run.output, "\npreloaded 0\n"), std::string::npos) << run.output;
 }
 
-TEST(RunCommand, AScriptOfAStaticProgramIsOutOfReachAndThatIsSaid) {
+TEST(RunCommand, AScriptOfAStaticProgramIsReportedAsOutOfReach) {
   if (!std::filesystem::exists(program("static_program"))) {
     GTEST_SKIP() << "this build has no static C library, or sanitizers, which need a shared one";
   }
@@ -529,7 +529,7 @@ TEST(RunCommand, AScriptOfAStaticProgramIsOutOfReachAndThatIsSaid) {
   EXPECT_NE(position(missing.output, "cannot run "), std::string::npos) << missing.output;
 }
 
-TEST(RunCommand, ASetUidProgramIsOutOfReachAndThatIsSaid) {
+TEST(RunCommand, ASetUidProgramIsReportedAsOutOfReach) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can make a program run with another user's rights";
   const TemporaryDirectory directory;
   const std::string copy = directory / "echo";
@@ -546,7 +546,7 @@ TEST(RunCommand, ASetUidProgramIsOutOfReachAndThatIsSaid) {
       << run.output;
 }
 
-TEST(RunCommand, KeepsRecordsWhereItIsTold) {
+TEST(RunCommand, KeepsRecordsInTheGivenDirectory) {
   const TemporaryDirectory directory;
   const std::string records = directory / "records";
   const Finished run = forebay_run({"--records", records, "--", program("access_program"), "dlsym"});
@@ -561,18 +561,18 @@ TEST(RunCommand, KeepsRecordsWhereItIsTold) {
   EXPECT_NE(position(again.output, "has records of another run; name an empty directory"), std::string::npos);
 }
 
-// A process that is killed has told everything up to then.
+// The record of a killed process is complete up to that moment.
 TEST(RunCommand, LosesNothingWhenTheProcessIsKilled) {
   const Finished run = forebay_run({"--", program("sharing_program"), "kill"});
 
   EXPECT_EQ(run.exit_code, 128 + 9);
-  // The other process may go on and allocate more; what the killed one had is there in any case.
+  // The other process may go on and allocate more; the killed one's counts are there in any case.
   EXPECT_EQ(position(run.output, "handled 0 of"), std::string::npos) << run.output;
   EXPECT_NE(position(run.output, "in 2 processes; at most 9.00 MiB live in one"), std::string::npos)
       << run.output;
 }
 
-TEST(RunCommand, HeedsTheVariablesOfThePreload) {
+TEST(RunCommand, ObeysTheVariablesOfThePreload) {
   const TemporaryDirectory directory;
   const std::vector<std::string> work = {program("access_program"), "query"};
   const Finished off = forebay_run(work, {{"FOREBAY_PRELOAD", "off"}});
@@ -602,7 +602,7 @@ TEST(RunCommand, HeedsTheVariablesOfThePreload) {
   EXPECT_EQ(position(unknown.output, "ran\n"), std::string::npos) << unknown.output;
 }
 
-TEST(RunCommand, MakesTheLastPartOfAReportsPathOnly) {
+TEST(RunCommand, CreatesOnlyTheLastPartOfAReportsPath) {
   const TemporaryDirectory directory;
   const Finished made = forebay_run({"--report", directory / "a", "/bin/true"});
   const Finished refused = forebay_run({"--report", directory / "b/c", "/bin/true"});
@@ -615,7 +615,7 @@ TEST(RunCommand, MakesTheLastPartOfAReportsPathOnly) {
   EXPECT_FALSE(std::filesystem::exists(directory / "b"));
 }
 
-TEST(RunCommand, ADirectoryWithoutRecordsTellsNothing) {
+TEST(RunCommand, ADirectoryWithoutRecordsHasNothingToReport) {
   const TemporaryDirectory directory;
   const Finished empty = forebay_run({"--from", directory.path()});
   std::ofstream(directory / "summary.txt") << "of a run";
@@ -628,7 +628,7 @@ TEST(RunCommand, ADirectoryWithoutRecordsTellsNothing) {
   EXPECT_NE(position(report.output, "which seems to be a report"), std::string::npos) << report.output;
 }
 
-TEST(RunCommand, RefusesWhatContradictsItself) {
+TEST(RunCommand, RefusesContradictoryOptions) {
   EXPECT_EQ(forebay_run({"--observe", "--memory", "1GiB", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--observe", "--tensors", "--", "/bin/true"}).exit_code, 2);
   EXPECT_EQ(forebay_run({"--tensors", "--no-tensors", "--", "/bin/true"}).exit_code, 2);
@@ -676,7 +676,7 @@ TEST(RunEnvironmentTest, PyTorchAllocatesTensorsUnlessTheUserHasChosen) {
 }
 
 // Under either name, and never silently.
-TEST(RunEnvironmentTest, TheUsersChoiceIsKeptAndItsConsequenceSaid) {
+TEST(RunEnvironmentTest, TheUsersChoiceIsKeptAndItsConsequenceReported) {
   for (const char* variable : {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}) {
     const RunEnvironment made = run_environment(options(), {{variable, "expandable_segments:True"}}).value();
 
@@ -725,14 +725,14 @@ TEST(RunEnvironmentTest, TheLimitMayComeFromTheEnvironment) {
   wanted.memory = "1GiB";
   EXPECT_EQ(run_environment(wanted, {{"FOREBAY_MEMORY", "2GiB"}}).value().set.at("FOREBAY_MEMORY"),
             "1073741824");
-  // One's own variable is replaced by one's own option, with a word where that allows more.
+  // The option replaces the user's variable, with a message if it allows more.
   wanted.memory = "4GiB";
   const RunEnvironment more = run_environment(wanted, {{"FOREBAY_MEMORY", "2GiB"}}).value();
   EXPECT_EQ(more.set.at("FOREBAY_MEMORY"), "4294967296");
   EXPECT_EQ(more.lines.at(1), "--memory 4GiB is more than FOREBAY_MEMORY=2GiB, and replaces it");
 }
 
-TEST(RunEnvironmentTest, KnowsWhatIsOfARunAroundIt) {
+TEST(RunEnvironmentTest, RecognisesAnOuterRun) {
   RunOptions wanted = options();
   Environment around =
       run_environment(wanted, {{"LD_PRELOAD", "/lib/other.so"}, {"FOREBAY_MEMORY", "2GiB"}}).value().set;
@@ -769,7 +769,7 @@ TEST(RunEnvironmentTest, ReadsPyTorchsConfiguration) {
   EXPECT_EQ(torch_granularity("garbage,,:,"), TorchGranularity::kSegments);
 }
 
-TEST(RunSummaryTest, SaysOnceWhatSeveralProcessesSay) {
+TEST(RunSummaryTest, PrintsEqualMessagesOfSeveralProcessesOnce) {
   PreloadReport one;
   one.allocations[0] = 2;
   one.bytes[0] = 2048;

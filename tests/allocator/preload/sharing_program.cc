@@ -1,12 +1,12 @@
-// Two processes that share memory by CUDA IPC: one computes into a block of its own, hands its handle to
-// another, which reads, checks and writes; then the first checks what was written. The program starts itself
-// for the second process.
-//   sharing_program            both, and prints what became of it
+// Two processes that share memory by CUDA IPC: one computes into its block and hands the handle to the other,
+// which reads, checks and writes; then the first checks the written bytes. The program starts itself for the
+// second process.
+//   sharing_program            both, and prints the result
 //   sharing_program open       the second: handles on standard input
 //   sharing_program kill       the first is killed after it has handed over its handle
 //   sharing_program refuse     handles that cannot be opened
 //   sharing_program crowded    the first has no descriptor left when the second asks, and some later
-//   sharing_program crowded-later   the same, but the first has waited for somebody to ask before
+//   sharing_program crowded-later   the same, but the first has waited for a request before
 //   sharing_program stranger   the second runs in another environment: nothing is preloaded there
 #include <poll.h>
 #include <sched.h>
@@ -53,7 +53,7 @@ bool holds(CuDevicePtr address, std::uint32_t seed) {
   return driver.cuMemcpyDtoH_v2(back.data(), address, kBytes) == CuResult::kSuccess && back == pattern(seed);
 }
 
-// Memory in pieces: what is free lies between blocks that stay.
+// Fragmented memory: the free ranges lie between blocks that stay.
 int allocate_in_pieces(CuDevicePtr* block, std::vector<CuDevicePtr>* kept) {
   std::vector<CuDevicePtr> others;
   for (int i = 0; i < 14; ++i) {
@@ -146,7 +146,7 @@ int both(const char* program) {
   return ended;
 }
 
-// The one that opens: what it has mapped outlives the other, and what it has not can be had no more.
+// The opening process: blocks that it has mapped outlive the other process; others cannot be opened any more.
 int survive() {
   Message message;
   char go = 0;
@@ -196,7 +196,7 @@ double processor_ms() {
   return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
 }
 
-// Whether a thread of this process that has this name waits for something.
+// Whether the thread of this process with this name is waiting.
 bool is_waiting(const std::string& name) {
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
     std::string found, stat;
@@ -209,8 +209,8 @@ bool is_waiting(const std::string& name) {
   return false;
 }
 
-// `is_awaited`: the table is filled when the thread that answers is waiting already. The system has then set
-// a descriptor aside for whoever comes first, and there is none for what that one asks for.
+// `is_awaited`: the table is filled when the thread that answers is already waiting. The system has then set
+// a descriptor aside for the first connection, and there is none for the chunk.
 int be_crowded(const char* program, bool is_awaited) {
   constexpr int kWaitMs = 400;
   const Child child = start_second(program, "open");
@@ -232,7 +232,7 @@ int be_crowded(const char* program, bool is_awaited) {
   for (int file = 0; (file = ::dup(STDIN_FILENO)) >= 0;) files.push_back(file);
   const double begin = processor_ms();
   CHECK(::write(child.input, &message, sizeof message) == static_cast<ssize_t>(sizeof message));
-  // What the wait costs is the question.
+  // The test measures the cost of the wait.
   (void)::poll(nullptr, 0, kWaitMs);
   const double used = processor_ms() - begin;
   // The fake keeps its own descriptors beyond 1000.
@@ -281,7 +281,7 @@ int refuse() {
   CHECK_CU(driver.cuMemAlloc_v2(&address, 4096));
   std::printf("of ours: %u\n", static_cast<unsigned>(driver.cuIpcGetMemHandle(&handle, address)));
   CuDevicePtr other = 0;
-  // Of a process that is not there any more: the number belongs to this handle and to nobody.
+  // A handle of a process that has ended; no other process has its number.
   for (std::size_t i = 8; i < 16; ++i) handle.bytes[i] = static_cast<char>(~handle.bytes[i]);
   const CuResult stale = driver.cuIpcOpenMemHandle_v2(&other, handle, 1);
   std::printf("of nobody: %d\n", stale != CuResult::kSuccess);

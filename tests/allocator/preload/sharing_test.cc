@@ -10,7 +10,7 @@ namespace forebay::testing {
 namespace {
 
 // One unmodified binary, with and without.
-TEST(PreloadSharing, TwoProcessesComputeInOneBlock) {
+TEST(PreloadSharing, TwoProcessesUseOneBlock) {
   const PreloadRun bare({program("sharing_program")}, "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
   PreloadRun run({program("sharing_program")});
 
@@ -25,13 +25,13 @@ TEST(PreloadSharing, TwoProcessesComputeInOneBlock) {
     EXPECT_EQ(record.problem, "");
   }
   EXPECT_EQ(served, 15u);
-  // The driver was not asked for what it cannot do.
+  // No IPC call reached the driver, which does not support it for this memory.
   EXPECT_EQ(run.fake["calls_cuIpcGetMemHandle"], 0u);
   run.expect_no_hazard();
 }
 
 // Chunks of many sizes, more than one message holds.
-TEST(PreloadSharing, ABlockOfManyChunksArrivesWhole) {
+TEST(PreloadSharing, ABlockOfManyChunksIsSharedWhole) {
   PreloadRun run({program("sharing_program")}, "arena", {{"FAKE_CUDA_GRANULARITY", "4096"}});
 
   EXPECT_EQ(run.finished.exit_code, 0);
@@ -39,12 +39,12 @@ TEST(PreloadSharing, ABlockOfManyChunksArrivesWhole) {
   run.expect_no_hazard();
 }
 
-TEST(PreloadSharing, APeerThatIsKilledTakesNothingAlong) {
+TEST(PreloadSharing, AKilledPeerLeavesTheOpenedBlocksUsable) {
   PreloadRun run({program("sharing_program"), "kill"});
 
   EXPECT_EQ(run.finished.exit_code, 128 + 9);
   EXPECT_EQ(run.finished.output, "mapped memory holds 1\nopened anew: 1\nsurvivor: all well\n");
-  // What the killed one did is known all the same.
+  // The counts of the killed process are still there.
   ASSERT_EQ(run.records.size(), 2u);
   std::uint64_t served = 0;
   for (const PreloadReport& record : run.records) {
@@ -61,8 +61,8 @@ TEST(PreloadSharing, HandlesThatCannotBeOpenedAreRefused) {
   EXPECT_EQ(run.finished.output, bare.finished.output);
 }
 
-// With no descriptor left in the process that shares, whoever asks is served once there is one.
-TEST(PreloadSharing, AFullTableOfDescriptorsIsWaitedOutIdly) {
+// If the sharing process has no descriptor left, the peer is served once there is one.
+TEST(PreloadSharing, WaitsWithoutSpinningForAFreeDescriptor) {
   for (const char* when : {"crowded", "crowded-later"}) {
     SCOPED_TRACE(when);
     PreloadRun run({program("sharing_program"), when});

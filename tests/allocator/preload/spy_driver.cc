@@ -29,7 +29,7 @@ void write_down(const char* name, int version, std::uint64_t flags, void* caller
   std::fflush(log);
 }
 
-// It answers for itself, so that whoever asks for it goes on asking here.
+// It answers with its own function, so that later look-ups also come here.
 void* place_of(const char* name, int version, void* found);
 
 }  // namespace

@@ -143,7 +143,7 @@ int run(int thread_count, int rounds, std::size_t limit_bytes) {
   CHECK_CU(driver.cuInit(0));
   CHECK_CU(driver.cuDevicePrimaryCtxRetain(&context, 0));
   CHECK_CU(driver.cuCtxSetCurrent(context));
-  // What was freed stays with the pool, as frameworks have it.
+  // Freed memory stays in the pool, as frameworks configure it.
   CuMemoryPool pool = nullptr;
   std::uint64_t threshold = UINT64_MAX;
   CHECK_CU(driver.cuDeviceGetDefaultMemPool(&pool, 0));

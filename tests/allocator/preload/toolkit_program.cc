@@ -1,5 +1,5 @@
-// NVIDIA's own libraries, where they are installed: opens one and makes the call that has it look for the
-// driver. Prints what it answered.
+// NVIDIA's own libraries, where they are installed: opens one and makes the call that looks for the driver.
+// Prints its result.
 //   toolkit_program runtime|cublas|nccl PATH
 #include <dlfcn.h>
 

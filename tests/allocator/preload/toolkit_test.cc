@@ -99,7 +99,7 @@ TEST_P(PreloadToolkit, SendsEveryLookUpThroughTheHook) {
   std::printf("%zu look-ups, all through the hook\n", hooked.size());
 }
 
-TEST_P(PreloadToolkit, SaysTheSameWithoutADriver) {
+TEST_P(PreloadToolkit, PrintsTheSameWithoutADriver) {
   const Finished bare = run_program(GetParam().command);
   const Finished run = run_program(GetParam().command, {{"LD_PRELOAD", kPreloadLibrary}});
 

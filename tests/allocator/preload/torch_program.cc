@@ -1,5 +1,5 @@
-// What PyTorch does with a pluggable allocator: opens the library by its path, finds the functions by their
-// names, and allocates, uses and frees on streams. Some memory it takes from the driver as well.
+// Does the same as PyTorch with a pluggable allocator: opens the library by its path, finds the functions by
+// their names, and allocates, uses and frees on streams. It also takes some memory from the driver.
 //   torch_program PATH_OF_CORE [full]
 #include <sys/types.h>
 

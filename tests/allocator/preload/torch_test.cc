@@ -23,7 +23,7 @@ TEST_P(TorchAllocator, ServesInTheOrderOfStreamsWithoutThePreload) {
   run.expect_no_hazard();
 }
 
-// One core, so one arena: what PyTorch asks for and what the program asks the driver for.
+// One core, so one arena for the requests of PyTorch and those of the program to the driver.
 TEST_P(TorchAllocator, SharesTheArenaWithThePreload) {
   const Process::Variables reordered = {{"FAKE_CUDA_SEED", std::to_string(GetParam())},
                                         {"FAKE_CUDA_STRICT", "1"}};
@@ -42,7 +42,7 @@ TEST_P(TorchAllocator, SharesTheArenaWithThePreload) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, TorchAllocator, ::testing::Range(1, 4));
 
-TEST(TorchAllocatorLimits, AFullDeviceIsToldAndServesAgain) {
+TEST(TorchAllocatorLimits, AFullDeviceIsReportedAndServesAgain) {
   PreloadRun run({program("torch_program"), CORE_LIBRARY, "full"}, "none", {{"FAKE_CUDA_FREE_WAITS", "1"}});
 
   EXPECT_EQ(run.finished.exit_code, 0);
