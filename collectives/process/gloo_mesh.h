@@ -183,8 +183,7 @@ class GlooMesh final : public Transport {
   // Gives the rank that closed a connection, or another one, some time to publish the reason.
   void await_first_failure();
   // The failure behind an exception of Gloo in the operation `what`. `candidates` are asked whether their
-  // connection is broken; `missing` are the ranks that nothing has come from, which are to blame for a
-  // timeout.
+  // connection is broken; `missing` are the ranks that nothing has come from; a timeout names them.
   Status diagnose(const std::exception& error, GlooPlane plane, const std::string& what,
                   const std::vector<int>& candidates, const std::vector<int>& missing,
                   Clock::time_point deadline);

@@ -118,7 +118,7 @@ TEST_P(CommunicatorConformance, AllGatherBringsEverySliceToItsPlace) {
   });
 }
 
-TEST_P(CommunicatorConformance, ASourceMayBeWrittenAgainByWhatIsQueuedNext) {
+TEST_P(CommunicatorConformance, ASourceMayBeWrittenAgainByTheNextQueuedWork) {
   run([&](Member& member, int rank) {
     constexpr std::size_t kBytes = 200'000;
     const auto ranks = static_cast<std::size_t>(size());
@@ -258,7 +258,7 @@ TEST_P(CommunicatorConformance, RemembersItsLastOperations) {
   });
 }
 
-TEST_P(CommunicatorConformance, RemembersTheLastOperationsOfWhatWasSplitFromIt) {
+TEST_P(CommunicatorConformance, RemembersTheLastOperationsOfCommunicatorsSplitFromIt) {
   if (size() < 3) return;
   run([&](Member& member, int rank) {
     Communicator& communicator = member.communicator();

@@ -40,7 +40,7 @@ TEST(RankGrid, CoordinatesAndRanksAreInverse) {
   }
 }
 
-TEST(RankGrid, NamesWhatDoesNotDivide) {
+TEST(RankGrid, NamesTheSizeThatDoesNotDivide) {
   const struct {
     RankGridOptions options;
     std::string words;

@@ -33,7 +33,7 @@ TEST(WaitGraph, NamesThoseThatDidNotComeThemselves) {
       std::string::npos);
 }
 
-TEST(WaitGraph, FollowsItToWhoWaitsForNobody) {
+TEST(WaitGraph, FollowsTheGraphToTheRankThatWaitsForNobody) {
   const Status status =
       judged({{0, {wait_for("a", {1})}}, {1, {wait_for("b", {3})}}, {3, {wait_for("c", {5}, 4s, true)}}});
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
@@ -56,7 +56,7 @@ TEST(WaitGraph, FollowsLongWaitsBeforeShortOnes) {
   EXPECT_NE(young.message().find("a on rank 0: rank 1 did not join"), std::string::npos) << young.message();
 }
 
-TEST(WaitGraph, FollowsWhatElseTheRankItselfWaitsIn) {
+TEST(WaitGraph, FollowsTheOtherWaitsOfTheRankItself) {
   const Status status =
       judged({{0, {wait_for("a", {1}), wait_for("b", {2}, 3s)}}, {1, {wait_for("c", {0})}}});
   EXPECT_NE(status.message().find("b on rank 0: rank 2 did not join"), std::string::npos) << status.message();

@@ -61,7 +61,7 @@ class SlowLink : public Network, public ::testing::WithParamInterface<int> {};
 // Compute is sleep and the cables take nearly all the time of a collective, so other work on this machine
 // matters little. The theory: each pass takes as long as its compute or its collectives, whichever is longer,
 // and the first gather and the last reduction have nothing to hide behind.
-TEST_P(SlowLink, HidesWhatComputeCanHide) {
+TEST_P(SlowLink, HidesAllThatComputeCanHide) {
   constexpr int kRanks = 3;
   constexpr int kUnits = 8;
   constexpr int kElements = kRanks * 512 * 128;

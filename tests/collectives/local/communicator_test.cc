@@ -103,7 +103,7 @@ TEST(LocalCommunicator, AModelledLinkTakesLatencyAndBytesOverBandwidthExactly) {
   EXPECT_EQ(end, 10 * (5us + 3ms));
 }
 
-TEST(LocalCommunicator, AModelledReduceScatterTakesWhatARingWould) {
+TEST(LocalCommunicator, AModelledReduceScatterTakesTheTimeOfARing) {
   const HostClock::Nanoseconds end = run_virtual(4, {.bytes_per_second = 2e9}, [](Member& member, int) {
     constexpr std::size_t kCount = 512 * 1000;
     std::byte* source = member.allocate_filled(kCount * 2 * 4, 0);
@@ -392,7 +392,7 @@ TEST(LocalCommunicatorOnADevice, GivesItsEventsBack) {
   EXPECT_EQ(device->live_handle_count(), with_kernels);
 }
 
-TEST(LocalCommunicatorOnADevice, RefusesWhatItCannotDo) {
+TEST(LocalCommunicatorOnADevice, RefusesMixedBackendsAndAModelledLink) {
   const std::shared_ptr<HostBackend> device = create_device();
   DeviceView view(device, "device");
   const auto view_kernels = value_or_throw(Kernels::create(view, {.thread_count = 1}));

@@ -85,7 +85,7 @@ FOREBAY_NCCL_OPTIONAL(FOREBAY_TEST_SIGNATURE)
 #endif
 #undef FOREBAY_TEST_SIGNATURE
 
-TEST(NcclAbi, OursIsWhatTheHeaderSays) {
+TEST(NcclAbi, OurDeclarationsAgreeWithTheHeader) {
   // The compiler has checked the constants; these values are not constants.
   const ncclConfig_t real = NCCL_CONFIG_INITIALIZER;
   const NcclConfig ours;

@@ -1,4 +1,4 @@
-// Whatever goes wrong over NCCL, on whichever rank: all ranks end in time, with the same first failure, and
+// Any fault over NCCL, on any rank: all ranks end in time, with the same first failure, and
 // nothing is left of any of them.
 #include <latch>
 
@@ -169,7 +169,7 @@ TEST_P(NcclFault, EveryCallMayBeInProgressForAWhile) {
   EXPECT_TRUE(outcome.all_ok()) << outcome.cause().to_string();
 }
 
-TEST_P(NcclFault, WhatStaysInProgressIsATimeout) {
+TEST_P(NcclFault, ACallThatStaysInProgressIsATimeout) {
   fake_nccl::FakeNcclOptions nccl;
   nccl.in_progress = 1'000'000'000;
 

@@ -38,7 +38,7 @@ void expect_words(const Status& status, StatusCode code, std::initializer_list<c
     EXPECT_NE(status.message().find(word), std::string::npos) << word << " is not in: " << status.message();
 }
 
-TEST(NcclWatch, WhatCannotBeAHeartbeatIsRefused) {
+TEST(NcclWatch, BytesThatCannotBeAHeartbeatAreRefused) {
   const NcclHeartbeat good = heartbeat(7, {collective(5, 64), message(Operation::kSend, 2, 0, 8, 1)});
   EXPECT_TRUE(check_heartbeat(good, 0, 3).ok());
   EXPECT_EQ(check_heartbeat(good, 0, 2).code(), StatusCode::kCorruption);  // There is no rank 2.
@@ -114,7 +114,7 @@ TEST(NcclWatch, ATimeoutNamesTheRanksThatHaveNotIssuedIt) {
                {"all ranks have issued it"});
 }
 
-TEST(NcclWatch, WhatTravelledWithACollectiveIsComparedWhole) {
+TEST(NcclWatch, TheFingerprintsOfACollectiveAreComparedWhole) {
   NcclOperation mine = collective(3, 1024);
   NcclOperation theirs = mine;
   EXPECT_TRUE(compare_operations(0, mine, 1, theirs).ok());

@@ -99,7 +99,7 @@ TEST_F(GlooCommunicator, LeavesNothingInTheStore) {
   EXPECT_TRUE(store.empty());
 }
 
-TEST_F(GlooCommunicator, ARankThatLeavesFailsNobodyWhoDoesNotNeedIt) {
+TEST_F(GlooCommunicator, ARankThatLeavesFailsOnlyRanksThatNeedIt) {
   const TemporaryDirectory store;
   std::atomic<bool> left{false};
 

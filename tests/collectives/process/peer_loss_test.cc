@@ -118,7 +118,7 @@ TEST_P(PeerLoss, ARankThatIsKilledWhileRanksConnectIsNamedAtOnce) {
   }
 }
 
-// The others then cannot all connect to each other either, and are not to blame.
+// Then the others cannot all connect to each other either, but are not named.
 TEST_P(PeerLoss, ARankThatStopsWhileRanksConnectIsNamedByAll) {
   for (const std::string stops : {"before", "after"}) {
     for (int silent = 0; silent < size(); ++silent) {

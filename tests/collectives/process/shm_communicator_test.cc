@@ -294,7 +294,7 @@ TEST(ShmCommunicator, AMessageInAnotherOrderIsAnErrorThatNamesBoth) {
     EXPECT_NE(causes[0].message().find(word), std::string::npos) << causes[0].message();
 }
 
-TEST(ShmCommunicator, AMessageThatNeverComesSaysWhatBothRanksAreIn) {
+TEST(ShmCommunicator, TheTimeoutOfAMessageNamesTheOperationsOfBothRanks) {
   std::vector<Status> causes(2);
   ShmWorld world(2, 300ms);
   run_members(world, 2, [&](Member& member, int rank) {
@@ -331,7 +331,7 @@ TEST(ShmCommunicator, LeavesNothingInTheStoreNorOpenFiles) {
   EXPECT_EQ(count_descriptors(), before);
 }
 
-TEST(ShmCommunicator, ARankThatLeavesFailsNobodyWhoDoesNotNeedIt) {
+TEST(ShmCommunicator, ARankThatLeavesFailsOnlyRanksThatNeedIt) {
   const TemporaryDirectory store;
   std::atomic<bool> left{false};
   join_all(store.path(), 3, [&](Member& member, int rank) {

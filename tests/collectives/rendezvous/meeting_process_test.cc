@@ -256,7 +256,7 @@ TEST_P(Mpirun, RanksThatDifferFailWithOneCauseThere) {
       << finished.output;
 }
 
-TEST(Pmix, WithoutALauncherItSaysWhatToSet) {
+TEST(Pmix, WithoutALauncherItNamesTheVariablesToSet) {
   const Finished finished =
       testing::run_program({FOREBAY_MEETING_PROBE, "1000", "meet"},
                            {{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", "pmix://job"}});

@@ -64,7 +64,7 @@ TEST_P(DirectoryMeeting, AllHearOneGenerationAndAnotherRunAnother) {
   EXPECT_NE(first[0].value().generation, second[0].value().generation);
 }
 
-TEST_P(DirectoryMeeting, BothWhoDifferSayTheSame) {
+TEST_P(DirectoryMeeting, TwoRanksThatDifferReportTheSame) {
   struct Difference {
     std::function<void(Participant&)> make;
     std::string words;
@@ -85,7 +85,7 @@ TEST_P(DirectoryMeeting, BothWhoDifferSayTheSame) {
   }
 }
 
-TEST_P(DirectoryMeeting, WhoDoesNotComeIsNamedByAll) {
+TEST_P(DirectoryMeeting, ARankThatDoesNotJoinIsNamedByAll) {
   std::vector<Participant> some = ranks();
   some.pop_back();
   for (const Result<Meeting>& result : meet_all(some, 300ms)) {
@@ -184,7 +184,7 @@ TEST(StoreDirectory, ARankThatIsKilledIsNamedAndOneThatLeavesIsNot) {
   EXPECT_TRUE(status_in_time(*later, 100ms).ok()) << later->status().to_string();
 }
 
-TEST(StoreDirectory, TheLastOneToLeaveRemovesWhatARunThatFailedLeft) {
+TEST(StoreDirectory, TheLastOneToLeaveRemovesTheFilesOfAFailedRun) {
   const testing::TemporaryDirectory directory;
   std::ofstream(directory / "here.txt") << "the user's";
   std::filesystem::permissions(directory.path(), std::filesystem::perms::owner_all);

@@ -23,7 +23,7 @@ TEST(StoreAddress, IsHostPortAndJob) {
   EXPECT_EQ(read("tcp://[::1]:65535/a/b"), "::1|65535|a/b");
 }
 
-TEST(StoreAddress, SaysWhatIsWrong) {
+TEST(StoreAddress, NamesTheVariableThatIsWrong) {
   for (const char* text : {"tcp://", "tcp://host", "tcp://:1", "tcp://host:", "tcp://host:0",
                            "tcp://host:65536", "tcp://host:1x", "tcp://::1:5", "tcp://[::1]", "tcp://[::1]5",
                            "tcp://[::1:5", "udp://host:1", "/directory", ""}) {

@@ -110,7 +110,7 @@ class TcpStoreWorld : public ::testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, TcpStoreWorld, ::testing::Values(3, 4),
                          [](const auto& info) { return std::to_string(info.param); });
 
-TEST_P(TcpStoreWorld, WhatARankPostsComesToAllAndReplacesNoLastWord) {
+TEST_P(TcpStoreWorld, APostedTextReachesAllRanksAndReplacesNoTextWrittenOnce) {
   const auto eventually = [](TcpStore& store, const std::string& name, const std::string& wanted) {
     const Clock::time_point limit = Clock::now() + 60s;
     while (store.posted(name) != wanted && Clock::now() < limit) std::this_thread::yield();
@@ -179,7 +179,7 @@ TEST_P(TcpStoreWorld, ATextThatIsTooLargeIsRefusedAndTheStoreGoesOn) {
   for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.to_string();
 }
 
-TEST_P(TcpStoreWorld, ARankWithAnotherSecretIsToldAtOnceAndTheOthersSayWhoIsMissing) {
+TEST_P(TcpStoreWorld, ARankWithAnotherSecretIsToldAtOnceAndTheOthersNameTheMissingRank) {
   const int bad = size() - 1;
   std::vector<Status> statuses = run_all([&](TcpStoreOptions& mine) {
     mine.deadline = 1s;
@@ -276,7 +276,7 @@ TEST_P(TcpStoreWorld, ARankThatNeverComesIsNamedByAllAtTheFirstDeadline) {
   EXPECT_LT(Clock::now() - begin, 20s);
 }
 
-TEST_P(TcpStoreWorld, WhoLeavesBeforeAllAreThereIsNamedByAll) {
+TEST_P(TcpStoreWorld, ARankThatLeavesBeforeAllAreThereIsNamedByAll) {
   const int leaver = size() - 1;
   std::vector<Status> statuses(static_cast<std::size_t>(size() - 1));
   std::vector<std::thread> threads;
@@ -380,7 +380,7 @@ TEST_P(TcpStoreWorld, GarbageAndSilenceKeepNobodyOut) {
   EXPECT_LT(Clock::now() - begin, 20s);
 }
 
-TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndWhatIsSaidOnceStillIsHeard) {
+TEST_P(TcpStoreWorld, ALostRankIsTheStatusOfAllAndTextsWrittenOnceAreStillShared) {
   const int lost = size() - 1;
   // The last rank is only the bytes of one: it proves, greets, and is gone without goodbye.
   const auto pretend = [&] {
