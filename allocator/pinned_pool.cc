@@ -545,7 +545,7 @@ Status SlabPinnedPool::free(void* block, Stream stream) {
   return {};
 }
 
-// Frees the pending ranges whose event has completed. Returns whether there were any.
+// Frees the pending ranges that have a completed event. Returns whether there were any.
 bool SlabPinnedPool::collect_completed() {
   const std::lock_guard poll_lock(poll_mutex_);
   Stream busy[kBusyStreamsMax];
@@ -819,7 +819,8 @@ Status SlabPinnedPool::too_large(std::size_t bytes) const {
 Result<std::unique_ptr<PinnedPool>> PinnedPool::create(Backend& backend, const PinnedPoolOptions& options) {
   if (options.slab_bytes == 0) {
     return Status(StatusCode::kInvalidArgument,
-                  "cannot make a pool of pinned memory with slab_bytes 0; give what may be taken at once");
+                  "cannot make a pool of pinned memory with slab_bytes 0; give the most to take from the "
+                  "system at once");
   }
   const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return std::unique_ptr<PinnedPool>(new SlabPinnedPool(backend, options, page_bytes));

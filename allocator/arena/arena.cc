@@ -1,5 +1,5 @@
-// Blocks, streams and accounts of the arena: what never calls the Backend's address space. The slow paths are
-// in arena/growth.cc, the search among aliased addresses in arena/views.cc.
+// Blocks, streams and accounts of the arena: the code that maps and unmaps nothing. A request that finds no
+// free range continues in arena/miss.cc.
 #include "forebay/arena.h"
 
 #include <algorithm>

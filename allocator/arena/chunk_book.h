@@ -26,7 +26,7 @@ struct PhysicalChunk {
   Chunk handle;
   std::size_t bytes = 0;
   std::uint32_t first_mapping = kNone;  // kNone: mapped nowhere; the chunk is a spare.
-  std::uint32_t next = kNone;           // Of the spares, or of the unused entries.
+  std::uint32_t next = kNone;           // The next spare, or the next unused entry.
   std::uint32_t owner = kNone;          // A hint: the mapping that owned its memory last. May be outdated.
   std::uint32_t stamp = 0;              // Scratch of a search.
   std::int8_t breakable = -1;           // Scratch of StitchSearch: not known, no, yes.
@@ -37,7 +37,7 @@ struct PhysicalChunk {
 struct Mapping {
   std::size_t offset = 0;  // In the arena's address range.
   std::uint32_t chunk = kNone;
-  std::uint32_t next = kNone;  // Of the same chunk, or of the unused entries.
+  std::uint32_t next = kNone;  // The next of the same chunk, or the next unused entry.
   bool made = true;            // False while its tag is paused.
 };
 

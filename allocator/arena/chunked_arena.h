@@ -290,8 +290,8 @@ class ChunkedArena final : public Arena {
   Result<DevicePtr> allocate_slowly(const Placement& placement, std::uint64_t key);
   void refine();
 
-  // --- slow paths; growth_mutex_ and mutex_ held, unless the definition says otherwise. Those that take a
-  // Lock& release mutex_ meanwhile.
+  // --- slow paths; growth_mutex_ and mutex_ held, unless the definition says otherwise. Functions that
+  // take a Lock& release mutex_ meanwhile.
 
   // The strategies of a miss (arena/miss.cc).
   struct Miss;
@@ -347,7 +347,7 @@ class ChunkedArena final : public Arena {
     Status status;
     std::size_t count = 0;
     std::size_t bytes = 0;
-    bool stranded = false;  // A call failed, and what was mapped until then could not be unmapped.
+    bool stranded = false;  // A call failed, and the chunks mapped so far could not be unmapped.
     std::vector<std::pair<std::size_t, GranuleTable::Entry*>> leaves;  // To be installed in granules_.
   };
   Status map_chunks(Lock& lock, Range* range, const std::vector<std::uint32_t>& chunks);
@@ -430,7 +430,7 @@ class ChunkedArena final : public Arena {
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;  // With mutex_: a StreamState is no longer claimed.
-  // Guarded by mutex_; what is mapped, and which chunks there are, changes only under growth_mutex_ too.
+  // Guarded by mutex_. Chunks and mappings change only while growth_mutex_ is held too.
   EntryPool<PhysicalChunk> chunks_;
   EntryPool<Mapping> mappings_;
   GranuleTable granules_;

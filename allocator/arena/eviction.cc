@@ -189,7 +189,7 @@ bool ChunkedArena::make_room(Lock& lock, std::size_t bytes) {
   return room() >= bytes;
 }
 
-// Tries again to unmap what could not be unmapped. Both locks held; releases mutex_ meanwhile.
+// Tries again to unmap stranded ranges. Both locks held; releases mutex_ meanwhile.
 void ChunkedArena::recover_stranded(Lock& lock) {
   if (stranded_count_ == 0 || capturing_count_ != 0) return;
   for (Range* range = first_; range != nullptr;) {
@@ -286,9 +286,9 @@ void ChunkedArena::unmap_stale(Lock& lock, std::size_t begin, std::size_t end) {
 
 // Called by free, without a lock, at the low point of a step that is known to come again. If more is held
 // than was ever live at once, everything that is free goes back to the device, and the next step is placed
-// anew in smallest chunks. Those can stand for each other, which the larger chunks of the first steps cannot.
-// Costs the driver calls of a cold start, once. While queued work may still use most of what is free, nothing
-// is done after kRefinePatience, and later attempts become rarer.
+// anew in smallest chunks. They can stand for each other; the larger chunks of the first steps cannot.
+// Costs the driver calls of a cold start, once. While queued work may still use most of the free memory,
+// nothing is done after kRefinePatience, and later attempts become rarer.
 void ChunkedArena::refine() {
   const auto deadline = std::chrono::steady_clock::now() + kRefinePatience;
   std::unique_lock growth(growth_mutex_, std::defer_lock);

@@ -284,8 +284,8 @@ Status ChunkedArena::map_chunks(Lock& lock, Range* range, const std::vector<std:
   return std::move(mapped.status);
 }
 
-// Maps the chunks side by side over [begin, end) and makes that accessible. If a call fails, unmaps again
-// what it mapped. growth_mutex_ held, mutex_ not.
+// Maps the chunks side by side over [begin, end) and makes that accessible. If a call fails, unmaps the
+// chunks mapped so far. growth_mutex_ held, mutex_ not.
 ChunkedArena::MappedRow ChunkedArena::map_row(std::size_t begin, std::size_t end,
                                               const std::vector<SizedChunk>& row) {
   MappedRow mapped;

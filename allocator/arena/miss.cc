@@ -95,8 +95,8 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   return out_of_memory("allocate", placement.bytes, placement.tag, placement, miss.device_full);
 }
 
-// Makes the block. Checks again what other threads may have used up while mutex_ was released: descriptors,
-// and the tag's limit. Both locks held; releases mutex_ when it fails.
+// Makes the block. Checks again the descriptors and the tag's limit, which other threads may have used up
+// while mutex_ was released. Both locks held; releases mutex_ when it fails.
 Result<DevicePtr> ChunkedArena::finish(Miss& miss, std::uint64_t key) {
   const Placement& placement = miss.placement;
   if (!reserve_ranges(miss.lock)) {
@@ -152,7 +152,7 @@ ChunkedArena::Outcome ChunkedArena::take_grown(Miss& miss, bool freely) {
   return status.ok() ? miss.serve(miss.range) : miss.refused(status);
 }
 
-// A free range of the other shared region. Private regions share with nobody.
+// A free range of the other shared region. A private region has no other.
 ChunkedArena::Outcome ChunkedArena::serve_from_other_region(Miss& miss) {
   if (!miss.shared()) return Outcome::kNext;
   const auto other = static_cast<std::uint8_t>(1 - miss.placement.region);

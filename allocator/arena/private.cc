@@ -383,7 +383,7 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
   return give_up(std::move(status));
 }
 
-// Makes paused ranges of a region again what they were. mutex_ held.
+// Gives the paused ranges of a region their former kind. mutex_ held.
 void ChunkedArena::wake(std::uint8_t index) {
   for (Range* range = first_; range != nullptr;) {
     if (range->kind != RangeKind::kPaused || range->region != index) {

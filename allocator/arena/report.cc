@@ -82,7 +82,7 @@ std::string ChunkedArena::report() const {
   return text;
 }
 
-// Why no amount of freeing can serve so many bytes, and what to do. Empty if it can.
+// Why no amount of freeing can serve so many bytes, and a way out. Empty if it can.
 std::string ChunkedArena::never_fits(std::size_t bytes) const {
   const Capabilities& device = backend_.capabilities();
   if (bytes > device.memory_bytes) {
@@ -134,10 +134,10 @@ Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag,
   if (capturing) message += "end the capture, during which nothing is mapped anew, ";
   const bool enough = found.usable_bytes + found.spare_bytes + found.untaken_bytes >= bytes;
   message += enough && cause.message().empty() && !capturing
-                 ? "free the blocks that share chunks with what is free"
+                 ? "free the blocks that share chunks with free memory"
                  : "free blocks";
   if (!cause.message().empty()) {
-    message += ", or end what else uses the device's memory";
+    message += ", or end other programs that use the device's memory";
   } else if (limit_bytes_ + chunk_bytes_ <= backend_.capabilities().memory_bytes) {
     message += ", or raise the limit (ArenaOptions::limit_bytes; the device has " +
                format_bytes(backend_.capabilities().memory_bytes) + ")";

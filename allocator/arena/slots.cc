@@ -99,7 +99,7 @@ Status ChunkedArena::slot_destroy(Slot slot) {
     return Status(StatusCode::kInvalidArgument,
                   "cannot destroy slot " + std::to_string(slot.index) + ": " +
                       format_count(state.alias_count, "alias shows", "aliases show") +
-                      " it; destroy what shows it first");
+                      " it; destroy its aliases first");
   }
   Lock lock(mutex_);
   for (const std::uint32_t chunk : state.chunks) keep_spare(chunk);

@@ -93,7 +93,7 @@ class StepMemory {
 
  private:
   struct Entry {
-    std::uint32_t check = 0;  // Of the point's key.
+    std::uint32_t check = 0;  // From the key of its point.
     std::size_t offset = 0;
   };
   struct Point {

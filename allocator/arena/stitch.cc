@@ -76,7 +76,7 @@ struct ChunkedArena::StitchSearch {
     std::sort(arena.tails_.begin(), arena.tails_.end(), shorter);
   }
 
-  // A chunk must not be shown twice in one stitch. Those that its beginning shows are stamped.
+  // A chunk must not be shown twice in one stitch. The chunks that its beginning shows are stamped.
   bool stamped(std::uint32_t chunk) const { return arena.chunks_[chunk].stamp == arena.stamp_; }
   void stamp_shown(std::size_t begin, std::size_t end) {
     for (std::size_t offset = begin; offset < end;) {
@@ -150,8 +150,8 @@ struct ChunkedArena::StitchSearch {
     best.tail = tail != nullptr ? *tail : Extent();
   }
 
-  // One beginning, without a tail and with the tails that fit best: those that hold all that is missing,
-  // those that hold what whole chunks would leave over, and the longest.
+  // Tries one beginning without a tail, and with the tails that fit best: those that hold all missing bytes,
+  // those that hold the bytes that whole chunks would leave missing, and the longest ones.
   void try_tails(const Beginning& beginning) {
     const std::size_t have = beginning.bytes();
     if (have >= placement.bytes) return;  // A search among mapped addresses has found that already.
@@ -252,7 +252,7 @@ Status ChunkedArena::stitch(Lock& lock, const Placement& placement, Range** stit
   const Taken taken = take_stitch_memory(placement);
   const Status status = map_stitch(lock, placement, view);
   if (!status.ok()) {
-    // The memory goes back to the addresses it came from, whose ranges are as they were.
+    // The memory goes back to the addresses it came from.
     if (run != nullptr) put_free(run);
     for (const Origin& origin : origins_) {
       Range* range = isolate(origin.offset, origin.offset + origin.bytes);

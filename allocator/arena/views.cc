@@ -8,7 +8,7 @@ namespace forebay::internal {
 
 namespace {
 
-// A mapped range whose memory, or some of it, may be free.
+// A mapped range of which some memory may be free.
 bool readable(const Range* range) {
   return range != nullptr && (range->kind == RangeKind::kFree || range->kind == RangeKind::kLive ||
                               range->kind == RangeKind::kShadow);

@@ -79,14 +79,14 @@ struct PreloadDeviceCounts {
   std::atomic<std::uint64_t> allocations;
   std::atomic<std::uint64_t> frees;
   std::atomic<std::uint64_t> refused;
-  std::atomic<std::uint64_t> requested_bytes;  // Of live blocks, served by the arena or not.
+  std::atomic<std::uint64_t> requested_bytes;  // Live blocks, served by the arena or not.
   std::atomic<std::uint64_t> peak_requested_bytes;
   std::atomic<std::uint64_t> elsewhere_bytes;  // The part of them that the driver serves.
   std::atomic<std::uint64_t> arena_bytes;      // Physical memory that the arena holds.
   // The most of arena_bytes and elsewhere_bytes together.
   std::atomic<std::uint64_t> peak_reserved_bytes;
   std::atomic<std::uint64_t> capacity_bytes;  // The most the process could have; 0: not known.
-  std::atomic<std::uint64_t> chunk_bytes;     // Of the arena; 0: there was none.
+  std::atomic<std::uint64_t> chunk_bytes;     // The arena's; 0: there was none.
 };
 
 inline constexpr std::uint64_t kPreloadEventsMagic = 0x3153544E45564546;  // "FEVENTS1"
@@ -98,7 +98,7 @@ struct PreloadEventsHeader {
   std::uint64_t start_us;  // Since the epoch.
   std::uint64_t event_offset;
   std::uint64_t block_offset;
-  std::atomic<std::uint64_t> event_capacity;  // Of the ring; smaller than planned if the disk is full.
+  std::atomic<std::uint64_t> event_capacity;  // The ring's; smaller than planned if the disk is full.
   std::atomic<std::uint64_t> written;         // Events so far; the latest event_capacity are kept.
   std::atomic<std::uint64_t> block_count;     // Entries of the table ever used.
   std::atomic<std::uint64_t> untold_blocks;   // Allocations for which the table had no room.

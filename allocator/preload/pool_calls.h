@@ -1,4 +1,4 @@
-// The device's default memory pool, in whose place the arena serves.
+// The device's default memory pool. The arena serves in its place.
 #pragma once
 
 #include <cstddef>

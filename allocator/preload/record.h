@@ -77,7 +77,7 @@ struct PreloadRecord {
   std::atomic<std::uint64_t> refused;        // Allocations that ended with out-of-memory.
   // Frees of addresses that were not seen to be allocated: the process allocates past the hook.
   std::atomic<std::uint64_t> unknown_frees;
-  // Of blocks that the arena serves, over all devices.
+  // Blocks that the arena serves, over all devices.
   std::atomic<std::uint64_t> live_bytes;
   std::atomic<std::uint64_t> peak_live_bytes;
 

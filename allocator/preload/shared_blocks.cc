@@ -60,8 +60,8 @@ struct Reply {
   std::uint64_t magic;
   std::uint64_t is_known;
   std::uint64_t chunk_count;
-  std::uint64_t offset;  // Of the block in its first chunk.
-  std::uint64_t bytes;   // Of the block.
+  std::uint64_t offset;  // The block's beginning in its first chunk.
+  std::uint64_t bytes;   // The block's size.
 };
 
 // Sent with a batch of descriptors: the sizes of their chunks.

@@ -88,7 +88,7 @@ struct ArenaStatistics {
   std::size_t peak_live_bytes = 0;
   std::size_t requested_bytes = 0;  // The same blocks and slots, not rounded.
   std::size_t peak_requested_bytes = 0;
-  std::size_t reserved_bytes = 0;  // Physical memory held, in whole chunks. Of a tag: that of its slots.
+  std::size_t reserved_bytes = 0;  // Physical memory held, in whole chunks. For a tag: only its slots.
   std::size_t peak_reserved_bytes = 0;
   std::uint64_t allocation_count = 0;  // Calls of allocate that succeeded.
   // The rest is counted for the whole arena only.
@@ -110,7 +110,7 @@ class Arena {
   // Order:  never waits for the device. Freed memory that queued work may still use counts as taken. The
   //         message of kOutOfMemory says how much that is; the caller may synchronize and ask again.
   // Errors: kInvalidArgument for the alignment, region or tag; kUnavailable for a paused tag; kOutOfMemory,
-  //         with what was asked, what is free and which tags hold memory; the Backend's error if it fails.
+  //         with the request, the free memory and the tags that hold memory; the Backend's error if it fails.
   virtual Result<DevicePtr> allocate(const AllocationRequest& request) = 0;
 
   // Frees a block. Its last use is queued on `stream`; null: only the host used it, apart from the streams

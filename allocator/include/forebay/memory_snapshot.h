@@ -46,8 +46,8 @@ struct SnapshotSegment {
   int device = 0;
   std::uint64_t address = 0;
   std::uint64_t total_size = 0;
-  std::uint64_t allocated_size = 0;  // Of the kActiveAllocated blocks.
-  std::uint64_t active_size = 0;     // Of these and the kActivePendingFree blocks.
+  std::uint64_t allocated_size = 0;  // The sum of kActiveAllocated blocks.
+  std::uint64_t active_size = 0;     // The same with kActivePendingFree blocks.
   std::uint64_t requested_size = 0;
   std::uint64_t stream = 0;  // The value of the handle.
   SnapshotSegmentType segment_type = SnapshotSegmentType::kLarge;

@@ -5,7 +5,7 @@
 // has them, touched, and pinned with one call. Blocks are cut from slabs in whole pages and are never rounded
 // to powers of two. No block spans two slabs, because a device copies from one pinned range at a time.
 //
-// It does not limit what others pin, and it is not a tier: it moves no bytes.
+// It does not limit memory that others pin, and it is not a tier: it moves no bytes.
 //
 // Threads: every function may be called from any thread.
 // Cost:    allocate from held memory, and free with a null stream, make no system call and allocate no host
@@ -30,7 +30,7 @@ struct PinnedPoolOptions {
 };
 
 struct PinnedPoolStatistics {
-  std::size_t requested_bytes = 0;  // Of the live blocks, not rounded.
+  std::size_t requested_bytes = 0;  // The live blocks, not rounded.
   std::size_t peak_requested_bytes = 0;
   std::size_t live_bytes = 0;     // The same blocks in whole pages.
   std::size_t pending_bytes = 0;  // Freed, but queued work may still use them.

@@ -348,7 +348,7 @@ TEST_F(ArenaTest, AFullDeviceIsReportedWithTheDevicesMessage) {
   EXPECT_EQ(refused.status().code(), StatusCode::kOutOfMemory);
   const std::string message = refused.status().message();
   EXPECT_NE(message.find("; the device says: "), std::string::npos) << message;
-  EXPECT_NE(message.find("end what else uses the device's memory\n"), std::string::npos) << message;
+  EXPECT_NE(message.find("end other programs that use the device's memory\n"), std::string::npos) << message;
 
   ASSERT_TRUE(backend_->free(other).ok());
   take(3 * kChunk);
@@ -388,7 +388,7 @@ TEST_F(ArenaTest, ReportsFreeMemoryInChunksOfLiveBlocks) {
 
   const std::string message = arena_->allocate({.bytes = 2 * kChunk}).status().message();
   EXPECT_NE(message.find("512.00 KiB free now in pieces of at most 32.00 KiB"), std::string::npos) << message;
-  EXPECT_NE(message.find("free the blocks that share chunks with what is free"), std::string::npos)
+  EXPECT_NE(message.find("free the blocks that share chunks with free memory"), std::string::npos)
       << message;
 }
 

@@ -40,7 +40,7 @@ constexpr int kLanes = 2;
 constexpr std::size_t kChunk = 4_KiB;
 constexpr std::size_t kLimit = 224 * kChunk;
 constexpr std::size_t kBlockBytesMax = 40 * kChunk;
-constexpr std::size_t kBlocksMax = 48;  // Of a thread.
+constexpr std::size_t kBlocksMax = 48;  // For each thread.
 constexpr std::size_t kTableBytes = kBlockBytesMax + 64_KiB;
 // Far less than a stream's queue holds, so that queueing never waits for a gate.
 constexpr int kHeldOperationsMax = 40;
@@ -219,7 +219,7 @@ class Lane {
   Stage& stage_;
   const Stream stream_;
   const Pinned staging_;
-  bool held_ = false;  // Of the lane's thread.
+  bool held_ = false;  // Used only by the lane's thread.
   std::mutex mutex_;
   std::condition_variable opened_;
   std::uint64_t opened_count_ = 0;

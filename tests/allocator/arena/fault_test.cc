@@ -465,7 +465,7 @@ class Scenario {
   Tag pausable_ = kTagLimit;
   bool paused_ = false;
   std::map<DevicePtr, Block> blocks_;
-  std::map<DevicePtr, Block> resting_;  // Of the pausable tag.
+  std::map<DevicePtr, Block> resting_;  // Blocks of the pausable tag.
   std::size_t live_bytes_ = 0;
   int next_pattern_ = 0;
   std::uint64_t moved_by_stitching_ = 0;

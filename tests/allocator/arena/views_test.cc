@@ -341,7 +341,7 @@ TEST_F(ArenaViewsTest, AFixedBlockReplacesFreeChunks) {
 
 struct StepEvent {
   bool is_free = false;
-  std::size_t bytes = 0;  // Of an allocation.
+  std::size_t bytes = 0;  // The size of an allocation.
   std::size_t index = 0;  // Which allocation a free is of.
 };
 

@@ -1,4 +1,4 @@
-// Beside neighbours in LD_PRELOAD. Prints what each of them counted.
+// Beside neighbours in LD_PRELOAD. Prints the count of each of them.
 //   neighbour_program getpid | allocate | errors
 #include <sys/syscall.h>
 #include <unistd.h>

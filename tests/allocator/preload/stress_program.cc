@@ -74,7 +74,7 @@ class Worker {
     block.stream = static_cast<int>(random_() % kStreams);
     block.is_ordered = random_() % 5 != 0;
     const CuStream stream = streams_[block.stream];
-    // As frameworks do: when there is no memory, wait for what is queued and ask again.
+    // As frameworks do: when there is no memory, wait for queued work and ask again.
     CuResult result = CuResult::kOutOfMemory;
     for (int attempt = 0; result == CuResult::kOutOfMemory && attempt < 1000; ++attempt) {
       if (attempt > 0) {
