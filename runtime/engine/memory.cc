@@ -11,9 +11,10 @@
 namespace forebay {
 namespace {
 
-// Ranges of the store are whole pages, so that no transfer needs a copy.
+// Ranges of the store are padded to this. Smaller: transfers need a copy. Larger: files take more space.
 constexpr std::uint64_t kPageBytes = 4096;
-// Below this, measuring the drive would take longer than it saves.
+// The drive is measured for files from this size on. Smaller: the measurement takes longer than it saves.
+// Larger: more runs use block sizes and depths that were not measured.
 constexpr std::uint64_t kMeasuredFileBytes = 256u << 20;
 
 const char* range_name(Role role) {
@@ -50,9 +51,9 @@ void Engine::Impl::create_arena() {
   const std::uint64_t chunk = plan.options.chunk_bytes;
   ArenaOptions arena_options;
   arena_options.limit_bytes = plan.reserved_bytes;
-  // The plan counts what is taken to the byte.
+  // Chunk by chunk, because the plan counts exact bytes.
   arena_options.growth_bytes = chunk;
-  // Addresses cost nothing, and aliases take them for whole units, however many share a slot.
+  // Addresses cost nothing. Each alias takes addresses for a whole unit, although many units share a slot.
   arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);
   for (const UnitLayout& unit_layout : plan.layouts) {
     arena_options.reserve_bytes += round_up(unit_layout.total_count() * element(), chunk) +
@@ -61,7 +62,7 @@ void Engine::Impl::create_arena() {
   arena = value_or_throw(Arena::create(backend, arena_options));
   for (int i = 0; i < kDevicePoolCount; ++i) {
     const Pool pool = static_cast<Pool>(i);
-    // Slots are not blocks: they stay when the engine is spilled.
+    // Slots are not blocks, so they stay when the engine is spilled.
     tags[static_cast<std::size_t>(i)] =
         value_or_throw(arena->tag_create({.name = pool_name(pool),
                                           .limit_bytes = plan.bytes_in(pool),
@@ -69,7 +70,7 @@ void Engine::Impl::create_arena() {
   }
 }
 
-// One block of zeros for all placements of a pool on the device.
+// Allocates one block, filled with zeros, for all placements of a pool on the device.
 void Engine::Impl::take_pool(Pool pool) {
   AllocationRequest request;
   request.bytes = plan.bytes_in(pool);
@@ -82,7 +83,7 @@ void Engine::Impl::take_pool(Pool pool) {
   memory(pool) = {block, request.bytes};
 }
 
-// One block of zeros for the host's pool, the store and its staging.
+// Makes the block of the host pool, filled with zeros, the store and its staging.
 void Engine::Impl::prepare_offload() {
   pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}));
   if (const std::uint64_t bytes = plan.bytes_in(Pool::kHost); bytes > 0) {
@@ -140,7 +141,7 @@ void Engine::Impl::place_units() {
   throw_if_error(backend.stream_synchronize(engine_stream));
 }
 
-// Everything about a unit but its addresses.
+// Sets everything in a unit that does not depend on addresses.
 void Engine::Impl::describe_unit(int index) {
   Unit& u = unit(index);
   for (const auto& [shared, stages] : shared_units) {
@@ -157,8 +158,8 @@ void Engine::Impl::describe_unit(int index) {
   u.skipped.assign(static_cast<std::size_t>(options.forwards_ahead) + 1, false);
 }
 
-// The parameter groups of the updated range, and the padding of the trainable section. Padding joins the
-// segment before it: zeros stay zeros under the arithmetic of every group.
+// Notes the parameter groups in the updated range, and the padding of the trainable section. Padding belongs
+// to the segment before it, because zeros stay zeros under the arithmetic of every parameter group.
 void Engine::Impl::note_segments(int index) {
   Unit& u = unit(index);
   const UnitLayout& unit_layout = layout(index);
@@ -185,7 +186,7 @@ void Engine::Impl::note_segments(int index) {
   }
 }
 
-// Where this rank's part of the norm has parameters that another rank counts.
+// Notes the runs in this rank's part of the norm that another rank counts.
 void Engine::Impl::note_uncounted(int index) {
   Unit& u = unit(index);
   const bool counts_shared = u.stages == nullptr || u.stages->rank() == 0;
@@ -285,7 +286,7 @@ void Engine::Impl::place_state(const Placement& placement, std::byte* address) {
   }
 }
 
-// In host memory, or in a range of the store, which reads as zeros.
+// Host memory at `address`, or a new range of the store, which reads as zeros.
 OffloadedRange Engine::Impl::place_range(const Placement& placement, std::byte* address) {
   OffloadedRange range;
   range.host = address;
@@ -297,7 +298,8 @@ OffloadedRange Engine::Impl::place_range(const Placement& placement, std::byte* 
   return range;
 }
 
-// Addresses that follow from the placements: aliases of slots, and this rank's part of whole buffers.
+// Sets the addresses that follow from the placements: aliases of slots, and this rank's parts of whole
+// buffers.
 void Engine::Impl::complete_unit(int index) {
   Unit& u = unit(index);
   const UnitLayout& unit_layout = layout(index);
@@ -346,7 +348,7 @@ DevicePtr Engine::Impl::alias_of(int slot, std::uint64_t bytes) {
   return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
 }
 
-// The pieces in which a unit's states pass through host memory.
+// Cuts a unit's states into the pieces that pass through host memory.
 void Engine::Impl::make_parts(Unit& u) {
   u.first_part = pass_parts.size();
   const bool writes_parameters = u.parameters_offloaded && options.dtype != DataType::kFloat32;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::uint64_t kLimit = std::uint64_t{1} << 62;
 
-// Multiplies, and remembers when a product does not fit.
+// Multiplies, and remembers whether a product was too large.
 class Product {
  public:
   std::uint64_t operator()(std::uint64_t a, std::uint64_t b) {
@@ -45,7 +45,7 @@ Status check(const TransformerBlocks& blocks) {
     }
   }
   if (blocks.recompute_every < 0) {
-    return {StatusCode::kInvalidArgument, "an activation formula has one layer recomputed of every " +
+    return {StatusCode::kInvalidArgument, "recompute_every of an activation formula is " +
                                               std::to_string(blocks.recompute_every) +
                                               "; use 1 or more, or 0 for none"};
   }
@@ -78,7 +78,7 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   const auto t = static_cast<std::uint64_t>(blocks.tensor_parallel);
   const std::uint64_t e = blocks.element_bytes;
   const std::uint64_t sbh = times(times(blocks.sequence, blocks.batch), blocks.hidden);
-  // Elements of one block's scores: a s^2 b.
+  // Elements of the scores of one block: a s^2 b.
   const std::uint64_t scores =
       times(times(times(blocks.heads, blocks.sequence), blocks.sequence), blocks.batch);
   const std::uint64_t score_bytes = times(2 * e + 1, scores);
@@ -109,9 +109,10 @@ Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks) 
   figures.zero_tensor_parallel_wire = times(times(12, blocks.layers), received_of_gather);
   figures.partition_wire = times(figures.saved_count, received_of_gather);
   if (times.overflowed()) {
-    return Status(StatusCode::kInvalidArgument, "the activations of batch " + std::to_string(blocks.batch) +
-                                                    " and sequence " + std::to_string(blocks.sequence) +
-                                                    " pass 2^62 bytes; use a smaller batch or sequence");
+    return Status(StatusCode::kInvalidArgument,
+                  "the activations of batch " + std::to_string(blocks.batch) + " and sequence " +
+                      std::to_string(blocks.sequence) +
+                      " are larger than 2^62 bytes; use a smaller batch or sequence");
   }
   return figures;
 }

@@ -12,9 +12,9 @@
 namespace forebay {
 namespace {
 
-// NCCL and the device's kernels move 16 bytes at a time.
+// NCCL and the kernels of devices move 16 bytes at a time.
 constexpr std::uint64_t kSliceAlignment = 16;
-// More is a mistake, and sums of it would not fit into 64 bits.
+// Larger: sums could overflow 64 bits. No activation is that large.
 constexpr std::uint64_t kSlotBytesMax = std::uint64_t{1} << 50;
 constexpr int kMicroBatchLimit = 4096;
 constexpr int kBufferLimit = 64;
@@ -34,8 +34,8 @@ std::uint64_t padded(std::uint64_t bytes) {
 Status check_range(const char* name, int value, int smallest, int largest) {
   if (value >= smallest && value <= largest) return {};
   return {StatusCode::kInvalidArgument, std::string(name) + " of an activation plan is " +
-                                            std::to_string(value) + "; it may be " +
-                                            std::to_string(smallest) + " to " + std::to_string(largest)};
+                                            std::to_string(value) + "; use " + std::to_string(smallest) +
+                                            " to " + std::to_string(largest)};
 }
 
 Status check_options(const ActivationPlanOptions& options) {
@@ -45,23 +45,23 @@ Status check_options(const ActivationPlanOptions& options) {
   FOREBAY_RETURN_IF_ERROR(check_range("lease_limit", options.lease_limit, 1, kBufferLimit));
   FOREBAY_RETURN_IF_ERROR(check_range("staging_count", options.staging_count, 1, kBufferLimit));
   if (options.chunk_bytes == 0)
-    return {StatusCode::kInvalidArgument, "chunk_bytes of an activation plan is 0; give the granularity"};
+    return {StatusCode::kInvalidArgument,
+            "chunk_bytes of an activation plan is 0; use the device's granularity"};
   return {};
 }
 
 Status check_slot(const ActivationSlot& slot) {
   if (slot.bytes == 0 || slot.bytes > kSlotBytesMax) {
     return {StatusCode::kInvalidArgument, name_of(slot) + " has " + std::to_string(slot.bytes) +
-                                              " bytes; an activation has 1 to " +
-                                              std::to_string(kSlotBytesMax)};
+                                              " bytes; use 1 to " + std::to_string(kSlotBytesMax)};
   }
   if (!(slot.spill_fraction >= 0.0 && slot.spill_fraction <= 1.0)) {
-    return {StatusCode::kInvalidArgument, name_of(slot) + " has the spill fraction " +
-                                              std::to_string(slot.spill_fraction) + "; it may be 0 to 1"};
+    return {StatusCode::kInvalidArgument,
+            name_of(slot) + " has spill_fraction " + std::to_string(slot.spill_fraction) + "; use 0 to 1"};
   }
   if (!(slot.recompute_seconds >= 0.0) || !std::isfinite(slot.recompute_seconds)) {
-    return {StatusCode::kInvalidArgument,
-            name_of(slot) + " takes " + std::to_string(slot.recompute_seconds) + " s; it may be 0 or more"};
+    return {StatusCode::kInvalidArgument, name_of(slot) + " has recompute_seconds " +
+                                              std::to_string(slot.recompute_seconds) + "; use 0 or more"};
   }
   return {};
 }
@@ -94,14 +94,14 @@ std::uint64_t received_bytes(const ActivationPlace& place) {
   return times(place.ways - 1, place.slice_bytes);
 }
 
-// What a backward pass takes by the declared times, with so many buffers ahead of the one in use: an
-// activation is fetched, then gathered, then used, each of the three one at a time, and its buffer is free
-// when the one that had it before has been used.
+// The time of a backward pass by the declared times, with `look_ahead` buffers ahead of the one in use. An
+// activation is fetched, then gathered, then used. At any time one is fetched, one is gathered and one is
+// used. A buffer is free when the activation in it has been used.
 double backward_seconds(const ActivationPlan& plan, int look_ahead) {
   double fetched = 0;
   double gathered = 0;
   double used = 0;
-  std::vector<double> ends;  // Of the uses of buffers, in their order.
+  std::vector<double> ends;  // The end of each use of a buffer, in order.
   const std::size_t buffers = static_cast<std::size_t>(look_ahead) + 1;
   for (std::size_t i = plan.slots.size(); i-- > 0;) {
     const ActivationPlace& place = plan.places[i];
@@ -140,12 +140,13 @@ Status choose_look_ahead(ActivationPlan& plan) {
   }
   if ((spills && !(plan.options.fetch_bytes_per_second > 0)) ||
       (gathers && !(plan.options.gather_bytes_per_second > 0)) || ((spills || gathers) && !(seconds > 0))) {
-    return {StatusCode::kInvalidArgument,
-            "the look-ahead of activations is to be chosen, but what it is chosen from is not given: set "
-            "recompute_seconds of the slots, fetch_bytes_per_second where there is spilling and "
-            "gather_bytes_per_second where there are several ranks; or give a number"};
+    return {
+        StatusCode::kInvalidArgument,
+        "look_ahead is kAutoLookAhead, but the times to choose it from are missing; set recompute_seconds "
+        "of the slots, fetch_bytes_per_second to spill and gather_bytes_per_second to partition, or set "
+        "look_ahead to a number"};
   }
-  // A percent is not worth another buffer.
+  // A gain of one percent is not worth another buffer.
   const double least = backward_seconds(plan, kLookAheadLimit);
   for (plan.look_ahead = 0; plan.look_ahead < kLookAheadLimit; ++plan.look_ahead) {
     if (backward_seconds(plan, plan.look_ahead) <= 1.01 * least) break;
@@ -153,7 +154,9 @@ Status choose_look_ahead(ActivationPlan& plan) {
   return {};
 }
 
-// From the slots' placements, none of them kAuto, to all bytes.
+// Computes all bytes of the plan.
+//
+// Requires: no slot has the placement kAuto.
 Status add_up(ActivationPlan& plan) {
   const ActivationPlanOptions& options = plan.options;
   plan.places.clear();
@@ -202,8 +205,8 @@ bool fits(const ActivationPlan& plan) {
   return plan.options.device_bytes == 0 || plan.reserved_bytes <= plan.options.device_bytes;
 }
 
-// Chooses the placements of the slots that left it open, spilling the fewest bytes, and of the plans that
-// spill none the one that partitions the fewest slots, the first ones.
+// Chooses the placements of the slots with kAuto. Plans that spill fewer bytes come first. If no bytes need
+// to be spilled, the plan that partitions the fewest slots wins; it partitions the first ones.
 class Chooser {
  public:
   explicit Chooser(ActivationPlan& plan) : plan_(plan) {
@@ -228,7 +231,7 @@ class Chooser {
     return add_up(plan_);
   }
 
-  // Of every open slot the first `level` bytes.
+  // Spills the first `level` bytes of every open slot.
   Status spill(std::uint64_t level) {
     for (std::size_t i = 0; i < open_.size(); ++i) {
       ActivationSlot& open = slot(i);
@@ -239,9 +242,10 @@ class Chooser {
     return add_up(plan_);
   }
 
-  // What spilling takes is a buffer as large as the most that is spilled of one slot; so the same level for
-  // all slots is the way that spills least. The device's bytes are linear in the level between the sizes of
-  // slices, and before and after the best of these they only grow.
+  // The buffers for spilling are as large as the largest spilled part of a slot. So spilling the same level
+  // of all slots spills the fewest bytes. Between two sizes of slices the device's bytes are linear in the
+  // level. They fall up to the best of these sizes and rise after it. So the smallest level that fits lies
+  // at, or just below, the first size that fits.
   Status spill_least() {
     std::set<std::uint64_t> levels;
     for (std::size_t i = 0; i < open_.size(); ++i) levels.insert(padded(slice_bytes(i)));
@@ -285,7 +289,7 @@ std::string advice(const ActivationPlan& plan) {
   std::string text;
   if (can_partition) text += "partition them over the tensor-parallel ranks, ";
   if (can_spill) text += "spill (more of) them, ";
-  return text + "make the batch smaller, keep fewer micro-batches in flight or look less far ahead";
+  return text + "make the batch smaller, keep fewer micro-batches in flight or make look_ahead smaller";
 }
 
 Status check_budgets(const ActivationPlan& plan) {
@@ -300,7 +304,7 @@ Status check_budgets(const ActivationPlan& plan) {
   if (plan.options.host_bytes != 0 && plan.host_bytes() > plan.options.host_bytes) {
     return {StatusCode::kOutOfMemory,
             "the spilled activations need " + format_bytes(plan.host_bytes()) + " (" +
-                std::to_string(plan.host_bytes()) + " bytes) of page-locked host memory, the limit is " +
+                std::to_string(plan.host_bytes()) + " bytes) of pinned host memory, the limit is " +
                 std::to_string(plan.options.host_bytes) +
                 " bytes; spill a smaller fraction, spill to files, or raise the limit"};
   }

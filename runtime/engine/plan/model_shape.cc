@@ -8,8 +8,7 @@
 namespace forebay {
 namespace {
 
-// Far beyond any model, and small enough that the product of any two, and a unit's sum of them, fits in 64
-// bits.
+// Smaller: a real model could be refused. Larger: the product of two, or the sum over a unit, could overflow.
 constexpr std::uint64_t kLayerLimit = 100'000;
 constexpr std::uint64_t kWidthLimit = std::uint64_t{1} << 24;
 constexpr std::uint64_t kTableLimit = std::uint64_t{1} << 28;
@@ -26,8 +25,7 @@ Status check_range(const char* name, std::uint64_t value, std::uint64_t limit) {
   return refuse(std::string(name) + " is " + std::to_string(value) + "; use 1 to " + std::to_string(limit));
 }
 
-// Collects the parameters of one unit under a common prefix of their names, as one of `ranks` that share them
-// has them.
+// Collects the parameters of one unit, as one tensor-parallel rank has them. Their names share a prefix.
 class UnitBuilder {
  public:
   UnitBuilder(std::string name, std::string prefix, const ModelPart& part)
@@ -35,7 +33,7 @@ class UnitBuilder {
     unit_.name = std::move(name);
   }
 
-  // What all ranks have.
+  // Whole on every rank.
   void matrix(const std::string& name, std::uint64_t rows, std::uint64_t columns) {
     add(name + ".weight", rows * columns, kDecay, /*replicated=*/true);
   }
@@ -52,12 +50,12 @@ class UnitBuilder {
   void embedding(const std::string& name, std::uint64_t tokens, std::uint64_t columns) {
     add(name + ".weight", ceil_div(tokens, ranks_) * columns, kDecay, /*replicated=*/false);
   }
-  // Cut by columns, of which this rank has `outputs`, and its bias with it.
+  // Partitioned by columns, the bias too. This rank has `outputs` columns.
   void by_columns(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
     add(name + ".weight", inputs * outputs, kDecay, /*replicated=*/false);
     if (bias) add(name + ".bias", outputs, kNoDecay, /*replicated=*/false);
   }
-  // Cut by rows, of which this rank has `inputs`; the bias is whole.
+  // Partitioned by rows, the bias whole. This rank has `inputs` rows.
   void by_rows(const std::string& name, std::uint64_t inputs, std::uint64_t outputs, bool bias) {
     add(name + ".weight", inputs * outputs, kDecay, /*replicated=*/false);
     if (bias) vector(name + ".bias", outputs);
@@ -77,7 +75,7 @@ class UnitBuilder {
   UnitShape unit_;
 };
 
-// Whether the embedding's matrix is a unit of its own, that the first and the last stage share.
+// Whether the first and the last pipeline stage share the embedding's matrix, in a unit of its own.
 bool shares_tokens(const TransformerShape& shape, const ModelPart& part) {
   return shape.tied_embedding && part.pipeline_parallel > 1;
 }
@@ -242,14 +240,14 @@ Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
                   std::to_string(full.positions) + " positions; use a shorter one");
   }
 
-  // Per token: elements of the type, bytes of dropout masks. Scores are per token, head and token attended
-  // to.
+  // Per token: elements of the type, and bytes of dropout masks. Scores are per token, head and attended
+  // token.
   const std::uint64_t h = full.hidden;
   std::uint64_t elements, mask_bytes, score_elements, score_mask_bytes;
   if (full.kind == TransformerKind::kGpt2) {
     elements = 8 * h + 2 * full.intermediate;  // 2 norms, attention 5, feed-forward 1; its two wide tensors.
     mask_bytes = 2 * h;
-    score_elements = 2;  // Softmax, and what dropout leaves of it.
+    score_elements = 2;  // Softmax, before and after dropout.
     score_mask_bytes = 1;
   } else {
     elements = 4 * h + 2 * full.head_dimension * (full.heads + full.key_value_heads) + 3 * full.intermediate;
@@ -270,7 +268,7 @@ Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
                         __builtin_mul_overflow(bytes, full.layers, &bytes);
   if (overflow || bytes > kLimit) {
     return refuse("the activations of batch " + std::to_string(options.batch) + " and sequence " +
-                  std::to_string(sequence) + " pass 2^62 bytes; use a smaller batch or sequence");
+                  std::to_string(sequence) + " are larger than 2^62 bytes; use a smaller batch or sequence");
   }
   return bytes;
 }

@@ -12,7 +12,7 @@
 namespace forebay {
 namespace {
 
-// Input of the reduction of a bucket of so many columns.
+// The input of the reduction of one bucket, from all ranks.
 std::uint64_t bucket_staging_bytes(const PlanOptions& options, std::uint64_t columns) {
   if (options.ranks == 1) return 0;
   if (options.in_groups()) {
@@ -22,7 +22,8 @@ std::uint64_t bucket_staging_bytes(const PlanOptions& options, std::uint64_t col
   return static_cast<std::uint64_t>(options.ranks) * columns * element_bytes(options.dtype);
 }
 
-// The leaves of the norm of a unit, and room to set aside the elements that do not count in it.
+// The most scratch that the norm of a unit takes: its leaves, and a place to set aside the elements that this
+// rank does not count.
 std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
   std::uint64_t most = 0;
   for (std::size_t u = 0; u < model.units.size(); ++u) {
@@ -37,7 +38,7 @@ std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
   return most;
 }
 
-// Appends placements; each takes the next bytes of its pool.
+// Appends placements to the list. Each takes the next bytes of its pool.
 class Placer {
  public:
   Placer(const ModelShape& model, const Plan& plan)
@@ -94,14 +95,15 @@ class Placer {
     add(Role::kControl, Pool::kBuckets, round_up(record_bytes(units), kBlockGranule) - norm_bytes);
   }
 
-  // Where gradients leave the device from. Micro-steps that add up on the host leave bucket by bucket.
+  // Gradients of offloaded units leave the device from here: as slices, or as the fp32 sums of buckets where
+  // micro-steps add up on the host. At stages 0 and 1 slices leave from the unit's own gradients.
   void place_transit() {
     std::uint64_t largest = 0;
     for (int unit = plan_.device_units; unit < static_cast<int>(plan_.layouts.size()); ++unit)
       largest = std::max(largest, plan_.slice_count(unit));
     const std::uint64_t sum_bytes = largest == 0 ? 0 : plan_.bucket_columns * sizeof(float);
     const bool sums = plan_.adds_on_host();
-    if (!sums && options_.stage <= 1) return;  // They leave from the unit's gradients.
+    if (!sums && options_.stage <= 1) return;
     for (std::uint64_t i = 0; i < kTransitCount; ++i) {
       add(Role::kTransit, Pool::kGradients, sums ? sum_bytes : largest * element_, static_cast<int>(i));
     }
@@ -129,7 +131,7 @@ class Placer {
     const UnitLayout& layout = plan_.layouts[static_cast<std::size_t>(unit)];
     if (options_.stage <= 1) add(Role::kGradients, Pool::kGradients, layout.trainable_count * element_, unit);
     const std::uint64_t slice = plan_.slice_count(unit);
-    if (plan_.is_offloaded(unit) && options_.stage >= 1) return;  // Its sums and slices are on the host.
+    if (plan_.is_offloaded(unit) && options_.stage >= 1) return;  // They are on the host.
     if (plan_.accumulates_in_fp32()) {
       add(Role::kAccumulator, Pool::kGradients, slice * sizeof(float), unit);
     } else if (options_.stage >= 2) {

@@ -1,4 +1,5 @@
-// Placement: where every byte of the engine lies, decided once, in the plan.
+// The placements of a plan. This is the only code that decides where a buffer of the engine lies; the engine
+// adds base addresses. It allocates nothing.
 #pragma once
 
 #include <vector>
@@ -7,12 +8,13 @@
 
 namespace forebay {
 
-// The placements of a plan, the engine's first, then those of each unit in turn.
+// Places every buffer of the engine: its own buffers first, then the buffers of each unit.
 //
-// Requires: all of `plan` but its placements and byte counts.
+// Requires: `plan` is complete but for its placements, bytes and traffic.
 std::vector<Placement> make_placements(const ModelShape& model, const Plan& plan);
 
-// Sets the plan's bytes, host_bytes and file_bytes (but not its traffic) to the sums over its placements.
+// Sets the plan's bytes, host_bytes and file_bytes to the sums over its placements. The traffic of files is
+// zero afterwards.
 void add_up_placements(Plan& plan);
 
 }  // namespace forebay

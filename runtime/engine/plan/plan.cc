@@ -15,11 +15,12 @@
 namespace forebay {
 namespace {
 
-// Far beyond any machine, and far enough from overflow that every sum below is exact in 64 bits.
+// Larger models: sums of bytes would overflow 64 bits. No machine holds one.
 constexpr std::uint64_t kParameterCountLimit = std::uint64_t{1} << 52;
 constexpr std::uint64_t kActivationBytesLimit = std::uint64_t{1} << 60;
 constexpr int kParameterGroupLimit = 4096;
-constexpr int kSharedByLimit = 32;  // With more, a bucket of the smallest unit would be empty.
+// Larger: a bucket of the smallest shared unit would be empty.
+constexpr int kSharedByLimit = 32;
 
 Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
@@ -74,40 +75,43 @@ Status check_model(const ModelShape& model) {
     for (const ParameterShape& parameter : unit.parameters) {
       if (parameter.count == 0) return refuse("parameter " + parameter.name + " has no elements");
       if (parameter.group < 0 || parameter.group >= kParameterGroupLimit) {
-        return refuse("parameter " + parameter.name + " has group " + std::to_string(parameter.group) +
-                      "; groups are numbered from 0 to " + std::to_string(kParameterGroupLimit - 1));
+        return refuse("parameter " + parameter.name + " is in parameter group " +
+                      std::to_string(parameter.group) + "; use a group from 0 to " +
+                      std::to_string(kParameterGroupLimit - 1));
       }
       if (!names.insert(parameter.name).second) {
-        return refuse("two parameters are named " + parameter.name + "; names are what saved state goes by");
+        return refuse("two parameters are named " + parameter.name +
+                      "; saved state finds parameters by name, so give each its own");
       }
       if (parameter.count > kParameterCountLimit || (total += parameter.count) > kParameterCountLimit) {
-        return refuse("the model has more than " + std::to_string(kParameterCountLimit) + " parameters at " +
-                      parameter.name);
+        return refuse("the model has more than " + std::to_string(kParameterCountLimit) +
+                      " elements up to parameter " + parameter.name + "; make it smaller");
       }
     }
     if (unit.shared_by < 1 || unit.shared_by > kSharedByLimit) {
       return refuse("unit " + unit.name + " is shared by " + std::to_string(unit.shared_by) +
-                    " stages; 1 to " + std::to_string(kSharedByLimit) + " may share one");
+                    " pipeline stages; use 1 to " + std::to_string(kSharedByLimit));
     }
     for (const UnitShape::Tied& tied : unit.tied) {
       if (tied.unit < 0 || tied.unit >= static_cast<int>(u) || tied.index < 0 ||
           tied.index >=
               static_cast<int>(model.units[static_cast<std::size_t>(tied.unit)].parameters.size())) {
-        return refuse("unit " + unit.name + " ties a parameter that no earlier unit has");
+        return refuse("unit " + unit.name +
+                      " ties a parameter that no earlier unit has; tie one that was added before the unit");
       }
     }
   }
   if (total == 0) return refuse("the model has no parameters");
   if (model.activation_bytes > kActivationBytesLimit) {
     return refuse("the model declares " + std::to_string(model.activation_bytes) +
-                  " bytes of activations; at most " + std::to_string(kActivationBytesLimit) + " make sense");
+                  " bytes of activations; declare at most " + std::to_string(kActivationBytesLimit));
   }
   return Status();
 }
 
 UnitLayout lay_out(const UnitShape& unit, int ranks) {
   UnitLayout layout;
-  std::uint64_t end[2] = {0, 0};  // Trainable, frozen.
+  std::uint64_t end[2] = {0, 0};  // Trainable section, frozen section.
   for (const ParameterShape& parameter : unit.parameters) {
     std::uint64_t& section_end = end[parameter.frozen ? 1 : 0];
     layout.places.push_back({parameter.frozen, section_end, parameter.count});
@@ -119,11 +123,12 @@ UnitLayout lay_out(const UnitShape& unit, int ranks) {
   return layout;
 }
 
-// Padded elements of consecutive units.
+// Padded elements of consecutive units: all trainable ones, the largest trainable slice and the largest
+// updated range.
 struct Elements {
   std::uint64_t trainable = 0;
-  std::uint64_t largest_slice = 0;    // Of a unit's trainable section.
-  std::uint64_t largest_updated = 0;  // A unit's updated range.
+  std::uint64_t largest_slice = 0;
+  std::uint64_t largest_updated = 0;
 };
 
 Elements elements_from(const Plan& plan, int first_unit) {
@@ -136,7 +141,7 @@ Elements elements_from(const Plan& plan, int first_unit) {
   return elements;
 }
 
-// Every replica adds up a part of a bucket, of whole leaves.
+// Every replica adds up a part of each bucket, in whole leaves.
 std::uint64_t column_granule(const PlanOptions& options) {
   return static_cast<std::uint64_t>(options.replicas()) * kLeafCount;
 }
@@ -155,12 +160,12 @@ std::uint64_t fused_columns(const Plan& plan) {
   return plan.options.ranks == 1 ? 0 : plan.bucket_columns / kFusedBucketShare / granule * granule;
 }
 
+// Elements of this rank's slices that one step gathers at stage 3.
 struct Gathered {
   std::uint64_t all = 0;
-  std::uint64_t offloaded = 0;  // Of these, in units that are not on the device.
+  std::uint64_t offloaded = 0;  // The part in offloaded units.
 };
 
-// Units gathered in one step at stage 3, as slices of this rank, in elements.
 Gathered gathered_slices(const ModelShape& model, const Plan& plan) {
   if (plan.options.stage < 3) return {};
   Residency residency(plan.slots);
@@ -191,7 +196,7 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan) {
   return gathered;
 }
 
-// The first units that stay on the device: as many as fit into what is not to be offloaded.
+// The number of first units that fit into the part of the model that stays on the device.
 int units_within_fraction(const Plan& plan, std::uint64_t trainable) {
   const auto room =
       static_cast<std::uint64_t>((1.0 - plan.options.offload_fraction) * static_cast<double>(trainable));
@@ -217,7 +222,7 @@ int units_on_device(const ModelShape& model, const Plan& plan, std::uint64_t tra
   return std::max(count, shared);
 }
 
-// What one rank sends to add up the gradients of shared units over the stages that have them.
+// Bytes that one rank sends to add up the gradients of shared units over their pipeline stages.
 std::uint64_t shared_sent_bytes(const ModelShape& model, const Plan& plan) {
   std::uint64_t bytes = 0;
   for (std::size_t u = 0; u < model.units.size(); ++u) {
@@ -231,7 +236,7 @@ std::uint64_t shared_sent_bytes(const ModelShape& model, const Plan& plan) {
   return bytes;
 }
 
-// What one rank sends to reduce all gradients once.
+// Bytes that one rank sends to reduce all gradients once.
 std::uint64_t reduced_bytes(const PlanOptions& options, std::uint64_t trainable) {
   const std::uint64_t element = element_bytes(options.dtype);
   const auto ranks = static_cast<std::uint64_t>(options.ranks);
@@ -241,7 +246,8 @@ std::uint64_t reduced_bytes(const PlanOptions& options, std::uint64_t trainable)
   return (group - 1) * (trainable / group) * element + across * (options.shard_within_group ? 2 : 1);
 }
 
-// Bytes in chunks that activations have no part in, whole chunks, and those in chunks that they have.
+// Device bytes beside the activations: in chunks of their own, rounded up, and in chunks that they share with
+// the activations.
 struct Chunks {
   std::uint64_t whole = 0;
   std::uint64_t shared = 0;
@@ -267,8 +273,7 @@ std::uint64_t reserved_bytes(const Plan& plan) {
   return beside.whole + round_up(beside.shared + plan.bytes.activations, plan.options.chunk_bytes);
 }
 
-// Tier kFile: the optimizer's pieces, with the parameters made of them, and the parameters on their way up
-// share the staging.
+// Tier kFile: elements of a piece, such that the pass buffers and the mover buffers fit into the staging.
 std::uint64_t piece_count(const Plan& plan) {
   const PlanOptions& options = plan.options;
   if (options.tier != Tier::kFile) return 0;
@@ -280,8 +285,8 @@ std::uint64_t piece_count(const Plan& plan) {
                   round_up(largest, kPieceGranule));
 }
 
-// An applied step reads and writes the optimizer once. It reads a parameter for each gather, and writes it
-// unless it is the master.
+// An applied step reads and writes the optimizer once. It reads parameters for each gather. It writes them
+// once, unless they are the master.
 void count_file_traffic(const Gathered& gathered, Plan& plan) {
   FileBytes& files = plan.file_bytes;
   files.read_per_step = files.optimizer;
@@ -294,7 +299,7 @@ void count_file_traffic(const Gathered& gathered, Plan& plan) {
   files.written_per_step += element * (elements_from(plan, plan.device_units).trainable / shards);
 }
 
-// What a rank sends in one step(): its facts to the data-parallel ranks, its norms to the deciding ranks.
+// Bytes that one rank sends in step(): its facts to the data-parallel ranks, its norms to the deciding ranks.
 std::uint64_t decision_sent_bytes(const ModelShape& model, const Plan& plan) {
   const auto ranks = static_cast<std::uint64_t>(plan.options.ranks);
   const auto others = static_cast<std::uint64_t>(plan.deciding_ranks()) - 1;
@@ -378,11 +383,11 @@ std::uint64_t Plan::activation_room(std::uint64_t budget) const {
   return in_chunks < beside.shared ? 0 : (in_chunks - beside.shared) / kBlockGranule * kBlockGranule;
 }
 
-// The staging of that sum, at most a slice and two buckets in fp32, has the room of one bucket's sum.
+// The sum has its staging, at most a slice and two buckets in fp32, where the sum of one bucket lies.
 std::uint64_t Plan::shared_bucket_count(int unit, int stages) const {
   const std::uint64_t columns = std::min(bucket_columns, slice_count(unit));
   const auto count = static_cast<std::uint64_t>(stages);
-  const std::uint64_t slice = columns / (1 + 2 * count) / 4 * 4;  // Whole accesses of 16 bytes.
+  const std::uint64_t slice = columns / (1 + 2 * count) / 4 * 4;  // Accesses are of 16 bytes.
   return slice * count;
 }
 

@@ -8,7 +8,8 @@
 namespace forebay {
 namespace {
 
-// Gives every unit with bytes a slot: owners of tied parameters one each, the others two in turn.
+// Gives a slot to every unit with bytes: owners of tied parameters have one each, the other units take two in
+// turn.
 std::vector<int> take_turns(const std::vector<std::uint64_t>& unit_bytes, const std::vector<bool>& owns_tied,
                             std::vector<std::uint64_t>& slot_bytes) {
   std::vector<int> slot_of(unit_bytes.size(), SlotAssignment::kNone);

@@ -1,5 +1,5 @@
-// What the device needs to decide about a step, and what it decides: the part of the step that plan and
-// engine must agree on in bytes.
+// Sizes in a step that plan and engine must agree on, and the record by which the device decides about a
+// step.
 #pragma once
 
 #include <cstddef>
@@ -9,53 +9,54 @@
 
 namespace forebay {
 
-// While the sum of one bucket is averaged, the next is on the wire.
+// Sums of buckets in flight: while one is averaged, the next bucket is on the wire. Smaller: the wire waits.
+// Larger: more memory.
 inline constexpr std::size_t kBucketsInFlight = 2;
 
-// The bucket in which small units are put together, at least two, is this part of the others.
+// The bucket of small units is this fraction of the other buckets. A unit is small when two of it fit.
 inline constexpr std::uint64_t kFusedBucketShare = 4;
 
-// Uploaded for every step, whose number the host knows, so the table of corrections has one entry.
+// Uploaded for every step. The host knows the number of the step, so one bias correction is enough.
 struct StepControl {
   StepState state;
   BiasCorrection correction;
 };
 
-// Gradient slices of an offloaded optimizer that are on their way to the host at a time.
+// Gradient slices of offloaded units on their way to the host at a time.
 inline constexpr std::uint64_t kTransitCount = 2;
 
-// Elements that are updated together where a 2-byte parameter takes the place of an fp32 gradient.
+// Elements that are updated together where 2-byte parameters take the place of fp32 gradients.
 inline constexpr std::uint64_t kRoundedCount = 1u << 20;
 
-// File tier. Pieces of the optimizer in host memory: some read, one updated, some written. And of parameters
-// on their way up.
+// Tier kFile: pieces of the optimizer in host memory, of which some are read, one is updated and some are
+// written; and pieces of parameters on their way to the device.
 inline constexpr std::uint64_t kPassBuffers = 6;
 inline constexpr std::uint64_t kMoverBuffers = 4;
-// Elements that a piece is a multiple of: whole granules of the store in every type.
+// A piece has a multiple of this many elements, so that it is whole granules of the store in every type.
 inline constexpr std::uint64_t kPieceGranule = 32768;
 inline constexpr std::uint64_t kStagingBytesMin = 8u << 20;
 
-// One buffer of the pass: fp32 master, m, v, and the parameter where that is kept in files too.
+// One buffer of the pass: master, m and v in fp32, and the parameters where they are in files, too.
 inline constexpr std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, DataType dtype,
-                                                 bool parameters_away) {
-  return piece_count * (12 + (parameters_away && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
+                                                 bool offloads_parameters) {
+  return piece_count * (12 + (offloads_parameters && dtype != DataType::kFloat32 ? element_bytes(dtype) : 0));
 }
 
-// What a rank says in step() besides which units it used: its metric, whether it wants to stop, and what must
-// be the same on every rank.
+// Doubles that a rank sends in step() beside a flag for each unit that it used: its metric, its wish to stop,
+// and a fingerprint of the values that must be the same on every rank.
 inline constexpr std::uint64_t kStepFacts = 3;
 
-// Scratch of the norm of so many elements.
+// Scratch for the leaves of the norm of `count` elements.
 inline std::uint64_t leaf_bytes(std::uint64_t count) {
   return count / kLeafCount * sizeof(double);
 }
 
-// Staging for the decision: the norms of all ranks and units, and as much scratch.
+// Staging for the decision: the norms of all ranks and units, and scratch of the same size.
 inline std::uint64_t decision_bytes(int ranks, std::uint64_t units) {
   return 2 * static_cast<std::uint64_t>(ranks) * units * sizeof(double);
 }
 
-// This rank's norms, then the StepControl.
+// The norms of this rank, then the StepControl.
 inline std::uint64_t record_bytes(std::uint64_t units) {
   return units * sizeof(double) + sizeof(StepControl);
 }

@@ -1,4 +1,4 @@
-// The figures of the literature, by its own formulas.
+// The formulas of the literature give the figures that the literature prints.
 
 #include "forebay/activation_formulas.h"
 
@@ -41,7 +41,7 @@ TEST(ActivationFormulas, GiveTheFiguresOfKorthikanti) {
   EXPECT_NEAR(static_cast<double>(figures.all) / static_cast<double>(figures.zero_all), 4.75, 1e-9);
 }
 
-// An attention that keeps no scores, and dropout that is drawn again: 4 and 12/t elements of sbh a layer.
+// Attention keeps no scores and dropout is drawn again: a layer has 4 + 12/t elements of sbh.
 TEST(ActivationFormulas, CountLayersThatKeepNeitherScoresNorMasks) {
   TransformerBlocks blocks = kSmall;
   const std::uint64_t sbh = 1024u * 32u * 1600u;
@@ -52,7 +52,7 @@ TEST(ActivationFormulas, CountLayersThatKeepNeitherScoresNorMasks) {
   EXPECT_EQ(of(blocks).without_scores_and_masks, 48 * (4 * 4 * sbh + 4 * 12 * sbh / 5));
 }
 
-// The first of every so many layers of the model starts from its input; the others have no need to.
+// The first of every K layers of the model saves its input; the other layers keep everything.
 TEST(ActivationFormulas, KeepAllOfTheLayersThatAreNotRecomputed) {
   const std::uint64_t layer = 286'890'393'600u / 48;
   TransformerBlocks blocks = kSmall;
@@ -85,7 +85,7 @@ TEST(ActivationFormulas, CountTheRecomputedLayersOverTheWholeModel) {
   EXPECT_EQ(recomputed(1, 7, 2), 3u);  // 2, 4, 6
 }
 
-// sbh (10 + 24/t + 5as/(ht)) and its kin.
+// sbh (10 + 24/t + 5as/(ht)) and its variants.
 TEST(ActivationFormulas, DivideByTheTensorParallelRanks) {
   TransformerBlocks blocks = kSmall;
   blocks.tensor_parallel = 5;
@@ -98,7 +98,7 @@ TEST(ActivationFormulas, DivideByTheTensorParallelRanks) {
   EXPECT_EQ(figures.saved_partitioned, figures.saved / 5);
 }
 
-// Section 8 of the paper counts six all-reduces a layer.
+// Section 8 of the paper counts six all-reduces per layer.
 TEST(ActivationFormulas, AddATwelfthToTheTensorParallelWireOfZero) {
   for (const int ranks : {2, 4, 8, 16}) {
     TransformerBlocks blocks = kLarge;
@@ -111,7 +111,7 @@ TEST(ActivationFormulas, AddATwelfthToTheTensorParallelWireOfZero) {
   EXPECT_EQ(of(kLarge).partition_wire, 0u);
 }
 
-// What a recomputed block's second matrix of the feed-forward part gives is not needed again.
+// The result of the last matrix of a recomputed block is not needed again.
 TEST(ActivationFormulas, CountTheSumsThatATensorParallelRankTakesPartIn) {
   TransformerBlocks blocks{.layers = 8,
                            .hidden = 256,
@@ -150,7 +150,7 @@ TEST(ActivationFormulas, SayWhereThePaperDisagreesWithItself) {
             "section 6.1: 4194304000\n");
 }
 
-TEST(ActivationFormulas, NameWhatIsRecomputedBothWays) {
+TEST(ActivationFormulas, ReadTheWordsOfRecomputationThatTheyWrite) {
   for (const int every : {0, 1, 2, 3, 2147483647}) EXPECT_EQ(parse_recompute(recompute_name(every)), every);
   EXPECT_EQ(recompute_name(0), "none");
   EXPECT_EQ(recompute_name(1), "block");
@@ -161,13 +161,13 @@ TEST(ActivationFormulas, NameWhatIsRecomputedBothWays) {
     EXPECT_EQ(parse_recompute(word), std::nullopt) << word;
 }
 
-TEST(ActivationFormulas, RefuseWhatIsNoShape) {
+TEST(ActivationFormulas, RefuseNumbersThatAreNoShape) {
   TransformerBlocks none = kSmall;
   none.batch = 0;
   EXPECT_EQ(activation_formulas(none).status().code(), StatusCode::kInvalidArgument);
   TransformerBlocks negative = kSmall;
   negative.recompute_every = -1;
-  EXPECT_NE(activation_formulas(negative).status().message().find("every -1"), std::string::npos);
+  EXPECT_NE(activation_formulas(negative).status().message().find("is -1"), std::string::npos);
   TransformerBlocks huge = kSmall;
   huge.batch = std::uint64_t{1} << 40;
   EXPECT_NE(activation_formulas(huge).status().message().find("2^62"), std::string::npos);

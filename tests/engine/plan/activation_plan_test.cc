@@ -1,4 +1,4 @@
-// Exact bytes of every pool, and what `auto` chooses.
+// The exact bytes of every pool, and the choices of kAuto.
 
 #include "forebay/activation_plan.h"
 
@@ -81,7 +81,7 @@ TEST(ActivationPlan, SpillsAFraction) {
   EXPECT_EQ(plan.staging_bytes, 2 * kBlock / 8);
 }
 
-TEST(ActivationPlan, SpillsWholeWhatRanksDoNotShare) {
+TEST(ActivationPlan, SpillsActivationsThatRanksDoNotShareWhole) {
   std::vector<ActivationSlot> slots = chain(2, kPartitionAndSpill);
   slots[1].shared = false;
 
@@ -90,12 +90,12 @@ TEST(ActivationPlan, SpillsWholeWhatRanksDoNotShare) {
   EXPECT_EQ(plan.places[0].spilled_bytes, kBlock / 4);
   EXPECT_EQ(plan.places[1].spilled_bytes, kBlock);
   EXPECT_EQ(plan.wire_per_micro_batch.sent, 3 * kBlock / 4);
-  // Partitioned only, it is kept whole.
+  // With kPartition alone, it is kept whole.
   slots[1].placement = kPartition;
   EXPECT_EQ(plan_of(slots, {.ranks = 4}).places[1].kept_bytes, kBlock);
 }
 
-TEST(ActivationPlan, BoundsWhatPassesThroughHostMemoryToFiles) {
+TEST(ActivationPlan, BoundsTheHostMemoryBetweenDeviceAndFiles) {
   for (const std::uint64_t staging : {std::uint64_t{1}, std::uint64_t{3} << 20, std::uint64_t{64} << 20}) {
     const ActivationPlan plan = plan_of(chain(50, kPartitionAndSpill),
                                         {.ranks = 2, .tier = Tier::kFile, .file_staging_bytes = staging});
@@ -120,7 +120,7 @@ TEST(ActivationPlan, ChoosesByTheBudget) {
   EXPECT_TRUE(plan_with(keep.reserved_bytes).places == keep.places);
   EXPECT_TRUE(plan_with(partition.reserved_bytes).places == partition.places);
   EXPECT_TRUE(plan_with(spill.reserved_bytes).places == spill.places);
-  // In between, no more than needed.
+  // Between these budgets, no more is spilled than needed.
   const ActivationPlan less = plan_with(keep.reserved_bytes - 1);
   EXPECT_EQ(less.spilled_bytes_per_micro_batch, 0u);
   EXPECT_LT(less.wire_per_micro_batch.sent, partition.wire_per_micro_batch.sent);
@@ -131,7 +131,7 @@ TEST(ActivationPlan, ChoosesByTheBudget) {
             std::string::npos);
 }
 
-// Against every level that there is, for slots of different sizes.
+// Compared with every possible level, for slots of different sizes.
 TEST(ActivationPlan, SpillsTheFewestBytes) {
   const std::uint64_t seed = std::random_device()();
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
@@ -187,24 +187,24 @@ TEST(ActivationPlan, ChoosesTheLookAheadFromTimes) {
   const auto look_ahead = [](double fetch_seconds, double slow_fetch_seconds) {
     std::vector<ActivationSlot> slots = chain(24, kPartitionAndSpill);
     for (ActivationSlot& slot : slots) slot.recompute_seconds = 1e-3;
-    // Every third is larger, and its fetch longer.
+    // Every third activation is larger, and its fetch longer.
     for (std::size_t i = 0; i < slots.size(); i += 3)
       slots[i].bytes = static_cast<std::uint64_t>(kBlock * slow_fetch_seconds / fetch_seconds);
     return plan_of(slots, {.look_ahead = kAutoLookAhead, .fetch_bytes_per_second = kBlock / fetch_seconds})
         .look_ahead;
   };
 
-  EXPECT_EQ(look_ahead(0.5e-3, 0.5e-3), 1);  // Hidden behind the one before.
-  EXPECT_GE(look_ahead(0.25e-3, 2e-3), 2);   // On the average only.
+  EXPECT_EQ(look_ahead(0.5e-3, 0.5e-3), 1);  // Hidden behind the activation before.
+  EXPECT_GE(look_ahead(0.25e-3, 2e-3), 2);   // Hidden on average only.
   EXPECT_EQ(plan_of(chain(4, kKeep), {.look_ahead = kAutoLookAhead}).look_ahead, 0);
   EXPECT_NE(refusal(chain(4, kPartitionAndSpill), {.look_ahead = kAutoLookAhead}).find("recompute_seconds"),
             std::string::npos);
 }
 
-TEST(ActivationPlan, NamesWhatIsWrong) {
+TEST(ActivationPlan, NamesTheOptionThatIsWrong) {
   EXPECT_NE(refusal({{.unit = 3, .bytes = 0}}, {}).find("slot 0 of unit 3 has 0 bytes"), std::string::npos);
   EXPECT_NE(refusal({{.bytes = 1}, {.bytes = 2}}, {}).find("declared twice"), std::string::npos);
-  EXPECT_NE(refusal({{.bytes = 1, .spill_fraction = 1.5}}, {}).find("spill fraction"), std::string::npos);
+  EXPECT_NE(refusal({{.bytes = 1, .spill_fraction = 1.5}}, {}).find("spill_fraction"), std::string::npos);
   EXPECT_NE(refusal(chain(1, kKeep), {.micro_batches = 0}).find("micro_batches"), std::string::npos);
   EXPECT_NE(refusal(chain(1, kKeep), {.look_ahead = 9}).find("look_ahead"), std::string::npos);
   EXPECT_NE(refusal(chain(1, kKeep), {.staging_count = 0}).find("staging_count"), std::string::npos);
@@ -214,7 +214,7 @@ TEST(ActivationPlan, NamesWhatIsWrong) {
   EXPECT_NE(device.find("partition them"), std::string::npos) << device;
   const std::string host =
       refusal(chain(8, kPartitionAndSpill), {.host_bytes = 8 * kBlock - 1}, StatusCode::kOutOfMemory);
-  EXPECT_NE(host.find("page-locked host memory"), std::string::npos) << host;
+  EXPECT_NE(host.find("pinned host memory"), std::string::npos) << host;
 }
 
 }  // namespace

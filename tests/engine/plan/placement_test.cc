@@ -1,5 +1,5 @@
-// The placements of a plan against an independent account: for each unit, the bytes that ARCHITECTURE.md's
-// "The memory contract" gives it, per element.
+// The placements of a plan compared with an independent account: the bytes that ARCHITECTURE.md, "The memory
+// contract", gives to each unit.
 
 #include <gtest/gtest.h>
 
@@ -49,8 +49,7 @@ struct Ranks {
   bool hybrid;
 };
 
-// Every stage, type, offload and tier, with micro-steps added up anywhere, on the layouts of ranks that
-// differ.
+// Every ZeRO stage, type, offload, tier and way to add up micro-steps, for several layouts of ranks.
 template <typename Check>
 void for_all_options(Check check) {
   for (const Ranks& ranks : {Ranks{1, 1, false}, {3, 1, false}, {4, 1, false}, {4, 2, false}, {4, 2, true}}) {
@@ -241,7 +240,7 @@ Account expected_of_transit(const Plan& plan) {
   return account;
 }
 
-TEST(Placement, KeepsTwoGradientsInTransitAndAFewBuffersWhateverTheModel) {
+TEST(Placement, KeepsTwoGradientsInTransitAndAFewBuffers) {
   const ModelShape model = model_with_everything(true);
   for_all_options([&](const PlanOptions& options) {
     SCOPED_TRACE(text_of(options));

@@ -1,4 +1,4 @@
-// make_plan against the formulas of ARCHITECTURE.md, "Plan", for units of awkward sizes.
+// make_plan compared with the formulas of ARCHITECTURE.md, "The memory contract", for units of awkward sizes.
 
 #include "forebay/plan.h"
 
@@ -16,8 +16,8 @@ constexpr std::uint64_t kLeaf = 512;
 constexpr int kRanks[] = {1, 3, 4, 7};
 constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16};
 
-// An embedding, `layers` equal layers, and a head that is tied to the embedding. No count divides by anything
-// much.
+// An embedding, `layers` equal layers, and a head that is tied to the embedding. The counts have few
+// divisors.
 ModelShape awkward_model(int layers) {
   ModelShape model;
   model.units.push_back({.name = "embedding",
@@ -121,7 +121,7 @@ TEST(Plan, BoundedPoolsDoNotGrowWithDepth) {
   });
 }
 
-// As forebay-gpt's are: blocks of 12 hidden^2 parameters, and an embedding.
+// As in forebay-gpt: an embedding, and blocks of 12 hidden^2 parameters.
 ModelShape transformer(int layers, std::uint64_t hidden) {
   ModelShape model;
   model.units.push_back({.name = "embedding", .parameters = {{.name = "words", .count = 50'257 * hidden}}});
@@ -147,7 +147,7 @@ TEST(Plan, BucketsAreTheSameForTenMillionAndABillionParameters) {
           const std::uint64_t of_small = plan_of(small, options).bytes.buckets;
           const std::uint64_t of_large = plan_of(large, options).bytes.buckets;
           EXPECT_GE(of_large, of_small) << "stage " << stage << ", bucket " << bucket;
-          // A norm for each unit, to a granule.
+          // The norm of each unit, rounded to a granule.
           EXPECT_LE(of_large - of_small, 1024u) << "stage " << stage << ", bucket " << bucket;
         }
       }
@@ -200,7 +200,7 @@ TEST(Plan, CountsAFrozenParameterOnlyAsAParameter) {
   }
 }
 
-TEST(Plan, BucketsAreTheSizeAskedForWhateverTheModel) {
+TEST(Plan, BucketsHaveTheOptionsSizeForEveryModel) {
   for (const std::uint64_t asked : {std::uint64_t{1}, 10'000 + std::uint64_t{7}, 64_KiB, 1_MiB}) {
     for (const int ranks : kRanks) {
       const Plan plan =
@@ -228,7 +228,7 @@ TEST(Plan, ReservedIsWholeChunksAndAtLeastTheTotal) {
   });
 }
 
-TEST(Plan, ActivationsHaveTheRoomThatABudgetLeavesToTheLastGranule) {
+TEST(Plan, ActivationRoomIsExactToOneGranule) {
   ModelShape model = awkward_model(3);
   for_all_options([&](PlanOptions options) {
     options.chunk_bytes = 256_KiB;
@@ -258,8 +258,7 @@ TEST(Plan, SendsTwoPsiBelowStage3AndAtMostThreeAtIt) {
     const std::uint64_t n = static_cast<std::uint64_t>(options.ranks);
     const std::uint64_t k = static_cast<std::uint64_t>(options.micro_steps);
     const std::uint64_t element = element_bytes(options.dtype);
-    // Psi (N-1)/N elements, padded, and the doubles that the vote of step() exchanges: three and two for
-    // each unit.
+    // Psi (N-1)/N elements, padded, and the doubles that step() exchanges: three, and two for each unit.
     const std::uint64_t pass = padded_count(plan) / n * (n - 1) * element;
     const std::uint64_t norms = 8 * (n - 1) * (2 * model.units.size() + 3);
     EXPECT_EQ(plan.wire_per_step.received, plan.wire_per_step.sent);
@@ -287,7 +286,7 @@ TEST(Plan, LocalAccumulationReducesOnceAStepAndKeepsNoSecondAccumulator) {
   }
 }
 
-TEST(Plan, ChangesItsFingerprintWithWhatRanksMustAgreeOn) {
+TEST(Plan, ChangesItsFingerprintWithEveryOptionThatRanksMustAgreeOn) {
   const ModelShape model = awkward_model(2);
   const PlanOptions options{.stage = 2, .ranks = 3};
   const std::string text = plan_of(model, options).fingerprint_text();
@@ -330,7 +329,7 @@ TEST(Plan, RefusesOptionsByName) {
             std::string::npos);
 }
 
-TEST(Plan, RefusesModelsThatCannotBe) {
+TEST(Plan, RefusesInvalidModels) {
   const auto refused = [](const ModelShape& model) {
     return make_plan(model, {}).status().code() == StatusCode::kInvalidArgument;
   };

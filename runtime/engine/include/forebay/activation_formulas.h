@@ -1,6 +1,6 @@
-// What the literature says the activations of a transformer take, with and without recomputation, and what
-// tensor parallelism and the partitioning of activations send. Plain formulas, without padding; what a run
-// keeps to the byte is an ActivationPlan (activation_plan.h).
+// Formulas of the literature for the activations of a transformer, with and without recomputation, and for
+// the bytes that tensor parallelism and partitioned activations send. They have no padding. The bytes that a
+// run keeps are in an ActivationPlan (activation_plan.h).
 //
 // h hidden, b sequences, s tokens of each, a heads, L layers, t tensor-parallel ranks, e bytes of an element;
 // M = s b h e is the input of one block.
@@ -15,12 +15,13 @@
 //   tensor parallelism, received                n 2(t-1)/t M, n = 4L + R + 2 all-reduces
 //     ZeRO's count, with recomputation          n = 6L
 //
-// The n all-reduces: each block has two in each pass. One of R that are computed again has one more, not two:
-// what its last matrix gives is not needed again. The embedding has one forward, the output projection one
-// backward.
+// The n all-reduces: each block has two in each pass. Each of the R recomputed blocks has one more, not two,
+// because the result of its last matrix is not needed again. The embedding has one in the forward pass, the
+// output projection one in the backward pass.
 //
-// ZeRO's count leaves out the attention's scores and the dropout masks. At other widths Korthikanti's terms
-// are counted alike: 10 = 4e + 2, 24 = 12e, 34 = 16e + 2, 5 = 2e + 1, the masks one byte an element.
+// ZeRO's count leaves out the scores of attention and the dropout masks. For other element sizes
+// Korthikanti's terms are 10 = 4e + 2, 24 = 12e, 34 = 16e + 2 and 5 = 2e + 1, with masks of one byte per
+// element.
 //
 // Source: Rajbhandari et al., arXiv 1910.02054, section 3.2 (footnote), 6.1 and 8; Korthikanti et al., arXiv
 // 2205.05198, equations 1 to 6 and table 2.
@@ -36,61 +37,63 @@
 
 namespace forebay {
 
+// The transformer blocks of one rank.
 struct TransformerBlocks {
   std::uint64_t layers = 1;
-  std::uint64_t first_layer = 0;  // The number of the first of them in the model, from 0.
+  std::uint64_t first_layer = 0;  // The number of the first layer in the model, from 0.
   std::uint64_t hidden = 1;
   std::uint64_t heads = 1;
   std::uint64_t sequence = 1;
   std::uint64_t batch = 1;
   int tensor_parallel = 1;
   std::uint64_t element_bytes = 2;
-  bool has_embedding = true;  // Cut over the tensor-parallel ranks, as the output projection is.
-  bool has_output = true;
-  // Of so many layers of the model the first one is recomputed, alone, from its saved input; the others keep
-  // everything. 1: all are recomputed; 0: none is.
+  bool has_embedding = true;  // Partitioned over the tensor-parallel ranks.
+  bool has_output = true;     // The output projection, partitioned likewise.
+  // One layer of every `recompute_every` layers of the model is recomputed from its saved input: the first.
+  // The other layers keep everything. 1: all layers are recomputed. 0: no layer is.
   int recompute_every = 1;
 };
 
-// TransformerBlocks::recompute_every of "none", "block" (all) or "every:K", and the other way round. Nothing
-// for other words.
+// TransformerBlocks::recompute_every for "none", "block" (all layers) and "every:K"; nothing for other words.
+// And the word for a number.
 std::optional<int> parse_recompute(std::string_view word);
 std::string recompute_name(int every);
 
 // Bytes of one micro-batch on one rank.
 struct ActivationFormulas {
-  // Nothing recomputed.
+  // With no recomputation.
   std::uint64_t zero_all = 0;               // ZeRO's count, whole on every rank.
   std::uint64_t all = 0;                    // Korthikanti's, tensor parallelism.
   std::uint64_t all_sequence_parallel = 0;  // The same with sequence parallelism.
   std::uint64_t selective = 0;              // The same with the attention recomputed.
-  // As `all`, where attention keeps no scores and dropout is drawn again. forebay-gpt's blocks are like that.
+  // As `all`, but attention keeps no scores and dropout masks are drawn again, as in forebay-gpt.
   std::uint64_t without_scores_and_masks = 0;
-  // Layers recomputed: inputs that are saved, what the other layers keep, and what is alive while one layer
-  // is recomputed.
-  std::uint64_t saved_count = 0;
-  std::uint64_t saved = 0;
-  std::uint64_t saved_partitioned = 0;  // Pa: rounded up to whole bytes.
-  std::uint64_t kept = 0;               // Korthikanti's, tensor parallelism.
-  std::uint64_t block = 0;              // Korthikanti's of one layer; 0 where none is recomputed.
-  // ZeRO's count, where all layers from one saved input up to the next are recomputed together.
+  // With recomputation.
+  std::uint64_t saved_count = 0;        // Recomputed layers, each with a saved input.
+  std::uint64_t saved = 0;              // The saved inputs.
+  std::uint64_t saved_partitioned = 0;  // The same partitioned (Pa), rounded up to whole bytes.
+  std::uint64_t kept = 0;               // Korthikanti's, for the layers that are not recomputed.
+  std::uint64_t block = 0;              // Korthikanti's, for one layer while it is recomputed; 0 with none.
+  // ZeRO's count, where all layers from one saved input to the next are recomputed together.
   std::uint64_t zero_segment = 0;
-  // Received by one rank, forward, recomputation and backward; the same is sent.
+  // Received by one rank in the forward pass, recomputation and backward pass. It sends as much.
   std::uint64_t tensor_parallel_wire = 0;       // 4L + R + 2 all-reduces of M.
-  std::uint64_t zero_tensor_parallel_wire = 0;  // ZeRO's count: 6L of them.
-  std::uint64_t partition_wire = 0;             // One all-gather for each input that is saved.
+  std::uint64_t zero_tensor_parallel_wire = 0;  // ZeRO's count, 6L all-reduces.
+  std::uint64_t partition_wire = 0;             // One all-gather for each saved input.
 };
 
-// Errors: kInvalidArgument for a number that is zero, and where a figure passes 2^62 bytes.
+// All formulas for some blocks.
+//
+// Errors: kInvalidArgument for a number that is 0, and where a figure is larger than 2^62 bytes.
 Result<ActivationFormulas> activation_formulas(const TransformerBlocks& blocks);
 
-// A printed figure of the ZeRO paper beside what its formula gives.
+// A printed figure of the ZeRO paper, and the bytes that its formula gives.
 struct PrintedFigure {
   std::string what;       // "1.5B parameters, batch 32: all activations"
   std::string where;      // "section 3.2"
   double printed_gb = 0;  // 1e9 bytes.
   std::uint64_t bytes = 0;
-  bool agrees() const;  // To the last digit printed.
+  bool agrees() const;  // Whether both are the same to the last printed digit.
 };
 
 std::vector<PrintedFigure> printed_activation_figures();

@@ -1,14 +1,14 @@
-// ActivationPlan: the bytes of the activations that an ActivationCheckpointer keeps between the forward and
-// the backward pass, on every tier and on the wire, computed before anything is allocated. The checkpointer
-// allocates what the plan says; `forebay plan` prints it.
+// The plan of the activations that an ActivationCheckpointer keeps between the forward and the backward pass:
+// their bytes on every tier and on the wire, computed before anything is allocated. The checkpointer
+// allocates the plan's bytes; `forebay plan` prints it. Activations that are not checkpointed are not in it.
 //
-// A saved activation that is the same on all ranks of the tensor-parallel group may be cut into slices, of
-// which each rank keeps one (Pa of the ZeRO paper); what is left on a rank may be spilled below the device
-// (Pa+cpu), all of it or a part.
+// A saved activation that is the same on all ranks of the tensor-parallel group may be partitioned: each rank
+// keeps one slice (Pa of the ZeRO paper). A slice, or a part of it, may be spilled to host memory or files
+// (Pa+cpu).
 //
-// The slice rule. Of `bytes` over t ranks a slice has S = ceil(bytes / t) bytes, rounded up to 16; rank r
-// keeps [r S, (r+1) S) of the activation, cut off at its end, so the last slices may be short or empty. Every
-// rank has room for S and S bytes are sent, so every rank has the same plan.
+// The slice rule. An activation of B bytes over t ranks has slices of S = ceil(B / t) bytes, rounded up
+// to 16. Rank r keeps bytes [r S, (r+1) S) of the activation, up to its end, so the last slices may be short
+// or empty. Every rank has room for S bytes and sends S bytes, so every rank has the same plan.
 //
 // Source: Rajbhandari et al., arXiv 1910.02054, sections 4.2 and 6.1; ARCHITECTURE.md, "The memory contract".
 #pragma once
@@ -26,93 +26,108 @@ namespace forebay {
 // Where an activation waits for the backward pass.
 enum class ActivationPlacement : std::uint8_t {
   kKeep,               // Whole, on this rank's device.
-  kPartition,          // This rank's slice, on the device. Not shared, or one rank: as kKeep.
-  kPartitionAndSpill,  // The same, spilled: `spill_fraction` of it is below the device.
-  kAuto,  // Chosen with the plan: the first of these with which the budget is enough, spilling least.
+  kPartition,          // This rank's slice, on the device. With one rank, or not shared: as kKeep.
+  kPartitionAndSpill,  // The same, with `spill_fraction` of the slice on the tier.
+  kAuto,  // The plan takes the first of these that fits the budget, and spills as little as it can.
 };
 
 const char* activation_placement_name(ActivationPlacement placement) noexcept;  // "partition+spill"
 
-// One activation that each micro-batch saves: the input of a block, say, from which it is computed again.
+// One activation that each micro-batch saves, for example the input from which a block is recomputed.
 struct ActivationSlot {
-  int unit = 0;             // Any number; the trainer's.
-  int slot = 0;             // The same, within the unit.
-  std::uint64_t bytes = 0;  // Of the whole activation; not zero.
-  bool shared = true;       // The same bytes on all ranks of the group. False: each rank keeps its own whole.
+  int unit = 0;             // Any number that the trainer chooses.
+  int slot = 0;             // Any number that no other activation of the unit has.
+  std::uint64_t bytes = 0;  // The size of the whole activation; not zero.
+  // Whether all tensor-parallel ranks save the same bytes. False: each rank keeps its own activation whole.
+  bool shared = true;
   ActivationPlacement placement = ActivationPlacement::kKeep;
-  double spill_fraction = 1.0;   // kPartitionAndSpill: of the slice, 0 to 1; rounded up to 512 bytes.
-  std::size_t state_bytes = 0;   // Longest record that save() may be given for it (random-number state).
-  double recompute_seconds = 0;  // What its backward pass takes with the recomputation; for kAutoLookAhead.
+  // kPartitionAndSpill: the part of the slice to spill, 0 to 1, rounded up to 512 bytes.
+  double spill_fraction = 1.0;
+  // The longest state (of random numbers) that save() may be given with the activation.
+  std::size_t state_bytes = 0;
+  // Time of the recomputation and backward pass of the activation. kAutoLookAhead needs it.
+  double recompute_seconds = 0;
 };
 
-// ActivationPlanOptions::look_ahead: the fewest that hide the fetches behind the declared times.
+// ActivationPlanOptions::look_ahead: the plan takes the smallest number that hides the fetches behind the
+// declared times.
 inline constexpr int kAutoLookAhead = -1;
-inline constexpr int kLookAheadLimit = 8;  // More would hold more device memory than it could hide.
+// Smaller: long fetches are not hidden. Larger: more device memory, and nothing left to hide.
+inline constexpr int kLookAheadLimit = 8;
 
 struct ActivationPlanOptions {
-  int ranks = 1;          // Of the tensor-parallel group.
-  int micro_batches = 1;  // That may be saved at the same time: p - i at stage i of p, with 1F1B.
+  int ranks = 1;  // Ranks of the tensor-parallel group.
+  // Micro-batches with saved activations at the same time. Pipeline stage i of p has p - i of them, with one
+  // forward, one backward.
+  int micro_batches = 1;
   // Activations that are fetched and gathered ahead of the one in use. Smaller: less device memory. Larger:
-  // uneven times are evened out. kAutoLookAhead needs the times of slots and the two rates below.
+  // longer fetches are hidden where times are uneven. kAutoLookAhead needs the times of slots and the two
+  // rates below.
   int look_ahead = 1;
   int lease_limit = 1;  // Leases of gathered or fetched activations alive at the same time.
-  // Device buffers that spilled bytes leave from. One: a save waits until the spill before has left.
+  // Device buffers from which bytes are spilled. With one, a save waits until the spill before it is over.
   int staging_count = 2;
-  Tier tier = Tier::kPinned;                     // Where spilled bytes go.
-  std::uint64_t device_bytes = 0;                // Budget for reserved_bytes; 0: none.
-  std::uint64_t host_bytes = 0;                  // Most page-locked host memory; 0: what the host gives.
-  std::uint64_t chunk_bytes = 2u << 20;          // The device's mapping granularity, for reserved bytes.
-  std::uint64_t file_staging_bytes = 16u << 20;  // Tier kFile: host memory that spilled bytes pass through.
-  double fetch_bytes_per_second = 0;             // From the tier to the device, for kAutoLookAhead.
-  double gather_bytes_per_second = 0;            // Received in a gather, for kAutoLookAhead.
+  Tier tier = Tier::kPinned;             // The place of spilled bytes.
+  std::uint64_t device_bytes = 0;        // Budget for reserved_bytes. 0: none.
+  std::uint64_t host_bytes = 0;          // Budget for pinned host memory. 0: none.
+  std::uint64_t chunk_bytes = 2u << 20;  // The device's mapping granularity, for reserved_bytes.
+  // Tier kFile: budget for the host memory between the device and files. Smaller: more and smaller pieces.
+  std::uint64_t file_staging_bytes = 16u << 20;
+  double fetch_bytes_per_second = 0;   // From the tier to the device, for kAutoLookAhead.
+  double gather_bytes_per_second = 0;  // Received in a gather, for kAutoLookAhead.
 };
 
-// How one slot is kept on each rank; bytes are of one micro-batch.
+// The parts of one slot on each rank, in bytes per micro-batch.
 struct ActivationPlace {
-  int ways = 1;                     // Slices: 1 or the number of ranks.
-  std::uint64_t slice_bytes = 0;    // S; with one way the activation's bytes.
-  std::uint64_t spilled_bytes = 0;  // The first bytes of the slice are spilled,
-  std::uint64_t kept_bytes = 0;     // the others stay on the device.
-  bool direct() const { return ways == 1 && spilled_bytes == 0; }  // Is read where it was saved.
+  int ways = 1;                     // Number of slices: 1, or the number of ranks.
+  std::uint64_t slice_bytes = 0;    // S; with one slice, the activation's bytes.
+  std::uint64_t spilled_bytes = 0;  // The first bytes of the slice, which are spilled.
+  std::uint64_t kept_bytes = 0;     // The other bytes of the slice, which stay on the device.
+  // Whether the activation is read where it was saved.
+  bool direct() const { return ways == 1 && spilled_bytes == 0; }
   std::uint64_t whole_bytes() const { return static_cast<std::uint64_t>(ways) * slice_bytes; }
   friend bool operator==(const ActivationPlace&, const ActivationPlace&) = default;
 };
 
+// An activation plan is the same on every rank: all figures are per rank.
 struct ActivationPlan {
   ActivationPlanOptions options;
-  std::vector<ActivationSlot> slots;    // As declared, with no kAuto left.
+  std::vector<ActivationSlot> slots;    // As declared, with a placement chosen where it was kAuto.
   std::vector<ActivationPlace> places;  // By slot.
-  int look_ahead = 0;                   // Chosen, if it was to be.
+  int look_ahead = 0;                   // As in the options, with a number chosen for kAutoLookAhead.
 
-  // Per rank; every rank has the same.
-  std::uint64_t kept_bytes = 0;      // Of the device: whole activations and slices,
-  std::uint64_t staging_bytes = 0;   // what spilled bytes leave from,
-  std::uint64_t gathered_bytes = 0;  // and what activations are fetched and gathered into.
+  // Device memory.
+  std::uint64_t kept_bytes = 0;      // Whole activations and slices.
+  std::uint64_t staging_bytes = 0;   // Buffers from which bytes are spilled.
+  std::uint64_t gathered_bytes = 0;  // Buffers into which activations are fetched and gathered.
   std::uint64_t device_bytes() const { return kept_bytes + staging_bytes + gathered_bytes; }
-  std::uint64_t reserved_bytes = 0;      // device_bytes in whole chunks.
-  std::uint64_t host_spilled_bytes = 0;  // Page-locked: spilled bytes (tier kPinned),
-  std::uint64_t host_staging_bytes = 0;  // and what they pass through (tier kFile).
+  std::uint64_t reserved_bytes = 0;  // device_bytes() in whole chunks.
+  // Pinned host memory.
+  std::uint64_t host_spilled_bytes = 0;  // Tier kPinned: spilled bytes.
+  std::uint64_t host_staging_bytes = 0;  // Tier kFile: buffers between the device and files.
   std::uint64_t host_bytes() const { return host_spilled_bytes + host_staging_bytes; }
-  std::uint64_t file_bytes = 0;  // In the store, ranges padded to a page.
+  std::uint64_t file_bytes = 0;  // Tier kFile: spilled bytes, each range padded to a page.
 
-  // Moved by one micro-batch, forward and backward.
+  // Traffic of one micro-batch, forward and backward.
   WireBytes wire_per_micro_batch;                   // Payload of the gathers.
-  std::uint64_t spilled_bytes_per_micro_batch = 0;  // Down; the same number comes up.
+  std::uint64_t spilled_bytes_per_micro_batch = 0;  // Spilled, and as many fetched.
 
-  std::size_t staging_buffer_bytes = 0;   // Of each.
-  std::size_t gathered_buffer_bytes = 0;  // Of each.
-  int gathered_count = 0;                 // Buffers; none when every slot is direct.
-  std::size_t file_piece_bytes = 0;       // Tier kFile: what passes through host memory at once.
+  std::size_t staging_buffer_bytes = 0;   // One staging buffer.
+  std::size_t gathered_buffer_bytes = 0;  // One gathered buffer.
+  int gathered_count = 0;                 // Gathered buffers; none when every slot is direct.
+  std::size_t file_piece_bytes = 0;       // Tier kFile: one buffer between the device and files.
 
-  // Same text on every rank means the same plan.
+  // Ranks with the same text have the same plan.
   std::string fingerprint_text() const;
 };
 
-// Of one slice of `bytes` over `ways` ranks: the rule above.
+// The size S of a slice of an activation of `bytes` over `ways` ranks, by the slice rule above.
 std::uint64_t activation_slice_bytes(std::uint64_t bytes, int ways) noexcept;
 
-// Errors: kInvalidArgument naming the option or the slot and what it may be; kOutOfMemory where a budget is
-// not enough, naming what is needed and what makes it smaller.
+// Computes the plan of a trainer's activations.
+//
+// Errors: kInvalidArgument naming the option or the slot, and the allowed values; kOutOfMemory where a budget
+// is too small, with the bytes needed and the options that make them fewer.
 Result<ActivationPlan> make_activation_plan(const std::vector<ActivationSlot>& slots,
                                             const ActivationPlanOptions& options);
 

@@ -1,7 +1,6 @@
-// The shape of a transformer, as the handful of numbers that people know it by, turned into the units and
-// parameters that the engine plans and trains. No weights, no allocation: `forebay plan` works on it, and a
-// trainer may register its units from it. What the engine has is always a ModelShape; this is only a short
-// way to write one.
+// The shape of a transformer: a few well-known numbers, such as layers and hidden, from which the units and
+// parameters of a ModelShape are made. `forebay plan` uses it, and a trainer may register its units from it.
+// It has no weights and allocates nothing. The engine itself takes any ModelShape.
 #pragma once
 
 #include <cstdint>
@@ -14,19 +13,18 @@
 namespace forebay {
 
 enum class TransformerKind : std::uint8_t {
-  kGpt2,   // Learned positions, LayerNorm with bias, one fused query/key/value matrix, GELU, biases
-           // everywhere.
-  kLlama,  // Rotary positions, RMSNorm, grouped-query attention, SwiGLU, biases only where asked for.
+  kGpt2,   // Learned positions, LayerNorm with bias, one query/key/value matrix, GELU, biases everywhere.
+  kLlama,  // Rotary positions, RMSNorm, grouped-query attention, SwiGLU, biases only where the shape says so.
 };
 
-// A field that is 0 takes the default in its comment.
+// The numbers of a transformer. 0 stands for the default in the comment of the field.
 struct TransformerShape {
   TransformerKind kind = TransformerKind::kGpt2;
   std::uint64_t layers = 0;           // Required.
   std::uint64_t hidden = 0;           // Required.
   std::uint64_t heads = 0;            // Required; divides hidden unless head_dimension is given.
   std::uint64_t vocabulary = 0;       // Required.
-  std::uint64_t positions = 0;        // Longest sequence. Required for GPT-2, whose position table it sizes.
+  std::uint64_t positions = 0;        // Longest sequence. Required for GPT-2, which has a table of positions.
   std::uint64_t intermediate = 0;     // Width of the feed-forward part. 0: four times hidden (GPT-2 only).
   std::uint64_t key_value_heads = 0;  // Llama. 0: as many as heads.
   std::uint64_t head_dimension = 0;   // Llama. 0: hidden / heads.
@@ -35,15 +33,16 @@ struct TransformerShape {
   bool feed_forward_bias = false;     // Llama; GPT-2 always has biases.
 };
 
-// Fills in the defaults and checks that the numbers go together.
+// Fills in the defaults and checks that the numbers fit each other.
 //
-// Errors: kInvalidArgument naming the number and what it may be.
+// Errors: kInvalidArgument naming the number and the allowed values.
 Result<TransformerShape> complete_shape(TransformerShape shape);
 
-// What one rank has of a model that ranks share. Tensor parallelism cuts the matrices of each layer: the
-// first of attention and of the feed-forward part by columns (whole heads), the second by rows, the embedding
-// by tokens; where these do not divide, the parts are rounded up. Norms, positions and the biases of second
-// matrices are whole on every rank. Pipeline parallelism gives each stage some of the layers.
+// The part of a model that one rank has. Tensor parallelism partitions the matrices of each layer: the first
+// matrix of attention and of the feed-forward part by columns (whole heads), the second by rows, the
+// embedding by tokens. Parts are rounded up where the number of ranks does not divide. Norms, positions and
+// the biases of second matrices are whole on every rank. Pipeline parallelism gives each pipeline stage some
+// of the layers.
 struct ModelPart {
   int tensor_parallel = 1;    // A divisor of heads. With fewer key-value heads than ranks, each rank has one.
   int pipeline_parallel = 1;  // At most as many as layers.
@@ -51,36 +50,39 @@ struct ModelPart {
   friend bool operator==(const ModelPart&, const ModelPart&) = default;
 };
 
-// As even as may be; later stages, which hold fewer micro-batches, have the layers more.
+// Consecutive layers of a model.
 struct LayerRange {
   std::uint64_t first = 0;
   std::uint64_t count = 0;
 };
+
+// The layers of a pipeline stage. Pipeline stages differ by at most one layer. The first one, which holds the
+// most micro-batches, never has more than another.
 LayerRange stage_layers(std::uint64_t layers, const ModelPart& part);
 
-// The units in order of execution: "embedding", one per layer, "final". Parameters are named as in Hugging
-// Face's GPT-2 and Llama state dictionaries. Group 0 holds the matrices, which decay; group 1 the biases and
-// norms. Of several pipeline stages the first has the embedding and the last "final"; where the output
-// projection is the embedding's matrix, that is a unit of both, "tokens", which comes before all others.
+// The units in order of execution: "embedding", one per layer, "final". Parameters have their names in
+// Hugging Face's GPT-2 and Llama state dictionaries. Parameter group 0 holds the matrices, which decay;
+// parameter group 1 the biases and norms. The first pipeline stage has "embedding" and the last one "final".
+// Where both need the embedding's matrix, it is a unit of both, "tokens", before all other units.
 //
-// Errors: as complete_shape; kInvalidArgument for parts that the model cannot have.
+// Errors: those of complete_shape; kInvalidArgument for a part that the model cannot have.
 // Source: Hugging Face transformers, models/gpt2 and models/llama; Shoeybi et al., arXiv 1909.08053,
 // section 3.
 Result<ModelShape> make_model_shape(const TransformerShape& shape, const ModelPart& part = {});
 
 struct ActivationOptions {
-  std::uint64_t batch = 1;     // Sequences of one micro-step on one rank.
-  std::uint64_t sequence = 0;  // 0: the shape's positions.
+  std::uint64_t batch = 1;     // Sequences in one micro-step of one rank.
+  std::uint64_t sequence = 0;  // Tokens of a sequence. 0: the shape's positions.
   DataType dtype = DataType::kBfloat16;
 };
 
-// An estimate of the bytes that the layers keep from forward to backward with no recomputation: for GPT-2 and
-// a 2-byte type sbh(34 + 5as/h) per layer, s tokens, b sequences, a heads, h hidden. It counts elements (16h
-// and two score matrices) at the type's width and dropout masks at one byte; Llama's terms are counted
-// likewise, without dropout. What stands outside the layers (logits) is not in it. forebay-gpt declares its
-// own exact figure instead.
+// An estimate of the bytes that the layers keep from forward to backward without recomputation. For GPT-2 and
+// a 2-byte type it is sbh(34 + 5as/h) per layer, with s tokens, b sequences, a heads and h hidden. Elements
+// (16h and two score matrices) count at the size of the type, dropout masks at one byte. Llama's terms are
+// counted likewise, without dropout. Activations outside the layers (logits) are not in it. forebay-gpt
+// declares its own exact figure instead.
 //
-// Errors: kInvalidArgument for a sequence longer than the positions or a figure beyond 2^62 bytes.
+// Errors: kInvalidArgument for a sequence longer than the positions, or a figure larger than 2^62 bytes.
 // Source: Korthikanti et al., arXiv 2205.05198, section 4, equation 1.
 Result<std::uint64_t> estimate_activation_bytes(const TransformerShape& shape,
                                                 const ActivationOptions& options);

@@ -1,11 +1,17 @@
-// Plan: every pool's bytes and every wire's bytes, computed before anything is allocated. The engine
-// allocates what the plan says, the arena enforces it, and the report after a run sets measured beside
-// planned. `forebay plan` prints it.
+// The plan of an engine: the bytes of every pool and every wire, and the place of every buffer, computed
+// before anything is allocated. The engine allocates the plan's pools, the arena enforces their limits, and
+// the report after a run sets the measured bytes beside the planned ones. `forebay plan` prints a plan.
 //
-// Persistent model states are parameters + gradients + optimizer. With Psi trainable parameters, N ranks,
-// 2-byte parameters and gradients and one micro-step they are 16Psi, 4Psi+12Psi/N, 2Psi+14Psi/N and 16Psi/N
-// bytes for stages 0 to 3; in fp32, which needs no separate master, 16Psi, 8Psi+8Psi/N, 4Psi+12Psi/N and
-// 16Psi/N. Source: Rajbhandari et al., arXiv 1910.02054, section 5 and table 1; ARCHITECTURE.md, "The memory
+// The persistent model states are parameters, gradients and optimizer. With Psi trainable parameters, N ranks
+// and one micro-step they take, in bytes per rank:
+//
+//   ZeRO stage   2-byte parameters and gradients   fp32, which needs no separate master
+//   0            16 Psi                            16 Psi
+//   1            4 Psi + 12 Psi / N                8 Psi + 8 Psi / N
+//   2            2 Psi + 14 Psi / N                4 Psi + 12 Psi / N
+//   3            16 Psi / N                        16 Psi / N
+//
+// Source: Rajbhandari et al., arXiv 1910.02054, section 5 and table 1; ARCHITECTURE.md, "The memory
 // contract".
 #pragma once
 
@@ -38,34 +44,39 @@ enum class Tier : std::uint8_t {
   kFile,    // Files. Gradients still wait for their unit's update in page-locked memory.
 };
 
+// One parameter of a model.
 struct ParameterShape {
-  std::string name;         // Logical and unique: the name in saved state.
-  std::uint64_t count = 0;  // Elements.
-  int group = 0;            // Index into Hyperparameters::groups.
-  bool frozen = false;      // Gathered with its unit but neither reduced nor updated.
-  // The tensor-parallel ranks all have it, with the same gradient: it counts once in the norm.
+  std::string name;         // Unique in the model. Saved state finds the parameter by this name.
+  std::uint64_t count = 0;  // Elements; not zero.
+  int group = 0;            // The parameter group: an index into Hyperparameters::groups.
+  bool frozen = false;      // Gathered with its unit, but neither reduced nor updated.
+  // All tensor-parallel ranks have the parameter whole and compute the same gradient. It counts once in the
+  // norm.
   bool replicated = false;
 };
 
+// Parameters that are gathered together, usually one transformer block.
 struct UnitShape {
   std::string name;
   std::vector<ParameterShape> parameters;
-  // Parameters of earlier units that this unit uses too, as (unit, index in that unit). Their owner's
-  // gradient buffer is kept from the first contribution to the last.
+  // A parameter of an earlier unit that this unit uses too. The gradient buffer of its owner is kept from the
+  // first contribution to the last.
   struct Tied {
-    int unit = 0;
-    int index = 0;
+    int unit = 0;   // The owner.
+    int index = 0;  // In the owner's parameters.
   };
   std::vector<Tied> tied;
-  bool backward_reads_parameters = true;  // False (an embedding): its backward pass needs no gather.
-  // Stages of a pipeline that all have this unit, and add up its gradients once a step. It stays on the
-  // device, whatever is offloaded, and so do the units before it.
+  // False for an embedding: its backward pass needs no gather.
+  bool backward_reads_parameters = true;
+  // Pipeline stages that have this unit and add up its gradients once a step. A unit of several pipeline
+  // stages stays on the device, whatever is offloaded, and so do the units before it.
   int shared_by = 1;
 };
 
+// A model, as the engine sees it.
 struct ModelShape {
-  std::vector<UnitShape> units;        // In the order of execution of the forward pass.
-  std::uint64_t activation_bytes = 0;  // What the trainer will take from the engine's arena besides.
+  std::vector<UnitShape> units;        // In the order of the forward pass.
+  std::uint64_t activation_bytes = 0;  // Taken by the trainer from the engine's arena.
 
   std::uint64_t parameter_count() const;
 };
@@ -109,69 +120,82 @@ struct PlanOptions {
   bool in_groups() const { return group > 1 || shard_within_group; }
 };
 
+// Live bytes on the device, by pool, per rank. K is the number of micro-steps.
 struct PoolBytes {
-  std::uint64_t parameters = 0;  // Persistent.
-  // Persistent; with K > 1 the fp32 accumulator. Of offloaded units, stages 2 and 3 keep room for two slices
-  // instead, which leave as they are reduced; with K > 1, stages 1 to 3 for two buckets' fp32 sums.
+  // Persistent. Offloaded parameter shards are not in it.
+  std::uint64_t parameters = 0;
+  // Persistent; with K > 1 the fp32 accumulator is in it. An offloaded unit has no gradient slice here from
+  // stage 2 on, and no accumulator from stage 1 on. In their stead two places carry slices, or with K > 1 the
+  // fp32 sums of buckets, on their way to the host.
   std::uint64_t gradients = 0;
-  std::uint64_t optimizer = 0;  // Persistent: master (2-byte types), m, v; nothing when offloaded.
-  std::uint64_t gathered =
-      0;  // Slots of gathered units and of unreduced unit gradients. Does not grow with depth.
-  std::uint64_t buckets = 0;  // Communication staging. Constant, but for the few bytes of each unit's norm.
-  std::uint64_t activations = 0;  // Declared by the trainer.
+  // Persistent: the master (2-byte types), m and v of the units that are not offloaded.
+  std::uint64_t optimizer = 0;
+  // Slots of gathered units, and of the gradients of units before they are reduced. Depth does not change it.
+  std::uint64_t gathered = 0;
+  // Staging of collectives. The model's size changes it only by the few bytes of each unit's norm.
+  std::uint64_t buckets = 0;
+  // Declared by the trainer.
+  std::uint64_t activations = 0;
 
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }
   std::uint64_t total() const { return model_states() + gathered + buckets + activations; }
   friend bool operator==(const PoolBytes&, const PoolBytes&) = default;
 };
 
-// Page-locked host memory of what is offloaded.
+// Pinned host memory of offloaded units, per rank.
 struct HostBytes {
-  // fp32 master, m and v: 12 bytes for each offloaded element this rank updates. Nothing on the file tier.
+  // Master, m and v in fp32: 12 bytes for each offloaded element that this rank updates. Tier kFile: none.
   std::uint64_t optimizer = 0;
-  // Gradients that wait for their unit's update, in the gradient type; with K > 1 (shard, stages 1 to 3) in
-  // fp32, because there they add up over the micro-steps. Where parameters stay on the device, a 2-byte
-  // parameter goes back up from the place of the gradient it was made of.
+  // Gradients that wait for the update of their unit, in the gradient type. With K > 1 (Accumulate::kShard,
+  // stages 1 to 3) micro-steps add up here, in fp32. Where parameters stay on the device, an updated 2-byte
+  // parameter takes the place of its gradient until it is copied to the device.
   std::uint64_t gradients = 0;
-  // The offloaded parameter shard, in the parameter type; in fp32 only frozen parameters, because the master
-  // is the parameter. Nothing on the file tier.
+  // The offloaded parameter shard, in the parameter type. In fp32 these are the frozen parameters alone,
+  // because the master is the parameter. Tier kFile: none.
   std::uint64_t parameters = 0;
-  // Tier kFile: what states pass through; K > 1: one bucket's sum. Does not grow with the model.
+  // Tier kFile: buffers between files and the update. K > 1: the fp32 sum of one bucket. The model's size
+  // does not change it.
   std::uint64_t staging = 0;
 
   std::uint64_t total() const { return optimizer + gradients + parameters + staging; }
   friend bool operator==(const HostBytes&, const HostBytes&) = default;
 };
 
-// What is in files, and what one applied step moves. Payload: ends of ranges are padded to a page.
+// Bytes in files, and bytes that one applied step moves, per rank. The files themselves are larger: each
+// range is padded to a page.
 struct FileBytes {
-  std::uint64_t optimizer = 0;
-  std::uint64_t parameters = 0;  // As HostBytes::parameters.
-  std::uint64_t read_per_step = 0;
-  std::uint64_t written_per_step = 0;
+  std::uint64_t optimizer = 0;         // Master, m and v.
+  std::uint64_t parameters = 0;        // As HostBytes::parameters.
+  std::uint64_t read_per_step = 0;     // The optimizer once, and a parameter slice for each gather.
+  std::uint64_t written_per_step = 0;  // The optimizer once, and 2-byte parameters once.
 
   std::uint64_t total() const { return optimizer + parameters; }
   friend bool operator==(const FileBytes&, const FileBytes&) = default;
 };
 
+// Payload of collectives, per rank.
 struct WireBytes {
   std::uint64_t sent = 0;
   std::uint64_t received = 0;
   friend bool operator==(const WireBytes&, const WireBytes&) = default;
 };
 
-// Where a unit's parameters lie. A unit is one flat buffer of two sections, trainable then frozen, each
-// padded to N * 512 elements; rank r owns the r-th of N equal slices of each. With hybrid sharding there are
-// as many slices as ranks of a group, and the padding is the same.
+// Each parameter starts at a multiple of this many elements of its section, so that every access of 16 bytes
+// is aligned. Smaller: kernels that read 16 bytes at a time fail. Larger: more padding.
+inline constexpr std::uint64_t kParameterAlignment = 64;
+
+// The flat buffer of a unit. It has two sections, trainable and then frozen, each padded to N * 512 elements
+// and cut into N equal slices, of which rank r owns slice r. Hybrid sharding cuts the same padded sections
+// into as many slices as an all-reduce group has ranks.
 struct UnitLayout {
   struct Place {
     bool frozen = false;
-    std::uint64_t offset = 0;  // Elements from the start of its section.
-    std::uint64_t count = 0;
+    std::uint64_t offset = 0;  // Elements from the start of the section.
+    std::uint64_t count = 0;   // Elements.
   };
-  std::vector<Place> places;          // In order of registration.
-  std::uint64_t trainable_count = 0;  // Padded.
-  std::uint64_t frozen_count = 0;     // Padded.
+  std::vector<Place> places;          // By parameter, in order of registration.
+  std::uint64_t trainable_count = 0;  // Elements, padded.
+  std::uint64_t frozen_count = 0;     // Elements, padded.
   std::uint64_t trainable_slice(int slices) const {
     return trainable_count / static_cast<std::uint64_t>(slices);
   }
@@ -179,20 +203,17 @@ struct UnitLayout {
   std::uint64_t total_count() const { return trainable_count + frozen_count; }
 };
 
-// Each parameter starts at a multiple of this many elements of its section (16-byte accesses on every
-// device).
-inline constexpr std::uint64_t kParameterAlignment = 64;
-
-// Where a placement takes its bytes. The first six pools are accounts of the engine's arena, on the device.
+// The memory that a placement lies in. The first six pools are on the device, each an account of the engine's
+// arena with the bytes of its member of PoolBytes.
 enum class Pool : std::uint8_t {
   kParameters,
   kGradients,
   kOptimizer,
-  kGathered,  // Each placement is an arena slot.
+  kGathered,  // Each placement is an arena slot. The other pools of the device are one block each.
   kBuckets,
   kActivations,
-  kHost,     // One block of pinned host memory: states and gradients of offloaded units.
-  kStaging,  // Pinned host memory that states in files pass through; each placement is a block.
+  kHost,     // One block of pinned host memory: states, gradients and sums of offloaded units.
+  kStaging,  // Pinned host memory between files and the update; each placement is a block.
   kFiles,    // The store; each placement is a range.
 };
 inline constexpr int kDevicePoolCount = 6;
@@ -201,7 +222,7 @@ inline constexpr int kPoolCount = 9;
 const char* pool_name(Pool pool) noexcept;  // "parameters"
 
 // The use of a placement. A slice is this rank's part of a section. The updated range is the part of the
-// trainable section that this rank updates: all of it at stage 0, its slice at the other stages.
+// trainable section that this rank updates: the whole section at stage 0, the slice at the other stages.
 enum class Role : std::uint8_t {
   // Placements of a unit.
   kParameters,      // The whole unit: stages 0 to 2.
@@ -229,18 +250,18 @@ enum class Role : std::uint8_t {
   kMoverBuffers,  // Buffers of parameters on their way from files to the device.
 };
 
-// A run of bytes in one pool. The placements of a pool lie one after the other, without gaps, in the order of
-// the list; where each placement is memory of its own, `offset` only counts.
+// A run of bytes in one pool. The placements of a pool follow each other without gaps, in the order of the
+// list. In pools where each placement is memory of its own, `offset` is only a running sum.
 struct Placement {
   Role role = Role::kParameters;
   Pool pool = Pool::kParameters;
-  int index = 0;  // The unit; of the engine's placements, the number among those of the role.
+  int index = 0;  // The unit; for the engine's placements, a number within the role.
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
   friend bool operator==(const Placement&, const Placement&) = default;
 };
 
-// The slot of each unit. Units take two slots in turn; the owner of a tied parameter has its own.
+// The slot of each unit. Units take two slots in turn; the owner of a tied parameter has a slot of its own.
 struct SlotAssignment {
   static constexpr int kNone = -1;
   std::vector<int> parameter_slot;        // By unit; kNone below stage 3.
@@ -248,61 +269,71 @@ struct SlotAssignment {
   std::vector<std::uint64_t> slot_bytes;  // By slot.
 };
 
+// A plan is the same on every rank: all figures are per rank.
 struct Plan {
   PlanOptions options;
-  std::vector<UnitLayout> layouts;
-  PoolBytes bytes;                   // Live bytes per rank; every rank has the same.
-  std::uint64_t reserved_bytes = 0;  // The same in whole chunks: what --memory must hold.
-  HostBytes host_bytes;              // Per rank; every rank has the same.
-  FileBytes file_bytes;              // Per rank; every rank has the same.
-  int device_units = 0;              // The first so many units are not offloaded: all, with Offload::kNone.
-  std::uint64_t piece_count = 0;  // Tier kFile: elements of an optimizer that pass through staging together.
-  WireBytes wire_per_step;        // Payload per rank and step; every rank has the same.
-  std::uint64_t bucket_columns = 0;  // Elements of one slice in one bucket.
-  std::uint64_t fused_columns = 0;   // The same in the bucket of small units.
-  SlotAssignment slots;
-  // Everything that the engine places. The engine allocates the pools and adds their base addresses. `bytes`,
-  // `host_bytes` and `file_bytes` are sums over this list.
+  std::vector<UnitLayout> layouts;  // By unit.
+  // Everything that the engine places, its own placements first, then the placements of each unit. The engine
+  // allocates the pools and adds their base addresses. `bytes`, `host_bytes` and `file_bytes` are sums over
+  // this list.
   std::vector<Placement> placements;
+  PoolBytes bytes;
+  std::uint64_t reserved_bytes = 0;  // `bytes` in whole chunks: the least budget that is enough.
+  HostBytes host_bytes;
+  FileBytes file_bytes;
+  WireBytes wire_per_step;
+  SlotAssignment slots;
+  int device_units = 0;              // The first units, which are not offloaded. Offload::kNone: all units.
+  std::uint64_t bucket_columns = 0;  // Elements of each slice in one bucket.
+  std::uint64_t fused_columns = 0;   // Elements of each slice in the bucket of small units.
+  std::uint64_t piece_count = 0;     // Tier kFile: elements of the optimizer in one pass buffer.
 
+  // Sums over `placements`.
+  //
+  // Cost: a pass over the list.
   std::uint64_t bytes_in(Pool pool) const;
   std::uint64_t bytes_of(Role role) const;
 
   bool is_offloaded(int unit) const { return unit >= device_units; }
   bool offloads() const { return device_units < static_cast<int>(layouts.size()); }
   bool offloads_parameters() const { return options.offload == Offload::kOptimizerAndParameters; }
-  // Whether the owner of a slice adds up its micro-steps in fp32; for offloaded units, whether the host does.
+  // Whether the owner of a slice adds up micro-steps in fp32, and whether the host does so for offloaded
+  // units.
   bool accumulates_in_fp32() const {
     return options.micro_steps > 1 && options.accumulate == Accumulate::kShard;
   }
   bool adds_on_host() const { return accumulates_in_fp32() && options.stage >= 1; }
-  // Elements of the unit's slice, and of its updated range.
+  // Elements of the unit's trainable slice, and of its updated range.
   std::uint64_t slice_count(int unit) const;
   std::uint64_t updated_count(int unit) const;
-  // The type of the reduced gradient. It stays fp32 where it stays in the fp32 sum over micro-steps.
+  // The type of the unit's reduced gradient: fp32 where it stays in the fp32 sum over micro-steps, otherwise
+  // the gradient type.
   DataType gradient_type(int unit) const;
-  // The ranks that decide about a step together, and the most units that one of them has.
+  // The number of ranks that decide about a step together, and the most units that one of them has.
   int deciding_ranks() const { return options.deciding_ranks == 0 ? options.ranks : options.deciding_ranks; }
   std::uint64_t deciding_units() const;
 
-  // Whether the unit's gradients are reduced together with other units'.
+  // Whether the unit's gradients are reduced in one bucket with those of other units.
   bool fuses(int unit) const;
 
-  // The most that ModelShape::activation_bytes may be for reserved_bytes not to pass `budget`; 0 as well
-  // where what is beside them passes it alone.
+  // The largest ModelShape::activation_bytes with which reserved_bytes is at most `budget`. 0 also means that
+  // the other pools alone are larger than `budget`.
   std::uint64_t activation_room(std::uint64_t budget) const;
 
-  // Elements that one sum over the `stages` that share `unit` takes at most: the same on all of them.
+  // The most elements in one sum over the pipeline stages that share `unit`. It is the same on all of them.
   std::uint64_t shared_bucket_count(int unit, int stages) const;
 
-  // Same text on every rank means the same plan: one "key value" line per option and per unit.
+  // One "key value" line per option and per unit. Ranks with the same text have the same plan.
   std::string fingerprint_text() const;
 };
 
 const char* offload_name(Offload offload) noexcept;  // "none", "optimizer", "optimizer+parameters"
 const char* tier_name(Tier tier) noexcept;           // "cpu", "nvme"
 
-// Errors: kInvalidArgument naming the option or the unit and what it may be.
+// Computes the plan of a model.
+//
+// Errors: kInvalidArgument naming the option or the unit, and the allowed values.
+// Cost: linear in units and parameters.
 Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options);
 
 }  // namespace forebay
