@@ -12,35 +12,35 @@
 namespace forebay {
 namespace {
 
-// What makes each pool smaller.
-// What would take more of the states off the device than the plan does, from `needed` on; empty: nothing.
+// The advice to offload more states than the plan does; empty if all of them are offloaded.
 std::string offload_more(const PlanOptions& options, Offload needed, const char* advice) {
   if (options.offload < needed) return advice;
   return options.offload_fraction < 1 || options.device_units > 0
-             ? "a larger --offload-fraction takes more of it away, "
+             ? "a larger offload-fraction offloads more, "
              : "";
 }
 
+// The options that make a pool smaller, by the names that C++ and the command line share.
 std::string remedy(Pool pool, const PlanOptions& options) {
   switch (pool) {
     case Pool::kParameters:
-      return (options.stage < 3 ? "--stage 3 shards it, " : "") +
+      return (options.stage < 3 ? "stage 3 shards it, " : "") +
              offload_more(options, Offload::kOptimizerAndParameters,
-                          "--offload optimizer+parameters takes it away, ") +
-             "more ranks divide it, --dtype bf16 halves it";
+                          "offload optimizer+parameters offloads it, ") +
+             "more ranks divide it, dtype bf16 halves it";
     case Pool::kGradients:
-      return (options.stage < 2 ? std::string("--stage 2 shards it, ") : "") +
-             "more ranks divide it, --micro-steps 1 needs no accumulator";
+      return (options.stage < 2 ? std::string("stage 2 shards it, ") : "") +
+             "more ranks divide it, one micro-step needs no accumulator";
     case Pool::kOptimizer:
-      return offload_more(options, Offload::kOptimizer, "--offload optimizer keeps it off the device, ") +
-             (options.stage < 1 ? "--stage 1 or more shards it, " : "") + "more ranks divide it";
+      return offload_more(options, Offload::kOptimizer, "offload optimizer offloads it, ") +
+             (options.stage < 1 ? "stage 1 or more shards it, " : "") + "more ranks divide it";
     case Pool::kGathered:
       return "smaller units (narrower layers) make it smaller";
     case Pool::kBuckets:
-      return "a smaller --bucket";
+      return "a smaller bucket makes it smaller";
     case Pool::kActivations:
-      return "a smaller --batch or --sequence, with more --micro-steps; --recompute and --activations "
-             "take less of it";
+      return "a smaller batch or sequence with more micro-steps, recomputation, and activations that are "
+             "partitioned or offloaded make it smaller";
     default:
       return "";
   }
@@ -114,12 +114,12 @@ void Engine::Impl::agree_on_options() {
     together([&] { agree_on_text(communicator, "options", text.str()); });
     return;
   }
-  // What differs within one part of the grid, all ranks are told.
+  // All ranks are told of a difference within one part of the grid.
   agree(verdict_of([&] { agree_on_text(communicator, "options", text.str()); }));
   agree(verdict_of([&] { agree_on_shared_units(); }));
 }
 
-// Stages have different units, but slice those that they share alike.
+// Pipeline stages have different units, but cut the shared ones into the same slices.
 void Engine::Impl::agree_on_shared_units() {
   for (const auto& [shared, stages] : shared_units) {
     std::ostringstream text;
@@ -134,10 +134,9 @@ void Engine::Impl::agree_on_shared_units() {
   }
 }
 
-// What the ranks do together. When it fails because a rank is lost, the engine is failed.
-void Engine::Impl::together(const std::function<void()>& what) {
+void Engine::Impl::together(const std::function<void()>& check) {
   try {
-    what();
+    check();
   } catch (const Error&) {
     must(everyone().status());
     must(communicator.status());
@@ -201,16 +200,16 @@ Status Engine::Impl::check_budget() const {
     if (plan.bytes_in(pool) > plan.bytes_in(largest)) largest = pool;
     pools += std::string(i == 0 ? "" : ", ") + pool_name(pool) + " " + format_bytes(plan.bytes_in(pool));
   }
-  return Status(StatusCode::kOutOfMemory,
-                "the plan needs " + format_bytes(plan.reserved_bytes) + " (" +
-                    std::to_string(plan.reserved_bytes) + " bytes) on " + backend.capabilities().name +
-                    ", the budget is " + format_bytes(budget) + " (" + std::to_string(budget) +
-                    " bytes): " + pools + "; the largest pool is " + pool_name(largest) + ": " +
-                    remedy(largest, plan.options) +
-                    (budget < backend.capabilities().memory_bytes ? "; or raise --memory" : ""));
+  return Status(
+      StatusCode::kOutOfMemory,
+      "the plan needs " + format_bytes(plan.reserved_bytes) + " (" + std::to_string(plan.reserved_bytes) +
+          " bytes) on " + backend.capabilities().name + ", the budget is " + format_bytes(budget) + " (" +
+          std::to_string(budget) + " bytes): " + pools + "; the largest pool is " + pool_name(largest) +
+          ": " + remedy(largest, plan.options) +
+          (budget < backend.capabilities().memory_bytes ? "; or raise EngineOptions::memory_bytes" : ""));
 }
 
-// The communicators of groups and of those that decide together, where they are not the one that was given.
+// The communicators of all-reduce groups and of the deciding ranks, where they are not the given one.
 void Engine::Impl::connect() {
   if (plan.options.in_groups() && ranks() > 1) {
     grouped = value_or_throw(create_grouped_communicator(
@@ -223,7 +222,7 @@ void Engine::Impl::connect() {
   plan = value_or_throw(make_plan(model, plan_options()));
 }
 
-// Parts of a model measure for themselves, and then have one bucket size.
+// Each part of the model measures for itself; the smallest bucket is for all.
 std::uint64_t Engine::Impl::least_over_grid(std::uint64_t mine) {
   if (options.grid == nullptr) return mine;
   const auto all = exchange(*options.grid, mine);

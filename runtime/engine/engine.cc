@@ -1,4 +1,4 @@
-// The public face of Engine: what may be called when, and what it does next.
+// The public calls of Engine: each checks that it is in order, then passes on to the parts of the step.
 
 #include "forebay/engine.h"
 
@@ -17,7 +17,7 @@ Engine::Impl::Impl(Backend& backend_in, Kernels& kernels_in, Communicator& commu
       other_traffic(communicator_in.traffic()) {}
 
 Engine::Impl::~Impl() {
-  // Work that the trainer queued under a lease may still run, and touches memory that goes away here.
+  // Work that the trainer queued under a lease may still run on memory that is freed here.
   for (const Unit& u : units) {
     if (Event(u.released).handle != nullptr) note(backend.event_synchronize(u.released));
   }
@@ -226,7 +226,7 @@ void Engine::skip(UnitId unit) {
     impl.misuse("skip() out of order: units are leased or skipped in order of registration");
   if (impl.unit(unit).stages != nullptr)
     impl.misuse("skip(" + impl.shape(unit).name + ") of a unit that other stages share; lease it");
-  // Other ranks may use it: this one takes part in its collectives all the same.
+  // Other ranks may use the unit, so this rank takes part in its collectives.
   impl.gatherer->require(unit);
   impl.gatherer->prefetch(unit + 1);
   impl.unit(unit).skipped[impl.place_in_flight(impl.forward_count)] = true;
@@ -245,7 +245,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     impl.gatherer->wait_for_parameters(unit, stream);
   }
   if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.gatherer->prefetch(unit - 1);
-  // The gradient buffers it writes must be through with their last reduction.
+  // The last reduction out of the gradient buffers must be over before the lease writes them.
   for (const int owner : units_read_by(impl.model, unit)) {
     impl.must(impl.backend.stream_wait(stream, impl.reducer->reduced(owner)));
     impl.reducer->wait_for_copy_down(owner, stream);
@@ -272,7 +272,7 @@ StepResult Engine::step(const Hyperparameters& hyperparameters) {
 
 void Engine::spill(const SpillOptions& states) {
   Impl& impl = *impl_;
-  // More may be spilled while some is.
+  // More states may be spilled while some are.
   if (impl.phase != Impl::Phase::kIdle) impl.expect(Impl::Phase::kIdle, "spill()");
   impl.spill(states);
 }
@@ -351,7 +351,7 @@ std::vector<OperationTraffic> Engine::operation_traffic() const {
     add_operation_traffic(sum, impl.grouped->operation_traffic(), impl.ranks(),
                           [](int peer) { return peer; });
   }
-  // They are in the order of their parts.
+  // The deciding ranks are in the order of their parts.
   if (impl.deciding != nullptr && impl.options.grid == nullptr) {
     add_operation_traffic(sum, impl.deciding->operation_traffic(), impl.ranks(), [&](int part) {
       return part % impl.replicas() * impl.shards() + part / impl.replicas();

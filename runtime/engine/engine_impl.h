@@ -185,7 +185,7 @@ struct Engine::Impl : StepContext {
   std::unique_ptr<Gatherer> gatherer;
 
   // The state of training.
-  std::uint64_t values_fingerprint = 0;  // Of the values given to set_parameter(), in order.
+  std::uint64_t values_fingerprint = 0;  // Hash of all values given to set_parameter(), in order.
   int forward_count = 0;                 // Micro-steps with a complete forward pass.
   int micro_step = 0;                    // Micro-steps with a complete backward pass: the next one's index.
   int cursor = 0;                        // Forward: the next unit. Backward: units at and above it are done.

@@ -90,7 +90,7 @@ void Lease::grad_ready(int index) {
 void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
   lease_alive = false;
   if (phase == Phase::kFailed) {
-    static_cast<void>(backend.event_record(unit(index).released, stream));  // The engine's end waits for it.
+    static_cast<void>(backend.event_record(unit(index).released, stream));  // ~Engine waits for it.
     return;
   }
   try {
@@ -107,7 +107,7 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
     reducer->reduce(index, micro_step);
     if (!options.overlap) must(backend.stream_wait(stream, reducer->reduced(index)));
   } catch (const Error& error) {
-    // A destructor has nobody to tell; the next call on the engine throws this.
+    // A destructor cannot throw. The engine's next call throws this.
     phase = Phase::kFailed;
     failure = error.status();
   }

@@ -1,4 +1,4 @@
-// Marks what is queued on a stream while it is alive as one span of a timeline, if there is one.
+// MarkedSpan: marks the work queued on a stream during its life as one span of a timeline, if there is one.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace forebay {
 
-// The same in two calls, on any stream. What cannot be queued is left out: the stream's failure is told
-// elsewhere.
+// The same in two calls. Errors: none; a mark that cannot be queued is left out, because the stream's failure
+// is reported elsewhere.
 void begin_span(Backend& backend, Timeline* timeline, Stream stream, const char* track) noexcept;
 void end_span(Backend& backend, Timeline* timeline, Stream stream, const char* track,
               std::string name) noexcept;

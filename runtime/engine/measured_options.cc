@@ -31,7 +31,8 @@ constexpr std::uint64_t kAlignment = 512;
 constexpr std::uint64_t kMeasuredCount = 4u << 20;
 constexpr std::chrono::minutes kStoreDeadline{10};
 
-// Seconds of the fastest of `repetitions`, after one that is not counted. `work` returns its own duration.
+// Seconds of the fastest of `repetitions`, after a first run that is not counted. `work` returns its
+// duration.
 template <typename Work>
 double fastest(int repetitions, const Work& work) {
   double best = 0;
@@ -44,7 +45,7 @@ double fastest(int repetitions, const Work& work) {
 
 }  // namespace
 
-// Device memory and a stream for measurements. It gives back all that it has taken.
+// Device memory and a stream for measurements, given back in the end.
 struct Engine::Impl::Probe {
   explicit Probe(Impl& impl_in) : impl(impl_in), stream(impl_in) {}
   // `bytes` of zeros.
@@ -66,7 +67,7 @@ struct Engine::Impl::Probe {
   DevicePtr memory = nullptr;
 };
 
-// Seconds of a reduce-scatter of slices of `count` elements. `receive`: where the peers' bytes go.
+// Seconds of a reduce-scatter of slices of `count` elements. `receive`: for the peers' bytes.
 double Engine::Impl::measure_collective(const Probe& probe, std::uint64_t count, std::byte* receive,
                                         float* target) {
   constexpr int kRepetitions = 5;
@@ -111,7 +112,7 @@ std::uint64_t Engine::Impl::choose_bucket_bytes() {
   return std::min(std::bit_ceil(bytes), kBucketBytesMax);
 }
 
-// Seconds of one element: of `count` that are written to the store and read again.
+// Seconds in which the store writes and reads `bytes`.
 double Engine::Impl::measure_store(std::byte* host, std::uint64_t bytes) {
   FileStoreOptions files;
   files.directories = options.offload_directories;
@@ -168,7 +169,7 @@ Engine::Impl::UpdateTimes Engine::Impl::measure_update(std::uint64_t count) {
   if (has_parameter) on_host.update.parameter = host + 3 * state_bytes;
   on_host.moments = {MomentFormat::kFloat32, on_host.update.m, on_host.update.v, nullptr, nullptr};
   const BlockRunner runner(options.host_threads);
-  // Moves are beside the update; the slowest of all counts.
+  // Copies and files are moved beside the update, so the slowest of the three counts.
   times.offloaded = measure([&] {
     if (hooks.before_host_update) hooks.before_host_update(count);
     throw_if_error(host_adam(on_host, runner));
@@ -195,7 +196,7 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
     largest = std::max(largest, options.stage == 0 ? place.trainable_count : place.trainable_slice(shards()));
     total += place.trainable_count;
   }
-  // All ranks at once, because they share the host when they work.
+  // All ranks measure at once, because they share the host when they train.
   agree({});
   UpdateTimes times;
   agree(verdict_of([&] { times = measure_update(std::min(largest, kMeasuredCount)); }));
@@ -203,7 +204,7 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
   const double both = times.device + times.offloaded;
   const double offloaded = both > 0 ? times.device / both : 1.0;
 
-  // To the nearest end of a unit.
+  // Units on the device, to the nearest end of a unit.
   int count = 0;
   double on_device = 0;
   const double wanted = (1.0 - offloaded) * static_cast<double>(total);
@@ -218,7 +219,7 @@ int Engine::Impl::choose_device_units(const Plan& all_offloaded) {
     candidate.device_units = count;
     if (value_or_throw(make_plan(model, candidate)).reserved_bytes <= device_budget()) break;
   }
-  // The least of the ranks' budgets decides.
+  // The rank with the least room decides.
   const auto counts = exchange<double>(communicator, count);
   count = static_cast<int>(*std::min_element(counts.begin(), counts.end()));
   if (rank() == 0) {

@@ -51,7 +51,7 @@ void Engine::Impl::create_arena() {
   const std::uint64_t chunk = plan.options.chunk_bytes;
   ArenaOptions arena_options;
   arena_options.limit_bytes = plan.reserved_bytes;
-  // Chunk by chunk, because the plan counts exact bytes.
+  // The plan counts to the byte.
   arena_options.growth_bytes = chunk;
   // Addresses cost nothing. Each alias takes addresses for a whole unit, although many units share a slot.
   arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);

@@ -103,7 +103,7 @@ struct StepContext {
   }
   // Queues the gather of a section from all shards' slices. Errors: thrown, the engine is failed.
   void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
-  // Marks the work queued on `stream` while the result is alive as one span of the timeline, if there is one.
+  // Marks the work queued on `stream` during the result's life as one span of the timeline.
   MarkedSpan marked(Stream stream, const char* track, const char* name, int unit_index) const {
     return {backend, options.timeline, stream, track,
             options.timeline == nullptr ? std::string() : name + (" " + shape(unit_index).name)};

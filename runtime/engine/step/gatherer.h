@@ -53,7 +53,7 @@ class Gatherer : private StepPart {
   const Slot* slot_of(int unit) const { return const_cast<Gatherer*>(this)->slot_of(unit); }
 
   Residency residency_;
-  std::uint64_t version_ = 1;  // Of the weights.
+  std::uint64_t version_ = 1;  // Counts changes of the weights.
   std::uint64_t gather_count_ = 0;
   int last_leased_ = -1;
   std::vector<Slot> slots_;

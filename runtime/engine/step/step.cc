@@ -25,7 +25,7 @@ void Engine::Impl::begin_backward_of(int index) {
     misuse("backward(" + shape(index).name + ") was called before unit " + shape(cursor).name +
            " had its forward pass; lease it forward or skip it");
   }
-  // The backward pass before this one may have ended with the units below.
+  // The backward pass before this one may have ended early, if this rank skipped the remaining units.
   if (phase == Phase::kForward || (phase == Phase::kBackward && index >= cursor && skipped(cursor)))
     finish_pass();
   if (phase == Phase::kStep && micro_step < forward_count) {
@@ -45,7 +45,7 @@ void Engine::Impl::begin_backward_of(int index) {
     misuse("backward(" + shape(index).name + ") of a unit that forward skipped");
 }
 
-// What backward() and the end of its lease do on the other ranks, with zeros for gradients.
+// Does the work of backward() and of the end of its lease, with zeros for gradients.
 void Engine::Impl::pass_skipped(int index) {
   if (shape(index).backward_reads_parameters) gatherer->require(index);
   if (index > 0 && shape(index - 1).backward_reads_parameters) gatherer->prefetch(index - 1);
@@ -68,8 +68,7 @@ void Engine::Impl::finish_backward() {
   ++micro_step;
 }
 
-// Ends the pass that is open, and goes through the backward passes that come next and that this rank has no
-// part in.
+// Ends the open pass, then goes through the next backward passes if this rank skipped all their units.
 void Engine::Impl::finish_pass() {
   if (phase == Phase::kForward) {
     if (cursor < unit_count()) {

@@ -106,7 +106,7 @@ class Updater : private StepPart {
   std::vector<EngineEvent> updated_on_host_;  // By unit, the offloaded ones.
   EngineEvent device_done_;                   // The last update of a step on the device,
   EngineEvent host_done_;                     // and on the host.
-  EngineStream device_stream_;  // Of its own, so that the next step's first gathers pass the updates.
+  EngineStream device_stream_;  // Not the engine's stream: the next step's first gathers pass the updates.
   EngineStream host_stream_;
   EngineStream up_stream_;
 };
