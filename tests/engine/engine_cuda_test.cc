@@ -1,5 +1,5 @@
-// The engine on cuda backends over the fake driver, with ranks that share one GPU: memory that kills a host
-// which touches it, and the CUDA kernels built for the host.
+// The engine on cuda backends over the fake driver. The ranks share one GPU; the host crashes if it touches
+// device memory, and the CUDA kernels are built for the host.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -165,7 +165,7 @@ TEST(EngineOnCuda, ResumesFromSavedStateWithTheSameBits) {
         for (int step = 2; step < 4; ++step) static_cast<void>(trainer.step(step));
         ToyResult resumed;
         trainer.collect(resumed);
-        resumed.grad_norms = whole.grad_norms;  // Of half the steps only.
+        resumed.grad_norms = whole.grad_norms;  // The resumed run has only half of them.
         resumed.metrics = whole.metrics;
         expect_same(resumed, whole, "saved at stage " + std::to_string(stage));
         EXPECT_EQ(trainer.engine().applied_steps(), 4u);

@@ -1,9 +1,9 @@
-// The engine over NCCL: the fake one, on a fake GPU for each rank. The bits are those of the `local`
-// communicator on the host; and whichever collective goes wrong in whatever way, the ranks that are left end
-// with one cause after the same step, with the masters that this step left in an undisturbed run.
+// The engine over the fake NCCL, on a fake GPU for each rank. Results are bit for bit those of the `local`
+// communicator on the host. When a collective fails, in any way, the surviving ranks end with one first
+// failure after the same step, with the masters that an undisturbed run has after this step.
 //
-// Under the label slow every collective goes wrong; otherwise the first, the middle and the last, and those
-// around each step's commit point.
+// Under the label slow every collective fails in turn; otherwise the first, the middle and the last one, and
+// those around each step's commit point.
 
 #include <gtest/gtest.h>
 
@@ -28,7 +28,7 @@ namespace {
 using namespace std::chrono_literals;
 using SteadyClock = std::chrono::steady_clock;
 
-// For runs in which nothing waits for it.
+// The deadline of runs in which nothing waits for it.
 constexpr std::chrono::milliseconds kLongDeadline = 60s;
 
 std::unique_ptr<Communicator> over_nccl(std::unique_ptr<Communicator> control, Rank& rank,
@@ -87,24 +87,24 @@ INSTANTIATE_TEST_SUITE_P(Toy, EngineOverNccl,
 
 constexpr int kRanks = 3;
 constexpr int kSteps = 3;
-// Of operations that never end, and beyond what a failure needs to be noticed and spread. To both is added
-// what an undisturbed run takes: a rank of a machine that does other work is late by less.
+// Deadlines: of operations that never end, and beyond the time in which a failure is noticed and spread. The
+// time of an undisturbed run is added to both, because ranks are late on a busy machine.
 constexpr std::chrono::milliseconds kShortDeadline = 1500ms;
 constexpr std::chrono::milliseconds kPatience = 10s;
-// The operations that connect the ranks, before the first of the engine.
+// The operations that connect the ranks, before the engine's first operation.
 constexpr std::uint64_t kConnecting = 2;
 
-// Calls into NCCL, at least, before the first for an operation of the engine and after the last.
+// The least number of calls into NCCL before the engine's first operation, and after its last.
 constexpr std::uint64_t kCallsToJoin = 20;
 constexpr std::uint64_t kCallsToLeave = 10;
 
 enum class Kind {
   kNone,
-  kFails,    // The rank itself fails where it would issue the operation.
+  kFails,    // The rank fails in place of the operation.
   kRefused,  // A call into NCCL fails there.
   kBreaks,   // NCCL finds an error behind our back while the operation runs.
   kHangs,    // NCCL never ends it, on any rank.
-  kGives,    // The others get what the rank sends; it gets nothing.
+  kGives,    // The other ranks receive the rank's bytes; it receives nothing.
   kOther,    // The rank issues something else.
 };
 
@@ -130,11 +130,11 @@ const char* kind_name(Kind kind) {
 struct Fault {
   Kind kind = Kind::kNone;
   int rank = 0;
-  std::uint64_t operation = 0;  // Of the engine's on that rank, from 0.
-  std::uint64_t call = 0;       // Of the rank's into NCCL, for kRefused.
+  std::uint64_t operation = 0;  // Number among the engine's operations on that rank, from 0.
+  std::uint64_t call = 0;       // kRefused: number among the rank's calls into NCCL.
 };
 
-// Counts a rank's data operations; the one of the fault fails, or is another.
+// Counts a rank's data operations. The faulty one fails, or another is issued in its place.
 class Disturbed final : public ForwardingCommunicator {
  public:
   Disturbed(std::unique_ptr<Communicator> inner, const Fault& fault)
@@ -169,15 +169,15 @@ class Disturbed final : public ForwardingCommunicator {
   }
 
   const Fault fault_;
-  std::uint64_t issued_ = 0;  // From one thread at a time.
+  std::uint64_t issued_ = 0;  // One thread at a time.
 };
 
 struct Outcome {
   Status cause;
   std::uint64_t committed_step = 0;
-  std::vector<std::string> digests;  // After each step, the first being that of the initial weights.
+  std::vector<std::string> digests;  // The initial weights, then after each step.
   std::string last_digest;
-  std::vector<std::uint64_t> operations;  // Issued by then.
+  std::vector<std::uint64_t> operations;  // Issued up to that step.
 };
 
 struct Account {
@@ -223,7 +223,7 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
     return result;
   }
 
-  // Where faults strike: of `undisturbed`, which has the operations of each step.
+  // The faulty operations, from the operations of each step in `undisturbed`.
   std::set<std::uint64_t> places(const Outcome& undisturbed) const {
     const std::uint64_t count = undisturbed.operations.back();
     std::set<std::uint64_t> chosen{0, count / 2, count - 1};
@@ -232,7 +232,7 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
       return chosen;
     }
     for (int step = 1; step <= kSteps; ++step) {
-      // A hang costs a deadline: the gather of the norms alone, of one step.
+      // A hang costs a deadline, so only the gather of norms of one step hangs.
       if (waits_for_the_deadline() && step != 2) continue;
       const std::uint64_t norms = undisturbed.operations[static_cast<std::size_t>(step)] - after() - 1;
       chosen.insert(norms);
@@ -243,7 +243,7 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
     return chosen;
   }
 
-  // The steps that are committed once the first `count` operations of a rank have ended well.
+  // The steps that are committed when the first `count` operations of a rank have succeeded.
   std::uint64_t committed_by(const Outcome& undisturbed, std::uint64_t count) const {
     std::uint64_t steps = 0;
     for (int step = 1; step <= kSteps; ++step) {
@@ -253,7 +253,7 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
   }
 
  private:
-  // At stages 1 and 2 the gathers of the units' parameters follow that of the norms.
+  // At stages 1 and 2 the gathers of the units' parameters follow the gather of norms.
   std::uint64_t after() const { return stage() == 1 || stage() == 2 ? awkward_units().size() : 0; }
 
   static void train(const ToyOptions& options, Rank& rank, Outcome& outcome) {
@@ -261,7 +261,7 @@ class CommitPointOverNccl : public ::testing::TestWithParam<std::tuple<int, Kind
     const auto& disturbed = dynamic_cast<const Disturbed&>(*rank.communicator);
     trainer.initialize();
     try {
-      // All have their weights before the first operation fails.
+      // All ranks have their weights before the first operation fails.
       throw_if_error(rank.communicator->barrier());
       for (int step = 0; step <= kSteps; ++step) {
         if (step > 0) static_cast<void>(trainer.step(step));
@@ -291,7 +291,7 @@ TEST_P(CommitPointOverNccl, AllFinishAStepOrNoneDoes) {
   const std::uint64_t count = first.operations.back();
   ASSERT_GT(count, 20u);
   for (const std::uint64_t operation : places(first)) {
-    // The first calls make the communicator. The last are those of a rank that leaves, which nobody hears of.
+    // The first calls make the communicator. The last ones belong to a rank that leaves; nobody notices them.
     const Fault fault{
         .kind = kind(),
         .rank = static_cast<int>(operation % kRanks),
@@ -306,12 +306,12 @@ TEST_P(CommitPointOverNccl, AllFinishAStepOrNoneDoes) {
     EXPECT_LT(disturbed.took, patience);
     const std::uint64_t committed = disturbed.ranks[0].committed_step;
     ASSERT_LE(committed, static_cast<std::uint64_t>(kSteps));
-    // What all others have got is decided, and the rank that has not takes it from them.
+    // All other ranks have the norms, so the step is decided. This rank takes the decision from them.
     const std::uint64_t expected = committed_by(first, operation + (kind() == Kind::kGives ? 1 : 0));
     if (waits_for_the_deadline()) {
       EXPECT_EQ(committed, expected);
     } else if (kind() != Kind::kRefused) {
-      // The rank issues ahead of what its stream has done.
+      // The rank issues operations ahead of its stream.
       EXPECT_LE(committed, expected);
     }
     for (std::size_t r = 0; r < disturbed.ranks.size(); ++r) {

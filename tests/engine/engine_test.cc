@@ -1,5 +1,5 @@
-// The engine against the numeric contract: every stage, type, bucket size and way of accumulating gives the
-// bits that the plain loops of toy.h give.
+// The engine against the numeric contract: every ZeRO stage, type, bucket size and way of accumulating gives
+// bit for bit the result of the plain loops of toy.h.
 
 #include <gtest/gtest.h>
 
@@ -119,8 +119,8 @@ TEST(Engine, TakesZerosFromRanksThatSkipAUnitAndKeepsOneThatAllSkip) {
   for (int stage = 0; stage < 4; ++stage) {
     ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
     options.engine.micro_steps = 2;
-    // Unit 2 by none in step 1; by rank 1 alone in step 2; unit 1 by rank 0 in one micro-step; the head by
-    // rank 2.
+    // Nobody uses unit 2 in step 1, and only rank 1 in step 2. Rank 0 skips unit 1 in one micro-step. Rank 2
+    // skips the head.
     options.skips = [](int rank, int step, int micro_step, int unit) {
       if (unit == 2) return step == 1 || (step == 2 && rank != 1);
       if (unit == 1) return step == 3 && rank == 0 && micro_step == 1;
@@ -131,7 +131,7 @@ TEST(Engine, TakesZerosFromRanksThatSkipAUnitAndKeepsOneThatAllSkip) {
   }
 }
 
-TEST(Engine, MeasuresWhatItPlanned) {
+TEST(Engine, MeasuresThePlannedBytes) {
   for (const int ranks : {1, 3, 4}) {
     for (int stage = 0; stage < 4; ++stage) {
       for (const int micro_steps : {1, 3}) {
@@ -289,7 +289,7 @@ TEST(Engine, RefusesMisuseWithWordsAndGoesOn) {
   });
 }
 
-// With work still queued on the trainer's stream, whether the step was left by an exception or a failure.
+// Work is still queued on the trainer's stream when an exception or a failure ends the step.
 TEST(Engine, EndsInTheMiddleOfAStep) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const bool backward : {false, true}) {
@@ -350,7 +350,7 @@ TEST_F(SavedState, ResumesWithTheBitsOfARunThatDidNotStop) {
           if (step >= 2) trainer.engine().save_state(directory_, "cursor " + std::to_string(step));
         }
       });
-      // Into every stage, and at other numbers of ranks as far as loading goes.
+      // Every ZeRO stage and other numbers of ranks load it.
       for (int other_stage = 0; other_stage < 4; ++other_stage) {
         ToyOptions resumed = options;
         resumed.engine.stage = other_stage;
@@ -390,7 +390,7 @@ TEST_F(SavedState, LoadsAtAnotherNumberOfRanks) {
   }
 }
 
-TEST_F(SavedState, SaysWhatIsDamaged) {
+TEST_F(SavedState, NamesTheDamagedFile) {
   ToyOptions options = options_for(2, DataType::kBfloat16, 2);
   run_ranks(2, {}, [&](Rank& rank) {
     ToyTrainer trainer(options, rank);
@@ -456,7 +456,7 @@ TEST_F(SavedState, SaysWhatIsDamaged) {
   directory_ = saved;
 }
 
-TEST_F(SavedState, RemovesWhatItSupersedesAndNothingElse) {
+TEST_F(SavedState, RemovesOnlyTheStatesThatItSupersedes) {
   namespace fs = std::filesystem;
   fs::create_directory(directory_ + "/step-by-step-notes");
   std::ofstream(directory_ + "/step-function.py") << "x";
@@ -467,7 +467,7 @@ TEST_F(SavedState, RemovesWhatItSupersedesAndNothingElse) {
     ToyTrainer trainer(options, rank);
     trainer.initialize();
     trainer.engine().save_state(directory_, "a");
-    trainer.engine().save_state(directory_, "b");  // The same step again.
+    trainer.engine().save_state(directory_, "b");  // The same step is saved again.
     static_cast<void>(trainer.step(0));
     trainer.engine().save_state(directory_, "c");
     EXPECT_EQ(trainer.engine().load_state(directory_), "c");
@@ -504,7 +504,7 @@ TEST(Engine, PlacesManySmallUnits) {
   }
 }
 
-TEST(Engine, RefusesWhatIsOutOfRange) {
+TEST(Engine, RefusesValuesOutOfRange) {
   const auto refused = [](const std::function<void(ToyOptions&)>& change) {
     ToyOptions options = options_for(1, DataType::kFloat32, 1);
     change(options);
@@ -568,7 +568,7 @@ TEST(Engine, NamesTheRankThatGaveOtherValues) {
   }
 }
 
-TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {
+TEST(Engine, FailsWithThePeersFirstFailureWhenARankIsLost) {
   for (int stage = 0; stage < 4; ++stage) {
     for (std::uint64_t operation = 0; operation < 6; ++operation) {
       ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
@@ -597,7 +597,7 @@ TEST(Engine, FailsWithThePeersCauseWhenARankIsLost) {
   }
 }
 
-// On the virtual clock a collective takes what it is told, so the bucket is known beforehand.
+// On the virtual clock a collective takes the scripted time, so the right bucket is known.
 TEST(Engine, ChoosesTheBucketByTheLinkAndKeepsTheBits) {
   using namespace std::chrono_literals;
   const ToyOptions given = options_for(2, DataType::kBfloat16, 4);
@@ -605,7 +605,7 @@ TEST(Engine, ChoosesTheBucketByTheLinkAndKeepsTheBits) {
   struct Link {
     std::chrono::nanoseconds latency;
     double bytes_per_second;
-    std::uint64_t bucket_bytes;  // 19 latencies long, in whole powers of two, of all ranks' slices.
+    std::uint64_t bucket_bytes;  // All ranks' slices: 19 latencies, rounded to a power of two.
   };
   for (const Link& link :
        {Link{1us, 1e9, 256u << 10}, Link{100us, 1e9, 4u << 20}, Link{1ms, 1e10, 64u << 20}}) {
@@ -629,16 +629,16 @@ TEST(Engine, ChoosesTheBucketByTheLinkAndKeepsTheBits) {
   }
 }
 
-// On the virtual clock: each unit computes for 2 ms forward and 4 ms backward, a collective over it takes as
-// long as its bytes do on a modelled link. What overlaps must cost nothing but the first gather and the last
-// reduction.
+// On the virtual clock each unit computes for 2 ms forward and 4 ms backward. A collective over it takes as
+// long as its bytes do on a modelled link. With overlap only the first gather and the last reduction cost
+// time.
 TEST(Engine, HidesGathersAndReductionsBehindCompute) {
   using std::chrono::microseconds;
   using std::chrono::milliseconds;
   constexpr int kRanks = 3;
   constexpr int kUnits = 6;
   constexpr std::uint64_t kElements = 3 * 512 * 4;                  // No padding: 4 leaves a slice.
-  constexpr std::uint64_t kSentBytes = 2 * kElements / kRanks * 4;  // By one rank, per gather of a unit.
+  constexpr std::uint64_t kSentBytes = 2 * kElements / kRanks * 4;  // One rank, per gather of a unit.
   const auto step_time = [&](int stage, bool overlap) {
     HostClock clock(HostClock::Mode::kVirtual);
     WorldOptions world;
@@ -670,14 +670,14 @@ TEST(Engine, HidesGathersAndReductionsBehindCompute) {
         compute(milliseconds(4));
       }
       static_cast<void>(engine.step({.groups = {{}}}));
-      static_cast<void>(engine.statistics());  // Waits for what step() queued.
+      static_cast<void>(engine.statistics());  // Waits for the work that step() queued.
       times[static_cast<std::size_t>(rank.communicator->rank())] = clock.now() - begin;
       throw_if_error(rank.backend->stream_destroy(stream));
     });
     return std::chrono::duration_cast<microseconds>(times[0]);
   };
   const auto near = [](microseconds actual, milliseconds expected) {
-    // The exchange of norms is a message of a few dozen bytes, the only thing not counted.
+    // Only the exchange of norms, a message of a few dozen bytes, is not counted.
     return actual >= expected && actual <= expected + microseconds(100);
   };
   constexpr milliseconds kCompute(kUnits * (2 + 4));
@@ -694,8 +694,8 @@ TEST(Engine, HidesGathersAndReductionsBehindCompute) {
   EXPECT_TRUE(near(exposed2, kCompute + milliseconds(6 + 6))) << exposed2.count() << " us";
 }
 
-// On the virtual clock, on which a host that can go on does so before any time passes: backward computes
-// until 10 ms, a norm takes none, the update of a unit 100 ms.
+// On the virtual clock, the host goes on before time passes if it can. Backward computes until 10 ms, a norm
+// takes no time, the update of a unit takes 100 ms.
 TEST(Engine, QueuesTheUpdateBeforeTheNormIsKnownAndDoesNotWaitForIt) {
   using std::chrono::milliseconds;
   for (int stage = 0; stage < 4; ++stage) {

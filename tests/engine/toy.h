@@ -1,8 +1,7 @@
-// A toy trainer and, beside it, the numeric contract written out as plain loops (ToyReference), so that what
-// the engine computes is compared bit for bit with an independent account of ARCHITECTURE.md's "One bit
-// pattern".
+// A toy trainer, and the numeric contract of ARCHITECTURE.md written out as plain loops (reference_toy), so
+// that the engine's result is compared bit for bit with an independent account.
 //
-// The gradient of an element is half the parameter as gathered plus noise that depends on rank, step,
+// The gradient of an element is half the gathered parameter plus noise that depends on rank, step,
 // micro-step and element: a stale, misplaced or unreduced value changes the result.
 #pragma once
 
@@ -145,7 +144,7 @@ class ToyTrainer {
     result.statistics = engine_.statistics();
   }
 
-  // As many forward passes first as the engine was made for, then one of each in turn.
+  // First the forward passes ahead that the engine was made for, then one pass of each kind in turn.
   void run_passes(int step) {
     const int micro_steps = options_.engine.micro_steps;
     int forwards = 0;
@@ -236,9 +235,9 @@ class ToyTrainer {
   void call(Function function) {
     throw_if_error(call_on(*rank_.backend, stream_, std::move(function)));
   }
-  // Where host functions on the stream find `count` elements of device memory: in place if the host reaches
-  // it, otherwise in a copy that lives to the end of the step. Pinned, because a copy from other host memory
-  // may be taken when it is queued.
+  // `count` elements of device memory for host functions on the stream: in place if the host reaches them,
+  // otherwise a copy that lives to the end of the step. The copy is pinned, because a copy from other host
+  // memory may be made when it is queued.
   std::byte* on_host(DevicePtr elements, std::uint64_t count, bool with_values) {
     if (rank_.backend->capabilities().host_accessible) return elements;
     const std::uint64_t bytes = count * element_bytes(options_.engine.dtype);
@@ -254,11 +253,11 @@ class ToyTrainer {
   std::vector<ParameterId> ids_;
   std::vector<int> first_number_;
   std::unique_ptr<PinnedPool> pinned_;
-  std::vector<std::byte*> copies_;  // Of device memory that the host does not reach.
+  std::vector<std::byte*> copies_;  // Copies of device memory that the host does not reach.
   double metric_ = 0.0;
 };
 
-// Trains on rank-threads; rank 0's account. Ranks are compared where they must agree.
+// Trains on ranks that are threads. Returns the result of rank 0; compares ranks where they must agree.
 inline ToyResult run_toy(const ToyOptions& options, const WorldOptions& world = {}) {
   std::vector<ToyResult> results(static_cast<std::size_t>(options.ranks));
   run_ranks(options.ranks, world, [&](Rank& rank) {
@@ -324,7 +323,7 @@ inline ToyResult reference_toy(const ToyOptions& options) {
     std::vector<std::vector<float>> sums(parameters.size());  // fp32 sums over ranks and micro-steps
     std::vector<bool> used(options.units.size(), false);
     for (std::size_t q = 0; q < parameters.size(); ++q) sums[q].assign(parameters[q].shape.count, 0.0f);
-    // By rank and parameter: what `local` keeps over micro-steps.
+    // By rank and parameter: the sum of `local` over micro-steps.
     std::vector<std::vector<std::vector<float>>> kept(static_cast<std::size_t>(n));
     double metric_sum = 0.0;
     std::vector<double> metrics(static_cast<std::size_t>(n), 0.0);
@@ -384,7 +383,7 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       if (options.engine.accumulate == Accumulate::kLocal && k + 1 < micro_steps) continue;
       for (std::size_t q = 0; q < parameters.size(); ++q) {
         for (std::uint64_t i = 0; i < parameters[q].shape.count; ++i) {
-          // Each group in the order of its ranks, then the groups in theirs.
+          // Each all-reduce group in the order of its ranks, then the groups in order.
           const int group = options.engine.group > 1 ? options.engine.group : n;
           float sum = 0;
           for (int g = 0; g < n; g += group) {

@@ -1,4 +1,4 @@
-// A model with everything that is awkward in it, and the comparison of a run with the plain loops of toy.h.
+// A model with all awkward cases, and the comparison of a run with the plain loops of toy.h.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,6 +1,5 @@
-// What the engine makes of a store that fails: at every range that is made, at every transfer of a short run.
-// Either the failure is told, on the rank that met it and on its peers, or the run ends with the bits of an
-// undisturbed one.
+// A store fails at every range and at every transfer of a short run. Either the failure is reported on its
+// rank and on the peers, or the run ends bit for bit as an undisturbed one.
 
 #include <gtest/gtest.h>
 
@@ -14,15 +13,15 @@
 namespace forebay::testing {
 namespace {
 
-// What a store was asked for, and what it answers the n-th time.
+// The requests of a store, and its answer to the n-th.
 struct Script {
-  std::uint64_t range = 0;  // The range that there is no room for, from 1; 0: there is for all.
+  std::uint64_t range = 0;  // The number, from 1, of the range without room; 0: there is room for all.
   std::vector<StoreFault> faults;
-  // Counted as asked for. Any thread.
+  // Counts requests. Threads: any.
   std::atomic<std::uint64_t> ranges{0}, reads{0}, writes{0};
 };
 
-// A store in memory that does as scripted.
+// A store in memory that follows the script.
 class ScriptedStore final : public Store {
  public:
   explicit ScriptedStore(Script& script)
@@ -60,7 +59,7 @@ class ScriptedStore final : public Store {
 };
 
 constexpr int kRanks = 2;
-constexpr int kFaultyRank = 1;  // Not the one that everybody looks at.
+constexpr int kFaultyRank = 1;  // Not rank 0, which reports results.
 
 struct Setting {
   const char* name;
@@ -85,7 +84,7 @@ class OffloadFaults : public ::testing::TestWithParam<Setting> {
     return options;
   }
 
-  // Trains on both ranks. What each of them was told, and the result where none was told of a failure.
+  // The errors of both ranks after training, and the result if there are none.
   struct Outcome {
     std::array<Status, kRanks> status;
     std::optional<ToyResult> result;
@@ -109,7 +108,7 @@ class OffloadFaults : public ::testing::TestWithParam<Setting> {
         }
         trainer.collect(result);
       } catch (const Error& error) {
-        rank.communicator->abort(error.status());  // As a trainer does that ends.
+        rank.communicator->abort(error.status());  // As a trainer that ends does.
         outcome.status[index] = error.status();
       }
     });
@@ -120,18 +119,19 @@ class OffloadFaults : public ::testing::TestWithParam<Setting> {
     return outcome;
   }
 
-  // What is scripted was told, or nothing came of it.
+  // The scripted failure was reported, or it had no effect.
   void expect_told_or_same(const Outcome& outcome, const ToyResult& expected, const std::string& cause,
                            const std::string& what, int* told) const {
     if (outcome.result) {
-      EXPECT_TRUE(same_bits(*outcome.result, expected)) << what << ": other bits, and nobody was told";
+      EXPECT_TRUE(same_bits(*outcome.result, expected))
+          << what << ": the result differs, and no rank reported a failure";
       return;
     }
     ++*told;
     const std::string mine = outcome.status[kFaultyRank].message();
     EXPECT_NE(mine.find(cause), std::string::npos) << what << ": " << mine;
     EXPECT_NE(mine.find("range '"), std::string::npos) << what << ": " << mine;
-    EXPECT_FALSE(outcome.status[0].ok()) << what << ": the peer was told nothing";
+    EXPECT_FALSE(outcome.status[0].ok()) << what << ": the peer reported nothing";
     EXPECT_NE(outcome.status[0].message().find(cause), std::string::npos)
         << what << ": " << outcome.status[0].message();
   }
@@ -169,7 +169,7 @@ TEST_P(OffloadFaults, AnyReadThatFailsIsToldOrChangesNothing) {
     expect_told_or_same(train(script), *undisturbed.result, "the drive is gone", "read " + std::to_string(n),
                         &told);
   }
-  // What is read ahead for a step that does not come may fail unseen.
+  // Reads ahead for a step that never comes may fail unseen.
   EXPECT_GE(told, static_cast<int>(reads / 2));
 }
 
@@ -183,14 +183,14 @@ TEST_P(OffloadFaults, AnyWriteThatFailsIsToldOrChangesNothing) {
   int told = 0;
   for (std::uint64_t n = 1; n <= writes; ++n) {
     Script script;
-    const bool full = n % 3 == 0;  // Where a file system cannot reserve, a full disk is met here.
+    const bool full = n % 3 == 0;  // On a file system that cannot reserve space, the disk is full here.
     script.faults = {{StoreDirection::kWrite, n,
                       Status(full ? StatusCode::kOutOfMemory : StatusCode::kIoError, "the drive is gone"),
                       n % 2 == 0}};
     expect_told_or_same(train(script), *undisturbed.result, "the drive is gone", "write " + std::to_string(n),
                         &told);
   }
-  EXPECT_EQ(told, static_cast<int>(writes)) << "what was not written is missing later";
+  EXPECT_EQ(told, static_cast<int>(writes)) << "a failed write loses bytes, so it must be reported";
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, OffloadFaults,
@@ -201,7 +201,7 @@ INSTANTIATE_TEST_SUITE_P(Settings, OffloadFaults,
                                                    Offload::kOptimizerAndParameters, DataType::kFloat32}),
                          [](const auto& info) { return info.param.name; });
 
-// A rank whose store fails between steps is told by what it does next, and goes no further.
+// When a store fails between steps, the rank's next call says so, and the rank ends.
 TEST(OffloadFault, LeavesTheEngineFailed) {
   Script script;
   script.faults = {{StoreDirection::kWrite, 1, Status(StatusCode::kIoError, "the drive is gone")}};

@@ -1,5 +1,4 @@
-// States that live on the host or in files give the bits of those on the device, in the memory that was
-// planned.
+// Offloaded states give bit for bit the result of states on the device, within the planned memory.
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -22,7 +21,7 @@ ToyOptions offloaded(int stage, DataType type, int ranks) {
   return options;
 }
 
-// What can be offloaded where at a stage.
+// The states to offload, their tier and the fraction.
 struct Setting {
   Offload offload;
   Tier tier;
@@ -49,13 +48,13 @@ void apply(const Setting& setting, ToyOptions* options) {
   options->engine.tier = setting.tier;
   options->engine.offload_fraction = setting.fraction;
   options->engine.staging_bytes = 8u << 20;
-  // Transfers end in another order on each rank.
+  // Transfers end in a different order on each rank.
   options->hooks.make_store = [](int rank) {
     return make_memory_store({.alignment_bytes = 4096, .order_seed = static_cast<std::uint64_t>(rank) + 1});
   };
 }
 
-// Host bytes are the plan's to a page for each block; file bytes to a page for each range.
+// Host bytes equal the plan to one page per block, file bytes to one page per range.
 void expect_planned(const EngineStatistics& s, const std::string& what) {
   EXPECT_EQ(s.peak, s.planned) << what;
   EXPECT_EQ(s.peak_reserved_bytes, s.planned_reserved_bytes) << what;
@@ -79,7 +78,7 @@ TEST_P(OffloadContract, EveryStageGivesTheBitsOfThePlainLoops) {
   options.engine.micro_steps = c.micro_steps;
   options.engine.accumulate = c.accumulate;
   options.steps = 6;
-  // Clipped in every step, and not applied in one.
+  // Every step is clipped, and one is skipped.
   options.disturbance = [](int rank, int step) {
     return rank == 0 && step == 3 ? std::numeric_limits<float>::infinity() : 0.0f;
   };
@@ -180,15 +179,15 @@ TEST(Offload, MovesThePlannedBytesThroughFiles) {
         EXPECT_EQ(after.file_read_bytes - before.file_read_bytes, 3 * planned.read_per_step)
             << text_of(setting) << data_type_name(type);
         EXPECT_EQ(after.file_written_bytes - before.file_written_bytes, 3 * planned.written_per_step);
-        // 12 bytes each way for an element of the optimizer; a 2-byte parameter is written once and read
-        // for every gather.
+        // 12 bytes each way for an element of the optimizer. A 2-byte parameter is written once, and read for
+        // every gather.
         const std::uint64_t elements = 4 * (1 << 18) / 2;
         EXPECT_EQ(planned.optimizer, 12 * elements);
         if (setting.offload == Offload::kOptimizer) {
           EXPECT_EQ(planned.read_per_step, 12 * elements);
           EXPECT_EQ(planned.written_per_step, 12 * elements);
         } else {
-          // Two units keep their place at the turn from forward to backward.
+          // Two units stay in their slots between the passes.
           EXPECT_EQ(planned.read_per_step, (12 + element_bytes(type) * 6 / 4) * elements);
           EXPECT_EQ(planned.written_per_step, (12 + (type == DataType::kFloat32 ? 0 : 2)) * elements);
         }
@@ -197,8 +196,8 @@ TEST(Offload, MovesThePlannedBytesThroughFiles) {
   }
 }
 
-// 14 bytes of the host for each element of the optimizer, 16 with the parameters; 2 more where micro-steps
-// add up. And, with nothing added up, accumulated or kept on the device.
+// Each element of the optimizer takes 14 bytes of the host, 16 with the parameters, and 2 more where
+// micro-steps add up on the host.
 TEST(Offload, TakesThePapersBytesOfTheHost) {
   ModelShape model;
   model.units.assign(6, UnitShape{});
@@ -265,7 +264,7 @@ TEST(Offload, AllocatesNothingFromTheBackendAfterTheFirstStep) {
   }
 }
 
-// Twelve units of one size: what is bounded stays small beside what was moved.
+// Twelve units of one size: staging memory stays small beside the bytes that pass through it.
 ToyOptions deep(int stage, int ranks) {
   ToyOptions options = options_for(stage, DataType::kBfloat16, ranks);
   options.units.assign(12, ToyUnit{{{40000}}, {}, true});
@@ -292,7 +291,7 @@ TEST(Offload, TrainsWithinABudgetThatTheWholeWouldNeedTwice) {
   }
 }
 
-TEST(Offload, TrainsWithParametersAwayInAQuarterOfTheBudget) {
+TEST(Offload, TrainsWithOffloadedParametersInAQuarterOfTheBudget) {
   for (const Setting& setting : {kSettings[4], kSettings[5]}) {
     for (const int ranks : {1, 3}) {
       ToyOptions roomy = deep(3, ranks);
@@ -312,8 +311,8 @@ TEST(Offload, TrainsWithParametersAwayInAQuarterOfTheBudget) {
   }
 }
 
-// On demand: what is spilled is the device's to give to somebody else, and comes back as it was.
-TEST(Offload, GivesTheDeviceAwayBetweenStepsAndTakesItBack) {
+// Another user may have the memory of spilled states; fetched states are as before.
+TEST(Offload, GivesDeviceMemoryBackBetweenStepsAndTakesItAgain) {
   for (const auto& [stage, setting] : {std::pair(0, -1), std::pair(1, -1), std::pair(2, 0), std::pair(3, -1),
                                        std::pair(3, 2), std::pair(3, 5)}) {
     ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
@@ -337,11 +336,12 @@ TEST(Offload, GivesTheDeviceAwayBetweenStepsAndTakesItBack) {
         if (step % 2 == 0) engine.spill({.parameters = false, .optimizer = false});
         engine.spill();
         std::uint64_t slots = 0;
-        for (const std::uint64_t bytes : plan.slots.slot_bytes) slots += round_up(bytes, plan.options.chunk_bytes);
+        for (const std::uint64_t bytes : plan.slots.slot_bytes)
+          slots += round_up(bytes, plan.options.chunk_bytes);
         EXPECT_EQ(before - rank.host_backend().charged_bytes(), plan.reserved_bytes - slots) << stage;
         EXPECT_THROW(engine.step_begin(), Error);
         EXPECT_THROW(static_cast<void>(engine.digest()), Error);
-        // Somebody else writes all over it.
+        // Another user writes over the freed memory.
         const DevicePtr other = value_or_throw(rank.backend->alloc(plan.reserved_bytes - slots));
         std::memset(other, 0x7F, plan.reserved_bytes - slots);
         throw_if_error(rank.backend->free(other));

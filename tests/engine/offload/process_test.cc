@@ -1,5 +1,5 @@
-// What offloading does to the process and its drive, by the kernel's account: bytes read and written, memory
-// and descriptors over many steps, and a byte that changes on the drive.
+// Offloading as the kernel sees it: bytes read and written, memory and descriptors over many steps, and a
+// byte that changes on the drive.
 
 #include "tests/support/process.h"
 
@@ -29,7 +29,7 @@ ToyOptions in_files(int stage, Offload offload, DataType type, int ranks, const 
   return options;
 }
 
-// Units of one size, whose pieces do not all fit into the staging memory.
+// Units of one size. Their pieces do not all fit into the staging memory.
 void make_large(ToyOptions* options) {
   options->units.assign(8, ToyUnit{{{1 << 18}}, {}, true});
   options->groups = {{1e-2, 0.1}};
@@ -40,7 +40,7 @@ struct DriveBytes {
   std::uint64_t written = 0;
 };
 
-// Of this process, all its threads.
+// All threads of this process.
 DriveBytes drive_bytes() {
   DriveBytes bytes;
   std::ifstream file("/proc/self/io");
@@ -60,7 +60,7 @@ struct Moving {
 };
 class OffloadDrive : public ::testing::TestWithParam<Moving> {};
 
-TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
+TEST_P(OffloadDrive, MovesThePlannedBytesByTheKernelsCount) {
   if (!std::ifstream("/proc/self/io")) GTEST_SKIP() << "this kernel does not count a process's drive bytes";
   constexpr int kRanks = 2;
   constexpr int kSteps = 12;
@@ -75,7 +75,7 @@ TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
     ToyTrainer trainer(options, rank);
     trainer.initialize();
     const bool counts = rank.communicator->rank() == 0;
-    // Both ranks are between the same steps, with nothing queued but what is read ahead.
+    // Both ranks are between the same steps. Only reads ahead are queued.
     const auto count = [&](DriveBytes* bytes) {
       static_cast<void>(trainer.engine().statistics());
       throw_if_error(rank.communicator->barrier());
@@ -92,8 +92,8 @@ TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
   });
   if (store.find(", direct") == std::string::npos) {
     GTEST_SKIP() << "the file system of " << directory.path()
-                 << " has no direct transfers, so the page cache decides what reaches the drive (" << store
-                 << "); set TMPDIR to a directory on a drive";
+                 << " has no direct transfers, so the page cache decides which bytes reach the drive ("
+                 << store << "); set TMPDIR to a directory on a drive";
   }
 
   const auto per_step = [&](std::uint64_t late, std::uint64_t early) {
@@ -104,7 +104,7 @@ TEST_P(OffloadDrive, MovesWhatThePlanSaysByTheKernelsCount) {
       per_step(after.written, before.written) / static_cast<double>(planned.written_per_step);
   std::cout << moving.name << ": read " << read << " and written " << written << " of the plan's "
             << planned.read_per_step << " and " << planned.written_per_step << " bytes per rank and step\n";
-  // At each count as much is read ahead as has come by then: anything up to the staging memory.
+  // At each count some bytes are read ahead: up to the size of the staging memory.
   const double ahead =
       static_cast<double>(options.engine.staging_bytes) / static_cast<double>(kSteps * planned.read_per_step);
   EXPECT_NEAR(read, 1.0, 0.01 + ahead);
@@ -119,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(Settings, OffloadDrive,
                                                   Offload::kOptimizerAndParameters, DataType::kFloat32}),
                          [](const auto& info) { return info.param.name; });
 
-// What this process holds.
+// The resources of this process.
 struct Footprint {
   std::uint64_t resident_bytes = 0;
   std::uint64_t descriptors = 0;
@@ -130,7 +130,7 @@ struct Footprint {
 
 Footprint footprint(Rank& rank, Engine& engine) {
   Footprint held;
-  held.pinned_bytes = engine.statistics().host_bytes;  // Waits for the engine, too.
+  held.pinned_bytes = engine.statistics().host_bytes;  // Also waits for the engine.
   held.pins = rank.host_backend().call_count(HostCall::kPin);
   held.handles = rank.host_backend().live_handle_count();
   std::uint64_t total_pages = 0, resident_pages = 0;
@@ -144,7 +144,7 @@ Footprint footprint(Rank& rank, Engine& engine) {
 }
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kWatchesMemory = false;  // The sanitizer's own grows.
+constexpr bool kWatchesMemory = false;  // The sanitizer's own memory grows.
 #else
 constexpr bool kWatchesMemory = true;
 #endif
@@ -171,7 +171,7 @@ void expect_a_steady_footprint(int steps) {
         std::cout << offload_name(offload) << " on " << tier_name(tier) << ": resident "
                   << early.resident_bytes << " bytes after " << early_steps << " steps, "
                   << late.resident_bytes << " after " << steps << "; " << late.descriptors << " descriptors, "
-                  << late.pinned_bytes << " bytes page-locked\n";
+                  << late.pinned_bytes << " bytes pinned\n";
         EXPECT_EQ(late.descriptors, early.descriptors);
         EXPECT_EQ(late.pinned_bytes, early.pinned_bytes);
         EXPECT_EQ(late.pins, early.pins);
@@ -192,7 +192,7 @@ TEST(SlowOffloadFootprint, DoesNotGrowOverManySteps) {
   expect_a_steady_footprint(2000);
 }
 
-// The scratch file of this process in `directory`, opened anew, past whatever the store does with it.
+// The scratch file of this process in `directory`, opened a second time beside the store.
 int open_scratch_file(const std::string& directory) {
   for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
     std::error_code ignored;

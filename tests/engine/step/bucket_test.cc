@@ -1,5 +1,5 @@
-// Buckets: small units share one, large ones take several, and while the sum of one is averaged the next is
-// on the wire. Nothing of that shows in a bit.
+// Buckets: small units share one, a large unit takes several, and the next is on the wire while the sum of
+// one is averaged. The result does not change by a bit.
 
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ ToyOptions many_units(int stage, DataType type, int ranks) {
 
 struct Counted {
   ToyResult result;
-  std::uint64_t reductions = 0;  // Of rank 0, in all steps.
+  std::uint64_t reductions = 0;  // On rank 0, in all steps.
 };
 
 Counted run_counted(const ToyOptions& options) {
@@ -79,7 +79,7 @@ TEST(EngineBuckets, SmallUnitsShareOneWithTheSameBits) {
             << what;
         const auto reductions_of_a_unit =
             static_cast<std::uint64_t>(options.steps * (accumulate == Accumulate::kLocal ? 1 : micro_steps));
-        // The large one, and what the rest needs.
+        // Those of the large unit, and a few for all others.
         EXPECT_LE(shared.reductions, 5 * reductions_of_a_unit) << what;
 
         options.engine.bucket_bytes = 1;
@@ -139,7 +139,7 @@ TEST(EngineBuckets, AnAverageRunsWhileTheNextBucketIsOnTheWire) {
   const auto link = step_time(options, slow_link);
   EXPECT_GE(averages, kBuckets * 1ms);
   EXPECT_GE(link, kBuckets * 1ms);
-  // One after the other they would take as long as both.
+  // One after the other they would take the sum of both times.
   EXPECT_LE(step_time(options, both), std::max(averages, link) + 2ms);
 }
 

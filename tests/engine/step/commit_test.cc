@@ -1,7 +1,6 @@
-// A rank fails, in one of several ways, at every collective of a short run, on the virtual clock. Whenever it
-// is: the ranks that are left end with one and the same cause, all have finished the same step, which is the
-// last whose norms any of them saw whole, and their masters are those that this step left in an undisturbed
-// run.
+// On the virtual clock, a rank fails in one of several ways at every collective of a short run. Each time the
+// surviving ranks end with the same first failure and have finished the same step: the last step of which any
+// rank has all norms. Their masters are those that an undisturbed run has after this step.
 
 #include <gtest/gtest.h>
 
@@ -23,9 +22,9 @@ constexpr int kSteps = 3;
 struct Outcome {
   Status cause;
   std::uint64_t committed_step = 0;
-  std::vector<std::string> digests;  // After each step, the first being that of the initial weights.
+  std::vector<std::string> digests;  // The initial weights, then after each step.
   std::string last_digest;
-  std::vector<std::uint64_t> operations;  // Issued by then.
+  std::vector<std::uint64_t> operations;  // Issued up to that step.
 };
 
 std::uint64_t operation_count(Communicator& communicator) {
@@ -59,12 +58,13 @@ class CommitPoint : public ::testing::TestWithParam<std::tuple<int, int>> {
       };
       try {
         trainer.initialize();
-        // Nobody fails before all have their weights.
+        // No rank fails before all ranks have their weights.
         throw_if_error(rank.communicator->barrier());
         for (int step = 0; step <= kSteps; ++step) {
           if (step > 0) static_cast<void>(trainer.step(step));
           outcome.digests.push_back(trainer.engine().shard_digest());
-          static_cast<void>(trainer.engine().statistics());  // Waits, so that all that was issued is counted.
+          static_cast<void>(
+              trainer.engine().statistics());  // Waits, so that all issued operations are counted.
           outcome.operations.push_back(operation_count(*rank.communicator));
         }
         throw_if_error(rank.communicator->barrier());
@@ -77,9 +77,9 @@ class CommitPoint : public ::testing::TestWithParam<std::tuple<int, int>> {
     return outcomes;
   }
 
-  // The steps that are committed once the first `count` operations of a rank have ended well.
+  // The steps that are committed when the first `count` operations of a rank have succeeded.
   std::uint64_t committed_by(const Outcome& undisturbed, std::uint64_t count) const {
-    // At stages 1 and 2 the gathers of the five units' parameters follow that of the norms.
+    // At stages 1 and 2 the gathers of the five units' parameters follow the gather of norms.
     const std::uint64_t after = stage() == 1 || stage() == 2 ? awkward_units().size() : 0;
     std::uint64_t steps = 0;
     for (int step = 1; step <= kSteps; ++step) {
@@ -138,7 +138,7 @@ TEST_P(CommitPoint, AllFinishAStepOrNoneDoesWhereverARankFails) {
       SCOPED_TRACE("rank " + std::to_string(rank) + " " + kind_name(kind) + " at operation " +
                    std::to_string(operation) + " of " + std::to_string(count));
       const bool last = kind == Kind::kFailsAfter && operation + 1 == count;
-      if (last) continue;  // Nobody is left to hear of it.
+      if (last) continue;  // No rank is left that could notice.
       expect_whole(undisturbed,
                    {.rank = rank,
                     .operation = operation,

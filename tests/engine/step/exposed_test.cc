@@ -1,7 +1,7 @@
-// On the virtual clock: what a step's communication costs beyond its compute, held to the theory. A unit's
-// collective takes as long as its bytes do on a modelled link; a pass of the model is bound by its compute or
-// by its collectives, whichever takes longer, and besides that only the first gather and the last reduction
-// of a step have nothing to hide behind.
+// On the virtual clock: the cost of communication beyond compute in one step, beside the theory. A unit's
+// collective takes as long as its bytes do on a modelled link. A pass takes as long as its compute or its
+// collectives, whichever is longer. Only the first gather and the last reduction of a step are always
+// exposed.
 
 #include <gtest/gtest.h>
 
@@ -26,12 +26,12 @@ struct Step {
   int stage = 0;
   int ranks = 3;
   int micro_steps = 1;
-  nanoseconds forward{0};  // Of one unit.
+  nanoseconds forward{0};  // One unit.
   nanoseconds backward{0};
   nanoseconds collective{0};  // One collective over one unit.
 };
 
-// Of one step among several.
+// The exposed time of one step among several.
 double step_seconds(const Step& step) {
   const auto ranks = static_cast<std::uint64_t>(step.ranks);
   const std::uint64_t elements = ranks * 512 * 4;  // Without padding.
@@ -82,9 +82,9 @@ double seconds(nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
-// What collectives a pass has to hide, in units' collectives: stages 1 and 2 gather what was updated while
-// the next step's forward pass runs and reduce behind the backward pass; stage 3 gathers in both, but for the
-// two units that are still there where the passes turn.
+// The collectives that each pass hides, counted in units. Stages 1 and 2 gather updated parameters during the
+// next step's forward pass and reduce during the backward pass. Stage 3 gathers in both passes, without the
+// two units that stay in their slots between the passes.
 double theory(const Step& step) {
   const double c = seconds(step.collective);
   double exposed = 2 * c;
@@ -98,11 +98,11 @@ double theory(const Step& step) {
   return exposed;
 }
 
-TEST(ExposedCommunication, IsWhatTheoryLeaves) {
+TEST(ExposedCommunication, IsThatOfTheTheory) {
   using std::chrono::microseconds;
   for (const auto& [ranks, micro_steps] : {std::pair(3, 1), std::pair(4, 1), std::pair(3, 3)}) {
     for (int stage = 1; stage <= 3; ++stage) {
-      // As a share of the forward pass of a unit.
+      // As a fraction of a unit's forward pass.
       for (const double share : {0.1, 0.5, 0.9, 2.0, 8.0}) {
         Step step;
         step.stage = stage;
@@ -121,8 +121,8 @@ TEST(ExposedCommunication, IsWhatTheoryLeaves) {
                       stage, ranks, micro_steps, share, exposed * 1e3, expected * 1e3);
         std::puts(what);
         EXPECT_LE(exposed, 1.05 * expected) << what;
-        // What is late at the end of a micro-step goes on behind the next one, which the passes one by one do
-        // not count on.
+        // Collectives that are late in one micro-step go on during the next. The theory, pass by pass, does
+        // not count on that.
         if (micro_steps == 1) {
           EXPECT_GE(exposed, 0.95 * expected) << what;
         }

@@ -1,4 +1,4 @@
-// Engines of a model that is cut over tensor- or pipeline-parallel ranks take one decision about each step.
+// Engines of a model divided over tensor- or pipeline-parallel ranks take one decision about each step.
 
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@
 namespace forebay::testing {
 namespace {
 
-// A grid of `parts` model parts times `replicas` data-parallel ranks, the part the fastest.
+// A grid of `parts` model parts times `replicas` data-parallel ranks. Consecutive ranks have different parts.
 struct Grid {
   int parts = 2;
   int replicas = 2;
@@ -23,14 +23,14 @@ struct Grid {
   // The model of each part. The ranks of a part see the same noise, whatever the part.
   std::vector<std::vector<ToyUnit>> models;
   std::function<float(int part, int replica, int step)> disturbance = [](int, int, int) { return 0.0f; };
-  bool first_counts_alone = false;  // Replicated parameters.
+  bool first_counts_alone = false;  // Only the first part counts replicated parameters.
   std::function<void(EngineOptions&)> change = [](EngineOptions&) {};
 };
 
 struct GridResult {
   std::vector<double> norms;  // NaN where skipped.
   std::vector<double> metrics;
-  std::vector<ToyResult> parts;  // Of replica 0.
+  std::vector<ToyResult> parts;  // Replica 0.
 };
 
 GridResult run_grid(const Grid& grid, int steps) {
@@ -59,7 +59,7 @@ GridResult run_grid(const Grid& grid, int steps) {
       ToyResult mine;
       trainer.collect(mine);
       EXPECT_EQ(mine.statistics.peak, mine.statistics.planned);
-      // After a skipped step less is gathered.
+      // After a skipped step fewer units are gathered.
       if (mine.statistics.applied_steps == mine.statistics.attempted_steps) {
         EXPECT_EQ(mine.statistics.traffic.sent,
                   static_cast<std::uint64_t>(steps) * mine.statistics.planned_wire_per_step.sent);
@@ -95,7 +95,7 @@ TEST(EngineGrid, CountsReplicatedParametersOnce) {
       const GridResult actual = run_grid(grid, 3);
       const ToyResult expected = alone(stage, replicas, awkward_units(), 3);
       EXPECT_EQ(actual.norms, expected.grad_norms) << "stage " << stage;
-      // What another rank counts is updated all the same.
+      // Parameters that another rank counts are updated, too.
       for (const ToyResult& part : actual.parts) EXPECT_EQ(part.masters, expected.masters);
     }
   }
@@ -121,8 +121,8 @@ TEST(EngineGrid, CountsReplicatedPartsOfOffloadedUnitsOnce) {
 }
 
 TEST(EngineGrid, CountsOnlySomeParametersTwice) {
-  // Of each unit the second parameter is replicated: the squares are those of one whole model and of another
-  // without them.
+  // The second parameter of each unit is replicated: the sum of squares is that of one whole model and of
+  // another model without these parameters.
   std::vector<ToyUnit> units = {{{{900}, {333}, {64}}, {}, true}, {{{100}, {5000}, {7}}, {}, true}};
   for (ToyUnit& unit : units) unit.parameters[1].replicated = true;
   for (int stage = 0; stage < 4; ++stage) {
@@ -146,7 +146,7 @@ TEST(EngineGrid, TakesTheNormOverAllPartsAndSkipsForAll) {
     grid.stage = stage;
     grid.replicas = 3;
     grid.models.assign(2, awkward_units());
-    // One rank of the second part alone.
+    // Only one rank of the second part.
     grid.disturbance = [](int part, int replica, int step) {
       return part == 1 && replica == 2 && step == 1 ? std::numeric_limits<float>::infinity() : 0.0f;
     };
@@ -176,7 +176,7 @@ TEST(EngineGrid, HasPartsOfDifferentUnits) {
   }
 }
 
-TEST(EngineGrid, TellsAllPartsWhatOneCannotPay) {
+TEST(EngineGrid, TellsAllPartsThatOneHasTooLittleMemory) {
   std::atomic<int> refused{0};
   run_ranks(4, {}, [&](Rank& rank) {
     const int world_rank = rank.communicator->rank();
@@ -195,8 +195,8 @@ TEST(EngineGrid, TellsAllPartsWhatOneCannotPay) {
   EXPECT_EQ(refused, 4);
 }
 
-// Parts of one, two and three units and ranks of other budgets: what is left on one rank is for all.
-// Two parts of two ranks; `change` is what the ranks that are `odd` have otherwise.
+// Parts of one, two and three units, and ranks with different budgets: the least room counts on all ranks.
+// Two parts of two ranks. `change` changes the options of the `odd` ranks.
 void expect_refusal(const std::string& named, const std::function<bool(int)>& odd,
                     const std::function<void(EngineOptions&)>& change) {
   SCOPED_TRACE(named);
@@ -217,7 +217,7 @@ void expect_refusal(const std::string& named, const std::function<bool(int)>& od
       EXPECT_NE(error.status().message().find(named), std::string::npos) << error.status().message();
       ++refused;
     }
-    EXPECT_TRUE(world->barrier().ok()) << "what was refused breaks nothing";
+    EXPECT_TRUE(world->barrier().ok()) << "a refused commit breaks the communicator";
   });
   EXPECT_EQ(refused, 4);
 }

@@ -1,5 +1,5 @@
-// Reductions in two levels and hybrid sharding: the bits of their definition at every stage, the bytes of the
-// plan, and training state that goes from one arrangement to another.
+// Reductions in two levels and hybrid sharding: the result of their definition at every ZeRO stage, the bytes
+// of the plan, and training state that moves from one arrangement to another.
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
@@ -60,7 +60,7 @@ TEST_P(EngineGroups, GiveTheSameBitsWithTheOptimizerOffloaded) {
   }
 }
 
-TEST_P(EngineGroups, MeasureWhatIsPlanned) {
+TEST_P(EngineGroups, MeasureThePlannedBytes) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const bool within : {false, true}) {
       for (const int micro_steps : {1, 2}) {
@@ -111,7 +111,7 @@ TEST(Groups, AccountForEveryPeer) {
       ASSERT_EQ(operation.peers.size(), 4u);
       EXPECT_EQ(operation.peers[static_cast<std::size_t>(me)].sent_bytes, 0u);
       if (std::string(operation.operation) != "reduce_scatter") continue;
-      // Its neighbour and who has its place in the other group.
+      // Its neighbour, and the rank with its place in the other all-reduce group.
       EXPECT_GT(operation.peers[static_cast<std::size_t>(me ^ 1)].sent_bytes, 0u);
       EXPECT_GT(operation.peers[static_cast<std::size_t>(me ^ 2)].sent_bytes, 0u);
       EXPECT_EQ(operation.peers[static_cast<std::size_t>(me ^ 3)].sent_bytes, 0u);
@@ -119,7 +119,7 @@ TEST(Groups, AccountForEveryPeer) {
   });
 }
 
-TEST(Groups, LoadWhatOtherArrangementsSaved) {
+TEST(Groups, LoadStatesOfOtherArrangements) {
   std::string directory = (std::filesystem::temp_directory_path() / "forebay-groups-XXXXXX").string();
   ASSERT_NE(::mkdtemp(directory.data()), nullptr);
   const auto arrange = [](int stage, int ranks, int group, bool within) {

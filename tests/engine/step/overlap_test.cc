@@ -1,4 +1,4 @@
-// What an offloaded optimizer costs, on the virtual clock, beside what it must cost at least.
+// The cost of an offloaded optimizer on the virtual clock, beside the least possible cost.
 
 #include <gtest/gtest.h>
 
@@ -18,17 +18,17 @@ namespace {
 
 constexpr int kRanks = 2;
 constexpr int kUnits = 12;
-constexpr std::uint64_t kElements = kRanks * 512 * 8;  // Of a unit: no padding.
+constexpr std::uint64_t kElements = kRanks * 512 * 8;  // One unit, without padding.
 constexpr std::uint64_t kSlice = kElements / kRanks;
 
-// Seconds: of one unit, on one rank.
+// Seconds for one unit on one rank.
 struct Times {
   double forward = 2e-3;
   double backward = 4e-3;
   double host_update = 2e-3;
   double device_update = 0.25e-3;
-  double copy = 1e-3;  // Of a slice of gradients or parameters, either way.
-  double drive = 0;    // Of a unit's states, each way; not 0: they are on a modelled drive.
+  double copy = 1e-3;  // A slice of gradients or parameters, either way.
+  double drive = 0;    // A unit's states, each way; 0: they are not on a drive.
 };
 
 struct Settings {
@@ -39,7 +39,7 @@ struct Settings {
 };
 
 struct Measured {
-  double step_seconds = 0;  // Of the last step, from the end of one backward pass to the next.
+  double step_seconds = 0;  // The last step, from the end of one backward pass to the next.
   int device_units = 0;
   std::vector<std::vector<Timeline::Span>> spans;
 };
@@ -123,9 +123,9 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
   return result;
 }
 
-// The least a step can take when the first `device_units` are updated on the device, one after the other,
-// from the moment the norm is known, and the others on the host, one after the other, from when their
-// gradients are down too; each comes up behind its update, one after the other.
+// The least time of a step. When the norm is known, the first `device_units` are updated on the device, one
+// after the other. The others are updated on the host, one after the other, when their gradients are down
+// too. The parameters of each go up after its update, one after the other.
 double least_step_seconds(const Times& t, int device_units) {
   const double all_gradients = device_units == 0 ? t.copy : std::max(0.0, t.copy - device_units * t.backward);
   double host = all_gradients;
@@ -149,7 +149,7 @@ double compute_seconds(const Times& t) {
   return kUnits * (t.forward + t.backward);
 }
 
-TEST(OffloadOverlap, ExposesWhatTheoryExposes) {
+TEST(OffloadOverlap, ExposesTheTimeOfTheTheory) {
   std::printf("host update / forward   units on device   exposed ms   theory ms\n");
   for (const double ratio : {0.25, 0.5, 1.0, 1.5, 2.0, 4.0}) {
     Times times;
@@ -163,7 +163,7 @@ TEST(OffloadOverlap, ExposesWhatTheoryExposes) {
           std::printf("%21.2f %17d %12.2f %11.2f\n", ratio, measured.device_units, exposed * 1e3,
                       theory * 1e3);
         }
-        // The exchange of norms takes the rest of a tenth of a millisecond.
+        // The exchange of norms takes less than a tenth of a millisecond.
         EXPECT_NEAR(exposed, theory, 0.05 * theory + 1e-4)
             << "stage " << stage << ", ratio " << ratio << ", " << measured.device_units << " on the device";
       }
@@ -179,7 +179,7 @@ TEST(OffloadOverlap, AutoBeatsBothExtremesWhereItCan) {
       times.device_update = device_ms * 1e-3;
       times.host_update = host_ms * 1e-3;
       times.copy = 0.1e-3;
-      times.forward = 0.05e-3;  // Little to hide behind.
+      times.forward = 0.05e-3;  // Hides little.
       const double none = run(times, {.fraction = 0.0}).step_seconds;
       const double all = run(times, {.fraction = 1.0}).step_seconds;
       const Measured automatic = run(times, {.automatic = true});
@@ -187,7 +187,7 @@ TEST(OffloadOverlap, AutoBeatsBothExtremesWhereItCan) {
       for (int u = 1; u <= kUnits; ++u) best = std::min(best, least_step_seconds(times, u));
       std::printf("%27.2f %9.2f %8.2f %9.2f (%d)\n", host_ms / device_ms, none * 1e3, all * 1e3,
                   automatic.step_seconds * 1e3, automatic.device_units);
-      // A unit is the smallest part there is.
+      // A unit is the smallest part that can be offloaded.
       const double unit = std::min(times.device_update, times.host_update) + 1e-4;
       EXPECT_LE(automatic.step_seconds, std::min(none, all) + unit) << device_ms << ", " << host_ms;
       EXPECT_LE(automatic.step_seconds, best + unit + 0.05 * (best - kUnits * times.backward));
@@ -198,7 +198,7 @@ TEST(OffloadOverlap, AutoBeatsBothExtremesWhereItCan) {
   }
 }
 
-// Reading, updating and writing at the same time: a pass takes as long as the slower of drive and update.
+// Reads, updates and writes overlap: a pass takes as long as the slower of drive and update.
 TEST(OffloadOverlap, PassesOverADriveAtItsRateOrTheUpdates) {
   for (const double drive_ms : {0.25, 1.0, 3.0}) {
     Times times;
@@ -234,7 +234,7 @@ TEST(OffloadOverlap, TheTimelineShowsIt) {
   for (const auto& event : document.at("traceEvents")) {
     if (event.at("ph") == "X" && event.at("name").get<std::string>().rfind("fetch", 0) == 0) ++fetches;
   }
-  // Two units keep their place at the turn; on both ranks, in every step.
+  // On both ranks and in every step, two units stay in their slots between the passes.
   EXPECT_EQ(fetches, 2u * 4 * (2 * kUnits - 2));
 }
 

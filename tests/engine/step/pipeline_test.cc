@@ -1,5 +1,4 @@
-// What a pipeline's stages need of an engine: forward passes that run ahead of backward ones, and a unit that
-// several stages have.
+// Pipeline stages: forward passes that run ahead of backward passes, and a unit that several stages share.
 
 #include <gtest/gtest.h>
 
@@ -61,7 +60,7 @@ TEST(ForwardPassesAhead, ChangeNoBitBelowTheDevice) {
   }
 }
 
-// Some ranks skip some units in some micro-steps, and some a micro-step whole.
+// Some ranks skip some units in some micro-steps, and some ranks skip a whole micro-step.
 TEST(ForwardPassesAhead, MaySkipUnits) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const int ahead : {0, 1, 2}) {
@@ -80,7 +79,7 @@ TEST(ForwardPassesAhead, MaySkipUnits) {
   }
 }
 
-TEST(ForwardPassesAhead, MoveWhatIsPlanned) {
+TEST(ForwardPassesAhead, MoveThePlannedBytes) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const int ahead : {0, 1, 3}) {
       ToyOptions options = options_for(stage, DataType::kBfloat16, 3);
@@ -144,8 +143,8 @@ TEST(ForwardPassesAhead, AreNotFewerThanNone) {
   EXPECT_THROW(run_toy(options), Error);
 }
 
-// A pipeline of two stages, each of `replicas` data-parallel ranks, that share unit 0. The world's first
-// ranks are the first stage's.
+// A pipeline of two stages that share unit 0, each with `replicas` data-parallel ranks. The first ranks of
+// the world are the first stage.
 struct Pipeline {
   int replicas = 2;
   std::vector<std::vector<ToyUnit>> models;  // By stage.
@@ -193,8 +192,8 @@ PipelineResult run_pipeline(const Pipeline& pipeline, int steps) {
   return result;
 }
 
-// Both stages give the shared unit the same gradient, so its sum is that of one model in which another unit
-// uses it a second time: exactly twice as much.
+// Both stages give the shared unit the same gradient, so the sum is exactly twice as much: the gradient in
+// one model in which another unit uses it a second time.
 std::vector<ToyUnit> first_stage() {
   return {{{{1500}, {40}}, {}, false}, {{{700, 1}, {300}}, {}, true}};
 }
@@ -224,7 +223,7 @@ TEST_P(SharedUnits, HaveTheSumOfTheStagesGradients) {
           pipeline.common.engine.bucket_bytes = bucket;
           pipeline.change = [](int place, ToyOptions& o) {
             o.engine.forwards_ahead = place == 0 ? 1 : 0;
-            // The second use reads the weights, and the first stage's backward pass would not.
+            // The second use reads the weights; the first stage's backward pass does not.
             o.units[0].backward_reads_parameters = true;
           };
           const PipelineResult actual = run_pipeline(pipeline, 3);
@@ -240,10 +239,11 @@ TEST_P(SharedUnits, HaveTheSumOfTheStagesGradients) {
           EXPECT_EQ(actual.stages[1].masters[0], expected.masters[0]) << what;
           EXPECT_EQ(actual.stages[1].masters[1], expected.masters[1]) << what;
 
-          // Counted once: the last stage's own units come to what one model with them has.
+          // The shared unit counts once: the rest is the norm of a model of the last stage's own units.
           ToyOptions rest = pipeline.common;
           rest.units = last_stage();
-          rest.units[0].parameters = {{1, 0, true}, {1, 0, true}};  // The numbers of the others stay.
+          rest.units[0].parameters = {{1, 0, true},
+                                      {1, 0, true}};  // The other parameters keep their numbers.
           rest.steps = 1;
           const double own = reference_toy(rest).grad_norms[0];
           const double norm = std::sqrt(std::pow(expected.grad_norms[0], 2) + own * own);
@@ -256,7 +256,7 @@ TEST_P(SharedUnits, HaveTheSumOfTheStagesGradients) {
 
 INSTANTIATE_TEST_SUITE_P(Replicas, SharedUnits, ::testing::Values(1, 2, 3));
 
-TEST(SharedUnits, StayOnTheDeviceWhateverIsOffloaded) {
+TEST(SharedUnits, StayOnTheDeviceWithEveryOffload) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const int micro_steps : {1, 2}) {
       Pipeline pipeline;

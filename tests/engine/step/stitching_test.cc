@@ -1,11 +1,10 @@
-// A stage-3 run whose short-lived data fits into the device only because the arena puts chunks together that
-// lie apart: the same run over a device that maps a chunk at one place only is out of memory.
+// A stage-3 run that fits into the device only because the arena stitches chunks that lie apart. Over a
+// device that maps a chunk at one place only, the same run is out of memory.
 //
-// The run: three ranks whose activations and workspaces come from an arena beside the engine's own. Each unit
-// keeps its activations from the forward pass to the backward one, and takes a workspace that is larger than
-// the one before and given back after the next one has been taken. So the holes that workspaces leave lie
-// between blocks that stay, and none is large enough for the next. The gradients are made of the activations:
-// a byte that is lost changes the digest.
+// Three ranks take activations and workspaces from an arena beside the engine's own. Each unit keeps its
+// activations from the forward pass to the backward pass. It takes a workspace that is larger than the one
+// before, and frees it after the next one is taken. So each hole of a workspace lies between live blocks and
+// is too small for the next. The gradients are made of the activations: a lost byte changes the digest.
 
 #include <gtest/gtest.h>
 
@@ -30,7 +29,7 @@ constexpr int kUnits = 16;
 constexpr int kSteps = 5;
 constexpr std::size_t kChunk = 64_KiB;
 
-// Has no second mapping of any chunk, neither beside the first nor after it.
+// Refuses a second mapping of a chunk, beside the first or after it.
 class MapOnceBackend final : public ForwardingBackend {
  public:
   using ForwardingBackend::ForwardingBackend;
@@ -69,7 +68,7 @@ std::size_t activation_bytes(int unit) {
 std::size_t workspace_bytes(int unit) {
   return (2 + static_cast<std::size_t>(unit)) * kChunk - kBlockGranule;
 }
-// The most that is live at once.
+// The most bytes that are live at once.
 std::size_t peak_bytes() {
   std::size_t peak = 0, kept = 0;
   for (int u = 0; u < kUnits; ++u) {
@@ -78,7 +77,7 @@ std::size_t peak_bytes() {
   }
   return peak;
 }
-// What live blocks cover in part only cannot be used by others: one chunk in all is left for that.
+// The rest of a partly covered chunk cannot be used: one chunk in all is left for that.
 std::size_t tight_bytes() {
   return round_up(peak_bytes(), kChunk) + kChunk;
 }
@@ -95,7 +94,7 @@ ToyOptions options_for_run() {
 }
 
 struct RunOptions {
-  std::size_t device_bytes = SIZE_MAX;  // Of each rank.
+  std::size_t device_bytes = SIZE_MAX;  // On each rank.
   std::size_t arena_bytes = 64_MiB;
   bool maps_once = false;
 };
@@ -103,7 +102,7 @@ struct RunOptions {
 struct RankResult {
   std::string digest;
   ArenaStatistics arena;
-  std::size_t engine_bytes = 0;           // What the engine holds of the device.
+  std::size_t engine_bytes = 0;           // Device memory of the engine.
   std::uint64_t steady_driver_calls = 0;  // From the third step on.
   int refused_count = 0;                  // Second mappings.
 };
@@ -206,7 +205,7 @@ class Trainer {
   std::size_t engine_bytes_ = 0;
 };
 
-// One result a rank, filled as far as the run came.
+// One result for each rank, filled as far as the run went.
 void run(const RunOptions& run_options, std::vector<RankResult>* results) {
   const ToyOptions options = options_for_run();
   results->assign(kRanks, {});
@@ -276,7 +275,7 @@ TEST(EngineStitching, TheSameRunIsOutOfMemoryWhereNoChunkCanBeMappedAgain) {
   for (const RankResult& rank : refused) {
     refused_count += rank.refused_count;
     EXPECT_EQ(rank.arena.moved_chunk_count, 0u);
-    // It was the pieces: what was live and asked for would have fitted.
+    // Fragmentation, not size: live and requested bytes together would have fitted.
     EXPECT_LT(rank.arena.peak_live_bytes, peak_bytes());
   }
   EXPECT_GT(refused_count, 0);
