@@ -67,14 +67,12 @@ void StepContext::note(const Status& status) {
   if (!status.ok() && closing.ok()) closing = status;
 }
 
-void StepContext::all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes) {
-  if (slice_bytes == 0) return;
-  AllGatherArguments arguments;
-  arguments.source = own_slice;
-  arguments.target = base;
-  arguments.target_stride_bytes = slice_bytes;
-  arguments.bytes = slice_bytes;
-  must(sharded().all_gather(arguments, engine_stream));
+Status StepContext::all_gather_section(DevicePtr base, const std::byte* own_slice,
+                                       std::uint64_t slice_bytes) {
+  if (slice_bytes == 0) return Status();
+  return sharded().all_gather(
+      {.source = own_slice, .target = base, .target_stride_bytes = slice_bytes, .bytes = slice_bytes},
+      engine_stream);
 }
 
 }  // namespace forebay

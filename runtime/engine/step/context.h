@@ -101,8 +101,8 @@ struct StepContext {
     must(ranks_in.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
     return all;
   }
-  // Queues the gather of a section from all shards' slices. Errors: thrown, the engine is failed.
-  void all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
+  // Queues the gather of a section from all shards' slices. Errors: the Communicator's.
+  Status all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
   // Marks the work queued on `stream` during the result's life as one span of the timeline.
   MarkedSpan marked(Stream stream, const char* track, const char* name, int unit_index) const {
     return {backend, options.timeline, stream, track,

@@ -70,8 +70,8 @@ void Gatherer::gather(int index) {
   }
   slot.user = index;
   const MarkedSpan span = context_.marked(engine_stream_, "engine", "gather", index);
-  context_.all_gather_section(u.parameters, mine, slice);
-  context_.all_gather_section(frozen, my_frozen, frozen_slice);
+  must(context_.all_gather_section(u.parameters, mine, slice));
+  must(context_.all_gather_section(frozen, my_frozen, frozen_slice));
   engine_stream_.record(slot.gathered);
   ++gather_count_;
 }
@@ -109,14 +109,8 @@ Status Gatherer::publish(int index, bool changed) {
   Status gathered;
   // At stage 3 the next gather waits for the update.
   if (stage < 3) engine_stream_.wait(u.updated);
-  if (changed && u.updated_count > 0 && (stage == 1 || stage == 2)) {
-    const std::uint64_t bytes = u.updated_count * element();
-    gathered = context_.sharded().all_gather({.source = u.updated_parameters,
-                                              .target = u.parameters,
-                                              .target_stride_bytes = bytes,
-                                              .bytes = bytes},
-                                             engine_stream_);
-  }
+  if (changed && (stage == 1 || stage == 2))
+    gathered = context_.all_gather_section(u.parameters, u.updated_parameters, u.updated_count * element());
   engine_stream_.record(parameters_ready_[static_cast<std::size_t>(index)]);
   return gathered;
 }

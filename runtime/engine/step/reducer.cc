@@ -200,7 +200,7 @@ void Reducer::finish(int index) {
     if (options_.stage == 0) {
       average_stream_.record(averaged_);
       engine_stream_.wait(averaged_);
-      context_.all_gather_section(u.gradients, u.gradient_shard, trainable_slice(index) * element());
+      must(context_.all_gather_section(u.gradients, u.gradient_shard, trainable_slice(index) * element()));
       average_after_reduction();
     }
     queue_norm(index);
