@@ -59,24 +59,13 @@ Status verdict_of(const std::function<void()>& work) {
 
 PlanOptions Engine::Impl::plan_options() const {
   PlanOptions result;
-  result.stage = options.stage;
+  static_cast<ShardingOptions&>(result) = options;
   result.ranks = communicator.size();
-  result.group = options.group;
-  result.shard_within_group = options.shard_within_group;
   result.deciding_ranks = options.grid != nullptr ? options.grid->size() : 0;
   result.deciding_units = deciding_units;
-  result.dtype = options.dtype;
-  result.micro_steps = options.micro_steps;
-  result.forwards_ahead = options.forwards_ahead;
-  result.accumulate = options.accumulate;
-  result.bucket_bytes = chosen_bucket_bytes != 0 ? chosen_bucket_bytes : options.bucket_bytes;
+  if (chosen_bucket_bytes != 0) result.bucket_bytes = chosen_bucket_bytes;
   result.chunk_bytes = backend.capabilities().granularity;
-  result.offload = options.offload;
-  result.tier = options.tier;
-  result.offload_fraction = options.offload_fraction;
   result.device_units = chosen_device_units;
-  result.staging_bytes = options.staging_bytes;
-  result.spillable = options.spillable;
   return result;
 }
 
@@ -85,17 +74,10 @@ void Engine::Impl::agree(const Status& mine) {
 }
 
 void Engine::Impl::agree_on_options() {
-  const auto on = [](bool is) { return is ? "on" : "off"; };
   std::ostringstream common;
-  common << "stage " << options.stage << "\ndtype " << data_type_name(options.dtype) << "\nmicro-steps "
-         << options.micro_steps << "\naccumulate "
-         << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\ngroup " << options.group
-         << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\noffload "
-         << offload_name(options.offload) << "\noffload-tier " << tier_name(options.tier) << "\noverlap "
-         << on(options.overlap) << "\noffload-auto " << on(options.offload_auto) << "\nbucket-auto "
-         << on(options.bucket_auto) << "\nbeta1 " << options.beta1 << "\nbeta2 " << options.beta2
-         << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial << ' '
-         << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
+  common << option_lines(options, &OptionRow::agreed) << "beta1 " << options.beta1 << "\nbeta2 "
+         << options.beta2 << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial
+         << ' ' << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
   for (const auto& [name, value] : options.agreement) common << name << ' ' << value << '\n';
   together([&] { agree_on_text(everyone(), "options", common.str()); });
 
@@ -166,9 +148,10 @@ Status Engine::Impl::check_options() const {
   if (scale.growth_interval < 1) return refuse("the growth interval", scale.growth_interval, "1 or more");
   if (options.offload != Offload::kNone && options.tier == Tier::kFile && !hooks.make_store &&
       options.offload_directories.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "offload to files needs a directory for them; give one on the drive that is to hold them "
-                  "(--offload-tier nvme:DIR)");
+    return Status(
+        StatusCode::kInvalidArgument,
+        "offload-tier is nvme without a directory; name one on the drive that is to hold the files, as "
+        "nvme:DIR or in EngineOptions::offload_directories");
   }
   return Status();
 }

@@ -145,10 +145,8 @@ std::uint64_t smallest_budget() {
     model.units.push_back({.name = "layer " + std::to_string(layer),
                            .parameters = {{.name = "w" + std::to_string(layer), .count = kWidth * kWidth}}});
   }
-  const PlanOptions options{.stage = 3,
-                            .bucket_bytes = 64 << 10,
-                            .chunk_bytes = 64 << 10,
-                            .offload = Offload::kOptimizerAndParameters};
+  PlanOptions options{{.stage = 3, .bucket_bytes = 64 << 10, .offload = Offload::kOptimizerAndParameters}};
+  options.chunk_bytes = 64 << 10;
   return value_or_throw(make_plan(model, options)).reserved_bytes;
 }
 
@@ -159,13 +157,13 @@ bool run(const std::string& directory) {
   const std::uint64_t budget = smallest_budget();
   std::printf("now with a device of %s\n", format_bytes(budget).c_str());
   try {
-    train("nothing offloaded:", {.memory_bytes = budget});
+    train("nothing offloaded:", {{.memory_bytes = budget}});
     return false;  // It fits: this sample shows nothing.
   } catch (const Error& error) {
     if (error.code() != StatusCode::kOutOfMemory) throw;
     std::printf("%-28s %s\n", "nothing offloaded:", error.status().message().c_str());
   }
-  EngineOptions options{.offload = Offload::kOptimizerAndParameters, .memory_bytes = budget};
+  EngineOptions options{{.offload = Offload::kOptimizerAndParameters, .memory_bytes = budget}};
   const std::string in_memory = train("offloaded to host memory:", options);
   options.tier = Tier::kFile;
   options.offload_directories = {directory};

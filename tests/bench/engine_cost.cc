@@ -214,7 +214,7 @@ class EngineLoop {
       : compute_(compute),
         units_(describe_units(options.shape)),
         gpt_(options, operations, compute, alone_),
-        engine_(backend, kernels, communicator, {.stage = 0, .dtype = options.dtype}),
+        engine_(backend, kernels, communicator, {{.stage = 0, .dtype = options.dtype}}),
         model_(engine_, units_, compute) {
     model_.set_model(gpt_, 0);
     engine_.commit();

@@ -267,13 +267,13 @@ TEST_F(Trainer, AFractionThatIsChosenGivesTheSameBits) {
   o.stage = 1;
   const TrainingReport whole = run_training(o);
   o.offload = Offload::kOptimizer;
-  o.offload_fraction.reset();
+  o.offload_auto = true;
 
   const TrainingReport report = run_training(o);
 
   EXPECT_EQ(report.digest, whole.digest);
-  EXPECT_GE(report.offload_fraction, 0);
-  EXPECT_LE(report.offload_fraction, 1);
+  EXPECT_GE(report.sharding.offload_fraction, 0);
+  EXPECT_LE(report.sharding.offload_fraction, 1);
 }
 
 TEST_F(Trainer, FilesAreMeteredWithoutWhatSavingMoves) {
@@ -376,20 +376,20 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
   const std::vector<std::pair<std::vector<std::string>, std::string>> mistakes = {
       {{"--batch", "0"}, "--batch"},
       {{"--batch", "-1"}, "--batch"},
-      {{"--stage", "4"}, "--stage 4"},
+      {{"--stage", "4"}, "--stage is 4; use 0, 1, 2 or 3"},
       {{"--heads", "3"}, "--heads 3"},
       {{"--hidden", "0"}, "--hidden"},
-      {{"--dtype", "fp8"}, "--dtype fp8"},
+      {{"--dtype", "fp8"}, "--dtype is 'fp8'; use fp32, bf16 or fp16"},
       {{"--device", "tpu"}, "--device tpu"},
       {{"--order", "group"}, "--order is 'group'"},
       {{"--order", "fast"}, "--communicator nccl"},
-      {{"--order", "group:0"}, "--order is 'group:0'"},
-      {{"--order", "2"}, "--order is '2'"},
+      {{"--order", "group:0"}, "--order is group:0"},
+      {{"--order", "2"}, "--order is 2"},
       {{"--shard-within", "host"}, "--shard-within is 'host'"},
       {{"--shard-within", "group"}, "add --order group:G"},
       {{"--device", "cuda:x"}, "--device cuda:x"},
       {{"--device", "cuda", "--communicator", "gloo"}, "--communicator gloo"},
-      {{"--bucket", "12parsecs"}, "--bucket 12parsecs"},
+      {{"--bucket", "12parsecs"}, "--bucket is '12parsecs'"},
       {{"--memory", "-4"}, "--memory"},
       {{"--accumulate", "local", "--stage", "2"}, "--accumulate local"},
       {{"--save-every", "3"}, "--save-state"},
@@ -399,19 +399,21 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--communicator", "telepathy"}, "--communicator telepathy"},
       {{"--matmul", "abacus"}, "--matmul abacus"},
       {{"--ranks", "0"}, "--ranks"},
-      {{"--offload", "all"}, "--offload all: not one of none, optimizer, optimizer+parameters"},
+      {{"--offload", "all"}, "--offload is 'all'; use none, optimizer or optimizer+parameters"},
       {{"--offload", "optimizer+parameters", "--stage", "2"}, "use stage 3"},
       {{"--offload", "optimizer", "--offload-tier", "disk"}, "nvme:DIR[,DIR...]"},
-      {{"--offload", "optimizer", "--offload-tier", "nvme:"}, "a directory is empty"},
-      {{"--offload", "optimizer", "--offload-tier", "nvme:a,,b"}, "a directory is empty"},
-      {{"--offload", "optimizer", "--offload-tier", "nvme:a,"}, "a directory is empty"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:"}, "without an empty directory"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:a,,b"}, "without an empty directory"},
+      {{"--offload", "optimizer", "--offload-tier", "nvme:a,"}, "without an empty directory"},
       {{"--offload-tier", "nvme:a"}, "add --offload optimizer"},
       {{"--offload-fraction", "0.5"}, "add --offload optimizer"},
-      {{"--offload", "optimizer", "--offload-fraction", "1.5"}, "--offload-fraction 1.5"},
-      {{"--offload", "optimizer", "--offload-fraction", "half"}, "not auto or a number from 0 to 1"},
+      {{"--offload", "optimizer", "--offload-fraction", "1.5"},
+       "--offload-fraction is 1.5; use 0 to 1, or auto"},
+      {{"--offload", "optimizer", "--offload-fraction", "half"},
+       "--offload-fraction is 'half'; use 0 to 1, or auto"},
       {{"--offload", "optimizer", "--offload-staging", "1GiB"}, "add --offload-tier nvme:DIR"},
       {{"--offload", "optimizer", "--offload-tier", "nvme:a", "--offload-staging", "4KiB"},
-       "--offload-staging is 4096 bytes; use at least 8.00 MiB"},
+       "--offload-staging is 4KiB; use at least 8 MiB"},
       {{"--no-such-option"}, "--no-such-option"},
       {{"--lr", ""}, "--lr was given an empty value"},
       {{"--stage="}, "--stage was given an empty value"},
@@ -421,7 +423,7 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--save-every", "-1", "--save-state", "d"}, "--save-every"},
       {{"--threads", "257"}, "--threads is 257"},
       {{"--threads", "4294967297"}, "--threads"},
-      {{"--memory", "0.5"}, "--memory 0.5"},
+      {{"--memory", "0.5"}, "--memory is 0.5"},
       {{"--lr", "inf"}, "--lr"},
       {{"--lr", "1e39"}, "--lr"},
       {{"--weight-decay", "nan"}, "--weight-decay"},

@@ -11,6 +11,7 @@
 
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
+#include "forebay/sharding_arguments.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/host_limits.h"
@@ -35,11 +36,9 @@ struct BenchArguments {
 
   ModelArguments model;
   std::int64_t ranks = 1;
-  std::int64_t stage = 0;
-  std::int64_t micro_steps = 1;
   std::int64_t host_ranks = 0;
-  std::string dtype = "bf16";
-  std::string memory;
+  ShardingArguments<CLI::App> sharding;
+  std::string device_budget;
 
   const CLI::Option* host_ranks_option = nullptr;
   std::vector<const CLI::Option*> plan_options;  // Those that say something of a model only.
@@ -112,10 +111,10 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
   std::int64_t number = 0;
   FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, &number));
   model.options.ranks = static_cast<int>(number);
-  FOREBAY_RETURN_IF_ERROR(read_positive("micro-steps", arguments.micro_steps, 1'000'000, &number));
-  model.options.micro_steps = static_cast<int>(number);
-  FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &model.options.stage));
-  FOREBAY_RETURN_IF_ERROR(read_dtype(arguments.dtype, &model.options.dtype));
+  FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(model.options));
+  if (!arguments.device_budget.empty())
+    FOREBAY_RETURN_IF_ERROR(
+        read_bytes("device-budget", arguments.device_budget, &model.options.memory_bytes));
   number = arguments.ranks;
   if (arguments.host_ranks_option->count() > 0) {
     FOREBAY_RETURN_IF_ERROR(read_positive("host-ranks", arguments.host_ranks, arguments.ranks, &number));
@@ -124,13 +123,12 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
 
   const Capabilities& facts = device.backend->capabilities();
   model.options.chunk_bytes = facts.granularity;
-  if (!arguments.memory.empty()) {
-    FOREBAY_RETURN_IF_ERROR(read_bytes("memory", arguments.memory, &model.limits.device_bytes));
+  if (model.options.memory_bytes != 0) {
+    model.limits.device_bytes = model.options.memory_bytes;
   } else if (device.in_host) {
     return refuse(
         "--memory was not given, and a device in the host's memory has no size of its own; add --memory, the "
-        "bytes "
-        "a rank's device has");
+        "device memory of a rank");
   } else {
     model.limits.device_bytes = facts.memory_bytes;
   }
@@ -288,21 +286,14 @@ void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
   };
   a.plan_options.push_back(a.model.batch_option);
   a.plan_options.push_back(number("--ranks", a.ranks, "Data-parallel ranks")->capture_default_str());
-  a.plan_options.push_back(number("--stage", a.stage, "ZeRO stage, 0 to 3")->capture_default_str());
+  a.sharding.add(*command, kBenchTiersProgram, {.dtype = DataType::kBfloat16});
+  for (const char* const name : {"stage", "dtype", "micro-steps", "memory"})
+    a.plan_options.push_back(a.sharding.option(name));
   a.plan_options.push_back(
-      number("--micro-steps", a.micro_steps, "Forward and backward passes of a step")->capture_default_str());
+      command->add_option("--device-budget", a.device_budget, "The same as --memory")->type_name("BYTES"));
   a.host_ranks_option = number("--host-ranks", a.host_ranks,
                                "Ranks that share this host's cores, memory and drives (default: all)");
   a.plan_options.push_back(a.host_ranks_option);
-  a.plan_options.push_back(
-      command->add_option("--dtype", a.dtype, "Of parameters and gradients: fp32, bf16 or fp16")
-          ->type_name("TYPE")
-          ->capture_default_str());
-  a.plan_options.push_back(
-      command
-          ->add_option("--memory,--device-budget", a.memory,
-                       "Device budget per rank (default: what a GPU has; a device in host memory needs it)")
-          ->type_name("BYTES"));
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

@@ -99,19 +99,4 @@ Status read_bytes(const char* name, const std::string& text, std::uint64_t* byte
   return refuse(std::string("--") + name + " is '" + text + "'; use bytes, such as 2MiB, 80GB or 4096");
 }
 
-Status read_dtype(const std::string& word, DataType* dtype) {
-  for (const DataType one : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
-    if (word != data_type_name(one)) continue;
-    *dtype = one;
-    return Status();
-  }
-  return refuse("--dtype is '" + word + "'; use fp32, bf16 or fp16");
-}
-
-Status read_stage(std::int64_t value, int* stage) {
-  if (value < 0 || value > 3) return refuse("--stage is " + std::to_string(value) + "; use 0, 1, 2 or 3");
-  *stage = static_cast<int>(value);
-  return Status();
-}
-
 }  // namespace forebay

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "forebay/data_type.h"
 #include "forebay/model_shape.h"
 #include "forebay/status.h"
 
@@ -53,7 +52,5 @@ std::string describe_model(const ModelChoice& model);
 // Errors: kInvalidArgument naming the option and what it may be.
 Status read_positive(const char* name, std::int64_t value, std::int64_t limit, std::int64_t* target);
 Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes);
-Status read_dtype(const std::string& word, DataType* dtype);
-Status read_stage(std::int64_t value, int* stage);
 
 }  // namespace forebay

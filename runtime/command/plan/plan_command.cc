@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "forebay/sharding_arguments.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/host_limits.h"
@@ -31,26 +32,14 @@ struct PlanArguments {
   ModelArguments model;
   ActivationArguments activations;
   std::int64_t ranks = 0;  // 0: as many as share the model.
-  std::int64_t stage = 0;
-  std::int64_t micro_steps = 1;
   std::int64_t host_ranks = 0;
-  std::string dtype = "bf16";
-  std::string accumulate = "shard";
-  std::string offload = "none";
-  std::string tier = "cpu";
-  std::string fraction = "1";
-  std::string staging = "96MiB";
-  std::string order = "rank";
-  std::string shard_within = "all";
-  std::string bucket = "16MiB";
+  ShardingArguments<CLI::App> sharding;
   std::string chunk = "2MiB";
-  std::string memory;
   std::string preset = "forebay";
   bool json = false;
 
   // Which of them were given.
   const CLI::Option* ranks_option = nullptr;
-  const CLI::Option* stage_option = nullptr;
   const CLI::Option* host_ranks_option = nullptr;
 };
 
@@ -85,75 +74,15 @@ Status read_number(const char* name, std::int64_t value, int* target) {
   return Status();
 }
 
-// Directories may follow, so that forebay-gpt's options give the plan of its run; a plan does not look at
-// them.
-Status read_tier(const PlanArguments& arguments, PlanOptions* options) {
-  if (arguments.tier == "cpu") {
-    options->tier = Tier::kPinned;
-  } else if (arguments.tier == "nvme" || arguments.tier.rfind("nvme:", 0) == 0) {
-    options->tier = Tier::kFile;
-  } else {
-    return refuse("--offload-tier is '" + arguments.tier + "'; use cpu or nvme");
-  }
-  const char* const end = arguments.fraction.data() + arguments.fraction.size();
-  const auto [rest, error] = std::from_chars(arguments.fraction.data(), end, options->offload_fraction);
-  if (error != std::errc() || rest != end) {
-    return refuse("--offload-fraction is '" + arguments.fraction +
-                  "'; use 0 to 1 (auto is measured where a model is trained)");
-  }
-  if (options->offload == Offload::kNone &&
-      (options->tier == Tier::kFile || options->offload_fraction != PlanOptions().offload_fraction)) {
-    return refuse(
-        std::string(options->tier == Tier::kFile ? "--offload-tier" : "--offload-fraction") +
-        " says how to offload and nothing is offloaded; add --offload optimizer, or optimizer+parameters");
-  }
-  return read_bytes("offload-staging", arguments.staging, &options->staging_bytes);
-}
-
-// "rank" or "group:G"; and what the stage shards over.
-Status read_order(const PlanArguments& arguments, PlanOptions* options) {
-  const std::string prefix = "group:";
-  const bool grouped = arguments.order.rfind(prefix, 0) == 0;
-  const char* const end = arguments.order.data() + arguments.order.size();
-  const auto read =
-      std::from_chars(arguments.order.data() + (grouped ? prefix.size() : 0), end, options->group);
-  if (grouped ? read.ec != std::errc() || read.ptr != end : arguments.order != "rank") {
-    return refuse("--order is '" + arguments.order +
-                  "'; use rank, or group:G with the number of consecutive ranks that are added first");
-  }
-  if (arguments.shard_within != "all" && arguments.shard_within != "group")
-    return refuse("--shard-within is '" + arguments.shard_within + "'; use all or group");
-  options->shard_within_group = arguments.shard_within == "group";
-  if (options->shard_within_group && !grouped)
-    return refuse("--shard-within group needs to know the groups; add --order group:G");
-  return {};
-}
-
 Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   PlanOptions& options = request->options;
-  FOREBAY_RETURN_IF_ERROR(read_number("micro-steps", arguments.micro_steps, &options.micro_steps));
-  FOREBAY_RETURN_IF_ERROR(read_order(arguments, &options));
-  FOREBAY_RETURN_IF_ERROR(read_stage(arguments.stage, &options.stage));
-  FOREBAY_RETURN_IF_ERROR(read_dtype(arguments.dtype, &options.dtype));
-
-  if (arguments.accumulate == "shard")
-    options.accumulate = Accumulate::kShard;
-  else if (arguments.accumulate == "local")
-    options.accumulate = Accumulate::kLocal;
-  else
-    return refuse("--accumulate is '" + arguments.accumulate + "'; use shard or local");
-
-  if (arguments.offload == "none")
-    options.offload = Offload::kNone;
-  else if (arguments.offload == "optimizer")
-    options.offload = Offload::kOptimizer;
-  else if (arguments.offload == "optimizer+parameters")
-    options.offload = Offload::kOptimizerAndParameters;
-  else
-    return refuse("--offload is '" + arguments.offload + "'; use none, optimizer or optimizer+parameters");
-  FOREBAY_RETURN_IF_ERROR(read_tier(arguments, &options));
-
-  FOREBAY_RETURN_IF_ERROR(read_bytes("bucket", arguments.bucket, &options.bucket_bytes));
+  FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(options));
+  for (const char* const name : {"bucket", "offload-fraction"}) {
+    if (option_text(options, name) == "auto") {
+      return refuse(std::string("--") + name + " is auto, which is measured where a model is trained; " +
+                    "give a plan the value to expect");
+    }
+  }
   FOREBAY_RETURN_IF_ERROR(read_bytes("chunk", arguments.chunk, &options.chunk_bytes));
   if (!std::has_single_bit(options.chunk_bytes) || options.chunk_bytes < kChunkLeast ||
       options.chunk_bytes > kChunkMost) {
@@ -190,9 +119,6 @@ Status read_ranks(const PlanArguments& arguments, PlanRequest* request, int* wor
 }
 
 Status read_budget(const PlanArguments& arguments, int world_size, PlanBudget* budget) {
-  if (!arguments.memory.empty()) {
-    FOREBAY_RETURN_IF_ERROR(read_bytes("memory", arguments.memory, &budget->memory_bytes));
-  }
   budget->host_ranks = static_cast<std::uint64_t>(world_size);
   if (given(arguments.host_ranks_option)) {
     if (arguments.host_ranks < 0 || arguments.host_ranks > world_size) {
@@ -221,7 +147,7 @@ Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanR
   wanted.micro_steps = request->options.micro_steps;
   wanted.dtype = request->options.dtype;
   if (wanted.placement == ActivationPlacement::kAuto &&
-      (budget.memory_bytes == 0 || !given(arguments.stage_option)))
+      (budget.memory_bytes == 0 || !arguments.sharding.given("stage")))
     return refuse(
         "--activations auto is chosen by what a stage leaves of a budget; add --memory and --stage");
   return {};
@@ -291,7 +217,7 @@ Status plan_stages(PlanRequest request, std::optional<int> only, const std::opti
 // Prints the plan. `*holds`: one of the stages shown fits into what it was told to be held against, which the
 // host is only by --host-ranks.
 Status plan(const PlanArguments& arguments, bool* holds) {
-  const bool has_stage = given(arguments.stage_option);
+  const bool has_stage = arguments.sharding.given("stage");
   if (arguments.json && !has_stage)
     return refuse("--json prints one plan and no --stage was given; add --stage");
   PlanRequest request;
@@ -308,6 +234,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   FOREBAY_RETURN_IF_ERROR(read_ranks(arguments, &request, &world_size));
   FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
   FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
+  budget.memory_bytes = request.options.memory_bytes;
   FOREBAY_RETURN_IF_ERROR(read_budget(arguments, world_size, &budget));
   FOREBAY_RETURN_IF_ERROR(read_kept(arguments, budget, &request, &kept));
 
@@ -358,38 +285,9 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
       number("--ranks", a.ranks,
              "All ranks. Those that share batches (data-parallel) are --ranks / (--tensor-parallel * "
              "--pipeline-parallel) (default: one of these)");
-  a.stage_option = number("--stage", a.stage, "ZeRO stage, 0 to 3; without it all of them side by side");
-  text("--dtype", a.dtype, "Of parameters and gradients: fp32, bf16 or fp16", "TYPE")->capture_default_str();
-  number("--micro-steps", a.micro_steps,
-         "Forward and backward passes of a step: gradients add up over them, and a pipeline has as many "
-         "micro-batches")
-      ->capture_default_str();
-  text("--accumulate", a.accumulate, "Where micro-steps add up: shard or local", "WHERE")
-      ->capture_default_str();
-  text("--offload", a.offload, "States kept below the device: none, optimizer or optimizer+parameters",
-       "WHAT")
-      ->capture_default_str();
-  text("--offload-tier", a.tier,
-       "Where: cpu (page-locked host memory) or nvme (files); directories may follow, nvme:DIR, and are not "
-       "looked at",
-       "TIER")
-      ->capture_default_str();
-  text("--offload-fraction", a.fraction,
-       "How much of the model that is, by elements, 0 to 1, in whole units and at least so much; the first "
-       "units stay on the device",
-       "SHARE")
-      ->capture_default_str();
-  text("--offload-staging", a.staging, "Host memory that states in files pass through, at most", "BYTES")
-      ->capture_default_str();
-  text("--order", a.order,
-       "How gradients are added over ranks: rank (in their order) or group:G (within groups of G consecutive "
-       "ranks, then over the groups)",
-       "ORDER")
-      ->capture_default_str();
-  text("--shard-within", a.shard_within,
-       "What the stage shards over: all ranks, or the ranks of each group (hybrid sharding)", "WHICH")
-      ->capture_default_str();
-  text("--bucket", a.bucket, "Bytes of one bucket", "BYTES")->capture_default_str();
+  a.sharding.add(*command, kPlanProgram, {.dtype = DataType::kBfloat16});
+  CLI::Option* const stage = a.sharding.option("stage");
+  stage->default_str("all of them side by side");
   text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();
   text(
       "--preset", a.preset,
@@ -397,7 +295,6 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
       "theirs would hold)",
       "NAME")
       ->capture_default_str();
-  text("--memory", a.memory, "Device budget per rank that the plan is held against", "BYTES");
   a.host_ranks_option = number(
       "--host-ranks", a.host_ranks,
       "Of all ranks, those that keep their device bytes in this host's memory: of a pipeline those that need "

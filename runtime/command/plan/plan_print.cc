@@ -312,18 +312,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
             {"pipeline_parallel", report.part.pipeline_parallel},
             {"pipeline_stage", report.part.pipeline_stage},
             {"part_parameters", report.part_parameters},
-            {"group", options.group},
-            {"shard_within_group", options.shard_within_group},
-            {"stage", options.stage},
-            {"dtype", data_type_name(options.dtype)},
-            {"micro_steps", options.micro_steps},
-            {"accumulate", options.accumulate == Accumulate::kShard ? "shard" : "local"},
-            {"offload", offload_name(options.offload)},
-            {"offload_tier", tier_name(options.tier)},
-            {"offload_fraction", options.offload_fraction},
-            {"offload_staging_bytes", options.staging_bytes},
             {"units_on_device", report.device_units ? Json(*report.device_units) : Json(nullptr)},
-            {"bucket_bytes", options.bucket_bytes},
             {"chunk_bytes", options.chunk_bytes},
             {"bytes_per_rank",
              {{"parameters", bytes.parameters},
@@ -355,7 +344,9 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
               {"below_device", report.below_device_formula},
               {"wire", report.wire_formula}}},
             {"notes", report.notes}};
-
+  for (const OptionRow& row : sharding_option_table()) {
+    if (row.report_key != nullptr) json[row.report_key] = Json::parse(option_json(options, row));
+  }
   if (!activations.empty())
     json["activations"] = activation_json(activations[static_cast<std::size_t>(report.part.pipeline_stage)]);
   if (!report.pipeline.empty()) json["pipeline"] = pipeline_json(report, activations);

@@ -27,42 +27,16 @@ Status refuse(const std::string& message) {
 }
 
 Status check_options(const PlanOptions& options) {
-  if (options.stage < 0 || options.stage > 3) {
-    return refuse("stage " + std::to_string(options.stage) + " does not exist; use 0, 1, 2 or 3");
-  }
+  FOREBAY_RETURN_IF_ERROR(check_sharding_options(options));
   if (options.ranks < 1 || options.ranks > 1'000'000) {
     return refuse("ranks is " + std::to_string(options.ranks) + "; use 1 to 1000000");
   }
-  if (options.group < 1 || options.ranks % options.group != 0) {
+  if (options.ranks % options.group != 0) {
     return refuse("groups of " + std::to_string(options.group) + " ranks do not divide " +
                   std::to_string(options.ranks) + " ranks; give a number that does, 1 for no groups");
   }
-  if (options.micro_steps < 1) {
-    return refuse("micro-steps is " + std::to_string(options.micro_steps) + "; use 1 or more");
-  }
-  if (options.forwards_ahead < 0) {
-    return refuse("forwards-ahead is " + std::to_string(options.forwards_ahead) + "; use 0 or more");
-  }
-  if (options.bucket_bytes == 0) return refuse("bucket is 0 bytes; use 1 or more (16 MiB is usual)");
   if (options.chunk_bytes == 0)
     return refuse("chunk is 0 bytes; use the device's granularity (2 MiB is usual)");
-  if (options.accumulate == Accumulate::kLocal && options.stage >= 2) {
-    return refuse("accumulate local needs the whole gradient on each rank, which stage " +
-                  std::to_string(options.stage) + " does not keep; use accumulate shard, or stage 0 or 1");
-  }
-  if (options.offload == Offload::kNone) return Status();
-  if (options.offload == Offload::kOptimizerAndParameters && options.stage < 3) {
-    return refuse("offload optimizer+parameters takes the parameter shard off the device, and stage " +
-                  std::to_string(options.stage) +
-                  " keeps parameters whole; use stage 3, or offload optimizer");
-  }
-  if (!(options.offload_fraction >= 0.0 && options.offload_fraction <= 1.0)) {
-    return refuse("offload-fraction is " + std::to_string(options.offload_fraction) + "; use 0 to 1");
-  }
-  if (options.tier == Tier::kFile && options.staging_bytes < kStagingBytesMin) {
-    return refuse("offload-staging is " + std::to_string(options.staging_bytes) + " bytes; use at least " +
-                  format_bytes(kStagingBytesMin));
-  }
   return Status();
 }
 
@@ -391,30 +365,9 @@ std::uint64_t Plan::shared_bucket_count(int unit, int stages) const {
   return slice * count;
 }
 
-const char* offload_name(Offload offload) noexcept {
-  switch (offload) {
-    case Offload::kNone:
-      return "none";
-    case Offload::kOptimizer:
-      return "optimizer";
-    case Offload::kOptimizerAndParameters:
-      return "optimizer+parameters";
-  }
-  return "unknown";
-}
-
-const char* tier_name(Tier tier) noexcept {
-  return tier == Tier::kPinned ? "cpu" : "nvme";
-}
-
 std::string Plan::fingerprint_text() const {
   std::ostringstream text;
-  text << "stage " << options.stage << "\nranks " << options.ranks << "\ndtype "
-       << data_type_name(options.dtype) << "\nmicro-steps " << options.micro_steps << "\nforwards-ahead "
-       << options.forwards_ahead << "\naccumulate "
-       << (options.accumulate == Accumulate::kShard ? "shard" : "local") << "\ngroup " << options.group
-       << "\nshard-within " << (options.shard_within_group ? "group" : "all") << "\noffload "
-       << offload_name(options.offload) << "\noffload-tier " << tier_name(options.tier)
+  text << option_lines(options, &OptionRow::in_fingerprint) << "ranks " << options.ranks
        << "\nunits-on-device " << device_units << "\nbucket-columns " << bucket_columns << "\n";
   for (std::size_t unit = 0; unit < layouts.size(); ++unit) {
     text << "unit-" << unit;

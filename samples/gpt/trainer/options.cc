@@ -6,11 +6,11 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
-#include <map>
 
 #include "forebay/activation_formulas.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
+#include "forebay/sharding_arguments.h"
 #include "forebay/units.h"
 #include "model/matmul.h"
 #include "model/text.h"
@@ -24,31 +24,12 @@ constexpr int kThreadsMax = 256;           // Per rank: the same.
 constexpr double kSingleMax = 3e38;        // What reaches fp32 must not become infinite there,
 constexpr double kEpsilonMin = 1e-30;      // nor zero, by which it would divide.
 
-const std::map<std::string, DataType> kTypes = {
-    {"fp32", DataType::kFloat32}, {"bf16", DataType::kBfloat16}, {"fp16", DataType::kFloat16}};
-const std::map<std::string, Accumulate> kAccumulates = {{"shard", Accumulate::kShard},
-                                                        {"local", Accumulate::kLocal}};
-
-const std::map<std::string, Offload> kOffloads = {{"none", Offload::kNone},
-                                                  {"optimizer", Offload::kOptimizer},
-                                                  {"optimizer+parameters", Offload::kOptimizerAndParameters}};
-
-// The words of the command line that become other values once all is parsed.
+// The options that become other values once all is parsed.
 struct Words {
-  std::string dtype = "fp32";
-  std::string accumulate = "shard";
+  ShardingArguments<CLI::App> sharding;
   std::string device = "host";
-  std::string bucket = "16MiB";
-  std::string order = "rank";
-  std::string shard_within = "all";
-  std::string offload = "none";
-  std::string tier = "cpu";
-  std::string fraction = "1";
-  std::string staging = "96MiB";
-  std::string memory = "0";
   std::string recompute = "none";
   std::string activations = "keep";
-  bool no_overlap = false;
 };
 
 // A whole number that fits its type, where CLI11 would let a negative one become a large one.
@@ -83,13 +64,6 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
   add_number(app, "--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used")
       ->capture_default_str()
       ->group(group);
-  add_number(app, "--stage", o.stage,
-             "ZeRO stage: 0 none, 1 optimizer, 2 + gradients, 3 + parameters sharded")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--dtype", words.dtype, "fp32, bf16 or fp16: type of parameters and gradients")
-      ->capture_default_str()
-      ->group(group);
   app.add_option("--device", words.device,
                  "host, cuda or cuda:N: where ranks keep their memory and compute; with cuda, ranks take the "
                  "GPUs in turn")
@@ -118,69 +92,16 @@ void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
       "several times as many --micro-steps: stages wait for each other at both ends of a step")
       ->capture_default_str()
       ->group(group);
-  app.add_option(
-         "--bucket", words.bucket,
-         "Bytes of one send buffer, all ranks' slices; auto: by latency and bandwidth, which are measured "
-         "at the start")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option(
-         "--order", words.order,
-         "How gradients are added over ranks. rank: in the order of the ranks; group:G: within groups "
-         "of G consecutive ranks (a host's, say), then over the groups, which takes fewer bytes "
-         "between hosts; with --tensor-parallel or --pipeline-parallel, G counts data-parallel ranks; each "
-         "has bits of its own, the "
-         "same at every stage. fast, over NCCL: fp32 "
-         "sums are NCCL's own, whose bits depend on what it chooses")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--shard-within", words.shard_within,
-                 "all: the stage shards over all ranks; group: over the ranks of a group of --order group:G, "
-                 "and every group has all of it (hybrid sharding): more memory, gathers stay within groups, "
-                 "same bits")
-      ->capture_default_str()
-      ->group(group);
-  app.add_flag("--no-overlap", words.no_overlap,
-               "Wait for every collective where it is issued: same bits, slower")
-      ->group(group);
-  app.add_option(
-         "--memory", words.memory,
-         "Bytes of device memory per rank, e.g. 512MiB; 0: what the device has, and the ranks of a host "
-         "share what is free on it")
-      ->capture_default_str()
-      ->group(group);
+  words.sharding.add(app, kGptProgram, o);
+  CLI::Option* const order = words.sharding.option("order");
+  order->description(order->get_description() +
+                     ". fast, over NCCL: fp32 sums in the order that NCCL chooses");
+  order->type_name("rank|group:G|fast");
   add_number(app, "--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
       ->capture_default_str()
       ->group(group);
   add_number(app, "--join-deadline", o.join_deadline_seconds,
              "Seconds until all ranks must have come, where they are processes; 0: as --deadline")
-      ->capture_default_str()
-      ->group(group);
-}
-
-void add_offload_options(CLI::App& app, Words& words) {
-  const std::string group = "Below the device (same bits, whatever is chosen)";
-  app.add_option(
-         "--offload", words.offload,
-         "none; optimizer: fp32 master weights, m and v leave the device and are updated on the host; "
-         "optimizer+parameters: the parameter shard leaves too and comes up for each gather (stage 3)")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--offload-tier", words.tier,
-                 "Where to: cpu, page-locked host memory; nvme:DIR[,DIR...], files without a name in these "
-                 "directories, striped over them (gradients wait for their update in host memory)")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option(
-         "--offload-fraction", words.fraction,
-         "How much of the model that is, by elements, 0 to 1, in whole layers and at least so much; the "
-         "first "
-         "layers stay on the device. auto: measured at the start, so that the updates on both sides take as "
-         "long")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--offload-staging", words.staging,
-                 "Bytes of host memory per rank that states in files pass through, at most; at least 8MiB")
       ->capture_default_str()
       ->group(group);
 }
@@ -209,19 +130,12 @@ void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
       ->group(group);
 }
 
-void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
+void add_training_options(CLI::App& app, TrainerOptions& o) {
   const std::string group = "Training";
   app.add_option("--text", o.text,
                  "Text files, read as bytes [default: the licences in /usr/share/common-licenses]")
       ->group(group);
   add_number(app, "--batch", o.batch, "Samples per data-parallel rank and micro-step")
-      ->capture_default_str()
-      ->group(group);
-  add_number(app, "--micro-steps", o.micro_steps, "Forward and backward passes per step")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--accumulate", words.accumulate,
-                 "shard: reduce every micro-step; local: add on each rank, reduce once (stages 0 and 1)")
       ->capture_default_str()
       ->group(group);
   add_number(app, "--steps", o.steps, "Steps in all, those before a resume included")
@@ -278,62 +192,6 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   throw Error(StatusCode::kInvalidArgument, message);
 }
 
-template <typename Value>
-Value word_of(const char* option, const std::string& word, const std::map<std::string, Value>& words) {
-  const auto place = words.find(word);
-  if (place != words.end()) return place->second;
-  std::string known;
-  for (const auto& [name, value] : words) known += (known.empty() ? "" : ", ") + name;
-  refuse(std::string(option) + " " + word + ": not one of " + known);
-}
-
-std::uint64_t bytes_of(const char* option, const std::string& text) {
-  std::uint64_t bytes = 0;
-  if (!parse_bytes(text.c_str(), &bytes)) {
-    refuse(std::string(option) + " " + text + ": not a number of bytes; write 65536, 64KiB or 1.5GiB");
-  }
-  return bytes;
-}
-
-// "rank", or "group:" and the ranks of a group.
-int group_of(const std::string& text) {
-  if (text == "rank") return 1;
-  const std::string prefix = "group:";
-  int group = 0;
-  const char* const end = text.data() + text.size();
-  const bool named = text.compare(0, prefix.size(), prefix) == 0;
-  const auto read = std::from_chars(text.data() + (named ? prefix.size() : 0), end, group);
-  if (!named || read.ec != std::errc() || read.ptr != end || group < 1) {
-    refuse("--order is '" + text +
-           "'; use rank, group:G with the number of consecutive ranks that are added first, or fast");
-  }
-  return group;
-}
-
-// "cpu", or "nvme:" and directories, which go to `directories`.
-Tier tier_of(const std::string& option, const std::string& text, std::vector<std::string>& directories) {
-  if (text == "cpu") return Tier::kPinned;
-  const std::string prefix = "nvme:";
-  if (text.compare(0, prefix.size(), prefix) != 0)
-    refuse(option + text + ": not one of cpu, nvme:DIR[,DIR...]");
-  for (std::size_t begin = prefix.size(); begin <= text.size();) {
-    const std::size_t end = std::min(text.find(',', begin), text.size());
-    if (end == begin) refuse(option + text + ": a directory is empty; write nvme:DIR[,DIR...]");
-    directories.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return Tier::kFile;
-}
-
-std::optional<double> fraction_of(const char* option, const std::string& text) {
-  if (text == "auto") return std::nullopt;
-  double fraction = 0;
-  const char* const end = text.data() + text.size();
-  const auto result = std::from_chars(text.data(), end, fraction);
-  if (result.ec == std::errc() && result.ptr == end && fraction >= 0 && fraction <= 1) return fraction;
-  refuse(std::string(option) + " " + text + ": not auto or a number from 0 to 1");
-}
-
 void place_activations(const std::string& text, TrainerOptions& o) {
   const std::string partition = "partition";
   if (text == "keep") return;
@@ -343,12 +201,16 @@ void place_activations(const std::string& text, TrainerOptions& o) {
   }
   o.activations = ActivationPlacement::kPartition;
   if (text == partition) return;
-  if (text.rfind(partition + "+", 0) != 0)
-    refuse("--activations " + text +
-           ": not one of keep, partition, partition+cpu, partition+nvme:DIR[,DIR...], auto");
+  ShardingOptions tier;
   o.activations = ActivationPlacement::kPartitionAndSpill;
-  o.activation_tier =
-      tier_of("--activations partition+", text.substr(partition.size() + 1), o.activation_directories);
+  if (text.rfind(partition + "+", 0) != 0 ||
+      !set_option(tier, "offload-tier", text.substr(partition.size() + 1)).ok() ||
+      (tier.tier == Tier::kFile && tier.offload_directories.empty())) {
+    refuse("--activations is " + text +
+           "; use keep, partition, partition+cpu, partition+nvme:DIR[,DIR...] or auto");
+  }
+  o.activation_tier = tier.tier;
+  o.activation_directories = tier.offload_directories;
 }
 
 DeviceChoice device_of(const std::string& text) {
@@ -366,24 +228,11 @@ DeviceChoice device_of(const std::string& text) {
   refuse("--device " + text + ": not one of host, cuda, cuda:N (N counts GPUs from 0)");
 }
 
-void apply(const Words& words, TrainerOptions& o) {
-  o.dtype = word_of("--dtype", words.dtype, kTypes);
-  o.accumulate = word_of("--accumulate", words.accumulate, kAccumulates);
-  o.offload = word_of("--offload", words.offload, kOffloads);
-  o.tier = tier_of("--offload-tier ", words.tier, o.offload_directories);
-  o.offload_fraction = fraction_of("--offload-fraction", words.fraction);
-  o.staging_bytes = bytes_of("--offload-staging", words.staging);
+void apply(Words& words, TrainerOptions& o) {
+  o.fast_order = words.sharding.text("order") == "fast";
+  if (o.fast_order) words.sharding.skip("order");
+  throw_if_error(words.sharding.read(o));
   o.device = device_of(words.device);
-  o.bucket_auto = words.bucket == "auto";
-  if (!o.bucket_auto) o.bucket_bytes = bytes_of("--bucket", words.bucket);
-  o.fast_order = words.order == "fast";
-  o.group = o.fast_order ? 1 : group_of(words.order);
-  if (words.shard_within != "all" && words.shard_within != "group")
-    refuse("--shard-within is '" + words.shard_within + "'; use all or group");
-  o.shard_within_group = words.shard_within == "group";
-  if (o.shard_within_group && (words.order == "rank" || o.fast_order))
-    refuse("--shard-within group needs to know the groups; add --order group:G");
-  o.memory_bytes = bytes_of("--memory", words.memory);
   const std::optional<int> every = parse_recompute(words.recompute);
   if (!every) {
     refuse("--recompute " + words.recompute +
@@ -391,7 +240,6 @@ void apply(const Words& words, TrainerOptions& o) {
   }
   o.recompute_every = static_cast<std::size_t>(*every);
   place_activations(words.activations, o);
-  o.overlap = !words.no_overlap;
 }
 
 // An unset variable of a script, most often; CLI11 takes it for 0.
@@ -449,23 +297,12 @@ void check_number(const char* option, double value, double low, double below) {
 }
 
 // What the engine would refuse, before anything starts.
-void check_offload(const TrainerOptions& o) {
-  const TrainerOptions defaults;
-  const bool in_files = o.tier == Tier::kFile;
-  if (o.offload == Offload::kNone && (in_files || o.offload_fraction != defaults.offload_fraction)) {
-    refuse(std::string(in_files ? "--offload-tier" : "--offload-fraction") +
-           " says how to offload and nothing is offloaded; add --offload optimizer, or "
-           "optimizer+parameters at stage 3");
-  }
-  if (!in_files && o.staging_bytes != defaults.staging_bytes)
-    refuse("--offload-staging is what states in files pass through; add --offload-tier nvme:DIR");
-  const PlanOptions plan{.stage = o.stage,
-                         .offload = o.offload,
-                         .tier = o.tier,
-                         .offload_fraction = o.offload_fraction.value_or(1),
-                         .staging_bytes = o.staging_bytes};
-  const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
-  if (const Status status = make_plan(smallest, plan).status(); !status.ok()) refuse("--" + status.message());
+void check_sharding(const TrainerOptions& o) {
+  if (const Status status = check_sharding_options(o); !status.ok()) refuse("--" + status.message());
+  if (o.tier == Tier::kFile && o.offload_directories.empty())
+    refuse("--offload-tier is nvme without a directory; use nvme:DIR[,DIR...]");
+  if (o.tier != Tier::kFile && o.staging_bytes != ShardingOptions().staging_bytes)
+    refuse("--offload-staging is memory that states in files pass through; add --offload-tier nvme:DIR");
 }
 
 // The shortest text that reads back as the same value.
@@ -489,9 +326,8 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   Words words;
   CLI::App app("Trains a GPT-2 style model on bytes of text under ZeRO stages 0 to 3.", "forebay-gpt");
   add_model_options(app, options);
-  add_training_options(app, options, words);
+  add_training_options(app, options);
   add_engine_options(app, options, words);
-  add_offload_options(app, words);
   add_compute_options(app, options, words);
   add_file_options(app, options);
 
@@ -517,12 +353,9 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
 void check_options(const TrainerOptions& o) {
   check_sizes(o);
   static_cast<void>(describe_units(o.model));  // Checks that heads divide hidden.
-  if (o.stage < 0 || o.stage > 3)
-    refuse("--stage " + std::to_string(o.stage) + ": the stages are 0, 1, 2 and 3");
+  check_sharding(o);
   check_count("--ranks", std::max(o.ranks, 0), kRanksMax);
-  check_positive("--micro-steps", o.micro_steps >= 1);
   if (o.steps >> 62 != 0) refuse("--steps must be less than 2^62");
-  check_positive("--bucket", o.bucket_bytes >= 1);
   check_positive("--deadline", o.deadline_seconds >= 1);
   if (o.join_deadline_seconds < 0) refuse("--join-deadline must be at least 0");
   if (o.threads < 0 || o.threads > kThreadsMax) {
@@ -548,12 +381,6 @@ void check_options(const TrainerOptions& o) {
         "known "
         "only afterwards; give --bucket a size");
   }
-  if (o.accumulate == Accumulate::kLocal && o.stage >= 2) {
-    refuse(
-        "--accumulate local works at stages 0 and 1, where each rank holds all gradients; use --accumulate "
-        "shard");
-  }
-  check_offload(o);
   const bool is_process = starts_processes(o.communicator);
   const bool over_nccl = uses_nccl(o.communicator);
   if (!o.communicator.empty() && !is_process && !over_nccl && o.communicator != "local") {
@@ -665,9 +492,7 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
           {"dropout", exact(o.dropout)},
           {"tensor-parallel", std::to_string(o.tensor_parallel)},
           {"pipeline-parallel", std::to_string(o.pipeline_parallel)},
-          {"order", o.fast_order   ? "fast"
-                    : o.group == 1 ? "rank"
-                                   : "group:" + std::to_string(o.group)},
+          {"order", o.fast_order ? "fast" : option_text(o, "order")},
           {"device", o.device.cuda ? "cuda" : "host"},
           {"matmul", o.matmul},
           {"initial", given(o.initial_file)}};
@@ -679,7 +504,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
   for (const auto& [name, value] : training_of(o)) all.emplace_back("--" + name, value);
   const std::pair<std::string, std::string> more[] = {
       {"--steps", std::to_string(o.steps)},   {"--recompute", recompute_name(o)},
-      {"--activations", activations_name(o)}, {"--offload-staging", std::to_string(o.staging_bytes)},
+      {"--activations", activations_name(o)}, {"--offload-staging", option_text(o, "offload-staging")},
       {"--save-state", given(o.save_state)},  {"--save-every", std::to_string(o.save_every)},
       {"--load-state", given(o.load_state)},  {"--export", given(o.export_file)}};
   all.insert(all.end(), std::begin(more), std::end(more));

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "forebay/activation_plan.h"
-#include "forebay/data_type.h"
-#include "forebay/plan.h"
+#include "forebay/sharding_options.h"
 #include "model/shape.h"
 #include "trainer/grid.h"
 
@@ -23,12 +22,10 @@ struct DeviceChoice {
   friend bool operator==(const DeviceChoice&, const DeviceChoice&) = default;
 };
 
-struct TrainerOptions {
+struct TrainerOptions : ShardingOptions {
   GptShape model;
 
   int ranks = 1;
-  int stage = 0;
-  DataType dtype = DataType::kFloat32;
   DeviceChoice device;
   // As the command line has it; empty: "auto" for more than one rank on the host, otherwise "local".
   std::string communicator;
@@ -47,9 +44,7 @@ struct TrainerOptions {
   std::vector<std::string> activation_directories;  // Of tier kFile.
   double dropout = 0;
 
-  std::size_t batch = 8;  // Samples per data-parallel rank and micro-step.
-  int micro_steps = 1;
-  Accumulate accumulate = Accumulate::kShard;
+  std::size_t batch = 8;      // Samples per data-parallel rank and micro-step.
   std::uint64_t steps = 100;  // In all, those before a resume included.
   double lr = 1e-3;
   double weight_decay = 0.1;
@@ -61,18 +56,7 @@ struct TrainerOptions {
   std::uint64_t seed = 1;
   std::vector<std::string> text;  // Empty: default_text_files().
 
-  std::uint64_t bucket_bytes = 16u << 20;
-  bool bucket_auto = false;
-  int group = 1;  // Ranks that gradients are added among first.
-  bool shard_within_group = false;
-  bool fast_order = false;  // NCCL's own sums.
-  Offload offload = Offload::kNone;
-  Tier tier = Tier::kPinned;
-  std::vector<std::string> offload_directories;  // Of tier kFile.
-  std::optional<double> offload_fraction = 1;    // Of the model's elements. None: the engine chooses.
-  std::uint64_t staging_bytes = 96u << 20;       // Of tier kFile.
-  bool overlap = true;
-  std::uint64_t memory_bytes = 0;
+  bool fast_order = false;  // NCCL adds gradients in an order of its own.
 
   std::string save_state;
   std::uint64_t save_every = 0;

@@ -87,39 +87,28 @@ std::string report_json(const TrainingReport& report) {
     ranks[rank]["traffic"] = traffic_json(report.traffic[rank]);
   Json training = Json::object();
   for (const auto& [name, value] : report.training) training[name] = value;
-  const Json json = {{"world_size", report.world_size},
-                     {"training", training},
-                     {"tensor_parallel", report.tensor_parallel},
-                     {"pipeline_parallel", report.pipeline_parallel},
-                     {"data_parallel", report.data_parallel},
-                     {"recompute", report.recompute},
-                     {"activations", report.activations},
-                     {"dropout", report.dropout},
-                     {"stage", report.stage},
-                     {"dtype", data_type_name(report.dtype)},
-                     {"micro_steps", report.micro_steps},
-                     {"accumulate", report.accumulate == Accumulate::kLocal ? "local" : "shard"},
-                     {"offload", offload_name(report.offload)},
-                     {"offload_tier", tier_name(report.tier)},
-                     {"offload_fraction", report.offload_fraction},
-                     {"offloaded_parameters", report.offloaded_parameters},
-                     {"store", report.store},
-                     {"parameters", report.parameters},
-                     {"first_step", report.first_step},
-                     {"steps", report.steps},
-                     {"loss", losses},
-                     {"grad_norm", norms},
-                     {"digest", report.digest},
-                     {"tokens_per_second", report.tokens_per_second},
-                     {"compute_threads", report.compute_threads},
-                     {"device", report.device},
-                     {"communicator", report.communicator},
-                     {"bucket_bytes", report.bucket_bytes},
-                     {"group", report.group},
-                     {"shard_within_group", report.shard_within_group},
-                     {"matmul", report.matmul},
-                     {"interrupted", report.interrupted},
-                     {"ranks", ranks}};
+  Json json = {{"world_size", report.world_size},           {"training", training},
+               {"tensor_parallel", report.tensor_parallel}, {"pipeline_parallel", report.pipeline_parallel},
+               {"data_parallel", report.data_parallel},     {"recompute", report.recompute},
+               {"activations", report.activations},         {"dropout", report.dropout}};
+  for (const OptionRow& row : sharding_option_table()) {
+    if (row.report_key != nullptr) json[row.report_key] = Json::parse(option_json(report.sharding, row));
+  }
+  json.update({{"offloaded_parameters", report.offloaded_parameters},
+               {"store", report.store},
+               {"parameters", report.parameters},
+               {"first_step", report.first_step},
+               {"steps", report.steps},
+               {"loss", losses},
+               {"grad_norm", norms},
+               {"digest", report.digest},
+               {"tokens_per_second", report.tokens_per_second},
+               {"compute_threads", report.compute_threads},
+               {"device", report.device},
+               {"communicator", report.communicator},
+               {"matmul", report.matmul},
+               {"interrupted", report.interrupted},
+               {"ranks", ranks}});
   // Paths may hold any bytes; JSON may not.
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }

@@ -72,28 +72,12 @@ constexpr const char* kCountedOperations[] = {"reduce_scatter", "all_gather", "e
 
 EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline,
                              Grid& grid) {
-  EngineOptions engine;
+  EngineOptions engine{o};
   engine.forwards_ahead = forwards_ahead(grid.stage());
   if (grid.part_count() > 1) engine.grid = &grid.world();
   engine.counts_replicated = grid.at().tensor == 0;
   if (!o.timeline_file.empty()) engine.timeline = timeline;
-  engine.stage = o.stage;
-  engine.dtype = o.dtype;
-  engine.micro_steps = o.micro_steps;
-  engine.accumulate = o.accumulate;
-  engine.bucket_bytes = o.bucket_bytes;
-  engine.bucket_auto = o.bucket_auto;
-  engine.group = o.group;
-  engine.shard_within_group = o.shard_within_group;
-  engine.offload = o.offload;
-  engine.tier = o.tier;
-  engine.offload_fraction = o.offload_fraction.value_or(1);
-  engine.offload_auto = !o.offload_fraction.has_value();
-  engine.offload_directories = o.offload_directories;
-  engine.staging_bytes = o.staging_bytes;
   engine.host_threads = threads;
-  engine.overlap = o.overlap;
-  engine.memory_bytes = o.memory_bytes;
   engine.beta1 = o.beta1;
   engine.beta2 = o.beta2;
   engine.epsilon = o.epsilon;
@@ -674,24 +658,19 @@ class Trainer {
     report.recompute = recompute_name(options_);
     report.activations = chosen_activations();
     report.dropout = options_.dropout;
-    report.stage = options_.stage;
-    report.dtype = options_.dtype;
-    report.micro_steps = options_.micro_steps;
-    report.accumulate = options_.accumulate;
-    report.offload = options_.offload;
-    report.tier = options_.tier;
+    report.sharding = options_;
+    report.sharding.bucket_bytes = engine_.plan().options.bucket_bytes;
     report.offloaded_parameters = offloaded_parameters();
     report.store = statistics.store_description;
     report.communicator = communicator_.name();
-    report.bucket_bytes = engine_.plan().options.bucket_bytes;
-    report.group = options_.group;
-    report.shard_within_group = options_.shard_within_group;
     report.device = rank_.on_gpu() ? rank_.backend->capabilities().name : "host";
     report.matmul = operations_->matmul();
     report.compute_threads = rank_.threads;
     report.parameters = parameter_count(options_.model);
-    report.offload_fraction = options_.offload_fraction.value_or(
-        static_cast<double>(report.offloaded_parameters) / static_cast<double>(report.parameters));
+    if (options_.offload_auto) {
+      report.sharding.offload_fraction =
+          static_cast<double>(report.offloaded_parameters) / static_cast<double>(report.parameters);
+    }
     const double step_seconds = report.ranks.front().step_ms / 1e3;
     report.tokens_per_second = step_seconds > 0 ? tokens_per_step() / step_seconds : 0;
     report.digest = digest();

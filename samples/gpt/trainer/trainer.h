@@ -76,20 +76,11 @@ struct TrainingReport {
   std::string recompute = "none";
   std::string activations = "keep";  // Asked for, or chosen.
   double dropout = 0;
-  int stage = 0;
-  DataType dtype = DataType::kFloat32;
-  int micro_steps = 1;
-  Accumulate accumulate = Accumulate::kShard;
-  Offload offload = Offload::kNone;
-  Tier tier = Tier::kPinned;
-  double offload_fraction = 1;             // Asked for, or chosen.
+  ShardingOptions sharding;                // Measured values in place of "auto".
   std::uint64_t offloaded_parameters = 0;  // In units that are not on the device.
   std::string store;                       // Rank 0's, where the tier is files.
   std::string device;                      // Rank 0's: "host", or "cuda:0 NVIDIA H200".
   std::string communicator;
-  std::uint64_t bucket_bytes = 0;  // Asked for, or chosen.
-  int group = 1;                   // Ranks that gradients are added among first.
-  bool shard_within_group = false;
   std::string matmul;
   int compute_threads = 1;
   std::uint64_t parameters = 0;

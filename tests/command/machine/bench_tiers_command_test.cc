@@ -220,7 +220,7 @@ TEST(BenchTiersCommand, ExplainsItsUnitsAndDefaults) {
 
   EXPECT_EQ(finished.exit_code, 0);
   for (const char* words : {"--bytes BYTES=256MiB", "--seconds S=12", "--device DEVICE=host", "64KiB", "GB/s",
-                            "--memory,--device-budget BYTES"}) {
+                            "--memory BYTES", "--device-budget BYTES"}) {
     EXPECT_NE(finished.output.find(words), std::string::npos) << words << "\n" << finished.output;
   }
 }

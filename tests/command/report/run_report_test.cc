@@ -69,12 +69,11 @@ TEST(RunReport, FormulasKnowGroups) {
       ModelShape model;
       model.units.push_back({.name = "all", .parameters = {{.name = "all", .count = 1'024'000}}});
       run.parameters = 1'024'000;
-      const Plan plan = make_plan(model, {.stage = stage,
-                                          .ranks = 8,
-                                          .group = 2,
-                                          .shard_within_group = hybrid,
-                                          .dtype = DataType::kBfloat16})
-                            .value();
+      const Plan plan =
+          make_plan(
+              model,
+              {{.stage = stage, .dtype = DataType::kBfloat16, .group = 2, .shard_within_group = hybrid}, 8})
+              .value();
       EXPECT_EQ(model_state_formula_bytes(run), static_cast<double>(plan.bytes.model_states()));
       // The ranks tell each other a little besides; one unit is gathered once and not twice at stage 3.
       const double gathered_again = stage == 3 ? 2 * 1'024'000.0 * (hybrid ? 1.0 / 2 : 7.0 / 8) : 0;

@@ -54,11 +54,8 @@ void for_all_options(Check check) {
     for (const DataType dtype : kTypes) {
       for (const int micro_steps : {1, 3}) {
         for (int stage = 0; stage <= 3; ++stage) {
-          const PlanOptions options{.stage = stage,
-                                    .ranks = ranks,
-                                    .dtype = dtype,
-                                    .micro_steps = micro_steps,
-                                    .bucket_bytes = 64_KiB};
+          const PlanOptions options{
+              {.stage = stage, .dtype = dtype, .micro_steps = micro_steps, .bucket_bytes = 64_KiB}, ranks};
           SCOPED_TRACE("stage " + std::to_string(stage) + " ranks " + std::to_string(ranks) + " " +
                        data_type_name(dtype) + " micro-steps " + std::to_string(micro_steps));
           check(options);
@@ -91,7 +88,7 @@ TEST(Plan, PersistentPoolsAreTheFormulasOverThePaddedParameters) {
 TEST(Plan, PaddingIsBoundedByTheAlignmentAndOneGranulePerUnit) {
   const ModelShape model = awkward_model(5);
   for (const int ranks : kRanks) {
-    const Plan plan = plan_of(model, {.stage = 3, .ranks = ranks});
+    const Plan plan = plan_of(model, {{.stage = 3}, ranks});
     for (std::size_t u = 0; u < model.units.size(); ++u) {
       const std::vector<ParameterShape>& parameters = model.units[u].parameters;
       std::uint64_t end = 0;
@@ -143,7 +140,7 @@ TEST(Plan, BucketsAreTheSameForTenMillionAndABillionParameters) {
       for (int stage = 0; stage < 4; ++stage) {
         for (const int micro_steps : {1, 4}) {
           const PlanOptions options{
-              .stage = stage, .ranks = 4, .dtype = type, .micro_steps = micro_steps, .bucket_bytes = bucket};
+              {.stage = stage, .dtype = type, .micro_steps = micro_steps, .bucket_bytes = bucket}, 4};
           const std::uint64_t of_small = plan_of(small, options).bytes.buckets;
           const std::uint64_t of_large = plan_of(large, options).bytes.buckets;
           EXPECT_GE(of_large, of_small) << "stage " << stage << ", bucket " << bucket;
@@ -158,7 +155,7 @@ TEST(Plan, BucketsAreTheSameForTenMillionAndABillionParameters) {
 TEST(Plan, GathersNothingBelowStage2AndNoParametersBelowStage3) {
   const ModelShape model = awkward_model(4);
   const auto gathered = [&](int stage) {
-    return plan_of(model, {.stage = stage, .ranks = 3, .dtype = DataType::kBfloat16}).bytes.gathered;
+    return plan_of(model, {{.stage = stage, .dtype = DataType::kBfloat16}, 3}).bytes.gathered;
   };
   EXPECT_EQ(gathered(0), 0u);
   EXPECT_EQ(gathered(1), 0u);
@@ -170,7 +167,7 @@ TEST(Plan, GivesTheOwnerOfATiedParameterASlotOfItsOwn) {
   ModelShape tied = awkward_model(4);
   ModelShape untied = tied;
   untied.units.back().tied.clear();
-  const PlanOptions options{.stage = 3, .ranks = 4};
+  const PlanOptions options{{.stage = 3}, 4};
 
   const Plan with = plan_of(tied, options);
   const Plan without = plan_of(untied, options);
@@ -182,7 +179,7 @@ TEST(Plan, GivesTheOwnerOfATiedParameterASlotOfItsOwn) {
 
 TEST(Plan, CountsAFrozenParameterOnlyAsAParameter) {
   for (const int stage : {0, 1, 2, 3}) {
-    const PlanOptions options{.stage = stage, .ranks = 3, .dtype = DataType::kBfloat16};
+    const PlanOptions options{{.stage = stage, .dtype = DataType::kBfloat16}, 3};
     ModelShape model = awkward_model(2);
     const Plan before = plan_of(model, options);
     model.units[1].parameters.push_back({.name = "frozen", .count = 10'001, .frozen = true});
@@ -203,9 +200,8 @@ TEST(Plan, CountsAFrozenParameterOnlyAsAParameter) {
 TEST(Plan, BucketsHaveTheOptionsSizeForEveryModel) {
   for (const std::uint64_t asked : {std::uint64_t{1}, 10'000 + std::uint64_t{7}, 64_KiB, 1_MiB}) {
     for (const int ranks : kRanks) {
-      const Plan plan =
-          plan_of(awkward_model(3),
-                  {.stage = 2, .ranks = ranks, .dtype = DataType::kBfloat16, .bucket_bytes = asked});
+      const Plan plan = plan_of(awkward_model(3),
+                                {{.stage = 2, .dtype = DataType::kBfloat16, .bucket_bytes = asked}, ranks});
       const std::uint64_t slice_bytes = static_cast<std::uint64_t>(ranks) * 2;
       EXPECT_EQ(plan.bucket_columns % kLeaf, 0u);
       EXPECT_GE(plan.bucket_columns, kLeaf);
@@ -276,7 +272,7 @@ TEST(Plan, SendsTwoPsiBelowStage3AndAtMostThreeAtIt) {
 TEST(Plan, LocalAccumulationReducesOnceAStepAndKeepsNoSecondAccumulator) {
   const ModelShape model = awkward_model(3);
   for (const int stage : {0, 1}) {
-    PlanOptions options{.stage = stage, .ranks = 4, .micro_steps = 5, .accumulate = Accumulate::kLocal};
+    PlanOptions options{{.stage = stage, .micro_steps = 5, .accumulate = Accumulate::kLocal}, 4};
     const Plan local = plan_of(model, options);
     options.micro_steps = 1;
     options.accumulate = Accumulate::kShard;
@@ -288,7 +284,7 @@ TEST(Plan, LocalAccumulationReducesOnceAStepAndKeepsNoSecondAccumulator) {
 
 TEST(Plan, ChangesItsFingerprintWithEveryOptionThatRanksMustAgreeOn) {
   const ModelShape model = awkward_model(2);
-  const PlanOptions options{.stage = 2, .ranks = 3};
+  const PlanOptions options{{.stage = 2}, 3};
   const std::string text = plan_of(model, options).fingerprint_text();
   EXPECT_EQ(plan_of(model, options).fingerprint_text(), text);
   PlanOptions other = options;
@@ -306,26 +302,26 @@ TEST(Plan, RefusesOptionsByName) {
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
     return status.message();
   };
-  EXPECT_NE(message({.stage = 4}).find("stage 4"), std::string::npos);
-  EXPECT_NE(message({.stage = -1}).find("stage -1"), std::string::npos);
+  EXPECT_NE(message({{.stage = 4}}).find("stage is 4; use 0, 1, 2 or 3"), std::string::npos);
+  EXPECT_NE(message({{.stage = -1}}).find("stage is -1"), std::string::npos);
   EXPECT_NE(message({.ranks = 0}).find("ranks is 0"), std::string::npos);
-  EXPECT_NE(message({.micro_steps = 0}).find("micro-steps is 0"), std::string::npos);
-  EXPECT_NE(message({.bucket_bytes = 0}).find("bucket"), std::string::npos);
+  EXPECT_NE(message({{.micro_steps = 0}}).find("micro-steps is 0"), std::string::npos);
+  EXPECT_NE(message({{.bucket_bytes = 0}}).find("bucket"), std::string::npos);
   EXPECT_NE(message({.chunk_bytes = 0}).find("chunk"), std::string::npos);
   for (const int stage : {2, 3}) {
-    EXPECT_NE(message({.stage = stage, .accumulate = Accumulate::kLocal}).find("accumulate local"),
+    EXPECT_NE(message({{.stage = stage, .accumulate = Accumulate::kLocal}}).find("accumulate local"),
               std::string::npos);
   }
   for (const int stage : {0, 1, 2}) {
-    EXPECT_NE(message({.stage = stage, .offload = Offload::kOptimizerAndParameters}).find("use stage 3"),
+    EXPECT_NE(message({{.stage = stage, .offload = Offload::kOptimizerAndParameters}}).find("use stage 3"),
               std::string::npos);
   }
   for (const double fraction : {-0.1, 1.1, std::numeric_limits<double>::quiet_NaN()}) {
-    EXPECT_NE(message({.offload = Offload::kOptimizer, .offload_fraction = fraction}).find("use 0 to 1"),
+    EXPECT_NE(message({{.offload = Offload::kOptimizer, .offload_fraction = fraction}}).find("use 0 to 1"),
               std::string::npos);
   }
-  EXPECT_NE(message({.offload = Offload::kOptimizer, .tier = Tier::kFile, .staging_bytes = 4096})
-                .find("offload-staging is 4096 bytes"),
+  EXPECT_NE(message({{.offload = Offload::kOptimizer, .tier = Tier::kFile, .staging_bytes = 4096}})
+                .find("offload-staging is 4KiB; use at least 8 MiB"),
             std::string::npos);
 }
 

@@ -241,7 +241,7 @@ TEST(EngineGrid, LeavesActivationsTheRoomOfTheTightestRank) {
       const int world_rank = rank.communicator->rank();
       const std::unique_ptr<Communicator> world = std::move(rank.communicator);
       rank.communicator = value_or_throw(world->split(world_rank % 3, world_rank));
-      EngineOptions options{.stage = 2, .grid = world.get()};
+      EngineOptions options{{.stage = 2}, world.get()};
       options.memory_bytes = (16u << 20) + static_cast<std::uint64_t>(world_rank) * 100'000;
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
       for (int u = 0; u <= world_rank % 3; ++u)

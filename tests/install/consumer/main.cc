@@ -17,7 +17,8 @@ int main() {
 
     forebay::ModelShape model;
     model.units.push_back({.name = "block", .parameters = {{.name = "weight", .count = 4096}}});
-    const forebay::Plan plan = forebay::value_or_throw(forebay::make_plan(model, {.stage = 3, .ranks = 4}));
+    const forebay::Plan plan =
+        forebay::value_or_throw(forebay::make_plan(model, {{.stage = 3}, /*ranks=*/4}));
     // fp32 at stage 3: 16 bytes a parameter over 4 ranks.
     if (plan.bytes.model_states() != 16u * 4096 / 4) return 1;
   } catch (const forebay::Error& error) {

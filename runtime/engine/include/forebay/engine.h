@@ -77,48 +77,19 @@ struct LossScaleOptions {
   double minimum = 1.0;
 };
 
-struct EngineOptions {
-  int stage = 0;
-  DataType dtype = DataType::kFloat32;
-  int micro_steps = 1;
-  int forwards_ahead = 0;  // See above.
-  Accumulate accumulate = Accumulate::kShard;
-  // Order group(g): gradients are added within groups of this many consecutive ranks first, then across them
-  // (grouped_communicator.h). 1: in the order of the ranks. Other bits, the same at every stage.
-  int group = 1;
-  // Hybrid sharding: what the stage shards is sharded over the ranks of a group, and each group has all of
-  // it. The bits are those of the same groups without it.
-  bool shard_within_group = false;
-  // Of a model that is cut over tensor- or pipeline-parallel ranks too: all ranks together, from which the
-  // engine's communicator, the data-parallel one, was split. They take one decision about every step: the
-  // norm is over all of them, in order of their slices and then of their ranks here, and so are
+struct EngineOptions : ShardingOptions {
+  // For a model divided over tensor- or pipeline-parallel ranks: all ranks together. The engine's
+  // communicator, the data-parallel one, was split from it. All its ranks take one decision about every step:
+  // the norm is over all of them, in order of their slices and then of their ranks here, and so are
   // StepResult::metric_sum and stop. Not owned; outlives the engine. Null: the communicator's ranks.
   Communicator* grid = nullptr;
-  // Of the tensor-parallel ranks one, the first, counts replicated parameters in the norm.
+  // Only the first tensor-parallel rank counts replicated parameters in the norm.
   bool counts_replicated = true;
-  std::uint64_t bucket_bytes = 16u << 20;
-  // bucket_bytes is chosen at commit, from the latency and the bandwidth that rank 0 measures: 256 KiB to 64
-  // MiB, such that latency is a twentieth of a collective. Same bits. With one rank it is left as it is.
-  bool bucket_auto = false;
-  // The optimizer below the device: its update runs on the host, unit by unit, while the next step's first
-  // units are on their way. Same bits.
-  Offload offload = Offload::kNone;
-  Tier tier = Tier::kPinned;
-  double offload_fraction = 1.0;  // Of the model's elements; see PlanOptions.
-  // Tier kFile: where the files are; with several, states are striped over them. They have no name there.
-  std::vector<std::string> offload_directories;
-  std::uint64_t staging_bytes = 96u << 20;  // Tier kFile: host memory that states pass through, at most.
-  // offload_fraction is chosen at commit: the part of the update that is offloaded and the part on the device
-  // are measured, and it is such that both take as long; more is offloaded where the budget asks for it.
-  bool offload_auto = false;
   Timeline* timeline = nullptr;  // Not owned; outlives the engine. Null: nothing is marked.
   int host_threads = 0;          // Of the update on the host; 0: as many as the machine has. Same bits.
   // Processors that these threads are kept to, as the kernel numbers them, one each; then host_threads is not
   // looked at. Those near the device are in Topology's Placement (topology.h). Empty: anywhere.
   std::vector<int> host_processors;
-  bool spillable = false;          // Engine::spill works; up to a chunk more of device memory for each pool.
-  bool overlap = true;             // False: every collective is waited for where it is issued. Same bits.
-  std::uint64_t memory_bytes = 0;  // Device budget of this rank; 0: what the backend has.
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
   LossScaleOptions loss_scale;
   // More "name, value" pairs that must be the same on every rank, of `grid` if there is one; commit() names

@@ -20,29 +20,10 @@
 #include <string>
 #include <vector>
 
-#include "forebay/data_type.h"
+#include "forebay/sharding_options.h"
 #include "forebay/status.h"
 
 namespace forebay {
-
-// Where micro-steps add up (ARCHITECTURE.md, "The numeric contract").
-enum class Accumulate : std::uint8_t {
-  kShard,  // Every micro-step is reduced; the owner adds in fp32. All stages.
-  kLocal,  // Each rank adds locally in the gradient type; one reduction a step. Stages 0 and 1.
-};
-
-// Which states live below the device and only visit it.
-enum class Offload : std::uint8_t {
-  kNone,
-  kOptimizer,               // fp32 master, m and v: the update runs on the host.
-  kOptimizerAndParameters,  // Stage 3: the parameter shard too, which then comes up for each gather.
-};
-
-// Where what is offloaded lives.
-enum class Tier : std::uint8_t {
-  kPinned,  // Page-locked host memory.
-  kFile,    // Files. Gradients still wait for their unit's update in page-locked memory.
-};
 
 // One parameter of a model.
 struct ParameterShape {
@@ -81,42 +62,21 @@ struct ModelShape {
   std::uint64_t parameter_count() const;
 };
 
-struct PlanOptions {
-  int stage = 0;  // 0 data parallel, 1 optimizer states, 2 + gradients, 3 + parameters.
+// The plan does not depend on ShardingOptions::overlap, memory_bytes or offload_directories, and knows no
+// measurements: bucket_auto and offload_auto are taken as false.
+struct PlanOptions : ShardingOptions {
   int ranks = 1;  // Data-parallel ranks.
-  // Order group(g): reductions are within groups of this many consecutive ranks first, then across them
-  // (grouped_communicator.h). 1: in the order of the ranks.
-  int group = 1;
-  // Hybrid sharding: the stage shards over the ranks of a group, and each group has all of it.
-  bool shard_within_group = false;
-  // Of a model that is cut over tensor- or pipeline-parallel ranks: all that decide about a step together,
-  // and the units of whichever has most; 0: just these ranks, these units.
+  // For a model divided over tensor- or pipeline-parallel ranks: all ranks that decide about a step together,
+  // and the largest number of units of any of them. 0: these ranks, these units.
   int deciding_ranks = 0;
   std::uint64_t deciding_units = 0;
-  DataType dtype = DataType::kFloat32;  // Of parameters and gradients. 2-byte types get an fp32 master.
-  int micro_steps = 1;                  // K: forward/backward passes per step.
-  // Forward passes of micro-steps that run ahead of the backward pass of an earlier one: at stage 3, other
-  // gathers.
-  int forwards_ahead = 0;
-  Accumulate accumulate = Accumulate::kShard;
-  std::uint64_t bucket_bytes =
-      16u << 20;  // One bucket: all N slices of a column range. Rounded to 512 columns.
   std::uint64_t chunk_bytes = 2u << 20;  // The device's mapping granularity, for reserved bytes.
-  Offload offload = Offload::kNone;
-  Tier tier = Tier::kPinned;
-  // How much of the model is offloaded, by elements, 0 to 1; the rest stays on the device whole. That is the
-  // first units, which the next step needs first.
-  double offload_fraction = 1.0;
-  int device_units = -1;  // Not negative: just so many, whatever the fraction.
-  // Each pool has chunks of its own, so that it can be spilled: up to a chunk more each.
-  bool spillable = false;
-  // Tier kFile: host memory that states pass through, at most. Smaller: smaller pieces, and more of them.
-  std::uint64_t staging_bytes = 96u << 20;
+  int device_units = -1;  // Units to keep on the device, whatever the fraction. -1: by the fraction.
 
-  // The ranks that a unit is sharded over, and how often that is done: shards() * replicas() is `ranks`.
+  // Ranks that a unit is sharded over, and copies of the sharded model: shards() * replicas() is `ranks`.
   int shards() const { return shard_within_group ? group : ranks; }
   int replicas() const { return ranks / shards(); }
-  // Whether reductions are in two levels.
+  // Whether gradients are reduced in two levels.
   bool in_groups() const { return group > 1 || shard_within_group; }
 };
 
@@ -326,9 +286,6 @@ struct Plan {
   // One "key value" line per option and per unit. Ranks with the same text have the same plan.
   std::string fingerprint_text() const;
 };
-
-const char* offload_name(Offload offload) noexcept;  // "none", "optimizer", "optimizer+parameters"
-const char* tier_name(Tier tier) noexcept;           // "cpu", "nvme"
 
 // Computes the plan of a model.
 //
