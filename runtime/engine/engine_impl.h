@@ -86,10 +86,10 @@ struct Engine::Impl : StepContext {
   void describe_unit(int unit);
   void note_segments(int unit);
   void note_uncounted(int unit);
-  void place(const Placement& placement);
-  void place_of_unit(const Placement& placement, std::byte* address);
-  void place_state(const Placement& placement, std::byte* address);
-  OffloadedRange place_range(const Placement& placement, std::byte* address);
+  void place(const StatePlacement& placement);
+  void place_of_unit(const StatePlacement& placement, std::byte* address);
+  void place_state(const StatePlacement& placement, std::byte* address);
+  OffloadedRange place_range(const StatePlacement& placement, std::byte* address);
   void complete_unit(int unit);
   void complete_offloaded_unit(int unit);
   DevicePtr alias_of(int slot, std::uint64_t bytes);

@@ -134,7 +134,7 @@ std::unique_ptr<StagingBuffers> Engine::Impl::staging_buffers(Role role, std::ui
 void Engine::Impl::place_units() {
   units.resize(plan.layouts.size());
   for (int index = 0; index < unit_count(); ++index) describe_unit(index);
-  for (const Placement& placement : plan.placements) place(placement);
+  for (const StatePlacement& placement : plan.placements) place(placement);
   for (int index = 0; index < unit_count(); ++index) complete_unit(index);
   if (pinned == nullptr)
     pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .huge_pages = false}));
@@ -205,7 +205,7 @@ void Engine::Impl::note_uncounted(int index) {
   }
 }
 
-void Engine::Impl::place(const Placement& placement) {
+void Engine::Impl::place(const StatePlacement& placement) {
   std::byte* const base = memory(placement.pool).data();
   std::byte* const address = base == nullptr ? nullptr : base + placement.offset;
   const auto number = static_cast<std::size_t>(placement.index);
@@ -243,7 +243,7 @@ void Engine::Impl::place(const Placement& placement) {
   }
 }
 
-void Engine::Impl::place_of_unit(const Placement& placement, std::byte* address) {
+void Engine::Impl::place_of_unit(const StatePlacement& placement, std::byte* address) {
   Unit& u = unit(placement.index);
   switch (placement.role) {
     case Role::kParameters:
@@ -275,7 +275,7 @@ void Engine::Impl::place_of_unit(const Placement& placement, std::byte* address)
   }
 }
 
-void Engine::Impl::place_state(const Placement& placement, std::byte* address) {
+void Engine::Impl::place_state(const StatePlacement& placement, std::byte* address) {
   Unit& u = unit(placement.index);
   const auto field = static_cast<std::size_t>(placement.role) - static_cast<std::size_t>(Role::kMaster);
   if (placement.pool == Pool::kFiles) {
@@ -287,7 +287,7 @@ void Engine::Impl::place_state(const Placement& placement, std::byte* address) {
 }
 
 // Host memory at `address`, or a new range of the store, which reads as zeros.
-OffloadedRange Engine::Impl::place_range(const Placement& placement, std::byte* address) {
+OffloadedRange Engine::Impl::place_range(const StatePlacement& placement, std::byte* address) {
   OffloadedRange range;
   range.host = address;
   if (placement.pool != Pool::kFiles) return range;

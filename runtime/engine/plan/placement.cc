@@ -47,7 +47,7 @@ class Placer {
     placements_.reserve(kTypicalPerUnit * model.units.size());
   }
 
-  std::vector<Placement> place() {
+  std::vector<StatePlacement> place() {
     place_slots();
     place_buckets();
     add(Role::kActivations, Pool::kActivations, round_up(model_.activation_bytes, kBlockGranule));
@@ -168,7 +168,7 @@ class Placer {
   const PlanOptions& options_;
   const std::uint64_t element_;
   std::array<std::uint64_t, kPoolCount> ends_{};
-  std::vector<Placement> placements_;
+  std::vector<StatePlacement> placements_;
 };
 
 std::uint64_t& host_total(HostBytes& bytes, Role role) {
@@ -190,7 +190,7 @@ std::uint64_t& file_total(FileBytes& bytes, Role role) {
 }
 
 // The total of the plan that counts the placement.
-std::uint64_t& total_of(Plan& plan, const Placement& placement) {
+std::uint64_t& total_of(Plan& plan, const StatePlacement& placement) {
   switch (placement.pool) {
     case Pool::kParameters:
       return plan.bytes.parameters;
@@ -216,7 +216,7 @@ std::uint64_t& total_of(Plan& plan, const Placement& placement) {
 
 }  // namespace
 
-std::vector<Placement> make_placements(const ModelShape& model, const Plan& plan) {
+std::vector<StatePlacement> make_placements(const ModelShape& model, const Plan& plan) {
   return Placer(model, plan).place();
 }
 
@@ -224,12 +224,12 @@ void add_up_placements(Plan& plan) {
   plan.bytes = {};
   plan.host_bytes = {};
   plan.file_bytes = {};
-  for (const Placement& placement : plan.placements) total_of(plan, placement) += placement.bytes;
+  for (const StatePlacement& placement : plan.placements) total_of(plan, placement) += placement.bytes;
 }
 
 std::uint64_t Plan::bytes_in(Pool pool) const {
   std::uint64_t sum = 0;
-  for (const Placement& placement : placements) {
+  for (const StatePlacement& placement : placements) {
     if (placement.pool == pool) sum += placement.bytes;
   }
   return sum;
@@ -237,7 +237,7 @@ std::uint64_t Plan::bytes_in(Pool pool) const {
 
 std::uint64_t Plan::bytes_of(Role role) const {
   std::uint64_t sum = 0;
-  for (const Placement& placement : placements) {
+  for (const StatePlacement& placement : placements) {
     if (placement.role == role) sum += placement.bytes;
   }
   return sum;

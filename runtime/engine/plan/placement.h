@@ -11,7 +11,7 @@ namespace forebay {
 // Places every buffer of the engine: its own buffers first, then the buffers of each unit.
 //
 // Requires: `plan` is complete but for its placements, bytes and traffic.
-std::vector<Placement> make_placements(const ModelShape& model, const Plan& plan);
+std::vector<StatePlacement> make_placements(const ModelShape& model, const Plan& plan);
 
 // Sets the plan's bytes, host_bytes and file_bytes to the sums over its placements. The traffic of files is
 // zero afterwards.

@@ -98,13 +98,13 @@ Plan plan_of(const ModelShape& model, const PlanOptions& options) {
   return std::move(plan).value();
 }
 
-TEST(Placement, FillsEveryPoolWithoutGaps) {
+TEST(StatePlacement, FillsEveryPoolWithoutGaps) {
   const ModelShape model = model_with_everything(true);
   for_all_options([&](const PlanOptions& options) {
     SCOPED_TRACE(text_of(options));
     const Plan plan = plan_of(model, options);
     std::array<std::uint64_t, kPoolCount> ends{};
-    for (const Placement& placement : plan.placements) {
+    for (const StatePlacement& placement : plan.placements) {
       std::uint64_t& end = ends[static_cast<std::size_t>(placement.pool)];
       EXPECT_EQ(placement.offset, end);
       end += placement.bytes;
@@ -114,7 +114,7 @@ TEST(Placement, FillsEveryPoolWithoutGaps) {
   });
 }
 
-TEST(Placement, AddsUpToThePlansBytes) {
+TEST(StatePlacement, AddsUpToThePlansBytes) {
   const ModelShape model = model_with_everything(true);
   for_all_options([&](const PlanOptions& options) {
     SCOPED_TRACE(text_of(options));
@@ -130,12 +130,12 @@ TEST(Placement, AddsUpToThePlansBytes) {
   });
 }
 
-TEST(Placement, StartsOnWholeAccessesAndPlacesNothingTwice) {
+TEST(StatePlacement, StartsOnWholeAccessesAndPlacesNothingTwice) {
   const ModelShape model = model_with_everything(false);
   for_all_options([&](const PlanOptions& options) {
     SCOPED_TRACE(text_of(options));
     std::set<std::pair<Role, int>> seen;
-    for (const Placement& placement : plan_of(model, options).placements) {
+    for (const StatePlacement& placement : plan_of(model, options).placements) {
       EXPECT_TRUE(seen.insert({placement.role, placement.index}).second);
       // The control follows the norms, which are doubles; everything else is accessed 16 bytes at a time.
       EXPECT_EQ(placement.offset % (placement.role == Role::kControl ? 8 : 512), 0u)
@@ -186,7 +186,7 @@ bool is_of_unit(Role role) {
   return role < Role::kSlot;
 }
 
-TEST(Placement, GivesEachUnitTheBytesOfTheMemoryContract) {
+TEST(StatePlacement, GivesEachUnitTheBytesOfTheMemoryContract) {
   for (const bool shared : {false, true}) {
     const ModelShape model = model_with_everything(shared);
     for_all_options([&](const PlanOptions& options) {
@@ -198,7 +198,7 @@ TEST(Placement, GivesEachUnitTheBytesOfTheMemoryContract) {
           options.offload == Offload::kNone ? unit_count : std::max(options.device_units, shared ? 1 : 0);
       ASSERT_EQ(plan.device_units, on_device);
       std::vector<Account> actual(model.units.size());
-      for (const Placement& placement : plan.placements) {
+      for (const StatePlacement& placement : plan.placements) {
         if (!is_of_unit(placement.role)) continue;
         actual[static_cast<std::size_t>(placement.index)][{placement.pool, placement.role}] = placement.bytes;
       }
@@ -240,27 +240,27 @@ Account expected_of_transit(const Plan& plan) {
   return account;
 }
 
-TEST(Placement, KeepsTwoGradientsInTransitAndAFewBuffers) {
+TEST(StatePlacement, KeepsTwoGradientsInTransitAndAFewBuffers) {
   const ModelShape model = model_with_everything(true);
   for_all_options([&](const PlanOptions& options) {
     SCOPED_TRACE(text_of(options));
     const Plan plan = plan_of(model, options);
     Account actual;
-    for (const Placement& placement : plan.placements) {
+    for (const StatePlacement& placement : plan.placements) {
       if (placement.role >= Role::kTransit) actual[{placement.pool, placement.role}] += placement.bytes;
     }
     EXPECT_EQ(actual, expected_of_transit(plan));
   });
 }
 
-TEST(Placement, PlacesSlotsAndBucketsOfTheirOwnSizes) {
+TEST(StatePlacement, PlacesSlotsAndBucketsOfTheirOwnSizes) {
   const ModelShape model = model_with_everything(true);
   for_all_options([&](const PlanOptions& options) {
     SCOPED_TRACE(text_of(options));
     const Plan plan = plan_of(model, options);
     std::vector<std::uint64_t> slots;
     std::vector<std::uint64_t> sums;
-    for (const Placement& placement : plan.placements) {
+    for (const StatePlacement& placement : plan.placements) {
       if (placement.role == Role::kSlot) slots.push_back(placement.bytes);
       if (placement.role == Role::kBucketSum) sums.push_back(placement.bytes);
     }

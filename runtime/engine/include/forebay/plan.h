@@ -212,13 +212,13 @@ enum class Role : std::uint8_t {
 
 // A run of bytes in one pool. The placements of a pool follow each other without gaps, in the order of the
 // list. In pools where each placement is memory of its own, `offset` is only a running sum.
-struct Placement {
+struct StatePlacement {
   Role role = Role::kParameters;
   Pool pool = Pool::kParameters;
   int index = 0;  // The unit; for the engine's placements, a number within the role.
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
-  friend bool operator==(const Placement&, const Placement&) = default;
+  friend bool operator==(const StatePlacement&, const StatePlacement&) = default;
 };
 
 // The slot of each unit. Units take two slots in turn; the owner of a tied parameter has a slot of its own.
@@ -236,7 +236,7 @@ struct Plan {
   // Everything that the engine places, its own placements first, then the placements of each unit. The engine
   // allocates the pools and adds their base addresses. `bytes`, `host_bytes` and `file_bytes` are sums over
   // this list.
-  std::vector<Placement> placements;
+  std::vector<StatePlacement> placements;
   PoolBytes bytes;
   std::uint64_t reserved_bytes = 0;  // `bytes` in whole chunks: the least budget that is enough.
   HostBytes host_bytes;
