@@ -86,13 +86,15 @@ struct EngineOptions : ShardingOptions {
   // Only the first tensor-parallel rank counts replicated parameters in the norm.
   bool counts_replicated = true;
   Timeline* timeline = nullptr;  // Not owned; outlives the engine. Null: nothing is marked.
-  int host_threads = 0;          // Of the update on the host; 0: as many as the machine has. Same bits.
-  // Processors that these threads are kept to, as the kernel numbers them, one each; then host_threads is not
-  // looked at. Those near the device are in Topology's Placement (topology.h). Empty: anywhere.
+  // Threads of the update on the host; 0: one for each processor. The result is the same.
+  int host_threads = 0;
+  // The processors, by the kernel's numbers, that these threads are bound to, one each. They replace
+  // host_threads. Topology's Placement (topology.h) has those near the device. Empty: the threads are not
+  // bound.
   std::vector<int> host_processors;
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
   LossScaleOptions loss_scale;
-  // More "name, value" pairs that must be the same on every rank, of `grid` if there is one; commit() names
+  // More {name, value} pairs that must be the same on every rank, or on every rank of `grid`. commit() names
   // the first that differs.
   std::vector<std::pair<std::string, std::string>> agreement;
   const internal::EngineHooks* hooks = nullptr;  // For tests.
