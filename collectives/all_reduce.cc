@@ -7,7 +7,8 @@
 namespace forebay {
 namespace {
 
-constexpr std::uint64_t kAlignment = 16;  // Of the parts of the staging, for the kernels' vector loads.
+constexpr std::uint64_t kAlignment =
+    16;  // Alignment of the parts of the staging, for the kernels' vector loads.
 
 // Elements of each rank's slice of a bucket.
 std::uint64_t slice_count(int rank_count, std::uint64_t bucket_bytes, DataType type) {

@@ -19,7 +19,7 @@ namespace forebay::internal {
 // An operation as one rank issued it.
 struct Issued {
   Fingerprint fingerprint;
-  int peer = -1;  // Of a send or recv; -1 for a collective.
+  int peer = -1;  // The peer of a send or recv; -1 for a collective.
   std::uint32_t tag = 0;
 };
 

@@ -123,7 +123,7 @@ std::string job_name(const std::string& job) {
 // The facts that a launcher gives about a job beside its ranks.
 struct Job {
   std::string name;     // Unique among this user's jobs on this host; empty when nothing names the job.
-  std::string address;  // Of rank 0's host; empty when nothing gives it.
+  std::string address;  // The address of rank 0's host; empty when nothing gives it.
   bool has_pmix = false;
 };
 

@@ -1,8 +1,8 @@
 // Copies between local ranks whose memory the host does not reach: the ranks' Backends make them.
 //
 // The ranks meet when they *issue* the operation. The last to come queues work on the streams of all: each
-// stream waits until the others have come to the operation, copies what is for its rank, and waits until the
-// others have copied from it. So a stream only ever waits for work that is already queued.
+// stream waits until the others have come to the operation, copies the bytes for its rank, and waits until
+// the others have copied from it. So a stream only ever waits for work that is already queued.
 //
 // Host functions that wait for each other would not do. A CUDA driver may run the host functions of all
 // streams on one thread, where the first to wait would wait for ever; and a wait for work that is queued

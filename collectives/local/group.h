@@ -36,7 +36,7 @@ class LocalGroupImpl final : public LocalGroup, public std::enable_shared_from_t
                                               const std::vector<SplitWish>& members);
 
  private:
-  // Who copies: the same for all ranks of a group.
+  // The host or the backends copy: the same for all ranks of a group.
   enum class Mover : std::uint8_t { kUndecided, kHost, kBackend };
 
   // Marks `rank` as handed out. Errors: kInvalidArgument, kUnsupported.

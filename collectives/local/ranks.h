@@ -88,7 +88,7 @@ class LocalRanks {
 
   const std::shared_ptr<LocalWorld> world_;  // Shared by the groups that were split from each other.
   const std::vector<int> world_ranks_;       // By rank; empty in the world.
-  const std::string name_;                   // What messages call this group; empty for all ranks.
+  const std::string name_;                   // The name of this group in messages; empty for all ranks.
   std::vector<Member> members_;              // Guarded by the world's mutex, except `book`.
 };
 

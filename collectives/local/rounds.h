@@ -1,8 +1,7 @@
 // LocalRounds: the collectives of a local group. A collective is a round of all ranks: they arrive, copy from
 // each other, and leave once all have copied, so that a source may be written again by the work that follows.
-//
-// Who copies depends on the memory. Where the host reaches it, an operation is a host function on each rank's
-// stream and each rank copies with memcpy. Where the host does not reach it, device_copies.h says how.
+// The memory decides how bytes are copied. Where the host reaches it, an operation is a host function on each
+// rank's stream and each rank copies with memcpy. Where the host does not reach it, device_copies.h says how.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// LocalWorld: what all ranks of a run share while they are threads of one process: a clock, whose mutex
-// guards all state of the local communicators; the first failure; and the waits in progress.
+// LocalWorld: the state that all local ranks of a run share: a clock, with the mutex that guards all state of
+// the local communicators; the first failure; and the waits in progress.
 #pragma once
 
 #include <functional>

@@ -95,19 +95,20 @@ Meaning meaning(NcclResult result) noexcept {
   switch (result) {
     case NcclResult::kUnhandledCudaError:
       return {StatusCode::kInternal, "ncclUnhandledCudaError",
-              "see that the device works (nvidia-smi), and what NCCL says with NCCL_DEBUG=WARN"};
+              "see that the device works (nvidia-smi), and the output of NCCL with NCCL_DEBUG=WARN"};
     case NcclResult::kSystemError:
       return {StatusCode::kIoError, "ncclSystemError",
-              "see the network and the limits of this process, and what NCCL says with NCCL_DEBUG=WARN"};
+              "see the network and the limits of this process, and the output of NCCL with NCCL_DEBUG=WARN"};
     case NcclResult::kInvalidArgument:
-      return {StatusCode::kInvalidArgument, "ncclInvalidArgument", "see what NCCL says with NCCL_DEBUG=WARN"};
+      return {StatusCode::kInvalidArgument, "ncclInvalidArgument",
+              "see the output of NCCL with NCCL_DEBUG=WARN"};
     case NcclResult::kInvalidUsage:
       return {StatusCode::kInvalidArgument, "ncclInvalidUsage",
-              "give each rank a device of its own, and see what NCCL says with NCCL_DEBUG=WARN"};
+              "give each rank a device of its own, and see the output of NCCL with NCCL_DEBUG=WARN"};
     case NcclResult::kRemoteError:
       return {StatusCode::kPeerLost, "ncclRemoteError", "see why the other rank or the network failed"};
     default:
-      return {StatusCode::kInternal, "ncclInternalError", "see what NCCL says with NCCL_DEBUG=WARN"};
+      return {StatusCode::kInternal, "ncclInternalError", "see the output of NCCL with NCCL_DEBUG=WARN"};
   }
 }
 

@@ -18,7 +18,7 @@
 
 namespace forebay::internal {
 
-// Throws what Gloo throws.
+// Errors: throws Gloo's exceptions.
 class GlooContext final : public gloo::Context {
  public:
   // When this returns, every pair listens. One connect() takes at most `timeout`.

@@ -168,11 +168,11 @@ class GlooMesh final : public Transport {
     return contexts_[plane]->createUnboundBuffer(const_cast<void*>(address), bytes);
   }
   // Waits for a completion, of which `peer` is the other end. False when something ended the wait. Throws
-  // what Gloo throws.
+  // Gloo's exceptions.
   static bool await_one(gloo::transport::UnboundBuffer& buffer, Direction direction, int* peer,
                         Clock::time_point limit);
   Status transfer(GlooPlane plane, const Fingerprint& fingerprint, const Piece& piece);
-  // The body of transfer(); `theirs` gets the peers' fingerprints, by rank. Throws what Gloo throws.
+  // The body of transfer(); `theirs` gets the peers' fingerprints, by rank. Throws Gloo's exceptions.
   Status transfer_over(GlooPlane plane, const Fingerprint& fingerprint, const Piece& piece,
                        const std::vector<int>& peers, std::vector<Fingerprint>& theirs,
                        Clock::time_point limit);
@@ -217,13 +217,13 @@ class GlooMesh::Operating {
                  [&in_flight] { in_flight.wake(); }) {}
 
   // Waits for a completion, of which `peer` is the other end. False when fail_own() or the monitor ended the
-  // wait. Throws what Gloo throws.
+  // wait. Throws Gloo's exceptions.
   bool await_next(gloo::transport::UnboundBuffer& buffer, Direction direction, int* peer,
                   Clock::time_point limit);
   // The same for `count` completions.
   bool await(gloo::transport::UnboundBuffer& buffer, Direction direction, std::size_t count,
              Clock::time_point limit);
-  // All peers have come; what is left is that they finish.
+  // All peers have come; now they have to finish.
   void finish(const std::vector<int>& peers) { waiting_.finish(mesh_.world_ranks(peers)); }
   // The failure that ended a wait.
   Status end();

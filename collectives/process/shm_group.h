@@ -4,7 +4,7 @@
 // A collective is cut into rounds. In each round a rank fills one of its slots and takes its part of its
 // peers' slots of that round. It fills up to kSlotCount rounds ahead of the slowest reader, so that the peers
 // add round k while it copies round k + 1. All ranks count the same rounds, because fingerprints are compared
-// before a slot is read. A slot is never read or written past its end, whatever a peer's counts say.
+// before a slot is read. A slot is never read or written past its end, even if a peer's counts are wrong.
 //
 //   data slot, reduce_scatter   one piece per destination, at the same place in every rank's slot, so that
 //                               the owner's pieces lie at one stride, as Kernels::accumulate wants them

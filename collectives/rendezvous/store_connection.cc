@@ -217,10 +217,10 @@ Result<Message> StoreConnection::ask_locked(const Message& message, Clock::time_
   if (!socket_.valid()) return status_;
   const std::string bytes = encode(message);
   if (bytes.size() > kMessageBytesMax || message.name.size() > kNameBytesMax) {
-    return Status(StatusCode::kInvalidArgument, "a text of " + std::to_string(message.content.size()) +
-                                                    " bytes named \"" + message.name.substr(0, 80) +
-                                                    "\" does not go into the store at " + where_ +
-                                                    "; it is for what ranks need to meet, not for data");
+    return Status(StatusCode::kInvalidArgument,
+                  "a text of " + std::to_string(message.content.size()) + " bytes named \"" +
+                      message.name.substr(0, 80) + "\" does not go into the store at " + where_ +
+                      "; it is for the texts with which ranks meet, not for data");
   }
   // News that the server sent before it ended count, even if it takes nothing any more.
   static_cast<void>(send_all(writer_->frame(bytes), limit));

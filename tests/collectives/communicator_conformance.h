@@ -97,7 +97,7 @@ class Member {
     return reinterpret_cast<T*>(block.address);
   }
 
-  // A block with these bytes. Done when it returns, whatever `stream()` does.
+  // A block with these bytes. Done when it returns, independently of `stream()`.
   std::byte* allocate_filled(std::size_t bytes, int value) {
     std::byte* block = allocate(bytes);
     throw_if_error(backend_->fill_async(block, static_cast<std::uint8_t>(value), bytes, transfer_stream_));

@@ -1,9 +1,8 @@
 // all_reduce: the sum over all ranks, on every rank. Made for activations, with which every rank goes on.
 //
 // It is a reduce_scatter followed by an all_gather: an element's owner adds the contributions in rank order
-// in fp32 and rounds the sum once to the type. So the results of all ranks are bit for bit the same, whatever
-// the size of a bucket. The data goes bucket by bucket through staging of constant size, which the caller
-// owns.
+// in fp32 and rounds the sum once to the type. So the results of all ranks are bit for bit the same, for any
+// size of a bucket. The data goes bucket by bucket through staging of constant size, which the caller owns.
 #pragma once
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 // fp32, and the sums of the groups are added in the order of the groups, in fp32 again.
 //
 // Where a group is a host, most bytes stay inside it: between hosts travels one partial sum for each group
-// instead of one contribution for each rank. A partial sum is fp32, whatever the type of the contributions.
+// instead of one contribution for each rank. A partial sum is fp32 for every type of contributions.
 //
 // Two layouts of the result:
 // - whole: one slice for every rank of the world, as without groups. The ranks are those of the world.

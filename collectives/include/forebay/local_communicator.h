@@ -37,7 +37,7 @@ struct LocalFault {
 };
 
 struct LocalOptions {
-  std::chrono::milliseconds deadline{60'000};  // Of each operation, measured on `clock`.
+  std::chrono::milliseconds deadline{60'000};  // For each operation, measured on `clock`.
   HostClock* clock = nullptr;  // Not owned; the ranks' backends share it. Null: a real clock of its own.
   // A modelled link, for a virtual clock and memory that the host reaches: each operation takes
   // latency + bytes sent / bandwidth. 0: it takes no time.

@@ -1,6 +1,6 @@
 // Ranks with a CUDA device each, over NCCL. NCCL moves the bytes between devices, our kernels add them in
-// rank order, and another communicator of the same ranks does what NCCL cannot: control operations, agreement
-// on the first failure, and watching the peers.
+// rank order, and another communicator of the same ranks does the rest: control operations, agreement on the
+// first failure, and watching the peers.
 //
 // NCCL is opened at run time: a program that includes this header needs no NCCL to be built or started. See
 // nccl_library().
