@@ -557,69 +557,81 @@ void ChunkedArena::finish_pending() {
   }
 }
 
+// The part of a StreamState that settle works on without the lock.
+struct ChunkedArena::EventState {
+  Stream stream;
+  Event event;
+  std::uint64_t freed_epoch;
+  std::uint64_t recorded_epoch;
+  std::uint64_t completed_epoch;
+};
+
 // Finds out which events have completed and records those that are due. Called without a lock. Never waits
 // for the device, except for room in a stream's queue while recording.
 void ChunkedArena::settle() {
-  struct Work {  // The part of a StreamState that is needed; small, because it is on the stack for all.
-    Stream stream;
-    Event event;
-    std::uint64_t freed_epoch;
-    std::uint64_t recorded_epoch;
-    std::uint64_t completed_epoch;
-  };
-  Work work[kStreamLimit];
-  std::uint64_t claimed = 0;
-  std::uint64_t snapshot = 0;
-  {
-    Lock lock(mutex_);
-    if (pending_ == nullptr && !shadows_wait_) return;
-    bool any_waits = false;
-    for (unsigned i = 0; i < stream_count_; ++i) {
-      StreamState& state = streams_[i];
-      if (!state.known || state.freed_epoch <= state.completed_epoch) continue;
-      any_waits = true;
-      // An event recorded on a captured stream would become part of the graph.
-      if (state.claimed || state.capture_region != 0) continue;
-      state.claimed = true;
-      claimed |= std::uint64_t{1} << i;
-      work[i] = {state.stream, state.event, state.freed_epoch, state.recorded_epoch, state.completed_epoch};
-    }
-    shadows_wait_ = shadows_wait_ && any_waits;
-    if (claimed == 0) return;
-    // Later frees belong to the next epoch, which the events below need not cover.
-    snapshot = epoch_++;
-    unsettled_free_count_ = 0;
-  }
+  EventState states[kStreamLimit];
+  std::uint64_t ended_epoch = 0;
+  const std::uint64_t claimed = claim_waiting_streams(states, &ended_epoch);
+  if (claimed == 0) return;
   for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
-    Work& state = work[std::countr_zero(rest)];
-    if (state.recorded_epoch > state.completed_epoch) {
-      Result<bool> reached = backend_.event_query(state.event);
-      // A failed query means that the stream failed; memory freed on it stays unused.
-      if (!reached.ok() || !reached.value()) continue;
-      state.completed_epoch = state.recorded_epoch;
-      if (state.freed_epoch <= state.completed_epoch) continue;
-    }
-    if (state.event == Event()) {
-      Result<Event> event = backend_.event_create();
-      if (!event.ok()) continue;
-      state.event = event.value();
-    }
-    if (!backend_.event_record(state.event, state.stream).ok()) continue;
-    state.recorded_epoch = snapshot;
-    Result<bool> reached = backend_.event_query(state.event);
-    if (reached.ok() && reached.value()) state.completed_epoch = snapshot;
+    advance(states[std::countr_zero(rest)], ended_epoch);
   }
   Lock lock(mutex_);
   for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
     const auto i = static_cast<unsigned>(std::countr_zero(rest));
     StreamState& state = streams_[i];
-    state.event = work[i].event;
-    state.recorded_epoch = std::max(state.recorded_epoch, work[i].recorded_epoch);
-    state.completed_epoch = std::max(state.completed_epoch, work[i].completed_epoch);
+    state.event = states[i].event;
+    state.recorded_epoch = std::max(state.recorded_epoch, states[i].recorded_epoch);
+    state.completed_epoch = std::max(state.completed_epoch, states[i].completed_epoch);
     state.claimed = false;
   }
   finish_pending();
   settled_.notify_all();
+}
+
+// Claims the streams that memory waits for, and ends the epoch: events recorded from now on cover all its
+// frees. Returns the streams' bits. Called without a lock.
+std::uint64_t ChunkedArena::claim_waiting_streams(EventState* states, std::uint64_t* ended_epoch) {
+  Lock lock(mutex_);
+  if (pending_ == nullptr && !shadows_wait_) return 0;
+  std::uint64_t claimed = 0;
+  bool any_waits = false;
+  for (unsigned i = 0; i < stream_count_; ++i) {
+    StreamState& state = streams_[i];
+    if (!state.known || state.freed_epoch <= state.completed_epoch) continue;
+    any_waits = true;
+    // An event recorded on a captured stream would become part of the graph.
+    if (state.claimed || state.capture_region != 0) continue;
+    state.claimed = true;
+    claimed |= std::uint64_t{1} << i;
+    states[i] = {state.stream, state.event, state.freed_epoch, state.recorded_epoch, state.completed_epoch};
+  }
+  shadows_wait_ = shadows_wait_ && any_waits;
+  if (claimed == 0) return 0;
+  *ended_epoch = epoch_++;
+  unsettled_free_count_ = 0;
+  return claimed;
+}
+
+// Queries the event of one claimed stream. If it has completed and does not cover all frees, records it again
+// for the epoch that has ended. Called without a lock.
+void ChunkedArena::advance(EventState& state, std::uint64_t ended_epoch) {
+  if (state.recorded_epoch > state.completed_epoch) {
+    Result<bool> reached = backend_.event_query(state.event);
+    // A failed query means that the stream failed; memory freed on it stays unused.
+    if (!reached.ok() || !reached.value()) return;
+    state.completed_epoch = state.recorded_epoch;
+    if (state.freed_epoch <= state.completed_epoch) return;
+  }
+  if (state.event == Event()) {
+    Result<Event> event = backend_.event_create();
+    if (!event.ok()) return;
+    state.event = event.value();
+  }
+  if (!backend_.event_record(state.event, state.stream).ok()) return;
+  state.recorded_epoch = ended_epoch;
+  Result<bool> reached = backend_.event_query(state.event);
+  if (reached.ok() && reached.value()) state.completed_epoch = ended_epoch;
 }
 
 Status ChunkedArena::stream_retire(Stream stream) {

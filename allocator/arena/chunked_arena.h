@@ -287,6 +287,9 @@ class ChunkedArena final : public Arena {
 
   // --- slow paths; no lock held on entry ---
   void settle();
+  struct EventState;
+  std::uint64_t claim_waiting_streams(EventState* states, std::uint64_t* ended_epoch);
+  void advance(EventState& state, std::uint64_t ended_epoch);
   Result<DevicePtr> allocate_slowly(const Placement& placement, std::uint64_t key);
   void refine();
 
