@@ -64,17 +64,18 @@ void for_all_options(Check check) {
                 if (stage >= 2 && accumulate == Accumulate::kLocal) continue;
                 if (stage < 3 && offload == Offload::kOptimizerAndParameters) continue;
                 if (offload == Offload::kNone && (tier != Tier::kPinned || device_units != 0)) continue;
-                check(PlanOptions{.stage = stage,
-                                  .ranks = ranks.count,
-                                  .group = ranks.group,
-                                  .shard_within_group = ranks.hybrid,
-                                  .dtype = dtype,
-                                  .micro_steps = micro_steps,
-                                  .accumulate = accumulate,
-                                  .bucket_bytes = 20'000,
-                                  .offload = offload,
-                                  .tier = tier,
-                                  .device_units = device_units});
+                PlanOptions options{{.stage = stage,
+                                     .dtype = dtype,
+                                     .micro_steps = micro_steps,
+                                     .accumulate = accumulate,
+                                     .group = ranks.group,
+                                     .shard_within_group = ranks.hybrid,
+                                     .bucket_bytes = 20'000,
+                                     .offload = offload,
+                                     .tier = tier},
+                                    ranks.count};
+                options.device_units = device_units;
+                check(options);
               }
             }
           }
