@@ -1,5 +1,5 @@
 # cmake -D REPORT=file -P CompileCudaImage.cmake -- nvcc ...
-# Runs nvcc. What it says of registers and stack goes to REPORT; what it says when it fails, to the terminal.
+# Runs nvcc. Its output goes to REPORT (registers and stack of each kernel), and to the terminal when it fails.
 set(command "")
 set(seen OFF)
 math(EXPR last "${CMAKE_ARGC} - 1")

@@ -1,4 +1,4 @@
-# What is installed: libforebay-core.so (base, device seam, allocator), libforebay-host.so (the host backend) and
+# The installed libraries: libforebay-core.so (base, device seam, allocator), libforebay-host.so (the host backend) and
 # libforebay.so (everything else, on the core), with a CMake package and a pkg-config file.
 
 function(forebay_library target output)

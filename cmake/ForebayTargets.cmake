@@ -4,7 +4,7 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 
-# What every target of ours is compiled with. -ffp-contract=off: each fused multiply-add is written out, so that the
+# Flags of every target. -ffp-contract=off: each fused multiply-add is written out, so that the
 # bits do not depend on the compiler's mood (ARCHITECTURE.md, "The numeric contract").
 add_library(forebay_flags INTERFACE)
 target_compile_features(forebay_flags INTERFACE cxx_std_20)
@@ -26,7 +26,7 @@ endif()
 find_package(Threads REQUIRED)
 target_link_libraries(forebay_flags INTERFACE Threads::Threads)
 
-# What the larger layers include most, parsed once for all sources of a layer. A source includes what it needs all the same.
+# Headers that the larger layers include most, precompiled once for each layer. A source includes each header it needs all the same.
 set(FOREBAY_PRECOMPILED <algorithm> <chrono> <cstdint> <cstdio> <cstring> <functional> <map> <memory> <optional> <string>
   <string_view> <utility> <vector>)
 
@@ -71,7 +71,7 @@ function(forebay_executable target)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endfunction()
 
-# Tests are compiled more often than they are run; and nobody waits for what programs do around the libraries.
+# Tests are compiled more often than they run, and the time of programs is spent in the libraries.
 set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O0>)
 set(FOREBAY_COMMAND_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
 
@@ -97,7 +97,7 @@ function(forebay_test name)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
-  # What the sanitized runs leave out need not be built for them.
+  # A test that the sanitized runs leave out is not built for them.
   set(built)
   if(FOREBAY_SANITIZE AND NOT "unit" IN_LIST ARG_LABELS AND NOT "conformance" IN_LIST ARG_LABELS)
     set(built EXCLUDE_FROM_ALL)

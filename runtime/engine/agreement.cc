@@ -17,13 +17,13 @@ namespace forebay {
 namespace {
 
 constexpr std::size_t kMessageBytes = 1024;
-constexpr std::uint64_t kTextBytesMax = 1 << 20;  // A peer's length is not to be trusted with an allocation.
+constexpr std::uint64_t kTextBytesMax = 1 << 20;  // Bounds an allocation by a length that a peer sent.
 
 struct Message {
   char text[kMessageBytes] = {};
 };
 
-// Of all ranks, in rank order.
+// The texts of all ranks, in rank order.
 template <typename T>
 std::vector<T> exchanged(Communicator& communicator, const T& mine) {
   std::vector<T> all(static_cast<std::size_t>(communicator.size()));
@@ -81,7 +81,7 @@ void agree(Communicator& communicator, const Status& mine) {
   const std::vector<std::uint64_t> codes = exchanged(communicator, static_cast<std::uint64_t>(mine.code()));
   const auto bad = std::find_if(codes.begin(), codes.end(), [](std::uint64_t code) { return code != 0; });
   if (bad == codes.end()) return;
-  // Rare, so the messages travel only now.
+  // Failures are rare, so the messages are sent only now.
   Message message;
   std::memcpy(message.text, mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
   const std::vector<Message> messages = exchanged(communicator, message);

@@ -1,4 +1,4 @@
-// Hooks of the engine for its own tests: a drive of another kind, and time that passes as the test says.
+// Hooks for tests of the engine and the activation checkpointer: another file store, and scripted time.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,7 @@ namespace forebay::internal {
 
 // Each is used where it is set. The engine copies them when it is made.
 struct EngineHooks {
-  // Makes the store of rank `rank`, instead of files in EngineOptions::offload_directories.
+  // Makes the file store of rank `rank`, instead of files in the directories of the options.
   std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
   // The thread that updates on the host calls this before each piece of `count` elements.
   std::function<void(std::uint64_t count)> before_host_update;

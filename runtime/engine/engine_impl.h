@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <span>
 #include <string>
 #include <utility>
@@ -22,6 +23,10 @@
 #include "runtime/engine/step/updater.h"
 
 namespace forebay {
+namespace internal {
+class SavedState;
+struct StateFileEnd;
+}  // namespace internal
 
 // The error that `work` throws.
 Status verdict_of(const std::function<void()>& work);
@@ -144,8 +149,11 @@ struct Engine::Impl : StepContext {
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();
   void save_state(const std::string& directory, const std::string& trainer_state);
-  void agree_on_save(const Status& mine, const std::string& temporary);
+  internal::StateFileEnd write_rank_state(const std::string& directory);
+  nlohmann::json state_manifest(std::span<const std::uint64_t> ends, const std::string& trainer_state) const;
   std::string load_state(const std::string& directory);
+  void load_values(internal::SavedState& saved);
+  Status local_verdict(const std::function<void()>& work) const;
 
   void check_parameter(ParameterId id, const char* call);
   void expect(Phase wanted, const char* call);

@@ -52,7 +52,7 @@ namespace {
 
 using Interval = std::pair<std::chrono::nanoseconds, std::chrono::nanoseconds>;
 
-// Those of `track`, in order and apart.
+// The spans of `track`, in order, with overlapping ones joined.
 std::vector<Interval> intervals(std::span<const Timeline::Span> spans, std::string_view track) {
   std::vector<Interval> all;
   for (const Timeline::Span& span : spans) {

@@ -1,4 +1,4 @@
-// Writes pickles opcode by opcode, so that tests need no Python and can write what no pickler would.
+// Writes pickles opcode by opcode, so that tests need no Python and can write invalid pickles.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ class PickleWriter {
 
   // The whole, with its STOP.
   std::string finish() const { return text_ + "."; }
-  // What there is so far.
+  // The bytes written so far.
   const std::string& so_far() const { return text_; }
 
  private:

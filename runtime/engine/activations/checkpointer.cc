@@ -1,4 +1,4 @@
-// What is saved, and what is fetched and gathered when.
+// Saving, fetching ahead, gathering and loading.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ std::string text_of(const ActivationKey& key) {
          std::to_string(key.micro_batch);
 }
 
-// The first `bytes` after `begin` of what ends at `end`.
+// The range [begin, begin + bytes), cut off at `end`.
 std::uint64_t cut_off(std::uint64_t begin, std::uint64_t bytes, std::uint64_t end) {
   return begin >= end ? 0 : std::min(bytes, end - begin);
 }
@@ -62,7 +62,7 @@ void ActivationCheckpointer::Impl::check_peers() {
   must(status());
 }
 
-// --- what there is ---
+// --- look-ups ---
 
 int ActivationCheckpointer::Impl::find_slot(const ActivationKey& key) const {
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -97,7 +97,7 @@ ActivationCheckpointer::Impl::MicroBatch* ActivationCheckpointer::Impl::find_mic
   return nullptr;
 }
 
-// They are taken in turn, so that the one that was released longest ago comes first.
+// Buffers are taken in turn, so that the one released longest ago comes first.
 int ActivationCheckpointer::Impl::free_buffer() const {
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     const std::size_t index = (next_buffer + i) % buffers.size();
@@ -126,7 +126,7 @@ void ActivationCheckpointer::Impl::check_save(const ActivationKey& key, int slot
   const ActivationSlot& declared = slots[static_cast<std::size_t>(slot)];
   if (bytes != declared.bytes) {
     refuse("it has " + std::to_string(bytes) + " bytes, " + std::to_string(declared.bytes) +
-           " were declared; save what was declared");
+           " were declared; save the declared bytes");
   }
   if (source == nullptr) refuse("its address is null");
   if (state_bytes > declared.state_bytes) {
@@ -176,7 +176,7 @@ void ActivationCheckpointer::Impl::queue_save(int index, const std::byte* source
   const std::uint64_t begin =
       bytes.ways == 1 ? 0 : static_cast<std::uint64_t>(communicator.rank()) * bytes.slice_bytes;
   const std::uint64_t end = plan.slots[static_cast<std::size_t>(p.slot)].bytes;
-  // Who had the place before has read it, and what discarded it has been copied here.
+  // The previous activation of this place has been read, or its copy to here is over.
   must(backend.stream_wait(stream, p.saved));
   must(backend.stream_wait(stream, p.read));
   if (bytes.spilled_bytes > 0) spill(p, source + begin, cut_off(begin, bytes.spilled_bytes, end), stream);
@@ -186,8 +186,8 @@ void ActivationCheckpointer::Impl::queue_save(int index, const std::byte* source
   must(backend.event_record(p.saved, stream));
 }
 
-// By way of a staging place, so that the source is free at once; the trainer waits only when all of them are
-// on their way down.
+// Copies to a staging place, so that the source is free at once. The trainer waits only while all staging
+// places are being copied to the host.
 void ActivationCheckpointer::Impl::spill(Place& p, const std::byte* source, std::uint64_t bytes,
                                          Stream stream) {
   StagingPlace& stage = staging[next_staging++ % staging.size()];
@@ -249,8 +249,8 @@ int ActivationCheckpointer::Impl::load(const ActivationKey& key, Stream stream, 
   return index;
 }
 
-// What will be loaded next, as far as the look-ahead goes: the rest of the micro-batches whose forward pass
-// is over, the oldest first. Decided by the calls alone, so that it is the same on every rank.
+// The next loads, as far as the look-ahead goes: the rest of the micro-batches whose forward pass is over,
+// the oldest first. Only the calls decide, so the result is the same on every rank.
 void ActivationCheckpointer::Impl::fetch_ahead() {
   int ahead = 0;
   for (const GatheredBuffer& buffer : buffers) {
@@ -284,7 +284,7 @@ void ActivationCheckpointer::Impl::fetch(int index) {
     const Stream up = tier->up();
     must(backend.stream_wait(up, p.spilled));
     must(backend.stream_wait(up, buffer.released));
-    must(backend.stream_wait(up, buffer.ready));  // Of what was gathered and never leased.
+    must(backend.stream_wait(up, buffer.ready));  // It may have been gathered and never leased.
     {
       const MarkedSpan span = marked(up, "activations up", "fetch", p);
       must(tier->fetch(p.home, mine));
@@ -365,10 +365,9 @@ Status ActivationCheckpointer::Impl::check_order() {
     if (all[rank] == all[0]) continue;
     return Status(
         StatusCode::kInvalidArgument,
-        "rank " + std::to_string(rank) +
-            " of those that activations are partitioned over has "
-            "loaded others than rank 0, or in another order, and what was loaded is wrong; save() and "
-            "load() the same in the same order on all of them");
+        "tensor-parallel rank " + std::to_string(rank) +
+            " loaded different activations from rank 0, or in another order, so the loaded values are wrong; "
+            "call save() and load() for the same activations in the same order on all tensor-parallel ranks");
   }
   return {};
 }
@@ -380,7 +379,7 @@ void ActivationCheckpointer::Impl::check() {
     const Traffic before = communicator.traffic();
     try {
       throw_if_error(check_order());
-      // A slice that did not come back from its store is wrong on every rank, and one of them knows.
+      // A slice that its file store did not return is wrong on every rank, and only one rank knows.
       if (tier != nullptr) agree(communicator, status());
     } catch (const Error& error) {
       check_peers();

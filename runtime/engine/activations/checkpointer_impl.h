@@ -1,4 +1,4 @@
-// The inside of ActivationCheckpointer: what commit() places where, and what is saved at the moment.
+// The inside of ActivationCheckpointer: the places that commit() makes, and the activations saved now.
 #pragma once
 
 #include <cstdint>
@@ -14,21 +14,21 @@
 namespace forebay {
 
 struct ActivationCheckpointer::Impl {
-  // Where one activation of one micro-batch is kept. A slot has as many as there may be micro-batches.
+  // The place of one activation of one micro-batch. A slot has one for each micro-batch in flight.
   struct Place {
     int slot = 0;               // Index of the plan's slots.
-    DevicePtr kept = nullptr;   // Null: nothing of it stays on the device.
-    ActivationTier::Home home;  // What is spilled; it comes before what is kept.
+    DevicePtr kept = nullptr;   // Null: no part stays on the device.
+    ActivationTier::Home home;  // The offloaded part, which comes before the kept part.
     Event saved;                // The activation has been copied here, and to staging.
-    Event spilled;              // It has left staging.
+    Event spilled;              // The copy out of staging is done.
     Event read;                 // Its last reader on the device has run.
-    Event fetched;              // It has come up.
+    Event fetched;              // It is back on the device.
     std::vector<std::byte> state;
-    // Of what it holds now.
+    // The activation that it holds now:
     bool used = false;
     bool leased = false;
     int micro_batch = 0;
-    int buffer = -1;  // Where it has been fetched and gathered to.
+    int buffer = -1;  // The buffer that it has been fetched and gathered to.
     std::size_t state_bytes = 0;
   };
 
@@ -40,15 +40,15 @@ struct ActivationCheckpointer::Impl {
 
   struct GatheredBuffer {
     DevicePtr data = nullptr;
-    int place = -1;  // The one that has been fetched and gathered to it; -1: free.
+    int place = -1;  // The place that was fetched and gathered to it; -1: free.
     Event ready;
-    Event released;  // By the lease that had it.
+    Event released;  // Recorded at the end of its lease.
   };
 
   struct MicroBatch {
     int number = 0;
     std::vector<int> places;  // In the order of saving.
-    bool complete = false;    // Its forward pass is over: what comes next are loads.
+    bool complete = false;    // Its forward pass is over; loads follow.
   };
 
   Impl(Backend& backend_in, Communicator& communicator_in, ActivationCheckpointerOptions options_in);
@@ -70,10 +70,10 @@ struct ActivationCheckpointer::Impl {
   void spill(Place& place, const std::byte* source, std::uint64_t bytes, Stream stream);
 
   // --- backward ---
-  // The place that is leased, and where its activation is for `stream`.
+  // Leases a place and returns the address of its activation, ready for `stream`.
   int load(const ActivationKey& key, Stream stream, DevicePtr* data);
   void fetch_ahead();
-  // Into a buffer that is free.
+  // Uses a free buffer.
   void fetch(int index);
   void end_lease(int index, Stream stream) noexcept;
   void discard(const ActivationKey& key);
@@ -113,10 +113,10 @@ struct ActivationCheckpointer::Impl {
   std::vector<ActivationSlot> slots;  // As declared.
   ActivationPlan plan;
   bool committed = false;
-  std::unique_ptr<Arena> arena;  // None where the region was given.
-  Stream gather_stream;          // Its order is that of the collectives.
+  std::unique_ptr<Arena> arena;  // Null if a region was given.
+  Stream gather_stream;          // It orders the collectives.
   std::unique_ptr<ActivationTier> tier;
-  std::vector<Event> events;  // All there are.
+  std::vector<Event> events;  // All events, for the destructor.
   Traffic traffic_before;
 
   std::vector<Place> places;  // Slot by slot.
@@ -128,7 +128,7 @@ struct ActivationCheckpointer::Impl {
   int leased_buffers = 0;
   int lease_count = 0;
   std::uint64_t saved_bytes = 0;
-  std::uint64_t gathered = 0;  // A hash of what was gathered, in its order.
+  std::uint64_t gathered = 0;  // A hash of the gathered activations, in their order.
   ActivationStatistics counts;
   Status failure;
 };

@@ -1,4 +1,4 @@
-// From declared slots to memory: the plan, the ranks' agreement, and who lies where.
+// From declared slots to memory: the plan, the agreement of the ranks, the places.
 
 #include "forebay/agreement.h"
 #include "forebay/error.h"
@@ -13,7 +13,7 @@ ActivationCheckpointer::Impl::Impl(Backend& backend_in, Communicator& communicat
                                    ActivationCheckpointerOptions options_in)
     : backend(backend_in), communicator(communicator_in), options(std::move(options_in)) {}
 
-// Release paths do not fail: what the backend refuses is logged once, and leaked.
+// Releasing does not fail: a refusal of the backend is logged once, and the object leaked.
 ActivationCheckpointer::Impl::~Impl() {
   Status first;
   const auto note = [&first](const Status& status) {
@@ -22,7 +22,7 @@ ActivationCheckpointer::Impl::~Impl() {
   const auto wait_for = [&](Event event) {
     if (event.handle != nullptr) note(backend.event_synchronize(event));
   };
-  // Streams of the trainer may still copy to or read from what goes away here.
+  // Streams of the trainer may still use the memory that is released here.
   for (const Place& p : places) {
     wait_for(p.saved);
     wait_for(p.read);
@@ -52,10 +52,11 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
   Result<ActivationPlan> made = make_activation_plan(slots, plan_options());
   Status verdict = made.status();
   if (verdict.ok() && slots.empty()) {
-    verdict = Status(StatusCode::kInvalidArgument,
-                     "an activation checkpointer without slots was committed; declare() what it is to keep");
+    verdict = Status(
+        StatusCode::kInvalidArgument,
+        "an activation checkpointer without slots was committed; declare() a slot for each activation");
   } else if (verdict.ok() && made.value().options.tier == Tier::kFile && made.value().file_bytes > 0 &&
-             !options.make_store && options.directories.empty()) {
+             options.hooks == nullptr && options.directories.empty()) {
     verdict = Status(StatusCode::kInvalidArgument,
                      "activations that are spilled to files need a directory for them; give one on the "
                      "drive that is to hold them");
@@ -67,7 +68,7 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
   }
   if (verdict.ok() && reinterpret_cast<std::uintptr_t>(region) % kActivationAlignment != 0) {
     verdict = Status(StatusCode::kInvalidArgument,
-                     "the region that an activation checkpointer was given is not aligned to " +
+                     "the region given to an activation checkpointer is not aligned to " +
                          std::to_string(kActivationAlignment) + " bytes; align it");
   }
   agree(communicator, verdict);
@@ -95,7 +96,7 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
   committed = true;
 }
 
-// One block, so that a year of steps leaves it in one piece.
+// One block, so that it never fragments.
 void ActivationCheckpointer::Impl::take_region() {
   ArenaOptions arena_options;
   arena_options.limit_bytes = plan.reserved_bytes;
@@ -116,7 +117,7 @@ Event ActivationCheckpointer::Impl::make_event() {
 }
 
 void ActivationCheckpointer::Impl::lay_out(DevicePtr region) {
-  // What short slices leave unwritten is sent all the same.
+  // Bytes past the end of a short slice are sent too.
   if (plan.device_bytes() > 0)
     throw_if_error(backend.fill_async(region, 0, plan.device_bytes(), gather_stream));
   const auto part = [&region](std::uint64_t bytes) {

@@ -1,17 +1,17 @@
-// What the plan of activations and the checkpointer that follows it have in common.
+// Constants that the plan of activations and the checkpointer share.
 #pragma once
 
 #include <cstdint>
 
 namespace forebay {
 
-// Every place begins on this: what kernels expect of a block (arena.h). Spilled parts are multiples of it.
+// Alignment of every place, which kernels expect of a block (arena.h). Offloaded parts are multiples of it.
 inline constexpr std::uint64_t kActivationAlignment = 512;
-// Ranges of the store are whole pages.
+// Ranges of the file store are whole pages.
 inline constexpr std::uint64_t kActivationPageBytes = 4096;
 // Host buffers of each direction of the file tier. Fewer: drive and copy wait for each other. More: memory.
 inline constexpr std::uint64_t kActivationMoverBuffers = 4;
-// Pieces on the file tier are multiples of it: of the granule that stores have by default.
+// Pieces on the file tier are multiples of this, the default granule of file stores.
 inline constexpr std::uint64_t kFilePieceGranule = 64 << 10;
 
 }  // namespace forebay

@@ -7,6 +7,7 @@
 #include "forebay/log.h"
 #include "forebay/units.h"
 #include "runtime/engine/activations/constants.h"
+#include "runtime/engine/engine_hooks.h"
 
 namespace forebay {
 
@@ -16,7 +17,7 @@ std::unique_ptr<ActivationTier> ActivationTier::create(Backend& backend, const A
   std::unique_ptr<ActivationTier> tier(new ActivationTier(backend));
   PinnedPoolOptions pool;
   pool.limit_bytes = round_up(plan.options.host_bytes, kActivationPageBytes);
-  pool.slab_bytes = 1;  // What is asked for, and no more.
+  pool.slab_bytes = 1;  // The requested bytes and no more.
   tier->pool_ = value_or_throw(PinnedPool::create(backend, pool));
   if (plan.options.tier == Tier::kFile) {
     tier->open_store(plan, options, rank);
@@ -44,8 +45,8 @@ ActivationTier::~ActivationTier() {
 
 void ActivationTier::open_store(const ActivationPlan& plan, const ActivationCheckpointerOptions& options,
                                 int rank) {
-  if (options.make_store) {
-    store_ = value_or_throw(options.make_store(rank));
+  if (options.hooks != nullptr && options.hooks->make_store) {
+    store_ = value_or_throw(options.hooks->make_store(rank));
   } else {
     FileStoreOptions files;
     files.directories = options.directories;

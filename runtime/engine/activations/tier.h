@@ -1,7 +1,8 @@
-// ActivationTier: where spilled activations are, below the device, and the two queues in which they go down
-// and come up beside each other. Page-locked host memory, or files by way of two Movers.
+// ActivationTier holds offloaded activations, in pinned host memory or in files, and copies them in two
+// queues, one for each direction. Files are reached through two Movers.
 //
-// Errors: create and make_home throw; the rest returns the Backend's. The store's are in status().
+// Errors: create and make_home throw; the rest returns errors of the Backend. status() has the errors of the
+// file store.
 #pragma once
 
 #include <array>
@@ -17,7 +18,7 @@ namespace forebay {
 
 class ActivationTier {
  public:
-  // Where the spilled bytes of one place are.
+  // The offloaded bytes of one place.
   struct Home {
     std::uint64_t bytes = 0;
     std::byte* host = nullptr;  // Null: in a range.
@@ -28,21 +29,21 @@ class ActivationTier {
   // Takes all host memory of `plan`. Requires: `backend` outlives it.
   static std::unique_ptr<ActivationTier> create(Backend& backend, const ActivationPlan& plan,
                                                 const ActivationCheckpointerOptions& options, int rank);
-  // Waits for what is queued.
+  // Waits for queued copies.
   ~ActivationTier();
   ActivationTier(const ActivationTier&) = delete;
   ActivationTier& operator=(const ActivationTier&) = delete;
 
-  // `name`: of the range, and new.
+  // `name`: a new name, for the range.
   Home make_home(const std::string& name, std::uint64_t bytes);
 
   Stream down() const noexcept { return down_; }
   Stream up() const noexcept { return up_; }
-  // In the order of down() and up(). The source is device memory.
+  // Copies in the order of down() and up(). The source is device memory.
   Status spill(const std::byte* source, const Home& home);
   Status fetch(const Home& home, DevicePtr target);
 
-  // The first failure of the store.
+  // The first failure of the file store.
   Status status() const;
   std::uint64_t host_bytes() const { return pool_->statistics().requested_bytes; }
   std::uint64_t file_bytes() const { return store_ == nullptr ? 0 : store_->statistics().range_bytes; }
@@ -53,13 +54,13 @@ class ActivationTier {
 
   Backend& backend_;
   std::unique_ptr<PinnedPool> pool_;
-  std::byte* host_ = nullptr;     // Tier kPinned: all homes, one behind the other,
-  std::uint64_t host_used_ = 0;   // as far as they are given out.
-  std::unique_ptr<Store> store_;  // Tier kFile, as what follows.
+  std::byte* host_ = nullptr;     // Tier kPinned: all homes, one after the other.
+  std::uint64_t host_used_ = 0;   // Bytes given out.
+  std::unique_ptr<Store> store_;  // Tier kFile, like the members below.
   std::array<std::unique_ptr<StagingBuffers>, 2> buffers_;
   std::unique_ptr<Mover> mover_down_;
   std::unique_ptr<Mover> mover_up_;
-  Stream down_;  // The movers', if there are any.
+  Stream down_;  // The streams of the movers, if there are movers.
   Stream up_;
 };
 

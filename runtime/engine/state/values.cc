@@ -14,9 +14,9 @@ namespace forebay {
 
 namespace {
 
-// The most one rank sends at once on the control plane.
+// Bytes that one rank sends at once on the control plane, at most.
 constexpr std::uint64_t kExchangeBytes = 4u << 20;
-// A drive that answers nothing for so long does not answer any more.
+// A drive that does not answer for this long is lost.
 constexpr std::chrono::minutes kStoreDeadline{10};
 
 // `values` rounded to `type`, as bytes.
@@ -125,7 +125,7 @@ void Engine::Impl::write_range(const OffloadedRange& range, std::uint64_t offset
     const std::uint64_t begin = offset / granule * granule;
     const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), range.range_bytes});
     piece.resize(stop - begin);
-    // What shares a granule with it stays as it is.
+    // Its neighbours in the first and last granule keep their values.
     if (begin < offset || end < stop) read_range(range, begin, piece.data(), piece.size());
     const std::uint64_t count = std::min(end, stop) - offset;
     std::memcpy(piece.data() + (offset - begin), at, count);
@@ -182,7 +182,7 @@ void Engine::Impl::read_slice(int index, bool frozen, std::uint64_t offset, std:
   copy_out(bytes.data(), u.parameter_shard + section + offset, bytes.size());
 }
 
-// Piece by piece over the control plane.
+// Sends piece by piece over the control plane.
 std::vector<std::byte> Engine::Impl::all_slices(
     std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine) {
   std::vector<std::byte> whole(bytes * static_cast<std::uint64_t>(shards()));
@@ -266,7 +266,7 @@ void Engine::Impl::spill(const SpillOptions& states) {
   if (!options.spillable) {
     misuse("spill() of an engine whose states share memory; set EngineOptions::spillable before commit()");
   }
-  // What was queued under leases may still use any of it.
+  // Work that was queued under leases may still use all of it.
   for (const Unit& u : units) must(backend.event_synchronize(u.released));
   must(backend.stream_synchronize(engine_stream));
   settle_updates();
@@ -293,7 +293,7 @@ void Engine::Impl::fetch() {
   must(backend.stream_synchronize(engine_stream));
 }
 
-// After the masters changed by other means than a step: the parameters follow, everywhere.
+// Sets the parameters on all ranks from the masters, after a change of the masters other than a step.
 void Engine::Impl::publish_parameters() {
   settle_updates();
   for (int index = 0; index < unit_count(); ++index) {

@@ -14,6 +14,7 @@
 #include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
 #include "offload/memory_store.h"
+#include "runtime/engine/engine_hooks.h"
 #include "tests/support/elements.h"
 #include "tests/support/local_world.h"
 
@@ -30,7 +31,11 @@ inline std::byte pattern(const ActivationKey& key, bool shared, int rank, std::u
 inline ActivationCheckpointerOptions memory_options(const ActivationPlanOptions& plan) {
   ActivationCheckpointerOptions options;
   options.plan = plan;
-  options.make_store = [](int) { return make_memory_store({.granule_bytes = 4096}); };
+  static const internal::EngineHooks hooks{
+      .make_store = [](int) { return make_memory_store({.granule_bytes = 4096}); },
+      .before_host_update = {},
+      .now = {}};
+  options.hooks = &hooks;
   return options;
 }
 

@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 
+#include "runtime/engine/engine_hooks.h"
 #include "tests/engine/activations/chain.h"
 
 namespace forebay::testing {
@@ -57,7 +58,9 @@ TEST(ActivationFaults, TellOfEveryTransferOfTheStoreThatFails) {
       run_ranks(2, {}, [&](Rank& rank) {
         const int number = rank.communicator->rank();
         ActivationCheckpointerOptions options = memory_options({.micro_batches = 2, .tier = Tier::kFile});
-        options.make_store = [&](int r) {
+        internal::EngineHooks hooks;
+        options.hooks = &hooks;
+        hooks.make_store = [&](int r) {
           MemoryStoreOptions store{.granule_bytes = 4096};
           if (r == 1)
             store.faults = {{direction, nth, Status(StatusCode::kIoError, "the drive has gone"), false}};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/device/forwarding_backend.h"
+#include "runtime/engine/engine_hooks.h"
 #include "tests/engine/activations/chain.h"
 
 namespace forebay::testing {
@@ -90,10 +91,12 @@ Measured run(int ranks, ActivationPlacement placement, const Times& times) {
     ActivationCheckpointerOptions options;
     Timeline timeline([&clock] { return clock.now(); });
     options.timeline = &timeline;
+    internal::EngineHooks hooks;
     if (times.drive > 0) {
       options.plan.tier = Tier::kFile;
       const auto rate = static_cast<std::uint64_t>(slice / times.drive);
-      options.make_store = [&clock, rate](int) {
+      options.hooks = &hooks;
+      hooks.make_store = [&clock, rate](int) {
         return make_memory_store({.granule_bytes = 4096,
                                   .clock = &clock,
                                   .read_bytes_per_second = rate,

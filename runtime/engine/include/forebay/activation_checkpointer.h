@@ -1,8 +1,7 @@
-// ActivationCheckpointer: keeps the activations that the backward pass computes the others from again,
-// between the forward and the backward pass. Each is kept whole, cut over the tensor-parallel ranks (Pa of
-// the ZeRO paper), or cut and spilled to page-locked host memory or files (Pa+cpu); and it is back on the
-// device, whole, before the backward pass asks for it. Whatever the placement, what is loaded has the bits
-// that were saved.
+// ActivationCheckpointer keeps the activations that a recomputation starts from, between the forward and the
+// backward pass. Each activation is kept whole, partitioned over the tensor-parallel ranks (Pa of the ZeRO
+// paper), or partitioned and offloaded to pinned host memory or files (Pa+cpu). It is back on the device,
+// whole, before the backward pass asks for it, bit for bit as it was saved.
 //
 //   checkpointer.declare({.unit = u, .bytes = n, .placement = ActivationPlacement::kPartition});  // each u
 //   checkpointer.commit();
@@ -14,21 +13,21 @@
 //
 // Nothing is allocated after commit.
 //
-// Order. What save() is given may be overwritten by what is queued on `stream` after it. Micro-batches are
-// loaded in the order in which their first activation was saved, and each one's activations in the reverse
-// order of saving: that is what is fetched ahead, from the moment that all slots of the micro-batch have been
-// saved or the first of them is loaded. Other orders give the same bits, later. All ranks of the group make
-// the same calls in the same order; that fixes the order of the gathers.
+// Order: work that is queued on `stream` after save() may overwrite the source. Micro-batches are loaded in
+// the order in which their first activation was saved. The activations of a micro-batch are loaded in the
+// reverse order of saving. Fetching ahead follows this order; it begins when all slots of the micro-batch
+// have been saved or the first of them is loaded. Other orders give the same values, later. All
+// tensor-parallel ranks make the same calls in the same order, which fixes the order of the gathers.
 //
 // Streams: save() and load() do not wait for the device. A load makes `stream` wait until the activation is
-// there. The ends of leases are points of the stream that load() was given. The streams outlive the
-// checkpointer or are drained before.
+// there. The end of a lease is a point of the stream given to load(). The streams outlive the checkpointer or
+// are drained before.
 //
-// Errors: thrown as Error. Misuse (a load of what was not saved, saving twice, another size, a micro-batch
-// too many) is kInvalidArgument and changes nothing. After a failure of a peer, a stream, the device or the
-// store the checkpointer is failed, its communicator is aborted so that no peer waits for it, and every later
-// call says so. Failures of what was queued are met by the call that comes after: what a lease showed is good
-// where check() is quiet once the stream has been waited for.
+// Errors: thrown as Error. Misuse (a load without a save, saving twice, another size, a micro-batch too many)
+// is kInvalidArgument and changes nothing. After a failure of a peer, a stream, the device or the file store
+// the checkpointer is failed: its communicator is aborted so that no peer waits for it, and every later call
+// throws. The next call throws the failure of queued work. The data of a lease is good if check() throws
+// nothing after the stream has been waited for.
 //
 // Threads: one thread drives it.
 //
@@ -37,7 +36,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -46,10 +44,13 @@
 #include "forebay/activation_plan.h"
 #include "forebay/backend.h"
 #include "forebay/communicator.h"
-#include "forebay/store.h"
 #include "forebay/timeline.h"
 
 namespace forebay {
+
+namespace internal {
+struct EngineHooks;
+}
 
 // One activation of one micro-batch.
 struct ActivationKey {
@@ -61,18 +62,17 @@ struct ActivationKey {
 
 struct ActivationCheckpointerOptions {
   ActivationPlanOptions plan;  // `ranks` and `chunk_bytes` are the communicator's and the backend's.
-  // commit() will be given a region: the budget plan.device_bytes is then for its bytes, not whole chunks.
+  // The trainer gives commit() a region. The budget plan.device_bytes then counts bytes, not whole chunks.
   bool in_region = false;
-  // Tier kFile: where the files are; with several, spilled bytes are striped over them. They have no name.
+  // Tier kFile: directories for anonymous files; offloaded bytes are striped over them.
   std::vector<std::string> directories;
-  // Instead of files in `directories`, for tests and drives of another kind: makes rank `rank`'s store.
-  std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
   Timeline* timeline = nullptr;  // Not owned; outlives the checkpointer. Null: nothing is marked.
+  const internal::EngineHooks* hooks = nullptr;  // For tests; outlives commit().
 };
 
 struct ActivationStatistics {
   std::uint64_t device_bytes = 0;  // Taken at commit, of the arena or of the region that was given.
-  std::uint64_t host_bytes = 0;    // Page-locked, as asked for.
+  std::uint64_t host_bytes = 0;    // Pinned, the requested bytes.
   std::uint64_t file_bytes = 0;    // Ranges of the store.
   Traffic traffic;                 // Payload of the gathers so far.
   std::uint64_t spilled_bytes = 0;
@@ -114,26 +114,27 @@ class ActivationLease {
 
 class ActivationCheckpointer {
  public:
-  // Requires: `backend` and `communicator` outlive it. The communicator is that of the tensor-parallel group,
-  // of one rank or more, and used by nobody else from commit on, because its data operations are in the order
-  // of one stream of the checkpointer's (Communicator::split makes another of the same ranks).
+  // Requires: `backend` and `communicator` outlive it. The communicator has the tensor-parallel ranks, one or
+  // more. Nothing else uses it after commit, because its data operations are in the order of one stream of
+  // the checkpointer (Communicator::split makes another communicator of the same ranks).
   ActivationCheckpointer(Backend& backend, Communicator& communicator,
                          ActivationCheckpointerOptions options = {});
-  // Waits for what it has queued. Requires: no lease is alive.
+  // Waits for its queued work. Requires: no lease is alive.
   ~ActivationCheckpointer();
   ActivationCheckpointer(const ActivationCheckpointer&) = delete;
   ActivationCheckpointer& operator=(const ActivationCheckpointer&) = delete;
 
   // --- describe, before commit ---
-  // Order: that in which a forward pass saves. Errors: kInvalidArgument for a slot that was declared already.
+  // Order: the order in which a forward pass saves. Errors: kInvalidArgument for a slot that was declared
+  // before.
   void declare(const ActivationSlot& slot);
   // Allocates nothing. Errors: as make_activation_plan.
   ActivationPlan plan() const;
   // Compares the plans of the ranks and allocates everything; all ranks succeed or all throw. Collective.
-  // `region`: plan().device_bytes() of device memory that outlives the checkpointer, aligned to 512, of an
-  // engine's activations say; null: the checkpointer has an arena of its own.
-  // Errors: as plan(); kInvalidArgument naming ranks with different plans; kOutOfMemory where the device or
-  // the host has not enough; the store's.
+  // `region`: plan().device_bytes() of device memory, aligned to 512, that outlives the checkpointer, such as
+  // Engine::activations(). Null: the checkpointer has an arena of its own.
+  // Errors: as plan(); kInvalidArgument naming ranks with different plans; kOutOfMemory if the device or
+  // the host has not enough; the errors of the file store.
   void commit(DevicePtr region = nullptr);
 
   // --- forward ---
@@ -144,15 +145,15 @@ class ActivationCheckpointer {
 
   // --- backward ---
   [[nodiscard]] ActivationLease load(const ActivationKey& key, Stream stream);
-  // What was saved and will not be loaded (evaluation, a pass that was given up).
+  // Drops a saved activation that will not be loaded (evaluation, an abandoned pass).
   void discard(const ActivationKey& key);
-  // The same for all that is saved. Requires: no lease is alive.
+  // Drops all saved activations. Requires: no lease is alive.
   void discard_all();
 
-  // Throws the first failure, on any rank, of all that was queued and has run by now: to be called once the
-  // stream has been waited for and before its results are used for good (before Engine::step). Where ranks
-  // have loaded different activations, or in different orders: kInvalidArgument, and the checkpointer is
-  // failed. All ranks throw or none does. Collective.
+  // Throws the first failure, on any rank, of the queued work that has run by now. Collective: all ranks
+  // throw or none does. Order: after the stream has been waited for, and before its results are used for good
+  // (before Engine::step). Errors: kInvalidArgument if ranks have loaded different activations, or in
+  // different orders; then the checkpointer is failed.
   void check();
 
   // Waits for the gathers that are queued, so that the traffic is complete.

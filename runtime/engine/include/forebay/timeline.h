@@ -1,8 +1,8 @@
-// Timeline: what a rank did when, as spans on named tracks, for Chrome's and Perfetto's viewers.
+// Timeline records the work of a rank as spans on named tracks, for Chrome's and Perfetto's viewers.
 //
-// An engine that is given one (EngineOptions::timeline) marks its gathers, reductions, updates and moves, and
-// the trainer's leases, in the order of the streams they run on. That costs a host function at each end of
-// each span, so it is for looking at a few steps, not for measuring speed.
+// With EngineOptions::timeline the engine marks its gathers, reductions, updates and copies, and the
+// trainer's leases, in the order of their streams. Each end of a span costs a host function, so use it to
+// look at a few steps, not to measure speed.
 //
 // Threads: any.
 #pragma once
@@ -30,7 +30,7 @@ class Timeline {
     std::chrono::nanoseconds end{0};
   };
 
-  // `now`: null is a steady clock. `span_limit`: what comes later is counted and left out.
+  // `now`: null is a steady clock. `span_limit`: later spans are counted and left out.
   explicit Timeline(std::function<std::chrono::nanoseconds()> now = nullptr,
                     std::size_t span_limit = 1 << 20);
 
@@ -57,8 +57,8 @@ class Timeline {
   std::uint64_t dropped_count_ = 0;
 };
 
-// How long the spans of the tracks `busy` took in all, counted once where they lie over each other, and how
-// much of it no span of `cover` lay over: communication and what of it compute did not hide, say.
+// The total time of the spans on the tracks `busy`, counted once where they overlap, and the part of it that
+// no span on the tracks `cover` overlaps: communication, and the communication that computation did not hide.
 struct Exposure {
   std::chrono::nanoseconds busy{0};
   std::chrono::nanoseconds exposed{0};

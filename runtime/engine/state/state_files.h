@@ -1,0 +1,110 @@
+// Saved training state on disk. The engine's values are read and written by training_state.cc.
+//
+//   DIR/step-000000000042/manifest.json    steps, loss scale, trainer state, the list of files; checksummed
+//   DIR/step-000000000042/rank-0-of-4      magic, fp32 data, index (JSON), length and checksum of the index
+//   DIR/latest                             the name of the newest complete state
+//
+// Each rank writes its part of master, m and v as runs of a parameter, by name and offset. So a run can be
+// found at any number of ranks and any stage. A state is written under a temporary name, synced, and then
+// renamed; `latest` is replaced last, by a rename. A kill at any moment leaves the state that `latest` names
+// whole.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace forebay::internal {
+
+inline constexpr const char* kStateFields[] = {"master", "m", "v"};
+
+std::string state_name(std::uint64_t step);
+std::string state_file_name(int rank, int ranks);
+
+// The name in DIR/latest; empty when there is none. Errors: throws kCorruption if it is no state's name.
+std::string read_latest(const std::string& directory);
+
+// Makes the empty directory that a state is written in, and returns its path. Errors: throws kIoError.
+std::string make_temporary_state(const std::string& directory, const std::string& name);
+void remove_quietly(const std::string& path);
+
+// A run of one field of one parameter.
+struct StateRun {
+  std::string parameter;
+  std::string field;
+  std::uint64_t offset = 0;  // Elements from the start of the parameter.
+  std::uint64_t count = 0;
+  std::uint64_t at = 0;  // Bytes from the start of the file.
+  std::uint64_t checksum = 0;
+};
+
+// The end of a written file, for the manifest.
+struct StateFileEnd {
+  std::uint64_t bytes = 0;
+  std::uint64_t index_checksum = 0;
+};
+
+class File;
+
+// Writes the file of one rank. Errors: throws kIoError; kInvalidArgument if a parameter's name is not UTF-8.
+class StateFileWriter {
+ public:
+  explicit StateFileWriter(const std::string& path);
+  ~StateFileWriter();
+
+  void write(const std::string& parameter, const char* field, std::uint64_t offset,
+             std::span<const float> values);
+  // Writes the index and syncs the file.
+  StateFileEnd finish();
+
+ private:
+  std::unique_ptr<File> file_;
+  nlohmann::json index_ = nlohmann::json::array();
+  std::uint64_t at_ = 0;
+};
+
+// Writes the manifest into `temporary`, gives the state its name, and lets `latest` name it; then removes the
+// state that `latest` named before. Errors: throws kIoError; kInvalidArgument if the manifest is not UTF-8.
+void publish_state(const std::string& directory, const std::string& temporary, const std::string& name,
+                   const nlohmann::json& manifest);
+
+// The newest state of a directory, opened and checked but for the values, which are checked when they are
+// read. Errors: every function throws: kIoError if there is no state or it cannot be read, kCorruption if it
+// is damaged, kUnsupported for another format.
+class SavedState {
+ public:
+  explicit SavedState(const std::string& directory);
+
+  const std::string& path() const { return path_; }
+  const nlohmann::json& manifest() const { return manifest_; }
+  // Elements by parameter.
+  const std::map<std::string, std::uint64_t>& parameters() const { return counts_; }
+  // Reads elements [begin, begin + target.size()) of a parameter.
+  void read(const std::string& parameter, const std::string& field, std::uint64_t begin,
+            std::span<float> target);
+
+ private:
+  struct Source {
+    std::string path;
+    StateRun run;
+  };
+  void read_manifest();
+  void read_index(const std::string& path, std::uint64_t expected_bytes, std::uint64_t expected_checksum);
+  void enter(const std::string& path, StateRun run);
+  std::span<const float> values_of(const Source& source);
+
+  std::string path_;
+  nlohmann::json manifest_;
+  std::map<std::pair<std::string, std::string>, std::vector<Source>> sources_;  // By parameter and field.
+  std::map<std::string, std::uint64_t> counts_;
+  // The run that was read last: neighbours ask for parts of the same run.
+  const Source* last_ = nullptr;
+  std::vector<float> values_;
+};
+
+}  // namespace forebay::internal
