@@ -81,7 +81,8 @@ class Placement : public tbb::task_scheduler_observer {
   // Shorter, and a busy machine's worker may keep our processors; longer, and a process ends later.
   static constexpr int kLeaveDeadlineMs = 200;
 
-  // What the thread had before. Blocks start no other blocks, so a thread is in one arena of ours at a time.
+  // The thread's earlier processors. Blocks start no other blocks, so a thread is in one of our arenas at a
+  // time.
   static thread_local cpu_set_t saved;
   static thread_local bool saved_here;
   cpu_set_t processors_;
@@ -113,7 +114,8 @@ BlockRunner::BlockRunner(std::unique_ptr<Arena> arena)
 
 BlockRunner::~BlockRunner() = default;
 
-Result<std::unique_ptr<BlockRunner>> BlockRunner::create_on(std::span<const int> processors) {
+Result<std::unique_ptr<BlockRunner>> BlockRunner::create_on(std::span<const int> processors,
+                                                            int thread_count) {
   const auto invalid = [](const std::string& found) {
     return Status(StatusCode::kInvalidArgument, "kernels on given processors: " + found);
   };
@@ -136,7 +138,8 @@ Result<std::unique_ptr<BlockRunner>> BlockRunner::create_on(std::span<const int>
     CPU_SET(processor, &wanted);
   }
   if (kThreadSanitizer) return std::make_unique<BlockRunner>(1);
-  auto arena = std::make_unique<Arena>(static_cast<int>(processors.size()), wanted);
+  auto arena =
+      std::make_unique<Arena>(thread_count > 0 ? thread_count : static_cast<int>(processors.size()), wanted);
   return std::unique_ptr<BlockRunner>(new BlockRunner(std::move(arena)));
 }
 

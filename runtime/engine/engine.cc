@@ -329,6 +329,7 @@ EngineStatistics Engine::statistics() {
   result.peak.buckets = peak(Pool::kBuckets);
   result.peak.activations = peak(Pool::kActivations);
   result.peak_reserved_bytes = impl.arena->statistics().peak_reserved_bytes;
+  result.host_placement = impl.host_placement.text;
   if (const auto host = impl.memory(Pool::kHost); !host.empty())
     result.host_bytes = impl.pinned->block_bytes(host.data());
   for (const auto* buffers : {impl.pass_buffers.get(), impl.mover_buffers.get()}) {

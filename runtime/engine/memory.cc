@@ -85,7 +85,9 @@ void Engine::Impl::take_pool(Pool pool) {
 
 // Makes the block of the host pool, filled with zeros, the store and its staging.
 void Engine::Impl::prepare_offload() {
-  pinned = value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}));
+  host_placement = choose_host_placement(backend.capabilities(), options);
+  pinned =
+      value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .numa_node = host_placement.memory_node}));
   if (const std::uint64_t bytes = plan.bytes_in(Pool::kHost); bytes > 0) {
     memory(Pool::kHost) = {value_or_throw(pinned->allocate(bytes)), bytes};
     std::memset(memory(Pool::kHost).data(), 0, bytes);

@@ -1,4 +1,4 @@
-// BlockRunner: threads that a kernel's elements are spread over, in blocks. Host only.
+// BlockRunner: spreads the elements of a host kernel over threads, in blocks.
 #pragma once
 
 #include <cstddef>
@@ -10,24 +10,25 @@
 namespace forebay {
 
 // Cuts a count into fixed blocks and runs them on a bounded number of threads (a TBB arena of its own). The
-// blocks do not depend on the number of threads, and no kernel's bits depend on the blocks.
+// blocks do not depend on the number of threads, and the result of a kernel does not depend on the blocks.
 //
 // Threads: run() may be called from several threads at once; they share the same threads.
 class BlockRunner {
  public:
   // `thread_count` 0: as many as the machine has. The thread that calls run() is one of them. Under
-  // ThreadSanitizer always 1: TBB's own synchronization is not instrumented, so every block would look like a
+  // ThreadSanitizer always 1: TBB's synchronization is not instrumented, so every block would look like a
   // race.
   explicit BlockRunner(int thread_count);
   ~BlockRunner();
   BlockRunner(const BlockRunner&) = delete;
   BlockRunner& operator=(const BlockRunner&) = delete;
 
-  // One thread for each of `processors` (numbers as the kernel counts them), and all of them, the one that
-  // calls run() included, kept to those processors while they work: how a step is kept beside the memory of
-  // its NUMA node. A thread gets back the processors it had when it leaves.
-  // Errors: kInvalidArgument when there are none, one that this process may not use, or one named twice.
-  static Result<std::unique_ptr<BlockRunner>> create_on(std::span<const int> processors);
+  // Keeps the threads, also the one that calls run(), on `processors` (the kernel's numbers) while they work,
+  // for example near the memory of a NUMA node. A thread gets its earlier processors back when it leaves.
+  // `thread_count` 0: one thread per processor.
+  // Errors: kInvalidArgument for no processors, one that this process may not use, or one named twice.
+  static Result<std::unique_ptr<BlockRunner>> create_on(std::span<const int> processors,
+                                                        int thread_count = 0);
 
   int thread_count() const noexcept { return thread_count_; }
 
@@ -42,7 +43,7 @@ class BlockRunner {
   struct Arena;
   explicit BlockRunner(std::unique_ptr<Arena> arena);
 
-  std::unique_ptr<Arena> arena_;  // Null when blocks run on the calling thread, wherever it is.
+  std::unique_ptr<Arena> arena_;  // Null: blocks run on the calling thread, on any processor.
   int thread_count_;
 };
 

@@ -18,6 +18,7 @@
 #include "forebay/staging_buffers.h"
 #include "forebay/store_pass.h"
 #include "runtime/engine/engine_hooks.h"
+#include "runtime/engine/host_placement.h"
 #include "runtime/engine/marked_span.h"
 #include "runtime/engine/plan/schedule.h"
 #include "runtime/engine/plan/step_control.h"
@@ -147,6 +148,7 @@ struct StepContext {
   std::unique_ptr<Communicator> grouped;   // Null without all-reduce groups.
   std::unique_ptr<Communicator> deciding;  // Null: `communicator` decides.
   std::uint64_t deciding_units = 0;        // The most units of a rank of the grid.
+  HostPlacement host_placement;            // Chosen where something is offloaded.
   std::unique_ptr<PinnedPool> pinned;
   std::unique_ptr<Store> store;  // File tier.
   std::unique_ptr<StagingBuffers> pass_buffers;

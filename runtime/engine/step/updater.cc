@@ -48,9 +48,7 @@ Updater::Updater(StepContext& context, const Decision& decision)
   host_stream_.open();
   up_stream_.open();
   host_done_ = EngineEvent(context);
-  host_runner_ = context.options.host_processors.empty()
-                     ? std::make_unique<BlockRunner>(context.options.host_threads)
-                     : value_or_throw(BlockRunner::create_on(context.options.host_processors));
+  host_runner_ = create_host_runner(context.host_placement, context.options);
   for (std::vector<HostUpdate>& updates : host_updates_) {
     for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
   }

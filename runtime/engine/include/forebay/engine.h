@@ -92,6 +92,10 @@ struct EngineOptions : ShardingOptions {
   // host_threads. Topology's Placement (topology.h) has those near the device. Empty: the threads are not
   // bound.
   std::vector<int> host_processors;
+  // Offload on a host with several NUMA nodes: the host threads run, and the pinned memory lies, near the
+  // device, where its node is known. With host_threads 0, one thread for each core there. Same results bit
+  // for bit.
+  bool near_device = true;
   double beta1 = 0.9, beta2 = 0.95, epsilon = 1e-8;
   LossScaleOptions loss_scale;
   // More {name, value} pairs that must be the same on every rank, or on every rank of `grid`. commit() names
@@ -134,6 +138,7 @@ struct EngineStatistics {
   PoolBytes planned;
   std::uint64_t host_bytes = 0;  // Pinned memory of offloaded states.
   std::uint64_t planned_host_bytes = 0;
+  std::string host_placement;    // One line: processors and node of host updates. Empty without offload.
   std::uint64_t file_bytes = 0;  // In the store.
   std::uint64_t planned_file_bytes = 0;
   std::uint64_t file_read_bytes = 0;  // So far, with the padding of ranges.
