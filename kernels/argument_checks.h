@@ -1,6 +1,6 @@
-// What every launch checks before it is queued, whichever backend runs it.
+// The checks of every launch before it is queued, on all backends.
 //
-// Errors: kInvalidArgument, with a message that names the kernel, the argument and what to pass.
+// Errors: kInvalidArgument, with a message that names the kernel, the argument and the allowed values.
 #pragma once
 
 #include "forebay/kernels.h"

@@ -2,7 +2,7 @@
 // follow these functions operation by operation, and the tests compare them bit for bit.
 //
 // Compile with -ffp-contract=off (nvcc: -fmad=false -prec-sqrt=true -prec-div=true -ftz=false): every fused
-// multiply-add is written out, and only those are fused. What is stored as fp32 passes through canonical():
+// multiply-add is written out, and only those are fused. Values stored as fp32 pass through canonical():
 // which NaN an instruction gives depends on the processor and on the order of its operands, so no NaN is
 // stored as it came.
 #pragma once
@@ -53,7 +53,7 @@ FOREBAY_DEVICE inline float accumulate_step(float sum, float contribution) noexc
   return sum + contribution;
 }
 
-// The end of accumulate: what is stored.
+// The end of accumulate: the stored value.
 FOREBAY_DEVICE inline float accumulate_store(float target, float sum, bool first) noexcept {
   return canonical(first ? sum : target + sum);
 }

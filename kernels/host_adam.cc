@@ -94,7 +94,7 @@ Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
   const std::size_t count = a.update.count;
   FOREBAY_RETURN_IF_ERROR(check_moments(function, a.moments, count));
   FOREBAY_RETURN_IF_ERROR(check_rounding(function, count, a.rounding));
-  // Any memory will do for what is not read.
+  // These are not read, so any memory will do.
   AdamWArguments checked = a.update;
   checked.m = checked.v = a.update.master;
   FOREBAY_RETURN_IF_ERROR(check_arguments(checked).with_context(function));

@@ -26,7 +26,7 @@ struct RangeKernels {
 // The definitions in a loop.
 const RangeKernels& scalar_kernels() noexcept;
 
-// What fits this processor; scalar_kernels() where it has no fused multiply-add.
+// The kernels for this processor; scalar_kernels() where it has no fused multiply-add.
 const RangeKernels& simd_kernels();
 
 inline definitions::AdamWConstants constants_of(const AdamWArguments& a) noexcept {

@@ -1,5 +1,5 @@
 // The kernels in SIMD, compiled once per instruction set. Every body follows definitions.h operation by
-// operation; what is left of a range after whole vectors goes to the scalar definition itself. Which
+// operation; the rest of a range after whole vectors goes to the scalar definition itself. Which
 // instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
@@ -45,8 +45,8 @@ void cast(const CastArguments& a, std::size_t begin, std::size_t end) {
 
 // --- accumulate ---
 
-// Elements whose running sums are kept between ranks: 4 KiB of the first cache level, so that any number of
-// ranks is read one after the other in long runs.
+// The number of running sums that are kept between ranks: 4 KiB of the first cache level, so that any number
+// of ranks is read one after the other in long runs.
 constexpr std::size_t kSumCount = 1024;
 
 template <DataType type>

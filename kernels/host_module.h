@@ -1,5 +1,5 @@
-// The kernels as a host module: the table that Backend::load_module takes, and what a launch hands to its
-// functions.
+// The kernels as a host module: the table that Backend::load_module takes, and the arguments that a launch
+// passes to its functions.
 #pragma once
 
 #include <type_traits>
@@ -11,8 +11,8 @@
 
 namespace forebay {
 
-// What the launches of one Kernels object share. A host kernel is a plain function, so each launch carries a
-// pointer.
+// State that the launches of one Kernels object share. A host kernel is a plain function, so each launch
+// carries a pointer.
 struct HostContext {
   explicit HostContext(const KernelOptions& options)
       : kernels(host_kernels::simd_kernels()), runner(options.thread_count) {}

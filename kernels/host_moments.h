@@ -17,7 +17,7 @@ struct Rounding {
 };
 
 // Each works on elements [begin, end) of `moments`, of which in kBlock8 all blocks are whole but for the last
-// of the array. What is loaded and stored is not kFloat32, and element `begin` is m[0] and v[0].
+// of the array. The format is not kFloat32, and element `begin` is m[0] and v[0].
 struct MomentKernels {
   const char* target;  // "scalar", or Highway's name of the instruction set.
   void (*load)(const Moments& moments, std::size_t begin, std::size_t end, float* m, float* v);
@@ -29,7 +29,7 @@ struct MomentKernels {
 // The definitions in a loop.
 const MomentKernels& scalar_moment_kernels() noexcept;
 
-// What fits this processor.
+// The functions for this processor.
 const MomentKernels& simd_moment_kernels();
 
 }  // namespace forebay::host_kernels

@@ -1,5 +1,5 @@
 // The host's update, and loading and storing narrow m and v, in SIMD, compiled once per instruction set.
-// Every body follows moments.h and definitions.h operation by operation; what is left of a range after whole
+// Every body follows moments.h and definitions.h operation by operation; the rest of a range after whole
 // vectors or blocks goes to the scalar definition. Which instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
@@ -58,7 +58,7 @@ HWY_INLINE BitVector drop_vector(BitVector bits, BitVector random) {
 
 // --- the low-precision parameter ---
 
-// What is written here is read next by a device, so it goes past the caches: no line of it is read to be
+// A device reads the parameter next, so it is written past the caches: no line of it is read to be
 // overwritten, and none of the others is driven out. 5 to 8 % of a whole step. Not where it takes the place
 // of its gradient, whose lines are there already (5 % slower), and only where each vector is aligned, as the
 // instruction demands.
@@ -71,7 +71,7 @@ class ParameterWriter {
                  (reinterpret_cast<std::uintptr_t>(a.parameter) + begin * sizeof(Storage<type>)) %
                          (hn::Lanes(Tag()) * sizeof(Storage<type>)) ==
                      0) {}
-  // Order: what was written is there for other threads when they are told of the end of this block.
+  // Order: the writes are visible to other threads when they learn of the end of this block.
   ~ParameterWriter() { hwy::FlushStream(); }
 
   HWY_INLINE void write(FloatVector p, std::size_t i) const {
@@ -109,7 +109,7 @@ template <bool dithered>
 HWY_INLINE void store_bfloat16_vectors(FloatVector m, FloatVector v, BitVector seed, std::uint16_t* kept_m,
                                        std::uint16_t* kept_v) {
   if constexpr (dithered) {
-    // The upper halves of the sums, both at once. The canonical NaN stays what it is: its lower half is zero,
+    // The upper halves of the sums, both at once. The canonical NaN does not change: its lower half is zero,
     // so nothing carries.
     const hn::Repartition<std::uint16_t, FloatTag> both;
     const auto random = dither_vector(seed, bits_of(m), bits_of(v));
@@ -367,7 +367,7 @@ void update_block8(const HostAdamArguments& arguments, std::size_t begin, std::s
 
 // --- both ---
 
-// The end of what SIMD does of [begin, end).
+// The end of the part of [begin, end) that SIMD handles.
 std::size_t whole_end(MomentFormat format, std::size_t begin, std::size_t end) {
   if (format != MomentFormat::kBlock8) return vector_end(begin, end);
   return begin + (end - begin) / kMomentBlockCount * kMomentBlockCount;

@@ -7,7 +7,7 @@
 
 namespace forebay::definitions {
 
-// What the hash of kDithered starts from.
+// The start value of the hash of kDithered.
 FOREBAY_DEVICE inline std::uint32_t dither_seed(std::uint64_t step) noexcept {
   return static_cast<std::uint32_t>((step + 1) * 0x9E3779B97F4A7C15u >> 32);
 }
@@ -24,7 +24,7 @@ FOREBAY_DEVICE inline std::uint32_t dither_bits(std::uint32_t seed, float m, flo
 }
 
 // Drops the lower `shift` bits. `random` has that many; without dither half of the last place is added, less
-// one when what is kept is even.
+// one when the kept part is even.
 FOREBAY_DEVICE inline std::uint32_t drop_bits(std::uint32_t bits, std::uint32_t shift, bool dithered,
                                               std::uint32_t random) noexcept {
   const std::uint32_t nearest = (1u << (shift - 1u)) - 1u + ((bits >> shift) & 1u);
@@ -85,7 +85,7 @@ FOREBAY_DEVICE inline float m_from_code(std::uint8_t code, std::uint32_t exponen
   return float_from_bits(float_bits(value) | (code & 0x80u) << 24);
 }
 
-// v has no sign; what is not 0 stays so.
+// v has no sign; a value that is not 0 stays not 0.
 FOREBAY_DEVICE inline std::uint8_t v_to_code(float v, std::uint32_t exponent, bool dithered,
                                              std::uint32_t random) noexcept {
   const std::uint32_t magnitude = float_bits(v) & 0x7FFFFFFFu;

@@ -1,4 +1,4 @@
-// What the SIMD bodies share: loading and rounding elements of each type, and the AdamW update of one vector.
+// Shared by the SIMD bodies: loading and rounding elements of each type, and the AdamW update of one vector.
 // Everything follows definitions.h operation by operation.
 //
 // Included once per instruction set by sources that Highway compiles so, after their HWY_TARGET_INCLUDE;
@@ -49,7 +49,7 @@ HWY_INLINE V canonical_vector(D d, V v) {
   return hn::IfThenElse(hn::IsNaN(v), nan, v);
 }
 
-// Loading one vector of a type, widened to fp32, and rounding one, whose NaNs are canonical already, to it. A
+// Loads one vector of a type, widened to fp32, and rounds one with canonical NaNs to it. A
 // NaN is loaded with any payload: whatever is computed from it is made canonical before it is stored.
 template <DataType type>
 struct VectorElement;
@@ -80,15 +80,15 @@ struct VectorElement<DataType::kBfloat16> {
     const hn::Rebind<std::uint16_t, D> d16;
     const auto bits = hn::BitCast(du, v);
     const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
-    // The canonical NaN's lower half is zero and its upper one even, so it stays what it is.
+    // The canonical NaN's lower half is zero and its upper half even, so it does not change.
     const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd);
     return hn::TruncateTo(d16, hn::ShiftRight<16>(rounded));
   }
 };
 
 // x86 with fused multiply-add has F16C, whose conversions are exact or round to nearest even, as the
-// definition. Elsewhere the same values come from integer and fp32 arithmetic, since what Highway does there
-// is not promised.
+// definition. Elsewhere the same values come from integer and fp32 arithmetic, since Highway's conversion
+// there is not promised.
 template <>
 struct VectorElement<DataType::kFloat16> {
 #if HWY_ARCH_X86 && !defined(HWY_DISABLE_F16C)
@@ -143,7 +143,7 @@ struct VectorElement<DataType::kFloat16> {
 #endif
 };
 
-// Storing one vector, rounded, whose NaNs are canonical already.
+// Stores one vector with canonical NaNs, rounded.
 template <DataType type, class D>
 HWY_INLINE void round_canonical(D d, hn::Vec<D> v, Storage<type>* target) {
   hn::StoreU(VectorElement<type>::rounded(d, v), hn::Rebind<Storage<type>, D>(), target);

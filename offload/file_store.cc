@@ -35,7 +35,7 @@ using internal::ScratchFile;
 using internal::transfer_text;
 using Clock = std::chrono::steady_clock;
 
-// How long a thread waits before it looks again whether what it waits for can still come. Smaller: wake-ups
+// How long a thread waits before it checks again whether its result can still come. Smaller: wake-ups
 // for nothing. Larger: the longest that a thread sleeps on when another has seen the last operation fail to
 // begin.
 constexpr std::chrono::milliseconds kLookAgain{100};
@@ -73,7 +73,7 @@ std::string advice(int error) {
     case EINVAL:
       return "the file system may want another alignment; try without direct transfers";
     default:
-      return "see what the system log says of the drive, or name another directory";
+      return "see the system log about the drive, or name another directory";
   }
 }
 
@@ -96,7 +96,7 @@ struct Stripes {
     return {static_cast<unsigned>(stripe % file_count), stripe / file_count * stripe_bytes + inside,
             stripe_bytes - inside};
   }
-  // What file `file` needs for the addresses below `end`.
+  // The bytes that file `file` needs for the addresses below `end`.
   std::uint64_t file_bytes(unsigned file, std::uint64_t end) const {
     if (file_count == 1) return end;
     const std::uint64_t whole = end / stripe_bytes;
@@ -122,7 +122,7 @@ struct Transfer {
   std::uint64_t offset;
   std::byte* memory;
   std::uint64_t bytes;
-  std::uint64_t begun_bytes = 0;  // What operations have been made of.
+  std::uint64_t begun_bytes = 0;  // Bytes that operations have been made for.
 };
 
 // A batch, from submit until its ticket is spent.
@@ -144,7 +144,7 @@ struct Operation {
   StoreDirection direction = StoreDirection::kRead;
   std::uint64_t offset = 0;     // In the range.
   std::byte* memory = nullptr;  // The caller's.
-  std::byte* buffer = nullptr;  // What the drive reads or writes: the caller's or a bounce buffer.
+  std::byte* buffer = nullptr;  // The memory of the operation: the caller's or a bounce buffer.
   std::uint32_t bytes = 0;
   std::uint32_t drive_bytes = 0;  // The same in whole alignment units.
   std::uint32_t done_bytes = 0;
@@ -154,8 +154,8 @@ struct Operation {
   int bounce = -1;
   Status status;
   bool again = false;  // Must be submitted once more.
-  // Who reaps has seen all that who submitted did: the kernel's queue orders the two, but no tool can see
-  // that.
+  // The reaping thread sees everything that the submitting thread did: the kernel's queue orders the two, but
+  // no tool can see that.
   std::atomic<bool> submitted{false};
 };
 
@@ -295,7 +295,7 @@ class FileStore final : public Store {
       if (batch->done()) return spend(*batch);
       const Clock::time_point now = Clock::now();
       if (now >= end) {
-        // What has come by now counts, so that a deadline of nothing is a poll.
+        // Results that have come by now count, so a deadline of 0 is a poll.
         advance(lock);
         batch = find(ticket);
         if (batch != nullptr && batch->done()) return spend(*batch);
@@ -386,7 +386,7 @@ class FileStore final : public Store {
     queue_.erase(std::find(queue_.begin(), queue_.end(), &batch));
   }
 
-  // What is to be submitted next, or null when there is nothing or no room for it.
+  // The operation to submit next, or null when there is none or no room.
   Operation* next_operation() {
     if (at_drive_ == options_.depth) return nullptr;
     if (!again_.empty()) {
@@ -456,10 +456,10 @@ class FileStore final : public Store {
     --in_flight_;
   }
 
-  // --- issuing and reaping: at most one thread each, without the lock over what takes time -----
+  // --- issuing and reaping: at most one thread each, without the lock during slow work -----
 
-  // Hands to the engine what there is room for, at most `depth` operations: others may make room as fast as
-  // this thread fills it, and it has a caller to return to. Returns at once when another thread does.
+  // Passes operations to the engine while there is room, at most `depth` operations: others may make room as
+  // fast as this thread fills it, and it has a caller to return to. Returns at once when another thread does.
   void issue(std::unique_lock<std::mutex>& lock) {
     if (issuing_) return;
     issuing_ = true;
@@ -514,7 +514,7 @@ class FileStore final : public Store {
     return engine_->submit(request);
   }
 
-  // Takes what the engine has done, waiting `timeout` for the first. Requires: nobody else reaps.
+  // Takes the results of the engine, waiting `timeout` for the first. Requires: nobody else reaps.
   void reap(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds timeout) {
     reaping_ = true;
     lock.unlock();
@@ -552,7 +552,7 @@ class FileStore final : public Store {
     issue(lock);
   }
 
-  // Learns what became of an operation: over, failed, or to be taken up again.
+  // Handles the result of an operation: over, failed, or to be continued.
   void settle(Operation& operation, std::int32_t result) {
     operation.again = false;
     const auto fail = [&](StatusCode code, const std::string& found) {
@@ -572,7 +572,7 @@ class FileStore final : public Store {
       }
       return fail(StatusCode::kIoError, errno_text(error) + "; " + advice(error));
     }
-    // What came back short is taken up where direct transfers may begin.
+    // A short operation continues where direct transfers may begin.
     const std::uint32_t total = operation.done_bytes + static_cast<std::uint32_t>(result);
     if (total < operation.drive_bytes) {
       const auto aligned = static_cast<std::uint32_t>(total / alignment_bytes_ * alignment_bytes_);
@@ -723,7 +723,7 @@ Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& wanted, c
   }
   if (options.direct && !buffered.empty()) {
     internal::say_once("the file system of " + buffered +
-                       " has no direct transfers: what is there is kept in the page cache too");
+                       " has no direct transfers: its data is kept in the page cache too");
   }
   auto engine = choose_engine(options, descriptors);
   FOREBAY_RETURN_IF_ERROR(engine.status());

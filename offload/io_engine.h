@@ -1,4 +1,4 @@
-// IoEngine: what performs the operations of a file store, each one read or write of one piece of one file. It
+// IoEngine: performs the operations of a file store, each one read or write of one piece of one file. It
 // knows no ranges, no checksums and no tickets, and it may return short.
 #pragma once
 

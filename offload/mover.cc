@@ -118,7 +118,7 @@ void Mover::begin(Move& move, std::size_t piece, StoreDirection direction) {
   Result<StoreTicket> ticket = store_.submit({&transfer, 1});
   while (!ticket.ok() && ticket.status().code() == StatusCode::kUnavailable &&
          std::chrono::steady_clock::now() < deadline) {
-    // Others use the store too. What this move has under way it can wait for, the others' not.
+    // Others use the store too. This move can wait for its own transfers, not for theirs.
     const auto under_way = [](const StoreTicket& t) { return t.id != 0; };
     const auto mine = std::find_if(move.tickets.begin(), move.tickets.end(), under_way);
     if (mine != move.tickets.end()) {

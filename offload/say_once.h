@@ -1,4 +1,4 @@
-// What people should hear of the machine they run on, but not from every store that is made.
+// Logs a fact about the machine once per process, not for every store.
 #pragma once
 
 #include <string>

@@ -18,7 +18,7 @@
 namespace forebay::internal {
 namespace {
 
-// What direct transfers are aligned to where the file system does not ask for more. Smaller: drives with
+// The alignment of direct transfers where the file system does not ask for more. Smaller: drives with
 // sectors of 4 KiB refuse. Larger: more of a range's end goes through a bounce buffer.
 constexpr std::size_t kDirectAlignment = 4096;
 
@@ -60,14 +60,14 @@ Opened open_unlinked(const std::string& directory, int flags) {
 Opened open_either(const std::string& directory, int flags, bool unnamed) {
   if (unnamed) {
     const Opened opened = open_unnamed(directory, flags);
-    // What file systems and kernels that do not know O_TMPFILE answer.
+    // The answers of file systems and kernels that do not know O_TMPFILE.
     const bool unknown = opened.error == EOPNOTSUPP || opened.error == EISDIR || opened.error == ENOENT;
     if (opened.descriptor >= 0 || !unknown) return opened;
   }
   return open_unlinked(directory, flags);
 }
 
-// What the file system asks of direct transfers; 0 when it has none for this file.
+// The alignment that the file system asks of direct transfers; 0 when it has none for this file.
 std::size_t direct_alignment(int descriptor) {
 #ifdef STATX_DIOALIGN
   struct statx facts {};
@@ -180,7 +180,7 @@ Status ScratchFile::grow(std::uint64_t bytes, bool* reserved) {
     return refuse(
         full ? StatusCode::kOutOfMemory : StatusCode::kIoError,
         errno_text(error) + ", " + free_text(descriptor_) +
-            (full ? "; free some or name another directory" : "; see what the system log says of the drive"));
+            (full ? "; free some or name another directory" : "; see the system log about the drive"));
   }
   bytes_ = bytes;
   return {};

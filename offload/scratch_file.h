@@ -26,7 +26,7 @@ class ScratchFile {
   int descriptor() const noexcept { return descriptor_; }
   const std::string& directory() const noexcept { return directory_; }
   bool direct() const noexcept { return direct_; }
-  // What addresses, offsets and sizes must be a multiple of; 1 when not direct.
+  // Addresses, offsets and sizes must be multiples of it; 1 when not direct.
   std::size_t alignment_bytes() const noexcept { return alignment_bytes_; }
   std::uint64_t bytes() const noexcept { return bytes_; }
 
@@ -34,7 +34,7 @@ class ScratchFile {
   // (`reserved` says whether it did). Growing only. Errors: kOutOfMemory when there is no room (disk, quota,
   // or the limit of this process on the size of a file), kIoError; the file is then as it was.
   Status grow(std::uint64_t bytes, bool* reserved);
-  // Back to a smaller size. Cannot fail: says once what went wrong.
+  // Back to a smaller size. Cannot fail: a problem is logged once.
   void shrink(std::uint64_t bytes) noexcept;
 
  private:

@@ -31,7 +31,7 @@ class PooledBuffers final : public StagingBuffers {
     FOREBAY_CHECK(free_.size() == options_.buffer_count, "%zu staging buffers were not given back",
                   options_.buffer_count - free_.size());
     if (const Status status = pool_.free(memory_, Stream()); !status.ok()) {
-      log(LogLevel::kWarning, "staging buffers stay page-locked: %s", status.message().c_str());
+      log(LogLevel::kWarning, "staging buffers stay pinned: %s", status.message().c_str());
     }
   }
 

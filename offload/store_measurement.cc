@@ -76,7 +76,7 @@ Result<double> rate(const Run& run, StoreDirection direction, std::uint64_t byte
     if (failed.ok()) failed = status;
   };
   while (failed.ok() && (submitted == 0 || Clock::now() - begin < time)) {
-    // One for each block of memory: what is in flight never overlaps.
+    // One for each block of memory: transfers in flight never overlap.
     if (tickets.size() == std::min<std::uint64_t>(run.depth, count)) finish_one();
     const std::uint64_t offset = submitted % count * run.block_bytes;
     const StoreTransfer transfer{direction, run.range, offset, run.memory + offset, run.block_bytes};
@@ -155,7 +155,7 @@ Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
       const auto written = rate(run, StoreDirection::kWrite, measured.range_bytes,
                                 std::chrono::nanoseconds(share), &moved_bytes);
       FOREBAY_RETURN_IF_ERROR(written.status());
-      // Only what has been written: the rest would be read from nowhere.
+      // Only written blocks: the others have nothing to read.
       const auto read = rate(run, StoreDirection::kRead, std::min(moved_bytes, measured.range_bytes),
                              std::chrono::nanoseconds(share), &moved_bytes);
       FOREBAY_RETURN_IF_ERROR(read.status());

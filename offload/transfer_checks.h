@@ -1,4 +1,4 @@
-// What every store refuses, so that all refuse the same with the same words.
+// The refusals of every store, in the same words.
 #pragma once
 
 #include <cstddef>

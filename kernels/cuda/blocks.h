@@ -1,4 +1,4 @@
-// The kernels whose threads work together, one struct each: one source for the device and for the CPU.
+// The kernels with cooperating threads, one struct each: one source for the device and for the CPU.
 //
 // `Shared` is the block's shared memory, which begins with any content. The context gives the thread's place,
 // barrier() and shuffle_down(); every thread of a block, or of a warp, has to reach each of these.
@@ -80,7 +80,7 @@ struct NormLeaves {
         const double sum = add_leaves(c, shared, present);
         if (c.thread() == 0) launch.chunk_sums[chunk] = sum;
       }
-      c.barrier();  // The next chunk writes what this one has just read.
+      c.barrier();  // The next chunk overwrites the memory that this one has just read.
     }
   }
 

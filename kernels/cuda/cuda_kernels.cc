@@ -22,11 +22,11 @@ constexpr int index_of(DataType type) noexcept {
   return static_cast<int>(type);
 }
 
-// Blocks in a grid for each multiprocessor. Several times what one holds at once, so that none is left
-// waiting for the slowest; more would only repeat what a block begins with.
+// Blocks in a grid for each multiprocessor. Several times as many as one holds at once, so that none is left
+// waiting for the slowest; more would only repeat the begin of a block.
 constexpr std::size_t kBlocksPerProcessor = 32;
 
-// What a processor loads and stores at once.
+// The most that one load or store moves.
 constexpr std::size_t kAccessBytes = 16;
 
 struct Operand {

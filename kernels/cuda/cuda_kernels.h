@@ -5,7 +5,7 @@
 
 namespace forebay {
 
-// What Kernels::create does for BackendKind::kCuda.
+// Kernels::create for BackendKind::kCuda.
 Result<std::unique_ptr<Kernels>> create_cuda_kernels(Backend& backend);
 
 }  // namespace forebay

@@ -1,9 +1,9 @@
 // The element-wise kernels, one struct each, without barriers: one source for the device and for the CPU.
 //
-// A struct says how many elements a granule has (kGranule: what 16 bytes of its widest array hold, so that
-// neighbouring threads touch neighbouring bytes), how many granules of a thread are in flight (kUnroll), what
-// is loaded of one (load), what is done with it (finish), and what happens to an element outside of granules
-// (element). All arithmetic is in definitions.h.
+// A struct says how many elements a granule has (kGranule: as many as 16 bytes of its widest array hold, so
+// that neighbouring threads touch neighbouring bytes), how many granules of a thread are in flight (kUnroll),
+// what is loaded of one (load), what is done with it (finish), and what happens to an element outside of
+// granules (element). All arithmetic is in definitions.h.
 #pragma once
 
 #include "kernels/cuda/launches.h"
@@ -275,8 +275,8 @@ struct AdamW {
   definitions::AdamWConstants constants;
 };
 
-// What one thread of an element-wise kernel does. Neighbouring threads take neighbouring granules; a thread's
-// granules lie a block apart, and blocks stride over the grid.
+// The work of one thread of an element-wise kernel. Neighbouring threads take neighbouring granules; a
+// thread's granules lie a block apart, and blocks stride over the grid.
 template <typename Kernel, typename Context>
 FOREBAY_KERNEL void run_elements(const Context& c, const ElementLaunch<typename Kernel::Arguments>& launch) {
   const Kernel kernel(launch.arguments);

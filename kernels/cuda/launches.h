@@ -1,4 +1,4 @@
-// What a launch of a CUDA kernel passes, as one struct by value, and how its work is cut.
+// The argument of a CUDA kernel launch, one struct by value, and how the work is cut.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ inline constexpr int kBlockSize = 256;
 inline constexpr int kBlocksPerMultiprocessor = 4;
 
 // An element-wise kernel works on granules of a fixed number of elements with wide accesses. `head` elements
-// come before the first granule; they and what is left after the last whole granule are done one by one.
+// come before the first granule; they and the rest after the last whole granule are done one by one.
 // `head` is the whole count where the arrays cannot all be aligned at once.
 template <typename Arguments>
 struct ElementLaunch {

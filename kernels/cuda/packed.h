@@ -24,7 +24,7 @@ namespace forebay::cuda_kernels {
 template <DataType type>
 using Storage = typename definitions::Element<type>::Storage;
 
-// What one access moves.
+// The bytes of one access.
 inline constexpr int kAccessBytes = 16;
 
 // `bytes` bytes in registers, as 32-bit words.

@@ -46,7 +46,7 @@ enum class State { kRuns, kBarrier, kShuffle, kEnded };
 struct Fiber {
   ucontext_t context;
   State state = State::kRuns;
-  Site site;  // Of the barrier or shuffle it waits at.
+  Site site;  // The barrier or shuffle it waits at.
   std::uint64_t given = 0, got = 0;
   unsigned delta = 0;
 #ifdef FOREBAY_FIBER_ASAN

@@ -52,8 +52,8 @@ class BlockContext : public ElementContext {
   // Every thread of the block has to come to the same barrier.
   void barrier(const char* file = __builtin_FILE(), int line = __builtin_LINE()) const;
 
-  // What the thread `delta` further in the same warp passes to the same call; this thread's own value where
-  // there is none. Every thread of the warp has to come.
+  // The value that the thread `delta` further in the same warp passes to the same call; this thread's own
+  // value where there is none. Every thread of the warp has to come.
   template <typename T>
   T shuffle_down(T value, unsigned delta, const char* file = __builtin_FILE(),
                  int line = __builtin_LINE()) const {
@@ -71,7 +71,7 @@ class BlockContext : public ElementContext {
   Block* simulated_;
 };
 
-// What shared memory is filled with when a block begins.
+// The bytes that fill shared memory when a block begins.
 inline constexpr unsigned char kSharedPoison = 0xCD;
 
 using BlockBody = void (*)(const BlockContext& context, void* shared, const void* launch);

@@ -1,4 +1,4 @@
-// The CUDA kernels built for the host, by the names they have in the image: what a fake driver launches.
+// The CUDA kernels built for the host, by their names in the image. A fake driver launches them.
 #pragma once
 
 #include <cstddef>

@@ -129,7 +129,7 @@ class AddressBook {
     std::size_t bytes = 0;
     std::size_t mapped_bytes = 0;
     bool is_block = false;
-    std::uint64_t resource = 0;  // Of a block.
+    std::uint64_t resource = 0;  // A block's.
   };
   using Reservations = std::map<Address, Reservation>;
   struct ChunkState {

@@ -1,4 +1,4 @@
-// Addresses and ranges as numbers and in messages: what the books of host and model memory share.
+// Addresses and ranges as numbers and in messages.
 #pragma once
 
 #include <cstddef>

@@ -92,8 +92,8 @@ const Mount* find_mount(const std::vector<Mount>& mounts, const std::string& pat
   return best;
 }
 
-// A file system's name by the number that statfs gives it (linux/magic.h). Those of memory and of other
-// hosts, which decide something, and those that drives mostly have; empty for others.
+// The name of a file system by the number of statfs (linux/magic.h): those in memory and on other hosts,
+// which decide something, and the usual ones of drives. Empty for others.
 std::string file_system_name(std::uint32_t number) {
   constexpr struct {
     std::uint32_t number;
@@ -110,9 +110,9 @@ std::string file_system_name(std::uint32_t number) {
   return "";
 }
 
-// What shows `path` where no mount above it is listed: the kernel lists what is at or below the root, and in
-// a chroot, and in some containers, the root is no mount point. The same file system may be listed elsewhere;
-// otherwise the path itself is asked. Without a mount point.
+// The mount of `path` where no mount above it is listed: the kernel lists mounts at or below the root, and in
+// a chroot and in some containers the root is no mount point. The same file system may be listed elsewhere;
+// otherwise the path itself is examined. The result has no mount point.
 Mount unlisted_mount(const std::vector<Mount>& mounts, const std::string& path) {
   Mount found;
   found.device = "0:0";
@@ -131,7 +131,7 @@ Mount unlisted_mount(const std::vector<Mount>& mounts, const std::string& path) 
   return found;
 }
 
-// "…,upperdir=/a/b,…": where an overlay puts what is written.
+// "…,upperdir=/a/b,…": the directory that an overlay writes to.
 std::string upper_directory(const std::string& options) {
   std::istringstream parts(options);
   const std::string label = "upperdir=";

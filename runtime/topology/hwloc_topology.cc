@@ -39,7 +39,7 @@ Handle load(std::string* why) {
   hwloc_topology_set_flags(made, HWLOC_TOPOLOGY_FLAG_INCLUDE_DISALLOWED);
   if (hwloc_topology_load(made) != 0) {
     *why = std::string("hwloc_topology_load: ") + std::strerror(errno) +
-           "; see that HWLOC_XMLFILE and HWLOC_SYNTHETIC, if set, are what they should be";
+           "; check HWLOC_XMLFILE and HWLOC_SYNTHETIC if they are set";
     return nullptr;
   }
   return topology;

@@ -31,7 +31,7 @@ std::optional<double> quota_v1(const fs::path& group) {
 }
 
 // The smallest on the way from the process's own group up to the root: every ancestor binds it. In a
-// container the path may name groups that are not mounted, and the root is what the container sees.
+// container the path may name groups that are not mounted, and the container sees its own root.
 std::optional<double> tightest(const fs::path& root, std::string group,
                                std::optional<double> (*quota)(const fs::path&)) {
   if (group.find("/..") != std::string::npos) group = "/";

@@ -8,7 +8,7 @@ namespace forebay::internal {
 
 using ProcessorMask = std::vector<unsigned long>;
 
-// Of the calling thread; empty when the system does not say.
+// The calling thread's; empty when the system does not say.
 ProcessorMask read_processor_mask();
 // False with errno.
 bool write_processor_mask(const ProcessorMask& mask);

@@ -1,4 +1,4 @@
-// The two ways to read a topology, and what both are given.
+// The two ways to read a topology, and their input.
 #pragma once
 
 #include <optional>
@@ -16,7 +16,7 @@ struct Limits {
   std::optional<double> processor_quota;
 };
 
-// What this process may use, by its affinity and its control group.
+// The processors and memory that this process may use, by its affinity and its control group.
 Limits read_limits(const TopologyOptions& options);
 
 Topology read_sysfs_topology(const SystemPaths& paths, const Limits& limits);

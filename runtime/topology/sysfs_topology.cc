@@ -9,7 +9,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The node that the device at `path`, or what it is plugged into, says it is near to.
+// The node that the device at `path`, or its parent, says it is near to.
 std::optional<int> node_above(const fs::path& path) {
   constexpr int kDeepest = 32;  // Directories; a device's path has about ten.
   fs::path here = path;

@@ -1,4 +1,4 @@
-// The small text files that the system describes itself in. What is missing reads as nothing.
+// The small text files that describe the system. A missing file reads as empty.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace forebay::internal {
 std::string read_line(const std::filesystem::path& path);
 std::string read_all(const std::filesystem::path& path);
 
-// Entries of a directory whose names begin with `prefix`: the rest of each name, and the path. By name.
+// The entries of a directory with names that begin with `prefix`: the rest of each name, and the path. By
+// name.
 std::vector<std::pair<std::string, std::filesystem::path>> entries(const std::filesystem::path& directory,
                                                                    const std::string& prefix);
 

@@ -20,13 +20,14 @@ std::string nodes_text(const std::vector<int>& nodes) {
   return (nodes.size() == 1 ? "node " : "nodes ") + processors_text(nodes);
 }
 
-// From `from` to the node at `index`; nodes whose distance is not known are equally far.
+// The distance from `from` to the node at `index`; unknown distances are equally far.
 int distance(const NumaNode& from, const Topology& topology, std::size_t index) {
   if (topology.nodes[index].node == from.node) return std::numeric_limits<int>::min();
   return from.distances.empty() ? 0 : from.distances[index];
 }
 
-// Those of `wanted` for which `serves` holds, or else the nearest for which it does. `wanted` empty: all.
+// The nodes of `wanted` for which `serves` holds, or else the nearest node for which it does. `wanted` empty:
+// all.
 template <typename Serves>
 std::vector<const NumaNode*> nearest(const Topology& topology, const std::vector<int>& wanted,
                                      Serves serves) {
@@ -57,7 +58,7 @@ std::vector<const NumaNode*> nearest(const Topology& topology, const std::vector
   return found;
 }
 
-// The index-th of `count` equal runs; whoever would get none shares one.
+// The index-th of `count` equal runs; a run that would be empty shares a core.
 std::vector<Core> share_of(const std::vector<Core>& cores, int index, int count) {
   const std::size_t total = cores.size();
   const auto at = [&](int i) {

@@ -132,6 +132,18 @@ TEST_P(BackendConformance, AllocIsAlignedChargedAndFreedOnce) {
   EXPECT_EQ(backend_->memory_info().free_bytes, before);
 }
 
+TEST_P(BackendConformance, ABlockIsNotAReservation) {
+  const DevicePtr block = backend_->alloc(granule_).value();
+  const Chunk chunk = backend_->chunk_create(granule_).value();
+  EXPECT_REFUSED(backend_->map(block, chunk));
+  EXPECT_REFUSED(backend_->unmap(block, granule_));
+  EXPECT_REFUSED(backend_->set_access(block, granule_));
+  EXPECT_REFUSED(backend_->release(block, granule_));
+  EXPECT_REFUSED(backend_->fill_async(block, 1, granule_ + 1, stream_));  // Runs out of the block.
+  EXPECT_TRUE(backend_->chunk_destroy(chunk).ok());
+  EXPECT_TRUE(backend_->free(block).ok());
+}
+
 TEST_P(BackendConformance, PinTakesWholePagesOnce) {
   constexpr std::size_t kPage = 4096;
   const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kPage, 4 * kPage), &std::free);

@@ -1,5 +1,5 @@
-// The conformance suite of Backend: what backend.h promises, in driver-API terms. Device memory is reached
-// through copy_async alone, so the suite judges any implementation; no host memory that is not page-locked is
+// The conformance suite of Backend: the contract of backend.h, in driver-API terms. Device memory is reached
+// through copy_async alone, so the suite judges any implementation; no host memory that is not pinned is
 // copied while a gate is closed, because queueing that may wait for the device. One instantiates it with a
 // BackendUnderTest.
 #pragma once
@@ -21,13 +21,13 @@ struct BackendUnderTest {
   std::function<std::unique_ptr<Backend>()> make;
   std::function<Status()> available;  // Not ok: the reason why this machine has none. Unset: it has.
   std::function<void()> after;        // Runs when the backend is gone, if set.
-  // Of the backend made, for back-pressure; 0: it has one, and nobody knows it.
+  // The queue limit of the backend, for back-pressure; 0: there is one, but its value is unknown.
   std::size_t queue_limit = 0;
   ModuleImage module;  // With a kernel of the name below.
   // For another kind of backend.
   ModuleImage foreign_module{.image = "PTX", .image_bytes = 4};
   const char* store_kernel = "";  // (int* target, int value): *target = value.
-  bool keeps_bytes = true;        // False: a model, whose rules are judged and whose bytes are not.
+  bool keeps_bytes = true;        // False: a model; only its rules are tested.
 };
 
 class BackendConformance : public testing::TestWithParam<BackendUnderTest> {

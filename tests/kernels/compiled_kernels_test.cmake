@@ -1,5 +1,5 @@
-# What nvcc made of the CUDA kernels: nothing in local memory, wide accesses, and the arithmetic that was asked for.
-#   KERNEL_LIST  kernel_list.h        REPORT  what ptxas said when the image was compiled
+# The CUDA kernels as nvcc compiled them: no local memory, wide accesses, and the requested arithmetic.
+#   KERNEL_LIST  kernel_list.h        REPORT  the output of ptxas for the image
 #   PTX_COMMAND  compiles to PTX on standard output      ARCHITECTURE_COUNT
 file(READ "${KERNEL_LIST}" text)
 string(REGEX MATCHALL "X[(]forebay_[a-z0-9_]+" kernels "${text}")

@@ -1,5 +1,5 @@
 // The host step: against the scalar definitions bit for bit, whatever the instruction set, the blocks and the
-// threads; what narrow m and v cost in accuracy, as host_adam.h states it; and that training goes on as with
+// threads; the accuracy of narrow m and v, as host_adam.h states it; and that training goes on as with
 // fp32 ones.
 #include "forebay/host_adam.h"
 
@@ -367,7 +367,7 @@ TEST_F(HostAdam, RoundingStaysWithinTheStatedBounds) {
         worst_v = std::max(worst_v, v_error / std::max(v[i] * part, least_v));
       }
     }
-    // The bounds are near: what is stated is not merely loose.
+    // The stated bounds are near, not merely loose.
     EXPECT_GT(worst_m, 0.9);
     EXPECT_GT(worst_v, 0.9);
   }
@@ -553,7 +553,7 @@ double train_logistic(MomentFormat format, double beta2, std::uint64_t seed) {
   return loss / kSamples;
 }
 
-// A quadratic whose curvatures span four decades within each block, with noise on the gradient.
+// A quadratic with curvatures over four decades within each block, and noise on the gradient.
 double train_quadratic(MomentFormat format, double beta2, std::uint64_t seed) {
   constexpr std::size_t kCount = 512;
   constexpr int kSteps = 4000;

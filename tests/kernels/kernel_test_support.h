@@ -1,4 +1,4 @@
-// What the kernels' tests share: hard values, arrays with guards, and the seed.
+// Shared by the tests of kernels: hard values, arrays with guards, and the seed.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// What every implementation of Kernels has to give, bit for bit: the definitions of kernels/definitions.h on
+// The conformance suite of Kernels. Bit for bit: the definitions of kernels/definitions.h on
 // hard inputs, at any alignment and count, and a step's control against a plain reference.
 //
 // A test program defines make_machine() per parameter and instantiates KernelsConformance. Memory is the

@@ -62,7 +62,7 @@ TEST(CudaKernels, GiveTheirModuleBack) {
   EXPECT_EQ(backend.host().live_handle_count(), 0u);
 }
 
-// A driver that refuses the image: what the caller is told depends on whether there is one worth the name.
+// A driver that refuses the image: the message depends on whether the build has a real image.
 TEST(CudaKernels, ARefusedImageIsReportedWithItsReason) {
   SimulatedCudaBackend backend(make_host(), 1);
   backend.host().add_fault({HostCall::kLoadModule, 1, Status(StatusCode::kUnsupported, "scripted")});

@@ -178,7 +178,7 @@ TEST_F(KernelsTest, AccumulateAddsInRankOrderWhicheverRankIsOwn) {
               const std::uint32_t bits = type == DataType::kFloat32    ? float_bits(value)
                                          : type == DataType::kBfloat16 ? float_to_bfloat16(value)
                                                                        : float_to_float16(value);
-              // The own slot of `received` holds what must not be read.
+              // The own slot of `received` holds a value that must not be read.
               received.set(r * stride + i, r == rank ? 0x3F3Fu : bits);
               if (r == rank) own.set(i, bits);
               sum = r == 0 ? value : sum + value;

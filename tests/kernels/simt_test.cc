@@ -1,4 +1,4 @@
-// The CPU's stand-in for a block of CUDA threads: what it computes, and the defects it catches.
+// The CPU's stand-in for a block of CUDA threads: its results, and the defects it catches.
 #include "kernels/cuda/simt.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,8 @@ TEST(Simt, EveryThreadOfEveryBlockRunsOnce) {
   EXPECT_EQ(counts, std::vector<int>(3 * 70, 3));
 }
 
-// Thread i reads what thread i + 1 wrote before the barrier, in a ring, which no order of whole threads does.
+// Thread i reads the value that thread i + 1 wrote before the barrier, in a ring: no order of whole threads
+// allows it.
 TEST(Simt, WhatIsWrittenBeforeABarrierIsReadAfterIt) {
   std::vector<unsigned> got(100);
 
@@ -53,7 +54,7 @@ TEST(Simt, WhatIsWrittenBeforeABarrierIsReadAfterIt) {
   for (unsigned i = 0; i < 100; ++i) EXPECT_EQ(got[i], 2000 + (i + 1) % 100);
 }
 
-// Every thread reads what the one before it wrote, which is there in one order of threads only.
+// Every thread reads the value of the thread before it, which is there in one order of threads only.
 TEST(Simt, AMissingBarrierShowsInOneOfTwoBlocks) {
   std::vector<unsigned> stale(2);
 

@@ -33,7 +33,7 @@ class SimulatedCudaBackend final : public ForwardingBackend {
   ScriptedHostBackend& host() noexcept { return *host_; }
 
   const Capabilities& capabilities() const noexcept override { return capabilities_; }
-  // Takes any image, as a fake driver does: the names are what counts.
+  // Takes any image, as a fake driver does: only the names count.
   Result<Module> load_module(const ModuleImage& image) override {
     if (image.image == nullptr || image.image_bytes == 0) {
       return Status(StatusCode::kInvalidArgument, "a cuda backend was given no image");

@@ -41,7 +41,7 @@ using testing::write_all;
 constexpr std::size_t kGranule = 4096;
 constexpr std::size_t kBlock = 4 * kGranule;
 
-// What happens to one operation of the drive.
+// The fate of one operation of the drive.
 struct Fault {
   int error = 0;           // The errno it fails with.
   bool at_submit = false;  // Already when it is handed over.
@@ -181,10 +181,10 @@ class FileStore : public ::testing::TestWithParam<FileEngine> {
 
 constexpr std::size_t kRangeBytes = 5 * kBlock + 100;  // Its end is bounced.
 
-// Two ranges, written, one rewritten, both read. Returns what failed, in order.
+// Two ranges, written, one rewritten, both read. Returns the failures, in order.
 struct Outcome {
   std::vector<Status> failures;
-  bool exact = true;  // What was read without an error is what was written last without one.
+  bool exact = true;  // Bytes read without an error are those last written without one.
   StoreStatistics statistics;
 };
 
@@ -252,7 +252,7 @@ TEST_P(FileStore, ReportsTheFailureOfAnyOperationAndGoesOn) {
       for (const char* part : {" bytes at ", " of range '", ", in '", "(errno "}) {
         EXPECT_NE(first.message().find(part), std::string::npos) << part << ": " << first.to_string();
       }
-      // Afterwards only readers of what the failed write covered may fail, and they know why.
+      // Afterwards only readers of the range of the failed write may fail, and they know why.
       for (std::size_t i = 1; i < outcome.failures.size(); ++i) {
         EXPECT_EQ(outcome.failures[i].code(), StatusCode::kCorruption) << outcome.failures[i].to_string();
       }
@@ -319,7 +319,7 @@ TEST_P(FileStore, SubmitHandsOverNoMoreThanTheDriveTakesAtOnce) {
   Memory memory(256 * kBlock);
   const std::uint64_t before = submitted_here;
   Hold hold;
-  // One who waits for what is queued behind, and takes back for all.
+  // One thread waits for the last batch, and takes results for all.
   std::thread waiting([&] {
     while (!hold.begun) std::this_thread::yield();
     const StoreTicket last = store->write(range, 255 * kBlock, memory.data() + 255 * kBlock, kBlock).value();
@@ -352,7 +352,7 @@ TEST_P(FileStore, AFailedBatchDropsItsRestAndNoOther) {
   Memory target(32 * kBlock);
   ASSERT_TRUE(read_all(*store, range, 32 * kBlock, target.bytes()).ok());
   EXPECT_TRUE(equal(target.bytes(), source.bytes().subspan(32 * kBlock)));
-  // What the drive had by then, and not more.
+  // Exactly the operations that the drive had by then.
   EXPECT_LE(store->statistics().write_count, 32u + 2 * options_.depth);
 }
 
@@ -412,7 +412,7 @@ TEST_P(FileStore, FindsFlippedBytesOnDisk) {
     EXPECT_TRUE(read_all(*store, range, 0, target.bytes()).ok());
     EXPECT_TRUE(equal(source.bytes(), target.bytes()));
   }
-  // What lies behind the range's end is nobody's.
+  // The bytes behind the end of the range are unused.
   access.flip(kBytes);
   EXPECT_TRUE(read_all(*store, range, 0, target.bytes()).ok());
 }
@@ -499,7 +499,7 @@ INSTANTIATE_TEST_SUITE_P(Engines, FileStore, ::testing::Values(FileEngine::kThre
                            return info.param == FileEngine::kThreads ? "Threads" : "IoUring";
                          });
 
-// Whoever still has it open, a ring that ends later above all, holds none of its space.
+// A later closing of the file, such as by a ring that ends later, holds none of its space.
 TEST(ScratchFile, GivesItsSpaceBackAtItsEnd) {
   const TemporaryDirectory directory;
   auto file = internal::ScratchFile::create(directory.path(), {});

@@ -36,7 +36,7 @@ TEST(MemoryStore, FailsTheTransferThatTheScriptNames) {
       EXPECT_EQ(status.message().find("of range 'w'") != std::string::npos, i == n) << status.message();
     }
 
-    // What was torn is corrupt until it is written again.
+    // Torn bytes are corrupt until they are written again.
     const Status read = read_all(*store, range, (n - 1) * kGranule, memory.bytes().first(kGranule));
     EXPECT_EQ(read.code(), StatusCode::kCorruption) << read.to_string();
     EXPECT_TRUE(write_all(*store, range, 0, memory.bytes()).ok());

@@ -79,7 +79,7 @@ TEST_F(StagingBuffersTest, MoveAndGiveThemselvesBackOnce) {
   EXPECT_EQ(second.data(), place);
   first = buffers_->try_take().value();
   EXPECT_EQ(buffers_->statistics().taken_count, 2u);
-  second = std::move(first);  // What second had goes back.
+  second = std::move(first);  // The earlier buffer of `second` goes back.
   EXPECT_EQ(buffers_->statistics().taken_count, 1u);
   second.give();
   second.give();

@@ -1,4 +1,4 @@
-// What every Store promises, on every Store there is.
+// The conformance suite of Store, on every implementation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -493,7 +493,7 @@ TEST_P(StoreConformance, EndsWithWorkInFlightAndLeavesTheMemoryAlone) {
 
     store.reset();
 
-    // Whatever still wrote to it would be found in what is compared, or by a sanitizer.
+    // A late write to it would show in the comparison, or to a sanitizer.
     fill_pattern(memory->bytes(), 9);
     Memory same(16 * kBlock);
     fill_pattern(same.bytes(), 9);

@@ -1,4 +1,4 @@
-// What is measured of a drive, and what is chosen from it.
+// The measurement of a drive, and the choice that follows.
 #include "forebay/store_measurement.h"
 
 #include <gtest/gtest.h>

@@ -49,7 +49,7 @@ class StorePassTest : public ::testing::Test {
     return parts;
   }
 
-  // Field 0 grows by one, field 2 becomes twice of what it was.
+  // Field 0 grows by one, field 2 doubles.
   Status run(const std::vector<const StorePassPart*>& parts, bool write = true) {
     pass_->begin(parts);
     for (const StorePassPart* part : parts) {

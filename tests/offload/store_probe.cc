@@ -154,7 +154,7 @@ int full_disk(const FileStoreOptions& options) {
   if (refused.ok() || refused.status().code() != StatusCode::kOutOfMemory)
     return failed("too large", refused.status());
   std::printf("%s\n", refused.status().message().c_str());
-  // What was refused took nothing.
+  // The refused range took no space.
   Memory memory(5 * kMiB);
   return use(*store.value(), memory);
 }

@@ -1,4 +1,4 @@
-// File stores of whole processes: what a kill leaves, and what a container or a full disk refuses.
+// File stores of whole processes: after a kill, in a container, on a full disk.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 

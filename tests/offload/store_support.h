@@ -1,5 +1,5 @@
-// What the tests of stores share: memory at a chosen distance from a page's begin, patterns that know their
-// place, and seeds.
+// Shared by the tests of file stores: memory at a chosen distance from a page's begin, patterns that know
+// their place, and seeds.
 #pragma once
 
 #include <dirent.h>

@@ -1,4 +1,4 @@
-// What is behind a directory, on hosts that are laid out as files.
+// The drives behind a directory, on hosts that are laid out as files.
 #include "forebay/drives.h"
 
 #include <gtest/gtest.h>

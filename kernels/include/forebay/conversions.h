@@ -1,9 +1,9 @@
-// Scalar conversions between fp32 and the two 16-bit formats, as every forebay kernel makes them.
+// Scalar conversions between fp32 and the two 16-bit formats. Every forebay kernel uses them.
 //
-// Rounding is IEEE round-to-nearest-even; subnormals are kept; what is too large becomes infinity. A NaN
-// becomes the target format's canonical NaN: quiet, positive, without payload (0x7FC00000, 0x7FC0, 0x7E00),
-// because processors differ in the payload and sign they would give. Widening is exact. All is integer
-// arithmetic, so neither the rounding mode nor flush-to-zero of the calling thread changes a bit.
+// Rounding is IEEE round-to-nearest-even; subnormals are kept; too large values become infinity. A NaN
+// becomes the canonical NaN of the target format: quiet, positive, without payload (0x7FC00000, 0x7FC0,
+// 0x7E00), because processors differ in payload and sign. Widening is exact. All is integer arithmetic, so
+// the rounding mode and flush-to-zero of the calling thread do not change the result.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +45,8 @@ FOREBAY_DEVICE inline float canonical(float value) noexcept {
 FOREBAY_DEVICE inline std::uint16_t float_to_bfloat16(float value) noexcept {
   const std::uint32_t bits = float_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return kCanonicalNanBfloat16;
-  // Adding half an ulp (less one if the kept part is even) carries into the kept bits exactly when RNE rounds
-  // up.
+  // Adding half an ulp (less one if the kept part is even) carries into the kept bits exactly when
+  // round-to-nearest-even rounds up.
   return static_cast<std::uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 

@@ -1,9 +1,9 @@
-// The AdamW step of optimizer states that live in host memory: one pass that unscales and clips the gradient,
-// updates master, m and v, and writes the low-precision parameter, on the calling thread and a BlockRunner's.
+// The AdamW step of optimizer states in host memory: one pass that unscales and clips the gradient, updates
+// master, m and v, and writes the low-precision parameter, on the calling thread and those of a BlockRunner.
 //
-// It is the arithmetic of Kernels::adamw() (kernels.h), by the same definition, and gives the same bits while
-// m and v are fp32. What it adds is that m and v may be kept in fewer bytes. It is not queued on a stream and
-// needs no backend: when it returns, it is done. CUDA kernels for narrow m and v there are none.
+// The arithmetic is that of Kernels::adamw() (kernels.h), by the same definition, and bit for bit the same
+// while m and v are fp32. In addition, m and v may be kept in fewer bytes. The step is not queued on a stream
+// and needs no backend: it is done when it returns. There are no CUDA kernels for narrow m and v.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@
 
 namespace forebay {
 
-// How m and v are kept between steps. Whatever the format, a step widens them to fp32, computes in fp32 as
-// AdamWArguments says, updates the parameter from the m and v that it has just computed, and only then rounds
-// these for keeping. So rounding acts on the next step, never on the present one.
+// How m and v are kept between steps. With every format, a step widens them to fp32, computes in fp32 as
+// AdamWArguments says, updates the parameter from the new m and v, and then rounds them for keeping. So
+// rounding affects the next step, never the present one.
 enum class MomentFormat : std::uint8_t {
   // 4 bytes. Nothing is rounded.
   kFloat32,
@@ -43,16 +43,16 @@ enum class MomentFormat : std::uint8_t {
 // "fp32", "bf16" or "block8": the words of reports and messages.
 const char* moment_format_name(MomentFormat format) noexcept;
 
-// Elements that share an exponent in kBlock8. More, and one large element costs more others their range;
-// fewer, and the exponents take bytes.
+// Elements that share an exponent in kBlock8. Larger: one large element costs more others their range.
+// Smaller: the exponents take more bytes.
 inline constexpr std::size_t kMomentBlockCount = 256;
 
 // How m and v are rounded to a format narrower than fp32.
 enum class MomentRounding : std::uint8_t {
-  // To the nearest, ties to even. With the usual beta2 this loses what v is for: a step moves v by
-  // (1 - beta2) of its distance to g * g, and a move of less than half a unit in the last place is none. At
-  // beta2 = 0.999 a bf16 v stops at a quarter to a half of g * g when it grows, a kBlock8 one at a sixtieth
-  // to a thirtieth, and both never fall on their own. For bf16 and a beta2 of at most 0.95.
+  // To the nearest, ties to even. With the usual beta2 v stands still: a step moves v by (1 - beta2) of its
+  // distance to g * g, and a move of less than half a unit in the last place is lost. At beta2 = 0.999 a
+  // growing bf16 v stops at a quarter to a half of g * g, a kBlock8 one at a sixtieth to a thirtieth, and
+  // both never fall. Use it for bf16 with a beta2 of at most 0.95.
   kNearest,
   // Up or down at random, so that the mean is the value: small moves are made now and then instead of never.
   // The random bits are a hash of the element's new m, its new v, and the number of the step. So the result
@@ -60,7 +60,7 @@ enum class MomentRounding : std::uint8_t {
   kDithered,
 };
 
-// Where m and v are. Element i of m and v has index i in both; in kBlock8 element i is in block i /
+// The memory of m and v. Element i of m and v has index i in both; in kBlock8 element i is in block i /
 // kMomentBlockCount, and an array that is passed in parts is cut at multiples of kMomentBlockCount. Memory of
 // zeros is m = v = 0 in every format.
 struct Moments {
@@ -85,7 +85,7 @@ constexpr std::size_t moment_exponent_bytes(MomentFormat format, std::size_t cou
 struct HostAdamArguments {
   AdamWArguments update;  // Its m and v are not read. Its pointers are host memory.
   Moments moments;
-  MomentRounding rounding = MomentRounding::kDithered;  // Of formats narrower than fp32.
+  MomentRounding rounding = MomentRounding::kDithered;  // For formats narrower than fp32.
   std::uint64_t step =
       0;  // The applied step's number, for kDithered: another one each step, the same on all ranks.
 };
@@ -106,8 +106,8 @@ Status host_adam(const HostAdamArguments& arguments, const BlockRunner& runner);
 Status store_moments(const float* m, const float* v, std::size_t count, const Moments& moments,
                      MomentRounding rounding, std::uint64_t step, const BlockRunner& runner);
 
-// Widens m and v to fp32, exactly. What is stored again with the same format and either rounding is loaded
-// as the same values: saving and loading states changes nothing.
+// Widens m and v to fp32, exactly. Storing them again in the same format, with either rounding, gives the
+// same values: saving and loading states changes nothing.
 // Errors: kInvalidArgument, before anything is written.
 Status load_moments(const Moments& moments, std::size_t count, float* m, float* v, const BlockRunner& runner);
 

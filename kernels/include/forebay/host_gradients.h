@@ -1,5 +1,5 @@
-// Gradients that add up in host memory, by the same definitions as on a device (kernels.h) and with the same
-// bits, on the calling thread and a BlockRunner's. Done when they return.
+// Sums of gradients in host memory, by the same definitions as on a device (kernels.h) and bit for bit the
+// same, on the calling thread and those of a BlockRunner. The work is done when a function returns.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
 // Kernels: the arithmetic of training, launched on a Backend's streams.
 //
 // Each kernel has one scalar definition (kernels/definitions.h) that the SIMD bodies, their tails and the
-// CUDA kernels follow operation by operation, so the bits do not depend on the instruction set, the number of
-// threads or the device. All arithmetic is IEEE round-to-nearest-even in fp32 unless said otherwise, every
+// CUDA kernels follow operation by operation, so the result is the same bit for bit on every instruction set,
+// number of threads and device. Arithmetic is IEEE round-to-nearest-even in fp32 unless said otherwise, every
 // fused multiply-add is written out, and subnormals are kept.
 //
 // Pointers are device memory of the backend given at creation. All calls queue on `stream` and return at
@@ -55,8 +55,8 @@ struct ScaleArguments {
   DataType target_type;
 };
 
-// target = target + source, both of `type`, added in fp32 and rounded to `type`. What `--accumulate local`
-// does.
+// target = target + source, both of `type`, added in fp32 and rounded to `type`. For accumulation in the
+// gradient's type.
 struct AddArguments {
   const void* source;
   void* target;
@@ -114,20 +114,20 @@ struct FillArguments {
 // --- A step that the host does not wait for ---
 //
 // Whether a step is applied, its clipping factor, the number of applied steps and the loss scale follow from
-// the gradient norm, which only the device knows. So they live on the device, in one StepState, and the host
-// queues whole steps ahead. How a caller uses it:
+// the gradient norm, which only the device knows. So they are on the device, in one StepState, and the host
+// queues whole steps ahead. Usage:
 //
 //   once     allocate a StepState and a table of BiasCorrections on the device; copy in a StepState (a fresh
 //            one, or the saved counts and loss scale) and the table that bias_corrections() gives.
 //   a step   norm() of each unit's slice into this rank's record; the ranks exchange their records on the
 //            device; step_control(); adamw_controlled() for every unit, with the learning rate of this
 //            attempted step; copy the StepState to pinned host memory and record an event.
-//   later    when that event is reached, the host reads what became of the step.
+//   later    when that event is reached, the host reads the outcome of the step.
 //
 // The table has to hold every count that can be in flight. If the host last read `applied` applied steps and
 // has queued n attempted steps since, the next one has a number between applied + 1 and applied + 1 + n. A
-// table may be replaced by a copy on the same stream, at any time. A step whose number it does not hold is
-// not applied and says so (kNoCorrection); it never uses a wrong correction.
+// table may be replaced by a copy on the same stream, at any time. A step with a number outside the table is
+// not applied (kNoCorrection); it never uses a wrong correction.
 
 // The bias corrections of one applied step t, computed in double: c1 = 1 - beta1^t, s2 = sqrt(1 - beta2^t).
 struct BiasCorrection {
@@ -135,12 +135,12 @@ struct BiasCorrection {
   float s2;
 };
 
-// What step_control() decided about the last attempted step.
+// The decision of step_control() about the last attempted step.
 enum class StepOutcome : std::uint32_t {
   kNone,     // There was no step yet.
   kApplied,  // adamw_controlled() updates.
   kSkipped,  // The norm was not finite: nothing changes but the loss scale.
-  // The table did not hold the step's number: nothing changes but attempted_steps. The caller's defect.
+  // The table did not hold the step's number, a defect of the caller. Only attempted_steps changes.
   kNoCorrection,
 };
 
@@ -149,7 +149,7 @@ struct StepState {
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   double loss_scale = 1.0;  // For the next step.
-  // Of the last attempted step.
+  // The last attempted step.
   double used_loss_scale = 1.0;
   double grad_norm = 0.0;  // Global, unscaled, before clipping; not a number when skipped.
   float factor = 0.0f;     // The remaining three are meaningful when it was applied.
@@ -159,18 +159,18 @@ struct StepState {
   std::int32_t growth_counter = 0;  // Applied steps since the loss scale last changed.
 };
 
-// Takes the step's decision, in double:
+// Decides about the step, in double:
 //   norm = sqrt(sum of squares) / loss_scale; skipped when it is not finite
 //   factor = fp32((clip > 0 and norm > clip ? clip / norm : 1) / loss_scale)
 //   applied_steps + 1 is the step's number t; c1 and s2 are the table's for it
 //   dynamic loss scale: times 2 after `growth_interval` applied steps in a row, half (at least `minimum`)
 //   after a skipped one
 // The sum of squares is adjacent pairs over a unit's slices in rank order, then over units (pairwise_sum).
-// Order: after what writes `squares`, `used` and the table, before adamw_controlled(), on one stream.
+// Order: on one stream, after `squares`, `used` and the table are written and before adamw_controlled().
 struct StepControlArguments {
   StepState* state;
-  // What norm() gave for slice r of unit u is squares[r * rank_stride + u]. A unit without trainable
-  // elements has 0.
+  // The result of norm() for slice r of unit u is squares[r * rank_stride + u]; 0 for a unit without
+  // trainable elements.
   const double* squares;
   // Not 0 where rank r used unit u in this step, laid out as `squares`. Null: every unit is used.
   const double* used;
@@ -188,10 +188,9 @@ struct StepControlArguments {
   double minimum_loss_scale;
 };
 
-// AdamW with what step_control() decided. In `update` the learning rate is that of the attempted step; its
-// factor, c1 and s2 are not read. Nothing is read or written but `state` and `used` unless the step is
-// applied to this unit.
-// Cost: one pass of 24 bytes per parameter and those of gradient and parameter.
+// AdamW with the decision of step_control(). In `update` the learning rate is that of the attempted step; its
+// factor, c1 and s2 are not read. Unless the step is applied to this unit, only `state` and `used` are read.
+// Cost: one pass of 24 bytes per element, plus gradient and parameter.
 struct ControlledAdamWArguments {
   AdamWArguments update;
   const StepState* state;
@@ -203,8 +202,8 @@ void bias_corrections(double beta1, double beta2, std::uint64_t first_step, Bias
                       std::size_t count) noexcept;
 
 struct KernelOptions {
-  int thread_count =
-      0;  // Host backend: threads one kernel may use; 0: as many as the machine has. Never changes bits.
+  int thread_count = 0;  // Host backend: threads one kernel may use; 0: as many as the machine has. The
+                         // result is the same bit for bit.
 };
 
 class Kernels {
@@ -225,7 +224,7 @@ class Kernels {
   virtual Status step_control(const StepControlArguments& arguments, Stream stream) = 0;
   virtual Status adamw_controlled(const ControlledAdamWArguments& arguments, Stream stream) = 0;
 
-  // What runs: "host AVX3_ZEN4, 2 threads", "cuda:0 NVIDIA H200, 132 multiprocessors": for reports.
+  // The implementation, for reports: "host AVX3_ZEN4, 2 threads", "cuda:0 NVIDIA H200, 132 multiprocessors".
   virtual const char* description() const noexcept = 0;
 };
 

@@ -13,7 +13,7 @@
 // each granule has one in host memory: it is made when the granule is written and compared whenever it is
 // read.
 //
-// Alignment. Memory whose address is a multiple of `facts().alignment_bytes` is read and written in place.
+// Alignment. Memory at a multiple of `facts().alignment_bytes` is read and written in place.
 // Other memory, and the end of a range of an odd size, goes through one of a few bounce buffers, which costs
 // a copy and is counted.
 //
@@ -67,13 +67,13 @@ struct StoreTransfer {
 
 // Facts of a store. They are fixed when it is made, except registered_bytes.
 struct StoreFacts {
-  std::string description;          // One line for people: engine, directories, refused features.
-  std::size_t granule_bytes = 0;    // Transfers begin and end at its multiples; each has one checksum.
-  std::size_t alignment_bytes = 1;  // Memory at a multiple of it is read and written in place.
-  std::size_t block_bytes = 0;      // The most that one operation of the drive moves.
-  unsigned depth = 0;               // The most operations that the drive has at the same time.
-  unsigned transfer_limit = 0;      // The most transfers that are submitted and whose tickets are not spent.
-  bool checksums = false;           // Whether bytes read are compared with bytes written.
+  std::string description;             // One line for people: engine, directories, refused features.
+  std::size_t granule_bytes = 0;       // Transfers begin and end at its multiples; each has one checksum.
+  std::size_t alignment_bytes = 1;     // Memory at a multiple of it is read and written in place.
+  std::size_t block_bytes = 0;         // The most that one operation of the drive moves.
+  unsigned depth = 0;                  // The most operations that the drive has at the same time.
+  unsigned transfer_limit = 0;         // The most transfers with tickets that are not spent.
+  bool checksums = false;              // Whether bytes read are compared with bytes written.
   std::uint64_t registered_bytes = 0;  // Memory that the kernel keeps mapped for this store.
 };
 

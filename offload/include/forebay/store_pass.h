@@ -84,7 +84,7 @@ class StorePass {
   Store& store_;
   StagingBuffers& buffers_;
   std::vector<const StorePassPart*> parts_;
-  std::size_t read_count_ = 0;  // Parts whose reads have begun.
+  std::size_t read_count_ = 0;  // Parts that are being read or were read.
   std::deque<Slot> reading_;    // In order; the front may be out.
   bool out_ = false;
   std::deque<Slot> writing_;

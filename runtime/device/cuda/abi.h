@@ -124,7 +124,7 @@ constexpr int kInterfaceVersion = 13000;
   X(kKeyRotation, CUDA_ERROR_KEY_ROTATION, 916) \
   X(kUnknown, CUDA_ERROR_UNKNOWN, 999)
 
-// --- enumerations whose values are asked for or answered: X(enumerator, name in cuda.h, value) ---
+// --- enumerations of requests and answers: X(enumerator, name in cuda.h, value) ---
 #define FOREBAY_CUDA_DEVICE_ATTRIBUTES(X) \
   X(kMaxThreadsPerBlock, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK, 1) \
   X(kMaxBlockDimX, CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X, 2) \
@@ -387,8 +387,8 @@ struct CuLaunchConfig {
 
 // --- entry points ---
 // X(name, symbol, version, VARIANT, variant_version, (parameters), (arguments)); all return CuResult.
-//   name             what cuGetProcAddress is asked for
-//   symbol           what the library exports; one name has several where the interface changed
+//   name             the argument of cuGetProcAddress
+//   symbol           the symbol that the library exports; one name has several where the interface changed
 //   version          the lowest version with which cuGetProcAddress answers with this symbol
 //   VARIANT          NONE, or the suffix of the per-thread-default-stream variant: PTSZ or PTDS
 //   variant_version  the lowest version with which the variant is answered when it is asked for
@@ -573,7 +573,7 @@ struct EntryPoint {
   int variant_version;
 };
 
-// What the columns of the table become: the variant, and its symbol.
+// The columns of the table: the variant, and its symbol.
 #define FOREBAY_CUDA_VARIANT_NONE ::forebay::cuda::StreamVariant::kNone
 #define FOREBAY_CUDA_VARIANT_PTSZ ::forebay::cuda::StreamVariant::kPtsz
 #define FOREBAY_CUDA_VARIANT_PTDS ::forebay::cuda::StreamVariant::kPtds

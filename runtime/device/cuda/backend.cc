@@ -26,7 +26,7 @@ namespace {
 using cuda::CuResult;
 using StreamKind = CudaOrderBook::StreamKind;
 
-// Blocks of alloc are charged in steps of what the contract aligns them to.
+// Blocks of alloc are charged in multiples of their alignment.
 constexpr std::size_t kBlockAlignment = 512;
 
 cuda::CuDevicePtr device_address(const void* pointer) noexcept {
@@ -61,7 +61,7 @@ struct HostCall {
   std::shared_ptr<CudaStreamState> state;
   std::uint64_t number;
   const char* forbidden = nullptr;  // The first function of a Backend that it called.
-  HostCall* previous = nullptr;     // Of pending_calls.
+  HostCall* previous = nullptr;     // A link of pending_calls.
   HostCall* next = nullptr;
 };
 
@@ -111,7 +111,7 @@ bool is_binary_image(const void* image, std::size_t bytes) noexcept {
          (std::memcmp(image, kElf, sizeof(kElf)) == 0 || std::memcmp(image, kFatbin, sizeof(kFatbin)) == 0);
 }
 
-// What chunks are asked to be. Less of it where a trial with more fails.
+// Requested properties of chunks. A failed trial drops some.
 struct ChunkKind {
   bool posix_fd = false;
   bool rdma = false;
@@ -152,7 +152,7 @@ class CudaBackendImpl final : public CudaBackend {
     const std::size_t leaked = live_handle_count();
     give_everything_back();
     if (leaked == 0) return;
-    // Whoever gives back in a destructor has nobody to tell why it was refused.
+    // A refusal to give back in a destructor has no caller to report to.
     if (!refusal_.ok()) {
       log(LogLevel::kWarning, "%s: %zu handles were not given back before the backend ended: %s",
           capabilities_.name, leaked, refusal_.message().c_str());
@@ -218,7 +218,7 @@ class CudaBackendImpl final : public CudaBackend {
                 const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override;
 
  private:
-  // `what` below is a function that gives the words after "cannot", so that they are made for a failure only.
+  // `what` below is a function for the words after "cannot", so that they are made only for a failure.
 
   // May `function` be called on this thread?
   template <typename What>
@@ -245,7 +245,7 @@ class CudaBackendImpl final : public CudaBackend {
   Status check(const CudaScope& scope, const What& what) const {
     return check(scope.result(), scope.call(), what);
   }
-  // For giving back: when the driver is gone, so is what it held. The first refusal is remembered.
+  // For giving back: when the driver is gone, its resources are too. The first refusal is remembered.
   template <typename What>
   Status check_given_back(CuResult result, const char* call, const What& what) {
     if (result == CuResult::kDeinitialized) return {};
@@ -300,7 +300,7 @@ class CudaBackendImpl final : public CudaBackend {
                                           ": the stream is being captured into a CUDA graph; do it before or "
                                           "after the capture"};
   }
-  // Requires: a CudaScope. What would spoil a capture is refused before the driver sees it.
+  // Refuses calls that would invalidate a capture, before the driver sees them. Requires: a CudaScope.
   template <typename What>
   Status check_not_capturing(Stream stream, const What& what) const {
     bool is_capturing = false;
@@ -308,7 +308,7 @@ class CudaBackendImpl final : public CudaBackend {
     return is_capturing ? captured(what) : Status();
   }
 
-  // As check, with what the device has left. Requires: a CudaScope.
+  // As check, with the free memory of the device. Requires: a CudaScope.
   template <typename What>
   Status check_allocated(CuResult result, const char* call, const What& what) const {
     if (result != CuResult::kOutOfMemory) return check(result, call, what);
@@ -342,7 +342,7 @@ class CudaBackendImpl final : public CudaBackend {
   // Held over a question to addresses_, the driver's call and the change that follows. Taken before its
   // mutex.
   std::mutex mapping_mutex_;
-  // What went wrong where nobody could be told is logged, once each.
+  // Failures without a caller are logged, once each.
   mutable std::atomic<bool> has_reported_state_{false};
   std::atomic<bool> has_reported_leak_{false};
   std::atomic<bool> has_reported_memory_info_{false};
@@ -390,7 +390,7 @@ void CudaBackendImpl::report_leak(CuResult result, const char* call) noexcept {
       cuda_error_name(driver_, result).c_str());
 }
 
-// In the order of dependence: work, then what it touched, then the addresses.
+// In the order of dependence: work, then the memory it used, then the addresses.
 void CudaBackendImpl::give_everything_back() noexcept {
   {
     const CudaScope scope(driver_, context_, has_reported_state_);
@@ -714,8 +714,7 @@ Status CudaBackendImpl::stream_destroy(Stream stream) {
     result = driver_.cuStreamSynchronize(native(stream));
   }
   if (is_context_lost(result)) {
-    // There is nothing to wait for, and nothing to use again. Whoever waits for the work is told of its
-    // failure.
+    // There is nothing to wait for, and nothing to use again. Waiting for the work reports its failure.
     order_.forget_stream(native(stream));
     static_cast<void>(driver_.cuStreamDestroy_v2(native(stream)));
     return {};

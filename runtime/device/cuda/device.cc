@@ -133,7 +133,7 @@ Result<CudaDevice> read_cuda_device(const CudaDriver& driver, int ordinal) {
     if (can_access != 0) device.peer_ordinals.push_back(peer);
   }
 
-  // A device whose place is unknown is slower at worst: it is used all the same.
+  // A device with an unknown place is slower at worst, so it is used all the same.
   char bus_id[32] = {};
   const Status placed =
       check(driver.cuDeviceGetPCIBusId(bus_id, static_cast<int>(sizeof(bus_id)) - 1, handle),

@@ -1,4 +1,4 @@
-// One CUDA device's properties as far as they need no context: what choosing and reporting have in common.
+// The properties of a CUDA device that need no context, for choosing a device and for reports.
 #pragma once
 
 #include <string>

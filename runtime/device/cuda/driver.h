@@ -1,5 +1,5 @@
-// CudaDriver: the CUDA driver library of this process, opened at run time, and what its answers mean. Nothing
-// of ours links a CUDA library, so one binary serves machines with and without a GPU.
+// CudaDriver: the CUDA driver library of this process, opened at run time, and the meaning of its answers.
+// Nothing of ours links a CUDA library, so one binary serves machines with and without a GPU.
 //
 // The library is the one that FOREBAY_LIBCUDA names (a path), otherwise "libcuda.so.1". It is opened once and
 // never closed: others in the process keep pointers into it.
@@ -71,7 +71,7 @@ struct CudaDriver {
 
   std::string path;  // The file that was opened.
 
-  // The process's driver, initialised (cuInit). What failed is tried anew by the next call.
+  // The process's driver, initialised (cuInit). After a failure the next call tries again.
   // Errors: kUnavailable (no library, no device that works, a child made by fork), kUnsupported (the library
   // lacks an entry point).
   static Result<const CudaDriver*> get();
@@ -86,7 +86,7 @@ Status cuda_fork_status(const std::string& what);
 // "CUDA_ERROR_OUT_OF_MEMORY". For a code newer than cuda/abi.h the driver is asked.
 std::string cuda_error_name(const CudaDriver& driver, cuda::CuResult result);
 
-// What failed, as a Status: "cannot <what>: <call>: <the driver's error name>; <what to try>".
+// A failure as a Status: "cannot <what>: <call>: <the driver's error name>; <advice>".
 // Requires: `result` is not kSuccess.
 Status cuda_failure(const CudaDriver& driver, cuda::CuResult result, const char* call,
                     const std::string& what);

@@ -66,7 +66,7 @@ cuda::CuStream CudaOrderBook::take_parked(Owner owner) {
 
 void CudaOrderBook::add_stream(cuda::CuStream stream, Owner owner) {
   Streams added{{stream, StreamEntry{StreamKind::kOurs, owner, std::make_shared<CudaStreamState>()}}};
-  // A foreign stream that is gone, whose handle came back as ours.
+  // A foreign stream ended, and its handle came back as ours.
   Streams::node_type stale;
   const std::lock_guard lock(mutex_);
   stale = streams_.extract(stream);
@@ -98,7 +98,7 @@ std::shared_ptr<CudaStreamState> CudaOrderBook::state(cuda::CuStream stream) {
     if (found != streams_.end()) return found->second.state;
   }
   Streams added{{stream, StreamEntry{StreamKind::kForeign, nullptr, std::make_shared<CudaStreamState>()}}};
-  Streams::insert_return_type inserted;  // Holds what another thread made superfluous.
+  Streams::insert_return_type inserted;  // Keeps a node that another thread made superfluous.
   const std::lock_guard lock(mutex_);
   inserted = streams_.insert(added.extract(added.begin()));
   return inserted.position->second.state;

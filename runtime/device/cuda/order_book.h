@@ -22,7 +22,7 @@
 
 namespace forebay {
 
-// What is known of a stream's host functions. Shared by the book and by the calls that are queued, which may
+// The state of a stream's host functions. Shared by the book and by the calls that are queued, which may
 // outlive the book on a stream that is not ours.
 class CudaStreamState {
  public:
@@ -50,7 +50,7 @@ class CudaOrderBook {
   // and is then not told apart. More: driver memory held for nothing.
   static constexpr std::size_t kParkedLimit = 64;
 
-  // The backend that made a stream or event, as an identity; null for what others made.
+  // The backend that made a stream or event, as an identity; null when others made it.
   using Owner = const void*;
   enum class StreamKind : std::uint8_t { kOurs, kForeign, kEnded };
 
@@ -79,7 +79,7 @@ class CudaOrderBook {
 
   // The owner's streams in use and events.
   std::size_t live_count(Owner owner) const;
-  // What the owner has to destroy at its end; forgotten here by this.
+  // The handles that the owner has to destroy at its end. This forgets them.
   struct Left {
     std::vector<cuda::CuStream> in_use;
     std::vector<cuda::CuStream> parked;
@@ -95,7 +95,7 @@ class CudaOrderBook {
   };
   struct EventEntry {
     Owner owner = nullptr;
-    std::shared_ptr<CudaStreamState> state;  // Of the stream it was last recorded on; null: nothing can fail.
+    std::shared_ptr<CudaStreamState> state;  // The last recording stream's; null: nothing can fail.
     std::uint64_t call = 0;                  // Host functions queued there before.
   };
   using Streams = std::map<cuda::CuStream, StreamEntry>;

@@ -1,6 +1,6 @@
 // CudaScope: the calling thread as the driver's calls need it, for as long as the scope lasts. The context is
 // current, and calls that a capture elsewhere in the process would refuse are let through. Both are put back
-// as they were, so that what the application's thread was set to is not changed by calling us.
+// as they were, so the settings of the application's thread do not change.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ class CudaScope {
     if (has_set_) put_back(driver_.cuCtxSetCurrent(previous_), "cuCtxSetCurrent");
   }
 
-  // What entering came to, and the call that failed.
+  // The result of entering, and the call that failed.
   cuda::CuResult result() const noexcept { return result_; }
   const char* call() const noexcept { return call_; }
 

@@ -7,7 +7,7 @@
 namespace forebay {
 namespace {
 
-// The clock the calling thread takes part in. One is enough: what shares a thread shares its clock.
+// The clock the calling thread takes part in. One is enough: everything on a thread shares its clock.
 thread_local const HostClock* adopted_clock = nullptr;
 
 }  // namespace
@@ -60,7 +60,7 @@ bool HostClock::wait(std::unique_lock<std::mutex>& lock, const std::function<boo
       waiter.condition.wait_until(lock, start_ + deadline, is_woken);
     }
     waiter.woken = false;
-    // Who was woken may find that another took what made it ready; then it waits on.
+    // A woken waiter may find that another thread was faster and it is no longer ready; then it waits on.
     is_ready = ready();
     if (is_ready || (deadline != kNever && now_locked() >= deadline)) break;
   }

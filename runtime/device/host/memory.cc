@@ -24,7 +24,7 @@ namespace {
 
 constexpr unsigned char kPoison = 0xCB;
 
-// What the kernel refused. ENOMEM from mmap and mprotect is nearly always the limit on the number of
+// A refusal of the kernel. ENOMEM from mmap and mprotect is nearly always the limit on the number of
 // mappings.
 Status kernel_refusal(const std::string& what, int error) {
   if (error == ENOMEM) {

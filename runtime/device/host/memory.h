@@ -68,7 +68,7 @@ class HostMemory {
   // Guarded by mutex_.
   std::map<std::size_t, std::size_t> free_extents_;  // Offset to bytes, below file_end_, never adjacent.
   std::size_t file_end_ = 0;    // Where the file has never been used, or is unused again.
-  std::size_t file_bytes_ = 0;  // What the file was grown to; never shrinks.
+  std::size_t file_bytes_ = 0;  // The size of the file; never shrinks.
 };
 
 }  // namespace forebay

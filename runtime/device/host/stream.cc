@@ -9,7 +9,7 @@
 namespace forebay {
 namespace {
 
-// Copies of at least this much go past the caches: whoever reads them next reads more than a core's cache
+// Larger copies go past the caches: their next reader reads more than a core's cache
 // holds.
 constexpr std::size_t kStreamedBytes = 1 << 20;
 
@@ -129,7 +129,7 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
              operation);
 }
 
-// Copies, fills and launches after a failure would work on what never was made; they are passed over.
+// Copies, fills and launches after a failure would have invalid input, so they are skipped.
 template <typename Function>
 void HostStream::run_data(std::unique_lock<std::mutex>& lock, Function function) {
   if (!failure_.ok()) return;
@@ -138,7 +138,8 @@ void HostStream::run_data(std::unique_lock<std::mutex>& lock, Function function)
   lock.lock();
 }
 
-// Runs what others wrote, without the lock. Host functions run even after a failure: they own their argument.
+// Runs functions of users, without the lock. Host functions run even after a failure: they own their
+// argument.
 template <typename Function>
 void HostStream::run_foreign(std::unique_lock<std::mutex>& lock, const char* what, Function function) {
   lock.unlock();

@@ -1,7 +1,7 @@
 // HostStream: one worker thread and its bounded queue, run in order. Marks are the points that events stand
 // for.
 //
-// Threads: what is marked so is guarded by the mutex of the HostClock, because readiness depends on it.
+// Threads: members marked so are guarded by the mutex of the HostClock, because readiness depends on it.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ struct HostLoadedKernel {
   void (*function)(const Dimensions& grid, const Dimensions& block, void* const* arguments) = nullptr;
 };
 
-// What is queued.
+// Queued work.
 struct HostCopy {
   void* target;
   const void* source;
@@ -78,13 +78,13 @@ class HostStream {
   // Queues an operation; waits while the queue is full. Requires: `lock` on the clock's mutex.
   // Errors: kInvalidArgument when the stream ended meanwhile.
   Status queue(std::unique_lock<std::mutex>& lock, HostOperation operation);
-  // Waits for what is queued now, and returns the stream's first failure. Requires: `lock` on the clock's
+  // Waits for the work queued so far, and returns the stream's first failure. Requires: `lock` on the clock's
   // mutex.
   Status synchronize(std::unique_lock<std::mutex>& lock);
-  // Refuses further work, waits for what is queued, ends the thread. Once.
+  // Refuses further work, waits for queued work and ends the thread. Call once.
   void finish();
 
-  // The stream whose host function or kernel the calling thread runs, or null.
+  // The stream for which the calling thread runs a host function or kernel, or null.
   static HostStream* running_here() noexcept;
   // Notes that the running function called `function` of a Backend, which it must not.
   void note_forbidden_call(const char* function) noexcept { forbidden_call_ = function; }
@@ -102,7 +102,7 @@ class HostStream {
   const HostBackendOptions& options_;
   const HostScript& script_;
 
-  // Of the worker alone.
+  // Used by the worker alone.
   const char* forbidden_call_ = nullptr;
 
   // Guarded by the clock's mutex.

@@ -46,7 +46,7 @@ struct ModelMark {
   ModelStream* stream = nullptr;  // That will reach it; looked at only until then.
 };
 
-// What is queued. A range is what a copy or fill touches; host memory is not looked at.
+// Queued work. Ranges are those of copies and fills; host memory is not read or written.
 struct ModelAccess {
   const void* target;
   const void* source;  // Null: a fill.
@@ -73,7 +73,7 @@ struct ModelStream {
   bool running = false;  // A thread is in a host function of this stream, without the mutex.
   bool closed = false;
   Status failure;
-  const char* forbidden_call = nullptr;  // Of the thread that runs.
+  const char* forbidden_call = nullptr;  // Set by the thread that runs.
 };
 
 thread_local ModelStream* running_stream = nullptr;
@@ -415,7 +415,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
         return refuse(what, "the module has none of that name among its " +
                                 std::to_string(state.kernels.size()) + "; check the spelling");
       }
-      // What a binary image holds is not known here; every name is believed.
+      // The names in a binary image are not known here; every name is accepted.
       kernel = state.kernels.emplace(name, ++last_id_).first;
       kernels_.emplace(kernel->second, found->first);
     }
@@ -545,8 +545,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
       record->mark->failure = stream.failure;
       record->mark->stream = nullptr;
     } else if (const auto* wait = std::get_if<ModelWait>(&operation)) {
-      // What was waited for never came to be, so what follows here works on garbage: it fails for that
-      // reason.
+      // The awaited work failed, so later work here has no valid input: it fails for the same reason.
       fail(stream, wait->mark->failure);
     }
     ++stream.done_count;
@@ -555,12 +554,12 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     return true;
   }
 
-  // Nothing moves, but what is touched has to be there still: the caller's defect shows as on a device.
+  // Nothing moves, but the memory has to be mapped still: a defect of the caller shows as on a device.
   void run_access(ModelStream& stream, const ModelAccess& access) {
     if (access.bytes == 0 || !stream.failure.ok()) return;
-    Status status = book_.check_usable(access.target, access.bytes, "run what is queued on");
+    Status status = book_.check_usable(access.target, access.bytes, "run queued work on");
     if (status.ok() && access.source != nullptr) {
-      status = book_.check_usable(access.source, access.bytes, "run what is queued on");
+      status = book_.check_usable(access.source, access.bytes, "run queued work on");
     }
     if (!status.ok()) fail(stream, Status(StatusCode::kInternal, status.message()));
   }
@@ -660,7 +659,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   SplitMix random_;
   std::uint64_t last_id_ = 0;  // Handles are numbers never used twice: a stale one is refused, not followed.
   std::map<std::uint64_t, std::shared_ptr<ModelStream>> streams_;  // Ordered, so that a seed gives one order.
-  std::vector<std::shared_ptr<ModelStream>> ready_streams_;        // Of advance_any alone.
+  std::vector<std::shared_ptr<ModelStream>> ready_streams_;        // Scratch of advance_any.
   std::unordered_map<std::uint64_t, std::shared_ptr<ModelMark>> events_;  // The last record; null: none.
   std::unordered_map<std::uint64_t, ModuleState> modules_;
   std::unordered_map<std::uint64_t, std::uint64_t> kernels_;  // Handle to module.

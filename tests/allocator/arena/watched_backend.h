@@ -1,6 +1,6 @@
 // WatchedBackend: forwards to another backend and knows which memory every address shows, so that a test can
 // tell without reading a byte whether two addresses show the same memory, and hears of every call that
-// changes what is mapped or that concerns an event.
+// changes mappings or that concerns an event.
 //
 // Memory is named by a number per byte that no other byte ever had: a chunk made later gets new ones.
 #pragma once

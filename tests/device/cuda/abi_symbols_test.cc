@@ -24,7 +24,7 @@ namespace forebay::cuda {
   FOREBAY_TEST_VARIANT_##VARIANT(name, symbol, variant_version)
 FOREBAY_CUDA_ENTRY_POINTS(FOREBAY_TEST_ROW)
 
-// What the comparison can tell apart.
+// The comparison can tell these apart.
 static_assert(!same_abi<cuMemAlloc_v2_function*, cuMemFree_v2_function*>);
 static_assert(!same_abi<CuResult (*)(int), CuResult (*)(long)>);
 static_assert(!same_abi<CuResult (*)(int*), CuResult (*)(long*)>);

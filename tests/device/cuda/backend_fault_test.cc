@@ -32,7 +32,7 @@ bool is_called(const Call& call) {
   return std::string_view(call.symbol) != "cuGetErrorName";
 }
 
-// What a run was told.
+// The failures that a run got.
 class Told {
  public:
   bool note(const Status& status) {
@@ -61,7 +61,7 @@ void wait_for(Backend& backend, Stream stream, Told& told) {
   if (!told.note(backend.stream_synchronize(stream))) told.note(backend.stream_synchronize(stream));
 }
 
-// What an engine does with a backend, each kind of call at least once, going on after a failure as far as
+// The calls of an engine on a backend, each kind of call at least once, going on after a failure as far as
 // that makes sense. The backend is given back whatever is left.
 void use(Backend& backend, Workload& workload, Told& told) {
   const std::size_t granule = backend.capabilities().granularity;
@@ -149,7 +149,7 @@ class CudaBackendFaultRun : public testing::Test {
     use_all(*workload, told);
     const std::string log = testing::internal::GetCapturedStderr();
     EXPECT_GE(fake_.call_count(call.symbol), nth) << "the fault was never met";
-    // What the driver refuses to take back at the very end cannot be given back.
+    // Resources that the driver refuses to take back at the very end stay.
     const bool is_last = std::string_view(call.name) == "cuDevicePrimaryCtxRelease" ||
                          log.find("cannot give everything back") != std::string::npos;
     if (!is_last) fake_cuda::expect_nothing_left(fake_);

@@ -1,5 +1,5 @@
-// What is the cuda backend's own, on the fake driver: how the driver is found, whose streams, contexts and
-// captures it lives among, what chunks are made of, and how it ends.
+// The cuda backend on the fake driver, beyond conformance: how the driver is found, whose streams, contexts
+// and captures it lives among, what chunks are made of, and how it ends.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -491,7 +491,7 @@ TEST_F(CudaBackendTest, GoesOnWhileTheApplicationCaptures) {
   alignas(4096) static std::array<std::byte, 4096> page;
   ASSERT_EQ(application_.cuStreamBeginCapture_v2(captured, cuda::CuCaptureMode::kGlobal), CuResult::kSuccess);
 
-  // What an allocator does, in the middle of it.
+  // The calls of an allocator, in the middle of it.
   const DevicePtr base = map_chunk(*backend);
   EXPECT_TRUE(backend->fill_async(base, 1, kGranule, stream).ok());
   EXPECT_TRUE(backend->event_record(event, stream).ok());

@@ -1,4 +1,4 @@
-// What tests of the cuda backend on the fake driver share: the fake, a kernel for it, and the question
+// Shared by the tests of the cuda backend on the fake driver: the fake, a kernel for it, and the question
 // whether everything was given back.
 #pragma once
 
@@ -48,7 +48,7 @@ inline FakeCuda choose_fake() {
   return FakeCuda::open(FOREBAY_FAKE_LIBCUDA);
 }
 
-// Small and strict: what the host must not touch kills the test.
+// Small and strict: touching device memory from the host kills the test.
 inline FakeOptions strict_options() {
   FakeOptions options;
   options.memory_bytes = 64u << 20;

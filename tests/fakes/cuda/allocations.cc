@@ -6,7 +6,7 @@
 namespace forebay::fake_cuda {
 namespace {
 
-// What the rows of a pitched allocation are aligned to.
+// The alignment of the rows of a pitched allocation.
 constexpr std::size_t kPitchBytes = 512;
 
 constexpr unsigned kAttachGlobal = 1;

@@ -149,7 +149,7 @@ CuResult capture_wait(const StreamPtr& stream, const EventPtr& event, bool* hand
       invalidate(*event->captured);
       return CuResult::kStreamCaptureImplicit;
     }
-    if (!event->captured->graph) return CuResult::kCapturedEvent;  // Of a capture that has ended.
+    if (!event->captured->graph) return CuResult::kCapturedEvent;  // Its capture has ended.
     stream->capture = event->captured;
     stream->capture->streams.insert(stream->handle);
     stream->capture->unjoined.insert(stream->handle);
@@ -159,7 +159,7 @@ CuResult capture_wait(const StreamPtr& stream, const EventPtr& event, bool* hand
     invalidate(*stream->capture);
     return CuResult::kStreamCaptureMerge;
   }
-  // What the origin waits for has joined it.
+  // The streams that the origin waits for have joined it.
   if (stream->handle == stream->capture->origin) stream->capture->unjoined.erase(event->captured_stream);
   return CuResult::kSuccess;
 }

@@ -1,4 +1,4 @@
-// Contexts: current, primary and created ones, peers, and what becomes of one that has failed.
+// Contexts: current, primary and created ones, peers, and failed contexts.
 #include <algorithm>
 #include <utility>
 
@@ -7,8 +7,8 @@
 namespace forebay::fake_cuda {
 namespace {
 
-// What cuCtxSetCurrent, Push and Pop move. Handles are never used twice, so one left over from before a reset
-// is known to be stale.
+// The stack of cuCtxSetCurrent, Push and Pop. Handles are never used twice, so one left over from before a
+// reset is known to be stale.
 thread_local std::vector<CuContext> current_stack;
 
 CuResult retain_primary(int device, ContextPtr* result) {
@@ -25,7 +25,7 @@ CuResult reset_primary(CuDevice device) {
   const ContextPtr context = driver().devices[static_cast<std::size_t>(device)].primary;
   const bool retained = context->retain_count != 0;
   if (context->alive) destroy_context(lock, context);
-  context->alive = retained;  // Whoever retained it goes on with a fresh one.
+  context->alive = retained;  // Its retainers go on with a fresh one.
   return CuResult::kSuccess;
 }
 
@@ -94,7 +94,7 @@ void hazard(Context& context, const char* entry, const std::string& what) {
 
 void destroy_context(Lock& lock, const ContextPtr& context) {
   Driver& state = driver();
-  // Work still queued is dropped, as on a device that is being reset; what runs is waited for.
+  // Work still queued is dropped, as on a device that is being reset; running work is waited for.
   if (context->sticky == CuResult::kSuccess) context->sticky = CuResult::kContextIsDestroyed;
   context->alive = false;
   std::vector<MarkPtr> last;

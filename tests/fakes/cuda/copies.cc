@@ -1,7 +1,7 @@
 // Copies and fills. They move bytes when their turn comes, through the fake's own alias of device memory.
 //
 // How far a copy is asynchronous depends on the host memory, as it does in the driver: ordinary memory is
-// read before the call returns, and written before it returns; page-locked memory is used when the copy runs.
+// read before the call returns, and written before it returns; pinned memory is used when the copy runs.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -79,7 +79,7 @@ void move_bytes(const std::vector<Piece>& targets, const std::vector<Piece>& sou
 struct CopyCall {
   const char* what;
   bool synchronous;  // An entry point without a stream.
-  // What the entry point's name says of its ends; kPageable stands for any host memory. Unset: found by
+  // The kinds of both ends by the entry point's name; kPageable stands for any host memory. Unset: found by
   // address.
   bool target_known = false, source_known = false;
   bool target_device = false, source_device = false;

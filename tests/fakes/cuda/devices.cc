@@ -1,4 +1,4 @@
-// The start of the driver, its errors' names, and what the devices say of themselves.
+// The start of the driver, the names of its errors, and the properties of the devices.
 #include <unistd.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ CuResult cuInit(unsigned flags) {
   if (state.options.device_count == 0) return CuResult::kNoDevice;
   if (state.initialised) return CuResult::kSuccess;
   start_devices(state);
-  // As the driver's own: it is gone before the destructors of what was there before it, which must cope.
+  // Like the real driver, it ends before the destructors of older objects, which must cope.
   const auto end = [] {
     driver().exiting = true;
     write_summary();

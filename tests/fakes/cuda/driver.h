@@ -1,4 +1,4 @@
-// The state of the fake driver, and what every entry point goes through.
+// The state of the fake driver, and the steps of every entry point.
 //
 // The functions named as entry points and declared at the end are their bodies; entry_points.cc exports them.
 //
@@ -37,7 +37,7 @@ using ContextPtr = std::shared_ptr<Context>;
 struct Event {
   unsigned flags = 0;
   ContextPtr context;
-  MarkPtr mark;                       // Of the last record; null before any.
+  MarkPtr mark;                       // The last record; null before any.
   std::shared_ptr<Capture> captured;  // When that was in a capturing stream.
   CuStream captured_stream = nullptr;
 };
@@ -97,8 +97,8 @@ struct Device {
   PoolPtr current_pool;
 };
 
-// What is alive, by handle. Handles are numbers that are never used twice, so that a stale one is told from a
-// live one.
+// The living objects, by handle. Handles are numbers that are never used twice, so that a stale one is told
+// from a live one.
 struct Driver {
   Driver();
 
@@ -209,9 +209,9 @@ CuResult current_context(ContextPtr* result);
 ContextPtr find_context(CuContext handle);
 bool valid_device(int device);
 bool can_access_peer(int device, int peer);
-// Fails the context of the stream, as an illegal address does; what is queued is skipped.
+// Fails the context of the stream, as an illegal address does; queued work is skipped.
 void fail_context(Context& context, CuResult failure);
-// What the stream's operations end with; kSuccess while all is well.
+// The result of the stream's operations; kSuccess while all is well.
 CuResult stream_failure(const Stream& stream);
 // An operation of the stream returned `result`: an illegal address fails its context, anything else the
 // stream.
@@ -227,7 +227,8 @@ void destroy_context(Lock& lock, const ContextPtr& context);
 // Errors: kInvalidHandle, kInvalidContext, what the context or stream has failed with.
 CuResult find_stream(CuStream handle, StreamPtr* result);
 StreamPtr make_stream(const ContextPtr& context, unsigned flags, int priority);
-// Queues it after what the default-stream rules say, or records it where the stream is capturing.
+// Queues it behind the operations that the default-stream rules name, or records it where the stream is
+// capturing.
 CuResult enqueue(const StreamPtr& stream, Operation operation);
 // Waits for all work of the context and returns its failure.
 CuResult wait_for_context(Lock& lock, const ContextPtr& context);
@@ -238,7 +239,7 @@ CuResult wait_for_stream(Lock& lock, const StreamPtr& stream);
 
 // Refuses a call that the captures of this or, in global mode, any thread forbid; they are invalidated by it.
 CuResult refuse_while_capturing();
-// What synchronising or querying the stream is answered with; a capture is invalidated by it.
+// The answer to synchronising or querying the stream, which invalidates a capture.
 CuResult refuse_on_capturing(const StreamPtr& stream);
 // Whether the legacy stream may be used: not while a blocking stream of its context is capturing.
 CuResult refuse_implicit(const StreamPtr& stream);
@@ -267,13 +268,13 @@ void check_unused(Lock& lock, const char* entry, Address address, std::size_t by
 bool accessible(const Context& context, const Mapping& mapping, bool write);
 // Gives up the mapping of an allocation with its addresses.
 void remove_allocation(Address begin);
-// Host memory that the driver has page-locked.
+// Host memory that the driver has pinned.
 bool is_pinned(Address address, std::size_t bytes);
 
 // --- pools (pools.cc) ---
 
 PoolPtr make_pool(int device, const CuMemPoolProps& properties, bool is_default);
-// After a synchronisation: gives back what pools hold beyond their thresholds.
+// After a synchronisation: gives back the memory of pools beyond their thresholds.
 void trim_pools();
 // Frees a block that cuMemFree was given, which has no stream to wait for.
 CuResult free_pool_block(Lock& lock, Mapping& mapping);

@@ -1,5 +1,6 @@
-// What forebay relies on of a CUDA driver, in the driver's own terms. It runs on the fake, and by the same
-// program on the driver and GPU of the machine: every difference between the two is the fake's to mend.
+// The behaviour of a CUDA driver that forebay relies on, in the driver's terms. It runs on the fake, and by
+// the same program on the driver and GPU of the machine: every difference between the two is the fake's to
+// mend.
 //
 // The driver is the library that FOREBAY_LIBCUDA names, otherwise libcuda.so.1.
 #include <fcntl.h>
@@ -340,7 +341,7 @@ TEST_F(DriverConformance, WhatCannotBeMappedIsRefused) {
   unsigned value = 0;
   EXPECT_CU(kInvalidValue,
             driver_.cuMemcpyHtoD_v2(base + granule_, &value, sizeof(value)));  // No access yet.
-  EXPECT_CU(kInvalidValue, driver_.cuMemAddressFree(base, 2 * granule_));      // Not what was reserved.
+  EXPECT_CU(kInvalidValue, driver_.cuMemAddressFree(base, 2 * granule_));      // Not the reserved size.
 
   EXPECT_CU_OK(driver_.cuMemUnmap(base + granule_, 2 * granule_));
   EXPECT_CU_OK(driver_.cuMemRelease(wide));
@@ -409,7 +410,7 @@ TEST_F(DriverConformance, PointersSayWhatTheyAre) {
       driver_.cuPointerGetAttribute(&ordinal, CuPointerAttribute::kDeviceOrdinal, base + granule_ + 5));
   EXPECT_EQ(ordinal, 0);
   EXPECT_CU_OK(driver_.cuPointerGetAttribute(&start, CuPointerAttribute::kRangeStartAddr, base + granule_));
-  EXPECT_EQ(start, base);  // The reservation; the mapping is what cuMemGetAddressRange tells.
+  EXPECT_EQ(start, base);  // The reservation; cuMemGetAddressRange gives the mapping.
   EXPECT_CU_OK(driver_.cuMemGetAddressRange_v2(&start, &bytes, base + granule_ + 5));
   EXPECT_EQ(start, base + granule_);
   EXPECT_EQ(bytes, granule_);

@@ -1,4 +1,4 @@
-// What every entry point goes through before its body, and the controls that act there: counts and faults.
+// The steps of every entry point before its body, and the controls that act there: counts and faults.
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// The controls of the fake CUDA driver: what a test asks of it that no driver has an entry point for.
+// The controls of the fake CUDA driver, for tests. No driver has these entry points.
 //
-// The fake is a libcuda.so.1 over host memory (README.md has what it imitates). A program reaches it as it
+// The fake is a libcuda.so.1 over host memory (see README.md). A program reaches it as it
 // reaches the real driver, by dlopen, and reaches these controls by dlsym in the same handle; FakeCuda does
 // both. Programs that know nothing of it are steered by environment variables, named beside each option.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace forebay::fake_cuda {
 
-// What the host may do with device memory.
+// The host's access to device memory.
 enum class HostAccess : int {
   kAllowed = 0,  // Device memory is ordinary memory to the host.
   kDenied =
@@ -49,7 +49,7 @@ struct FakeOptions {
   // start which fails, with FAKE_CUDA_FAIL_RESULT (a CUresult; default 999). From the environment only.
 };
 
-// What is alive, and what went wrong so far.
+// The living objects, and the defects found so far.
 struct FakeAccount {
   // Handles. Default streams, default pools and primary contexts that nobody retains are not counted.
   std::uint64_t contexts, streams, events, modules, pools, graphs, graph_execs;
@@ -92,7 +92,7 @@ struct FakeKernelTable {
   std::size_t count;
 };
 
-// What a library named in FAKE_CUDA_KERNELS (paths, separated by colons) exports with C linkage.
+// A library named in FAKE_CUDA_KERNELS (paths, separated by colons) exports this with C linkage.
 #define FOREBAY_FAKE_KERNELS_SYMBOL "forebay_fake_kernels"
 using FakeKernelsFunction = const FakeKernelTable*();
 
@@ -102,7 +102,7 @@ struct FakeCuda {
 
   // 0, or -1 when a context is alive: reset first.
   int (*configure)(const FakeOptions& options) = nullptr;
-  // Destroys all that is alive, waits for what runs, forgets faults, counts and registered kernels, and
+  // Destroys all that is alive, waits for running work, forgets faults, counts and registered kernels, and
   // returns to the state before cuInit with the options of the environment.
   void (*reset)() = nullptr;
   // The nth call from now (1 is the next) of `entry` does nothing and returns `result`, a CUresult. `entry`

@@ -1,4 +1,4 @@
-// What the fake driver does beyond a driver: it notices misuse, fails on demand, keeps accounts, and takes
+// The fake driver beyond a driver: it notices misuse, fails on demand, keeps accounts, and takes
 // its time.
 #include "tests/fakes/cuda/fake_cuda.h"
 

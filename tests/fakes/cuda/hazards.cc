@@ -1,4 +1,4 @@
-// Who uses which device memory: resolving ranges to bytes, and noticing that memory goes away under queued
+// The users of device memory: resolving ranges to bytes, and noticing that memory goes away under queued
 // work.
 #include <algorithm>
 #include <cstdio>
@@ -54,7 +54,7 @@ void check_unused(Lock& lock, const char* entry, Address address, std::size_t by
   const Address end = address + bytes;
   std::vector<std::pair<ContextPtr, std::string>> found;
   for (const StreamPtr& stream : state.scheduler.busy()) {
-    if (stream_failure(*stream) != CuResult::kSuccess) continue;  // What is queued there will not run.
+    if (stream_failure(*stream) != CuResult::kSuccess) continue;  // Work queued there will not run.
     for (const Operation& operation : stream->queue) {
       if (!overlaps(operation, address, end)) continue;
       char text[256];
@@ -67,7 +67,7 @@ void check_unused(Lock& lock, const char* entry, Address address, std::size_t by
     }
   }
   for (const auto& [context, text] : found) hazard(*context, entry, text);
-  // The fake's own memory must not be pulled from under what runs.
+  // The fake's own memory must not disappear under running work.
   state.scheduler.wait_running(
       lock, [&](const Stream&, const Operation& operation) { return overlaps(operation, address, end); });
 }

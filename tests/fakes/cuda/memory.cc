@@ -21,14 +21,14 @@ namespace {
 // One slab of addresses. Large, so that a process has few; they cost nothing until they are used.
 constexpr std::size_t kSlabBytes = std::size_t{64} << 30;
 
-// What never-written and given-back memory holds: as a float -2.7e7, as a bf16 the same, as an index far out
-// of range.
+// The bytes of never-written and given-back memory: as a float -2.7e7, as a bf16 the same, as an index far
+// out of range.
 constexpr unsigned char kPoison = 0xCB;
 
 // Files of the fake lie above what programs use, so that small descriptors keep their order.
 constexpr int kFirstFile = 1000;
 
-// The name of a file of the fake tells an importing process what it holds.
+// The name of a file of the fake tells an importing process its contents.
 constexpr char kFileName[] = "fake_cuda-device-%d-rdma-%d-type-%u";
 
 void* pointer(Address address) {

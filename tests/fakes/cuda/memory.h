@@ -53,10 +53,10 @@ struct Mapping {
   MappingKind kind = MappingKind::kVirtual;
   CuMemHandle chunk = 0;                 // kVirtual: the handle it was mapped from.
   std::vector<CuMemAccessFlags> access;  // kVirtual: by device.
-  std::weak_ptr<Context> context;        // Of the context that allocated or imported it.
+  std::weak_ptr<Context> context;        // The context that allocated or imported it.
   std::shared_ptr<Pool> pool;            // kPool.
-  std::size_t requested_bytes = 0;       // Not kVirtual: what was asked for; the rest is rounding.
-  // kImported: whose it is, and how often it was opened.
+  std::size_t requested_bytes = 0;       // Not kVirtual: the requested size; the rest is rounding.
+  // kImported: its owner, and how often it was opened.
   std::int32_t import_process = 0;
   std::int32_t import_file = -1;
   int import_count = 0;
@@ -106,7 +106,7 @@ class Memory {
 
   // Puts memory at free addresses within one reservation; usable once `open` is called.
   Mapping& add_mapping(Mapping mapping);
-  // Makes what the books allow usable at the address itself. Errors: kOutOfMemory when the kernel refuses.
+  // Makes memory usable at its address, as the books allow. Errors: kOutOfMemory when the kernel refuses.
   CuResult open(Mapping& mapping);
   void remove_mapping(Address begin);
   // The mapping that holds the address, or null.
@@ -130,9 +130,9 @@ class Memory {
 
   FakeOptions options_;
   std::vector<std::uint64_t> charged_;
-  std::uint64_t peak_charged_ = 0;  // Of all devices together.
+  std::uint64_t peak_charged_ = 0;  // All devices together.
   std::map<Address, std::size_t> slabs_;
-  std::map<Address, std::size_t> free_;  // Of the slabs, never adjacent.
+  std::map<Address, std::size_t> free_;  // Free extents of the slabs, never adjacent.
   std::map<Address, Reservation> reservations_;
   std::map<Address, Mapping> mappings_;
   std::map<CuMemHandle, Chunk> chunks_;

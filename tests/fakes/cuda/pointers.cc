@@ -1,4 +1,4 @@
-// What the driver knows of an address.
+// The driver's facts about an address.
 #include <cstring>
 
 #include "tests/fakes/cuda/driver.h"
@@ -12,7 +12,7 @@ CuResult answer(void* data, Value value) {
   return CuResult::kSuccess;
 }
 
-// Of device memory. Errors: kInvalidValue for what is not known of this kind.
+// The attributes of device memory. Errors: kInvalidValue for unknown ones.
 CuResult device_attribute(void* data, CuPointerAttribute attribute, const Mapping& mapping, Address address) {
   Memory& memory = driver().memory;
   const bool virtual_memory = mapping.kind == MappingKind::kVirtual;
@@ -83,7 +83,7 @@ CuResult device_attribute(void* data, CuPointerAttribute attribute, const Mappin
   }
 }
 
-// Of page-locked host memory.
+// The attributes of pinned host memory.
 CuResult host_attribute(void* data, CuPointerAttribute attribute, Address address) {
   using enum CuPointerAttribute;
   switch (attribute) {
@@ -117,7 +117,7 @@ CuResult attribute_of(void* data, CuPointerAttribute attribute, Address address)
   return CuResult::kInvalidValue;
 }
 
-// What cuPointerGetAttributes writes for memory it does not know.
+// The values that cuPointerGetAttributes writes for unknown memory.
 void answer_unknown(void* data, CuPointerAttribute attribute, Address address) {
   using enum CuPointerAttribute;
   switch (attribute) {

@@ -12,9 +12,9 @@
 namespace forebay::fake_cuda {
 namespace {
 
-// What a pool takes from the device at a time.
+// The memory that a pool takes from the device at a time.
 constexpr std::size_t kBlockBytes = 64 << 10;
-// What used bytes are counted in.
+// The unit of used bytes.
 constexpr std::size_t kUseBytes = 512;
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) {
@@ -33,7 +33,7 @@ void count_use(Pool& pool, std::size_t bytes) {
   pool.used_high = std::max(pool.used_high, pool.used);
 }
 
-// Gives blocks back until no more than `keep` bytes are reserved. Those whose free has not run stay.
+// Gives blocks back until no more than `keep` bytes are reserved. Blocks with a pending free stay.
 void trim(Pool& pool, std::uint64_t keep) {
   if (pool.reserved <= keep) return;
   std::vector<Address> gone;

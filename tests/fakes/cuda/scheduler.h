@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 struct Mark {
   bool done = false;
-  CuResult failure = CuResult::kSuccess;  // Of the stream, up to here.
+  CuResult failure = CuResult::kSuccess;  // The stream's failure up to here.
   Clock::time_point time;                 // When it was done.
 };
 using MarkPtr = std::shared_ptr<Mark>;
@@ -48,7 +48,7 @@ struct Operation {
   std::uint64_t serial = 0;  // Ascends in the order of queueing, over all streams.
   std::vector<MarkPtr> after;
   std::vector<Range> touches;
-  std::size_t bytes = 0;  // Of a copy or fill, for the bandwidth.
+  std::size_t bytes = 0;  // The bytes of a copy or fill, for the bandwidth.
   // Called with the lock held, which it gives up while it moves bytes or runs foreign code. May be empty. It
   // may be called again: a graph is launched more than once.
   std::function<CuResult(Lock&)> run;
@@ -71,7 +71,7 @@ struct Stream {
 
   std::deque<Operation> queue;
   bool running = false;  // An executor runs the first of the queue.
-  MarkPtr last;          // Of the operation queued last; null before any.
+  MarkPtr last;          // The mark of the last queued operation; null before any.
   CuResult failure = CuResult::kSuccess;
   std::shared_ptr<Capture> capture;
   // With a seed: the first of the queue is held back until then, or until so many operations have finished.
@@ -85,7 +85,7 @@ class Scheduler {
  public:
   explicit Scheduler(std::mutex& mutex) : mutex_(mutex) {}
 
-  // Sets what the seed, the latency and the bandwidth are. Called before any work, once after each reset.
+  // Sets the seed, the latency and the bandwidth. Called before any work, once after each reset.
   void configure(const FakeOptions& options);
 
   // Queues the operation and returns its mark.
@@ -94,10 +94,10 @@ class Scheduler {
   void wait(Lock& lock, const MarkPtr& mark);
   // Waits until the operation that an executor runs now on a stream that fulfils `matches` is over.
   void wait_running(Lock& lock, const std::function<bool(const Stream&, const Operation&)>& matches);
-  // The host waits for something: what is held back by the seed may go.
+  // The host waits: operations that the seed holds back may go.
   void release_held();
 
-  // All streams with work; includes those whose handle is gone.
+  // All streams with work; includes streams without a handle.
   const std::unordered_set<StreamPtr>& busy() const { return busy_; }
   std::uint64_t pending_count() const { return pending_; }
   // The serial of the operation that is queued next.

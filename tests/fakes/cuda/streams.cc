@@ -11,7 +11,7 @@ bool blocking(const Stream& stream) {
   return (stream.flags & kStreamNonBlocking) == 0;
 }
 
-// What the default-stream rules put before an operation that is queued now: the legacy stream and the
+// The operations that the default-stream rules put before one that is queued now: the legacy stream and the
 // blocking streams of its context wait for each other.
 void add_implicit_order(const StreamPtr& stream, Operation* operation) {
   const auto add = [&](const StreamPtr& other) {
@@ -113,7 +113,7 @@ CuResult cuStreamCreateWithPriority(CuStream* stream, unsigned flags, int priori
   return create_stream(stream, flags, priority);
 }
 
-// Returns at once; what is queued still runs.
+// Returns at once; queued work still runs.
 CuResult cuStreamDestroy_v2(CuStream stream) {
   Driver& state = driver();
   const Lock lock(state.mutex);

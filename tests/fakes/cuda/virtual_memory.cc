@@ -1,5 +1,5 @@
 // Virtual memory: reserving addresses, creating chunks, mapping, access, and handles for other processes.
-// Refuses what the driver refuses.
+// It refuses the same calls as the driver.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>

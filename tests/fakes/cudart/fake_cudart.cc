@@ -11,7 +11,7 @@ namespace {
 
 using namespace forebay::cuda;  // NOLINT: this file is a caller of that interface and nothing else.
 
-// What the runtime calls: X(symbol).
+// The driver functions that the runtime calls: X(symbol).
 #define FAKE_CUDART_CALLED(X)   \
   X(cuInit)                     \
   X(cuGetErrorName)             \
@@ -48,7 +48,7 @@ using namespace forebay::cuda;  // NOLINT: this file is a caller of that interfa
   X(cuEventSynchronize)         \
   X(cuEventElapsedTime)
 
-// Two tables: what legacy callers are given, and what callers of the _ptsz functions are.
+// Two tables: one for legacy callers, one for callers of the _ptsz functions.
 struct Functions {
 #define FAKE_CUDART_MEMBER(symbol) symbol##_function* symbol = nullptr;
   FAKE_CUDART_CALLED(FAKE_CUDART_MEMBER)
@@ -56,7 +56,7 @@ struct Functions {
 };
 
 struct Runtime {
-  cudaError_t state = cudaSuccess;  // Of the start, for good.
+  cudaError_t state = cudaSuccess;  // The result of the start, for good.
   cuGetProcAddress_v2_function* get = nullptr;
   Functions legacy;
   Functions per_thread;

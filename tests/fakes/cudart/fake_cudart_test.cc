@@ -51,7 +51,7 @@ std::string output_of(const std::string& command) {
   return output;
 }
 
-// What interposition meets: versioned names in one, none in the other.
+// Interposition meets versioned names in one, none in the other.
 TEST(FakeCudartSymbols, AreVersionedInTheLibraryAndHiddenInTheProgram) {
   const std::string shared =
       output_of(CMAKE_NM " -D --defined-only --with-symbol-versions " FAKE_CUDART_LIBRARY);

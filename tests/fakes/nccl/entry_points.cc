@@ -18,7 +18,7 @@ namespace {
 
 thread_local int group_depth = 0;
 thread_local std::vector<std::shared_ptr<Launch>> group;
-thread_local NcclResult group_failure = NcclResult::kSuccess;  // Of a call in the open group.
+thread_local NcclResult group_failure = NcclResult::kSuccess;  // A call in the open group failed with it.
 thread_local std::string last_error;
 
 template <typename Value>
@@ -235,12 +235,12 @@ std::byte* bytes_at(void* address, std::size_t offset = 0) {
   return static_cast<std::byte*>(address) + offset;
 }
 
-// What the ids of this process begin with.
+// The first bytes of the ids of this process.
 std::string id_prefix() {
   return "fake NCCL of process " + std::to_string(::getpid()) + ", id ";
 }
 
-// A communicator's end: what is queued or waits ends, and the memory goes.
+// The end of a communicator: queued and waiting work ends, and the memory goes.
 void end_comm(Lock& lock, const CommPtr& comm) {
   State& s = state();
   comm->aborted = true;
@@ -451,7 +451,7 @@ FAKE_NCCL_EXPORT NcclResult ncclCommDestroy(NcclComm handle) {
   return entry.result();
 }
 
-// Ends it even where a script says that it fails, so that what is left over is the caller's doing.
+// Ends it even where a script says that it fails, so that leftovers are the caller's fault.
 FAKE_NCCL_EXPORT NcclResult ncclCommAbort(NcclComm handle) {
   Entry entry(handle, "ncclCommAbort");
   if (entry.shared() == nullptr) return entry.result();

@@ -1,6 +1,6 @@
-// The controls of the fake NCCL: what a test asks of it that NCCL has no entry point for.
+// The controls of the fake NCCL, for tests. NCCL has no such entry points.
 //
-// The fake is a libnccl.so.2 on the fake CUDA driver (README.md has what it imitates). A program reaches it
+// The fake is a libnccl.so.2 on the fake CUDA driver (see README.md). A program reaches it
 // as it reaches NCCL, by dlopen, and reaches these controls by dlsym in the same handle; FakeNccl does both.
 // Programs that know nothing of it are steered by the environment variables named beside each option.
 #pragma once
@@ -19,10 +19,10 @@ namespace forebay::fake_nccl {
 // 1. Both count over all communicators in which it has that rank. -1: no rank.
 struct FakeNcclOptions {
   int version = 22'809;  // FAKE_NCCL_VERSION
-  // What NCCL does not do at once is answered "in progress" so many times, and only then done.
+  // Calls that NCCL does not finish at once answer "in progress" so many times, and are done then.
   int in_progress = 0;      // FAKE_NCCL_IN_PROGRESS
   bool shared_gpu = false;  // FAKE_NCCL_SHARED_GPU: ranks may share a device, as with distinct NCCL_HOSTID.
-  // A call that fails, and with what (an ncclResult_t).
+  // A call that fails, and its ncclResult_t.
   int fail_rank = -1;           // FAKE_NCCL_FAIL_RANK
   std::uint64_t fail_call = 0;  // FAKE_NCCL_FAIL_CALL
   int fail_result = 2;          // FAKE_NCCL_FAIL_RESULT

@@ -1,4 +1,4 @@
-// What a launch does when its stream comes to it: it posts what it sends, takes what it receives, and waits
+// A launch, when its stream reaches it: it posts its messages, takes those for it, and waits
 // until both are done. All transfers of a group go on at the same time, as in one kernel of NCCL's.
 #include <algorithm>
 #include <cstring>

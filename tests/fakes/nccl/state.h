@@ -26,7 +26,7 @@ using namespace forebay::nccl;  // NOLINT: this library is an implementation of 
 
 using Lock = std::unique_lock<std::mutex>;
 
-// What is matched with what: messages by pair, collectives of one kind with each other.
+// Matching: messages by pair, collectives of one kind with each other.
 enum class Channel : std::uint8_t { kMessage, kAllGather, kReduceScatter };
 
 // A send that waits for its recv. Lives in the launch that sends.
@@ -49,7 +49,7 @@ struct World {
   int size = 0;
   int joined = 0;
   std::vector<int> devices;
-  NcclResult failure = NcclResult::kSuccess;  // Of joining.
+  NcclResult failure = NcclResult::kSuccess;  // The failure of joining.
   std::map<MailboxKey, std::deque<Post*>> mailboxes;
 };
 
@@ -120,7 +120,7 @@ struct State {
 // The one state. Made at first use, never destroyed.
 State& state();
 
-// Counts and prints what NCCL forbids.
+// Counts and prints uses that NCCL forbids.
 [[gnu::format(printf, 1, 2)]] void misuse(const char* format, ...);
 
 // Moves a launch's bytes; returns when all is done or its communicator is aborted.

@@ -1,28 +1,28 @@
 // Backend: the one seam between forebay and a device. About thirty functions in the terms of the CUDA driver
-// API, implemented by `host` (host_backend.h: ordinary memory, worker-thread streams), `cuda`
-// (cuda_backend.h: the driver API) and `model` (model_backend.h: touches no bytes). Nothing above this header
-// knows which one it runs on, and one conformance suite (tests/device/backend_conformance.h) is the judge of
-// all.
+// API, implemented by `host` (host_backend.h: ordinary memory, worker threads as streams), `cuda`
+// (cuda_backend.h: the driver API) and `model` (model_backend.h: books without bytes). The layers above do
+// not know which one they run on, and one conformance suite (tests/device/backend_conformance.h) tests all of
+// them.
 //
 // The contract, once for all implementations:
 //
 // Address space. `reserve` hands out addresses and no memory. `chunk_create` takes physical memory, whole
 // multiples of `capabilities().granularity`, charged against the device. `map` puts one whole chunk at
 // reserved addresses that hold no mapping yet; the same chunk may be mapped at several addresses at once (an
-// alias: the bytes are the same). Nothing may be read or written before `set_access`, one call for a
-// contiguous range of any number of mappings and no hole. `unmap` takes a range that covers whole mappings,
-// never part of one. `chunk_destroy` gives up the handle; the memory goes back when the last mapping of it is
-// gone too, so destroying a mapped chunk is allowed. `release` takes exactly what `reserve` returned, holding
-// no mapping. What breaks these rules is refused with kInvalidArgument and changes nothing.
+// alias: the bytes are the same). Reading and writing needs `set_access` first, one call for a contiguous
+// range of any number of mappings without a hole. `unmap` takes a range of whole mappings. `chunk_destroy`
+// ends the handle; the memory goes back when its last mapping ends too, so a mapped chunk may be destroyed.
+// `release` takes exactly a range from `reserve`, without mappings. A call that breaks these rules is refused
+// with kInvalidArgument and changes nothing.
 //
 // Order. Work on one stream runs in the order it was queued; work on different streams is ordered by events
 // alone. `event_record` marks a point, and recording again moves it; waiting for or querying an event that
-// was never recorded succeeds at once. Queueing does not wait for the device, except for back-pressure when a
-// stream's bounded queue is full. Address-space and memory calls are synchronous and do not wait for queued
-// work: to unmap, free or destroy what queued work still touches is the caller's defect.
+// was never recorded succeeds at once. Queueing does not wait for the device, except when a stream's bounded
+// queue is full. Address-space and memory calls are synchronous and do not wait for queued work: unmapping,
+// freeing or destroying memory that queued work still uses is a defect of the caller.
 //
-// Failure. A call that fails has no effect. Queued work that fails makes the stream's later
-// `stream_synchronize`, and `event_synchronize` of the events behind it, return that first failure; it stays.
+// Failure. A call that fails has no effect. When queued work fails, later calls of `stream_synchronize`, and
+// of `event_synchronize` for events recorded behind it, return that first failure for good.
 //
 // Threads. Every function may be called from any thread at any time. The function given to `call_host` must
 // not call the Backend; implementations detect that and fail the stream with kInternal.
@@ -67,9 +67,9 @@ struct Capabilities {
   char name[64] = {};  // "host", "cuda:0 NVIDIA H200": for messages.
   std::size_t granularity =
       0;  // Bytes; chunk sizes and mapped addresses are multiples of it. A power of two.
-  std::size_t memory_bytes = 0;  // What the device may hold in all: its capacity, or the budget it was given.
+  std::size_t memory_bytes = 0;  // The device's capacity, or the budget of the backend.
   bool host_accessible = false;  // The host may dereference device memory.
-  int numa_node = -1;            // The NUMA node nearest the device; -1 when unknown.
+  int numa_node = -1;            // The NUMA node nearest to the device; -1 when unknown.
   int multiprocessor_count = 0;  // Multiprocessors, from which grids are chosen; 0 on a host.
 };
 
@@ -89,8 +89,8 @@ struct HostKernel {
   void (*function)(const Dimensions& grid, const Dimensions& block, void* const* arguments);
 };
 
-// What load_module takes. A host backend reads `host_kernels` (an array that ends with a null name); a cuda
-// backend reads `image` (cubin, fatbin or PTX). An image for the wrong kind of backend is refused with
+// The argument of load_module. A host backend reads `host_kernels` (an array that ends with a null name); a
+// cuda backend reads `image` (cubin, fatbin or PTX). An image for another kind of backend is refused with
 // kUnsupported.
 struct ModuleImage {
   const HostKernel* host_kernels = nullptr;
@@ -125,7 +125,7 @@ class Backend {
   // backend).
   virtual Result<DevicePtr> alloc(std::size_t bytes) = 0;
   virtual Status free(DevicePtr address) = 0;
-  // Page-locks ordinary host memory so that copies to and from it are asynchronous. Page-aligned ranges only.
+  // Pins ordinary host memory, so that copies to and from it are asynchronous. Whole pages only.
   virtual Status pin(void* address, std::size_t bytes) = 0;
   virtual Status unpin(void* address) = 0;
   virtual MemoryInfo memory_info() = 0;
@@ -138,7 +138,7 @@ class Backend {
 
   // --- order ---
   virtual Result<Stream> stream_create() = 0;
-  // Waits for the stream's work, then ends it.
+  // Waits for the work of the stream, then ends the stream.
   virtual Status stream_destroy(Stream stream) = 0;
   // The host waits until all work queued so far has run.
   virtual Status stream_synchronize(Stream stream) = 0;

@@ -1,9 +1,8 @@
-// HostClock: what host streams, `local` ranks and modelled transfers wait on.
+// HostClock: host streams, `local` ranks and modelled transfers wait on it.
 //
-// In real time it is one mutex and the threads that wait under it. In virtual time it is a discrete-event
-// clock: the time stands still while any registered thread runs, and when all of them wait and none is ready
-// it jumps to the earliest deadline. Scripted durations then cost no real time, and overlap is measured
-// exactly on a noisy machine.
+// In real time it is a mutex with waiting threads. In virtual time it is a discrete-event clock: time stands
+// still while any registered thread runs, and when all of them wait and none is ready, time jumps to the
+// earliest deadline. Modelled durations then cost no real time, and overlap is exact on a noisy machine.
 //
 // State that readiness depends on is guarded by mutex(): change it with the mutex held, then call notify().
 #pragma once
@@ -40,19 +39,19 @@ class HostClock {
   bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& ready,
             Nanoseconds deadline = kNever);
 
-  // Wakes the waiters that have become ready. Requires: mutex() held. Cost: one call of `ready` per waiter
-  // not yet woken.
+  // Wakes the waiters that have become ready.
+  // Requires: mutex() held. Cost: one call of `ready` per waiter that was not woken yet.
   void notify();
 
-  // Waits for `duration` (virtual: lets the time pass; real: does wait). Used for scripted durations.
+  // Waits for `duration`, in virtual or real time. Used for modelled durations.
   void sleep(Nanoseconds duration);
 
-  // Virtual time: a thread that takes part. Time stands still while a registered thread does not wait here,
-  // so one that blocks elsewhere (a join, another mutex) on what only the passing of time can bring waits for
-  // ever. A thread that creates participants registers them before they start (Registration is adopted by
-  // moving it into the thread). Threads that are not registered may wait too; they hold time back only from
-  // the moment they are woken until wait() returns. A test whose main thread queues work at exact times
-  // registers itself and adopts. In real time a Registration does nothing.
+  // Virtual time: registers a thread. Time stands still while a registered thread does not wait here, so a
+  // registered thread that blocks elsewhere (a join, another mutex) until time passes blocks for ever.
+  // Register a thread before it starts, and move the Registration into the thread, which adopts it. Threads
+  // that are not registered may wait too; they hold time back only from being woken until wait() returns. A
+  // main thread that queues work at exact times registers itself and adopts. In real time a Registration does
+  // nothing.
   //
   // Threads: an adopted Registration ends on the thread that adopted it. A thread adopts one at a time.
   class Registration {
@@ -88,8 +87,8 @@ class HostClock {
   // Guarded by mutex_. The counts are kept in virtual time only.
   Nanoseconds virtual_now_{0};
   std::int64_t registered_count_ = 0;
-  std::int64_t registered_waiting_count_ = 0;  // Registered threads inside wait() that nobody has woken.
-  std::int64_t woken_count_ = 0;               // Waiters of any kind that are woken and have not run yet.
+  std::int64_t registered_waiting_count_ = 0;  // Registered threads inside wait() that were not woken.
+  std::int64_t woken_count_ = 0;               // Waiters that were woken and have not run yet.
   std::vector<Waiter*> waiters_;
 };
 

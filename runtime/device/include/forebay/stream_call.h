@@ -1,5 +1,5 @@
-// call_on: runs a closure in stream order on a host thread. A convenience over Backend::call_host for code
-// whose arguments do not fit a plain pointer.
+// call_on: runs a closure in stream order on a host thread. Shorter than Backend::call_host
+// for arguments that do not fit a plain pointer.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-"""A stand-in for PyTorch that behaves as its test says, for what `forebay run --check` tries.
+"""A stand-in for PyTorch that behaves as its test says, for the checks of `forebay run --check`.
 
 FAKE_TORCH is a list of orders "FEATURE[@MODE]=ACTION" divided by ";". FEATURE: import, device, allocation,
 statistics, history, mempool, graphs, compiled, ipc, memory. MODE: cache, tensors, pluggable; without one, all.
@@ -28,14 +28,14 @@ if "cudaMallocAsync" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
 
 
 def _order(feature):
-    """Carries out what is ordered for the feature. True: it is to do nothing."""
+    """Carries out the orders for the feature. True: it is to do nothing."""
     action = _orders.get(feature + "@" + _mode, _orders.get(feature, ""))
     if action.startswith("raise:"):
         raise RuntimeError(action[6:].replace("\\n", "\n"))
     if action == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if action == "hang":
-        if "FAKE_TORCH_HANGS" in os.environ:  # A pipe, for whoever waits for it.
+        if "FAKE_TORCH_HANGS" in os.environ:  # A pipe, for a waiting parent.
             open(os.environ["FAKE_TORCH_HANGS"], "w").close()
         while True:
             signal.pause()
