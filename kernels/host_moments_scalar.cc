@@ -74,7 +74,7 @@ void store(const float* m, const float* v, std::size_t begin, std::size_t end, c
   function(m, v, begin, end, moments, rounding);
 }
 
-// A block's m and v are fp32 in between, whatever the format.
+// A block's m and v are fp32 in between, in every format.
 void update(const HostAdamArguments& a, std::size_t begin, std::size_t end, Rounding rounding) {
   if (a.moments.format == MomentFormat::kFloat32) {
     AdamWArguments whole = a.update;

@@ -44,8 +44,8 @@ FOREBAY_DEVICE inline std::uint16_t moment_to_bfloat16(float value, bool dithere
 
 // The stored exponent is E + 127. This one marks a block that is NaN as a whole.
 inline constexpr std::uint32_t kMomentExponentNan = 255;
-// No block has a smaller one, so that every code is a normal fp32 number and so is what subnormals of m are
-// made with.
+// No block has a smaller one, so that every code is a normal fp32 number, and so is the unit of m's
+// subnormals.
 inline constexpr std::uint32_t kMomentExponentLeast = 32;
 inline constexpr std::uint32_t kMomentMantissaBits = 3;
 inline constexpr std::uint32_t kMomentShift = 23 - kMomentMantissaBits;

@@ -2,7 +2,7 @@
 // Everything follows definitions.h operation by operation.
 //
 // Included once per instruction set by sources that Highway compiles so, after their HWY_TARGET_INCLUDE;
-// where FOREBAY_SIMD is not defined afterwards, the instruction set takes the scalar definition. Those
+// where FOREBAY_SIMD is not defined afterwards, the instruction set takes the scalar definition. Targets
 // without a fused multiply-add (SSE, WebAssembly, the emulated one) do, because multiply and add in two
 // roundings would give other bits. The sources leave out vectors whose length is unknown to the compiler
 // (SVE, RVV), so such processors use NEON or the scalar definition.
@@ -50,7 +50,7 @@ HWY_INLINE V canonical_vector(D d, V v) {
 }
 
 // Loads one vector of a type, widened to fp32, and rounds one with canonical NaNs to it. A
-// NaN is loaded with any payload: whatever is computed from it is made canonical before it is stored.
+// NaN is loaded with any payload: results are made canonical before they are stored.
 template <DataType type>
 struct VectorElement;
 

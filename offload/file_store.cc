@@ -496,8 +496,8 @@ class FileStore final : public Store {
         stream_copy(operation.buffer, operation.memory, operation.bytes);
         std::memset(operation.buffer + operation.bytes, 0, operation.drive_bytes - operation.bytes);
       }
-      // Of the bytes on their way to the drive: memory that its owner changes meanwhile is found out by the
-      // reader.
+      // The checksum is of the bytes on their way to the drive, so a reader finds memory that its owner
+      // changed meanwhile.
       visit_granules(operation, [](std::uint64_t& checksum, const std::byte* memory, std::size_t bytes) {
         checksum = checksum_of(memory, bytes);
         return true;

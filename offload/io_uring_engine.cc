@@ -92,7 +92,7 @@ class IoUringEngine final : public IoEngine {
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(timeout);
     __kernel_timespec limit{seconds.count(), (timeout - seconds).count()};
     io_uring_cqe* entry = nullptr;
-    // Whatever the answer (a result, the deadline, a signal), all results are taken, and the caller knows the
+    // After any answer (a result, the deadline, a signal) all results are taken, and the caller knows the
     // time.
     static_cast<void>(io_uring_wait_cqe_timeout(&ring_, &entry, &limit));
     return take(results);

@@ -28,7 +28,7 @@ struct MemoryStoreOptions {
   std::size_t granule_bytes = 64 << 10;
   std::size_t alignment_bytes = 1;  // For facts(). Other memory is counted as bounced.
   unsigned transfer_limit = 256;
-  std::uint64_t capacity_bytes = 0;  // Of all ranges together; 0: no limit.
+  std::uint64_t capacity_bytes = 0;  // For all ranges together; 0: no limit.
   std::uint64_t order_seed = 0;      // Not 0: transfers run in an order drawn from it, one per poll.
   std::vector<StoreFault> faults;
 

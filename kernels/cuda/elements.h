@@ -2,8 +2,8 @@
 //
 // A struct says how many elements a granule has (kGranule: as many as 16 bytes of its widest array hold, so
 // that neighbouring threads touch neighbouring bytes), how many granules of a thread are in flight (kUnroll),
-// what is loaded of one (load), what is done with it (finish), and what happens to an element outside of
-// granules (element). All arithmetic is in definitions.h.
+// how to load one (load) and to finish it (finish), and the work on an element outside of granules
+// (element). All arithmetic is in definitions.h.
 #pragma once
 
 #include "kernels/cuda/launches.h"

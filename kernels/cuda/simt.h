@@ -2,8 +2,8 @@
 // logic runs and is tested without a device.
 //
 // Each thread is a fiber that runs until it reaches a barrier or a shuffle; when all of its block, or of its
-// warp, are there, they go on. Threads that cannot meet (one has ended, or waits elsewhere) are reported as
-// what they are on a device: a defect. Shared memory is poisoned when a block begins. One block runs after
+// warp, are there, they go on. Threads that cannot meet (one has ended, or waits elsewhere) are reported
+// as a defect, as they are on a device. Shared memory is poisoned when a block begins. One block runs after
 // the other; the order of threads turns around at every barrier, so that a missing one shows. Slow: about a
 // microsecond for a thread to reach a barrier.
 //

@@ -1,6 +1,6 @@
 // AddressBook: the reservations, chunks, mappings, access rights, blocks, pinned ranges and budget of one
 // backend. It applies the rules of backend.h and words the refusals, so that all backends refuse alike, and
-// before a driver sees the request: drivers differ in what they check, and some crash on a stale handle. The
+// before a driver sees the request: drivers differ in their checks, and some crash on a stale handle. The
 // book calls no driver and no system.
 //
 // A backend asks (`check_...`), makes the driver's call, and then notes the change (`add_...`, `remove_...`).

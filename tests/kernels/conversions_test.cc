@@ -1,4 +1,4 @@
-// Conversions against a reference that knows only what the formats' values are: it decodes all 2^15
+// Conversions against a reference that knows only the values of the formats: it decodes all 2^15
 // magnitudes to double once, and rounds by looking for the nearest, ties to the even encoding.
 #include "forebay/conversions.h"
 

@@ -1,4 +1,4 @@
-// The host step: against the scalar definitions bit for bit, whatever the instruction set, the blocks and the
+// The host step: against the scalar definitions bit for bit, for every instruction set, blocks and
 // threads; the accuracy of narrow m and v, as host_adam.h states it; and that training goes on as with
 // fp32 ones.
 #include "forebay/host_adam.h"

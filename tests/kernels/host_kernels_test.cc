@@ -292,7 +292,7 @@ TEST_F(HostKernels, AdamWGivesTheDefinitionsBits) {
 }
 
 // The SIMD bodies divide by s2 without a division: `count` values of v in equal steps over two binades, so
-// that those of sqrt(v) are over all mantissas, for many s2, and what lies at the ends of the ranges. With m
+// that those of sqrt(v) are over all mantissas, for many s2, and values at the ends of the ranges. With m
 // = 1, eps = 0, lr / c1 = 1 and a master of 0 the new master is -1 / (sqrt(v) / s2); with beta2 = 1 and no
 // gradient v stays as it is.
 void expect_divisions_by_s2(std::size_t count, std::mt19937_64& random) {

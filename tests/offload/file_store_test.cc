@@ -222,7 +222,7 @@ Outcome play(Store& store) {
   write(kept[0], 4);
   read(kept[0]);
   read(kept[1]);
-  // Whatever went wrong before, what is written anew is there.
+  // After any earlier failure, newly written bytes are there.
   write(kept[0], 6);
   write(kept[1], 8);
   read(kept[0]);

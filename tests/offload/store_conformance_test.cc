@@ -299,7 +299,7 @@ TEST_P(StoreConformance, CollectsTicketsInAnyOrder) {
   for (std::size_t i = 0; i < kLimit; ++i) {
     tickets.push_back(store_->read(range, i * kBlock, target.data() + i * kBlock, kBlock).value());
   }
-  // All by polling, in whatever order they come.
+  // All by polling, in any order.
   while (!tickets.empty()) {
     for (std::size_t i = tickets.size(); i-- > 0;) {
       const auto done = store_->poll(tickets[i]);

@@ -136,7 +136,7 @@ TEST_F(DrivesTest, LooksBelowAnOverlayForWhereItWrites) {
   EXPECT_EQ(locate(lower).drive_names(), "nvme1n1");
 }
 
-// In a chroot the root is mostly no mount point, and what is mounted above it is not listed.
+// In a chroot the root is mostly no mount point, and mounts above it are not listed.
 TEST_F(DrivesTest, FindsTheDriveByItsNumberWhereNoMountIsListed) {
   const std::string path = host_.directory("unlisted");
   const std::string number = device_number(path);

@@ -1,4 +1,4 @@
-// What lies near what, on hosts that are laid out as files, on one that hwloc reads from XML, and on this
+// Nodes near devices, on hosts that are laid out as files, on one that hwloc reads from XML, and on this
 // one.
 #include "forebay/topology.h"
 

@@ -163,7 +163,7 @@ class CudaBackendImpl final : public CudaBackend {
   }
 
   // Both once, in this order, before anything else. After a failure the object is destroyed, which undoes
-  // what was done.
+  // them.
   Status retain_context();
   Status try_chunk();
 

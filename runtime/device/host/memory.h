@@ -1,7 +1,7 @@
 // HostMemory: the address space and the memory of a host backend. One sparse memfd is the device's physical
 // memory; a chunk is a part of it, and mapping one is an mmap of that part, so an alias is a second mmap.
 //
-// The AddressBook judges every request first: the kernel would accept most of what backend.h forbids.
+// The AddressBook judges every request first: the kernel would accept most calls that backend.h forbids.
 //
 // Threads: every function may be called from any thread.
 #pragma once
@@ -29,7 +29,7 @@ class HostMemory {
 
   // Errors: kInvalidArgument (granularity), kIoError (no memfd).
   static Result<std::unique_ptr<HostMemory>> create(Options options);
-  // Unmaps whatever is left.
+  // Unmaps the rest.
   ~HostMemory();
   HostMemory(const HostMemory&) = delete;
   HostMemory& operator=(const HostMemory&) = delete;

@@ -122,8 +122,8 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                         [&](const HostWait& wait) {
                           HostMark* mark = wait.mark.get();
                           clock_.wait(lock, [mark] { return mark->reached; });
-                          // What was waited for never came to be, so what follows here works on garbage: it
-                          // fails for that reason.
+                          // The awaited work failed, so later work here has no valid input: it fails for the
+                          // same reason.
                           fail_locked(mark->failure);
                         }},
              operation);

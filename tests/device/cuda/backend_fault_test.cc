@@ -62,7 +62,7 @@ void wait_for(Backend& backend, Stream stream, Told& told) {
 }
 
 // The calls of an engine on a backend, each kind of call at least once, going on after a failure as far as
-// that makes sense. The backend is given back whatever is left.
+// that makes sense. At the end the backend gets back everything.
 void use(Backend& backend, Workload& workload, Told& told) {
   const std::size_t granule = backend.capabilities().granularity;
   const DevicePtr base = told.note(backend.reserve(4 * granule, 0));

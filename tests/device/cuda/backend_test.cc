@@ -1,5 +1,5 @@
-// The cuda backend on the fake driver, beyond conformance: how the driver is found, whose streams, contexts
-// and captures it lives among, what chunks are made of, and how it ends.
+// The cuda backend on the fake driver, beyond conformance: finding the driver, foreign streams, contexts
+// and captures, the properties of chunks, and the end.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 // Whether two function types are the same to the machine: as many parameters, each of the same size and kind,
-// and pointers to things of the same size and kind where both say what they point to.
+// and pointers to things of the same size and kind where both have a pointee.
 #pragma once
 
 #include <type_traits>

@@ -185,7 +185,7 @@ TEST(ModelBackend, AddressesAreUsedAgainWhenTheyRunOut) {
   EXPECT_EQ(backend->reserve(bytes, 0).value(), bases[1]);
 }
 
-// Random calls to both backends: the same answers, the same bytes charged, whatever is asked.
+// Random calls to both backends give the same answers and the same charged bytes.
 TEST(ModelBackend, AnswersAsTheHostBackendDoes) {
   constexpr std::size_t kGranule = 4096;
   constexpr std::size_t kCount = 16;  // Granules of the range.

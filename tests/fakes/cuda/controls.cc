@@ -30,7 +30,7 @@ void read_variable(const char* name, Value* value) {
   *value = static_cast<Value>(number);
 }
 
-// More than any machine has, and few enough that what is asked of each pair of them stays little.
+// More than any machine has, and few enough that checks of each pair of them stay cheap.
 constexpr int kDeviceLimit = 64;
 
 bool usable(const FakeOptions& options) {

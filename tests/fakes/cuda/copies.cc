@@ -17,7 +17,7 @@ enum class Place : std::uint8_t { kDevice, kPinned, kPageable };
 // One end of a copy.
 struct End {
   Address address = 0;
-  ContextPtr context;  // Whose device reaches it.
+  ContextPtr context;  // Its device reaches the address.
   Place place = Place::kPageable;
   std::shared_ptr<std::byte[]> staged;  // The bytes of ordinary host memory, taken when the copy was queued.
 };
@@ -133,7 +133,7 @@ CuResult copy(const CopyCall& call, End target, End source, std::size_t bytes, C
   Operation operation;
   operation.what = call.what;
   operation.bytes = bytes;
-  // Ordinary host memory is the caller's affair, and a copy of it is what is used where it matters.
+  // Ordinary host memory is the caller's affair; a staged copy of it is used where it matters.
   if (target.place != Place::kPageable) operation.touches.push_back({target.address, target.address + bytes});
   if (source.place != Place::kPageable) operation.touches.push_back({source.address, source.address + bytes});
   operation.run = [target, source, bytes, what = call.what](Lock& running) {

@@ -90,7 +90,7 @@ CuResult cuGetErrorString(CuResult error, const char** text) {
     case CuResult::kIllegalAddress:
       *text = "an illegal memory access was encountered";
       break;
-    default:  // The name is what the fake has to say.
+    default:  // The fake knows no more than the name.
       break;
   }
   return CuResult::kSuccess;

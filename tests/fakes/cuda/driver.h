@@ -30,7 +30,7 @@ struct Context {
   CuResult sticky = CuResult::kSuccess;  // After an illegal address everything returns it until a reset.
   StreamPtr legacy;
   std::map<std::uint64_t, StreamPtr> per_thread;  // By thread number.
-  std::set<CuContext> peers;                      // Whose memory this one may reach.
+  std::set<CuContext> peers;                      // This context may reach their memory.
 };
 using ContextPtr = std::shared_ptr<Context>;
 
@@ -132,7 +132,7 @@ struct Driver {
 
   // By EntryPointIndex.
   std::vector<std::uint64_t> calls;
-  // Of those that need a start; and which of them fails, counted from 1, with what. 0: none.
+  // Calls that need a start; the one that fails, counted from 1 (0: none), and its result.
   std::uint64_t call_count = 0;
   std::uint64_t failing_call = 0;
   CuResult failing_result = CuResult::kUnknown;
@@ -203,8 +203,8 @@ void begin_executor_thread();
 
 // --- contexts (contexts.cc) ---
 
-// The calling thread's context. Errors: kInvalidContext, kContextIsDestroyed, or what the context has failed
-// with.
+// The calling thread's context. Errors: kInvalidContext, kContextIsDestroyed, or the failure of the
+// context.
 CuResult current_context(ContextPtr* result);
 ContextPtr find_context(CuContext handle);
 bool valid_device(int device);
@@ -224,7 +224,7 @@ void destroy_context(Lock& lock, const ContextPtr& context);
 // --- streams (streams.cc) ---
 
 // The stream meant by the handle, the default ones included, in the current context.
-// Errors: kInvalidHandle, kInvalidContext, what the context or stream has failed with.
+// Errors: kInvalidHandle, kInvalidContext, the failure of the context or stream.
 CuResult find_stream(CuStream handle, StreamPtr* result);
 StreamPtr make_stream(const ContextPtr& context, unsigned flags, int priority);
 // Queues it behind the operations that the default-stream rules name, or records it where the stream is
@@ -261,7 +261,7 @@ struct Piece {
 // accessible.
 CuResult resolve(const Context& context, Address address, std::size_t bytes, bool write,
                  std::vector<Piece>* pieces);
-// Waits out what runs and reports what is queued on the range, which is about to go away. Without work on it,
+// The range is about to go away: waits for running work on it and reports queued work. Without work it does
 // nothing.
 void check_unused(Lock& lock, const char* entry, Address address, std::size_t bytes);
 // Whether the context's device may read, or write, the mapping.

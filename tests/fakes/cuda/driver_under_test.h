@@ -1,5 +1,5 @@
-// A CUDA driver library, opened by path, with the functions of the table as members: what the tests of the
-// fake call.
+// A CUDA driver library, opened by path, with the functions of the table as members, for the tests of
+// the fake.
 #pragma once
 
 #include <dlfcn.h>
@@ -51,7 +51,7 @@ struct DriverUnderTest {
     return driver;
   }
 
-  // Of a per-thread-default-stream variant, "cuMemcpyAsync_ptsz" for one.
+  // A per-thread-default-stream variant, such as "cuMemcpyAsync_ptsz".
   template <typename Function>
   Function* variant(const char* symbol) const {
     return reinterpret_cast<Function*>(::dlsym(library, symbol));

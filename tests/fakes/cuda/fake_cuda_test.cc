@@ -550,7 +550,7 @@ TEST_F(FakeCudaTest, TheAccountListsWhatIsAlive) {
   EXPECT_EQ(account.reservations, 1u);
   EXPECT_EQ(account.mappings, 1u);
   EXPECT_EQ(account.device_bytes, kGranule + 4096);
-  // What its context's end takes along was forgotten by someone; chunks belong to no context.
+  // Allocations that end with their context were leaked; chunks belong to no context.
   ASSERT_CU_OK(driver_.cuDevicePrimaryCtxRelease_v2(0));
   account = fake_.accounts();
   EXPECT_EQ(account.orphans, 3u);

@@ -25,7 +25,7 @@ constexpr std::size_t kSlabBytes = std::size_t{64} << 30;
 // out of range.
 constexpr unsigned char kPoison = 0xCB;
 
-// Files of the fake lie above what programs use, so that small descriptors keep their order.
+// Files of the fake have larger numbers than those of programs, so that small descriptors keep their order.
 constexpr int kFirstFile = 1000;
 
 // The name of a file of the fake tells an importing process its contents.

@@ -2,8 +2,8 @@
 //
 // Addresses come from slabs: large PROT_NONE ranges that are never given back, so that a device address is
 // never a host address later. Physical memory is a memfd of its own per chunk or allocation, with an alias: a
-// second mapping through which the fake itself copies, fills and poisons, whatever the host may do at the
-// device address.
+// second mapping through which the fake itself copies, fills and poisons, independent of the host's access to
+// the device address.
 //
 // Threads: guarded by the driver's mutex, except that bytes are moved through aliases without it.
 #pragma once

@@ -17,8 +17,8 @@ constexpr int kLargestDynamicSharedBytes = 227 << 10;
 constexpr int kUsualSharedBytes = 48 << 10;
 constexpr std::size_t kArgumentAlignment = 16;
 
-// The first bytes of an image: an ELF cubin, a fat binary, its wrapper, PTX, or what a build without nvcc
-// embeds.
+// The first bytes of an image: an ELF cubin, a fat binary, its wrapper, PTX, or the names that a build
+// without nvcc embeds.
 bool is_image(const void* image) {
   const auto begins = [&](const char* text, std::size_t bytes) {
     return std::memcmp(image, text, bytes) == 0;

@@ -68,8 +68,8 @@ CuResult make_block(const PoolPtr& pool, std::size_t bytes, const ContextPtr& co
   mapping.kind = MappingKind::kPool;
   mapping.pool = pool;
   mapping.context = context;
-  // Until the allocation is reached on its stream. Of a block that is used again, the free before said so
-  // there.
+  // Until the allocation is reached on its stream. A block that is used again was available there since its
+  // free.
   mapping.available = false;
   CuMemAllocationProp properties{};
   properties.type = CuMemAllocationType::kPinned;

@@ -109,7 +109,7 @@ StreamPtr Scheduler::choose(Clock::time_point* until) {
     ready.push_back(stream);
   }
   if (ready.empty()) return nullptr;
-  // By age, so that without a seed the order is the same whatever the set's.
+  // By age, so that without a seed the order does not depend on that of the set.
   std::sort(ready.begin(), ready.end(), [](const StreamPtr& a, const StreamPtr& b) { return a->id < b->id; });
   return ready[seeded_ ? random_() % ready.size() : 0];
 }

@@ -114,7 +114,7 @@ class Scheduler {
   std::mutex& mutex_;
   std::unique_ptr<std::condition_variable> work_;      // For executors.
   std::unique_ptr<std::condition_variable> progress_;  // For waiting hosts.
-  long process_ = 0;                                   // Whose threads they are.
+  long process_ = 0;                                   // The process that started the threads.
   std::unordered_set<StreamPtr> busy_;
   std::uint64_t pending_ = 0;
   std::uint64_t queued_ = 0;

@@ -67,7 +67,8 @@ thread_local int wanted_device = 0;
 
 constexpr int kRuntimeVersion = 13000;
 
-// Asks for every row of the table, as the real one asks for all it knows, and keeps what is called here.
+// Asks for every row of the table, as the real one asks for all it knows, and keeps the functions that it
+// calls.
 void query(const Runtime& runtime, std::uint64_t flags, Functions* functions) {
   for (std::size_t i = 0; i < kEntryPointCount; ++i) {
     const EntryPoint& row = kEntryPoints[i];

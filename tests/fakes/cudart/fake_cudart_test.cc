@@ -1,4 +1,4 @@
-// Programs on the runtime API run on the two fakes, linked either way, and say what is missing without a
+// Programs on the runtime API run on the two fakes, linked either way, and name the missing library without a
 // driver.
 #include <gtest/gtest.h>
 

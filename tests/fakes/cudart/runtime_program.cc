@@ -1,5 +1,5 @@
-// A program written on the runtime API, as users write them; it knows nothing of a fake. It prints what it
-// found, one line each, and ends with 0 when all was as it should be.
+// A program written on the runtime API, as users write them; it knows nothing of a fake. It prints its
+// findings, one line each, and ends with 0 when all was as it should be.
 #include <cstdio>
 #include <cstring>
 #include <thread>

@@ -26,8 +26,8 @@ struct FakeNcclOptions {
   int fail_rank = -1;           // FAKE_NCCL_FAIL_RANK
   std::uint64_t fail_call = 0;  // FAKE_NCCL_FAIL_CALL
   int fail_result = 2;          // FAKE_NCCL_FAIL_RESULT
-  // An operation that never ends until its communicator is aborted; with a result other than 0, that is also
-  // what ncclCommGetAsyncError answers from then on.
+  // An operation that never ends until its communicator is aborted; a result other than 0 is also the
+  // answer of ncclCommGetAsyncError from then on.
   int hang_rank = -1;                // FAKE_NCCL_HANG_RANK
   std::uint64_t hang_operation = 0;  // FAKE_NCCL_HANG_OPERATION
   int hang_result = 0;               // FAKE_NCCL_HANG_RESULT
@@ -52,7 +52,7 @@ struct FakeNccl {
   void* library = nullptr;
 
   void (*configure)(const FakeNcclOptions& options) = nullptr;
-  // Forgets counts, scripts and whatever is alive. Nothing may be running.
+  // Forgets counts, scripts and living objects. Nothing may be running.
   void (*reset)() = nullptr;
   void (*account)(FakeNcclAccount& account) = nullptr;
 

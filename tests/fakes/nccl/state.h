@@ -78,7 +78,7 @@ struct Launch {
   NcclStream stream = nullptr;
   std::vector<Transfer> transfers;
   std::vector<std::unique_ptr<Sum>> sums;
-  std::vector<const void*> addresses;  // Whatever device memory it uses.
+  std::vector<const void*> addresses;  // The device memory that it uses.
   bool hangs = false;
 };
 

@@ -48,7 +48,7 @@ const char* directory_kind_name(DirectoryKind kind) noexcept;
 
 struct DirectoryFacts {
   std::string path;         // As given.
-  std::string mount_point;  // Empty when none is listed above it, as for what is on the root of a chroot.
+  std::string mount_point;  // Empty when none is listed above it, as on the root of a chroot.
   std::string file_system;  // "ext4"; empty when unknown.
   DirectoryKind kind = DirectoryKind::kUnknown;
   std::vector<Drive> drives;

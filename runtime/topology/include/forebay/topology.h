@@ -52,7 +52,7 @@ struct Attachment {
 struct Topology {
   std::string source;                   // For people: "hwloc", "hwloc, of another machine", "sysfs".
   std::vector<NumaNode> nodes;          // By number; at least one.
-  std::vector<Attachment> attachments;  // Those with a known place.
+  std::vector<Attachment> attachments;  // All with a known place.
   // How many processors' time the control group grants; none: no limit.
   std::optional<double> processor_quota;
 
