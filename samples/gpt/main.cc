@@ -18,7 +18,8 @@
 #include "trainer/files.h"
 #include "trainer/launcher_watch.h"
 #include "trainer/options.h"
-#include "trainer/trainer.h"
+#include "trainer/output_file.h"
+#include "trainer/training.h"
 
 namespace forebay::gpt {
 namespace {

@@ -12,7 +12,7 @@
 #include <set>
 
 #include "tests/support/process.h"
-#include "trainer/trainer.h"
+#include "trainer/training.h"
 
 namespace forebay::testing {
 namespace {

@@ -10,7 +10,7 @@
 
 #include "tests/end_to_end/parallel_run.h"
 #include "tests/support/process.h"
-#include "trainer/trainer.h"
+#include "trainer/training.h"
 
 namespace forebay::testing {
 namespace {

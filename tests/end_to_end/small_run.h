@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "trainer/options.h"
-#include "trainer/trainer.h"
+#include "trainer/training.h"
 
 namespace forebay::testing {
 

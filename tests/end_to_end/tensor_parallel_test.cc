@@ -16,7 +16,7 @@
 #include "model/shape.h"
 #include "tests/end_to_end/parallel_run.h"
 #include "tests/support/process.h"
-#include "trainer/trainer.h"
+#include "trainer/training.h"
 
 namespace forebay::testing {
 namespace {

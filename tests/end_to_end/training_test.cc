@@ -1,6 +1,8 @@
 // Whole runs of forebay-gpt as a person has them: repeated, killed and resumed, at other depths and ranks,
 // with the wrong options, with a peer that never comes. After each, nothing is left behind.
 
+#include "trainer/training.h"
+
 #include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -17,7 +19,7 @@
 
 #include "forebay/error.h"
 #include "tests/support/process.h"
-#include "trainer/trainer.h"
+#include "trainer/output_file.h"
 
 namespace forebay::testing {
 namespace {

@@ -1,8 +1,6 @@
 // The trainer over `local` ranks, and the command line: small runs that end in well under a second each. The
 // whole matrix of stages, types and ranks is tested elsewhere (tests/end_to_end).
 
-#include "trainer/trainer.h"
-
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -22,6 +20,7 @@
 #include "trainer/initial.h"
 #include "trainer/options.h"
 #include "trainer/safetensors.h"
+#include "trainer/training.h"
 
 namespace forebay::gpt {
 namespace {

@@ -33,7 +33,7 @@ ActivationCheckpointerOptions checkpointer_options(const TrainerOptions& o, cons
   return options;
 }
 
-// As far from keep as any slot is.
+// The placement of the slot that is furthest from the device.
 ActivationPlacement furthest_placement(const ActivationPlan& plan) {
   ActivationPlacement furthest = ActivationPlacement::kKeep;
   for (const ActivationSlot& slot : plan.slots) furthest = std::max(furthest, slot.placement);

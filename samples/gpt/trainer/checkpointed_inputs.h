@@ -1,5 +1,5 @@
-// CheckpointedInputs: the inputs of recomputed blocks in an ActivationCheckpointer: cut over the ranks that
-// share layers, and below the device where that is asked for.
+// CheckpointedInputs: keeps the inputs of recomputed blocks in an ActivationCheckpointer, partitioned over
+// the tensor-parallel ranks and offloaded if the options say so.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ namespace forebay::gpt {
 
 class CheckpointedInputs final : public BlockInputs {
  public:
-  // Of the blocks of `stage`, for as many passes as it has in flight. `stream`: the model's. All that is
-  // referred to outlives this. Requires: recomputed_layers() of the stage.
-  // `device_bytes`: the most that device_bytes() may be, for --activations auto; 0: no limit.
+  // Has room for the recomputed blocks of the pipeline stage `stage`, for all its passes in flight. `stream`
+  // is the model's; the references outlive this. `device_bytes` limits device_bytes(), for --activations
+  // auto; 0: no limit. Requires: recomputed_layers() of the stage is not empty.
   CheckpointedInputs(const TrainerOptions& options, const PipelineStage& stage, Backend& backend,
                      Communicator& communicator, Stream stream, Timeline* timeline,
                      std::uint64_t device_bytes = 0);
 
-  // Device memory that it needs. Errors: throws Error(kOutOfMemory) where that must be more than it may.
+  // The device memory that it needs. Errors: throws Error(kOutOfMemory) if that exceeds the limit.
   std::uint64_t device_bytes() const { return checkpointer_.plan().device_bytes(); }
   // `region`, aligned to 512 bytes, holds device_bytes(). Collective.
   void use_memory(DevicePtr region) { checkpointer_.commit(region); }
@@ -31,7 +31,7 @@ class CheckpointedInputs final : public BlockInputs {
   const float* load(std::size_t layer, std::uint64_t micro_step) override;
   void release() override { lease_.reset(); }
 
-  // Throws what has failed, once the stream has been waited for.
+  // Order: after waiting for the stream. Errors: throws the Error of a failed save or load.
   void check() { checkpointer_.check(); }
   ActivationStatistics statistics() { return checkpointer_.statistics(); }
   const ActivationPlan& plan() const { return checkpointer_.committed_plan(); }
@@ -41,27 +41,29 @@ class CheckpointedInputs final : public BlockInputs {
     return {.unit = static_cast<int>(layer), .micro_batch = static_cast<int>(micro_step)};
   }
 
-  const std::uint64_t bytes_;  // Of one input.
+  const std::uint64_t bytes_;  // Bytes of one input.
   const Stream stream_;
   ActivationCheckpointer checkpointer_;
   std::optional<ActivationLease> lease_;
 };
 
-// The device's bytes for all activations, the model's own included, with each placement of those inputs.
+// Device bytes of all activations, for two placements of the inputs of recomputed blocks.
 struct ActivationNeeds {
-  std::uint64_t keep = 0;       // Kept by the model.
-  std::uint64_t elsewhere = 0;  // Of the model that does not keep them; what keeps them comes besides.
+  std::uint64_t keep = 0;  // The model keeps the inputs.
+  std::uint64_t elsewhere =
+      0;  // The model does not keep them; a CheckpointedInputs needs its own memory in addition.
 };
 
-// What --activations auto comes to where `room` bytes are left for activations: keep (none), or the most that
-// CheckpointedInputs may take, which then does no more than it must.
-// Errors: throws Error(kOutOfMemory) with what each placement takes where none fits.
+// Decides for --activations auto, with `room` device bytes for activations. Returns none if the model can
+// keep the inputs, otherwise the limit for CheckpointedInputs, which then partitions and offloads only as
+// much as it must. Errors: throws Error(kOutOfMemory), with the bytes of each placement, if none fits.
 std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, const PipelineStage& stage,
                                                 const ActivationNeeds& needs, std::uint64_t room);
 
-// "keep", "partition", "partition+cpu" or "partition+nvme": as far from keep as any slot is.
+// "keep", "partition", "partition+cpu" or "partition+nvme": the placement of the slot that is furthest from
+// the device.
 std::string activations_name(const ActivationPlan& plan);
-// The choice in a line for a person.
+// The choice as one line for the user.
 std::string describe_choice(const ActivationPlan& plan);
 
 }  // namespace forebay::gpt

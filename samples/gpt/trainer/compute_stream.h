@@ -15,19 +15,19 @@ namespace forebay::gpt {
 
 class ComputeStream final : public WorkQueue {
  public:
-  // `queues`: what is run queues its work on stream() itself, so it runs at once, on the calling thread.
-  // Otherwise it computes, and runs on the stream's thread.
+  // `queues`: each function given to run() queues work on stream() itself, so it runs at once on the calling
+  // thread. Otherwise the function computes, and runs on the stream's thread.
   ComputeStream(Backend& backend, bool queues)
       : backend_(backend), queues_(queues), stream_(value_or_throw(backend.stream_create())) {}
-  // Waits for what is queued.
+  // Waits for queued work.
   ~ComputeStream() override { static_cast<void>(backend_.stream_destroy(stream_)); }
   ComputeStream(const ComputeStream&) = delete;
   ComputeStream& operator=(const ComputeStream&) = delete;
 
   Stream stream() const { return stream_; }
 
-  // Runs `work`, so that its work comes after all that was queued before. Once one on the stream's thread
-  // has thrown, later ones are passed over and synchronize() throws what it threw.
+  // Runs `work` after all work that was queued before. Errors: after a function on the stream's thread has
+  // thrown, later ones are skipped and synchronize() throws the same exception.
   void run(std::function<void()> work) override {
     if (queues_) return work();
     throw_if_error(call_on(backend_, stream_, [this, work = std::move(work)] {
@@ -44,7 +44,7 @@ class ComputeStream final : public WorkQueue {
     throw_if_error(backend_.stream_synchronize(stream_));
     if (failure_) std::rethrow_exception(failure_);
   }
-  // Waits, whatever came of it.
+  // Waits, and only logs a failure.
   void drain() noexcept {
     const Status status = backend_.stream_synchronize(stream_);
     if (!status.ok()) log(LogLevel::kInfo, "%s", status.message().c_str());

@@ -18,7 +18,7 @@ EngineModel::EngineModel(Engine& engine, const std::vector<GptUnit>& units, Comp
   ParameterId tokens;
   for (const GptUnit& unit : units) {
     const bool is_embedding = unit.name == "embedding";
-    // An embedding's backward pass adds rows of gradients together: it needs no weights.
+    // An embedding's backward pass only adds rows of gradients; it reads no weights.
     const bool backward_reads_parameters = unit.is_computed && !is_embedding;
     const UnitId id = engine.add_unit(unit.name, backward_reads_parameters);
     for (const GptParameter& parameter : unit.parameters) {

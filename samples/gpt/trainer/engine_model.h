@@ -1,8 +1,7 @@
-// EngineModel: a Gpt whose parameters and gradients an Engine keeps. This is the whole of what a model has to
-// do to be trained under ZeRO: say what there is, and lease each unit around its forward and its backward
-// pass.
+// EngineModel: a Gpt whose parameters and gradients an Engine keeps. A model needs no more than this to train
+// under ZeRO: register units and parameters, then lease each unit around its forward and its backward pass.
 //
-// A stage of a pipeline that has "tokens" as a unit of its own shares it with the other stage that has it.
+// A pipeline stage that has "tokens" as a unit of its own shares it with the other stage that has it.
 #pragma once
 
 #include <cstddef>
@@ -19,35 +18,36 @@ namespace forebay::gpt {
 
 class EngineModel {
  public:
-  // Registers the model's units, as this rank has them, with `engine`, not yet committed. All three outlive
-  // this.
-  // `token_stages`: the stages that have "tokens".
+  // Registers this rank's units with `engine`. The arguments outlive this. `token_stages` joins the two
+  // stages that have "tokens". Requires: the engine is not committed.
   EngineModel(Engine& engine, const std::vector<GptUnit>& units, ComputeStream& compute,
               Communicator* token_stages = nullptr);
 
-  // Before the engine's commit: declares the memory of `gpt`, which outlives this, and `more_bytes`, to be
-  // had behind it.
+  // Declares the memory of `gpt`, which outlives this, and `more_bytes` behind it. Order: before the engine's
+  // commit.
   void set_model(Gpt& gpt, std::uint64_t more_bytes);
-  // What that is of the engine's activations.
+  // The bytes that set_model() declares.
   static std::uint64_t memory_bytes(const Gpt& gpt, std::uint64_t more_bytes);
-  // After the engine's commit: takes the declared activation memory, and returns where those bytes are,
-  // aligned to 512.
+  // Gives the declared memory to the model and returns the address of the further bytes, aligned to 512.
+  // Order: after the engine's commit.
   DevicePtr use_engine_memory();
 
-  // Queues the forward and the backward pass of one micro-step, which the model has begun and whose tokens it
-  // has.
+  // Queues the forward and the backward pass of one micro-step. Order: after Gpt::begin() and the copy of the
+  // tokens.
   void run_micro_step(int index) {
     forward_pass(index);
     backward_pass();
     end_backward_pass();
   }
-  // The same in pieces, for a pipeline: what goes to the stage before is complete after the second.
+  // The same in pieces, for a pipeline. After backward_pass(), the gradient for the preceding stage is
+  // complete.
   void forward_pass(int index);
   void backward_pass();
   void end_backward_pass();
 
  private:
-  // A unit that the model computes: where its parameters are in a lease, in the order of describe_units().
+  // A unit that the model computes. `parameters` are their indices in a lease, in the order of
+  // describe_units().
   struct Unit {
     UnitId id = 0;
     bool backward_reads_parameters = true;
@@ -62,7 +62,7 @@ class EngineModel {
   Gpt* gpt_ = nullptr;
   ComputeStream& compute_;
   std::vector<Unit> units_;
-  std::optional<UnitId> tokens_;  // The unit that is not computed.
+  std::optional<UnitId> tokens_;  // The unit "tokens", which is not computed.
 };
 
 }  // namespace forebay::gpt

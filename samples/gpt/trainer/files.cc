@@ -28,7 +28,8 @@ void check_output(const char* option, const std::string& path) {
   }
 }
 
-// By trying: permissions alone do not tell of a read-only or pseudo file system. The cause, or 0.
+// Tries to write a file, because permissions do not show a read-only or pseudo file system. Returns errno, or
+// 0.
 int try_to_write_in(const std::string& directory) {
   std::string trial = directory + "/.trial-XXXXXX";
   const int file = ::mkstemp(trial.data());
@@ -47,18 +48,17 @@ void check_directory_can_be_written(const std::string& directory) {
   const bool makes = ::mkdir(directory.c_str(), 0777) == 0;
   if (!makes && errno != EEXIST) refuse(errno);
   const int error = try_to_write_in(directory);
-  if (makes) ::rmdir(directory.c_str());  // Not ours to leave when the run ends early.
+  if (makes) ::rmdir(directory.c_str());  // A run that ends early must not leave it behind.
   if (error != 0) refuse(error);
 }
 
-// The space is taken by the engine, which says what was free.
+// Free space is checked later, by the engine.
 void check_drives(const char* option, const std::vector<std::string>& directories) {
   for (const std::string& directory : directories) {
     if (const int error = try_to_write_in(directory); error != 0) {
       throw Error(StatusCode::kIoError,
                   std::string(option) + ": cannot write in " + directory + ": " + std::strerror(error) +
-                      "; give a directory that exists and may be written, on the drive that is to hold what "
-                      "is offloaded");
+                      "; give a directory that exists and may be written, on the drive for offloaded states");
     }
   }
 }

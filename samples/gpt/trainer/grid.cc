@@ -19,7 +19,7 @@ Result<RankGrid> make_grid(int ranks, const Grid::Options& options) {
   return grid.status().with_context(of_tensor ? "--tensor-parallel" : "--pipeline-parallel");
 }
 
-// Before ranks form groups, so that those that would form others are named.
+// Compared before ranks form groups, so that the message names ranks with other options.
 void check_agreement(Communicator& world, const Grid::Options& options) {
   struct Choice {
     int tensor_parallel;

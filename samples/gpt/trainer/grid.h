@@ -1,5 +1,5 @@
-// Grid: where this rank is among the ranks that share layers and those that share batches, and whom it talks
-// to along each dimension.
+// Grid: this rank's place among tensor-parallel, pipeline-parallel and data-parallel ranks, and its
+// communicators along each dimension.
 #pragma once
 
 #include <memory>
@@ -18,18 +18,18 @@ class Grid {
   struct Options {
     int tensor_parallel = 1;
     int pipeline_parallel = 1;
-    // Not kKeep: an ActivationCheckpointer needs a communicator.
+    // Unless kKeep, an ActivationCheckpointer needs a communicator.
     ActivationPlacement activations = ActivationPlacement::kKeep;
   };
 
-  // Collective over `world`, which outlives this. With one part the world itself is data-parallel.
-  // Errors: throws Error(kInvalidArgument) naming what does not divide the ranks, or the ranks whose options
-  // differ.
+  // Collective over `world`, which outlives this. If the model has one part, data() is the world. Errors:
+  // throws Error(kInvalidArgument) naming the option that does not divide the ranks, or the ranks that have
+  // other options.
   Grid(Communicator& world, const Options& options);
 
   const RankGrid& shape() const { return shape_; }
   GridCoordinates at() const { return at_; }
-  // Parts of the model, each held by as many ranks as are data-parallel.
+  // Parts of the model. Each is held by all ranks of one data-parallel dimension.
   int part_count() const { return shape_.tensor_parallel() * shape_.pipeline_parallel(); }
   int part() const { return at_.tensor + shape_.tensor_parallel() * at_.pipeline; }
   TensorPart tensor_part() const {
@@ -42,22 +42,23 @@ class Grid {
 
   Communicator& world() { return world_; }
   Communicator& data() { return communicators_.data != nullptr ? *communicators_.data : world_; }
-  // Null where that dimension has one rank.
+  // Null if that dimension has one rank.
   Communicator* tensor() { return shape_.tensor_parallel() > 1 ? communicators_.tensor.get() : nullptr; }
 
-  // The stages of the pipeline, for what goes forwards and for what goes backwards; and on the first and the
-  // last stage these two. Null with one stage.
+  // The pipeline stages: one communicator for activations, one for gradients. ends() has the first and the
+  // last stage. Null with one stage.
   Communicator* forward() { return shape_.pipeline_parallel() > 1 ? communicators_.pipeline.get() : nullptr; }
   Communicator* backward() { return backward_.get(); }
   Communicator* ends() { return ends_.get(); }
 
-  // The ranks of tensor() once more, one or several, for an ActivationCheckpointer; null unless asked for.
+  // The tensor-parallel ranks again, even if there is only one, for an ActivationCheckpointer. Null if
+  // Options::activations is kKeep.
   Communicator* activations() { return activations_.get(); }
 
-  // What all of this rank's communicators have counted, with peers as ranks of the world; `data`: what the
-  // engine has, whose peers are data-parallel ranks.
+  // The counts of all communicators of this rank, with peers as ranks of the world. `data` has the engine's
+  // counts, with peers as data-parallel ranks.
   std::vector<OperationTraffic> operation_traffic(const std::vector<OperationTraffic>& data);
-  // Text of each part, by part: `mine` is the same on all ranks of a part. Collective.
+  // Returns a text of each part, in order. `mine` is the same on all ranks of a part. Collective.
   std::vector<std::string> of_each_part(const std::string& mine);
 
  private:
@@ -72,7 +73,7 @@ class Grid {
 
 // Errors: kInvalidArgument naming the option that does not divide `ranks`.
 Status check_grid(int ranks, const Grid::Options& options);
-// The same for groups of `group` data-parallel ranks. Requires: check_grid() is ok.
+// The same for all-reduce groups of `group` data-parallel ranks. Requires: check_grid() is ok.
 Status check_order_group(int ranks, const Grid::Options& options, int group);
 
 }  // namespace forebay::gpt

@@ -11,18 +11,18 @@
 
 namespace forebay::gpt {
 
-// The values of `parameter`, the `index`-th over all units: a function of the seed alone.
+// The random values of `parameter`, the `index`-th over all units. They depend on the seed only.
 std::vector<float> random_values(const GptParameter& parameter, std::uint64_t index, std::uint64_t seed);
 
-// Gets the values of one parameter: the `index`-th of `unit`.
+// Receives the values of one parameter: the `index`-th of `unit`.
 using ParameterSetter =
     std::function<void(std::size_t unit, std::size_t index, std::span<const float> values)>;
 
 void set_random(const std::vector<GptUnit>& units, std::uint64_t seed, const ParameterSetter& set);
 
 // From a safetensors file that has these tensors and no others.
-// Errors: throws Error(kCorruption) naming a tensor that is missing, unknown or of another shape, and those
-// of SafetensorsReader.
+// Errors: throws Error(kCorruption) naming a tensor that is missing, unknown or of another shape, and the
+// errors of SafetensorsReader.
 void set_from_file(const std::vector<GptUnit>& units, const std::string& path, const ParameterSetter& set);
 
 }  // namespace forebay::gpt

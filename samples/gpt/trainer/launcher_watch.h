@@ -1,5 +1,5 @@
-// LauncherWatch: the end of the process that started this one. A launcher that is killed cannot end its
-// ranks; they would train on with nobody to stop them.
+// LauncherWatch: notices the end of the process that started this one. A launcher that is killed cannot end
+// its ranks; without this they would go on training.
 #pragma once
 
 #include <sys/types.h>
@@ -12,8 +12,8 @@ namespace forebay::gpt {
 
 class LauncherWatch {
  public:
-  // From here until destroyed: sends this process SIGTERM when its parent has ended, which is only wrong
-  // where the parent is no launcher and may go. Errors: throws std::system_error without a thread to be had.
+  // Until it is destroyed, it sends this process SIGTERM once its parent has ended. Do not use it if the
+  // parent is no launcher and may end first. Errors: throws std::system_error if no thread can be started.
   LauncherWatch();
   ~LauncherWatch();
   LauncherWatch(const LauncherWatch&) = delete;

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -19,9 +20,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kLinksMax = 40;  // Linux's own limit. Fewer: chains that open() follows are refused.
+std::atomic<bool> output_has_failed{false};
+
+constexpr int kLinksMax = 40;  // Linux's own limit. Fewer: we would refuse chains that open() follows.
 constexpr int kNamesMax =
-    16;  // Random names that are tried. Fewer: a coincidence fails; more: none are left to want.
+    16;  // Random names to try. Fewer: a coincidence could fail the run. More: no benefit.
 
 [[noreturn]] void cannot_write(const std::string& path, const std::string& found,
                                const char* advice =
@@ -30,7 +33,7 @@ constexpr int kNamesMax =
   throw Error(StatusCode::kIoError, "cannot write " + path + ": " + found + "; " + advice);
 }
 
-// What `path` names once links are followed, also where the last one names nothing yet.
+// Follows symbolic links from `path`, even if the last one leads to no file yet.
 std::string follow_links(const std::string& path) {
   fs::path target = path;
   for (int i = 0; i < kLinksMax; ++i) {
@@ -38,7 +41,7 @@ std::string follow_links(const std::string& path) {
     if (!fs::is_symlink(target, error)) return target.string();
     const fs::path next = fs::read_symlink(target, error);
     if (error) cannot_write(path, error.message());
-    target = target.parent_path() / next;  // An absolute one replaces it.
+    target = target.parent_path() / next;  // An absolute `next` replaces the directory.
   }
   cannot_write(path, std::strerror(ELOOP));
 }
@@ -85,7 +88,7 @@ void OutputFile::create_temporary() {
     if (errno != EEXIST) break;
   }
   const int error = errno;
-  temporary_.clear();  // It is not ours.
+  temporary_.clear();  // Another process owns that name.
   fail("creating a file beside it", error);
 }
 
@@ -130,6 +133,19 @@ void OutputFile::fail(const std::string& action, int error) {
   if (error != EFBIG) cannot_write(path_, found);
   cannot_write(path_, found + " after " + std::to_string(written_bytes_) + " bytes",
                "raise the limit of a file's size (ulimit -f)");
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  OutputFile file(path);
+  file.write(text.data(), text.size());
+  file.finish();
+}
+
+void note_output_failed() noexcept {
+  output_has_failed = true;
+}
+bool output_failed() noexcept {
+  return output_has_failed;
 }
 
 }  // namespace forebay::gpt

@@ -1,4 +1,4 @@
-// A file that a run leaves at its end: whole, or not at all.
+// OutputFile: a file that appears complete or not at all.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,13 @@
 
 namespace forebay::gpt {
 
-// Writes to a temporary name beside `path`; finish() syncs it and gives it its name. Without finish() nothing
-// is left behind, and what was there before stays. A symbolic link is followed, so that what it names is
-// replaced and not the link. What is there and is no regular file (a pipe, /dev/null) is written directly.
+// Writes to a temporary name beside `path`; finish() syncs it and gives it its name. Without finish() an old
+// file at `path` stays as it is, and no new file is left. A symbolic link is followed: the file that it names
+// is replaced, not the link. A pipe, or another file that is not regular, is written directly.
 class OutputFile {
  public:
-  // Errors: throws Error(kIoError), as do the others; also for a directory or a file that may not be written.
+  // Errors: throws Error(kIoError), also for a directory or a file that may not be written. So do write() and
+  // finish().
   explicit OutputFile(const std::string& path);
   ~OutputFile();
   OutputFile(const OutputFile&) = delete;
@@ -21,8 +22,7 @@ class OutputFile {
   void write(const void* data, std::size_t bytes);
   void finish();
 
-  // Throws what the constructor would throw, and leaves nothing behind. Opens no pipe, which may have no
-  // reader yet.
+  // Throws like the constructor and leaves no file behind. It opens no pipe, which may have no reader yet.
   static void check(const std::string& path);
 
  private:
@@ -30,10 +30,17 @@ class OutputFile {
   [[noreturn]] void fail(const std::string& action, int error);
 
   const std::string path_;
-  std::string target_;     // What links lead to.
-  std::string temporary_;  // Empty: written directly.
+  std::string target_;     // `path_` with links followed.
+  std::string temporary_;  // Empty: target_ is written directly.
   int file_ = -1;
   std::uint64_t written_bytes_ = 0;
 };
+
+// Writes `text` by an OutputFile. Errors: throws Error(kIoError).
+void write_file(const std::string& path, const std::string& text);
+
+// Remembers that this process could not write a file that the training itself does not need.
+void note_output_failed() noexcept;
+bool output_failed() noexcept;
 
 }  // namespace forebay::gpt

@@ -5,7 +5,7 @@
 #include <sstream>
 
 #include "forebay/error.h"
-#include "trainer/trainer.h"
+#include "trainer/output_file.h"
 
 namespace forebay::gpt {
 namespace {
@@ -29,7 +29,7 @@ std::string parts_text(const std::string& step, const RankGrid& shape) {
          std::to_string(shape.pipeline_parallel()) + "\n";
 }
 
-// What was there before, once `kept` is whole and named.
+// Removes the states of other steps. Order: once `kept` is complete and named.
 void remove_superseded(const std::string& directory, const std::string& kept) {
   std::error_code error;
   for (const auto& entry : fs::directory_iterator(directory, error)) {

@@ -1,10 +1,10 @@
-// The training state of a model in parts: each part is saved by the ranks that hold it, in a directory of its
-// own, and one file says which step all of them have saved.
+// The training state of a model in parts. The ranks that hold a part save it in a directory of its own, and
+// one file names the step that all parts have saved.
 //
-//   DIR/step-12/part-0, part-1, ...    what Engine::save_state() writes, part by part
+//   DIR/step-12/part-0, part-1, ...    the files of Engine::save_state(), part by part
 //   DIR/parts                          "step-12 tensor-parallel 2 pipeline-parallel 1"
 //
-// `parts` is replaced once every part is whole, so that a kill at any moment leaves the state it names. A
+// `parts` is replaced once every part is complete, so a kill at any moment leaves the state that it names. A
 // model in one part is saved in DIR itself.
 #pragma once
 
@@ -20,9 +20,8 @@ namespace forebay::gpt {
 void save_parts(Grid& grid, const std::string& directory, std::uint64_t step,
                 const std::function<void(const std::string& directory)>& save);
 
-// The directory of this rank's part of what is saved in `directory`.
-// Errors: throws Error(kIoError) where nothing is saved in parts, kInvalidArgument for other numbers of
-// parts, kCorruption.
+// The directory of this rank's part of the state in `directory`. Errors: throws Error(kIoError) if no state
+// in parts is saved there, kInvalidArgument for other numbers of parts, kCorruption for a damaged `parts`.
 std::string saved_part(Grid& grid, const std::string& directory);
 
 // Whether a state is saved in `directory`, in parts or in one.

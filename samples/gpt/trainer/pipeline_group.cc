@@ -6,7 +6,7 @@
 namespace forebay::gpt {
 namespace {
 
-constexpr std::uint32_t kTag = 0;  // One kind of message in each direction.
+constexpr std::uint32_t kTag = 0;  // Each direction has one kind of message.
 
 }  // namespace
 

@@ -1,8 +1,7 @@
-// PipelineGroup: the stages of a pipeline, and what this one hands to its neighbours: activations forwards,
-// their gradients backwards.
+// PipelineGroup: sends activations to the next pipeline stage and their gradients to the preceding one.
 //
-// The two directions have a communicator and a stream of their own, so that neither waits for the other, and
-// what is on its way passes beside the computing. A pipeline of one stage does nothing.
+// Each direction has its own communicator and stream, so neither waits for the other and transfers overlap
+// the computation. With one stage it does nothing.
 #pragma once
 
 #include <array>
@@ -17,24 +16,23 @@
 
 namespace forebay::gpt {
 
-// One direction. What is handed on or taken is in order with a compute stream: with what was queued there
-// until then, and with what is queued there after the wait. Calls without a neighbour on that side do
-// nothing.
+// One direction. Order: a transfer starts after the work that the compute stream has at the call; the compute
+// stream continues after a wait. Calls do nothing where this stage has no neighbour on that side.
 class StageLink {
  public:
-  // `from`, `to`: the neighbours' ranks. The stream outlives this, or is drained before.
+  // `from` and `to` are the neighbours' ranks. `compute` outlives this, or is drained before.
   StageLink(Backend& backend, Communicator& communicator, Stream compute, std::optional<int> from,
             std::optional<int> to);
-  // Waits for what is queued.
+  // Waits for queued transfers.
   ~StageLink();
   StageLink(const StageLink&) = delete;
   StageLink& operator=(const StageLink&) = delete;
 
   void receive(DevicePtr target, std::size_t bytes);
-  // The latest one.
+  // Makes the compute stream wait for the latest receive().
   void wait_for_received();
   void send(const std::byte* source, std::size_t bytes, std::uint64_t micro_step);
-  // Before what the micro-step before the last one has sent is overwritten.
+  // Makes the compute stream wait until the data sent two micro-steps before may be overwritten.
   void wait_for_place(std::uint64_t micro_step);
 
   void drain() noexcept;
@@ -48,28 +46,28 @@ class StageLink {
   const std::optional<int> from_;
   const std::optional<int> to_;
   const Stream stream_;
-  OwnedEvent computed_;  // Only from its record to the wait that follows.
+  OwnedEvent computed_;  // Reused: valid only until the next wait.
   OwnedEvent received_;
-  std::array<OwnedEvent, 2> sent_;  // By micro-step, in turn.
+  std::array<OwnedEvent, 2> sent_;  // Micro-steps take them in turn.
 };
 
 class PipelineGroup {
  public:
   struct Options {
-    Communicator* forward = nullptr;  // Each used by nobody else. Null: one stage.
+    Communicator* forward = nullptr;  // Not shared with other users. Null: one stage.
     Communicator* backward = nullptr;
     Backend* backend = nullptr;
     Stream compute;
-    // Whether calls queue and return whatever the neighbours do; then gradients are asked for ahead.
+    // Calls only queue and never wait for the neighbours. Then gradients are requested ahead.
     bool queues = true;
   };
 
-  // What the options point to outlives this.
+  // The objects in `options` outlive this.
   explicit PipelineGroup(const Options& options);
 
   PipelineStage stage() const;
   bool asks_ahead() const { return options_.queues; }
-  // None of a pipeline of one stage.
+  // Null with one stage.
   StageLink* forward() { return forward_ ? &*forward_ : nullptr; }
   StageLink* backward() { return backward_ ? &*backward_ : nullptr; }
   void drain() noexcept;

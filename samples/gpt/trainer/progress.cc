@@ -11,8 +11,8 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr Seconds kTerminalPeriod{0.1};  // Faster only flickers.
-constexpr Seconds kLinePeriod{2.0};      // In a log: enough to see that it lives.
+constexpr Seconds kTerminalPeriod{0.1};  // Faster: it flickers.
+constexpr Seconds kLinePeriod{2.0};      // For a log: enough to see that the run is alive.
 
 std::string format_seconds(double seconds) {
   const auto whole = static_cast<std::uint64_t>(seconds + 0.5);

@@ -1,4 +1,4 @@
-// What a person sees while a model trains: one line that refreshes on a terminal, now and then a line
+// The progress of a training on stderr: one line that refreshes on a terminal, a line every two seconds
 // elsewhere.
 #pragma once
 
@@ -13,7 +13,7 @@ class Progress {
   struct Options {
     bool enabled = true;
     std::uint64_t first_step = 0;
-    std::uint64_t steps = 0;     // In all.
+    std::uint64_t steps = 0;     // The last step of the run.
     double tokens_per_step = 0;  // Over all ranks.
   };
 

@@ -1,8 +1,7 @@
+#include "trainer/report.h"
+
 #include <cmath>
 #include <nlohmann/json.hpp>
-
-#include "trainer/output_file.h"
-#include "trainer/trainer.h"
 
 namespace forebay::gpt {
 namespace {
@@ -126,12 +125,6 @@ std::string flight_json(const Status& cause, const std::vector<OperationRecord>&
   }
   const Json json = {{"cause", cause.to_string()}, {"last_operations", all}};
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
-}
-
-void write_file(const std::string& path, const std::string& text) {
-  OutputFile file(path);
-  file.write(text.data(), text.size());
-  file.finish();
 }
 
 }  // namespace forebay::gpt

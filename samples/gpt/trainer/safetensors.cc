@@ -22,7 +22,7 @@ constexpr std::uint64_t kHeaderBytesMax = 100'000'000;  // The reference impleme
 constexpr std::uint64_t kLengthBytes = 8;
 constexpr const char* kMetadata = "__metadata__";
 
-// The product of `shape`, or nothing when it does not fit.
+// The product of `shape`; none if it overflows.
 bool element_count(const std::vector<std::uint64_t>& shape, std::uint64_t* count) {
   *count = 1;
   for (const std::uint64_t extent : shape) {
@@ -49,7 +49,7 @@ SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
   if (!stream_) cannot_read();
   stream_.seekg(0, std::ios::end);
   const std::streamoff end = stream_.tellg();
-  if (end < 0 || end == std::numeric_limits<std::streamoff>::max()) {  // A directory, say.
+  if (end < 0 || end == std::numeric_limits<std::streamoff>::max()) {  // For example a directory.
     errno = EISDIR;
     cannot_read();
   }
@@ -135,11 +135,11 @@ void SafetensorsReader::parse_header(const std::string& header, std::uint64_t da
   }
 }
 
-// The format wants the tensors to cover the bytes with no hole and no overlap.
+// The tensors must cover the bytes without a gap or an overlap.
 void SafetensorsReader::check_places(std::uint64_t data_bytes) const {
   std::vector<std::pair<std::uint64_t, const std::pair<const std::string, Tensor>*>> order;
   for (const auto& entry : tensors_) order.emplace_back(entry.second.first_byte, &entry);
-  // By place; of two at the same place the empty one comes first.
+  // By place. At the same place, an empty tensor comes first.
   std::sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
     return std::pair(a.first, a.second->second.count) < std::pair(b.first, b.second->second.count);
   });
@@ -186,7 +186,7 @@ SafetensorsWriter::SafetensorsWriter(const std::string& path, const std::vector<
     bytes_left_ += bytes;
   }
   std::string text = header.dump();
-  text.resize(round_up(text.size(), kLengthBytes), ' ');  // So that the tensors are aligned.
+  text.resize(round_up(text.size(), kLengthBytes), ' ');  // Aligns the tensors.
 
   std::uint8_t length[kLengthBytes];
   for (std::size_t i = 0; i < kLengthBytes; ++i)

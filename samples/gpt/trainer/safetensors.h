@@ -1,5 +1,5 @@
 // Reading and writing weights in the safetensors format: 8 bytes of header length (little endian), a JSON
-// header that names each tensor's type, shape and place, then the bytes.
+// header with each tensor's type, shape and place, then the bytes.
 //
 // A file is not trusted: every length, place and shape is checked against the file's size before it is used.
 // Source: https://github.com/huggingface/safetensors, "Format".
@@ -26,8 +26,8 @@ struct Tensor {
 
 class SafetensorsReader {
  public:
-  // Errors: throws Error: kIoError (cannot be read), kCorruption (not a valid file: says what is wrong and
-  // where), kUnsupported (a type that is not F32, BF16 or F16).
+  // Errors: throws Error: kIoError (cannot be read), kCorruption (not a valid file; the message names the
+  // place), kUnsupported (a type other than F32, BF16 or F16).
   explicit SafetensorsReader(const std::string& path);
 
   const std::map<std::string, Tensor>& tensors() const { return tensors_; }
@@ -54,7 +54,7 @@ struct TensorHeader {
 // Writes fp32 tensors, one after the other, to an OutputFile.
 class SafetensorsWriter {
  public:
-  // Errors: throws Error(kIoError), as do the others.
+  // Errors: throws Error(kIoError); so do write() and finish().
   SafetensorsWriter(const std::string& path, const std::vector<TensorHeader>& tensors);
 
   // The values of the next tensor.
