@@ -1,11 +1,10 @@
-// The smallest trainer: y = W2 tanh(W1 x) fitted on three ranks, which are threads, under ZeRO stages 0
-// and 3.
+// The smallest trainer: it fits y = W2 tanh(W1 x) on three ranks, which are threads, at ZeRO stages 0 and 3.
 //
 //   build/release/bin/first-trainer
 //
-// Everything forebay asks of a trainer is here: describe the model in units, commit, give initial values,
-// lease each unit forward and backward on a stream, and step. Both stages print the same digest: the same
-// weights to the last bit.
+// A trainer does five things: describe the model in units, commit, set the initial values, lease each unit
+// for its forward and backward pass on a stream, and step. Both stages print the same digest: their weights
+// are bit for bit the same.
 
 #include <cmath>
 #include <cstdio>
@@ -26,14 +25,14 @@ namespace {
 
 constexpr int kRanks = 3, kSteps = 200, kInputs = 8, kHidden = 32, kBatch = 16;
 
-// What a rank's forward and backward passes work on; used on the stream's thread only.
+// The data of one rank's forward and backward passes; used on the stream's thread only.
 struct Work {
   float x[kBatch][kInputs], y[kBatch], hidden[kBatch][kHidden], error[kBatch],
       hidden_gradient[kBatch][kHidden];
   double loss = 0;
 };
 
-// Inputs from a formula, so that every rank and step has its own.
+// Makes inputs from a formula, different for each rank and step.
 void make_batch(Work& work, int rank, int step) {
   for (int b = 0; b < kBatch; ++b) {
     work.y[b] = 0;
@@ -101,7 +100,8 @@ void train(int rank, int stage, forebay::LocalGroup& group) {
   const ParameterId w2 = engine.add_parameter(second, "w2", kHidden);
   engine.commit();
 
-  // Initial values: whole parameters, the same on every rank; each keeps what its stage says.
+  // Initial values: whole parameters, the same on every rank. Each rank keeps the shard that its ZeRO stage
+  // gives it.
   std::vector<float> values(kHidden * kInputs);
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = 0.3f * std::sin(7.0f * static_cast<float>(i));
   engine.set_parameter(w1, values);
@@ -127,7 +127,7 @@ void train(int rank, int stage, forebay::LocalGroup& group) {
       const Lease lease = engine.forward(second, stream);
       run([&work, w = floats(lease.parameter(0))] { second_layer_forward(work, w); });
     }
-    bool accumulate = false;  // Each gradient is written once a step here, so the answer is always "=".
+    bool accumulate = false;  // Each gradient is written once per step here, so this is never set.
     {
       Lease lease = engine.backward(second, stream);
       run([&work, w = floats(lease.parameter(0)), g = floats(lease.gradient(0, &accumulate))] {
@@ -138,7 +138,7 @@ void train(int rank, int stage, forebay::LocalGroup& group) {
       Lease lease = engine.backward(first, stream);
       run([&work, g = floats(lease.gradient(0, &accumulate))] { first_layer_backward(work, g); });
     }
-    throw_if_error(backend->stream_synchronize(stream));  // The loss is on this side now.
+    throw_if_error(backend->stream_synchronize(stream));  // Now the host may read the loss.
     result = engine.step({.groups = {{.lr = 0.02}}, .clip = 1.0, .metric = work.loss / kRanks});
     if (step == 0) first_loss = result.metric_sum;
   }

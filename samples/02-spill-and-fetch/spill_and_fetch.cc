@@ -1,11 +1,10 @@
-// Device memory lent out and taken back: a buffer is spilled to a file, its memory is used for something
-// else, and the buffer is fetched again.
+// Spills a device buffer to a file, uses its memory for other work, and fetches the buffer again.
 //
-//   build/release/bin/spill-and-fetch [DIRECTORY]      the temporary directory, unless one is named
+//   build/release/bin/spill-and-fetch [DIRECTORY]      default: the temporary directory
 //
-// A Mover takes bytes between a Store and device memory in the order of its stream, through a few page-locked
-// buffers. Events say when a move may begin and when it has ended, as for any other work on the device; the
-// host waits once, at the end. The file has no name, so nothing is left behind, however this ends.
+// A Mover moves bytes between a Store and device memory in the order of its stream, through a few pinned
+// buffers. Events order the moves relative to other work on the device; the host waits once, at the end. The
+// file is anonymous, so it disappears when the program ends.
 
 #include <cstdint>
 #include <cstdio>
@@ -24,7 +23,7 @@
 
 namespace {
 
-constexpr std::size_t kBytes = (32 << 20) + 12345;  // Any number: the store pads, the mover counts.
+constexpr std::size_t kBytes = (32 << 20) + 12345;  // Any number works: the store pads it.
 
 void run(const std::string& directory) {
   using namespace forebay;
@@ -35,7 +34,7 @@ void run(const std::string& directory) {
       value_or_throw(StagingBuffers::create(*pool, {.buffer_bytes = 2 << 20, .buffer_count = 4}));
   const auto mover = value_or_throw(Mover::create(*backend, *store, *buffers));
 
-  // A buffer on the device, written by work on a stream of its own.
+  // A buffer on the device, written on another stream.
   std::vector<std::uint8_t> values(kBytes);
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<std::uint8_t>(i * i >> 7);
   DevicePtr const device = value_or_throw(backend->alloc(kBytes));
@@ -44,7 +43,7 @@ void run(const std::string& directory) {
   const Event written = value_or_throw(backend->event_create());
   throw_if_error(backend->event_record(written, work));
 
-  // Its place in the store. The room is taken here, so a full disk is met here and nowhere later.
+  // Its range in the store. The space is allocated here, so a full disk fails here and not later.
   const StoreRange range = value_or_throw(store->create_range("buffer", kBytes));
   const StoredBytes stored{.range = range, .offset = 0, .bytes = kBytes, .range_bytes = kBytes};
 
@@ -53,7 +52,7 @@ void run(const std::string& directory) {
   const Event spilled = value_or_throw(backend->event_create());
   throw_if_error(backend->event_record(spilled, mover->stream()));
 
-  // Somebody else has the memory meanwhile.
+  // Other work uses the memory meanwhile.
   throw_if_error(backend->stream_wait(work, spilled));
   throw_if_error(backend->fill_async(device, 0xA5, kBytes, work));
   const Event done = value_or_throw(backend->event_create());
@@ -62,19 +61,19 @@ void run(const std::string& directory) {
   throw_if_error(backend->stream_wait(mover->stream(), done));
   throw_if_error(mover->fetch(stored, device));
   throw_if_error(backend->stream_synchronize(mover->stream()));
-  throw_if_error(mover->status());  // What the store met; a stream does not tell.
+  throw_if_error(mover->status());  // Errors of the store; streams do not report them.
 
   const bool same = std::memcmp(device, values.data(), kBytes) == 0;
   const StoreStatistics moved = store->statistics();
   std::printf("store: %s\n", store->facts().description.c_str());
-  std::printf("spilled %s and fetched %s through %s of page-locked memory: %s\n",
+  std::printf("spilled %s and fetched %s through %s of pinned memory: %s\n",
               format_bytes(moved.written_bytes).c_str(), format_bytes(moved.read_bytes).c_str(),
               format_bytes(buffers->memory().size()).c_str(), same ? "the same bytes" : "OTHER BYTES");
 
   for (const Event event : {written, spilled, done}) throw_if_error(backend->event_destroy(event));
   throw_if_error(backend->stream_destroy(work));
   throw_if_error(backend->free(device));
-  if (!same) throw Error(StatusCode::kCorruption, "what came back differs from what was sent away");
+  if (!same) throw Error(StatusCode::kCorruption, "the fetched bytes differ from the spilled bytes");
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// An optimizer whose states are in files: AdamW over master weights, m and v that host memory never holds at
-// one time, beside the same steps over states in memory. The bits are the same.
+// AdamW with its states in files: host memory never holds all of the master weights, m and v at once. Then
+// the same steps with states in memory; both give the same result, bit for bit.
 //
-//   build/release/bin/adam-in-files [DIRECTORY]      the temporary directory, unless one is named
+//   build/release/bin/adam-in-files [DIRECTORY]      default: the temporary directory
 //
-// A StorePass reads the next parts, hands out one to change, and writes those that are done, all three at the
-// same time, in a few page-locked buffers. A part here is a piece of master, of m and of v.
+// A StorePass reads the next parts, hands out one part to change, and writes finished parts, all at the same
+// time and through a few pinned buffers. A part here is a piece of master, of m and of v.
 
 #include <algorithm>
 #include <array>
@@ -26,12 +26,13 @@
 
 namespace {
 
-constexpr std::size_t kCount = 2'500'000;       // Elements.
-constexpr std::size_t kPieceCount = 256 << 10;  // Of one part: 1 MiB of each state, so whole granules.
+constexpr std::size_t kCount = 2'500'000;  // Elements.
+constexpr std::size_t kPieceCount = 256
+                                    << 10;  // Elements of one piece: 1 MiB of each state, so whole granules.
 constexpr std::size_t kBuffers = 4;
 constexpr int kSteps = 3;
 
-// One step on `count` elements that begin at these addresses.
+// One step on `count` elements at these addresses.
 forebay::Status adam(int step, const float* gradient, float* master, float* m, float* v, std::size_t count,
                      const forebay::BlockRunner& runner) {
   constexpr double kBeta1 = 0.9, kBeta2 = 0.95;
@@ -60,7 +61,7 @@ forebay::Status adam(int step, const float* gradient, float* master, float* m, f
   return forebay::host_adam(arguments, runner);
 }
 
-// The parts of a pass over three ranges. The last one ends where the ranges do.
+// The parts of a pass over three ranges. The last part may be shorter.
 std::vector<forebay::StorePassPart> parts_of(const std::array<forebay::StoreRange, 3>& states) {
   std::vector<forebay::StorePassPart> parts;
   for (std::size_t begin = 0; begin < kCount; begin += kPieceCount) {
@@ -85,7 +86,7 @@ bool run(const std::string& directory) {
   throw_if_error(store->register_memory(buffers->memory().data(), buffers->memory().size()));
   const BlockRunner runner(0);
 
-  std::array<StoreRange, 3> states;  // What was never written reads as zeros.
+  std::array<StoreRange, 3> states;  // Bytes that were never written read as zeros.
   const char* const names[] = {"master", "m", "v"};
   for (std::size_t i = 0; i < states.size(); ++i)
     states[i] = value_or_throw(store->create_range(names[i], kCount * sizeof(float)));
@@ -123,10 +124,10 @@ bool run(const std::string& directory) {
 
   const StoreStatistics moved = store->statistics();
   std::printf("store: %s\n", store->facts().description.c_str());
-  std::printf("%d steps over %s of states through %s of page-locked memory: read %s, wrote %s; %s\n", kSteps,
+  std::printf("%d steps over %s of states through %s of pinned memory: read %s, wrote %s; %s\n", kSteps,
               format_bytes(moved.range_bytes).c_str(), format_bytes(buffers->memory().size()).c_str(),
               format_bytes(moved.read_bytes).c_str(), format_bytes(moved.written_bytes).c_str(),
-              same ? "the bits of states in memory" : "OTHER BITS than states in memory");
+              same ? "bit for bit the same as with states in memory" : "DIFFERENT from states in memory");
   return same;
 }
 

@@ -1,11 +1,11 @@
-// A model that does not fit its device, trained all the same: with states and parameters in host memory, then
-// in files, within a budget that a plan without offload exceeds several times. All runs print one digest: the
-// same weights to the last bit.
+// Trains a model that does not fit into its device: with states and parameters in host memory, then in files.
+// Without offload the plan needs several times the budget. All runs print the same digest: their weights are
+// bit for bit the same.
 //
-//   build/release/bin/beyond-the-device [DIRECTORY]      the temporary directory, unless one is named
+//   build/release/bin/beyond-the-device [DIRECTORY]      default: the temporary directory
 //
-// Only the engine's options change; the trainer's loop does not know where anything is. The model is a row of
-// layers, y = x + tanh(W x) / 4, each a unit, fitted to a fixed rotation of its input.
+// Only the engine's options change; the training loop stays the same. The model is a sequence of layers, y =
+// x + tanh(W x) / 4, each a unit. It learns a fixed rotation of its input.
 
 #include <cmath>
 #include <cstdio>
@@ -27,11 +27,11 @@ namespace {
 
 constexpr int kLayers = 24, kWidth = 128, kBatch = 4, kSteps = 10;
 
-// What the passes leave on the host for each other; used on the stream's thread only.
+// The data of the passes; used on the stream's thread only.
 struct Work {
   float x[kLayers + 1][kBatch][kWidth];  // The input of each layer, and the output of the last.
-  float slope[kLayers][kBatch][kWidth];  // Of tanh.
-  float gradient[kBatch][kWidth];        // Of the loss, by what the pass is at.
+  float slope[kLayers][kBatch][kWidth];  // The derivative of tanh.
+  float gradient[kBatch][kWidth];        // The loss's gradient at the current layer.
 };
 
 void begin_forward(Work& work, int step) {
@@ -78,7 +78,7 @@ void backward(Work& work, int layer, const float* w, float* w_gradient) {
   }
 }
 
-// Trains, unless the plan exceeds the budget. The digest.
+// Trains and returns the digest. Errors: throws Error(kOutOfMemory) if the plan exceeds the budget.
 std::string train(const char* name, forebay::EngineOptions options) {
   using namespace forebay;
   const auto backend = value_or_throw(HostBackend::create({.granularity = 64 << 10}));
@@ -118,7 +118,7 @@ std::string train(const char* name, forebay::EngineOptions options) {
     throw_if_error(call_on(*backend, stream, [&] { loss = begin_backward(*work); }));
     for (int layer = kLayers - 1; layer >= 0; --layer) {
       Lease lease = engine.backward(layer, stream);
-      bool accumulate = false;  // Each gradient is written once a step here.
+      bool accumulate = false;  // Each gradient is written once per step here.
       throw_if_error(call_on(*backend, stream,
                              [&work = *work, layer, w = floats(lease.parameter(0)),
                               g = floats(lease.gradient(0, &accumulate))] { backward(work, layer, w, g); }));
@@ -137,7 +137,7 @@ std::string train(const char* name, forebay::EngineOptions options) {
   return digest;
 }
 
-// What the device must hold when everything but the units in use is elsewhere.
+// The device memory of a plan that offloads everything except the units in use.
 std::uint64_t smallest_budget() {
   using namespace forebay;
   ModelShape model;
@@ -158,7 +158,7 @@ bool run(const std::string& directory) {
   std::printf("now with a device of %s\n", format_bytes(budget).c_str());
   try {
     train("nothing offloaded:", {{.memory_bytes = budget}});
-    return false;  // It fits: this sample shows nothing.
+    return false;  // It fits, so this sample would show nothing.
   } catch (const Error& error) {
     if (error.code() != StatusCode::kOutOfMemory) throw;
     std::printf("%-28s %s\n", "nothing offloaded:", error.status().message().c_str());

@@ -1,12 +1,12 @@
-// Activation checkpointing by itself: a chain of layers with dropout whose forward pass keeps one input a
-// layer, and whose backward pass computes the rest again. Two ranks, which are threads, compute the same, as
-// tensor-parallel ranks do between their products.
+// Activation checkpointing without an engine. The forward pass of a chain of layers with dropout keeps one
+// input per layer; the backward pass computes the rest again. Two ranks, which are threads, compute the same
+// values, as tensor-parallel ranks do between their products.
 //
 //   build/release/bin/activation-checkpoints
 //
-// The inputs are kept whole, then one half on each rank (Pa of the ZeRO paper), then the halves in
-// page-locked host memory (Pa+cpu): fewer and fewer bytes on the device, and the gradients of a run that
-// keeps everything, to the last bit.
+// The inputs are kept whole, then half on each rank (Pa in the ZeRO paper), then the halves in pinned host
+// memory (Pa+cpu). Each needs fewer bytes on the device, and the gradients are bit for bit the same as those
+// of a run that keeps everything.
 
 #include <cmath>
 #include <cstdint>
@@ -30,7 +30,7 @@ using namespace forebay;
 constexpr int kRanks = 2, kLayers = 12, kWidth = 5001;  // Any width: the last slice may be short.
 using Values = std::vector<float>;
 
-// The state of dropout's random numbers. Saved with each input, because the layer is computed again.
+// The state of dropout's random numbers. It is saved with each input, because the layer is computed again.
 struct Random {
   std::uint64_t state = 88172645463325252u;
   float mask() {  // A quarter is dropped.
@@ -51,7 +51,8 @@ void forward(int layer, Random& random, const float* input, float* output) {
     output[i] = input[i] + random.mask() * std::tanh(weight(layer, i) * input[(i + 1) % kWidth]);
 }
 
-// What forward() kept nothing of is computed again here. `slope` goes from that of the output to the input's.
+// Computes the values again that forward() did not keep. Replaces the output's gradient in `slope` by the
+// input's.
 void backward(int layer, Random random, const float* input, Values& slope, Values& gradient) {
   Values before = slope;
   for (int i = 0; i < kWidth; ++i) {
@@ -64,7 +65,7 @@ void backward(int layer, Random random, const float* input, Values& slope, Value
   slope = before;
 }
 
-// The same with all inputs in ordinary memory.
+// The gradients of a run that keeps all inputs in ordinary memory.
 Values reference() {
   std::vector<Values> inputs(kLayers + 1, Values(kWidth, 0.5f));
   std::vector<Random> states(kLayers + 1);
@@ -89,13 +90,13 @@ void train(LocalGroup& group, int rank, ActivationPlacement placement, const Val
   ActivationCheckpointer checkpointer(*backend, *ranks);
   for (int l = 0; l < kLayers; ++l)
     checkpointer.declare({.unit = l, .bytes = kBytes, .placement = placement, .state_bytes = sizeof(Random)});
-  checkpointer.commit();  // All memory there will ever be; checkpointer.plan() has told how much.
+  checkpointer.commit();  // Allocates all memory. checkpointer.plan() has its size.
 
   Random random;
   Values slope(kWidth, 1.0f), gradient(kLayers * kWidth);
   throw_if_error(call_on(*backend, stream, [&] { std::fill(x, x + kWidth, 0.5f); }));
   for (int l = 0; l < kLayers; ++l) {
-    // The host is ahead of the stream, so it advances a copy of its own.
+    // The host is ahead of the stream, so it advances its own copy.
     const Random state = random;
     checkpointer.save({l, 0, 0}, reinterpret_cast<std::byte*>(x), kBytes, stream,
                       std::as_bytes(std::span(&state, 1)));
@@ -103,7 +104,7 @@ void train(LocalGroup& group, int rank, ActivationPlacement placement, const Val
     throw_if_error(call_on(*backend, stream, [=] {
       Random own = state;
       forward(l, own, x, next);
-      std::memcpy(x, next, kBytes);  // The input is gone; the checkpointer has it.
+      std::memcpy(x, next, kBytes);  // Overwrites the input; the checkpointer has a copy.
     }));
   }
   for (int l = kLayers - 1; l >= 0; --l) {

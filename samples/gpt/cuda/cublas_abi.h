@@ -1,5 +1,5 @@
-// What this program calls of cuBLAS, declared by ourselves and found at run time; a test compares it with
-// cublas_api.h where that is installed. Source: NVIDIA cuBLAS documentation, "Using the cuBLAS API".
+// The functions of cuBLAS that this program calls, declared here and found at run time. A test compares them
+// with cublas_api.h where that is installed. Source: NVIDIA cuBLAS documentation, "Using the cuBLAS API".
 #pragma once
 
 #include <cstddef>

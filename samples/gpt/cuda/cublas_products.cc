@@ -124,7 +124,7 @@ struct CublasProducts::Impl {
   const cublas::Functions functions;
   const CurrentContext context;
   cublas::Handle handle = nullptr;
-  std::byte* workspace = nullptr;  // The one it was given last.
+  std::byte* workspace = nullptr;  // The one that cuBLAS has now.
 };
 
 CublasProducts::CublasProducts(int ordinal, Stream stream) : impl_(std::make_unique<Impl>(ordinal, stream)) {}
@@ -147,7 +147,7 @@ void CublasProducts::multiply(const ProductShape& shape, DataType type, const vo
                  "cublasSetWorkspace");
     cublas.workspace = workspace;
   }
-  // cuBLAS has its matrices by columns, so what is by rows here is transposed there: c^T = b^T a^T.
+  // cuBLAS stores matrices by columns, so it sees each row-major matrix transposed: c^T = b^T a^T.
   const auto operation = [](bool transposed) { return transposed ? cublas::kTransposed : cublas::kNormal; };
   const float one = 1, zero = 0;
   const cublas::ScalarType scalar = scalar_type(type);

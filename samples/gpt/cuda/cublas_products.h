@@ -1,5 +1,5 @@
 // Matrix products by cuBLAS, which is opened at run time. Operands are fp32, bf16 or fp16, sums fp32. With
-// the workspace given to it and one stream, cuBLAS repeats its bits on one kind of GPU.
+// one stream and a fixed workspace, cuBLAS gives the same result again on the same kind of GPU.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@ namespace forebay::gpt {
 
 class CublasProducts {
  public:
-  // What it needs of workspace for every product.
+  // The bytes of workspace for any product.
   static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
 
-  // For products on `stream` of device `ordinal`, whose primary context stays current on the calling thread;
-  // that thread alone uses this, and ends it.
-  // Errors: throws Error(kUnavailable) when there is no cuBLAS, or it does not start.
+  // Makes products on `stream` of the device `ordinal`, whose primary context stays current on the calling
+  // thread. Threads: only that thread may use and destroy this. Errors: throws Error(kUnavailable) when there
+  // is no cuBLAS, or it does not start.
   CublasProducts(int ordinal, Stream stream);
   ~CublasProducts();
   CublasProducts(const CublasProducts&) = delete;

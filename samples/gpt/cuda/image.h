@@ -1,5 +1,5 @@
 // The model's kernels as one image, embedded when the sample is built: a fat binary where nvcc was found,
-// otherwise a text with their names, which no driver takes.
+// otherwise a text with their names, which a driver refuses.
 #pragma once
 
 #include "forebay/backend.h"

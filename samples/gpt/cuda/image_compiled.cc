@@ -1,4 +1,4 @@
-// The fat binary that nvcc made, taken in by the assembler.
+// The fat binary that nvcc made, included by the assembler.
 #include "cuda/image.h"
 
 asm(".section .rodata\n"

@@ -1,5 +1,5 @@
-// Stands in for the fat binary where there was no nvcc. A driver refuses it; a fake driver, which has host
-// builds of the kernels, needs no more.
+// Replaces the fat binary where nvcc was not found. A driver refuses it; the fake driver, which has host
+// builds of the kernels, needs only the names.
 #include "cuda/image.h"
 #include "cuda/kernels.h"
 

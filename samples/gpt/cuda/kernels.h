@@ -1,15 +1,15 @@
 // The bodies of the model's kernels, for nvcc and for a host compiler.
 //
 // A body is written for a whole block, as phases: block.each(f) calls f(thread) for every thread of it, and
-// all have come to the end of f before the next phase begins. So the host runs a block as plain loops, and no
-// thread can miss a barrier. What a thread keeps from phase to phase is in a Private, what it shares in
-// Shared. Sums are made in the order of definitions.h.
+// all threads finish f before the next phase begins. So the host runs a block as plain loops, and no thread
+// can miss a barrier. A thread keeps its own values between phases in a Private, and shares values in Shared.
+// Sums are made in the order of definitions.h.
 #pragma once
 
 #include "cuda/launches.h"
 #include "model/definitions.h"
 
-// Code of a kernel: for the device alone under nvcc.
+// Marks a kernel's code. Under nvcc it is for the device only.
 #ifdef __CUDACC__
 #define FOREBAY_KERNEL __device__
 #else
@@ -20,7 +20,7 @@ namespace forebay::gpt::kernels {
 
 using definitions::kLanes;
 
-inline constexpr std::size_t kRowsPerBlock = kThreads / kLanes;  // Of kernels with a warp for each row.
+inline constexpr std::size_t kRowsPerBlock = kThreads / kLanes;  // For kernels with one warp per row.
 
 FOREBAY_KERNEL inline float load(Operand operand, std::size_t i) {
   switch (operand.type) {
@@ -142,7 +142,7 @@ struct Embed {
   }
 };
 
-// A block for each token of the vocabulary; it looks for the rows that have it, in ascending order.
+// One block per token of the vocabulary. It visits the rows that have the token, in ascending order.
 struct EmbedTokensBackward {
   using Launch = EmbedTokensBackwardLaunch;
   using Shared = Nothing;
@@ -176,7 +176,7 @@ struct EmbedPositionsBackward {
   }
 };
 
-// --- sums down columns: a thread has one column and every eighth row, which makes four of the lanes ---
+// --- sums of columns: a thread adds every eighth row of one column, into four of the lanes ---
 
 struct ColumnSumsShared {
   float lanes[kLanes][kSumColumns];
@@ -237,14 +237,14 @@ struct GainBackward {
   }
 };
 
-// --- rows: a warp for each ---
+// --- rows: one warp each ---
 
 struct RowShared {
   float values[kThreads];
 };
 
-// Calls f(first row of the block) for the rows of the grid; a row is the first one + thread / kLanes, and may
-// be past the last.
+// Calls f(first row of the block) for the rows of the grid. A thread's row is the first one + thread /
+// kLanes; it may lie past the last row.
 template <typename Block, typename Function>
 FOREBAY_KERNEL void for_rows(Block& block, std::size_t rows, Function f) {
   for (std::size_t first = block.index() * kRowsPerBlock; first < rows;
@@ -253,7 +253,8 @@ FOREBAY_KERNEL void for_rows(Block& block, std::size_t rows, Function f) {
   }
 }
 
-// The sum by lanes of f(row, 0) ... f(row, count - 1), for every row of the block: to every thread of a row.
+// The sum by lanes of f(row, 0) ... f(row, count - 1) for every row of the block. Every thread of a row gets
+// it.
 template <typename Block, typename Function>
 FOREBAY_KERNEL void row_sums(Block& block, RowShared& shared, std::size_t first, std::size_t rows,
                              std::size_t count, typename Block::template Private<float>& sums, Function f) {
@@ -400,7 +401,7 @@ struct CrossEntropyBackward {
   }
 };
 
-// --- attention: a block for each query, and in the backward pass another one for each key ---
+// --- attention: one block per query; the backward pass also has one per key ---
 
 struct AttentionShared {
   float values[kThreads];
@@ -432,7 +433,8 @@ FOREBAY_KERNEL inline float dot(const float* a, const float* b, std::size_t coun
   return sum;
 }
 
-// A probability with which query `i` of the row's head sees position `j`, or its gradient, through dropout.
+// Applies dropout to the probability with which query `i` of the row's head sees position `j`, or to its
+// gradient.
 FOREBAY_KERNEL inline float after_dropout(const Attention& shape, const AttentionRow& row, std::size_t i,
                                           std::size_t j, float value) {
   if (!shape.dropout.active()) return value;
@@ -505,7 +507,7 @@ struct AttentionForward {
   }
 };
 
-// The gradient of each query, and the mean that its softmax needs on the way back.
+// The gradient of each query, and the mean that the gradient of its softmax needs.
 struct AttentionBackwardQueries {
   using Launch = AttentionBackwardLaunch;
   using Shared = AttentionShared;
@@ -592,12 +594,12 @@ struct AttentionBackwardKeys {
   }
 };
 
-// --- the plain product: a block for each tile of c, 4 x 4 elements for each thread, over the depth in
-// ascending order ---
+// --- the plain product: one block per tile of c, 4 x 4 elements per thread, over the depth in ascending
+// order ---
 
 struct Product {
   using Launch = ProductLaunch;
-  static constexpr std::size_t kEdge = 4;  // Of a thread's elements.
+  static constexpr std::size_t kEdge = 4;  // Elements of a thread, per dimension.
   static_assert(kTile / kEdge * (kTile / kEdge) == kThreads);
   struct Shared {
     float a[kTileDepth][kTile];
@@ -641,7 +643,7 @@ struct Product {
     }
   }
 
-  // What lies outside of a matrix is 0. Neighbouring threads read neighbouring elements.
+  // Reads 0 outside the matrix. Neighbouring threads read neighbouring elements.
   static FOREBAY_KERNEL void load_tiles(const Launch& p, unsigned thread, std::size_t row, std::size_t column,
                                         std::size_t first, Shared& shared) {
     const ProductShape& s = p.shape;
@@ -665,7 +667,7 @@ struct Product {
   }
 };
 
-// Every kernel: the name it has in an image, and its body.
+// Every kernel: its name in an image, and its body.
 #define FOREBAY_GPT_KERNELS(ROW)                                        \
   ROW(forebay_gpt_widen, Widen)                                         \
   ROW(forebay_gpt_narrow, Narrow)                                       \

@@ -1,4 +1,4 @@
-// What a launch of each of the model's kernels passes: one struct by value. Pointers are device memory.
+// The arguments of each of the model's kernels: one struct, passed by value. Pointers are device memory.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,12 @@
 
 namespace forebay::gpt::kernels {
 
-// Threads of a block, of every kernel.
+// Threads per block, for every kernel.
 inline constexpr unsigned kThreads = 256;
-// Rows or columns of a tile of the matrix product, and how much of the depth is in shared memory at a time.
+// Rows or columns of a tile of the matrix product, and the depth that is in shared memory at a time.
 inline constexpr std::size_t kTile = 64;
 inline constexpr std::size_t kTileDepth = 16;
-// Columns that a block sums down together.
+// Columns that one block sums.
 inline constexpr std::size_t kSumColumns = 32;
 
 struct WidenLaunch {

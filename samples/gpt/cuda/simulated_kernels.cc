@@ -15,7 +15,7 @@ class SimulatedBlock {
   template <typename T>
   class Private {
    public:
-    // What was never written shows.
+    // Values that a kernel forgets to write show up as this pattern.
     Private() { std::memset(static_cast<void*>(values_), 0xCD, sizeof values_); }
     T& operator[](unsigned thread) { return values_[thread]; }
 

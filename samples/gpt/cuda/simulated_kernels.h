@@ -1,4 +1,4 @@
-// The model's kernels built for the host: what a HostBackend loads, and a fake driver.
+// The model's kernels built for the host. A HostBackend or the fake driver loads them.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct SimulatedKernel {
 
 inline constexpr std::size_t kKernelCount = 20;
 
-// kKernelCount of them.
+// An array of kKernelCount.
 const SimulatedKernel* simulated_kernels() noexcept;
 // The same, ended by a null name: for Backend::load_module.
 const HostKernel* simulated_kernel_table() noexcept;

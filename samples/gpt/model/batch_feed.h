@@ -20,19 +20,19 @@ class BatchFeed {
     std::span<std::uint8_t> targets;
   };
 
-  // For passes of `rows` tokens. `backend` outlives this, and so does the stream, or it is drained before.
+  // A pass has `rows` tokens. `backend` outlives this. The stream does too, or is drained before.
   BatchFeed(Backend& backend, std::size_t rows);
-  // Where to write the next micro-step's tokens. Waits while all buffers are under way.
+  // Where to write the next micro-step's tokens. Waits while all buffers are in transfer.
   Batch next();
-  // Queues the copies: of what next() returned, before a forward pass, and of the losses, after a backward
-  // pass.
+  // Queues the copy of the latest next() to the device, before a forward pass.
   void send(const Gpt& gpt, Stream stream);
+  // Queues the copy of the losses to the host, after a backward pass.
   void receive(const Gpt& gpt, Stream stream);
-  // Waits for all that is under way. The mean loss of each micro-step since the last call, in order.
+  // Waits for all copies. Returns the mean loss of each micro-step since the last call, in order.
   std::vector<double> take_losses();
 
  private:
-  // Less, and the host waits for the device in every micro-step; more is memory without a use.
+  // Fewer: the host waits for the device in every micro-step. More: memory without a use.
   static constexpr std::size_t kBufferCount = 4;
 
   struct Tokens {

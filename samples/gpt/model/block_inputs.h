@@ -9,9 +9,9 @@ namespace forebay::gpt {
 class BlockInputs {
  public:
   virtual ~BlockInputs() = default;
-  // Queues, in order with the model's work: what is queued after it may overwrite `input`.
+  // Queues the save in order with the model's work. Work queued later may overwrite `input`.
   virtual void save(std::size_t layer, std::uint64_t micro_step, const float* input) = 0;
-  // What was saved, from that point of the stream on and until release(). Layers come in reverse order.
+  // Returns the saved input, valid from this point of the stream until release(). Order: layers in reverse.
   virtual const float* load(std::size_t layer, std::uint64_t micro_step) = 0;
   virtual void release() = 0;
 };

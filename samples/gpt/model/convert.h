@@ -1,4 +1,4 @@
-// Between fp32, in which the model computes, and the type in which the engine keeps parameters and gradients.
+// Conversions between fp32, in which the model computes, and the engine's type of parameters and gradients.
 #pragma once
 
 #include <cstddef>

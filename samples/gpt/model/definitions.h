@@ -1,12 +1,11 @@
-// The arithmetic of every operation besides products, once, for one element: host loops and device kernels
-// both call it.
+// The arithmetic of every operation except matrix products, defined once, for one element. Host loops and
+// device kernels both call it.
 //
-// With it goes the order of sums, which both keep too. A sum along a row, or down a column, is made in kLanes
+// Both keep the same order of sums, too. A sum along a row, or down a column, is made in kLanes
 // partial sums: element i is added to lane i mod kLanes, ascending, and the lanes are folded in halves (lane
-// j
-// += lane j + 16, then + 8, ... + 1). Other sums ascend. So the host and a device agree to the last bit, as
-// long as all numbers are finite: only fp32 additions, products, quotients and square roots are used, each
-// rounded by itself (-ffp-contract=off, -fmad=false), and exponential() is written out.
+// j += lane j + 16, then + 8, ... + 1). Other sums ascend. So host and device agree bit for bit, as long as
+// all numbers are finite: only fp32 additions, products, quotients and square roots are used, each rounded by
+// itself (-ffp-contract=off, -fmad=false), and exponential() is written out.
 #pragma once
 
 #include <cmath>
@@ -20,32 +19,33 @@
 
 namespace forebay::gpt {
 
-// What the loss of one row is made of: with l the row's largest logit, the sum of exp(logit - l), and the
-// target's logit less l. The loss itself, log(sum) - target, is left to the host.
+// The terms of one row's loss, where l is the row's largest logit: the sum of exp(logit - l), and the
+// target's logit minus l. The host computes the loss, log(sum) - target.
 struct RowLoss {
   float sum;
   float target;
 };
 
-// The same of a part of the vocabulary, with its own largest logit; a target in another part counts as 0.
+// The same for a part of the vocabulary, with the largest logit of that part. `target` is 0 if the target
+// lies in another part.
 struct RowLossPart {
   float largest;
   float sum;
   float target;
 };
 
-// What is set to zero at random in one tensor of one pass: element i when the upper half of splitmix64(key +
-// i) is less than `threshold`; the others are multiplied by `scale`. i counts the elements of the tensor as
-// it would be undivided, over all ranks: so a mask depends neither on who computes it nor on how often.
+// The dropout of one tensor in one pass. Element i becomes zero when the upper half of splitmix64(key + i) is
+// less than `threshold`; other elements are multiplied by `scale`. i counts the elements of the undivided
+// tensor, over all ranks, so a mask does not depend on the number of ranks or on recomputation.
 struct Dropout {
   std::uint64_t key = 0;
-  std::uint32_t threshold = 0;  // 0: nothing is.
+  std::uint32_t threshold = 0;  // 0: no dropout.
   float scale = 1;
   FOREBAY_DEVICE bool active() const { return threshold != 0; }
 };
 
-// What a row of attention's softmax is made of: the largest score, and 1 over the sum of exp(score -
-// largest). With them the backward pass makes the probabilities again instead of keeping them.
+// One row of attention's softmax: the largest score, and 1 over the sum of exp(score - largest). The backward
+// pass computes the probabilities from these instead of keeping them.
 struct SoftmaxRow {
   float largest;
   float inverse;
@@ -53,10 +53,10 @@ struct SoftmaxRow {
 
 namespace definitions {
 
-inline constexpr std::size_t kLanes = 32;  // One warp; and enough for every vector width of a host.
-inline constexpr float kEpsilon = 1e-5F;   // Of LayerNorm.
+inline constexpr std::size_t kLanes = 32;  // One warp; also a multiple of every host vector's width.
+inline constexpr float kEpsilon = 1e-5F;   // LayerNorm's.
 
-// memcpy and not std::bit_cast: device code may call it.
+// Device code may call memcpy, but not std::bit_cast.
 FOREBAY_DEVICE inline std::uint32_t bits_of(float value) {
   std::uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -72,7 +72,7 @@ FOREBAY_DEVICE inline float larger(float a, float b) {
   return a < b ? b : a;
 }
 
-// --- conversions; free of branches that depend on a value, so that loops over them vectorise ---
+// --- conversions, without branches that depend on a value, so that loops vectorise ---
 
 FOREBAY_DEVICE inline float from_bfloat16(std::uint16_t bits) {
   return float_of(std::uint32_t{bits} << 16);
@@ -152,7 +152,7 @@ FOREBAY_DEVICE inline float exponential(float x) {
   return p * float_of(exponent << 23);
 }
 
-// tanh by exp: the absolute error, about 1e-7, is what GELU needs.
+// tanh by exp. The absolute error is about 1e-7, small enough for GELU.
 FOREBAY_DEVICE inline float hyperbolic_tangent(float x) {
   return 1.0F - 2.0F / (exponential(2.0F * x) + 1.0F);
 }
@@ -202,13 +202,13 @@ FOREBAY_DEVICE inline float layer_norm_slope(float x, float mean, float inverse,
 
 // --- the loss, from parts of the vocabulary ---
 
-// What the parts of a row are made whole with: the largest of all, the sum of exp(logit - largest) over them
-// in their order, and the target's logit less the largest.
+// The loss of a whole row, from its parts: the largest logit, the sum of exp(logit - largest) in the order of
+// parts, and the target's logit minus the largest.
 struct WholeRow {
   float largest;
   RowLoss loss;
 };
-// `parts`: of the first part; of the next, `stride` further.
+// `parts` points to the first part's entry; each further part is `stride` entries on.
 FOREBAY_DEVICE inline WholeRow whole_row(const RowLossPart* parts, std::size_t stride, std::size_t count,
                                          std::size_t target_part) {
   WholeRow row{parts[0].largest, {0.0F, 0.0F}};
@@ -221,7 +221,7 @@ FOREBAY_DEVICE inline WholeRow whole_row(const RowLossPart* parts, std::size_t s
   row.loss.target = target.target + (target.largest - row.largest);
   return row;
 }
-// What exp(logit - the part's largest) is multiplied by to be factor * softmax.
+// The factor that turns exp(logit - the part's largest) into factor * softmax.
 FOREBAY_DEVICE inline float softmax_scale(const WholeRow& row, float part_largest, float factor) {
   return exponential(part_largest - row.largest) * (factor / row.loss.sum);
 }

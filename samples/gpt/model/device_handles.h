@@ -1,5 +1,5 @@
-// Owners of what a Backend lends: page-locked host memory and events, given back with their scope. The
-// backend outlives them.
+// Owners of pinned host memory and of events. Each releases its resource when it is destroyed. The backend
+// outlives them.
 #pragma once
 
 #include <unistd.h>
@@ -18,7 +18,7 @@
 
 namespace forebay::gpt {
 
-// What came of giving something back: a refusal is said, the first one of the process.
+// Logs the first failed release of the process.
 inline void gave_back(const Status& status) noexcept {
   static std::atomic<bool> said{false};
   if (!status.ok() && !said.exchange(true))

@@ -9,11 +9,11 @@
 namespace forebay::gpt {
 namespace {
 
-constexpr std::size_t kAlignment = 256;  // What a GPU's library wants; more than a host's vectors do.
+constexpr std::size_t kAlignment = 256;  // cuBLAS asks for 256; the host's vectors need less.
 
 }  // namespace
 
-// Hands out places one after the other.
+// Assigns offsets one after the other.
 class Gpt::Layout {
  public:
   std::size_t floats(std::size_t count) { return bytes(count * sizeof(float)); }
@@ -33,7 +33,7 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   const std::size_t hidden = shape_.hidden;
   const std::size_t row_hidden = rows_ * hidden;
 
-  // What is on its way to or from another stage is not waited for at once.
+  // Two buffers, so that a pass does not wait for the transfer of the one before.
   const std::size_t turns = options.stage.count > 1 ? 2 : 1;
   Layout layout;
   for (std::size_t pass = 0; pass < options.passes; ++pass) {
@@ -83,7 +83,7 @@ Gpt::Gpt(const Options& options, Operations& operations, WorkQueue& queue, Tenso
   memory_bytes_ = layout.size();
 }
 
-// What recomputed blocks do not keep is in one place for all of them.
+// All recomputed blocks share one region for the activations that they do not keep.
 void Gpt::lay_out_blocks(Layout& layout) {
   const std::size_t row_hidden = rows_ * shape_.hidden;
   BlockPlaces recomputed{};
@@ -105,7 +105,7 @@ void Gpt::lay_out_blocks(Layout& layout) {
     }
   }
   if (!is_sent_its_input) return;
-  // One more than are kept, for the next to arrive in.
+  // One more than passes in flight: the next input arrives in it.
   const std::size_t kept = saves(layers_.begin) ? 1 : options_.passes;
   for (std::size_t turn = 0; turn < kept + 1; ++turn) inputs_.push_back(layout.floats(row_hidden));
 }
@@ -120,7 +120,7 @@ float* Gpt::output_of(std::size_t layer) {
   return reinterpret_cast<float*>(output(pass_.micro_step));
 }
 
-// All but the input.
+// Everything except the input.
 Gpt::BlockPlaces Gpt::lay_out_block(Layout& layout) const {
   const std::size_t row_hidden = rows_ * shape_.hidden;
   BlockPlaces b{};

@@ -1,26 +1,28 @@
 // Gpt: the forward and backward pass of a GPT-2 style model, unit by unit, or one tensor-parallel rank's part
 // of it.
 //
-// It knows nothing of engines, nor of devices: it says in which order the Operations come and on what.
-// Whoever drives it hands in, for each unit, where the parameters are and where the gradients go; so the same
-// arithmetic runs under a ZeRO engine and in a plain loop. All it keeps (activations, workspaces) is in one
-// piece of the device's memory whose size is known from the start.
+// It knows neither engines nor devices: it calls Operations in order. The caller passes, for each unit, the
+// addresses of its parameters and gradients, so the same arithmetic runs under a ZeRO engine and in a plain
+// loop. Activations and workspaces lie in one region of device memory, of a size that is known from the
+// start.
 //
 //   gpt.begin(pass); copy to gpt.tokens() and gpt.targets();
 //   for each unit: gpt.forward(unit, parameters);
 //   for each unit, last first: gpt.backward(unit, parameters, gradients, loss_scale);
 //   copy from gpt.row_losses();
 //
-// Every call gives its pieces of computing to a WorkQueue and what the ranks of a TensorGroup do together to
-// that group, from the thread that makes the call.
+// Every call queues its computations on a WorkQueue and its collectives on a TensorGroup, from the calling
+// thread.
 //
-// Tensor parallelism. Attention and MLP have their first matrix cut by columns (whole heads) and their second
-// by rows, the embedding by tokens. What a second matrix gives is added over the ranks, as are the gradients
-// that come back through a first one; between them activations are whole, and the same bits on every rank.
+// Tensor parallelism. The first matrix of attention and of the MLP is divided by columns (whole heads), the
+// second by rows, and the embedding by tokens. The outputs of a second matrix are added over the ranks, and
+// so are the gradients that return through a first one. Between blocks, activations are whole and bit for bit
+// the same on every rank.
 //
-// Pipeline parallelism. A Gpt may be one stage of a pipeline: some of the blocks, the first with the
-// embedding, the last with the final unit. Up to Options::passes passes are then between their forward and
-// their backward pass; what goes from stage to stage is taken from and put into places of this memory.
+// Pipeline parallelism. A Gpt may be one pipeline stage: some of the blocks, the first stage with the
+// embedding, the last with the final unit. Then up to Options::passes passes are between their forward and
+// their backward pass. Activations for other stages lie in the same region, at input(), output() and
+// gradient().
 #pragma once
 
 #include <cstddef>
@@ -37,21 +39,23 @@
 
 namespace forebay::gpt {
 
-// Where the gradient of one parameter goes, in the model's data type. Null: it is not wanted.
+// The destination of one parameter's gradient, in the model's data type. Null: no gradient is needed.
 struct GradientTarget {
   DevicePtr data = nullptr;
-  bool accumulate = false;  // "+=" rather than "=".
+  bool accumulate = false;  // Write "+=" instead of "=".
 };
 
-// Of one unit, in the order of describe_units(); for the last unit with the tied wte.weight after its own.
+// Addresses of one unit's parameters, in the order of describe_units(). The last unit has the tied wte.weight
+// at the end.
 using Parameters = std::vector<const std::byte*>;
 using Gradients = std::vector<GradientTarget>;
 
-// One forward and backward pass among all: what its dropout depends on, besides the seed.
+// Identifies one forward and backward pass. Its dropout depends on these numbers and on the seed.
 struct Pass {
   std::uint64_t step = 0;
-  std::uint64_t micro_step = 0;  // In a pipeline, of consecutive passes consecutive numbers.
-  std::size_t first_sample = 0;  // Of this rank's batch, among those of the micro-step over all ranks.
+  std::uint64_t micro_step = 0;  // Consecutive passes of a pipeline have consecutive numbers.
+  std::size_t first_sample =
+      0;  // The first of this rank's batch, counted over all ranks' samples of the micro-step.
 };
 
 class Gpt {
@@ -59,16 +63,16 @@ class Gpt {
   struct Options {
     GptShape shape;
     std::size_t batch = 1;
-    DataType dtype = DataType::kFloat32;  // Of parameters and gradients.
-    // Every so many blocks, from the first on, one keeps nothing but its input, from which the backward pass
-    // computes the rest again: the same bits. 0: none; 1: all.
+    DataType dtype = DataType::kFloat32;  // The type of parameters and gradients.
+    // One block in so many, from the first on, keeps only its input. The backward pass computes the rest
+    // again, with the same result. 0: no block; 1: every block.
     std::size_t recompute_every = 0;
-    // Keeps these inputs, and outlives this. Null: they are kept with the other activations.
+    // Keeps these inputs; outlives this. Null: they lie with the other activations.
     BlockInputs* inputs = nullptr;
     double dropout = 0;      // The probability with which an element is zeroed, at least 0 and less than 1.
-    std::uint64_t seed = 1;  // Of dropout.
+    std::uint64_t seed = 1;  // For dropout.
     PipelineStage stage;
-    std::size_t passes = 1;  // At most so many are between their forward and their backward pass.
+    std::size_t passes = 1;  // The most that are between their forward and their backward pass.
   };
 
   // Prepares `operations` for the model. All three must outlive this.
@@ -78,51 +82,53 @@ class Gpt {
   // `memory`, aligned to 256 bytes, holds memory_bytes().
   void use_memory(DevicePtr memory) { memory_ = memory; }
 
-  // Of this stage: the embedding, if it has it, its blocks, and the final unit, if it has it.
+  // Units of this pipeline stage: its blocks, and the embedding or the final unit if it has them.
   int unit_count() const { return first_block() + static_cast<int>(layers_.count()) + (is_last() ? 1 : 0); }
   // batch * sequence: tokens of one pass.
   std::size_t row_count() const { return rows_; }
 
-  // --- places in that memory, each of row_count() ---
-  // Of the pass that was begun. Bytes, [batch, sequence], in place before the first unit's forward pass; the
-  // first stage reads tokens, the last one targets, up to its backward pass.
+  // --- addresses in that memory, of row_count() elements each ---
+  // The tokens of the current pass, as bytes [batch, sequence]. Order: the caller writes them before the
+  // first unit's forward pass. The first stage reads tokens, the last one targets, until its backward pass
+  // ends.
   DevicePtr tokens() const { return memory_ + tokens_[pass_place()]; }
   DevicePtr targets() const { return memory_ + targets_[pass_place()]; }
-  // One RowLoss each, of the loss before scaling. From the last unit's backward pass on.
+  // One RowLoss for each row, before loss scaling. Valid from the last unit's backward pass on.
   DevicePtr row_losses() const { return memory_ + row_losses_; }
 
-  // --- places of what goes from stage to stage, each of stage_bytes() ---
+  // --- activations that pipeline stages exchange, stage_bytes() each ---
   std::size_t stage_bytes() const { return rows_ * shape_.hidden * sizeof(float); }
-  // What the forward pass of a micro-step begins with; null on the first stage. It may be written once the
-  // forward pass before has been queued, behind what was queued until then.
+  // The input of a micro-step's forward pass; null on the first stage. Order: written after the work of the
+  // preceding forward pass.
   DevicePtr input(std::uint64_t micro_step) const {
     return inputs_.empty() ? nullptr : memory_ + inputs_[micro_step % inputs_.size()];
   }
-  // What it ends with; not the last stage's. There until the forward pass after the next.
+  // The output of the forward pass; not on the last stage. Valid until the forward pass after the next.
   DevicePtr output(std::uint64_t micro_step) const {
     return memory_ + outputs_[micro_step % outputs_.size()];
   }
-  // What its backward pass begins with, but for the last stage, and ends with, but for the first. It may be
-  // written once the backward pass before has been queued, and stays until the one after the next.
+  // The input of the backward pass (not on the last stage), overwritten by its output (not on the first).
+  // Order: written after the work of the preceding backward pass. Valid until the backward pass after the
+  // next.
   DevicePtr gradient(std::uint64_t micro_step) const {
     return memory_ + residual_gradients_[micro_step % residual_gradients_.size()];
   }
 
   // --- one pass ---
-  // Before its forward pass, and before its backward pass if others have come in between.
+  // Call it before the forward pass, and again before the backward pass if another pass was begun since.
   void begin(const Pass& pass) { pass_ = pass; }
   void forward(int unit, const Parameters& parameters);
   // The embedding's backward pass reads no parameters. The final unit's loss is multiplied by `loss_scale`.
   void backward(int unit, const Parameters& parameters, const Gradients& gradients, double loss_scale);
 
  private:
-  // Places in memory_, in bytes.
+  // Offsets in memory_, in bytes.
   struct BlockPlaces {
     std::size_t input, norm1, norm1_mean, norm1_inverse, qkv, softmax, attended, middle, norm2, norm2_mean,
         norm2_inverse, expanded, activated;
   };
   class Layout;
-  // Where dropout is: after the embedding, and three times in a block.
+  // Sites of dropout: one after the embedding, three in each block.
   enum Site : std::uint64_t { kProbabilities, kAttention, kMlp, kSitesOfBlock };
 
   bool is_first() const { return options_.stage.is_first(); }
@@ -137,7 +143,7 @@ class Gpt {
   }
   bool saves(std::size_t layer) const { return options_.inputs != nullptr && recomputes(layer); }
 
-  // Of the pass that was begun: known when work is queued, not when it runs.
+  // Depends on the current pass: call it while queuing, not while the work runs.
   std::size_t pass_place() const { return pass_.micro_step % options_.passes; }
   const BlockPlaces& places(std::size_t layer) const { return blocks_[pass_place()][layer - layers_.begin]; }
   float* input_of(std::size_t layer);
@@ -151,11 +157,11 @@ class Gpt {
   void block_backward(std::size_t layer, const Parameters& parameters, const Gradients& gradients);
   void final_backward(const Parameters& parameters, const Gradients& gradients, double loss_scale);
 
-  // The three parts of a block's forward pass. The backward pass needs what the first two compute.
+  // The three parts of a block's forward pass. The backward pass needs the results of the first two.
   void attend(std::size_t layer, const float* input, const Parameters& parameters);
   void expand(std::size_t layer, const float* input, const Parameters& parameters);
   void contract(std::size_t layer, const Parameters& parameters);
-  // target = input + dropout(projected + bias), where `projected` is what the ranks have added up.
+  // target = input + dropout(projected + bias), where `projected` is the sum over ranks.
   struct Residual {
     const float* input;
     const std::byte* bias;
@@ -163,7 +169,7 @@ class Gpt {
     std::uint64_t first;  // See first_element().
   };
   void add_residual(const Residual& residual, float* target);
-  // The residual gradient back through that dropout.
+  // The residual gradient, taken back through that dropout.
   const float* dropped_gradient(const float* residual, const Dropout& dropout, std::uint64_t first);
 
   // output = input * weight + bias: [rows, in] x [in, out].
@@ -202,18 +208,18 @@ class Gpt {
   // The index of this rank's first element in a tensor of [all rows, hidden].
   std::uint64_t first_element() const { return pass_.first_sample * shape_.sequence * shape_.hidden; }
 
-  // A parameter as it is kept, and what a pass has computed.
+  // A stored parameter, or an fp32 result of this pass, as an operand.
   Operand stored(const std::byte* parameter) const { return {parameter, dtype_}; }
   static Operand computed(const float* values) { return {values, DataType::kFloat32}; }
-  // A vector or an embedding in fp32: where it is, or widened into the workspace at `offset`, where it stays
-  // until the next use.
+  // A vector or an embedding in fp32: in place, or widened into the workspace at `offset`. Valid until the
+  // next use of that workspace.
   const float* widened(const std::byte* parameter, std::size_t count, std::size_t offset = 0);
-  // Where to compute a gradient in fp32 ...
+  // Where to compute a gradient in fp32.
   float* gradient_space(const GradientTarget& target, std::size_t offset = 0);
-  // ... and how it gets to its target from there.
+  // Moves a gradient from gradient_space() to its target.
   void store_gradient(const GradientTarget& target, std::size_t count, std::size_t offset = 0);
 
-  // Adds up over the ranks what the pieces before have left at `place`, [rows, hidden].
+  // Sums `data`, [rows, hidden], over the tensor-parallel ranks.
   void all_reduce(float* data) { group_.all_reduce(data, rows_ * shape_.hidden, memory_ + group_space_); }
 
   float* at(std::size_t place) { return reinterpret_cast<float*>(memory_ + place); }
@@ -229,7 +235,7 @@ class Gpt {
   WorkQueue& queue_;
   TensorGroup& group_;
   const TensorPart part_ = group_.part();
-  // What this rank has of hidden columns in attention, of the MLP's 4 hidden, of heads and of tokens.
+  // This rank's share of the columns of attention, of the MLP's columns, of the heads and of the vocabulary.
   const std::size_t width_ = shape_.hidden / part_.size;
   const std::size_t inner_ = 4 * width_;
   const std::size_t heads_ = shape_.heads / part_.size;
@@ -238,13 +244,13 @@ class Gpt {
   Pass pass_;
   DevicePtr memory_ = nullptr;
   std::size_t memory_bytes_ = 0;
-  std::vector<std::vector<BlockPlaces>> blocks_;  // By pass between forward and backward, then by layer here.
-  std::vector<std::size_t> tokens_, targets_;     // By pass between forward and backward.
-  std::vector<std::size_t> inputs_;   // Of the first block here, unless the embedding is: in turn.
-  std::vector<std::size_t> outputs_;  // Of the last block here: in turn.
+  std::vector<std::vector<BlockPlaces>> blocks_;  // By pass in flight, then by layer of this stage.
+  std::vector<std::size_t> tokens_, targets_;     // By pass in flight.
+  std::vector<std::size_t> inputs_;   // Inputs of the first block, in turn; none on the first stage.
+  std::vector<std::size_t> outputs_;  // Outputs of the last block, in turn.
   std::size_t final_norm_ = 0, final_mean_ = 0, final_inverse_ = 0, logits_ = 0, row_losses_ = 0;
   std::size_t loss_parts_ = 0;
-  std::vector<std::size_t> residual_gradients_;  // In turn.
+  std::vector<std::size_t> residual_gradients_;  // Used in turn.
   std::size_t narrow_gradient_ = 0, wide_gradient_ = 0, dropped_gradient_ = 0;
   std::size_t parameter_space_ = 0, gradient_space_ = 0, product_space_ = 0, attention_space_ = 0;
   std::size_t group_space_ = 0;

@@ -20,7 +20,7 @@ namespace {
 using definitions::kLanes;
 
 constexpr std::size_t kAlignment = 64;    // One cache line, and the widest vector.
-constexpr std::size_t kColumnBlock = 64;  // Columns one thread sums down at a time.
+constexpr std::size_t kColumnBlock = 64;  // Columns that one thread sums at a time.
 [[maybe_unused]] constexpr std::size_t kParallelCount =
     1u << 14;  // Below it starting threads costs more than it saves.
 
@@ -79,7 +79,7 @@ void column_sums(std::size_t rows, std::size_t columns, float* target, Function 
 
 void set_compute_threads(int count) {
 #if defined(_OPENMP)
-  omp_set_dynamic(0);  // Fewer threads than oneDNN prepared its products for: it would compute wrongly.
+  omp_set_dynamic(0);  // oneDNN computes wrong results with fewer threads than it prepared for.
   omp_set_num_threads(count);
   int got = 0;
 #pragma omp parallel
@@ -286,7 +286,7 @@ namespace {
 
 // One head of one sample: where its query, key and value columns are.
 struct Head {
-  const float* query;  // Of row 0; the next row is `stride` further. So for the others.
+  const float* query;  // Row 0; the next row is `stride` further. Likewise for key and value.
   const float* key;
   const float* value;
   std::size_t stride;
@@ -298,7 +298,7 @@ Head head_of(const Attention& shape, const float* qkv, std::size_t sample, std::
   return {row, row + shape.hidden, row + 2 * shape.hidden, stride};
 }
 
-// What one thread needs, in floats: keys and values of a head, transposed, and two rows of weights.
+// The workspace of one thread, in floats: keys and values of a head, transposed, and two rows of weights.
 std::size_t attention_count(const Attention& shape) {
   return 2 * shape.head_columns() * shape.sequence + 2 * shape.sequence;
 }
@@ -323,7 +323,7 @@ void dots_with_columns(const float* vector, std::size_t columns, const float* tr
   for (std::size_t j = 0; j < count; ++j) dots[j] *= factor;
 }
 
-// After dropout: probabilities, or the gradients of those after it; element j is the `first + j`-th.
+// Applies dropout to probabilities or to their gradients. Element j has the index `first + j`.
 void drop_row(const Dropout& dropout, std::uint64_t first, float* row, std::size_t count) {
   if (!dropout.active()) return;
   for (std::size_t j = 0; j < count; ++j) row[j] = definitions::dropped(dropout, first + j, row[j]);

@@ -1,7 +1,7 @@
 // The operations of a GPT as loops over OpenMP threads, in memory that the host may touch.
 //
-// Each output element is computed by one thread in one fixed order, so the bits do not depend on the number
-// of threads.
+// One thread computes each output element in a fixed order, so the results do not depend on the number of
+// threads.
 #pragma once
 
 #include <memory>
@@ -11,16 +11,15 @@
 
 namespace forebay::gpt {
 
-// How many OpenMP threads the calling thread's parallel loops and matrix products use from now on: exactly so
-// many, which is tried here. Without OpenMP it is always one.
-// Errors: throws Error(kUnavailable) when OpenMP gives another number.
+// Sets the exact number of OpenMP threads for the calling thread's loops and matrix products, and tries it.
+// Without OpenMP it is always one. Errors: throws Error(kUnavailable) when OpenMP gives another number.
 void set_compute_threads(int count);
-// The processors, as far as OpenMP's own limits let them be used.
+// The number of processors, within OpenMP's own limits.
 int default_compute_threads();
 
 class HostOperations final : public Operations {
  public:
-  // `threads`: that will compute, see set_compute_threads().
+  // `threads`: the number that will compute, see set_compute_threads().
   HostOperations(std::unique_ptr<MatMul> matmul, int threads);
 
   const char* matmul() const noexcept override { return matmul_->name(); }

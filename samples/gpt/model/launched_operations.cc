@@ -11,14 +11,14 @@
 
 namespace forebay::gpt {
 
-using namespace kernels;  // NOLINT: what is launched.
+using namespace kernels;  // NOLINT: the kernels' arguments.
 
 namespace {
 
 constexpr std::size_t kAlignment = 256;
-// Blocks of a grid at most: more than a GPU holds at once; what there is beyond, they take in turn.
+// The most blocks of a grid. A GPU holds fewer at once; the blocks loop over the remaining work.
 constexpr std::size_t kBlocksMax = 8192;
-// Of attention, whose blocks have rows of workspace each: 8 for each multiprocessor of the largest GPUs.
+// The most blocks of attention, each with rows of workspace: 8 per multiprocessor of the largest GPUs.
 constexpr std::size_t kAttentionBlocksMax = 1152;
 
 std::size_t attention_blocks(const Attention& shape) {
@@ -76,7 +76,7 @@ void LaunchedOperations::launch(Kernel kernel, std::size_t block_count, const La
   throw_if_error(backend_.launch(kernel, grid, Dimensions{kThreads}, arguments, argument_bytes, 1, stream_));
 }
 
-// --- products; for the library, what is not of its type is rounded to it behind its own workspace ---
+// --- products; operands of another type are rounded for the library, in memory behind its own workspace ---
 
 std::size_t LaunchedOperations::prepare_product(const ProductShape& shape, DataType b_type) {
   if (library_ == nullptr) return 0;

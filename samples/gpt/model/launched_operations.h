@@ -13,13 +13,13 @@ namespace forebay::gpt {
 class LaunchedOperations final : public Operations {
  public:
   struct Options {
-    ModuleImage image;  // Of the kernels.
-    // Null: the plain product. Otherwise operands are rounded to `product_type` for it.
+    ModuleImage image;  // The kernels.
+    // Null: plain products. Otherwise operands are rounded to `product_type`.
     std::unique_ptr<CublasProducts> library;
     DataType product_type = DataType::kFloat32;
   };
 
-  // `backend` and `stream` outlive this; what is queued has run when this ends.
+  // `backend` and `stream` outlive this. The destructor waits for queued work.
   LaunchedOperations(Backend& backend, Stream stream, Options options);
   ~LaunchedOperations() override;
 

@@ -1,7 +1,7 @@
 // Matrix products in fp32: by oneDNN ("library") or by loops of our own ("plain").
 //
-// All matrices are dense and row-major. A product is deterministic at a given number of threads; `plain`
-// gives the same bits at any.
+// All matrices are dense and row-major. A product is deterministic for a given number of threads; `plain`
+// gives the same result for any number.
 #pragma once
 
 #include <compare>
@@ -26,10 +26,10 @@ class MatMul {
   virtual ~MatMul() = default;
   virtual const char* name() const noexcept = 0;
 
-  // Makes products of `shape` possible and returns the workspace bytes that each needs. Call with the number
-  // of OpenMP threads that will compute.
+  // Prepares products of `shape` and returns the bytes of workspace for each. Requires: the number of OpenMP
+  // threads that will compute.
   virtual std::size_t prepare(const ProductShape& shape) = 0;
-  // Requires: `shape` is prepared; `workspace`, aligned to 64 bytes, has what prepare() said.
+  // Requires: `shape` is prepared; `workspace`, aligned to 64 bytes, has the bytes that prepare() returned.
   virtual void multiply(const ProductShape& shape, const float* a, const float* b, float* c,
                         std::byte* workspace) = 0;
 };

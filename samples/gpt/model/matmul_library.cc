@@ -1,6 +1,6 @@
-// Products by oneDNN in fp32. The second operand is reordered into the blocked layout that oneDNN asks for,
-// in memory of ours, as is its scratch memory: nothing that grows with the model is allocated behind the
-// plan's back.
+// Products by oneDNN in fp32. The second operand is reordered into the blocked layout that oneDNN asks for.
+// This copy and oneDNN's scratch memory lie in the caller's workspace, so the plan counts all memory that
+// grows with the model.
 
 #include <string>
 #include <utility>

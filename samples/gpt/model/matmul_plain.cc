@@ -1,7 +1,7 @@
-// Our own product, for reading and for machines without a library: b is packed into panels of 16 columns, and
-// a tile of 4 rows by 16 columns of c is summed over the whole depth in ascending order. One thread owns a
-// tile, so the bits do not depend on the number of threads; products are rounded before they are added (no
-// fused multiply-add), so they do not depend on the instruction set either.
+// The sample's own product, for readers and for machines without a library. It packs b into panels of 16
+// columns and sums a tile of 4 rows by 16 columns of c over the whole depth, in ascending order. One thread
+// owns a tile, so the result does not depend on the number of threads. Each product is rounded before it is
+// added (no fused multiply-add), so the result does not depend on the instruction set.
 
 #include <algorithm>
 

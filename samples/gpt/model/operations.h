@@ -1,8 +1,8 @@
-// The operations of a GPT, forward and backward, on one device. Activations and what is computed are fp32.
+// The operations of a GPT, forward and backward, on one device. Activations and results are fp32.
 //
-// All matrices are row-major, and all pointers are memory of that device. Host threads compute them
-// (host_operations.h), or kernels launched on a stream (launched_operations.h); both follow definitions.h, so
-// with plain products they give the same bits, whatever the number of threads.
+// All matrices are row-major, and all pointers are memory of that device. There are two implementations: host
+// threads (host_operations.h) and kernels on a stream (launched_operations.h). Both follow definitions.h, so
+// with plain products their results are bit for bit the same, with any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -23,8 +23,8 @@ struct Operand {
 
 struct LayerNorm {
   const float* input;
-  float* mean;     // Of each row, kept for the backward pass;
-  float* inverse;  // so is 1 / sqrt(variance + 1e-5).
+  float* mean;     // Mean of each row, kept for the backward pass.
+  float* inverse;  // 1 / sqrt(variance + 1e-5) of each row, kept likewise.
   std::size_t rows;
   std::size_t hidden;
 };
@@ -36,8 +36,8 @@ struct Attention {
   std::size_t sequence;
   std::size_t hidden;
   std::size_t heads;
-  // Of the probabilities, [samples, all heads, sequence, sequence] undivided, of which these samples and
-  // heads are a part.
+  // Dropout of the probabilities. The undivided tensor is [samples, all heads, sequence, sequence]; these
+  // samples and heads are a part.
   Dropout dropout = {};
   std::size_t first_sample = 0;
   std::size_t first_head = 0;
@@ -52,14 +52,14 @@ struct Attention {
   }
 };
 
-// Tokens `first` up to `first + count`, of which this rank has the embeddings.
+// Tokens `first` to `first + count`: this rank has their embeddings.
 struct TokenRange {
   std::size_t first;
   std::size_t count;
   FOREBAY_DEVICE bool has(std::size_t token) const { return token >= first && token - first < count; }
 };
 
-// A part of the logits, [rows, columns], whose columns are the tokens of `range` and zeros behind them.
+// A part of the logits, [rows, columns]. Its columns are the tokens of `range`, then zeros.
 struct LogitsPart {
   float* logits;
   const std::uint8_t* targets;
@@ -72,14 +72,14 @@ class Operations {
  public:
   virtual ~Operations() = default;
 
-  // Who makes the products: "library" or "plain".
+  // The implementation of the products: "library" or "plain".
   virtual const char* matmul() const noexcept = 0;
-  // True: the calls queue work on a stream and return at once; they are made by the thread that drives the
-  // engine. False: the calls compute, and are made on the stream's thread (compute_stream.h).
+  // True: calls queue work on a stream and return at once; the engine's thread makes them. False: calls
+  // compute; the stream's thread makes them (compute_stream.h).
   virtual bool queues() const noexcept = 0;
 
-  // --- before the first of them; each returns the workspace bytes that the operation needs, which start at a
-  // multiple of 256 bytes ---
+  // --- preparations, called before the first operation; each returns the bytes of workspace, aligned to 256
+  // bytes ---
   virtual std::size_t prepare_product(const ProductShape& shape, DataType b_type) = 0;
   virtual std::size_t prepare_attention(const Attention& shape) = 0;
 
@@ -101,7 +101,7 @@ class Operations {
                              std::size_t columns) = 0;
   // target = a + b.
   virtual void add(const float* a, const float* b, float* target, std::size_t count) = 0;
-  // target = source after dropout, of which this is element `first` and on; in place where they are equal.
+  // target = source after dropout; source[0] has the index `first`. The two may be the same.
   virtual void drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
                     std::uint64_t first) = 0;
 
@@ -129,11 +129,11 @@ class Operations {
   virtual void attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
                                   const float* gradient, float* qkv_gradient, std::byte* workspace) = 0;
 
-  // The logits become exp(logit - the row's largest of the part), and `losses` [rows] what the parts are made
-  // whole with.
+  // Replaces each logit by exp(logit - the row's largest in this part), and writes the terms of the loss to
+  // `losses` [rows].
   virtual void cross_entropy(const LogitsPart& part, RowLossPart* losses) = 0;
-  // `losses` [parts, rows] has the parts of all ranks, of which this is the `index`-th, and is added in their
-  // order. What cross_entropy() left becomes the gradient, (softmax - one-hot) * factor.
+  // `losses` [parts, rows] has the terms of all ranks, added in rank order; this rank is the `index`-th.
+  // Replaces the result of cross_entropy() by the gradient, (softmax - one-hot) * factor.
   virtual void cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses, std::size_t parts,
                                       std::size_t index, RowLoss* row_losses, float factor) = 0;
 };

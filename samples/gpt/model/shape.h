@@ -1,5 +1,5 @@
-// What the model is made of: its sizes, its units, and every parameter's name, shape and initial value.
-// README.md says the same in words, exactly enough for another implementation.
+// The model's sizes and units, and the name, shape and initial value of each parameter. README.md says the
+// same in words.
 #pragma once
 
 #include <cstddef>
@@ -22,22 +22,22 @@ struct GptShape {
 
 enum class Initial : std::uint8_t { kNormal, kZero, kOne };
 
-// The two groups of the usual weight-decay split.
+// The two parameter groups: with and without weight decay.
 inline constexpr int kDecayedGroup = 0;    // Matrices and embeddings.
 inline constexpr int kUndecayedGroup = 1;  // Biases and LayerNorm gains.
 
-// How tensor-parallel ranks share a parameter: each has all of it, or some of its rows (the first extent) or
-// columns (the last). Where these do not divide, the last parts are padded with zeros.
+// How tensor-parallel ranks share a parameter: each has all of it, some of its rows (the first extent) or
+// some of its columns (the last). If the ranks do not divide them, the last parts are padded with zeros.
 enum class Cut : std::uint8_t { kWhole, kRows, kColumns };
 
 struct GptParameter {
-  std::string name;                // As Hugging Face GPT-2 spells it.
+  std::string name;                // The name in Hugging Face's GPT-2.
   std::vector<std::size_t> shape;  // Matrices are [in, out].
   int group = kDecayedGroup;
   Initial initial = Initial::kNormal;
-  double deviation = 0;  // Of kNormal.
+  double deviation = 0;  // For kNormal.
   Cut cut = Cut::kWhole;
-  std::size_t sections = 1;  // Of the columns, each of which is cut: query, key and value have three.
+  std::size_t sections = 1;  // Sections of columns, each divided by itself: query, key and value make three.
 
   std::size_t count() const;
 };
@@ -51,20 +51,20 @@ struct TensorPart {
 struct GptUnit {
   std::string name;
   std::vector<GptParameter> parameters;
-  bool uses_tokens = false;  // wte.weight too, which an earlier unit has.
-  bool is_computed = true;   // False: it has parameters for others.
+  bool uses_tokens = false;  // It also uses wte.weight, which an earlier unit owns.
+  bool is_computed = true;   // False: it only holds parameters for other units.
 };
 
-// Units in the order of the forward pass: "embedding", one per block, "final". The head of "final" is
-// wte.weight, tied: it comes after final's own parameters wherever those of a unit that uses it are listed.
-// Errors: throws Error(kInvalidArgument) naming the option that cannot be.
+// Units in the order of the forward pass: "embedding", one per block, "final". The head of "final" is the
+// tied wte.weight; lists of final's parameters have it at the end. Errors: throws Error(kInvalidArgument)
+// naming the wrong option.
 std::vector<GptUnit> describe_units(const GptShape& shape);
 
 std::size_t parameter_count(const GptShape& shape);
 
-// --- a stage of a pipeline ---
+// --- pipeline stages ---
 
-// Each has some consecutive blocks, the first the embedding before them, the last "final" after them.
+// A stage has consecutive blocks; the first stage also has the embedding, the last one "final".
 struct PipelineStage {
   std::size_t index = 0;
   std::size_t count = 1;
@@ -73,7 +73,7 @@ struct PipelineStage {
   bool is_last() const { return index + 1 == count; }
 };
 
-// From `begin` up to before `end`.
+// Layers from `begin` to before `end`.
 struct LayerRange {
   std::size_t begin = 0;
   std::size_t end = 0;
@@ -81,27 +81,27 @@ struct LayerRange {
   std::size_t count() const { return end - begin; }
 };
 
-// As even as may be; the later stages, which hold fewer micro-batches, have the blocks more.
+// The blocks are divided evenly. The later stages, which hold fewer micro-batches, get one more where needed.
 LayerRange layers_of(const GptShape& shape, const PipelineStage& stage);
 // Errors: throws Error(kInvalidArgument) when there are more stages than blocks.
 void check_stages(const GptShape& shape, std::size_t stages);
-// The units that a stage has, of those of describe_units(). The first and the last of several stages both use
-// wte.weight: there it is a unit of its own, "tokens", which comes before all others.
+// The stage's units, from describe_units(). The first and the last of several stages share wte.weight: there
+// it is a unit of its own, "tokens", before all others.
 std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineStage& stage);
 
 // --- a rank's part of the model ---
 
-// Errors: throws Error(kInvalidArgument) when the heads cannot be shared out.
+// Errors: throws Error(kInvalidArgument) when the ranks do not divide the heads.
 void check_part(const GptShape& shape, const TensorPart& part);
-// The parameters as this rank has them; whole ones are as they were.
+// The shapes of this rank's part; undivided parameters are unchanged.
 std::vector<GptUnit> part_of(const std::vector<GptUnit>& units, const TensorPart& part);
 GptParameter part_of(const GptParameter& whole, const TensorPart& part);
-// Where element `i` of the part is in `whole`; none for padding.
+// The index in `whole` of the part's element `i`; none for padding.
 std::optional<std::size_t> place_in_whole(const GptParameter& whole, const TensorPart& part, std::size_t i);
 // The part's values; padding is zero.
 std::vector<float> take_part(const GptParameter& whole, const TensorPart& part,
                              std::span<const float> values);
-// Puts the part's values where they belong in `values`, those of `whole`.
+// Writes the part's values to their places in `values`, which has those of `whole`.
 void put_part(const GptParameter& whole, const TensorPart& part, std::span<const float> part_values,
               std::span<float> values);
 

@@ -1,7 +1,6 @@
-// TensorGroup: the ranks that share every layer of a model, and what they do together in the middle of one.
+// TensorGroup: the collectives of the tensor-parallel ranks inside a layer.
 //
-// What it does is queued on the stream on which the model computes, in order with it. A group of one rank
-// does nothing.
+// They are queued on the model's stream, in order with its work. With one rank they do nothing.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +15,15 @@ namespace forebay::gpt {
 class TensorGroup {
  public:
   struct Options {
-    Communicator* communicator = nullptr;  // Used by nobody else. Null: one rank.
+    Communicator* communicator = nullptr;  // Not shared with other users. Null: one rank.
     Backend* backend = nullptr;
     Kernels* kernels = nullptr;
     Stream stream;
-    std::uint64_t bucket_bytes = 16u << 20;  // That one collective moves at most.
+    std::uint64_t bucket_bytes = 16u << 20;  // The most that one collective moves.
   };
 
   TensorGroup() = default;
-  // What the options point to outlives this.
+  // The objects in `options` outlive this.
   explicit TensorGroup(const Options& options) : options_(options) {}
 
   TensorPart part() const;
@@ -32,9 +31,9 @@ class TensorGroup {
   // Device memory for all_reduce(), aligned to 256 bytes.
   std::size_t staging_bytes() const;
 
-  // Replaces `data` by the sum over ranks, the same bits on each: fp32, in rank order.
+  // Replaces `data` by the sum over ranks: fp32, in rank order, bit for bit the same on each rank.
   void all_reduce(float* data, std::size_t count, std::byte* staging);
-  // Rank r's `bytes` are at data + r * bytes: brings every rank's to every other.
+  // Gives every rank the `bytes` of each. Rank r's are at data + r * bytes.
   void all_gather(std::byte* data, std::size_t bytes);
 
  private:

@@ -1,4 +1,4 @@
-// The training text, as bytes, and which windows of it a step reads.
+// The training text, as bytes, and the samples that a step reads from it.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ class Text {
   explicit Text(std::vector<std::uint8_t> bytes);
 
   std::span<const std::uint8_t> bytes() const { return bytes_; }
-  // FNV-1a over the bytes: so that ranks with different files notice.
+  // FNV-1a over the bytes, by which ranks notice that their files differ.
   std::uint64_t hash() const { return hash_; }
 
  private:
@@ -25,7 +25,7 @@ class Text {
   std::uint64_t hash_ = 0;
 };
 
-// The licences that every Debian or Ubuntu machine has, those of them that are here, in a fixed order.
+// The licences of Debian and Ubuntu that this machine has, in a fixed order.
 // Errors: throws Error(kIoError) when there is none.
 std::vector<std::string> default_text_files();
 
@@ -35,8 +35,8 @@ std::vector<std::string> default_text_files();
 void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<std::uint8_t> tokens,
                  std::span<std::uint8_t> targets);
 
-// Where in the order of samples a rank's batch starts. Samples go to ranks in rank order, so that N ranks of
-// batch B read together what 1 rank of batch N * B reads.
+// The position of a rank's batch in the order of samples. Samples go to ranks in rank order, so N ranks of
+// batch B together read the samples that one rank of batch N * B reads.
 struct BatchPlace {
   std::uint64_t first_sample = 0;  // Samples that earlier steps read, over all ranks.
   std::uint64_t micro_step = 0;

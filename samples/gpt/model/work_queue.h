@@ -1,5 +1,4 @@
-// WorkQueue: where a model's pieces of computing go, in one order with what its ranks do together between
-// them.
+// WorkQueue: runs a model's computations in order, also relative to its collectives.
 #pragma once
 
 #include <functional>
@@ -9,11 +8,11 @@ namespace forebay::gpt {
 class WorkQueue {
  public:
   virtual ~WorkQueue() = default;
-  // Runs `work`, now or later, after all that was given before.
+  // Runs `work`, now or later, after all earlier work.
   virtual void run(std::function<void()> work) = 0;
 };
 
-// For a model that nothing else shares a stream with.
+// Runs work at once, for a model with no collectives in between.
 class RunsAtOnce final : public WorkQueue {
  public:
   void run(std::function<void()> work) override { work(); }
