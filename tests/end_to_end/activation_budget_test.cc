@@ -1,5 +1,5 @@
-// forebay-gpt within a device budget: where the inputs of recomputed blocks wait decides whether it trains,
-// and --activations auto finds the place.
+// forebay-gpt within a device budget: the placement of the inputs of recomputed blocks decides whether it can
+// train, and --activations auto finds a placement that fits.
 
 #include <gtest/gtest.h>
 
@@ -56,7 +56,7 @@ std::string shortage_of(const Words& words) {
   return "no error";
 }
 
-// What a run reserves without a limit.
+// The bytes that a run reserves without a limit.
 std::uint64_t reserved_bytes(const Words& words, const std::string& activations) {
   return train(with(placed(words, activations), {"--steps", "0"})).ranks[0].reserved_bytes;
 }
@@ -99,7 +99,7 @@ TEST(ActivationBudget, AutoFindsEachPlace) {
   }
 }
 
-// A chunk less than all that partition takes is enough for auto: it spills just what is missing.
+// One chunk less than `partition` needs: auto offloads just the missing bytes.
 TEST(ActivationBudget, AutoSpillsNoMoreThanTheBudgetAsksFor) {
   const std::uint64_t cut = reserved_bytes(kDeeper, "partition");
   const gpt::RankReport all = train(with(placed(kDeeper, "partition+cpu"), {"--steps", "0"})).ranks[0];
@@ -152,7 +152,7 @@ TEST(ActivationBudget, RanksThatPlaceActivationsDifferentlyAreNamed) {
   }
 }
 
-// Ranks as processes: one of them says what was chosen.
+// Ranks as processes: one of them prints the choice.
 TEST(ActivationBudget, AutoPrintsWhatItChose) {
   Words words = with(placed(kDeeper, "auto"), {"--steps", "0", "--communicator", "shm"});
   words.erase(std::find(words.begin(), words.end(), "--quiet"));
@@ -184,7 +184,7 @@ TEST(ActivationBudget, RefusesAutoWhereNothingIsRecomputedOrBucketsAreMeasured) 
   EXPECT_NE(measured.output.find("give --bucket a size"), std::string::npos) << measured.output;
 }
 
-// The first stage has more micro-batches in flight, the last one the logits.
+// The first pipeline stage has more micro-batches in flight, the last one has the logits.
 TEST(ActivationBudget, AutoFindsAPlaceForEachStageOfAPipeline) {
   const Words words = with(kDeep, {"--ranks", "4", "--micro-steps", "3"}) + Words{"--pipeline-parallel", "2"};
   const gpt::TrainingReport free = train(words);

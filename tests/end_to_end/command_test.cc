@@ -1,5 +1,4 @@
-// forebay-gpt as a program: what it makes of its environment, of odd options, of the places it shall write to
-// and of signals.
+// forebay-gpt as a program: its environment, odd options, output paths and signals.
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -182,7 +181,7 @@ bool catches(pid_t process, int signal) {
   return (std::strtoull(status.c_str() + place + label.size(), nullptr, 16) >> (signal - 1) & 1) != 0;
 }
 
-// Of the process so far, all its threads.
+// The processor time of all threads of the process so far.
 double processor_seconds(pid_t process) {
   const std::string stat = read_text("/proc/" + std::to_string(process) + "/stat");
   std::istringstream fields(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));
@@ -194,8 +193,8 @@ double processor_seconds(pid_t process) {
   return (user + system) / static_cast<double>(sysconf(_SC_CLK_TCK));
 }
 
-// A step of so many micro-steps does not end, so only the second signal ends the run. Before the first step,
-// which begins within less than this much of computing, one is enough.
+// A step with this many micro-steps does not end, so only the second signal ends the run. Before the first
+// step one signal is enough; the step begins within this much processor time.
 TEST_F(Command, EndsAtOnceOnASecondSignal) {
   for (const int number : {SIGINT, SIGTERM}) {
     Process process(kModel + Words{"--micro-steps", "100000000"});
@@ -204,7 +203,7 @@ TEST_F(Command, EndsAtOnceOnASecondSignal) {
       ASSERT_LT(std::chrono::steady_clock::now(), limit);
 
     process.signal(number);
-    // Two at once would be taken for one.
+    // Two signals at once would count as one.
     EXPECT_FALSE(process.wait_for_output("step 1/", std::chrono::seconds(1)));
     EXPECT_TRUE(catches(process.id(), number)) << "one signal was enough";
     process.signal(number);

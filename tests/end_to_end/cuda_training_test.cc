@@ -1,9 +1,9 @@
-// forebay-gpt on the cuda backend, over the fake driver: ranks that share one GPU, whose memory kills a host
-// that touches it, and the CUDA kernels built for the host. The bits are the host's. Then every driver call
-// that such a run makes fails by script.
+// forebay-gpt on the cuda backend, over the fake driver. Ranks share one GPU, host access to its memory
+// crashes, and the CUDA kernels are built for the host. Results are bit for bit those of the host. Then a
+// script makes the driver calls of such a run fail.
 //
-// `./dev test` fails the first, the middle and the last call of each kind, under the label slow every one
-// fails.
+// `./dev test` fails the first, the middle and the last call of each kind; under the label slow every call
+// fails once.
 
 #include <gtest/gtest.h>
 
@@ -65,7 +65,7 @@ TEST(CudaTraining, GivesTheBitsOfTheHostWhereRanksShareLayersRecomputeAndDrop) {
       words + Words{"--ranks", "3", "--tensor-parallel", "3", "--activations", "partition+cpu"});
 }
 
-// Ranks whose memory the host does not reach wait in the call for each other.
+// Ranks whose memory the host cannot reach wait for each other inside a call.
 TEST(CudaTraining, GivesTheBitsOfTheHostWhereRanksAreStagesOfAPipeline) {
   const Words model = with(kSmall, {"--layers", "4", "--micro-steps", "6"}) + Words{"--dropout", "0.1"};
   expect_the_bits_of_the_host({"--ranks", "2", "--pipeline-parallel", "2"}, model);
@@ -107,7 +107,7 @@ TEST(CudaTraining, RanksTakeTheGpusInTurn) {
   EXPECT_EQ(on_second.digest, in_turn.digest);
 }
 
-// The program, as a person starts it.
+// The program, as a user starts it.
 class CudaCommand : public ::testing::Test {
  protected:
   Finished run(const Words& words, const std::string& driver = FOREBAY_FAKE_LIBCUDA) {
@@ -172,15 +172,15 @@ TEST_F(CudaCommand, SaysInOneLineWhatIsMissing) {
   expect_refused(run(words + Words{"--device", "cuda:"}), 2, {"--device cuda:", "cuda:N"});
   expect_refused(run(words + Words{"--device", "cuda:-1"}), 2, {"--device cuda:-1"});
   expect_refused(run(words + kOnGpu + Words{"--communicator", "gloo"}), 2, {"--communicator gloo", "local"});
-  // There is no cuBLAS, or it finds no driver to its taste.
+  // There is no cuBLAS, or it does not accept the fake driver.
   expect_refused(run(kModel + kOnGpu + Words{"--matmul", "library"}), 1, {"use --matmul plain"});
 }
 
 // --- faults ---
 
 struct Call {
-  const char* name;    // As messages have it: without the version.
-  const char* symbol;  // As the fake's script takes it.
+  const char* name;    // The name in messages, without the version.
+  const char* symbol;  // The name in the fake's script.
 };
 
 #define FOREBAY_TEST_CALL(symbol) {cuda::kEntryPoints[cuda::symbol##_index].name, #symbol},
@@ -194,14 +194,14 @@ bool gives_back(const std::string& name) {
   return false;
 }
 
-// Some of the calls of one kind: of all that a run makes, each `parts`th from `part` on.
+// Some of the calls of one kind: every `parts`-th call of a run, from `part` on.
 struct Sweep {
   Call call;
   std::uint64_t part = 1;
   std::uint64_t parts = 1;
 };
 
-// A run makes thousands of some calls, whose tests would outlast the others.
+// A run makes thousands of calls of some kinds; their tests are divided so that none takes much longer.
 std::uint64_t part_count(const std::string& name) {
   if (name == "cuCtxSetCurrent" || name == "cuThreadExchangeStreamCaptureMode") return 8;
   if (name == "cuCtxGetCurrent") return 4;
@@ -217,8 +217,8 @@ std::vector<Sweep> sweeps(bool every_call) {
   return all;
 }
 
-// Small, and long enough to go through everything. Where every call fails there are two ranks: a third makes
-// no call that these do not, and half as many again.
+// Small, and long enough to use every part. When every call fails there are only two ranks: a third rank
+// would make no other kinds of calls.
 Words fault_run() {
   return {"--layers", "1",       "--hidden", "8",       "--heads",    "2",       "--sequence",
           "4",        "--batch", "1",        "--steps", "5",          "--ranks", is_slow_test() ? "2" : "3",
@@ -231,7 +231,7 @@ class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
   CudaTrainingFaults() : fake_(open()) {}
 
   static fake_cuda::FakeCuda open() {
-    ::setenv("FOREBAY_LOG", "info", 1);  // A trial that fails is told at this level.
+    ::setenv("FOREBAY_LOG", "info", 1);  // A failed trial is logged at this level.
     ::setenv("FAKE_CUDA_KERNELS", FOREBAY_FAKE_KERNELS, 1);
     ::setenv("FOREBAY_LIBCUDA", FOREBAY_FAKE_LIBCUDA, 1);
     return fake_cuda::FakeCuda::open(FOREBAY_FAKE_LIBCUDA);
@@ -276,17 +276,17 @@ class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
     gpt::TrainingReport report;
     const std::string error = run(&report);
 
-    // Well before the deadline for silent peers: the failure itself ended it.
+    // Well before the deadline for silent peers, so the failure itself ended the run.
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(15)) << error;
     const std::string log = ::testing::internal::GetCapturedStderr();
     if (fake_.call_count(call.symbol) < nth) return false;
     const std::string told = std::string(call.name) + ": CUDA_ERROR_UNKNOWN";
     if (error.empty()) {
-      // It was a call that the run can do without, and it did its work.
+      // The run can do without this call, and succeeded.
       EXPECT_EQ(report.digest, digest) << log;
       EXPECT_NE(log.find(told), std::string::npos) << "nobody was told: " << log;
     } else {
-      // A build without nvcc says why no driver takes its kernels, whatever the driver said.
+      // A build without nvcc says why no driver loads its kernels, instead of the driver's error.
       const bool no_nvcc =
           std::string(call.name) == "cuModuleLoadDataEx" && error.find("nvcc") != std::string::npos;
       EXPECT_TRUE(error.find(told) != std::string::npos || no_nvcc) << error;
@@ -295,7 +295,7 @@ class CudaTrainingFaults : public ::testing::TestWithParam<Sweep> {
     EXPECT_EQ(account.operations, 0u);
     EXPECT_EQ(account.hazards, 0u) << error << log;
     EXPECT_EQ(account.forbidden_calls, 0u);
-    // What the driver refuses to take back stays, and what depends on it.
+    // Resources that the driver refuses to release stay, and so do those that depend on them.
     if (!gives_back(call.name)) {
       EXPECT_EQ(account.live_handles(), 0u) << error << log;
       EXPECT_EQ(account.orphans, 0u) << error << log;

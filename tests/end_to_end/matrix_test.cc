@@ -1,9 +1,9 @@
-// One bit pattern, as a person sees it: the same digest, losses and gradient norms from forebay-gpt for every
-// stage, bucket size, overlap and communicator, sharded over all ranks or within groups, at each number of
-// ranks, type, order of sums and way of accumulating.
+// The options that must not change results: forebay-gpt gives the same digest, losses and gradient norms for
+// every ZeRO stage, bucket size, overlap and communicator, sharded over all ranks or within all-reduce
+// groups. This is compared for each number of ranks, type, order of sums and way of accumulating.
 //
 // `./dev test` runs a pairwise cover of the options: every two values of any two options meet in some run.
-// Under the label slow every combination is run.
+// The label slow runs every combination.
 
 #include <gtest/gtest.h>
 
@@ -24,10 +24,10 @@ constexpr int kRanks[] = {1, 3, 4};
 constexpr const char* kTypes[] = {"fp32", "bf16", "fp16"};
 constexpr int kMicroSteps[] = {1, 3};
 constexpr int kStages[] = {0, 1, 2, 3};
-// The smallest there is, less than a unit; one that divides nothing; and more than the model.
+// The smallest bucket, less than a unit; one that divides nothing; and one larger than the model.
 constexpr const char* kBuckets[] = {"1", "70001", "64MiB"};
 constexpr const char* kCommunicators[] = {"local", "gloo", "shm"};
-// In the order of the ranks; in groups; and sharded within them.
+// Rank order; all-reduce groups; and sharding within them.
 enum Order { kInRankOrder, kInGroups, kWithinGroups };
 constexpr const char* kGroups[] = {"group:1", "group:3", "group:2"};  // By index of the number of ranks.
 
@@ -50,7 +50,7 @@ std::vector<Case> all_cases() {
   return cases;
 }
 
-// Greedy: the case that meets the most pairs not met yet, until all are.
+// Greedy: takes the case with the most new pairs until all pairs are covered.
 std::vector<Case> pairwise_cases() {
   using Pair = std::array<int, 4>;  // option, value, option, value
   const auto pairs_of = [](const Case& c) {
@@ -141,7 +141,7 @@ void expect_one_bit_pattern(std::vector<Case> cases) {
   if (!FOREBAY_TEST_GLOO) std::cerr << "built without Gloo: the cases over it are left out\n";
   std::erase_if(cases, [](const Case& c) { return !usable(c); });
   const TemporaryDirectory directory;
-  // By ranks, type, micro-steps and whether there are groups: stage 0 over `local`.
+  // Stage 0 over `local`, by ranks, type, micro-steps and use of all-reduce groups.
   std::map<std::array<int, 4>, Json> expected;
   for (const Case& c : cases) {
     const std::array<int, 4> group{c[kRank], c[kType], c[kMicro], std::min<int>(c[kOrder], kInGroups)};
@@ -179,7 +179,7 @@ void expect_one_bit_pattern(std::vector<Case> cases) {
 
 TEST(OneBitPattern, HoldsOverAPairwiseCoverOfTheOptions) {
   const std::vector<Case> cases = pairwise_cases();
-  ASSERT_GE(cases.size(), 12u);  // 4 stages x 3 of anything is the least a cover can have.
+  ASSERT_GE(cases.size(), 12u);  // No cover is smaller: 4 stages x 3 values of another option.
   expect_one_bit_pattern(cases);
 }
 

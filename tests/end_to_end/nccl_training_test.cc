@@ -1,6 +1,5 @@
-// forebay-gpt over NCCL: the fake one, with a fake GPU for each rank. The bits are the host's. The fake's
-// ranks are threads of one process, so ranks as processes are followed to where it refuses them; one alone
-// trains.
+// forebay-gpt over the fake NCCL, with a fake GPU for each rank. Results are bit for bit those of the host.
+// The fake's ranks are threads of one process, so it refuses several processes, and one process alone trains.
 
 #include <gtest/gtest.h>
 
@@ -59,7 +58,7 @@ TEST(NcclTraining, TakesNcclsOwnSumsWhenTheyAreFast) {
 
   const gpt::TrainingReport report = train(run + kAsThreads + Words{"--order", "fast"});
 
-  // Other bits, because the fake adds from the last rank on; the same sums to fp32's rounding.
+  // The fake adds from the last rank on, so the sums are the same only up to fp32 rounding.
   EXPECT_NE(report.digest, host.digest);
   ASSERT_EQ(report.loss.size(), host.loss.size());
   for (std::size_t i = 0; i < host.loss.size(); ++i) EXPECT_NEAR(report.loss[i], host.loss[i], 1e-4);
@@ -84,7 +83,7 @@ TEST(NcclTraining, GivesTheBitsOfTheHostWhereRanksAreStagesOfAPipeline) {
       {"--pipeline-parallel", "2", "--stage", "3", "--dtype", "bf16", "--recompute", "block"}, 4, model);
 }
 
-// The program, as a person starts it.
+// The program, as a user starts it.
 class NcclCommand : public ::testing::Test {
  protected:
   static Process::Variables variables(int gpu_count) {
@@ -171,7 +170,7 @@ TEST_F(NcclCommand, SaysWhatItTriedWhereThereIsNoNccl) {
   expect_refused(run(words + kAsThreads, elsewhere), 1, named);
   expect_refused(run(words + kAsProcesses, elsewhere), 1, named);
   expect_refused(run(words + kAsThreads + Words{"--nccl-library", missing}, variables(2)), 1, named);
-  // The option goes before the variable.
+  // The option has precedence over the variable.
   const Words option = {"--nccl-library", FOREBAY_FAKE_LIBNCCL};
   const Finished found = run(words + kAsThreads + option, elsewhere);
   EXPECT_EQ(found.exit_code, 0) << found.output;

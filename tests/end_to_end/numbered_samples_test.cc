@@ -1,4 +1,4 @@
-// The numbered samples run as their first lines say.
+// The numbered samples run with the commands in their first lines.
 
 #include <gtest/gtest.h>
 

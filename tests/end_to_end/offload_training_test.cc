@@ -1,5 +1,5 @@
-// Whole runs of forebay-gpt with states below the device: killed and resumed, on drives that are full,
-// missing or not to be written.
+// Whole runs of forebay-gpt with offloaded states: killed and resumed, and on drives that are full, missing
+// or read-only.
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -98,7 +98,7 @@ TEST_F(OffloadTraining, SaysAtTheStartHowItReachesItsFiles) {
   }
 }
 
-// What is measured per step is a mean, and no whole number.
+// Measured bytes per step are a mean, not a whole number.
 TEST_F(OffloadTraining, WritesReportsThatForebayReportReads) {
   const Words words = kModel + Words{"--ranks", "2", "--stage", "3", "--steps", "4", "--quiet"};
   Words reports;
@@ -112,7 +112,7 @@ TEST_F(OffloadTraining, WritesReportsThatForebayReportReads) {
   EXPECT_NE(report.output.find("optimizer+parameters"), std::string::npos) << report.output;
 }
 
-// What is opened first would get their numbers, and messages would be written into it.
+// Otherwise the first opened files would get these numbers, and messages would go into them.
 TEST_F(OffloadTraining, ClosedStandardStreamsChangeNothing) {
   const Words words = kModel + Words{"--steps", "3", "--ranks", "3", "--stage", "2"};
   for (const std::string& communicator : communicators()) {
@@ -181,7 +181,7 @@ TEST_F(OffloadTraining, ShowsWhatRanWhen) {
 
 TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) {
   std::mt19937 random(seed_of_test());
-  const std::string last = communicators().back();  // Processes, where there is Gloo.
+  const std::string last = communicators().back();  // Processes, if Gloo is there.
   for (const auto& [communicator, offload] :
        {std::pair<std::string, std::string>("local", "optimizer+parameters"), {last, "optimizer"}}) {
     SCOPED_TRACE(communicator + ", " + offload);
@@ -197,7 +197,7 @@ TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) 
     int kills = 0;
     for (int attempt = 0; attempt < 4; ++attempt) {
       Process process(saving + resuming(), variables());
-      // Files are there from this line on; training may have begun.
+      // From this line on the files exist; training may have begun.
       ASSERT_TRUE(process.wait_for_output("to nvme: "));
       const int microseconds = std::uniform_int_distribution<int>(0, 150'000)(random);
       const std::timespec moment{0, microseconds * 1000L};
@@ -207,7 +207,7 @@ TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) 
       expect_nothing_left();
       if (finished.exit_code == 0) break;
       ++kills;
-      // What kill -9 of the launcher itself leaves is its rendezvous, by design.
+      // kill -9 of the launcher leaves its rendezvous directory, by design.
       for (const auto& entry : fs::directory_iterator(directory_ / "tmp")) fs::remove_all(entry.path());
     }
     const Json resumed = report_of(saving + resuming());
@@ -239,12 +239,12 @@ TEST_F(OffloadTraining, RefusesPlacesItCannotKeepStatesInBeforeItTrains) {
   expect_nothing_left();
 }
 
-// The shell's arguments: a command that says what is forbidden, and what to run then.
+// The shell's arguments: a command that sets a limit, and the command to run under it.
 Words under(const std::string& command, const Words& words) {
   return Words{"/bin/sh", "-c", command + " && exec \"$@\"", "sh"} + words;
 }
 
-// The limit holds for the memory of the host's device too, so the model is one whose files are larger.
+// The limit applies to the host device's memory too, so the model needs larger files than that.
 TEST_F(OffloadTraining, ALimitOnFilesIsNamedWithItsDirectory) {
   const Words words = {FOREBAY_GPT,
                        "--layers",
@@ -268,7 +268,7 @@ TEST_F(OffloadTraining, ALimitOnFilesIsNamedWithItsDirectory) {
                        "optimizer+parameters",
                        "--offload-tier",
                        "nvme:" + drive()};
-  const Finished finished = run(under("ulimit -f 49152", words));  // Of 512 bytes.
+  const Finished finished = run(under("ulimit -f 49152", words));  // In blocks of 512 bytes.
   EXPECT_EQ(finished.exit_code, 1) << finished.output;
   for (const std::string& said : {drive(), std::string("ulimit -f"), std::string("add a directory")})
     EXPECT_NE(finished.output.find(said), std::string::npos) << finished.output;
@@ -276,8 +276,8 @@ TEST_F(OffloadTraining, ALimitOnFilesIsNamedWithItsDirectory) {
   expect_nothing_left();
 }
 
-// On drives of any size up to what is needed, each a file system in memory that is mounted in a namespace of
-// the run's own.
+// On drives of any size up to the needed one. Each is a file system in memory, mounted in the run's own
+// namespace.
 TEST_F(OffloadTraining, ADriveThatIsTooSmallIsNamedAndOneThatIsNotServes) {
   constexpr const char* kUnshare = "/usr/bin/unshare";
   const auto on_drive_of = [&](std::uint64_t bytes, const Words& words) {

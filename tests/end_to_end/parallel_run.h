@@ -12,14 +12,14 @@
 
 namespace forebay::testing {
 
-// Six heads: what 2 and 3 ranks can share.
+// Six heads, which 2 and 3 ranks can share.
 inline const Words kGridModel = {
     "--layers", "2",    "--hidden",  "24",    "--heads", "6",    "--sequence",    "10",
     "--batch",  "2",    "--threads", "1",     "--steps", "4",    "--micro-steps", "2",
     "--bucket", "3000", "--matmul",  "plain", "--lr",    "0.01", "--quiet",       "--communicator",
     "local"};
 
-// `words` with these options' values in the place of theirs, or behind them. Requires: each has a value.
+// `words` with these options replaced or appended. Requires: each has a value.
 inline Words with(Words words, const Words& changes) {
   for (std::size_t i = 0; i + 1 < changes.size(); i += 2) {
     const auto place = std::find(words.begin(), words.end(), changes[i]);
@@ -62,7 +62,7 @@ inline void expect_same_bits(const gpt::TrainingReport& actual, const gpt::Train
   EXPECT_EQ(actual.grad_norm, expected.grad_norm);
 }
 
-// What a run that has to fail says.
+// The message of a run that must fail.
 inline std::string error_of(const Words& words) {
   try {
     train(words);
@@ -72,7 +72,7 @@ inline std::string error_of(const Words& words) {
   return "no error";
 }
 
-// The program with these words is refused as misused, in one line that has `named`.
+// The program exits as misused, with one line that contains `named`.
 inline void expect_usage_error(const Words& program, const std::string& named) {
   const Finished finished = run_program(program);
   EXPECT_EQ(finished.exit_code, 2) << finished.output;

@@ -1,5 +1,5 @@
-// Stages of a pipeline under forebay-gpt: within one grid of ranks the same bits whatever else is chosen,
-// across grids the same losses but for the rounding of sums, and no more passes in flight than stages follow.
+// Pipeline stages in forebay-gpt. Within one grid of ranks no other option changes a bit; across grids losses
+// agree up to the rounding of sums; and a stage has only as many passes in flight as stages follow, plus one.
 
 #include <gtest/gtest.h>
 
@@ -21,7 +21,8 @@
 namespace forebay::testing {
 namespace {
 
-// Three layers do not divide into two stages; more micro-steps than stages, so that all kinds of passes come.
+// Three layers do not divide evenly into two stages. There are more micro-steps than stages, so that every
+// kind of pass occurs.
 const Words kModel = with(
     kGridModel, {"--layers", "3", "--micro-steps", "4", "--steps", "3", "--dropout", "0.2", "--clip", "0.5"});
 
@@ -93,7 +94,7 @@ INSTANTIATE_TEST_SUITE_P(Arrangements, PipelineGrids,
                                            GridWords{4, 2, 2}, GridWords{8, 2, 2}, GridWords{6, 3, 2}),
                          grid_name);
 
-// Every stage of ZeRO with every recomputation and every place for what it begins with.
+// Every ZeRO stage with every recomputation and every placement of its inputs.
 class SlowPipelineGrids : public PipelineGrids {};
 
 TEST_P(SlowPipelineGrids, HaveTheSameBitsWithEveryChoice) {
@@ -115,8 +116,8 @@ INSTANTIATE_TEST_SUITE_P(Slow, SlowPipelineGrids,
                                            GridWords{6, 2, 3}, GridWords{6, 1, 3}),
                          grid_name);
 
-// The arithmetic of a layer does not depend on which stage has it. What does is the order in which squares
-// are added in the norm and contributions to the gradient of the embedding.
+// A layer's arithmetic does not depend on its pipeline stage. The order of the norm's sum of squares does,
+// and so does the order of contributions to the embedding's gradient.
 TEST(PipelineParallel, LosesTheSameOnEveryGridButForRounding) {
   const gpt::TrainingReport one = train(with(kModel, {"--batch", "4"}));
   for (const GridWords& grid :
@@ -152,7 +153,7 @@ TEST(PipelineParallel, HoldsAsManyMicroBatchesAsStagesAreLeft) {
   }
 }
 
-// Of each micro-batch in flight a stage keeps what its layers keep: so many times the bytes of one.
+// A stage keeps its layers' activations for each micro-batch in flight, so the bytes grow with their number.
 TEST(PipelineParallel, KeepsActivationsForTheMicroBatchesInFlight) {
   const auto activations = [](int stages, int micro_steps, const Words& more) {
     const Words words = with(kModel, {"--layers", "4", "--micro-steps", std::to_string(micro_steps)});
@@ -163,11 +164,11 @@ TEST(PipelineParallel, KeepsActivationsForTheMicroBatchesInFlight) {
   const double two = static_cast<double>(activations(4, 3, {}) - activations(4, 2, {}));
   const double rest = static_cast<double>(activations(4, 4, {}) - activations(4, 3, {}));
   EXPECT_GT(one, 0);
-  // Places begin at multiples of 512 bytes.
+  // Offsets are multiples of 512 bytes.
   EXPECT_NEAR(two, one, 1024);
   EXPECT_NEAR(rest, one, 1024);
   EXPECT_EQ(activations(4, 5, {}), activations(4, 4, {})) << "not more than the stages";
-  // With inputs below the device hardly anything but tokens grows.
+  // With offloaded inputs hardly anything but tokens grows.
   EXPECT_LT(static_cast<double>(activations(4, 4, saved) - activations(4, 3, saved)), 0.1 * one);
 }
 
@@ -191,7 +192,7 @@ TEST(PipelineParallel, SendsOneActivationAndOneGradientForEachMicroBatch) {
     EXPECT_EQ(report.ranks[rank].pipeline_sent_bytes_per_step, sent[rank]) << "rank " << rank;
     EXPECT_EQ(report.ranks[rank].pipeline_received_bytes_per_step, sent[rank]) << "rank " << rank;
   }
-  // All of it is in the report's traffic, by peer.
+  // The report's traffic has all of it, by peer.
   const auto to = [&](std::size_t from, const std::string& operation, std::size_t peer) {
     for (const gpt::OperationReport& one : report.traffic[from]) {
       if (one.operation == operation) return static_cast<double>(one.sent_bytes[peer]);
@@ -200,7 +201,8 @@ TEST(PipelineParallel, SendsOneActivationAndOneGradientForEachMicroBatch) {
   };
   EXPECT_EQ(to(1, "send", 2), 3 * 5 * message);
   EXPECT_EQ(to(1, "send", 0), 3 * 5 * message);
-  // The gradient of wte.weight, once a step between the two ends: half of it there, half of the sum back.
+  // The gradient of wte.weight, once per step between the first and the last stage: half of it is sent, half
+  // of the sum comes back.
   const double tokens = 256 * 24 * 4;
   EXPECT_EQ(to(0, "reduce_scatter", 3), 3 * tokens / 2);
   EXPECT_EQ(to(3, "reduce_scatter", 0), 3 * tokens / 2);
@@ -304,7 +306,7 @@ TEST(PipelineParallel, ExportsAndTakesTheWeightsOfTheWholeModel) {
   EXPECT_EQ(exported(none + GridWords{3, 1, 3}.words(), "three"), alone);
   EXPECT_EQ(exported(none + GridWords{8, 2, 2}.words(), "eight"), alone);
 
-  // What has been trained in one grid goes on in another.
+  // Weights that were trained in one grid go on in another.
   const Words two = kModel + GridWords{4, 2, 2}.words();
   const std::string trained = exported(two, "trained");
   EXPECT_NE(trained, alone);
@@ -316,7 +318,7 @@ TEST(PipelineParallel, StagesStopAfterTheSameStepAndSave) {
   const TemporaryDirectory directory;
   const std::string state = directory / "state";
   const Words words = with(kModel + GridWords{4, 1, 2}.words(), {"--steps", "100000"});
-  gpt::request_stop();  // Seen in the first step.
+  gpt::request_stop();  // The first step sees it.
 
   const gpt::TrainingReport report = train(words + Words{"--save-state", state});
 
@@ -367,7 +369,7 @@ TEST(PipelineParallel, RefusesWhatCannotBe) {
     expect_usage_error(with({FOREBAY_GPT, "--quiet", "--steps", "1"}, words), named);
 }
 
-// Ranks of different parts of the model, none of which has a peer that it shares its part with.
+// Every rank has another part of the model, so none has a data-parallel peer.
 TEST(PipelineParallel, RanksOfOneGridWithOtherOptionsAreNamed) {
   const TemporaryDirectory directory;
   const std::string text = directory / "text";

@@ -1,5 +1,5 @@
-// What `forebay plan` says of a run of forebay-gpt is what that run holds and sends, on every rank of a grid;
-// and `forebay report` sets its figures beside the formulas.
+// `forebay plan` gives the bytes that a run of forebay-gpt holds and sends on every rank of a grid, and
+// `forebay report` shows these figures beside the formulas.
 
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ Json plan_of(const Words& words, const Words& shape = kShape) {
   return Json::parse(finished.output);
 }
 
-// Of the ranks of one pipeline stage.
+// The ranks of one pipeline stage.
 struct StagePlan {
   std::uint64_t parameters = 0;
   std::uint64_t model_states = 0;
@@ -50,7 +50,7 @@ StagePlan of_stage(const Json& plan, int stage) {
           plan.at("wire_bytes_per_step").at("sent")};
 }
 
-// Half a percent, the promise; what has no padding of its own is the same to the byte.
+// The promise is half a percent. Figures without padding are exact.
 void expect_planned(std::uint64_t measured, const Json& planned) {
   EXPECT_NEAR(static_cast<double>(measured), planned.get<double>(), 0.005 * planned.get<double>());
 }
@@ -77,8 +77,8 @@ TEST(PlannedTraining, HoldsAndSendsWhatThePlanOfItsGridSays) {
   }
 }
 
-// keep: all inputs whole; partition: divided by t, and buffers to gather into; partition+cpu: nothing on the
-// device but what bytes pass through, the rest page-locked on the host.
+// keep: all inputs whole. partition: divided by t, plus buffers to gather into. partition+cpu: only staging
+// on the device, the rest in pinned memory.
 TEST(PlannedTraining, KeepsActivationsInTheBytesOfThePlan) {
   const std::uint64_t input = 3 * 14 * 36 * 4;
   const std::uint64_t inputs = 5 * input;
@@ -102,7 +102,7 @@ TEST(PlannedTraining, KeepsActivationsInTheBytesOfThePlan) {
     const auto [cut, cut_plan] = saved("partition");
     const auto [spilled, spilled_plan] = saved("partition+cpu");
 
-    // The model's own places of inputs: what is gone of them without, but one that they pass through.
+    // The model's own memory for inputs, which goes away except for one buffer that they pass through.
     expect_planned(
         keep.peak_bytes.activations - (cut.peak_bytes.activations - cut.saved_device_bytes) + input,
         keep_plan.at("kept"));
@@ -116,8 +116,8 @@ TEST(PlannedTraining, KeepsActivationsInTheBytesOfThePlan) {
   }
 }
 
-// The same blocks are recomputed, and tensor parallelism sends what the plan says. Hidden is wide enough for
-// the parts of the loss, which the plan leaves out, to be nothing.
+// The same blocks are recomputed, and tensor parallelism sends what the plan says. Hidden is so wide that the
+// parts of the loss, which the plan leaves out, do not matter.
 TEST(PlannedTraining, RecomputesTheBlocksOfThePlan) {
   const Words wide = with(kShape, {"--hidden", "120"});
   for (const GridWords& grid : {GridWords{2, 2}, {3, 3}, {4, 2, 2}}) {
@@ -157,7 +157,7 @@ TEST(PlannedTraining, ReportsSetFormulasOfTheGridBeside) {
   ASSERT_EQ(same.exit_code, 0) << same.output;
   const Json runs = Json::parse(same.output).at("runs");
   for (const Json& run : runs) {
-    // Padding and the parts of the loss are beside the formulas.
+    // The formulas leave out padding and the parts of the loss.
     const Json& states = run.at("model_state_bytes");
     EXPECT_NEAR(states.at("measured").get<double>() / states.at("formula").get<double>(), 1, 0.05);
     const Json& wire = run.at("wire_bytes_per_step");

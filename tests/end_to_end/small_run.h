@@ -1,4 +1,4 @@
-// A small training run of the sample with plain products, by the words of its command line.
+// A small training of the sample with plain products, given as command-line words.
 #pragma once
 
 #include <string>

@@ -1,7 +1,7 @@
-// Ranks that share every layer of forebay-gpt: within one grid of ranks the same bits whatever else is
-// chosen, across grids the same losses but for the rounding of fp32.
+// Tensor-parallel ranks in forebay-gpt. Within one grid of ranks no other option changes a bit; across grids
+// losses agree up to fp32 rounding.
 //
-// `./dev test` runs a few of the grids and choices, under the label slow all of them are run.
+// `./dev test` runs a few of the grids and options; the label slow runs all.
 
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ namespace forebay::testing {
 namespace {
 
 const Words kDropout = {"--dropout", "0.2"};
-const Words kClip = {"--clip", "0.5"};  // Less than the norms below, so that it matters.
+const Words kClip = {"--clip", "0.5"};  // Less than the norms below, so that clipping happens.
 
 struct Choices {
   std::vector<GridWords> grids;
@@ -52,7 +52,7 @@ void expect_the_same_bits_within_a_grid(const Choices& choices) {
           expect_same_bits(report, plain);
           for (const gpt::RankReport& rank : report.ranks) {
             EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
-            // After a step that is skipped the same weights are not gathered again.
+            // After a skipped step the weights are not gathered again.
             const auto planned = static_cast<double>(rank.planned_sent_bytes_per_step);
             EXPECT_LE(rank.sent_bytes_per_step, planned);
             if (skips_none(report)) {
@@ -80,7 +80,7 @@ TEST(TensorParallel, GivesTheSameBitsWhateverElseIsChosen) {
   expect_same_bits(train(common + Words{"--stage", "3", "--offload", "optimizer+parameters"}), plain);
   expect_same_bits(train(common + Words{"--stage", "2", "--no-overlap", "--shard-within", "all"}), plain);
   expect_same_bits(train(with(common, {"--bucket", "64", "--stage", "1"})), plain);
-  // Ranks as processes, over memory they share.
+  // Ranks as processes, over shared memory.
   const TemporaryDirectory directory;
   const std::string path = directory / "report.json";
   const Finished finished =
@@ -94,7 +94,7 @@ TEST(TensorParallel, RanksOfAllPartsStopAfterTheSameStepAndSave) {
   const TemporaryDirectory directory;
   const std::string state = directory / "state";
   const Words words = with(kGridModel + GridWords{4, 2}.words(), {"--steps", "100000"});
-  gpt::request_stop();  // Seen in the first step.
+  gpt::request_stop();  // The first step sees it.
 
   const gpt::TrainingReport report = train(words + Words{"--save-state", state});
 
@@ -104,7 +104,7 @@ TEST(TensorParallel, RanksOfAllPartsStopAfterTheSameStepAndSave) {
   EXPECT_EQ(train(with(words, {"--steps", "1", "--load-state", state})).digest, report.digest);
 }
 
-// What a kill leaves: parts of a step that not all ranks have saved.
+// A kill leaves parts of a step that not all ranks have saved.
 TEST(TensorParallel, GoesOnFromTheLastStepThatAllPartsHaveSaved) {
   const TemporaryDirectory directory;
   const std::string state = directory / "state";
@@ -122,9 +122,10 @@ TEST(TensorParallel, GoesOnFromTheLastStepThatAllPartsHaveSaved) {
 }
 
 // The sums over the columns of a matrix are made in parts, so the last bits of activations differ. AdamW
-// divides a gradient by its own size: where one is nothing but rounding, the update differs by up to --lr, in
-// elements that hardly matter. Measured: losses differ by 4e-8 of themselves, norms by 8e-7; a mask of
-// dropout that depended on the grid changes a loss by more than 1e-4, and a missing part a norm by more.
+// divides a gradient by its own size. If a gradient is only a rounding error, its update differs by up to
+// --lr, in elements that hardly matter. Measured: losses differ by 4e-8 of themselves, norms by 8e-7; a
+// dropout mask that depended on the grid would change a loss by more than 1e-4, and a missing part would
+// change a norm by more.
 TEST(TensorParallel, LosesTheSameOnEveryGridButForRounding) {
   for (const Words& dropout : {Words{}, kDropout}) {
     // The same samples: one data-parallel rank of 4, or two of 2.
@@ -213,7 +214,7 @@ TEST(SlowSavedActivations, GiveTheSameBitsWhereverTheyWait) {
   expect_the_same_bits_wherever_they_wait(kAll.stages);
 }
 
-// 12 blocks: what is kept of their inputs outweighs what is fetched and gathered ahead.
+// With 12 blocks, the kept inputs need more memory than the buffers to fetch and gather ahead.
 TEST(SavedActivations, TakeAPartOfTheDeviceOrNothingButStaging) {
   const Words words = with(kGridModel + GridWords{2, 2}.words(), {"--layers", "12", "--steps", "1"}) +
                       Words{"--recompute", "block"};
@@ -273,14 +274,14 @@ TEST(TensorParallel, DividesParametersAndActivationsAndCountsWhatItSends) {
             0.6 * static_cast<double>(one.ranks[0].peak_bytes.parameters));
   EXPECT_LT(two.ranks[0].peak_bytes.activations, one.ranks[0].peak_bytes.activations);
   EXPECT_LT(recomputed.ranks[0].peak_bytes.activations, two.ranks[0].peak_bytes.activations);
-  // 2 sums of [rows, hidden] forward and 2 backward in each of 2 blocks, 1 after the embedding, 1 in the
-  // head, and the parts of the loss, 12 bytes a row. Each sum sends 2 (t - 1) / t of its bytes.
+  // Each of 2 blocks makes 2 sums of [rows, hidden] forward and 2 backward; the embedding and the head make 1
+  // each; the parts of the loss have 12 bytes per row. Each sum sends 2 (t - 1) / t of its bytes.
   const double rows = 2 * 10;
   const double sums = 2 * 4 + 2;
   EXPECT_EQ(two.ranks[0].tensor_sent_bytes_per_step, 2 * (sums * rows * 24 * 4 + rows * 12));
-  // Recomputing makes the sum after attention again.
+  // Recomputation repeats the sum after attention.
   EXPECT_EQ(recomputed.ranks[0].tensor_sent_bytes_per_step, 2 * ((sums + 2) * rows * 24 * 4 + rows * 12));
-  // All of it is in the report's traffic, by peer.
+  // The report's traffic has all of it, by peer.
   std::uint64_t sent = 0;
   for (const gpt::OperationReport& one_kind : two.traffic[0]) {
     if (one_kind.operation == "reduce_scatter" || one_kind.operation == "all_gather")

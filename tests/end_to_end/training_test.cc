@@ -1,5 +1,5 @@
-// Whole runs of forebay-gpt as a person has them: repeated, killed and resumed, at other depths and ranks,
-// with the wrong options, with a peer that never comes. After each, nothing is left behind.
+// Whole runs of forebay-gpt: repeated, killed and resumed, with other depths and ranks, with wrong options,
+// with a peer that never arrives. No run leaves files or processes behind.
 
 #include "trainer/training.h"
 
@@ -45,7 +45,7 @@ Json read_json(const std::string& path) {
   return Json::parse(file, nullptr, false);
 }
 
-// The program, with a private directory for temporary files so that what it leaves behind is seen.
+// The program, with a private directory for temporary files, so that the test sees files that it leaves.
 class Training : public ::testing::Test {
  protected:
   Process::Variables variables(const Process::Variables& more = {}) const {
@@ -178,7 +178,7 @@ TEST_F(Training, ResumesAfterAKillAtAnyMomentWithTheSameBits) {
     const bool resumable = std::filesystem::exists(state + "/latest");
     Process process(Words{FOREBAY_GPT} + saving + (resumable ? Words{"--load-state", state} : Words{}),
                     variables());
-    // Long enough to save, at no particular point of it.
+    // Long enough to save a state; the kill hits any point of it.
     ASSERT_TRUE(process.wait_for_output("step ")) << "no progress line";
     const int microseconds = std::uniform_int_distribution<int>(0, 120'000)(random);
     std::timespec moment{0, microseconds * 1000L};
@@ -187,8 +187,7 @@ TEST_F(Training, ResumesAfterAKillAtAnyMomentWithTheSameBits) {
     const Finished finished = process.finish();
     if (finished.exit_code == 0) break;
     ++kills;
-    // What kill -9 of the launcher itself leaves is its store directory, by design: the next reboot or `rm`
-    // has it.
+    // kill -9 of the launcher leaves its rendezvous directory, by design, until the next reboot.
     for (const auto& entry : std::filesystem::directory_iterator(directory_ / "tmp"))
       std::filesystem::remove_all(entry.path());
   }
@@ -212,7 +211,7 @@ TEST_F(Training, EndsCleanlyOnCtrlCOrTerminationAndSavesWhereAsked) {
               "2",         "--threads", "1",  "--save-state", state},
         variables());
     ASSERT_TRUE(process.wait_for_output("step "));
-    process.signal_group(signal);  // A terminal sends it to all of the group.
+    process.signal_group(signal);  // A terminal signals the whole process group.
     const Finished finished = process.finish();
     EXPECT_EQ(finished.exit_code, 128 + signal) << finished.output;
     EXPECT_NE(finished.output.find("state saved in"), std::string::npos) << finished.output;
@@ -242,7 +241,7 @@ pid_t find_rank(pid_t launcher, int rank) {
   return 0;
 }
 
-// The fate of the killed rank, in the words of whoever is left, by --communicator.
+// The message of the remaining ranks about the killed one, by --communicator.
 std::vector<std::pair<std::string, std::string>> words_for_the_killed() {
   std::vector<std::pair<std::string, std::string>> words{{"shm", " died"}};
   if (FOREBAY_TEST_GLOO) words.emplace_back("gloo", " closed the connection");
@@ -267,12 +266,12 @@ TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
       const Finished finished = process.finish();
       EXPECT_EQ(finished.exit_code, 128 + SIGKILL);
       EXPECT_EQ(::kill(-process.id(), 0), -1) << "processes are left";
-      // One line says so, of whichever rank is left to speak.
+      // One of the remaining ranks prints it, in one line.
       const std::string named = ": rank " + std::to_string(rank) + fate;
       const std::size_t place = finished.output.find(named);
       ASSERT_NE(place, std::string::npos) << finished.output;
       EXPECT_EQ(finished.output.find(fate, place + named.size()), std::string::npos) << finished.output;
-      // And one of what the launcher alone knows.
+      // Another line has the facts that only the launcher knows.
       EXPECT_NE(finished.output.find("rank " + std::to_string(rank) + " (process " + std::to_string(child) +
                                      ") was ended by signal 9"),
                 std::string::npos)
@@ -281,7 +280,7 @@ TEST_F(Training, EndsEveryRankWhenOneIsKilled) {
   }
 }
 
-// With groups the ranks that wait for the stopped one are themselves waited for.
+// With all-reduce groups, other ranks wait for the ranks that wait for the stopped one.
 TEST_F(Training, NamesAStoppedRankThroughTheGroupsThatWaitForIt) {
   const Words grids[] = {{"--stage", "1", "--tensor-parallel", "2"},
                          {"--stage", "3", "--order", "group:2", "--shard-within", "group"}};
@@ -410,7 +409,7 @@ TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
   std::filesystem::create_directory(store);
   std::filesystem::permissions(store, std::filesystem::perms::owner_all);
   for (const int signal : {SIGINT, SIGTERM}) {
-    // Its peer never comes.
+    // Its peer never arrives.
     Process process(Words{FOREBAY_GPT} + kSmall,
                     variables({{"FOREBAY_RANK", "0"}, {"FOREBAY_SIZE", "2"}, {"FOREBAY_STORE", store}}));
     ASSERT_TRUE(process.wait_for_output("rank 1 did not join yet")) << "no word of whom it waits for";
@@ -421,7 +420,7 @@ TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
 
 TEST_F(Training, RanksEndWithALauncherThatIsKilled) {
   const std::string store = directory_ / "store";
-  // As mpirun starts them, by a shell.
+  // A shell starts them, as mpirun does.
   std::string command;
   for (const char* rank : {"0", "1"}) {
     command += "OMPI_COMM_WORLD_RANK=" + std::string(rank) +
@@ -451,7 +450,7 @@ TEST_F(Training, ExportsWhatItInitialises) {
     return std::string(std::istreambuf_iterator<char>(file), {});
   };
   EXPECT_EQ(bytes_of(initial), bytes_of(again));
-  // Every truncation of it is refused.
+  // Every truncated file is refused.
   const std::string whole = bytes_of(initial);
   for (const std::size_t length :
        {std::size_t{0}, std::size_t{7}, std::size_t{100}, whole.size() / 2, whole.size() - 1}) {
@@ -497,7 +496,7 @@ TEST_F(Training, GivesUpOnAPeerThatNeverComes) {
   EXPECT_NE(finished.output.find("rank 1"), std::string::npos) << finished.output;
 }
 
-// One of those that are left speaks, whatever numbers are in the store's address.
+// One of the remaining ranks prints the message, for any numbers in the store's address.
 TEST_F(Training, ARankWhoseStoreDoesNotAnswerSaysSo) {
   if (!FOREBAY_TEST_GLOO) GTEST_SKIP() << "this forebay was built without Gloo (libgloo-dev)";
   const int reserved = ::socket(AF_INET, SOCK_STREAM, 0);
@@ -526,7 +525,7 @@ TEST_F(Training, ARankWhoseStoreDoesNotAnswerSaysSo) {
   EXPECT_NE(finished.output.find("rank 0, which serves the store"), std::string::npos) << finished.output;
 }
 
-// Whichever ranks are gone, and whichever of them the others have noticed.
+// For any lost ranks, and for any of them that the others have noticed.
 TEST_F(Training, RanksThatAreLeftSayWhyWhenSeveralAreKilled) {
   for (const std::string communicator : {"shm", "gloo"}) {
     if (communicator == "gloo" && !FOREBAY_TEST_GLOO) continue;
@@ -559,7 +558,7 @@ TEST_F(Training, RanksThatAreLeftSayWhyWhenSeveralAreKilled) {
   }
 }
 
-// The port that torchrun names is its own agent's: nothing here binds it, so a taken one does not matter.
+// torchrun's port belongs to its own agent. Nothing here binds it, so it may be taken.
 TEST_F(Training, RunsUnderTorchrunsVariablesWithTheMasterPortTaken) {
   const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

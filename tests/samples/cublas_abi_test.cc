@@ -12,7 +12,7 @@
 namespace forebay::gpt::cublas {
 namespace {
 
-// One place of a signature: what the calling convention makes of it.
+// One argument or result, as the calling convention passes it.
 template <typename T>
 constexpr int kind_of() {
   if constexpr (std::is_pointer_v<T>) return 1;

@@ -44,7 +44,7 @@ float* align(std::vector<float>& storage) {
   return static_cast<float*>(std::align(256, 64, place, space));
 }
 
-// Memory aligned as the engine's is.
+// Memory with the engine's alignment.
 class AlignedBytes {
  public:
   explicit AlignedBytes(std::size_t bytes) : storage_(bytes / sizeof(float) + 128) {}
@@ -54,7 +54,7 @@ class AlignedBytes {
   std::vector<float> storage_;
 };
 
-// A model with parameters and gradients in buffers of its own: the plainest trainer there is.
+// A model with parameters and gradients in its own buffers, without an engine.
 class PlainModel {
  public:
   PlainModel(const GptShape& shape, std::size_t batch, DataType dtype, std::unique_ptr<MatMul> matmul,
@@ -66,7 +66,7 @@ class PlainModel {
         operations_(std::move(matmul), threads),
         gpt_(options, operations_, queue_, alone_),
         memory_(gpt_.memory_bytes()) {
-    std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // A value read before it was written shows.
+    std::memset(memory_.data(), 0xCB, gpt_.memory_bytes());  // Makes a read before the first write visible.
     gpt_.use_memory(memory_.data());
     for (const GptUnit& unit : units_) {
       for (const GptParameter& parameter : unit.parameters) {
@@ -117,7 +117,7 @@ class PlainModel {
   Gradients gradients_of(int unit, bool accumulate) {
     Gradients all;
     for (const GptParameter& parameter : units_[static_cast<std::size_t>(unit)].parameters) {
-      // The head has already written wte's gradient when the embedding comes.
+      // The head has already written wte's gradient.
       const bool add = accumulate || parameter.name == "wte.weight";
       all.push_back({gradients_.at(parameter.name).data(), add});
     }
@@ -187,7 +187,7 @@ INSTANTIATE_TEST_SUITE_P(Products, GptModel, testing::ValuesIn(matmul_names()),
                          [](const auto& info) { return info.param; });
 
 // Every parameter's gradient, at sampled elements, against central differences of the double-precision loss,
-// whose own error is about 1e-8. What is left is the rounding of fp32.
+// whose own error is about 1e-8. The remaining difference is fp32 rounding.
 void expect_gradients_of_the_reference(PlainModel& model, const GptReference::Dropped& dropped,
                                        std::uint64_t seed) {
   randomise(model, seed);
@@ -206,7 +206,7 @@ void expect_gradients_of_the_reference(PlainModel& model, const GptReference::Dr
       for (const float g : gradient) largest = std::max(largest, std::abs(double{g}));
       ASSERT_GT(largest, 0) << parameter.name;
       for (std::uint64_t sample = 0; sample < 12; ++sample) {
-        // The rows of wte that the tokens name matter most: choose those half of the time.
+        // The rows of wte that the tokens name matter most: choose them half of the time.
         std::size_t i = draw(seed, 2000, sample) % gradient.size();
         if (parameter.name == "wte.weight" && sample % 2 == 0)
           i = tokens[sample % 10] * kTiny.hidden + i % kTiny.hidden;
@@ -279,7 +279,7 @@ TEST_P(GptModel, GivesTheSameBitsAgain) {
 
 TEST(GptThreads, PlainProductsGiveTheSameBitsAtAnyNumberOfThreads) {
   const std::uint64_t seed = test_seed();
-  // Large enough that every loop is shared out.
+  // Large enough that threads share every loop.
   const GptShape shape{.layers = 1, .hidden = 144, .heads = 3, .sequence = 40};
   const auto tokens = random_bytes(3 * 40, seed, 1000);
   const auto targets = random_bytes(3 * 40, seed, 1001);
@@ -408,7 +408,7 @@ TEST(GptConvert, HalvesRoundToNearestEvenAndComeBackExactly) {
       }
       ASSERT_EQ(narrowed(type, value), half) << data_type_name(type);
       if (std::isinf(value) || half == 0x8000) continue;
-      // Half-way to the next one in magnitude goes to the even one.
+      // A value half-way to the next one rounds to the even one.
       const std::uint16_t next_bits = static_cast<std::uint16_t>(half + 1);
       float next = 0;
       widen(type, reinterpret_cast<const std::byte*>(&next_bits), &next, 1);

@@ -1,5 +1,5 @@
-// The same GPT in double precision and as plainly as it can be said: the loss from parameters, tokens and
-// targets. Written from samples/gpt/README.md, not from the model's code.
+// The same GPT in double precision, as plain as possible: the loss from parameters, tokens and targets. It
+// was written from samples/gpt/README.md, not from the model's code.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ class GptReference {
   GptReference(const GptShape& shape, std::map<std::string, Values> parameters)
       : shape_(shape), parameters_(std::move(parameters)) {}
 
-  // Dropout with probability `probability` in one micro-step, whose samples begin with `first_sample`.
+  // Dropout with probability `probability` in a micro-step that begins with sample `first_sample`.
   struct Dropped {
     double probability = 0;
     std::uint64_t seed = 1, step = 0, micro_step = 0, first_sample = 0;
@@ -51,7 +51,7 @@ class GptReference {
  private:
   const Values& p(const std::string& name) const { return parameters_.at(name); }
 
-  // What element `i` of a sample's part of a tensor, `count` long, is multiplied by.
+  // The factor of element `i` of a sample's part of a tensor, which has `count` elements.
   double kept(std::uint64_t site, std::size_t sample, std::size_t count, std::size_t i) const {
     if (dropped_.probability == 0) return 1;
     const std::uint64_t key =

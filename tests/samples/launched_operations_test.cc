@@ -1,5 +1,5 @@
-// The model's kernels, built for the host and launched on a HostBackend, against the host's own loops: the
-// same bits, operation by operation. On shapes that leave part of every block, tile and lane idle.
+// Compares the model's kernels, built for the host and launched on a HostBackend, with the host's loops, bit
+// for bit, operation by operation. The shapes leave part of every block, tile and lane idle.
 
 #include "model/launched_operations.h"
 
@@ -170,7 +170,7 @@ TEST_F(LaunchedOperationsTest, DropTheSameElements) {
 TEST_F(LaunchedOperationsTest, EmbedInTheSameOrder) {
   const std::size_t rows = 60, sequence = 20, hidden = 36, vocabulary = 256;
   std::vector<std::uint8_t> tokens = bytes(rows);
-  for (std::uint8_t& token : tokens) token %= 11;  // So that many rows have the same one.
+  for (std::uint8_t& token : tokens) token %= 11;  // Makes many rows share a token.
   for (const TokenRange range : {TokenRange{0, vocabulary}, TokenRange{3, 5}, TokenRange{256, 0}}) {
     expect_same_bits("embed",
                      {normal(vocabulary * hidden), normal(rows * hidden), normal(vocabulary * hidden),

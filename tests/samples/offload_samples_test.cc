@@ -1,4 +1,4 @@
-// The numbered samples about what is below the device run as their first lines say.
+// The numbered samples about offload run with the commands in their first lines.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +29,8 @@ TEST_F(OffloadSamples, AnOptimizerInFilesGivesTheBitsOfOneInMemory) {
   const Finished finished = run_program({ADAM_IN_FILES, directory_.path()});
 
   EXPECT_EQ(finished.exit_code, 0) << finished.output;
-  EXPECT_NE(finished.output.find("bit for bit the same as with states in memory"), std::string::npos) << finished.output;
+  EXPECT_NE(finished.output.find("bit for bit the same as with states in memory"), std::string::npos)
+      << finished.output;
 }
 
 TEST_F(OffloadSamples, AModelBeyondTheDeviceTrainsToOneDigest) {

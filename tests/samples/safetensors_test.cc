@@ -1,5 +1,4 @@
-// The safetensors reader and writer: what is written comes back, and nothing that is not a valid file is
-// believed.
+// The safetensors reader and writer: written values come back, and invalid files are refused.
 
 #include "trainer/safetensors.h"
 
@@ -36,7 +35,7 @@ class Safetensors : public testing::Test {
     return (directory_ / name).string();
   }
 
-  // A file of this header and so many bytes of data.
+  // A file with this header and this many bytes of data.
   std::string write(const std::string& header, std::size_t data_bytes) const {
     std::string content(8, '\0');
     for (std::size_t i = 0; i < 8; ++i) content[i] = static_cast<char>(header.size() >> (8 * i));
@@ -152,7 +151,7 @@ TEST_F(Safetensors, EveryTruncationIsRefused) {
   }
 }
 
-// Whatever a few changed bytes make of a header, the reader refuses it or can read every tensor it then
+// After a few changed bytes in the header, the reader refuses the file or can read every tensor that it
 // names.
 TEST_F(Safetensors, ChangedHeadersAreRefusedOrConsistent) {
   const char* text = std::getenv("FOREBAY_SEED");

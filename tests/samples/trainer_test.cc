@@ -157,7 +157,7 @@ TEST_F(Trainer, AStopIsTheSameStepForAllRanksAndSavesTheState) {
   o.ranks = 2;
   o.steps = 1000000;
   o.save_state = path("state");
-  request_stop();  // Seen in the first step.
+  request_stop();  // The first step sees it.
 
   const TrainingReport report = run_training(o);
 
@@ -244,7 +244,7 @@ TEST_F(Trainer, WhatIsOffloadedGivesTheSameBitsAndMovesThePlannedBytes) {
           EXPECT_GE(rank.host_bytes, rank.planned_host_bytes);
           EXPECT_LE(rank.host_bytes, rank.planned_host_bytes + 4096);
           EXPECT_EQ(rank.planned_file_bytes > 0, tier == Tier::kFile);
-          // Each of the ranges is whole pages, and is moved as such.
+          // Each range has whole pages and is moved as a whole.
           const std::uint64_t padding = 4 * 4 * 4096;
           EXPECT_GE(rank.file_bytes, rank.planned_file_bytes);
           EXPECT_LE(rank.file_bytes, rank.planned_file_bytes + padding);

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What forebay-gpt computes, written a second time from samples/gpt/README.md alone.
+"""A second implementation of forebay-gpt, written from samples/gpt/README.md alone.
 
-Needs Python 3 and NumPy (Debian: python3-numpy) and nothing of forebay. All numbers are float64; every derivative is
+It needs Python 3 and NumPy (Debian: python3-numpy), and no part of forebay. All numbers are float64; every derivative is
 written out by hand. Each operation returns its result and a function from the derivative of that result to the
 derivatives of its arguments.
 
@@ -23,7 +23,7 @@ except ImportError:
     sys.exit(3)
 
 VOCABULARY = 256  # Bytes.
-SAMPLE_STREAM = 2**32  # Above every parameter's number, so that no stream serves twice.
+SAMPLE_STREAM = 2**32  # Above every parameter's number, so that streams differ.
 
 
 # ---- random numbers: pure functions of seed, stream and counter; uint64 arithmetic wraps ----
@@ -283,7 +283,7 @@ def relative(found, expected):
 def initial_agrees(options, exported):
     worst, worst_name, other_bits, count = 0.0, "none", 0, 0
     for name, own in initial_parameters(options).items():
-        # Where the exported value is 0 (a bias) only 0 will do.
+        # An exported 0 (a bias) must be exactly 0.
         difference = np.abs(own - exported[name]) / np.maximum(np.abs(exported[name]), 1e-300)
         other_bits += int((own != exported[name]).sum())
         count += own.size
@@ -318,7 +318,7 @@ def run_agrees(options, parameters, text):
               f"{differences[0]:.3g}, limit {options.first_tolerance:g}")
         print(f"{what}: largest relative difference {differences[worst]:.3g} at step {worst} (here {own[worst]:.9g}, "
               f"report {report[what][worst]:.9g}), limit {limit:g}")
-        # Written so that a NaN does not agree.
+        # A NaN counts as a difference.
         agrees = agrees and differences[0] <= options.first_tolerance and all(d <= limit for d in differences)
     clipped = sum(norm > options.clip > 0 for _, norm in results)
     print(f"{clipped} of {options.steps} steps were clipped; loss from {results[0][0]:.4f} to {results[-1][0]:.4f}")

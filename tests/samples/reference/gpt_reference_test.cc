@@ -1,6 +1,6 @@
 // forebay-gpt against gpt_reference.py, a second implementation in double precision that was written from
 // samples/gpt/README.md alone: the same initial weights from the same seed, then the same losses and gradient
-// norms. So the sample does what its documentation says, and so does all of forebay below it.
+// norms. So the sample agrees with its documentation, and so does the part of forebay below it.
 
 #include <gtest/gtest.h>
 
@@ -20,16 +20,16 @@ Words operator+(Words left, const Words& right) {
 }
 
 const Words kShape = {"--layers", "2", "--hidden", "48", "--heads", "3", "--sequence", "24", "--batch", "2"};
-// So much decay that it shows in the losses what decays and what does not, and gradients of which some are
-// clipped. The learning rate is low, and epsilon above the rounding errors of gradients that are nearly 0:
-// else fp32 rounding alone soon changes losses by more than the limits below.
+// The decay is so strong that losses show which parameters decay, and some gradients are clipped. The
+// learning rate is low, and epsilon is above the rounding errors of gradients that are nearly 0; otherwise
+// fp32 rounding alone soon changes losses by more than the limits below.
 const Words kSensitive = {"--lr", "0.0005",  "--weight-decay", "10",        "--clip", "1.8",    "--beta1",
                           "0.8",  "--beta2", "0.97",           "--epsilon", "1e-4",   "--seed", "20261121"};
-// Relative. What fp32 makes of it differs by about 1e-8 (losses) and 1e-6 (norms). At 1e-4, a clipping factor
-// with 1e-2 added to the norm would pass.
+// Relative limits. fp32 differs by about 1e-8 (losses) and 1e-6 (norms). At 1e-4, a clipping factor with 1e-2
+// added to the norm would pass.
 const Words kLimits = {"--tolerance", "1e-5", "--first-tolerance", "1e-6"};
 
-// The first Python that has NumPy, or "". The distribution's is tried too where another one comes first.
+// The first Python that has NumPy, or "". The distribution's Python is tried too if another one comes first.
 std::string python_with_numpy() {
   for (const Words& candidate : {Words{"/usr/bin/env", "python3"}, Words{"/usr/bin/python3"}}) {
     const Finished finished =
@@ -53,7 +53,7 @@ class GptReference : public ::testing::Test {
     for (int i = 0; i < 500; ++i) squares << i << " times " << i << " is " << i * i << "\n";
   }
 
-  // The sample's arguments are those both programs understand, then its own.
+  // The sample's arguments: first those that both programs understand, then its own.
   void train(const Words& common, const Words& own = {}) {
     const Finished finished =
         run_program(Words{FOREBAY_GPT} + kShape + text_ + common + own + Words{"--threads", "1", "--quiet"});
@@ -103,7 +103,8 @@ TEST_F(GptReference, AgreesWithFourRanksThatShardGradientsAndAccumulate) {
   expect_agreement(kSensitive + Words{"--ranks", "4", "--micro-steps", "2"}, {"--stage", "2"});
 }
 
-// Initial weights are small, all biases 0: softmax and GELU are nearly linear there. These are not.
+// Initial weights are small and all biases 0, where softmax and GELU are nearly linear. These weights are
+// not.
 TEST_F(GptReference, AgreesFromWeightsThatHaveLearned) {
   ASSERT_NO_FATAL_FAILURE(train({"--lr", "0.005", "--steps", "300"}, {"--export", initial_}));
   ASSERT_NO_FATAL_FAILURE(
