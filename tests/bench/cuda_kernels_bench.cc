@@ -1,14 +1,14 @@
-// How near the CUDA kernels come to what a device's memory gives: each beside a large device-to-device copy
-// of the same run.
+// Compares the CUDA kernels with the memory bandwidth of the device: each beside a large device-to-device
+// copy of the same run.
 //
 //   cuda_kernels_bench [--elements N] [--rounds N] [--device N] [--json FILE]      default 268435456 15 0
 //
-// Method: all rows run interleaved, A B C ... A B C ..., after one untimed round. A figure is the wall time
-// of enough launches queued at once to take about 20 ms, waited for together and divided; then the median of
-// the rounds, and for a ratio the median of the rounds' own ratios. GB/s counts the bytes the formula needs,
-// reads and writes; a copy reads and writes each byte.
+// Method: all rows run interleaved, A B C ... A B C ..., after one untimed round. A round queues enough
+// launches to take about 20 ms, waits for all and divides the time by their number. A figure is the median of
+// the rounds; a ratio is the median of the rounds' ratios. GB/s counts the bytes that the formula reads and
+// writes; a copy reads and writes each byte.
 //
-// Needs a CUDA device. Without one it says so and exits with 77.
+// It needs a CUDA device; without one it says so and exits with 77.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -26,8 +26,8 @@ namespace forebay {
 namespace {
 
 constexpr int kCannotRun = 77;
-constexpr double kBatchSeconds = 0.02;  // Shorter, and the time to queue shows; longer gains nothing.
-constexpr int kLargestBatch = 512;      // What a stream's queue takes without waiting.
+constexpr double kBatchSeconds = 0.02;  // Shorter: the time to queue shows. Longer: no benefit.
+constexpr int kLargestBatch = 512;      // The launches that a stream's queue takes without waiting.
 
 struct Options {
   std::size_t elements = std::size_t{1} << 28;
@@ -38,7 +38,7 @@ struct Options {
 
 struct Row {
   const char* name;
-  double bytes;  // Of one launch, by the formula.
+  double bytes;  // Bytes of one launch, by the formula.
   std::function<Status()> queue;
   int batch = 1;
   std::vector<double> seconds = {};
@@ -147,7 +147,7 @@ int run(const Options& options) {
   must(kernels.fill({m.as<float>(), count, 0.0f, f32}, stream));
   must(kernels.fill({v.as<float>(), count, 1.0f, f32}, stream));
   must(kernels.fill({narrow.as<void>(), count, 0.01f, bf16}, stream));
-  // A step's state as it is after a step was applied.
+  // The state after a step was applied.
   StepState applied;
   applied.outcome = StepOutcome::kApplied;
   applied.factor = 1.0f, applied.c1 = 0.9f, applied.s2 = 0.9f;
@@ -230,7 +230,7 @@ int run(const Options& options) {
     }
   }
 
-  // The decision of a step is small: what counts is that it takes microseconds.
+  // The decision of a step is small: it must only take microseconds.
   StepControlArguments control = {};
   control.state = state.as<StepState>(), control.squares = result.as<double>(),
   control.scratch = scratch.as<double>();

@@ -1,11 +1,12 @@
-// What the engine costs: tokens/s of a GPT under the engine at one rank and stage 0, over the same model's
-// bare loop.
+// Measures the engine's overhead: tokens/s of a GPT under the engine, on one rank at stage 0, relative to a
+// plain loop of the same model.
 //
-// The bare loop is the same forward and backward on the same stream, the norm kernel over each unit, the same
-// clip, and the AdamW kernel, which rounds to the parameters too. Steps of the two alternate in one process,
-// so that both meet the machine in the same mood; the figure is the median of the ratios of neighbours.
+// The plain loop has the same forward and backward pass on the same stream, the norm kernel over each unit,
+// the same clipping, and the AdamW kernel, which also rounds to the parameters. Steps of the two alternate in
+// one process, so both see the same load of the machine. The figure is the median of the ratios of
+// neighbouring steps.
 //
-//   engine_cost [pairs [dtype]]     exit code 1 when the median is below the target
+//   engine_cost [pairs [dtype]]     exit code 1 if the median is below the target
 
 #include <algorithm>
 #include <chrono>
@@ -173,7 +174,7 @@ class BareLoop {
   void update(float factor) {
     ++step_;
     for (const auto& unit : units_) {
-      // One group for all: which elements decay does not change the time.
+      // One parameter group for all: weight decay does not change the time.
       AdamWArguments a{};
       a.gradient = unit->gradients.data();
       a.master = unit->master.floats();
@@ -233,7 +234,7 @@ class EngineLoop {
     hyperparameters.groups = {{kLr, kWeightDecay}, {kLr, kWeightDecay}};
     hyperparameters.clip = kClip;
     engine_.step(hyperparameters);
-    static_cast<void>(engine_.statistics());  // Waits for the updates, as the bare loop does.
+    static_cast<void>(engine_.statistics());  // Waits for the updates, as the plain loop does.
     return loss_of(gpt_);
   }
 
@@ -279,7 +280,7 @@ int run(int pairs, DataType dtype) {
   std::vector<double> ratios, engine_seconds, bare_seconds;
   for (int pair = -2; pair < pairs; ++pair) {  // Two rounds to warm up.
     double engine_loss = 0, bare_loss = 0, with_engine = 0, without = 0;
-    // Who comes first changes, so that neither always follows the other.
+    // The order alternates, so that neither always follows the other.
     if (pair % 2 == 0) {
       with_engine = seconds(engine, &engine_loss);
       without = seconds(bare, &bare_loss);

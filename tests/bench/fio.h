@@ -1,6 +1,6 @@
-// fio as a yardstick: the same bytes, block size and depth in a file of its own in the same directory, past
-// the page cache, by io_uring with registered files and buffers in huge pages (which must have been reserved:
-// /proc/sys/vm/nr_hugepages; without any, ordinary ones, which is said).
+// fio as a reference: the same bytes, block size and depth in its own file in the same directory, bypassing
+// the page cache, by io_uring with registered files and buffers in huge pages. These must be reserved
+// (/proc/sys/vm/nr_hugepages); without them it uses ordinary pages and says so.
 #pragma once
 
 #include <unistd.h>

@@ -1,9 +1,10 @@
-// Our all_gather over Gloo's transport beside Gloo's own, among the same processes over loopback, in turns.
+// Compares our all_gather over Gloo's transport with Gloo's own, among the same processes over loopback, in
+// turns.
 //
 //   gloo_bench [RANKS [MIB [ROUNDS]]]       2 ranks, 64 MiB of fp32 in all on each, 21 rounds
 //
-// Prints the medians over rounds, of the slowest rank of each, and the median of the rounds' quotients ours /
-// Gloo's: at most 1 is what we want. More ranks than processors measure the scheduler too.
+// Prints the median over rounds of the slowest rank's time, for each, and the median of the rounds' quotients
+// ours / Gloo's, which should be at most 1. With more ranks than processors, it measures the scheduler too.
 #include <gloo/allgather.h>
 #include <gloo/rendezvous/context.h>
 #include <gloo/rendezvous/file_store.h>
@@ -23,7 +24,7 @@
 namespace forebay {
 namespace {
 
-// Gloo of Debian 12 takes the store by reference, later ones share it.
+// Debian 12's Gloo takes the store by reference; later versions share it.
 template <typename Context>
 void connect(Context& context, const std::string& directory,
              std::shared_ptr<gloo::transport::Device>& device) {

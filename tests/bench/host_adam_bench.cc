@@ -1,13 +1,14 @@
-// The host's AdamW step beside what memory gives, for each way of keeping m and v.
+// Compares the host's AdamW step with the memory bandwidth, for each format of m and v.
 //
 //   host_adam_bench [ELEMENTS [ROUNDS [THREADS]]]        default 67108864 15 0 (all processors)
 //
 // Method: all rows run interleaved, A B C ... A B C ..., after one untimed round; a figure is the median of
-// its rounds, a ratio the median of the rounds' own ratios, with the least and the greatest. GB/s counts the
-// bytes the formula needs, reads and writes. The limit reads four fp32 arrays and writes three of them in
-// place, with the kernel's prefetch and next to no arithmetic.
+// its rounds, a ratio the median of the rounds' ratios, with the least and the greatest. GB/s counts the
+// bytes that the formula reads and writes. The limit reads four fp32 arrays and writes three of them in
+// place, with the kernel's prefetch and almost no arithmetic.
 //
-// Bar: the fp32 row at 0.95 of the limit or more. What m and v of 8 bits cost is arithmetic, not memory.
+// Target: the fp32 row reaches 0.95 of the limit. With 8-bit m and v the time goes into arithmetic, not
+// memory.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -26,15 +27,15 @@ namespace {
 
 constexpr double kBar = 0.95;
 
-// One cache line, by whatever registers the compiler has.
+// One cache line, in the registers that the compiler has.
 using Line = float __attribute__((vector_size(64), aligned(4), may_alias));
 
 struct Streams {
   float *g, *p, *m, *v;
 };
 
-// All loads of a line before its stores, as in the kernel: arrays that begin at the same place of a page
-// would otherwise have each load wait for the store before it.
+// All loads of a line come before its stores, as in the kernel. Otherwise, with arrays that begin at the same
+// offset of a page, each load waits for the preceding store.
 void stream_four_three(const void* context, std::size_t begin, std::size_t end) {
   const auto& a = *static_cast<const Streams*>(context);
   for (std::size_t i = begin; i + 16 <= end; i += 16) {

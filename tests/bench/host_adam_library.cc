@@ -6,7 +6,7 @@
 
 namespace {
 
-// One a process, of as many threads as the peer has.
+// One per process, with as many threads as the peer.
 forebay::BlockRunner& runner(int thread_count) {
   static forebay::BlockRunner* const kRunner = new forebay::BlockRunner(thread_count);
   return *kRunner;

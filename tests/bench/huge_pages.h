@@ -1,4 +1,4 @@
-// Memory as the tiers have it: in huge pages where the system gives them, zero at first, touched before use.
+// Memory like that of the tiers: in huge pages if the system gives them, zeroed, and touched before use.
 #pragma once
 
 #include <sys/mman.h>

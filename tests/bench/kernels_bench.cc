@@ -1,10 +1,10 @@
-// How near the kernels come to what memory gives, each beside a streaming loop of the same run.
+// Compares the kernels with the memory bandwidth: each beside a streaming loop of the same run.
 //
 //   kernels_bench [ELEMENTS [ROUNDS [THREADS]]]        default 33554432 21 0 (all processors)
 //
 // Method: all rows run interleaved, A B C ... A B C ..., after one untimed round; a figure is the median of
-// its rounds, a ratio the median of the rounds' own ratios. GB/s counts the bytes the formula needs, reads
-// and writes.
+// its rounds, a ratio the median of the rounds' ratios. GB/s counts the bytes that the formula reads and
+// writes.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -27,8 +27,8 @@ struct Arrays {
   std::uint16_t *narrow, *narrow_target;
 };
 
-// Four arrays read, three written in place, with the prefetch of the kernel and next to no arithmetic: the
-// limit.
+// The limit: reads four arrays and writes three in place, with the kernel's prefetch and almost no
+// arithmetic.
 void stream_four_three(const void* context, std::size_t begin, std::size_t end) {
   const auto& a = *static_cast<const Arrays*>(context);
   for (std::size_t i = begin; i + 16 <= end; i += 16) {

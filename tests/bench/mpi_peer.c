@@ -1,5 +1,5 @@
-// What shm_vs_mpi.py runs under mpirun: MPI's reduce_scatter and all_gather of fp32, in milliseconds of the
-// slowest rank, medians over rounds after 8 that are not measured.
+// Run by shm_vs_mpi.py under mpirun: times MPI's reduce_scatter and all_gather of fp32. Prints the slowest
+// rank's milliseconds, as medians over rounds, after 8 rounds that are not measured.
 //
 //   mpi_peer MIB ROUNDS
 #include <mpi.h>
@@ -36,7 +36,7 @@ int main(int argc, char** argv) {
       double mine = (MPI_Wtime() - begin) * 1e3, slowest = 0;
       MPI_Allreduce(&mine, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
       if (round >= 0) times[round] = slowest;
-      // So that sums do not grow.
+      // Keeps sums from growing.
       for (size_t i = 0; i < (size_t)slice * (size_t)size; ++i) whole[i] = 1;
       for (int i = 0; i < slice; ++i) part[i] = 1;
     }

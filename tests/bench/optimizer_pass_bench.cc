@@ -1,5 +1,5 @@
-// A pass over optimizer states in files (read, update, write, the three at the same time) beside the least it
-// can take: fio's time to read and to write the same bytes, or the update's own time in memory. In turns.
+// Compares a pass over optimizer states in files (read, update and write at the same time) with its limits,
+// in turns: fio's time to read and to write the same bytes, and the update's time in memory.
 //
 //   optimizer_pass_bench DIRECTORY [MIB_OF_STATES [ROUNDS [BLOCK_KIB [DEPTH [PIECE_KIB]]]]]
 #include <algorithm>

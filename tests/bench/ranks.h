@@ -1,5 +1,5 @@
-// What benchmarks of communicators share: ranks as processes of this program, times of the slowest of them,
-// and medians.
+// Common parts of the communicator benchmarks: ranks as processes of this program, the time of the slowest
+// rank, and medians.
 #pragma once
 
 #include <sys/wait.h>
@@ -39,7 +39,7 @@ double slowest_ms(Communicator& communicator, Function function) {
 
 constexpr int kWarmUpRounds = 8;  // Not measured, here and in mpi_peer.c.
 
-// Two things measured in turns, each first in turn.
+// Measures two functions in turns; they take turns in being first.
 struct Paired {
   std::vector<double> one_ms, other_ms, quotients;
 };
@@ -59,8 +59,8 @@ Paired measure_in_turns(int rounds, One one, Other other) {
   return times;
 }
 
-// Runs rank_body(rank, directory) in `size` processes, with a new directory that is gone afterwards. The exit
-// code to leave with.
+// Runs rank_body(rank, directory) in `size` processes, with a temporary directory. Returns the program's exit
+// code.
 template <typename Function>
 int run_ranks(const char* program, int size, Function rank_body) {
   std::string directory = (std::filesystem::temp_directory_path() / "forebay-bench-XXXXXX").string();

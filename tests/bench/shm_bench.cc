@@ -1,10 +1,11 @@
-// How near shm comes to memory: reduce_scatter and all_gather among processes, each beside the same loads and
-// stores through the same slots without a wait (so without a right result), in turns.
+// Compares shm with the memory bandwidth, in turns: reduce_scatter and all_gather among processes, each
+// beside the same loads and stores through the same slots without waits (so with a wrong result).
 //
 //   shm_bench [RANKS [MIB [ROUNDS]]]        2 ranks, 64 MiB of fp32 in all on each, 21 rounds
 //
-// Prints the medians over rounds, of the slowest rank of each, and the median of the rounds' quotients.
-// Buffers are private memory that was written before. More ranks than processors measure the scheduler.
+// Prints the median over rounds of the slowest rank's time, for each, and the median of the rounds'
+// quotients. Buffers are private memory that was written before. With more ranks than processors, it measures
+// the scheduler.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@
 namespace forebay {
 namespace {
 
-// As shm has them.
+// The sizes that shm uses.
 constexpr std::size_t kSlotBytes = 512u << 10;
 constexpr std::size_t kSlotCount = 4;
 
@@ -65,7 +66,7 @@ class Bench {
     finish();
   }
 
-  // The same traffic, on whatever is in the slots.
+  // The same traffic, on arbitrary contents of the slots.
   void reduce_scatter_loads_and_stores() {
     const std::size_t piece = kSlotBytes / ranks_ / 64 * 64;
     for (std::size_t at = 0, round = 0; at < slice_bytes(); at += piece, ++round) {

@@ -1,6 +1,5 @@
-// What a file store makes of a directory's drive: MiB/s of large writes and reads, beside plain loops of the
-// same block size that write and read one block after the other in the same file system, and beside fio where
-// it is installed, taken in turns.
+// Compares a file store with its drive, in turns: MiB/s of large writes and reads, beside plain loops that
+// write and read one block after the other in the same file system, and beside fio where it is installed.
 //
 //   store_bench DIRECTORY [MIB [ROUNDS [BLOCK_KIB [DEPTH]]]]
 #include <fcntl.h>
@@ -162,7 +161,7 @@ int run(int argc, char** argv) {
   }
 
   const double mib = static_cast<double>(bytes) / (1 << 20);
-  // The yardstick: fio, or else the plain loop.
+  // The reference: fio, or else the plain loop.
   const Candidate& yardstick = fio != nullptr ? candidates.back() : candidates.front();
   std::printf("ratios to %s\n%zu MiB, blocks of %zu KiB, depth %u, %lu rounds; medians\n",
               yardstick.name.c_str(), bytes >> 20, options.block_bytes >> 10, options.depth, rounds);

@@ -1,5 +1,5 @@
-// Copies of staging buffers: stream_copy beside glibc's memcpy, in turns, on as many threads as there are
-// cores, each with memory of its own that is larger than its caches.
+// Compares stream_copy with glibc's memcpy for staging buffers, in turns. There is one thread per core, each
+// with its own memory, larger than its caches.
 //
 //   stream_copy_bench [ROUNDS [THREADS]]
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace forebay {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::size_t kArenaBytes = 256u << 20;  // Of each thread, source and target together.
+constexpr std::size_t kArenaBytes = 256u << 20;  // Source and target of one thread together.
 constexpr std::size_t kCopiedBytes = 512u << 20;
 
 double median(std::vector<double> values) {

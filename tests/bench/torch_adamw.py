@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""PyTorch's fused AdamW, measured as cuda_kernels_bench measures ours, for setting the two side by side.
+"""Measures PyTorch's fused AdamW in the same way as cuda_kernels_bench measures ours, to compare the two.
 
   torch_adamw.py [--elements N] [--rounds N] [--json FILE]
 
 Rows: fp32 parameters and gradients (28 bytes per parameter, our "adamw fp32"), and the same followed by the cast that
-mixed precision needs (6 more; our "adamw fp32 gradient, bf16 parameter" moves 30 in one pass). GB/s counts what the
-formula needs. Needs PyTorch and a CUDA device; without them it says so and exits with 77.
+mixed precision needs (6 more; our "adamw fp32 gradient, bf16 parameter" moves 30 in one pass). GB/s counts the
+bytes that the formula needs. It needs PyTorch and a CUDA device; without them it says so and exits with 77.
 """
 import argparse
 import json

@@ -116,7 +116,7 @@ TEST(PlannedTraining, KeepsActivationsInTheBytesOfThePlan) {
   }
 }
 
-// The same blocks are recomputed, and tensor parallelism sends what the plan says. Hidden is so wide that the
+// The same blocks are recomputed, and tensor parallelism sends the planned bytes. Hidden is so wide that the
 // parts of the loss, which the plan leaves out, do not matter.
 TEST(PlannedTraining, RecomputesTheBlocksOfThePlan) {
   const Words wide = with(kShape, {"--hidden", "120"});

@@ -31,7 +31,7 @@ if(NOT outcome STREQUAL "passed" OR NOT same)
   message(FATAL_ERROR "the questions were not answered:\n${json}")
 endif()
 
-# A part that fails is told by the exit code, and named.
+# The exit code shows that a part failed, and the output names it.
 execute_process(COMMAND "${moved}/run-gpu-checks" --fake --only questions,nonsense --out "${WORK_DIRECTORY}/moved-results"
   RESULT_VARIABLE result OUTPUT_QUIET ERROR_VARIABLE error)
 if(NOT result EQUAL 1 OR NOT error MATCHES "no part nonsense")

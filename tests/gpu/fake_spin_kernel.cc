@@ -1,4 +1,4 @@
-// The kernel of gpu-questions for the fake driver: keeps its stream busy for a time, then writes.
+// The kernel of gpu-questions for the fake driver. It keeps its stream busy for a time, then writes.
 #include <chrono>
 #include <cstdint>
 #include <thread>

@@ -1,12 +1,13 @@
-// gpu-questions: asks a CUDA driver what its documentation does not say and the arena's design depends on:
-// what mapping memory costs, what waits for what, and what is allowed on mapped memory and under capture.
+// gpu-questions: asks a CUDA driver questions that its documentation leaves open and that the arena's design
+// depends on: the cost of mapping memory, the calls that wait, and the operations allowed on mapped memory
+// and under capture.
 //
 //   gpu-questions [--quick] [--json FILE] [--limit-s SECONDS] [NAME...]     asks all questions, or those
 //   named gpu-questions --list
 //
-// Each question is asked in a process of its own with a time limit, since some end in an error after which a
-// context answers nothing more, or could in nothing at all. The driver is the one of FOREBAY_LIBCUDA, or
-// libcuda.so.1. Prints the answers as text. Ends with 1 if a question got none.
+// Each question runs in its own process with a time limit, because some end in an error that breaks the
+// context, and some might hang. The driver is FOREBAY_LIBCUDA, or libcuda.so.1. Prints the answers as text.
+// Exits with 1 if a question got no answer.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -41,7 +42,7 @@ constexpr std::size_t kGiB = std::size_t{1} << 30;
 
 // --- the driver ---------------------------------------------------
 
-// Every entry point of the table, by the symbol the library exports; null where it exports none.
+// Every entry point of the table, by its exported symbol; null if the library does not export it.
 struct Driver {
 #define FOREBAY_QUESTIONS_MEMBER(name, symbol, version, VARIANT, variant_version, parameters, arguments) \
   symbol##_function* symbol = nullptr;
@@ -84,7 +85,7 @@ void open_driver() {
   CHECK(cuDriverGetVersion(&driver.version));
 }
 
-// A kernel that keeps the device busy for a time and then, where it is given an address, writes to it.
+// A kernel that keeps the device busy for a time and then writes to an address, if it has one.
 constexpr const char kSpin[] = R"(.version 6.0
 .target sm_60
 .address_size 64
@@ -168,7 +169,7 @@ struct Gpu {
     }
     access = {{CuMemLocationType::kDevice, device}, CuMemAccessFlags::kReadWrite};
     CHECK(cuMemGetAllocationGranularity(&granularity, &properties, CuMemGranularity::kMinimum));
-    // The first use of a context does much that later ones do not.
+    // The first use of a context takes longer.
     CuDevicePtr warm = 0;
     CHECK(cuMemAlloc_v2(&warm, kMiB));
     CHECK(cuMemsetD8_v2(warm, 0, kMiB));
@@ -310,7 +311,7 @@ Json ask_costs(const Gpu& gpu) {
   return answers;
 }
 
-// Whether one call over many mappings is cheaper than a call for each.
+// Is one call over many mappings cheaper than one call per mapping?
 Json ask_batches(const Gpu& gpu) {
   Json answers = Json::object();
   const std::size_t bytes = std::max(gpu.granularity, 2 * kMiB);
@@ -343,7 +344,7 @@ Json ask_batches(const Gpu& gpu) {
   return answers;
 }
 
-// The same chunk at two addresses: whether that works, what it costs, and whether both show the same bytes.
+// The same chunk at two addresses: does it work, at which cost, and do both show the same bytes?
 Json ask_aliases(const Gpu& gpu) {
   const std::size_t bytes = std::max(gpu.granularity, 2 * kMiB);
   const CuDevicePtr addresses = gpu.reserve(2 * bytes);
@@ -365,7 +366,7 @@ Json ask_aliases(const Gpu& gpu) {
   return answer;
 }
 
-// How long a call takes while a kernel of 100 ms runs, which does not touch what the call is about.
+// How long does a call take while an unrelated kernel of 100 ms runs?
 Json during_a_kernel(const Gpu& gpu, const std::function<void()>& call) {
   constexpr std::uint64_t kDurationNs = 100'000'000;
   const CuStream stream = gpu.stream();
@@ -407,7 +408,7 @@ Json ask_waits(const Gpu& gpu) {
   return answers;
 }
 
-// Unmaps what a running kernel is about to write to: waits, fails, or lets the kernel fault.
+// Unmaps memory that a running kernel is about to write to. The call may wait, fail, or let the kernel fault.
 Json ask_unmap_in_use(const Gpu& gpu) {
   const std::size_t bytes = std::max(gpu.granularity, 2 * kMiB);
   const CuDevicePtr address = gpu.mapped(bytes);
@@ -425,7 +426,7 @@ Json ask_unmap_in_use(const Gpu& gpu) {
           {"kernel", name_of(after)}};
 }
 
-// What small calls cost that the arena makes often.
+// The cost of small calls that the arena makes often.
 Json ask_events(const Gpu& gpu) {
   const CuStream stream = gpu.stream();
   CuEvent event = nullptr;
@@ -447,7 +448,7 @@ Json ask_events(const Gpu& gpu) {
           {"cuCtxGetCurrent", summary_us(context)}};
 }
 
-// Everything a library may ask about an address.
+// All attributes that a library may ask of an address.
 Json describe(const Gpu& gpu, CuDevicePtr address) {
   Json attributes = Json::object();
   const auto ask = [&](const char* name, CuPointerAttribute attribute) {
@@ -508,7 +509,7 @@ Json ask_pointers(const Gpu& gpu) {
           {"cuMemAlloc", describe(gpu, plain)}};
 }
 
-// What names a buffer, before and after other memory is mapped at its address.
+// The identity of a buffer, before and after other memory is mapped at its address.
 Json ask_buffer_id(const Gpu& gpu) {
   const std::size_t bytes = std::max(gpu.granularity, 2 * kMiB);
   const CuDevicePtr address = gpu.reserve(bytes);
@@ -532,7 +533,7 @@ Json ask_buffer_id(const Gpu& gpu) {
           {"changes_with_the_chunk", same_chunk != other_chunk}};
 }
 
-// What each call answers while a stream of this thread is being captured, and whether the capture survives.
+// The result of each call while a stream of this thread is being captured, and does the capture survive?
 Json ask_capture(const Gpu& gpu) {
   const std::size_t bytes = std::max(gpu.granularity, 2 * kMiB);
   const CuStream captured = gpu.stream();
@@ -551,8 +552,7 @@ Json ask_capture(const Gpu& gpu) {
   CuStream stream = nullptr;
   CuEvent fresh = nullptr;
 
-  // In an order in which each leaves what the next needs; what it left if it was refused is set right
-  // between.
+  // Each call prepares the next one. After a refusal, the code in between restores the state.
   const std::vector<std::pair<const char*, std::function<CuResult()>>> calls = {
       {"cuMemCreate", [&] { return driver.cuMemCreate(&made, bytes, &gpu.properties, 0); }},
       {"cuMemRelease", [&] { return made != 0 ? driver.cuMemRelease(made) : CuResult::kInvalidValue; }},
@@ -588,7 +588,7 @@ Json ask_capture(const Gpu& gpu) {
       if (graph != nullptr) CHECK(cuGraphDestroy(graph));
       answers[name] = {{"result", name_of(result)},
                        {"capture", end == CuResult::kSuccess ? "goes on" : name_of(end)}};
-      // What it would have done, done now, so that the next call has its ground.
+      // Does the refused call's work now, because the next call needs it.
       if (result != CuResult::kSuccess) (void)call();
     }
     return answers;
@@ -601,7 +601,7 @@ Json ask_capture(const Gpu& gpu) {
   return answers;
 }
 
-// Page-locked memory: what locking costs, what it brings, and whether a copy may cross two locked ranges.
+// Pinned memory: its cost, its benefit, and may a copy cross two pinned ranges?
 Json ask_pinned(const Gpu& gpu) {
   Json answers = Json::object();
   const std::size_t bytes = quick ? 16 * kMiB : 512 * kMiB;
@@ -632,7 +632,7 @@ Json ask_pinned(const Gpu& gpu) {
     answer["to_device_GB_s"] = gigabytes_per_second(up);
     answer["to_host_GB_s"] = gigabytes_per_second(down);
     answer["unlock_us"] = rounded(timed_us([&] { CHECK(cuMemHostUnregister(host)); }));
-    // Two locked halves that touch.
+    // Two adjacent pinned halves.
     CHECK(cuMemHostRegister_v2(host, bytes / 2, 0));
     CHECK(cuMemHostRegister_v2(host + bytes / 2, bytes / 2, 0));
     answer["copy_across_two_locked_ranges"] =
@@ -647,7 +647,7 @@ Json ask_pinned(const Gpu& gpu) {
   return answers;
 }
 
-// What the fastest copy on the device moves: the limit that kernels are measured against.
+// The bandwidth of the fastest copy on the device, the limit for kernels.
 Json ask_bandwidth(const Gpu& gpu) {
   const std::size_t bytes = quick ? 8 * kMiB : std::min<std::size_t>(4 * kGiB, gpu.free_bytes() / 4);
   CuDevicePtr source = 0;
@@ -689,7 +689,7 @@ const Question kQuestions[] = {
     {"bandwidth", "What does a large copy on the device move?", ask_bandwidth},
 };
 
-// --- asking in a process of its own -------------------------------
+// --- one process per question -------------------------------
 
 int answer_one(const std::string& name) {
   for (const Question& question : kQuestions) {
@@ -706,7 +706,7 @@ int answer_one(const std::string& name) {
     const std::string text = answer.dump();
     std::fwrite(text.data(), 1, text.size(), stdout);
     std::fflush(stdout);
-    // Not by return: after an error of the context even the driver's own end may hang.
+    // Not by return: after a context error, the driver's own cleanup may hang.
     std::_Exit(status);
   }
   std::fprintf(stderr, "gpu-questions: there is no question '%s'; --list names them\n", name.c_str());
@@ -766,7 +766,7 @@ std::string plain(const Json& value) {
   return value.is_string() ? value.get<std::string>() : value.dump();
 }
 
-// A line for each object that holds no other, under its path.
+// Prints one line per innermost object, under its path.
 void print(const Json& value, const std::string& path) {
   std::string line;
   if (value.is_object()) {

@@ -22,7 +22,7 @@ string(REGEX MATCHALL "typeinfo [a-z ]*for forebay::[^\n]*" types "${output}")
 if(types)
   message(SEND_ERROR "libforebay-core.so has run-time types: ${types}")
 endif()
-# A landing pad is what exception handling leaves behind.
+# Exception handling would leave a landing pad.
 inspect("${READELF}" --sections --wide "${CORE}")
 if(output MATCHES "\\.gcc_except_table")
   message(SEND_ERROR "libforebay-core.so has exception tables")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A bare Debian in a directory of its own, this tree cloned into it, and the two commands of the quickstart run there:
-# with nothing else installed and no variable set. What it mounts, it mounts in a namespace that ends with the command.
+# with nothing else installed and no variable set. All mounts are in a namespace that ends with the command.
 set -euo pipefail
 umask 022
 PATH=$PATH:/usr/sbin:/sbin # Root's, where only a user's is set.
@@ -46,7 +46,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-# ---- whether this machine can ----
+# ---- requirements of this machine ----
 
 [ "$(id -u)" = 0 ] || skip "only root can make a root directory of another system"
 for program in debootstrap git unshare chroot; do
@@ -100,10 +100,10 @@ in_namespace() {
   return "$status"
 }
 
-# ---- what the packages come from ----
+# ---- package sources ----
 
-# "URI RELEASE COMPONENT" for each of the distribution's own archives of this suite in /etc/apt. Those of others would
-# need keys and certificates that a bare system has not.
+# "URI RELEASE COMPONENT" for each of the distribution's own archives of this suite in /etc/apt. Others would need
+# keys and certificates that a bare system does not have.
 sources_of_host() {
   command -v apt-get >/dev/null || return 0
   apt-get --print-uris update 2>/dev/null |
@@ -113,7 +113,7 @@ sources_of_host() {
       ($2 == suite || $2 == suite "-updates" || $2 == suite "-security") && !seen[$0]++' || true
 }
 
-# Settings of apt that decide whether an archive can be reached, and not what is installed.
+# Settings of apt that decide whether an archive can be reached, but not the installed packages.
 apt_settings() {
   if command -v apt-config >/dev/null; then
     apt-config dump |
@@ -142,14 +142,14 @@ make_root() {
   if [ -n "$mirror" ]; then awk '{print "deb", $1, $2, $3}' <<<"$sources" >"$root/etc/apt/sources.list"; fi
   if [ -n "$settings" ]; then printf '%s\n' "$settings" >"$root/etc/apt/apt.conf.d/90host"; fi
   if grep -q 'https://' "$root/etc/apt/sources.list" && [ -f /etc/ssl/certs/ca-certificates.crt ]; then
-    # A bare system trusts nobody.
+    # A bare system trusts no archive yet.
     mkdir -p "$root/etc/ssl/certs"
     cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"
   fi
 }
 
 clone_tree() {
-  # The checkout may be another user's, which git takes for a danger.
+  # The checkout may belong to another user, which git refuses.
   printf '[safe]\n\tdirectory = *\n' >"$work/gitconfig"
   export GIT_CONFIG_GLOBAL=$work/gitconfig
   local commit

@@ -8,7 +8,7 @@ foreach(candidate IN LISTS candidates)
   if(IS_DIRECTORY "${candidate}" OR IS_SYMLINK "${candidate}")
     continue()
   endif()
-  # Stands for a program of somebody else's, written on the runtime API: linked to it on purpose.
+  # Stands for a third-party program that uses the runtime API: linked to it on purpose.
   if(candidate MATCHES "/tests/runtime_program_dynamic$")
     continue()
   endif()
@@ -29,7 +29,7 @@ foreach(candidate IN LISTS candidates)
     endif()
   endforeach()
 endforeach()
-# The core, the host backend, the library and the command at least.
+# At least the core, the host backend, the library and the command.
 if(seen LESS 4)
   message(FATAL_ERROR "only ${seen} programs and libraries below ${BINARY_DIRECTORY}: is it the build directory?")
 endif()
