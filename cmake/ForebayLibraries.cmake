@@ -37,7 +37,7 @@ endif()
 if(FOREBAY_HAVE_HWLOC)
   list(APPEND engine_link forebay_hwloc)
 endif()
-forebay_library(forebay forebay LAYERS model topology kernels collectives offload engine LINK ${engine_link}
+forebay_library(forebay forebay LAYERS command_line model topology kernels collectives offload engine LINK ${engine_link}
   PUBLIC forebay-core forebay-host)
 
 # find_package(forebay) -> forebay::forebay, and pkg-config. No third-party header is in a public header, so neither has

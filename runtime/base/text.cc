@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <vector>
+
+#include "forebay/units.h"
 
 namespace forebay {
 namespace {
@@ -36,6 +39,40 @@ std::string nearest_name(std::string_view word, std::span<const std::string> nam
     nearest = name;
   }
   return nearest;
+}
+
+std::string wrap_text(std::string_view text, std::size_t width, std::size_t indent) {
+  std::string wrapped;
+  for (bool is_first = true; is_first || !text.empty(); is_first = false) {
+    const std::string_view paragraph = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(text.size(), paragraph.size() + 1));
+    const std::size_t spaces = std::min(paragraph.find_first_not_of(' '), paragraph.size());
+    if (!is_first) wrapped += '\n' + std::string(paragraph.empty() ? 0 : indent, ' ');
+    wrapped += paragraph.substr(0, spaces);
+    std::size_t column = indent + spaces;
+    for (std::size_t begin = spaces; begin < paragraph.size();) {
+      // Spaces within a line stay, because some lines are columns.
+      const std::size_t word = std::min(paragraph.find_first_not_of(' ', begin), paragraph.size());
+      const std::size_t end = std::min(paragraph.find(' ', word), paragraph.size());
+      if (begin > spaces && column + (end - begin) > width) {
+        wrapped += '\n' + std::string(indent + spaces, ' ');
+        column = indent + spaces;
+        begin = word;
+      }
+      wrapped += paragraph.substr(begin, end - begin);
+      column += end - begin;
+      begin = end;
+    }
+  }
+  return wrapped;
+}
+
+std::string size_question(const char* text) {
+  constexpr std::uint64_t kPageBytes = 4096;
+  std::uint64_t bytes = 0;
+  if (!parse_bytes(text, &bytes) || bytes == 0 || bytes >= kPageBytes) return "";
+  const std::string number = std::to_string(bytes);
+  return number == text ? number + " bytes; did you mean " + number + "GiB?" : "";
 }
 
 }  // namespace forebay

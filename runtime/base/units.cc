@@ -1,11 +1,12 @@
 #include "forebay/units.h"
 
+#include <strings.h>
+
 #include <cctype>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
 namespace forebay {
 
@@ -54,7 +55,7 @@ bool parse_bytes(const char* text, std::uint64_t* bytes) {
                                   {"TiB", 1099511627776.0},
                                   {"TB", 1e12}};
   for (const Suffix& suffix : kSuffixes) {
-    if (std::strcmp(end, suffix.name) != 0) continue;
+    if (::strcasecmp(end, suffix.name) != 0) continue;
     const double value = number * suffix.factor;
     if (!(value >= 0) || value >= 18446744073709551616.0) return false;
     if (value < 1 && (number > 0 || underflows)) return false;  // Zero often means no limit: it must be said.

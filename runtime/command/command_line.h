@@ -1,4 +1,4 @@
-// What the subcommands of `forebay` have in common.
+// Common to the subcommands of `forebay`.
 #pragma once
 
 #include <CLI/CLI.hpp>

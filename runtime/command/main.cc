@@ -5,12 +5,13 @@
 #include <exception>
 #include <functional>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
+#include "forebay/command_line.h"
 #include "forebay/error.h"
 #include "forebay/standard_streams.h"
+#include "forebay/text.h"
 #include "forebay/version.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/machine/bench_tiers_command.h"
@@ -24,27 +25,35 @@
 
 namespace {
 
-// CLI11 would only say that a subcommand is missing.
-bool is_unknown_word(const CLI::App& app, const std::string& word) {
-  if (word.empty() || word[0] == '-') return word.empty();
-  const std::vector<const CLI::App*> known = app.get_subcommands({});
-  return std::none_of(known.begin(), known.end(), [&](const CLI::App* one) { return one->check_name(word); });
+// The subcommand that the arguments begin with, otherwise the program.
+const forebay::CommandText& called_by(const forebay::CommandText& program,
+                                      const std::vector<std::string>& arguments) {
+  const auto called =
+      std::find_if(program.commands.begin(), program.commands.end(), [&](const forebay::CommandText& one) {
+        return !arguments.empty() && one.name == program.name + " " + arguments[0];
+      });
+  return called == program.commands.end() ? program : *called;
 }
 
-// What CLI11 says, which begins with what it found: words of the command line are in it.
-void complain(const CLI::App& app, const CLI::ParseError& error) {
-  std::ostringstream nothing, said;
-  (void)app.exit(error, nothing, said);
-  std::string text = said.str();
-  const std::string found = error.what();
-  if (text.rfind(found, 0) == 0) text.replace(0, found.size(), forebay::shown_text(found));
-  std::fputs(text.c_str(), stderr);
+int complain(const std::string& program, const std::string& message, int exit_code) {
+  std::fprintf(stderr, "%s: %s\n", program.c_str(), forebay::shown_text(message).c_str());
+  return exit_code;
 }
 
-int run(int argc, char** argv) {
-  CLI::App app("forebay: a memory and offload runtime for training large models", "forebay");
-  app.set_version_flag("--version", std::string("forebay ") + forebay::version(), "Print the version");
+// "help plan" is "plan --help".
+void read_help_command(std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments[0] != "help") return;
+  arguments.erase(arguments.begin());
+  arguments.push_back("--help");
+}
+
+int run(std::vector<std::string> arguments) {
+  CLI::App app("A memory and offload runtime for training large models", "forebay");
+  const std::string version = std::string("forebay ") + forebay::version();
+  app.set_version_flag("--version", version, "Print the version");
   app.require_subcommand(1);
+  app.footer("'forebay help COMMAND' describes a command. Sizes: " + std::string(forebay::kBytesSyntax) +
+             ".");
   std::function<int()> action;
   forebay::add_devices_command(app, action);
   forebay::add_plan_command(app, action);
@@ -54,27 +63,41 @@ int run(int argc, char** argv) {
   std::vector<std::string> command;  // Of `forebay run`.
   forebay::add_run_command(app, action, command);
   forebay::add_bench_tiers_command(app, action);
-  if (argc > 1 && is_unknown_word(app, argv[1])) {
-    std::fprintf(stderr,
-                 "forebay: there is no subcommand '%s'; use devices, plan, report, replay, explain, run or "
-                 "bench-tiers (--help describes them)\n",
-                 forebay::shown_text(argv[1]).c_str());
-    return forebay::kBadUsage;
+  for (CLI::App* const sub : app.get_subcommands([](CLI::App*) { return true; }))
+    sub->set_version_flag("--version", version, "Print the version");
+  const forebay::CommandText description = forebay::describe_command(app, "forebay");
+  if (arguments.size() == 2 && arguments[0] == "--write-manual") {
+    forebay::throw_if_error(forebay::write_manual(description, arguments[1]));
+    return 0;
   }
-  std::vector<std::string> arguments(argv, argv + argc);
-  if (const std::optional<int> refused = forebay::take_run_command(app, &arguments, &command)) {
+  read_help_command(arguments);
+  const forebay::CommandText& called = called_by(description, arguments);
+  const std::string& program = called.name;
+  if (&called == &description && !arguments.empty() && (arguments[0].empty() || arguments[0][0] != '-'))
+    return complain(program, forebay::unknown_word_text(description, arguments[0]), forebay::kBadUsage);
+  if (const std::optional<int> refused = forebay::take_run_command(called, &arguments, &command))
     return *refused;
-  }
-  std::vector<const char*> words;
-  for (const std::string& argument : arguments) words.push_back(argument.c_str());
   try {
-    app.parse(static_cast<int>(words.size()), words.data());
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // As CLI11 wants them.
+  } catch (const CLI::CallForHelp&) {
+    std::fputs(forebay::help_text(called, forebay::terminal_width()).c_str(), stdout);
+    return 0;
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);
-    complain(app, error);
-    return forebay::kBadUsage;
+    const std::vector<std::string> unknown = app.remaining(true);
+    return complain(program,
+                    unknown.empty()
+                        ? std::string(error.what()) + " (" + program + " --help lists the options)"
+                        : forebay::unknown_word_text(called, unknown.front()),
+                    forebay::kBadUsage);
   }
-  return action();
+  try {
+    return action();
+  } catch (const forebay::Error& error) {
+    return complain(program, error.status().message(), forebay::kFailed);
+  } catch (const std::exception& error) {
+    return complain(program, error.what(), forebay::kFailed);
+  }
 }
 
 }  // namespace
@@ -82,12 +105,8 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   forebay::keep_standard_streams();
   try {
-    return run(argc, argv);
-  } catch (const forebay::Error& error) {
-    std::fprintf(stderr, "forebay: %s\n", forebay::shown_text(error.status().message()).c_str());
-    return forebay::kFailed;
+    return run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "forebay: %s\n", forebay::shown_text(error.what()).c_str());
-    return forebay::kFailed;
+    return complain("forebay", error.what(), forebay::kFailed);
   }
 }

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "forebay/text.h"
+
 namespace forebay {
 namespace {
 
@@ -19,8 +21,10 @@ TEST(Units, ParsesBytes) {
   const struct {
     const char* text;
     std::uint64_t bytes;
-  } kCases[] = {{"4096", 4096}, {"64KiB", 64_KiB}, {"1.5GiB", 1536_MiB}, {"2GB", 2000000000},
-                {"2G", 2_GiB},  {"0", 0},          {"0.0", 0},           {"0.5KiB", 512}};
+  } kCases[] = {{"4096", 4096},      {"64KiB", 64_KiB},  {"1.5GiB", 1536_MiB},
+                {"2GB", 2000000000}, {"2G", 2_GiB},      {"80 GB", 80000000000},
+                {"80g", 80_GiB},     {"80 gib", 80_GiB}, {"0", 0},
+                {"0.0", 0},          {"0.5KiB", 512}};
   for (const auto& [text, expected] : kCases) {
     std::uint64_t bytes = 0;
     EXPECT_TRUE(parse_bytes(text, &bytes)) << text;
@@ -32,6 +36,12 @@ TEST(Units, ParsesBytes) {
     EXPECT_EQ(bytes, 7u) << text;
   }
   EXPECT_FALSE(parse_bytes(nullptr, nullptr));
+}
+
+TEST(Units, AsksWhetherABareSmallNumberIsMeant) {
+  EXPECT_EQ(size_question("80"), "80 bytes; did you mean 80GiB?");
+  for (const char* text : {"0", "4096", "80B", "80GiB", "1KiB", "much", ""})
+    EXPECT_EQ(size_question(text), "");
 }
 
 }  // namespace

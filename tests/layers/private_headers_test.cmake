@@ -1,6 +1,6 @@
 # A source of a layer includes private headers of that layer alone, and spells them from the source root.
 cmake_minimum_required(VERSION 3.25)
-set(layers runtime/base runtime/device runtime/topology runtime/engine runtime/command kernels allocator collectives offload)
+set(layers runtime/base runtime/command_line runtime/device runtime/topology runtime/engine runtime/command kernels allocator collectives offload)
 # Exceptions: `forebay run` reads the files that a process under the preload writes, and `forebay replay` counts the calls of
 # a Backend. Both headers are no user's business, so they are private ones of a layer below.
 set(exceptions_runtime/command "allocator/preload/events.h" "allocator/preload/record.h" "runtime/device/forwarding_backend.h")

@@ -35,33 +35,33 @@ bool ActivationArguments::given() const {
 }
 
 void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
-  arguments.tensor_parallel_option =
-      command
-          .add_option("--tensor-parallel", arguments.tensor_parallel,
-                      "Ranks that share every layer: each has 1/N of its matrices and all of its inputs; "
-                      "divides --heads")
-          ->type_name("N")
-          ->capture_default_str();
+  const auto number = [&](const char* name, std::int64_t& target, const char* help) {
+    return command.add_option(name, target, help)
+        ->type_name("N")
+        ->capture_default_str()
+        ->group(kRanksHeading);
+  };
+  const auto text = [&](const char* name, std::string& target, const char* values, const char* help) {
+    return command.add_option(name, target, help)->type_name(values)->group("Activations");
+  };
+  arguments.tensor_parallel_option = number("--tensor-parallel", arguments.tensor_parallel,
+                                            "Ranks that share every layer, a divisor of --heads: each has "
+                                            "1/N of its matrices and all of its inputs");
   arguments.pipeline_parallel_option =
-      command
-          .add_option("--pipeline-parallel", arguments.pipeline_parallel,
-                      "Stages that the layers are divided over, the first with the embedding, the last with "
-                      "the output projection; one forward, one backward: stage i holds up to N - i "
-                      "micro-steps' activations. The plan is that of the stage that needs most")
-          ->type_name("N")
-          ->capture_default_str();
-  command
-      .add_option(
-          "--recompute", arguments.recompute,
-          "What the backward pass computes again: none; block, every layer from its input; or every:K, "
-          "one layer of every K, from the first on, while the others keep everything (default: block "
-          "with --activations, otherwise none)")
-      ->type_name("WHAT");
-  command
-      .add_option("--activations", arguments.placement,
-                  "How the inputs it starts from are kept: keep, partition (a slice on each tensor-parallel "
-                  "rank), partition+cpu, partition+nvme (spilled), or auto (what --memory demands)")
-      ->type_name("HOW");
+      number("--pipeline-parallel", arguments.pipeline_parallel,
+             "Pipeline stages that the layers are divided over, one forward, one backward: stage i holds the "
+             "activations of up to N - i micro-steps. The plan is that of the stage that needs most");
+  text("--recompute", arguments.recompute, "none|block|every:K",
+       "Layers that the backward pass computes again: none; block, every layer from its input; every:K, one "
+       "layer of "
+       "every K, from the first on, while the others keep everything")
+      ->default_str("block with --activations, otherwise none");
+  text("--activations", arguments.placement, "keep|partition|partition+cpu|partition+nvme|auto",
+       "Where the inputs of recomputed layers wait for the backward pass: keep, whole on each device; "
+       "partition, a "
+       "slice on each tensor-parallel rank; partition+cpu or partition+nvme, the slice in host memory or "
+       "files; auto, "
+       "the first that --memory has room for");
 }
 
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
@@ -85,9 +85,9 @@ Result<ActivationRequest> read_activations(const ActivationArguments& arguments)
   if (!placed) return request;
   if (request.recompute_every == 0) {
     return refuse(
-        "--activations says how saved inputs are kept and --recompute none saves none; use --recompute "
-        "block, "
-        "or every:K");
+        "--activations keeps the inputs of recomputed layers and --recompute none saves none; use "
+        "--recompute "
+        "block, or every:K");
   }
   FOREBAY_RETURN_IF_ERROR(read_placement(arguments.placement, &request));
   return request;

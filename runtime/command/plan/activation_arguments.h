@@ -1,5 +1,4 @@
-// The options of `forebay plan` that say how ranks share the model and how activations are kept between the
-// passes.
+// The options of `forebay plan` for tensor and pipeline parallelism and for activations.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -12,7 +11,7 @@
 
 namespace forebay {
 
-// As it was typed.
+// The options as typed.
 struct ActivationArguments {
   std::int64_t tensor_parallel = 1;
   std::int64_t pipeline_parallel = 1;
@@ -27,8 +26,8 @@ struct ActivationArguments {
 // Requires: `arguments` outlives the parsing.
 void add_activation_options(CLI::App& command, ActivationArguments& arguments);
 
-// The placement, what is recomputed, and the part of pipeline stage 0; the model is the caller's to fill in.
-// Errors: kInvalidArgument naming the option and what it may be.
+// The placement, the recomputed layers, and the part of pipeline stage 0; the caller fills in the model.
+// Errors: kInvalidArgument naming the option and its allowed values.
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments);
 
 }  // namespace forebay

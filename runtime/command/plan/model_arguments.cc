@@ -29,18 +29,22 @@ bool ModelArguments::has_batch() const {
 }
 
 void add_model_options(CLI::App& command, ModelArguments& arguments) {
-  const auto number = [&](const char* name, std::int64_t& target, const char* what) {
-    return command.add_option(name, target, what)->type_name("N")->capture_default_str();
+  const auto number = [&](const char* name, std::int64_t& target, const char* help) {
+    return command.add_option(name, target, help)
+        ->type_name("N")
+        ->capture_default_str()
+        ->group(kModelHeading);
   };
   command.add_option("--config", arguments.config, "The model as a Hugging Face config.json (gpt2 or llama)")
-      ->type_name("FILE");
-  arguments.shape_options = {number("--layers", arguments.layers, "The model as a GPT-2 shape: layers"),
-                             number("--hidden", arguments.hidden, "Width"),
-                             number("--heads", arguments.heads, "Attention heads; divides --hidden"),
-                             number("--vocabulary", arguments.vocabulary, "Tokens there are")};
-  arguments.sequence_option = number("--sequence", arguments.sequence, "Tokens of a sequence");
+      ->type_name("FILE")
+      ->group(kModelHeading);
+  arguments.shape_options = {number("--layers", arguments.layers, "Layers, for a model of the GPT-2 kind"),
+                             number("--hidden", arguments.hidden, "Width of a layer"),
+                             number("--heads", arguments.heads, "Attention heads, a divisor of --hidden"),
+                             number("--vocabulary", arguments.vocabulary, "Different tokens")};
+  arguments.sequence_option = number("--sequence", arguments.sequence, "Tokens of one sequence");
   arguments.batch_option =
-      number("--batch", arguments.batch, "Sequences of a micro-step, of each data-parallel rank");
+      number("--batch", arguments.batch, "Sequences per micro-step and data-parallel rank");
 }
 
 Result<ModelChoice> read_model(const ModelArguments& arguments) {
@@ -96,7 +100,7 @@ Status read_positive(const char* name, std::int64_t value, std::int64_t limit, s
 
 Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes) {
   if (parse_bytes(text.c_str(), bytes) && *bytes > 0) return Status();
-  return refuse(std::string("--") + name + " is '" + text + "'; use bytes, such as 2MiB, 80GB or 4096");
+  return refuse(std::string("--") + name + " is '" + text + "'; use a size, such as 2MiB, 80GB or 4096");
 }
 
 }  // namespace forebay

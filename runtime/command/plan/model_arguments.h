@@ -1,5 +1,5 @@
-// A model's shape on the command line: the options that `forebay plan` and `forebay bench-tiers` share, and
-// the words in which bad values are refused.
+// The options for a model's shape that `forebay plan` and `forebay bench-tiers` share, and the refusal of bad
+// values.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -12,8 +12,12 @@
 
 namespace forebay {
 
-// As it was typed; numbers are signed so that a negative one gets an answer in our words. The defaults are
-// forebay-gpt's, so that the same options mean the same run.
+// Headings of help texts.
+constexpr const char* kModelHeading = "Model";
+constexpr const char* kRanksHeading = "Ranks";
+
+// The options as typed. Numbers are signed, so that the refusal of a negative one is ours. The defaults are
+// those of forebay-gpt, so that the same options mean the same run.
 struct ModelArguments {
   std::string config;
   std::int64_t layers = 4;
@@ -23,8 +27,7 @@ struct ModelArguments {
   std::int64_t vocabulary = 256;
   std::int64_t batch = 8;
 
-  // Which of them were given.
-  std::vector<const CLI::Option*> shape_options;  // Those that --config leaves no room for.
+  std::vector<const CLI::Option*> shape_options;  // Not with --config.
   const CLI::Option* sequence_option = nullptr;
   const CLI::Option* batch_option = nullptr;
 
@@ -42,14 +45,14 @@ struct ModelChoice {
 // Requires: `arguments` outlives the parsing.
 void add_model_options(CLI::App& command, ModelArguments& arguments);
 
-// Requires: has_shape() or has_config(). Errors: kInvalidArgument naming the option and what it may be; those
+// Requires: has_shape() or has_config(). Errors: kInvalidArgument naming the option and its allowed values; those
 // of read_model_config.
 Result<ModelChoice> read_model(const ModelArguments& arguments);
 
 // "GPT-2 kind: 4 layers, hidden 128, ...".
 std::string describe_model(const ModelChoice& model);
 
-// Errors: kInvalidArgument naming the option and what it may be.
+// Errors: kInvalidArgument naming the option and its allowed values.
 Status read_positive(const char* name, std::int64_t value, std::int64_t limit, std::int64_t* target);
 Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes);
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "forebay/sharding_arguments.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/host_limits.h"
@@ -22,28 +23,27 @@ namespace forebay {
 namespace {
 
 constexpr int kDoesNotHold = 1;
-// What a device may map at a time: a page at least; GPUs have 2 MiB.
+// Granularity in which devices map memory: at least a page; GPUs have 2 MiB.
 constexpr std::uint64_t kChunkLeast = std::uint64_t{4} << 10;
 constexpr std::uint64_t kChunkMost = std::uint64_t{1} << 30;
 
-// The command line as it was typed; numbers are signed so that a negative one gets an answer in our words.
+// The command line as typed. Numbers are signed, so that the refusal of a negative one is ours.
 struct PlanArguments {
   std::string parameters;
   ModelArguments model;
   ActivationArguments activations;
-  std::int64_t ranks = 0;  // 0: as many as share the model.
+  std::int64_t ranks = 0;  // 0: one data-parallel rank.
   std::int64_t host_ranks = 0;
   ShardingArguments<CLI::App> sharding;
   std::string chunk = "2MiB";
   std::string preset = "forebay";
   bool json = false;
 
-  // Which of them were given.
   const CLI::Option* ranks_option = nullptr;
   const CLI::Option* host_ranks_option = nullptr;
 };
 
-// The model; its shape's words, if it has one, go to `description`.
+// Reads the model, and describes its shape, if it has one.
 Status read_request(const PlanArguments& arguments, PlanRequest* request, std::string* description) {
   const ModelArguments& model = arguments.model;
   const bool has_count = !arguments.parameters.empty();
@@ -98,21 +98,17 @@ Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   return Status();
 }
 
-// All ranks are one grid: as in forebay-gpt, those that neither tensor nor pipeline parallelism takes are
-// data-parallel.
+// All ranks are one grid, as in forebay-gpt: ranks / (tensor-parallel * pipeline-parallel) are data-parallel.
 Status read_ranks(const PlanArguments& arguments, PlanRequest* request, int* world_size) {
   const int parts = request->part.tensor_parallel * request->part.pipeline_parallel;
   *world_size = parts;
   if (given(arguments.ranks_option))
     FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, world_size));
   if (*world_size % parts != 0) {
-    return refuse(
-        "--ranks is " + std::to_string(*world_size) + ", which --tensor-parallel " +
-        std::to_string(request->part.tensor_parallel) + " times --pipeline-parallel " +
-        std::to_string(request->part.pipeline_parallel) + " = " + std::to_string(parts) +
-        " does not divide; --ranks are all ranks, of which data-parallel ones are that share: use a "
-        "multiple of " +
-        std::to_string(parts));
+    return refuse("--ranks is " + std::to_string(*world_size) + ", which --tensor-parallel " +
+                  std::to_string(request->part.tensor_parallel) + " times --pipeline-parallel " +
+                  std::to_string(request->part.pipeline_parallel) + " = " + std::to_string(parts) +
+                  " does not divide; use a multiple of " + std::to_string(parts));
   }
   request->options.ranks = *world_size / parts;
   return Status();
@@ -131,7 +127,7 @@ Status read_budget(const PlanArguments& arguments, int world_size, PlanBudget* b
   return Status();
 }
 
-// How activations are kept, if anything was said about that; the part of the model too goes to the request.
+// Completes the request for activations, if one was made, from the other options.
 Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanRequest* request,
                  std::optional<ActivationRequest>* kept) {
   if (!*kept) return {};
@@ -149,12 +145,12 @@ Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanR
   if (wanted.placement == ActivationPlacement::kAuto &&
       (budget.memory_bytes == 0 || !arguments.sharding.given("stage")))
     return refuse(
-        "--activations auto is chosen by what a stage leaves of a budget; add --memory and --stage");
+        "--activations auto fills the part of a budget that a stage leaves; add --memory and --stage");
   return {};
 }
 
-// The activations of one pipeline stage; what they take goes to the request. `auto` gives saved inputs what
-// the device budget leaves beside everything else.
+// Plans the activations of one pipeline stage and adds their bytes to the request. `auto` gives saved inputs
+// the part of the device budget that everything else leaves.
 Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, PlanRequest* request,
                         std::vector<ActivationReport>* reports) {
   wanted.part = request->part;
@@ -181,7 +177,7 @@ Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, Plan
   return {};
 }
 
-// Of one ZeRO stage: the pipeline stage that needs most.
+// Plans one ZeRO stage: the report of the pipeline stage that needs most.
 Result<PlanReport> plan_worst(PlanRequest request, const std::optional<ActivationRequest>& kept,
                               const PlanBudget& budget, std::vector<ActivationReport>* activations) {
   std::vector<PlanReport> stages;
@@ -196,7 +192,7 @@ Result<PlanReport> plan_worst(PlanRequest request, const std::optional<Activatio
   return stages.size() == 1 ? std::move(stages.front()) : worst_stage(stages);
 }
 
-// With no stage given: all that there are. It is an error only when none can be planned.
+// Plans the ZeRO stage given, or all of them. It is an error only when none can be planned.
 Status plan_stages(PlanRequest request, std::optional<int> only, const std::optional<ActivationRequest>& kept,
                    const PlanBudget& budget, std::vector<PlanReport>* reports,
                    std::vector<std::string>* left_out, std::vector<ActivationReport>* activations) {
@@ -214,8 +210,8 @@ Status plan_stages(PlanRequest request, std::optional<int> only, const std::opti
   return reports->empty() ? first : Status();
 }
 
-// Prints the plan. `*holds`: one of the stages shown fits into what it was told to be held against, which the
-// host is only by --host-ranks.
+// Prints the plan. `*holds`: one of the stages shown fits into the given limits; the host is one with
+// --host-ranks.
 Status plan(const PlanArguments& arguments, bool* holds) {
   const bool has_stage = arguments.sharding.given("stage");
   if (arguments.json && !has_stage)
@@ -270,41 +266,46 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   PlanArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
       "plan", "Print the bytes that each rank holds and sends, before anything is allocated");
-  const auto text = [&](const char* name, std::string& target, const char* what, const char* type) {
-    return command->add_option(name, target, what)->type_name(type);
+  const auto text = [&](const char* name, std::string& target, const char* help, const char* type) {
+    return command->add_option(name, target, help)->type_name(type)->capture_default_str();
   };
-  const auto number = [&](const char* name, std::int64_t& target, const char* what) {
-    return command->add_option(name, target, what)->type_name("N");
-  };
-
-  text("--parameters", a.parameters, "The model as a number of parameters: 124M, 7.5B, 1.5e9", "COUNT");
+  text("--parameters", a.parameters, "The model as a number of parameters: 124M, 7.5B, 1.5e9", "COUNT")
+      ->group(kModelHeading);
   add_model_options(*command, a.model);
-  add_activation_options(*command, a.activations);
-
   a.ranks_option =
-      number("--ranks", a.ranks,
-             "All ranks. Those that share batches (data-parallel) are --ranks / (--tensor-parallel * "
-             "--pipeline-parallel) (default: one of these)");
+      command
+          ->add_option(
+              "--ranks", a.ranks,
+              "All ranks; --ranks / (--tensor-parallel * --pipeline-parallel) of them are data-parallel")
+          ->type_name("N")
+          ->default_str("one data-parallel rank")
+          ->group(kRanksHeading);
+  add_activation_options(*command, a.activations);
   a.sharding.add(*command, kPlanProgram, {.dtype = DataType::kBfloat16});
-  CLI::Option* const stage = a.sharding.option("stage");
-  stage->default_str("all of them side by side");
-  text("--chunk", a.chunk, "The device's mapping granularity", "BYTES")->capture_default_str();
-  text(
-      "--preset", a.preset,
-      "Whose accounts: forebay (what this engine does), paper (ZeRO's formulas), deepspeed or megatron (what "
-      "theirs would hold)",
-      "NAME")
-      ->capture_default_str();
-  a.host_ranks_option = number(
-      "--host-ranks", a.host_ranks,
-      "Of all ranks, those that keep their device bytes in this host's memory: of a pipeline those that need "
-      "most (default: all; 0: do not judge the host)");
+  a.sharding.option("stage")->default_str("all of them, side by side");
+  text("--chunk", a.chunk, "Granularity in which the device maps memory", "BYTES");
+  text("--preset", a.preset,
+       "Accounting: forebay, the bytes of this engine; paper, the formulas of ZeRO; deepspeed or megatron, "
+       "the bytes "
+       "that these would hold",
+       "forebay|paper|deepspeed|megatron");
+  a.host_ranks_option =
+      command
+          ->add_option(
+              "--host-ranks", a.host_ranks,
+              "Ranks that keep their device bytes in this host's memory; in a pipeline, those that need "
+              "most. 0: the host is not judged")
+          ->type_name("N")
+          ->default_str("all");
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(
-      "Without --parameters, --config or a shape: the model that forebay-gpt trains by default (there in "
-      "fp32).\n"
-      "Exit code: 0; 1 if neither --memory nor, where it is given, --host-ranks leaves room for any of the "
-      "stages shown; 2 for bad input.");
+      std::string(
+          "Without --parameters, --config or a shape, the model is the one that forebay-gpt trains by "
+          "default (there in fp32).\nSizes: ") +
+      kBytesSyntax +
+      ".\nExit code: 0; 1 if neither --memory nor, where it is given, --host-ranks has room for any of the "
+      "stages "
+      "shown; 2 for bad input.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

@@ -1,4 +1,5 @@
-// `forebay plan`: what a model takes under a ZeRO stage, per rank and per step, before anything is allocated.
+// `forebay plan`: the bytes of a model under a ZeRO stage, per rank and per step, before anything is
+// allocated.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -6,8 +7,8 @@
 
 namespace forebay {
 
-// Adds the subcommand; when it is the one given, parsing sets `action`, which returns the exit code: 0 when a
-// plan was made, whether or not it fits, 2 for bad input.
+// Adds the subcommand. Parsing it sets `action`, which returns the exit code: 0 when a plan was made and fits
+// the given limits, 1 when it does not fit, 2 for bad input.
 void add_plan_command(CLI::App& app, std::function<int()>& action);
 
 }  // namespace forebay

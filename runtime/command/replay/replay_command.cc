@@ -10,6 +10,7 @@
 #include "forebay/cuda_backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/model_backend.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/replay/replay_report.h"
@@ -48,6 +49,8 @@ struct ReplayDevice {
 
 Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
   ReplayDevice device;
+  if (const std::string question = size_question(arguments.memory.c_str()); !question.empty())
+    return refuse("--memory is " + question);
   if (arguments.memory_option->count() > 0 &&
       (!parse_bytes(arguments.memory.c_str(), &device.memory_bytes) || device.memory_bytes < kLeastMemory ||
        device.memory_bytes > kTraceBlockLimit)) {

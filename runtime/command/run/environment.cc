@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "allocator/preload/events.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -123,6 +124,8 @@ Result<MemoryLimit> memory_limit(const RunOptions& options, const Environment& i
   const std::string wanted = is_option ? options.memory : from_environment;
   const std::string name = is_option ? "--memory" : kPreloadMemoryVariable;
   MemoryLimit limit;
+  if (const std::string question = size_question(wanted.c_str()); !question.empty())
+    return Status(StatusCode::kInvalidArgument, name + " is " + question);
   if (!wanted.empty() && (!parse_bytes(wanted.c_str(), &limit.bytes) || limit.bytes < kLeastMemory)) {
     return Status(StatusCode::kInvalidArgument,
                   name + " is '" + wanted + "'; use bytes, such as 24GiB, and at least " +

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -390,12 +391,12 @@ bool is_option(const std::string& word) {
   return word.size() > 1 && word[0] == '-';
 }
 
-// What an option is given, by the name of its kind.
-std::string value_text(const std::string& type) {
-  if (type == "DIR") return "a directory";
-  if (type == "FILE") return "a file";
-  if (type == "BYTES") return "bytes, such as 24GiB";
-  if (type == "SIG") return "a signal";
+// The value that an option needs, by its placeholder.
+std::string value_text(const std::string& values) {
+  if (values == "DIR") return "a directory";
+  if (values == "FILE") return "a file";
+  if (values == "BYTES") return "bytes, such as 24GiB";
+  if (values == "SIG") return "a signal";
   return "a number";
 }
 
@@ -419,26 +420,25 @@ constexpr char kFooter[] =
 
 }  // namespace
 
-std::optional<int> take_run_command(const CLI::App& app, std::vector<std::string>* arguments,
+std::optional<int> take_run_command(const CommandText& called, std::vector<std::string>* arguments,
                                     std::vector<std::string>* command) {
-  if (arguments->size() < 2 || (*arguments)[1] != "run") return std::nullopt;
-  const CLI::App& run_app = *app.get_subcommand("run");
-  std::size_t at = 2;
+  if (called.name != "forebay run") return std::nullopt;
+  std::size_t at = 1;
   for (; at < arguments->size() && is_option((*arguments)[at]) && (*arguments)[at] != "--"; ++at) {
     const std::string& word = (*arguments)[at];
     const std::string name = word.substr(0, word.find('='));
-    const CLI::Option* option = run_app.get_option_no_throw(name);
-    if (option == nullptr) {
-      say("there is no option " + name +
-          "; the order is: forebay run [OPTIONS] -- COMMAND [ARGUMENTS] (forebay run --help lists the "
-          "options)");
+    const auto option =
+        std::find_if(called.options.begin(), called.options.end(), [&](const OptionText& one) {
+          return std::find(one.names.begin(), one.names.end(), name) != one.names.end();
+        });
+    if (option == called.options.end()) {
+      say(unknown_word_text(called, word) + "; the order is: forebay run [OPTIONS] -- COMMAND [ARGUMENTS]");
       return kBadUsage;
     }
-    if (option->get_items_expected_max() == 0 || name.size() != word.size()) continue;
+    if (option->values.empty() || name.size() != word.size()) continue;
     const bool has_value = at + 1 < arguments->size() && (*arguments)[at + 1].rfind("--", 0) != 0;
     if (!has_value) {
-      say(name + " needs " + value_text(option->get_type_name()) + ": " + name + " " +
-          option->get_type_name());
+      say(name + " needs " + value_text(option->values) + ": " + name + " " + option->values);
       return kBadUsage;
     }
     ++at;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "forebay/command_line.h"
+
 namespace forebay {
 
 // Adds the subcommand; when it is the one given, parsing sets `action`, which returns the exit code: the
@@ -14,11 +16,11 @@ namespace forebay {
 // the action has been called.
 void add_run_command(CLI::App& app, std::function<int()>& action, const std::vector<std::string>& command);
 
-// Moves what is to be run out of the arguments of `forebay run`: everything behind the first `--`, or from
-// the first word on that is no option nor an option's value; all that is the command's and nothing of it is
-// ours. `arguments`: as main() has them. Returns the exit code after a complaint; none when there is nothing
-// to complain about, as where another subcommand is given.
-std::optional<int> take_run_command(const CLI::App& app, std::vector<std::string>* arguments,
+// Moves the command to run out of the arguments of `forebay run`: everything after the first `--`, or from
+// the first word that is neither an option nor the value of one. `called`: the subcommand that was given;
+// `arguments`: the program's, without its name. Returns the exit code after a complaint; none otherwise, as
+// for another subcommand.
+std::optional<int> take_run_command(const CommandText& called, std::vector<std::string>* arguments,
                                     std::vector<std::string>* command);
 
 }  // namespace forebay

@@ -186,7 +186,8 @@ constexpr OptionRow kTable[] = {
      .programs = kEverywhere,
      .member = &ShardingOptions::memory_bytes,
      .values = "BYTES",
-     .allowed = "a size, such as 80GiB or 512MiB"},
+     .allowed = "a size, such as 80GiB or 512MiB",
+     .is_memory = true},
     {.name = "spillable",
      .heading = kSharding,
      .help = "preparation for spilling states between steps: each pool has chunks of its own",
@@ -240,6 +241,7 @@ constexpr OptionRow kTable[] = {
      .values = "BYTES",
      .allowed = "at least 8 MiB",
      .least = kStagingBytesMin,
+     .is_memory = true,
      .report_key = "offload_staging_bytes"},
 };
 static_assert(kStagingBytesMin == 8_MiB, "said in offload-staging");
@@ -393,8 +395,13 @@ Status set_option(ShardingOptions& options, std::string_view name, std::string_v
   }
   ShardingOptions changed = options;
   if (!parse_value(*row, value, changed)) {
-    const bool is_number = !value.empty() && value.find_first_not_of("-.0123456789") == std::string_view::npos;
+    const bool is_number =
+        !value.empty() && value.find_first_not_of("-.0123456789") == std::string_view::npos;
     return refuse_value(*row, is_number ? std::string(value) : "'" + std::string(value) + "'");
+  }
+  if (row->is_memory) {
+    const std::string question = size_question(std::string(value).c_str());
+    if (!question.empty()) return refuse(std::string(name) + " is " + question);
   }
   FOREBAY_RETURN_IF_ERROR(check_range(*row, changed));
   options = std::move(changed);

@@ -8,21 +8,24 @@
 #include <limits>
 
 #include "forebay/activation_formulas.h"
+#include "forebay/command_line.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
 #include "forebay/sharding_arguments.h"
-#include "forebay/units.h"
+#include "forebay/text.h"
+#include "forebay/version.h"
 #include "model/matmul.h"
 #include "model/text.h"
 
 namespace forebay::gpt {
 namespace {
 
+constexpr const char* kProgram = "forebay-gpt";
 constexpr int kUsageExit = 2;
 constexpr std::uint64_t kRanksMax = 1024;  // On one host: a typing mistake beyond it.
 constexpr int kThreadsMax = 256;           // Per rank: the same.
-constexpr double kSingleMax = 3e38;        // What reaches fp32 must not become infinite there,
-constexpr double kEpsilonMin = 1e-30;      // nor zero, by which it would divide.
+constexpr double kSingleMax = 3e38;        // A larger value would be infinite in fp32,
+constexpr double kEpsilonMin = 1e-30;      // and a smaller epsilon zero, by which it divides.
 
 // The options that become other values once all is parsed.
 struct Words {
@@ -32,160 +35,140 @@ struct Words {
   std::string activations = "keep";
 };
 
-// A whole number that fits its type, where CLI11 would let a negative one become a large one.
-template <typename Integer>
-CLI::Option* add_number(CLI::App& app, const char* name, Integer& target, const char* what) {
-  const auto check = [](const std::string& text) -> std::string {
-    Integer value{};
-    const char* end = text.data() + text.size();
-    const auto result = std::from_chars(text.data(), end, value);
-    if (result.ec == std::errc() && result.ptr == end) return "";
-    return "'" + text + "' is not a whole number from " +
-           std::to_string(std::numeric_limits<Integer>::min()) + " to " +
-           std::to_string(std::numeric_limits<Integer>::max());
-  };
-  return app.add_option(name, target, what)->check(check);
-}
+// Options under one heading of the help text.
+class Section {
+ public:
+  Section(CLI::App& app, const char* heading) : app_(app), heading_(heading) {}
+
+  // A value with its default.
+  template <typename Value>
+  void value(const char* name, Value& target, const char* values, const char* help) {
+    app_.add_option(name, target, help)->type_name(values)->capture_default_str()->group(heading_);
+  }
+  // A whole number that fits its type, where CLI11 would let a negative one become a large one.
+  template <typename Integer>
+  void number(const char* name, Integer& target, const char* help) {
+    const auto check = [](const std::string& text) -> std::string {
+      Integer value{};
+      const char* end = text.data() + text.size();
+      const auto result = std::from_chars(text.data(), end, value);
+      if (result.ec == std::errc() && result.ptr == end) return "";
+      return "'" + text + "' is not a whole number from " +
+             std::to_string(std::numeric_limits<Integer>::min()) + " to " +
+             std::to_string(std::numeric_limits<Integer>::max());
+    };
+    app_.add_option(name, target, help)->check(check)->type_name("N")->capture_default_str()->group(heading_);
+  }
+  // A text that is empty by default; `otherwise` names the choice made then.
+  template <typename Text>
+  void text(const char* name, Text& target, const char* values, const char* help,
+            const char* otherwise = "") {
+    app_.add_option(name, target, help)->type_name(values)->default_str(otherwise)->group(heading_);
+  }
+
+ private:
+  CLI::App& app_;
+  const char* heading_;
+};
 
 void add_model_options(CLI::App& app, TrainerOptions& o) {
-  const std::string group = "Model";
-  add_number(app, "--layers", o.model.layers, "Transformer blocks")->capture_default_str()->group(group);
-  add_number(app, "--hidden", o.model.hidden, "Columns of the residual stream, a multiple of --heads")
-      ->capture_default_str()
-      ->group(group);
-  add_number(app, "--heads", o.model.heads, "Attention heads")->capture_default_str()->group(group);
-  add_number(app, "--sequence", o.model.sequence, "Tokens (bytes) of one sample")
-      ->capture_default_str()
-      ->group(group);
+  Section model(app, "Model");
+  model.number("--layers", o.model.layers, "Transformer blocks");
+  model.number("--hidden", o.model.hidden, "Columns of the residual stream, a multiple of --heads");
+  model.number("--heads", o.model.heads, "Attention heads");
+  model.number("--sequence", o.model.sequence, "Tokens per sample; a token is a byte");
 }
 
-void add_engine_options(CLI::App& app, TrainerOptions& o, Words& words) {
-  const std::string group = "Ranks and memory";
-  add_number(app, "--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--device", words.device,
-                 "host, cuda or cuda:N: where ranks keep their memory and compute; with cuda, ranks take the "
-                 "GPUs in turn")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option(
-         "--communicator", o.communicator,
-         "How ranks reach each other: shm (processes that share memory), gloo (processes, over TCP), "
-         "auto (shm where all ranks can share memory, else gloo), local (threads), or with cuda and a "
-         "GPU for each rank nccl (processes) or nccl-threads [default: auto for several ranks on the "
-         "host, local on cuda]")
-      ->group(group);
-  app.add_option(
-         "--nccl-library", o.nccl_library,
-         "The libnccl.so.2 for --communicator nccl [default: FOREBAY_NCCL_LIBRARY, else the system's]")
-      ->group(group);
-  add_number(app, "--tensor-parallel", o.tensor_parallel,
-             "Neighbouring ranks that share every layer, a divisor of --ranks and of --heads; the others are "
-             "data-parallel")
-      ->capture_default_str()
-      ->group(group);
-  add_number(
-      app, "--pipeline-parallel", o.pipeline_parallel,
-      "Stages of consecutive layers, each on ranks of its own, through which the micro-steps of a step "
-      "pass one behind the other; with --tensor-parallel a divisor of --ranks, at most --layers. Give "
-      "several times as many --micro-steps: stages wait for each other at both ends of a step")
-      ->capture_default_str()
-      ->group(group);
+void add_rank_options(CLI::App& app, TrainerOptions& o, Words& words) {
+  Section ranks(app, "Ranks");
+  ranks.number("--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used");
+  ranks.value("--device", words.device, "host|cuda|cuda:N",
+              "Where ranks keep their memory and compute; with cuda, ranks take the GPUs in turn");
+  ranks.text(
+      "--communicator", o.communicator, "auto|shm|gloo|local|nccl|nccl-threads",
+      "How ranks reach each other: shm, processes over shared memory; gloo, processes over TCP; auto, shm "
+      "where all ranks can share memory, otherwise gloo; local, threads; with cuda and a GPU for each rank "
+      "nccl, processes, or nccl-threads",
+      "auto for several ranks on the host, otherwise local");
+  ranks.text("--nccl-library", o.nccl_library, "FILE", "The libnccl.so.2 for --communicator nccl",
+             "FOREBAY_NCCL_LIBRARY, otherwise the system's");
+  ranks.number(
+      "--tensor-parallel", o.tensor_parallel,
+      "Neighbouring ranks that share every layer, a divisor of --ranks and of --heads; the other ranks are "
+      "data-parallel");
+  ranks.number(
+      "--pipeline-parallel", o.pipeline_parallel,
+      "Pipeline stages of consecutive layers, each on ranks of its own; with --tensor-parallel a divisor of "
+      "--ranks, at most --layers. Stages wait for each other at both ends of a step, so give several times "
+      "as many --micro-steps");
+  ranks.number("--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error");
+  ranks.number("--join-deadline", o.join_deadline_seconds,
+               "Seconds within which all ranks that are processes must join; 0: as --deadline");
+}
+
+void add_sharding_options(CLI::App& app, TrainerOptions& o, Words& words) {
   words.sharding.add(app, kGptProgram, o);
   CLI::Option* const order = words.sharding.option("order");
   order->description(order->get_description() +
                      ". fast, over NCCL: fp32 sums in the order that NCCL chooses");
   order->type_name("rank|group:G|fast");
-  add_number(app, "--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error")
-      ->capture_default_str()
-      ->group(group);
-  add_number(app, "--join-deadline", o.join_deadline_seconds,
-             "Seconds until all ranks must have come, where they are processes; 0: as --deadline")
-      ->capture_default_str()
-      ->group(group);
 }
 
 void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
-  const std::string group = "Computing";
-  app.add_option("--matmul", o.matmul,
-                 "library (host: oneDNN; cuda: cuBLAS, opened at run time) or plain (our own) [default: "
-                 "library, on the host where built in]")
-      ->group(group);
-  add_number(app, "--threads", o.threads, "Compute threads per rank; 0: cores / ranks on this host")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--recompute", words.recompute,
-                 "none; block: every block keeps nothing but its input and is computed again in the backward "
-                 "pass; every:K: so does one block of K. Same bits, less memory, more time")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option(
-         "--activations", words.activations,
-         "Where the inputs of recomputed blocks wait for the backward pass. keep: whole, on each rank's "
-         "device; partition: cut over the ranks of --tensor-parallel; partition+cpu, "
-         "partition+nvme:DIR[,DIR...]: cut, and in page-locked host memory or in files without a name; "
-         "auto: keep, or as much of partition, or then of partition+cpu, as --memory asks for. Same bits")
-      ->capture_default_str()
-      ->group(group);
+  Section computing(app, "Computing");
+  computing.text(
+      "--matmul", o.matmul, "library|plain",
+      "Matrix products: library, oneDNN on the host and cuBLAS, opened at run time, on CUDA; plain, the "
+      "sample's own",
+      "library, on the host where built in");
+  computing.number("--threads", o.threads, "Compute threads per rank; 0: the cores of this host / its ranks");
+  computing.value(
+      "--recompute", words.recompute, "none|block|every:K",
+      "Blocks that the backward pass computes again: none; block, every block from its input, which is "
+      "all that it keeps; every:K, one block of every K. Less memory, more time, the same result");
+  computing.value(
+      "--activations", words.activations, "keep|partition|partition+cpu|partition+nvme:DIR[,DIR...]|auto",
+      "Where the inputs of recomputed blocks wait for the backward pass: keep, whole on each device; "
+      "partition, a slice on each --tensor-parallel rank; partition+cpu or partition+nvme, the slice in "
+      "pinned host memory or in anonymous files; auto, the first of keep, partition and partition+cpu "
+      "that --memory has room for. The result is the same");
 }
 
 void add_training_options(CLI::App& app, TrainerOptions& o) {
-  const std::string group = "Training";
-  app.add_option("--text", o.text,
-                 "Text files, read as bytes [default: the licences in /usr/share/common-licenses]")
-      ->group(group);
-  add_number(app, "--batch", o.batch, "Samples per data-parallel rank and micro-step")
-      ->capture_default_str()
-      ->group(group);
-  add_number(app, "--steps", o.steps, "Steps in all, those before a resume included")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--lr", o.lr, "Learning rate, constant")->capture_default_str()->group(group);
-  app.add_option("--weight-decay", o.weight_decay, "AdamW's, of matrices and embeddings")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--clip", o.clip, "Largest global gradient norm; 0: no clipping")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--dropout", o.dropout,
-                 "Probability with which an element is zeroed, after the embedding, in attention and after "
-                 "both halves of a block: at least 0, less than 1")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--beta1", o.beta1, "AdamW's")->capture_default_str()->group(group);
-  app.add_option("--beta2", o.beta2, "AdamW's")->capture_default_str()->group(group);
-  app.add_option("--epsilon", o.epsilon, "AdamW's")->capture_default_str()->group(group);
-  app.add_option("--loss-scale", o.loss_scale, "The first loss scale (fp16 only)")
-      ->capture_default_str()
-      ->group(group);
-  add_number(app, "--seed", o.seed, "Of initial weights, of the order of samples and of dropout")
-      ->capture_default_str()
-      ->group(group);
+  Section training(app, "Training");
+  training.text("--text", o.text, "FILE", "Text files, read as bytes",
+                "the licences in /usr/share/common-licenses");
+  training.number("--batch", o.batch, "Samples per data-parallel rank and micro-step");
+  training.number("--steps", o.steps, "Steps in all, including those before a resume");
+  training.value("--lr", o.lr, "X", "Learning rate of AdamW, constant");
+  training.value("--weight-decay", o.weight_decay, "X", "Weight decay of AdamW, for matrices and embeddings");
+  training.value("--clip", o.clip, "X", "Largest global gradient norm; 0: no clipping");
+  training.value(
+      "--dropout", o.dropout, "0..1",
+      "Probability, less than 1, that an element is zeroed: after the embedding, in attention and after "
+      "both halves of a block");
+  training.value("--beta1", o.beta1, "0..1", "Decay of AdamW's first moment");
+  training.value("--beta2", o.beta2, "0..1", "Decay of AdamW's second moment");
+  training.value("--epsilon", o.epsilon, "X", "AdamW's epsilon");
+  training.value("--loss-scale", o.loss_scale, "X", "First loss scale, for fp16");
+  training.number("--seed", o.seed, "Seed of initial weights, of the order of samples and of dropout");
 }
 
 void add_file_options(CLI::App& app, TrainerOptions& o) {
-  const std::string group = "Files";
-  app.add_option("--save-state", o.save_state, "Directory for training state, saved at the end and on Ctrl-C")
-      ->group(group);
-  add_number(app, "--save-every", o.save_every, "Save every this many steps too; 0: no")
-      ->capture_default_str()
-      ->group(group);
-  app.add_option("--load-state", o.load_state, "Directory of training state to go on from")->group(group);
-  app.add_option("--initial", o.initial_file, "Initial weights: a safetensors file")->group(group);
-  app.add_option("--export", o.export_file, "Write the full fp32 weights here at the end (safetensors)")
-      ->group(group);
-  app.add_option("--report", o.report_file, "Write a report here at the end (JSON)")->group(group);
-  app.add_option(
-         "--timeline", o.timeline_file,
-         "Write what ran when here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks but the "
-         "first add .rank-N to the name, before its ending. For a few steps: it slows them")
-      ->group(group);
-  app.add_option("--flight-recorder", o.flight_recorder,
-                 "Directory in which every rank that fails, or is left when another has failed, says what it "
-                 "was at (flight.rank-N.json)")
-      ->group(group);
-  app.add_flag("!--quiet", o.progress, "No progress lines")->group(group);
+  Section files(app, "Files");
+  files.text("--save-state", o.save_state, "DIR", "Save the training state here at the end and on Ctrl-C");
+  files.number("--save-every", o.save_every, "Steps after which it is saved too, each time; 0: never");
+  files.text("--load-state", o.load_state, "DIR", "Resume from the training state saved here");
+  files.text("--initial", o.initial_file, "FILE", "Initial weights (safetensors)");
+  files.text("--export", o.export_file, "FILE", "Write the full fp32 weights here at the end (safetensors)");
+  files.text("--report", o.report_file, "FILE", "Write a report here at the end (JSON)");
+  files.text("--timeline", o.timeline_file, "FILE",
+             "Write a timeline here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks after "
+             "the first "
+             "add .rank-N before the suffix. It slows steps, so record a few");
+  files.text("--flight-recorder", o.flight_recorder, "DIR",
+             "When a rank fails, every rank writes its last operations here (flight.rank-N.json)");
+  app.add_flag("!--quiet", o.progress, "Print no progress")->group("Files");
 }
 
 [[noreturn]] void refuse(const std::string& message) {
@@ -242,7 +225,7 @@ void apply(Words& words, TrainerOptions& o) {
   place_activations(words.activations, o);
 }
 
-// An unset variable of a script, most often; CLI11 takes it for 0.
+// An empty value is most often an unset variable of a script. CLI11 takes it for 0.
 void refuse_empty(const std::vector<std::string>& arguments) {
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const std::string& argument = arguments[i];
@@ -259,7 +242,7 @@ void check_positive(const char* option, bool positive) {
   if (!positive) refuse(std::string(option) + " must be at least 1");
 }
 
-// Also what a negative number becomes when it is read as a count.
+// Refuses negative numbers too, which are read as large counts.
 template <typename Count>
 void check_count(const char* option, Count count, std::uint64_t largest) {
   check_positive(option, count >= 1);
@@ -296,7 +279,7 @@ void check_number(const char* option, double value, double low, double below) {
   refuse(text);
 }
 
-// What the engine would refuse, before anything starts.
+// Refuses options that the engine would refuse, before anything starts.
 void check_sharding(const TrainerOptions& o) {
   if (const Status status = check_sharding_options(o); !status.ok()) refuse("--" + status.message());
   if (o.tier == Tier::kFile && o.offload_directories.empty())
@@ -324,28 +307,43 @@ void check_parallel(const TrainerOptions& o) {
 ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   TrainerOptions options;
   Words words;
-  CLI::App app("Trains a GPT-2 style model on bytes of text under ZeRO stages 0 to 3.", "forebay-gpt");
+  CLI::App app("Train a GPT-2 style model on bytes of text under ZeRO stages 0 to 3", kProgram);
+  app.set_version_flag("--version", std::string(kProgram) + " " + version(), "Print the version");
+  app.footer(std::string("Sizes: ") + kBytesSyntax + ".");
   add_model_options(app, options);
   add_training_options(app, options);
-  add_engine_options(app, options, words);
+  add_rank_options(app, options, words);
+  add_sharding_options(app, options, words);
   add_compute_options(app, options, words);
   add_file_options(app, options);
 
-  std::vector<std::string> reversed(arguments.rbegin(), arguments.rend());  // What CLI11 wants.
+  const CommandText description = describe_command(app, kProgram);
+  const auto complain = [](const std::string& message) -> ParsedCommand {
+    std::fprintf(stderr, "%s: %s\n", kProgram, message.c_str());
+    return {std::nullopt, kUsageExit};
+  };
   try {
+    if (arguments.size() == 2 && arguments[0] == "--write-manual") {
+      throw_if_error(write_manual(description, arguments[1]));
+      return {std::nullopt, 0};
+    }
     refuse_empty(arguments);
-    app.parse(reversed);
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // As CLI11 wants them.
     apply(words, options);
     check_options(options);
   } catch (const CLI::CallForHelp&) {
-    std::fputs(app.help().c_str(), stdout);
+    std::fputs(help_text(description, terminal_width()).c_str(), stdout);
+    return {std::nullopt, 0};
+  } catch (const CLI::CallForVersion& answer) {
+    std::printf("%s\n", answer.what());
     return {std::nullopt, 0};
   } catch (const CLI::ParseError& error) {
-    std::fprintf(stderr, "forebay-gpt: %s (--help lists the options)\n", error.what());
-    return {std::nullopt, kUsageExit};
+    const std::vector<std::string> unknown = app.remaining();
+    return complain(unknown.empty()
+                        ? std::string(error.what()) + " (" + kProgram + " --help lists the options)"
+                        : unknown_word_text(description, unknown.front()));
   } catch (const Error& error) {
-    std::fprintf(stderr, "forebay-gpt: %s\n", error.status().message().c_str());
-    return {std::nullopt, kUsageExit};
+    return complain(error.status().message());
   }
   return {std::move(options), 0};
 }
@@ -373,13 +371,13 @@ void check_options(const TrainerOptions& o) {
   check_parallel(o);
   if (o.activations != ActivationPlacement::kKeep && o.recompute_every == 0) {
     refuse("--activations " + activations_name(o) +
-           " is about the inputs of blocks that are computed again, and none is; add --recompute block");
+           " needs recomputation, and no block is computed again; add --recompute block");
   }
   if (o.activations == ActivationPlacement::kAuto && o.bucket_auto) {
     refuse(
-        "--activations auto fills what the rest leaves of --memory, and how much --bucket auto takes is "
-        "known "
-        "only afterwards; give --bucket a size");
+        "--activations auto fills the part of --memory that the rest leaves, and --bucket auto is measured "
+        "later; give "
+        "--bucket a size");
   }
   const bool is_process = starts_processes(o.communicator);
   const bool over_nccl = uses_nccl(o.communicator);

@@ -1,4 +1,4 @@
-// What one run of forebay-gpt is asked to do, and how the command line says it.
+// The options of a run of forebay-gpt, and how its command line is read.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace forebay::gpt {
 
-// Where a rank keeps its memory and computes.
+// The device on which ranks keep their memory and compute.
 struct DeviceChoice {
   bool cuda = false;
   std::optional<int> ordinal;  // None: ranks take the devices in turn.
@@ -27,9 +27,9 @@ struct TrainerOptions : ShardingOptions {
 
   int ranks = 1;
   DeviceChoice device;
-  // As the command line has it; empty: "auto" for more than one rank on the host, otherwise "local".
+  // As on the command line; empty: "auto" for more than one rank on the host, otherwise "local".
   std::string communicator;
-  std::string nccl_library;  // A path; empty: found as nccl_library() says.
+  std::string nccl_library;  // A path; empty: as nccl_library() finds it.
   std::string matmul;        // "library" or "plain"; empty: the library, on the host where it is built in.
   int threads = 0;           // Compute threads per rank; 0: the host's cores, shared by the ranks on it.
   int deadline_seconds = 60;
@@ -41,18 +41,18 @@ struct TrainerOptions : ShardingOptions {
   // Where the inputs of recomputed blocks wait for the backward pass.
   ActivationPlacement activations = ActivationPlacement::kKeep;
   Tier activation_tier = Tier::kPinned;
-  std::vector<std::string> activation_directories;  // Of tier kFile.
+  std::vector<std::string> activation_directories;  // Tier kFile.
   double dropout = 0;
 
   std::size_t batch = 8;      // Samples per data-parallel rank and micro-step.
-  std::uint64_t steps = 100;  // In all, those before a resume included.
+  std::uint64_t steps = 100;  // In all, including those before a resume.
   double lr = 1e-3;
   double weight_decay = 0.1;
   double clip = 1.0;
   double beta1 = 0.9;
   double beta2 = 0.95;
   double epsilon = 1e-8;
-  double loss_scale = 65536;  // The first, for fp16.
+  double loss_scale = 65536;  // First loss scale, for fp16.
   std::uint64_t seed = 1;
   std::vector<std::string> text;  // Empty: default_text_files().
 
@@ -69,49 +69,51 @@ struct TrainerOptions : ShardingOptions {
   bool progress = true;         // Lines on stderr.
 };
 
-// The command line, without the program's name. A value: what to do. Otherwise the exit code: 0 after --help
-// (printed on stdout), 2 after a mistake (one line on stderr).
+// Parses the command line, without the program's name. Returns the options, or the exit code: 0 after --help
+// or
+// --version (printed on stdout), 2 after a mistake (one line on stderr).
 struct ParsedCommand {
   std::optional<TrainerOptions> options;
   int exit_code = 0;
 };
 ParsedCommand parse_command(const std::vector<std::string>& arguments);
 
-// Checks what does not need other ranks or files.
-// Errors: throws Error(kInvalidArgument) naming the option and what it may be.
+// Checks all that needs no other ranks and no files.
+//
+// Errors: throws Error(kInvalidArgument) naming the option and its allowed values.
 void check_options(const TrainerOptions& options);
 
-// How the ranks are arranged.
+// The arrangement of the ranks.
 Grid::Options grid_options(const TrainerOptions& options);
 
-// Forward passes of a stage that run ahead of its backward ones, and passes that are in flight there: the
-// stages after it, and itself, with one-forward-one-backward.
+// Forward passes of a pipeline stage that run ahead of its backward passes, and passes in flight there: with
+// one-forward-one-backward, one for each later stage, and one more.
 int forwards_ahead(const PipelineStage& stage);
 int passes_in_flight(const TrainerOptions& options, const PipelineStage& stage);
-// The blocks of a stage that are computed again in the backward pass.
+// The blocks of a pipeline stage that the backward pass computes again.
 std::vector<std::size_t> recomputed_layers(const TrainerOptions& options, const PipelineStage& stage);
 
-// Fills in what was left to choose.
+// Replaces empty options by the program's choice.
 TrainerOptions resolve_options(TrainerOptions options);
 
-// Whether ranks are processes with this --communicator.
+// Whether this --communicator connects processes.
 bool starts_processes(const std::string& communicator);
 // Whether ranks have a GPU each and reach each other over NCCL.
 bool uses_nccl(const std::string& communicator);
 
-// --recompute and --activations as the command line has them; directories are left out.
+// The values of --recompute and --activations, without directories.
 std::string recompute_name(const TrainerOptions& options);
 std::string activations_name(const TrainerOptions& options);
 
-// Those that decide which operations ranks begin with, for ProcessOptions::configuration: what differs is
-// told when they meet, where later it would be operations that do not match.
+// The options that decide which operations ranks begin with, for ProcessOptions::configuration. Ranks compare
+// them when they meet, so that a difference is reported by name and not as operations that do not match.
 std::string configuration_of(const TrainerOptions& options);
 
-// The options that make the same training: with others, results need not be the same, whatever the stage.
-// Names are those of the command line, without dashes before them.
+// The options that decide the result: runs with other values may differ, at every stage. Names are those of
+// the command line, without dashes.
 std::vector<std::pair<std::string, std::string>> training_of(const TrainerOptions& options);
 
-// The options that must be the same on every rank, for EngineOptions::agreement.
+// The options that must be equal on all ranks, for EngineOptions::agreement.
 std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptions& options);
 
 }  // namespace forebay::gpt

@@ -219,7 +219,7 @@ TEST(BenchTiersCommand, ExplainsItsUnitsAndDefaults) {
   const Finished finished = bench({"--help"});
 
   EXPECT_EQ(finished.exit_code, 0);
-  for (const char* words : {"--bytes BYTES=256MiB", "--seconds S=12", "--device DEVICE=host", "64KiB", "GB/s",
+  for (const char* words : {"[default: 256MiB]", "[default: 12]", "[default: host]", "64KiB", "GB/s",
                             "--memory BYTES", "--device-budget BYTES"}) {
     EXPECT_NE(finished.output.find(words), std::string::npos) << words << "\n" << finished.output;
   }

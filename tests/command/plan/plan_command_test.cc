@@ -564,7 +564,7 @@ TEST(ReportCommand, SaysPlainlyWhatItCannotRead) {
   const Outcome outcome = forebay("report " + data("malformed.json"));
 
   EXPECT_EQ(outcome.exit_code, 1);
-  EXPECT_EQ(outcome.output.find("forebay: cannot read report"), 0u) << outcome.output;
+  EXPECT_EQ(outcome.output.find("forebay report: cannot read report"), 0u) << outcome.output;
   EXPECT_EQ(forebay("report /dev/zero").exit_code, 1);
 }
 

@@ -105,6 +105,7 @@ struct OptionRow {
   const char* allowed;                 // For messages, "1 to 1000000"; null: the words.
   std::uint64_t least = 0;             // Range of a number.
   std::uint64_t most = ~std::uint64_t{0};
+  bool is_memory = false;  // Memory of a device or a host: a bare small number is a mistake.
   bool ShardingOptions::*automatic = nullptr;  // Set by the value "auto".
   // Where the member alone does not say how to read and write it. `parse` returns false for other text.
   bool (*parse)(std::string_view value, ShardingOptions& options) = nullptr;
@@ -126,8 +127,8 @@ bool is_switch(const OptionRow& row) noexcept;
 // Sets one option from text, as a command line does: set_option(options, "offload-tier", "nvme:/a,/b").
 //
 // Units: sizes as parse_bytes() reads them. Errors: kInvalidArgument, `options` unchanged: the message begins
-// with the option's name and ends with what it may be, or names the nearest option when there is none of this
-// name.
+// with the option's name and ends with its allowed values, or names the nearest option when there is none of
+// this name.
 Status set_option(ShardingOptions& options, std::string_view name, std::string_view value);
 
 // The value as set_option() reads it back. Requires: an option of this name.
