@@ -60,7 +60,7 @@ int run(std::vector<std::string> arguments) {
   forebay::add_report_command(app, action);
   forebay::add_replay_command(app, action);
   forebay::add_explain_command(app, action);
-  std::vector<std::string> command;  // Of `forebay run`.
+  std::vector<std::string> command;  // The words behind `forebay run`.
   forebay::add_run_command(app, action, command);
   forebay::add_bench_tiers_command(app, action);
   for (CLI::App* const sub : app.get_subcommands([](CLI::App*) { return true; }))

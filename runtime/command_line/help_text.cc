@@ -61,7 +61,7 @@ std::string help_text(const CommandText& command, std::size_t width) {
     if (std::find(headings.begin(), headings.end(), option.heading) == headings.end())
       headings.push_back(option.heading);
   }
-  // Those without a heading of their own, such as --help, come last.
+  // Options without a heading of their own, such as --help, come last.
   std::stable_partition(headings.begin(), headings.end(),
                         [](const std::string& one) { return one != "Options"; });
   std::string text = wrap_text(usage, width) + "\n\n" + wrap_text(command.summary, width) + "\n";

@@ -30,18 +30,19 @@ constexpr int kUsageExit = 2;
 // run may go on (EX_TEMPFAIL of sysexits.h).
 constexpr int kPeerFailureExit = 75;
 
-// Signals this close together are one: a launcher or `timeout` sends it to a rank, and again to all of its
-// group. Longer: a person has to press again; shorter: a busy machine's two are taken for a person's.
+// Signals this close together are one: a launcher or `timeout` sends it to a rank and again to its process
+// group. Longer: a person has to press again; shorter: two signals of a busy machine count as a person's.
 constexpr std::int64_t kSameSignalNs = 500'000'000;
 
 std::atomic<std::int64_t> first_signal_ns{0};
-// What a rank was stopped by; at first, what is sent to one rank alone, of which this one has only heard.
+// The signal that stopped this rank. Before one arrives: the signal that stopped another rank is taken to be
+// SIGTERM.
 std::atomic<int> first_signal{SIGTERM};
 static_assert(std::atomic<std::int64_t>::is_always_lock_free, "a signal handler uses it");
 static_assert(std::atomic<int>::is_always_lock_free, "a signal handler uses it");
 
-// Before the first step there is nothing to end in order. A person is not kept waiting; a launcher that ends
-// all ranks because one has failed gives the others this long to say why. Shorter: nobody says it. Longer: a
+// Before the first step there is nothing to end in order, and a person does not wait. A launcher ends all
+// ranks because one has failed; the others have this long to say why. Shorter: no rank does. Longer: the
 // launcher kills them.
 constexpr unsigned kLastWordsSeconds = 2;
 
@@ -54,7 +55,7 @@ void on_alarm(int) {
   if (!has_begun_steps()) end_by(first_signal);
 }
 
-// The first asks for the end of the step; the second does not wait for it.
+// The first signal asks for an end after the step; the second ends the program at once.
 void on_signal(int signal) {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
@@ -70,7 +71,7 @@ void on_signal(int signal) {
   }
 }
 
-// Called where there is a training to be stopped; elsewhere a signal ends the program as it does any other.
+// Called before training; until then a signal ends the program as usual.
 void stop_on_signals() {
   struct sigaction action = {};
   action.sa_handler = on_signal;
@@ -82,8 +83,8 @@ void stop_on_signals() {
   sigaction(SIGALRM, &action, nullptr);
 }
 
-// What a person should know about a run that went well otherwise.
-void say_what_is_odd(const TrainerOptions& options, const TrainingReport& report) {
+// Warnings about a run that succeeded.
+void warn_about(const TrainerOptions& options, const TrainingReport& report) {
   if (!options.load_state.empty() && report.first_step >= options.steps) {
     std::fprintf(stderr,
                  "forebay-gpt: nothing is left to do: the state in %s is at step %llu and --steps is %llu\n",
@@ -99,7 +100,7 @@ void say_what_is_odd(const TrainerOptions& options, const TrainingReport& report
 int finish(const TrainerOptions& options, const TrainingReport& report, bool writes) {
   if (writes) {
     if (!options.report_file.empty()) write_file(options.report_file, report_json(report));
-    say_what_is_odd(options, report);
+    warn_about(options, report);
     if (report.interrupted) {
       std::fprintf(stderr, "forebay-gpt: stopped after step %llu of %llu%s\n",
                    static_cast<unsigned long long>(report.steps),
@@ -115,18 +116,19 @@ bool is_of_a_peer(const Error& error) {
   return error.code() == StatusCode::kPeerLost || error.code() == StatusCode::kTimeout;
 }
 
-// One rank says it where the others would only repeat it below. Ranks that something else started than our
-// launcher may have a log each, and nobody can know which of them are left when some are lost: all say that.
+// One rank reports an error that the others would repeat. Ranks of another launcher may each have a log of
+// their own, and any of them may be lost: all of them report the loss of a peer.
 bool speaks(int rank, const Error& error) {
   return claim_shared_error().value_or(is_of_a_peer(error) || rank == 0);
 }
 
 int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {
   if (options.device.cuda && options.communicator != "nccl") {
-    throw Error(StatusCode::kUnsupported,
-                "--device cuda: ranks on GPUs are threads of one process, but for --communicator nccl, and " +
-                    environment.launcher +
-                    " started several; add it, for a GPU each, or start one process, with --ranks");
+    throw Error(
+        StatusCode::kUnsupported,
+        "--device cuda: ranks on GPUs are threads of one process, and " + environment.launcher +
+            " started several processes; add --communicator nccl, with a GPU for each rank, or start one "
+            "process with --ranks");
   }
   if (options.communicator == "local") {
     throw Error(
@@ -137,7 +139,7 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
   try {
     if (environment.rank == 0) check_files(options);
     stop_on_signals();
-    // Who sets the variables by hand may go; our own launcher takes its ranks with it.
+    // Our own launcher ends its ranks when it ends; another launcher is watched.
     std::optional<LauncherWatch> watch;
     if (environment.launcher != "forebay") watch.emplace();
     return finish(options, run_training_rank(options, environment), environment.rank == 0);

@@ -8,7 +8,7 @@
 namespace forebay {
 namespace {
 
-constexpr std::int64_t kPartLimit = 1 << 12;  // Of each: their product is a number of ranks.
+constexpr std::int64_t kPartLimit = 1 << 12;  // A larger product is no number of ranks.
 
 Status read_placement(const std::string& word, ActivationRequest* request) {
   request->placement = ActivationPlacement::kPartitionAndSpill;

@@ -352,7 +352,7 @@ TEST(PlanCommand, ChoosesHowActivationsAreKept) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
     return Json::parse(outcome.output);
   };
-  // What is chosen where just as much is there as a placement takes, and two chunks.
+  // The choice when the device has exactly the bytes of a placement, and two chunks.
   const auto chosen_for = [&](const std::string& placement) {
     const auto bytes = plan_with(placement).at("bytes_per_rank").at("reserved").get<std::uint64_t>();
     const Json json = plan_with("auto --memory " + std::to_string(bytes + (4 << 20)));
@@ -372,7 +372,7 @@ Json plan_of(const std::string& arguments) {
   return Json::parse(outcome.output);
 }
 
-// Of kShape's: matrices, token embedding and the biases of first matrices are cut, the rest is whole.
+// Matrices, the token embedding and the biases of first matrices are divided; the rest is whole.
 TEST(PlanCommand, TensorParallelismDividesTheModelStates) {
   const int h = 128;
   for (const int t : {1, 2, 4}) {
