@@ -66,7 +66,7 @@ void Engine::Impl::check_parameter(ParameterId id, const char* call) {
     return;
   }
   misuse(std::string(call) + " of parameter " + std::to_string(id.index) + " of unit " +
-         std::to_string(id.unit) + ", which was not added; use what add_parameter() returned");
+         std::to_string(id.unit) + ", which was not added; use the id that add_parameter() returned");
 }
 
 void Engine::Impl::expect(Phase wanted, const char* call) {

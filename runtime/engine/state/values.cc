@@ -125,7 +125,7 @@ void Engine::Impl::write_range(const OffloadedRange& range, std::uint64_t offset
     const std::uint64_t begin = offset / granule * granule;
     const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), range.range_bytes});
     piece.resize(stop - begin);
-    // Its neighbours in the first and last granule keep their values.
+    // Other bytes of the same granules stay as they are.
     if (begin < offset || end < stop) read_range(range, begin, piece.data(), piece.size());
     const std::uint64_t count = std::min(end, stop) - offset;
     std::memcpy(piece.data() + (offset - begin), at, count);
@@ -266,7 +266,7 @@ void Engine::Impl::spill(const SpillOptions& states) {
   if (!options.spillable) {
     misuse("spill() of an engine whose states share memory; set EngineOptions::spillable before commit()");
   }
-  // Work that was queued under leases may still use all of it.
+  // Work queued under leases may still use the states.
   for (const Unit& u : units) must(backend.event_synchronize(u.released));
   must(backend.stream_synchronize(engine_stream));
   settle_updates();

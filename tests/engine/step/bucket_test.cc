@@ -79,7 +79,7 @@ TEST(EngineBuckets, SmallUnitsShareOneWithTheSameBits) {
             << what;
         const auto reductions_of_a_unit =
             static_cast<std::uint64_t>(options.steps * (accumulate == Accumulate::kLocal ? 1 : micro_steps));
-        // Those of the large unit, and a few for all others.
+        // The reductions of the large unit, and a few for all others.
         EXPECT_LE(shared.reductions, 5 * reductions_of_a_unit) << what;
 
         options.engine.bucket_bytes = 1;

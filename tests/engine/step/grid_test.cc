@@ -20,7 +20,7 @@ struct Grid {
   int parts = 2;
   int replicas = 2;
   int stage = 0;
-  // The model of each part. The ranks of a part see the same noise, whatever the part.
+  // The model of each part. The noise of a rank does not depend on its part.
   std::vector<std::vector<ToyUnit>> models;
   std::function<float(int part, int replica, int step)> disturbance = [](int, int, int) { return 0.0f; };
   bool first_counts_alone = false;  // Only the first part counts replicated parameters.
