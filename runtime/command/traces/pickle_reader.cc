@@ -1,6 +1,7 @@
 #include "runtime/command/traces/pickle_reader.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <optional>
 
@@ -65,7 +66,7 @@ enum Opcode : unsigned char {
   kByteArray8 = 0x96,
 };
 
-// Names that stand for plain data. The first two become dicts, the rest is not looked into.
+// Names that stand for plain data. Some become dicts; the content of the others is not read.
 struct KnownName {
   std::string_view name;
   bool is_dict;
@@ -82,12 +83,13 @@ constexpr KnownName kKnownNames[] = {
     {"torch.dtype", false},
 };
 
-// What GLOBAL leaves on the stack: an opaque value whose `integer` says which name it is, plus one.
+// GLOBAL pushes an opaque value: `integer` is the index of the known name plus one. Other opaque values have
+// this:
 constexpr std::int64_t kNotAName = 0;
 
 }  // namespace
 
-// The stack machine. Requires of every step: what it takes is there, else it refuses.
+// The stack machine. Every step checks that its operands exist, and fails otherwise.
 class PickleMachine {
  public:
   PickleMachine(std::string_view text, const PickleLimits& limits) : text_(text), limits_(limits) {}
@@ -105,6 +107,7 @@ class PickleMachine {
 
  private:
   using Kind = PickleValue::Kind;
+  using Handler = void (*)(PickleMachine&);
 
   Status refuse(const std::string& found_and_try) const {
     return {StatusCode::kInvalidArgument, "byte " + std::to_string(at_) + ": " + found_and_try};
@@ -114,6 +117,23 @@ class PickleMachine {
   }
 
   // --- input ---
+
+  void check_protocol(std::uint64_t protocol) {
+    if (failure_.empty() && (protocol < 2 || protocol > 5)) {
+      fail("protocol " + std::to_string(protocol) +
+           ", and protocols 2 to 5 are read; write it again with pickle.dump(snapshot, file, protocol=4)");
+    }
+  }
+  void check_frame(std::uint64_t bytes) {
+    if (bytes > text_.size() - position_) {
+      fail("a frame of " + format_count(bytes, "byte") + " where " +
+           format_count(text_.size() - position_, "is", "are") + " left; is the file cut off?");
+    }
+  }
+  void stop() {
+    pickle_.root_ = pop();
+    stopped_ = true;
+  }
 
   // The next bytes, little endian. 0 after a failure.
   std::uint64_t take_number(std::size_t bytes) {
@@ -154,6 +174,22 @@ class PickleMachine {
     value.integer = integer;
     push(value);
   }
+  // Two's complement, little endian; 9 bytes if the ninth is the sign of a value that fits.
+  void push_long(std::string_view digits) {
+    if (digits.size() > 8) return push(Kind::kOpaque, kNotAName);
+    std::uint64_t value = !digits.empty() && (digits.back() & 0x80) != 0 ? ~std::uint64_t{0} : 0;
+    for (std::size_t i = digits.size(); i-- > 0;) value = value << 8 | static_cast<unsigned char>(digits[i]);
+    push(Kind::kInteger, static_cast<std::int64_t>(value));
+  }
+  // Big endian.
+  void push_float(std::string_view digits) {
+    std::uint64_t bits = 0;
+    for (const char digit : digits) bits = bits << 8 | static_cast<unsigned char>(digit);
+    PickleValue value;
+    value.kind = Kind::kFloat;
+    value.number = std::bit_cast<double>(bits);
+    push(value);
+  }
   void push_text(std::string_view text) {
     if (text.size() > UINT32_MAX) return fail("a string of more than 4 GiB; record less history");
     PickleValue value;
@@ -164,7 +200,7 @@ class PickleMachine {
   }
   PickleValue pop() {
     if (stack_.size() <= floor()) {
-      fail("an opcode needs a value that is not there; the file is damaged");
+      fail("an opcode needs a value that is not there; the file is damaged, record it again");
       return {};
     }
     const PickleValue value = stack_.back();
@@ -174,15 +210,26 @@ class PickleMachine {
   }
   PickleValue* top() {
     if (stack_.size() > floor()) return &stack_.back();
-    fail("an opcode needs a value that is not there; the file is damaged");
+    fail("an opcode needs a value that is not there; the file is damaged, record it again");
     return nullptr;
   }
   // Values below the last mark are out of reach.
   std::size_t floor() const { return marks_.empty() ? 0 : marks_.back(); }
-  // Ends the last mark: where its values begin on the stack.
+  void push_mark() {
+    if (marks_.size() >= limits_.values) return fail("too many marks; the file is damaged, record it again");
+    marks_.push_back(stack_.size());
+  }
+  void pop_value_or_mark() {
+    if (stack_.size() == floor() && !marks_.empty()) {
+      marks_.pop_back();
+    } else {
+      pop();
+    }
+  }
+  // Removes the last mark. Returns the index of its first value on the stack.
   std::optional<std::size_t> pop_mark() {
     if (marks_.empty()) {
-      fail("an opcode needs a MARK that is not there; the file is damaged");
+      fail("an opcode needs a MARK that is not there; the file is damaged, record it again");
       return std::nullopt;
     }
     const std::size_t begin = marks_.back();
@@ -218,7 +265,7 @@ class PickleMachine {
   // A new container with the stack's values from `begin` on.
   void collect(Kind kind, std::size_t begin) {
     if (kind == Kind::kDict && (stack_.size() - begin) % 2 != 0) {
-      return fail("a dict with a key and no value; the file is damaged");
+      return fail("a dict with a key and no value; the file is damaged, record it again");
     }
     const std::vector<PickleValue> values(stack_.begin() + static_cast<std::ptrdiff_t>(begin), stack_.end());
     stack_.resize(begin);
@@ -227,27 +274,42 @@ class PickleMachine {
   }
   void collect_last(std::size_t count) {
     if (stack_.size() - floor() < count) {
-      return fail("an opcode needs a value that is not there; the file is damaged");
+      return fail("an opcode needs a value that is not there; the file is damaged, record it again");
     }
     collect(Kind::kList, stack_.size() - count);
   }
   // Moves the stack's values from `begin` on into the container below them.
   void extend(Kind kind, std::size_t begin) {
-    if (begin <= floor()) return fail("an opcode needs a container that is not there; the file is damaged");
+    if (begin <= floor())
+      return fail("an opcode needs a container that is not there; the file is damaged, record it again");
     const PickleValue target = stack_[begin - 1];
     if (kind == Kind::kDict && (stack_.size() - begin) % 2 != 0) {
-      return fail("a dict with a key and no value; the file is damaged");
+      return fail("a dict with a key and no value; the file is damaged, record it again");
     }
     if (target.kind == Kind::kOpaque) return drop_from(begin);
     if (target.kind != kind)
-      return fail("values for a container that is of another kind; the file is damaged");
+      return fail("values for a container of another kind; the file is damaged, record it again");
     std::vector<PickleValue>& items = pickle_.containers_[target.container];
     items.insert(items.end(), stack_.begin() + static_cast<std::ptrdiff_t>(begin), stack_.end());
     stack_.resize(begin);
   }
 
+  void extend_by_last(Kind kind, std::size_t count) {
+    extend(kind, stack_.size() - std::min(stack_.size(), count));
+  }
+
   // --- names ---
 
+  void push_name_of_lines() {
+    const std::string_view module = take_line();
+    const std::string_view name = take_line();
+    if (failure_.empty()) push_name(module, name);
+  }
+  void push_name_of_stack() {
+    const PickleValue name = pop();
+    const PickleValue module = pop();
+    if (failure_.empty()) push_name(Pickle::text_of(module), Pickle::text_of(name));
+  }
   void push_name(std::string_view module, std::string_view name) {
     const std::string full = std::string(module.substr(0, 80)) + "." + std::string(name.substr(0, 80));
     for (std::size_t i = 0; i < std::size(kKnownNames); ++i) {
@@ -256,9 +318,9 @@ class PickleMachine {
     fail("it names " + quote_text(full) +
          ", which is code and not data; nothing of it was run. A memory snapshot holds data alone: do not "
          "load "
-         "this file with Python's pickle unless you trust who made it");
+         "this file with Python's pickle unless you trust its author");
   }
-  // A call of a known name: an empty dict, or something opaque.
+  // A call of a known name makes an empty dict or an opaque value.
   void call_name() {
     pop();  // The arguments.
     const PickleValue name = pop();
@@ -278,25 +340,28 @@ class PickleMachine {
     // Picklers number from 0 without gaps, one number per value at most; write_memory_snapshot has its own
     // numbers of one byte for its words.
     if ((index > memo_.size() + kMemoGapLimit && index > UINT8_MAX) || index >= limits_.values) {
-      return fail("a memo index far beyond those before; the file is damaged");
+      return fail("a memo index far beyond those before; the file is damaged, record it again");
     }
     if (index >= memo_.size()) memo_.resize(index + 1);
     memo_[index] = *value;
   }
   void recall(std::uint64_t index) {
-    if (index >= memo_.size()) return fail("a memo index that nothing was stored at; the file is damaged");
+    if (index >= memo_.size())
+      return fail("a memo index without a stored value; the file is damaged, record it again");
     push(memo_[index]);
   }
 
+  // By opcode; null for an opcode that is refused.
+  static constexpr std::array<Handler, 256> make_handlers();
   void step(unsigned char opcode);
 
-  // A pickle of n bytes stores at most n times; gaps of this many keep the memo within a bound of that.
+  // A pickle of n bytes stores at most n times, so gaps of at most this many bound the memo.
   static constexpr std::size_t kMemoGapLimit = 16;
 
   const std::string_view text_;
   const PickleLimits limits_;
   std::size_t position_ = 0;
-  std::size_t at_ = 0;  // Of the opcode that runs.
+  std::size_t at_ = 0;  // Position of the opcode that runs.
   bool stopped_ = false;
   std::string failure_;
   std::vector<PickleValue> stack_;
@@ -306,159 +371,76 @@ class PickleMachine {
   Pickle pickle_;
 };
 
+constexpr std::array<PickleMachine::Handler, 256> PickleMachine::make_handlers() {
+  using M = PickleMachine;
+  std::array<Handler, 256> on{};
+  on[kProto] = [](M& m) { m.check_protocol(m.take_number(1)); };
+  on[kFrame] = [](M& m) { m.check_frame(m.take_number(8)); };
+  on[kStop] = [](M& m) { m.stop(); };
+
+  on[kNone] = [](M& m) { m.push(Kind::kNone); };
+  on[kNewTrue] = [](M& m) { m.push(Kind::kBool, 1); };
+  on[kNewFalse] = [](M& m) { m.push(Kind::kBool, 0); };
+  on[kBinInt] = [](M& m) { m.push(Kind::kInteger, static_cast<std::int32_t>(m.take_number(4))); };
+  on[kBinInt1] = [](M& m) { m.push(Kind::kInteger, static_cast<std::int64_t>(m.take_number(1))); };
+  on[kBinInt2] = [](M& m) { m.push(Kind::kInteger, static_cast<std::int64_t>(m.take_number(2))); };
+  on[kLong1] = [](M& m) { m.push_long(m.take(m.take_number(1))); };
+  on[kLong4] = [](M& m) { m.push_long(m.take(m.take_number(4))); };
+  on[kBinFloat] = [](M& m) { m.push_float(m.take(8)); };
+  on[kShortBinString] = on[kShortBinBytes] =
+      on[kShortBinUnicode] = [](M& m) { m.push_text(m.take(m.take_number(1))); };
+  on[kBinString] = on[kBinBytes] = on[kBinUnicode] = [](M& m) { m.push_text(m.take(m.take_number(4))); };
+  on[kBinUnicode8] = on[kBinBytes8] = on[kByteArray8] = [](M& m) { m.push_text(m.take(m.take_number(8))); };
+
+  on[kMark] = [](M& m) { m.push_mark(); };
+  on[kPop] = [](M& m) { m.pop_value_or_mark(); };
+  on[kPopMark] = [](M& m) {
+    if (const auto begin = m.pop_mark()) m.drop_from(*begin);
+  };
+  on[kDup] = [](M& m) {
+    if (const PickleValue* value = m.top()) m.push(*value);
+  };
+
+  on[kEmptyList] = on[kEmptyTuple] = on[kEmptySet] = [](M& m) { m.push_container(Kind::kList); };
+  on[kEmptyDict] = [](M& m) { m.push_container(Kind::kDict); };
+  on[kList] = on[kTuple] = on[kFrozenSet] = [](M& m) {
+    if (const auto begin = m.pop_mark()) m.collect(Kind::kList, *begin);
+  };
+  on[kDict] = [](M& m) {
+    if (const auto begin = m.pop_mark()) m.collect(Kind::kDict, *begin);
+  };
+  on[kTuple1] = [](M& m) { m.collect_last(1); };
+  on[kTuple2] = [](M& m) { m.collect_last(2); };
+  on[kTuple3] = [](M& m) { m.collect_last(3); };
+  on[kAppend] = [](M& m) { m.extend_by_last(Kind::kList, 1); };
+  on[kSetItem] = [](M& m) { m.extend_by_last(Kind::kDict, 2); };
+  on[kAppends] = on[kAddItems] = [](M& m) {
+    if (const auto begin = m.pop_mark()) m.extend(Kind::kList, *begin);
+  };
+  on[kSetItems] = [](M& m) {
+    if (const auto begin = m.pop_mark()) m.extend(Kind::kDict, *begin);
+  };
+
+  on[kBinGet] = [](M& m) { m.recall(m.take_number(1)); };
+  on[kLongBinGet] = [](M& m) { m.recall(m.take_number(4)); };
+  on[kBinPut] = [](M& m) { m.store(m.take_number(1)); };
+  on[kLongBinPut] = [](M& m) { m.store(m.take_number(4)); };
+  on[kMemoize] = [](M& m) { m.store(m.memo_.size()); };
+
+  on[kGlobal] = [](M& m) { m.push_name_of_lines(); };
+  on[kStackGlobal] = [](M& m) { m.push_name_of_stack(); };
+  on[kReduce] = on[kNewObject] = [](M& m) { m.call_name(); };
+  on[kBuild] = [](M& m) { m.pop(); };  // The state of the value below is not read.
+  return on;
+}
+
 void PickleMachine::step(unsigned char opcode) {
-  switch (opcode) {
-    case kProto: {
-      const std::uint64_t protocol = take_number(1);
-      if (failure_.empty() && (protocol < 2 || protocol > 5)) {
-        fail("protocol " + std::to_string(protocol) +
-             ", and protocols 2 to 5 are read; write it again with pickle.dump(snapshot, file, protocol=4)");
-      }
-      return;
-    }
-    case kFrame: {
-      const std::uint64_t bytes = take_number(8);
-      if (bytes > text_.size() - position_) {
-        fail("a frame of " + format_count(bytes, "byte") + " where " +
-             format_count(text_.size() - position_, "is", "are") + " left; is the file cut off?");
-      }
-      return;
-    }
-    case kStop:
-      pickle_.root_ = pop();
-      stopped_ = true;
-      return;
-
-    case kNone:
-      return push(Kind::kNone);
-    case kNewTrue:
-      return push(Kind::kBool, 1);
-    case kNewFalse:
-      return push(Kind::kBool, 0);
-    case kBinInt:
-      return push(Kind::kInteger, static_cast<std::int32_t>(take_number(4)));
-    case kBinInt1:
-      return push(Kind::kInteger, static_cast<std::int64_t>(take_number(1)));
-    case kBinInt2:
-      return push(Kind::kInteger, static_cast<std::int64_t>(take_number(2)));
-    case kLong1:
-    case kLong4: {
-      const std::string_view digits = take(take_number(opcode == kLong1 ? 1 : 4));
-      // Two's complement, little endian; 9 bytes where the ninth is the sign of a value that fits.
-      if (digits.size() > 8) return push(Kind::kOpaque, kNotAName);
-      std::uint64_t value = !digits.empty() && (digits.back() & 0x80) != 0 ? ~std::uint64_t{0} : 0;
-      for (std::size_t i = digits.size(); i-- > 0;)
-        value = value << 8 | static_cast<unsigned char>(digits[i]);
-      return push(Kind::kInteger, static_cast<std::int64_t>(value));
-    }
-    case kBinFloat: {
-      const std::string_view digits = take(8);
-      std::uint64_t bits = 0;
-      for (const char digit : digits) bits = bits << 8 | static_cast<unsigned char>(digit);
-      PickleValue value;
-      value.kind = Kind::kFloat;
-      value.number = std::bit_cast<double>(bits);
-      return push(value);
-    }
-    case kShortBinString:
-    case kShortBinBytes:
-    case kShortBinUnicode:
-      return push_text(take(take_number(1)));
-    case kBinString:
-    case kBinBytes:
-    case kBinUnicode:
-      return push_text(take(take_number(4)));
-    case kBinUnicode8:
-    case kBinBytes8:
-    case kByteArray8:
-      return push_text(take(take_number(8)));
-
-    case kMark:
-      if (marks_.size() >= limits_.values) return fail("too many marks; the file is damaged");
-      marks_.push_back(stack_.size());
-      return;
-    case kPop:
-      if (stack_.size() == floor() && !marks_.empty()) {
-        marks_.pop_back();
-        return;
-      }
-      pop();
-      return;
-    case kPopMark:
-      if (const auto begin = pop_mark()) drop_from(*begin);
-      return;
-    case kDup:
-      if (const PickleValue* value = top()) push(*value);
-      return;
-
-    case kEmptyList:
-    case kEmptyTuple:
-    case kEmptySet:
-      return push_container(Kind::kList);
-    case kEmptyDict:
-      return push_container(Kind::kDict);
-    case kList:
-    case kTuple:
-    case kFrozenSet:
-      if (const auto begin = pop_mark()) collect(Kind::kList, *begin);
-      return;
-    case kDict:
-      if (const auto begin = pop_mark()) collect(Kind::kDict, *begin);
-      return;
-    case kTuple1:
-      return collect_last(1);
-    case kTuple2:
-      return collect_last(2);
-    case kTuple3:
-      return collect_last(3);
-    case kAppend:
-      return extend(Kind::kList, stack_.size() - std::min<std::size_t>(stack_.size(), 1));
-    case kSetItem:
-      return extend(Kind::kDict, stack_.size() - std::min<std::size_t>(stack_.size(), 2));
-    case kAppends:
-    case kAddItems:
-      if (const auto begin = pop_mark()) extend(Kind::kList, *begin);
-      return;
-    case kSetItems:
-      if (const auto begin = pop_mark()) extend(Kind::kDict, *begin);
-      return;
-
-    case kBinGet:
-      return recall(take_number(1));
-    case kLongBinGet:
-      return recall(take_number(4));
-    case kBinPut:
-      return store(take_number(1));
-    case kLongBinPut:
-      return store(take_number(4));
-    case kMemoize:
-      return store(memo_.size());
-
-    case kGlobal: {
-      const std::string_view module = take_line();
-      const std::string_view name = take_line();
-      if (failure_.empty()) push_name(module, name);
-      return;
-    }
-    case kStackGlobal: {
-      const PickleValue name = pop();
-      const PickleValue module = pop();
-      if (failure_.empty()) push_name(Pickle::text_of(module), Pickle::text_of(name));
-      return;
-    }
-    case kReduce:
-    case kNewObject:
-      return call_name();
-    case kBuild:
-      pop();  // The state of what is below, which is not looked into.
-      return;
-    default: {
-      constexpr char kDigits[] = "0123456789abcdef";
-      const char text[] = {kDigits[opcode >> 4], kDigits[opcode & 15], '\0'};
-      return fail(std::string("opcode 0x") + text +
-                  " is not one of plain data; give what pickle.dump wrote of a memory snapshot");
-    }
-  }
+  static constexpr std::array<Handler, 256> kHandlers = make_handlers();
+  if (kHandlers[opcode] != nullptr) return kHandlers[opcode](*this);
+  constexpr char kDigits[] = "0123456789abcdef";
+  const char text[] = {kDigits[opcode >> 4], kDigits[opcode & 15], '\0'};
+  fail(std::string("opcode 0x") + text +
+       " is not one of plain data; give a file that pickle.dump wrote of a memory snapshot");
 }
 
 Result<Pickle> Pickle::read(std::string_view text, const PickleLimits& limits) {

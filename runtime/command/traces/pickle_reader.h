@@ -1,11 +1,11 @@
-// PickleReader: the data in a pickle, and nothing else of it. It reads protocols 2 to 5 into a table of
-// values and executes nothing: an opcode that would import or call something is refused with its place and
-// its name, except for a few names of plain data, which become empty containers or opaque values.
+// PickleReader: reads the plain data of a pickle. It reads protocols 2 to 5 into a table of values and
+// executes nothing: an opcode that would import or call something is refused with its place and its name,
+// except for a few names of plain data, which become empty containers or opaque values.
 //
-// Bounds: the values it makes are counted against limits, strings stay in the input, and nothing recurses, so
-// that no input takes more memory than the limits or more stack than a short one.
+// Bounds: values are counted against limits, strings stay in the input, and nothing recurses, so that no
+// input takes more memory than the limits or more stack than a short one.
 //
-// Source: CPython, Lib/pickletools.py, for what each opcode means.
+// Source: CPython, Lib/pickletools.py, for the meaning of each opcode.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ struct PickleValue {
     kString,  // Text or bytes.
     kList,    // Also tuples and sets.
     kDict,
-    kOpaque,  // Data of a known, harmless kind that is not looked into; also integers beyond 64 bits.
+    kOpaque,  // Data of a known, harmless kind that is not read; also integers beyond 64 bits.
   };
   Kind kind = Kind::kNone;
   std::uint32_t length = 0;  // kString: bytes.
@@ -50,16 +50,16 @@ struct PickleLimits {
 // The content of one pickle. Requires: the text it was read from outlives it.
 class Pickle {
  public:
-  // Errors: kInvalidArgument with the byte offset of what cannot be read.
+  // Errors: kInvalidArgument with the byte offset of the opcode that cannot be read.
   static Result<Pickle> read(std::string_view text, const PickleLimits& limits = {});
 
   const PickleValue& root() const { return root_; }
 
   // The elements of a list, in order; of a dict, keys and values in turn. Empty for other kinds.
   const std::vector<PickleValue>& items(const PickleValue& value) const;
-  // The value at a key of a dict; null if it is none or has no such key. The last of equal keys counts. A
-  // dict of more than kLookupLimit keys is not looked into: it is no record, and looking would take a time
-  // that a small file could make very long.
+  // The value at a key of a dict; null if it is no dict or has no such key. The last of equal keys counts. A
+  // dict of more than kLookupLimit keys is not searched: it is no record, and a small file could make the
+  // search very long.
   const PickleValue* find(const PickleValue& dict, std::string_view key) const;
 
   static constexpr std::size_t kLookupLimit = 256;
@@ -78,7 +78,8 @@ class Pickle {
 // The input begins as a pickle of a protocol that is read here.
 bool is_pickle(std::string_view text);
 
-// 0 or 1 if the input begins as a list or a dict does in those protocols, which say nowhere which they are.
+// 0 or 1 if the input begins like a list or a dict in that protocol. These protocols do not state their
+// number.
 std::optional<int> old_pickle_protocol(std::string_view text);
 
 }  // namespace forebay

@@ -70,6 +70,153 @@ struct Row {
   std::uint64_t pointer = 0;
   std::uint64_t bytes = 0;
   std::uint64_t stream = 0;
+  std::size_t line = 0;  // Its number.
+};
+
+class RmmLog {
+ public:
+  explicit RmmLog(const std::string& name) : name_(name) {}
+
+  Status read(std::string_view text) {
+    LineReader lines(text);
+    std::string_view line;
+    if (!next_content(lines, &line))
+      return refuse_at(lines.number(), "it is empty; give a log with a header");
+    const std::optional<std::vector<std::size_t>> columns = find_columns(line);
+    if (!columns) {
+      return refuse_at(lines.number(),
+                       "the header has no Action, Pointer, Size and Stream; give RMM's own CSV");
+    }
+    std::vector<std::string_view> fields;
+    while (next_content(lines, &line)) {
+      split(line, &fields);
+      Row row{};
+      row.line = lines.number();
+      if (const std::string problem = read_row(fields, *columns, &row); !problem.empty()) {
+        return refuse_at(row.line, problem);
+      }
+      if (rows_.size() >= kTraceEventLimit) {
+        return refuse_at(row.line, describe_outcome(Outcome::kTooMany, "", 0));
+      }
+      rows_.push_back(row);
+    }
+    return Status();
+  }
+
+  // Blocks that are freed before they are allocated.
+  void find_warm() {
+    std::unordered_set<std::uint64_t> seen;
+    for (const Row& row : rows_) {
+      if (row.action == Row::Action::kFailure || row.pointer == 0) continue;
+      if (seen.insert(row.pointer).second && row.action == Row::Action::kFree) warm_.push_back(row);
+    }
+    std::sort(warm_.begin(), warm_.end(), [](const Row& a, const Row& b) { return a.pointer < b.pointer; });
+  }
+
+  Status play() {
+    for (const Row& row : warm_) {
+      const Outcome outcome = builder_.allocate(row.pointer, row.bytes, row.stream);
+      if (outcome != Outcome::kTaken) return refuse_at(0, describe_outcome(outcome, "", row.bytes));
+    }
+    builder_.end_warm();
+    for (const Row& row : rows_) {
+      const Outcome outcome = play_row(row);
+      if (outcome != Outcome::kTaken) return refuse_at(row.line, describe_outcome(outcome, "", row.bytes));
+    }
+    return Status();
+  }
+
+  Result<AllocationTrace> finish() {
+    AllocationTrace trace = builder_.finish();
+    if (trace.events.empty()) {
+      return refuse(
+          "no line after its header is about an allocation, so there is nothing to replay; log while the "
+          "program allocates, and flush or end it before");
+    }
+    trace.name = name_;
+    trace.format = "RMM log";
+    const auto note = [&](std::size_t count, const char* noun, const char* how) {
+      if (count > 0) trace.notes.push_back(format_count(count, noun) + " " + how);
+    };
+    note(warm_.size(), "block", "freed without having been allocated: taken as live before the log began");
+    note(null_count_, "line", "about a null pointer: left out");
+    note(twice_count_, "allocation", "of an address that is live: the earlier block taken as freed there");
+    note(unknown_count_, "free", "of a block that was freed already: left out");
+    note(failure_count_, "request", "that failed when recorded: played as allocated and freed at once");
+    return trace;
+  }
+
+ private:
+  using Outcome = TraceBuilder::Outcome;
+
+  Status refuse(const std::string& found_and_try) const {
+    return {StatusCode::kInvalidArgument, "cannot read '" + name_ + "' as an RMM log: " + found_and_try};
+  }
+  Status refuse_at(std::size_t line, const std::string& found_and_try) const {
+    return refuse("line " + std::to_string(line) + ": " + found_and_try);
+  }
+
+  // Returns the finding and a remedy for a line that cannot be read.
+  static std::string read_row(const std::vector<std::string_view>& fields,
+                              const std::vector<std::size_t>& columns, Row* row) {
+    const std::size_t field_count = *std::max_element(columns.begin(), columns.end()) + 1;
+    if (fields.size() < field_count) {
+      return "found " + std::to_string(fields.size()) + " of " + format_count(field_count, "field") +
+             "; is the file cut off?";
+    }
+    const auto field = [&](Column column) { return fields[columns[column]]; };
+    if (field(kAction) == "allocate") {
+      row->action = Row::Action::kAllocate;
+    } else if (field(kAction) == "free" || field(kAction) == "deallocate") {
+      row->action = Row::Action::kFree;
+    } else if (field(kAction) == "allocate failure") {
+      row->action = Row::Action::kFailure;
+    } else {
+      return "the action is " + quote_text(field(kAction)) + "; use allocate, free or allocate failure";
+    }
+    if (row->action != Row::Action::kFailure && !parse_address(field(kPointer), &row->pointer)) {
+      return "the pointer is " + quote_text(field(kPointer)) + "; use 0x and hexadecimal digits";
+    }
+    if (!parse_number(field(kSize), 10, &row->bytes) || row->bytes > kTraceBlockLimit) {
+      return "the size is " + quote_text(field(kSize)) + "; use bytes from 0 to 2^46";
+    }
+    if (!parse_address(field(kStream), &row->stream)) {
+      return "the stream is " + quote_text(field(kStream)) + "; use a number";
+    }
+    return "";
+  }
+
+  Outcome play_row(const Row& row) {
+    if (row.action == Row::Action::kFailure) {
+      ++failure_count_;
+      return builder_.fail(row.bytes, row.stream, 0, std::nullopt);
+    }
+    if (row.pointer == 0) {
+      ++null_count_;
+      return Outcome::kTaken;
+    }
+    const bool is_live = builder_.is_live(row.pointer);
+    if (row.action == Row::Action::kFree) {
+      if (is_live) return builder_.free(row.pointer, row.stream);
+      ++unknown_count_;
+      return Outcome::kTaken;
+    }
+    if (is_live) {
+      ++twice_count_;
+      const Outcome outcome = builder_.free(row.pointer, row.stream);
+      if (outcome != Outcome::kTaken) return outcome;
+    }
+    return builder_.allocate(row.pointer, row.bytes, row.stream);
+  }
+
+  const std::string& name_;
+  std::vector<Row> rows_;
+  std::vector<Row> warm_;  // In address order.
+  TraceBuilder builder_;
+  std::size_t null_count_ = 0;
+  std::size_t twice_count_ = 0;
+  std::size_t unknown_count_ = 0;
+  std::size_t failure_count_ = 0;
 };
 
 }  // namespace
@@ -81,123 +228,13 @@ bool is_rmm_log(std::string_view text) {
 }
 
 Result<AllocationTrace> parse_rmm_log(std::string_view text, const std::string& name) {
-  LineReader lines(text);
-  std::string_view line;
-  const auto refusal = [&](const std::string& found_and_try) {
-    return Status(StatusCode::kInvalidArgument, "cannot read '" + name + "' as an RMM log: line " +
-                                                    std::to_string(lines.number()) + ": " + found_and_try);
-  };
-  if (!next_content(lines, &line)) return refusal("it is empty; give a log with a header");
-  const std::optional<std::vector<std::size_t>> columns = find_columns(line);
-  if (!columns) return refusal("the header has no Action, Pointer, Size and Stream; give RMM's own CSV");
-  const std::size_t field_count = *std::max_element(columns->begin(), columns->end()) + 1;
-
-  // What was live before is known only when it is freed, and must come first; so rows are read, then played.
-  std::vector<Row> rows;
-  std::vector<std::size_t> numbers;  // Of the lines.
-  std::vector<std::string_view> fields;
-  while (next_content(lines, &line)) {
-    split(line, &fields);
-    if (fields.size() < field_count) {
-      return refusal("found " + std::to_string(fields.size()) + " of " + format_count(field_count, "field") +
-                     "; is the file cut off?");
-    }
-    const auto field = [&](Column column) { return fields[(*columns)[column]]; };
-    Row row{};
-    if (field(kAction) == "allocate") {
-      row.action = Row::Action::kAllocate;
-    } else if (field(kAction) == "free" || field(kAction) == "deallocate") {
-      row.action = Row::Action::kFree;
-    } else if (field(kAction) == "allocate failure") {
-      row.action = Row::Action::kFailure;
-    } else {
-      return refusal("the action is " + quote_text(field(kAction)) +
-                     "; use allocate, free or allocate failure");
-    }
-    if (row.action != Row::Action::kFailure && !parse_address(field(kPointer), &row.pointer)) {
-      return refusal("the pointer is " + quote_text(field(kPointer)) + "; use 0x and hexadecimal digits");
-    }
-    if (!parse_number(field(kSize), 10, &row.bytes) || row.bytes > kTraceBlockLimit) {
-      return refusal("the size is " + quote_text(field(kSize)) + "; use bytes from 0 to 2^46");
-    }
-    if (!parse_address(field(kStream), &row.stream)) {
-      return refusal("the stream is " + quote_text(field(kStream)) + "; use a number");
-    }
-    if (rows.size() >= kTraceEventLimit) {
-      return refusal(describe_outcome(TraceBuilder::Outcome::kTooMany, "", 0));
-    }
-    rows.push_back(row);
-    numbers.push_back(lines.number());
-  }
-
-  // Warm: freed before it is allocated.
-  std::vector<Row> warm;
-  std::unordered_set<std::uint64_t> seen;
-  for (const Row& row : rows) {
-    if (row.action == Row::Action::kFailure || row.pointer == 0) continue;
-    if (seen.insert(row.pointer).second && row.action == Row::Action::kFree) warm.push_back(row);
-  }
-  std::sort(warm.begin(), warm.end(), [](const Row& a, const Row& b) { return a.pointer < b.pointer; });
-
-  TraceBuilder builder;
-  std::size_t number = 0;
-  const auto refuse_at = [&](TraceBuilder::Outcome outcome, std::uint64_t bytes) {
-    return Status(StatusCode::kInvalidArgument, "cannot read '" + name + "' as an RMM log: line " +
-                                                    std::to_string(number) + ": " +
-                                                    describe_outcome(outcome, "", bytes));
-  };
-  using Outcome = TraceBuilder::Outcome;
-  for (const Row& row : warm) {
-    const Outcome outcome = builder.allocate(row.pointer, row.bytes, row.stream);
-    if (outcome != Outcome::kTaken) return refuse_at(outcome, row.bytes);
-  }
-  builder.end_warm();
-
-  std::size_t null_count = 0;
-  std::size_t twice_count = 0;
-  std::size_t unknown_count = 0;
-  std::size_t failure_count = 0;
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const Row& row = rows[i];
-    number = numbers[i];
-    Outcome outcome = Outcome::kTaken;
-    if (row.action == Row::Action::kFailure) {
-      ++failure_count;
-      outcome = builder.fail(row.bytes, row.stream, 0, std::nullopt);
-    } else if (row.pointer == 0) {
-      ++null_count;
-    } else if (row.action == Row::Action::kAllocate) {
-      if (builder.is_live(row.pointer)) {
-        ++twice_count;
-        outcome = builder.free(row.pointer, row.stream);
-      }
-      if (outcome == Outcome::kTaken) outcome = builder.allocate(row.pointer, row.bytes, row.stream);
-    } else if (builder.is_live(row.pointer)) {
-      outcome = builder.free(row.pointer, row.stream);
-    } else {
-      ++unknown_count;
-    }
-    if (outcome != Outcome::kTaken) return refuse_at(outcome, row.bytes);
-  }
-
-  AllocationTrace trace = builder.finish();
-  if (trace.events.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot read '" + name +
-                      "' as an RMM log: no line after its header is about an allocation, so there is nothing "
-                      "to replay; log while the program allocates, and flush or end it before");
-  }
-  trace.name = name;
-  trace.format = "RMM log";
-  const auto note = [&](std::size_t count, const char* what, const char* how) {
-    if (count > 0) trace.notes.push_back(format_count(count, what) + " " + how);
-  };
-  note(warm.size(), "block", "freed without having been allocated: taken as live before the log began");
-  note(null_count, "line", "about a null pointer: left out");
-  note(twice_count, "allocation", "of an address that is live: the earlier block taken as freed there");
-  note(unknown_count, "free", "of what was freed already: left out");
-  note(failure_count, "request", "that failed when recorded: played as allocated and freed at once");
-  return trace;
+  // Blocks from before the log are known only when they are freed, and must come first. So all rows are read,
+  // and then played.
+  RmmLog log(name);
+  FOREBAY_RETURN_IF_ERROR(log.read(text));
+  log.find_warm();
+  FOREBAY_RETURN_IF_ERROR(log.play());
+  return log.finish();
 }
 
 }  // namespace forebay

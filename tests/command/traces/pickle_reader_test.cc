@@ -76,7 +76,7 @@ TEST(PickleReader, RefusesCodeByNameAndPlace) {
   expect_contains(refusal(system), "byte 2: it names 'os.system', which is code and not data");
   const std::string stacked = PickleWriter(4).text("builtins").text("eval").raw("\x93").finish();
   expect_contains(refusal(stacked), "it names 'builtins.eval'");
-  // A known name is no licence to call what came of it.
+  // A known name may be called, but not its result.
   const std::string twice = PickleWriter(2).raw("ctorch\ndevice\n").raw(")R").raw(")R").finish();
   expect_contains(refusal(twice), "it calls something");
   for (const char* opcode :
@@ -108,7 +108,7 @@ TEST(PickleReader, RefusesWhatIsCutOffOrOutOfOrder) {
   expect_contains(refusal(PickleWriter().raw("(e").finish()), "a container that is not there");
   expect_contains(refusal(PickleWriter().raw("}(Nu").finish()), "a key and no value");
   expect_contains(refusal(PickleWriter().raw("(Nd").finish()), "a key and no value");
-  expect_contains(refusal(PickleWriter().raw(std::string("h\x05", 2)).finish()), "nothing was stored at");
+  expect_contains(refusal(PickleWriter().raw(std::string("h\x05", 2)).finish()), "without a stored value");
   expect_contains(refusal(PickleWriter().raw("Nr").number(1 << 30, 4).finish()), "far beyond");
   expect_contains(refusal(PickleWriter().raw("N(s").finish()), "");
   expect_contains(refusal(PickleWriter(9).raw("N").finish()), "protocol 9");
