@@ -50,7 +50,7 @@ std::string without(const std::string& list, const std::string& path) {
   return rest;
 }
 
-// What the user has set, by the name it is set under.
+// The variable that the user has set, and its value.
 struct TorchChoice {
   std::string variable;  // Empty: none.
   std::string value;
@@ -72,10 +72,10 @@ const char* granularity_text(TorchGranularity granularity) {
     case TorchGranularity::kSegments:
       break;
   }
-  return "PyTorch's cache asks for whole segments, and what is fragmented inside them stays so";
+  return "PyTorch's cache asks for whole segments, and fragmentation inside them stays";
 }
 
-// Decides on PyTorch and says the first line's end.
+// Decides how PyTorch allocates, and returns the end of the first line.
 std::string choose_torch(const RunOptions& options, const Environment& inherited, Environment* set) {
   const TorchChoice chosen = torch_choice(inherited);
   const bool is_chosen = !chosen.variable.empty();
@@ -99,7 +99,7 @@ std::string choose_torch(const RunOptions& options, const Environment& inherited
   return text;
 }
 
-// Of a `forebay run` around this one; 0: none.
+// The limit of a `forebay run` around this one; 0: none.
 std::uint64_t outer_limit(const Environment& inherited) {
   std::uint64_t bytes = 0;
   const std::string text = value_of(inherited, kRunWithinMemoryVariable);
@@ -108,13 +108,13 @@ std::uint64_t outer_limit(const Environment& inherited) {
 
 std::string not_held(std::uint64_t outer_bytes) {
   return "the " + format_bytes(outer_bytes) +
-         " that the forebay run around this one allows are not kept to: only the arena does that";
+         " that the forebay run around this one allows are not enforced: only the arena enforces a limit";
 }
 
 struct MemoryLimit {
   std::uint64_t bytes = 0;        // 0: none.
-  std::uint64_t outer_bytes = 0;  // Of a `forebay run` around this one; 0: none.
-  std::string line;               // What to say of it; empty: nothing.
+  std::uint64_t outer_bytes = 0;  // The limit of a `forebay run` around this one; 0: none.
+  std::string line;               // A remark for the user, or empty.
 };
 
 // The command line before FOREBAY_MEMORY, and never more than a `forebay run` around this one allows.
@@ -129,14 +129,14 @@ Result<MemoryLimit> memory_limit(const RunOptions& options, const Environment& i
   if (!wanted.empty() && (!parse_bytes(wanted.c_str(), &limit.bytes) || limit.bytes < kLeastMemory)) {
     return Status(StatusCode::kInvalidArgument,
                   name + " is '" + wanted + "'; use bytes, such as 24GiB, and at least " +
-                      format_bytes(kLeastMemory) + ", what a device maps at a time");
+                      format_bytes(kLeastMemory) + ", the unit in which a device maps memory");
   }
   limit.outer_bytes = outer_limit(inherited);
   std::uint64_t variable_bytes = 0;
   if (limit.outer_bytes != 0 && (limit.bytes == 0 || limit.bytes > limit.outer_bytes)) {
     if (limit.bytes != 0) {
       limit.line = name + " " + wanted + " is more than the " + format_bytes(limit.outer_bytes) +
-                   " that the forebay run around this one allows, so those hold";
+                   " that the forebay run around this one allows, so the smaller limit holds";
     }
     limit.bytes = limit.outer_bytes;
   } else if (is_option && parse_bytes(from_environment.c_str(), &variable_bytes) &&
@@ -153,6 +153,83 @@ void choose_jax(const Environment& inherited, RunEnvironment* environment) {
     if (!value_of(inherited, variable).empty()) return;
   }
   environment->set[kJaxVariables[0]] = "false";
+}
+
+// The command runs without the preload.
+RunEnvironment off_environment(const Environment& inherited) {
+  RunEnvironment environment;
+  environment.set[kPreloadModeVariable] = "off";
+  environment.lines.push_back(std::string(kPreloadModeVariable) +
+                              "=off: the command runs as it is, and nothing is served or counted");
+  if (const std::uint64_t outer = outer_limit(inherited); outer != 0) {
+    environment.lines.push_back(not_held(outer));
+  }
+  return environment;
+}
+
+Status check_preload_path(const std::string& library) {
+  if (library.find_first_of(" :") == std::string::npos) return Status();
+  return {StatusCode::kInvalidArgument, "cannot preload " + library +
+                                            ": LD_PRELOAD ends a path at a space or a colon; install forebay "
+                                            "in a directory without"};
+}
+
+void set_preload(const RunOptions& options, const Environment& inherited, RunEnvironment* environment) {
+  std::string preloads = options.preload_library;
+  if (const std::string others = without(value_of(inherited, "LD_PRELOAD"), options.preload_library);
+      !others.empty()) {
+    preloads += ":" + others;
+    environment->lines.push_back("LD_PRELOAD was '" + others + "', which stays behind ours");
+  }
+  environment->set["LD_PRELOAD"] = preloads;
+  environment->set[kPreloadModeVariable] = options.mode == PreloadMode::kObserve ? "observe" : "arena";
+  environment->set[kPreloadRecordsVariable] = options.records_directory;
+  environment->set[kRunWithinVariable] = options.records_directory;
+}
+
+Status set_events(const std::string& events, RunEnvironment* environment) {
+  if (events.empty()) return Status();
+  std::uint64_t bytes = 0;
+  if (!parse_bytes(events.c_str(), &bytes) ||
+      (bytes != 0 && (bytes < kPreloadEventsLeastBytes || bytes > kPreloadEventsMostBytes))) {
+    return {StatusCode::kInvalidArgument,
+            "--events is '" + events + "'; use " + format_bytes(kPreloadEventsLeastBytes) + " to " +
+                format_bytes(kPreloadEventsMostBytes) + ", such as 256MiB, or 0 for none"};
+  }
+  environment->set[kPreloadEventsVariable] = std::to_string(bytes);
+  return Status();
+}
+
+Status observe(const RunOptions& options, const Environment& inherited, std::uint64_t outer_bytes,
+               RunEnvironment* environment) {
+  const auto refusal = [](const std::string& option) {
+    return Status(StatusCode::kInvalidArgument,
+                  "--observe changes nothing, so it cannot " + option + "; leave one of them out");
+  };
+  if (!options.memory.empty()) return refusal("keep to --memory " + options.memory);
+  if (options.tensors.value_or(false)) return refusal("have PyTorch allocate by --tensors");
+  const bool is_inherited = inherited_mode(inherited) == PreloadMode::kObserve;
+  environment->lines.insert(environment->lines.begin(),
+                            std::string("observing") +
+                                (is_inherited ? std::string(" (") + kPreloadModeVariable + "=observe)" : "") +
+                                ": every allocation goes to the driver and is counted; nothing is changed");
+  if (outer_bytes != 0) environment->lines.push_back(not_held(outer_bytes));
+  return Status();
+}
+
+void serve(const RunOptions& options, const Environment& inherited, const MemoryLimit& limit,
+           RunEnvironment* environment) {
+  if (!limit.line.empty()) environment->lines.push_back(limit.line);
+  std::string first = "the arena serves device memory";
+  if (limit.bytes != 0) {
+    environment->set[kPreloadMemoryVariable] = std::to_string(limit.bytes);
+    environment->set[kRunWithinMemoryVariable] = std::to_string(limit.bytes);
+    first += ", at most " + format_bytes(limit.bytes) + " of each device";
+  }
+  first += "; " + choose_torch(options, inherited, &environment->set);
+  choose_jax(inherited, environment);
+  if (environment->set.count(kJaxVariables[0]) != 0) first += "; JAX preallocates nothing";
+  environment->lines.insert(environment->lines.begin(), first);
 }
 
 }  // namespace
@@ -180,83 +257,23 @@ std::string inherited_records(const Environment& inherited) {
 }
 
 Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited) {
-  RunEnvironment environment;
   const std::string mode = value_of(inherited, kPreloadModeVariable);
   if (!mode.empty() && mode != "arena" && mode != "observe" && mode != "off") {
     return Status(StatusCode::kInvalidArgument, std::string(kPreloadModeVariable) + " is '" + mode +
                                                     "'; use arena, observe or off, or leave it out");
   }
-  if (options.mode == PreloadMode::kOff) {
-    environment.set[kPreloadModeVariable] = "off";
-    environment.lines.push_back(std::string(kPreloadModeVariable) +
-                                "=off: the command runs as it is, and nothing is served or counted");
-    if (const std::uint64_t outer = outer_limit(inherited); outer != 0) {
-      environment.lines.push_back(not_held(outer));
-    }
-    return environment;
-  }
-  if (options.preload_library.find_first_of(" :") != std::string::npos) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot preload " + options.preload_library +
-                      ": LD_PRELOAD ends a path at a space or a colon; install forebay "
-                      "in a directory without");
-  }
-  std::string preloads = options.preload_library;
-  if (const std::string others = without(value_of(inherited, "LD_PRELOAD"), options.preload_library);
-      !others.empty()) {
-    preloads += ":" + others;
-    environment.lines.push_back("LD_PRELOAD was '" + others + "', which stays behind ours");
-  }
-  environment.set["LD_PRELOAD"] = preloads;
-  environment.set[kPreloadModeVariable] = options.mode == PreloadMode::kObserve ? "observe" : "arena";
-  environment.set[kPreloadRecordsVariable] = options.records_directory;
-  environment.set[kRunWithinVariable] = options.records_directory;
-  if (!options.events.empty()) {
-    std::uint64_t event_bytes = 0;
-    if (!parse_bytes(options.events.c_str(), &event_bytes) ||
-        (event_bytes != 0 &&
-         (event_bytes < kPreloadEventsLeastBytes || event_bytes > kPreloadEventsMostBytes))) {
-      return Status(StatusCode::kInvalidArgument,
-                    "--events is '" + options.events + "'; use " + format_bytes(kPreloadEventsLeastBytes) +
-                        " to " + format_bytes(kPreloadEventsMostBytes) + ", such as 256MiB, or 0 for none");
-    }
-    environment.set[kPreloadEventsVariable] = std::to_string(event_bytes);
-  }
-
-  const Result<MemoryLimit> chosen = memory_limit(options, inherited);
-  if (!chosen.ok()) return chosen.status();
-  const MemoryLimit& limit = chosen.value();
+  if (options.mode == PreloadMode::kOff) return off_environment(inherited);
+  FOREBAY_RETURN_IF_ERROR(check_preload_path(options.preload_library));
+  RunEnvironment environment;
+  set_preload(options, inherited, &environment);
+  FOREBAY_RETURN_IF_ERROR(set_events(options.events, &environment));
+  const Result<MemoryLimit> limit = memory_limit(options, inherited);
+  if (!limit.ok()) return limit.status();
   if (options.mode == PreloadMode::kObserve) {
-    if (!options.memory.empty()) {
-      return Status(StatusCode::kInvalidArgument,
-                    "--observe changes nothing, so it cannot keep to --memory " + options.memory +
-                        "; leave one of them out");
-    }
-    if (options.tensors.value_or(false)) {
-      return Status(StatusCode::kInvalidArgument,
-                    "--observe changes nothing, so it cannot have PyTorch allocate by --tensors; leave one "
-                    "of them out");
-    }
-    environment.lines.insert(environment.lines.begin(),
-                             std::string("observing") +
-                                 (inherited_mode(inherited) == PreloadMode::kObserve
-                                      ? std::string(" (") + kPreloadModeVariable + "=observe)"
-                                      : std::string()) +
-                                 ": every allocation goes to the driver and is counted; nothing is changed");
-    if (limit.outer_bytes != 0) environment.lines.push_back(not_held(limit.outer_bytes));
-    return environment;
+    FOREBAY_RETURN_IF_ERROR(observe(options, inherited, limit.value().outer_bytes, &environment));
+  } else {
+    serve(options, inherited, limit.value(), &environment);
   }
-  if (!limit.line.empty()) environment.lines.push_back(limit.line);
-  std::string first = "the arena serves device memory";
-  if (limit.bytes != 0) {
-    environment.set[kPreloadMemoryVariable] = std::to_string(limit.bytes);
-    environment.set[kRunWithinMemoryVariable] = std::to_string(limit.bytes);
-    first += ", at most " + format_bytes(limit.bytes) + " of each device";
-  }
-  first += "; " + choose_torch(options, inherited, &environment.set);
-  choose_jax(inherited, &environment);
-  if (environment.set.count(kJaxVariables[0]) != 0) first += "; JAX preallocates nothing";
-  environment.lines.insert(environment.lines.begin(), first);
   return environment;
 }
 

@@ -35,8 +35,8 @@ constexpr int kNotWritten = 1;
 constexpr char kLibraryName[] = "libforebay-preload.so";
 constexpr char kSystemPreloads[] = "/etc/ld.so.preload";
 
-// The environment of `forebay run` itself. What it starts does not get these: a second one below would write
-// over the first one's files.
+// The environment of `forebay run` itself. The command does not get these: a second `forebay run` below would
+// overwrite the first one's files.
 constexpr char kReportVariable[] = "FOREBAY_RUN_REPORT";
 constexpr char kTraceVariable[] = "FOREBAY_RUN_TRACE";
 constexpr char kSnapshotVariable[] = "FOREBAY_RUN_SNAPSHOT";
@@ -122,7 +122,7 @@ class Records {
       return {StatusCode::kIoError, "cannot use --records " + wanted + ": " + error.message() +
                                         "; name a directory in a place that can be written to"};
     }
-    // What an earlier run left there is not this one's.
+    // Records of an earlier run are not this one's.
     if (const Result<std::vector<PreloadReport>> old = read_preload_records(path_);
         old.ok() && !old.value().empty()) {
       return {StatusCode::kInvalidArgument,
@@ -139,7 +139,7 @@ class Records {
   bool is_temporary_ = false;
 };
 
-// Others that the system puts under every program, and that may hook what we hook.
+// Libraries that the system preloads into every program, and that may hook the same calls.
 std::string system_preloads() {
   std::ifstream file(kSystemPreloads);
   std::string all;
@@ -179,7 +179,7 @@ std::string driver_obstacle() {
   return {};
 }
 
-// What the command's processes did.
+// Prints a summary of the command's processes.
 void sum_up(PreloadMode mode, const std::vector<PreloadReport>& records) {
   const std::string obstacle = records.empty() ? driver_obstacle() : "";
   if (obstacle.empty()) return say_all(run_summary(mode, records));
@@ -202,14 +202,14 @@ std::string told_elsewhere(const RunOutputs& outputs) {
   return options;
 }
 
-// What processes have left that were started by somebody else.
+// Reports on the records of processes that this program did not start.
 int tell_from(const RunArguments& arguments) {
   // A file beyond `ulimit -f` is one that cannot be written.
   (void)::signal(SIGXFSZ, SIG_IGN);
   std::vector<PreloadLeftOut> left_out;
   const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from, &left_out);
   if (!records.ok()) return complain(records.status());
-  // Of a report they are part.
+  // A report lists them itself.
   if (!arguments.outputs.any() || records.value().empty()) say_left_out(left_out);
   if (records.value().empty()) {
     std::error_code error;
@@ -240,17 +240,17 @@ struct IdleOption {
   const char* variable;
 };
 
-// Says what is not heeded beside `other`. False: the command line has it, so it was meant.
+// Says which options have no effect beside `other`. False: one of them is on the command line, so it was
+// meant.
 bool may_be_idle(const char* other, const char* why, const std::vector<IdleOption>& options) {
   bool may_be = true;
   for (const IdleOption& option : options) {
     if (option.value.empty()) continue;
     const char* inherited = option.variable != nullptr ? std::getenv(option.variable) : nullptr;
     if (inherited != nullptr && option.value == inherited) {
-      say(std::string(option.variable) + " is not heeded: " + other + " " + why);
+      say(std::string(option.variable) + " is ignored: " + other + " " + why);
     } else {
-      say(std::string(other) + " " + why + ", so " + option.name +
-          " would say nothing; leave one of them out");
+      say(std::string(other) + " " + why + ", so " + option.name + " has no effect; leave one of them out");
       may_be = false;
     }
   }
@@ -261,14 +261,14 @@ std::string flag(bool is_set) {
   return is_set ? "1" : "";
 }
 
-// What goes with --check and --from, and what does not.
+// Refuses options that exclude --check or --from.
 bool fits_together(const RunArguments& a) {
   if (!a.from.empty()) {
     if (!a.command.empty()) {
-      say("--from reads what is there and runs nothing; leave out the command or --from");
+      say("--from reads existing records and runs nothing; leave out the command or --from");
       return false;
     }
-    return may_be_idle("--from", "reads what is there and runs nothing",
+    return may_be_idle("--from", "reads existing records and runs nothing",
                        {{"--check", flag(a.check), nullptr},
                         {"--events", a.events, kPreloadEventsVariable},
                         {"--memory", a.memory, nullptr},
@@ -298,93 +298,120 @@ bool fits_together(const RunArguments& a) {
   return true;
 }
 
-int run(const RunArguments& arguments) {
-  if (!fits_together(arguments)) return kBadUsage;
-  if (!arguments.from.empty()) return tell_from(arguments);
-  const Result<std::string> library = find_library();
-  if (!library.ok()) return complain(library.status());
-  if (arguments.check) {
-    const RunCheck check{.command = arguments.command,
-                         .memory = arguments.memory,
-                         .preload_library = library.value(),
-                         .limit = std::chrono::seconds(arguments.check_limit_s)};
-    return run_check(check, inherited_environment());
-  }
-  // From here on, so that a report asked for too early is written as soon as it can be, and what is written
-  // at the end is whole.
-  const ChildSignals signals;
-  const Environment inherited = inherited_environment();
-  Records records;
-  const std::string wanted = arguments.records.empty() ? inherited_records(inherited) : arguments.records;
-  if (const Status opened = records.open(wanted); !opened.ok()) return complain(opened);
+RunOptions options_of(const RunArguments& arguments, const Environment& inherited) {
   RunOptions options;
   options.mode = arguments.observe ? PreloadMode::kObserve : inherited_mode(inherited);
   if (arguments.tensors || arguments.no_tensors) options.tensors = arguments.tensors;
   options.memory = arguments.memory;
-  options.preload_library = library.value();
-  options.records_directory = records.path();
   options.events = arguments.events;
-  const RunOutputs& outputs = arguments.outputs;
-  if (outputs.any() && options.events.empty()) options.events = std::to_string(kPreloadEventsDefaultBytes);
-  const int pause_signal = signal_number(arguments.pause_signal);
-  if (pause_signal == 0 && !arguments.pause_signal.empty()) {
+  if (arguments.outputs.any() && options.events.empty()) {
+    options.events = std::to_string(kPreloadEventsDefaultBytes);
+  }
+  return options;
+}
+
+// The signal of --pause-signal, 0 without one. None: it is refused, and the user was told.
+std::optional<int> pause_signal_of(const RunArguments& arguments) {
+  const int signal = signal_number(arguments.pause_signal);
+  if (signal == 0 && !arguments.pause_signal.empty()) {
     say("--pause-signal is '" + arguments.pause_signal + "'; use SIGUSR1, SIGUSR2 or SIGHUP");
-    return kBadUsage;
+    return std::nullopt;
   }
-  if (pause_signal == SIGUSR1 && outputs.any()) {
+  if (signal == SIGUSR1 && arguments.outputs.any()) {
     say("--pause-signal cannot be SIGUSR1, at which reports are written; use SIGUSR2 or SIGHUP");
-    return kBadUsage;
+    return std::nullopt;
   }
-  const Result<RunEnvironment> environment = run_environment(options, inherited);
-  if (!environment.ok()) return complain(environment.status());
-  RunRecorder recorder({.outputs = outputs,
-                        .records_directory = records.path(),
-                        .mode = options.mode,
-                        .command = text_of(arguments.command)});
-  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
-  say_all(environment.value().lines);
+  return signal;
+}
+
+void say_before_start(const RunArguments& arguments, PreloadMode mode,
+                      const std::vector<std::string>& environment_lines) {
+  say_all(environment_lines);
   if (const std::string others = system_preloads(); !others.empty()) {
     say(std::string(kSystemPreloads) + " puts " + others + " under every program too, behind ours");
   }
   if (const std::string obstacle = preload_obstacle(arguments.command.front()); !obstacle.empty()) {
     say(obstacle + "; nothing will be handled");
   }
-
-  Environment variables = environment.value().set;
-  if (options.mode == PreloadMode::kOff && outputs.any()) {
-    say("no report, trace or snapshot has anything to tell then");
+  if (mode == PreloadMode::kOff && arguments.outputs.any()) {
+    say("the report, trace and snapshot will be empty, because nothing is served or counted");
   }
+}
+
+Result<ChildEnd> watch_command(const RunArguments& arguments, Environment variables,
+                               const ChildSignals& signals, int pause_signal, RunRecorder* recorder) {
   for (const char* own : {kReportVariable, kTraceVariable, kSnapshotVariable, kPauseSignalVariable}) {
     if (std::getenv(own) != nullptr) variables[own] = "";
   }
   ChildWatch watch;
-  if (outputs.any()) watch.handlers[SIGUSR1] = [&] { say_all(recorder.write("the run goes on")); };
-  if (pause_signal != 0) watch.handlers[pause_signal] = [&] { say_all(recorder.request_trim()); };
-  if (!watch.handlers.empty()) watch.poll = [&] { say_all(recorder.poll()); };
-  const Result<ChildEnd> end = run_child(arguments.command, variables, signals, watch);
-  if (!end.ok()) return complain(end.status());
-  const int exit_code = end.value().exit_code;
+  if (arguments.outputs.any()) {
+    watch.handlers[SIGUSR1] = [recorder] { say_all(recorder->write("the run goes on")); };
+  }
+  if (pause_signal != 0) watch.handlers[pause_signal] = [recorder] { say_all(recorder->request_trim()); };
+  if (!watch.handlers.empty()) watch.poll = [recorder] { say_all(recorder->poll()); };
+  return run_child(arguments.command, variables, signals, watch);
+}
+
+// Prints the summary, and writes the outputs for the last time.
+void tell_end(const RunArguments& arguments, PreloadMode mode, const ChildEnd& end, Records* records,
+              RunRecorder* recorder) {
   std::vector<PreloadLeftOut> left_out;
-  const Result<std::vector<PreloadReport>> read = read_preload_records(records.path(), &left_out);
-  if (!end.value().was_started || options.mode == PreloadMode::kOff) {
-    // It is said already, and there is nothing else to tell.
-  } else if (!read.ok()) {
-    say("the records in " + records.path() +
-        " were removed while the command ran, or cannot be read any more; name one that nobody cleans up "
-        "with --records");
-  } else {
-    sum_up(options.mode, read.value());
-    if (!outputs.any()) say_left_out(left_out);
+  const Result<std::vector<PreloadReport>> read = read_preload_records(records->path(), &left_out);
+  const bool has_summary = end.was_started && mode != PreloadMode::kOff;
+  if (has_summary && read.ok()) {
+    sum_up(mode, read.value());
+    if (!arguments.outputs.any()) say_left_out(left_out);
+  } else if (has_summary) {
+    say("the records in " + records->path() +
+        " were removed while the command ran, or cannot be read any more; name a directory that nobody "
+        "cleans up with --records");
   }
-  if (outputs.any()) {
-    say_all(recorder.write("the command has ended with " + std::to_string(exit_code)));
-    if (!recorder.is_complete() && read.ok()) {
-      records.keep();
-      say("the records are kept in " + records.path() + "; forebay run --from " + records.path() +
-          told_elsewhere(outputs));
-    }
+  if (!arguments.outputs.any()) return;
+  say_all(recorder->write("the command has ended with " + std::to_string(end.exit_code)));
+  if (!recorder->is_complete() && read.ok()) {
+    records->keep();
+    say("the records are kept in " + records->path() + "; forebay run --from " + records->path() +
+        told_elsewhere(arguments.outputs));
   }
-  return exit_code;
+}
+
+int run(const RunArguments& arguments) {
+  if (!fits_together(arguments)) return kBadUsage;
+  if (!arguments.from.empty()) return tell_from(arguments);
+  const Result<std::string> library = find_library();
+  if (!library.ok()) return complain(library.status());
+  const Environment inherited = inherited_environment();
+  if (arguments.check) {
+    const RunCheck check{.command = arguments.command,
+                         .memory = arguments.memory,
+                         .preload_library = library.value(),
+                         .limit = std::chrono::seconds(arguments.check_limit_s)};
+    return run_check(check, inherited);
+  }
+  // Signals are held from here on: a report requested early is written when it can be, and the outputs at the
+  // end are whole.
+  const ChildSignals signals;
+  Records records;
+  const std::string wanted = arguments.records.empty() ? inherited_records(inherited) : arguments.records;
+  if (const Status opened = records.open(wanted); !opened.ok()) return complain(opened);
+  RunOptions options = options_of(arguments, inherited);
+  options.preload_library = library.value();
+  options.records_directory = records.path();
+  const std::optional<int> pause_signal = pause_signal_of(arguments);
+  if (!pause_signal) return kBadUsage;
+  const Result<RunEnvironment> environment = run_environment(options, inherited);
+  if (!environment.ok()) return complain(environment.status());
+  RunRecorder recorder({.outputs = arguments.outputs,
+                        .records_directory = records.path(),
+                        .mode = options.mode,
+                        .command = text_of(arguments.command)});
+  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  say_before_start(arguments, options.mode, environment.value().lines);
+  const Result<ChildEnd> end =
+      watch_command(arguments, environment.value().set, signals, *pause_signal, &recorder);
+  if (!end.ok()) return complain(end.status());
+  tell_end(arguments, options.mode, end.value(), &records, &recorder);
+  return end.value().exit_code;
 }
 
 bool is_option(const std::string& word) {
@@ -401,22 +428,21 @@ std::string value_text(const std::string& values) {
 }
 
 constexpr char kFooter[] =
-    "What is in force is said in the first line on standard error, and what was handled in the last ones. "
-    "The exit code "
-    "is the command's own (128 + n when signal n ended it).\n\n"
+    "The first line on standard error names the mode in force, the last ones the handled allocations. The "
+    "exit code is the command's own (128 + n if signal n ended it).\n\n"
     "Where the command line cannot be changed, the environment does the same:\n"
-    "  LD_PRELOAD=/path/to/libforebay-preload.so   the preload itself; the path from the root\n"
-    "  FOREBAY_PRELOAD=arena|observe|off           what it does (default: arena)\n"
+    "  LD_PRELOAD=/path/to/libforebay-preload.so   the preload itself; an absolute path\n"
+    "  FOREBAY_PRELOAD=arena|observe|off           its mode (default: arena)\n"
     "  FOREBAY_MEMORY=24GiB                        as --memory\n"
-    "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records; forebay run --from DIR tells of it\n"
+    "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records; forebay run --from DIR reads it\n"
     "  FOREBAY_PRELOAD_EVENTS=256MiB               as --events (default: none)\n"
-    "  FOREBAY_LOG=info                            says on standard error when an arena begins to serve\n"
+    "  FOREBAY_LOG=info                            a line on standard error when an arena begins to serve\n"
     "  PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, and PYTORCH_ALLOC_CONF   as --tensors\n"
     "  XLA_PYTHON_CLIENT_PREALLOCATE=false         for JAX, set unless you have set it\n"
     "and, for forebay run itself, FOREBAY_RUN_REPORT, FOREBAY_RUN_TRACE, FOREBAY_RUN_SNAPSHOT and "
     "FOREBAY_RUN_PAUSE_SIGNAL as the options.\n\n"
-    "Signals go to the command, but with --report, --trace or --snapshot SIGUSR1 writes them as things stand "
-    "(kill -USR1 the process of forebay run), and the one of --pause-signal is taken for that.";
+    "Signals are passed to the command. Two are not: with --report, --trace or --snapshot SIGUSR1 (sent to "
+    "the process of forebay run) writes these outputs at once, and the signal of --pause-signal pauses.";
 
 }  // namespace
 
@@ -462,18 +488,18 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
   command
       ->add_option(
           "--memory", a.memory,
-          "Most device memory to use: what every process is told that a device has (default: all it has; "
+          "Most device memory to use; every process sees a device of this size (default: all of the device; "
           "within another forebay run the smaller limit holds)")
       ->type_name("BYTES");
-  command->add_flag("--observe", a.observe, "Change nothing; only count what is allocated");
+  command->add_flag("--observe", a.observe, "Change nothing; only count allocations");
   command->add_flag("--tensors", a.tensors,
-                    "Have PyTorch allocate tensor by tensor (the default unless you have set its allocator's "
-                    "configuration yourself)");
+                    "Have PyTorch allocate tensor by tensor (the default, unless you have configured its "
+                    "allocator yourself)");
   command->add_flag("--no-tensors", a.no_tensors,
                     "Leave PyTorch's own cache in place, which allocates segments");
   CLI::Option* check = command->add_flag(
       "--check", a.check,
-      "Run nothing of the command's; try with its Python what of PyTorch works under each of these ways");
+      "Do not run the command; try with its Python which features of PyTorch work in each of these modes");
   command->add_option("--check-limit", a.check_limit_s, "Seconds that one probe of --check may take")
       ->type_name("SECONDS")
       ->check(CLI::Range(1, 86400))
@@ -489,9 +515,10 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
       ->type_name("DIR")
       ->envname(kReportVariable);
   command
-      ->add_option("--trace", a.outputs.trace,
-                   "Write what was asked for, for 'forebay replay'; for several processes or devices a file "
-                   "each, as FILE with process-N before its suffix")
+      ->add_option(
+          "--trace", a.outputs.trace,
+          "Write the allocations and frees, for 'forebay replay'; several processes or devices get a "
+          "file each, as FILE with process-N before its suffix")
       ->type_name("FILE")
       ->envname(kTraceVariable);
   command
@@ -508,8 +535,8 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
       ->envname(kPreloadEventsVariable);
   command
       ->add_option("--pause-signal", a.pause_signal,
-                   "On this signal (SIGUSR1, SIGUSR2, SIGHUP) have every process give back what its arena "
-                   "keeps and does not use, at its next call for memory; what is allocated stays")
+                   "On this signal (SIGUSR1, SIGUSR2, SIGHUP) have every process give back the unused memory "
+                   "of its arena, at its next call for memory; allocated blocks stay")
       ->type_name("SIG")
       ->envname(kPauseSignalVariable);
   command
