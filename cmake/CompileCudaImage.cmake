@@ -1,5 +1,5 @@
 # cmake -D REPORT=file -P CompileCudaImage.cmake -- nvcc ...
-# Runs nvcc. Its output goes to REPORT (registers and stack of each kernel), and to the terminal when it fails.
+# Runs nvcc. Its lines about registers and stack go to REPORT, its errors to the terminal.
 set(command "")
 set(seen OFF)
 math(EXPR last "${CMAKE_ARGC} - 1")

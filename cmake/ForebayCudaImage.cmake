@@ -5,7 +5,7 @@
 set(FOREBAY_NVCC_FLAGS -std=c++20 -O3 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false
   -Werror all-warnings -ccbin "${CMAKE_CXX_COMPILER}")
 
-# Generated code: one image for each architecture, and PTX of the newest for devices that come after it.
+# The generated code: one image for each architecture, and PTX of the newest for later devices.
 set(FOREBAY_NVCC_CODE "")
 set(FOREBAY_NVCC_TARGETS "")
 foreach(architecture IN LISTS FOREBAY_NVCC_ARCHITECTURES)
@@ -21,7 +21,7 @@ endif()
 # forebay_cuda_image(name SOURCE kernels.cu EMBED image_compiled.cc [INCLUDES dir ...])
 # Compiles SOURCE with nvcc to name.fatbin in the binary directory, beside name.fatbin.txt with the registers and the stack
 # of every kernel. EMBED, a source of a target in the same directory,
-# gets two macros: FOREBAY_KERNEL_IMAGE, the file for .incbin, and FOREBAY_KERNEL_TARGETS, its architectures.
+# gets two macros: FOREBAY_KERNEL_IMAGE, the file for .incbin, and FOREBAY_KERNEL_TARGETS, the list of architectures.
 # Requires FOREBAY_HAVE_NVCC.
 function(forebay_cuda_image name)
   cmake_parse_arguments(ARG "" "SOURCE;EMBED" "INCLUDES" ${ARGN})

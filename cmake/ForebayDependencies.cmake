@@ -58,8 +58,7 @@ else()
   message(STATUS "Gloo not found (Debian: libgloo-dev) or not wanted: ranks will be threads of one process only")
 endif()
 
-# OpenSSL's libcrypto: proofs that keep strangers out of the rendezvous store over TCP. Optional: without it ranks meet
-# in a directory.
+# OpenSSL's libcrypto: authenticates ranks at the rendezvous store over TCP. Optional: without it ranks meet in a directory.
 option(FOREBAY_OPENSSL "Use OpenSSL's libcrypto where it is found" ON)
 set(FOREBAY_HAVE_OPENSSL OFF)
 if(FOREBAY_OPENSSL)
@@ -88,7 +87,7 @@ if(NOT FOREBAY_HAVE_LIBURING)
   message(STATUS "liburing 2.2 not found (Debian: liburing-dev) or not wanted: the file tier will use threads")
 endif()
 
-# hwloc: the processors and memory near each device of the host. Optional: without it the same is read from sysfs, where the kernel shows it.
+# hwloc: the topology of the host. Optional: without it the topology is read from sysfs, if the kernel shows it.
 option(FOREBAY_HWLOC "Use hwloc where it is found" ON)
 set(FOREBAY_HAVE_HWLOC OFF)
 if(FOREBAY_HWLOC AND PKG_CONFIG_FOUND)
@@ -127,7 +126,7 @@ if(FOREBAY_TESTS)
   endif()
   include(GoogleTest)
 
-  # pmix.h: a test compares our own declarations of PMIx with it. Optional.
+  # pmix.h: a test compares our own declarations of PMIx with it. Optional, and tests only.
   set(FOREBAY_HAVE_PMIX_H OFF)
   if(PKG_CONFIG_FOUND)
     pkg_check_modules(PMIX QUIET pmix>=3)
@@ -140,7 +139,7 @@ if(FOREBAY_TESTS)
     message(STATUS "pmix.h not found (Debian: libpmix-dev): our declarations of PMIx are not checked against it")
   endif()
 
-  # cuda.h: a test compares our own declarations of the driver's interface with it. Optional.
+  # cuda.h: a test compares our own declarations of the driver's interface with it. Optional, and tests only.
   find_path(FOREBAY_CUDA_H cuda.h HINTS "$ENV{CUDA_HOME}/include" /usr/local/cuda/include
     DOC "The directory of the CUDA toolkit's cuda.h")
   set(FOREBAY_HAVE_CUDA_H OFF)
@@ -159,7 +158,7 @@ if(FOREBAY_TESTS)
     target_include_directories(forebay_cuda_h SYSTEM INTERFACE "${FOREBAY_CUDA_H}")
   endif()
 
-  # nccl.h: a test compares our own declarations of NCCL's interface with it. Optional. It includes the
+  # nccl.h: a test compares our own declarations of NCCL's interface with it. Optional, and tests only. It includes the
   # toolkit's cuda_runtime.h.
   find_path(FOREBAY_NCCL_H nccl.h HINTS "$ENV{NCCL_HOME}/include" /usr/local/cuda/include
     DOC "The directory of NCCL's nccl.h")

@@ -4,8 +4,8 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 
-# Flags of every target. -ffp-contract=off: each fused multiply-add is written out, so that the
-# bits do not depend on the compiler's mood (ARCHITECTURE.md, "The numeric contract").
+# The compiler flags of every target. -ffp-contract=off: each fused multiply-add is written out, so that results do not
+# depend on the compiler's choice (ARCHITECTURE.md, "The numeric contract").
 add_library(forebay_flags INTERFACE)
 target_compile_features(forebay_flags INTERFACE cxx_std_20)
 target_compile_options(forebay_flags INTERFACE -Wall -Wextra -Wno-missing-field-initializers -ffp-contract=off)
@@ -26,7 +26,8 @@ endif()
 find_package(Threads REQUIRED)
 target_link_libraries(forebay_flags INTERFACE Threads::Threads)
 
-# Headers that the larger layers include most, precompiled once for each layer. A source includes each header it needs all the same.
+# The headers that the larger layers include most, parsed once for all sources of a layer. A source still includes the
+# headers that it needs.
 set(FOREBAY_PRECOMPILED <algorithm> <chrono> <cstdint> <cstdio> <cstring> <functional> <map> <memory> <optional> <string>
   <string_view> <utility> <vector>)
 
@@ -71,7 +72,7 @@ function(forebay_executable target)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 endfunction()
 
-# Tests are compiled more often than they run, and the time of programs is spent in the libraries.
+# Tests are compiled more often than they are run, and programs spend little time outside the libraries.
 set(FOREBAY_TEST_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O0>)
 set(FOREBAY_COMMAND_OPTIONS $<$<CONFIG:RelWithDebInfo>:-O1>)
 
@@ -97,7 +98,7 @@ function(forebay_test name)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
-  # A test that the sanitized runs leave out is not built for them.
+  # Tests that the sanitized runs leave out are not built for them.
   set(built)
   if(FOREBAY_SANITIZE AND NOT "unit" IN_LIST ARG_LABELS AND NOT "conformance" IN_LIST ARG_LABELS)
     set(built EXCLUDE_FROM_ALL)

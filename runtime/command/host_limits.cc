@@ -42,8 +42,8 @@ std::optional<std::string_view> line_after(std::string_view text, std::string_vi
 }
 
 // The smallest limit on the way from the process's own group up to the root: every ancestor binds it. In a
-// container the path may name groups that are not mounted; those are skipped and the root is what the
-// container sees.
+// container the path may name groups that are not mounted; they are skipped, and the container's view is the
+// root.
 std::optional<HostLimit> tightest(const std::string& root, std::string group, const char* file) {
   if (group.find("/..") != std::string::npos) group = "/";  // Outside the container's own root.
   std::optional<HostLimit> found;

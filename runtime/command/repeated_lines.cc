@@ -43,7 +43,7 @@ Pieces pieces_of(const RepeatedLine& line) {
   return pieces;
 }
 
-// What all have at their beginning and at their end, and "*" in between; a number is not cut.
+// The common beginning and the common end of all, and "*" in between; a number is not cut.
 std::string pattern_of(const std::vector<std::string>& names) {
   const std::string& first = names.front();
   std::size_t head = first.size();

@@ -1,5 +1,5 @@
-// Text from elsewhere (the words of a command line, the names of files, what a file says), as it is shown to
-// people: on a terminal, or in a line of a report.
+// Makes foreign text (words of a command line, names and content of files) safe to show: on a terminal, or in
+// a line of a report.
 #pragma once
 
 #include <cstddef>
@@ -9,16 +9,17 @@
 
 namespace forebay {
 
-// The text in one line that a terminal shows and does nothing else with. What would move the cursor, end the
-// line, change the direction of writing or show as nothing is spelled out: "\n", "\x1b", "\u202e"; so are
-// bytes that are no UTF-8. The rest stays, backslashes too: it is for eyes, and cannot be read back.
+// The text as one line of visible characters. Characters that would move the cursor, end the line, change the
+// direction of writing or be invisible are spelled out ("\n", "\x1b", "\u202e"), and so are bytes that are
+// not UTF-8. The rest stays, backslashes too: the text is for people and cannot be parsed back.
 std::string shown_text(std::string_view text);
 
-// Of the character at the beginning of `text`, which is not empty: its bytes, and 0 for what is no UTF-8.
+// Reads the first character of `text` and returns its length in bytes; 0 if it is not UTF-8.
+//
+// Requires: `text` is not empty.
 std::size_t utf8_length(std::string_view text, std::uint32_t* character);
 
-// Whether a character would be shown as nothing, or do something to its neighbours. Ends of lines are among
-// them.
+// Whether a character is invisible or changes its neighbours. Ends of lines are invisible.
 bool is_invisible(std::uint32_t character);
 
 }  // namespace forebay

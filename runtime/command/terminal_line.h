@@ -1,5 +1,5 @@
-// TerminalLine: progress on standard error, as one line that is written over and gone at the end; nothing
-// where nobody watches.
+// TerminalLine: progress on standard error, as one line that is overwritten and erased at the end; nothing if
+// standard error is no terminal.
 #pragma once
 
 #include <sys/ioctl.h>
@@ -21,7 +21,7 @@ class TerminalLine {
   TerminalLine& operator=(const TerminalLine&) = delete;
   ~TerminalLine() { show(""); }
 
-  // As much of it as the terminal is wide: a line that wraps could not be written over.
+  // Cut to the terminal's width: a line that wraps could not be overwritten.
   void show(const std::string& text) {
     if (!shown_) return;
     winsize size{};
@@ -30,8 +30,8 @@ class TerminalLine {
     std::fprintf(stderr, "\r%s\x1b[K", shown_text(text).substr(0, width - 1).c_str());
     next_ = text.empty() ? Clock::time_point() : Clock::now() + kPause;
   }
-  // Whether somebody watches and the last text has been there long enough to be read. Cheap enough to be
-  // asked thousands of times a second.
+  // Whether it is shown and the last text has been there long enough to be read. Cheap enough for thousands
+  // of calls a second.
   bool due() const { return shown_ && Clock::now() >= next_; }
 
  private:

@@ -1,4 +1,4 @@
-// forebay-gpt as a program: its environment, odd options, output paths and signals.
+// forebay-gpt as a program: its handling of the environment, of odd options, of output paths and of signals.
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -181,7 +181,7 @@ bool catches(pid_t process, int signal) {
   return (std::strtoull(status.c_str() + place + label.size(), nullptr, 16) >> (signal - 1) & 1) != 0;
 }
 
-// The processor time of all threads of the process so far.
+// Processor time of the process so far, over all its threads.
 double processor_seconds(pid_t process) {
   const std::string stat = read_text("/proc/" + std::to_string(process) + "/stat");
   std::istringstream fields(stat.substr(std::min(stat.size(), stat.rfind(')') + 1)));

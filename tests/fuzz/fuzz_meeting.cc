@@ -19,7 +19,7 @@ namespace {
 
 using namespace forebay::internal;
 
-// Whatever is accepted says the same after it was written again.
+// An accepted message is unchanged after it was encoded and decoded again.
 void check_message(std::string_view bytes) {
   Message message;
   if (!decode(bytes, &message)) return;
@@ -70,7 +70,7 @@ void check_frames(std::string_view bytes) {
   }
 }
 
-// What ranks that were let in may say to a server, one message after another.
+// Messages that admitted ranks may send to a server, one after another.
 void check_book(std::string_view bytes) {
   constexpr int kSize = 3;
   StoreBook book({"job", {{0, kSize, "same"}, "version", "host"}}, "tcp://host:1");
@@ -98,7 +98,7 @@ void check_book(std::string_view bytes) {
 
 }  // namespace
 
-// The first byte says which of the parsers of what comes from sockets and shared files has the rest.
+// The first byte selects the parser (of messages from sockets and shared files) that gets the rest.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   const std::string_view bytes(reinterpret_cast<const char*>(data) + 1, size - 1);

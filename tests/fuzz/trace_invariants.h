@@ -1,4 +1,4 @@
-// What holds of every trace that a parser accepts, whatever it was given.
+// The invariants of every trace that a parser accepts, for any input.
 #pragma once
 
 #include <cstdint>

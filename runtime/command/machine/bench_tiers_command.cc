@@ -41,7 +41,7 @@ struct BenchArguments {
   std::string device_budget;
 
   const CLI::Option* host_ranks_option = nullptr;
-  std::vector<const CLI::Option*> plan_options;  // Those that say something of a model only.
+  std::vector<const CLI::Option*> plan_options;  // Options that need a model.
 };
 
 struct Device {
@@ -80,7 +80,7 @@ Result<Device> open_device(const std::string& word, const Topology& topology) {
   return device;
 }
 
-// The least that the host lets its processes hold; what is not known does not bind.
+// The smallest of the host's limits; a limit that is not known does not bind.
 std::uint64_t host_memory_limit() {
   std::uint64_t least = ~std::uint64_t{0};
   for (const HostLimit& limit : read_host_limits()) {
@@ -148,7 +148,7 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
   return std::optional<BenchedModel>(std::move(model));
 }
 
-// What fits does not depend on what will be measured, so nobody waits for it.
+// Checked before the measurements, because fitting does not depend on them.
 Status check_something_fits(const ModelShape& shape, const BenchedModel& model) {
   const Result<OffloadChoice> choice = choose_offload(shape, model.options, model.limits, {});
   FOREBAY_RETURN_IF_ERROR(choice.status());
@@ -256,10 +256,8 @@ void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
       "Measure copies to and from a device, host memory and files; with a model, choose its offload setting");
   command->footer(
       "Bytes are written 4096, 64KiB, 1.5GiB or 2GB. Rates are printed in GB/s (1e9 bytes) and, with --json, "
-      "in bytes "
-      "per second.\nFiles have no name and are gone with the process. Progress is shown where standard error "
-      "is a "
-      "terminal.");
+      "in bytes per second.\nThe files are anonymous and vanish with the process. Progress is shown if "
+      "standard error is a terminal.");
   command
       ->add_option("DIR", a.directories,
                    "Directories for the file tier; several are measured each, then striped")
@@ -269,13 +267,13 @@ void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
       ->type_name("DEVICE")
       ->capture_default_str();
   command
-      ->add_option(
-          "--bytes", a.bytes,
-          "What is copied, written and read in a piece, and each of three arrays of the host; in whole 4 MiB")
+      ->add_option("--bytes", a.bytes,
+                   "Bytes of each copy, of the file, and of each of three arrays of the host; in whole 4 MiB")
       ->type_name("BYTES")
       ->capture_default_str();
   command
-      ->add_option("--seconds", a.seconds, "For all measurements together, about; a slow drive takes longer")
+      ->add_option("--seconds", a.seconds,
+                   "Approximate time of all measurements together; a slow drive takes longer")
       ->type_name("S")
       ->capture_default_str();
   command->add_flag("--json", a.json, "Print JSON");

@@ -49,7 +49,7 @@ std::string facts_text(const DirectoryFacts& facts) {
   std::string text = facts.file_system.empty() ? "unknown file system" : facts.file_system;
   if (!facts.drives.empty()) text += " on " + facts.drive_names();
   const auto turns = facts.rotational();
-  if (turns) text += *turns ? " (rotational, says the kernel)" : " (flash)";
+  if (turns) text += *turns ? " (rotational, according to the kernel)" : " (flash)";
   if (facts.kind == DirectoryKind::kMemory) text += " in memory";
   if (facts.kind == DirectoryKind::kNetwork) text += " on another host";
   if (!facts.nodes.empty()) {
@@ -109,7 +109,7 @@ std::string model_text(const BenchedModel& model) {
   if (chosen.offload != Offload::kNone) {
     text += std::string("  options: --offload ") + offload_name(chosen.offload) + " --offload-tier " +
             (chosen.tier == Tier::kFile ? "nvme:DIR" : "cpu") +
-            "; --offload-fraction auto, measured in the run itself, leaves as much on the device as pays\n";
+            "; --offload-fraction auto measures in the run itself and offloads the fastest fraction\n";
   }
   text +=
       "  activations are an estimate of a usual transformer's ('forebay plan' tells which); a trainer's may "

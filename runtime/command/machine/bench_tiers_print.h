@@ -12,7 +12,7 @@
 
 namespace forebay {
 
-// The setting for a model, and what it was chosen from.
+// The setting for a model, and the alternatives it was chosen from.
 struct BenchedModel {
   std::string description;  // "GPT-2 kind: 4 layers, ..."
   std::uint64_t parameters = 0;
@@ -25,7 +25,7 @@ struct BenchTiersReport {
   std::string device;  // "host", "cuda:0 NVIDIA H200"
   bool device_in_host = false;
   std::string topology_source;
-  Placement placement;  // Of the device's host side.
+  Placement placement;  // Where the device's pinned memory and host threads are.
   std::uint64_t bytes = 0;
   CopyMeasurement copies;
   HostMeasurement host;
@@ -34,8 +34,8 @@ struct BenchTiersReport {
 };
 
 std::string bench_tiers_text(const BenchTiersReport& report);
-// The keys are those of the text, with underscores; rates are in bytes per second, times in seconds; what was
-// not asked for is null.
+// Units: bytes per second, seconds. The keys are the words of the text, with underscores; parts that were not
+// requested are null.
 std::string bench_tiers_json(const BenchTiersReport& report);
 
 }  // namespace forebay

@@ -12,7 +12,7 @@
 namespace forebay {
 namespace {
 
-// What the host's kernels run on, asked of themselves.
+// The instruction set and the threads of the host's kernels, as they report them.
 std::string describe_host_kernels() {
   Result<std::unique_ptr<HostBackend>> backend = HostBackend::create({});
   if (!backend.ok()) return backend.status().message();
@@ -44,7 +44,7 @@ void add_devices_command(CLI::App& app, std::function<int()>& action) {
   const auto json = std::make_shared<bool>(false);  // Shared by the parser's field and the action.
   CLI::App* command = app.add_subcommand(
       "devices",
-      "Print the CUDA devices, the host, what is near what, and the flash directories that forebay sees");
+      "Print the CUDA devices, the host, the topology, and the flash directories that forebay sees");
   command->add_flag("--json", *json, "Print JSON");
   command->callback([json, &action] { action = [json] { return run(*json); }; });
 }

@@ -1,5 +1,5 @@
-// `forebay devices`: what the library sees of this machine: the CUDA driver and its devices, the host, what
-// lies near what, and the directories that the file tier could use.
+// `forebay devices`: the machine as the library sees it: the CUDA driver and its devices, the host, the
+// topology, and the directories that the file tier could use.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -12,16 +12,16 @@
 namespace forebay {
 
 struct DevicesReport {
-  Status cuda_status;  // Not ok: why there is no `cuda`.
+  Status cuda_status;  // Not ok: the reason why `cuda` is empty.
   CudaSystem cuda;
   HostFacts host;
   std::string host_kernels;  // "host AVX3_ZEN4, 2 threads"
   Topology topology;
-  // For each device of `cuda`, in their order, or without devices one for the host alone.
+  // One for each device of `cuda`, in their order. Without devices: one, for the host alone.
   std::vector<Placement> placements;
 };
 
-// Where the host's side of each device would be.
+// Where the pinned memory and the host threads of each device would be.
 std::vector<Placement> place_devices(const Topology& topology, const std::vector<CudaDevice>& devices);
 
 std::string devices_text(const DevicesReport& report);

@@ -143,7 +143,7 @@ std::vector<FlashDirectory> read_flash_directories(const SystemPaths& paths) {
     }
     directory.is_writable = can_open(mount.path, 0);
     directory.has_direct = directory.is_writable && can_open(mount.path, O_DIRECT);
-    // Of a drive's mount points the one to use: writable, then with room, then with the shortest name.
+    // The best mount point of a drive: writable, then with most room, then with the shortest name.
     FlashDirectory& best = by_drives[directory.drives];
     const auto rank = [](const FlashDirectory& one) {
       return std::make_tuple(one.is_writable, one.free_bytes, -static_cast<std::int64_t>(one.path.size()));

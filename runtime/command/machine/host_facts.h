@@ -1,7 +1,7 @@
-// What a host offers a training process: processors and NUMA nodes, memory and how much of it may be locked,
-// huge pages, and the directories on flash drives that the file tier could use. Read from text files below
-// two roots, so that a test can lay out a host of its own; whether a directory can be written is tried. What
-// lies near what is another question (topology.h).
+// The facts of a host that matter to a training process: processors and NUMA nodes, memory and the part of it
+// that may be pinned, huge pages, and the directories on flash drives that the file tier could use. They are
+// read from text files below two roots, so that a test can lay out a host; whether a directory can be written
+// is tried. Distances are not here but in topology.h.
 #pragma once
 
 #include <cstdint>
@@ -39,18 +39,18 @@ struct FlashDirectory {
 
 struct HostFacts {
   int processor_count = 0;      // Online.
-  int usable_count = 0;         // Of them, those this process may run on.
+  int usable_count = 0;         // The processors that this process may run on.
   std::string processor_model;  // Empty when unknown.
   std::uint64_t memory_bytes = 0;
   std::uint64_t available_bytes = 0;
   std::optional<std::uint64_t> memlock_bytes;  // None: unlimited.
   std::string transparent_huge_pages;          // "always", "madvise", "never"; empty when unknown.
-  std::vector<HugePages> huge_pages;           // The sizes there are, smallest first.
+  std::vector<HugePages> huge_pages;           // Smallest size first.
   std::vector<HostNumaNode> numa_nodes;
   std::vector<FlashDirectory> flash_directories;  // By path; one per drive.
 };
 
-// What cannot be read is left out or 0.
+// Facts that cannot be read are left out or 0.
 HostFacts read_host_facts(const SystemPaths& paths = {});
 
 }  // namespace forebay

@@ -165,7 +165,8 @@ Result<OffloadChoice> choose_offload(const ModelShape& model, const PlanOptions&
     estimate.file_bytes = plan.file_bytes.total();
     judge(limits, estimate);
     if (setting.offload != Offload::kNone) {
-      // How much comes up for gathers is what files would be read for besides the optimizer, on any tier.
+      // On any tier, the bytes fetched for gathers equal the bytes that a file tier reads beside the
+      // optimizer's.
       wanted.tier = Tier::kFile;
       const Result<Plan> in_files = make_plan(model, wanted);
       FOREBAY_RETURN_IF_ERROR(in_files.status());
@@ -188,18 +189,16 @@ Result<OffloadChoice> choose_offload(const ModelShape& model, const PlanOptions&
 std::vector<std::string> offload_formulas() {
   return {
       "P: elements that are updated; b: bytes of a gradient or parameter; per rank and step, N ranks in all, "
-      "R on "
-      "this host",
+      "R on this host",
       "gradients down: b * P / N at the rate from the device",
       "parameters up: b * P / N at the rate to the device; with optimizer+parameters, for every gather",
       "both ways: the sum of these at the rate of both directions at once",
       "AdamW on the host: R * P / N at the measured step; its memory traffic is 28 bytes an element",
       "files: R * 12 * P / N read, then as much written, at the chosen point; with optimizer+parameters the "
       "parameters too, for every gather",
-      "added: the longest of these, because they are under way at the same time; nothing is taken to be "
-      "hidden behind "
-      "the computation, and the device's own step is not taken off",
-      "at stage 0 every rank updates all: P instead of P / N"};
+      "added: the longest of these, because they run at the same time; no overlap with the computation "
+      "is assumed, and the time of the device's own step is not subtracted",
+      "at ZeRO stage 0 every rank updates all parameters: P instead of P / N"};
 }
 
 }  // namespace forebay

@@ -33,9 +33,9 @@ constexpr int kRoundsMin = 3;
 // last thread is waited for.
 constexpr std::size_t kTriadBlock = 64 << 10;
 
-Status with_advice(const Status& status, const char* what) {
-  if (status.code() != StatusCode::kOutOfMemory) return status.with_context(what);
-  return Status(status.code(), std::string(what) + ": " + status.message() + "; use a smaller --bytes");
+Status with_advice(const Status& status, const char* action) {
+  if (status.code() != StatusCode::kOutOfMemory) return status.with_context(action);
+  return Status(status.code(), std::string(action) + ": " + status.message() + "; use a smaller --bytes");
 }
 
 // The seconds of the median round of `work`, after one that is not counted.
@@ -124,7 +124,7 @@ void triad_block(const void* context, std::size_t begin, std::size_t end) {
   for (std::size_t i = begin; i < end; ++i) arrays.a[i] = arrays.b[i] + 3.0 * arrays.c[i];
 }
 
-// The sum over nodes of what `elements_per_second` gives for each, all measured at the same time.
+// The sum of elements_per_second(node) over all nodes, measured at the same time.
 template <typename Measure>
 Result<double> on_all_nodes(const std::vector<NodeBench>& nodes, const Measure& elements_per_second) {
   std::mutex mutex;
@@ -223,10 +223,10 @@ Result<CopyMeasurement> measure_copies(Backend& backend, const Placement& placem
     FOREBAY_RETURN_IF_ERROR(seconds.status());
     return static_cast<double>(bytes) * (to_device && from_device ? 2 : 1) / seconds.value();
   };
-  progress("copies from page-locked memory to the device");
+  progress("copies from pinned memory to the device");
   const Result<double> to_device = rate(true, false);
   FOREBAY_RETURN_IF_ERROR(to_device.status());
-  progress("copies from the device to page-locked memory");
+  progress("copies from the device to pinned memory");
   const Result<double> from_device = rate(false, true);
   FOREBAY_RETURN_IF_ERROR(from_device.status());
   progress("copies both ways at once");
@@ -308,7 +308,7 @@ Result<FileMeasurement> prepare_files(const Topology& topology, const std::vecto
                                                   "smaller --bytes");
     }
   }
-  // A file of that size, for a moment: what is not allowed is found before anything is measured.
+  // Makes a file of that size for a moment, so that a refusal comes before anything is measured.
   auto store = make_file_store(store_options(files));
   FOREBAY_RETURN_IF_ERROR(store.status());
   files.is_direct = store.value()->facts().alignment_bytes > 1;

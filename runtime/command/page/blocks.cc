@@ -15,7 +15,7 @@
 namespace forebay {
 namespace {
 
-// The drawing's own units. A row is stretched to whatever room there is.
+// The drawing's own units. A row is stretched to the width of the page.
 constexpr std::uint64_t kRowWidth = 1600;
 constexpr std::uint64_t kRowHeight = 20;
 constexpr std::uint64_t kBarHeight = 17;
@@ -29,8 +29,7 @@ bool is_free(const PageBlock& block) {
   return block.state == PageBlockState::kFree;
 }
 
-// One colour's worth: what is drawn alike. 0 to 6 the streams' colours, 7 the other streams', 8 free, and
-// addresses without a block.
+// Indices of colours: 0 to 6 streams, 7 the other streams, 8 free blocks, then addresses without a block.
 constexpr std::size_t kOthers = kStreamColors;
 constexpr std::size_t kFreeColor = kStreamColors + 1;
 constexpr std::size_t kGapColor = kStreamColors + 2;
@@ -39,7 +38,7 @@ constexpr std::size_t kGapColor = kStreamColors + 2;
 struct Piece {
   std::uint64_t begin = 0;  // In units, rows one after another.
   std::uint64_t width = 0;
-  std::size_t first = 0;  // Of the blocks.
+  std::size_t first = 0;  // Index of the first block.
   std::size_t count = 0;  // 0: a gap before the block.
   std::size_t color = 0;
   bool pending = false;
@@ -102,8 +101,8 @@ class Map {
     const PageBlock& before = blocks_[block - 1];
     return blocks_[block].address - (before.address + before.bytes);
   }
-  // Gaps are drawn as what they are, the smaller ones first, until they take as much room as the blocks;
-  // larger ones are cut out.
+  // Gaps are drawn in their size, the smaller ones first, until they take as much room as the blocks; larger
+  // ones are cut out.
   std::uint64_t largest_gap_shown() const {
     std::vector<std::uint64_t> gaps;
     double room = 0;
@@ -121,7 +120,7 @@ class Map {
     return largest;
   }
 
-  // Few blocks need few rows. A row is a power of two of bytes, or what there is.
+  // Few blocks need few rows. A row is a power of two of bytes, or all bytes.
   void choose_rows(double bytes) {
     const std::uint64_t wanted = std::min<std::uint64_t>(kRows, 1 + blocks_.size() / 8);
     row_bytes_ = bytes;
@@ -186,7 +185,7 @@ class Map {
       if (!is_free(block) && block.server != PreloadServer::kArena) elsewhere_bytes += block.bytes;
     }
     piece.free_bytes = bytes_of_color[kFreeColor];
-    // What there is most of.
+    // The colour with the most bytes.
     piece.color = static_cast<std::size_t>(
         std::max_element(std::begin(bytes_of_color), std::end(bytes_of_color)) - bytes_of_color);
     piece.pending = pending_bytes > piece.bytes / 2;
@@ -241,7 +240,7 @@ class Map {
   std::string seams_text() const {
     if (cuts_.empty()) return "";
     return " Dark lines divide " + format_count(cuts_.size() + 1, "range") +
-           " of addresses; what lies between them is not shown.";
+           " of addresses; the gaps between them are not shown.";
   }
   std::string row_text() const {
     return format_bytes(static_cast<std::uint64_t>(std::min(row_bytes_, 1e18)));
@@ -257,7 +256,7 @@ class Map {
       const auto first = static_cast<std::size_t>(found - blocks_.begin());
       const double begin = static_cast<double>(begin_of(first));
       const double width = static_cast<double>(free_[i].bytes) / row_bytes_ * static_cast<double>(kRowWidth);
-      // In the middle of what the piece has of its first row.
+      // In the middle of the piece's part in its first row.
       const auto row = static_cast<std::uint64_t>(begin) / kRowWidth;
       const double end = std::min(begin + width, static_cast<double>((row + 1) * kRowWidth));
       const double x = ((begin + end) / 2 - static_cast<double>(row * kRowWidth)) / kRowWidth * 100;
@@ -383,7 +382,7 @@ class Map {
   const PageMoment& moment_;
   const std::vector<PageBlock> blocks_;
   const std::vector<FreePiece> free_;
-  std::vector<double> offsets_;    // Of each block among what is drawn, in bytes.
+  std::vector<double> offsets_;    // The offset of each block in the drawing, in bytes.
   std::vector<std::size_t> cuts_;  // Blocks before which addresses are left out.
   double row_bytes_ = 1;
   std::uint64_t rows_ = 1;

@@ -1,5 +1,5 @@
-// The block map of a report's page: what lay where in a process's memory at one moment, in the order of
-// addresses, and which pieces between the blocks were free.
+// The block map of a report's page: the blocks in a process's memory at one moment, in the order of their
+// addresses, and the free pieces between them.
 #pragma once
 
 #include <cstddef>
@@ -11,23 +11,23 @@
 
 namespace forebay {
 
-// Neighbouring free blocks together, and the blocks that keep them from being larger.
+// Neighbouring free blocks joined, and the live blocks on both sides.
 struct FreePiece {
   std::uint64_t address = 0;
   std::uint64_t bytes = 0;
-  // Into the sorted blocks; kNoBlock where the addresses end or nothing is known beside it.
+  // Indices into the sorted blocks; kNoBlock at the end of the addresses or beside unknown memory.
   std::size_t before = SIZE_MAX;
   std::size_t after = SIZE_MAX;
 };
 inline constexpr std::size_t kNoBlock = SIZE_MAX;
 
-// The blocks in the order of their addresses, without empty ones; where two overlap the latter is cut.
+// The blocks in the order of their addresses, without empty ones; if two overlap, the latter is cut.
 std::vector<PageBlock> blocks_in_order(const std::vector<PageBlock>& blocks);
 
-// All free pieces, largest first. `blocks` as blocks_in_order gives them.
+// All free pieces, largest first. Requires: `blocks` comes from blocks_in_order.
 std::vector<FreePiece> free_pieces(const std::vector<PageBlock>& blocks);
 
-// Empty blocks: a sentence that says so.
+// Without blocks: a sentence that says so.
 std::string blocks_html(const PageMoment& moment);
 
 }  // namespace forebay

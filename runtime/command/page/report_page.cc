@@ -21,7 +21,7 @@ constexpr char kScript[] =
 #include "report_page.js.inc"
     ;
 
-// Of the moments and the holders of a process. More would be pages that nobody reads to their end.
+// Moments and holders shown per process. More would be pages that nobody reads to their end.
 constexpr std::size_t kMomentsShown = 4;
 constexpr std::size_t kHoldersShown = 20;
 
@@ -71,9 +71,8 @@ std::string process_row(const PageProcess& process, std::size_t place) {
 std::string process_table(const ReportPage& page, const std::vector<std::size_t>& order) {
   std::string text =
       "<h2>Processes</h2>\n<div class=\"wide\" tabindex=\"0\" role=\"region\" "
-      "aria-label=\"Processes\"><table>\n<caption>The worst first: those that ran out of "
-      "memory, "
-      "then those that reserved most beyond what they asked for</caption>\n<thead><tr>";
+      "aria-label=\"Processes\"><table>\n<caption>The worst first: processes that ran out of memory, then "
+      "by reserved minus requested bytes</caption>\n<thead><tr>";
   for (const char* head : {"Process", "Number", "Device", "Mode", "Peak requested", "Peak reserved",
                            "Reserved, unused", "Fragmentation", "Baseline would reserve", "Out of memory"}) {
     const std::string_view name = head;
@@ -95,7 +94,7 @@ std::string figures(const PageProcess& process) {
   add("Peak requested", format_bytes(process.peak_requested_bytes));
   add("Peak reserved", format_bytes(process.peak_reserved_bytes));
   add("Reserved, unused", format_bytes(process.unused_bytes()),
-      percent_text(process.fragmentation()) + " of what was reserved");
+      percent_text(process.fragmentation()) + " of the reserved memory");
   if (process.baseline_reserved_bytes) {
     add("A caching allocator would reserve", format_bytes(*process.baseline_reserved_bytes),
         signed_bytes(*process.baseline_reserved_bytes, process.peak_reserved_bytes));
@@ -109,8 +108,8 @@ std::string figures(const PageProcess& process) {
 std::string holders_table(const PageProcess& process) {
   if (process.holders.empty()) return "";
   std::string text =
-      "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Holders\"><table>\n<caption>Who held "
-      "memory at the peak</caption>\n<thead><tr><th "
+      "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Holders\"><table>\n<caption>Holders "
+      "of memory at the peak</caption>\n<thead><tr><th "
       "scope=\"col\">"
       "Holder</th><th scope=\"col\" class=\"n\">Bytes</th><th scope=\"col\" class=\"n\">Blocks</th><th "
       "scope=\"col\" class=\"n\">Of the peak</th></tr></thead>\n<tbody>\n";
@@ -178,7 +177,7 @@ std::vector<std::size_t> worst_first(const std::vector<PageProcess>& processes) 
 
 std::string report_page(const ReportPage& page) {
   const std::string title = html_text(page.title.empty() ? "forebay run" : page.title);
-  // The policy forbids every connection, whatever the page were made to hold.
+  // The policy forbids every connection, also for injected content.
   std::string text =
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "

@@ -1,4 +1,4 @@
-// Small pieces that the web page of a report is written with: text made harmless, and figures with units.
+// Text of a report's web page: escaping, and figures with units.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace forebay {
 
-// The text as a browser shows it, wherever text may stand in HTML, attributes included. Bytes that are no
-// UTF-8, control characters and those that change the direction of writing become U+FFFD.
+// The text escaped for HTML, attributes included. Bytes that are not UTF-8, control characters and characters
+// that change the direction of writing become U+FFFD.
 std::string html_text(std::string_view text);
 
 // "850 ns", "12.50 s", "3 min 20 s".

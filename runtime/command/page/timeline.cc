@@ -12,10 +12,10 @@
 namespace forebay {
 namespace {
 
-// The drawing's own units. They are stretched to whatever room there is.
+// The drawing's own units. They are stretched to the width of the page.
 constexpr double kWidth = 10000;
 constexpr double kHeight = 1000;
-constexpr std::size_t kSlices = 300;    // Of the time, and of the events.
+constexpr std::size_t kSlices = 300;    // Slices of the time, and slices of the events.
 constexpr std::size_t kMarksKept = 32;  // Refused requests from either end; thousands would hide all else.
 constexpr std::size_t kTimeTicks = 5;
 // A limit further above the peak than this is told and not drawn: it would press all else to the ground.
@@ -58,7 +58,7 @@ std::size_t highest(const std::vector<PagePoint>& points, std::uint64_t PagePoin
   return static_cast<std::size_t>(found - points.begin());
 }
 
-// Those of [begin, end) without which the slice would look different.
+// Keeps the points of [begin, end) without which the slice would look different.
 void keep_of_slice(const std::vector<PagePoint>& points, std::size_t begin, std::size_t end,
                    std::vector<std::size_t>* kept) {
   std::size_t high = begin, low = begin, high_reserved = begin;
@@ -216,7 +216,7 @@ class Drawing {
     const std::size_t i = highest(points_, &PagePoint::requested_bytes);
     const std::string when =
         axis_.counts_events() ? "event " + std::to_string(axis_.at(i)) : time_text(axis_.at(i));
-    return "Peak of what was requested, at " + when + ": " + format_bytes(points_[i].requested_bytes) +
+    return "Peak of requested memory, at " + when + ": " + format_bytes(points_[i].requested_bytes) +
            " requested, " + format_bytes(points_[i].reserved_bytes) + " reserved.";
   }
 
@@ -225,9 +225,9 @@ class Drawing {
         "<ul class=\"legend\"><li><i class=\"requested\"></i>requested</li><li><i class=\"reserved\"></i>"
         "reserved</li><li><i class=\"free\"></i>frees, below the axis</li>";
     if (!refusals_.empty()) text += "<li><i class=\"refused\"></i>out of memory</li>";
-    if (is_drawn(process_.capacity_bytes)) text += "<li><i class=\"capacity\"></i>what there was</li>";
+    if (is_drawn(process_.capacity_bytes)) text += "<li><i class=\"capacity\"></i>memory limit</li>";
     if (is_drawn(process_.baseline_reserved_bytes)) {
-      text += "<li><i class=\"baseline\"></i>what a caching allocator would have reserved</li>";
+      text += "<li><i class=\"baseline\"></i>reserved by a caching allocator</li>";
     }
     text += "</ul>\n";
     if (kept_.size() < points_.size()) {
@@ -281,7 +281,7 @@ std::vector<std::size_t> timeline_sample(const std::vector<PagePoint>& points) {
   }
   const std::vector<std::size_t> refusals = refusals_of(points);
   kept.insert(kept.end(), refusals.begin(), refusals.end());
-  // The first of each, so that what is named as the peak is drawn.
+  // The first of each, so that the point named as the peak is drawn.
   kept.push_back(highest(points, &PagePoint::requested_bytes));
   kept.push_back(highest(points, &PagePoint::reserved_bytes));
   std::sort(kept.begin(), kept.end());

@@ -10,16 +10,16 @@
 
 namespace forebay {
 
-// The most points that are drawn. With fewer, spikes between them are drawn too broad; with more, pages of
-// many processes get slow to open.
+// The largest number of points that are drawn. With fewer, spikes between them are drawn too broad; with
+// more, pages of many processes get slow to open.
 inline constexpr std::size_t kTimelinePoints = 4096;
 
-// Which points are drawn, in order: all, or as many as are seen. Of every slice of the time and of the events
-// the first, the last, the highest and the lowest stay, so that no peak is lost; so do the first and the last
-// refused requests.
+// The indices of the points to draw, in order: all, or a sample. The sample keeps the first, last, highest
+// and lowest point of every slice of the time and of the events, so that no peak is lost, and the first and
+// the last refused requests.
 std::vector<std::size_t> timeline_sample(const std::vector<PagePoint>& points);
 
-// Empty points: a sentence that says so.
+// Without points: a sentence that says so.
 std::string timeline_html(const PageProcess& process);
 
 }  // namespace forebay

@@ -60,10 +60,10 @@ std::string recompute_text(const ActivationReport& report) {
          "; the others keep everything";
 }
 
-// What is kept is there for each micro-batch in flight.
+// Kept activations exist for each micro-batch in flight.
 std::string korthikanti_text(const ActivationReport& report) {
   if (report.in_flight == 1 || report.formulas.kept == 0) return "Korthikanti's";
-  return "Korthikanti's, what is kept " + std::to_string(report.in_flight) + " times";
+  return "Korthikanti's, kept activations " + std::to_string(report.in_flight) + " times";
 }
 
 std::string plan_lines(const ActivationReport& report) {

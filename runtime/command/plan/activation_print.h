@@ -1,4 +1,4 @@
-// Writes down the activations of a plan: lines for people, JSON for programs.
+// Prints the activations of a plan: lines for people, JSON for programs.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -1,5 +1,5 @@
-// The activations of `forebay plan`: the literature's formulas beside what an ActivationCheckpointer would
-// hold and send. Numbers only; activation_print.h writes them down.
+// The activations of `forebay plan`: the literature's formulas beside the bytes that an
+// ActivationCheckpointer would hold and send. Numbers only; activation_print.h prints them.
 #pragma once
 
 #include <cstdint>
@@ -18,30 +18,30 @@ struct ActivationRequest {
   std::uint64_t sequence = 0;  // 0: the shape's positions.
   DataType dtype = DataType::kBfloat16;
   ModelPart part;           // The layers of one pipeline stage, and the ranks that share them.
-  int micro_steps = 1;      // Of a step: no more micro-batches than that are in flight.
-  int recompute_every = 0;  // Of so many layers the first is computed again, alone; 0: none is.
-  ActivationPlacement placement = ActivationPlacement::kKeep;  // Of the saved inputs.
+  int micro_steps = 1;      // Micro-steps of a step: a limit of the micro-batches in flight.
+  int recompute_every = 0;  // The first of every recompute_every layers is recomputed; 0: none is.
+  ActivationPlacement placement = ActivationPlacement::kKeep;  // Where saved inputs are.
   Tier tier = Tier::kPinned;
-  std::uint64_t device_bytes = 0;  // kAuto: what saved inputs may take.
+  std::uint64_t device_bytes = 0;  // kAuto: the most that saved inputs may take.
 };
 
 struct ActivationReport {
   ActivationRequest request;
-  TransformerBlocks blocks;            // Of this stage.
-  ActivationFormulas formulas;         // Of one micro-batch of it.
-  std::optional<ActivationPlan> plan;  // None when none of the layers is recomputed: nothing is saved.
+  TransformerBlocks blocks;            // The blocks of this pipeline stage.
+  ActivationFormulas formulas;         // For one micro-batch of this pipeline stage.
+  std::optional<ActivationPlan> plan;  // None if no layer is recomputed: nothing is saved.
 
-  // Micro-batches whose forward pass is over and whose backward pass is not: with one forward, one backward,
-  // p - i at stage i of p.
+  // Micro-batches between their forward and their backward pass: in the one-forward-one-backward schedule,
+  // p - i at pipeline stage i of p.
   int in_flight = 1;
 
-  // What is alive while a pass computes, beside saved inputs: all that the layers which are not recomputed
-  // keep, for each of those, and one layer while it is computed again.
+  // Bytes that are live during a pass, besides saved inputs: the activations of the layers that are not
+  // recomputed, for each micro-batch in flight, and those of one layer during its recomputation.
   std::uint64_t live_bytes() const {
     return static_cast<std::uint64_t>(in_flight) * formulas.kept + formulas.block;
   }
-  // What goes to the neighbouring pipeline stages: an activation to the next one, a gradient to the one
-  // before.
+  // Bytes sent to the neighbouring pipeline stages: an activation to the next one, a gradient to the previous
+  // one.
   std::uint64_t boundary_bytes() const;
   std::uint64_t device_bytes() const { return live_bytes() + (plan ? plan->device_bytes() : 0); }
 };

@@ -88,7 +88,7 @@ std::string stage_label(const PlanReport& report) {
   return "stage " + std::to_string(report.options.stage);
 }
 
-// What is not on the device, and which units still are.
+// The offloaded bytes, and the units that stay on the device.
 void add_below_device(Table& table, const std::vector<PlanReport>& reports) {
   const bool in_files = reports.front().options.tier == Tier::kFile;
   const bool has_staging = std::any_of(reports.begin(), reports.end(),

@@ -1,4 +1,4 @@
-// Writes plans down: a table for people, JSON for programs.
+// Prints plans: a table for people, JSON for programs.
 #pragma once
 
 #include <optional>
@@ -10,18 +10,18 @@
 
 namespace forebay {
 
-// What the plan is held against.
+// The memory that the plan must fit in.
 struct PlanBudget {
   std::uint64_t memory_bytes = 0;  // Device budget of one rank; 0: none was given.
   std::uint64_t host_ranks = 0;    // Ranks on this host; 0: the host is not judged.
   std::vector<HostLimit> host_limits;
 };
 
-// Whether every limit of the budget holds the plan.
+// Whether the plan fits in every limit of the budget.
 bool plan_fits(const PlanReport& report, const PlanBudget& budget);
 
-// A column for each report. `left_out` says why the stages that are missing are. `activations`: of each
-// pipeline stage, of which that of the first report is shown; empty where nothing was said about them.
+// A column for each report. `left_out` gives the reasons for the ZeRO stages that are missing. `activations`
+// has an entry per pipeline stage, and the first report's is shown; empty: the user gave no options for them.
 std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<std::string>& left_out,
                       const std::string& model, const PlanBudget& budget,
                       const std::vector<ActivationReport>& activations = {});

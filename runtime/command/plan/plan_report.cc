@@ -33,7 +33,7 @@ struct Scale {
 };
 
 std::uint64_t largest_module(const ModelShape& model) {
-  // A module is what carries a weight and its bias: the name up to its last dot.
+  // A module holds a weight and its bias: the name up to its last dot.
   std::map<std::string, std::uint64_t> modules;
   std::uint64_t largest = 0;
   for (const UnitShape& unit : model.units) {
@@ -88,7 +88,7 @@ std::string below_device_formula(const PlanOptions& options) {
   return "pinned " + times(element, what) + " and staging; files " + times(12 + parameters, what);
 }
 
-// "2Psi + 14Psi/N": what every rank keeps whole, and what it keeps a share of, in bytes.
+// "2Psi + 14Psi/N", in bytes: states that every rank keeps whole, and states of which it keeps a shard.
 std::string states_formula(const PlanOptions& options) {
   const std::uint64_t element = element_bytes(options.dtype);
   const std::uint64_t optimizer = optimizer_width(options);
@@ -133,7 +133,7 @@ std::string wire_formula(const PlanOptions& options) {
          std::to_string(element_bytes(options.dtype)) + " bytes";
 }
 
-// With hybrid sharding what is divided by N is divided by G.
+// With hybrid sharding, N becomes G.
 std::string of_shards(std::string formula, const PlanOptions& options) {
   if (options.shard_within_group) {
     for (std::size_t at = 0; (at = formula.find("/N", at)) != std::string::npos;) formula[at + 1] = 'G';
@@ -202,8 +202,7 @@ Status fill_deepspeed(const PlanOptions& options, const Scale& scale, const Mode
   report.wire_formula = times(passes, "Psi(N-1)/N elements of 2 bytes");
   report.notes.push_back(
       "DeepSpeed's estimate_zero2/3_model_states_mem_needs with nothing offloaded; it does not count buckets "
-      "and "
-      "activations, and prints 2^30 bytes as GB");
+      "and activations, and prints 2^30 bytes as GB");
   return Status();
 }
 
@@ -240,14 +239,13 @@ Status fill_megatron(const PlanOptions& options, const Scale& scale, PlanReport&
   report.wire_formula = times(moved, "Psi(N-1)/N bytes");
   report.notes.push_back(
       "Megatron-LM's distributed optimizer table (its gradients are fp32 under bf16, and micro-steps add up "
-      "locally "
-      "before one reduction); it does not count buckets and activations");
+      "locally before one reduction); it does not count buckets and activations");
   return Status();
 }
 
 // --- forebay ---
 
-// What a model of one unit cannot tell about one of many.
+// Figures that a model of one unit cannot give for a model of many.
 Status fill_offload_of_count(const PlanRequest& request, const Plan& plan, PlanReport& report) {
   const PlanOptions& options = request.options;
   if (options.offload_fraction != 1.0) {
@@ -267,7 +265,7 @@ Status fill_offload_of_count(const PlanRequest& request, const Plan& plan, PlanR
     report.file.read_per_step =
         plan.file_bytes.optimizer + gathers * (plan.file_bytes.read_per_step - plan.file_bytes.optimizer);
     report.notes.push_back(
-        "what is read from files is lower by the units kept where a pass turns, which need the shape");
+        "a run reads less from files: units are kept where a pass turns, and their size needs the shape");
   }
   return Status();
 }
@@ -297,8 +295,8 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
       report.units = static_cast<int>(planned.units.size());
       if (plan.device_units > 0) {
         report.notes.push_back(
-            "the formulas are those of a model that is offloaded whole; what units on the device hold is as "
-            "without --offload");
+            "the formulas are for a model that is offloaded whole; units on the device hold the same bytes "
+            "as without --offload");
       }
     } else {
       FOREBAY_RETURN_IF_ERROR(fill_offload_of_count(request, plan, report));
@@ -315,18 +313,17 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
     if (complete_shape(*request.shape).value().key_value_heads % sharing != 0) {
       report.notes.push_back(
           "key-value heads do not divide over the tensor-parallel ranks: each rank is taken to have as many "
-          "as "
-          "the one with most");
+          "as the one with most");
     }
     report.notes.push_back(
-        "parameters to buckets and the wire are what the engine holds and sends, padding included");
+        "parameters to buckets and the wire are the bytes that the engine holds and sends, padding included");
     report.notes.push_back(
         std::string("activations are ") +
         (request.activation_bytes ? "saved inputs as planned below, and else " : "") +
-        "an estimate by Korthikanti's count of what layers keep (arXiv 2205.05198)" +
+        "an estimate by Korthikanti's count of the tensors that layers keep (arXiv 2205.05198)" +
         (request.activation_bytes ? "" : ", nothing recomputed") +
         ": with attention scores and dropout masks, without embedding, logits, gradients and workspaces; "
-        "forebay-gpt keeps other tensors, in fp32 whatever --dtype is, and goes by its own exact plan, made "
+        "forebay-gpt keeps other tensors, in fp32 for every --dtype, and goes by its own exact plan, made "
         "before step 1 (--memory is held against it, --report has it)");
     return Status();
   }
@@ -374,16 +371,15 @@ Status check_request(const PlanRequest& request) {
   if (part_count(request.part) > 1 && (!request.shape || request.preset != Preset::kForebay)) {
     return refuse(
         "tensor and pipeline parallelism need the shape of the model (--layers --hidden --heads --sequence, "
-        "or "
-        "--config) and preset forebay");
+        "or --config) and preset forebay");
   }
   // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
   const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};
   return make_plan(smallest, options).status();
 }
 
-// Those that decide about a step together, the most units that one of them has, and how the stage's passes
-// come.
+// Sets the ranks that decide about a step together, the most units on one of them, and the order of the
+// pipeline stage's passes.
 Status place_in_grid(const PlanRequest& request, PlanOptions* options) {
   if (part_count(request.part) == 1) return {};
   options->forwards_ahead = request.part.pipeline_parallel - 1 - request.part.pipeline_stage;

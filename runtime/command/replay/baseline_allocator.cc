@@ -9,7 +9,7 @@ namespace forebay {
 
 BaselineAllocator::~BaselineAllocator() {
   for (const auto& [address, block] : blocks_) {
-    // The device is only asked to take back what it gave: a failure here would be its own.
+    // A failure here would be the device's own: each address is one that it gave.
     if (block->before == nullptr) static_cast<void>(backend_.free(address));
   }
 }
@@ -101,7 +101,8 @@ Status BaselineAllocator::free(DevicePtr address) {
   const auto found = blocks_.find(address);
   if (found == blocks_.end() || !found->second->live) {
     return {StatusCode::kInvalidArgument,
-            "cannot free a block: none that is live starts there; free what allocate returned, once"};
+            "cannot free a block: no live block starts at that address; free each address that allocate "
+            "returned once"};
   }
   Block* block = found->second.get();
   block->live = false;

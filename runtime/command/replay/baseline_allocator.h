@@ -1,8 +1,7 @@
-// BaselineAllocator: a caching allocator of the best-fit-with-coalescing kind, as deep-learning frameworks
-// have it: large segments from the device, blocks split off and joined again within a segment, everything
-// cached, and wholly free segments given back when the device has no more. It is forebay's own yardstick for
-// replays and nothing else: no product path allocates from it, and its figures are not those of any
-// framework.
+// BaselineAllocator: a caching allocator with best fit and coalescing, as deep-learning frameworks have it.
+// It takes large segments from the device, splits and joins blocks within a segment, caches everything, and
+// gives wholly free segments back when the device has no more memory. It serves only as forebay's yardstick
+// for replays: no product path allocates from it, and its figures are not those of any framework.
 //
 // Source: the sizes and rules are those PyTorch documents for its native allocator.
 //
@@ -39,9 +38,9 @@ class BaselineAllocator {
   BaselineAllocator& operator=(const BaselineAllocator&) = delete;
 
   // Memory freed on one stream is used again by that stream alone. Errors: those of Backend::alloc, after
-  // what was cached has been given back.
+  // cached segments have been given back.
   Result<DevicePtr> allocate(std::size_t bytes, std::uint32_t stream);
-  // Errors: kInvalidArgument for what is not a live block.
+  // Errors: kInvalidArgument if no live block starts at that address.
   Status free(DevicePtr block);
 
  private:

@@ -24,7 +24,8 @@ namespace {
 
 constexpr int kIncomplete = 1;
 constexpr int kPassLimit = 1000;
-// What an unpressed device is taken to have; the published figures of other allocators were made at it too.
+// The assumed memory of a device that is not under pressure. The published figures of other allocators were
+// measured with it too.
 constexpr std::uint64_t kDefaultMemory = std::uint64_t{128} << 30;
 // One chunk of the model and host devices.
 constexpr std::uint64_t kLeastMemory = std::uint64_t{2} << 20;
@@ -40,7 +41,7 @@ struct ReplayArguments {
   const CLI::Option* memory_option = nullptr;
 };
 
-// What the arguments mean.
+// The device that the arguments describe.
 struct ReplayDevice {
   BackendKind kind = BackendKind::kModel;
   int ordinal = 0;
@@ -80,7 +81,7 @@ Result<ReplayDevice> read_device(const ReplayArguments& arguments) {
   return device;
 }
 
-// A fresh one for each replay, so that none finds what another left.
+// A new one for each replay, so that no replay finds the memory of another.
 Result<std::unique_ptr<Backend>> make_backend(const ReplayDevice& device,
                                               std::uint64_t peak_requested_bytes) {
   const std::uint64_t memory_bytes =
@@ -204,11 +205,10 @@ int run(const ReplayArguments& arguments) {
   try {
     return play(arguments);
   } catch (const std::bad_alloc&) {
-    std::fprintf(
-        stderr,
-        "forebay replay: the host has no memory for what %s to record; play fewer files at a time, "
-        "use a smaller --repeat, or raise the limit of this process (ulimit -v)\n",
-        format_count(static_cast<std::uint64_t>(arguments.passes), "pass has", "passes have").c_str());
+    std::fprintf(stderr,
+                 "forebay replay: the host has no memory for the records of %s; play fewer files at a time, "
+                 "use a smaller --repeat, or raise the limit of this process (ulimit -v)\n",
+                 format_count(static_cast<std::uint64_t>(arguments.passes), "pass", "passes").c_str());
     return kBadUsage;
   }
 }
@@ -219,22 +219,21 @@ void add_replay_command(CLI::App& app, std::function<int()>& action) {
   const auto arguments =
       std::make_shared<ReplayArguments>();  // Shared by the parser's fields and the action.
   ReplayArguments& a = *arguments;
-  CLI::App* command = app.add_subcommand(
-      "replay",
-      "Play recorded allocations against the arena: what it takes, what it costs, how little would do");
+  CLI::App* command = app.add_subcommand("replay",
+                                         "Play recorded allocations against the arena: memory taken, time "
+                                         "per call, smallest sufficient capacity");
   command
       ->add_option(
           "traces", a.traces,
           "Text traces, PyTorch memory snapshots (.pickle; nothing in them is executed), RMM logs (.csv)")
       ->required()
       ->type_name("TRACE");
-  a.memory_option =
-      command
-          ->add_option(
-              "--memory", a.memory,
-              "What the device holds (default: 128 GiB, or twice the peak requested if that is more; "
-              "cuda: all it has)")
-          ->type_name("BYTES");
+  a.memory_option = command
+                        ->add_option("--memory", a.memory,
+                                     "Memory of the device (default: 128 GiB, or twice the requested peak if "
+                                     "that is more; cuda: all "
+                                     "of the device)")
+                        ->type_name("BYTES");
   command
       ->add_option("--repeat", a.passes,
                    "Times each trace is played, everything being freed in between; from the third on a step "
@@ -243,7 +242,7 @@ void add_replay_command(CLI::App& app, std::function<int()>& action) {
       ->capture_default_str();
   command
       ->add_option("--device", a.device,
-                   "Whose memory: model (books only), host (real mappings), cuda or cuda:N (a real device)")
+                   "The device: model (books only), host (real mappings), cuda or cuda:N (a real device)")
       ->type_name("NAME")
       ->capture_default_str();
   command->add_flag(

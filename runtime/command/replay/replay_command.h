@@ -6,7 +6,7 @@
 
 namespace forebay {
 
-// Adds the subcommand. When it is chosen, `action` becomes what it does; its result is the exit code.
+// Adds the subcommand. When it is chosen, parsing sets `action`, which returns the exit code.
 void add_replay_command(CLI::App& app, std::function<int()>& action);
 
 }  // namespace forebay

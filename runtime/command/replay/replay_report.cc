@@ -48,7 +48,7 @@ void add_figures(Json& json, const ReplayFigures& figures, double cycle_ns) {
   if (!result.completed) json["failure"] = result.failure;
   json["peak_requested_bytes"] = result.peak_requested_bytes;
   json["peak_physical_bytes"] = result.peak_physical_bytes;
-  // A trace that was cut short did not take what its peak takes.
+  // The peak of a trace that was cut short is too low.
   json["fragmentation"] = result.completed ? Json(result.fragmentation()) : Json(nullptr);
   json["fragmentation_last_repeat"] = result.completed ? Json(result.last_fragmentation()) : Json(nullptr);
   json["minimum_capacity_bytes"] =

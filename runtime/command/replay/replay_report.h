@@ -1,4 +1,4 @@
-// What `forebay replay` found out about each trace, as JSON and as a table.
+// The results of `forebay replay` for each trace, as JSON and as a table.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace forebay {
 struct ReplayFigures {
   ReplayResult result;
   bool searched_minimum = false;
-  std::optional<std::uint64_t> minimum_capacity_bytes;  // Empty although searched for: none was found.
+  std::optional<std::uint64_t> minimum_capacity_bytes;  // Empty after a search: none was found.
 };
 
 struct ReplayReport {
@@ -30,10 +30,10 @@ struct ReplayReport {
   double cycle_ns = 0;
   ReplayFigures arena;
   std::optional<ReplayFigures> baseline;
-  std::optional<ReplayTimes> glibc;  // Empty where there is no such comparison.
+  std::optional<ReplayTimes> glibc;  // Empty without that comparison.
 };
 
-// A list with an object per trace. Figures that were not asked for, or do not exist, are null.
+// A list with an object per trace. Figures that were not requested, or do not exist, are null.
 std::string replay_json(const std::vector<ReplayReport>& reports);
 
 // Tables for people: memory, then times, then notes.

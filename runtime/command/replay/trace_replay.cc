@@ -75,8 +75,7 @@ struct PassSamples {
   }
 };
 
-// --- what a trace can be played against: allocate(bytes, stream) -> address or null, free, driver_call_count
-// ---
+// --- players of a trace: allocate(bytes, stream) -> address or null, free, driver_call_count ---
 
 class ArenaPlayer {
  public:
@@ -92,7 +91,7 @@ class ArenaPlayer {
     player->arena_ = std::move(arena).value();
     return player;
   }
-  // Best effort: what the backend refuses to take back ends with it.
+  // Best effort: memory that the backend refuses to take back ends with the backend.
   ~ArenaPlayer() {
     for (const Stream stream : streams_) {
       static_cast<void>(backend_.stream_synchronize(stream));
@@ -220,7 +219,7 @@ class MallocPlayer {
 // Events between two words about progress: a moment where each of them misses.
 constexpr std::size_t kProgressEvents = 4096;
 
-// One pass. Returns the event at which it stopped, or the number of events. What is live at the end is freed.
+// One pass. Returns the event at which it stopped, or the number of events. Blocks live at the end are freed.
 template <typename Player>
 std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::byte*>& addresses,
                  PassSamples* samples, const std::function<void(std::size_t event_count)>& progress) {
@@ -351,7 +350,7 @@ std::optional<ReplayTimes> replay_malloc(const AllocationTrace& trace, int passe
     completed = play(trace, player, addresses, &samples, {}) == trace.events.size();
   }
 #ifdef __GLIBC__
-  ::malloc_trim(0);  // What the headers' pages took goes back.
+  ::malloc_trim(0);  // Gives back the pages of malloc's headers.
 #endif
   if (!completed) return std::nullopt;
   return samples.summary();

@@ -1,4 +1,4 @@
-// `forebay report FILE...`: reports of runs in one table, and whether their results are the same.
+// `forebay report FILE...`: prints reports of runs in one table, and says whether their results are the same.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -34,7 +34,7 @@ constexpr std::uint64_t kReportBytesMax = std::uint64_t{256} << 20;
                                            "; give files that forebay-gpt wrote with --report");
 }
 
-// A value of the file and where it is, so that what is wrong can be told by its name. Requires: the JSON
+// A value of the file and its path of keys, so that a message can name a wrong value. Requires: the JSON
 // outlives it.
 class Entry {
  public:
@@ -238,7 +238,7 @@ RunReport read_run(const std::string& path, const Entry& json) {
   return run;
 }
 
-// Says where and what is not JSON.
+// Errors name the place and the text that is not JSON.
 Json parse_json(const std::string& path, const std::string& text) {
   try {
     return Json::parse(text);
@@ -250,9 +250,9 @@ Json parse_json(const std::string& path, const std::string& text) {
     const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(at), '\n');
     const std::size_t line_begin = at == 0 ? 0 : text.rfind('\n', at - 1) + 1;
     bad_report(path, "line " + std::to_string(line) + ", byte " + std::to_string(at - line_begin + 1) +
-                         " of it: it is no JSON from " + quote_text(text.substr(at, 20)) + " on");
+                         " of it: it is not JSON from " + quote_text(text.substr(at, 20)) + " on");
   } catch (const Json::out_of_range&) {
-    bad_report(path, "it has a number too large for a computer's");
+    bad_report(path, "it has a number that is too large for 64 bits");
   }
 }
 
@@ -359,7 +359,7 @@ std::string tensor_cell(const RunReport& run) {
          fixed(static_cast<double>(run.tensor_sent_bytes_per_step) / *theory, 4);
 }
 
-// What the gathers of saved inputs are of what tensor parallelism sends.
+// The bytes of the gathers of saved inputs as a share of the bytes that tensor parallelism sends.
 std::string gather_share(const RunReport& run) {
   if (run.tensor_sent_bytes_per_step == 0) return "-";
   return fixed(100.0 * static_cast<double>(run.saved.sent_bytes_per_step) /
@@ -368,7 +368,8 @@ std::string gather_share(const RunReport& run) {
          "%";
 }
 
-// What ranks that share the model send each other, and the inputs that are cut over them or spilled.
+// The bytes that the ranks of one model send each other, and the saved inputs that are partitioned or
+// offloaded.
 void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   std::vector<Row> rows = {{"stage", "tensor-parallel", "its wire / theory", "recompute", "activations",
                             "saved on device / planned", "on host / planned", "in files / planned",
@@ -389,7 +390,7 @@ void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs
   print_rows(out, rows);
 }
 
-// Those with files have a table of their own; beside the others it would be too wide to read.
+// Runs with files have a table of their own; one table would be too wide to read.
 void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   std::vector<Row> rows = {{"stage", "files measured", "planned", "read/step measured", "planned",
                             "written/step measured", "planned"}};
@@ -408,7 +409,7 @@ void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   for (const std::string& store : stores) out << store << '\n';
 }
 
-// "seed 1 / 2, lr 0.001 / 0.01": what both reports say, and not alike.
+// "seed 1 / 2, lr 0.001 / 0.01": the settings in both reports that differ.
 std::string setup_difference(const RunReport& a, const RunReport& b) {
   std::string text;
   const auto compare = [&](const std::string& what, const auto& left, const auto& right) {
@@ -483,7 +484,7 @@ double part_parameters(const RunReport& run) {
 double model_state_formula_bytes(const RunReport& run) {
   const double psi = part_parameters(run);
   const double shard = psi / shards(run);
-  // What has not left the device.
+  // The parameters that are not offloaded.
   const double here = psi - (offloads(run) ? static_cast<double>(run.offloaded_parameters) : 0);
   const double here_shard = here / shards(run);
   const bool shard_accumulator = run.micro_steps > 1 && run.accumulate == "shard";
@@ -493,8 +494,8 @@ double model_state_formula_bytes(const RunReport& run) {
   const bool parameters_leave = run.offload == "optimizer+parameters";
   const double parameters = element * (run.stage < 3 ? psi : parameters_leave ? here_shard : shard);
   double gradients = element * (run.stage >= 2 ? here_shard : psi);
-  // The fp32 accumulator of a shard stands beside whole gradients, and in the place of a gradient shard.
-  // Where ranks update shards, that of what is offloaded is on the host.
+  // The fp32 accumulator of a shard stands beside whole gradients, and replaces a gradient shard. If ranks
+  // update shards, the accumulator of offloaded units is on the host.
   const double accumulator = 4 * (run.stage >= 1 ? here_shard : shard);
   if (shard_accumulator) gradients = run.stage >= 2 ? accumulator : gradients + accumulator;
   return parameters + gradients + optimizer * (run.stage >= 1 ? here_shard : here);

@@ -1,7 +1,7 @@
-// Reports of training runs, side by side: what `forebay report` prints.
+// Reports of training runs, side by side, as `forebay report` prints them.
 //
-// A report is what forebay-gpt writes with --report. Each row sets what a run measured on its worst rank
-// beside what its plan said and what the formulas of the ZeRO paper give.
+// forebay-gpt writes a report with --report. Each row sets the figures measured on the run's worst rank
+// beside the planned ones and those of the ZeRO paper's formulas.
 #pragma once
 
 #include <cstdint>
@@ -19,34 +19,34 @@ namespace forebay {
 struct RunReport {
   std::string name;  // The file it came from: for messages.
   int world_size = 1;
-  // What makes the same training, and what must be the same for equal results besides what follows.
+  // The settings of the training that must be equal for equal results, besides the members below.
   std::vector<std::pair<std::string, std::string>> training;
   int tensor_parallel = 1;
   int pipeline_parallel = 1;
-  int group = 1;  // Ranks that gradients are added among first.
+  int group = 1;  // Ranks of an all-reduce group.
   bool shard_within_group = false;
   int stage = 0;
   std::string dtype = "fp32";
   std::uint64_t parameters = 0;
-  std::uint64_t part_parameters = 0;  // Most that a rank has some or all of; 0: the report does not say.
+  std::uint64_t part_parameters = 0;  // Most that a rank has in part or whole; 0: not in the report.
   int steps = 0;
   int first_step = 0;  // Steps done before this run: 0 unless it was resumed.
   int micro_steps = 1;
   std::string accumulate = "shard";
   std::string offload = "none";
   std::string tier = "cpu";
-  std::uint64_t offloaded_parameters = 0;         // In units that are not on the device.
+  std::uint64_t offloaded_parameters = 0;         // Parameters of the offloaded units.
   std::string store;                              // Rank 0's, described; empty without files.
-  std::vector<double> losses;                     // NaN where it was not finite.
-  std::vector<std::optional<double>> grad_norms;  // None where the step was skipped.
+  std::vector<double> losses;                     // NaN if not finite.
+  std::vector<std::optional<double>> grad_norms;  // None for a skipped step.
   std::string digest;
   double tokens_per_second = 0;
-  PoolBytes peak;                       // Over ranks: the largest of each pool.
-  PoolBytes planned;                    // The same.
-  std::uint64_t peak_model_states = 0;  // The largest sum on one rank, not the sum of the largest.
+  PoolBytes peak;                       // The largest of each pool over all ranks.
+  PoolBytes planned;                    // The largest of each pool over all ranks.
+  std::uint64_t peak_model_states = 0;  // The largest sum on one rank, not the sum of the largest pools.
   std::uint64_t planned_model_states = 0;
   std::uint64_t reserved_bytes = 0;
-  std::uint64_t host_bytes = 0;  // Page-locked for what is offloaded.
+  std::uint64_t host_bytes = 0;  // Pinned for the offload.
   std::uint64_t planned_host_bytes = 0;
   std::uint64_t file_bytes = 0;
   std::uint64_t planned_file_bytes = 0;
@@ -58,7 +58,7 @@ struct RunReport {
   std::uint64_t received_bytes_per_step = 0;
   std::uint64_t tensor_sent_bytes_per_step = 0;
   std::uint64_t pipeline_sent_bytes_per_step = 0;
-  // The inputs of recomputed blocks, where an ActivationCheckpointer has them, and what its gathers send.
+  // The saved inputs of recomputed blocks in an ActivationCheckpointer, and the bytes that its gathers send.
   std::string recompute = "none";
   std::string activations = "keep";
   struct Saved {
@@ -73,26 +73,27 @@ struct RunReport {
   int data_parallel() const { return world_size / (tensor_parallel * pipeline_parallel); }
 };
 
-// Psi of the formulas: parameters of the part of the model that a rank trains.
+// Psi of the formulas: the parameters of the part of the model that a rank trains.
 double part_parameters(const RunReport& run);
 
-// Model-state bytes per rank on the device by the formulas (ARCHITECTURE.md, "The memory contract"). What is
-// on its way to the host is bounded and left out.
+// Model-state bytes per rank on the device by the formulas (ARCHITECTURE.md, "The memory contract"). Bytes in
+// transit to the host are bounded and left out.
 double model_state_formula_bytes(const RunReport& run);
 
-// Bytes that a rank sends to data-parallel ones per step by theory: exact at stages 0 to 2, at stage 3 the
-// most there can be.
+// Bytes that a rank sends to data-parallel ranks per step by theory: exact at ZeRO stages 0 to 2, an upper
+// limit at stage 3.
 double wire_formula_bytes(const RunReport& run);
 
-// Bytes that a rank sends to tensor-parallel ones per step by theory: the sums of activations and of their
-// gradients. None where the report does not say what the model is, and for a pipeline's stages, which differ.
+// Bytes that a rank sends to tensor-parallel ranks per step by theory: the sums of activations and of their
+// gradients. None if the report does not describe the model, and for pipeline stages, which differ.
 std::optional<double> tensor_formula_bytes(const RunReport& run);
 
-// Errors: kIoError (cannot be read), kCorruption (not JSON, or a key is missing or of the wrong kind: named).
+// Errors: kIoError (cannot be read), kCorruption (not JSON, or a key is missing or of the wrong kind; the
+// message names the key).
 RunReport read_run_report(const std::string& path);
 
-// What makes two runs incomparable, or how their results differ; empty when they are the same to the last
-// bit.
+// The reason why two runs are not comparable, or the difference of their results; empty if the results are
+// bit for bit the same.
 struct Comparison {
   bool comparable = true;
   std::string difference;

@@ -33,9 +33,9 @@ constexpr std::size_t kReasonLength = 160;  // Longer ones break over lines and 
 
 // The ways in which the arena can serve PyTorch.
 struct Mode {
-  const char* name;   // As it is asked for.
-  const char* text;   // What it is.
-  const char* probe;  // What the probe calls it.
+  const char* name;   // The option that selects it.
+  const char* text;   // Its description.
+  const char* probe;  // Its name in the probe.
   bool tensors;
 };
 constexpr Mode kModes[] = {
@@ -50,8 +50,8 @@ constexpr std::size_t kModeCount = std::size(kModes);
 struct Feature {
   const char* name;
   const char* probe;
-  bool needed;       // By every program: a mode without it serves none.
-  const char* ours;  // What of forebay's gives the same under every mode; null: nothing.
+  bool needed;       // Every program needs it: a mode without it serves no program.
+  const char* ours;  // forebay's replacement, which works in every mode; null: none.
 };
 constexpr Feature kFeatures[] = {
     {"allocation", "allocation", true, nullptr},
@@ -68,7 +68,7 @@ constexpr std::size_t kFeatureCount = std::size(kFeatures);
 struct Answer {
   bool tried = false;
   bool works = false;
-  std::string words;  // Why it fails, or what there is to add.
+  std::string words;  // The reason of a failure, or a remark.
 };
 using Answers = Answer[kModeCount][kFeatureCount];
 
@@ -200,8 +200,8 @@ class Checker {
       if (!environment.ok()) return environment.status();
       process.set = environment.value().set;
     }
-    // Otherwise Python keeps what is printed to a file until it ends in good order, and the last words of a
-    // probe that does not are lost. A variable and not -u: processes that the probe starts have it, too.
+    // Python buffers output to a file, and a probe that crashes would lose its last words. A variable instead
+    // of -u, so that processes that the probe starts have it too.
     process.set[kUnbuffered] = "1";
     const Result<TimedEnd> end = run_timed(process);
     if (!end.ok()) return end.status();
@@ -305,7 +305,7 @@ class Checker {
   }
 
   bool works(std::size_t mode, std::size_t feature) const { return answers_[mode][feature].works; }
-  // What every program needs.
+  // Whether every feature that all programs need works.
   bool serves(std::size_t mode) const {
     for (std::size_t i = 0; i < kFeatureCount; ++i) {
       if (kFeatures[i].needed && !works(mode, i)) return false;
@@ -349,7 +349,7 @@ class Checker {
     return (instead.empty() ? "fails" : "use instead " + instead) + ": " + words;
   }
 
-  // The last line: what to run with.
+  // The last line: the options to run with.
   int recommend() const {
     std::string missing;
     for (std::size_t i = 0; i < kFeatureCount; ++i) {

@@ -1,4 +1,4 @@
-"""One feature of PyTorch, tried once: what `forebay run --check` starts, a process for each answer.
+"""Tries one feature of PyTorch once. `forebay run --check` starts a process of this for each answer.
 
     probe.py FEATURE MODE CORE ANSWER
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 class Failed(Exception):
-    """What was found is not what PyTorch promises."""
+    """PyTorch did not do as it promises."""
 
 
 def expect(condition, words):
@@ -78,8 +78,8 @@ def graphs(torch, mode, core):
 
 
 def compiled_graphs(torch, mode, core):
-    # What torch.compile(mode="reduce-overhead") does with graphs, without Inductor's kernels, which take a C compiler
-    # and minutes. Where it cannot have a graph it does without, and counts that.
+    # Uses graphs as torch.compile(mode="reduce-overhead") does, but without Inductor's kernels, which need a C
+    # compiler and minutes. If it cannot make a graph, it runs without and counts that.
     from torch._dynamo.utils import counters
 
     compiled = torch.compile(lambda x: x * 2 + 1, backend="cudagraphs")

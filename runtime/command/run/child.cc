@@ -21,10 +21,11 @@ namespace {
 constexpr int kPassedOn[] = {SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 // Scripts may name scripts; the system follows as many.
 constexpr int kScriptLimit = 4;
-// How long what a process tells may go unnoticed. Shorter: more of a core. Longer: a program that dies of
-// out-of-memory may be gone before anybody has looked, which loses nothing but the time of the notice.
+// The interval between two looks at the records. Shorter: more of a core. Longer: a program that dies of
+// out-of-memory may be gone before the next look, which loses nothing but the time of the notice.
 constexpr long kPollNs = 100'000'000;
-// And how many times as long as looking took: with thousands of processes looking takes long.
+// The interval is also at least this many times the duration of a look, which is long with thousands of
+// processes.
 constexpr long kPollPauses = 10;
 constexpr int kNotExecutable = 126;
 constexpr int kNotFound = 127;
@@ -81,8 +82,8 @@ int wait_and_pass_on(pid_t child, const sigset_t& signals, const ChildWatch& wat
   }
 }
 
-// What came before there was a command to have it, also from the terminal. One that has had it by now, being
-// of the terminal's group, has it once: it is the same signal.
+// Passes on the signals that arrived before the command started, also the terminal's. If the terminal has
+// sent the signal to the command as well, both are one pending signal.
 void pass_on_earlier(pid_t child, const ChildWatch& watch) {
   sigset_t earlier;
   ::sigpending(&earlier);
@@ -96,7 +97,7 @@ void pass_on_earlier(pid_t child, const ChildWatch& watch) {
   }
 }
 
-// What a script's first line names; empty where the file is no script.
+// The interpreter that a script's first line names; empty if the file is no script.
 std::string interpreter_of(int file) {
   char text[256] = {};
   const ssize_t count = ::pread(file, text, sizeof text - 1, 0);
@@ -107,7 +108,7 @@ std::string interpreter_of(int file) {
   return line.substr(begin, line.find_first_of(" \t", begin) - begin);
 }
 
-// `interpreter`: what the file names, if it is a script.
+// `interpreter`: set to the file's interpreter if it is a script.
 std::string obstacle_of(const std::string& path, std::string* interpreter) {
   // A pipe of that name would make us wait for a writer.
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -140,7 +141,7 @@ ChildSignals::ChildSignals() {
   sigset_t held = waited_;
   ::sigaddset(&held, SIGPIPE);
   ::sigprocmask(SIG_BLOCK, &held, &before_);
-  // Whoever ignores the end of children is not told of it.
+  // A process that ignores SIGCHLD would not be told of the child's end.
   struct sigaction action {};
   action.sa_handler = SIG_DFL;
   ::sigaction(SIGCHLD, &action, &child_action_);

@@ -1,5 +1,5 @@
-// A command that is run in the foreground for somebody else: with the same standard streams and terminal,
-// signals passed on to it, and its exit code for an answer.
+// Runs a command in the foreground: with the same standard streams and terminal, with signals passed on to
+// it, and with its exit code as the result.
 #pragma once
 
 #include <signal.h>
@@ -13,21 +13,21 @@
 
 namespace forebay {
 
-// Holds the signals back that a command in the foreground may be sent, from its making until it goes: those
-// that come before there is a command are its when it starts, and those that come when it has ended, while
-// what it did is still being written down, end nobody. So is SIGPIPE, since whoever reads what this process
-// says may go; and SIGXFSZ is ignored, so that a file beyond `ulimit -f` is one that cannot be written.
+// Blocks, during its lifetime, the signals that a foreground command may be sent. Signals that arrive before
+// the command starts are passed to it when it starts; signals that arrive after its end, while the results
+// are still being written, end no process. SIGPIPE is blocked too, because the reader of this process's
+// output may end; and SIGXFSZ is ignored, so that writing a file beyond `ulimit -f` fails instead.
 //
-// What it is not: a handler. SIGKILL, SIGSTOP and SIGTSTP do what they do.
+// It installs no handlers: SIGKILL, SIGSTOP and SIGTSTP keep their effect.
 class ChildSignals {
  public:
   ChildSignals();
   ChildSignals(const ChildSignals&) = delete;
   ChildSignals& operator=(const ChildSignals&) = delete;
   ~ChildSignals();
-  // Those to wait for.
+  // The signals to wait for.
   const sigset_t& waited() const { return waited_; }
-  // In the command's process: makes everything as it was.
+  // Call in the command's process: restores the state from before the constructor.
   void restore() const;
 
  private:
@@ -37,31 +37,32 @@ class ChildSignals {
   struct sigaction file_size_action_;
 };
 
-// What is done while the command runs, on the thread that waits for it.
+// Callbacks while the command runs, on the thread that waits for it.
 struct ChildWatch {
-  // Of the signals below: what is done with it instead of passing it on.
+  // By signal: called instead of passing the signal on.
   std::map<int, std::function<void()>> handlers;
-  // Called ten times a second, or less often where it takes its time; null: nobody is.
+  // Called ten times a second, or less often if it takes long; may be null.
   std::function<void()> poll;
 };
 
 struct ChildEnd {
   int exit_code = 0;
-  bool was_started = true;  // False: there is no such command, or it cannot be executed.
+  bool was_started = true;  // False: the command does not exist or cannot be executed.
 };
 
-// The exit code: the command's own, 128 + n when signal n ended it, 127 when there is no such command, 126
-// when it cannot be executed. SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1 and SIGUSR2 go to the command; those
-// that the terminal has sent it by itself are not sent twice. Errors: kInternal when no process can be made.
+// The exit code is the command's own, 128 + n if signal n ended it, 127 if the command does not exist, 126 if
+// it cannot be executed. SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1 and SIGUSR2 are passed to the command; a
+// signal that the terminal has already sent it is not sent twice. Errors: kInternal if no process can be
+// made.
 Result<ChildEnd> run_child(const std::vector<std::string>& command,
                            const std::map<std::string, std::string>& variables, const ChildSignals& signals,
                            const ChildWatch& watch = {});
 
-// Where the shell would find the command; empty when it would not.
+// The path at which the shell would find the command; empty if it would not.
 std::string find_command(const std::string& command);
 
-// Why LD_PRELOAD will have no effect on the command, or on what its first line names if it is a script, in a
-// sentence; empty when it will have one, or nobody can tell.
+// A sentence that says why LD_PRELOAD will have no effect on the command, or on the interpreter of a script;
+// empty if it will have an effect or that is not known.
 std::string preload_obstacle(const std::string& command);
 
 }  // namespace forebay

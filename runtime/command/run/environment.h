@@ -1,5 +1,5 @@
-// What `forebay run` changes in the environment of the command it starts, and what it has to say about it.
-// Computed from the environment there is, so that a test can ask what becomes of any.
+// Computes the changes that `forebay run` makes to the environment of its command, and the lines that report
+// them. A function of the inherited environment, so that a test can pass any.
 #pragma once
 
 #include <map>
@@ -16,41 +16,41 @@ using Environment = std::map<std::string, std::string>;
 
 struct RunOptions {
   PreloadMode mode = PreloadMode::kArena;
-  // Whether PyTorch is to allocate tensor by tensor. Not given: yes, unless the user has chosen otherwise.
+  // Whether PyTorch allocates tensor by tensor. Not given: yes, unless the user has configured its allocator.
   std::optional<bool> tensors;
-  std::string memory;             // As given; empty: what the device has.
+  std::string memory;             // As given; empty: all of the device.
   std::string events;             // Most bytes of events of a process, as given; empty: none.
-  std::string preload_library;    // From the root.
-  std::string records_directory;  // From the root.
+  std::string preload_library;    // An absolute path.
+  std::string records_directory;  // An absolute path.
 };
 
-// Set for the command, so that a `forebay run` in it knows what is the outer one's and what a user's: the
-// directory of the outer one's records.
+// Set for the command to the directory of this `forebay run`'s records, so that a `forebay run` inside it can
+// tell this one's settings from the user's.
 inline constexpr char kRunWithinVariable[] = "FOREBAY_RUN_WITHIN";
-// The same of the outer one's limit, in bytes: FOREBAY_MEMORY may be set anew in between.
+// Set for the command to this `forebay run`'s limit in bytes: FOREBAY_MEMORY may be changed in between.
 inline constexpr char kRunWithinMemoryVariable[] = "FOREBAY_RUN_WITHIN_MEMORY";
 
-// The mode that the user has asked for by FOREBAY_PRELOAD, which an outer `forebay run` sets too and means.
-// Where it says nothing that the preload knows: arena.
+// The mode in FOREBAY_PRELOAD, set by the user or by an outer `forebay run`; arena for an unknown value.
 PreloadMode inherited_mode(const Environment& inherited);
-// The user's FOREBAY_PRELOAD_RECORDS; empty where there is none, or it is an outer `forebay run`'s.
+// The user's FOREBAY_PRELOAD_RECORDS; empty without one, or if it is an outer `forebay run`'s.
 std::string inherited_records(const Environment& inherited);
 
 struct RunEnvironment {
   Environment set;  // Variables with their new values.
-  // One line each: the first says what is in force and what that means for PyTorch, the others what else was
-  // changed or found.
+  // The first says which mode is in force and its meaning for PyTorch, the others list further changes and
+  // findings.
   std::vector<std::string> lines;
 };
 
-// Errors: kInvalidArgument for an option that cannot be.
+// Errors: kInvalidArgument for an option or variable with a wrong value, and for options that exclude each
+// other.
 Result<RunEnvironment> run_environment(const RunOptions& options, const Environment& inherited);
 
-// What of PyTorch's allocator a configuration as PYTORCH_CUDA_ALLOC_CONF has it leaves to the arena.
+// The requests that PyTorch makes of the arena under a configuration (PYTORCH_CUDA_ALLOC_CONF).
 enum class TorchGranularity {
   kSegments,    // PyTorch's own cache, which asks for large segments.
-  kTensors,     // backend:cudaMallocAsync: every tensor is asked for, in the order of its stream.
-  kExpandable,  // expandable_segments: PyTorch maps memory itself, past us.
+  kTensors,     // backend:cudaMallocAsync: a request for every tensor, in the order of its stream.
+  kExpandable,  // expandable_segments: none; PyTorch maps memory itself.
 };
 TorchGranularity torch_granularity(const std::string& configuration);
 

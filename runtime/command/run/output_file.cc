@@ -35,15 +35,13 @@ Status refusal(const std::string& option, const std::string& path, const std::st
 std::string why_to_keep(const std::string& option, const std::string& path, std::string_view beginning) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) {
-    return std::string("there is a file, and whose it is cannot be read: ") + std::strerror(errno) +
-           "; name another";
+    return std::string("the file exists and cannot be read: ") + std::strerror(errno) + "; name another";
   }
   std::string found(beginning.size(), '\0');
   const ssize_t count = ::read(file, found.data(), found.size());
   ::close(file);
   if (count == 0 || found == beginning) return {};
-  return "there is a file that no " + option +
-         " has written, and it is not written over; name another or remove it";
+  return "the file was not written by " + option + ", and is not overwritten; name another file or remove it";
 }
 
 // Why no file can be made there; empty: it is a directory.
@@ -53,8 +51,7 @@ std::string directory_problem(const std::string& directory) {
     return S_ISDIR(facts.st_mode) ? "" : directory + " is no directory; name a file in one";
   }
   if (errno == ENOENT) return directory + " does not exist; make it first";
-  return directory + " cannot be looked at: " + std::strerror(errno) +
-         "; name a place that can be written to";
+  return directory + " cannot be read: " + std::strerror(errno) + "; name a place that can be written to";
 }
 
 // Behind a link is where the file lies; the link stays.
@@ -67,7 +64,7 @@ std::string place_of(const std::string& path) {
 }  // namespace
 
 bool is_run_stream(const std::string& path) {
-  // Whatever standard output is, others write to it too.
+  // Other processes write to standard output too, whether it is a file or a pipe.
   for (const char* place : {"/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/"}) {
     if (path.rfind(place, 0) == 0) return true;
   }
@@ -77,7 +74,7 @@ bool is_run_stream(const std::string& path) {
 
 Status check_run_file(const std::string& option, const std::string& path, std::string_view beginning) {
   if (path == "-") return refusal(option, path, "for standard output give /dev/stdout");
-  if (path.back() == '/') return refusal(option, path, "that names a directory; add a file's name");
+  if (path.back() == '/') return refusal(option, path, "the name is that of a directory; add a file's name");
   std::error_code error;
   if (std::filesystem::is_directory(path, error)) {
     return refusal(option, path, "it is a directory; name a file, such as one in it");

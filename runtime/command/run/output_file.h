@@ -1,4 +1,4 @@
-// Files that `forebay run` was asked to write: whole or not at all, for whoever reads them meanwhile.
+// Output files of `forebay run`. A reader sees a whole file or none.
 #pragma once
 
 #include <functional>
@@ -9,24 +9,24 @@
 
 namespace forebay {
 
-// Whether a file of that name can be written, found out without writing it. `option`: who names it.
-// `beginning`: of the files that may be written over; one that begins otherwise is somebody's work. Errors:
+// Checks, without writing, that a file of that name can be written. `option`: the option that names it, for
+// messages. `beginning`: an existing file may be overwritten only if it begins with this. Errors:
 // kInvalidArgument.
 Status check_run_file(const std::string& option, const std::string& path, std::string_view beginning);
 
-// Gives a new file to `write` and puts it in the place of `path` once all of it is there. Where `path` is no
-// regular file (a pipe, a terminal, /dev/stdout), it is written as it is and never made empty. Errors:
-// kIoError, and what was there before stays.
+// Passes a new file to `write` and renames it to `path` when it is complete. If `path` is no regular file (a
+// pipe, a terminal, /dev/stdout), it is written in place and never truncated. Errors: kIoError; an earlier
+// file stays.
 Status write_run_file(const std::string& path, const std::function<Status(int file)>& write);
 
-// The same of a text.
+// The same with a text.
 Status write_run_text(const std::string& path, const std::string& text);
 
-// Overwrites a file where it lies, which takes no more of a full disk as long as the text is no longer than a
-// block. Errors: kIoError.
+// Overwrites a file in place: on a full disk that works as long as the text is no longer than a block.
+// Errors: kIoError.
 Status overwrite_run_text(const std::string& path, const std::string& text);
 
-// Whether a file of that name is written as it is.
+// Whether a file of that name is written in place (see write_run_file).
 bool is_run_stream(const std::string& path);
 
 }  // namespace forebay

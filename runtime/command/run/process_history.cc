@@ -32,7 +32,8 @@ constexpr std::size_t kPointGroups = 8192;
 class LiveBlocks {
  public:
   explicit LiveBlocks(const ProcessHistory& history) {
-    // The first change of what the arena holds says what it held before; without one it has not changed.
+    // The first change of the arena's bytes tells the bytes before it; without a change they are the final
+    // ones.
     arena_bytes_ = history.figures.arena_bytes;
     std::uint64_t kept_allocations = 0;
     bool has_changed = false;
@@ -154,7 +155,7 @@ PageEvent page_event(PreloadEventKind kind) {
   return PageEvent::kOther;
 }
 
-// First what happened over time, and where the moments are; then the blocks at these.
+// First the points over time and the indices of the moments, then the blocks at the moments.
 void work_out(ProcessHistory* history) {
   constexpr std::size_t kNone = std::numeric_limits<std::size_t>::max();
   const std::vector<PreloadEvent>& events = history->events;
@@ -333,7 +334,7 @@ namespace {
 void add_segments(const std::vector<PageBlock>& blocks, const PreloadDeviceFigures& figures,
                   MemorySnapshot* snapshot) {
   const std::uint64_t chunk = std::max<std::uint64_t>(figures.chunk_bytes, kBlockGranule);
-  std::uint64_t used_end = 0;  // Of the last segment's blocks.
+  std::uint64_t used_end = 0;  // End of the last segment's blocks.
   SnapshotSegment* segment = nullptr;
   const auto fill_up = [&](std::uint64_t end) {
     if (segment == nullptr || end <= used_end) return;

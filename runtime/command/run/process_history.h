@@ -1,9 +1,8 @@
-// ProcessHistory: what a process under the preload did on one device, worked out from its events: how much
-// was asked for and held over time, which blocks there were at the peak and at out-of-memory, and who held
-// them.
+// ProcessHistory: the memory of one process under the preload on one device, computed from its events: the
+// bytes requested and held over time, the blocks at the peak and at out-of-memory, and their holders.
 //
-// What it is not: attributed to source lines. Below the driver nothing is known of the program's own; holders
-// are told by size, stream and server.
+// Holders are told by size, stream and server, not by source line: the preload does not know the program's
+// source.
 #pragma once
 
 #include <cstddef>
@@ -33,20 +32,20 @@ std::string holder_text(const HistoryHolder& holder);
 std::vector<HistoryHolder> holders_of(const std::vector<PageBlock>& blocks);
 
 struct ProcessHistory {
-  PreloadDeviceFigures figures;  // Exact, whatever was dropped.
-  std::uint64_t start_us = 0;    // Of the log, since the epoch.
-  // Of the process, over all its devices.
+  PreloadDeviceFigures figures;  // Exact, even if events were dropped.
+  std::uint64_t start_us = 0;    // Start of the log, since the epoch.
+  // Counts of the process, over all its devices.
   std::uint64_t dropped_events = 0;
   std::uint64_t untold_blocks = 0;
-  // Of this device, in order.
+  // This device's blocks and events, in order.
   std::vector<PreloadBlock> live_before;  // Before the first event that is kept.
   std::vector<PreloadEvent> events;
-  // --- worked out ---
-  std::uint64_t peak_requested_bytes = 0;  // Among the events that are kept.
-  std::vector<PagePoint> points;           // At most a few ten thousand: the peaks of what they stand for.
-  // At the peak, at the first and the last out-of-memory, and at the end; those that there were.
+  // --- computed ---
+  std::uint64_t peak_requested_bytes = 0;  // Among the kept events.
+  std::vector<PagePoint> points;           // At most a few ten thousand; each keeps the peak of its events.
+  // At the peak, at the first and the last out-of-memory if there was one, and at the end.
   std::vector<PageMoment> moments;
-  std::uint64_t untracked_count = 0;  // Allocated in a way whose free is not seen.
+  std::uint64_t untracked_count = 0;  // Allocations by calls that have no visible free.
   std::uint64_t untracked_bytes = 0;
   // The most that the baseline caching allocator would have held for the same requests.
   std::optional<std::uint64_t> baseline_reserved_bytes;
@@ -58,27 +57,28 @@ inline constexpr char kFirstRefusalMoment[] = "at the first out-of-memory";
 inline constexpr char kLastRefusalMoment[] = "at the last out-of-memory";
 inline constexpr char kEndMoment[] = "at the end";
 
-// What is free in the arena's chunks that these blocks lie in, as free blocks. Chunks without any block are
-// held too, but where they are is not known.
+// The free pieces in the arena's chunks that contain these blocks, as free blocks. Chunks without any block
+// are left out: their addresses are not known.
 std::vector<PageBlock> free_pieces(const std::vector<PageBlock>& blocks, const PreloadDeviceFigures& figures);
 
 // One for each device. Cost: a replay of the events, and one by the baseline allocator on a model device.
 std::vector<ProcessHistory> process_histories(const PreloadEventLog& log);
 
-// What was asked for and freed, as a trace: refused requests and what is not tracked are left out.
+// The allocations and frees as a trace, without refused requests and untracked allocations.
 AllocationTrace history_trace(const ProcessHistory& history);
 
-// What every text trace of ours begins with.
+// The beginning of every text trace that forebay writes.
 inline constexpr char kHistoryTraceBeginning[] = "# allocations of ";
 
-// The same as a text trace, which `forebay replay` reads. `title`: said in its first line. Errors: kIoError.
+// Writes the same as a text trace, which `forebay replay` reads. `title` is part of its first line. Errors:
+// kIoError.
 Status write_history_trace(const ProcessHistory& history, const std::string& title, int file);
 
-// As things stood when the log was read, with the events, for PyTorch's memory visualiser. Blocks of the
-// arena stand in segments of whole chunks; memory that it held without a block in it is not shown. Its
-// settings say that it is `forebay run`'s, and the mode.
+// A snapshot of the blocks when the log was read, with the events, for PyTorch's memory visualiser. Blocks of
+// the arena lie in segments of whole chunks; chunks without a block are not shown. The snapshot's settings
+// name `forebay run` and the mode.
 MemorySnapshot history_snapshot(const std::vector<ProcessHistory>& histories, PreloadMode mode);
-// Those settings.
+// The keys and values of these settings.
 inline constexpr char kSnapshotAllocatorSetting[] = "allocator";
 inline constexpr char kSnapshotRunAllocator[] = "forebay run";
 inline constexpr char kSnapshotModeSetting[] = "mode";

@@ -16,7 +16,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Of a moment. More are noise.
+// Holders listed per moment. More are noise.
 constexpr std::size_t kHoldersTold = 12;
 
 void add_line(const std::string& line, std::string* text) {
@@ -75,7 +75,7 @@ const char* mode_text(PreloadMode mode) {
   return "off";
 }
 
-// What limits the truth of what is told.
+// Lines about missing or inexact parts of a history.
 std::vector<std::string> limits_of(const ProcessHistory& history) {
   std::vector<std::string> lines;
   const PreloadDeviceFigures& figures = history.figures;
@@ -97,7 +97,7 @@ std::vector<std::string> limits_of(const ProcessHistory& history) {
     lines.push_back(
         "Mapped by the program itself (cuMemCreate): " + format_count(history.untracked_count, "allocation") +
         ", " + format_bytes(history.untracked_bytes) +
-        " in all; the frees are not seen, and this is in no figure.");
+        " in total; their frees are not seen, so no figure includes them.");
   }
   return lines;
 }
@@ -221,8 +221,8 @@ PageProcess page_process(const Row& row) {
   }
   if (figures.chunk_bytes != 0) {
     page.lines.push_back(
-        "Free pieces are those in chunks that hold a block; where the arena's other chunks are is not "
-        "known.");
+        "Free pieces are those in chunks that hold a block; the addresses of the arena's other chunks are "
+        "not known.");
   }
   if (const PageMoment* peak = history.moment(kPeakMoment)) {
     for (const HistoryHolder& holder : holders_of(peak->blocks)) {
@@ -232,7 +232,8 @@ PageProcess page_process(const Row& row) {
   return page;
 }
 
-// As the page orders them: those that ran out of memory, then by what was held in vain, then by the peak.
+// Ordered as on the page: processes that ran out of memory, then by held minus requested bytes, then by the
+// peak.
 std::vector<Row> worst_rows(const RunStory& story) {
   const std::vector<Row> rows = rows_of(story);
   std::vector<PageProcess> processes;
@@ -279,7 +280,7 @@ ProcessReport read_process(PreloadReport record) {
   ProcessReport process;
   process.record = std::move(record);
   if (process.record.events.empty()) {
-    process.events_problem = "it has kept no events, so there is nothing to tell but its counts";
+    process.events_problem = "it has kept no events, so only its counts are known";
     return process;
   }
   const Result<PreloadEventLog> log = read_preload_events(process.record.events);
@@ -289,7 +290,7 @@ ProcessReport read_process(PreloadReport record) {
     process.histories = process_histories(log.value());
     if (process.histories.empty())
       process.events_problem =
-          process.record.events + " has events of no device, so there is nothing to tell";
+          process.record.events + " has no events of a device, so there is nothing to report";
   }
   return process;
 }
@@ -372,7 +373,7 @@ std::string story_text(const RunStory& story) {
     const std::uint64_t count = allocation_count(process.record);
     add_line("  " + process.name() + ": " +
                  (count == 0 ? "nothing was allocated"
-                             : format_count(count, "allocation") + ", of which no more is known") +
+                             : format_count(count, "allocation") + "; nothing more is known of them") +
                  ": " + process.record.program,
              &text);
   }

@@ -18,7 +18,7 @@ namespace forebay {
 namespace {
 
 constexpr char kSummary[] = "summary";
-// What every snapshot of write_memory_snapshot begins with: a dictionary and its first key.
+// The beginning of every snapshot of write_memory_snapshot: a dictionary and its first key.
 constexpr char kSnapshotBytes[] = "\x80\x02}X\x08\0\0\0segments";
 constexpr std::string_view kSnapshotBeginning(kSnapshotBytes, sizeof kSnapshotBytes - 1);
 // A report at out-of-memory may take its time again only after this many times as long: a program that is
@@ -26,7 +26,7 @@ constexpr std::string_view kSnapshotBeginning(kSnapshotBytes, sizeof kSnapshotBy
 constexpr int kWritePauses = 10;
 constexpr std::chrono::seconds kLeastPause{1};
 
-// What tells a process's files apart; the second of one number gets another.
+// The part of a file's name that names the process; a second process with the same number gets a suffix.
 std::string file_name(const ProcessReport& process, std::map<int, int>* uses) {
   const PreloadReport& record = process.record;
   std::string name = "process-" + std::to_string(record.process);
@@ -54,7 +54,7 @@ Status RunRecorder::open() {
   const RunOutputs& outputs = options_.outputs;
   std::error_code error;
   if (!outputs.report.empty()) {
-    // Its last part alone: a path that is misspelled further up is not what anybody wants to have.
+    // Only the last directory is made: a missing parent is probably a misspelled path.
     std::filesystem::create_directory(outputs.report, error);
     if (error) {
       return {StatusCode::kIoError, "cannot make --report " + outputs.report + ": " + error.message() +
@@ -70,7 +70,7 @@ Status RunRecorder::open() {
   if (!outputs.report.empty()) {
     FOREBAY_RETURN_IF_ERROR(
         write_run_text(outputs.report + "/" + kSummary + ".txt",
-                       shown_text(options_.command) + "\nthe run goes on, and nothing was told yet\n"));
+                       shown_text(options_.command) + "\nthe run goes on, and nothing was reported yet\n"));
   }
   return {};
 }
@@ -155,16 +155,16 @@ std::vector<std::string> RunRecorder::write_report(RunStory* story) {
   return lines;
 }
 
-// Somebody has cleaned up, which takes nothing from what was written before.
+// The records were deleted. Earlier outputs stay.
 std::vector<std::string> RunRecorder::without_records(const std::string& state, const std::string& problem) {
   is_complete_ = false;
   if (!options_.outputs.report.empty()) {
-    restate_report(state + ", and the records were gone by then, so the rest is of before: " + problem);
+    restate_report(state + ", and the records were deleted before, so the rest is older: " + problem);
   }
-  return {"nothing more can be told: " + problem};
+  return {"nothing more can be reported: " + problem};
 }
 
-// Nobody who finds the report is to believe what its second line said before.
+// Replaces the second line of the report, which states a state that is out of date.
 void RunRecorder::restate_report(const std::string& state) {
   const std::string path = options_.outputs.report + "/" + kSummary + ".txt";
   std::ifstream file(path, std::ios::binary);
@@ -174,10 +174,10 @@ void RunRecorder::restate_report(const std::string& state) {
   (void)overwrite_run_text(path, command + "\n" + shown_text(state) + "\n" + rest);
 }
 
-RepeatedLine RunRecorder::outcome_of(const Status& written, const std::string& what,
+RepeatedLine RunRecorder::outcome_of(const Status& written, const std::string& kind,
                                      const std::string& path) {
   is_complete_ = is_complete_ && written.ok();
-  return {written.ok() ? what + ": " + path : written.message(), path};
+  return {written.ok() ? kind + ": " + path : written.message(), path};
 }
 
 std::vector<std::string> RunRecorder::write_traces(const RunStory& story) {
@@ -210,7 +210,7 @@ std::vector<std::string> RunRecorder::write_traces(const RunStory& story) {
     outcomes.push_back(outcome_of(status, "trace", path));
   }
   remove_stale(std::move(written), &traces_);
-  if (traces.empty()) return {"no trace: no process has told of allocations"};
+  if (traces.empty()) return {"no trace: no process has recorded allocations"};
   return told_once(outcomes);
 }
 
@@ -236,7 +236,7 @@ std::vector<std::string> RunRecorder::write_snapshots(const RunStory& story) {
     outcomes.push_back(outcome_of(status, "snapshot", path));
   }
   remove_stale(std::move(written), &snapshots_);
-  if (count == 0) return {"no snapshot: no process has told of allocations"};
+  if (count == 0) return {"no snapshot: no process has recorded allocations"};
   return told_once(outcomes);
 }
 
@@ -290,7 +290,7 @@ std::vector<std::string> RunRecorder::request_trim() {
   }
   std::vector<std::string> lines = told_once(failures);
   lines.push_back("asked " + format_count(count, "process", "processes") +
-                  " to give back what the arena keeps and does not use, at the next call for memory");
+                  " to give back the unused memory of the arena at the next call for memory");
   return lines;
 }
 

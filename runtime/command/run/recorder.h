@@ -1,8 +1,7 @@
-// RunRecorder: writes what `forebay run` was asked to tell of its processes, from what they have recorded:
-// reports, traces and snapshots. The processes themselves write none of it, so that it makes no difference
-// how they end.
+// RunRecorder: writes the reports, traces and snapshots of `forebay run` from the records of its processes.
+// The processes themselves write no report, so that it makes no difference how they end.
 //
-// What it is not: thread-safe. It belongs to the loop that waits for the command.
+// Threads: one. It belongs to the loop that waits for the command.
 #pragma once
 
 #include <chrono>
@@ -21,7 +20,7 @@ namespace forebay {
 struct RunOutputs {
   std::string report;    // A directory; empty: none.
   std::string trace;     // A file; empty: none.
-  std::string snapshot;  // The same.
+  std::string snapshot;  // A file; empty: none.
   bool any() const { return !report.empty() || !trace.empty() || !snapshot.empty(); }
 };
 
@@ -36,41 +35,41 @@ class RunRecorder {
 
   explicit RunRecorder(Options options) : options_(std::move(options)) {}
 
-  // Makes the directory of the report. Errors: kInvalidArgument when it has a report already, kIoError.
+  // Makes the directory of the report. Errors: kInvalidArgument if it already contains a report; kIoError.
   Status open();
 
-  // Writes everything that was asked for, over what was written before, and returns what to say about it.
-  // `state`: "the run goes on", "the command has ended with 0". Cost: reads all events.
+  // Writes all requested outputs, over the earlier ones, and returns lines for the user. `state`: "the run
+  // goes on", "the command has ended with 0". Cost: reads all events.
   std::vector<std::string> write(const std::string& state);
 
-  // Whether the last write() has written all that was asked for.
+  // Whether the last write() has written all requested outputs.
   bool is_complete() const { return is_complete_; }
 
-  // To be called now and then while the command runs: notices that a process ran out of memory, and writes;
-  // notices what was given back.
+  // To be called regularly while the command runs. Writes the outputs when a process ran out of memory, and
+  // returns lines for the user, also about memory that was given back.
   std::vector<std::string> poll();
 
-  // Asks every process to give back what its arenas keep and do not use.
+  // Asks every process to give back the unused memory of its arenas.
   std::vector<std::string> request_trim();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  // What was seen of a process, by its record.
+  // The last seen state of a process's record.
   struct Seen {
     std::uint64_t refused = 0;
     std::uint32_t trims = 0;
     std::uint64_t trimmed_bytes = 0;
-    bool was_told = false;  // That it ran out of memory.
+    bool was_told = false;  // The user was told that it ran out of memory.
   };
 
   Status check_files() const;
-  // Returns what to say about it.
+  // Returns lines for the user.
   std::vector<std::string> write_report(RunStory* story);
   std::vector<std::string> without_records(const std::string& state, const std::string& problem);
   void restate_report(const std::string& state);
-  // What to say of a file; `what`: which it is.
-  RepeatedLine outcome_of(const Status& written, const std::string& what, const std::string& path);
+  // The line about a written file; `kind`: "report", "trace".
+  RepeatedLine outcome_of(const Status& written, const std::string& kind, const std::string& path);
   std::vector<std::string> write_traces(const RunStory& story);
   std::vector<std::string> write_snapshots(const RunStory& story);
   void remove_stale(std::set<std::string> now, std::set<std::string>* before);
@@ -84,11 +83,11 @@ class RunRecorder {
   std::set<std::string> snapshots_;
 };
 
-// What to say of a file that was left out.
+// The line about a file that was left out.
 RepeatedLine left_out_line(const PreloadLeftOut& one);
 
-// `file` with `middle` before its suffix: "a/trace.txt" and "12" give "a/trace.12.txt". What is no file
-// (/dev/stdout) stays.
+// `file` with `middle` before its suffix: "a/trace.txt" and "12" give "a/trace.12.txt". /dev/stdout and other
+// streams stay unchanged.
 std::string with_middle(const std::string& file, const std::string& middle);
 
 }  // namespace forebay

@@ -40,10 +40,10 @@ void add_all(const char* what, const std::set<std::string>& ones, std::vector<st
 std::vector<std::string> run_summary(PreloadMode mode, const std::vector<PreloadReport>& records) {
   if (records.empty()) {
     return {
-        "handled 0 of 0 allocations: no process of the command has started CUDA within reach (a static or "
-        "set-uid program, or one without LD_PRELOAD, is not; and forebay's own programs have their arena "
-        "already), or none could write its record, which a line of its own has said then (another user's may "
-        "where --records DIR names a directory that was made with mode 1777)"};
+        "handled 0 of 0 allocations: no process of the command has used CUDA under the preload (static and "
+        "set-uid programs, and programs without LD_PRELOAD, run without it; forebay's own programs have "
+        "their own arena), or no process could write its record, which another line then says (for a process "
+        "of another user, give --records a directory with mode 1777)"};
   }
   Sum all;
   for (std::size_t i = 0; i < kPreloadServerCount; ++i) {
@@ -81,11 +81,11 @@ std::vector<std::string> run_summary(PreloadMode mode, const std::vector<Preload
     lines.push_back("not handled: " + std::to_string(one.allocations) + ", " + format_bytes(one.bytes) +
                     ": " + preload_server_text(server));
   }
-  if (refused != 0) lines.push_back("refused for want of memory: " + std::to_string(refused));
-  add_all("trouble in a process: ", problems, &lines);
+  if (refused != 0) lines.push_back("refused because memory ran out: " + std::to_string(refused));
+  add_all("problem in a process: ", problems, &lines);
   if (unknown_frees != 0) {
-    lines.push_back("freed, and never seen to be allocated: " + std::to_string(unknown_frees) +
-                    "; something allocates around the hook");
+    lines.push_back("freed without a recorded allocation: " + std::to_string(unknown_frees) +
+                    "; a library allocates around the hook");
   }
   add_all("reached the driver past the hook: ", around, &lines);
   return lines;

@@ -1,4 +1,4 @@
-// The end of `forebay run`: what the processes of the command have recorded, in lines for a person.
+// The last lines of `forebay run`: a summary of the records of the command's processes.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 
 namespace forebay {
 
-// "handled N of M allocations, X of Y", then a line for whatever was not handled and why, for refusals, and
-// for whoever came past the hook.
+// "handled N of M allocations, X of Y", then lines about allocations that were not handled and why, about
+// refusals, and about libraries that bypass the hook.
 std::vector<std::string> run_summary(PreloadMode mode, const std::vector<PreloadReport>& records);
 
 }  // namespace forebay

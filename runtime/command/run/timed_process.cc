@@ -40,7 +40,7 @@ constexpr int kNotExecuted = 127;
   ::_exit(kNotExecuted);
 }
 
-// Waits for the child or for a reason not to. What there is to say of the child itself is in `status`.
+// Waits for the child, the time limit or a signal. `status` is the child's, as waitpid gives it.
 TimedEnd wait_for(pid_t child, const sigset_t& signals, std::chrono::milliseconds limit, int* status) {
   using Clock = std::chrono::steady_clock;
   TimedEnd end;
@@ -88,7 +88,7 @@ Result<TimedEnd> run_timed(const TimedProcess& process) {
     restore();
     return Status(StatusCode::kInternal, std::string("cannot start a process: ") + std::strerror(error));
   }
-  ::setpgid(child, child);  // Whoever of the two is first.
+  ::setpgid(child, child);  // Both processes call it: either may be first.
   int status = 0;
   TimedEnd end = wait_for(child, signals, process.limit, &status);
   ::kill(-child, SIGKILL);

@@ -203,7 +203,7 @@ Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& p
   };
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), &std::fclose);
   if (file == nullptr) return refusal(std::string(std::strerror(errno)) + "; check the path");
-  // What is no regular file tells its size by ending.
+  // The size of a pipe or terminal is known only at its end.
   struct stat facts {};
   const bool has_size = ::fstat(::fileno(file.get()), &facts) == 0 && S_ISREG(facts.st_mode);
   const std::uint64_t file_bytes = has_size ? static_cast<std::uint64_t>(facts.st_size) : 0;
@@ -226,10 +226,11 @@ Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& p
     const std::size_t slash = path.find_last_of('/');
     return parse_allocation_traces(text, slash == std::string::npos ? path : path.substr(slash + 1));
   } catch (const std::bad_alloc&) {
-    return Status(StatusCode::kOutOfMemory,
-                  "cannot read '" + path + "': the host has no memory for its " + format_bytes(file_bytes) +
-                      " and what they say; free host memory, raise the limit of this process (ulimit -v), "
-                      "or record less history (max_entries)");
+    return Status(
+        StatusCode::kOutOfMemory,
+        "cannot read '" + path + "': the host has no memory for its " + format_bytes(file_bytes) +
+            " and the trace in them; free host memory, raise the limit of this process (ulimit -v), "
+            "or record less history (max_entries)");
   }
 }
 

@@ -50,7 +50,7 @@ int run(const std::string& path) {
     return explain_file(path);
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr,
-                 "forebay explain: the host has no memory to play what '%s' says; free host memory, or raise "
+                 "forebay explain: the host has no memory to replay '%s'; free host memory, or raise "
                  "the limit of this process (ulimit -v)\n",
                  shown_text(path).c_str());
     return kBadUsage;
@@ -61,9 +61,9 @@ int run(const std::string& path) {
 
 void add_explain_command(CLI::App& app, std::function<int()>& action) {
   const auto path = std::make_shared<std::string>();  // Shared by the parser's field and the action.
-  CLI::App* command = app.add_subcommand(
-      "explain",
-      "Say why memory ran out: fragmentation or shortage, who held it, how little would have done");
+  CLI::App* command = app.add_subcommand("explain",
+                                         "Explain why memory ran out: fragmentation or shortage, holders of "
+                                         "memory, smallest sufficient capacity");
   command
       ->add_option(
           "snapshot", *path,

@@ -1,4 +1,4 @@
-// `forebay explain`: what a snapshot or trace says about why memory ran out.
+// `forebay explain`: finds in a snapshot or trace the reason why memory ran out.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -6,7 +6,7 @@
 
 namespace forebay {
 
-// Adds the subcommand. When it is chosen, `action` becomes what it does; its result is the exit code.
+// Adds the subcommand. When it is chosen, parsing sets `action`, which returns the exit code.
 void add_explain_command(CLI::App& app, std::function<int()>& action);
 
 }  // namespace forebay

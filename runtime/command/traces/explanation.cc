@@ -83,8 +83,8 @@ void judge(const AllocationTrace& trace, const Moment& moment, Explanation* expl
   }
   if (trace.state) {
     const std::uint64_t reserved_bytes = trace.state->reserved_bytes;
-    // The state is that of the end. Where the process went on after the failure (freeing, as an exception
-    // does, what it held), what was live then counts.
+    // The state is that of the end. If the process went on after the failure (an exception frees tensors),
+    // the live bytes at the failure count.
     const std::uint64_t held_bytes =
         is_last(trace, failure) ? trace.state->live_bytes : std::min(moment.live_bytes, reserved_bytes);
     explanation->free_bytes = reserved_bytes - held_bytes;
@@ -141,7 +141,7 @@ std::string verdict_text(const AllocationTrace& trace, const Explanation& explan
     case Verdict::kNoFailure:
       break;
   }
-  return "NO FAILURE in what was recorded; the moment shown is the peak.";
+  return "NO FAILURE was recorded; the moment shown is the peak.";
 }
 
 std::string state_text(const AllocationTrace& trace) {
@@ -163,7 +163,7 @@ std::string state_text(const AllocationTrace& trace) {
 
 constexpr char kAskForLess[] =
     "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer "
-    "(`forebay plan` says what each saves); begin with the first holder";
+    "(`forebay plan` shows the bytes that each saves); begin with the first holder";
 
 bool fits(const Explanation& explanation) {
   const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
@@ -185,9 +185,10 @@ std::string run_advice_text(const AllocationTrace& trace, const Explanation& exp
   const bool is_observed = trace.origin == TraceOrigin::kRunObserved;
   const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
   if (explanation.verdict == Verdict::kNoFailure) {
-    if (!need) return "`forebay run --report DIR` shows who held what, and when";
+    if (!need) return "`forebay run --report DIR` shows the holders of memory over time";
     return std::string(is_observed ? "without --observe " : "") + "`forebay run --memory " +
-           std::to_string(*need >> 20) + "MiB` would have done; --report DIR shows who held what, and when";
+           std::to_string(*need >> 20) +
+           "MiB` would have sufficed; --report DIR shows the holders of memory over time";
   }
   if (explanation.verdict == Verdict::kShortage || !fits(explanation)) {
     return less_text(explanation) + "; or raise --memory, where that was the limit" +
@@ -196,9 +197,9 @@ std::string run_advice_text(const AllocationTrace& trace, const Explanation& exp
   if (is_observed)
     return "leave out --observe: the same requests fit under the arena in " + format_bytes(*need);
   return "the arena alone serves these requests in " + format_bytes(*need) +
-         ": what stood in its way is what it did not serve (\"not handled\" at the end of forebay run), "
-         "other programs on the device, or frees that waited for their stream; `forebay run --report DIR` "
-         "shows the blocks at that moment";
+         ": it was prevented by requests that it did not serve (\"not handled\" at the end of forebay run), "
+         "by other programs on the device, or by frees that waited for their stream; `forebay run --report "
+         "DIR` shows the blocks at that moment";
 }
 
 std::string advice_text(const AllocationTrace& trace, const Explanation& explanation) {
@@ -211,9 +212,8 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
                : "set the smallest capacities above against the device's; `forebay replay` shows more";
   }
   if (explanation.verdict == Verdict::kUnclear && explanation.arena_capacity_bytes) {
-    return "where there is room for " + format_bytes(*explanation.arena_capacity_bytes) +
-           ", forebay's arena serves these requests; where there is less, ask for less: `forebay plan` says "
-           "what a higher ZeRO stage saves";
+    return "forebay's arena serves these requests in " + format_bytes(*explanation.arena_capacity_bytes) +
+           "; with less memory, use less: `forebay plan` shows the bytes that a higher ZeRO stage saves";
   }
   if (explanation.verdict == Verdict::kShortage || !fits(explanation)) return less_text(explanation);
   std::string text = "the same requests fit under forebay's arena (`forebay run -- COMMAND`)";

@@ -1,5 +1,5 @@
-// What an allocation trace says about why memory ran out: fragmentation or a true shortage, who held what,
-// and how little would have done.
+// Explains from an allocation trace why memory ran out: fragmentation or a true shortage, the holders of
+// memory, and the smallest capacity that suffices.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 namespace forebay {
 
 enum class Verdict : std::uint8_t {
-  kFragmentation,  // A request failed although as many bytes were free, in pieces.
-  kShortage,       // A request failed, and all that was free would not have sufficed.
-  kUnclear,        // A request failed, and the file does not say how much was free.
-  kNoFailure,      // No request failed in what was recorded.
+  kFragmentation,  // A request failed although enough bytes were free, in pieces.
+  kShortage,       // A request failed, and all free bytes together would not have sufficed.
+  kUnclear,        // A request failed, and the file does not contain the free bytes.
+  kNoFailure,      // No recorded request failed.
 };
 
 struct Holding {
@@ -28,23 +28,22 @@ struct Holding {
 
 struct Explanation {
   Verdict verdict = Verdict::kNoFailure;
-  std::uint64_t free_bytes = 0;   // Within what was reserved, and on the device where that is known.
-  std::uint64_t short_bytes = 0;  // kShortage: what was missing.
-  std::optional<std::uint64_t>
-      capacity_bytes;             // What the process could have had: reserved, and free on the device.
+  std::uint64_t free_bytes = 0;   // In the reserved memory, and on the device if that is known.
+  std::uint64_t short_bytes = 0;  // kShortage: the missing bytes.
+  // Most memory that the process could have: reserved, and free on the device.
+  std::optional<std::uint64_t> capacity_bytes;
   std::uint64_t live_bytes = 0;   // Requested bytes at the moment that is explained.
   bool has_names = false;         // Holdings are by source line; otherwise by size.
   std::vector<Holding> holdings;  // At that moment, largest first.
   std::uint64_t peak_requested_bytes = 0;
-  std::optional<std::uint64_t> arena_capacity_bytes;  // The smallest that would do.
+  std::optional<std::uint64_t> arena_capacity_bytes;  // The smallest that suffices.
   std::optional<std::uint64_t> baseline_capacity_bytes;
 };
 
-// Told of the replays that search the smallest capacities, whose allocator has that name; null: nobody wants
-// to know.
+// Called during the replays that search the smallest capacities. `allocator`: the name of the replayed one.
 using ExplainProgress = std::function<void(const char* allocator, const CapacityProbe& probe)>;
 
-// The moment explained is that of the last failed request, else the peak. Errors: those of
+// Explains the moment of the last failed request, or else the peak. `progress` may be null. Errors: those of
 // find_minimum_capacity.
 Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress& progress);
 

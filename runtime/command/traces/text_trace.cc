@@ -52,7 +52,9 @@ Result<AllocationTrace> parse_text_trace(std::string_view text, const std::strin
       if (count != 2 || words[0] != "#" || words[1] != "warm") continue;
       if (has_warm) return refusal("'# warm' for the second time; leave one of them out");
       if (builder.live_count() != builder.trace().events.size()) {
-        return refusal("a block is freed before '# warm'; what was live before the recording has no frees");
+        return refusal(
+            "a block is freed before '# warm'; write there only the blocks that were live before the "
+            "recording");
       }
       has_warm = true;
       builder.end_warm();

@@ -16,7 +16,8 @@ namespace {
 using Kind = PickleValue::Kind;
 using Outcome = TraceBuilder::Outcome;
 
-constexpr std::size_t kDeviceLimit = 256;  // More than any machine has; a bound for what a damaged file says.
+constexpr std::size_t kDeviceLimit =
+    256;  // More than any machine has. Larger: a damaged file makes many devices.
 
 // A block that was live when the history began.
 struct WarmBlock {
@@ -76,7 +77,7 @@ class DeviceReader {
     };
     note(warm_.size(), "block", "live before the history began: played first, in address order");
     note(twice_count_, "allocation", "of an address that is live: the earlier block taken as freed there");
-    note(unknown_count_, "free", "of what is not live: left out");
+    note(unknown_count_, "free", "of a block that is not live: left out");
     note(failure_count_, "request", "that failed when recorded: played as allocated and freed at once");
     note(other_count_, "entry", "of the history without a meaning for this: left out", "entries");
     return trace;
@@ -113,8 +114,8 @@ class DeviceReader {
     return found != nullptr && found->kind == Kind::kInteger ? static_cast<std::uint64_t>(found->integer) : 0;
   }
 
-  // Who asked: the innermost Python frame outside of torch; else the innermost Python frame; else the
-  // innermost.
+  // The requester: the innermost Python frame outside of torch; else the innermost Python frame; else the
+  // innermost frame.
   std::uint32_t holder_of(const PickleValue& entry) {
     const PickleValue* frames = pickle_.find(entry, "frames");
     if (frames == nullptr) {
@@ -228,11 +229,10 @@ class DeviceReader {
     return {};
   }
 
-  // What was live before: freed without having been allocated, or live at the end without having been. Of the
-  // two events of a free the later one counts, as the memory is not free before; older versions have only
-  // one.
+  // Finds the blocks that were live before: freed or live at the end without an allocation. A free has two
+  // events, and the later one counts, because the memory is not free before; older versions have one event.
   Status find_warm() {
-    std::unordered_map<std::uint64_t, bool> is_live;  // Of the addresses that the history speaks of.
+    std::unordered_map<std::uint64_t, bool> is_live;  // By address in the history.
     if (events_ != nullptr) {
       const std::vector<PickleValue>& events = pickle_.items(*events_);
       if (events.size() > kTraceEventLimit) return refuse("more events than are read; record less history");
@@ -365,7 +365,7 @@ Result<std::vector<AllocationTrace>> parse_torch_snapshot(std::string_view text,
   const PickleValue* histories = pickle.find(root, "device_traces");
   if (segments == nullptr && histories == nullptr) {
     return refusal(
-        "it has neither segments nor device_traces; give what torch.cuda.memory._dump_snapshot wrote");
+        "it has neither segments nor device_traces; give a file that torch.cuda.memory._dump_snapshot wrote");
   }
 
   const TraceOrigin origin = origin_of(pickle);

@@ -224,13 +224,13 @@ TEST_F(RunCheckTest, ContradictionsAreRefused) {
   const Finished inherited =
       check("import=raise:it came so far", {}, {kPython}, {{"FOREBAY_RUN_TRACE", "/nowhere"}});
   EXPECT_EQ(inherited.exit_code, 3);
-  EXPECT_EQ(inherited.output.find("forebay run: FOREBAY_RUN_TRACE is not heeded: --check runs nothing"), 0u)
+  EXPECT_EQ(inherited.output.find("forebay run: FOREBAY_RUN_TRACE is ignored: --check runs nothing"), 0u)
       << inherited.output;
   for (const char* option :
        {"--report", "--trace", "--snapshot", "--events", "--records", "--pause-signal"}) {
     const Finished run = check("", {option, "/nowhere"});
     EXPECT_EQ(run.exit_code, 2) << option;
-    EXPECT_NE(run.output.find(std::string("so ") + option + " would say nothing"), std::string::npos)
+    EXPECT_NE(run.output.find(std::string("so ") + option + " has no effect"), std::string::npos)
         << run.output;
   }
 }

@@ -311,7 +311,7 @@ TEST(RunReportOfAProcess, InvalidOptionsAreRefusedBeforeTheCommandStarts) {
     options.insert(options.end(), idle.begin(), idle.end());
     const Finished run = forebay_run(options);
     EXPECT_EQ(run.exit_code, 2) << idle[0];
-    EXPECT_TRUE(has(run.output, "so " + idle[0] + " would say nothing")) << run.output;
+    EXPECT_TRUE(has(run.output, "so " + idle[0] + " has no effect")) << run.output;
   }
 }
 
@@ -444,7 +444,7 @@ TEST(RunSnapshot, IsExplainedWithAdviceAboutForebay) {
   const std::string limited = explained({"--memory", "44MiB"}, "full");
   const std::string observed = explained({"--observe"}, "killed");
 
-  EXPECT_TRUE(has(sufficed, "`forebay run --memory 14MiB` would have done")) << sufficed;
+  EXPECT_TRUE(has(sufficed, "`forebay run --memory 14MiB` would have sufficed")) << sufficed;
   EXPECT_TRUE(
       has(full, "TRUE SHORTAGE: 12.00 MiB failed; all that was free, 4.00 MiB, is 8.00 MiB short of it."))
       << full;
@@ -453,7 +453,8 @@ TEST(RunSnapshot, IsExplainedWithAdviceAboutForebay) {
   // Memory of the device beyond the limit is not free.
   EXPECT_TRUE(has(limited, "TRUE SHORTAGE: 12.00 MiB failed; all that was free, 8.00 MiB, is 4.00 MiB short"))
       << limited;
-  EXPECT_TRUE(has(observed, "without --observe `forebay run --memory 14MiB` would have done")) << observed;
+  EXPECT_TRUE(has(observed, "without --observe `forebay run --memory 14MiB` would have sufficed"))
+      << observed;
 }
 
 // A block at the end of its chunk, one that goes on into the next, and one of the driver's.
@@ -831,7 +832,7 @@ TEST(RunReportOfAProcess, CoversTheOtherProcessesIfFilesOfOneAreDamaged) {
       has(summary, "  rank 2, process " + std::to_string(ranks[2].process) + ", cuda:0: requested 13.00 MiB"))
       << summary;
   EXPECT_TRUE(has(summary, "  rank 1, process " + std::to_string(ranks[1].process) +
-                               ": 4 allocations, of which no more is known"))
+                               ": 4 allocations; nothing more is known of them"))
       << summary;
   EXPECT_TRUE(has(counted.output, ranks[0].path + " is left out: ")) << counted.output;
 }
@@ -852,8 +853,7 @@ TEST(RunReportOfAProcess, PrintsManyEqualMessagesAsOneLine) {
       << run.output;
   EXPECT_LE(std::count(run.output.begin(), run.output.end(), '\n'), 5) << run.output;
   for (const std::string& text : {told.output, summary}) {
-    EXPECT_TRUE(has(
-        text, "process *: it has kept no events, so there is nothing to tell but its counts (8 of these)"))
+    EXPECT_TRUE(has(text, "process *: it has kept no events, so only its counts are known (8 of these)"))
         << text;
   }
   EXPECT_LE(std::count(told.output.begin(), told.output.end(), '\n'), 5) << told.output;

@@ -786,8 +786,8 @@ TEST(RunSummaryTest, PrintsEqualMessagesOfSeveralProcessesOnce) {
   EXPECT_EQ(lines[0],
             "handled 4 of 5 allocations, 4.00 KiB of 5.00 KiB, in 2 processes; at most 0 B live in one");
   EXPECT_EQ(lines[1], "not handled: 1, 1.00 KiB: where the arena could not serve");
-  EXPECT_EQ(lines[2], "refused for want of memory: 6");
-  EXPECT_EQ(lines[3], "trouble in a process: cannot make an arena");
+  EXPECT_EQ(lines[2], "refused because memory ran out: 6");
+  EXPECT_EQ(lines[3], "problem in a process: cannot make an arena");
 }
 
 }  // namespace

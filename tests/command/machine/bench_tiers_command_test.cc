@@ -1,5 +1,5 @@
-// `forebay bench-tiers` as a person runs it, in small: its shape, what it chooses, what it refuses, and that
-// it leaves nothing. Rates are whatever they are.
+// `forebay bench-tiers` as a user runs it, with few bytes: its output, its choices and refusals, and that it
+// leaves no files. Rates are not checked.
 
 #include <gtest/gtest.h>
 
@@ -147,7 +147,7 @@ TEST(BenchTiersCommand, MeasuresADeviceOfTheCudaDriver) {
   EXPECT_EQ(json.at("device").get<std::string>().find("cuda:1"), 0u) << json.at("device");
   EXPECT_EQ(json.at("device_in_host"), false);
   expect_rate(json.at("copies"), "both_bytes_per_second");
-  // What the device has is the budget.
+  // The device's memory is the budget.
   EXPECT_EQ(json.at("model").at("limits").at("device_bytes"), 67108864);
 }
 

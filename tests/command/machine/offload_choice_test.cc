@@ -8,7 +8,8 @@
 namespace forebay {
 namespace {
 
-constexpr std::uint64_t kCount = 1 << 20;  // Of each of the two units; whole leaves and pieces on two ranks.
+constexpr std::uint64_t kCount =
+    1 << 20;  // Elements of each of the two units: whole leaves and shards on two ranks.
 
 ModelShape model() {
   return {.units = {{.name = "a", .parameters = {{.name = "a.w", .count = kCount}}},
@@ -191,7 +192,7 @@ TEST(OffloadChoice, NeedsRoomForItsFiles) {
   EXPECT_EQ(choice.chosen, -1);
   EXPECT_NE(of(choice, "optimizer on nvme").lacks.find("24.00 MiB of files, and the directories have"),
             std::string::npos);
-  // The device has room for two of them, so it is not what advice is about.
+  // The device has room for two of them, so the advice is about the host.
   EXPECT_EQ(choice.reason.find("optimizer on cpu needs 28.00 MiB of host memory"), 0u) << choice.reason;
   EXPECT_NE(choice.reason.find("--host-ranks"), std::string::npos) << choice.reason;
 }

@@ -1,5 +1,5 @@
-// The web page of a report: what it holds, what it leaves out, that nothing in it is taken for anything but
-// text, and that a real browser runs it.
+// The web page of a report: its content, its omissions, the escaping of all text, and its script in a real
+// browser.
 #include "runtime/command/page/report_page.h"
 
 #include <gtest/gtest.h>
@@ -155,10 +155,10 @@ TEST(ReportPageTest, SaysWhatItWasGiven) {
        {"<title>forebay run -- python train.py</title>", "One process.",
         "process 4711, device 0, arena, tensors", "Two pieces of 1 MiB are held apart by a live block.",
         "Peak requested</dt><dd>6.00 MiB", "Peak reserved</dt><dd>8.00 MiB",
-        "2.00 MiB <small>25 % of what was reserved", "12.00 MiB <small>4.00 MiB more",
+        "2.00 MiB <small>25 % of the reserved memory", "12.00 MiB <small>4.00 MiB more",
         "Step time</dt><dd>12 ms", "Blocks at the first out-of-memory", "stream 0xabc0, 4.00 MiB",
         "2.00 MiB free in 2 pieces, the largest of 1.00 MiB", "which was free, but in no piece large enough",
-        "Who held memory at the peak"}) {
+        "Holders of memory at the peak"}) {
     EXPECT_NE(html.find(expected), std::string::npos) << expected;
   }
 }
@@ -420,8 +420,8 @@ class ReportPageInABrowser : public ::testing::Test {
     }
   }
 
-  // Sets `document` to what the browser has once the page's script has run, and `more` after it. False where
-  // the browser loads no page at all, as one that is confined to other directories.
+  // Sets `document` to the browser's document after the page's script and then `more` have run. False if the
+  // browser loads no page at all, for example if it is confined to other directories.
   static bool document_of(std::string html, const std::string& more, std::string* document) {
     html.insert(html.rfind("</body>"), more.empty() ? "" : "<script>" + more + "</script>");
     const Finished run = load(html);
@@ -507,7 +507,7 @@ TEST_F(ReportPageInABrowser, AnswersTheKeyboardAndThePointer) {
   EXPECT_EQ(fact(document, "spoken"), fact(document, "pointed"));
 }
 
-// What the test looks for can be seen to fail.
+// The check for errors can fail.
 TEST_F(ReportPageInABrowser, CountsAnErrorWhenThereIsOne) {
   LOAD_OR_SKIP(document, report_page(page_of({small_process()})), "nothing.at.all();");
   EXPECT_EQ(fact(document, "errors"), "1");

@@ -149,7 +149,7 @@ TEST(ModelConfig, CountsBiasesGroupedHeadsAndATiedEmbedding) {
   EXPECT_EQ(model.units[1].parameters[1].name, "model.layers.0.self_attn.q_proj.weight");
 }
 
-// --- what is refused ---
+// --- refusals ---
 
 struct BadConfig {
   const char* file;

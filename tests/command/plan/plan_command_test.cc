@@ -266,7 +266,7 @@ TEST(PlanCommand, SaysWhoseEstimateActivationsAre) {
   const std::string shape =
       "--layers 8 --hidden 256 --heads 8 --sequence 128 --batch 4 --dtype fp32 --ranks 2 --tensor-parallel 2 "
       "--stage 2 --host-ranks 0 ";
-  const char* const estimate = "an estimate by Korthikanti's count of what layers keep";
+  const char* const estimate = "an estimate by Korthikanti's count of the tensors that layers keep";
   const char* const judged = "activations among them are an estimate";
   const std::string none = plan(shape + "--recompute none --memory 200MiB").output;
   EXPECT_NE(none.find(estimate), std::string::npos) << none;
@@ -352,7 +352,7 @@ TEST(PlanCommand, ChoosesHowActivationsAreKept) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.output;
     return Json::parse(outcome.output);
   };
-  // The choice when the device has exactly the bytes of a placement, and two chunks.
+  // The choice with exactly the memory of a placement and two chunks.
   const auto chosen_for = [&](const std::string& placement) {
     const auto bytes = plan_with(placement).at("bytes_per_rank").at("reserved").get<std::uint64_t>();
     const Json json = plan_with("auto --memory " + std::to_string(bytes + (4 << 20)));
@@ -372,7 +372,8 @@ Json plan_of(const std::string& arguments) {
   return Json::parse(outcome.output);
 }
 
-// Matrices, the token embedding and the biases of first matrices are divided; the rest is whole.
+// kShape's matrices, token embedding and the biases of first matrices are cut, the other parameters are
+// whole.
 TEST(PlanCommand, TensorParallelismDividesTheModelStates) {
   const int h = 128;
   for (const int t : {1, 2, 4}) {

@@ -58,7 +58,7 @@ std::uint64_t count_of_billions(double billions) {
   return static_cast<std::uint64_t>(std::llround(billions * 1e9));
 }
 
-// What the paper would print for `exact`: as many digits as it prints, shortened the way it did in that cell.
+// `exact` as the paper prints it: with as many digits, and rounded or cut as in that cell.
 double as_printed(double exact, double printed, const std::string& mode) {
   if (mode == "exact") return exact;
   double unit = 1;
@@ -354,7 +354,7 @@ TEST(ForebayPreset, IsTheEnginesPlanOfTheShape) {
 TEST(ForebayPreset, SaysWhatACountAloneCannotTell) {
   const PlanReport below =
       report_of({.preset = Preset::kForebay, .parameters = 124'439'808, .ranks = 4, .stage = 1});
-  EXPECT_EQ(below.bytes.gathered, 0u);  // Nothing is gathered below stage 2, whatever the shape.
+  EXPECT_EQ(below.bytes.gathered, 0u);  // Nothing is gathered below stage 2, for any shape.
   EXPECT_FALSE(below.bytes.activations.has_value());
   EXPECT_FALSE(below.bytes.total.has_value());
   EXPECT_FALSE(below.exact);

@@ -171,7 +171,7 @@ TEST_F(ReplayCommand, EndsWithTheCodeOfTheSignalThatEndsIt) {
   }
 }
 
-// A terminal that takes what a program writes to it.
+// A terminal that records the output of a program.
 class Terminal {
  public:
   explicit Terminal(unsigned short width) : master_(::posix_openpt(O_RDWR | O_NOCTTY)) {
@@ -191,7 +191,7 @@ class Terminal {
   }
   ~Terminal() { ::close(master_); }
   const std::string& name() const { return name_; }
-  // What was written, when nobody writes any more.
+  // The recorded output. Requires: the program has ended.
   const std::string& finish() {
     ::close(slave_);
     reader_.join();

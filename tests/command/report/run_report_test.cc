@@ -65,7 +65,7 @@ TEST(RunReport, FormulasKnowGroups) {
       run.world_size = 8;
       run.group = 2;
       run.shard_within_group = hybrid;
-      // Without padding: what a unit that divides gives.
+      // Without padding: the unit divides.
       ModelShape model;
       model.units.push_back({.name = "all", .parameters = {{.name = "all", .count = 1'024'000}}});
       run.parameters = 1'024'000;
@@ -280,7 +280,7 @@ TEST(RunReport, LossThatWasNotFiniteIsShownAndEqualToItself) {
   std::remove(path.c_str());
 }
 
-// What is said of a report with that text, which cannot be read.
+// The message about a report with that text, which cannot be read.
 std::string complaint(const std::string& text) {
   const std::string path = testing::TempDir() + "forebay-run-report-complaint.json";
   std::ofstream(path) << text;
@@ -304,9 +304,9 @@ TEST(RunReport, SaysWhereAFileIsNoJson) {
   contains(complaint(""), "it is empty");
   contains(complaint("{\"world_size\": 2,\n \"stage\""), "it ends before its JSON does");
   contains(complaint("{\"world_size\": 2,\n  stage: 1}"),
-           "line 2, byte 3 of it: it is no JSON from 'stage: 1}' on");
-  contains(complaint("hello"), "line 1, byte 1 of it: it is no JSON from 'hello' on");
-  contains(complaint("{\"world_size\": 1e999}"), "a number too large");
+           "line 2, byte 3 of it: it is not JSON from 'stage: 1}' on");
+  contains(complaint("hello"), "line 1, byte 1 of it: it is not JSON from 'hello' on");
+  contains(complaint("{\"world_size\": 1e999}"), "a number that is too large");
 }
 
 TEST(RunReport, NamesTheEntryThatIsNotWhatItShouldBe) {
