@@ -468,7 +468,7 @@ class ChunkedArena final : public Arena {
   ArenaStatistics total_;
   std::size_t high_water_bytes_ = 0;  // The most live bytes before the latest reset_peaks.
   std::uint64_t freed_bytes_ = 0;     // Since the arena was made.
-  LiveBounds lap_;                    // Of the current lap of steps_.
+  LiveBounds lap_;                    // In the current lap of steps_.
   LiveBounds previous_lap_;
   bool refine_due_ = false;
   std::uint32_t refine_pause_ = 0;  // Low points to skip after the next attempt that fails.

@@ -4,16 +4,16 @@
   golden.py check --program build/release/bin/forebay-gpt    runs the 40 and compares them with digests.json
   golden.py record --program build/release/bin/forebay-gpt   runs the 40 and writes digests.json
   golden.py list                                             prints the 40 with their options
-With --demo, check and record run what ./dev demo runs, with both --matmul, instead of the 40: about 5 minutes.
+With --demo, check and record run the trainings of ./dev demo, with both --matmul, instead of the 40: about 5 minutes.
 
-Of each training it compares the digest of the fp32 weights, all losses and gradient norms to the last bit, the planned
+For each training it compares the digest of the fp32 weights, all losses and gradient norms to the last bit, the planned
 bytes of every pool, the planned and the counted bytes on every wire, and the contents of the files it leaves. A change
 that is meant to change none of these must pass; a change that is meant to must record them again, and say so.
 
 Exit codes: 0 all is as recorded, 1 something differs or a program failed, 2 a mistake on the command line, 77 skipped:
 results differ a little and this machine's arithmetic is not the recorder's, so nothing is known.
 
-What could differ between machines. The 40 use --matmul plain, whose products have the same bits everywhere. log, cos
+Differences between machines: the 40 use --matmul plain, whose products have the same bits everywhere. log, cos
 and pow are the C library's (initial weights, loss, AdamW's bias correction), and its variants for other processors
 round the last bit of a double otherwise. Weights are fp32 and hardly ever show it; a loss is a double and may. So a
 table of these functions is recorded, too. The demo's products are oneDNN's, whose bits depend on its version and on the
@@ -36,14 +36,14 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-TEXT = ROOT / "LICENSE"  # What the 40 train on.
+TEXT = ROOT / "LICENSE"  # The text that the 40 train on.
 RECORDED = HERE / "digests.json"
-# Of one training: far above what one takes, even on a busy machine.
+# Limit for one training: far above its time, even on a busy machine.
 DEADLINE_SECONDS = 300
 DEMO_DEADLINE_SECONDS = 1800
 SKIPPED = 77
 
-# What the 40 have in common; an option of a setting replaces the one here.
+# Options of all 40; an option of a setting replaces the one here.
 BASE = (
     "--layers 2 --hidden 48 --heads 4 --sequence 24 --batch 2 --steps 4 --lr 0.01 --clip 0.5 --seed 7"
     " --ranks 1 --communicator local --threads 1 --matmul plain"
@@ -84,7 +84,7 @@ SETTINGS = [
     ("processes-shm", "--ranks 4 --stage 3 --communicator shm"),
     ("processes-shm-groups", "--ranks 4 --stage 2 --dtype bf16 --order group:2 --micro-steps 2 --communicator shm"),
     ("processes-gloo", "--ranks 3 --stage 2 --micro-steps 2 --communicator gloo"),
-    # Below the device.
+    # Offload.
     ("offload-optimizer", "--ranks 2 --stage 2 --dtype bf16 --offload optimizer"),
     ("offload-a-part", "--ranks 3 --stage 1 --layers 4 --offload optimizer --offload-fraction 0.5"),
     ("offload-optimizer-files", "--ranks 2 --stage 1 --dtype fp16 --offload optimizer --offload-tier nvme:{dir}"),
@@ -140,7 +140,7 @@ SETTINGS = [
 ]
 CHOSEN_BY_MEASUREMENT = {"chosen-by-measurement"}  # Their bytes are this machine's; their results are not.
 
-# Of the report's `ranks`.
+# Keys of each entry of `ranks` in the report.
 POOLS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations")
 BYTES = [f"planned_bytes.{pool}" for pool in POOLS] + [
     "planned_reserved_bytes",
@@ -284,7 +284,7 @@ def by_hand(program, setting):
     return commands
 
 
-# ---- what the results could depend on ----
+# ---- dependencies of the results ----
 
 
 def libm_table():

@@ -23,7 +23,7 @@ struct Block {
   CuDevicePtr address = 0;
   std::size_t words = 0;
   std::uint32_t value = 0;
-  int stream = 0;  // Whose work used it last.
+  int stream = 0;  // The stream whose work used it last.
   bool is_ordered = true;
 };
 

@@ -1,5 +1,5 @@
-// A chain of layers that has no arithmetic: each saves a known pattern in the forward pass and looks for it
-// in the backward pass. What tests of the ActivationCheckpointer run.
+// Tests of the ActivationCheckpointer run a chain of layers without arithmetic. Each layer saves a known
+// pattern in the forward pass and expects it in the backward pass.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@
 
 namespace forebay::testing {
 
-// Byte `i` of an activation. What is shared is the same on all ranks.
+// Byte `i` of an activation. A shared activation is the same on all ranks.
 inline std::byte pattern(const ActivationKey& key, bool shared, int rank, std::uint64_t i) {
   const auto of = [](int number) { return static_cast<std::uint64_t>(number); };
   const std::uint64_t seed =

@@ -1,4 +1,5 @@
-// What is loaded is what was saved, on every tier and over any number of ranks, in the bytes of the plan.
+// Loaded activations equal the saved ones, on every tier and over any number of ranks, in the bytes of the
+// plan.
 
 #include <gtest/gtest.h>
 
@@ -313,7 +314,7 @@ TEST(ActivationCheckpointer, SavesIntoAPlaceOnlyWhenItsLastReaderHasRead) {
   }
 }
 
-// Whatever the order of calls, as long as it is the same on all ranks.
+// Any order of calls works that is the same on all ranks.
 TEST(ActivationCheckpointer, GivesBackTheBitsInAnyOrder) {
   const std::uint64_t seed = std::random_device()();
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));

@@ -1,5 +1,5 @@
-// What becomes of saved activations when something fails: the call that meets it says so, so do all that come
-// after, no rank hangs, and nothing is left behind.
+// Failures while activations are saved: the call that meets the failure reports it, and so do all later
+// calls. No rank hangs, and nothing leaks.
 
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ std::vector<ActivationSlot> slots_of(ActivationPlacement placement) {
 // No rank is in a collective call of an earlier part any more when one fails in the next. Real time.
 using Meeting = std::barrier<>;
 
-// Runs until something fails. What it was, or ok.
+// Runs until a failure, and returns it, or ok.
 Status outcome_of(Chain& chain, int micro_batches) {
   try {
     chain.run(micro_batches, 2);

@@ -1,5 +1,5 @@
-// What spilling activations costs a step, on the virtual clock: next to nothing where copies can hide behind
-// compute, what theory says where they cannot, and the timeline shows where.
+// The cost of offloaded activations for a step, on the virtual clock: almost nothing if copies can hide
+// behind computation, the time by theory if they cannot. The timeline shows the exposed part.
 
 #include <gtest/gtest.h>
 
@@ -24,9 +24,10 @@ constexpr std::uint64_t kBytes = 48u << 10;
 struct Times {
   double forward = 3e-3;   // Also of the recomputation.
   double backward = 6e-3;  // Without it.
-  double copy = 1e-3;      // Of what a rank spills, either way.
-  double gather = 0;       // Of the ranks' slices.
-  double drive = 0;        // Of what a rank spills, either way; not 0: it goes on to a modelled drive.
+  double copy = 1e-3;      // A copy of one rank's offloaded part, in either direction.
+  double gather = 0;       // A gather of the ranks' slices.
+  double drive =
+      0;  // A transfer of one rank's offloaded part to or from a modelled drive; 0: there is no drive.
 };
 
 HostClock::Nanoseconds nanoseconds(double seconds) {
@@ -69,8 +70,8 @@ class LinkedBackend final : public ForwardingBackend {
 
 struct Measured {
   double step_seconds = 0;    // The last one: forward, recomputation and backward.
-  double waited_seconds = 0;  // Of it, what the compute stream waited for activations, by the timeline.
-  Exposure copies;            // Spills and fetches of all steps, and what compute did not cover.
+  double waited_seconds = 0;  // The part in which the compute stream waited for activations, by the timeline.
+  Exposure copies;            // Copies of all steps, and the part that computation did not cover.
 };
 
 Measured run(int ranks, ActivationPlacement placement, const Times& times) {
@@ -199,7 +200,7 @@ TEST(ActivationOverlap, HidesWhatCanBeHidden) {
         EXPECT_LE(spill.step_seconds, 1.05 * keep.step_seconds) << ranks << ", " << ratio;
       }
       EXPECT_NEAR(spill.step_seconds, theory, 0.01 * theory) << ranks << ", " << ratio;
-      // What it is longer is what the timeline shows the compute stream waiting.
+      // The extra time is the time that the compute stream waits in the timeline.
       EXPECT_NEAR(spill.waited_seconds, spill.step_seconds - keep.step_seconds, 1e-4)
           << ranks << ", " << ratio;
       EXPECT_GT(spill.copies.busy.count(), 0);
