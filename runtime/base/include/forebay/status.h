@@ -32,7 +32,7 @@ const char* status_code_name(StatusCode code) noexcept;
 class [[nodiscard]] Status {
  public:
   Status() noexcept = default;
-  Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  Status(StatusCode code, std::string message);
 
   bool ok() const noexcept { return code_ == StatusCode::kOk; }
   StatusCode code() const noexcept { return code_; }
