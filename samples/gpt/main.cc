@@ -15,6 +15,7 @@
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/standard_streams.h"
+#include "trainer/closing.h"
 #include "trainer/files.h"
 #include "trainer/launcher_watch.h"
 #include "trainer/options.h"
@@ -100,6 +101,7 @@ void warn_about(const TrainerOptions& options, const TrainingReport& report) {
 int finish(const TrainerOptions& options, const TrainingReport& report, bool writes) {
   if (writes) {
     if (!options.report_file.empty()) write_file(options.report_file, report_json(report));
+    show_closing(options, report);
     warn_about(options, report);
     if (report.interrupted) {
       std::fprintf(stderr, "forebay-gpt: stopped after step %llu of %llu%s\n",

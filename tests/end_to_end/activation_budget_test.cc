@@ -13,6 +13,7 @@
 
 #include "forebay/error.h"
 #include "tests/end_to_end/parallel_run.h"
+#include "tests/end_to_end/unwrapped.h"
 #include "tests/support/process.h"
 #include "trainer/training.h"
 
@@ -159,7 +160,7 @@ TEST(ActivationBudget, AutoPrintsWhatItChose) {
   const auto output_of = [&](std::uint64_t budget) {
     const Finished finished = run_program(Words{FOREBAY_GPT} + within(words, budget));
     EXPECT_EQ(finished.exit_code, 0) << finished.output;
-    return finished.output;
+    return unwrapped(finished.output);
   };
 
   const std::string kept = output_of(reserved_bytes(kDeeper, "keep"));

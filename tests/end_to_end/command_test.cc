@@ -56,6 +56,25 @@ class Command : public ::testing::Test {
   TemporaryDirectory directory_;
 };
 
+TEST_F(Command, OpensWithItsPlanAndClosesWithItsResultInLinesOf100Columns) {
+  const Words words =
+      kModel + Words{"--steps", "2", "--ranks", "2", "--stage", "3", "--offload", "optimizer"};
+  const std::string report = directory_ / "report.json";
+  const Finished loud = run_program(words + Words{"--report", report});
+  const Finished quiet = run_program(words + Words{"--quiet"});
+
+  EXPECT_EQ(loud.exit_code, 0) << loud.output;
+  for (const char* label : {"model", "data", "ranks", "device", "sharding", "offload", "memory", "measured",
+                            "planned", "digest", "files"}) {
+    EXPECT_NE(loud.output.find("\n  " + std::string(label) + " "), std::string::npos) << label << loud.output;
+  }
+  EXPECT_LT(loud.output.find("\n  memory"), loud.output.find("step ")) << "scripts wait for \"step \"";
+  EXPECT_NE(loud.output.find(std::string(Json::parse(read_text(report))["digest"])), std::string::npos);
+  std::istringstream lines(loud.output);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+  EXPECT_EQ(quiet.output, "");
+}
+
 #if defined(_OPENMP)
 TEST_F(Command, RefusesFewerThreadsThanWereAskedFor) {
   for (const char* ranks : {"1", "2"}) {

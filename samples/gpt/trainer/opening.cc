@@ -6,47 +6,104 @@
 #include <vector>
 
 #include "forebay/units.h"
+#include "trainer/rows.h"
 
 namespace forebay::gpt {
 namespace {
 
-void show_bucket(RankModel& model) {
-  const WireSpeed speed = model.engine.statistics().wire_speed;
-  if (speed.bytes_per_second <= 0) return;
-  std::fprintf(stderr, "forebay-gpt: buckets of %s: a collective takes %.0f us and as long as %s/s need\n",
-               format_bytes(model.engine.plan().options.bucket_bytes).c_str(), speed.latency_seconds * 1e6,
-               format_bytes(static_cast<std::uint64_t>(speed.bytes_per_second)).c_str());
+std::string model_text(const RankModel& model) {
+  const GptShape& shape = model.options.model;
+  return format_count(shape.layers, "layer") + ", " + std::to_string(shape.hidden) + " columns, " +
+         format_count(shape.heads, "head") + ", " + std::to_string(shape.sequence) + " positions";
 }
 
-void show_pipeline(RankModel& model) {
+std::string data_text(const RankModel& model) {
+  const std::uint64_t tokens = model.options.batch * model.options.model.sequence;
+  // No row has the word "step" before a space: scripts wait for "step " to know that steps have begun.
+  return grouped(model.text.bytes().size()) + " bytes of text; " + grouped(tokens) +
+         " tokens per rank and micro-step, " + grouped(static_cast<std::uint64_t>(model.tokens_per_step())) +
+         " in each step";
+}
+
+std::string ranks_text(const RankModel& model) {
+  const RankGrid& grid = model.grid.shape();
+  std::string text = std::to_string(model.rank.place.size) + ", communicator " + model.communicator.name();
+  if (model.grid.part_count() > 1) {
+    text += "; " + std::to_string(grid.tensor_parallel()) + " tensor-parallel x " +
+            std::to_string(grid.data_parallel()) + " data-parallel x " +
+            std::to_string(grid.pipeline_parallel()) + " pipeline-parallel";
+  }
+  return text;
+}
+
+std::string device_text(const RankModel& model) {
+  const std::string products = std::string(model.operations->matmul()) + " products";
+  if (model.rank.on_gpu()) return std::string(model.rank.backend->capabilities().name) + ", " + products;
+  return "host, " + format_count(static_cast<std::uint64_t>(model.rank.threads), "thread") + " per rank, " +
+         products;
+}
+
+std::string sharding_text(RankModel& model) {
+  const TrainerOptions& options = model.options;
+  std::string text = "ZeRO stage " + std::to_string(options.stage) + ", " + data_type_name(options.dtype) +
+                     ", buckets of " + format_bytes(model.engine.plan().options.bucket_bytes);
+  const WireSpeed speed = model.engine.statistics().wire_speed;
+  if (speed.bytes_per_second > 0) {
+    char measured[96];
+    std::snprintf(measured, sizeof measured, " (measured: latency %.0f us, bandwidth %s/s)",
+                  speed.latency_seconds * 1e6,
+                  format_bytes(static_cast<std::uint64_t>(speed.bytes_per_second)).c_str());
+    text += measured;
+  }
+  if (options.group > 1) {
+    text += ", all-reduce groups of " + std::to_string(options.group) + " ranks" +
+            (options.shard_within_group ? ", sharded within them" : "");
+  }
+  return text;
+}
+
+std::string pipeline_text(const RankModel& model) {
   const int stages = model.grid.shape().pipeline_parallel();
-  if (stages == 1) return;
   const int micro_steps = model.options.micro_steps;
-  const double waits = 100.0 * (stages - 1) / (micro_steps + stages - 1);
-  std::fprintf(stderr,
-               "forebay-gpt: pipeline of %d stages, %d micro-steps: each stage waits %.0f %% of a step at "
-               "least; more --micro-steps make it less\n",
-               stages, micro_steps, waits);
+  char text[128];
+  std::snprintf(text, sizeof text,
+                "each stage waits at least %.0f %% of the time; more --micro-steps make it less",
+                100.0 * (stages - 1) / (micro_steps + stages - 1));
+  return text;
+}
+
+std::string offload_text(RankModel& model) {
+  if (model.options.offload == Offload::kNone) return "none";
+  const std::string store = model.engine.statistics().store_description;
+  char share[32];
+  std::snprintf(share, sizeof share, "%.0f %%",
+                100.0 * static_cast<double>(model.offloaded_parameters()) /
+                    static_cast<double>(parameter_count(model.options.model)));
+  return std::string(offload_name(model.options.offload)) + " to " + tier_name(model.options.tier) + ": " +
+         share + " of the model, " + std::to_string(model.engine.plan().device_units) + " of " +
+         std::to_string(model.engine.model().units.size()) + " units stay on the device" +
+         (store.empty() ? "" : "; " + store);
 }
 
 void show_activations(const std::vector<std::string>& choices) {
   const bool same = std::equal(choices.begin() + 1, choices.end(), choices.begin());
   for (std::size_t stage = 0; stage < (same ? 1 : choices.size()); ++stage) {
-    std::fprintf(stderr, "forebay-gpt: activations auto%s: %s\n",
-                 same ? "" : (" at pipeline stage " + std::to_string(stage)).c_str(), choices[stage].c_str());
+    show_row("activations",
+             "auto" + (same ? "" : " at pipeline stage " + std::to_string(stage)) + ": " + choices[stage]);
   }
 }
 
-void show_offload(RankModel& model) {
-  if (model.options.offload == Offload::kNone) return;
-  const std::string store = model.engine.statistics().store_description;
-  const double share = 100.0 * static_cast<double>(model.offloaded_parameters()) /
-                       static_cast<double>(parameter_count(model.options.model));
-  std::fprintf(
-      stderr, "forebay-gpt: offload %s to %s: %.0f %% of the model, %d of %zu units stay on the device%s%s\n",
-      offload_name(model.options.offload), tier_name(model.options.tier), share,
-      model.engine.plan().device_units, model.engine.model().units.size(), store.empty() ? "" : "; ",
-      store.c_str());
+// The plan of rank 0. Without a pipeline every rank has the same.
+std::string memory_text(RankModel& model) {
+  const EngineStatistics statistics = model.engine.statistics();
+  std::uint64_t host_bytes = statistics.planned_host_bytes;
+  std::uint64_t file_bytes = statistics.planned_file_bytes;
+  if (model.inputs != nullptr) {
+    host_bytes += model.inputs->plan().host_bytes();
+    file_bytes += model.inputs->plan().file_bytes;
+  }
+  return tiers_text(statistics.planned_reserved_bytes, host_bytes, file_bytes) +
+         (model.grid.shape().pipeline_parallel() > 1 ? " on rank 0" : " per rank") + ", as planned";
 }
 
 }  // namespace
@@ -59,10 +116,22 @@ void show_opening(RankModel& model) {
                                 : describe_choice(model.inputs->plan()));
   }
   if (model.rank.place.rank != 0 || !model.options.progress) return;
-  show_bucket(model);
-  show_pipeline(model);
-  if (!activations.empty()) show_activations(activations);
-  show_offload(model);
+  std::fprintf(stderr, "forebay-gpt: training a GPT of %s parameters\n",
+               grouped(parameter_count(model.options.model)).c_str());
+  show_row("model", model_text(model));
+  show_row("data", data_text(model));
+  show_row("ranks", ranks_text(model));
+  show_row("device", device_text(model));
+  show_row("sharding", sharding_text(model));
+  if (model.grid.shape().pipeline_parallel() > 1) show_row("pipeline", pipeline_text(model));
+  show_row("offload", offload_text(model));
+  if (!activations.empty()) {
+    show_activations(activations);
+  } else if (model.options.recompute_every > 0) {
+    show_row("activations", "recompute " + recompute_name(model.options) +
+                                ", inputs of these blocks: " + activations_name(model.options));
+  }
+  show_row("memory", memory_text(model));
 }
 
 }  // namespace forebay::gpt

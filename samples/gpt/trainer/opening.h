@@ -1,11 +1,12 @@
-// The lines on stderr before the first step: the choices that the run has made.
+// The text on stderr before the first step: the model, the ranks, the sharding and the planned memory.
 #pragma once
 
 #include "trainer/rank_model.h"
 
 namespace forebay::gpt {
 
-// Says on rank 0 how the run was set up. Collective over all ranks; prints nothing with --quiet.
+// Prints on rank 0, unless --quiet. Collective over all ranks. Order: after the weights are set, so that a
+// run that is refused prints its error alone.
 void show_opening(RankModel& model);
 
 }  // namespace forebay::gpt

@@ -29,8 +29,8 @@ double mean(const std::vector<double>& values) {
 
 Trainer::Trainer(const TrainerOptions& options, const Rank& rank)
     : options_(options), model_(options, rank), meter_(model_) {
-  show_opening(model_);
   set_weights();
+  show_opening(model_);
 }
 
 TrainingReport Trainer::train() {

@@ -1,0 +1,44 @@
+#include "trainer/rows.h"
+
+#include <cstdio>
+#include <sstream>
+
+#include "forebay/units.h"
+
+namespace forebay::gpt {
+namespace {
+
+constexpr std::size_t kColumns = 100;      // Narrow terminals and quoted logs still show a row as one.
+constexpr std::size_t kLabelColumns = 14;  // With the indentation before the label and the space after it.
+
+}  // namespace
+
+void show_row(const char* label, const std::string& text) {
+  std::string line = "  " + std::string(label);
+  line.resize(kLabelColumns, ' ');
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    if (line.size() > kLabelColumns && line.size() + 1 + word.size() > kColumns) {
+      std::fprintf(stderr, "%s\n", line.c_str());
+      line.assign(kLabelColumns, ' ');
+    }
+    line += (line.size() > kLabelColumns ? " " : "") + word;
+  }
+  std::fprintf(stderr, "%s\n", line.c_str());
+}
+
+std::string grouped(std::uint64_t number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t place = digits.size(); place > 3;) {
+    place -= 3;
+    digits.insert(place, 1, ',');
+  }
+  return digits;
+}
+
+std::string tiers_text(std::uint64_t device_bytes, std::uint64_t host_bytes, std::uint64_t file_bytes) {
+  return format_bytes(device_bytes) + " device, " + format_bytes(host_bytes) + " host, " +
+         format_bytes(file_bytes) + " files";
+}
+
+}  // namespace forebay::gpt
