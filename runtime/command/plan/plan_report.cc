@@ -365,13 +365,15 @@ Status check_request(const PlanRequest& request) {
   }
   if (options.in_groups() && !request.shape) {
     return refuse(
-        "--order group needs the shape of the model (--layers --hidden --heads --sequence --vocabulary, or "
-        "--config), not its number of parameters alone");
+        "--order group needs the shape of the model, not only its number of parameters; give --layers "
+        "--hidden "
+        "--heads --sequence --vocabulary, or --config");
   }
   if (part_count(request.part) > 1 && (!request.shape || request.preset != Preset::kForebay)) {
     return refuse(
-        "tensor and pipeline parallelism need the shape of the model (--layers --hidden --heads --sequence, "
-        "or --config) and preset forebay");
+        "tensor and pipeline parallelism need the shape of the model and preset forebay; give --layers "
+        "--hidden "
+        "--heads --sequence, or --config");
   }
   // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
   const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};

@@ -285,10 +285,10 @@ TEST(RunReportOfAProcess, InvalidOptionsAreRefusedBeforeTheCommandStarts) {
   for (const char* option : {"--trace", "--snapshot"}) {
     EXPECT_TRUE(has(refused({option, directory / "mine.txt/trace"}), "mine.txt is no directory"));
     EXPECT_TRUE(has(refused({option, directory.path()}), "it is a directory; name a file"));
-    EXPECT_TRUE(has(refused({option, directory / "new/"}), "that names a directory"));
+    EXPECT_TRUE(has(refused({option, directory / "new/"}), "the name is that of a directory"));
     EXPECT_TRUE(has(refused({option, directory / std::string(300, 'x')}), "File name too long"));
     EXPECT_TRUE(has(refused({option, "/proc/none"}), "cannot write "));
-    EXPECT_TRUE(has(refused({option, directory / "mine.txt"}), "and it is not written over"));
+    EXPECT_TRUE(has(refused({option, directory / "mine.txt"}), "and is not overwritten"));
     EXPECT_TRUE(has(refused({option, "-"}), "give /dev/stdout"));
   }
   EXPECT_EQ(read_text(directory / "mine.txt"), "of years");
@@ -975,7 +975,7 @@ TEST(RunReportOfAProcess, ReportsThatTheRecordsWereRemoved) {
   EXPECT_EQ(run.exit_code, 0) << run.output;
   EXPECT_TRUE(has(run.output, "were removed while the command ran")) << run.output;
   EXPECT_FALSE(has(run.output, "are kept in")) << run.output;
-  EXPECT_TRUE(has(summary, "the command has ended with 0, and the records were gone by then")) << summary;
+  EXPECT_TRUE(has(summary, "the command has ended with 0, and the records were deleted before")) << summary;
   EXPECT_FALSE(has(summary, "the run goes on")) << summary;
 }
 

@@ -127,11 +127,11 @@ TEST(RunCommand, InsideAnotherRunTheSmallerLimitHolds) {
   }
   EXPECT_TRUE(has(more,
                   "--memory 48MiB is more than the 32.00 MiB that the forebay run around this one allows, "
-                  "so those hold"))
+                  "so the smaller limit holds"))
       << more;
   EXPECT_TRUE(has(variable, "FOREBAY_MEMORY 48MiB is more than the 32.00 MiB")) << variable;
   for (const std::string& output : {less, none}) EXPECT_FALSE(has(output, "is more than")) << output;
-  EXPECT_TRUE(has(observed, "the 32.00 MiB that the forebay run around this one allows are not kept to"))
+  EXPECT_TRUE(has(observed, "the 32.00 MiB that the forebay run around this one allows are not enforced"))
       << observed;
 }
 
@@ -418,7 +418,7 @@ TEST(RunCommand, WorksInAnEmptyEnvironmentAndReportsHiddenVariables) {
   EXPECT_EQ(outside.exit_code, 0) << outside.output;
   EXPECT_NE(position(outside.output, "handled 3 of 3 allocations"), std::string::npos) << outside.output;
   EXPECT_EQ(inside.exit_code, 0) << inside.output;
-  EXPECT_NE(position(inside.output, "or one without LD_PRELOAD"), std::string::npos) << inside.output;
+  EXPECT_NE(position(inside.output, "programs without LD_PRELOAD"), std::string::npos) << inside.output;
 }
 
 TEST(RunCommand, MayBeRunUnderItself) {
@@ -459,7 +459,7 @@ TEST(RunCommand, RunsACommandWithoutCudaAndSaysSo) {
 
   EXPECT_EQ(run.exit_code, 0);
   EXPECT_NE(position(run.output, "\nhello\n"), std::string::npos) << run.output;
-  EXPECT_NE(position(run.output, "handled 0 of 0 allocations: no process of the command has started CUDA"),
+  EXPECT_NE(position(run.output, "handled 0 of 0 allocations: no process of the command has used CUDA"),
             std::string::npos);
 }
 

@@ -1,6 +1,7 @@
 #include "runtime/command/report/run_report.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
@@ -282,7 +283,8 @@ TEST(RunReport, LossThatWasNotFiniteIsShownAndEqualToItself) {
 
 // The message about a report with that text, which cannot be read.
 std::string complaint(const std::string& text) {
-  const std::string path = testing::TempDir() + "forebay-run-report-complaint.json";
+  const std::string path =
+      testing::TempDir() + "forebay-run-report-complaint-" + std::to_string(::getpid()) + ".json";
   std::ofstream(path) << text;
   std::string message;
   try {
