@@ -2,11 +2,7 @@
 
 #include <cstdio>
 
-#include "forebay/arena.h"
-#include "forebay/error.h"
-#include "forebay/host_backend.h"
-#include "forebay/plan.h"
-#include "forebay/version.h"
+#include "forebay/runtime.h"
 
 int main() {
   try {

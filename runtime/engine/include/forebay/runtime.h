@@ -1,0 +1,25 @@
+// The headers that a trainer in C++ needs, in one: devices, memory, communicators, offload, plan and engine.
+// Each can be included by itself, which compiles faster.
+#pragma once
+
+#include "forebay/activation_checkpointer.h"
+#include "forebay/arena.h"
+#include "forebay/backend.h"
+#include "forebay/bootstrap.h"
+#include "forebay/communicator.h"
+#include "forebay/cuda_backend.h"
+#include "forebay/cuda_devices.h"
+#include "forebay/engine.h"
+#include "forebay/error.h"
+#include "forebay/host_backend.h"
+#include "forebay/kernels.h"
+#include "forebay/local_communicator.h"
+#include "forebay/model_backend.h"
+#include "forebay/nccl_communicator.h"
+#include "forebay/pinned_pool.h"
+#include "forebay/plan.h"
+#include "forebay/process_communicator.h"
+#include "forebay/rank_grid.h"
+#include "forebay/stream_call.h"
+#include "forebay/timeline.h"
+#include "forebay/version.h"
