@@ -134,7 +134,8 @@ void Engine::share(UnitId unit, Communicator& stages) {
   impl_->expect(Impl::Phase::kDescribe, "share()");
   if (unit < 0 || unit >= impl_->unit_count()) impl_->misuse("share() of a unit that was not added");
   if (impl_->options.grid == nullptr)
-    impl_->misuse("share() needs EngineOptions::grid, the ranks of all stages");
+    impl_->misuse(
+        "share() without a grid; set EngineOptions::grid to the communicator of all pipeline stages");
   UnitShape& shape = impl_->model.units[static_cast<std::size_t>(unit)];
   if (shape.shared_by > 1) impl_->misuse("share() of unit " + shape.name + ", which is shared already");
   shape.shared_by = stages.size();
@@ -185,13 +186,14 @@ void Engine::micro_step_begin(int index) {
   Impl& impl = *impl_;
   impl.finish_pass();
   impl.expect(Impl::Phase::kStep, "micro_step_begin()");
-  if (impl.lease_alive) impl.misuse("micro_step_begin() while a lease is alive");
+  if (impl.lease_alive) impl.misuse("micro_step_begin() while a lease is alive; end it first");
   if (impl.micro_step < impl.forward_count && !impl.forward_is_next())
-    impl.misuse("micro-step " + std::to_string(impl.micro_step) + " has no backward pass");
+    impl.misuse("micro-step " + std::to_string(impl.micro_step) +
+                " has no backward pass; run backward() for all units first");
   if (index != impl.forward_count || index >= impl.options.micro_steps) {
     impl.misuse("micro_step_begin(" + std::to_string(index) + "): the next of " +
                 std::to_string(impl.options.micro_steps) + " micro-steps is " +
-                std::to_string(impl.forward_count));
+                std::to_string(impl.forward_count) + "; begin them in order, and call step() after the last");
   }
   for (Impl::Unit& unit : impl.units) unit.skipped[impl.place_in_flight(index)] = false;
   impl.cursor = 0;
