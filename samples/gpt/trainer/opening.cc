@@ -78,7 +78,7 @@ std::string offload_text(RankModel& model) {
   char share[32];
   std::snprintf(share, sizeof share, "%.0f %%",
                 100.0 * static_cast<double>(model.offloaded_parameters()) /
-                    static_cast<double>(parameter_count(model.options.model)));
+                    static_cast<double>(model.engine.model().parameter_count()));
   return std::string(offload_name(model.options.offload)) + " to " + tier_name(model.options.tier) + ": " +
          share + " of the model, " + std::to_string(model.engine.plan().device_units) + " of " +
          std::to_string(model.engine.model().units.size()) + " units stay on the device" +
