@@ -15,11 +15,11 @@
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/standard_streams.h"
-#include "trainer/closing.h"
-#include "trainer/files.h"
+#include "output/closing.h"
+#include "output/files.h"
+#include "output/output_file.h"
 #include "trainer/launcher_watch.h"
 #include "trainer/options.h"
-#include "trainer/output_file.h"
 #include "trainer/training.h"
 
 namespace forebay::gpt {

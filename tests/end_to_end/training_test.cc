@@ -18,8 +18,8 @@
 #include <set>
 
 #include "forebay/error.h"
+#include "output/output_file.h"
 #include "tests/support/process.h"
-#include "trainer/output_file.h"
 
 namespace forebay::testing {
 namespace {

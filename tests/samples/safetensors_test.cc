@@ -1,6 +1,6 @@
 // The safetensors reader and writer: written values come back, and invalid files are refused.
 
-#include "trainer/safetensors.h"
+#include "output/safetensors.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

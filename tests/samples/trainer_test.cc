@@ -16,10 +16,10 @@
 #include "forebay/error.h"
 #include "model/random.h"
 #include "model/text.h"
+#include "output/safetensors.h"
 #include "tests/samples/gpt_reference.h"
 #include "trainer/initial.h"
 #include "trainer/options.h"
-#include "trainer/safetensors.h"
 #include "trainer/training.h"
 
 namespace forebay::gpt {

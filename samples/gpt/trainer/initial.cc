@@ -4,7 +4,7 @@
 
 #include "forebay/error.h"
 #include "model/random.h"
-#include "trainer/safetensors.h"
+#include "output/safetensors.h"
 
 namespace forebay::gpt {
 namespace {

@@ -11,7 +11,7 @@
 #include "forebay/activation_plan.h"
 #include "forebay/sharding_options.h"
 #include "model/shape.h"
-#include "trainer/grid.h"
+#include "parallel/grid.h"
 
 namespace forebay::gpt {
 

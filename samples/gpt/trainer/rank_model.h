@@ -14,11 +14,11 @@
 #include "model/gpt.h"
 #include "model/tensor_group.h"
 #include "model/text.h"
-#include "trainer/checkpointed_inputs.h"
+#include "parallel/checkpointed_inputs.h"
+#include "parallel/grid.h"
+#include "parallel/pipeline_group.h"
 #include "trainer/compute_stream.h"
 #include "trainer/engine_model.h"
-#include "trainer/grid.h"
-#include "trainer/pipeline_group.h"
 #include "trainer/rank_setup.h"
 
 namespace forebay::gpt {

@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "trainer/export.h"
-#include "trainer/files.h"
+#include "output/export.h"
+#include "output/files.h"
+#include "output/opening.h"
+#include "output/output_file.h"
+#include "output/progress.h"
+#include "parallel/parted_state.h"
 #include "trainer/initial.h"
-#include "trainer/opening.h"
-#include "trainer/output_file.h"
-#include "trainer/parted_state.h"
-#include "trainer/progress.h"
 #include "trainer/stop_request.h"
 
 namespace forebay::gpt {

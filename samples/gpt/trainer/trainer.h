@@ -3,10 +3,10 @@
 
 #include <cstdint>
 
+#include "output/measure.h"
+#include "output/report.h"
 #include "trainer/cursor.h"
-#include "trainer/measure.h"
 #include "trainer/rank_model.h"
-#include "trainer/report.h"
 
 namespace forebay::gpt {
 

@@ -13,8 +13,8 @@
 #include "forebay/local_communicator.h"
 #include "forebay/shm_communicator.h"
 #include "model/host_operations.h"
-#include "trainer/files.h"
-#include "trainer/output_file.h"
+#include "output/files.h"
+#include "output/output_file.h"
 #include "trainer/rank_setup.h"
 #include "trainer/trainer.h"
 

@@ -5,8 +5,8 @@
 
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
+#include "output/report.h"
 #include "trainer/options.h"
-#include "trainer/report.h"
 #include "trainer/stop_request.h"
 
 namespace forebay::gpt {

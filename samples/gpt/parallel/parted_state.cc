@@ -1,11 +1,11 @@
-#include "trainer/parted_state.h"
+#include "parallel/parted_state.h"
 
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 
 #include "forebay/error.h"
-#include "trainer/output_file.h"
+#include "output/output_file.h"
 
 namespace forebay::gpt {
 namespace {

@@ -1,4 +1,4 @@
-#include "trainer/checkpointed_inputs.h"
+#include "parallel/checkpointed_inputs.h"
 
 #include <algorithm>
 #include <vector>

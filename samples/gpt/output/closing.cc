@@ -1,11 +1,11 @@
-#include "trainer/closing.h"
+#include "output/closing.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <string>
 
-#include "trainer/rows.h"
+#include "output/rows.h"
 
 namespace forebay::gpt {
 namespace {

@@ -1,4 +1,4 @@
-#include "trainer/grid.h"
+#include "parallel/grid.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "trainer/measure.h"
+#include "output/measure.h"
 
 #include <algorithm>
 #include <numeric>

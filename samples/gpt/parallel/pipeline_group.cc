@@ -1,4 +1,4 @@
-#include "trainer/pipeline_group.h"
+#include "parallel/pipeline_group.h"
 
 #include "forebay/error.h"
 #include "forebay/log.h"

@@ -1,4 +1,4 @@
-#include "trainer/files.h"
+#include "output/files.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,8 +11,8 @@
 
 #include "forebay/error.h"
 #include "model/text.h"
-#include "trainer/output_file.h"
-#include "trainer/parted_state.h"
+#include "output/output_file.h"
+#include "parallel/parted_state.h"
 
 namespace forebay::gpt {
 namespace {

@@ -1,8 +1,8 @@
 // The text on stderr after a training: its result, its memory beside the plan, and its files.
 #pragma once
 
+#include "output/report.h"
 #include "trainer/options.h"
-#include "trainer/report.h"
 
 namespace forebay::gpt {
 

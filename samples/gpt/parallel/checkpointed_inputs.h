@@ -8,7 +8,7 @@
 
 #include "forebay/activation_checkpointer.h"
 #include "model/block_inputs.h"
-#include "trainer/grid.h"
+#include "parallel/grid.h"
 #include "trainer/options.h"
 
 namespace forebay::gpt {

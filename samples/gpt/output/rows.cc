@@ -1,4 +1,4 @@
-#include "trainer/rows.h"
+#include "output/rows.h"
 
 #include <cstdio>
 #include <sstream>

@@ -1,4 +1,4 @@
-#include "trainer/export.h"
+#include "output/export.h"
 
 #include <cstddef>
 #include <memory>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "trainer/safetensors.h"
+#include "output/safetensors.h"
 
 namespace forebay::gpt {
 namespace {

@@ -12,7 +12,7 @@
 #include <functional>
 #include <string>
 
-#include "trainer/grid.h"
+#include "parallel/grid.h"
 
 namespace forebay::gpt {
 

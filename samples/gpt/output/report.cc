@@ -1,4 +1,4 @@
-#include "trainer/report.h"
+#include "output/report.h"
 
 #include <cmath>
 #include <nlohmann/json.hpp>

@@ -1,4 +1,4 @@
-#include "trainer/progress.h"
+#include "output/progress.h"
 
 #include <unistd.h>
 

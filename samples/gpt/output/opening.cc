@@ -1,4 +1,4 @@
-#include "trainer/opening.h"
+#include "output/opening.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "forebay/units.h"
-#include "trainer/rows.h"
+#include "output/rows.h"
 
 namespace forebay::gpt {
 namespace {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "output/report.h"
 #include "trainer/rank_model.h"
-#include "trainer/report.h"
 
 namespace forebay::gpt {
 

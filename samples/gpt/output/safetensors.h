@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "forebay/data_type.h"
-#include "trainer/output_file.h"
+#include "output/output_file.h"
 
 namespace forebay::gpt {
 

@@ -1,4 +1,4 @@
-#include "trainer/safetensors.h"
+#include "output/safetensors.h"
 
 #include <algorithm>
 #include <cerrno>
