@@ -194,7 +194,7 @@ std::string bench_tiers_text(const BenchTiersReport& report) {
   const HostMeasurement& host = report.host;
   std::string text =
       "device " + report.device + "; topology by " + report.topology_source + ": " + placement.reason + "\n";
-  text += "  threads on processors " + processors_text(placement.processors) + ", page-locked memory " +
+  text += "  threads on processors " + processors_text(placement.processors) + ", pinned memory " +
           (placement.memory_node < 0 ? "anywhere" : "on NUMA node " + std::to_string(placement.memory_node)) +
           "\n";
   text += "\ncopies of " + format_bytes(report.bytes) + " (" + how_copied(report) + ")\n";

@@ -127,7 +127,7 @@ std::string topology_text(const DevicesReport& report) {
     section.line(
         device_name(report, i) + " (" + placement.reason + "): threads on processors " +
         processors_text(placement.processors) + ", kernels on " +
-        format_count(placement.cores.size(), "core") + ", page-locked memory " +
+        format_count(placement.cores.size(), "core") + ", pinned memory " +
         (placement.memory_node < 0 ? "anywhere" : "on NUMA node " + std::to_string(placement.memory_node)));
   }
   for (const Attachment& one : topology.attachments) {

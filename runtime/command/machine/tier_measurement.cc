@@ -54,7 +54,7 @@ Result<double> median_seconds(std::chrono::nanoseconds duration, const Work& wor
   return *middle;
 }
 
-// Two device blocks and two streams; the page-locked side is the pool's.
+// Two device blocks and two streams; the pinned side is the pool's.
 class CopyBench {
  public:
   explicit CopyBench(Backend& backend) : backend_(backend) {}

@@ -40,7 +40,7 @@ inline ActivationCheckpointerOptions memory_options(const ActivationPlanOptions&
 }
 
 // One rank of the chain. The source of all saves is one buffer, overwritten as soon as it may be. Where the
-// host does not reach device memory, patterns go by way of page-locked memory.
+// host does not reach device memory, patterns go by way of pinned memory.
 class Chain {
  public:
   Chain(Rank& rank, const std::vector<ActivationSlot>& slots, const ActivationCheckpointerOptions& options)
@@ -131,7 +131,7 @@ class Chain {
     return state;
   }
 
-  // To or from page-locked memory, if patterns go by way of it.
+  // To or from pinned memory, if patterns go by way of it.
   void copy(std::byte* target, const std::byte* source, std::uint64_t bytes) {
     if (pool_ != nullptr) throw_if_error(rank_.backend->copy_async(target, source, bytes, stream));
   }

@@ -34,7 +34,7 @@ HostClock::Nanoseconds nanoseconds(double seconds) {
   return HostClock::Nanoseconds(static_cast<std::int64_t>(seconds * 1e9 + 0.5));
 }
 
-// A device behind a link: what comes from page-locked memory or goes there takes its time, what stays on the
+// A device behind a link: what comes from pinned memory or goes there takes its time, what stays on the
 // device takes none.
 class LinkedBackend final : public ForwardingBackend {
  public:

@@ -97,7 +97,7 @@ CuResult copy(const CopyCall& call, End target, End source, std::size_t bytes, C
   source.place = place_of(source.address, bytes);
   if ((call.target_known && call.target_device != (target.place == Place::kDevice)) ||
       (call.source_known && call.source_device != (source.place == Place::kDevice))) {
-    // Page-locked host memory has a device address, which is its own.
+    // Pinned host memory has a device address, which is its own.
     const bool target_fits = !call.target_known || (call.target_device && target.place != Place::kPageable) ||
                              (!call.target_device && target.place != Place::kDevice);
     const bool source_fits = !call.source_known || (call.source_device && source.place != Place::kPageable) ||

@@ -1,4 +1,4 @@
-// Page-locked host memory: allocated here, or registered.
+// Pinned host memory: allocated here, or registered.
 #include <sys/mman.h>
 
 #include <iterator>
