@@ -13,8 +13,8 @@
 
 #include "forebay/error.h"
 #include "tests/end_to_end/parallel_run.h"
-#include "tests/end_to_end/unwrapped.h"
 #include "tests/support/process.h"
+#include "tests/support/unwrapped.h"
 #include "trainer/training.h"
 
 namespace forebay::testing {

@@ -13,8 +13,8 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "tests/end_to_end/unwrapped.h"
 #include "tests/support/process.h"
+#include "tests/support/unwrapped.h"
 
 namespace forebay::testing {
 namespace {
@@ -188,11 +188,11 @@ TEST_F(OffloadTraining, ResumesAfterAKillAtAnyMomentAndLeavesNothingOnTheDrive) 
        {std::pair<std::string, std::string>("local", "optimizer+parameters"), {last, "optimizer"}}) {
     SCOPED_TRACE(communicator + ", " + offload);
     const Words words = kModel + Words{"--ranks", "2",  "--stage",        "3",         "--dtype", "bf16",
-                                       "--steps", "24", "--communicator", communicator};
+                                       "--steps", "96", "--communicator", communicator};
     const Json whole = report_of(words);
     const std::string state = directory_ / "state";
     fs::remove_all(state);
-    const Words saving = words + in_files(offload) + Words{"--save-state", state, "--save-every", "3"};
+    const Words saving = words + in_files(offload) + Words{"--save-state", state, "--save-every", "6"};
     const auto resuming = [&] {
       return fs::exists(state + "/latest") ? Words{"--load-state", state} : Words{};
     };

@@ -326,11 +326,12 @@ TEST(TensorParallel, RefusesWhatCannotBe) {
       {{"--dropout", "1"}, "--dropout is 1"},
       {{"--dropout", "-0.1"}, "--dropout is -0.1"},
       {{"--recompute", "every:0"}, "--recompute every:0: not one of"},
-      {{"--activations", "partition"}, "--activations partition is about the inputs of blocks"},
-      {{"--recompute", "block", "--activations", "cpu"}, "--activations cpu: not one of keep"},
+      {{"--activations", "partition"}, "--activations partition needs recomputation"},
+      {{"--recompute", "block", "--activations", "cpu"}, "--activations is cpu; use keep"},
       {{"--recompute", "block", "--activations", "partition+disk"},
-       "--activations partition+disk: not one of"},
-      {{"--recompute", "block", "--activations", "partition+nvme:"}, "a directory is empty"},
+       "--activations is partition+disk; use keep"},
+      {{"--recompute", "block", "--activations", "partition+nvme:"},
+       "--activations is partition+nvme:; use keep"},
       {{"--recompute", "all"}, "--recompute all: not one of"},
   };
   for (const auto& [words, named] : cases)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/support/process.h"
+#include "tests/support/unwrapped.h"
 
 namespace {
 
@@ -221,7 +222,8 @@ TEST(BenchTiersCommand, ExplainsItsUnitsAndDefaults) {
   EXPECT_EQ(finished.exit_code, 0);
   for (const char* words : {"[default: 256MiB]", "[default: 12]", "[default: host]", "64KiB", "GB/s",
                             "--memory BYTES", "--device-budget BYTES"}) {
-    EXPECT_NE(finished.output.find(words), std::string::npos) << words << "\n" << finished.output;
+    EXPECT_NE(forebay::testing::unwrapped(finished.output).find(words), std::string::npos) << words << "\n"
+                                                                                           << finished.output;
   }
 }
 

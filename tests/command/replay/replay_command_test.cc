@@ -123,7 +123,7 @@ TEST_F(ReplayCommand, RefusesAPickleWithCodeAndRunsNoneOfIt) {
 TEST_F(ReplayCommand, RefusesOddOptions) {
   const std::string path = write("small.trace", kTrace);
   EXPECT_EQ(forebay({"replay"}).exit_code, 2);
-  for (const char* memory : {"lots", "", "-1", "0", "5", "2047KiB", "80gib", "65TiB", "1e30", "nan"}) {
+  for (const char* memory : {"lots", "", "-1", "0", "2047KiB", "80gibi", "65TiB", "1e30", "nan"}) {
     const Finished run = forebay({"replay", path, "--memory", memory});
     EXPECT_EQ(run.exit_code, 2) << memory;
     EXPECT_EQ(run.output.find(std::string("forebay replay: --memory is '") + memory +
@@ -131,6 +131,9 @@ TEST_F(ReplayCommand, RefusesOddOptions) {
               0u)
         << run.output;
   }
+  const Finished asked = forebay({"replay", path, "--memory", "5"});
+  EXPECT_EQ(asked.exit_code, 2);
+  EXPECT_EQ(asked.output, "forebay replay: --memory is 5 bytes; did you mean 5GiB?\n");
   EXPECT_EQ(forebay({"replay", path, "--device", "tpu"}).exit_code, 2);
   EXPECT_EQ(forebay({"replay", path, "--device", "cuda:x"}).exit_code, 2);
   EXPECT_EQ(forebay({"replay", path, "--repeat", "0"}).exit_code, 2);
