@@ -5,7 +5,7 @@ set -euo pipefail
 umask 022
 PATH=$PATH:/usr/sbin:/sbin # Root's, where only a user's is set.
 source_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
-tree=/root/forebay # In the new root.
+tree=/forebay # In the new root.
 
 say() { printf '==> %s  %s\n' "$(date +%H:%M:%S)" "$*"; }
 fail() { printf 'fresh_root.sh: %s\n' "$*" >&2; exit 1; }

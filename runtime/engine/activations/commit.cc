@@ -6,6 +6,7 @@
 #include "forebay/units.h"
 #include "runtime/engine/activations/checkpointer_impl.h"
 #include "runtime/engine/activations/constants.h"
+#include "runtime/engine/engine_hooks.h"
 
 namespace forebay {
 
@@ -56,7 +57,7 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
         StatusCode::kInvalidArgument,
         "an activation checkpointer without slots was committed; declare() a slot for each activation");
   } else if (verdict.ok() && made.value().options.tier == Tier::kFile && made.value().file_bytes > 0 &&
-             options.hooks == nullptr && options.directories.empty()) {
+             (options.hooks == nullptr || !options.hooks->make_store) && options.directories.empty()) {
     verdict = Status(StatusCode::kInvalidArgument,
                      "activations that are spilled to files need a directory for them; give one on the "
                      "drive that is to hold them");

@@ -26,6 +26,7 @@ namespace fs = std::filesystem;
 constexpr char kMagic[8] = {'F', 'B', 'S', 'T', 'A', 'T', 'E', '1'};
 constexpr std::uint64_t kTrailerBytes = 2 * sizeof(std::uint64_t);
 constexpr int kFormat = 1;
+constexpr std::string_view kTemporaryPrefix = ".saving-";
 
 [[noreturn]] void io_error(const std::string& action, const std::string& path) {
   throw Error(StatusCode::kIoError, "cannot " + action + " " + path + ": " + std::strerror(errno) +
@@ -121,12 +122,11 @@ std::uint64_t checksum_of(const void* data, std::uint64_t bytes) {
 
 // Removes the temporary directories of killed runs, and a state that a new one has replaced.
 void remove_unfinished(const std::string& directory) {
-  constexpr std::string_view kPrefix = ".saving-";
   std::error_code ignored;
   std::vector<std::string> unfinished;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory, ignored)) {
     const std::string name = entry.path().filename().string();
-    if (name.starts_with(kPrefix) && is_state_name(name.substr(kPrefix.size()))) {
+    if (name.starts_with(kTemporaryPrefix) && is_state_name(name.substr(kTemporaryPrefix.size()))) {
       unfinished.push_back(entry.path().string());
     }
   }
@@ -175,8 +175,11 @@ std::string read_latest(const std::string& directory) {
   return name;
 }
 
-std::string make_temporary_state(const std::string& directory, const std::string& name) {
-  const std::string temporary = directory + "/.saving-" + name;
+std::string temporary_state(const std::string& directory, const std::string& name) {
+  return directory + "/" + std::string(kTemporaryPrefix) + name;
+}
+
+void make_temporary_state(const std::string& directory, const std::string& temporary) {
   std::error_code error;
   fs::create_directories(directory, error);
   remove_quietly(temporary);
@@ -185,7 +188,6 @@ std::string make_temporary_state(const std::string& directory, const std::string
                                           (error ? error.message() : std::strerror(errno)) +
                                           "; give a directory that can be written");
   }
-  return temporary;
 }
 
 void remove_quietly(const std::string& path) {

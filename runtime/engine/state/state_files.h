@@ -29,8 +29,10 @@ std::string state_file_name(int rank, int ranks);
 // The name in DIR/latest; empty when there is none. Errors: throws kCorruption if it is no state's name.
 std::string read_latest(const std::string& directory);
 
-// Makes the empty directory that a state is written in, and returns its path. Errors: throws kIoError.
-std::string make_temporary_state(const std::string& directory, const std::string& name);
+// The directory that a state is written in until it is complete.
+std::string temporary_state(const std::string& directory, const std::string& name);
+// Makes it, empty. Errors: throws kIoError.
+void make_temporary_state(const std::string& directory, const std::string& temporary);
 void remove_quietly(const std::string& path);
 
 // A run of one field of one parameter.

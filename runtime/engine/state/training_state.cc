@@ -75,9 +75,9 @@ Status Engine::Impl::local_verdict(const std::function<void()>& work) const {
 
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state) {
   const std::string name = internal::state_name(attempted_steps);
-  const std::string temporary = directory + "/.saving-" + name;
+  const std::string temporary = internal::temporary_state(directory, name);
   if (rank() == 0) {
-    agree(local_verdict([&] { internal::make_temporary_state(directory, name); }));
+    agree(local_verdict([&] { internal::make_temporary_state(directory, temporary); }));
   } else {
     agree({});
   }
