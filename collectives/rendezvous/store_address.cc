@@ -99,10 +99,6 @@ std::string address_of_interface(const std::string& name) {
 
 }  // namespace
 
-Descriptor::~Descriptor() {
-  if (number_ >= 0) close(number_);
-}
-
 bool is_store_address(std::string_view text) {
   return text.starts_with(kScheme);
 }

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/descriptor.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
@@ -30,25 +31,6 @@ Result<StoreAddress> parse_store_address(const std::string& text);
 // The secret in the file that FOREBAY_SECRET_FILE names, or FOREBAY_SECRET itself.
 // Errors: kInvalidArgument without a secret, or when others can read it or guess it.
 Result<std::string> read_store_secret();
-
-// A file descriptor, closed with its owner.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int number) : number_(number) {}
-  Descriptor(Descriptor&& other) noexcept : number_(std::exchange(other.number_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(number_, other.number_);
-    return *this;
-  }
-  ~Descriptor();
-  int number() const noexcept { return number_; }
-  bool valid() const noexcept { return number_ >= 0; }
-  void reset() noexcept { *this = Descriptor(); }
-
- private:
-  int number_ = -1;
-};
 
 struct SocketAddress {
   sockaddr_storage storage{};

@@ -285,6 +285,12 @@ void Engine::fetch() {
   impl.fetch();
 }
 
+void Engine::lock_state(const std::string& directory) {
+  impl_->expect(Impl::Phase::kIdle, "lock_state()");
+  const Impl::OtherTraffic other(*impl_);
+  impl_->lock_state(directory);
+}
+
 void Engine::save_state(const std::string& directory, const std::string& trainer_state) {
   impl_->expect(Impl::Phase::kIdle, "save_state()");
   const Impl::OtherTraffic other(*impl_);

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <span>
@@ -16,6 +17,7 @@
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/file_store.h"
+#include "runtime/engine/state/state_directory.h"
 #include "runtime/engine/step/context.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/gatherer.h"
@@ -149,7 +151,8 @@ struct Engine::Impl : StepContext {
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();
   void save_state(const std::string& directory, const std::string& trainer_state);
-  internal::StateFileEnd write_rank_state(const std::string& directory);
+  void lock_state(const std::string& directory);
+  internal::StateFileEnd write_rank_state(const internal::StateDirectory& directory);
   nlohmann::json state_manifest(std::span<const std::uint64_t> ends, const std::string& trainer_state) const;
   std::string load_state(const std::string& directory);
   void load_values(internal::SavedState& saved);
@@ -193,6 +196,7 @@ struct Engine::Impl : StepContext {
   std::unique_ptr<Gatherer> gatherer;
 
   // The state of training.
+  std::list<internal::StateLock> state_locks;
   std::uint64_t values_fingerprint = 0;  // Hash of all values given to set_parameter(), in order.
   int forward_count = 0;                 // Micro-steps with a complete forward pass.
   int micro_step = 0;                    // Micro-steps with a complete backward pass: the next one's index.

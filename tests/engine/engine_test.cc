@@ -476,7 +476,7 @@ TEST_F(SavedState, RemovesOnlyTheStatesThatItSupersedes) {
   std::set<std::string> names;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory_))
     names.insert(entry.path().filename());
-  EXPECT_EQ(names, (std::set<std::string>{"latest", "step-000000000001", "step-000000000050",
+  EXPECT_EQ(names, (std::set<std::string>{".lock", "latest", "step-000000000001", "step-000000000050",
                                           "step-by-step-notes", "step-function.py"}));
 }
 

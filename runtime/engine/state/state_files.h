@@ -7,33 +7,34 @@
 // Each rank writes its part of master, m and v as runs of a parameter, by name and offset. So a run can be
 // found at any number of ranks and any stage. A state is written under a temporary name, synced, and then
 // renamed; `latest` is replaced last, by a rename. A kill at any moment leaves the state that `latest` names
-// whole.
+// whole. A step that is saved again goes to step-000000000042-2, or back. One process saves at a time
+// (StateLock). Where `latest` is damaged, the newest whole state is loaded.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "runtime/engine/state/state_directory.h"
+
 namespace forebay::internal {
 
 inline constexpr const char* kStateFields[] = {"master", "m", "v"};
 
+inline constexpr std::size_t kMostStateName = 32;  // With the null character.
+
 std::string state_name(std::uint64_t step);
 std::string state_file_name(int rank, int ranks);
 
-// The name in DIR/latest; empty when there is none. Errors: throws kCorruption if it is no state's name.
-std::string read_latest(const std::string& directory);
-
 // The directory that a state is written in until it is complete.
-std::string temporary_state(const std::string& directory, const std::string& name);
-// Makes it, empty. Errors: throws kIoError.
-void make_temporary_state(const std::string& directory, const std::string& temporary);
-void remove_quietly(const std::string& path);
+std::string temporary_state(const std::string& name);
+// The name of the state that `latest` names or, where it names none, of the newest whole state. Empty when
+// there is none. Errors: throws kCorruption if `latest` is damaged and there is no whole state.
+std::string find_state(const StateDirectory& directory);
 
 // A run of one field of one parameter.
 struct StateRun {
@@ -51,13 +52,10 @@ struct StateFileEnd {
   std::uint64_t index_checksum = 0;
 };
 
-class File;
-
 // Writes the file of one rank. Errors: throws kIoError; kInvalidArgument if a parameter's name is not UTF-8.
 class StateFileWriter {
  public:
-  explicit StateFileWriter(const std::string& path);
-  ~StateFileWriter();
+  explicit StateFileWriter(StateFile file);
 
   void write(const std::string& parameter, const char* field, std::uint64_t offset,
              std::span<const float> values);
@@ -65,24 +63,23 @@ class StateFileWriter {
   StateFileEnd finish();
 
  private:
-  std::unique_ptr<File> file_;
+  StateFile file_;
   nlohmann::json index_ = nlohmann::json::array();
   std::uint64_t at_ = 0;
 };
 
-// Writes the manifest into `temporary`, gives the state its name, and lets `latest` name it; then removes the
-// state that `latest` named before. Errors: throws kIoError; kInvalidArgument if the manifest is not UTF-8.
-void publish_state(const std::string& directory, const std::string& temporary, const std::string& name,
-                   const nlohmann::json& manifest);
+// Writes the manifest into the temporary state, gives the state its name, and lets `latest` name it; then
+// removes the state before it. Errors: throws kIoError; kInvalidArgument if the manifest is not UTF-8.
+void publish_state(const StateDirectory& directory, const std::string& name, const nlohmann::json& manifest);
 
-// The newest state of a directory, opened and checked but for the values, which are checked when they are
+// A state of a directory, opened and checked but for the values, which are checked when they are
 // read. Errors: every function throws: kIoError if there is no state or it cannot be read, kCorruption if it
 // is damaged, kUnsupported for another format.
 class SavedState {
  public:
-  explicit SavedState(const std::string& directory);
+  SavedState(const std::string& directory, const std::string& name);
 
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return files_.path(); }
   const nlohmann::json& manifest() const { return manifest_; }
   // Elements by parameter.
   const std::map<std::string, std::uint64_t>& parameters() const { return counts_; }
@@ -92,15 +89,15 @@ class SavedState {
 
  private:
   struct Source {
-    std::string path;
+    std::string file;
     StateRun run;
   };
   void read_manifest();
-  void read_index(const std::string& path, std::uint64_t expected_bytes, std::uint64_t expected_checksum);
-  void enter(const std::string& path, StateRun run);
+  void read_index(const std::string& name, std::uint64_t expected_bytes, std::uint64_t expected_checksum);
+  void enter(const std::string& file, StateRun run);
   std::span<const float> values_of(const Source& source);
 
-  std::string path_;
+  StateDirectory files_;
   nlohmann::json manifest_;
   std::map<std::pair<std::string, std::string>, std::vector<Source>> sources_;  // By parameter and field.
   std::map<std::string, std::uint64_t> counts_;

@@ -1,6 +1,7 @@
 // Saving and loading the training state of an engine. state_files.h has the form on disk.
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <optional>
 
@@ -13,6 +14,7 @@ namespace {
 using Json = nlohmann::json;
 using internal::kStateFields;
 using internal::SavedState;
+using internal::StateDirectory;
 
 // The part of a section, elements [begin, end), that belongs to one of its parameters.
 struct SectionPart {
@@ -73,33 +75,46 @@ Status Engine::Impl::local_verdict(const std::function<void()>& work) const {
   return {};
 }
 
+void Engine::Impl::lock_state(const std::string& directory) {
+  agree(local_verdict([&] {
+    // Rank 0 of the communicator saves; of a grid, each part's rank 0 saves in a directory of its own.
+    if (everyone().rank() == 0) state_locks.emplace_back(StateDirectory::make(directory));
+  }));
+}
+
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state) {
   const std::string name = internal::state_name(attempted_steps);
-  const std::string temporary = internal::temporary_state(directory, name);
-  if (rank() == 0) {
-    agree(local_verdict([&] { internal::make_temporary_state(directory, temporary); }));
-  } else {
-    agree({});
-  }
+  const std::string temporary = internal::temporary_state(name);
+  std::optional<StateDirectory> files;
+  std::optional<internal::StateLock> lock;
+  agree(local_verdict([&] {
+    if (rank() != 0) return;
+    files.emplace(StateDirectory::make(directory));
+    lock.emplace(*files);
+    files->remove(temporary);
+    files->make_subdirectory(temporary);
+  }));
   try {
     internal::StateFileEnd end;
-    agree(local_verdict([&] { end = write_rank_state(temporary); }));
+    agree(local_verdict([&] {
+      if (!files) files.emplace(directory);
+      end = write_rank_state(files->subdirectory(temporary));
+    }));
     const std::uint64_t mine[2] = {end.bytes, end.index_checksum};
     std::vector<std::uint64_t> ends(2 * static_cast<std::size_t>(ranks()));
     must(communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(ends))));
     agree(local_verdict([&] {
-      if (rank() != 0) return;
-      internal::publish_state(directory, temporary, name, state_manifest(ends, trainer_state));
+      if (rank() == 0) internal::publish_state(*files, name, state_manifest(ends, trainer_state));
     }));
   } catch (const Error&) {
     // A save that failed on some rank leaves nothing half-written.
-    if (rank() == 0) internal::remove_quietly(temporary);
+    if (rank() == 0) files->remove(temporary);
     throw;
   }
 }
 
-internal::StateFileEnd Engine::Impl::write_rank_state(const std::string& directory) {
-  internal::StateFileWriter file(directory + "/" + internal::state_file_name(rank(), ranks()));
+internal::StateFileEnd Engine::Impl::write_rank_state(const StateDirectory& directory) {
+  internal::StateFileWriter file(directory.create(internal::state_file_name(rank(), ranks())));
   const auto write = [&](int unit_index, bool frozen, const char* field, std::span<const float> slice,
                          std::uint64_t begin) {
     for (const SectionPart& part : parts_of(layout(unit_index), frozen, begin, begin + slice.size())) {
@@ -151,9 +166,22 @@ Json Engine::Impl::state_manifest(std::span<const std::uint64_t> ends,
 
 std::string Engine::Impl::load_state(const std::string& directory) {
   std::string trainer_state;
+  // All ranks load the state that rank 0 finds.
+  std::array<char, internal::kMostStateName> name{};
+  agree(local_verdict([&] {
+    if (rank() != 0) return;
+    const std::string found = internal::find_state(StateDirectory(directory));
+    if (found.empty()) {
+      throw Error(StatusCode::kIoError,
+                  "there is no saved state in " + directory +
+                      " (no file named latest); give the directory that a run saved to");
+    }
+    found.copy(name.data(), name.size() - 1);
+  }));
+  name = exchange(communicator, name).front();
   agree(local_verdict([&] {
     try {
-      SavedState saved(directory);
+      SavedState saved(directory, name.data());
       check_same_model(model, saved);
       load_values(saved);
       const Json& manifest = saved.manifest();

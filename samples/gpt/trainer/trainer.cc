@@ -29,6 +29,7 @@ double mean(const std::vector<double>& values) {
 
 Trainer::Trainer(const TrainerOptions& options, const Rank& rank)
     : options_(options), model_(options, rank), meter_(model_) {
+  if (!options_.save_state.empty()) model_.engine.lock_state(options_.save_state);
   set_weights();
   show_opening(model_);
 }

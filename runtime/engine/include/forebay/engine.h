@@ -303,13 +303,18 @@ class Engine {
 
   // --- training state, between steps ---
 
+  // Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it
+  // before training, so that a mistake costs no training. save_state() does the same while it saves.
+  // Order:  after commit(). Collective.
+  // Errors: kUnavailable naming the process that holds it; kIoError.
+  void lock_state(const std::string& directory);
   // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state`, which is opaque: for
   // example the data cursor. A state is written to a temporary name, synced, checksummed and renamed: a kill
   // at any moment leaves the last saved state whole.
   // Order:  collective.
   // Errors: kIoError, on all ranks; the engine goes on.
   void save_state(const std::string& directory, const std::string& trainer_state);
-  // Loads the latest saved state, at any number of ranks and any ZeRO stage; returns trainer_state.
+  // Loads the latest whole state, at any number of ranks and any ZeRO stage; returns trainer_state.
   // Order:  collective.
   // Errors: kIoError (none there), kCorruption (truncated or changed), kInvalidArgument (another model). The
   //         values are undefined then.

@@ -1,0 +1,266 @@
+#include "runtime/engine/state/state_directory.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <system_error>
+#include <utility>
+
+#include "forebay/error.h"
+#include "forebay/log.h"
+
+namespace forebay::internal {
+namespace {
+
+constexpr const char* kLockName = ".lock";
+constexpr std::uint64_t kMostHolderBytes = 512;
+
+[[noreturn]] void io_error(const char* action, const std::string& path, int error) {
+  // A path may be as long as its maker liked.
+  constexpr std::size_t kMostShown = 300;
+  const std::string shown = path.size() <= kMostShown ? path : path.substr(0, kMostShown) + "...";
+  throw Error(StatusCode::kIoError, "cannot " + std::string(action) + " " + shown + ": " +
+                                        std::strerror(error) +
+                                        "; check that the directory exists, is writable and has room");
+}
+
+[[noreturn]] void io_error(const char* action, const std::string& path) {
+  io_error(action, path, errno);
+}
+
+[[noreturn]] void corrupt(const std::string& path, const std::string& finding) {
+  throw Error(StatusCode::kCorruption,
+              "saved state " + path + " is damaged: " + finding + "; load another saved state");
+}
+
+int opened_at(int directory, const std::string& name, const std::string& path, int flags) {
+  // Without O_NONBLOCK, a named pipe would wait for its other end.
+  const int number = ::openat(directory, name.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0644);
+  if (number < 0) io_error("open", path);
+  return number;
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "an unknown host";
+}
+
+std::string present_time() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts{};
+  std::array<char, 32> text{};
+  ::gmtime_r(&now, &parts);
+  std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts);
+  return text.data();
+}
+
+}  // namespace
+
+StateFile::StateFile(Descriptor descriptor, std::string path)
+    : descriptor_(std::move(descriptor)), path_(std::move(path)) {
+  struct stat facts {};
+  if (::fstat(descriptor_.number(), &facts) != 0) io_error("open", path_);
+  if (!S_ISREG(facts.st_mode)) corrupt(path_, "it is not a regular file");
+}
+
+std::uint64_t StateFile::bytes() const {
+  struct stat facts {};
+  if (::fstat(descriptor_.number(), &facts) != 0) io_error("open", path_);
+  return static_cast<std::uint64_t>(facts.st_size);
+}
+
+void StateFile::write(const void* data, std::uint64_t bytes) {
+  const auto* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t written = ::write(descriptor_.number(), at, bytes);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) io_error("write", path_);
+    at += written;
+    bytes -= static_cast<std::uint64_t>(written);
+  }
+}
+
+void StateFile::read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const {
+  auto* at = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t count = ::pread(descriptor_.number(), at, bytes, static_cast<off_t>(offset));
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) io_error("read", path_);
+    if (count == 0) corrupt(path_, "it ends early (truncated)");
+    at += count;
+    offset += static_cast<std::uint64_t>(count);
+    bytes -= static_cast<std::uint64_t>(count);
+  }
+}
+
+void StateFile::sync() const {
+  if (::fsync(descriptor_.number()) != 0) io_error("sync", path_);
+}
+
+StateDirectory::StateDirectory(Descriptor descriptor, std::string path)
+    : descriptor_(std::move(descriptor)), path_(std::move(path)) {}
+
+StateDirectory::StateDirectory(const std::string& path)
+    : StateDirectory(Descriptor(opened_at(AT_FDCWD, path, path, O_RDONLY | O_DIRECTORY)), path) {}
+
+StateDirectory StateDirectory::make(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) io_error("make", path, error.value());
+  return StateDirectory(path);
+}
+
+StateDirectory StateDirectory::subdirectory(const std::string& name) const {
+  const std::string path = path_ + "/" + name;
+  return {Descriptor(opened_at(descriptor_.number(), name, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW)), path};
+}
+
+void StateDirectory::make_subdirectory(const std::string& name) const {
+  if (::mkdirat(descriptor_.number(), name.c_str(), 0755) != 0) io_error("make", path_ + "/" + name);
+}
+
+StateFile StateDirectory::create(const std::string& name) const {
+  const std::string path = path_ + "/" + name;
+  ::unlinkat(descriptor_.number(), name.c_str(), 0);
+  return {Descriptor(opened_at(descriptor_.number(), name, path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW)),
+          path};
+}
+
+StateFile StateDirectory::open(const std::string& name) const {
+  const std::string path = path_ + "/" + name;
+  return {Descriptor(opened_at(descriptor_.number(), name, path, O_RDONLY)), path};
+}
+
+std::string StateDirectory::read(const std::string& name, std::uint64_t most_bytes) const {
+  const StateFile file = open(name);
+  const std::uint64_t bytes = file.bytes();
+  if (bytes > most_bytes)
+    corrupt(file.path(), "it has " + std::to_string(bytes) + " bytes, far more than were written");
+  std::string text(bytes, '\0');
+  file.read_at(0, text.data(), text.size());
+  return text;
+}
+
+void StateDirectory::write_synced(const std::string& name, const std::string& text) const {
+  StateFile file = create(name);
+  file.write(text.data(), text.size());
+  file.sync();
+}
+
+bool StateDirectory::has(const std::string& name) const {
+  struct stat facts {};
+  return ::fstatat(descriptor_.number(), name.c_str(), &facts, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+std::vector<std::string> StateDirectory::names() const {
+  std::vector<std::string> names;
+  const int copy = ::openat(descriptor_.number(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR* const stream = copy < 0 ? nullptr : ::fdopendir(copy);
+  if (stream == nullptr) io_error("list", path_);
+  while (const dirent* entry = ::readdir(stream)) names.emplace_back(entry->d_name);
+  ::closedir(stream);
+  return names;
+}
+
+void StateDirectory::rename(const std::string& from, const std::string& to) const {
+  if (::renameat(descriptor_.number(), from.c_str(), descriptor_.number(), to.c_str()) != 0)
+    io_error("rename", path_ + "/" + from);
+}
+
+void StateDirectory::sync() const {
+  if (::fsync(descriptor_.number()) != 0) io_error("sync", path_);
+}
+
+void StateDirectory::remove(const std::string& name) const noexcept {
+  try {
+    if (!has(name)) return;
+    const StateDirectory removed = subdirectory(name);
+    for (const std::string& file : removed.names())
+      if (file != "." && file != "..") ::unlinkat(removed.descriptor_.number(), file.c_str(), 0);
+  } catch (const Error&) {
+    // It is no directory, or may not be read.
+  }
+  ::unlinkat(descriptor_.number(), name.c_str(), AT_REMOVEDIR);
+}
+
+namespace {
+
+// The locks of this process, and how often each was taken. A child of fork() has none of them. A lock would
+// end when any descriptor of its file is closed, so each file is opened once.
+struct TakenLocks {
+  struct Taken {
+    Descriptor file;
+    int count = 0;
+  };
+  std::mutex mutex;
+  pid_t process = 0;
+  std::map<std::pair<dev_t, ino_t>, Taken> by_directory;
+};
+
+TakenLocks& taken_locks() {
+  static TakenLocks locks;
+  return locks;
+}
+
+}  // namespace
+
+StateLock::~StateLock() {
+  if (!held_) return;
+  TakenLocks& locks = taken_locks();
+  const std::lock_guard guard(locks.mutex);
+  const auto taken = locks.by_directory.find(key_);
+  if (taken == locks.by_directory.end()) return;  // Taken before a fork().
+  if (--taken->second.count == 0) locks.by_directory.erase(taken);
+}
+
+StateLock::StateLock(const StateDirectory& directory) {
+  struct stat facts {};
+  if (::fstat(directory.descriptor_.number(), &facts) != 0) io_error("lock", directory.path());
+  key_ = {facts.st_dev, facts.st_ino};
+  TakenLocks& locks = taken_locks();
+  const std::lock_guard guard(locks.mutex);
+  if (std::exchange(locks.process, ::getpid()) != ::getpid()) locks.by_directory.clear();
+  if (const auto taken = locks.by_directory.find(key_); taken != locks.by_directory.end()) {
+    ++taken->second.count;
+    held_ = true;
+    return;
+  }
+
+  const std::string path = directory.path() + "/" + kLockName;
+  Descriptor file(opened_at(directory.descriptor_.number(), kLockName, path, O_RDWR | O_CREAT | O_NOFOLLOW));
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  if (::fcntl(file.number(), F_SETLK, &lock) != 0) {
+    if (errno != EAGAIN && errno != EACCES) {
+      log(LogLevel::kWarning, "cannot lock %s: %s; see to it that no other job saves its state there",
+          path.c_str(), std::strerror(errno));
+      return;
+    }
+    std::string holder = directory.read(kLockName, kMostHolderBytes);
+    std::erase_if(holder, [](char c) { return c < ' ' || c > '~'; });
+    throw Error(StatusCode::kUnavailable, "cannot save in " + directory.path() +
+                                              ": another job saves its state there" +
+                                              (holder.empty() ? "" : " (" + holder + ")") +
+                                              "; give this job a directory of its own, or end the other one");
+  }
+  const std::string text =
+      "process " + std::to_string(::getpid()) + " on " + host_name() + ", since " + present_time() + "\n";
+  if (::ftruncate(file.number(), 0) != 0 ||
+      ::write(file.number(), text.data(), text.size()) != static_cast<ssize_t>(text.size()))
+    io_error("write", path);
+  locks.by_directory.emplace(key_, TakenLocks::Taken{std::move(file), 1});
+  held_ = true;
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,81 @@
+// The directory of saved states: files below an open directory, and the lock of the one job that writes
+// there.
+//
+// The directory is opened once, and everything in it is reached through that descriptor. A name that is
+// written is never followed as a link. A file that is read is a regular file.
+// Errors: every function throws Error: kIoError, or kCorruption where a file is not of the right kind or
+// size.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "forebay/descriptor.h"
+
+namespace forebay::internal {
+
+class StateFile {
+ public:
+  StateFile(Descriptor descriptor, std::string path);
+
+  const std::string& path() const { return path_; }
+  std::uint64_t bytes() const;
+  void write(const void* data, std::uint64_t bytes);
+  void read_at(std::uint64_t offset, void* data, std::uint64_t bytes) const;
+  void sync() const;
+
+ private:
+  Descriptor descriptor_;
+  std::string path_;
+};
+
+class StateDirectory {
+ public:
+  explicit StateDirectory(const std::string& path);
+  // Makes the directory, and those above it, where they are missing.
+  static StateDirectory make(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  StateDirectory subdirectory(const std::string& name) const;
+  void make_subdirectory(const std::string& name) const;
+  // A new file. What has the name is removed first, unless it is a directory.
+  StateFile create(const std::string& name) const;
+  // An existing file for reading.
+  StateFile open(const std::string& name) const;
+  std::string read(const std::string& name, std::uint64_t most_bytes) const;
+  void write_synced(const std::string& name, const std::string& text) const;
+  bool has(const std::string& name) const;
+  std::vector<std::string> names() const;
+  void rename(const std::string& from, const std::string& to) const;
+  void sync() const;
+  // Removes a subdirectory and the files in it. Leaves the rest where it cannot.
+  void remove(const std::string& name) const noexcept;
+
+ private:
+  friend class StateLock;
+  StateDirectory(Descriptor descriptor, std::string path);
+
+  Descriptor descriptor_;
+  std::string path_;
+};
+
+// The right to save in a directory. It ends with the process, however that ends. In one process it may be
+// taken several times.
+class StateLock {
+ public:
+  // Errors: kUnavailable that names the holder. Where the file system has no locks, a warning is logged.
+  explicit StateLock(const StateDirectory& directory);
+  StateLock(const StateLock&) = delete;
+  StateLock& operator=(const StateLock&) = delete;
+  ~StateLock();
+
+ private:
+  std::pair<dev_t, ino_t> key_;
+  bool held_ = false;
+};
+
+}  // namespace forebay::internal

@@ -1,0 +1,388 @@
+// Saved state against other jobs, planted files, kills and file systems: nothing that was saved is lost, and
+// nothing but Error is thrown.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "forebay/error.h"
+#include "runtime/engine/state/state_files.h"
+#include "tests/engine/toy_cases.h"
+
+namespace forebay::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using internal::SavedState;
+using internal::StateDirectory;
+using internal::StateLock;
+
+constexpr std::size_t kValues = 3000;
+
+float value_of(std::uint64_t step, std::size_t index) {
+  return static_cast<float>(step) + static_cast<float>(index) / kValues;
+}
+
+// Saves a state of one parameter, as an engine does.
+void save(const std::string& directory, std::uint64_t step) {
+  const StateDirectory files = StateDirectory::make(directory);
+  const StateLock lock(files);
+  const std::string name = internal::state_name(step);
+  const std::string temporary = internal::temporary_state(name);
+  files.remove(temporary);
+  files.make_subdirectory(temporary);
+  internal::StateFileWriter file(files.subdirectory(temporary).create(internal::state_file_name(0, 1)));
+  std::vector<float> values(kValues);
+  for (std::size_t i = 0; i < kValues; ++i) values[i] = value_of(step, i);
+  file.write("p", "master", 0, values);
+  const internal::StateFileEnd end = file.finish();
+  internal::publish_state(files, name,
+                          {{"format", 1},
+                           {"step", step},
+                           {"files",
+                            {{{"name", internal::state_file_name(0, 1)},
+                              {"bytes", end.bytes},
+                              {"index_checksum", end.index_checksum}}}}});
+}
+
+// The step of the state that would be loaded, all of it read. Errors: throws Error.
+std::uint64_t load(const std::string& directory) {
+  const std::string name = internal::find_state(StateDirectory(directory));
+  if (name.empty()) throw Error(StatusCode::kIoError, "nothing is saved");
+  SavedState saved(directory, name);
+  const auto step = saved.manifest().at("step").get<std::uint64_t>();
+  std::vector<float> values(kValues);
+  saved.read("p", "master", 0, values);
+  for (std::size_t i = 0; i < kValues; ++i) EXPECT_EQ(values[i], value_of(step, i));
+  return step;
+}
+
+Status verdict(const std::function<void()>& work) {
+  try {
+    work();
+  } catch (const Error& error) {
+    return error.status();
+  }
+  return Status();
+}
+
+// A child process. `work` gets a descriptor to write to; it must start no thread.
+class Child {
+ public:
+  explicit Child(const std::function<void(int report)>& work) {
+    int ends[2];
+    if (::pipe(ends) != 0) throw std::runtime_error("cannot make a pipe");
+    report_ = ends[0];
+    process_ = ::fork();
+    if (process_ == 0) {
+      ::close(ends[0]);
+      int code = 0;
+      try {
+        work(ends[1]);
+      } catch (const Error&) {
+        code = 2;
+      }
+      ::_exit(code);
+    }
+    ::close(ends[1]);
+  }
+  ~Child() {
+    if (process_ > 0) kill();
+    ::close(report_);
+  }
+  // The next report; none if the child has ended.
+  bool next(std::uint64_t& value) const {
+    return ::read(report_, &value, sizeof(value)) == static_cast<ssize_t>(sizeof(value));
+  }
+  void kill() {
+    ::kill(process_, SIGKILL);
+    ::waitpid(process_, nullptr, 0);
+    process_ = 0;
+  }
+  pid_t process() const { return process_; }
+
+ private:
+  int report_ = -1;
+  pid_t process_ = 0;
+};
+
+void report(int descriptor, std::uint64_t value) {
+  if (::write(descriptor, &value, sizeof(value)) != static_cast<ssize_t>(sizeof(value))) ::_exit(3);
+}
+
+class SavedStateFiles : public ::testing::Test {
+ protected:
+  SavedStateFiles() {
+    std::string pattern = (fs::temp_directory_path() / "forebay-state-XXXXXX").string();
+    directory_ = ::mkdtemp(pattern.data());
+  }
+  ~SavedStateFiles() override {
+    std::error_code ignored;
+    fs::remove_all(directory_, ignored);
+  }
+  void survive_kills(int kills);
+  void let_two_jobs_save(int rounds);
+  std::string file(const std::string& name) const { return directory_ + "/" + name; }
+  std::string latest() const {
+    std::ifstream stream(file("latest"));
+    std::string name;
+    std::getline(stream, name);
+    return name;
+  }
+
+  std::string directory_;
+};
+
+TEST_F(SavedStateFiles, AnotherJobIsToldWhoSavesThere) {
+  save(directory_, 1);
+  Child other([&](int out) {
+    const StateLock lock{StateDirectory(directory_)};
+    report(out, 1);
+    for (;;) ::pause();
+  });
+  std::uint64_t ready = 0;
+  ASSERT_TRUE(other.next(ready));
+  const Status refused = verdict([&] { save(directory_, 2); });
+  EXPECT_EQ(refused.code(), StatusCode::kUnavailable);
+  EXPECT_NE(refused.message().find("process " + std::to_string(other.process()) + " on "), std::string::npos)
+      << refused.message();
+  EXPECT_EQ(load(directory_), 1U) << "loading needs no lock";
+  other.kill();
+  save(directory_, 2);
+  EXPECT_EQ(load(directory_), 2U);
+}
+
+TEST_F(SavedStateFiles, AnEngineKeepsItsLockUntilItEnds) {
+  const ToyOptions options = options_for(1, DataType::kBfloat16, 2);
+  const auto can_lock = [&] {
+    Child other([&](int out) {
+      const StateLock lock{StateDirectory(directory_)};
+      report(out, 1);
+    });
+    std::uint64_t value = 0;
+    return other.next(value);
+  };
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().lock_state(directory_);
+    trainer.engine().save_state(directory_, "x");
+    EXPECT_TRUE(rank.communicator->rank() != 0 || !can_lock());
+    throw_if_error(rank.communicator->barrier());
+  });
+  EXPECT_TRUE(can_lock());
+  Child other([&](int out) {
+    const StateLock lock{StateDirectory(directory_)};
+    report(out, 1);
+    for (;;) ::pause();
+  });
+  std::uint64_t ready = 0;
+  ASSERT_TRUE(other.next(ready));
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    const Status refused = verdict([&] { trainer.engine().lock_state(directory_); });
+    EXPECT_EQ(refused.code(), StatusCode::kUnavailable) << "every rank is told";
+    EXPECT_EQ(verdict([&] { trainer.engine().save_state(directory_, "y"); }).code(),
+              StatusCode::kUnavailable);
+    EXPECT_FALSE(trainer.step(0).skipped) << "the engine goes on";
+    EXPECT_EQ(trainer.engine().load_state(directory_), "x");
+  });
+}
+
+TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
+  for (int i = 0; i < 4; ++i) {
+    save(directory_, 7);
+    EXPECT_EQ(latest(), i % 2 == 0 ? "step-000000000007" : "step-000000000007-2");
+    EXPECT_EQ(load(directory_), 7U);
+  }
+  save(directory_, 8);
+  EXPECT_EQ(latest(), "step-000000000008");
+  EXPECT_FALSE(fs::exists(file("step-000000000007-2")));
+}
+
+TEST_F(SavedStateFiles, ADamagedLatestHidesNothing) {
+  save(directory_, 3);
+  const auto with_latest = [&](const std::function<void()>& change) {
+    fs::remove_all(file("latest"));
+    change();
+    const Status status = verdict([&] { EXPECT_EQ(load(directory_), 3U); });
+    EXPECT_TRUE(status.ok()) << status.to_string();
+  };
+  with_latest([] {});
+  with_latest([&] { std::ofstream(file("latest")) << ""; });
+  with_latest([&] { std::ofstream(file("latest")) << "nonsense\n"; });
+  with_latest([&] { std::ofstream(file("latest")) << "step-000000000009\n"; });
+  with_latest([&] { std::ofstream(file("latest")) << std::string(1 << 20, 'x'); });
+  with_latest([&] { fs::create_directory(file("latest")); });
+  with_latest([&] { ASSERT_EQ(::mkfifo(file("latest").c_str(), 0600), 0); });
+  with_latest([&] { fs::create_symlink("latest", file("latest")); });
+  with_latest([&] { fs::create_symlink("/dev/zero", file("latest")); });
+  fs::remove_all(file("latest"));
+  // A newer state that is not whole is passed over, and the next save replaces all.
+  fs::create_directory(file("step-000000000005"));
+  std::ofstream(file("step-000000000005/manifest.json")) << "{}";
+  EXPECT_EQ(load(directory_), 3U);
+  save(directory_, 4);
+  EXPECT_EQ(load(directory_), 4U);
+  EXPECT_EQ(latest(), "step-000000000004");
+  EXPECT_FALSE(fs::exists(file("step-000000000003")));
+}
+
+TEST_F(SavedStateFiles, APlantedLinkIsNotFollowed) {
+  std::ofstream(file("precious")) << "precious";
+  fs::create_directory(file("elsewhere"));
+  std::ofstream(file("elsewhere/precious")) << "precious";
+  fs::create_symlink(file("precious"), file(".latest"));
+  fs::create_symlink(file("elsewhere"), file(".saving-step-000000000001"));
+  const Status first = verdict([&] { save(directory_, 1); });
+  EXPECT_EQ(first.code(), StatusCode::kIoError) << first.to_string();
+  fs::remove(file(".saving-step-000000000001"));
+  save(directory_, 1);
+  EXPECT_EQ(load(directory_), 1U);
+  for (const char* name : {"precious", "elsewhere/precious"}) {
+    std::ifstream stream(file(name));
+    std::string text;
+    std::getline(stream, text);
+    EXPECT_EQ(text, "precious");
+  }
+  fs::remove(file(".lock"));
+  fs::create_symlink(file("precious"), file(".lock"));
+  EXPECT_EQ(verdict([&] { save(directory_, 2); }).code(), StatusCode::kIoError);
+  EXPECT_EQ(load(directory_), 1U);
+}
+
+TEST_F(SavedStateFiles, OnlyRegularFilesAreRead) {
+  const std::string rank_file = file("step-000000000001/rank-0-of-1");
+  const std::string manifest = file("step-000000000001/manifest.json");
+  save(directory_, 1);
+  for (const std::string& path : {rank_file, manifest}) {
+    fs::rename(path, file("kept"));
+    const auto refused = [&](const char* what_it_is) {
+      const Status status = verdict([&] { load(directory_); });
+      EXPECT_FALSE(status.ok()) << path << " is " << what_it_is;
+      fs::remove_all(path);
+    };
+    fs::create_directory(path);
+    refused("a directory");
+    ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+    refused("a named pipe");
+    fs::create_symlink("/dev/zero", path);
+    refused("an endless device");
+    fs::create_symlink(path, path);
+    refused("a loop of links");
+    std::ofstream(path) << "";
+    fs::resize_file(path, std::uintmax_t{1} << 40);
+    refused("a terabyte of zeros");
+    fs::rename(file("kept"), path);
+    EXPECT_EQ(load(directory_), 1U);
+  }
+}
+
+TEST_F(SavedStateFiles, BadDirectoriesAreErrorsOfForebay) {
+  std::ofstream(file("file")) << "x";
+  fs::create_symlink(file("loop"), file("loop"));
+  const ToyOptions options = options_for(1, DataType::kBfloat16, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    for (const std::string& path :
+         {file("file"), file("file/below"), file("loop"), file(std::string(5000, 'x')), std::string()}) {
+      for (const Status& status : {verdict([&] { trainer.engine().save_state(path, "x"); }),
+                                   verdict([&] { trainer.engine().lock_state(path); }),
+                                   verdict([&] { trainer.engine().load_state(path); })}) {
+        EXPECT_EQ(status.code(), StatusCode::kIoError) << path.substr(0, 100);
+        EXPECT_LT(status.message().size(), 600U);
+      }
+    }
+    EXPECT_FALSE(trainer.step(0).skipped);
+  });
+}
+
+// Kills a process that saves at random moments. The state that it last reported, or a newer one, is whole.
+void SavedStateFiles::survive_kills(int kills) {
+  const std::uint64_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  std::uint64_t least = 0;
+  for (int i = 0; i < kills; ++i) {
+    Child saver([&](int out) {
+      for (std::uint64_t step = least == 0 ? 1 : least;; ++step) {
+        save(directory_, step);
+        report(out, step);
+        save(directory_, step);  // Again, under the other name.
+      }
+    });
+    std::uint64_t step = 0;
+    const auto saves = std::uniform_int_distribution<int>(0, 3)(random);
+    for (int k = 0; k < saves && saver.next(step); ++k) least = step;
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(std::uniform_int_distribution<int>(0, 3000)(random)));
+    saver.kill();
+    while (saver.next(step)) least = step;
+    if (least == 0) continue;
+    const Status status = verdict([&] { EXPECT_GE(load(directory_), least); });
+    ASSERT_TRUE(status.ok()) << "kill " << i << ": " << status.to_string();
+  }
+}
+
+TEST_F(SavedStateFiles, SurvivesKillsAtRandomMoments) {
+  survive_kills(30);
+}
+
+// Two jobs that do not know of each other. One of them saves at a time, and every state is whole.
+void SavedStateFiles::let_two_jobs_save(int rounds) {
+  for (int i = 0; i < rounds; ++i) {
+    const auto job = [&](int out) {
+      for (std::uint64_t step = 1; step < 6; ++step) {
+        try {
+          save(directory_, step);
+          report(out, step);
+        } catch (const Error& error) {
+          if (error.code() != StatusCode::kUnavailable) throw;
+        }
+      }
+    };
+    Child first(job);
+    Child second(job);
+    std::uint64_t step = 0;
+    int saved = 0;
+    while (first.next(step)) ++saved;
+    while (second.next(step)) ++saved;
+    EXPECT_GT(saved, 0);
+    const Status status = verdict([&] { load(directory_); });
+    ASSERT_TRUE(status.ok()) << "round " << i << ": " << status.to_string();
+  }
+}
+
+TEST_F(SavedStateFiles, TwoJobsLeaveAWholeState) {
+  let_two_jobs_save(20);
+}
+
+// In TMPDIR, so that they can be run on any file system.
+using SlowSavedStateFiles = SavedStateFiles;
+
+TEST_F(SlowSavedStateFiles, SurvivesAThousandKills) {
+  survive_kills(1000);
+}
+
+TEST_F(SlowSavedStateFiles, AThousandTimesTwoJobs) {
+  let_two_jobs_save(1000);
+}
+
+}  // namespace
+}  // namespace forebay::testing
