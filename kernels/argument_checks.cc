@@ -76,8 +76,7 @@ Status check_arguments(const AccumulateArguments& a) {
   if (a.received_stride_bytes < a.count * bytes || a.received_stride_bytes % bytes != 0) {
     return invalid(
         "accumulate of %zu %s elements from %d ranks: received_stride_bytes is %zu; pass a multiple of %zu "
-        "that is at "
-        "least %zu",
+        "that is at least %zu",
         a.count, data_type_name(a.type), a.rank_count, a.received_stride_bytes, bytes, a.count * bytes);
   }
   return Status();

@@ -594,10 +594,10 @@ class FileStore final : public Store {
           return true;
         });
     if (!intact) {
-      return fail(StatusCode::kCorruption, "the bytes from " + std::to_string(offset) +
-                                               " on are not those that were written; the drive or its cable "
-                                               "may be failing, or a write to this "
-                                               "place failed or was changed in memory before it was done");
+      return fail(StatusCode::kCorruption,
+                  "the bytes from " + std::to_string(offset) +
+                      " on are not those that were written; the drive or its cable may be failing, or a "
+                      "write to this place failed or was changed in memory before it was done");
     }
     if (operation.bounce >= 0) stream_copy(operation.memory, operation.buffer, operation.bytes);
   }

@@ -133,10 +133,9 @@ class IoUringEngine final : public IoEngine {
   static constexpr std::uint64_t kDropped = UINT64_MAX;
 
   static Status refused(const std::string& why) {
-    return {StatusCode::kUnavailable,
-            "cannot use io_uring: " + why +
-                "; a container or kernel.io_uring_disabled may forbid it; the thread engine "
-                "needs nothing of that"};
+    return {StatusCode::kUnavailable, "cannot use io_uring: " + why +
+                                          "; a container or kernel.io_uring_disabled may forbid it; the "
+                                          "thread engine needs nothing of that"};
   }
 
   std::size_t take(std::span<IoResult> results) {

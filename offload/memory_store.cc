@@ -278,10 +278,9 @@ class MemoryStore final : public Store {
     if (!transfer.fault.ok()) return fail(transfer.fault);
     for (std::size_t i = first; i < end; ++i) {
       if (range.torn[i]) {
-        return fail(
-            Status(StatusCode::kCorruption, "the bytes from " + std::to_string(i * options_.granule_bytes) +
-                                                " on are not those that were written; a write to this place "
-                                                "failed"));
+        return fail(Status(StatusCode::kCorruption,
+                           "the bytes from " + std::to_string(i * options_.granule_bytes) +
+                               " on are not those that were written; a write to this place failed"));
       }
     }
     std::memcpy(asked.memory, place, asked.bytes);

@@ -96,10 +96,9 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
   if (!has_model) {
     for (const CLI::Option* option : arguments.plan_options) {
       if (option->count() > 0) {
-        return refuse(
-            option->get_name() +
-            " says how a model would run, and none was given; add its shape (--layers --hidden --heads "
-            "--sequence --vocabulary) or --config");
+        return refuse(option->get_name() +
+                      " says how a model would run, and none was given; add its shape (--layers --hidden "
+                      "--heads --sequence --vocabulary) or --config");
       }
     }
     return std::optional<BenchedModel>();

@@ -64,11 +64,11 @@ std::string files_text(const FileMeasurement& files) {
   for (const DirectoryFacts& one : files.directories) text += "  " + one.path + ": " + facts_text(one) + "\n";
   const bool in_memory = std::any_of(files.directories.begin(), files.directories.end(),
                                      [](const auto& one) { return one.kind == DirectoryKind::kMemory; });
-  text += in_memory ? "  files there are memory: rates are those of copies\n"
-          : files.is_direct
-              ? "  past the page cache (O_DIRECT)\n"
-              : "  through the page cache: the file system has no O_DIRECT, so rates may be those of "
-                "memory\n";
+  text +=
+      in_memory ? "  files there are memory: rates are those of copies\n"
+      : files.is_direct
+          ? "  past the page cache (O_DIRECT)\n"
+          : "  through the page cache: the file system has no O_DIRECT, so rates may be those of memory\n";
   text += "  " + label("block", 12) + cell("depth", 6) + cell("read", 12) + cell("write", 12) + "\n";
   for (const StoreMeasurementPoint& point : files.store.points) {
     const bool is_chosen =

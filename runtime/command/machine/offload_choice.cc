@@ -196,8 +196,8 @@ std::vector<std::string> offload_formulas() {
       "AdamW on the host: R * P / N at the measured step; its memory traffic is 28 bytes an element",
       "files: R * 12 * P / N read, then as much written, at the chosen point; with optimizer+parameters the "
       "parameters too, for every gather",
-      "added: the longest of these, because they run at the same time; no overlap with the computation "
-      "is assumed, and the time of the device's own step is not subtracted",
+      "added: the longest of these, because they run at the same time; no overlap with the computation is "
+      "assumed, and the time of the device's own step is not subtracted",
       "at ZeRO stage 0 every rank updates all parameters: P instead of P / N"};
 }
 

@@ -301,11 +301,10 @@ Result<FileMeasurement> prepare_files(const Topology& topology, const std::vecto
     const std::uint64_t all = room.value() * directories.size();
     files.free_bytes = files.directories.size() == 1 ? all : std::min(files.free_bytes, all);
     if (room.value() < bytes / directories.size()) {
-      return Status(StatusCode::kOutOfMemory, "too little room in '" + directory +
-                                                  "': " + format_bytes(bytes / directories.size()) +
-                                                  " are needed there and " + format_bytes(room.value()) +
-                                                  " are free; free some, name another directory, or use a "
-                                                  "smaller --bytes");
+      return Status(StatusCode::kOutOfMemory,
+                    "too little room in '" + directory + "': " + format_bytes(bytes / directories.size()) +
+                        " are needed there and " + format_bytes(room.value()) +
+                        " are free; free some, name another directory, or use a smaller --bytes");
     }
   }
   // Makes a file of that size for a moment, so that a refusal comes before anything is measured.

@@ -74,8 +74,7 @@ class Map {
     const std::string height = std::to_string(rows_ * kRowHeight);
     text +=
         "<div class=\"plot\" tabindex=\"0\" role=\"slider\" aria-label=\"Blocks in the order of addresses. "
-        "Arrow "
-        "keys move from block to block and from row to row.\" aria-valuemin=\"0\" aria-valuemax=\"" +
+        "Arrow keys move from block to block and from row to row.\" aria-valuemin=\"0\" aria-valuemax=\"" +
         std::to_string(pieces_.size() - 1) + "\" aria-valuenow=\"0\">\n<svg viewBox=\"0 0 " +
         std::to_string(kRowWidth) + " " + height + "\" style=\"height:" + std::to_string(rows_ * 5 / 4 + 1) +
         "rem\" preserveAspectRatio=\"none\" aria-hidden=\"true\">" + drawing() +
@@ -339,11 +338,10 @@ class Map {
     if (free_.empty()) return "";
     std::string text =
         "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Free pieces\"><table>\n<caption>The "
-        "largest free pieces, and the blocks beside "
-        "them</caption>\n"
+        "largest free pieces, and the blocks beside them</caption>\n"
         "<thead><tr><th scope=\"col\">Piece</th><th scope=\"col\" class=\"n\">Free</th><th "
-        "scope=\"col\">Address"
-        "</th><th scope=\"col\">Block before</th><th scope=\"col\">Block after</th></tr></thead>\n<tbody>\n";
+        "scope=\"col\">Address</th><th scope=\"col\">Block before</th><th scope=\"col\">Block "
+        "after</th></tr></thead>\n<tbody>\n";
     for (std::size_t i = 0; i < named_count(); ++i) {
       text += "<tr><th scope=\"row\">" + letter(i) + "</th><td class=\"n\">" + format_bytes(free_[i].bytes) +
               "</td><td class=\"a\">" + address_text(free_[i].address) + "</td><td>" +

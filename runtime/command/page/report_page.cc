@@ -71,8 +71,8 @@ std::string process_row(const PageProcess& process, std::size_t place) {
 std::string process_table(const ReportPage& page, const std::vector<std::size_t>& order) {
   std::string text =
       "<h2>Processes</h2>\n<div class=\"wide\" tabindex=\"0\" role=\"region\" "
-      "aria-label=\"Processes\"><table>\n<caption>The worst first: processes that ran out of memory, then "
-      "by reserved minus requested bytes</caption>\n<thead><tr>";
+      "aria-label=\"Processes\"><table>\n<caption>The worst first: processes that ran out of memory, then by "
+      "reserved minus requested bytes</caption>\n<thead><tr>";
   for (const char* head : {"Process", "Number", "Device", "Mode", "Peak requested", "Peak reserved",
                            "Reserved, unused", "Fragmentation", "Baseline would reserve", "Out of memory"}) {
     const std::string_view name = head;
@@ -109,10 +109,9 @@ std::string holders_table(const PageProcess& process) {
   if (process.holders.empty()) return "";
   std::string text =
       "<div class=\"wide\" tabindex=\"0\" role=\"region\" aria-label=\"Holders\"><table>\n<caption>Holders "
-      "of memory at the peak</caption>\n<thead><tr><th "
-      "scope=\"col\">"
-      "Holder</th><th scope=\"col\" class=\"n\">Bytes</th><th scope=\"col\" class=\"n\">Blocks</th><th "
-      "scope=\"col\" class=\"n\">Of the peak</th></tr></thead>\n<tbody>\n";
+      "of memory at the peak</caption>\n<thead><tr><th scope=\"col\">Holder</th><th scope=\"col\" "
+      "class=\"n\">Bytes</th><th scope=\"col\" class=\"n\">Blocks</th><th scope=\"col\" class=\"n\">Of the "
+      "peak</th></tr></thead>\n<tbody>\n";
   const auto row = [&](const std::string& name, std::uint64_t bytes, std::uint64_t count) {
     text +=
         "<tr><th scope=\"row\">" + name + "</th><td class=\"n\">" + format_bytes(bytes) +

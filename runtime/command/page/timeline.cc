@@ -114,16 +114,15 @@ class Drawing {
     text += "<div class=\"frame\"><div class=\"scale\" aria-hidden=\"true\">" + scale() + "</div>\n";
     text +=
         "<div class=\"plot\" tabindex=\"0\" role=\"slider\" aria-label=\"Memory over time. Arrow keys move, "
-        "plus "
-        "and minus zoom, 0 shows all.\" aria-valuemin=\"0\" aria-valuemax=\"" +
+        "plus and minus zoom, 0 shows all.\" aria-valuemin=\"0\" aria-valuemax=\"" +
         std::to_string(kept_.size() - 1) + "\" aria-valuenow=\"" + std::to_string(peak) + "\">\n";
     text += "<svg viewBox=\"0 0 10000 1000\" preserveAspectRatio=\"none\" aria-hidden=\"true\">" + lines() +
             "<path class=\"reserved\" d=\"" + area(&PagePoint::reserved_bytes) +
             "\"/><path class=\"requested\" d=\"" + area(&PagePoint::requested_bytes) + "\"/>" + limits() +
             marks() + "<path class=\"cursor\" d=\"\"/></svg>\n";
     text +=
-        "<svg class=\"frees\" viewBox=\"0 0 10000 100\" preserveAspectRatio=\"none\" aria-hidden=\"true\">"
-        "<path d=\"" +
+        "<svg class=\"frees\" viewBox=\"0 0 10000 100\" preserveAspectRatio=\"none\" "
+        "aria-hidden=\"true\"><path d=\"" +
         frees() + "\"/></svg></div></div>\n";
     text += "<div class=\"times\" aria-hidden=\"true\">";
     for (std::size_t i = 0; i < kTimeTicks; ++i) {
@@ -132,8 +131,8 @@ class Drawing {
     text += "</div>\n<p class=\"readout\" aria-live=\"off\">" + peak_text() + "</p>\n";
     text +=
         "<p class=\"tools\"><button type=\"button\" data-zoom=\"in\">Zoom in</button> <button "
-        "type=\"button\" "
-        "data-zoom=\"out\">Zoom out</button> <button type=\"button\" data-zoom=\"all\">All</button></p>\n";
+        "type=\"button\" data-zoom=\"out\">Zoom out</button> <button type=\"button\" "
+        "data-zoom=\"all\">All</button></p>\n";
     return text + legend() + data(peak) + "</figure>\n";
   }
 
@@ -222,8 +221,8 @@ class Drawing {
 
   std::string legend() const {
     std::string text =
-        "<ul class=\"legend\"><li><i class=\"requested\"></i>requested</li><li><i class=\"reserved\"></i>"
-        "reserved</li><li><i class=\"free\"></i>frees, below the axis</li>";
+        "<ul class=\"legend\"><li><i class=\"requested\"></i>requested</li><li><i "
+        "class=\"reserved\"></i>reserved</li><li><i class=\"free\"></i>frees, below the axis</li>";
     if (!refusals_.empty()) text += "<li><i class=\"refused\"></i>out of memory</li>";
     if (is_drawn(process_.capacity_bytes)) text += "<li><i class=\"capacity\"></i>memory limit</li>";
     if (is_drawn(process_.baseline_reserved_bytes)) {

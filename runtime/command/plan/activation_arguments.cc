@@ -53,15 +53,12 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
              "activations of up to N - i micro-steps. The plan is that of the stage that needs most");
   text("--recompute", arguments.recompute, "none|block|every:K",
        "Layers that the backward pass computes again: none; block, every layer from its input; every:K, one "
-       "layer of "
-       "every K, from the first on, while the others keep everything")
+       "layer of every K, from the first on, while the others keep everything")
       ->default_str("block with --activations, otherwise none");
   text("--activations", arguments.placement, "keep|partition|partition+cpu|partition+nvme|auto",
        "Where the inputs of recomputed layers wait for the backward pass: keep, whole on each device; "
-       "partition, a "
-       "slice on each tensor-parallel rank; partition+cpu or partition+nvme, the slice in host memory or "
-       "files; auto, "
-       "the first that --memory has room for");
+       "partition, a slice on each tensor-parallel rank; partition+cpu or partition+nvme, the slice in host "
+       "memory or files; auto, the first that --memory has room for");
 }
 
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
@@ -86,8 +83,7 @@ Result<ActivationRequest> read_activations(const ActivationArguments& arguments)
   if (request.recompute_every == 0) {
     return refuse(
         "--activations keeps the inputs of recomputed layers and --recompute none saves none; use "
-        "--recompute "
-        "block, or every:K");
+        "--recompute block, or every:K");
   }
   FOREBAY_RETURN_IF_ERROR(read_placement(arguments.placement, &request));
   return request;

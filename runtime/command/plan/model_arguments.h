@@ -45,8 +45,8 @@ struct ModelChoice {
 // Requires: `arguments` outlives the parsing.
 void add_model_options(CLI::App& command, ModelArguments& arguments);
 
-// Requires: has_shape() or has_config(). Errors: kInvalidArgument naming the option and its allowed values; those
-// of read_model_config.
+// Requires: has_shape() or has_config(). Errors: kInvalidArgument naming the option and its allowed values;
+// those of read_model_config.
 Result<ModelChoice> read_model(const ModelArguments& arguments);
 
 // "GPT-2 kind: 4 layers, hidden 128, ...".

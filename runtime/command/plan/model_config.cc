@@ -75,10 +75,9 @@ Result<TransformerShape> parse_gpt2(const Json& object, const std::string& name)
   const bool cross_attention = reader.flag("add_cross_attention", false);
   FOREBAY_RETURN_IF_ERROR(reader.status());
   if (cross_attention) {
-    return Status(StatusCode::kUnsupported,
-                  name +
-                      " asks for cross-attention, whose parameters are not planned; use a decoder-only "
-                      "configuration, or --parameters");
+    return Status(StatusCode::kUnsupported, name +
+                                                " asks for cross-attention, whose parameters are not "
+                                                "planned; use a decoder-only configuration, or --parameters");
   }
   return complete_shape(shape);
 }

@@ -286,26 +286,20 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
   text("--chunk", a.chunk, "Granularity in which the device maps memory", "BYTES");
   text("--preset", a.preset,
        "Accounting: forebay, the bytes of this engine; paper, the formulas of ZeRO; deepspeed or megatron, "
-       "the bytes "
-       "that these would hold",
+       "the bytes that these would hold",
        "forebay|paper|deepspeed|megatron");
-  a.host_ranks_option =
-      command
-          ->add_option(
-              "--host-ranks", a.host_ranks,
-              "Ranks that keep their device bytes in this host's memory; in a pipeline, those that need "
-              "most. 0: the host is not judged")
-          ->type_name("N")
-          ->default_str("all");
+  a.host_ranks_option = command
+                            ->add_option("--host-ranks", a.host_ranks,
+                                         "Ranks that keep their device bytes in this host's memory; in a "
+                                         "pipeline, those that need most. 0: the host is not judged")
+                            ->type_name("N")
+                            ->default_str("all");
   command->add_flag("--json", a.json, "Print JSON");
-  command->footer(
-      std::string(
-          "Without --parameters, --config or a shape, the model is the one that forebay-gpt trains by "
-          "default (there in fp32).\nSizes: ") +
-      kBytesSyntax +
-      ".\nExit code: 0; 1 if neither --memory nor, where it is given, --host-ranks has room for any of the "
-      "stages "
-      "shown; 2 for bad input.");
+  command->footer(std::string("Without --parameters, --config or a shape, the model is the one that "
+                              "forebay-gpt trains by default (there in fp32).\nSizes: ") +
+                  kBytesSyntax +
+                  ".\nExit code: 0; 1 if neither --memory nor, where it is given, --host-ranks has room for "
+                  "any of the stages shown; 2 for bad input.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

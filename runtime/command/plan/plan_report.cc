@@ -167,14 +167,12 @@ Status fill_deepspeed(const PlanOptions& options, const Scale& scale, const Mode
   if (options.stage < 2) {
     return Status(StatusCode::kUnsupported,
                   "preset deepspeed at stage " + std::to_string(options.stage) +
-                      ": DeepSpeed has estimators for stages 2 and 3 only; use one of "
-                      "them, or preset paper");
+                      ": DeepSpeed has estimators for stages 2 and 3 only; use one of them, or preset paper");
   }
   if (options.dtype == DataType::kFloat32) {
-    return Status(
-        StatusCode::kUnsupported,
-        "preset deepspeed with dtype fp32: DeepSpeed's estimators assume 16-bit training; use bf16 or "
-        "fp16, or preset paper");
+    return Status(StatusCode::kUnsupported,
+                  "preset deepspeed with dtype fp32: DeepSpeed's estimators assume 16-bit training; use bf16 "
+                  "or fp16, or preset paper");
   }
   // The estimator truncates the sharded sum once, so the pools are cut out of that sum.
   PlanFigures& bytes = report.bytes;
@@ -210,11 +208,9 @@ Status fill_deepspeed(const PlanOptions& options, const Scale& scale, const Mode
 
 Status fill_megatron(const PlanOptions& options, const Scale& scale, PlanReport& report) {
   if (options.stage > 1) {
-    return Status(
-        StatusCode::kUnsupported,
-        "preset megatron at stage " + std::to_string(options.stage) +
-            ": its table has no sharding (stage 0) and the distributed optimizer (stage 1); use one of "
-            "them, or preset paper");
+    return Status(StatusCode::kUnsupported, "preset megatron at stage " + std::to_string(options.stage) +
+                                                ": its table has no sharding (stage 0) and the distributed "
+                                                "optimizer (stage 1); use one of them, or preset paper");
   }
   // Bytes a parameter. bf16 keeps its gradients in fp32 and needs no second copy of them.
   struct Row {
@@ -249,10 +245,9 @@ Status fill_megatron(const PlanOptions& options, const Scale& scale, PlanReport&
 Status fill_offload_of_count(const PlanRequest& request, const Plan& plan, PlanReport& report) {
   const PlanOptions& options = request.options;
   if (options.offload_fraction != 1.0) {
-    return refuse(
-        "offload-fraction " + std::to_string(options.offload_fraction) +
-        " leaves the first units on the device, which a number of parameters does not tell; give the "
-        "shape (--layers --hidden --heads --sequence --vocabulary, or --config)");
+    return refuse("offload-fraction " + std::to_string(options.offload_fraction) +
+                  " leaves the first units on the device, which a number of parameters does not tell; give "
+                  "the shape (--layers --hidden --heads --sequence --vocabulary, or --config)");
   }
   if (options.stage >= 2 && !has_shard_accumulator(options)) {
     // One unit's slices on their way to the host would be those of the whole model.
@@ -359,21 +354,19 @@ Status check_request(const PlanRequest& request) {
                                                 ": its formulas have nothing offloaded; use preset forebay");
   }
   if (options.in_groups() && request.preset != Preset::kForebay) {
-    return Status(StatusCode::kUnsupported, std::string("preset ") + preset_name(request.preset) +
-                                                " with --order group: its formulas have no groups; use "
-                                                "preset forebay");
+    return Status(StatusCode::kUnsupported,
+                  std::string("preset ") + preset_name(request.preset) +
+                      " with --order group: its formulas have no groups; use preset forebay");
   }
   if (options.in_groups() && !request.shape) {
     return refuse(
         "--order group needs the shape of the model, not only its number of parameters; give --layers "
-        "--hidden "
-        "--heads --sequence --vocabulary, or --config");
+        "--hidden --heads --sequence --vocabulary, or --config");
   }
   if (part_count(request.part) > 1 && (!request.shape || request.preset != Preset::kForebay)) {
     return refuse(
         "tensor and pipeline parallelism need the shape of the model and preset forebay; give --layers "
-        "--hidden "
-        "--heads --sequence, or --config");
+        "--hidden --heads --sequence, or --config");
   }
   // The presets have formulas of their own, but one set of options: the engine's checks serve them all.
   const ModelShape smallest{.units = {{.name = "unit", .parameters = {{.name = "parameter", .count = 1}}}}};

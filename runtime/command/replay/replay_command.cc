@@ -231,8 +231,7 @@ void add_replay_command(CLI::App& app, std::function<int()>& action) {
   a.memory_option = command
                         ->add_option("--memory", a.memory,
                                      "Memory of the device (default: 128 GiB, or twice the requested peak if "
-                                     "that is more; cuda: all "
-                                     "of the device)")
+                                     "that is more; cuda: all of the device)")
                         ->type_name("BYTES");
   command
       ->add_option("--repeat", a.passes,
@@ -245,27 +244,20 @@ void add_replay_command(CLI::App& app, std::function<int()>& action) {
                    "The device: model (books only), host (real mappings), cuda or cuda:N (a real device)")
       ->type_name("NAME")
       ->capture_default_str();
-  command->add_flag(
-      "--baseline", a.baseline,
-      "Play them against a caching allocator of the best-fit-with-coalescing kind too (forebay's "
-      "own yardstick)");
-  command->add_flag(
-      "--minimum-capacity", a.minimum_capacity,
-      "Search the smallest device, in steps of 2 MiB, on which each trace completes once (on the "
-      "model device; completing need not be monotone in the capacity)");
+  command->add_flag("--baseline", a.baseline,
+                    "Play them against a caching allocator of the best-fit-with-coalescing kind too "
+                    "(forebay's own yardstick)");
+  command->add_flag("--minimum-capacity", a.minimum_capacity,
+                    "Search the smallest device, in steps of 2 MiB, on which each trace completes once (on "
+                    "the model device; completing need not be monotone in the capacity)");
   command->add_flag("--json", a.json, "Print JSON; driver_calls are those of the first pass");
   command->footer(
       "Columns: frag %, of the first pass, and last %, of the last repeat: fragmentation, 1 - peak requested "
-      "/ peak "
-      "physical; smallest: the least device memory with which the trace completes, over %: by how much that "
-      "is more "
-      "than the peak requested (with that little, memory is placed otherwise, and may come out above "
-      "physical); "
-      "steady calls and chunks moved: driver calls and mappings of each repeat from the third on; off the "
-      "mapping "
-      "path: of allocations that made no driver call.\n"
-      "Exit code: 0; 1 if the arena did not complete a "
-      "trace; 2 if something could not be read.");
+      "/ peak physical; smallest: the least device memory with which the trace completes, over %: by how "
+      "much that is more than the peak requested (with that little, memory is placed otherwise, and may come "
+      "out above physical); steady calls and chunks moved: driver calls and mappings of each repeat from the "
+      "third on; off the mapping path: of allocations that made no driver call.\n"
+      "Exit code: 0; 1 if the arena did not complete a trace; 2 if something could not be read.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

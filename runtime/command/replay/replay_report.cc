@@ -202,8 +202,7 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
     }
     print(text,
           "\nOne core cycle is %.3f ns here (a loop of dependent multiplications, 3 cycles each). The "
-          "timer's own "
-          "cost is taken off.\n",
+          "timer's own cost is taken off.\n",
           first.cycle_ns);
   }
   const bool has_baseline = std::any_of(reports.begin(), reports.end(),
@@ -211,8 +210,7 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
   if (has_baseline) {
     text +=
         "The baseline is forebay's own caching allocator of the best-fit-with-coalescing kind, a yardstick; "
-        "its "
-        "create and unmap are blocks taken and given back.\n";
+        "its create and unmap are blocks taken and given back.\n";
   }
   std::vector<RepeatedLine> lines;
   for (const ReplayReport& report : reports) {

@@ -169,9 +169,9 @@ RunEnvironment off_environment(const Environment& inherited) {
 
 Status check_preload_path(const std::string& library) {
   if (library.find_first_of(" :") == std::string::npos) return Status();
-  return {StatusCode::kInvalidArgument, "cannot preload " + library +
-                                            ": LD_PRELOAD ends a path at a space or a colon; install forebay "
-                                            "in a directory without"};
+  return {StatusCode::kInvalidArgument,
+          "cannot preload " + library +
+              ": LD_PRELOAD ends a path at a space or a colon; install forebay in a directory without"};
 }
 
 void set_preload(const RunOptions& options, const Environment& inherited, RunEnvironment* environment) {

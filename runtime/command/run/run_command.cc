@@ -486,10 +486,9 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
       ->add_option("command", a.command, "The command and its arguments, behind all options of forebay run")
       ->type_name("COMMAND");
   command
-      ->add_option(
-          "--memory", a.memory,
-          "Most device memory to use; every process sees a device of this size (default: all of the device; "
-          "within another forebay run the smaller limit holds)")
+      ->add_option("--memory", a.memory,
+                   "Most device memory to use; every process sees a device of this size (default: all of the "
+                   "device; within another forebay run the smaller limit holds)")
       ->type_name("BYTES");
   command->add_flag("--observe", a.observe, "Change nothing; only count allocations");
   command->add_flag("--tensors", a.tensors,
@@ -515,10 +514,9 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
       ->type_name("DIR")
       ->envname(kReportVariable);
   command
-      ->add_option(
-          "--trace", a.outputs.trace,
-          "Write the allocations and frees, for 'forebay replay'; several processes or devices get a "
-          "file each, as FILE with process-N before its suffix")
+      ->add_option("--trace", a.outputs.trace,
+                   "Write the allocations and frees, for 'forebay replay'; several processes or devices get "
+                   "a file each, as FILE with process-N before its suffix")
       ->type_name("FILE")
       ->envname(kTraceVariable);
   command

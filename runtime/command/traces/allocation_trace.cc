@@ -226,11 +226,10 @@ Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& p
     const std::size_t slash = path.find_last_of('/');
     return parse_allocation_traces(text, slash == std::string::npos ? path : path.substr(slash + 1));
   } catch (const std::bad_alloc&) {
-    return Status(
-        StatusCode::kOutOfMemory,
-        "cannot read '" + path + "': the host has no memory for its " + format_bytes(file_bytes) +
-            " and the trace in them; free host memory, raise the limit of this process (ulimit -v), "
-            "or record less history (max_entries)");
+    return Status(StatusCode::kOutOfMemory,
+                  "cannot read '" + path + "': the host has no memory for its " + format_bytes(file_bytes) +
+                      " and the trace in them; free host memory, raise the limit of this process (ulimit "
+                      "-v), or record less history (max_entries)");
   }
 }
 

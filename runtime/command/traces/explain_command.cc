@@ -50,8 +50,8 @@ int run(const std::string& path) {
     return explain_file(path);
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr,
-                 "forebay explain: the host has no memory to replay '%s'; free host memory, or raise "
-                 "the limit of this process (ulimit -v)\n",
+                 "forebay explain: the host has no memory to replay '%s'; free host memory, or raise the "
+                 "limit of this process (ulimit -v)\n",
                  shown_text(path).c_str());
     return kBadUsage;
   }
@@ -72,8 +72,7 @@ void add_explain_command(CLI::App& app, std::function<int()>& action) {
       ->type_name("SNAPSHOT");
   command->footer(
       "The smallest capacities are searched in steps of 2 MiB by playing the recorded requests on a model "
-      "device. "
-      "Exit code: 0, or 2 if the file could not be read.");
+      "device. Exit code: 0, or 2 if the file could not be read.");
   command->callback([path, &action] { action = [path] { return run(*path); }; });
 }
 

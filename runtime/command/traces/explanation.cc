@@ -162,8 +162,8 @@ std::string state_text(const AllocationTrace& trace) {
 }
 
 constexpr char kAskForLess[] =
-    "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer "
-    "(`forebay plan` shows the bytes that each saves); begin with the first holder";
+    "smaller batches, activation checkpointing, a higher ZeRO stage or an offloaded optimizer (`forebay "
+    "plan` shows the bytes that each saves); begin with the first holder";
 
 bool fits(const Explanation& explanation) {
   const std::optional<std::uint64_t>& need = explanation.arena_capacity_bytes;
@@ -206,10 +206,9 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
   const bool is_torch = trace.origin == TraceOrigin::kPyTorch;
   if (is_of_run(trace)) return run_advice_text(trace, explanation);
   if (explanation.verdict == Verdict::kNoFailure) {
-    return is_torch
-               ? "record the failure: torch.cuda.memory._record_memory_history(), and _dump_snapshot(FILE) "
-                 "when it runs out"
-               : "set the smallest capacities above against the device's; `forebay replay` shows more";
+    return is_torch ? "record the failure: torch.cuda.memory._record_memory_history(), and "
+                      "_dump_snapshot(FILE) when it runs out"
+                    : "set the smallest capacities above against the device's; `forebay replay` shows more";
   }
   if (explanation.verdict == Verdict::kUnclear && explanation.arena_capacity_bytes) {
     return "forebay's arena serves these requests in " + format_bytes(*explanation.arena_capacity_bytes) +

@@ -317,8 +317,7 @@ class PickleMachine {
     }
     fail("it names " + quote_text(full) +
          ", which is code and not data; nothing of it was run. A memory snapshot holds data alone: do not "
-         "load "
-         "this file with Python's pickle unless you trust its author");
+         "load this file with Python's pickle unless you trust its author");
   }
   // A call of a known name makes an empty dict or an opaque value.
   void call_name() {

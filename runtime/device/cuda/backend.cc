@@ -225,10 +225,9 @@ class CudaBackendImpl final : public CudaBackend {
   Status enter(const char* function, const What& what) const {
     if (running_call != nullptr) [[unlikely]] {
       if (running_call->forbidden == nullptr) running_call->forbidden = function;
-      return {StatusCode::kInternal,
-              std::string("cannot call ") + function + " on " + capabilities_.name +
-                  " from a host function: its stream would wait for itself; call it from the thread that "
-                  "queues the work"};
+      return {StatusCode::kInternal, std::string("cannot call ") + function + " on " + capabilities_.name +
+                                         " from a host function: its stream would wait for itself; call it "
+                                         "from the thread that queues the work"};
     }
     if (cuda_lost_in_fork()) [[unlikely]]
       return cuda_fork_status(what() + " on " + capabilities_.name);
@@ -269,9 +268,8 @@ class CudaBackendImpl final : public CudaBackend {
   template <typename What>
   Status check_stream(Stream stream, const What& what) const {
     if (stream == Stream()) {
-      return refused(what,
-                     "the stream is null; give one of stream_create, your own, or "
-                     "CudaBackend::default_stream()");
+      return refused(
+          what, "the stream is null; give one of stream_create, your own, or CudaBackend::default_stream()");
     }
     if (order_.kind(native(stream)) != StreamKind::kEnded) [[likely]]
       return {};
@@ -281,9 +279,8 @@ class CudaBackendImpl final : public CudaBackend {
   Status check_event(Event event, const What& what) const {
     if (order_.has_event(native(event))) [[likely]]
       return {};
-    return refused(what,
-                   "there is no such event; give one that event_create returned and event_destroy has not "
-                   "had");
+    return refused(
+        what, "there is no such event; give one that event_create returned and event_destroy has not had");
   }
   // Requires: a CudaScope.
   CuResult ask_capturing(Stream stream, bool* is_capturing) const {
@@ -296,9 +293,9 @@ class CudaBackendImpl final : public CudaBackend {
   }
   template <typename What>
   Status captured(const What& what) const {
-    return {StatusCode::kUnavailable, "cannot " + what() + " on " + capabilities_.name +
-                                          ": the stream is being captured into a CUDA graph; do it before or "
-                                          "after the capture"};
+    return {StatusCode::kUnavailable,
+            "cannot " + what() + " on " + capabilities_.name +
+                ": the stream is being captured into a CUDA graph; do it before or after the capture"};
   }
   // Refuses calls that would invalidate a capture, before the driver sees them. Requires: a CudaScope.
   template <typename What>
@@ -317,11 +314,11 @@ class CudaBackendImpl final : public CudaBackend {
     if (driver_.cuMemGetInfo_v2(&free_bytes, &total_bytes) != CuResult::kSuccess) {
       return check(result, call, what);
     }
-    return {StatusCode::kOutOfMemory, "cannot " + what() + " on " + capabilities_.name + ": " + call + ": " +
-                                          cuda_error_name(driver_, result) + ": " + format_bytes(free_bytes) +
-                                          " of " + format_bytes(total_bytes) +
-                                          " free; free some first, or end other users of the device "
-                                          "(nvidia-smi)"};
+    return {StatusCode::kOutOfMemory,
+            "cannot " + what() + " on " + capabilities_.name + ": " + call + ": " +
+                cuda_error_name(driver_, result) + ": " + format_bytes(free_bytes) + " of " +
+                format_bytes(total_bytes) +
+                " free; free some first, or end other users of the device (nvidia-smi)"};
   }
 
   Status unmap_mappings(DevicePtr address, std::size_t bytes);
@@ -902,8 +899,8 @@ Result<Kernel> CudaBackendImpl::get_kernel(Module module, const char* name) {
   const CuResult result = driver_.cuModuleGetFunction(&function, native(module), name);
   if (result == CuResult::kNotFound) {
     return refused(what,
-                   "cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: the module has none of that name; check "
-                   "the spelling, and that it is extern \"C\"");
+                   "cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: the module has none of that name; check the "
+                   "spelling, and that it is extern \"C\"");
   }
   FOREBAY_RETURN_IF_ERROR(check(result, "cuModuleGetFunction", what));
   kernels_.insert_or_assign(function, native(module));
@@ -966,9 +963,9 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
   if (options.ordinal < 0 || options.ordinal >= count.value()) {
     const std::string what = "cannot make a backend on cuda:" + std::to_string(options.ordinal) + ": ";
     if (count.value() == 0) {
-      return Status(StatusCode::kUnavailable, what + "the driver " + driver.path +
-                                                  " has no device; see nvidia-smi and CUDA_VISIBLE_DEVICES, "
-                                                  "or use the host backend");
+      return Status(StatusCode::kUnavailable,
+                    what + "the driver " + driver.path +
+                        " has no device; see nvidia-smi and CUDA_VISIBLE_DEVICES, or use the host backend");
     }
     return Status(StatusCode::kInvalidArgument, what + "there are " + std::to_string(count.value()) +
                                                     " devices; give 0 to " +

@@ -367,10 +367,9 @@ class HostBackendImpl final : public ScriptedHostBackend {
     HostStream* running = HostStream::running_here();
     if (running == nullptr) return {};
     running->note_forbidden_call(function);
-    return {StatusCode::kInternal,
-            std::string("cannot call ") + function + " on " + options_.name +
-                " from a host function or kernel: its stream would wait for itself; call it "
-                "from the thread that queues the work"};
+    return {StatusCode::kInternal, std::string("cannot call ") + function + " on " + options_.name +
+                                       " from a host function or kernel: its stream would wait for itself; "
+                                       "call it from the thread that queues the work"};
   }
   Status enter(HostCall call) {
     FOREBAY_RETURN_IF_ERROR(enter(kHostCallNames[static_cast<std::size_t>(call)]));

@@ -456,10 +456,9 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   Status enter(const char* function) {
     if (running_stream == nullptr) return {};
     running_stream->forbidden_call = function;
-    return {StatusCode::kInternal,
-            std::string("cannot call ") + function + " on " + options_.name +
-                " from a host function: its stream would wait for itself; call it from the thread that "
-                "queues the work"};
+    return {StatusCode::kInternal, std::string("cannot call ") + function + " on " + options_.name +
+                                       " from a host function: its stream would wait for itself; call it "
+                                       "from the thread that queues the work"};
   }
   Status enter(HostCall call) {
     FOREBAY_RETURN_IF_ERROR(enter(kHostCallNames[static_cast<std::size_t>(call)]));

@@ -20,8 +20,7 @@ std::string wrap_text(std::string_view text, std::size_t width, std::size_t inde
 // How parse_bytes() (units.h) reads sizes; for help texts.
 inline constexpr const char* kBytesSyntax =
     "65536, 64KiB, 80G, 1.5 TiB (K, M, G and T are powers of 1024, as KiB, MiB, GiB and TiB; KB, MB, GB and "
-    "TB of "
-    "1000)";
+    "TB of 1000)";
 
 // "80 bytes; did you mean 80GiB?" for a number below 4096 without a suffix, where memory of a device or a
 // host is meant; otherwise empty. 0 is no question.
