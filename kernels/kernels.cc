@@ -78,9 +78,7 @@ class HostKernels final : public Kernels {
 
  private:
   Status find(const char* name, Kernel& kernel) {
-    Result<Kernel> found = backend_.get_kernel(module_, name);
-    if (!found.ok()) return found.status();
-    kernel = found.value();
+    FOREBAY_ASSIGN_OR_RETURN(kernel, backend_.get_kernel(module_, name));
     return Status();
   }
 

@@ -707,12 +707,11 @@ Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& wanted, c
   std::size_t alignment_bytes = 1;
   std::string buffered;
   for (const std::string& directory : options.directories) {
-    auto file = ScratchFile::create(directory, {.direct = options.direct});
-    FOREBAY_RETURN_IF_ERROR(file.status());
-    alignment_bytes = std::max(alignment_bytes, file.value().alignment_bytes());
-    if (!file.value().direct()) buffered += (buffered.empty() ? "'" : ", '") + directory + "'";
-    descriptors.push_back(file.value().descriptor());
-    files.push_back(std::move(file).value());
+    FOREBAY_ASSIGN_OR_RETURN(auto file, ScratchFile::create(directory, {.direct = options.direct}));
+    alignment_bytes = std::max(alignment_bytes, file.alignment_bytes());
+    if (!file.direct()) buffered += (buffered.empty() ? "'" : ", '") + directory + "'";
+    descriptors.push_back(file.descriptor());
+    files.push_back(std::move(file));
   }
   if (options.granule_bytes % alignment_bytes != 0) {
     return Status(StatusCode::kInvalidArgument,
@@ -725,9 +724,7 @@ Result<std::unique_ptr<Store>> make_file_store(const FileStoreOptions& wanted, c
     internal::say_once("the file system of " + buffered +
                        " has no direct transfers: its data is kept in the page cache too");
   }
-  auto engine = choose_engine(options, descriptors);
-  FOREBAY_RETURN_IF_ERROR(engine.status());
-  std::unique_ptr<IoEngine> used = std::move(engine).value();
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<IoEngine> used, choose_engine(options, descriptors));
   if (wrap) used = wrap(std::move(used));
 
   std::string description =

@@ -61,9 +61,7 @@ Result<std::unique_ptr<Mover>> Mover::create(Backend& backend, Store& store, Sta
     }
     mover->buffers_.push_back(std::move(*buffer));
   }
-  Result<Stream> stream = backend.stream_create();
-  if (!stream.ok()) return stream.status();
-  mover->stream_ = stream.value();
+  FOREBAY_ASSIGN_OR_RETURN(mover->stream_, backend.stream_create());
   return mover;
 }
 

@@ -144,22 +144,19 @@ Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
       used.block_bytes = block_bytes;
       used.depth = depth;
       used.transfer_limit = std::max(options.transfer_limit, depth);
-      auto made = make_file_store(used);
-      FOREBAY_RETURN_IF_ERROR(made.status());
-      Store& store = *made.value();
+      FOREBAY_ASSIGN_OR_RETURN(auto made, make_file_store(used));
+      Store& store = *made;
       FOREBAY_RETURN_IF_ERROR(store.register_memory(buffer.data(), measured.range_bytes));
-      const auto range = store.create_range("measurement", measured.range_bytes);
-      FOREBAY_RETURN_IF_ERROR(range.status());
-      const Run run{store, range.value(), buffer.data(), block_bytes, depth};
+      FOREBAY_ASSIGN_OR_RETURN(const auto range, store.create_range("measurement", measured.range_bytes));
+      const Run run{store, range, buffer.data(), block_bytes, depth};
       std::uint64_t moved_bytes = 0;
-      const auto written = rate(run, StoreDirection::kWrite, measured.range_bytes,
-                                std::chrono::nanoseconds(share), &moved_bytes);
-      FOREBAY_RETURN_IF_ERROR(written.status());
+      FOREBAY_ASSIGN_OR_RETURN(const auto written, rate(run, StoreDirection::kWrite, measured.range_bytes,
+                                                        std::chrono::nanoseconds(share), &moved_bytes));
       // Only written blocks: the others have nothing to read.
-      const auto read = rate(run, StoreDirection::kRead, std::min(moved_bytes, measured.range_bytes),
-                             std::chrono::nanoseconds(share), &moved_bytes);
-      FOREBAY_RETURN_IF_ERROR(read.status());
-      result.points.push_back({block_bytes, depth, read.value(), written.value()});
+      FOREBAY_ASSIGN_OR_RETURN(const auto read,
+                               rate(run, StoreDirection::kRead, std::min(moved_bytes, measured.range_bytes),
+                                    std::chrono::nanoseconds(share), &moved_bytes));
+      result.points.push_back({block_bytes, depth, read, written});
       result.description = store.facts().description;
     }
   }

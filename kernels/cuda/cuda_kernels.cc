@@ -166,9 +166,7 @@ class CudaKernels final : public Kernels {
 
  private:
   Status find(const std::string& name, Kernel& kernel) {
-    Result<Kernel> found = backend_.get_kernel(module_, ("forebay_" + name).c_str());
-    if (!found.ok()) return found.status();
-    kernel = found.value();
+    FOREBAY_ASSIGN_OR_RETURN(kernel, backend_.get_kernel(module_, ("forebay_" + name).c_str()));
     return Status();
   }
 

@@ -55,9 +55,7 @@ Result<Device> open_device(const std::string& word, const Topology& topology) {
   if (word == "host") {
     HostBackendOptions options;
     options.poison = false;
-    Result<std::unique_ptr<HostBackend>> made = HostBackend::create(options);
-    FOREBAY_RETURN_IF_ERROR(made.status());
-    device.backend = std::move(made).value();
+    FOREBAY_ASSIGN_OR_RETURN(device.backend, HostBackend::create(options));
     device.in_host = true;
     return device;
   }
@@ -72,9 +70,7 @@ Result<Device> open_device(const std::string& word, const Topology& topology) {
       return refuse("--device is '" + word + "'; use host, cuda or cuda:N (N counts GPUs from 0)");
     }
   }
-  Result<std::unique_ptr<CudaBackend>> made = CudaBackend::create(options);
-  FOREBAY_RETURN_IF_ERROR(made.status());
-  device.backend = std::move(made).value();
+  FOREBAY_ASSIGN_OR_RETURN(device.backend, CudaBackend::create(options));
   const int node = device.backend->capabilities().numa_node;
   if (topology.find_node(node) != nullptr) device.nodes = {node};
   return device;
@@ -90,7 +86,7 @@ std::uint64_t host_memory_limit() {
 }
 
 // Everything of the model but the choice. None when no model was given.
-Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arguments, const Device& device,
+Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arguments, const Device device,
                                                        std::uint64_t file_bytes, ModelShape* shape) {
   const bool has_model = arguments.model.has_config() || arguments.model.has_shape();
   if (!has_model) {
@@ -104,9 +100,8 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
     return std::optional<BenchedModel>();
   }
   BenchedModel model;
-  const Result<ModelChoice> read = read_model(arguments.model);
-  FOREBAY_RETURN_IF_ERROR(read.status());
-  model.description = describe_model(read.value());
+  FOREBAY_ASSIGN_OR_RETURN(const ModelChoice read, read_model(arguments.model));
+  model.description = describe_model(read);
   std::int64_t number = 0;
   FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, &number));
   model.options.ranks = static_cast<int>(number);
@@ -135,24 +130,21 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
   model.limits.host_bytes = host_memory_limit();
   model.limits.file_bytes = file_bytes;
 
-  Result<ModelShape> made = make_model_shape(read.value().shape);
-  FOREBAY_RETURN_IF_ERROR(made.status());
-  *shape = std::move(made).value();
+  FOREBAY_ASSIGN_OR_RETURN(*shape, make_model_shape(read.shape));
   model.parameters = shape->parameter_count();
-  Result<std::uint64_t> activations = estimate_activation_bytes(
-      read.value().shape,
-      {.batch = read.value().batch, .sequence = read.value().sequence, .dtype = model.options.dtype});
-  FOREBAY_RETURN_IF_ERROR(activations.status());
-  shape->activation_bytes = activations.value();
+  FOREBAY_ASSIGN_OR_RETURN(
+      shape->activation_bytes,
+      estimate_activation_bytes(
+          read.shape, {.batch = read.batch, .sequence = read.sequence, .dtype = model.options.dtype}));
   return std::optional<BenchedModel>(std::move(model));
 }
 
 // Checked before the measurements, because fitting does not depend on them.
 Status check_something_fits(const ModelShape& shape, const BenchedModel& model) {
-  const Result<OffloadChoice> choice = choose_offload(shape, model.options, model.limits, {});
-  FOREBAY_RETURN_IF_ERROR(choice.status());
-  if (choice.value().chosen >= 0) return Status();
-  return Status(StatusCode::kOutOfMemory, "no offload setting fits: " + choice.value().reason);
+  FOREBAY_ASSIGN_OR_RETURN(const OffloadChoice choice,
+                           choose_offload(shape, model.options, model.limits, {}));
+  if (choice.chosen >= 0) return Status();
+  return Status(StatusCode::kOutOfMemory, "no offload setting fits: " + choice.reason);
 }
 
 // How the time is divided. Files have most points.
@@ -180,38 +172,28 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
   const Topology topology = read_topology();
   report.topology_source = topology.source;
   for (const std::string& directory : arguments.directories) {
-    auto files = prepare_files(topology, {directory}, report.bytes);
-    FOREBAY_RETURN_IF_ERROR(files.status());
-    report.files.push_back(std::move(files).value());
+    FOREBAY_ASSIGN_OR_RETURN(report.files.emplace_back(), prepare_files(topology, {directory}, report.bytes));
   }
   if (arguments.directories.size() > 1) {
-    auto files = prepare_files(topology, arguments.directories, report.bytes);
-    FOREBAY_RETURN_IF_ERROR(files.status());
-    report.files.push_back(std::move(files).value());
+    FOREBAY_ASSIGN_OR_RETURN(report.files.emplace_back(),
+                             prepare_files(topology, arguments.directories, report.bytes));
   }
-  Result<Device> opened = open_device(arguments.device, topology);
-  FOREBAY_RETURN_IF_ERROR(opened.status());
-  const Device& device = opened.value();
+  FOREBAY_ASSIGN_OR_RETURN(const Device device, open_device(arguments.device, topology));
   report.device = device.backend->capabilities().name;
   report.device_in_host = device.in_host;
   report.placement = place(topology, {.nodes = device.nodes});
   ModelShape shape;
-  auto model = read_benched_model(arguments, device, report.files.back().free_bytes, &shape);
-  FOREBAY_RETURN_IF_ERROR(model.status());
-  report.model = std::move(model).value();
+  FOREBAY_ASSIGN_OR_RETURN(report.model,
+                           read_benched_model(arguments, device, report.files.back().free_bytes, &shape));
   if (report.model) FOREBAY_RETURN_IF_ERROR(check_something_fits(shape, *report.model));
 
   TerminalLine line;
   const Progress progress = [&](const std::string& what) { line.show("measuring " + what); };
-  auto copies = measure_copies(*device.backend, report.placement, report.bytes,
-                               part_of(arguments.seconds, kCopyPart), progress);
-  FOREBAY_RETURN_IF_ERROR(copies.status());
-  report.copies = copies.value();
+  FOREBAY_ASSIGN_OR_RETURN(report.copies, measure_copies(*device.backend, report.placement, report.bytes,
+                                                         part_of(arguments.seconds, kCopyPart), progress));
   const DataType dtype = report.model ? report.model->options.dtype : DataType::kBfloat16;
-  auto host = measure_host(*device.backend, topology, dtype, report.bytes,
-                           part_of(arguments.seconds, kHostPart), progress);
-  FOREBAY_RETURN_IF_ERROR(host.status());
-  report.host = host.value();
+  FOREBAY_ASSIGN_OR_RETURN(report.host, measure_host(*device.backend, topology, dtype, report.bytes,
+                                                     part_of(arguments.seconds, kHostPart), progress));
   for (FileMeasurement& files : report.files) {
     const double part = kFilePart / static_cast<double>(report.files.size());
     FOREBAY_RETURN_IF_ERROR(measure_files(report.bytes, part_of(arguments.seconds, part), progress, &files));
@@ -225,9 +207,8 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
                           .adamw_elements_per_second = report.host.adamw_elements_per_second,
                           .file_read_bytes_per_second = chosen.read_bytes_per_second,
                           .file_write_bytes_per_second = chosen.write_bytes_per_second};
-    auto choice = choose_offload(shape, report.model->options, report.model->limits, rates);
-    FOREBAY_RETURN_IF_ERROR(choice.status());
-    report.model->choice = std::move(choice).value();
+    FOREBAY_ASSIGN_OR_RETURN(report.model->choice,
+                             choose_offload(shape, report.model->options, report.model->limits, rates));
   }
   return report;
 }

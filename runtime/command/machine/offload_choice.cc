@@ -51,8 +51,8 @@ void judge(const TierLimits& limits, OffloadEstimate& estimate) {
   estimate.fits = estimate.lacks.empty();
 }
 
-void cost(const Plan& plan, std::uint64_t parameter_bytes_up, const TierLimits& limits,
-          const TierRates& rates, OffloadEstimate& estimate) {
+void cost(const Plan plan, std::uint64_t parameter_bytes_up, const TierLimits& limits, const TierRates& rates,
+          OffloadEstimate& estimate) {
   const auto share = static_cast<double>(limits.host_ranks);
   const double link_share = limits.device_in_host ? share : 1;
   const auto down = static_cast<double>(plan.host_bytes.gradients);
@@ -153,9 +153,7 @@ Result<OffloadChoice> choose_offload(const ModelShape& model, const PlanOptions&
     PlanOptions wanted = options;
     wanted.offload = setting.offload;
     wanted.tier = setting.tier;
-    const Result<Plan> made = make_plan(model, wanted);
-    FOREBAY_RETURN_IF_ERROR(made.status());
-    const Plan& plan = made.value();
+    FOREBAY_ASSIGN_OR_RETURN(const Plan plan, make_plan(model, wanted));
     OffloadEstimate estimate;
     estimate.offload = setting.offload;
     estimate.tier = setting.tier;
@@ -168,9 +166,8 @@ Result<OffloadChoice> choose_offload(const ModelShape& model, const PlanOptions&
       // On any tier, the bytes fetched for gathers equal the bytes that a file tier reads beside the
       // optimizer's.
       wanted.tier = Tier::kFile;
-      const Result<Plan> in_files = make_plan(model, wanted);
-      FOREBAY_RETURN_IF_ERROR(in_files.status());
-      const FileBytes& files = in_files.value().file_bytes;
+      FOREBAY_ASSIGN_OR_RETURN(const Plan in_files, make_plan(model, wanted));
+      const FileBytes& files = in_files.file_bytes;
       cost(plan, files.read_per_step - files.optimizer, limits, rates, estimate);
     }
     choice.estimates.push_back(std::move(estimate));

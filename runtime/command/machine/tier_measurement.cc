@@ -72,20 +72,13 @@ class CopyBench {
 
   Status allocate(const Placement& placement, std::uint64_t bytes) {
     bytes_ = bytes;
-    auto pool = PinnedPool::create(backend_, {.slab_bytes = 1, .numa_node = placement.memory_node});
-    FOREBAY_RETURN_IF_ERROR(pool.status());
-    pool_ = std::move(pool).value();
+    FOREBAY_ASSIGN_OR_RETURN(
+        pool_, PinnedPool::create(backend_, {.slab_bytes = 1, .numa_node = placement.memory_node}));
     for (int i = 0; i < 2; ++i) {
-      Result<DevicePtr> block = backend_.alloc(bytes);
-      FOREBAY_RETURN_IF_ERROR(block.status());
-      device_[i] = block.value();
-      Result<std::byte*> host = pool_->allocate(bytes);
-      FOREBAY_RETURN_IF_ERROR(host.status());
-      host_[i] = host.value();
+      FOREBAY_ASSIGN_OR_RETURN(device_[i], backend_.alloc(bytes));
+      FOREBAY_ASSIGN_OR_RETURN(host_[i], pool_->allocate(bytes));
       std::memset(host_[i], 0x5A, bytes);
-      Result<Stream> stream = backend_.stream_create();
-      FOREBAY_RETURN_IF_ERROR(stream.status());
-      streams_[i] = stream.value();
+      FOREBAY_ASSIGN_OR_RETURN(streams_[i], backend_.stream_create());
     }
     return Status();
   }
@@ -224,15 +217,12 @@ Result<CopyMeasurement> measure_copies(Backend& backend, const Placement& placem
     return static_cast<double>(bytes) * (to_device && from_device ? 2 : 1) / seconds.value();
   };
   progress("copies from pinned memory to the device");
-  const Result<double> to_device = rate(true, false);
-  FOREBAY_RETURN_IF_ERROR(to_device.status());
+  FOREBAY_ASSIGN_OR_RETURN(const double to_device, rate(true, false));
   progress("copies from the device to pinned memory");
-  const Result<double> from_device = rate(false, true);
-  FOREBAY_RETURN_IF_ERROR(from_device.status());
+  FOREBAY_ASSIGN_OR_RETURN(const double from_device, rate(false, true));
   progress("copies both ways at once");
-  const Result<double> both = rate(true, true);
-  FOREBAY_RETURN_IF_ERROR(both.status());
-  return CopyMeasurement{to_device.value(), from_device.value(), both.value()};
+  FOREBAY_ASSIGN_OR_RETURN(const double both, rate(true, true));
+  return CopyMeasurement{to_device, from_device, both};
 }
 
 Result<HostMeasurement> measure_host(Backend& backend, const Topology& topology, DataType dtype,
@@ -258,15 +248,15 @@ Result<HostMeasurement> measure_host(Backend& backend, const Topology& topology,
           static_cast<std::size_t>(std::max(std::floor(*topology.processor_quota * part), 1.0));
       if (cores.size() > worth) cores.resize(worth);
     }
-    auto runner = BlockRunner::create_on(cores);
-    FOREBAY_RETURN_IF_ERROR(runner.status());
-    auto pool = PinnedPool::create(
-        backend, {.slab_bytes = 1, .numa_node = used.size() > 1 && node->memory_usable ? node->node : -1});
-    FOREBAY_RETURN_IF_ERROR(pool.status());
-    pools.push_back(std::move(pool).value());
+    FOREBAY_ASSIGN_OR_RETURN(auto runner, BlockRunner::create_on(cores));
+    FOREBAY_ASSIGN_OR_RETURN(
+        auto pool,
+        PinnedPool::create(backend, {.slab_bytes = 1,
+                                     .numa_node = used.size() > 1 && node->memory_usable ? node->node : -1}));
+    pools.push_back(std::move(pool));
     NodeBench bench;
     bench.bytes = 3 * (bytes / used.size());
-    bench.runner = std::move(runner).value();
+    bench.runner = std::move(runner);
     measured.thread_count += bench.runner->thread_count();
     Result<std::byte*> memory = pools.back()->allocate(bench.bytes);
     if (!memory.ok()) return with_advice(memory.status(), "memory for the host's measurements");
@@ -293,25 +283,22 @@ Result<FileMeasurement> prepare_files(const Topology& topology, const std::vecto
                                       std::uint64_t bytes) {
   FileMeasurement files;
   for (const std::string& directory : directories) {
-    auto facts = locate_directory(topology, directory);
-    FOREBAY_RETURN_IF_ERROR(facts.status());
-    files.directories.push_back(std::move(facts).value());
-    const Result<std::uint64_t> room = free_bytes_of(directory);
-    FOREBAY_RETURN_IF_ERROR(room.status());
-    const std::uint64_t all = room.value() * directories.size();
+    FOREBAY_ASSIGN_OR_RETURN(auto facts, locate_directory(topology, directory));
+    files.directories.push_back(std::move(facts));
+    FOREBAY_ASSIGN_OR_RETURN(const std::uint64_t room, free_bytes_of(directory));
+    const std::uint64_t all = room * directories.size();
     files.free_bytes = files.directories.size() == 1 ? all : std::min(files.free_bytes, all);
-    if (room.value() < bytes / directories.size()) {
+    if (room < bytes / directories.size()) {
       return Status(StatusCode::kOutOfMemory,
                     "too little room in '" + directory + "': " + format_bytes(bytes / directories.size()) +
-                        " are needed there and " + format_bytes(room.value()) +
+                        " are needed there and " + format_bytes(room) +
                         " are free; free some, name another directory, or use a smaller --bytes");
     }
   }
   // Makes a file of that size for a moment, so that a refusal comes before anything is measured.
-  auto store = make_file_store(store_options(files));
-  FOREBAY_RETURN_IF_ERROR(store.status());
-  files.is_direct = store.value()->facts().alignment_bytes > 1;
-  const Status made = store.value()->create_range("trial", bytes).status();
+  FOREBAY_ASSIGN_OR_RETURN(auto store, make_file_store(store_options(files)));
+  files.is_direct = store->facts().alignment_bytes > 1;
+  const Status made = store->create_range("trial", bytes).status();
   if (!made.ok()) return with_advice(made, "a scratch file for the measurement");
   return files;
 }
@@ -335,10 +322,9 @@ Status measure_files(std::uint64_t bytes, std::chrono::nanoseconds duration, con
     measured.duration =
         std::chrono::duration_cast<std::chrono::milliseconds>(duration / std::size(kBlockBytes));
     progress("files in " + names + ", blocks of " + format_bytes(block_bytes));
-    auto result = measure_file_store(options, measured);
-    FOREBAY_RETURN_IF_ERROR(result.status());
-    files->store.description = result.value().description;
-    for (const StoreMeasurementPoint& point : result.value().points) files->store.points.push_back(point);
+    FOREBAY_ASSIGN_OR_RETURN(auto result, measure_file_store(options, measured));
+    files->store.description = result.description;
+    for (const StoreMeasurementPoint& point : result.points) files->store.points.push_back(point);
   }
   files->store.chosen = choose_point(files->store.points);
   return Status();

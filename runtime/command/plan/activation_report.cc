@@ -14,9 +14,7 @@ std::uint64_t ActivationReport::boundary_bytes() const {
 }
 
 Result<ActivationReport> make_activation_report(const ActivationRequest& request) {
-  Result<TransformerShape> completed = complete_shape(request.shape);
-  FOREBAY_RETURN_IF_ERROR(completed.status());
-  const TransformerShape& shape = completed.value();
+  FOREBAY_ASSIGN_OR_RETURN(const TransformerShape shape, complete_shape(request.shape));
   ActivationReport report;
   report.request = request;
   FOREBAY_RETURN_IF_ERROR(make_model_shape(shape, request.part).status());  // Checks the part.
@@ -34,9 +32,7 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
                    .has_embedding = request.part.pipeline_stage == 0,
                    .has_output = request.part.pipeline_stage + 1 == request.part.pipeline_parallel,
                    .recompute_every = request.recompute_every};
-  Result<ActivationFormulas> formulas = activation_formulas(report.blocks);
-  FOREBAY_RETURN_IF_ERROR(formulas.status());
-  report.formulas = formulas.value();
+  FOREBAY_ASSIGN_OR_RETURN(report.formulas, activation_formulas(report.blocks));
   if (report.formulas.saved_count == 0) return report;
 
   ActivationPlanOptions options;
@@ -50,9 +46,7 @@ Result<ActivationReport> make_activation_report(const ActivationRequest& request
                      .bytes = report.formulas.saved / report.formulas.saved_count,
                      .placement = request.placement});
   }
-  Result<ActivationPlan> plan = make_activation_plan(slots, options);
-  FOREBAY_RETURN_IF_ERROR(plan.status());
-  report.plan = std::move(plan).value();
+  FOREBAY_ASSIGN_OR_RETURN(report.plan, make_activation_plan(slots, options));
   return report;
 }
 

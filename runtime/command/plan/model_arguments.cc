@@ -56,9 +56,7 @@ Result<ModelChoice> read_model(const ModelArguments& arguments) {
   FOREBAY_RETURN_IF_ERROR(read_count("batch", arguments.batch, &model.batch));
   TransformerShape shape;
   if (arguments.has_config()) {
-    Result<TransformerShape> read = read_model_config(arguments.config);
-    FOREBAY_RETURN_IF_ERROR(read.status());
-    shape = read.value();
+    FOREBAY_ASSIGN_OR_RETURN(shape, read_model_config(arguments.config));
     if (given(arguments.sequence_option)) {
       FOREBAY_RETURN_IF_ERROR(read_count("sequence", arguments.sequence, &model.sequence));
     }
@@ -69,9 +67,7 @@ Result<ModelChoice> read_model(const ModelArguments& arguments) {
     FOREBAY_RETURN_IF_ERROR(read_count("sequence", arguments.sequence, &shape.positions));
     FOREBAY_RETURN_IF_ERROR(read_count("vocabulary", arguments.vocabulary, &shape.vocabulary));
   }
-  Result<TransformerShape> completed = complete_shape(shape);
-  FOREBAY_RETURN_IF_ERROR(completed.status());
-  model.shape = completed.value();
+  FOREBAY_ASSIGN_OR_RETURN(model.shape, complete_shape(shape));
   return model;
 }
 

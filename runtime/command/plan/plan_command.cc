@@ -53,17 +53,14 @@ Status read_request(const PlanArguments& arguments, PlanRequest* request, std::s
         "them");
   }
   if (has_count) {
-    Result<std::uint64_t> count = parse_parameter_count(arguments.parameters);
-    FOREBAY_RETURN_IF_ERROR(count.status());
-    request->parameters = count.value();
+    FOREBAY_ASSIGN_OR_RETURN(request->parameters, parse_parameter_count(arguments.parameters));
     return Status();
   }
-  Result<ModelChoice> read = read_model(model);
-  FOREBAY_RETURN_IF_ERROR(read.status());
-  request->shape = read.value().shape;
-  request->batch = read.value().batch;
-  request->sequence = read.value().sequence;
-  *description = describe_model(read.value());
+  FOREBAY_ASSIGN_OR_RETURN(const ModelChoice read, read_model(model));
+  request->shape = read.shape;
+  request->batch = read.batch;
+  request->sequence = read.sequence;
+  *description = describe_model(read);
   return Status();
 }
 
@@ -157,12 +154,10 @@ Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, Plan
   if (wanted.placement == ActivationPlacement::kAuto) {
     ActivationRequest without = wanted;
     without.placement = ActivationPlacement::kKeep;
-    Result<ActivationReport> live = make_activation_report(without);
-    FOREBAY_RETURN_IF_ERROR(live.status());
-    request->activation_bytes = live.value().live_bytes();
-    Result<PlanReport> others = make_plan_report(*request);
-    FOREBAY_RETURN_IF_ERROR(others.status());
-    const std::uint64_t needed = others.value().bytes.needed();
+    FOREBAY_ASSIGN_OR_RETURN(const ActivationReport live, make_activation_report(without));
+    request->activation_bytes = live.live_bytes();
+    FOREBAY_ASSIGN_OR_RETURN(const PlanReport others, make_plan_report(*request));
+    const std::uint64_t needed = others.bytes.needed();
     if (budget.memory_bytes <= needed) {
       return refuse("--activations auto has nothing to choose: everything but saved inputs needs " +
                     format_bytes(needed) + " and --memory is " + format_bytes(budget.memory_bytes) +
@@ -170,10 +165,9 @@ Status plan_activations(ActivationRequest wanted, const PlanBudget& budget, Plan
     }
     wanted.device_bytes = budget.memory_bytes - needed;
   }
-  Result<ActivationReport> made = make_activation_report(wanted);
-  FOREBAY_RETURN_IF_ERROR(made.status());
-  request->activation_bytes = made.value().device_bytes();
-  reports->push_back(std::move(made).value());
+  FOREBAY_ASSIGN_OR_RETURN(ActivationReport made, make_activation_report(wanted));
+  request->activation_bytes = made.device_bytes();
+  reports->push_back(std::move(made));
   return {};
 }
 
@@ -185,9 +179,8 @@ Result<PlanReport> plan_worst(PlanRequest request, const std::optional<Activatio
   for (int stage = 0; stage < request.part.pipeline_parallel; ++stage) {
     request.part.pipeline_stage = stage;
     if (kept) FOREBAY_RETURN_IF_ERROR(plan_activations(*kept, budget, &request, activations));
-    Result<PlanReport> report = make_plan_report(request);
-    FOREBAY_RETURN_IF_ERROR(report.status());
-    stages.push_back(std::move(report).value());
+    FOREBAY_ASSIGN_OR_RETURN(PlanReport report, make_plan_report(request));
+    stages.push_back(std::move(report));
   }
   return stages.size() == 1 ? std::move(stages.front()) : worst_stage(stages);
 }
@@ -221,9 +214,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   std::string description;
   std::optional<ActivationRequest> kept;
   if (arguments.activations.given()) {
-    Result<ActivationRequest> read = read_activations(arguments.activations);
-    FOREBAY_RETURN_IF_ERROR(read.status());
-    kept = read.value();
+    FOREBAY_ASSIGN_OR_RETURN(kept, read_activations(arguments.activations));
     request.part = kept->part;
   }
   int world_size = 1;

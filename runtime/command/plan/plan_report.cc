@@ -273,9 +273,7 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   } else {
     planned.units.push_back({.name = "model", .parameters = {{.name = "all", .count = request.parameters}}});
   }
-  Result<Plan> made = make_plan(planned, report.options);
-  FOREBAY_RETURN_IF_ERROR(made.status());
-  const Plan& plan = made.value();
+  FOREBAY_ASSIGN_OR_RETURN(const Plan plan, make_plan(planned, report.options));
   PlanFigures& bytes = report.bytes;
   bytes.parameters = plan.bytes.parameters;
   bytes.gradients = plan.bytes.gradients;
@@ -381,9 +379,8 @@ Status place_in_grid(const PlanRequest& request, PlanOptions* options) {
   options->deciding_ranks = options->ranks * part_count(request.part);
   ModelPart part = request.part;
   for (part.pipeline_stage = 0; part.pipeline_stage < part.pipeline_parallel; ++part.pipeline_stage) {
-    const Result<ModelShape> stage = make_model_shape(*request.shape, part);
-    FOREBAY_RETURN_IF_ERROR(stage.status());
-    options->deciding_units = std::max<std::uint64_t>(options->deciding_units, stage.value().units.size());
+    FOREBAY_ASSIGN_OR_RETURN(const ModelShape stage, make_model_shape(*request.shape, part));
+    options->deciding_units = std::max<std::uint64_t>(options->deciding_units, stage.units.size());
   }
   return {};
 }
@@ -458,15 +455,12 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
 
   std::optional<ModelShape> model;
   if (request.shape) {
-    Result<ModelShape> whole = make_model_shape(*request.shape);
-    FOREBAY_RETURN_IF_ERROR(whole.status());
+    FOREBAY_ASSIGN_OR_RETURN(const ModelShape whole, make_model_shape(*request.shape));
     // Bounds the sum of the parameters.
-    FOREBAY_RETURN_IF_ERROR(make_plan(whole.value(), request.options).status());
-    Result<ModelShape> made = make_model_shape(*request.shape, request.part);
-    FOREBAY_RETURN_IF_ERROR(made.status());
-    model = std::move(made).value();
+    FOREBAY_RETURN_IF_ERROR(make_plan(whole, request.options).status());
+    FOREBAY_ASSIGN_OR_RETURN(model, make_model_shape(*request.shape, request.part));
     FOREBAY_RETURN_IF_ERROR(place_in_grid(request, &report.options));
-    report.parameters = whole.value().parameter_count();
+    report.parameters = whole.parameter_count();
     report.part_parameters = model->parameter_count();
     report.layers = stage_layers(complete_shape(*request.shape).value().layers, request.part).count;
   }
@@ -474,11 +468,11 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
   const Scale scale{report.parameters, static_cast<std::uint64_t>(request.options.ranks)};
 
   if (request.shape && request.preset == Preset::kForebay) {
-    Result<std::uint64_t> activations = estimate_activation_bytes(
-        *request.shape,
-        {.batch = request.batch, .sequence = request.sequence, .dtype = request.options.dtype});
-    FOREBAY_RETURN_IF_ERROR(activations.status());
-    report.bytes.activations = request.activation_bytes.value_or(activations.value());
+    FOREBAY_ASSIGN_OR_RETURN(const std::uint64_t estimate,
+                             estimate_activation_bytes(*request.shape, {.batch = request.batch,
+                                                                        .sequence = request.sequence,
+                                                                        .dtype = request.options.dtype}));
+    report.bytes.activations = request.activation_bytes.value_or(estimate);
   }
   if (request.shape && request.preset == Preset::kPaper) {
     // "12 x hidden dim x batch x seq length x layers" elements: section 3.2, footnote 3. The estimate above

@@ -31,9 +31,7 @@ Result<DevicePtr> BaselineAllocator::allocate(std::size_t bytes, std::uint32_t s
     block = *fit;
     pool.erase(fit);
   } else {
-    Result<Block*> segment = take_segment(rounded, stream, small);
-    if (!segment.ok()) return segment.status();
-    block = segment.value();
+    FOREBAY_ASSIGN_OR_RETURN(block, take_segment(rounded, stream, small));
   }
   const std::size_t rest = block->bytes - rounded;
   if (small ? rest >= kRounding : rest > kSmallLimit) split(block, rounded);

@@ -110,10 +110,10 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
                                  const ReplayDevice& device, ReplayTarget target, TerminalLine& progress,
                                  ReplayReport* report) {
   const std::string by = trace.name + (target == ReplayTarget::kArena ? ": arena, " : ": baseline, ");
-  Result<std::unique_ptr<Backend>> backend = make_backend(device, trace.peak_requested_bytes());
-  FOREBAY_RETURN_IF_ERROR(backend.status());
-  report->device = backend.value()->capabilities().name;
-  report->memory_bytes = backend.value()->capabilities().memory_bytes;
+  FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Backend> backend,
+                           make_backend(device, trace.peak_requested_bytes()));
+  report->device = backend->capabilities().name;
+  report->memory_bytes = backend->capabilities().memory_bytes;
   ReplayOptions options;
   options.passes = arguments.passes;
   options.progress = [&](int pass, std::size_t event_count) {
@@ -121,18 +121,15 @@ Result<ReplayFigures> replay_one(const AllocationTrace& trace, const ReplayArgum
     progress.show(by + "pass " + std::to_string(pass) + " of " + std::to_string(arguments.passes) + ": " +
                   std::to_string(100 * event_count / trace.events.size()) + " %");
   };
-  Result<ReplayResult> result = replay_trace(trace, *backend.value(), target, options);
-  FOREBAY_RETURN_IF_ERROR(result.status());
   ReplayFigures figures;
-  figures.result = std::move(result).value();
+  FOREBAY_ASSIGN_OR_RETURN(figures.result, replay_trace(trace, *backend, target, options));
   if (arguments.minimum_capacity) {
-    Result<std::optional<std::uint64_t>> found =
-        find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
-          if (progress.due()) progress.show(by + "smallest capacity, " + probe_text(probe, trace));
-        });
-    FOREBAY_RETURN_IF_ERROR(found.status());
     figures.searched_minimum = true;
-    figures.minimum_capacity_bytes = found.value();
+    FOREBAY_ASSIGN_OR_RETURN(figures.minimum_capacity_bytes,
+                             find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
+                               if (progress.due())
+                                 progress.show(by + "smallest capacity, " + probe_text(probe, trace));
+                             }));
   }
   return figures;
 }
@@ -148,14 +145,11 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
   report.notes = trace.notes;
   report.passes = arguments.passes;
   report.cycle_ns = cycle_ns;
-  Result<ReplayFigures> arena = replay_one(trace, arguments, device, ReplayTarget::kArena, progress, &report);
-  FOREBAY_RETURN_IF_ERROR(arena.status());
-  report.arena = std::move(arena).value();
+  FOREBAY_ASSIGN_OR_RETURN(report.arena,
+                           replay_one(trace, arguments, device, ReplayTarget::kArena, progress, &report));
   if (arguments.baseline) {
-    Result<ReplayFigures> baseline =
-        replay_one(trace, arguments, device, ReplayTarget::kBaseline, progress, &report);
-    FOREBAY_RETURN_IF_ERROR(baseline.status());
-    report.baseline = std::move(baseline).value();
+    FOREBAY_ASSIGN_OR_RETURN(
+        report.baseline, replay_one(trace, arguments, device, ReplayTarget::kBaseline, progress, &report));
   }
   progress.show(trace.name + ": glibc");
   report.glibc = replay_malloc(trace, arguments.passes);

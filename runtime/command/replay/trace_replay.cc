@@ -82,13 +82,10 @@ class ArenaPlayer {
   static Result<std::unique_ptr<ArenaPlayer>> create(CountingBackend& backend, std::uint32_t stream_count) {
     auto player = std::unique_ptr<ArenaPlayer>(new ArenaPlayer(backend));
     for (std::uint32_t i = 0; i < stream_count; ++i) {
-      Result<Stream> stream = backend.stream_create();
-      FOREBAY_RETURN_IF_ERROR(stream.status());
-      player->streams_.push_back(stream.value());
+      FOREBAY_ASSIGN_OR_RETURN(const Stream stream, backend.stream_create());
+      player->streams_.push_back(stream);
     }
-    Result<std::unique_ptr<Arena>> arena = Arena::create(backend);
-    FOREBAY_RETURN_IF_ERROR(arena.status());
-    player->arena_ = std::move(arena).value();
+    FOREBAY_ASSIGN_OR_RETURN(player->arena_, Arena::create(backend));
     return player;
   }
   // Best effort: memory that the backend refuses to take back ends with the backend.
@@ -265,9 +262,9 @@ template <typename Player>
 Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
                                  const ReplayOptions& options) {
   CountingBackend counting(backend);
-  Result<std::unique_ptr<Player>> made = Player::create(counting, std::max(trace.stream_count, 1u));
-  FOREBAY_RETURN_IF_ERROR(made.status());
-  Player& player = *made.value();
+  FOREBAY_ASSIGN_OR_RETURN(const std::unique_ptr<Player> made,
+                           Player::create(counting, std::max(trace.stream_count, 1u)));
+  Player& player = *made;
   ReplayResult result;
   result.peak_requested_bytes = trace.peak_requested_bytes();
   std::vector<std::byte*> addresses(trace.blocks.size());

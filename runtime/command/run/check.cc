@@ -192,20 +192,19 @@ class Checker {
       for (const char* variable : kTorchVariables) without.erase(variable);
       std::error_code ignored;
       std::filesystem::create_directory(scratch_ / "records", ignored);
-      const Result<RunEnvironment> environment = run_environment({.tensors = mode->tensors,
-                                                                  .memory = check_.memory,
-                                                                  .preload_library = check_.preload_library,
-                                                                  .records_directory = scratch_ / "records"},
-                                                                 without);
-      if (!environment.ok()) return environment.status();
-      process.set = environment.value().set;
+      FOREBAY_ASSIGN_OR_RETURN(const RunEnvironment environment,
+                               run_environment({.tensors = mode->tensors,
+                                                .memory = check_.memory,
+                                                .preload_library = check_.preload_library,
+                                                .records_directory = scratch_ / "records"},
+                                               without));
+      process.set = environment.set;
     }
     // Python buffers output to a file, and a probe that crashes would lose its last words. A variable instead
     // of -u, so that processes that the probe starts have it too.
     process.set[kUnbuffered] = "1";
-    const Result<TimedEnd> end = run_timed(process);
-    if (!end.ok()) return end.status();
-    Probed probed{.end = end.value(), .answer = lines_of(scratch_ / "answer")};
+    FOREBAY_ASSIGN_OR_RETURN(const TimedEnd end, run_timed(process));
+    Probed probed{.end = end, .answer = lines_of(scratch_ / "answer")};
     if (const std::vector<std::string> printed = lines_of(process.output); !printed.empty()) {
       probed.last_words = printed.back();
     }

@@ -267,12 +267,11 @@ Result<RunEnvironment> run_environment(const RunOptions& options, const Environm
   RunEnvironment environment;
   set_preload(options, inherited, &environment);
   FOREBAY_RETURN_IF_ERROR(set_events(options.events, &environment));
-  const Result<MemoryLimit> limit = memory_limit(options, inherited);
-  if (!limit.ok()) return limit.status();
+  FOREBAY_ASSIGN_OR_RETURN(const MemoryLimit limit, memory_limit(options, inherited));
   if (options.mode == PreloadMode::kObserve) {
-    FOREBAY_RETURN_IF_ERROR(observe(options, inherited, limit.value().outer_bytes, &environment));
+    FOREBAY_RETURN_IF_ERROR(observe(options, inherited, limit.outer_bytes, &environment));
   } else {
-    serve(options, inherited, limit.value(), &environment);
+    serve(options, inherited, limit, &environment);
   }
   return environment;
 }

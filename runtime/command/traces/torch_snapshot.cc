@@ -398,9 +398,8 @@ Result<std::vector<AllocationTrace>> parse_torch_snapshot(std::string_view text,
   std::vector<AllocationTrace> traces;
   for (auto& [index, device] : devices) {
     if (!device.has_something()) continue;
-    Result<AllocationTrace> trace = device.read();
-    FOREBAY_RETURN_IF_ERROR(trace.status());
-    traces.push_back(std::move(trace).value());
+    FOREBAY_ASSIGN_OR_RETURN(AllocationTrace trace, device.read());
+    traces.push_back(std::move(trace));
   }
   if (traces.empty()) {
     return refusal(

@@ -369,15 +369,13 @@ Status CudaBackendImpl::retain_context() {
 // One chunk of the kind, through all that chunks go through.
 Status CudaBackendImpl::try_chunk() {
   const std::size_t bytes = capabilities_.granularity;
-  const Result<DevicePtr> base = reserve(bytes, 0);
-  FOREBAY_RETURN_IF_ERROR(base.status());
-  const Result<Chunk> chunk = chunk_create(bytes);
-  FOREBAY_RETURN_IF_ERROR(chunk.status());
-  FOREBAY_RETURN_IF_ERROR(map(base.value(), chunk.value()));
-  FOREBAY_RETURN_IF_ERROR(set_access(base.value(), bytes));
-  FOREBAY_RETURN_IF_ERROR(unmap(base.value(), bytes));
-  FOREBAY_RETURN_IF_ERROR(chunk_destroy(chunk.value()));
-  return release(base.value(), bytes);
+  FOREBAY_ASSIGN_OR_RETURN(const DevicePtr base, reserve(bytes, 0));
+  FOREBAY_ASSIGN_OR_RETURN(const Chunk chunk, chunk_create(bytes));
+  FOREBAY_RETURN_IF_ERROR(map(base, chunk));
+  FOREBAY_RETURN_IF_ERROR(set_access(base, bytes));
+  FOREBAY_RETURN_IF_ERROR(unmap(base, bytes));
+  FOREBAY_RETURN_IF_ERROR(chunk_destroy(chunk));
+  return release(base, bytes);
 }
 
 void CudaBackendImpl::report_leak(CuResult result, const char* call) noexcept {
@@ -477,13 +475,11 @@ Status CudaBackendImpl::chunk_destroy(Chunk chunk) {
   const auto what = [] { return std::string("destroy a chunk"); };
   FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy", what));
   const std::lock_guard lock(mapping_mutex_);
-  const Result<AddressBook::ChunkFacts> facts = addresses_.check_destroy(chunk);
-  if (!facts.ok()) return facts.status();
+  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, addresses_.check_destroy(chunk));
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  FOREBAY_RETURN_IF_ERROR(
-      check_given_back(driver_.cuMemRelease(facts.value().resource), "cuMemRelease", what));
+  FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.resource), "cuMemRelease", what));
   addresses_.remove_chunk(chunk);
   return {};
 }
@@ -492,13 +488,11 @@ Status CudaBackendImpl::map(DevicePtr address, Chunk chunk) {
   const auto what = [=] { return "map a chunk at " + hex(numeric(address)); };
   FOREBAY_RETURN_IF_ERROR(enter("map", what));
   const std::lock_guard lock(mapping_mutex_);
-  const Result<AddressBook::ChunkFacts> facts = addresses_.check_map(address, chunk);
-  if (!facts.ok()) return facts.status();
+  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, addresses_.check_map(address, chunk));
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
   FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuMemMap(device_address(address), facts.value().bytes, 0, facts.value().resource, 0),
-            "cuMemMap", what));
+      check(driver_.cuMemMap(device_address(address), facts.bytes, 0, facts.resource, 0), "cuMemMap", what));
   addresses_.add_mapping(address, chunk);
   return {};
 }
@@ -565,15 +559,14 @@ Result<DevicePtr> CudaBackendImpl::alloc(std::size_t bytes) {
   FOREBAY_RETURN_IF_ERROR(enter("alloc", what));
   const CudaScope scope(driver_, context_, has_reported_state_);
   FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  const Result<std::size_t> charged = addresses_.charge_block(bytes, kBlockAlignment);
-  if (!charged.ok()) return charged.status();
+  FOREBAY_ASSIGN_OR_RETURN(const std::size_t charged, addresses_.charge_block(bytes, kBlockAlignment));
   cuda::CuDevicePtr address = 0;
-  const CuResult result = driver_.cuMemAlloc_v2(&address, charged.value());
+  const CuResult result = driver_.cuMemAlloc_v2(&address, charged);
   if (result != CuResult::kSuccess) {
-    addresses_.refund(charged.value());
+    addresses_.refund(charged);
     return check_allocated(result, "cuMemAlloc", what);
   }
-  addresses_.add_block(device_pointer(address), {.bytes = charged.value()});
+  addresses_.add_block(device_pointer(address), {.bytes = charged});
   return device_pointer(address);
 }
 
@@ -584,13 +577,12 @@ Status CudaBackendImpl::free(DevicePtr address) {
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
   // Out of the book first: once the driver has it, another thread may be given the same address.
-  const Result<AddressBook::BlockFacts> block = addresses_.remove_block(address);
-  if (!block.ok()) return block.status();
+  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::BlockFacts block, addresses_.remove_block(address));
   const Status status = check_given_back(driver_.cuMemFree_v2(device_address(address)), "cuMemFree", what);
   if (status.ok()) {
-    addresses_.refund(block.value().bytes);
+    addresses_.refund(block.bytes);
   } else {
-    addresses_.add_block(address, block.value());
+    addresses_.add_block(address, block);
   }
   return status;
 }
@@ -615,10 +607,9 @@ Status CudaBackendImpl::unpin(void* address) {
   const CudaScope scope(driver_, context_, has_reported_state_);
   if (scope.result() == CuResult::kDeinitialized) return {};
   FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  const Result<std::size_t> bytes = addresses_.remove_pinned(address);
-  if (!bytes.ok()) return bytes.status();
+  FOREBAY_ASSIGN_OR_RETURN(const std::size_t bytes, addresses_.remove_pinned(address));
   const Status status = check_given_back(driver_.cuMemHostUnregister(address), "cuMemHostUnregister", what);
-  if (!status.ok()) static_cast<void>(addresses_.add_pinned(address, bytes.value()));
+  if (!status.ok()) static_cast<void>(addresses_.add_pinned(address, bytes));
   return status;
 }
 
@@ -955,32 +946,26 @@ Status check_options(const CudaBackendOptions& options, const CudaDevice& device
 }  // namespace
 
 Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOptions& options) {
-  const Result<const CudaDriver*> found = CudaDriver::get();
-  FOREBAY_RETURN_IF_ERROR(found.status());
-  const CudaDriver& driver = *found.value();
-  const Result<int> count = cuda_device_count(driver);
-  FOREBAY_RETURN_IF_ERROR(count.status());
-  if (options.ordinal < 0 || options.ordinal >= count.value()) {
+  FOREBAY_ASSIGN_OR_RETURN(const CudaDriver* const driver, CudaDriver::get());
+  FOREBAY_ASSIGN_OR_RETURN(const int count, cuda_device_count(*driver));
+  if (options.ordinal < 0 || options.ordinal >= count) {
     const std::string what = "cannot make a backend on cuda:" + std::to_string(options.ordinal) + ": ";
-    if (count.value() == 0) {
+    if (count == 0) {
       return Status(StatusCode::kUnavailable,
-                    what + "the driver " + driver.path +
+                    what + "the driver " + driver->path +
                         " has no device; see nvidia-smi and CUDA_VISIBLE_DEVICES, or use the host backend");
     }
-    return Status(StatusCode::kInvalidArgument, what + "there are " + std::to_string(count.value()) +
-                                                    " devices; give 0 to " +
-                                                    std::to_string(count.value() - 1));
+    return Status(StatusCode::kInvalidArgument, what + "there are " + std::to_string(count) +
+                                                    " devices; give 0 to " + std::to_string(count - 1));
   }
-  const Result<CudaDevice> device = read_cuda_device(driver, options.ordinal);
-  FOREBAY_RETURN_IF_ERROR(device.status());
-  FOREBAY_RETURN_IF_ERROR(check_options(options, device.value()));
-  if (!device.value().problem.empty()) log(LogLevel::kInfo, "%s", device.value().problem.c_str());
+  FOREBAY_ASSIGN_OR_RETURN(const CudaDevice device, read_cuda_device(*driver, options.ordinal));
+  FOREBAY_RETURN_IF_ERROR(check_options(options, device));
+  if (!device.problem.empty()) log(LogLevel::kInfo, "%s", device.problem.c_str());
 
   // From all that the device claims down to the plain chunk that every driver gives: containers, virtual
   // functions and older kernels take claims back only when they are tried.
-  const ChunkKind claimed{.posix_fd = device.value().has_posix_fd,
-                          .rdma = device.value().has_rdma,
-                          .peers = !device.value().peer_ordinals.empty()};
+  const ChunkKind claimed{
+      .posix_fd = device.has_posix_fd, .rdma = device.has_rdma, .peers = !device.peer_ordinals.empty()};
   const ChunkKind without_rdma{.posix_fd = claimed.posix_fd, .rdma = false, .peers = claimed.peers};
   const ChunkKind tried[] = {claimed, without_rdma, ChunkKind{}};
   Status first;
@@ -988,7 +973,7 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
   for (const ChunkKind& kind : tried) {
     if (last != nullptr && kind == *last) continue;
     last = &kind;
-    auto backend = std::make_unique<CudaBackendImpl>(driver, device.value(), options, kind);
+    auto backend = std::make_unique<CudaBackendImpl>(*driver, device, options, kind);
     FOREBAY_RETURN_IF_ERROR(backend->retain_context());
     Status status = backend->try_chunk();
     if (status.ok()) {
@@ -1007,9 +992,8 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
 }
 
 Result<int> CudaBackend::device_count() {
-  const Result<const CudaDriver*> driver = CudaDriver::get();
-  FOREBAY_RETURN_IF_ERROR(driver.status());
-  return cuda_device_count(*driver.value());
+  FOREBAY_ASSIGN_OR_RETURN(const CudaDriver* const driver, CudaDriver::get());
+  return cuda_device_count(*driver);
 }
 
 Stream CudaBackend::default_stream() noexcept {

@@ -121,9 +121,8 @@ Result<CudaDevice> read_cuda_device(const CudaDriver& driver, int ordinal) {
                                   "cuMemGetAllocationGranularity"));
   }
 
-  const Result<int> count = cuda_device_count(driver);
-  FOREBAY_RETURN_IF_ERROR(count.status());
-  for (int peer = 0; peer < count.value(); ++peer) {
+  FOREBAY_ASSIGN_OR_RETURN(const int count, cuda_device_count(driver));
+  for (int peer = 0; peer < count; ++peer) {
     if (peer == ordinal) continue;
     cuda::CuDevice peer_handle = 0;
     int can_access = 0;
@@ -165,18 +164,16 @@ int read_numa_node(const std::string& sysfs, std::string pci_bus_id) {
 }
 
 Result<CudaSystem> read_cuda_system() {
-  const Result<const CudaDriver*> found = CudaDriver::get();
-  FOREBAY_RETURN_IF_ERROR(found.status());
-  const CudaDriver& driver = *found.value();
+  FOREBAY_ASSIGN_OR_RETURN(const CudaDriver* const found, CudaDriver::get());
+  const CudaDriver& driver = *found;
   CudaSystem system;
   system.driver_path = driver.path;
   if (const CuResult result = driver.cuDriverGetVersion(&system.driver_version);
       result != CuResult::kSuccess) {
     return cuda_failure(driver, result, "cuDriverGetVersion", "use the CUDA driver " + driver.path);
   }
-  const Result<int> count = cuda_device_count(driver);
-  FOREBAY_RETURN_IF_ERROR(count.status());
-  for (int ordinal = 0; ordinal < count.value(); ++ordinal) {
+  FOREBAY_ASSIGN_OR_RETURN(const int count, cuda_device_count(driver));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
     Result<CudaDevice> device = read_cuda_device(driver, ordinal);
     if (!device.ok()) {
       CudaDevice unread;

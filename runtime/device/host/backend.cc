@@ -418,9 +418,9 @@ class HostBackendImpl final : public ScriptedHostBackend {
 }  // namespace
 
 Result<std::unique_ptr<HostBackend>> HostBackend::create(HostBackendOptions options) {
-  Result<std::unique_ptr<ScriptedHostBackend>> backend = ScriptedHostBackend::create(std::move(options));
-  if (!backend.ok()) return backend.status();
-  return std::unique_ptr<HostBackend>(std::move(backend).value());
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<ScriptedHostBackend> backend,
+                           ScriptedHostBackend::create(std::move(options)));
+  return std::unique_ptr<HostBackend>(std::move(backend));
 }
 
 Result<std::unique_ptr<ScriptedHostBackend>> ScriptedHostBackend::create(HostBackendOptions options,
@@ -433,13 +433,13 @@ Result<std::unique_ptr<ScriptedHostBackend>> ScriptedHostBackend::create(HostBac
   if (!std::all_of(script.faults.begin(), script.faults.end(), is_fault_valid)) {
     return refusal("a fault has nth 0 or no error; count from 1 and give a status");
   }
-  Result<std::unique_ptr<HostMemory>> memory = HostMemory::create({.name = options.name,
-                                                                   .memory_bytes = options.memory_bytes,
-                                                                   .granularity = options.granularity,
-                                                                   .poison = options.poison});
-  if (!memory.ok()) return memory.status();
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<HostMemory> memory,
+                           HostMemory::create({.name = options.name,
+                                               .memory_bytes = options.memory_bytes,
+                                               .granularity = options.granularity,
+                                               .poison = options.poison}));
   return std::unique_ptr<ScriptedHostBackend>(
-      std::make_unique<HostBackendImpl>(std::move(options), std::move(script), std::move(memory).value()));
+      std::make_unique<HostBackendImpl>(std::move(options), std::move(script), std::move(memory)));
 }
 
 }  // namespace forebay

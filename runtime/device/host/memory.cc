@@ -121,9 +121,8 @@ Status HostMemory::release(DevicePtr base, std::size_t bytes) {
 
 Status HostMemory::map(DevicePtr address, Chunk chunk) {
   const std::lock_guard lock(mutex_);
-  const Result<AddressBook::ChunkFacts> facts = book_.check_map(address, chunk);
-  if (!facts.ok()) return facts.status();
-  const auto [offset, bytes, was_mapped] = facts.value();
+  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, book_.check_map(address, chunk));
+  const auto [offset, bytes, was_mapped] = facts;
   // A chunk is poisoned when it is first mapped: nobody can read it before, and a chunk that is never mapped
   // takes no memory.
   if (!was_mapped) FOREBAY_RETURN_IF_ERROR(poison(offset, bytes));
@@ -276,41 +275,38 @@ Status HostMemory::poison(std::size_t offset, std::size_t bytes) {
 
 Result<DevicePtr> HostMemory::alloc(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  const Result<std::size_t> rounded = book_.charge_block(bytes, options_.granularity);
-  if (!rounded.ok()) return rounded.status();
+  FOREBAY_ASSIGN_OR_RETURN(const std::size_t rounded, book_.charge_block(bytes, options_.granularity));
   std::size_t offset = 0;
-  if (Status status = take_offset(rounded.value(), &offset); !status.ok()) {
-    book_.refund(rounded.value());
+  if (Status status = take_offset(rounded, &offset); !status.ok()) {
+    book_.refund(rounded);
     return status;
   }
-  Result<DevicePtr> base = take_addresses(rounded.value(), options_.granularity);
-  Status status = base.ok() ? poison(offset, rounded.value()) : base.status();
-  if (status.ok() && ::mmap(base.value(), rounded.value(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
-                            file_, static_cast<off_t>(offset)) == MAP_FAILED) {
-    status =
-        kernel_refusal("cannot allocate " + format_bytes(rounded.value()) + " on " + options_.name, errno);
+  Result<DevicePtr> base = take_addresses(rounded, options_.granularity);
+  Status status = base.ok() ? poison(offset, rounded) : base.status();
+  if (status.ok() && ::mmap(base.value(), rounded, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file_,
+                            static_cast<off_t>(offset)) == MAP_FAILED) {
+    status = kernel_refusal("cannot allocate " + format_bytes(rounded) + " on " + options_.name, errno);
   }
   if (status.ok()) {
-    book_.add_block(base.value(), {.bytes = rounded.value(), .resource = offset});
+    book_.add_block(base.value(), {.bytes = rounded, .resource = offset});
     return base;
   }
-  if (base.ok()) ::munmap(base.value(), rounded.value());
-  give_back(offset, rounded.value());
-  book_.refund(rounded.value());
+  if (base.ok()) ::munmap(base.value(), rounded);
+  give_back(offset, rounded);
+  book_.refund(rounded);
   return status;
 }
 
 Status HostMemory::free(DevicePtr address) {
   const std::lock_guard lock(mutex_);
-  const Result<AddressBook::BlockFacts> block = book_.remove_block(address);
-  if (!block.ok()) return block.status();
-  if (::munmap(address, block.value().bytes) != 0) {
+  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::BlockFacts block, book_.remove_block(address));
+  if (::munmap(address, block.bytes) != 0) {
     const int error = errno;
-    book_.add_block(address, block.value());
+    book_.add_block(address, block);
     return kernel_refusal("cannot free " + hex(numeric(address)) + " on " + options_.name, error);
   }
-  give_back(block.value().resource, block.value().bytes);
-  book_.refund(block.value().bytes);
+  give_back(block.resource, block.bytes);
+  book_.refund(block.bytes);
   return {};
 }
 

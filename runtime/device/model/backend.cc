@@ -209,15 +209,14 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   }
   Result<DevicePtr> alloc(std::size_t bytes) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kAlloc));
-    const Result<std::size_t> rounded = book_.charge_block(bytes, options_.granularity);
-    if (!rounded.ok()) return rounded.status();
+    FOREBAY_ASSIGN_OR_RETURN(const std::size_t rounded, book_.charge_block(bytes, options_.granularity));
     const std::lock_guard lock(memory_mutex_);
-    const DevicePtr base = book_.find_free_addresses(rounded.value(), options_.granularity);
+    const DevicePtr base = book_.find_free_addresses(rounded, options_.granularity);
     if (base == nullptr) {
-      book_.refund(rounded.value());
-      return no_addresses("allocate " + format_bytes(rounded.value()));
+      book_.refund(rounded);
+      return no_addresses("allocate " + format_bytes(rounded));
     }
-    book_.add_block(base, {.bytes = rounded.value()});
+    book_.add_block(base, {.bytes = rounded});
     return base;
   }
   Status free(DevicePtr address) override {
@@ -667,9 +666,9 @@ class ModelBackendImpl final : public ScriptedModelBackend {
 }  // namespace
 
 Result<std::unique_ptr<ModelBackend>> ModelBackend::create(ModelBackendOptions options) {
-  Result<std::unique_ptr<ScriptedModelBackend>> backend = ScriptedModelBackend::create(std::move(options));
-  if (!backend.ok()) return backend.status();
-  return std::unique_ptr<ModelBackend>(std::move(backend).value());
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<ScriptedModelBackend> backend,
+                           ScriptedModelBackend::create(std::move(options)));
+  return std::unique_ptr<ModelBackend>(std::move(backend));
 }
 
 Result<std::unique_ptr<ScriptedModelBackend>> ScriptedModelBackend::create(ModelBackendOptions options,

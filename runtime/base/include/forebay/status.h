@@ -85,3 +85,14 @@ class [[nodiscard]] Result {
   do {                                                                                                   \
     if (::forebay::Status forebay_status_ = (expression); !forebay_status_.ok()) return forebay_status_; \
   } while (false)
+
+// Gives `target` (a declaration or a variable) the value of a Result, or returns its Status:
+// FOREBAY_ASSIGN_OR_RETURN(const Plan plan, make_plan(shape, options));
+#define FOREBAY_ASSIGN_OR_RETURN(target, ...) \
+  FOREBAY_ASSIGN_OR_RETURN_BY_(FOREBAY_JOIN_(forebay_result_, __LINE__), target, __VA_ARGS__)
+#define FOREBAY_ASSIGN_OR_RETURN_BY_(result, target, ...) \
+  auto result = (__VA_ARGS__);                            \
+  if (!result.ok()) return result.status();               \
+  target = std::move(result).value()
+#define FOREBAY_JOIN_(a, b) FOREBAY_JOIN_NOW_(a, b)
+#define FOREBAY_JOIN_NOW_(a, b) a##b
