@@ -1,6 +1,6 @@
 /* The CUDA driver's types and result codes that the preload passes on. They are C, because the front end is
    C, and have the sizes of cuda.h, because they are passed unchanged. tests/allocator/preload compares them
-   with runtime/device/cuda/abi.h. */
+   with tests/fakes/cuda/abi.h. */
 #ifndef FOREBAY_PRELOAD_DRIVER_TYPES_H
 #define FOREBAY_PRELOAD_DRIVER_TYPES_H
 

@@ -183,7 +183,7 @@ struct Call {
   const char* symbol;  // The name in the fake's script.
 };
 
-#define FOREBAY_TEST_CALL(symbol) {cuda::kEntryPoints[cuda::symbol##_index].name, #symbol},
+#define FOREBAY_TEST_CALL(name, symbol, version, parameters) {#name, #symbol},
 constexpr Call kCalls[] = {FOREBAY_CUDA_CALLED(FOREBAY_TEST_CALL)};
 #undef FOREBAY_TEST_CALL
 

@@ -30,7 +30,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 
 namespace {
 

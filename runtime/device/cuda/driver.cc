@@ -55,29 +55,30 @@ constinit std::atomic<const CudaDriver*> loaded_driver{nullptr};
 
 // How an entry point is found: by name and version where the driver has cuGetProcAddress, else by symbol.
 struct Resolver {
+  using ByVersion = CuResult(const char*, void**, int, std::uint64_t, cuda::CuProcAddressQueryResult*);
+  using ByVersion11 = CuResult(const char*, void**, int, std::uint64_t);
+
   explicit Resolver(void* opened) noexcept
       : library(opened),
-        by_version(
-            reinterpret_cast<cuda::cuGetProcAddress_v2_function*>(::dlsym(opened, "cuGetProcAddress_v2"))),
-        by_version_11(
-            reinterpret_cast<cuda::cuGetProcAddress_function*>(::dlsym(opened, "cuGetProcAddress"))) {}
+        by_version(reinterpret_cast<ByVersion*>(::dlsym(opened, "cuGetProcAddress_v2"))),
+        by_version_11(reinterpret_cast<ByVersion11*>(::dlsym(opened, "cuGetProcAddress"))) {}
 
-  void* find(const cuda::EntryPoint& entry) const noexcept {
+  void* find(const char* name, const char* symbol, int version) const noexcept {
     void* function = nullptr;
     CuResult result = CuResult::kNotFound;
     if (by_version != nullptr) {
       cuda::CuProcAddressQueryResult found = cuda::CuProcAddressQueryResult::kSuccess;
-      result = by_version(entry.name, &function, entry.version, cuda::kProcAddressDefault, &found);
+      result = by_version(name, &function, version, cuda::kProcAddressDefault, &found);
     } else if (by_version_11 != nullptr) {
-      result = by_version_11(entry.name, &function, entry.version, cuda::kProcAddressDefault);
+      result = by_version_11(name, &function, version, cuda::kProcAddressDefault);
     }
     if (result == CuResult::kSuccess && function != nullptr) return function;
-    return ::dlsym(library, entry.symbol);
+    return ::dlsym(library, symbol);
   }
 
   void* library;
-  cuda::cuGetProcAddress_v2_function* by_version;
-  cuda::cuGetProcAddress_function* by_version_11;
+  ByVersion* by_version;
+  ByVersion11* by_version_11;
 };
 
 std::string path_of(void* library, const char* name) {
@@ -110,12 +111,11 @@ Result<const CudaDriver*> load() {
           : "install a driver for CUDA 11.4 or newer (470), or use the host backend";
   auto driver = std::make_unique<CudaDriver>();
   driver->path = path_of(library, name);
-#define FOREBAY_CUDA_RESOLVE(called)                                                                       \
-  driver->called =                                                                                         \
-      reinterpret_cast<cuda::called##_function*>(resolver.find(cuda::kEntryPoints[cuda::called##_index])); \
-  if (driver->called == nullptr) {                                                                         \
-    return Status(StatusCode::kUnsupported,                                                                \
-                  "cannot use the CUDA driver " + driver->path + ": it has no " #called "; " + try_this);  \
+#define FOREBAY_CUDA_RESOLVE(name, called, version, parameters)                                           \
+  driver->called = reinterpret_cast<cuda::called##_function*>(resolver.find(#name, #called, version));    \
+  if (driver->called == nullptr) {                                                                        \
+    return Status(StatusCode::kUnsupported,                                                               \
+                  "cannot use the CUDA driver " + driver->path + ": it has no " #called "; " + try_this); \
   }
   FOREBAY_CUDA_CALLED(FOREBAY_CUDA_RESOLVE)
 #undef FOREBAY_CUDA_RESOLVE

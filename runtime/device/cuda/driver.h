@@ -15,57 +15,8 @@
 
 namespace forebay {
 
-// The entry points we call, each with the interface it is declared with: X(symbol).
-#define FOREBAY_CUDA_CALLED(X)         \
-  X(cuInit)                            \
-  X(cuDriverGetVersion)                \
-  X(cuGetErrorName)                    \
-  X(cuDeviceGet)                       \
-  X(cuDeviceGetCount)                  \
-  X(cuDeviceGetName)                   \
-  X(cuDeviceGetUuid_v2)                \
-  X(cuDeviceGetAttribute)              \
-  X(cuDeviceTotalMem_v2)               \
-  X(cuDeviceGetPCIBusId)               \
-  X(cuDeviceCanAccessPeer)             \
-  X(cuDevicePrimaryCtxRetain)          \
-  X(cuDevicePrimaryCtxRelease_v2)      \
-  X(cuCtxSetCurrent)                   \
-  X(cuCtxGetCurrent)                   \
-  X(cuThreadExchangeStreamCaptureMode) \
-  X(cuStreamCreate)                    \
-  X(cuStreamDestroy_v2)                \
-  X(cuStreamSynchronize)               \
-  X(cuStreamWaitEvent)                 \
-  X(cuStreamIsCapturing)               \
-  X(cuLaunchHostFunc)                  \
-  X(cuEventCreate)                     \
-  X(cuEventDestroy_v2)                 \
-  X(cuEventRecord)                     \
-  X(cuEventQuery)                      \
-  X(cuEventSynchronize)                \
-  X(cuMemcpyAsync)                     \
-  X(cuMemsetD8Async)                   \
-  X(cuMemAlloc_v2)                     \
-  X(cuMemFree_v2)                      \
-  X(cuMemGetInfo_v2)                   \
-  X(cuMemAddressReserve)               \
-  X(cuMemAddressFree)                  \
-  X(cuMemCreate)                       \
-  X(cuMemRelease)                      \
-  X(cuMemMap)                          \
-  X(cuMemUnmap)                        \
-  X(cuMemSetAccess)                    \
-  X(cuMemGetAllocationGranularity)     \
-  X(cuMemHostRegister_v2)              \
-  X(cuMemHostUnregister)               \
-  X(cuModuleLoadDataEx)                \
-  X(cuModuleUnload)                    \
-  X(cuModuleGetFunction)               \
-  X(cuLaunchKernel)
-
 struct CudaDriver {
-#define FOREBAY_CUDA_MEMBER(symbol) cuda::symbol##_function* symbol = nullptr;
+#define FOREBAY_CUDA_MEMBER(name, symbol, version, parameters) cuda::symbol##_function* symbol = nullptr;
   FOREBAY_CUDA_CALLED(FOREBAY_CUDA_MEMBER)
 #undef FOREBAY_CUDA_MEMBER
 

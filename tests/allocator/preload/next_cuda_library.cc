@@ -1,7 +1,7 @@
 // A neighbour that hooks the driver: it counts allocations and passes them on to the next library.
 #include <dlfcn.h>
 
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 
 namespace {
 int calls = 0;

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <string>
 
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 
 namespace {
 

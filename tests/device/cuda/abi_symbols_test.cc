@@ -6,8 +6,8 @@
 #include <cudaTypedefs.h>
 #undef __CUDA_API_VERSION_INTERNAL
 
-#include "runtime/device/cuda/abi.h"
 #include "tests/device/cuda/same_abi.h"
+#include "tests/fakes/cuda/abi.h"
 
 namespace forebay::cuda {
 

@@ -1,6 +1,6 @@
 // Our declarations of the CUDA driver's interface against the toolkit's own header: sizes, offsets, values,
 // and the newest symbol of each name. The function types are compared in device/cuda/abi_symbols_test.cc.
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 
 #include <cuda.h>
 #include <gtest/gtest.h>
@@ -15,6 +15,7 @@ namespace {
 #define FOREBAY_TEST_VALUE(name, real, value) static_assert(real == value, #real);
 FOREBAY_CUDA_RESULTS(FOREBAY_TEST_VALUE)
 FOREBAY_CUDA_DEVICE_ATTRIBUTES(FOREBAY_TEST_VALUE)
+FAKE_CUDA_MORE_DEVICE_ATTRIBUTES(FOREBAY_TEST_VALUE)
 FOREBAY_CUDA_FUNCTION_ATTRIBUTES(FOREBAY_TEST_VALUE)
 FOREBAY_CUDA_POINTER_ATTRIBUTES(FOREBAY_TEST_VALUE)
 FOREBAY_CUDA_POOL_ATTRIBUTES(FOREBAY_TEST_VALUE)

@@ -16,9 +16,9 @@
 #include "forebay/cuda_backend.h"
 #include "forebay/cuda_devices.h"
 #include "forebay/units.h"
-#include "runtime/device/cuda/abi.h"
 #include "runtime/device/cuda/device.h"
 #include "tests/device/cuda/fake_cuda_test.h"
+#include "tests/fakes/cuda/abi.h"
 #include "tests/support/process.h"
 
 namespace forebay {

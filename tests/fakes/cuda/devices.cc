@@ -169,8 +169,8 @@ CuResult cuDeviceGetAttribute(int* value, CuDeviceAttribute attribute, CuDevice 
   if (value == nullptr) return CuResult::kInvalidValue;
   if (!valid_device(device)) return CuResult::kInvalidDevice;
   const FakeOptions& options = driver().options;
-  using enum CuDeviceAttribute;
-  switch (attribute) {
+  using enum FakeDeviceAttribute;
+  switch (static_cast<FakeDeviceAttribute>(attribute)) {
     case kMaxThreadsPerBlock:
     case kMaxBlockDimX:
     case kMaxBlockDimY:

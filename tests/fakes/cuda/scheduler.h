@@ -20,7 +20,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 #include "tests/fakes/cuda/fake_cuda.h"
 
 namespace forebay::fake_cuda {

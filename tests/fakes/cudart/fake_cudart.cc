@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "runtime/device/cuda/abi.h"
+#include "tests/fakes/cuda/abi.h"
 #include "tests/fakes/cuda/fake_cuda.h"
 #include "tests/fakes/nccl/state.h"
 
