@@ -2,8 +2,8 @@
 #include <array>
 #include <utility>
 
-#include "kernels/cuda/simulated_kernels.h"
 #include "tests/fakes/cuda/fake_cuda.h"
+#include "tests/kernels/simulated_kernels.h"
 
 namespace forebay::cuda_kernels {
 namespace {

@@ -1,5 +1,5 @@
 // The CPU's stand-in for a block of CUDA threads: its results, and the defects it catches.
-#include "kernels/cuda/simt.h"
+#include "tests/kernels/simt.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // A host backend that calls itself a cuda backend: modules are the CUDA kernels built for the host
-// (kernels/cuda/simulated_kernels.h), everything else is the host backend's.
+// (tests/kernels/simulated_kernels.h), everything else is the host backend's.
 //
 // With it the code that launches CUDA kernels runs where there is neither a device nor a fake driver.
 #pragma once
@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/cuda/simulated_kernels.h"
 #include "runtime/device/forwarding_backend.h"
 #include "runtime/device/host/script.h"
+#include "tests/kernels/simulated_kernels.h"
 
 namespace forebay::kernel_test {
 

@@ -1,5 +1,5 @@
 // The memory store's scripts: faults, order, and the modelled drive on a virtual clock.
-#include "offload/memory_store.h"
+#include "tests/offload/memory_store.h"
 
 #include <gtest/gtest.h>
 

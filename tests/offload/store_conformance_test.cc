@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "forebay/file_store.h"
-#include "offload/memory_store.h"
+#include "tests/offload/memory_store.h"
 #include "tests/offload/store_support.h"
 #include "tests/support/process.h"
 

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "forebay/host_backend.h"
-#include "offload/memory_store.h"
+#include "tests/offload/memory_store.h"
 
 namespace forebay {
 namespace {

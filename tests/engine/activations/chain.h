@@ -13,8 +13,8 @@
 #include "forebay/activation_checkpointer.h"
 #include "forebay/pinned_pool.h"
 #include "forebay/stream_call.h"
-#include "offload/memory_store.h"
 #include "runtime/engine/engine_hooks.h"
+#include "tests/offload/memory_store.h"
 #include "tests/support/elements.h"
 #include "tests/support/local_world.h"
 

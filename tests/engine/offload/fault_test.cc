@@ -7,8 +7,8 @@
 #include <atomic>
 #include <optional>
 
-#include "offload/memory_store.h"
 #include "tests/engine/toy_cases.h"
+#include "tests/offload/memory_store.h"
 
 namespace forebay::testing {
 namespace {

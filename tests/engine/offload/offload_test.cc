@@ -8,8 +8,8 @@
 #include <set>
 
 #include "forebay/units.h"
-#include "offload/memory_store.h"
 #include "tests/engine/toy_cases.h"
+#include "tests/offload/memory_store.h"
 
 namespace forebay::testing {
 namespace {

@@ -9,8 +9,8 @@
 
 #include "forebay/engine.h"
 #include "forebay/stream_call.h"
-#include "offload/memory_store.h"
 #include "runtime/engine/engine_hooks.h"
+#include "tests/offload/memory_store.h"
 #include "tests/support/local_world.h"
 
 namespace forebay::testing {

@@ -1,4 +1,4 @@
-#include "kernels/cuda/simt.h"
+#include "tests/kernels/simt.h"
 
 #include <ucontext.h>
 

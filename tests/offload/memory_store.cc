@@ -1,4 +1,4 @@
-#include "offload/memory_store.h"
+#include "tests/offload/memory_store.h"
 
 #include <sys/mman.h>
 

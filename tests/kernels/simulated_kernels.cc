@@ -1,4 +1,4 @@
-#include "kernels/cuda/simulated_kernels.h"
+#include "tests/kernels/simulated_kernels.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -6,8 +6,8 @@
 
 #include "kernels/cuda/blocks.h"
 #include "kernels/cuda/elements.h"
-#include "kernels/cuda/simt.h"
 #include "kernels/float_environment.h"
+#include "tests/kernels/simt.h"
 
 namespace forebay::cuda_kernels {
 namespace {
