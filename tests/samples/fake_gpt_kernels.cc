@@ -2,8 +2,8 @@
 #include <array>
 #include <utility>
 
-#include "cuda/simulated_kernels.h"
 #include "tests/fakes/cuda/fake_cuda.h"
+#include "tests/samples/simulated_kernels.h"
 
 namespace forebay::gpt::kernels {
 namespace {

@@ -15,13 +15,13 @@
 #include <vector>
 
 #include "cuda/image.h"
-#include "cuda/simulated_kernels.h"
 #include "forebay/error.h"
 #include "forebay/host_backend.h"
 #include "model/convert.h"
 #include "model/host_operations.h"
 #include "model/random.h"
 #include "model/shape.h"
+#include "tests/samples/simulated_kernels.h"
 
 namespace forebay::gpt {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda/simulated_kernels.h"
+#include "tests/samples/simulated_kernels.h"
 
 #include <array>
 #include <cstring>
