@@ -429,8 +429,8 @@ TEST(GptOperations, GeluAgreesWithDoubles) {
   for (std::size_t i = 0; i < x.size(); ++i) x[i] = (static_cast<float>(i) - 2000) * 0.006F;
 
   HostOperations operations(create_plain_matmul(), 1);
-  operations.gelu(x.data(), y.data(), x.size());
-  operations.gelu_backward(x.data(), gradient.data(), x.size());
+  operations.run(Gelu{x.data(), y.data(), x.size()});
+  operations.run(GeluBackward{x.data(), gradient.data(), x.size()});
 
   for (std::size_t i = 0; i < x.size(); ++i) {
     const double v = x[i];
@@ -453,8 +453,8 @@ TEST(GptOperations, LargeLogitsDoNotOverflow) {
   const LogitsPart part{logits.data(), targets.data(), 1, kVocabulary, {0, kVocabulary}};
 
   HostOperations operations(create_plain_matmul(), 1);
-  operations.cross_entropy(part, &part_loss);
-  operations.cross_entropy_backward(part, &part_loss, 1, 0, &row_loss, 1.0F);
+  operations.run(CrossEntropy{part, &part_loss});
+  operations.run(CrossEntropyBackward{part, &part_loss, 1, 0, &row_loss, 1.0F});
 
   EXPECT_NEAR(mean_loss({&row_loss, 1}), std::log(2.0), 1e-6);
   EXPECT_NEAR(logits[3], 0.5, 1e-6);

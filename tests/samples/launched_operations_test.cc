@@ -107,16 +107,16 @@ TEST_F(LaunchedOperationsTest, ConvertAndAddInTheSameWay) {
       expect_same_bits(data_type_name(type), {normal(count, 100), normal(count, 100), normal(count)},
                        [&](Operations& operations, Buffers& x) {
                          auto* const stored = reinterpret_cast<std::byte*>(x[1].data());
-                         operations.narrow(type, x[0].data(), stored, count / 2, false);
-                         operations.narrow(type, x[0].data() + count / 2, stored, count / 2, accumulate);
-                         operations.widen({stored, type}, x[2].data(), count / 2);
+                         operations.run(Narrow{type, x[0].data(), stored, count / 2, false});
+                         operations.run(Narrow{type, x[0].data() + count / 2, stored, count / 2, accumulate});
+                         operations.run(Widen{{stored, type}, x[2].data(), count / 2});
                        });
     }
   }
   expect_same_bits("zero, add, add_bias", {normal(count), normal(count), normal(count)},
                    [&](Operations& operations, Buffers& x) {
-                     operations.add(x[0].data(), x[1].data(), x[2].data(), count);
-                     operations.add_bias(x[2].data(), x[0].data(), 3, count / 3);
+                     operations.run(Add{x[0].data(), x[1].data(), x[2].data(), count});
+                     operations.run(AddBias{x[2].data(), x[0].data(), 3, count / 3});
                      operations.zero(x[1].data(), count - 1);
                    });
 }
@@ -126,7 +126,7 @@ TEST_F(LaunchedOperationsTest, SumColumnsInTheSameLanes) {
     for (const std::size_t columns : {1, 32, 45, 130}) {
       expect_same_bits("bias_backward", {normal(rows * columns), normal(columns)},
                        [&](Operations& operations, Buffers& x) {
-                         operations.bias_backward(x[0].data(), x[1].data(), rows, columns);
+                         operations.run(ColumnSums{x[0].data(), x[1].data(), rows, columns});
                        });
     }
   }
@@ -141,9 +141,10 @@ TEST_F(LaunchedOperationsTest, NormaliseRowsInTheSameLanes) {
                         normal(hidden)},
                        [&](Operations& operations, Buffers& x) {
                          const LayerNorm norm{x[0].data(), x[1].data(), x[2].data(), rows, hidden};
-                         operations.layer_norm(norm, x[3].data(), x[4].data(), x[5].data());
-                         operations.layer_norm_backward(norm, x[3].data(), x[6].data(), x[7].data(),
-                                                        x[8].data(), x[9].data());
+                         operations.run(NormForward{norm, x[3].data(), x[4].data(), x[5].data()});
+                         operations.run(NormBackward{norm, x[3].data(), x[6].data(), x[7].data()});
+                         operations.run(GainBackward{norm, x[6].data(), x[8].data()});
+                         operations.run(ColumnSums{x[6].data(), x[9].data(), rows, hidden});
                        });
     }
   }
@@ -153,8 +154,8 @@ TEST_F(LaunchedOperationsTest, ActivateInTheSameWay) {
   const std::size_t count = 1000;
   expect_same_bits("gelu", {normal(count, 4), normal(count), normal(count)},
                    [&](Operations& operations, Buffers& x) {
-                     operations.gelu(x[0].data(), x[1].data(), count);
-                     operations.gelu_backward(x[0].data(), x[2].data(), count);
+                     operations.run(Gelu{x[0].data(), x[1].data(), count});
+                     operations.run(GeluBackward{x[0].data(), x[2].data(), count});
                    });
 }
 
@@ -162,8 +163,8 @@ TEST_F(LaunchedOperationsTest, DropTheSameElements) {
   const Dropout dropout{.key = draw(seed_, 1, 2), .threshold = 1u << 30, .scale = 1.25F};
   const std::size_t count = 1000;
   expect_same_bits("drop", {normal(count), normal(count)}, [&](Operations& operations, Buffers& x) {
-    operations.drop(x[0].data(), x[1].data(), count, dropout, 77);
-    operations.drop(x[0].data(), x[0].data(), count, dropout, 1u << 20);
+    operations.run(Drop{x[0].data(), x[1].data(), count, dropout, 77});
+    operations.run(Drop{x[0].data(), x[0].data(), count, dropout, 1u << 20});
   });
 }
 
@@ -172,15 +173,15 @@ TEST_F(LaunchedOperationsTest, EmbedInTheSameOrder) {
   std::vector<std::uint8_t> tokens = bytes(rows);
   for (std::uint8_t& token : tokens) token %= 11;  // Makes many rows share a token.
   for (const TokenRange range : {TokenRange{0, vocabulary}, TokenRange{3, 5}, TokenRange{256, 0}}) {
-    expect_same_bits("embed",
-                     {normal(vocabulary * hidden), normal(rows * hidden), normal(vocabulary * hidden),
-                      normal(sequence * hidden)},
-                     [&](Operations& operations, Buffers& x) {
-                       operations.embed(tokens.data(), x[0].data(), range, x[1].data(), rows, hidden);
-                       operations.embed_tokens_backward(tokens.data(), x[1].data(), range, x[2].data(), rows,
-                                                        hidden);
-                       operations.embed_positions_backward(x[1].data(), x[3].data(), rows, sequence, hidden);
-                     });
+    expect_same_bits(
+        "embed",
+        {normal(vocabulary * hidden), normal(rows * hidden), normal(vocabulary * hidden),
+         normal(sequence * hidden)},
+        [&](Operations& operations, Buffers& x) {
+          operations.run(Embed{tokens.data(), x[0].data(), range, x[1].data(), rows, hidden});
+          operations.run(EmbedTokensBackward{tokens.data(), x[1].data(), range, x[2].data(), rows, hidden});
+          operations.run(EmbedPositionsBackward{x[1].data(), x[3].data(), rows, sequence, hidden});
+        });
   }
 }
 
@@ -206,8 +207,8 @@ TEST_F(LaunchedOperationsTest, AttendInTheSameOrder) {
         [&](Operations& operations, Buffers& x) {
           std::byte* const space = operations.queues() ? launched_space.data() : host_space.data();
           auto* const softmax = reinterpret_cast<SoftmaxRow*>(x[2].data());
-          operations.attention(shape, x[0].data(), x[1].data(), softmax, space);
-          operations.attention_backward(shape, x[0].data(), softmax, x[3].data(), x[4].data(), space);
+          operations.run(AttentionForward{shape, x[0].data(), x[1].data(), softmax, space});
+          operations.run(AttentionBackward{shape, x[0].data(), softmax, x[3].data(), x[4].data(), space});
         });
   }
 }
@@ -232,10 +233,10 @@ TEST_F(LaunchedOperationsTest, LoseInTheSameLanes) {
                           {first, std::min(columns, kVocabulary - first)}};
       };
       for (std::size_t part = 0; part < parts; ++part)
-        operations.cross_entropy(part_of(part), losses + part * rows);
+        operations.run(CrossEntropy{part_of(part), losses + part * rows});
       for (std::size_t part = 0; part < parts; ++part) {
-        operations.cross_entropy_backward(part_of(part), losses, parts, part,
-                                          reinterpret_cast<RowLoss*>(x[1].data()), 0.3F);
+        operations.run(CrossEntropyBackward{part_of(part), losses, parts, part,
+                                            reinterpret_cast<RowLoss*>(x[1].data()), 0.3F});
       }
     });
   }

@@ -45,22 +45,23 @@ class SimulatedBlock {
   unsigned index_, count_;
 };
 
-template <typename Body>
+template <typename Arguments, typename Shared>
 void simulate(const Dimensions& grid, const Dimensions&, void* const* arguments) {
-  const auto& launch = *static_cast<const typename Body::Launch*>(arguments[0]);
+  const auto& argument = *static_cast<const Arguments*>(arguments[0]);
   for (unsigned index = 0; index < grid.x; ++index) {
-    typename Body::Shared shared;
+    Shared shared;
     std::memset(static_cast<void*>(&shared), 0xCD, sizeof shared);
     SimulatedBlock block(index, grid.x);
-    Body::run(block, launch, shared);
+    run(block, argument, shared);
   }
 }
 
-#define FOREBAY_SIMULATED_KERNEL(name, body) {{#name, simulate<body>}, sizeof(body::Launch)},
+#define FOREBAY_SIMULATED_KERNEL(name, Arguments, Shared) \
+  {{#name, simulate<Arguments, Shared>}, sizeof(Arguments)},
 constexpr SimulatedKernel kKernels[] = {FOREBAY_GPT_KERNELS(FOREBAY_SIMULATED_KERNEL)};
 static_assert(std::size(kKernels) == kKernelCount);
 
-#define FOREBAY_HOST_KERNEL(name, body) {#name, simulate<body>},
+#define FOREBAY_HOST_KERNEL(name, Arguments, Shared) {#name, simulate<Arguments, Shared>},
 constexpr HostKernel kTable[] = {FOREBAY_GPT_KERNELS(FOREBAY_HOST_KERNEL){nullptr, nullptr}};
 
 }  // namespace

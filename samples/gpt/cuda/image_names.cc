@@ -6,7 +6,7 @@
 namespace forebay::gpt::kernels {
 namespace {
 
-#define FOREBAY_NAME_LINE(name, body) #name "\n"
+#define FOREBAY_NAME_LINE(name, arguments, shared) #name "\n"
 constexpr char kNames[] = "forebay kernels\n" FOREBAY_GPT_KERNELS(FOREBAY_NAME_LINE);
 
 }  // namespace

@@ -32,11 +32,11 @@ struct DeviceBlock {
 
 }  // namespace
 
-#define FOREBAY_DEFINE_KERNEL(name, body)                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ body::Launch launch) { \
-    __shared__ body::Shared shared;                                                                    \
+#define FOREBAY_DEFINE_KERNEL(name, Arguments, Shared)                                                   \
+  extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ Arguments arguments) { \
+    __shared__ Shared shared;                                                                          \
     DeviceBlock block;                                                                                 \
-    body::run(block, launch, shared);                                                                  \
+    run(block, arguments, shared);                                                                     \
   }
 FOREBAY_GPT_KERNELS(FOREBAY_DEFINE_KERNEL)
 

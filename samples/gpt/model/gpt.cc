@@ -160,35 +160,35 @@ void Gpt::backward(int unit, const Parameters& parameters, const Gradients& grad
 void Gpt::embedding_forward(const Parameters& p) {
   float* const x = input_of(0);
   queue_.run([=, this, tokens = tokens()] {
-    operations_.embed(reinterpret_cast<const std::uint8_t*>(tokens),
-                      widened(p[embedding::kTokens], vocabulary_ * shape_.hidden), token_range(), x, rows_,
-                      shape_.hidden);
+    operations_.run(Embed{reinterpret_cast<const std::uint8_t*>(tokens),
+                          widened(p[embedding::kTokens], vocabulary_ * shape_.hidden), token_range(), x,
+                          rows_, shape_.hidden});
   });
   all_reduce(x);
   queue_.run([=, this, dropout = dropout_of(0), first = first_element()] {
     const std::size_t sample = shape_.sequence * shape_.hidden;
-    operations_.add_bias(x, widened(p[embedding::kPositions], sample), batch_, sample);
-    if (dropout.active()) operations_.drop(x, x, rows_ * shape_.hidden, dropout, first);
+    operations_.run(AddBias{x, widened(p[embedding::kPositions], sample), batch_, sample});
+    if (dropout.active()) operations_.run(Drop{x, x, rows_ * shape_.hidden, dropout, first});
   });
 }
 
 void Gpt::embedding_backward(const Gradients& gradients) {
   queue_.run([=, this, ids = tokens(), gradient = residual_gradient(), dropout = dropout_of(0),
               first = first_element()] {
-    if (dropout.active()) operations_.drop(gradient, gradient, rows_ * shape_.hidden, dropout, first);
+    if (dropout.active()) operations_.run(Drop{gradient, gradient, rows_ * shape_.hidden, dropout, first});
 
     const GradientTarget& tokens = gradients[embedding::kTokens];
     const TokenRange range = token_range();
     float* space = gradient_space(tokens);
-    operations_.embed_tokens_backward(reinterpret_cast<const std::uint8_t*>(ids), gradient, range, space,
-                                      rows_, shape_.hidden);
+    operations_.run(EmbedTokensBackward{reinterpret_cast<const std::uint8_t*>(ids), gradient, range, space,
+                                        rows_, shape_.hidden});
     if (const std::size_t padding = vocabulary_ - range.count; padding > 0)
       operations_.zero(space + range.count * shape_.hidden, padding * shape_.hidden);
     store_gradient(tokens, vocabulary_ * shape_.hidden);
 
     const GradientTarget& positions = gradients[embedding::kPositions];
-    operations_.embed_positions_backward(gradient, gradient_space(positions), rows_, shape_.sequence,
-                                         shape_.hidden);
+    operations_.run(
+        EmbedPositionsBackward{gradient, gradient_space(positions), rows_, shape_.sequence, shape_.hidden});
     store_gradient(positions, shape_.sequence * shape_.hidden);
   });
 }
@@ -207,12 +207,12 @@ void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
   const BlockPlaces& b = places(layer);
   queue_.run([=, this, attention = attention_of(layer)] {
     const std::size_t hidden = shape_.hidden;
-    operations_.layer_norm(norm_of(input, b.norm1_mean, b.norm1_inverse),
-                           widened(p[block::kNorm1Gain], hidden),
-                           widened(p[block::kNorm1Bias], hidden, hidden), at(b.norm1));
+    operations_.run(NormForward{norm_of(input, b.norm1_mean, b.norm1_inverse),
+                                widened(p[block::kNorm1Gain], hidden),
+                                widened(p[block::kNorm1Bias], hidden, hidden), at(b.norm1)});
     linear(at(b.norm1), p[block::kQkvWeight], p[block::kQkvBias], hidden, 3 * width_, at(b.qkv));
-    operations_.attention(attention, at(b.qkv), at(b.attended), softmax_at(b.softmax),
-                          memory_ + attention_space_);
+    operations_.run(AttentionForward{attention, at(b.qkv), at(b.attended), softmax_at(b.softmax),
+                                     memory_ + attention_space_});
     multiply(forward_product(width_, hidden), at(b.attended), stored(p[block::kAttentionWeight]),
              at(narrow_gradient_));  // Idle here.
   });
@@ -224,11 +224,11 @@ void Gpt::expand(std::size_t layer, const float* input, const Parameters& p) {
   queue_.run([=, this, dropout = dropout_of(layer, kAttention), first = first_element()] {
     const std::size_t hidden = shape_.hidden;
     add_residual({input, p[block::kAttentionBias], dropout, first}, at(b.middle));
-    operations_.layer_norm(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse),
-                           widened(p[block::kNorm2Gain], hidden),
-                           widened(p[block::kNorm2Bias], hidden, hidden), at(b.norm2));
+    operations_.run(NormForward{norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse),
+                                widened(p[block::kNorm2Gain], hidden),
+                                widened(p[block::kNorm2Bias], hidden, hidden), at(b.norm2)});
     linear(at(b.norm2), p[block::kExpandWeight], p[block::kExpandBias], hidden, inner_, at(b.expanded));
-    operations_.gelu(at(b.expanded), at(b.activated), rows_ * inner_);
+    operations_.run(Gelu{at(b.expanded), at(b.activated), rows_ * inner_});
   });
 }
 
@@ -248,10 +248,10 @@ void Gpt::contract(std::size_t layer, const Parameters& p) {
 void Gpt::add_residual(const Residual& residual, float* target) {
   float* projected = at(narrow_gradient_);
   const std::size_t count = rows_ * shape_.hidden;
-  operations_.add_bias(projected, widened(residual.bias, shape_.hidden), rows_, shape_.hidden);
+  operations_.run(AddBias{projected, widened(residual.bias, shape_.hidden), rows_, shape_.hidden});
   if (residual.dropout.active())
-    operations_.drop(projected, projected, count, residual.dropout, residual.first);
-  operations_.add(residual.input, projected, target, count);
+    operations_.run(Drop{projected, projected, count, residual.dropout, residual.first});
+  operations_.run(Add{residual.input, projected, target, count});
 }
 
 void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients& gradients) {
@@ -273,7 +273,7 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
                      .bias_gradient = gradients[block::kContractBias],
                      .in = inner_,
                      .out = shape_.hidden});
-    operations_.gelu_backward(at(b.expanded), at(wide_gradient_), rows_ * inner_);
+    operations_.run(GeluBackward{at(b.expanded), at(wide_gradient_), rows_ * inner_});
     linear_backward({.input = at(b.norm2),
                      .output_gradient = at(wide_gradient_),
                      .input_gradient = at(narrow_gradient_),
@@ -295,8 +295,8 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
                      .bias_gradient = gradients[block::kAttentionBias],
                      .in = width_,
                      .out = shape_.hidden});
-    operations_.attention_backward(attention, at(b.qkv), softmax_at(b.softmax), at(narrow_gradient_),
-                                   at(wide_gradient_), memory_ + attention_space_);
+    operations_.run(AttentionBackward{attention, at(b.qkv), softmax_at(b.softmax), at(narrow_gradient_),
+                                      at(wide_gradient_), memory_ + attention_space_});
     linear_backward({.input = at(b.norm1),
                      .output_gradient = at(wide_gradient_),
                      .input_gradient = at(narrow_gradient_),
@@ -316,7 +316,7 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
 
 const float* Gpt::dropped_gradient(const float* residual, const Dropout& dropout, std::uint64_t first) {
   if (!dropout.active()) return residual;
-  operations_.drop(residual, at(dropped_gradient_), rows_ * shape_.hidden, dropout, first);
+  operations_.run(Drop{residual, at(dropped_gradient_), rows_ * shape_.hidden, dropout, first});
   return at(dropped_gradient_);
 }
 
@@ -326,8 +326,9 @@ void Gpt::final_forward(const Parameters& p) {
   const float* const x = output_of(layers_.end - 1);
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    operations_.layer_norm(norm_of(x, final_mean_, final_inverse_), widened(p[final_unit::kNormGain], hidden),
-                           widened(p[final_unit::kNormBias], hidden, hidden), at(final_norm_));
+    operations_.run(NormForward{norm_of(x, final_mean_, final_inverse_),
+                                widened(p[final_unit::kNormGain], hidden),
+                                widened(p[final_unit::kNormBias], hidden, hidden), at(final_norm_)});
     multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[final_unit::kTokens]),
              at(logits_));
   });
@@ -335,13 +336,13 @@ void Gpt::final_forward(const Parameters& p) {
 
 void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double loss_scale) {
   const LogitsPart logits = logits_part(targets());
-  queue_.run([=, this] { operations_.cross_entropy(logits, loss_parts() + part_.rank * rows_); });
+  queue_.run([=, this] { operations_.run(CrossEntropy{logits, loss_parts() + part_.rank * rows_}); });
   group_.all_gather(memory_ + loss_parts_, rows_ * sizeof(RowLossPart));
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    operations_.cross_entropy_backward(logits, loss_parts(), part_.size, part_.rank,
-                                       reinterpret_cast<RowLoss*>(row_losses()),
-                                       static_cast<float>(loss_scale / static_cast<double>(rows_)));
+    operations_.run(CrossEntropyBackward{logits, loss_parts(), part_.size, part_.rank,
+                                         reinterpret_cast<RowLoss*>(row_losses()),
+                                         static_cast<float>(loss_scale / static_cast<double>(rows_))});
     const GradientTarget& tokens = gradients[final_unit::kTokens];
     multiply(weight_gradient_product(vocabulary_, hidden), at(logits_), computed(at(final_norm_)),
              gradient_space(tokens));
@@ -363,14 +364,14 @@ void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double
 void Gpt::linear(const float* input, const std::byte* weight, const std::byte* bias, std::size_t in,
                  std::size_t out, float* output) {
   multiply(forward_product(in, out), input, stored(weight), output);
-  operations_.add_bias(output, widened(bias, out), rows_, out);
+  operations_.run(AddBias{output, widened(bias, out), rows_, out});
 }
 
 void Gpt::linear_backward(const LinearGradient& g) {
   multiply(weight_gradient_product(g.in, g.out), g.input, computed(g.output_gradient),
            gradient_space(g.weight_gradient));
   store_gradient(g.weight_gradient, g.in * g.out);
-  operations_.bias_backward(g.output_gradient, gradient_space(g.bias_gradient), rows_, g.out);
+  operations_.run(ColumnSums{g.output_gradient, gradient_space(g.bias_gradient), rows_, g.out});
   store_gradient(g.bias_gradient, g.out);
   multiply(input_gradient_product(g.in, g.out), g.output_gradient, stored(g.weight), g.input_gradient);
 }
@@ -378,8 +379,9 @@ void Gpt::linear_backward(const LinearGradient& g) {
 void Gpt::norm_backward(const LayerNorm& norm, const std::byte* gain, const float* gradient,
                         float* input_gradient, GradientTarget gain_gradient, GradientTarget bias_gradient) {
   const std::size_t hidden = shape_.hidden;
-  operations_.layer_norm_backward(norm, widened(gain, hidden), gradient, input_gradient,
-                                  gradient_space(gain_gradient), gradient_space(bias_gradient, hidden));
+  operations_.run(NormBackward{norm, widened(gain, hidden), gradient, input_gradient});
+  operations_.run(GainBackward{norm, gradient, gradient_space(gain_gradient)});
+  operations_.run(ColumnSums{gradient, gradient_space(bias_gradient, hidden), rows_, hidden});
   store_gradient(gain_gradient, hidden);
   store_gradient(bias_gradient, hidden, hidden);
 }
@@ -443,7 +445,7 @@ Dropout Gpt::dropout_of(std::uint64_t site) const {
 const float* Gpt::widened(const std::byte* parameter, std::size_t count, std::size_t offset) {
   if (dtype_ == DataType::kFloat32) return reinterpret_cast<const float*>(parameter);
   float* target = at(parameter_space_) + offset;
-  operations_.widen(stored(parameter), target, count);
+  operations_.run(Widen{stored(parameter), target, count});
   return target;
 }
 
@@ -455,7 +457,7 @@ float* Gpt::gradient_space(const GradientTarget& target, std::size_t offset) {
 void Gpt::store_gradient(const GradientTarget& target, std::size_t count, std::size_t offset) {
   const float* source = gradient_space(target, offset);
   if (target.data == nullptr || reinterpret_cast<const std::byte*>(source) == target.data) return;
-  operations_.narrow(dtype_, source, target.data, count, target.accumulate);
+  operations_.run(Narrow{dtype_, source, target.data, count, target.accumulate});
 }
 
 }  // namespace forebay::gpt

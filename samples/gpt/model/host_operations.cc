@@ -136,7 +136,7 @@ void HostOperations::multiply(const ProductShape& shape, const float* a, Operand
   const float* values = static_cast<const float*>(b.data);
   if (b.type != DataType::kFloat32) {
     float* widened = reinterpret_cast<float*>(workspace);
-    widen(b, widened, shape.depth * shape.columns);
+    run(Widen{b, widened, shape.depth * shape.columns});
     values = widened;
   }
   matmul_->multiply(shape, a, values, c, workspace + widened_bytes(shape, b.type));
@@ -144,127 +144,129 @@ void HostOperations::multiply(const ProductShape& shape, const float* a, Operand
 
 // --- element by element ---
 
-void HostOperations::widen(Operand source, float* target, std::size_t count) {
-  gpt::widen(source.type, static_cast<const std::byte*>(source.data), target, count);
+namespace {
+
+template <typename Element>
+void for_elements(const Element& given) {
+  const Element element = given;
+  const std::size_t count = element.count;
+#pragma omp parallel for simd schedule(static) firstprivate(element) if (count >= kParallelCount)
+  for (std::size_t i = 0; i < count; ++i) element(i);
 }
 
-void HostOperations::narrow(DataType type, const float* source, std::byte* target, std::size_t count,
-                            bool accumulate) {
-  gpt::narrow(type, source, target, count, accumulate);
+}  // namespace
+
+void HostOperations::run(const Widen& a) {
+  widen(a.source.type, static_cast<const std::byte*>(a.source.data), a.target, a.count);
+}
+
+void HostOperations::run(const Narrow& a) {
+  narrow(a.type, a.source, static_cast<std::byte*>(a.target), a.count, a.accumulate);
+}
+
+void HostOperations::run(const Add& a) {
+  for_elements(a);
+}
+
+void HostOperations::run(const Drop& a) {
+  for_elements(a);
+}
+
+void HostOperations::run(const Gelu& a) {
+  for_elements(a);
+}
+
+void HostOperations::run(const GeluBackward& a) {
+  for_elements(a);
 }
 
 void HostOperations::zero(float* target, std::size_t count) {
   std::fill_n(target, count, 0.0F);
 }
 
-void HostOperations::add_bias(float* matrix, const float* bias, std::size_t rows, std::size_t columns) {
+void HostOperations::run(const AddBias& a) {
 #pragma omp parallel for schedule(static)
-  for (std::size_t r = 0; r < rows; ++r) {
-    float* row = matrix + r * columns;
-    for (std::size_t c = 0; c < columns; ++c) row[c] += bias[c];
+  for (std::size_t r = 0; r < a.rows; ++r) {
+    float* row = a.matrix + r * a.columns;
+    for (std::size_t c = 0; c < a.columns; ++c) row[c] += a.bias[c];
   }
 }
 
-void HostOperations::bias_backward(const float* gradient, float* bias_gradient, std::size_t rows,
-                                   std::size_t columns) {
-  column_sums(rows, columns, bias_gradient,
-              [=](std::size_t r, std::size_t c) { return gradient[r * columns + c]; });
-}
-
-void HostOperations::add(const float* a, const float* b, float* target, std::size_t count) {
-#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
-  for (std::size_t i = 0; i < count; ++i) target[i] = a[i] + b[i];
-}
-
-void HostOperations::drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
-                          std::uint64_t first) {
-#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
-  for (std::size_t i = 0; i < count; ++i) target[i] = definitions::dropped(dropout, first + i, source[i]);
-}
-
-void HostOperations::gelu(const float* input, float* output, std::size_t count) {
-#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
-  for (std::size_t i = 0; i < count; ++i) output[i] = definitions::gelu(input[i]);
-}
-
-void HostOperations::gelu_backward(const float* input, float* gradient, std::size_t count) {
-#pragma omp parallel for simd schedule(static) if (count >= kParallelCount)
-  for (std::size_t i = 0; i < count; ++i) gradient[i] *= definitions::gelu_slope(input[i]);
+void HostOperations::run(const ColumnSums& a) {
+  column_sums(a.rows, a.columns, a.sums,
+              [=](std::size_t r, std::size_t c) { return a.matrix[r * a.columns + c]; });
 }
 
 // --- embedding ---
 
-void HostOperations::embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range,
-                           float* output, std::size_t rows, std::size_t hidden) {
+void HostOperations::run(const Embed& a) {
 #pragma omp parallel for schedule(static)
-  for (std::size_t r = 0; r < rows; ++r) {
-    float* row = output + r * hidden;
-    if (range.has(tokens_in[r])) {
-      std::copy_n(tokens + (tokens_in[r] - range.first) * hidden, hidden, row);
+  for (std::size_t r = 0; r < a.rows; ++r) {
+    float* row = a.output + r * a.hidden;
+    if (a.range.has(a.tokens_in[r])) {
+      std::copy_n(a.tokens + (a.tokens_in[r] - a.range.first) * a.hidden, a.hidden, row);
     } else {
-      std::fill_n(row, hidden, 0.0F);
+      std::fill_n(row, a.hidden, 0.0F);
     }
   }
 }
 
-void HostOperations::embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient,
-                                           TokenRange range, float* tokens_gradient, std::size_t rows,
-                                           std::size_t hidden) {
-  for_column_blocks(hidden, [&](std::size_t first, std::size_t last) {
-    for (std::size_t v = 0; v < range.count; ++v) {
-      std::fill(tokens_gradient + v * hidden + first, tokens_gradient + v * hidden + last, 0.0F);
-    }
-    for (std::size_t r = 0; r < rows; ++r) {
-      if (!range.has(tokens_in[r])) continue;
-      float* target = tokens_gradient + (tokens_in[r] - range.first) * hidden;
-      for (std::size_t c = first; c < last; ++c) target[c] += gradient[r * hidden + c];
+void HostOperations::run(const EmbedTokensBackward& a) {
+  for_column_blocks(a.hidden, [&](std::size_t first, std::size_t last) {
+    for (std::size_t v = 0; v < a.range.count; ++v)
+      std::fill(a.tokens_gradient + v * a.hidden + first, a.tokens_gradient + v * a.hidden + last, 0.0F);
+    for (std::size_t r = 0; r < a.rows; ++r) {
+      if (!a.range.has(a.tokens_in[r])) continue;
+      float* target = a.tokens_gradient + (a.tokens_in[r] - a.range.first) * a.hidden;
+      for (std::size_t c = first; c < last; ++c) target[c] += a.gradient[r * a.hidden + c];
     }
   });
 }
 
-void HostOperations::embed_positions_backward(const float* gradient, float* positions_gradient,
-                                              std::size_t rows, std::size_t sequence, std::size_t hidden) {
+void HostOperations::run(const EmbedPositionsBackward& a) {
 #pragma omp parallel for schedule(static)
-  for (std::size_t position = 0; position < sequence; ++position) {
-    float* target = positions_gradient + position * hidden;
-    std::fill(target, target + hidden, 0.0F);
-    for (std::size_t r = position; r < rows; r += sequence) {
-      for (std::size_t c = 0; c < hidden; ++c) target[c] += gradient[r * hidden + c];
+  for (std::size_t position = 0; position < a.sequence; ++position) {
+    float* target = a.positions_gradient + position * a.hidden;
+    std::fill_n(target, a.hidden, 0.0F);
+    for (std::size_t r = position; r < a.rows; r += a.sequence) {
+      for (std::size_t c = 0; c < a.hidden; ++c) target[c] += a.gradient[r * a.hidden + c];
     }
   }
 }
 
 // --- LayerNorm ---
 
-void HostOperations::layer_norm(const LayerNorm& norm, const float* gain, const float* bias, float* output) {
+void HostOperations::run(const NormForward& a) {
+  const LayerNorm& norm = a.norm;
   const std::size_t hidden = norm.hidden;
   const float count = static_cast<float>(hidden);
 #pragma omp parallel for schedule(static)
   for (std::size_t r = 0; r < norm.rows; ++r) {
     const float* x = norm.input + r * hidden;
-    float* y = output + r * hidden;
+    float* y = a.output + r * hidden;
     const float mean = lane_sum(hidden, [x](std::size_t c) { return x[c]; }) / count;
     const float variance =
         lane_sum(hidden, [x, mean](std::size_t c) { return definitions::squared_deviation(x[c], mean); }) /
         count;
     const float inverse = definitions::inverse_deviation(variance);
     for (std::size_t c = 0; c < hidden; ++c)
-      y[c] = definitions::layer_norm(x[c], mean, inverse, gain[c], bias[c]);
+      y[c] = definitions::layer_norm(x[c], mean, inverse, a.gain[c], a.bias[c]);
     norm.mean[r] = mean;
     norm.inverse[r] = inverse;
   }
 }
 
-void HostOperations::layer_norm_backward(const LayerNorm& norm, const float* gain, const float* gradient,
-                                         float* input_gradient, float* gain_gradient, float* bias_gradient) {
+void HostOperations::run(const NormBackward& a) {
   using definitions::normalised;
+  const LayerNorm& norm = a.norm;
   const std::size_t hidden = norm.hidden;
+  const float* gain = a.gain;
   const float count = static_cast<float>(hidden);
 #pragma omp parallel for schedule(static)
   for (std::size_t r = 0; r < norm.rows; ++r) {
     const float* x = norm.input + r * hidden;
-    const float* dy = gradient + r * hidden;
-    float* dx = input_gradient + r * hidden;
+    const float* dy = a.gradient + r * hidden;
+    float* dx = a.input_gradient + r * hidden;
     const float mean = norm.mean[r];
     const float inverse = norm.inverse[r];
     const float mean_g = lane_sum(hidden, [=](std::size_t c) { return dy[c] * gain[c]; }) / count;
@@ -274,10 +276,14 @@ void HostOperations::layer_norm_backward(const LayerNorm& norm, const float* gai
     for (std::size_t c = 0; c < hidden; ++c)
       dx[c] += definitions::layer_norm_slope(x[c], mean, inverse, dy[c] * gain[c], mean_g, mean_gx);
   }
-  column_sums(norm.rows, hidden, gain_gradient, [=](std::size_t r, std::size_t c) {
-    return gradient[r * hidden + c] * normalised(norm.input[r * hidden + c], norm.mean[r], norm.inverse[r]);
-  });
-  bias_backward(gradient, bias_gradient, norm.rows, hidden);
+}
+
+void HostOperations::run(const GainBackward& a) {
+  column_sums(a.norm.rows, a.norm.hidden, a.gain_gradient,
+              [norm = a.norm, gradient = a.gradient](std::size_t r, std::size_t c) {
+                const std::size_t i = r * norm.hidden + c;
+                return gradient[i] * definitions::normalised(norm.input[i], norm.mean[r], norm.inverse[r]);
+              });
 }
 
 // --- attention ---
@@ -339,17 +345,17 @@ std::size_t HostOperations::prepare_attention(const Attention& shape) {
   return static_cast<std::size_t>(threads_) * attention_count(shape) * sizeof(float);
 }
 
-void HostOperations::attention(const Attention& shape, const float* qkv, float* output, SoftmaxRow* softmax,
-                               std::byte* workspace) {
+void HostOperations::run(const AttentionForward& a) {
+  const Attention& shape = a.shape;
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
   const float factor = definitions::attention_factor(columns);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads_)
   for (std::size_t sample = 0; sample < shape.batch; ++sample) {
     for (std::size_t head = 0; head < shape.heads; ++head) {
-      float* keys = reinterpret_cast<float*>(workspace) + thread_index() * attention_count(shape);
+      float* keys = reinterpret_cast<float*>(a.workspace) + thread_index() * attention_count(shape);
       float* weights = keys + 2 * columns * sequence;
-      const Head in = head_of(shape, qkv, sample, head);
+      const Head in = head_of(shape, a.qkv, sample, head);
       transpose(in.key, in.stride, sequence, columns, keys);
       for (std::size_t i = 0; i < sequence; ++i) {
         const std::size_t seen = i + 1;
@@ -357,9 +363,9 @@ void HostOperations::attention(const Attention& shape, const float* qkv, float* 
         SoftmaxRow row{*std::max_element(weights, weights + seen), 1.0F};
         for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
         row.inverse = 1.0F / lane_sum(seen, [weights](std::size_t j) { return weights[j]; });
-        softmax[(sample * shape.heads + head) * sequence + i] = row;
+        a.softmax[(sample * shape.heads + head) * sequence + i] = row;
 
-        float* out = output + (sample * sequence + i) * shape.hidden + head * columns;
+        float* out = a.output + (sample * sequence + i) * shape.hidden + head * columns;
         std::fill(out, out + columns, 0.0F);
         for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
         drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
@@ -369,26 +375,26 @@ void HostOperations::attention(const Attention& shape, const float* qkv, float* 
   }
 }
 
-void HostOperations::attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
-                                        const float* gradient, float* qkv_gradient, std::byte* workspace) {
+void HostOperations::run(const AttentionBackward& a) {
+  const Attention& shape = a.shape;
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
   const float factor = definitions::attention_factor(columns);
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads_)
   for (std::size_t sample = 0; sample < shape.batch; ++sample) {
     for (std::size_t head = 0; head < shape.heads; ++head) {
-      float* keys = reinterpret_cast<float*>(workspace) + thread_index() * attention_count(shape);
+      float* keys = reinterpret_cast<float*>(a.workspace) + thread_index() * attention_count(shape);
       float* values = keys + columns * sequence;
       float* weights = values + columns * sequence;
       float* weight_gradients = weights + sequence;
-      const Head in = head_of(shape, qkv, sample, head);
+      const Head in = head_of(shape, a.qkv, sample, head);
       transpose(in.key, in.stride, sequence, columns, keys);
       transpose(in.value, in.stride, sequence, columns, values);
 
       const std::size_t stride = in.stride;
-      float* d_query = qkv_gradient + (in.query - qkv);
-      float* d_key = qkv_gradient + (in.key - qkv);
-      float* d_value = qkv_gradient + (in.value - qkv);
+      float* d_query = a.qkv_gradient + (in.query - a.qkv);
+      float* d_key = a.qkv_gradient + (in.key - a.qkv);
+      float* d_value = a.qkv_gradient + (in.value - a.qkv);
       for (std::size_t i = 0; i < sequence; ++i) {
         std::fill(d_query + i * stride, d_query + i * stride + columns, 0.0F);
         std::fill(d_key + i * stride, d_key + i * stride + columns, 0.0F);
@@ -398,8 +404,8 @@ void HostOperations::attention_backward(const Attention& shape, const float* qkv
       for (std::size_t i = 0; i < sequence; ++i) {
         const std::size_t seen = i + 1;
         const float* query = in.query + i * stride;
-        const float* d_out = gradient + (sample * sequence + i) * shape.hidden + head * columns;
-        const SoftmaxRow row = softmax[(sample * shape.heads + head) * sequence + i];
+        const float* d_out = a.gradient + (sample * sequence + i) * shape.hidden + head * columns;
+        const SoftmaxRow row = a.softmax[(sample * shape.heads + head) * sequence + i];
 
         // The probabilities p again, and dp[j] = d_out . value[j], back through dropout.
         const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
@@ -423,34 +429,35 @@ void HostOperations::attention_backward(const Attention& shape, const float* qkv
 
 // --- the loss ---
 
-void HostOperations::cross_entropy(const LogitsPart& part, RowLossPart* losses) {
+void HostOperations::run(const CrossEntropy& a) {
+  const LogitsPart& part = a.part;
   const TokenRange range = part.range;
 #pragma omp parallel for schedule(static)
   for (std::size_t r = 0; r < part.rows; ++r) {
     float* row = part.logits + r * part.columns;
     const float largest = range.count > 0 ? *std::max_element(row, row + range.count) : -INFINITY;
     const std::size_t target = part.targets[r];
-    losses[r].largest = largest;
-    losses[r].target = range.has(target) ? row[target - range.first] - largest : 0.0F;
+    a.losses[r].largest = largest;
+    a.losses[r].target = range.has(target) ? row[target - range.first] - largest : 0.0F;
     for (std::size_t v = 0; v < range.count; ++v) row[v] = definitions::exponential(row[v] - largest);
-    losses[r].sum = lane_sum(range.count, [row](std::size_t v) { return row[v]; });
+    a.losses[r].sum = lane_sum(range.count, [row](std::size_t v) { return row[v]; });
   }
 }
 
-void HostOperations::cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses,
-                                            std::size_t parts, std::size_t index, RowLoss* row_losses,
-                                            float factor) {
+void HostOperations::run(const CrossEntropyBackward& a) {
+  const LogitsPart& part = a.part;
   const TokenRange range = part.range;
 #pragma omp parallel for schedule(static)
   for (std::size_t r = 0; r < part.rows; ++r) {
     float* row = part.logits + r * part.columns;
     const std::size_t target = part.targets[r];
     const definitions::WholeRow whole =
-        definitions::whole_row(losses + r, part.rows, parts, target / part.columns);
-    row_losses[r] = whole.loss;
-    const float scale = definitions::softmax_scale(whole, losses[index * part.rows + r].largest, factor);
+        definitions::whole_row(a.losses + r, part.rows, a.parts, target / part.columns);
+    a.row_losses[r] = whole.loss;
+    const float scale =
+        definitions::softmax_scale(whole, a.losses[a.index * part.rows + r].largest, a.factor);
     for (std::size_t v = 0; v < range.count; ++v) row[v] *= scale;
-    if (range.has(target)) row[target - range.first] -= factor;
+    if (range.has(target)) row[target - range.first] -= a.factor;
     std::fill(row + range.count, row + part.columns, 0.0F);
   }
 }

@@ -1,8 +1,9 @@
 // The operations of a GPT, forward and backward, on one device. Activations and results are fp32.
 //
-// All matrices are row-major, and all pointers are memory of that device. There are two implementations: host
-// threads (host_operations.h) and kernels on a stream (launched_operations.h). Both follow definitions.h, so
-// with plain products their results are bit for bit the same, with any number of threads.
+// One struct holds the arguments of each operation; it is passed by value to a kernel, too. All matrices are
+// row-major, and all pointers are memory of that device. There are two implementations: host threads
+// (host_operations.h) and kernels on a stream (launched_operations.h). Both follow definitions.h, so with
+// plain products their results are bit for bit the same, with any number of threads.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +22,116 @@ struct Operand {
   DataType type;
 };
 
+// --- element by element ---
+
+// target = source. Exact.
+struct Widen {
+  Operand source;
+  float* target;
+  std::size_t count;
+};
+
+// Rounds to nearest, ties to even. With `accumulate`, target = round(widened target + source).
+struct Narrow {
+  DataType type;
+  const float* source;
+  void* target;
+  std::size_t count;
+  bool accumulate;
+};
+
+// target = a + b.
+struct Add {
+  const float* a;
+  const float* b;
+  float* target;
+  std::size_t count;
+  FOREBAY_DEVICE void operator()(std::size_t i) const { target[i] = a[i] + b[i]; }
+};
+
+// target = source after dropout; source[0] has the index `first`. The two may be the same.
+struct Drop {
+  const float* source;
+  float* target;
+  std::size_t count;
+  Dropout dropout;
+  std::uint64_t first;
+  FOREBAY_DEVICE void operator()(std::size_t i) const {
+    target[i] = definitions::dropped(dropout, first + i, source[i]);
+  }
+};
+
+struct Gelu {
+  const float* input;
+  float* output;
+  std::size_t count;
+  FOREBAY_DEVICE void operator()(std::size_t i) const { output[i] = definitions::gelu(input[i]); }
+};
+
+// gradient *= gelu'(input).
+struct GeluBackward {
+  const float* input;
+  float* gradient;
+  std::size_t count;
+  FOREBAY_DEVICE void operator()(std::size_t i) const { gradient[i] *= definitions::gelu_slope(input[i]); }
+};
+
+// --- matrices ---
+
+// matrix[r][c] += bias[c].
+struct AddBias {
+  float* matrix;
+  const float* bias;
+  std::size_t rows;
+  std::size_t columns;
+};
+
+// sums[c] = sum over r of matrix[r][c].
+struct ColumnSums {
+  const float* matrix;
+  float* sums;
+  std::size_t rows;
+  std::size_t columns;
+};
+
+// --- embedding ---
+
+// Tokens `first` to `first + count`: this rank has their embeddings.
+struct TokenRange {
+  std::size_t first;
+  std::size_t count;
+  FOREBAY_DEVICE bool has(std::size_t token) const { return token >= first && token - first < count; }
+};
+
+// output[r] = tokens[tokens_in[r] - range.first], or zero where that token is out of range.
+struct Embed {
+  const std::uint8_t* tokens_in;
+  const float* tokens;
+  TokenRange range;
+  float* output;
+  std::size_t rows;
+  std::size_t hidden;
+};
+
+struct EmbedTokensBackward {
+  const std::uint8_t* tokens_in;
+  const float* gradient;
+  TokenRange range;
+  float* tokens_gradient;
+  std::size_t rows;
+  std::size_t hidden;
+};
+
+struct EmbedPositionsBackward {
+  const float* gradient;
+  float* positions_gradient;
+  std::size_t rows;
+  std::size_t sequence;
+  std::size_t hidden;
+};
+
+// --- LayerNorm ---
+
 struct LayerNorm {
   const float* input;
   float* mean;     // Mean of each row, kept for the backward pass.
@@ -28,6 +139,59 @@ struct LayerNorm {
   std::size_t rows;
   std::size_t hidden;
 };
+
+// output = (input - mean) / sqrt(variance + 1e-5) * gain + bias, over the columns of each row.
+struct NormForward {
+  LayerNorm norm;
+  const float* gain;
+  const float* bias;
+  float* output;
+};
+
+// input_gradient += the gradient through the norm (the residual path is already in it).
+struct NormBackward {
+  LayerNorm norm;
+  const float* gain;
+  const float* gradient;
+  float* input_gradient;
+};
+
+struct GainBackward {
+  LayerNorm norm;
+  const float* gradient;
+  float* gain_gradient;
+};
+
+// --- the loss ---
+
+// A part of the logits, [rows, columns]. Its columns are the tokens of `range`, then zeros.
+struct LogitsPart {
+  float* logits;
+  const std::uint8_t* targets;
+  std::size_t rows;
+  std::size_t columns;
+  TokenRange range;
+};
+
+// Replaces each logit by exp(logit - the row's largest in this part), and writes the terms of the loss to
+// `losses` [rows].
+struct CrossEntropy {
+  LogitsPart part;
+  RowLossPart* losses;
+};
+
+// `losses` [parts, rows] has the terms of all ranks, added in rank order; this rank is the `index`-th.
+// Replaces the result of CrossEntropy by the gradient, (softmax - one-hot) * factor.
+struct CrossEntropyBackward {
+  LogitsPart part;
+  const RowLossPart* losses;
+  std::size_t parts;
+  std::size_t index;
+  RowLoss* row_losses;
+  float factor;
+};
+
+// --- attention ---
 
 // Causal attention of `heads` heads over `batch` samples. A row of `qkv` is [query | key | value], each
 // `hidden` wide with the heads beside one another; scores are scaled by 1 / sqrt(hidden / heads).
@@ -52,21 +216,30 @@ struct Attention {
   }
 };
 
-// Tokens `first` to `first + count`: this rank has their embeddings.
-struct TokenRange {
-  std::size_t first;
-  std::size_t count;
-  FOREBAY_DEVICE bool has(std::size_t token) const { return token >= first && token - first < count; }
+// `softmax` [batch, heads, sequence] is kept for the backward pass.
+struct AttentionForward {
+  Attention shape;
+  const float* qkv;
+  float* output;
+  SoftmaxRow* softmax;
+  std::byte* workspace;  // See prepare_attention().
 };
 
-// A part of the logits, [rows, columns]. Its columns are the tokens of `range`, then zeros.
-struct LogitsPart {
-  float* logits;
-  const std::uint8_t* targets;
-  std::size_t rows;
-  std::size_t columns;
-  TokenRange range;
+struct AttentionBackward {
+  Attention shape;
+  const float* qkv;
+  const SoftmaxRow* softmax;
+  const float* gradient;
+  float* qkv_gradient;
+  std::byte* workspace;
 };
+
+// The operations that are one kernel each.
+#define FOREBAY_GPT_OPERATIONS(ROW)                                                                  \
+  ROW(Widen)                                                                                         \
+  ROW(Narrow) ROW(Add) ROW(Drop) ROW(Gelu) ROW(GeluBackward) ROW(AddBias) ROW(ColumnSums) ROW(Embed) \
+      ROW(EmbedTokensBackward) ROW(EmbedPositionsBackward) ROW(NormForward) ROW(NormBackward)        \
+          ROW(GainBackward) ROW(CrossEntropy) ROW(CrossEntropyBackward) ROW(AttentionForward)
 
 class Operations {
  public:
@@ -86,57 +259,14 @@ class Operations {
   // c = op(a) * op(b).
   virtual void multiply(const ProductShape& shape, const float* a, Operand b, float* c,
                         std::byte* workspace) = 0;
-
-  // Exact.
-  virtual void widen(Operand source, float* target, std::size_t count) = 0;
-  // Rounds to nearest, ties to even. With `accumulate`, target = round(widened target + source).
-  virtual void narrow(DataType type, const float* source, std::byte* target, std::size_t count,
-                      bool accumulate) = 0;
   virtual void zero(float* target, std::size_t count) = 0;
-
-  // matrix[r][c] += bias[c].
-  virtual void add_bias(float* matrix, const float* bias, std::size_t rows, std::size_t columns) = 0;
-  // bias_gradient[c] = sum over r of gradient[r][c].
-  virtual void bias_backward(const float* gradient, float* bias_gradient, std::size_t rows,
-                             std::size_t columns) = 0;
-  // target = a + b.
-  virtual void add(const float* a, const float* b, float* target, std::size_t count) = 0;
-  // target = source after dropout; source[0] has the index `first`. The two may be the same.
-  virtual void drop(const float* source, float* target, std::size_t count, const Dropout& dropout,
-                    std::uint64_t first) = 0;
-
-  // output[r] = tokens[tokens_in[r] - range.first], or zero where that token is out of range.
-  virtual void embed(const std::uint8_t* tokens_in, const float* tokens, TokenRange range, float* output,
-                     std::size_t rows, std::size_t hidden) = 0;
-  virtual void embed_tokens_backward(const std::uint8_t* tokens_in, const float* gradient, TokenRange range,
-                                     float* tokens_gradient, std::size_t rows, std::size_t hidden) = 0;
-  virtual void embed_positions_backward(const float* gradient, float* positions_gradient, std::size_t rows,
-                                        std::size_t sequence, std::size_t hidden) = 0;
-
-  // y = (x - mean) / sqrt(variance + 1e-5) * gain + bias, over the columns of each row.
-  virtual void layer_norm(const LayerNorm& norm, const float* gain, const float* bias, float* output) = 0;
-  // input_gradient += the gradient through the norm (the residual path is already in it).
-  virtual void layer_norm_backward(const LayerNorm& norm, const float* gain, const float* gradient,
-                                   float* input_gradient, float* gain_gradient, float* bias_gradient) = 0;
-
-  virtual void gelu(const float* input, float* output, std::size_t count) = 0;
-  // gradient *= gelu'(input).
-  virtual void gelu_backward(const float* input, float* gradient, std::size_t count) = 0;
-
-  // `softmax` [batch, heads, sequence] is kept for the backward pass.
-  virtual void attention(const Attention& shape, const float* qkv, float* output, SoftmaxRow* softmax,
-                         std::byte* workspace) = 0;
-  virtual void attention_backward(const Attention& shape, const float* qkv, const SoftmaxRow* softmax,
-                                  const float* gradient, float* qkv_gradient, std::byte* workspace) = 0;
-
-  // Replaces each logit by exp(logit - the row's largest in this part), and writes the terms of the loss to
-  // `losses` [rows].
-  virtual void cross_entropy(const LogitsPart& part, RowLossPart* losses) = 0;
-  // `losses` [parts, rows] has the terms of all ranks, added in rank order; this rank is the `index`-th.
-  // Replaces the result of cross_entropy() by the gradient, (softmax - one-hot) * factor.
-  virtual void cross_entropy_backward(const LogitsPart& part, const RowLossPart* losses, std::size_t parts,
-                                      std::size_t index, RowLoss* row_losses, float factor) = 0;
+#define FOREBAY_DECLARE_OPERATION(Arguments) virtual void run(const Arguments& arguments) = 0;
+  FOREBAY_GPT_OPERATIONS(FOREBAY_DECLARE_OPERATION)
+#undef FOREBAY_DECLARE_OPERATION
+  virtual void run(const AttentionBackward& arguments) = 0;
 };
+
+#define FOREBAY_OVERRIDE_OPERATION(Arguments) void run(const Arguments& arguments) override;
 
 // The mean of the rows' losses, in double and in the order of rows.
 double mean_loss(std::span<const RowLoss> rows);
