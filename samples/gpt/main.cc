@@ -126,11 +126,10 @@ bool speaks(int rank, const Error& error) {
 
 int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment) {
   if (options.device.cuda && options.communicator != "nccl") {
-    throw Error(
-        StatusCode::kUnsupported,
-        "--device cuda: ranks on GPUs are threads of one process, and " + environment.launcher +
-            " started several processes; add --communicator nccl, with a GPU for each rank, or start one "
-            "process with --ranks");
+    throw Error(StatusCode::kUnsupported, "--device cuda: ranks on GPUs are threads of one process, and " +
+                                              environment.launcher +
+                                              " started several processes; add --communicator nccl, with a "
+                                              "GPU for each rank, or start one process with --ranks");
   }
   if (options.communicator == "local") {
     throw Error(

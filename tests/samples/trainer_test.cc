@@ -395,8 +395,8 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--load-state", "a", "--initial", "b"}, "--initial"},
       {{"--lr", "nan"}, "--lr"},
       {{"--beta2", "1"}, "--beta2"},
-      {{"--communicator", "telepathy"}, "--communicator telepathy"},
-      {{"--matmul", "abacus"}, "--matmul abacus"},
+      {{"--communicator", "telepathy"}, "--communicator: 'telepathy' was given; use one of auto|shm"},
+      {{"--matmul", "abacus"}, "--matmul: 'abacus' was given; use one of library|plain"},
       {{"--ranks", "0"}, "--ranks"},
       {{"--offload", "all"}, "--offload is 'all'; use none, optimizer or optimizer+parameters"},
       {{"--offload", "optimizer+parameters", "--stage", "2"}, "use stage 3"},
@@ -420,7 +420,7 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--seed", "-1"}, "--seed"},
       {{"--seed", "18446744073709551616"}, "--seed"},
       {{"--save-every", "-1", "--save-state", "d"}, "--save-every"},
-      {{"--threads", "257"}, "--threads is 257"},
+      {{"--threads", "257"}, "--threads: '257' was given; use a whole number from 0 to 256"},
       {{"--threads", "4294967297"}, "--threads"},
       {{"--memory", "0.5"}, "--memory is 0.5"},
       {{"--lr", "inf"}, "--lr"},
@@ -428,7 +428,7 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--weight-decay", "nan"}, "--weight-decay"},
       {{"--clip", "-1"}, "--clip"},
       {{"--beta1", "-0.1"}, "at least 0 and less than 1"},
-      {{"--epsilon", "0"}, "--epsilon is 0: it must be at least 1e-30"},
+      {{"--epsilon", "0"}, "--epsilon: '0' was given; use a number of at least 1e-30"},
       {{"--layers", "16777216", "--hidden", "16777216"}, "2^56"},
   };
   for (const auto& [arguments, expected] : mistakes) {
@@ -508,6 +508,21 @@ TEST(GptCommand, ADeviceBringsItsOwnDefaults) {
   EXPECT_EQ(second.matmul, "library");
   EXPECT_EQ(resolved({"--device", "cuda"}).device, (DeviceChoice{.cuda = true}));
   EXPECT_EQ(resolved({"--device", "host"}).device, DeviceChoice{});
+}
+
+TEST(GptCommand, ProcessesCompareTheOptionsThatDecideTheirFirstOperations) {
+  const auto configuration = [](const std::vector<std::string>& words) {
+    return configuration_of(parse_command(words).options.value());
+  };
+  const std::string common = configuration({});
+  for (const std::vector<std::string>& words :
+       std::vector<std::vector<std::string>>{{"--tensor-parallel", "2"},
+                                             {"--pipeline-parallel", "2"},
+                                             {"--recompute", "block"},
+                                             {"--recompute", "block", "--activations", "partition"},
+                                             {"--recompute", "block", "--activations", "auto"}}) {
+    EXPECT_NE(configuration(words), common) << words.front();
+  }
 }
 
 TEST(GptCommand, HelpIsOnStdoutAndNamesEveryOption) {

@@ -10,23 +10,6 @@ namespace {
 
 constexpr std::int64_t kPartLimit = 1 << 12;  // A larger product is no number of ranks.
 
-Status read_placement(const std::string& word, ActivationRequest* request) {
-  request->placement = ActivationPlacement::kPartitionAndSpill;
-  if (word == "partition+cpu") return {};
-  if (word == "partition+nvme" || word.rfind("partition+nvme:", 0) == 0) {
-    request->tier = Tier::kFile;
-    return {};
-  }
-  for (const ActivationPlacement placement :
-       {ActivationPlacement::kKeep, ActivationPlacement::kPartition, ActivationPlacement::kAuto}) {
-    if (word != activation_placement_name(placement)) continue;
-    request->placement = placement;
-    return {};
-  }
-  return refuse("--activations is '" + word +
-                "'; use keep, partition, partition+cpu, partition+nvme (directories may follow) or auto");
-}
-
 }  // namespace
 
 bool ActivationArguments::given() const {
@@ -85,7 +68,13 @@ Result<ActivationRequest> read_activations(const ActivationArguments& arguments)
         "--activations keeps the inputs of recomputed layers and --recompute none saves none; use "
         "--recompute block, or every:K");
   }
-  FOREBAY_RETURN_IF_ERROR(read_placement(arguments.placement, &request));
+  const std::optional<ActivationChoice> choice = parse_activations(arguments.placement);
+  if (!choice) {
+    return refuse("--activations is '" + arguments.placement +
+                  "'; use keep, partition, partition+cpu, partition+nvme (directories may follow) or auto");
+  }
+  request.placement = choice->placement;
+  request.tier = choice->tier;
   return request;
 }
 

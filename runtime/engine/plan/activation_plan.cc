@@ -327,6 +327,24 @@ const char* activation_placement_name(ActivationPlacement placement) noexcept {
   return "unknown";
 }
 
+std::optional<ActivationChoice> parse_activations(std::string_view word) {
+  for (const ActivationPlacement placement :
+       {ActivationPlacement::kKeep, ActivationPlacement::kPartition, ActivationPlacement::kAuto}) {
+    if (word == activation_placement_name(placement)) return ActivationChoice{.placement = placement};
+  }
+  constexpr std::string_view kSpilled = "partition+";
+  ShardingOptions options;
+  if (!word.starts_with(kSpilled) || !set_option(options, "offload-tier", word.substr(kSpilled.size())).ok())
+    return std::nullopt;
+  return ActivationChoice{ActivationPlacement::kPartitionAndSpill, options.tier, options.offload_directories};
+}
+
+std::string activations_name(ActivationPlacement placement, Tier tier) {
+  if (placement == ActivationPlacement::kPartitionAndSpill)
+    return std::string("partition+") + tier_name(tier);
+  return activation_placement_name(placement);
+}
+
 std::uint64_t activation_slice_bytes(std::uint64_t bytes, int ways) noexcept {
   if (ways <= 1) return bytes;
   return round_up(ceil_div(bytes, static_cast<std::uint64_t>(ways)), kSliceAlignment);

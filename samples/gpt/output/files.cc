@@ -70,11 +70,11 @@ void check_state(const TrainerOptions& options) {
   std::error_code error;
   if (!holds_state(directory)) return;
   if (!options.load_state.empty() && fs::equivalent(directory, options.load_state, error)) return;
-  throw Error(StatusCode::kInvalidArgument,
-              "--save-state " + directory +
-                  " holds a saved state already, which this run would replace; go on from it with "
-                  "--load-state " +
-                  directory + ", or give another directory");
+  throw Error(
+      StatusCode::kInvalidArgument,
+      "--save-state " + directory +
+          " holds a saved state already, which this run would replace; go on from it with --load-state " +
+          directory + ", or give another directory");
 }
 
 }  // namespace

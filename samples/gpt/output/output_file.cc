@@ -26,10 +26,9 @@ constexpr int kLinksMax = 40;  // Linux's own limit. Fewer: we would refuse chai
 constexpr int kNamesMax =
     16;  // Random names to try. Fewer: a coincidence could fail the run. More: no benefit.
 
-[[noreturn]] void cannot_write(const std::string& path, const std::string& found,
-                               const char* advice =
-                                   "give a path in a directory that exists, may be written "
-                                   "and has room") {
+[[noreturn]] void cannot_write(
+    const std::string& path, const std::string& found,
+    const char* advice = "give a path in a directory that exists, may be written and has room") {
   throw Error(StatusCode::kIoError, "cannot write " + path + ": " + found + "; " + advice);
 }
 

@@ -80,25 +80,17 @@ std::optional<std::uint64_t> choose_activations(const TrainerOptions& options, c
   const auto shown = [](std::uint64_t bytes) {
     return format_bytes(bytes) + " (" + std::to_string(bytes) + " bytes)";
   };
-  throw Error(
-      StatusCode::kOutOfMemory,
-      "--activations auto: the rest of the plan leaves " + shown(room) +
-          " of the device for activations, and they take " + shown(needs.keep) +
-          " with the inputs of recomputed blocks kept, " + shown(partitioned) + " with them partitioned, " +
-          shown(spilled) +
-          " with partition+cpu; make --batch or --sequence smaller, with more --micro-steps, or raise "
-          "--memory");
+  throw Error(StatusCode::kOutOfMemory, "--activations auto: the rest of the plan leaves " + shown(room) +
+                                            " of the device for activations, and they take " +
+                                            shown(needs.keep) +
+                                            " with the inputs of recomputed blocks kept, " +
+                                            shown(partitioned) + " with them partitioned, " + shown(spilled) +
+                                            " with partition+cpu; make --batch or --sequence smaller, with "
+                                            "more --micro-steps, or raise --memory");
 }
 
 std::string activations_name(const ActivationPlan& plan) {
-  switch (furthest_placement(plan)) {
-    case ActivationPlacement::kKeep:
-      return "keep";
-    case ActivationPlacement::kPartition:
-      return "partition";
-    default:
-      return std::string("partition+") + tier_name(plan.options.tier);
-  }
+  return forebay::activations_name(furthest_placement(plan), plan.options.tier);
 }
 
 std::string describe_choice(const ActivationPlan& plan) {

@@ -3,9 +3,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <charconv>
-#include <cmath>
+#include <climits>
+#include <cstdint>
 #include <cstdio>
-#include <limits>
+#include <string_view>
+#include <type_traits>
 
 #include "forebay/activation_formulas.h"
 #include "forebay/command_line.h"
@@ -22,10 +24,11 @@ namespace {
 
 constexpr const char* kProgram = "forebay-gpt";
 constexpr int kUsageExit = 2;
-constexpr std::uint64_t kRanksMax = 1024;  // On one host: a typing mistake beyond it.
-constexpr int kThreadsMax = 256;           // Per rank: the same.
-constexpr double kSingleMax = 3e38;        // A larger value would be infinite in fp32,
-constexpr double kEpsilonMin = 1e-30;      // and a smaller epsilon zero, by which it divides.
+constexpr std::uint64_t kSizeMax = std::uint64_t{1} << 24;  // Byte counts are then far from overflowing.
+constexpr int kRanksMax = 1024;                             // On one host: a typing mistake beyond it.
+constexpr int kThreadsMax = 256;                            // Per rank: the same.
+constexpr double kSingleMax = 3e38;                         // A larger value would be infinite in fp32,
+constexpr double kEpsilonMin = 1e-30;  // and a smaller epsilon zero, by which it divides.
 
 // The options that become other values once all is parsed.
 struct Words {
@@ -35,6 +38,15 @@ struct Words {
   std::string activations = "keep";
 };
 
+// The whole of `text` as a number; none for other text.
+template <typename Number>
+std::optional<Number> number_of(std::string_view text) {
+  Number value{};
+  const char* const end = text.data() + text.size();
+  const auto result = std::from_chars(text.data(), end, value);
+  return result.ec == std::errc() && result.ptr == end ? std::optional(value) : std::nullopt;
+}
+
 // Options under one heading of the help text.
 class Section {
  public:
@@ -42,67 +54,85 @@ class Section {
 
   // A value with its default.
   template <typename Value>
-  void value(const char* name, Value& target, const char* values, const char* help) {
-    app_.add_option(name, target, help)->type_name(values)->capture_default_str()->group(heading_);
+  CLI::Option* value(const char* name, Value& target, const char* values, const char* help) {
+    return app_.add_option(name, target, help)->type_name(values)->capture_default_str()->group(heading_);
   }
-  // A whole number that fits its type, where CLI11 would let a negative one become a large one.
+  // A whole number from `least` to `most`.
   template <typename Integer>
-  void number(const char* name, Integer& target, const char* help) {
-    const auto check = [](const std::string& text) -> std::string {
-      Integer value{};
-      const char* end = text.data() + text.size();
-      const auto result = std::from_chars(text.data(), end, value);
-      if (result.ec == std::errc() && result.ptr == end) return "";
-      return "'" + text + "' is not a whole number from " +
-             std::to_string(std::numeric_limits<Integer>::min()) + " to " +
-             std::to_string(std::numeric_limits<Integer>::max());
-    };
-    app_.add_option(name, target, help)->check(check)->type_name("N")->capture_default_str()->group(heading_);
+  void number(const char* name, Integer& target, std::type_identity_t<Integer> least,
+              std::type_identity_t<Integer> most, const char* help) {
+    value(name, target, "N", help)->check([=](const std::string& text) {
+      const std::optional<Integer> given = number_of<Integer>(text);
+      if (given && *given >= least && *given <= most) return std::string();
+      return refusal(text, "a whole number from " + std::to_string(least) + " to " + std::to_string(most));
+    });
+  }
+  // A number of at least `least` and less than `below`.
+  void real(const char* name, double& target, const char* values, double least, double below,
+            const char* help) {
+    value(name, target, values, help)->check([=](const std::string& text) {
+      const std::optional<double> given = number_of<double>(text);
+      if (given && *given >= least && *given < below) return std::string();
+      char range[96];
+      std::snprintf(range, sizeof range, "a number of at least %g and less than %g", least, below);
+      return refusal(text, range);
+    });
   }
   // A text that is empty by default; `otherwise` names the choice made then.
   template <typename Text>
-  void text(const char* name, Text& target, const char* values, const char* help,
-            const char* otherwise = "") {
-    app_.add_option(name, target, help)->type_name(values)->default_str(otherwise)->group(heading_);
+  CLI::Option* text(const char* name, Text& target, const char* values, const char* help,
+                    const char* otherwise = "") {
+    return app_.add_option(name, target, help)->type_name(values)->default_str(otherwise)->group(heading_);
+  }
+  // The same for one of `words`, "a|b|c".
+  void word(const char* name, std::string& target, const char* words, const char* help,
+            const char* otherwise) {
+    text(name, target, words, help, otherwise)->check([=](const std::string& given) {
+      if (("|" + std::string(words) + "|").find("|" + given + "|") != std::string::npos) return std::string();
+      return refusal(given, "one of " + std::string(words));
+    });
   }
 
  private:
+  static std::string refusal(const std::string& given, const std::string& allowed) {
+    return "'" + given + "' was given; use " + allowed;
+  }
+
   CLI::App& app_;
   const char* heading_;
 };
 
 void add_model_options(CLI::App& app, TrainerOptions& o) {
   Section model(app, "Model");
-  model.number("--layers", o.model.layers, "Transformer blocks");
-  model.number("--hidden", o.model.hidden, "Columns of the residual stream, a multiple of --heads");
-  model.number("--heads", o.model.heads, "Attention heads");
-  model.number("--sequence", o.model.sequence, "Tokens per sample; a token is a byte");
+  model.number("--layers", o.model.layers, 1, kSizeMax, "Transformer blocks");
+  model.number("--hidden", o.model.hidden, 1, kSizeMax,
+               "Columns of the residual stream, a multiple of --heads");
+  model.number("--heads", o.model.heads, 1, kSizeMax, "Attention heads");
+  model.number("--sequence", o.model.sequence, 1, kSizeMax, "Tokens per sample; a token is a byte");
 }
 
 void add_rank_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section ranks(app, "Ranks");
-  ranks.number("--ranks", o.ranks, "Ranks to start on this host; under a launcher, its ranks are used");
+  ranks.number("--ranks", o.ranks, 1, kRanksMax,
+               "Ranks to start on this host; under a launcher, its ranks are used");
   ranks.value("--device", words.device, "host|cuda|cuda:N",
               "Where ranks keep their memory and compute; with cuda, ranks take the GPUs in turn");
-  ranks.text(
-      "--communicator", o.communicator, "auto|shm|gloo|local|nccl|nccl-threads",
-      "How ranks reach each other: shm, processes over shared memory; gloo, processes over TCP; auto, shm "
-      "where all ranks can share memory, otherwise gloo; local, threads; with cuda and a GPU for each rank "
-      "nccl, processes, or nccl-threads",
-      "auto for several ranks on the host, otherwise local");
+  ranks.word("--communicator", o.communicator, "auto|shm|gloo|local|nccl|nccl-threads",
+             "How ranks reach each other: shm, processes over shared memory; gloo, processes over TCP; auto, "
+             "shm where all ranks can share memory, otherwise gloo; local, threads; with cuda and a GPU for "
+             "each rank nccl, processes, or nccl-threads",
+             "auto for several ranks on the host, otherwise local");
   ranks.text("--nccl-library", o.nccl_library, "FILE", "The libnccl.so.2 for --communicator nccl",
              "FOREBAY_NCCL_LIBRARY, otherwise the system's");
-  ranks.number(
-      "--tensor-parallel", o.tensor_parallel,
-      "Neighbouring ranks that share every layer, a divisor of --ranks and of --heads; the other ranks are "
-      "data-parallel");
-  ranks.number(
-      "--pipeline-parallel", o.pipeline_parallel,
-      "Pipeline stages of consecutive layers, each on ranks of its own; with --tensor-parallel a divisor of "
-      "--ranks, at most --layers. Stages wait for each other at both ends of a step, so give several times "
-      "as many --micro-steps");
-  ranks.number("--deadline", o.deadline_seconds, "Seconds after which a silent peer is an error");
-  ranks.number("--join-deadline", o.join_deadline_seconds,
+  ranks.number("--tensor-parallel", o.tensor_parallel, 1, kRanksMax,
+               "Neighbouring ranks that share every layer, a divisor of --ranks and of --heads; the other "
+               "ranks are data-parallel");
+  ranks.number("--pipeline-parallel", o.pipeline_parallel, 1, kRanksMax,
+               "Pipeline stages of consecutive layers, each on ranks of its own; with --tensor-parallel a "
+               "divisor of --ranks, at most --layers. Stages wait for each other at both ends of a step, so "
+               "give several times as many --micro-steps");
+  ranks.number("--deadline", o.deadline_seconds, 1, INT_MAX, "Seconds after which a silent peer is an error");
+  ranks.number("--join-deadline", o.join_deadline_seconds, 0, INT_MAX,
                "Seconds within which all ranks that are processes must join; 0: as --deadline");
 }
 
@@ -116,56 +146,58 @@ void add_sharding_options(CLI::App& app, TrainerOptions& o, Words& words) {
 
 void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section computing(app, "Computing");
-  computing.text(
-      "--matmul", o.matmul, "library|plain",
-      "Matrix products: library, oneDNN on the host and cuBLAS, opened at run time, on CUDA; plain, the "
-      "sample's own",
-      "library, on the host where built in");
-  computing.number("--threads", o.threads, "Compute threads per rank; 0: the cores of this host / its ranks");
+  computing.word("--matmul", o.matmul, "library|plain",
+                 "Matrix products: library, oneDNN on the host and cuBLAS, opened at run time, on CUDA; "
+                 "plain, the sample's own",
+                 "library, on the host where built in");
+  computing.number("--threads", o.threads, 0, kThreadsMax,
+                   "Compute threads per rank; 0: the cores of this host / its ranks");
   computing.value(
       "--recompute", words.recompute, "none|block|every:K",
-      "Blocks that the backward pass computes again: none; block, every block from its input, which is "
-      "all that it keeps; every:K, one block of every K. Less memory, more time, the same result");
-  computing.value(
-      "--activations", words.activations, "keep|partition|partition+cpu|partition+nvme:DIR[,DIR...]|auto",
-      "Where the inputs of recomputed blocks wait for the backward pass: keep, whole on each device; "
-      "partition, a slice on each --tensor-parallel rank; partition+cpu or partition+nvme, the slice in "
-      "pinned host memory or in anonymous files; auto, the first of keep, partition and partition+cpu "
-      "that --memory has room for. The result is the same");
+      "Blocks that the backward pass computes again: none; block, every block from its input, which is all "
+      "that it keeps; every:K, one block of every K. Less memory, more time, the same result");
+  computing.value("--activations", words.activations,
+                  "keep|partition|partition+cpu|partition+nvme:DIR[,DIR...]|auto",
+                  "Where the inputs of recomputed blocks wait for the backward pass: keep, whole on each "
+                  "device; partition, a slice on each --tensor-parallel rank; partition+cpu or "
+                  "partition+nvme, the slice in pinned host memory or in anonymous files; auto, the first of "
+                  "keep, partition and partition+cpu that --memory has room for. The result is the same");
 }
 
 void add_training_options(CLI::App& app, TrainerOptions& o) {
   Section training(app, "Training");
   training.text("--text", o.text, "FILE", "Text files, read as bytes",
                 "the licences in /usr/share/common-licenses");
-  training.number("--batch", o.batch, "Samples per data-parallel rank and micro-step");
-  training.number("--steps", o.steps, "Steps in all, including those before a resume");
-  training.value("--lr", o.lr, "X", "Learning rate of AdamW, constant");
-  training.value("--weight-decay", o.weight_decay, "X", "Weight decay of AdamW, for matrices and embeddings");
-  training.value("--clip", o.clip, "X", "Largest global gradient norm; 0: no clipping");
-  training.value(
-      "--dropout", o.dropout, "0..1",
-      "Probability, less than 1, that an element is zeroed: after the embedding, in attention and after "
-      "both halves of a block");
-  training.value("--beta1", o.beta1, "0..1", "Decay of AdamW's first moment");
-  training.value("--beta2", o.beta2, "0..1", "Decay of AdamW's second moment");
-  training.value("--epsilon", o.epsilon, "X", "AdamW's epsilon");
-  training.value("--loss-scale", o.loss_scale, "X", "First loss scale, for fp16");
-  training.number("--seed", o.seed, "Seed of initial weights, of the order of samples and of dropout");
+  training.number("--batch", o.batch, 1, kSizeMax, "Samples per data-parallel rank and micro-step");
+  training.number("--steps", o.steps, 0, (std::uint64_t{1} << 62) - 1,
+                  "Steps in all, including those before a resume");
+  training.real("--lr", o.lr, "X", 0, kSingleMax, "Learning rate of AdamW, constant");
+  training.real("--weight-decay", o.weight_decay, "X", 0, kSingleMax,
+                "Weight decay of AdamW, for matrices and embeddings");
+  training.real("--clip", o.clip, "X", 0, kSingleMax, "Largest global gradient norm; 0: no clipping");
+  training.real("--dropout", o.dropout, "0..1", 0, 1,
+                "Probability, less than 1, that an element is zeroed: after the embedding, in attention and "
+                "after both halves of a block");
+  training.real("--beta1", o.beta1, "0..1", 0, 1, "Decay of AdamW's first moment");
+  training.real("--beta2", o.beta2, "0..1", 0, 1, "Decay of AdamW's second moment");
+  training.real("--epsilon", o.epsilon, "X", kEpsilonMin, kSingleMax, "AdamW's epsilon");
+  training.real("--loss-scale", o.loss_scale, "X", 1, kSingleMax, "First loss scale, for fp16");
+  training.number("--seed", o.seed, 0, UINT64_MAX,
+                  "Seed of initial weights, of the order of samples and of dropout");
 }
 
 void add_file_options(CLI::App& app, TrainerOptions& o) {
   Section files(app, "Files");
   files.text("--save-state", o.save_state, "DIR", "Save the training state here at the end and on Ctrl-C");
-  files.number("--save-every", o.save_every, "Steps after which it is saved too, each time; 0: never");
+  files.number("--save-every", o.save_every, 0, UINT64_MAX,
+               "Steps after which it is saved too, each time; 0: never");
   files.text("--load-state", o.load_state, "DIR", "Resume from the training state saved here");
   files.text("--initial", o.initial_file, "FILE", "Initial weights (safetensors)");
   files.text("--export", o.export_file, "FILE", "Write the full fp32 weights here at the end (safetensors)");
   files.text("--report", o.report_file, "FILE", "Write a report here at the end (JSON)");
   files.text("--timeline", o.timeline_file, "FILE",
              "Write a timeline here at the end, for chrome://tracing or ui.perfetto.dev (JSON); ranks after "
-             "the first "
-             "add .rank-N before the suffix. It slows steps, so record a few");
+             "the first add .rank-N before the suffix. It slows steps, so record a few");
   files.text("--flight-recorder", o.flight_recorder, "DIR",
              "When a rank fails, every rank writes its last operations here (flight.rank-N.json)");
   app.add_flag("!--quiet", o.progress, "Print no progress")->group("Files");
@@ -175,38 +207,13 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   throw Error(StatusCode::kInvalidArgument, message);
 }
 
-void place_activations(const std::string& text, TrainerOptions& o) {
-  const std::string partition = "partition";
-  if (text == "keep") return;
-  if (text == "auto") {
-    o.activations = ActivationPlacement::kAuto;
-    return;
-  }
-  o.activations = ActivationPlacement::kPartition;
-  if (text == partition) return;
-  ShardingOptions tier;
-  o.activations = ActivationPlacement::kPartitionAndSpill;
-  if (text.rfind(partition + "+", 0) != 0 ||
-      !set_option(tier, "offload-tier", text.substr(partition.size() + 1)).ok() ||
-      (tier.tier == Tier::kFile && tier.offload_directories.empty())) {
-    refuse("--activations is " + text +
-           "; use keep, partition, partition+cpu, partition+nvme:DIR[,DIR...] or auto");
-  }
-  o.activation_tier = tier.tier;
-  o.activation_directories = tier.offload_directories;
-}
-
 DeviceChoice device_of(const std::string& text) {
   if (text == "host") return {};
   if (text == "cuda") return {.cuda = true};
-  const std::string prefix = "cuda:";
-  if (text.compare(0, prefix.size(), prefix) == 0) {
-    const char* const begin = text.data() + prefix.size();
-    const char* const end = text.data() + text.size();
-    int ordinal = -1;
-    const auto result = std::from_chars(begin, end, ordinal);
-    if (result.ec == std::errc() && result.ptr == end && ordinal >= 0)
-      return {.cuda = true, .ordinal = ordinal};
+  constexpr std::string_view kPrefix = "cuda:";
+  if (text.starts_with(kPrefix)) {
+    const std::optional<int> ordinal = number_of<int>(std::string_view(text).substr(kPrefix.size()));
+    if (ordinal && *ordinal >= 0) return {.cuda = true, .ordinal = ordinal};
   }
   refuse("--device " + text + ": not one of host, cuda, cuda:N (N counts GPUs from 0)");
 }
@@ -222,7 +229,14 @@ void apply(Words& words, TrainerOptions& o) {
            ": not one of none, block, every:K (one block of K, at least 1)");
   }
   o.recompute_every = static_cast<std::size_t>(*every);
-  place_activations(words.activations, o);
+  const std::optional<ActivationChoice> inputs = parse_activations(words.activations);
+  if (!inputs || (inputs->tier == Tier::kFile && inputs->directories.empty())) {
+    refuse("--activations is " + words.activations +
+           "; use keep, partition, partition+cpu, partition+nvme:DIR[,DIR...] or auto");
+  }
+  o.activations = inputs->placement;
+  o.activation_tier = inputs->tier;
+  o.activation_directories = inputs->directories;
 }
 
 // An empty value is most often an unset variable of a script. CLI11 takes it for 0.
@@ -238,27 +252,7 @@ void refuse_empty(const std::vector<std::string>& arguments) {
   }
 }
 
-void check_positive(const char* option, bool positive) {
-  if (!positive) refuse(std::string(option) + " must be at least 1");
-}
-
-// Refuses negative numbers too, which are read as large counts.
-template <typename Count>
-void check_count(const char* option, Count count, std::uint64_t largest) {
-  check_positive(option, count >= 1);
-  if (static_cast<std::uint64_t>(count) > largest) {
-    refuse(std::string(option) + " must be between 1 and " + std::to_string(largest));
-  }
-}
-
 void check_sizes(const TrainerOptions& o) {
-  constexpr std::uint64_t kLargest = std::uint64_t{1} << 24;
-  check_count("--layers", o.model.layers, kLargest);
-  check_count("--hidden", o.model.hidden, kLargest);
-  check_count("--heads", o.model.heads, kLargest);
-  check_count("--sequence", o.model.sequence, kLargest);
-  check_count("--batch", o.batch, kLargest);
-  // Byte counts of the whole are then far from overflowing.
   constexpr double kBytesMax = 0x1p56;
   const double layers = static_cast<double>(o.model.layers);
   const double hidden = static_cast<double>(o.model.hidden);
@@ -269,14 +263,6 @@ void check_sizes(const TrainerOptions& o) {
         "--layers, --hidden, --sequence and --batch ask for more than 2^56 bytes together; lower one of "
         "them");
   }
-}
-
-void check_number(const char* option, double value, double low, double below) {
-  if (std::isfinite(value) && value >= low && value < below) return;
-  char text[160];
-  std::snprintf(text, sizeof(text), "%s is %g: it must be at least %g and less than %g", option, value, low,
-                below);
-  refuse(text);
 }
 
 // Refuses options that the engine would refuse, before anything starts.
@@ -295,11 +281,50 @@ std::string exact(double value) {
   return {text, result.ptr};
 }
 
-void check_parallel(const TrainerOptions& o) {
-  check_count("--tensor-parallel", std::max(o.tensor_parallel, 0), kRanksMax);
+// Checks all that needs no other ranks and no files.
+void check_options(const TrainerOptions& o) {
+  check_sizes(o);
+  static_cast<void>(describe_units(o.model));  // Checks that heads divide hidden.
+  check_sharding(o);
   check_part(o.model, {.size = static_cast<std::size_t>(o.tensor_parallel)});
-  check_count("--pipeline-parallel", std::max(o.pipeline_parallel, 0), kRanksMax);
   check_stages(o.model, static_cast<std::size_t>(o.pipeline_parallel));
+  if (o.activations != ActivationPlacement::kKeep && o.recompute_every == 0) {
+    refuse("--activations " + activations_name(o) +
+           " needs recomputation, and no block is computed again; add --recompute block");
+  }
+  if (o.activations == ActivationPlacement::kAuto && o.bucket_auto) {
+    refuse(
+        "--activations auto fills the part of --memory that the rest leaves, and --bucket auto is measured "
+        "later; give --bucket a size");
+  }
+  const bool is_process = starts_processes(o.communicator);
+  const bool over_nccl = uses_nccl(o.communicator);
+  if (over_nccl && !o.device.cuda) {
+    refuse("--communicator " + o.communicator +
+           ": NCCL moves bytes between GPUs, and the ranks are on the host; add --device cuda, or use auto");
+  }
+  if (o.fast_order && !over_nccl) {
+    refuse(
+        "--order fast is NCCL's own sum, in an order that NCCL chooses; add --communicator nccl, or use rank "
+        "or group:G");
+  }
+  if (!over_nccl && !o.nccl_library.empty())
+    refuse("--nccl-library is for ranks over NCCL; add --communicator nccl, or leave it out");
+  if (o.communicator == "gloo" && !gloo_available()) {
+    refuse("--communicator gloo: this build has no Gloo; use shm, or install libgloo-dev and build again");
+  }
+  if (is_process && !over_nccl && o.device.cuda) {
+    refuse("--communicator " + o.communicator +
+           ": its ranks are processes that exchange host memory; with --device cuda use local, whose ranks "
+           "are threads and may share a GPU, or nccl, with a GPU for each rank");
+  }
+  if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
+    refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
+  }
+  if (o.save_every > 0 && o.save_state.empty()) refuse("--save-every needs --save-state DIR");
+  if (!o.load_state.empty() && !o.initial_file.empty()) {
+    refuse("--load-state and --initial both give the weights; use one of them");
+  }
 }
 
 }  // namespace
@@ -348,74 +373,6 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   return {std::move(options), 0};
 }
 
-void check_options(const TrainerOptions& o) {
-  check_sizes(o);
-  static_cast<void>(describe_units(o.model));  // Checks that heads divide hidden.
-  check_sharding(o);
-  check_count("--ranks", std::max(o.ranks, 0), kRanksMax);
-  if (o.steps >> 62 != 0) refuse("--steps must be less than 2^62");
-  check_positive("--deadline", o.deadline_seconds >= 1);
-  if (o.join_deadline_seconds < 0) refuse("--join-deadline must be at least 0");
-  if (o.threads < 0 || o.threads > kThreadsMax) {
-    refuse("--threads is " + std::to_string(o.threads) + ": it must be 0 (choose) to " +
-           std::to_string(kThreadsMax));
-  }
-  check_number("--lr", o.lr, 0, kSingleMax);
-  check_number("--weight-decay", o.weight_decay, 0, kSingleMax);
-  check_number("--clip", o.clip, 0, kSingleMax);
-  check_number("--beta1", o.beta1, 0, 1);
-  check_number("--beta2", o.beta2, 0, 1);
-  check_number("--epsilon", o.epsilon, kEpsilonMin, kSingleMax);
-  check_number("--loss-scale", o.loss_scale, 1, kSingleMax);
-  check_number("--dropout", o.dropout, 0, 1);
-  check_parallel(o);
-  if (o.activations != ActivationPlacement::kKeep && o.recompute_every == 0) {
-    refuse("--activations " + activations_name(o) +
-           " needs recomputation, and no block is computed again; add --recompute block");
-  }
-  if (o.activations == ActivationPlacement::kAuto && o.bucket_auto) {
-    refuse(
-        "--activations auto fills the part of --memory that the rest leaves, and --bucket auto is measured "
-        "later; give "
-        "--bucket a size");
-  }
-  const bool is_process = starts_processes(o.communicator);
-  const bool over_nccl = uses_nccl(o.communicator);
-  if (!o.communicator.empty() && !is_process && !over_nccl && o.communicator != "local") {
-    refuse("--communicator " + o.communicator + ": not one of auto, shm, gloo, local, nccl, nccl-threads");
-  }
-  if (over_nccl && !o.device.cuda) {
-    refuse("--communicator " + o.communicator +
-           ": NCCL moves bytes between GPUs, and the ranks are on the host; add --device cuda, or use auto");
-  }
-  if (o.fast_order && !over_nccl) {
-    refuse(
-        "--order fast is NCCL's own sum, in an order that NCCL chooses; add --communicator nccl, or use rank "
-        "or "
-        "group:G");
-  }
-  if (!over_nccl && !o.nccl_library.empty())
-    refuse("--nccl-library is for ranks over NCCL; add --communicator nccl, or leave it out");
-  if (o.communicator == "gloo" && !gloo_available()) {
-    refuse("--communicator gloo: this build has no Gloo; use shm, or install libgloo-dev and build again");
-  }
-  if (is_process && !over_nccl && o.device.cuda) {
-    refuse("--communicator " + o.communicator +
-           ": its ranks are processes that exchange host memory; with --device cuda use local, whose ranks "
-           "are threads and may share a GPU, or nccl, with a GPU for each rank");
-  }
-  if (!o.matmul.empty() && o.matmul != "library" && o.matmul != "plain") {
-    refuse("--matmul " + o.matmul + ": not one of library, plain");
-  }
-  if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
-    refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
-  }
-  if (o.save_every > 0 && o.save_state.empty()) refuse("--save-every needs --save-state DIR");
-  if (!o.load_state.empty() && !o.initial_file.empty()) {
-    refuse("--load-state and --initial both give the weights; use one of them");
-  }
-}
-
 bool starts_processes(const std::string& communicator) {
   return communicator == "auto" || communicator == "shm" || communicator == "gloo" || communicator == "nccl";
 }
@@ -460,10 +417,7 @@ std::string recompute_name(const TrainerOptions& o) {
 }
 
 std::string activations_name(const TrainerOptions& o) {
-  if (o.activations == ActivationPlacement::kKeep) return "keep";
-  if (o.activations == ActivationPlacement::kAuto) return "auto";
-  if (o.activations == ActivationPlacement::kPartition) return "partition";
-  return o.activation_tier == Tier::kFile ? "partition+nvme" : "partition+cpu";
+  return forebay::activations_name(o.activations, o.activation_tier);
 }
 
 std::string configuration_of(const TrainerOptions& o) {

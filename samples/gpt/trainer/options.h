@@ -78,11 +78,6 @@ struct ParsedCommand {
 };
 ParsedCommand parse_command(const std::vector<std::string>& arguments);
 
-// Checks all that needs no other ranks and no files.
-//
-// Errors: throws Error(kInvalidArgument) naming the option and its allowed values.
-void check_options(const TrainerOptions& options);
-
 // The arrangement of the ranks.
 Grid::Options grid_options(const TrainerOptions& options);
 

@@ -46,9 +46,9 @@ std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const
             .image = kernels::kernel_image(), .library = std::move(library), .product_type = options.dtype});
   } catch (const Error& error) {
     if (kernels::kernel_image_is_compiled()) throw;
-    throw Error(error.status().with_context(
-        "this forebay-gpt was built without nvcc, so it has no kernels for a GPU; build it where the CUDA "
-        "toolkit is installed"));
+    throw Error(
+        error.status().with_context("this forebay-gpt was built without nvcc, so it has no kernels for a "
+                                    "GPU; build it where the CUDA toolkit is installed"));
   }
 }
 

@@ -15,7 +15,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "forebay/plan.h"
@@ -32,6 +34,17 @@ enum class ActivationPlacement : std::uint8_t {
 };
 
 const char* activation_placement_name(ActivationPlacement placement) noexcept;  // "partition+spill"
+
+// A placement as command lines write it: "keep", "partition", "partition+cpu", "partition+nvme" or
+// "partition+nvme:DIR[,DIR...]", "auto".
+struct ActivationChoice {
+  ActivationPlacement placement = ActivationPlacement::kKeep;
+  Tier tier = Tier::kPinned;
+  std::vector<std::string> directories;  // Tier kFile.
+};
+// Nothing for other words.
+std::optional<ActivationChoice> parse_activations(std::string_view word);
+std::string activations_name(ActivationPlacement placement, Tier tier);  // Without directories.
 
 // One activation that each micro-batch saves, for example the input from which a block is recomputed.
 struct ActivationSlot {
