@@ -272,6 +272,30 @@ StepResult Engine::step(const Hyperparameters& hyperparameters) {
   return impl.step(hyperparameters);
 }
 
+DevicePtr Engine::address(ParameterId) const {
+  throw Error(StatusCode::kUnsupported, "address() is not there yet");
+}
+
+void Engine::evaluation_begin() {
+  throw Error(StatusCode::kUnsupported, "evaluation_begin() is not there yet");
+}
+
+void Engine::evaluation_end() {
+  throw Error(StatusCode::kUnsupported, "evaluation_end() is not there yet");
+}
+
+double Engine::gradient_norm() {
+  throw Error(StatusCode::kUnsupported, "gradient_norm() is not there yet");
+}
+
+void Engine::abandon(int) {
+  throw Error(StatusCode::kUnsupported, "abandon() is not there yet");
+}
+
+std::string Engine::recorded_order() const {
+  throw Error(StatusCode::kUnsupported, "recorded_order() is not there yet");
+}
+
 void Engine::spill(const SpillOptions& states) {
   Impl& impl = *impl_;
   // More states may be spilled while some are.

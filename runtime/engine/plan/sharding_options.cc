@@ -23,6 +23,8 @@ constexpr const char* kStages[] = {"0", "1", "2", "3"};
 constexpr const char* kTypes[] = {data_type_name(DataType::kFloat32), data_type_name(DataType::kBfloat16),
                                   data_type_name(DataType::kFloat16)};
 constexpr const char* kAccumulates[] = {"shard", "local"};
+constexpr const char* kAverages[] = {"ranks+micro-steps", "ranks"};
+constexpr const char* kOrders[] = {"strict", "recorded"};
 constexpr const char* kWithin[] = {"all", "group"};
 constexpr const char* kOffloads[] = {"none", "optimizer", "optimizer+parameters"};
 constexpr const char* kTiers[] = {"cpu", "nvme"};
@@ -71,6 +73,18 @@ std::string print_tier(const ShardingOptions& options) {
     separator = ",";
   }
   return text;
+}
+
+bool parse_order_of_units(std::string_view text, ShardingOptions& options) {
+  const std::string prefix = std::string(kOrders[1]) + ":";
+  options.recorded_order = text.starts_with(prefix) ? text.substr(prefix.size()) : "";
+  options.order_of_units = text == kOrders[0] ? OrderOfUnits::kStrict : OrderOfUnits::kRecorded;
+  return text == kOrders[0] || text == kOrders[1] || !options.recorded_order.empty();
+}
+
+std::string print_order_of_units(const ShardingOptions& options) {
+  const std::string& order = options.recorded_order;
+  return order_name(options.order_of_units) + (order.empty() ? "" : ":" + order);
 }
 
 constexpr const char* kSharding = "Sharding";
@@ -130,6 +144,36 @@ constexpr OptionRow kTable[] = {
      .agreed = true,
      .in_fingerprint = true,
      .report_key = "accumulate"},
+    {.name = "average",
+     .heading = kSharding,
+     .help = "Divisor of the sum of gradients: ranks+micro-steps; or ranks, for a trainer that divides its "
+             "losses by the number of micro-steps",
+     .programs = kNoProgram,
+     .member = &ShardingOptions::average,
+     .words = kAverages,
+     .agreed = true},
+    {.name = "order-of-units",
+     .heading = kSharding,
+     .help = "Order in which units are used: strict, that of registration; recorded, any order, which the "
+             "first step records or a text from an earlier run gives",
+     .programs = kNoProgram,
+     .member = &ShardingOptions::order_of_units,
+     .words = kOrders,
+     .values = "strict|recorded[:ORDER]",
+     .allowed = "strict, recorded, or recorded:ORDER with the order that an earlier run recorded",
+     .parse = parse_order_of_units,
+     .print = print_order_of_units,
+     .agreed = true},
+    {.name = "units-at-once",
+     .heading = kSharding,
+     .help = "Units used at once that the plan has room for, in recorded order before an order is known",
+     .programs = kNoProgram,
+     .member = &ShardingOptions::units_at_once,
+     .values = "N",
+     .allowed = "1 to 1000",
+     .least = 1,
+     .most = 1000,
+     .agreed = true},
     {.name = "order",
      .heading = kSharding,
      .help =
@@ -458,6 +502,10 @@ Status check_sharding_options(const ShardingOptions& options) {
     return refuse("offload optimizer+parameters moves the parameter shard off the device, and stage " +
                   stage + " keeps parameters whole; use stage 3, or offload optimizer");
   }
+  if (options.order_of_units == OrderOfUnits::kRecorded && options.forwards_ahead > 0) {
+    return refuse("forwards-ahead is " + std::to_string(options.forwards_ahead) +
+                  ", and recorded order has no passes ahead of others; use order-of-units strict");
+  }
   return {};
 }
 
@@ -467,6 +515,14 @@ const char* offload_name(Offload offload) noexcept {
 
 const char* tier_name(Tier tier) noexcept {
   return kTiers[static_cast<std::size_t>(tier)];
+}
+
+const char* average_name(Average average) noexcept {
+  return kAverages[static_cast<std::size_t>(average)];
+}
+
+const char* order_name(OrderOfUnits order) noexcept {
+  return kOrders[static_cast<std::size_t>(order)];
 }
 
 const char* accumulate_name(Accumulate accumulate) noexcept {

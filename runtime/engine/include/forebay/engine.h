@@ -15,8 +15,24 @@
 // (stream_call.h). The engine averages gradients over ranks and micro-steps; the trainer does not divide.
 // samples/01-first-trainer is a whole trainer on one page.
 //
-// Order: units execute in the order of registration; skip(unit) says that this rank does not use a unit in
-// this micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+// Order, strict: units execute in the order of registration; skip(unit) says that this rank does not use a
+// unit in this micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+//
+// Order, recorded (EngineOptions::order_of_units): units are leased in any order, any number of times,
+// several at once. The engine records the order of a step and gathers ahead by it in the next one. Where the
+// order changes, the step takes longer and the result stays the same bit for bit. The result is that of
+// strict order wherever both can run.
+//   - A unit's gradient is complete in a micro-step when the unit has had as many backward leases as forward
+//     leases in it, or at the end of the micro-step: at the next micro_step_begin(), evaluation_begin(),
+//     gradient_norm() or step(). So a unit may have two forward leases before a backward one, a forward lease
+//     alone, or none.
+//   - A rank may leave out units that other ranks use; it contributes zeros. All ranks lease the units that
+//     they use in the same order. The communicator names the ranks that do not.
+//   - Before a step has been recorded, the order of registration is expected. It matters only where a rank
+//     leaves out units in the first step.
+//   - step() ends a step after any number of micro-steps from 1 to EngineOptions::micro_steps, the same
+//   number
+//     on all ranks. evaluation_begin() opens passes without gradients. abandon() gives up a step.
 //
 // Pipeline parallelism: each pipeline stage has an engine of its own, for its units, over the ranks that are
 // data-parallel in that stage. With EngineOptions::forwards_ahead = a, a forward passes come before the first
@@ -107,23 +123,29 @@ struct EngineOptions : ShardingOptions {
 struct GroupHyperparameters {
   double lr = 1e-3;
   double weight_decay = 0.0;
+  // None: those of EngineOptions.
+  std::optional<double> beta1 = {}, beta2 = {}, epsilon = {};
 };
 
-// The arguments of one step. Learning rates, weight decay and clip are the same on every rank.
+// The arguments of one step. They are the same on every rank, except metric and stop.
 struct Hyperparameters {
   std::vector<GroupHyperparameters> groups;  // By parameter group: one for each that the model uses.
   double clip = 0.0;                         // Largest global gradient norm; 0: no clipping.
+  // The averaged gradients are multiplied by this, before clipping. 0 or more.
+  double gradient_factor = 1.0;
   double metric = 0.0;  // This rank's value, for example its loss. StepResult has the sum over ranks.
   bool stop = false;    // This rank wants to end after this step. StepResult tells all ranks.
 };
 
 // The same on every rank.
 struct StepResult {
-  bool skipped = false;             // A gradient was not finite: only the loss scale changed.
-  std::optional<double> grad_norm;  // Global, unscaled, before clipping; none when skipped.
-  double loss_scale = 1.0;          // The scale that this step used.
-  double metric_sum = 0.0;          // Hyperparameters::metric, added in the order of ranks (or the grid's).
-  bool stop = false;                // Some rank asked to stop.
+  bool skipped = false;    // A gradient was not finite: only the loss scale changed.
+  bool abandoned = false;  // Some rank called abandon(): nothing changed, and the step does not count.
+  // Global, without the loss scale, with gradient_factor, before clipping; none when skipped or abandoned.
+  std::optional<double> grad_norm;
+  double loss_scale = 1.0;  // The scale that this step used.
+  double metric_sum = 0.0;  // Hyperparameters::metric, added in the order of ranks (or the grid's).
+  bool stop = false;        // Some rank asked to stop.
 };
 
 // A collective takes the latency, and then its bytes (the slices of all ranks) at the bandwidth.
@@ -165,6 +187,7 @@ class Engine;
 
 // The right to read a gathered unit, and in the backward pass to write its gradients. A lease ends with its
 // scope, in stream order: compute queued on the stream before the end may use the addresses.
+// Engine::abandon() ends all leases.
 //
 // Threads: the thread that drives the engine.
 // Errors:  kInvalidArgument, thrown, for an index that the unit does not have and for a lease that was moved
@@ -263,6 +286,10 @@ class Engine {
   // collective.
   std::string digest();
 
+  // The address of a parameter in the engine's dtype: that of Lease::parameter(), without a lease. It never
+  // changes. At stage 3 there are values only while the unit is leased.
+  // Order: after commit().
+  DevicePtr address(ParameterId parameter) const;
   // The declared activation memory on this rank's device; null if none was declared.
   DevicePtr activations() const;
 
@@ -273,15 +300,30 @@ class Engine {
   void step_begin();
   // Begins the forward pass of a micro-step. Requires: micro-steps in order, each once; no lease is alive.
   void micro_step_begin(int index);
-  // Leases the next unit in order of registration. Reads on `stream` wait for its gather; the host does not
-  // wait. Requires: no other lease is alive.
+  // Leases the next unit in order of registration; in recorded order, any unit. Reads on `stream` wait for
+  // its gather; the host does not wait. Requires: strict order: no other lease is alive. Errors:   recorded
+  // order: kOutOfMemory, if so many units are leased at once that the budget has no room
+  //           for them.
   Lease forward(UnitId unit, Stream stream);
-  // The same, last unit first, for the first micro-step that had its forward pass and not its backward pass.
-  // Requires: this rank did not skip the unit in that micro-step.
+  // The same, last unit first, for the first micro-step that had its forward pass and not its backward pass;
+  // in recorded order, any unit, for the present micro-step.
+  // Requires: strict order: this rank did not skip the unit in that micro-step. Recorded order: the unit's
+  //           gradient is not complete in this micro-step.
   Lease backward(UnitId unit, Stream stream);
   // In place of forward(): this rank does not use `unit` in this micro-step and contributes zeros. A unit
-  // that all ranks skip in every micro-step keeps its weights, m and v. Requires: a unit that is not shared.
+  // that all ranks skip in every micro-step keeps its weights, m and v. In recorded order it has no effect.
+  // Requires: a unit that is not shared.
   void skip(UnitId unit);
+  // Opens forward passes without gradients: forward() leases units until evaluation_end(). Recorded order
+  // only. Order: between steps, or in a step when a micro-step is over, which this call ends. No lease is
+  // alive at
+  //        either call.
+  void evaluation_begin();
+  void evaluation_end();
+  // The norm that step() finds: global, without the loss scale, before clipping and gradient_factor. It is
+  // not finite if a gradient is not. step() takes it over. Order: after the last backward pass, before
+  // step(). Collective. Waits for the gradients.
+  double gradient_norm();
   // The trainer multiplies its loss by this: 1 except for fp16.
   double loss_scale() const;
   // Decides about the step and queues the update; see "Streams" above.
@@ -289,6 +331,19 @@ class Engine {
   // Errors: kInvalidArgument for hyperparameters that are missing, not finite or differ between ranks; the
   //         failure of a peer, a device or a store. committed_step() says whether the step was decided.
   StepResult step(const Hyperparameters& hyperparameters);
+  // Gives up the step, for example after an exception in the trainer. All leases end. Weights, m, v, the
+  // numbers of steps and the loss scale stay, here and on all ranks: their step() returns `abandoned`, and so
+  // does nothing else. Then training goes on with step_begin(). Recorded order only.
+  // Order:  in a step. Other ranks run their step, of `micro_steps` micro-steps (0:
+  // EngineOptions::micro_steps),
+  //         or call abandon() too. Collective with their step().
+  // Errors: kUnsupported with several ranks before an order has been recorded or given: this rank does not
+  // know
+  //         the collectives that the others run. Nothing changes then.
+  void abandon(int micro_steps = 0);
+  // The order in which the last steps and evaluations used units, for ShardingOptions::recorded_order. It is
+  // the same text on every rank. Empty in strict order, and before a step has ended.
+  std::string recorded_order() const;
 
   // --- on demand, between steps ---
 

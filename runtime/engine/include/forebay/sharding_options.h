@@ -42,14 +42,36 @@ enum class Tier : std::uint8_t {
   kFile,    // Files. Gradients still wait for their unit's update in pinned memory.
 };
 
+// The order in which a trainer may lease units (engine.h, "Order").
+enum class OrderOfUnits : std::uint8_t {
+  kStrict,    // Forward in order of registration, backward in the reverse order, one lease at a time.
+  kRecorded,  // Any order, and several leases at once. The first step's order is recorded.
+};
+
+// The number that the sum of a step's gradients is divided by.
+enum class Average : std::uint8_t {
+  kRanksAndMicroSteps,  // Ranks times micro-steps: the trainer does not divide.
+  kRanks,               // Ranks: the trainer divides its losses by the number of micro-steps.
+};
+
 struct ShardingOptions {
   int stage = 0;  // ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
   DataType dtype = DataType::kFloat32;  // Type of parameters and gradients. 2-byte types get an fp32 master.
-  int micro_steps = 1;                  // K: forward and backward passes per step.
+  // K: forward and backward passes per step. In recorded order it is the most; step() takes those that were.
+  int micro_steps = 1;
   // Forward passes that run ahead of an earlier micro-step's backward pass (engine.h). At stage 3 they change
   // how often units are gathered.
   int forwards_ahead = 0;
   Accumulate accumulate = Accumulate::kShard;
+  Average average = Average::kRanksAndMicroSteps;
+  OrderOfUnits order_of_units = OrderOfUnits::kStrict;
+  // OrderOfUnits::kRecorded: Engine::recorded_order() of an earlier run of the same model, for an exact plan
+  // and for gathers ahead of their use from the first step on. Empty: units are expected in order of
+  // registration until a step has been recorded.
+  std::string recorded_order;
+  // OrderOfUnits::kRecorded without a recorded order: the units leased at once that the plan has room for.
+  // The engine takes more room, up to its budget, if a trainer leases more.
+  int units_at_once = 1;
   // Gradients are added within all-reduce groups of this many consecutive ranks first, then across the groups
   // (grouped_communicator.h). 1: in rank order. Each order gives its own result; within one order all stages
   // agree bit for bit.
@@ -92,7 +114,8 @@ enum OptionProgram : unsigned {
 using OptionMember =
     std::variant<int ShardingOptions::*, bool ShardingOptions::*, double ShardingOptions::*,
                  std::uint64_t ShardingOptions::*, DataType ShardingOptions::*, Accumulate ShardingOptions::*,
-                 Offload ShardingOptions::*, Tier ShardingOptions::*>;
+                 Offload ShardingOptions::*, Tier ShardingOptions::*, Average ShardingOptions::*,
+                 OrderOfUnits ShardingOptions::*>;
 
 struct OptionRow {
   const char* name;     // As on command lines, without dashes: "micro-steps".
@@ -152,5 +175,7 @@ Status check_sharding_options(const ShardingOptions& options);
 const char* offload_name(Offload offload) noexcept;           // "none", "optimizer", "optimizer+parameters"
 const char* tier_name(Tier tier) noexcept;                    // "cpu", "nvme"
 const char* accumulate_name(Accumulate accumulate) noexcept;  // "shard", "local"
+const char* average_name(Average average) noexcept;           // "ranks+micro-steps", "ranks"
+const char* order_name(OrderOfUnits order) noexcept;          // "strict", "recorded"
 
 }  // namespace forebay
