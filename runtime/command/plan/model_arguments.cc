@@ -4,7 +4,7 @@
 
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
-#include "runtime/command/plan/model_config.h"
+#include "forebay/model_config.h"
 
 namespace forebay {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "runtime/command/plan/model_config.h"
+#include "forebay/model_config.h"
 
 namespace forebay {
 namespace {

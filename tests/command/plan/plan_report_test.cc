@@ -9,7 +9,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "runtime/command/plan/model_config.h"
+#include "forebay/model_config.h"
 #include "runtime/command/plan/plan_print.h"
 
 namespace forebay {

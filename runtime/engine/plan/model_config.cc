@@ -1,4 +1,4 @@
-#include "runtime/command/plan/model_config.h"
+#include "forebay/model_config.h"
 
 #include <cerrno>
 #include <cstdio>
