@@ -67,7 +67,7 @@ Result<Joining> meet_others(const char* transport, const ProcessOptions& options
   const SteadyClock::time_point limit = SteadyClock::now() + patience;
   const Participant me{options.rank, options.size, std::string(transport) + " " + options.configuration};
   Result<std::unique_ptr<RendezvousStore>> opened =
-      open_rendezvous({options.store, me, options.interface, limit});
+      open_rendezvous({options.store, options.texts, me, options.interface, limit});
   FOREBAY_RETURN_IF_ERROR(opened.status());
   joining.store = std::move(opened).value();
   if (joining.interface.empty()) joining.interface = joining.store->local_address();

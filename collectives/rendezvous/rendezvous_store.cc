@@ -81,9 +81,36 @@ Result<std::unique_ptr<RendezvousStore>> open_pmix(const RendezvousOptions& opti
   return open_at(std::move(tcp), options);
 }
 
+// The caller's texts as a store.
+class CallersStore final : public RendezvousStore {
+ public:
+  CallersStore(std::shared_ptr<RendezvousTexts> texts, const std::string& prefix)
+      : texts_(std::move(texts)), prefix_(prefix.empty() ? prefix : prefix + "/") {}
+
+  const std::string& where() const noexcept override { return where_; }
+  Status write(const std::string& name, std::string_view content) override {
+    return texts_->set(prefix_ + name, content);
+  }
+  std::optional<std::string> read(const std::string& name) const override {
+    return texts_->get(prefix_ + name);
+  }
+  std::optional<std::string> write_once(const std::string& name, std::string_view content) override {
+    if (!texts_->set_if_absent(prefix_ + name, content).ok()) return std::nullopt;
+    return read(name);
+  }
+  void remove(const std::string& name) noexcept override { texts_->remove(prefix_ + name); }
+
+ private:
+  const std::shared_ptr<RendezvousTexts> texts_;
+  const std::string prefix_;
+  const std::string where_ = "the rendezvous store of the program";
+};
+
 }  // namespace
 
 Result<std::unique_ptr<RendezvousStore>> open_rendezvous(const RendezvousOptions& options) {
+  if (options.texts != nullptr)
+    return std::unique_ptr<RendezvousStore>(std::make_unique<CallersStore>(options.texts, options.where));
   if (is_store_address(options.where)) return open_tcp(options);
   if (options.where.starts_with(kPmixScheme)) return open_pmix(options);
   Result<std::unique_ptr<StoreDirectory>> directory = StoreDirectory::open(options.where);

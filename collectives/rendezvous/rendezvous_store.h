@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "forebay/process_communicator.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
@@ -94,7 +95,8 @@ struct Participant {
 };
 
 struct RendezvousOptions {
-  std::string where;  // A directory, tcp://HOST:PORT[/JOB], or pmix://[JOB].
+  std::string where;                       // A directory, tcp://HOST:PORT[/JOB], or pmix://[JOB].
+  std::shared_ptr<RendezvousTexts> texts;  // The caller's store, in place of `where`; may be null.
   Participant me;
   std::string interface;  // Name or address, for a store that has to choose where to listen; may be empty.
   std::chrono::steady_clock::time_point limit;  // For opening the store.

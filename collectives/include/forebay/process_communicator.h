@@ -3,12 +3,29 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "forebay/backend.h"
 #include "forebay/communicator.h"
 
 namespace forebay {
+
+// A rendezvous store of the caller: small named texts that all ranks see, such as the store of a launcher.
+//
+// Threads: any, also at the same time. Errors: none may be thrown.
+class RendezvousTexts {
+ public:
+  virtual ~RendezvousTexts() = default;
+  // Replaces the text if it is there already.
+  virtual Status set(const std::string& name, std::string_view text) = 0;
+  // Nothing when the text is not there; does not wait for it.
+  virtual std::optional<std::string> get(const std::string& name) = 0;
+  // Sets the text unless one is there.
+  virtual Status set_if_absent(const std::string& name, std::string_view text) = 0;
+  virtual void remove(const std::string& name) noexcept = 0;
+};
 
 struct ProcessOptions {
   int rank = 0;
@@ -17,6 +34,8 @@ struct ProcessOptions {
   // 0700) and empty before it; or tcp://HOST:PORT[/JOB], which rank 0 serves. Its texts are removed once all
   // ranks are connected.
   std::string store;
+  // The ranks meet in these texts instead; `store` then goes in front of each name.
+  std::shared_ptr<RendezvousTexts> texts;
   // The local address or interface to listen on. Empty: the address at which the store was reached, where
   // there is one; else the loopback address, if every rank is on this host.
   std::string interface;

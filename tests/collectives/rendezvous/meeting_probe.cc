@@ -30,7 +30,7 @@ Status run(const LaunchEnvironment& environment, std::chrono::milliseconds deadl
   const bool differs = mode == "different" && environment.rank == chosen;
   const internal::Participant me{environment.rank, environment.size, differs ? "other" : "same"};
   Result<std::unique_ptr<internal::RendezvousStore>> store =
-      internal::open_rendezvous({environment.store, me, environment.interface, limit});
+      internal::open_rendezvous({environment.store, nullptr, me, environment.interface, limit});
   FOREBAY_RETURN_IF_ERROR(store.status());
   Result<internal::Meeting> meeting = internal::meet(*store.value(), me, limit, deadline);
   FOREBAY_RETURN_IF_ERROR(meeting.status());
