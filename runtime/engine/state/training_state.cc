@@ -219,7 +219,7 @@ void Engine::Impl::load_values(SavedState& saved) {
       if (!parameters[i].frozen) continue;
       host.assign(parameters[i].count, 0.0f);
       saved.read(parameters[i].name, kStateFields[0], 0, host);
-      set_parameter({unit_index, static_cast<int>(i)}, host);
+      set_parameter({unit_index, static_cast<int>(i)}, 0, host);
     }
   }
 }

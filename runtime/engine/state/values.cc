@@ -228,10 +228,12 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
   return widen(options.dtype, all_slices(layout(index).frozen_slice(shards()) * element(), mine));
 }
 
-void Engine::Impl::set_parameter(ParameterId id, std::span<const float> values) {
+void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, std::span<const float> values) {
   Unit& u = unit(id.unit);
   const UnitLayout& place_of_unit = layout(id.unit);
-  const UnitLayout::Place& place = place_of_unit.places[static_cast<std::size_t>(id.index)];
+  UnitLayout::Place place = place_of_unit.places[static_cast<std::size_t>(id.index)];
+  place.offset += first;
+  place.count = values.size();
   // The part of [place.offset, + count) that lies in [begin, begin + count), as {target offset, source
   // offset, count}.
   struct Part {
@@ -329,11 +331,25 @@ void Engine::set_parameter(ParameterId parameter, std::span<const float> values)
                 impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
                 ") was given " + std::to_string(values.size()) + " values for " + std::to_string(count));
   }
+  set_parameter_part(parameter, 0, values);
+}
+
+void Engine::set_parameter_part(ParameterId parameter, std::uint64_t first, std::span<const float> values) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "set_parameter_part()");
+  impl.check_parameter(parameter, "set_parameter_part()");
+  const ParameterShape& shape =
+      impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)];
+  if (first > shape.count || values.size() > shape.count - first) {
+    impl.misuse("set_parameter_part(" + shape.name + ") was given " + std::to_string(values.size()) +
+                " values from element " + std::to_string(first) + " on, and it has " +
+                std::to_string(shape.count));
+  }
   const std::uint64_t id =
       (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
   impl.values_fingerprint =
-      XXH3_64bits_withSeed(values.data(), values.size_bytes(), impl.values_fingerprint ^ id);
-  impl.set_parameter(parameter, values);
+      XXH3_64bits_withSeed(values.data(), values.size_bytes(), impl.values_fingerprint ^ id ^ first << 16);
+  impl.set_parameter(parameter, first, values);
 }
 
 std::vector<float> Engine::get_parameter(ParameterId parameter) {

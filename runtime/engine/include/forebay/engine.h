@@ -277,6 +277,8 @@ class Engine {
 
   // Requires: `values` has the parameter's count, and every rank gives the same values; step() checks this.
   void set_parameter(ParameterId parameter, std::span<const float> values);
+  // The same for the elements from `first` on. Requires: they are a part of the parameter.
+  void set_parameter_part(ParameterId parameter, std::uint64_t first, std::span<const float> values);
   // The fp32 master weights; a frozen parameter's value is widened. Order: collective.
   std::vector<float> get_parameter(ParameterId parameter);
   // Visits the masters of all parameters in order of registration, with one unit at a time in host memory.
