@@ -72,34 +72,25 @@ if(NOT FOREBAY_HAVE_OPENSSL)
   message(STATUS "OpenSSL not found (Debian: libssl-dev) or not wanted: ranks will meet in a directory only, not over tcp://")
 endif()
 
-# liburing: the file tier by io_uring. Optional: without it threads read and write. From 2.2 on, which has tables of
-# registered memory that are filled bit by bit.
-option(FOREBAY_LIBURING "Use liburing where it is found" ON)
-set(FOREBAY_HAVE_LIBURING OFF)
-if(FOREBAY_LIBURING AND PKG_CONFIG_FOUND)
-  pkg_check_modules(LIBURING QUIET IMPORTED_TARGET liburing>=2.2)
-  if(TARGET PkgConfig::LIBURING)
-    set(FOREBAY_HAVE_LIBURING ON)
-    add_library(forebay_liburing ALIAS PkgConfig::LIBURING)
+# An optional package that pkg-config finds: the target forebay_<name>, FOREBAY_HAVE_<NAME>, and the option to leave it out.
+function(forebay_optional_module name requirement debian otherwise)
+  string(TOUPPER ${name} upper)
+  option(FOREBAY_${upper} "Use ${name} where it is found" ON)
+  if(FOREBAY_${upper} AND PKG_CONFIG_FOUND)
+    pkg_check_modules(${upper} QUIET IMPORTED_TARGET GLOBAL ${requirement})
   endif()
-endif()
-if(NOT FOREBAY_HAVE_LIBURING)
-  message(STATUS "liburing 2.2 not found (Debian: liburing-dev) or not wanted: the file tier will use threads")
-endif()
+  if(TARGET PkgConfig::${upper})
+    set(FOREBAY_HAVE_${upper} ON PARENT_SCOPE)
+    add_library(forebay_${name} ALIAS PkgConfig::${upper})
+  else()
+    set(FOREBAY_HAVE_${upper} OFF PARENT_SCOPE)
+    message(STATUS "${requirement} not found (Debian: ${debian}) or not wanted: ${otherwise}")
+  endif()
+endfunction()
 
-# hwloc: the topology of the host. Optional: without it the topology is read from sysfs, if the kernel shows it.
-option(FOREBAY_HWLOC "Use hwloc where it is found" ON)
-set(FOREBAY_HAVE_HWLOC OFF)
-if(FOREBAY_HWLOC AND PKG_CONFIG_FOUND)
-  pkg_check_modules(HWLOC QUIET IMPORTED_TARGET hwloc>=2.1)
-  if(TARGET PkgConfig::HWLOC)
-    set(FOREBAY_HAVE_HWLOC ON)
-    add_library(forebay_hwloc ALIAS PkgConfig::HWLOC)
-  endif()
-endif()
-if(NOT FOREBAY_HAVE_HWLOC)
-  message(STATUS "hwloc 2.1 not found (Debian: libhwloc-dev) or not wanted: the topology will be read from sysfs")
-endif()
+# From 2.2 on liburing has tables of registered memory that are filled bit by bit.
+forebay_optional_module(liburing "liburing>=2.2" liburing-dev "the file tier will use threads, not io_uring")
+forebay_optional_module(hwloc "hwloc>=2.1" libhwloc-dev "the topology of the host will be read from sysfs")
 
 # oneDNN: matrix products of the sample on the CPU. Optional: without it only `--matmul plain` is there.
 # By header and library: Debian 12's CMake package of oneDNN demands the headers of OpenCL, which libdnnl-dev does not
