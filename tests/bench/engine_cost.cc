@@ -228,7 +228,9 @@ class EngineLoop {
   double step(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets) {
     engine_.step_begin();
     compute_.run([this, &tokens, &targets] { give(tokens, targets, gpt_); });
-    model_.run_micro_step(0);
+    model_.forward_pass(0);
+    model_.backward_pass();
+    model_.end_backward_pass();
     compute_.synchronize();
     Hyperparameters hyperparameters;
     hyperparameters.groups = {{kLr, kWeightDecay}, {kLr, kWeightDecay}};

@@ -54,6 +54,12 @@ class AlignedBytes {
   std::vector<float> storage_;
 };
 
+// Runs work at once, for a model with no collectives in between.
+class RunsAtOnce final : public WorkQueue {
+ public:
+  void run(std::function<void()> work) override { work(); }
+};
+
 // A model with parameters and gradients in its own buffers, without an engine.
 class PlainModel {
  public:

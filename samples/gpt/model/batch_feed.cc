@@ -7,8 +7,10 @@
 namespace forebay::gpt {
 
 BatchFeed::BatchFeed(Backend& backend, std::size_t rows)
-    : backend_(backend), memory_(backend, kBufferCount * rows * (sizeof(RowLoss) + 2)) {
-  auto* losses = reinterpret_cast<RowLoss*>(memory_.data());
+    : backend_(backend), pool_(value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1}))) {
+  const std::size_t bytes_of_row = sizeof(RowLoss) + 2;
+  auto* losses =
+      reinterpret_cast<RowLoss*>(value_or_throw(pool_->allocate(kBufferCount * rows * bytes_of_row)));
   auto* bytes = reinterpret_cast<std::uint8_t*>(losses + kBufferCount * rows);
   for (std::size_t i = 0; i < kBufferCount; ++i) {
     tokens_.push_back({.tokens = {bytes + 2 * i * rows, rows},

@@ -4,10 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "forebay/backend.h"
+#include "forebay/pinned_pool.h"
 #include "model/device_handles.h"
 #include "model/gpt.h"
 
@@ -49,7 +51,7 @@ class BatchFeed {
   void collect(Losses& buffer);
 
   Backend& backend_;
-  PinnedMemory memory_;  // All losses, then all tokens and targets.
+  const std::unique_ptr<PinnedPool> pool_;  // One block: all losses, then all tokens and targets.
   std::vector<Tokens> tokens_;
   std::vector<Losses> losses_;
   std::size_t token_count_ = 0;  // Calls of next() and of receive() so far.

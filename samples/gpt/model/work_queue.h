@@ -12,10 +12,4 @@ class WorkQueue {
   virtual void run(std::function<void()> work) = 0;
 };
 
-// Runs work at once, for a model with no collectives in between.
-class RunsAtOnce final : public WorkQueue {
- public:
-  void run(std::function<void()> work) override { work(); }
-};
-
 }  // namespace forebay::gpt

@@ -8,46 +8,22 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-Json pools(const PoolBytes& bytes) {
+template <typename Figure>
+Json to_json(const Figure& figure) {
+  return figure;
+}
+Json to_json(const PoolBytes& bytes) {
   return {{"parameters", bytes.parameters}, {"gradients", bytes.gradients},
           {"optimizer", bytes.optimizer},   {"gathered", bytes.gathered},
           {"buckets", bytes.buckets},       {"activations", bytes.activations}};
 }
 
 Json rank_json(const RankReport& rank) {
-  return {{"parameters", rank.parameters},
-          {"peak_bytes", pools(rank.peak_bytes)},
-          {"planned_bytes", pools(rank.planned_bytes)},
-          {"reserved_bytes", rank.reserved_bytes},
-          {"planned_reserved_bytes", rank.planned_reserved_bytes},
-          {"host_bytes", rank.host_bytes},
-          {"planned_host_bytes", rank.planned_host_bytes},
-          {"file_bytes", rank.file_bytes},
-          {"planned_file_bytes", rank.planned_file_bytes},
-          {"file_read_bytes_per_step", rank.file_read_bytes_per_step},
-          {"planned_file_read_bytes_per_step", rank.planned_file_read_bytes_per_step},
-          {"file_written_bytes_per_step", rank.file_written_bytes_per_step},
-          {"planned_file_written_bytes_per_step", rank.planned_file_written_bytes_per_step},
-          {"sent_bytes_per_step", rank.sent_bytes_per_step},
-          {"received_bytes_per_step", rank.received_bytes_per_step},
-          {"planned_sent_bytes_per_step", rank.planned_sent_bytes_per_step},
-          {"planned_received_bytes_per_step", rank.planned_received_bytes_per_step},
-          {"tensor_sent_bytes_per_step", rank.tensor_sent_bytes_per_step},
-          {"tensor_received_bytes_per_step", rank.tensor_received_bytes_per_step},
-          {"pipeline_sent_bytes_per_step", rank.pipeline_sent_bytes_per_step},
-          {"pipeline_received_bytes_per_step", rank.pipeline_received_bytes_per_step},
-          {"most_passes_in_flight", rank.most_passes_in_flight},
-          {"saved_device_bytes", rank.saved_device_bytes},
-          {"planned_saved_device_bytes", rank.planned_saved_device_bytes},
-          {"saved_host_bytes", rank.saved_host_bytes},
-          {"planned_saved_host_bytes", rank.planned_saved_host_bytes},
-          {"saved_file_bytes", rank.saved_file_bytes},
-          {"planned_saved_file_bytes", rank.planned_saved_file_bytes},
-          {"saved_sent_bytes_per_step", rank.saved_sent_bytes_per_step},
-          {"planned_saved_sent_bytes_per_step", rank.planned_saved_sent_bytes_per_step},
-          {"step_ms", rank.step_ms},
-          {"communication_ms_per_step", rank.communication_ms_per_step},
-          {"exposed_communication_ms_per_step", rank.exposed_communication_ms_per_step}};
+  Json json;
+#define FOREBAY_FIGURE_JSON(Type, name) json[#name] = to_json(rank.name);
+  FOREBAY_RANK_FIGURES(FOREBAY_FIGURE_JSON)
+#undef FOREBAY_FIGURE_JSON
+  return json;
 }
 
 Json traffic_json(const std::vector<OperationReport>& operations) {

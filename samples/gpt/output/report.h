@@ -14,47 +14,55 @@
 
 namespace forebay::gpt {
 
+// The figures of one rank: type and name, which is also the key in JSON.
+#define FOREBAY_RANK_FIGURES(ROW)                                                                         \
+  /* Parameters of this rank's part of the model. */                                                      \
+  ROW(std::uint64_t, parameters)                                                                          \
+  /* Live bytes, not chunks. */                                                                           \
+  ROW(PoolBytes, peak_bytes)                                                                              \
+  ROW(PoolBytes, planned_bytes)                                                                           \
+  ROW(std::uint64_t, reserved_bytes)                                                                      \
+  ROW(std::uint64_t, planned_reserved_bytes)                                                              \
+  /* Pinned memory for offloaded states. */                                                               \
+  ROW(std::uint64_t, host_bytes)                                                                          \
+  ROW(std::uint64_t, planned_host_bytes)                                                                  \
+  ROW(std::uint64_t, file_bytes)                                                                          \
+  ROW(std::uint64_t, planned_file_bytes)                                                                  \
+  /* Saving is left out, and so is the first step of several. */                                          \
+  ROW(double, file_read_bytes_per_step)                                                                   \
+  ROW(std::uint64_t, planned_file_read_bytes_per_step)                                                    \
+  ROW(double, file_written_bytes_per_step)                                                                \
+  ROW(std::uint64_t, planned_file_written_bytes_per_step)                                                 \
+  ROW(double, sent_bytes_per_step)                                                                        \
+  ROW(double, received_bytes_per_step)                                                                    \
+  ROW(std::uint64_t, planned_sent_bytes_per_step)                                                         \
+  ROW(std::uint64_t, planned_received_bytes_per_step)                                                     \
+  /* Activations and their gradients, between tensor-parallel ranks and between pipeline stages. */       \
+  ROW(double, tensor_sent_bytes_per_step)                                                                 \
+  ROW(double, tensor_received_bytes_per_step)                                                             \
+  ROW(double, pipeline_sent_bytes_per_step)                                                               \
+  ROW(double, pipeline_received_bytes_per_step)                                                           \
+  /* The most micro-steps that were between their forward and their backward pass at one time. */         \
+  ROW(std::uint64_t, most_passes_in_flight)                                                               \
+  /* The inputs of recomputed blocks, unless --activations is keep. peak_bytes includes the device's. */  \
+  ROW(std::uint64_t, saved_device_bytes)                                                                  \
+  ROW(std::uint64_t, planned_saved_device_bytes)                                                          \
+  ROW(std::uint64_t, saved_host_bytes)                                                                    \
+  ROW(std::uint64_t, planned_saved_host_bytes)                                                            \
+  ROW(std::uint64_t, saved_file_bytes)                                                                    \
+  ROW(std::uint64_t, planned_saved_file_bytes)                                                            \
+  ROW(double, saved_sent_bytes_per_step)                                                                  \
+  ROW(std::uint64_t, planned_saved_sent_bytes_per_step)                                                   \
+  /* Mean, without the first step of several. */                                                          \
+  ROW(double, step_ms)                                                                                    \
+  /* With --timeline: the time in collectives, and the part of it that no layer's computation covered. */ \
+  ROW(double, communication_ms_per_step)                                                                  \
+  ROW(double, exposed_communication_ms_per_step)
+
 struct RankReport {
-  std::uint64_t parameters = 0;  // Parameters of this rank's part of the model.
-  PoolBytes peak_bytes;          // Live bytes, not chunks.
-  PoolBytes planned_bytes;
-  std::uint64_t reserved_bytes = 0;
-  std::uint64_t planned_reserved_bytes = 0;
-  std::uint64_t host_bytes = 0;  // Pinned memory for offloaded states.
-  std::uint64_t planned_host_bytes = 0;
-  std::uint64_t file_bytes = 0;
-  std::uint64_t planned_file_bytes = 0;
-  // Saving is left out, and so is the first step of several.
-  double file_read_bytes_per_step = 0;
-  double file_written_bytes_per_step = 0;
-  std::uint64_t planned_file_read_bytes_per_step = 0;
-  std::uint64_t planned_file_written_bytes_per_step = 0;
-  double sent_bytes_per_step = 0;
-  double received_bytes_per_step = 0;
-  std::uint64_t planned_sent_bytes_per_step = 0;
-  std::uint64_t planned_received_bytes_per_step = 0;
-  // Activations and their gradients, between tensor-parallel ranks.
-  double tensor_sent_bytes_per_step = 0;
-  double tensor_received_bytes_per_step = 0;
-  // Activations and their gradients, between pipeline stages.
-  double pipeline_sent_bytes_per_step = 0;
-  double pipeline_received_bytes_per_step = 0;
-  // The most micro-steps that were between their forward and their backward pass at one time.
-  std::uint64_t most_passes_in_flight = 0;
-  // The inputs of recomputed blocks, unless --activations is keep. peak_bytes.activations includes the
-  // device's part.
-  std::uint64_t saved_device_bytes = 0;
-  std::uint64_t planned_saved_device_bytes = 0;
-  std::uint64_t saved_host_bytes = 0;
-  std::uint64_t planned_saved_host_bytes = 0;
-  std::uint64_t saved_file_bytes = 0;
-  std::uint64_t planned_saved_file_bytes = 0;
-  double saved_sent_bytes_per_step = 0;
-  std::uint64_t planned_saved_sent_bytes_per_step = 0;
-  double step_ms = 0;  // Mean, without the first step of several.
-  // With --timeline: the time in collectives, and the part of it that no layer's computation covered.
-  double communication_ms_per_step = 0;
-  double exposed_communication_ms_per_step = 0;
+#define FOREBAY_FIGURE_MEMBER(Type, name) Type name{};
+  FOREBAY_RANK_FIGURES(FOREBAY_FIGURE_MEMBER)
+#undef FOREBAY_FIGURE_MEMBER
 };
 
 // The payload of one kind of operation between one rank and the others, up to the last step.

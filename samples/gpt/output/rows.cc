@@ -1,30 +1,21 @@
 #include "output/rows.h"
 
 #include <cstdio>
-#include <sstream>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay::gpt {
 namespace {
 
-constexpr std::size_t kColumns = 100;      // Narrow terminals and quoted logs still show a row as one.
-constexpr std::size_t kLabelColumns = 14;  // With the indentation before the label and the space after it.
+constexpr int kColumns = 100;      // Narrow terminals and quoted logs still show a row as one.
+constexpr int kLabelColumns = 14;  // With the indentation before the label and the space after it.
 
 }  // namespace
 
 void show_row(const char* label, const std::string& text) {
-  std::string line = "  " + std::string(label);
-  line.resize(kLabelColumns, ' ');
-  std::istringstream words(text);
-  for (std::string word; words >> word;) {
-    if (line.size() > kLabelColumns && line.size() + 1 + word.size() > kColumns) {
-      std::fprintf(stderr, "%s\n", line.c_str());
-      line.assign(kLabelColumns, ' ');
-    }
-    line += (line.size() > kLabelColumns ? " " : "") + word;
-  }
-  std::fprintf(stderr, "%s\n", line.c_str());
+  std::fprintf(stderr, "  %-*s%s\n", kLabelColumns - 2, label,
+               wrap_text(text, kColumns, kLabelColumns).c_str());
 }
 
 std::string grouped(std::uint64_t number) {

@@ -32,15 +32,8 @@ class EngineModel {
   // Order: after the engine's commit.
   DevicePtr use_engine_memory();
 
-  // Queues the forward and the backward pass of one micro-step. Order: after Gpt::begin() and the copy of the
-  // tokens.
-  void run_micro_step(int index) {
-    forward_pass(index);
-    backward_pass();
-    end_backward_pass();
-  }
-  // The same in pieces, for a pipeline. After backward_pass(), the gradient for the preceding stage is
-  // complete.
+  // Queue the forward and the backward pass of one micro-step. After backward_pass(), the gradient for the
+  // preceding stage is complete. Order: after Gpt::begin() and the copy of the tokens.
   void forward_pass(int index);
   void backward_pass();
   void end_backward_pass();
