@@ -11,7 +11,8 @@ function(forebay_library target output)
       "$<BUILD_INTERFACE:$<TARGET_PROPERTY:forebay_${layer},INTERFACE_INCLUDE_DIRECTORIES>>")
   endforeach()
   target_include_directories(${target} INTERFACE "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
-  target_compile_features(${target} INTERFACE cxx_std_20)
+  # Its headers need no more, although its sources are C++20.
+  target_compile_features(${target} INTERFACE cxx_std_17)
   target_link_libraries(${target} PRIVATE forebay_flags ${ARG_LINK} PUBLIC ${ARG_PUBLIC})
   if(NOT APPLE)
     # Its calls of its own functions are direct; see forebay_flags.

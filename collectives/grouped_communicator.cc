@@ -119,7 +119,7 @@ class GroupedCommunicator final : public Communicator {
   Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
     return members().recv(target, bytes, peer, tag, stream);
   }
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+  Status exchange(Span<const std::byte> mine, Span<std::byte> all) override {
     return members().exchange(mine, all);
   }
   Status barrier() override { return members().barrier(); }
@@ -129,7 +129,7 @@ class GroupedCommunicator final : public Communicator {
 
   Status status() const override { return world_.status(); }
   void abort(const Status& cause) noexcept override { world_.abort(cause); }
-  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+  Status vote(std::uint64_t step, Span<const std::byte> decision) override {
     return world_.vote(step, decision);
   }
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {

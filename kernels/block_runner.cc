@@ -114,8 +114,7 @@ BlockRunner::BlockRunner(std::unique_ptr<Arena> arena)
 
 BlockRunner::~BlockRunner() = default;
 
-Result<std::unique_ptr<BlockRunner>> BlockRunner::create_on(std::span<const int> processors,
-                                                            int thread_count) {
+Result<std::unique_ptr<BlockRunner>> BlockRunner::create_on(Span<const int> processors, int thread_count) {
   const auto invalid = [](const std::string& found) {
     return Status(StatusCode::kInvalidArgument, "kernels on given processors: " + found);
   };

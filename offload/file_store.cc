@@ -237,7 +237,7 @@ class FileStore final : public Store {
     return StoreRange{static_cast<std::uint32_t>(ranges_.size() - 1)};
   }
 
-  Result<StoreTicket> submit(std::span<const StoreTransfer> transfers) override {
+  Result<StoreTicket> submit(Span<const StoreTransfer> transfers) override {
     std::unique_lock lock(mutex_);
     if (Status status =
             internal::check_batch(transfers.size(), statistics_.transfers_in_flight, options_.transfer_limit);

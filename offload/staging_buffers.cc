@@ -71,7 +71,7 @@ class PooledBuffers final : public StagingBuffers {
     return taken;
   }
 
-  std::span<std::byte> memory() const noexcept override {
+  Span<std::byte> memory() const noexcept override {
     return {memory_, options_.buffer_bytes * options_.buffer_count};
   }
   const StagingBuffersOptions& options() const noexcept override { return options_; }

@@ -102,7 +102,7 @@ double StoreMeasurementPoint::pass_bytes_per_second() const {
   return 1 / (1 / read_bytes_per_second + 1 / write_bytes_per_second);
 }
 
-StoreMeasurementPoint choose_point(std::span<const StoreMeasurementPoint> points) {
+StoreMeasurementPoint choose_point(Span<const StoreMeasurementPoint> points) {
   FOREBAY_CHECK(!points.empty(), "no points to choose from");
   double fastest = 0;
   for (const StoreMeasurementPoint& point : points)

@@ -31,8 +31,8 @@ Status StorePass::fail(const Status& status) {
   return failure_;
 }
 
-std::span<const StoreTransfer> StorePass::transfers_of(const StorePassPart& part, std::byte* memory,
-                                                       StoreDirection direction) {
+Span<const StoreTransfer> StorePass::transfers_of(const StorePassPart& part, std::byte* memory,
+                                                  StoreDirection direction) {
   std::size_t count = 0;
   for (std::size_t i = 0; i < part.field_count; ++i) {
     const StorePassField& field = part.fields[i];
@@ -52,7 +52,7 @@ void StorePass::drop() noexcept {
   read_count_ = 0;
 }
 
-void StorePass::begin(std::span<const StorePassPart* const> parts) {
+void StorePass::begin(Span<const StorePassPart* const> parts) {
   FOREBAY_CHECK(!out_, "a part of the pass is out with %zu others", reading_.size());
   std::size_t same = 0;
   while (same < reading_.size() && same < parts.size() && reading_[same].part == parts[same]) ++same;

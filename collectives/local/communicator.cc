@@ -76,7 +76,7 @@ class LocalCommunicator final : public Communicator {
                  });
   }
 
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+  Status exchange(Span<const std::byte> mine, Span<std::byte> all) override {
     FOREBAY_RETURN_IF_ERROR(ranks_.status());
     FOREBAY_RETURN_IF_ERROR(check_exchange(mine, all, size()));
     return control(Operation::kExchange, control_sequence_++, mine, all);
@@ -108,7 +108,7 @@ class LocalCommunicator final : public Communicator {
     ranks_.fail(cause_of_abort(cause, ranks_.world_rank(rank_)));
   }
 
-  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+  Status vote(std::uint64_t step, Span<const std::byte> decision) override {
     FOREBAY_RETURN_IF_ERROR(check_vote(decision));
     if (ranks_.is_dead(rank_)) return died_by_script(ranks_, rank_);
     return ranks_.vote(rank_, step, decision);

@@ -57,7 +57,7 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
     return member_->recv(target, bytes, peer, tag, stream);
   }
 
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+  Status exchange(Span<const std::byte> mine, Span<std::byte> all) override {
     FOREBAY_RETURN_IF_ERROR(member_->status());
     FOREBAY_RETURN_IF_ERROR(internal::check_exchange(mine, all, size()));
     return controlled(Operation::kExchange, mine.size(),
@@ -104,7 +104,7 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
 
   // A failure reaches `control` before the rank, so both refuse votes after the same failure. The bytes of
   // operations that differ are no ground for a decision.
-  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+  Status vote(std::uint64_t step, Span<const std::byte> decision) override {
     FOREBAY_RETURN_IF_ERROR(member_->compare_arrived());
     return member_->control().vote(step, decision);
   }

@@ -81,7 +81,7 @@ class ProcessCommunicator final : public Communicator {
     });
   }
 
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+  Status exchange(Span<const std::byte> mine, Span<std::byte> all) override {
     FOREBAY_RETURN_IF_ERROR(transport().status());
     FOREBAY_RETURN_IF_ERROR(check_exchange(mine, all, size()));
     return control(Operation::kExchange, mine, all);
@@ -123,7 +123,7 @@ class ProcessCommunicator final : public Communicator {
     static_cast<void>(transport().fail(cause_of_abort(cause, transport().world_rank(rank()))));
   }
 
-  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+  Status vote(std::uint64_t step, Span<const std::byte> decision) override {
     FOREBAY_RETURN_IF_ERROR(check_vote(decision));
     return transport().vote(step, decision);
   }

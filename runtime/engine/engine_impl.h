@@ -146,7 +146,7 @@ struct Engine::Impl : StepContext {
   // All ranks' slices of `bytes` each, in rank order.
   std::vector<std::byte> all_slices(
       std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine);
-  void set_parameter(ParameterId parameter, std::uint64_t first, std::span<const float> values);
+  void set_parameter(ParameterId parameter, std::uint64_t first, Span<const float> values);
   std::vector<float> unit_masters(int unit);
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();

@@ -53,7 +53,7 @@ namespace {
 using Interval = std::pair<std::chrono::nanoseconds, std::chrono::nanoseconds>;
 
 // The spans of `track`, in order, with overlapping ones joined.
-std::vector<Interval> intervals(std::span<const Timeline::Span> spans, std::string_view track) {
+std::vector<Interval> intervals(Span<const Timeline::Span> spans, std::string_view track) {
   std::vector<Interval> all;
   for (const Timeline::Span& span : spans) {
     if (span.track == track) all.emplace_back(span.begin, span.end);
@@ -72,7 +72,7 @@ std::vector<Interval> intervals(std::span<const Timeline::Span> spans, std::stri
 
 }  // namespace
 
-Exposure exposure(std::span<const Timeline::Span> spans, std::string_view busy, std::string_view cover) {
+Exposure exposure(Span<const Timeline::Span> spans, std::string_view busy, std::string_view cover) {
   const std::vector<Interval> covers = intervals(spans, cover);
   Exposure result;
   auto next = covers.begin();
@@ -87,7 +87,7 @@ Exposure exposure(std::span<const Timeline::Span> spans, std::string_view busy, 
   return result;
 }
 
-std::string timeline_json(std::span<const std::vector<Timeline::Span>> by_rank) {
+std::string timeline_json(Span<const std::vector<Timeline::Span>> by_rank) {
   using Json = nlohmann::json;
   Json events = Json::array();
   std::chrono::nanoseconds first = std::chrono::nanoseconds::max();

@@ -64,7 +64,7 @@ std::vector<int> processors_of(const ProcessorMask& mask) {
 
 }  // namespace internal
 
-Result<ThreadBinding> ThreadBinding::create(std::span<const int> processors) {
+Result<ThreadBinding> ThreadBinding::create(Span<const int> processors) {
   if (processors.empty()) {
     return Status(StatusCode::kInvalidArgument,
                   "cannot keep a thread to processors: none is named; name at least one");

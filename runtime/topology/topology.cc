@@ -175,7 +175,7 @@ Placement place(const Topology& topology, const PlacementRequest& request) {
   return placement;
 }
 
-std::vector<Placement> place_all(const Topology& topology, std::span<const std::vector<int>> devices) {
+std::vector<Placement> place_all(const Topology& topology, Span<const std::vector<int>> devices) {
   std::map<std::vector<int>, int> counts;
   for (const std::vector<int>& nodes : devices) ++counts[nodes];
   std::map<std::vector<int>, int> next;
@@ -186,7 +186,7 @@ std::vector<Placement> place_all(const Topology& topology, std::span<const std::
   return placements;
 }
 
-std::string processors_text(std::span<const int> processors) {
+std::string processors_text(Span<const int> processors) {
   if (processors.empty()) return "none";
   std::vector<int> sorted(processors.begin(), processors.end());
   std::sort(sorted.begin(), sorted.end());

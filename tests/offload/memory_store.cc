@@ -93,7 +93,7 @@ class MemoryStore final : public Store {
     return StoreRange{static_cast<std::uint32_t>(ranges_.size() - 1)};
   }
 
-  Result<StoreTicket> submit(std::span<const StoreTransfer> transfers) override {
+  Result<StoreTicket> submit(Span<const StoreTransfer> transfers) override {
     const Nanoseconds now = options_.clock != nullptr ? options_.clock->now() : Nanoseconds(0);
     const std::lock_guard lock(mutex_);
     if (Status status =

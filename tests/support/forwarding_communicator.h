@@ -32,7 +32,7 @@ class ForwardingCommunicator : public Communicator {
   Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
     return inner_->recv(target, bytes, peer, tag, stream);
   }
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+  Status exchange(Span<const std::byte> mine, Span<std::byte> all) override {
     return inner_->exchange(mine, all);
   }
   Status barrier() override { return inner_->barrier(); }
@@ -41,7 +41,7 @@ class ForwardingCommunicator : public Communicator {
   }
   Status status() const override { return inner_->status(); }
   void abort(const Status& cause) noexcept override { inner_->abort(cause); }
-  Status vote(std::uint64_t step, std::span<const std::byte> decision) override {
+  Status vote(std::uint64_t step, Span<const std::byte> decision) override {
     return inner_->vote(step, decision);
   }
   std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) override {

@@ -27,12 +27,12 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "forebay/backend.h"
 #include "forebay/data_type.h"
+#include "forebay/span.h"
 
 namespace forebay {
 
@@ -124,7 +124,7 @@ class Communicator {
 
   // Every rank gives `mine`; `all` gets the pieces of all ranks in rank order. Counts as payload.
   // Shape:    `all` has size() pieces of mine.size() bytes.
-  virtual Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) = 0;
+  virtual Status exchange(Span<const std::byte> mine, Span<std::byte> all) = 0;
   // Returns when every rank has called it.
   virtual Status barrier() = 0;
   // Makes a communicator of the ranks that give the same `color`, ordered by (key, rank). Every rank calls
@@ -145,7 +145,7 @@ class Communicator {
   // the communicator had failed before, and no vote was recorded. Requires: `step` is greater than any
   // before; at most kDecisionBytesMax bytes; the same decision on every rank
   //           that votes for the step.
-  virtual Status vote(std::uint64_t step, std::span<const std::byte> decision) = 0;
+  virtual Status vote(std::uint64_t step, Span<const std::byte> decision) = 0;
   // Once vote() has refused: the decision that some rank voted for, or nothing; the same on every survivor.
   // Waits at most some seconds for the survivors' votes, however long the deadline is.
   virtual std::optional<std::vector<std::byte>> survivors_vote(std::uint64_t step) = 0;

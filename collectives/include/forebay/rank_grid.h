@@ -26,7 +26,12 @@ struct GridCoordinates {
   int tensor = 0;
   int data = 0;
   int pipeline = 0;
-  friend bool operator==(const GridCoordinates&, const GridCoordinates&) = default;
+  friend constexpr bool operator==(const GridCoordinates& a, const GridCoordinates& b) noexcept {
+    return a.tensor == b.tensor && a.data == b.data && a.pipeline == b.pipeline;
+  }
+  friend constexpr bool operator!=(const GridCoordinates& a, const GridCoordinates& b) noexcept {
+    return !(a == b);
+  }
 };
 
 // Threads: any; it does not change.

@@ -3,8 +3,8 @@
 
 #include <cstddef>
 #include <memory>
-#include <span>
 
+#include "forebay/span.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -27,8 +27,7 @@ class BlockRunner {
   // for example near the memory of a NUMA node. A thread gets its earlier processors back when it leaves.
   // `thread_count` 0: one thread per processor.
   // Errors: kInvalidArgument for no processors, one that this process may not use, or one named twice.
-  static Result<std::unique_ptr<BlockRunner>> create_on(std::span<const int> processors,
-                                                        int thread_count = 0);
+  static Result<std::unique_ptr<BlockRunner>> create_on(Span<const int> processors, int thread_count = 0);
 
   int thread_count() const noexcept { return thread_count_; }
 

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "forebay/language.h"
+
 // Marks a function that nvcc compiles for the device too.
 #ifndef FOREBAY_DEVICE
 #ifdef __CUDACC__

@@ -9,9 +9,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 
 #include "forebay/pinned_pool.h"
+#include "forebay/span.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -79,7 +79,7 @@ class StagingBuffers {
   virtual Result<StagingBuffer> take(std::chrono::milliseconds deadline) = 0;
 
   // All buffers, one behind the other: for Store::register_memory.
-  virtual std::span<std::byte> memory() const noexcept = 0;
+  virtual Span<std::byte> memory() const noexcept = 0;
   virtual const StagingBuffersOptions& options() const noexcept = 0;
   virtual StagingBuffersStatistics statistics() const = 0;
 

@@ -36,10 +36,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 
+#include "forebay/span.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -110,7 +110,7 @@ class Store {
   // exceeded (nothing was begun: wait for a ticket and submit again); kInvalidArgument for an empty batch, a
   // batch larger than the limit, a range of another store, a part outside the range or not of whole granules,
   // or null memory.
-  virtual Result<StoreTicket> submit(std::span<const StoreTransfer> transfers) = 0;
+  virtual Result<StoreTicket> submit(Span<const StoreTransfer> transfers) = 0;
 
   // Whether the batch is done. True and a failure of the batch spend the ticket; false leaves it. Never
   // waits. Errors: those of the batch; kInvalidArgument for a ticket that is spent or never existed.

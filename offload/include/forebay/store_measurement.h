@@ -5,11 +5,11 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "forebay/file_store.h"
+#include "forebay/span.h"
 
 namespace forebay {
 
@@ -41,7 +41,7 @@ struct StoreMeasurement {
 
 // The point with the fewest bytes in flight among the points within a twentieth of the fastest pass.
 // Requires: at least one point.
-StoreMeasurementPoint choose_point(std::span<const StoreMeasurementPoint> points);
+StoreMeasurementPoint choose_point(Span<const StoreMeasurementPoint> points);
 
 // Takes block_bytes and depth from `measured` and the other options from `options`. It writes and reads a
 // range of its own and leaves nothing. The first use of a range is a little slower than later uses on some

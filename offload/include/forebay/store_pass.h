@@ -18,9 +18,9 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <span>
 #include <vector>
 
+#include "forebay/span.h"
 #include "forebay/staging_buffers.h"
 #include "forebay/store.h"
 
@@ -56,7 +56,7 @@ class StorePass {
   // Sets the parts of the next pass and begins to read them. Parts of an earlier call that next() has not
   // given are dropped. Parts that both lists begin with are read once, so likely parts may be given before
   // the right ones are known. Requires: no part is out; the parts stay where they are until the pass is over.
-  void begin(std::span<const StorePassPart* const> parts);
+  void begin(Span<const StorePassPart* const> parts);
   // The next part, read. Requires: there is one, and the one before is done. Errors: the store's.
   Result<std::byte*> next();
   // Ends the part that next() gave: it is written back, or left as it was. Errors: the store's, for any part.
@@ -75,8 +75,8 @@ class StorePass {
 
   void read_ahead();
   bool begin_read();
-  std::span<const StoreTransfer> transfers_of(const StorePassPart& part, std::byte* memory,
-                                              StoreDirection direction);
+  Span<const StoreTransfer> transfers_of(const StorePassPart& part, std::byte* memory,
+                                         StoreDirection direction);
   Status wait_for_oldest_write();
   Status wait_for_one();
   Status fail(const Status& status);

@@ -144,8 +144,7 @@ void ActivationCheckpointer::Impl::check_save(const ActivationKey& key, int slot
 }
 
 void ActivationCheckpointer::Impl::save(const ActivationKey& key, const std::byte* source,
-                                        std::uint64_t bytes, Stream stream,
-                                        std::span<const std::byte> state) {
+                                        std::uint64_t bytes, Stream stream, Span<const std::byte> state) {
   expect_committed("save()");
   const int slot = find_slot(key);
   check_save(key, slot, source, bytes, state.size());
@@ -456,7 +455,7 @@ void ActivationCheckpointer::commit(DevicePtr region) {
 }
 
 void ActivationCheckpointer::save(const ActivationKey& key, const std::byte* source, std::uint64_t bytes,
-                                  Stream stream, std::span<const std::byte> state) {
+                                  Stream stream, Span<const std::byte> state) {
   impl_->save(key, source, bytes, stream, state);
 }
 

@@ -63,7 +63,7 @@ struct ActivationCheckpointer::Impl {
 
   // --- forward ---
   void save(const ActivationKey& key, const std::byte* source, std::uint64_t bytes, Stream stream,
-            std::span<const std::byte> state);
+            Span<const std::byte> state);
   void check_save(const ActivationKey& key, int slot, const std::byte* source, std::uint64_t bytes,
                   std::size_t state_bytes) const;
   void queue_save(int index, const std::byte* source, Stream stream);

@@ -381,7 +381,7 @@ bool in_range(const OptionRow& row, const ShardingOptions& options) {
 }
 
 // fp32, bf16 or fp16.
-std::string list_of(std::span<const char* const> words) {
+std::string list_of(Span<const char* const> words) {
   std::string text;
   for (std::size_t i = 0; i < words.size(); ++i)
     text += std::string(i == 0 ? "" : i + 1 < words.size() ? ", " : " or ") + words[i];
@@ -411,7 +411,7 @@ std::string shared_text(const OptionRow& row, const ShardingOptions& options) {
 
 }  // namespace
 
-std::span<const OptionRow> sharding_option_table() noexcept {
+Span<const OptionRow> sharding_option_table() noexcept {
   return kTable;
 }
 

@@ -228,7 +228,7 @@ std::vector<float> Engine::Impl::unit_frozen(int index) {
   return widen(options.dtype, all_slices(layout(index).frozen_slice(shards()) * element(), mine));
 }
 
-void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, std::span<const float> values) {
+void Engine::Impl::set_parameter(ParameterId id, std::uint64_t first, Span<const float> values) {
   Unit& u = unit(id.unit);
   const UnitLayout& place_of_unit = layout(id.unit);
   UnitLayout::Place place = place_of_unit.places[static_cast<std::size_t>(id.index)];
@@ -320,7 +320,7 @@ void Engine::Impl::publish_parameters() {
   gatherer->weights_changed();
 }
 
-void Engine::set_parameter(ParameterId parameter, std::span<const float> values) {
+void Engine::set_parameter(ParameterId parameter, Span<const float> values) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "set_parameter()");
   impl.check_parameter(parameter, "set_parameter()");
@@ -334,7 +334,7 @@ void Engine::set_parameter(ParameterId parameter, std::span<const float> values)
   set_parameter_part(parameter, 0, values);
 }
 
-void Engine::set_parameter_part(ParameterId parameter, std::uint64_t first, std::span<const float> values) {
+void Engine::set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "set_parameter_part()");
   impl.check_parameter(parameter, "set_parameter_part()");
@@ -365,8 +365,7 @@ std::vector<float> Engine::get_parameter(ParameterId parameter) {
   return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
 }
 
-void Engine::visit_parameters(
-    const std::function<void(const ParameterShape&, std::span<const float>)>& visitor) {
+void Engine::visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kIdle, "visit_parameters()");
   const Impl::OtherTraffic other(impl);

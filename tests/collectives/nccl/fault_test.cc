@@ -248,7 +248,7 @@ class MortalControl final : public ForwardingCommunicator {
   MortalControl(std::unique_ptr<Communicator> inner, std::shared_ptr<std::atomic<bool>> dead, bool is_watch)
       : ForwardingCommunicator(std::move(inner)), dead_(std::move(dead)), is_watch_(is_watch) {}
 
-  Status exchange(std::span<const std::byte> mine, std::span<std::byte> all) override {
+  Status exchange(Span<const std::byte> mine, Span<std::byte> all) override {
     if (is_watch_ && *dead_) {
       abort(Status(StatusCode::kPeerLost,
                    "the process of rank " + std::to_string(size() - 1) + " has ended; see why"));

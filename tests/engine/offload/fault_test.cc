@@ -36,7 +36,7 @@ class ScriptedStore final : public Store {
     }
     return inner_->create_range(name, bytes);
   }
-  Result<StoreTicket> submit(std::span<const StoreTransfer> transfers) override {
+  Result<StoreTicket> submit(Span<const StoreTransfer> transfers) override {
     Result<StoreTicket> ticket = inner_->submit(transfers);
     if (!ticket.ok()) return ticket;
     for (const StoreTransfer& transfer : transfers)

@@ -2,6 +2,8 @@
 // values. Operating errors (a full device, a lost peer) are never checks: they are a Status (status.h).
 #pragma once
 
+#include "forebay/language.h"
+
 namespace forebay::internal {
 
 // Prints "file:line: check failed: condition: message" to stderr and aborts.
@@ -14,7 +16,7 @@ namespace forebay::internal {
 // FOREBAY_CHECK(condition, "printf format", values...): always on.
 #define FOREBAY_CHECK(condition, ...)                                                 \
   do {                                                                                \
-    if (!(condition)) [[unlikely]]                                                    \
+    if (__builtin_expect(!(condition), 0))                                            \
       ::forebay::internal::check_failed(__FILE__, __LINE__, #condition, __VA_ARGS__); \
   } while (false)
 

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 enum class DataType : std::uint8_t { kFloat32, kBfloat16, kFloat16 };

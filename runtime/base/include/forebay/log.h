@@ -2,6 +2,8 @@
 // warning). Never used inside an allocation path.
 #pragma once
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 enum class LogLevel : int { kError = 0, kWarning, kInfo, kDebug };

@@ -1,6 +1,8 @@
 // The standard descriptors 0, 1 and 2, which may be closed when a process starts.
 #pragma once
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 // Opens /dev/null on each of them that is closed. Otherwise the next file or socket that is opened would get

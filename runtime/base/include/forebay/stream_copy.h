@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 // Below this the caches hold source and target, and plain copies are faster.

@@ -2,15 +2,16 @@
 #pragma once
 
 #include <cstddef>
-#include <span>
 #include <string>
 #include <string_view>
+
+#include "forebay/span.h"
 
 namespace forebay {
 
 // The name that a mistyped `word` most likely means, for "did you mean": the one with the fewest letters to
 // add, drop, replace or swap. Empty when more than a third of the letters differ.
-std::string nearest_name(std::string_view word, std::span<const std::string> names);
+std::string nearest_name(std::string_view word, Span<const std::string> names);
 
 // Breaks lines at spaces so that none is longer than `width`; longer words stay whole. Each line after the
 // first begins with `indent` spaces and, within a paragraph, with the spaces that the paragraph begins with.

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 constexpr std::uint64_t operator""_KiB(unsigned long long n) {

@@ -1,6 +1,8 @@
 // The version of this library, as built.
 #pragma once
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 // "0.1.0".

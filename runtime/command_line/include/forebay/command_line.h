@@ -58,7 +58,10 @@ Status write_manual(const CommandText& program, const std::string& share);
 
 template <typename App>
 CommandText describe_command(const App& app, const std::string& name) {
-  CommandText command{.name = name, .summary = app.get_description(), .footer = app.get_footer()};
+  CommandText command;
+  command.name = name;
+  command.summary = app.get_description();
+  command.footer = app.get_footer();
   for (const auto* const option : app.get_options()) {
     if (option->get_group().empty()) continue;  // Hidden.
     OptionText& text = command.options.emplace_back();

@@ -43,15 +43,18 @@ using DevicePtr = std::byte*;
 // Handles are values: copying one copies no resource. A default-constructed handle is null.
 struct Stream {
   void* handle = nullptr;  // cuda: a CUstream, so a trainer's own cudaStream_t is used as it is.
-  friend bool operator==(Stream, Stream) = default;
+  friend constexpr bool operator==(Stream a, Stream b) noexcept { return a.handle == b.handle; }
+  friend constexpr bool operator!=(Stream a, Stream b) noexcept { return !(a == b); }
 };
 struct Event {
   void* handle = nullptr;
-  friend bool operator==(Event, Event) = default;
+  friend constexpr bool operator==(Event a, Event b) noexcept { return a.handle == b.handle; }
+  friend constexpr bool operator!=(Event a, Event b) noexcept { return !(a == b); }
 };
 struct Chunk {
   std::uint64_t handle = 0;
-  friend bool operator==(Chunk, Chunk) = default;
+  friend constexpr bool operator==(Chunk a, Chunk b) noexcept { return a.handle == b.handle; }
+  friend constexpr bool operator!=(Chunk a, Chunk b) noexcept { return !(a == b); }
 };
 struct Module {
   void* handle = nullptr;

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <vector>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 class HostClock {

@@ -37,13 +37,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "forebay/activation_plan.h"
 #include "forebay/backend.h"
 #include "forebay/communicator.h"
+#include "forebay/span.h"
 #include "forebay/timeline.h"
 
 namespace forebay {
@@ -57,7 +57,12 @@ struct ActivationKey {
   int unit = 0;
   int slot = 0;
   int micro_batch = 0;  // Any number that no other micro-batch in flight has.
-  friend bool operator==(const ActivationKey&, const ActivationKey&) = default;
+  friend constexpr bool operator==(const ActivationKey& a, const ActivationKey& b) noexcept {
+    return a.unit == b.unit && a.slot == b.slot && a.micro_batch == b.micro_batch;
+  }
+  friend constexpr bool operator!=(const ActivationKey& a, const ActivationKey& b) noexcept {
+    return !(a == b);
+  }
 };
 
 struct ActivationCheckpointerOptions {
@@ -98,7 +103,7 @@ class ActivationLease {
   DevicePtr data() const noexcept { return data_; }
   std::uint64_t bytes() const noexcept { return bytes_; }
   // The record that save() was given; the same bytes until the lease ends.
-  std::span<const std::byte> state() const noexcept { return state_; }
+  Span<const std::byte> state() const noexcept { return state_; }
 
  private:
   friend class ActivationCheckpointer;
@@ -109,7 +114,7 @@ class ActivationLease {
   Stream stream_;
   DevicePtr data_ = nullptr;
   std::uint64_t bytes_ = 0;
-  std::span<const std::byte> state_;
+  Span<const std::byte> state_;
 };
 
 class ActivationCheckpointer {
@@ -141,7 +146,7 @@ class ActivationCheckpointer {
   // `source`: the whole activation. `state`: a record that load() gives back, at most the slot's state_bytes;
   // copied at once.
   void save(const ActivationKey& key, const std::byte* source, std::uint64_t bytes, Stream stream,
-            std::span<const std::byte> state = {});
+            Span<const std::byte> state = {});
 
   // --- backward ---
   [[nodiscard]] ActivationLease load(const ActivationKey& key, Stream stream);

@@ -99,7 +99,13 @@ struct ActivationPlace {
   // Whether the activation is read where it was saved.
   bool direct() const { return ways == 1 && spilled_bytes == 0; }
   std::uint64_t whole_bytes() const { return static_cast<std::uint64_t>(ways) * slice_bytes; }
-  friend bool operator==(const ActivationPlace&, const ActivationPlace&) = default;
+  friend constexpr bool operator==(const ActivationPlace& a, const ActivationPlace& b) noexcept {
+    return a.ways == b.ways && a.slice_bytes == b.slice_bytes && a.spilled_bytes == b.spilled_bytes &&
+           a.kept_bytes == b.kept_bytes;
+  }
+  friend constexpr bool operator!=(const ActivationPlace& a, const ActivationPlace& b) noexcept {
+    return !(a == b);
+  }
 };
 
 // An activation plan is the same on every rank: all figures are per rank.

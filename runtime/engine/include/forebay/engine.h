@@ -61,7 +61,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,6 +70,7 @@
 #include "forebay/communicator.h"
 #include "forebay/kernels.h"
 #include "forebay/plan.h"
+#include "forebay/span.h"
 #include "forebay/timeline.h"
 
 namespace forebay {
@@ -84,7 +84,10 @@ using UnitId = int;  // Index in order of registration.
 struct ParameterId {
   UnitId unit = 0;
   int index = 0;  // In order of registration within the unit.
-  friend bool operator==(ParameterId, ParameterId) = default;
+  friend constexpr bool operator==(ParameterId a, ParameterId b) noexcept {
+    return a.unit == b.unit && a.index == b.index;
+  }
+  friend constexpr bool operator!=(ParameterId a, ParameterId b) noexcept { return !(a == b); }
 };
 
 struct LossScaleOptions {
@@ -276,14 +279,14 @@ class Engine {
   // --- values, between steps: full parameters in fp32 ---
 
   // Requires: `values` has the parameter's count, and every rank gives the same values; step() checks this.
-  void set_parameter(ParameterId parameter, std::span<const float> values);
+  void set_parameter(ParameterId parameter, Span<const float> values);
   // The same for the elements from `first` on. Requires: they are a part of the parameter.
-  void set_parameter_part(ParameterId parameter, std::uint64_t first, std::span<const float> values);
+  void set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
   // The fp32 master weights; a frozen parameter's value is widened. Order: collective.
   std::vector<float> get_parameter(ParameterId parameter);
   // Visits the masters of all parameters in order of registration, with one unit at a time in host memory.
   // Order: collective.
-  void visit_parameters(const std::function<void(const ParameterShape&, std::span<const float>)>& visitor);
+  void visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor);
   // XXH3-128 over the fp32 masters in order of registration, without padding, as 32 hex digits. Order:
   // collective.
   std::string digest();

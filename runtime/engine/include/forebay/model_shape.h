@@ -47,7 +47,11 @@ struct ModelPart {
   int tensor_parallel = 1;    // A divisor of heads. With fewer key-value heads than ranks, each rank has one.
   int pipeline_parallel = 1;  // At most as many as layers.
   int pipeline_stage = 0;
-  friend bool operator==(const ModelPart&, const ModelPart&) = default;
+  friend constexpr bool operator==(const ModelPart& a, const ModelPart& b) noexcept {
+    return a.tensor_parallel == b.tensor_parallel && a.pipeline_parallel == b.pipeline_parallel &&
+           a.pipeline_stage == b.pipeline_stage;
+  }
+  friend constexpr bool operator!=(const ModelPart& a, const ModelPart& b) noexcept { return !(a == b); }
 };
 
 // Consecutive layers of a model.

@@ -99,7 +99,11 @@ struct PoolBytes {
 
   std::uint64_t model_states() const { return parameters + gradients + optimizer; }
   std::uint64_t total() const { return model_states() + gathered + buckets + activations; }
-  friend bool operator==(const PoolBytes&, const PoolBytes&) = default;
+  friend constexpr bool operator==(const PoolBytes& a, const PoolBytes& b) noexcept {
+    return a.parameters == b.parameters && a.gradients == b.gradients && a.optimizer == b.optimizer &&
+           a.gathered == b.gathered && a.buckets == b.buckets && a.activations == b.activations;
+  }
+  friend constexpr bool operator!=(const PoolBytes& a, const PoolBytes& b) noexcept { return !(a == b); }
 };
 
 // Pinned host memory of offloaded units, per rank.
@@ -118,7 +122,11 @@ struct HostBytes {
   std::uint64_t staging = 0;
 
   std::uint64_t total() const { return optimizer + gradients + parameters + staging; }
-  friend bool operator==(const HostBytes&, const HostBytes&) = default;
+  friend constexpr bool operator==(const HostBytes& a, const HostBytes& b) noexcept {
+    return a.optimizer == b.optimizer && a.gradients == b.gradients && a.parameters == b.parameters &&
+           a.staging == b.staging;
+  }
+  friend constexpr bool operator!=(const HostBytes& a, const HostBytes& b) noexcept { return !(a == b); }
 };
 
 // Bytes in files, and bytes that one applied step moves, per rank. The files themselves are larger: each
@@ -130,14 +138,21 @@ struct FileBytes {
   std::uint64_t written_per_step = 0;  // The optimizer once, and 2-byte parameters once.
 
   std::uint64_t total() const { return optimizer + parameters; }
-  friend bool operator==(const FileBytes&, const FileBytes&) = default;
+  friend constexpr bool operator==(const FileBytes& a, const FileBytes& b) noexcept {
+    return a.optimizer == b.optimizer && a.parameters == b.parameters && a.read_per_step == b.read_per_step &&
+           a.written_per_step == b.written_per_step;
+  }
+  friend constexpr bool operator!=(const FileBytes& a, const FileBytes& b) noexcept { return !(a == b); }
 };
 
 // Payload of collectives, per rank.
 struct WireBytes {
   std::uint64_t sent = 0;
   std::uint64_t received = 0;
-  friend bool operator==(const WireBytes&, const WireBytes&) = default;
+  friend constexpr bool operator==(const WireBytes& a, const WireBytes& b) noexcept {
+    return a.sent == b.sent && a.received == b.received;
+  }
+  friend constexpr bool operator!=(const WireBytes& a, const WireBytes& b) noexcept { return !(a == b); }
 };
 
 // Each parameter starts at a multiple of this many elements of its section, so that every access of 16 bytes
@@ -218,7 +233,13 @@ struct StatePlacement {
   int index = 0;  // The unit; for the engine's placements, a number within the role.
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
-  friend bool operator==(const StatePlacement&, const StatePlacement&) = default;
+  friend constexpr bool operator==(const StatePlacement& a, const StatePlacement& b) noexcept {
+    return a.role == b.role && a.pool == b.pool && a.index == b.index && a.offset == b.offset &&
+           a.bytes == b.bytes;
+  }
+  friend constexpr bool operator!=(const StatePlacement& a, const StatePlacement& b) noexcept {
+    return !(a == b);
+  }
 };
 
 // The slot of each unit. Units take two slots in turn; the owner of a tied parameter has a slot of its own.

@@ -72,7 +72,7 @@ class ShardingArguments {
                   " says how to offload and nothing is offloaded; add --offload optimizer, or "
                   "optimizer+parameters at stage 3"};
     }
-    if (options.shard_within_group && !text("order").starts_with("group:")) {
+    if (options.shard_within_group && text("order").compare(0, 6, "group:") != 0) {
       return {StatusCode::kInvalidArgument,
               "--shard-within group needs to know the groups; add --order group:G"};
     }

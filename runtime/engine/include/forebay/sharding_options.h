@@ -11,13 +11,13 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 #include <variant>
 #include <vector>
 
 #include "forebay/data_type.h"
+#include "forebay/span.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -123,10 +123,10 @@ struct OptionRow {
   const char* help;     // Purpose, and unit where there is one; no full stop at the end.
   unsigned programs;    // OptionProgram.
   OptionMember member;
-  std::span<const char* const> words;  // Values in order of the member's; empty: a number or a size.
-  const char* values;                  // Placeholder for help, "BYTES|auto"; null: the words.
-  const char* allowed;                 // For messages, "1 to 1000000"; null: the words.
-  std::uint64_t least = 0;             // Range of a number.
+  Span<const char* const> words;  // Values in order of the member's; empty: a number or a size.
+  const char* values;             // Placeholder for help, "BYTES|auto"; null: the words.
+  const char* allowed;            // For messages, "1 to 1000000"; null: the words.
+  std::uint64_t least = 0;        // Range of a number.
   std::uint64_t most = ~std::uint64_t{0};
   bool is_memory = false;  // Memory of a device or a host: a bare small number is a mistake.
   bool ShardingOptions::*automatic = nullptr;  // Set by the value "auto".
@@ -139,7 +139,7 @@ struct OptionRow {
 };
 
 // All options, in the order of help texts.
-std::span<const OptionRow> sharding_option_table() noexcept;
+Span<const OptionRow> sharding_option_table() noexcept;
 
 // Null when there is no option of this name.
 const OptionRow* find_option(std::string_view name) noexcept;

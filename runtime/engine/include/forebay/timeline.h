@@ -12,11 +12,11 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "forebay/span.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -63,9 +63,9 @@ struct Exposure {
   std::chrono::nanoseconds busy{0};
   std::chrono::nanoseconds exposed{0};
 };
-Exposure exposure(std::span<const Timeline::Span> spans, std::string_view busy, std::string_view cover);
+Exposure exposure(Span<const Timeline::Span> spans, std::string_view busy, std::string_view cover);
 
 // One process for each rank, one thread for each track, in the format of chrome://tracing.
-std::string timeline_json(std::span<const std::vector<Timeline::Span>> by_rank);
+std::string timeline_json(Span<const std::vector<Timeline::Span>> by_rank);
 
 }  // namespace forebay

@@ -5,9 +5,9 @@
 // places them.
 #pragma once
 
-#include <span>
 #include <vector>
 
+#include "forebay/span.h"
 #include "forebay/status.h"
 
 namespace forebay {
@@ -17,7 +17,7 @@ class ThreadBinding {
  public:
   // Errors: kInvalidArgument for no processors or a negative one; kUnsupported when the system refuses,
   // because none of them exists or may be used. The thread is not moved then.
-  static Result<ThreadBinding> create(std::span<const int> processors);
+  static Result<ThreadBinding> create(Span<const int> processors);
 
   ThreadBinding(ThreadBinding&& other) noexcept;
   ThreadBinding& operator=(ThreadBinding&& other) noexcept;

@@ -11,9 +11,10 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
+
+#include "forebay/span.h"
 
 namespace forebay {
 
@@ -103,9 +104,9 @@ Placement place(const Topology& topology, const PlacementRequest& request);
 
 // One placement for each device, which is given as the nodes nearest to it. Devices near the same nodes
 // divide the processors.
-std::vector<Placement> place_all(const Topology& topology, std::span<const std::vector<int>> devices);
+std::vector<Placement> place_all(const Topology& topology, Span<const std::vector<int>> devices);
 
 // "0-3,8": runs in ascending order, as the kernel writes them; "none" for none.
-std::string processors_text(std::span<const int> processors);
+std::string processors_text(Span<const int> processors);
 
 }  // namespace forebay
