@@ -1,6 +1,5 @@
 #include "forebay/host_adam.h"
 
-#include <algorithm>
 #include <string>
 
 #include "kernels/argument_checks.h"
@@ -61,20 +60,6 @@ Rounding rounding_of(MomentRounding rounding, std::uint64_t step) {
   return {rounding == MomentRounding::kDithered, definitions::dither_seed(step)};
 }
 
-struct Update {
-  const HostAdamArguments& arguments;
-  const MomentKernels& kernels;
-  Rounding rounding;
-};
-
-struct Copy {
-  const float *from_m, *from_v;
-  float *to_m, *to_v;
-  const Moments& moments;
-  const MomentKernels& kernels;
-  Rounding rounding;
-};
-
 }  // namespace
 
 const char* moment_format_name(MomentFormat format) noexcept {
@@ -98,14 +83,10 @@ Status host_adam(const HostAdamArguments& a, const BlockRunner& runner) {
   AdamWArguments checked = a.update;
   checked.m = checked.v = a.update.master;
   FOREBAY_RETURN_IF_ERROR(check_arguments(checked).with_context(function));
-  const Update context = {a, host_kernels::simd_moment_kernels(), rounding_of(a.rounding, a.step)};
-  runner.run(
-      count, kBlockCount,
-      [](const void* opaque, std::size_t begin, std::size_t end) {
-        const auto& update = *static_cast<const Update*>(opaque);
-        update.kernels.update(update.arguments, begin, end, update.rounding);
-      },
-      &context);
+  const MomentKernels& kernels = host_kernels::simd_moment_kernels();
+  const Rounding rounding = rounding_of(a.rounding, a.step);
+  runner.run(count, kBlockCount,
+             [&](std::size_t begin, std::size_t end) { kernels.update(a, begin, end, rounding); });
   return Status();
 }
 
@@ -117,24 +98,16 @@ Status store_moments(const float* m, const float* v, std::size_t count, const Mo
   if (count != 0 && (m == nullptr || v == nullptr)) {
     return invalid(function, count, "the source of m or v is null; pass fp32 values");
   }
-  const Copy context = {
-      m, v, nullptr, nullptr, moments, host_kernels::simd_moment_kernels(), rounding_of(rounding, step)};
-  runner.run(
-      count, kBlockCount,
-      [](const void* opaque, std::size_t begin, std::size_t end) {
-        const auto& c = *static_cast<const Copy*>(opaque);
-        if (c.moments.format != MomentFormat::kFloat32) {
-          c.kernels.store(c.from_m + begin, c.from_v + begin, begin, end, c.moments, c.rounding);
-          return;
-        }
-        auto* kept_m = static_cast<float*>(c.moments.m);
-        auto* kept_v = static_cast<float*>(c.moments.v);
-        for (std::size_t i = begin; i < end; ++i) {
-          kept_m[i] = canonical(c.from_m[i]);
-          kept_v[i] = canonical(c.from_v[i]);
-        }
-      },
-      &context);
+  const MomentKernels& kernels = host_kernels::simd_moment_kernels();
+  const Rounding how = rounding_of(rounding, step);
+  runner.run(count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    if (moments.format != MomentFormat::kFloat32)
+      return kernels.store(m + begin, v + begin, begin, end, moments, how);
+    for (std::size_t i = begin; i < end; ++i) {
+      static_cast<float*>(moments.m)[i] = canonical(m[i]);
+      static_cast<float*>(moments.v)[i] = canonical(v[i]);
+    }
+  });
   return Status();
 }
 
@@ -145,23 +118,15 @@ Status load_moments(const Moments& moments, std::size_t count, float* m, float* 
   if (count != 0 && (m == nullptr || v == nullptr)) {
     return invalid(function, count, "the target of m or v is null; pass room for fp32 values");
   }
-  const Copy context = {nullptr, nullptr, m, v, moments, host_kernels::simd_moment_kernels(), {}};
-  runner.run(
-      count, kBlockCount,
-      [](const void* opaque, std::size_t begin, std::size_t end) {
-        const auto& c = *static_cast<const Copy*>(opaque);
-        if (c.moments.format != MomentFormat::kFloat32) {
-          c.kernels.load(c.moments, begin, end, c.to_m + begin, c.to_v + begin);
-          return;
-        }
-        const auto* kept_m = static_cast<const float*>(c.moments.m);
-        const auto* kept_v = static_cast<const float*>(c.moments.v);
-        for (std::size_t i = begin; i < end; ++i) {
-          c.to_m[i] = canonical(kept_m[i]);
-          c.to_v[i] = canonical(kept_v[i]);
-        }
-      },
-      &context);
+  const MomentKernels& kernels = host_kernels::simd_moment_kernels();
+  runner.run(count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    if (moments.format != MomentFormat::kFloat32)
+      return kernels.load(moments, begin, end, m + begin, v + begin);
+    for (std::size_t i = begin; i < end; ++i) {
+      m[i] = canonical(static_cast<const float*>(moments.m)[i]);
+      v[i] = canonical(static_cast<const float*>(moments.v)[i]);
+    }
+  });
   return Status();
 }
 

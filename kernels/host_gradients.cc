@@ -22,13 +22,9 @@ void host_accumulate(const float* source, float* target, std::size_t count, bool
   arguments.rank_count = 1;
   arguments.type = DataType::kFloat32;
   arguments.first = first;
-  runner.run(
-      count, kBlockCount,
-      [](const void* context, std::size_t begin, std::size_t end) {
-        host_kernels::simd_kernels().accumulate(*static_cast<const AccumulateArguments*>(context), begin,
-                                                end);
-      },
-      &arguments);
+  runner.run(count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    host_kernels::simd_kernels().accumulate(arguments, begin, end);
+  });
 }
 
 Status host_accumulate(const AccumulateArguments& arguments) {
@@ -40,24 +36,18 @@ Status host_accumulate(const AccumulateArguments& arguments) {
 
 Status host_scale(const ScaleArguments& arguments, const BlockRunner& runner) {
   FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
-  runner.run(
-      arguments.count, kBlockCount,
-      [](const void* context, std::size_t begin, std::size_t end) {
-        host_kernels::simd_kernels().scale(*static_cast<const ScaleArguments*>(context), begin, end);
-      },
-      &arguments);
+  runner.run(arguments.count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    host_kernels::simd_kernels().scale(arguments, begin, end);
+  });
   return Status();
 }
 
 Status host_norm(const NormArguments& arguments, const BlockRunner& runner) {
   FOREBAY_RETURN_IF_ERROR(check_arguments(arguments));
   const std::size_t leaf_count = arguments.count / kLeafCount;
-  runner.run(
-      leaf_count, kBlockCount / kLeafCount,
-      [](const void* context, std::size_t begin, std::size_t end) {
-        host_kernels::simd_kernels().norm_leaves(*static_cast<const NormArguments*>(context), begin, end);
-      },
-      &arguments);
+  runner.run(leaf_count, kBlockCount / kLeafCount, [&](std::size_t begin, std::size_t end) {
+    host_kernels::simd_kernels().norm_leaves(arguments, begin, end);
+  });
   const DefaultFloatEnvironment environment;
   *arguments.result = definitions::canonical_double(pairwise_sum(arguments.scratch, leaf_count));
   return Status();

@@ -3,9 +3,6 @@
 // instruction sets take part: simd_elements.h.
 #define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
 
-#include <cstdint>
-#include <cstring>
-
 #include "kernels/host_kernels.h"
 
 #undef HWY_TARGET_INCLUDE

@@ -16,27 +16,20 @@ template <typename Arguments,
           void (*host_kernels::RangeKernels::*Member)(const Arguments&, std::size_t, std::size_t)>
 void run_elements(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<Arguments>*>(arguments[0]);
-  launch.context->runner.run(
-      launch.arguments.count, kBlockCount,
-      [](const void* context, std::size_t begin, std::size_t end) {
-        const auto& l = *static_cast<const HostLaunch<Arguments>*>(context);
-        (l.context->kernels.*Member)(l.arguments, begin, end);
-      },
-      &launch);
+  launch.context->runner.run(launch.arguments.count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    (launch.context->kernels.*Member)(launch.arguments, begin, end);
+  });
 }
 
 void run_fill(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<FillArguments>*>(arguments[0]);
-  launch.context->runner.run(
-      launch.arguments.count, kBlockCount,
-      [](const void* context, std::size_t begin, std::size_t end) {
-        const FillArguments& a = static_cast<const HostLaunch<FillArguments>*>(context)->arguments;
-        host_kernels::with_type(a.type, [&]<DataType type>() {
-          auto* target = static_cast<typename definitions::Element<type>::Storage*>(a.target);
-          std::fill(target + begin, target + end, definitions::Element<type>::round(a.value));
-        });
-      },
-      &launch);
+  const FillArguments& a = launch.arguments;
+  launch.context->runner.run(a.count, kBlockCount, [&](std::size_t begin, std::size_t end) {
+    host_kernels::with_type(a.type, [&]<DataType type>() {
+      auto* target = static_cast<typename definitions::Element<type>::Storage*>(a.target);
+      std::fill(target + begin, target + end, definitions::Element<type>::round(a.value));
+    });
+  });
 }
 
 // The decision is small and serial: one double per rank and unit.
@@ -74,13 +67,9 @@ void run_adamw_controlled(const Dimensions& grid, const Dimensions& block, void*
 void run_norm(const Dimensions&, const Dimensions&, void* const* arguments) {
   const auto& launch = *static_cast<const HostLaunch<NormArguments>*>(arguments[0]);
   const std::size_t leaf_count = launch.arguments.count / kLeafCount;
-  launch.context->runner.run(
-      leaf_count, kBlockCount / kLeafCount,
-      [](const void* context, std::size_t begin, std::size_t end) {
-        const auto& l = *static_cast<const HostLaunch<NormArguments>*>(context);
-        l.context->kernels.norm_leaves(l.arguments, begin, end);
-      },
-      &launch);
+  launch.context->runner.run(leaf_count, kBlockCount / kLeafCount, [&](std::size_t begin, std::size_t end) {
+    launch.context->kernels.norm_leaves(launch.arguments, begin, end);
+  });
   const DefaultFloatEnvironment environment;
   const double sum = pairwise_sum(launch.arguments.scratch, leaf_count);
   *launch.arguments.result = definitions::canonical_double(sum);

@@ -37,6 +37,16 @@ class BlockRunner {
   void run(std::size_t count, std::size_t block,
            void (*function)(const void* context, std::size_t begin, std::size_t end),
            const void* context) const;
+  // The same for a closure: calls function(begin, end).
+  template <typename Function>
+  void run(std::size_t count, std::size_t block, const Function& function) const {
+    run(
+        count, block,
+        [](const void* context, std::size_t begin, std::size_t end) {
+          (*static_cast<const Function*>(context))(begin, end);
+        },
+        &function);
+  }
 
  private:
   struct Arena;

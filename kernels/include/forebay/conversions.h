@@ -44,6 +44,7 @@ FOREBAY_DEVICE inline float canonical(float value) noexcept {
   return (float_bits(value) & 0x7FFFFFFFu) > 0x7F800000u ? float_from_bits(kCanonicalNanFloat32) : value;
 }
 
+// The nearest bf16 value; of two equally near ones, the even one.
 FOREBAY_DEVICE inline std::uint16_t float_to_bfloat16(float value) noexcept {
   const std::uint32_t bits = float_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return kCanonicalNanBfloat16;
@@ -52,10 +53,12 @@ FOREBAY_DEVICE inline std::uint16_t float_to_bfloat16(float value) noexcept {
   return static_cast<std::uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// The same value in fp32.
 FOREBAY_DEVICE inline float bfloat16_to_float(std::uint16_t value) noexcept {
   return canonical(float_from_bits(static_cast<std::uint32_t>(value) << 16));
 }
 
+// The nearest fp16 value; of two equally near ones, the even one. From 65520 on: infinity.
 FOREBAY_DEVICE inline std::uint16_t float_to_float16(float value) noexcept {
   const std::uint32_t bits = float_bits(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
@@ -80,6 +83,7 @@ FOREBAY_DEVICE inline std::uint16_t float_to_float16(float value) noexcept {
   return static_cast<std::uint16_t>(sign | rounded);
 }
 
+// The same value in fp32.
 FOREBAY_DEVICE inline float float16_to_float(std::uint16_t value) noexcept {
   const std::uint32_t sign = (static_cast<std::uint32_t>(value) & 0x8000u) << 16;
   const std::uint32_t exponent = (value >> 10) & 0x1Fu;
