@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +14,7 @@
 #include "forebay/units.h"
 #include "runtime/device/address_book.h"
 #include "runtime/device/address_text.h"
+#include "runtime/device/backend_checks.h"
 #include "runtime/device/cuda/device.h"
 #include "runtime/device/cuda/driver.h"
 #include "runtime/device/cuda/order_book.h"
@@ -46,12 +46,6 @@ cuda::CuModule native(Module module) noexcept {
 }
 cuda::CuFunction native(Kernel kernel) noexcept {
   return static_cast<cuda::CuFunction>(kernel.handle);
-}
-
-bool overlap(const void* a, const void* b, std::size_t bytes) noexcept {
-  const auto x = reinterpret_cast<std::uintptr_t>(a);
-  const auto y = reinterpret_cast<std::uintptr_t>(b);
-  return (x > y ? x - y : y - x) < bytes;
 }
 
 // A host function on its way through a stream.
@@ -164,15 +158,40 @@ class CudaBackendImpl final : public CudaBackend {
 
   // Both once, in this order, before anything else. After a failure the object is destroyed, which undoes
   // them.
-  Status retain_context();
-  Status try_chunk();
+  Status retain_context() {
+    const auto what = [] { return std::string("make a backend"); };
+    FOREBAY_RETURN_IF_ERROR(check(driver_.cuDeviceGet(&device_, ordinal_), "cuDeviceGet", what));
+    cuda::CuContext context = nullptr;
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuDevicePrimaryCtxRetain(&context, device_), "cuDevicePrimaryCtxRetain", what));
+    context_ = context;
+    return {};
+  }
+  // One chunk of the kind, through all that chunks go through.
+  Status try_chunk() {
+    const std::size_t bytes = capabilities_.granularity;
+    FOREBAY_ASSIGN_OR_RETURN(const DevicePtr base, reserve(bytes, 0));
+    FOREBAY_ASSIGN_OR_RETURN(const Chunk chunk, chunk_create(bytes));
+    FOREBAY_RETURN_IF_ERROR(map(base, chunk));
+    FOREBAY_RETURN_IF_ERROR(set_access(base, bytes));
+    FOREBAY_RETURN_IF_ERROR(unmap(base, bytes));
+    FOREBAY_RETURN_IF_ERROR(chunk_destroy(chunk));
+    return release(base, bytes);
+  }
 
   // --- CudaBackend ---
 
   bool chunks_have_posix_fd() const noexcept override { return kind_.posix_fd; }
   bool chunks_have_rdma() const noexcept override { return kind_.rdma; }
   int peer_count() const noexcept override { return static_cast<int>(access_.size()) - 1; }
-  Status call_in_context(HostFunction function, void* argument) override;
+  Status call_in_context(HostFunction function, void* argument) override {
+    const auto what = [] { return std::string("call a function in the context"); };
+    FOREBAY_RETURN_IF_ERROR(enter("call_in_context", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    function(argument);
+    return {};
+  }
   std::size_t charged_bytes() const override { return addresses_.charged_bytes(); }
   std::size_t live_handle_count() const override {
     const std::lock_guard lock(handles_mutex_);
@@ -183,39 +202,442 @@ class CudaBackendImpl final : public CudaBackend {
 
   const Capabilities& capabilities() const noexcept override { return capabilities_; }
 
-  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override;
-  Status release(DevicePtr base, std::size_t bytes) override;
-  Result<Chunk> chunk_create(std::size_t bytes) override;
-  Status chunk_destroy(Chunk chunk) override;
-  Status map(DevicePtr address, Chunk chunk) override;
-  Status unmap(DevicePtr address, std::size_t bytes) override;
-  Status set_access(DevicePtr address, std::size_t bytes) override;
+  Result<DevicePtr> reserve(std::size_t bytes, std::size_t alignment) override {
+    const auto what = [bytes] { return "reserve " + format_bytes(bytes) + " of addresses"; };
+    FOREBAY_RETURN_IF_ERROR(enter("reserve", what));
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_reserve(bytes, alignment));
+    alignment = std::max(alignment, capabilities_.granularity);
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    cuda::CuDevicePtr address = 0;
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuMemAddressReserve(&address, bytes, alignment, 0, 0), "cuMemAddressReserve", what));
+    addresses_.add_reservation(device_pointer(address), bytes);
+    return device_pointer(address);
+  }
+  Status release(DevicePtr base, std::size_t bytes) override {
+    const auto what = [=] { return "release " + range_text(base, bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("release", what));
+    const std::lock_guard lock(mapping_mutex_);
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_release(base, bytes));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    // Out of the book first: once the driver has it, another thread may be given the same address.
+    addresses_.remove_reservation(base);
+    const Status status =
+        check_given_back(driver_.cuMemAddressFree(device_address(base), bytes), "cuMemAddressFree", what);
+    if (!status.ok()) addresses_.add_reservation(base, bytes);
+    return status;
+  }
+  Result<Chunk> chunk_create(std::size_t bytes) override {
+    const auto what = [bytes] { return "create a chunk of " + format_bytes(bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("chunk_create", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(addresses_.charge_chunk(bytes));
+    cuda::CuMemHandle handle = 0;
+    const CuResult result = driver_.cuMemCreate(&handle, bytes, &properties_, 0);
+    if (result != CuResult::kSuccess) {
+      addresses_.refund(bytes);
+      return check_allocated(result, "cuMemCreate", what);
+    }
+    return addresses_.add_chunk(handle, bytes);
+  }
+  Status chunk_destroy(Chunk chunk) override {
+    const auto what = [] { return std::string("destroy a chunk"); };
+    FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy", what));
+    const std::lock_guard lock(mapping_mutex_);
+    FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, addresses_.check_destroy(chunk));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.resource), "cuMemRelease", what));
+    addresses_.remove_chunk(chunk);
+    return {};
+  }
+  Status map(DevicePtr address, Chunk chunk) override {
+    const auto what = [=] { return "map a chunk at " + hex(numeric(address)); };
+    FOREBAY_RETURN_IF_ERROR(enter("map", what));
+    const std::lock_guard lock(mapping_mutex_);
+    FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, addresses_.check_map(address, chunk));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check(
+        driver_.cuMemMap(device_address(address), facts.bytes, 0, facts.resource, 0), "cuMemMap", what));
+    addresses_.add_mapping(address, chunk);
+    return {};
+  }
+  Status unmap(DevicePtr address, std::size_t bytes) override {
+    const auto what = [=] { return "unmap " + range_text(address, bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("unmap", what));
+    const std::lock_guard lock(mapping_mutex_);
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "unmap"));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    const CuResult result = driver_.cuMemUnmap(device_address(address), bytes);
+    // Drivers are not bound to take several mappings at once; one at a time is always right.
+    if (result == CuResult::kInvalidValue && addresses_.mapping_at(address).bytes < bytes) {
+      return unmap_mappings(address, bytes);
+    }
+    FOREBAY_RETURN_IF_ERROR(check_given_back(result, "cuMemUnmap", what));
+    addresses_.remove_mappings(address, bytes);
+    return {};
+  }
+  Status set_access(DevicePtr address, std::size_t bytes) override {
+    const auto what = [=] { return "set access to " + range_text(address, bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("set_access", what));
+    const std::lock_guard lock(mapping_mutex_);
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "set access to"));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
+              "cuMemSetAccess", what));
+    addresses_.set_accessible(address, bytes);
+    return {};
+  }
 
-  Result<DevicePtr> alloc(std::size_t bytes) override;
-  Status free(DevicePtr address) override;
-  Status pin(void* address, std::size_t bytes) override;
-  Status unpin(void* address) override;
-  MemoryInfo memory_info() override;
+  Result<DevicePtr> alloc(std::size_t bytes) override {
+    const auto what = [bytes] { return "allocate " + format_bytes(bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("alloc", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_ASSIGN_OR_RETURN(const std::size_t charged, addresses_.charge_block(bytes, kBlockAlignment));
+    cuda::CuDevicePtr address = 0;
+    const CuResult result = driver_.cuMemAlloc_v2(&address, charged);
+    if (result != CuResult::kSuccess) {
+      addresses_.refund(charged);
+      return check_allocated(result, "cuMemAlloc", what);
+    }
+    addresses_.add_block(device_pointer(address), {.bytes = charged});
+    return device_pointer(address);
+  }
+  Status free(DevicePtr address) override {
+    const auto what = [=] { return "free " + hex(numeric(address)); };
+    FOREBAY_RETURN_IF_ERROR(enter("free", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    // Out of the book first: once the driver has it, another thread may be given the same address.
+    FOREBAY_ASSIGN_OR_RETURN(const AddressBook::BlockFacts block, addresses_.remove_block(address));
+    const Status status = check_given_back(driver_.cuMemFree_v2(device_address(address)), "cuMemFree", what);
+    if (status.ok()) {
+      addresses_.refund(block.bytes);
+    } else {
+      addresses_.add_block(address, block);
+    }
+    return status;
+  }
+  Status pin(void* address, std::size_t bytes) override {
+    const auto what = [=] { return "pin " + range_text(address, bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("pin", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    // Into the book first, so that two threads cannot both pin a page. Pinning gigabytes takes seconds, in
+    // which no mutex is held.
+    FOREBAY_RETURN_IF_ERROR(addresses_.add_pinned(address, bytes));
+    const Status status = check(driver_.cuMemHostRegister_v2(address, bytes, cuda::kHostRegisterPortable),
+                                "cuMemHostRegister", what);
+    if (!status.ok()) static_cast<void>(addresses_.remove_pinned(address));
+    return status;
+  }
+  Status unpin(void* address) override {
+    const auto what = [=] { return "unpin " + hex(numeric(address)); };
+    FOREBAY_RETURN_IF_ERROR(enter("unpin", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    FOREBAY_ASSIGN_OR_RETURN(const std::size_t bytes, addresses_.remove_pinned(address));
+    const Status status = check_given_back(driver_.cuMemHostUnregister(address), "cuMemHostUnregister", what);
+    if (!status.ok()) static_cast<void>(addresses_.add_pinned(address, bytes));
+    return status;
+  }
+  MemoryInfo memory_info() override {
+    const auto what = [] { return std::string("read the free memory"); };
+    MemoryInfo info{.free_bytes = 0, .total_bytes = capabilities_.memory_bytes};
+    // Without an answer nothing is free as far as anybody knows. A host function's stream tells of its
+    // defect.
+    if (!enter("memory_info", what).ok()) return info;
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    Status status = check(scope, what);
+    std::size_t total_bytes = 0;
+    if (status.ok()) {
+      status = check(driver_.cuMemGetInfo_v2(&info.free_bytes, &total_bytes), "cuMemGetInfo", what);
+    }
+    if (!status.ok()) {
+      info.free_bytes = 0;
+      if (!has_reported_memory_info_.exchange(true, std::memory_order_relaxed)) {
+        log(LogLevel::kWarning, "%s; said once", status.message().c_str());
+      }
+      return info;
+    }
+    if (addresses_.budget_bytes() == SIZE_MAX) return info;
+    const std::size_t charged = addresses_.charged_bytes();
+    info.free_bytes =
+        std::min(info.free_bytes, info.total_bytes > charged ? info.total_bytes - charged : std::size_t{0});
+    return info;
+  }
 
-  Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override;
-  Status fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) override;
+  Status copy_async(void* target, const void* source, std::size_t bytes, Stream stream) override {
+    const auto what = [=] { return "copy " + range_text(source, bytes) + " to " + hex(numeric(target)); };
+    FOREBAY_RETURN_IF_ERROR(enter("copy_async", what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    if (bytes == 0) return {};
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "copy to"));
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(source, bytes, "copy from"));
+    if (overlap(target, source, bytes)) return refused(what, kOverlap);
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    return check(driver_.cuMemcpyAsync(device_address(target), device_address(source), bytes, native(stream)),
+                 "cuMemcpyAsync", what);
+  }
+  Status fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) override {
+    const auto what = [=] { return "fill " + range_text(target, bytes); };
+    FOREBAY_RETURN_IF_ERROR(enter("fill_async", what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    if (bytes == 0) return {};
+    FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "fill"));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    return check(driver_.cuMemsetD8Async(device_address(target), value, bytes, native(stream)),
+                 "cuMemsetD8Async", what);
+  }
 
-  Result<Stream> stream_create() override;
-  Status stream_destroy(Stream stream) override;
-  Status stream_synchronize(Stream stream) override;
-  Result<Event> event_create() override;
-  Status event_destroy(Event event) override;
-  Status event_record(Event event, Stream stream) override;
-  Result<bool> event_query(Event event) override;
-  Status event_synchronize(Event event) override;
-  Status stream_wait(Stream stream, Event event) override;
-  Status call_host(Stream stream, HostFunction function, void* argument) override;
+  Result<Stream> stream_create() override {
+    const auto what = [] { return std::string("create a stream"); };
+    FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
+    if (const cuda::CuStream parked = order_.take_parked(this)) return Stream{parked};
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    cuda::CuStream stream = nullptr;
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking), "cuStreamCreate", what));
+    order_.add_stream(stream, this);
+    return Stream{stream};
+  }
+  Status stream_destroy(Stream stream) override {
+    const auto what = [] { return std::string("destroy a stream"); };
+    FOREBAY_RETURN_IF_ERROR(enter("stream_destroy", what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    if (!order_.is_owner(native(stream), this)) {
+      return refused(what, "this backend did not make it; let its owner destroy it");
+    }
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    bool is_capturing = false;
+    const char* call = "cuStreamIsCapturing";
+    CuResult result = ask_capturing(stream, &is_capturing);
+    if (is_capturing) return captured(what);
+    if (result == CuResult::kSuccess) {
+      call = "cuStreamSynchronize";
+      result = driver_.cuStreamSynchronize(native(stream));
+    }
+    if (is_context_lost(result)) {
+      // There is nothing to wait for, and nothing to use again. Waiting for the work reports its failure.
+      order_.forget_stream(native(stream));
+      static_cast<void>(driver_.cuStreamDestroy_v2(native(stream)));
+      return {};
+    }
+    FOREBAY_RETURN_IF_ERROR(check_given_back(result, call, what));
+    if (order_.park_stream(native(stream))) return {};
+    return check_given_back(driver_.cuStreamDestroy_v2(native(stream)), "cuStreamDestroy", what);
+  }
+  Status stream_synchronize(Stream stream) override {
+    const auto what = [] { return std::string("synchronize a stream"); };
+    FOREBAY_RETURN_IF_ERROR(enter("stream_synchronize", what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    {
+      const CudaScope scope(driver_, context_, has_reported_state_);
+      FOREBAY_RETURN_IF_ERROR(check(scope, what));
+      FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+      FOREBAY_RETURN_IF_ERROR(
+          check(driver_.cuStreamSynchronize(native(stream)), "cuStreamSynchronize", what));
+    }
+    return order_.failure(native(stream));
+  }
+  Result<Event> event_create() override {
+    const auto what = [] { return std::string("create an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("event_create", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    cuda::CuEvent event = nullptr;
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming), "cuEventCreate", what));
+    order_.add_event(event, this);
+    return Event{event};
+  }
+  Status event_destroy(Event event) override {
+    const auto what = [] { return std::string("destroy an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("event_destroy", what));
+    FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    // Out of the book first: once the driver has it, another thread may be given the same handle.
+    order_.remove_event(native(event));
+    const Status status = check_given_back(driver_.cuEventDestroy_v2(native(event)), "cuEventDestroy", what);
+    if (!status.ok()) order_.add_event(native(event), this);
+    return status;
+  }
+  Status event_record(Event event, Stream stream) override {
+    const auto what = [] { return std::string("record an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("event_record", what));
+    FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuEventRecord(native(event), native(stream)), "cuEventRecord", what));
+    order_.record(native(event), native(stream));
+    return {};
+  }
+  Result<bool> event_query(Event event) override {
+    const auto what = [] { return std::string("query an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("event_query", what));
+    FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    const CuResult result = driver_.cuEventQuery(native(event));
+    if (result == CuResult::kNotReady) return false;
+    FOREBAY_RETURN_IF_ERROR(check(result, "cuEventQuery", what));
+    return true;
+  }
+  Status event_synchronize(Event event) override {
+    const auto what = [] { return std::string("synchronize an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("event_synchronize", what));
+    FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+    {
+      const CudaScope scope(driver_, context_, has_reported_state_);
+      FOREBAY_RETURN_IF_ERROR(check(scope, what));
+      FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventSynchronize(native(event)), "cuEventSynchronize", what));
+    }
+    return order_.failure(native(event));
+  }
+  Status stream_wait(Stream stream, Event event) override {
+    const auto what = [] { return std::string("wait for an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("stream_wait", what));
+    FOREBAY_RETURN_IF_ERROR(check_event(event, what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+    return check(driver_.cuStreamWaitEvent(native(stream), native(event), 0), "cuStreamWaitEvent", what);
+  }
+  Status call_host(Stream stream, HostFunction function, void* argument) override {
+    const auto what = [] { return std::string("call a host function"); };
+    FOREBAY_RETURN_IF_ERROR(enter("call_host", what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    if (function == nullptr) return refused(what, "it is null; give one");
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    // A graph would call it as often as it is launched.
+    FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
+    std::shared_ptr<CudaStreamState> state = order_.state(native(stream));
+    const std::uint64_t number = state->next_call();
+    auto call = std::make_unique<HostCall>(HostCall{function, argument, std::move(state), number});
+    pending_calls.add(call.get());
+    const Status status =
+        check(driver_.cuLaunchHostFunc(native(stream), &run_host_call, call.get()), "cuLaunchHostFunc", what);
+    if (status.ok()) {
+      static_cast<void>(call.release());  // run_host_call owns it now.
+    } else {
+      pending_calls.remove(call.get());
+    }
+    return status;
+  }
 
-  Result<Module> load_module(const ModuleImage& image) override;
-  Status unload_module(Module module) override;
-  Result<Kernel> get_kernel(Module module, const char* name) override;
+  Result<Module> load_module(const ModuleImage& image) override {
+    const auto what = [] { return std::string("load a module"); };
+    FOREBAY_RETURN_IF_ERROR(enter("load_module", what));
+    if (image.image == nullptr || image.image_bytes == 0) {
+      if (image.host_kernels == nullptr)
+        return refused(what, "the image is empty; give a cubin, fatbin or PTX");
+      return Status(StatusCode::kUnsupported,
+                    "cannot load a module on " + std::string(capabilities_.name) +
+                        ": the image is for the host backend; give a cubin, fatbin or PTX image");
+    }
+    // The driver reads PTX, which is text, up to a zero byte.
+    std::string text;
+    const void* data = image.image;
+    if (!is_binary_image(data, image.image_bytes)) {
+      text.assign(static_cast<const char*>(data), image.image_bytes);
+      data = text.c_str();
+    }
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    char compiler_says[1024] = {};
+    cuda::CuJitOption options[] = {cuda::CuJitOption::kErrorLogBuffer,
+                                   cuda::CuJitOption::kErrorLogBufferSizeBytes};
+    void* values[] = {compiler_says, reinterpret_cast<void*>(sizeof(compiler_says) - 1)};
+    cuda::CuModule module = nullptr;
+    Status status =
+        check(driver_.cuModuleLoadDataEx(&module, data, 2, options, values), "cuModuleLoadDataEx", what);
+    if (!status.ok()) {
+      if (compiler_says[0] == '\0') return status;
+      return Status(status.code(), status.message() + " (the driver's compiler says: " + compiler_says + ")");
+    }
+    const std::lock_guard lock(handles_mutex_);
+    modules_.push_back(module);
+    return Module{module};
+  }
+  Status unload_module(Module module) override {
+    const auto what = [] { return std::string("unload a module"); };
+    FOREBAY_RETURN_IF_ERROR(enter("unload_module", what));
+    const std::lock_guard lock(handles_mutex_);
+    const auto found = std::find(modules_.begin(), modules_.end(), native(module));
+    if (found == modules_.end()) return refused(what, kNoModuleTwice);
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    if (scope.result() == CuResult::kDeinitialized) return {};
+    FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuModuleUnload(native(module)), "cuModuleUnload", what));
+    modules_.erase(found);
+    std::erase_if(kernels_, [&](const auto& kernel) { return kernel.second == native(module); });
+    return {};
+  }
+  Result<Kernel> get_kernel(Module module, const char* name) override {
+    const auto what = [=] { return std::string("get kernel ") + (name == nullptr ? "" : name); };
+    FOREBAY_RETURN_IF_ERROR(enter("get_kernel", what));
+    if (name == nullptr) return refused(what, "its name is null; give one");
+    const std::lock_guard lock(handles_mutex_);
+    if (std::find(modules_.begin(), modules_.end(), native(module)) == modules_.end())
+      return refused(what, kNoModule);
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    cuda::CuFunction function = nullptr;
+    const CuResult result = driver_.cuModuleGetFunction(&function, native(module), name);
+    if (result == CuResult::kNotFound) {
+      return refused(what,
+                     "cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: the module has none of that name; check the "
+                     "spelling, and that it is extern \"C\"");
+    }
+    FOREBAY_RETURN_IF_ERROR(check(result, "cuModuleGetFunction", what));
+    kernels_.insert_or_assign(function, native(module));
+    return Kernel{function};
+  }
   Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
-                const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override;
+                const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
+    const auto what = [] { return std::string("launch a kernel"); };
+    FOREBAY_RETURN_IF_ERROR(enter("launch", what));
+    FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
+    if (const std::string problem = launch_problem(grid, block, arguments, argument_bytes, argument_count);
+        !problem.empty()) {
+      return refused(what, problem);
+    }
+    {
+      const std::lock_guard lock(handles_mutex_);
+      if (!kernels_.contains(native(kernel))) return refused(what, kNoKernel);
+    }
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    // The driver knows each argument's size from the kernel and reads the values before it returns.
+    return check(driver_.cuLaunchKernel(native(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, 0,
+                                        native(stream), const_cast<void**>(arguments), nullptr),
+                 "cuLaunchKernel", what);
+  }
 
  private:
   // `what` below is a function for the words after "cannot", so that they are made only for a failure.
@@ -279,8 +701,7 @@ class CudaBackendImpl final : public CudaBackend {
   Status check_event(Event event, const What& what) const {
     if (order_.has_event(native(event))) [[likely]]
       return {};
-    return refused(
-        what, "there is no such event; give one that event_create returned and event_destroy has not had");
+    return refused(what, kNoEvent);
   }
   // Requires: a CudaScope.
   CuResult ask_capturing(Stream stream, bool* is_capturing) const {
@@ -321,9 +742,63 @@ class CudaBackendImpl final : public CudaBackend {
                 " free; free some first, or end other users of the device (nvidia-smi)"};
   }
 
-  Status unmap_mappings(DevicePtr address, std::size_t bytes);
-  void give_everything_back() noexcept;
-  void report_leak(CuResult result, const char* call) noexcept;
+  // Requires: mapping_mutex_ is held, the range is made of whole mappings, a CudaScope.
+  Status unmap_mappings(DevicePtr address, std::size_t bytes) {
+    const DevicePtr end = address + bytes;
+    while (address != end) {
+      const std::size_t mapping_bytes = addresses_.mapping_at(address).bytes;
+      const auto what = [&] { return "unmap " + range_text(address, mapping_bytes); };
+      FOREBAY_RETURN_IF_ERROR(
+          check_given_back(driver_.cuMemUnmap(device_address(address), mapping_bytes), "cuMemUnmap", what));
+      addresses_.remove_mappings(address, mapping_bytes);
+      address += mapping_bytes;
+    }
+    return {};
+  }
+  // In the order of dependence: work, then the memory it used, then the addresses.
+  void give_everything_back() noexcept {
+    {
+      const CudaScope scope(driver_, context_, has_reported_state_);
+      if (scope.result() == CuResult::kDeinitialized) return;
+      report_leak(scope.result(), scope.call());
+      const CudaOrderBook::Left left = order_.take_all(this);
+      for (const cuda::CuStream stream : left.in_use) {
+        report_leak(driver_.cuStreamSynchronize(stream), "cuStreamSynchronize");
+        report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
+      }
+      for (const cuda::CuStream stream : left.parked) {
+        report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
+      }
+      for (const cuda::CuEvent event : left.events) {
+        report_leak(driver_.cuEventDestroy_v2(event), "cuEventDestroy");
+      }
+      for (const cuda::CuModule module : modules_) {
+        report_leak(driver_.cuModuleUnload(module), "cuModuleUnload");
+      }
+      const AddressBook::Left memory = addresses_.left();
+      for (const auto& [address, bytes] : memory.pinned) {
+        report_leak(driver_.cuMemHostUnregister(address), "cuMemHostUnregister");
+      }
+      for (const auto& [address, bytes] : memory.blocks) {
+        report_leak(driver_.cuMemFree_v2(device_address(address)), "cuMemFree");
+      }
+      for (const auto& [address, bytes] : memory.mappings) {
+        report_leak(driver_.cuMemUnmap(device_address(address), bytes), "cuMemUnmap");
+      }
+      for (const std::uint64_t handle : memory.chunks)
+        report_leak(driver_.cuMemRelease(handle), "cuMemRelease");
+      for (const auto& [address, bytes] : memory.reservations) {
+        report_leak(driver_.cuMemAddressFree(device_address(address), bytes), "cuMemAddressFree");
+      }
+    }
+    report_leak(driver_.cuDevicePrimaryCtxRelease_v2(device_), "cuDevicePrimaryCtxRelease");
+  }
+  void report_leak(CuResult result, const char* call) noexcept {
+    if (result == CuResult::kSuccess || result == CuResult::kDeinitialized) return;
+    if (has_reported_leak_.exchange(true, std::memory_order_relaxed)) return;
+    log(LogLevel::kWarning, "%s: cannot give everything back: %s: %s; said once", capabilities_.name, call,
+        cuda_error_name(driver_, result).c_str());
+  }
 
   const CudaDriver& driver_;
   const int ordinal_;
@@ -353,580 +828,6 @@ class CudaBackendImpl final : public CudaBackend {
   std::vector<cuda::CuModule> modules_;
   std::map<cuda::CuFunction, cuda::CuModule> kernels_;
 };
-
-// --- beginning and end ---
-
-Status CudaBackendImpl::retain_context() {
-  const auto what = [] { return std::string("make a backend"); };
-  FOREBAY_RETURN_IF_ERROR(check(driver_.cuDeviceGet(&device_, ordinal_), "cuDeviceGet", what));
-  cuda::CuContext context = nullptr;
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuDevicePrimaryCtxRetain(&context, device_), "cuDevicePrimaryCtxRetain", what));
-  context_ = context;
-  return {};
-}
-
-// One chunk of the kind, through all that chunks go through.
-Status CudaBackendImpl::try_chunk() {
-  const std::size_t bytes = capabilities_.granularity;
-  FOREBAY_ASSIGN_OR_RETURN(const DevicePtr base, reserve(bytes, 0));
-  FOREBAY_ASSIGN_OR_RETURN(const Chunk chunk, chunk_create(bytes));
-  FOREBAY_RETURN_IF_ERROR(map(base, chunk));
-  FOREBAY_RETURN_IF_ERROR(set_access(base, bytes));
-  FOREBAY_RETURN_IF_ERROR(unmap(base, bytes));
-  FOREBAY_RETURN_IF_ERROR(chunk_destroy(chunk));
-  return release(base, bytes);
-}
-
-void CudaBackendImpl::report_leak(CuResult result, const char* call) noexcept {
-  if (result == CuResult::kSuccess || result == CuResult::kDeinitialized) return;
-  if (has_reported_leak_.exchange(true, std::memory_order_relaxed)) return;
-  log(LogLevel::kWarning, "%s: cannot give everything back: %s: %s; said once", capabilities_.name, call,
-      cuda_error_name(driver_, result).c_str());
-}
-
-// In the order of dependence: work, then the memory it used, then the addresses.
-void CudaBackendImpl::give_everything_back() noexcept {
-  {
-    const CudaScope scope(driver_, context_, has_reported_state_);
-    if (scope.result() == CuResult::kDeinitialized) return;
-    report_leak(scope.result(), scope.call());
-    const CudaOrderBook::Left left = order_.take_all(this);
-    for (const cuda::CuStream stream : left.in_use) {
-      report_leak(driver_.cuStreamSynchronize(stream), "cuStreamSynchronize");
-      report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
-    }
-    for (const cuda::CuStream stream : left.parked) {
-      report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
-    }
-    for (const cuda::CuEvent event : left.events) {
-      report_leak(driver_.cuEventDestroy_v2(event), "cuEventDestroy");
-    }
-    for (const cuda::CuModule module : modules_) {
-      report_leak(driver_.cuModuleUnload(module), "cuModuleUnload");
-    }
-    const AddressBook::Left memory = addresses_.left();
-    for (const auto& [address, bytes] : memory.pinned) {
-      report_leak(driver_.cuMemHostUnregister(address), "cuMemHostUnregister");
-    }
-    for (const auto& [address, bytes] : memory.blocks) {
-      report_leak(driver_.cuMemFree_v2(device_address(address)), "cuMemFree");
-    }
-    for (const auto& [address, bytes] : memory.mappings) {
-      report_leak(driver_.cuMemUnmap(device_address(address), bytes), "cuMemUnmap");
-    }
-    for (const std::uint64_t handle : memory.chunks)
-      report_leak(driver_.cuMemRelease(handle), "cuMemRelease");
-    for (const auto& [address, bytes] : memory.reservations) {
-      report_leak(driver_.cuMemAddressFree(device_address(address), bytes), "cuMemAddressFree");
-    }
-  }
-  report_leak(driver_.cuDevicePrimaryCtxRelease_v2(device_), "cuDevicePrimaryCtxRelease");
-}
-
-// --- address space ---
-
-Result<DevicePtr> CudaBackendImpl::reserve(std::size_t bytes, std::size_t alignment) {
-  const auto what = [bytes] { return "reserve " + format_bytes(bytes) + " of addresses"; };
-  FOREBAY_RETURN_IF_ERROR(enter("reserve", what));
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_reserve(bytes, alignment));
-  alignment = std::max(alignment, capabilities_.granularity);
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  cuda::CuDevicePtr address = 0;
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuMemAddressReserve(&address, bytes, alignment, 0, 0), "cuMemAddressReserve", what));
-  addresses_.add_reservation(device_pointer(address), bytes);
-  return device_pointer(address);
-}
-
-Status CudaBackendImpl::release(DevicePtr base, std::size_t bytes) {
-  const auto what = [=] { return "release " + range_text(base, bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("release", what));
-  const std::lock_guard lock(mapping_mutex_);
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_release(base, bytes));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  // Out of the book first: once the driver has it, another thread may be given the same address.
-  addresses_.remove_reservation(base);
-  const Status status =
-      check_given_back(driver_.cuMemAddressFree(device_address(base), bytes), "cuMemAddressFree", what);
-  if (!status.ok()) addresses_.add_reservation(base, bytes);
-  return status;
-}
-
-Result<Chunk> CudaBackendImpl::chunk_create(std::size_t bytes) {
-  const auto what = [bytes] { return "create a chunk of " + format_bytes(bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("chunk_create", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(addresses_.charge_chunk(bytes));
-  cuda::CuMemHandle handle = 0;
-  const CuResult result = driver_.cuMemCreate(&handle, bytes, &properties_, 0);
-  if (result != CuResult::kSuccess) {
-    addresses_.refund(bytes);
-    return check_allocated(result, "cuMemCreate", what);
-  }
-  return addresses_.add_chunk(handle, bytes);
-}
-
-Status CudaBackendImpl::chunk_destroy(Chunk chunk) {
-  const auto what = [] { return std::string("destroy a chunk"); };
-  FOREBAY_RETURN_IF_ERROR(enter("chunk_destroy", what));
-  const std::lock_guard lock(mapping_mutex_);
-  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, addresses_.check_destroy(chunk));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuMemRelease(facts.resource), "cuMemRelease", what));
-  addresses_.remove_chunk(chunk);
-  return {};
-}
-
-Status CudaBackendImpl::map(DevicePtr address, Chunk chunk) {
-  const auto what = [=] { return "map a chunk at " + hex(numeric(address)); };
-  FOREBAY_RETURN_IF_ERROR(enter("map", what));
-  const std::lock_guard lock(mapping_mutex_);
-  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::ChunkFacts facts, addresses_.check_map(address, chunk));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuMemMap(device_address(address), facts.bytes, 0, facts.resource, 0), "cuMemMap", what));
-  addresses_.add_mapping(address, chunk);
-  return {};
-}
-
-Status CudaBackendImpl::unmap(DevicePtr address, std::size_t bytes) {
-  const auto what = [=] { return "unmap " + range_text(address, bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("unmap", what));
-  const std::lock_guard lock(mapping_mutex_);
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "unmap"));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  const CuResult result = driver_.cuMemUnmap(device_address(address), bytes);
-  // Drivers are not bound to take several mappings at once; one at a time is always right.
-  if (result == CuResult::kInvalidValue && addresses_.mapping_at(address).bytes < bytes) {
-    return unmap_mappings(address, bytes);
-  }
-  FOREBAY_RETURN_IF_ERROR(check_given_back(result, "cuMemUnmap", what));
-  addresses_.remove_mappings(address, bytes);
-  return {};
-}
-
-// Requires: mapping_mutex_ is held, the range is made of whole mappings, a CudaScope.
-Status CudaBackendImpl::unmap_mappings(DevicePtr address, std::size_t bytes) {
-  const DevicePtr end = address + bytes;
-  while (address != end) {
-    const std::size_t mapping_bytes = addresses_.mapping_at(address).bytes;
-    const auto what = [&] { return "unmap " + range_text(address, mapping_bytes); };
-    FOREBAY_RETURN_IF_ERROR(
-        check_given_back(driver_.cuMemUnmap(device_address(address), mapping_bytes), "cuMemUnmap", what));
-    addresses_.remove_mappings(address, mapping_bytes);
-    address += mapping_bytes;
-  }
-  return {};
-}
-
-Status CudaBackendImpl::set_access(DevicePtr address, std::size_t bytes) {
-  const auto what = [=] { return "set access to " + range_text(address, bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("set_access", what));
-  const std::lock_guard lock(mapping_mutex_);
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "set access to"));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
-            "cuMemSetAccess", what));
-  addresses_.set_accessible(address, bytes);
-  return {};
-}
-
-Status CudaBackendImpl::call_in_context(HostFunction function, void* argument) {
-  const auto what = [] { return std::string("call a function in the context"); };
-  FOREBAY_RETURN_IF_ERROR(enter("call_in_context", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  function(argument);
-  return {};
-}
-
-// --- memory ---
-
-Result<DevicePtr> CudaBackendImpl::alloc(std::size_t bytes) {
-  const auto what = [bytes] { return "allocate " + format_bytes(bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("alloc", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_ASSIGN_OR_RETURN(const std::size_t charged, addresses_.charge_block(bytes, kBlockAlignment));
-  cuda::CuDevicePtr address = 0;
-  const CuResult result = driver_.cuMemAlloc_v2(&address, charged);
-  if (result != CuResult::kSuccess) {
-    addresses_.refund(charged);
-    return check_allocated(result, "cuMemAlloc", what);
-  }
-  addresses_.add_block(device_pointer(address), {.bytes = charged});
-  return device_pointer(address);
-}
-
-Status CudaBackendImpl::free(DevicePtr address) {
-  const auto what = [=] { return "free " + hex(numeric(address)); };
-  FOREBAY_RETURN_IF_ERROR(enter("free", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  // Out of the book first: once the driver has it, another thread may be given the same address.
-  FOREBAY_ASSIGN_OR_RETURN(const AddressBook::BlockFacts block, addresses_.remove_block(address));
-  const Status status = check_given_back(driver_.cuMemFree_v2(device_address(address)), "cuMemFree", what);
-  if (status.ok()) {
-    addresses_.refund(block.bytes);
-  } else {
-    addresses_.add_block(address, block);
-  }
-  return status;
-}
-
-Status CudaBackendImpl::pin(void* address, std::size_t bytes) {
-  const auto what = [=] { return "pin " + range_text(address, bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("pin", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  // Into the book first, so that two threads cannot both pin a page. Pinning gigabytes takes seconds, in
-  // which no mutex is held.
-  FOREBAY_RETURN_IF_ERROR(addresses_.add_pinned(address, bytes));
-  const Status status = check(driver_.cuMemHostRegister_v2(address, bytes, cuda::kHostRegisterPortable),
-                              "cuMemHostRegister", what);
-  if (!status.ok()) static_cast<void>(addresses_.remove_pinned(address));
-  return status;
-}
-
-Status CudaBackendImpl::unpin(void* address) {
-  const auto what = [=] { return "unpin " + hex(numeric(address)); };
-  FOREBAY_RETURN_IF_ERROR(enter("unpin", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  FOREBAY_ASSIGN_OR_RETURN(const std::size_t bytes, addresses_.remove_pinned(address));
-  const Status status = check_given_back(driver_.cuMemHostUnregister(address), "cuMemHostUnregister", what);
-  if (!status.ok()) static_cast<void>(addresses_.add_pinned(address, bytes));
-  return status;
-}
-
-MemoryInfo CudaBackendImpl::memory_info() {
-  const auto what = [] { return std::string("read the free memory"); };
-  MemoryInfo info{.free_bytes = 0, .total_bytes = capabilities_.memory_bytes};
-  // Without an answer nothing is free as far as anybody knows. A host function's stream tells of its defect.
-  if (!enter("memory_info", what).ok()) return info;
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  Status status = check(scope, what);
-  std::size_t total_bytes = 0;
-  if (status.ok()) {
-    status = check(driver_.cuMemGetInfo_v2(&info.free_bytes, &total_bytes), "cuMemGetInfo", what);
-  }
-  if (!status.ok()) {
-    info.free_bytes = 0;
-    if (!has_reported_memory_info_.exchange(true, std::memory_order_relaxed)) {
-      log(LogLevel::kWarning, "%s; said once", status.message().c_str());
-    }
-    return info;
-  }
-  if (addresses_.budget_bytes() == SIZE_MAX) return info;
-  const std::size_t charged = addresses_.charged_bytes();
-  info.free_bytes =
-      std::min(info.free_bytes, info.total_bytes > charged ? info.total_bytes - charged : std::size_t{0});
-  return info;
-}
-
-// --- copies ---
-
-Status CudaBackendImpl::copy_async(void* target, const void* source, std::size_t bytes, Stream stream) {
-  const auto what = [=] { return "copy " + range_text(source, bytes) + " to " + hex(numeric(target)); };
-  FOREBAY_RETURN_IF_ERROR(enter("copy_async", what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  if (bytes == 0) return {};
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "copy to"));
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(source, bytes, "copy from"));
-  if (overlap(target, source, bytes)) {
-    return refused(what, "source and target overlap; copy in two steps");
-  }
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  return check(driver_.cuMemcpyAsync(device_address(target), device_address(source), bytes, native(stream)),
-               "cuMemcpyAsync", what);
-}
-
-Status CudaBackendImpl::fill_async(DevicePtr target, std::uint8_t value, std::size_t bytes, Stream stream) {
-  const auto what = [=] { return "fill " + range_text(target, bytes); };
-  FOREBAY_RETURN_IF_ERROR(enter("fill_async", what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  if (bytes == 0) return {};
-  FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "fill"));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  return check(driver_.cuMemsetD8Async(device_address(target), value, bytes, native(stream)),
-               "cuMemsetD8Async", what);
-}
-
-// --- order ---
-
-Result<Stream> CudaBackendImpl::stream_create() {
-  const auto what = [] { return std::string("create a stream"); };
-  FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
-  if (const cuda::CuStream parked = order_.take_parked(this)) return Stream{parked};
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  cuda::CuStream stream = nullptr;
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking), "cuStreamCreate", what));
-  order_.add_stream(stream, this);
-  return Stream{stream};
-}
-
-Status CudaBackendImpl::stream_destroy(Stream stream) {
-  const auto what = [] { return std::string("destroy a stream"); };
-  FOREBAY_RETURN_IF_ERROR(enter("stream_destroy", what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  if (!order_.is_owner(native(stream), this)) {
-    return refused(what, "this backend did not make it; let its owner destroy it");
-  }
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  bool is_capturing = false;
-  const char* call = "cuStreamIsCapturing";
-  CuResult result = ask_capturing(stream, &is_capturing);
-  if (is_capturing) return captured(what);
-  if (result == CuResult::kSuccess) {
-    call = "cuStreamSynchronize";
-    result = driver_.cuStreamSynchronize(native(stream));
-  }
-  if (is_context_lost(result)) {
-    // There is nothing to wait for, and nothing to use again. Waiting for the work reports its failure.
-    order_.forget_stream(native(stream));
-    static_cast<void>(driver_.cuStreamDestroy_v2(native(stream)));
-    return {};
-  }
-  FOREBAY_RETURN_IF_ERROR(check_given_back(result, call, what));
-  if (order_.park_stream(native(stream))) return {};
-  return check_given_back(driver_.cuStreamDestroy_v2(native(stream)), "cuStreamDestroy", what);
-}
-
-Status CudaBackendImpl::stream_synchronize(Stream stream) {
-  const auto what = [] { return std::string("synchronize a stream"); };
-  FOREBAY_RETURN_IF_ERROR(enter("stream_synchronize", what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  {
-    const CudaScope scope(driver_, context_, has_reported_state_);
-    FOREBAY_RETURN_IF_ERROR(check(scope, what));
-    FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-    FOREBAY_RETURN_IF_ERROR(check(driver_.cuStreamSynchronize(native(stream)), "cuStreamSynchronize", what));
-  }
-  return order_.failure(native(stream));
-}
-
-Result<Event> CudaBackendImpl::event_create() {
-  const auto what = [] { return std::string("create an event"); };
-  FOREBAY_RETURN_IF_ERROR(enter("event_create", what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  cuda::CuEvent event = nullptr;
-  FOREBAY_RETURN_IF_ERROR(
-      check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming), "cuEventCreate", what));
-  order_.add_event(event, this);
-  return Event{event};
-}
-
-Status CudaBackendImpl::event_destroy(Event event) {
-  const auto what = [] { return std::string("destroy an event"); };
-  FOREBAY_RETURN_IF_ERROR(enter("event_destroy", what));
-  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  // Out of the book first: once the driver has it, another thread may be given the same handle.
-  order_.remove_event(native(event));
-  const Status status = check_given_back(driver_.cuEventDestroy_v2(native(event)), "cuEventDestroy", what);
-  if (!status.ok()) order_.add_event(native(event), this);
-  return status;
-}
-
-Status CudaBackendImpl::event_record(Event event, Stream stream) {
-  const auto what = [] { return std::string("record an event"); };
-  FOREBAY_RETURN_IF_ERROR(enter("event_record", what));
-  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-  FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventRecord(native(event), native(stream)), "cuEventRecord", what));
-  order_.record(native(event), native(stream));
-  return {};
-}
-
-Result<bool> CudaBackendImpl::event_query(Event event) {
-  const auto what = [] { return std::string("query an event"); };
-  FOREBAY_RETURN_IF_ERROR(enter("event_query", what));
-  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  const CuResult result = driver_.cuEventQuery(native(event));
-  if (result == CuResult::kNotReady) return false;
-  FOREBAY_RETURN_IF_ERROR(check(result, "cuEventQuery", what));
-  return true;
-}
-
-Status CudaBackendImpl::event_synchronize(Event event) {
-  const auto what = [] { return std::string("synchronize an event"); };
-  FOREBAY_RETURN_IF_ERROR(enter("event_synchronize", what));
-  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  {
-    const CudaScope scope(driver_, context_, has_reported_state_);
-    FOREBAY_RETURN_IF_ERROR(check(scope, what));
-    FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventSynchronize(native(event)), "cuEventSynchronize", what));
-  }
-  return order_.failure(native(event));
-}
-
-Status CudaBackendImpl::stream_wait(Stream stream, Event event) {
-  const auto what = [] { return std::string("wait for an event"); };
-  FOREBAY_RETURN_IF_ERROR(enter("stream_wait", what));
-  FOREBAY_RETURN_IF_ERROR(check_event(event, what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-  return check(driver_.cuStreamWaitEvent(native(stream), native(event), 0), "cuStreamWaitEvent", what);
-}
-
-Status CudaBackendImpl::call_host(Stream stream, HostFunction function, void* argument) {
-  const auto what = [] { return std::string("call a host function"); };
-  FOREBAY_RETURN_IF_ERROR(enter("call_host", what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  if (function == nullptr) return refused(what, "it is null; give one");
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  // A graph would call it as often as it is launched.
-  FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-  std::shared_ptr<CudaStreamState> state = order_.state(native(stream));
-  const std::uint64_t number = state->next_call();
-  auto call = std::make_unique<HostCall>(HostCall{function, argument, std::move(state), number});
-  pending_calls.add(call.get());
-  const Status status =
-      check(driver_.cuLaunchHostFunc(native(stream), &run_host_call, call.get()), "cuLaunchHostFunc", what);
-  if (status.ok()) {
-    static_cast<void>(call.release());  // run_host_call owns it now.
-  } else {
-    pending_calls.remove(call.get());
-  }
-  return status;
-}
-
-// --- launch ---
-
-Result<Module> CudaBackendImpl::load_module(const ModuleImage& image) {
-  const auto what = [] { return std::string("load a module"); };
-  FOREBAY_RETURN_IF_ERROR(enter("load_module", what));
-  if (image.image == nullptr || image.image_bytes == 0) {
-    if (image.host_kernels == nullptr)
-      return refused(what, "the image is empty; give a cubin, fatbin or PTX");
-    return Status(StatusCode::kUnsupported,
-                  "cannot load a module on " + std::string(capabilities_.name) +
-                      ": the image is for the host backend; give a cubin, fatbin or PTX image");
-  }
-  // The driver reads PTX, which is text, up to a zero byte.
-  std::string text;
-  const void* data = image.image;
-  if (!is_binary_image(data, image.image_bytes)) {
-    text.assign(static_cast<const char*>(data), image.image_bytes);
-    data = text.c_str();
-  }
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  char compiler_says[1024] = {};
-  cuda::CuJitOption options[] = {cuda::CuJitOption::kErrorLogBuffer,
-                                 cuda::CuJitOption::kErrorLogBufferSizeBytes};
-  void* values[] = {compiler_says, reinterpret_cast<void*>(sizeof(compiler_says) - 1)};
-  cuda::CuModule module = nullptr;
-  Status status =
-      check(driver_.cuModuleLoadDataEx(&module, data, 2, options, values), "cuModuleLoadDataEx", what);
-  if (!status.ok()) {
-    if (compiler_says[0] == '\0') return status;
-    return Status(status.code(), status.message() + " (the driver's compiler says: " + compiler_says + ")");
-  }
-  const std::lock_guard lock(handles_mutex_);
-  modules_.push_back(module);
-  return Module{module};
-}
-
-Status CudaBackendImpl::unload_module(Module module) {
-  const auto what = [] { return std::string("unload a module"); };
-  FOREBAY_RETURN_IF_ERROR(enter("unload_module", what));
-  const std::lock_guard lock(handles_mutex_);
-  const auto found = std::find(modules_.begin(), modules_.end(), native(module));
-  if (found == modules_.end()) {
-    return refused(what, "there is no such module; give one that load_module returned, once");
-  }
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  if (scope.result() == CuResult::kDeinitialized) return {};
-  FOREBAY_RETURN_IF_ERROR(check_given_back(scope, what));
-  FOREBAY_RETURN_IF_ERROR(check_given_back(driver_.cuModuleUnload(native(module)), "cuModuleUnload", what));
-  modules_.erase(found);
-  std::erase_if(kernels_, [&](const auto& kernel) { return kernel.second == native(module); });
-  return {};
-}
-
-Result<Kernel> CudaBackendImpl::get_kernel(Module module, const char* name) {
-  const auto what = [=] { return std::string("get kernel ") + (name == nullptr ? "" : name); };
-  FOREBAY_RETURN_IF_ERROR(enter("get_kernel", what));
-  if (name == nullptr) return refused(what, "its name is null; give one");
-  const std::lock_guard lock(handles_mutex_);
-  if (std::find(modules_.begin(), modules_.end(), native(module)) == modules_.end()) {
-    return refused(what, "there is no such module; give one that load_module returned");
-  }
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  cuda::CuFunction function = nullptr;
-  const CuResult result = driver_.cuModuleGetFunction(&function, native(module), name);
-  if (result == CuResult::kNotFound) {
-    return refused(what,
-                   "cuModuleGetFunction: CUDA_ERROR_NOT_FOUND: the module has none of that name; check the "
-                   "spelling, and that it is extern \"C\"");
-  }
-  FOREBAY_RETURN_IF_ERROR(check(result, "cuModuleGetFunction", what));
-  kernels_.insert_or_assign(function, native(module));
-  return Kernel{function};
-}
-
-Status CudaBackendImpl::launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
-                               const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) {
-  const auto what = [] { return std::string("launch a kernel"); };
-  FOREBAY_RETURN_IF_ERROR(enter("launch", what));
-  FOREBAY_RETURN_IF_ERROR(check_stream(stream, what));
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
-    return refused(what, "a dimension is 0; give at least 1");
-  }
-  if (argument_count > 0 && (arguments == nullptr || argument_bytes == nullptr)) {
-    return refused(what, "its arguments are null; give one pointer and one size for each");
-  }
-  for (std::size_t i = 0; i < argument_count; ++i) {
-    if (arguments[i] == nullptr || argument_bytes[i] == 0) {
-      return refused(what, "argument " + std::to_string(i) + " is null or empty; give its value");
-    }
-  }
-  {
-    const std::lock_guard lock(handles_mutex_);
-    if (!kernels_.contains(native(kernel))) {
-      return refused(what, "there is no such kernel; give one that get_kernel returned");
-    }
-  }
-  const CudaScope scope(driver_, context_, has_reported_state_);
-  FOREBAY_RETURN_IF_ERROR(check(scope, what));
-  // The driver knows each argument's size from the kernel and reads the values before it returns.
-  return check(driver_.cuLaunchKernel(native(kernel), grid.x, grid.y, grid.z, block.x, block.y, block.z, 0,
-                                      native(stream), const_cast<void**>(arguments), nullptr),
-               "cuLaunchKernel", what);
-}
 
 Status check_options(const CudaBackendOptions& options, const CudaDevice& device) {
   const std::string what =

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "forebay/cuda_backend.h"
 #include "runtime/device/cuda/scope.h"
 
 namespace forebay {

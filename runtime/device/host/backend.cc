@@ -13,6 +13,7 @@
 #include "forebay/host_backend.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
+#include "runtime/device/backend_checks.h"
 #include "runtime/device/fault_script.h"
 #include "runtime/device/host/memory.h"
 #include "runtime/device/host/script.h"
@@ -26,19 +27,6 @@ std::uint64_t next_host_handle() noexcept {
   static std::atomic<std::uint64_t> next{1};
   return next.fetch_add(1, std::memory_order_relaxed);
 }
-void* to_handle(std::uint64_t id) noexcept {
-  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(id));
-}
-std::uint64_t to_id(void* handle) noexcept {
-  return reinterpret_cast<std::uintptr_t>(handle);
-}
-
-bool overlap(const void* a, const void* b, std::size_t bytes) noexcept {
-  const auto x = reinterpret_cast<std::uintptr_t>(a);
-  const auto y = reinterpret_cast<std::uintptr_t>(b);
-  return (x > y ? x - y : y - x) < bytes;
-}
-
 struct EventState {
   std::shared_ptr<HostMark> mark;  // The last record; null when there was none.
 };
@@ -152,8 +140,7 @@ class HostBackendImpl final : public ScriptedHostBackend {
     if (bytes > 0) {
       FOREBAY_RETURN_IF_ERROR(memory_->book().check_usable(target, bytes, "copy to"));
       FOREBAY_RETURN_IF_ERROR(memory_->book().check_usable(source, bytes, "copy from"));
-      if (overlap(target, source, bytes))
-        return invalid("copy", "source and target overlap; copy in two steps");
+      if (overlap(target, source, bytes)) return invalid("copy", kOverlap);
     }
     return queue(stream, HostCopy{target, source, bytes}, "copy");
   }
@@ -298,9 +285,7 @@ class HostBackendImpl final : public ScriptedHostBackend {
     FOREBAY_RETURN_IF_ERROR(enter("unload_module"));
     const std::lock_guard lock(options_.clock->mutex());
     const auto found = modules_.find(to_id(module.handle));
-    if (found == modules_.end()) {
-      return invalid("unload a module", "there is no such module; give one that load_module returned, once");
-    }
+    if (found == modules_.end()) return invalid("unload a module", kNoModuleTwice);
     for (const auto& [kernel_id, kernel] : found->second.kernels) kernels_.erase(kernel_id);
     modules_.erase(found);
     return {};
@@ -312,9 +297,7 @@ class HostBackendImpl final : public ScriptedHostBackend {
     const std::lock_guard lock(options_.clock->mutex());
     const auto found = modules_.find(to_id(module.handle));
     const std::string what = std::string("get kernel ") + name;
-    if (found == modules_.end()) {
-      return invalid(what, "there is no such module; give one that load_module returned");
-    }
+    if (found == modules_.end()) return invalid(what, kNoModule);
     for (const auto& [kernel_id, kernel] : found->second.kernels) {
       if (kernel->name == name) return Kernel{to_handle(kernel_id)};
     }
@@ -325,22 +308,14 @@ class HostBackendImpl final : public ScriptedHostBackend {
   Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
                 const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kLaunch));
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
-      return invalid("launch a kernel", "a dimension is 0; give at least 1");
-    }
-    if (argument_count > 0 && (arguments == nullptr || argument_bytes == nullptr)) {
-      return invalid("launch a kernel", "its arguments are null; give one pointer and one size for each");
+    if (const std::string problem = launch_problem(grid, block, arguments, argument_bytes, argument_count);
+        !problem.empty()) {
+      return invalid("launch a kernel", problem);
     }
     // The values lie one after another, each aligned for any type.
     constexpr std::size_t kAlignment = alignof(std::max_align_t);
     std::size_t total_bytes = 0;
-    for (std::size_t i = 0; i < argument_count; ++i) {
-      if (arguments[i] == nullptr || argument_bytes[i] == 0) {
-        return invalid("launch a kernel",
-                       "argument " + std::to_string(i) + " is null or empty; give its value");
-      }
-      total_bytes += round_up(argument_bytes[i], kAlignment);
-    }
+    for (std::size_t i = 0; i < argument_count; ++i) total_bytes += round_up(argument_bytes[i], kAlignment);
     HostLaunch launch{.kernel = nullptr, .grid = grid, .block = block, .arguments = {}, .values = nullptr};
     launch.values = std::make_unique<std::byte[]>(total_bytes);
     launch.arguments.reserve(argument_count);
@@ -352,9 +327,7 @@ class HostBackendImpl final : public ScriptedHostBackend {
     }
     std::unique_lock lock(options_.clock->mutex());
     const auto found = kernels_.find(to_id(kernel.handle));
-    if (found == kernels_.end()) {
-      return invalid("launch a kernel", "there is no such kernel; give one that get_kernel returned");
-    }
+    if (found == kernels_.end()) return invalid("launch a kernel", kNoKernel);
     launch.kernel = found->second;
     const std::shared_ptr<HostStream> target = find_stream(stream);
     if (target == nullptr) return no_stream("launch a kernel");
@@ -379,14 +352,8 @@ class HostBackendImpl final : public ScriptedHostBackend {
   Status invalid(const std::string& what, const std::string& found_and_try) const {
     return {StatusCode::kInvalidArgument, "cannot " + what + " on " + options_.name + ": " + found_and_try};
   }
-  Status no_stream(const char* what) const {
-    return invalid(
-        what, "there is no such stream; give one that stream_create returned and stream_destroy has not had");
-  }
-  Status no_event(const char* what) const {
-    return invalid(
-        what, "there is no such event; give one that event_create returned and event_destroy has not had");
-  }
+  Status no_stream(const char* what) const { return invalid(what, kNoStream); }
+  Status no_event(const char* what) const { return invalid(what, kNoEvent); }
 
   // With the clock's mutex held. Shared, because the stream may be destroyed while the caller waits.
   std::shared_ptr<HostStream> find_stream(Stream stream) const {

@@ -16,18 +16,12 @@
 #include "forebay/model_backend.h"
 #include "runtime/device/address_book.h"
 #include "runtime/device/address_text.h"
+#include "runtime/device/backend_checks.h"
 #include "runtime/device/fault_script.h"
 #include "runtime/device/model/script.h"
 
 namespace forebay {
 namespace {
-
-void* to_handle(std::uint64_t id) noexcept {
-  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(id));
-}
-std::uint64_t to_id(void* handle) noexcept {
-  return reinterpret_cast<std::uintptr_t>(handle);
-}
 
 // Where addresses begin, and how many there are: the upper half of 49 bits, which no process of today's
 // systems gets from its kernel without asking for it.
@@ -247,11 +241,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     if (bytes > 0) {
       FOREBAY_RETURN_IF_ERROR(book_.check_usable(target, bytes, "copy to"));
       FOREBAY_RETURN_IF_ERROR(book_.check_usable(source, bytes, "copy from"));
-      const std::uintptr_t x = numeric(target);
-      const std::uintptr_t y = numeric(source);
-      if ((x > y ? x - y : y - x) < bytes) {
-        return refuse("copy", "source and target overlap; copy in two steps");
-      }
+      if (overlap(target, source, bytes)) return refuse("copy", kOverlap);
     }
     return queue(stream, ModelAccess{target, source, bytes}, "copy");
   }
@@ -390,9 +380,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     FOREBAY_RETURN_IF_ERROR(enter("unload_module"));
     const std::lock_guard lock(mutex_);
     const auto found = modules_.find(to_id(module.handle));
-    if (found == modules_.end()) {
-      return refuse("unload a module", "there is no such module; give one that load_module returned, once");
-    }
+    if (found == modules_.end()) return refuse("unload a module", kNoModuleTwice);
     for (const auto& [name, kernel_id] : found->second.kernels) kernels_.erase(kernel_id);
     modules_.erase(found);
     return {};
@@ -404,9 +392,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     const std::lock_guard lock(mutex_);
     const auto found = modules_.find(to_id(module.handle));
     const std::string what = std::string("get kernel ") + name;
-    if (found == modules_.end()) {
-      return refuse(what, "there is no such module; give one that load_module returned");
-    }
+    if (found == modules_.end()) return refuse(what, kNoModule);
     ModuleState& state = found->second;
     auto kernel = state.kernels.find(name);
     if (kernel == state.kernels.end()) {
@@ -424,22 +410,12 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
                 const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kLaunch));
-    if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
-      return refuse("launch a kernel", "a dimension is 0; give at least 1");
-    }
-    if (argument_count > 0 && (arguments == nullptr || argument_bytes == nullptr)) {
-      return refuse("launch a kernel", "its arguments are null; give one pointer and one size for each");
-    }
-    for (std::size_t i = 0; i < argument_count; ++i) {
-      if (arguments[i] == nullptr || argument_bytes[i] == 0) {
-        return refuse("launch a kernel",
-                      "argument " + std::to_string(i) + " is null or empty; give its value");
-      }
+    if (const std::string problem = launch_problem(grid, block, arguments, argument_bytes, argument_count);
+        !problem.empty()) {
+      return refuse("launch a kernel", problem);
     }
     std::unique_lock lock(mutex_);
-    if (kernels_.count(to_id(kernel.handle)) == 0) {
-      return refuse("launch a kernel", "there is no such kernel; give one that get_kernel returned");
-    }
+    if (kernels_.count(to_id(kernel.handle)) == 0) return refuse("launch a kernel", kNoKernel);
     const std::shared_ptr<ModelStream> target = find_stream(stream);
     if (target == nullptr) return no_stream("launch a kernel");
     return queue(lock, target, ModelLaunch{});
@@ -472,14 +448,8 @@ class ModelBackendImpl final : public ScriptedModelBackend {
                                           ": no such range is free among " + format_bytes(kAddressBytes) +
                                           "; reserve less"};
   }
-  Status no_stream(const char* what) const {
-    return refuse(
-        what, "there is no such stream; give one that stream_create returned and stream_destroy has not had");
-  }
-  Status no_event(const char* what) const {
-    return refuse(
-        what, "there is no such event; give one that event_create returned and event_destroy has not had");
-  }
+  Status no_stream(const char* what) const { return refuse(what, kNoStream); }
+  Status no_event(const char* what) const { return refuse(what, kNoEvent); }
 
   // All below with mutex_ held. Shared, because a stream may be destroyed while a host function runs.
   std::shared_ptr<ModelStream> find_stream(Stream stream) const {

@@ -1,1 +1,0 @@
-#include "forebay/backend.h"
