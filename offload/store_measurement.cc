@@ -6,8 +6,6 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
-#include <memory>
-#include <utility>
 
 #include "forebay/check.h"
 #include "forebay/units.h"

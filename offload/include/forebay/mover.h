@@ -47,6 +47,7 @@ class Mover {
   Mover(const Mover&) = delete;
   Mover& operator=(const Mover&) = delete;
 
+  // The mover's own stream, on which its moves run. It ends with the mover.
   Stream stream() const noexcept { return stream_; }
 
   // Queues a move on stream(). Errors: the Backend's. Failures of the store show in status() when the move
@@ -55,6 +56,7 @@ class Mover {
   // The range's bytes behind the caller's, up to the end of the granule, are undefined afterwards.
   Status spill(const std::byte* source, const StoredBytes& target);
 
+  // The first failure of the store. Threads: any.
   Status status() const;
 
  private:

@@ -80,7 +80,9 @@ class StagingBuffers {
 
   // All buffers, one behind the other: for Store::register_memory.
   virtual Span<std::byte> memory() const noexcept = 0;
+  // The options given to create().
   virtual const StagingBuffersOptions& options() const noexcept = 0;
+  // Figures of all calls so far.
   virtual StagingBuffersStatistics statistics() const = 0;
 
  private:
