@@ -15,6 +15,7 @@ sentence, and the sentences that begin with a word that STYLE.md forbids. The ex
 import argparse
 import re
 import statistics
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,10 +129,11 @@ def main():
     parser.add_argument("--list", action="store_true", help="print each offending line")
     parser.add_argument("paths", nargs="*", help="files or folders below the root; default: the whole tree")
     arguments = parser.parse_args()
-    listed = subprocess.run(["git", "-C", arguments.root, "ls-files", *arguments.paths], capture_output=True, text=True)
-    if listed.returncode == 0 and listed.stdout:
-        names = listed.stdout.split("\n")
-    else:
+    names = []
+    if shutil.which("git"):
+        names = subprocess.run(["git", "-C", arguments.root, "ls-files", *arguments.paths], capture_output=True,
+                               text=True).stdout.splitlines()
+    if not names:
         names = [str(p.relative_to(arguments.root)) for top in arguments.paths or ["."]
                  for p in (arguments.root / top).rglob("*") if "build" not in p.parts and ".git" not in p.parts]
     parts = {}
