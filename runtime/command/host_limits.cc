@@ -1,24 +1,17 @@
 #include "runtime/command/host_limits.h"
 
 #include <charconv>
-#include <fstream>
-#include <sstream>
 #include <string_view>
+
+#include "runtime/topology/system_files.h"
 
 namespace forebay {
 namespace {
 
+using internal::read_all;
+
 // Version 1 writes "no limit" as the largest multiple of a page below 2^63; nothing real comes near 2^60.
 constexpr std::uint64_t kUnlimitedFrom = std::uint64_t{1} << 60;
-
-std::optional<std::string> read_text(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return std::nullopt;
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (file.bad()) return std::nullopt;
-  return text.str();
-}
 
 std::optional<std::uint64_t> parse_number(std::string_view text) {
   const std::size_t start = text.find_first_not_of(" \t");
@@ -41,44 +34,23 @@ std::optional<std::string_view> line_after(std::string_view text, std::string_vi
   return std::nullopt;
 }
 
-// The smallest limit on the way from the process's own group up to the root: every ancestor binds it. In a
-// container the path may name groups that are not mounted; they are skipped, and the container's view is the
-// root.
-std::optional<HostLimit> tightest(const std::string& root, std::string group, const char* file) {
-  if (group.find("/..") != std::string::npos) group = "/";  // Outside the container's own root.
+// The smallest limit: every ancestor's binds the process.
+std::optional<HostLimit> tightest(const std::vector<std::filesystem::path>& groups, const char* file) {
   std::optional<HostLimit> found;
-  while (true) {
-    const std::string path = root + (group == "/" ? "" : group) + "/" + file;
-    if (const std::optional<std::string> text = read_text(path)) {
-      const std::optional<std::uint64_t> bytes = parse_cgroup_limit(*text);
-      if (bytes && (!found || *bytes < found->bytes)) {
-        found = HostLimit{"cgroup memory limit", path, *bytes};
-      }
-    }
-    if (group.empty() || group == "/") return found;
-    group.resize(group.find_last_of('/'));
+  for (const std::filesystem::path& group : groups) {
+    const std::string path = group / file;
+    const std::optional<std::uint64_t> bytes = parse_cgroup_limit(read_all(path));
+    if (bytes && (!found || *bytes < found->bytes)) found = HostLimit{"cgroup memory limit", path, *bytes};
   }
+  return found;
 }
 
 std::optional<HostLimit> cgroup_limit(const HostPaths& paths) {
-  const std::string text = read_text(paths.proc + "/self/cgroup").value_or("");
-  std::string unified = "/", memory = "/";
-  bool has_v1 = false;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {  // "hierarchy:controllers:/path"
-    const std::size_t first = line.find(':');
-    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos || line.size() <= second + 1 || line[second + 1] != '/') continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
-    if (controllers == ",,") unified = line.substr(second + 1);
-    if (controllers.find(",memory,") != std::string::npos) {
-      memory = line.substr(second + 1);
-      has_v1 = true;
-    }
-  }
-  std::optional<HostLimit> limit = tightest(paths.cgroup, unified, "memory.max");
-  if (!limit && has_v1) limit = tightest(paths.cgroup + "/memory", memory, "memory.limit_in_bytes");
-  return limit;
+  std::vector<std::filesystem::path> unified = internal::control_groups(paths.proc, "", paths.cgroup);
+  if (unified.empty()) unified = {paths.cgroup};
+  if (std::optional<HostLimit> limit = tightest(unified, "memory.max")) return limit;
+  return tightest(internal::control_groups(paths.proc, "memory", paths.cgroup + "/memory"),
+                  "memory.limit_in_bytes");
 }
 
 }  // namespace
@@ -108,7 +80,7 @@ std::vector<HostLimit> read_host_limits(const HostPaths& paths) {
   if (std::optional<HostLimit> limit = cgroup_limit(paths)) limits.push_back(std::move(*limit));
 
   const std::string meminfo = paths.proc + "/meminfo";
-  if (const auto bytes = parse_memory_available(read_text(meminfo).value_or(""))) {
+  if (const auto bytes = parse_memory_available(read_all(meminfo))) {
     limits.push_back({"free memory (MemAvailable)", meminfo, *bytes});
   }
   return limits;

@@ -30,40 +30,15 @@ std::optional<double> quota_v1(const fs::path& group) {
   return quota_of(read_line(group / "cpu.cfs_quota_us"), read_line(group / "cpu.cfs_period_us"));
 }
 
-// The smallest on the way from the process's own group up to the root: every ancestor binds it. In a
-// container the path may name groups that are not mounted, and the container sees its own root.
-std::optional<double> tightest(const fs::path& root, std::string group,
-                               std::optional<double> (*quota)(const fs::path&)) {
-  if (group.find("/..") != std::string::npos) group = "/";
-  std::optional<double> found;
-  while (true) {
-    const std::optional<double> here = quota(root / (group == "/" ? "" : group.substr(1)));
-    if (here && (!found || *here < *found)) found = here;
-    if (group == "/") return found;
-    const std::size_t slash = group.find_last_of('/');
-    group = slash == 0 ? "/" : group.substr(0, slash);
-  }
-}
-
 std::optional<double> read_quota(const SystemPaths& paths) {
   const fs::path root = fs::path(paths.sys) / "fs/cgroup";
-  std::istringstream lines(read_all(fs::path(paths.proc) / "self/cgroup"));
-  std::optional<double> found;
-  for (std::string line; std::getline(lines, line);) {  // "hierarchy:controllers:/path"
-    const std::size_t first = line.find(':');
-    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos || line.size() <= second + 1 || line[second + 1] != '/') continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
-    const std::string group = line.substr(second + 1);
-    std::optional<double> quota;
-    if (controllers == ",,") {
-      quota = tightest(root, group, quota_v2);
-    } else if (controllers.find(",cpu,") != std::string::npos) {
-      quota = tightest(root / "cpu", group, quota_v1);
-    }
-    if (quota && (!found || *quota < *found)) found = quota;
-  }
-  return found;
+  std::optional<double> least;
+  const auto bind = [&](const std::optional<double>& quota) {
+    if (quota && (!least || *quota < *least)) least = quota;
+  };
+  for (const fs::path& group : control_groups(paths.proc, "", root)) bind(quota_v2(group));
+  for (const fs::path& group : control_groups(paths.proc, "cpu", root / "cpu")) bind(quota_v1(group));
+  return least;
 }
 
 std::vector<int> read_memory_nodes(const SystemPaths& paths) {

@@ -61,6 +61,25 @@ std::vector<int> parse_list(const std::string& text) {
   return numbers;
 }
 
+std::vector<fs::path> control_groups(const fs::path& proc, const std::string& controller,
+                                     const fs::path& root) {
+  std::vector<fs::path> groups;
+  std::istringstream lines(read_all(proc / "self/cgroup"));
+  for (std::string line; std::getline(lines, line);) {  // "hierarchy:controllers:/path"
+    const std::size_t first = line.find(':');
+    const std::size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos || line.size() <= second + 1 || line[second + 1] != '/') continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    if (controllers.find("," + controller + ",") == std::string::npos) continue;
+    fs::path group = line.substr(second + 1);
+    if (line.find("/..", second) != std::string::npos) group = "/";  // Outside the container's own root.
+    for (; group.has_relative_path(); group = group.parent_path())
+      groups.push_back(root / group.relative_path());
+    groups.push_back(root);
+  }
+  return groups;
+}
+
 std::uint64_t number_behind(const std::string& text, const std::string& label) {
   const std::size_t found = text.find(label);
   return found == std::string::npos ? 0 : std::strtoull(text.c_str() + found + label.size(), nullptr, 10);

@@ -27,6 +27,13 @@ std::optional<int> to_int(const std::string& text);
 // out.
 std::vector<int> parse_list(const std::string& text);
 
+// The directories below `root` of the process's control group and of its ancestors, innermost first.
+// `controller`: "cpu", "memory"; empty: the hierarchy of version 2. In a container the path may name groups
+// that are not mounted, and the container sees its own root.
+std::vector<std::filesystem::path> control_groups(const std::filesystem::path& proc,
+                                                  const std::string& controller,
+                                                  const std::filesystem::path& root);
+
 // The number behind `label` in the first line that has it: "Node 0 MemTotal:  32 kB". 0 when there is none.
 std::uint64_t number_behind(const std::string& text, const std::string& label);
 

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <string>
 #include <utility>
 
 #include "forebay/log.h"

@@ -12,55 +12,25 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
-#include <sstream>
 #include <tuple>
 #include <utility>
 
 #include "forebay/drives.h"
 #include "runtime/command/host_limits.h"
+#include "runtime/topology/system_files.h"
 
 namespace forebay {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string read_line(const fs::path& path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-std::string read_all(const fs::path& path) {
-  std::ifstream file(path);
-  std::ostringstream text;
-  if (file) text << file.rdbuf();
-  return text.str();
-}
+using internal::entries;
+using internal::is_number;
+using internal::number_behind;
+using internal::read_all;
+using internal::read_line;
 
 std::uint64_t to_number(const std::string& text) {
   return std::strtoull(text.c_str(), nullptr, 10);
-}
-
-// The number behind `label` in the first line that has it: "MemTotal:       32 kB", "Node 0 MemFree: 5 kB".
-std::uint64_t number_behind(const std::string& text, const std::string& label) {
-  const std::size_t found = text.find(label);
-  return found == std::string::npos ? 0 : to_number(text.substr(found + label.size()));
-}
-
-// Entries of a directory whose names begin with `prefix`, and the rest of each name.
-std::vector<std::pair<std::string, fs::path>> entries(const fs::path& directory, const std::string& prefix) {
-  std::vector<std::pair<std::string, fs::path>> found;
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
-    const std::string name = entry.path().filename().string();
-    if (name.starts_with(prefix)) found.emplace_back(name.substr(prefix.size()), entry.path());
-  }
-  return found;
-}
-
-bool is_number(const std::string& text) {
-  return !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
 }
 
 std::vector<HostNumaNode> read_numa_nodes(const fs::path& sys) {
