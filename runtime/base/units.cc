@@ -4,7 +4,6 @@
 
 #include <cctype>
 #include <cerrno>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 
@@ -21,6 +20,15 @@ std::string format_bytes(std::uint64_t bytes) {
   char text[32];
   std::snprintf(text, sizeof(text), index == 0 ? "%.0f %s" : "%.2f %s", value, kNames[index]);
   return text;
+}
+
+std::string grouped(std::uint64_t number) {
+  std::string digits = std::to_string(number);
+  for (std::size_t place = digits.size(); place > 3;) {
+    place -= 3;
+    digits.insert(place, 1, ',');
+  }
+  return digits;
 }
 
 std::string format_count(std::uint64_t count, const char* one, const char* many) {

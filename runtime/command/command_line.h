@@ -1,14 +1,18 @@
-// Common to the subcommands of `forebay`.
+// The subcommands of `forebay`, and the functions that they share.
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
-#include "forebay/error.h"
+#include "forebay/command_line.h"
+#include "forebay/status.h"
 
 namespace forebay {
 
-// Exit statuses.
+// Exit codes.
 constexpr int kFailed = 1;
 constexpr int kBadUsage = 2;  // Arguments or files that cannot be used.
 
@@ -19,5 +23,38 @@ inline bool given(const CLI::Option* option) {
 inline Status refuse(const std::string& message) {
   return Status(StatusCode::kInvalidArgument, message);
 }
+
+// Adds an option or a positional with a value. `type`: its placeholder in help texts.
+template <typename Target>
+CLI::Option* add_value(CLI::App& command, const char* name, Target& target, const char* type,
+                       const char* help) {
+  return command.add_option(name, target, help)->type_name(type);
+}
+
+// Prints "PROGRAM: MESSAGE" to standard error and returns `exit_code`.
+int complain(const std::string& program, const std::string& message, int exit_code);
+
+// Errors: kIoError if not all of the text can be written.
+Status write_standard_output(const std::string& text);
+
+// Each adds one subcommand. Parsing it sets `action`, which returns the exit code: 0 for success, kBadUsage
+// for bad input, kFailed where the rest is said.
+using Action = std::function<int()>;
+void add_bench_tiers_command(CLI::App& app, Action& action);  // 1: this machine cannot be measured.
+void add_devices_command(CLI::App& app, Action& action);
+void add_explain_command(CLI::App& app, Action& action);
+void add_plan_command(CLI::App& app, Action& action);    // 1: the plan does not fit.
+void add_replay_command(CLI::App& app, Action& action);  // 1: the arena did not complete a trace.
+void add_report_command(CLI::App& app, Action& action);  // 1: the runs differ or cannot be compared.
+// The exit code is that of `command`, the words to run. They are there before parsing and until the action
+// has been called.
+void add_run_command(CLI::App& app, Action& action, const std::vector<std::string>& command);
+
+// Moves the command to run out of the arguments of `forebay run`: everything after the first `--`, or from
+// the first word that is neither an option nor the value of one. `called`: the subcommand that was given;
+// `arguments`: the program's, without its name. Returns the exit code after a complaint; none otherwise, as
+// for another subcommand.
+std::optional<int> take_run_command(const CommandText& called, std::vector<std::string>* arguments,
+                                    std::vector<std::string>* command);
 
 }  // namespace forebay

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
-#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,30 +13,29 @@
 #include "forebay/text.h"
 #include "forebay/version.h"
 #include "runtime/command/command_line.h"
-#include "runtime/command/machine/bench_tiers_command.h"
-#include "runtime/command/machine/devices_command.h"
-#include "runtime/command/plan/plan_command.h"
-#include "runtime/command/replay/replay_command.h"
-#include "runtime/command/report/report_command.h"
-#include "runtime/command/run/run_command.h"
 #include "runtime/command/shown_text.h"
-#include "runtime/command/traces/explain_command.h"
+
+namespace forebay {
+
+int complain(const std::string& program, const std::string& message, int exit_code) {
+  std::fprintf(stderr, "%s: %s\n", program.c_str(), shown_text(message).c_str());
+  return exit_code;
+}
+
+Status write_standard_output(const std::string& text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return {};
+  return {StatusCode::kIoError, "cannot write to standard output; is the disk full?"};
+}
 
 namespace {
 
 // The subcommand that the arguments begin with, otherwise the program.
-const forebay::CommandText& called_by(const forebay::CommandText& program,
-                                      const std::vector<std::string>& arguments) {
+const CommandText& called_by(const CommandText& program, const std::vector<std::string>& arguments) {
   const auto called =
-      std::find_if(program.commands.begin(), program.commands.end(), [&](const forebay::CommandText& one) {
+      std::find_if(program.commands.begin(), program.commands.end(), [&](const CommandText& one) {
         return !arguments.empty() && one.name == program.name + " " + arguments[0];
       });
   return called == program.commands.end() ? program : *called;
-}
-
-int complain(const std::string& program, const std::string& message, int exit_code) {
-  std::fprintf(stderr, "%s: %s\n", program.c_str(), forebay::shown_text(message).c_str());
-  return exit_code;
 }
 
 // "help plan" is "plan --help".
@@ -52,35 +50,33 @@ int run(std::vector<std::string> arguments) {
   const std::string version = std::string("forebay ") + forebay::version();
   app.set_version_flag("--version", version, "Print the version");
   app.require_subcommand(1);
-  app.footer("'forebay help COMMAND' describes a command. Sizes: " + std::string(forebay::kBytesSyntax) +
-             ".");
-  std::function<int()> action;
-  forebay::add_devices_command(app, action);
-  forebay::add_plan_command(app, action);
-  forebay::add_report_command(app, action);
-  forebay::add_replay_command(app, action);
-  forebay::add_explain_command(app, action);
+  app.footer("'forebay help COMMAND' describes a command. Sizes: " + std::string(kBytesSyntax) + ".");
+  Action action;
+  add_devices_command(app, action);
+  add_plan_command(app, action);
+  add_report_command(app, action);
+  add_replay_command(app, action);
+  add_explain_command(app, action);
   std::vector<std::string> command;  // The words behind `forebay run`.
-  forebay::add_run_command(app, action, command);
-  forebay::add_bench_tiers_command(app, action);
+  add_run_command(app, action, command);
+  add_bench_tiers_command(app, action);
   for (CLI::App* const sub : app.get_subcommands([](CLI::App*) { return true; }))
     sub->set_version_flag("--version", version, "Print the version");
-  const forebay::CommandText description = forebay::describe_command(app, "forebay");
+  const CommandText description = describe_command(app, "forebay");
   if (arguments.size() == 2 && arguments[0] == "--write-manual") {
-    forebay::throw_if_error(forebay::write_manual(description, arguments[1]));
+    throw_if_error(write_manual(description, arguments[1]));
     return 0;
   }
   read_help_command(arguments);
-  const forebay::CommandText& called = called_by(description, arguments);
+  const CommandText& called = called_by(description, arguments);
   const std::string& program = called.name;
   if (&called == &description && !arguments.empty() && (arguments[0].empty() || arguments[0][0] != '-'))
-    return complain(program, forebay::unknown_word_text(description, arguments[0]), forebay::kBadUsage);
-  if (const std::optional<int> refused = forebay::take_run_command(called, &arguments, &command))
-    return *refused;
+    return complain(program, unknown_word_text(description, arguments[0]), kBadUsage);
+  if (const std::optional<int> refused = take_run_command(called, &arguments, &command)) return *refused;
   try {
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // As CLI11 wants them.
   } catch (const CLI::CallForHelp&) {
-    std::fputs(forebay::help_text(called, forebay::terminal_width()).c_str(), stdout);
+    std::fputs(help_text(called, terminal_width()).c_str(), stdout);
     return 0;
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);
@@ -88,25 +84,26 @@ int run(std::vector<std::string> arguments) {
     return complain(program,
                     unknown.empty()
                         ? std::string(error.what()) + " (" + program + " --help lists the options)"
-                        : forebay::unknown_word_text(called, unknown.front()),
-                    forebay::kBadUsage);
+                        : unknown_word_text(called, unknown.front()),
+                    kBadUsage);
   }
   try {
     return action();
-  } catch (const forebay::Error& error) {
-    return complain(program, error.status().message(), forebay::kFailed);
+  } catch (const Error& error) {
+    return complain(program, error.status().message(), kFailed);
   } catch (const std::exception& error) {
-    return complain(program, error.what(), forebay::kFailed);
+    return complain(program, error.what(), kFailed);
   }
 }
 
 }  // namespace
+}  // namespace forebay
 
 int main(int argc, char** argv) {
   forebay::keep_standard_streams();
   try {
-    return run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
+    return forebay::run(std::vector<std::string>(argv + std::min(argc, 1), argv + argc));
   } catch (const std::exception& error) {
-    return complain("forebay", error.what(), forebay::kFailed);
+    return forebay::complain("forebay", error.what(), forebay::kFailed);
   }
 }

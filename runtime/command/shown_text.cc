@@ -1,26 +1,16 @@
 #include "runtime/command/shown_text.h"
 
-#include <cstdio>
+#include "forebay/text.h"
 
 namespace forebay {
 namespace {
 
 // As a language would write it in a string.
 std::string spelled_out(std::uint32_t character, bool is_byte) {
-  switch (character) {
-    case '\n':
-      return "\\n";
-    case '\r':
-      return "\\r";
-    case '\t':
-      return "\\t";
-    default:
-      break;
-  }
-  char text[16];
-  std::snprintf(text, sizeof text, is_byte || character < 0x80 ? "\\x%02x" : "\\u%04x",
-                static_cast<unsigned>(character));
-  return text;
+  if (character == '\n') return "\\n";
+  if (character == '\r') return "\\r";
+  if (character == '\t') return "\\t";
+  return format_text(is_byte || character < 0x80 ? "\\x%02x" : "\\u%04x", static_cast<unsigned>(character));
 }
 
 }  // namespace

@@ -1,9 +1,5 @@
-#include "runtime/command/machine/bench_tiers_command.h"
-
 #include <algorithm>
 #include <charconv>
-#include <cmath>
-#include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
@@ -86,7 +82,7 @@ std::uint64_t host_memory_limit() {
 }
 
 // Everything of the model but the choice. None when no model was given.
-Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arguments, const Device device,
+Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arguments, const Device& device,
                                                        std::uint64_t file_bytes, ModelShape* shape) {
   const bool has_model = arguments.model.has_config() || arguments.model.has_shape();
   if (!has_model) {
@@ -102,18 +98,16 @@ Result<std::optional<BenchedModel>> read_benched_model(const BenchArguments& arg
   BenchedModel model;
   FOREBAY_ASSIGN_OR_RETURN(const ModelChoice read, read_model(arguments.model));
   model.description = describe_model(read);
-  std::int64_t number = 0;
-  FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, &number));
-  model.options.ranks = static_cast<int>(number);
+  FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, &model.options.ranks));
   FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(model.options));
   if (!arguments.device_budget.empty())
     FOREBAY_RETURN_IF_ERROR(
         read_bytes("device-budget", arguments.device_budget, &model.options.memory_bytes));
-  number = arguments.ranks;
-  if (arguments.host_ranks_option->count() > 0) {
-    FOREBAY_RETURN_IF_ERROR(read_positive("host-ranks", arguments.host_ranks, arguments.ranks, &number));
+  model.limits.host_ranks = static_cast<std::uint64_t>(arguments.ranks);
+  if (given(arguments.host_ranks_option)) {
+    FOREBAY_RETURN_IF_ERROR(
+        read_positive("host-ranks", arguments.host_ranks, arguments.ranks, &model.limits.host_ranks));
   }
-  model.limits.host_ranks = static_cast<std::uint64_t>(number);
 
   const Capabilities& facts = device.backend->capabilities();
   model.options.chunk_bytes = facts.granularity;
@@ -216,19 +210,18 @@ Result<BenchTiersReport> bench(const BenchArguments& arguments) {
 int run(const BenchArguments& arguments) {
   const Result<BenchTiersReport> report = bench(arguments);
   if (!report.ok()) {
-    std::fprintf(stderr, "forebay bench-tiers: %s\n", report.status().message().c_str());
-    return report.status().code() == StatusCode::kInvalidArgument ? kBadUsage : kFailed;
+    return complain("forebay bench-tiers", report.status().message(),
+                    report.status().code() == StatusCode::kInvalidArgument ? kBadUsage : kFailed);
   }
   const std::string text =
       arguments.json ? bench_tiers_json(report.value()) : bench_tiers_text(report.value());
-  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return 0;
-  std::fprintf(stderr, "forebay bench-tiers: cannot write to standard output; is the disk full?\n");
-  return kFailed;
+  const Status written = write_standard_output(text);
+  return written.ok() ? 0 : complain("forebay bench-tiers", written.message(), kFailed);
 }
 
 }  // namespace
 
-void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
+void add_bench_tiers_command(CLI::App& app, Action& action) {
   const auto arguments = std::make_shared<BenchArguments>();  // Shared by the parser's fields and the action.
   BenchArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
@@ -238,23 +231,16 @@ void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
       "Bytes are written 4096, 64KiB, 1.5GiB or 2GB. Rates are printed in GB/s (1e9 bytes) and, with --json, "
       "in bytes per second.\nThe files are anonymous and vanish with the process. Progress is shown if "
       "standard error is a terminal.");
-  command
-      ->add_option("DIR", a.directories,
-                   "Directories for the file tier; several are measured each, then striped")
-      ->required()
-      ->type_name("");
-  command->add_option("--device", a.device, "host, cuda or cuda:N (N counts GPUs from 0)")
-      ->type_name("DEVICE")
+  add_value(*command, "DIR", a.directories, "",
+            "Directories for the file tier; several are measured each, then striped")
+      ->required();
+  add_value(*command, "--device", a.device, "DEVICE", "host, cuda or cuda:N (N counts GPUs from 0)")
       ->capture_default_str();
-  command
-      ->add_option("--bytes", a.bytes,
-                   "Bytes of each copy, of the file, and of each of three arrays of the host; in whole 4 MiB")
-      ->type_name("BYTES")
+  add_value(*command, "--bytes", a.bytes, "BYTES",
+            "Bytes of each copy, of the file, and of each of three arrays of the host; in whole 4 MiB")
       ->capture_default_str();
-  command
-      ->add_option("--seconds", a.seconds,
-                   "Approximate time of all measurements together; a slow drive takes longer")
-      ->type_name("S")
+  add_value(*command, "--seconds", a.seconds, "S",
+            "Approximate time of all measurements together; a slow drive takes longer")
       ->capture_default_str();
   command->add_flag("--json", a.json, "Print JSON");
 
@@ -268,7 +254,7 @@ void add_bench_tiers_command(CLI::App& app, std::function<int()>& action) {
   for (const char* const name : {"stage", "dtype", "micro-steps", "memory"})
     a.plan_options.push_back(a.sharding.option(name));
   a.plan_options.push_back(
-      command->add_option("--device-budget", a.device_budget, "The same as --memory")->type_name("BYTES"));
+      add_value(*command, "--device-budget", a.device_budget, "BYTES", "The same as --memory"));
   a.host_ranks_option = number("--host-ranks", a.host_ranks,
                                "Ranks that share this host's cores, memory and drives (default: all)");
   a.plan_options.push_back(a.host_ranks_option);

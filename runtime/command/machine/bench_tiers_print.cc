@@ -1,9 +1,9 @@
 #include "runtime/command/machine/bench_tiers_print.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -11,19 +11,13 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string number_text(const char* format, double value) {
-  char text[64];
-  std::snprintf(text, sizeof text, format, value);
-  return text;
-}
-
 std::string rate_text(double bytes_per_second) {
-  return number_text("%.2f GB/s", bytes_per_second / 1e9);
+  return format_text("%.2f GB/s", bytes_per_second / 1e9);
 }
 
 std::string time_text(double seconds) {
   if (seconds <= 0) return "0";
-  return seconds < 0.1 ? number_text("%.2f ms", seconds * 1e3) : number_text("%.3f s", seconds);
+  return seconds < 0.1 ? format_text("%.2f ms", seconds * 1e3) : format_text("%.3f s", seconds);
 }
 
 std::string cell(const std::string& text, std::size_t width) {
@@ -208,7 +202,7 @@ std::string bench_tiers_text(const BenchTiersReport& report) {
   text += "  AdamW             " +
           cell(rate_text(host.adamw_elements_per_second * static_cast<double>(host.adamw_bytes_per_element)),
                12) +
-          number_text("  (%.0f million elements/s, ", host.adamw_elements_per_second / 1e6) +
+          format_text("  (%.0f million elements/s, ", host.adamw_elements_per_second / 1e6) +
           std::to_string(host.adamw_bytes_per_element) + " bytes each)\n";
   for (const FileMeasurement& files : report.files) text += files_text(files);
   if (report.model) text += model_text(*report.model);

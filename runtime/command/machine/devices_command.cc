@@ -1,6 +1,3 @@
-#include "runtime/command/machine/devices_command.h"
-
-#include <cstdio>
 #include <memory>
 #include <string>
 
@@ -33,14 +30,13 @@ int run(bool json) {
   report.topology = read_topology();
   report.placements = place_devices(report.topology, report.cuda.devices);
   const std::string text = json ? devices_json(report) : devices_text(report);
-  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) return 0;
-  std::fprintf(stderr, "forebay devices: cannot write to standard output; is the disk full?\n");
-  return kFailed;
+  const Status written = write_standard_output(text);
+  return written.ok() ? 0 : complain("forebay devices", written.message(), kFailed);
 }
 
 }  // namespace
 
-void add_devices_command(CLI::App& app, std::function<int()>& action) {
+void add_devices_command(CLI::App& app, Action& action) {
   const auto json = std::make_shared<bool>(false);  // Shared by the parser's field and the action.
   CLI::App* command = app.add_subcommand(
       "devices",

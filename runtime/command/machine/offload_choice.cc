@@ -1,9 +1,9 @@
 #include "runtime/command/machine/offload_choice.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -81,9 +81,7 @@ void cost(const Plan plan, std::uint64_t parameter_bytes_up, const TierLimits& l
 }
 
 std::string seconds_text(double time) {
-  char text[32];
-  std::snprintf(text, sizeof text, time < 0.1 ? "%.2f ms" : "%.3f s", time < 0.1 ? time * 1e3 : time);
-  return text;
+  return time < 0.1 ? format_text("%.2f ms", time * 1e3) : format_text("%.3f s", time);
 }
 
 // Where the device has no room for any setting: the one that takes least of it, and its largest pool.

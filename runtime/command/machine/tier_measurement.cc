@@ -106,17 +106,6 @@ struct NodeBench {
   std::size_t bytes = 0;
 };
 
-struct Triad {
-  double* a;
-  const double* b;
-  const double* c;
-};
-
-void triad_block(const void* context, std::size_t begin, std::size_t end) {
-  const Triad& arrays = *static_cast<const Triad*>(context);
-  for (std::size_t i = begin; i < end; ++i) arrays.a[i] = arrays.b[i] + 3.0 * arrays.c[i];
-}
-
 // The sum of elements_per_second(node) over all nodes, measured at the same time.
 template <typename Measure>
 Result<double> on_all_nodes(const std::vector<NodeBench>& nodes, const Measure& elements_per_second) {
@@ -141,10 +130,13 @@ Result<double> on_all_nodes(const std::vector<NodeBench>& nodes, const Measure& 
 
 Result<double> triad_rate(const NodeBench& node, std::chrono::nanoseconds duration) {
   const std::size_t count = node.bytes / (3 * sizeof(double));
-  auto* const memory = reinterpret_cast<double*>(node.memory);
-  const Triad arrays{memory, memory + count, memory + 2 * count};
+  double* const a = reinterpret_cast<double*>(node.memory);
+  const double* const b = a + count;
+  const double* const c = a + 2 * count;
   const auto seconds = median_seconds(duration, [&] {
-    node.runner->run(count, kTriadBlock, triad_block, &arrays);
+    node.runner->run(count, kTriadBlock, [=](std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin; i < end; ++i) a[i] = b[i] + 3.0 * c[i];
+    });
     return Status();
   });
   FOREBAY_RETURN_IF_ERROR(seconds.status());

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <iterator>
 #include <map>
 #include <unordered_map>
 #include <utility>
 
 #include "allocator/preload/events.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/page/text.h"
 
@@ -261,9 +261,8 @@ class Map {
       const double x = ((begin + end) / 2 - static_cast<double>(row * kRowWidth)) / kRowWidth * 100;
       const double y = static_cast<double>(2 * row * kRowHeight + kBarHeight) /
                        static_cast<double>(2 * rows_ * kRowHeight) * 100;
-      char place[64];
-      std::snprintf(place, sizeof(place), "left:%.2f%%;top:%.2f%%", x, y);
-      text += std::string("<b style=\"") + place + "\" aria-hidden=\"true\">" + letter(i) + "</b>";
+      text +=
+          format_text("<b style=\"left:%.2f%%;top:%.2f%%\" aria-hidden=\"true\">", x, y) + letter(i) + "</b>";
     }
     return text;
   }

@@ -4,7 +4,6 @@
 #include <numeric>
 #include <string_view>
 #include <tuple>
-#include <utility>
 
 #include "forebay/units.h"
 #include "runtime/command/page/blocks.h"

@@ -1,16 +1,11 @@
 #include "runtime/command/page/text.h"
 
 #include <cstddef>
-#include <cstdio>
 
+#include "forebay/text.h"
 #include "runtime/command/shown_text.h"
 
 namespace forebay {
-namespace {
-
-constexpr char kReplacement[] = "\xEF\xBF\xBD";
-
-}  // namespace
 
 std::string html_text(std::string_view text) {
   std::string html;
@@ -19,7 +14,7 @@ std::string html_text(std::string_view text) {
     std::uint32_t character = 0;
     const std::size_t length = utf8_length(text, &character);
     if (length == 0 || (is_invisible(character) && character != '\n' && character != '\t')) {
-      html += kReplacement;
+      html += "\xEF\xBF\xBD";  // U+FFFD.
     } else if (character == '&') {
       html += "&amp;";
     } else if (character == '<') {
@@ -41,33 +36,20 @@ std::string html_text(std::string_view text) {
 std::string time_text(std::uint64_t ns) {
   const auto value = static_cast<double>(ns);
   if (ns == 0) return "0 s";
-  char text[64];
-  if (ns < 1000) {
-    std::snprintf(text, sizeof(text), "%.0f ns", value);
-  } else if (ns < 1'000'000) {
-    std::snprintf(text, sizeof(text), "%.2f µs", value / 1e3);
-  } else if (ns < 1'000'000'000) {
-    std::snprintf(text, sizeof(text), "%.2f ms", value / 1e6);
-  } else if (ns < 60'000'000'000) {
-    std::snprintf(text, sizeof(text), "%.2f s", value / 1e9);
-  } else {
-    const std::uint64_t seconds = ns / 1'000'000'000;
-    std::snprintf(text, sizeof(text), "%llu min %llu s", static_cast<unsigned long long>(seconds / 60),
-                  static_cast<unsigned long long>(seconds % 60));
-  }
-  return text;
+  if (ns < 1000) return format_text("%.0f ns", value);
+  if (ns < 1'000'000) return format_text("%.2f µs", value / 1e3);
+  if (ns < 1'000'000'000) return format_text("%.2f ms", value / 1e6);
+  if (ns < 60'000'000'000) return format_text("%.2f s", value / 1e9);
+  const std::uint64_t seconds = ns / 1'000'000'000;
+  return std::to_string(seconds / 60) + " min " + std::to_string(seconds % 60) + " s";
 }
 
 std::string percent_text(double part) {
-  char text[32];
-  std::snprintf(text, sizeof(text), part < 0.0995 ? "%.1f %%" : "%.0f %%", part * 100);
-  return text;
+  return format_text(part < 0.0995 ? "%.1f %%" : "%.0f %%", part * 100);
 }
 
 std::string address_text(std::uint64_t address) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(address));
-  return text;
+  return format_text("0x%llx", static_cast<unsigned long long>(address));
 }
 
 }  // namespace forebay

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdio>
 #include <utility>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/page/text.h"
 
@@ -171,9 +171,8 @@ class Drawing {
     for (const std::uint64_t bytes : ticks()) {
       std::string figure = format_bytes(bytes);
       if (const std::size_t end = figure.find(".00"); end != std::string::npos) figure.erase(end, 3);
-      char place[32];
-      std::snprintf(place, sizeof(place), "%.1f%%", static_cast<double>(y(bytes)) / kHeight * 100);
-      text += std::string("<span style=\"top:") + place + "\">" + figure + "</span>";
+      text += format_text("<span style=\"top:%.1f%%\">", static_cast<double>(y(bytes)) / kHeight * 100) +
+              figure + "</span>";
     }
     return text;
   }

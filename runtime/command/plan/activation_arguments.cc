@@ -46,12 +46,11 @@ void add_activation_options(CLI::App& command, ActivationArguments& arguments) {
 
 Result<ActivationRequest> read_activations(const ActivationArguments& arguments) {
   ActivationRequest request;
-  std::int64_t ranks = 1;
-  FOREBAY_RETURN_IF_ERROR(read_positive("tensor-parallel", arguments.tensor_parallel, kPartLimit, &ranks));
-  request.part.tensor_parallel = static_cast<int>(ranks);
+  ModelPart& part = request.part;
   FOREBAY_RETURN_IF_ERROR(
-      read_positive("pipeline-parallel", arguments.pipeline_parallel, kPartLimit, &ranks));
-  request.part.pipeline_parallel = static_cast<int>(ranks);
+      read_positive("tensor-parallel", arguments.tensor_parallel, kPartLimit, &part.tensor_parallel));
+  FOREBAY_RETURN_IF_ERROR(
+      read_positive("pipeline-parallel", arguments.pipeline_parallel, kPartLimit, &part.pipeline_parallel));
   const bool placed = !arguments.placement.empty();
   const std::string recompute = !arguments.recompute.empty() ? arguments.recompute
                                 : placed                     ? "block"

@@ -1,23 +1,19 @@
 #include "runtime/command/plan/activation_print.h"
 
-#include <cstdio>
-
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay {
 namespace {
 
 std::string line(const std::string& label, std::uint64_t bytes, const std::string& formula = "") {
-  char text[160];
-  std::snprintf(text, sizeof(text), "  %-42s %20llu B %12s", label.c_str(),
-                static_cast<unsigned long long>(bytes), format_bytes(bytes).c_str());
+  const std::string text = format_text("  %-42s %20llu B %12s", label.c_str(),
+                                       static_cast<unsigned long long>(bytes), format_bytes(bytes).c_str());
   return text + (formula.empty() ? "" : "   " + formula) + "\n";
 }
 
 std::string gigabytes(double bytes) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f GB", bytes / 1e9);
-  return text;
+  return format_text("%.1f GB", bytes / 1e9);
 }
 
 // "16 of 48 keep, 32 partition", in that order.
@@ -34,10 +30,7 @@ std::string placements(const ActivationPlan& plan) {
 }
 
 std::string share_text(std::uint64_t part, std::uint64_t whole) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f %%",
-                100.0 * static_cast<double>(part) / static_cast<double>(whole));
-  return text;
+  return format_text("%.1f %%", 100.0 * static_cast<double>(part) / static_cast<double>(whole));
 }
 
 // The paper recomputes all layers between two saved inputs together.

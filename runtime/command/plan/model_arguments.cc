@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
 #include "forebay/model_config.h"
@@ -12,10 +13,7 @@ namespace {
 constexpr std::int64_t kNumberLimit = std::int64_t{1} << 40;  // Tighter bounds are the shape's own.
 
 Status read_count(const char* name, std::int64_t value, std::uint64_t* target) {
-  std::int64_t count = 0;
-  FOREBAY_RETURN_IF_ERROR(read_positive(name, value, kNumberLimit, &count));
-  *target = static_cast<std::uint64_t>(count);
-  return Status();
+  return read_positive(name, value, kNumberLimit, target);
 }
 
 }  // namespace
@@ -85,16 +83,15 @@ std::string describe_model(const ModelChoice& model) {
   return text;
 }
 
-Status read_positive(const char* name, std::int64_t value, std::int64_t limit, std::int64_t* target) {
-  if (value < 1 || value > limit) {
-    return refuse(std::string("--") + name + " is " + std::to_string(value) + "; use 1 to " +
-                  std::to_string(limit));
-  }
-  *target = value;
-  return Status();
+Status check_positive(const char* name, std::int64_t value, std::int64_t limit) {
+  if (value >= 1 && value <= limit) return Status();
+  return refuse(std::string("--") + name + " is " + std::to_string(value) + "; use 1 to " +
+                std::to_string(limit));
 }
 
 Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes) {
+  if (const std::string question = size_question(text.c_str()); !question.empty())
+    return refuse(std::string("--") + name + " is " + question);
   if (parse_bytes(text.c_str(), bytes) && *bytes > 0) return Status();
   return refuse(std::string("--") + name + " is '" + text + "'; use a size, such as 2MiB, 80GB or 4096");
 }

@@ -53,7 +53,13 @@ Result<ModelChoice> read_model(const ModelArguments& arguments);
 std::string describe_model(const ModelChoice& model);
 
 // Errors: kInvalidArgument naming the option and its allowed values.
-Status read_positive(const char* name, std::int64_t value, std::int64_t limit, std::int64_t* target);
+Status check_positive(const char* name, std::int64_t value, std::int64_t limit);
+template <typename Number>
+Status read_positive(const char* name, std::int64_t value, std::int64_t limit, Number* target) {
+  FOREBAY_RETURN_IF_ERROR(check_positive(name, value, limit));
+  *target = static_cast<Number>(value);
+  return Status();
+}
 Status read_bytes(const char* name, const std::string& text, std::uint64_t* bytes);
 
 }  // namespace forebay

@@ -1,9 +1,5 @@
-#include "runtime/command/plan/plan_command.h"
-
 #include <algorithm>
 #include <bit>
-#include <charconv>
-#include <cstdio>
 #include <memory>
 #include <optional>
 #include <string>
@@ -64,13 +60,6 @@ Status read_request(const PlanArguments& arguments, PlanRequest* request, std::s
   return Status();
 }
 
-Status read_number(const char* name, std::int64_t value, int* target) {
-  std::int64_t number = 0;
-  FOREBAY_RETURN_IF_ERROR(read_positive(name, value, 1'000'000, &number));
-  *target = static_cast<int>(number);
-  return Status();
-}
-
 Status read_options(const PlanArguments& arguments, PlanRequest* request) {
   PlanOptions& options = request->options;
   FOREBAY_RETURN_IF_ERROR(arguments.sharding.read(options));
@@ -100,7 +89,7 @@ Status read_ranks(const PlanArguments& arguments, PlanRequest* request, int* wor
   const int parts = request->part.tensor_parallel * request->part.pipeline_parallel;
   *world_size = parts;
   if (given(arguments.ranks_option))
-    FOREBAY_RETURN_IF_ERROR(read_number("ranks", arguments.ranks, world_size));
+    FOREBAY_RETURN_IF_ERROR(read_positive("ranks", arguments.ranks, 1'000'000, world_size));
   if (*world_size % parts != 0) {
     return refuse("--ranks is " + std::to_string(*world_size) + ", which --tensor-parallel " +
                   std::to_string(request->part.tensor_parallel) + " times --pipeline-parallel " +
@@ -131,8 +120,8 @@ Status read_kept(const PlanArguments& arguments, const PlanBudget& budget, PlanR
   ActivationRequest& wanted = **kept;
   if (!request->shape || request->preset != Preset::kForebay) {
     return refuse(
-        "--tensor-parallel, --pipeline-parallel, --recompute and --activations need the shape of a model "
-        "(--layers --hidden --heads --sequence --batch, or --config) and preset forebay");
+        "--tensor-parallel, --pipeline-parallel, --recompute and --activations need the shape of a model and "
+        "preset forebay; give --layers --hidden --heads --sequence --batch, or --config");
   }
   wanted.shape = *request->shape;
   wanted.batch = request->batch;
@@ -233,9 +222,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
                                       kept, budget, &reports, &left_out, &activations));
   const std::string text = arguments.json ? plan_json(reports.front(), budget, activations)
                                           : plan_text(reports, left_out, description, budget, activations);
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
-    return Status(StatusCode::kIoError, "cannot write the plan to standard output; is the disk full?");
-  }
+  FOREBAY_RETURN_IF_ERROR(write_standard_output(text));
   if (!given(arguments.host_ranks_option)) budget.host_ranks = 0;
   *holds = std::any_of(reports.begin(), reports.end(),
                        [&](const PlanReport& report) { return plan_fits(report, budget); });
@@ -246,13 +233,12 @@ int run(const PlanArguments& arguments) {
   bool holds = false;
   const Status status = plan(arguments, &holds);
   if (status.ok()) return holds ? 0 : kDoesNotHold;
-  std::fprintf(stderr, "forebay plan: %s\n", status.message().c_str());
-  return kBadUsage;
+  return complain("forebay plan", status.message(), kBadUsage);
 }
 
 }  // namespace
 
-void add_plan_command(CLI::App& app, std::function<int()>& action) {
+void add_plan_command(CLI::App& app, Action& action) {
   const auto arguments = std::make_shared<PlanArguments>();  // Shared by the parser's fields and the action.
   PlanArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
@@ -264,26 +250,27 @@ void add_plan_command(CLI::App& app, std::function<int()>& action) {
       ->group(kModelHeading);
   add_model_options(*command, a.model);
   a.ranks_option =
-      command
-          ->add_option(
-              "--ranks", a.ranks,
-              "All ranks; --ranks / (--tensor-parallel * --pipeline-parallel) of them are data-parallel")
-          ->type_name("N")
+      add_value(*command, "--ranks", a.ranks, "N",
+                "All ranks; --ranks / (--tensor-parallel * --pipeline-parallel) of them are data-parallel")
           ->default_str("one data-parallel rank")
           ->group(kRanksHeading);
   add_activation_options(*command, a.activations);
   a.sharding.add(*command, kPlanProgram, {.dtype = DataType::kBfloat16});
   a.sharding.option("stage")->default_str("all of them, side by side");
+  // `auto` is for programs that measure: read_options refuses it.
+  for (const auto& [name, values] : {std::pair("bucket", "BYTES"), std::pair("offload-fraction", "0..1")}) {
+    CLI::Option* const option = a.sharding.option(name);
+    const std::string help = option->get_description();
+    option->type_name(values)->description(help.substr(0, help.find_last_of(".;", help.find(" auto:"))));
+  }
   text("--chunk", a.chunk, "Granularity in which the device maps memory", "BYTES");
   text("--preset", a.preset,
        "Accounting: forebay, the bytes of this engine; paper, the formulas of ZeRO; deepspeed or megatron, "
        "the bytes that these would hold",
        "forebay|paper|deepspeed|megatron");
-  a.host_ranks_option = command
-                            ->add_option("--host-ranks", a.host_ranks,
-                                         "Ranks that keep their device bytes in this host's memory; in a "
-                                         "pipeline, those that need most. 0: the host is not judged")
-                            ->type_name("N")
+  a.host_ranks_option = add_value(*command, "--host-ranks", a.host_ranks, "N",
+                                  "Ranks that keep their device bytes in this host's memory; in a "
+                                  "pipeline, those that need most. 0: the host is not judged")
                             ->default_str("all");
   command->add_flag("--json", a.json, "Print JSON");
   command->footer(std::string("Without --parameters, --config or a shape, the model is the one that "

@@ -1,7 +1,6 @@
 // Prints plans: a table for people, JSON for programs.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 

@@ -1,5 +1,5 @@
 // The figures of `forebay plan`: the bytes that the engine would hold and send, or the bytes by a published
-// convention. Numbers only; plan_print.h prints them and plan_command.h reads the command line.
+// convention. Numbers only; plan_print.h prints them.
 #pragma once
 
 #include <cstdint>

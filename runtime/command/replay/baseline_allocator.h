@@ -12,24 +12,21 @@
 #include <cstdint>
 #include <memory>
 #include <set>
-#include <string>
 #include <unordered_map>
-#include <vector>
 
 #include "forebay/backend.h"
+#include "forebay/units.h"
 
 namespace forebay {
 
 class BaselineAllocator {
  public:
-  static constexpr std::size_t kRounding = 512;  // Block sizes are multiples of it.
-  static constexpr std::size_t kSmallLimit = std::size_t{1}
-                                             << 20;  // Requests up to this share small segments.
-  static constexpr std::size_t kSmallSegment = std::size_t{2} << 20;    // Bytes of those.
-  static constexpr std::size_t kMiddleLimit = std::size_t{10} << 20;    // Requests below this share segments
-  static constexpr std::size_t kMiddleSegment = std::size_t{20} << 20;  // of this size.
-  static constexpr std::size_t kSegmentRounding = std::size_t{2}
-                                                  << 20;  // Larger ones get a segment, rounded.
+  static constexpr std::size_t kRounding = 512;           // Block sizes are multiples of it.
+  static constexpr std::size_t kSmallLimit = 1_MiB;       // Requests up to this share small segments.
+  static constexpr std::size_t kSmallSegment = 2_MiB;     // Bytes of those.
+  static constexpr std::size_t kMiddleLimit = 10_MiB;     // Requests below this share segments
+  static constexpr std::size_t kMiddleSegment = 20_MiB;   // of this size.
+  static constexpr std::size_t kSegmentRounding = 2_MiB;  // Larger ones get a segment, rounded.
 
   // Requires: `backend` outlives it.
   explicit BaselineAllocator(Backend& backend) : backend_(backend) {}

@@ -1,7 +1,4 @@
-#include "runtime/command/replay/replay_command.h"
-
 #include <algorithm>
-#include <cstdio>
 #include <memory>
 #include <new>
 #include <string>
@@ -15,7 +12,6 @@
 #include "runtime/command/command_line.h"
 #include "runtime/command/replay/replay_report.h"
 #include "runtime/command/replay/trace_replay.h"
-#include "runtime/command/shown_text.h"
 #include "runtime/command/terminal_line.h"
 #include "runtime/command/traces/allocation_trace.h"
 
@@ -157,12 +153,11 @@ Result<ReplayReport> replay(const AllocationTrace& trace, const ReplayArguments&
 }
 
 int play(const ReplayArguments& arguments) {
-  const auto complain = [](const Status& status) {
-    std::fprintf(stderr, "forebay replay: %s\n", shown_text(status.message()).c_str());
-    return kBadUsage;
+  const auto failed = [](const Status& status) {
+    return complain("forebay replay", status.message(), kBadUsage);
   };
   const Result<ReplayDevice> device = read_device(arguments);
-  if (!device.ok()) return complain(device.status());
+  if (!device.ok()) return failed(device.status());
   const double cycle_ns = measure_cycle_ns();
   std::vector<ReplayReport> reports;
   int exit_code = 0;
@@ -174,14 +169,14 @@ int play(const ReplayArguments& arguments) {
       const Result<std::vector<AllocationTrace>> traces = read_allocation_traces(path);
       if (!traces.ok()) {
         progress.show("");
-        exit_code = complain(traces.status());
+        exit_code = failed(traces.status());
         continue;
       }
       for (const AllocationTrace& trace : traces.value()) {
         Result<ReplayReport> report = replay(trace, arguments, device.value(), cycle_ns, progress);
         if (!report.ok()) {
           progress.show("");
-          return complain(report.status());
+          return failed(report.status());
         }
         if (!report.value().arena.result.completed) exit_code = std::max(exit_code, kIncomplete);
         reports.push_back(std::move(report).value());
@@ -189,54 +184,44 @@ int play(const ReplayArguments& arguments) {
     }
   }
   const std::string text = arguments.json ? replay_json(reports) : replay_text(reports);
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
-    return complain({StatusCode::kIoError, "cannot write the report to standard output; is the disk full?"});
-  }
-  return exit_code;
+  const Status written = write_standard_output(text);
+  return written.ok() ? exit_code : failed(written);
 }
 
 int run(const ReplayArguments& arguments) {
   try {
     return play(arguments);
   } catch (const std::bad_alloc&) {
-    std::fprintf(stderr,
-                 "forebay replay: the host has no memory for the records of %s; play fewer files at a time, "
-                 "use a smaller --repeat, or raise the limit of this process (ulimit -v)\n",
-                 format_count(static_cast<std::uint64_t>(arguments.passes), "pass", "passes").c_str());
-    return kBadUsage;
+    return complain("forebay replay",
+                    "the host has no memory for the records of " +
+                        format_count(static_cast<std::uint64_t>(arguments.passes), "pass", "passes") +
+                        "; play fewer files at a time, use a smaller --repeat, or raise the limit of this "
+                        "process (ulimit -v)",
+                    kBadUsage);
   }
 }
 
 }  // namespace
 
-void add_replay_command(CLI::App& app, std::function<int()>& action) {
+void add_replay_command(CLI::App& app, Action& action) {
   const auto arguments =
       std::make_shared<ReplayArguments>();  // Shared by the parser's fields and the action.
   ReplayArguments& a = *arguments;
   CLI::App* command = app.add_subcommand("replay",
                                          "Play recorded allocations against the arena: memory taken, time "
                                          "per call, smallest sufficient capacity");
-  command
-      ->add_option(
-          "traces", a.traces,
-          "Text traces, PyTorch memory snapshots (.pickle; nothing in them is executed), RMM logs (.csv)")
-      ->required()
-      ->type_name("TRACE");
-  a.memory_option = command
-                        ->add_option("--memory", a.memory,
-                                     "Memory of the device (default: 128 GiB, or twice the requested peak if "
-                                     "that is more; cuda: all of the device)")
-                        ->type_name("BYTES");
-  command
-      ->add_option("--repeat", a.passes,
-                   "Times each trace is played, everything being freed in between; from the third on a step "
-                   "counts as steady")
-      ->type_name("N")
+  add_value(*command, "traces", a.traces, "TRACE",
+            "Text traces, PyTorch memory snapshots (.pickle; nothing in them is executed), RMM logs (.csv)")
+      ->required();
+  a.memory_option = add_value(*command, "--memory", a.memory, "BYTES",
+                              "Memory of the device (default: 128 GiB, or twice the requested peak if "
+                              "that is more; cuda: all of the device)");
+  add_value(*command, "--repeat", a.passes, "N",
+            "Times each trace is played, everything being freed in between; from the third on a step "
+            "counts as steady")
       ->capture_default_str();
-  command
-      ->add_option("--device", a.device,
-                   "The device: model (books only), host (real mappings), cuda or cuda:N (a real device)")
-      ->type_name("NAME")
+  add_value(*command, "--device", a.device, "NAME",
+            "The device: model (books only), host (real mappings), cuda or cuda:N (a real device)")
       ->capture_default_str();
   command->add_flag("--baseline", a.baseline,
                     "Play them against a caching allocator of the best-fit-with-coalescing kind too "

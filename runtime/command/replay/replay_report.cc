@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdarg>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/repeated_lines.h"
 #include "runtime/command/shown_text.h"
@@ -69,15 +68,6 @@ void add_figures(Json& json, const ReplayFigures& figures, double cycle_ns) {
   json["retries_after_synchronizing"] = result.retry_count;
 }
 
-__attribute__((format(printf, 2, 3))) void print(std::string& text, const char* format, ...) {
-  char line[512];
-  va_list arguments;
-  va_start(arguments, format);
-  const int length = std::vsnprintf(line, sizeof(line), format, arguments);
-  va_end(arguments);
-  text.append(line, static_cast<std::size_t>(std::clamp<int>(length, 0, sizeof(line) - 1)));
-}
-
 double mib(std::uint64_t bytes) {
   return static_cast<double>(bytes) / 1048576.0;
 }
@@ -94,41 +84,44 @@ void memory_row(std::string& text, const std::string& name, const char* allocato
                 const ReplayFigures& figures) {
   const ReplayResult& result = figures.result;
   const DriverCalls& calls = result.first_pass_calls;
-  print(text, "%-*s %-8s %-4s %9.0f %9.0f", kNameWidth, name.c_str(), allocator,
-        result.completed ? "yes" : "NO", mib(result.peak_requested_bytes), mib(result.peak_physical_bytes));
+  text += format_text("%-*s %-8s %-4s %9.0f %9.0f", kNameWidth, name.c_str(), allocator,
+                      result.completed ? "yes" : "NO", mib(result.peak_requested_bytes),
+                      mib(result.peak_physical_bytes));
   if (result.completed) {
-    print(text, " %6.2f %6.2f", 100 * result.fragmentation(), 100 * result.last_fragmentation());
+    text += format_text(" %6.2f %6.2f", 100 * result.fragmentation(), 100 * result.last_fragmentation());
   } else {
-    print(text, " %6s %6s", "-", "-");
+    text += format_text(" %6s %6s", "-", "-");
   }
   if (figures.minimum_capacity_bytes) {
-    print(text, " %9.0f %6.2f", mib(*figures.minimum_capacity_bytes),
-          100 * (static_cast<double>(*figures.minimum_capacity_bytes) /
-                     static_cast<double>(std::max<std::uint64_t>(result.peak_requested_bytes, 1)) -
-                 1));
+    text +=
+        format_text(" %9.0f %6.2f", mib(*figures.minimum_capacity_bytes),
+                    100 * (static_cast<double>(*figures.minimum_capacity_bytes) /
+                               static_cast<double>(std::max<std::uint64_t>(result.peak_requested_bytes, 1)) -
+                           1));
   } else {
-    print(text, " %9s %6s", figures.searched_minimum ? "none" : "-", "-");
+    text += format_text(" %9s %6s", figures.searched_minimum ? "none" : "-", "-");
   }
-  print(text, " %7llu %7llu %6llu %6llu", static_cast<unsigned long long>(calls.create + calls.alloc),
-        static_cast<unsigned long long>(calls.map), static_cast<unsigned long long>(calls.unmap + calls.free),
-        static_cast<unsigned long long>(calls.set_access));
+  text += format_text(" %7llu %7llu %6llu %6llu", static_cast<unsigned long long>(calls.create + calls.alloc),
+                      static_cast<unsigned long long>(calls.map),
+                      static_cast<unsigned long long>(calls.unmap + calls.free),
+                      static_cast<unsigned long long>(calls.set_access));
   if (result.steady_calls && result.steady_chunks_moved) {
-    print(text, " %8.1f %7.1f\n", *result.steady_calls, *result.steady_chunks_moved);
+    text += format_text(" %8.1f %7.1f\n", *result.steady_calls, *result.steady_chunks_moved);
   } else {
-    print(text, " %8s %7s\n", "-", "-");
+    text += format_text(" %8s %7s\n", "-", "-");
   }
 }
 
 void time_cells(std::string& text, const CallTimes& times) {
   if (times.count == 0) {
-    print(text, " | %6s %7s %8s", "-", "-", "-");
+    text += format_text(" | %6s %7s %8s", "-", "-", "-");
   } else {
-    print(text, " | %6.0f %7.0f %8.0f", times.p50_ns, times.p99_ns, times.p999_ns);
+    text += format_text(" | %6.0f %7.0f %8.0f", times.p50_ns, times.p99_ns, times.p999_ns);
   }
 }
 
 void time_row(std::string& text, const std::string& name, const char* allocator, const ReplayTimes& times) {
-  print(text, "%-*s %-8s", kNameWidth, name.c_str(), allocator);
+  text += format_text("%-*s %-8s", kNameWidth, name.c_str(), allocator);
   time_cells(text, times.allocate);
   time_cells(text, times.allocate_off_mapping);
   time_cells(text, times.free);
@@ -179,31 +172,33 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
   if (reports.empty()) return "";
   std::string text;
   const ReplayReport& first = reports.front();
-  print(text, "Device: %s, %s; %s each%s.\n\n", first.device.c_str(),
-        format_bytes(first.memory_bytes).c_str(),
-        format_count(static_cast<std::uint64_t>(first.passes), "pass", "passes").c_str(),
-        first.passes == 1 ? "" : ", everything freed in between");
-  print(text, "%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "MEMORY", "",
-        "com-", "requested", "physical", "frag.", "last", "smallest", "over", "driver", "calls,", "first",
-        "pass", "steady", "chunks");
-  print(text, "%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "trace", "by",
-        "pl.", "MiB", "MiB", "%", "%", "MiB", "%", "create", "map", "unmap", "access", "calls", "moved");
+  text += format_text("Device: %s, %s; %s each%s.\n\n", first.device.c_str(),
+                      format_bytes(first.memory_bytes).c_str(),
+                      format_count(static_cast<std::uint64_t>(first.passes), "pass", "passes").c_str(),
+                      first.passes == 1 ? "" : ", everything freed in between");
+  text += format_text("%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth,
+                      "MEMORY", "", "com-", "requested", "physical", "frag.", "last", "smallest", "over",
+                      "driver", "calls,", "first", "pass", "steady", "chunks");
+  text += format_text("%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "trace",
+                      "by", "pl.", "MiB", "MiB", "%", "%", "MiB", "%", "create", "map", "unmap", "access",
+                      "calls", "moved");
   for (const ReplayReport& report : reports) {
     memory_row(text, short_name(report.trace), "arena", report.arena);
     if (report.baseline) memory_row(text, "", "baseline", *report.baseline);
   }
   if (first.arena.result.times.allocate.count > 0) {
-    print(text, "\n%-*s %-8s | %-23s | %-23s | %-23s | %-23s\n", kNameWidth, "TIMES, ns (p50 p99 p99.9)", "",
-          "malloc", "off the mapping path", "free", "off the mapping path");
+    text +=
+        format_text("\n%-*s %-8s | %-23s | %-23s | %-23s | %-23s\n", kNameWidth, "TIMES, ns (p50 p99 p99.9)",
+                    "", "malloc", "off the mapping path", "free", "off the mapping path");
     for (const ReplayReport& report : reports) {
       time_row(text, short_name(report.trace), "arena", report.arena.result.times);
       if (report.baseline) time_row(text, "", "baseline", report.baseline->result.times);
       if (report.glibc) time_row(text, "", "glibc", *report.glibc);
     }
-    print(text,
-          "\nOne core cycle is %.3f ns here (a loop of dependent multiplications, 3 cycles each). The "
-          "timer's own cost is taken off.\n",
-          first.cycle_ns);
+    text += format_text(
+        "\nOne core cycle is %.3f ns here (a loop of dependent multiplications, 3 cycles each). The "
+        "timer's own cost is taken off.\n",
+        first.cycle_ns);
   }
   const bool has_baseline = std::any_of(reports.begin(), reports.end(),
                                         [](const ReplayReport& one) { return one.baseline.has_value(); });

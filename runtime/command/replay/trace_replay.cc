@@ -220,34 +220,26 @@ constexpr std::size_t kProgressEvents = 4096;
 template <typename Player>
 std::size_t play(const AllocationTrace& trace, Player& player, std::vector<std::byte*>& addresses,
                  PassSamples* samples, const std::function<void(std::size_t event_count)>& progress) {
+  const auto timed = [&](Samples PassSamples::*kind, const auto& call) {
+    if (samples == nullptr) return call();
+    const std::uint64_t calls = player.driver_call_count();
+    const Clock::time_point begin = Clock::now();
+    call();
+    const Clock::time_point end = Clock::now();
+    (samples->*kind).add(elapsed_ns(begin, end), player.driver_call_count() != calls);
+  };
   std::size_t i = 0;
   for (; i < trace.events.size(); ++i) {
     if (i % kProgressEvents == 0 && progress) progress(i);
     const TraceEvent& event = trace.events[i];
     std::byte*& address = addresses[event.block];
     if (event.is_free) {
-      if (samples == nullptr) {
-        player.free(address, event.stream);
-      } else {
-        const std::uint64_t calls = player.driver_call_count();
-        const Clock::time_point begin = Clock::now();
-        player.free(address, event.stream);
-        const Clock::time_point end = Clock::now();
-        samples->free.add(elapsed_ns(begin, end), player.driver_call_count() != calls);
-      }
+      timed(&PassSamples::free, [&] { player.free(address, event.stream); });
       address = nullptr;
       continue;
     }
     const std::uint64_t bytes = trace.blocks[event.block].bytes;
-    if (samples == nullptr) {
-      address = player.allocate(bytes, event.stream);
-    } else {
-      const std::uint64_t calls = player.driver_call_count();
-      const Clock::time_point begin = Clock::now();
-      address = player.allocate(bytes, event.stream);
-      const Clock::time_point end = Clock::now();
-      samples->allocate.add(elapsed_ns(begin, end), player.driver_call_count() != calls);
-    }
+    timed(&PassSamples::allocate, [&] { address = player.allocate(bytes, event.stream); });
     if (address == nullptr) break;
   }
   for (std::size_t block = 0; block < addresses.size(); ++block) {

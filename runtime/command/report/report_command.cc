@@ -1,11 +1,10 @@
-#include "runtime/command/report/report_command.h"
-
 #include <iostream>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "forebay/error.h"
+#include "runtime/command/command_line.h"
 #include "runtime/command/report/run_report.h"
 
 namespace forebay {
@@ -34,7 +33,7 @@ int report(const ReportOptions& options) {
 
 }  // namespace
 
-void add_report_command(CLI::App& app, std::function<int()>& action) {
+void add_report_command(CLI::App& app, Action& action) {
   const auto options = std::make_shared<ReportOptions>();  // Shared by the parser's fields and the action.
   CLI::App* command = app.add_subcommand(
       "report", "Print reports of forebay-gpt as one table, and say whether the results are equal");

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -17,6 +16,7 @@
 
 #include "forebay/activation_formulas.h"
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/shown_text.h"
 #include "runtime/command/traces/allocation_trace.h"
@@ -159,35 +159,29 @@ void read_ranks(const Entry& ranks, RunReport& run) {
     const PoolBytes planned = read_pools(rank.at("planned_bytes"));
     run.peak = largest(run.peak, peak);
     run.planned = largest(run.planned, planned);
-    run.peak_model_states = std::max(run.peak_model_states, peak.model_states());
-    run.planned_model_states = std::max(run.planned_model_states, planned.model_states());
+    run.model_states.measured = std::max(run.model_states.measured, peak.model_states());
+    run.model_states.planned = std::max(run.model_states.planned, planned.model_states());
     run.reserved_bytes = std::max(run.reserved_bytes, rank.at("reserved_bytes").count());
     // Older reports lack some of these.
-    const auto raise = [&](std::uint64_t& target, const char* key) {
-      if (rank.has(key)) target = std::max(target, rank.at(key).count());
+    using Read = std::uint64_t (Entry::*)() const;
+    const auto raise = [&](std::uint64_t& target, const std::string& key, Read read) {
+      if (rank.has(key)) target = std::max(target, (rank.at(key).*read)());
     };
-    const auto raise_mean = [&](std::uint64_t& target, const char* key) {
-      if (rank.has(key)) target = std::max(target, rank.at(key).mean_bytes());
+    const auto raise_both = [&](MeasuredBytes& target, const std::string& key, Read read) {
+      raise(target.measured, key, read);
+      raise(target.planned, "planned_" + key, &Entry::count);
     };
-    raise(run.part_parameters, "parameters");
-    raise_mean(run.tensor_sent_bytes_per_step, "tensor_sent_bytes_per_step");
-    raise_mean(run.pipeline_sent_bytes_per_step, "pipeline_sent_bytes_per_step");
-    raise(run.saved.device_bytes, "saved_device_bytes");
-    raise(run.planned_saved.device_bytes, "planned_saved_device_bytes");
-    raise(run.saved.host_bytes, "saved_host_bytes");
-    raise(run.planned_saved.host_bytes, "planned_saved_host_bytes");
-    raise(run.saved.file_bytes, "saved_file_bytes");
-    raise(run.planned_saved.file_bytes, "planned_saved_file_bytes");
-    raise_mean(run.saved.sent_bytes_per_step, "saved_sent_bytes_per_step");
-    raise(run.planned_saved.sent_bytes_per_step, "planned_saved_sent_bytes_per_step");
-    raise(run.host_bytes, "host_bytes");
-    raise(run.planned_host_bytes, "planned_host_bytes");
-    raise(run.file_bytes, "file_bytes");
-    raise(run.planned_file_bytes, "planned_file_bytes");
-    raise_mean(run.file_read_bytes_per_step, "file_read_bytes_per_step");
-    raise(run.planned_file_read_bytes_per_step, "planned_file_read_bytes_per_step");
-    raise_mean(run.file_written_bytes_per_step, "file_written_bytes_per_step");
-    raise(run.planned_file_written_bytes_per_step, "planned_file_written_bytes_per_step");
+    raise(run.part_parameters, "parameters", &Entry::count);
+    raise(run.tensor_sent_bytes_per_step, "tensor_sent_bytes_per_step", &Entry::mean_bytes);
+    raise(run.pipeline_sent_bytes_per_step, "pipeline_sent_bytes_per_step", &Entry::mean_bytes);
+    raise_both(run.saved_device, "saved_device_bytes", &Entry::count);
+    raise_both(run.saved_host, "saved_host_bytes", &Entry::count);
+    raise_both(run.saved_file, "saved_file_bytes", &Entry::count);
+    raise_both(run.saved_sent_per_step, "saved_sent_bytes_per_step", &Entry::mean_bytes);
+    raise_both(run.host, "host_bytes", &Entry::count);
+    raise_both(run.file, "file_bytes", &Entry::count);
+    raise_both(run.file_read_per_step, "file_read_bytes_per_step", &Entry::mean_bytes);
+    raise_both(run.file_written_per_step, "file_written_bytes_per_step", &Entry::mean_bytes);
     run.sent_bytes_per_step = std::max(run.sent_bytes_per_step, rank.at("sent_bytes_per_step").mean_bytes());
     run.received_bytes_per_step =
         std::max(run.received_bytes_per_step, rank.at("received_bytes_per_step").mean_bytes());
@@ -256,23 +250,12 @@ Json parse_json(const std::string& path, const std::string& text) {
   }
 }
 
-// "12,345,678": byte columns are read digit by digit.
-std::string grouped(double value) {
-  std::string digits = std::to_string(std::llround(value));
-  for (auto place = static_cast<std::ptrdiff_t>(digits.size()) - 3; place > 0; place -= 3) {
-    digits.insert(static_cast<std::size_t>(place), ",");
-  }
-  return digits;
-}
-
-std::string grouped(std::uint64_t value) {
-  return grouped(static_cast<double>(value));
+std::string grouped_number(double value) {
+  return grouped(static_cast<std::uint64_t>(std::llround(value)));
 }
 
 std::string fixed(double value, int digits) {
-  char text[64];
-  std::snprintf(text, sizeof(text), "%.*f", digits, value);
-  return text;
+  return format_text("%.*f", digits, value);
 }
 
 std::uint64_t worst_wire(const RunReport& run) {
@@ -282,7 +265,7 @@ std::uint64_t worst_wire(const RunReport& run) {
 std::string wire_cell(const RunReport& run) {
   const double theory = wire_formula_bytes(run);
   if (theory == 0) return worst_wire(run) == 0 ? "none" : grouped(worst_wire(run)) + " / 0";
-  return grouped(worst_wire(run)) + " / " + grouped(theory) + " = " +
+  return grouped(worst_wire(run)) + " / " + grouped_number(theory) + " = " +
          fixed(static_cast<double>(worst_wire(run)) / theory, 4);
 }
 
@@ -329,14 +312,14 @@ std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
                             "wire / theory", "tokens/s", "final loss", "digest"}};
   if (any_offloads) rows.front().insert(rows.front().begin() + 4, {"offload", "host measured", "planned"});
   for (const RunReport& run : runs) {
-    rows.push_back({std::to_string(run.stage), grouped(run.peak_model_states),
-                    grouped(run.planned_model_states), grouped(model_state_formula_bytes(run)),
+    rows.push_back({std::to_string(run.stage), grouped(run.model_states.measured),
+                    grouped(run.model_states.planned), grouped_number(model_state_formula_bytes(run)),
                     grouped(run.peak.gathered), grouped(run.peak.buckets), wire_cell(run),
-                    grouped(run.tokens_per_second), run.losses.empty() ? "-" : fixed(run.losses.back(), 6),
-                    run.digest.substr(0, 12)});
+                    grouped_number(run.tokens_per_second),
+                    run.losses.empty() ? "-" : fixed(run.losses.back(), 6), run.digest.substr(0, 12)});
     if (any_offloads) {
       rows.back().insert(rows.back().begin() + 4,
-                         {offload_cell(run), grouped(run.host_bytes), grouped(run.planned_host_bytes)});
+                         {offload_cell(run), grouped(run.host.measured), grouped(run.host.planned)});
     }
   }
   return rows;
@@ -344,25 +327,25 @@ std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
 
 bool parts_layers(const RunReport& run) {
   return run.tensor_parallel > 1 || run.pipeline_parallel > 1 ||
-         run.saved.device_bytes + run.saved.host_bytes + run.saved.file_bytes > 0;
+         run.saved_device.measured + run.saved_host.measured + run.saved_file.measured > 0;
 }
 
-std::string beside(std::uint64_t measured, std::uint64_t planned) {
-  return grouped(measured) + " / " + grouped(planned);
+std::string beside(const MeasuredBytes& bytes) {
+  return grouped(bytes.measured) + " / " + grouped(bytes.planned);
 }
 
 std::string tensor_cell(const RunReport& run) {
   const std::optional<double> theory = tensor_formula_bytes(run);
   if (run.tensor_parallel == 1) return "none";
   if (!theory) return grouped(run.tensor_sent_bytes_per_step);
-  return grouped(run.tensor_sent_bytes_per_step) + " / " + grouped(*theory) + " = " +
+  return grouped(run.tensor_sent_bytes_per_step) + " / " + grouped_number(*theory) + " = " +
          fixed(static_cast<double>(run.tensor_sent_bytes_per_step) / *theory, 4);
 }
 
 // The bytes of the gathers of saved inputs as a share of the bytes that tensor parallelism sends.
 std::string gather_share(const RunReport& run) {
   if (run.tensor_sent_bytes_per_step == 0) return "-";
-  return fixed(100.0 * static_cast<double>(run.saved.sent_bytes_per_step) /
+  return fixed(100.0 * static_cast<double>(run.saved_sent_per_step.measured) /
                    static_cast<double>(run.tensor_sent_bytes_per_step),
                2) +
          "%";
@@ -376,13 +359,9 @@ void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs
                             "gathers' wire / planned", "of tensor's", "pipeline-parallel", "its wire"}};
   for (const RunReport& run : runs) {
     if (!parts_layers(run)) continue;
-    const RunReport::Saved& saved = run.saved;
-    const RunReport::Saved& planned = run.planned_saved;
     rows.push_back({std::to_string(run.stage), std::to_string(run.tensor_parallel), tensor_cell(run),
-                    run.recompute, run.activations, beside(saved.device_bytes, planned.device_bytes),
-                    beside(saved.host_bytes, planned.host_bytes),
-                    beside(saved.file_bytes, planned.file_bytes),
-                    beside(saved.sent_bytes_per_step, planned.sent_bytes_per_step), gather_share(run),
+                    run.recompute, run.activations, beside(run.saved_device), beside(run.saved_host),
+                    beside(run.saved_file), beside(run.saved_sent_per_step), gather_share(run),
                     std::to_string(run.pipeline_parallel), grouped(run.pipeline_sent_bytes_per_step)});
   }
   if (rows.size() == 1) return;
@@ -397,10 +376,9 @@ void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   std::vector<std::string> stores;
   for (const RunReport& run : runs) {
     if (run.tier != "nvme" || !offloads(run)) continue;
-    rows.push_back({std::to_string(run.stage), grouped(run.file_bytes), grouped(run.planned_file_bytes),
-                    grouped(run.file_read_bytes_per_step), grouped(run.planned_file_read_bytes_per_step),
-                    grouped(run.file_written_bytes_per_step),
-                    grouped(run.planned_file_written_bytes_per_step)});
+    rows.push_back({std::to_string(run.stage), grouped(run.file.measured), grouped(run.file.planned),
+                    grouped(run.file_read_per_step.measured), grouped(run.file_read_per_step.planned),
+                    grouped(run.file_written_per_step.measured), grouped(run.file_written_per_step.planned)});
     if (!run.store.empty()) stores.push_back("store of '" + run.name + "': " + run.store);
   }
   if (rows.size() == 1) return;
@@ -437,8 +415,8 @@ Json optional_json(const std::optional<double>& value) {
   return value ? Json(*value) : Json();
 }
 
-Json measured_and_planned(std::uint64_t measured, std::uint64_t planned) {
-  return {{"measured", measured}, {"planned", planned}};
+Json measured_and_planned(const MeasuredBytes& bytes) {
+  return {{"measured", bytes.measured}, {"planned", bytes.planned}};
 }
 
 bool same(double a, double b) {
@@ -614,20 +592,17 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
          {"parameters", run.parameters},
          {"steps", run.steps},
          {"model_state_bytes",
-          {{"measured", run.peak_model_states},
-           {"planned", run.planned_model_states},
+          {{"measured", run.model_states.measured},
+           {"planned", run.model_states.planned},
            {"formula", model_state_formula_bytes(run)}}},
          {"offload", run.offload},
          {"offload_tier", run.tier},
          {"offloaded_parameters", run.offloaded_parameters},
          {"store", run.store},
-         {"host_bytes", {{"measured", run.host_bytes}, {"planned", run.planned_host_bytes}}},
-         {"file_bytes", {{"measured", run.file_bytes}, {"planned", run.planned_file_bytes}}},
-         {"file_bytes_read_per_step",
-          {{"measured", run.file_read_bytes_per_step}, {"planned", run.planned_file_read_bytes_per_step}}},
-         {"file_bytes_written_per_step",
-          {{"measured", run.file_written_bytes_per_step},
-           {"planned", run.planned_file_written_bytes_per_step}}},
+         {"host_bytes", measured_and_planned(run.host)},
+         {"file_bytes", measured_and_planned(run.file)},
+         {"file_bytes_read_per_step", measured_and_planned(run.file_read_per_step)},
+         {"file_bytes_written_per_step", measured_and_planned(run.file_written_per_step)},
          {"gathered_bytes", run.peak.gathered},
          {"bucket_bytes", run.peak.buckets},
          {"wire_bytes_per_step",
@@ -643,11 +618,10 @@ void print_report_json(std::ostream& out, const std::vector<RunReport>& runs) {
          {"recompute", run.recompute},
          {"activations", run.activations},
          {"saved_bytes",
-          {{"device", measured_and_planned(run.saved.device_bytes, run.planned_saved.device_bytes)},
-           {"host", measured_and_planned(run.saved.host_bytes, run.planned_saved.host_bytes)},
-           {"files", measured_and_planned(run.saved.file_bytes, run.planned_saved.file_bytes)},
-           {"sent_per_step",
-            measured_and_planned(run.saved.sent_bytes_per_step, run.planned_saved.sent_bytes_per_step)}}},
+          {{"device", measured_and_planned(run.saved_device)},
+           {"host", measured_and_planned(run.saved_host)},
+           {"files", measured_and_planned(run.saved_file)},
+           {"sent_per_step", measured_and_planned(run.saved_sent_per_step)}}},
          {"tokens_per_second", run.tokens_per_second},
          {"final_loss", run.losses.empty() ? Json() : Json(run.losses.back())},
          {"digest", run.digest}});

@@ -11,10 +11,15 @@
 #include <utility>
 #include <vector>
 
-#include "forebay/data_type.h"
 #include "forebay/plan.h"
 
 namespace forebay {
+
+// The most on any rank.
+struct MeasuredBytes {
+  std::uint64_t measured = 0;
+  std::uint64_t planned = 0;
+};
 
 struct RunReport {
   std::string name;  // The file it came from: for messages.
@@ -41,19 +46,14 @@ struct RunReport {
   std::vector<std::optional<double>> grad_norms;  // None for a skipped step.
   std::string digest;
   double tokens_per_second = 0;
-  PoolBytes peak;                       // The largest of each pool over all ranks.
-  PoolBytes planned;                    // The largest of each pool over all ranks.
-  std::uint64_t peak_model_states = 0;  // The largest sum on one rank, not the sum of the largest pools.
-  std::uint64_t planned_model_states = 0;
+  PoolBytes peak;              // The largest of each pool over all ranks.
+  PoolBytes planned;           // The largest of each pool over all ranks.
+  MeasuredBytes model_states;  // The largest sum on one rank, not the sum of the largest pools.
   std::uint64_t reserved_bytes = 0;
-  std::uint64_t host_bytes = 0;  // Pinned for the offload.
-  std::uint64_t planned_host_bytes = 0;
-  std::uint64_t file_bytes = 0;
-  std::uint64_t planned_file_bytes = 0;
-  std::uint64_t file_read_bytes_per_step = 0;
-  std::uint64_t planned_file_read_bytes_per_step = 0;
-  std::uint64_t file_written_bytes_per_step = 0;
-  std::uint64_t planned_file_written_bytes_per_step = 0;
+  MeasuredBytes host;  // Pinned for the offload.
+  MeasuredBytes file;
+  MeasuredBytes file_read_per_step;
+  MeasuredBytes file_written_per_step;
   std::uint64_t sent_bytes_per_step = 0;  // Between data-parallel ranks.
   std::uint64_t received_bytes_per_step = 0;
   std::uint64_t tensor_sent_bytes_per_step = 0;
@@ -61,14 +61,10 @@ struct RunReport {
   // The saved inputs of recomputed blocks in an ActivationCheckpointer, and the bytes that its gathers send.
   std::string recompute = "none";
   std::string activations = "keep";
-  struct Saved {
-    std::uint64_t device_bytes = 0;
-    std::uint64_t host_bytes = 0;
-    std::uint64_t file_bytes = 0;
-    std::uint64_t sent_bytes_per_step = 0;
-  };
-  Saved saved;
-  Saved planned_saved;
+  MeasuredBytes saved_device;
+  MeasuredBytes saved_host;
+  MeasuredBytes saved_file;
+  MeasuredBytes saved_sent_per_step;
 
   int data_parallel() const { return world_size / (tensor_parallel * pipeline_parallel); }
 };

@@ -15,6 +15,7 @@
 #include <sstream>
 
 #include "allocator/preload/record.h"
+#include "runtime/command/command_line.h"
 #include "runtime/command/run/child.h"
 #include "runtime/command/run/timed_process.h"
 #include "runtime/command/shown_text.h"
@@ -72,8 +73,8 @@ struct Answer {
 };
 using Answers = Answer[kModeCount][kFeatureCount];
 
-void complain(const std::string& line) {
-  std::fprintf(stderr, "forebay run: %s\n", shown_text(line).c_str());
+int complain(const std::string& line, int exit_code) {
+  return forebay::complain("forebay run", line, exit_code);
 }
 
 // As much of it as a line has room for.
@@ -152,10 +153,10 @@ class Checker {
 
   int run() {
     if (scratch_.path().empty() || !(std::ofstream(scratch_ / "probe.py") << kProbe)) {
-      complain(
+      return complain(
           "cannot write the probe of --check to a directory for temporary files; set TMPDIR to one that can "
-          "be written to");
-      return kCheckUsage;
+          "be written to",
+          kCheckUsage);
     }
     if (const std::optional<int> obstacle = start()) return *obstacle;
     for (std::size_t mode = 0; mode < kModeCount; ++mode) {
@@ -228,10 +229,7 @@ class Checker {
     progress_.show("starting " + python_);
     const Result<Probed> probed = probe("start", nullptr);
     progress_.show("");
-    if (!probed.ok()) {
-      complain(probed.status().message());
-      return kCheckUsage;
-    }
+    if (!probed.ok()) return complain(probed.status().message(), kCheckUsage);
     const Probed& found = probed.value();
     if (found.end.interrupted != 0) return 128 + found.end.interrupted;
     const std::string kind = found.answer.empty() ? "" : found.answer[0];
@@ -241,14 +239,15 @@ class Checker {
       return std::nullopt;
     }
     if (kind == "no device") {
-      complain("--check tries PyTorch on a device, and torch " + line(1) + " of " + python_ +
-               " finds none: " + line(2) + "; run it where `nvidia-smi` lists one");
-      return kCheckNoDevice;
+      return complain("--check tries PyTorch on a device, and torch " + line(1) + " of " + python_ +
+                          " finds none: " + line(2) + "; run it where `nvidia-smi` lists one",
+                      kCheckNoDevice);
     }
-    complain("--check tries the PyTorch of " + python_ + ", and importing it " +
-             (kind == "no torch" ? "raises " + line(1) : end_text(found)) +
-             "; give the Python that the training runs with: forebay run --check -- /path/to/python");
-    return kCheckNoTorch;
+    return complain(
+        "--check tries the PyTorch of " + python_ + ", and importing it " +
+            (kind == "no torch" ? "raises " + line(1) : end_text(found)) +
+            "; give the Python that the training runs with: forebay run --check -- /path/to/python",
+        kCheckNoTorch);
   }
 
   std::optional<int> check_mode(std::size_t mode) {
@@ -257,8 +256,7 @@ class Checker {
       const Result<Probed> probed = probe(kFeatures[i].probe, &kModes[mode]);
       if (!probed.ok()) {
         progress_.show("");
-        complain(probed.status().message());
-        return kCheckUsage;
+        return complain(probed.status().message(), kCheckUsage);
       }
       if (probed.value().end.interrupted != 0) return 128 + probed.value().end.interrupted;
       Answer& answer = answers_[mode][i];
@@ -391,10 +389,11 @@ class Checker {
 int run_check(const RunCheck& check, const Environment& inherited) {
   const std::string python = python_of(check.command.front());
   if (python.empty()) {
-    complain("--check was asked for '" + printable(check.command.front()) +
-             "', which is no Python and no script that names one in its first line; give the Python that the "
-             "training runs with: forebay run --check -- /path/to/python");
-    return kCheckUsage;
+    return complain(
+        "--check was asked for '" + printable(check.command.front()) +
+            "', which is no Python and no script that names one in its first line; give the Python that the "
+            "training runs with: forebay run --check -- /path/to/python",
+        kCheckUsage);
   }
   return Checker(check, inherited, python).run();
 }

@@ -5,7 +5,6 @@
 // source.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>

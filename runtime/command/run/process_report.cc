@@ -1,12 +1,12 @@
 #include "runtime/command/run/process_report.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <utility>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/run/summary.h"
 #include "runtime/command/shown_text.h"
@@ -52,15 +52,11 @@ double fragmentation(const PreloadDeviceFigures& figures) {
 }
 
 std::string percent(double share) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f %%", 100 * share);
-  return text;
+  return format_text("%.1f %%", 100 * share);
 }
 
 std::string seconds(std::uint64_t ns) {
-  char text[48];
-  std::snprintf(text, sizeof text, "%.3f s", static_cast<double>(ns) / 1e9);
-  return text;
+  return format_text("%.3f s", static_cast<double>(ns) / 1e9);
 }
 
 const char* mode_text(PreloadMode mode) {

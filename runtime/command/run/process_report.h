@@ -1,7 +1,6 @@
 // The reports of `forebay run --report`, in text and in JSON: one of each process, and one of the whole run.
 #pragma once
 
-#include <cstddef>
 #include <string>
 #include <vector>
 

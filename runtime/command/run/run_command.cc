@@ -1,5 +1,3 @@
-#include "runtime/command/run/run_command.h"
-
 #include <dlfcn.h>
 #include <signal.h>
 #include <unistd.h>
@@ -166,9 +164,8 @@ void say_all(const std::vector<std::string>& lines) {
   for (const std::string& line : lines) say(line);
 }
 
-int complain(const Status& status) {
-  say(status.message());
-  return kBadUsage;
+int refused(const Status& status) {
+  return complain("forebay run", status.message(), kBadUsage);
 }
 
 // Why no program could use CUDA from here; empty: the driver can be opened.
@@ -208,7 +205,7 @@ int tell_from(const RunArguments& arguments) {
   (void)::signal(SIGXFSZ, SIG_IGN);
   std::vector<PreloadLeftOut> left_out;
   const Result<std::vector<PreloadReport>> records = read_preload_records(arguments.from, &left_out);
-  if (!records.ok()) return complain(records.status());
+  if (!records.ok()) return refused(records.status());
   // A report lists them itself.
   if (!arguments.outputs.any() || records.value().empty()) say_left_out(left_out);
   if (records.value().empty()) {
@@ -227,7 +224,7 @@ int tell_from(const RunArguments& arguments) {
                         .records_directory = arguments.from,
                         .mode = mode,
                         .command = "the records in " + arguments.from});
-  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  if (const Status opened = recorder.open(); !opened.ok()) return refused(opened);
   say_all(recorder.write("read from the records"));
   return recorder.is_complete() ? 0 : kNotWritten;
 }
@@ -379,7 +376,7 @@ int run(const RunArguments& arguments) {
   if (!fits_together(arguments)) return kBadUsage;
   if (!arguments.from.empty()) return tell_from(arguments);
   const Result<std::string> library = find_library();
-  if (!library.ok()) return complain(library.status());
+  if (!library.ok()) return refused(library.status());
   const Environment inherited = inherited_environment();
   if (arguments.check) {
     const RunCheck check{.command = arguments.command,
@@ -393,23 +390,23 @@ int run(const RunArguments& arguments) {
   const ChildSignals signals;
   Records records;
   const std::string wanted = arguments.records.empty() ? inherited_records(inherited) : arguments.records;
-  if (const Status opened = records.open(wanted); !opened.ok()) return complain(opened);
+  if (const Status opened = records.open(wanted); !opened.ok()) return refused(opened);
   RunOptions options = options_of(arguments, inherited);
   options.preload_library = library.value();
   options.records_directory = records.path();
   const std::optional<int> pause_signal = pause_signal_of(arguments);
   if (!pause_signal) return kBadUsage;
   const Result<RunEnvironment> environment = run_environment(options, inherited);
-  if (!environment.ok()) return complain(environment.status());
+  if (!environment.ok()) return refused(environment.status());
   RunRecorder recorder({.outputs = arguments.outputs,
                         .records_directory = records.path(),
                         .mode = options.mode,
                         .command = text_of(arguments.command)});
-  if (const Status opened = recorder.open(); !opened.ok()) return complain(opened);
+  if (const Status opened = recorder.open(); !opened.ok()) return refused(opened);
   say_before_start(arguments, options.mode, environment.value().lines);
   const Result<ChildEnd> end =
       watch_command(arguments, environment.value().set, signals, *pause_signal, &recorder);
-  if (!end.ok()) return complain(end.status());
+  if (!end.ok()) return refused(end.status());
   tell_end(arguments, options.mode, end.value(), &records, &recorder);
   return end.value().exit_code;
 }
@@ -476,20 +473,17 @@ std::optional<int> take_run_command(const CommandText& called, std::vector<std::
   return std::nullopt;
 }
 
-void add_run_command(CLI::App& app, std::function<int()>& action, const std::vector<std::string>& words) {
+void add_run_command(CLI::App& app, Action& action, const std::vector<std::string>& words) {
   const auto arguments = std::make_shared<RunArguments>();  // Shared by the parser's fields and the action.
   RunArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
       "run", "Run a command with the arena under its device memory; the command itself is not changed");
   // For --help alone: its words are taken out before anything is parsed.
-  command
-      ->add_option("command", a.command, "The command and its arguments, behind all options of forebay run")
-      ->type_name("COMMAND");
-  command
-      ->add_option("--memory", a.memory,
-                   "Most device memory to use; every process sees a device of this size (default: all of the "
-                   "device; within another forebay run the smaller limit holds)")
-      ->type_name("BYTES");
+  add_value(*command, "command", a.command, "COMMAND",
+            "The command and its arguments, behind all options of forebay run");
+  add_value(*command, "--memory", a.memory, "BYTES",
+            "Most device memory to use; every process sees a device of this size (default: all of the "
+            "device; within another forebay run the smaller limit holds)");
   command->add_flag("--observe", a.observe, "Change nothing; only count allocations");
   command->add_flag("--tensors", a.tensors,
                     "Have PyTorch allocate tensor by tensor (the default, unless you have configured its "
@@ -499,49 +493,36 @@ void add_run_command(CLI::App& app, std::function<int()>& action, const std::vec
   CLI::Option* check = command->add_flag(
       "--check", a.check,
       "Do not run the command; try with its Python which features of PyTorch work in each of these modes");
-  command->add_option("--check-limit", a.check_limit_s, "Seconds that one probe of --check may take")
-      ->type_name("SECONDS")
+  add_value(*command, "--check-limit", a.check_limit_s, "SECONDS",
+            "Seconds that one probe of --check may take")
       ->check(CLI::Range(1, 86400))
       ->capture_default_str()
       ->needs(check);
   for (const char* other : {"--observe", "--tensors", "--no-tensors"}) check->excludes(other);
-  command->add_option("--records", a.records, "Keep every process's record in this directory")
-      ->type_name("DIR");
-  command
-      ->add_option("--report", a.outputs.report,
-                   "Write a report of each process, summary.txt and report.html into this directory: at the "
-                   "end, when a process runs out of memory, and on SIGUSR1")
-      ->type_name("DIR")
+  add_value(*command, "--records", a.records, "DIR", "Keep every process's record in this directory");
+  add_value(*command, "--report", a.outputs.report, "DIR",
+            "Write a report of each process, summary.txt and report.html into this directory: at the "
+            "end, when a process runs out of memory, and on SIGUSR1")
       ->envname(kReportVariable);
-  command
-      ->add_option("--trace", a.outputs.trace,
-                   "Write the allocations and frees, for 'forebay replay'; several processes or devices get "
-                   "a file each, as FILE with process-N before its suffix")
-      ->type_name("FILE")
+  add_value(*command, "--trace", a.outputs.trace, "FILE",
+            "Write the allocations and frees, for 'forebay replay'; several processes or devices get "
+            "a file each, as FILE with process-N before its suffix")
       ->envname(kTraceVariable);
-  command
-      ->add_option("--snapshot", a.outputs.snapshot,
-                   "Write it for 'forebay explain' and PyTorch's memory visualiser (pytorch.org/memory_viz); "
-                   "files named as those of --trace")
-      ->type_name("FILE")
+  add_value(*command, "--snapshot", a.outputs.snapshot, "FILE",
+            "Write it for 'forebay explain' and PyTorch's memory visualiser (pytorch.org/memory_viz); "
+            "files named as those of --trace")
       ->envname(kSnapshotVariable);
-  command
-      ->add_option("--events", a.events,
-                   "Most bytes to keep of a process's events, 32 each; the oldest make room (64KiB to 2GiB; "
-                   "default: 256MiB for a report, trace or snapshot, and otherwise none)")
-      ->type_name("BYTES")
+  add_value(*command, "--events", a.events, "BYTES",
+            "Most bytes to keep of a process's events, 32 each; the oldest make room (64KiB to 2GiB; "
+            "default: 256MiB for a report, trace or snapshot, and otherwise none)")
       ->envname(kPreloadEventsVariable);
-  command
-      ->add_option("--pause-signal", a.pause_signal,
-                   "On this signal (SIGUSR1, SIGUSR2, SIGHUP) have every process give back the unused memory "
-                   "of its arena, at its next call for memory; allocated blocks stay")
-      ->type_name("SIG")
+  add_value(*command, "--pause-signal", a.pause_signal, "SIG",
+            "On this signal (SIGUSR1, SIGUSR2, SIGHUP) have every process give back the unused memory "
+            "of its arena, at its next call for memory; allocated blocks stay")
       ->envname(kPauseSignalVariable);
-  command
-      ->add_option("--from", a.from,
-                   "Run nothing: report, trace and snapshot from the records that processes have left in "
-                   "this directory (FOREBAY_PRELOAD_RECORDS)")
-      ->type_name("DIR");
+  add_value(*command, "--from", a.from, "DIR",
+            "Run nothing: report, trace and snapshot from the records that processes have left in "
+            "this directory (FOREBAY_PRELOAD_RECORDS)");
   command->footer(kFooter);
   command->callback([arguments, &action, &words] {
     arguments->command = words;

@@ -1,13 +1,9 @@
-#include "runtime/command/traces/explain_command.h"
-
-#include <cstdio>
 #include <memory>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "runtime/command/command_line.h"
-#include "runtime/command/shown_text.h"
 #include "runtime/command/terminal_line.h"
 #include "runtime/command/traces/allocation_trace.h"
 #include "runtime/command/traces/explanation.h"
@@ -16,9 +12,8 @@ namespace forebay {
 namespace {
 
 int explain_file(const std::string& path) {
-  const auto complain = [](const Status& status) {
-    std::fprintf(stderr, "forebay explain: %s\n", shown_text(status.message()).c_str());
-    return kBadUsage;
+  const auto failed = [](const Status& status) {
+    return complain("forebay explain", status.message(), kBadUsage);
   };
   std::string text;
   {
@@ -26,7 +21,7 @@ int explain_file(const std::string& path) {
     line.show("reading " + path);
     const Result<std::vector<AllocationTrace>> traces = read_allocation_traces(path);
     line.show("");
-    if (!traces.ok()) return complain(traces.status());
+    if (!traces.ok()) return failed(traces.status());
     for (const AllocationTrace& trace : traces.value()) {
       const Result<Explanation> explanation = explain(trace, [&](const char* allocator,
                                                                  const CapacityProbe& probe) {
@@ -34,42 +29,36 @@ int explain_file(const std::string& path) {
         line.show(trace.name + ": smallest capacity of the " + allocator + ", " + probe_text(probe, trace));
       });
       line.show("");
-      if (!explanation.ok()) return complain(explanation.status());
+      if (!explanation.ok()) return failed(explanation.status());
       if (!text.empty()) text += "\n";
       text += explanation_text(trace, explanation.value());
     }
   }
-  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
-    return complain({StatusCode::kIoError, "cannot write to standard output; is the disk full?"});
-  }
-  return 0;
+  const Status written = write_standard_output(text);
+  return written.ok() ? 0 : failed(written);
 }
 
 int run(const std::string& path) {
   try {
     return explain_file(path);
   } catch (const std::bad_alloc&) {
-    std::fprintf(stderr,
-                 "forebay explain: the host has no memory to replay '%s'; free host memory, or raise the "
-                 "limit of this process (ulimit -v)\n",
-                 shown_text(path).c_str());
-    return kBadUsage;
+    return complain("forebay explain",
+                    "the host has no memory to replay '" + path +
+                        "'; free host memory, or raise the limit of this process (ulimit -v)",
+                    kBadUsage);
   }
 }
 
 }  // namespace
 
-void add_explain_command(CLI::App& app, std::function<int()>& action) {
+void add_explain_command(CLI::App& app, Action& action) {
   const auto path = std::make_shared<std::string>();  // Shared by the parser's field and the action.
   CLI::App* command = app.add_subcommand("explain",
                                          "Explain why memory ran out: fragmentation or shortage, holders of "
                                          "memory, smallest sufficient capacity");
-  command
-      ->add_option(
-          "snapshot", *path,
-          "A PyTorch memory snapshot (.pickle; nothing in it is executed), an RMM log or a text trace")
-      ->required()
-      ->type_name("SNAPSHOT");
+  add_value(*command, "snapshot", *path, "SNAPSHOT",
+            "A PyTorch memory snapshot (.pickle; nothing in it is executed), an RMM log or a text trace")
+      ->required();
   command->footer(
       "The smallest capacities are searched in steps of 2 MiB by playing the recorded requests on a model "
       "device. Exit code: 0, or 2 if the file could not be read.");

@@ -1,10 +1,10 @@
 #include "runtime/command/traces/explanation.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <unordered_map>
 #include <utility>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/replay/trace_replay.h"
 #include "runtime/command/shown_text.h"
@@ -113,10 +113,8 @@ void judge(const AllocationTrace& trace, const Moment& moment, Explanation* expl
 }
 
 std::string percent_over(std::uint64_t bytes, std::uint64_t base) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%+.1f %%",
-                base == 0 ? 0 : 100 * (static_cast<double>(bytes) / static_cast<double>(base) - 1));
-  return text;
+  return format_text("%+.1f %%",
+                     base == 0 ? 0 : 100 * (static_cast<double>(bytes) / static_cast<double>(base) - 1));
 }
 
 std::string capacity_text(const std::optional<std::uint64_t>& capacity, std::uint64_t peak) {
@@ -233,18 +231,13 @@ Result<Explanation> explain(const AllocationTrace& trace, const ExplainProgress&
   explanation.holdings = find_holdings(trace, moment, explanation.has_names);
   explanation.peak_requested_bytes = trace.peak_requested_bytes();
   judge(trace, moment, &explanation);
-  const auto search = [&](ReplayTarget target, const char* name,
-                          std::optional<std::uint64_t>* found) -> Status {
-    Result<std::optional<std::uint64_t>> capacity =
-        find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
-          if (progress) progress(name, probe);
-        });
-    FOREBAY_RETURN_IF_ERROR(capacity.status());
-    *found = capacity.value();
-    return {};
+  const auto search = [&](ReplayTarget target, const char* name) {
+    return find_minimum_capacity(trace, target, [&](const CapacityProbe& probe) {
+      if (progress) progress(name, probe);
+    });
   };
-  FOREBAY_RETURN_IF_ERROR(search(ReplayTarget::kArena, "arena", &explanation.arena_capacity_bytes));
-  FOREBAY_RETURN_IF_ERROR(search(ReplayTarget::kBaseline, "baseline", &explanation.baseline_capacity_bytes));
+  FOREBAY_ASSIGN_OR_RETURN(explanation.arena_capacity_bytes, search(ReplayTarget::kArena, "arena"));
+  FOREBAY_ASSIGN_OR_RETURN(explanation.baseline_capacity_bytes, search(ReplayTarget::kBaseline, "baseline"));
   return explanation;
 }
 

@@ -94,8 +94,9 @@ TEST(RunReport, ShowsWhatTensorParallelRanksSendAndWhereActivationsAre) {
   // 4 sums a block, 1 for each of two recomputed ones, 2 at the ends; each sends all of [2, 10, 50] floats.
   EXPECT_EQ(tensor_formula_bytes(run), 3 * (4 * 4 + 2 + 2) * 4000.0);
   run.tensor_sent_bytes_per_step = 3 * 20 * 4000;
-  run.saved = {.device_bytes = 111'000, .host_bytes = 222'000, .sent_bytes_per_step = 24'000};
-  run.planned_saved = {.device_bytes = 112'000, .host_bytes = 223'000, .sent_bytes_per_step = 24'000};
+  run.saved_device = {111'000, 112'000};
+  run.saved_host = {222'000, 223'000};
+  run.saved_sent_per_step = {24'000, 24'000};
   std::ostringstream table;
   std::ostringstream json;
 
@@ -131,8 +132,7 @@ TEST(RunReport, OffloadedOptimizerStandsBesideTheDevice) {
   RunReport sharded = example(2);
   whole.offload = sharded.offload = "optimizer";
   whole.offloaded_parameters = sharded.offloaded_parameters = 1'000'000;
-  sharded.host_bytes = 3'501'000;
-  sharded.planned_host_bytes = 3'500'000;
+  sharded.host = {3'501'000, 3'500'000};
   EXPECT_EQ(model_state_formula_bytes(whole), 4e6);
   EXPECT_EQ(model_state_formula_bytes(sharded), 2e6) << "gradients leave as they are reduced";
   sharded.micro_steps = 2;
@@ -165,12 +165,9 @@ TEST(RunReport, FilesStandBesideWhatWasPlannedForThem) {
   run.tier = "nvme";
   run.offloaded_parameters = 750'000;
   run.store = "io_uring, in /drive";
-  run.file_bytes = 3'000'001;
-  run.planned_file_bytes = 3'000'000;
-  run.file_read_bytes_per_step = 4'000'001;
-  run.planned_file_read_bytes_per_step = 4'000'000;
-  run.file_written_bytes_per_step = 5'000'001;
-  run.planned_file_written_bytes_per_step = 5'000'000;
+  run.file = {3'000'001, 3'000'000};
+  run.file_read_per_step = {4'000'001, 4'000'000};
+  run.file_written_per_step = {5'000'001, 5'000'000};
 
   std::ostringstream with, without, json;
   print_report_table(with, {example(2), run});

@@ -9,6 +9,9 @@
 
 namespace forebay {
 
+// printf into a string.
+__attribute__((format(printf, 1, 2))) std::string format_text(const char* format, ...);
+
 // The name that a mistyped `word` most likely means, for "did you mean": the one with the fewest letters to
 // add, drop, replace or swap. Empty when more than a third of the letters differ.
 std::string nearest_name(std::string_view word, Span<const std::string> names);

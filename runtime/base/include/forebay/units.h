@@ -34,6 +34,9 @@ constexpr std::uint64_t ceil_div(std::uint64_t value, std::uint64_t divisor) {
 // "3.50 GiB", "512 B": for messages.
 std::string format_bytes(std::uint64_t bytes);
 
+// "12,345,678": for columns that are read digit by digit.
+std::string grouped(std::uint64_t number);
+
 // "1 block", "3 blocks": for messages. `many` where an s does not make the plural.
 std::string format_count(std::uint64_t count, const char* one, const char* many = nullptr);
 
