@@ -130,6 +130,29 @@ TEST(ActivationBudget, AutoWithoutRoomForTheStatesSaysWhichOfThemIsLargest) {
   EXPECT_NE(refused.find("the largest pool is"), std::string::npos) << refused;
 }
 
+TEST(ActivationBudget, RanksThatPlaceActivationsDifferentlyAreNamed) {
+  const auto placed_as = [](ActivationPlacement first, ActivationPlacement second) {
+    std::vector<gpt::TrainerOptions> by_rank(2, gpt::resolve_options(*gpt::parse_command(kDeep).options));
+    by_rank[0].activations = first;
+    by_rank[1].activations = second;
+    try {
+      gpt::run_training(by_rank);
+    } catch (const Error& error) {
+      return error.status().message();
+    }
+    return std::string("no error");
+  };
+  const ActivationPlacement keep = ActivationPlacement::kKeep;
+  const ActivationPlacement partition = ActivationPlacement::kPartition;
+  const ActivationPlacement choose = ActivationPlacement::kAuto;
+  for (const auto& [first, second] :
+       {std::pair(keep, choose), {choose, keep}, {choose, partition}, {partition, keep}}) {
+    const std::string message = placed_as(first, second);
+    EXPECT_NE(message.find("--activations is"), std::string::npos) << message;
+    EXPECT_NE(message.find("on rank 0"), std::string::npos) << message;
+  }
+}
+
 // Ranks as processes: one of them prints the choice.
 TEST(ActivationBudget, AutoPrintsWhatItChose) {
   Words words = with(placed(kDeeper, "auto"), {"--steps", "0", "--communicator", "shm"});

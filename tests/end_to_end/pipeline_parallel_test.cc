@@ -401,5 +401,18 @@ TEST(PipelineParallel, RanksOfOneGridWithOtherOptionsAreNamed) {
   }
 }
 
+TEST(PipelineParallel, RanksOfDifferentGridsAreNamed) {
+  const Words words = kModel + Words{"--ranks", "2"};
+  std::vector<gpt::TrainerOptions> by_rank(2, gpt::resolve_options(*gpt::parse_command(words).options));
+  by_rank[1].pipeline_parallel = 2;
+  try {
+    gpt::run_training(by_rank);
+    FAIL() << "the run did not fail";
+  } catch (const Error& error) {
+    EXPECT_NE(error.status().message().find("--pipeline-parallel"), std::string::npos)
+        << error.status().message();
+  }
+}
+
 }  // namespace
 }  // namespace forebay::testing

@@ -350,5 +350,20 @@ TEST(TensorParallel, GroupsThatDoNotDivideTheDataParallelRanksAreRefused) {
       << finished.output;
 }
 
+TEST(TensorParallel, RanksOfDifferentGridsAreNamed) {
+  const Words words = kGridModel + Words{"--ranks", "2"};
+  std::vector<gpt::TrainerOptions> by_rank(2, gpt::resolve_options(*gpt::parse_command(words).options));
+  by_rank[0].tensor_parallel = 2;
+  by_rank[1].tensor_parallel = 3;
+  try {
+    gpt::run_training(by_rank);
+    FAIL() << "the run did not fail";
+  } catch (const Error& error) {
+    EXPECT_NE(error.status().message().find("--tensor-parallel is 2 on rank 0 and 3 on rank 1"),
+              std::string::npos)
+        << error.status().message();
+  }
+}
+
 }  // namespace
 }  // namespace forebay::testing

@@ -19,12 +19,44 @@ Result<RankGrid> make_grid(int ranks, const Grid::Options& options) {
   return grid.status().with_context(of_tensor ? "--tensor-parallel" : "--pipeline-parallel");
 }
 
+// Compared before ranks form groups, so that the message names ranks with other options.
+void check_agreement(Communicator& world, const Grid::Options& options) {
+  struct Choice {
+    int tensor_parallel;
+    int pipeline_parallel;
+    int activations;
+  };
+  if (world.size() == 1) return;
+  const Choice mine{options.tensor_parallel, options.pipeline_parallel,
+                    static_cast<int>(options.activations)};
+  std::vector<Choice> all(static_cast<std::size_t>(world.size()));
+  throw_if_error(world.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+  const auto compare = [&](const char* option, const auto& value_of) {
+    for (std::size_t rank = 1; rank < all.size(); ++rank) {
+      const std::string first = value_of(all[0]);
+      const std::string other = value_of(all[rank]);
+      if (other == first) continue;
+      throw Error(StatusCode::kInvalidArgument, std::string(option) + " is " + first + " on rank 0 and " +
+                                                    other + " on rank " + std::to_string(rank) +
+                                                    "; give all ranks the same");
+    }
+  };
+  compare("--tensor-parallel", [](const Choice& one) { return std::to_string(one.tensor_parallel); });
+  compare("--pipeline-parallel", [](const Choice& one) { return std::to_string(one.pipeline_parallel); });
+  compare("--activations", [](const Choice& one) {
+    return std::string(activation_placement_name(static_cast<ActivationPlacement>(one.activations)));
+  });
+}
+
+RankGrid agreed_grid(Communicator& world, const Grid::Options& options) {
+  check_agreement(world, options);
+  return value_or_throw(make_grid(world.size(), options));
+}
+
 }  // namespace
 
 Grid::Grid(Communicator& world, const Options& options)
-    : world_(world),
-      shape_(value_or_throw(make_grid(world.size(), options))),
-      at_(shape_.coordinates(world.rank())) {
+    : world_(world), shape_(agreed_grid(world, options)), at_(shape_.coordinates(world.rank())) {
   if (part_count() > 1) communicators_ = value_or_throw(split_grid(world, shape_));
   if (options.activations != ActivationPlacement::kKeep)
     activations_ = value_or_throw(world.split(world.rank() - at_.tensor, at_.tensor));

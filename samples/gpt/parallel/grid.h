@@ -22,9 +22,9 @@ class Grid {
     ActivationPlacement activations = ActivationPlacement::kKeep;
   };
 
-  // Collective over `world`, which outlives this. If the model has one part, data() is the world. Requires:
-  // the same options on all ranks (configuration_of() in options.h). Errors: throws Error(kInvalidArgument)
-  // naming the option that does not divide the ranks.
+  // Collective over `world`, which outlives this. If the model has one part, data() is the world. Errors:
+  // throws Error(kInvalidArgument) naming the option that does not divide the ranks, or the ranks that have
+  // other options.
   Grid(Communicator& world, const Options& options);
 
   const RankGrid& shape() const { return shape_; }
