@@ -32,8 +32,7 @@ class StoreConnection {
 
   // Tries until the server lets `me` in. Once, before anything else.
   // Errors: kTimeout at `limit`; kInvalidArgument when the other end is not this store or knows another
-  // secret;
-  //         the first failure when the server does not let this rank in.
+  //         secret; the first failure when the server does not let this rank in.
   Status connect(const StoreAddress& address, const std::string& secret, const Participant& me,
                  Clock::time_point limit);
 

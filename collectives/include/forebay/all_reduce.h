@@ -31,8 +31,7 @@ std::uint64_t all_reduce_sent_bytes(int rank_count, std::uint64_t bucket_bytes, 
 // Replaces the data by its sums. With one rank it does nothing.
 // Order:    queues a fixed sequence of data operations on `stream`.
 // Requires: `backend` and `kernels` are those of the communicator; a bucket has at least one element; all
-// ranks
-//           give the same arguments, except for addresses.
+//           ranks give the same arguments, except for addresses.
 // Errors:   those of the communicator's operations, of the copies and of the kernels.
 Status all_reduce(Communicator& communicator, Backend& backend, Kernels& kernels,
                   const AllReduceArguments& arguments, Stream stream);

@@ -38,8 +38,7 @@ namespace forebay {
 
 // Payload that went to, or came from, other ranks since the communicator was made.
 // Units: bytes: elements times element size. Fingerprints and other headers do not count, nor does a rank's
-// own
-//        slice, which is not sent.
+//        own slice, which is not sent.
 struct Traffic {
   std::uint64_t sent_bytes = 0;
   std::uint64_t received_bytes = 0;

@@ -15,9 +15,8 @@ bool gloo_available() noexcept;
 
 // Order:    collective over all ranks; blocks.
 // Requires: `backend` outlives the communicator and has memory that the host reaches.
-// Errors:   kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended; kInvalidArgument
-// for
-//           an interface that this host does not have; kUnsupported without Gloo.
+// Errors:   kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended;
+//           kInvalidArgument for an interface that this host does not have; kUnsupported without Gloo.
 Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend);
 
 }  // namespace forebay

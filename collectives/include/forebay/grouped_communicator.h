@@ -37,8 +37,7 @@ struct GroupedOptions {
 //
 // Order:    collective over `world`; blocks.
 // Requires: `world` outlives the result. Replicated: the count of a reduce_scatter is a multiple of the
-// number of
-//           groups, and where `first` is false, `target` holds the same values in each group.
+//           number of groups, and where `first` is false, `target` holds the same values in each group.
 // Errors:   kInvalidArgument when the group size does not divide the world; those of Communicator::split.
 Result<std::unique_ptr<Communicator>> create_grouped_communicator(Communicator& world,
                                                                   const GroupedOptions& options);

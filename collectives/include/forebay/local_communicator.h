@@ -56,8 +56,7 @@ class LocalGroup {
 
   // The communicator of `rank`, on that rank's backend and kernels, which outlive it. Once per rank.
   // Errors: kInvalidArgument for a rank that does not exist, was asked for before, or has another kind of
-  // memory
-  //         than the ranks before it; kUnsupported for a modelled link where the backends copy.
+  //         memory than the ranks before it; kUnsupported for a modelled link where the backends copy.
   virtual Result<std::unique_ptr<Communicator>> communicator(int rank, Backend& backend,
                                                              Kernels& kernels) = 0;
 };

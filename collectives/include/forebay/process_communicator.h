@@ -49,10 +49,12 @@ struct ProcessOptions {
 
 // Makes the communicator over shared memory (shm_communicator.h) where all ranks can share memory, else the
 // one over TCP (gloo_communicator.h). The ranks find out by the boot's id and the namespaces of their
-// processes, never by host names or variables of the environment. Order:    collective over all ranks;
-// blocks. Requires: `backend` outlives the communicator and has memory that the host reaches. Errors:
-// kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended; kInvalidArgument
-//           when ranks differ in size, version or configuration; and those of the communicator it makes.
+// processes, never by host names or variables of the environment.
+// Order:    collective over all ranks; blocks.
+// Requires: `backend` outlives the communicator and has memory that the host reaches.
+// Errors:   kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended;
+//           kInvalidArgument when ranks differ in size, version or configuration; and those of the
+//           communicator it makes.
 Result<std::unique_ptr<Communicator>> create_process_communicator(const ProcessOptions& options,
                                                                   Backend& backend);
 

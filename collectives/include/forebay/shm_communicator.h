@@ -39,9 +39,8 @@ inline constexpr int kShmRanksMax = 256;
 // Order:    collective over all ranks; blocks.
 // Requires: `backend` outlives the communicator.
 // Errors:   kTimeout naming the ranks that did not join; kPeerLost naming a rank that ended; kUnsupported
-// when a
-//           rank is on another host, in another process namespace or of another user, or when the host does
-//           not reach the backend's memory; kOutOfMemory when the shared memory does not fit;
+//           when a rank is on another host, in another process namespace or of another user, or when the
+//           host does not reach the backend's memory; kOutOfMemory when the shared memory does not fit;
 //           kInvalidArgument for more than kShmRanksMax ranks.
 Result<std::unique_ptr<Communicator>> create_shm_communicator(const ShmOptions& options, Backend& backend);
 

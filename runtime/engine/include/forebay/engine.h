@@ -354,8 +354,9 @@ class Engine {
 
   // Gives the physical memory of these states back to the device until fetch(). Pinned host memory keeps
   // parameters and optimizer states meanwhile. Addresses stay. Waits for all work of the engine and of
-  // leases. Requires: EngineOptions::spillable. Errors:   kOutOfMemory if the host has no room; then nothing
-  // is lost.
+  // leases.
+  // Requires: EngineOptions::spillable.
+  // Errors:   kOutOfMemory if the host has no room; then nothing is lost.
   void spill(const SpillOptions& states = {});
   // Takes back all spilled states. Until then steps and values are refused.
   // Errors: kOutOfMemory if the device has too little room. The rest stays spilled; call fetch() again.
