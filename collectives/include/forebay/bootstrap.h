@@ -25,9 +25,9 @@ struct LaunchEnvironment {
 };
 
 // Reads the process environment: FOREBAY_RANK and FOREBAY_SIZE, torchrun, Open MPI, PMIx, MPICH, Slurm, in
-// that order. Without any of them, this is the only rank. Errors: kInvalidArgument for a variable that is not
-// a number or out of range, or when only half of a pair is
-//         set; for ranks that have no place to meet, the message tells which variables to set.
+// that order. Without any of them, this is the only rank.
+// Errors: kInvalidArgument for a variable that is not a number or out of range, or when only half of a pair
+//         is set; for ranks that have no place to meet, the message tells which variables to set.
 Result<LaunchEnvironment> read_launch_environment();
 
 struct LaunchOptions {

@@ -140,10 +140,10 @@ class Communicator {
   // --- the commit point ---
   // Threads: any, host functions of streams too.
 
-  // This rank has all it needs for `step` and takes `decision`. If ok, it may act on the decision. Otherwise
-  // the communicator had failed before, and no vote was recorded. Requires: `step` is greater than any
-  // before; at most kDecisionBytesMax bytes; the same decision on every rank
-  //           that votes for the step.
+  // This rank has all it needs for `step` and takes `decision`. If ok, it may act on the decision.
+  // Otherwise the communicator had failed before, and no vote was recorded.
+  // Requires: `step` is greater than any before; at most kDecisionBytesMax bytes; the same decision on
+  //           every rank that votes for the step.
   virtual Status vote(std::uint64_t step, Span<const std::byte> decision) = 0;
   // Once vote() has refused: the decision that some rank voted for, or nothing; the same on every survivor.
   // Waits at most some seconds for the survivors' votes, however long the deadline is.

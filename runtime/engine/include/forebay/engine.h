@@ -251,9 +251,9 @@ class Engine {
   // The ranks of `stages` all have `unit`, with the same parameters and values: for example the embedding
   // that the first pipeline stage reads and the last one multiplies by. Its gradient is the sum of theirs,
   // added once a step in the order of these ranks, so the copies stay the same. The first of them counts it
-  // in the norm. The unit and those before it stay on the device, and no rank may skip it. Requires:
-  // EngineOptions::grid. `stages` has as many ranks as have the same data-parallel rank, is used by
-  //           nobody else and outlives the engine.
+  // in the norm. The unit and those before it stay on the device, and no rank may skip it.
+  // Requires: EngineOptions::grid. `stages` has as many ranks as have the same data-parallel rank, is used
+  //           by nobody else and outlives the engine.
   void share(UnitId unit, Communicator& stages);
   // Declares the bytes of activations(), so that the plan is whole.
   void declare_activations(std::uint64_t bytes);
