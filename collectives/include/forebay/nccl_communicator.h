@@ -12,7 +12,7 @@
 // Watching. NCCL itself waits for ever for a peer that died, that is late, or that issued another operation.
 // So each communicator has a thread that, every 50 ms, exchanges with the other ranks which operations were
 // issued and which are done. It finds the rank that issued another operation, the rank that did not come
-// within the deadline (counted from when this rank's stream has come to the operation) and, through
+// within the deadline (which begins when this rank's stream reaches the operation) and, through
 // `control`, the rank that died. Then, and after any error of NCCL, every rank takes the same first failure
 // from `control` and aborts its part of NCCL, so that work queued on its stream ends. The fingerprint of each
 // operation also travels between the devices; status() has compared the fingerprints of all operations that

@@ -12,8 +12,8 @@
 //
 // Failure. The first failure is one record in the shared memory, so every rank reports the same one, and
 // sleeping ranks are woken for it. Every 100 ms a rank that waits, or that asks for status(), looks whether
-// its peers' processes (by process id and start time) still run; so a killed rank is named after at most that
-// long. A peer that left in order fails only the ranks that need it. A send and a recv that meet with
+// its peers' processes (by process id and start time) still run; so a killed rank is named within that
+// time. A peer that left in order fails only the ranks that need it. A send and a recv that meet with
 // different sizes or tags are an error at once; when the peer is in a collective instead, the deadline finds
 // it.
 //

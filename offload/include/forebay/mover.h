@@ -31,7 +31,7 @@ namespace forebay {
 // A part of a range, and how many of its bytes are the caller's.
 struct StoredBytes {
   StoreRange range;
-  std::uint64_t offset = 0;       // From the range's begin; a multiple of the granule.
+  std::uint64_t offset = 0;       // From the start of the range; a multiple of the granule.
   std::uint64_t bytes = 0;        // Zero moves nothing.
   std::uint64_t range_bytes = 0;  // The whole range's; a transfer's end is rounded up to a granule within it.
 };

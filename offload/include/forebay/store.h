@@ -1,7 +1,7 @@
 // Store: named byte ranges outside the caller's memory, usually in files, read and written asynchronously. In
 // prose it is called a file store, because a rendezvous store is another thing.
 //
-// It is not durable (its files have no name and end with it), it is not a cache, and it does not move device
+// It is not durable (its files are anonymous and end with it), it is not a cache, and it does not move device
 // memory. It moves bytes between a range and host memory; bytes for a device pass through a StagingBuffer.
 //
 // Ranges. A range is made once, with a name and a size, and stays until the store ends. Its disk space is
@@ -9,7 +9,7 @@
 // written read as zeros.
 //
 // Granules. A range is a row of granules of `facts().granule_bytes`; the last one may be shorter. A transfer
-// has to begin at the begin of a granule and to end at the end of a granule or of the range. With checksums,
+// has to begin at the start of a granule and to end at the end of a granule or of the range. With checksums,
 // each granule has one in host memory: it is made when the granule is written and compared whenever it is
 // read.
 //
@@ -60,7 +60,7 @@ enum class StoreDirection : std::uint8_t { kRead, kWrite };
 struct StoreTransfer {
   StoreDirection direction = StoreDirection::kRead;
   StoreRange range;
-  std::uint64_t offset = 0;     // Bytes from the range's begin; a multiple of the granule.
+  std::uint64_t offset = 0;     // Bytes from the start of the range; a multiple of the granule.
   std::byte* memory = nullptr;  // A write does not change it.
   std::size_t bytes = 0;        // Zero is allowed and moves nothing.
 };

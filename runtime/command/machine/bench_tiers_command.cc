@@ -232,7 +232,7 @@ void add_bench_tiers_command(CLI::App& app, Action& action) {
       "in bytes per second.\nThe files are anonymous and vanish with the process. Progress is shown if "
       "standard error is a terminal.");
   add_value(*command, "DIR", a.directories, "",
-            "Directories for the file tier; several are measured each, then striped")
+            "Directories for the file tier; several are measured one by one, then striped")
       ->required();
   add_value(*command, "--device", a.device, "DEVICE", "host, cuda or cuda:N (N counts GPUs from 0)")
       ->capture_default_str();

@@ -273,11 +273,13 @@ void add_plan_command(CLI::App& app, Action& action) {
                                   "pipeline, those that need most. 0: the host is not judged")
                             ->default_str("all");
   command->add_flag("--json", a.json, "Print JSON");
-  command->footer(std::string("Without --parameters, --config or a shape, the model is the one that "
-                              "forebay-gpt trains by default (there in fp32).\nSizes: ") +
-                  kBytesSyntax +
-                  ".\nExit code: 0; 1 if neither --memory nor, where it is given, --host-ranks has room for "
-                  "any of the stages shown; 2 for bad input.");
+  command->footer(
+      std::string(
+          "Without --parameters, --config or a shape, the model is the one that forebay-gpt trains by "
+          "default (there in fp32).\nSizes: ") +
+      kBytesSyntax +
+      ".\nExit code: 0; 1 if none of the stages shown fits into --memory and, with --host-ranks, into this "
+      "host; 2 for bad input.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }
 

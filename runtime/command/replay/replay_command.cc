@@ -231,11 +231,11 @@ void add_replay_command(CLI::App& app, Action& action) {
                     "the model device; completing need not be monotone in the capacity)");
   command->add_flag("--json", a.json, "Print JSON; driver_calls are those of the first pass");
   command->footer(
-      "Columns: frag %, of the first pass, and last %, of the last repeat: fragmentation, 1 - peak requested "
-      "/ peak physical; smallest: the least device memory with which the trace completes, over %: by how "
-      "much that is more than the peak requested (with that little, memory is placed otherwise, and may come "
-      "out above physical); steady calls and chunks moved: driver calls and mappings of each repeat from the "
-      "third on; off the mapping path: of allocations that made no driver call.\n"
+      "Columns: frag % and last %: fragmentation of the first pass and of the last repeat, 1 - peak "
+      "requested "
+      "/ peak physical; smallest: the least device memory with which the trace completes; over %: the excess "
+      "of that over the peak requested; steady calls and chunks moved: driver calls and mappings of each "
+      "repeat from the third on; off the mapping path: allocations that made no driver call.\n"
       "Exit code: 0; 1 if the arena did not complete a trace; 2 if something could not be read.");
   command->callback([arguments, &action] { action = [arguments] { return run(*arguments); }; });
 }

@@ -477,7 +477,7 @@ void add_run_command(CLI::App& app, Action& action, const std::vector<std::strin
   const auto arguments = std::make_shared<RunArguments>();  // Shared by the parser's fields and the action.
   RunArguments& a = *arguments;
   CLI::App* command = app.add_subcommand(
-      "run", "Run a command with the arena under its device memory; the command itself is not changed");
+      "run", "Run a command with forebay's arena as its device allocator; the command itself is not changed");
   // For --help alone: its words are taken out before anything is parsed.
   add_value(*command, "command", a.command, "COMMAND",
             "The command and its arguments, behind all options of forebay run");

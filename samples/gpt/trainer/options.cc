@@ -176,12 +176,12 @@ void add_training_options(CLI::App& app, TrainerOptions& o) {
                 "Weight decay of AdamW, for matrices and embeddings");
   training.real("--clip", o.clip, "X", 0, kSingleMax, "Largest global gradient norm; 0: no clipping");
   training.real("--dropout", o.dropout, "0..1", 0, 1,
-                "Probability, less than 1, that an element is zeroed: after the embedding, in attention and "
-                "after both halves of a block");
+                "Probability, less than 1, that an element is zeroed: after the embedding, in attention, and "
+                "after the attention and the MLP of a block");
   training.real("--beta1", o.beta1, "0..1", 0, 1, "Decay of AdamW's first moment");
   training.real("--beta2", o.beta2, "0..1", 0, 1, "Decay of AdamW's second moment");
   training.real("--epsilon", o.epsilon, "X", kEpsilonMin, kSingleMax, "AdamW's epsilon");
-  training.real("--loss-scale", o.loss_scale, "X", 1, kSingleMax, "First loss scale, for fp16");
+  training.real("--loss-scale", o.loss_scale, "X", 1, kSingleMax, "Initial loss scale, for fp16");
   training.number("--seed", o.seed, 0, UINT64_MAX,
                   "Seed of initial weights, of the order of samples and of dropout");
 }
@@ -190,7 +190,7 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   Section files(app, "Files");
   files.text("--save-state", o.save_state, "DIR", "Save the training state here at the end and on Ctrl-C");
   files.number("--save-every", o.save_every, 0, UINT64_MAX,
-               "Steps after which it is saved too, each time; 0: never");
+               "Save it after every N steps, too; 0: only at the end");
   files.text("--load-state", o.load_state, "DIR", "Resume from the training state saved here");
   files.text("--initial", o.initial_file, "FILE", "Initial weights (safetensors)");
   files.text("--export", o.export_file, "FILE", "Write the full fp32 weights here at the end (safetensors)");
@@ -200,7 +200,7 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
              "the first add .rank-N before the suffix. It slows steps, so record a few");
   files.text("--flight-recorder", o.flight_recorder, "DIR",
              "When a rank fails, every rank writes its last operations here (flight.rank-N.json)");
-  app.add_flag("!--quiet", o.progress, "Print no progress")->group("Files");
+  app.add_flag("!--quiet", o.progress, "Print nothing on stderr but errors and warnings")->group("Files");
 }
 
 [[noreturn]] void refuse(const std::string& message) {

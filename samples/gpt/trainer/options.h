@@ -52,7 +52,7 @@ struct TrainerOptions : ShardingOptions {
   double beta1 = 0.9;
   double beta2 = 0.95;
   double epsilon = 1e-8;
-  double loss_scale = 65536;  // First loss scale, for fp16.
+  double loss_scale = 65536;  // The initial one, for fp16.
   std::uint64_t seed = 1;
   std::vector<std::string> text;  // Empty: default_text_files().
 

@@ -16,7 +16,7 @@
 // Order: work that is queued on `stream` after save() may overwrite the source. Micro-batches are loaded in
 // the order in which their first activation was saved. The activations of a micro-batch are loaded in the
 // reverse order of saving. Fetching ahead follows this order; it begins when all slots of the micro-batch
-// have been saved or the first of them is loaded. Other orders give the same values, later. All
+// have been saved or the first of them is loaded. Other orders give the same values, but wait longer. All
 // tensor-parallel ranks make the same calls in the same order, which fixes the order of the gathers.
 //
 // Streams: save() and load() do not wait for the device. A load makes `stream` wait until the activation is
@@ -26,8 +26,8 @@
 // Errors: thrown as Error. Misuse (a load without a save, saving twice, another size, a micro-batch too many)
 // is kInvalidArgument and changes nothing. After a failure of a peer, a stream, the device or the file store
 // the checkpointer is failed: its communicator is aborted so that no peer waits for it, and every later call
-// throws. The next call throws the failure of queued work. The data of a lease is good if check() throws
-// nothing after the stream has been waited for.
+// throws. The next call throws the failure of queued work. The data of a lease is valid if check(), called
+// after waiting for the stream, throws nothing.
 //
 // Threads: one thread drives it.
 //

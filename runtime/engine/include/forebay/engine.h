@@ -206,8 +206,8 @@ class Lease {
   // backward_reads_parameters.
   DevicePtr parameter(int index) const;
 
-  // The address for the gradient of `index`, in the engine's dtype; null for a frozen parameter. A trainable
-  // parameter whose gradient nobody asks for has the gradient zero.
+  // The address for the gradient of `index`, in the engine's dtype; null for a frozen parameter. If the
+  // trainer does not ask for the gradient of a trainable parameter, that gradient is zero.
   // Requires: the backward pass. `accumulate` is not null.
   // Order:    `*accumulate` says how to write: false "=", true "+=". Write before the lease ends.
   DevicePtr gradient(int index, bool* accumulate);
@@ -252,15 +252,15 @@ class Engine {
   // that the first pipeline stage reads and the last one multiplies by. Its gradient is the sum of theirs,
   // added once a step in the order of these ranks, so the copies stay the same. The first of them counts it
   // in the norm. The unit and those before it stay on the device, and no rank may skip it.
-  // Requires: EngineOptions::grid. `stages` has as many ranks as have the same data-parallel rank, is used
-  //           by nobody else and outlives the engine.
+  // Requires: EngineOptions::grid. `stages` joins one rank of each of these pipeline stages, all with the
+  //           same data-parallel rank; nobody else uses it, and it outlives the engine.
   void share(UnitId unit, Communicator& stages);
   // Declares the bytes of activations(), so that the plan is whole.
   void declare_activations(std::uint64_t bytes);
 
-  // The most that declare_activations() may be given: the room that the budget leaves beside the rest of the
-  // plan, the least of all ranks. With bucket_auto the bucket is taken to be bucket_bytes; with offload_auto
-  // as much is taken to be offloaded as possible.
+  // The most bytes that declare_activations() may be given: the smallest room that any rank's budget leaves
+  // beside the rest of the plan. Here bucket_auto counts as bucket_bytes, and offload_auto as the largest
+  // possible offload.
   // Order:  after all units are added, before commit(). Collective.
   // Errors: those of make_plan().
   std::uint64_t activation_room();

@@ -85,12 +85,13 @@ struct PoolBytes {
   // Persistent. Offloaded parameter shards are not in it.
   std::uint64_t parameters = 0;
   // Persistent; with K > 1 the fp32 accumulator is in it. An offloaded unit has no gradient slice here from
-  // stage 2 on, and no accumulator from stage 1 on. In their stead two places carry slices, or with K > 1 the
-  // fp32 sums of buckets, on their way to the host.
+  // stage 2 on, and no accumulator from stage 1 on. Instead two buffers carry slices, or with K > 1 the
+  // fp32 sums of buckets, to the host.
   std::uint64_t gradients = 0;
   // Persistent: the master (2-byte types), m and v of the units that are not offloaded.
   std::uint64_t optimizer = 0;
-  // Slots of gathered units, and of the gradients of units before they are reduced. Depth does not change it.
+  // Slots for gathered units, and for unit gradients before their reduction. The number of layers does not
+  // change it.
   std::uint64_t gathered = 0;
   // Staging of collectives. The model's size changes it only by the few bytes of each unit's norm.
   std::uint64_t buckets = 0;

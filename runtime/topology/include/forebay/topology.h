@@ -98,8 +98,8 @@ struct PlacementRequest {
   int count = 1;
 };
 
-// Where the nearest nodes have no usable processor or no usable memory, the least distant nodes that have
-// serve. Requires: 0 <= index < count.
+// If the nearest nodes have no usable processor or memory, the next nearest nodes that have some are used.
+// Requires: 0 <= index < count.
 Placement place(const Topology& topology, const PlacementRequest& request);
 
 // One placement for each device, which is given as the nodes nearest to it. Devices near the same nodes
