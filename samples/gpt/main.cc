@@ -141,8 +141,8 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
     if (environment.rank == 0) check_files(options);
     stop_on_signals();
     // Our own launcher ends its ranks when it ends; another launcher is watched.
-    std::optional<LauncherWatch> watch;
-    if (environment.launcher != "forebay") watch.emplace();
+    std::jthread watch;
+    if (environment.launcher != "forebay") watch = watch_launcher();
     return finish(options, run_training_rank(options, environment), environment.rank == 0);
   } catch (const Error& error) {
     const bool is_own = dynamic_cast<const JoinError*>(&error) != nullptr && !is_of_a_peer(error);

@@ -186,9 +186,9 @@ std::string pipeline_text(const std::vector<PlanReport>& reports,
   std::string text = "\n" + cells(header);
   for (std::size_t i = 0; i < first.pipeline.size(); ++i) {
     const StageFigures& stage = first.pipeline[i];
-    std::vector<std::string> row = {std::to_string(i), std::to_string(stage.layers),
-                                    grouped(stage.parameters), std::to_string(activations[i].in_flight),
-                                    format_bytes(stage.bytes.activations.value_or(0))};
+    std::vector<std::string> row = {
+        std::to_string(i), std::to_string(stage.layers), grouped(stage.parameters),
+        std::to_string(activations[i].in_flight), format_bytes(stage.bytes.activations.value_or(0))};
     for (const PlanReport& report : reports) row.push_back(format_bytes(report.pipeline[i].bytes.needed()));
     text += cells(row);
   }
@@ -239,8 +239,9 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
                       const std::vector<ActivationReport>& activations) {
   const PlanReport& first = reports.front();
   const PlanOptions& options = first.options;
-  std::string text = "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
-                     " parameters, " + data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
+  std::string text = "plan (" + std::string(preset_name(first.preset)) +
+                     "): " + grouped(first.parameters) + " parameters, " +
+                     data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
                      std::to_string(options.micro_steps) +
                      (options.micro_steps == 1 ? " micro-step" : " micro-steps") + " a step\n";
   if (!model.empty()) text += model + "\n";

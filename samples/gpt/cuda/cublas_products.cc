@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <climits>
-#include <cstdlib>
 #include <string>
 
 #include "cuda/cublas_abi.h"
@@ -45,48 +44,14 @@ cublas::Functions open_cublas() {
                                             kWithout);
 }
 
-// The few functions of the driver that put a device's primary context on a thread. cuBLAS works on the one it
-// finds there.
-class CurrentContext {
- public:
-  explicit CurrentContext(int ordinal) {
-    const char* const given = std::getenv("FOREBAY_LIBCUDA");
-    const char* const name = given != nullptr && *given != '\0' ? given : "libcuda.so.1";
-    void* const library = ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr)
-      throw Error(StatusCode::kUnavailable, std::string("--matmul library: cannot open ") + name + kWithout);
-    const auto find = [&](auto& function, const char* symbol) {
-      function =
-          reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol_of(library, symbol, name));
-    };
-    find(get_device_, "cuDeviceGet");
-    find(retain_, "cuDevicePrimaryCtxRetain");
-    find(release_, "cuDevicePrimaryCtxRelease_v2");
-    find(set_current_, "cuCtxSetCurrent");
-    void* context = nullptr;
-    int result = get_device_(&device_, ordinal);
-    if (result == 0) result = retain_(&context, device_);
-    if (result == 0 && (result = set_current_(context)) != 0) release_(device_);
-    if (result != 0) {
-      throw Error(StatusCode::kUnavailable,
-                  "--matmul library: the driver does not give cuBLAS the context of device " +
-                      std::to_string(ordinal) + " (CUresult " + std::to_string(result) + ")" + kWithout);
-    }
-  }
-  ~CurrentContext() {
-    set_current_(nullptr);
-    release_(device_);
-  }
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-
- private:
-  int (*get_device_)(int* device, int ordinal) = nullptr;
-  int (*retain_)(void** context, int device) = nullptr;
-  int (*release_)(int device) = nullptr;
-  int (*set_current_)(void* context) = nullptr;
-  int device_ = 0;
-};
+// Runs `call` with the device's context current on this thread: cuBLAS works on the context that it finds.
+template <typename Call>
+cublas::Status in_context(CudaBackend& backend, const Call& call) {
+  cublas::Status result = 0;
+  auto work = [&] { result = call(); };
+  throw_if_error(backend.call_in_context([](void* run) { (*static_cast<decltype(work)*>(run))(); }, &work));
+  return result;
+}
 
 cublas::ScalarType scalar_type(DataType type) {
   switch (type) {
@@ -108,26 +73,34 @@ void check_status(cublas::Status status, const char* call) {
 }  // namespace
 
 struct CublasProducts::Impl {
-  Impl(int ordinal, Stream stream) : functions(open_cublas()), context(ordinal) {
-    check_status(functions.create(&handle), "cublasCreate");
+  Impl(CudaBackend& cuda, Stream stream) : functions(open_cublas()), backend(cuda) {
+    check_status(in_context(backend, [&] { return functions.create(&handle); }), "cublasCreate");
     try {
-      check_status(functions.set_stream(handle, stream.handle), "cublasSetStream");
+      check_status(in_context(backend, [&] { return functions.set_stream(handle, stream.handle); }),
+                   "cublasSetStream");
       check_status(functions.set_math_mode(handle, cublas::kNoReducedPrecisionReduction),
                    "cublasSetMathMode");
     } catch (...) {
-      functions.destroy(handle);
+      destroy();
       throw;
     }
   }
-  ~Impl() { functions.destroy(handle); }
+  ~Impl() { destroy(); }
+
+  void destroy() {
+    static_cast<void>(backend.call_in_context(
+        [](void* impl) { static_cast<Impl*>(impl)->functions.destroy(static_cast<Impl*>(impl)->handle); },
+        this));
+  }
 
   const cublas::Functions functions;
-  const CurrentContext context;
+  CudaBackend& backend;
   cublas::Handle handle = nullptr;
   std::byte* workspace = nullptr;  // The one that cuBLAS has now.
 };
 
-CublasProducts::CublasProducts(int ordinal, Stream stream) : impl_(std::make_unique<Impl>(ordinal, stream)) {}
+CublasProducts::CublasProducts(CudaBackend& backend, Stream stream)
+    : impl_(std::make_unique<Impl>(backend, stream)) {}
 
 CublasProducts::~CublasProducts() = default;
 
@@ -143,8 +116,10 @@ void CublasProducts::multiply(const ProductShape& shape, DataType type, const vo
                               float* c, std::byte* workspace) {
   Impl& cublas = *impl_;
   if (cublas.workspace != workspace) {
-    check_status(cublas.functions.set_workspace(cublas.handle, workspace, kWorkspaceBytes),
-                 "cublasSetWorkspace");
+    const auto set = [&] {
+      return cublas.functions.set_workspace(cublas.handle, workspace, kWorkspaceBytes);
+    };
+    check_status(in_context(cublas.backend, set), "cublasSetWorkspace");
     cublas.workspace = workspace;
   }
   // cuBLAS stores matrices by columns, so it sees each row-major matrix transposed: c^T = b^T a^T.
@@ -153,12 +128,13 @@ void CublasProducts::multiply(const ProductShape& shape, DataType type, const vo
   const cublas::ScalarType scalar = scalar_type(type);
   const int rows = static_cast<int>(shape.rows), columns = static_cast<int>(shape.columns),
             depth = static_cast<int>(shape.depth);
-  check_status(
-      cublas.functions.multiply(cublas.handle, operation(shape.transpose_b), operation(shape.transpose_a),
-                                columns, rows, depth, &one, b, scalar, shape.transpose_b ? depth : columns, a,
-                                scalar, shape.transpose_a ? rows : depth, &zero, c, cublas::kReal32, columns,
-                                cublas::kCompute32, cublas::kDefaultAlgorithm),
-      "cublasGemmEx");
+  const auto multiply = [&] {
+    return cublas.functions.multiply(
+        cublas.handle, operation(shape.transpose_b), operation(shape.transpose_a), columns, rows, depth, &one,
+        b, scalar, shape.transpose_b ? depth : columns, a, scalar, shape.transpose_a ? rows : depth, &zero, c,
+        cublas::kReal32, columns, cublas::kCompute32, cublas::kDefaultAlgorithm);
+  };
+  check_status(in_context(cublas.backend, multiply), "cublasGemmEx");
 }
 
 }  // namespace forebay::gpt

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <memory>
 
-#include "forebay/backend.h"
+#include "forebay/cuda_backend.h"
 #include "forebay/data_type.h"
 #include "model/matmul.h"
 
@@ -16,10 +16,9 @@ class CublasProducts {
   // The bytes of workspace for any product.
   static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
 
-  // Makes products on `stream` of the device `ordinal`, whose primary context stays current on the calling
-  // thread. Threads: only that thread may use and destroy this. Errors: throws Error(kUnavailable) when there
-  // is no cuBLAS, or it does not start.
-  CublasProducts(int ordinal, Stream stream);
+  // Makes products on `stream` of `backend`, which outlives this. Threads: one at a time. Errors: throws
+  // Error(kUnavailable) when there is no cuBLAS, or it does not start.
+  CublasProducts(CudaBackend& backend, Stream stream);
   ~CublasProducts();
   CublasProducts(const CublasProducts&) = delete;
   CublasProducts& operator=(const CublasProducts&) = delete;

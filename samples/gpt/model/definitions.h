@@ -11,10 +11,9 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
+#include "forebay/conversions.h"
 #include "forebay/data_type.h"
-#include "model/device_function.h"
 #include "model/random.h"
 
 namespace forebay::gpt {
@@ -56,18 +55,6 @@ namespace definitions {
 inline constexpr std::size_t kLanes = 32;  // One warp; also a multiple of every host vector's width.
 inline constexpr float kEpsilon = 1e-5F;   // LayerNorm's.
 
-// Device code may call memcpy, but not std::bit_cast.
-FOREBAY_DEVICE inline std::uint32_t bits_of(float value) {
-  std::uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-FOREBAY_DEVICE inline float float_of(std::uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 FOREBAY_DEVICE inline float larger(float a, float b) {
   return a < b ? b : a;
 }
@@ -75,11 +62,11 @@ FOREBAY_DEVICE inline float larger(float a, float b) {
 // --- conversions, without branches that depend on a value, so that loops vectorise ---
 
 FOREBAY_DEVICE inline float from_bfloat16(std::uint16_t bits) {
-  return float_of(std::uint32_t{bits} << 16);
+  return float_from_bits(std::uint32_t{bits} << 16);
 }
 
 FOREBAY_DEVICE inline std::uint16_t to_bfloat16(float value) {
-  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t bits = float_bits(value);
   const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
   return static_cast<std::uint16_t>(is_nan ? 0x7FC0u : rounded);
@@ -89,21 +76,21 @@ FOREBAY_DEVICE inline float from_float16(std::uint16_t bits) {
   const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
   const std::uint32_t magnitude = bits & 0x7FFFu;
   // As if it were an fp32 with a small exponent; the product moves the exponent and makes subnormals normal.
-  const float scaled = float_of(magnitude << 13) * 0x1p112F;
+  const float scaled = float_from_bits(magnitude << 13) * 0x1p112F;
   const std::uint32_t special = (magnitude << 13) | 0x7F800000u;  // Infinity and NaN.
-  const std::uint32_t result = magnitude >= 0x7C00u ? special : bits_of(scaled);
-  return float_of(result | sign);
+  const std::uint32_t result = magnitude >= 0x7C00u ? special : float_bits(scaled);
+  return float_from_bits(result | sign);
 }
 
 FOREBAY_DEVICE inline std::uint16_t to_float16(float value) {
-  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t bits = float_bits(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
   // Normal results: rebias the exponent by -112 and round the 13 bits that go.
   const std::uint32_t normal = (magnitude + 0xC8000FFFu + ((magnitude >> 13) & 1u)) >> 13;
   // Subnormal results: adding 0.5 makes the adder round at the right place, 2^-24.
-  const float shifted = float_of(magnitude) + 0.5F;
-  const std::uint32_t subnormal = bits_of(shifted) - bits_of(0.5F);
+  const float shifted = float_from_bits(magnitude) + 0.5F;
+  const std::uint32_t subnormal = float_bits(shifted) - float_bits(0.5F);
   std::uint32_t result = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14
   result = magnitude >= 0x477FF000u ? 0x7C00u : result;                 // From 65520 on: infinity.
   result = magnitude > 0x7F800000u ? 0x7E00u : result;                  // NaN
@@ -148,8 +135,8 @@ FOREBAY_DEVICE inline float exponential(float x) {
   p = p * r + 5.0000001201e-1F;
   p = p * (r * r) + r + 1.0F;
   // n stands in the low bits of `rounded`; a NaN stays one, through p.
-  const std::uint32_t exponent = bits_of(rounded) - bits_of(kRounder) + 127u;
-  return p * float_of(exponent << 23);
+  const std::uint32_t exponent = float_bits(rounded) - float_bits(kRounder) + 127u;
+  return p * float_from_bits(exponent << 23);
 }
 
 // tanh by exp. The absolute error is about 1e-7, small enough for GELU.

@@ -207,10 +207,8 @@ void Gpt::attend(std::size_t layer, const float* input, const Parameters& p) {
   const BlockPlaces& b = places(layer);
   queue_.run([=, this, attention = attention_of(layer)] {
     const std::size_t hidden = shape_.hidden;
-    operations_.run(NormForward{norm_of(input, b.norm1_mean, b.norm1_inverse),
-                                widened(p[block::kNorm1Gain], hidden),
-                                widened(p[block::kNorm1Bias], hidden, hidden), at(b.norm1)});
-    linear(at(b.norm1), p[block::kQkvWeight], p[block::kQkvBias], hidden, 3 * width_, at(b.qkv));
+    norm_forward(norm_of(input, b.norm1_mean, b.norm1_inverse), p, block::kNorm1Gain, at(b.norm1));
+    linear(at(b.norm1), p, block::kQkvWeight, hidden, 3 * width_, at(b.qkv));
     operations_.run(AttentionForward{attention, at(b.qkv), at(b.attended), softmax_at(b.softmax),
                                      memory_ + attention_space_});
     multiply(forward_product(width_, hidden), at(b.attended), stored(p[block::kAttentionWeight]),
@@ -224,10 +222,8 @@ void Gpt::expand(std::size_t layer, const float* input, const Parameters& p) {
   queue_.run([=, this, dropout = dropout_of(layer, kAttention), first = first_element()] {
     const std::size_t hidden = shape_.hidden;
     add_residual({input, p[block::kAttentionBias], dropout, first}, at(b.middle));
-    operations_.run(NormForward{norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse),
-                                widened(p[block::kNorm2Gain], hidden),
-                                widened(p[block::kNorm2Bias], hidden, hidden), at(b.norm2)});
-    linear(at(b.norm2), p[block::kExpandWeight], p[block::kExpandBias], hidden, inner_, at(b.expanded));
+    norm_forward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p, block::kNorm2Gain, at(b.norm2));
+    linear(at(b.norm2), p, block::kExpandWeight, hidden, inner_, at(b.expanded));
     operations_.run(Gelu{at(b.expanded), at(b.activated), rows_ * inner_});
   });
 }
@@ -265,51 +261,26 @@ void Gpt::block_backward(std::size_t layer, const Parameters& p, const Gradients
   // The gradient of the output, then of middle, then of the input.
   float* const residual = residual_gradient();
   queue_.run([=, this, dropout = dropout_of(layer, kMlp)] {
-    linear_backward({.input = at(b.activated),
-                     .output_gradient = dropped_gradient(residual, dropout, first),
-                     .input_gradient = at(wide_gradient_),
-                     .weight = p[block::kContractWeight],
-                     .weight_gradient = gradients[block::kContractWeight],
-                     .bias_gradient = gradients[block::kContractBias],
-                     .in = inner_,
-                     .out = shape_.hidden});
+    linear_backward({at(b.activated), dropped_gradient(residual, dropout, first), at(wide_gradient_)}, p,
+                    gradients, block::kContractWeight, inner_, shape_.hidden);
     operations_.run(GeluBackward{at(b.expanded), at(wide_gradient_), rows_ * inner_});
-    linear_backward({.input = at(b.norm2),
-                     .output_gradient = at(wide_gradient_),
-                     .input_gradient = at(narrow_gradient_),
-                     .weight = p[block::kExpandWeight],
-                     .weight_gradient = gradients[block::kExpandWeight],
-                     .bias_gradient = gradients[block::kExpandBias],
-                     .in = shape_.hidden,
-                     .out = inner_});
+    linear_backward({at(b.norm2), at(wide_gradient_), at(narrow_gradient_)}, p, gradients,
+                    block::kExpandWeight, shape_.hidden, inner_);
   });
   all_reduce(at(narrow_gradient_));
   queue_.run([=, this, attention = attention_of(layer), dropout = dropout_of(layer, kAttention)] {
-    norm_backward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p[block::kNorm2Gain],
-                  at(narrow_gradient_), residual, gradients[block::kNorm2Gain], gradients[block::kNorm2Bias]);
-    linear_backward({.input = at(b.attended),
-                     .output_gradient = dropped_gradient(residual, dropout, first),
-                     .input_gradient = at(narrow_gradient_),
-                     .weight = p[block::kAttentionWeight],
-                     .weight_gradient = gradients[block::kAttentionWeight],
-                     .bias_gradient = gradients[block::kAttentionBias],
-                     .in = width_,
-                     .out = shape_.hidden});
+    norm_backward(norm_of(at(b.middle), b.norm2_mean, b.norm2_inverse), p, gradients, block::kNorm2Gain,
+                  residual);
+    linear_backward({at(b.attended), dropped_gradient(residual, dropout, first), at(narrow_gradient_)}, p,
+                    gradients, block::kAttentionWeight, width_, shape_.hidden);
     operations_.run(AttentionBackward{attention, at(b.qkv), softmax_at(b.softmax), at(narrow_gradient_),
                                       at(wide_gradient_), memory_ + attention_space_});
-    linear_backward({.input = at(b.norm1),
-                     .output_gradient = at(wide_gradient_),
-                     .input_gradient = at(narrow_gradient_),
-                     .weight = p[block::kQkvWeight],
-                     .weight_gradient = gradients[block::kQkvWeight],
-                     .bias_gradient = gradients[block::kQkvBias],
-                     .in = shape_.hidden,
-                     .out = 3 * width_});
+    linear_backward({at(b.norm1), at(wide_gradient_), at(narrow_gradient_)}, p, gradients, block::kQkvWeight,
+                    shape_.hidden, 3 * width_);
   });
   all_reduce(at(narrow_gradient_));
   queue_.run([=, this] {
-    norm_backward(norm_of(input, b.norm1_mean, b.norm1_inverse), p[block::kNorm1Gain], at(narrow_gradient_),
-                  residual, gradients[block::kNorm1Gain], gradients[block::kNorm1Bias]);
+    norm_backward(norm_of(input, b.norm1_mean, b.norm1_inverse), p, gradients, block::kNorm1Gain, residual);
   });
   if (saves(layer)) options_.inputs->release();
 }
@@ -326,9 +297,7 @@ void Gpt::final_forward(const Parameters& p) {
   const float* const x = output_of(layers_.end - 1);
   queue_.run([=, this] {
     const std::size_t hidden = shape_.hidden;
-    operations_.run(NormForward{norm_of(x, final_mean_, final_inverse_),
-                                widened(p[final_unit::kNormGain], hidden),
-                                widened(p[final_unit::kNormBias], hidden, hidden), at(final_norm_)});
+    norm_forward(norm_of(x, final_mean_, final_inverse_), p, final_unit::kNormGain, at(final_norm_));
     multiply(input_gradient_product(vocabulary_, hidden), at(final_norm_), stored(p[final_unit::kTokens]),
              at(logits_));
   });
@@ -354,32 +323,42 @@ void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double
   const float* const x = output_of(layers_.end - 1);
   queue_.run([=, this, residual = residual_gradient()] {
     operations_.zero(residual, rows_ * shape_.hidden);
-    norm_backward(norm_of(x, final_mean_, final_inverse_), p[final_unit::kNormGain], at(narrow_gradient_),
-                  residual, gradients[final_unit::kNormGain], gradients[final_unit::kNormBias]);
+    norm_backward(norm_of(x, final_mean_, final_inverse_), p, gradients, final_unit::kNormGain, residual);
   });
 }
 
 // --- the pieces ---
 
-void Gpt::linear(const float* input, const std::byte* weight, const std::byte* bias, std::size_t in,
-                 std::size_t out, float* output) {
-  multiply(forward_product(in, out), input, stored(weight), output);
-  operations_.run(AddBias{output, widened(bias, out), rows_, out});
+void Gpt::linear(const float* input, const Parameters& p, int weight, std::size_t in, std::size_t out,
+                 float* output) {
+  multiply(forward_product(in, out), input, stored(p[weight]), output);
+  operations_.run(AddBias{output, widened(p[weight + 1], out), rows_, out});
 }
 
-void Gpt::linear_backward(const LinearGradient& g) {
-  multiply(weight_gradient_product(g.in, g.out), g.input, computed(g.output_gradient),
-           gradient_space(g.weight_gradient));
-  store_gradient(g.weight_gradient, g.in * g.out);
-  operations_.run(ColumnSums{g.output_gradient, gradient_space(g.bias_gradient), rows_, g.out});
-  store_gradient(g.bias_gradient, g.out);
-  multiply(input_gradient_product(g.in, g.out), g.output_gradient, stored(g.weight), g.input_gradient);
+void Gpt::linear_backward(const LinearGradient& g, const Parameters& p, const Gradients& gradients,
+                          int weight, std::size_t in, std::size_t out) {
+  const GradientTarget& weight_gradient = gradients[weight];
+  const GradientTarget& bias_gradient = gradients[weight + 1];
+  multiply(weight_gradient_product(in, out), g.input, computed(g.output_gradient),
+           gradient_space(weight_gradient));
+  store_gradient(weight_gradient, in * out);
+  operations_.run(ColumnSums{g.output_gradient, gradient_space(bias_gradient), rows_, out});
+  store_gradient(bias_gradient, out);
+  multiply(input_gradient_product(in, out), g.output_gradient, stored(p[weight]), g.input_gradient);
 }
 
-void Gpt::norm_backward(const LayerNorm& norm, const std::byte* gain, const float* gradient,
-                        float* input_gradient, GradientTarget gain_gradient, GradientTarget bias_gradient) {
+void Gpt::norm_forward(const LayerNorm& norm, const Parameters& p, int gain, float* output) {
   const std::size_t hidden = shape_.hidden;
-  operations_.run(NormBackward{norm, widened(gain, hidden), gradient, input_gradient});
+  operations_.run(NormForward{norm, widened(p[gain], hidden), widened(p[gain + 1], hidden, hidden), output});
+}
+
+void Gpt::norm_backward(const LayerNorm& norm, const Parameters& p, const Gradients& gradients, int gain,
+                        float* input_gradient) {
+  const std::size_t hidden = shape_.hidden;
+  const float* gradient = at(narrow_gradient_);
+  const GradientTarget& gain_gradient = gradients[gain];
+  const GradientTarget& bias_gradient = gradients[gain + 1];
+  operations_.run(NormBackward{norm, widened(p[gain], hidden), gradient, input_gradient});
   operations_.run(GainBackward{norm, gradient, gradient_space(gain_gradient)});
   operations_.run(ColumnSums{gradient, gradient_space(bias_gradient, hidden), rows_, hidden});
   store_gradient(gain_gradient, hidden);

@@ -172,23 +172,21 @@ class Gpt {
   // The residual gradient, taken back through that dropout.
   const float* dropped_gradient(const float* residual, const Dropout& dropout, std::uint64_t first);
 
-  // output = input * weight + bias: [rows, in] x [in, out].
-  void linear(const float* input, const std::byte* weight, const std::byte* bias, std::size_t in,
-              std::size_t out, float* output);
-  // The gradients of `linear`. `input_gradient` gets "=".
+  // output = input * weight + bias: [rows, in] x [in, out]. `weight` is the index of the weight in its unit;
+  // the bias has the next one. So do the gain and the bias of a norm.
+  void linear(const float* input, const Parameters& parameters, int weight, std::size_t in, std::size_t out,
+              float* output);
   struct LinearGradient {
     const float* input;
     const float* output_gradient;
-    float* input_gradient;
-    const std::byte* weight;
-    GradientTarget weight_gradient;
-    GradientTarget bias_gradient;
-    std::size_t in;
-    std::size_t out;
+    float* input_gradient;  // Gets "=".
   };
-  void linear_backward(const LinearGradient& arguments);
-  void norm_backward(const LayerNorm& norm, const std::byte* gain, const float* gradient,
-                     float* input_gradient, GradientTarget gain_gradient, GradientTarget bias_gradient);
+  void linear_backward(const LinearGradient& arguments, const Parameters& parameters,
+                       const Gradients& gradients, int weight, std::size_t in, std::size_t out);
+  void norm_forward(const LayerNorm& norm, const Parameters& parameters, int gain, float* output);
+  // The gradient of the output is in narrow_gradient_. `input_gradient` gets "+=".
+  void norm_backward(const LayerNorm& norm, const Parameters& parameters, const Gradients& gradients,
+                     int gain, float* input_gradient);
 
   void multiply(const ProductShape& product, const float* a, Operand b, float* c);
   ProductShape forward_product(std::size_t in, std::size_t out) const;

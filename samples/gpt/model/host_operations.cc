@@ -335,6 +335,16 @@ void drop_row(const Dropout& dropout, std::uint64_t first, float* row, std::size
   for (std::size_t j = 0; j < count; ++j) row[j] = definitions::dropped(dropout, first + j, row[j]);
 }
 
+// Calls f(sample, head, workspace of this thread) for all heads of all samples, in parallel.
+template <typename Function>
+void for_heads(const Attention& shape, std::byte* workspace, int threads, Function f) {
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+  for (std::size_t sample = 0; sample < shape.batch; ++sample) {
+    for (std::size_t head = 0; head < shape.heads; ++head)
+      f(sample, head, reinterpret_cast<float*>(workspace) + thread_index() * attention_count(shape));
+  }
+}
+
 void add_scaled(float factor, const float* source, float* target, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) target[i] += factor * source[i];
 }
@@ -350,29 +360,26 @@ void HostOperations::run(const AttentionForward& a) {
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
   const float factor = definitions::attention_factor(columns);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads_)
-  for (std::size_t sample = 0; sample < shape.batch; ++sample) {
-    for (std::size_t head = 0; head < shape.heads; ++head) {
-      float* keys = reinterpret_cast<float*>(a.workspace) + thread_index() * attention_count(shape);
-      float* weights = keys + 2 * columns * sequence;
-      const Head in = head_of(shape, a.qkv, sample, head);
-      transpose(in.key, in.stride, sequence, columns, keys);
-      for (std::size_t i = 0; i < sequence; ++i) {
-        const std::size_t seen = i + 1;
-        dots_with_columns(in.query + i * in.stride, columns, keys, sequence, factor, weights, seen);
-        SoftmaxRow row{*std::max_element(weights, weights + seen), 1.0F};
-        for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
-        row.inverse = 1.0F / lane_sum(seen, [weights](std::size_t j) { return weights[j]; });
-        a.softmax[(sample * shape.heads + head) * sequence + i] = row;
+  const auto one_head = [&, columns, sequence, factor](std::size_t sample, std::size_t head, float* keys) {
+    float* weights = keys + 2 * columns * sequence;
+    const Head in = head_of(shape, a.qkv, sample, head);
+    transpose(in.key, in.stride, sequence, columns, keys);
+    for (std::size_t i = 0; i < sequence; ++i) {
+      const std::size_t seen = i + 1;
+      dots_with_columns(in.query + i * in.stride, columns, keys, sequence, factor, weights, seen);
+      SoftmaxRow row{*std::max_element(weights, weights + seen), 1.0F};
+      for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
+      row.inverse = 1.0F / lane_sum(seen, [weights](std::size_t j) { return weights[j]; });
+      a.softmax[(sample * shape.heads + head) * sequence + i] = row;
 
-        float* out = a.output + (sample * sequence + i) * shape.hidden + head * columns;
-        std::fill(out, out + columns, 0.0F);
-        for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
-        drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
-        for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], in.value + j * in.stride, out, columns);
-      }
+      float* out = a.output + (sample * sequence + i) * shape.hidden + head * columns;
+      std::fill(out, out + columns, 0.0F);
+      for (std::size_t j = 0; j < seen; ++j) weights[j] *= row.inverse;
+      drop_row(shape.dropout, shape.dropout_index(sample, head, i), weights, seen);
+      for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], in.value + j * in.stride, out, columns);
     }
-  }
+  };
+  for_heads(shape, a.workspace, threads_, one_head);
 }
 
 void HostOperations::run(const AttentionBackward& a) {
@@ -380,51 +387,48 @@ void HostOperations::run(const AttentionBackward& a) {
   const std::size_t columns = shape.head_columns();
   const std::size_t sequence = shape.sequence;
   const float factor = definitions::attention_factor(columns);
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads_)
-  for (std::size_t sample = 0; sample < shape.batch; ++sample) {
-    for (std::size_t head = 0; head < shape.heads; ++head) {
-      float* keys = reinterpret_cast<float*>(a.workspace) + thread_index() * attention_count(shape);
-      float* values = keys + columns * sequence;
-      float* weights = values + columns * sequence;
-      float* weight_gradients = weights + sequence;
-      const Head in = head_of(shape, a.qkv, sample, head);
-      transpose(in.key, in.stride, sequence, columns, keys);
-      transpose(in.value, in.stride, sequence, columns, values);
+  const auto one_head = [&, columns, sequence, factor](std::size_t sample, std::size_t head, float* keys) {
+    float* values = keys + columns * sequence;
+    float* weights = values + columns * sequence;
+    float* weight_gradients = weights + sequence;
+    const Head in = head_of(shape, a.qkv, sample, head);
+    transpose(in.key, in.stride, sequence, columns, keys);
+    transpose(in.value, in.stride, sequence, columns, values);
 
-      const std::size_t stride = in.stride;
-      float* d_query = a.qkv_gradient + (in.query - a.qkv);
-      float* d_key = a.qkv_gradient + (in.key - a.qkv);
-      float* d_value = a.qkv_gradient + (in.value - a.qkv);
-      for (std::size_t i = 0; i < sequence; ++i) {
-        std::fill(d_query + i * stride, d_query + i * stride + columns, 0.0F);
-        std::fill(d_key + i * stride, d_key + i * stride + columns, 0.0F);
-        std::fill(d_value + i * stride, d_value + i * stride + columns, 0.0F);
-      }
-
-      for (std::size_t i = 0; i < sequence; ++i) {
-        const std::size_t seen = i + 1;
-        const float* query = in.query + i * stride;
-        const float* d_out = a.gradient + (sample * sequence + i) * shape.hidden + head * columns;
-        const SoftmaxRow row = a.softmax[(sample * shape.heads + head) * sequence + i];
-
-        // The probabilities p again, and dp[j] = d_out . value[j], back through dropout.
-        const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
-        dots_with_columns(query, columns, keys, sequence, factor, weights, seen);
-        for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
-        dots_with_columns(d_out, columns, values, sequence, 1.0F, weight_gradients, seen);
-        drop_row(shape.dropout, dropout_index, weight_gradients, seen);
-
-        const float mean = lane_sum(seen, [=](std::size_t j) { return weights[j] * weight_gradients[j]; });
-        for (std::size_t j = 0; j < seen; ++j) {
-          const float d_score = definitions::score_gradient(weights[j], weight_gradients[j], mean, factor);
-          add_scaled(d_score, in.key + j * stride, d_query + i * stride, columns);
-          add_scaled(d_score, query, d_key + j * stride, columns);
-        }
-        drop_row(shape.dropout, dropout_index, weights, seen);
-        for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], d_out, d_value + j * stride, columns);
-      }
+    const std::size_t stride = in.stride;
+    float* d_query = a.qkv_gradient + (in.query - a.qkv);
+    float* d_key = a.qkv_gradient + (in.key - a.qkv);
+    float* d_value = a.qkv_gradient + (in.value - a.qkv);
+    for (std::size_t i = 0; i < sequence; ++i) {
+      std::fill(d_query + i * stride, d_query + i * stride + columns, 0.0F);
+      std::fill(d_key + i * stride, d_key + i * stride + columns, 0.0F);
+      std::fill(d_value + i * stride, d_value + i * stride + columns, 0.0F);
     }
-  }
+
+    for (std::size_t i = 0; i < sequence; ++i) {
+      const std::size_t seen = i + 1;
+      const float* query = in.query + i * stride;
+      const float* d_out = a.gradient + (sample * sequence + i) * shape.hidden + head * columns;
+      const SoftmaxRow row = a.softmax[(sample * shape.heads + head) * sequence + i];
+
+      // The probabilities p again, and dp[j] = d_out . value[j], back through dropout.
+      const std::uint64_t dropout_index = shape.dropout_index(sample, head, i);
+      dots_with_columns(query, columns, keys, sequence, factor, weights, seen);
+      for (std::size_t j = 0; j < seen; ++j) weights[j] = definitions::probability(weights[j], row);
+      dots_with_columns(d_out, columns, values, sequence, 1.0F, weight_gradients, seen);
+      drop_row(shape.dropout, dropout_index, weight_gradients, seen);
+
+      const float mean = lane_sum(seen, [=](std::size_t j) { return weights[j] * weight_gradients[j]; });
+      for (std::size_t j = 0; j < seen; ++j) {
+        const float d_score = definitions::score_gradient(weights[j], weight_gradients[j], mean, factor);
+        add_scaled(d_score, in.key + j * stride, d_query + i * stride, columns);
+        add_scaled(d_score, query, d_key + j * stride, columns);
+      }
+      drop_row(shape.dropout, dropout_index, weights, seen);
+      for (std::size_t j = 0; j < seen; ++j) add_scaled(weights[j], d_out, d_value + j * stride, columns);
+    }
+  };
+  for_heads(shape, a.workspace, threads_, one_head);
 }
 
 // --- the loss ---

@@ -39,19 +39,21 @@ std::size_t blocks_of(const EmbedTokensBackward& a) {
 std::size_t blocks_of(const EmbedPositionsBackward& a) {
   return ceil_div(a.sequence * a.hidden, kThreads);
 }
-std::size_t blocks_of(const NormForward& a) {
-  return ceil_div(a.norm.rows, kRowsPerBlock);
+template <typename Norm>
+requires requires(Norm a) {
+  a.norm;
 }
-std::size_t blocks_of(const NormBackward& a) {
+std::size_t blocks_of(const Norm& a) {
   return ceil_div(a.norm.rows, kRowsPerBlock);
 }
 std::size_t blocks_of(const GainBackward& a) {
   return ceil_div(a.norm.hidden, kSumColumns);
 }
-std::size_t blocks_of(const CrossEntropy& a) {
-  return ceil_div(a.part.rows, kRowsPerBlock);
+template <typename Loss>
+requires requires(Loss a) {
+  a.part;
 }
-std::size_t blocks_of(const CrossEntropyBackward& a) {
+std::size_t blocks_of(const Loss& a) {
   return ceil_div(a.part.rows, kRowsPerBlock);
 }
 std::size_t blocks_of(const AttentionForward& a) {

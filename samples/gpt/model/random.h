@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <numbers>
 
-#include "model/device_function.h"
+#include "forebay/conversions.h"  // FOREBAY_DEVICE
 
 namespace forebay::gpt {
 

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string>
 
+#include "forebay/units.h"
 #include "output/rows.h"
 
 namespace forebay::gpt {

@@ -18,15 +18,6 @@ void show_row(const char* label, const std::string& text) {
                wrap_text(text, kColumns, kLabelColumns).c_str());
 }
 
-std::string grouped(std::uint64_t number) {
-  std::string digits = std::to_string(number);
-  for (std::size_t place = digits.size(); place > 3;) {
-    place -= 3;
-    digits.insert(place, 1, ',');
-  }
-  return digits;
-}
-
 std::string tiers_text(std::uint64_t device_bytes, std::uint64_t host_bytes, std::uint64_t file_bytes) {
   return format_bytes(device_bytes) + " device, " + format_bytes(host_bytes) + " host, " +
          format_bytes(file_bytes) + " files";

@@ -9,8 +9,6 @@ namespace forebay::gpt {
 // Prints one row on stderr. The text is wrapped between words at 100 columns, behind the label.
 void show_row(const char* label, const std::string& text);
 
-// "226,432".
-std::string grouped(std::uint64_t number);
 // "7.99 MiB device, 6.05 MiB host, 0 B files".
 std::string tiers_text(std::uint64_t device_bytes, std::uint64_t host_bytes, std::uint64_t file_bytes);
 

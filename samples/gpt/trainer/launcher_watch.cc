@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
+#include <mutex>
 
 namespace forebay::gpt {
 namespace {
@@ -13,28 +15,23 @@ namespace {
 // process, which a launcher may have done long before.
 constexpr std::chrono::milliseconds kLookPeriod{500};
 
-}  // namespace
-
-LauncherWatch::LauncherWatch() : parent_(::getppid()), thread_([this] { watch(); }) {}
-
-LauncherWatch::~LauncherWatch() {
-  {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
+void watch(std::stop_token stop, pid_t parent) {
+  std::mutex mutex;
+  std::condition_variable_any stopped;
+  std::unique_lock lock(mutex);
+  while (::getppid() == parent) {
+    stopped.wait_for(lock, stop, kLookPeriod, [] { return false; });
+    if (stop.stop_requested()) return;
   }
-  changed_.notify_all();
-  thread_.join();
+  std::fprintf(stderr, "forebay-gpt: the launcher (process %d) has ended, and so does this rank\n",
+               static_cast<int>(parent));
+  ::kill(::getpid(), SIGTERM);
 }
 
-void LauncherWatch::watch() {
-  std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLookPeriod, [this] { return ending_; })) {
-    if (::getppid() == parent_) continue;
-    std::fprintf(stderr, "forebay-gpt: the launcher (process %d) has ended, and so does this rank\n",
-                 static_cast<int>(parent_));
-    ::kill(::getpid(), SIGTERM);
-    return;
-  }
+}  // namespace
+
+std::jthread watch_launcher() {
+  return std::jthread(watch, ::getppid());
 }
 
 }  // namespace forebay::gpt

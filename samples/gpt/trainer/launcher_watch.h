@@ -1,32 +1,13 @@
-// LauncherWatch: notices the end of the process that started this one. A launcher that is killed cannot end
-// its ranks; without this they would go on training.
+// Notices the end of the process that started this one. A launcher that is killed cannot end its ranks;
+// without this they would go on training.
 #pragma once
 
-#include <sys/types.h>
-
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
 namespace forebay::gpt {
 
-class LauncherWatch {
- public:
-  // Until it is destroyed, it sends this process SIGTERM once its parent has ended. Do not use it if the
-  // parent is no launcher and may end first. Errors: throws std::system_error if no thread can be started.
-  LauncherWatch();
-  ~LauncherWatch();
-  LauncherWatch(const LauncherWatch&) = delete;
-  LauncherWatch& operator=(const LauncherWatch&) = delete;
-
- private:
-  void watch();
-
-  const pid_t parent_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool ending_ = false;  // Guarded by mutex_.
-  std::thread thread_;
-};
+// Until the thread is stopped, it sends this process SIGTERM once the parent has ended. Requires: the parent
+// is a launcher, which does not end first. Errors: throws std::system_error if no thread can be started.
+std::jthread watch_launcher();
 
 }  // namespace forebay::gpt

@@ -38,7 +38,8 @@ std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const
     return std::make_unique<HostOperations>(plain ? create_plain_matmul() : create_library_matmul(),
                                             rank.threads);
   }
-  auto library = plain ? nullptr : std::make_unique<CublasProducts>(rank.ordinal, stream);
+  auto library =
+      plain ? nullptr : std::make_unique<CublasProducts>(static_cast<CudaBackend&>(*rank.backend), stream);
   try {
     return std::make_unique<LaunchedOperations>(
         *rank.backend, stream,
