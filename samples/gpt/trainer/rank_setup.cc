@@ -38,11 +38,11 @@ void check_peers_among(int count) {
 
 // NCCL refuses two ranks on one GPU, unless NCCL_HOSTID makes them look like ranks of two hosts. Where
 // CUDA_VISIBLE_DEVICES may show each process another GPU, NCCL itself has to judge.
-void check_a_gpu_each(const DeviceChoice& choice, const RankPlace& place, int count) {
+void check_a_gpu_each(const DeviceChoice& choice, const LaunchEnvironment& place, int count) {
   const int gpus = choice.ordinal ? 1 : count;
   if (place.local_size <= gpus) return;
   const auto is_set = [](const char* variable) { return std::getenv(variable) != nullptr; };
-  if (place.is_process && (is_set("NCCL_HOSTID") || is_set("CUDA_VISIBLE_DEVICES"))) return;
+  if (!place.launcher.empty() && (is_set("NCCL_HOSTID") || is_set("CUDA_VISIBLE_DEVICES"))) return;
   throw Error(StatusCode::kInvalidArgument,
               "--communicator nccl needs a GPU for each rank, because NCCL refuses two on one, and " +
                   std::to_string(place.local_size) + " ranks of this host have " + std::to_string(gpus) +
@@ -51,7 +51,7 @@ void check_a_gpu_each(const DeviceChoice& choice, const RankPlace& place, int co
 }
 
 // The GPU of a rank: the one that --device names, or the GPUs in turn.
-int choose_ordinal(const TrainerOptions& options, const RankPlace& place) {
+int choose_ordinal(const TrainerOptions& options, const LaunchEnvironment& place) {
   const DeviceChoice& choice = options.device;
   const int count = value_or_throw(CudaBackend::device_count());
   if (count == 0) {
@@ -96,7 +96,7 @@ void open_device(const TrainerOptions& options, Rank& rank) {
 
 }  // namespace
 
-Rank open_rank(const TrainerOptions& options, const RankPlace& place, const CommunicatorMaker& make) {
+Rank open_rank(const TrainerOptions& options, const LaunchEnvironment& place, const CommunicatorMaker& make) {
   Rank rank;
   rank.place = place;
   rank.threads =

@@ -6,24 +6,17 @@
 #include <memory>
 
 #include "forebay/backend.h"
+#include "forebay/bootstrap.h"
 #include "forebay/communicator.h"
 #include "forebay/kernels.h"
 #include "trainer/options.h"
 
 namespace forebay::gpt {
 
-struct RankPlace {
-  int rank = 0;
-  int size = 1;
-  int local_rank = 0;
-  int local_size = 1;  // Ranks on this host; they share its cores.
-  bool is_process = false;
-};
-
 struct Rank {
-  RankPlace place;
-  int threads = 1;   // Compute threads.
-  int ordinal = -1;  // The GPU's; -1 on the host.
+  LaunchEnvironment place;  // `launcher` is empty where the ranks are threads of one process.
+  int threads = 1;          // Compute threads.
+  int ordinal = -1;         // The GPU's; -1 on the host.
   // With NCCL, control operations go over a communicator in host memory, which uses these two. Null without
   // NCCL.
   std::unique_ptr<Backend> control_backend;
@@ -40,7 +33,7 @@ using CommunicatorMaker = std::function<Result<std::unique_ptr<Communicator>>(Ba
 // Opens the rank's device and joins the other ranks by `make`. With NCCL, `make` gives the control
 // communicator, and go_over_nccl() must follow. Errors: throws Error; the other ranks hear of it where the
 // communicator exists already.
-Rank open_rank(const TrainerOptions& options, const RankPlace& place, const CommunicatorMaker& make);
+Rank open_rank(const TrainerOptions& options, const LaunchEnvironment& place, const CommunicatorMaker& make);
 
 // Replaces the rank's communicator by one over NCCL that keeps it for control operations. Collective: all
 // ranks succeed or all fail. Says on stderr which library it is. Requires: a rank on a GPU.

@@ -33,7 +33,7 @@ void write_flight_record(const TrainerOptions& options, const Communicator& comm
 
 TrainingReport train_rank(const TrainerOptions& options, Rank& rank) {
   if (uses_nccl(options.communicator)) go_over_nccl(options, rank);
-  const RankPlace& place = rank.place;
+  const LaunchEnvironment& place = rank.place;
   const auto fail = [&](const Status& cause) {
     rank.communicator->abort(place.size > 1 ? cause.with_context("rank " + std::to_string(place.rank))
                                             : cause);
@@ -149,21 +149,14 @@ TrainingReport run_training_rank(const TrainerOptions& options, const LaunchEnvi
                                .configuration = configuration_of(options),
                                .deadline = std::chrono::seconds(options.deadline_seconds),
                                .join_deadline = std::chrono::seconds(options.join_deadline_seconds)};
-  Rank rank = open_rank(options,
-                        {.rank = environment.rank,
-                         .size = environment.size,
-                         .local_rank = environment.local_rank,
-                         .local_size = environment.local_size,
-                         .is_process = true},
-                        [&](Backend& backend, Kernels&) {
-                          Result<std::unique_ptr<Communicator>> joined =
-                              options.communicator == "shm" ? create_shm_communicator(process, backend)
-                              : options.communicator == "gloo"
-                                  ? create_gloo_communicator(process, backend)
-                                  : create_process_communicator(process, backend);
-                          if (!joined.ok()) throw JoinError(joined.status());
-                          return joined;
-                        });
+  Rank rank = open_rank(options, environment, [&](Backend& backend, Kernels&) {
+    Result<std::unique_ptr<Communicator>> joined =
+        options.communicator == "shm"    ? create_shm_communicator(process, backend)
+        : options.communicator == "gloo" ? create_gloo_communicator(process, backend)
+                                         : create_process_communicator(process, backend);
+    if (!joined.ok()) throw JoinError(joined.status());
+    return joined;
+  });
   return train_rank(options, rank);
 }
 

@@ -40,7 +40,6 @@ std::string grouped(std::uint64_t number);
 // "1 block", "3 blocks": for messages. `many` where an s does not make the plural.
 std::string format_count(std::uint64_t count, const char* one, const char* many = nullptr);
 
-
 // Reads "4096", "64KiB", "1.5 GiB", "2GB" (2e9), "2G" (2 GiB); capitals do not matter. False for other text,
 // for a size that does not fit, and for one of more than nothing and less than a byte.
 bool parse_bytes(const char* text, std::uint64_t* bytes);

@@ -1,15 +1,33 @@
-#include "output/opening.h"
+#include "output/summary.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdio>
 #include <string>
 #include <vector>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
-#include "output/rows.h"
 
 namespace forebay::gpt {
 namespace {
+
+constexpr int kColumns = 100;      // Narrow terminals and quoted logs still show a row as one.
+constexpr int kLabelColumns = 14;  // With the indentation before the label and the space after it.
+
+// Prints one row on stderr: a label, then a text that is wrapped behind it.
+void show_row(const char* label, const std::string& text) {
+  std::fprintf(stderr, "  %-*s%s\n", kLabelColumns - 2, label,
+               wrap_text(text, kColumns, kLabelColumns).c_str());
+}
+
+// "7.99 MiB device, 6.05 MiB host, 0 B files".
+std::string tiers_text(std::uint64_t device_bytes, std::uint64_t host_bytes, std::uint64_t file_bytes) {
+  return format_bytes(device_bytes) + " device, " + format_bytes(host_bytes) + " host, " +
+         format_bytes(file_bytes) + " files";
+}
+
+// --- before the first step ---
 
 std::string model_text(const RankModel& model) {
   const GptShape& shape = model.options.model;
@@ -106,6 +124,48 @@ std::string memory_text(RankModel& model) {
          (model.grid.shape().pipeline_parallel() > 1 ? " on rank 0" : " per rank") + ", as planned";
 }
 
+// --- after the last step ---
+
+struct TierBytes {
+  std::uint64_t device = 0;
+  std::uint64_t host = 0;
+  std::uint64_t files = 0;
+  std::string text() const { return tiers_text(device, host, files); }
+};
+
+// The largest figures of any rank, activations included.
+struct MemorySummary {
+  TierBytes measured;
+  TierBytes planned;
+};
+
+MemorySummary summarize(const TrainingReport& report) {
+  MemorySummary most;
+  for (const RankReport& rank : report.ranks) {
+    TierBytes& measured = most.measured;
+    measured.device = std::max(measured.device, rank.reserved_bytes);
+    measured.host = std::max(measured.host, rank.host_bytes + rank.saved_host_bytes);
+    measured.files = std::max(measured.files, rank.file_bytes + rank.saved_file_bytes);
+    TierBytes& planned = most.planned;
+    planned.device = std::max(planned.device, rank.planned_reserved_bytes);
+    planned.host = std::max(planned.host, rank.planned_host_bytes + rank.planned_saved_host_bytes);
+    planned.files = std::max(planned.files, rank.planned_file_bytes + rank.planned_saved_file_bytes);
+  }
+  return most;
+}
+
+std::string files_text(const TrainerOptions& options, const TrainingReport& report) {
+  std::string text;
+  const auto add = [&](const std::string& path) {
+    if (!path.empty()) text += (text.empty() ? "" : ", ") + path;
+  };
+  add(options.save_state);
+  if (!report.interrupted) add(options.export_file);
+  add(options.timeline_file);
+  add(options.report_file);
+  return text;
+}
+
 }  // namespace
 
 void show_opening(RankModel& model) {
@@ -132,6 +192,25 @@ void show_opening(RankModel& model) {
                                 ", inputs of these blocks: " + activations_name(model.options));
   }
   show_row("memory", memory_text(model));
+}
+
+void show_closing(const TrainerOptions& options, const TrainingReport& report) {
+  if (!options.progress) return;
+  std::string speed;
+  if (!report.loss.empty()) {
+    char text[96];
+    std::snprintf(text, sizeof text, ", final loss %.4f, %.0f tokens/s", report.loss.back(),
+                  report.tokens_per_second);
+    speed = text;
+  }
+  std::fprintf(stderr, "forebay-gpt: trained %s of %s steps%s\n", grouped(report.steps).c_str(),
+               grouped(options.steps).c_str(), speed.c_str());
+  const MemorySummary memory = summarize(report);
+  show_row("measured", memory.measured.text() + " at the peak of any rank");
+  show_row("planned", memory.planned.text());
+  show_row("digest", report.digest);
+  const std::string files = files_text(options, report);
+  if (!files.empty()) show_row("files", files);
 }
 
 }  // namespace forebay::gpt
