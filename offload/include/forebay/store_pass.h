@@ -28,7 +28,7 @@ namespace forebay {
 
 struct StorePassField {
   StoreRange range;
-  std::uint64_t offset = 0;  // Bytes from the range's begin; a multiple of the granule.
+  std::uint64_t offset = 0;  // Bytes from the start of the range; a multiple of the granule.
   std::size_t bytes = 0;     // To a granule's end or the range's.
   bool read = true;          // False: its place in the buffer is undefined at first.
   bool written = true;
@@ -54,10 +54,11 @@ class StorePass {
   StorePass& operator=(const StorePass&) = delete;
 
   // Sets the parts of the next pass and begins to read them. Parts of an earlier call that next() has not
-  // given are dropped. Parts that both lists begin with are read once, so likely parts may be given before
+  // given are dropped. A common beginning of both lists is read once, so likely parts may be given before
   // the right ones are known. Requires: no part is out; the parts stay where they are until the pass is over.
   void begin(Span<const StorePassPart* const> parts);
-  // The next part, read. Requires: there is one, and the one before is done. Errors: the store's.
+  // The next part, read; it is out until done(). Requires: there is one, and none is out. Errors: the
+  // store's.
   Result<std::byte*> next();
   // Ends the part that next() gave: it is written back, or left as it was. Errors: the store's, for any part.
   Status done(bool write);

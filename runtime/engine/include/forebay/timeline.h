@@ -1,8 +1,8 @@
 // Timeline records the work of a rank as spans on named tracks, for Chrome's and Perfetto's viewers.
 //
 // With EngineOptions::timeline the engine marks its gathers, reductions, updates and copies, and the
-// trainer's leases, in the order of their streams. Each end of a span costs a host function, so use it to
-// look at a few steps, not to measure speed.
+// trainer's leases, in the order of their streams. The end of each span queues a host function, which
+// slows the step: record a few steps, and do not measure speed with it.
 //
 // Threads: any.
 #pragma once
@@ -30,7 +30,7 @@ class Timeline {
     std::chrono::nanoseconds end{0};
   };
 
-  // `now`: null is a steady clock. `span_limit`: later spans are counted and left out.
+  // `now`: the clock; null: a steady clock. `span_limit`: further spans are only counted.
   explicit Timeline(std::function<std::chrono::nanoseconds()> now = nullptr,
                     std::size_t span_limit = 1 << 20);
 
