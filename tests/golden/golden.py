@@ -248,8 +248,9 @@ def result_of(report, fields):
 
 
 def files_digest(directory):
-    """One digest over the names and contents of all files in a directory. None: there are none."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    """One digest over the names and contents of all files in a directory, but for locks, which name their process.
+    None: there are none."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
     digest = hashlib.sha256()
     for path in files:
         content = path.read_bytes()
