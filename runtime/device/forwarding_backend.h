@@ -60,6 +60,7 @@ class ForwardingBackend : public Backend {
                 const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) override {
     return below_.launch(kernel, grid, block, arguments, argument_bytes, argument_count, stream);
   }
+  AccessGuard* access_guard() noexcept override { return below_.access_guard(); }
 
  private:
   Backend& below_;

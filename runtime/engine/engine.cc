@@ -214,6 +214,7 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   impl.gatherer->wait_for_parameters(unit, stream);
   impl.gatherer->prefetch(unit + 1);
   for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
+  impl.must(impl.open_aliases(unit, stream, false));
   ++impl.cursor;
   impl.lease_alive = true;
   begin_span(impl.backend, impl.options.timeline, stream, "trainer");
@@ -252,6 +253,7 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     impl.must(impl.backend.stream_wait(stream, impl.reducer->reduced(owner)));
     impl.reducer->wait_for_copy_down(owner, stream);
   }
+  impl.must(impl.open_aliases(unit, stream, true));
   impl.lease_alive = true;
   begin_span(impl.backend, impl.options.timeline, stream, "trainer");
   impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);

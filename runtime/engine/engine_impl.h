@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/access_guard.h"
 #include "forebay/engine.h"
 #include "forebay/error.h"
 #include "forebay/file_store.h"
@@ -100,6 +101,7 @@ struct Engine::Impl : StepContext {
   void complete_unit(int unit);
   void complete_offloaded_unit(int unit);
   DevicePtr alias_of(int slot, std::uint64_t bytes);
+  void guard_alias(DevicePtr& leased, int slot, std::uint64_t bytes, const std::string& name);
   void make_parts(Unit& unit);
 
   // --- the step (step/step.cc) ---
@@ -121,6 +123,11 @@ struct Engine::Impl : StepContext {
 
   // --- leases (lease.cc) ---
   void end_lease(int unit, Stream stream, bool backward) noexcept;
+  // With an access guard: opens or closes the aliases that a lease of `unit` uses, in the order of `stream`.
+  Status open_aliases(int unit, Stream stream, bool backward);
+  Status close_aliases(int unit, Stream stream, bool backward);
+  Status change_access(int unit, Stream stream, bool backward,
+                       Status (AccessGuard::*change)(DevicePtr, AccessGuard::Access, Stream));
   // The parameter that `index` of a lease of `unit` names: its own in order, then the tied ones.
   ParameterId resolve(int unit, int index);
 

@@ -58,7 +58,7 @@ DevicePtr Lease::parameter(int index) const {
   const UnitLayout& layout = impl.layout(id.unit);
   const UnitLayout::Place& place = layout.places[static_cast<std::size_t>(id.index)];
   const std::uint64_t offset = (place.frozen ? layout.trainable_count : 0) + place.offset;
-  return impl.unit(id.unit).parameters + offset * impl.element();
+  return impl.unit(id.unit).leased_parameters + offset * impl.element();
 }
 
 DevicePtr Lease::gradient(int index, bool* accumulate) {
@@ -77,7 +77,7 @@ DevicePtr Lease::gradient(int index, bool* accumulate) {
     owner.contributed[static_cast<std::size_t>(id.index)] = true;
   }
   *accumulate = answer == 1;
-  return owner.gradients + place.offset * impl.element();
+  return owner.leased_gradients + place.offset * impl.element();
 }
 
 void Lease::grad_ready(int index) {
@@ -89,11 +89,13 @@ void Lease::grad_ready(int index) {
 
 void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
   lease_alive = false;
+  const Status closed = close_aliases(index, stream, backward);
   if (phase == Phase::kFailed) {
     static_cast<void>(backend.event_record(unit(index).released, stream));  // ~Engine waits for it.
     return;
   }
   try {
+    must(closed);
     if (options.timeline != nullptr) {
       end_span(backend, options.timeline, stream, "trainer",
                (backward ? "backward " : "forward ") + shape(index).name);
@@ -111,6 +113,30 @@ void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
     phase = Phase::kFailed;
     failure = error.status();
   }
+}
+
+Status Engine::Impl::change_access(int index, Stream stream, bool backward,
+                                   Status (AccessGuard::*change)(DevicePtr, AccessGuard::Access, Stream)) {
+  AccessGuard* const guard = backend.access_guard();
+  if (guard == nullptr) return {};
+  const bool reads = !backward || shape(index).backward_reads_parameters;
+  for (const int owner : units_read_by(model, index)) {
+    const Unit& u = unit(owner);
+    if (reads && u.leased_parameters != u.parameters) {
+      FOREBAY_RETURN_IF_ERROR((guard->*change)(u.leased_parameters, AccessGuard::Access::kRead, stream));
+    }
+    if (backward && u.leased_gradients != u.gradients) {
+      FOREBAY_RETURN_IF_ERROR((guard->*change)(u.leased_gradients, AccessGuard::Access::kWrite, stream));
+    }
+  }
+  return {};
+}
+
+Status Engine::Impl::open_aliases(int index, Stream stream, bool backward) {
+  return change_access(index, stream, backward, &AccessGuard::open);
+}
+Status Engine::Impl::close_aliases(int index, Stream stream, bool backward) {
+  return change_access(index, stream, backward, &AccessGuard::close);
 }
 
 }  // namespace forebay

@@ -55,9 +55,10 @@ void Engine::Impl::create_arena() {
   arena_options.growth_bytes = chunk;
   // Addresses cost nothing. Each alias takes addresses for a whole unit, although many units share a slot.
   arena_options.reserve_bytes = 4 * std::max(plan.reserved_bytes, 4 * chunk);
+  const int aliases = backend.access_guard() == nullptr ? 1 : 2;
   for (const UnitLayout& unit_layout : plan.layouts) {
-    arena_options.reserve_bytes += round_up(unit_layout.total_count() * element(), chunk) +
-                                   round_up(unit_layout.trainable_count * element(), chunk);
+    arena_options.reserve_bytes += aliases * round_up(unit_layout.total_count() * element(), chunk) +
+                                   aliases * round_up(unit_layout.trainable_count * element(), chunk);
   }
   arena = value_or_throw(Arena::create(backend, arena_options));
   for (int i = 0; i < kDevicePoolCount; ++i) {
@@ -332,6 +333,13 @@ void Engine::Impl::complete_unit(int index) {
   } else if (options.dtype == DataType::kFloat32) {
     u.master = reinterpret_cast<float*>(u.updated_parameters);
   }
+  const auto number = static_cast<std::size_t>(index);
+  u.leased_parameters = u.parameters;
+  u.leased_gradients = u.gradients;
+  guard_alias(u.leased_parameters, plan.slots.parameter_slot[number], unit_layout.total_count() * element(),
+              "parameters of unit " + shape(index).name);
+  guard_alias(u.leased_gradients, plan.slots.gradient_slot[number], unit_layout.trainable_count * element(),
+              "gradients of unit " + shape(index).name);
   u.updated = EngineEvent(*this);
   u.released = EngineEvent(*this);
 }
@@ -348,6 +356,14 @@ void Engine::Impl::complete_offloaded_unit(int index) {
 DevicePtr Engine::Impl::alias_of(int slot, std::uint64_t bytes) {
   if (slot == SlotAssignment::kNone) return nullptr;
   return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
+}
+
+// With an access guard: gives leases an alias of a slot of their own, closed until a lease opens it.
+void Engine::Impl::guard_alias(DevicePtr& leased, int slot, std::uint64_t bytes, const std::string& name) {
+  AccessGuard* const guard = backend.access_guard();
+  if (guard == nullptr || slot == SlotAssignment::kNone) return;
+  leased = alias_of(slot, bytes);
+  throw_if_error(guard->guard(leased, round_up(bytes, plan.options.chunk_bytes), name));
 }
 
 // Cuts a unit's states into the pieces that pass through host memory.

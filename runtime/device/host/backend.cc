@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -9,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "forebay/access_guard.h"
 #include "forebay/check.h"
 #include "forebay/host_backend.h"
 #include "forebay/log.h"
@@ -35,7 +37,12 @@ struct ModuleState {
   std::vector<std::pair<std::uint64_t, std::shared_ptr<const HostLoadedKernel>>> kernels;  // By handle.
 };
 
-class HostBackendImpl final : public ScriptedHostBackend {
+bool guard_in_environment() noexcept {
+  const char* const value = std::getenv("FOREBAY_HOST_GUARD");
+  return value != nullptr && *value != '\0' && std::strcmp(value, "0") != 0;
+}
+
+class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
  public:
   HostBackendImpl(HostBackendOptions options, HostScript script, std::unique_ptr<HostMemory> memory)
       : options_(std::move(options)),
@@ -43,6 +50,7 @@ class HostBackendImpl final : public ScriptedHostBackend {
         memory_(std::move(memory)),
         faults_(script_.faults) {
     if (options_.clock == nullptr) options_.clock = &own_clock_;
+    if (guard_in_environment()) options_.guard = true;
     std::strncpy(capabilities_.name, options_.name.c_str(), sizeof(capabilities_.name) - 1);
     capabilities_.kind = BackendKind::kHost;
     capabilities_.granularity = options_.granularity;
@@ -334,7 +342,24 @@ class HostBackendImpl final : public ScriptedHostBackend {
     return target->queue(lock, std::move(launch));
   }
 
+  // --- debugging ---
+
+  AccessGuard* access_guard() noexcept override { return options_.guard ? this : nullptr; }
+
  private:
+  Status guard(DevicePtr address, std::size_t bytes, const std::string& name) override {
+    FOREBAY_RETURN_IF_ERROR(enter("guard"));
+    return memory_->guard(address, bytes, name);
+  }
+  Status open(DevicePtr address, Access access, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("open"));
+    return queue(stream, HostAccess{address, access, +1}, "open a range");
+  }
+  Status close(DevicePtr address, Access access, Stream stream) override {
+    FOREBAY_RETURN_IF_ERROR(enter("close"));
+    return queue(stream, HostAccess{address, access, -1}, "close a range");
+  }
+
   // Every call begins here: is it allowed on this thread, and does the script fail it?
   Status enter(const char* function) {
     HostStream* running = HostStream::running_here();

@@ -18,6 +18,7 @@
 #include "forebay/standard_streams.h"
 #include "forebay/units.h"
 #include "runtime/device/address_text.h"
+#include "runtime/device/host/guarded_ranges.h"
 
 namespace forebay {
 namespace {
@@ -72,7 +73,10 @@ HostMemory::HostMemory(Options options, int file)
 
 HostMemory::~HostMemory() {
   const AddressBook::Left left = book_.left();
-  for (const auto& [base, bytes] : left.reservations) ::munmap(base, bytes);
+  for (const auto& [base, bytes] : left.reservations) {
+    forget_guarded_ranges(base, bytes);
+    ::munmap(base, bytes);
+  }
   for (const auto& [base, bytes] : left.blocks) ::munmap(base, bytes);
   ::close(file_);
 }
@@ -112,6 +116,7 @@ Result<DevicePtr> HostMemory::take_addresses(std::size_t bytes, std::size_t alig
 Status HostMemory::release(DevicePtr base, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   FOREBAY_RETURN_IF_ERROR(book_.check_release(base, bytes));
+  forget_guarded_ranges(base, bytes);
   if (::munmap(base, bytes) != 0) {
     return kernel_refusal("cannot release " + range_text(base, bytes) + " on " + options_.name, errno);
   }
@@ -163,7 +168,13 @@ Status HostMemory::set_access(DevicePtr address, std::size_t bytes) {
                           error);
   }
   book_.set_accessible(address, bytes);
-  return {};
+  return protect_guarded_ranges(address, bytes);
+}
+
+Status HostMemory::guard(DevicePtr address, std::size_t bytes, const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  FOREBAY_RETURN_IF_ERROR(book_.check_mappings(address, bytes, "guard"));
+  return guard_range(address, bytes, name + " on " + options_.name);
 }
 
 // --- chunks and the file ---

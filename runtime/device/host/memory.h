@@ -41,6 +41,8 @@ class HostMemory {
   Status map(DevicePtr address, Chunk chunk);
   Status unmap(DevicePtr address, std::size_t bytes);
   Status set_access(DevicePtr address, std::size_t bytes);
+  // As AccessGuard::guard().
+  Status guard(DevicePtr address, std::size_t bytes, const std::string& name);
   Result<DevicePtr> alloc(std::size_t bytes);
   Status free(DevicePtr address);
   // A copy on this backend is memcpy on the stream's thread and needs no locked pages, so pinning is only

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "forebay/stream_copy.h"
+#include "runtime/device/host/guarded_ranges.h"
 
 namespace forebay {
 namespace {
@@ -125,6 +126,10 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                           // The awaited work failed, so later work here has no valid input: it fails for the
                           // same reason.
                           fail_locked(mark->failure);
+                        },
+                        // After a failure too: host functions run even then.
+                        [&](const HostAccess& access) {
+                          fail_locked(count_access(access.address, access.access, access.change));
                         }},
              operation);
 }

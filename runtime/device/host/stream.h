@@ -14,6 +14,7 @@
 #include <variant>
 #include <vector>
 
+#include "forebay/access_guard.h"
 #include "forebay/backend.h"
 #include "forebay/host_backend.h"
 #include "forebay/host_clock.h"
@@ -64,7 +65,13 @@ struct HostRecord {
 struct HostWait {
   std::shared_ptr<HostMark> mark;
 };
-using HostOperation = std::variant<HostCopy, HostFill, HostFunctionCall, HostLaunch, HostRecord, HostWait>;
+struct HostAccess {
+  DevicePtr address;  // Of a guarded range.
+  AccessGuard::Access access;
+  int change;  // +1: open. -1: close.
+};
+using HostOperation =
+    std::variant<HostCopy, HostFill, HostFunctionCall, HostLaunch, HostRecord, HostWait, HostAccess>;
 
 class HostStream {
  public:

@@ -53,7 +53,11 @@ struct StepContext {
     DevicePtr parameters =
         nullptr;  // The whole unit: persistent below stage 3, an alias of a slot at stage 3.
     DevicePtr parameter_shard = nullptr;  // Stage 3: trainable slice, then frozen slice.
-    DevicePtr gradients = nullptr;       // The whole trainable section: persistent, or an alias from stage 2.
+    DevicePtr gradients = nullptr;  // The whole trainable section: persistent, or an alias from stage 2.
+    // The addresses that leases give out: those above, or with an access guard aliases of their own, because
+    // the engine's work goes on while they are closed.
+    DevicePtr leased_parameters = nullptr;
+    DevicePtr leased_gradients = nullptr;
     DevicePtr gradient_shard = nullptr;  // This rank's reduced gradient g, in gradient_type.
     DataType gradient_type = DataType::kFloat32;
     float* accumulator = nullptr;            // K > 1 with shard: the fp32 sum over micro-steps.

@@ -103,6 +103,8 @@ struct ModuleImage {
 
 using HostFunction = void (*)(void* argument);
 
+class AccessGuard;
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -165,6 +167,11 @@ class Backend {
   // Argument values are copied before this returns: `arguments[i]` points to `argument_bytes[i]` bytes.
   virtual Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
                         const std::size_t* argument_bytes, std::size_t argument_count, Stream stream) = 0;
+
+  // --- debugging ---
+  // Takes access to ranges away while nobody has opened them (access_guard.h). Null: there is no such mode,
+  // or it is off.
+  virtual AccessGuard* access_guard() noexcept { return nullptr; }
 };
 
 }  // namespace forebay

@@ -22,6 +22,10 @@ struct HostBackendOptions {
   std::size_t queue_limit = 4096;       // Operations queued on one stream before queueing waits.
   HostClock* clock = nullptr;           // Not owned. Null: a real-time clock of its own.
   bool poison = true;                   // Fills new chunks with 0xCB, so that stale reads show.
+  // For tests and debugging: memory that an engine gathered for a unit is inaccessible while no lease of the
+  // unit is alive, parameters are never writable, and a use at another time ends the program with a report
+  // that names the unit (access_guard.h). FOREBAY_HOST_GUARD=1 in the environment sets it too.
+  bool guard = false;
 };
 
 class HostBackend : public Backend {

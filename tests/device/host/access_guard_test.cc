@@ -1,0 +1,119 @@
+// Guarded ranges of the host backend.
+#include "forebay/access_guard.h"
+
+#include <gtest/gtest.h>
+
+#include "forebay/host_backend.h"
+#include "forebay/stream_call.h"
+
+namespace forebay {
+namespace {
+
+using Access = AccessGuard::Access;
+
+constexpr std::size_t kGranule = 64 << 10;
+
+// One chunk that is mapped twice: where it is guarded, and where it is not.
+struct TwoMappings {
+  std::unique_ptr<HostBackend> backend =
+      HostBackend::create({.memory_bytes = 4 * kGranule, .granularity = kGranule, .guard = true}).value();
+  AccessGuard& guard = *backend->access_guard();
+  DevicePtr guarded = backend->reserve(2 * kGranule, 0).value();
+  DevicePtr open = guarded + kGranule;
+  Chunk chunk = backend->chunk_create(kGranule).value();
+  Stream stream = backend->stream_create().value();
+
+  TwoMappings() {
+    for (const DevicePtr address : {guarded, open}) {
+      EXPECT_TRUE(backend->map(address, chunk).ok());
+      EXPECT_TRUE(backend->set_access(address, kGranule).ok());
+    }
+    EXPECT_TRUE(guard.guard(guarded, kGranule, "parts").ok());
+    open[0] = std::byte{7};
+  }
+  ~TwoMappings() {
+    EXPECT_TRUE(backend->stream_destroy(stream).ok());
+    EXPECT_TRUE(backend->unmap(guarded, 2 * kGranule).ok());
+    EXPECT_TRUE(backend->chunk_destroy(chunk).ok());
+    EXPECT_TRUE(backend->release(guarded, 2 * kGranule).ok());
+    EXPECT_EQ(backend->live_handle_count(), 0u);
+  }
+  void wait() const { EXPECT_TRUE(backend->stream_synchronize(stream).ok()); }
+};
+
+TEST(AccessGuard, IsThereWhereItWasAskedFor) {
+  EXPECT_EQ(HostBackend::create({}).value()->access_guard() != nullptr,
+            std::getenv("FOREBAY_HOST_GUARD") != nullptr);
+  EXPECT_NE(HostBackend::create({.guard = true}).value()->access_guard(), nullptr);
+}
+
+TEST(AccessGuard, OpensInTheOrderOfTheStream) {
+  TwoMappings two;
+  std::byte found{};
+
+  ASSERT_TRUE(two.guard.open(two.guarded, Access::kWrite, two.stream).ok());
+  ASSERT_TRUE(call_on(*two.backend, two.stream, [&] { two.guarded[1] = two.guarded[0]; }).ok());
+  ASSERT_TRUE(two.guard.close(two.guarded, Access::kWrite, two.stream).ok());
+  ASSERT_TRUE(call_on(*two.backend, two.stream, [&] { found = two.open[1]; }).ok());
+  two.wait();
+
+  EXPECT_EQ(found, std::byte{7});
+}
+
+TEST(AccessGuard, StaysOpenUntilTheLastClose) {
+  TwoMappings two;
+
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(two.guard.open(two.guarded, Access::kRead, two.stream).ok());
+  ASSERT_TRUE(two.guard.close(two.guarded, Access::kRead, two.stream).ok());
+  two.wait();
+
+  EXPECT_EQ(two.guarded[0], std::byte{7});
+}
+
+TEST(AccessGuard, RefusesARangeThatIsGuardedOrNotMapped) {
+  TwoMappings two;
+
+  EXPECT_EQ(two.guard.guard(two.guarded, kGranule, "again").code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(two.guard.guard(two.guarded, 3 * kGranule, "holes").code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(two.guard.open(two.guarded, Access::kRead, {}).code(), StatusCode::kInvalidArgument);
+}
+
+void read_closed() {
+  TwoMappings two;
+  static_cast<void>(static_cast<volatile std::byte*>(two.guarded)[3]);
+}
+void read_closed_again() {
+  TwoMappings two;
+  EXPECT_TRUE(two.guard.open(two.guarded, Access::kRead, two.stream).ok());
+  EXPECT_TRUE(two.guard.close(two.guarded, Access::kRead, two.stream).ok());
+  two.wait();
+  static_cast<void>(static_cast<volatile std::byte*>(two.guarded)[3]);
+}
+void write_open_for_reading() {
+  TwoMappings two;
+  EXPECT_TRUE(two.guard.open(two.guarded, Access::kRead, two.stream).ok());
+  two.wait();
+  two.guarded[0] = std::byte{1};
+}
+void read_remapped() {
+  TwoMappings two;
+  EXPECT_TRUE(two.backend->unmap(two.guarded, kGranule).ok());
+  EXPECT_TRUE(two.backend->map(two.guarded, two.chunk).ok());
+  EXPECT_TRUE(two.backend->set_access(two.guarded, kGranule).ok());
+  static_cast<void>(static_cast<volatile std::byte*>(two.guarded)[3]);
+}
+
+TEST(AccessGuardDeathTest, AUseOfAClosedRangeIsReported) {
+  const char* const report =
+      "forebay: cannot (read|use) 0x[0-9a-f]+: it is byte 3 of the parts on host, which nobody may use";
+  EXPECT_DEATH(read_closed(), report);
+  EXPECT_DEATH(read_closed_again(), report);
+  EXPECT_DEATH(write_open_for_reading(), "it is byte 0 of the parts on host, which nobody may write now");
+}
+
+TEST(AccessGuardDeathTest, StaysWhenOtherMemoryIsMapped) {
+  EXPECT_DEATH(read_remapped(), "byte 3 of the parts on host");
+}
+
+}  // namespace
+}  // namespace forebay
