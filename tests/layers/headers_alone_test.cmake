@@ -1,7 +1,7 @@
 # Every public header compiles alone as C++17 under each compiler of this machine, and says so where the standard is older.
 cmake_minimum_required(VERSION 3.25)
 
-file(GLOB headers "${ROOT}/*/include/forebay/*.h" "${ROOT}/*/*/include/forebay/*.h")
+file(GLOB headers "${ROOT}/*/include/forebay/*.h" "${ROOT}/*/*/include/forebay/*.h" "${ROOT}/*/*/include/forebay/*.hpp")
 list(LENGTH headers count)
 if(count LESS 40)
   message(FATAL_ERROR "only ${count} public headers found under ${ROOT}: is it the source root?")
@@ -18,8 +18,8 @@ list(REMOVE_DUPLICATES includes)
 set(sources "")
 file(MAKE_DIRECTORY "${WORK_DIRECTORY}")
 foreach(header IN LISTS headers)
-  get_filename_component(name "${header}" NAME_WE)
-  file(WRITE "${WORK_DIRECTORY}/${name}.cc" "#include \"forebay/${name}.h\"\n")
+  get_filename_component(name "${header}" NAME)
+  file(WRITE "${WORK_DIRECTORY}/${name}.cc" "#include \"forebay/${name}\"\n")
   list(APPEND sources "${WORK_DIRECTORY}/${name}.cc")
 endforeach()
 
@@ -59,7 +59,7 @@ foreach(header IN LISTS headers)
   if(is_c)
     continue()
   endif()
-  get_filename_component(name "${header}" NAME_WE)
+  get_filename_component(name "${header}" NAME)
   execute_process(COMMAND "${CXX_COMPILER}" -std=c++14 -fsyntax-only -Wfatal-errors ${includes} "${WORK_DIRECTORY}/${name}.cc"
     RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
   if(result EQUAL 0 OR NOT output MATCHES "headers of forebay need C\\+\\+17")

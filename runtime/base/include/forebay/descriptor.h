@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "forebay/language.h"
+
 namespace forebay::internal {
 
 class Descriptor {
