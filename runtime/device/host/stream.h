@@ -66,7 +66,7 @@ struct HostWait {
   std::shared_ptr<HostMark> mark;
 };
 struct HostAccess {
-  DevicePtr address;  // Of a guarded range.
+  DevicePtr address;  // Where a guarded range begins.
   AccessGuard::Access access;
   int change;  // +1: open. -1: close.
 };
