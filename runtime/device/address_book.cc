@@ -49,7 +49,7 @@ Status AddressBook::check_reserve(std::size_t bytes, std::size_t alignment) cons
     return refusal(what(),
                    "not a multiple of the granularity; round up to " + format_bytes(options_.granularity));
   }
-  if (alignment != 0 && !is_power_of_two(alignment)) {
+  if (alignment != 0 && !std::has_single_bit(alignment)) {
     return refusal(what(), "an alignment of " + std::to_string(alignment) +
                                " is not a power of two; give one, or 0 for the granularity");
   }

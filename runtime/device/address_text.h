@@ -3,11 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <utility>
 
 #include "forebay/status.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 
 namespace forebay {
@@ -20,9 +20,7 @@ inline std::byte* to_pointer(std::uintptr_t address) noexcept {
 }
 
 inline std::string hex(std::uintptr_t address) {
-  char text[2 + 16 + 1];
-  std::snprintf(text, sizeof(text), "0x%llx", static_cast<unsigned long long>(address));
-  return text;
+  return format_text("0x%llx", static_cast<unsigned long long>(address));
 }
 
 // "2.00 MiB at 0x7f0000000000".
@@ -32,10 +30,6 @@ inline std::string range_text(const void* address, std::size_t bytes) {
 
 inline Status invalid(std::string message) {
   return {StatusCode::kInvalidArgument, std::move(message)};
-}
-
-inline bool is_power_of_two(std::size_t value) noexcept {
-  return value != 0 && (value & (value - 1)) == 0;
 }
 
 }  // namespace forebay

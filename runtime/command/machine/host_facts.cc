@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -107,10 +106,9 @@ std::vector<FlashDirectory> read_flash_directories(const SystemPaths& paths) {
       directory.drives.push_back(drive.name);
       directory.is_nvme = directory.is_nvme && drive.name.starts_with("nvme");
     }
-    struct statvfs space;
-    if (::statvfs(mount.path.c_str(), &space) == 0) {
-      directory.free_bytes = std::uint64_t{space.f_bavail} * space.f_frsize;
-    }
+    std::error_code error;
+    const fs::space_info space = fs::space(mount.path, error);
+    if (!error) directory.free_bytes = space.available;
     directory.is_writable = can_open(mount.path, 0);
     directory.has_direct = directory.is_writable && can_open(mount.path, O_DIRECT);
     // The best mount point of a drive: writable, then with most room, then with the shortest name.

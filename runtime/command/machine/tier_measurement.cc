@@ -1,10 +1,9 @@
 #include "runtime/command/machine/tier_measurement.h"
 
-#include <sys/statvfs.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <latch>
 #include <memory>
 #include <mutex>
@@ -178,12 +177,11 @@ Result<double> adamw_rate(const NodeBench& node, DataType dtype, std::chrono::na
 }
 
 Result<std::uint64_t> free_bytes_of(const std::string& directory) {
-  struct statvfs facts {};
-  if (::statvfs(directory.c_str(), &facts) != 0) {
-    return Status(StatusCode::kIoError,
-                  "cannot ask how much room there is in '" + directory + "': " + std::strerror(errno));
-  }
-  return static_cast<std::uint64_t>(facts.f_bavail) * facts.f_frsize;
+  std::error_code error;
+  const std::filesystem::space_info space = std::filesystem::space(directory, error);
+  if (!error) return space.available;
+  return Status(StatusCode::kIoError, "cannot ask how much room there is in '" + directory +
+                                          "': " + error.message() + "; name another directory");
 }
 
 FileStoreOptions store_options(const FileMeasurement& files) {

@@ -29,13 +29,8 @@ std::uint64_t next_host_handle() noexcept {
   static std::atomic<std::uint64_t> next{1};
   return next.fetch_add(1, std::memory_order_relaxed);
 }
-struct EventState {
-  std::shared_ptr<HostMark> mark;  // The last record; null when there was none.
-};
-
-struct ModuleState {
-  std::vector<std::pair<std::uint64_t, std::shared_ptr<const HostLoadedKernel>>> kernels;  // By handle.
-};
+// The kernels of a module, by handle.
+using ModuleState = std::vector<std::pair<std::uint64_t, std::shared_ptr<const HostLoadedKernel>>>;
 
 bool guard_in_environment() noexcept {
   const char* const value = std::getenv("FOREBAY_HOST_GUARD");
@@ -201,7 +196,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kEventCreate));
     const std::uint64_t id = next_host_handle();
     const std::lock_guard lock(options_.clock->mutex());
-    events_.emplace(id, EventState{});
+    events_.emplace(id, nullptr);
     return Event{to_handle(id)};
   }
 
@@ -222,7 +217,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     FOREBAY_RETURN_IF_ERROR(found->queue(lock, HostRecord{mark}));
     // The event may have been destroyed while this waited for room.
     if (const auto state = events_.find(to_id(event.handle)); state != events_.end()) {
-      state->second.mark = std::move(mark);
+      state->second = std::move(mark);
     }
     return {};
   }
@@ -232,7 +227,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     const std::lock_guard lock(options_.clock->mutex());
     const auto found = events_.find(to_id(event.handle));
     if (found == events_.end()) return no_event("query an event");
-    const std::shared_ptr<HostMark>& mark = found->second.mark;
+    const std::shared_ptr<HostMark>& mark = found->second;
     return mark == nullptr || mark->reached;
   }
 
@@ -241,7 +236,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     std::unique_lock lock(options_.clock->mutex());
     const auto found = events_.find(to_id(event.handle));
     if (found == events_.end()) return no_event("synchronize an event");
-    const std::shared_ptr<HostMark> mark = found->second.mark;
+    const std::shared_ptr<HostMark> mark = found->second;
     if (mark == nullptr) return {};
     options_.clock->wait(lock, [&mark] { return mark->reached; });
     return mark->failure;
@@ -254,8 +249,8 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     if (found == events_.end()) return no_event("wait for an event");
     const std::shared_ptr<HostStream> waiter = find_stream(stream);
     if (waiter == nullptr) return no_stream("wait for an event");
-    if (found->second.mark == nullptr) return {};
-    return waiter->queue(lock, HostWait{found->second.mark});
+    if (found->second == nullptr) return {};
+    return waiter->queue(lock, HostWait{found->second});
   }
 
   Status call_host(Stream stream, HostFunction function, void* argument) override {
@@ -279,12 +274,12 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
       if (kernel->function == nullptr) {
         return invalid("load a module", std::string("kernel ") + kernel->name + " has no function; give one");
       }
-      module.kernels.emplace_back(next_host_handle(), std::make_shared<const HostLoadedKernel>(
-                                                          HostLoadedKernel{kernel->name, kernel->function}));
+      module.emplace_back(next_host_handle(), std::make_shared<const HostLoadedKernel>(
+                                                  HostLoadedKernel{kernel->name, kernel->function}));
     }
     const std::uint64_t id = next_host_handle();
     const std::lock_guard lock(options_.clock->mutex());
-    for (const auto& [kernel_id, kernel] : module.kernels) kernels_.emplace(kernel_id, kernel);
+    for (const auto& [kernel_id, kernel] : module) kernels_.emplace(kernel_id, kernel);
     modules_.emplace(id, std::move(module));
     return Module{to_handle(id)};
   }
@@ -294,7 +289,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     const std::lock_guard lock(options_.clock->mutex());
     const auto found = modules_.find(to_id(module.handle));
     if (found == modules_.end()) return invalid("unload a module", kNoModuleTwice);
-    for (const auto& [kernel_id, kernel] : found->second.kernels) kernels_.erase(kernel_id);
+    for (const auto& [kernel_id, kernel] : found->second) kernels_.erase(kernel_id);
     modules_.erase(found);
     return {};
   }
@@ -306,11 +301,11 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     const auto found = modules_.find(to_id(module.handle));
     const std::string what = std::string("get kernel ") + name;
     if (found == modules_.end()) return invalid(what, kNoModule);
-    for (const auto& [kernel_id, kernel] : found->second.kernels) {
+    for (const auto& [kernel_id, kernel] : found->second) {
       if (kernel->name == name) return Kernel{to_handle(kernel_id)};
     }
     return invalid(what, "the module has none of that name among its " +
-                             std::to_string(found->second.kernels.size()) + "; check the spelling");
+                             std::to_string(found->second.size()) + "; check the spelling");
   }
 
   Status launch(Kernel kernel, Dimensions grid, Dimensions block, const void* const* arguments,
@@ -402,7 +397,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
 
   // Guarded by the clock's mutex.
   std::unordered_map<std::uint64_t, std::shared_ptr<HostStream>> streams_;
-  std::unordered_map<std::uint64_t, EventState> events_;
+  std::unordered_map<std::uint64_t, std::shared_ptr<HostMark>> events_;  // The last record; null: none.
   std::unordered_map<std::uint64_t, std::shared_ptr<const HostLoadedKernel>> kernels_;
   std::unordered_map<std::uint64_t, ModuleState> modules_;
 };

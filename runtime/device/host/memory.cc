@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <iterator>
@@ -46,7 +47,7 @@ std::size_t machine_memory_bytes() noexcept {
 
 Result<std::unique_ptr<HostMemory>> HostMemory::create(Options options) {
   const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  if (!is_power_of_two(options.granularity) || options.granularity < page_bytes) {
+  if (!std::has_single_bit(options.granularity) || options.granularity < page_bytes) {
     return invalid("cannot make a host backend with a granularity of " + std::to_string(options.granularity) +
                    " bytes: the page size is " + std::to_string(page_bytes) +
                    "; give a power of two that is at least as large");

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -6,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -71,22 +73,6 @@ struct ModelStream {
 };
 
 thread_local ModelStream* running_stream = nullptr;
-
-// A small generator with a state of one word: the order need not be fair, only different for each seed.
-class SplitMix {
- public:
-  explicit SplitMix(std::uint64_t seed) noexcept : state_(seed) {}
-  std::uint64_t next() noexcept {
-    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    return z ^ (z >> 31);
-  }
-  std::size_t below(std::size_t limit) noexcept { return static_cast<std::size_t>(next() % limit); }
-
- private:
-  std::uint64_t state_;
-};
 
 class ModelBackendImpl final : public ScriptedModelBackend {
  public:
@@ -572,13 +558,13 @@ class ModelBackendImpl final : public ScriptedModelBackend {
       if (can_advance(*stream)) ready.push_back(stream);
     }
     if (ready.empty()) return false;
-    const std::shared_ptr<ModelStream> picked = ready[random_.below(ready.size())];
+    const std::shared_ptr<ModelStream> picked = ready[random_() % ready.size()];
     ready.clear();
     return run_head(lock, *picked);
   }
 
   void advance_some(std::unique_lock<std::mutex>& lock) {
-    for (std::size_t count = random_.below(3); count > 0; --count) {
+    for (std::size_t count = random_() % 3; count > 0; --count) {
       if (!advance_any(lock)) return;
     }
   }
@@ -624,7 +610,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   // Guarded by mutex_.
   std::size_t waiting_count_ = 0;  // Threads that wait for progress_.
   std::size_t left_count_ = 0;     // kAtOnce: operations queued and not run yet.
-  SplitMix random_;
+  std::mt19937_64 random_;
   std::uint64_t last_id_ = 0;  // Handles are numbers never used twice: a stale one is refused, not followed.
   std::map<std::uint64_t, std::shared_ptr<ModelStream>> streams_;  // Ordered, so that a seed gives one order.
   std::vector<std::shared_ptr<ModelStream>> ready_streams_;        // Scratch of advance_any.
@@ -647,7 +633,7 @@ Result<std::unique_ptr<ScriptedModelBackend>> ScriptedModelBackend::create(Model
     return Status(StatusCode::kInvalidArgument,
                   "cannot make model backend " + options.name + ": " + found_and_try);
   };
-  if (!is_power_of_two(options.granularity) || options.granularity < kSmallestGranularity ||
+  if (!std::has_single_bit(options.granularity) || options.granularity < kSmallestGranularity ||
       options.granularity > kAddressBytes) {
     return refusal("a granularity of " + std::to_string(options.granularity) +
                    " bytes is not a power of two from 512; give one, such as 2 MiB");
