@@ -1,31 +1,16 @@
 #include "forebay/status.h"
 
+#include <cstddef>
+#include <iterator>
+
 namespace forebay {
 
 const char* status_code_name(StatusCode code) noexcept {
-  switch (code) {
-    case StatusCode::kOk:
-      return "kOk";
-    case StatusCode::kInvalidArgument:
-      return "kInvalidArgument";
-    case StatusCode::kOutOfMemory:
-      return "kOutOfMemory";
-    case StatusCode::kUnsupported:
-      return "kUnsupported";
-    case StatusCode::kUnavailable:
-      return "kUnavailable";
-    case StatusCode::kIoError:
-      return "kIoError";
-    case StatusCode::kTimeout:
-      return "kTimeout";
-    case StatusCode::kPeerLost:
-      return "kPeerLost";
-    case StatusCode::kCorruption:
-      return "kCorruption";
-    case StatusCode::kInternal:
-      return "kInternal";
-  }
-  return "kUnknown";
+  static constexpr const char* kNames[] = {"kOk",          "kInvalidArgument", "kOutOfMemory", "kUnsupported",
+                                           "kUnavailable", "kIoError",         "kTimeout",     "kPeerLost",
+                                           "kCorruption",  "kInternal"};
+  const auto index = static_cast<std::size_t>(code);
+  return index < std::size(kNames) ? kNames[index] : "kUnknown";
 }
 
 // Out of line: paths to errors stay short, and tests/text/list_messages.py can interpose it.

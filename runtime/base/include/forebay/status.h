@@ -6,6 +6,8 @@
 #pragma once
 
 #include <string>
+#include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -26,6 +28,21 @@ enum class StatusCode : int {
   kInternal,         // A defect in forebay or in the functions and kernels it runs.
 };
 
+// The texts and numbers, one after the other.
+template <typename... Parts>
+std::string join_text(const Parts&... parts) {
+  std::string text;
+  const auto append = [&text](const auto& part) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+      text += std::to_string(part);
+    } else {
+      text += std::string_view(part);
+    }
+  };
+  (append(parts), ...);
+  return text;
+}
+
 // The enumerator's name, e.g. "kOutOfMemory".
 const char* status_code_name(StatusCode code) noexcept;
 
@@ -33,6 +50,10 @@ class [[nodiscard]] Status {
  public:
   Status() noexcept = default;
   Status(StatusCode code, std::string message);
+  // The message is join_text() of the parts.
+  template <typename First, typename Second, typename... Rest>
+  Status(StatusCode code, const First& first, const Second& second, const Rest&... rest)
+      : Status(code, join_text(first, second, rest...)) {}
 
   bool ok() const noexcept { return code_ == StatusCode::kOk; }
   StatusCode code() const noexcept { return code_; }
@@ -49,14 +70,26 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
+template <typename... Parts>
+Status invalid_argument(const Parts&... parts) {
+  return Status(StatusCode::kInvalidArgument, join_text(parts...));
+}
+
 // A value, or the Status that says why there is none.
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}        // NOLINT: implicit on purpose
-  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {  // NOLINT: implicit on purpose
+  // The constructors are implicit on purpose. NOLINTBEGIN
+  Result(T value) : state_(std::in_place_index<0>, std::move(value)) {}
+  // A unique_ptr or Result of a derived class, for instance.
+  template <typename U, typename = std::enable_if_t<std::is_class_v<U> && std::is_convertible_v<U, T>>>
+  Result(U value) : Result(static_cast<T>(std::move(value))) {}
+  template <typename U, typename = std::enable_if_t<std::is_convertible_v<U, T>>>
+  Result(Result<U> other) : Result(other.ok() ? Result(std::move(other).value()) : Result(other.status())) {}
+  Result(Status status) : state_(std::in_place_index<1>, std::move(status)) {
     FOREBAY_CHECK(!std::get_if<1>(&state_)->ok(), "a Result needs a value or an error");
   }
+  // NOLINTEND
 
   bool ok() const noexcept { return state_.index() == 0; }
   Status status() const { return ok() ? Status() : *std::get_if<1>(&state_); }
