@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <string_view>
 
 #include "forebay/check.h"
@@ -15,119 +17,16 @@ namespace {
 // Large enough that writing costs few system calls, small enough for the stack of any thread.
 constexpr std::size_t kBufferBytes = 16u << 10;
 
-// Strings that occur often. The first use writes the string, which the reader keeps under its index here;
-// later uses write the index.
-enum class Word : std::uint8_t {
-  kAction,
-  kActivePendingFree,
-  kActiveAllocated,
-  kActiveSize,
-  kAddr,
-  kAddress,
-  kAlloc,
-  kAllocatedSize,
-  kBlocks,
-  kDevice,
-  kDeviceFree,
-  kFilename,
-  kFrames,
-  kFreeCompleted,
-  kFreeRequested,
-  kInactive,
-  kIsExpandable,
-  kLarge,
-  kLine,
-  kName,
-  kOom,
-  kRequestedSize,
-  kSegmentAlloc,
-  kSegmentFree,
-  kSegmentMap,
-  kSegmentPoolId,
-  kSegmentType,
-  kSegmentUnmap,
-  kSize,
-  kSmall,
-  kSnapshot,
-  kState,
-  kStream,
-  kTimeUs,
-  kTotalSize,
-};
-constexpr std::string_view kWords[] = {"action",
-                                       "active_pending_free",
-                                       "active_allocated",
-                                       "active_size",
-                                       "addr",
-                                       "address",
-                                       "alloc",
-                                       "allocated_size",
-                                       "blocks",
-                                       "device",
-                                       "device_free",
-                                       "filename",
-                                       "frames",
-                                       "free_completed",
-                                       "free_requested",
-                                       "inactive",
-                                       "is_expandable",
-                                       "large",
-                                       "line",
-                                       "name",
-                                       "oom",
-                                       "requested_size",
-                                       "segment_alloc",
-                                       "segment_free",
-                                       "segment_map",
-                                       "segment_pool_id",
-                                       "segment_type",
-                                       "segment_unmap",
-                                       "size",
-                                       "small",
-                                       "snapshot",
-                                       "state",
-                                       "stream",
-                                       "time_us",
-                                       "total_size"};
-constexpr std::size_t kWordCount = std::size(kWords);
-static_assert(kWordCount == static_cast<std::size_t>(Word::kTotalSize) + 1);
-static_assert(kWordCount < 256, "an index is one byte");
+// The indices of call stacks begin here; those of words, of which there are fewer, end before.
+constexpr std::size_t kFirstStackIndex = 256;
 
-Word word_of(SnapshotAction action) {
-  switch (action) {
-    case SnapshotAction::kAlloc:
-      return Word::kAlloc;
-    case SnapshotAction::kFreeRequested:
-      return Word::kFreeRequested;
-    case SnapshotAction::kFreeCompleted:
-      return Word::kFreeCompleted;
-    case SnapshotAction::kSegmentAlloc:
-      return Word::kSegmentAlloc;
-    case SnapshotAction::kSegmentFree:
-      return Word::kSegmentFree;
-    case SnapshotAction::kSegmentMap:
-      return Word::kSegmentMap;
-    case SnapshotAction::kSegmentUnmap:
-      return Word::kSegmentUnmap;
-    case SnapshotAction::kOutOfMemory:
-      return Word::kOom;
-    case SnapshotAction::kSnapshot:
-      return Word::kSnapshot;
-  }
-  return Word::kSnapshot;
-}
-
-Word word_of(SnapshotBlockState state) {
-  switch (state) {
-    case SnapshotBlockState::kActiveAllocated:
-      return Word::kActiveAllocated;
-    case SnapshotBlockState::kActivePendingFree:
-      return Word::kActivePendingFree;
-    case SnapshotBlockState::kInactive:
-      return Word::kInactive;
-  }
-  return Word::kInactive;
-}
+constexpr std::string_view kActionWords[] = {
+    "alloc",        "free_requested", "free_completed", "segment_alloc",
+    "segment_free", "segment_map",    "segment_unmap",  "oom",
+    "snapshot"};
+constexpr std::string_view kStateWords[] = {"active_allocated", "active_pending_free", "inactive"};
+static_assert(std::size(kActionWords) == static_cast<std::size_t>(SnapshotAction::kSnapshot) + 1);
+static_assert(std::size(kStateWords) == static_cast<std::size_t>(SnapshotBlockState::kInactive) + 1);
 
 // The length of the UTF-8 sequence at the front of `text`, or 0 if it is not valid.
 std::size_t utf8_length(std::string_view text) {
@@ -219,25 +118,21 @@ class Pickle {
     for (std::size_t i = 0; i < bytes; ++i) byte(static_cast<unsigned char>(valid[i]));
   }
 
-  void word(Word word) {
-    const auto index = static_cast<unsigned char>(word);
-    if (word_written_[index]) {
-      byte('h');  // BINGET
-      byte(index);
-      return;
-    }
-    word_written_[index] = true;
-    text(kWords[index]);
-    byte('q');  // BINPUT
-    byte(index);
+  // A string that occurs often. The first use writes the string, which the reader keeps under its index;
+  // later uses write the index.
+  void word(std::string_view word) {
+    const auto [place, is_new] = words_.try_emplace(word, static_cast<unsigned char>(words_.size()));
+    if (is_new) text(word);
+    byte(is_new ? 'q' : 'h');  // BINPUT, BINGET
+    byte(place->second);
   }
 
-  void item(Word key, std::uint64_t value) {
+  void item(std::string_view key, std::uint64_t value) {
     word(key);
     number(value);
     set_item();
   }
-  void item(Word key, Word value) {
+  void item(std::string_view key, std::string_view value) {
     word(key);
     word(value);
     set_item();
@@ -245,33 +140,32 @@ class Pickle {
 
   // The list of frames of a stack: written at its first use, later named by its index.
   void frames(const std::vector<std::vector<SnapshotFrame>>& stacks, std::uint32_t stack) {
-    word(Word::kFrames);
+    word("frames");
     if (stack == kNoSnapshotStack) {
       begin_list();
     } else if (stack >= stacks.size()) {
       begin_list();
-      fail(Status(StatusCode::kInvalidArgument, "cannot write a memory snapshot: it names stack " +
-                                                    std::to_string(stack) + " of " +
-                                                    std::to_string(stacks.size()) + "; fill `stacks` first"));
+      fail(invalid_argument("cannot write a memory snapshot: it names stack ", stack, " of ", stacks.size(),
+                            "; fill `stacks` first"));
     } else if (stack_written_[stack]) {
       byte('j');  // LONG_BINGET
-      little_endian(kWordCount + stack, 4);
+      little_endian(kFirstStackIndex + stack, 4);
     } else {
       stack_written_[stack] = true;
       begin_list();
       for (const SnapshotFrame& frame : stacks[stack]) {
         begin_dict();
-        word(Word::kName);
+        word("name");
         text(frame.name);
         set_item();
-        word(Word::kFilename);
+        word("filename");
         text(frame.filename);
         set_item();
-        item(Word::kLine, frame.line);
+        item("line", frame.line);
         append();
       }
       byte('r');  // LONG_BINPUT
-      little_endian(kWordCount + stack, 4);
+      little_endian(kFirstStackIndex + stack, 4);
     }
     set_item();
   }
@@ -297,9 +191,8 @@ class Pickle {
         done += static_cast<std::size_t>(written);
       } else if (written == 0 || errno != EINTR) {
         const int error = written == 0 ? ENOSPC : errno;
-        fail(Status(StatusCode::kIoError, std::string("cannot write a memory snapshot: ") +
-                                              std::strerror(error) +
-                                              "; free some space or give another file"));
+        fail(Status(StatusCode::kIoError, "cannot write a memory snapshot: ", std::strerror(error),
+                    "; free some space or give another file"));
       }
     }
     used_ = 0;
@@ -308,42 +201,41 @@ class Pickle {
   const int file_;
   Status status_;
   std::vector<bool> stack_written_;
-  bool word_written_[kWordCount] = {};
+  std::map<std::string_view, unsigned char> words_;  // By word, its index.
   std::size_t used_ = 0;
   unsigned char buffer_[kBufferBytes];
 };
 
 void write_segment(Pickle& pickle, const MemorySnapshot& snapshot, const SnapshotSegment& segment) {
   pickle.begin_dict();
-  pickle.word(Word::kDevice);
+  pickle.word("device");
   pickle.integer(segment.device);
   pickle.set_item();
-  pickle.item(Word::kAddress, segment.address);
-  pickle.item(Word::kTotalSize, segment.total_size);
-  pickle.item(Word::kAllocatedSize, segment.allocated_size);
-  pickle.item(Word::kActiveSize, segment.active_size);
-  pickle.item(Word::kRequestedSize, segment.requested_size);
-  pickle.item(Word::kStream, segment.stream);
-  pickle.item(Word::kSegmentType,
-              segment.segment_type == SnapshotSegmentType::kLarge ? Word::kLarge : Word::kSmall);
+  pickle.item("address", segment.address);
+  pickle.item("total_size", segment.total_size);
+  pickle.item("allocated_size", segment.allocated_size);
+  pickle.item("active_size", segment.active_size);
+  pickle.item("requested_size", segment.requested_size);
+  pickle.item("stream", segment.stream);
+  pickle.item("segment_type", segment.segment_type == SnapshotSegmentType::kLarge ? "large" : "small");
   // The default pool, as PyTorch names it.
-  pickle.word(Word::kSegmentPoolId);
+  pickle.word("segment_pool_id");
   pickle.number(0);
   pickle.number(0);
   pickle.tuple_of_two();
   pickle.set_item();
-  pickle.word(Word::kIsExpandable);
+  pickle.word("is_expandable");
   pickle.truth(segment.is_expandable);
   pickle.set_item();
   pickle.frames(snapshot.stacks, segment.stack);
-  pickle.word(Word::kBlocks);
+  pickle.word("blocks");
   pickle.begin_list();
   for (const SnapshotBlock& block : segment.blocks) {
     pickle.begin_dict();
-    pickle.item(Word::kAddress, block.address);
-    pickle.item(Word::kSize, block.size);
-    pickle.item(Word::kRequestedSize, block.requested_size);
-    pickle.item(Word::kState, word_of(block.state));
+    pickle.item("address", block.address);
+    pickle.item("size", block.size);
+    pickle.item("requested_size", block.requested_size);
+    pickle.item("state", kStateWords[static_cast<std::size_t>(block.state)]);
     pickle.frames(snapshot.stacks, block.stack);
     pickle.append();
   }
@@ -352,11 +244,11 @@ void write_segment(Pickle& pickle, const MemorySnapshot& snapshot, const Snapsho
 
 void write_event(Pickle& pickle, const MemorySnapshot& snapshot, const SnapshotEvent& event) {
   pickle.begin_dict();
-  pickle.item(Word::kAction, word_of(event.action));
-  pickle.item(event.action == SnapshotAction::kOutOfMemory ? Word::kDeviceFree : Word::kAddr, event.address);
-  pickle.item(Word::kSize, event.size);
-  pickle.item(Word::kStream, event.stream);
-  pickle.item(Word::kTimeUs, event.time_us);
+  pickle.item("action", kActionWords[static_cast<std::size_t>(event.action)]);
+  pickle.item(event.action == SnapshotAction::kOutOfMemory ? "device_free" : "addr", event.address);
+  pickle.item("size", event.size);
+  pickle.item("stream", event.stream);
+  pickle.item("time_us", event.time_us);
   pickle.frames(snapshot.stacks, event.stack);
 }
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "forebay/check.h"
+#include "forebay/descriptor.h"
 #include "forebay/log.h"
 #include "forebay/units.h"
 
@@ -168,11 +169,9 @@ struct HostMemory {
 
 HostMemory host_memory() noexcept {
   HostMemory memory;
-  const int file = ::open("/proc/meminfo", O_RDONLY | O_CLOEXEC);
-  if (file < 0) return memory;
+  const internal::Descriptor file(::open("/proc/meminfo", O_RDONLY | O_CLOEXEC));
   char text[4096];
-  const ssize_t length = ::read(file, text, sizeof(text) - 1);
-  ::close(file);
+  const ssize_t length = ::read(file.number(), text, sizeof(text) - 1);
   if (length <= 0) return memory;
   text[length] = '\0';
   const std::size_t available_kib = meminfo(text, "\nMemAvailable:", SIZE_MAX);
@@ -279,6 +278,7 @@ class SlabPinnedPool final : public PinnedPool {
 
   // --- no lock held on entry ---
   bool collect_completed();
+  std::byte* take_free(std::uint32_t page_count, std::size_t requested_bytes);
 
   // --- growth_mutex_ held ---
   std::size_t slab_bytes_for(std::size_t bytes) const;
@@ -369,6 +369,13 @@ std::byte* SlabPinnedPool::take(Range* range, std::uint32_t page_count, std::siz
   return range->slab->base + range->first_page * page_bytes_;
 }
 
+// Cuts a block from the best fit among the free ranges. Null if there is none. Called without mutex_.
+std::byte* SlabPinnedPool::take_free(std::uint32_t page_count, std::size_t requested_bytes) {
+  const Lock lock(mutex_);
+  Range* range = bins_.best_fit(page_count);
+  return range == nullptr ? nullptr : take(range, page_count, requested_bytes);
+}
+
 // Frees a range that is in no list, together with its free neighbours.
 void SlabPinnedPool::put_free(Range* range) {
   Slab* slab = range->slab;
@@ -451,21 +458,14 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
   const std::size_t page_count_wide = bytes == 0 ? 1 : (bytes - 1) / page_bytes_ + 1;
   if (page_count_wide > kPageCountMax) return too_large(bytes);
   const auto page_count = static_cast<std::uint32_t>(page_count_wide);
-  {
-    const Lock lock(mutex_);
-    if (Range* range = bins_.best_fit(page_count)) return take(range, page_count, bytes);
-  }
+  if (std::byte* block = take_free(page_count, bytes)) return block;
   if (collect_completed()) {
-    const Lock lock(mutex_);
-    if (Range* range = bins_.best_fit(page_count)) return take(range, page_count, bytes);
+    if (std::byte* block = take_free(page_count, bytes)) return block;
   }
 
   const Lock growth_lock(growth_mutex_);
-  {
-    // Meanwhile another thread may have taken memory or freed a block.
-    const Lock lock(mutex_);
-    if (Range* range = bins_.best_fit(page_count)) return take(range, page_count, bytes);
-  }
+  // Meanwhile another thread may have taken memory or freed a block.
+  if (std::byte* block = take_free(page_count, bytes)) return block;
   const std::size_t needed_bytes = page_count * page_bytes_;
   const std::size_t slab_bytes = slab_bytes_for(needed_bytes);
   replace_unused(slab_bytes, needed_bytes);
@@ -473,10 +473,7 @@ Result<std::byte*> SlabPinnedPool::allocate(std::size_t bytes) {
   if (!slab.ok() && slab.status().code() == StatusCode::kOutOfMemory) {
     // Then nothing is taken ahead, and free slabs that are too small for this request go back first.
     const bool easier = trim_slabs() > 0 || slab_bytes > needed_bytes;
-    {
-      const Lock lock(mutex_);
-      if (Range* range = bins_.best_fit(page_count)) return take(range, page_count, bytes);
-    }
+    if (std::byte* block = take_free(page_count, bytes)) return block;
     if (easier) slab = make_slab(needed_bytes);
   }
   if (!slab.ok()) {
@@ -498,10 +495,10 @@ Status SlabPinnedPool::free(void* block, Stream stream) {
     if (range == nullptr) {
       char address[32];
       std::snprintf(address, sizeof(address), "%p", block);
-      return Status(StatusCode::kInvalidArgument,
-                    std::string("cannot free ") + address +
-                        ": no live pinned block starts there; free each block once, by the address that "
-                        "allocate returned");
+      return invalid_argument(
+          "cannot free ", address,
+          ": no live pinned block starts there; free each block once, by the address that "
+          "allocate returned");
     }
     statistics_.requested_bytes -= range->requested_bytes;
     statistics_.live_bytes -= bytes_of(range);
@@ -626,10 +623,9 @@ Result<std::unique_ptr<Slab>> SlabPinnedPool::make_slab(std::size_t bytes) {
     const Lock lock(mutex_);
     const std::size_t held_bytes = statistics_.held_bytes;
     if (held_bytes > options_.limit_bytes || bytes > options_.limit_bytes - held_bytes) {
-      return Status(StatusCode::kOutOfMemory,
-                    "a slab of " + format_bytes(bytes) + " would exceed the limit of " +
-                        format_bytes(options_.limit_bytes) + "; " + memory_line() +
-                        "; free blocks, synchronize the streams they were freed on, or raise limit_bytes");
+      return Status(StatusCode::kOutOfMemory, "a slab of ", format_bytes(bytes),
+                    " would exceed the limit of ", format_bytes(options_.limit_bytes), "; ", memory_line(),
+                    "; free blocks, synchronize the streams they were freed on, or raise limit_bytes");
     }
   }
   auto slab = std::make_unique<Slab>();
@@ -639,8 +635,8 @@ Result<std::unique_ptr<Slab>> SlabPinnedPool::make_slab(std::size_t bytes) {
   void* table = ::mmap(nullptr, slab->table_bytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (table == MAP_FAILED) {
-    return Status(StatusCode::kOutOfMemory, "the host has no addresses left for the books of a slab of " +
-                                                format_bytes(bytes) + "; raise ulimit -v");
+    return Status(StatusCode::kOutOfMemory, "the host has no addresses left for the books of a slab of ",
+                  format_bytes(bytes), "; raise ulimit -v");
   }
   // Zero bytes are the state of a page inside a range.
   static_assert(static_cast<int>(PageState::kInside) == 0);
@@ -660,15 +656,14 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
     // Asked first: the kernel maps more than it has, and kills processes when that is touched.
     const std::size_t available_bytes = host_memory().available_bytes;
     if (slab.bytes > available_bytes) {
-      return Status(StatusCode::kOutOfMemory,
-                    what + " is more than the " + format_bytes(available_bytes) +
-                        " the host has available; free host memory or ask for less");
+      return Status(StatusCode::kOutOfMemory, what, " is more than the ", format_bytes(available_bytes),
+                    " the host has available; free host memory or ask for less");
     }
     slab.base = map_pages(slab.bytes, options_.huge_pages);
   }
   if (slab.base == nullptr) {
-    return Status(StatusCode::kOutOfMemory, "the host refuses to map " + what + ": " + std::strerror(errno) +
-                                                "; free host memory or raise ulimit -v");
+    return Status(StatusCode::kOutOfMemory, "the host refuses to map ", what, ": ", std::strerror(errno),
+                  "; free host memory or raise ulimit -v");
   }
   if (!slab.huge && options_.huge_pages) ::madvise(slab.base, slab.bytes, MADV_HUGEPAGE);
   // Child processes do not get this memory. A fork then copies no page tables, and a write does not move the
@@ -682,14 +677,14 @@ Status SlabPinnedPool::map_slab(Slab& slab) {
   if (!touch_pages(slab.base, slab.bytes, page_bytes_)) {
     const int error = errno;
     ::munmap(slab.base, slab.bytes);
-    return Status(StatusCode::kOutOfMemory, "the host has no memory for " + what + ": " +
-                                                std::strerror(error) + "; free host memory or ask for less");
+    return Status(StatusCode::kOutOfMemory, "the host has no memory for ", what, ": ", std::strerror(error),
+                  "; free host memory or ask for less");
   }
   if (Status status = backend_.pin(slab.base, slab.bytes); !status.ok()) {
     ::munmap(slab.base, slab.bytes);
-    return Status(status.code(), what + " cannot be pinned: " + status.message() +
-                                     "; the limit on locked memory (ulimit -l) is " + memlock_limit() +
-                                     ": raise it, free host memory, or set limit_bytes");
+    return Status(status.code(), what, " cannot be pinned: ", status.message(),
+                  "; the limit on locked memory (ulimit -l) is ", memlock_limit(),
+                  ": raise it, free host memory, or set limit_bytes");
   }
   return {};
 }
@@ -725,10 +720,9 @@ Status SlabPinnedPool::prewarm(std::size_t bytes, std::size_t block_bytes) {
         const HostMemory host = host_memory();
         if (missing_bytes > host.huge_page_bytes &&
             missing_bytes - host.huge_page_bytes > host.available_bytes) {
-          return Status(StatusCode::kOutOfMemory, what + ": " + format_bytes(missing_bytes) +
-                                                      " are missing and the host has " +
-                                                      format_bytes(host.available_bytes) +
-                                                      " available; free host memory or ask for less");
+          return Status(StatusCode::kOutOfMemory, what, ": ", format_bytes(missing_bytes),
+                        " are missing and the host has ", format_bytes(host.available_bytes),
+                        " available; free host memory or ask for less");
         }
       }
       Result<std::unique_ptr<Slab>> slab =
@@ -809,18 +803,18 @@ std::string SlabPinnedPool::report() const {
 }
 
 Status SlabPinnedPool::too_large(std::size_t bytes) const {
-  return Status(StatusCode::kOutOfMemory, "cannot take " + format_bytes(bytes) +
-                                              " of pinned host memory at once: a slab has at most " +
-                                              format_bytes(kPageCountMax * page_bytes_) + "; ask for less");
+  return Status(StatusCode::kOutOfMemory, "cannot take ", format_bytes(bytes),
+                " of pinned host memory at once: a slab has at most ",
+                format_bytes(kPageCountMax * page_bytes_), "; ask for less");
 }
 
 }  // namespace
 
 Result<std::unique_ptr<PinnedPool>> PinnedPool::create(Backend& backend, const PinnedPoolOptions& options) {
   if (options.slab_bytes == 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot make a pool of pinned memory with slab_bytes 0; give the most to take from the "
-                  "system at once");
+    return invalid_argument(
+        "cannot make a pool of pinned memory with slab_bytes 0; give the most to take from the "
+        "system at once");
   }
   const auto page_bytes = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return std::unique_ptr<PinnedPool>(new SlabPinnedPool(backend, options, page_bytes));

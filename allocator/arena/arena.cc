@@ -696,28 +696,19 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
   placement.tag = request.tag;
   placement.fixed = request.fixed;
   Lock lock(mutex_);
-  if (request.tag >= tag_count_) {
-    lock.unlock();
-    return no_such_tag("allocate", request.tag);
-  }
+  if (request.tag >= tag_count_) return no_such_tag("allocate", request.tag);
   if (request.bytes > reserve_bytes_) {
     lock.unlock();
     return out_of_memory("allocate", request.bytes, request.tag, placement, Status());
   }
   const std::size_t unit = request.fixed ? chunk_bytes_ : kBlockGranule;
   placement.bytes = std::max(align_up(request.bytes, unit), unit);
-  if (!reserve_ranges(lock)) {
-    lock.unlock();
-    return no_books();
-  }
+  if (!reserve_ranges(lock)) return no_books();
   if (!within_tag_limit(request.tag, placement.bytes)) {
     lock.unlock();
     return over_tag_limit("allocate", placement.bytes, request.tag);
   }
-  if (!choose_region(request, &placement)) {
-    lock.unlock();
-    return paused(placement.bytes, request.tag);
-  }
+  if (!choose_region(request, &placement)) return paused(placement.bytes, request.tag);
   if (placement.fixed) {
     lock.unlock();
     return allocate_slowly(placement, 0);
@@ -735,7 +726,6 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
     }
     if (missing_count != 0) {
       if (reserve_ranges(lock, missing_count)) continue;
-      lock.unlock();
       return no_books();
     }
     Range* range = find_free(placement, placement.region, kBinScanMax);
@@ -748,7 +738,6 @@ Result<DevicePtr> ChunkedArena::allocate(const AllocationRequest& request) {
       settle();
       lock.lock();
       if (reserve_ranges(lock)) continue;
-      lock.unlock();
       return no_books();
     }
     if (range == nullptr) break;
@@ -818,9 +807,8 @@ Status ChunkedArena::record_stream(DevicePtr block, Stream stream) {
   if (stream == Stream()) return Status();
   const unsigned index = add_stream(stream);
   if (index == kNoStream) {
-    return Status(StatusCode::kUnavailable,
-                  "cannot record a stream: " + std::to_string(kStreamLimit) +
-                      " streams are in use; retire those that ended (stream_retire)");
+    return Status(StatusCode::kUnavailable, "cannot record a stream: ", kStreamLimit,
+                  " streams are in use; retire those that ended (stream_retire)");
   }
   range->recorded |= std::uint64_t{1} << index;
   return Status();
@@ -838,18 +826,12 @@ Result<Tag> ChunkedArena::tag_create(const TagOptions& options) {
   const char* name = options.name == nullptr || *options.name == '\0' ? "unnamed" : options.name;
   Lock lock(mutex_);
   if (tag_count_ == kTagLimit) {
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument, std::string("cannot create tag '") + name +
-                                                    "': " + std::to_string(kTagLimit) +
-                                                    " tags exist; share one of them");
+    return invalid_argument("cannot create tag '", name, "': ", kTagLimit, " tags exist; share one of them");
   }
   std::uint8_t region = 0;
   if (options.pausable) {
     region = take_private_region(PrivateRegion::Use::kPausable);
-    if (region == 0) {
-      lock.unlock();
-      return no_private_region(std::string("create pausable tag '") + name + "'");
-    }
+    if (region == 0) return no_private_region(std::string("create pausable tag '") + name + "'");
   }
   TagState& state = tags_[tag_count_];
   std::snprintf(state.name, sizeof state.name, "%s", name);
@@ -904,17 +886,15 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
   const std::size_t chunk_bytes = options.chunk_bytes == 0 ? capabilities.granularity : options.chunk_bytes;
   if (!std::has_single_bit(chunk_bytes) || chunk_bytes % capabilities.granularity != 0 ||
       chunk_bytes < kBlockGranule) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot make an arena with chunks of " + format_bytes(chunk_bytes) + ": " +
-                      capabilities.name + " maps multiples of " + format_bytes(capabilities.granularity) +
-                      "; choose a power of two that is one");
+    return invalid_argument("cannot make an arena with chunks of ", format_bytes(chunk_bytes), ": ",
+                            capabilities.name, " maps multiples of ", format_bytes(capabilities.granularity),
+                            "; choose a power of two that is one");
   }
   const std::size_t limit_bytes = options.limit_bytes == 0 ? capabilities.memory_bytes : options.limit_bytes;
   if (limit_bytes < chunk_bytes) {
-    return Status(StatusCode::kInvalidArgument, "cannot make an arena of at most " +
-                                                    format_bytes(limit_bytes) + " on " + capabilities.name +
-                                                    ": memory is taken in chunks of " +
-                                                    format_bytes(chunk_bytes) + "; raise limit_bytes");
+    return invalid_argument("cannot make an arena of at most ", format_bytes(limit_bytes), " on ",
+                            capabilities.name, ": memory is taken in chunks of ", format_bytes(chunk_bytes),
+                            "; raise limit_bytes");
   }
   // Where addresses are scarce (a limit on virtual memory, a sanitizer) the default is halved, down to the
   // limit. A smaller range still holds all memory; only fragmentation needs more addresses.
@@ -925,8 +905,8 @@ Result<std::unique_ptr<Arena>> Arena::create(Backend& backend, const ArenaOption
                                             internal::kReserveFactor),
                         internal::kReserveBytesMax);
   if (reserve_bytes > SIZE_MAX - chunk_bytes) {
-    return Status(StatusCode::kInvalidArgument, "cannot reserve " + format_bytes(reserve_bytes) +
-                                                    ": that is all addresses there are; lower reserve_bytes");
+    return invalid_argument("cannot reserve ", format_bytes(reserve_bytes),
+                            ": that is all addresses there are; lower reserve_bytes");
   }
   reserve_bytes = round_up(reserve_bytes, chunk_bytes);
   Result<DevicePtr> base = backend.reserve(reserve_bytes, chunk_bytes);

@@ -293,6 +293,19 @@ class ChunkedArena final : public Arena {
   Result<DevicePtr> allocate_slowly(const Placement& placement, std::uint64_t key);
   void refine();
 
+  // Makes one driver call without mutex_.
+  template <typename Call>
+  auto call_unlocked(Lock& lock, Call call) {
+    lock.unlock();
+    ++driver_call_count_;
+    auto result = call();
+    lock.lock();
+    return result;
+  }
+  Status unmap_unlocked(Lock& lock, std::size_t offset, std::size_t bytes) {
+    return call_unlocked(lock, [&] { return backend_.unmap(base_ + offset, bytes); });
+  }
+
   // --- slow paths; growth_mutex_ and mutex_ held, unless the definition says otherwise. Functions that
   // take a Lock& release mutex_ meanwhile.
 

@@ -78,10 +78,7 @@ Status ChunkedArena::evict(Lock& lock, std::uint32_t chunk) {
   const std::size_t bytes = chunks_[chunk].bytes;
   for (bool mapped = true; mapped;) {
     const std::size_t offset = mappings_[chunks_[chunk].first_mapping].offset;
-    lock.unlock();
-    ++driver_call_count_;
-    Status status = backend_.unmap(base_ + offset, bytes);
-    lock.lock();
+    Status status = unmap_unlocked(lock, offset, bytes);
     if (!status.ok()) {
       give_back_claimed();
       return status;
@@ -132,10 +129,7 @@ bool ChunkedArena::unmap_claimed(Lock& lock, bool* refused) {
     const std::size_t begin = range->offset;
     std::size_t end = begin;
     for (; range != nullptr && range->kind == RangeKind::kBusy; range = range->next) end = range->end();
-    lock.unlock();
-    ++driver_call_count_;
-    const bool unmapped = backend_.unmap(base_ + begin, end - begin).ok();
-    lock.lock();
+    const bool unmapped = unmap_unlocked(lock, begin, end - begin).ok();
     offset = end;
     if (!unmapped) {
       *refused = true;
@@ -200,10 +194,7 @@ void ChunkedArena::recover_stranded(Lock& lock) {
     range->kind = RangeKind::kBusy;
     const std::size_t offset = range->offset;
     const std::size_t bytes = range->bytes;
-    lock.unlock();
-    ++driver_call_count_;
-    const bool unmapped = backend_.unmap(base_ + offset, bytes).ok();
-    lock.lock();
+    const bool unmapped = unmap_unlocked(lock, offset, bytes).ok();
     if (!unmapped) {
       range->kind = RangeKind::kStranded;
       return;
@@ -268,10 +259,7 @@ void ChunkedArena::drop_stale_mappings(Lock& lock) {
 // Unmaps [begin, end), which is tiled by busy ranges, one for each mapping. If that fails they are shadows
 // again. Both locks held; releases mutex_ meanwhile.
 void ChunkedArena::unmap_stale(Lock& lock, std::size_t begin, std::size_t end) {
-  lock.unlock();
-  ++driver_call_count_;
-  const bool unmapped = backend_.unmap(base_ + begin, end - begin).ok();
-  lock.lock();
+  const bool unmapped = unmap_unlocked(lock, begin, end - begin).ok();
   for (std::size_t offset = begin; offset < end;) {
     Range* range = range_at(offset);
     offset = range->end();

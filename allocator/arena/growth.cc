@@ -192,10 +192,7 @@ Status ChunkedArena::acquire(Lock& lock, std::size_t bytes, std::size_t handle_b
 // meanwhile.
 Status ChunkedArena::create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* chunk) {
   if (bytes > limit_bytes_ - total_.reserved_bytes) return Status(StatusCode::kOutOfMemory, "");
-  lock.unlock();
-  ++driver_call_count_;
-  Result<Chunk> created = backend_.chunk_create(bytes);
-  lock.lock();
+  Result<Chunk> created = call_unlocked(lock, [&] { return backend_.chunk_create(bytes); });
   if (!created.ok()) return created.status();
   *chunk = chunks_.take();
   PhysicalChunk& entry = chunks_[*chunk];
@@ -237,10 +234,7 @@ bool ChunkedArena::take_spare(std::size_t bytes_max, std::uint32_t* chunk) {
 Status ChunkedArena::destroy_spare(Lock& lock, std::uint32_t chunk) {
   remove_spare(chunk);
   const Chunk handle = chunks_[chunk].handle;
-  lock.unlock();
-  ++driver_call_count_;
-  Status status = backend_.chunk_destroy(handle);
-  lock.lock();
+  Status status = call_unlocked(lock, [&] { return backend_.chunk_destroy(handle); });
   if (!status.ok()) {
     keep_spare(chunk);
     return status;

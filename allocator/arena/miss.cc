@@ -67,9 +67,9 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (!may_serve(placement.region)) {
-    lock.unlock();
-    return Status(StatusCode::kUnavailable, "cannot allocate " + format_bytes(placement.bytes) +
-                                                ": its tag was paused, or its capture released, meanwhile");
+    return Status(
+        StatusCode::kUnavailable, "cannot allocate ", format_bytes(placement.bytes),
+        ": its tag was paused, or its capture released, meanwhile; resume it, or use another tag or stream");
   }
   recover_stranded(lock);
   if (mapping_count_ > kMappingsMin && mapping_count_ > kMappingsPerChunk * chunk_count_) {

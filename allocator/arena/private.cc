@@ -24,30 +24,24 @@ std::uint8_t ChunkedArena::take_private_region(PrivateRegion::Use use) {
 
 Result<Capture> ChunkedArena::capture_begin(Stream stream) {
   if (stream == Stream()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot begin a capture: the stream is null; pass the one that is captured");
+    return invalid_argument("cannot begin a capture: the stream is null; pass the one that is captured");
   }
   // When this returns, no thread may be changing mappings.
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   const unsigned index = add_stream(stream);
   if (index == kNoStream) {
-    lock.unlock();
-    return Status(StatusCode::kUnavailable, "cannot begin a capture: " + std::to_string(kStreamLimit) +
-                                                " streams are in use; retire those that ended "
-                                                "(stream_retire)");
+    return Status(StatusCode::kUnavailable, "cannot begin a capture: ", kStreamLimit,
+                  " streams are in use; retire those that ended "
+                  "(stream_retire)");
   }
   settled_.wait(lock, [&] { return !streams_[index].claimed; });
   if (streams_[index].capture_region != 0) {
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot begin a capture: the stream is being captured already; end that one first");
+    return invalid_argument(
+        "cannot begin a capture: the stream is being captured already; end that one first");
   }
   const std::uint8_t region = take_private_region(PrivateRegion::Use::kCapturing);
-  if (region == 0) {
-    lock.unlock();
-    return no_private_region("begin a capture");
-  }
+  if (region == 0) return no_private_region("begin a capture");
   private_regions_[region].stream = stream;
   streams_[index].capture_region = region;
   ++capturing_count_;
@@ -58,9 +52,8 @@ Status ChunkedArena::capture_end(Capture capture) {
   Lock lock(mutex_);
   if (capture.index >= kRegionCount ||
       private_regions_[capture.index].use != PrivateRegion::Use::kCapturing) {
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument, "cannot end capture " + std::to_string(capture.index) +
-                                                    ": it is not going on; was it ended already?");
+    return invalid_argument("cannot end capture ", capture.index,
+                            ": it is not going on; was it ended already?");
   }
   PrivateRegion& region = private_regions_[capture.index];
   for (unsigned i = 0; i < stream_count_; ++i) {
@@ -76,10 +69,8 @@ Status ChunkedArena::capture_release(Capture capture) {
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   if (capture.index >= kRegionCount || private_regions_[capture.index].use != PrivateRegion::Use::kCaptured) {
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot release capture " + std::to_string(capture.index) +
-                      ": it was not ended, or was released already; end it first (capture_end)");
+    return invalid_argument("cannot release capture ", capture.index,
+                            ": it was not ended, or was released already; end it first (capture_end)");
   }
   private_regions_[capture.index] = PrivateRegion();
   for (Range* range = first_; range != nullptr;) {
@@ -106,17 +97,16 @@ Status ChunkedArena::capture_release(Capture capture) {
 // Copies the kept blocks from the device to the host (`out`) or back. growth_mutex_ held, mutex_ not.
 Status ChunkedArena::copy_blocks(const PrivateRegion& region, bool out) {
   if (region.copy == nullptr) return Status();
-  Result<Stream> stream = backend_.stream_create();
-  FOREBAY_RETURN_IF_ERROR(stream.status());
+  FOREBAY_ASSIGN_OR_RETURN(Stream stream, backend_.stream_create());
   Status status;
   for (const KeptBlock& block : region.kept) {
     std::byte* host = region.copy + block.copy_offset;
     std::byte* device = base_ + block.offset;
-    status = backend_.copy_async(out ? host : device, out ? device : host, block.bytes, stream.value());
+    status = backend_.copy_async(out ? host : device, out ? device : host, block.bytes, stream);
     if (!status.ok()) break;
   }
-  const Status done = backend_.stream_synchronize(stream.value());
-  (void)backend_.stream_destroy(stream.value());
+  const Status done = backend_.stream_synchronize(stream);
+  (void)backend_.stream_destroy(stream);
   return status.ok() ? done : status;
 }
 
@@ -150,8 +140,8 @@ Status ChunkedArena::keep_copy(Lock& lock, std::uint8_t index) {
   auto* copy = static_cast<std::byte*>(std::aligned_alloc(page_bytes, round_up(bytes, page_bytes)));
   Status status;
   if (copy == nullptr) {
-    status = Status(StatusCode::kOutOfMemory, "the host has no " + format_bytes(bytes) +
-                                                  " for a copy; free host memory, or pause without keeping");
+    status = Status(StatusCode::kOutOfMemory, "the host has no ", format_bytes(bytes),
+                    " for a copy; free host memory, or pause without keeping");
   } else {
     status = backend_.pin(copy, round_up(bytes, page_bytes));
   }
@@ -183,10 +173,7 @@ Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
     const std::size_t bytes = chunks_[id].bytes;
     for (std::uint32_t i = chunks_[id].first_mapping; i != kNone; i = mappings_[i].next) {
       const std::size_t offset = mappings_[i].offset;
-      lock.unlock();
-      ++driver_call_count_;
-      const Status status = backend_.unmap(base_ + offset, bytes);
-      lock.lock();
+      const Status status = unmap_unlocked(lock, offset, bytes);
       if (!status.ok()) return status;
       mappings_[i].made = false;
     }
@@ -194,10 +181,7 @@ Status ChunkedArena::unmake(Lock& lock, std::uint8_t index) {
   bool given_back = false;
   for (const std::uint32_t id : private_regions_[index].chunks) {
     const Chunk handle = chunks_[id].handle;
-    lock.unlock();
-    ++driver_call_count_;
-    const Status status = backend_.chunk_destroy(handle);
-    lock.lock();
+    const Status status = call_unlocked(lock, [&] { return backend_.chunk_destroy(handle); });
     if (!status.ok()) {
       // The bytes of other chunks are gone already. A chunk that the device refuses stays until resume.
       if (given_back) continue;
@@ -218,18 +202,14 @@ Status ChunkedArena::remake(Lock& lock, std::uint8_t index) {
     if (chunks_[id].paused) missing_bytes += chunks_[id].bytes;
   }
   if (!make_room(lock, missing_bytes)) {
-    return Status(StatusCode::kOutOfMemory, format_bytes(missing_bytes) + " are needed and " +
-                                                format_bytes(limit_bytes_ - total_.reserved_bytes) +
-                                                " of the limit of " + format_bytes(limit_bytes_) +
-                                                " are free; free blocks or pause other tags");
+    return Status(StatusCode::kOutOfMemory, format_bytes(missing_bytes), " are needed and ",
+                  format_bytes(limit_bytes_ - total_.reserved_bytes), " of the limit of ",
+                  format_bytes(limit_bytes_), " are free; free blocks or pause other tags");
   }
   for (const std::uint32_t id : private_regions_[index].chunks) {
     const std::size_t bytes = chunks_[id].bytes;
     if (chunks_[id].paused) {
-      lock.unlock();
-      ++driver_call_count_;
-      Result<Chunk> created = backend_.chunk_create(bytes);
-      lock.lock();
+      Result<Chunk> created = call_unlocked(lock, [&] { return backend_.chunk_create(bytes); });
       FOREBAY_RETURN_IF_ERROR(created.status());
       chunks_[id].handle = created.value();
       chunks_[id].paused = false;
@@ -238,21 +218,11 @@ Status ChunkedArena::remake(Lock& lock, std::uint8_t index) {
     const Chunk handle = chunks_[id].handle;
     for (std::uint32_t i = chunks_[id].first_mapping; i != kNone; i = mappings_[i].next) {
       const std::size_t offset = mappings_[i].offset;
-      const bool made = mappings_[i].made;
-      lock.unlock();
-      Status status;
-      if (!made) {
-        ++driver_call_count_;
-        status = backend_.map(base_ + offset, handle);
-      }
-      const bool mapped = status.ok();
-      if (mapped) {
-        ++driver_call_count_;
-        status = backend_.set_access(base_ + offset, bytes);
-      }
-      lock.lock();
-      if (mapped) mappings_[i].made = true;
-      FOREBAY_RETURN_IF_ERROR(std::move(status));
+      if (!mappings_[i].made)
+        FOREBAY_RETURN_IF_ERROR(call_unlocked(lock, [&] { return backend_.map(base_ + offset, handle); }));
+      mappings_[i].made = true;
+      FOREBAY_RETURN_IF_ERROR(
+          call_unlocked(lock, [&] { return backend_.set_access(base_ + offset, bytes); }));
     }
   }
   return Status();
@@ -332,19 +302,14 @@ Status ChunkedArena::pause(Tag tag, bool keep) {
   if (freed_region != 0) wait_for_freed(freed_region);
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
-  if (tag >= tag_count_) {
-    lock.unlock();
-    return no_such_tag("pause", tag);
-  }
+  if (tag >= tag_count_) return no_such_tag("pause", tag);
   const std::uint8_t index = tags_[tag].region;
   PrivateRegion& region = private_regions_[index];
   if (index == 0 || region.use != PrivateRegion::Use::kPausable) {
     const bool paused = index != 0;
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument,
-                  std::string("cannot pause tag ") + std::to_string(tag) +
-                      (paused ? ": it is paused already; resume it first"
-                              : ": it is not pausable; create it so (TagOptions::pausable)"));
+    return invalid_argument("cannot pause tag ", tag,
+                            paused ? ": it is paused already; resume it first"
+                                   : ": it is not pausable; create it so (TagOptions::pausable)");
   }
   region.use = PrivateRegion::Use::kPaused;
   region.chunks.clear();
@@ -407,16 +372,11 @@ Status ChunkedArena::resume(Tag tag) {
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
   recover_stranded(lock);
-  if (tag >= tag_count_) {
-    lock.unlock();
-    return no_such_tag("resume", tag);
-  }
+  if (tag >= tag_count_) return no_such_tag("resume", tag);
   const std::uint8_t index = tags_[tag].region;
   PrivateRegion& region = private_regions_[index];
   if (index == 0 || region.use != PrivateRegion::Use::kPaused) {
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot resume tag " + std::to_string(tag) + ": it is not paused");
+    return invalid_argument("cannot resume tag ", tag, ": it is not paused; pause it first");
   }
   Status status = remake(lock, index);
   if (status.ok()) {

@@ -116,7 +116,7 @@ Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag,
   }
   std::string message = std::string("cannot ") + what + " " + format_bytes(bytes) + " for '" + name + "': ";
   if (const std::string never = never_fits(bytes); !never.empty()) {
-    return Status(StatusCode::kOutOfMemory, message + never + "\n" + report());
+    return Status(StatusCode::kOutOfMemory, message, never, "\n", report());
   }
   message += "of the limit of " + format_bytes(limit_bytes_) + ", " + format_bytes(live_bytes) +
              " are live, " + format_bytes(found.usable_bytes) + " free now";
@@ -142,7 +142,7 @@ Status ChunkedArena::out_of_memory(const char* what, std::size_t bytes, Tag tag,
     message += ", or raise the limit (ArenaOptions::limit_bytes; the device has " +
                format_bytes(backend_.capabilities().memory_bytes) + ")";
   }
-  return Status(StatusCode::kOutOfMemory, message + "\n" + report());
+  return Status(StatusCode::kOutOfMemory, message, "\n", report());
 }
 
 Status ChunkedArena::over_tag_limit(const char* what, std::size_t bytes, Tag tag) const {
@@ -151,14 +151,13 @@ Status ChunkedArena::over_tag_limit(const char* what, std::size_t bytes, Tag tag
     Lock lock(mutex_);
     state = tags_[tag];
   }
-  return Status(StatusCode::kOutOfMemory,
-                std::string("cannot ") + what + " " + format_bytes(bytes) + " for '" + state.name +
-                    "': its limit is " + format_bytes(state.limit_bytes) +
-                    (bytes > state.limit_bytes
-                         ? ", so that can never fit; ask for less at a time or raise the limit of the tag\n"
-                         : ", of which " + format_bytes(state.account.live_bytes) +
-                               " is live; free some of it or raise the limit of the tag\n") +
-                    report());
+  return Status(StatusCode::kOutOfMemory, "cannot ", what, " ", format_bytes(bytes), " for '", state.name,
+                "': its limit is ", format_bytes(state.limit_bytes),
+                bytes > state.limit_bytes
+                    ? ", so that can never fit; ask for less at a time or raise the limit of the tag\n"
+                    : ", of which " + format_bytes(state.account.live_bytes) +
+                          " is live; free some of it or raise the limit of the tag\n",
+                report());
 }
 
 Status ChunkedArena::bad_block(DevicePtr block, const char* verb) const {
@@ -177,31 +176,27 @@ Status ChunkedArena::bad_block(DevicePtr block, const char* verb) const {
       found = "no live block is there; was it freed already?";
     }
   }
-  return Status(StatusCode::kInvalidArgument,
-                std::string("cannot ") + verb + " " + describe(block) + ": " + found);
+  return invalid_argument("cannot ", verb, " ", describe(block), ": ", found);
 }
 
 Status ChunkedArena::malformed(const AllocationRequest& request) const {
   if (!std::has_single_bit(request.alignment) || request.alignment > chunk_bytes_) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot allocate with alignment " + std::to_string(request.alignment) +
-                      ": it is not a power of two up to the chunk size " + std::to_string(chunk_bytes_) +
-                      "; ask for less, or for larger chunks (ArenaOptions::chunk_bytes)");
+    return invalid_argument("cannot allocate with alignment ", request.alignment,
+                            ": it is not a power of two up to the chunk size ", chunk_bytes_,
+                            "; ask for less, or for larger chunks (ArenaOptions::chunk_bytes)");
   }
-  return Status(StatusCode::kInvalidArgument, "cannot allocate in region " +
-                                                  std::to_string(static_cast<int>(request.region)) +
-                                                  ": there are kPersistent and kTransient");
+  return invalid_argument("cannot allocate in region ", static_cast<int>(request.region),
+                          ": there is no such region; give Region::kPersistent or Region::kTransient");
 }
 
 Status ChunkedArena::paused(std::size_t bytes, Tag tag) const {
-  return Status(StatusCode::kUnavailable, "cannot allocate " + format_bytes(bytes) + " for tag " +
-                                              std::to_string(tag) + ": the tag is paused; resume it first");
+  return Status(StatusCode::kUnavailable, "cannot allocate ", format_bytes(bytes), " for tag ", tag,
+                ": the tag is paused; resume it first");
 }
 
 Status ChunkedArena::no_such_tag(const char* what, Tag tag) const {
-  return Status(StatusCode::kInvalidArgument, std::string("cannot ") + what + " for tag " +
-                                                  std::to_string(tag) +
-                                                  ": there is no such tag; make it with tag_create");
+  return invalid_argument("cannot ", what, " for tag ", tag,
+                          ": there is no such tag; make it with tag_create");
 }
 
 Status ChunkedArena::no_books() const {
@@ -210,9 +205,9 @@ Status ChunkedArena::no_books() const {
 }
 
 Status ChunkedArena::no_private_region(const std::string& what) const {
-  return Status(StatusCode::kUnavailable, "cannot " + what + ": " + std::to_string(kPrivateRegionLimit) +
-                                              " pausable tags and captures exist; release captures whose "
-                                              "graphs are gone");
+  return Status(StatusCode::kUnavailable, "cannot ", what, ": ", kPrivateRegionLimit,
+                " pausable tags and captures exist; release captures whose "
+                "graphs are gone");
 }
 
 // --- snapshots ---------------------------------------------------

@@ -39,18 +39,14 @@ Status ChunkedArena::acquire_slot(Lock& lock, std::size_t bytes, std::vector<std
 
 Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
   if (bytes == 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot create a slot of no bytes: it would have no chunk; ask for one");
+    return invalid_argument("cannot create a slot of no bytes: it would have no chunk; ask for one");
   }
   settle();
   Status cause;
   {
     std::lock_guard growth(growth_mutex_);
     Lock lock(mutex_);
-    if (tag >= tag_count_) {
-      lock.unlock();
-      return no_such_tag("create a slot", tag);
-    }
+    if (tag >= tag_count_) return no_such_tag("create a slot", tag);
     if (bytes > limit_bytes_) {
       cause = Status(StatusCode::kOutOfMemory, "");
     } else {
@@ -91,15 +87,14 @@ Result<Slot> ChunkedArena::slot_create(std::size_t bytes, Tag tag) {
 Status ChunkedArena::slot_destroy(Slot slot) {
   std::lock_guard growth(growth_mutex_);
   if (slot.index >= slots_.size() || !slots_[slot.index].live) {
-    return Status(StatusCode::kInvalidArgument, "cannot destroy slot " + std::to_string(slot.index) +
-                                                    ": there is no such slot; was it destroyed already?");
+    return invalid_argument("cannot destroy slot ", slot.index,
+                            ": there is no such slot; was it destroyed already?");
   }
   SlotState& state = slots_[slot.index];
   if (state.alias_count != 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot destroy slot " + std::to_string(slot.index) + ": " +
-                      format_count(state.alias_count, "alias shows", "aliases show") +
-                      " it; destroy its aliases first");
+    return invalid_argument("cannot destroy slot ", slot.index, ": ",
+                            format_count(state.alias_count, "alias shows", "aliases show"),
+                            " it; destroy its aliases first");
   }
   Lock lock(mutex_);
   for (const std::uint32_t chunk : state.chunks) keep_spare(chunk);
@@ -115,16 +110,14 @@ Status ChunkedArena::slot_destroy(Slot slot) {
 Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
   std::lock_guard growth(growth_mutex_);
   if (slot.index >= slots_.size() || !slots_[slot.index].live) {
-    return Status(StatusCode::kInvalidArgument, "cannot create an alias of slot " +
-                                                    std::to_string(slot.index) +
-                                                    ": there is no such slot; make it with slot_create");
+    return invalid_argument("cannot create an alias of slot ", slot.index,
+                            ": there is no such slot; make it with slot_create");
   }
   SlotState& state = slots_[slot.index];
   const std::size_t slot_bytes = state.chunks.size() * chunk_bytes_;
   if (bytes == 0 || bytes > slot_bytes) {
-    return Status(StatusCode::kInvalidArgument, "cannot create an alias of " + format_bytes(bytes) +
-                                                    ": the slot has " + format_bytes(slot_bytes) +
-                                                    "; ask for one byte up to that");
+    return invalid_argument("cannot create an alias of ", format_bytes(bytes), ": the slot has ",
+                            format_bytes(slot_bytes), "; ask for one byte up to that");
   }
   const std::size_t alias_bytes = align_up(bytes, chunk_bytes_);
   std::vector<SizedChunk> row(alias_bytes / chunk_bytes_);
@@ -138,10 +131,9 @@ Result<DevicePtr> ChunkedArena::alias_create(Slot slot, std::size_t bytes) {
     target = unmapped_from_top(alias_bytes);
   }
   if (target == nullptr) {
-    return Status(StatusCode::kOutOfMemory, "cannot create an alias of " + format_bytes(alias_bytes) +
-                                                ": no unmapped addresses of that size are left of " +
-                                                format_bytes(reserve_bytes_) +
-                                                "; reserve more (ArenaOptions::reserve_bytes)");
+    return Status(StatusCode::kOutOfMemory, "cannot create an alias of ", format_bytes(alias_bytes),
+                  ": no unmapped addresses of that size are left of ", format_bytes(reserve_bytes_),
+                  "; reserve more (ArenaOptions::reserve_bytes)");
   }
   target->slot = slot.index;
   const std::size_t begin = target->offset;
@@ -186,16 +178,12 @@ Status ChunkedArena::alias_destroy(DevicePtr alias) {
                                                reinterpret_cast<std::uintptr_t>(base_));
   Range* range = offset < reserve_bytes_ ? ranges_.find(offset) : nullptr;
   if (range == nullptr || range->kind != RangeKind::kAlias) {
-    lock.unlock();
-    return Status(StatusCode::kInvalidArgument, "cannot destroy the alias at " + describe(alias) +
-                                                    ": no alias begins there; was it destroyed already?");
+    return invalid_argument("cannot destroy the alias at ", describe(alias),
+                            ": no alias begins there; was it destroyed already?");
   }
   const std::uint32_t slot = range->slot;
   range->kind = RangeKind::kBusy;
-  lock.unlock();
-  ++driver_call_count_;
-  Status status = backend_.unmap(base_ + offset, range->bytes);
-  lock.lock();
+  Status status = unmap_unlocked(lock, offset, range->bytes);
   if (!status.ok()) {
     range->kind = RangeKind::kAlias;
     return status.with_context("cannot destroy the alias at " + describe(alias));

@@ -1,7 +1,5 @@
 #include "allocator/preload/accounts.h"
 
-#include "allocator/preload/escapes.h"
-#include "allocator/preload/pool_calls.h"
 #include "allocator/preload/state.h"
 
 namespace forebay {

@@ -5,7 +5,7 @@
 #include <cstddef>
 
 #include "allocator/preload/block_book.h"
-#include "allocator/preload/driver_types.h"
+#include "allocator/preload/calls.h"
 #include "allocator/preload/event_log.h"
 #include "allocator/preload/process_arenas.h"
 #include "allocator/preload/record.h"
@@ -32,5 +32,19 @@ void count_refused(PreloadServer server, std::size_t bytes, int device, DriverSt
 void count_unknown_free();
 // Records a failure of the arena, unless the driver is shut down: then every call fails.
 void note_problem(const Status& status);
+
+// --- the device's default memory pool, in place of which the arena serves (pool_calls.cc) ---
+
+// Counts bytes allocated in stream order; a negative number (as its two's complement) counts freed bytes.
+void count_pool_use(int device, std::size_t bytes);
+
+// Forgets all counts of the device, because its arena is gone.
+void forget_pool_use(int device);
+
+// Whether the program has set another current pool on the device than the default one.
+bool has_other_pool(int device);
+
+// Whether the handle is that of the device's default pool.
+bool is_default_pool(DriverPool pool, int device);
 
 }  // namespace forebay

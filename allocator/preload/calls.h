@@ -6,7 +6,75 @@
 #ifndef FOREBAY_PRELOAD_CALLS_H
 #define FOREBAY_PRELOAD_CALLS_H
 
-#include "allocator/preload/driver_types.h"
+#include <stddef.h>
+#include <stdint.h>
+
+/* --- the driver's types and result codes ---
+
+   They are C, because the front end is C, and have the sizes of cuda.h, because they are passed unchanged.
+   tests/allocator/preload compares them with runtime/device/cuda/abi.h. */
+
+typedef unsigned DriverResult;
+typedef int DriverDevice;
+typedef unsigned long long DriverAddress;
+typedef unsigned long long DriverMemory; /* A handle of cuMemCreate. */
+typedef struct DriverContextObject* DriverContext;
+typedef struct DriverStreamObject* DriverStream;
+typedef struct DriverPoolObject* DriverPool;
+typedef struct DriverGraphObject* DriverGraph;
+typedef struct DriverGraphNodeObject* DriverGraphNode;
+
+typedef struct DriverIpcHandle {
+  char bytes[64];
+} DriverIpcHandle;
+
+typedef struct DriverLocation {
+  unsigned type;
+  int id;
+} DriverLocation;
+
+typedef struct DriverAccess {
+  DriverLocation location;
+  unsigned flags;
+} DriverAccess;
+
+typedef struct DriverMemoryProperties {
+  unsigned type;
+  unsigned handle_types;
+  DriverLocation location;
+  void* win32_handle_meta_data;
+  unsigned char compression_type;
+  unsigned char gpu_direct_rdma_capable;
+  unsigned short usage;
+  unsigned char reserved[4];
+} DriverMemoryProperties;
+
+enum {
+  kDriverSuccess = 0,
+  kDriverInvalidValue = 1,
+  kDriverOutOfMemory = 2,
+  kDriverNotInitialized = 3,
+  kDriverDeinitialized = 4,
+  kDriverNoDevice = 100,
+  kDriverInvalidContext = 201,
+  kDriverMapFailed = 205,
+  kDriverOperatingSystem = 304,
+  kDriverNotFound = 500,
+  kDriverNotReady = 600,
+  kDriverNotSupported = 801
+};
+
+/* As cuDriverGetVersion counts. The interfaces of all hooked calls are known up to this version. */
+enum { kKnownInterfaceVersion = 13000 };
+
+/* A flag of cuGetProcAddress. */
+enum { kProcAddressPerThreadFlag = 2 };
+
+/* Default streams, which have a number instead of an object. */
+#define DRIVER_LEGACY_STREAM ((DriverStream)(uintptr_t)1)
+#define DRIVER_PER_THREAD_STREAM ((DriverStream)(uintptr_t)2)
+
+/* --- the calls --- */
 
 /* The default stream that a null stream means. cuGetProcAddress tells two symbols of one name and version
    apart by it: LEGACY and THREAD are such a pair; ANY: the call has no pair. */
@@ -75,20 +143,18 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
 
 #define FOREBAY_PRELOAD_HOOKED(X) FOREBAY_PRELOAD_DOORS(X) FOREBAY_PRELOAD_REPLACED(X)
 
-/* X(symbol, (parameters)): calls that the core makes itself, to the driver that the program uses. */
-#define FOREBAY_PRELOAD_USED(X) \
+/* X(symbol, (parameters)): calls that the core makes itself, to the driver that the program uses. Without a needed
+   one nothing is replaced. */
+#define FOREBAY_PRELOAD_NEEDED(X) \
   X(cuCtxGetCurrent, (DriverContext* context)) \
   X(cuCtxSetCurrent, (DriverContext context)) \
   X(cuCtxGetDevice, (DriverDevice* device)) \
   X(cuCtxSynchronize, (void)) \
   X(cuDevicePrimaryCtxGetState, (DriverDevice device, unsigned* flags, int* active)) \
-  X(cuDeviceGetDefaultMemPool, (DriverPool* pool, DriverDevice device)) \
   X(cuStreamGetCtx, (DriverStream stream, DriverContext* context)) \
   X(cuStreamQuery, (DriverStream stream)) \
   X(cuStreamSynchronize, (DriverStream stream)) \
   X(cuStreamIsCapturing, (DriverStream stream, unsigned* status)) \
-  X(cuStreamIsCapturing_ptsz, (DriverStream stream, unsigned* status)) \
-  X(cuThreadExchangeStreamCaptureMode, (unsigned* mode)) \
   X(cuMemGetAddressRange_v2, (DriverAddress* base, size_t* bytes, DriverAddress address)) \
   X(cuMemAddressReserve, (DriverAddress* address, size_t bytes, size_t alignment, DriverAddress hint, unsigned long long flags)) \
   X(cuMemAddressFree, (DriverAddress address, size_t bytes)) \
@@ -98,6 +164,12 @@ enum { kNullStreamANY = 0, kNullStreamLEGACY = 1, kNullStreamTHREAD = 2 };
   X(cuMemSetAccess, (DriverAddress address, size_t bytes, const DriverAccess* access, size_t count)) \
   X(cuMemExportToShareableHandle, (void* shareable, DriverMemory memory, unsigned type, unsigned long long flags)) \
   X(cuMemImportFromShareableHandle, (DriverMemory* memory, void* os_handle, unsigned type))
+
+#define FOREBAY_PRELOAD_OPTIONAL(X) \
+  X(cuDeviceGetDefaultMemPool, (DriverPool* pool, DriverDevice device)) \
+  X(cuStreamIsCapturing_ptsz, (DriverStream stream, unsigned* status))
+
+#define FOREBAY_PRELOAD_USED(X) FOREBAY_PRELOAD_NEEDED(X) FOREBAY_PRELOAD_OPTIONAL(X)
 
 /* clang-format on */
 

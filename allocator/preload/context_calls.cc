@@ -3,7 +3,6 @@
 #include <atomic>
 
 #include "allocator/preload/accounts.h"
-#include "allocator/preload/pool_calls.h"
 #include "allocator/preload/routes.h"
 
 namespace forebay {
@@ -38,99 +37,59 @@ DriverResult primary_retain(DriverContext* context, DriverDevice device) {
   return result;
 }
 
-DriverResult release(DriverDevice device, Driver_cuDevicePrimaryCtxRelease* by_driver) {
+template <auto kCall>
+DriverResult primary_release(DriverDevice device) {
   if (is_device(device)) {
     const int before = retained[device].load(std::memory_order_relaxed);
     if (before > 0) retained[device].fetch_sub(1, std::memory_order_relaxed);
     if (before == 1) drop_arena(device);
   }
-  return by_driver(device);
+  return (preload_state().real.*kCall)(device);
 }
 
-DriverResult primary_release(DriverDevice device) {
-  return release(device, preload_state().real.cuDevicePrimaryCtxRelease);
-}
-DriverResult primary_release_v2(DriverDevice device) {
-  return release(device, preload_state().real.cuDevicePrimaryCtxRelease_v2);
-}
-
+template <auto kCall>
 DriverResult primary_reset(DriverDevice device) {
   if (is_device(device)) drop_arena(device);
-  return preload_state().real.cuDevicePrimaryCtxReset(device);
-}
-DriverResult primary_reset_v2(DriverDevice device) {
-  if (is_device(device)) drop_arena(device);
-  return preload_state().real.cuDevicePrimaryCtxReset_v2(device);
-}
-
-DriverResult stream_destroy(DriverStream stream) {
-  return destroy_stream(stream);
+  return (preload_state().real.*kCall)(device);
 }
 
 // --- captures ---
 
-DriverResult begun(DriverResult result, DriverStream stream, bool per_thread) {
-  if (result == kDriverSuccess) capture_began(stream, per_thread);
+template <auto kCall, bool kPerThread, typename... More>
+DriverResult begin_capture(DriverStream stream, More... more) {
+  const DriverResult result = (preload_state().real.*kCall)(stream, more...);
+  if (result == kDriverSuccess) capture_began(stream, kPerThread);
   return result;
-}
-
-DriverResult begin_capture(DriverStream stream) {
-  return begun(preload_state().real.cuStreamBeginCapture(stream), stream, false);
-}
-DriverResult begin_capture_ptsz(DriverStream stream) {
-  return begun(preload_state().real.cuStreamBeginCapture_ptsz(stream), stream, true);
-}
-DriverResult begin_capture_v2(DriverStream stream, unsigned mode) {
-  return begun(preload_state().real.cuStreamBeginCapture_v2(stream, mode), stream, false);
-}
-DriverResult begin_capture_v2_ptsz(DriverStream stream, unsigned mode) {
-  return begun(preload_state().real.cuStreamBeginCapture_v2_ptsz(stream, mode), stream, true);
-}
-DriverResult begin_capture_to_graph(DriverStream stream, DriverGraph graph,
-                                    const DriverGraphNode* dependencies, const void* edges, std::size_t count,
-                                    unsigned mode) {
-  return begun(
-      preload_state().real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, edges, count, mode),
-      stream, false);
-}
-DriverResult begin_capture_to_graph_ptsz(DriverStream stream, DriverGraph graph,
-                                         const DriverGraphNode* dependencies, const void* edges,
-                                         std::size_t count, unsigned mode) {
-  return begun(
-      preload_state().real.cuStreamBeginCaptureToGraph_ptsz(stream, graph, dependencies, edges, count, mode),
-      stream, true);
 }
 
 // After an error the capture may go on or be over; any_capture asks the driver.
-DriverResult ended(DriverResult result, DriverStream stream, bool per_thread) {
-  if (result == kDriverSuccess) capture_ended(stream, per_thread);
-  return result;
-}
-
+template <auto kCall, bool kPerThread>
 DriverResult end_capture(DriverStream stream, DriverGraph* graph) {
-  return ended(preload_state().real.cuStreamEndCapture(stream, graph), stream, false);
-}
-DriverResult end_capture_ptsz(DriverStream stream, DriverGraph* graph) {
-  return ended(preload_state().real.cuStreamEndCapture_ptsz(stream, graph), stream, true);
+  const DriverResult result = (preload_state().real.*kCall)(stream, graph);
+  if (result == kDriverSuccess) capture_ended(stream, kPerThread);
+  return result;
 }
 
 }  // namespace
 
 void replace_context_calls(HookedCalls* calls) {
   replace(&calls->cuDevicePrimaryCtxRetain, primary_retain);
-  replace(&calls->cuDevicePrimaryCtxRelease, primary_release);
-  replace(&calls->cuDevicePrimaryCtxRelease_v2, primary_release_v2);
-  replace(&calls->cuDevicePrimaryCtxReset, primary_reset);
-  replace(&calls->cuDevicePrimaryCtxReset_v2, primary_reset_v2);
-  replace(&calls->cuStreamDestroy_v2, stream_destroy);
-  replace(&calls->cuStreamBeginCapture, begin_capture);
-  replace(&calls->cuStreamBeginCapture_ptsz, begin_capture_ptsz);
-  replace(&calls->cuStreamBeginCapture_v2, begin_capture_v2);
-  replace(&calls->cuStreamBeginCapture_v2_ptsz, begin_capture_v2_ptsz);
-  replace(&calls->cuStreamBeginCaptureToGraph, begin_capture_to_graph);
-  replace(&calls->cuStreamBeginCaptureToGraph_ptsz, begin_capture_to_graph_ptsz);
-  replace(&calls->cuStreamEndCapture, end_capture);
-  replace(&calls->cuStreamEndCapture_ptsz, end_capture_ptsz);
+  replace(&calls->cuDevicePrimaryCtxRelease, primary_release<&HookedCalls::cuDevicePrimaryCtxRelease>);
+  replace(&calls->cuDevicePrimaryCtxRelease_v2, primary_release<&HookedCalls::cuDevicePrimaryCtxRelease_v2>);
+  replace(&calls->cuDevicePrimaryCtxReset, primary_reset<&HookedCalls::cuDevicePrimaryCtxReset>);
+  replace(&calls->cuDevicePrimaryCtxReset_v2, primary_reset<&HookedCalls::cuDevicePrimaryCtxReset_v2>);
+  replace(&calls->cuStreamDestroy_v2, destroy_stream);
+  replace(&calls->cuStreamBeginCapture, begin_capture<&HookedCalls::cuStreamBeginCapture, false>);
+  replace(&calls->cuStreamBeginCapture_ptsz, begin_capture<&HookedCalls::cuStreamBeginCapture_ptsz, true>);
+  replace(&calls->cuStreamBeginCapture_v2, begin_capture<&HookedCalls::cuStreamBeginCapture_v2, false>);
+  replace(&calls->cuStreamBeginCapture_v2_ptsz,
+          begin_capture<&HookedCalls::cuStreamBeginCapture_v2_ptsz, true>);
+  replace(&calls->cuStreamBeginCaptureToGraph,
+          begin_capture<&HookedCalls::cuStreamBeginCaptureToGraph, false>);
+  replace(&calls->cuStreamBeginCaptureToGraph_ptsz,
+          begin_capture<&HookedCalls::cuStreamBeginCaptureToGraph_ptsz, true>);
+  replace(&calls->cuStreamEndCapture, end_capture<&HookedCalls::cuStreamEndCapture, false>);
+  replace(&calls->cuStreamEndCapture_ptsz, end_capture<&HookedCalls::cuStreamEndCapture_ptsz, true>);
 }
 
 }  // namespace forebay

@@ -1,5 +1,3 @@
-#include "allocator/preload/escapes.h"
-
 #include <link.h>
 
 #include <atomic>
@@ -101,45 +99,25 @@ int look_at(dl_phdr_info* info, std::size_t, void* argument) {
     }
   }
   if (entry == nullptr) return 0;
-  std::uintptr_t symbols = 0, strings = 0, jumps = 0, others = 0;
-  std::size_t soname = 0, jump_bytes = 0, other_bytes = 0;
-  for (; entry->d_tag != DT_NULL; ++entry) {
-    switch (entry->d_tag) {
-      case DT_SYMTAB:
-        symbols = entry->d_un.d_ptr;
-        break;
-      case DT_STRTAB:
-        strings = entry->d_un.d_ptr;
-        break;
-      case DT_SONAME:
-        soname = entry->d_un.d_val;
-        break;
-      case DT_JMPREL:
-        jumps = entry->d_un.d_ptr;
-        break;
-      case DT_PLTRELSZ:
-        jump_bytes = entry->d_un.d_val;
-        break;
-      case DT_RELA:
-        others = entry->d_un.d_ptr;
-        break;
-      case DT_RELASZ:
-        other_bytes = entry->d_un.d_val;
-        break;
-      default:
-        break;
-    }
-  }
+  const auto value = [&](ElfW(Sxword) tag) -> std::uintptr_t {
+    const ElfW(Dyn)* found = entry;
+    while (found->d_tag != DT_NULL && found->d_tag != tag) ++found;
+    return found->d_tag == tag ? found->d_un.d_val : 0;
+  };
+  const std::uintptr_t symbols = value(DT_SYMTAB);
+  const std::uintptr_t strings = value(DT_STRTAB);
+  const std::uintptr_t jumps = value(DT_JMPREL);
+  const std::uintptr_t others = value(DT_RELA);
   if (symbols == 0 || strings == 0) return 0;
   library.symbols = reinterpret_cast<const ElfW(Sym)*>(located(*info, symbols));
   library.strings = reinterpret_cast<const char*>(located(*info, strings));
-  if (soname != 0) library.soname = library.strings + soname;
+  library.soname = library.strings + value(DT_SONAME);
   // The driver itself and forebay's libraries are meant to call the driver directly.
   if (std::strncmp(library.soname, "libcuda.so", 10) == 0 ||
       std::strncmp(library.soname, "libforebay", 10) == 0)
     return 0;
-  const bool escaped = (jumps != 0 && has_escaped(library, located(*info, jumps), jump_bytes)) ||
-                       (others != 0 && has_escaped(library, located(*info, others), other_bytes));
+  const bool escaped = (jumps != 0 && has_escaped(library, located(*info, jumps), value(DT_PLTRELSZ))) ||
+                       (others != 0 && has_escaped(library, located(*info, others), value(DT_RELASZ)));
   if (!escaped || !mentions_driver(*info)) return 0;
   if (!look.found.empty()) look.found += ", ";
   look.found += info->dlpi_name[0] != '\0' ? info->dlpi_name : "the program itself";

@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
-#include <string>
 #include <utility>
 
 #include "forebay/log.h"
@@ -267,29 +266,32 @@ void EventLog::forget(const BlockFacts& facts) {
 
 // --- events ---
 
+PreloadEvent EventLog::event_of(PreloadEventKind kind, const EventRequest& request, std::uint64_t address) {
+  return {.address = address,
+          .bytes = request.bytes,
+          .time_ns = now(),
+          .stream = number_of(request.stream),
+          .device = static_cast<std::int16_t>(request.device),
+          .server = request.server,
+          .kind = kind};
+}
+
 void EventLog::allocated(DevicePtr address, const EventRequest& request, const Arena* arena,
                          BlockFacts* facts) {
-  const std::uint64_t time_ns = now();
-  const auto number = reinterpret_cast<std::uintptr_t>(address);
-  const auto device = static_cast<std::int16_t>(request.device);
   const std::lock_guard lock(mutex_);
-  if (arena != nullptr) look(request.device, arena, time_ns);
-  facts->server = request.server;
-  facts->event_stream = number_of(request.stream);
-  facts->event_device = device;
-  facts->event_entry = take_entry({.address = number,
-                                   .bytes = request.bytes,
+  const PreloadEvent event =
+      event_of(PreloadEventKind::kAllocation, request, reinterpret_cast<std::uintptr_t>(address));
+  if (arena != nullptr) look(request.device, arena, event.time_ns);
+  facts->server = event.server;
+  facts->event_stream = event.stream;
+  facts->event_device = event.device;
+  facts->event_entry = take_entry({.address = event.address,
+                                   .bytes = event.bytes,
                                    .number = written_,
-                                   .stream = facts->event_stream,
-                                   .device = device,
-                                   .server = request.server});
-  append({.address = number,
-          .bytes = request.bytes,
-          .time_ns = time_ns,
-          .stream = facts->event_stream,
-          .device = device,
-          .server = request.server,
-          .kind = PreloadEventKind::kAllocation});
+                                   .stream = event.stream,
+                                   .device = event.device,
+                                   .server = event.server});
+  append(event);
   PreloadDeviceCounts* const count = counts(request.device);
   if (count == nullptr) return;
   add(count->allocations, 1);
@@ -329,27 +331,14 @@ std::uint64_t EventLog::free_bytes(int device, std::uint64_t driver_free_bytes) 
 }
 
 void EventLog::refused(const EventRequest& request, std::uint64_t driver_free_bytes) {
-  const std::uint64_t time_ns = now();
   const std::lock_guard lock(mutex_);
-  append({.address = free_bytes(request.device, driver_free_bytes),
-          .bytes = request.bytes,
-          .time_ns = time_ns,
-          .stream = number_of(request.stream),
-          .device = static_cast<std::int16_t>(request.device),
-          .server = request.server,
-          .kind = PreloadEventKind::kRefused});
+  append(event_of(PreloadEventKind::kRefused, request, free_bytes(request.device, driver_free_bytes)));
   if (PreloadDeviceCounts* const count = counts(request.device)) add(count->refused, 1);
 }
 
 void EventLog::untracked(const EventRequest& request) {
-  const std::uint64_t time_ns = now();
   const std::lock_guard lock(mutex_);
-  append({.bytes = request.bytes,
-          .time_ns = time_ns,
-          .stream = number_of(request.stream),
-          .device = static_cast<std::int16_t>(request.device),
-          .server = request.server,
-          .kind = PreloadEventKind::kUntracked});
+  append(event_of(PreloadEventKind::kUntracked, request, 0));
 }
 
 void EventLog::look_at(int device, const Arena* arena) {

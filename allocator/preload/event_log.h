@@ -11,7 +11,7 @@
 #include <string>
 
 #include "allocator/preload/block_book.h"
-#include "allocator/preload/driver_types.h"
+#include "allocator/preload/calls.h"
 #include "allocator/preload/events.h"
 #include "forebay/arena.h"
 
@@ -59,6 +59,7 @@ class EventLog {
   std::uint64_t free_bytes(int device, std::uint64_t driver_free_bytes);
   void tell_of_lack(std::uint64_t kept_bytes, int error);
   std::uint16_t number_of(DriverStream stream);
+  PreloadEvent event_of(PreloadEventKind kind, const EventRequest& request, std::uint64_t address);
   PreloadDeviceCounts* counts(int device);
   void append(const PreloadEvent& event);
   std::uint32_t take_entry(const PreloadBlock& block);

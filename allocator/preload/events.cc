@@ -1,55 +1,16 @@
 #include "allocator/preload/events.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <unordered_map>
 
 namespace forebay {
 namespace {
 
-// A file, mapped for reading.
-class Mapping {
- public:
-  explicit Mapping(const std::string& path) {
-    // Opening a pipe would wait for a writer.
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (file < 0) {
-      error_ = errno;
-      return;
-    }
-    struct stat facts {};
-    if (::fstat(file, &facts) == 0 && facts.st_size >= static_cast<off_t>(sizeof(PreloadEventsHeader))) {
-      bytes_ = static_cast<std::uint64_t>(facts.st_size);
-      memory_ = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
-    }
-    ::close(file);
-  }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() {
-    if (memory_ != MAP_FAILED) ::munmap(memory_, bytes_);
-  }
-  int error() const { return error_; }
-  const PreloadEventsHeader* header() const {
-    return memory_ == MAP_FAILED ? nullptr : static_cast<const PreloadEventsHeader*>(memory_);
-  }
-  template <typename Entry>
-  const Entry* at(std::uint64_t offset) const {
-    return reinterpret_cast<const Entry*>(static_cast<const unsigned char*>(memory_) + offset);
-  }
-  std::uint64_t bytes() const { return bytes_; }
-
- private:
-  int error_ = 0;
-  void* memory_ = MAP_FAILED;
-  std::uint64_t bytes_ = 0;
-};
+template <typename Entry>
+const Entry* entries_at(const PreloadMapping& file, std::uint64_t offset) {
+  return reinterpret_cast<const Entry*>(static_cast<const unsigned char*>(file.memory()) + offset);
+}
 
 bool is_sound(const PreloadEventsHeader& header, std::uint64_t file_bytes) {
   const std::uint64_t capacity = header.event_capacity.load(std::memory_order_acquire);
@@ -68,20 +29,10 @@ bool is_sound(const PreloadEvent& event) {
 }
 
 PreloadDeviceFigures figures_of(int device, const PreloadDeviceCounts& counts) {
-  const auto value = [](const std::atomic<std::uint64_t>& counter) {
-    return counter.load(std::memory_order_relaxed);
-  };
-  return {.device = device,
-          .allocations = value(counts.allocations),
-          .frees = value(counts.frees),
-          .refused = value(counts.refused),
-          .requested_bytes = value(counts.requested_bytes),
-          .peak_requested_bytes = value(counts.peak_requested_bytes),
-          .elsewhere_bytes = value(counts.elsewhere_bytes),
-          .arena_bytes = value(counts.arena_bytes),
-          .peak_reserved_bytes = value(counts.peak_reserved_bytes),
-          .capacity_bytes = value(counts.capacity_bytes),
-          .chunk_bytes = value(counts.chunk_bytes)};
+  return {{counts.allocations, counts.frees, counts.refused, counts.requested_bytes,
+           counts.peak_requested_bytes, counts.elsewhere_bytes, counts.arena_bytes,
+           counts.peak_reserved_bytes, counts.capacity_bytes, counts.chunk_bytes},
+          device};
 }
 
 // The blocks that were live before the first kept event. The first event of an address decides: a free means
@@ -130,26 +81,26 @@ std::string preload_stream_text(std::uint16_t stream) {
 }
 
 Result<PreloadEventLog> read_preload_events(const std::string& path) {
-  const Mapping file(path);
+  const PreloadMapping file(path, sizeof(PreloadEventsHeader));
   if (file.error() != 0) {
-    return Status(StatusCode::kIoError, "cannot read the events in " + path + ": " +
-                                            std::strerror(file.error()) + "; keep them beside the records");
+    return Status(StatusCode::kIoError, "cannot read the events in ", path, ": ", std::strerror(file.error()),
+                  "; keep them beside the records");
   }
-  const PreloadEventsHeader* const header = file.header();
+  const auto* const header = static_cast<const PreloadEventsHeader*>(file.memory());
   if (header == nullptr || !is_sound(*header, file.bytes())) {
-    return Status(StatusCode::kCorruption, "cannot read the events in " + path +
-                                               ": it is not an events file of this build; leave it out");
+    return Status(StatusCode::kCorruption, "cannot read the events in ", path,
+                  ": it is not an events file of this build; leave it out");
   }
   PreloadEventLog log;
   log.start_us = header->start_us;
   // The table first: later changes of it are among the events.
   const std::uint64_t block_count = header->block_count.load(std::memory_order_acquire);
-  const auto* table_begin = file.at<PreloadBlock>(header->block_offset);
+  const auto* table_begin = entries_at<PreloadBlock>(file, header->block_offset);
   const std::vector<PreloadBlock> table(table_begin, table_begin + block_count);
   log.untold_blocks = header->untold_blocks.load(std::memory_order_relaxed);
   const std::uint64_t end = header->written.load(std::memory_order_acquire);
   const std::uint64_t capacity = header->event_capacity.load(std::memory_order_acquire);
-  const auto* ring = file.at<PreloadEvent>(header->event_offset);
+  const auto* ring = entries_at<PreloadEvent>(file, header->event_offset);
   const std::uint64_t begin = end - std::min(end, capacity);
   log.events.reserve(end - begin);
   for (std::uint64_t i = begin; i < end; ++i) log.events.push_back(ring[i % capacity]);
@@ -161,8 +112,8 @@ Result<PreloadEventLog> read_preload_events(const std::string& path) {
                    log.events.begin() + static_cast<std::ptrdiff_t>(log.first_number - begin));
   if (!std::all_of(log.events.begin(), log.events.end(),
                    [](const PreloadEvent& event) { return is_sound(event); })) {
-    return Status(StatusCode::kCorruption,
-                  "cannot read the events in " + path + ": one of them is not valid; leave the file out");
+    return Status(StatusCode::kCorruption, "cannot read the events in ", path,
+                  ": one of them is not valid; leave the file out");
   }
   for (int device = 0; device < kPreloadEventDevices; ++device) {
     const PreloadDeviceFigures figures = figures_of(device, header->devices[device]);

@@ -75,19 +75,20 @@ static_assert(sizeof(PreloadBlock) == 32);
 inline constexpr int kPreloadEventDevices = 64;
 
 // Counts of one device. They are exact even when events were dropped.
-struct PreloadDeviceCounts {
-  std::atomic<std::uint64_t> allocations;
-  std::atomic<std::uint64_t> frees;
-  std::atomic<std::uint64_t> refused;
-  std::atomic<std::uint64_t> requested_bytes;  // Live blocks, served by the arena or not.
-  std::atomic<std::uint64_t> peak_requested_bytes;
-  std::atomic<std::uint64_t> elsewhere_bytes;  // The part of them that the driver serves.
-  std::atomic<std::uint64_t> arena_bytes;      // Physical memory that the arena holds.
-  // The most of arena_bytes and elsewhere_bytes together.
-  std::atomic<std::uint64_t> peak_reserved_bytes;
-  std::atomic<std::uint64_t> capacity_bytes;  // The most the process could have; 0: not known.
-  std::atomic<std::uint64_t> chunk_bytes;     // The arena's; 0: there was none.
+template <typename Count>
+struct PreloadDeviceNumbers {
+  Count allocations{};
+  Count frees{};
+  Count refused{};
+  Count requested_bytes{};  // Live blocks, served by the arena or not.
+  Count peak_requested_bytes{};
+  Count elsewhere_bytes{};      // The part of them that the driver serves.
+  Count arena_bytes{};          // Physical memory that the arena holds.
+  Count peak_reserved_bytes{};  // The most of arena_bytes and elsewhere_bytes together.
+  Count capacity_bytes{};       // The most the process could have; 0: not known.
+  Count chunk_bytes{};          // The arena's; 0: there was none.
 };
+using PreloadDeviceCounts = PreloadDeviceNumbers<std::atomic<std::uint64_t>>;
 
 inline constexpr std::uint64_t kPreloadEventsMagic = 0x3153544E45564546;  // "FEVENTS1"
 // The beginning of the file. The events follow at event_offset, a ring; the table of blocks at block_offset.
@@ -106,18 +107,8 @@ struct PreloadEventsHeader {
 };
 
 // A copy of PreloadDeviceCounts, made when the file was read.
-struct PreloadDeviceFigures {
+struct PreloadDeviceFigures : PreloadDeviceNumbers<std::uint64_t> {
   int device = 0;
-  std::uint64_t allocations = 0;
-  std::uint64_t frees = 0;
-  std::uint64_t refused = 0;
-  std::uint64_t requested_bytes = 0;
-  std::uint64_t peak_requested_bytes = 0;
-  std::uint64_t elsewhere_bytes = 0;
-  std::uint64_t arena_bytes = 0;
-  std::uint64_t peak_reserved_bytes = 0;
-  std::uint64_t capacity_bytes = 0;
-  std::uint64_t chunk_bytes = 0;
 };
 
 // A copy of an events file, made when it was read.

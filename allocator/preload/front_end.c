@@ -302,45 +302,40 @@ static bool is_hooked_name(const char* name) {
   return false;
 }
 
-static void* replace(const char* name, void* found, int version, uint64_t flags) {
-  if (flags > kProcAddressPerThreadFlag) return found;
-  const int index = find_versioned(name, version, flags);
-  if (index < 0) return found;
-  keep_real_call(index, found);
-  return hooked_calls[index].ours;
+/* Asks the driver by the newer interface or, if there is no `newer`, the older one. */
+static DriverResult ask(Driver_cuGetProcAddress_v2* newer, Driver_cuGetProcAddress* older, const char* name,
+                        void** function, int version, uint64_t flags, unsigned* found) {
+  return newer != NULL ? newer(name, function, version, flags, found) : older(name, function, version, flags);
 }
 
-EXPORTED DriverResult cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags,
-                                          unsigned* found) {
-  Driver_cuGetProcAddress_v2* const real =
-      (Driver_cuGetProcAddress_v2*)real_call(kHooked_cuGetProcAddress_v2);
-  if (real == NULL) return kDriverNotInitialized;
-  const DriverResult result = real(name, function, version, flags, found);
+static DriverResult look_up(Driver_cuGetProcAddress_v2* newer, Driver_cuGetProcAddress* older,
+                            const char* name, void** function, int version, uint64_t flags, unsigned* found) {
+  if (newer == NULL && older == NULL) return kDriverNotInitialized;
+  const DriverResult result = ask(newer, older, name, function, version, flags, found);
   if (result != kDriverSuccess || *function == NULL || !is_hooked_name(name)) return result;
   if (version > kKnownInterfaceVersion) {
     /* A newer interface is unknown here, unless the driver returns the same function for a known one. */
     void* known = NULL;
-    if (real(name, &known, kKnownInterfaceVersion, flags, NULL) != kDriverSuccess || known != *function)
-      return result;
     version = kKnownInterfaceVersion;
+    if (ask(newer, older, name, &known, version, flags, NULL) != kDriverSuccess || known != *function)
+      return result;
   }
-  *function = replace(name, *function, version, flags);
+  const int index = flags > kProcAddressPerThreadFlag ? -1 : find_versioned(name, version, flags);
+  if (index < 0) return result;
+  keep_real_call(index, *function);
+  *function = hooked_calls[index].ours;
   return result;
 }
 
+EXPORTED DriverResult cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t flags,
+                                          unsigned* found) {
+  return look_up((Driver_cuGetProcAddress_v2*)real_call(kHooked_cuGetProcAddress_v2), NULL, name, function,
+                 version, flags, found);
+}
+
 EXPORTED DriverResult cuGetProcAddress(const char* name, void** function, int version, uint64_t flags) {
-  Driver_cuGetProcAddress* const real = (Driver_cuGetProcAddress*)real_call(kHooked_cuGetProcAddress);
-  if (real == NULL) return kDriverNotInitialized;
-  const DriverResult result = real(name, function, version, flags);
-  if (result != kDriverSuccess || *function == NULL || !is_hooked_name(name)) return result;
-  if (version > kKnownInterfaceVersion) {
-    void* known = NULL;
-    if (real(name, &known, kKnownInterfaceVersion, flags) != kDriverSuccess || known != *function)
-      return result;
-    version = kKnownInterfaceVersion;
-  }
-  *function = replace(name, *function, version, flags);
-  return result;
+  return look_up(NULL, (Driver_cuGetProcAddress*)real_call(kHooked_cuGetProcAddress), name, function, version,
+                 flags, NULL);
 }
 
 /* --- the hooked calls --- */

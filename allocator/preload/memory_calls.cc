@@ -3,15 +3,11 @@
 // A free is routed by its address, and behaves like the call that allocated the block: a free of a plain
 // block waits for the device, as programs rely on. The driver serves the requests that the arena cannot.
 #include <algorithm>
-#include <list>
-#include <mutex>
-#include <string>
 #include <utility>
 
 #include "allocator/preload/accounts.h"
-#include "allocator/preload/escapes.h"
-#include "allocator/preload/pool_calls.h"
 #include "allocator/preload/routes.h"
+#include "allocator/preload/state.h"
 
 namespace forebay {
 namespace {
@@ -37,15 +33,8 @@ struct WaitingFree {
   BlockFacts facts;
 };
 
-struct WaitingFrees {
-  std::atomic<std::size_t> count{0};
-  std::mutex mutex;
-  // Guarded by mutex.
-  std::list<WaitingFree> list;
-};
-
-WaitingFrees& waiting_frees() {
-  static auto* const instance = new WaitingFrees;
+SharedList<WaitingFree>& waiting_frees() {
+  static auto* const instance = new SharedList<WaitingFree>;
   return *instance;
 }
 
@@ -60,17 +49,10 @@ void give_back_idle(const ProcessArenas::Use& use, DevicePtr address, const Bloc
 }
 
 void finish_waiting_frees() {
-  WaitingFrees& waiting = waiting_frees();
-  if (waiting.count.load(std::memory_order_acquire) == 0 || any_capture()) return;
-  std::list<WaitingFree> due;
-  {
-    const std::lock_guard lock(waiting.mutex);
-    due.splice(due.end(), waiting.list);
-    waiting.count.store(0, std::memory_order_release);
-  }
+  if (waiting_frees().size() == 0 || any_capture()) return;
   int device = -1;
   ProcessArenas::Use use;
-  for (const WaitingFree& free : due) {
+  for (const WaitingFree& free : waiting_frees().take([](const WaitingFree&) { return true; })) {
     if (free.facts.device != device) {
       device = free.facts.device;
       use = ProcessArenas::Use();
@@ -79,14 +61,6 @@ void finish_waiting_frees() {
     }
     if (use) give_back_idle(use, free.address, free.facts);
   }
-}
-
-void free_after_captures(DevicePtr address, const BlockFacts& facts) {
-  std::list<WaitingFree> made{{address, facts}};
-  WaitingFrees& waiting = waiting_frees();
-  const std::lock_guard lock(waiting.mutex);
-  waiting.list.splice(waiting.list.end(), made);
-  waiting.count.store(waiting.list.size(), std::memory_order_release);
 }
 
 // --- allocation ---
@@ -162,9 +136,7 @@ Stream arena_stream(const ProcessArenas::Use& use, DriverStream numbered_stream)
 }
 
 Route route_of(DriverStream stream) {
-  const bool is_default =
-      stream == nullptr || stream == DRIVER_LEGACY_STREAM || stream == DRIVER_PER_THREAD_STREAM;
-  return is_default ? route_of_current_context() : route_of_stream(stream);
+  return is_default_stream(stream) ? route_of_current_context() : route_of_stream(stream);
 }
 
 // `pool` null: the device's current one.
@@ -189,27 +161,17 @@ DriverResult allocate_ordered(DriverAddress* address, std::size_t bytes, DriverP
   return allocate_here(route.use, address, bytes, arena_stream(route.use, named), named, by_driver);
 }
 
+template <auto kCall, bool kPerThread>
 DriverResult mem_alloc_async(DriverAddress* address, std::size_t bytes, DriverStream stream) {
-  return allocate_ordered(address, bytes, nullptr, stream, false,
-                          [=] { return preload_state().real.cuMemAllocAsync(address, bytes, stream); });
+  return allocate_ordered(address, bytes, nullptr, stream, kPerThread,
+                          [=] { return (preload_state().real.*kCall)(address, bytes, stream); });
 }
-DriverResult mem_alloc_async_ptsz(DriverAddress* address, std::size_t bytes, DriverStream stream) {
-  return allocate_ordered(address, bytes, nullptr, stream, true,
-                          [=] { return preload_state().real.cuMemAllocAsync_ptsz(address, bytes, stream); });
-}
+template <auto kCall, bool kPerThread>
 DriverResult mem_alloc_from_pool_async(DriverAddress* address, std::size_t bytes, DriverPool pool,
                                        DriverStream stream) {
-  const auto by_driver = [=] {
-    return preload_state().real.cuMemAllocFromPoolAsync(address, bytes, pool, stream);
-  };
-  return pool == nullptr ? by_driver() : allocate_ordered(address, bytes, pool, stream, false, by_driver);
-}
-DriverResult mem_alloc_from_pool_async_ptsz(DriverAddress* address, std::size_t bytes, DriverPool pool,
-                                            DriverStream stream) {
-  const auto by_driver = [=] {
-    return preload_state().real.cuMemAllocFromPoolAsync_ptsz(address, bytes, pool, stream);
-  };
-  return pool == nullptr ? by_driver() : allocate_ordered(address, bytes, pool, stream, true, by_driver);
+  const auto by_driver = [=] { return (preload_state().real.*kCall)(address, bytes, pool, stream); };
+  return pool == nullptr ? by_driver()
+                         : allocate_ordered(address, bytes, pool, stream, kPerThread, by_driver);
 }
 
 DriverResult mem_alloc_pitch(DriverAddress* address, std::size_t* pitch, std::size_t width_bytes,
@@ -271,7 +233,7 @@ DriverResult mem_free(DriverAddress address) {
   DriverResult result = kDriverSuccess;
   if (!facts.is_ordered) {
     if (any_capture()) {
-      free_after_captures(block, facts);
+      waiting_frees().add({{block, facts}});
       return kDriverSuccess;
     }
     // A plain free reports errors of queued work; the block is freed all the same.
@@ -287,8 +249,9 @@ bool is_stream_of(DriverStream stream, int device) {
   return route.use && route.use.device() == device;
 }
 
-DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_thread,
-                          Driver_cuMemFreeAsync* by_driver) {
+template <auto kCall, bool kPerThread>
+DriverResult mem_free_async(DriverAddress address, DriverStream stream) {
+  const auto by_driver = [=] { return (preload_state().real.*kCall)(address, stream); };
   BlockBook& blocks = ProcessArenas::of_process().blocks();
   const DevicePtr block = device_pointer(address);
   DevicePtr begin = nullptr;
@@ -297,11 +260,11 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   if (!is_served) {
     if (blocks.is_arena_address(block)) return kDriverInvalidValue;
     const bool is_known = blocks.take(block, &facts);
-    return free_elsewhere(address, is_known, facts, [=] { return by_driver(address, stream); });
+    return free_elsewhere(address, is_known, facts, by_driver);
   }
   // On a captured stream the driver refuses it: a graph frees only memory that the graph allocated.
   DriverResult answer = kDriverSuccess;
-  if (is_capturing(stream, per_thread, &answer)) return by_driver(address, stream);
+  if (is_capturing(stream, kPerThread, &answer)) return by_driver();
   if (answer != kDriverSuccess) return answer;
   trim_if_asked();
   const bool is_same_context = is_stream_of(stream, facts.device);
@@ -310,7 +273,7 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
   leave_block(block, facts);
   const ProcessArenas::Use use = ProcessArenas::of_process().find(facts.device);
   if (!use) return kDriverSuccess;
-  const DriverStream last = numbered(stream, per_thread);
+  const DriverStream last = numbered(stream, kPerThread);
   const bool is_thread_stream = last == DRIVER_PER_THREAD_STREAM;
   if (!is_same_context || (facts.is_pinned && is_thread_stream)) {
     // The arena's events cannot be recorded on that stream, so wait here.
@@ -326,13 +289,6 @@ DriverResult free_ordered(DriverAddress address, DriverStream stream, bool per_t
                                          : use.arena().free(block, Stream{last});
   if (!status.ok()) note_problem(status);
   return kDriverSuccess;
-}
-
-DriverResult mem_free_async(DriverAddress address, DriverStream stream) {
-  return free_ordered(address, stream, false, preload_state().real.cuMemFreeAsync);
-}
-DriverResult mem_free_async_ptsz(DriverAddress address, DriverStream stream) {
-  return free_ordered(address, stream, true, preload_state().real.cuMemFreeAsync_ptsz);
 }
 
 // --- how much memory there is ---
@@ -377,12 +333,14 @@ void replace_memory_calls(HookedCalls* calls) {
   replace(&calls->cuMemAllocPitch_v2, mem_alloc_pitch);
   replace(&calls->cuMemAllocManaged, mem_alloc_managed);
   replace(&calls->cuMemFree_v2, mem_free);
-  replace(&calls->cuMemAllocAsync, mem_alloc_async);
-  replace(&calls->cuMemAllocAsync_ptsz, mem_alloc_async_ptsz);
-  replace(&calls->cuMemAllocFromPoolAsync, mem_alloc_from_pool_async);
-  replace(&calls->cuMemAllocFromPoolAsync_ptsz, mem_alloc_from_pool_async_ptsz);
-  replace(&calls->cuMemFreeAsync, mem_free_async);
-  replace(&calls->cuMemFreeAsync_ptsz, mem_free_async_ptsz);
+  replace(&calls->cuMemAllocAsync, mem_alloc_async<&HookedCalls::cuMemAllocAsync, false>);
+  replace(&calls->cuMemAllocAsync_ptsz, mem_alloc_async<&HookedCalls::cuMemAllocAsync_ptsz, true>);
+  replace(&calls->cuMemAllocFromPoolAsync,
+          mem_alloc_from_pool_async<&HookedCalls::cuMemAllocFromPoolAsync, false>);
+  replace(&calls->cuMemAllocFromPoolAsync_ptsz,
+          mem_alloc_from_pool_async<&HookedCalls::cuMemAllocFromPoolAsync_ptsz, true>);
+  replace(&calls->cuMemFreeAsync, mem_free_async<&HookedCalls::cuMemFreeAsync, false>);
+  replace(&calls->cuMemFreeAsync_ptsz, mem_free_async<&HookedCalls::cuMemFreeAsync_ptsz, true>);
   replace(&calls->cuMemGetInfo_v2, mem_get_info);
   replace(&calls->cuDeviceTotalMem_v2, device_total_mem);
   replace(&calls->cuMemCreate, mem_create);

@@ -1,11 +1,10 @@
 // The driver keeps the default pool's handle and settings. Its figures are the sum of the arena's and those
 // of the driver's own pool.
-#include "allocator/preload/pool_calls.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
+#include "allocator/preload/accounts.h"
 #include "allocator/preload/routes.h"
 
 namespace forebay {

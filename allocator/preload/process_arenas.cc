@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <cstdlib>
-#include <mutex>
 #include <utility>
 
 #include "allocator/preload/event_log.h"
@@ -62,9 +61,8 @@ ProcessArenas::Use ProcessArenas::use(int device, void* (*context_of)(int device
   Use found = find(device);
   while (!found) {
     if (device < 0 || device >= kPreloadDeviceLimit) {
-      *why =
-          Status(StatusCode::kUnsupported, "cannot make an arena on cuda:" + std::to_string(device) + ": " +
-                                               std::to_string(kPreloadDeviceLimit) + " devices can have one");
+      *why = Status(StatusCode::kUnsupported, "cannot make an arena on cuda:", device, ": ",
+                    kPreloadDeviceLimit, " devices can have one; use one with a lower number");
       return found;
     }
     Entry& entry = entries_[device];
@@ -101,24 +99,17 @@ Status ProcessArenas::make(Entry& entry, int device, void* (*context_of)(int dev
     }
     options.limit_bytes = bytes;
   }
-  Result<std::unique_ptr<CudaBackend>> backend = CudaBackend::create({.ordinal = device});
-  FOREBAY_RETURN_IF_ERROR(backend.status());
-  entry.backend = std::move(backend).value();
-  if (options.limit_bytes > entry.backend->capabilities().memory_bytes) options.limit_bytes = 0;
-  Result<std::unique_ptr<Arena>> arena = Arena::create(*entry.backend, options);
-  FOREBAY_RETURN_IF_ERROR(arena.status());
-  entry.arena = std::move(arena).value();
+  FOREBAY_ASSIGN_OR_RETURN(entry.backend, CudaBackend::create({.ordinal = device}));
+  const Capabilities& cuda = entry.backend->capabilities();
+  if (options.limit_bytes > cuda.memory_bytes) options.limit_bytes = 0;
+  const std::size_t capacity_bytes = options.limit_bytes != 0 ? options.limit_bytes : cuda.memory_bytes;
+  FOREBAY_ASSIGN_OR_RETURN(entry.arena, Arena::create(*entry.backend, options));
   entry.device = device;
   entry.context = context_of == nullptr ? nullptr : context_of(device);
-  if (EventLog* const events = EventLog::of_process()) {
-    events->set_capacity(
-        device, options.limit_bytes != 0 ? options.limit_bytes : entry.backend->capabilities().memory_bytes,
-        entry.arena->chunk_bytes());
-  }
-  log(LogLevel::kInfo, "%s: an arena of up to %s serves this process", entry.backend->capabilities().name,
-      format_bytes(options.limit_bytes != 0 ? options.limit_bytes
-                                            : entry.backend->capabilities().memory_bytes)
-          .c_str());
+  if (EventLog* const events = EventLog::of_process())
+    events->set_capacity(device, capacity_bytes, entry.arena->chunk_bytes());
+  log(LogLevel::kInfo, "%s: an arena of up to %s serves this process", cuda.name,
+      format_bytes(capacity_bytes).c_str());
   return {};
 }
 

@@ -11,8 +11,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <new>
 
+#include "forebay/descriptor.h"
 #include "forebay/log.h"
 
 namespace forebay {
@@ -96,81 +98,89 @@ std::string text_of(const PreloadText& text) {
   return std::string(text.text, ::strnlen(text.text, sizeof text.text));
 }
 
-bool is_record(const void* memory) {
-  const auto& record = *static_cast<const PreloadRecord*>(memory);
-  return record.magic == kPreloadRecordMagic && record.bytes == sizeof(PreloadRecord);
+// The record in a mapped file; null if it is not one of this build.
+PreloadRecord* record_in(const PreloadMapping& file) {
+  auto* const record = static_cast<PreloadRecord*>(file.memory());
+  const bool usable = record != nullptr && file.bytes() == sizeof(PreloadRecord) &&
+                      record->magic == kPreloadRecordMagic && record->bytes == sizeof(PreloadRecord);
+  return usable ? record : nullptr;
 }
 
 // Reads one record. Returns why it could not be read; empty: it was read.
 std::string read_record(const std::string& path, PreloadReport* report) {
-  // Opening a pipe would wait for a writer.
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (file < 0) return std::string("it cannot be read: ") + std::strerror(errno);
-  struct stat facts {};
-  const bool has_facts = ::fstat(file, &facts) == 0;
-  const bool is_whole = has_facts && facts.st_size == static_cast<off_t>(sizeof(PreloadRecord));
-  void* memory = MAP_FAILED;
-  if (is_whole) memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ, MAP_SHARED, file, 0);
-  const int error = errno;
-  ::close(file);
-  if (has_facts && !is_whole) {
-    return "it is not a record of this build: it has " + std::to_string(facts.st_size) + " bytes, not " +
-           std::to_string(sizeof(PreloadRecord));
+  const PreloadMapping file(path, sizeof(PreloadRecord));
+  if (file.error() != 0) return std::string("it cannot be read: ") + std::strerror(file.error());
+  if (file.bytes() != sizeof(PreloadRecord)) {
+    return join_text("it is not a record of this build: it has ", file.bytes(), " bytes, not ",
+                     sizeof(PreloadRecord));
   }
-  if (memory == MAP_FAILED) return std::string("it cannot be read: ") + std::strerror(error);
-  const auto& record = *static_cast<const PreloadRecord*>(memory);
-  const bool usable = is_record(memory);
-  if (usable) {
-    report->path = path;
-    report->mode = record.mode;
-    report->process = record.process;
-    report->parent = record.parent;
-    report->rank = record.rank;
-    report->program.assign(record.program, ::strnlen(record.program, sizeof record.program));
-    for (std::size_t i = 0; i < kPreloadServerCount; ++i) {
-      report->allocations[i] = record.served[i].allocations.load(std::memory_order_relaxed);
-      report->bytes[i] = record.served[i].bytes.load(std::memory_order_relaxed);
-    }
-    report->refused = record.refused.load(std::memory_order_relaxed);
-    report->unknown_frees = record.unknown_frees.load(std::memory_order_relaxed);
-    report->live_bytes = record.live_bytes.load(std::memory_order_relaxed);
-    report->peak_live_bytes = record.peak_live_bytes.load(std::memory_order_relaxed);
-    report->problem = text_of(record.problem);
-    report->around = text_of(record.around);
-    if (const std::string events = text_of(record.events); !events.empty()) {
-      report->events = path.substr(0, path.find_last_of('/') + 1) + events;
-    }
-    report->trims = record.trims.load(std::memory_order_acquire);
-    report->trimmed_bytes = record.trimmed_bytes.load(std::memory_order_relaxed);
+  if (record_in(file) == nullptr) return "it is not a record of this build";
+  const PreloadRecord& record = *record_in(file);
+  report->path = path;
+  report->mode = record.mode;
+  report->process = record.process;
+  report->parent = record.parent;
+  report->rank = record.rank;
+  report->program.assign(record.program, ::strnlen(record.program, sizeof record.program));
+  for (std::size_t i = 0; i < kPreloadServerCount; ++i) {
+    report->allocations[i] = record.served[i].allocations.load(std::memory_order_relaxed);
+    report->bytes[i] = record.served[i].bytes.load(std::memory_order_relaxed);
   }
-  ::munmap(memory, sizeof(PreloadRecord));
-  return usable ? "" : "it is not a record of this build";
+  report->refused = record.refused.load(std::memory_order_relaxed);
+  report->unknown_frees = record.unknown_frees.load(std::memory_order_relaxed);
+  report->live_bytes = record.live_bytes.load(std::memory_order_relaxed);
+  report->peak_live_bytes = record.peak_live_bytes.load(std::memory_order_relaxed);
+  report->problem = text_of(record.problem);
+  report->around = text_of(record.around);
+  if (const std::string events = text_of(record.events); !events.empty()) {
+    report->events = path.substr(0, path.find_last_of('/') + 1) + events;
+  }
+  report->trims = record.trims.load(std::memory_order_acquire);
+  report->trimmed_bytes = record.trimmed_bytes.load(std::memory_order_relaxed);
+  return {};
 }
 
 }  // namespace
 
 const char* preload_server_text(PreloadServer server) noexcept {
-  switch (server) {
-    case PreloadServer::kArena:
-      return "the arena";
-    case PreloadServer::kObserved:
-      return "only observed";
-    case PreloadServer::kCaptured:
-      return "captured into a graph, which owns them";
-    case PreloadServer::kOtherPool:
-      return "from a memory pool of the program's own";
-    case PreloadServer::kOtherContext:
-      return "in a context of cuCtxCreate";
-    case PreloadServer::kPitched:
-      return "pitched";
-    case PreloadServer::kManaged:
-      return "managed memory";
-    case PreloadServer::kVirtualMemory:
-      return "mapped by the program itself (cuMemCreate), as PyTorch's expandable segments are";
-    case PreloadServer::kUnavailable:
-      return "where the arena could not serve";
+  static constexpr const char* kTexts[] = {
+      "the arena",
+      "only observed",
+      "captured into a graph, which owns them",
+      "from a memory pool of the program's own",
+      "in a context of cuCtxCreate",
+      "pitched",
+      "managed memory",
+      "mapped by the program itself (cuMemCreate), as PyTorch's expandable segments are",
+      "where the arena could not serve",
+  };
+  static_assert(std::size(kTexts) == kPreloadServerCount);
+  const auto index = static_cast<std::size_t>(server);
+  return index < kPreloadServerCount ? kTexts[index] : "";
+}
+
+PreloadMapping::PreloadMapping(const std::string& path, std::size_t bytes_min, bool writable) {
+  // Opening a pipe would wait for a writer.
+  const internal::Descriptor file(
+      ::open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK));
+  struct stat facts {};
+  if (!file.valid() || ::fstat(file.number(), &facts) != 0) {
+    error_ = errno;
+    return;
   }
-  return "";
+  bytes_ = static_cast<std::size_t>(facts.st_size);
+  if (bytes_ < bytes_min) return;
+  const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+  void* const memory = ::mmap(nullptr, bytes_, protection, MAP_SHARED, file.number(), 0);
+  if (memory == MAP_FAILED) {
+    error_ = errno;
+  } else {
+    memory_ = memory;
+  }
+}
+
+PreloadMapping::~PreloadMapping() {
+  if (memory_ != nullptr) ::munmap(memory_, bytes_);
 }
 
 PreloadRecord& preload_record_of_process(PreloadMode mode) noexcept {
@@ -212,11 +222,10 @@ Result<std::vector<PreloadReport>> read_preload_records(const std::string& direc
   DIR* entries = ::opendir(directory.c_str());
   if (entries == nullptr) {
     const int error = errno;
-    return Status(
-        StatusCode::kIoError,
-        "cannot read the records in " + directory + ": " + std::strerror(error) +
-            (error == EACCES ? "; use the account that the processes ran under"
-                             : std::string("; name the directory that ") + kPreloadRecordsVariable + " had"));
+    return Status(StatusCode::kIoError, "cannot read the records in ", directory, ": ", std::strerror(error),
+                  error == EACCES
+                      ? "; use the account that the processes ran under"
+                      : std::string("; name the directory that ") + kPreloadRecordsVariable + " had");
   }
   std::vector<PreloadReport> reports;
   while (const dirent* entry = ::readdir(entries)) {
@@ -242,23 +251,15 @@ Result<std::vector<PreloadReport>> read_preload_records(const std::string& direc
 
 Status request_preload_trim(const std::string& record_path) {
   const auto refusal = [&](const std::string& found) {
-    return Status(StatusCode::kIoError, "cannot ask the process of " + record_path +
-                                            " to give memory back: " + found +
-                                            "; use the account that the process runs under");
+    return Status(StatusCode::kIoError, "cannot ask the process of ", record_path,
+                  " to give memory back: ", found, "; use the account that the process runs under");
   };
-  const int file = ::open(record_path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return refusal(std::strerror(errno));
-  struct stat facts {};
-  void* memory = MAP_FAILED;
-  if (::fstat(file, &facts) == 0 && facts.st_size == static_cast<off_t>(sizeof(PreloadRecord))) {
-    memory = ::mmap(nullptr, sizeof(PreloadRecord), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  }
-  ::close(file);
-  if (memory == MAP_FAILED) return refusal("it is not a record of this build");
-  const bool usable = is_record(memory);
-  if (usable) static_cast<PreloadRecord*>(memory)->trim_requests.fetch_add(1, std::memory_order_release);
-  ::munmap(memory, sizeof(PreloadRecord));
-  return usable ? Status() : refusal("it is not a record of this build");
+  const PreloadMapping file(record_path, sizeof(PreloadRecord), true);
+  if (file.error() != 0) return refusal(std::strerror(file.error()));
+  PreloadRecord* const record = record_in(file);
+  if (record == nullptr) return refusal("it is not a record of this build");
+  record->trim_requests.fetch_add(1, std::memory_order_release);
+  return {};
 }
 
 }  // namespace forebay

@@ -84,9 +84,24 @@ struct PreloadRecord {
   PreloadText problem;  // The first problem, in a sentence.
   PreloadText around;   // The libraries that reach the driver past the hook.
   PreloadText events;   // The name of the events file in the same directory; empty: none is kept.
+};
 
-  std::uint64_t allocation_count() const noexcept;
-  std::uint64_t allocation_bytes() const noexcept;
+// A file of the preload, mapped whole. None is mapped if it cannot be read or has fewer bytes than asked for.
+class PreloadMapping {
+ public:
+  PreloadMapping(const std::string& path, std::size_t bytes_min, bool writable = false);
+  ~PreloadMapping();
+  PreloadMapping(const PreloadMapping&) = delete;
+  PreloadMapping& operator=(const PreloadMapping&) = delete;
+
+  int error() const noexcept { return error_; }          // 0, or the errno for which it cannot be read.
+  std::size_t bytes() const noexcept { return bytes_; }  // Of the file.
+  void* memory() const noexcept { return memory_; }      // Null: none is mapped.
+
+ private:
+  int error_ = 0;
+  std::size_t bytes_ = 0;
+  void* memory_ = nullptr;
 };
 
 // The record of this process. It is mapped from a new file if FOREBAY_PRELOAD_RECORDS names a directory, else

@@ -1,9 +1,6 @@
 #include "allocator/preload/routes.h"
 
-#include <atomic>
-#include <list>
-#include <mutex>
-#include <utility>
+#include <algorithm>
 
 #include "allocator/preload/accounts.h"
 
@@ -14,11 +11,11 @@ namespace {
 // driver memory.
 constexpr std::size_t kKeptStreamLimit = 256;
 
-// The device's arena if it exists and belongs to this context.
-ProcessArenas::Use find_arena(void* context, int device) {
-  ProcessArenas::Use use = ProcessArenas::of_process().find(device);
-  if (use && use.context() != context) return {};
-  return use;
+// False without a current context.
+bool find_current_context(DriverContext* context, DriverDevice* device) {
+  const UsedCalls& used = preload_state().used;
+  return used.cuCtxGetCurrent(context) == kDriverSuccess && *context != nullptr &&
+         used.cuCtxGetDevice(device) == kDriverSuccess;
 }
 
 Route route_of_context(DriverContext context, int device) {
@@ -61,20 +58,9 @@ bool device_of_context(DriverContext context, int* device) {
 
 // --- captures ---
 
-struct Captures {
-  std::atomic<std::size_t> count{0};
-  std::mutex mutex;
-  // Guarded by mutex.
-  std::list<DriverStream> list;
-};
-
-Captures& captures() {
-  static auto* const instance = new Captures;
+SharedList<DriverStream>& captures() {
+  static auto* const instance = new SharedList<DriverStream>;
   return *instance;
-}
-
-bool is_default_stream(DriverStream stream) {
-  return stream == nullptr || stream == DRIVER_LEGACY_STREAM || stream == DRIVER_PER_THREAD_STREAM;
 }
 
 // --- kept streams ---
@@ -84,15 +70,8 @@ struct KeptStream {
   DriverContext context;
 };
 
-struct KeptStreams {
-  std::atomic<std::size_t> count{0};
-  std::mutex mutex;
-  // Guarded by mutex.
-  std::list<KeptStream> list;
-};
-
-KeptStreams& kept_streams() {
-  static auto* const instance = new KeptStreams;
+SharedList<KeptStream>& kept_streams() {
+  static auto* const instance = new SharedList<KeptStream>;
   return *instance;
 }
 
@@ -131,14 +110,9 @@ ContextScope::~ContextScope() {
 }
 
 Route route_of_current_context() {
-  const UsedCalls& used = preload_state().used;
   DriverContext context = nullptr;
   DriverDevice device = 0;
-  if (used.cuCtxGetCurrent(&context) != kDriverSuccess || context == nullptr ||
-      used.cuCtxGetDevice(&device) != kDriverSuccess) {
-    return {};
-  }
-  return route_of_context(context, device);
+  return find_current_context(&context, &device) ? route_of_context(context, device) : Route();
 }
 
 Route route_of_stream(DriverStream stream) {
@@ -154,14 +128,11 @@ Route route_of_stream(DriverStream stream) {
 }
 
 ProcessArenas::Use arena_of_current_context() {
-  const UsedCalls& used = preload_state().used;
   DriverContext context = nullptr;
   DriverDevice device = 0;
-  if (used.cuCtxGetCurrent(&context) != kDriverSuccess || context == nullptr ||
-      used.cuCtxGetDevice(&device) != kDriverSuccess) {
-    return {};
-  }
-  return find_arena(context, device);
+  if (!find_current_context(&context, &device)) return {};
+  ProcessArenas::Use use = ProcessArenas::of_process().find(device);
+  return use && use.context() == context ? std::move(use) : ProcessArenas::Use();
 }
 
 DriverResult wait_for_device(const ProcessArenas::Use& use) {
@@ -205,43 +176,26 @@ void trim_if_asked() {
 }
 
 void capture_began(DriverStream stream, bool per_thread) {
-  std::list<DriverStream> made{numbered(stream, per_thread)};
-  Captures& all = captures();
-  const std::lock_guard lock(all.mutex);
-  all.list.splice(all.list.end(), made);
-  all.count.store(all.list.size(), std::memory_order_release);
+  captures().add({numbered(stream, per_thread)});
 }
 
 void capture_ended(DriverStream stream, bool per_thread) {
-  std::list<DriverStream> gone;
-  Captures& all = captures();
-  const std::lock_guard lock(all.mutex);
-  for (auto i = all.list.begin(); i != all.list.end(); ++i) {
-    if (*i != numbered(stream, per_thread)) continue;
-    gone.splice(gone.end(), all.list, i);
-    break;
-  }
-  all.count.store(all.list.size(), std::memory_order_release);
+  // Captures of several threads' default streams have the same number: only one of them ends.
+  (void)captures().take([&, found = false](DriverStream captured) mutable {
+    return !found && (found = captured == numbered(stream, per_thread));
+  });
 }
 
 bool any_capture() {
-  Captures& all = captures();
-  if (all.count.load(std::memory_order_acquire) == 0) return false;
+  if (captures().size() == 0) return false;
   // A capture can also end with its stream, so the driver is asked about the listed streams. It cannot be
   // asked about a default stream, which is another one on every thread.
-  std::list<DriverStream> ended;
-  const std::lock_guard lock(all.mutex);
-  for (auto i = all.list.begin(); i != all.list.end();) {
-    const auto next = std::next(i);
+  (void)captures().take([](DriverStream stream) {
     unsigned status = 0;
-    if (!is_default_stream(*i) &&
-        (preload_state().used.cuStreamIsCapturing(*i, &status) != kDriverSuccess || status == 0)) {
-      ended.splice(ended.end(), all.list, i);
-    }
-    i = next;
-  }
-  all.count.store(all.list.size(), std::memory_order_release);
-  return !all.list.empty();
+    return !is_default_stream(stream) &&
+           (preload_state().used.cuStreamIsCapturing(stream, &status) != kDriverSuccess || status == 0);
+  });
+  return captures().size() != 0;
 }
 
 bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result) {
@@ -256,60 +210,35 @@ bool is_capturing(DriverStream stream, bool per_thread, DriverResult* result) {
 DriverResult destroy_stream(DriverStream stream) {
   end_idle_streams();
   const PreloadState& state = preload_state();
-  if (is_default_stream(stream) || state.used.cuStreamQuery == nullptr ||
-      state.used.cuStreamQuery(stream) != kDriverNotReady) {
-    return is_default_stream(stream) ? state.real.cuStreamDestroy_v2(stream) : retire_and_destroy(stream);
-  }
-  std::list<KeptStream> made{{stream, nullptr}};
-  (void)state.used.cuStreamGetCtx(stream, &made.front().context);
-  KeptStreams& kept = kept_streams();
-  std::list<KeptStream> oldest;
-  {
-    const std::lock_guard lock(kept.mutex);
-    kept.list.splice(kept.list.end(), made);
-    if (kept.list.size() > kKeptStreamLimit) oldest.splice(oldest.end(), kept.list, kept.list.begin());
-    kept.count.store(kept.list.size(), std::memory_order_relaxed);
-  }
-  if (!oldest.empty()) {
-    (void)state.used.cuStreamSynchronize(oldest.front().stream);
-    (void)retire_and_destroy(oldest.front().stream);
+  if (is_default_stream(stream)) return state.real.cuStreamDestroy_v2(stream);
+  if (state.used.cuStreamQuery == nullptr || state.used.cuStreamQuery(stream) != kDriverNotReady)
+    return retire_and_destroy(stream);
+  KeptStream made{stream, nullptr};
+  (void)state.used.cuStreamGetCtx(stream, &made.context);
+  kept_streams().add({made});
+  std::size_t excess = kept_streams().size() - std::min(kept_streams().size(), kKeptStreamLimit);
+  for (const KeptStream& oldest : kept_streams().take([&](const KeptStream&) { return excess-- > 0; })) {
+    (void)state.used.cuStreamSynchronize(oldest.stream);
+    (void)retire_and_destroy(oldest.stream);
   }
   return kDriverSuccess;
 }
 
 void end_idle_streams() {
-  KeptStreams& kept = kept_streams();
-  if (kept.count.load(std::memory_order_relaxed) == 0) return;
-  std::list<KeptStream> all;
-  {
-    const std::lock_guard lock(kept.mutex);
-    all.splice(all.end(), kept.list);
-    kept.count.store(0, std::memory_order_relaxed);
+  if (kept_streams().size() == 0) return;
+  std::list<KeptStream> all = kept_streams().take([](const KeptStream&) { return true; });
+  std::list<KeptStream> idle;
+  for (auto i = all.begin(); i != all.end();) {
+    const auto kept = i++;
+    if (preload_state().used.cuStreamQuery(kept->stream) != kDriverNotReady)
+      idle.splice(idle.end(), all, kept);
   }
-  std::list<KeptStream> busy;
-  while (!all.empty()) {
-    if (preload_state().used.cuStreamQuery(all.front().stream) == kDriverNotReady) {
-      busy.splice(busy.end(), all, all.begin());
-      continue;
-    }
-    (void)retire_and_destroy(all.front().stream);
-    all.pop_front();
-  }
-  const std::lock_guard lock(kept.mutex);
-  kept.list.splice(kept.list.end(), busy);
-  kept.count.store(kept.list.size(), std::memory_order_relaxed);
+  kept_streams().add(std::move(all));
+  for (const KeptStream& kept : idle) (void)retire_and_destroy(kept.stream);
 }
 
 void forget_streams(void* context) {
-  std::list<KeptStream> gone;
-  KeptStreams& kept = kept_streams();
-  const std::lock_guard lock(kept.mutex);
-  for (auto i = kept.list.begin(); i != kept.list.end();) {
-    const auto next = std::next(i);
-    if (i->context == context) gone.splice(gone.end(), kept.list, i);
-    i = next;
-  }
-  kept.count.store(kept.list.size(), std::memory_order_relaxed);
+  (void)kept_streams().take([&](const KeptStream& kept) { return kept.context == context; });
 }
 
 }  // namespace forebay

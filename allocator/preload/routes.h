@@ -3,6 +3,9 @@
 
 #include <sched.h>
 
+#include <atomic>
+#include <list>
+#include <mutex>
 #include <utility>
 
 #include "allocator/preload/process_arenas.h"
@@ -16,6 +19,35 @@ inline constexpr int kWaitingAttempts = 4;
 // The same while the arena holds enough unused memory, which other threads are using just now.
 inline constexpr int kContendedAttempts = 64;
 
+// A list that threads share. No memory is allocated or freed under its mutex.
+template <typename Entry>
+class SharedList {
+ public:
+  std::size_t size() const noexcept { return count_.load(std::memory_order_acquire); }
+  void add(std::list<Entry> made) {
+    const std::lock_guard lock(mutex_);
+    list_.splice(list_.end(), made);
+    count_.store(list_.size(), std::memory_order_release);
+  }
+  // Takes out the entries for which `condition` is true, asked from the oldest on.
+  template <typename Condition>
+  std::list<Entry> take(Condition condition) {
+    std::list<Entry> taken;
+    const std::lock_guard lock(mutex_);
+    for (auto i = list_.begin(); i != list_.end();) {
+      const auto entry = i++;
+      if (condition(*entry)) taken.splice(taken.end(), list_, entry);
+    }
+    count_.store(list_.size(), std::memory_order_release);
+    return taken;
+  }
+
+ private:
+  std::atomic<std::size_t> count_{0};
+  std::mutex mutex_;
+  std::list<Entry> list_;  // Guarded by mutex_.
+};
+
 // The primary context of the device; null if the driver does not return it.
 void* primary_context(int device);
 
@@ -27,6 +59,9 @@ struct Route {
 
 // The route of the calling thread's current context. Without one the driver serves the call.
 Route route_of_current_context();
+inline bool is_default_stream(DriverStream stream) noexcept {
+  return stream == nullptr || stream == DRIVER_LEGACY_STREAM || stream == DRIVER_PER_THREAD_STREAM;
+}
 // A stream as the arena and the accounts know it: a null stream becomes the number of its default stream.
 inline DriverStream numbered(DriverStream stream, bool per_thread) noexcept {
   if (stream != nullptr) return stream;

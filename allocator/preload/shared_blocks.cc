@@ -23,10 +23,13 @@
 #include <vector>
 
 #include "allocator/preload/routes.h"
+#include "forebay/descriptor.h"
 #include "forebay/log.h"
 
 namespace forebay {
 namespace {
+
+using internal::Descriptor;
 
 constexpr std::uint64_t kMagic = 0x3143504959424F46;  // "FOBYIPC1"
 constexpr unsigned kPosixDescriptor = 1;
@@ -71,24 +74,6 @@ struct Batch {
 };
 
 // --- sockets ---
-
-class Descriptor {
- public:
-  explicit Descriptor(int value = -1) noexcept : value_(value) {}
-  Descriptor(Descriptor&& other) noexcept : value_(std::exchange(other.value_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(value_, other.value_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (value_ >= 0) ::close(value_);
-  }
-  int get() const noexcept { return value_; }
-  explicit operator bool() const noexcept { return value_ >= 0; }
-
- private:
-  int value_;
-};
 
 // The address of a process's socket. It is abstract, not a file, so nothing is left when the process is
 // killed.
@@ -205,16 +190,16 @@ void* serve_until_the_end(void*) {
 
 // Requires: mutex_ is held.
 bool Sharing::listen() {
-  if (listener_) return true;
+  if (listener_.valid()) return true;
   std::uint64_t token = 0;
   const Descriptor random(::open("/dev/urandom", O_RDONLY | O_CLOEXEC));
-  if (!random || ::read(random.get(), &token, sizeof token) != static_cast<ssize_t>(sizeof token))
+  if (!random.valid() || ::read(random.number(), &token, sizeof token) != static_cast<ssize_t>(sizeof token))
     return false;
   Descriptor listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   const socklen_t length = address_of(static_cast<std::int32_t>(::getpid()), token, &address);
-  if (!listener || ::bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      ::listen(listener.get(), SOMAXCONN) != 0) {
+  if (!listener.valid() || ::bind(listener.number(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::listen(listener.number(), SOMAXCONN) != 0) {
     return false;
   }
   // Signals are left to the program's own threads.
@@ -228,7 +213,7 @@ bool Sharing::listen() {
   const bool started = ::pthread_create(&thread, nullptr, &serve_until_the_end, nullptr) == 0;
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (!started) {
-    listener_ = Descriptor();
+    listener_.reset();
     return false;
   }
   (void)::pthread_setname_np(thread, "forebay-ipc");
@@ -304,7 +289,7 @@ void wait_for_descriptors() {
 
 bool is_table_full(int descriptor) {
   const Descriptor copy(::fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
-  return !copy && (errno == EMFILE || errno == ENFILE);
+  return !copy.valid() && (errno == EMFILE || errno == ENFILE);
 }
 
 bool has_hung_up(int socket) {
@@ -374,20 +359,20 @@ void Sharing::serve() {
   int listener = -1;
   {
     const std::lock_guard lock(mutex_);
-    listener = listener_.get();
+    listener = listener_.number();
   }
   // The program may have closed all descriptors, and another file may have the number. Handles made from then
   // on cannot be opened.
   while (is_bound_to(listener, token())) {
     const Descriptor socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-    if (!socket) {
+    if (!socket.valid()) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno != EMFILE && errno != ENFILE) return;
       wait_for_descriptors();
       continue;
     }
-    set_deadline(socket.get());
-    answer(socket.get());
+    set_deadline(socket.number());
+    answer(socket.number());
   }
 }
 
@@ -443,26 +428,26 @@ bool fetch_chunks(const HandleContent& content, Reply* reply, Arriving* arriving
   const Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   const socklen_t length = address_of(content.process, content.token, &address);
-  if (!socket) return false;
-  set_deadline(socket.get());
-  if (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) return false;
+  if (!socket.valid()) return false;
+  set_deadline(socket.number());
+  if (::connect(socket.number(), reinterpret_cast<sockaddr*>(&address), length) != 0) return false;
   const Request request{.magic = kMagic, .token = content.token, .block = content.block};
   std::vector<Descriptor> descriptors;
-  if (!send_with(socket.get(), &request, sizeof request, nullptr, 0) ||
-      !receive_with(socket.get(), reply, sizeof *reply, &descriptors) || reply->magic != kMagic ||
+  if (!send_with(socket.number(), &request, sizeof request, nullptr, 0) ||
+      !receive_with(socket.number(), reply, sizeof *reply, &descriptors) || reply->magic != kMagic ||
       reply->is_known == 0) {
     return false;
   }
   while (arriving->bytes.size() < reply->chunk_count) {
     Batch batch{};
     descriptors.clear();
-    if (!receive_with(socket.get(), &batch, sizeof batch, &descriptors) || batch.count == 0 ||
+    if (!receive_with(socket.number(), &batch, sizeof batch, &descriptors) || batch.count == 0 ||
         batch.count > kBatch || descriptors.size() != batch.count) {
       return false;
     }
     for (std::size_t i = 0; i < batch.count; ++i) {
       DriverMemory memory = 0;
-      void* const os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptors[i].get()));
+      void* const os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptors[i].number()));
       if (preload_state().used.cuMemImportFromShareableHandle(&memory, os_handle, kPosixDescriptor) !=
           kDriverSuccess) {
         return false;

@@ -9,7 +9,7 @@
 // answers connections.
 #pragma once
 
-#include "allocator/preload/driver_types.h"
+#include "allocator/preload/calls.h"
 #include "allocator/preload/process_arenas.h"
 
 namespace forebay {

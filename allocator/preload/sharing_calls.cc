@@ -119,13 +119,10 @@ DriverResult ipc_get_handle(DriverIpcHandle* handle, DriverAddress address) {
   return preload_state().real.cuIpcGetMemHandle(handle, address);
 }
 
+template <auto kCall>
 DriverResult ipc_open_handle(DriverAddress* address, DriverIpcHandle handle, unsigned flags) {
   if (is_shared_handle(handle)) return open_shared_block(handle, flags, address);
-  return preload_state().real.cuIpcOpenMemHandle(address, handle, flags);
-}
-DriverResult ipc_open_handle_v2(DriverAddress* address, DriverIpcHandle handle, unsigned flags) {
-  if (is_shared_handle(handle)) return open_shared_block(handle, flags, address);
-  return preload_state().real.cuIpcOpenMemHandle_v2(address, handle, flags);
+  return (preload_state().real.*kCall)(address, handle, flags);
 }
 
 DriverResult ipc_close_handle(DriverAddress address) {
@@ -144,8 +141,8 @@ void replace_sharing_calls(HookedCalls* calls) {
   replace(&calls->cuMemGetHandleForAddressRange, get_handle_for_address_range);
   replace(&calls->cuMulticastBindAddr, multicast_bind_address);
   replace(&calls->cuIpcGetMemHandle, ipc_get_handle);
-  replace(&calls->cuIpcOpenMemHandle, ipc_open_handle);
-  replace(&calls->cuIpcOpenMemHandle_v2, ipc_open_handle_v2);
+  replace(&calls->cuIpcOpenMemHandle, ipc_open_handle<&HookedCalls::cuIpcOpenMemHandle>);
+  replace(&calls->cuIpcOpenMemHandle_v2, ipc_open_handle<&HookedCalls::cuIpcOpenMemHandle_v2>);
   replace(&calls->cuIpcCloseMemHandle, ipc_close_handle);
 }
 

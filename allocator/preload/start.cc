@@ -37,31 +37,15 @@ std::size_t chosen_limit(PreloadMode mode) {
 
 // The name of a call that the driver lacks and the preload needs; null: none.
 const char* missing_call(const PreloadStart& start) {
-#define FOREBAY_PRELOAD_NEEDED(table, symbol) \
-  if (start.table->symbol == nullptr) return #symbol;
-  FOREBAY_PRELOAD_NEEDED(real, cuMemAlloc_v2)
-  FOREBAY_PRELOAD_NEEDED(real, cuMemFree_v2)
-  FOREBAY_PRELOAD_NEEDED(real, cuMemGetInfo_v2)
-  FOREBAY_PRELOAD_NEEDED(real, cuDevicePrimaryCtxRelease_v2)
-  FOREBAY_PRELOAD_NEEDED(used, cuCtxGetCurrent)
-  FOREBAY_PRELOAD_NEEDED(used, cuCtxSetCurrent)
-  FOREBAY_PRELOAD_NEEDED(used, cuCtxGetDevice)
-  FOREBAY_PRELOAD_NEEDED(used, cuCtxSynchronize)
-  FOREBAY_PRELOAD_NEEDED(used, cuDevicePrimaryCtxGetState)
-  FOREBAY_PRELOAD_NEEDED(used, cuStreamGetCtx)
-  FOREBAY_PRELOAD_NEEDED(used, cuStreamIsCapturing)
-  FOREBAY_PRELOAD_NEEDED(used, cuStreamQuery)
-  FOREBAY_PRELOAD_NEEDED(used, cuStreamSynchronize)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemGetAddressRange_v2)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemAddressReserve)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemAddressFree)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemMap)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemUnmap)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemRelease)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemSetAccess)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemExportToShareableHandle)
-  FOREBAY_PRELOAD_NEEDED(used, cuMemImportFromShareableHandle)
-#undef FOREBAY_PRELOAD_NEEDED
+  const HookedCalls& real = *start.real;
+  if (real.cuMemAlloc_v2 == nullptr) return "cuMemAlloc_v2";
+  if (real.cuMemFree_v2 == nullptr) return "cuMemFree_v2";
+  if (real.cuMemGetInfo_v2 == nullptr) return "cuMemGetInfo_v2";
+  if (real.cuDevicePrimaryCtxRelease_v2 == nullptr) return "cuDevicePrimaryCtxRelease_v2";
+#define FOREBAY_PRELOAD_ROW(symbol, parameters) \
+  if (start.used->symbol == nullptr) return #symbol;
+  FOREBAY_PRELOAD_NEEDED(FOREBAY_PRELOAD_ROW)
+#undef FOREBAY_PRELOAD_ROW
   return nullptr;
 }
 

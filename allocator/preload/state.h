@@ -2,7 +2,7 @@
 // the record. forebay_preload_start sets it once, before any replaced call.
 #pragma once
 
-#include <atomic>
+#include <type_traits>
 
 #include "allocator/preload/calls.h"
 #include "allocator/preload/record.h"
@@ -24,7 +24,7 @@ PreloadState& preload_state();
 
 // Replaces one call, unless the driver lacks it.
 template <typename Function>
-void replace(Function** call, Function* ours) {
+void replace(Function** call, std::type_identity_t<Function>* ours) {
   if (*call != nullptr) *call = ours;
 }
 
@@ -40,5 +40,16 @@ inline DevicePtr device_pointer(DriverAddress address) noexcept {
 inline DriverAddress driver_address(DevicePtr pointer) noexcept {
   return static_cast<DriverAddress>(reinterpret_cast<std::uintptr_t>(pointer));
 }
+
+// --- escapes.cc ---
+// Libraries that reach the driver past the hook: their dlsym, or their calls of the driver, are bound to
+// another object than the front end, for example by RTLD_DEEPBIND. Their allocations are not seen; the record
+// names them.
+// Looks through the loaded libraries. Does nothing after it has found one or has looked kEscapeLooks times.
+void look_for_escapes();
+inline constexpr int kEscapeLooks = 8;
+
+// Looks at some allocations, by their number.
+void look_for_escapes_now_and_then(std::uint64_t count);
 
 }  // namespace forebay
