@@ -8,40 +8,35 @@
 #include "forebay/stream_copy.h"
 
 namespace forebay::internal {
-namespace {
-
-Status invalid(std::string message) {
-  return Status(StatusCode::kInvalidArgument, std::move(message));
-}
-
-}  // namespace
-
 Status check_arguments(const ReduceScatterArguments& arguments, int size) {
   if (arguments.count == 0) return {};
   const std::size_t slice_bytes = arguments.count * element_bytes(arguments.type);
-  if (arguments.source == nullptr) return invalid("reduce_scatter: source is null; give this rank's slices");
+  if (arguments.source == nullptr)
+    return invalid_argument("reduce_scatter: source is null; give this rank's slices");
   if (arguments.target == nullptr)
-    return invalid("reduce_scatter: target is null; give room for one slice in fp32");
+    return invalid_argument("reduce_scatter: target is null; give room for one slice in fp32");
   if (size == 1) return {};
   if (arguments.receive == nullptr) {
-    return invalid("reduce_scatter: receive is null; give staging for " + std::to_string(size) + " slices");
+    return invalid_argument("reduce_scatter: receive is null; give staging for ", size, " slices");
   }
   if (arguments.source_stride_bytes < slice_bytes) {
-    return invalid("reduce_scatter: a stride of " + std::to_string(arguments.source_stride_bytes) +
-                   " bytes makes slices of " + std::to_string(slice_bytes) +
-                   " bytes overlap; the stride must be at least the slice");
+    return invalid_argument("reduce_scatter: a stride of ", arguments.source_stride_bytes,
+                            " bytes makes slices of ", slice_bytes,
+                            " bytes overlap; the stride must be at least the slice");
   }
   return {};
 }
 
 Status check_arguments(const AllGatherArguments& arguments, int size) {
   if (arguments.bytes == 0) return {};
-  if (arguments.source == nullptr) return invalid("all_gather: source is null; give this rank's slice");
-  if (arguments.target == nullptr) return invalid("all_gather: target is null; give room for all slices");
+  if (arguments.source == nullptr)
+    return invalid_argument("all_gather: source is null; give this rank's slice");
+  if (arguments.target == nullptr)
+    return invalid_argument("all_gather: target is null; give room for all slices");
   if (size > 1 && arguments.target_stride_bytes < arguments.bytes) {
-    return invalid("all_gather: a stride of " + std::to_string(arguments.target_stride_bytes) +
-                   " bytes makes slices of " + std::to_string(arguments.bytes) +
-                   " bytes overlap; the stride must be at least the slice");
+    return invalid_argument("all_gather: a stride of ", arguments.target_stride_bytes,
+                            " bytes makes slices of ", arguments.bytes,
+                            " bytes overlap; the stride must be at least the slice");
   }
   return {};
 }
@@ -49,33 +44,32 @@ Status check_arguments(const AllGatherArguments& arguments, int size) {
 Status check_peer(const char* operation, const void* address, std::size_t bytes, int peer, int rank,
                   int size) {
   if (peer < 0 || peer >= size || peer == rank) {
-    return invalid(std::string(operation) + ": peer " + std::to_string(peer) + " is not another rank of 0.." +
-                   std::to_string(size - 1) + " seen from rank " + std::to_string(rank));
+    return invalid_argument(operation, ": peer ", peer, " is not another rank of 0..", size - 1,
+                            " seen from rank ", rank, "; give the number of another rank");
   }
   if (bytes > 0 && address == nullptr) {
-    return invalid(std::string(operation) + ": the address is null; give " + std::to_string(bytes) +
-                   " bytes");
+    return invalid_argument(operation, ": the address is null; give ", bytes, " bytes");
   }
   return {};
 }
 
 Status check_exchange(std::span<const std::byte> mine, std::span<std::byte> all, int size) {
   if (all.size() == mine.size() * static_cast<std::size_t>(size)) return {};
-  return invalid("exchange: `all` has " + std::to_string(all.size()) + " bytes; " + std::to_string(size) +
-                 " ranks with " + std::to_string(mine.size()) + " bytes each need " +
-                 std::to_string(mine.size() * static_cast<std::size_t>(size)));
+  return invalid_argument("exchange: `all` has ", all.size(), " bytes; ", size, " ranks with ", mine.size(),
+                          " bytes each need ", mine.size() * static_cast<std::size_t>(size),
+                          "; make `all` that large");
 }
 
 Status check_vote(std::span<const std::byte> decision) {
   if (decision.size() <= kDecisionBytesMax) return {};
-  return invalid("vote: a decision of " + std::to_string(decision.size()) + " bytes; " +
-                 std::to_string(kDecisionBytesMax) + " are allowed");
+  return invalid_argument("vote: a decision of ", decision.size(), " bytes; give at most ",
+                          kDecisionBytesMax);
 }
 
 Status cause_of_abort(const Status& cause, int world_rank) {
   if (!cause.ok()) return cause;
-  return Status(StatusCode::kPeerLost,
-                "rank " + std::to_string(world_rank) + " aborted the communicator without a cause");
+  return Status(StatusCode::kPeerLost, "rank ", world_rank,
+                " aborted the communicator without a cause; see its output");
 }
 
 std::chrono::milliseconds clamp_deadline(std::chrono::milliseconds deadline) noexcept {
@@ -85,7 +79,7 @@ std::chrono::milliseconds clamp_deadline(std::chrono::milliseconds deadline) noe
 Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments) {
   const std::size_t bytes = arguments.count * element_bytes(arguments.type);
   return {{.count = arguments.count,
-           .operation = static_cast<std::uint32_t>(Operation::kReduceScatter),
+           .operation = Operation::kReduceScatter,
            .type = static_cast<std::uint32_t>(arguments.type)},
           {.source = arguments.source,
            .source_stride = arguments.source_stride_bytes,
@@ -95,7 +89,7 @@ Collective reduce_scatter_transfer(const ReduceScatterArguments& arguments) {
 }
 
 Collective all_gather_transfer(const AllGatherArguments& arguments) {
-  return {{.count = arguments.bytes, .operation = static_cast<std::uint32_t>(Operation::kAllGather)},
+  return {{.count = arguments.bytes, .operation = Operation::kAllGather},
           {.source = arguments.source,
            .target = arguments.target,
            .target_stride = arguments.target_stride_bytes,
@@ -104,7 +98,7 @@ Collective all_gather_transfer(const AllGatherArguments& arguments) {
 }
 
 Collective control_transfer(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
-  return {{.count = mine.size(), .operation = static_cast<std::uint32_t>(operation)},
+  return {{.count = mine.size(), .operation = operation},
           {.source = mine.data(),
            .target = all.data(),
            .target_stride = mine.size(),

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <span>
+#include <vector>
 
 #include "collectives/fingerprint.h"
 #include "forebay/communicator.h"
@@ -67,5 +70,19 @@ std::vector<SplitWish> split_members(std::vector<SplitWish> wishes, int color);
 // "in the group of ranks 4 and 6": the name of a group in messages. Rank numbers are those of a world of
 // `world_size` ranks; empty for the world itself.
 std::string describe_group(const std::vector<int>& world_ranks, int world_size);
+
+// The last vote of one rank for a step's decision (Communicator::vote). Its owner's mutex guards it.
+struct Ballot {
+  std::uint64_t step = 0;
+  std::vector<std::byte> decision;
+  bool cast = false;
+
+  void mark(std::uint64_t voted_step, std::span<const std::byte> voted) {
+    step = voted_step;
+    decision.assign(voted.begin(), voted.end());
+    cast = true;
+  }
+  bool is_for(std::uint64_t wanted) const { return cast && step == wanted; }
+};
 
 }  // namespace forebay::internal

@@ -1,30 +1,19 @@
 #include "collectives/fingerprint.h"
 
+#include <cstdlib>
+
 namespace forebay::internal {
 
 const char* operation_name(Operation operation) noexcept {
-  switch (operation) {
-    case Operation::kReduceScatter:
-      return "reduce_scatter";
-    case Operation::kAllGather:
-      return "all_gather";
-    case Operation::kExchange:
-      return "exchange";
-    case Operation::kBarrier:
-      return "barrier";
-    case Operation::kSplit:
-      return "split";
-    case Operation::kSend:
-      return "send";
-    case Operation::kRecv:
-      return "recv";
-  }
-  return "an unknown operation";
+  static constexpr const char* kNames[] = {
+      "an unknown operation", "reduce_scatter", "all_gather", "exchange", "barrier", "split", "send", "recv"};
+  const auto index = static_cast<std::size_t>(operation);
+  return kNames[index < kOperationCount ? index : 0];
 }
 
 std::string describe(const Fingerprint& fingerprint) {
   if (fingerprint.sequence == kConnectSequence) return "connecting";
-  const auto operation = static_cast<Operation>(fingerprint.operation);
+  const auto operation = fingerprint.operation;
   std::string text = operation_name(operation);
   if (operation == Operation::kReduceScatter) {
     text += " of " + std::to_string(fingerprint.count) + " " +
@@ -36,16 +25,11 @@ std::string describe(const Fingerprint& fingerprint) {
 }
 
 Status mismatch(int rank, const Fingerprint& fingerprint, int other_rank, const Fingerprint& other) {
-  const bool swap = other_rank < rank;
-  const int first = swap ? other_rank : rank;
-  const int second = swap ? rank : other_rank;
-  const Fingerprint& first_issued = swap ? other : fingerprint;
-  const Fingerprint& second_issued = swap ? fingerprint : other;
-  return Status(StatusCode::kInvalidArgument,
-                "ranks disagree about an operation: rank " + std::to_string(first) + " issued " +
-                    describe(first_issued) + ", rank " + std::to_string(second) + " issued " +
-                    describe(second_issued) +
-                    "; every rank must issue the same operations in the same order with the same options");
+  if (other_rank < rank) return mismatch(other_rank, other, rank, fingerprint);
+  return invalid_argument(
+      "ranks disagree about an operation: rank ", rank, " issued ", describe(fingerprint), ", rank ",
+      other_rank, " issued ", describe(other),
+      "; every rank must issue the same operations in the same order with the same options");
 }
 
 std::string rank_list(const std::vector<int>& ranks) {
@@ -55,6 +39,21 @@ std::string rank_list(const std::vector<int>& ranks) {
     text += std::to_string(ranks[i]);
   }
   return text;
+}
+
+std::string encode_failure(const Status& cause) {
+  return std::to_string(static_cast<int>(cause.code())) + "\n" + cause.message();
+}
+
+Status decode_failure(const std::string& text) {
+  const std::size_t end = text.find('\n');
+  const int code = std::atoi(text.c_str());
+  const bool known = code > 0 && code <= static_cast<int>(StatusCode::kInternal);
+  if (end == std::string::npos || !known) {
+    return Status(StatusCode::kPeerLost,
+                  "another rank failed, and its message is damaged; see the output of the other ranks");
+  }
+  return Status(static_cast<StatusCode>(code), text.substr(end + 1));
 }
 
 }  // namespace forebay::internal

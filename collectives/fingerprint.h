@@ -28,7 +28,7 @@ inline constexpr std::size_t kOperationCount = static_cast<std::size_t>(Operatio
 struct Fingerprint {
   std::uint64_t sequence = 0;  // Counts the operations of a plane of a communicator, from 0.
   std::uint64_t count = 0;     // Elements of one slice for reduce_scatter; bytes otherwise.
-  std::uint32_t operation = 0;
+  Operation operation{};
   std::uint32_t type = 0;  // DataType for reduce_scatter, 0 otherwise.
 
   friend bool operator==(const Fingerprint&, const Fingerprint&) = default;
@@ -49,5 +49,11 @@ Status mismatch(int rank, const Fingerprint& fingerprint, int other_rank, const 
 
 // "rank 3", "ranks 1, 2 and 5".
 std::string rank_list(const std::vector<int>& ranks);
+
+// The first failure of a run as text, for the store or the memory that the ranks share.
+std::string encode_failure(const Status& cause);
+
+// Never ok: a damaged text is a kPeerLost that says so.
+Status decode_failure(const std::string& text);
 
 }  // namespace forebay::internal

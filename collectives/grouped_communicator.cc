@@ -15,9 +15,8 @@ constexpr std::size_t kStagingAlignment = 512;
 
 Status check_groups(int size, int group) {
   if (group >= 1 && size % group == 0) return {};
-  return Status(StatusCode::kInvalidArgument, "all-reduce groups of " + std::to_string(group) +
-                                                  " ranks do not divide " + std::to_string(size) +
-                                                  " ranks; give a number that does, 1 for no groups");
+  return invalid_argument("all-reduce groups of ", group, " ranks do not divide ", size,
+                          " ranks; give a number that does, 1 for no groups");
 }
 
 // The offsets in the staging of one reduce_scatter: contributions from within the group, the group's sums,
@@ -55,9 +54,8 @@ class GroupedCommunicator final : public Communicator {
     if (arguments.count == 0) return {};
     const std::size_t groups = static_cast<std::size_t>(across_->size());
     if (options_.replicate && arguments.count % groups != 0) {
-      return Status(StatusCode::kInvalidArgument, "reduce_scatter: " + std::to_string(arguments.count) +
-                                                      " elements are not a multiple of the " +
-                                                      std::to_string(groups) + " groups that add them");
+      return invalid_argument("reduce_scatter: ", arguments.count, " elements are not a multiple of the ",
+                              groups, " groups that add them; pad the slices to one");
     }
     const Staging staging(options_, world_.size(), arguments.count, arguments.type);
     auto* const partial = reinterpret_cast<float*>(arguments.receive + staging.partial);
@@ -196,12 +194,9 @@ Result<std::unique_ptr<Communicator>> create_grouped_communicator(Communicator& 
   FOREBAY_RETURN_IF_ERROR(check_groups(world.size(), options.group));
   const int group = world.rank() / options.group;
   const int place = world.rank() % options.group;
-  Result<std::unique_ptr<Communicator>> within = world.split(group, place);
-  FOREBAY_RETURN_IF_ERROR(within.status());
-  Result<std::unique_ptr<Communicator>> across = world.split(place, group);
-  FOREBAY_RETURN_IF_ERROR(across.status());
-  return std::unique_ptr<Communicator>(std::make_unique<GroupedCommunicator>(
-      world, options, std::move(within).value(), std::move(across).value()));
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> within, world.split(group, place));
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> across, world.split(place, group));
+  return std::make_unique<GroupedCommunicator>(world, options, std::move(within), std::move(across));
 }
 
 }  // namespace forebay

@@ -1,7 +1,6 @@
 #include "collectives/operation_book.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 namespace forebay::internal {
@@ -13,7 +12,7 @@ std::chrono::nanoseconds steady_now() {
 
 // Payload bytes that go to, or come from, one peer.
 std::uint64_t piece_bytes(const Fingerprint& fingerprint) {
-  switch (static_cast<Operation>(fingerprint.operation)) {
+  switch (fingerprint.operation) {
     case Operation::kReduceScatter:
       return fingerprint.count * element_bytes(static_cast<DataType>(fingerprint.type));
     case Operation::kSplit:
@@ -26,8 +25,15 @@ std::uint64_t piece_bytes(const Fingerprint& fingerprint) {
 
 }  // namespace
 
+Issued issued_message(Operation operation, std::size_t bytes, int peer, std::uint32_t tag,
+                      std::uint64_t sequence) {
+  return {.fingerprint = {.sequence = sequence, .count = bytes, .operation = operation},
+          .peer = peer,
+          .tag = tag};
+}
+
 std::string describe(const Issued& issued) {
-  const auto operation = static_cast<Operation>(issued.fingerprint.operation);
+  const auto operation = issued.fingerprint.operation;
   if (operation != Operation::kSend && operation != Operation::kRecv) return describe(issued.fingerprint);
   return std::string(operation_name(operation)) + " of " + std::to_string(issued.fingerprint.count) +
          " bytes " + (operation == Operation::kSend ? "to" : "from") + " rank " +
@@ -95,8 +101,8 @@ void OperationBook::end(std::uint64_t number, const Issued& issued, bool ok) {
 }
 
 void OperationBook::count(const Issued& issued) {
-  const auto operation = static_cast<Operation>(issued.fingerprint.operation);
-  Account& account = accounts_[issued.fingerprint.operation];
+  const auto operation = issued.fingerprint.operation;
+  Account& account = accounts_[static_cast<std::size_t>(operation)];
   if (account.peers.empty()) account.peers.resize(static_cast<std::size_t>(size_));
   ++account.count;
   const std::uint64_t bytes = piece_bytes(issued.fingerprint);

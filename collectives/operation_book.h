@@ -23,6 +23,10 @@ struct Issued {
   std::uint32_t tag = 0;
 };
 
+// A send or a recv.
+Issued issued_message(Operation operation, std::size_t bytes, int peer, std::uint32_t tag,
+                      std::uint64_t sequence = 0);
+
 // "send of 16 bytes to rank 2 with tag 7", "all_gather of 8 bytes (operation 3)".
 std::string describe(const Issued& issued);
 

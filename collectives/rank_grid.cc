@@ -8,19 +8,15 @@
 namespace forebay {
 
 Result<RankGrid> RankGrid::create(const RankGridOptions& o) {
-  const auto refuse = [](const std::string& message) {
-    return Status(StatusCode::kInvalidArgument, message);
-  };
   const auto must_be_positive = [&](const char* what, int value) {
-    return refuse(std::string("a grid of ranks with ") + what + " " + std::to_string(value) +
-                  ": it must be at least 1");
+    return invalid_argument("a grid of ranks with ", what, " ", value, ": it must be at least 1");
   };
   if (o.world_size < 1) return must_be_positive("world size", o.world_size);
   if (o.tensor_parallel < 1) return must_be_positive("tensor-parallel size", o.tensor_parallel);
   if (o.pipeline_parallel < 1) return must_be_positive("pipeline-parallel size", o.pipeline_parallel);
   const auto not_divided = [&](int whole, const std::string& what, int by, const char* dimension) {
-    return refuse("the " + std::string(dimension) + "-parallel size " + std::to_string(by) +
-                  " does not divide " + what + " " + std::to_string(whole) + "; give a divisor of it");
+    return invalid_argument("the ", dimension, "-parallel size ", by, " does not divide ", what, " ", whole,
+                            "; give a divisor of it");
   };
   if (o.world_size % o.tensor_parallel != 0)
     return not_divided(o.world_size, "the number of ranks,", o.tensor_parallel, "tensor");
@@ -52,9 +48,8 @@ int RankGrid::rank(const GridCoordinates& c) const {
 
 Result<GridCommunicators> split_grid(Communicator& world, const RankGrid& grid) {
   if (world.size() != grid.world_size()) {
-    return Status(StatusCode::kInvalidArgument, "a grid of " + std::to_string(grid.world_size()) +
-                                                    " ranks over a communicator of " +
-                                                    std::to_string(world.size()) + "; make one of that size");
+    return invalid_argument("a grid of ", grid.world_size(), " ranks over a communicator of ", world.size(),
+                            "; make one of that size");
   }
   // A line of ranks along a dimension is named by the rank at its beginning.
   const GridCoordinates mine = grid.coordinates(world.rank());
@@ -67,9 +62,7 @@ Result<GridCommunicators> split_grid(Communicator& world, const RankGrid& grid) 
   for (const auto& [dimension, communicator] :
        {std::pair{&GridCoordinates::tensor, &all.tensor}, std::pair{&GridCoordinates::data, &all.data},
         std::pair{&GridCoordinates::pipeline, &all.pipeline}}) {
-    Result<std::unique_ptr<Communicator>> part = along(dimension);
-    if (!part.ok()) return part.status();
-    *communicator = std::move(part).value();
+    FOREBAY_ASSIGN_OR_RETURN(*communicator, along(dimension));
   }
   return all;
 }

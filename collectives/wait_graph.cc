@@ -33,18 +33,16 @@ constexpr char kAdvice[] = "; look there for the reason, or raise the deadline";
 
 Status direct_timeout(int rank, const Wait& wait, const std::vector<int>& blocking,
                       std::chrono::milliseconds deadline) {
-  return Status(StatusCode::kTimeout, wait.what + " on rank " + std::to_string(rank) + ": " +
-                                          failing(blocking, wait) + " within " + milliseconds_text(deadline) +
-                                          kAdvice);
+  return Status(StatusCode::kTimeout, wait.what, " on rank ", rank, ": ", failing(blocking, wait), " within ",
+                milliseconds_text(deadline), kAdvice);
 }
 
 // `rank` in `wait` was blocked by `node` in `its_wait`, which was blocked by the ranks `blocking`.
 Status indirect_timeout(int rank, const Wait& wait, const Node& node, const Wait& its_wait,
                         const std::vector<int>& blocking, std::chrono::milliseconds deadline) {
-  return Status(StatusCode::kTimeout, its_wait.what + " on rank " + std::to_string(node.rank) + ": " +
-                                          failing(blocking, its_wait) + "; this blocked rank " +
-                                          std::to_string(rank) + " in " + wait.what + " for " +
-                                          milliseconds_text(deadline) + kAdvice);
+  return Status(StatusCode::kTimeout, its_wait.what, " on rank ", node.rank, ": ",
+                failing(blocking, its_wait), "; this blocked rank ", rank, " in ", wait.what, " for ",
+                milliseconds_text(deadline), kAdvice);
 }
 
 Status deadlock(const std::vector<Node>& nodes) {
@@ -55,8 +53,7 @@ Status deadlock(const std::vector<Node>& nodes) {
             rank_list(wait.ranks);
   }
   if (nodes.size() > kShownMax) text += ", and others";
-  return Status(StatusCode::kInvalidArgument,
-                text + "; every rank must issue the same operations in the same order");
+  return invalid_argument(text, "; every rank must issue the same operations in the same order");
 }
 
 // A short wait says nothing: the rank was late before it, or it exchanges heartbeats.

@@ -159,9 +159,8 @@ class Children {
     const pid_t parent = getpid();
     const pid_t child = fork();
     if (child < 0) {
-      return Status(StatusCode::kUnavailable,
-                    std::string("cannot start a process: ") + std::strerror(errno) +
-                        "; start fewer ranks or raise the limit of processes (ulimit -u)");
+      return Status(StatusCode::kUnavailable, "cannot start a process: ", std::strerror(errno),
+                    "; start fewer ranks or raise the limit of processes (ulimit -u)");
     }
     if (child > 0) {
       running_.push_back(child);
@@ -245,29 +244,25 @@ std::optional<bool> claim_shared_error() {
 }
 
 Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options) {
-  if (options.size < 1) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot start " + std::to_string(options.size) + " ranks; give at least 1");
-  }
+  if (options.size < 1) return invalid_argument("cannot start ", options.size, " ranks; give at least 1");
   keep_standard_streams();
   // From here on a signal waits until all processes that it must end are known.
   const SignalQueue signals;
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  Result<std::unique_ptr<internal::MeetingDirectory>> store =
-      internal::MeetingDirectory::create(internal::runtime_directory(runtime == nullptr ? "" : runtime));
-  FOREBAY_RETURN_IF_ERROR(store.status());
+  FOREBAY_ASSIGN_OR_RETURN(
+      std::unique_ptr<internal::MeetingDirectory> store,
+      internal::MeetingDirectory::create(internal::runtime_directory(runtime == nullptr ? "" : runtime)));
 
   const std::unique_ptr<ErrorPipe> pipe = ErrorPipe::create();
   if (pipe == nullptr) {
-    return Status(StatusCode::kUnavailable, std::string("cannot make a pipe for the ranks: ") +
-                                                std::strerror(errno) + "; raise ulimit -n");
+    return Status(StatusCode::kUnavailable, "cannot make a pipe for the ranks: ", std::strerror(errno),
+                  "; raise ulimit -n");
   }
   std::vector<std::string> child_arguments{program_invocation_name};
   child_arguments.insert(child_arguments.end(), arguments.begin(), arguments.end());
   Children children;
   for (int rank = 0; rank < options.size; ++rank) {
-    std::vector<std::string> environment =
-        child_environment(rank, options.size, store.value()->path(), *pipe);
+    std::vector<std::string> environment = child_environment(rank, options.size, store->path(), *pipe);
     FOREBAY_RETURN_IF_ERROR(
         children.start(pointers(child_arguments).data(), pointers(environment).data(), signals.mask()));
   }

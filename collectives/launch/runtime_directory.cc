@@ -19,19 +19,19 @@ constexpr char kPrefix[] = "forebay-meeting-";
 // made.
 constexpr int kMakeTries = 16;
 
-// The directory, locked, or -1 if it belongs to another user, is in use, or is gone. `how`: LOCK_NB to look
-// only.
-int lock_directory(const std::string& path, int how) {
-  const int directory = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-  if (directory < 0) return -1;
+// The directory, locked, or nothing if it belongs to another user, is in use, or is gone. `how`: LOCK_NB to
+// look only.
+Descriptor lock_directory(const std::string& path, int how) {
+  Descriptor directory(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  if (!directory.valid()) return {};
   struct stat facts {};
   struct stat named {};
-  if (fstat(directory, &facts) == 0 && facts.st_uid == geteuid() && flock(directory, LOCK_EX | how) == 0 &&
-      stat(path.c_str(), &named) == 0 && named.st_dev == facts.st_dev && named.st_ino == facts.st_ino) {
+  if (fstat(directory.number(), &facts) == 0 && facts.st_uid == geteuid() &&
+      flock(directory.number(), LOCK_EX | how) == 0 && stat(path.c_str(), &named) == 0 &&
+      named.st_dev == facts.st_dev && named.st_ino == facts.st_ino) {
     return directory;
   }
-  close(directory);
-  return -1;
+  return {};
 }
 
 void remove_whole(const std::string& path) noexcept {
@@ -44,10 +44,8 @@ void remove_abandoned(const std::string& parent) {
   for (std::filesystem::directory_iterator entry(parent, error), end; !error && entry != end;
        entry.increment(error)) {
     if (!entry->path().filename().string().starts_with(kPrefix)) continue;
-    const int lock = lock_directory(entry->path().string(), LOCK_NB);
-    if (lock < 0) continue;
-    remove_whole(entry->path().string());
-    close(lock);
+    const Descriptor lock = lock_directory(entry->path().string(), LOCK_NB);
+    if (lock.valid()) remove_whole(entry->path().string());
   }
 }
 
@@ -67,16 +65,16 @@ Result<std::unique_ptr<MeetingDirectory>> MeetingDirectory::create(const std::st
   for (int i = 0; i < kMakeTries; ++i) {
     path = parent + "/" + kPrefix + "XXXXXX";
     if (mkdtemp(path.data()) == nullptr) break;
-    const int lock = lock_directory(path, 0);
-    if (lock >= 0) return std::unique_ptr<MeetingDirectory>(new MeetingDirectory(std::move(path), lock));
+    Descriptor lock = lock_directory(path, 0);
+    if (lock.valid())
+      return std::unique_ptr<MeetingDirectory>(new MeetingDirectory(std::move(path), std::move(lock)));
   }
-  return Status(StatusCode::kIoError, "cannot make a directory like " + path + " for the ranks to meet: " +
-                                          std::strerror(errno) + "; free some space or set XDG_RUNTIME_DIR");
+  return Status(StatusCode::kIoError, "cannot make a directory like ", path,
+                " for the ranks to meet: ", std::strerror(errno), "; free some space or set XDG_RUNTIME_DIR");
 }
 
 MeetingDirectory::~MeetingDirectory() {
   remove_whole(path_);
-  close(lock_);
 }
 
 }  // namespace forebay::internal

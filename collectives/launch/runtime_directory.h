@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "forebay/descriptor.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
@@ -25,9 +26,9 @@ class MeetingDirectory {
   const std::string& path() const noexcept { return path_; }
 
  private:
-  MeetingDirectory(std::string path, int lock) : path_(std::move(path)), lock_(lock) {}
+  MeetingDirectory(std::string path, Descriptor lock) : path_(std::move(path)), lock_(std::move(lock)) {}
   const std::string path_;
-  const int lock_;  // A lock on the directory itself.
+  const Descriptor lock_;  // A lock on the directory itself.
 };
 
 }  // namespace forebay::internal

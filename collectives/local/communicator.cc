@@ -2,18 +2,67 @@
 // writes them into the rank's book. The group's parts carry them out.
 
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "collectives/arguments.h"
 #include "collectives/local/group.h"
-#include "collectives/local/scripted_fault.h"
 #include "forebay/kernels.h"
 #include "forebay/stream_call.h"
 
 namespace forebay::internal {
 namespace {
+
+Status fail_with(LocalRanks& ranks, const Status& cause) {
+  ranks.fail(cause);
+  return ranks.status();
+}
+
+void pass_time(LocalWorld& world, LocalWorld::Nanoseconds duration) {
+  LocalWorld::Lock lock(world.mutex());
+  world.pass_time(lock, duration);
+}
+
+Status stall(LocalWorld& world) {
+  LocalWorld::Lock lock(world.mutex());
+  world.await(lock, [&] { return world.has_failed(); });
+  return world.failure();
+}
+
+// The error of `rank` after its scripted death.
+Status died_by_script(const LocalRanks& ranks, int rank) {
+  return Status(StatusCode::kPeerLost, ranks.name_of(rank), " died by script");
+}
+
+// A data operation of `rank` that a LocalFault changes: it fails, comes late, differs, or never comes.
+Status run_faulty(LocalRanks& ranks, int rank, const LocalFault& fault, const Fingerprint& fingerprint,
+                  const std::function<Status(const Fingerprint&)>& operation) {
+  switch (fault.kind) {
+    case LocalFault::Kind::kFails:
+      return fail_with(ranks, fault.cause);
+    case LocalFault::Kind::kFailsAfter: {
+      const Status status = operation(fingerprint);
+      pass_time(ranks.world(), fault.delay);
+      return fail_with(ranks, status.ok() ? fault.cause : status);
+    }
+    case LocalFault::Kind::kDies:
+      ranks.die(rank);
+      return died_by_script(ranks, rank);
+    case LocalFault::Kind::kStalls:
+      return stall(ranks.world());
+    case LocalFault::Kind::kMismatches: {
+      Fingerprint other = fingerprint;
+      ++other.count;
+      return operation(other);
+    }
+    case LocalFault::Kind::kComesLate:
+      pass_time(ranks.world(), fault.delay);
+      return operation(fingerprint);
+  }
+  return {};
+}
 
 class LocalCommunicator final : public Communicator {
  public:
@@ -59,7 +108,7 @@ class LocalCommunicator final : public Communicator {
               Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(ranks_.status());
     FOREBAY_RETURN_IF_ERROR(check_peer("send", source, bytes, peer, rank_, size()));
-    return queue(stream, message(Operation::kSend, bytes, peer, tag),
+    return queue(stream, issued_message(Operation::kSend, bytes, peer, tag),
                  [end = end_of_message(peer, tag, stream), source](LocalGroupImpl& group,
                                                                    const Fingerprint& fingerprint) {
                    return group.messages().send(end, source, fingerprint.count);
@@ -69,7 +118,7 @@ class LocalCommunicator final : public Communicator {
   Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(ranks_.status());
     FOREBAY_RETURN_IF_ERROR(check_peer("recv", target, bytes, peer, rank_, size()));
-    return queue(stream, message(Operation::kRecv, bytes, peer, tag),
+    return queue(stream, issued_message(Operation::kRecv, bytes, peer, tag),
                  [end = end_of_message(peer, tag, stream), target](LocalGroupImpl& group,
                                                                    const Fingerprint& fingerprint) {
                    return group.messages().recv(end, target, fingerprint.count);
@@ -126,12 +175,6 @@ class LocalCommunicator final : public Communicator {
   }
 
  private:
-  static Issued message(Operation operation, std::size_t bytes, int peer, std::uint32_t tag) {
-    return {.fingerprint = {.count = bytes, .operation = static_cast<std::uint32_t>(operation)},
-            .peer = peer,
-            .tag = tag};
-  }
-
   DevicePort port_on(Stream stream) const {
     DevicePort port = port_;
     port.stream = stream;

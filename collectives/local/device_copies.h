@@ -21,10 +21,10 @@ namespace forebay::internal {
 // Where a data operation of one rank is queued. Without a backend: the host copies, and nothing here is used.
 struct DevicePort {
   Backend* backend = nullptr;
-  Stream stream;
-  Event come;    // The stream has come to the operation: its source is filled, its target may be written.
-  Event copied;  // The stream has copied all that it needs from the other ranks.
-  int rank = 0;  // In the world: for messages.
+  Stream stream{};
+  Event come{};    // The stream has come to the operation: its source is filled, its target may be written.
+  Event copied{};  // The stream has copied all that it needs from the other ranks.
+  int rank = 0;    // In the world: for messages.
 
   bool used() const noexcept { return backend != nullptr; }
 };

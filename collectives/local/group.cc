@@ -8,16 +8,10 @@ namespace forebay {
 namespace internal {
 namespace {
 
-Status invalid(std::string message) {
-  return Status(StatusCode::kInvalidArgument, std::move(message));
-}
-
 // The port of a rank whose bytes `backend` copies.
 Result<DevicePort> make_port(Backend& backend, int world_rank) {
-  DevicePort port{.backend = &backend, .stream = {}, .come = {}, .copied = {}, .rank = world_rank};
-  Result<Event> come = backend.event_create();
-  FOREBAY_RETURN_IF_ERROR(come.status());
-  port.come = come.value();
+  DevicePort port{.backend = &backend, .rank = world_rank};
+  FOREBAY_ASSIGN_OR_RETURN(port.come, backend.event_create());
   Result<Event> copied = backend.event_create();
   if (!copied.ok()) {
     static_cast<void>(backend.event_destroy(port.come));
@@ -46,17 +40,18 @@ Status LocalGroupImpl::claim(int rank, const Capabilities& device) {
   const LocalOptions& options = ranks_.world().options();
   const bool has_link = options.latency.count() > 0 || options.bytes_per_second > 0;
   if (mover == Mover::kBackend && has_link) {
-    return Status(StatusCode::kUnsupported, std::string("local ranks on ") + device.name +
-                                                " have its own speed; leave latency and bytes_per_second "
-                                                "out, or model the link on the host backend");
+    return Status(StatusCode::kUnsupported, "local ranks on ", device.name,
+                  " have its own speed; leave latency and bytes_per_second "
+                  "out, or model the link on the host backend");
   }
   const std::lock_guard lock(ranks_.world().mutex());
   char& is_handed_out = handed_out_[static_cast<std::size_t>(rank)];
-  if (is_handed_out) return invalid(name + " was handed out before; ask once per rank");
+  if (is_handed_out) return invalid_argument(name, " was handed out before; ask once per rank");
   if (mover_ != Mover::kUndecided && mover_ != mover) {
-    return invalid(name + " is on " + device.name + ", whose memory the host " +
-                   (mover == Mover::kHost ? "reaches" : "does not reach") +
-                   ", unlike that of the ranks before it; put all ranks on the same kind of backend");
+    return invalid_argument(
+        name, " is on ", device.name, ", whose memory the host ",
+        mover == Mover::kHost ? "reaches" : "does not reach",
+        ", unlike that of the ranks before it; put all ranks on the same kind of backend");
   }
   mover_ = mover;
   is_handed_out = 1;
@@ -66,16 +61,14 @@ Status LocalGroupImpl::claim(int rank, const Capabilities& device) {
 Result<std::unique_ptr<Communicator>> LocalGroupImpl::communicator(int rank, Backend& backend,
                                                                    Kernels& kernels) {
   if (rank < 0 || rank >= ranks_.size()) {
-    return invalid("a local group of " + std::to_string(ranks_.size()) + " has no rank " +
-                   std::to_string(rank) + "; ranks are 0.." + std::to_string(ranks_.size() - 1));
+    return invalid_argument("a local group of ", ranks_.size(), " has no rank ", rank, "; ranks are 0..",
+                            ranks_.size() - 1);
   }
   const Capabilities& device = backend.capabilities();
   FOREBAY_RETURN_IF_ERROR(claim(rank, device));
   DevicePort port;
   if (!device.host_accessible) {
-    Result<DevicePort> made = make_port(backend, ranks_.world_rank(rank));
-    FOREBAY_RETURN_IF_ERROR(made.status());
-    port = made.value();
+    FOREBAY_ASSIGN_OR_RETURN(port, make_port(backend, ranks_.world_rank(rank)));
   }
   return create_local_communicator(shared_from_this(), rank, backend, kernels, port);
 }

@@ -1,7 +1,6 @@
 #include "collectives/local/messages.h"
 
 #include <cstring>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -9,10 +8,7 @@ namespace forebay::internal {
 
 std::string LocalMessages::describe(const LocalMessageEnd& end, Operation operation,
                                     std::size_t bytes) const {
-  return internal::describe(
-      Issued{.fingerprint = {.count = bytes, .operation = static_cast<std::uint32_t>(operation)},
-             .peer = ranks_.world_rank(end.peer),
-             .tag = end.tag});
+  return internal::describe(issued_message(operation, bytes, ranks_.world_rank(end.peer), end.tag));
 }
 
 Status LocalMessages::send(const LocalMessageEnd& end, const std::byte* source, std::size_t bytes) {
@@ -59,10 +55,9 @@ LocalMessages::Message* LocalMessages::take(LocalWorld::Lock& lock, const LocalM
   }
   Message& message = *queue.front();
   if (message.bytes != bytes) {
-    ranks_.fail_locked(Status(StatusCode::kInvalidArgument, what() + " on " + ranks_.name_of(end.rank) +
-                                                                ", but " + ranks_.name_of(end.peer) +
-                                                                " sends " + std::to_string(message.bytes) +
-                                                                " bytes; give both the same size"));
+    ranks_.fail_locked(invalid_argument(what(), " on ", ranks_.name_of(end.rank), ", but ",
+                                        ranks_.name_of(end.peer), " sends ", message.bytes,
+                                        " bytes; give both the same size"));
     return nullptr;
   }
   queue.pop_front();

@@ -18,8 +18,7 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
  public:
   static Result<std::unique_ptr<NcclCommunicator>> open(std::shared_ptr<NcclMember> member) {
     const Status opened = member->open();
-    if (opened.ok())
-      return std::unique_ptr<NcclCommunicator>(std::make_unique<NcclCommunicatorImpl>(std::move(member)));
+    if (opened.ok()) return std::make_unique<NcclCommunicatorImpl>(std::move(member));
     Status first = member->fail_here(opened);
     member->leave();
     return first;
@@ -74,9 +73,7 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
     std::unique_ptr<Communicator> part_control;
     internal::NcclWorld world{.numbers = {}, .size = member_->world().size};
     FOREBAY_RETURN_IF_ERROR(controlled(Operation::kSplit, 0, [&](Communicator& control) {
-      Result<std::unique_ptr<Communicator>> result = control.split(color, key);
-      FOREBAY_RETURN_IF_ERROR(result.status());
-      part_control = std::move(result).value();
+      FOREBAY_ASSIGN_OR_RETURN(part_control, control.split(color, key));
       const int mine = member_->world_rank(rank());
       world.numbers.resize(static_cast<std::size_t>(part_control->size()));
       return part_control->exchange(std::as_bytes(std::span(&mine, 1)),
@@ -84,11 +81,11 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
     }));
     NcclOptions options = member_->options();
     options.adopted = nullptr;  // The adopted one is for all ranks.
-    Result<std::unique_ptr<NcclCommunicator>> part =
+    FOREBAY_ASSIGN_OR_RETURN(
+        std::unique_ptr<NcclCommunicator> part,
         open(std::make_shared<NcclMember>(std::move(part_control), member_->backend(), member_->kernels(),
-                                          options, std::move(world), &member_->book()));
-    FOREBAY_RETURN_IF_ERROR(part.status());
-    return std::unique_ptr<Communicator>(std::move(part).value());
+                                          options, std::move(world), &member_->book())));
+    return part;
   }
 
   Status status() const override { return member_->status(); }
@@ -98,8 +95,8 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
       static_cast<void>(member_->fail(cause));
       return;
     }
-    static_cast<void>(
-        member_->fail_here(Status(StatusCode::kPeerLost, "it aborted the communicator without a cause")));
+    static_cast<void>(member_->fail_here(
+        Status(StatusCode::kPeerLost, "it aborted the communicator without a cause; see its output")));
   }
 
   // A failure reaches `control` before the rank, so both refuse votes after the same failure. The bytes of
@@ -131,9 +128,8 @@ class NcclCommunicatorImpl final : public NcclCommunicator {
   // A failed control operation fails everything, and the first failure counts.
   template <typename Function>
   Status controlled(Operation operation, std::uint64_t bytes, Function function) {
-    const NcclOperation issued{.fingerprint = {.sequence = control_sequence_++,
-                                               .count = bytes,
-                                               .operation = static_cast<std::uint32_t>(operation)}};
+    const NcclOperation issued{
+        .fingerprint = {.sequence = control_sequence_++, .count = bytes, .operation = operation}};
     const std::uint64_t number = member_->book().issue(issued);
     member_->book().begin(number);
     const Status status = function(member_->control());

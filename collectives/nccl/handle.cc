@@ -49,10 +49,8 @@ Status NcclHandle::adopt(void* comm, int size, int rank) {
   }));
   Status status = step.ok() ? Status() : failure(what, step);
   if (status.ok() && (found_size != size || found_rank != rank)) {
-    status = Status(StatusCode::kInvalidArgument,
-                    "cannot " + what + ": it is rank " + std::to_string(found_rank) + " of " +
-                        std::to_string(found_size) + ", not rank " + std::to_string(rank) + " of " +
-                        std::to_string(size) + "; give the one of these ranks");
+    status = invalid_argument("cannot ", what, ": it is rank ", found_rank, " of ", found_size, ", not rank ",
+                              rank, " of ", size, "; give the one of these ranks");
   }
   if (!status.ok()) comm_ = nullptr;  // It belongs to the trainer; we do not revoke it.
   return status;
@@ -60,8 +58,8 @@ Status NcclHandle::adopt(void* comm, int size, int rank) {
 
 Status NcclHandle::check_open(const std::string& what) const {
   if (comm_ != nullptr && !interrupted_) return {};
-  return Status(StatusCode::kUnavailable,
-                "cannot " + what + ": the NCCL communicator was aborted; see its first failure");
+  return Status(StatusCode::kUnavailable, "cannot ", what,
+                ": the NCCL communicator was aborted; see its first failure");
 }
 
 Status NcclHandle::settle(const std::string& what, NcclStep step, Clock::time_point limit,
@@ -71,9 +69,8 @@ Status NcclHandle::settle(const std::string& what, NcclStep step, Clock::time_po
     if (interrupted_) return check_open(what);
     if (check) FOREBAY_RETURN_IF_ERROR(check());
     if (Clock::now() >= limit) {
-      return Status(StatusCode::kTimeout,
-                    "cannot " + what + ": " + step.call +
-                        " is not done at the deadline; see whether all ranks joined, or raise the deadline");
+      return Status(StatusCode::kTimeout, "cannot ", what, ": ", step.call,
+                    " is not done at the deadline; see whether all ranks joined, or raise the deadline");
     }
     NcclResult now = NcclResult::kInProgress;
     NcclResult asked = NcclResult::kSuccess;

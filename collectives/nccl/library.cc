@@ -53,9 +53,8 @@ std::string path_of(const void* function, const std::string& name) {
 
 Result<NcclLibrary> resolve(const Opened& opened) {
   if (opened.library == nullptr) {
-    return Status(StatusCode::kUnavailable, "cannot open NCCL as " + opened.name + ": " + opened.why +
-                                                "; install NCCL 2.18 or newer, or have " + kVariable +
-                                                " name its libnccl.so.2");
+    return Status(StatusCode::kUnavailable, "cannot open NCCL as ", opened.name, ": ", opened.why,
+                  "; install NCCL 2.18 or newer, or have ", kVariable, " name its libnccl.so.2");
   }
   NcclLibrary library;
 #define FOREBAY_NCCL_RESOLVE(symbol, result, parameters) \
@@ -64,10 +63,10 @@ Result<NcclLibrary> resolve(const Opened& opened) {
 #undef FOREBAY_NCCL_RESOLVE
   library.facts.path = path_of(reinterpret_cast<const void*>(library.ncclGetVersion), opened.name);
   const std::string try_this = std::string("; have ") + kVariable + " name NCCL 2.18 or newer";
-#define FOREBAY_NCCL_CHECK(symbol, result, parameters)                                               \
-  if (library.symbol == nullptr) {                                                                   \
-    return Status(StatusCode::kUnsupported,                                                          \
-                  "cannot use NCCL from " + library.facts.path + ": it has no " #symbol + try_this); \
+#define FOREBAY_NCCL_CHECK(symbol, result, parameters)                                   \
+  if (library.symbol == nullptr) {                                                       \
+    return Status(StatusCode::kUnsupported, "cannot use NCCL from ", library.facts.path, \
+                  ": it has no " #symbol, try_this);                                     \
   }
   FOREBAY_NCCL_REQUIRED(FOREBAY_NCCL_CHECK)
 #undef FOREBAY_NCCL_CHECK
@@ -76,9 +75,8 @@ Result<NcclLibrary> resolve(const Opened& opened) {
     return nccl_failure(library, result, nullptr, "ncclGetVersion", "use NCCL from " + library.facts.path);
   }
   if (library.facts.version < nccl::kVersionMin) {
-    return Status(StatusCode::kUnsupported, "cannot use NCCL from " + library.facts.path +
-                                                ": it is version " +
-                                                nccl_version_text(library.facts.version) + try_this);
+    return Status(StatusCode::kUnsupported, "cannot use NCCL from ", library.facts.path, ": it is version ",
+                  nccl_version_text(library.facts.version), try_this);
   }
   library.facts.can_register = library.ncclCommRegister != nullptr && library.ncclCommDeregister != nullptr;
   library.facts.can_revoke = library.ncclCommRevoke != nullptr;
@@ -139,9 +137,8 @@ Result<const NcclLibrary*> NcclLibrary::get(const std::string& path) {
   static std::unique_ptr<NcclLibrary>& loaded = *new std::unique_ptr<NcclLibrary>;  // Until the process ends.
   const std::lock_guard lock(mutex);
   if (loaded == nullptr) {
-    Result<NcclLibrary> library = resolve(find_library(path));
-    FOREBAY_RETURN_IF_ERROR(library.status());
-    loaded = std::make_unique<NcclLibrary>(std::move(library).value());
+    FOREBAY_ASSIGN_OR_RETURN(NcclLibrary library, resolve(find_library(path)));
+    loaded = std::make_unique<NcclLibrary>(std::move(library));
     const NcclLibraryFacts& facts = loaded->facts;
     const bool is_unknown = facts.version > nccl::kVersionKnown;
     log(is_unknown ? LogLevel::kWarning : LogLevel::kInfo, "NCCL %s from %s%s",
@@ -154,9 +151,8 @@ Result<const NcclLibrary*> NcclLibrary::get(const std::string& path) {
 }  // namespace internal
 
 Result<NcclLibraryFacts> nccl_library(const std::string& library) {
-  const Result<const internal::NcclLibrary*> loaded = internal::NcclLibrary::get(library);
-  FOREBAY_RETURN_IF_ERROR(loaded.status());
-  return loaded.value()->facts;
+  FOREBAY_ASSIGN_OR_RETURN(const internal::NcclLibrary* loaded, internal::NcclLibrary::get(library));
+  return loaded->facts;
 }
 
 }  // namespace forebay

@@ -26,9 +26,8 @@ struct Facts {
 Status compare_facts(const std::vector<Facts>& all) {
   for (std::size_t r = 1; r < all.size(); ++r) {
     const auto differ = [&](const std::string& first, const std::string& other, const char* try_this) {
-      return Status(StatusCode::kInvalidArgument, "ranks disagree about NCCL: rank 0 has " + first +
-                                                      ", rank " + std::to_string(r) + " has " + other + "; " +
-                                                      try_this);
+      return invalid_argument("ranks disagree about NCCL: rank 0 has ", first, ", rank ", r, " has ", other,
+                              "; ", try_this);
     };
     if (all[r].version != all[0].version) {
       return differ(nccl_version_text(static_cast<int>(all[0].version)),
@@ -60,8 +59,8 @@ Status PinnedOperations::allocate(std::size_t count) {
   bytes_ = (count * sizeof(NcclOperation) + page - 1) / page * page;
   void* const address = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) {
-    return Status(StatusCode::kOutOfMemory, "cannot map " + std::to_string(bytes_) +
-                                                " bytes for fingerprints: the system refuses; free memory");
+    return Status(StatusCode::kOutOfMemory, "cannot map ", bytes_,
+                  " bytes for fingerprints: the system refuses; free memory");
   }
   const Status pinned = backend_.pin(address, bytes_);
   if (!pinned.ok()) {
@@ -91,9 +90,8 @@ NcclMember::NcclMember(std::unique_ptr<Communicator> control, CudaBackend& backe
       table_(static_cast<std::size_t>(control_->size())),
       left_at_(static_cast<std::size_t>(control_->size())) {}
 Status NcclMember::open() {
-  const Result<const NcclLibrary*> library = NcclLibrary::get(options_.library);
-  FOREBAY_RETURN_IF_ERROR(library.status());
-  handle_ = std::make_unique<NcclHandle>(*library.value(), backend_);
+  FOREBAY_ASSIGN_OR_RETURN(const NcclLibrary* library, NcclLibrary::get(options_.library));
+  handle_ = std::make_unique<NcclHandle>(*library, backend_);
   FOREBAY_RETURN_IF_ERROR(agree_on_facts());
   FOREBAY_RETURN_IF_ERROR(allocate());
   FOREBAY_RETURN_IF_ERROR(join());
@@ -111,8 +109,8 @@ Status NcclMember::open() {
     const std::lock_guard lock(mutex_);
     ended_ = true;
     return Status(StatusCode::kUnavailable,
-                  std::string("cannot start the thread that watches a communicator: ") + error.what() +
-                      "; end other processes, or raise ulimit -u or -v");
+                  "cannot start the thread that watches a communicator: ", error.what(),
+                  "; end other processes, or raise ulimit -u or -v");
   }
   return warm_up();
 }
@@ -153,24 +151,18 @@ Status NcclMember::allocate() {
   slots_.resize(kNcclSlots);
   for (Slot& slot : slots_) {
     for (Event* event : {&slot.come, &slot.done}) {
-      Result<Event> created = backend_.event_create();
-      FOREBAY_RETURN_IF_ERROR(created.status());
-      *event = created.value();
+      FOREBAY_ASSIGN_OR_RETURN(*event, backend_.event_create());
     }
   }
   FOREBAY_RETURN_IF_ERROR(fingerprints_.allocate(kNcclSlots * (1 + ranks())));
-  Result<DevicePtr> block = backend_.alloc(kNcclSlots * ranks() * sizeof(NcclOperation));
-  FOREBAY_RETURN_IF_ERROR(block.status());
-  device_operations_ = block.value();
+  FOREBAY_ASSIGN_OR_RETURN(device_operations_, backend_.alloc(kNcclSlots * ranks() * sizeof(NcclOperation)));
   return {};
 }
 
 // NCCL connects two ranks at their first exchange, and the rank that comes first waits in the call. Here all
 // pairs are connected once.
 Status NcclMember::warm_up() {
-  Result<Stream> created = backend_.stream_create();
-  FOREBAY_RETURN_IF_ERROR(created.status());
-  const Stream stream = created.value();
+  FOREBAY_ASSIGN_OR_RETURN(const Stream stream, backend_.stream_create());
   Status status = queue_connections(stream);
   while (status.ok() && !is_empty()) {
     std::this_thread::sleep_for(kNcclPoll);
@@ -276,18 +268,17 @@ Status NcclMember::drain(NcclHeartbeat* open) {
     Slot& first = slot(oldest_);
     if (!first.started) {
       // An operation that is being queued is under way too: its thread waits in NCCL.
-      const Result<bool> come = first.queued ? backend_.event_query(first.come) : Result<bool>(true);
-      FOREBAY_RETURN_IF_ERROR(come.status());
-      if (come.value()) {
+      FOREBAY_ASSIGN_OR_RETURN(const bool come,
+                               first.queued ? backend_.event_query(first.come) : Result<bool>(true));
+      if (come) {
         first.started = true;
         first.started_at = Clock::now();
         if (is_recorded(first.operation)) book_.begin(first.record);
       }
     }
     if (!first.queued) break;
-    const Result<bool> done = backend_.event_query(first.done);
-    FOREBAY_RETURN_IF_ERROR(done.status());
-    if (!done.value()) break;
+    FOREBAY_ASSIGN_OR_RETURN(const bool done, backend_.event_query(first.done));
+    if (!done) break;
     const Status compared = compare(first, oldest_ % kNcclSlots);
     if (is_recorded(first.operation)) book_.end(first.record, first.operation, compared.ok());
     FOREBAY_RETURN_IF_ERROR(compared);

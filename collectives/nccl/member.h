@@ -55,6 +55,24 @@ class PinnedOperations {
   std::size_t bytes_ = 0;
 };
 
+// NCCL's calls for bytes, on one communicator and stream.
+struct NcclCalls {
+  const NcclLibrary& library;
+  nccl::NcclComm comm;
+  nccl::NcclStream stream;
+
+  NcclStep send(const void* source, std::size_t bytes, int peer) const {
+    return {library.ncclSend(source, bytes, nccl::NcclType::kUint8, peer, comm, stream), "ncclSend"};
+  }
+  NcclStep recv(void* target, std::size_t bytes, int peer) const {
+    return {library.ncclRecv(target, bytes, nccl::NcclType::kUint8, peer, comm, stream), "ncclRecv"};
+  }
+  NcclStep all_gather(const void* source, void* target, std::size_t bytes) const {
+    return {library.ncclAllGather(source, target, bytes, nccl::NcclType::kUint8, comm, stream),
+            "ncclAllGather"};
+  }
+};
+
 // The place of a group among all ranks: by rank, the numbers in the world, which messages use; empty for the
 // world itself.
 struct NcclWorld {
@@ -142,7 +160,7 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
 
   // --- data operations ---
 
-  // Queues an operation with its fingerprint. `body(comm, own, all)` makes the NCCL calls: `own` is this
+  // Queues an operation with its fingerprint. `body(calls, own, all)` makes the NCCL calls: `own` is this
   // rank's fingerprint on the device, `all` those of all ranks.
   template <typename Body>
   Status issue(const Slot& wanted, Stream stream, Body body);
@@ -150,8 +168,8 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   // Makes NCCL connect all pairs of ranks, in both of the ways that operations use.
   Status queue_connections(Stream stream);
   Status queue_transfer(const Collective& collective, Stream stream);
-  NcclStep exchange_in_pairs(nccl::NcclComm comm, const Piece& piece, std::byte* own, std::byte* all,
-                             Stream stream) const;
+  NcclStep exchange_in_pairs(const NcclCalls& calls, const Piece& piece, std::byte* own,
+                             std::byte* all) const;
 
   // --- the journal ---
 

@@ -49,7 +49,8 @@ void NcclMember::watch() noexcept {
       }
     } catch (const std::exception&) {
       static_cast<void>(
-          fail(Status(StatusCode::kOutOfMemory, "cannot watch an NCCL communicator: out of memory")));
+          fail(Status(StatusCode::kOutOfMemory,
+                      "cannot watch an NCCL communicator: the host has no memory left; free host memory")));
       failed = true;
     }
   }
@@ -117,13 +118,12 @@ Status NcclMember::exchange_heartbeats(const NcclHeartbeat& mine) {
 // All watched ranks come here in the same heartbeat. From then on the ranks that leave and the ranks that
 // stay watch separately.
 Status NcclMember::part(bool gone) {
-  Result<std::unique_ptr<Communicator>> rest = watch_->split(gone ? 1 : 0, rank());
-  FOREBAY_RETURN_IF_ERROR(rest.status());
+  FOREBAY_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> rest, watch_->split(gone ? 1 : 0, rank()));
   std::erase_if(watched_, [&](int r) {
     return (table_[static_cast<std::size_t>(r)].state == NcclMemberState::kGone) != gone;
   });
   Status failure;
-  std::shared_ptr<Communicator> watch = std::move(rest).value();
+  std::shared_ptr<Communicator> watch = std::move(rest);
   {
     const std::lock_guard lock(mutex_);
     std::swap(watch_, watch);
@@ -147,10 +147,9 @@ Status NcclMember::check_deadline() {
     const auto peer = static_cast<std::size_t>(operation.peer);
     const bool left = table_[peer].state != NcclMemberState::kRunning;
     if (left && waited > kNcclGoodbyeMax && Clock::now() - left_at_[peer] > kNcclGoodbyeMax) {
-      return Status(StatusCode::kPeerLost, describe(numbered(operation, world_.numbers)) + " on rank " +
-                                               std::to_string(world_rank(rank())) + ": rank " +
-                                               std::to_string(world_rank(operation.peer)) +
-                                               " left before it; see why it ended");
+      return Status(StatusCode::kPeerLost, describe(numbered(operation, world_.numbers)), " on rank ",
+                    world_rank(rank()), ": rank ", world_rank(operation.peer),
+                    " left before it; see why it ended");
     }
   }
   // A rank that does not come may itself wait for a stopped rank in another group. The heartbeats of that

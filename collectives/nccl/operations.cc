@@ -13,10 +13,6 @@ using nccl::NcclComm;
 using nccl::NcclType;
 using Clock = NcclHandle::Clock;
 
-nccl::NcclStream native(Stream stream) noexcept {
-  return static_cast<nccl::NcclStream>(stream.handle);
-}
-
 }  // namespace
 
 // --- data operations ---
@@ -32,11 +28,9 @@ Status NcclMember::await_slot() {
     // The watch finds operations that do not end; this is for a stream that works on something else for so
     // long.
     if (Clock::now() >= give_up) {
-      return fail_here(Status(StatusCode::kTimeout, "cannot queue an operation over NCCL: none of the " +
-                                                        std::to_string(kNcclSlots) +
-                                                        " before it was done within " +
-                                                        std::to_string(deadline_.count()) +
-                                                        " ms; queue fewer, or raise the deadline"));
+      return fail_here(Status(StatusCode::kTimeout, "cannot queue an operation over NCCL: none of the ",
+                              kNcclSlots, " before it was done within ", deadline_.count(),
+                              " ms; queue fewer, or raise the deadline"));
     }
     std::this_thread::sleep_for(kNcclPoll);
   }
@@ -70,8 +64,10 @@ Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
   *out = wanted.operation;
   Status status = backend_.copy_async(own, out, record, stream);
   if (status.ok()) {
-    status = handle_->submit(describe(wanted.operation), limit(),
-                             [&](NcclComm comm) { return body(comm, own, all); });
+    status = handle_->submit(describe(wanted.operation), limit(), [&](NcclComm comm) {
+      return body(NcclCalls{handle_->library(), comm, static_cast<nccl::NcclStream>(stream.handle)}, own,
+                  all);
+    });
   }
   if (status.ok() && wanted.compared != Compared::kNone)
     status = backend_.copy_async(in, all, ranks() * record, stream);
@@ -87,18 +83,15 @@ Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
   return fail_here(status);
 }
 
-NcclStep NcclMember::exchange_in_pairs(NcclComm comm, const Piece& piece, std::byte* own, std::byte* all,
-                                       Stream stream) const {
-  const NcclLibrary& library = handle_->library();
+NcclStep NcclMember::exchange_in_pairs(const NcclCalls& calls, const Piece& piece, std::byte* own,
+                                       std::byte* all) const {
   const std::size_t record = sizeof(NcclOperation);
   NcclStep step;
   const auto send = [&](const std::byte* source, std::size_t bytes, int peer) {
-    if (step.ok())
-      step = {library.ncclSend(source, bytes, NcclType::kUint8, peer, comm, native(stream)), "ncclSend"};
+    if (step.ok()) step = calls.send(source, bytes, peer);
   };
   const auto recv = [&](std::byte* target, std::size_t bytes, int peer) {
-    if (step.ok())
-      step = {library.ncclRecv(target, bytes, NcclType::kUint8, peer, comm, native(stream)), "ncclRecv"};
+    if (step.ok()) step = calls.recv(target, bytes, peer);
   };
   const auto slice = [](auto* first, std::size_t stride, int of) {
     return first + static_cast<std::size_t>(of) * stride;
@@ -123,16 +116,13 @@ NcclStep NcclMember::exchange_in_pairs(NcclComm comm, const Piece& piece, std::b
 
 Status NcclMember::queue_connections(Stream stream) {
   Slot slot;
-  slot.operation.fingerprint = {.sequence = kWarmUpSequence,
-                                .operation = static_cast<std::uint32_t>(Operation::kBarrier)};
+  slot.operation.fingerprint = {.sequence = kWarmUpSequence, .operation = Operation::kBarrier};
   slot.compared = Compared::kAll;
-  FOREBAY_RETURN_IF_ERROR(issue(slot, stream, [&](NcclComm comm, std::byte* own, std::byte* all) {
-    return exchange_in_pairs(comm, {}, own, all, stream);
+  FOREBAY_RETURN_IF_ERROR(issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
+    return exchange_in_pairs(calls, {}, own, all);
   }));
-  return issue(slot, stream, [&](NcclComm comm, std::byte* own, std::byte* all) {
-    return NcclStep{handle_->library().ncclAllGather(own, all, sizeof(NcclOperation), NcclType::kUint8, comm,
-                                                     native(stream)),
-                    "ncclAllGather"};
+  return issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
+    return calls.all_gather(own, all, sizeof(NcclOperation));
   });
 }
 
@@ -144,17 +134,11 @@ Status NcclMember::queue_transfer(const Collective& collective, Stream stream) {
   slot.compared = Compared::kAll;
   const bool is_gather = piece.keep_own;
   const bool is_contiguous = size() == 1 || piece.target_stride == piece.bytes;
-  return issue(slot, stream, [&](NcclComm comm, std::byte* own, std::byte* all) {
-    if (!is_gather || !is_contiguous) return exchange_in_pairs(comm, piece, own, all, stream);
-    const NcclLibrary& library = handle_->library();
-    NcclStep step{
-        library.ncclAllGather(own, all, sizeof(NcclOperation), NcclType::kUint8, comm, native(stream)),
-        "ncclAllGather"};
-    if (step.ok() && piece.bytes > 0) {
-      step.result = library.ncclAllGather(piece.source, piece.target, piece.bytes, NcclType::kUint8, comm,
-                                          native(stream));
-    }
-    return step;
+  return issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
+    if (!is_gather || !is_contiguous) return exchange_in_pairs(calls, piece, own, all);
+    const NcclStep step = calls.all_gather(own, all, sizeof(NcclOperation));
+    if (!step.ok() || piece.bytes == 0) return step;
+    return calls.all_gather(piece.source, piece.target, piece.bytes);
   });
 }
 
@@ -175,17 +159,13 @@ Status NcclMember::reduce_scatter(const ReduceScatterArguments& arguments, Strea
   slot.operation.fingerprint = collective.fingerprint;
   slot.operation.fingerprint.sequence = collective_sequence_++;
   slot.compared = Compared::kAll;
-  FOREBAY_RETURN_IF_ERROR(issue(slot, stream, [&](NcclComm comm, std::byte* own, std::byte* all) {
-    const NcclLibrary& library = handle_->library();
-    NcclStep step{
-        library.ncclAllGather(own, all, sizeof(NcclOperation), NcclType::kUint8, comm, native(stream)),
-        "ncclAllGather"};
-    if (step.ok()) {
-      step = {library.ncclReduceScatter(arguments.source, sum, arguments.count, NcclType::kFloat32,
-                                        nccl::NcclReduction::kSum, comm, native(stream)),
-              "ncclReduceScatter"};
-    }
-    return step;
+  FOREBAY_RETURN_IF_ERROR(issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
+    const NcclStep step = calls.all_gather(own, all, sizeof(NcclOperation));
+    if (!step.ok()) return step;
+    return NcclStep{
+        calls.library.ncclReduceScatter(arguments.source, sum, arguments.count, NcclType::kFloat32,
+                                        nccl::NcclReduction::kSum, calls.comm, calls.stream),
+        "ncclReduceScatter"};
   }));
   if (arguments.first) return {};
   const Status added = kernels_.accumulate({.own = sum,
@@ -208,37 +188,22 @@ Status NcclMember::all_gather(const AllGatherArguments& arguments, Stream stream
 Status NcclMember::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
                         Stream stream) {
   Slot slot;
-  slot.operation = {.fingerprint = {.sequence = sent_to_[static_cast<std::size_t>(peer)]++,
-                                    .count = bytes,
-                                    .operation = static_cast<std::uint32_t>(Operation::kSend)},
-                    .peer = peer,
-                    .tag = tag};
-  return issue(slot, stream, [&](NcclComm comm, std::byte* own, std::byte*) {
-    const NcclLibrary& library = handle_->library();
-    NcclStep step{library.ncclSend(own, sizeof(NcclOperation), NcclType::kUint8, peer, comm, native(stream)),
-                  "ncclSend"};
-    if (step.ok() && bytes > 0)
-      step.result = library.ncclSend(source, bytes, NcclType::kUint8, peer, comm, native(stream));
-    return step;
+  slot.operation =
+      issued_message(Operation::kSend, bytes, peer, tag, sent_to_[static_cast<std::size_t>(peer)]++);
+  return issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte*) {
+    const NcclStep step = calls.send(own, sizeof(NcclOperation), peer);
+    return step.ok() && bytes > 0 ? calls.send(source, bytes, peer) : step;
   });
 }
 
 Status NcclMember::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) {
+  const auto from = static_cast<std::size_t>(peer);
   Slot slot;
-  slot.operation = {.fingerprint = {.sequence = received_from_[static_cast<std::size_t>(peer)]++,
-                                    .count = bytes,
-                                    .operation = static_cast<std::uint32_t>(Operation::kRecv)},
-                    .peer = peer,
-                    .tag = tag};
+  slot.operation = issued_message(Operation::kRecv, bytes, peer, tag, received_from_[from]++);
   slot.compared = Compared::kPeer;
-  return issue(slot, stream, [&](NcclComm comm, std::byte*, std::byte* all) {
-    const NcclLibrary& library = handle_->library();
-    NcclStep step{library.ncclRecv(all + static_cast<std::size_t>(peer) * sizeof(NcclOperation),
-                                   sizeof(NcclOperation), NcclType::kUint8, peer, comm, native(stream)),
-                  "ncclRecv"};
-    if (step.ok() && bytes > 0)
-      step.result = library.ncclRecv(target, bytes, NcclType::kUint8, peer, comm, native(stream));
-    return step;
+  return issue(slot, stream, [&](const NcclCalls& calls, std::byte*, std::byte* all) {
+    const NcclStep step = calls.recv(all + from * sizeof(NcclOperation), sizeof(NcclOperation), peer);
+    return step.ok() && bytes > 0 ? calls.recv(target, bytes, peer) : step;
   });
 }
 
@@ -247,13 +212,12 @@ Status NcclMember::register_buffer(DevicePtr address, std::size_t bytes) {
   const NcclLibrary& library = handle_->library();
   const std::string what = "register " + std::to_string(bytes) + " bytes with NCCL";
   if (!library.facts.can_register) {
-    return Status(StatusCode::kUnsupported, "cannot " + what + ": " + library.facts.path +
-                                                " has no ncclCommRegister; go on without, or load NCCL 2.19 "
-                                                "or newer");
+    return Status(StatusCode::kUnsupported, "cannot ", what, ": ", library.facts.path,
+                  " has no ncclCommRegister; go on without, or load NCCL 2.19 "
+                  "or newer");
   }
   if (address == nullptr || bytes == 0 || registered_.count(address) != 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot " + what + ": it is empty or registered already; give each buffer once");
+    return invalid_argument("cannot ", what, ": it is empty or registered already; give each buffer once");
   }
   void* registration = nullptr;
   const Status status = handle_->call(what, limit(), [&](NcclComm comm) {
@@ -268,9 +232,9 @@ Status NcclMember::deregister_buffer(DevicePtr address) {
   FOREBAY_RETURN_IF_ERROR(status());
   const auto found = registered_.find(address);
   if (found == registered_.end()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "cannot deregister a buffer with NCCL: none is registered there; give the address of "
-                  "register_buffer");
+    return invalid_argument(
+        "cannot deregister a buffer with NCCL: none is registered there; give the address of "
+        "register_buffer");
   }
   void* const registration = found->second;
   registered_.erase(found);

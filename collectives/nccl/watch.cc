@@ -7,7 +7,7 @@ namespace forebay::internal {
 namespace {
 
 bool is(const NcclOperation& operation, Operation kind) {
-  return operation.fingerprint.operation == static_cast<std::uint32_t>(kind);
+  return operation.fingerprint.operation == kind;
 }
 
 std::string size_and_tag(const NcclOperation& operation) {
@@ -16,10 +16,8 @@ std::string size_and_tag(const NcclOperation& operation) {
 
 Status compare_message(int receiver, const NcclOperation& recv, int sender, const NcclOperation& send) {
   if (recv.fingerprint.count == send.fingerprint.count && recv.tag == send.tag) return {};
-  return Status(StatusCode::kInvalidArgument, describe(recv) + " on rank " + std::to_string(receiver) +
-                                                  ", but rank " + std::to_string(sender) + " sends " +
-                                                  size_and_tag(send) +
-                                                  "; give both the same sizes and tags in the same order");
+  return invalid_argument(describe(recv), " on rank ", receiver, ", but rank ", sender, " sends ",
+                          size_and_tag(send), "; give both the same sizes and tags in the same order");
 }
 
 // The first collective that two ranks have issued differently.
@@ -78,8 +76,8 @@ Status judge_departures(std::span<const NcclHeartbeat> members, std::span<const 
       const auto name = [&](std::size_t rank) {
         return std::to_string(number_of(numbers, static_cast<int>(rank)));
       };
-      return Status(StatusCode::kPeerLost, what + " on rank " + name(r) + ": rank " + name(left) +
-                                               " left before it; see why it ended");
+      return Status(StatusCode::kPeerLost, what, " on rank ", name(r), ": rank ", name(left),
+                    " left before it; see why it ended");
     }
   }
   return {};
@@ -106,9 +104,8 @@ Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size) {
     is_whole = is_message ? operation.peer >= 0 && operation.peer < size : is_collective(operation);
   }
   if (is_whole) return {};
-  return Status(StatusCode::kCorruption,
-                "cannot watch rank " + std::to_string(rank) +
-                    ": its heartbeat cannot be read; run the same build of forebay on all ranks");
+  return Status(StatusCode::kCorruption, "cannot watch rank ", rank,
+                ": its heartbeat cannot be read; run the same build of forebay on all ranks");
 }
 
 Status judge_heartbeats(std::span<const NcclHeartbeat> members, std::span<const int> numbers) {
@@ -129,10 +126,9 @@ Status operation_timeout(int rank, const NcclOperation& operation, std::span<con
   std::string who = "all ranks have issued it, and it is not done";
   if (!is_collective(operation)) add(operation.peer);
   if (!missing.empty()) who = rank_list(missing) + " did not join";
-  return Status(StatusCode::kTimeout, describe(numbered(operation, numbers)) + " on rank " +
-                                          std::to_string(number_of(numbers, rank)) + ": " + who + " within " +
-                                          std::to_string(deadline.count()) +
-                                          " ms; look there for the reason, or raise the deadline");
+  return Status(StatusCode::kTimeout, describe(numbered(operation, numbers)), " on rank ",
+                number_of(numbers, rank), ": ", who, " within ", deadline.count(),
+                " ms; look there for the reason, or raise the deadline");
 }
 
 }  // namespace forebay::internal

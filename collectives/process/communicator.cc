@@ -66,7 +66,7 @@ class ProcessCommunicator final : public Communicator {
               Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(transport().status());
     FOREBAY_RETURN_IF_ERROR(check_peer("send", source, bytes, peer, rank(), size()));
-    const Issued issued = message(Operation::kSend, bytes, peer, tag, sends_[{peer, tag}]++);
+    const Issued issued = issued_message(Operation::kSend, bytes, peer, tag, sends_[{peer, tag}]++);
     return queue(stream, issued, [=](Transport& transport) {
       return transport.send(source, bytes, peer, tag, issued.fingerprint.sequence);
     });
@@ -75,7 +75,7 @@ class ProcessCommunicator final : public Communicator {
   Status recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) override {
     FOREBAY_RETURN_IF_ERROR(transport().status());
     FOREBAY_RETURN_IF_ERROR(check_peer("recv", target, bytes, peer, rank(), size()));
-    const Issued issued = message(Operation::kRecv, bytes, peer, tag, recvs_[{peer, tag}]++);
+    const Issued issued = issued_message(Operation::kRecv, bytes, peer, tag, recvs_[{peer, tag}]++);
     return queue(stream, issued, [=](Transport& transport) {
       return transport.recv(target, bytes, peer, tag, issued.fingerprint.sequence);
     });
@@ -104,17 +104,15 @@ class ProcessCommunicator final : public Communicator {
                           .size = static_cast<int>(members.size()),
                           .deadline = parent.deadline,
                           .generation = parent.generation + "-" + std::to_string(sequence) + "." +
-                                        std::to_string(members.front().rank),
-                          .origin = {},
-                          .name_in_origin = {},
-                          .world_ranks = {}};
-    Result<std::shared_ptr<Transport>> transport_of_group = transport().split(
-        std::move(membership), members, [this](std::span<const std::byte> given, std::span<std::byte> got) {
-          return control(Operation::kSplit, given, got);
-        });
-    FOREBAY_RETURN_IF_ERROR(transport_of_group.status());
-    return std::unique_ptr<Communicator>(std::make_unique<ProcessCommunicator>(
-        std::make_shared<Shared>(std::move(transport_of_group).value(), shared_->book), backend_));
+                                        std::to_string(members.front().rank)};
+    FOREBAY_ASSIGN_OR_RETURN(
+        std::shared_ptr<Transport> transport_of_group,
+        transport().split(std::move(membership), members,
+                          [this](std::span<const std::byte> given, std::span<std::byte> got) {
+                            return control(Operation::kSplit, given, got);
+                          }));
+    return std::make_unique<ProcessCommunicator>(
+        std::make_shared<Shared>(std::move(transport_of_group), shared_->book), backend_);
   }
 
   Status status() const override { return transport().status(); }
@@ -139,15 +137,6 @@ class ProcessCommunicator final : public Communicator {
 
  private:
   Transport& transport() const noexcept { return *shared_->transport; }
-
-  static Issued message(Operation operation, std::size_t bytes, int peer, std::uint32_t tag,
-                        std::uint64_t sequence) {
-    return {.fingerprint = {.sequence = sequence,
-                            .count = bytes,
-                            .operation = static_cast<std::uint32_t>(operation)},
-            .peer = peer,
-            .tag = tag};
-  }
 
   Status control(Operation operation, std::span<const std::byte> mine, std::span<std::byte> all) {
     Collective collective = control_transfer(operation, mine, all);
@@ -188,23 +177,14 @@ class ProcessCommunicator final : public Communicator {
 Result<Membership> check_membership(const char* name, int rank, int size, std::chrono::milliseconds deadline,
                                     const Backend& backend) {
   if (size < 1 || rank < 0 || rank >= size) {
-    return Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " of " +
-                                                    std::to_string(size) +
-                                                    " ranks does not exist; ranks are 0 to size - 1");
+    return invalid_argument("rank ", rank, " of ", size, " ranks does not exist; ranks are 0 to size - 1");
   }
   const Capabilities& device = backend.capabilities();
   if (!device.host_accessible) {
-    return Status(StatusCode::kUnsupported,
-                  std::string(name) + " needs memory that the host reaches, and the memory of " +
-                      device.name + " is not such; use the host backend or another communicator");
+    return Status(StatusCode::kUnsupported, name, " needs memory that the host reaches, and the memory of ",
+                  device.name, " is not such; use the host backend or another communicator");
   }
-  return Membership{.rank = rank,
-                    .size = size,
-                    .deadline = clamp_deadline(deadline),
-                    .generation = {},
-                    .origin = {},
-                    .name_in_origin = {},
-                    .world_ranks = {}};
+  return Membership{.rank = rank, .size = size, .deadline = clamp_deadline(deadline)};
 }
 
 std::unique_ptr<Communicator> create_process_communicator(std::shared_ptr<Transport> transport,

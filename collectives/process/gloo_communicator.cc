@@ -3,7 +3,6 @@
 
 #include <gloo/transport/tcp/device.h>
 
-#include <memory>
 #include <string>
 #include <utility>
 
@@ -29,23 +28,21 @@ Result<std::string> address_to_listen_at(const std::string& interface) {
   const std::string wanted = interface.empty() ? "127.0.0.1" : interface;
   std::string address = internal::listening_address(wanted);
   if (!address.empty()) return address;
-  return Status(StatusCode::kInvalidArgument, "cannot listen on \"" + wanted +
-                                                  "\": no interface or address of this host has that name" +
-                                                  kInterfaceAdvice);
+  return invalid_argument("cannot listen on \"", wanted,
+                          "\": no interface or address of this host has that name", kInterfaceAdvice);
 }
 
 Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
-  Result<std::string> address = address_to_listen_at(interface);
-  FOREBAY_RETURN_IF_ERROR(address.status());
+  FOREBAY_ASSIGN_OR_RETURN(std::string address, address_to_listen_at(interface));
   gloo::transport::tcp::attr attributes;
-  attributes.hostname = address.value();
+  attributes.hostname = address;
   try {
     // Gloo's I/O thread starts here.
     const internal::BlockedSignals blocked;
     return gloo::transport::tcp::CreateDevice(attributes);
   } catch (const std::exception& error) {
-    return Status(StatusCode::kUnavailable,
-                  "cannot listen on \"" + address.value() + "\": " + error.what() + kInterfaceAdvice);
+    return Status(StatusCode::kUnavailable, "cannot listen on \"", address, "\": ", error.what(),
+                  kInterfaceAdvice);
   }
 }
 
@@ -54,22 +51,19 @@ Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string
 Result<std::shared_ptr<Transport>> internal::connect_gloo(const Joining& joining) {
   if (joining.interface.empty() && !joining.meeting.one_host) {
     const Meeting& meeting = joining.meeting;
-    return Status(
-        StatusCode::kInvalidArgument,
-        "ranks are on several hosts (rank 0 on " + meeting.first_host + ", rank " +
-            std::to_string(meeting.other_host_rank) + " on " + meeting.other_host +
-            ") and the default is to listen on the loopback address only; give the address or interface "
-            "that the hosts share");
+    return invalid_argument(
+        "ranks are on several hosts (rank 0 on ", meeting.first_host, ", rank ", meeting.other_host_rank,
+        " on ", meeting.other_host,
+        ") and the default is to listen on the loopback address only; give the address or interface "
+        "that the hosts share");
   }
-  Result<std::shared_ptr<gloo::transport::Device>> device = create_device(joining.interface);
-  FOREBAY_RETURN_IF_ERROR(device.status());
+  FOREBAY_ASSIGN_OR_RETURN(std::shared_ptr<gloo::transport::Device> device, create_device(joining.interface));
   auto monitor = std::make_shared<WaitMonitor>(joining.membership.rank, joining.membership.deadline,
                                                joining.store, joining.name("wait."));
   FOREBAY_RETURN_IF_ERROR(monitor->start());
-  auto mesh =
-      std::make_shared<GlooMesh>(joining.membership, joining.store, device.value(), std::move(monitor));
+  auto mesh = std::make_shared<GlooMesh>(joining.membership, joining.store, device, std::move(monitor));
   FOREBAY_RETURN_IF_ERROR(mesh->connect(joining.limit));
-  return std::shared_ptr<Transport>(std::move(mesh));
+  return mesh;
 }
 
 bool gloo_available() noexcept {
@@ -79,11 +73,11 @@ bool gloo_available() noexcept {
 Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions& options, Backend& backend) {
   if (!options.interface.empty()) FOREBAY_RETURN_IF_ERROR(address_to_listen_at(options.interface).status());
   if (options.size > 1) return internal::create_over("gloo", internal::connect_gloo, options, backend);
-  Result<Membership> membership =
-      internal::check_membership("gloo", options.rank, options.size, options.deadline, backend);
-  FOREBAY_RETURN_IF_ERROR(membership.status());
+  FOREBAY_ASSIGN_OR_RETURN(
+      Membership membership,
+      internal::check_membership("gloo", options.rank, options.size, options.deadline, backend));
   return internal::create_process_communicator(
-      std::make_shared<GlooMesh>(std::move(membership).value(), nullptr, nullptr, nullptr), backend);
+      std::make_shared<GlooMesh>(std::move(membership), nullptr, nullptr, nullptr), backend);
 }
 
 }  // namespace forebay

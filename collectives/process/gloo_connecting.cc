@@ -5,7 +5,6 @@
 #include <system_error>
 
 #include "collectives/process/gloo_mesh.h"
-#include "collectives/process/no_sigpipe.h"
 #include "collectives/signal_mask.h"
 
 namespace forebay::internal {
@@ -93,13 +92,14 @@ Status GlooMesh::connect_peer(GlooPlane plane, int peer, Clock::time_point limit
   Status failed;
   try {
     if (addresses && !contexts_[plane]->connect(peer, *addresses))
-      failed = Status(StatusCode::kPeerLost, who + " gave addresses that cannot be read");
+      failed = Status(StatusCode::kPeerLost, who,
+                      " gave addresses that cannot be read; run one version of forebay");
   } catch (const std::exception& error) {
-    failed = Status(StatusCode::kPeerLost, who + ": " + error.what());
+    failed = Status(StatusCode::kPeerLost, who, ": ", error.what());
   }
   FOREBAY_RETURN_IF_ERROR(store_->status());
   FOREBAY_RETURN_IF_ERROR(waiting.verdict());
-  if (Clock::now() >= limit) return Status(StatusCode::kTimeout, who + " did not join");
+  if (Clock::now() >= limit) return Status(StatusCode::kTimeout, who, " did not join");
   FOREBAY_RETURN_IF_ERROR(failed);
   // That rank's own text says more, and is the first failure.
   if (!is_running()) return Status(StatusCode::kPeerLost, "another rank failed");
@@ -111,8 +111,8 @@ Status GlooMesh::begin_watching(Clock::time_point deadline) {
     start_watching();
     return {};
   } catch (const std::system_error& error) {
-    return Status(StatusCode::kUnavailable, here() + " cannot start a thread to check its peers: " +
-                                                error.what() + "; raise ulimit -u or -v");
+    return Status(StatusCode::kUnavailable, here(),
+                  " cannot start a thread to check its peers: ", error.what(), "; raise ulimit -u or -v");
   } catch (const std::exception& error) {
     return diagnose(error, kGlooHealth, describe(kGlooConnecting), peers(), {}, deadline);
   }
@@ -132,9 +132,8 @@ Status GlooMesh::connect(Clock::time_point deadline) {
     // The store's word comes before this rank's own view.
     if (!status.ok()) status = known;
   } else if (!status.ok()) {
-    status = Status(status.code(), here() + " cannot connect to the other ranks over " + device_->str() +
-                                       ": " + status.message() +
-                                       "; see whether a rank ended, or give the right interface");
+    status = Status(status.code(), here(), " cannot connect to the other ranks over ", device_->str(), ": ",
+                    status.message(), "; see whether a rank ended, or give the right interface");
   }
   if (status.ok()) status = begin_watching(deadline);
   if (status.ok()) {

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "collectives/process/gloo_mesh.h"
-#include "collectives/process/no_sigpipe.h"
 #include "collectives/signal_mask.h"
 
 namespace forebay::internal {
@@ -59,9 +58,9 @@ void GlooMesh::fail_for_lost_peers(const std::exception& error) {
     static_cast<void>(fail_of_all(server));
     return;
   }
-  static_cast<void>(fail(
-      Status(StatusCode::kPeerLost, here() + " checked its peers: " + rank_list(world_ranks(lost)) +
-                                        " closed the connection (" + error.what() + "); see why it ended")));
+  static_cast<void>(
+      fail(Status(StatusCode::kPeerLost, here(), " checked its peers: ", rank_list(world_ranks(lost)),
+                  " closed the connection (", error.what(), "); see why it ended")));
 }
 
 void GlooMesh::leave() noexcept {

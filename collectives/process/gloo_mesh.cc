@@ -2,10 +2,7 @@
 #include "collectives/process/gloo_mesh.h"
 
 #include <cstring>
-#include <thread>
 #include <utility>
-
-#include "collectives/first_failure.h"
 
 namespace forebay::internal {
 namespace {
@@ -120,17 +117,15 @@ Status GlooMesh::diagnose(const std::exception& error, GlooPlane plane, const st
   if (Clock::now() >= deadline) {
     const std::string who = missing.empty() ? rank_list(world_ranks(candidates)) + " did not finish"
                                             : rank_list(world_ranks(missing)) + " did not join";
-    return fail(Status(StatusCode::kTimeout, where + who + " within " +
-                                                 std::to_string(membership().deadline.count()) +
-                                                 " ms; look there for the reason, or raise the deadline"));
+    return fail(Status(StatusCode::kTimeout, where, who, " within ", membership().deadline.count(),
+                       " ms; look there for the reason, or raise the deadline"));
   }
   std::vector<int> lost = find_lost(plane, candidates);
   await_first_failure();
   if (const Status server = monitor_->server_status(); !server.ok()) return fail_of_all(server);
   if (lost.empty()) lost = candidates;
-  return fail(Status(StatusCode::kPeerLost, where + rank_list(world_ranks(lost)) +
-                                                " closed the connection (" + error.what() +
-                                                "); see why it ended"));
+  return fail(Status(StatusCode::kPeerLost, where, rank_list(world_ranks(lost)), " closed the connection (",
+                     error.what(), "); see why it ended"));
 }
 
 void GlooMesh::await_first_failure() {
@@ -193,7 +188,7 @@ Result<std::shared_ptr<Transport>> GlooMesh::split_own(Membership membership,
                                                        const Exchange& /*exchange*/) {
   auto mesh = std::make_shared<GlooMesh>(std::move(membership), store_, device_, monitor_);
   FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
-  return std::shared_ptr<Transport>(std::move(mesh));
+  return mesh;
 }
 
 }  // namespace forebay::internal

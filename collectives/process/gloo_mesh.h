@@ -41,7 +41,6 @@
 #include <vector>
 
 #include "collectives/arguments.h"
-#include "collectives/ballot.h"
 #include "collectives/fingerprint.h"
 #include "collectives/operation_book.h"
 #include "collectives/process/gloo_context.h"
@@ -58,8 +57,7 @@ enum GlooPlane : int { kGlooData, kGlooControl, kGlooHealth, kGlooPlaneCount };
 inline constexpr std::chrono::milliseconds kGlooBackstop{5000};
 
 // The operation "connecting".
-inline constexpr Fingerprint kGlooConnecting{.sequence = kConnectSequence,
-                                             .operation = static_cast<std::uint32_t>(Operation::kBarrier)};
+inline constexpr Fingerprint kGlooConnecting{.sequence = kConnectSequence, .operation = Operation::kBarrier};
 
 // Gloo matches a send and a recv of two ranks by their slot.
 enum class GlooSlot : std::uint64_t {
@@ -172,6 +170,10 @@ class GlooMesh final : public Transport {
   static bool await_one(gloo::transport::UnboundBuffer& buffer, Direction direction, int* peer,
                         Clock::time_point limit);
   Status transfer(GlooPlane plane, const Fingerprint& fingerprint, const Piece& piece);
+  // A send or recv: `fingerprint` travels in front of `bytes`. Calls run(head, body, operating, limit).
+  template <typename Function>
+  Status run_message(const Issued& issued, int peer, const Fingerprint& fingerprint, const std::byte* bytes,
+                     Function run);
   // The body of transfer(); `theirs` gets the peers' fingerprints, by rank. Throws Gloo's exceptions.
   Status transfer_over(GlooPlane plane, const Fingerprint& fingerprint, const Piece& piece,
                        const std::vector<int>& peers, std::vector<Fingerprint>& theirs,

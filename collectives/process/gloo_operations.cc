@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "collectives/process/gloo_mesh.h"
-#include "collectives/process/no_sigpipe.h"
+#include "collectives/signal_mask.h"
 #include "forebay/host_gradients.h"
 
 namespace forebay::internal {
@@ -119,66 +119,58 @@ Status GlooMesh::transfer_over(GlooPlane plane, const Fingerprint& fingerprint, 
   return is_done ? Status() : operating.end();
 }
 
-Status GlooMesh::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
-                      std::uint64_t sequence) {
+template <typename Function>
+Status GlooMesh::run_message(const Issued& issued, int peer, const Fingerprint& fingerprint,
+                             const std::byte* bytes, Function run) {
   FOREBAY_RETURN_IF_ERROR(status());
   const NoSigpipe guard;
-  const Clock::time_point limit = deadline();
-  const Fingerprint fingerprint{
-      .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(Operation::kSend)};
-  const Issued issued{.fingerprint = fingerprint, .peer = world_rank(peer), .tag = tag};
+  const Clock::time_point limit = deadline() + kGlooBackstop;
   try {
     const Buffer head = buffer(kGlooData, &fingerprint, sizeof(fingerprint));
-    const Buffer body = buffer(kGlooData, source, bytes);
+    const Buffer body = buffer(kGlooData, bytes, issued.fingerprint.count);
     const InFlight in_flight(*this, {head.get(), body.get()});
     if (!in_flight.ok()) return status();
     Operating operating(*this, issued, in_flight, {peer});
-    head->send(peer, gloo_slot(GlooSlot::kMessage, sequence, tag), 0, sizeof(fingerprint));
-    if (bytes > 0) body->send(peer, gloo_slot(GlooSlot::kMessagePayload, sequence, tag), 0, bytes);
-    if (!operating.await(*head, Direction::kSent, 1, limit + kGlooBackstop)) return operating.end();
-    operating.finish({peer});
-    if (bytes > 0 && !operating.await(*body, Direction::kSent, 1, limit + kGlooBackstop))
-      return operating.end();
+    return run(*head, *body, operating, limit);
   } catch (const std::exception& error) {
-    return diagnose(error, kGlooData, describe(issued), {peer}, {peer}, limit + kGlooBackstop);
+    return diagnose(error, kGlooData, describe(issued), {peer}, {peer}, limit);
   }
-  return {};
+}
+
+Status GlooMesh::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
+                      std::uint64_t sequence) {
+  const Issued issued = issued_message(Operation::kSend, bytes, world_rank(peer), tag, sequence);
+  return run_message(issued, peer, issued.fingerprint, source,
+                     [&](auto& head, auto& body, Operating& operating, Clock::time_point limit) {
+                       head.send(peer, gloo_slot(GlooSlot::kMessage, sequence, tag), 0, sizeof(Fingerprint));
+                       if (bytes > 0)
+                         body.send(peer, gloo_slot(GlooSlot::kMessagePayload, sequence, tag), 0, bytes);
+                       if (!operating.await(head, Direction::kSent, 1, limit)) return operating.end();
+                       operating.finish({peer});
+                       const bool done = bytes == 0 || operating.await(body, Direction::kSent, 1, limit);
+                       return done ? Status() : operating.end();
+                     });
 }
 
 Status GlooMesh::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag,
                       std::uint64_t sequence) {
-  FOREBAY_RETURN_IF_ERROR(status());
-  const NoSigpipe guard;
-  const Clock::time_point limit = deadline();
-  const Issued issued{.fingerprint = {.sequence = sequence,
-                                      .count = bytes,
-                                      .operation = static_cast<std::uint32_t>(Operation::kRecv)},
-                      .peer = world_rank(peer),
-                      .tag = tag};
+  const Issued issued = issued_message(Operation::kRecv, bytes, world_rank(peer), tag, sequence);
   Fingerprint theirs;
-  try {
-    const Buffer head = buffer(kGlooData, &theirs, sizeof(theirs));
-    const Buffer body = buffer(kGlooData, target, bytes);
-    const InFlight in_flight(*this, {head.get(), body.get()});
-    if (!in_flight.ok()) return status();
-    Operating operating(*this, issued, in_flight, {peer});
-    head->recv(peer, gloo_slot(GlooSlot::kMessage, sequence, tag), 0, sizeof(theirs));
-    if (!operating.await(*head, Direction::kReceived, 1, limit + kGlooBackstop)) return operating.end();
-    if (theirs.count != bytes) {
-      return fail(Status(StatusCode::kInvalidArgument, describe(issued) + " on " + here() + ", but rank " +
-                                                           std::to_string(world_rank(peer)) + " sends " +
-                                                           std::to_string(theirs.count) +
-                                                           " bytes; give both the same size"));
-    }
-    if (bytes > 0) {
-      body->recv(peer, gloo_slot(GlooSlot::kMessagePayload, sequence, tag), 0, bytes);
-      operating.finish({peer});
-      if (!operating.await(*body, Direction::kReceived, 1, limit + kGlooBackstop)) return operating.end();
-    }
-  } catch (const std::exception& error) {
-    return diagnose(error, kGlooData, describe(issued), {peer}, {peer}, limit + kGlooBackstop);
-  }
-  return {};
+  return run_message(
+      issued, peer, theirs, target,
+      [&](auto& head, auto& body, Operating& operating, Clock::time_point limit) {
+        head.recv(peer, gloo_slot(GlooSlot::kMessage, sequence, tag), 0, sizeof(theirs));
+        if (!operating.await(head, Direction::kReceived, 1, limit)) return operating.end();
+        if (theirs.count != bytes) {
+          return fail(invalid_argument(describe(issued), " on ", here(), ", but rank ", world_rank(peer),
+                                       " sends ", theirs.count, " bytes; give both the same size"));
+        }
+        if (bytes == 0) return Status();
+        body.recv(peer, gloo_slot(GlooSlot::kMessagePayload, sequence, tag), 0, bytes);
+        operating.finish({peer});
+        const bool done = operating.await(body, Direction::kReceived, 1, limit);
+        return done ? Status() : operating.end();
+      });
 }
 
 Status GlooMesh::reduce_scatter(const Fingerprint& fingerprint, const ReduceScatterArguments& arguments) {

@@ -4,7 +4,6 @@
 #include <thread>
 #include <utility>
 
-#include "collectives/first_failure.h"
 #include "collectives/process/shm_segment.h"
 #include "forebay/shm_communicator.h"
 
@@ -32,19 +31,18 @@ Result<bool> one_place(const Joining& joining) {
   bool one = joining.membership.size <= kShmRanksMax;
   std::string first;
   for (int rank = 0; rank < joining.membership.size; ++rank) {
-    Result<std::string> place = await_text(
-        joining, name(rank), "rank " + std::to_string(rank) + " came but did not say where it runs");
-    FOREBAY_RETURN_IF_ERROR(place.status());
-    if (rank == 0) first = place.value();
-    one = one && place.value() == first;
+    FOREBAY_ASSIGN_OR_RETURN(std::string place, await_text(joining, name(rank),
+                                                           "rank " + std::to_string(rank) +
+                                                               " came but did not say where it runs"));
+    if (rank == 0) first = place;
+    one = one && place == first;
   }
   return one;
 }
 
 Result<std::shared_ptr<Transport>> connect_by_place(const Joining& joining) {
-  const Result<bool> one = one_place(joining);
-  FOREBAY_RETURN_IF_ERROR(one.status());
-  Result<std::shared_ptr<Transport>> transport = one.value() ? connect_shm(joining) : connect_gloo(joining);
+  FOREBAY_ASSIGN_OR_RETURN(const bool one, one_place(joining));
+  Result<std::shared_ptr<Transport>> transport = one ? connect_shm(joining) : connect_gloo(joining);
   // All are connected, so all have read it.
   if (transport.ok()) joining.store->remove(joining.name("place." + std::to_string(joining.membership.rank)));
   return transport;
@@ -53,27 +51,18 @@ Result<std::shared_ptr<Transport>> connect_by_place(const Joining& joining) {
 }  // namespace
 
 Result<Joining> meet_others(const char* transport, const ProcessOptions& options, const Backend& backend) {
-  Result<Membership> checked =
-      check_membership(transport, options.rank, options.size, options.deadline, backend);
-  FOREBAY_RETURN_IF_ERROR(checked.status());
-  Joining joining{.membership = std::move(checked).value(),
-                  .meeting = {},
-                  .store = nullptr,
-                  .interface = options.interface,
-                  .limit = {}};
+  Joining joining{.interface = options.interface};
+  FOREBAY_ASSIGN_OR_RETURN(
+      joining.membership, check_membership(transport, options.rank, options.size, options.deadline, backend));
   const std::chrono::milliseconds patience = options.join_deadline.count() == 0
                                                  ? joining.membership.deadline
                                                  : clamp_deadline(options.join_deadline);
   const SteadyClock::time_point limit = SteadyClock::now() + patience;
   const Participant me{options.rank, options.size, std::string(transport) + " " + options.configuration};
-  Result<std::unique_ptr<RendezvousStore>> opened =
-      open_rendezvous({options.store, options.texts, me, options.interface, limit});
-  FOREBAY_RETURN_IF_ERROR(opened.status());
-  joining.store = std::move(opened).value();
+  FOREBAY_ASSIGN_OR_RETURN(joining.store,
+                           open_rendezvous({options.store, options.texts, me, options.interface, limit}));
   if (joining.interface.empty()) joining.interface = joining.store->local_address();
-  Result<Meeting> meeting = meet(*joining.store, me, limit, patience);
-  FOREBAY_RETURN_IF_ERROR(meeting.status());
-  joining.meeting = std::move(meeting).value();
+  FOREBAY_ASSIGN_OR_RETURN(joining.meeting, meet(*joining.store, me, limit, patience));
   joining.limit = SteadyClock::now() + joining.membership.deadline;
   joining.membership.generation = joining.meeting.generation;
   return joining;
@@ -85,9 +74,9 @@ Result<std::string> await_text(const Joining& joining, const std::string& name, 
     if (const auto reason = joining.store->read(failure_name(joining))) return decode_failure(*reason);
     FOREBAY_RETURN_IF_ERROR(joining.store->status());
     if (SteadyClock::now() >= joining.limit) {
-      return Status(StatusCode::kTimeout, "rank " + std::to_string(joining.membership.rank) + " waited " +
-                                              std::to_string(joining.membership.deadline.count()) + " ms: " +
-                                              missing + "; look there for the reason, or raise the deadline");
+      return Status(StatusCode::kTimeout, "rank ", joining.membership.rank, " waited ",
+                    joining.membership.deadline.count(), " ms: ", missing,
+                    "; look there for the reason, or raise the deadline");
     }
     std::this_thread::sleep_for(kPoll);
   }
@@ -106,9 +95,7 @@ Status conclude(Joining& joining, Status joined) {
 
 Result<std::unique_ptr<Communicator>> create_over(const char* transport, Connect connect,
                                                   const ProcessOptions& options, Backend& backend) {
-  Result<Joining> met = meet_others(transport, options, backend);
-  FOREBAY_RETURN_IF_ERROR(met.status());
-  Joining joining = std::move(met).value();
+  FOREBAY_ASSIGN_OR_RETURN(Joining joining, meet_others(transport, options, backend));
   Result<std::shared_ptr<Transport>> connected = connect(joining);
   FOREBAY_RETURN_IF_ERROR(conclude(joining, connected.status()));
   return create_process_communicator(std::move(connected).value(), backend);

@@ -16,11 +16,11 @@ namespace forebay::internal {
 
 // A rank that has met all others.
 struct Joining {
-  Membership membership;
-  Meeting meeting;
-  std::shared_ptr<RendezvousStore> store;
-  std::string interface;                        // As given, else the address at which the store was reached.
-  std::chrono::steady_clock::time_point limit;  // For connecting.
+  Membership membership{};
+  Meeting meeting{};
+  std::shared_ptr<RendezvousStore> store{};
+  std::string interface = {};  // As given, else the address at which the store was reached.
+  std::chrono::steady_clock::time_point limit{};  // For connecting.
 
   // The name of a text of this run in the store.
   std::string name(const std::string& what) const { return membership.generation + "." + what; }

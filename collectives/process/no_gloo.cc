@@ -7,10 +7,9 @@ namespace {
 
 Status without_gloo(int size) {
   return Status(
-      StatusCode::kUnsupported,
-      "cannot connect " + std::to_string(size) +
-          " processes that do not share memory: this forebay was built without Gloo; install libgloo-dev and "
-          "build again, or start all ranks on one host");
+      StatusCode::kUnsupported, "cannot connect ", size,
+      " processes that do not share memory: this forebay was built without Gloo; install libgloo-dev and "
+      "build again, or start all ranks on one host");
 }
 
 }  // namespace

@@ -10,19 +10,20 @@
 #include <optional>
 #include <string_view>
 
+#include "forebay/descriptor.h"
+
 namespace forebay::internal {
 namespace {
 
 // The content of a small file in /proc, or nothing when it cannot be read.
 std::optional<std::string> read_small(const char* path) {
-  const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return std::nullopt;
+  const Descriptor file(::open(path, O_RDONLY | O_CLOEXEC));
+  if (!file.valid()) return std::nullopt;
   char buffer[1024];
   ssize_t count = 0;
   do {
-    count = ::read(descriptor, buffer, sizeof(buffer));
+    count = ::read(file.number(), buffer, sizeof(buffer));
   } while (count < 0 && errno == EINTR);
-  ::close(descriptor);
   if (count <= 0) return std::nullopt;
   return std::string(buffer, static_cast<std::size_t>(count));
 }
@@ -59,8 +60,8 @@ std::optional<ProcessFacts> read_process(std::int32_t id) {
 }
 
 Status no_proc(const std::string& what) {
-  return Status(StatusCode::kUnsupported, "cannot share memory with other ranks: " + what +
-                                              " cannot be read; mount /proc, or use another communicator");
+  return Status(StatusCode::kUnsupported, "cannot share memory with other ranks: ", what,
+                " cannot be read; mount /proc, or use another communicator");
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "collectives/first_failure.h"
 #include "forebay/shm_communicator.h"
 
 namespace forebay::internal {
@@ -72,8 +71,8 @@ Status ShmGroup::lost(const std::string& context, const std::vector<int>& dead) 
   std::string processes;
   for (const int peer : dead)
     processes += (processes.empty() ? "" : ", ") + std::to_string(segment_->rank(peer).process.id);
-  return fail(Status(StatusCode::kPeerLost, context + ": " + rank_list(world_ranks(dead)) +
-                                                " died (process " + processes + "); see why it ended"));
+  return fail(Status(StatusCode::kPeerLost, context, ": ", rank_list(world_ranks(dead)), " died (process ",
+                     processes, "); see why it ended"));
 }
 
 Status ShmGroup::own_status() {
@@ -150,9 +149,8 @@ Status ShmGroup::sleep_until(ShmPlane plane, Clock::time_point limit, const Wait
     if (const int left = first_left(missing.ranks); left >= 0) {
       if (waiting.ready()) return {};
       if (has_failed() || origin_has_failed()) return status();
-      return fail(Status(StatusCode::kPeerLost,
-                         waiting.what() + place() + ": " + rank_list({world_rank(left)}) +
-                             " has left the communicator; see why it ended, or let it take part"));
+      return fail(Status(StatusCode::kPeerLost, waiting.what(), place(), ": ", rank_list({world_rank(left)}),
+                         " has left the communicator; see why it ended, or let it take part"));
     }
     const Clock::time_point now = Clock::now();
     if (now >= next_look) {
@@ -245,9 +243,7 @@ Result<std::unique_ptr<ShmSegment>> ShmGroup::share_group(const Membership& memb
   Offer offer{.process = me.id, .descriptor = -1, .start_time = me.start_time};
   std::unique_ptr<ShmSegment> segment;
   if (membership.rank == 0 && membership.size > 1) {
-    Result<std::unique_ptr<ShmSegment>> created = ShmSegment::create(membership.size, membership.generation);
-    FOREBAY_RETURN_IF_ERROR(created.status());
-    segment = std::move(created).value();
+    FOREBAY_ASSIGN_OR_RETURN(segment, ShmSegment::create(membership.size, membership.generation));
     offer.descriptor = segment->descriptor();
   }
   std::vector<Offer> offers(static_cast<std::size_t>(size()));
@@ -255,10 +251,8 @@ Result<std::unique_ptr<ShmSegment>> ShmGroup::share_group(const Membership& memb
       exchange(std::as_bytes(std::span(&offer, 1)), std::as_writable_bytes(std::span(offers))));
   if (membership.rank != 0) {
     const Offer& owner = offers[static_cast<std::size_t>(members.front().rank)];
-    Result<std::unique_ptr<ShmSegment>> opened = ShmSegment::open(
-        {owner.process, owner.start_time}, owner.descriptor, membership.size, membership.generation);
-    FOREBAY_RETURN_IF_ERROR(opened.status());
-    segment = std::move(opened).value();
+    FOREBAY_ASSIGN_OR_RETURN(segment, ShmSegment::open({owner.process, owner.start_time}, owner.descriptor,
+                                                       membership.size, membership.generation));
   }
   if (segment != nullptr) {
     segment->rank(membership.rank).process = me;

@@ -28,7 +28,6 @@
 #include <vector>
 
 #include "collectives/arguments.h"
-#include "collectives/ballot.h"
 #include "collectives/fingerprint.h"
 #include "collectives/process/shm_segment.h"
 #include "collectives/process/transport.h"

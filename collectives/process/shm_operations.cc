@@ -21,12 +21,6 @@ constexpr std::uint64_t receiver(int peer) {
   return static_cast<std::uint64_t>(peer) + 1;
 }
 
-Issued issued_message(Operation operation, std::size_t bytes, int peer, std::uint32_t tag) {
-  return {.fingerprint = {.count = bytes, .operation = static_cast<std::uint32_t>(operation)},
-          .peer = peer,
-          .tag = tag};
-}
-
 std::uint64_t rounds_of(std::uint64_t total, std::uint64_t piece) {
   return (total + piece - 1) / piece;
 }
@@ -293,12 +287,11 @@ Status ShmGroup::check_message(const ShmMessage& message, std::size_t bytes, int
   const bool has_tag = message.tag == tag;
   if (has_tag && message.bytes == bytes) return {};
   const std::string sent = std::to_string(message.bytes) + " bytes";
-  return fail(Status(StatusCode::kInvalidArgument,
-                     describe(issued_message(Operation::kRecv, bytes, world_rank(peer), tag)) + place() +
-                         ", but rank " + std::to_string(world_rank(peer)) + " sends " +
-                         (has_tag ? sent + "; give both the same size"
-                                  : sent + " with tag " + std::to_string(message.tag) +
-                                        " first; receive in the order of the sends")));
+  return fail(invalid_argument(describe(issued_message(Operation::kRecv, bytes, world_rank(peer), tag)),
+                               place(), ", but rank ", world_rank(peer), " sends ",
+                               has_tag ? sent + "; give both the same size"
+                                       : sent + " with tag " + std::to_string(message.tag) +
+                                             " first; receive in the order of the sends"));
 }
 
 Status ShmGroup::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag,

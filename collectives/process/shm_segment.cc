@@ -9,13 +9,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <climits>
 #include <cstring>
 #include <ctime>
 #include <new>
-#include <string_view>
-
-#include "forebay/shm_communicator.h"
+#include <system_error>
 
 namespace forebay::internal {
 namespace {
@@ -143,40 +142,34 @@ void Bell::sleep(std::uint32_t heard, std::chrono::steady_clock::time_point limi
 Result<std::byte*> ShmSegment::map(int descriptor, int size) {
   void* base = mmap(nullptr, shm_segment_bytes(size), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (base == MAP_FAILED) {
-    return Status(StatusCode::kOutOfMemory, "cannot map " + std::to_string(shm_segment_bytes(size)) +
-                                                " bytes of shared memory: " + error_text() +
-                                                "; raise the limit of address space (ulimit -v)");
+    return Status(StatusCode::kOutOfMemory, "cannot map ", shm_segment_bytes(size),
+                  " bytes of shared memory: ", error_text(),
+                  "; raise the limit of address space (ulimit -v)");
   }
   return static_cast<std::byte*>(base);
 }
 
 Result<std::unique_ptr<ShmSegment>> ShmSegment::create(int size, const std::string& generation) {
   const std::size_t bytes = shm_segment_bytes(size);
-  const int descriptor = memfd_create("forebay-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  if (descriptor < 0) {
-    return Status(StatusCode::kIoError, "cannot make an anonymous file to share memory: " + error_text() +
-                                            "; raise the limit of open files (ulimit -n)");
+  Descriptor file(memfd_create("forebay-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file.valid()) {
+    return Status(StatusCode::kIoError, "cannot make an anonymous file to share memory: ", error_text(),
+                  "; raise the limit of open files (ulimit -n)");
   }
   // The space is taken now, so that a lack of it is an error here and not a signal later; the seals keep it.
-  int error = ftruncate(descriptor, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  if (error == 0) error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
-  if (error == 0 && fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+  int error = ftruncate(file.number(), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  if (error == 0) error = posix_fallocate(file.number(), 0, static_cast<off_t>(bytes));
+  if (error == 0 && fcntl(file.number(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     error = errno;
   if (error != 0) {
-    ::close(descriptor);
-    return Status(StatusCode::kOutOfMemory,
-                  "cannot get " + std::to_string(bytes) + " bytes of shared memory for " +
-                      std::to_string(size) + " ranks: " + std::strerror(error) +
-                      (error == EFBIG ? "; raise the limit of a file's size (ulimit -f)"
-                                      : "; free some memory, or start fewer ranks"));
+    return Status(StatusCode::kOutOfMemory, "cannot get ", bytes, " bytes of shared memory for ", size,
+                  " ranks: ", std::strerror(error),
+                  error == EFBIG ? "; raise the limit of a file's size (ulimit -f)"
+                                 : "; free some memory, or start fewer ranks");
   }
-  const Result<std::byte*> base = map(descriptor, size);
-  if (!base.ok()) {
-    ::close(descriptor);
-    return base.status();
-  }
-  std::unique_ptr<ShmSegment> segment(new ShmSegment(descriptor, base.value(), size));
-  auto* header = new (base.value()) Header{};
+  FOREBAY_ASSIGN_OR_RETURN(std::byte* const base, map(file.number(), size));
+  std::unique_ptr<ShmSegment> segment(new ShmSegment(std::move(file), base, size));
+  auto* header = new (base) Header{};
   header->size = static_cast<std::uint64_t>(size);
   generation.copy(header->generation, kGenerationMax);
   for (int r = 0; r < size; ++r) new (&segment->rank(r)) ShmRank{};
@@ -188,36 +181,26 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::create(int size, const std::stri
 Result<std::unique_ptr<ShmSegment>> ShmSegment::open(const ProcessIdentity& owner, int descriptor, int size,
                                                      const std::string& generation) {
   const std::string path = "/proc/" + std::to_string(owner.id) + "/fd/" + std::to_string(descriptor);
-  const int opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) {
+  Descriptor file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!file.valid()) {
     const std::string reason = error_text();
     if (!is_running(owner)) {
-      return Status(StatusCode::kPeerLost,
-                    "process " + std::to_string(owner.id) +
-                        ", which owned the memory to share, has ended; see why it ended");
+      return Status(StatusCode::kPeerLost, "process ", owner.id,
+                    ", which owned the memory to share, has ended; see why it ended");
     }
-    return Status(StatusCode::kUnsupported,
-                  "cannot open " + path + ", the memory to share: " + reason +
-                      "; run all ranks as one user with equal rights, or use another communicator");
+    return Status(StatusCode::kUnsupported, "cannot open ", path, ", the memory to share: ", reason,
+                  "; run all ranks as one user with equal rights, or use another communicator");
   }
   struct stat facts {};
-  const bool right_size = fstat(opened, &facts) == 0 && S_ISREG(facts.st_mode) &&
+  const bool right_size = fstat(file.number(), &facts) == 0 && S_ISREG(facts.st_mode) &&
                           static_cast<std::size_t>(facts.st_size) == shm_segment_bytes(size);
-  const Status wrong(StatusCode::kCorruption,
-                     path +
-                         " is not the shared memory of this run; start all ranks with one build of forebay, "
-                         "and give every run a store directory of its own");
-  if (!right_size) {
-    ::close(opened);
-    return wrong;
-  }
-  const Result<std::byte*> base = map(opened, size);
-  if (!base.ok()) {
-    ::close(opened);
-    return base.status();
-  }
-  std::unique_ptr<ShmSegment> segment(new ShmSegment(opened, base.value(), size));
-  const auto* header = reinterpret_cast<const Header*>(base.value());
+  const Status wrong(StatusCode::kCorruption, path,
+                     " is not the shared memory of this run; start all ranks with one build of forebay, "
+                     "and give every run a store directory of its own");
+  if (!right_size) return wrong;
+  FOREBAY_ASSIGN_OR_RETURN(std::byte* const base, map(file.number(), size));
+  std::unique_ptr<ShmSegment> segment(new ShmSegment(std::move(file), base, size));
+  const auto* header = reinterpret_cast<const Header*>(base);
   if (header->magic != kMagic || header->size != static_cast<std::uint64_t>(size) ||
       generation.substr(0, kGenerationMax) !=
           std::string_view(header->generation, strnlen(header->generation, kGenerationMax))) {
@@ -227,13 +210,7 @@ Result<std::unique_ptr<ShmSegment>> ShmSegment::open(const ProcessIdentity& owne
 }
 
 ShmSegment::~ShmSegment() {
-  close_descriptor();
   munmap(base_, shm_segment_bytes(size_));
-}
-
-void ShmSegment::close_descriptor() noexcept {
-  if (descriptor_ >= 0) ::close(descriptor_);
-  descriptor_ = -1;
 }
 
 ShmFailure& ShmSegment::failure() noexcept {
@@ -256,6 +233,37 @@ std::size_t shm_segment_bytes(int size) noexcept {
   const std::size_t per_rank =
       kRankBytes + ShmSegment::rank_stride(kShmDataPlane) + ShmSegment::rank_stride(kShmControlPlane);
   return kHeaderBytes + static_cast<std::size_t>(size) * per_rank;
+}
+
+namespace {
+
+// A number and the character after it, off the front of `text`.
+template <typename Number>
+bool take(std::string_view* text, Number* number, char after) {
+  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), *number);
+  if (error != std::errc() || end == text->data() + text->size() || *end != after) return false;
+  text->remove_prefix(static_cast<std::size_t>(end - text->data()) + 1);
+  return true;
+}
+
+}  // namespace
+
+std::string encode(const ShmAnnouncement& announcement) {
+  return announcement.host + "\n" + std::to_string(announcement.owner.id) + " " +
+         std::to_string(announcement.owner.start_time) + " " + std::to_string(announcement.descriptor) + "\n";
+}
+
+std::optional<ShmAnnouncement> decode_shm_announcement(std::string_view text) {
+  const std::size_t end = text.find('\n');
+  if (end == std::string_view::npos) return std::nullopt;
+  ShmAnnouncement announcement{.host = std::string(text.substr(0, end)), .owner = {}, .descriptor = -1};
+  text.remove_prefix(end + 1);
+  const bool whole = take(&text, &announcement.owner.id, ' ') &&
+                     take(&text, &announcement.owner.start_time, ' ') &&
+                     take(&text, &announcement.descriptor, '\n') && text.empty();
+  // encode() never makes numbers that no process and no descriptor can have.
+  if (!whole || announcement.owner.id <= 0 || announcement.descriptor < 0) return std::nullopt;
+  return announcement;
 }
 
 }  // namespace forebay::internal

@@ -10,12 +10,14 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "collectives/fingerprint.h"
 #include "collectives/process/process_identity.h"
 #include "collectives/wait_graph.h"
 #include "forebay/communicator.h"
+#include "forebay/descriptor.h"
 #include "forebay/shm_communicator.h"
 #include "forebay/status.h"
 
@@ -167,9 +169,9 @@ class ShmSegment {
   ShmSegment& operator=(const ShmSegment&) = delete;
 
   // For the other ranks to open; -1 once closed.
-  int descriptor() const noexcept { return descriptor_; }
+  int descriptor() const noexcept { return file_.number(); }
   // Called once all ranks have opened it.
-  void close_descriptor() noexcept;
+  void close_descriptor() noexcept { file_.reset(); }
 
   ShmFailure& failure() noexcept;
   ShmRank& rank(int rank) noexcept;
@@ -178,12 +180,23 @@ class ShmSegment {
   static constexpr std::size_t rank_stride(ShmPlane plane) noexcept { return kSlotCount * slot_bytes(plane); }
 
  private:
-  ShmSegment(int descriptor, std::byte* base, int size) : descriptor_(descriptor), base_(base), size_(size) {}
+  ShmSegment(Descriptor file, std::byte* base, int size) : file_(std::move(file)), base_(base), size_(size) {}
   static Result<std::byte*> map(int descriptor, int size);
 
-  int descriptor_;
+  Descriptor file_;
   std::byte* const base_;
   const int size_;
 };
+
+// How rank 0 tells the others where the memory is, as a text of the rendezvous store.
+struct ShmAnnouncement {
+  std::string host;  // As host_identity() gives it.
+  ProcessIdentity owner;
+  int descriptor = -1;
+};
+
+std::string encode(const ShmAnnouncement& announcement);
+// Nothing for a text that encode() did not make.
+std::optional<ShmAnnouncement> decode_shm_announcement(std::string_view text);
 
 }  // namespace forebay::internal

@@ -53,14 +53,14 @@ Result<std::shared_ptr<Transport>> Transport::split(Membership membership,
   membership.origin = shared_from_this();
   for (const SplitWish& member : members) membership.world_ranks.push_back(world_rank(member.rank));
   membership.name_in_origin = describe_group(membership.world_ranks, world().size());
-  Result<std::shared_ptr<Transport>> part = split_own(std::move(membership), members, exchange);
-  FOREBAY_RETURN_IF_ERROR(part.status());
+  FOREBAY_ASSIGN_OR_RETURN(std::shared_ptr<Transport> part,
+                           split_own(std::move(membership), members, exchange));
   {
     const std::lock_guard lock(parts_mutex_);
-    parts_.push_back(part.value().get());
+    parts_.push_back(part.get());
   }
   // A failure from before it was one of the parts reaches it now.
-  FOREBAY_RETURN_IF_ERROR(part.value()->status());
+  FOREBAY_RETURN_IF_ERROR(part->status());
   return part;
 }
 

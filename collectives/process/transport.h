@@ -32,12 +32,12 @@ struct Membership {
   int rank = 0;
   int size = 1;
   std::chrono::milliseconds deadline{0};
-  std::string generation;  // A word that no other group has; empty when there are no peers.
+  std::string generation{};  // A word that no other group has; empty when there are no peers.
   // The group that this one was split from, which lives as long, and the name of this one in messages.
-  std::shared_ptr<Transport> origin;
-  std::string name_in_origin;
+  std::shared_ptr<Transport> origin{};
+  std::string name_in_origin{};
   // By rank of this group: its number in the world, by which messages name it. Empty in the world itself.
-  std::vector<int> world_ranks;
+  std::vector<int> world_ranks{};
 
   int world_rank(int of) const {
     return world_ranks.empty() ? of : world_ranks[static_cast<std::size_t>(of)];

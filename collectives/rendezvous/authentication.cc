@@ -2,7 +2,39 @@
 
 #include <sys/random.h>
 
+#include "forebay/check.h"
+
+#if defined(FOREBAY_HAVE_OPENSSL)
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#endif
+
 namespace forebay::internal {
+
+#if defined(FOREBAY_HAVE_OPENSSL)
+bool authentication_available() noexcept {
+  return true;
+}
+
+Digest hmac_sha256(std::string_view key, std::string_view data) {
+  Digest digest{};
+  unsigned length = 0;
+  const unsigned char* made =
+      HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()),
+           reinterpret_cast<const unsigned char*>(data.data()), data.size(), digest.data(), &length);
+  FOREBAY_CHECK(made != nullptr && length == digest.size(), "OpenSSL made an HMAC of %u bytes", length);
+  return digest;
+}
+#else
+bool authentication_available() noexcept {
+  return false;
+}
+
+Digest hmac_sha256(std::string_view, std::string_view) {
+  FOREBAY_CHECK(false, "this build has no OpenSSL");
+  return {};
+}
+#endif
 
 bool equal_digests(const Digest& a, const Digest& b) noexcept {
   // Volatile, so that the compiler does not leave the loop at the first difference.

@@ -38,19 +38,16 @@ Status compare(const Introduction& a, const Introduction& b) {
   const std::string first = rank_name(a);
   const std::string second = rank_name(b);
   if (a.who.size != b.who.size) {
-    return Status(StatusCode::kInvalidArgument,
-                  first + " was started as one of " + std::to_string(a.who.size) + " ranks, " + second +
-                      " as one of " + std::to_string(b.who.size) + "; start all ranks with the same number");
+    return invalid_argument(first, " was started as one of ", a.who.size, " ranks, ", second, " as one of ",
+                            b.who.size, "; start all ranks with the same number");
   }
   if (a.version != b.version) {
-    return Status(StatusCode::kInvalidArgument, first + " runs forebay " + a.version + ", " + second +
-                                                    " runs forebay " + b.version +
-                                                    "; install the same version everywhere");
+    return invalid_argument(first, " runs forebay ", a.version, ", ", second, " runs forebay ", b.version,
+                            "; install the same version everywhere");
   }
   if (a.who.configuration != b.who.configuration) {
-    return Status(StatusCode::kInvalidArgument, first + " was configured as \"" + a.who.configuration +
-                                                    "\", " + second + " as \"" + b.who.configuration +
-                                                    "\"; start all ranks with the same options");
+    return invalid_argument(first, " was configured as \"", a.who.configuration, "\", ", second, " as \"",
+                            b.who.configuration, "\"; start all ranks with the same options");
   }
   return {};
 }

@@ -3,7 +3,6 @@
 #include <sys/random.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <cstdio>
 #include <thread>
 
@@ -82,11 +81,9 @@ std::string absent_ranks(const std::vector<char>& came) {
 
 Status nobody_came(const RendezvousStore& store, const Participant& me, milliseconds waited,
                    const std::vector<char>& came, const std::string& doubt) {
-  return Status(StatusCode::kTimeout, "rank " + std::to_string(me.rank) + " of " + std::to_string(me.size) +
-                                          " waited " + std::to_string(waited.count()) + " ms in " +
-                                          store.where() + ": " + absent_ranks(came) +
-                                          (doubt.empty() ? "" : " (" + doubt + ")") +
-                                          "; start all ranks, with the same store and the same size");
+  return Status(StatusCode::kTimeout, "rank ", me.rank, " of ", me.size, " waited ", waited.count(),
+                " ms in ", store.where(), ": ", absent_ranks(came), doubt.empty() ? "" : " (" + doubt + ")",
+                "; start all ranks, with the same store and the same size");
 }
 
 // Tells a person who waits for which ranks, from one of the ranks that are here.
@@ -223,13 +220,11 @@ class CardTable {
  private:
   Status not_our_card(bool is_there) const {
     if (!is_there) {
-      return Status(StatusCode::kIoError, "the text that rank " + std::to_string(rank_) + " wrote to " +
-                                              store_.where() +
-                                              " is gone; leave the directory alone until the run has ended");
+      return Status(StatusCode::kIoError, "the text that rank ", rank_, " wrote to ", store_.where(),
+                    " is gone; leave the directory alone until the run has ended");
     }
-    return Status(StatusCode::kInvalidArgument,
-                  "another process came to " + store_.where() + " as rank " + std::to_string(rank_) +
-                      " too; give every process a rank of its own, and every run a store of its own");
+    return invalid_argument("another process came to ", store_.where(), " as rank ", rank_,
+                            " too; give every process a rank of its own, and every run a store of its own");
   }
 
   RendezvousStore& store_;

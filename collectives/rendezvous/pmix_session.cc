@@ -10,8 +10,6 @@
 #include <thread>
 #include <type_traits>
 
-#include "collectives/rendezvous/pmix_abi.h"
-
 namespace forebay::internal {
 namespace {
 
@@ -56,8 +54,8 @@ struct PmixSession::Library {
   pmix::Process me{};
 
   Status unavailable(const std::string& what, int status) const {
-    return Status(StatusCode::kUnavailable, what + ": PMIx says " + error_string(status) + " (" +
-                                                std::to_string(status) + ")" + kAdvice);
+    return Status(StatusCode::kUnavailable, what, ": PMIx says ", error_string(status), " (", status, ")",
+                  kAdvice);
   }
 };
 
@@ -67,8 +65,8 @@ Result<std::unique_ptr<PmixSession>> PmixSession::open() {
   // Never closed: the library has threads of its own, which may run until the process ends.
   void* handle = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) {
-    return Status(StatusCode::kUnavailable, std::string("cannot ask the launcher where the ranks meet: ") +
-                                                dlerror() + "; install libpmix2" + kAdvice);
+    return Status(StatusCode::kUnavailable, "cannot ask the launcher where the ranks meet: ", dlerror(),
+                  "; install libpmix2", kAdvice);
   }
   auto library = std::make_unique<Library>();
   const char* missing = nullptr;
@@ -83,8 +81,8 @@ Result<std::unique_ptr<PmixSession>> PmixSession::open() {
   find("PMIx_Get_nb", &library->get);
   find("PMIx_Error_string", &library->error_string);
   if (missing != nullptr) {
-    return Status(StatusCode::kUnavailable, std::string("cannot ask the launcher where the ranks meet: ") +
-                                                kLibrary + " has no " + missing + kAdvice);
+    return Status(StatusCode::kUnavailable, "cannot ask the launcher where the ranks meet: ", kLibrary,
+                  " has no ", missing, kAdvice);
   }
   if (const int status = library->init(&library->me, nullptr, 0); status != pmix::kSuccess)
     return library->unavailable("cannot ask the launcher where the ranks meet", status);
@@ -121,8 +119,8 @@ Result<std::string> PmixSession::fetch(int rank, const std::string& key,
     // Some launchers wait for a value that is not there yet, others answer at once.
     if (arrived && answer->status != pmix::kNotFound) return library_->unavailable(what, answer->status);
     if (!arrived || std::chrono::steady_clock::now() >= limit) {
-      return Status(StatusCode::kTimeout,
-                    what + ": it has not said so within the deadline; see whether it runs");
+      return Status(StatusCode::kTimeout, what,
+                    ": it has not said so within the deadline; see whether it runs");
     }
     lock.unlock();
     std::this_thread::sleep_for(pause);

@@ -36,7 +36,7 @@ class RendezvousStore {
   // Replaces the text if it is there already.
   virtual Status write(const std::string& name, std::string_view content) = 0;
   // Nothing when the text is not there or cannot be read.
-  virtual std::optional<std::string> read(const std::string& name) const = 0;
+  virtual std::optional<std::string> read(const std::string& name) = 0;
   // Writes the text unless it is there already. Returns the content after this call: ours, or that of the
   // rank that was first. Nothing when the store does not work.
   virtual std::optional<std::string> write_once(const std::string& name, std::string_view content) = 0;
@@ -61,11 +61,11 @@ class RendezvousStore {
 
   // Whether texts can still be shared. They can after a failure too, but not once the rank that serves the
   // store has ended or was given up.
-  virtual bool answers() const { return true; }
+  virtual bool answers() { return true; }
 
   // Ok, or the reason why the run has failed, as far as the store knows. A thread that waits for a text asks
   // this too.
-  virtual Status status() const { return {}; }
+  virtual Status status() { return {}; }
   // The ranks that are here, if the store lets in the ranks of one run only. Nothing for a store that anybody
   // may write to.
   virtual std::optional<Attendance> attendance() { return std::nullopt; }

@@ -29,18 +29,13 @@ constexpr std::size_t kSecretBytesMax = 4096;
 // Connections that wait to be accepted, at most; the kernel may allow fewer.
 constexpr int kBacklog = 1024;
 
-Status invalid(std::string message) {
-  return Status(StatusCode::kInvalidArgument, std::move(message));
-}
-
 Result<std::string> check_secret(std::string secret, const std::string& source) {
   while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r' || secret.back() == ' ')) {
     secret.pop_back();
   }
   if (secret.size() >= kSecretBytesMin && secret.size() <= kSecretBytesMax) return secret;
-  return invalid("the secret in " + source + " has " + std::to_string(secret.size()) +
-                 " characters; it must have " + std::to_string(kSecretBytesMin) + " to " +
-                 std::to_string(kSecretBytesMax) + "; " + kMakeSecret);
+  return invalid_argument("the secret in ", source, " has ", secret.size(), " characters; it must have ",
+                          kSecretBytesMin, " to ", kSecretBytesMax, "; ", kMakeSecret);
 }
 
 Result<std::string> read_secret_file(const std::string& path) {
@@ -48,21 +43,24 @@ Result<std::string> read_secret_file(const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat facts {};
   if (!file.valid() || fstat(file.number(), &facts) != 0) {
-    return invalid("cannot read the secret in " + path + ": " + std::strerror(errno) + "; " + kMakeSecret);
+    return invalid_argument("cannot read the secret in ", path, ": ", std::strerror(errno), "; ",
+                            kMakeSecret);
   }
-  if (!S_ISREG(facts.st_mode)) return invalid("the secret " + path + " is no regular file; " + kMakeSecret);
+  if (!S_ISREG(facts.st_mode))
+    return invalid_argument("the secret ", path, " is no regular file; ", kMakeSecret);
   if (facts.st_uid != geteuid()) {
-    return invalid("the secret " + path + " belongs to user " + std::to_string(facts.st_uid) + ", not to " +
-                   std::to_string(geteuid()) + "; " + kMakeSecret);
+    return invalid_argument("the secret ", path, " belongs to user ", facts.st_uid, ", not to ", geteuid(),
+                            "; ", kMakeSecret);
   }
   if ((facts.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
-    return invalid("other users can get at the secret in " + path + "; run chmod 600 on it, and " +
-                   kMakeSecret + " if they may have read it");
+    return invalid_argument("other users can get at the secret in ", path, "; run chmod 600 on it, and ",
+                            kMakeSecret, " if they may have read it");
   }
   std::string content(kSecretBytesMax + 2, '\0');
   const ssize_t count = read(file.number(), content.data(), content.size());
   if (count < 0)
-    return invalid("cannot read the secret in " + path + ": " + std::strerror(errno) + "; " + kMakeSecret);
+    return invalid_argument("cannot read the secret in ", path, ": ", std::strerror(errno), "; ",
+                            kMakeSecret);
   content.resize(static_cast<std::size_t>(count));
   return check_secret(std::move(content), path);
 }
@@ -105,9 +103,9 @@ bool is_store_address(std::string_view text) {
 
 Result<StoreAddress> parse_store_address(const std::string& text) {
   const Status wrong =
-      invalid("the rendezvous store \"" + text.substr(0, 200) +
-              "\" is not tcp://HOST:PORT or tcp://HOST:PORT/JOB with a port from 1 to 65535; "
-              "give such an address, or a directory");
+      invalid_argument("the rendezvous store \"", text.substr(0, 200),
+                       "\" is not tcp://HOST:PORT or tcp://HOST:PORT/JOB with a port from 1 to 65535; "
+                       "give such an address, or a directory");
   if (!is_store_address(text)) return wrong;
   std::string_view rest = std::string_view(text).substr(kScheme.size());
   StoreAddress address;
@@ -133,8 +131,8 @@ Result<std::string> read_store_secret() {
   if (path != nullptr && *path != '\0') return read_secret_file(path);
   const char* secret = std::getenv("FOREBAY_SECRET");
   if (secret != nullptr && *secret != '\0') return check_secret(secret, "FOREBAY_SECRET");
-  return invalid(std::string("a rendezvous store over TCP needs a secret that only the ranks know; ") +
-                 kMakeSecret);
+  return invalid_argument("a rendezvous store over TCP needs a secret that only the ranks know; ",
+                          kMakeSecret);
 }
 
 std::uint16_t SocketAddress::port() const noexcept {
@@ -154,9 +152,8 @@ Result<std::vector<SocketAddress>> resolve(const std::string& host, std::uint16_
   addrinfo* all = nullptr;
   const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &all);
   if (error != 0) {
-    return Status(StatusCode::kUnavailable, "cannot find the address of \"" + host +
-                                                "\": " + gai_strerror(error) +
-                                                "; give a numeric address or a name that every host knows");
+    return Status(StatusCode::kUnavailable, "cannot find the address of \"", host,
+                  "\": ", gai_strerror(error), "; give a numeric address or a name that every host knows");
   }
   std::vector<SocketAddress> found;
   for (const addrinfo* i = all; i != nullptr; i = i->ai_next) {
@@ -182,9 +179,8 @@ Result<std::string> reachable_address(const std::string& interface) {
   if (!interface.empty()) {
     std::string found = address_of_interface(interface);
     if (!found.empty()) return found;
-    Result<Descriptor> socket = listen_at({interface, 0, {}});
-    FOREBAY_RETURN_IF_ERROR(socket.status());
-    return local_end(socket.value().number()).host();
+    FOREBAY_ASSIGN_OR_RETURN(Descriptor socket, listen_at({interface, 0, {}}));
+    return local_end(socket.number()).host();
   }
   // Connecting a datagram socket sends nothing; it chooses a route. These addresses are kept for
   // documentation.
@@ -223,16 +219,15 @@ bool is_connected_to_itself(int socket) {
 }
 
 Result<Descriptor> listen_at(const StoreAddress& address) {
-  Result<std::vector<SocketAddress>> candidates = resolve(address.host, address.port);
-  FOREBAY_RETURN_IF_ERROR(candidates.status());
+  FOREBAY_ASSIGN_OR_RETURN(std::vector<SocketAddress> candidates, resolve(address.host, address.port));
   const std::string what =
       "cannot serve the rendezvous store at " + address.host + ":" + std::to_string(address.port);
   int reason = EADDRNOTAVAIL;
-  for (const SocketAddress& candidate : candidates.value()) {
+  for (const SocketAddress& candidate : candidates) {
     if (is_wildcard(candidate)) {
-      return invalid(what +
-                     ": that stands for all addresses of this host; give the one at which the other "
-                     "ranks reach it");
+      return invalid_argument(what,
+                              ": that stands for all addresses of this host; give the one at which the other "
+                              "ranks reach it");
     }
     Descriptor socket(::socket(candidate.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const int on = 1;
@@ -244,13 +239,13 @@ Result<Descriptor> listen_at(const StoreAddress& address) {
     reason = errno;
   }
   if (reason == EADDRNOTAVAIL) {
-    return invalid(what +
-                   ": no interface of this host has that address; rank 0 serves the store, so give an "
-                   "address of rank 0's host");
+    return invalid_argument(
+        what,
+        ": no interface of this host has that address; rank 0 serves the store, so give an "
+        "address of rank 0's host");
   }
-  return Status(StatusCode::kUnavailable,
-                what + ": " + std::strerror(reason) +
-                    "; give another port, or see which program listens there (ss -ltnp)");
+  return Status(StatusCode::kUnavailable, what, ": ", std::strerror(reason),
+                "; give another port, or see which program listens there (ss -ltnp)");
 }
 
 void configure_store_socket(int socket) noexcept {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collectives/first_failure.h"
+#include "collectives/fingerprint.h"
 
 namespace forebay::internal {
 namespace {
@@ -41,11 +41,9 @@ Status StoreBook::greet(const Greeting& greeting, const std::string& from) {
   const std::string who = rank_name(introduction.who.rank) + " at " + from;
   if (greeting.job != own_.job) {
     note_refusal(from, who + " is of the run \"" + greeting.job + "\"");
-    return Status(
-        StatusCode::kInvalidArgument,
-        who + " is of the run \"" + greeting.job + "\", but the store at " + where_ +
-            " is that of the run \"" + own_.job +
-            "\"; end the remaining processes of the earlier run, or give each run a port of its own");
+    return invalid_argument(
+        who, " is of the run \"", greeting.job, "\", but the store at ", where_, " is that of the run \"",
+        own_.job, "\"; end the remaining processes of the earlier run, or give each run a port of its own");
   }
   if (const auto index = static_cast<std::size_t>(introduction.who.rank);
       index < answered_.size() && answered_[index] == 0) {
@@ -55,10 +53,10 @@ Status StoreBook::greet(const Greeting& greeting, const std::string& from) {
   if (!cause_.ok()) return cause_;
   if (is_complete()) {
     note_refusal(from, who + " came late");
-    return Status(StatusCode::kUnavailable,
-                  who + " came to " + where_ + " when all " + std::to_string(own_.introduction.who.size) +
-                      " ranks of the run were there already; start all ranks together, and each run at a "
-                      "port of its own");
+    return Status(StatusCode::kUnavailable, who, " came to ", where_, " when all ",
+                  own_.introduction.who.size,
+                  " ranks of the run were there already; start all ranks together, and each run at a "
+                  "port of its own");
   }
   return admit(introduction, from);
 }
@@ -67,10 +65,9 @@ Status StoreBook::admit(const Introduction& introduction, const std::string& fro
   if (Status differs = compare(own_.introduction, introduction); !differs.ok()) return fail(differs);
   const auto index = static_cast<std::size_t>(introduction.who.rank);
   if (roster_.came[index]) {
-    return fail(Status(StatusCode::kInvalidArgument,
-                       "two processes came to " + where_ + " as " + rank_name(introduction.who.rank) +
-                           ", from " + addresses_[index] + " and from " + from +
-                           "; give every process a rank of its own, and every run a port of its own"));
+    return fail(invalid_argument("two processes came to ", where_, " as ", rank_name(introduction.who.rank),
+                                 ", from ", addresses_[index], " and from ", from,
+                                 "; give every process a rank of its own, and every run a port of its own"));
   }
   roster_.came[index] = true;
   introductions_[index] = introduction;
@@ -109,8 +106,9 @@ Message StoreBook::answer(int rank, const Message& message) {
     case MessageType::kFail:
       return {MessageType::kText, {}, encode_failure(fail(decode_failure(message.content)))};
     default:
-      return refusal(Status(StatusCode::kInternal, rank_name(rank) + " sent the store a message that is for "
-                                                                     "clients; run one version of forebay"));
+      return refusal(Status(StatusCode::kInternal, rank_name(rank),
+                            " sent the store a message that is for "
+                            "clients; run one version of forebay"));
   }
 }
 
@@ -120,11 +118,9 @@ Message StoreBook::write(const Message& message, bool once) {
   std::size_t bytes = text_bytes_ + message.name.size() + message.content.size() + kTextCost;
   if (found != texts_.end()) bytes -= found->first.size() + found->second.content.size() + kTextCost;
   if (bytes > kBytesMax) {
-    return refusal(Status(StatusCode::kOutOfMemory,
-                          "the store at " + where_ + " cannot keep " +
-                              std::to_string(message.content.size()) + " bytes more: it has " +
-                              std::to_string(text_bytes_) + " of at most " + std::to_string(kBytesMax) +
-                              "; it is for the texts with which ranks meet, not for data"));
+    return refusal(Status(StatusCode::kOutOfMemory, "the store at ", where_, " cannot keep ",
+                          message.content.size(), " bytes more: it has ", text_bytes_, " of at most ",
+                          kBytesMax, "; it is for the texts with which ranks meet, not for data"));
   }
   text_bytes_ = bytes;
   texts_[message.name] = {message.content, once};
@@ -141,9 +137,8 @@ void StoreBook::post(const Message& message) {
 
 void StoreBook::leave(int rank) {
   if (is_complete()) return;
-  static_cast<void>(
-      fail(Status(StatusCode::kPeerLost,
-                  rank_name(rank) + " left before all ranks had come to " + where_ + "; see its output")));
+  static_cast<void>(fail(Status(StatusCode::kPeerLost, rank_name(rank), " left before all ranks had come to ",
+                                where_, "; see its output")));
 }
 
 std::string lost_name(int rank) {
@@ -152,9 +147,9 @@ std::string lost_name(int rank) {
 
 void StoreBook::lose(int rank) {
   static_cast<void>(write({MessageType::kWriteOnce, lost_name(rank), {}}, true));
-  static_cast<void>(fail(Status(StatusCode::kPeerLost,
-                                rank_name(rank) + " at " + addresses_[static_cast<std::size_t>(rank)] +
-                                    " ended: its connection to " + where_ + " closed; see why it ended")));
+  static_cast<void>(
+      fail(Status(StatusCode::kPeerLost, rank_name(rank), " at ", addresses_[static_cast<std::size_t>(rank)],
+                  " ended: its connection to ", where_, " closed; see why it ended")));
 }
 
 void StoreBook::note_refusal(const std::string& from, const std::string& reason) {

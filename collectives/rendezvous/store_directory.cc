@@ -33,8 +33,8 @@ bool is_made_by_ranks(const std::string& path) {
 }
 
 Status io_error(const std::string& what) {
-  return Status(StatusCode::kIoError, what + ": " + std::strerror(errno) +
-                                          "; set FOREBAY_STORE to a directory that every rank can write");
+  return Status(StatusCode::kIoError, what, ": ", std::strerror(errno),
+                "; set FOREBAY_STORE to a directory that every rank can write");
 }
 
 // Ok when `path` is a directory that nobody else can put files into.
@@ -42,32 +42,28 @@ Status check_private(const std::string& path) {
   struct stat facts {};
   if (lstat(path.c_str(), &facts) != 0) return io_error("cannot look at the store directory " + path);
   if (S_ISLNK(facts.st_mode)) {
-    return Status(StatusCode::kInvalidArgument,
-                  "the store " + path + " is a link; set FOREBAY_STORE to the directory that it leads to");
+    return invalid_argument("the store ", path,
+                            " is a link; set FOREBAY_STORE to the directory that it leads to");
   }
   if (!S_ISDIR(facts.st_mode)) {
-    return Status(StatusCode::kInvalidArgument,
-                  "the store " + path + " is not a directory; set FOREBAY_STORE to a directory of your own");
+    return invalid_argument("the store ", path,
+                            " is not a directory; set FOREBAY_STORE to a directory of your own");
   }
   const bool shared = (facts.st_mode & (S_IWGRP | S_IWOTH)) != 0;
   if (shared && (facts.st_mode & S_ISVTX) != 0) {
-    return Status(StatusCode::kInvalidArgument,
-                  "the store directory " + path +
-                      " is one that all users share; set FOREBAY_STORE to a new "
-                      "directory in it, such as " +
-                      path + (path.ends_with('/') ? "" : "/") + "forebay-run-1, which the ranks make");
+    return invalid_argument("the store directory ", path,
+                            " is one that all users share; set FOREBAY_STORE to a new "
+                            "directory in it, such as ",
+                            path, path.ends_with('/') ? "" : "/", "forebay-run-1, which the ranks make");
   }
   if (facts.st_uid != geteuid()) {
-    return Status(StatusCode::kInvalidArgument, "the store directory " + path + " belongs to user " +
-                                                    std::to_string(facts.st_uid) + ", not to " +
-                                                    std::to_string(geteuid()) +
-                                                    "; set FOREBAY_STORE to a directory of your own");
+    return invalid_argument("the store directory ", path, " belongs to user ", facts.st_uid, ", not to ",
+                            geteuid(), "; set FOREBAY_STORE to a directory of your own");
   }
   if (shared) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        "other users can write to the store directory " + path +
-            "; set FOREBAY_STORE to a new directory where only you can write, which the ranks make");
+    return invalid_argument(
+        "other users can write to the store directory ", path,
+        "; set FOREBAY_STORE to a new directory where only you can write, which the ranks make");
   }
   return {};
 }
@@ -80,17 +76,16 @@ Status check_parent(const std::string& path) {
   const bool owned = facts.st_uid == geteuid() || facts.st_uid == 0;
   const bool closed = (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 || (facts.st_mode & S_ISVTX) != 0;
   if (owned && closed) return {};
-  return Status(StatusCode::kInvalidArgument,
-                "other users can replace the contents of " + path +
-                    ", the parent of the store directory; set FOREBAY_STORE to a directory elsewhere");
+  return invalid_argument("other users can replace the contents of ", path,
+                          ", the parent of the store directory; set FOREBAY_STORE to a directory elsewhere");
 }
 
 }  // namespace
 
 Result<std::unique_ptr<StoreDirectory>> StoreDirectory::open(const std::string& path) {
   if (path.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "no store directory given; set FOREBAY_STORE to a directory that every rank sees");
+    return invalid_argument(
+        "no store directory given; set FOREBAY_STORE to a directory that every rank sees");
   }
   const std::string parent = std::filesystem::path(path).parent_path().string();
   bool made = false;
@@ -165,10 +160,11 @@ struct flock whole_file(short type) {
   return lock;
 }
 
-// Whether a process holds the lock of the open `file`. Does not take it.
-bool is_held(int file) {
+// Whether a process holds the lock of the file. Does not take it.
+bool is_held(const std::string& path) {
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
   struct flock lock = whole_file(F_RDLCK);
-  return fcntl(file, F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
+  return file.valid() && fcntl(file.number(), F_OFD_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 
 bool is_named(int file, const std::string& path) {
@@ -183,16 +179,14 @@ bool is_named(int file, const std::string& path) {
 Status StoreDirectory::come(const Participant& who) {
   rank_ = who.rank;
   size_ = who.size;
-  const std::string path = file(here_name(rank_));
+  const std::string path = path_of(here_name(rank_));
   const std::string me = identity();
   for (int i = 0; i < kMakeTries; ++i) {
-    const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (descriptor < 0) return io_error("cannot make a file in the store directory " + path_);
+    Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (!file.valid()) return io_error("cannot make a file in the store directory " + path_);
     const struct flock lock = whole_file(F_WRLCK);
-    if (fcntl(descriptor, F_OFD_SETLK, &lock) != 0) {
-      const bool taken = errno == EAGAIN || errno == EACCES;
-      close(descriptor);
-      if (!taken) return {};
+    if (fcntl(file.number(), F_OFD_SETLK, &lock) != 0) {
+      if (errno != EAGAIN && errno != EACCES) return {};
       const std::string other = read(here_name(rank_)).value_or("");
       // That process has the lock and has not written yet, or has ended meanwhile.
       if (other.empty()) continue;
@@ -200,13 +194,10 @@ Status StoreDirectory::come(const Participant& who) {
       const std::lock_guard guard(mutex_);
       return status_ = came_twice(rank_, other, me);
     }
-    if (!is_named(descriptor, path)) {  // Its earlier owner has removed it.
-      close(descriptor);
-      continue;
-    }
-    presence_ = descriptor;
-    const bool written = ftruncate(descriptor, 0) == 0 &&
-                         ::write(descriptor, me.data(), me.size()) == static_cast<ssize_t>(me.size());
+    if (!is_named(file.number(), path)) continue;  // Its earlier owner has removed it.
+    const bool written = ftruncate(file.number(), 0) == 0 &&
+                         ::write(file.number(), me.data(), me.size()) == static_cast<ssize_t>(me.size());
+    presence_ = std::move(file);
     const std::lock_guard guard(mutex_);
     seen_[rank_] = me;
     if (!written) return io_error("cannot write " + path);
@@ -216,26 +207,23 @@ Status StoreDirectory::come(const Participant& who) {
 }
 
 Status StoreDirectory::came_twice(int rank, const std::string& first, const std::string& second) const {
-  return Status(StatusCode::kInvalidArgument,
-                "two processes came to " + path_ + " as rank " + std::to_string(rank) + ": " + shown(first) +
-                    " and " + shown(second) +
-                    "; give every process a rank of its own, and every run a store of its own");
+  return invalid_argument("two processes came to ", path_, " as rank ", rank, ": ", shown(first), " and ",
+                          shown(second),
+                          "; give every process a rank of its own, and every run a store of its own");
 }
 
-Status StoreDirectory::look() const {
+Status StoreDirectory::look() {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank != rank_) {
-      const int descriptor = ::open(file(here_name(rank)).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
       // Without a file it has not come, or has left: in order, or because it was told that it came twice.
-      const bool held = descriptor >= 0 && is_held(descriptor);
-      if (descriptor >= 0) close(descriptor);
+      const bool held = is_held(path_of(here_name(rank)));
       const std::string who = read(here_name(rank)).value_or("");
       const auto seen = seen_.find(rank);
       if (held && !who.empty()) {
         seen_[rank] = who;
       } else if (!held && seen != seen_.end() && seen->second == who) {
-        return Status(StatusCode::kPeerLost, "in " + path_ + ": rank " + std::to_string(rank) + " died (" +
-                                                 shown(who) + ") before all were ready; see why it ended");
+        return Status(StatusCode::kPeerLost, "in ", path_, ": rank ", rank, " died (", shown(who),
+                      ") before all were ready; see why it ended");
       }
     }
     const auto seen = seen_.find(rank);
@@ -248,19 +236,19 @@ Status StoreDirectory::look() const {
 }
 
 std::string StoreDirectory::presence() const {
-  if (presence_ < 0) return {};
+  if (!presence_.valid()) return {};
   const std::lock_guard lock(mutex_);
   return seen_.at(rank_);
 }
 
 void StoreDirectory::expect(int rank, const std::string& presence) {
-  if (presence_ < 0 || presence.empty()) return;
+  if (!presence_.valid() || presence.empty()) return;
   const std::lock_guard lock(mutex_);
   const std::string boot = boot_of(presence);
   if (!boot.empty() && boot == boot_of(seen_.at(rank_))) seen_[rank] = presence;
 }
 
-Status StoreDirectory::status() const {
+Status StoreDirectory::status() {
   const std::lock_guard lock(mutex_);
   const auto now = std::chrono::steady_clock::now();
   if (!status_.ok() || rank_ < 0 || now < next_look_) return status_;
@@ -268,12 +256,12 @@ Status StoreDirectory::status() const {
   return status_ = look();
 }
 
-void StoreDirectory::remember(const std::string& name) const {
+void StoreDirectory::remember(const std::string& name) {
   const std::lock_guard lock(names_mutex_);
   known_.insert(name);
 }
 
-bool StoreDirectory::sweep() const {
+bool StoreDirectory::sweep() {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(path_))
     names.push_back(entry.path().filename());
@@ -283,11 +271,7 @@ bool StoreDirectory::sweep() const {
   };
   const auto is_presence = [&](const std::string& name) { return is_of_a_rank(name, kHere); };
   for (const std::string& name : names) {
-    if (!is_presence(name)) continue;
-    const int descriptor = ::open(file(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    const bool held = descriptor >= 0 && is_held(descriptor);
-    if (descriptor >= 0) close(descriptor);
-    if (held) return false;
+    if (is_presence(name) && is_held(path_of(name))) return false;
   }
   // Texts with names that begin with the run's generation are of this run.
   std::set<std::string> runs;
@@ -297,15 +281,15 @@ bool StoreDirectory::sweep() const {
   }
   for (const std::string& name : names) {
     const bool of_this_run = known_.contains(name) || runs.contains(name.substr(0, name.find('.') + 1));
-    if (is_presence(name) || is_of_a_rank(name, kTwice) || of_this_run) unlink(file(name).c_str());
+    if (is_presence(name) || is_of_a_rank(name, kTwice) || of_this_run) unlink(path_of(name).c_str());
   }
   return true;
 }
 
 StoreDirectory::~StoreDirectory() {
-  if (presence_ >= 0) {
+  if (presence_.valid()) {
     remove(here_name(rank_));
-    close(presence_);
+    presence_.reset();
     try {
       // Peers hear of the end of a process before its locks are released.
       const auto limit =
@@ -324,53 +308,45 @@ Result<std::string> StoreDirectory::write_temporary(std::string_view content) {
   // Ranks on several hosts may share a process id, so the host is part of the name.
   char host[256] = {};
   gethostname(host, sizeof(host) - 1);
-  const std::string name = file(std::string(".") + host + "." + std::to_string(getpid()) + "." +
-                                std::to_string(counter.fetch_add(1)));
+  const std::string name = path_of(std::string(".") + host + "." + std::to_string(getpid()) + "." +
+                                   std::to_string(counter.fetch_add(1)));
   const int descriptor = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (descriptor < 0) return io_error("cannot make a file in the store directory " + path_);
-  std::size_t written = 0;
-  while (written < content.size()) {
-    const ssize_t count = ::write(descriptor, content.data() + written, content.size() - written);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) {
-      Status status = io_error("cannot write " + name);
-      close(descriptor);
-      unlink(name.c_str());
-      return status;
-    }
-    written += static_cast<std::size_t>(count);
+  bool failed = false;
+  while (!failed && !content.empty()) {
+    const ssize_t count = ::write(descriptor, content.data(), content.size());
+    if (count > 0) content.remove_prefix(static_cast<std::size_t>(count));
+    failed = count < 0 && errno != EINTR;
   }
-  if (close(descriptor) != 0) {
-    Status status = io_error("cannot write " + name);
-    unlink(name.c_str());
-    return status;
-  }
-  return name;
+  Status status = failed ? io_error("cannot write " + name) : Status();
+  // A network file system may report only now that it could not write.
+  if (close(descriptor) != 0 && status.ok()) status = io_error("cannot write " + name);
+  if (status.ok()) return name;
+  unlink(name.c_str());
+  return status;
 }
 
 Status StoreDirectory::write(const std::string& name, std::string_view content) {
   remember(name);
-  Result<std::string> temporary = write_temporary(content);
-  FOREBAY_RETURN_IF_ERROR(temporary.status());
-  if (rename(temporary.value().c_str(), file(name).c_str()) != 0) {
-    Status status = io_error("cannot write " + file(name));
-    unlink(temporary.value().c_str());
+  FOREBAY_ASSIGN_OR_RETURN(std::string temporary, write_temporary(content));
+  if (rename(temporary.c_str(), path_of(name).c_str()) != 0) {
+    Status status = io_error("cannot write " + path_of(name));
+    unlink(temporary.c_str());
     return status;
   }
   return {};
 }
 
-std::optional<std::string> StoreDirectory::read(const std::string& name) const {
-  const int descriptor = ::open(file(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-  if (descriptor < 0) return std::nullopt;
+std::optional<std::string> StoreDirectory::read(const std::string& name) {
+  const Descriptor file(::open(path_of(name).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+  if (!file.valid()) return std::nullopt;
   std::string content;
   char buffer[4096];
   ssize_t count = 0;
   do {
-    count = ::read(descriptor, buffer, sizeof(buffer));
+    count = ::read(file.number(), buffer, sizeof(buffer));
     if (count > 0) content.append(buffer, static_cast<std::size_t>(count));
   } while (count > 0 || (count < 0 && errno == EINTR));
-  close(descriptor);
   if (count < 0) return std::nullopt;
   remember(name);
   return content;
@@ -385,14 +361,14 @@ std::optional<std::string> StoreDirectory::write_once(const std::string& name, s
   Result<std::string> temporary = write_temporary(content);
   if (temporary.ok()) {
     // link() refuses an existing name, on network file systems too, so exactly one rank is the first.
-    static_cast<void>(link(temporary.value().c_str(), file(name).c_str()));
+    static_cast<void>(link(temporary.value().c_str(), path_of(name).c_str()));
     unlink(temporary.value().c_str());
   }
   return read(name);
 }
 
 void StoreDirectory::remove(const std::string& name) noexcept {
-  unlink(file(name).c_str());
+  unlink(path_of(name).c_str());
 }
 
 }  // namespace forebay::internal

@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "collectives/rendezvous/rendezvous_store.h"
+#include "forebay/descriptor.h"
 #include "forebay/status.h"
 
 namespace forebay::internal {
@@ -38,13 +39,13 @@ class StoreDirectory final : public RendezvousStore {
   const std::string& where() const noexcept override { return path_; }
 
   Status write(const std::string& name, std::string_view content) override;
-  std::optional<std::string> read(const std::string& name) const override;
+  std::optional<std::string> read(const std::string& name) override;
   std::optional<std::string> write_once(const std::string& name, std::string_view content) override;
   void remove(const std::string& name) noexcept override;
   // Whether a rank that was here was killed or came twice, as of some tens of milliseconds ago. A rank was
   // here when its lock was seen, or when it is expected on this host. A file without a lock does not count:
   // it may be of an earlier run, or of a host with locks that this one does not see.
-  Status status() const override;
+  Status status() override;
   std::string presence() const override;
   void expect(int rank, const std::string& presence) override;
 
@@ -52,32 +53,32 @@ class StoreDirectory final : public RendezvousStore {
   StoreDirectory(std::string path, bool made, bool made_parent)
       : path_(std::move(path)), made_(made), made_parent_(made_parent) {}
 
-  std::string file(const std::string& name) const { return path_ + "/" + name; }
+  std::string path_of(const std::string& name) const { return path_ + "/" + name; }
   Result<std::string> write_temporary(std::string_view content);
-  void remember(const std::string& name) const;
-  Status look() const;
+  void remember(const std::string& name);
+  Status look();
   // False while another rank is here.
-  bool sweep() const;
+  bool sweep();
   Status came_twice(int rank, const std::string& first, const std::string& second) const;
 
   const std::string path_;
   const bool made_;
   const bool made_parent_;
-  // Set by come(): this rank, and the file with its lock; -1 without locks.
+  // Set by come(): this rank, and the file with its lock; none without locks.
   int rank_ = -1;
   int size_ = 0;
-  int presence_ = -1;
+  Descriptor presence_;
 
-  mutable std::mutex names_mutex_;
+  std::mutex names_mutex_;
   // Guarded by names_mutex_.
-  mutable std::set<std::string> known_;  // Texts that were read or written.
-  bool keeps_ = false;                   // A text was written once; it stays for ranks that look late.
+  std::set<std::string> known_;  // Texts that were read or written.
+  bool keeps_ = false;           // A text was written once; it stays for ranks that look late.
 
   mutable std::mutex mutex_;
   // Guarded by mutex_.
-  mutable std::map<int, std::string> seen_;  // By rank: the process that was seen here, this one too.
-  mutable Status status_;
-  mutable std::chrono::steady_clock::time_point next_look_;
+  std::map<int, std::string> seen_;  // By rank: the process that was seen here, this one too.
+  Status status_;
+  std::chrono::steady_clock::time_point next_look_;
 };
 
 }  // namespace forebay::internal

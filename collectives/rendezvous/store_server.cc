@@ -13,7 +13,7 @@
 #include <system_error>
 #include <vector>
 
-#include "collectives/first_failure.h"
+#include "collectives/fingerprint.h"
 #include "collectives/signal_mask.h"
 
 namespace forebay::internal {
@@ -383,8 +383,8 @@ StoreServer::StoreServer(std::unique_ptr<Loop> loop) : loop_(std::move(loop)) {}
 Result<std::unique_ptr<StoreServer>> StoreServer::start(Descriptor listener, StoreServerOptions options) {
   Descriptor bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!bell.valid()) {
-    return Status(StatusCode::kUnavailable, "cannot serve the rendezvous store at " + options.where + ": " +
-                                                std::strerror(errno) + "; raise ulimit -n");
+    return Status(StatusCode::kUnavailable, "cannot serve the rendezvous store at ", options.where, ": ",
+                  std::strerror(errno), "; raise ulimit -n");
   }
   const std::string where = options.where;
   std::unique_ptr<StoreServer> server(
@@ -393,8 +393,8 @@ Result<std::unique_ptr<StoreServer>> StoreServer::start(Descriptor listener, Sto
   try {
     server->thread_ = std::thread([loop = server->loop_.get()] { loop->run(); });
   } catch (const std::system_error& error) {
-    return Status(StatusCode::kUnavailable, "cannot start a thread for the rendezvous store at " + where +
-                                                ": " + error.what() + "; raise ulimit -u or -v");
+    return Status(StatusCode::kUnavailable, "cannot start a thread for the rendezvous store at ", where, ": ",
+                  error.what(), "; raise ulimit -u or -v");
   }
   return server;
 }

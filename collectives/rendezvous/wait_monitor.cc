@@ -4,11 +4,15 @@
 #include <system_error>
 #include <utility>
 
+#include "collectives/rendezvous/byte_text.h"
+#include "collectives/rendezvous/introduction.h"
 #include "collectives/signal_mask.h"
 
 namespace forebay::internal {
 namespace {
 
+// Further ranks are left out: each of them leads on in the wait graph.
+constexpr std::size_t kReportedRanksMax = 64;
 constexpr std::chrono::milliseconds kPoll{2};
 // Reports that the store has not taken yet. Fewer: a slow store looks stopped. More: they fill the socket's
 // buffer.
@@ -29,9 +33,8 @@ Status WaitMonitor::start() {
   try {
     thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
-    return Status(StatusCode::kUnavailable, "rank " + std::to_string(rank_) +
-                                                " cannot start a thread to watch its waits: " + error.what() +
-                                                "; raise ulimit -u or -v");
+    return Status(StatusCode::kUnavailable, "rank ", rank_,
+                  " cannot start a thread to watch its waits: ", error.what(), "; raise ulimit -u or -v");
   }
   return {};
 }
@@ -161,10 +164,9 @@ bool WaitMonitor::is_acknowledged() {
 }
 
 Status WaitMonitor::silent_server() {
-  Status silent(StatusCode::kTimeout,
-                "the ranks cannot reach the rendezvous store at " + store_->where() + ": rank " +
-                    std::to_string(store_->server_rank()) +
-                    ", which serves it, did not answer; look there for the reason, or raise the deadline");
+  Status silent(StatusCode::kTimeout, "the ranks cannot reach the rendezvous store at ", store_->where(),
+                ": rank ", store_->server_rank(),
+                ", which serves it, did not answer; look there for the reason, or raise the deadline");
   store_->abandon(silent);
   return silent;
 }
@@ -211,6 +213,47 @@ void WaitMonitor::end_late_waits(Clock::time_point now) {
     }
     return;
   }
+}
+
+std::string encode(const WaitReport& report) {
+  std::string bytes;
+  append_number(bytes, report.number);
+  const std::size_t count = std::min(report.waits.size(), kReportedWaitsMax);
+  append_number(bytes, static_cast<std::uint8_t>(count));
+  for (std::size_t i = 0; i < count; ++i) {
+    const Wait& wait = report.waits[i];
+    append_text(bytes, std::string_view(wait.what).substr(0, kWaitTextMax));
+    append_number(bytes, static_cast<std::uint8_t>(wait.came));
+    append_number(bytes, static_cast<std::uint64_t>(wait.age.count()));
+    const std::size_t ranks = std::min(wait.ranks.size(), kReportedRanksMax);
+    append_number(bytes, static_cast<std::uint8_t>(ranks));
+    for (std::size_t r = 0; r < ranks; ++r) append_number(bytes, static_cast<std::uint32_t>(wait.ranks[r]));
+  }
+  return bytes;
+}
+
+bool decode(std::string_view bytes, WaitReport* report) {
+  std::uint8_t count = 0;
+  report->waits.clear();
+  if (!take_number(&bytes, &report->number) || !take_number(&bytes, &count) || count > kReportedWaitsMax)
+    return false;
+  for (std::uint8_t i = 0; i < count; ++i) {
+    Wait& wait = report->waits.emplace_back();
+    std::uint8_t came = 0;
+    std::uint64_t age = 0;
+    std::uint8_t ranks = 0;
+    if (!take_text(&bytes, kWaitTextMax, &wait.what) || !take_number(&bytes, &came) || came > 1 ||
+        !take_number(&bytes, &age) || !take_number(&bytes, &ranks) || ranks > kReportedRanksMax)
+      return false;
+    wait.came = came != 0;
+    wait.age = std::chrono::nanoseconds(static_cast<std::int64_t>(age));
+    for (std::uint8_t r = 0; r < ranks; ++r) {
+      std::uint32_t rank = 0;
+      if (!take_number(&bytes, &rank) || rank >= static_cast<std::uint32_t>(kRanksMax)) return false;
+      wait.ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  return bytes.empty();
 }
 
 }  // namespace forebay::internal

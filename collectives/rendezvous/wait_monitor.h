@@ -8,21 +8,36 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "collectives/operation_book.h"
 #include "collectives/rendezvous/rendezvous_store.h"
-#include "collectives/rendezvous/wait_report.h"
 #include "collectives/wait_graph.h"
 
 namespace forebay::internal {
+
+// The waits that a rank reports to the others through the rendezvous store.
+struct WaitReport {
+  std::uint64_t number = 0;  // Reports of this rank before this one.
+  std::vector<Wait> waits;   // The oldest first.
+};
+
+inline constexpr std::size_t kReportedWaitsMax = 8;
+inline constexpr std::size_t kWaitTextMax = 256;
+
+// Leaves out waits, ranks and text beyond the limits.
+std::string encode(const WaitReport& report);
+// False for bytes that encode() did not make.
+bool decode(std::string_view bytes, WaitReport* report);
 
 class WaitMonitor {
  public:

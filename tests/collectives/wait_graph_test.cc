@@ -5,7 +5,7 @@
 
 #include <map>
 
-#include "collectives/rendezvous/wait_report.h"
+#include "collectives/rendezvous/wait_monitor.h"
 
 namespace forebay::internal {
 namespace {

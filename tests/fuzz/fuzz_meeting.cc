@@ -5,14 +5,14 @@
 #include <string>
 #include <string_view>
 
-#include "collectives/first_failure.h"
-#include "collectives/process/shm_announcement.h"
+#include "collectives/fingerprint.h"
+#include "collectives/process/shm_segment.h"
 #include "collectives/rendezvous/authentication.h"
 #include "collectives/rendezvous/meeting.h"
 #include "collectives/rendezvous/store_address.h"
 #include "collectives/rendezvous/store_book.h"
 #include "collectives/rendezvous/store_messages.h"
-#include "collectives/rendezvous/wait_report.h"
+#include "collectives/rendezvous/wait_monitor.h"
 #include "forebay/check.h"
 
 namespace {

@@ -8,8 +8,7 @@
 // Two layouts of the result:
 // - whole: one slice for every rank of the world, as without groups. The ranks are those of the world.
 // - replicated (hybrid sharding): one slice for every rank of a group, the same in all groups. The ranks are
-// those
-//   of the group; sums still run over the whole world.
+//   those of the group; sums still run over the whole world.
 //
 // Source of hybrid sharding: Zhang et al., "MiCS", arXiv 2205.00119; Zhao et al., "PyTorch FSDP", arXiv
 // 2304.11277, section 3.2.2.

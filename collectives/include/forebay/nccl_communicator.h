@@ -58,8 +58,7 @@ class NcclCommunicator : public Communicator {
   // register memory of Backend::alloc safely.
   // Requires: every rank registers its part of the same operations' buffers; the memory stays mapped until it
   //           is deregistered or this communicator ends.
-  // Errors:   kUnsupported when the library does not offer it; kInvalidArgument for a buffer that is
-  // registered.
+  // Errors:   kUnsupported when the library does not offer it; kInvalidArgument for a registered buffer.
   virtual Status register_buffer(DevicePtr address, std::size_t bytes) = 0;
   // Takes the address that was registered.
   // Errors:   kInvalidArgument when nothing is registered there.
@@ -74,10 +73,9 @@ struct NcclLibraryFacts {
   bool can_revoke = false;
 };
 
-// Loads NCCL: the copy that the process has already (a trainer's), else `library`, else the path in
-// FOREBAY_NCCL_LIBRARY, else the system's libnccl.so.2. It is loaded once; later calls return the first one.
-// Threads: any.
-// Errors:  kUnavailable (there is none), kUnsupported (too old, or an entry point is missing).
+// Loads NCCL: the copy that the process has already (a trainer's), else the one of NcclOptions::library. It
+// is loaded once; later calls return the first one. Threads: any. Errors:  kUnavailable (there is none),
+// kUnsupported (too old, or an entry point is missing).
 Result<NcclLibraryFacts> nccl_library(const std::string& library = {});
 
 // Order:    collective over the ranks of `control`; blocks. The new communicator uses `control` and keeps it.

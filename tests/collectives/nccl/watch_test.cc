@@ -9,16 +9,14 @@ using std::chrono::milliseconds;
 
 NcclOperation collective(std::uint64_t sequence, std::uint64_t bytes) {
   NcclOperation operation;
-  operation.fingerprint = {
-      .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(Operation::kAllGather)};
+  operation.fingerprint = {.sequence = sequence, .count = bytes, .operation = Operation::kAllGather};
   return operation;
 }
 
 NcclOperation message(Operation kind, int peer, std::uint64_t sequence, std::uint64_t bytes,
                       std::uint32_t tag) {
   NcclOperation operation;
-  operation.fingerprint = {
-      .sequence = sequence, .count = bytes, .operation = static_cast<std::uint32_t>(kind)};
+  operation.fingerprint = {.sequence = sequence, .count = bytes, .operation = kind};
   operation.peer = peer;
   operation.tag = tag;
   return operation;

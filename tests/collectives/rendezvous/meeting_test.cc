@@ -107,7 +107,7 @@ std::unique_ptr<StoreDirectory> open_as(const std::string& path, int rank) {
 
 // The first error of `store`; ok when it has none within `patience`, at the end of which it has
 // looked at least once.
-Status status_in_time(const StoreDirectory& store, std::chrono::milliseconds patience) {
+Status status_in_time(StoreDirectory& store, std::chrono::milliseconds patience) {
   const Clock::time_point limit = Clock::now() + patience;
   Status status = store.status();
   while (status.ok() && Clock::now() < limit) {
@@ -222,7 +222,7 @@ TEST(StoreDirectory, TwoProcessesOfARankAndTheOthersAreTold) {
   EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument) << refused.to_string();
   EXPECT_NE(refused.message().find("two processes came to " + path + " as rank 1"), std::string::npos)
       << refused.message();
-  for (const StoreDirectory* told : {second.get(), first.get(), other.get()})
+  for (StoreDirectory* told : {second.get(), first.get(), other.get()})
     EXPECT_EQ(status_in_time(*told, 60s).to_string(), refused.to_string());
 }
 
