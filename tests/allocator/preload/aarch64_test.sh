@@ -27,9 +27,9 @@ readelf --version-info --wide libforebay-preload.so | grep -o 'GLIBC_[0-9.]*' | 
 [ "$(tail -n 1 versions)" = GLIBC_2.17 ] || fail "it needs a newer C library: $(cat versions)"
 
 [ -n "$emulator" ] || { echo "no emulator here: built and not run"; exit 0; }
-"$compiler" -fPIC -shared -Wl,-soname,libcuda.so.1 "$tests/aarch64_driver.c" -o libcuda.so.1
-"$compiler" -fPIC -shared "$tests/aarch64_neighbour.c" -o libneighbour.so
-"$compiler" "$tests/aarch64_program.c" -o program
+"$compiler" -fPIC -shared -Wl,-soname,libcuda.so.1 "$tests/programs/aarch64_driver.c" -o libcuda.so.1
+"$compiler" -fPIC -shared "$tests/programs/aarch64_neighbour.c" -o libneighbour.so
+"$compiler" "$tests/programs/aarch64_program.c" -o program
 root=$("$compiler" -print-sysroot)
 [ -e "$root/lib/ld-linux-aarch64.so.1" ] || root=/usr/aarch64-linux-gnu
 run() {
