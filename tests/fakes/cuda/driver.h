@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "tests/fakes/cuda/memory.h"
+#include "tests/fakes/cuda/ptx/program.h"
 #include "tests/fakes/cuda/scheduler.h"
 
 namespace forebay::fake_cuda {
@@ -77,11 +78,16 @@ using PoolPtr = std::shared_ptr<Pool>;
 
 struct Module {
   ContextPtr context;
+  std::shared_ptr<const ptx::Module> program;  // Its PTX, where a kernel of it has no host build.
 };
 
+// A host build, or a kernel of the module's program.
 struct Function {
   CuModule module = nullptr;
-  const FakeKernel* kernel = nullptr;
+  std::string name;
+  std::vector<std::size_t> argument_bytes;
+  const FakeKernel* host = nullptr;
+  std::shared_ptr<const ptx::Kernel> compiled;
   int dynamic_shared_bytes = 48 << 10;
 };
 
@@ -282,6 +288,16 @@ CuResult free_pool_block(Lock& lock, Mapping& mapping);
 // --- modules (modules.cc) ---
 
 void register_kernels(const FakeKernelTable& table);
+
+// --- kernels in PTX (compiled_kernels.cc) ---
+
+// The PTX of an image, parsed; null where it has none, or where every kernel of it has a host build.
+// Errors: kInvalidImage, kInvalidPtx; the reason is printed.
+CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program);
+// Executes one launch on the memory that the context may use now. The lock is given up meanwhile. A defect of
+// the kernel is printed and counted, and fails the context.
+CuResult run_program(Lock& lock, Context& context, const ptx::Kernel& kernel, const FakeLaunch& launch,
+                     const std::vector<std::byte>& parameters);
 
 // --- the bodies of the entry points ---
 #define FOREBAY_CUDA_ROW(name, symbol, version, VARIANT, variant_version, parameters, arguments) \

@@ -1,5 +1,5 @@
 // Modules and launches: an image is accepted by its first bytes, and its kernels are host builds found by
-// name.
+// name, or its own PTX where there is no host build.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -48,11 +48,49 @@ void open_kernel_libraries() {
   }
 }
 
-// One launch's arguments: their values, and where each is.
+// One launch's arguments: their values, each at its place, and where each is.
 struct Arguments {
   std::vector<std::byte> values;
   std::vector<void*> pointers;
 };
+
+// Host builds take their arguments one by one, and compiled kernels at the offsets that their text gives.
+std::shared_ptr<Arguments> copy_arguments(const Function& function, void** parameters) {
+  const auto arguments = std::make_shared<Arguments>();
+  std::vector<std::size_t> offsets;
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < function.argument_bytes.size(); ++i) {
+    if (function.compiled != nullptr) bytes = function.compiled->parameters[i].offset;
+    bytes = function.compiled != nullptr
+                ? bytes
+                : (bytes + kArgumentAlignment - 1) / kArgumentAlignment * kArgumentAlignment;
+    offsets.push_back(bytes);
+    bytes += function.argument_bytes[i];
+  }
+  arguments->values.resize(bytes);
+  for (std::size_t i = 0; i < offsets.size(); ++i) {
+    std::byte* const place = arguments->values.data() + offsets[i];
+    std::memcpy(place, parameters[i], function.argument_bytes[i]);
+    arguments->pointers.push_back(place);
+  }
+  return arguments;
+}
+
+CuResult run_host_build(Lock& lock, const FakeKernel& kernel, const FakeLaunch& launch,
+                        const Arguments& arguments) {
+  Memory& memory = driver().memory;
+  memory.enter_kernel();
+  lock.unlock();
+  bool called_driver = false;
+  {
+    const ForeignScope scope("a kernel");
+    kernel.run(launch, arguments.pointers.data());
+    called_driver = scope.called_driver();
+  }
+  lock.lock();
+  memory.leave_kernel();
+  return called_driver ? CuResult::kNotPermitted : CuResult::kSuccess;
+}
 
 CuResult launch(CuFunction function, const FakeLaunch& wanted, CuStream stream_handle, void** parameters,
                 void** extra) {
@@ -65,69 +103,51 @@ CuResult launch(CuFunction function, const FakeLaunch& wanted, CuStream stream_h
   if (found == state.functions.end()) return CuResult::kInvalidHandle;
   const Function& called = found->second;
   if (state.modules.at(called.module).context != stream->context) return CuResult::kInvalidContext;
-  const FakeKernel& kernel = *called.kernel;
   const auto& [grid, block, shared_bytes, device] = wanted;
   if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || block[0] == 0 || block[1] == 0 || block[2] == 0) {
     return CuResult::kInvalidValue;
   }
-  if (grid[0] > 0x7FFFFFFF || grid[1] > 65535 || grid[2] > 65535 || block[2] > 64 ||
-      std::uint64_t{block[0]} * block[1] * block[2] > 1024) {
+  const std::uint64_t thread_count = std::uint64_t{block[0]} * block[1] * block[2];
+  if (grid[0] > 0x7FFFFFFF || grid[1] > 65535 || grid[2] > 65535 || block[2] > 64 || thread_count > 1024) {
     return CuResult::kInvalidValue;
   }
+  if (called.compiled != nullptr && thread_count > called.compiled->most_threads)
+    return CuResult::kInvalidValue;
   if (shared_bytes > static_cast<unsigned>(called.dynamic_shared_bytes)) return CuResult::kInvalidValue;
   if (extra != nullptr) return CuResult::kNotSupported;  // Packed arguments: ours are passed one by one.
-  if (parameters == nullptr && kernel.argument_count != 0) return CuResult::kInvalidValue;
+  if (parameters == nullptr && !called.argument_bytes.empty()) return CuResult::kInvalidValue;
 
-  const auto arguments = std::make_shared<Arguments>();
-  std::size_t bytes = 0;
-  for (std::size_t i = 0; i < kernel.argument_count; ++i) {
-    bytes += (kernel.argument_bytes[i] + kArgumentAlignment - 1) / kArgumentAlignment * kArgumentAlignment;
-  }
-  arguments->values.resize(bytes);
+  const std::shared_ptr<const Arguments> arguments = copy_arguments(called, parameters);
+  const char* const name = called.host != nullptr ? called.host->name : called.compiled->name.c_str();
   Operation operation;
-  operation.what = kernel.name;
-  std::byte* next = arguments->values.data();
-  for (std::size_t i = 0; i < kernel.argument_count; ++i) {
-    const std::size_t argument_bytes = kernel.argument_bytes[i];
-    std::memcpy(next, parameters[i], argument_bytes);
-    arguments->pointers.push_back(next);
-    // A value that is an address of device memory is taken for a pointer the kernel uses.
-    for (std::size_t at = 0; at + sizeof(Address) <= argument_bytes; at += sizeof(Address)) {
+  operation.what = name;
+  // A value that is an address of device memory is taken for a pointer the kernel uses.
+  for (std::size_t i = 0; i < arguments->pointers.size(); ++i) {
+    for (std::size_t at = 0; at + sizeof(Address) <= called.argument_bytes[i]; at += sizeof(Address)) {
       Address address = 0;
-      std::memcpy(&address, next + at, sizeof(address));
+      std::memcpy(&address, static_cast<const std::byte*>(arguments->pointers[i]) + at, sizeof(address));
       const Mapping* const mapping = state.memory.find(address);
       if (mapping == nullptr) continue;
       if (mapping->freed) {
-        hazard(*stream->context, kernel.name, "memory is used after cuMemFreeAsync was called on it");
+        hazard(*stream->context, name, "memory is used after cuMemFreeAsync was called on it");
         return CuResult::kIllegalAddress;
       }
       operation.touches.push_back({mapping->begin, mapping->end()});
     }
-    next += (argument_bytes + kArgumentAlignment - 1) / kArgumentAlignment * kArgumentAlignment;
   }
   FakeLaunch launched = wanted;
   launched.device = stream->context->device;
-  operation.run = [&kernel, launched, arguments, context = stream->context,
-                   touches = operation.touches](Lock& running) {
-    Memory& memory = driver().memory;
+  operation.run = [name, host = called.host, compiled = called.compiled, launched, arguments,
+                   context = stream->context, touches = operation.touches](Lock& running) {
     for (const Range& range : touches) {
-      const Mapping* const mapping = memory.find(range.begin);
+      const Mapping* const mapping = driver().memory.find(range.begin);
       if (mapping == nullptr || !accessible(*context, *mapping, false) || !mapping->available) {
-        hazard(*context, kernel.name, "an argument points to memory that its device cannot use when it runs");
+        hazard(*context, name, "an argument points to memory that its device cannot use when it runs");
         return CuResult::kIllegalAddress;
       }
     }
-    memory.enter_kernel();
-    running.unlock();
-    bool called_driver = false;
-    {
-      const ForeignScope scope("a kernel");
-      kernel.run(launched, arguments->pointers.data());
-      called_driver = scope.called_driver();
-    }
-    running.lock();
-    memory.leave_kernel();
-    return called_driver ? CuResult::kNotPermitted : CuResult::kSuccess;
+    return host != nullptr ? run_host_build(running, *host, launched, *arguments)
+                           : run_program(running, *context, *compiled, launched, arguments->values);
   };
   return enqueue(stream, std::move(operation));
 }
@@ -147,8 +167,11 @@ CuResult cuModuleLoadData(CuModule* module, const void* image) {
   if (result != CuResult::kSuccess) return result;
   if (!is_image(image)) return CuResult::kInvalidImage;
   open_kernel_libraries();
+  std::shared_ptr<const ptx::Module> program;
+  const CuResult loaded = load_program(image, &program);
+  if (loaded != CuResult::kSuccess) return loaded;
   *module = next_handle<CuModule>();
-  state.modules[*module] = {context};
+  state.modules[*module] = {context, std::move(program)};
   return CuResult::kSuccess;
 }
 
@@ -169,22 +192,32 @@ CuResult cuModuleGetFunction(CuFunction* function, CuModule module, const char* 
   Driver& state = driver();
   const Lock lock(state.mutex);
   if (function == nullptr || name == nullptr) return CuResult::kInvalidValue;
-  if (state.modules.count(module) == 0) return CuResult::kInvalidHandle;
-  const auto kernel = state.kernels.find(name);
-  if (kernel == state.kernels.end()) {
-    report("%s: there is no host build of this kernel; %s", name,
-           state.kernels.empty() ? "name the libraries that have some in FAKE_CUDA_KERNELS"
-                                 : "the libraries of kernels have others");
-    return CuResult::kNotFound;
-  }
+  const auto loaded = state.modules.find(module);
+  if (loaded == state.modules.end()) return CuResult::kInvalidHandle;
   for (const auto& [handle, known] : state.functions) {
-    if (known.module == module && known.kernel == kernel->second) {
+    if (known.module == module && known.name == name) {
       *function = handle;
       return CuResult::kSuccess;
     }
   }
+  Function found{module, name, {}, nullptr, nullptr, kUsualSharedBytes};
+  const std::shared_ptr<const ptx::Module>& program = loaded->second.program;
+  if (const auto host = state.kernels.find(name); host != state.kernels.end()) {
+    found.host = host->second;
+    found.argument_bytes.assign(found.host->argument_bytes,
+                                found.host->argument_bytes + found.host->argument_count);
+  } else if (program != nullptr && program->kernels.find(name) != program->kernels.end()) {
+    found.compiled = {program, &program->kernels.find(name)->second};
+    for (const ptx::Parameter& parameter : found.compiled->parameters)
+      found.argument_bytes.push_back(parameter.bytes);
+  } else {
+    report("%s: the image has no PTX of this kernel, and there is no host build of it; %s", name,
+           state.kernels.empty() ? "name the libraries that have some in FAKE_CUDA_KERNELS"
+                                 : "the libraries of kernels have others");
+    return CuResult::kNotFound;
+  }
   *function = next_handle<CuFunction>();
-  state.functions[*function] = {module, kernel->second, kUsualSharedBytes};
+  state.functions[*function] = std::move(found);
   return CuResult::kSuccess;
 }
 
@@ -203,7 +236,8 @@ CuResult cuFuncGetAttribute(int* value, CuFunctionAttribute attribute, CuFunctio
   using enum CuFunctionAttribute;
   switch (attribute) {
     case kMaxThreadsPerBlock:
-      *value = 1024;
+      *value =
+          found->second.compiled != nullptr ? static_cast<int>(found->second.compiled->most_threads) : 1024;
       break;
     case kNumRegs:
       *value = 32;
@@ -219,8 +253,12 @@ CuResult cuFuncGetAttribute(int* value, CuFunctionAttribute attribute, CuFunctio
       *value = -1;
       break;
     case kSharedSizeBytes:
-    case kConstSizeBytes:
+      *value = found->second.compiled != nullptr ? static_cast<int>(found->second.compiled->shared_bytes) : 0;
+      break;
     case kLocalSizeBytes:
+      *value = found->second.compiled != nullptr ? static_cast<int>(found->second.compiled->local_bytes) : 0;
+      break;
+    case kConstSizeBytes:
     case kCacheModeCa:
       *value = 0;
       break;
