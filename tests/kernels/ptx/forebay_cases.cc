@@ -1,0 +1,431 @@
+// The cases of forebay's own kernels. Their definitions are definitions.h, in the plainest loops.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <initializer_list>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "forebay/kernels.h"
+#include "kernels/cuda/image.h"
+#include "kernels/cuda/launches.h"
+#include "kernels/definitions.h"
+#include "kernels/host_kernels.h"
+#include "tests/fakes/cuda/ptx/image.h"
+#include "tests/kernels/ptx/kernel_case.h"
+
+namespace forebay::ptx_test {
+namespace {
+
+using cuda_kernels::ElementLaunch;
+
+constexpr DataType kTypes[] = {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16};
+
+Element element_of(DataType type) {
+  return type == DataType::kFloat32    ? Element::kFloat32
+         : type == DataType::kBfloat16 ? Element::kBfloat16
+                                       : Element::kFloat16;
+}
+std::string name_of(DataType type) {
+  return type == DataType::kFloat32 ? "fp32" : type == DataType::kBfloat16 ? "bf16" : "fp16";
+}
+
+// The elements before the first place where every operand is aligned to its access; `count` where there is
+// none.
+std::size_t head_of(std::size_t count, std::size_t granule,
+                    std::initializer_list<std::pair<const void*, std::size_t>> operands) {
+  for (std::size_t head = 0; head < granule; ++head) {
+    const bool aligned = std::all_of(operands.begin(), operands.end(), [&](const auto& operand) {
+      const auto [address, bytes] = operand;
+      return (reinterpret_cast<std::uintptr_t>(address) + head * bytes) % (granule * bytes) == 0;
+    });
+    if (aligned) return std::min(head, count);
+  }
+  return count;
+}
+
+// Shifts of the operands: all aligned, shifted alike, and against each other, where no wide access fits.
+struct Offsets {
+  std::size_t a, b;
+};
+constexpr Offsets kOffsets[] = {{0, 0}, {3, 3}, {0, 1}};
+
+// Adjacent pairs level by level, an odd one passing up.
+double tree(std::vector<double> level) {
+  if (level.empty()) return 0.0;
+  while (level.size() > 1) {
+    std::vector<double> above;
+    for (std::size_t i = 0; i < level.size(); i += 2) {
+      above.push_back(i + 1 < level.size() ? level[i] + level[i + 1] : level[i]);
+    }
+    level = std::move(above);
+  }
+  return level[0];
+}
+
+class Cases {
+ public:
+  explicit Cases(std::uint64_t seed) : random_(seed) {}
+
+  std::vector<KernelCase> make() {
+    for (const DataType source : kTypes) {
+      for (const DataType target : kTypes) {
+        if (source != target) cast(source, target);
+      }
+    }
+    for (const DataType type : kTypes) {
+      accumulate(type);
+      scale(type, type);
+      if (type != DataType::kFloat32) scale(type, DataType::kFloat32);
+      add(type);
+      fill(type);
+      for (const DataType parameter : kTypes) adamw(type, parameter, true);
+      adamw(type, DataType::kFloat32, false);
+      norm_leaves(type);
+    }
+    norm_tree();
+    step_control();
+    return std::move(cases_);
+  }
+
+ private:
+  Array hard(DataType type, std::size_t count, std::size_t offset) {
+    return array_of(element_of(type), count, offset, [&] { return hard_value(element_of(type), random_); });
+  }
+  Array read_only(Array array) {
+    array.read_only = true;
+    return array;
+  }
+  float factor() {
+    return std::ldexp(std::uniform_real_distribution<float>(0.5f, 1.0f)(random_),
+                      static_cast<int>(random_() % 8) - 4);
+  }
+  KernelCase& add_case(const std::string& kernel, const std::string& description, unsigned grid) {
+    cases_.push_back({kernel, description, grid, {}, {}, {}});
+    return cases_.back();
+  }
+  static std::string describe(const Offsets& offsets, std::size_t count) {
+    return "offsets " + std::to_string(offsets.a) + " " + std::to_string(offsets.b) + ", " +
+           std::to_string(count) + " elements";
+  }
+
+  void cast(DataType source, DataType target) {
+    for (const Offsets& offsets : kOffsets) {
+      // Every encoding of a 16-bit type, once.
+      const bool all = source != DataType::kFloat32 && offsets.b == 0;
+      const std::size_t count = all ? 65536 + 5 : 16389;
+      KernelCase& c =
+          add_case("forebay_cast_" + name_of(source) + "_" + name_of(target), describe(offsets, count), 5);
+      c.arrays = {read_only(hard(source, count, offsets.a)), hard(target, count, offsets.b)};
+      for (std::size_t i = 0; all && i < 65536; ++i) c.arrays[0].values[i] = i;
+      const std::size_t bytes = std::max(element_bytes(source), element_bytes(target));
+      const auto arguments = [=](const Pointers& p) {
+        return CastArguments{p.at(0), p.at(1), count, source, target};
+      };
+      c.argument = [=](const Pointers& p) {
+        return bytes_of_struct(ElementLaunch<CastArguments>{
+            arguments(p), head_of(count, 16 / bytes,
+                                  {{p.at(0), element_bytes(source)}, {p.at(1), element_bytes(target)}})});
+      };
+      c.define = [=](const Pointers& p) { host_kernels::scalar_kernels().cast(arguments(p), 0, count); };
+    }
+  }
+
+  void accumulate(DataType type) {
+    const std::size_t bytes = element_bytes(type);
+    for (const int ranks : {1, 2, 3, 4, 5, 9}) {
+      for (const bool first : {false, true}) {
+        for (const Offsets& offsets : kOffsets) {
+          const std::size_t count = 1501;
+          const std::size_t stride = offsets.a == 3 ? count : (count + 7) / 8 * 8;
+          const int rank = static_cast<int>(random_() % static_cast<std::uint64_t>(ranks));
+          KernelCase& c = add_case("forebay_accumulate_" + name_of(type),
+                                   describe(offsets, count) + ", " + std::to_string(ranks) + " ranks", 2);
+          c.arrays = {read_only(hard(type, count, offsets.a)),
+                      read_only(hard(type, stride * static_cast<std::size_t>(ranks), offsets.a)),
+                      hard(DataType::kFloat32, count, offsets.b)};
+          const auto arguments = [=](const Pointers& p) {
+            return AccumulateArguments{
+                p.at(0), p.at<std::byte>(1), stride * bytes, p.at(2), count, rank, ranks, type, first};
+          };
+          c.argument = [=](const Pointers& p) {
+            const AccumulateArguments a = arguments(p);
+            const bool received = ranks > 1;
+            const std::byte* const begin = received ? a.received : p.at<std::byte>(0);
+            const std::byte* const second = received ? begin + a.received_stride_bytes : begin;
+            return bytes_of_struct(ElementLaunch<AccumulateArguments>{
+                a, head_of(count, 4,
+                           {{a.target, sizeof(float)}, {a.own, bytes}, {begin, bytes}, {second, bytes}})});
+          };
+          c.define = [=](const Pointers& p) {
+            host_kernels::scalar_kernels().accumulate(arguments(p), 0, count);
+          };
+        }
+      }
+    }
+  }
+
+  void scale(DataType round, DataType target) {
+    for (const Offsets& offsets : kOffsets) {
+      const std::size_t count = 12011;
+      const float by = factor();
+      KernelCase& c =
+          add_case("forebay_scale_" + name_of(round) + "_" + name_of(target), describe(offsets, count), 3);
+      c.arrays = {read_only(hard(DataType::kFloat32, count, offsets.a)), hard(target, count, offsets.b)};
+      const auto arguments = [=](const Pointers& p) {
+        return ScaleArguments{p.at(0), p.at(1), count, by, round, target};
+      };
+      c.argument = [=](const Pointers& p) {
+        return bytes_of_struct(ElementLaunch<ScaleArguments>{
+            arguments(p), head_of(count, 4, {{p.at(0), sizeof(float)}, {p.at(1), element_bytes(target)}})});
+      };
+      c.define = [=](const Pointers& p) { host_kernels::scalar_kernels().scale(arguments(p), 0, count); };
+    }
+  }
+
+  void add(DataType type) {
+    const std::size_t bytes = element_bytes(type);
+    for (const Offsets& offsets : kOffsets) {
+      const std::size_t count = 12011;
+      KernelCase& c = add_case("forebay_add_" + name_of(type), describe(offsets, count), 3);
+      c.arrays = {read_only(hard(type, count, offsets.a)), hard(type, count, offsets.b)};
+      const auto arguments = [=](const Pointers& p) { return AddArguments{p.at(0), p.at(1), count, type}; };
+      c.argument = [=](const Pointers& p) {
+        return bytes_of_struct(ElementLaunch<AddArguments>{
+            arguments(p), head_of(count, 16 / bytes, {{p.at(0), bytes}, {p.at(1), bytes}})});
+      };
+      c.define = [=](const Pointers& p) { host_kernels::scalar_kernels().add(arguments(p), 0, count); };
+    }
+  }
+
+  void fill(DataType type) {
+    const std::size_t bytes = element_bytes(type);
+    for (const std::size_t offset : {0, 1, 5}) {
+      for (const std::uint32_t bits : {0x3F808000u, 0x80000000u, 0x000116C2u, 0xFFC01234u, 0x7149F2CAu}) {
+        const std::size_t count = 1003;
+        const auto value = std::bit_cast<float>(bits);
+        KernelCase& c = add_case("forebay_fill_" + name_of(type), describe({offset, 0}, count), 2);
+        c.arrays = {hard(type, count, offset)};
+        const auto arguments = [=](const Pointers& p) { return FillArguments{p.at(0), count, value, type}; };
+        c.argument = [=](const Pointers& p) {
+          return bytes_of_struct(
+              ElementLaunch<FillArguments>{arguments(p), head_of(count, 16 / bytes, {{p.at(0), bytes}})});
+        };
+        c.define = [=](const Pointers& p) {
+          host_kernels::with_type(type, [&]<DataType t>() {
+            auto* const target = p.at<typename definitions::Element<t>::Storage>(0);
+            std::fill(target, target + count, definitions::Element<t>::round(value));
+          });
+        };
+      }
+    }
+  }
+
+  void adamw(DataType gradient, DataType parameter, bool has_parameter) {
+    const std::size_t gradient_bytes = element_bytes(gradient), parameter_bytes = element_bytes(parameter);
+    // How the step's control decides: there is none, it applies, it skips, the unit was not used, it has no
+    // table.
+    for (const int control : {0, 1, 2, 3, 4}) {
+      const bool controlled = control > 0, updates = control == 0 || control == 1 || control == 4;
+      for (const Offsets& offsets : kOffsets) {
+        if (control > 1 && offsets.a != 0) continue;
+        const std::size_t count = control > 1 ? 517 : 4099;
+        KernelCase& c =
+            add_case("forebay_adamw_" + name_of(gradient) + (has_parameter ? "_" + name_of(parameter) : ""),
+                     describe(offsets, count) + ", control " + std::to_string(control), 3);
+        c.arrays = {read_only(hard(gradient, count, offsets.a)), hard(DataType::kFloat32, count, offsets.b),
+                    hard(DataType::kFloat32, count, offsets.b), hard(DataType::kFloat32, count, offsets.b),
+                    hard(parameter, has_parameter ? count : 0, offsets.a)};
+        for (std::uint64_t& v : c.arrays[3].values) {
+          if (random_() % 4 != 0) v &= 0x7FFFFFFF;  // A second moment is rarely negative.
+        }
+        StepState state;
+        state.outcome = control == 2 ? StepOutcome::kSkipped : StepOutcome::kApplied;
+        state.factor = 0.021f;
+        state.c1 = 0.4f;
+        state.s2 = 0.6f;
+        const std::vector<std::byte> state_bytes = bytes_of_struct(state);
+        Array state_array{Element::kByte, state_bytes.size(), 0, true, {}, false};
+        for (const std::byte b : state_bytes) state_array.values.push_back(std::to_integer<std::uint64_t>(b));
+        c.arrays.push_back(std::move(state_array));
+        c.arrays.push_back({Element::kWord32, 1, 0, true, {control == 3 ? 0u : 1u}, false});
+        const auto arguments = [=](const Pointers& p) {
+          AdamWArguments a = {};
+          a.gradient = p.at(0);
+          a.master = p.at(1), a.m = p.at(2), a.v = p.at(3);
+          a.parameter = has_parameter ? p.at(4) : nullptr;
+          a.count = count;
+          a.gradient_type = gradient, a.parameter_type = parameter;
+          a.factor = 0.37f, a.lr = 3e-4f, a.weight_decay = 0.1f, a.beta1 = 0.9f, a.beta2 = 0.95f,
+          a.eps = 1e-8f;
+          a.a1 = 0.1f, a.a2 = 0.05f, a.c1 = 0.19f, a.s2 = 0.31f;
+          return a;
+        };
+        c.argument = [=](const Pointers& p) {
+          const AdamWArguments a = arguments(p);
+          ControlledAdamWArguments all = {a, nullptr, nullptr};
+          if (controlled) all.state = p.at<StepState>(5);
+          if (controlled && control != 4) all.used = p.at<std::uint32_t>(6);
+          const std::size_t head =
+              has_parameter
+                  ? head_of(count, 4,
+                            {{a.gradient, gradient_bytes},
+                             {a.master, 4},
+                             {a.m, 4},
+                             {a.v, 4},
+                             {a.parameter, parameter_bytes}})
+                  : head_of(count, 4, {{a.gradient, gradient_bytes}, {a.master, 4}, {a.m, 4}, {a.v, 4}});
+          return bytes_of_struct(ElementLaunch<ControlledAdamWArguments>{all, head});
+        };
+        c.define = [=](const Pointers& p) {
+          AdamWArguments a = arguments(p);
+          if (controlled) a.factor = state.factor, a.c1 = state.c1, a.s2 = state.s2;
+          if (updates) host_kernels::scalar_kernels().adamw(a, 0, count);
+        };
+      }
+    }
+  }
+
+  // Sums of squares that stay finite, and one element that is not, now and then.
+  void norm_leaves(DataType type) {
+    const Element element = element_of(type);
+    const std::size_t chunk = 256 / element_bytes(type);  // Leaves of a block: a whole subtree.
+    for (const std::size_t leaves : {1, 2, 63, 64, 65, 127, 129, 300}) {
+      for (const std::size_t offset : {0, 1}) {
+        KernelCase& c = add_case("forebay_norm_leaves_" + name_of(type),
+                                 std::to_string(leaves) + " leaves, offset " + std::to_string(offset), 2);
+        const std::size_t count = leaves * kLeafCount, chunks = (leaves + chunk - 1) / chunk;
+        Array source = array_of(element, count, offset, [&] { return mild_value(element, random_); });
+        if (random_() % 2 == 0) source.values[random_() % count] = hard_value(element, random_);
+        source.read_only = true;
+        c.arrays = {std::move(source), array_of(Element::kFloat64, chunks, 0, [] { return 0; })};
+        c.arrays[1].any_nan = true;  // norm_tree gives the canonical one.
+        c.argument = [=](const Pointers& p) {
+          return bytes_of_struct(cuda_kernels::NormLeavesLaunch{
+              p.at(0), p.at<double>(1), leaves, reinterpret_cast<std::uintptr_t>(p.at(0)) % 16 == 0});
+        };
+        c.define = [=](const Pointers& p) {
+          std::vector<double> sums(leaves);
+          host_kernels::scalar_kernels().norm_leaves({p.at(0), sums.data(), nullptr, count, type}, 0, leaves);
+          for (std::size_t k = 0; k < chunks; ++k) {
+            const auto begin = sums.begin() + static_cast<std::ptrdiff_t>(k * chunk);
+            const auto end = sums.begin() + static_cast<std::ptrdiff_t>(std::min(leaves, (k + 1) * chunk));
+            p.at<double>(1)[k] = tree({begin, end});
+          }
+        };
+      }
+    }
+  }
+
+  void norm_tree() {
+    for (const std::size_t count : {0, 1, 2, 3, 5, 64, 255, 513, 1000, 2049}) {
+      for (const bool is_hard : {false, true}) {
+        KernelCase& c = add_case("forebay_norm_tree", std::to_string(count) + " values", 1);
+        c.arrays = {array_of(Element::kFloat64, count, 0,
+                             [&] {
+                               return is_hard ? hard_value(Element::kFloat64, random_)
+                                              : mild_value(Element::kFloat64, random_);
+                             }),
+                    array_of(Element::kFloat64, 1, 0, [] { return 0; })};
+        c.arrays[0].any_nan = true;  // The inner values; the result has the canonical one.
+        c.argument = [=](const Pointers& p) {
+          return bytes_of_struct(cuda_kernels::NormTreeLaunch{p.at<double>(0), count, p.at<double>(1)});
+        };
+        c.define = [=](const Pointers& p) {
+          double* const values = p.at<double>(0);
+          for (std::size_t step = 1; step < count; step *= 2) {
+            for (std::size_t i = 0; i + step < count; i += 2 * step) values[i] += values[i + step];
+          }
+          *p.at<double>(1) = definitions::canonical_double(count == 0 ? 0.0 : values[0]);
+        };
+      }
+    }
+  }
+
+  void step_control() {
+    for (std::size_t n = 0; n < 120; ++n) {
+      const std::size_t units = n < 3 ? n : random_() % 300 + 1;
+      const int ranks = static_cast<int>(random_() % 9) + 1;
+      const std::size_t stride = units + random_() % 5, all = stride * static_cast<std::size_t>(ranks);
+      const bool has_used = n % 4 != 0, dynamic = n % 2 == 1;
+      StepState start;
+      start.attempted_steps = random_() % 100;
+      start.applied_steps = random_() % 5;
+      start.loss_scale = dynamic ? 65536.0 : 1.0;
+      start.growth_counter = n % 5 == 0 ? 1999 : 3;
+      KernelCase& c = add_case("forebay_step_control",
+                               std::to_string(units) + " units of " + std::to_string(ranks) + " ranks", 1);
+      Array state{Element::kByte, sizeof start, 0, false, {}, false};
+      for (const std::byte b : bytes_of_struct(start))
+        state.values.push_back(std::to_integer<std::uint64_t>(b));
+      Array squares = array_of(Element::kFloat64, all, 0,
+                               [&] { return mild_value(Element::kFloat64, random_) & 0x7FFFFFFFFFFFFFFF; });
+      if (n % 7 == 3 && all > 0)
+        squares.values[random_() % all] = 0x7FF0000000000000 + (random_() % 2) * 0x8000000000000;
+      Array corrections = array_of(Element::kFloat32, 6, 0,
+                                   [&] { return mild_value(Element::kFloat32, random_) & 0x7FFFFFFF; });
+      corrections.read_only = squares.read_only = true;
+      c.arrays = {std::move(state),
+                  std::move(squares),
+                  read_only(array_of(Element::kFloat64, all, 0,
+                                     [&] { return random_() % 3 != 0 ? 0 : 0x3FF0000000000000; })),
+                  array_of(Element::kWord32, units, 0, [] { return 77; }),
+                  array_of(Element::kFloat64, units * static_cast<std::size_t>(ranks), 0, [] { return 0; }),
+                  std::move(corrections)};
+      const std::uint64_t first_step = random_() % 3 + 1;
+      const double clip = n % 3 == 0 ? 0.0 : 1.0;
+      c.arrays[4].any_nan = true;  // The scratch.
+      const auto arguments = [=](const Pointers& p) {
+        StepControlArguments a = {};
+        a.state = p.at<StepState>(0);
+        a.squares = p.at<double>(1);
+        a.used = has_used ? p.at<double>(2) : nullptr;
+        a.unit_used = has_used ? p.at<std::uint32_t>(3) : nullptr;
+        a.scratch = p.at<double>(4);
+        a.rank_stride = stride, a.unit_count = units, a.rank_count = ranks;
+        a.clip = clip;
+        a.corrections = p.at<BiasCorrection>(5), a.first_step = first_step, a.correction_count = 3;
+        a.dynamic_loss_scale = dynamic, a.growth_interval = 2000, a.minimum_loss_scale = 1.0;
+        return a;
+      };
+      c.argument = [=](const Pointers& p) { return bytes_of_struct(arguments(p)); };
+      c.define = [=](const Pointers& p) {
+        const StepControlArguments a = arguments(p);
+        const auto rank_count = static_cast<std::size_t>(ranks);
+        for (std::size_t u = 0; u < units; ++u) {
+          bool used = false;
+          for (std::size_t r = 0; r < rank_count; ++r) {
+            a.scratch[r * units + u] = a.squares[r * stride + u];
+            used = used || (has_used && a.used[r * stride + u] != 0.0);
+          }
+          if (has_used) a.unit_used[u] = used ? 1 : 0;
+          for (std::size_t step = 1; step < rank_count; step *= 2) {
+            for (std::size_t r = 0; r + step < rank_count; r += 2 * step)
+              a.scratch[r * units + u] += a.scratch[(r + step) * units + u];
+          }
+        }
+        for (std::size_t step = 1; step < units; step *= 2) {
+          for (std::size_t u = 0; u + step < units; u += 2 * step) a.scratch[u] += a.scratch[u + step];
+        }
+        definitions::advance_step(a, units == 0 ? 0.0 : a.scratch[0]);
+      };
+    }
+  }
+
+  std::mt19937_64 random_;
+  std::vector<KernelCase> cases_;
+};
+
+}  // namespace
+
+std::vector<KernelCase> forebay_cases(std::uint64_t seed) {
+  return Cases(seed).make();
+}
+
+std::string forebay_ptx() {
+  return ptx::text_of_image(cuda_kernels::kernel_image().data);
+}
+
+}  // namespace forebay::ptx_test
