@@ -42,7 +42,7 @@ class StateDirectory {
   const std::string& path() const { return path_; }
   StateDirectory subdirectory(const std::string& name) const;
   void make_subdirectory(const std::string& name) const;
-  // A new file. What has the name is removed first, unless it is a directory.
+  // A new file. An existing one of this name is removed first, unless it is a directory.
   StateFile create(const std::string& name) const;
   // An existing file for reading.
   StateFile open(const std::string& name) const;

@@ -114,7 +114,7 @@ constexpr int kInterfaceVersion = 13000;
 // clang-format on
 
 #define FOREBAY_CUDA_ENUMERATOR(name, real, value) name = value,
-// Those of CuDeviceAttribute, and more.
+// The values of CuDeviceAttribute, and more.
 enum class FakeDeviceAttribute : unsigned {
   FOREBAY_CUDA_DEVICE_ATTRIBUTES(FOREBAY_CUDA_ENUMERATOR)
       FAKE_CUDA_MORE_DEVICE_ATTRIBUTES(FOREBAY_CUDA_ENUMERATOR)
