@@ -80,6 +80,7 @@ ChunkedArena::~ChunkedArena() {
   }
   for (Range* range = first_; range != nullptr;) {
     const auto mapped = [](const Range* r) {
+      if (r->kind == RangeKind::kAlias) return r->slot != Slot().index;
       return r->kind != RangeKind::kUnmapped && r->kind != RangeKind::kPaused;
     };
     if (!mapped(range)) {

@@ -198,6 +198,7 @@ class ChunkedArena final : public Arena {
   Result<Slot> slot_create(std::size_t bytes, Tag tag) override;
   Status slot_destroy(Slot slot) override;
   Result<DevicePtr> alias_create(Slot slot, std::size_t bytes) override;
+  Status alias_move(DevicePtr alias, Slot slot) override;
   Status alias_destroy(DevicePtr alias) override;
 
   Result<Capture> capture_begin(Stream stream) override;
@@ -391,6 +392,8 @@ class ChunkedArena final : public Arena {
 
   // Slots (arena/slots.cc).
   void strand_alias(Range* range, const MappedRow& mapped);
+  Range* find_alias(DevicePtr address);
+  Status unmap_alias(Lock& lock, Range* range);
   Status acquire_slot(Lock& lock, std::size_t bytes, std::vector<std::uint32_t>* chunks);
   // Private regions (arena/private.cc).
   void wait_for_freed(std::uint8_t region);

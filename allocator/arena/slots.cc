@@ -171,25 +171,75 @@ void ChunkedArena::strand_alias(Range* range, const MappedRow& mapped) {
   ++stranded_count_;
 }
 
+// The range of an alias that begins at `address`, or null. mutex_ held.
+Range* ChunkedArena::find_alias(DevicePtr address) {
+  const auto offset = static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(address) -
+                                               reinterpret_cast<std::uintptr_t>(base_));
+  Range* const range = offset < reserve_bytes_ ? ranges_.find(offset) : nullptr;
+  return range != nullptr && range->kind == RangeKind::kAlias ? range : nullptr;
+}
+
+// Leaves an alias that shows no slot. mutex_ held; releases it meanwhile.
+Status ChunkedArena::unmap_alias(Lock& lock, Range* range) {
+  if (range->slot == Slot().index) return Status();
+  range->kind = RangeKind::kBusy;
+  Status status = unmap_unlocked(lock, range->offset, range->bytes);
+  range->kind = RangeKind::kAlias;
+  if (!status.ok()) return status;
+  --slots_[range->slot].alias_count;
+  range->slot = Slot().index;
+  return Status();
+}
+
+Status ChunkedArena::alias_move(DevicePtr alias, Slot slot) {
+  std::lock_guard growth(growth_mutex_);
+  Lock lock(mutex_);
+  Range* const range = find_alias(alias);
+  const bool parks = slot.index == Slot().index;
+  const bool fits = parks || (slot.index < slots_.size() && slots_[slot.index].live && range != nullptr &&
+                              range->bytes <= slots_[slot.index].chunks.size() * chunk_bytes_);
+  if (range == nullptr || !fits) {
+    return invalid_argument("cannot move the alias at ", describe(alias), " to slot ", slot.index,
+                            ": there is no such alias or slot, or the slot is smaller; use an alias of "
+                            "alias_create and a slot that is at least as large");
+  }
+  if (Status status = unmap_alias(lock, range); !status.ok())
+    return status.with_context("cannot move the alias at " + describe(alias));
+  if (parks) return Status();
+  lock.unlock();
+  SlotState& state = slots_[slot.index];
+  std::vector<SizedChunk> row(range->bytes / chunk_bytes_);
+  lock.lock();
+  for (std::size_t i = 0; i < row.size(); ++i) row[i] = {chunks_[state.chunks[i]].handle, chunk_bytes_};
+  range->kind = RangeKind::kBusy;
+  lock.unlock();
+  const MappedRow mapped = map_row(range->offset, range->offset + range->bytes, row);
+  lock.lock();
+  install_leaves(mapped);
+  range->kind = RangeKind::kAlias;
+  if (mapped.status.ok()) {
+    range->slot = slot.index;
+    ++state.alias_count;
+    return Status();
+  }
+  if (mapped.stranded) {
+    (void)reserve_ranges(lock);
+    strand_alias(range, mapped);
+  }
+  return mapped.status.with_context("cannot move the alias at " + describe(alias));
+}
+
 Status ChunkedArena::alias_destroy(DevicePtr alias) {
   std::lock_guard growth(growth_mutex_);
   Lock lock(mutex_);
-  const auto offset = static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(alias) -
-                                               reinterpret_cast<std::uintptr_t>(base_));
-  Range* range = offset < reserve_bytes_ ? ranges_.find(offset) : nullptr;
-  if (range == nullptr || range->kind != RangeKind::kAlias) {
+  Range* const range = find_alias(alias);
+  if (range == nullptr) {
     return invalid_argument("cannot destroy the alias at ", describe(alias),
                             ": no alias begins there; was it destroyed already?");
   }
-  const std::uint32_t slot = range->slot;
-  range->kind = RangeKind::kBusy;
-  Status status = unmap_unlocked(lock, offset, range->bytes);
-  if (!status.ok()) {
-    range->kind = RangeKind::kAlias;
+  if (Status status = unmap_alias(lock, range); !status.ok())
     return status.with_context("cannot destroy the alias at " + describe(alias));
-  }
   put_unmapped(range);
-  --slots_[slot].alias_count;
   return Status();
 }
 

@@ -48,6 +48,20 @@ std::string remedy(Pool pool, const PlanOptions& options) {
 
 }  // namespace
 
+Status check_adamw(double beta1, double beta2, double epsilon) {
+  const auto refuse = [](const char* name, double value, const char* allowed) {
+    return Status(StatusCode::kInvalidArgument,
+                  std::string(name) + " is " + std::to_string(value) + "; it may be " + allowed);
+  };
+  for (const auto& [name, beta] : {std::pair("beta1", beta1), std::pair("beta2", beta2)}) {
+    if (!(beta >= 0.0 && static_cast<float>(beta) < 1.0f))
+      return refuse(name, beta, "0 up to below 1, in fp32");
+  }
+  if (!(static_cast<float>(epsilon) > 0.0f) || !std::isfinite(static_cast<float>(epsilon)))
+    return refuse("epsilon", epsilon, "any positive number that fp32 holds");
+  return {};
+}
+
 Status verdict_of(const std::function<void()>& work) {
   try {
     work();
@@ -78,6 +92,7 @@ void Engine::Impl::agree_on_options() {
   common << option_lines(options, &OptionRow::agreed) << "beta1 " << options.beta1 << "\nbeta2 "
          << options.beta2 << "\nepsilon " << options.epsilon << "\nloss-scale " << options.loss_scale.initial
          << ' ' << options.loss_scale.growth_interval << ' ' << options.loss_scale.minimum << '\n';
+  if (recorded()) common << "recorded-order " << options.recorded_order << '\n';
   for (const auto& [name, value] : options.agreement) common << name << ' ' << value << '\n';
   together([&] { agree_on_text(everyone(), "options", common.str()); });
 
@@ -131,12 +146,11 @@ Status Engine::Impl::check_options() const {
     return Status(StatusCode::kInvalidArgument,
                   std::string(name) + " is " + std::to_string(value) + "; it may be " + allowed);
   };
-  for (const auto& [name, beta] : {std::pair("beta1", options.beta1), std::pair("beta2", options.beta2)}) {
-    if (!(beta >= 0.0 && static_cast<float>(beta) < 1.0f))
-      return refuse(name, beta, "0 up to below 1, in fp32");
-  }
-  if (!(static_cast<float>(options.epsilon) > 0.0f) || !std::isfinite(static_cast<float>(options.epsilon))) {
-    return refuse("epsilon", options.epsilon, "any positive number that fp32 holds");
+  FOREBAY_RETURN_IF_ERROR(check_adamw(options.beta1, options.beta2, options.epsilon));
+  if (recorded() && !shared_units.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "unit " + shape(shared_units.front().first).name +
+                      " is shared by pipeline stages, and order-of-units is recorded; use strict");
   }
   const LossScaleOptions& scale = options.loss_scale;
   if (!(scale.initial > 0.0) || !std::isfinite(scale.initial)) {
@@ -240,6 +254,13 @@ void Engine::Impl::commit() {
     updater = std::make_unique<Updater>(*this, *decision);
     reducer = std::make_unique<Reducer>(*this, *updater);
     gatherer = std::make_unique<Gatherer>(*this);
+    if (recorded()) {
+      const bool known = !options.recorded_order.empty();
+      recorder = std::make_unique<Recorder>(
+          known ? value_or_throw(parse_unit_order(options.recorded_order, unit_count()))
+                : registered_order(model),
+          known, unit_count());
+    }
   } catch (const Error& error) {
     allocated = error.status();
   }

@@ -99,6 +99,12 @@ void Engine::Impl::expect(Phase wanted, const char* call) {
   misuse(std::string(call) + message);
 }
 
+void Engine::Impl::expect_step(const char* call) {
+  if (phase == Phase::kFailed || phase == Phase::kDescribe || phase == Phase::kIdle)
+    expect(Phase::kStep, call);
+  if (!leases.empty()) misuse(std::string(call) + " while a lease is alive; end it first");
+}
+
 Engine::Engine(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options)
     : impl_(std::make_unique<Impl>(backend, kernels, communicator, std::move(options))) {}
 
@@ -178,22 +184,37 @@ void Engine::step_begin() {
   }
   impl.forward_count = 0;
   impl.micro_step = 0;
+  impl.norm.reset();
+  impl.passes_ended = impl.abandoned = false;
+  impl.reducer->begin_step();
   impl.phase = Impl::Phase::kStep;
-  impl.gatherer->prefetch(0);
+  if (impl.recorded()) {
+    impl.prefetch_first(impl.recorder->order().micro_step(0));
+  } else {
+    impl.gatherer->prefetch(0);
+  }
 }
 
 void Engine::micro_step_begin(int index) {
   Impl& impl = *impl_;
+  if (impl.recorded() && !impl.leases.empty())
+    impl.misuse("micro_step_begin() while a lease is alive; end it first");
   impl.finish_pass();
   impl.expect(Impl::Phase::kStep, "micro_step_begin()");
-  if (impl.lease_alive) impl.misuse("micro_step_begin() while a lease is alive; end it first");
+  if (!impl.leases.empty()) impl.misuse("micro_step_begin() while a lease is alive; end it first");
+  if (impl.passes_ended || impl.norm) impl.misuse("micro_step_begin() after gradient_norm(); call step()");
   if (impl.micro_step < impl.forward_count && !impl.forward_is_next())
     impl.misuse("micro-step " + std::to_string(impl.micro_step) +
                 " has no backward pass; run backward() for all units first");
+  if (impl.recorded()) impl.forward_count = impl.micro_step;
   if (index != impl.forward_count || index >= impl.options.micro_steps) {
     impl.misuse("micro_step_begin(" + std::to_string(index) + "): the next of " +
                 std::to_string(impl.options.micro_steps) + " micro-steps is " +
                 std::to_string(impl.forward_count) + "; begin them in order, and call step() after the last");
+  }
+  if (impl.recorded()) {
+    impl.begin_micro_step(index);
+    return;
   }
   for (Impl::Unit& unit : impl.units) unit.skipped[impl.place_in_flight(index)] = false;
   impl.cursor = 0;
@@ -204,27 +225,36 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kForward, "forward()");
   impl.check_peers();
-  if (impl.lease_alive) impl.misuse("forward() while another lease is alive; end it first");
+  if (impl.recorded()) {
+    if (unit < 0 || unit >= impl.unit_count()) impl.misuse("forward() of a unit that was not added");
+    impl.acquire(unit, false);
+    impl.gatherer->wait_for_parameters(unit, stream);
+    impl.acquired(unit, stream, false);
+    return impl.make_lease(*this, unit, stream, false);
+  }
+  if (!impl.leases.empty()) impl.misuse("forward() while another lease is alive; end it first");
   if (unit != impl.cursor || unit >= impl.unit_count()) {
     impl.misuse("forward() out of order: the next unit is " +
                 (impl.cursor < impl.unit_count() ? impl.shape(impl.cursor).name : std::string("none")) +
-                "; lease units in order of registration, and skip() those a micro-step does not use");
+                "; lease units in order of registration, and skip() those a micro-step does not use; or set "
+                "EngineOptions::order_of_units to recorded");
   }
   impl.gatherer->require(unit);
   impl.gatherer->wait_for_parameters(unit, stream);
   impl.gatherer->prefetch(unit + 1);
   for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
-  impl.must(impl.open_aliases(unit, stream, false));
   ++impl.cursor;
-  impl.lease_alive = true;
-  begin_span(impl.backend, impl.options.timeline, stream, "trainer");
-  return Lease(this, unit, stream, false);
+  return impl.make_lease(*this, unit, stream, false);
 }
 
 void Engine::skip(UnitId unit) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kForward, "skip()");
-  if (impl.lease_alive) impl.misuse("skip() while a lease is alive; end it first");
+  if (impl.recorded()) {
+    if (unit < 0 || unit >= impl.unit_count()) impl.misuse("skip() of a unit that was not added");
+    return;
+  }
+  if (!impl.leases.empty()) impl.misuse("skip() while a lease is alive; end it first");
   if (unit != impl.cursor || unit >= impl.unit_count())
     impl.misuse("skip() out of order: units are leased or skipped in order of registration");
   if (impl.unit(unit).stages != nullptr)
@@ -240,24 +270,38 @@ Lease Engine::backward(UnitId unit, Stream stream) {
   Impl& impl = *impl_;
   if (impl.phase == Impl::Phase::kFailed) impl.expect(Impl::Phase::kBackward, "backward()");
   impl.check_peers();
-  if (impl.lease_alive) impl.misuse("backward() while another lease is alive; end it first");
+  if (!impl.leases.empty() && !impl.recorded())
+    impl.misuse("backward() while another lease is alive; end it first");
   if (unit < 0 || unit >= impl.unit_count()) impl.misuse("backward() of a unit that was not added");
-  impl.begin_backward_of(unit);
-  if (impl.shape(unit).backward_reads_parameters) {
-    impl.gatherer->require(unit);
-    impl.gatherer->wait_for_parameters(unit, stream);
+  const std::vector<int> owners = units_read_by(impl.model, unit);
+  if (impl.recorded()) {
+    if (impl.after_evaluation) impl.misuse("backward() in an evaluation; call evaluation_end() first");
+    impl.expect(Impl::Phase::kForward, "backward()");
+    for (const int owner : owners) {
+      if (!impl.unit(owner).reduced || impl.unit(owner).backwards == 0) continue;
+      impl.misuse(
+          "backward(" + impl.shape(unit).name + ") after the gradient of " + impl.shape(owner).name +
+          " was complete: it had as many backward as forward leases in this micro-step; begin another "
+          "micro-step (EngineOptions::micro_steps is the most in a step), or lease all its forward "
+          "passes first");
+    }
+    impl.acquire(unit, true);
+    if (impl.reads(unit, true)) impl.gatherer->wait_for_parameters(unit, stream);
+    impl.acquired(unit, stream, true);
+  } else {
+    impl.begin_backward_of(unit);
+    if (impl.shape(unit).backward_reads_parameters) {
+      impl.gatherer->require(unit);
+      impl.gatherer->wait_for_parameters(unit, stream);
+    }
+    if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.gatherer->prefetch(unit - 1);
   }
-  if (unit > 0 && impl.shape(unit - 1).backward_reads_parameters) impl.gatherer->prefetch(unit - 1);
   // The last reduction out of the gradient buffers must be over before the lease writes them.
-  for (const int owner : units_read_by(impl.model, unit)) {
+  for (const int owner : owners) {
     impl.must(impl.backend.stream_wait(stream, impl.reducer->reduced(owner)));
     impl.reducer->wait_for_copy_down(owner, stream);
   }
-  impl.must(impl.open_aliases(unit, stream, true));
-  impl.lease_alive = true;
-  begin_span(impl.backend, impl.options.timeline, stream, "trainer");
-  impl.lease_answer.assign(impl.shape(unit).parameters.size() + impl.shape(unit).tied.size(), -1);
-  return Lease(this, unit, stream, true);
+  return impl.make_lease(*this, unit, stream, true);
 }
 
 double Engine::loss_scale() const {
@@ -266,36 +310,39 @@ double Engine::loss_scale() const {
 
 StepResult Engine::step(const Hyperparameters& hyperparameters) {
   Impl& impl = *impl_;
-  if (impl.phase == Impl::Phase::kFailed || impl.phase == Impl::Phase::kDescribe ||
-      impl.phase == Impl::Phase::kIdle) {
-    impl.expect(Impl::Phase::kStep, "step()");
-  }
-  if (impl.lease_alive) impl.misuse("step() while a lease is alive; end it first");
+  impl.expect_step("step()");
   return impl.step(hyperparameters);
 }
 
-DevicePtr Engine::address(ParameterId) const {
-  throw Error(StatusCode::kUnsupported, "address() is not there yet");
-}
-
 void Engine::evaluation_begin() {
-  throw Error(StatusCode::kUnsupported, "evaluation_begin() is not there yet");
+  Impl& impl = *impl_;
+  if (!impl.recorded())
+    impl.misuse("evaluation_begin() in strict order; set EngineOptions::order_of_units to recorded");
+  if (!impl.leases.empty()) impl.misuse("evaluation_begin() while a lease is alive; end it first");
+  impl.begin_evaluation();
 }
 
 void Engine::evaluation_end() {
-  throw Error(StatusCode::kUnsupported, "evaluation_end() is not there yet");
+  Impl& impl = *impl_;
+  if (impl.phase == Impl::Phase::kFailed) impl.expect(Impl::Phase::kForward, "evaluation_end()");
+  if (!impl.after_evaluation) impl.misuse("evaluation_end() needs evaluation_begin() first");
+  if (!impl.leases.empty()) impl.misuse("evaluation_end() while a lease is alive; end it first");
+  impl.end_evaluation();
 }
 
 double Engine::gradient_norm() {
-  throw Error(StatusCode::kUnsupported, "gradient_norm() is not there yet");
+  Impl& impl = *impl_;
+  impl.expect_step("gradient_norm()");
+  return impl.gradient_norm();
 }
 
-void Engine::abandon(int) {
-  throw Error(StatusCode::kUnsupported, "abandon() is not there yet");
+void Engine::abandon(int micro_steps) {
+  impl_->abandon(micro_steps);
 }
 
 std::string Engine::recorded_order() const {
-  throw Error(StatusCode::kUnsupported, "recorded_order() is not there yet");
+  const Recorder* const recorder = impl_->recorder.get();
+  return recorder != nullptr && recorder->known() ? recorder->order().text() : "";
 }
 
 void Engine::spill(const SpillOptions& states) {

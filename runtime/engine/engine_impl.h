@@ -9,6 +9,7 @@
 #include <list>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -22,6 +23,7 @@
 #include "runtime/engine/step/context.h"
 #include "runtime/engine/step/decision.h"
 #include "runtime/engine/step/gatherer.h"
+#include "runtime/engine/step/recorder.h"
 #include "runtime/engine/step/reducer.h"
 #include "runtime/engine/step/updater.h"
 
@@ -30,6 +32,9 @@ namespace internal {
 class SavedState;
 struct StateFileEnd;
 }  // namespace internal
+
+// The ranges of AdamW's constants, which fp32 must hold. Errors: kInvalidArgument naming one.
+Status check_adamw(double beta1, double beta2, double epsilon);
 
 // The error that `work` throws.
 Status verdict_of(const std::function<void()>& work);
@@ -100,12 +105,12 @@ struct Engine::Impl : StepContext {
   OffloadedRange place_range(const StatePlacement& placement, std::byte* address);
   void complete_unit(int unit);
   void complete_offloaded_unit(int unit);
-  DevicePtr alias_of(int slot, std::uint64_t bytes);
-  void guard_alias(DevicePtr& leased, int slot, std::uint64_t bytes, const std::string& name);
+  void guard_alias(DevicePtr& leased, SlotUse use, int unit, std::uint64_t bytes);
   void make_parts(Unit& unit);
 
   // --- the step (step/step.cc) ---
   StepResult step(const Hyperparameters& hyperparameters);
+  void check_passes(const char* call);
   void check_step(const Hyperparameters& hyperparameters);
   void begin_backward_of(int unit);
   void begin_backward();
@@ -122,7 +127,20 @@ struct Engine::Impl : StepContext {
   }
 
   // --- leases (lease.cc) ---
-  void end_lease(int unit, Stream stream, bool backward) noexcept;
+  struct LiveLease {
+    std::uint64_t number = 0;
+    int unit = 0;
+    Stream stream;
+    bool backward = false;
+    std::vector<int> answers;  // By index in the lease: -1 not asked, 0 "=", 1 "+=".
+  };
+  Lease make_lease(Engine& engine, int unit, Stream stream, bool backward);
+  // Errors: kInvalidArgument for a lease that has ended.
+  LiveLease& live_lease(std::uint64_t number);
+  void end_lease(std::uint64_t number) noexcept;
+  // The trainer's last use of the unit is on `stream`.
+  void note_release(int unit, Stream stream);
+  DevicePtr address(ParameterId parameter);
   // With an access guard: opens or closes the aliases that a lease of `unit` uses, in the order of `stream`.
   Status open_aliases(int unit, Stream stream, bool backward);
   Status close_aliases(int unit, Stream stream, bool backward);
@@ -130,6 +148,31 @@ struct Engine::Impl : StepContext {
                        Status (AccessGuard::*change)(DevicePtr, AccessGuard::Access, Stream));
   // The parameter that `index` of a lease of `unit` names: its own in order, then the tied ones.
   ParameterId resolve(int unit, int index);
+
+  // --- recorded order (step/recorded_order.cc) ---
+  void begin_micro_step(int index);
+  void finish_micro_step();
+  void begin_evaluation();
+  void end_evaluation();
+  // Before and after the stream waits for the unit: runs the events that come with a lease.
+  void acquire(int unit, bool backward);
+  void acquired(int unit, Stream stream, bool backward);
+  void release(const LiveLease& lease);
+  void come_to(UnitEvent event);
+  void pass(UnitEvent event);
+  void pass_rest();
+  void prefetch_next();
+  void run(UnitEvent event, bool used);
+  void open_gradients(int unit);
+  bool reads(int unit, bool backward) const { return !backward || shape(unit).backward_reads_parameters; }
+  void prefetch_first(const UnitEvents& events);
+  // The step has no more passes.
+  void end_passes();
+  double gradient_norm();
+  void abandon(int micro_steps);
+  void give_up();
+  Decision::Facts facts() const;
+  void adopt_order();
 
   // --- on demand (state/values.cc) ---
   void spill(const SpillOptions& states);
@@ -167,6 +210,8 @@ struct Engine::Impl : StepContext {
 
   void check_parameter(ParameterId id, const char* call);
   void expect(Phase wanted, const char* call);
+  // In a step, without a lease.
+  void expect_step(const char* call);
   [[noreturn]] void misuse(const std::string& message);
   // Throws, and leaves the engine failed, if a peer or the tier of offloaded states has failed.
   void check_peers() {
@@ -190,11 +235,9 @@ struct Engine::Impl : StepContext {
   WireSpeed wire_speed;                   // Where the bucket was chosen.
   std::unique_ptr<Arena> arena;
   std::array<Tag, kDevicePoolCount> tags{};
-  std::vector<Slot> arena_slots;
   std::array<std::span<std::byte>, kPoolCount> pool_memory{};
   DevicePtr activation_block = nullptr;
   std::string store_description;
-  int group_count = 0;
 
   // The parts of the step, from commit on.
   std::unique_ptr<Decision> decision;
@@ -208,8 +251,16 @@ struct Engine::Impl : StepContext {
   int forward_count = 0;                 // Micro-steps with a complete forward pass.
   int micro_step = 0;                    // Micro-steps with a complete backward pass: the next one's index.
   int cursor = 0;                        // Forward: the next unit. Backward: units at and above it are done.
-  bool lease_alive = false;
-  std::vector<int> lease_answer;  // By index in the live lease: -1 not asked, 0 "=", 1 "+=".
+  std::vector<LiveLease> leases;
+  std::uint64_t lease_count = 0;
+  std::optional<double> norm;          // Where gradient_norm() was called in this step.
+  std::unique_ptr<Recorder> recorder;  // Null in strict order. The rest is for recorded order.
+  std::optional<Phase> after_evaluation;
+  std::optional<OtherTraffic> evaluation_traffic;
+  bool passes_ended = false;      // The step's last micro-step is over.
+  bool abandoned = false;         // Some rank gave up the step.
+  std::vector<int> last_readers;  // The units that were read when the last unit was needed.
+  int last_reduced = -1;
   std::array<bool, kDevicePoolCount> spilled{};
   Traffic other_traffic;  // Payload outside of steps: before the engine, commit, saving, digests.
 };

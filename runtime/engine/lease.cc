@@ -1,13 +1,11 @@
 // Leases: the right to read a gathered unit, and in the backward pass to write its gradients.
 
+#include <algorithm>
 #include <utility>
 
 #include "runtime/engine/engine_impl.h"
 
 namespace forebay {
-
-Lease::Lease(Engine* engine, UnitId unit, Stream stream, bool backward)
-    : engine_(engine), unit_(unit), stream_(stream), backward_(backward) {}
 
 Lease::Lease(Lease&& other) noexcept {
   *this = std::move(other);
@@ -15,16 +13,29 @@ Lease::Lease(Lease&& other) noexcept {
 
 Lease& Lease::operator=(Lease&& other) noexcept {
   if (this == &other) return *this;
-  if (engine_ != nullptr) engine_->impl_->end_lease(unit_, stream_, backward_);
+  if (engine_ != nullptr) engine_->impl_->end_lease(number_);
   engine_ = std::exchange(other.engine_, nullptr);
-  unit_ = other.unit_;
-  stream_ = other.stream_;
-  backward_ = other.backward_;
+  number_ = other.number_;
   return *this;
 }
 
 Lease::~Lease() {
-  if (engine_ != nullptr) engine_->impl_->end_lease(unit_, stream_, backward_);
+  if (engine_ != nullptr) engine_->impl_->end_lease(number_);
+}
+
+Lease Engine::Impl::make_lease(Engine& engine, int index, Stream stream, bool backward) {
+  must(open_aliases(index, stream, backward));
+  begin_span(backend, options.timeline, stream, "trainer");
+  LiveLease& lease = leases.emplace_back(LiveLease{++lease_count, index, stream, backward, {}});
+  if (backward) lease.answers.assign(shape(index).parameters.size() + shape(index).tied.size(), -1);
+  return Lease(&engine, lease_count);
+}
+
+Engine::Impl::LiveLease& Engine::Impl::live_lease(std::uint64_t number) {
+  const auto lease = std::find_if(leases.begin(), leases.end(),
+                                  [&](const LiveLease& each) { return each.number == number; });
+  if (lease == leases.end()) misuse("this lease has ended: abandon() ended it; lease the unit again");
+  return *lease;
 }
 
 ParameterId Engine::Impl::resolve(int index_of_unit, int index) {
@@ -47,31 +58,45 @@ void expect_alive(const Engine* engine) {
 
 }  // namespace
 
+DevicePtr Engine::Impl::address(ParameterId id) {
+  const UnitLayout& unit_layout = layout(id.unit);
+  const UnitLayout::Place& place = unit_layout.places[static_cast<std::size_t>(id.index)];
+  const std::uint64_t offset = (place.frozen ? unit_layout.trainable_count : 0) + place.offset;
+  return unit(id.unit).leased_parameters + offset * element();
+}
+
+DevicePtr Engine::address(ParameterId parameter) const {
+  Impl& impl = *impl_;
+  if (impl.phase == Impl::Phase::kDescribe) impl.misuse("address() needs a committed engine");
+  impl.check_parameter(parameter, "address()");
+  return impl.address(parameter);
+}
+
 DevicePtr Lease::parameter(int index) const {
   expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
-  const ParameterId id = impl.resolve(unit_, index);
-  if (backward_ && !impl.shape(unit_).backward_reads_parameters) {
-    impl.misuse("unit " + impl.shape(unit_).name +
+  const Engine::Impl::LiveLease& lease = impl.live_lease(number_);
+  const ParameterId id = impl.resolve(lease.unit, index);
+  if (!impl.reads(lease.unit, lease.backward)) {
+    impl.misuse("unit " + impl.shape(lease.unit).name +
                 " was added as one whose backward pass reads no parameters, so none are gathered for it");
   }
-  const UnitLayout& layout = impl.layout(id.unit);
-  const UnitLayout::Place& place = layout.places[static_cast<std::size_t>(id.index)];
-  const std::uint64_t offset = (place.frozen ? layout.trainable_count : 0) + place.offset;
-  return impl.unit(id.unit).leased_parameters + offset * impl.element();
+  return impl.address(id);
 }
 
 DevicePtr Lease::gradient(int index, bool* accumulate) {
   expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
-  if (!backward_) impl.misuse("gradient() belongs to the backward pass of unit " + impl.shape(unit_).name);
+  Engine::Impl::LiveLease& lease = impl.live_lease(number_);
+  if (!lease.backward)
+    impl.misuse("gradient() belongs to the backward pass of unit " + impl.shape(lease.unit).name);
   if (accumulate == nullptr)
     impl.misuse("gradient() needs a place to say \"=\" or \"+=\": accumulate is null");
-  const ParameterId id = impl.resolve(unit_, index);
+  const ParameterId id = impl.resolve(lease.unit, index);
   const UnitLayout::Place& place = impl.layout(id.unit).places[static_cast<std::size_t>(id.index)];
   if (place.frozen) return nullptr;
   StepContext::Unit& owner = impl.unit(id.unit);
-  int& answer = impl.lease_answer[static_cast<std::size_t>(index)];
+  int& answer = lease.answers[static_cast<std::size_t>(index)];
   if (answer < 0) {
     answer = owner.contributed[static_cast<std::size_t>(id.index)] ? 1 : 0;
     owner.contributed[static_cast<std::size_t>(id.index)] = true;
@@ -83,31 +108,54 @@ DevicePtr Lease::gradient(int index, bool* accumulate) {
 void Lease::grad_ready(int index) {
   expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
-  if (!backward_) impl.misuse("grad_ready() belongs to the backward pass of unit " + impl.shape(unit_).name);
-  static_cast<void>(impl.resolve(unit_, index));
+  const Engine::Impl::LiveLease& lease = impl.live_lease(number_);
+  if (!lease.backward)
+    impl.misuse("grad_ready() belongs to the backward pass of unit " + impl.shape(lease.unit).name);
+  static_cast<void>(impl.resolve(lease.unit, index));
 }
 
-void Engine::Impl::end_lease(int index, Stream stream, bool backward) noexcept {
-  lease_alive = false;
-  const Status closed = close_aliases(index, stream, backward);
+// Where work on two streams used the unit, the last event covers both.
+void Engine::Impl::note_release(int index, Stream stream) {
+  Unit& u = unit(index);
+  if (u.released_on.handle != nullptr && u.released_on != stream)
+    must(backend.stream_wait(stream, u.released));
+  u.released_on = stream;
+  must(backend.event_record(u.released, stream));
+}
+
+void Engine::Impl::end_lease(std::uint64_t number) noexcept {
+  const auto found = std::find_if(leases.begin(), leases.end(),
+                                  [&](const LiveLease& each) { return each.number == number; });
+  if (found == leases.end()) return;
+  const LiveLease lease = std::move(*found);
+  leases.erase(found);
+  const int index = lease.unit;
+  const Status closed = close_aliases(index, lease.stream, lease.backward);
   if (phase == Phase::kFailed) {
-    static_cast<void>(backend.event_record(unit(index).released, stream));  // ~Engine waits for it.
+    static_cast<void>(backend.event_record(unit(index).released, lease.stream));  // ~Engine waits for it.
     return;
   }
   try {
     must(closed);
     if (options.timeline != nullptr) {
-      end_span(backend, options.timeline, stream, "trainer",
-               (backward ? "backward " : "forward ") + shape(index).name);
+      end_span(backend, options.timeline, lease.stream, "trainer",
+               (lease.backward ? "backward " : "forward ") + shape(index).name);
     }
-    if (backward) reducer->complete(index, stream);
-    must(backend.event_record(unit(index).released, stream));
-    gatherer->note_lease(index);
-    if (!backward) return;
-    engine_stream.wait(unit(index).released);
-    cursor = index;
-    reducer->reduce(index, micro_step);
-    if (!options.overlap) must(backend.stream_wait(stream, reducer->reduced(index)));
+    if (recorded()) {
+      for (const int owner : units_read_by(model, index)) note_release(owner, lease.stream);
+      gatherer->note_lease(index);
+      release(lease);
+    } else {
+      if (lease.backward) reducer->complete(index, lease.stream);
+      must(backend.event_record(unit(index).released, lease.stream));
+      gatherer->note_lease(index);
+      if (!lease.backward) return;
+      engine_stream.wait(unit(index).released);
+      cursor = index;
+      reducer->reduce(index, micro_step);
+      if (index == 0) reducer->flush();
+    }
+    if (lease.backward && !options.overlap) must(backend.stream_wait(lease.stream, reducer->reduced(index)));
   } catch (const Error& error) {
     // A destructor cannot throw. The engine's next call throws this.
     phase = Phase::kFailed;

@@ -37,10 +37,7 @@ const char* range_name(Role role) {
 void Engine::Impl::allocate() {
   create_arena();
   engine_stream.open();
-  for (const std::uint64_t bytes : plan.slots.slot_bytes) {
-    arena_slots.push_back(
-        value_or_throw(arena->slot_create(bytes, tags[static_cast<std::size_t>(Pool::kGathered)])));
-  }
+  slots = std::make_unique<SlotTable>(*this, *arena, tags[static_cast<std::size_t>(Pool::kGathered)]);
   for (const Pool pool :
        {Pool::kParameters, Pool::kGradients, Pool::kOptimizer, Pool::kBuckets, Pool::kActivations})
     take_pool(pool);
@@ -50,7 +47,8 @@ void Engine::Impl::allocate() {
 void Engine::Impl::create_arena() {
   const std::uint64_t chunk = plan.options.chunk_bytes;
   ArenaOptions arena_options;
-  arena_options.limit_bytes = plan.reserved_bytes;
+  // In recorded order more slots may be needed than planned.
+  arena_options.limit_bytes = recorded() ? device_budget() : plan.reserved_bytes;
   // The plan counts to the byte.
   arena_options.growth_bytes = chunk;
   // Addresses cost nothing. Each alias takes addresses for a whole unit, although many units share a slot.
@@ -63,10 +61,11 @@ void Engine::Impl::create_arena() {
   arena = value_or_throw(Arena::create(backend, arena_options));
   for (int i = 0; i < kDevicePoolCount; ++i) {
     const Pool pool = static_cast<Pool>(i);
+    const bool may_grow = recorded() && pool == Pool::kGathered;
     // Slots are not blocks, so they stay when the engine is spilled.
     tags[static_cast<std::size_t>(i)] =
         value_or_throw(arena->tag_create({.name = pool_name(pool),
-                                          .limit_bytes = plan.bytes_in(pool),
+                                          .limit_bytes = may_grow ? 0 : plan.bytes_in(pool),
                                           .pausable = options.spillable && pool != Pool::kGathered}));
   }
 }
@@ -308,8 +307,7 @@ void Engine::Impl::complete_unit(int index) {
   const UnitLayout& unit_layout = layout(index);
   const std::uint64_t updated_offset = u.updated_begin * element();
   if (options.stage >= 3) {
-    u.parameters = alias_of(plan.slots.parameter_slot[static_cast<std::size_t>(index)],
-                            unit_layout.total_count() * element());
+    u.parameters = slots->create_alias(SlotUse::kParameters, index, unit_layout.total_count() * element());
     u.updated_parameters = u.parameter_shard;
   } else {
     u.updated_parameters = u.parameters + updated_offset;
@@ -319,8 +317,7 @@ void Engine::Impl::complete_unit(int index) {
         u.gradients + static_cast<std::uint64_t>(shard()) * plan.slice_count(index) * element();
     u.updated_gradients = u.gradients + updated_offset;
   } else {
-    u.gradients = alias_of(plan.slots.gradient_slot[static_cast<std::size_t>(index)],
-                           unit_layout.trainable_count * element());
+    u.gradients = slots->create_alias(SlotUse::kGradients, index, unit_layout.trainable_count * element());
     if (u.offloaded) {
       u.gradient_shard = transit[static_cast<std::size_t>(index) % kTransitCount];
     } else if (u.accumulator != nullptr) {
@@ -333,13 +330,10 @@ void Engine::Impl::complete_unit(int index) {
   } else if (options.dtype == DataType::kFloat32) {
     u.master = reinterpret_cast<float*>(u.updated_parameters);
   }
-  const auto number = static_cast<std::size_t>(index);
   u.leased_parameters = u.parameters;
   u.leased_gradients = u.gradients;
-  guard_alias(u.leased_parameters, plan.slots.parameter_slot[number], unit_layout.total_count() * element(),
-              "parameters of unit " + shape(index).name);
-  guard_alias(u.leased_gradients, plan.slots.gradient_slot[number], unit_layout.trainable_count * element(),
-              "gradients of unit " + shape(index).name);
+  guard_alias(u.leased_parameters, SlotUse::kParameters, index, unit_layout.total_count() * element());
+  guard_alias(u.leased_gradients, SlotUse::kGradients, index, unit_layout.trainable_count * element());
   u.updated = EngineEvent(*this);
   u.released = EngineEvent(*this);
 }
@@ -353,17 +347,14 @@ void Engine::Impl::complete_offloaded_unit(int index) {
   if (options.tier == Tier::kFile) make_parts(u);
 }
 
-DevicePtr Engine::Impl::alias_of(int slot, std::uint64_t bytes) {
-  if (slot == SlotAssignment::kNone) return nullptr;
-  return value_or_throw(arena->alias_create(arena_slots[static_cast<std::size_t>(slot)], bytes));
-}
-
 // With an access guard: gives leases an alias of a slot of their own, closed until a lease opens it.
-void Engine::Impl::guard_alias(DevicePtr& leased, int slot, std::uint64_t bytes, const std::string& name) {
+void Engine::Impl::guard_alias(DevicePtr& leased, SlotUse use, int index, std::uint64_t bytes) {
   AccessGuard* const guard = backend.access_guard();
-  if (guard == nullptr || slot == SlotAssignment::kNone) return;
-  leased = alias_of(slot, bytes);
-  throw_if_error(guard->guard(leased, round_up(bytes, plan.options.chunk_bytes), name));
+  if (guard == nullptr || slots->slot_of(use, index) == SlotAssignment::kNone) return;
+  leased = slots->create_alias(use, index, bytes);
+  throw_if_error(guard->guard(
+      leased, round_up(bytes, plan.options.chunk_bytes),
+      (use == SlotUse::kParameters ? "parameters of unit " : "gradients of unit ") + shape(index).name));
 }
 
 // Cuts a unit's states into the pieces that pass through host memory.

@@ -5,11 +5,14 @@
 // micro-step and element: a stale, misplaced or unreduced value changes the result.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/engine.h"
@@ -45,9 +48,42 @@ struct ToyOptions {
   std::function<bool(int rank, int step, int micro_step, int unit)> skips = [](int, int, int, int) {
     return false;
   };
+  // Recorded order. Units in order of use in (rank, step, micro-step); without these, those that are not
+  // skipped in order of registration, and in the reverse order.
+  using Order = std::function<std::vector<int>(int rank, int step, int micro_step)>;
+  Order forwards;
+  Order backwards;
+  Order evaluates;  // Units of an evaluation before the micro-step. Empty: no evaluation.
+  std::function<int(int step)> micro_steps;  // Null: all.
+  std::function<bool(int rank, int step)> abandons = [](int, int) { return false; };
+  std::function<double(int step)> gradient_factor = [](int) { return 1.0; };
+  bool asks_norm = false;          // gradient_norm() before step().
+  std::uint64_t overlap_seed = 0;  // Not 0: leases overlap, and end in a random order.
   // Added to the noise of every element: infinity makes a step overflow.
   std::function<float(int rank, int step)> disturbance = [](int, int) { return 0.0f; };
   Communicator* first_unit_shared_over = nullptr;  // Engine::share().
+
+  int micro_steps_of(int step) const { return micro_steps ? micro_steps(step) : engine.micro_steps; }
+  std::vector<int> forwards_of(int rank, int step, int k) const {
+    if (forwards) return forwards(rank, step, k);
+    std::vector<int> order;
+    for (int u = 0; u < static_cast<int>(units.size()); ++u) {
+      if (!skips(rank, step, k, u)) order.push_back(u);
+    }
+    return order;
+  }
+  std::vector<int> backwards_of(int rank, int step, int k) const {
+    if (backwards) return backwards(rank, step, k);
+    std::vector<int> order = forwards_of(rank, step, k);
+    std::reverse(order.begin(), order.end());
+    return order;
+  }
+  bool someone_abandons(int step) const {
+    for (int r = 0; r < ranks; ++r) {
+      if (abandons(r, step)) return true;
+    }
+    return false;
+  }
 };
 
 struct ToyResult {
@@ -56,6 +92,7 @@ struct ToyResult {
   std::vector<std::vector<float>> masters;  // By parameter over all units, in order of registration.
   std::string digest;
   EngineStatistics statistics;
+  std::string order;  // Engine::recorded_order().
   friend bool same_bits(const ToyResult& a, const ToyResult& b) {
     const auto equal = [](const auto& x, const auto& y) {
       return x.size() == y.size() &&
@@ -124,15 +161,31 @@ class ToyTrainer {
   StepResult step(int step) {
     metric_ = 0.0;
     engine_.step_begin();
-    run_passes(step);
+    if (options_.abandons(rank_.communicator->rank(), step)) {
+      abandon(step);
+      StepResult result;
+      result.abandoned = true;
+      return result;
+    }
+    if (options_.engine.order_of_units == OrderOfUnits::kRecorded) {
+      run_recorded_passes(step);
+    } else {
+      run_passes(step);
+    }
     throw_if_error(rank_.backend->stream_synchronize(stream_));
-    for (std::byte* copy : copies_) throw_if_error(pinned_->free(copy, {}));
-    copies_.clear();
+    free_copies();
+    std::optional<double> norm;
+    if (options_.asks_norm) norm = engine_.gradient_norm();
     Hyperparameters hyperparameters;
+    hyperparameters.gradient_factor = options_.gradient_factor(step);
     hyperparameters.groups = options_.groups;
     hyperparameters.clip = options_.clip;
     hyperparameters.metric = metric_;
-    return engine_.step(hyperparameters);
+    const StepResult result = engine_.step(hyperparameters);
+    if (norm && result.grad_norm && hyperparameters.gradient_factor == 1.0) {
+      EXPECT_EQ(*norm, *result.grad_norm);
+    }
+    return result;
   }
 
   void collect(ToyResult& result) {
@@ -142,6 +195,46 @@ class ToyTrainer {
     });
     result.digest = engine_.digest();
     result.statistics = engine_.statistics();
+    result.order = engine_.recorded_order();
+  }
+
+  void run_recorded_passes(int step) {
+    const int rank = rank_.communicator->rank();
+    const int micro_steps = options_.micro_steps_of(step);
+    for (int k = 0; k <= micro_steps; ++k) {
+      evaluate(step, k);
+      if (k == micro_steps) break;
+      engine_.micro_step_begin(k);
+      random_ = options_.overlap_seed + static_cast<std::uint64_t>(step * 16 + k);
+      for (const int u : options_.forwards_of(rank, step, k)) hold(forward_unit(u));
+      for (const int u : options_.backwards_of(rank, step, k)) hold(backward_unit(u, step, k));
+      held_.clear();
+    }
+  }
+
+  void evaluate(int step, int k) {
+    const int rank = rank_.communicator->rank();
+    const std::vector<int> order =
+        options_.evaluates ? options_.evaluates(rank, step, k) : std::vector<int>();
+    if (order.empty()) return;
+    engine_.evaluation_begin();
+    for (const int u : order) hold(forward_unit(u));
+    held_.clear();
+    engine_.evaluation_end();
+  }
+
+  // In the middle of the forward pass, with a lease alive.
+  void abandon(int step) {
+    const int rank = rank_.communicator->rank();
+    evaluate(step, 0);
+    engine_.micro_step_begin(0);
+    const std::vector<int> order = options_.forwards_of(rank, step, 0);
+    for (std::size_t i = 0; i + 1 < order.size(); ++i) static_cast<void>(forward_unit(order[i]));
+    Lease last = backward_unit(order[order.size() - 2], step, 0);
+    engine_.abandon(options_.micro_steps_of(step));
+    EXPECT_THROW(static_cast<void>(last.parameter(0)), Error);
+    throw_if_error(rank_.backend->stream_synchronize(stream_));
+    free_copies();
   }
 
   // First the forward passes ahead that the engine was made for, then one pass of each kind in turn.
@@ -164,47 +257,57 @@ class ToyTrainer {
         engine_.skip(u);
         continue;
       }
-      Lease lease = engine_.forward(u, stream_);
-      for_each(u, [&](int index, int number, std::uint64_t count, bool) {
-        const std::byte* values = on_host(lease.parameter(index), count, true);
-        call([this, values, count, number] {
-          for (std::uint64_t i = 0; i < count; i += 7) {
-            metric_ += static_cast<double>(load(options_.engine.dtype, values, i)) * (1 + number);
-          }
-        });
-      });
+      static_cast<void>(forward_unit(u));
     }
+  }
+
+  Lease forward_unit(int u) {
+    Lease lease = engine_.forward(u, stream_);
+    for_each(u, [&](int index, int number, std::uint64_t count, bool) {
+      const std::byte* values = on_host(lease.parameter(index), count, true);
+      call([this, values, count, number] {
+        for (std::uint64_t i = 0; i < count; i += 7) {
+          metric_ += static_cast<double>(load(options_.engine.dtype, values, i)) * (1 + number);
+        }
+      });
+    });
+    return lease;
   }
 
   void backward_pass(int step, int k) {
     const int rank = rank_.communicator->rank();
     for (int u = static_cast<int>(options_.units.size()) - 1; u >= 0; --u) {
-      if (options_.skips(rank, step, k, u)) continue;
-      Lease lease = engine_.backward(u, stream_);
-      const bool reads = options_.units[static_cast<std::size_t>(u)].backward_reads_parameters;
-      for_each(u, [&](int index, int number, std::uint64_t count, bool frozen) {
-        bool accumulate = false;
-        std::byte* gradient = lease.gradient(index, &accumulate);
-        ASSERT_EQ(gradient == nullptr, frozen);
-        if (frozen) return;
-        const std::byte* values = reads ? on_host(lease.parameter(index), count, true) : nullptr;
-        std::byte* computed = on_host(gradient, count, accumulate);
-        const float disturbance = options_.disturbance(rank, step);
-        const float scale = static_cast<float>(engine_.loss_scale());
-        const DataType type = options_.engine.dtype;
-        call([=] {
-          for (std::uint64_t i = 0; i < count; ++i) {
-            const float value = values == nullptr ? 0.0f : load(type, values, i);
-            const float g = (0.5f * value + toy_noise(rank, step, k, number, i) + disturbance) * scale;
-            store(type, computed, i, accumulate ? load(type, computed, i) + round_to(type, g) : g);
-          }
-        });
-        if (computed != gradient) {
-          throw_if_error(rank_.backend->copy_async(gradient, computed, count * element_bytes(type), stream_));
-        }
-        lease.grad_ready(index);
-      });
+      if (!options_.skips(rank, step, k, u)) static_cast<void>(backward_unit(u, step, k));
     }
+  }
+
+  Lease backward_unit(int u, int step, int k) {
+    const int rank = rank_.communicator->rank();
+    Lease lease = engine_.backward(u, stream_);
+    const bool reads = options_.units[static_cast<std::size_t>(u)].backward_reads_parameters;
+    for_each(u, [&](int index, int number, std::uint64_t count, bool frozen) {
+      bool accumulate = false;
+      std::byte* gradient = lease.gradient(index, &accumulate);
+      ASSERT_EQ(gradient == nullptr, frozen);
+      if (frozen) return;
+      const std::byte* values = reads ? on_host(lease.parameter(index), count, true) : nullptr;
+      std::byte* computed = on_host(gradient, count, accumulate);
+      const float disturbance = options_.disturbance(rank, step);
+      const float scale = static_cast<float>(engine_.loss_scale());
+      const DataType type = options_.engine.dtype;
+      call([=] {
+        for (std::uint64_t i = 0; i < count; ++i) {
+          const float value = values == nullptr ? 0.0f : load(type, values, i);
+          const float g = (0.5f * value + toy_noise(rank, step, k, number, i) + disturbance) * scale;
+          store(type, computed, i, accumulate ? load(type, computed, i) + round_to(type, g) : g);
+        }
+      });
+      if (computed != gradient) {
+        throw_if_error(rank_.backend->copy_async(gradient, computed, count * element_bytes(type), stream_));
+      }
+      lease.grad_ready(index);
+    });
+    return lease;
   }
 
  private:
@@ -231,6 +334,17 @@ class ToyTrainer {
             owner.frozen);
     }
   }
+  // Ends the lease at once, or some of those held in a random order.
+  void hold(Lease lease) {
+    if (options_.overlap_seed == 0) return;
+    held_.push_back(std::move(lease));
+    while (held_.size() > 3 || (!held_.empty() && (random_ = mix(random_)) % 2 == 0))
+      held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(mix(random_) % held_.size()));
+  }
+  void free_copies() {
+    for (std::byte* copy : copies_) throw_if_error(pinned_->free(copy, {}));
+    copies_.clear();
+  }
   template <typename Function>
   void call(Function function) {
     throw_if_error(call_on(*rank_.backend, stream_, std::move(function)));
@@ -254,6 +368,8 @@ class ToyTrainer {
   std::vector<int> first_number_;
   std::unique_ptr<PinnedPool> pinned_;
   std::vector<std::byte*> copies_;  // Copies of device memory that the host does not reach.
+  std::vector<Lease> held_;
+  std::uint64_t random_ = 0;
   double metric_ = 0.0;
 };
 
@@ -267,7 +383,8 @@ inline ToyResult run_toy(const ToyOptions& options, const WorldOptions& world = 
     for (int step = 0; step < options.steps; ++step) {
       const StepResult outcome = trainer.step(step);
       result.grad_norms.push_back(outcome.grad_norm.value_or(std::nan("")));
-      result.metrics.push_back(outcome.metric_sum);
+      result.metrics.push_back(outcome.abandoned ? 0.0 : outcome.metric_sum);
+      EXPECT_EQ(outcome.abandoned, options.someone_abandons(step));
     }
     trainer.collect(result);
   });
@@ -293,7 +410,6 @@ inline double reference_pairs(std::vector<double> values) {
 
 inline ToyResult reference_toy(const ToyOptions& options) {
   const int n = options.ranks;
-  const int micro_steps = options.engine.micro_steps;
   const DataType type = options.engine.dtype;
   struct Parameter {
     int unit;
@@ -320,6 +436,12 @@ inline ToyResult reference_toy(const ToyOptions& options) {
   int applied = 0;
   ToyResult result;
   for (int step = 0; step < options.steps; ++step) {
+    if (options.someone_abandons(step)) {
+      result.grad_norms.push_back(std::nan(""));
+      result.metrics.push_back(0.0);
+      continue;
+    }
+    const int micro_steps = options.micro_steps_of(step);
     std::vector<std::vector<float>> sums(parameters.size());  // fp32 sums over ranks and micro-steps
     std::vector<bool> used(options.units.size(), false);
     for (std::size_t q = 0; q < parameters.size(); ++q) sums[q].assign(parameters[q].shape.count, 0.0f);
@@ -327,6 +449,23 @@ inline ToyResult reference_toy(const ToyOptions& options) {
     std::vector<std::vector<std::vector<float>>> kept(static_cast<std::size_t>(n));
     double metric_sum = 0.0;
     std::vector<double> metrics(static_cast<std::size_t>(n), 0.0);
+    const auto read = [&](int r, const std::vector<int>& order, auto visit) {
+      for (const int u : order) {
+        visit(u, [&](int q) {
+          const std::vector<float>& master = parameters[static_cast<std::size_t>(q)].master;
+          for (std::size_t i = 0; i < master.size(); i += 7) {
+            metrics[static_cast<std::size_t>(r)] += static_cast<double>(round_to(type, master[i])) * (1 + q);
+          }
+        });
+      }
+    };
+    const auto visit = [&](int u, auto function) {
+      const ToyUnit& unit = options.units[static_cast<std::size_t>(u)];
+      for (std::size_t i = 0; i < unit.parameters.size(); ++i)
+        function(first_number[static_cast<std::size_t>(u)] + static_cast<int>(i));
+      for (const UnitShape::Tied& tied : unit.tied)
+        function(first_number[static_cast<std::size_t>(tied.unit)] + tied.index);
+    };
     for (int k = 0; k < micro_steps; ++k) {
       std::vector<std::vector<std::vector<float>>> gradients(static_cast<std::size_t>(n));
       for (int r = 0; r < n; ++r) {
@@ -339,30 +478,15 @@ inline ToyResult reference_toy(const ToyOptions& options) {
           mine = kept[static_cast<std::size_t>(r)];
           touched.assign(parameters.size(), true);
         }
-        const int unit_count = static_cast<int>(options.units.size());
-        const auto visit = [&](int u, auto function) {
-          const ToyUnit& unit = options.units[static_cast<std::size_t>(u)];
-          for (std::size_t i = 0; i < unit.parameters.size(); ++i)
-            function(first_number[static_cast<std::size_t>(u)] + static_cast<int>(i));
-          for (const UnitShape::Tied& tied : unit.tied)
-            function(first_number[static_cast<std::size_t>(tied.unit)] + tied.index);
-        };
-        for (int u = 0; u < unit_count; ++u) {
-          if (options.skips(r, step, k, u)) continue;
+        if (options.evaluates) read(r, options.evaluates(r, step, k), visit);
+        const std::vector<int> order = options.forwards_of(r, step, k);
+        for (const int u : order) {
           used[static_cast<std::size_t>(u)] = true;
-          for (const UnitShape::Tied& tied : options.units[static_cast<std::size_t>(u)].tied) {
+          for (const UnitShape::Tied& tied : options.units[static_cast<std::size_t>(u)].tied)
             used[static_cast<std::size_t>(tied.unit)] = true;
-          }
-          visit(u, [&](int q) {
-            const std::vector<float>& master = parameters[static_cast<std::size_t>(q)].master;
-            for (std::size_t i = 0; i < master.size(); i += 7) {
-              metrics[static_cast<std::size_t>(r)] +=
-                  static_cast<double>(round_to(type, master[i])) * (1 + q);
-            }
-          });
         }
-        for (int u = unit_count - 1; u >= 0; --u) {
-          if (options.skips(r, step, k, u)) continue;
+        read(r, order, visit);
+        for (const int u : options.backwards_of(r, step, k)) {
           const bool reads = options.units[static_cast<std::size_t>(u)].backward_reads_parameters;
           visit(u, [&](int q) {
             Parameter& p = parameters[static_cast<std::size_t>(q)];
@@ -397,9 +521,13 @@ inline ToyResult reference_toy(const ToyOptions& options) {
         }
       }
     }
-    for (int r = 0; r < n; ++r) metric_sum += metrics[static_cast<std::size_t>(r)];
+    for (int r = 0; r < n; ++r) {
+      if (options.evaluates) read(r, options.evaluates(r, step, micro_steps), visit);
+      metric_sum += metrics[static_cast<std::size_t>(r)];
+    }
     result.metrics.push_back(metric_sum);
-    const float average = static_cast<float>(1.0 / (static_cast<double>(n) * micro_steps));
+    const bool over_ranks = options.engine.average == Average::kRanks;
+    const float average = static_cast<float>(1.0 / (static_cast<double>(n) * (over_ranks ? 1 : micro_steps)));
     for (std::size_t q = 0; q < parameters.size(); ++q) {
       for (float& g : sums[q]) g = round_to(type, g * average);
     }
@@ -432,7 +560,8 @@ inline ToyResult reference_toy(const ToyOptions& options) {
       }
       unit_norms.push_back(reference_pairs(slices));
     }
-    const double norm = std::sqrt(reference_pairs(unit_norms)) / loss_scale;
+    const double scale = loss_scale / options.gradient_factor(step);
+    const double norm = std::sqrt(reference_pairs(unit_norms)) / scale;
     if (!std::isfinite(norm)) {
       result.grad_norms.push_back(std::nan(""));
       if (type == DataType::kFloat16) {
@@ -444,20 +573,22 @@ inline ToyResult reference_toy(const ToyOptions& options) {
     result.grad_norms.push_back(norm);
     const double t = ++applied;
     const double shrink = options.clip > 0 && norm > options.clip ? options.clip / norm : 1.0;
-    const float factor = static_cast<float>(shrink / loss_scale);
-    const float beta1 = static_cast<float>(options.engine.beta1);
-    const float beta2 = static_cast<float>(options.engine.beta2);
-    const float a1 = static_cast<float>(1.0 - options.engine.beta1);
-    const float a2 = static_cast<float>(1.0 - options.engine.beta2);
-    const float c1 = static_cast<float>(1.0 - std::pow(options.engine.beta1, t));
-    const float s2 = static_cast<float>(std::sqrt(1.0 - std::pow(options.engine.beta2, t)));
-    const float eps = static_cast<float>(options.engine.epsilon);
+    const float factor = static_cast<float>(shrink / scale);
     for (std::size_t q = 0; q < parameters.size(); ++q) {
       Parameter& p = parameters[q];
       if (p.shape.frozen || !used[static_cast<std::size_t>(p.unit)]) continue;
-      const float lr = static_cast<float>(options.groups[static_cast<std::size_t>(p.shape.group)].lr);
-      const float decay =
-          static_cast<float>(options.groups[static_cast<std::size_t>(p.shape.group)].weight_decay);
+      const GroupHyperparameters& group = options.groups[static_cast<std::size_t>(p.shape.group)];
+      const float lr = static_cast<float>(group.lr);
+      const float decay = static_cast<float>(group.weight_decay);
+      const double wide_beta1 = group.beta1.value_or(options.engine.beta1);
+      const double wide_beta2 = group.beta2.value_or(options.engine.beta2);
+      const auto beta1 = static_cast<float>(wide_beta1);
+      const auto beta2 = static_cast<float>(wide_beta2);
+      const auto a1 = static_cast<float>(1.0 - wide_beta1);
+      const auto a2 = static_cast<float>(1.0 - wide_beta2);
+      const auto c1 = static_cast<float>(1.0 - std::pow(wide_beta1, t));
+      const auto s2 = static_cast<float>(std::sqrt(1.0 - std::pow(wide_beta2, t)));
+      const auto eps = static_cast<float>(group.epsilon.value_or(options.engine.epsilon));
       for (std::uint64_t i = 0; i < p.shape.count; ++i) {
         const float g = sums[q][i] * factor;
         float w = p.master[i];

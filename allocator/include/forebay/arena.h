@@ -149,6 +149,12 @@ class Arena {
   // Errors: kInvalidArgument for an unknown slot, zero bytes, or more bytes than the slot has; kOutOfMemory
   //         when the addresses are used up.
   virtual Result<DevicePtr> alias_create(Slot slot, std::size_t bytes) = 0;
+  // Maps an alias onto another slot; its address stays. A default Slot: onto none, and the address is
+  // inaccessible until the next alias_move.
+  // Requires: no queued work uses the alias.
+  // Errors:   kInvalidArgument for an unknown alias or slot, or a slot with fewer chunks than the alias;
+  //           nothing changes then. Other errors leave the alias without a slot.
+  virtual Status alias_move(DevicePtr alias, Slot slot) = 0;
   // Requires: no queued work uses the alias.
   virtual Status alias_destroy(DevicePtr alias) = 0;
 

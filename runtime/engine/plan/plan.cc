@@ -1,6 +1,7 @@
 #include "forebay/plan.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <sstream>
 
@@ -140,7 +141,7 @@ struct Gathered {
   std::uint64_t offloaded = 0;  // The part in offloaded units.
 };
 
-Gathered gathered_slices(const ModelShape& model, const Plan& plan) {
+Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOrder* order) {
   if (plan.options.stage < 3) return {};
   Residency residency(plan.slots);
   Gathered gathered;
@@ -156,6 +157,14 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan) {
   };
   const int unit_count = static_cast<int>(model.units.size());
   const PlanOptions& options = plan.options;
+  if (order != nullptr) {
+    for (int k = 0; k < options.micro_steps; ++k) {
+      for (const UnitEvent& event : order->micro_step(k)) {
+        if (!event.reduces()) read(event.unit);
+      }
+    }
+    return gathered;
+  }
   for (int forwards = 0, backwards = 0; backwards < options.micro_steps;) {
     if (forward_is_next(options.micro_steps, options.forwards_ahead, forwards, backwards)) {
       for (int unit = 0; unit < unit_count; ++unit) read(unit);
@@ -313,7 +322,14 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   Plan plan;
   plan.options = options;
   for (const UnitShape& unit : model.units) plan.layouts.push_back(lay_out(unit, options.ranks));
-  plan.slots = assign_slots(model, plan.layouts, options);
+  std::optional<UnitOrder> order;
+  if (!options.recorded_order.empty()) {
+    Result<UnitOrder> parsed = parse_unit_order(options.recorded_order, static_cast<int>(model.units.size()));
+    if (!parsed.ok()) return parsed.status();
+    order = std::move(parsed).value();
+  }
+  const UnitOrder* const known = order ? &*order : nullptr;
+  plan.slots = assign_slots(model, plan.layouts, options, known);
   const Elements all = elements_from(plan, 0);
   plan.bucket_columns = bucket_columns(options, all.largest_slice);
   plan.fused_columns = fused_columns(plan);
@@ -322,7 +338,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   plan.placements = make_placements(model, plan);
   add_up_placements(plan);
   plan.reserved_bytes = reserved_bytes(plan);
-  const Gathered gathered = gathered_slices(model, plan);
+  const Gathered gathered = gathered_slices(model, plan, known);
   count_file_traffic(gathered, plan);
   count_wire(model, gathered, plan);
   return plan;

@@ -5,18 +5,20 @@
 // a tied parameter has slots of its own: its gradient lives from the first contribution to the last, and its
 // gathered parameters stay in place between their two uses. A slot keeps its unit until another unit takes
 // it. So the units at the turn from forward to backward, and from one micro-step to the next, are not
-// gathered again.
+// gathered again. With a recorded order, units take as many slots as were needed at once.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "forebay/plan.h"
+#include "runtime/engine/plan/unit_order.h"
 
 namespace forebay {
 
+// `order`: the recorded one; null: none is known.
 SlotAssignment assign_slots(const ModelShape& model, const std::vector<UnitLayout>& layouts,
-                            const PlanOptions& options);
+                            const PlanOptions& options, const UnitOrder* order);
 
 // The units that must be gathered for `unit`: the unit itself, then the owners of the parameters that it
 // ties.
@@ -38,9 +40,15 @@ class Residency {
   // Whether `unit` must be gathered to have `version` of the weights. Afterwards its slot holds that version.
   bool take(int unit, std::uint64_t version) {
     Held& held = held_[static_cast<std::size_t>(slot_of_[static_cast<std::size_t>(unit)])];
-    if (held.unit == unit && held.version == version) return false;
+    if (holds(unit, version)) return false;
     held = {unit, version};
     return true;
+  }
+
+  // Whether take() would answer false.
+  bool holds(int unit, std::uint64_t version) const {
+    const Held& held = held_[static_cast<std::size_t>(slot_of_[static_cast<std::size_t>(unit)])];
+    return held.unit == unit && held.version == version;
   }
 
  private:

@@ -502,6 +502,8 @@ Status check_sharding_options(const ShardingOptions& options) {
     return refuse("offload optimizer+parameters moves the parameter shard off the device, and stage " +
                   stage + " keeps parameters whole; use stage 3, or offload optimizer");
   }
+  if (options.order_of_units == OrderOfUnits::kStrict && !options.recorded_order.empty())
+    return refuse("order-of-units is strict with a recorded order; use recorded");
   if (options.order_of_units == OrderOfUnits::kRecorded && options.forwards_ahead > 0) {
     return refuse("forwards-ahead is " + std::to_string(options.forwards_ahead) +
                   ", and recorded order has no passes ahead of others; use order-of-units strict");

@@ -54,13 +54,24 @@ StepContext::StepContext(Backend& backend_in, Kernels& kernels_in, Communicator&
       options(std::move(options_in)),
       hooks(options.hooks != nullptr ? *options.hooks : internal::EngineHooks{}) {}
 
+Status hint_at_order(const Status& status) {
+  return Status(status.code(),
+                status.message() +
+                    "; in recorded order all ranks lease their units in one order: uneven numbers "
+                    "of forward passes are the usual cause of a difference, for example a loop "
+                    "that ends earlier on one rank; run as many on every rank");
+}
+
 void StepContext::must(const Status& status) {
   if (status.ok()) return;
+  const bool differs = status.code() == StatusCode::kTimeout ||
+                       status.message().find("ranks disagree about an operation") != std::string::npos;
+  const Status told = recorded() && ranks() > 1 && differs ? hint_at_order(status) : status;
   if (phase != Phase::kDescribe) {
     phase = Phase::kFailed;
-    failure = status;
+    failure = told;
   }
-  throw Error(status);
+  throw Error(told);
 }
 
 void StepContext::note(const Status& status) {

@@ -23,6 +23,7 @@
 #include "runtime/engine/plan/schedule.h"
 #include "runtime/engine/plan/step_control.h"
 #include "runtime/engine/step/handles.h"
+#include "runtime/engine/step/slot_table.h"
 
 namespace forebay {
 
@@ -91,6 +92,13 @@ struct StepContext {
     std::vector<bool> contributed;  // By parameter: its gradient buffer holds a contribution.
     std::vector<bool> skipped;      // By micro-step in flight: this rank skipped the unit.
     bool used = false;              // This rank used the unit in some micro-step.
+    // Recorded order. Leases of a unit count for the owners of its tied parameters too.
+    int readers = 0;    // Leases alive that read its parameters.
+    int forwards = 0;   // Leases in this micro-step, the backward ones that ended,
+    int backwards = 0;  // and those alive.
+    int open_backwards = 0;
+    bool reduced = false;  // In this micro-step.
+    Stream released_on;    // The stream that `released` was recorded on last.
   };
 
   StepContext(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
@@ -129,6 +137,7 @@ struct StepContext {
   Communicator& everyone() const { return options.grid != nullptr ? *options.grid : communicator; }
   Communicator& deciders() const { return deciding != nullptr ? *deciding : communicator; }
 
+  bool recorded() const { return options.order_of_units == OrderOfUnits::kRecorded; }
   std::uint64_t element() const { return element_bytes(options.dtype); }
   int unit_count() const { return static_cast<int>(model.units.size()); }
   Unit& unit(int index) { return units[static_cast<std::size_t>(index)]; }
@@ -157,7 +166,9 @@ struct StepContext {
   std::unique_ptr<Store> store;  // File tier.
   std::unique_ptr<StagingBuffers> pass_buffers;
   std::unique_ptr<StagingBuffers> mover_buffers;
+  std::unique_ptr<SlotTable> slots;  // Whatever else waits for slots ends before.
   std::vector<Unit> units;
+  int group_count = 0;                    // Parameter groups in use.
   std::vector<StorePassPart> pass_parts;  // File tier: unit by unit.
   // Device memory of the step.
   std::byte* staging = nullptr;                        // One received bucket; the norms of all ranks.
@@ -178,6 +189,9 @@ struct StepContext {
   double loss_scale = 1.0;
   int growth_counter = 0;  // Applied steps since the scale last changed.
 };
+
+// The same failure, with the usual cause of ranks that differ in recorded order.
+Status hint_at_order(const Status& status);
 
 // A part of the step: the context, with short names for its most used members.
 class StepPart {

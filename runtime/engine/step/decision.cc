@@ -2,6 +2,7 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <optional>
@@ -14,15 +15,29 @@ namespace forebay {
 namespace {
 
 // Values that must be the same on every rank, as a whole number that a double holds exactly.
-double fingerprint_of(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint) {
-  std::vector<double> words{hyperparameters.clip};
+double fingerprint_of(const Hyperparameters& hyperparameters, const EngineOptions& options,
+                      std::uint64_t values_fingerprint) {
+  std::vector<double> words{hyperparameters.clip, hyperparameters.gradient_factor};
   for (const GroupHyperparameters& group : hyperparameters.groups) {
-    words.push_back(group.lr);
-    words.push_back(group.weight_decay);
+    words.insert(words.end(), {group.lr, group.weight_decay, group.beta1.value_or(options.beta1),
+                               group.beta2.value_or(options.beta2), group.epsilon.value_or(options.epsilon)});
   }
   const std::uint64_t hash =
       XXH3_64bits_withSeed(words.data(), words.size() * sizeof(double), values_fingerprint);
   return static_cast<double>(hash >> 12);
+}
+
+// The wish to stop and the facts, as a whole number that a double holds exactly: bits, then the hash.
+constexpr std::uint64_t kStop = 1, kAbandoned = 2, kWantsNorm = 4, kNews = 8, kLeftOut = 16, kHash = 32;
+
+double packed(bool stop, const Decision::Facts* facts) {
+  std::uint64_t word = stop ? kStop : 0;
+  if (facts != nullptr) {
+    word |= (facts->abandoned ? kAbandoned : 0) | (facts->wants_norm ? kWantsNorm : 0) |
+            (facts->news ? kNews : 0) | (facts->left_out ? kLeftOut : 0);
+    word += (facts->hash >> 17) * kHash;
+  }
+  return static_cast<double>(word);
 }
 
 }  // namespace
@@ -33,48 +48,75 @@ Decision::Decision(StepContext& context) : StepPart(context), decided_event_(con
   decided_ = new (record + sizeof(StepControl)) StepState;
 }
 
-std::vector<bool> Decision::exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
-                                     StepResult& result) {
+Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
+                                    const Facts* facts, StepResult& result) {
   const std::size_t count = context_.units.size();
   constexpr std::size_t kUsed = kStepFacts;
   std::vector<double> mine(kUsed + count);
   mine[0] = hyperparameters.metric;
-  mine[1] = hyperparameters.stop ? 1.0 : 0.0;
-  mine[2] = fingerprint_of(hyperparameters, values_fingerprint);
+  mine[1] = packed(hyperparameters.stop, facts);
+  mine[2] = fingerprint_of(hyperparameters, options_, values_fingerprint);
   for (std::size_t i = 0; i < count; ++i) mine[kUsed + i] = context_.units[i].used ? 1.0 : 0.0;
   const auto ranks = static_cast<std::size_t>(context_.ranks());
   std::vector<double> all(mine.size() * ranks);
   must(
       context_.communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all))));
 
-  std::vector<bool> used(count, false);
+  Agreed agreed;
+  agreed.used.assign(count, false);
+  bool all_left_out = true;
+  std::size_t first = ranks;  // The first rank that did not give up the step.
+  const std::string step = std::to_string(context_.attempted_steps + 1);
   for (std::size_t r = 0; r < ranks; ++r) {
     const double* theirs = &all[r * mine.size()];
+    const auto word = static_cast<std::uint64_t>(theirs[1]);
     result.metric_sum += theirs[0];
-    result.stop = result.stop || theirs[1] != 0.0;
-    if (theirs[2] != all[2]) {
+    result.stop = result.stop || (word & kStop) != 0;
+    result.abandoned = result.abandoned || (word & kAbandoned) != 0;
+    agreed.news = agreed.news || (word & kNews) != 0;
+    all_left_out = all_left_out && (word & kLeftOut) != 0;
+    if (word / kHash != static_cast<std::uint64_t>(all[1]) / kHash) {
+      must(hint_at_order(Status(
+          StatusCode::kInvalidArgument,
+          "rank " + std::to_string(r) + " leased its units in another order than rank 0 by step " + step)));
+    }
+    for (std::size_t i = 0; i < count; ++i) agreed.used[i] = agreed.used[i] || theirs[kUsed + i] != 0.0;
+    if ((word & kAbandoned) != 0) continue;
+    if (first == ranks) first = r;
+    if ((word & kWantsNorm) != (static_cast<std::uint64_t>(all[first * mine.size() + 1]) & kWantsNorm)) {
       must(Status(StatusCode::kInvalidArgument,
-                  "rank " + std::to_string(r) +
-                      " gave other values to step() or set_parameter() than rank 0 by step " +
-                      std::to_string(context_.attempted_steps + 1) +
+                  "of ranks " + std::to_string(first) + " and " + std::to_string(r) +
+                      " one called gradient_norm() and the other step() for step " + step +
+                      "; call gradient_norm() on every rank or on none"));
+    }
+    if (theirs[2] != all[first * mine.size() + 2]) {
+      must(Status(StatusCode::kInvalidArgument,
+                  "rank " + std::to_string(r) + " gave other values to step() or set_parameter() than rank " +
+                      std::to_string(first) + " by step " + step +
                       "; learning rates, weight decay, clip and initial weights must be the same "
                       "on every rank"));
     }
-    for (std::size_t i = 0; i < count; ++i) used[i] = used[i] || theirs[kUsed + i] != 0.0;
   }
-  if (options_.grid != nullptr) exchange_over_grid(hyperparameters, result);
-  return used;
+  agreed.news = agreed.news || all_left_out;
+  if (options_.grid != nullptr) exchange_over_grid(hyperparameters, facts, result);
+  return agreed;
 }
 
-void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, StepResult& result) {
-  const std::array<double, kStepFacts> mine = {hyperparameters.metric, hyperparameters.stop ? 1.0 : 0.0,
-                                               fingerprint_of(hyperparameters, 0)};
+void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, const Facts* facts,
+                                  StepResult& result) {
+  const std::array<double, kStepFacts> mine = {hyperparameters.metric, packed(hyperparameters.stop, facts),
+                                               fingerprint_of(hyperparameters, options_, 0)};
   const auto all = context_.exchange(context_.deciders(), mine);
   result.metric_sum = 0.0;
+  const std::array<double, kStepFacts>* first = nullptr;
   for (const std::array<double, kStepFacts>& theirs : all) {
+    const auto word = static_cast<std::uint64_t>(theirs[1]);
     result.metric_sum += theirs[0];
-    result.stop = result.stop || theirs[1] != 0.0;
-    if (theirs[2] != all[0][2]) {
+    result.stop = result.stop || (word & kStop) != 0;
+    result.abandoned = result.abandoned || (word & kAbandoned) != 0;
+    if ((word & kAbandoned) != 0) continue;
+    if (first == nullptr) first = &theirs;
+    if (theirs[2] != (*first)[2]) {
       must(Status(StatusCode::kInvalidArgument,
                   "the ranks of the grid gave different values to step() for step " +
                       std::to_string(context_.attempted_steps + 1) +
@@ -85,14 +127,44 @@ void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, StepRe
 
 // After this gather every rank's device knows the same norm and takes the same decision. If it fails on some
 // ranks, vote() finds the decision.
-void Decision::queue(double clip, const Reducer& reducer, const Updater& updater) {
+void Decision::queue(const Hyperparameters& hyperparameters, const Reducer& reducer, const Updater& updater) {
+  gradient_factor_ = hyperparameters.gradient_factor;
+  queue_state(gradient_factor_, updater);
+  if (!has_norms_) gather_norms(reducer);
+  has_norms_ = false;
+  queue_control(hyperparameters.clip);
+  engine_stream_.copy(decided_, &context_.control->state, sizeof(StepState));
+  committed_ = true;
+  if (context_.deciders().size() > 1) {
+    engine_stream_.call<&Decision::vote>(*this);
+    engine_stream_.copy(&context_.control->state, decided_, sizeof(StepState));
+  }
+  engine_stream_.record(decided_event_);
+}
+
+double Decision::take_norm(const Reducer& reducer, const Updater& updater) {
+  queue_state(1.0, updater);
+  gather_norms(reducer);
+  queue_control(0.0);
+  engine_stream_.copy(decided_, &context_.control->state, sizeof(StepState));
+  engine_stream_.synchronize();
+  must(context_.deciders().status());
+  has_norms_ = true;
+  return decided_->grad_norm;
+}
+
+// A factor of gradients is a divisor of the loss scale.
+void Decision::queue_state(double gradient_factor, const Updater& updater) {
   updater.wait_for_step(engine_stream_);
   uploaded_->state = {.attempted_steps = context_.attempted_steps,
                       .applied_steps = context_.applied_steps,
-                      .loss_scale = context_.loss_scale,
+                      .loss_scale = context_.loss_scale / gradient_factor,
                       .growth_counter = context_.growth_counter};
   bias_corrections(options_.beta1, options_.beta2, context_.applied_steps + 1, &uploaded_->correction, 1);
   engine_stream_.copy(context_.control, uploaded_, sizeof(StepControl));
+}
+
+void Decision::gather_norms(const Reducer& reducer) {
   // A gather that fails does nothing. It leaves these bytes, which are not a number: the step is skipped.
   const std::uint64_t norm_bytes = context_.norm_count() * sizeof(double);
   Communicator& deciders = context_.deciders();
@@ -103,14 +175,6 @@ void Decision::queue(double clip, const Reducer& reducer, const Updater& updater
                             .target_stride_bytes = norm_bytes,
                             .bytes = norm_bytes},
                            engine_stream_));
-  queue_control(clip);
-  engine_stream_.copy(decided_, &context_.control->state, sizeof(StepState));
-  committed_ = true;
-  if (deciders.size() > 1) {
-    engine_stream_.call<&Decision::vote>(*this);
-    engine_stream_.copy(&context_.control->state, decided_, sizeof(StepState));
-  }
-  engine_stream_.record(decided_event_);
 }
 
 void Decision::queue_control(double clip) {
@@ -157,7 +221,15 @@ bool Decision::wait() {
 
 void Decision::apply(StepResult& result) {
   ++context_.attempted_steps;
-  context_.loss_scale = decided_->loss_scale;
+  if (gradient_factor_ == 1.0) {
+    context_.loss_scale = decided_->loss_scale;
+  } else if (options_.dtype == DataType::kFloat16) {
+    // The same rule as on the device, for the scale without the factor.
+    const bool grows = decided_->outcome == StepOutcome::kApplied && decided_->growth_counter == 0;
+    if (decided_->outcome == StepOutcome::kSkipped)
+      context_.loss_scale = std::max(context_.loss_scale / 2.0, options_.loss_scale.minimum);
+    if (grows) context_.loss_scale *= 2.0;
+  }
   context_.growth_counter = decided_->growth_counter;
   switch (decided_->outcome) {
     case StepOutcome::kApplied:

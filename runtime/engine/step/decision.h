@@ -18,15 +18,30 @@ class Decision : private StepPart {
  public:
   explicit Decision(StepContext& context);
 
+  // A rank's account of a step in recorded order.
+  struct Facts {
+    bool abandoned = false;   // This rank gives up the step.
+    bool wants_norm = false;  // It is in gradient_norm().
+    bool news = false;        // It used units in another order than the recorded one,
+    bool left_out = false;    // or did not use some of them.
+    std::uint64_t hash = 0;   // Of the order.
+  };
+  struct Agreed {
+    std::vector<bool> used;  // By unit: some rank used it.
+    bool news = false;       // The order has to be recorded again.
+  };
   // Exchanges metrics, the wish to stop, the units in use and a fingerprint of values that must be the same.
-  // Returns the units that some rank used. Collective.
+  // `facts`: null in strict order. Collective.
   // Errors: kInvalidArgument naming a rank that was given other values; the engine is failed.
-  std::vector<bool> exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
-                             StepResult& result);
+  Agreed exchange(const Hyperparameters& hyperparameters, std::uint64_t values_fingerprint,
+                  const Facts* facts, StepResult& result);
+  // The norm of the step, which queue() takes over. Order: as queue(). Waits.
+  double take_norm(const Reducer& reducer, const Updater& updater);
+  void forget_norm() { has_norms_ = false; }
   // Queues the gather of norms, the decision on the device and the vote.
   // Order: after the reductions of the step and after the updates of the step before, which read its
   // decision.
-  void queue(double clip, const Reducer& reducer, const Updater& updater);
+  void queue(const Hyperparameters& hyperparameters, const Reducer& reducer, const Updater& updater);
   // Waits for the decision. False: this rank may not act on it, because ranks failed.
   [[nodiscard]] bool wait();
   // Takes over the step's number, the loss scale and the norm.
@@ -39,12 +54,16 @@ class Decision : private StepPart {
   const StepState* on_device() const { return &context_.control->state; }
 
  private:
-  void exchange_over_grid(const Hyperparameters& hyperparameters, StepResult& result);
+  void exchange_over_grid(const Hyperparameters& hyperparameters, const Facts* facts, StepResult& result);
+  void queue_state(double gradient_factor, const Updater& updater);
+  void gather_norms(const Reducer& reducer);
   void queue_control(double clip);
   void vote();
 
   StepControl* uploaded_ = nullptr;  // Pinned: the device's input for a step,
   StepState* decided_ = nullptr;     // and its decision.
+  bool has_norms_ = false;           // Those of all ranks are there, by take_norm().
+  double gradient_factor_ = 1.0;
   // Whether this rank may act on the decision. Written in the order of the engine's stream.
   bool committed_ = false;
   EngineEvent decided_event_;

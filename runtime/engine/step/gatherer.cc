@@ -5,11 +5,7 @@ namespace forebay {
 Gatherer::Gatherer(StepContext& context)
     : StepPart(context), residency_(context.plan.slots), fetch_stream_(context) {
   const bool fetches = plan_.offloads() && context.options.offload == Offload::kOptimizerAndParameters;
-  for (std::size_t i = 0; i < plan_.slots.slot_bytes.size(); ++i) {
-    Slot& slot = slots_.emplace_back();
-    slot.gathered = EngineEvent(context);
-    if (fetches) slot.fetched = EngineEvent(context);
-  }
+  add_slots();
   for (std::size_t i = 0; i < context.units.size(); ++i) parameters_ready_.emplace_back(context);
   if (!fetches) return;
   if (context.options.tier == Tier::kPinned) {
@@ -20,8 +16,22 @@ Gatherer::Gatherer(StepContext& context)
   }
 }
 
+void Gatherer::add_slots() {
+  while (slots_.size() < context_.slots->count()) {
+    Slot& slot = slots_.emplace_back();
+    slot.gathered = EngineEvent(context_);
+    if (plan_.offloads() && plan_.offloads_parameters()) slot.fetched = EngineEvent(context_);
+  }
+}
+
+void Gatherer::slots_changed() {
+  residency_ = Residency(plan_.slots);
+  for (Slot& slot : slots_) slot.user = -1;
+  add_slots();
+}
+
 Gatherer::Slot* Gatherer::slot_of(int unit) {
-  const int slot = plan_.slots.parameter_slot[static_cast<std::size_t>(unit)];
+  const int slot = context_.slots->slot_of(SlotUse::kParameters, unit);
   return slot == SlotAssignment::kNone ? nullptr : &slots_[static_cast<std::size_t>(slot)];
 }
 
@@ -51,8 +61,23 @@ void Gatherer::wait_for_last_user(const EngineStream& stream, const Slot& slot) 
   if (!options_.overlap && last_leased_ >= 0) stream.wait(unit(last_leased_).released);
 }
 
+// A leased unit keeps its slot. One that went to a spare slot keeps that for as long as it counts as
+// gathered.
+bool Gatherer::in_use(int slot, int index) const {
+  for (int other = 0; other < context_.unit_count(); ++other) {
+    if (other == index || context_.slots->slot_of(SlotUse::kParameters, other) != slot) continue;
+    if (unit(other).readers > 0) return true;
+    if (context_.slots->is_spare(slot) && residency_.holds(other, version_)) return true;
+  }
+  return false;
+}
+
 void Gatherer::gather(int index) {
   const Unit& u = unit(index);
+  if (context_.recorded()) {
+    context_.slots->place(SlotUse::kParameters, index, [&](int slot) { return in_use(slot, index); });
+    add_slots();
+  }
   Slot& slot = *slot_of(index);
   wait_for_last_user(engine_stream_, slot);
   const std::uint64_t slice = trainable_slice(index) * element();

@@ -28,6 +28,9 @@ class Gatherer : private StepPart {
   // The trainer's last lease was of `unit`. Without overlap, gathers wait for its end.
   void note_lease(int unit) { last_leased_ = unit; }
 
+  // The plan has other slots now, and nothing is gathered in them. Requires: no queued work uses a slot.
+  void slots_changed();
+
   // After a unit's turn in the update: lets readers wait for it, and at stages 1 and 2 gathers the
   // parameters if they `changed`. Errors: the gather's. Others are thrown.
   Status publish(int unit, bool changed);
@@ -49,8 +52,10 @@ class Gatherer : private StepPart {
   void fetch(int unit, Slot& slot);
   void fetch_slice(const OffloadedRange& source, std::uint64_t bytes, DevicePtr target);
   void wait_for_last_user(const EngineStream& stream, const Slot& slot) const;
+  void add_slots();
   Slot* slot_of(int unit);
   const Slot* slot_of(int unit) const { return const_cast<Gatherer*>(this)->slot_of(unit); }
+  bool in_use(int slot, int unit) const;
 
   Residency residency_;
   std::uint64_t version_ = 1;  // Counts changes of the weights.

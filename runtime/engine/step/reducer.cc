@@ -13,6 +13,8 @@ namespace forebay {
 Reducer::Reducer(StepContext& context, const Updater& updater)
     : StepPart(context),
       updater_(updater),
+      micro_steps_(context.options.micro_steps),
+      open_(context.units.size(), false),
       copied_down_(context.units.size()),
       bucket_reduced_(context),
       averaged_(context),
@@ -20,7 +22,7 @@ Reducer::Reducer(StepContext& context, const Updater& updater)
   average_stream_.open();
   transit_user_.fill(-1);
   for (EngineEvent& event : averaged_bucket_) event = EngineEvent(context);
-  for (std::size_t i = 0; i < plan_.slots.slot_bytes.size(); ++i) slot_reduced_.emplace_back(context);
+  slots_changed();
   for (std::size_t i = 0; i < context.units.size(); ++i) {
     unit_reduced_.emplace_back(context);
     if (context.units[i].offloaded) copied_down_[i] = EngineEvent(context);
@@ -50,6 +52,24 @@ void Reducer::open_host_sums() {
   }
   norm_scratch_.resize(leaves);
   norm_aside_.resize(uncounted);
+}
+
+void Reducer::open(int index) {
+  if (is_open(index)) return;
+  open_[static_cast<std::size_t>(index)] = true;
+  if (context_.slots->slot_of(SlotUse::kGradients, index) == SlotAssignment::kNone) return;
+  context_.slots->place(SlotUse::kGradients, index, [&](int slot) {
+    for (int other = 0; other < context_.unit_count(); ++other) {
+      if (other != index && is_open(other) && context_.slots->slot_of(SlotUse::kGradients, other) == slot)
+        return true;
+    }
+    return false;
+  });
+  slots_changed();
+}
+
+void Reducer::slots_changed() {
+  while (slot_reduced_.size() < context_.slots->count()) slot_reduced_.emplace_back(context_);
 }
 
 // The padding of a slot that other units use too must be zero again.
@@ -82,13 +102,31 @@ void Reducer::reduce(int index, int micro_step) {
   } else {
     reduce_alone(index);
   }
-  // The backward pass ends with the first unit.
-  if (index == 0) reduce_fused();
+  open_[static_cast<std::size_t>(index)] = false;
+}
+
+void Reducer::end_early(int micro_steps) {
+  micro_steps_ = micro_steps;
+  micro_step_ = options_.micro_steps - 1;
+  for (int index = context_.unit_count() - 1; index >= 0; --index) {
+    if (options_.accumulate == Accumulate::kLocal) {
+      complete(index, engine_stream_);
+      reduce(index, micro_step_);
+    } else if (trainable_slice(index) == 0) {
+      continue;
+    } else if (unit(index).offloaded && plan_.adds_on_host()) {
+      finish_on_host(index);
+    } else {
+      average_accumulator(index);
+      finish(index);
+    }
+  }
+  flush();
 }
 
 Event Reducer::reduced(int index) const {
   const auto unit = static_cast<std::size_t>(index);
-  const int slot = plan_.slots.gradient_slot[unit];
+  const int slot = context_.slots->slot_of(SlotUse::kGradients, index);
   return slot == SlotAssignment::kNone ? unit_reduced_[unit] : slot_reduced_[static_cast<std::size_t>(slot)];
 }
 
@@ -106,8 +144,9 @@ void Reducer::wait_for_norms() const {
 }
 
 float Reducer::average_factor() const {
+  const int micro_steps = options_.average == Average::kRanks ? 1 : micro_steps_;
   const std::uint64_t passes =
-      static_cast<std::uint64_t>(context_.ranks()) * static_cast<std::uint64_t>(options_.micro_steps);
+      static_cast<std::uint64_t>(context_.ranks()) * static_cast<std::uint64_t>(micro_steps);
   return static_cast<float>(1.0 / static_cast<double>(passes));
 }
 
@@ -346,7 +385,11 @@ void Reducer::reduce_on_host(int index) {
     column += sum.count;
   }
   engine_stream_.record(reduced(index));
-  if (!is_last()) return;
+  if (is_last()) finish_on_host(index);
+}
+
+void Reducer::finish_on_host(int index) {
+  HostUnit& host = host_units_[static_cast<std::size_t>(index)];
   const EngineStream& host_stream = updater_.host_stream();
   host_stream.call<&HostUnit::average>(host);
   host_stream.copy(context_.norms + index, host_norms_ + index, sizeof(double));

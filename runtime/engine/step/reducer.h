@@ -22,12 +22,23 @@ class Reducer : private StepPart {
   // Gradients go down in the order of the updater's host stream.
   Reducer(StepContext& context, const Updater& updater);
 
+  // Recorded order: finds a slot for the unit's gradients, until its reduce().
+  void open(int unit);
+  void slots_changed();
+  bool is_open(int unit) const { return open_[static_cast<std::size_t>(unit)]; }
   // Fills gradients that nobody wrote, and padding, with zeros.
   void complete(int unit, Stream stream);
-  // Queues the reduction of a unit. The unit with index 0 is the last of its micro-step.
+  // Queues the reduction of a unit.
   // Order: after the work queued on the engine's stream.
   void reduce(int unit, int micro_step);
+  // Queues the reductions of small units that wait for others. Order: after the last reduce() of a
+  // micro-step.
+  void flush() { reduce_fused(); }
 
+  // The step is over after fewer micro-steps than planned: queues the averages and norms, and with
+  // Accumulate::kLocal the reductions, that belong to the last one. Order: after every unit's reduce().
+  void end_early(int micro_steps);
+  void begin_step() { micro_steps_ = options_.micro_steps; }
   // The last reduction out of the unit's gradients.
   Event reduced(int unit) const;
   // Makes `stream` wait until the unit's gradients, if offloaded, are on the host.
@@ -75,11 +86,15 @@ class Reducer : private StepPart {
   void queue_norm(int unit);
   void copy_down(int unit);
   void reduce_on_host(int unit);
+  void finish_on_host(int unit);
   void take_down(int unit, HostSum& sum, std::size_t place);
   void average_on_host(int unit);
 
   const Updater& updater_;
   int micro_step_ = 0;
+  int micro_steps_ = 1;     // That the sum is divided by. Changes while no average is queued.
+  int reduced_units_ = 0;   // In this micro-step.
+  std::vector<bool> open_;  // By unit.
 
   std::uint64_t bucket_count_ = 0;  // Buckets so far.
   std::vector<FusedUnit> fused_units_;

@@ -53,6 +53,7 @@ void Engine::Impl::pass_skipped(int index) {
   reducer->wait_for_copy_down(index, engine_stream);
   reducer->complete(index, engine_stream);
   reducer->reduce(index, micro_step);
+  if (index == 0) reducer->flush();  // The backward pass ends with the first unit.
 }
 
 void Engine::Impl::finish_backward() {
@@ -70,6 +71,11 @@ void Engine::Impl::finish_backward() {
 
 // Ends the open pass, then goes through the next backward passes if this rank skipped all their units.
 void Engine::Impl::finish_pass() {
+  if (recorded()) {
+    if (after_evaluation) misuse("evaluation_end() is missing; call it before a step goes on");
+    if (phase == Phase::kForward) finish_micro_step();
+    return;
+  }
   if (phase == Phase::kForward) {
     if (cursor < unit_count()) {
       misuse("unit " + shape(cursor).name + " has no forward pass in micro-step " +
@@ -86,13 +92,21 @@ void Engine::Impl::finish_pass() {
   }
 }
 
-void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
+void Engine::Impl::check_passes(const char* call) {
+  if (recorded()) {
+    if (micro_step == 0) misuse(std::string(call) + " before a micro-step; call micro_step_begin(0) first");
+    return;
+  }
   if (micro_step < forward_count)
     misuse("micro-step " + std::to_string(micro_step) + " has no backward pass");
   if (phase != Phase::kStep || micro_step != options.micro_steps) {
-    misuse("step() after " + std::to_string(micro_step) + " micro-steps; the engine was made for " +
-           std::to_string(options.micro_steps));
+    misuse(std::string(call) + " after " + std::to_string(micro_step) +
+           " micro-steps; the engine was made for " + std::to_string(options.micro_steps));
   }
+}
+
+void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
+  check_passes("step()");
   if (static_cast<int>(hyperparameters.groups.size()) < group_count) {
     misuse("step() was given hyperparameters for " + std::to_string(hyperparameters.groups.size()) +
            " groups; the model has " + std::to_string(group_count));
@@ -102,9 +116,15 @@ void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
       misuse("step() was given lr " + std::to_string(group.lr) + " and weight decay " +
              std::to_string(group.weight_decay) + "; both must be finite");
     }
+    throw_if_error(check_adamw(group.beta1.value_or(options.beta1), group.beta2.value_or(options.beta2),
+                               group.epsilon.value_or(options.epsilon)));
   }
   if (!(hyperparameters.clip >= 0.0)) {
     misuse("step() was given clip " + std::to_string(hyperparameters.clip) + "; use 0 for none, or more");
+  }
+  if (!(hyperparameters.gradient_factor >= 0.0) || !std::isfinite(hyperparameters.gradient_factor)) {
+    misuse("step() was given gradient_factor " + std::to_string(hyperparameters.gradient_factor) +
+           "; use 1 for none, or any finite number from 0 on");
   }
 }
 
@@ -117,11 +137,30 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   check_peers();
   StepResult result;
   result.loss_scale = loss_scale;
-  const std::vector<bool> used = decision->exchange(hyperparameters, values_fingerprint, result);
-  decision->queue(hyperparameters.clip, *reducer, *updater);
-  updater->begin(used);
+  Decision::Facts mine;
+  if (recorded()) {
+    end_passes();
+    mine = facts();
+    mine.news = slots->took_spare() || mine.news;
+  }
+  Decision::Agreed agreed;
+  if (abandoned) {
+    result.abandoned = true;
+  } else {
+    agreed = decision->exchange(hyperparameters, values_fingerprint, recorded() ? &mine : nullptr, result);
+  }
+  if (result.abandoned) {
+    give_up();
+    return result;
+  }
+  // The trainer may still read parameters in passes without gradients.
+  if (recorded()) {
+    for (const Unit& u : units) engine_stream.wait(u.released);
+  }
+  decision->queue(hyperparameters, *reducer, *updater);
+  updater->begin(agreed.used, hyperparameters);
   for (int index = 0; index < unit_count(); ++index) {
-    const bool is_used = used[static_cast<std::size_t>(index)];
+    const bool is_used = agreed.used[static_cast<std::size_t>(index)];
     if (is_used) updater->update(index, hyperparameters);
     static_cast<void>(gatherer->publish(index, is_used));
   }
@@ -142,6 +181,10 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
     check_peers();
   }
   phase = Phase::kIdle;
+  if (recorded()) {
+    if (agreed.news) adopt_order();
+    recorder->clear();
+  }
   return result;
 }
 

@@ -1,6 +1,7 @@
 #include "runtime/engine/step/updater.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 
 #include "forebay/check.h"
@@ -17,14 +18,16 @@ float fp32(double value) {
 
 }  // namespace
 
-AdamWArguments adamw_arguments(const EngineOptions& options) {
+AdamWArguments adamw_arguments(const EngineOptions& options, const GroupHyperparameters& group) {
+  const double beta1 = group.beta1.value_or(options.beta1);
+  const double beta2 = group.beta2.value_or(options.beta2);
   AdamWArguments adamw{};
   adamw.parameter_type = options.dtype;
-  adamw.beta1 = fp32(options.beta1);
-  adamw.beta2 = fp32(options.beta2);
-  adamw.eps = fp32(options.epsilon);
-  adamw.a1 = fp32(1.0 - options.beta1);
-  adamw.a2 = fp32(1.0 - options.beta2);
+  adamw.beta1 = fp32(beta1);
+  adamw.beta2 = fp32(beta2);
+  adamw.eps = fp32(group.epsilon.value_or(options.epsilon));
+  adamw.a1 = fp32(1.0 - beta1);
+  adamw.a2 = fp32(1.0 - beta2);
   return adamw;
 }
 
@@ -44,6 +47,10 @@ Updater::Updater(StepContext& context, const Decision& decision)
       host_stream_(context),
       up_stream_(context) {
   device_stream_.open();
+  const std::size_t table_bytes = static_cast<std::size_t>(context.group_count) * sizeof(BiasCorrection);
+  for (BiasCorrection*& table : corrections_) {
+    table = reinterpret_cast<BiasCorrection*>(value_or_throw(context.pinned->allocate(table_bytes)));
+  }
   if (!plan_.offloads()) return;
   host_stream_.open();
   up_stream_.open();
@@ -63,7 +70,14 @@ Updater::Updater(StepContext& context, const Decision& decision)
   for (const StorePassPart& part : context.pass_parts) all_parts_.parts.push_back(&part);
 }
 
-void Updater::begin(const std::vector<bool>& used) {
+void Updater::begin(const std::vector<bool>& used, const Hyperparameters& hyperparameters) {
+  const std::uint64_t step = context_.applied_steps + 1;
+  for (int i = 0; i < context_.group_count; ++i) {
+    const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(i)];
+    bias_corrections(group.beta1.value_or(options_.beta1), group.beta2.value_or(options_.beta2), step,
+                     &corrections()[i], 1);
+  }
+  bias_corrections(options_.beta1, options_.beta2, step, &on_device_, 1);
   if (pass_ != nullptr) {
     // Reading begins while the ranks agree.
     HostPass& pass = host_passes_[context_.attempted_steps % 2];
@@ -105,16 +119,27 @@ void Updater::HostPass::finish() {
   }
 }
 
+// The decision on the device has the bias corrections of one group at a time. Until the next decision only
+// the updates read it, in the order of their stream.
+void Updater::correct_for(int group) {
+  static_assert(offsetof(StepState, s2) == offsetof(StepState, c1) + sizeof(float));
+  const BiasCorrection& correction = corrections()[group];
+  if (std::memcmp(&correction, &on_device_, sizeof(correction)) == 0) return;
+  on_device_ = correction;
+  device_stream_.copy(&context_.control->state.c1, &correction, sizeof(correction));
+}
+
 void Updater::update_on_device(int index, const Hyperparameters& hyperparameters) {
   const Unit& u = unit(index);
   const MarkedSpan span = context_.marked(device_stream_, "updates", "update", index);
   ControlledAdamWArguments controlled{};
   controlled.state = decision_.on_device();
   AdamWArguments& adamw = controlled.update;
-  adamw = adamw_arguments(options_);
-  adamw.gradient_type = u.gradient_type;
   for (const StepContext::Segment& segment : u.segments) {
     const GroupHyperparameters& group = hyperparameters.groups[static_cast<std::size_t>(segment.group)];
+    correct_for(segment.group);
+    adamw = adamw_arguments(options_, group);
+    adamw.gradient_type = u.gradient_type;
     adamw.lr = fp32(group.lr);
     adamw.weight_decay = fp32(group.weight_decay);
     adamw.gradient = u.updated_gradients + segment.begin * element_bytes(u.gradient_type);
@@ -134,6 +159,7 @@ void Updater::queue_host_update(int index, const Hyperparameters& hyperparameter
   const Unit& u = unit(index);
   HostUpdate& update = host_updates_[context_.attempted_steps % 2][static_cast<std::size_t>(index)];
   update.groups = hyperparameters.groups;
+  update.corrections = corrections();
   {
     const MarkedSpan span = context_.marked(host_stream_, "host", "update", index);
     host_stream_.call<&HostUpdate::run>(update);
@@ -214,12 +240,6 @@ void Updater::update_stored_part(const HostUpdate& update, std::size_t part_inde
 void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
   if (context_.hooks.before_host_update) context_.hooks.before_host_update(piece.count);
   const Unit& u = unit(update.unit);
-  const StepState& decided = decision_.on_host();
-  AdamWArguments adamw = adamw_arguments(options_);
-  adamw.gradient_type = u.gradient_type;
-  adamw.factor = decided.factor;
-  adamw.c1 = decided.c1;
-  adamw.s2 = decided.s2;
   const bool over_gradients =
       piece.parameters != nullptr && !u.parameters_offloaded && element_bytes(u.gradient_type) != element();
   for (const StepContext::Segment& segment : u.segments) {
@@ -228,6 +248,11 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
     if (first >= end) continue;
     const std::uint64_t at = first - piece.begin;
     const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
+    AdamWArguments adamw = adamw_arguments(options_, group);
+    adamw.gradient_type = u.gradient_type;
+    adamw.factor = decision_.on_host().factor;
+    adamw.c1 = update.corrections[segment.group].c1;
+    adamw.s2 = update.corrections[segment.group].s2;
     adamw.lr = fp32(group.lr);
     adamw.weight_decay = fp32(group.weight_decay);
     adamw.gradient = u.host_gradients + first * element_bytes(u.gradient_type);

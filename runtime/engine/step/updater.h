@@ -19,8 +19,9 @@ namespace forebay {
 
 class Decision;
 
-// AdamW with the engine's constants; the rest is to be filled in.
-AdamWArguments adamw_arguments(const EngineOptions& options);
+// AdamW with the constants of the engine, or of a parameter group that has its own; the rest is to be filled
+// in.
+AdamWArguments adamw_arguments(const EngineOptions& options, const GroupHyperparameters& group = {});
 
 // `count` values rounded to `type`, a 2-byte one.
 void round_parameters(DataType type, const float* source, std::uint64_t count, std::byte* target);
@@ -32,7 +33,7 @@ class Updater : private StepPart {
   // Queues the updates of a step: begin(), update() of each used unit in order, end(). They run when the
   // decision is known.
   // Order: Unit::updated is recorded when the unit's new parameters are in place.
-  void begin(const std::vector<bool>& used);
+  void begin(const std::vector<bool>& used, const Hyperparameters& hyperparameters);
   void update(int unit, const Hyperparameters& hyperparameters);
   void end();
 
@@ -60,6 +61,7 @@ class Updater : private StepPart {
     Updater* updater = nullptr;
     int unit = 0;
     std::vector<GroupHyperparameters> groups;
+    const BiasCorrection* corrections = nullptr;
     void run() { updater->update_on_host(*this); }
   };
   // File tier: the parts of a step's pass.
@@ -79,6 +81,8 @@ class Updater : private StepPart {
     std::byte* parameters = nullptr;  // Null in fp32.
   };
 
+  BiasCorrection* corrections() const { return corrections_[context_.attempted_steps % 2]; }
+  void correct_for(int group);
   void update_on_device(int unit, const Hyperparameters& hyperparameters);
   void queue_host_update(int unit, const Hyperparameters& hyperparameters);
   void update_on_host(const HostUpdate& update);
@@ -89,6 +93,9 @@ class Updater : private StepPart {
   void run_adamw(const AdamWArguments& adamw, float* m, float* v) const;
 
   const Decision& decision_;
+  // Of a step, by parameter group, in pinned memory. Two sets, as of host updates.
+  std::array<BiasCorrection*, 2> corrections_{};
+  BiasCorrection on_device_{};  // That the next update on the device takes.
 
   // File tier. The pass belongs to the host's stream while anything is queued there.
   std::unique_ptr<StorePass> pass_;

@@ -575,6 +575,31 @@ TEST_F(ArenaTest, AliasesTakeAddressesAndNoMemory) {
   }
 }
 
+TEST_F(ArenaTest, AnAliasMovesToAnotherSlotAndKeepsItsAddress) {
+  const Slot first = arena_->slot_create(2 * kChunk, 0).value();
+  const Slot second = arena_->slot_create(2 * kChunk, 0).value();
+  const Slot small = arena_->slot_create(kChunk, 0).value();
+  const DevicePtr alias = arena_->alias_create(first, 2 * kChunk).value();
+  const DevicePtr other = arena_->alias_create(second, 2 * kChunk).value();
+  *alias = std::byte{1};
+  *other = std::byte{2};
+  EXPECT_EQ(arena_->alias_move(alias, small).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(arena_->alias_move(alias + kChunk, second).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(*alias, std::byte{1});
+  ASSERT_TRUE(arena_->alias_move(alias, second).ok());
+  EXPECT_EQ(*alias, std::byte{2});
+  ASSERT_TRUE(arena_->slot_destroy(first).ok());
+  // Onto no slot: the slot that it showed may be destroyed, and the alias finds another one.
+  ASSERT_TRUE(arena_->alias_move(other, {}).ok());
+  ASSERT_TRUE(arena_->alias_move(alias, {}).ok());
+  EXPECT_TRUE(arena_->slot_destroy(second).ok());
+  const Slot third = arena_->slot_create(2 * kChunk, 0).value();
+  ASSERT_TRUE(arena_->alias_move(alias, third).ok());
+  *alias = std::byte{3};
+  EXPECT_TRUE(arena_->alias_destroy(alias).ok());
+  EXPECT_TRUE(arena_->alias_destroy(other).ok());
+}
+
 TEST_F(ArenaTest, RefusesAnAliasWhenTheAddressesAreUsedUp) {
   remake(4 * kChunk, 256_MiB, 8 * kChunk);
   const Slot slot = arena_->slot_create(2 * kChunk, 0).value();

@@ -218,12 +218,10 @@ class Lease {
 
  private:
   friend class Engine;
-  Lease(Engine* engine, UnitId unit, Stream stream, bool backward);
+  Lease(Engine* engine, std::uint64_t number) : engine_(engine), number_(number) {}
 
   Engine* engine_ = nullptr;
-  UnitId unit_ = 0;
-  Stream stream_;
-  bool backward_ = false;
+  std::uint64_t number_ = 0;  // Counts the engine's leases.
 };
 
 class Engine {

@@ -1,0 +1,416 @@
+// Recorded order: programs that lease units in any order get the bits of plain loops, at every stage, and the
+// slots that the plan says.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/engine/toy_cases.h"
+
+namespace forebay::testing {
+namespace {
+
+ToyOptions recorded_options(int stage, DataType type, int ranks) {
+  ToyOptions options = options_for(stage, type, ranks);
+  options.engine.order_of_units = OrderOfUnits::kRecorded;
+  options.engine.micro_steps = 2;
+  return options;
+}
+
+// What is in the way of a plain schedule. Each runs on awkward_units(), whose head ties the embedding.
+struct Program {
+  const char* name;
+  void (*apply)(ToyOptions& options);
+};
+
+std::vector<int> reversed(std::vector<int> order) {
+  std::reverse(order.begin(), order.end());
+  return order;
+}
+
+constexpr Program kPrograms[] = {
+    {"a chain with a tied head", [](ToyOptions&) {}},
+    {"another order than that of registration",
+     [](ToyOptions& o) {
+       o.forwards = [](int, int, int) { return std::vector<int>{0, 3, 1, 2, 4}; };
+       o.engine.micro_steps = 1;
+     }},
+    {"a block used three times",
+     [](ToyOptions& o) { o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 2, 1, 3, 1, 4}; }; }},
+    {"two forward passes before a backward pass",
+     [](ToyOptions& o) {
+       o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 2, 3, 4, 0, 1, 2, 3, 4}; };
+       o.backwards = [](int, int, int) { return std::vector<int>{4, 4, 3, 3, 2, 2, 1, 1, 0, 0}; };
+     }},
+    {"two forward leases and one backward lease",
+     [](ToyOptions& o) {
+       o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 2, 3, 4, 0, 1, 2, 3, 4}; };
+       o.backwards = [](int, int, int) { return std::vector<int>{4, 3, 2, 1, 0}; };
+     }},
+    {"a unit that one rank leaves out",
+     [](ToyOptions& o) {
+       const int last = o.ranks - 1;
+       o.skips = [last](int rank, int, int k, int unit) { return rank == last && k == 0 && unit == 2; };
+     }},
+    {"a unit that no rank uses, and one without a backward pass",
+     [](ToyOptions& o) {
+       o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 3, 4}; };
+       o.backwards = [](int, int, int) { return std::vector<int>{4, 1, 0}; };
+     }},
+    {"evaluations",
+     [](ToyOptions& o) {
+       o.evaluates = [](int, int step, int k) {
+         return step == 0 ? std::vector<int>()
+                : k == 1  ? std::vector<int>{4, 2, 2, 0}
+                          : std::vector<int>{0, 1, 2};
+       };
+     }},
+    {"fewer micro-steps than planned",
+     [](ToyOptions& o) {
+       o.engine.micro_steps = 3;
+       o.micro_steps = [](int step) { return 1 + step % 3; };
+     }},
+    {"another order from step 2 on",
+     [](ToyOptions& o) {
+       o.steps = 5;
+       o.forwards = [](int, int step, int) {
+         return step < 2 ? std::vector<int>{0, 1, 2, 3, 4} : std::vector<int>{0, 2, 1, 3, 1, 4};
+       };
+     }},
+    {"leases that overlap", [](ToyOptions& o) { o.overlap_seed = 7; }},
+    {"leases of blocks used again that overlap",
+     [](ToyOptions& o) {
+       o.overlap_seed = 11;
+       o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 2, 3, 1, 2, 3, 4}; };
+     }},
+    {"average over ranks, betas by parameter group, a gradient factor",
+     [](ToyOptions& o) {
+       o.engine.average = Average::kRanks;
+       o.groups[1].beta1 = 0.8;
+       o.groups[1].beta2 = 0.99;
+       o.groups[0].epsilon = 1e-6;
+       o.gradient_factor = [](int step) { return step == 1 ? 0.3 : 1.0; };
+     }},
+    {"the norm before the step", [](ToyOptions& o) { o.asks_norm = true; }},
+    {"an abandoned step on one rank",
+     [](ToyOptions& o) {
+       o.asks_norm = true;
+       o.abandons = [](int rank, int step) { return step == 2 && rank == 0; };
+     }},
+    {"an abandoned step on all ranks",
+     [](ToyOptions& o) { o.abandons = [](int, int step) { return step == 1; }; }},
+};
+
+void check(const Program& program, ToyOptions options) {
+  program.apply(options);
+  const std::string what = std::string(program.name) + ", stage " + std::to_string(options.engine.stage) +
+                           ", " + std::to_string(options.ranks) + " ranks, " +
+                           data_type_name(options.engine.dtype) + ", " + offload_name(options.engine.offload);
+  SCOPED_TRACE(what);
+  const ToyResult first = run_toy(options);
+  expect_same(first, reference_toy(options), what);
+  if (::testing::Test::HasFatalFailure()) return;
+  // A second run with the order of the first: the plan is exact.
+  options.engine.recorded_order = first.order;
+  const ToyResult second = run_toy(options);
+  expect_same(second, first, what + ", with the order given");
+  EXPECT_EQ(second.statistics.peak, second.statistics.planned);
+  EXPECT_EQ(first.statistics.planned.gathered, second.statistics.planned.gathered);
+}
+
+class FreeOrder : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Stages, FreeOrder, ::testing::Range(0, 4));
+
+TEST_P(FreeOrder, ProgramsHaveTheBitsOfPlainLoops) {
+  for (const Program& program : kPrograms) {
+    for (const int ranks : {1, 3, 4}) {
+      check(program, recorded_options(GetParam(), DataType::kFloat32, ranks));
+      if (HasFatalFailure()) return;
+    }
+    check(program, recorded_options(GetParam(), DataType::kBfloat16, 3));
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(FreeOrder, ProgramsHaveTheBitsOfPlainLoopsWithOffload) {
+  for (const Program& program : kPrograms) {
+    for (const Offload offload : {Offload::kOptimizer, Offload::kOptimizerAndParameters}) {
+      if (offload == Offload::kOptimizerAndParameters && GetParam() < 3) continue;
+      for (const int ranks : {1, 3}) {
+        ToyOptions options =
+            recorded_options(GetParam(), ranks == 1 ? DataType::kFloat32 : DataType::kBfloat16, ranks);
+        options.engine.offload = offload;
+        check(program, options);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_P(FreeOrder, LocalAccumulationGoesOn) {
+  if (GetParam() >= 2) return;
+  for (const Program& program : kPrograms) {
+    ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, 3);
+    options.engine.accumulate = Accumulate::kLocal;
+    check(program, options);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Random programs: units in any order and number, leases that overlap, steps of any length, evaluations.
+TEST_P(FreeOrder, RandomProgramsHaveTheBitsOfPlainLoops) {
+  const std::uint64_t first_seed = std::random_device()();
+  for (std::uint64_t seed = first_seed; seed < first_seed + 12; ++seed) {
+    std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+    const int ranks = 1 + static_cast<int>(seed % 3);
+    ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, ranks);
+    options.engine.micro_steps = 3;
+    options.steps = 5;
+    options.overlap_seed = seed | 1;
+    options.micro_steps = [seed](int step) {
+      return 1 + static_cast<int>(mix(seed + 91 * static_cast<std::uint64_t>(step)) % 3);
+    };
+    // The order changes every other step.
+    options.forwards = [seed](int, int step, int k) {
+      std::mt19937_64 random(seed * 1000 + static_cast<std::uint64_t>(step / 2 * 10 + k));
+      std::vector<int> order;
+      for (std::uint64_t i = 0, count = 2 + random() % 9; i < count; ++i)
+        order.push_back(static_cast<int>(random() % 5));
+      return order;
+    };
+    options.backwards = [forwards = options.forwards](int rank, int step, int k) {
+      return reversed(forwards(rank, step, k));
+    };
+    options.evaluates = [seed](int, int step, int k) {
+      std::mt19937_64 random(seed * 77 + static_cast<std::uint64_t>(step * 10 + k));
+      std::vector<int> order;
+      for (std::uint64_t i = 0, count = random() % 4; i < count; ++i)
+        order.push_back(static_cast<int>(random() % 5));
+      return order;
+    };
+    const ToyResult actual = run_toy(options);
+    expect_same(actual, reference_toy(options), "seed " + std::to_string(seed));
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Strict and recorded order agree wherever both can run: steps, norms, and the gathers after the first step.
+TEST_P(FreeOrder, AgreesWithStrictOrder) {
+  for (const int ranks : {1, 3}) {
+    ToyOptions options = recorded_options(GetParam(), DataType::kBfloat16, ranks);
+    options.asks_norm = true;
+    options.groups[0].beta1 = 0.5;
+    options.gradient_factor = [](int step) { return step == 2 ? 0.25 : 1.0; };
+    const ToyResult recorded = run_toy(options);
+    options.engine.order_of_units = OrderOfUnits::kStrict;
+    const ToyResult strict = run_toy(options);
+    expect_same(recorded, strict, "recorded order beside strict order");
+    expect_same(strict, reference_toy(options), "strict order");
+    EXPECT_EQ(recorded.digest, strict.digest);
+    EXPECT_EQ(recorded.statistics.planned, strict.statistics.planned);
+    EXPECT_EQ(recorded.statistics.peak, strict.statistics.peak);
+    EXPECT_EQ(recorded.statistics.traffic.sent, strict.statistics.traffic.sent);
+  }
+}
+
+TEST(FreeOrderFiles, ProgramsHaveTheBitsOfPlainLoops) {
+  for (const Program& program : kPrograms) {
+    ToyOptions options = recorded_options(3, DataType::kBfloat16, 3);
+    options.engine.offload = Offload::kOptimizerAndParameters;
+    options.engine.tier = Tier::kFile;
+    options.engine.offload_directories = {::testing::TempDir()};
+    options.engine.staging_bytes = 8u << 20;
+    check(program, options);
+    if (HasFatalFailure()) return;
+  }
+}
+
+std::string error_of(ToyOptions options) {
+  try {
+    static_cast<void>(run_toy(options));
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST_P(FreeOrder, RanksThatDifferAreNamedWithTheUsualCause) {
+  WorldOptions world;
+  ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, 3);
+  options.forwards = [](int rank, int step, int) {
+    return rank == 1 && step == 2 ? std::vector<int>{0, 1, 3, 2, 4} : std::vector<int>{0, 1, 2, 3, 4};
+  };
+  options.backwards = [](int, int, int) { return std::vector<int>{4, 3, 2, 1, 0}; };
+  std::string message = error_of(options);
+  EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+  EXPECT_NE(message.find("uneven numbers of forward passes"), std::string::npos) << message;
+  // One forward pass more.
+  options.forwards = [](int rank, int step, int) {
+    return rank == 1 && step == 2 ? std::vector<int>{0, 1, 2, 3, 4, 3, 4} : std::vector<int>{0, 1, 2, 3, 4};
+  };
+  options.backwards = {};
+  message = error_of(options);
+  EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+  EXPECT_NE(message.find("uneven numbers of forward passes"), std::string::npos) << message;
+}
+
+// A unit leased over the whole pass, as the root of a model.
+TEST(FreeOrderSlots, AUnitLeasedOverAPassHasASlotOfItsOwn) {
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.stage = 3;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+    std::vector<UnitId> units;
+    for (int u = 0; u < 6; ++u) {
+      units.push_back(engine.add_unit("u" + std::to_string(u)));
+      engine.add_parameter(units.back(), "p" + std::to_string(u), 2048);
+    }
+    engine.commit();
+    const DevicePtr address = engine.address({4, 0});
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    std::uint64_t gathered[3] = {};
+    for (int step = 0; step < 3; ++step) {
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      {
+        const Lease root = engine.forward(0, stream);
+        for (int u = 1; u < 6; ++u) {
+          const Lease block = engine.forward(units[static_cast<std::size_t>(u)], stream);
+          const Lease again = engine.forward(units[static_cast<std::size_t>(u)], stream);
+          EXPECT_EQ(block.parameter(0), engine.address({u, 0}));
+          EXPECT_EQ(again.parameter(0), block.parameter(0));
+        }
+      }
+      for (int u = 5; u >= 0; --u)
+        static_cast<void>(engine.backward(units[static_cast<std::size_t>(u)], stream));
+      static_cast<void>(engine.step({.groups = {{}}}));
+      gathered[step] = engine.statistics().gather_count;
+      EXPECT_EQ(engine.address({4, 0}), address);
+    }
+    // Two in turn, and the root; gradients wait for the end of the micro-step, because of the second forward
+    // lease.
+    EXPECT_EQ(engine.plan().bytes.gathered, (3 + 6) * 2048 * sizeof(float));
+    EXPECT_EQ(gathered[2] - gathered[1],
+              6u + 3u);  // The root and the last two blocks stay for the backward pass.
+    PlanOptions planned = engine.plan().options;
+    EXPECT_EQ(value_or_throw(make_plan(engine.model(), planned)).bytes, engine.plan().bytes);
+    planned.recorded_order.clear();
+    planned.units_at_once = 3;
+    EXPECT_EQ(value_or_throw(make_plan(engine.model(), planned)).bytes.gathered,
+              (4 + 4) * 2048 * sizeof(float));
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+TEST(FreeOrderSlots, NamesTheUnitsThatTheBudgetHasNoRoomFor) {
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.stage = 3;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    const auto describe = [](Engine& engine) {
+      for (int u = 0; u < 6; ++u) {
+        const UnitId unit = engine.add_unit("u" + std::to_string(u));
+        engine.add_parameter(unit, "p" + std::to_string(u), 64 << 10);
+      }
+    };
+    {
+      Engine planner(*rank.backend, *rank.kernels, *rank.communicator, options);
+      describe(planner);
+      options.memory_bytes = planner.plan().reserved_bytes;
+    }
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+    describe(engine);
+    engine.commit();
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    engine.step_begin();
+    engine.micro_step_begin(0);
+    {
+      const Lease first = engine.forward(0, stream);
+      const Lease second = engine.forward(1, stream);
+      try {
+        static_cast<void>(engine.forward(2, stream));
+        ADD_FAILURE() << "there was room";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kOutOfMemory);
+        const std::string message = error.what();
+        EXPECT_NE(message.find("unit u2"), std::string::npos) << message;
+        EXPECT_NE(message.find("u0, u1"), std::string::npos) << message;
+        EXPECT_NE(message.find("EngineOptions::memory_bytes"), std::string::npos) << message;
+      }
+    }
+    throw_if_error(rank.backend->stream_synchronize(stream));
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.order_of_units = OrderOfUnits::kRecorded;
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+    engine.add_parameter(engine.add_unit("u"), "p", 100);
+    EXPECT_THROW(static_cast<void>(engine.address({0, 0})), Error);
+    engine.commit();
+    EXPECT_EQ(engine.recorded_order(), "");
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    const auto refused = [](const char* part, auto call) {
+      try {
+        call();
+        ADD_FAILURE() << "not refused: " << part;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+        EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+      }
+    };
+    refused("address()", [&] { static_cast<void>(engine.address({0, 1})); });
+    refused("evaluation_end()", [&] { engine.evaluation_end(); });
+    refused("abandon()", [&] { engine.abandon(); });
+    refused("gradient_norm()", [&] { static_cast<void>(engine.gradient_norm()); });
+    engine.evaluation_begin();
+    refused("evaluation_begin()", [&] { engine.evaluation_begin(); });
+    refused("backward()", [&] { static_cast<void>(engine.backward(0, stream)); });
+    refused("step_begin()", [&] { engine.step_begin(); });
+    static_cast<void>(engine.forward(0, stream));
+    engine.evaluation_end();
+    engine.step_begin();
+    refused("step()", [&] { static_cast<void>(engine.step({.groups = {{}}})); });
+    engine.micro_step_begin(0);
+    {
+      const Lease lease = engine.forward(0, stream);
+      refused("alive", [&] { static_cast<void>(engine.step({.groups = {{}}})); });
+      refused("alive", [&] { engine.micro_step_begin(1); });
+      refused("alive", [&] { engine.evaluation_begin(); });
+    }
+    static_cast<void>(engine.backward(0, stream));
+    refused("was complete", [&] { static_cast<void>(engine.backward(0, stream)); });
+    refused("clip", [&] { static_cast<void>(engine.step({.groups = {{}}, .clip = -1.0})); });
+    refused("beta2", [&] { static_cast<void>(engine.step({.groups = {{.beta2 = 1.0}}})); });
+    refused("gradient_factor",
+            [&] { static_cast<void>(engine.step({.groups = {{}}, .gradient_factor = -1.0})); });
+    EXPECT_EQ(engine.gradient_norm(), 0.0);
+    refused("gradient_norm()", [&] { engine.micro_step_begin(0); });
+    EXPECT_EQ(engine.step({.groups = {{}}}).grad_norm, 0.0);
+    EXPECT_EQ(engine.applied_steps(), 1u);
+    EXPECT_NE(engine.recorded_order(), "");
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+TEST(FreeOrderCalls, StrictOrderHasNoneOfThem) {
+  run_ranks(1, {}, [](Rank& rank) {
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, {});
+    engine.add_parameter(engine.add_unit("u"), "p", 100);
+    engine.commit();
+    EXPECT_THROW(engine.evaluation_begin(), Error);
+    EXPECT_THROW(engine.abandon(), Error);
+    EXPECT_EQ(engine.recorded_order(), "");
+  });
+}
+
+}  // namespace
+}  // namespace forebay::testing
