@@ -74,6 +74,7 @@ Recorder::News Recorder::news() const {
   News news;
   news.hash = hash_;
   news.differs =
+      !known_ ||
       !std::includes(order_.parameters.begin(), order_.parameters.end(), parameters_.begin(),
                      parameters_.end()) ||
       !std::includes(order_.gradients.begin(), order_.gradients.end(), gradients_.begin(), gradients_.end());
