@@ -2,17 +2,21 @@
 # libforebay.so (everything else, on the core), with a CMake package and a pkg-config file.
 
 function(forebay_library target output)
-  cmake_parse_arguments(ARG "" "" "LAYERS;LINK;PUBLIC" ${ARGN})
+  cmake_parse_arguments(ARG "C_INTERFACE" "" "LAYERS;LINK;PUBLIC" ${ARGN})
   add_library(${target} SHARED)
   add_library(forebay::${target} ALIAS ${target})
   foreach(layer IN LISTS ARG_LAYERS)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:forebay_${layer}>)
-    target_include_directories(${target} INTERFACE
-      "$<BUILD_INTERFACE:$<TARGET_PROPERTY:forebay_${layer},INTERFACE_INCLUDE_DIRECTORIES>>")
+    if(NOT ARG_C_INTERFACE)
+      target_include_directories(${target} INTERFACE
+        "$<BUILD_INTERFACE:$<TARGET_PROPERTY:forebay_${layer},INTERFACE_INCLUDE_DIRECTORIES>>")
+    endif()
   endforeach()
   target_include_directories(${target} INTERFACE "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
-  # Its headers need no more, although its sources are C++20.
-  target_compile_features(${target} INTERFACE cxx_std_17)
+  if(NOT ARG_C_INTERFACE)
+    # Its headers need no more, although its sources are C++20.
+    target_compile_features(${target} INTERFACE cxx_std_17)
+  endif()
   target_link_libraries(${target} PRIVATE forebay_flags ${ARG_LINK} PUBLIC ${ARG_PUBLIC})
   if(NOT APPLE)
     # Its calls of its own functions are direct; see forebay_flags.
@@ -41,6 +45,17 @@ endif()
 forebay_library(forebay forebay LAYERS command_line model topology kernels collectives offload engine LINK ${engine_link}
   PUBLIC forebay-core forebay-host)
 
+# libforebay-c.so: the C interface and everything below it in one library, which exports the functions of forebay.h and
+# nothing else. Its name carries FOREBAY_ABI. It stands beside the C++ libraries; a program uses one or the other.
+forebay_library(forebay-c forebay-c C_INTERFACE
+  LAYERS base device host allocator model topology kernels collectives offload engine api LINK ${engine_link})
+target_include_directories(forebay-c INTERFACE "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/runtime/api/include>")
+file(STRINGS "${PROJECT_SOURCE_DIR}/runtime/api/include/forebay/forebay.h" abi REGEX "^#define FOREBAY_ABI [0-9]+")
+string(REGEX MATCH "[0-9]+$" abi "${abi}")
+set_target_properties(forebay-c PROPERTIES SOVERSION ${abi} VERSION ${abi}.${PROJECT_VERSION}
+  LINK_DEPENDS "${PROJECT_SOURCE_DIR}/runtime/api/forebay-c.map")
+target_link_options(forebay-c PRIVATE "LINKER:--version-script=${PROJECT_SOURCE_DIR}/runtime/api/forebay-c.map")
+
 # find_package(forebay) -> forebay::forebay, and pkg-config. No third-party header is in a public header, so neither has
 # dependencies to find.
 include(CMakePackageConfigHelpers)
@@ -53,6 +68,7 @@ install(EXPORT forebay-targets NAMESPACE forebay:: DESTINATION "${package_direct
 file(RELATIVE_PATH prefix_from_pkgconfig "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" prefix_from_pkgconfig "${prefix_from_pkgconfig}")
 configure_file("${CMAKE_CURRENT_LIST_DIR}/forebay.pc.in" "${PROJECT_BINARY_DIR}/forebay.pc" @ONLY)
+configure_file("${CMAKE_CURRENT_LIST_DIR}/forebay-c.pc.in" "${PROJECT_BINARY_DIR}/forebay-c.pc" @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/forebay-config.cmake" "${PROJECT_BINARY_DIR}/forebay-config-version.cmake"
   DESTINATION "${package_directory}")
-install(FILES "${PROJECT_BINARY_DIR}/forebay.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+install(FILES "${PROJECT_BINARY_DIR}/forebay.pc" "${PROJECT_BINARY_DIR}/forebay-c.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")

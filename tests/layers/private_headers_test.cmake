@@ -1,6 +1,6 @@
 # A source of a layer includes private headers of that layer alone, and spells them from the source root.
 cmake_minimum_required(VERSION 3.25)
-set(layers runtime/base runtime/command_line runtime/device runtime/topology runtime/engine runtime/command kernels allocator collectives offload)
+set(layers runtime/base runtime/command_line runtime/device runtime/topology runtime/engine runtime/api runtime/command kernels allocator collectives offload)
 # Exceptions: `forebay run` reads the files that a process under the preload writes, `forebay replay` counts the calls of
 # a Backend, and `forebay devices` and `forebay plan` read the system's files. These headers are no user's business, so they are
 # private ones of a layer below.

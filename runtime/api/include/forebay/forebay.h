@@ -121,6 +121,7 @@ FOREBAY_API int32_t forebay_options_from_environment(forebay_options* options);
 /* All options as a JSON array of {"name", "value", "values", "help"}. */
 FOREBAY_API int32_t forebay_options_report(forebay_options* options, const char** json);
 
+/* Ends a set of options. Handles that were made from it keep their values. */
 FOREBAY_API void forebay_options_destroy(forebay_options* options);
 
 /* == Devices ==
@@ -137,7 +138,7 @@ FOREBAY_API int32_t forebay_machine_report(const char** json);
 
 /* Opens a device. `name`: "host", ordinary memory and threads as streams; "cuda" or "cuda:N"; "model",
  * books without bytes, on which an arena can be planned and no memory may be touched.
- * Options: device-memory, granularity.
+ * Options: device-memory, granularity, guard.
  * Errors: FOREBAY_UNAVAILABLE (no driver, no such device), FOREBAY_UNSUPPORTED. */
 FOREBAY_API int32_t forebay_device_open(const char* name, forebay_options* options /* or null */,
                                         forebay_device** device);
@@ -146,6 +147,7 @@ FOREBAY_API int32_t forebay_device_open(const char* name, forebay_options* optio
  * "numa_node". */
 FOREBAY_API int32_t forebay_device_report(forebay_device* device, const char** json);
 
+/* Ends the handle; the device ends with the last handle that was made from it. */
 FOREBAY_API void forebay_device_close(forebay_device* device);
 
 /* Makes a stream.
@@ -235,23 +237,26 @@ FOREBAY_API int32_t forebay_arena_resume(forebay_arena* arena, int32_t tag);
 FOREBAY_API int32_t forebay_arena_slot_create(forebay_arena* arena, uint64_t bytes, int32_t tag,
                                               uint32_t* slot);
 
-/* Errors: FOREBAY_INVALID_ARGUMENT for a slot that has an alias or was destroyed. */
+/* Gives the memory of a slot back.
+ * Errors: FOREBAY_INVALID_ARGUMENT for a slot that has an alias or was destroyed. */
 FOREBAY_API int32_t forebay_arena_slot_destroy(forebay_arena* arena, uint32_t slot);
 
 /* Maps a slot's first bytes at new addresses. All aliases of a slot show the same bytes. */
 FOREBAY_API int32_t forebay_arena_alias_create(forebay_arena* arena, uint32_t slot, uint64_t bytes,
                                                void** alias);
 
-/* No queued work may use the alias. */
+/* Unmaps an alias, which no queued work may use. */
 FOREBAY_API int32_t forebay_arena_alias_destroy(forebay_arena* arena, void* alias);
 
 /* Blocks allocated for `stream` from here to forebay_arena_capture_end() belong to a captured graph: their
  * memory stays where it is until forebay_arena_capture_release(). */
 FOREBAY_API int32_t forebay_arena_capture_begin(forebay_arena* arena, void* stream /* or null */,
                                                 uint32_t* capture);
+
+/* Ends the capture: later blocks belong to nobody's graph. */
 FOREBAY_API int32_t forebay_arena_capture_end(forebay_arena* arena, uint32_t capture);
 
-/* The graph has run for the last time. */
+/* Gives the memory of a captured graph back, which has run for the last time. */
 FOREBAY_API int32_t forebay_arena_capture_release(forebay_arena* arena, uint32_t capture);
 
 /* Gives wholly free chunks back to the device, and says how many bytes. */
@@ -314,6 +319,7 @@ FOREBAY_API int32_t forebay_pinned_pool_number(forebay_pinned_pool* pool, const 
 /* Statistics as JSON, and "text": a summary for out-of-memory messages. */
 FOREBAY_API int32_t forebay_pinned_pool_report(forebay_pinned_pool* pool, const char** json);
 
+/* Gives all memory back, live blocks included. No queued work may use a block. */
 FOREBAY_API void forebay_pinned_pool_destroy(forebay_pinned_pool* pool);
 
 /* == Ranks ==
@@ -371,6 +377,7 @@ FOREBAY_API int32_t forebay_local_group_communicator(forebay_local_group* group,
                                                      forebay_device* device,
                                                      forebay_communicator** communicator);
 
+/* Ends the handle; the communicators go on. */
 FOREBAY_API void forebay_local_group_destroy(forebay_local_group* group);
 
 /* Makes a communicator of the ranks that give the same color, ordered by key and rank. Collective. */
@@ -416,6 +423,8 @@ FOREBAY_API int32_t forebay_all_reduce_staging(int32_t ranks, uint64_t bucket_by
 FOREBAY_API int32_t forebay_communicator_send(forebay_communicator* communicator, const void* source,
                                               uint64_t bytes, int32_t peer, uint32_t tag,
                                               void* stream /* or null */);
+
+/* Queues the receipt of one message of a rank. */
 FOREBAY_API int32_t forebay_communicator_receive(forebay_communicator* communicator, void* target,
                                                  uint64_t bytes, int32_t peer, uint32_t tag,
                                                  void* stream /* or null */);
@@ -425,6 +434,8 @@ FOREBAY_API int32_t forebay_communicator_receive(forebay_communicator* communica
  * Errors: FOREBAY_UNSUPPORTED for other communicators. */
 FOREBAY_API int32_t forebay_communicator_register(forebay_communicator* communicator, void* address,
                                                   uint64_t bytes);
+
+/* Ends a registration, by the address that was registered. */
 FOREBAY_API int32_t forebay_communicator_deregister(forebay_communicator* communicator, void* address);
 
 /* Returns the code of the first failure of all ranks, or 0. */
@@ -445,14 +456,20 @@ FOREBAY_API void forebay_communicator_destroy(forebay_communicator* communicator
  * Threads: any.
  * Since: 1.
  */
+
+/* Makes a timeline; its clock starts here. */
 FOREBAY_API int32_t forebay_timeline_create(forebay_timeline** timeline);
 
 /* Begins a span. Spans of one track follow each other or lie inside each other. */
 FOREBAY_API int32_t forebay_timeline_begin(forebay_timeline* timeline, const char* track);
+
+/* Ends the latest span of the track that is open, and names it. */
 FOREBAY_API int32_t forebay_timeline_end(forebay_timeline* timeline, const char* track, const char* name);
 
 /* The spans in the format of chrome://tracing. */
 FOREBAY_API int32_t forebay_timeline_report(forebay_timeline* timeline, const char** json);
+
+/* Ends the handle; engines that mark their work there go on. */
 FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
 
 /* == Engine: description ==
@@ -547,8 +564,7 @@ FOREBAY_API void forebay_engine_destroy(forebay_engine* engine);
  */
 
 /* Sets `count` elements of a parameter, from element `first` on, from host memory. All ranks give the same
- * values. Several calls set a parameter in parts, in ascending order from element 0 to the end; it has its
- * new value after the last. */
+ * values, in the same parts and order. */
 FOREBAY_API int32_t forebay_engine_set(forebay_engine* engine, int32_t unit, int32_t index, int32_t dtype,
                                        const void* values, uint64_t first, uint64_t count);
 
@@ -601,7 +617,8 @@ typedef struct forebay_step_result {
 FOREBAY_API int32_t forebay_hyperparameter(forebay_engine* engine, int32_t group, const char* name,
                                            double value);
 
-/* Order: after commit or forebay_step().
+/* Begins a step.
+ * Order: after commit or forebay_step().
  * Errors: the failure of a peer, a device or a file since the last step. */
 FOREBAY_API int32_t forebay_step_begin(forebay_engine* engine);
 
@@ -611,6 +628,8 @@ FOREBAY_API int32_t forebay_micro_step_begin(forebay_engine* engine, int32_t ind
 /* From here to forebay_evaluation_end() units are acquired forward only, and belong to no step. Between
  * steps or between micro-steps. Needs order-of-units "recorded". */
 FOREBAY_API int32_t forebay_evaluation_begin(forebay_engine* engine);
+
+/* Ends the evaluation. */
 FOREBAY_API int32_t forebay_evaluation_end(forebay_engine* engine);
 
 /* Gathers a unit, for the forward pass (`backward` 0) or the backward pass. `stream` waits for the gather;
@@ -658,6 +677,12 @@ FOREBAY_API int32_t forebay_abandon(forebay_engine* engine);
  * Threads: one at a time.
  * Since: 1.
  */
+
+/* Keeps other jobs from saving in `directory` until the engine is destroyed or the process ends. Call it
+ * before training, so that a mistake costs no training; forebay_save() does the same while it saves.
+ * Collective.
+ * Errors: FOREBAY_UNAVAILABLE naming the process that holds it; FOREBAY_IO_ERROR. */
+FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
 /* Saves weights, optimizer states, step counts and loss scale under `directory`, with any bytes of the
  * trainer's own. A kill at any moment leaves the last saved state whole. Collective.
@@ -750,6 +775,7 @@ FOREBAY_API int32_t forebay_checkpointer_report(forebay_checkpointer* checkpoint
 FOREBAY_API int32_t forebay_checkpointer_number(forebay_checkpointer* checkpointer, const char* name,
                                                 uint64_t* value);
 
+/* Waits for its queued work; then gives everything back. */
 FOREBAY_API void forebay_checkpointer_destroy(forebay_checkpointer* checkpointer);
 
 /* == File store ==
@@ -773,6 +799,8 @@ FOREBAY_API int32_t forebay_file_store_range(forebay_file_store* store, const ch
  * done. */
 FOREBAY_API int32_t forebay_file_store_read(forebay_file_store* store, uint32_t range, uint64_t offset,
                                             void* memory, uint64_t bytes, uint64_t* ticket);
+
+/* The same for a write; the store does not change the memory. */
 FOREBAY_API int32_t forebay_file_store_write(forebay_file_store* store, uint32_t range, uint64_t offset,
                                              const void* memory, uint64_t bytes, uint64_t* ticket);
 

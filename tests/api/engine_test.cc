@@ -1,0 +1,314 @@
+// The engine over the C interface: values, steps, state, plans.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "tests/api/fixture.h"
+
+namespace forebay::api {
+namespace {
+
+std::string digest_of(const One& one) {
+  char digest[33];
+  c::call(forebay_engine_digest, one.engine, digest);
+  return digest;
+}
+
+std::vector<float> counting(std::size_t count) {
+  std::vector<float> values(count);
+  for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<float>(i) / 8;
+  return values;
+}
+
+TEST(CApiEngine, SetsAndGetsPartsInEveryType) {
+  One one;
+  one.commit();
+  const std::vector<float> values = counting(256);
+  ASSERT_OK(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, values.data() + 6, 6, 250));
+  ASSERT_OK(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, values.data(), 0, 6));
+  std::vector<float> read(100);
+  ASSERT_OK(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, read.data(), 100, 100));
+  EXPECT_EQ(read, std::vector<float>(values.begin() + 100, values.begin() + 200));
+  for (const std::int32_t dtype : {FOREBAY_BF16, FOREBAY_FP16}) {
+    std::vector<std::uint16_t> half(256);
+    ASSERT_OK(forebay_engine_get(one.engine, one.first, 0, dtype, half.data(), 0, 256));
+    ASSERT_OK(forebay_engine_set(one.engine, one.first, 0, dtype, half.data(), 0, 256));
+    ASSERT_OK(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, read.data(), 0, 100));
+    EXPECT_EQ(read, std::vector<float>(values.begin(), values.begin() + 100)) << dtype;
+  }
+  EXPECT_EQ(forebay_engine_set(one.engine, one.first, 0, FOREBAY_FP32, values.data(), 200, 57),
+            FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(forebay_engine_get(one.engine, one.first, 0, 3, read.data(), 0, 1), FOREBAY_INVALID_ARGUMENT);
+}
+
+TEST(CApiEngine, VisitsEveryParameterInOrder) {
+  One one;
+  one.commit();
+  std::string seen;
+  ASSERT_OK(forebay_engine_visit(
+      one.engine,
+      [](void* user, std::int32_t unit, std::int32_t index, const char* name, const float*, std::uint64_t n) {
+        *static_cast<std::string*>(user) +=
+            std::to_string(unit) + "." + std::to_string(index) + " " + name + " " + std::to_string(n) + "\n";
+      },
+      &seen));
+  EXPECT_EQ(seen, "0.0 w1 256\n1.0 w2 32\n");
+}
+
+TEST(CApiEngine, StepsByTheValuesThatWereSet) {
+  One one;
+  one.commit();
+  ASSERT_OK(forebay_hyperparameter(one.engine, 0, "lr", 0.5));
+  ASSERT_OK(forebay_hyperparameter(one.engine, 1, "lr", 0.0));
+  ASSERT_OK(forebay_hyperparameter(one.engine, FOREBAY_WHOLE_STEP, "metric", 3.0));
+  const forebay_step_result result = one.step(2);
+  EXPECT_NEAR(result.grad_norm, 2 * std::sqrt(288.0), 1e-6);
+  EXPECT_EQ(result.metric_sum, 3.0);
+  EXPECT_EQ(result.loss_scale, 1.0);
+  EXPECT_EQ(result.skipped, 0);
+  float w1 = 0;
+  float w2 = 1;
+  ASSERT_OK(forebay_engine_get(one.engine, one.first, 0, FOREBAY_FP32, &w1, 0, 1));
+  ASSERT_OK(forebay_engine_get(one.engine, one.second, 0, FOREBAY_FP32, &w2, 0, 1));
+  EXPECT_NEAR(w1, -0.5f, 1e-4);
+  EXPECT_EQ(w2, 0.0f);
+  // "metric" counts for one step alone.
+  EXPECT_EQ(one.step(2).metric_sum, 0.0);
+  std::uint64_t steps = 0;
+  ASSERT_OK(forebay_engine_number(one.engine, "applied_steps", &steps));
+  EXPECT_EQ(steps, 2u);
+  EXPECT_EQ(forebay_hyperparameter(one.engine, 0, "weightdecay", 0.1), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("did you mean weight-decay?"), std::string::npos) << last_error();
+  EXPECT_EQ(forebay_hyperparameter(one.engine, 2, "lr", 0.1), FOREBAY_INVALID_ARGUMENT);
+}
+
+TEST(CApiEngine, WritesAsMuchOfAResultAsTheCallerKnows) {
+  One one;
+  one.commit();
+  one.step(1);
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  for (const std::int32_t unit : {one.first, one.second})
+    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+  for (const std::int32_t unit : {one.second, one.first})
+    c::Lease(one.engine, unit, c::Pass::kBackward, nullptr);
+  forebay_step_result result{};
+  result.loss_scale = 77;
+  ASSERT_OK(forebay_step(one.engine, &result, sizeof(double)));
+  EXPECT_EQ(result.grad_norm, 0.0);
+  EXPECT_EQ(result.loss_scale, 77);
+}
+
+TEST(CApiEngine, SavesAndLoadsItsStateAndTheTrainers) {
+  const std::filesystem::path directory =
+      std::filesystem::temp_directory_path() / ("capi_state." + std::to_string(getpid()));
+  const std::string cursor("step 2\0more", 11);
+  std::string digest;
+  {
+    One one;
+    one.commit();
+    one.step(1);
+    ASSERT_OK(forebay_save(one.engine, directory.c_str(), cursor.data(), cursor.size()));
+    digest = digest_of(one);
+  }
+  One one(c::Options{{"stage", "3"}});
+  one.commit();
+  const void* state = nullptr;
+  std::uint64_t bytes = 0;
+  ASSERT_OK(forebay_load(one.engine, directory.c_str(), &state, &bytes));
+  EXPECT_EQ(std::string(static_cast<const char*>(state), bytes), cursor);
+  EXPECT_EQ(digest_of(one), digest);
+  EXPECT_EQ(forebay_load(one.engine, "/proc/nonexistent/place", &state, &bytes), FOREBAY_IO_ERROR);
+  std::filesystem::remove_all(directory);
+}
+
+TEST(CApiEngine, ReportsItsPlanAndNumbersByName) {
+  One one;
+  one.commit();
+  const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, one.engine));
+  EXPECT_EQ(report["model"]["parameters"], 288);
+  EXPECT_EQ(report["options"]["stage"], "0");
+  std::uint64_t value = 0;
+  ASSERT_OK(forebay_engine_number(one.engine, "statistics.peak.parameters", &value));
+  EXPECT_EQ(value, report["plan"]["bytes"]["parameters"]);
+  EXPECT_EQ(forebay_engine_number(one.engine, "statistics.peak.parameter", &value), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("did you mean statistics.peak.parameters?"), std::string::npos) << last_error();
+}
+
+TEST(CApiEngine, PlansWithoutADevice) {
+  const c::Options options{{"stage", "3"}, {"dtype", "bf16"}, {"size", "64"}};
+  const auto engine = c::make<c::Engine>(forebay_engine_plan, options);
+  ASSERT_OK(
+      forebay_engine_add_model(engine, R"({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
+      "num_attention_heads": 4, "vocab_size": 128, "intermediate_size": 256})"));
+  const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, engine));
+  EXPECT_EQ(report["plan"]["ranks"], 64);
+  EXPECT_GT(report["plan"]["bytes"]["total"], 0);
+  EXPECT_EQ(forebay_engine_commit(engine), FOREBAY_INVALID_ARGUMENT);
+  // The same description by hand has the same plan as an engine that trains.
+  One one(c::Options{{"stage", "2"}});
+  one.commit();
+  const auto plan = c::make<c::Engine>(forebay_engine_plan, c::Options{{"stage", "2"}});
+  const auto first =
+      c::get<std::int32_t>(forebay_engine_add_unit, plan, "first", FOREBAY_BACKWARD_READS_NOTHING);
+  const auto second = c::get<std::int32_t>(forebay_engine_add_unit, plan, "second", 0);
+  c::get<std::int32_t>(forebay_engine_add_parameter, plan, first, "w1", 256, 0, 0);
+  c::get<std::int32_t>(forebay_engine_add_parameter, plan, second, "w2", 32, 1, 0);
+  const auto trained = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, one.engine));
+  const auto planned = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, plan));
+  EXPECT_EQ(trained["plan"], planned["plan"]);
+  EXPECT_EQ(trained["model"], planned["model"]);
+}
+
+TEST(CApiEngine, RefusesAReleaseOnAnotherStream) {
+  One one;
+  one.commit();
+  const auto stream = c::get<void*>(forebay_stream_create, one.device);
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  ASSERT_OK(forebay_acquire(one.engine, one.first, 0, stream));
+  EXPECT_EQ(forebay_release(one.engine, one.first, nullptr), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_OK(forebay_release(one.engine, one.first, stream));
+  EXPECT_EQ(forebay_release(one.engine, one.first, stream), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("is not acquired"), std::string::npos) << last_error();
+  one.engine = {};
+  forebay_stream_destroy(one.device, stream);
+}
+
+// --- recorded order ---
+
+One recorded(const char* stage) {
+  One one(c::Options{{"stage", stage}, {"order-of-units", "recorded"}, {"micro-steps", "2"}});
+  one.commit();
+  return one;
+}
+
+// Writes `value` to every gradient of a unit, "=" or "+=".
+void contribute(const One& one, std::int32_t unit, float value) {
+  const c::Lease lease(one.engine, unit, c::Pass::kBackward, nullptr);
+  c::call(forebay_stream_synchronize, one.device, nullptr);
+  const auto gradient = lease.gradient<float>(0);
+  for (int i = 0; i < (unit == one.first ? 256 : 32); ++i)
+    gradient.address[i] = gradient.accumulate ? gradient.address[i] + value : value;
+}
+
+TEST(CApiRecordedOrder, TakesUnitsInAnyOrderSeveralAtOnce) {
+  std::string digests[2];
+  for (const char* const stage : {"0", "3"}) {
+    const One one = recorded(stage);
+    for (int step = 0; step < 3; ++step) {
+      c::call(forebay_step_begin, one.engine);
+      c::call(forebay_micro_step_begin, one.engine, 0);
+      {
+        const c::Lease second(one.engine, one.second, c::Pass::kForward, nullptr);
+        const c::Lease first(one.engine, one.first, c::Pass::kForward, nullptr);
+        EXPECT_EQ(first.parameter<void>(0), c::get<void*>(forebay_engine_address, one.engine, one.first, 0));
+      }
+      contribute(one, one.first, 1);
+      contribute(one, one.second, 2);
+      const auto norm = c::get<double>(forebay_norm, one.engine);
+      EXPECT_NEAR(norm, std::sqrt(256.0 + 4 * 32), 1e-6);
+      EXPECT_EQ(c::step(one.engine).grad_norm, norm);
+    }
+    const auto report = nlohmann::json::parse(c::get<const char*>(forebay_engine_report, one.engine));
+    EXPECT_NE(report["recorded_order"], "");
+    digests[stage[0] == '3' ? 1 : 0] = digest_of(one);
+  }
+  EXPECT_EQ(digests[0], digests[1]);
+}
+
+TEST(CApiRecordedOrder, EvaluatesBetweenStepsAndChangesNothing) {
+  const One one = recorded("3");
+  const std::string before = digest_of(one);
+  ASSERT_OK(forebay_evaluation_begin(one.engine));
+  for (const std::int32_t unit : {one.second, one.first, one.second})
+    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+  EXPECT_EQ(forebay_acquire(one.engine, one.first, 1, nullptr), FOREBAY_INVALID_ARGUMENT);
+  ASSERT_OK(forebay_evaluation_end(one.engine));
+  EXPECT_EQ(digest_of(one), before);
+}
+
+TEST(CApiRecordedOrder, GivesAStepUpAndGoesOn) {
+  One one = recorded("3");
+  const std::string before = digest_of(one);
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  ASSERT_OK(forebay_acquire(one.engine, one.first, 0, nullptr));
+  ASSERT_OK(forebay_abandon(one.engine, 0));
+  void* address = nullptr;
+  EXPECT_EQ(forebay_parameter(one.engine, one.first, 0, &address), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(digest_of(one), before);
+  const forebay_step_result result = one.step(1);
+  EXPECT_EQ(result.abandoned, 0);
+  EXPECT_NE(digest_of(one), before);
+}
+
+TEST(CApiRecordedOrder, HasBetasForEachGroupAndAFactorOfGradients) {
+  One one = recorded("2");
+  ASSERT_OK(forebay_hyperparameter(one.engine, 0, "beta1", 0.5));
+  ASSERT_OK(forebay_hyperparameter(one.engine, 1, "epsilon", 1e-6));
+  ASSERT_OK(forebay_hyperparameter(one.engine, FOREBAY_WHOLE_STEP, "gradient-factor", 0.5));
+  EXPECT_NEAR(one.step(2).grad_norm, std::sqrt(288.0), 1e-6);
+}
+
+TEST(CApiCheckpointer, GivesBackActivationAndRecord) {
+  One one;
+  c::Options slot{{"activation-state-bytes", "16"}};
+  const auto checkpointer =
+      c::make<c::Checkpointer>(forebay_checkpointer_create, one.device, one.ranks, nullptr, nullptr);
+  ASSERT_OK(forebay_checkpointer_declare(checkpointer, 5, 1, 1000, slot));
+  ASSERT_OK(forebay_checkpointer_commit(checkpointer, nullptr));
+  std::vector<char> activation(1000, 'a');
+  ASSERT_OK(forebay_checkpointer_save(checkpointer, 5, 1, 0, activation.data(), 1000, "seed", 5, nullptr));
+  void* data = nullptr;
+  const void* record = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t record_bytes = 0;
+  ASSERT_OK(forebay_checkpointer_load(checkpointer, 5, 1, 0, nullptr, &data, &bytes, &record, &record_bytes));
+  ASSERT_OK(forebay_stream_synchronize(one.device, nullptr));
+  EXPECT_EQ(std::string(static_cast<char*>(data), bytes), std::string(1000, 'a'));
+  EXPECT_STREQ(static_cast<const char*>(record), "seed");
+  EXPECT_EQ(record_bytes, 5u);
+  EXPECT_OK(forebay_checkpointer_load_end(checkpointer, 5, 1, 0));
+  EXPECT_EQ(forebay_checkpointer_load_end(checkpointer, 5, 1, 0), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_OK(forebay_checkpointer_check(checkpointer));
+}
+
+TEST(CApiMemory, ArenaPoolAndStoreKeepTheirBytes) {
+  One one;
+  const auto arena =
+      c::make<c::Arena>(forebay_arena_create, one.device, c::Options{{"arena-limit", "64MiB"}});
+  const auto tag = c::get<std::int32_t>(forebay_arena_tag_create, arena, "weights", 0, 0);
+  const auto block = c::get<void*>(forebay_arena_allocate, arena, 1000, nullptr, tag, FOREBAY_PERSISTENT);
+  const auto pool = c::make<c::PinnedPool>(forebay_pinned_pool_create, one.device, nullptr);
+  auto* const pinned = static_cast<char*>(c::get<void*>(forebay_pinned_pool_allocate, pool, 4096));
+  ASSERT_OK(forebay_fill(one.device, block, 7, 1000, nullptr));
+  ASSERT_OK(forebay_copy(one.device, pinned, block, 1000, nullptr));
+  ASSERT_OK(forebay_stream_synchronize(one.device, nullptr));
+  EXPECT_EQ(pinned[999], 7);
+  std::uint64_t live = 0;
+  ASSERT_OK(forebay_arena_number(arena, "tags.weights.requested_bytes", &live));
+  EXPECT_EQ(live, 1000u);
+  ASSERT_OK(forebay_arena_free(arena, block, nullptr));
+  EXPECT_EQ(forebay_arena_free(arena, block, nullptr), FOREBAY_INVALID_ARGUMENT);
+  ASSERT_OK(forebay_pinned_pool_free(pool, pinned, FOREBAY_NO_STREAM));
+
+  const auto store = c::make<c::FileStore>(
+      forebay_file_store_create,
+      c::Options{{"store-directories", std::filesystem::temp_directory_path().string()}});
+  const auto range = c::get<std::uint32_t>(forebay_file_store_range, store, "states", 100);
+  std::vector<char> written(100, 'w');
+  std::vector<char> read(100);
+  auto ticket = c::get<std::uint64_t>(forebay_file_store_write, store, range, 0, written.data(), 100);
+  ASSERT_OK(forebay_file_store_wait(store, ticket, 10'000));
+  ticket = c::get<std::uint64_t>(forebay_file_store_read, store, range, 0, read.data(), 100);
+  ASSERT_OK(forebay_file_store_wait(store, ticket, 10'000));
+  EXPECT_EQ(read, written);
+}
+
+}  // namespace
+}  // namespace forebay::api

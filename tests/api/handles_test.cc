@@ -1,0 +1,122 @@
+// Handles: ends in any order, ends twice, and one call at a time.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <thread>
+
+#include "tests/api/fixture.h"
+
+namespace forebay::api {
+namespace {
+
+TEST(CApiHandles, MayBeDestroyedInAnyOrder) {
+  std::array<int, 4> order{0, 1, 2, 3};
+  do {
+    One one;
+    one.commit();
+    one.step(1);
+    c::call(forebay_step_begin, one.engine);
+    c::call(forebay_micro_step_begin, one.engine, 0);
+    c::call(forebay_acquire, one.engine, one.first, 0, nullptr);  // Alive to the end.
+    for (const int which : order) {
+      if (which == 0) one.device = {};
+      if (which == 1) one.group = {};
+      if (which == 2) one.ranks = {};
+      if (which == 3) one.engine = {};
+    }
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST(CApiHandles, ThatWereDestroyedAreRefusedAndSoIsASecondDestruction) {
+  forebay_timeline* timeline = nullptr;
+  ASSERT_OK(forebay_timeline_create(&timeline));
+  forebay_timeline_destroy(timeline);
+  EXPECT_EQ(forebay_timeline_begin(timeline, "track"), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("forebay_timeline_begin: timeline was destroyed"), std::string::npos)
+      << last_error();
+  forebay_timeline_destroy(timeline);
+  EXPECT_NE(last_error().find("destroyed before"), std::string::npos) << last_error();
+  // The record is used again, under another name.
+  forebay_timeline* next = nullptr;
+  ASSERT_OK(forebay_timeline_create(&next));
+  EXPECT_NE(next, timeline);
+  EXPECT_EQ(forebay_timeline_begin(timeline, "track"), FOREBAY_INVALID_ARGUMENT);
+  forebay_timeline_destroy(next);
+}
+
+TEST(CApiHandles, OfAnotherKindAreRefused) {
+  const One one;
+  auto* const wrong = reinterpret_cast<forebay_engine*>(static_cast<forebay_device*>(one.device));
+  EXPECT_EQ(forebay_engine_commit(wrong), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(),
+            "forebay_engine_commit: engine is a handle of another kind; give a handle of this kind");
+  forebay_engine_destroy(wrong);
+  const char* json = nullptr;
+  EXPECT_OK(forebay_device_report(one.device, &json));
+}
+
+TEST(CApiHandles, AreInOneCallAtATime) {
+  One one;
+  one.commit();
+  struct Seen {
+    forebay_engine* engine;
+    std::int32_t inside = 0;
+    std::int32_t outside = 0;
+    std::string text;
+  } seen{one.engine};
+  ASSERT_OK(forebay_engine_visit(
+      one.engine,
+      [](void* user, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {
+        auto& s = *static_cast<Seen*>(user);
+        s.inside = forebay_step_begin(s.engine);
+        std::thread([&s] {
+          s.outside = forebay_step_begin(s.engine);
+          s.text = forebay_last_error();
+        }).join();
+      },
+      &seen));
+  EXPECT_EQ(seen.inside, FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(seen.outside, FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(seen.text.find("is in another call"), std::string::npos) << seen.text;
+  EXPECT_OK(forebay_step_begin(one.engine));
+}
+
+TEST(CApiHandles, AreUsedByOneThreadAfterAnother) {
+  One one;
+  std::thread([&] { one.commit(); }).join();
+  forebay_step_result result{};
+  std::thread([&] { result = one.step(1); }).join();
+  EXPECT_GT(result.grad_norm, 0);
+}
+
+TEST(CApiHandles, KeepTheErrorOfEachThread) {
+  EXPECT_EQ(forebay_engine_commit(nullptr), FOREBAY_INVALID_ARGUMENT);
+  const std::string mine = last_error();
+  EXPECT_EQ(mine, "forebay_engine_commit: engine is null; give a handle that was made before");
+  std::thread([] {
+    EXPECT_EQ(last_error(), "");
+    EXPECT_EQ(forebay_device_open(nullptr, nullptr, nullptr), FOREBAY_INVALID_ARGUMENT);
+  }).join();
+  EXPECT_EQ(last_error(), mine);
+}
+
+TEST(CApiHandles, AreSafeWhileThreadsMakeUseAndDestroyThem) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([] {
+      for (int i = 0; i < 2000; ++i) {
+        forebay_options* options = nullptr;
+        ASSERT_OK(forebay_options_create(&options));
+        ASSERT_OK(forebay_options_set(options, "stage", "3"));
+        forebay_options_destroy(options);
+        EXPECT_EQ(forebay_options_set(options, "stage", "3"), FOREBAY_INVALID_ARGUMENT);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace forebay::api
