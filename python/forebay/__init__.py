@@ -1,0 +1,31 @@
+"""forebay: ZeRO stages, offload and memory management from Python, over libforebay-c.so.1.
+
+    import forebay
+    model = forebay.shard(model, stage=3, offload="optimizer")  # in place
+    optimizer = forebay.AdamW(model, lr=1e-4)                    # the loop stays as it is
+
+The names that need PyTorch are loaded at their first use. docs/pytorch.md is the guide.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from forebay._library import (Corruption, Error, InputOutputError, Internal, InvalidArgument, OutOfMemory,
+                              PeerLost, Timeout, Unavailable, Unsupported)
+from forebay.core import (Arena, Checkpointer, Communicator, Device, Engine, LocalGroup, Options, PinnedPool,
+                          StepResult, devices, explain, plan, version)
+
+_TORCH = ("AdamW", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest")
+
+__all__ = ["Arena", "Checkpointer", "Communicator", "Corruption", "Device", "Engine", "Error", "InputOutputError",
+           "Internal", "InvalidArgument", "LocalGroup", "Options", "OutOfMemory", "PeerLost", "PinnedPool",
+           "StepResult", "Timeout", "Unavailable", "Unsupported", "devices", "explain", "plan", "version",
+           *_TORCH]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TORCH:
+        return getattr(importlib.import_module("forebay.torch"), name)
+    raise AttributeError(f"module 'forebay' has no attribute {name!r}")

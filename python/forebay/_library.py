@@ -1,0 +1,343 @@
+"""The C interface (forebay.h) by ctypes: one table of functions, errors as exceptions, handles as objects.
+
+The library is libforebay-c.so.1: the file that FOREBAY_LIBRARY names, else the one beside this package, else
+the system's. It is loaded at the first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import pathlib
+from typing import Any, Dict, Optional, Type
+
+ABI = 1
+FILE = "libforebay-c.so.1"
+
+
+class Error(Exception):
+    """A refused or failed call. `code` is its number in forebay.h; the text has the request, the finding and
+    the advice."""
+
+    code = 9
+
+
+class InvalidArgument(Error, ValueError):
+    """The caller asked for something that can never work."""
+
+    code = 1
+
+
+class OutOfMemory(Error, MemoryError):
+    """Less memory than requested; retry after freeing some."""
+
+    code = 2
+
+
+class Unsupported(Error, NotImplementedError):
+    """This build or this device cannot do it."""
+
+    code = 3
+
+
+class Unavailable(Error):
+    """A driver, a peer or a library is missing now."""
+
+    code = 4
+
+
+class InputOutputError(Error, OSError):
+    """A file or a socket failed."""
+
+    code = 5
+
+
+class Timeout(Error, TimeoutError):
+    """A deadline passed."""
+
+    code = 6
+
+
+class PeerLost(Error, ConnectionError):
+    """Another rank failed or left."""
+
+    code = 7
+
+
+class Corruption(Error):
+    """Bytes are wrong: a checksum or a length."""
+
+    code = 8
+
+
+class Internal(Error):
+    """A defect in forebay, or in functions and kernels that it runs."""
+
+    code = 9
+
+
+_BY_CODE: Dict[int, Type[Error]] = {
+    kind.code: kind
+    for kind in (InvalidArgument, OutOfMemory, Unsupported, Unavailable, InputOutputError, Timeout, PeerLost,
+                 Corruption, Internal)
+}
+
+# Letters of the table below. A capital is the address of a result.
+TYPES: Dict[str, Any] = {
+    "h": ctypes.c_void_p,  # a handle
+    "H": ctypes.POINTER(ctypes.c_void_p),
+    "p": ctypes.c_void_p,  # an address
+    "P": ctypes.POINTER(ctypes.c_void_p),
+    "f": ctypes.c_void_p,  # a function
+    "s": ctypes.c_char_p,  # a text
+    "S": ctypes.POINTER(ctypes.c_char_p),
+    "i": ctypes.c_int32,
+    "I": ctypes.POINTER(ctypes.c_int32),
+    "l": ctypes.c_uint32,
+    "L": ctypes.POINTER(ctypes.c_uint32),
+    "u": ctypes.c_uint64,
+    "U": ctypes.POINTER(ctypes.c_uint64),
+    "d": ctypes.c_double,
+    "D": ctypes.POINTER(ctypes.c_double),
+}
+
+# Every function of forebay.h without its prefix: the letters of its parameters. A result that is no code comes
+# before a colon; "-" is none. tests/python/library_test.py compares the table with the header.
+FUNCTIONS: Dict[str, str] = {
+    "abi": "i:",
+    "version": "s:",
+    "last_error": "s:",
+    "code_name": "s:i",
+    "options_create": "H",
+    "options_set": "hss",
+    "options_get": "hsS",
+    "options_from_environment": "h",
+    "options_report": "hS",
+    "options_destroy": "-:h",
+    "machine_report": "S",
+    "device_open": "shH",
+    "device_report": "hS",
+    "device_close": "-:h",
+    "stream_create": "hP",
+    "stream_synchronize": "hp",
+    "stream_wait": "hpp",
+    "stream_call": "hpfp",
+    "stream_destroy": "-:hp",
+    "copy": "hppup",
+    "fill": "hpiup",
+    "arena_create": "hhH",
+    "arena_allocate": "hupiiP",
+    "arena_free": "hpp",
+    "arena_record_stream": "hpp",
+    "arena_retire_stream": "hp",
+    "arena_block_bytes": "hpU",
+    "arena_tag_create": "hsuiI",
+    "arena_pause": "hii",
+    "arena_resume": "hi",
+    "arena_slot_create": "huiL",
+    "arena_slot_destroy": "hl",
+    "arena_alias_create": "hluP",
+    "arena_alias_destroy": "hp",
+    "arena_capture_begin": "hpL",
+    "arena_capture_end": "hl",
+    "arena_capture_release": "hl",
+    "arena_trim": "hU",
+    "arena_reset_peaks": "h",
+    "arena_number": "hsU",
+    "arena_report": "hS",
+    "arena_snapshot": "hs",
+    "arena_destroy": "-:h",
+    "pinned_pool_create": "hhH",
+    "pinned_pool_allocate": "huP",
+    "pinned_pool_free": "hpp",
+    "pinned_pool_prewarm": "huu",
+    "pinned_pool_trim": "hU",
+    "pinned_pool_block_bytes": "hpU",
+    "pinned_pool_reset_peaks": "h",
+    "pinned_pool_number": "hsU",
+    "pinned_pool_report": "hS",
+    "pinned_pool_destroy": "-:h",
+    "communicator_create": "hhppH",
+    "local_group_create": "ihH",
+    "local_group_communicator": "hihH",
+    "local_group_destroy": "-:h",
+    "communicator_split": "hiiH",
+    "communicator_rank": "hII",
+    "communicator_barrier": "h",
+    "communicator_exchange": "hpup",
+    "communicator_all_gather": "hppuup",
+    "communicator_reduce_scatter": "hpuuippip",
+    "communicator_all_reduce": "hpuipup",
+    "all_reduce_staging": "iuiU",
+    "communicator_send": "hpuilp",
+    "communicator_receive": "hpuilp",
+    "communicator_register": "hpu",
+    "communicator_deregister": "hp",
+    "communicator_status": "h",
+    "communicator_abort": "his",
+    "communicator_report": "hS",
+    "communicator_destroy": "-:h",
+    "timeline_create": "H",
+    "timeline_begin": "hs",
+    "timeline_end": "hss",
+    "timeline_report": "hS",
+    "timeline_destroy": "-:h",
+    "engine_create": "hhhhhH",
+    "engine_plan": "hH",
+    "engine_add_unit": "hsiI",
+    "engine_add_parameter": "hisuiiI",
+    "engine_tie": "hiiiI",
+    "engine_share": "hih",
+    "engine_add_model": "hs",
+    "engine_declare_activations": "hu",
+    "engine_activation_room": "hU",
+    "engine_commit": "h",
+    "engine_address": "hiiP",
+    "engine_activations": "hP",
+    "engine_report": "hS",
+    "engine_number": "hsU",
+    "engine_destroy": "-:h",
+    "engine_set": "hiiipuu",
+    "engine_get": "hiiipuu",
+    "engine_visit": "hfp",
+    "engine_digest": "hp",
+    "engine_shard_digest": "hp",
+    "hyperparameter": "hisd",
+    "step_begin": "h",
+    "micro_step_begin": "hi",
+    "evaluation_begin": "h",
+    "evaluation_end": "h",
+    "acquire": "hiip",
+    "parameter": "hiiP",
+    "gradient": "hiiPI",
+    "gradient_ready": "hii",
+    "release": "hip",
+    "skip": "hi",
+    "loss_scale": "hD",
+    "norm": "hD",
+    "step": "hpu",
+    "abandon": "h",
+    "save": "hspu",
+    "load": "hsPU",
+    "spill": "hi",
+    "fetch": "h",
+    "checkpointer_create": "hhhhH",
+    "checkpointer_declare": "hiiuh",
+    "checkpointer_commit": "hp",
+    "checkpointer_save": "hiiipupup",
+    "checkpointer_load": "hiiipPUPU",
+    "checkpointer_load_end": "hiii",
+    "checkpointer_discard": "hiii",
+    "checkpointer_discard_all": "h",
+    "checkpointer_check": "h",
+    "checkpointer_report": "hS",
+    "checkpointer_number": "hsU",
+    "checkpointer_destroy": "-:h",
+    "file_store_create": "hH",
+    "file_store_range": "hsuL",
+    "file_store_read": "hlupuU",
+    "file_store_write": "hlupuU",
+    "file_store_wait": "huu",
+    "file_store_report": "hS",
+    "file_store_destroy": "-:h",
+}
+
+
+def signature(letters: str) -> tuple:
+    """The result's letter ("" for a code) and the letters of the parameters of one row of FUNCTIONS."""
+    result, colon, parameters = letters.partition(":")
+    return (result, parameters) if colon else ("", letters)
+
+
+class Library:
+    """The loaded library; an attribute for each function, without its prefix.
+
+    Functions that return a code raise the Error that belongs to it.
+    """
+
+    def __init__(self, path: str) -> None:
+        loaded = ctypes.CDLL(path)
+        self.path = path
+
+        def check(code: int) -> None:
+            if code:
+                raise _BY_CODE.get(code, Internal)(loaded.forebay_last_error().decode(errors="replace"))
+
+        for name, letters in FUNCTIONS.items():
+            result, parameters = signature(letters)
+            try:
+                function = getattr(loaded, "forebay_" + name)
+            except AttributeError:
+                raise Unavailable(f"{path} has no function forebay_{name}; it is older than this package. "
+                                  "Install both from one version.") from None
+            function.argtypes = [TYPES[letter] for letter in parameters]
+            function.restype = check if not result else None if result == "-" else TYPES[result]
+            setattr(self, name, function)
+        if self.abi() != ABI:
+            raise Unavailable(f"{path} has ABI {self.abi()}, and this package needs {ABI}. Install both from "
+                              "one version.")
+
+
+@functools.lru_cache(maxsize=None)
+def library() -> Any:
+    """Loads the library once.
+
+    Errors: Unavailable, with the places that were searched.
+    """
+    named = os.environ.get("FOREBAY_LIBRARY")
+    beside = pathlib.Path(__file__).with_name(FILE)
+    path = named or (str(beside) if beside.exists() else FILE)
+    try:
+        return Library(path)
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be loaded: {error}. Build it with './dev build' and set "
+                          "FOREBAY_LIBRARY to its path.") from None
+
+
+def result(function: Any, kind: Any, *arguments: Any) -> Any:
+    """Calls a function that stores its result at its last parameter, and returns that result."""
+    value = kind()
+    function(*arguments, ctypes.byref(value))
+    return value.value
+
+
+def report(function: Any, *arguments: Any) -> Any:
+    """Calls a function that gives out JSON, and returns it parsed."""
+    return json.loads(result(function, ctypes.c_char_p, *arguments).decode())
+
+
+class Handle:
+    """A C handle. close() gives it back; so do `with` and the garbage collector. Handles that were made from
+    it keep working."""
+
+    _destroy = ""
+
+    def __init__(self, create: Any, *arguments: Any) -> None:
+        self._handle: Optional[int] = None
+        self._handle = result(create, ctypes.c_void_p, *arguments)
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        if self._handle is None:
+            raise InvalidArgument(f"this {type(self).__name__} was closed; make a new one")
+        return ctypes.c_void_p(self._handle)
+
+    def close(self) -> None:
+        """Gives the handle back. May be called twice."""
+        handle, self._handle = getattr(self, "_handle", None), None
+        if handle is not None:
+            getattr(library(), self._destroy)(handle)
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except Exception:  # The interpreter is ending.
+            pass

@@ -1,0 +1,43 @@
+"""forebay for PyTorch: shard() a module in place, and train it by the loop that it had."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch import nn
+
+from forebay._library import InvalidArgument
+from forebay.torch import state
+from forebay.torch.optimizer import AdamW, Optimizer, wrap
+from forebay.torch.sharded import Sharded
+from forebay.torch.state import digest, gathered, load, report, restore, save
+
+__all__ = ["AdamW", "Optimizer", "digest", "gathered", "load", "report", "restore", "save", "shard", "wrap"]
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """Shards the parameters, gradients and optimizer states of `model` over the ranks, in place.
+
+    Returns the same module. Parameters keep their object, shape, dtype and device; from the making of the optimizer
+    on they lie in forebay's memory. All ranks call it with the same model and values.
+
+    Options: every option of the C interface by name with underscores: stage (0 to 3), offload ("none", "optimizer",
+    "optimizer+parameters"), offload_tier ("cpu", "nvme:DIR"), dtype ("fp32", "bf16", "fp16"; default: the model's),
+    bucket, memory, ...; forebay.Options().list() explains all. And of this function:
+      units      classes, names or modules that are gathered as one; default: the class that repeats most in a
+                 ModuleList. A unit covers its submodules.
+      resident   the same; their parameters are gathered for the whole pass.
+      check      True: every operator is checked for reads of released parameters. Without it, the first step is.
+      device     the device of a model on the meta device. store: a torch.distributed.Store for the ranks to meet.
+    Errors: InvalidArgument with the reason and the remedy.
+    """
+    if hasattr(model, "_forebay"):
+        raise InvalidArgument("the model is sharded already; keep the first shard()")
+    sharded = Sharded(model, **options)
+    object.__setattr__(model, "_forebay", sharded)
+    state.install(sharded)
+    if not hasattr(model, "no_sync"):
+        object.__setattr__(model, "no_sync", contextlib.nullcontext)  # Every micro-step reduces.
+    object.__setattr__(model, "_is_accelerate_prepared", True)  # accelerate leaves the model as it is.
+    return model

@@ -1,0 +1,164 @@
+"""The units of a torch module: which parameters are gathered together."""
+
+from __future__ import annotations
+
+import collections
+import difflib
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from forebay import core
+from forebay._library import InvalidArgument
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+# The options of shard() that are its own. All others are those of the C interface.
+OWN_OPTIONS = ("units", "resident", "check", "device", "store")
+# Modules that read the parameters of their children without calling them.
+FUSED = (nn.MultiheadAttention,)
+
+
+class UnitPlan:
+    """A unit before it has an engine: its module, its own parameters, and those that an earlier unit owns."""
+
+    def __init__(self, name: str, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        self.name, self.module = name, module
+        self.parameters = list(dict.fromkeys(p for p in parameters if p.is_floating_point() and p.numel()))
+        self.own: List[nn.Parameter] = []
+        self.tied: List[nn.Parameter] = []
+
+
+def find_units(model: nn.Module, units: Optional[Sequence[Any]] = None,
+               resident: Sequence[Any] = ()) -> List[UnitPlan]:
+    """Divides all floating-point parameters of `model` into units.
+
+    `units`: classes, names of classes or modules, or modules; None: the class that repeats most in a ModuleList.
+    A unit covers all its submodules. Each other module with parameters of its own is a unit too. The parameters
+    of modules in `resident` join the unit of the root, which is gathered for the whole pass.
+    Errors: InvalidArgument for a name that the model does not have.
+    """
+    chosen = _default_units(model) if units is None else _match(model, units, "units")
+    always = _match(model, resident, "resident")
+    found: List[UnitPlan] = []
+    seen = set()
+
+    def walk(name: str, module: nn.Module) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if module in always and module is not model:
+            return
+        if module in chosen:
+            found.append(UnitPlan(name or "model", module, module.parameters()))
+            return
+        parameters = list(module.parameters(recurse=False))
+        if module is model:
+            parameters += [p for one in always for p in one.parameters()]
+        if parameters:
+            found.append(UnitPlan(name or "model", module, parameters))
+        for child, one in module.named_children():
+            walk(f"{name}.{child}" if name else child, one)
+
+    walk("", model)
+    owned = set()
+    for unit in found:
+        unit.own = [p for p in unit.parameters if p not in owned]
+        unit.tied = [p for p in unit.parameters if p in owned]
+        owned.update(unit.own)
+    return [unit for unit in found if unit.parameters]
+
+
+def _default_units(model: nn.Module) -> set:
+    """Modules of the class that repeats most in a ModuleList; a list inside another list does not count."""
+    counts: Dict[type, List[nn.Module]] = collections.defaultdict(list)
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(module, nn.ModuleList):
+                counts[type(child)].append(child)
+            else:
+                walk(child)
+
+    walk(model)
+    repeated = max(counts.values(), key=len, default=[])
+    return set(repeated) | {m for m in model.modules() if isinstance(m, FUSED)}
+
+
+def _match(model: nn.Module, wanted: Sequence[Any], option: str) -> set:
+    if isinstance(wanted, (str, type, nn.Module)):
+        wanted = [wanted]
+    modules = dict(model.named_modules())
+    chosen = set()
+    for one in wanted:
+        if isinstance(one, nn.Module):
+            matches = [m for m in modules.values() if m is one]
+        elif isinstance(one, type):
+            matches = [m for m in modules.values() if isinstance(m, one)]
+        else:
+            matches = [m for name, m in modules.items() if one in (name, type(m).__name__)]
+        if not matches:
+            names = sorted({type(m).__name__ for m in modules.values()} | set(modules))
+            near = difflib.get_close_matches(str(one), names, 1)
+            raise InvalidArgument(f"{option} names {one}, and the model has no such class, name or module; "
+                                  + (f"did you mean {near[0]}?" if near else "print(model) shows them"))
+        chosen.update(matches)
+    return chosen
+
+
+def model_dtype(model: nn.Module, dtype: Any = None) -> torch.dtype:
+    """The type of parameters and gradients: `dtype`, else the one that all parameters have.
+
+    Errors: InvalidArgument for a type that forebay does not train, and for parameters of two types.
+    """
+    if dtype is not None:
+        made = BY_NAME.get(dtype, dtype)
+        if made not in DTYPES:
+            raise InvalidArgument(f"dtype is {dtype}; use fp32, bf16 or fp16")
+        return made
+    first: Optional[Tuple[str, torch.dtype]] = None
+    for name, p in model.named_parameters():
+        if not p.is_floating_point() or not p.numel():
+            continue
+        if p.dtype not in DTYPES:
+            raise InvalidArgument(f"parameter {name} is {p.dtype}; use fp32, bf16 or fp16")
+        if first is not None and p.dtype != first[1]:
+            raise InvalidArgument(f"parameter {name} is {p.dtype} and {first[0]} is {first[1]}; give "
+                                  "dtype=\"bf16\" or another one for all (masters are fp32 anyway)")
+        first = first or (name, p.dtype)
+    if first is None:
+        raise InvalidArgument("the model has no floating-point parameters; there is nothing to shard")
+    return first[1]
+
+
+def planned_options(model: nn.Module, options: Dict[str, Any]) -> Dict[str, Any]:
+    """The options of an engine for this model: those of shard() without its own, with defaults."""
+    given = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    given["dtype"] = DTYPES[model_dtype(model, given.get("dtype"))]
+    given.setdefault("order_of_units", "recorded")
+    given.setdefault("average", "ranks")
+    given.setdefault("micro_steps", MICRO_STEPS_MAX)
+    return given
+
+
+# Backward passes in one step, at most. A step ends after any smaller number.
+MICRO_STEPS_MAX = 1024
+
+
+def describe(engine: core.Engine, units: Sequence[UnitPlan], names: Optional[Dict[nn.Parameter, str]] = None,
+             groups: Optional[Dict[nn.Parameter, int]] = None) -> Dict[nn.Parameter, List[Tuple[int, int]]]:
+    """Adds the units to an engine. The places of each parameter: (unit, index), the owner's first."""
+    places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
+    for unit in units:
+        # The backward pass of an embedding reads no weights.
+        is_table = type(unit.module) is nn.Embedding and unit.module.max_norm is None
+        index = engine.add_unit(unit.name, core.BACKWARD_READS_NOTHING if is_table else 0)
+        for k, p in enumerate(unit.own):
+            name = names[p] if names else f"{unit.name}.{k}"
+            at = engine.add_parameter(index, name, p.numel(), (groups or {}).get(p, 0),
+                                      0 if p.requires_grad else core.FROZEN)
+            places[p] = [(index, at)]
+        for p in unit.tied:
+            places[p].append((index, engine.tie(index, *places[p][0])))
+    return places

@@ -1,0 +1,133 @@
+"""The optimizer of a sharded model: AdamW in the engine, with the interface of torch.optim."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from forebay import core
+from forebay._library import InvalidArgument, Unsupported
+from forebay.torch.sharded import Sharded
+
+_SWITCHES = ("amsgrad", "maximize", "differentiable")
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Updates a sharded model by AdamW. Schedulers change `param_groups` as usual; forebay.wrap() shares them.
+
+    `grad_norm`: the norm of the last step's gradients before clipping, averaged over ranks; None if the step was
+    skipped. `step()` is collective.
+    """
+
+    def __init__(self, sharded: Sharded, groups: List[Dict[str, Any]], defaults: Dict[str, Any]) -> None:
+        super().__init__(groups, defaults)
+        self.sharded = sharded
+        self.last: Optional[core.StepResult] = None
+        self._check_groups()
+        sharded.commit(self.param_groups)
+        if sharded.groups != _groups_of(self.param_groups) and len(self.param_groups) > 1:
+            raise InvalidArgument("the model was used before its optimizer with parameter groups was made; make the "
+                                  "optimizer right after shard()")
+
+    def _check_groups(self) -> None:
+        grouped = _groups_of(self.param_groups)
+        for group in self.param_groups:
+            for switch in _SWITCHES:
+                if group.get(switch):
+                    raise Unsupported(f"{switch}=True; forebay updates by plain AdamW, so leave it out")
+        for p in self.sharded.parameters:
+            if p.requires_grad and p not in grouped:
+                raise InvalidArgument(f"parameter {self.sharded.names[p]} is trainable and in no parameter group; "
+                                      "give it to the optimizer, or freeze it before shard()")
+        for p in grouped:
+            if getattr(p, "_forebay", None) is not self.sharded:
+                raise InvalidArgument("a parameter of the optimizer does not belong to the sharded model; give it an "
+                                      "optimizer of its own")
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        result = self.sharded.step(self.param_groups)
+        if result is not None:
+            self.last = result
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients since the last step."""
+        if self.sharded.tasks:
+            self.sharded.recover()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    @property
+    def grad_norm(self) -> Optional[float]:
+        return None if self.last is None or self.last.skipped else self.last.grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """fp16: multiply the loss by this before backward(). 1 for other types."""
+        self.sharded.commit(self.param_groups)
+        return self.sharded.engine.loss_scale()
+
+    def state_dict(self) -> Dict[str, Any]:
+        warnings.warn("optimizer.state_dict() has no moments: they lie in shards. forebay.save(model, directory) "
+                      "saves them with the weights", stacklevel=2)
+        return super().state_dict()
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        if hasattr(self, "sharded"):
+            raise Unsupported("add_param_group() after the optimizer was made; give all groups at once")
+        super().add_param_group(param_group)
+
+
+def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
+    return {p: i for i, group in enumerate(groups) for p in group["params"]}
+
+
+def AdamW(model: nn.Module, params: Any = None, lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999),
+          eps: float = 1e-8, weight_decay: float = 1e-2) -> Optimizer:
+    """AdamW over a sharded model, with the defaults of torch.optim.AdamW.
+
+    `params`: parameters or parameter groups; None: all trainable parameters of the model. Collective.
+    Errors: OutOfMemory, because the engine takes its memory here.
+    """
+    sharded = sharded_of(model)
+    groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
+    return Optimizer(sharded, groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """An optimizer of the same parameter groups that updates by the engine. Collective.
+
+    `optimizer`: torch.optim.AdamW, or Adam without weight decay, over the parameters of one sharded model, before
+    its first step. Errors: Unsupported for others.
+    """
+    groups = optimizer.param_groups
+    decays = any(group.get("weight_decay", 0) for group in groups)
+    if not (isinstance(optimizer, torch.optim.AdamW)
+            or (type(optimizer) is torch.optim.Adam and not decays)):
+        raise Unsupported(f"{type(optimizer).__name__} cannot run in shards; use torch.optim.AdamW, or Adam without "
+                          "weight decay")
+    if optimizer.state:
+        raise InvalidArgument("the optimizer has made a step, and its moments cannot move; wrap it before the first")
+    owners = {getattr(p, "_forebay", None) for group in groups for p in group["params"]}
+    if len(owners) != 1 or None in owners:
+        raise InvalidArgument("the optimizer's parameters are not those of one sharded model; call forebay.shard() "
+                              "first")
+    made = Optimizer(owners.pop(), [dict(group) for group in groups], dict(optimizer.defaults))
+    made.param_groups = groups  # Schedulers of the given optimizer go on working.
+    return made
+
+
+def sharded_of(model: nn.Module) -> Sharded:
+    """The engine side of a sharded model. Errors: InvalidArgument for another module."""
+    made = getattr(model, "_forebay", None)
+    if not isinstance(made, Sharded):
+        raise InvalidArgument(f"this {type(model).__name__} is not sharded; call forebay.shard(model) first")
+    return made

@@ -1,0 +1,511 @@
+"""A sharded module: hooks that acquire and release units, and hand gradients over to the engine.
+
+Parameters keep their object, shape, dtype and address. The bytes behind an address are valid while a unit that
+has the parameter is acquired: in its forward pass, in its backward pass, and within forebay.gathered().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import zlib
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from forebay import core
+from forebay._library import InvalidArgument, Unsupported
+from forebay.torch import describe, guard, stand_in
+
+
+class _InputsDone(torch.autograd.Function):
+    """The identity over a unit's inputs. Its backward pass runs when the gradients of all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, call: "_Call", *inputs: torch.Tensor) -> Any:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Optional[torch.Tensor]) -> Any:
+        ctx.call.inputs_done = True
+        ctx.call.unit.settle(inputs_done=True)
+        return (None, *gradients)
+
+
+class _Call:
+    """One forward pass through a unit, and its backward pass."""
+
+    def __init__(self, unit: "Unit") -> None:
+        self.unit = unit
+        self.has_inputs = False  # Some input wants a gradient.
+        self.outputs = 0
+        self.task = -1
+        self.start(-1)
+
+    def start(self, task: int) -> None:
+        self.task, self.outputs_left, self.inputs_done = task, self.outputs, not self.has_inputs
+
+    def output_gradient(self, _: torch.Tensor) -> None:
+        task = self.unit.owner.enter_backward()
+        if self.task != task:
+            self.start(task)
+            self.unit.calls.add(self)
+            self.unit.acquire_backward(task)
+        self.outputs_left -= 1
+
+
+class Unit:
+    """Parameters that are gathered together, and the module that uses them."""
+
+    def __init__(self, owner: "Sharded", index: int, plan: describe.UnitPlan) -> None:
+        self.owner, self.index, self.plan, self.name = owner, index, plan, plan.name
+        self.trainable = sum(p.requires_grad for p in plan.own)
+        self.held = 0  # Acquisitions that are alive.
+        self.calls: Set[_Call] = set()  # In their backward pass.
+        self.in_backward = False
+        self.forwards = 0  # Forward passes of this micro-step without a backward pass.
+        self.task, self.pending = -1, 0
+        self.frames: List[Optional[_Call]] = []
+
+    # --- the module's forward pass ---
+
+    @torch.compiler.disable
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        call = _Call(self)
+        if _task() != -1:  # Activation checkpointing computes this again; a backward pass follows.
+            self.frames.append(None)
+            self.acquire_backward(self.owner.enter_backward())
+        else:
+            self.owner.refuse_autocast()
+            self.owner.acquire_forward(self)
+            self.frames.append(call)
+        if not torch.is_grad_enabled():
+            return None
+        flat, spec = tree_flatten((args, kwargs))
+        wanting = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not wanting:
+            return None
+        call.has_inputs = True
+        for i, t in zip(wanting, _InputsDone.apply(call, *[flat[i] for i in wanting])):
+            flat[i] = t
+        return tree_unflatten(flat, spec)
+
+    @torch.compiler.disable
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.frames:  # before_forward() failed.
+            return
+        call = self.frames.pop()
+        if call is None:
+            return
+        self.owner.release(self)
+        if torch.is_grad_enabled():
+            outputs = {t for t in _tensors(output) if t.requires_grad}
+            call.outputs = len(outputs)
+            for t in outputs:
+                t.register_hook(call.output_gradient)
+
+    # --- its backward pass ---
+
+    def acquire_backward(self, task: int) -> None:
+        if self.task != task:
+            self.task, self.pending = task, self.trainable
+        if self.in_backward:
+            return
+        if self.forwards == 0:  # A second backward pass over one graph.
+            self.owner.acquire_forward(self, counted=True)
+            self.owner.release(self)
+        self.forwards -= 1
+        self.owner.acquire(self, backward=True)
+        self.in_backward = True
+
+    def settle(self, inputs_done: bool = False) -> None:
+        """Ends the calls of which all gradients have been handed over, and the acquisition after the last.
+
+        A recomputation under reentrant checkpointing has no call here: its inputs end it.
+        """
+        done = {c for c in self.calls
+                if c.inputs_done and (self.pending == 0 or (c.has_inputs and c.outputs_left <= 0))}
+        self.calls -= done
+        if not self.calls and (done or inputs_done or self.pending == 0):
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        self.calls.clear()
+        if self.in_backward:
+            self.in_backward = False
+            self.owner.release(self)
+
+
+def _task() -> int:
+    """The number of the backward pass that this thread is in; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name, None))
+
+
+class Sharded:
+    """The engine of one model and the state of its pass. model._forebay is this object.
+
+    The engine is committed when the optimizer is made, because it needs the parameter groups; without one, at the
+    first use.
+    """
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model = model
+        self.given = options
+        self.dtype = describe.model_dtype(model, options.get("dtype"))
+        self.options = describe.planned_options(model, options)
+        self.stage = int(self.options.get("stage", 0))
+        self.plans = describe.find_units(model, options.get("units"), options.get("resident") or ())
+        self.parameters: List[nn.Parameter] = [p for plan in self.plans for p in plan.own]
+        self.names = {p: name for name, p in model.named_parameters()}
+        devices = {p.device for p in self.parameters if not p.is_meta}
+        if len(devices) > 1:
+            raise InvalidArgument(f"parameters are on {', '.join(map(str, devices))}; move the model to one device "
+                                  "before shard()")
+        self.device = torch.device(options.get("device") or next(iter(devices), "cpu"))
+        self.engine: Optional[core.Engine] = None
+        self.units: List[Unit] = [Unit(self, i, plan) for i, plan in enumerate(self.plans)]
+        self.places: Dict[nn.Parameter, List[Tuple[int, int]]] = {}
+        self.views: Dict[Tuple[nn.Parameter, int], torch.Tensor] = {}
+        self.tasks: Set[int] = set()  # Backward passes that this thread is in.
+        self.evaluating = self.in_step = self.backward_over = False
+        self.micro_step = 0
+        self.has_gradients = False
+        self.norm: Optional[float] = None
+        self.stand_ins: Dict[nn.Parameter, stand_in.Gradient] = {}
+        self.guard: Optional[guard.Guard] = None
+        for p in self.parameters:
+            p._forebay = self
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self.take_gradient)
+        for unit in self.units:
+            module = unit.plan.module
+            module.register_forward_pre_hook(unit.before_forward, with_kwargs=True, prepend=True)
+            module.register_forward_hook(unit.after_forward, always_call=True)
+
+    # --- the engine ---
+
+    def make_engine(self) -> core.Engine:
+        device = core.Device("host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}")
+        return core.Engine(device, _communicator(device, self.given.get("store")), **self.options)
+
+    def commit(self, groups: Optional[Sequence[Dict[str, Any]]] = None) -> None:
+        """Makes the engine, moves all values there and binds the parameters to its memory. Collective.
+
+        Errors: OutOfMemory; InvalidArgument naming a parameter that differs between ranks.
+        """
+        if self.engine is not None:
+            return
+        self.groups = {p: i for i, group in enumerate(groups or ()) for p in group["params"]}
+        engine = self.make_engine()
+        self.places = describe.describe(engine, self.plans, self.names, self.groups)
+        self._compare_values(engine.communicator)
+        engine.commit()
+        self.engine = engine
+        for p in self.parameters:
+            unit, index = self.places[p][0]
+            if not p.is_meta:
+                self.set_value(p, p.detach())
+            self._bind(p, self.view(engine.address(unit, index), p.shape))
+        self.stand_ins = {p: stand_in.Gradient(p, self, i == 0)
+                          for i, p in enumerate(q for q in self.parameters if q.requires_grad)}
+        self.frozen = [not p.requires_grad for p in self.parameters]
+        self.guard = guard.Guard(self, always=bool(self.given.get("check")))
+
+    def _bind(self, p: nn.Parameter, view: torch.Tensor) -> None:
+        if p.is_meta:
+            made = nn.Parameter(view, p.requires_grad)
+            made._forebay = self
+            torch.utils.swap_tensors(p, made)
+        else:
+            p.data = view
+
+    def _compare_values(self, communicator: Optional[core.Communicator]) -> None:
+        if communicator is None or communicator.size == 1:
+            return
+        mine = b"".join(_checksum(p).to_bytes(4, "little") for p in self.parameters)
+        for rank, theirs in enumerate(communicator.exchange(mine)):
+            for i, p in enumerate(self.parameters):
+                if theirs[4 * i:4 * i + 4] != mine[4 * i:4 * i + 4]:
+                    raise InvalidArgument(
+                        f"parameter {self.names[p]} has other values on rank {rank} than on rank "
+                        f"{communicator.rank}; call torch.manual_seed() with one number on all ranks before the "
+                        "model is made, or load the same file")
+
+    def view(self, address: int, shape: torch.Size) -> torch.Tensor:
+        """A tensor over memory of the engine. Shape: `shape`, of the engine's dtype."""
+        count = shape.numel()
+        if self.device.type == "cpu":
+            memory = (ctypes.c_char * (count * self.dtype.itemsize)).from_address(address)
+            return torch.frombuffer(memory, dtype=self.dtype, count=count).view(shape)
+        words = {4: "<i4", 2: "<i2"}[self.dtype.itemsize]  # There is no word for bfloat16.
+        array = type("Array", (), {"__cuda_array_interface__": {
+            "shape": (count,), "typestr": words, "data": (address, False), "version": 3}})()
+        return torch.as_tensor(array, device=self.device).view(self.dtype).view(shape)
+
+    def stream(self) -> Optional[int]:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
+
+    def set_value(self, p: nn.Parameter, value: torch.Tensor) -> None:
+        """Gives a parameter a value, the same on all ranks. Shape: as the parameter's."""
+        if value.dtype not in describe.DTYPES:
+            value = value.float()
+        value = value.detach().cpu().contiguous()
+        self.engine.set(*self.places[p][0], describe.DTYPES[value.dtype], value.data_ptr(), value.numel())
+
+    # --- acquiring and releasing ---
+
+    def acquire(self, unit: Unit, backward: bool) -> None:
+        self.engine.acquire(unit.index, backward, self.stream())
+        unit.held += 1
+
+    def release(self, unit: Unit) -> None:
+        if unit.held:
+            unit.held -= 1
+            self.engine.release(unit.index, self.stream())
+
+    def acquire_forward(self, unit: Unit, counted: Optional[bool] = None) -> None:
+        """Acquires a unit for a forward pass: of the step with gradients, else of an evaluation."""
+        self.commit()
+        if counted is None:
+            counted = torch.is_grad_enabled()
+            if self.tasks:
+                self.recover()
+            if counted:
+                self.begin_pass()
+            elif self.in_step and not self.backward_over:
+                counted = True  # A forward pass without gradients between a forward and its backward pass.
+            elif not self.evaluating:
+                self.engine.evaluation_begin()
+                self.evaluating = True
+        unit.forwards += counted
+        self.acquire(unit, backward=False)
+
+    def begin_pass(self) -> None:
+        """A forward pass with gradients: it opens a step, and after a backward pass the next micro-step."""
+        if self.evaluating:
+            self.engine.evaluation_end()
+            self.evaluating = False
+        if self.in_step and not self.backward_over:
+            return
+        if self.in_step and self.gradients_were_cleared():
+            self.abandon()
+        if not self.in_step:
+            self._check_frozen()
+            self.guard.begin_step()
+            self.engine.step_begin()
+            self.in_step, self.micro_step = True, -1
+        self.micro_step += 1
+        self.backward_over = False
+        for unit in self.units:
+            unit.forwards = 0
+        self.engine.micro_step_begin(self.micro_step)
+
+    def _check_frozen(self) -> None:
+        for p, frozen in zip(self.parameters, self.frozen):
+            if p.requires_grad == frozen:
+                raise Unsupported(f"requires_grad of {self.names[p]} was changed after shard(); freeze parameters "
+                                  "before it")
+
+    def gradients_were_cleared(self) -> bool:
+        """The program set the gradients of this step to None, as zero_grad() does."""
+        p = next(iter(self.stand_ins), None)
+        return p is not None and p.grad is None
+
+    def recover(self) -> None:
+        """A backward pass ended by an exception: its acquisitions end."""
+        self.tasks.clear()
+        self.end_backward()
+
+    # --- backward passes ---
+
+    def enter_backward(self) -> int:
+        """Notes that the engine of autograd runs; the number of its pass."""
+        task = _task()
+        if task not in self.tasks:
+            if not self.tasks:
+                self.begin_backward()
+            self.tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.leave_backward(task))
+        return task
+
+    def begin_backward(self) -> None:
+        self.commit()
+        self.begin_pass()
+        for p in self.stand_ins:
+            p.grad = None
+        self.norm = None
+
+    def leave_backward(self, task: int) -> None:
+        self.tasks.discard(task)
+        if not self.tasks:
+            self.end_backward()
+
+    def end_backward(self) -> None:
+        for unit in self.units:
+            unit.end_backward()
+        self.backward_over = True
+        self.norm = None
+        for p, gradient in self.stand_ins.items():
+            gradient.factor = 1.0
+            p.grad = gradient
+
+    def take_gradient(self, p: nn.Parameter) -> None:
+        """Copies a gradient of autograd to the engine."""
+        gradient, p.grad = p.grad, None
+        if gradient.requires_grad:
+            raise Unsupported(f"the gradient of {self.names[p]} has a graph of its own (create_graph=True); forebay "
+                              "does not differentiate twice, so use torch.autograd.grad() on activations instead")
+        if gradient.layout != torch.strided:
+            raise Unsupported(f"the gradient of {self.names[p]} is sparse; make the embedding with sparse=False")
+        task = self.enter_backward()
+        places = [(self.units[u], i) for u, i in self.places[p]]
+        unit, index = next((at for at in places if at[0].in_backward), places[0])
+        outside = not unit.in_backward
+        if outside:
+            unit.acquire_backward(task)
+        address, adds = self.engine.gradient(unit.index, index)
+        key = (p, address)
+        if key not in self.views:
+            self.views[key] = self.view(address, p.shape)
+        with torch.no_grad():
+            if adds:
+                self.views[key].add_(gradient)
+            else:
+                self.views[key].copy_(gradient)
+        self.has_gradients = True
+        owner = places[0][0]
+        if owner.task == task:
+            owner.pending -= 1
+        owner.settle()
+        if outside:
+            unit.end_backward()
+
+    # --- steps ---
+
+    def gradient_norm(self) -> float:
+        """The norm of all gradients of this step, averaged over ranks. Collective."""
+        if self.norm is None:
+            self.norm = self.engine.norm()
+        return self.norm
+
+    def step(self, groups: Sequence[Mapping[str, Any]]) -> Optional[core.StepResult]:
+        """Updates all parameters; None where there was no backward pass. Collective."""
+        self.commit(groups)
+        if self.tasks:
+            self.recover()
+        if not self.in_step or not self.has_gradients:
+            self.between_steps()
+            return None
+        if self.gradients_were_cleared():
+            self.abandon()
+            return None
+        factors = {gradient.factor for gradient in self.stand_ins.values()}
+        if len(factors) > 1:
+            raise Unsupported("some gradients were scaled by other factors than the rest; scale or clip all of them "
+                              "together")
+        self.end_evaluation()
+        self.engine.hyperparameter("gradient-factor", factors.pop())
+        for i, group in enumerate(groups):
+            for name, value in (("lr", group["lr"]), ("weight-decay", group["weight_decay"]),
+                                ("beta1", group["betas"][0]), ("beta2", group["betas"][1]),
+                                ("epsilon", group["eps"])):
+                self.engine.hyperparameter(name, float(value), i)
+        result = self.engine.step()
+        self.in_step = self.has_gradients = False
+        self.norm = result.grad_norm
+        self.guard.end_step()
+        return result
+
+    def end_evaluation(self) -> None:
+        if self.evaluating:
+            self.engine.evaluation_end()
+            self.evaluating = False
+
+    def abandon(self) -> None:
+        """Drops the gradients of this step. Collective."""
+        self.end_evaluation()
+        if self.in_step:
+            self.engine.abandon()
+        for unit in self.units:
+            unit.calls.clear()
+            unit.held, unit.in_backward, unit.forwards = 0, False, 0
+        self.in_step = self.has_gradients = False
+        self.tasks.clear()
+        for p in self.stand_ins:
+            p.grad = None
+
+    def between_steps(self) -> None:
+        """Makes sure that no step is open. Errors: InvalidArgument while gradients wait for the optimizer."""
+        self.commit()
+        self.end_evaluation()
+        if self.in_step and self.has_gradients and not self.gradients_were_cleared():
+            raise InvalidArgument("gradients wait for optimizer.step(); call it, or optimizer.zero_grad(), before this")
+        if self.in_step:
+            self.abandon()
+
+    @contextlib.contextmanager
+    def reading(self, units: Sequence[Unit]) -> Iterator[None]:
+        """The values of these units are valid within. Collective."""
+        self.commit()
+        taken: List[Unit] = []
+        try:
+            with torch.no_grad():
+                for unit in units:
+                    if not unit.held:
+                        self.acquire_forward(unit)
+                        taken.append(unit)
+            yield
+        finally:
+            for unit in reversed(taken):
+                self.release(unit)
+
+    def refuse_autocast(self) -> None:
+        if (self.stage == 3 and self.dtype == torch.float32 and torch.is_grad_enabled()
+                and torch.is_autocast_enabled(self.device.type)):
+            raise Unsupported("autocast over fp32 parameters keeps a copy of every weight for the backward pass, so "
+                              "stage 3 would save nothing; use shard(..., dtype=\"bf16\") without autocast (masters "
+                              "are fp32)")
+
+
+def _checksum(p: nn.Parameter) -> int:
+    if p.is_meta:
+        return 0
+    value = p.detach().cpu().contiguous()
+    size = value.numel() * value.element_size()
+    return zlib.crc32((ctypes.c_char * size).from_address(value.data_ptr()))
+
+
+_meetings = 0
+
+
+def _communicator(device: core.Device, store: Any) -> core.Communicator:
+    """Ranks meet in torch's own store: that of the process group, else the launcher's."""
+    global _meetings
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if store is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        store = torch.distributed.distributed_c10d._get_default_store() if size > 1 else None
+    elif store is None and size > 1:
+        store = next(torch.distributed.rendezvous("env://"))[0]
+    _meetings += 1
+    return core.Communicator(device, store if size > 1 else None, prefix=f"forebay/{_meetings}/", rank=rank, size=size)

@@ -1,0 +1,60 @@
+"""p.grad of a sharded model between its backward pass and the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay._library import Unsupported
+
+if TYPE_CHECKING:
+    from forebay.torch.sharded import Sharded
+
+
+class Gradient(torch.Tensor):
+    """A gradient that lies in shards. Shape and dtype are the parameter's; there is no memory.
+
+    It answers norms and factors, so torch.nn.utils.clip_grad_norm_ works. The norm of all gradients is that of the
+    first parameter's stand-in, and the others answer 0: the norm of the norms is right.
+    """
+
+    @staticmethod
+    def __new__(cls, p: torch.nn.Parameter, owner: "Sharded", first: bool) -> "Gradient":
+        return torch.Tensor._make_wrapper_subclass(cls, p.shape, dtype=p.dtype, device=p.device)
+
+    def __init__(self, p: torch.nn.Parameter, owner: "Sharded", first: bool) -> None:
+        self.owner, self.first = owner, first
+        self.factor = 1.0  # The program scaled the gradient by this.
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"forebay gradient of shape {tuple(self.shape)}"
+
+    def norm_of(self, order: Any) -> torch.Tensor:
+        if order != 2:
+            raise Unsupported(f"the norm of order {order} of a sharded gradient; only order 2 is kept")
+        value = self.owner.gradient_norm() * self.factor if self.first else 0.0
+        return torch.tensor(value, dtype=torch.float32, device=self.device)
+
+    def scale(self, factor: Any) -> "Gradient":
+        self.factor *= float(factor)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name == "aten::linalg_vector_norm":
+            return args[0].norm_of(args[1] if len(args) > 1 else 2)
+        if name == "aten::_foreach_norm":
+            return [g.norm_of(args[1] if len(args) > 1 else 2) for g in args[0]]
+        if name == "aten::mul_":
+            return args[0].scale(args[1])
+        if name == "aten::_foreach_mul_":
+            factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])
+            for gradient, factor in zip(args[0], factors):
+                gradient.scale(factor)
+            return None
+        if name in ("aten::detach", "aten::alias"):
+            return args[0]
+        raise Unsupported(f"{name} on a gradient: gradients of a sharded model lie in shards of the ranks, as sums. "
+                          "Use torch.nn.utils.clip_grad_norm_() or optimizer.grad_norm")

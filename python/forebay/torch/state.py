@@ -1,0 +1,229 @@
+"""Values of a sharded model: state_dict(), load_state_dict(), safetensors, saved states; and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import struct
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from forebay._library import InvalidArgument, Unsupported
+from forebay.torch.optimizer import sharded_of
+from forebay.torch.sharded import Sharded
+
+Path = Union[str, os.PathLike]
+
+
+def install(sharded: Sharded) -> None:
+    """Makes the methods of the model's modules right for parameters whose bytes come and go."""
+    for name, module in sharded.model.named_modules():
+        module.__dict__["__deepcopy__"] = _refusal(
+            f"copy.deepcopy() of the sharded module {name or 'itself'}; copy before shard(), or copy state_dict()")
+        module.__dict__["__reduce_ex__"] = _refusal(
+            f"pickling the sharded module {name or 'itself'}; save state_dict(), or use forebay.save()")
+        module.__dict__["_apply"] = _apply_to(sharded, module)
+        if module._parameters:
+            module._register_state_dict_hook(_collect(sharded))
+            module._register_load_state_dict_pre_hook(_take(sharded), with_module=True)
+    for unit in sharded.units:  # One gather for all modules of a unit.
+        _hold_while_collecting(sharded, unit)
+
+
+def _refusal(what: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Unsupported(what)
+    return refuse
+
+
+def _apply_to(sharded: Sharded, module: nn.Module) -> Callable[..., nn.Module]:
+    """_apply() of to(), half(), cuda(): buffers follow, parameters stay where they are."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, p in module._parameters.items():
+            if p is None or p not in sharded.places and sharded.engine is not None:
+                continue
+            probe = function(torch.empty(0, dtype=p.dtype, device=p.device))
+            if probe.dtype != p.dtype or probe.device != p.device:
+                raise Unsupported(f"moving parameter {name} from {p.dtype} on {p.device} to {probe.dtype} on "
+                                  f"{probe.device} after shard(); do it before, or give shard(dtype=...)")
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = function(buffer)
+        return module
+
+    return apply
+
+
+# --- state_dict ---
+
+def _hold_while_collecting(sharded: Sharded, unit: Any) -> None:
+    held: List[contextlib.ExitStack] = []
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(sharded.reading([unit]))
+        held.append(stack)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        held.pop().close()
+
+    unit.plan.module.register_state_dict_pre_hook(before)
+    unit.plan.module._register_state_dict_hook(after)
+
+
+def _collect(sharded: Sharded) -> Callable[..., None]:
+    def collect(module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
+        sharded.commit()
+        for name, p in module._parameters.items():
+            if p in sharded.places and prefix + name in state:
+                units = [sharded.units[u] for u, _ in sharded.places[p]]
+                with sharded.reading([] if any(unit.held for unit in units) else units[:1]), torch.no_grad():
+                    state[prefix + name] = p.detach().clone()
+    return collect
+
+
+# --- load_state_dict ---
+
+def _take(sharded: Sharded) -> Callable[..., None]:
+    def take(module: nn.Module, state: Dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, p in module._parameters.items():
+            value = state.get(prefix + name)
+            if p is None or value is None or value is p or getattr(p, "_forebay", None) is not sharded:
+                continue
+            if value.shape != p.shape:
+                continue  # The module reports it.
+            sharded.between_steps()
+            sharded.set_value(p, value)
+            state[prefix + name] = p  # Copying a tensor to itself does nothing.
+    return take
+
+
+# --- all values at once ---
+
+@contextlib.contextmanager
+def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
+    """All parameters of a sharded model have their values within. Collective.
+
+    `write`: values that were changed within stay; all ranks must write the same.
+    Errors: InvalidArgument while gradients wait for optimizer.step(), with `write`.
+    """
+    sharded = sharded_of(model)
+    if write:
+        sharded.between_steps()
+    with sharded.reading(sharded.units), torch.no_grad():
+        yield model
+        values = [p.detach().clone() for p in sharded.parameters] if write else []
+    if write:
+        sharded.end_evaluation()
+        for p, value in zip(sharded.parameters, values):
+            sharded.set_value(p, value)
+
+
+_TYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+def read_safetensors(path: Path) -> Iterator[Tuple[str, str, List[int], int, Any]]:
+    """Name, type ("fp32"), shape, address and owner of each tensor of a file; valid while the owner lives."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else size
+        if length > size - 8:
+            raise InvalidArgument(f"{path} is no safetensors file: its header is longer than the file")
+        entries = json.loads(file.read(length))
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _TYPES:
+            continue
+        begin, end = entry["data_offsets"]
+        bytes_of = ctypes.c_char * (end - begin)
+        owner = bytes_of.from_buffer(memory, 8 + length + begin)
+        yield name, _TYPES[entry["dtype"]], entry["shape"], ctypes.addressof(owner), owner
+
+
+def load(model: nn.Module, path: Path) -> List[str]:
+    """Loads weights from a safetensors file, or from all such files of a directory, one tensor at a time.
+
+    The model may have been on the meta device. The names in the files that the model does not have are returned.
+    Errors: InvalidArgument for a shape that differs and for parameters that no file has.
+    """
+    sharded = sharded_of(model)
+    sharded.between_steps()
+    files = ([os.path.join(path, name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")]
+             if os.path.isdir(path) else [os.fspath(path)])
+    if not files:
+        raise InvalidArgument(f"{path} has no *.safetensors; give a file or a directory with some")
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    left = set(sharded.parameters)
+    unknown: List[str] = []
+    for file in files:
+        for name, dtype, shape, address, _owner in read_safetensors(file):
+            p = by_name.get(name)
+            if p is None:
+                unknown.append(name)
+                continue
+            if list(p.shape) != shape:
+                raise InvalidArgument(f"{name} has shape {shape} in {file} and {list(p.shape)} in the model; give the "
+                                      "file of this model")
+            sharded.engine.set(*sharded.places[p][0], dtype, address, p.numel())
+            left.discard(p)
+    if left:
+        names = sorted(sharded.names[p] for p in left)
+        raise InvalidArgument(f"{path} lacks {len(names)} parameters, {names[0]} first; its names must be those of "
+                              "model.named_parameters()")
+    return unknown
+
+
+# --- saved states ---
+
+def save(model: nn.Module, directory: Path, state: Any = None) -> None:
+    """Saves weights, moments, step counts and `state` (anything that JSON can hold) under `directory`.
+
+    A kill at any moment leaves the last saved state whole. restore() takes it at any number of ranks and any stage.
+    Collective. Errors: InputOutputError; training may go on.
+    """
+    sharded = sharded_of(model)
+    sharded.between_steps()
+    shapes = {sharded.names[p]: {"shape": list(p.shape), "dtype": str(p.dtype).replace("torch.", "")}
+              for p in sharded.parameters}
+    sharded.engine.save(directory, json.dumps({"parameters": shapes, "state": state}).encode())
+
+
+def restore(model: nn.Module, directory: Path) -> Any:
+    """Takes the latest state of save(), and returns its `state`. Collective.
+
+    Errors: InputOutputError where there is none, Corruption, InvalidArgument for another model.
+    """
+    sharded = sharded_of(model)
+    sharded.between_steps()
+    text = sharded.engine.load(directory)
+    saved = json.loads(text) if text else {}
+    for name, entry in saved.get("parameters", {}).items():
+        p = dict(model.named_parameters()).get(name)
+        if p is not None and list(p.shape) != entry["shape"]:
+            raise InvalidArgument(f"{name} has shape {entry['shape']} in {directory} and {list(p.shape)} in the "
+                                  "model; give the state of this model")
+    return saved.get("state")
+
+
+def report(model: nn.Module) -> Dict[str, Any]:
+    """The plan and the statistics of a sharded model: {"model", "options", "plan", "statistics"}. Collective."""
+    sharded = sharded_of(model)
+    sharded.commit()
+    return sharded.engine.report()
+
+
+def digest(model: nn.Module) -> str:
+    """XXH3-128 over the fp32 masters of all parameters: equal for every stage and offload. Collective."""
+    sharded = sharded_of(model)
+    sharded.between_steps()
+    return sharded.engine.digest()
