@@ -395,7 +395,7 @@ class Engine(_Reported):
         library().evaluation_begin(self)
 
     def evaluation_end(self) -> None:
-        """Ends what evaluation_begin() began."""
+        """Closes the passes of evaluation_begin()."""
         library().evaluation_end(self)
 
     def acquire(self, unit: int, backward: bool = False, stream: Stream = None) -> None:

@@ -76,8 +76,9 @@ class Optimizer(torch.optim.Optimizer):
         return self.sharded.engine.loss_scale()
 
     def state_dict(self) -> Dict[str, Any]:
-        warnings.warn("optimizer.state_dict() has no moments: they lie in shards. forebay.save(model, directory) "
-                      "saves them with the weights", stacklevel=2)
+        if self.last is not None:
+            warnings.warn("optimizer.state_dict() has no moments: they lie in shards. forebay.save(model, directory) "
+                          "saves them with the weights", stacklevel=2)
         return super().state_dict()
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:

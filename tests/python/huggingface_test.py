@@ -1,0 +1,196 @@
+"""Models and the Trainer of transformers, accelerate and PEFT, unmodified: the same losses with and without shard().
+
+Small models with random weights; nothing is fetched.
+"""
+
+import os
+import tempfile
+import unittest
+import warnings
+
+import support
+
+support.need("torch", "transformers", "accelerate")
+support.need_library()
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+import forebay
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+transformers.logging.set_verbosity_error()
+warnings.simplefilter("ignore")
+
+VOCABULARY = 96
+
+
+def gpt2(dropout=0.0):
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=3, n_head=4, resid_pdrop=dropout,
+        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0))
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=0))
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0))
+
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def vit():
+    return transformers.ViTForImageClassification(transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
+        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+
+def inputs(model, step):
+    generator = torch.Generator().manual_seed(step)
+    if isinstance(model, transformers.ViTForImageClassification):
+        return {"pixel_values": torch.randn(4, 3, 16, 16, generator=generator),
+                "labels": torch.randint(0, 5, (4,), generator=generator)}
+    tokens = torch.randint(1, VOCABULARY, (2, 16), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def losses(make, is_sharded, steps=3, **options):
+    torch.manual_seed(0)
+    model = make()
+    if is_sharded:
+        forebay.shard(model, stage=3, **options)
+        optimizer = forebay.AdamW(model, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    seen = []
+    for step in range(steps):
+        loss = model(**inputs(model, step)).loss
+        loss.backward()
+        seen.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, model
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        tokens = torch.randint(1, VOCABULARY, (16,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def trainer_log(is_sharded, **arguments):
+    transformers.set_seed(0)
+    model = gpt2(dropout=0.1)
+    optimizers = (None, None)
+    if is_sharded:
+        forebay.shard(model, stage=3)
+        optimizers = (forebay.AdamW(model, lr=1e-3, weight_decay=0.0), None)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = transformers.Trainer(
+            model=model, train_dataset=Data(), eval_dataset=Data(), optimizers=optimizers,
+            args=transformers.TrainingArguments(
+                output_dir=directory, max_steps=4, logging_steps=1, learning_rate=1e-3, use_cpu=True, seed=0,
+                per_device_train_batch_size=2, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
+                disable_tqdm=True, **arguments))
+        trainer.train()
+    return [{key: row[key] for key in ("loss", "grad_norm", "eval_loss") if key in row}
+            for row in trainer.state.log_history]
+
+
+class Close(unittest.TestCase):
+    def close(self, seen, expected):
+        self.assertEqual(len(seen), len(expected))
+        for a, b in zip(seen, expected):
+            self.assertLessEqual(abs(a - b), 2e-6 * max(abs(b), 1e-3), (seen, expected))
+
+
+class Models(Close):
+    def compare(self, make):
+        expected, _ = losses(make, False)
+        seen, model = losses(make, True)
+        self.close(seen, expected)
+        return model
+
+    def test_gpt2(self):
+        self.compare(gpt2)
+
+    def test_llama(self):
+        self.compare(llama)
+
+    def test_t5(self):
+        self.compare(t5)
+
+    def test_bert(self):
+        self.compare(bert)
+
+    def test_vit(self):
+        self.compare(vit)
+
+    def test_gradient_checkpointing_of_both_kinds(self):
+        def make(reentrant):
+            model = llama()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            return model
+        for reentrant in (False, True):
+            with self.subTest(reentrant):
+                self.compare(lambda: make(reentrant))
+
+    def test_generate(self):
+        torch.manual_seed(0)
+        plain = llama().eval()
+        torch.manual_seed(0)
+        model = forebay.shard(llama().eval(), stage=3)
+        prompt = torch.tensor([[5, 6, 7]])
+        expected = plain.generate(prompt, max_new_tokens=8, do_sample=False)
+        self.assertTrue(torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected))
+
+
+class Adapters(Close):
+    def test_lora(self):
+        support.importlib.util.find_spec("peft") or self.skipTest("no module peft")
+        import peft
+
+        def make():
+            return peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        expected, plain = losses(make, False)
+        seen, model = losses(make, True)
+        self.close(seen, expected)
+        self.assertEqual(set(peft.get_peft_model_state_dict(model)), set(peft.get_peft_model_state_dict(plain)))
+
+
+class Trainer(Close):
+    def compare(self, **arguments):
+        expected, seen = trainer_log(False, **arguments), trainer_log(True, **arguments)
+        self.assertEqual([set(row) for row in seen], [set(row) for row in expected])
+        for a, b in zip(seen, expected):
+            for key in b:
+                # The log is rounded.
+                self.assertAlmostEqual(float(a[key]), float(b[key]), delta=2e-4 * abs(float(b[key])), msg=key)
+
+    def test_plain(self):
+        self.compare()
+
+    def test_accumulation_clipping_and_checkpointing(self):
+        self.compare(gradient_accumulation_steps=2, max_grad_norm=0.5, gradient_checkpointing=True)
+
+
+if __name__ == "__main__":
+    support.main()

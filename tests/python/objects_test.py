@@ -1,0 +1,144 @@
+"""The objects over libforebay-c.so.1: options, devices, memory, ranks as threads, an engine, plans. Python only."""
+
+import array
+import os
+import tempfile
+import threading
+import unittest
+
+import support
+
+import forebay
+
+support.need_library()
+
+GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": 512}
+
+
+class Options(unittest.TestCase):
+    def test_names_and_values_are_those_of_the_command_line(self):
+        with forebay.Options(stage=3, offload="optimizer", offload_tier="nvme:/tmp", overlap=False) as options:
+            self.assertEqual(options.get("stage"), "3")
+            self.assertEqual(options.get("offload-tier"), "nvme:/tmp")
+            self.assertEqual(options.get("overlap"), "off")
+            self.assertTrue(all(set(row) == {"name", "value", "values", "help"} for row in options.list()))
+
+    def test_mistakes_are_named(self):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "did you mean stage"):
+            forebay.Options(stag=3)
+        with self.assertRaisesRegex(forebay.InvalidArgument, "stage"):
+            forebay.Options(stage=7)
+
+
+class Memory(unittest.TestCase):
+    def test_an_arena_gives_and_takes_blocks(self):
+        with forebay.Device("host", device_memory=1 << 28) as device, forebay.Arena(device) as arena:
+            tag = arena.tag("weights", limit=1 << 20)
+            block = arena.allocate(1 << 16, tag=tag)
+            self.assertEqual(block % 512, 0)
+            self.assertEqual(arena.number("tags.weights.peak_live_bytes"), 1 << 16)
+            with self.assertRaises(MemoryError):
+                arena.allocate(1 << 21, tag=tag)
+            arena.free(block)
+            self.assertEqual(arena.number("live_bytes"), 0)
+
+    def test_copies_and_fills_run_on_a_stream(self):
+        with forebay.Device() as device, forebay.Arena(device) as arena, forebay.PinnedPool(device) as pool:
+            block, pinned = arena.allocate(512), pool.allocate(512)
+            device.fill(block, 7, 512)
+            device.copy(pinned, block, 512)
+            device.synchronize()
+            import ctypes
+            self.assertEqual(ctypes.string_at(pinned, 512), bytes([7] * 512))
+            pool.free(pinned)
+            arena.free(block)
+
+    def test_a_closed_handle_is_refused(self):
+        device = forebay.Device()
+        device.close()
+        device.close()
+        with self.assertRaisesRegex(forebay.InvalidArgument, "closed"):
+            device.report()
+
+
+def train(rank, group, stage, offload, seen, steps=3):
+    """Two units of 1000 and 500 elements; each gradient is the parameter plus the rank."""
+    device = forebay.Device()
+    with group.communicator(rank, device) as ranks:
+        engine = forebay.Engine(device, ranks, stage=stage, offload=offload, bucket=4096)
+        sizes = (1000, 500)
+        for unit, count in enumerate(sizes):
+            engine.add_parameter(engine.add_unit(f"unit {unit}"), f"weight {unit}", count)
+        engine.commit()
+        for unit, count in enumerate(sizes):
+            values = array.array("f", [0.001 * i for i in range(count)])
+            engine.set(unit, 0, "fp32", values.buffer_info()[0], count)
+        engine.hyperparameter("lr", 0.01, 0)
+        for _ in range(steps):
+            engine.step_begin()
+            engine.micro_step_begin(0)
+            for unit in (0, 1):
+                engine.acquire(unit)
+                engine.release(unit)
+            for unit in (1, 0):
+                engine.acquire(unit, backward=True)
+                address, _ = engine.gradient(unit, 0)
+                shown = (forebay._library.ctypes.c_float * sizes[unit])
+                weight, gradient = shown.from_address(engine.address(unit, 0)), shown.from_address(address)
+                gradient[:] = [w + rank for w in weight]
+                engine.release(unit)
+            result = engine.step()
+        seen[rank] = (engine.digest(), result.grad_norm)
+        engine.close()
+
+
+class Engines(unittest.TestCase):
+    def test_one_digest_for_all_stages_and_offloads(self):
+        seen = set()
+        for stage in range(4):
+            for offload in ("none", "optimizer"):
+                results = [None] * 3
+                with forebay.LocalGroup(3) as group:
+                    threads = [threading.Thread(target=train, args=(rank, group, stage, offload, results))
+                               for rank in range(3)]
+                    for thread in threads:
+                        thread.start()
+                    for thread in threads:
+                        thread.join()
+                seen.update(results)
+        self.assertEqual(len(seen), 1, seen)
+
+    def test_a_saved_state_returns(self):
+        with tempfile.TemporaryDirectory() as directory, forebay.LocalGroup(1) as group:
+            device = forebay.Device()
+            engine = forebay.Engine(device, group.communicator(0, device), stage=2)
+            engine.add_parameter(engine.add_unit("unit"), "weight", 100)
+            engine.commit()
+            values = array.array("f", range(100))
+            engine.set(0, 0, "fp32", values.buffer_info()[0], 100)
+            before = engine.digest()
+            engine.save(directory, b"\x00 the trainer's own")
+            engine.set(0, 0, "fp32", array.array("f", [0] * 100).buffer_info()[0], 100)
+            self.assertEqual(engine.load(directory), b"\x00 the trainer's own")
+            self.assertEqual(engine.digest(), before)
+            with self.assertRaises(forebay.InputOutputError):
+                engine.load(os.path.join(directory, "nothing"))
+
+
+class Plans(unittest.TestCase):
+    def test_a_config_is_planned_without_a_device(self):
+        whole = forebay.plan(GPT2, ranks=8, stage=0)
+        parts = forebay.plan(GPT2, ranks=8, stage=3, dtype="bf16")
+        self.assertGreater(whole["plan"]["bytes"]["optimizer"], 7 * parts["plan"]["bytes"]["optimizer"])
+
+    def test_a_file_and_a_directory_are_read(self):
+        import json
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "config.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(GPT2, file)
+            self.assertEqual(forebay.plan(directory, ranks=2), forebay.plan(path, ranks=2))
+
+
+if __name__ == "__main__":
+    support.main()

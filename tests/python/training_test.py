@@ -1,0 +1,202 @@
+"""forebay.shard() on the real engine: one digest over stages, offload and checkpointing, and the losses of plain torch.
+
+One rank in this process; two and three as processes under torchrun.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import support
+
+support.need("torch")
+support.need_library()
+
+import torch
+
+import forebay
+import models
+import ranks
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+
+
+def plain(world=1, micro_steps=2, clip=None, steps=3, **model_options):
+    """The same training in plain torch: the gradients of all ranks' batches, averaged."""
+    model = models.make(**model_options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    seen = [[] for _ in range(world)]
+    for step in range(steps):
+        for micro_step in range(micro_steps):
+            for rank in range(world):
+                torch.manual_seed(100 * step + micro_step)
+                loss = model(*models.batch(step, micro_step, rank)) / micro_steps
+                (loss / world).backward()
+                seen[rank].append(loss.item())
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+            for one in seen:
+                one.append(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            value = model(*models.batch(99, 0)).item()
+        model.train()
+        for one in seen:
+            one.append(value)
+    return model, seen
+
+
+def torchrun(world, **case):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "0",
+         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", os.path.join(os.path.dirname(__file__), "ranks.py"),
+         json.dumps(case)],
+        capture_output=True, text=True, env=environment, timeout=250, check=False)
+    if done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(results, key=lambda one: one["rank"])
+
+
+class OneRank(unittest.TestCase):
+    def close(self, seen, expected):
+        self.assertEqual(len(seen), len(expected))
+        for a, b in zip(seen, expected):
+            self.assertLessEqual(abs(a - b), 1e-6 * abs(b))
+
+    def test_one_digest_for_all_placements(self):
+        _, (expected,) = plain()
+        digests = {}
+        with tempfile.TemporaryDirectory() as files:
+            for stage in range(4):
+                for offload in ({}, {"offload": "optimizer"},
+                                {"offload": "optimizer", "offload_tier": f"nvme:{files}"}):
+                    result = ranks.run({"stage": stage, **offload})
+                    self.close(result["seen"], expected)
+                    digests[stage, str(offload)] = result["digest"]
+            digests["parameters"] = ranks.run({"stage": 3, "offload": "optimizer+parameters"})["digest"]
+        for kind in ("nonreentrant", "reentrant"):
+            for stage in (0, 3):
+                digests[kind, stage] = ranks.run({"stage": stage}, {"recompute": kind})["digest"]
+        self.assertEqual(len(set(digests.values())), 1, digests)
+
+    def test_one_digest_in_bf16(self):
+        digests = {ranks.run({"stage": stage, "dtype": "bf16", "offload": offload})["digest"]
+                   for stage in (0, 1, 2, 3) for offload in ("none", "optimizer")}
+        self.assertEqual(len(digests), 1)
+
+    def test_clipping_by_torch(self):
+        _, (expected,) = plain(clip=0.5)
+        self.close(ranks.run({"stage": 3}, clip=0.5)["seen"], expected)
+
+    def test_models(self):
+        for options in ({"tied": False}, {"shared_block": True}, {"frozen": ["tokens", "positions"]},
+                        {"recompute": "nonreentrant", "segment": 2, "dropout": 0.1},
+                        {"frozen": ["tokens", "positions", "qkv", "up", "down", "norm1", "norm2", "norm"],
+                         "tied": False}):
+            with self.subTest(options):
+                _, (expected,) = plain(**options)
+                self.close(ranks.run({"stage": 3}, options)["seen"], expected)
+
+    def test_gathered_values_can_be_written(self):
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage)
+            forebay.AdamW(model)
+            with forebay.gathered(model, write=True):
+                model.norm.weight.mul_(3)
+            self.assertTrue(torch.equal(model.state_dict()["norm.weight"], torch.full((32,), 3.0)))
+
+    def test_save_and_restore_with_the_state_of_the_trainer(self):
+        with tempfile.TemporaryDirectory() as directory:
+            results = []
+            for resumed in (False, True):
+                model = forebay.shard(models.make(seed=int(resumed)), stage=3 if resumed else 1)
+                optimizer = forebay.AdamW(model, lr=1e-2)
+                if resumed:
+                    self.assertEqual(forebay.restore(model, directory), {"step": 2})
+                else:
+                    models.train(model, optimizer, steps=2)
+                    forebay.save(model, directory, {"step": 2})
+                models.train(model, optimizer, steps=2)
+                results.append(forebay.digest(model))
+            self.assertEqual(results[0], results[1])
+
+    def test_a_model_on_the_meta_device_takes_values_from_safetensors(self):
+        original = models.make()
+        with tempfile.TemporaryDirectory() as directory:
+            write_safetensors(os.path.join(directory, "model.safetensors"), dict(original.named_parameters()))
+            with torch.device("meta"):
+                model = models.GPT()
+            forebay.shard(model, stage=3)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            self.assertEqual(forebay.load(model, directory), [])
+            values = model.state_dict()
+            for name, value in original.state_dict().items():
+                self.assertTrue(torch.equal(values[name], value), name)
+            _, (expected,) = plain()
+            self.close(models.train(model, optimizer, steps=3), expected)
+
+    def test_reports_and_plans_agree(self):
+        model = forebay.shard(models.make(), stage=2)
+        forebay.AdamW(model)
+        found = forebay.report(model)
+        planned = forebay.plan(models.make(), ranks=1, stage=2)
+        self.assertEqual(planned["plan"]["bytes"], found["plan"]["bytes"])
+
+    def test_nothing_grows(self):
+        model = forebay.shard(models.make(layers=1, width=16), stage=3)
+        optimizer = forebay.AdamW(model)
+        models.train(model, optimizer, steps=20, micro_steps=1)
+        views, files, size = len(model._forebay.views), len(os.listdir("/proc/self/fd")), resident_bytes()
+        models.train(model, optimizer, steps=500, micro_steps=1)
+        self.assertEqual((len(model._forebay.views), len(os.listdir("/proc/self/fd"))), (views, files))
+        self.assertLess(resident_bytes() - size, 8 << 20)
+
+
+class SeveralRanks(unittest.TestCase):
+    def test_one_digest_and_the_losses_of_plain_torch(self):
+        for world, stages in ((2, (0, 1, 2, 3)), (3, (0, 3))):
+            _, expected = plain(world)
+            digests = set()
+            for stage in stages:
+                results = torchrun(world, options={"stage": stage})
+                digests.update(one["digest"] for one in results)
+                for one, losses in zip(results, expected):
+                    for a, b in zip(one["seen"], losses):
+                        self.assertLessEqual(abs(a - b), 1e-6 * abs(b), (world, stage))
+            self.assertEqual(len(digests), 1, world)
+
+    def test_clipping_and_offload(self):
+        _, expected = plain(2, clip=0.5)
+        results = torchrun(2, options={"stage": 3, "offload": "optimizer"}, clip=0.5)
+        self.assertEqual(results[0]["digest"], results[1]["digest"])
+        for one, losses in zip(results, expected):
+            for a, b in zip(one["seen"], losses):
+                self.assertLessEqual(abs(a - b), 1e-6 * abs(b))
+
+
+def resident_bytes():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def write_safetensors(path, tensors):
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        one = tensor.detach().contiguous().numpy().tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(one)]}
+        data += one
+    text = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text + data)
+
+
+if __name__ == "__main__":
+    support.main()
