@@ -6,11 +6,13 @@ the system's. It is loaded at the first use.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import json
 import os
 import pathlib
+import weakref
 from typing import Any, Dict, Optional, Type
 
 ABI = 1
@@ -317,12 +319,11 @@ class Handle:
     def __init__(self, create: Any, *arguments: Any) -> None:
         self._handle: Optional[int] = None
         self._handle = result(create, ctypes.c_void_p, *arguments)
+        _alive.add(self)
 
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
-        if self._handle is None:
-            raise InvalidArgument(f"this {type(self).__name__} was closed; make a new one")
-        return ctypes.c_void_p(self._handle)
+        return ctypes.c_void_p(self._handle)  # Null after close(), which the library refuses.
 
     def close(self) -> None:
         """Gives the handle back. May be called twice."""
@@ -341,3 +342,13 @@ class Handle:
             self.close()
         except Exception:  # The interpreter is ending.
             pass
+
+
+_alive: "weakref.WeakSet[Handle]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Communicators call back into Python from threads of their own, which must end before the interpreter."""
+    for handle in list(_alive):
+        handle.close()

@@ -404,6 +404,10 @@ class Engine(_Reported):
         if self.device is not None and self.device.name == "host":
             library().stream_synchronize(self.device, _stream(stream))
 
+    def parameter(self, unit: int, index: int) -> int:
+        """The address of a parameter of an acquired unit."""
+        return result(library().parameter, ctypes.c_void_p, self, unit, index)
+
     def gradient(self, unit: int, index: int) -> Tuple[int, bool]:
         """The address for a gradient of a unit acquired backward, and whether to add there."""
         address, adds = ctypes.c_void_p(), ctypes.c_int32()

@@ -106,6 +106,16 @@ class EqualsPlainTorch(unittest.TestCase):
             with self.subTest(kind):
                 self.compare(shared_block=True, recompute=kind)
 
+    def test_compiled_blocks(self):
+        losses = []
+        for is_sharded in (False, True):
+            model = models.make()
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+            optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
+            losses.append(models.train(model, optimizer))
+        self.assertEqual(losses[0], losses[1])
+
     def test_the_whole_model_as_one_unit(self):
         self.compare(units=["GPT"])
 

@@ -57,7 +57,7 @@ class Memory(unittest.TestCase):
         device = forebay.Device()
         device.close()
         device.close()
-        with self.assertRaisesRegex(forebay.InvalidArgument, "closed"):
+        with self.assertRaisesRegex(forebay.InvalidArgument, "null"):
             device.report()
 
 
@@ -84,7 +84,7 @@ def train(rank, group, stage, offload, seen, steps=3):
                 engine.acquire(unit, backward=True)
                 address, _ = engine.gradient(unit, 0)
                 shown = (forebay._library.ctypes.c_float * sizes[unit])
-                weight, gradient = shown.from_address(engine.address(unit, 0)), shown.from_address(address)
+                weight, gradient = shown.from_address(engine.parameter(unit, 0)), shown.from_address(address)
                 gradient[:] = [w + rank for w in weight]
                 engine.release(unit)
             result = engine.step()
@@ -129,7 +129,7 @@ class Plans(unittest.TestCase):
     def test_a_config_is_planned_without_a_device(self):
         whole = forebay.plan(GPT2, ranks=8, stage=0)
         parts = forebay.plan(GPT2, ranks=8, stage=3, dtype="bf16")
-        self.assertGreater(whole["plan"]["bytes"]["optimizer"], 7 * parts["plan"]["bytes"]["optimizer"])
+        self.assertGreater(whole["plan"]["bytes"]["optimizer"], 5 * parts["plan"]["bytes"]["optimizer"])
 
     def test_a_file_and_a_directory_are_read(self):
         import json

@@ -204,8 +204,9 @@ class Sharded:
     # --- the engine ---
 
     def make_engine(self) -> core.Engine:
-        device = core.Device("host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}")
-        return core.Engine(device, _communicator(device, self.given.get("store")), **self.options)
+        name = "host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
+        device = core.Device(name, **self.options)
+        return core.Engine(device, _communicator(device, self.given.get("store"), self.options), **self.options)
 
     def commit(self, groups: Optional[Sequence[Dict[str, Any]]] = None) -> None:
         """Makes the engine, moves all values there and binds the parameters to its memory. Collective.
@@ -497,7 +498,7 @@ def _checksum(p: nn.Parameter) -> int:
 _meetings = 0
 
 
-def _communicator(device: core.Device, store: Any) -> core.Communicator:
+def _communicator(device: core.Device, store: Any, options: Dict[str, Any]) -> core.Communicator:
     """Ranks meet in torch's own store: that of the process group, else the launcher's."""
     global _meetings
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -508,4 +509,5 @@ def _communicator(device: core.Device, store: Any) -> core.Communicator:
     elif store is None and size > 1:
         store = next(torch.distributed.rendezvous("env://"))[0]
     _meetings += 1
-    return core.Communicator(device, store if size > 1 else None, prefix=f"forebay/{_meetings}/", rank=rank, size=size)
+    return core.Communicator(device, store if size > 1 else None, prefix=f"forebay/{_meetings}/",
+                             **{**options, "rank": rank, "size": size})
