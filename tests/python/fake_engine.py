@@ -40,6 +40,7 @@ class Parameter:
     def __init__(self, name, count, group, frozen):
         self.name, self.count, self.group, self.frozen = name, count, group, frozen
         self.readers = self.writers = 0
+        self.used = False  # In this step.
 
 
 class FakeEngine:
@@ -161,6 +162,7 @@ class FakeEngine:
             if backward and p.writers == 0:
                 if getattr(p, "written", False):
                     p.sum += p.gradient.tensor
+                    p.used = True
                 p.written = False
                 ctypes.memset(p.gradient.address, 0xFF, p.gradient.size)
                 p.gradient.protect(NONE)
@@ -178,8 +180,8 @@ class FakeEngine:
         result = core.StepResult(grad_norm=self.norm(), loss_scale=1)
         for p in self.all():
             if not p.frozen:
-                p.master.grad = p.sum * self.factor
-                p.sum = torch.zeros(p.count)
+                p.master.grad = p.sum * self.factor if p.used else None
+                p.sum, p.used = torch.zeros(p.count), False
         groups = sorted({p.group for p in self.all() if not p.frozen})
         for group, options in zip(groups, self.optimizer.param_groups):
             options.update(lr=self.values["lr", group], weight_decay=self.values["weight-decay", group],

@@ -267,6 +267,84 @@ class Passes(unittest.TestCase):
         self.assertEqual(results[0], results[1])
 
 
+class Words(nn.Module):
+    """An embedding, something in the middle, and a head."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(50, 32), middle, nn.Linear(32, 50)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.head(self.middle(self.embed(x))) * self.scale
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, h):
+        return h + self.attention(h, h, h)[0]
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.count = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), 0
+
+    def forward(self, h):
+        self.count += 1
+        return self.experts[self.count % 2](h) + self.experts[2](h)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32), nn.ReLU(inplace=True),
+                                    nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32))
+
+    def forward(self, h):
+        h = h.transpose(1, 2)
+        out = self.layers(h)
+        out += h
+        return torch.relu_(out).transpose(1, 2)
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells = nn.LSTM(32, 32, 2, batch_first=True)
+
+    def forward(self, h):
+        return self.cells(h)[0]
+
+
+class Modules(unittest.TestCase):
+    def test_those_of_torch(self):
+        encoder = lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2)
+        for make in (encoder, Attention, First, Residual, Experts):
+            with self.subTest(make):
+                results = []
+                for is_sharded in (False, True):
+                    torch.manual_seed(0)
+                    model = Words(make())
+                    optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
+                    seen = []
+                    for step in range(4):
+                        x = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step))
+                        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        model.eval()
+                        with torch.no_grad():
+                            seen += [loss.item(), model(x).sum().item()]
+                        model.train()
+                    results.append(seen)
+                self.assertEqual(results[0], results[1])
+
+
 class Values(unittest.TestCase):
     def test_state_dict_of_the_model_and_of_a_module(self):
         plain, model = models.make(), models.make()

@@ -87,13 +87,13 @@ class Unit:
         if not torch.is_grad_enabled():
             return None
         flat, spec = tree_flatten((args, kwargs))
-        wanting = [i for i, t in enumerate(flat) if isinstance(t, torch.Tensor) and t.requires_grad]
+        # A tensor that is given twice stays one: modules compare their inputs by `is`.
+        wanting = {id(t): t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad}
         if not wanting:
             return None
         call.has_inputs = True
-        for i, t in zip(wanting, _InputsDone.apply(call, *[flat[i] for i in wanting])):
-            flat[i] = t
-        return tree_unflatten(flat, spec)
+        made = dict(zip(wanting, _InputsDone.apply(call, *wanting.values())))
+        return tree_unflatten([made.get(id(t), t) for t in flat], spec)
 
     @torch.compiler.disable
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
