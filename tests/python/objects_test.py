@@ -125,6 +125,26 @@ class Engines(unittest.TestCase):
                 engine.load(os.path.join(directory, "nothing"))
 
 
+class Activations(unittest.TestCase):
+    def test_a_checkpointer_returns_them_with_their_record(self):
+        import ctypes
+        with forebay.LocalGroup(1) as group, forebay.Device() as device, forebay.Arena(device) as arena:
+            ranks = group.communicator(0, device)
+            with forebay.Checkpointer(device, ranks) as checkpointer:
+                checkpointer.declare(0, 0, 4096, activation_placement="partition+spill", activation_state_bytes=16)
+                checkpointer.commit()
+                source = arena.allocate(4096)
+                device.fill(source, 5, 4096)
+                checkpointer.save(0, 0, 0, source, 4096, record=b"a seed")
+                device.fill(source, 0, 4096)
+                data, size, record = checkpointer.load(0, 0, 0)
+                device.synchronize()
+                self.assertEqual((size, record), (4096, b"a seed"))
+                self.assertEqual(ctypes.string_at(data, size), bytes([5] * 4096))
+                checkpointer.load_end(0, 0, 0)
+                checkpointer.check()
+
+
 class Plans(unittest.TestCase):
     def test_a_config_is_planned_without_a_device(self):
         whole = forebay.plan(GPT2, ranks=8, stage=0)
