@@ -246,15 +246,15 @@ std::int32_t forebay_engine_create(forebay_device* device, forebay_communicator*
     if (made->ranks->device != made->device)
       misuse("communicator is on another device; make both on the same one");
     made->timeline = keep_or_null(timeline);
-    made->options = options_of(options).engine;
+    EngineOptions given = options_of(options).engine;
     if (grid != nullptr) {
       made->others.push_back(share(grid).keep());
-      made->options.grid = made->others.back()->communicator.get();
+      given.grid = made->others.back()->communicator.get();
     }
-    if (timeline != nullptr) made->options.timeline = &made->timeline->timeline;
-    throw_if_error(check_sharding_options(made->options));
+    if (timeline != nullptr) given.timeline = &made->timeline->timeline;
+    throw_if_error(check_sharding_options(given));
     made->engine = std::make_unique<Engine>(*made->device->backend, made->device->kernels(),
-                                            *made->ranks->communicator, made->options);
+                                            *made->ranks->communicator, std::move(given));
     *engine = make_handle<forebay_engine>(std::move(made));
   });
 }
@@ -633,10 +633,10 @@ std::int32_t forebay_step(forebay_engine* engine, forebay_step_result* result, s
   });
 }
 
-std::int32_t forebay_abandon(forebay_engine* engine) {
+std::int32_t forebay_abandon(forebay_engine* engine, std::int32_t micro_steps) {
   return guarded(__func__, [&] {
     const auto held = hold(engine);
-    committed(*held).abandon();
+    committed(*held).abandon(micro_steps);
     held->leases.clear();
   });
 }

@@ -74,7 +74,6 @@ struct EngineObject : Object {
   std::shared_ptr<Ranks> ranks;
   std::vector<std::shared_ptr<Ranks>> others;  // The grid, and pipeline stages that share units.
   std::shared_ptr<TimelineObject> timeline;
-  EngineOptions options;
   PlanOptions plan_options;  // An engine that only plans has these and `shape`.
   ModelShape shape;
   std::unique_ptr<Engine> engine;

@@ -487,8 +487,8 @@ FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
 /* Makes an engine over the ranks of `communicator`, on the same device. `grid`: all tensor- and
  * pipeline-parallel ranks together, from which `communicator` was split. Takes no device memory yet.
  * Options: all of sharding (stage, dtype, micro-steps, offload, ...), order-of-units (strict, recorded),
- * average, beta1, beta2, epsilon, loss-scale, loss-scale-growth-interval, loss-scale-minimum, host-threads,
- * near-device, counts-replicated, agree.*. */
+ * average, units-at-once, beta1, beta2, epsilon, loss-scale, loss-scale-growth-interval,
+ * loss-scale-minimum, host-threads, near-device, counts-replicated, agree.*. */
 FOREBAY_API int32_t forebay_engine_create(forebay_device* device, forebay_communicator* communicator,
                                           forebay_communicator* grid /* or null */,
                                           forebay_timeline* timeline /* or null */,
@@ -544,8 +544,8 @@ FOREBAY_API int32_t forebay_engine_address(forebay_engine* engine, int32_t unit,
 /* The declared activation memory; null if none was declared. */
 FOREBAY_API int32_t forebay_engine_activations(forebay_engine* engine, void** address);
 
-/* The plan, and after commit the statistics, as JSON: "model", "options", "plan", "statistics". Waits for
- * queued work. */
+/* The plan, and after commit the statistics, as JSON: "options", "model", "plan", "recorded_order",
+ * "statistics". Waits for queued work. */
 FOREBAY_API int32_t forebay_engine_report(forebay_engine* engine, const char** json);
 
 /* A number of forebay_engine_report() by its path: "plan.bytes.parameters", "statistics.peak.parameters".
@@ -668,9 +668,12 @@ FOREBAY_API int32_t forebay_norm(forebay_engine* engine, double* norm);
  * Errors: FOREBAY_INVALID_ARGUMENT for values that are missing, not finite or differ between ranks. */
 FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* result, uint64_t bytes);
 
-/* Gives the current step up after an exception in the trainer: gradients are dropped, acquisitions end. The
- * next forebay_step() of the other ranks reports it. */
-FOREBAY_API int32_t forebay_abandon(forebay_engine* engine);
+/* Gives the current step up, for example after an exception in the trainer: gradients are dropped,
+ * acquisitions end, and weights, counts and loss scale stay on all ranks. The other ranks run their step,
+ * of `micro_steps` micro-steps (0: the option), and forebay_step() reports it there; or they abandon it
+ * too. Order-of-units "recorded" only. Collective.
+ * Errors: FOREBAY_UNSUPPORTED with several ranks before an order was recorded; nothing changes then. */
+FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==
  * Order: after commit, between steps.
