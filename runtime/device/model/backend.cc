@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -73,6 +72,22 @@ struct ModelStream {
 };
 
 thread_local ModelStream* running_stream = nullptr;
+
+// A small generator with a state of one word: the order need not be fair, only different for each seed.
+class SplitMix {
+ public:
+  explicit SplitMix(std::uint64_t seed) noexcept : state_(seed) {}
+  std::uint64_t next() noexcept {
+    std::uint64_t z = (state_ += 0x9E3779B97F4A7C15u);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  std::size_t below(std::size_t limit) noexcept { return static_cast<std::size_t>(next() % limit); }
+
+ private:
+  std::uint64_t state_;
+};
 
 class ModelBackendImpl final : public ScriptedModelBackend {
  public:
@@ -558,13 +573,13 @@ class ModelBackendImpl final : public ScriptedModelBackend {
       if (can_advance(*stream)) ready.push_back(stream);
     }
     if (ready.empty()) return false;
-    const std::shared_ptr<ModelStream> picked = ready[random_() % ready.size()];
+    const std::shared_ptr<ModelStream> picked = ready[random_.below(ready.size())];
     ready.clear();
     return run_head(lock, *picked);
   }
 
   void advance_some(std::unique_lock<std::mutex>& lock) {
-    for (std::size_t count = random_() % 3; count > 0; --count) {
+    for (std::size_t count = random_.below(3); count > 0; --count) {
       if (!advance_any(lock)) return;
     }
   }
@@ -610,7 +625,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
   // Guarded by mutex_.
   std::size_t waiting_count_ = 0;  // Threads that wait for progress_.
   std::size_t left_count_ = 0;     // kAtOnce: operations queued and not run yet.
-  std::mt19937_64 random_;
+  SplitMix random_;
   std::uint64_t last_id_ = 0;  // Handles are numbers never used twice: a stale one is refused, not followed.
   std::map<std::uint64_t, std::shared_ptr<ModelStream>> streams_;  // Ordered, so that a seed gives one order.
   std::vector<std::shared_ptr<ModelStream>> ready_streams_;        // Scratch of advance_any.
