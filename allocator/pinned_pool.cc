@@ -784,22 +784,20 @@ void SlabPinnedPool::reset_peaks() {
 // mutex_ held.
 std::string SlabPinnedPool::memory_line() const {
   const std::size_t unused = statistics_.held_bytes - statistics_.live_bytes - statistics_.pending_bytes;
-  return "of " + format_bytes(statistics_.held_bytes) + " held, " + format_bytes(statistics_.live_bytes) +
-         " are in use, " + format_bytes(statistics_.pending_bytes) + " wait for streams, and " +
-         format_bytes(unused) + " are free in pieces of at most " +
-         format_bytes(bins_.largest_page_count() * page_bytes_);
+  return join_text("of ", format_bytes(statistics_.held_bytes), " held, ",
+                   format_bytes(statistics_.live_bytes), " are in use, ",
+                   format_bytes(statistics_.pending_bytes), " wait for streams, and ", format_bytes(unused),
+                   " are free in pieces of at most ", format_bytes(bins_.largest_page_count() * page_bytes_));
 }
 
 std::string SlabPinnedPool::report() const {
   const Lock lock(mutex_);
-  std::string text =
-      "pinned host memory for " + std::string(backend_.capabilities().name) + ": " + memory_line() + "\n";
-  text += "  " + format_count(statistics_.slab_count, "slab") + ", " +
-          format_bytes(statistics_.huge_page_bytes) + " in reserved huge pages; live blocks asked for " +
-          format_bytes(statistics_.requested_bytes) + "; at most " +
-          format_bytes(statistics_.peak_held_bytes) + " held for " +
-          format_bytes(statistics_.peak_requested_bytes) + " asked for\n";
-  return text;
+  return join_text(
+      "pinned host memory for ", backend_.capabilities().name, ": ", memory_line(), "\n  ",
+      format_count(statistics_.slab_count, "slab"), ", ", format_bytes(statistics_.huge_page_bytes),
+      " in reserved huge pages; live blocks asked for ", format_bytes(statistics_.requested_bytes),
+      "; at most ", format_bytes(statistics_.peak_held_bytes), " held for ",
+      format_bytes(statistics_.peak_requested_bytes), " asked for\n");
 }
 
 Status SlabPinnedPool::too_large(std::size_t bytes) const {

@@ -57,15 +57,14 @@ std::string ChunkedArena::report() const {
     std::copy(tags_, tags_ + tag_count_, tags);
     found = count_free(Placement());
   }
-  std::string text = std::string("arena on ") + backend_.capabilities().name + ": limit " +
-                     format_bytes(limit_bytes_) + ", reserved " + format_bytes(total.reserved_bytes) +
-                     " (peak " + format_bytes(total.peak_reserved_bytes) + "), live " +
-                     format_bytes(total.live_bytes) + " (peak " + format_bytes(total.peak_live_bytes) +
-                     ")\n  free " + format_bytes(found.usable_bytes) + " in pieces of at most " +
-                     format_bytes(found.largest_bytes) + ", " + format_bytes(found.waiting_bytes) +
-                     " waiting for streams, " + format_bytes(found.kept_bytes) +
-                     " of pausable tags and captures, " + format_bytes(found.spare_bytes) + " not mapped, " +
-                     format_bytes(found.lost_bytes) + " lost to failed calls\n";
+  std::string text = join_text(
+      "arena on ", backend_.capabilities().name, ": limit ", format_bytes(limit_bytes_), ", reserved ",
+      format_bytes(total.reserved_bytes), " (peak ", format_bytes(total.peak_reserved_bytes), "), live ",
+      format_bytes(total.live_bytes), " (peak ", format_bytes(total.peak_live_bytes), ")\n  free ",
+      format_bytes(found.usable_bytes), " in pieces of at most ", format_bytes(found.largest_bytes), ", ",
+      format_bytes(found.waiting_bytes), " waiting for streams, ", format_bytes(found.kept_bytes),
+      " of pausable tags and captures, ", format_bytes(found.spare_bytes), " not mapped, ",
+      format_bytes(found.lost_bytes), " lost to failed calls\n");
   char line[160];
   std::snprintf(line, sizeof line, "  %-31s %12s %12s %12s %12s %12s\n", "tag", "live", "peak", "limit",
                 "in slots", "allocations");
@@ -86,8 +85,8 @@ std::string ChunkedArena::report() const {
 std::string ChunkedArena::never_fits(std::size_t bytes) const {
   const Capabilities& device = backend_.capabilities();
   if (bytes > device.memory_bytes) {
-    return std::string("that can never fit: ") + device.name + " has " + format_bytes(device.memory_bytes) +
-           " in all; ask for less at a time, or spread it over several devices";
+    return join_text("that can never fit: ", device.name, " has ", format_bytes(device.memory_bytes),
+                     " in all; ask for less at a time, or spread it over several devices");
   }
   if (bytes > limit_bytes_) {
     return "that can never fit: the arena may take " + format_bytes(limit_bytes_) + " of the " +

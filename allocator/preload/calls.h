@@ -12,7 +12,7 @@
 /* --- the driver's types and result codes ---
 
    They are C, because the front end is C, and have the sizes of cuda.h, because they are passed unchanged.
-   tests/allocator/preload compares them with runtime/device/cuda/abi.h. */
+   tests/allocator/preload compares them with tests/fakes/cuda/abi.h. */
 
 typedef unsigned DriverResult;
 typedef int DriverDevice;

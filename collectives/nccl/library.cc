@@ -62,7 +62,7 @@ Result<NcclLibrary> resolve(const Opened& opened) {
   FOREBAY_NCCL_ENTRY_POINTS(FOREBAY_NCCL_RESOLVE)
 #undef FOREBAY_NCCL_RESOLVE
   library.facts.path = path_of(reinterpret_cast<const void*>(library.ncclGetVersion), opened.name);
-  const std::string try_this = std::string("; have ") + kVariable + " name NCCL 2.18 or newer";
+  const std::string try_this = join_text("; have ", kVariable, " name NCCL 2.18 or newer");
 #define FOREBAY_NCCL_CHECK(symbol, result, parameters)                                   \
   if (library.symbol == nullptr) {                                                       \
     return Status(StatusCode::kUnsupported, "cannot use NCCL from ", library.facts.path, \

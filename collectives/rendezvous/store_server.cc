@@ -93,6 +93,7 @@ class StoreServer::Loop {
   void read_admission(Connection& connection, std::string_view bytes);
   void read_frames(Connection& connection, std::string_view bytes);
   void greet(Connection& connection, const Message& message);
+  void let_in(Connection& connection, int rank);
   void answer(Connection& connection, const Message& message);
   void write_to(Connection& connection);
   void spread_news();
@@ -298,9 +299,13 @@ void StoreServer::Loop::greet(Connection& connection, const Message& message) {
     send_away(connection);
     return;
   }
-  connection.rank = greeting.introduction.who.rank;
+  let_in(connection, greeting.introduction.who.rank);
+}
+
+void StoreServer::Loop::let_in(Connection& connection, int rank) {
+  connection.rank = rank;
   connection.stage = Stage::kMember;
-  connection.send({MessageType::kDone, {}, book_.token(connection.rank)});
+  connection.send({MessageType::kDone, {}, book_.token(rank)});
   for (const Message& news : book_.news_for_newcomer()) connection.send(news);
 }
 
@@ -315,10 +320,7 @@ bool StoreServer::Loop::take_back(Connection& connection, const Greeting& greeti
     old.rank = -1;
     old.broken = true;
   }
-  connection.rank = rank;
-  connection.stage = Stage::kMember;
-  connection.send({MessageType::kDone, {}, token});
-  for (const Message& news : book_.news_for_newcomer()) connection.send(news);
+  let_in(connection, rank);
   return true;
 }
 
