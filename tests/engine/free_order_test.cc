@@ -128,11 +128,16 @@ INSTANTIATE_TEST_SUITE_P(Stages, FreeOrder, ::testing::Range(0, 4));
 TEST_P(FreeOrder, ProgramsHaveTheBitsOfPlainLoops) {
   for (const Program& program : kPrograms) {
     for (const int ranks : {1, 3, 4}) {
-      check(program, recorded_options(GetParam(), DataType::kFloat32, ranks));
+      ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, ranks);
+      options.engine.overlap = ranks != 4;
+      if (ranks == 4) options.engine.group = 2;
+      check(program, options);
       if (HasFatalFailure()) return;
     }
-    check(program, recorded_options(GetParam(), DataType::kBfloat16, 3));
-    if (HasFatalFailure()) return;
+    for (const DataType type : {DataType::kBfloat16, DataType::kFloat16}) {
+      check(program, recorded_options(GetParam(), type, type == DataType::kFloat16 ? 2 : 3));
+      if (HasFatalFailure()) return;
+    }
   }
 }
 
@@ -159,6 +164,13 @@ TEST_P(FreeOrder, LocalAccumulationGoesOn) {
     check(program, options);
     if (HasFatalFailure()) return;
   }
+}
+
+TEST_P(FreeOrder, PlannedSpareSlotsAreThere) {
+  ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, 2);
+  options.engine.units_at_once = 3;
+  const ToyResult result = run_toy(options);
+  expect_same(result, reference_toy(options), "three units at once");
 }
 
 // Random programs: units in any order and number, leases that overlap, steps of any length, evaluations.
@@ -345,6 +357,29 @@ TEST(FreeOrderSlots, NamesTheUnitsThatTheBudgetHasNoRoomFor) {
     }
     throw_if_error(rank.backend->stream_synchronize(stream));
     throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+// A rank cannot follow an order that it does not know.
+TEST(FreeOrderCalls, AbandonNeedsAnOrderWithSeveralRanks) {
+  ToyOptions options = recorded_options(2, DataType::kFloat32, 2);
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().step_begin();
+    try {
+      trainer.engine().abandon();
+      ADD_FAILURE() << "abandoned";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), StatusCode::kUnsupported);
+      EXPECT_NE(std::string(error.what()).find("recorded_order"), std::string::npos) << error.what();
+    }
+    // Nothing changed.
+    trainer.run_recorded_passes(0);
+    EXPECT_FALSE(trainer.engine().step({.groups = options.groups}).abandoned);
+    trainer.engine().step_begin();
+    trainer.engine().abandon();
+    EXPECT_EQ(trainer.engine().attempted_steps(), 1u);
   });
 }
 

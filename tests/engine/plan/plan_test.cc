@@ -177,6 +177,26 @@ TEST(Plan, GivesTheOwnerOfATiedParameterASlotOfItsOwn) {
   EXPECT_EQ(with.slots.slot_bytes.size(), 6u);
 }
 
+TEST(Plan, HasASlotForEachUnitThatARecordedOrderUsesAtOnce) {
+  ModelShape model = awkward_model(4);
+  model.units.back().tied.clear();
+  PlanOptions options{{.stage = 3, .order_of_units = OrderOfUnits::kRecorded}, 4};
+  const Plan unknown = plan_of(model, options);
+  EXPECT_EQ(unknown.slots.slot_bytes, plan_of(model, {{.stage = 3}, 4}).slots.slot_bytes);
+  // Units 1 and 2 together with 3, and 3 again in the backward pass.
+  options.recorded_order = "0.1.2.3.4.5.5b.5r.3b.3r/0.1/1-2.1-3.2-3/";
+  const Plan known = plan_of(model, options);
+  EXPECT_EQ(known.slots.parameter_slot, (std::vector<int>{0, 0, 1, 2, 0, 0}));
+  EXPECT_EQ(known.slots.gradient_slot, (std::vector<int>{3, 3, 3, 3, 3, 3}));
+  EXPECT_EQ(known.bytes_in(Pool::kGathered), known.bytes.gathered);
+  for (const char* const text : {"0", "0.6/0//", "0/0/0-7/", "0b.x/0//", "0/0//0-1 "}) {
+    options.recorded_order = text;
+    const Result<Plan> refused = make_plan(model, options);
+    EXPECT_EQ(refused.status().code(), StatusCode::kInvalidArgument) << text;
+    EXPECT_NE(refused.status().message().find("recorded_order()"), std::string::npos) << text;
+  }
+}
+
 TEST(Plan, CountsAFrozenParameterOnlyAsAParameter) {
   for (const int stage : {0, 1, 2, 3}) {
     const PlanOptions options{{.stage = stage, .dtype = DataType::kBfloat16}, 3};

@@ -27,9 +27,9 @@
 //     gradient_norm() or step(). So a unit may have two forward leases before a backward one, a forward lease
 //     alone, or none.
 //   - A rank may leave out units that other ranks use; it contributes zeros. All ranks lease the units that
-//     they use in the same order. The communicator names the ranks that do not.
+//     they use in the same order. Ranks that do not are named, by the communicator or at the latest by step().
 //   - Before a step has been recorded, the order of registration is expected. It matters only where a rank
-//     leaves out units in the first step.
+//     leaves out units. In a step in which the order changes, no rank leaves out units.
 //   - step() ends a step after any number of micro-steps from 1 to EngineOptions::micro_steps, the same
 //   number
 //     on all ranks. evaluation_begin() opens passes without gradients. abandon() gives up a step.
