@@ -166,6 +166,13 @@ std::int32_t forebay_arena_alias_create(forebay_arena* arena, std::uint32_t slot
   });
 }
 
+std::int32_t forebay_arena_alias_move(forebay_arena* arena, void* alias, std::uint32_t slot) {
+  return guarded(__func__, [&] {
+    FOREBAY_REQUIRE(alias);
+    throw_if_error(share(arena)->arena->alias_move(device_address(alias), {slot}));
+  });
+}
+
 std::int32_t forebay_arena_alias_destroy(forebay_arena* arena, void* alias) {
   return guarded(__func__, [&] {
     FOREBAY_REQUIRE(alias);

@@ -51,7 +51,8 @@ int main() {
   const auto device = c::make<c::Device>(forebay_device_open, "host", nullptr);
   const auto group = c::make<c::LocalGroup>(forebay_local_group_create, 1, nullptr);
   const auto ranks = c::make<c::Communicator>(forebay_local_group_communicator, group, 0, device);
-  const auto engine = c::make<c::Engine>(forebay_engine_create, device, ranks, nullptr, nullptr, nullptr);
+  const c::Options options{{"order-of-units", "recorded"}};
+  const auto engine = c::make<c::Engine>(forebay_engine_create, device, ranks, nullptr, nullptr, options);
   const auto unit = c::get<std::int32_t>(forebay_engine_add_unit, engine, "unit", 0);
   c::get<std::int32_t>(forebay_engine_add_parameter, engine, unit, "weight", 1024, 0, 0);
   c::call(forebay_engine_commit, engine);
@@ -68,6 +69,15 @@ int main() {
         const volatile double scale = cxx.loss_scale();
         static_cast<void>(scale);
       });
+  c::call(forebay_evaluation_begin, engine);
+  small &= compare(
+      "forebay_acquire, forebay_release", kCalls / 100,
+      [&] {
+        forebay_acquire(engine, unit, 0, stream);
+        forebay_release(engine, unit, stream);
+      },
+      [&] { static_cast<void>(cxx.forward(unit, {stream})); });
+  c::call(forebay_evaluation_end, engine);
   c::call(forebay_step_begin, engine);
   c::call(forebay_micro_step_begin, engine, 0);
   c::call(forebay_acquire, engine, unit, 0, stream);

@@ -187,6 +187,9 @@ FOREBAY_API int32_t forebay_fill(forebay_device* device, void* target, int32_t v
 /* The stream argument for blocks that only the host uses. */
 #define FOREBAY_NO_STREAM ((void*)(intptr_t)-1)
 
+/* The slot of an alias that has none. */
+#define FOREBAY_NO_SLOT UINT32_MAX
+
 #define FOREBAY_PERSISTENT 1 /* Allocated once and kept, such as weights. */
 #define FOREBAY_FIXED 2      /* One chunk of its own, mapped once: can be registered or exported. */
 #define FOREBAY_PAUSABLE 4   /* A tag: forebay_arena_pause() works. */
@@ -244,6 +247,10 @@ FOREBAY_API int32_t forebay_arena_slot_destroy(forebay_arena* arena, uint32_t sl
 /* Maps a slot's first bytes at new addresses. All aliases of a slot show the same bytes. */
 FOREBAY_API int32_t forebay_arena_alias_create(forebay_arena* arena, uint32_t slot, uint64_t bytes,
                                                void** alias);
+
+/* Maps an alias onto another slot; its address stays. `slot` FOREBAY_NO_SLOT: onto none, and the address is
+ * inaccessible until the next call. No queued work may use the alias. */
+FOREBAY_API int32_t forebay_arena_alias_move(forebay_arena* arena, void* alias, uint32_t slot);
 
 /* Unmaps an alias, which no queued work may use. */
 FOREBAY_API int32_t forebay_arena_alias_destroy(forebay_arena* arena, void* alias);
