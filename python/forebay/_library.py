@@ -221,7 +221,7 @@ FUNCTIONS: Dict[str, str] = {
     "loss_scale": "hD",
     "norm": "hD",
     "step": "hpu",
-    "abandon": "h",
+    "abandon": "hi",
     "lock": "hs",
     "save": "hspu",
     "load": "hsPU",

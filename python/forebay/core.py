@@ -432,9 +432,12 @@ class Engine(_Reported):
         library().step(self, ctypes.addressof(done), ctypes.sizeof(done))
         return done
 
-    def abandon(self) -> None:
-        """Gives the step up: gradients are dropped, acquisitions end. Collective with step()."""
-        library().abandon(self)
+    def abandon(self, micro_steps: int = 0) -> None:
+        """Gives the step up: gradients are dropped, acquisitions end. Collective with abandon() or step().
+
+        `micro_steps`: the number that the other ranks run; 0: the option micro_steps.
+        """
+        library().abandon(self, micro_steps)
 
     def save(self, directory: Union[str, os.PathLike], state: bytes = b"") -> None:
         """Saves weights, optimizer states and `state` under a directory. Collective.

@@ -191,8 +191,8 @@ class FakeEngine:
         self.in_step = False
         return result
 
-    def abandon(self):
-        assert self.in_step
+    def abandon(self, micro_steps=0):
+        assert self.in_step and micro_steps == self.micro_step + 1
         for index, unit in enumerate(self.units):
             while unit.leases:
                 self.release(index)

@@ -20,6 +20,8 @@ import forebay
 from fake_engine import FakeEngine
 from forebay.torch.sharded import Sharded
 import models
+import passes
+from passes import plain_adamw
 
 faulthandler.enable()
 torch.set_num_threads(1)
@@ -35,10 +37,6 @@ def sharded(model, **options):
 def adamw(model, **options):
     with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
         return forebay.AdamW(model, **{"lr": 1e-2, **options})
-
-
-def plain_adamw(model, **options):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, **options})
 
 
 def released(model):
@@ -123,226 +121,32 @@ class EqualsPlainTorch(unittest.TestCase):
         self.compare(units=[nn.Linear, nn.LayerNorm, nn.Embedding])
 
 
-class Passes(unittest.TestCase):
-    """Orders of passes that are no plain loop."""
+class OverFakes:
+    """Results are the same bit for bit."""
 
-    def compare(self, body, steps=3, **model_options):
-        plain, model = models.make(**model_options), models.make(**model_options)
-        results = []
-        for one, optimizer in ((plain, plain_adamw(plain)), (model, adamw(sharded(model)))):
-            seen = []
-            for step in range(steps):
-                seen.append(body(one, optimizer, step))
-            results.append((seen, one.state_dict()))
-        self.assertEqual(results[0][0], results[1][0])
-        for name, value in results[0][1].items():
-            self.assertTrue(torch.equal(results[1][1][name], value), name)
-        self.assertTrue(released(model))
+    def shard(self, model):
+        return sharded(model)
 
-    def test_two_forward_passes_before_one_backward_pass(self):
-        def body(model, optimizer, step):
-            loss = model(*models.batch(step, 0)) - 0.5 * model(*models.batch(step, 1))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-        self.compare(body)
+    def adamw(self, model):
+        return adamw(sharded(model))
 
-    def test_two_losses_with_backward_passes_of_their_own(self):
-        def body(model, optimizer, step):
-            first, second = model(*models.batch(step, 0)), model(*models.batch(step, 1))
-            first.backward()
-            second.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return first.item(), second.item()
-        self.compare(body)
+    def wrap(self, optimizer):
+        with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
+            return forebay.wrap(optimizer)
 
-    def test_two_backward_passes_over_one_graph(self):
-        def body(model, optimizer, step):
-            loss = model(*models.batch(step, 0))
-            loss.backward(retain_graph=True)
-            (0.5 * loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-        self.compare(body)
+    def same(self, seen, expected):
+        self.assertEqual(seen, expected)
 
-    def test_evaluation_between_a_forward_pass_and_its_backward_pass(self):
-        def body(model, optimizer, step):
-            loss = model(*models.batch(step, 0))
-            with torch.no_grad():
-                reference = model(*models.batch(step, 1)).item()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item(), reference
-        self.compare(body)
-
-    def test_evaluation_between_micro_steps(self):
-        def body(model, optimizer, step):
-            seen = []
-            for i in range(3):
-                loss = model(*models.batch(step, i)) / 3
-                loss.backward()
-                with torch.inference_mode():
-                    seen += [loss.item(), model(*models.batch(step, 9)).item()]
-            optimizer.step()
-            optimizer.zero_grad()
-            return seen
-        self.compare(body)
-
-    def test_gradients_that_are_cleared_before_the_step(self):
-        def body(model, optimizer, step):
-            model(*models.batch(step, 7)).backward()
-            model.zero_grad()
-            loss = model(*models.batch(step, 0))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-        self.compare(body)
-
-    def test_a_forward_pass_that_fails(self):
-        def body(model, optimizer, step):
-            if step == 1:
-                with self.assertRaises(IndexError):
-                    model(torch.full((1, 4), models.VOCABULARY + 5))
-            loss = model(*models.batch(step, 0))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-        self.compare(body)
-
-    def test_a_backward_pass_that_fails(self):
-        def body(model, optimizer, step):
-            if step == 1:
-                loss = model(*models.batch(step, 3))
-                handle = model.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
-                hidden = model(*models.batch(step, 3))
-                with self.assertRaises(ZeroDivisionError):
-                    hidden.backward()
-                handle.remove()
-                optimizer.zero_grad()
-                del loss, hidden
-            loss = model(*models.batch(step, 0))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-        self.compare(body)
-
-    def test_a_step_without_a_backward_pass_does_nothing(self):
-        def body(model, optimizer, step):
-            optimizer.step()
-            return model(*models.batch(step, 0)).item()
-        self.compare(body)
-
-    def test_schedulers_and_parameter_groups(self):
-        results = []
-        for is_sharded in (False, True):
-            model = models.make()
-            if is_sharded:
-                sharded(model)
-            matrices = [p for p in model.parameters() if p.dim() > 1]
-            others = [p for p in model.parameters() if p.dim() < 2]
-            groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
-            made = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95))
-            scheduler = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
-            if is_sharded:
-                with mock.patch.object(Sharded, "make_engine", lambda self: FakeEngine()):
-                    optimizer = forebay.wrap(made)
-            else:
-                optimizer = made
-            seen = []
-            for step in range(4):
-                loss = model(*models.batch(step, 0))
-                loss.backward()
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                seen.append((loss.item(), optimizer.param_groups[0]["lr"]))
-            results.append(seen)
-        self.assertEqual(results[0], results[1])
+    def same_weights(self, seen, expected):
+        self.assertTrue(torch.equal(seen, expected))
 
 
-class Words(nn.Module):
-    """An embedding, something in the middle, and a head."""
-
-    def __init__(self, middle):
-        super().__init__()
-        self.embed, self.middle, self.head = nn.Embedding(50, 32), middle, nn.Linear(32, 50)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.head(self.middle(self.embed(x))) * self.scale
+class Passes(OverFakes, passes.Passes, unittest.TestCase):
+    pass
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, h):
-        return h + self.attention(h, h, h)[0]
-
-
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts, self.count = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)), 0
-
-    def forward(self, h):
-        self.count += 1
-        return self.experts[self.count % 2](h) + self.experts[2](h)
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32), nn.ReLU(inplace=True),
-                                    nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32))
-
-    def forward(self, h):
-        h = h.transpose(1, 2)
-        out = self.layers(h)
-        out += h
-        return torch.relu_(out).transpose(1, 2)
-
-
-class First(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cells = nn.LSTM(32, 32, 2, batch_first=True)
-
-    def forward(self, h):
-        return self.cells(h)[0]
-
-
-class Modules(unittest.TestCase):
-    def test_those_of_torch(self):
-        encoder = lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2)
-        for make in (encoder, Attention, First, Residual, Experts):
-            with self.subTest(make):
-                results = []
-                for is_sharded in (False, True):
-                    torch.manual_seed(0)
-                    model = Words(make())
-                    optimizer = adamw(sharded(model)) if is_sharded else plain_adamw(model)
-                    seen = []
-                    for step in range(4):
-                        x = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(step))
-                        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
-                        loss.backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        model.eval()
-                        with torch.no_grad():
-                            seen += [loss.item(), model(x).sum().item()]
-                        model.train()
-                    results.append(seen)
-                self.assertEqual(results[0], results[1])
+class Modules(OverFakes, passes.Modules, unittest.TestCase):
+    pass
 
 
 class Values(unittest.TestCase):

@@ -44,6 +44,7 @@ class Guard(TorchDispatchMode):
             self.entered = False
             self.__exit__(None, None, None)
 
+    @torch.compiler.disable
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (self.first or self.always) and not _is_view(func):
             for t in tree_leaves((args, kwargs)):

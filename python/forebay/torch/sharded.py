@@ -116,7 +116,7 @@ class Unit:
             self.task, self.pending = task, self.trainable
         if self.in_backward:
             return
-        if self.forwards == 0:  # A second backward pass over one graph.
+        if self.forwards == 0:  # The forward pass belonged to no step.
             self.owner.acquire_forward(self, counted=True)
             self.owner.release(self)
         self.forwards -= 1
@@ -194,8 +194,6 @@ class Sharded:
         self.guard: Optional[guard.Guard] = None
         for p in self.parameters:
             p._forebay = self
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self.take_gradient)
         for unit in self.units:
             module = unit.plan.module
             module.register_forward_pre_hook(unit.before_forward, with_kwargs=True, prepend=True)
@@ -226,6 +224,8 @@ class Sharded:
             if not p.is_meta:
                 self.set_value(p, p.detach())
             self._bind(p, self.view(engine.address(unit, index), p.shape))
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self.take_gradient)
         self.stand_ins = {p: stand_in.Gradient(p, self, i == 0)
                           for i, p in enumerate(q for q in self.parameters if q.requires_grad)}
         self.frozen = [not p.requires_grad for p in self.parameters]
@@ -300,13 +300,16 @@ class Sharded:
         unit.forwards += counted
         self.acquire(unit, backward=False)
 
-    def begin_pass(self) -> None:
-        """A forward pass with gradients: it opens a step, and after a backward pass the next micro-step."""
+    def begin_pass(self) -> bool:
+        """A forward pass with gradients: it opens a step, and after a backward pass the next micro-step.
+
+        True if it opened a micro-step.
+        """
         if self.evaluating:
             self.engine.evaluation_end()
             self.evaluating = False
         if self.in_step and not self.backward_over:
-            return
+            return False
         if self.in_step and self.gradients_were_cleared():
             self.abandon()
         if not self.in_step:
@@ -319,6 +322,7 @@ class Sharded:
         for unit in self.units:
             unit.forwards = 0
         self.engine.micro_step_begin(self.micro_step)
+        return True
 
     def _check_frozen(self) -> None:
         for p, frozen in zip(self.parameters, self.frozen):
@@ -350,7 +354,10 @@ class Sharded:
 
     def begin_backward(self) -> None:
         self.commit()
-        self.begin_pass()
+        if self.begin_pass():  # The graph is of an earlier micro-step, and the engine counts passes within one.
+            for unit in self.units:
+                self.acquire_forward(unit, counted=True)
+                self.release(unit)
         for p in self.stand_ins:
             p.grad = None
         self.norm = None
@@ -445,7 +452,7 @@ class Sharded:
         """Drops the gradients of this step. Collective."""
         self.end_evaluation()
         if self.in_step:
-            self.engine.abandon()
+            self.engine.abandon(self.micro_step + 1)
         for unit in self.units:
             unit.calls.clear()
             unit.held, unit.in_backward, unit.forwards = 0, False, 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import json
 import mmap
@@ -23,8 +24,7 @@ Path = Union[str, os.PathLike]
 def install(sharded: Sharded) -> None:
     """Makes the methods of the model's modules right for parameters whose bytes come and go."""
     for name, module in sharded.model.named_modules():
-        module.__dict__["__deepcopy__"] = _refusal(
-            f"copy.deepcopy() of the sharded module {name or 'itself'}; copy before shard(), or copy state_dict()")
+        module.__dict__["__deepcopy__"] = _copier(module, name)
         module.__dict__["__reduce_ex__"] = _refusal(
             f"pickling the sharded module {name or 'itself'}; save state_dict(), or use forebay.save()")
         module.__dict__["_apply"] = _apply_to(sharded, module)
@@ -39,6 +39,20 @@ def _refusal(what: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise Unsupported(what)
     return refuse
+
+
+def _copier(module: nn.Module, name: str) -> Callable[..., nn.Module]:
+    def copy_module(memo: Dict[int, Any]) -> nn.Module:
+        if type(torch.overrides._get_current_function_mode()).__name__ != "FakeCopyMode":
+            raise Unsupported(f"copy.deepcopy() of the sharded module {name or 'itself'}; copy before shard(), or copy "
+                              "state_dict()")
+        # torch.compile of PyTorch 2.4 copies modules to tensors without memory.
+        made = type(module).__new__(type(module))
+        memo[id(module)] = made
+        for key, value in module.__dict__.items():
+            made.__dict__[key] = copy.deepcopy(value, memo) if key in ("_parameters", "_buffers", "_modules") else value
+        return made
+    return copy_module
 
 
 def _apply_to(sharded: Sharded, module: nn.Module) -> Callable[..., nn.Module]:
