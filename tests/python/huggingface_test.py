@@ -3,7 +3,9 @@
 Small models with random weights; nothing is fetched.
 """
 
+import json
 import os
+import sys
 import tempfile
 import unittest
 import warnings
@@ -95,12 +97,12 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def trainer_log(is_sharded, **arguments):
+def trainer_log(is_sharded, stage=3, **arguments):
     transformers.set_seed(0)
     model = gpt2(dropout=0.1)
     optimizers = (None, None)
     if is_sharded:
-        forebay.shard(model, stage=3)
+        forebay.shard(model, stage=stage)
         optimizers = (forebay.AdamW(model, lr=1e-3, weight_decay=0.0), None)
     with tempfile.TemporaryDirectory() as directory:
         trainer = transformers.Trainer(
@@ -110,8 +112,9 @@ def trainer_log(is_sharded, **arguments):
                 per_device_train_batch_size=2, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
                 disable_tqdm=True, **arguments))
         trainer.train()
-    return [{key: row[key] for key in ("loss", "grad_norm", "eval_loss") if key in row}
-            for row in trainer.state.log_history]
+    log = [{key: row[key] for key in ("loss", "grad_norm", "eval_loss") if key in row}
+           for row in trainer.state.log_history]
+    return log, forebay.digest(model) if is_sharded else None
 
 
 class Close(unittest.TestCase):
@@ -178,7 +181,10 @@ class Adapters(Close):
 
 class Trainer(Close):
     def compare(self, **arguments):
-        expected, seen = trainer_log(False, **arguments), trainer_log(True, **arguments)
+        (expected, _), (seen, _) = trainer_log(False, **arguments), trainer_log(True, **arguments)
+        self.same_log(seen, expected)
+
+    def same_log(self, seen, expected):
         self.assertEqual([set(row) for row in seen], [set(row) for row in expected])
         for a, b in zip(seen, expected):
             for key in b:
@@ -192,5 +198,24 @@ class Trainer(Close):
         self.compare(gradient_accumulation_steps=2, max_grad_norm=0.5, gradient_checkpointing=True)
 
 
+    def test_two_ranks_under_torchrun(self):
+        [(expected, _)] = self.torchrun({"is_sharded": False})
+        digests = set()
+        for stage in (0, 2, 3):
+            [(seen, digest)] = self.torchrun({"is_sharded": True, "stage": stage})
+            self.same_log(seen, expected)
+            digests.add(digest)
+        [(_, digest)] = self.torchrun({"is_sharded": True, "stage": 3, "gradient_checkpointing": True})
+        self.assertEqual(digests, {digest})
+
+    def torchrun(self, case):
+        return support.torchrun(__file__, 2, case)
+
+
 if __name__ == "__main__":
-    support.main()
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):  # A rank of a test.
+        result = trainer_log(**json.loads(sys.argv[1]))
+        if os.environ["RANK"] == "0":
+            support.show(result)
+    else:
+        support.main()

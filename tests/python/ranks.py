@@ -1,4 +1,4 @@
-"""One rank of training_test.py, started by torchrun: trains models.GPT and prints one JSON line.
+"""One rank of training_test.py, started by torchrun: trains models.GPT and shows the result.
 
     ranks.py '{"options": {...of shard()}, "model": {...}, "clip": 0.5, "micro_steps": 2}'
 """
@@ -29,6 +29,4 @@ def run(options, model=None, clip=None, micro_steps=2, steps=3):
 
 
 if __name__ == "__main__":
-    # Lines of all ranks share one pipe: one write each.
-    sys.stdout.write(json.dumps(run(**json.loads(sys.argv[1]))) + "\n")
-    sys.stdout.flush()
+    support.show(run(**json.loads(sys.argv[1])))

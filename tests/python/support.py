@@ -1,7 +1,10 @@
 """Shared by the Python tests: the package on the path, and skips that say their reason and exit with 77."""
 
 import importlib.util
+import json
+import os
 import pathlib
+import subprocess
 import sys
 import unittest
 
@@ -28,6 +31,26 @@ def need_library():
 def skip(reason):
     print(f"skipped: {reason}", flush=True)
     sys.exit(77)
+
+
+def torchrun(program, ranks, case):
+    """Runs a program with `case` as JSON on ranks of this host. The results that its ranks gave to show()."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", os.path.abspath(program), json.dumps(case)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=250, check=False)
+    if done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
+    return [json.loads(line[len(MARK):]) for line in done.stdout.splitlines() if line.startswith(MARK)]
+
+
+MARK = "result: "
+
+
+def show(result):
+    """Gives a result of a rank to torchrun()."""
+    # All ranks share one pipe: one write each.
+    os.write(1, f"\n{MARK}{json.dumps(result)}\n".encode())
 
 
 def main():

@@ -5,8 +5,6 @@ One rank in this process; two and three as processes under torchrun.
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import unittest
 
@@ -54,15 +52,7 @@ def plain(world=1, micro_steps=2, clip=None, steps=3, **model_options):
 
 
 def torchrun(world, **case):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--master-port", "0",
-         "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", os.path.join(os.path.dirname(__file__), "ranks.py"),
-         json.dumps(case)],
-        capture_output=True, text=True, env=environment, timeout=250, check=False)
-    if done.returncode:
-        raise AssertionError(done.stdout + done.stderr)
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = support.torchrun(os.path.join(os.path.dirname(__file__), "ranks.py"), world, case)
     return sorted(results, key=lambda one: one["rank"])
 
 
