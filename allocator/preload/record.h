@@ -95,7 +95,7 @@ class PreloadMapping {
   PreloadMapping& operator=(const PreloadMapping&) = delete;
 
   int error() const noexcept { return error_; }          // 0, or the errno for which it cannot be read.
-  std::size_t bytes() const noexcept { return bytes_; }  // Of the file.
+  std::size_t bytes() const noexcept { return bytes_; }  // The size of the file.
   void* memory() const noexcept { return memory_; }      // Null: none is mapped.
 
  private:

@@ -62,7 +62,7 @@ class Decision : private StepPart {
 
   StepControl* uploaded_ = nullptr;  // Pinned: the device's input for a step,
   StepState* decided_ = nullptr;     // and its decision.
-  bool has_norms_ = false;           // Those of all ranks are there, by take_norm().
+  bool has_norms_ = false;           // take_norm() has the norms of all ranks.
   double gradient_factor_ = 1.0;
   // Whether this rank may act on the decision. Written in the order of the engine's stream.
   bool committed_ = false;

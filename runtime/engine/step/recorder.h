@@ -19,11 +19,11 @@ namespace forebay {
 
 class Recorder {
  public:
-  // What a rank tells the others when a step ends.
+  // The facts that a rank tells the others when a step ends.
   struct News {
     bool differs = false;    // There is no order, or events or pairs are not in it.
     bool left_out = false;   // This rank went through events without using them.
-    std::uint64_t hash = 0;  // Of all events since the last step.
+    std::uint64_t hash = 0;  // A hash of all events since the last step.
   };
 
   // `known`: `order` was recorded, or given.

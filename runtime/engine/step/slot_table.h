@@ -45,10 +45,10 @@ class SlotTable {
   struct ArenaSlot {
     Slot slot;
     std::uint64_t bytes = 0;
-    SlotUse use = SlotUse::kParameters;  // Of a spare slot.
+    SlotUse use = SlotUse::kParameters;  // The use of a spare slot.
     bool spare = false;
   };
-  // Of a unit: all its aliases.
+  // All aliases of a unit.
   struct Alias {
     std::vector<DevicePtr> addresses;
     std::uint64_t bytes = 0;

@@ -93,9 +93,9 @@ class Updater : private StepPart {
   void run_adamw(const AdamWArguments& adamw, float* m, float* v) const;
 
   const Decision& decision_;
-  // Of a step, by parameter group, in pinned memory. Two sets, as of host updates.
+  // The corrections of a step by parameter group, in pinned memory. Two sets, like those of host updates.
   std::array<BiasCorrection*, 2> corrections_{};
-  BiasCorrection on_device_{};  // That the next update on the device takes.
+  BiasCorrection on_device_{};  // For the next update on the device.
 
   // File tier. The pass belongs to the host's stream while anything is queued there.
   std::unique_ptr<StorePass> pass_;
