@@ -21,7 +21,7 @@ ToyOptions recorded_options(int stage, DataType type, int ranks) {
   return options;
 }
 
-// What is in the way of a plain schedule. Each runs on awkward_units(), whose head ties the embedding.
+// Obstacles to a plain schedule. Each runs on awkward_units(), whose head ties the embedding.
 struct Program {
   const char* name;
   void (*apply)(ToyOptions& options);

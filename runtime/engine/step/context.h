@@ -166,7 +166,7 @@ struct StepContext {
   std::unique_ptr<Store> store;  // File tier.
   std::unique_ptr<StagingBuffers> pass_buffers;
   std::unique_ptr<StagingBuffers> mover_buffers;
-  std::unique_ptr<SlotTable> slots;  // Whatever else waits for slots ends before.
+  std::unique_ptr<SlotTable> slots;  // The parts that wait for slots end before it.
   std::vector<Unit> units;
   int group_count = 0;                    // Parameter groups in use.
   std::vector<StorePassPart> pass_parts;  // File tier: unit by unit.

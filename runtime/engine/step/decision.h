@@ -24,7 +24,7 @@ class Decision : private StepPart {
     bool wants_norm = false;  // It is in gradient_norm().
     bool news = false;        // It used units in another order than the recorded one,
     bool left_out = false;    // or did not use some of them.
-    std::uint64_t hash = 0;   // Of the order.
+    std::uint64_t hash = 0;   // A hash of the order.
   };
   struct Agreed {
     std::vector<bool> used;  // By unit: some rank used it.
