@@ -258,7 +258,7 @@ void Engine::Impl::commit() {
       const bool known = !options.recorded_order.empty();
       recorder = std::make_unique<Recorder>(
           known ? value_or_throw(parse_unit_order(options.recorded_order, unit_count()))
-                : registered_order(model),
+                : registered_order(model, options.accumulate),
           known, unit_count());
     }
   } catch (const Error& error) {

@@ -181,6 +181,7 @@ TEST_P(FreeOrder, RandomProgramsHaveTheBitsOfPlainLoops) {
     const int ranks = 1 + static_cast<int>(seed % 3);
     ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, ranks);
     options.engine.micro_steps = 3;
+    if (GetParam() < 2 && seed % 2 == 0) options.engine.accumulate = Accumulate::kLocal;
     options.steps = 5;
     options.overlap_seed = seed | 1;
     options.micro_steps = [seed](int step) {

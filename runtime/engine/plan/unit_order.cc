@@ -99,17 +99,19 @@ Result<UnitOrder> parse_unit_order(std::string_view text, int unit_count) {
                     " units; give the text of recorded_order() of a run of this model, or none");
 }
 
-UnitOrder registered_order(const ModelShape& model) {
+UnitOrder registered_order(const ModelShape& model, Accumulate accumulate) {
   UnitOrder order;
   UnitEvents& events = order.micro_steps.emplace_back();
+  UnitEvents reductions;
   const int unit_count = static_cast<int>(model.units.size());
   for (int unit = 0; unit < unit_count; ++unit) events.push_back({unit, UnitEvent::Kind::kForward});
   order.evaluation = events;
   for (int unit = unit_count - 1; unit >= 0; --unit) {
     if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters)
       events.push_back({unit, UnitEvent::Kind::kBackward});
-    events.push_back({unit, UnitEvent::Kind::kReduce});
+    (accumulate == Accumulate::kLocal ? reductions : events).push_back({unit, UnitEvent::Kind::kReduce});
   }
+  events.insert(events.end(), reductions.begin(), reductions.end());
   return order;
 }
 

@@ -53,7 +53,8 @@ struct UnitOrder {
 // Errors: kInvalidArgument if `text` is not an order of `unit_count` units.
 Result<UnitOrder> parse_unit_order(std::string_view text, int unit_count);
 
-// Forward passes in order of registration, backward passes in the reverse order.
-UnitOrder registered_order(const ModelShape& model);
+// Forward passes in order of registration, backward passes in the reverse order. A unit is reduced after its
+// backward pass; with Accumulate::kLocal all are reduced at the end.
+UnitOrder registered_order(const ModelShape& model, Accumulate accumulate);
 
 }  // namespace forebay

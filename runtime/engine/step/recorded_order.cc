@@ -108,7 +108,8 @@ void Engine::Impl::release(const LiveLease& lease) {
     --u.open_backwards;
     ++u.backwards;
   }
-  if (!lease.backward) return;
+  // Gradients that add up in place over micro-steps can be reduced only once, so they wait for the end.
+  if (!lease.backward || options.accumulate == Accumulate::kLocal) return;
   for (const int owner : owners) {
     const Unit& u = unit(owner);
     if (!u.reduced && u.open_backwards == 0 && u.forwards == u.backwards)
@@ -120,7 +121,8 @@ void Engine::Impl::release(const LiveLease& lease) {
 void Engine::Impl::come_to(UnitEvent event) {
   const auto may_pass = [&](UnitEvent passed) {
     const Unit& u = unit(passed.unit);
-    return !passed.reduces() || u.reduced || (u.open_backwards == 0 && u.forwards == u.backwards);
+    if (!passed.reduces() || u.reduced) return true;
+    return options.accumulate == Accumulate::kShard && u.open_backwards == 0 && u.forwards == u.backwards;
   };
   if (recorder->come_to(event, may_pass)) {
     while (*recorder->next() != event) pass(*recorder->next());

@@ -24,15 +24,15 @@
 // strict order wherever both can run.
 //   - A unit's gradient is complete in a micro-step when the unit has had as many backward leases as forward
 //     leases in it, or at the end of the micro-step: at the next micro_step_begin(), evaluation_begin(),
-//     gradient_norm() or step(). So a unit may have two forward leases before a backward one, a forward lease
-//     alone, or none.
+//     gradient_norm() or step(); with Accumulate::kLocal only there. So a unit may have two forward leases
+//     before a backward one, a forward lease alone, or none.
 //   - A rank may leave out units that other ranks use; it contributes zeros. All ranks lease the units that
-//     they use in the same order. Ranks that do not are named, by the communicator or at the latest by step().
+//     they use in the same order. Ranks that do not are named, by the communicator or at the latest by
+//     step().
 //   - Before a step has been recorded, the order of registration is expected. It matters only where a rank
 //     leaves out units. In a step in which the order changes, no rank leaves out units.
-//   - step() ends a step after any number of micro-steps from 1 to EngineOptions::micro_steps, the same
-//   number
-//     on all ranks. evaluation_begin() opens passes without gradients. abandon() gives up a step.
+//   - step() ends a step after any number of micro-steps from 1 to EngineOptions::micro_steps, the same on
+//     all ranks. evaluation_begin() opens passes without gradients. abandon() gives up a step.
 //
 // Pipeline parallelism: each pipeline stage has an engine of its own, for its units, over the ranks that are
 // data-parallel in that stage. With EngineOptions::forwards_ahead = a, a forward passes come before the first
