@@ -432,7 +432,7 @@ std::int32_t forebay_engine_set(forebay_engine* engine, std::int32_t unit, std::
     Engine& trained = committed(*held);
     const ParameterId id = resolve(*held, unit, index);
     check_part(first, count, count_of(*held, id));
-    trained.set_parameter_part(id, first, widen(type, values, count));
+    if (count > 0) trained.set_parameter_part(id, first, widen(type, values, count));
   });
 }
 

@@ -16,14 +16,16 @@ namespace forebay::api {
 namespace {
 
 // How far the engine, the checkpointer and the file store are when a function is called.
-enum class State { kMade, kCommitted, kInStep, kInPass };
+enum class State { kMade, kCommitted, kInStep, kInPass, kInRecordedPass };
 
 void nothing(void*) {}
 void visit_nothing(void*, std::int32_t, std::int32_t, const char*, const float*, std::uint64_t) {}
 
 // A live handle of every kind.
 struct Handles {
-  explicit Handles(State state = State::kMade) {
+  explicit Handles(State state)
+      : one(state == State::kInRecordedPass ? c::Options{{"deadline", "3000"}, {"order-of-units", "recorded"}}
+                                            : c::Options{{"deadline", "3000"}}) {
     options = c::Options();
     options.set("store-directories", "/tmp");
     arena = c::make<c::Arena>(forebay_arena_create, one.device, nullptr);
@@ -286,12 +288,13 @@ TEST_P(CApiMisuse, IsAnErrorWithATextForEveryFunction) {
 }
 
 std::string state_name(const testing::TestParamInfo<State>& info) {
-  constexpr const char* kNames[] = {"Made", "Committed", "InStep", "InPass"};
+  constexpr const char* kNames[] = {"Made", "Committed", "InStep", "InPass", "InRecordedPass"};
   return kNames[static_cast<int>(info.param)];
 }
 
 INSTANTIATE_TEST_SUITE_P(InEveryState, CApiMisuse,
-                         testing::Values(State::kMade, State::kCommitted, State::kInStep, State::kInPass),
+                         testing::Values(State::kMade, State::kCommitted, State::kInStep, State::kInPass,
+                                         State::kInRecordedPass),
                          state_name);
 
 }  // namespace
