@@ -8,9 +8,8 @@
  *            have written are not written. Null where a parameter does not say "or null", a handle that was
  *            destroyed and a handle of another kind give FOREBAY_INVALID_ARGUMENT. Functions that give
  *            something back return nothing and accept null.
- * Handles.   Pointers to incomplete types, made by functions that end in _create or _open, with the handle
- *            in the last parameter. A handle is never dereferenced outside of the library; its value is
- *            never used again.
+ * Handles.   Pointers to incomplete types. A function that makes a handle writes it to its last parameter.
+ *            A handle is never dereferenced outside of the library, and its value is never used again.
  * Ownership. The creator destroys. A handle keeps the handles it was made from alive, so any order of
  *            destruction is right. Texts that are passed in are copied. A text that is passed out belongs
  *            to the handle it came from and is valid until the next call with that handle that gives out a
@@ -607,7 +606,7 @@ FOREBAY_API int32_t forebay_engine_shard_digest(forebay_engine* engine, char dig
 #define FOREBAY_WHOLE_STEP (-1)
 
 typedef struct forebay_step_result {
-  double grad_norm;  /* Global, unscaled, before clipping; NaN when skipped. */
+  double grad_norm;  /* Global, with "gradient-factor", before clipping; NaN when skipped or abandoned. */
   double loss_scale; /* The scale that this step used. */
   double metric_sum; /* The sum of "metric" over ranks. */
   int32_t skipped;   /* Not 0: a gradient was not finite, so only the loss scale changed. */
@@ -618,9 +617,10 @@ typedef struct forebay_step_result {
 
 /* Sets one value for the steps to come. For a parameter group: "lr" (1e-3), "weight-decay" (0), "beta1",
  * "beta2", "epsilon" (the engine's). For FOREBAY_WHOLE_STEP: "clip" (0: none) and "gradient-factor" (1),
- * which stay; "metric" and "stop" (0), and "micro-steps" (order-of-units recorded: as many as there were),
- * which count for the next step alone.
- * Errors: FOREBAY_INVALID_ARGUMENT with the nearest name. forebay_step() judges the value. */
+ * which stay; "metric" and "stop" (0), which count for the next step alone. forebay_step() judges the
+ * values.
+ * Order: after forebay_engine_commit().
+ * Errors: FOREBAY_INVALID_ARGUMENT with the nearest name. */
 FOREBAY_API int32_t forebay_hyperparameter(forebay_engine* engine, int32_t group, const char* name,
                                            double value);
 
@@ -657,17 +657,21 @@ FOREBAY_API int32_t forebay_gradient(forebay_engine* engine, int32_t unit, int32
 /* Optional: this gradient is complete in the order of the stream. */
 FOREBAY_API int32_t forebay_gradient_ready(forebay_engine* engine, int32_t unit, int32_t index);
 
-/* Ends the latest acquisition of the unit that is not released, at this point of the stream. */
+/* Ends the latest acquisition of the unit that is not released, at this point of the stream, which is the
+ * one that acquired it. */
 FOREBAY_API int32_t forebay_release(forebay_engine* engine, int32_t unit, void* stream /* or null */);
 
-/* In place of the forward pass: this rank does not use the unit in this micro-step. Strict order only. */
+/* In place of the forward pass: this rank does not use the unit in this micro-step. In recorded order it
+ * has no effect. */
 FOREBAY_API int32_t forebay_skip(forebay_engine* engine, int32_t unit);
 
 /* The trainer multiplies its loss by this: 1 except for fp16. */
 FOREBAY_API int32_t forebay_loss_scale(forebay_engine* engine, double* scale);
 
-/* The global norm of the gradients, before forebay_step(), which uses it again. NaN or infinite if one is
- * not finite. Collective. */
+/* The global norm of the gradients, before clipping and "gradient-factor". Not finite where a gradient is
+ * not, or where a rank abandoned the step. forebay_step() takes it over. Collective; waits for the
+ * gradients.
+ * Order: after the last backward pass, before forebay_step(). */
 FOREBAY_API int32_t forebay_norm(forebay_engine* engine, double* norm);
 
 /* Decides about the step and queues the update. `bytes`: sizeof(forebay_step_result); no more is written.
