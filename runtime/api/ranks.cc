@@ -98,8 +98,10 @@ std::unique_ptr<Communicator> over_processes(const Options& options, Backend& ba
 }
 
 void open_nccl(const Options& options, void* adopted, Ranks& ranks) {
-  auto* const backend = dynamic_cast<CudaBackend*>(ranks.device->backend.get());
-  if (backend == nullptr) misuse("communicator is nccl and the device is no cuda device; open \"cuda:N\"");
+  if (ranks.device->backend->capabilities().kind != BackendKind::kCuda)
+    misuse("communicator is nccl and the device is no cuda device; open \"cuda:N\"");
+  // The core has no run-time types.
+  auto& backend = static_cast<CudaBackend&>(*ranks.device->backend);
   ranks.control = std::make_shared<Device>("host", Options());
   auto control = options.process.size == 1 ? alone(*ranks.control, options)
                                            : over_processes(options, *ranks.control->backend);
@@ -107,7 +109,7 @@ void open_nccl(const Options& options, void* adopted, Ranks& ranks) {
   nccl.deadline = options.process.deadline;
   nccl.adopted = adopted;
   ranks.communicator =
-      value_or_throw(create_nccl_communicator(std::move(control), *backend, ranks.device->kernels(), nccl));
+      value_or_throw(create_nccl_communicator(std::move(control), backend, ranks.device->kernels(), nccl));
 }
 
 NcclCommunicator& nccl_of(Communicator& communicator) {
