@@ -255,6 +255,10 @@ def signature(letters: str) -> tuple:
     return (result, parameters) if colon else ("", letters)
 
 
+# Part of a message: a sentence that the layer above adds, because it knows the program better.
+ADVICE: Dict[str, str] = {}
+
+
 class Library:
     """The loaded library; an attribute for each function, without its prefix.
 
@@ -267,7 +271,9 @@ class Library:
 
         def check(code: int) -> None:
             if code:
-                raise _BY_CODE.get(code, Internal)(loaded.forebay_last_error().decode(errors="replace"))
+                text = loaded.forebay_last_error().decode(errors="replace")
+                text += "".join(f". {advice}" for phrase, advice in ADVICE.items() if phrase in text)
+                raise _BY_CODE.get(code, Internal)(text)
 
         for name, letters in FUNCTIONS.items():
             result, parameters = signature(letters)

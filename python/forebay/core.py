@@ -439,6 +439,13 @@ class Engine(_Reported):
         """
         library().abandon(self, micro_steps)
 
+    def lock(self, directory: Union[str, os.PathLike]) -> None:
+        """Keeps other jobs from saving in a directory until the engine is closed. Collective.
+
+        Errors: Unavailable names the process that holds it.
+        """
+        library().lock(self, os.fsencode(directory))
+
     def save(self, directory: Union[str, os.PathLike], state: bytes = b"") -> None:
         """Saves weights, optimizer states and `state` under a directory. Collective.
 

@@ -1,6 +1,6 @@
 """One rank of training_test.py, started by torchrun: trains models.GPT and shows the result.
 
-    ranks.py '{"options": {...of shard()}, "model": {...}, "clip": 0.5, "micro_steps": 2}'
+    ranks.py '{"kind": "run", "options": {...of shard()}, "model": {...}, "clip": 0.5, "micro_steps": 2}'
 """
 
 import json
@@ -18,15 +18,53 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 
 
+RANK = int(os.environ.get("RANK", "0"))
+
+
 def run(options, model=None, clip=None, micro_steps=2, steps=3):
-    """Trains on this rank's batches; what training_test.py compares."""
+    """Trains on this rank's batches."""
     made = models.make(**(model or {}))
     forebay.shard(made, **options)
     optimizer = forebay.AdamW(made, lr=1e-2)
-    rank = int(os.environ.get("RANK", "0"))
-    seen = models.train(made, optimizer, steps=steps, micro_steps=micro_steps, clip=clip, rank=rank)
-    return {"rank": rank, "seen": seen, "digest": forebay.digest(made), "norm": optimizer.grad_norm}
+    seen = models.train(made, optimizer, steps=steps, micro_steps=micro_steps, clip=clip, rank=RANK)
+    return {"rank": RANK, "seen": seen, "digest": forebay.digest(made), "norm": optimizer.grad_norm}
+
+
+def clear(options):
+    """Gradients of the second step's first batch are dropped on all ranks, after a step has been recorded."""
+    made = forebay.shard(models.make(), **options)
+    optimizer = forebay.AdamW(made, lr=1e-2)
+    models.train(made, optimizer, steps=1, rank=RANK)
+    made(*models.batch(7, 7, RANK)).backward()
+    made.zero_grad()
+    models.train(made, optimizer, steps=2, rank=RANK)
+    return {"rank": RANK, "digest": forebay.digest(made)}
+
+
+def alone(options):
+    """Rank 0 alone reads the values."""
+    made = forebay.shard(models.make(), **options)
+    models.train(made, forebay.AdamW(made, lr=1e-2), rank=RANK)
+    values = made.state_dict() if RANK == 0 else {}
+    total = sum(value.double().sum().item() for value in values.values())
+    return {"rank": RANK, "digest": forebay.digest(made), "total": total}
+
+
+def fewer(options):
+    """Rank 1 leaves out a forward pass. The text of the error."""
+    made = forebay.shard(models.make(), **options, deadline=3000)
+    optimizer = forebay.AdamW(made, lr=1e-2)
+    models.train(made, optimizer, rank=RANK)
+    try:
+        with torch.no_grad():
+            for i in range(4 - RANK):
+                made(*models.batch(0, i))
+        forebay.digest(made)
+        return {"rank": RANK, "error": ""}
+    except forebay.Error as error:
+        return {"rank": RANK, "error": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":
-    support.show(run(**json.loads(sys.argv[1])))
+    case = json.loads(sys.argv[1])
+    support.show(globals()[case.pop("kind", "run")](**case))

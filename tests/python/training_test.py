@@ -5,6 +5,8 @@ One rank in this process; two and three as processes under torchrun.
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -157,7 +159,7 @@ class OverEngines:
     stage = 3
 
     def shard(self, model):
-        return forebay.shard(model, stage=self.stage)
+        return forebay.shard(model, stage=self.stage, guard=True)
 
     def adamw(self, model):
         return forebay.AdamW(self.shard(model), lr=1e-2)
@@ -191,6 +193,26 @@ class Modules(OverEngines, passes.Modules, unittest.TestCase):
     pass
 
 
+class GuardedMemory(unittest.TestCase):
+    """The option guard: released memory cannot be read, so the passing tests above show that no hook is late."""
+
+    def test_a_read_of_a_released_parameter_ends_the_process(self):
+        done = subprocess.run([sys.executable, __file__, "read-released"], capture_output=True, text=True, check=False)
+        self.assertLess(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_one_digest_for_all_stages_with_checkpointing(self):
+        digests = {ranks.run({"stage": stage, "guard": True}, {"recompute": kind})["digest"]
+                   for stage in range(4) for kind in (None, "nonreentrant", "reentrant")}
+        self.assertEqual(len(digests), 1)
+
+
+def read_released():
+    model = forebay.shard(models.make(), stage=3, guard=True)
+    optimizer = forebay.AdamW(model)
+    models.train(model, optimizer, steps=1)
+    print(model.blocks[0].up.weight.sum().item())
+
+
 class SeveralRanks(unittest.TestCase):
     def test_one_digest_and_the_losses_of_plain_torch(self):
         for world, stages in ((2, (0, 1, 2, 3)), (3, (0, 3))):
@@ -213,6 +235,22 @@ class SeveralRanks(unittest.TestCase):
                 self.assertLessEqual(abs(a - b), 1e-6 * abs(b))
 
 
+    def test_gradients_that_are_cleared_before_the_step(self):
+        digests = [one["digest"] for stage in (0, 3) for one in torchrun(2, kind="clear", options={"stage": stage})]
+        self.assertEqual(len(digests), 4)
+        self.assertEqual(len(set(digests)), 1)
+
+    def test_one_rank_alone_reads_the_values_below_stage_3(self):
+        results = torchrun(2, kind="alone", options={"stage": 2})
+        self.assertEqual(results[0]["digest"], results[1]["digest"])
+        self.assertNotEqual(results[0]["total"], 0)
+
+    def test_a_rank_with_fewer_forward_passes_is_named(self):
+        for one in torchrun(2, kind="fewer", options={"stage": 3}):
+            self.assertRegex(one["error"], "rank 1")
+            self.assertRegex(one["error"], "synced_gpus=True")
+
+
 def resident_bytes():
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -230,4 +268,7 @@ def write_safetensors(path, tensors):
 
 
 if __name__ == "__main__":
-    support.main()
+    if sys.argv[1:] == ["read-released"]:
+        read_released()
+    else:
+        support.main()

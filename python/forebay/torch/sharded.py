@@ -16,9 +16,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from forebay import core
+from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import describe, guard, stand_in
+
+
+_library.ADVICE["every rank must issue the same operations in the same order"] = (
+    "At stage 3 every forward pass gathers, so all ranks run the same number of them: give generate() synced_gpus=True, "
+    "and call state_dict() and evaluations on all ranks")
 
 
 class _InputsDone(torch.autograd.Function):
