@@ -459,7 +459,7 @@ TEST(RunSnapshot, IsExplainedWithAdviceAboutForebay) {
 
 // A block at the end of its chunk, one that goes on into the next, and one of the driver's.
 TEST(RunSnapshot, FreeRangesAreTheRestOfTheChunks) {
-  const PreloadDeviceFigures figures{.chunk_bytes = 2 * kMiB};
+  const PreloadDeviceFigures figures{{.chunk_bytes = 2 * kMiB}};
   const std::vector<PageBlock> blocks = {
       {.address = 101 * kMiB, .bytes = kMiB},
       {.address = 102 * kMiB, .bytes = 3 * kMiB - 100},
