@@ -313,9 +313,10 @@ TEST(Engine, EndsInTheMiddleOfAStep) {
           }
           bool accumulate = false;
           std::byte* const memory = backward ? lease->gradient(0, &accumulate) : lease->parameter(0);
-          throw_if_error(call_on(*rank.backend, stream, [&go, memory] {
+          throw_if_error(call_on(*rank.backend, stream, [&go, memory, backward] {
             while (!go) std::this_thread::yield();
-            std::memset(memory, 1, 5000);
+            std::byte used[5000] = {};
+            backward ? std::memcpy(memory, used, sizeof used) : std::memcpy(used, memory, sizeof used);
           }));
           opener = std::thread([&go] { go = true; });
         }
