@@ -33,6 +33,9 @@ TEST(ShardingOptions, TextReadsBackAsTheSameText) {
       {"micro-steps", {"1", "7", "1000000"}},
       {"forwards-ahead", {"0", "3"}},
       {"accumulate", {"shard", "local"}},
+      {"average", {"ranks+micro-steps", "ranks"}},
+      {"order-of-units", {"strict", "recorded", "recorded:0.0b.0r/0//"}},
+      {"units-at-once", {"1", "1000"}},
       {"order", {"rank", "group:2", "group:64"}},
       {"shard-within", {"all", "group"}},
       {"bucket", {"1", "16MiB", "70001", "auto"}},
@@ -120,7 +123,9 @@ TEST(ShardingOptions, AMistypedNameIsAnsweredWithTheNearest) {
 }
 
 TEST(ShardingOptions, ChecksMembersThatWereSetWithoutText) {
-  const auto message = [](const ShardingOptions& options) { return check_sharding_options(options).message(); };
+  const auto message = [](const ShardingOptions& options) {
+    return check_sharding_options(options).message();
+  };
   EXPECT_EQ(message({.stage = 7}), "stage is 7; use 0, 1, 2 or 3");
   EXPECT_EQ(message({.forwards_ahead = -1}), "forwards-ahead is -1; use 0 or more");
   EXPECT_EQ(message({.group = 0}).find("order is group:0;"), 0u);
@@ -135,7 +140,8 @@ TEST(ShardingOptions, LinesOfAgreementLeaveOutWhatMayDiffer) {
   ShardingOptions b = options_of({{"bucket", "2MiB"}, {"offload-tier", "nvme:/b"}, {"memory", "2GiB"}});
   EXPECT_EQ(option_lines(a, &OptionRow::agreed), option_lines(b, &OptionRow::agreed));
   EXPECT_EQ(option_lines(a, &OptionRow::agreed),
-            "stage 0\ndtype fp32\nmicro-steps 1\naccumulate shard\norder rank\nshard-within all\nbucket given\n"
+            "stage 0\ndtype fp32\nmicro-steps 1\naccumulate shard\naverage ranks+micro-steps\n"
+            "order-of-units strict\nunits-at-once 1\norder rank\nshard-within all\nbucket given\n"
             "overlap on\noffload none\noffload-tier nvme\noffload-fraction given\n");
   EXPECT_EQ(option_lines(a, &OptionRow::in_fingerprint),
             "stage 0\ndtype fp32\nmicro-steps 1\nforwards-ahead 0\naccumulate shard\norder rank\n"
@@ -149,7 +155,8 @@ TEST(ShardingOptions, ReportsKeepTheirKeysAndTypes) {
       options_of({{"order", "group:2"}, {"shard-within", "group"}, {"offload-tier", "nvme:/a"}});
   std::string json;
   for (const OptionRow& row : sharding_option_table()) {
-    if (row.report_key != nullptr) json += std::string(row.report_key) + ": " + option_json(options, row) + "\n";
+    if (row.report_key != nullptr)
+      json += std::string(row.report_key) + ": " + option_json(options, row) + "\n";
   }
   EXPECT_EQ(json,
             "stage: 0\ndtype: \"fp32\"\nmicro_steps: 1\naccumulate: \"shard\"\ngroup: 2\n"
