@@ -18,14 +18,15 @@ _SWITCHES = ("amsgrad", "maximize", "differentiable")
 class Optimizer(torch.optim.Optimizer):
     """Updates a sharded model by AdamW. Schedulers change `param_groups` as usual; forebay.wrap() shares them.
 
-    `grad_norm`: the norm of the last step's gradients before clipping, averaged over ranks; None if the step was
-    skipped. `step()` is collective.
+    `grad_norm`: the norm of the last step's averaged gradients, before clip_grad_norm_(); None if the step was skipped.
+    `step()` is collective.
     """
 
     def __init__(self, sharded: Sharded, groups: List[Dict[str, Any]], defaults: Dict[str, Any]) -> None:
         super().__init__(groups, defaults)
         self.sharded = sharded
         self.last: Optional[core.StepResult] = None
+        self.grad_norm: Optional[float] = None
         self._check_groups()
         sharded.commit(self.param_groups)
         if sharded.groups != _groups_of(self.param_groups) and len(self.param_groups) > 1:
@@ -55,6 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         result = self.sharded.step(self.param_groups)
         if result is not None:
             self.last = result
+            self.grad_norm = None if result.skipped else self.sharded.norm
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -64,10 +66,6 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad = None
-
-    @property
-    def grad_norm(self) -> Optional[float]:
-        return None if self.last is None or self.last.skipped else self.last.grad_norm
 
     @property
     def loss_scale(self) -> float:

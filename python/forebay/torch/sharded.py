@@ -436,7 +436,8 @@ class Sharded:
             raise Unsupported("some gradients were scaled by other factors than the rest; scale or clip all of them "
                               "together")
         self.end_evaluation()
-        self.engine.hyperparameter("gradient-factor", factors.pop())
+        factor = factors.pop()
+        self.engine.hyperparameter("gradient-factor", factor)
         for i, group in enumerate(groups):
             for name, value in (("lr", group["lr"]), ("weight-decay", group["weight_decay"]),
                                 ("beta1", group["betas"][0]), ("beta2", group["betas"][1]),
@@ -444,7 +445,7 @@ class Sharded:
                 self.engine.hyperparameter(name, float(value), i)
         result = self.engine.step()
         self.in_step = self.has_gradients = False
-        self.norm = result.grad_norm
+        self.norm = result.grad_norm / factor if factor else None  # The norm before clip_grad_norm_().
         self.guard.end_step()
         return result
 
