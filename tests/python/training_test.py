@@ -142,6 +142,11 @@ class OneRank(unittest.TestCase):
         found = forebay.report(model)
         planned = forebay.plan(models.make(), ranks=1, stage=2)
         self.assertEqual(planned["plan"]["bytes"], found["plan"]["bytes"])
+        with torch.device("meta"):
+            large = models.GPT(layers=24, width=1024)
+        planned = forebay.plan(large, ranks=64, stage=3, dtype="bf16", units=["Block"])
+        self.assertEqual(sum(len(unit["parameters"]) for unit in planned["model"]["units"]),
+                         len(list(large.parameters())))
 
     def test_nothing_grows(self):
         model = forebay.shard(models.make(layers=1, width=16), stage=3)
