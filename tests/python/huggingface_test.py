@@ -179,6 +179,38 @@ class Adapters(Close):
         self.assertEqual(set(peft.get_peft_model_state_dict(model)), set(peft.get_peft_model_state_dict(plain)))
 
 
+class Accelerate(Close):
+    def losses(self, is_sharded):
+        import accelerate
+        transformers.set_seed(0)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = llama()
+        if is_sharded:
+            forebay.shard(model, stage=3)
+            optimizer = forebay.AdamW(model, lr=1e-3)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        model, optimizer, data, scheduler = accelerator.prepare(
+            model, optimizer, torch.utils.data.DataLoader(Data(), batch_size=4), scheduler)
+        seen = []
+        for batch in data:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    seen.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+        return seen
+
+    def test_a_loop_with_accumulation(self):
+        expected = self.losses(False)
+        self.close(self.losses(True), expected)
+
+
 class Trainer(Close):
     def compare(self, **arguments):
         (expected, _), (seen, _) = trainer_log(False, **arguments), trainer_log(True, **arguments)

@@ -192,8 +192,9 @@ class Experts(nn.Module):
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv1d(32, 32, 3, padding=1, bias=False), nn.BatchNorm1d(32), nn.ReLU(inplace=True),
-                                    nn.Conv1d(32, 32, 3, padding=1, bias=False), nn.BatchNorm1d(32))
+        self.layers = nn.Sequential(
+            nn.Conv1d(32, 32, 3, padding=1, bias=False), nn.BatchNorm1d(32), nn.ReLU(inplace=True),
+            nn.Conv1d(32, 32, 3, padding=1, bias=False), nn.BatchNorm1d(32))
 
     def forward(self, h):
         h = h.transpose(1, 2)

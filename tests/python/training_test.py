@@ -85,6 +85,19 @@ class OneRank(unittest.TestCase):
                    for stage in (0, 1, 2, 3) for offload in ("none", "optimizer")}
         self.assertEqual(len(digests), 1)
 
+    def test_one_digest_in_fp16_with_a_loss_scale(self):
+        digests, scales = set(), []
+        for stage in (0, 3):
+            model = forebay.shard(models.make(), stage=stage, dtype="fp16", loss_scale=65536)
+            optimizer = forebay.AdamW(model, lr=1e-2)
+            for step in range(4):
+                (model(*models.batch(step, 0)).float() * optimizer.loss_scale).backward()
+                optimizer.step()
+                scales.append((optimizer.loss_scale, optimizer.grad_norm is None))
+            digests.add(forebay.digest(model))
+        self.assertEqual(len(digests), 1)
+        self.assertIn((32768.0, True), scales)  # A step was skipped, and the scale was halved.
+
     def test_clipping_by_torch(self):
         _, (expected,) = plain(clip=0.5)
         self.close(ranks.run({"stage": 3}, clip=0.5)["seen"], expected)
