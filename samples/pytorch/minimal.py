@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    def __init__(self, width=256, layers=8):
+    def __init__(self, width=256, layers=4):
         super().__init__()
         self.embed = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
@@ -36,8 +36,8 @@ for step in range(10):
     tokens = torch.randint(0, 256, (4, 64), generator=generator)
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     if rank == 0:
-        print(f"step {step}  loss {loss.item():.4f}  gradient norm {optimizer.grad_norm:.3f}")
+        print(f"step {step}  loss {loss.item():.4f}  gradient norm {norm:.3f}")

@@ -53,6 +53,16 @@ class Memory(unittest.TestCase):
             pool.free(pinned)
             arena.free(block)
 
+    @unittest.skipUnless(os.path.exists(os.environ.get("FOREBAY_COMMAND", "")), "FOREBAY_COMMAND names no program")
+    def test_a_snapshot_is_explained(self):
+        with tempfile.TemporaryDirectory() as directory, forebay.Device() as device, forebay.Arena(device) as arena:
+            arena.allocate(1 << 20, tag=arena.tag("weights"))
+            path = os.path.join(directory, "snapshot.pickle")
+            arena.snapshot(path)
+            self.assertIn("1", forebay.explain(path))
+            with self.assertRaisesRegex(forebay.Error, "missing"):
+                forebay.explain(os.path.join(directory, "missing"))
+
     def test_a_closed_handle_is_refused(self):
         device = forebay.Device()
         device.close()

@@ -5,6 +5,7 @@ One rank in this process; two and three as processes under torchrun.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -209,6 +210,22 @@ class PassesAtStage1(OverEngines, passes.Passes, unittest.TestCase):
 
 class Modules(OverEngines, passes.Modules, unittest.TestCase):
     pass
+
+
+class Sample(unittest.TestCase):
+    def test_minimal_prints_the_same_without_its_three_lines(self):
+        text = (support.ROOT / "samples" / "pytorch" / "minimal.py").read_text(encoding="utf-8")
+        plain = "".join(line for line in text.splitlines(keepends=True) if "  # 1" not in line and "  # 2" not in line)
+        plain = plain.replace("forebay.AdamW(model, ", "torch.optim.AdamW(model.parameters(), ")
+        self.assertNotIn("forebay.", plain.split('"""')[2])
+        printed = [subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True,
+                                  check=True, env={**os.environ, "PYTHONPATH": str(support.ROOT / "python"),
+                                                   "OMP_NUM_THREADS": "1"}).stdout
+                   for program in (text, plain)]
+        seen, expected = ([float(number) for number in re.findall(r"[\d.]+", one)] for one in printed)
+        self.assertEqual(len(expected), 30, printed)
+        for a, b in zip(seen, expected):
+            self.assertLessEqual(abs(a - b), 1.1e-3, printed)
 
 
 class GuardedMemory(unittest.TestCase):
