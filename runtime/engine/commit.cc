@@ -1,6 +1,7 @@
 // From a description to a plan: agreement over the ranks, and the budget.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <sstream>
 
@@ -12,35 +13,35 @@
 namespace forebay {
 namespace {
 
-// The advice to offload more states than the plan does; empty if all of them are offloaded.
-std::string offload_more(const PlanOptions& options, Offload needed, const char* advice) {
-  if (options.offload < needed) return advice;
-  return options.offload_fraction < 1 || options.device_units > 0
-             ? "a larger offload-fraction offloads more, "
-             : "";
-}
+constexpr int kPartsShown = 3;  // Pools that a message names, the largest first.
 
 // The options that make a pool smaller, by the names that C++ and the command line share.
-std::string remedy(Pool pool, const PlanOptions& options) {
+std::string remedy(Pool pool, const Plan& plan) {
+  const PlanOptions& options = plan.options;
+  const auto shard_at = [&](int stage) {
+    return options.stage < stage ? join_text("stage ", stage) : std::string("more ranks");
+  };
+  const auto offload_more = [&](Offload needed, const char* value) -> std::string {
+    if (options.offload < needed) return join_text(", offload ", value);
+    return plan.device_units > 0 ? ", a larger offload-fraction" : "";
+  };
   switch (pool) {
     case Pool::kParameters:
-      return (options.stage < 3 ? "stage 3 shards it, " : "") +
-             offload_more(options, Offload::kOptimizerAndParameters,
-                          "offload optimizer+parameters offloads it, ") +
-             "more ranks divide it, dtype bf16 halves it";
+      return shard_at(3) +
+             (options.stage == 3 ? offload_more(Offload::kOptimizerAndParameters, "optimizer+parameters")
+                                 : "") +
+             (options.dtype == DataType::kFloat32 ? ", dtype bf16" : "");
     case Pool::kGradients:
-      return (options.stage < 2 ? std::string("stage 2 shards it, ") : "") +
-             "more ranks divide it, one micro-step needs no accumulator";
+      return shard_at(2) + (options.stage >= 2 ? offload_more(Offload::kOptimizer, "optimizer") : "") +
+             (plan.accumulates_in_fp32() ? ", a single micro-step" : "");
     case Pool::kOptimizer:
-      return offload_more(options, Offload::kOptimizer, "offload optimizer offloads it, ") +
-             (options.stage < 1 ? "stage 1 or more shards it, " : "") + "more ranks divide it";
+      return shard_at(1) + offload_more(Offload::kOptimizer, "optimizer");
     case Pool::kGathered:
-      return "smaller units (narrower layers) make it smaller";
+      return "narrower layers";
     case Pool::kBuckets:
-      return "a smaller bucket makes it smaller";
+      return "a smaller bucket";
     case Pool::kActivations:
-      return "a smaller batch or sequence with more micro-steps, recomputation, and activations that are "
-             "partitioned or offloaded make it smaller";
+      return "a smaller batch or sequence, recomputation, activations that are partitioned or offloaded";
     default:
       return "";
   }
@@ -190,20 +191,22 @@ std::uint64_t Engine::Impl::activation_room() {
 Status Engine::Impl::check_budget() const {
   const std::uint64_t budget = device_budget();
   if (plan.reserved_bytes <= budget) return Status();
-  Pool largest = Pool::kParameters;
-  std::string pools;
-  for (int i = 0; i < kDevicePoolCount; ++i) {
-    const Pool pool = static_cast<Pool>(i);
-    if (plan.bytes_in(pool) > plan.bytes_in(largest)) largest = pool;
-    pools += std::string(i == 0 ? "" : ", ") + pool_name(pool) + " " + format_bytes(plan.bytes_in(pool));
+  std::array<Pool, kDevicePoolCount> pools;
+  for (int i = 0; i < kDevicePoolCount; ++i) pools[i] = static_cast<Pool>(i);
+  std::stable_sort(pools.begin(), pools.end(),
+                   [&](Pool a, Pool b) { return plan.bytes_in(a) > plan.bytes_in(b); });
+  std::string parts;
+  for (int i = 0; i < kPartsShown && plan.bytes_in(pools[i]) > 0; ++i) {
+    parts +=
+        std::string(i == 0 ? "" : ", ") + pool_name(pools[i]) + ' ' + format_bytes(plan.bytes_in(pools[i]));
   }
-  return Status(
-      StatusCode::kOutOfMemory,
-      "the plan needs " + format_bytes(plan.reserved_bytes) + " (" + std::to_string(plan.reserved_bytes) +
-          " bytes) on " + backend.capabilities().name + ", the budget is " + format_bytes(budget) + " (" +
-          std::to_string(budget) + " bytes): " + pools + "; the largest pool is " + pool_name(largest) +
-          ": " + remedy(largest, plan.options) +
-          (budget < backend.capabilities().memory_bytes ? "; or raise EngineOptions::memory_bytes" : ""));
+  const auto exactly = [](std::uint64_t bytes) {
+    return format_bytes(bytes) + " (" + std::to_string(bytes) + " bytes)";
+  };
+  return Status(StatusCode::kOutOfMemory, "the plan needs ", exactly(plan.reserved_bytes), " on ",
+                backend.capabilities().name, ", the budget is ", exactly(budget), "; the largest parts are ",
+                parts, "; to shrink ", pool_name(pools[0]), ": ", remedy(pools[0], plan),
+                budget < backend.capabilities().memory_bytes ? "; or raise the option memory" : "");
 }
 
 // The communicators of all-reduce groups and of the deciding ranks, where they are not the given one.

@@ -127,7 +127,7 @@ TEST(ActivationBudget, AutoSaysWhatEachPlaceTakesWhereNoneFits) {
 TEST(ActivationBudget, AutoWithoutRoomForTheStatesSaysWhichOfThemIsLargest) {
   const std::string refused = shortage_of(within(placed(kDeep, "auto"), 1 << 20));
 
-  EXPECT_NE(refused.find("the largest pool is"), std::string::npos) << refused;
+  EXPECT_NE(refused.find("the largest parts are"), std::string::npos) << refused;
 }
 
 TEST(ActivationBudget, RanksThatPlaceActivationsDifferentlyAreNamed) {

@@ -326,7 +326,7 @@ TEST_F(Training, RefusesABudgetOneChunkUnderThePlan) {
   EXPECT_EQ(run(words + Words{"--memory", std::to_string(reserved)}).exit_code, 0);
   const Finished refused = run(words + Words{"--memory", std::to_string(reserved - (2u << 20))});
   EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_NE(refused.output.find("the largest pool is activations"), std::string::npos) << refused.output;
+  EXPECT_NE(refused.output.find("the largest parts are activations "), std::string::npos) << refused.output;
   EXPECT_NE(refused.output.find("a smaller batch or sequence"), std::string::npos) << refused.output;
   EXPECT_EQ(std::count(refused.output.begin(), refused.output.end(), '\n'), 1) << refused.output;
 }
