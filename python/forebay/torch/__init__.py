@@ -29,6 +29,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
                  ModuleList. A unit covers its submodules.
       resident   the same; their parameters are gathered for the whole pass.
       check      True: every operator is checked for reads of released parameters. Without it, the first step is.
+      config     a DeepSpeed configuration, ds_config.json or a dict (docs/deepspeed.md); options given by name win.
       device     the device of a model on the meta device. store: a torch.distributed.Store for the ranks to meet.
     Errors: InvalidArgument with the reason and the remedy.
     """

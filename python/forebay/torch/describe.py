@@ -11,11 +11,12 @@ from torch import nn
 
 from forebay import core
 from forebay._library import InvalidArgument
+from forebay.torch import deepspeed
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 # The options of shard() that are its own. All others are those of the C interface.
-OWN_OPTIONS = ("units", "resident", "check", "device", "store")
+OWN_OPTIONS = ("units", "resident", "check", "device", "store", "config")
 # Modules that read the parameters of their children without calling them.
 FUSED = (nn.MultiheadAttention,)
 
@@ -130,6 +131,15 @@ def model_dtype(model: nn.Module, dtype: Any = None) -> torch.dtype:
     if first is None:
         raise InvalidArgument("the model has no floating-point parameters; there is nothing to shard")
     return first[1]
+
+
+def with_config(model: nn.Module, options: Dict[str, Any],
+                ranks: int) -> Tuple[Dict[str, Any], Optional[deepspeed.Meaning]]:
+    """The options with those of the DeepSpeed configuration `config`; options given by name win."""
+    if options.get("config") is None:
+        return options, None
+    meaning = deepspeed.understand(options["config"], ranks, model)
+    return {**meaning.options, **options}, meaning
 
 
 def planned_options(model: nn.Module, options: Dict[str, Any]) -> Dict[str, Any]:

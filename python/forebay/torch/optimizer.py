@@ -13,6 +13,7 @@ from forebay._library import InvalidArgument, Unsupported
 from forebay.torch.sharded import Sharded
 
 _SWITCHES = ("amsgrad", "maximize", "differentiable")
+_DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -89,16 +90,19 @@ def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
     return {p: i for i, group in enumerate(groups) for p in group["params"]}
 
 
-def AdamW(model: nn.Module, params: Any = None, lr: float = 1e-3, betas: Tuple[float, float] = (0.9, 0.999),
-          eps: float = 1e-8, weight_decay: float = 1e-2) -> Optimizer:
-    """AdamW over a sharded model, with the defaults of torch.optim.AdamW.
+def AdamW(model: nn.Module, params: Any = None, lr: Optional[float] = None,
+          betas: Optional[Tuple[float, float]] = None, eps: Optional[float] = None,
+          weight_decay: Optional[float] = None) -> Optimizer:
+    """AdamW over a sharded model, with the defaults of torch.optim.AdamW, or those of shard(config=...).
 
     `params`: parameters or parameter groups; None: all trainable parameters of the model. Collective.
     Errors: OutOfMemory, because the engine takes its memory here.
     """
     sharded = sharded_of(model)
     groups = list(params) if params is not None else [p for p in sharded.parameters if p.requires_grad]
-    return Optimizer(sharded, groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    return Optimizer(sharded, groups, {**_DEFAULTS, **sharded.optimizer_defaults,
+                                       **{name: value for name, value in given.items() if value is not None}})
 
 
 def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:

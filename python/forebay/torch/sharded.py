@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
-from forebay.torch import describe, guard, stand_in
+from forebay.torch import deepspeed, describe, guard, stand_in
 
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
@@ -174,6 +174,9 @@ class Sharded:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model
+        options, meaning = describe.with_config(model, options, _ranks())
+        self.clip = meaning.clip if meaning else 0.0
+        self.optimizer_defaults = meaning.optimizer if meaning else {}
         self.given = options
         self.dtype = describe.model_dtype(model, options.get("dtype"))
         self.options = describe.planned_options(model, options)
@@ -203,6 +206,8 @@ class Sharded:
             module = unit.plan.module
             module.register_forward_pre_hook(unit.before_forward, with_kwargs=True, prepend=True)
             module.register_forward_hook(unit.after_forward, always_call=True)
+        if meaning is not None:
+            deepspeed.say(meaning.without_effect)
 
     # --- the engine ---
 
@@ -438,6 +443,7 @@ class Sharded:
         self.end_evaluation()
         factor = factors.pop()
         self.engine.hyperparameter("gradient-factor", factor)
+        self.engine.hyperparameter("clip", self.clip)
         for i, group in enumerate(groups):
             for name, value in (("lr", group["lr"]), ("weight-decay", group["weight_decay"]),
                                 ("beta1", group["betas"][0]), ("beta2", group["betas"][1]),
@@ -506,6 +512,12 @@ def _checksum(p: nn.Parameter) -> int:
     value = p.detach().cpu().contiguous()
     size = value.numel() * value.element_size()
     return zlib.crc32((ctypes.c_char * size).from_address(value.data_ptr()))
+
+
+def _ranks() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 _meetings = 0

@@ -1,0 +1,350 @@
+"""DeepSpeed's configuration (ds_config.json) as options of forebay.shard().
+
+KEYS has one row for each key: it is honoured, has no effect, or is refused. docs/deepspeed.md shows the same table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import warnings
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
+
+from torch import nn
+
+from forebay._library import InvalidArgument, Unsupported
+
+HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
+
+
+class Key(NamedTuple):
+    """A key by its path ("zero_optimization.stage"), its verdict, and the words for the documentation.
+
+    For a refused key, `note` is the remedy, and the values in `neutral` have no effect. A path that ends with ".*"
+    is a whole section.
+    """
+
+    path: str
+    verdict: str
+    note: str
+    neutral: Tuple[Any, ...] = (False, None, "none", 0)
+
+
+def _rows(verdict: str, prefix: str, note: str, *names: str, **fields: Any) -> List[Key]:
+    return [Key(prefix + name, verdict, note, **fields) for name in names]
+
+
+_ZERO = "zero_optimization."
+_PLANNED = "the plan decides"
+
+KEYS: List[Key] = [
+    # Batches and steps
+    Key("train_batch_size", HONOURED, "checked: micro-batch x accumulation x ranks"),
+    Key("train_micro_batch_size_per_gpu", HONOURED, "checked with train_batch_size; the program makes the batches"),
+    Key("gradient_accumulation_steps", HONOURED, "`micro_steps`: the most backward passes in a step. The program divides "
+        "its loss, as in plain torch"),
+    Key("gradient_clipping", HONOURED, "the norm is clipped in `optimizer.step()`"),
+    # Types
+    Key("bf16.enabled", HONOURED, "`dtype=\"bf16\"`"),
+    Key("bfloat16.enabled", HONOURED, "`dtype=\"bf16\"`"),
+    Key("fp16.enabled", HONOURED, "`dtype=\"fp16\"`; multiply the loss by `optimizer.loss_scale`"),
+    Key("fp16.loss_scale", HONOURED, "0: dynamic; another number: that scale, for ever"),
+    Key("fp16.initial_scale_power", HONOURED, "`loss_scale` = 2 to this power"),
+    Key("fp16.loss_scale_window", HONOURED, "`loss_scale_growth_interval`"),
+    Key("fp16.min_loss_scale", HONOURED, "`loss_scale_minimum`"),
+    Key("fp16.hysteresis", REFUSED, "a skipped step halves the scale at once; set it to 1", (0, 1, None)),
+    *_rows(REFUSED, "fp16.", "give the batches in fp16, or use bf16", "auto_cast"),
+    *_rows(REFUSED, "", "master weights and sums of gradients are fp32; leave it out",
+           "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    *_rows(NO_EFFECT, "", "sums are fp32 and exact", "fp16.consecutive_hysteresis", "bf16.immediate_grad_update",
+           "bf16.check_grad_overflow", "data_types.grad_accum_dtype", "fp32_allreduce"),
+    *_rows(REFUSED, "", "use `dtype=\"bf16\"` without autocast", "torch_autocast.*", "amp.*"),
+    # ZeRO
+    Key(_ZERO + "stage", HONOURED, "`stage`"),
+    Key(_ZERO + "offload_optimizer.device", HONOURED, "cpu: `offload=\"optimizer\"`; nvme: in files too"),
+    Key(_ZERO + "offload_optimizer.nvme_path", HONOURED, "`offload_tier=\"nvme:PATH\"`"),
+    Key(_ZERO + "offload_optimizer.ratio", HONOURED, "`offload_fraction`, in whole layers from the first on"),
+    Key(_ZERO + "offload_param.device", HONOURED, "`offload=\"optimizer+parameters\"` (stage 3): optimizer states move too"),
+    Key(_ZERO + "offload_param.nvme_path", HONOURED, "`offload_tier=\"nvme:PATH\"`"),
+    Key(_ZERO + "reduce_bucket_size", HONOURED, "`bucket`: elements x element size, at most all gradients"),
+    Key(_ZERO + "overlap_comm", HONOURED, "`overlap`"),
+    Key(_ZERO + "zero_hpz_partition_size", HONOURED, "N > 1: `order=\"group:N\"`, `shard_within=\"group\"`"),
+    *_rows(REFUSED, _ZERO, "use `offload_optimizer` or `offload_param`", "cpu_offload", "cpu_offload_param",
+           "cpu_offload_params"),
+    *_rows(NO_EFFECT, _ZERO, _PLANNED, "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce",
+           "allgather_partitions", "allgather_bucket_size", "sub_group_size", "round_robin_gradients",
+           "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size",
+           "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+           "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
+           "stage3_allgather_sequential", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size",
+           "param_persistence_threshold", "model_persistence_threshold", "module_granularity_threshold",
+           "use_all_reduce_for_fetch_params", "allgather_sequential", "parameter_alignment", "legacy_stage1",
+           "memory_efficient_linear", "override_module_apply", "cpu_offload_use_pin_memory",
+           "offload_optimizer.pin_memory", "offload_optimizer.buffer_count", "offload_optimizer.pipeline_read",
+           "offload_optimizer.pipeline_write", "offload_optimizer.pipeline", "offload_optimizer.fast_init",
+           "offload_optimizer.super_offload", "offload_optimizer.cpuadam_cores_perc", "offload_param.pin_memory",
+           "offload_param.buffer_count", "offload_param.buffer_size", "offload_param.max_in_cpu",
+           "grad_hooks", "leaf_module.*"),
+    *_rows(NO_EFFECT, _ZERO, "`state_dict()` always has whole weights", "stage3_gather_16bit_weights_on_model_save",
+           "stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+    *_rows(NO_EFFECT, _ZERO, "`forebay.restore()` works at any number of ranks", "elastic_checkpoint",
+           "load_from_fp32_weights", "pipeline_loading_checkpoint"),
+    *_rows(NO_EFFECT, _ZERO, "`forebay.shard(check=True)` and `forebay.report()`", "log_trace_cache_warnings",
+           "enable_sanity_checks", "compute_grad_norm", "ignore_unused_parameters"),
+    *_rows(REFUSED, _ZERO, "forebay sends exact values; leave it out", "zero_quantized_weights",
+           "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+    *_rows(REFUSED, _ZERO, "leave it out", "zenflow", "save_muon_momentum_buffer_in_memory"),
+    *_rows(REFUSED, _ZERO, "use `zero_hpz_partition_size`", "mics_shard_size",
+           "mics_hierarchical_params_gather", neutral=(False, None, 0, -1)),
+    # Optimizer
+    Key("optimizer.type", HONOURED, "Adam and AdamW; others are refused"),
+    Key("optimizer.params.lr", HONOURED, "default of `forebay.AdamW(model)`"),
+    Key("optimizer.params.betas", HONOURED, "default of `forebay.AdamW(model)`"),
+    Key("optimizer.params.eps", HONOURED, "default of `forebay.AdamW(model)`"),
+    Key("optimizer.params.weight_decay", HONOURED, "default of `forebay.AdamW(model)`"),
+    Key("optimizer.params.adam_w_mode", HONOURED, "false is refused with a weight decay other than 0"),
+    *_rows(NO_EFFECT, "optimizer.", "one AdamW, in the engine", "params.torch_adam", "params.fused",
+           "params.foreach", "legacy_fusion"),
+    *_rows(REFUSED, "optimizer.params.", "forebay updates by plain AdamW", "amsgrad", "freeze_step"),
+    Key("optimizer.params.bias_correction", REFUSED, "biases are always corrected", (True, None)),
+    Key("scheduler.*", REFUSED, "make one of torch.optim.lr_scheduler over the optimizer", (None, {})),
+    *_rows(NO_EFFECT, "", "there is one optimizer", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    # Communication
+    *_rows(REFUSED, "", "gradients are averaged exactly; leave it out", "prescale_gradients"),
+    Key("gradient_predivide_factor", REFUSED, "gradients are averaged exactly; leave it out", (1, 1.0, None)),
+    Key("gradient_allreduce_op", REFUSED, "gradients are averaged; multiply the loss by the number of ranks",
+        ("mean", "avg", None)),
+    Key("sparse_gradients", REFUSED, "make embeddings with sparse=False"),
+    *_rows(NO_EFFECT, "", "gradients travel in their own type and are added in fp32", "communication_data_type",
+           "seq_parallel_communication_data_type", "disable_allgather"),
+    # Activations
+    Key("activation_checkpointing.cpu_checkpointing", HONOURED, "`forebay.offload_activations(model)`"),
+    Key("activation_checkpointing.partition_activations", REFUSED,
+        "call `forebay.offload_activations(model, group=...)` with the tensor-parallel ranks"),
+    *_rows(NO_EFFECT, "activation_checkpointing.", _PLANNED, "contiguous_memory_optimization", "number_checkpoints",
+           "synchronize_checkpoint_boundary", "profile"),
+    # The rest
+    *_rows(NO_EFFECT, "", "`forebay.report(model)` has the figures", "steps_per_print", "wall_clock_breakdown",
+           "memory_breakdown", "dump_state", "tensorboard.*", "wandb.*", "csv_monitor.*", "comet.*", "flops_profiler.*",
+           "comms_logger.*", "timers.*", "log_level", "monitor_config.*"),
+    *_rows(NO_EFFECT, "", "forebay has its own files and states", "aio.*", "checkpoint.*", "nebula.*",
+           "load_universal_checkpoint"),
+    *_rows(NO_EFFECT, "", "the program does it", "dataloader_drop_last", "seed", "managed_gradient_accumulation",
+           "disable_python_gc", "compile.*", "hybrid_engine.*", "autotuning.*"),
+    *_rows(REFUSED, "", "forebay does not change the model or its data; leave it out", "compression_training.*",
+           "quantize_training.*", "progressive_layer_drop.*", "eigenvalue.*", "sparse_attention.*",
+           "curriculum_learning.*", "data_efficiency.*", "elasticity.*", "weight_quantization.*"),
+    *_rows(REFUSED, "", "divide the model over tensor-parallel, pipeline and expert ranks before shard()",
+           "tensor_parallel.*", "pipeline.*", "sequence_parallel_size", "expert_parallel.*", neutral=(None, 0, 1)),
+]
+
+_BY_PATH = {row.path: row for row in KEYS}
+
+
+def table() -> str:
+    """KEYS as the lines of a table in Markdown."""
+    lines = ["| key | | |", "|---|---|---|"]
+    groups: Dict[Tuple[str, str], List[str]] = {}
+    for row in KEYS:
+        key = (row.verdict, row.note if row.verdict != HONOURED else row.path)
+        groups.setdefault(key, []).append(f"`{row.path}`")
+    notes = {(row.verdict, row.note if row.verdict != HONOURED else row.path): row.note for row in KEYS}
+    for verdict in (HONOURED, NO_EFFECT, REFUSED):
+        lines += [f"| {', '.join(paths)} | {verdict} | {notes[key]} |"
+                  for key, paths in groups.items() if key[0] == verdict]
+    return "\n".join(lines) + "\n"
+
+
+class Meaning(NamedTuple):
+    """A configuration in forebay's words."""
+
+    options: Dict[str, Any]  # Of shard().
+    optimizer: Dict[str, Any]  # Defaults of forebay.AdamW().
+    clip: float  # The largest gradient norm; 0: no clipping.
+    offload_activations: bool
+    without_effect: List[str]
+
+
+def read(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Dict[str, Any]:
+    """The configuration of a file or a mapping. Errors: InvalidArgument with the line that is no JSON."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    with open(config, encoding="utf-8") as file:
+        text = file.read()
+    try:
+        made = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        raise InvalidArgument(f"{config} is not valid JSON in line {error.lineno} ({line!r}): {error.msg}; a comma "
+                              "before a closing bracket is the usual cause") from None
+    if not isinstance(made, dict):
+        raise InvalidArgument(f"{config} holds {type(made).__name__}; a DeepSpeed configuration is a JSON object")
+    return made
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[Tuple[str, Any]]:
+    """Paths and values. A section that KEYS has as a whole is one value."""
+    for name, value in config.items():
+        path = prefix + name
+        if isinstance(value, Mapping) and path + ".*" not in _BY_PATH and path not in _BY_PATH:
+            if not value and not any(known.startswith(path + ".") for known in _BY_PATH):
+                raise _unknown(path)
+            yield from _leaves(value, path + ".")
+        else:
+            yield path, value
+
+
+def _unknown(path: str) -> InvalidArgument:
+    near = difflib.get_close_matches(path, [row.path.replace(".*", "") for row in KEYS], 1)
+    return InvalidArgument(f"the DeepSpeed configuration has {path}, which forebay does not know; "
+                           + (f"did you mean {near[0]}? Else leave it out" if near else "leave it out"))
+
+
+def _row(path: str) -> Key:
+    row = _BY_PATH.get(path) or _BY_PATH.get(path + ".*")
+    if row is None:
+        section = path.rpartition(".")[0]
+        row = _BY_PATH.get(section + ".*")
+    if row is None:
+        raise _unknown(path)
+    return row
+
+
+def understand(config: Union[str, os.PathLike, Mapping[str, Any]], ranks: int = 1,
+               model: Optional[nn.Module] = None) -> Meaning:
+    """Turns a DeepSpeed configuration into options. "auto" leaves the value to the program.
+
+    `ranks`: for the check of the batch sizes. `model`: bounds the bucket.
+    Errors: InvalidArgument for unknown keys and values that contradict, Unsupported for refused keys with the remedy.
+    """
+    values: Dict[str, Any] = {}
+    without_effect: List[str] = []
+    for path, value in _leaves(read(config)):
+        row = _row(path)
+        if isinstance(value, str) and value == "auto":
+            continue
+        if row.verdict == NO_EFFECT:
+            without_effect.append(path)
+        elif row.verdict == REFUSED:
+            off = value in row.neutral or (isinstance(value, Mapping) and not value.get("enabled", bool(value)))
+            # Keys of a 16-bit type that is off say nothing.
+            section = path.partition(".")[0]
+            if not off and not (section in ("fp16", "bf16") and not _enabled(read(config), section)):
+                raise Unsupported(f"{path} = {value!r} of the DeepSpeed configuration: {row.note.replace('`', '')}")
+        else:
+            values[path] = value
+    return _meaning(values, ranks, model, without_effect)
+
+
+def _enabled(config: Mapping[str, Any], section: str) -> bool:
+    return config.get(section, {}).get("enabled") is True
+
+
+def _meaning(values: Dict[str, Any], ranks: int, model: Optional[nn.Module], without_effect: List[str]) -> Meaning:
+    options: Dict[str, Any] = {}
+    zero = {path[len(_ZERO):]: value for path, value in values.items() if path.startswith(_ZERO)}
+    options["stage"] = int(zero.get("stage", 0))
+    _check_batches(values, ranks)
+    if values.get("gradient_accumulation_steps") is not None:
+        options["micro_steps"] = int(values["gradient_accumulation_steps"])
+    bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
+    if bf16 and values.get("fp16.enabled"):
+        raise InvalidArgument("both bf16 and fp16 are enabled in the DeepSpeed configuration; keep one")
+    if bf16:
+        options["dtype"] = "bf16"
+    elif values.get("fp16.enabled"):
+        options["dtype"] = "fp16"
+        options.update(_loss_scale(values))
+    options.update(_offload(zero, options["stage"]))
+    if zero.get("overlap_comm") is not None:
+        options["overlap"] = bool(zero["overlap_comm"])
+    if int(zero.get("zero_hpz_partition_size", 1)) > 1:
+        options.update(order=f"group:{zero['zero_hpz_partition_size']}", shard_within="group")
+    if zero.get("reduce_bucket_size") is not None:
+        options["bucket"] = _bucket(int(float(zero["reduce_bucket_size"])), options.get("dtype"), model)
+    return Meaning(options, _optimizer(values), float(values.get("gradient_clipping") or 0),
+                   bool(values.get("activation_checkpointing.cpu_checkpointing")), without_effect)
+
+
+def _check_batches(values: Mapping[str, Any], ranks: int) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = [values.get(name) for name in names]
+    if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1] * sizes[2] * ranks:
+        raise InvalidArgument(f"train_batch_size is {sizes[0]} in the DeepSpeed configuration, and {sizes[1]} a "
+                              f"micro-batch x {sizes[2]} micro-steps x {ranks} ranks are {sizes[1] * sizes[2] * ranks}; "
+                              "change one of them")
+
+
+def _loss_scale(values: Mapping[str, Any]) -> Dict[str, Any]:
+    fixed = float(values.get("fp16.loss_scale") or 0)
+    if fixed:
+        return {"loss_scale": fixed, "loss_scale_minimum": fixed, "loss_scale_growth_interval": 2**31 - 1}
+    return {"loss_scale": float(2 ** int(values.get("fp16.initial_scale_power", 16))),
+            "loss_scale_growth_interval": int(values.get("fp16.loss_scale_window", 1000)),
+            "loss_scale_minimum": float(values.get("fp16.min_loss_scale", 1))}
+
+
+def _offload(zero: Mapping[str, Any], stage: int) -> Dict[str, Any]:
+    kinds = {name: str(zero.get(f"{name}.device") or "none") for name in ("offload_optimizer", "offload_param")}
+    used = {name: kind for name, kind in kinds.items() if kind != "none"}
+    if not used:
+        return {}
+    for name, kind in used.items():
+        if kind not in ("cpu", "nvme"):
+            raise InvalidArgument(f"zero_optimization.{name}.device is {kind!r} in the DeepSpeed configuration; use cpu, "
+                                  "nvme or none")
+    if len(set(used.values())) > 1:
+        raise Unsupported("offload_optimizer and offload_param have different devices in the DeepSpeed configuration, and "
+                          "forebay offloads both to one tier; use one device for both")
+    if "offload_param" in used and stage != 3:
+        raise InvalidArgument(f"offload_param needs stage 3, and the DeepSpeed configuration has stage {stage}; leave it "
+                              "out or set the stage")
+    options: Dict[str, Any] = {"offload": "optimizer+parameters" if "offload_param" in used else "optimizer"}
+    name, kind = next(iter(used.items()))
+    if kind == "nvme":
+        path = zero.get(f"{name}.nvme_path")
+        if not path:
+            raise InvalidArgument(f"zero_optimization.{name}.nvme_path is missing in the DeepSpeed configuration; name a "
+                                  "directory")
+        options["offload_tier"] = f"nvme:{path}"
+    if float(zero.get("offload_optimizer.ratio", 1)) != 1:
+        options["offload_fraction"] = float(zero["offload_optimizer.ratio"])
+    return options
+
+
+def _bucket(elements: int, dtype: Optional[str], model: Optional[nn.Module]) -> int:
+    """Bytes of a bucket of `elements`, a multiple of 4 KiB, no larger than the model's gradients need."""
+    size = 2 if dtype in ("bf16", "fp16") else 4
+    if model is not None:
+        sizes = {p.element_size() for p in model.parameters()}
+        size = size if dtype else max(sizes, default=4)
+        elements = min(elements, sum(p.numel() for p in model.parameters()))
+    return max(1 << 20, -(-elements * size // 4096) * 4096)
+
+
+def _optimizer(values: Mapping[str, Any]) -> Dict[str, Any]:
+    kind = values.get("optimizer.type", "AdamW")
+    if str(kind).lower() not in ("adam", "adamw"):
+        raise Unsupported(f"optimizer.type = {kind!r} of the DeepSpeed configuration; forebay updates by AdamW, so use "
+                          "\"AdamW\"")
+    found = {name: values[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay")
+             if values.get(f"optimizer.params.{name}") is not None}
+    if values.get("optimizer.params.adam_w_mode") is False and found.get("weight_decay"):
+        raise Unsupported("adam_w_mode = false of the DeepSpeed configuration adds the weight decay to the gradient; "
+                          "forebay updates by AdamW, so set it to true or weight_decay to 0")
+    made = {name: tuple(map(float, value)) if name == "betas" else float(value) for name, value in found.items()}
+    if "optimizer.type" in values:
+        made.setdefault("weight_decay", 0.0)  # DeepSpeed's default for Adam and AdamW.
+    return made
+
+
+_said: set = set()
+
+
+def say(without_effect: List[str]) -> None:
+    """Names the keys without effect, each once in a process."""
+    new = [path for path in without_effect if path not in _said]
+    _said.update(new)
+    if new and os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"keys of the DeepSpeed configuration without effect: {', '.join(new)}", stacklevel=4)

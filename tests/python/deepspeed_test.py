@@ -1,0 +1,168 @@
+"""DeepSpeed configurations: each key is honoured, without effect, or refused with a remedy."""
+
+import json
+import os
+import tempfile
+import unittest
+import warnings
+
+import support
+
+support.need("torch")
+
+import torch
+
+import forebay
+from forebay.torch import deepspeed
+import models
+
+# The configurations of transformers' documentation, with "auto" for the values of the trainer.
+STAGE_2 = """{
+  "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
+           "hysteresis": 2, "min_loss_scale": 1},
+  "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+  "zero_optimization": {
+    "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": true}, "allgather_partitions": true,
+    "allgather_bucket_size": 2e8, "overlap_comm": true, "reduce_scatter": true, "reduce_bucket_size": 2e8,
+    "contiguous_gradients": true},
+  "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
+  "train_micro_batch_size_per_gpu": "auto"
+}"""
+STAGE_3 = """{
+  "bf16": {"enabled": true},
+  "zero_optimization": {
+    "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": true, "buffer_count": 4,
+                                      "fast_init": false},
+    "offload_param": {"device": "nvme", "nvme_path": "/local", "pin_memory": true, "buffer_count": 5,
+                      "buffer_size": 1e8, "max_in_cpu": 1e9},
+    "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": true},
+  "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+  "train_batch_size": 16, "steps_per_print": 2000, "wall_clock_breakdown": false
+}"""
+
+
+class Keys(unittest.TestCase):
+    def test_the_documentation_shows_the_table(self):
+        text = (support.ROOT / "docs" / "deepspeed.md").read_text(encoding="utf-8")
+        self.assertIn(deepspeed.table(), text)
+
+    def test_each_key_has_one_row(self):
+        self.assertEqual(len(deepspeed._BY_PATH), len(deepspeed.KEYS))
+
+    def test_configurations_of_transformers(self):
+        model = models.make()
+        made = deepspeed.understand(json.loads(STAGE_2), model=model)
+        count = sum(p.numel() for p in model.parameters())
+        self.assertEqual(made.options["stage"], 2)
+        self.assertEqual(made.options["offload"], "optimizer")
+        self.assertEqual(made.options["bucket"], max(1 << 20, -(-4 * count // 4096) * 4096))
+        self.assertEqual((made.clip, made.optimizer), (0.0, {"weight_decay": 0.0}))
+        made = deepspeed.understand(json.loads(STAGE_3), ranks=2)
+        self.assertEqual(made.options, {
+            "stage": 3, "micro_steps": 4, "dtype": "bf16", "offload": "optimizer+parameters",
+            "offload_tier": "nvme:/local", "overlap": True})
+        self.assertEqual(made.clip, 1.0)
+        self.assertIn("steps_per_print", made.without_effect)
+
+    def test_the_loss_scale(self):
+        fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1, "min_loss_scale": 4}
+        made = deepspeed.understand({"fp16": fp16}).options
+        self.assertEqual((made["loss_scale"], made["loss_scale_growth_interval"], made["loss_scale_minimum"]),
+                         (4096.0, 50, 4.0))
+        made = deepspeed.understand({"fp16": {"enabled": True, "loss_scale": 128}}).options
+        self.assertEqual((made["loss_scale"], made["loss_scale_minimum"]), (128.0, 128.0))
+
+    def refused(self, config, *words, kind=forebay.Error, ranks=1):
+        with self.assertRaises(kind) as caught:
+            deepspeed.understand(config, ranks)
+        for word in words:
+            self.assertIn(word, str(caught.exception))
+
+    def test_refusals_name_the_key_and_a_remedy(self):
+        self.refused({"optimizer": {"type": "Lamb"}}, "Lamb", "AdamW")
+        self.refused({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler", "torch.optim.lr_scheduler")
+        self.refused({"fp16": {"enabled": True, "hysteresis": 2}}, "hysteresis", "set it to 1")
+        self.refused({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights", "exact")
+        self.refused({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "stage 3")
+        self.refused({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme_path")
+        self.refused({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+                     "2 ranks are 8", ranks=2)
+        self.refused({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "adam_w_mode")
+        self.refused({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "keep one")
+
+        self.refused({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "without autocast")
+
+    def test_unknown_keys_are_refused_with_the_nearest(self):
+        self.refused({"zero_optimization": {"stagee": 3}}, "zero_optimization.stagee", "zero_optimization.stage?")
+        self.refused({"gradient_cliping": 1.0}, "gradient_clipping?")
+
+    def test_values_that_switch_a_refused_key_off(self):
+        config = {"sparse_gradients": False, "prescale_gradients": False, "gradient_predivide_factor": 1.0,
+                  "amp": {"enabled": False}, "elasticity": {"enabled": False}, "fp16": {"enabled": False, "hysteresis": 2},
+                  "zero_optimization": {"stage": 1, "zero_quantized_gradients": False, "offload_param": {"device": "none"}}}
+        self.assertEqual(deepspeed.understand(config).options, {"stage": 1})
+
+    def test_a_file_that_is_not_valid(self):
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "ds_config.json")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write('{\n  "zero_optimization": {"stage": 2},\n}\n')
+            self.refused(path, "line 3", "comma")
+
+    def test_every_key_of_the_installed_deepspeed_is_known(self):
+        try:
+            from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+            from deepspeed.runtime.zero.offload_config import (DeepSpeedZeroOffloadOptimizerConfig,
+                                                               DeepSpeedZeroOffloadParamConfig)
+            from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+        except ImportError as error:
+            self.skipTest(f"no deepspeed: {error}")
+        for section, kind in (("zero_optimization", DeepSpeedZeroConfig), ("fp16", DeepSpeedFP16Config),
+                              ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
+                              ("zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig),
+                              ("bf16", DeepSpeedBF16Config)):
+            for name, field in kind.model_fields.items():
+                path = f"{section}.{field.alias or name}"
+                if any(row.path.startswith(path + ".") for row in deepspeed.KEYS):
+                    continue
+                with self.subTest(path):
+                    deepspeed._row(path)
+
+
+class Training(unittest.TestCase):
+    def setUp(self):
+        support.need_library()
+
+    def test_a_configuration_trains_as_its_options_do(self):
+        config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 1e9},
+                  "gradient_clipping": 0.5, "gradient_accumulation_steps": 2,
+                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}}}
+        deepspeed._said.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model = forebay.shard(models.make(), config=config)
+            forebay.shard(models.make(), config=config)
+        found = [str(one.message) for one in said if "DeepSpeed" in str(one.message)]
+        self.assertEqual(len(found), 1, found)  # Said once.
+        self.assertIn("sub_group_size", found[0])
+        models.train(model, forebay.AdamW(model), steps=2)
+
+        other = forebay.shard(models.make(), stage=1)
+        optimizer = forebay.AdamW(other, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+        other._forebay.clip = 0.5
+        models.train(other, optimizer, steps=2)
+        self.assertEqual(forebay.digest(model), forebay.digest(other))
+        self.assertEqual(forebay.report(model)["options"]["offload"], "optimizer")
+
+    def test_options_by_name_win(self):
+        model = forebay.shard(models.make(), stage=1, config={"zero_optimization": {"stage": 3}})
+        self.assertEqual(model._forebay.stage, 1)
+        planned = forebay.plan(models.make(), ranks=8, config={"zero_optimization": {"stage": 3}})
+        self.assertEqual(int(planned["options"]["stage"]), 3)
+
+
+if __name__ == "__main__":
+    support.main()
