@@ -47,8 +47,17 @@ forebay_library(forebay forebay LAYERS command_line model topology kernels colle
 
 # libforebay-c.so: the C interface and everything below it in one library, which exports the functions of forebay.h and
 # nothing else. Its name carries FOREBAY_ABI. It stands beside the C++ libraries; a program uses one or the other.
+set(c_link ${engine_link})
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(REMOVE_ITEM c_link forebay_hwy)
+endif()
 forebay_library(forebay-c forebay-c C_INTERFACE
-  LAYERS base device host allocator model topology kernels collectives offload engine api LINK ${engine_link})
+  LAYERS base device host allocator model topology kernels collectives offload engine api LINK ${c_link})
+if(NOT forebay_hwy IN_LIST c_link)
+  # In place of libhwy.so, which takes long to load.
+  target_sources(forebay-c PRIVATE "${PROJECT_SOURCE_DIR}/kernels/simd_targets.cc")
+  target_include_directories(forebay-c SYSTEM PRIVATE "$<TARGET_PROPERTY:forebay_hwy,INTERFACE_INCLUDE_DIRECTORIES>")
+endif()
 target_include_directories(forebay-c INTERFACE "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/runtime/api/include>")
 file(STRINGS "${PROJECT_SOURCE_DIR}/runtime/api/include/forebay/forebay.h" abi REGEX "^#define FOREBAY_ABI [0-9]+")
 string(REGEX MATCH "[0-9]+$" abi "${abi}")

@@ -1,4 +1,5 @@
-# libforebay-c.so exports the functions of forebay.h under FOREBAY_1, and nothing else; forebay-c.map lists them.
+# libforebay-c.so exports the functions of forebay.h under FOREBAY_1, and nothing else; forebay-c.map lists them. It does not
+# load Highway's library.
 cmake_minimum_required(VERSION 3.25)
 execute_process(COMMAND "${NM}" -D --defined-only --with-symbol-versions "${LIBRARY}" OUTPUT_VARIABLE output RESULT_VARIABLE result)
 if(NOT result EQUAL 0)
@@ -33,4 +34,13 @@ endforeach()
 list(LENGTH exported count)
 if(count LESS 100)
   message(FATAL_ERROR "only ${count} functions were found: is this the library?")
+endif()
+
+# libhwy.so takes 3.5 ms to load.
+execute_process(COMMAND "${READELF}" -d "${LIBRARY}" OUTPUT_VARIABLE output RESULT_VARIABLE result)
+if(NOT result EQUAL 0)
+  message(FATAL_ERROR "${READELF} failed on ${LIBRARY}")
+endif()
+if(PROCESSOR MATCHES "x86_64|AMD64" AND output MATCHES "libhwy")
+  message(SEND_ERROR "libforebay-c.so loads libhwy.so; kernels/simd_targets.cc has the two functions that it needs")
 endif()

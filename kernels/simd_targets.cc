@@ -1,0 +1,54 @@
+// The instruction sets of this x86-64 processor, by the numbers that Highway's dispatch tables use: two
+// functions in place of libhwy.so, for libforebay-c.so. That library measures a clock for 3.5 ms when it is
+// loaded.
+#include <cpuid.h>
+
+#include "hwy/targets.h"
+
+namespace hwy {
+namespace {
+
+// A bit of ECX, for instruction sets that compilers do not ask for by name.
+bool has_ecx_bit(unsigned leaf, unsigned bit) {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid_count(leaf, 0, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> bit & 1) != 0;
+}
+
+std::int64_t find_targets() {
+  constexpr unsigned kFeatures = 1, kExtendedFeatures = 0x80000001;
+  __builtin_cpu_init();
+  std::int64_t targets = HWY_STATIC_TARGET;
+  if (!__builtin_cpu_supports("ssse3")) return targets;
+  targets |= HWY_SSSE3;
+  if (!__builtin_cpu_supports("sse4.1") || !__builtin_cpu_supports("sse4.2") ||
+      !__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("aes")) {
+    return targets;
+  }
+  targets |= HWY_SSE4;
+  const bool has_f16c = has_ecx_bit(kFeatures, 29);
+  const bool has_lzcnt = has_ecx_bit(kExtendedFeatures, 5);
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
+      !__builtin_cpu_supports("bmi2") || !has_f16c || !has_lzcnt) {
+    return targets;
+  }
+  targets |= HWY_AVX2;
+  // Highway's next target, AVX3_DL, is not among those that it compiles by default.
+  const bool has_avx3 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512cd");
+  return has_avx3 ? targets | HWY_AVX3 : targets;
+}
+
+}  // namespace
+
+std::int64_t SupportedTargets() {
+  static const std::int64_t targets = find_targets();
+  return targets;
+}
+
+ChosenTarget& GetChosenTarget() {
+  static ChosenTarget target;
+  return target;
+}
+
+}  // namespace hwy
