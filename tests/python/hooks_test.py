@@ -7,6 +7,7 @@ import copy
 import faulthandler
 import pickle
 import unittest
+import warnings
 from unittest import mock
 
 import support
@@ -243,23 +244,36 @@ class Reader(nn.Module):
 
 
 class Guard(unittest.TestCase):
-    def test_it_names_operator_and_unit(self):
-        model = Reader()
-        adamw(sharded(model))
-        with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\..*second\.weight of unit second.*resident"):
-            model(torch.ones(2, 4))
+    def test_a_unit_that_others_read_is_gathered_for_the_whole_pass(self):
+        for options in ({}, {"resident": ["second"]}):
+            for evaluates_first in (False, True):
+                plain, model = Reader(), Reader()
+                model.load_state_dict(plain.state_dict())
+                optimizer, expected = adamw(sharded(model, **options)), plain_adamw(plain)
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    if evaluates_first:
+                        with torch.no_grad():
+                            self.assertEqual(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+                    for _ in range(3):
+                        for one, made in ((plain, expected), (model, optimizer)):
+                            one(torch.ones(2, 4)).backward()
+                            made.step()
+                            made.zero_grad()
+                with forebay.gathered(model):
+                    self.assertTrue(torch.equal(model.second.weight, plain.second.weight))
+                self.assertTrue(released(model))
+                texts = [str(one.message) for one in said if "resident" in str(one.message)]
+                self.assertEqual(len(texts), 0 if options else 1, texts)
+                if texts:
+                    self.assertRegex(texts[0], r"aten\..*second\.weight.*resident=\[\"second\"\]")
 
-    def test_residents_are_gathered_for_the_whole_pass(self):
-        plain, model = Reader(), Reader()
-        model.load_state_dict(plain.state_dict())
-        optimizer, expected = adamw(sharded(model, resident=["second"])), plain_adamw(plain)
-        for _ in range(2):
-            for one, made in ((plain, expected), (model, optimizer)):
-                one(torch.ones(2, 4)).backward()
-                made.step()
-                made.zero_grad()
-        with forebay.gathered(model):
-            self.assertTrue(torch.equal(model.second.weight, plain.second.weight))
+    def test_a_copy_of_a_parameter_before_the_first_step(self):
+        model = sharded(models.make())
+        adamw(model)
+        with self.assertRaisesRegex(forebay.InvalidArgument, r"aten\.clone.*norm\.weight of unit norm.*before shard"):
+            model.norm.weight.data.clone()
+        model._forebay.guard.leave()
 
     def test_it_finds_reads_outside_of_a_pass(self):
         model = models.make()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -11,60 +13,93 @@ from torch.utils._pytree import tree_leaves
 from forebay._library import InvalidArgument
 
 if TYPE_CHECKING:
-    from forebay.torch.sharded import Sharded, Unit
+    from forebay.torch.sharded import Sharded
 
 
 class Guard(TorchDispatchMode):
-    """Checks the arguments of every operator, in the first step or always. It costs some 10 us an operator."""
+    """Checks the arguments of every operator: from the making of the optimizer to the end of the first step, in the
+    first evaluation, or always. It costs some 10 us an operator."""
 
     def __init__(self, owner: "Sharded", always: bool) -> None:
         super().__init__()
-        self.always, self.first, self.entered = always, True, False
-        self.units: Dict[int, List["Unit"]] = {}
-        self.names: Dict[int, str] = {}
+        self.owner = weakref.ref(owner)  # A guard that stays entered keeps no model alive.
+        self.always, self.first, self.first_evaluation = always, True, True
+        self.entered = self.in_evaluation = self.checks = False
+        self.places: Dict[int, Tuple[str, List[int]]] = {}
         for p, places in owner.places.items():
-            at = p.untyped_storage().data_ptr()
-            self.units[at] = [owner.units[u] for u, _ in places]
-            self.names[at] = owner.names[p]
+            self.places[p.untyped_storage().data_ptr()] = (owner.names[p], [unit for unit, _ in places])
+
+    def is_needed(self) -> bool:
+        """Whether some pass is still to be checked."""
+        return self.always or self.first or self.first_evaluation
 
     def begin_step(self) -> None:
-        if (self.first or self.always) and not self.entered:
-            self.entered = True
-            self.__enter__()
+        if self.first or self.always:
+            self.enter()
 
     def end_step(self) -> None:
         self.first = False
         if not self.always:
             self.leave()
 
+    def begin_evaluation(self) -> None:
+        if (self.first_evaluation or self.always) and not self.checks:
+            self.in_evaluation = True
+            self.enter()
+
+    def end_evaluation(self) -> None:
+        if self.in_evaluation:
+            self.first_evaluation = self.in_evaluation = False
+            if not self.always:
+                self.leave()
+
+    def enter(self) -> None:
+        self.checks = True
+        if not self.entered:
+            self.entered = True
+            self.__enter__()
+
     def leave(self) -> None:
-        """Ends the checks. A mode of the program that was entered later keeps this one in place, without checks."""
-        self.first = self.always = False
-        if self.entered and _get_current_dispatch_mode() is self:
-            self.entered = False
-            self.__exit__(None, None, None)
+        """Ends the checks. The guard stays entered, without checks, below a mode that was entered later."""
+        self.checks = False
+        top = _get_current_dispatch_mode()
+        while isinstance(top, Guard) and not top.checks:
+            top.entered = False
+            top.__exit__(None, None, None)
+            top = _get_current_dispatch_mode()
 
     @torch.compiler.disable
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (self.first or self.always) and not _is_view(func):
+        owner = self.owner() if self.checks else None
+        if owner is not None and not _is_view(func) and not _copies_to_itself(func, args):
             for t in tree_leaves((args, kwargs)):
                 if isinstance(t, torch.Tensor) and type(t).__name__ != "Gradient":
-                    self.check(func, t)
+                    self.check(owner, func, t)
         return func(*args, **(kwargs or {}))
 
-    def check(self, func: Any, t: torch.Tensor) -> None:
+    def check(self, owner: "Sharded", func: Any, t: torch.Tensor) -> None:
         if t.layout != torch.strided or t.is_meta:
             return
-        at = t.untyped_storage().data_ptr()
-        units = self.units.get(at)
-        if units is not None and not any(unit.held for unit in units):
-            raise InvalidArgument(
-                f"{func} reads {self.names[at]} of unit {units[0].name} outside of the forward and backward pass of "
-                "its module; read it within forebay.gathered(model), or name the module that uses it in "
-                "shard(units=[...]), or its owner in shard(resident=[...])")
+        name, indices = self.places.get(t.untyped_storage().data_ptr(), ("", []))
+        units = [owner.units[i] for i in indices]
+        if not units or any(unit.held for unit in units):
+            return
+        if owner.make_resident(units[0]):
+            warnings.warn(f"{func} reads {name} outside of its module, so unit {units[0].name} stays gathered for the "
+                          f"whole pass of the model; shard(resident=[\"{units[0].name}\"]) says the same")
+            return
+        raise InvalidArgument(
+            f"{func} reads {name} of unit {units[0].name} outside of the forward and backward pass of its module; read "
+            "it within forebay.gathered(model), or name the module that uses it in shard(units=[...]), or its owner in "
+            "shard(resident=[...]). A program that reads or copies parameters before it trains does so before shard()")
 
 
 def _is_view(func: Any) -> bool:
     """The operator only makes another view of its argument, so it reads no values."""
     infos = [r.alias_info for r in func._schema.returns]
     return bool(infos) and all(i is not None and not i.is_write for i in infos)
+
+
+def _copies_to_itself(func: Any, args: Any) -> bool:
+    """load_state_dict() does, when the value has gone to the engine already."""
+    return func is torch.ops.aten.copy_.default and args[0] is args[1]

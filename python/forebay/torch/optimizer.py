@@ -30,6 +30,7 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm: Optional[float] = None
         self._check_groups()
         sharded.commit(self.param_groups)
+        sharded.guard.begin_step()
         if sharded.groups != _groups_of(self.param_groups) and len(self.param_groups) > 1:
             raise InvalidArgument("the model was used before its optimizer with parameter groups was made; make the "
                                   "optimizer right after shard()")

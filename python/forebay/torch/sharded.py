@@ -206,6 +206,10 @@ class Sharded:
             module = unit.plan.module
             module.register_forward_pre_hook(unit.before_forward, with_kwargs=True, prepend=True)
             module.register_forward_hook(unit.after_forward, always_call=True)
+        self.residents: List[Unit] = []  # Read outside of their modules, so they are gathered for the whole pass.
+        self.depth = 0  # Calls of the model that are running.
+        model.register_forward_pre_hook(self.before_model, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self.after_model, always_call=True)
         if meaning is not None:
             deepspeed.say(meaning.without_effect)
 
@@ -281,6 +285,38 @@ class Sharded:
             value = value.float()
         value = value.detach().cpu().contiguous()
         self.engine.set(*self.places[p][0], describe.DTYPES[value.dtype], value.data_ptr(), value.numel())
+
+    # --- the model's forward pass ---
+
+    @torch.compiler.disable
+    def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.depth += 1
+        if not self.residents and self.guard is not None and not self.guard.is_needed():
+            return None
+        self.commit()
+        if not torch.is_grad_enabled():
+            self.guard.begin_evaluation()
+        changed = None
+        for unit in self.residents:
+            changed = unit.before_forward(module, *(changed or (args, kwargs))) or changed
+        return changed
+
+    @torch.compiler.disable
+    def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+        for unit in reversed(self.residents):
+            unit.after_forward(module, args, output)
+        if self.depth == 0 and self.guard is not None:
+            self.guard.end_evaluation()
+
+    def make_resident(self, unit: Unit) -> bool:
+        """Gathers a unit now, and from now on for the whole pass of the model. False outside of a forward pass."""
+        if self.depth != 1 or _task() != -1 or unit in self.residents:
+            return False
+        self.residents.append(unit)
+        self.acquire_forward(unit)
+        unit.frames.append(_Call(unit))
+        return True
 
     # --- acquiring and releasing ---
 
