@@ -17,7 +17,8 @@ from forebay._library import (Corruption, Error, InputOutputError, Internal, Inv
 from forebay.core import (Arena, Checkpointer, Communicator, Device, Engine, LocalGroup, Options, PinnedPool,
                           StepResult, devices, explain, plan, version)
 
-_TORCH = ("AdamW", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest")
+_TORCH = ("AdamW", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest",
+          "offload_activations")
 
 __all__ = ["Arena", "Checkpointer", "Communicator", "Corruption", "Device", "Engine", "Error", "InputOutputError",
            "Internal", "InvalidArgument", "LocalGroup", "Options", "OutOfMemory", "PeerLost", "PinnedPool",

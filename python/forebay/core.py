@@ -510,6 +510,10 @@ class Checkpointer(_Reported):
         """Ends a load, and with it the saved activation."""
         library().checkpointer_load_end(self, unit, slot, micro_batch)
 
+    def discard(self, unit: int, slot: int, micro_batch: int) -> None:
+        """Drops a saved activation that will not be loaded."""
+        library().checkpointer_discard(self, unit, slot, micro_batch)
+
     def discard_all(self) -> None:
         """Drops all saved activations."""
         library().checkpointer_discard_all(self)

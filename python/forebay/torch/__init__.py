@@ -9,11 +9,13 @@ from torch import nn
 
 from forebay._library import InvalidArgument
 from forebay.torch import state
+from forebay.torch.activations import offload_activations
 from forebay.torch.optimizer import AdamW, Optimizer, wrap
 from forebay.torch.sharded import Sharded
 from forebay.torch.state import digest, gathered, load, report, restore, save
 
-__all__ = ["AdamW", "Optimizer", "digest", "gathered", "load", "report", "restore", "save", "shard", "wrap"]
+__all__ = ["AdamW", "Optimizer", "digest", "gathered", "load", "offload_activations", "report", "restore", "save", "shard",
+           "wrap"]
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
@@ -41,4 +43,6 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     if not hasattr(model, "no_sync"):
         object.__setattr__(model, "no_sync", contextlib.nullcontext)  # Every micro-step reduces.
     object.__setattr__(model, "_is_accelerate_prepared", True)  # accelerate leaves the model as it is.
+    if sharded.offloads_activations:
+        offload_activations(model)
     return model

@@ -176,6 +176,7 @@ class Sharded:
         self.model = model
         options, meaning = describe.with_config(model, options, _ranks())
         self.clip = meaning.clip if meaning else 0.0
+        self.offloads_activations = bool(meaning and meaning.offload_activations)
         self.optimizer_defaults = meaning.optimizer if meaning else {}
         self.given = options
         self.dtype = describe.model_dtype(model, options.get("dtype"))

@@ -1,0 +1,236 @@
+"""Activations that wait for the backward pass off the device, partitioned over tensor-parallel ranks if wished."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import zlib
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forebay import core
+from forebay._library import InvalidArgument
+
+_numbers = itertools.count()
+
+
+class _Pass:
+    """One forward pass and its backward pass."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.saved = 0  # Storages so far.
+        self.alive = 0  # Saved activations that no backward pass has taken yet.
+        self.known: Dict[Any, Tuple[StorageWeakRef, "_Saved"]] = {}
+
+
+class _Saved:
+    """The bytes of one storage in a slot of the checkpointer. Views of it share this object."""
+
+    def __init__(self, owner: "ActivationOffload", of: _Pass, slot: int, storage: torch.UntypedStorage) -> None:
+        self.owner, self.of, self.slot = owner, of, slot
+        self.size = storage.nbytes()
+        self.restored: Optional[torch.UntypedStorage] = None
+        self.is_saved = True
+        of.alive += 1
+        owner.checkpointer.save(0, slot, of.number, storage.data_ptr(), self.size, stream=owner.stream())
+        owner.wait()
+
+    def load(self) -> torch.UntypedStorage:
+        """The bytes again. They stay while the graph can read them a second time."""
+        if self.restored is None:
+            owner, key = self.owner, (0, self.slot, self.of.number)
+            made = torch.empty(self.size, dtype=torch.uint8, device=owner.device)
+            data, size, _ = owner.checkpointer.load(*key, stream=owner.stream())
+            owner.wait()
+            owner.copier.copy(made.data_ptr(), data, size, owner.stream())
+            owner.wait()
+            owner.checkpointer.load_end(*key)
+            self.forget()
+            self.restored = made.untyped_storage()
+        return self.restored
+
+    def forget(self) -> None:
+        self.is_saved = False
+        self.of.alive -= 1
+
+    def __del__(self) -> None:
+        if getattr(self, "is_saved", False):
+            try:
+                self.owner.checkpointer.discard(0, self.slot, self.of.number)
+                self.forget()
+            except Exception:  # The checkpointer is closed.
+                pass
+
+
+class ActivationOffload:
+    """The result of offload_activations(). remove() ends it; so does `with`."""
+
+    def __init__(self, model: nn.Module, tier: str, group: Any, least_bytes: int, passes: int,
+                 options: Dict[str, Any]) -> None:
+        self.model, self.tier, self.group = model, tier, group
+        self.least_bytes, self.passes, self.options = least_bytes, passes, options
+        self.device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+        self.checkpointer: Optional[core.Checkpointer] = None
+        self.copier = core.Device("host" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}")
+        self.sizes: List[int] = []  # By slot, from the first pass.
+        self.sums: List[int] = []
+        self.current: Optional[_Pass] = None
+        self.in_flight: List[_Pass] = []
+        self.hooks: Optional[torch.autograd.graph.saved_tensors_hooks] = None
+        self.depth, self.count = 0, 0
+        self.skipped: set = set()
+        self.handles = [model.register_forward_pre_hook(self._before, prepend=True),
+                        model.register_forward_hook(self._after, always_call=True)]
+
+    def stream(self) -> Optional[int]:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
+
+    def wait(self) -> None:
+        if self.device.type == "cpu":  # Operators of torch run at once there, not on a stream.
+            self.copier.synchronize()
+
+    # --- the forward pass ---
+
+    @torch.compiler.disable
+    def _before(self, *_: Any) -> None:
+        self.depth += 1
+        if self.depth > 1 or not torch.is_grad_enabled():
+            return
+        if self.sizes and self.checkpointer is None:
+            self._commit()
+        if self.checkpointer is not None:
+            self.checkpointer.check()
+        self.in_flight = [one for one in self.in_flight if one.alive]
+        self.current = _Pass(self.count)
+        self.count += 1
+        self.skipped = {t.untyped_storage().data_ptr() for t in
+                        itertools.chain(self.model.parameters(), self.model.buffers()) if not t.is_meta}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self.hooks.__enter__()
+
+    @torch.compiler.disable
+    def _after(self, *_: Any) -> None:
+        self.depth -= 1
+        if self.depth or self.hooks is None:
+            return
+        self.hooks.__exit__(None, None, None)
+        self.current.known.clear()
+        if self.current.alive:
+            self.in_flight.append(self.current)
+        self.hooks = self.current = None
+
+    def _pack(self, t: torch.Tensor) -> Any:
+        of = self.current
+        if of is None or type(t) is not torch.Tensor or t.layout != torch.strided or t.device != self.device:
+            return t
+        storage = t.untyped_storage()
+        size = storage.nbytes()
+        # A small part of a large storage would bring all of it along.
+        if size < self.least_bytes or storage.data_ptr() in self.skipped or 2 * t.numel() * t.element_size() < size:
+            return t
+        reference = StorageWeakRef(storage)
+        key = (reference.cdata, t._version)
+        if key not in of.known:
+            of.known[key] = (reference, self._save(of, storage))
+        saved = of.known[key][1]
+        if saved is None:
+            return t
+        return saved, t.dtype, t.storage_offset(), t.shape, t.stride()
+
+    def _save(self, of: _Pass, storage: torch.UntypedStorage) -> Optional[_Saved]:
+        slot, size = of.saved, storage.nbytes()
+        of.saved += 1
+        if self.checkpointer is None:  # The first pass tells the sizes.
+            if of.number == 0:
+                self.sizes.append(size)
+                self.sums.append(zlib.crc32((ctypes.c_char * size).from_address(storage.data_ptr()))
+                                 if self.group is not None and self.device.type == "cpu" else 0)
+            return None
+        if slot >= len(self.sizes) or size != self.sizes[slot]:
+            return None
+        if of.alive == 0 and len(self.in_flight) >= self.passes:
+            return None
+        return _Saved(self, of, slot, storage)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        saved, dtype, offset, shape, stride = packed
+        return torch.empty(0, dtype=dtype, device=self.device).set_(saved.load(), offset, shape, stride)
+
+    # --- the checkpointer ---
+
+    def _commit(self) -> None:
+        communicator = self._communicator()
+        self.checkpointer = core.Checkpointer(self.copier, communicator, activation_tier=self.tier,
+                                              activation_micro_batches=self.passes, **self.options)
+        shared = self._shared(communicator)
+        for slot, (size, is_shared) in enumerate(zip(self.sizes, shared)):
+            self.checkpointer.declare(0, slot, size, activation_placement="partition+spill", activation_shared=is_shared)
+        self.checkpointer.commit()
+
+    def _communicator(self) -> core.Communicator:
+        if self.group is None:
+            self._alone = core.LocalGroup(1)
+            return self._alone.communicator(0, self.copier)
+        if isinstance(self.group, core.Communicator):
+            return self.group
+        ranks = torch.distributed.get_process_group_ranks(self.group)
+        store = torch.distributed.distributed_c10d._get_default_store()
+        name = "-".join(map(str, ranks))
+        return core.Communicator(self.copier, store, prefix=f"forebay/activations/{next(_numbers)}/{name}/",
+                                 rank=torch.distributed.get_rank(self.group), size=len(ranks))
+
+    def _shared(self, communicator: core.Communicator) -> List[bool]:
+        """Whether all ranks of the group saved the same bytes in the first pass, by slot."""
+        if communicator.size == 1:
+            return [True] * len(self.sizes)
+        if self.device.type != "cpu":
+            return [True] * len(self.sizes)
+        counts = {int.from_bytes(one, "little") for one in communicator.exchange(len(self.sizes).to_bytes(4, "little"))}
+        if len(counts) > 1:
+            raise InvalidArgument(f"the tensor-parallel ranks save {sorted(counts)} activations in one pass; give all of "
+                                  "them the same model and batch")
+        mine = b"".join((size.to_bytes(8, "little") + sum_of.to_bytes(4, "little"))
+                        for size, sum_of in zip(self.sizes, self.sums))
+        everyone = communicator.exchange(mine)
+        return [len({one[12 * slot:12 * slot + 12] for one in everyone}) == 1 for slot in range(len(self.sizes))]
+
+    def report(self) -> Dict[str, Any]:
+        """{"plan", "statistics"} of the checkpointer; empty before the second pass."""
+        return self.checkpointer.report() if self.checkpointer is not None else {}
+
+    def remove(self) -> None:
+        """Ends the offload. Activations of passes without a backward pass are lost."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        if self.checkpointer is not None:
+            self.checkpointer.discard_all()
+            self.checkpointer.close()
+
+    def __enter__(self) -> "ActivationOffload":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.remove()
+
+
+def offload_activations(model: nn.Module, tier: str = "cpu", group: Any = None, least_bytes: int = 1 << 16, passes: int = 1,
+                        **options: Any) -> ActivationOffload:
+    """From its second forward pass on, the tensors that autograd saves in `model` wait off the device.
+
+    Works for any module, sharded or not, with and without activation checkpointing. Results stay the same bit for bit.
+    The first pass keeps its activations and tells the sizes; later ones of another size stay on the device.
+      tier         "cpu" (pinned memory) or "nvme:DIR[,DIR...]".
+      group        the tensor-parallel ranks: a ProcessGroup or a forebay.Communicator. Each rank keeps its slice of
+                   the activations that were the same on all of them in the first pass. Collective.
+      least_bytes  smaller tensors stay.
+      passes       forward passes whose backward pass is outstanding, at most; more stay on the device.
+    Options: activation_look_ahead, activation_staging_count, ... The result's report() has the figures.
+    """
+    return ActivationOffload(model, tier, group, least_bytes, passes, options)

@@ -1,0 +1,182 @@
+"""forebay.offload_activations(): the results of plain torch bit for bit, and what waits off the device."""
+
+import gc
+import json
+import os
+import sys
+import tempfile
+import unittest
+
+import support
+
+support.need("torch")
+support.need_library()
+
+import torch
+from torch import nn
+
+import forebay
+import models
+from passes import plain_adamw
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+
+
+def losses(offload, steps=4, tier="cpu", body=None, **model_options):
+    model = models.make(**model_options)
+    offloaded = forebay.offload_activations(model, tier=tier, least_bytes=256) if offload else None
+    optimizer = plain_adamw(model)
+    seen = models.train(model, optimizer, steps=steps) if body is None else body(model, optimizer)
+    return seen, [p.detach().clone() for p in model.parameters()], offloaded
+
+
+class OneRank(unittest.TestCase):
+    def compare(self, **options):
+        expected, weights, _ = losses(False, **options)
+        seen, mine, offloaded = losses(True, **options)
+        self.assertEqual(seen, expected)
+        for a, b in zip(mine, weights):
+            self.assertTrue(torch.equal(a, b))
+        gc.collect()
+        statistics = offloaded.report()["statistics"]
+        self.assertGreater(statistics["spilled_bytes"], 0)
+        self.assertEqual(statistics["save_count"], statistics["load_count"])
+        self.assertEqual(sum(one.alive for one in offloaded.in_flight), 0)
+        return offloaded
+
+    def test_plain(self):
+        self.compare()
+
+    def test_checkpointing_saves_less(self):
+        whole = sum(self.compare().sizes)
+        for kind in ("nonreentrant", "reentrant"):
+            self.assertLess(sum(self.compare(recompute=kind).sizes), whole)
+
+    def test_files(self):
+        with tempfile.TemporaryDirectory() as directory:
+            self.compare(tier=f"nvme:{directory}")
+
+    def test_two_forward_passes_before_one_backward_pass(self):
+        def body(model, optimizer):
+            seen = []
+            for step in range(4):
+                loss = model(*models.batch(step, 0)) - 0.5 * model(*models.batch(step, 1))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            return seen
+        self.compare(body=body)
+
+    def test_two_backward_passes_over_one_graph(self):
+        def body(model, optimizer):
+            seen = []
+            for step in range(3):
+                loss = model(*models.batch(step, 0))
+                loss.backward(retain_graph=True)
+                (0.5 * loss).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            return seen
+        self.compare(body=body)
+
+    def test_other_sizes_and_passes_without_a_backward_pass(self):
+        def body(model, optimizer):
+            seen = []
+            for step in range(6):
+                x, y = models.batch(step, 0, size=2 + step % 2)
+                loss = model(x, y)
+                if step == 3:
+                    seen.append(loss.item())
+                    continue  # The graph is dropped.
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+            return seen
+        expected, _, _ = losses(False, body=body)
+        seen, _, offloaded = losses(True, body=body)
+        self.assertEqual(seen, expected)
+        del _
+        gc.collect()
+        self.assertEqual(sum(one.alive for one in offloaded.in_flight), 0)
+
+    def test_a_sharded_model(self):
+        digests = []
+        for offload in (False, True):
+            model = forebay.shard(models.make(), stage=3, guard=True)
+            if offload:
+                offloaded = forebay.offload_activations(model, least_bytes=256)
+            models.train(model, forebay.AdamW(model, lr=1e-2))
+            digests.append(forebay.digest(model))
+        self.assertEqual(digests[0], digests[1])
+        self.assertGreater(offloaded.report()["statistics"]["spilled_bytes"], 0)
+
+    def test_a_deepspeed_configuration_asks_for_it(self):
+        model = forebay.shard(models.make(), config={"activation_checkpointing": {"cpu_checkpointing": True}})
+        self.assertEqual(len([h for h in model._forward_hooks.values() if "ActivationOffload" in str(h)]), 1)
+
+    def test_an_inplace_change_after_saving(self):
+        class Changes(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+            def forward(self, x):
+                h = self.a(x)
+                h = torch.relu_(h)  # The version of the storage grows.
+                k = h.view(64, -1).t()
+                return (self.b(h) * h).sum() + k.exp().sum()
+
+        results = []
+        for offload in (False, True):
+            torch.manual_seed(0)
+            model = Changes()
+            if offload:
+                forebay.offload_activations(model, least_bytes=256)
+            for _ in range(3):
+                model.zero_grad()
+                loss = model(torch.ones(64, 64) / 64)
+                loss.backward()
+            results.append([loss.item(), *[p.grad.sum().item() for p in model.parameters()]])
+        self.assertEqual(*results)
+
+    def test_removed(self):
+        model = models.make()
+        with forebay.offload_activations(model, least_bytes=256):
+            model(*models.batch(0, 0)).backward()
+            model(*models.batch(0, 0)).backward()
+        self.assertEqual(len(model._forward_hooks), 0)
+        model(*models.batch(0, 0)).backward()
+
+
+class SeveralRanks(unittest.TestCase):
+    def test_slices_of_what_the_tensor_parallel_ranks_share(self):
+        expected, _, _ = losses(False, recompute="nonreentrant")
+        alone = losses(True, recompute="nonreentrant")[2].report()["plan"]
+        results = support.torchrun(__file__, 2, {"recompute": "nonreentrant"})
+        for one in results:
+            self.assertEqual(one["seen"], expected)
+            self.assertGreater(one["spilled"], 0)
+            self.assertLess(one["host"], 0.75 * alone["host_bytes"])
+
+
+def rank(**options):
+    torch.distributed.init_process_group("gloo")
+    model = models.make(**options)
+    offloaded = forebay.offload_activations(model, group=torch.distributed.group.WORLD, least_bytes=256)
+    seen = models.train(model, plain_adamw(model))
+    found = offloaded.report()
+    offloaded.remove()
+    support.show({"seen": seen, "spilled": found["statistics"]["spilled_bytes"], "host": found["plan"]["host_bytes"]})
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        rank(**json.loads(sys.argv[1]))
+    else:
+        support.main()
