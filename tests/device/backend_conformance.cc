@@ -237,6 +237,24 @@ TEST_P(BackendConformance, AHostFunctionThatCallsTheBackendFailsItsStreamForGood
   EXPECT_TRUE(backend_->event_destroy(behind).ok());
 }
 
+TEST_P(BackendConformance, AHostFunctionThatTakesLongHoldsBackItsOwnStreamAlone) {
+  const Stream other = backend_->stream_create().value();
+  const HostFunction add = [](void* count) { ++*static_cast<std::atomic<int>*>(count); };
+  std::atomic<int> run{0};
+  Gate gate;
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &gate).ok());
+  ASSERT_TRUE(backend_->call_host(stream_, add, &run).ok());
+
+  // Enough for a driver that takes few operations ahead.
+  for (int i = 0; i < 100; ++i) ASSERT_TRUE(backend_->call_host(other, add, &run).ok());
+  EXPECT_TRUE(backend_->stream_synchronize(other).ok());
+  EXPECT_EQ(run, 100);
+  gate.release();
+  EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
+  EXPECT_EQ(run, 101);
+  EXPECT_TRUE(backend_->stream_destroy(other).ok());
+}
+
 TEST_P(BackendConformance, QueueingBeyondTheLimitWaitsAndLosesNothing) {
   Gate gate;
   std::atomic<std::size_t> queued{0};

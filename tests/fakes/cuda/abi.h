@@ -137,6 +137,11 @@ constexpr unsigned kEventBlockingSync = 1;
 constexpr unsigned kEventInterprocess = 4;
 constexpr unsigned kEventRecordExternal = 1;
 constexpr unsigned kEventWaitExternal = 1;
+constexpr unsigned kWaitValueGeq = 0;  // With the difference taken as a signed number.
+constexpr unsigned kWaitValueEq = 1;
+constexpr unsigned kWaitValueAnd = 2;
+constexpr unsigned kWriteValueDefault = 0;
+constexpr unsigned kWriteValueNoMemoryBarrier = 1;
 constexpr unsigned kHostAllocPortable = 1;
 constexpr unsigned kHostAllocDeviceMap = 2;
 constexpr unsigned kHostAllocWriteCombined = 4;
@@ -264,6 +269,8 @@ struct CuLaunchConfig {
   X(cuStreamGetPriority, cuStreamGetPriority, 5050, PTSZ, 7000, (CuStream stream, int* priority), (stream, priority)) \
   X(cuStreamGetId, cuStreamGetId, 12000, PTSZ, 12000, (CuStream stream, unsigned long long* id), (stream, id)) \
   X(cuLaunchHostFunc, cuLaunchHostFunc, 10000, PTSZ, 10000, (CuStream stream, CuHostFunction function, void* argument), (stream, function, argument)) \
+  X(cuStreamWaitValue32, cuStreamWaitValue32_v2, 11070, PTSZ, 11070, (CuStream stream, CuDevicePtr address, std::uint32_t value, unsigned flags), (stream, address, value, flags)) \
+  X(cuStreamWriteValue32, cuStreamWriteValue32_v2, 11070, PTSZ, 11070, (CuStream stream, CuDevicePtr address, std::uint32_t value, unsigned flags), (stream, address, value, flags)) \
   /* capture and graphs */ \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010, NONE, 0, (CuCaptureMode* mode), (mode)) \
   X(cuStreamBeginCapture, cuStreamBeginCapture, 10000, PTSZ, 10000, (CuStream stream), (stream)) \

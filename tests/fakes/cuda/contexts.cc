@@ -69,6 +69,26 @@ CuResult current_context(ContextPtr* result) {
   return context->sticky;
 }
 
+bool is_sticky(CuResult result) {
+  switch (result) {
+    case CuResult::kEccUncorrectable:
+    case CuResult::kNvlinkUncorrectable:
+    case CuResult::kContained:
+    case CuResult::kIllegalAddress:
+    case CuResult::kLaunchTimeout:
+    case CuResult::kAssert:
+    case CuResult::kHardwareStackError:
+    case CuResult::kIllegalInstruction:
+    case CuResult::kMisalignedAddress:
+    case CuResult::kInvalidAddressSpace:
+    case CuResult::kInvalidPc:
+    case CuResult::kLaunchFailed:
+      return true;
+    default:
+      return false;
+  }
+}
+
 void fail_context(Context& context, CuResult failure) {
   if (context.sticky == CuResult::kSuccess) context.sticky = failure;
 }
@@ -79,7 +99,7 @@ CuResult stream_failure(const Stream& stream) {
 }
 
 void fail_stream(Stream& stream, CuResult result) {
-  if (result == CuResult::kIllegalAddress || result == CuResult::kLaunchFailed) {
+  if (is_sticky(result)) {
     fail_context(*stream.context, result);
   } else if (stream.failure == CuResult::kSuccess) {
     stream.failure = result;

@@ -40,6 +40,18 @@ bool usable(const FakeOptions& options) {
          access >= 0 && access <= static_cast<int>(HostAccess::kWindows);
 }
 
+// FAKE_CUDA_HARSH.
+void make_harsh(FakeOptions* options) {
+  std::size_t queue_limit = 0;
+  read_variable("FAKE_CUDA_HARSH", &queue_limit);
+  if (queue_limit == 0) return;
+  options->callback_threads = 1;
+  options->queue_limit = queue_limit;
+  options->pageable_waits = options->refuse_part_pinned = options->need_device_map = true;
+  options->hardware_queues = options->sticky_faults = true;
+  if (options->seed == 0) options->seed = queue_limit;
+}
+
 FakeOptions options_of_environment() {
   FakeOptions options;
   read_variable("FAKE_CUDA_DEVICES", &options.device_count);
@@ -55,6 +67,14 @@ FakeOptions options_of_environment() {
   read_variable("FAKE_CUDA_FREE_WAITS", &options.free_waits);
   read_variable("FAKE_CUDA_DRIVER_VERSION", &options.driver_version);
   read_variable("FAKE_CUDA_QUIET", &options.quiet);
+  read_variable("FAKE_CUDA_CALLBACK_THREADS", &options.callback_threads);
+  read_variable("FAKE_CUDA_QUEUE", &options.queue_limit);
+  read_variable("FAKE_CUDA_PAGEABLE_WAITS", &options.pageable_waits);
+  read_variable("FAKE_CUDA_REFUSE_PART_PINNED", &options.refuse_part_pinned);
+  read_variable("FAKE_CUDA_NEED_DEVICE_MAP", &options.need_device_map);
+  read_variable("FAKE_CUDA_HARDWARE_QUEUES", &options.hardware_queues);
+  read_variable("FAKE_CUDA_STICKY_FAULTS", &options.sticky_faults);
+  make_harsh(&options);
   if (usable(options)) return options;
   std::fprintf(
       stderr,
@@ -99,6 +119,7 @@ FAKE_CUDA_EXPORT int fake_cuda_configure(const FakeOptions& options) {
   const Lock lock(state.mutex);
   if (state.initialised || !usable(options)) return -1;
   state.options = options;
+  make_harsh(&state.options);
   return 0;
 }
 

@@ -104,6 +104,12 @@ CuResult copy(const CopyCall& call, End target, End source, std::size_t bytes, C
                              (!call.source_device && source.place != Place::kDevice);
     if (!target_fits || !source_fits) return CuResult::kInvalidValue;
   }
+  for (const End& end : {target, source}) {
+    if (state.options.refuse_part_pinned && end.place == Place::kPageable &&
+        is_part_pinned(end.address, bytes)) {
+      return CuResult::kInvalidValue;
+    }
+  }
   if (target.context == nullptr) target.context = stream->context;
   if (source.context == nullptr) source.context = stream->context;
   std::vector<Piece> checked;
@@ -118,6 +124,12 @@ CuResult copy(const CopyCall& call, End target, End source, std::size_t bytes, C
   }
 
   const bool capturing = stream->capture != nullptr;
+  const bool waits = state.options.pageable_waits && !capturing &&
+                     (target.place == Place::kPageable || source.place == Place::kPageable);
+  if (waits) {
+    result = wait_for_stream(lock, stream);
+    if (result != CuResult::kSuccess) return result;
+  }
   const bool host_to_host = target.place != Place::kDevice && source.place != Place::kDevice;
   if (source.place == Place::kPageable && !host_to_host) {
     source.staged = std::shared_ptr<std::byte[]>(new std::byte[bytes]);
@@ -125,7 +137,7 @@ CuResult copy(const CopyCall& call, End target, End source, std::size_t bytes, C
     std::memcpy(source.staged.get(), reinterpret_cast<const void*>(source.address), bytes);
     lock.lock();
   }
-  bool wait = host_to_host || target.place == Place::kPageable;
+  bool wait = waits || host_to_host || target.place == Place::kPageable;
   if (call.synchronous) {
     wait = wait || target.place == Place::kPinned || source.place == Place::kPinned;
   }

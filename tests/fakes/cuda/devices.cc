@@ -42,6 +42,11 @@ CuResult cuInit(unsigned flags) {
   const Lock lock(state.mutex);
   if (state.options.device_count == 0) return CuResult::kNoDevice;
   if (state.initialised) return CuResult::kSuccess;
+  if (const char* const connections = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"); connections != nullptr) {
+    state.connections = static_cast<unsigned>(std::clamp(std::atoi(connections), 1, 32));
+  } else {
+    state.connections = 8;
+  }
   start_devices(state);
   // Like the real driver, it ends before the destructors of older objects, which must cope.
   const auto end = [] {

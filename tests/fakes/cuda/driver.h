@@ -32,6 +32,7 @@ struct Context {
   StreamPtr legacy;
   std::map<std::uint64_t, StreamPtr> per_thread;  // By thread number.
   std::set<CuContext> peers;                      // This context may reach their memory.
+  unsigned stream_count = 0;                      // Ever made.
 };
 using ContextPtr = std::shared_ptr<Context>;
 
@@ -117,6 +118,7 @@ struct Driver {
 
   FakeOptions options;
   bool initialised = false;
+  unsigned connections = 8;  // Hardware queues, where streams share them.
   Memory memory;
   std::vector<Device> devices;
   std::map<CuContext, ContextPtr> contexts;
@@ -164,6 +166,9 @@ Handle next_handle() {
   return reinterpret_cast<Handle>(next_handle_number());
 }
 
+// Whether no call of a context succeeds after this result of its work.
+bool is_sticky(CuResult result);
+
 // A number of the calling thread that no other thread has or had.
 std::uint64_t thread_number();
 
@@ -171,6 +176,18 @@ std::uint64_t thread_number();
 
 // Counts the call of an entry point and says whether it may go on.
 CuResult admit(std::size_t entry);
+
+// Lives while the body of an entry point runs. At its end the caller waits until the context in which it has
+// queued work has room again.
+class EntryScope {
+ public:
+  EntryScope();
+  ~EntryScope();
+  EntryScope(const EntryScope&) = delete;
+  EntryScope& operator=(const EntryScope&) = delete;
+  // The calling thread has queued work in the context.
+  static void note(const ContextPtr& context);
+};
 
 // While one lives, a null stream means the per-thread default stream.
 class PerThreadScope {
@@ -274,8 +291,9 @@ void check_unused(Lock& lock, const char* entry, Address address, std::size_t by
 bool accessible(const Context& context, const Mapping& mapping, bool write);
 // Gives up the mapping of an allocation with its addresses.
 void remove_allocation(Address begin);
-// Host memory that the driver has pinned.
+// Host memory that the driver has pinned: all of the range, or some of it.
 bool is_pinned(Address address, std::size_t bytes);
+bool is_part_pinned(Address address, std::size_t bytes);
 
 // --- pools (pools.cc) ---
 

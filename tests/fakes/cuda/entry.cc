@@ -5,6 +5,8 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <utility>
 
 #include "tests/fakes/cuda/driver.h"
 
@@ -13,6 +15,7 @@ namespace {
 
 thread_local bool null_is_per_thread = false;
 thread_local ForeignScope* foreign = nullptr;
+thread_local ContextPtr* queued_in = nullptr;
 
 // These answer before cuInit, after exit and in a child process: they touch no state of the device.
 bool needs_no_start(std::size_t entry) {
@@ -28,6 +31,14 @@ bool needs_no_start(std::size_t entry) {
     default:
       return false;
   }
+}
+
+// A scripted fault is met.
+CuResult meet(CuResult result) {
+  ContextPtr context;
+  if (driver().options.sticky_faults && is_sticky(result)) current_context(&context);
+  if (context != nullptr) fail_context(*context, result);
+  return result;
 }
 
 }  // namespace
@@ -75,6 +86,20 @@ ForeignScope::~ForeignScope() {
   foreign = nullptr;
 }
 
+EntryScope::EntryScope() {
+  if (driver().options.queue_limit != 0 && queued_in == nullptr) queued_in = new ContextPtr;
+}
+EntryScope::~EntryScope() {
+  if (queued_in == nullptr) return;
+  const std::unique_ptr<ContextPtr> context(std::exchange(queued_in, nullptr));
+  if (*context == nullptr) return;
+  Lock lock(driver().mutex);
+  driver().scheduler.wait_for_room(lock, **context);
+}
+void EntryScope::note(const ContextPtr& context) {
+  if (queued_in != nullptr) *queued_in = context;
+}
+
 void begin_executor_thread() {
   deny_device_memory_to_this_thread();
 }
@@ -97,7 +122,7 @@ CuResult admit(std::size_t entry) {
            foreign->what_);
     return CuResult::kNotPermitted;
   }
-  if (!needs_no_start(entry) && ++state.call_count == state.failing_call) return state.failing_result;
+  if (!needs_no_start(entry) && ++state.call_count == state.failing_call) return meet(state.failing_result);
   for (std::size_t i = 0; i < state.faults.size(); ++i) {
     Driver::Fault& fault = state.faults[i];
     const bool same_name = std::strcmp(kEntryPoints[fault.entry].name, kEntryPoints[entry].name) == 0;
@@ -105,7 +130,7 @@ CuResult admit(std::size_t entry) {
     if (--fault.calls_left != 0) continue;
     const CuResult result = fault.result;
     state.faults.erase(state.faults.begin() + static_cast<std::ptrdiff_t>(i));
-    return result;
+    return meet(result);
   }
   if (!state.initialised && !needs_no_start(entry)) return CuResult::kNotInitialized;
   return CuResult::kSuccess;

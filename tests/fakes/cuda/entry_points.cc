@@ -12,6 +12,7 @@ using namespace forebay::cuda;  // NOLINT: the parameter types of the table.
   {                                                                     \
     const CuResult refused = forebay::fake_cuda::admit(symbol##_index); \
     if (refused != CuResult::kSuccess) return refused;                  \
+    const forebay::fake_cuda::EntryScope entry_scope;                   \
     const forebay::fake_cuda::PerThreadScope scope(per_thread);         \
     return forebay::fake_cuda::symbol arguments;                        \
   }

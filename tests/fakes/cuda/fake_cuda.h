@@ -44,6 +44,27 @@ struct FakeOptions {
   bool free_waits = false;
   int driver_version = 13000;  // FAKE_CUDA_DRIVER_VERSION
   bool quiet = false;          // FAKE_CUDA_QUIET: hazards are counted and not printed.
+  // The harsh side of a driver: it may do each of these, and programs must not rely on the contrary.
+  // FAKE_CUDA_CALLBACK_THREADS: host functions of one context that run at once; 0 means any number.
+  unsigned callback_threads = 0;
+  // FAKE_CUDA_QUEUE: operations that may be pending on a stream. A call that queues one more blocks until one
+  // is done, and so does every other call that queues work in that context. 0 means any number.
+  std::size_t queue_limit = 0;
+  // FAKE_CUDA_PAGEABLE_WAITS: a copy from or to ordinary host memory waits for its stream and returns when
+  // the bytes have moved.
+  bool pageable_waits = false;
+  // FAKE_CUDA_REFUSE_PART_PINNED: a copy whose host range is pinned in part is refused.
+  bool refuse_part_pinned = false;
+  // FAKE_CUDA_NEED_DEVICE_MAP: cuMemHostGetDevicePointer works only for memory with the DEVICEMAP flag.
+  bool need_device_map = false;
+  // FAKE_CUDA_HARDWARE_QUEUES: streams share CUDA_DEVICE_MAX_CONNECTIONS hardware queues (8 where that is not
+  // set when cuInit is called). An operation starts only after all that were queued before it in the same
+  // hardware queue have started; a host function and a wait for a value hold the queue until they are done.
+  bool hardware_queues = false;
+  // FAKE_CUDA_STICKY_FAULTS: a scripted fault that a driver cannot recover from poisons the current context.
+  bool sticky_faults = false;
+  // FAKE_CUDA_HARSH=N: one callback thread, a queue of N, and all of the above; where no seed is given, N is
+  // the seed too. It applies to the options of fake_cuda_configure as well.
   // FAKE_CUDA_SUMMARY: a file that the process's end writes the account to, for programs that know nothing of
   // the fake; a line for each figure. FAKE_CUDA_FAIL: the number, from 1, of the call among all that need a
   // start which fails, with FAKE_CUDA_FAIL_RESULT (a CUresult; default 999). From the environment only.

@@ -74,6 +74,10 @@ bool is_pinned(Address address, std::size_t bytes) {
   return found != driver().host_ranges.end() && address + bytes <= found->first + found->second.bytes;
 }
 
+bool is_part_pinned(Address address, std::size_t bytes) {
+  return overlaps_range(address, bytes) && !is_pinned(address, bytes);
+}
+
 CuResult cuMemHostAlloc(void** address, std::size_t bytes, unsigned flags) {
   return allocate(address, bytes, flags);
 }
@@ -119,8 +123,13 @@ CuResult cuMemHostUnregister(void* address) {
 // With unified addressing the device's address is the host's.
 CuResult cuMemHostGetDevicePointer_v2(CuDevicePtr* device_address, void* address, unsigned flags) {
   const Lock lock(driver().mutex);
-  if (device_address == nullptr || flags != 0 ||
-      find_range(reinterpret_cast<Address>(address)) == driver().host_ranges.end()) {
+  const auto found = find_range(reinterpret_cast<Address>(address));
+  if (device_address == nullptr || flags != 0 || found == driver().host_ranges.end()) {
+    return CuResult::kInvalidValue;
+  }
+  // One bit for both: kHostAllocDeviceMap and kHostRegisterDeviceMap.
+  static_assert(kHostAllocDeviceMap == kHostRegisterDeviceMap);
+  if (driver().options.need_device_map && (found->second.flags & kHostAllocDeviceMap) == 0) {
     return CuResult::kInvalidValue;
   }
   *device_address = reinterpret_cast<Address>(address);

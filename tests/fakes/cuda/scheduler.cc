@@ -15,6 +15,9 @@ namespace {
 // bounds how many such can wait for each other; streams beyond it wait their turn.
 constexpr std::size_t kExecutorLimit = 256;
 
+// Between two looks at the values that streams wait for: short against a step in a test, long against a look.
+constexpr std::chrono::microseconds kPollPeriod{30};
+
 // How long a seed may hold one operation back: long against a copy in a test, short against the test.
 constexpr std::chrono::microseconds kLongestHold{400};
 
@@ -34,6 +37,9 @@ void Scheduler::configure(const FakeOptions& options) {
   latency_ns_ = options.latency_ns;
   bytes_per_second_ = options.bytes_per_second;
   seeded_ = options.seed != 0;
+  callback_threads_ = options.callback_threads;
+  queue_limit_ = options.queue_limit;
+  hardware_queues_ = options.hardware_queues;
   random_.seed(options.seed);
 }
 
@@ -94,14 +100,48 @@ void Scheduler::hold(Stream& stream) {
   stream.held_until = Clock::now() + std::chrono::microseconds((draw >> 16) % kLongestHold.count());
 }
 
-StreamPtr Scheduler::choose(Clock::time_point* until) {
+void Scheduler::wait_for_room(Lock& lock, const Context& context) {
+  if (queue_limit_ == 0) return;
+  progress_->wait(lock, [&] {
+    return std::none_of(busy_.begin(), busy_.end(), [&](const StreamPtr& stream) {
+      return stream->context.get() == &context && stream->queue.size() > queue_limit_;
+    });
+  });
+}
+
+bool Scheduler::is_blocked(const Stream& stream) const {
+  const Operation& first = stream.queue.front();
+  unsigned callbacks = 0;
+  for (const StreamPtr& other : busy_) {
+    if (other.get() == &stream || other->context != stream.context) continue;
+    const Operation& front = other->queue.front();
+    const bool holds = front.is_host_function || front.ready != nullptr;
+    if (other->running && front.is_host_function) ++callbacks;
+    if (!hardware_queues_ || other->connection != stream.connection) continue;
+    // The first operation of the other stream that has not started.
+    const Operation* waiting = &front;
+    if (other->running && !holds) waiting = other->queue.size() > 1 ? &other->queue[1] : nullptr;
+    if (waiting != nullptr && waiting->serial < first.serial) return true;
+  }
+  return first.is_host_function && callback_threads_ != 0 && callbacks >= callback_threads_;
+}
+
+StreamPtr Scheduler::choose(Clock::time_point* until, bool* must_poll) {
   std::vector<StreamPtr> ready;
   *until = Clock::time_point::max();
+  *must_poll = false;
   const Clock::time_point now = seeded_ ? Clock::now() : Clock::time_point{};
   for (const StreamPtr& stream : busy_) {
     if (stream->running) continue;
     const std::vector<MarkPtr>& after = stream->queue.front().after;
     if (!std::all_of(after.begin(), after.end(), [](const MarkPtr& mark) { return mark->done; })) continue;
+    if (is_blocked(*stream)) continue;
+    // Work behind a failure is skipped, so it waits for nothing.
+    const std::function<bool()>& is_ready = stream->queue.front().ready;
+    if (is_ready && stream_failure(*stream) == CuResult::kSuccess && !is_ready()) {
+      *must_poll = true;
+      continue;
+    }
     if (stream->held && finished_ < stream->held_until_finished && now < stream->held_until) {
       *until = std::min(*until, stream->held_until);
       continue;
@@ -119,15 +159,22 @@ void Scheduler::execute() {
   Lock lock(mutex_);
   while (true) {
     Clock::time_point until;
-    if (const StreamPtr stream = choose(&until); stream != nullptr) {
+    bool must_poll = false;
+    if (const StreamPtr stream = choose(&until, &must_poll); stream != nullptr) {
       run_one(lock, stream);
       continue;
+    }
+    const bool polls = must_poll && !polled_;
+    if (polls) {
+      polled_ = true;
+      until = std::min(until, Clock::now() + kPollPeriod);
     }
     if (until == Clock::time_point::max()) {
       work_->wait(lock);
     } else {
       work_->wait_until(lock, until);
     }
+    if (polls) polled_ = false;
   }
 }
 

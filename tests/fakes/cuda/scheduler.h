@@ -52,6 +52,9 @@ struct Operation {
   // Called with the lock held, which it gives up while it moves bytes or runs foreign code. May be empty. It
   // may be called again: a graph is launched more than once.
   std::function<CuResult(Lock&)> run;
+  // Called with the lock held; the operation runs once it is true. Empty: at once.
+  std::function<bool()> ready;
+  bool is_host_function = false;
   // Called with the lock held when the operation is skipped because its stream has failed. May be empty.
   std::function<void()> skip;
   MarkPtr mark = std::make_shared<Mark>();
@@ -68,6 +71,7 @@ struct Stream {
   std::uint64_t id = 0;
   bool legacy = false;      // The context's legacy default stream.
   bool is_default = false;  // That one or a per-thread one.
+  unsigned connection = 0;  // Its hardware queue.
 
   std::deque<Operation> queue;
   bool running = false;  // An executor runs the first of the queue.
@@ -102,11 +106,16 @@ class Scheduler {
   std::uint64_t pending_count() const { return pending_; }
   // The serial of the operation that is queued next.
   std::uint64_t next_serial() const { return queued_ + 1; }
+  // Waits while a stream of the context has more pending operations than the options allow.
+  void wait_for_room(Lock& lock, const Context& context);
 
  private:
   void execute();
   // The stream to serve next, or null; `until` is then when a held one may go.
-  StreamPtr choose(Clock::time_point* until);
+  // Sets `must_poll` when an operation waits for a value that the host writes.
+  StreamPtr choose(Clock::time_point* until, bool* must_poll);
+  // Whether a hardware queue or the callback threads hold the first operation of the stream back.
+  bool is_blocked(const Stream& stream) const;
   void run_one(Lock& lock, const StreamPtr& stream);
   void hold(Stream& stream);
   void wake();
@@ -124,6 +133,10 @@ class Scheduler {
   std::uint64_t latency_ns_ = 0;
   std::uint64_t bytes_per_second_ = 0;
   bool seeded_ = false;
+  unsigned callback_threads_ = 0;
+  std::size_t queue_limit_ = 0;
+  bool hardware_queues_ = false;
+  bool polled_ = false;  // An executor looks from time to time whether operations have become ready.
   std::mt19937_64 random_;
 };
 

@@ -50,6 +50,7 @@ StreamPtr make_stream(const ContextPtr& context, unsigned flags, int priority) {
   stream->flags = flags;
   stream->priority = priority;
   stream->id = driver().next_stream_id++;
+  stream->connection = context->stream_count++ % driver().connections;
   return stream;
 }
 
@@ -82,6 +83,7 @@ CuResult enqueue(const StreamPtr& stream, Operation operation) {
   if (implicit != CuResult::kSuccess) return implicit;
   add_implicit_order(stream, &operation);
   driver().scheduler.queue(stream, std::move(operation));
+  EntryScope::note(stream->context);
   return CuResult::kSuccess;
 }
 
@@ -211,6 +213,7 @@ CuResult cuLaunchHostFunc(CuStream stream, CuHostFunction function, void* argume
   if (result != CuResult::kSuccess) return result;
   Operation operation;
   operation.what = "cuLaunchHostFunc";
+  operation.is_host_function = true;
   operation.run = [function, argument](Lock& running) {
     running.unlock();
     bool called_driver = false;
