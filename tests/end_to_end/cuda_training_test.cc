@@ -184,7 +184,7 @@ struct Call {
 };
 
 #define FOREBAY_TEST_CALL(name, symbol, version, parameters) {#name, #symbol},
-constexpr Call kCalls[] = {FOREBAY_CUDA_CALLED(FOREBAY_TEST_CALL)};
+constexpr Call kCalls[] = {FOREBAY_CUDA_CALLED(FOREBAY_TEST_CALL) FOREBAY_CUDA_OPTIONAL(FOREBAY_TEST_CALL)};
 #undef FOREBAY_TEST_CALL
 
 bool gives_back(const std::string& name) {

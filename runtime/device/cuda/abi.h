@@ -134,6 +134,9 @@ constexpr std::uint64_t kProcAddressDefault = 0;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
+constexpr unsigned kHostAllocPortable = 1;
+constexpr unsigned kHostAllocDeviceMap = 2;
+constexpr unsigned kWaitValueGeq = 0;  // The difference is taken as a signed number.
 
 using CuDevice = int;
 using CuDevicePtr = unsigned long long;  // As in cuda.h on 64-bit systems, so that pointers to it agree too.
@@ -202,6 +205,7 @@ struct CuMemAllocationProp {
   X(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000, (CuDevice device)) \
   X(cuCtxSetCurrent, cuCtxSetCurrent, 4000, (CuContext context)) \
   X(cuCtxGetCurrent, cuCtxGetCurrent, 4000, (CuContext* context)) \
+  X(cuCtxSynchronize, cuCtxSynchronize, 2000, ()) \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010, (CuCaptureMode* mode)) \
   X(cuStreamCreate, cuStreamCreate, 2000, (CuStream* stream, unsigned flags)) \
   X(cuStreamDestroy, cuStreamDestroy_v2, 4000, (CuStream stream)) \
@@ -227,17 +231,25 @@ struct CuMemAllocationProp {
   X(cuMemUnmap, cuMemUnmap, 10020, (CuDevicePtr address, std::size_t bytes)) \
   X(cuMemSetAccess, cuMemSetAccess, 10020, (CuDevicePtr address, std::size_t bytes, const CuMemAccessDesc* access, std::size_t count)) \
   X(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020, (std::size_t* granularity, const CuMemAllocationProp* properties, CuMemGranularity option)) \
+  X(cuMemHostAlloc, cuMemHostAlloc, 2020, (void** address, std::size_t bytes, unsigned flags)) \
+  X(cuMemFreeHost, cuMemFreeHost, 2000, (void* address)) \
+  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, 3020, (CuDevicePtr* device_address, void* address, unsigned flags)) \
   X(cuMemHostRegister, cuMemHostRegister_v2, 6050, (void* address, std::size_t bytes, unsigned flags)) \
   X(cuMemHostUnregister, cuMemHostUnregister, 4000, (void* address)) \
   X(cuModuleLoadDataEx, cuModuleLoadDataEx, 2010, (CuModule* module, const void* image, unsigned option_count, CuJitOption* options, void** option_values)) \
   X(cuModuleUnload, cuModuleUnload, 2000, (CuModule module)) \
   X(cuModuleGetFunction, cuModuleGetFunction, 2000, (CuFunction* function, CuModule module, const char* name)) \
   X(cuLaunchKernel, cuLaunchKernel, 4000, (CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream, void** parameters, void** extra))
+
+// Those that a driver may lack: the pointer is null then.
+#define FOREBAY_CUDA_OPTIONAL(X) \
+  X(cuStreamWaitValue32, cuStreamWaitValue32_v2, 11070, (CuStream stream, CuDevicePtr address, std::uint32_t value, unsigned flags))
 // clang-format on
 
 // cuMemAlloc_v2_function, and so on: the function types.
 #define FOREBAY_CUDA_ROW(name, symbol, version, parameters) using symbol##_function = CuResult parameters;
 FOREBAY_CUDA_CALLED(FOREBAY_CUDA_ROW)
+FOREBAY_CUDA_OPTIONAL(FOREBAY_CUDA_ROW)
 #undef FOREBAY_CUDA_ROW
 
 }  // namespace forebay::cuda

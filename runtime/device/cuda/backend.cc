@@ -17,6 +17,7 @@
 #include "runtime/device/backend_checks.h"
 #include "runtime/device/cuda/device.h"
 #include "runtime/device/cuda/driver.h"
+#include "runtime/device/cuda/host_calls.h"
 #include "runtime/device/cuda/order_book.h"
 #include "runtime/device/cuda/scope.h"
 
@@ -48,56 +49,6 @@ cuda::CuFunction native(Kernel kernel) noexcept {
   return static_cast<cuda::CuFunction>(kernel.handle);
 }
 
-// A host function on its way through a stream.
-struct HostCall {
-  HostFunction function;
-  void* argument;
-  std::shared_ptr<CudaStreamState> state;
-  std::uint64_t number;
-  const char* forbidden = nullptr;  // The first function of a Backend that it called.
-  HostCall* previous = nullptr;     // A link of pending_calls.
-  HostCall* next = nullptr;
-};
-
-// The host functions that the driver has and has not called yet. After a context is lost it may call them or
-// not, and nobody can tell when it will not: they stay here, which is the process's memory and no leak.
-class PendingCalls {
- public:
-  void add(HostCall* call) {
-    const std::lock_guard lock(mutex_);
-    call->next = first_;
-    if (first_ != nullptr) first_->previous = call;
-    first_ = call;
-  }
-  void remove(HostCall* call) {
-    const std::lock_guard lock(mutex_);
-    (call->previous == nullptr ? first_ : call->previous->next) = call->next;
-    if (call->next != nullptr) call->next->previous = call->previous;
-  }
-
- private:
-  std::mutex mutex_;
-  HostCall* first_ = nullptr;  // Guarded by mutex_.
-};
-constinit PendingCalls pending_calls;
-
-// The host function that this thread runs, if it is one of the driver's threads. Initial-exec: the core may
-// run inside an allocation call, where lazily made thread storage would allocate.
-__attribute__((tls_model("initial-exec"))) constinit thread_local HostCall* running_call = nullptr;
-
-void run_host_call(void* argument) {
-  const std::unique_ptr<HostCall> call(static_cast<HostCall*>(argument));
-  pending_calls.remove(call.get());
-  running_call = call.get();
-  call->function(call->argument);
-  running_call = nullptr;
-  if (call->forbidden == nullptr) return;
-  call->state->fail(call->number, Status(StatusCode::kInternal,
-                                         "cannot run a host function on a CUDA stream: it called Backend::" +
-                                             std::string(call->forbidden) +
-                                             "; queue that from the thread that queues the work"));
-}
-
 bool is_binary_image(const void* image, std::size_t bytes) noexcept {
   static constexpr unsigned char kElf[] = {0x7F, 'E', 'L', 'F'};
   static constexpr unsigned char kFatbin[] = {0x50, 0xED, 0x55, 0xBA};
@@ -125,7 +76,8 @@ class CudaBackendImpl final : public CudaBackend {
         addresses_({.name = "cuda:" + std::to_string(device.ordinal) + " " + device.name,
                     .granularity = device.granularity,
                     .budget_bytes = options.memory_bytes == 0 ? SIZE_MAX : options.memory_bytes}),
-        order_(CudaOrderBook::of_process()) {
+        order_(CudaOrderBook::of_process()),
+        host_calls_(driver) {
     std::snprintf(capabilities_.name, sizeof(capabilities_.name), "cuda:%d %s", device.ordinal,
                   device.name.c_str());
     capabilities_.kind = BackendKind::kCuda;
@@ -437,12 +389,14 @@ class CudaBackendImpl final : public CudaBackend {
     }
     if (is_context_lost(result)) {
       // There is nothing to wait for, and nothing to use again. Waiting for the work reports its failure.
+      host_calls_.forget(native(stream));
       order_.forget_stream(native(stream));
       static_cast<void>(driver_.cuStreamDestroy_v2(native(stream)));
       return {};
     }
     FOREBAY_RETURN_IF_ERROR(check_given_back(result, call, what));
     if (order_.park_stream(native(stream))) return {};
+    host_calls_.forget(native(stream));
     return check_given_back(driver_.cuStreamDestroy_v2(native(stream)), "cuStreamDestroy", what);
   }
   Status stream_synchronize(Stream stream) override {
@@ -453,8 +407,9 @@ class CudaBackendImpl final : public CudaBackend {
       const CudaScope scope(driver_, context_, has_reported_state_);
       FOREBAY_RETURN_IF_ERROR(check(scope, what));
       FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-      FOREBAY_RETURN_IF_ERROR(
-          check(driver_.cuStreamSynchronize(native(stream)), "cuStreamSynchronize", what));
+      const CuResult result = driver_.cuStreamSynchronize(native(stream));
+      if (result != CuResult::kSuccess) host_calls_.wait_for_begun(native(stream));
+      FOREBAY_RETURN_IF_ERROR(check(result, "cuStreamSynchronize", what));
     }
     return order_.failure(native(stream));
   }
@@ -536,18 +491,19 @@ class CudaBackendImpl final : public CudaBackend {
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
     // A graph would call it as often as it is launched.
     FOREBAY_RETURN_IF_ERROR(check_not_capturing(stream, what));
-    std::shared_ptr<CudaStreamState> state = order_.state(native(stream));
-    const std::uint64_t number = state->next_call();
-    auto call = std::make_unique<HostCall>(HostCall{function, argument, std::move(state), number});
-    pending_calls.add(call.get());
-    const Status status =
-        check(driver_.cuLaunchHostFunc(native(stream), &run_host_call, call.get()), "cuLaunchHostFunc", what);
-    if (status.ok()) {
-      static_cast<void>(call.release());  // run_host_call owns it now.
-    } else {
-      pending_calls.remove(call.get());
+    const bool is_foreign = !order_.is_owner(native(stream), this);
+    const CudaHostCalls::Answer queued =
+        host_calls_.queue(native(stream), is_foreign, order_.state(native(stream)), function, argument);
+    if (const CudaHostCalls::Answer refusal = host_calls_.take_refusal();
+        refusal.result != CuResult::kSuccess) {
+      log(refusal.result == CuResult::kNotSupported ? LogLevel::kInfo : LogLevel::kWarning,
+          "%s: host functions run on the driver's thread, where one may hold others back: %s",
+          capabilities_.name,
+          cuda_failure(driver_, refusal.result, refusal.call, "let a stream wait for a value")
+              .message()
+              .c_str());
     }
-    return status;
+    return check(queued.result, queued.call, what);
   }
 
   Result<Module> load_module(const ModuleImage& image) override {
@@ -645,8 +601,7 @@ class CudaBackendImpl final : public CudaBackend {
   // May `function` be called on this thread?
   template <typename What>
   Status enter(const char* function, const What& what) const {
-    if (running_call != nullptr) [[unlikely]] {
-      if (running_call->forbidden == nullptr) running_call->forbidden = function;
+    if (CudaHostCalls::note_forbidden_call(function)) [[unlikely]] {
       return {StatusCode::kInternal, std::string("cannot call ") + function + " on " + capabilities_.name +
                                          " from a host function: its stream would wait for itself; call it "
                                          "from the thread that queues the work"};
@@ -769,6 +724,7 @@ class CudaBackendImpl final : public CudaBackend {
       for (const cuda::CuStream stream : left.parked) {
         report_leak(driver_.cuStreamDestroy_v2(stream), "cuStreamDestroy");
       }
+      give_back_host_calls();
       for (const cuda::CuEvent event : left.events) {
         report_leak(driver_.cuEventDestroy_v2(event), "cuEventDestroy");
       }
@@ -793,6 +749,18 @@ class CudaBackendImpl final : public CudaBackend {
     }
     report_leak(driver_.cuDevicePrimaryCtxRelease_v2(device_), "cuDevicePrimaryCtxRelease");
   }
+  void give_back_host_calls() noexcept {
+    if (host_calls_.has_foreign()) {
+      const CuResult result = driver_.cuCtxSynchronize();
+      report_leak(result, "cuCtxSynchronize");
+      // Without an answer streams of others may still wait for values: the pages stay, until the context
+      // ends.
+      if (result != CuResult::kSuccess && !is_context_lost(result)) return;
+    }
+    for (void* const page : host_calls_.take_pages()) {
+      report_leak(driver_.cuMemFreeHost(page), "cuMemFreeHost");
+    }
+  }
   void report_leak(CuResult result, const char* call) noexcept {
     if (result == CuResult::kSuccess || result == CuResult::kDeinitialized) return;
     if (has_reported_leak_.exchange(true, std::memory_order_relaxed)) return;
@@ -811,6 +779,7 @@ class CudaBackendImpl final : public CudaBackend {
 
   AddressBook addresses_;
   CudaOrderBook& order_;  // The process's.
+  CudaHostCalls host_calls_;
   // Held over a question to addresses_, the driver's call and the change that follows. Taken before its
   // mutex.
   std::mutex mapping_mutex_;

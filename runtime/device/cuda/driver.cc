@@ -90,6 +90,19 @@ std::string path_of(void* library, const char* name) {
   return name;
 }
 
+// Hardware queues that the driver gives the process, before it starts: the most there are. A stream that
+// waits for the host holds back the streams of its queue, and 8 queues, the driver's default, are fewer than
+// a rank has streams. A user's own choice stays. Where the driver runs already, as in a program that uses
+// CUDA itself, the variable is not touched: it would do nothing, and other threads may be reading the
+// environment.
+void ask_for_connections(const Resolver& resolver) {
+  using Question = CuResult(cuda::CuDevice*);
+  auto* const ask = reinterpret_cast<Question*>(resolver.find("cuCtxGetDevice", "cuCtxGetDevice", 2000));
+  cuda::CuDevice device = 0;
+  if (ask == nullptr || ask(&device) != CuResult::kNotInitialized) return;
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+}
+
 Result<const CudaDriver*> load() {
   const char* chosen = std::getenv(kVariable);
   const bool is_chosen = chosen != nullptr && chosen[0] != '\0';
@@ -119,6 +132,11 @@ Result<const CudaDriver*> load() {
   }
   FOREBAY_CUDA_CALLED(FOREBAY_CUDA_RESOLVE)
 #undef FOREBAY_CUDA_RESOLVE
+#define FOREBAY_CUDA_RESOLVE(name, called, version, parameters) \
+  driver->called = reinterpret_cast<cuda::called##_function*>(resolver.find(#name, #called, version));
+  FOREBAY_CUDA_OPTIONAL(FOREBAY_CUDA_RESOLVE)
+#undef FOREBAY_CUDA_RESOLVE
+  ask_for_connections(resolver);
   const CudaDriver* none = nullptr;
   if (loaded_driver.compare_exchange_strong(none, driver.get(), std::memory_order_acq_rel)) {
     return const_cast<const CudaDriver*>(driver.release());  // For the life of the process.

@@ -18,6 +18,7 @@ namespace forebay {
 struct CudaDriver {
 #define FOREBAY_CUDA_MEMBER(name, symbol, version, parameters) cuda::symbol##_function* symbol = nullptr;
   FOREBAY_CUDA_CALLED(FOREBAY_CUDA_MEMBER)
+  FOREBAY_CUDA_OPTIONAL(FOREBAY_CUDA_MEMBER)
 #undef FOREBAY_CUDA_MEMBER
 
   std::string path;  // The file that was opened.

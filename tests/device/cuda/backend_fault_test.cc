@@ -24,7 +24,7 @@ struct Call {
 };
 
 #define FOREBAY_TEST_CALL(name, symbol, version, parameters) {#name, #symbol},
-constexpr Call kCalls[] = {FOREBAY_CUDA_CALLED(FOREBAY_TEST_CALL)};
+constexpr Call kCalls[] = {FOREBAY_CUDA_CALLED(FOREBAY_TEST_CALL) FOREBAY_CUDA_OPTIONAL(FOREBAY_TEST_CALL)};
 #undef FOREBAY_TEST_CALL
 
 // Made for messages alone, and only for codes that cuda/abi.h does not know.
@@ -88,6 +88,7 @@ void use(Backend& backend, Workload& workload, Told& told) {
     if (pinned) told.note(backend.copy_async(workload.host.data(), block, kPage, stream));
     const HostFunction count = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
     told.note(backend.call_host(stream, count, &workload.called));
+    told.note(backend.call_host(CudaBackend::default_stream(), count, &workload.called));
     if (kernel.handle != nullptr) {
       const int value = 7;
       const void* arguments[] = {&block, &value};
@@ -101,6 +102,7 @@ void use(Backend& backend, Workload& workload, Told& told) {
     }
     wait_for(backend, stream, told);
     wait_for(backend, second, told);
+    wait_for(backend, CudaBackend::default_stream(), told);
   }
 
   if (accessible) told.note(backend.unmap(base, 2 * granule));
@@ -189,7 +191,7 @@ TEST_F(CudaBackendFaultRun, ARunWithoutFaultsIsToldNothingAndMakesEveryCall) {
   testing::internal::CaptureStderr();
   use_all(*workload, told);
   EXPECT_EQ(told.text() + testing::internal::GetCapturedStderr(), "");
-  EXPECT_EQ(workload->called, 1);
+  EXPECT_EQ(workload->called, 2);
   EXPECT_EQ(workload->host[kPage - 1], std::byte{0x5A});
   for (const Call& call : kCalls) {
     if (is_called(call)) {

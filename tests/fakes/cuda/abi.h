@@ -137,13 +137,10 @@ constexpr unsigned kEventBlockingSync = 1;
 constexpr unsigned kEventInterprocess = 4;
 constexpr unsigned kEventRecordExternal = 1;
 constexpr unsigned kEventWaitExternal = 1;
-constexpr unsigned kWaitValueGeq = 0;  // With the difference taken as a signed number.
 constexpr unsigned kWaitValueEq = 1;
 constexpr unsigned kWaitValueAnd = 2;
 constexpr unsigned kWriteValueDefault = 0;
 constexpr unsigned kWriteValueNoMemoryBarrier = 1;
-constexpr unsigned kHostAllocPortable = 1;
-constexpr unsigned kHostAllocDeviceMap = 2;
 constexpr unsigned kHostAllocWriteCombined = 4;
 constexpr unsigned kHostRegisterDeviceMap = 2;
 constexpr unsigned kHostRegisterIoMemory = 4;
@@ -429,6 +426,7 @@ FOREBAY_CUDA_ENTRY_POINTS(FOREBAY_CUDA_ROW)
   static_assert(kEntryPoints[symbol##_index].name == std::string_view(#row_name) && \
                 kEntryPoints[symbol##_index].version == row_version);
 FOREBAY_CUDA_CALLED(FOREBAY_CUDA_ROW)
+FOREBAY_CUDA_OPTIONAL(FOREBAY_CUDA_ROW)
 #undef FOREBAY_CUDA_ROW
 
 }  // namespace forebay::cuda
