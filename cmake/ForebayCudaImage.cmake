@@ -5,7 +5,7 @@
 set(FOREBAY_NVCC_FLAGS -std=c++20 -O3 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false
   -Werror all-warnings -ccbin "${CMAKE_CXX_COMPILER}")
 
-# The generated code: one image for each architecture, and PTX of the newest for later devices.
+# The generated code: one image for each architecture, and PTX for later devices.
 set(FOREBAY_NVCC_CODE "")
 set(FOREBAY_NVCC_TARGETS "")
 foreach(architecture IN LISTS FOREBAY_NVCC_ARCHITECTURES)
@@ -13,9 +13,9 @@ foreach(architecture IN LISTS FOREBAY_NVCC_ARCHITECTURES)
   string(APPEND FOREBAY_NVCC_TARGETS "sm_${architecture} ")
 endforeach()
 if(FOREBAY_NVCC_ARCHITECTURES)
-  list(GET FOREBAY_NVCC_ARCHITECTURES -1 newest)
-  list(APPEND FOREBAY_NVCC_CODE "-gencode=arch=compute_${newest},code=compute_${newest}")
-  string(APPEND FOREBAY_NVCC_TARGETS "and PTX compute_${newest}")
+  set(virtual compute_${FOREBAY_NVCC_PTX_ARCHITECTURE})
+  list(APPEND FOREBAY_NVCC_CODE "-gencode=arch=${virtual},code=${virtual}")
+  string(APPEND FOREBAY_NVCC_TARGETS "and PTX ${virtual}, CUDA ${FOREBAY_NVCC_VERSION}")
 endif()
 
 # forebay_cuda_image(name SOURCE kernels.cu EMBED image_compiled.cc [INCLUDES dir ...])

@@ -170,7 +170,9 @@ endif()
 # nvcc: compiles the CUDA kernels. Optional: without it the library loads no kernels onto a GPU. Nothing of the toolkit is
 # linked, and code is made for those of FOREBAY_CUDA_ARCHITECTURES that the nvcc found knows.
 option(FOREBAY_CUDA_KERNELS "Compile the CUDA kernels where nvcc is found" ON)
-set(FOREBAY_CUDA_ARCHITECTURES "80;90;100" CACHE STRING "Compute capabilities to compile for; the last one as PTX too")
+set(FOREBAY_CUDA_ARCHITECTURES "75;80;86;89;90;100;120" CACHE STRING "Compute capabilities to compile for")
+# PTX of 10.0 serves 11.0 and 13.0 too; PTX of 12.0 would not serve 11.0.
+set(FOREBAY_CUDA_PTX_ARCHITECTURE 100 CACHE STRING "The newest compute capability for which PTX is embedded")
 set(FOREBAY_HAVE_NVCC OFF)
 if(FOREBAY_CUDA_KERNELS)
   find_program(FOREBAY_NVCC nvcc HINTS "$ENV{CUDA_HOME}/bin" /usr/local/cuda/bin
@@ -183,11 +185,16 @@ if(FOREBAY_CUDA_KERNELS)
     string(REGEX MATCH "release ([0-9]+[.][0-9]+)" version "${version}")
     set(FOREBAY_NVCC_VERSION "${CMAKE_MATCH_1}")
     set(FOREBAY_NVCC_ARCHITECTURES "")
+    unset(ptx_architecture)
     foreach(architecture IN LISTS FOREBAY_CUDA_ARCHITECTURES)
       if(known MATCHES "compute_${architecture}\n")
         list(APPEND FOREBAY_NVCC_ARCHITECTURES ${architecture})
+        if(NOT DEFINED ptx_architecture OR architecture LESS_EQUAL FOREBAY_CUDA_PTX_ARCHITECTURE)
+          set(ptx_architecture ${architecture})
+        endif()
       endif()
     endforeach()
+    set(FOREBAY_NVCC_PTX_ARCHITECTURE "${ptx_architecture}")
     if(NOT FOREBAY_NVCC_VERSION VERSION_GREATER_EQUAL 12.0)
       message(STATUS "${FOREBAY_NVCC} is of version '${FOREBAY_NVCC_VERSION}', older than 12.0, the first with C++20: "
                      "there will be no kernels for GPUs")

@@ -9,7 +9,7 @@ namespace forebay::cuda_kernels {
 struct KernelImage {
   const void* data;
   std::size_t bytes;
-  // "sm_80 sm_90 sm_100 and PTX compute_100"; null when there was no nvcc.
+  // "sm_80 sm_90 and PTX compute_90, CUDA 12.4"; null when there was no nvcc.
   const char* targets;
 };
 

@@ -18,6 +18,7 @@
 #include "runtime/device/cuda/device.h"
 #include "runtime/device/cuda/driver.h"
 #include "runtime/device/cuda/host_calls.h"
+#include "runtime/device/cuda/image_version.h"
 #include "runtime/device/cuda/order_book.h"
 #include "runtime/device/cuda/scope.h"
 
@@ -533,6 +534,16 @@ class CudaBackendImpl final : public CudaBackend {
     Status status =
         check(driver_.cuModuleLoadDataEx(&module, data, 2, options, values), "cuModuleLoadDataEx", what);
     if (!status.ok()) {
+      int release = 0;
+      const int needed = needed_cuda_driver(image.image, image.image_bytes);
+      if (driver_.cuDriverGetVersion(&release) == CuResult::kSuccess && release < needed) {
+        return Status(
+            StatusCode::kUnsupported,
+            status.message() + ". The driver is too old for the image: the driver has CUDA " +
+                cuda_release_text(release) + ", the image was made for CUDA " + cuda_release_text(needed) +
+                " and newer; install a newer driver (580 for CUDA 13, 550 for CUDA 12.4), or compile "
+                "the image for CUDA 12.4 (FOREBAY_NVCC=cmake/nvcc-cuda12; ./dev gpu-bundle --cuda 12)");
+      }
       if (compiler_says[0] == '\0') return status;
       return Status(status.code(), status.message() + " (the driver's compiler says: " + compiler_says + ")");
     }

@@ -7,8 +7,10 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +19,7 @@
 #include "forebay/cuda_devices.h"
 #include "forebay/units.h"
 #include "runtime/device/cuda/device.h"
+#include "runtime/device/cuda/image_version.h"
 #include "tests/device/cuda/fake_cuda_test.h"
 #include "tests/fakes/cuda/abi.h"
 #include "tests/support/process.h"
@@ -614,6 +617,66 @@ TEST_F(CudaBackendTest, TakesPtxThatDoesNotEndInZero) {
   const Status status = backend->load_module({.image = "nonsense", .image_bytes = 8}).status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("CUDA_ERROR_INVALID_IMAGE"), std::string::npos) << status.message();
+}
+
+// A fat binary of ELF files with an ABI version each, and of packed PTX 9.0.
+std::string fat_binary(std::initializer_list<unsigned char> abi_versions) {
+  std::string entries;
+  const auto add = [&](std::uint16_t kind, std::uint16_t minor, std::uint16_t major, std::string content) {
+    content.resize(64);
+    std::string header(64, '\0');
+    const std::uint32_t header_bytes = 64;
+    const std::uint64_t content_bytes = content.size();
+    std::memcpy(header.data(), &kind, sizeof kind);
+    std::memcpy(header.data() + 4, &header_bytes, sizeof header_bytes);
+    std::memcpy(header.data() + 8, &content_bytes, sizeof content_bytes);
+    std::memcpy(header.data() + 24, &minor, sizeof minor);
+    std::memcpy(header.data() + 26, &major, sizeof major);
+    entries += header + content;
+  };
+  for (const unsigned char abi : abi_versions) {
+    add(2, abi, 1, std::string("\177ELF\2\1\1\101", 8) + static_cast<char>(abi));
+  }
+  add(1, 0, 9, "");
+  const std::uint64_t bytes = entries.size();
+  std::string image("\x50\xED\x55\xBA\1\0\x10\0", 8);
+  image.append(reinterpret_cast<const char*>(&bytes), sizeof bytes);
+  return image + entries;
+}
+
+TEST_F(CudaBackendTest, ADriverTooOldForAnImageIsNamedWithBothVersions) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.driver_version = 12040;
+  start(options);
+  const auto backend = make();
+  std::string elf("\177ELF\2\1\1\101\10", 9);
+  elf.resize(64);
+  std::string ptx = fake_cuda::kStorePtx;
+  ptx.replace(ptx.find(".version"), ptx.find('\n', ptx.find(".version")) - ptx.find(".version"),
+              ".version 9.0");
+  for (const std::string& image : {fat_binary({8, 8}), elf, ptx}) {
+    const Status status = backend->load_module({.image = image.data(), .image_bytes = image.size()}).status();
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.message();
+    EXPECT_NE(status.message().find("the driver has CUDA 12.4, the image was made for CUDA 13.0"),
+              std::string::npos)
+        << status.message();
+    EXPECT_NE(status.message().find("install a newer driver"), std::string::npos) << status.message();
+  }
+}
+
+TEST(ImageVersion, IsThatOfTheEntryThatNeedsLeast) {
+  const auto needed = [](const std::string& image) { return needed_cuda_driver(image.data(), image.size()); };
+  EXPECT_EQ(needed(fat_binary({8, 8})), 13000);
+  EXPECT_EQ(needed(fat_binary({8, 7})), 0);
+  EXPECT_EQ(needed(fat_binary({})), 13000);
+  EXPECT_EQ(needed("// made by hand\n.version 8.4\n.target sm_80\n"), 12040);
+  EXPECT_EQ(needed(".version 8.7\n"), 12080);
+  EXPECT_EQ(needed(".version 6.0\n"), 0);
+  EXPECT_EQ(needed("forebay kernels\n"), 0);
+  // Damaged images tell nothing.
+  const std::string whole = fat_binary({8});
+  for (std::size_t bytes = 0; bytes < whole.size(); ++bytes) needed(whole.substr(0, bytes));
+  EXPECT_EQ(needed(whole.substr(0, 40)), 0);
 }
 
 TEST_F(CudaBackendTest, StreamsBeyondThoseKeptAreDestroyed) {

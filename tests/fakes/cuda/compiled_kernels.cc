@@ -2,6 +2,7 @@
 //
 // They reach device memory by its aliases, so the host's access to it does not matter.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "tests/fakes/cuda/driver.h"
@@ -30,6 +31,10 @@ CuResult result_of(ptx::FaultKind kind) {
 CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program) {
   try {
     std::string text = ptx::text_of_image(image);
+    if (ptx::needed_driver(image) > driver().options.driver_version) {
+      const bool is_text = !text.empty() && std::memcmp(image, text.data(), 4) == 0;
+      return is_text ? CuResult::kUnsupportedPtxVersion : CuResult::kInvalidImage;
+    }
     const std::vector<std::string> names = ptx::kernel_names(text);
     const auto& host = driver().kernels;
     if (std::all_of(names.begin(), names.end(),

@@ -2,15 +2,22 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
+#include <limits>
 
 #include "tests/fakes/cuda/ptx/fault.h"
 
 namespace forebay::ptx {
 namespace {
 
-constexpr std::uint32_t kFatBinary = 0xBA55ED50, kFatBinaryWrapper = 0x466243B1;
+constexpr std::uint32_t kFatBinary = 0xBA55ED50, kFatBinaryWrapper = 0x466243B1, kElf = 0x464C457F;
+
+bool has_magic(const void* image, std::uint32_t magic) {
+  return std::memcmp(image, &magic, sizeof magic) == 0;
+}
 
 struct FatHeader {
   std::uint32_t magic;
@@ -98,12 +105,11 @@ std::string text_of_entry(const FatEntry& entry, const unsigned char* content) {
   return text.substr(0, text.find('\0'));
 }
 
-std::string text_of_fat_binary(const unsigned char* image) {
+template <typename Take>  // take(entry, content)
+void for_each_entry(const unsigned char* image, Take&& take) {
   FatHeader header;
   std::memcpy(&header, image, sizeof header);
   if (header.version != 1 || header.header_bytes < sizeof header) refuse("its header has an unknown form");
-  std::string newest;
-  std::uint32_t architecture = 0;
   for (std::size_t at = header.header_bytes, end = at + header.bytes; at < end;) {
     FatEntry entry;
     if (end - at < sizeof entry) refuse("it ends within the header of an entry");
@@ -112,29 +118,67 @@ std::string text_of_fat_binary(const unsigned char* image) {
         entry.bytes > end - at - entry.header_bytes) {
       refuse("an entry reaches beyond its end");
     }
-    if (entry.kind == kPtx && entry.architecture >= architecture) {
-      newest = text_of_entry(entry, image + at + entry.header_bytes);
-      architecture = entry.architecture;
-    }
+    take(entry, image + at + entry.header_bytes);
     at += entry.header_bytes + entry.bytes;
   }
+}
+
+// The PTX for the newest architecture.
+std::string text_of_fat_binary(const unsigned char* image) {
+  std::string newest;
+  std::uint32_t architecture = 0;
+  for_each_entry(image, [&](const FatEntry& entry, const unsigned char* content) {
+    if (entry.kind != kPtx || entry.architecture < architecture) return;
+    newest = text_of_entry(entry, content);
+    architecture = entry.architecture;
+  });
   return newest;
+}
+
+// The fat binary in its wrapper (magic, version, and a pointer), or the image itself.
+const unsigned char* without_wrapper(const void* image) {
+  const auto* bytes = static_cast<const unsigned char*>(image);
+  if (has_magic(bytes, kFatBinaryWrapper)) std::memcpy(&bytes, bytes + 8, sizeof bytes);
+  return bytes;
+}
+
+bool is_text(const unsigned char* image) {
+  const auto* const text = reinterpret_cast<const char*>(image);
+  return std::strncmp(text, "//", 2) == 0 || std::strncmp(text, ".version", 8) == 0;
+}
+
+int release_of_ptx(int major, int minor) {
+  return major < 7 ? 0 : (major + 4) * 1000 + (major == 8 && minor > 5 ? minor + 1 : minor) * 10;
+}
+
+int release_of_elf(const unsigned char* content) {
+  return content[8] >= 8 ? 13000 : 0;  // e_ident[EI_ABIVERSION]
 }
 
 }  // namespace
 
 std::string text_of_image(const void* image) {
-  const auto* bytes = static_cast<const unsigned char*>(image);
-  std::uint32_t magic = 0;
-  std::memcpy(&magic, bytes, sizeof magic);
-  if (magic == kFatBinaryWrapper) {  // Magic, version, and a pointer to the fat binary.
-    std::memcpy(&bytes, bytes + 8, sizeof bytes);
-    std::memcpy(&magic, bytes, sizeof magic);
+  const unsigned char* const bytes = without_wrapper(image);
+  if (has_magic(bytes, kFatBinary)) return text_of_fat_binary(bytes);
+  return is_text(bytes) ? reinterpret_cast<const char*>(bytes) : std::string();
+}
+
+int needed_driver(const void* image) {
+  const unsigned char* const bytes = without_wrapper(image);
+  if (has_magic(bytes, kFatBinary)) {
+    int least = std::numeric_limits<int>::max();
+    for_each_entry(bytes, [&](const FatEntry& entry, const unsigned char* content) {
+      least = std::min(
+          least, entry.kind == kPtx ? release_of_ptx(entry.major, entry.minor) : release_of_elf(content));
+    });
+    return least;
   }
-  if (magic == kFatBinary) return text_of_fat_binary(bytes);
-  const auto* const text = reinterpret_cast<const char*>(bytes);
-  const bool is_ptx = std::strncmp(text, "//", 2) == 0 || std::strncmp(text, ".version", 8) == 0;
-  return is_ptx ? text : std::string();
+  if (has_magic(bytes, kElf)) return release_of_elf(bytes);
+  const char* const version =
+      is_text(bytes) ? std::strstr(reinterpret_cast<const char*>(bytes), ".version ") : nullptr;
+  int major = 0, minor = 0;
+  if (version == nullptr || std::sscanf(version, ".version %d.%d", &major, &minor) != 2) return 0;
+  return release_of_ptx(major, minor);
 }
 
 }  // namespace forebay::ptx

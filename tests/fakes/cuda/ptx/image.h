@@ -13,4 +13,8 @@ namespace forebay::ptx {
 // Source: the header of fat binaries has no documentation; CUDA 12 and 13 write this layout.
 std::string text_of_image(const void* image);
 
+// The release of the oldest driver that loads the image, 13000 for CUDA 13.0; 0 for images of CUDA 11 and
+// older, and for ELF files of CUDA 12. The ELF file or PTX of a fat binary that needs least counts.
+int needed_driver(const void* image);
+
 }  // namespace forebay::ptx
