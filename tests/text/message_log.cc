@@ -1,9 +1,12 @@
-// A library to preload: appends every error Status that a process makes to the file in FOREBAY_MESSAGE_LOG. A
-// line is the code, the program or library that made it, FOREBAY_MESSAGE_TEST and the message, with tabs
-// between and line ends as
+// A library to preload: appends every error Status that a process makes, and the text of every other
+// exception that forebay throws, to the file in FOREBAY_MESSAGE_LOG. A line is the code or the exception's
+// type, the program or library that made it, FOREBAY_MESSAGE_TEST and the message, with tabs between and line
+// ends as
 // "\n". tests/text/list_messages.py builds and uses it.
 //
-// It defines Status's constructor and with_context in place of libforebay-core's.
+// It defines Status's constructor and with_context in place of libforebay-core's, and wraps __cxa_throw. An
+// Error has a Status, which is recorded already. The C interface throws a type of its own where it was called
+// wrongly.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -11,7 +14,9 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <string_view>
+#include <typeinfo>
 
 #include "forebay/status.h"
 
@@ -39,15 +44,15 @@ struct Line {
   void end_field(char end) { bytes[size++] = end; }
 };
 
-void record(forebay::StatusCode code, std::string_view message, const void* caller) {
+void record(const char* code, std::string_view message, const void* caller) {
   const char* const path = std::getenv("FOREBAY_MESSAGE_LOG");
-  if (path == nullptr || code == forebay::StatusCode::kOk) return;
+  if (path == nullptr) return;
   const char* const test = std::getenv("FOREBAY_MESSAGE_TEST");
   Dl_info object{};
   const bool is_known = ::dladdr(caller, &object) != 0 && object.dli_fname != nullptr;
   const char* const slash = is_known ? std::strrchr(object.dli_fname, '/') : nullptr;
   Line line;
-  line.add(forebay::status_code_name(code));
+  line.add(code);
   line.end_field('\t');
   line.add(!is_known ? "?" : slash != nullptr ? slash + 1 : object.dli_fname);
   line.end_field('\t');
@@ -61,7 +66,25 @@ void record(forebay::StatusCode code, std::string_view message, const void* call
   ::close(file);
 }
 
+void record(forebay::StatusCode code, std::string_view message, const void* caller) {
+  if (code != forebay::StatusCode::kOk) record(forebay::status_code_name(code), message, caller);
+}
+
 }  // namespace
+
+extern "C" [[noreturn]] void __cxa_throw(void* object, void* type_pointer, void (*destroy)(void*)) {
+  const auto* const type = static_cast<const std::type_info*>(type_pointer);
+  const std::string_view name = type->name();
+  void* base = object;
+  if (name.find("forebay") != name.npos && name != "N7forebay5ErrorE" &&
+      typeid(std::exception).__do_catch(type, &base, 1)) {
+    record(type->name(), static_cast<const std::exception*>(base)->what(), __builtin_return_address(0));
+  }
+  using Throw = void (*)(void*, void*, void (*)(void*));
+  static const Throw next = reinterpret_cast<Throw>(::dlsym(RTLD_NEXT, "__cxa_throw"));
+  next(object, type_pointer, destroy);
+  __builtin_unreachable();
+}
 
 namespace forebay {
 
