@@ -228,6 +228,52 @@ class Sample(unittest.TestCase):
             self.assertLessEqual(abs(a - b), 1.1e-3, printed)
 
 
+class Greedy(torch.nn.Module):
+    """Takes more memory than there is, in the forward or the backward pass."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.empty(1 << 50)
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.linear = when, torch.nn.Linear(512, 512)
+
+    def forward(self, x):
+        if self.when == "forward":
+            torch.empty(1 << 50)
+        return self.Function.apply(self.linear(x)).sum()
+
+
+class OutOfMemory(unittest.TestCase):
+    SHARE = (r"(?s)allocate.*forebay holds [\d.]+ MiB on cpu for this Greedy.*optimizer states 2\.0 MiB.*"
+             r"offload='optimizer' [\d.]+ MiB.*offload_activations")
+
+    def test_in_a_forward_pass(self):
+        model = forebay.shard(Greedy("forward"), stage=1)
+        forebay.AdamW(model)
+        with self.assertRaisesRegex(RuntimeError, self.SHARE) as caught:
+            model(torch.ones(1, 512))
+        self.assertEqual(str(caught.exception).count("forebay holds"), 1)
+
+    def test_in_a_backward_pass_that_ends_the_program(self):
+        done = subprocess.run([sys.executable, "-W", "ignore", __file__, "greedy-backward"], capture_output=True, text=True,
+                              check=False)
+        self.assertNotEqual(done.returncode, 0)
+        self.assertRegex(done.stderr, self.SHARE)
+
+
+def greedy_backward():
+    model = forebay.shard(Greedy("backward"), stage=1)
+    forebay.AdamW(model)
+    model(torch.ones(1, 512)).backward()
+
+
 class GuardedMemory(unittest.TestCase):
     """The option guard: released memory cannot be read, so the passing tests above show that no hook is late."""
 
@@ -305,5 +351,7 @@ def write_safetensors(path, tensors):
 if __name__ == "__main__":
     if sys.argv[1:] == ["read-released"]:
         read_released()
+    elif sys.argv[1:] == ["greedy-backward"]:
+        greedy_backward()
     else:
         support.main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 import zlib
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
-from forebay.torch import deepspeed, describe, guard, stand_in
+from forebay.torch import deepspeed, describe, guard, memory, stand_in
 
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
@@ -245,6 +246,7 @@ class Sharded:
                           for i, p in enumerate(q for q in self.parameters if q.requires_grad)}
         self.frozen = [not p.requires_grad for p in self.parameters]
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
+        memory.watch(self)
 
     def _bind(self, p: nn.Parameter, view: torch.Tensor) -> None:
         if p.is_meta:
@@ -305,6 +307,7 @@ class Sharded:
     @torch.compiler.disable
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
+        memory.explain(self, sys.exc_info()[1])  # The hook runs after an exception too.
         for unit in reversed(self.residents):
             unit.after_forward(module, args, output)
         if self.depth == 0 and self.guard is not None:
