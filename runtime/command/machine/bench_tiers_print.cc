@@ -5,6 +5,7 @@
 
 #include "forebay/text.h"
 #include "forebay/units.h"
+#include "runtime/command/text_table.h"
 
 namespace forebay {
 namespace {
@@ -84,20 +85,18 @@ std::string model_text(const BenchedModel& model) {
                      " on this host\n  budgets: " + format_bytes(limits.device_bytes) +
                      " of device memory a rank; on this host " + format_bytes(limits.host_bytes) +
                      " of memory and " + format_bytes(limits.file_bytes) + " of files\n";
-  constexpr std::size_t kName = 30;
-  text += "  " + label("per rank", kName) + cell("device", 12) + cell("host", 12) + cell("files", 12) +
-          cell("down", 11) + cell("up", 11) + cell("both", 11) + cell("AdamW", 11) + cell("files", 11) +
-          cell("added", 11) + "\n";
+  std::vector<TableRow> rows = {
+      {"  per rank", "device", "host", "files", "down", "up", "both", "AdamW", "files", "added", "fits"}};
   for (std::size_t i = 0; i < model.choice.estimates.size(); ++i) {
     const OffloadEstimate& one = model.choice.estimates[i];
-    text += (static_cast<int>(i) == model.choice.chosen ? "* " : "  ") +
-            label(setting_name(one.offload, one.tier), kName) + cell(format_bytes(one.device_bytes), 12) +
-            cell(format_bytes(one.host_bytes), 12) + cell(format_bytes(one.file_bytes), 12) +
-            cell(time_text(one.down_seconds), 11) + cell(time_text(one.up_seconds), 11) +
-            cell(time_text(one.both_seconds), 11) + cell(time_text(one.adamw_seconds), 11) +
-            cell(time_text(one.file_seconds), 11) + cell(time_text(one.added_seconds), 11) +
-            (one.fits ? "" : "  does not fit") + "\n";
+    rows.push_back(
+        {(static_cast<int>(i) == model.choice.chosen ? "* " : "  ") + setting_name(one.offload, one.tier),
+         format_bytes(one.device_bytes), format_bytes(one.host_bytes), format_bytes(one.file_bytes),
+         time_text(one.down_seconds), time_text(one.up_seconds), time_text(one.both_seconds),
+         time_text(one.adamw_seconds), time_text(one.file_seconds), time_text(one.added_seconds),
+         one.fits ? "yes" : "no"});
   }
+  text += table_text(rows);
   const OffloadEstimate& chosen = model.choice.estimates[static_cast<std::size_t>(model.choice.chosen)];
   text += "  chosen: " + setting_name(chosen.offload, chosen.tier) + ". " + model.choice.reason + "\n";
   if (chosen.offload != Offload::kNone) {

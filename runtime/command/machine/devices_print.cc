@@ -4,7 +4,9 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
+#include "runtime/command/text_table.h"
 
 namespace forebay {
 namespace {
@@ -24,7 +26,8 @@ class Section {
   explicit Section(std::string name) : name_(std::move(name)) {}
   void line(const std::string& text) {
     constexpr std::size_t kWidth = 9;
-    text_ += name_ + std::string(name_.size() < kWidth ? kWidth - name_.size() : 1, ' ') + text + "\n";
+    text_ += name_ + std::string(name_.size() < kWidth ? kWidth - name_.size() : 1, ' ') +
+             wrap_text(text, kTableWidth, kWidth) + "\n";
     name_.clear();
   }
   const std::string& text() const { return text_; }

@@ -2,14 +2,18 @@
 
 #include "forebay/text.h"
 #include "forebay/units.h"
+#include "runtime/command/text_table.h"
 
 namespace forebay {
 namespace {
 
+// The formula stands beside the bytes, or below them if the line would be too long.
 std::string line(const std::string& label, std::uint64_t bytes, const std::string& formula = "") {
-  const std::string text = format_text("  %-42s %20llu B %12s", label.c_str(),
+  const std::string text = format_text("  %-42s %15llu B %11s", label.c_str(),
                                        static_cast<unsigned long long>(bytes), format_bytes(bytes).c_str());
-  return text + (formula.empty() ? "" : "   " + formula) + "\n";
+  if (formula.empty()) return text + "\n";
+  const bool fits = text.size() + 3 + formula.size() <= kTableWidth;
+  return text + (fits ? "   " + formula : "\n      " + wrap_text(formula, kTableWidth, 6)) + "\n";
 }
 
 std::string gigabytes(double bytes) {

@@ -5,6 +5,7 @@
 
 #include "forebay/units.h"
 #include "runtime/command/plan/activation_print.h"
+#include "runtime/command/text_table.h"
 
 namespace forebay {
 namespace {
@@ -175,24 +176,18 @@ std::string pipeline_text(const std::vector<PlanReport>& reports,
                           const std::vector<ActivationReport>& activations) {
   const PlanReport& first = reports.front();
   if (first.pipeline.empty()) return "";
-  const auto cells = [](const std::vector<std::string>& row) {
-    std::string line = padded_right(row.front(), 16);
-    for (std::size_t i = 1; i < row.size(); ++i) line += padded_left(row[i], 18);
-    return line + "\n";
-  };
-  std::vector<std::string> header = {"pipeline stage", "layers", "parameters", "micro-batches",
-                                     "activations"};
-  for (const PlanReport& report : reports) header.push_back("ZeRO " + stage_label(report));
-  std::string text = "\n" + cells(header);
+  std::vector<TableRow> rows = {{"pipeline stage", "layers", "parameters", "micro-batches", "activations"}};
+  for (const PlanReport& report : reports) rows[0].push_back("ZeRO " + stage_label(report));
   for (std::size_t i = 0; i < first.pipeline.size(); ++i) {
     const StageFigures& stage = first.pipeline[i];
-    std::vector<std::string> row = {
-        std::to_string(i), std::to_string(stage.layers), grouped(stage.parameters),
-        std::to_string(activations[i].in_flight), format_bytes(stage.bytes.activations.value_or(0))};
+    TableRow row = {std::to_string(i), std::to_string(stage.layers), grouped(stage.parameters),
+                    std::to_string(activations[i].in_flight),
+                    format_bytes(stage.bytes.activations.value_or(0))};
     for (const PlanReport& report : reports) row.push_back(format_bytes(report.pipeline[i].bytes.needed()));
-    text += cells(row);
+    rows.push_back(std::move(row));
   }
-  return text + "figures above are those of pipeline stage " + std::to_string(first.part.pipeline_stage) +
+  return "\n" + table_text(rows) + "figures above are those of pipeline stage " +
+         std::to_string(first.part.pipeline_stage) +
          ", which needs most; micro-batches: those in flight at the same time\n";
 }
 
@@ -239,9 +234,8 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
                       const std::vector<ActivationReport>& activations) {
   const PlanReport& first = reports.front();
   const PlanOptions& options = first.options;
-  std::string text = "plan (" + std::string(preset_name(first.preset)) +
-                     "): " + grouped(first.parameters) + " parameters, " +
-                     data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
+  std::string text = "plan (" + std::string(preset_name(first.preset)) + "): " + grouped(first.parameters) +
+                     " parameters, " + data_type_name(options.dtype) + ", " + ranks_text(first) + ", " +
                      std::to_string(options.micro_steps) +
                      (options.micro_steps == 1 ? " micro-step" : " micro-steps") + " a step\n";
   if (!model.empty()) text += model + "\n";

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "forebay/status.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/repeated_lines.h"
@@ -72,21 +73,25 @@ double mib(std::uint64_t bytes) {
   return static_cast<double>(bytes) / 1048576.0;
 }
 
-constexpr int kNameWidth = 42;
+constexpr int kNameWidth = 30;
 
+// The end of a long path says more than its beginning.
 std::string short_name(const std::string& trace) {
   const std::string name = shown_text(trace);
   if (name.size() <= kNameWidth) return name;
-  return name.substr(0, kNameWidth - 3) + "...";
+  return "..." + name.substr(name.size() - (kNameWidth - 3));
+}
+
+std::string row_begin(const std::string& name, const char* allocator) {
+  return format_text("%-*s %-8s", kNameWidth, name.c_str(), allocator);
 }
 
 void memory_row(std::string& text, const std::string& name, const char* allocator,
                 const ReplayFigures& figures) {
   const ReplayResult& result = figures.result;
-  const DriverCalls& calls = result.first_pass_calls;
-  text += format_text("%-*s %-8s %-4s %9.0f %9.0f", kNameWidth, name.c_str(), allocator,
-                      result.completed ? "yes" : "NO", mib(result.peak_requested_bytes),
-                      mib(result.peak_physical_bytes));
+  text += row_begin(name, allocator) + format_text(" %-4s %9.0f %9.0f", result.completed ? "yes" : "NO",
+                                                   mib(result.peak_requested_bytes),
+                                                   mib(result.peak_physical_bytes));
   if (result.completed) {
     text += format_text(" %6.2f %6.2f", 100 * result.fragmentation(), 100 * result.last_fragmentation());
   } else {
@@ -94,39 +99,49 @@ void memory_row(std::string& text, const std::string& name, const char* allocato
   }
   if (figures.minimum_capacity_bytes) {
     text +=
-        format_text(" %9.0f %6.2f", mib(*figures.minimum_capacity_bytes),
+        format_text(" %9.0f %6.2f\n", mib(*figures.minimum_capacity_bytes),
                     100 * (static_cast<double>(*figures.minimum_capacity_bytes) /
                                static_cast<double>(std::max<std::uint64_t>(result.peak_requested_bytes, 1)) -
                            1));
   } else {
-    text += format_text(" %9s %6s", figures.searched_minimum ? "none" : "-", "-");
+    text += format_text(" %9s %6s\n", figures.searched_minimum ? "none" : "-", "-");
   }
-  text += format_text(" %7llu %7llu %6llu %6llu", static_cast<unsigned long long>(calls.create + calls.alloc),
+}
+
+void calls_row(std::string& text, const std::string& name, const char* allocator,
+               const ReplayFigures& figures) {
+  const ReplayResult& result = figures.result;
+  const DriverCalls& calls = result.first_pass_calls;
+  text += row_begin(name, allocator) +
+          format_text(" %8llu %8llu %8llu %8llu", static_cast<unsigned long long>(calls.create + calls.alloc),
                       static_cast<unsigned long long>(calls.map),
                       static_cast<unsigned long long>(calls.unmap + calls.free),
                       static_cast<unsigned long long>(calls.set_access));
   if (result.steady_calls && result.steady_chunks_moved) {
-    text += format_text(" %8.1f %7.1f\n", *result.steady_calls, *result.steady_chunks_moved);
+    text += format_text(" %9.1f %9.1f\n", *result.steady_calls, *result.steady_chunks_moved);
   } else {
-    text += format_text(" %8s %7s\n", "-", "-");
+    text += format_text(" %9s %9s\n", "-", "-");
   }
 }
 
-void time_cells(std::string& text, const CallTimes& times) {
-  if (times.count == 0) {
-    text += format_text(" | %6s %7s %8s", "-", "-", "-");
-  } else {
-    text += format_text(" | %6.0f %7.0f %8.0f", times.p50_ns, times.p99_ns, times.p999_ns);
-  }
+std::string time_cells(const CallTimes& times) {
+  if (times.count == 0) return format_text(" | %6s %7s %8s", "-", "-", "-");
+  return format_text(" | %6.0f %7.0f %8.0f", times.p50_ns, times.p99_ns, times.p999_ns);
 }
 
-void time_row(std::string& text, const std::string& name, const char* allocator, const ReplayTimes& times) {
-  text += format_text("%-*s %-8s", kNameWidth, name.c_str(), allocator);
-  time_cells(text, times.allocate);
-  time_cells(text, times.allocate_off_mapping);
-  time_cells(text, times.free);
-  time_cells(text, times.free_off_mapping);
-  text += "\n";
+void time_rows(std::string& text, const std::string& name, const char* allocator, const ReplayTimes& times) {
+  text += row_begin(name, allocator) + " malloc" + time_cells(times.allocate) +
+          time_cells(times.allocate_off_mapping) + "\n";
+  text += row_begin("", "") + " free  " + time_cells(times.free) + time_cells(times.free_off_mapping) + "\n";
+}
+
+// Calls `row` with the name, the allocator and the figures of each row.
+template <typename AddRow>
+void add_rows(const std::vector<ReplayReport>& reports, const AddRow& row) {
+  for (const ReplayReport& report : reports) {
+    row(short_name(report.trace), "arena", report.arena);
+    if (report.baseline) row("", "baseline", *report.baseline);
+  }
 }
 
 }  // namespace
@@ -176,24 +191,23 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
                       format_bytes(first.memory_bytes).c_str(),
                       format_count(static_cast<std::uint64_t>(first.passes), "pass", "passes").c_str(),
                       first.passes == 1 ? "" : ", everything freed in between");
-  text += format_text("%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth,
-                      "MEMORY", "", "com-", "requested", "physical", "frag.", "last", "smallest", "over",
-                      "driver", "calls,", "first", "pass", "steady", "chunks");
-  text += format_text("%-*s %-8s %-4s %9s %9s %6s %6s %9s %6s %7s %7s %6s %6s %8s %7s\n", kNameWidth, "trace",
-                      "by", "pl.", "MiB", "MiB", "%", "%", "MiB", "%", "create", "map", "unmap", "access",
-                      "calls", "moved");
-  for (const ReplayReport& report : reports) {
-    memory_row(text, short_name(report.trace), "arena", report.arena);
-    if (report.baseline) memory_row(text, "", "baseline", *report.baseline);
-  }
+  const char* const memory_format = " %-4s %9s %9s %6s %6s %9s %6s\n";
+  text += row_begin("MEMORY", "") +
+          format_text(memory_format, "com-", "requested", "physical", "frag.", "last", "smallest", "over") +
+          row_begin("trace", "by") + format_text(memory_format, "pl.", "MiB", "MiB", "%", "%", "MiB", "%");
+  add_rows(reports, [&](const auto&... row) { memory_row(text, row...); });
+  const char* const calls_format = " %8s %8s %8s %8s %9s %9s\n";
+  text += "\n" + row_begin("DRIVER CALLS", "") +
+          format_text(calls_format, "first", "pass", "", "", "steady", "chunks") + row_begin("trace", "by") +
+          format_text(calls_format, "create", "map", "unmap", "access", "calls", "moved");
+  add_rows(reports, [&](const auto&... row) { calls_row(text, row...); });
   if (first.arena.result.times.allocate.count > 0) {
-    text +=
-        format_text("\n%-*s %-8s | %-23s | %-23s | %-23s | %-23s\n", kNameWidth, "TIMES, ns (p50 p99 p99.9)",
-                    "", "malloc", "off the mapping path", "free", "off the mapping path");
+    text += "\n" + row_begin("TIMES, ns (p50 p99 p99.9)", "") +
+            format_text("        | %-23s | %s\n", "all calls", "off the mapping path");
     for (const ReplayReport& report : reports) {
-      time_row(text, short_name(report.trace), "arena", report.arena.result.times);
-      if (report.baseline) time_row(text, "", "baseline", report.baseline->result.times);
-      if (report.glibc) time_row(text, "", "glibc", *report.glibc);
+      time_rows(text, short_name(report.trace), "arena", report.arena.result.times);
+      if (report.baseline) time_rows(text, "", "baseline", report.baseline->result.times);
+      if (report.glibc) time_rows(text, "", "glibc", *report.glibc);
     }
     text += format_text(
         "\nOne core cycle is %.3f ns here (a loop of dependent multiplications, 3 cycles each). The "
@@ -214,7 +228,7 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
     };
     for (const std::string& note : report.notes) add(note);
     const auto failed = [&](const char* by, const ReplayResult& result) {
-      if (!result.completed) add(std::string("NOT COMPLETED by the ") + by + ": " + result.failure);
+      if (!result.completed) add(join_text("NOT COMPLETED by the ", by, ": ", result.failure));
     };
     failed("arena", report.arena.result);
     if (report.baseline) failed("baseline", report.baseline->result);

@@ -19,6 +19,7 @@
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/shown_text.h"
+#include "runtime/command/text_table.h"
 #include "runtime/command/traces/allocation_trace.h"
 
 namespace forebay {
@@ -269,22 +270,6 @@ std::string wire_cell(const RunReport& run) {
          fixed(static_cast<double>(worst_wire(run)) / theory, 4);
 }
 
-using Row = std::vector<std::string>;
-
-void print_rows(std::ostream& out, const std::vector<Row>& rows) {
-  std::vector<std::size_t> widths(rows.front().size(), 0);
-  for (const Row& row : rows) {
-    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  for (const Row& row : rows) {
-    std::string line;
-    for (std::size_t i = 0; i < row.size(); ++i) {
-      line += std::string(widths[i] - row[i].size(), ' ') + row[i] + (i + 1 < row.size() ? "  " : "");
-    }
-    out << line << '\n';
-  }
-}
-
 bool offloads(const RunReport& run) {
   return run.offload != "none";
 }
@@ -306,10 +291,10 @@ std::string offload_cell(const RunReport& run) {
   return text + " on " + run.tier;
 }
 
-std::vector<Row> table_rows(const std::vector<RunReport>& runs) {
+std::vector<TableRow> table_rows(const std::vector<RunReport>& runs) {
   const bool any_offloads = std::any_of(runs.begin(), runs.end(), offloads);
-  std::vector<Row> rows = {{"stage", "states measured", "planned", "formula", "gathered", "buckets",
-                            "wire / theory", "tokens/s", "final loss", "digest"}};
+  std::vector<TableRow> rows = {{"stage", "states measured", "planned", "formula", "gathered", "buckets",
+                                 "wire / theory", "tokens/s", "final loss", "digest"}};
   if (any_offloads) rows.front().insert(rows.front().begin() + 4, {"offload", "host measured", "planned"});
   for (const RunReport& run : runs) {
     rows.push_back({std::to_string(run.stage), grouped(run.model_states.measured),
@@ -354,9 +339,9 @@ std::string gather_share(const RunReport& run) {
 // The bytes that the ranks of one model send each other, and the saved inputs that are partitioned or
 // offloaded.
 void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs) {
-  std::vector<Row> rows = {{"stage", "tensor-parallel", "its wire / theory", "recompute", "activations",
-                            "saved on device / planned", "on host / planned", "in files / planned",
-                            "gathers' wire / planned", "of tensor's", "pipeline-parallel", "its wire"}};
+  std::vector<TableRow> rows = {{"stage", "tensor-parallel", "its wire / theory", "recompute", "activations",
+                                 "saved on device / planned", "on host / planned", "in files / planned",
+                                 "gathers' wire / planned", "of tensor's", "pipeline-parallel", "its wire"}};
   for (const RunReport& run : runs) {
     if (!parts_layers(run)) continue;
     rows.push_back({std::to_string(run.stage), std::to_string(run.tensor_parallel), tensor_cell(run),
@@ -366,13 +351,12 @@ void print_activation_rows(std::ostream& out, const std::vector<RunReport>& runs
   }
   if (rows.size() == 1) return;
   out << '\n';
-  print_rows(out, rows);
+  out << table_text(rows);
 }
 
-// Runs with files have a table of their own; one table would be too wide to read.
 void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
-  std::vector<Row> rows = {{"stage", "files measured", "planned", "read/step measured", "planned",
-                            "written/step measured", "planned"}};
+  std::vector<TableRow> rows = {{"stage", "files measured", "planned", "read/step measured", "planned",
+                                 "written/step measured", "planned"}};
   std::vector<std::string> stores;
   for (const RunReport& run : runs) {
     if (run.tier != "nvme" || !offloads(run)) continue;
@@ -383,7 +367,7 @@ void print_file_rows(std::ostream& out, const std::vector<RunReport>& runs) {
   }
   if (rows.size() == 1) return;
   out << '\n';
-  print_rows(out, rows);
+  out << table_text(rows);
   for (const std::string& store : stores) out << store << '\n';
 }
 
@@ -566,7 +550,7 @@ void print_report_table(std::ostream& out, const std::vector<RunReport>& runs) {
       << format_count(static_cast<std::uint64_t>(first.world_size), "rank") << ", "
       << format_count(static_cast<std::uint64_t>(std::max(first.steps, 0)), "step")
       << ". Bytes are those of the worst rank; wire is per step.\n\n";
-  print_rows(out, table_rows(runs));
+  out << table_text(table_rows(runs));
   print_activation_rows(out, runs);
   print_file_rows(out, runs);
   if (runs.size() < 2) return;

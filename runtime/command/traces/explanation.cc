@@ -4,15 +4,18 @@
 #include <unordered_map>
 #include <utility>
 
+#include "forebay/status.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/replay/trace_replay.h"
 #include "runtime/command/shown_text.h"
+#include "runtime/command/text_table.h"
 
 namespace forebay {
 namespace {
 
 constexpr std::size_t kHoldingsShown = 4;
+constexpr std::size_t kLabelWidth = 9;  // "Holders: "
 
 // Sums of the blocks live after the events [0, end), those that failed left out.
 struct Moment {
@@ -213,11 +216,10 @@ std::string advice_text(const AllocationTrace& trace, const Explanation& explana
            "; with less memory, use less: `forebay plan` shows the bytes that a higher ZeRO stage saves";
   }
   if (explanation.verdict == Verdict::kShortage || !fits(explanation)) return less_text(explanation);
-  std::string text = "the same requests fit under forebay's arena (`forebay run -- COMMAND`)";
-  if (is_torch) {
-    text += "; within PyTorch alone, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True comes nearest";
-  }
-  return text;
+  return join_text(
+      "the same requests fit under forebay's arena (`forebay run -- COMMAND`)",
+      is_torch ? "; within PyTorch alone, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True comes nearest"
+               : "");
 }
 
 }  // namespace
@@ -246,11 +248,15 @@ std::string explanation_text(const AllocationTrace& trace, const Explanation& ex
                      format_count(trace.events.size() - trace.warm_event_count, "event") + ", " +
                      format_count(trace.warm_event_count, "block") + " live before\n";
   text += verdict_text(trace, explanation) + "\n";
-  text += "State:   " + state_text(trace) + "\n";
+  const auto labelled = [&text](const std::string& label, const std::string& words) {
+    text += label + std::string(kLabelWidth - label.size(), ' ') +
+            wrap_text(words, kTableWidth, kLabelWidth) + "\n";
+  };
+  labelled("State:", state_text(trace));
   const bool at_failure = trace.failure.has_value();
-  text += std::string("Holders: ") + format_bytes(explanation.live_bytes) + " asked for and live at the " +
-          (at_failure ? "failure" : "peak") +
-          (explanation.has_names ? "" : "; no source lines recorded, so by size") + "\n";
+  labelled("Holders:", format_bytes(explanation.live_bytes) + " asked for and live at the " +
+                           (at_failure ? "failure" : "peak") +
+                           (explanation.has_names ? "" : "; no source lines recorded, so by size"));
   std::uint64_t rest_bytes = 0;
   std::uint64_t rest_count = 0;
   for (std::size_t i = 0; i < explanation.holdings.size(); ++i) {
@@ -267,12 +273,13 @@ std::string explanation_text(const AllocationTrace& trace, const Explanation& ex
     text += "  " + format_bytes(rest_bytes) + " in " + format_count(rest_count, "other") + "\n";
   }
   const std::uint64_t peak = explanation.peak_requested_bytes;
-  text += "Needs:   " + format_bytes(peak) + " at the peak; the smallest capacity is " +
+  labelled(
+      "Needs:",
+      format_bytes(peak) + " at the peak; the smallest capacity is " +
           capacity_text(explanation.arena_capacity_bytes, peak) + " under forebay's arena, " +
-          capacity_text(explanation.baseline_capacity_bytes, peak) + " under a caching baseline of ours";
-  if (explanation.capacity_bytes) text += "; there were " + format_bytes(*explanation.capacity_bytes);
-  text += "\n";
-  text += "Try:     " + advice_text(trace, explanation) + "\n";
+          capacity_text(explanation.baseline_capacity_bytes, peak) + " under a caching baseline of ours" +
+          (explanation.capacity_bytes ? "; there were " + format_bytes(*explanation.capacity_bytes) : ""));
+  labelled("Try:", advice_text(trace, explanation));
   return text;
 }
 

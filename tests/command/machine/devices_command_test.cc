@@ -80,7 +80,7 @@ TEST(DevicesCommand, PlacesTheDevicesOfAMachineWithTwoNodes) {
     EXPECT_EQ(placement.at("processors"), processors[i]);
   }
   EXPECT_NE(text.output.find("cuda:3 (nearest NUMA node 1; share 2 of 2): threads on processors 6-7, kernels "
-                             "on 1 core, pinned memory on NUMA node 1\n"),
+                             "on 1 core,\n         pinned memory on NUMA node 1\n"),
             std::string::npos)
       << text.output;
   EXPECT_NE(text.output.find(" nvme1n1: NUMA node 1\n"), std::string::npos) << text.output;

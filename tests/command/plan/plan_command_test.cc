@@ -334,7 +334,7 @@ TEST(PlanCommand, SaysWhereThePapersActivationsDisagree) {
       "16 --activations partition");
 
   ASSERT_EQ(outcome.exit_code, 0) << outcome.output;
-  for (const char* part : {"partitioned (Pa)                                     4194304000 B",
+  for (const char* part : {"partitioned (Pa)                                4194304000 B",
                            "prints 33.0 GB (section 6.1, 100B parameters, inputs of blocks saved); its own "
                            "formula gives 67.1 GB",
                            "prints 2.0 GB (section 6.1", "gives 4.2 GB", "8.3 %"}) {
