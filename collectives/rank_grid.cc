@@ -9,7 +9,7 @@ namespace forebay {
 
 Result<RankGrid> RankGrid::create(const RankGridOptions& o) {
   const auto must_be_positive = [&](const char* what, int value) {
-    return invalid_argument("a grid of ranks with ", what, " ", value, ": it must be at least 1");
+    return invalid_argument("a grid of ranks with ", what, " ", value, "; use 1 or more");
   };
   if (o.world_size < 1) return must_be_positive("world size", o.world_size);
   if (o.tensor_parallel < 1) return must_be_positive("tensor-parallel size", o.tensor_parallel);

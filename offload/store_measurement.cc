@@ -120,12 +120,14 @@ Result<StoreMeasurement> measure_file_store(const FileStoreOptions& options,
     return Status(code, "cannot measure a file store: " + why);
   };
   if (measured.block_bytes.empty() || measured.depths.empty()) {
-    return refuse(StatusCode::kInvalidArgument, "it needs at least one block size and one depth");
+    return refuse(StatusCode::kInvalidArgument,
+                  "no block size or no depth was given; give at least one of each");
   }
   const std::size_t largest = *std::max_element(measured.block_bytes.begin(), measured.block_bytes.end());
   if (measured.range_bytes < largest) {
     return refuse(StatusCode::kInvalidArgument, "a range of " + format_bytes(measured.range_bytes) +
-                                                    " is smaller than a block of " + format_bytes(largest));
+                                                    " is smaller than a block of " + format_bytes(largest) +
+                                                    "; give a larger range");
   }
   const Buffer buffer(measured.range_bytes);
   if (buffer.data() == nullptr) {

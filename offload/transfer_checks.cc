@@ -16,14 +16,14 @@ Status check_transfer(const StoreTransfer& transfer, std::string_view range, std
         "cannot " + transfer_text(transfer.direction, transfer.bytes, transfer.offset, range) + ": " + why);
   };
   if (transfer.offset > range_bytes || transfer.bytes > range_bytes - transfer.offset) {
-    return refuse("the range has " + std::to_string(range_bytes) + " bytes");
+    return refuse("the range has " + std::to_string(range_bytes) + " bytes; stay within them");
   }
   if (transfer.bytes == 0) return {};
-  if (transfer.memory == nullptr) return refuse("the memory is null");
+  if (transfer.memory == nullptr) return refuse("the memory is null; give an address");
   const std::uint64_t end = transfer.offset + transfer.bytes;
   if (transfer.offset % granule_bytes != 0 || (end % granule_bytes != 0 && end != range_bytes)) {
     return refuse("transfers are of whole granules of " + std::to_string(granule_bytes) +
-                  " bytes, or end with the range");
+                  " bytes, or end with the range; change offset or bytes");
   }
   return {};
 }

@@ -230,7 +230,7 @@ std::uint64_t Engine::Impl::least_over_grid(std::uint64_t mine) {
 }
 
 void Engine::Impl::commit() {
-  if (phase != Phase::kDescribe) misuse("commit() was called twice");
+  if (phase != Phase::kDescribe) misuse("commit() was called twice; call it once for each engine");
   const OtherTraffic other(*this);
   Result<Plan> made = make_plan(model, plan_options());
   Status verdict = check_options();

@@ -82,7 +82,9 @@ void Engine::Impl::expect(Phase wanted, const char* call) {
       message = " belongs before commit()";
       break;
     case Phase::kIdle:
-      message = " needs a committed engine between steps";
+      message =
+          " needs a committed engine between steps; call it after commit(), and not between step_begin() and "
+          "step()";
       break;
     case Phase::kStep:
       message = " needs step_begin() first";
@@ -122,7 +124,8 @@ ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uin
                                   bool frozen, bool replicated) {
   impl_->expect(Impl::Phase::kDescribe, "add_parameter()");
   if (unit < 0 || unit >= impl_->unit_count())
-    impl_->misuse("add_parameter(" + name + ") to a unit that was not added");
+    impl_->misuse("add_parameter(" + name +
+                  ") to a unit that was not added; give the number that add_unit() returned");
   auto& parameters = impl_->model.units[static_cast<std::size_t>(unit)].parameters;
   parameters.push_back({name, count, group, frozen, replicated});
   return {unit, static_cast<int>(parameters.size()) - 1};
@@ -130,7 +133,8 @@ ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uin
 
 int Engine::tie(UnitId unit, ParameterId parameter) {
   impl_->expect(Impl::Phase::kDescribe, "tie()");
-  if (unit < 0 || unit >= impl_->unit_count()) impl_->misuse("tie() to a unit that was not added");
+  if (unit < 0 || unit >= impl_->unit_count())
+    impl_->misuse("tie() to a unit that was not added; give the number that add_unit() returned");
   UnitShape& shape = impl_->model.units[static_cast<std::size_t>(unit)];
   shape.tied.push_back({parameter.unit, parameter.index});
   return static_cast<int>(shape.parameters.size() + shape.tied.size()) - 1;
@@ -138,7 +142,8 @@ int Engine::tie(UnitId unit, ParameterId parameter) {
 
 void Engine::share(UnitId unit, Communicator& stages) {
   impl_->expect(Impl::Phase::kDescribe, "share()");
-  if (unit < 0 || unit >= impl_->unit_count()) impl_->misuse("share() of a unit that was not added");
+  if (unit < 0 || unit >= impl_->unit_count())
+    impl_->misuse("share() of a unit that was not added; give the number that add_unit() returned");
   if (impl_->options.grid == nullptr)
     impl_->misuse(
         "share() without a grid; set EngineOptions::grid to the communicator of all pipeline stages");
@@ -226,7 +231,8 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   impl.expect(Impl::Phase::kForward, "forward()");
   impl.check_peers();
   if (impl.recorded()) {
-    if (unit < 0 || unit >= impl.unit_count()) impl.misuse("forward() of a unit that was not added");
+    if (unit < 0 || unit >= impl.unit_count())
+      impl.misuse("forward() of a unit that was not added; give the number that add_unit() returned");
     impl.acquire(unit, false);
     impl.gatherer->wait_for_parameters(unit, stream);
     impl.acquired(unit, stream, false);
@@ -251,7 +257,8 @@ void Engine::skip(UnitId unit) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kForward, "skip()");
   if (impl.recorded()) {
-    if (unit < 0 || unit >= impl.unit_count()) impl.misuse("skip() of a unit that was not added");
+    if (unit < 0 || unit >= impl.unit_count())
+      impl.misuse("skip() of a unit that was not added; give the number that add_unit() returned");
     return;
   }
   if (!impl.leases.empty()) impl.misuse("skip() while a lease is alive; end it first");
@@ -272,7 +279,8 @@ Lease Engine::backward(UnitId unit, Stream stream) {
   impl.check_peers();
   if (!impl.leases.empty() && !impl.recorded())
     impl.misuse("backward() while another lease is alive; end it first");
-  if (unit < 0 || unit >= impl.unit_count()) impl.misuse("backward() of a unit that was not added");
+  if (unit < 0 || unit >= impl.unit_count())
+    impl.misuse("backward() of a unit that was not added; give the number that add_unit() returned");
   const std::vector<int> owners = units_read_by(impl.model, unit);
   if (impl.recorded()) {
     if (impl.after_evaluation) impl.misuse("backward() in an evaluation; call evaluation_end() first");

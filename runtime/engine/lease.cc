@@ -43,7 +43,8 @@ ParameterId Engine::Impl::resolve(int index_of_unit, int index) {
   const int own_count = static_cast<int>(own.parameters.size());
   if (index >= 0 && index < own_count) return {index_of_unit, index};
   if (index < 0 || index - own_count >= static_cast<int>(own.tied.size())) {
-    misuse("unit " + own.name + " has no parameter " + std::to_string(index));
+    misuse("unit " + own.name + " has no parameter " + std::to_string(index) + "; give 0 to " +
+           std::to_string(own_count + static_cast<int>(own.tied.size()) - 1));
   }
   const UnitShape::Tied& tied = own.tied[static_cast<std::size_t>(index - own_count)];
   return {tied.unit, tied.index};

@@ -45,7 +45,7 @@ TEST(RankGrid, NamesTheSizeThatDoesNotDivide) {
     RankGridOptions options;
     std::string words;
   } cases[] = {
-      {{0, 1, 1}, "world size 0: it must be at least 1"},
+      {{0, 1, 1}, "world size 0; use 1 or more"},
       {{4, 0, 1}, "tensor-parallel size 0"},
       {{4, 1, -1}, "pipeline-parallel size -1"},
       {{6, 4, 1}, "the tensor-parallel size 4 does not divide the number of ranks, 6"},

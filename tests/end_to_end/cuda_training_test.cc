@@ -169,8 +169,8 @@ TEST_F(CudaCommand, SaysInOneLineWhatIsMissing) {
   const Words words = kSmall + Words{"--ranks", "2", "--stage", "1"};
   expect_refused(run(words + kOnGpu, directory_ / "no-driver.so"), 1, {"--device cuda", "no-driver.so"});
   expect_refused(run(words + Words{"--device", "cuda:5"}), 1, {"--device cuda", "cuda:5"});
-  expect_refused(run(words + Words{"--device", "cuda:"}), 2, {"--device cuda:", "cuda:N"});
-  expect_refused(run(words + Words{"--device", "cuda:-1"}), 2, {"--device cuda:-1"});
+  expect_refused(run(words + Words{"--device", "cuda:"}), 2, {"--device is 'cuda:'", "cuda:N"});
+  expect_refused(run(words + Words{"--device", "cuda:-1"}), 2, {"--device is 'cuda:-1'"});
   expect_refused(run(words + kOnGpu + Words{"--communicator", "gloo"}), 2, {"--communicator gloo", "local"});
   // There is no cuBLAS, or it does not accept the fake driver.
   expect_refused(run(kModel + kOnGpu + Words{"--matmul", "library"}), 1, {"use --matmul plain"});

@@ -326,14 +326,14 @@ TEST(TensorParallel, RefusesWhatCannotBe) {
        "--tensor-parallel: '0' was given; use a whole number from 1"},
       {{"--dropout", "1"}, "--dropout: '1' was given; use"},
       {{"--dropout", "-0.1"}, "--dropout: '-0.1' was given; use"},
-      {{"--recompute", "every:0"}, "--recompute every:0: not one of"},
+      {{"--recompute", "every:0"}, "--recompute is 'every:0'; use none"},
       {{"--activations", "partition"}, "--activations partition needs recomputation"},
       {{"--recompute", "block", "--activations", "cpu"}, "--activations is cpu; use keep"},
       {{"--recompute", "block", "--activations", "partition+disk"},
        "--activations is partition+disk; use keep"},
       {{"--recompute", "block", "--activations", "partition+nvme:"},
        "--activations is partition+nvme:; use keep"},
-      {{"--recompute", "all"}, "--recompute all: not one of"},
+      {{"--recompute", "all"}, "--recompute is 'all'; use none"},
   };
   for (const auto& [words, named] : cases)
     expect_usage_error(with({FOREBAY_GPT, "--quiet", "--steps", "1"}, words), named);

@@ -836,8 +836,10 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
                     what + "the driver " + driver->path +
                         " has no device; see nvidia-smi and CUDA_VISIBLE_DEVICES, or use the host backend");
     }
-    return Status(StatusCode::kInvalidArgument, what + "there are " + std::to_string(count) +
-                                                    " devices; give 0 to " + std::to_string(count - 1));
+    return Status(StatusCode::kInvalidArgument,
+                  what + (count == 1 ? "there is 1 device; give 0"
+                                     : "there are " + std::to_string(count) + " devices; give 0 to " +
+                                           std::to_string(count - 1)));
   }
   FOREBAY_ASSIGN_OR_RETURN(const CudaDevice device, read_cuda_device(*driver, options.ordinal));
   FOREBAY_RETURN_IF_ERROR(check_options(options, device));

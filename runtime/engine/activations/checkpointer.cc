@@ -9,6 +9,7 @@
 #include "forebay/check.h"
 #include "forebay/error.h"
 #include "forebay/log.h"
+#include "forebay/units.h"
 #include "runtime/engine/activations/checkpointer_impl.h"
 
 namespace forebay {
@@ -221,8 +222,8 @@ int ActivationCheckpointer::Impl::load(const ActivationKey& key, Stream stream, 
   if (p.leased) refuse("a lease of it is alive; end that first");
   const bool direct = planned(p).direct();
   if (!direct && leased_buffers == plan.options.lease_limit) {
-    refuse(std::to_string(leased_buffers) +
-           " leases are alive, as many as were planned; end one first, or plan for more (lease_limit)");
+    refuse(format_count(leased_buffers, "lease") + (leased_buffers == 1 ? " is" : " are") +
+           " alive, as many as were planned; end one first, or plan for more (lease_limit)");
   }
   check_peers();
   find_micro_batch(key.micro_batch)->complete = true;
@@ -339,7 +340,9 @@ void ActivationCheckpointer::Impl::forget(int index) {
 void ActivationCheckpointer::Impl::discard(const ActivationKey& key) {
   expect_committed("discard()");
   const int index = find_saved(key);
-  if (index < 0) misuse("the activation of " + text_of(key) + " cannot be discarded: it is not saved");
+  if (index < 0)
+    misuse("the activation of " + text_of(key) +
+           " cannot be discarded: it is not saved; discard it once, after save()");
   if (place(index).leased)
     misuse("the activation of " + text_of(key) + " cannot be discarded: a lease of it is alive; end that");
   forget(index);
@@ -348,8 +351,8 @@ void ActivationCheckpointer::Impl::discard(const ActivationKey& key) {
 void ActivationCheckpointer::Impl::discard_all() {
   expect_committed("discard_all()");
   if (lease_count > 0)
-    misuse("activations cannot be discarded while " + std::to_string(lease_count) +
-           " leases are alive; end them first");
+    misuse("activations cannot be discarded while " + format_count(lease_count, "lease") +
+           (lease_count == 1 ? " is alive; end it first" : " are alive; end them first"));
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (places[i].used) forget(static_cast<int>(i));
   }

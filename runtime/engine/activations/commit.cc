@@ -48,7 +48,7 @@ ActivationPlanOptions ActivationCheckpointer::Impl::plan_options() const {
 }
 
 void ActivationCheckpointer::Impl::commit(DevicePtr region) {
-  if (committed) misuse("commit() of an activation checkpointer was called twice");
+  if (committed) misuse("commit() of an activation checkpointer was called twice; call it once");
   if (!failure.ok()) throw Error(failure.with_context("the activation checkpointer failed earlier"));
   Result<ActivationPlan> made = make_activation_plan(slots, plan_options());
   Status verdict = made.status();

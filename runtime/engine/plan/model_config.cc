@@ -75,9 +75,10 @@ Result<TransformerShape> parse_gpt2(const Json& object, const std::string& name)
   const bool cross_attention = reader.flag("add_cross_attention", false);
   FOREBAY_RETURN_IF_ERROR(reader.status());
   if (cross_attention) {
-    return Status(StatusCode::kUnsupported, name +
-                                                " asks for cross-attention, whose parameters are not "
-                                                "planned; use a decoder-only configuration, or --parameters");
+    return Status(StatusCode::kUnsupported,
+                  name +
+                      " asks for cross-attention, whose parameters are not "
+                      "planned; use a decoder-only configuration, or give the number of parameters");
   }
   return complete_shape(shape);
 }
@@ -114,13 +115,10 @@ Result<TransformerShape> parse_model_config(const std::string& text, const std::
                   name + " has no \"model_type\"; use the config.json that came with the model");
   }
   const std::string type = object.at("model_type").get<std::string>();
-  Result<TransformerShape> shape =
-      Status(StatusCode::kUnsupported,
-             name + " has \"model_type\": \"" + type +
-                 "\"; gpt2 and llama can be read, for others give --parameters or the shape");
-  if (type == "gpt2") shape = parse_gpt2(object, name);
-  if (type == "llama") shape = parse_llama(object, name);
-  return shape;
+  if (type == "gpt2") return parse_gpt2(object, name);
+  if (type == "llama") return parse_llama(object, name);
+  return Status(StatusCode::kUnsupported, name, " has \"model_type\": \"", type,
+                "\"; gpt2 and llama can be read; give others as a number of parameters or by their shape");
 }
 
 Result<TransformerShape> read_model_config(const std::string& path) {

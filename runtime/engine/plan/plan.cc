@@ -48,7 +48,8 @@ Status check_model(const ModelShape& model) {
   for (std::size_t u = 0; u < model.units.size(); ++u) {
     const UnitShape& unit = model.units[u];
     for (const ParameterShape& parameter : unit.parameters) {
-      if (parameter.count == 0) return refuse("parameter " + parameter.name + " has no elements");
+      if (parameter.count == 0)
+        return refuse("parameter " + parameter.name + " has no elements; leave it out");
       if (parameter.group < 0 || parameter.group >= kParameterGroupLimit) {
         return refuse("parameter " + parameter.name + " is in parameter group " +
                       std::to_string(parameter.group) + "; use a group from 0 to " +
@@ -76,7 +77,7 @@ Status check_model(const ModelShape& model) {
       }
     }
   }
-  if (total == 0) return refuse("the model has no parameters");
+  if (total == 0) return refuse("the model has no parameters; add at least one");
   if (model.activation_bytes > kActivationBytesLimit) {
     return refuse("the model declares " + std::to_string(model.activation_bytes) +
                   " bytes of activations; declare at most " + std::to_string(kActivationBytesLimit));

@@ -31,13 +31,13 @@ GptParameter cut_by_columns(GptParameter parameter, std::size_t sections = 1) {
 
 void check(const GptShape& shape) {
   const auto refuse = [](const std::string& message) { throw Error(StatusCode::kInvalidArgument, message); };
-  if (shape.layers == 0) refuse("--layers is 0: a model needs at least one block");
-  if (shape.hidden == 0) refuse("--hidden is 0: give a positive multiple of --heads");
-  if (shape.heads == 0) refuse("--heads is 0: give a positive divisor of --hidden");
-  if (shape.sequence == 0) refuse("--sequence is 0: a sample needs at least one token");
+  if (shape.layers == 0) refuse("--layers is 0; use 1 or more");
+  if (shape.hidden == 0) refuse("--hidden is 0; use a positive multiple of --heads");
+  if (shape.heads == 0) refuse("--heads is 0; use a positive divisor of --hidden");
+  if (shape.sequence == 0) refuse("--sequence is 0; use 1 or more");
   if (shape.hidden % shape.heads != 0) {
     refuse("--heads " + std::to_string(shape.heads) + " does not divide --hidden " +
-           std::to_string(shape.hidden) + ": every head needs the same whole number of columns");
+           std::to_string(shape.hidden) + "; use a divisor of it");
   }
 }
 
@@ -97,7 +97,7 @@ void check_stages(const GptShape& shape, std::size_t stages) {
   if (stages <= shape.layers) return;
   throw Error(StatusCode::kInvalidArgument, "--pipeline-parallel " + std::to_string(stages) +
                                                 " is more than --layers " + std::to_string(shape.layers) +
-                                                ": every stage needs a block");
+                                                "; use at most as many stages as layers");
 }
 
 std::vector<GptUnit> stage_of(const std::vector<GptUnit>& units, const PipelineStage& stage) {
@@ -121,7 +121,7 @@ void check_part(const GptShape& shape, const TensorPart& part) {
   if (shape.heads % part.size == 0) return;
   throw Error(StatusCode::kInvalidArgument, "--tensor-parallel " + std::to_string(part.size) +
                                                 " does not divide --heads " + std::to_string(shape.heads) +
-                                                ": every rank needs the same whole number of heads");
+                                                "; use a divisor of it");
 }
 
 std::vector<GptUnit> part_of(const std::vector<GptUnit>& units, const TensorPart& part) {

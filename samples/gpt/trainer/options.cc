@@ -215,7 +215,7 @@ DeviceChoice device_of(const std::string& text) {
     const std::optional<int> ordinal = number_of<int>(std::string_view(text).substr(kPrefix.size()));
     if (ordinal && *ordinal >= 0) return {.cuda = true, .ordinal = ordinal};
   }
-  refuse("--device " + text + ": not one of host, cuda, cuda:N (N counts GPUs from 0)");
+  refuse("--device is '" + text + "'; use host, cuda or cuda:N (N counts GPUs from 0)");
 }
 
 void apply(Words& words, TrainerOptions& o) {
@@ -225,8 +225,8 @@ void apply(Words& words, TrainerOptions& o) {
   o.device = device_of(words.device);
   const std::optional<int> every = parse_recompute(words.recompute);
   if (!every) {
-    refuse("--recompute " + words.recompute +
-           ": not one of none, block, every:K (one block of K, at least 1)");
+    refuse("--recompute is '" + words.recompute +
+           "'; use none, block, or every:K: one layer of every K, at least 1");
   }
   o.recompute_every = static_cast<std::size_t>(*every);
   const std::optional<ActivationChoice> inputs = parse_activations(words.activations);
@@ -321,7 +321,8 @@ void check_options(const TrainerOptions& o) {
   if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
     refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
   }
-  if (o.save_every > 0 && o.save_state.empty()) refuse("--save-every needs --save-state DIR");
+  if (o.save_every > 0 && o.save_state.empty())
+    refuse("--save-every says how often to save and no directory was given; add --save-state DIR");
   if (!o.load_state.empty() && !o.initial_file.empty()) {
     refuse("--load-state and --initial both give the weights; use one of them");
   }

@@ -418,11 +418,11 @@ TEST(ActivationCheckpointer, RefusesMisuseAndGoesOn) {
       expect_refused("a lease of it is alive", [&] {
         static_cast<void>(checkpointer.load({5, 3, 4}, chain.stream));
       });
-      expect_refused("1 leases are alive", [&] {
+      expect_refused("1 lease is alive", [&] {
         static_cast<void>(checkpointer.load({4, 3, 4}, chain.stream));
       });
       expect_refused("a lease of it is alive", [&] { checkpointer.discard({5, 3, 4}); });
-      expect_refused("while 1 leases are alive", [&] { checkpointer.discard_all(); });
+      expect_refused("while 1 lease is alive; end it first", [&] { checkpointer.discard_all(); });
     }
     expect_refused("has been loaded already", [&] {
       static_cast<void>(checkpointer.load({5, 3, 4}, chain.stream));
