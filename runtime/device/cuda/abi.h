@@ -241,7 +241,7 @@ struct CuMemAllocationProp {
   X(cuModuleGetFunction, cuModuleGetFunction, 2000, (CuFunction* function, CuModule module, const char* name)) \
   X(cuLaunchKernel, cuLaunchKernel, 4000, (CuFunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes, CuStream stream, void** parameters, void** extra))
 
-// Those that a driver may lack: the pointer is null then.
+// Functions that a driver may lack: the pointer is null then.
 #define FOREBAY_CUDA_OPTIONAL(X) \
   X(cuStreamWaitValue32, cuStreamWaitValue32_v2, 11070, (CuStream stream, CuDevicePtr address, std::uint32_t value, unsigned flags))
 // clang-format on

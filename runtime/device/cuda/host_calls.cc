@@ -24,7 +24,7 @@ constexpr std::size_t kWordBytes = 64;
 struct CudaHostCalls::Line {
   ~Line();
 
-  cuda::CuDevicePtr address = 0;  // Of the word, on the device.
+  cuda::CuDevicePtr address = 0;  // The device address of the word.
 
   // Held over the two driver calls of a function, so that functions keep the order of their numbers. The
   // driver may block meanwhile.
