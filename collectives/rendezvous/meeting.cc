@@ -96,11 +96,11 @@ class Notice {
     const SteadyClock::time_point now = SteadyClock::now();
     if (said_ || now < begin_ + kPatience) return;
     said_ = true;
+    const auto left = std::chrono::ceil<std::chrono::seconds>(deadline_ - now).count();
     const auto first = std::find(came.begin(), came.end(), 1) - came.begin();
-    if (first != me_.rank) return;
+    if (first != me_.rank || left <= 0) return;
     log(LogLevel::kWarning, "rank %d of %d waits in %s: %s yet; it waits at most %lld s more", me_.rank,
-        me_.size, store_.where().c_str(), absent_ranks(came).c_str(),
-        static_cast<long long>(std::chrono::ceil<std::chrono::seconds>(deadline_ - now).count()));
+        me_.size, store_.where().c_str(), absent_ranks(came).c_str(), static_cast<long long>(left));
   }
 
  private:

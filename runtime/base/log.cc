@@ -14,6 +14,7 @@ namespace {
 LogLevel enabled_level() noexcept {
   const char* value = std::getenv("FOREBAY_LOG");
   if (value == nullptr) return LogLevel::kWarning;
+  if (std::strcmp(value, "off") == 0) return LogLevel::kOff;
   if (std::strcmp(value, "error") == 0) return LogLevel::kError;
   if (std::strcmp(value, "info") == 0) return LogLevel::kInfo;
   if (std::strcmp(value, "debug") == 0) return LogLevel::kDebug;

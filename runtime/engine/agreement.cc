@@ -27,9 +27,16 @@ struct Message {
 template <typename T>
 std::vector<T> exchanged(Communicator& communicator, const T& mine) {
   std::vector<T> all(static_cast<std::size_t>(communicator.size()));
-  throw_if_error(
-      communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
+  const Status status =
+      communicator.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all)));
+  if (!status.ok()) throw AgreementLost(status);
   return all;
+}
+
+// A rank that ends after its error must not be taken for lost by one that still reads the difference. A
+// failure of this barrier changes nothing: the difference is known.
+void let_all_read(Communicator& communicator) {
+  static_cast<void>(communicator.barrier());
 }
 
 std::string ranks_text(const std::vector<int>& ranks) {
@@ -42,7 +49,8 @@ std::vector<std::pair<std::string, std::string>> key_value_lines(const std::stri
   std::vector<std::pair<std::string, std::string>> lines;
   std::istringstream stream(text);
   for (std::string line; std::getline(stream, line);) {
-    const std::size_t space = line.find(' ');
+    const std::size_t tab = line.find('\t');
+    const std::size_t space = tab != std::string::npos ? tab : line.find(' ');
     lines.emplace_back(line.substr(0, space), space == std::string::npos ? "" : line.substr(space + 1));
   }
   return lines;
@@ -68,7 +76,7 @@ std::string first_difference(const std::string& what, const std::vector<std::str
         message += separator + shown + " on " + ranks_text(ranks);
         separator = ", ";
       }
-      return message + "; start every rank with the same " + what;
+      return message + "; give every rank the same " + what;
     }
   }
   return "the ranks were given different " + what + ", beyond the " + std::to_string(kTextBytesMax) +
@@ -85,6 +93,7 @@ void agree(Communicator& communicator, const Status& mine) {
   Message message;
   std::memcpy(message.text, mine.message().data(), std::min(mine.message().size(), kMessageBytes - 1));
   const std::vector<Message> messages = exchanged(communicator, message);
+  let_all_read(communicator);
   const auto rank = static_cast<std::size_t>(bad - codes.begin());
   if (static_cast<int>(rank) == communicator.rank()) throw Error(mine);
   throw Error(static_cast<StatusCode>(*bad), "rank " + std::to_string(rank) + ": " + messages[rank].text);
@@ -106,8 +115,10 @@ void agree_on_text(Communicator& communicator, const std::string& what, const st
   std::vector<char> padded(longest, '\0');
   std::memcpy(padded.data(), mine.data(), std::min<std::size_t>(mine.size(), longest));
   std::vector<char> texts(longest * all.size(), '\0');
-  throw_if_error(
-      communicator.exchange(std::as_bytes(std::span(padded)), std::as_writable_bytes(std::span(texts))));
+  const Status status =
+      communicator.exchange(std::as_bytes(std::span(padded)), std::as_writable_bytes(std::span(texts)));
+  if (!status.ok()) throw AgreementLost(status);
+  let_all_read(communicator);
   std::vector<std::string> by_rank;
   for (std::size_t rank = 0; rank < all.size(); ++rank)
     by_rank.emplace_back(&texts[rank * longest], std::min(all[rank].bytes, longest));

@@ -135,24 +135,19 @@ void Engine::Impl::agree_on_shared_units() {
 void Engine::Impl::together(const std::function<void()>& check) {
   try {
     check();
-  } catch (const Error&) {
+  } catch (const AgreementLost&) {
     must(everyone().status());
     must(communicator.status());
     throw;
   }
 }
 
-Status Engine::Impl::check_options() const {
+Status Engine::Impl::check_scalars() const {
   const auto refuse = [](const char* name, double value, const char* allowed) {
     return Status(StatusCode::kInvalidArgument,
                   std::string(name) + " is " + std::to_string(value) + "; it may be " + allowed);
   };
   FOREBAY_RETURN_IF_ERROR(check_adamw(options.beta1, options.beta2, options.epsilon));
-  if (recorded() && !shared_units.empty()) {
-    return Status(StatusCode::kInvalidArgument,
-                  "unit " + shape(shared_units.front().first).name +
-                      " is shared by pipeline stages, and order-of-units is recorded; use strict");
-  }
   const LossScaleOptions& scale = options.loss_scale;
   if (!(scale.initial > 0.0) || !std::isfinite(scale.initial)) {
     return refuse("the initial loss scale", scale.initial, "any positive number");
@@ -161,6 +156,15 @@ Status Engine::Impl::check_options() const {
     return refuse("the minimum loss scale", scale.minimum, "any positive number");
   }
   if (scale.growth_interval < 1) return refuse("the growth interval", scale.growth_interval, "1 or more");
+  return {};
+}
+
+Status Engine::Impl::check_options() const {
+  if (recorded() && !shared_units.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "unit " + shape(shared_units.front().first).name +
+                      " is shared by pipeline stages, and order-of-units is recorded; use strict");
+  }
   if (options.offload != Offload::kNone && options.tier == Tier::kFile && !hooks.make_store &&
       options.offload_directories.empty()) {
     return Status(

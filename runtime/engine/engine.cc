@@ -82,9 +82,13 @@ void Engine::Impl::expect(Phase wanted, const char* call) {
       message = " belongs before commit()";
       break;
     case Phase::kIdle:
-      message =
-          " needs a committed engine between steps; call it after commit(), and not between step_begin() and "
-          "step()";
+      if (phase != Phase::kDescribe) {
+        if (after_evaluation == Phase::kIdle)
+          misuse(std::string(call) + " in an evaluation; call evaluation_end() first");
+        misuse(std::string(call) + " while step " + std::to_string(attempted_steps + 1) +
+               " is open; end it by step() first");
+      }
+      message = " needs commit() first";
       break;
     case Phase::kStep:
       message = " needs step_begin() first";
@@ -108,36 +112,26 @@ void Engine::Impl::expect_step(const char* call) {
 }
 
 Engine::Engine(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options)
-    : impl_(std::make_unique<Impl>(backend, kernels, communicator, std::move(options))) {}
+    : impl_(std::make_unique<Impl>(backend, kernels, communicator, std::move(options))) {
+  throw_if_error(impl_->check_scalars());
+}
 
 Engine::~Engine() = default;
 
 UnitId Engine::add_unit(const std::string& name, bool backward_reads_parameters) {
   impl_->expect(Impl::Phase::kDescribe, "add_unit()");
-  UnitShape& unit = impl_->model.units.emplace_back();
-  unit.name = name;
-  unit.backward_reads_parameters = backward_reads_parameters;
-  return impl_->unit_count() - 1;
+  return impl_->description.add_unit(name, backward_reads_parameters);
 }
 
 ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group,
                                   bool frozen, bool replicated) {
   impl_->expect(Impl::Phase::kDescribe, "add_parameter()");
-  if (unit < 0 || unit >= impl_->unit_count())
-    impl_->misuse("add_parameter(" + name +
-                  ") to a unit that was not added; give the number that add_unit() returned");
-  auto& parameters = impl_->model.units[static_cast<std::size_t>(unit)].parameters;
-  parameters.push_back({name, count, group, frozen, replicated});
-  return {unit, static_cast<int>(parameters.size()) - 1};
+  return {unit, impl_->description.add_parameter(unit, {name, count, group, frozen, replicated})};
 }
 
 int Engine::tie(UnitId unit, ParameterId parameter) {
   impl_->expect(Impl::Phase::kDescribe, "tie()");
-  if (unit < 0 || unit >= impl_->unit_count())
-    impl_->misuse("tie() to a unit that was not added; give the number that add_unit() returned");
-  UnitShape& shape = impl_->model.units[static_cast<std::size_t>(unit)];
-  shape.tied.push_back({parameter.unit, parameter.index});
-  return static_cast<int>(shape.parameters.size() + shape.tied.size()) - 1;
+  return impl_->description.tie(unit, {parameter.unit, parameter.index});
 }
 
 void Engine::share(UnitId unit, Communicator& stages) {
@@ -190,7 +184,7 @@ void Engine::step_begin() {
   impl.forward_count = 0;
   impl.micro_step = 0;
   impl.norm.reset();
-  impl.passes_ended = impl.abandoned = false;
+  impl.passes_ended = impl.abandoned = impl.evaluated_in_step = impl.gives_up = false;
   impl.reducer->begin_step();
   impl.phase = Impl::Phase::kStep;
   if (impl.recorded()) {
@@ -382,6 +376,7 @@ std::string Engine::load_state(const std::string& directory) {
   impl_->expect(Impl::Phase::kIdle, "load_state()");
   const Impl::OtherTraffic other(*impl_);
   impl_->values_fingerprint = 0;
+  impl_->given_values.clear();
   return impl_->load_state(directory);
 }
 

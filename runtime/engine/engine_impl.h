@@ -65,6 +65,8 @@ struct Engine::Impl : StepContext {
   // Runs a collective check. The engine is failed if it fails because a rank is lost.
   void together(const std::function<void()>& check);
   void connect();
+  // AdamW's constants and the loss scale.
+  Status check_scalars() const;
   Status check_options() const;
   std::uint64_t device_budget() const;
   std::uint64_t activation_room();
@@ -168,6 +170,8 @@ struct Engine::Impl : StepContext {
   void prefetch_first(const UnitEvents& events);
   // The step has no more passes.
   void end_passes();
+  // Refuses the end of a micro-step in which this rank has forward passes and no backward pass.
+  void check_backward_passes();
   double gradient_norm();
   void abandon(int micro_steps);
   void give_up();
@@ -229,6 +233,7 @@ struct Engine::Impl : StepContext {
   }
 
   // Constant after commit.
+  ModelDescription description{model};
   std::vector<std::pair<int, Communicator*>> shared_units;  // With the pipeline stages that share them.
   int chosen_device_units = -1;
   std::uint64_t chosen_bucket_bytes = 0;  // 0: as given.
@@ -257,7 +262,9 @@ struct Engine::Impl : StepContext {
   std::unique_ptr<Recorder> recorder;  // Null in strict order. The rest is for recorded order.
   std::optional<Phase> after_evaluation;
   std::optional<OtherTraffic> evaluation_traffic;
-  bool passes_ended = false;      // The step's last micro-step is over.
+  bool passes_ended = false;  // The step's last micro-step is over.
+  int forward_leases = 0;     // In this micro-step.
+  int backward_leases = 0;
   bool abandoned = false;         // Some rank gave up the step.
   std::vector<int> last_readers;  // The units that were read when the last unit was needed.
   int last_reduced = -1;

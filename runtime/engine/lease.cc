@@ -101,6 +101,12 @@ DevicePtr Lease::gradient(int index, bool* accumulate) {
   if (answer < 0) {
     answer = owner.contributed[static_cast<std::size_t>(id.index)] ? 1 : 0;
     owner.contributed[static_cast<std::size_t>(id.index)] = true;
+    // A test sees a gradient that is never written: these bytes are not a number in any type.
+    if (answer == 0 && impl.backend.access_guard() != nullptr) {
+      impl.must(impl.backend.fill_async(owner.leased_gradients + place.offset * impl.element(), 0xFF,
+                                        place.count * impl.element(), lease.stream));
+      impl.must(impl.backend.stream_synchronize(lease.stream));  // The host may write next.
+    }
   }
   *accumulate = answer == 1;
   return owner.leased_gradients + place.offset * impl.element();

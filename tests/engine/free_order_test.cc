@@ -367,7 +367,13 @@ TEST(FreeOrderCalls, AbandonNeedsAnOrderWithSeveralRanks) {
   run_ranks(2, {}, [&](Rank& rank) {
     ToyTrainer trainer(options, rank);
     trainer.initialize();
+    // All ranks, before any leased a unit.
     trainer.engine().step_begin();
+    trainer.engine().abandon();
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    trainer.engine().step_begin();
+    trainer.engine().micro_step_begin(0);
+    static_cast<void>(trainer.engine().forward(0, stream));
     try {
       trainer.engine().abandon();
       ADD_FAILURE() << "abandoned";
@@ -376,11 +382,12 @@ TEST(FreeOrderCalls, AbandonNeedsAnOrderWithSeveralRanks) {
       EXPECT_NE(std::string(error.what()).find("recorded_order"), std::string::npos) << error.what();
     }
     // Nothing changed.
-    trainer.run_recorded_passes(0);
+    static_cast<void>(trainer.engine().backward(0, stream));
     EXPECT_FALSE(trainer.engine().step({.groups = options.groups}).abandoned);
     trainer.engine().step_begin();
     trainer.engine().abandon();
     EXPECT_EQ(trainer.engine().attempted_steps(), 1u);
+    throw_if_error(rank.backend->stream_destroy(stream));
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include "forebay/all_reduce.h"
 #include "forebay/arena.h"
+#include "forebay/error.h"
 #include "forebay/kernels.h"
 #include "forebay/units.h"
 #include "runtime/engine/plan/placement.h"
@@ -41,6 +42,22 @@ Status check_options(const PlanOptions& options) {
   return Status();
 }
 
+Status check_parameter(const ParameterShape& parameter) {
+  if (parameter.count == 0)
+    return refuse("parameter " + parameter.name + " has no elements; give it one or more, or leave it out");
+  if (parameter.group < 0 || parameter.group >= kParameterGroupLimit) {
+    return refuse("parameter " + parameter.name + " is in parameter group " +
+                  std::to_string(parameter.group) + "; use a group from 0 to " +
+                  std::to_string(kParameterGroupLimit - 1));
+  }
+  return {};
+}
+
+Status same_name(const std::string& name) {
+  return refuse("two parameters are named " + name +
+                "; saved state finds parameters by name, so give each its own");
+}
+
 Status check_model(const ModelShape& model) {
   if (model.units.empty()) return refuse("the model has no units; add at least one");
   std::set<std::string> names;
@@ -48,17 +65,8 @@ Status check_model(const ModelShape& model) {
   for (std::size_t u = 0; u < model.units.size(); ++u) {
     const UnitShape& unit = model.units[u];
     for (const ParameterShape& parameter : unit.parameters) {
-      if (parameter.count == 0)
-        return refuse("parameter " + parameter.name + " has no elements; leave it out");
-      if (parameter.group < 0 || parameter.group >= kParameterGroupLimit) {
-        return refuse("parameter " + parameter.name + " is in parameter group " +
-                      std::to_string(parameter.group) + "; use a group from 0 to " +
-                      std::to_string(kParameterGroupLimit - 1));
-      }
-      if (!names.insert(parameter.name).second) {
-        return refuse("two parameters are named " + parameter.name +
-                      "; saved state finds parameters by name, so give each its own");
-      }
+      FOREBAY_RETURN_IF_ERROR(check_parameter(parameter));
+      if (!names.insert(parameter.name).second) return same_name(parameter.name);
       if (parameter.count > kParameterCountLimit || (total += parameter.count) > kParameterCountLimit) {
         return refuse("the model has more than " + std::to_string(kParameterCountLimit) +
                       " elements up to parameter " + parameter.name + "; make it smaller");
@@ -307,6 +315,49 @@ void count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan) {
 }
 
 }  // namespace
+
+UnitShape& ModelDescription::unit(int index, const std::string& call) const {
+  if (index < 0 || static_cast<std::size_t>(index) >= model_.units.size()) {
+    throw_if_error(refuse(call + ": unit is " + std::to_string(index) + ", and the model has " +
+                          std::to_string(model_.units.size()) + " so far; add the unit first"));
+  }
+  return model_.units[static_cast<std::size_t>(index)];
+}
+
+int ModelDescription::add_unit(const std::string& name, bool backward_reads_parameters) {
+  if (!unit_names_.insert(name).second)
+    throw_if_error(refuse("two units are named " + name + "; messages name units, so give each its own"));
+  UnitShape& added = model_.units.emplace_back();
+  added.name = name;
+  added.backward_reads_parameters = backward_reads_parameters;
+  return static_cast<int>(model_.units.size()) - 1;
+}
+
+int ModelDescription::add_parameter(int index, const ParameterShape& parameter) {
+  UnitShape& owner = unit(index, "add_parameter(" + parameter.name + ")");
+  throw_if_error(check_parameter(parameter));
+  if (!owner.tied.empty()) {
+    throw_if_error(refuse("add_parameter(" + parameter.name + ") to unit " + owner.name +
+                          " after tie(): tied parameters come after the unit's own, so their indices would "
+                          "change; add all parameters of the unit first"));
+  }
+  if (!parameter_names_.insert(parameter.name).second) throw_if_error(same_name(parameter.name));
+  owner.parameters.push_back(parameter);
+  return static_cast<int>(owner.parameters.size()) - 1;
+}
+
+int ModelDescription::tie(int index, UnitShape::Tied owner) {
+  UnitShape& user = unit(index, "tie()");
+  if (owner.unit < 0 || owner.unit >= index || owner.index < 0 ||
+      static_cast<std::size_t>(owner.index) >=
+          model_.units[static_cast<std::size_t>(owner.unit)].parameters.size()) {
+    throw_if_error(refuse("unit " + user.name + " ties parameter " + std::to_string(owner.index) +
+                          " of unit " + std::to_string(owner.unit) +
+                          ", which no earlier unit has; tie one that was added before the unit"));
+  }
+  user.tied.push_back(owner);
+  return static_cast<int>(user.parameters.size() + user.tied.size()) - 1;
+}
 
 std::uint64_t ModelShape::parameter_count() const {
   std::uint64_t count = 0;

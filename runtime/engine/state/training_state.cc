@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <functional>
 #include <optional>
 
@@ -170,6 +171,10 @@ std::string Engine::Impl::load_state(const std::string& directory) {
   std::array<char, internal::kMostStateName> name{};
   agree(local_verdict([&] {
     if (rank() != 0) return;
+    if (std::error_code error; !std::filesystem::is_directory(directory, error)) {
+      throw Error(StatusCode::kIoError, "there is no directory " + directory +
+                                            " to load a state from; give the directory that a run saved to");
+    }
     const std::string found = internal::find_state(StateDirectory(directory));
     if (found.empty()) {
       throw Error(StatusCode::kIoError,

@@ -349,6 +349,8 @@ void Engine::set_parameter_part(ParameterId parameter, std::uint64_t first, Span
       (static_cast<std::uint64_t>(parameter.unit) << 32) + static_cast<std::uint64_t>(parameter.index);
   impl.values_fingerprint =
       XXH3_64bits_withSeed(values.data(), values.size_bytes(), impl.values_fingerprint ^ id ^ first << 16);
+  std::uint64_t& given = impl.given_values[shape.name];
+  given = XXH3_64bits_withSeed(values.data(), values.size_bytes(), given ^ first << 16);
   impl.set_parameter(parameter, first, values);
 }
 

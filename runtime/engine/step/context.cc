@@ -54,7 +54,16 @@ StepContext::StepContext(Backend& backend_in, Kernels& kernels_in, Communicator&
       options(std::move(options_in)),
       hooks(options.hooks != nullptr ? *options.hooks : internal::EngineHooks{}) {}
 
-Status hint_at_order(const Status& status) {
+Status StepContext::hint_at_order(const Status& status) const {
+  if (gives_up || evaluated_in_step) {
+    return Status(status.code(),
+                  status.message() + "; this rank " +
+                      (gives_up ? "gave the step up by abandon(), which has no evaluation between its "
+                                  "micro-steps: a rank that ran one is the usual cause"
+                                : "ran an evaluation within the step: a rank that gave the step up by "
+                                  "abandon(), or ran no evaluation, is the usual cause") +
+                      "; run evaluations between steps, on every rank, where a rank may abandon a step");
+  }
   return Status(status.code(),
                 status.message() +
                     "; in recorded order all ranks lease their units in one order: uneven numbers "

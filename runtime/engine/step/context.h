@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -105,6 +106,8 @@ struct StepContext {
 
   // Throws, and leaves a committed engine failed, unless `status` is ok.
   void must(const Status& status);
+  // The same failure, with the usual cause of ranks that differ in recorded order.
+  Status hint_at_order(const Status& status) const;
   // Giving back does not fail: keeps the first error for the log.
   void note(const Status& status);
   // One value of each rank. Collective. Errors: thrown, the engine is failed.
@@ -187,11 +190,12 @@ struct StepContext {
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   double loss_scale = 1.0;
-  int growth_counter = 0;  // Applied steps since the scale last changed.
+  int growth_counter = 0;                             // Applied steps since the scale last changed.
+  std::map<std::string, std::uint64_t> given_values;  // By parameter: hash of the values given to it.
+  // Recorded order, in the current step: this rank had an evaluation, or is in abandon().
+  bool evaluated_in_step = false;
+  bool gives_up = false;
 };
-
-// The same failure, with the usual cause of ranks that differ in recorded order.
-Status hint_at_order(const Status& status);
 
 // A part of the step: the context, with short names for its most used members.
 class StepPart {

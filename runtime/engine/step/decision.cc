@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <cstring>
 #include <optional>
 #include <span>
+#include <sstream>
 
+#include "forebay/agreement.h"
 #include "runtime/engine/step/reducer.h"
 #include "runtime/engine/step/updater.h"
 
@@ -66,6 +69,7 @@ Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std:
   agreed.used.assign(count, false);
   bool all_left_out = true;
   std::size_t first = ranks;  // The first rank that did not give up the step.
+  Status differs;
   const std::string step = std::to_string(context_.attempted_steps + 1);
   for (std::size_t r = 0; r < ranks; ++r) {
     const double* theirs = &all[r * mine.size()];
@@ -76,7 +80,7 @@ Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std:
     agreed.news = agreed.news || (word & kNews) != 0;
     all_left_out = all_left_out && (word & kLeftOut) != 0;
     if (word / kHash != static_cast<std::uint64_t>(all[1]) / kHash) {
-      must(hint_at_order(Status(
+      must(context_.hint_at_order(Status(
           StatusCode::kInvalidArgument,
           "rank " + std::to_string(r) + " leased its units in another order than rank 0 by step " + step)));
     }
@@ -89,17 +93,50 @@ Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std:
                       " one called gradient_norm() and the other step() for step " + step +
                       "; call gradient_norm() on every rank or on none"));
     }
-    if (theirs[2] != all[first * mine.size() + 2]) {
-      must(Status(StatusCode::kInvalidArgument,
-                  "rank " + std::to_string(r) + " gave other values to step() or set_parameter() than rank " +
-                      std::to_string(first) + " by step " + step +
-                      "; learning rates, weight decay, clip and initial weights must be the same "
-                      "on every rank"));
+    if (differs.ok() && theirs[2] != all[first * mine.size() + 2]) {
+      differs =
+          Status(StatusCode::kInvalidArgument,
+                 "rank " + std::to_string(r) + " gave other values to step() or set_parameter() than rank " +
+                     std::to_string(first) + " by step " + step +
+                     "; learning rates, weight decay, clip and initial weights must be the same "
+                     "on every rank");
     }
   }
+  must(differs.ok() || result.abandoned ? differs : name_difference(hyperparameters, differs));
   agreed.news = agreed.news || all_left_out;
   if (options_.grid != nullptr) exchange_over_grid(hyperparameters, facts, result);
   return agreed;
+}
+
+Status Decision::name_difference(const Hyperparameters& hyperparameters, const Status& found) {
+  std::ostringstream text;
+  const auto line = [&](const std::string& name, double value) {
+    char shown[32];
+    std::snprintf(shown, sizeof(shown), "%.17g", value);
+    text << name << '\t' << shown << '\n';
+  };
+  line("clip", hyperparameters.clip);
+  line("the gradient factor", hyperparameters.gradient_factor);
+  for (std::size_t i = 0; i < hyperparameters.groups.size(); ++i) {
+    const GroupHyperparameters& group = hyperparameters.groups[i];
+    const std::string of = " of parameter group " + std::to_string(i);
+    line("lr" + of, group.lr);
+    line("weight decay" + of, group.weight_decay);
+    line("beta1" + of, group.beta1.value_or(options_.beta1));
+    line("beta2" + of, group.beta2.value_or(options_.beta2));
+    line("epsilon" + of, group.epsilon.value_or(options_.epsilon));
+  }
+  for (const auto& [name, hash] : context_.given_values)
+    text << "the hash of the values given to parameter " << name << '\t' << std::hex << hash << '\n';
+  try {
+    agree_on_text(context_.communicator, "values by step " + std::to_string(context_.attempted_steps + 1),
+                  text.str());
+  } catch (const AgreementLost&) {
+    return found;
+  } catch (const Error& named) {
+    return named.status();
+  }
+  return found;
 }
 
 void Decision::exchange_over_grid(const Hyperparameters& hyperparameters, const Facts* facts,

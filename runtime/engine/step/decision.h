@@ -54,6 +54,8 @@ class Decision : private StepPart {
   const StepState* on_device() const { return &context_.control->state; }
 
  private:
+  // `found` with the first value that differs between ranks. Collective.
+  Status name_difference(const Hyperparameters& hyperparameters, const Status& found);
   void exchange_over_grid(const Hyperparameters& hyperparameters, const Facts* facts, StepResult& result);
   void queue_state(double gradient_factor, const Updater& updater);
   void gather_norms(const Reducer& reducer);

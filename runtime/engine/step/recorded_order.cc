@@ -25,6 +25,7 @@ void Engine::Impl::begin_micro_step(int index) {
   }
   last_readers.clear();
   last_reduced = -1;
+  forward_leases = backward_leases = 0;
   recorder->begin_micro_step(index);
   phase = Phase::kForward;
 }
@@ -44,6 +45,7 @@ void Engine::Impl::begin_evaluation() {
   check_peers();
   evaluation_traffic.emplace(*this);
   after_evaluation = phase;
+  if (phase == Phase::kStep) evaluated_in_step = true;
   phase = Phase::kForward;
   last_readers.clear();
   recorder->begin_evaluation();
@@ -67,7 +69,22 @@ void Engine::Impl::acquire(int index, bool backward) {
   come_to({index, backward ? UnitEvent::Kind::kBackward : UnitEvent::Kind::kForward});
 }
 
+// Units without a backward pass are allowed; a micro-step without any is a mistake. Otherwise weight decay
+// and zeros would change the weights.
+void Engine::Impl::check_backward_passes() {
+  if (forward_leases == 0 || backward_leases > 0) return;
+  const bool any_trainable =
+      std::any_of(plan.layouts.begin(), plan.layouts.end(),
+                  [](const UnitLayout& unit_layout) { return unit_layout.trainable_count > 0; });
+  if (!any_trainable) return;
+  misuse("micro-step " + std::to_string(micro_step) +
+         " has a forward pass and no backward pass; call backward() for units that were leased, or abandon() "
+         "to give the step up; forward passes without gradients belong between evaluation_begin() and "
+         "evaluation_end()");
+}
+
 void Engine::Impl::acquired(int index, Stream stream, bool backward) {
+  if (!after_evaluation) ++(backward ? backward_leases : forward_leases);
   const std::vector<int> owners = units_read_by(model, index);
   for (const int owner : owners) {
     Unit& u = unit(owner);
@@ -214,13 +231,17 @@ void Engine::Impl::abandon(int count) {
            " micro-steps were begun; give the number that the other ranks run, at most " +
            std::to_string(options.micro_steps));
   }
-  if (ranks() > 1 && !recorder->known()) {
+  check_peers();
+  // A rank that does not know the order cannot follow the collectives of ranks that go on.
+  const bool all_abandon = ranks() > 1 && !recorder->known();
+  if (all_abandon && !recorder->is_empty()) {
     throw Error(
         StatusCode::kUnsupported,
-        "abandon() before a step was recorded: this rank does not know the collectives that the other "
-        "ranks run; set EngineOptions::recorded_order to the order of an earlier run, or end the ranks");
+        "abandon() before a step was recorded, and after units were leased: this rank does not know the "
+        "collectives that the other ranks run; set EngineOptions::recorded_order to the order of an earlier "
+        "run, or end the ranks");
   }
-  check_peers();
+  gives_up = true;
   for (const LiveLease& lease : leases) {
     must(close_aliases(lease.unit, lease.stream, lease.backward));
     for (const int owner : units_read_by(model, lease.unit)) note_release(owner, lease.stream);
@@ -229,7 +250,12 @@ void Engine::Impl::abandon(int count) {
   for (Unit& u : units) u.readers = u.open_backwards = 0;
   if (after_evaluation) end_evaluation();
   if (!abandoned) {
-    if (phase == Phase::kForward) finish_micro_step();
+    if (all_abandon) {
+      recorder->clear();
+      passes_ended = true;
+    } else if (phase == Phase::kForward) {
+      finish_micro_step();
+    }
     while (!passes_ended && micro_step < count) {
       begin_micro_step(micro_step);
       finish_micro_step();

@@ -131,6 +131,11 @@ void Recorder::adopt(std::span<const std::byte> accounts) {
   known_ = true;
 }
 
+bool Recorder::is_empty() const {
+  const std::vector<const Notes*> all = passes();
+  return std::all_of(all.begin(), all.end(), [](const Notes* notes) { return notes->empty(); });
+}
+
 void Recorder::clear() {
   micro_steps_.clear();
   evaluation_.reset();

@@ -51,6 +51,8 @@ class Recorder {
   std::vector<std::byte> account() const;
   void adopt(std::span<const std::byte> accounts);
   // Forgets all events and pairs since the last step.
+  // Nothing was noted since clear().
+  bool is_empty() const;
   void clear();
 
  private:

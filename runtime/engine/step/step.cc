@@ -73,7 +73,10 @@ void Engine::Impl::finish_backward() {
 void Engine::Impl::finish_pass() {
   if (recorded()) {
     if (after_evaluation) misuse("evaluation_end() is missing; call it before a step goes on");
-    if (phase == Phase::kForward) finish_micro_step();
+    if (phase == Phase::kForward) {
+      check_backward_passes();
+      finish_micro_step();
+    }
     return;
   }
   if (phase == Phase::kForward) {

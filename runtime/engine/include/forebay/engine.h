@@ -207,7 +207,8 @@ class Lease {
   DevicePtr parameter(int index) const;
 
   // The address for the gradient of `index`, in the engine's dtype; null for a frozen parameter. If the
-  // trainer does not ask for the gradient of a trainable parameter, that gradient is zero.
+  // trainer does not ask for the gradient of a trainable parameter, that gradient is zero. One that it asks
+  // for is used as it is, written or not; on a guarded host backend it is NaN until it is written.
   // Requires: the backward pass. `accumulate` is not null.
   // Order:    `*accumulate` says how to write: false "=", true "+=". Write before the lease ends.
   DevicePtr gradient(int index, bool* accumulate);
@@ -244,7 +245,8 @@ class Engine {
   // Requires: `name` is unique in the model; it is the name in saved state.
   ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
                             bool frozen = false, bool replicated = false);
-  // `unit` uses `parameter` of an earlier unit too. Returns its index in leases of `unit`.
+  // `unit` uses `parameter` of an earlier unit too. Returns its index in leases of `unit`. A lease of `unit`
+  // counts for the owner too. Order: after the unit's own parameters.
   int tie(UnitId unit, ParameterId parameter);
   // The ranks of `stages` all have `unit`, with the same parameters and values: for example the embedding
   // that the first pipeline stage reads and the last one multiplies by. Its gradient is the sum of theirs,
@@ -301,7 +303,8 @@ class Engine {
   // Order:  after commit() or step(), while nothing is spilled.
   // Errors: the failure of a peer, a device or a store since the last step.
   void step_begin();
-  // Begins the forward pass of a micro-step. Requires: micro-steps in order, each once; no lease is alive.
+  // Begins the forward pass of a micro-step. In recorded order a micro-step with a forward pass needs a
+  // backward pass of some unit before it ends. Requires: micro-steps in order, each once; no lease is alive.
   void micro_step_begin(int index);
   // Leases the next unit in order of registration; in recorded order, any unit. Reads on `stream` wait for
   // its gather; the host does not wait. Requires: strict order: no other lease is alive. Errors:   recorded
@@ -318,9 +321,9 @@ class Engine {
   // Requires: a unit that is not shared.
   void skip(UnitId unit);
   // Opens forward passes without gradients: forward() leases units until evaluation_end(). Recorded order
-  // only. Order: between steps, or in a step when a micro-step is over, which this call ends. No lease is
-  // alive at
-  //        either call.
+  // only. A rank that calls abandon() runs no evaluation within that step.
+  // Order: between steps, or in a step after a micro-step's backward pass, which this call ends. No lease is
+  //        alive at either call.
   void evaluation_begin();
   void evaluation_end();
   // The norm that step() finds: global, without the loss scale, before clipping and gradient_factor. It is
@@ -337,12 +340,11 @@ class Engine {
   // Gives up the step, for example after an exception in the trainer. All leases end. Weights, m, v, the
   // numbers of steps and the loss scale stay, here and on all ranks: their step() returns `abandoned`, and so
   // does nothing else. Then training goes on with step_begin(). Recorded order only.
-  // Order:  in a step. Other ranks run their step, of `micro_steps` micro-steps (0:
-  // EngineOptions::micro_steps),
-  //         or call abandon() too. Collective with their step().
-  // Errors: kUnsupported with several ranks before an order has been recorded or given: this rank does not
-  // know
-  //         the collectives that the others run. Nothing changes then.
+  // Order:  in a step. Other ranks run their step, of `micro_steps` micro-steps in all (0:
+  //         EngineOptions::micro_steps), without evaluations within it, or call abandon() too. Before an
+  //         order has been recorded or given, all ranks call it, before they lease a unit. Collective.
+  // Errors: kUnsupported with several ranks, before an order has been recorded or given, after units were
+  //         leased: this rank does not know the collectives that the others run. Nothing changes then.
   void abandon(int micro_steps = 0);
   // The order in which the last steps and evaluations used units, for ShardingOptions::recorded_order. It is
   // the same text on every rank. Empty in strict order, and before a step has ended.

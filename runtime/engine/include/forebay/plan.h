@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,27 @@ struct ModelShape {
   std::uint64_t activation_bytes = 0;  // Taken by the trainer from the engine's arena.
 
   std::uint64_t parameter_count() const;
+};
+
+// Describes a model call by call, and refuses what no plan takes. A refused call changes nothing.
+class ModelDescription {
+ public:
+  explicit ModelDescription(ModelShape& model) : model_(model) {}
+
+  // Each returns the index of the new part.
+  //
+  // Errors: kInvalidArgument, thrown: a name that is in use, a parameter without elements, a unit or a
+  //         parameter that was not added, a parameter of a unit that has tied ones, whose indices it would
+  //         change.
+  int add_unit(const std::string& name, bool backward_reads_parameters);
+  int add_parameter(int unit, const ParameterShape& parameter);
+  int tie(int unit, UnitShape::Tied owner);
+
+ private:
+  UnitShape& unit(int index, const std::string& call) const;
+
+  ModelShape& model_;
+  std::set<std::string> unit_names_, parameter_names_;
 };
 
 // The plan does not depend on ShardingOptions::overlap, memory_bytes or offload_directories, and knows no
