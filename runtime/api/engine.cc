@@ -38,12 +38,18 @@ const ModelShape& model_of(const EngineObject& object) {
   return object.engine == nullptr ? object.shape : object.engine->model();
 }
 
+const UnitShape& unit_of(const EngineObject& object, std::int32_t unit, const char* name = "unit") {
+  const ModelShape& model = model_of(object);
+  if (unit < 0 || static_cast<std::size_t>(unit) >= model.units.size()) {
+    misuse(std::string(name) + " is " + std::to_string(unit) + "; the model has " +
+           std::to_string(model.units.size()) + "; use the index that forebay_engine_add_unit() gave");
+  }
+  return model.units[static_cast<std::size_t>(unit)];
+}
+
 // The parameter that an index of a unit names, its own or a tied one.
 ParameterId resolve(const EngineObject& object, std::int32_t unit, std::int32_t index) {
-  const ModelShape& model = model_of(object);
-  if (unit < 0 || static_cast<std::size_t>(unit) >= model.units.size())
-    misuse("unit is " + std::to_string(unit) + "; the model has " + std::to_string(model.units.size()));
-  const UnitShape& shape = model.units[static_cast<std::size_t>(unit)];
+  const UnitShape& shape = unit_of(object, unit);
   const std::size_t own = shape.parameters.size();
   if (index < 0 || static_cast<std::size_t>(index) >= own + shape.tied.size()) {
     misuse("index is " + std::to_string(index) + "; unit " + shape.name + " has " +
@@ -108,29 +114,26 @@ EngineObject::LiveLease& lease_of(EngineObject& object, std::int32_t unit, bool 
   EngineObject::LiveLease* const lease =
       find_lease(object, unit, [&](const auto& one) { return !backward || one.backward; });
   if (lease == nullptr) {
-    misuse("unit " + std::to_string(unit) + " is not acquired" + (backward ? " for its backward pass" : "") +
-           "; call forebay_acquire() first");
+    misuse("unit " + unit_of(object, unit).name + " is not acquired" +
+           (backward ? " for its backward pass" : "") + "; call forebay_acquire() first");
   }
   return *lease;
 }
 
-void add_unit(EngineObject& object, const UnitShape& shape) {
-  if (object.engine == nullptr) {
-    object.shape.units.push_back(shape);
-    return;
-  }
-  const UnitId unit = object.engine->add_unit(shape.name, shape.backward_reads_parameters);
-  for (const ParameterShape& p : shape.parameters)
-    object.engine->add_parameter(unit, p.name, p.count, p.group, p.frozen, p.replicated);
-  for (const UnitShape::Tied& t : shape.tied) object.engine->tie(unit, {t.unit, t.index});
+// An engine that trains and one that only plans are described by the same calls.
+std::int32_t add_unit(EngineObject& object, const std::string& name, bool reads) {
+  return object.engine != nullptr ? object.engine->add_unit(name, reads)
+                                  : object.description.add_unit(name, reads);
 }
-
-UnitShape& planned_unit(EngineObject& object, std::int32_t unit) {
-  if (unit < 0 || static_cast<std::size_t>(unit) >= object.shape.units.size())
-    misuse("unit is " + std::to_string(unit) +
-           ", which was not added; use the index that "
-           "forebay_engine_add_unit() gave");
-  return object.shape.units[static_cast<std::size_t>(unit)];
+std::int32_t add_parameter(EngineObject& object, std::int32_t unit, const ParameterShape& p) {
+  unit_of(object, unit);
+  return object.engine != nullptr
+             ? object.engine->add_parameter(unit, p.name, p.count, p.group, p.frozen, p.replicated).index
+             : object.description.add_parameter(unit, p);
+}
+std::int32_t tie(EngineObject& object, std::int32_t unit, ParameterId owner) {
+  return object.engine != nullptr ? object.engine->tie(unit, owner)
+                                  : object.description.tie(unit, {owner.unit, owner.index});
 }
 
 Plan plan_of(const EngineObject& object) {
@@ -278,11 +281,7 @@ std::int32_t forebay_engine_add_unit(forebay_engine* engine, const char* name, s
     FOREBAY_REQUIRE(name, unit);
     check_flags(flags, FOREBAY_BACKWARD_READS_NOTHING);
     const auto held = hold(engine);
-    UnitShape shape;
-    shape.name = name;
-    shape.backward_reads_parameters = flags == 0;
-    add_unit(*held, shape);
-    *unit = static_cast<std::int32_t>(model_of(*held).units.size()) - 1;
+    *unit = add_unit(*held, name, flags == 0);
   });
 }
 
@@ -294,17 +293,8 @@ std::int32_t forebay_engine_add_parameter(forebay_engine* engine, std::int32_t u
     check_flags(flags, FOREBAY_FROZEN | FOREBAY_REPLICATED);
     const bool frozen = (flags & FOREBAY_FROZEN) != 0;
     const bool replicated = (flags & FOREBAY_REPLICATED) != 0;
-    constexpr std::int32_t kGroupsMax = 4096;
-    if (group < 0 || group >= kGroupsMax)
-      misuse("group is " + std::to_string(group) + "; use 0 to " + std::to_string(kGroupsMax - 1));
     const auto held = hold(engine);
-    if (held->engine != nullptr) {
-      *index = held->engine->add_parameter(unit, name, count, group, frozen, replicated).index;
-      return;
-    }
-    auto& parameters = planned_unit(*held, unit).parameters;
-    parameters.push_back({name, count, group, frozen, replicated});
-    *index = static_cast<std::int32_t>(parameters.size()) - 1;
+    *index = add_parameter(*held, unit, {name, count, group, frozen, replicated});
   });
 }
 
@@ -313,15 +303,10 @@ std::int32_t forebay_engine_tie(forebay_engine* engine, std::int32_t unit, std::
   return guarded(__func__, [&] {
     FOREBAY_REQUIRE(index);
     const auto held = hold(engine);
+    unit_of(*held, unit);
+    unit_of(*held, of_unit, "of_unit");
     if (unit <= of_unit) misuse("of_unit is not earlier than unit; tie the later unit to the earlier one");
-    const ParameterId owner = resolve(*held, of_unit, of_index);
-    if (held->engine != nullptr) {
-      *index = held->engine->tie(unit, owner);
-      return;
-    }
-    UnitShape& shape = planned_unit(*held, unit);
-    shape.tied.push_back({owner.unit, owner.index});
-    *index = static_cast<std::int32_t>(shape.parameters.size() + shape.tied.size()) - 1;
+    *index = tie(*held, unit, resolve(*held, of_unit, of_index));
   });
 }
 
@@ -341,7 +326,11 @@ std::int32_t forebay_engine_add_model(forebay_engine* engine, const char* config
     if (!model_of(*held).units.empty())
       misuse("the engine has units already; add the model to a new engine, and other units after it");
     const TransformerShape shape = value_or_throw(parse_model_config(config_json, "config_json"));
-    for (const UnitShape& unit : value_or_throw(make_model_shape(shape)).units) add_unit(*held, unit);
+    for (const UnitShape& unit : value_or_throw(make_model_shape(shape)).units) {
+      const std::int32_t added = add_unit(*held, unit.name, unit.backward_reads_parameters);
+      for (const ParameterShape& parameter : unit.parameters) add_parameter(*held, added, parameter);
+      for (const UnitShape::Tied& tied : unit.tied) tie(*held, added, {tied.unit, tied.index});
+    }
   });
 }
 
@@ -546,6 +535,7 @@ std::int32_t forebay_acquire(forebay_engine* engine, std::int32_t unit, std::int
   return guarded(__func__, [&] {
     const auto held = hold(engine);
     Engine& trained = committed(*held);
+    unit_of(*held, unit);
     const Stream on = held->device->stream(stream);
     held->leases.reserve(held->leases.size() + 1);
     held->leases.push_back(
@@ -585,9 +575,8 @@ std::int32_t forebay_release(forebay_engine* engine, std::int32_t unit, void* st
     const auto held = hold(engine);
     EngineObject::LiveLease& lease = lease_of(*held, unit, false);
     if (held->device->stream(stream) != lease.stream)
-      misuse(
-          "stream is not the one that acquired the unit; release it on that one, after "
-          "forebay_stream_wait() for others");
+      misuse("stream is not the one that acquired unit " + unit_of(*held, unit).name +
+             "; release it on that one, after forebay_stream_wait() for others");
     held->leases.erase(held->leases.begin() + (&lease - held->leases.data()));
   });
 }
@@ -595,7 +584,9 @@ std::int32_t forebay_release(forebay_engine* engine, std::int32_t unit, void* st
 std::int32_t forebay_skip(forebay_engine* engine, std::int32_t unit) {
   return guarded(__func__, [&] {
     const auto held = hold(engine);
-    committed(*held).skip(unit);
+    Engine& trained = committed(*held);
+    unit_of(*held, unit);
+    trained.skip(unit);
   });
 }
 

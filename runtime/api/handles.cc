@@ -1,9 +1,13 @@
 #include "runtime/api/handles.h"
 
+#include <algorithm>
 #include <array>
 #include <new>
 #include <stdexcept>
+#include <string_view>
 #include <vector>
+
+#include "runtime/api/words.h"
 
 namespace forebay::api {
 namespace {
@@ -113,6 +117,13 @@ void misuse(const std::string& message) {
   throw Misuse(message);
 }
 
+void refuse_null(const char* names, std::initializer_list<const void*> pointers) {
+  std::string_view rest = names;
+  const auto* pointer = pointers.begin();
+  for (; *pointer != nullptr; ++pointer) rest.remove_prefix(rest.find(',') + 2);
+  misuse(std::string(rest.substr(0, rest.find(','))) + " is null; give an address");
+}
+
 namespace internal {
 
 void* insert(std::shared_ptr<Object> object, Kind kind) {
@@ -198,7 +209,7 @@ std::int32_t fail(const char* function, std::exception_ptr error) noexcept {
   } catch (const Misuse& found) {
     return failed(function, found.what(), StatusCode::kInvalidArgument);
   } catch (const Error& found) {
-    return failed(nullptr, found.status().message().c_str(), found.code());
+    return failed(nullptr, in_words_of_c(found.status().message(), function).c_str(), found.code());
   } catch (const std::bad_alloc&) {
     return failed(function, "the host has no memory for it; free some", StatusCode::kOutOfMemory);
   } catch (const std::length_error&) {

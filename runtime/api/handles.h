@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -133,10 +134,12 @@ std::int32_t guarded(const char* function, Body&& body) noexcept {
   }
 }
 
-// Refuses null pointers, by the names of the parameters.
+// Throws for the first null pointer. `names`: those of the parameters, "name, unit".
+[[noreturn]] void refuse_null(const char* names, std::initializer_list<const void*> pointers);
+
 template <typename... Pointers>
 void require(const char* names, const Pointers*... pointers) {
-  if (((pointers == nullptr) || ...)) misuse(std::string("one of ") + names + " is null; give an address");
+  if (((pointers == nullptr) || ...)) refuse_null(names, {pointers...});
 }
 
 }  // namespace forebay::api

@@ -76,6 +76,7 @@ struct EngineObject : Object {
   std::shared_ptr<TimelineObject> timeline;
   PlanOptions plan_options;  // An engine that only plans has these and `shape`.
   ModelShape shape;
+  ModelDescription description{shape};
   std::unique_ptr<Engine> engine;
   bool committed = false;
 

@@ -60,6 +60,10 @@ constexpr OwnRow kRows[] = {
     FOREBAY_OPTION("local-rank", "This rank's number among those of its host; -1: not known", &o.local_rank),
     FOREBAY_OPTION("store", "Rendezvous store: a directory that all ranks see, or tcp://HOST:PORT[/JOB]",
                    &o.process.store),
+    FOREBAY_OPTION(
+        "store-prefix",
+        "Goes in front of each name in the program's own rendezvous store; empty: the option store",
+        &o.store_prefix),
     FOREBAY_OPTION("interface", "Network address or interface to listen on", &o.process.interface),
     FOREBAY_OPTION("configuration", "Text that must be the same on every rank", &o.process.configuration),
     FOREBAY_OPTION("deadline", "For connecting and for each operation, in milliseconds", &o.process.deadline),
@@ -261,7 +265,15 @@ std::vector<std::string> all_names() {
 }
 
 Status unknown(std::string_view name) {
-  const std::string nearest = nearest_name(name, all_names());
+  for (const char* const value : {"lr", "weight-decay", "clip", "gradient-factor", "metric", "stop"}) {
+    if (name == value) {
+      return {StatusCode::kInvalidArgument, "there is no option " + std::string(name) +
+                                                ", because it may change at each step; give it to "
+                                                "forebay_hyperparameter() after forebay_engine_commit()"};
+    }
+  }
+  const std::string nearest =
+      name == "ranks" || name == "world-size" ? "size" : nearest_name(name, all_names());
   return {StatusCode::kInvalidArgument,
           "there is no option " + std::string(name) + "; " +
               (nearest.empty() ? "forebay_options_report() lists all" : "did you mean " + nearest + "?")};

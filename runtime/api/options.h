@@ -28,6 +28,7 @@ struct Options {
   // Ranks. rank -1: not given.
   ProcessOptions process{.rank = -1, .size = 0};
   int local_rank = -1;
+  std::string store_prefix;
   CommunicatorKind communicator = CommunicatorKind::kAuto;
   NcclOptions nccl;
 

@@ -145,6 +145,7 @@ std::int32_t forebay_communicator_create(forebay_device* device, forebay_options
     ranks->device = share(device).keep();
     Options given = options_of(options);
     given.process.texts = texts_of(store);
+    if (store != nullptr && !given.store_prefix.empty()) given.process.store = given.store_prefix;
     if (given.process.rank < 0 || given.process.size == 0) {
       if (given.process.rank >= 0 || given.process.size != 0)
         misuse("only one of the options rank and size is set; set both, or none");

@@ -1,9 +1,11 @@
 /* The trainer of 01-first-trainer in C99: y = W2 tanh(W1 x) on three ranks, at ZeRO stages 0 and 3.
  *
  *   build/release/bin/from-c
+ *   gcc -std=c99 from_c.c $(pkg-config --cflags --libs forebay-c) -lm && ./a.out
  *
  * The ranks are processes here, which meet in a directory. Each acquires a unit, waits for the stream,
- * computes, and releases the unit. Both stages print the digest that first-trainer prints.
+ * computes, and releases the unit. Both stages print the digest that first-trainer prints. With
+ * FOREBAY_HOST_GUARD=1 a gradient that was not written, or a use of a released unit, is found.
  */
 #define _POSIX_C_SOURCE 200809L /* For fork and mkdtemp; the interface itself needs C99 alone. */
 #include <math.h>
@@ -88,7 +90,7 @@ static void first_backward(float* gradient) {
  * gradient. */
 static void acquire(forebay_device* device, forebay_engine* engine, int32_t unit, float** weights,
                     float** gradient) {
-  int32_t accumulate = 0; /* Each gradient is written once per step here, so this is never set. */
+  int32_t accumulate = 0; /* Not 0: add to the gradient. Each is written whole, once a step, so it stays 0. */
   void* address = NULL;
   check(forebay_acquire(engine, unit, gradient != NULL, NULL));
   check(forebay_stream_synchronize(device, NULL));

@@ -123,6 +123,7 @@ TEST(CApiEngine, SavesAndLoadsItsStateAndTheTrainers) {
   EXPECT_EQ(std::string(static_cast<const char*>(state), bytes), cursor);
   EXPECT_EQ(digest_of(one), digest);
   EXPECT_EQ(forebay_load(one.engine, "/proc/nonexistent/place", &state, &bytes), FOREBAY_IO_ERROR);
+  EXPECT_NE(last_error().find("give the directory that a run saved to"), std::string::npos) << last_error();
   std::filesystem::remove_all(directory);
 }
 

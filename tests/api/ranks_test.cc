@@ -60,7 +60,7 @@ TEST_P(CApiRanks, MeetInTheStoreOfTheProgramTwice) {
       threads.emplace_back([&, rank] {
         const c::Options options{{"rank", std::to_string(rank)},
                                  {"size", std::to_string(kRanks)},
-                                 {"store", run},
+                                 {"store-prefix", run},
                                  {"communicator", GetParam()},
                                  {"deadline", "20000"}};
         forebay_store_calls calls = texts.calls();

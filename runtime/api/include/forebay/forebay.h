@@ -4,25 +4,25 @@
  * Rules that hold for every function:
  *
  * Errors.    A function returns 0 (FOREBAY_OK) or a code below. forebay_last_error() is then the text: the
- *            request, the finding, the advice. A refused call changes nothing, and results that it would
- *            have written are not written. Null where a parameter does not say "or null", a handle that was
- *            destroyed and a handle of another kind give FOREBAY_INVALID_ARGUMENT. Functions that give
- *            something back return nothing and accept null.
- * Handles.   Pointers to incomplete types. A function that makes a handle writes it to its last parameter.
- *            A handle is never dereferenced outside of the library, and its value is never used again.
- * Ownership. The creator destroys. A handle keeps the handles it was made from alive, so any order of
- *            destruction is right. Texts that are passed in are copied. A text that is passed out belongs
- *            to the handle it came from and is valid until the next call with that handle that gives out a
- *            text.
- * Threads.   Any thread may use any handle, one thread at a time per handle. A second thread is refused
- *            with FOREBAY_INVALID_ARGUMENT. Where a section says "Threads: any", several may use the handle
- *            at once.
- * Streams.   A stream is a void*: on a cuda device a cudaStream_t. Null is the device's default stream: the
- *            legacy default stream of CUDA; on a host device a stream of its own.
- * Units.     Sizes are bytes, times are milliseconds, counts are elements, where nothing else is said.
- *            Texts are UTF-8.
- * Growth.    Functions are added and never changed or taken away while FOREBAY_ABI stays. Options, numbers
- *            and reports go by name, so they grow without a new ABI. A struct travels with its size.
+ *            request, the finding, the advice. A refused call (FOREBAY_INVALID_ARGUMENT) changes nothing,
+ *            and results that it would have written are not written. If a rank, a device or a file fails, or
+ *            ranks differ within a step, the engine is failed: its calls return that error, and only its
+ *            reports, forebay_engine_shard_digest() and forebay_engine_destroy() work. Null where a parameter
+ * does not say "or null", a handle that was destroyed and a handle of another kind give
+ * FOREBAY_INVALID_ARGUMENT. Functions that give something back return nothing and accept null. Handles.
+ * Pointers to incomplete types. A function that makes a handle writes it to its last parameter. A handle is
+ * never dereferenced outside of the library, and its value is never used again. Ownership. The creator
+ * destroys. A handle keeps the handles it was made from alive, so any order of destruction is right. Texts
+ * that are passed in are copied. A text that is passed out belongs to the handle it came from and is valid
+ * until the next call with that handle that gives out a text. Threads.   Any thread may use any handle, one
+ * thread at a time per handle. A second thread is refused with FOREBAY_INVALID_ARGUMENT. Where a section says
+ * "Threads: any", several may use the handle at once. Streams.   A stream is a void*: on a cuda device a
+ * cudaStream_t. Null is the device's default stream: the legacy default stream of CUDA; on a host device a
+ * stream of its own. Notices.   Warnings go to stderr, one line each. The environment variable FOREBAY_LOG
+ * says which: off, error, warning (the default), info or debug. Units.     Sizes are bytes, times are
+ * milliseconds, counts are elements, where nothing else is said. Texts are UTF-8. Growth.    Functions are
+ * added and never changed or taken away while FOREBAY_ABI stays. Options, numbers and reports go by name, so
+ * they grow without a new ABI. A struct travels with its size.
  */
 #ifndef FOREBAY_FOREBAY_H
 #define FOREBAY_FOREBAY_H
@@ -93,9 +93,10 @@ FOREBAY_API const char* forebay_code_name(int32_t code);
 
 /* == Options ==
  * Named values for the functions that make a handle. Each function reads the options that concern it and
- * ignores the others, so one set serves them all. Names and values are those of the command line of
- * `forebay plan` and forebay-gpt, without dashes: "stage" "3", "offload-tier" "nvme:/mnt/a".
- * forebay_options_report() lists every name.
+ * ignores the others, so one set serves them all. Options of sharding have the names and values of the
+ * command line of `forebay plan`, without dashes: "stage" "3", "offload-tier" "nvme:/mnt/a". The others are
+ * of this interface alone. forebay_options_report() lists every name. Values that may change at each step,
+ * such as lr and clip, are no options: see forebay_hyperparameter().
  * Threads: one at a time.
  * Since: 1.
  */
@@ -357,15 +358,14 @@ typedef struct forebay_store_calls {
 } forebay_store_calls;
 
 /* Ranks as processes. They meet in the rendezvous store: `store` if it is given, else the option "store", a
- * directory that all ranks see or tcp://HOST:PORT. With `store`, the option "store" is put in front of each
- * name, so that several meetings may share one store. Without the options rank and size, the launcher's
- * environment counts; see forebay_options_from_environment().
- * Options: rank, size, store, interface, configuration, deadline, join-deadline, communicator (auto, shm,
- * gloo, nccl), nccl-library, nccl-order. `nccl`: the trainer's own ncclComm_t of the same ranks, which the
- * communicator uses alone and never destroys; or null.
- * Order: collective; blocks until all ranks have come.
- * Errors: FOREBAY_TIMEOUT naming the ranks that did not come, FOREBAY_PEER_LOST naming a rank that ended,
- * FOREBAY_INVALID_ARGUMENT for ranks that differ. */
+ * directory that all ranks see or tcp://HOST:PORT. With `store`, the option "store-prefix" is put in front of
+ * each name, so that several meetings may share one store; where it is empty the option "store" is. Without
+ * the options rank and size, the launcher's environment counts; see forebay_options_from_environment().
+ * Options: rank, size, store, store-prefix, interface, configuration, deadline, join-deadline, communicator
+ * (auto, shm, gloo, nccl), nccl-library, nccl-order. `nccl`: the trainer's own ncclComm_t of the same ranks,
+ * which the communicator uses alone and never destroys; or null. Order: collective; blocks until all ranks
+ * have come. Errors: FOREBAY_TIMEOUT naming the ranks that did not come, FOREBAY_PEER_LOST naming a rank that
+ * ended, FOREBAY_INVALID_ARGUMENT for ranks that differ. */
 FOREBAY_API int32_t forebay_communicator_create(forebay_device* device,
                                                 forebay_options* options /* or null */,
                                                 const forebay_store_calls* store /* or null */,
@@ -481,7 +481,7 @@ FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
 /* == Engine: description ==
  * The units of a model, their placement under a ZeRO stage, and the training step. The result is bit for
  * bit the same for every stage, offload and bucket size.
- * Order: create, add units and parameters, commit, set values; then steps.
+ * Order: create; add units, their parameters and then their ties; commit; set values; then steps.
  * Threads: one at a time.
  * Since: 1.
  */
@@ -492,9 +492,11 @@ FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
 
 /* Makes an engine over the ranks of `communicator`, on the same device. `grid`: all tensor- and
  * pipeline-parallel ranks together, from which `communicator` was split. Takes no device memory yet.
- * Options: all of sharding (stage, dtype, micro-steps, offload, ...), order-of-units (strict, recorded),
- * average, units-at-once, beta1, beta2, epsilon, loss-scale, loss-scale-growth-interval,
- * loss-scale-minimum, host-threads, near-device, counts-replicated, agree.*. */
+ * Options: all of sharding (stage, dtype, micro-steps, offload, ...), order-of-units (strict, recorded, or
+ * recorded:ORDER with the "recorded_order" that forebay_engine_report() gave in an earlier run: then the plan
+ * is exact and gathers run ahead from the first step on), average, units-at-once, beta1, beta2, epsilon,
+ * loss-scale, loss-scale-growth-interval, loss-scale-minimum, host-threads, near-device, counts-replicated,
+ * agree.*. */
 FOREBAY_API int32_t forebay_engine_create(forebay_device* device, forebay_communicator* communicator,
                                           forebay_communicator* grid /* or null */,
                                           forebay_timeline* timeline /* or null */,
@@ -505,8 +507,8 @@ FOREBAY_API int32_t forebay_engine_create(forebay_device* device, forebay_commun
  * Options: as forebay_engine_create(), and size: the number of ranks. */
 FOREBAY_API int32_t forebay_engine_plan(forebay_options* options /* or null */, forebay_engine** engine);
 
-/* Adds parameters that are gathered together, usually one transformer block. `flags`: 0 or
- * FOREBAY_BACKWARD_READS_NOTHING. `unit` is the index in order of these calls. */
+/* Adds parameters that are gathered together, usually one transformer block. `name` is unique in the model.
+ * `flags`: 0 or FOREBAY_BACKWARD_READS_NOTHING. `unit` is the index in order of these calls. */
 FOREBAY_API int32_t forebay_engine_add_unit(forebay_engine* engine, const char* name, int32_t flags,
                                             int32_t* unit);
 
@@ -518,11 +520,16 @@ FOREBAY_API int32_t forebay_engine_add_parameter(forebay_engine* engine, int32_t
                                                  int32_t* index);
 
 /* `unit` uses a parameter of an earlier unit too. `index`: its number in `unit`, after the unit's own
- * parameters. */
+ * parameters, for forebay_parameter() and forebay_gradient(). An acquisition of `unit` gathers the owner too,
+ * and counts as one of the owner: the owner's gradient is complete when both have had their backward passes.
+ * Order: after the unit's own parameters; forebay_engine_add_parameter() is refused for the unit from here
+ * on.
+ */
 FOREBAY_API int32_t forebay_engine_tie(forebay_engine* engine, int32_t unit, int32_t of_unit,
                                        int32_t of_index, int32_t* index);
 
-/* All ranks of `stages`, which are pipeline stages, have this unit, with the same values. Needs a grid. */
+/* All ranks of `stages`, which are pipeline stages, have this unit, with the same values. Needs a grid, and
+ * order-of-units "strict". */
 FOREBAY_API int32_t forebay_engine_share(forebay_engine* engine, int32_t unit, forebay_communicator* stages);
 
 /* Adds the units of a model from the text of its Hugging Face config.json: gpt2 or llama. Parameter group 0
@@ -537,9 +544,9 @@ FOREBAY_API int32_t forebay_engine_activation_room(forebay_engine* engine, uint6
 
 /* Compares the ranks' plans and options, checks the budget and takes all memory. Parameters are zero
  * afterwards.
- * Order: once. Collective.
+ * Order: once it has succeeded, never again. Collective.
  * Errors: FOREBAY_OUT_OF_MEMORY naming the largest pool; FOREBAY_INVALID_ARGUMENT naming a difference and
- * its ranks. */
+ * its ranks, on every rank. */
 FOREBAY_API int32_t forebay_engine_commit(forebay_engine* engine);
 
 /* The address of a parameter, in the engine's dtype. It stays the same until the engine is destroyed. The
@@ -554,7 +561,8 @@ FOREBAY_API int32_t forebay_engine_activations(forebay_engine* engine, void** ad
  * "statistics". Waits for queued work. */
 FOREBAY_API int32_t forebay_engine_report(forebay_engine* engine, const char** json);
 
-/* A number of forebay_engine_report() by its path: "plan.bytes.parameters", "statistics.peak.parameters".
+/* A number of forebay_engine_report() by its path, the names of nested objects with dots between them:
+ * "plan.bytes.parameters", "statistics.peak.parameters". Numbers in arrays have no path.
  * These do not wait: "attempted_steps", "applied_steps", "committed_step".
  * Errors: FOREBAY_INVALID_ARGUMENT with the nearest name. */
 FOREBAY_API int32_t forebay_engine_number(forebay_engine* engine, const char* name, uint64_t* value);
@@ -596,8 +604,20 @@ FOREBAY_API int32_t forebay_engine_shard_digest(forebay_engine* engine, char dig
  * forebay_step_begin; for each micro-step forebay_micro_step_begin, then forebay_acquire and
  * forebay_release of each unit forward and backward; forebay_step. With order-of-units "strict" units run
  * in order of registration, and backward in reverse, one at a time. With "recorded" they may run in any
- * order, several at once, several times or not at all; the order of the first pass is recorded and fetched
- * ahead from then on. All ranks use the same order.
+ * order, several at once, several times or not at all; the order of the first step is recorded, and gathers
+ * run ahead by it from the second step on. A step that differs is slower and has the same result, and its
+ * order is recorded anew. All ranks use the same order. Recorded order has no forwards-ahead and no shared
+ * units.
+ *
+ * In recorded order the option micro-steps is the most that a step may have: forebay_step() takes those that
+ * were begun, and the average is over them. A micro-step ends with the next micro-step, an evaluation,
+ * forebay_norm() or forebay_step(); a unit that had a forward and no backward pass by then contributes
+ * nothing. A micro-step with forward passes and no backward pass at all is refused.
+ *
+ * A gradient that was never asked for in a step is zero. One that was asked for is used as it is: a trainer
+ * that asks for an address and writes nothing there gives the engine the bytes of an earlier use. With the
+ * option guard, or FOREBAY_HOST_GUARD=1 in the environment, a host device fills it with NaN first, and memory
+ * of a unit that is not acquired is inaccessible: run a new trainer so once.
  * Threads: one at a time.
  * Since: 1.
  */
@@ -606,7 +626,7 @@ FOREBAY_API int32_t forebay_engine_shard_digest(forebay_engine* engine, char dig
 #define FOREBAY_WHOLE_STEP (-1)
 
 typedef struct forebay_step_result {
-  double grad_norm;  /* Global, with "gradient-factor", before clipping; NaN when skipped or abandoned. */
+  double grad_norm;  /* Global, times "gradient-factor", before clipping; NaN when skipped or abandoned. */
   double loss_scale; /* The scale that this step used. */
   double metric_sum; /* The sum of "metric" over ranks. */
   int32_t skipped;   /* Not 0: a gradient was not finite, so only the loss scale changed. */
@@ -618,14 +638,14 @@ typedef struct forebay_step_result {
 /* Sets one value for the steps to come. For a parameter group: "lr" (1e-3), "weight-decay" (0), "beta1",
  * "beta2", "epsilon" (the engine's). For FOREBAY_WHOLE_STEP: "clip" (0: none) and "gradient-factor" (1),
  * which stay; "metric" and "stop" (0), which count for the next step alone. forebay_step() judges the
- * values.
+ * values, and names one that differs between ranks.
  * Order: after forebay_engine_commit().
  * Errors: FOREBAY_INVALID_ARGUMENT with the nearest name. */
 FOREBAY_API int32_t forebay_hyperparameter(forebay_engine* engine, int32_t group, const char* name,
                                            double value);
 
 /* Begins a step.
- * Order: after commit or forebay_step().
+ * Order: after forebay_engine_commit(), forebay_step() or forebay_abandon(); no evaluation is open.
  * Errors: the failure of a peer, a device or a file since the last step. */
 FOREBAY_API int32_t forebay_step_begin(forebay_engine* engine);
 
@@ -633,7 +653,9 @@ FOREBAY_API int32_t forebay_step_begin(forebay_engine* engine);
 FOREBAY_API int32_t forebay_micro_step_begin(forebay_engine* engine, int32_t index);
 
 /* From here to forebay_evaluation_end() units are acquired forward only, and belong to no step. Between
- * steps or between micro-steps. Needs order-of-units "recorded". */
+ * steps, or within a step, where it ends the present micro-step: call it after the micro-step's backward
+ * pass. All ranks run the same evaluations. A rank that calls forebay_abandon() runs none within the step, so
+ * where that may happen evaluations belong between steps. Needs order-of-units "recorded". */
 FOREBAY_API int32_t forebay_evaluation_begin(forebay_engine* engine);
 
 /* Ends the evaluation. */
@@ -649,8 +671,8 @@ FOREBAY_API int32_t forebay_acquire(forebay_engine* engine, int32_t unit, int32_
 FOREBAY_API int32_t forebay_parameter(forebay_engine* engine, int32_t unit, int32_t index, void** address);
 
 /* The place for a gradient of a unit that was acquired backward, in the engine's dtype; null for a frozen
- * parameter. `accumulate`: 0: write "="; else "+=". Write on the stream, or after synchronizing it, before
- * the release. */
+ * parameter. `accumulate`: 0: write "="; else "+=". A trainer that asks writes all of it, on the stream, or
+ * after synchronizing it, before the release. A gradient that is not asked for is zero. */
 FOREBAY_API int32_t forebay_gradient(forebay_engine* engine, int32_t unit, int32_t index, void** address,
                                      int32_t* accumulate);
 
@@ -674,16 +696,20 @@ FOREBAY_API int32_t forebay_loss_scale(forebay_engine* engine, double* scale);
  * Order: after the last backward pass, before forebay_step(). */
 FOREBAY_API int32_t forebay_norm(forebay_engine* engine, double* norm);
 
-/* Decides about the step and queues the update. `bytes`: sizeof(forebay_step_result); no more is written.
- * Collective.
- * Errors: FOREBAY_INVALID_ARGUMENT for values that are missing, not finite or differ between ranks. */
+/* Decides about the step and queues the update. `bytes`: sizeof(forebay_step_result) of the caller's header;
+ * the library writes no more than that, so that an older program may use a newer library. Collective.
+ * Errors: FOREBAY_INVALID_ARGUMENT for values that are missing or not finite (nothing changes), or that
+ * differ between ranks (the engine is failed). */
 FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* result, uint64_t bytes);
 
 /* Gives the current step up, for example after an exception in the trainer: gradients are dropped,
- * acquisitions end, and weights, counts and loss scale stay on all ranks. The other ranks run their step,
- * of `micro_steps` micro-steps (0: the option), and forebay_step() reports it there; or they abandon it
- * too. Order-of-units "recorded" only. Collective.
- * Errors: FOREBAY_UNSUPPORTED with several ranks before an order was recorded; nothing changes then. */
+ * acquisitions end, and weights, counts and loss scale stay on all ranks. The other ranks run their step, and
+ * forebay_step() reports it there; or they abandon it too. `micro_steps`: the number of micro-steps that the
+ * other ranks run in this step, those that were begun included; 0: as many as the option micro-steps. With
+ * one rank, or where all abandon, 0 is right. This rank takes part in the collectives of these micro-steps,
+ * and of no evaluation. Before an order was recorded it works only if every rank abandons before it acquires
+ * a unit. Order-of-units "recorded" only. Collective. Errors: FOREBAY_UNSUPPORTED with several ranks, before
+ * an order was recorded, after units were acquired; nothing changes then. */
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==
@@ -698,9 +724,9 @@ FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps)
  * Errors: FOREBAY_UNAVAILABLE naming the process that holds it; FOREBAY_IO_ERROR. */
 FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
-/* Saves weights, optimizer states, step counts and loss scale under `directory`, with any bytes of the
- * trainer's own. A kill at any moment leaves the last saved state whole. Collective.
- * Errors: FOREBAY_IO_ERROR on all ranks; the engine goes on. */
+/* Saves weights, optimizer states, step counts and loss scale under `directory`, which it makes if it is not
+ * there, with any bytes of the trainer's own. A kill at any moment leaves the last saved state whole.
+ * Collective. Errors: FOREBAY_IO_ERROR on all ranks; the engine goes on. */
 FOREBAY_API int32_t forebay_save(forebay_engine* engine, const char* directory,
                                  const void* trainer_state /* or null */, uint64_t trainer_state_bytes);
 

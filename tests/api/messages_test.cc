@@ -1,0 +1,213 @@
+// Messages name C functions, options and units, and say how to go on.
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <regex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "runtime/api/words.h"
+#include "tests/api/declarations.h"
+#include "tests/api/fixture.h"
+
+namespace forebay::api {
+namespace {
+
+c::Options recorded() {
+  return {{"deadline", "3000"}, {"order-of-units", "recorded"}, {"micro-steps", "2"}};
+}
+
+TEST(CApiMessages, NameWhatIsOpenAndTheUnit) {
+  One one;
+  std::int32_t number = 0;
+  void* address = nullptr;
+  EXPECT_EQ(forebay_step_begin(one.engine), FOREBAY_INVALID_ARGUMENT);
+  one.commit();
+  ASSERT_OK(forebay_step_begin(one.engine));
+  EXPECT_EQ(forebay_step_begin(one.engine), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "forebay_step_begin() while step 1 is open; end it by forebay_step() first");
+  EXPECT_EQ(forebay_acquire(one.engine, 7, 0, nullptr), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(),
+            "forebay_acquire: unit is 7; the model has 2; use the index that forebay_engine_add_unit() gave");
+  EXPECT_EQ(forebay_release(one.engine, one.second, nullptr), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "forebay_release: unit second is not acquired; call forebay_acquire() first");
+  ASSERT_OK(forebay_micro_step_begin(one.engine, 0));
+  ASSERT_OK(forebay_acquire(one.engine, one.first, 0, nullptr));
+  EXPECT_EQ(forebay_acquire(one.engine, one.second, 0, nullptr), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "forebay_acquire() while another acquisition is alive; end it first");
+  EXPECT_EQ(forebay_gradient(one.engine, one.first, 0, &address, nullptr), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "forebay_gradient: accumulate is null; give an address");
+  EXPECT_EQ(forebay_engine_add_unit(one.engine, nullptr, 0, &number), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "forebay_engine_add_unit: name is null; give an address");
+}
+
+TEST(CApiMessages, PointFromOptionsToTheirFunctionsAndNames) {
+  c::Options options;
+  for (const char* const name : {"lr", "clip"}) {
+    EXPECT_EQ(forebay_options_set(options, name, "1"), FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("forebay_hyperparameter()"), std::string::npos) << last_error();
+  }
+  EXPECT_EQ(forebay_options_set(options, "ranks", "2"), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_EQ(last_error(), "there is no option ranks; did you mean size?");
+}
+
+TEST(CApiMessages, RefuseADescriptionAtTheCall) {
+  const c::Options options{{"deadline", "3000"}};
+  One one(options);
+  const auto plan = c::make<c::Engine>(forebay_engine_plan, options);
+  for (forebay_engine* const engine :
+       {static_cast<forebay_engine*>(one.engine), static_cast<forebay_engine*>(plan)}) {
+    std::int32_t index = 0;
+    const auto refused = [](std::int32_t code, const char* part) {
+      EXPECT_EQ(code, FOREBAY_INVALID_ARGUMENT) << part;
+      EXPECT_NE(last_error().find(part), std::string::npos) << last_error();
+    };
+    ASSERT_OK(forebay_engine_add_unit(engine, "a", 0, &index));
+    ASSERT_OK(forebay_engine_add_unit(engine, "b", 0, &index));
+    refused(forebay_engine_add_unit(engine, "a", 0, &index), "two units are named a");
+    ASSERT_OK(forebay_engine_add_parameter(engine, 0, "w", 8, 0, 0, &index));
+    refused(forebay_engine_add_parameter(engine, 1, "w", 8, 0, 0, &index), "two parameters are named w");
+    refused(forebay_engine_add_parameter(engine, 1, "none", 0, 0, 0, &index), "has no elements");
+    ASSERT_OK(forebay_engine_add_parameter(engine, 1, "v", 8, 0, 0, &index));
+    ASSERT_OK(forebay_engine_tie(engine, 1, 0, 0, &index));
+    EXPECT_EQ(index, 1);
+    refused(forebay_engine_add_parameter(engine, 1, "late", 8, 0, 0, &index),
+            "forebay_engine_add_parameter(late) to unit b after forebay_engine_tie()");
+  }
+  forebay_engine* made = nullptr;
+  const c::Options beta{{"beta1", "2"}};
+  EXPECT_EQ(forebay_engine_create(one.device, one.ranks, nullptr, nullptr, beta, &made),
+            FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("beta1 is 2"), std::string::npos) << last_error();
+}
+
+TEST(CApiMessages, RefuseAMicroStepWithoutABackwardPass) {
+  One one(recorded());
+  one.commit();
+  ASSERT_OK(forebay_step_begin(one.engine));
+  ASSERT_OK(forebay_micro_step_begin(one.engine, 0));
+  c::Lease(one.engine, one.first, c::Pass::kForward, nullptr);
+  forebay_step_result result;
+  for (const std::int32_t code :
+       {forebay_step(one.engine, &result, sizeof(result)), forebay_evaluation_begin(one.engine),
+        forebay_micro_step_begin(one.engine, 1)}) {
+    EXPECT_EQ(code, FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find("micro-step 0 has a forward pass and no backward pass"), std::string::npos)
+        << last_error();
+  }
+  c::Lease(one.engine, one.first, c::Pass::kBackward, nullptr);
+  EXPECT_OK(forebay_step(one.engine, &result, sizeof(result)));
+}
+
+// Runs `body` for each of two ranks, and returns their last errors.
+template <typename Body>
+std::vector<std::string> two_ranks(const c::Options& options, Body body) {
+  const auto group = c::make<c::LocalGroup>(forebay_local_group_create, 2, options);
+  std::vector<std::string> errors(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      One one(options);
+      one.device = c::make<c::Device>(forebay_device_open, "host", options);
+      one.ranks = c::make<c::Communicator>(forebay_local_group_communicator, group, rank, one.device);
+      one.engine =
+          c::make<c::Engine>(forebay_engine_create, one.device, one.ranks, nullptr, nullptr, options);
+      one.commit();
+      body(one, rank);
+      errors[static_cast<std::size_t>(rank)] = last_error();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+TEST(CApiMessages, NameTheValueThatDiffersBetweenRanks) {
+  for (const bool weights : {false, true}) {
+    const auto errors = two_ranks({{"deadline", "3000"}}, [&](One& one, int rank) {
+      const float value = weights && rank == 1 ? 2 : 1;
+      ASSERT_OK(forebay_engine_set(one.engine, one.second, 0, FOREBAY_FP32, &value, 3, 1));
+      if (!weights) ASSERT_OK(forebay_hyperparameter(one.engine, 1, "lr", rank == 0 ? 0.5 : 0.25));
+      EXPECT_THROW(one.step(1), c::Error);
+    });
+    for (const std::string& error : errors) {
+      const char* const part = weights ? "values given to parameter w2"
+                                       : "lr of parameter group 1 is 0.25 on rank 1, 0.5 on rank 0";
+      EXPECT_NE(error.find(part), std::string::npos) << error;
+    }
+  }
+}
+
+TEST(CApiMessages, NameAnAbandonedStepBesideAnEvaluation) {
+  const auto errors =
+      two_ranks({{"deadline", "1000"}, {"order-of-units", "recorded"}, {"micro-steps", "2"}, {"stage", "3"}},
+                [](One& one, int rank) {
+                  one.step(1);
+                  ASSERT_OK(forebay_step_begin(one.engine));
+                  ASSERT_OK(forebay_micro_step_begin(one.engine, 0));
+                  if (rank == 1) {
+                    EXPECT_NE(forebay_abandon(one.engine, 1), FOREBAY_OK);
+                    return;
+                  }
+                  c::Lease(one.engine, one.first, c::Pass::kForward, nullptr);
+                  c::Lease(one.engine, one.first, c::Pass::kBackward, nullptr);
+                  bool failed = forebay_evaluation_begin(one.engine) != FOREBAY_OK;
+                  failed = failed || forebay_acquire(one.engine, one.second, 0, nullptr) != FOREBAY_OK ||
+                           forebay_release(one.engine, one.second, nullptr) != FOREBAY_OK ||
+                           forebay_evaluation_end(one.engine) != FOREBAY_OK;
+                  forebay_step_result result;
+                  failed = failed || forebay_step(one.engine, &result, sizeof(result)) != FOREBAY_OK;
+                  EXPECT_TRUE(failed);
+                });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("forebay_abandon()"), std::string::npos) << error;
+    EXPECT_NE(error.find("evaluation"), std::string::npos) << error;
+  }
+}
+
+TEST(CApiGuard, FillsAGradientThatIsNeverWritten) {
+  One one(c::Options{{"guard", "on"}});
+  one.commit();
+  c::call(forebay_step_begin, one.engine);
+  c::call(forebay_micro_step_begin, one.engine, 0);
+  for (const std::int32_t unit : {one.first, one.second})
+    c::Lease(one.engine, unit, c::Pass::kForward, nullptr);
+  {
+    const c::Lease lease(one.engine, one.second, c::Pass::kBackward, nullptr);
+    static_cast<void>(lease.gradient<float>(0));
+  }
+  c::Lease(one.engine, one.first, c::Pass::kBackward, nullptr);
+  EXPECT_NE(c::step(one.engine).skipped, 0);
+}
+
+// Every text of a message in C++ that names a function, an option or a lease has words of C.
+TEST(CApiMessages, HaveNoWordsOfCxx) {
+  const std::regex literal(R"re("((?:[^"\\]|\\.)*)"(?:\s*\n\s*"((?:[^"\\]|\\.)*)")*)re");
+  const std::regex call(R"((^|[^A-Za-z_0-9:.])([a-z][a-z_]*)\(\))");
+  // Of systems that forebay stands on.
+  const std::set<std::string> foreign = {"fork",    "exec",           "mmap",        "open",
+                                         "dlopen",  "io_uring_setup", "shared_text", "setsid",
+                                         "connect", "listen",         "bind",        "accept"};
+  for (const char* const folder : {"runtime/engine", "allocator", "offload"}) {
+    for (const auto& entry :
+         std::filesystem::recursive_directory_iterator(std::string(FOREBAY_ROOT) + "/" + folder)) {
+      if (entry.path().extension() != ".cc") continue;
+      const bool activations = entry.path().string().find("/activations/") != std::string::npos;
+      const std::string text = read_text(entry.path().string());
+      for (std::sregex_iterator it(text.begin(), text.end(), literal), end; it != end; ++it) {
+        const std::string shown =
+            in_words_of_c(it->str(), activations ? "forebay_checkpointer_save" : "forebay_acquire");
+        EXPECT_FALSE(std::regex_search(shown, std::regex("Options::|(^|[^-a-z])lease"))) << shown;
+        for (std::sregex_iterator found(shown.begin(), shown.end(), call); found != end; ++found) {
+          const std::string name = (*found)[2];
+          EXPECT_TRUE(name.rfind("forebay_", 0) == 0 || foreign.count(name) == 1)
+              << entry.path().filename() << ": " << shown;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace forebay::api
