@@ -185,7 +185,7 @@ TEST(CApiGuard, FillsAGradientThatIsNeverWritten) {
 TEST(CApiMessages, HaveNoWordsOfCxx) {
   const std::regex literal(R"re("((?:[^"\\]|\\.)*)"(?:\s*\n\s*"((?:[^"\\]|\\.)*)")*)re");
   const std::regex call(R"((^|[^A-Za-z_0-9:.])([a-z][a-z_]*)\(\))");
-  // Of systems that forebay stands on.
+  // Functions of the system.
   const std::set<std::string> foreign = {"fork",    "exec",           "mmap",        "open",
                                          "dlopen",  "io_uring_setup", "shared_text", "setsid",
                                          "connect", "listen",         "bind",        "accept"};

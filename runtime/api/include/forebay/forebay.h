@@ -363,9 +363,10 @@ typedef struct forebay_store_calls {
  * the options rank and size, the launcher's environment counts; see forebay_options_from_environment().
  * Options: rank, size, store, store-prefix, interface, configuration, deadline, join-deadline, communicator
  * (auto, shm, gloo, nccl), nccl-library, nccl-order. `nccl`: the trainer's own ncclComm_t of the same ranks,
- * which the communicator uses alone and never destroys; or null. Order: collective; blocks until all ranks
- * have come. Errors: FOREBAY_TIMEOUT naming the ranks that did not come, FOREBAY_PEER_LOST naming a rank that
- * ended, FOREBAY_INVALID_ARGUMENT for ranks that differ. */
+ * which the communicator uses alone and never destroys; or null.
+ * Order: collective; blocks until all ranks have come.
+ * Errors: FOREBAY_TIMEOUT naming the ranks that did not come, FOREBAY_PEER_LOST naming a rank that ended,
+ * FOREBAY_INVALID_ARGUMENT for ranks that differ. */
 FOREBAY_API int32_t forebay_communicator_create(forebay_device* device,
                                                 forebay_options* options /* or null */,
                                                 const forebay_store_calls* store /* or null */,
@@ -708,8 +709,9 @@ FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* re
  * other ranks run in this step, those that were begun included; 0: as many as the option micro-steps. With
  * one rank, or where all abandon, 0 is right. This rank takes part in the collectives of these micro-steps,
  * and of no evaluation. Before an order was recorded it works only if every rank abandons before it acquires
- * a unit. Order-of-units "recorded" only. Collective. Errors: FOREBAY_UNSUPPORTED with several ranks, before
- * an order was recorded, after units were acquired; nothing changes then. */
+ * a unit. Order-of-units "recorded" only. Collective.
+ * Errors: FOREBAY_UNSUPPORTED with several ranks, before an order was recorded, after units were acquired;
+ * nothing changes then. */
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==
@@ -726,7 +728,8 @@ FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
 
 /* Saves weights, optimizer states, step counts and loss scale under `directory`, which it makes if it is not
  * there, with any bytes of the trainer's own. A kill at any moment leaves the last saved state whole.
- * Collective. Errors: FOREBAY_IO_ERROR on all ranks; the engine goes on. */
+ * Collective.
+ * Errors: FOREBAY_IO_ERROR on all ranks; the engine goes on. */
 FOREBAY_API int32_t forebay_save(forebay_engine* engine, const char* directory,
                                  const void* trainer_state /* or null */, uint64_t trainer_state_bytes);
 
