@@ -3,7 +3,7 @@
 # How device code is compiled. The arithmetic of the kernels to the bit: only written fused multiply-adds, IEEE divide and
 # square root, subnormals kept.
 set(FOREBAY_NVCC_FLAGS -std=c++20 -O3 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false
-  -Werror all-warnings -ccbin "${CMAKE_CXX_COMPILER}")
+  -Werror all-warnings -ccbin "${FOREBAY_NVCC_HOST_COMPILER}")
 
 # The generated code: one image for each architecture, and PTX for later devices.
 set(FOREBAY_NVCC_CODE "")

@@ -173,6 +173,7 @@ option(FOREBAY_CUDA_KERNELS "Compile the CUDA kernels where nvcc is found" ON)
 set(FOREBAY_CUDA_ARCHITECTURES "75;80;86;89;90;100;120" CACHE STRING "Compute capabilities to compile for")
 # PTX of 10.0 serves 11.0 and 13.0 too; PTX of 12.0 would not serve 11.0.
 set(FOREBAY_CUDA_PTX_ARCHITECTURE 100 CACHE STRING "The newest compute capability for which PTX is embedded")
+set(FOREBAY_NVCC_HOST_COMPILER "${CMAKE_CXX_COMPILER}" CACHE FILEPATH "The C++ compiler that nvcc preprocesses with")
 set(FOREBAY_HAVE_NVCC OFF)
 if(FOREBAY_CUDA_KERNELS)
   find_program(FOREBAY_NVCC nvcc HINTS "$ENV{CUDA_HOME}/bin" /usr/local/cuda/bin
@@ -203,11 +204,11 @@ if(FOREBAY_CUDA_KERNELS)
                           "${FOREBAY_NVCC_VERSION} knows none; name some that 'nvcc --list-gpu-arch' lists")
     else()
       # Whether it gets along with this C++ compiler, asked once for each pair of the two.
-      set(pair "${FOREBAY_NVCC} ${FOREBAY_NVCC_VERSION} ${CMAKE_CXX_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
+      set(pair "${FOREBAY_NVCC} ${FOREBAY_NVCC_VERSION} ${FOREBAY_NVCC_HOST_COMPILER} ${CMAKE_CXX_COMPILER_VERSION}")
       if(NOT FOREBAY_NVCC_TRIED STREQUAL pair)
         set(probe "${PROJECT_BINARY_DIR}/CMakeFiles/nvcc_probe")
         file(WRITE "${probe}.cu" "#include <cmath>\n#include <cstdint>\n__global__ void probe(float* x) { *x = fmaf(*x, *x, *x); }\n")
-        execute_process(COMMAND "${FOREBAY_NVCC}" -std=c++20 -ccbin "${CMAKE_CXX_COMPILER}" -ptx "${probe}.cu" -o "${probe}.ptx"
+        execute_process(COMMAND "${FOREBAY_NVCC}" -std=c++20 -ccbin "${FOREBAY_NVCC_HOST_COMPILER}" -ptx "${probe}.cu" -o "${probe}.ptx"
           RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
         set(FOREBAY_NVCC_TRIED "${pair}" CACHE INTERNAL "")
         set(FOREBAY_NVCC_RESULT "${result}" CACHE INTERNAL "")
@@ -216,7 +217,7 @@ if(FOREBAY_CUDA_KERNELS)
       if(FOREBAY_NVCC_RESULT EQUAL 0)
         set(FOREBAY_HAVE_NVCC ON)
       else()
-        message(STATUS "${FOREBAY_NVCC} ${FOREBAY_NVCC_VERSION} does not work with ${CMAKE_CXX_COMPILER}: there will be no "
+        message(STATUS "${FOREBAY_NVCC} ${FOREBAY_NVCC_VERSION} does not work with ${FOREBAY_NVCC_HOST_COMPILER}: there will be no "
                        "kernels for GPUs. It said: ${FOREBAY_NVCC_OUTPUT}")
       endif()
     endif()

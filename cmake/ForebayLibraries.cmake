@@ -1,34 +1,47 @@
 # The installed libraries: libforebay-core.so (base, device seam, allocator), libforebay-host.so (the host backend) and
 # libforebay.so (everything else, on the core), with a CMake package and a pkg-config file.
 
+# zig's linker does not have it.
+include(CheckLinkerFlag)
+check_linker_flag(CXX "LINKER:-Bsymbolic-functions" FOREBAY_HAVE_BSYMBOLIC_FUNCTIONS)
+
+# forebay_library(target output [STATIC] [EXPORTS map] LAYERS name ... [LINK third_party ...] [PUBLIC target ...])
+# A library of the objects of LAYERS. With EXPORTS, a version script, it exports C functions only.
 function(forebay_library target output)
-  cmake_parse_arguments(ARG "C_INTERFACE" "" "LAYERS;LINK;PUBLIC" ${ARGN})
-  add_library(${target} SHARED)
+  cmake_parse_arguments(ARG "STATIC" "EXPORTS" "LAYERS;LINK;PUBLIC" ${ARGN})
+  set(kind SHARED)
+  if(ARG_STATIC)
+    set(kind STATIC)
+  endif()
+  add_library(${target} ${kind})
   add_library(forebay::${target} ALIAS ${target})
   foreach(layer IN LISTS ARG_LAYERS)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:forebay_${layer}>)
-    if(NOT ARG_C_INTERFACE)
+    if(NOT ARG_EXPORTS)
       target_include_directories(${target} INTERFACE
         "$<BUILD_INTERFACE:$<TARGET_PROPERTY:forebay_${layer},INTERFACE_INCLUDE_DIRECTORIES>>")
     endif()
   endforeach()
   target_include_directories(${target} INTERFACE "$<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>")
-  if(NOT ARG_C_INTERFACE)
+  if(NOT ARG_EXPORTS)
     # Its headers need no more, although its sources are C++20.
     target_compile_features(${target} INTERFACE cxx_std_17)
   endif()
   target_link_libraries(${target} PRIVATE forebay_flags ${ARG_LINK} PUBLIC ${ARG_PUBLIC})
-  if(NOT APPLE)
+  if(FOREBAY_HAVE_BSYMBOLIC_FUNCTIONS)
     # Its calls of its own functions are direct; see forebay_flags.
     target_link_options(${target} PRIVATE "LINKER:-Bsymbolic-functions")
   endif()
   set_target_properties(${target} PROPERTIES OUTPUT_NAME ${output} VERSION ${PROJECT_VERSION}
     SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX INSTALL_RPATH "$ORIGIN")
-  install(TARGETS ${target} EXPORT forebay-targets LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+  if(ARG_EXPORTS)
+    target_link_options(${target} PRIVATE "LINKER:--version-script=${ARG_EXPORTS}")
+    set_target_properties(${target} PROPERTIES LINK_DEPENDS "${ARG_EXPORTS}")
+  endif()
+  install(TARGETS ${target} EXPORT forebay-targets LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
+    ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 endfunction()
 
-forebay_library(forebay-core forebay-core LAYERS base device allocator)
-forebay_library(forebay-host forebay-host LAYERS host PUBLIC forebay-core)
 set(engine_link TBB::tbb forebay_hwy)
 if(FOREBAY_HAVE_GLOO)
   list(APPEND engine_link forebay_gloo)
@@ -42,17 +55,26 @@ endif()
 if(FOREBAY_HAVE_HWLOC)
   list(APPEND engine_link forebay_hwloc)
 endif()
-forebay_library(forebay forebay LAYERS command_line model topology kernels collectives offload engine LINK ${engine_link}
-  PUBLIC forebay-core forebay-host)
+set(core_layers base device allocator)
+set(engine_layers model topology kernels collectives offload engine)
+if(FOREBAY_STANDALONE)
+  # Each library and each program has a C++ library of its own inside, so no C++ type may pass between two of them.
+  forebay_library(forebay-core forebay-core LAYERS ${core_layers} EXPORTS "${PROJECT_SOURCE_DIR}/allocator/forebay-core.map")
+  forebay_library(forebay forebay STATIC LAYERS ${core_layers} host command_line ${engine_layers} LINK ${engine_link})
+else()
+  forebay_library(forebay-core forebay-core LAYERS ${core_layers})
+  forebay_library(forebay-host forebay-host LAYERS host PUBLIC forebay-core)
+  forebay_library(forebay forebay LAYERS command_line ${engine_layers} LINK ${engine_link} PUBLIC forebay-core forebay-host)
+endif()
 
 # libforebay-c.so: the C interface and everything below it in one library, which exports the functions of forebay.h and
 # nothing else. Its name carries FOREBAY_ABI. It stands beside the C++ libraries; a program uses one or the other.
 set(c_link ${engine_link})
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND NOT FOREBAY_STANDALONE)
   list(REMOVE_ITEM c_link forebay_hwy)
 endif()
-forebay_library(forebay-c forebay-c C_INTERFACE
-  LAYERS base device host allocator model topology kernels collectives offload engine api LINK ${c_link})
+forebay_library(forebay-c forebay-c LAYERS ${core_layers} host ${engine_layers} api LINK ${c_link}
+  EXPORTS "${PROJECT_SOURCE_DIR}/runtime/api/forebay-c.map")
 if(NOT forebay_hwy IN_LIST c_link)
   # In place of libhwy.so, which takes long to load.
   target_sources(forebay-c PRIVATE "${PROJECT_SOURCE_DIR}/kernels/simd_targets.cc")
@@ -61,9 +83,10 @@ endif()
 target_include_directories(forebay-c INTERFACE "$<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/runtime/api/include>")
 file(STRINGS "${PROJECT_SOURCE_DIR}/runtime/api/include/forebay/forebay.h" abi REGEX "^#define FOREBAY_ABI [0-9]+")
 string(REGEX MATCH "[0-9]+$" abi "${abi}")
-set_target_properties(forebay-c PROPERTIES SOVERSION ${abi} VERSION ${abi}.${PROJECT_VERSION}
-  LINK_DEPENDS "${PROJECT_SOURCE_DIR}/runtime/api/forebay-c.map")
-target_link_options(forebay-c PRIVATE "LINKER:--version-script=${PROJECT_SOURCE_DIR}/runtime/api/forebay-c.map")
+set_target_properties(forebay-c PROPERTIES SOVERSION ${abi} VERSION ${abi}.${PROJECT_VERSION})
+if(FOREBAY_STANDALONE)
+  return()
+endif()
 
 # find_package(forebay) -> forebay::forebay, and pkg-config. No third-party header is in a public header, so neither has
 # dependencies to find.

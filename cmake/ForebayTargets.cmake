@@ -4,6 +4,9 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 
+# The preload and the programs that use it open the core by this name.
+set(FOREBAY_CORE_SONAME "libforebay-core.so.${PROJECT_VERSION_MAJOR}")
+
 # The compiler flags of every target. -ffp-contract=off: each fused multiply-add is written out, so that results do not
 # depend on the compiler's choice (ARCHITECTURE.md, "The numeric contract").
 add_library(forebay_flags INTERFACE)

@@ -27,7 +27,6 @@ namespace {
 constexpr char kProbe[] =
 #include "check_probe.py.inc"
     ;
-constexpr char kCoreName[] = "libforebay-core.so";
 constexpr const char* kTorchVariables[] = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"};
 constexpr char kUnbuffered[] = "PYTHONUNBUFFERED";
 constexpr std::size_t kReasonLength = 160;  // Longer ones break over lines and hide the others.
@@ -182,7 +181,7 @@ class Checker {
     }
     TimedProcess process;
     const std::string core =
-        std::filesystem::path(check_.preload_library).replace_filename(kCoreName).string();
+        std::filesystem::path(check_.preload_library).replace_filename(FOREBAY_CORE_SONAME).string();
     process.command = {python_, scratch_ / "probe.py", feature, mode != nullptr ? mode->probe : "cache",
                        core,    scratch_ / "answer"};
     process.output = scratch_ / "output";

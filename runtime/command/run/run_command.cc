@@ -69,22 +69,22 @@ Environment inherited_environment() {
   return environment;
 }
 
-// The preload lies beside the core that this program runs on, so that both are of one build.
+// The preload lies beside the core that this program runs on, so that both are of one build. A program of
+// FOREBAY_STANDALONE contains the core.
 Result<std::string> find_library() {
   Dl_info info{};
   const auto* core = reinterpret_cast<const void*>(&preload_record_of_process);
+  if (::dladdr(core, &info) == 0 || info.dli_fname == nullptr) info.dli_fname = "";
   std::error_code error;
   std::filesystem::path path;
-  if (::dladdr(core, &info) != 0 && info.dli_fname != nullptr) {
-    path = std::filesystem::canonical(info.dli_fname, error).parent_path() / kLibraryName;
+  for (const char* file : {info.dli_fname, "/proc/self/exe"}) {
+    path = std::filesystem::canonical(file, error).parent_path() / kLibraryName;
+    if (std::filesystem::exists(path, error)) return path.string();
   }
-  if (path.empty() || !std::filesystem::exists(path, error)) {
-    return Status(
-        StatusCode::kUnavailable,
-        "cannot find " + (path.empty() ? std::string(kLibraryName) : path.string()) +
-            ": it belongs beside libforebay-core.so and is built on Linux on x86-64 and aarch64; install it");
-  }
-  return path.string();
+  return Status(
+      StatusCode::kUnavailable,
+      "cannot find " + path.string() +
+          ": it belongs beside libforebay-core.so and is built on Linux on x86-64 and aarch64; install it");
 }
 
 // Where the processes of one run leave their records: a directory of the user's, or one that goes with this.
