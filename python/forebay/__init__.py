@@ -19,14 +19,17 @@ from forebay.core import (Arena, Checkpointer, Communicator, Device, Engine, Loc
 
 _TORCH = ("AdamW", "shard", "wrap", "gathered", "load", "save", "restore", "report", "digest",
           "offload_activations")
+_ALLOCATOR = ("enable_allocator", "memory_pool")
 
 __all__ = ["Arena", "Checkpointer", "Communicator", "Corruption", "Device", "Engine", "Error", "InputOutputError",
            "Internal", "InvalidArgument", "LocalGroup", "Options", "OutOfMemory", "PeerLost", "PinnedPool",
            "StepResult", "Timeout", "Unavailable", "Unsupported", "devices", "explain", "plan", "version",
-           *_TORCH]
+           *_TORCH, *_ALLOCATOR]
 
 
 def __getattr__(name: str) -> Any:
     if name in _TORCH:
         return getattr(importlib.import_module("forebay.torch"), name)
+    if name in _ALLOCATOR:
+        return getattr(importlib.import_module("forebay._allocator"), name)
     raise AttributeError(f"module 'forebay' has no attribute {name!r}")

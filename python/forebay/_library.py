@@ -1,7 +1,7 @@
 """The C interface (forebay.h) by ctypes: one table of functions, errors as exceptions, handles as objects.
 
-The library is libforebay-c.so.1: the file that FOREBAY_LIBRARY names, else the one beside this package, else
-the system's. It is loaded at the first use.
+The library is libforebay-c.so.1: the file that FOREBAY_LIBRARY names, else the wheel's, else the system's. It is
+loaded at the first use.
 """
 
 from __future__ import annotations
@@ -290,15 +290,25 @@ class Library:
                               "one version.")
 
 
+def file_of_wheel(name: str, variable: str) -> str:
+    """The path of a library or program: the one that the environment's variable names, else the wheel's, else
+    `name`, which the system searches."""
+    inside = pathlib.Path(__file__).with_name("lib") / name
+    return os.environ.get(variable) or (str(inside) if inside.exists() else name)
+
+
+def command() -> str:
+    """The program `forebay`."""
+    return file_of_wheel("forebay", "FOREBAY_COMMAND")
+
+
 @functools.lru_cache(maxsize=None)
 def library() -> Any:
     """Loads the library once.
 
     Errors: Unavailable, with the places that were searched.
     """
-    named = os.environ.get("FOREBAY_LIBRARY")
-    beside = pathlib.Path(__file__).with_name(FILE)
-    path = named or (str(beside) if beside.exists() else FILE)
+    path = file_of_wheel(FILE, "FOREBAY_LIBRARY")
     try:
         return Library(path)
     except OSError as error:

@@ -13,6 +13,7 @@ import os
 import subprocess
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
+from forebay import _library
 from forebay._library import Error, Handle, InvalidArgument, Unavailable, library, report, result
 
 NO_STREAM = ctypes.c_void_p(-1).value  # Blocks that only the host uses.
@@ -563,10 +564,11 @@ def _config_text(config: Any) -> str:
 def explain(snapshot: Union[str, os.PathLike], command: Iterable[str] = ()) -> str:
     """The text of `forebay explain SNAPSHOT`: who holds the memory of a snapshot.
 
-    `command`: the program with its first arguments; empty: FOREBAY_COMMAND, else `forebay` on PATH.
+    `command`: the program with its first arguments; empty: FOREBAY_COMMAND, else the wheel's, else `forebay` on
+    PATH.
     Errors: Unavailable without the program; Error with its message where it fails.
     """
-    program = list(command) or [os.environ.get("FOREBAY_COMMAND", "forebay")]
+    program = list(command) or [_library.command()]
     try:
         done = subprocess.run([*program, "explain", os.fspath(snapshot)], capture_output=True, text=True, check=False)
     except OSError as error:

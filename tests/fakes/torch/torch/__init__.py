@@ -162,9 +162,14 @@ class _Allocator:
     def allocator(self):
         return self
 
+    def set_record_stream_fn(self, address):
+        self.record_stream = address
+
 
 def _change_current_allocator(allocator):
     global _pluggable, _mode
+    if _driver is not None:
+        raise RuntimeError("Can't swap an already initialized allocator")
     _pluggable, _mode = allocator.parts, "pluggable"
 
 
@@ -229,6 +234,7 @@ cuda = types.SimpleNamespace(
     get_device_name=lambda device: "the fake device",
     graph=_capture,
     init=_start,
+    is_available=lambda: True,
     mem_get_info=lambda: (_TOTAL, _TOTAL),
     memory_stats=_memory_stats,
     stream=lambda stream: contextlib.nullcontext(),
