@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A bare Debian in a directory of its own, this tree cloned into it, and the two commands of the quickstart run there:
-# with nothing else installed and no variable set. All mounts are in a namespace that ends with the command.
+# with nothing else installed and no variable set. Or only Python and a wheel. All mounts are in a namespace that ends with
+# the command.
 set -euo pipefail
 umask 022
 PATH=$PATH:/usr/sbin:/sbin # Root's, where only a user's is set.
@@ -18,6 +19,7 @@ Makes a bare Debian with debootstrap, clones this tree into it, and runs './dev 
 
   SUITE             the release, by the name that debootstrap knows; default: bookworm (Debian 12)
   --only demo|test  run one of the two commands
+  --wheel FILE      instead, install only Python, and try this wheel there as a user who is not root (wheel_trial.py)
   --keep            leave the directory, and say where it is; otherwise it is removed, whatever happens
   --help            print this text
 
@@ -29,7 +31,7 @@ END
 
 # ---- arguments ----
 
-suite=bookworm keep='' commands=(demo test)
+suite=bookworm keep='' commands=(demo test) wheel=''
 while [ $# -gt 0 ]; do
   case $1 in
     --help | -h) usage && exit 0 ;;
@@ -39,6 +41,10 @@ while [ $# -gt 0 ]; do
         demo | test) commands=("$2") && shift ;;
         *) fail "--only wants demo or test" ;;
       esac
+      ;;
+    --wheel)
+      if [ ! -f "${2:-}" ]; then fail "--wheel wants a file"; fi
+      wheel=$2 && shift
       ;;
     -*) fail "what is '$1'? See fresh_root.sh --help" ;;
     *) suite=$1 ;;
@@ -53,7 +59,7 @@ for program in debootstrap git unshare chroot; do
   command -v "$program" >/dev/null || skip "$program is not installed"
 done
 unshare --mount --pid --fork true 2>/dev/null || skip "root may not mount here, as in most containers"
-git -c safe.directory='*' -C "$source_root" rev-parse HEAD >/dev/null 2>&1 ||
+[ -n "$wheel" ] || git -c safe.directory='*' -C "$source_root" rev-parse HEAD >/dev/null 2>&1 ||
   skip "$source_root is no git checkout, and there is nothing to clone"
 
 # ---- one directory, which goes at the end together with every process that was started in it ----
@@ -134,7 +140,8 @@ make_root() {
   proxy=$(sed -nE 's/^Acquire::http::Proxy "(.+)";$/\1/p' <<<"$settings" | tail -n 1)
   say "Making a bare $suite in $root, from ${mirror:-the mirror that debootstrap chooses}"
   # debootstrap downloads with wget, which knows nothing of apt's proxy.
-  in_namespace env ${proxy:+"http_proxy=$proxy"} debootstrap --variant=minbase "$suite" "$root" ${mirror:+"$mirror"} \
+  in_namespace env ${proxy:+"http_proxy=$proxy"} debootstrap --variant=minbase \
+    ${wheel:+--include=python3,python3-venv,ca-certificates} "$suite" "$root" ${mirror:+"$mirror"} \
     >"$work/debootstrap.log" 2>&1 || {
     tail -n 20 "$work/debootstrap.log" >&2
     fail "debootstrap could not make it; the end of what it printed is above"
@@ -168,20 +175,21 @@ clone_tree() {
 # shellcheck disable=SC2016  # Its own variables.
 enter='
   set -eu
-  root=$1 tree=$2 command=$3
+  root=$1
+  shift
   mount -t proc proc "$root/proc"
   mount --rbind /sys "$root/sys"
   mount -o remount,bind,ro "$root/sys"
   mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts "$root/dev/pts"
   mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
   status=0
-  chroot "$root" /bin/sh -c "cd $tree && exec /usr/bin/env -i ./dev $command" || status=$?
+  chroot "$@" || status=$?
   exit "$status"'
 
 run_command() { # demo or test
   local begin=$SECONDS status=0
   say "Running ./dev $1 there, with no variable set"
-  in_namespace bash -c "$enter" bash "$root" "$tree" "$1" || status=$?
+  in_namespace bash -c "$enter" bash "$root" "$root" /bin/sh -c "cd $tree && exec /usr/bin/env -i ./dev $1" || status=$?
   if [ "$status" = 0 ]; then
     say "./dev $1 passed after $(((SECONDS - begin + 30) / 60)) minutes"
   else
@@ -190,7 +198,27 @@ run_command() { # demo or test
   fi
 }
 
+# The variables by which pip reaches its index pass, and no others.
+try_wheel() {
+  local here variables=()
+  here=$(dirname "${BASH_SOURCE[0]}")
+  mkdir -p "$root/trial" "$root/home/user"
+  chown 1000:1000 "$root/home/user"
+  cp "$wheel" "$here/wheel_trial.py" "$source_root/samples/pytorch/minimal.py" "$root/trial"
+  if [ -f /etc/ssl/certs/ca-certificates.crt ]; then cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"; fi
+  mapfile -t variables < <(env | grep -E '^(PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST)|https?_proxy|HTTPS?_PROXY|FOREBAY_TRIAL_TORCH)=')
+  say "Trying $(basename "$wheel") there as user 1000"
+  in_namespace bash -c "$enter" bash "$root" --userspec=1000:1000 "$root" /usr/bin/env -i HOME=/home/user \
+    PATH=/usr/bin:/bin PIP_CERT=/etc/ssl/certs/ca-certificates.crt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    ${variables[@]+"${variables[@]}"} python3 /trial/wheel_trial.py "/trial/$(basename "$wheel")" /trial/minimal.py
+}
+
 make_root
+if [ -n "$wheel" ]; then
+  try_wheel || fail "on a bare $suite, the wheel fails"
+  say "On a bare $suite, the wheel works"
+  exit
+fi
 clone_tree
 failed=()
 for command in "${commands[@]}"; do run_command "$command"; done
