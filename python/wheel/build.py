@@ -275,7 +275,7 @@ set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
             fail("the wheel has CUDA kernels inside, and there is no nvcc: neither installed nor from PyPI")
         say(f"{self.processor}: compiling forebay")
         return self.cmake(
-            "forebay", ROOT, "-DFOREBAY_STANDALONE=ON", "-DFOREBAY_TESTS=OFF", "-DFOREBAY_SAMPLES=OFF",
+            "forebay", ROOT, "--fresh", "-DFOREBAY_STANDALONE=ON", "-DFOREBAY_TESTS=OFF", "-DFOREBAY_SAMPLES=OFF",
             "-DFOREBAY_BENCHMARKS=OFF", "-DFOREBAY_OPENSSL=OFF", "-DFOREBAY_HWLOC=OFF", "-DFOREBAY_ONEDNN=OFF",
             "-DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON", "-DCMAKE_SKIP_RPATH=ON", "-DCMAKE_VISIBILITY_INLINES_HIDDEN=ON",
             f"-DCMAKE_C_FLAGS_RELEASE={flags}", f"-DCMAKE_CXX_FLAGS_RELEASE={flags}",

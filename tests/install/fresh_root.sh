@@ -206,6 +206,7 @@ try_wheel() {
   chown 1000:1000 "$root/home/user"
   cp "$wheel" "$here/wheel_trial.py" "$source_root/samples/pytorch/minimal.py" "$root/trial"
   if [ -f /etc/ssl/certs/ca-certificates.crt ]; then cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"; fi
+  printf '127.0.0.1 localhost %s\n' "$(hostname)" >"$root/etc/hosts"
   mapfile -t variables < <(env | grep -E '^(PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST)|https?_proxy|HTTPS?_PROXY|FOREBAY_TRIAL_TORCH)=')
   say "Trying $(basename "$wheel") there as user 1000"
   in_namespace bash -c "$enter" bash "$root" --userspec=1000:1000 "$root" /usr/bin/env -i HOME=/home/user \
