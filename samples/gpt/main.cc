@@ -160,6 +160,7 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
   if (launched) options.ranks = environment.size;
   if (launched && options.communicator.empty()) options.communicator = "auto";
   options = resolve_options(std::move(options));
+  find_state_to_resume(options);
   Status status = check_grid(options.ranks, grid_options(options));
   if (status.ok()) status = check_order_group(options.ranks, grid_options(options), options.group);
   if (!status.ok()) {

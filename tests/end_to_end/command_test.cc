@@ -148,7 +148,7 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
       {{"--save-state", file}, "--save-state"},
       {{"--save-state", "/proc/forebay-state"}, "--save-state"},
       {{"--save-state", directory_ / "no/such/place"}, "--save-state"},
-      {{"--save-state", state}, "--load-state"},
+      {{"--save-state", state}, "--resume"},
       {{"--text", pipe}, "is not a regular file"},
       {{"--text", "/dev/zero"}, "is not a regular file"},
       {{"--initial", pipe}, "is not a regular file"},

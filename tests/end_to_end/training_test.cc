@@ -172,12 +172,11 @@ TEST_F(Training, ResumesAfterAKillAtAnyMomentWithTheSameBits) {
   const Json whole = report_of(words + Words{"--quiet"});
   const std::string state = directory_ / "state";
   const Words saving =
-      words + Words{"--save-state", state, "--save-every", "1", "--report", directory_ / "report.json"};
+      words +
+      Words{"--save-state", state, "--save-every", "1", "--resume", "--report", directory_ / "report.json"};
   int kills = 0;
   for (int attempt = 0; attempt < 6; ++attempt) {
-    const bool resumable = std::filesystem::exists(state + "/latest");
-    Process process(Words{FOREBAY_GPT} + saving + (resumable ? Words{"--load-state", state} : Words{}),
-                    variables());
+    Process process(Words{FOREBAY_GPT} + saving, variables());
     // Long enough to save a state; the kill hits any point of it.
     ASSERT_TRUE(process.wait_for_output("step ")) << "no progress line";
     const int microseconds = std::uniform_int_distribution<int>(0, 120'000)(random);
@@ -191,8 +190,7 @@ TEST_F(Training, ResumesAfterAKillAtAnyMomentWithTheSameBits) {
     for (const auto& entry : std::filesystem::directory_iterator(directory_ / "tmp"))
       std::filesystem::remove_all(entry.path());
   }
-  const bool resumable = std::filesystem::exists(state + "/latest");
-  const Finished last = run(saving + Words{"--quiet"} + (resumable ? Words{"--load-state", state} : Words{}));
+  const Finished last = run(saving + Words{"--quiet"});
   ASSERT_EQ(last.exit_code, 0) << last.output;
   EXPECT_GE(kills, 1);
   const Json resumed = read_json(directory_ / "report.json");

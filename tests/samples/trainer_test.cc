@@ -393,6 +393,8 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--accumulate", "local", "--stage", "2"}, "--accumulate local"},
       {{"--save-every", "3"}, "--save-state"},
       {{"--load-state", "a", "--initial", "b"}, "--initial"},
+      {{"--resume"}, "--resume needs --save-state"},
+      {{"--resume", "--save-state", "a", "--load-state", "b"}, "--resume"},
       {{"--lr", "nan"}, "--lr"},
       {{"--beta2", "1"}, "--beta2"},
       {{"--communicator", "telepathy"}, "--communicator: 'telepathy' was given; use one of auto|shm"},

@@ -73,11 +73,17 @@ void check_state(const TrainerOptions& options) {
   throw Error(
       StatusCode::kInvalidArgument,
       "--save-state " + directory +
-          " holds a saved state already, which this run would replace; go on from it with --load-state " +
-          directory + ", or give another directory");
+          " holds a saved state already, which this run would replace; go on from it with --resume, or give "
+          "another directory");
 }
 
 }  // namespace
+
+void find_state_to_resume(TrainerOptions& options) {
+  if (!options.resume || !holds_state(options.save_state)) return;
+  options.load_state = options.save_state;
+  options.initial_file.clear();
+}
 
 std::string timeline_file(const TrainerOptions& options, int rank) {
   fs::path file = options.timeline_file;

@@ -10,6 +10,9 @@ namespace forebay::gpt {
 // Errors: throws Error naming the option or the file.
 void check_files(const TrainerOptions& options);
 
+// With --resume, sets load_state to save_state if a state is saved there; --initial then gives no weights.
+void find_state_to_resume(TrainerOptions& options);
+
 // The path of a rank's timeline: --timeline, with .rank-N before its extension except for rank 0.
 std::string timeline_file(const TrainerOptions& options, int rank);
 // The path of a rank's flight record in the directory of --flight-recorder.

@@ -192,6 +192,11 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   files.number("--save-every", o.save_every, 0, UINT64_MAX,
                "Save it after every N steps, too; 0: only at the end");
   files.text("--load-state", o.load_state, "DIR", "Resume from the training state saved here");
+  app.add_flag(
+         "--resume", o.resume,
+         "Resume from --save-state if a state is saved there, so that a job that is started again by its "
+         "scheduler or launcher goes on with the same command")
+      ->group("Files");
   files.text("--initial", o.initial_file, "FILE", "Initial weights (safetensors)");
   files.text("--export", o.export_file, "FILE", "Write the full fp32 weights here at the end (safetensors)");
   files.text("--report", o.report_file, "FILE", "Write a report here at the end (JSON)");
@@ -325,6 +330,10 @@ void check_options(const TrainerOptions& o) {
     refuse("--save-every says how often to save and no directory was given; add --save-state DIR");
   if (!o.load_state.empty() && !o.initial_file.empty()) {
     refuse("--load-state and --initial both give the weights; use one of them");
+  }
+  if (o.resume && o.save_state.empty()) refuse("--resume needs --save-state DIR");
+  if (o.resume && !o.load_state.empty()) {
+    refuse("--resume loads the state from --save-state, --load-state from elsewhere; use one of them");
   }
 }
 

@@ -61,6 +61,7 @@ struct TrainerOptions : ShardingOptions {
   std::string save_state;
   std::uint64_t save_every = 0;
   std::string load_state;
+  bool resume = false;  // Load from save_state once it holds a state.
   std::string initial_file;
   std::string export_file;
   std::string report_file;
