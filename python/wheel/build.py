@@ -351,12 +351,14 @@ def assemble(processor: str, build: pathlib.Path) -> pathlib.Path:
                      f"{len(data)}\n" for name, data in files.items())
     files[f"{info}/RECORD"] = (record + f"{info}/RECORD,,\n").encode()
     wheel = WORK / f"forebay-{version()}-{tag}.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    unfinished = wheel.with_suffix(".unfinished")
+    with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, data in files.items():
             entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
             mode = 0o755 if name.startswith("forebay/lib/") else 0o644
             entry.external_attr = (stat.S_IFREG | mode) << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 9)
+    unfinished.replace(wheel)
     return wheel
 
 
