@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
@@ -22,6 +23,13 @@ _KINDS = tuple(kind for kind in (getattr(torch, "OutOfMemoryError", None), torch
 
 def is_out_of_memory(error: Optional[BaseException]) -> bool:
     return isinstance(error, _KINDS) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def trim_heap() -> None:
+    """Gives free pages of the C library's heap back to the system, where the library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def size_text(size: int) -> str:

@@ -23,8 +23,8 @@ from forebay.torch import deepspeed, describe, guard, memory, stand_in
 
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
-    "At stage 3 every forward pass gathers, so all ranks run the same number of them: give generate() synced_gpus=True, "
-    "and call state_dict() and evaluations on all ranks")
+    "At stage 3 every forward pass gathers, so all ranks run the same number of them: give generate() synced_gpus=True "
+    "(after torch.distributed.init_process_group()), and call state_dict() and evaluations on all ranks")
 
 
 class _InputsDone(torch.autograd.Function):
@@ -247,6 +247,8 @@ class Sharded:
         self.frozen = [not p.requires_grad for p in self.parameters]
         self.guard = guard.Guard(self, always=bool(self.given.get("check")))
         memory.watch(self)
+        if self.device.type == "cpu":
+            memory.trim_heap()  # The values were on the heap.
 
     def _bind(self, p: nn.Parameter, view: torch.Tensor) -> None:
         if p.is_meta:
