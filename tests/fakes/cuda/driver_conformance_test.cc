@@ -10,7 +10,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <future>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -22,8 +25,9 @@ namespace {
 
 using namespace forebay::cuda;  // NOLINT: the interface under test.
 
-// PTX of `store(int* target, int value)`; the fake goes by the name.
-constexpr char kStorePtx[] = R"(.version 7.0
+// PTX of two kernels; the fake goes by the names. `store(int* target, int value)`. `spin(const int* flag)`
+// ends when the flag is not zero, or after five seconds, so that a test that fails leaves the GPU to others.
+constexpr char kPtx[] = R"(.version 7.0
 .target sm_70
 .address_size 64
 .visible .entry store(.param .u64 target, .param .u32 value) {
@@ -35,26 +39,38 @@ constexpr char kStorePtx[] = R"(.version 7.0
   st.global.u32 [%rd2], %r1;
   ret;
 }
+.visible .entry spin(.param .u64 flag) {
+  .reg .pred %p<3>;
+  .reg .b32 %r<2>;
+  .reg .b64 %rd<6>;
+  ld.param.u64 %rd1, [flag];
+  cvta.to.global.u64 %rd2, %rd1;
+  mov.u64 %rd3, %globaltimer;
+again:
+  ld.volatile.global.u32 %r1, [%rd2];
+  setp.ne.u32 %p1, %r1, 0;
+  @%p1 bra done;
+  mov.u64 %rd4, %globaltimer;
+  sub.u64 %rd5, %rd4, %rd3;
+  setp.lt.u64 %p2, %rd5, 5000000000;
+  @%p2 bra again;
+done:
+  ret;
+}
 )";
 
-constexpr std::size_t kStoreBytes[] = {sizeof(int*), sizeof(int)};
-constexpr FakeKernel kStoreKernel[] = {{"store",
-                                        [](const FakeLaunch&, void* const* arguments) {
-                                          **static_cast<int**>(arguments[0]) =
-                                              *static_cast<int*>(arguments[1]);
-                                        },
-                                        2, kStoreBytes}};
-constexpr FakeKernelTable kKernels{kStoreKernel, 1};
+void store(const FakeLaunch&, void* const* arguments) {
+  **static_cast<int**>(arguments[0]) = *static_cast<int*>(arguments[1]);
+}
+void spin(const FakeLaunch&, void* const* arguments) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  const auto& flag = **static_cast<const std::atomic<int>**>(arguments[0]);
+  while (flag == 0 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
 
-// A host function that holds its stream until it is opened.
-struct Gate {
-  std::atomic<bool> open{false};
-  static void wait(void* gate) { static_cast<Gate*>(gate)->open.wait(false); }
-  void release() {
-    open = true;
-    open.notify_all();
-  }
-};
+constexpr std::size_t kStoreBytes[] = {sizeof(int*), sizeof(int)};
+constexpr FakeKernel kKernelList[] = {{"store", store, 2, kStoreBytes}, {"spin", spin, 1, kStoreBytes}};
+constexpr FakeKernelTable kKernels{kKernelList, 2};
 
 class DriverConformance : public testing::Test {
  protected:
@@ -91,10 +107,13 @@ class DriverConformance : public testing::Test {
     properties_.requested_handle_types = CuMemHandleType::kPosixFileDescriptor;
     ASSERT_CU_OK(driver_.cuMemGetAllocationGranularity(&granule_, &properties_, CuMemGranularity::kMinimum));
     ASSERT_CU_OK(driver_.cuStreamCreate(&stream_, kStreamNonBlocking));
+    ASSERT_CU_OK(driver_.cuModuleLoadData(&module_, kPtx));
+    ASSERT_CU_OK(driver_.cuModuleGetFunction(&spin_, module_, "spin"));
   }
 
   void TearDown() override {
     if (context_ == nullptr) return;
+    EXPECT_CU_OK(driver_.cuModuleUnload(module_));
     EXPECT_CU_OK(driver_.cuStreamDestroy_v2(stream_));
     EXPECT_CU_OK(driver_.cuDevicePrimaryCtxRelease_v2(0));
     if (!fake_) return;
@@ -125,6 +144,36 @@ class DriverConformance : public testing::Test {
     return value;
   }
 
+  // Holds streams by kernels until it is opened. A host function would not do: a driver may run those of all
+  // streams on one thread.
+  class Gate {
+   public:
+    explicit Gate(const DriverConformance& test) : test_(test) {
+      EXPECT_CU_OK(driver_.cuMemHostAlloc(&page_, 4096, kHostAllocPortable | kHostAllocDeviceMap));
+      EXPECT_CU_OK(driver_.cuMemHostGetDevicePointer_v2(&address_, page_, 0));
+      *flag() = 0;
+    }
+    ~Gate() {
+      release();
+      EXPECT_CU_OK(driver_.cuCtxSynchronize());
+      EXPECT_CU_OK(driver_.cuMemFreeHost(page_));
+    }
+    Gate(const Gate&) = delete;
+    Gate& operator=(const Gate&) = delete;
+    void hold(CuStream stream) {
+      void* arguments[] = {&address_};
+      ASSERT_CU_OK(driver_.cuLaunchKernel(test_.spin_, 1, 1, 1, 1, 1, 1, 0, stream, arguments, nullptr));
+    }
+    void release() { *flag() = 1; }
+
+   private:
+    std::atomic<int>* flag() { return static_cast<std::atomic<int>*>(page_); }
+
+    const DriverConformance& test_;
+    void* page_ = nullptr;
+    CuDevicePtr address_ = 0;
+  };
+
   inline static DriverUnderTest driver_;
   inline static FakeCuda controls_;
   inline static bool fake_ = false;
@@ -133,6 +182,8 @@ class DriverConformance : public testing::Test {
   CuMemAllocationProp properties_{};
   std::size_t granule_ = 0;
   CuStream stream_ = nullptr;
+  CuModule module_ = nullptr;
+  CuFunction spin_ = nullptr;
 };
 
 TEST_F(DriverConformance, TheDeviceSaysWhatItIs) {
@@ -254,13 +305,19 @@ TEST_F(DriverConformance, CopiesAndFillsMoveTheBytes) {
 TEST_F(DriverConformance, OrdinaryHostMemoryIsTakenWhenACopyIsQueued) {
   CuDevicePtr address = 0;
   ASSERT_CU_OK(driver_.cuMemAlloc_v2(&address, 64));
-  Gate gate;
+  Gate gate(*this);
   unsigned value = 1;
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
-  ASSERT_CU_OK(driver_.cuMemcpyHtoDAsync_v2(address, &value, sizeof(value), stream_));
+  gate.hold(stream_);
+  // The call may wait for its stream, so somebody else opens the gate.
+  std::promise<void> returned;
+  std::thread opener([&] {
+    returned.get_future().wait_for(std::chrono::milliseconds(100));
+    gate.release();
+  });
+  EXPECT_CU_OK(driver_.cuMemcpyHtoDAsync_v2(address, &value, sizeof(value), stream_));
   value = 2;
-  EXPECT_CU(kNotReady, driver_.cuStreamQuery(stream_));
-  gate.release();
+  returned.set_value();
+  opener.join();
   ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
   EXPECT_CU_OK(driver_.cuStreamQuery(stream_));
   EXPECT_EQ(read(address), 1u);
@@ -273,9 +330,9 @@ TEST_F(DriverConformance, PageLockedMemoryIsUsedWhenTheCopyRuns) {
   ASSERT_CU_OK(driver_.cuMemAlloc_v2(&address, 64));
   ASSERT_CU_OK(driver_.cuMemHostAlloc(&memory, 4096, kHostAllocPortable));
   auto* const value = static_cast<std::atomic<unsigned>*>(memory);
-  Gate gate;
+  Gate gate(*this);
   *value = 1;
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
+  gate.hold(stream_);
   ASSERT_CU_OK(driver_.cuMemcpyHtoDAsync_v2(address, memory, sizeof(unsigned), stream_));
   ASSERT_CU_OK(driver_.cuMemcpyDtoHAsync_v2(value + 1, address, sizeof(unsigned), stream_));
   *value = 2;
@@ -291,7 +348,8 @@ TEST_F(DriverConformance, HostRangesAreRegisteredOnce) {
   ASSERT_NE(memory, MAP_FAILED);
   CuDevicePtr device = 0;
   EXPECT_CU(kHostMemoryNotRegistered, driver_.cuMemHostUnregister(memory));
-  ASSERT_CU_OK(driver_.cuMemHostRegister_v2(memory, 2 * 4096, kHostRegisterPortable));
+  ASSERT_CU_OK(
+      driver_.cuMemHostRegister_v2(memory, 2 * 4096, kHostRegisterPortable | kHostRegisterDeviceMap));
   EXPECT_CU(kHostMemoryAlreadyRegistered, driver_.cuMemHostRegister_v2(memory, 4096, kHostRegisterPortable));
   EXPECT_CU_OK(driver_.cuMemHostGetDevicePointer_v2(&device, memory, 0));
   EXPECT_NE(device, 0u);
@@ -438,8 +496,8 @@ TEST_F(DriverConformance, EventsMarkPointsInStreams) {
   ASSERT_CU_OK(driver_.cuStreamCreate(&other, kStreamNonBlocking));
   EXPECT_CU_OK(driver_.cuEventQuery(event));  // Never recorded: done.
   EXPECT_CU_OK(driver_.cuStreamWaitEvent(other, event, 0));
-  Gate gate;
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
+  Gate gate(*this);
+  gate.hold(stream_);
   ASSERT_CU_OK(driver_.cuEventRecord(event, stream_));
   ASSERT_CU_OK(driver_.cuStreamWaitEvent(other, event, 0));
   EXPECT_CU(kNotReady, driver_.cuEventQuery(event));
@@ -478,10 +536,10 @@ TEST_F(DriverConformance, TheLegacyStreamWaitsForBlockingStreamsAndTheyForIt) {
       ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
     }
   };
-  Gate first, second;
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(blocking, Gate::wait, &first));
+  Gate first(*this), second(*this);
+  first.hold(blocking);
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(nullptr, count, &ran));
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(legacy_stream(), Gate::wait, &second));
+  second.hold(legacy_stream());
   ASSERT_CU_OK(driver_.cuLaunchHostFunc(blocking, count, &ran));
   let_time_pass();
   EXPECT_EQ(ran, 0);
@@ -499,8 +557,8 @@ TEST_F(DriverConformance, TheLegacyStreamWaitsForBlockingStreamsAndTheyForIt) {
 }
 
 TEST_F(DriverConformance, EachThreadHasADefaultStreamOfItsOwn) {
-  Gate gate;
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(per_thread_stream(), Gate::wait, &gate));
+  Gate gate(*this);
+  gate.hold(per_thread_stream());
   std::thread([&] {
     ASSERT_CU_OK(driver_.cuCtxSetCurrent(context_));
     ASSERT_CU_OK(driver_.cuLaunchHostFunc(
@@ -528,6 +586,35 @@ TEST_F(DriverConformance, AStreamIsGoneAfterItsDestruction) {
   EXPECT_CU_OK(driver_.cuStreamDestroy_v2(other));
   EXPECT_CU_OK(driver_.cuCtxSynchronize());
   EXPECT_EQ(ran, 100);
+}
+
+TEST_F(DriverConformance, AStreamWaitsForAValueThatTheHostOrAnotherStreamWrites) {
+  CuStream other = nullptr;
+  void* page = nullptr;
+  CuDevicePtr word = 0, address = 0;
+  ASSERT_CU_OK(driver_.cuStreamCreate(&other, kStreamNonBlocking));
+  ASSERT_CU_OK(driver_.cuMemHostAlloc(&page, 4096, kHostAllocPortable | kHostAllocDeviceMap));
+  ASSERT_CU_OK(driver_.cuMemHostGetDevicePointer_v2(&word, page, 0));
+  ASSERT_CU_OK(driver_.cuMemAlloc_v2(&address, 64));
+  ASSERT_CU_OK(driver_.cuMemsetD32Async(address, 1, 1, stream_));
+  auto* const value = static_cast<std::atomic<std::uint32_t>*>(page);
+  *value = 0xFFFFFFFF;  // One less than zero: the difference counts.
+
+  EXPECT_CU(kInvalidValue, driver_.cuStreamWaitValue32_v2(stream_, word + 1, 0, kWaitValueGeq));
+  ASSERT_CU_OK(driver_.cuStreamWaitValue32_v2(stream_, word, 0, kWaitValueGeq));
+  ASSERT_CU_OK(driver_.cuMemsetD32Async(address, 2, 1, stream_));
+  EXPECT_CU(kNotReady, driver_.cuStreamQuery(stream_));
+  *value = 0;
+  ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
+  EXPECT_EQ(read(address), 2u);
+
+  ASSERT_CU_OK(driver_.cuStreamWaitValue32_v2(stream_, word, 7, kWaitValueGeq));
+  ASSERT_CU_OK(driver_.cuStreamWriteValue32_v2(other, word, 9, kWriteValueDefault));
+  ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
+  EXPECT_EQ(*value, 9u);
+  EXPECT_CU_OK(driver_.cuMemFree_v2(address));
+  EXPECT_CU_OK(driver_.cuMemFreeHost(page));
+  EXPECT_CU_OK(driver_.cuStreamDestroy_v2(other));
 }
 
 // --- pools ---
@@ -682,19 +769,18 @@ TEST_F(DriverConformance, ForkedStreamsMustJoinTheCaptureAgain) {
 // --- modules and launches ---
 
 TEST_F(DriverConformance, LaunchesTakeTheValuesOfTheirArguments) {
-  CuModule module = nullptr;
+  CuModule none = nullptr;
   CuFunction function = nullptr;
   CuDevicePtr address = 0;
-  EXPECT_NE(driver_.cuModuleLoadData(&module, "no image at all"), CuResult::kSuccess);
-  ASSERT_CU_OK(driver_.cuModuleLoadData(&module, kStorePtx));
-  EXPECT_CU(kNotFound, driver_.cuModuleGetFunction(&function, module, "no_such_kernel"));
-  ASSERT_CU_OK(driver_.cuModuleGetFunction(&function, module, "store"));
+  EXPECT_NE(driver_.cuModuleLoadData(&none, "no image at all"), CuResult::kSuccess);
+  EXPECT_CU(kNotFound, driver_.cuModuleGetFunction(&function, module_, "no_such_kernel"));
+  ASSERT_CU_OK(driver_.cuModuleGetFunction(&function, module_, "store"));
   ASSERT_CU_OK(driver_.cuMemAlloc_v2(&address, 64));
-  Gate gate;
+  Gate gate(*this);
   int value = 5;
   void* arguments[] = {&address, &value};
   const CuDevicePtr target = address;
-  ASSERT_CU_OK(driver_.cuLaunchHostFunc(stream_, Gate::wait, &gate));
+  gate.hold(stream_);
   ASSERT_CU_OK(driver_.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream_, arguments, nullptr));
   value = 6;
   address = 0;
@@ -711,7 +797,6 @@ TEST_F(DriverConformance, LaunchesTakeTheValuesOfTheirArguments) {
   ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
   EXPECT_EQ(read(target), 6u);
   EXPECT_CU_OK(driver_.cuMemFree_v2(target));
-  EXPECT_CU_OK(driver_.cuModuleUnload(module));
 }
 
 // --- entry points ---
@@ -762,5 +847,45 @@ TEST_F(DriverConformance, AChildMadeByForkHasNoDriver) {
   EXPECT_EQ(status, 0);
 }
 
+// A driver that hangs must end the test that found it, and no other.
+constexpr unsigned kLongestTestSeconds = 60;
+
+// Runs each test in a process of its own. Returns how many failed.
+int run_each_alone(const char* program) {
+  const testing::UnitTest& all = *testing::UnitTest::GetInstance();
+  int run = 0, failed = 0;
+  for (int s = 0; s < all.total_test_suite_count(); ++s) {
+    const testing::TestSuite& suite = *all.GetTestSuite(s);
+    for (int t = 0; t < suite.total_test_count(); ++t) {
+      const std::string name = std::string(suite.name()) + "." + suite.GetTestInfo(t)->name();
+      const std::string filter = "--gtest_filter=" + name;
+      std::fflush(stdout);
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::execl("/proc/self/exe", program, filter.c_str(), "--gtest_brief=1", static_cast<char*>(nullptr));
+        ::_exit(127);
+      }
+      int status = -1;
+      const bool ended = child > 0 && ::waitpid(child, &status, 0) == child;
+      const bool hung = ended && WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM;
+      ++run;
+      if (ended && WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;
+      ++failed;
+      std::printf("[  FAILED  ] %s%s\n", name.c_str(), hung ? ": it hung" : "");
+    }
+  }
+  std::printf("[==========] %d tests, each in a process of its own: %d failed\n", run, failed);
+  return failed;
+}
+
 }  // namespace
 }  // namespace forebay::fake_cuda
+
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  // With a filter (CTest gives one) or for the list it is one process.
+  const bool alone = testing::GTEST_FLAG(filter) != "*" || testing::GTEST_FLAG(list_tests);
+  if (!alone) return forebay::fake_cuda::run_each_alone(argv[0]) == 0 ? 0 : 1;
+  ::alarm(forebay::fake_cuda::kLongestTestSeconds);
+  return RUN_ALL_TESTS();
+}
