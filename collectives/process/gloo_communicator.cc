@@ -1,8 +1,6 @@
 // How ranks come to a mesh, and the communicator over it.
 #include "forebay/gloo_communicator.h"
 
-#include <gloo/transport/tcp/device.h>
-
 #include <string>
 #include <utility>
 
@@ -10,7 +8,6 @@
 #include "collectives/process/joining.h"
 #include "collectives/rendezvous/store_address.h"
 #include "collectives/rendezvous/wait_monitor.h"
-#include "collectives/signal_mask.h"
 
 namespace forebay {
 namespace {
@@ -20,29 +17,28 @@ using internal::Membership;
 using internal::Transport;
 using internal::WaitMonitor;
 
-constexpr const char* kInterfaceAdvice = "; give an address or an interface of this host";
-
 // The numeric address of an interface or address; `interface` is empty for the loopback interface. Gloo gets
 // no names, because that of Debian 12 reads an uninitialised pointer when a name has no address.
 Result<std::string> address_to_listen_at(const std::string& interface) {
   const std::string wanted = interface.empty() ? "127.0.0.1" : interface;
   std::string address = internal::listening_address(wanted);
+  if (address == "0.0.0.0" || address == "::") {
+    return invalid_argument("cannot listen on \"", wanted,
+                            "\": that stands for all addresses of this host; give the address or interface "
+                            "that the hosts share");
+  }
   if (!address.empty()) return address;
   return invalid_argument("cannot listen on \"", wanted,
-                          "\": no interface or address of this host has that name", kInterfaceAdvice);
+                          "\": no interface or address of this host has that name; give an address or an "
+                          "interface of this host");
 }
 
-Result<std::shared_ptr<gloo::transport::Device>> create_device(const std::string& interface) {
-  FOREBAY_ASSIGN_OR_RETURN(std::string address, address_to_listen_at(interface));
-  gloo::transport::tcp::attr attributes;
-  attributes.hostname = address;
+Result<std::shared_ptr<gloo::transport::tcp::Device>> create_device(const std::string& address) {
   try {
-    // Gloo's I/O thread starts here.
-    const internal::BlockedSignals blocked;
-    return gloo::transport::tcp::CreateDevice(attributes);
+    return internal::create_gloo_device(address);
   } catch (const std::exception& error) {
-    return Status(StatusCode::kUnavailable, "cannot listen on \"", address, "\": ", error.what(),
-                  kInterfaceAdvice);
+    return Status(StatusCode::kUnavailable, "cannot start Gloo's thread: ", error.what(),
+                  "; raise ulimit -u, -n or -v");
   }
 }
 
@@ -57,11 +53,13 @@ Result<std::shared_ptr<Transport>> internal::connect_gloo(const Joining& joining
         ") and the default is to listen on the loopback address only; give the address or interface "
         "that the hosts share");
   }
-  FOREBAY_ASSIGN_OR_RETURN(std::shared_ptr<gloo::transport::Device> device, create_device(joining.interface));
+  FOREBAY_ASSIGN_OR_RETURN(std::string address, address_to_listen_at(joining.interface));
+  FOREBAY_ASSIGN_OR_RETURN(std::shared_ptr<gloo::transport::tcp::Device> device, create_device(address));
   auto monitor = std::make_shared<WaitMonitor>(joining.membership.rank, joining.membership.deadline,
                                                joining.store, joining.name("wait."));
   FOREBAY_RETURN_IF_ERROR(monitor->start());
-  auto mesh = std::make_shared<GlooMesh>(joining.membership, joining.store, device, std::move(monitor));
+  auto mesh = std::make_shared<GlooMesh>(joining.membership, joining.store, device, std::move(address),
+                                         std::move(monitor));
   FOREBAY_RETURN_IF_ERROR(mesh->connect(joining.limit));
   return mesh;
 }
@@ -77,7 +75,7 @@ Result<std::unique_ptr<Communicator>> create_gloo_communicator(const GlooOptions
       Membership membership,
       internal::check_membership("gloo", options.rank, options.size, options.deadline, backend));
   return internal::create_process_communicator(
-      std::make_shared<GlooMesh>(std::move(membership), nullptr, nullptr, nullptr), backend);
+      std::make_shared<GlooMesh>(std::move(membership), nullptr, nullptr, std::string(), nullptr), backend);
 }
 
 }  // namespace forebay

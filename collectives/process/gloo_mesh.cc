@@ -18,8 +18,6 @@ constexpr milliseconds kPoll{2};
 constexpr milliseconds kVoteWaitMax{2000};
 constexpr std::uint64_t kNoStep = ~std::uint64_t{0};
 
-constexpr const char* kPlaneNames[kGlooPlaneCount] = {"data", "control", "health"};
-
 struct PublishedVote {
   std::uint64_t step = kNoStep;
   std::vector<std::byte> decision;
@@ -70,10 +68,6 @@ std::vector<int> GlooMesh::peers() const {
     if (peer != rank()) all.push_back(peer);
   }
   return all;
-}
-
-std::string GlooMesh::addresses_name(GlooPlane plane, int of_rank) const {
-  return membership().generation + "." + kPlaneNames[plane] + "." + std::to_string(of_rank);
 }
 
 bool GlooMesh::is_running() {
@@ -186,7 +180,7 @@ std::optional<std::vector<std::byte>> GlooMesh::survivors_vote(std::uint64_t ste
 Result<std::shared_ptr<Transport>> GlooMesh::split_own(Membership membership,
                                                        const std::vector<SplitWish>& /*members*/,
                                                        const Exchange& /*exchange*/) {
-  auto mesh = std::make_shared<GlooMesh>(std::move(membership), store_, device_, monitor_);
+  auto mesh = std::make_shared<GlooMesh>(std::move(membership), store_, device_, address_, monitor_);
   FOREBAY_RETURN_IF_ERROR(mesh->connect(mesh->deadline()));
   return mesh;
 }

@@ -19,6 +19,10 @@
 // why. No operation after connect() times out on these connections, so no rank is blamed for another's
 // timeout.
 //
+// Strangers. Gloo takes the first connection that comes to a port of its own, whoever makes it. So the ranks
+// connect to each other at one port each, prove who they are (ProvenConnections), and give Gloo the connected
+// sockets. The port is closed once all are connected.
+//
 // Deadlines. A wait of Gloo that times out closes connections, and tells only that some rank did not come. So
 // a WaitMonitor ends each wait at its deadline and says which rank blocked it. Gloo's own timeout is later,
 // for a process in which the monitor's thread does not get to run.
@@ -26,7 +30,6 @@
 // Its parts: gloo_connecting.cc, gloo_health.cc, gloo_operations.cc, and gloo_mesh.cc for the rest.
 #pragma once
 
-#include <gloo/transport/device.h>
 #include <gloo/transport/unbound_buffer.h>
 
 #include <atomic>
@@ -44,6 +47,7 @@
 #include "collectives/fingerprint.h"
 #include "collectives/operation_book.h"
 #include "collectives/process/gloo_context.h"
+#include "collectives/process/proven_connections.h"
 #include "collectives/process/transport.h"
 #include "collectives/rendezvous/rendezvous_store.h"
 #include "collectives/rendezvous/wait_monitor.h"
@@ -76,12 +80,14 @@ class GlooMesh final : public Transport {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Without peers, the last three are null.
+  // Listens at `address` while ranks connect. Without peers, the last four are null or empty.
   GlooMesh(Membership membership, std::shared_ptr<RendezvousStore> store,
-           std::shared_ptr<gloo::transport::Device> device, std::shared_ptr<WaitMonitor> monitor)
+           std::shared_ptr<gloo::transport::tcp::Device> device, std::string address,
+           std::shared_ptr<WaitMonitor> monitor)
       : Transport(std::move(membership)),
         store_(std::move(store)),
         device_(std::move(device)),
+        address_(std::move(address)),
         monitor_(std::move(monitor)) {}
   ~GlooMesh() override;
 
@@ -132,22 +138,22 @@ class GlooMesh final : public Transport {
     bool ok_;
   };
   class Operating;
-  class ConnectWatch;
 
   // --- names ---
   std::vector<int> peers() const;  // In the order of their ranks.
   std::string here() const { return "rank " + std::to_string(world_rank(rank())); }
   std::string failure_name() const { return membership().generation + ".failed"; }
-  std::string addresses_name(GlooPlane plane, int of_rank) const;
+  std::string address_name(int of_rank) const {
+    return membership().generation + ".address." + std::to_string(of_rank);
+  }
   std::string vote_name(int of_rank) const {
     return membership().generation + ".vote." + std::to_string(of_rank);
   }
 
   // --- connecting ---
-  Status make_contexts(Clock::time_point deadline);
   Status connect_planes(Clock::time_point deadline);
-  Status connect_peer(GlooPlane plane, int peer, Clock::time_point limit, WaitMonitor::Waiting& waiting,
-                      const std::function<bool()>& goes_on);
+  // Until every peer has proved who it is.
+  Status connect_peers(ProvenConnections& connections, Clock::time_point limit);
   // Starts the thread that watches the peers.
   Status begin_watching(Clock::time_point deadline);
 
@@ -195,7 +201,8 @@ class GlooMesh final : public Transport {
 
   // Shared with the communicators split from this one, whose texts are there too; the last one closes it.
   const std::shared_ptr<RendezvousStore> store_;
-  const std::shared_ptr<gloo::transport::Device> device_;
+  const std::shared_ptr<gloo::transport::tcp::Device> device_;
+  const std::string address_;
   const std::shared_ptr<WaitMonitor> monitor_;  // The world's, which its groups share.
   std::unique_ptr<GlooContext> contexts_[kGlooPlaneCount];
   // By rank: kLeaving once its goodbye is here. Written by Gloo's I/O thread.

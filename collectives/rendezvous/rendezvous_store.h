@@ -32,6 +32,8 @@ class RendezvousStore {
   virtual const std::string& where() const noexcept = 0;
   // The address at which the other ranks can reach this host, if the store knows one; else empty.
   virtual std::string local_address() const { return {}; }
+  // The secret that keeps others out; empty for a store that others cannot read.
+  virtual std::string secret() const { return {}; }
 
   // Replaces the text if it is there already.
   virtual Status write(const std::string& name, std::string_view content) = 0;

@@ -126,6 +126,12 @@ Result<StoreAddress> parse_store_address(const std::string& text) {
   return address;
 }
 
+std::string store_address_text(const StoreAddress& address) {
+  const bool bracketed = address.host.find(':') != std::string::npos;
+  const std::string host = bracketed ? "[" + address.host + "]" : address.host;
+  return std::string(kScheme) + host + ":" + std::to_string(address.port) + "/" + address.job;
+}
+
 Result<std::string> read_store_secret() {
   const char* path = std::getenv("FOREBAY_SECRET_FILE");
   if (path != nullptr && *path != '\0') return read_secret_file(path);
@@ -219,9 +225,12 @@ bool is_connected_to_itself(int socket) {
 }
 
 Result<Descriptor> listen_at(const StoreAddress& address) {
+  return listen_at(address, "cannot serve the rendezvous store at " + address.host + ":" +
+                                std::to_string(address.port));
+}
+
+Result<Descriptor> listen_at(const StoreAddress& address, const std::string& what) {
   FOREBAY_ASSIGN_OR_RETURN(std::vector<SocketAddress> candidates, resolve(address.host, address.port));
-  const std::string what =
-      "cannot serve the rendezvous store at " + address.host + ":" + std::to_string(address.port);
   int reason = EADDRNOTAVAIL;
   for (const SocketAddress& candidate : candidates) {
     if (is_wildcard(candidate)) {

@@ -26,6 +26,7 @@ struct StoreAddress {
 bool is_store_address(std::string_view text);
 // Errors: kInvalidArgument. Port 0 is refused too: the other ranks could not know the port that is chosen.
 Result<StoreAddress> parse_store_address(const std::string& text);
+std::string store_address_text(const StoreAddress& address);
 
 // The secret in the file that FOREBAY_SECRET_FILE names, or FOREBAY_SECRET itself.
 // Errors: kInvalidArgument without a secret, or when others can read it or guess it.
@@ -59,9 +60,11 @@ SocketAddress far_end(int socket);
 // picks that very port for the connecting end.
 bool is_connected_to_itself(int socket);
 
-// A socket that listens at that one address.
+// A socket that listens at that one address. Messages begin with `what`.
 // Errors: kInvalidArgument for an address that this host does not have, or that stands for all its addresses;
 // kUnavailable when the port is taken.
+Result<Descriptor> listen_at(const StoreAddress& address, const std::string& what);
+// The same for the rendezvous store.
 Result<Descriptor> listen_at(const StoreAddress& address);
 
 // Sets the socket to send small messages at once, and to end an idle connection about half a minute after the

@@ -44,6 +44,7 @@ class TcpStore final : public RendezvousStore {
 
   const std::string& where() const noexcept override { return where_; }
   std::string local_address() const override { return local_address_; }
+  std::string secret() const override { return secret_; }
   Status write(const std::string& name, std::string_view content) override;
   std::optional<std::string> read(const std::string& name) override;
   std::optional<std::string> write_once(const std::string& name, std::string_view content) override;

@@ -1,13 +1,19 @@
 #include "forebay/gloo_communicator.h"
 
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <cstdio>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 
 #include "collectives/rendezvous/meeting.h"
 #include "collectives/rendezvous/store_directory.h"
+#include "forebay/descriptor.h"
 #include "tests/collectives/communicator_conformance.h"
 
 namespace forebay::testing {
@@ -256,6 +262,77 @@ TEST_F(GlooCommunicator, ListensWhereItIsTold) {
           .status();
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("no-such-0"), std::string::npos) << status.message();
+}
+
+TEST_F(GlooCommunicator, RefusesToListenAtAllAddresses) {
+  const TemporaryDirectory store;
+  for (const std::string everywhere : {"0.0.0.0", "::"}) {
+    Member member(create_host_backend(0));
+    const Status status =
+        create_gloo_communicator({.rank = 0, .size = 2, .store = store.path(), .interface = everywhere},
+                                 member.backend())
+            .status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << everywhere << ": " << status.to_string();
+    EXPECT_NE(status.message().find("all addresses"), std::string::npos) << status.message();
+  }
+}
+
+// Connects to each port of this host that listens, until destroyed. Some connections send bytes.
+class Scanner {
+ public:
+  ~Scanner() {
+    done_ = true;
+    thread_.join();
+  }
+  int made() const { return made_; }
+
+ private:
+  void scan() {
+    for (std::deque<internal::Descriptor> kept; !done_; std::this_thread::yield()) {
+      std::ifstream table("/proc/self/net/tcp");
+      std::string line;
+      while (std::getline(table, line)) {
+        unsigned number = 0;
+        unsigned host = 0;
+        unsigned port = 0;
+        unsigned state = 0;
+        if (std::sscanf(line.c_str(), "%u: %x:%x %*x:%*x %x", &number, &host, &port, &state) != 4) continue;
+        // Listens at 127.0.0.1.
+        if (state == 0x0a && host == htonl(INADDR_LOOPBACK))
+          kept.push_back(hit(static_cast<std::uint16_t>(port)));
+        if (kept.size() > 200) kept.pop_front();
+      }
+    }
+  }
+  internal::Descriptor hit(std::uint16_t port) {
+    internal::Descriptor socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    static_cast<void>(
+        !connect(socket.number(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)));
+    const std::string greeting = "fbpeers1" + std::string(72, 'x');
+    if (++made_ % 2 == 0)
+      static_cast<void>(!send(socket.number(), greeting.data(), greeting.size(), MSG_NOSIGNAL));
+    return socket;
+  }
+
+  std::atomic<bool> done_{false};
+  std::atomic<int> made_{0};
+  std::thread thread_{[this] { scan(); }};
+};
+
+TEST_F(GlooCommunicator, StrangersAtItsPortsDisturbNoRank) {
+  const Scanner scanner;
+  for (int round = 0; round < 10; ++round) {
+    const TemporaryDirectory store;
+    const std::vector<Status> results = join_all(
+        store.path(), 4, [](Member& member, int) { EXPECT_TRUE(member.communicator().barrier().ok()); });
+    for (const Status& result : results) EXPECT_TRUE(result.ok()) << result.to_string();
+    EXPECT_TRUE(store.empty());
+  }
+  EXPECT_GT(scanner.made(), 0) << "no port was found";
 }
 
 TEST_F(GlooCommunicator, RefusesARankThatDoesNotExist) {

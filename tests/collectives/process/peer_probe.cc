@@ -6,7 +6,6 @@
 //   failed
 //   peer_probe met before | after                  meets the others, prints "met" once it has, before or
 //   after it gave them the addresses where it listens, and does not connect
-#include <gloo/transport/tcp/device.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -15,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/process/gloo_context.h"
 #include "collectives/process/joining.h"
+#include "collectives/process/proven_connections.h"
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/gloo_communicator.h"
@@ -71,16 +70,11 @@ Status idle_until_failed(Communicator& communicator) {
 
 [[noreturn]] void stay_unconnected(const GlooOptions& options, HostBackend& backend, bool gives_addresses) {
   const internal::Joining joining = value_or_throw(internal::meet_others("gloo", options, backend));
-  gloo::transport::tcp::attr loopback;
-  loopback.hostname = "127.0.0.1";
-  const std::shared_ptr<gloo::transport::Device> device = gloo::transport::tcp::CreateDevice(loopback);
-  std::vector<std::unique_ptr<internal::GlooContext>> planes;
-  for (const std::string plane : {"data.", "control.", "health."}) {
-    planes.push_back(
-        std::make_unique<internal::GlooContext>(options.rank, options.size, device, options.deadline));
-    if (!gives_addresses) continue;
-    throw_if_error(
-        joining.store->write(joining.name(plane + std::to_string(options.rank)), planes.back()->addresses()));
+  const internal::ProvenConnections listening = value_or_throw(internal::ProvenConnections::listen(
+      {.address = "127.0.0.1", .rank = options.rank, .size = options.size}));
+  if (gives_addresses) {
+    throw_if_error(joining.store->write(joining.name("address." + std::to_string(options.rank)),
+                                        listening.introduction()));
   }
   std::printf("met\n");
   std::fflush(stdout);

@@ -24,6 +24,8 @@ class Descriptor {
   int number() const noexcept { return number_; }
   bool valid() const noexcept { return number_ >= 0; }
   void reset() noexcept { *this = Descriptor(); }
+  // The caller closes it.
+  int release() noexcept { return std::exchange(number_, -1); }
 
  private:
   int number_ = -1;
