@@ -14,7 +14,8 @@ std::string runtime_directory(const std::string& wanted);
 
 // A new private directory in which the ranks of one launcher meet; its end removes it with its contents. A
 // killed launcher cannot remove its directory, so each launcher first removes those of launchers that are
-// gone: a living launcher holds a lock on its directory, which ends with the process.
+// gone: a living launcher holds a lock on its directory, which ends with the process. A file in the directory
+// names its inode, so that no directory of the user's own is taken for one of these.
 class MeetingDirectory {
  public:
   // Errors: kIoError.

@@ -242,6 +242,30 @@ TEST_F(Launch, RemovesWhatAKilledLauncherLeftAndNothingOfALivingOne) {
   expect_nothing_left({lives, third});
 }
 
+TEST_F(Launch, KeepsDirectoriesOfTheUserWithNamesLikeItsOwn) {
+  // One has the marker of another directory, as a copy would.
+  start(1, 5s, {"stubborn"});
+  const Report killed = reports()[0];
+  const std::string notes = directory_ + "/runtime/forebay-meeting-notes";
+  const std::string copy = directory_ + "/runtime/forebay-meeting-copied";
+  std::filesystem::create_directory(notes);
+  std::ofstream(notes + "/thesis.txt") << "four years";
+  std::filesystem::copy(killed.store, copy, std::filesystem::copy_options::recursive);
+  std::ofstream(copy + "/thesis.txt") << "four years";
+  kill(probe_, SIGKILL);
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+  std::filesystem::remove(directory_ + "/report.0");
+
+  start(1, 5s, {"exit", "0"});
+  EXPECT_EQ(wait(), 0);
+
+  EXPECT_FALSE(std::filesystem::exists(killed.store));
+  EXPECT_TRUE(std::filesystem::exists(notes + "/thesis.txt"));
+  EXPECT_TRUE(std::filesystem::exists(copy + "/thesis.txt"));
+  std::filesystem::remove_all(notes);
+  std::filesystem::remove_all(copy);
+}
+
 TEST_F(Launch, NeedsAtLeastOneRank) {
   EXPECT_EQ(launch_local_ranks({}, {.size = 0}).status().code(), StatusCode::kInvalidArgument);
 }
