@@ -1,8 +1,13 @@
 #include "collectives/rendezvous/authentication.h"
 
+#include <fcntl.h>
 #include <sys/random.h>
 
+#include <cerrno>
+#include <cstring>
+
 #include "forebay/check.h"
+#include "forebay/descriptor.h"
 
 #if defined(FOREBAY_HAVE_OPENSSL)
 #include <openssl/evp.h>
@@ -43,11 +48,33 @@ bool equal_digests(const Digest& a, const Digest& b) noexcept {
   return difference == 0;
 }
 
+namespace {
+
+// Up to 256 bytes come at once, or not at all before the system has gathered enough randomness. Where a
+// sandbox refuses the call, the device may be there.
+bool fill(Digest& digest) {
+  const auto wanted = static_cast<ssize_t>(digest.size());
+  ssize_t count = 0;
+  do {
+    count = getrandom(digest.data(), digest.size(), 0);
+  } while (count < 0 && errno == EINTR);
+  if (count == wanted) return true;
+  const Descriptor device(open("/dev/urandom", O_RDONLY | O_CLOEXEC));
+  return device.valid() && read(device.number(), digest.data(), digest.size()) == wanted;
+}
+
+}  // namespace
+
+Status check_randomness() {
+  Digest digest{};
+  if (fill(digest)) return {};
+  return Status(StatusCode::kUnsupported, "cannot get random numbers from the system: getrandom() and ",
+                "/dev/urandom: ", std::strerror(errno), "; allow one of them in the sandbox or container");
+}
+
 Digest random_digest() {
   Digest digest{};
-  // Up to 256 bytes come at once, or not at all before the system has gathered enough randomness.
-  while (getrandom(digest.data(), digest.size(), 0) != static_cast<ssize_t>(digest.size())) {
-  }
+  FOREBAY_CHECK(fill(digest), "the system gives no random numbers any more: errno %d", errno);
   return digest;
 }
 

@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include "forebay/status.h"
+
 namespace forebay::internal {
 
 using Digest = std::array<std::uint8_t, 32>;
@@ -20,7 +22,9 @@ Digest hmac_sha256(std::string_view key, std::string_view data);
 // Takes a time that does not depend on how much of them is equal.
 bool equal_digests(const Digest& a, const Digest& b) noexcept;
 
-// Cannot be guessed.
+// Whether the system gives random numbers. Errors: kUnsupported.
+Status check_randomness();
+// Cannot be guessed. Requires: check_randomness() was ok.
 Digest random_digest();
 
 // 64 hexadecimal digits, for instance for a secret.

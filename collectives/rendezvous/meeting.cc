@@ -1,12 +1,12 @@
 #include "collectives/rendezvous/meeting.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <thread>
 
 #include "collectives/fingerprint.h"
+#include "collectives/rendezvous/authentication.h"
 #include "collectives/rendezvous/byte_text.h"
 #include "forebay/log.h"
 
@@ -54,9 +54,7 @@ std::string card_name(int rank) {
 
 std::uint64_t random_number() {
   std::uint64_t number = 0;
-  while (number == 0) {
-    if (getrandom(&number, sizeof(number), 0) != sizeof(number)) number = 0;
-  }
+  while (number == 0) std::memcpy(&number, random_digest().data(), sizeof(number));
   return number;
 }
 

@@ -90,6 +90,7 @@ class CallersStore final : public RendezvousStore {
 }  // namespace
 
 Result<std::unique_ptr<RendezvousStore>> open_rendezvous(const RendezvousOptions& options) {
+  FOREBAY_RETURN_IF_ERROR(check_randomness());
   if (options.texts != nullptr) return std::make_unique<CallersStore>(options.texts, options.where);
   if (is_store_address(options.where)) return open_tcp(options);
   if (options.where.starts_with(kPmixScheme)) return open_pmix(options);
