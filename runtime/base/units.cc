@@ -1,8 +1,8 @@
 #include "forebay/units.h"
 
+#include <locale.h>
 #include <strings.h>
 
-#include <cctype>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -38,10 +38,13 @@ std::string format_count(std::uint64_t count, const char* one, const char* many)
 }
 
 bool parse_bytes(const char* text, std::uint64_t* bytes) {
-  if (text == nullptr || !std::isdigit(static_cast<unsigned char>(text[0]))) return false;
+  if (text == nullptr || text[0] < '0' || text[0] > '9') return false;
+  if (text[0] == '0' && (text[1] == 'x' || text[1] == 'X')) return false;
+  // Kept: a program may set another locale at any time.
+  static const locale_t plain = newlocale(LC_ALL_MASK, "C", nullptr);
   char* end = nullptr;
   errno = 0;
-  const double number = std::strtod(text, &end);
+  const double number = ::strtod_l(text, &end, plain);
   const bool underflows = errno == ERANGE;
   while (*end == ' ') ++end;
   struct Suffix {
@@ -63,7 +66,7 @@ bool parse_bytes(const char* text, std::uint64_t* bytes) {
                                   {"TiB", 1099511627776.0},
                                   {"TB", 1e12}};
   for (const Suffix& suffix : kSuffixes) {
-    if (::strcasecmp(end, suffix.name) != 0) continue;
+    if (::strcasecmp_l(end, suffix.name, plain) != 0) continue;
     const double value = number * suffix.factor;
     if (!(value >= 0) || value >= 18446744073709551616.0) return false;
     if (value < 1 && (number > 0 || underflows)) return false;  // Zero often means no limit: it must be said.

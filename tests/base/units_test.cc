@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <clocale>
+
 #include "forebay/text.h"
 
 namespace forebay {
@@ -30,12 +32,29 @@ TEST(Units, ParsesBytes) {
     EXPECT_TRUE(parse_bytes(text, &bytes)) << text;
     EXPECT_EQ(bytes, expected) << text;
   }
-  for (const char* text : {"", "-1", "GiB", "3 parsecs", "1e40", "0.5", "0.0001KiB", "1e-400"}) {
+  for (const char* text : {"", "-1", "GiB", "3 parsecs", "1e40", "0.5", "0.0001KiB", "1e-400", "0x10",
+                           "0X1p4", "1,5GiB", "0x", "nan", "inf"}) {
     std::uint64_t bytes = 7;
     EXPECT_FALSE(parse_bytes(text, &bytes)) << text;
     EXPECT_EQ(bytes, 7u) << text;
   }
   EXPECT_FALSE(parse_bytes(nullptr, nullptr));
+}
+
+// As German and Turkish programs set it: a comma for the point, and another small letter for I.
+TEST(Units, ParsesBytesTheSameInEveryLocale) {
+  const std::string before = std::setlocale(LC_ALL, nullptr);
+  int found = 0;
+  for (const char* name : {"de_DE.UTF-8", "de_DE", "fr_FR.UTF-8", "tr_TR", "tr_TR.UTF-8"}) {
+    if (std::setlocale(LC_ALL, name) == nullptr) continue;
+    ++found;
+    std::uint64_t bytes = 0;
+    EXPECT_TRUE(parse_bytes("1.5gib", &bytes)) << name;
+    EXPECT_EQ(bytes, 1536_MiB) << name;
+    EXPECT_FALSE(parse_bytes("1,5GiB", &bytes)) << name;
+  }
+  std::setlocale(LC_ALL, before.c_str());
+  if (found == 0) GTEST_SKIP() << "no locale with a decimal comma is installed (package locales)";
 }
 
 TEST(Units, AsksWhetherABareSmallNumberIsMeant) {

@@ -41,7 +41,8 @@ std::string grouped(std::uint64_t number);
 std::string format_count(std::uint64_t count, const char* one, const char* many = nullptr);
 
 // Reads "4096", "64KiB", "1.5 GiB", "2GB" (2e9), "2G" (2 GiB); capitals do not matter. False for other text,
-// for a size that does not fit, and for one of more than nothing and less than a byte.
+// for a size that does not fit, for one of more than nothing and less than a byte, and for hexadecimal
+// numbers. The decimal point is a point in every locale.
 bool parse_bytes(const char* text, std::uint64_t* bytes);
 
 }  // namespace forebay
