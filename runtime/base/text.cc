@@ -42,6 +42,16 @@ std::string format_text(const char* format, ...) {
   return text;
 }
 
+std::string shown_value(std::string_view value) {
+  constexpr std::size_t kShownMax = 64;
+  std::string shown;
+  for (const char letter : value.substr(0, kShownMax)) {
+    const auto byte = static_cast<unsigned char>(letter);
+    shown += byte >= 0x20 && byte < 0x7f ? std::string(1, letter) : format_text("\\x%02x", byte);
+  }
+  return value.size() > kShownMax ? shown + "..." : shown;
+}
+
 std::string nearest_name(std::string_view word, Span<const std::string> names) {
   std::string nearest;
   std::size_t least = std::max<std::size_t>(1, word.size() / 3) + 1;

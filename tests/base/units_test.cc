@@ -57,6 +57,13 @@ TEST(Units, ParsesBytesTheSameInEveryLocale) {
   if (found == 0) GTEST_SKIP() << "no locale with a decimal comma is installed (package locales)";
 }
 
+TEST(Text, AValueOfAFileIsShownShortAndHarmless) {
+  EXPECT_EQ(shown_value("gpt2"), "gpt2");
+  EXPECT_EQ(shown_value("a\x1b]0;x\x07\n\xc2\x9b"), "a\\x1b]0;x\\x07\\x0a\\xc2\\x9b");
+  EXPECT_EQ(shown_value(std::string(65, 'b')), std::string(64, 'b') + "...");
+  EXPECT_EQ(shown_value(std::string(64, 'b')), std::string(64, 'b'));
+}
+
 TEST(Units, AsksWhetherABareSmallNumberIsMeant) {
   EXPECT_EQ(size_question("80"), "80 bytes; did you mean 80GiB?");
   for (const char* text : {"0", "4096", "80B", "80GiB", "1KiB", "much", ""})

@@ -218,5 +218,22 @@ TEST_F(Safetensors, InitialWeightsMustBeThoseOfTheModel) {
             std::string::npos);
 }
 
+TEST_F(Safetensors, ADeepOrHugeHeaderIsRefusedAtOnce) {
+  expect_corrupt(std::string(10 << 20, '['), 0, "nested deeper than 3");
+  expect_corrupt(R"({"a":{"dtype":"F32","shape":[[1]],"data_offsets":[0,4]}})", 4, "nested deeper than 3");
+  expect_corrupt(std::string((16 << 20) + 1, ' '), 0, "more than the 16777216 that are read");
+  // Brackets in names are no levels.
+  const SafetensorsReader reader(write(R"({"[[[\"{[":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}})", 4));
+}
+
+TEST_F(Safetensors, TextOfTheFileIsShownShortAndHarmless) {
+  const std::string header = R"({"\u001b]0;title\u0007":{"dtype":")" + std::string(1000, 'x') +
+                             R"(\u001b","shape":[1],"data_offsets":[0,4]}})";
+  const std::string message = error_of(write(header, 4)).message();
+  EXPECT_EQ(message.find('\x1b'), std::string::npos) << message;
+  EXPECT_NE(message.find("\\x1b]0;title\\x07"), std::string::npos) << message;
+  EXPECT_LT(message.size(), 400 + path().size()) << message;
+}
+
 }  // namespace
 }  // namespace forebay::gpt

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "forebay/text.h"
+
 namespace forebay {
 namespace {
 
@@ -34,7 +36,7 @@ class Reader {
   bool flag(const char* key, bool otherwise) {
     if (!has(key)) return otherwise;
     if (!object_.at(key).is_boolean()) {
-      complain(std::string("has \"") + key + "\": " + object_.at(key).dump() +
+      complain(std::string("has \"") + key + "\": " + shown_value(object_.at(key).dump()) +
                ", which is not true or false");
       return otherwise;
     }
@@ -47,7 +49,8 @@ class Reader {
   std::uint64_t positive(const char* key) {
     const Json& value = object_.at(key);
     if (value.is_number_unsigned() && value.get<std::uint64_t>() > 0) return value.get<std::uint64_t>();
-    complain(std::string("has \"") + key + "\": " + value.dump() + ", which is not a positive whole number");
+    complain(std::string("has \"") + key + "\": " + shown_value(value.dump()) +
+             ", which is not a positive whole number");
     return 0;
   }
   void complain(const std::string& what) {
@@ -117,7 +120,7 @@ Result<TransformerShape> parse_model_config(const std::string& text, const std::
   const std::string type = object.at("model_type").get<std::string>();
   if (type == "gpt2") return parse_gpt2(object, name);
   if (type == "llama") return parse_llama(object, name);
-  return Status(StatusCode::kUnsupported, name, " has \"model_type\": \"", type,
+  return Status(StatusCode::kUnsupported, name, " has \"model_type\": \"", shown_value(type),
                 "\"; gpt2 and llama can be read; give others as a number of parameters or by their shape");
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "model/convert.h"
 
@@ -18,7 +19,11 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr std::uint64_t kHeaderBytesMax = 100'000'000;  // The reference implementation's limit.
+// Smaller: models of more than some 100,000 tensors are refused. Larger: a damaged file takes more memory,
+// some 50 times its header.
+constexpr std::uint64_t kHeaderBytesMax = 16u << 20;
+// A shape, in a tensor's entry, in the header.
+constexpr int kHeaderDepthMax = 3;
 constexpr std::uint64_t kLengthBytes = 8;
 constexpr const char* kMetadata = "__metadata__";
 
@@ -29,6 +34,22 @@ bool element_count(const std::vector<std::uint64_t>& shape, std::uint64_t* count
     if (__builtin_mul_overflow(*count, extent, count)) return false;
   }
   return true;
+}
+
+// Whether brackets are nested deeper than `depth_max` in a JSON text.
+bool is_deep(std::string_view json, int depth_max) {
+  int depth = 0;
+  bool in_text = false;
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    const char letter = json[i];
+    if (in_text && letter == '\\') ++i;
+    if (letter == '"') in_text = !in_text;
+    if (in_text) continue;
+    if (letter == '[' || letter == '{') ++depth;
+    if (letter == ']' || letter == '}') --depth;
+    if (depth > depth_max) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -62,7 +83,11 @@ SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
   stream_.read(reinterpret_cast<char*>(length_bytes), kLengthBytes);
   std::uint64_t length = 0;
   for (std::size_t i = 0; i < kLengthBytes; ++i) length |= std::uint64_t{length_bytes[i]} << (8 * i);
-  if (length > kHeaderBytesMax || length > size - kLengthBytes) {
+  if (length > kHeaderBytesMax) {
+    corrupt("its header claims " + std::to_string(length) + " bytes, more than the " +
+            std::to_string(kHeaderBytesMax) + " that are read");
+  }
+  if (length > size - kLengthBytes) {
     corrupt("its header claims " + std::to_string(length) + " bytes and the file has " +
             std::to_string(size - kLengthBytes) + " after the length");
   }
@@ -80,6 +105,8 @@ void SafetensorsReader::corrupt(const std::string& found) const {
 }
 
 void SafetensorsReader::parse_header(const std::string& header, std::uint64_t data_bytes) {
+  if (is_deep(header, kHeaderDepthMax))
+    corrupt("its header is nested deeper than " + std::to_string(kHeaderDepthMax) + " levels");
   std::set<std::string> names;
   std::string repeated;
   const auto note_names = [&](int depth, Json::parse_event_t event, Json& value) {
@@ -91,13 +118,15 @@ void SafetensorsReader::parse_header(const std::string& header, std::uint64_t da
   };
   const Json root = Json::parse(header, note_names, /*allow_exceptions=*/false);
   if (!root.is_object()) corrupt("its header is not a JSON object");
-  if (!repeated.empty()) corrupt("its header names " + repeated + " twice");
+  if (!repeated.empty()) corrupt("its header names " + shown_value(repeated) + " twice");
 
   for (const auto& item : root.items()) {
     const std::string& name = item.key();
     const Json& entry = item.value();
     if (name == kMetadata) continue;
-    const auto broken = [&](const std::string& found) { corrupt("tensor " + name + ": " + found); };
+    const auto broken = [&](const std::string& found) {
+      corrupt("tensor " + shown_value(name) + ": " + found);
+    };
     const auto is_counts = [](const Json& value) {
       return value.is_array() &&
              std::all_of(value.begin(), value.end(), [](const Json& v) { return v.is_number_unsigned(); });
@@ -116,8 +145,9 @@ void SafetensorsReader::parse_header(const std::string& header, std::uint64_t da
     } else if (dtype == "F16") {
       tensor.dtype = DataType::kFloat16;
     } else {
-      throw Error(StatusCode::kUnsupported, "cannot read tensor " + name + " of " + path_ + ": its type is " +
-                                                dtype + "; convert it to F32, BF16 or F16");
+      throw Error(StatusCode::kUnsupported, "cannot read tensor " + shown_value(name) + " of " + path_ +
+                                                ": its type is " + shown_value(dtype) +
+                                                "; convert it to F32, BF16 or F16");
     }
     tensor.shape = entry["shape"].get<std::vector<std::uint64_t>>();
     tensor.first_byte = entry["data_offsets"][0].get<std::uint64_t>();
@@ -146,7 +176,7 @@ void SafetensorsReader::check_places(std::uint64_t data_bytes) const {
   std::uint64_t next = 0;
   for (const auto& [first, entry] : order) {
     if (first != next) {
-      corrupt("tensor " + entry->first + " starts at byte " + std::to_string(first) + " where " +
+      corrupt("tensor " + shown_value(entry->first) + " starts at byte " + std::to_string(first) + " where " +
               std::to_string(next) + " is the first free one: a hole or an overlap");
     }
     next = first + entry->second.count * element_bytes(entry->second.dtype);

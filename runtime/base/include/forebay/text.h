@@ -12,6 +12,10 @@ namespace forebay {
 // printf into a string.
 __attribute__((format(printf, 1, 2))) std::string format_text(const char* format, ...);
 
+// A value from a file, for a message: at most 64 characters of it, and those that a terminal could act on
+// spelled out ("\x1b").
+std::string shown_value(std::string_view value);
+
 // The name that a mistyped `word` most likely means, for "did you mean": the one with the fewest letters to
 // add, drop, replace or swap. Empty when more than a third of the letters differ.
 std::string nearest_name(std::string_view word, Span<const std::string> names);
