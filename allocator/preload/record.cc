@@ -16,6 +16,7 @@
 
 #include "forebay/descriptor.h"
 #include "forebay/log.h"
+#include "forebay/secrets.h"
 
 namespace forebay {
 namespace {
@@ -54,13 +55,14 @@ void* map_record() noexcept {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// The command line, with spaces between its words.
+// The command line, with spaces between its words and without secrets.
 void read_program(char* text, std::size_t bytes) noexcept {
   const int file = ::open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
   const ssize_t count = file < 0 ? 0 : ::read(file, text, bytes - 1);
   if (file >= 0) ::close(file);
   std::size_t length = count > 0 ? static_cast<std::size_t>(count) : 0;
   while (length > 0 && text[length - 1] == '\0') --length;
+  mask_secrets(text, length);
   std::replace(text, text + length, '\0', ' ');
   text[length] = '\0';
 }

@@ -12,6 +12,9 @@
 namespace forebay {
 namespace {
 
+// Reports hold command lines, which may hold secrets.
+constexpr mode_t kFileMode = 0600;
+
 Status cannot_write(const std::string& path, const std::string& reason) {
   return {StatusCode::kIoError,
           "cannot write " + path + ": " + reason + "; name a place that can be written to"};
@@ -92,7 +95,7 @@ Status check_run_file(const std::string& option, const std::string& path, std::s
     return refusal(option, path, problem);
   }
   const std::string partial = place_of(path) + ".partial";
-  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+  const int file = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, kFileMode);
   if (file < 0) {
     return refusal(option, path, std::string(std::strerror(errno)) + "; name a place that can be written to");
   }
@@ -105,8 +108,9 @@ Status write_run_file(const std::string& path, const std::function<Status(int fi
   const bool is_stream = is_run_stream(path);
   const std::string place = is_stream ? path : place_of(path);
   const std::string target = is_stream ? path : place + ".partial";
-  const int file = ::open(target.c_str(),
-                          O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC), 0666);
+  const int file =
+      ::open(target.c_str(), O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC),
+             kFileMode);
   if (file < 0) return cannot_write(path, std::strerror(errno));
   std::string reason;
   if (const Status written = write(file); !written.ok()) reason = written.message();

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "allocator/preload/events.h"
+#include "forebay/secrets.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/repeated_lines.h"
 #include "runtime/command/run/check.h"
@@ -145,9 +146,13 @@ std::string system_preloads() {
   return all;
 }
 
+// For people: without secrets.
 std::string text_of(const std::vector<std::string>& command) {
   std::string text;
-  for (const std::string& word : command) text += (text.empty() ? "" : " ") + word;
+  for (const std::string& word : command) text += word + '\0';
+  if (!text.empty()) text.pop_back();
+  mask_secrets(text.data(), text.size());
+  std::replace(text.begin(), text.end(), '\0', ' ');
   return text;
 }
 

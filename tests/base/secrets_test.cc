@@ -1,0 +1,45 @@
+#include "forebay/secrets.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+namespace forebay {
+namespace {
+
+// `words` are separated by single spaces.
+std::string masked(std::string words) {
+  std::replace(words.begin(), words.end(), ' ', '\0');
+  mask_secrets(words.data(), words.size());
+  std::replace(words.begin(), words.end(), '\0', ' ');
+  return words;
+}
+
+TEST(Secrets, ValuesOfSecretNamesAreMasked) {
+  EXPECT_EQ(masked("train.py --hf-token abc123 --steps 5"), "train.py --hf-token ****** --steps 5");
+  EXPECT_EQ(masked("train.py --password=abc API_KEY=x1 -auth y"),
+            "train.py --password=*** API_KEY=** -auth *");
+  EXPECT_EQ(masked("a --db-Passwd s"), "a --db-Passwd *");
+  EXPECT_EQ(masked("--secret a=b c=d"), "--secret *** c=d");
+}
+
+TEST(Secrets, KnownTokensAndPartsOfUrlsAreMasked) {
+  EXPECT_EQ(masked("login hf_abcdefghijklmnop"), "login *******************");
+  EXPECT_EQ(masked("--url https://me:pass@host/x"), "--url https://*******@host/x");
+  EXPECT_EQ(masked("--with=ghp_abcdefghijklmnop"), "--with=********************");
+  std::string words("-H\0Authorization: Bearer abc", 29);
+  mask_secrets(words.data(), words.size());
+  EXPECT_EQ(words, std::string("-H\0Authorization: Bearer ***", 29));
+}
+
+TEST(Secrets, OtherWordsStay) {
+  for (const std::string words :
+       {"train.py --tokenizer gpt2 --max-tokens 100 --author me", "--token --verbose", "a=b --secret",
+        "https://host/path@2x", "sk-1 hf_x", "", "--tokens=4"}) {
+    EXPECT_EQ(masked(words), words);
+  }
+}
+
+}  // namespace
+}  // namespace forebay
