@@ -12,7 +12,7 @@ const char* operation_name(Operation operation) noexcept {
 }
 
 std::string describe(const Fingerprint& fingerprint) {
-  if (fingerprint.sequence == kConnectSequence) return "connecting";
+  if (fingerprint.sequence >= kConnectSequence) return "connecting";
   const auto operation = fingerprint.operation;
   std::string text = operation_name(operation);
   if (operation == Operation::kReduceScatter) {

@@ -35,7 +35,7 @@ struct Fingerprint {
 };
 static_assert(sizeof(Fingerprint) == 24);
 
-// The sequence of connecting, which comes before the first operation.
+// This sequence and the one above it mean connecting, which comes before the first operation.
 inline constexpr std::uint64_t kConnectSequence = ~std::uint64_t{0} - 1;
 
 // "reduce_scatter".
