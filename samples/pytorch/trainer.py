@@ -42,7 +42,8 @@ with tempfile.TemporaryDirectory() as directory:
         model=model, train_dataset=Data(), optimizers=(optimizer, None),
         args=transformers.TrainingArguments(
             output_dir=directory, max_steps=arguments.steps, per_device_train_batch_size=4,
-            gradient_accumulation_steps=2, max_grad_norm=1.0, gradient_checkpointing=True, logging_steps=1, save_strategy="no", report_to=[],
+            gradient_accumulation_steps=2, max_grad_norm=1.0, gradient_checkpointing=True, logging_steps=1,
+            save_strategy="no", report_to=[],
             use_cpu=not torch.cuda.is_available()))
     trainer.train()
 if trainer.is_world_process_zero():

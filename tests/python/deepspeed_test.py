@@ -68,7 +68,8 @@ class Keys(unittest.TestCase):
         self.assertIn("steps_per_print", made.without_effect)
 
     def test_the_loss_scale(self):
-        fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1, "min_loss_scale": 4}
+        fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 50, "hysteresis": 1,
+                "min_loss_scale": 4}
         made = deepspeed.understand({"fp16": fp16}).options
         self.assertEqual((made["loss_scale"], made["loss_scale_growth_interval"], made["loss_scale_minimum"]),
                          (4096.0, 50, 4.0))
@@ -85,12 +86,14 @@ class Keys(unittest.TestCase):
         self.refused({"optimizer": {"type": "Lamb"}}, "Lamb", "AdamW")
         self.refused({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler", "torch.optim.lr_scheduler")
         self.refused({"fp16": {"enabled": True, "hysteresis": 2}}, "hysteresis", "set it to 1")
-        self.refused({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights", "exact")
+        self.refused({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights",
+                     "exact")
         self.refused({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "stage 3")
         self.refused({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "nvme_path")
         self.refused({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
                      "2 ranks are 8", ranks=2)
-        self.refused({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "adam_w_mode")
+        self.refused({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+                     "adam_w_mode")
         self.refused({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "keep one")
 
         self.refused({"amp": {"enabled": True, "opt_level": "O1"}}, "amp", "without autocast")
@@ -101,8 +104,10 @@ class Keys(unittest.TestCase):
 
     def test_values_that_switch_a_refused_key_off(self):
         config = {"sparse_gradients": False, "prescale_gradients": False, "gradient_predivide_factor": 1.0,
-                  "amp": {"enabled": False}, "elasticity": {"enabled": False}, "fp16": {"enabled": False, "hysteresis": 2},
-                  "zero_optimization": {"stage": 1, "zero_quantized_gradients": False, "offload_param": {"device": "none"}}}
+                  "amp": {"enabled": False}, "elasticity": {"enabled": False},
+                  "fp16": {"enabled": False, "hysteresis": 2},
+                  "zero_optimization": {"stage": 1, "zero_quantized_gradients": False,
+                                        "offload_param": {"device": "none"}}}
         self.assertEqual(deepspeed.understand(config).options, {"stage": 1})
 
     def test_a_file_that_is_not_valid(self):

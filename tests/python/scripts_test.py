@@ -1,4 +1,6 @@
-"""Training scripts as their libraries document them: transformers' Trainer, TRL, PEFT. Random small models; nothing is fetched.
+"""Training scripts as their libraries document them: transformers' Trainer, TRL, PEFT.
+
+Random small models; nothing is fetched.
 
 Each script runs twice, in plain torch and after forebay.shard(), and logs the same losses.
 """

@@ -262,8 +262,8 @@ class OutOfMemory(unittest.TestCase):
         self.assertEqual(str(caught.exception).count("forebay holds"), 1)
 
     def test_in_a_backward_pass_that_ends_the_program(self):
-        done = subprocess.run([sys.executable, "-W", "ignore", __file__, "greedy-backward"], capture_output=True, text=True,
-                              check=False)
+        done = subprocess.run([sys.executable, "-W", "ignore", __file__, "greedy-backward"], capture_output=True,
+                              text=True, check=False)
         self.assertNotEqual(done.returncode, 0)
         self.assertRegex(done.stderr, self.SHARE)
 

@@ -14,8 +14,8 @@ from forebay.torch.optimizer import AdamW, Optimizer, wrap
 from forebay.torch.sharded import Sharded
 from forebay.torch.state import digest, gathered, load, report, restore, save
 
-__all__ = ["AdamW", "Optimizer", "digest", "gathered", "load", "offload_activations", "report", "restore", "save", "shard",
-           "wrap"]
+__all__ = ["AdamW", "Optimizer", "digest", "gathered", "load", "offload_activations", "report", "restore", "save",
+           "shard", "wrap"]
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:

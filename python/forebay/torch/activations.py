@@ -170,7 +170,8 @@ class ActivationOffload:
                                               activation_micro_batches=self.passes, **self.options)
         shared = self._shared(communicator)
         for slot, (size, is_shared) in enumerate(zip(self.sizes, shared)):
-            self.checkpointer.declare(0, slot, size, activation_placement="partition+spill", activation_shared=is_shared)
+            self.checkpointer.declare(0, slot, size, activation_placement="partition+spill",
+                                      activation_shared=is_shared)
         self.checkpointer.commit()
 
     def _communicator(self) -> core.Communicator:
@@ -193,8 +194,8 @@ class ActivationOffload:
             return [True] * len(self.sizes)
         counts = {int.from_bytes(one, "little") for one in communicator.exchange(len(self.sizes).to_bytes(4, "little"))}
         if len(counts) > 1:
-            raise InvalidArgument(f"the tensor-parallel ranks save {sorted(counts)} activations in one pass; give all of "
-                                  "them the same model and batch")
+            raise InvalidArgument(f"the tensor-parallel ranks save {sorted(counts)} activations in one pass; give all "
+                                  "of them the same model and batch")
         mine = b"".join((size.to_bytes(8, "little") + sum_of.to_bytes(4, "little"))
                         for size, sum_of in zip(self.sizes, self.sums))
         everyone = communicator.exchange(mine)
@@ -220,8 +221,8 @@ class ActivationOffload:
         self.remove()
 
 
-def offload_activations(model: nn.Module, tier: str = "cpu", group: Any = None, least_bytes: int = 1 << 16, passes: int = 1,
-                        **options: Any) -> ActivationOffload:
+def offload_activations(model: nn.Module, tier: str = "cpu", group: Any = None, least_bytes: int = 1 << 16,
+                        passes: int = 1, **options: Any) -> ActivationOffload:
     """From its second forward pass on, the tensors that autograd saves in `model` wait off the device.
 
     Works for any module, sharded or not, with and without activation checkpointing. Results stay the same bit for bit.

@@ -42,8 +42,8 @@ KEYS: List[Key] = [
     # Batches and steps
     Key("train_batch_size", HONOURED, "checked: micro-batch x accumulation x ranks"),
     Key("train_micro_batch_size_per_gpu", HONOURED, "checked with train_batch_size; the program makes the batches"),
-    Key("gradient_accumulation_steps", HONOURED, "`micro_steps`: the most backward passes in a step. The program divides "
-        "its loss, as in plain torch"),
+    Key("gradient_accumulation_steps", HONOURED, "`micro_steps`: the most backward passes in a step. The program "
+        "divides its loss, as in plain torch"),
     Key("gradient_clipping", HONOURED, "the norm is clipped in `optimizer.step()`"),
     # Types
     Key("bf16.enabled", HONOURED, "`dtype=\"bf16\"`"),
@@ -65,7 +65,8 @@ KEYS: List[Key] = [
     Key(_ZERO + "offload_optimizer.device", HONOURED, "cpu: `offload=\"optimizer\"`; nvme: in files too"),
     Key(_ZERO + "offload_optimizer.nvme_path", HONOURED, "`offload_tier=\"nvme:PATH\"`"),
     Key(_ZERO + "offload_optimizer.ratio", HONOURED, "`offload_fraction`, in whole layers from the first on"),
-    Key(_ZERO + "offload_param.device", HONOURED, "`offload=\"optimizer+parameters\"` (stage 3): optimizer states move too"),
+    Key(_ZERO + "offload_param.device", HONOURED,
+        "`offload=\"optimizer+parameters\"` (stage 3): optimizer states move too"),
     Key(_ZERO + "offload_param.nvme_path", HONOURED, "`offload_tier=\"nvme:PATH\"`"),
     Key(_ZERO + "reduce_bucket_size", HONOURED, "`bucket`: elements x element size, at most all gradients"),
     Key(_ZERO + "overlap_comm", HONOURED, "`overlap`"),
@@ -272,8 +273,8 @@ def _check_batches(values: Mapping[str, Any], ranks: int) -> None:
     sizes = [values.get(name) for name in names]
     if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1] * sizes[2] * ranks:
         raise InvalidArgument(f"train_batch_size is {sizes[0]} in the DeepSpeed configuration, and {sizes[1]} a "
-                              f"micro-batch x {sizes[2]} micro-steps x {ranks} ranks are {sizes[1] * sizes[2] * ranks}; "
-                              "change one of them")
+                              f"micro-batch x {sizes[2]} micro-steps x {ranks} ranks are "
+                              f"{sizes[1] * sizes[2] * ranks}; change one of them")
 
 
 def _loss_scale(values: Mapping[str, Any]) -> Dict[str, Any]:
@@ -292,21 +293,21 @@ def _offload(zero: Mapping[str, Any], stage: int) -> Dict[str, Any]:
         return {}
     for name, kind in used.items():
         if kind not in ("cpu", "nvme"):
-            raise InvalidArgument(f"zero_optimization.{name}.device is {kind!r} in the DeepSpeed configuration; use cpu, "
-                                  "nvme or none")
+            raise InvalidArgument(f"zero_optimization.{name}.device is {kind!r} in the DeepSpeed configuration; use "
+                                  "cpu, nvme or none")
     if len(set(used.values())) > 1:
-        raise Unsupported("offload_optimizer and offload_param have different devices in the DeepSpeed configuration, and "
-                          "forebay offloads both to one tier; use one device for both")
+        raise Unsupported("offload_optimizer and offload_param have different devices in the DeepSpeed configuration, "
+                          "and forebay offloads both to one tier; use one device for both")
     if "offload_param" in used and stage != 3:
-        raise InvalidArgument(f"offload_param needs stage 3, and the DeepSpeed configuration has stage {stage}; leave it "
-                              "out or set the stage")
+        raise InvalidArgument(f"offload_param needs stage 3, and the DeepSpeed configuration has stage {stage}; leave "
+                              "it out or set the stage")
     options: Dict[str, Any] = {"offload": "optimizer+parameters" if "offload_param" in used else "optimizer"}
     name, kind = next(iter(used.items()))
     if kind == "nvme":
         path = zero.get(f"{name}.nvme_path")
         if not path:
-            raise InvalidArgument(f"zero_optimization.{name}.nvme_path is missing in the DeepSpeed configuration; name a "
-                                  "directory")
+            raise InvalidArgument(f"zero_optimization.{name}.nvme_path is missing in the DeepSpeed configuration; name "
+                                  "a directory")
         options["offload_tier"] = f"nvme:{path}"
     if float(zero.get("offload_optimizer.ratio", 1)) != 1:
         options["offload_fraction"] = float(zero["offload_optimizer.ratio"])

@@ -76,8 +76,8 @@ def share(sharded: "Sharded") -> str:
     """The sentences that an out-of-memory error of torch gets."""
     held = sharded.engine.report()["plan"]["bytes"]
     parts = ", ".join(f"{words} {size_text(held[name])}" for name, words in _POOLS if held[name])
-    text = (f"forebay holds {size_text(held['total'])} on {sharded.device} for this {type(sharded.model).__name__}, outside of "
-            f"torch's allocator: {parts}")
+    text = (f"forebay holds {size_text(held['total'])} on {sharded.device} for this {type(sharded.model).__name__}, "
+            f"outside of torch's allocator: {parts}")
     found = "; ".join(f"{options} {size_text(freed)}" for options, freed in remedies(sharded)[:4])
     if found:
         text += f". Options of shard() and the memory that each would free: {found}"
