@@ -159,7 +159,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamCreate));
     std::shared_ptr<HostStream> stream;
     try {
-      stream = std::make_shared<HostStream>(*options_.clock, options_, script_);
+      stream = std::make_shared<HostStream>(*options_.clock, options_, script_, callbacks_);
     } catch (const std::system_error& error) {
       return Status(StatusCode::kUnavailable, "cannot create a stream on " + options_.name +
                                                   ": there is no thread for it: " + error.what() +
@@ -391,6 +391,7 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
   HostClock own_clock_;
   HostBackendOptions options_;  // Constant after construction.
   const HostScript script_;
+  unsigned callbacks_ = 0;  // Guarded by the clock's mutex: the driver's threads in use.
   Capabilities capabilities_;
   const std::unique_ptr<HostMemory> memory_;
   FaultScript faults_;

@@ -17,6 +17,12 @@ struct HostScript {
   // Durations, in addition to the real work; meant for a virtual clock. 0 or an empty function: none.
   double copy_bytes_per_second = 0;
   std::function<HostClock::Nanoseconds(const char* kernel)> kernel_duration{};
+  // Threads that a driver calls host functions on. As on the cuda backend, a host function only signals
+  // there, for `callback_duration`, and the work runs on a thread of its stream. 0: a thread for each stream.
+  unsigned callback_threads = 0;
+  HostClock::Nanoseconds callback_duration{0};
+  // The work runs on the driver's thread too, as where a driver has no cuStreamWaitValue32.
+  bool work_in_callbacks = false;
 };
 
 class ScriptedHostBackend : public HostBackend {

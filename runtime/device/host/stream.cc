@@ -29,8 +29,9 @@ HostStream* HostStream::running_here() noexcept {
   return running_stream;
 }
 
-HostStream::HostStream(HostClock& clock, const HostBackendOptions& options, const HostScript& script)
-    : clock_(clock), options_(options), script_(script) {
+HostStream::HostStream(HostClock& clock, const HostBackendOptions& options, const HostScript& script,
+                       unsigned& callbacks)
+    : clock_(clock), options_(options), script_(script), callbacks_(callbacks) {
   // Registered by its maker, so that virtual time cannot pass between here and the thread's first wait.
   worker_ = std::thread(&HostStream::work, this, HostClock::Registration(clock));
 }
@@ -102,9 +103,7 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                         [&](const HostFill& fill) {
                           run_data(lock, [&] { std::memset(fill.target, fill.value, fill.bytes); });
                         },
-                        [&](const HostFunctionCall& call) {
-                          run_foreign(lock, "a host function", [&] { call.function(call.argument); });
-                        },
+                        [&](const HostFunctionCall& queued) { call(lock, queued); },
                         [&](const HostLaunch& launch) {
                           run_data(lock, [&] {
                             lock.lock();
@@ -132,6 +131,23 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                           fail_locked(count_access(access.address, access.access, access.change));
                         }},
              operation);
+}
+
+void HostStream::call(std::unique_lock<std::mutex>& lock, const HostFunctionCall& call) {
+  const auto work = [&] { run_foreign(lock, "a host function", [&] { call.function(call.argument); }); };
+  const unsigned limit = script_.callback_threads;
+  if (limit != 0) {
+    clock_.wait(lock, [this, limit] { return callbacks_ < limit; });
+    ++callbacks_;
+    lock.unlock();
+    clock_.sleep(script_.callback_duration);
+    lock.lock();
+    if (script_.work_in_callbacks) work();
+    --callbacks_;
+    clock_.notify();
+    if (script_.work_in_callbacks) return;
+  }
+  work();
 }
 
 // Copies, fills and launches after a failure would have invalid input, so they are skipped.

@@ -76,7 +76,9 @@ using HostOperation =
 class HostStream {
  public:
   // Starts the worker. Throws std::system_error when there is no thread to be had.
-  HostStream(HostClock& clock, const HostBackendOptions& options, const HostScript& script);
+  // `callbacks`: the driver's threads in use, of all streams of the backend; guarded by the clock's mutex.
+  HostStream(HostClock& clock, const HostBackendOptions& options, const HostScript& script,
+             unsigned& callbacks);
   // Requires: finish() has returned.
   ~HostStream() = default;
   HostStream(const HostStream&) = delete;
@@ -103,11 +105,13 @@ class HostStream {
   void run_foreign(std::unique_lock<std::mutex>& lock, const char* what, Function function);
   template <typename Function>
   void run_data(std::unique_lock<std::mutex>& lock, Function function);
+  void call(std::unique_lock<std::mutex>& lock, const HostFunctionCall& call);
   void fail_locked(const Status& status);
 
   HostClock& clock_;
   const HostBackendOptions& options_;
   const HostScript& script_;
+  unsigned& callbacks_;
 
   // Used by the worker alone.
   const char* forbidden_call_ = nullptr;

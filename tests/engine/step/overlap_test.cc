@@ -21,6 +21,13 @@ constexpr int kUnits = 12;
 constexpr std::uint64_t kElements = kRanks * 512 * 8;  // One unit, without padding.
 constexpr std::uint64_t kSlice = kElements / kRanks;
 
+// The trainer's work: kernels that only take their time.
+constexpr const char* kForward = "forward";
+constexpr const char* kBackward = "backward";
+const HostKernel kCompute[] = {{kForward, [](const Dimensions&, const Dimensions&, void* const*) {}},
+                               {kBackward, [](const Dimensions&, const Dimensions&, void* const*) {}},
+                               {nullptr, nullptr}};
+
 // Seconds for one unit on one rank.
 struct Times {
   double forward = 2e-3;
@@ -36,6 +43,9 @@ struct Settings {
   Offload offload = Offload::kOptimizer;
   double fraction = 1.0;
   bool automatic = false;
+  // The driver's threads for host functions (0: one for each stream), and whether the work runs there.
+  unsigned callback_threads = 0;
+  bool work_in_callbacks = false;
 };
 
 struct Measured {
@@ -55,9 +65,14 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
   world.clock = &clock;
   world.script.copy_bytes_per_second = kSlice * sizeof(float) / times.copy;
   world.script.kernel_duration = [&](const char* kernel) {
-    return nanoseconds(
-        std::string_view(kernel).find("adamw") == std::string_view::npos ? 0 : times.device_update);
+    const std::string_view name = kernel;
+    if (name == kForward) return nanoseconds(times.forward);
+    if (name == kBackward) return nanoseconds(times.backward);
+    return nanoseconds(name.find("adamw") == std::string_view::npos ? 0 : times.device_update);
   };
+  world.script.callback_threads = settings.callback_threads;
+  world.script.callback_duration = nanoseconds(10e-6);
+  world.script.work_in_callbacks = settings.work_in_callbacks;
   Measured result;
   result.spans.resize(kRanks);
   std::vector<HostClock::Nanoseconds> ends(kSteps);
@@ -91,9 +106,10 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
       engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kElements);
     engine.commit();
     const Stream stream = value_or_throw(rank.backend->stream_create());
-    const auto compute = [&](double seconds) {
-      throw_if_error(
-          call_on(*rank.backend, stream, [&clock, seconds] { clock.sleep(nanoseconds(seconds)); }));
+    const Module module = value_or_throw(rank.backend->load_module({.host_kernels = kCompute}));
+    const auto compute = [&](const char* kernel) {
+      throw_if_error(rank.backend->launch(value_or_throw(rank.backend->get_kernel(module, kernel)), {}, {},
+                                          nullptr, nullptr, 0, stream));
     };
     throw_if_error(rank.communicator->barrier());
     for (int step = 0; step < kSteps; ++step) {
@@ -101,11 +117,11 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
       engine.micro_step_begin(0);
       for (int u = 0; u < kUnits; ++u) {
         const Lease lease = engine.forward(u, stream);
-        compute(times.forward);
+        compute(kForward);
       }
       for (int u = kUnits - 1; u >= 0; --u) {
         const Lease lease = engine.backward(u, stream);
-        compute(times.backward);
+        compute(kBackward);
       }
       if (rank.communicator->rank() == 0) {
         throw_if_error(call_on(*rank.backend, stream,
@@ -118,6 +134,7 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
     if (rank.communicator->rank() == 0) result.device_units = engine.plan().device_units;
     result.spans[static_cast<std::size_t>(rank.communicator->rank())] = timeline.spans();
     throw_if_error(rank.backend->stream_destroy(stream));
+    throw_if_error(rank.backend->unload_module(module));
   });
   result.step_seconds = std::chrono::duration<double>(ends[kSteps - 1] - ends[kSteps - 2]).count();
   return result;
@@ -212,6 +229,34 @@ TEST(OffloadOverlap, PassesOverADriveAtItsRateOrTheUpdates) {
     EXPECT_LE(step,
               1.1 * std::max(drive, updates) + 2 * times.drive + compute_seconds(times) + 3 * times.copy)
         << drive_ms;
+  }
+}
+
+// A driver may call the host functions of all streams on one thread. They only signal, so it costs nothing.
+TEST(OffloadOverlap, OneCallbackThreadIsAsFastAsMany) {
+  struct Case {
+    const char* name;
+    Settings settings;
+    double drive;
+  };
+  const Case cases[] = {
+      {"host: states", {.stage = 2}, 0},
+      {"host: states and parameters", {.stage = 3, .offload = Offload::kOptimizerAndParameters}, 0},
+      {"files: states", {.stage = 2}, 1e-3},
+      {"files: states and parameters", {.stage = 3, .offload = Offload::kOptimizerAndParameters}, 1e-3}};
+  std::printf("%-30s   many ms   one ms   one, work on it ms\n", "offloaded to");
+  for (const Case& one : cases) {
+    Times times;
+    times.drive = one.drive;
+    Settings settings = one.settings;
+    settings.callback_threads = 1000;
+    const double many = run(times, settings).step_seconds;
+    settings.callback_threads = 1;
+    const double single = run(times, settings).step_seconds;
+    settings.work_in_callbacks = true;
+    const double working = run(times, settings).step_seconds;
+    std::printf("%-30s %9.2f %8.2f %20.2f\n", one.name, many * 1e3, single * 1e3, working * 1e3);
+    EXPECT_NEAR(single, many, 0.02 * many) << one.name;
   }
 }
 
