@@ -5,8 +5,7 @@
 // Order. A move begins after the earlier work of its stream, and later work of the stream begins after the
 // move: the bytes of a fetch are in device memory then, those of a spill in the store. So events on the
 // stream say when a move may begin and when it has ended. Moves do not overlap each other; the pieces of one
-// move do. The mover uses Backend::call_host: on cuda, no other host function of the process runs while it
-// waits for a piece.
+// move do. The mover waits for its pieces in host functions (Backend::call_host), on a thread of the stream.
 //
 // Failure. The first failure of the store stays in status(), and later moves do nothing; the target of a
 // failed fetch is undefined. The stream goes on, so ask status() after waiting for it and before using the

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -13,6 +14,7 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "forebay/cuda_backend.h"
@@ -446,6 +448,64 @@ TEST_F(CudaBackendTest, WorksOnTheApplicationsStreams) {
     EXPECT_EQ(backend->stream_destroy(stream).code(), StatusCode::kInvalidArgument);
   }
   EXPECT_EQ(application_.cuStreamDestroy_v2(own), CuResult::kSuccess);
+}
+
+TEST_F(CudaBackendTest, HostFunctionsRunOnTheDriversThreadWhereStreamsCannotWaitForValues) {
+  start();
+  {
+    const auto backend = make();
+    const Stream stream = backend->stream_create().value();
+    ASSERT_EQ(fake_.fail("cuStreamWaitValue32", 1, static_cast<int>(CuResult::kNotSupported)), 0);
+    std::vector<int> order;
+    std::pair<std::vector<int>*, int> calls[] = {{&order, 0}, {&order, 1}, {&order, 2}};
+    const HostFunction append = [](void* argument) {
+      const auto& [numbers, number] = *static_cast<std::pair<std::vector<int>*, int>*>(argument);
+      numbers->push_back(number);
+    };
+    ::testing::internal::CaptureStderr();
+    for (auto& call : calls) ASSERT_TRUE(backend->call_host(stream, append, &call).ok());
+    ASSERT_TRUE(backend->stream_synchronize(stream).ok());
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
+    EXPECT_EQ(fake_.call_count("cuStreamWaitValue32"), 1u);
+    EXPECT_NE(log.find("host functions run on the driver's thread"), std::string::npos) << log;
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+// More streams than a page has words for, one after another and at once, some of them ended.
+TEST_F(CudaBackendTest, ManyStreamsHaveHostFunctions) {
+  start();
+  {
+    const auto backend = make();
+    const HostFunction add = [](void* counter) { ++*static_cast<std::atomic<int>*>(counter); };
+    std::atomic<int> called{0};
+    for (int round = 0; round < 3; ++round) {
+      std::vector<Stream> streams;
+      for (int i = 0; i < 150; ++i) streams.push_back(backend->stream_create().value());
+      for (const Stream stream : streams) {
+        ASSERT_TRUE(backend->call_host(stream, add, &called).ok());
+        ASSERT_TRUE(backend->call_host(stream, add, &called).ok());
+      }
+      for (const Stream stream : streams) ASSERT_TRUE(backend->stream_destroy(stream).ok());
+      EXPECT_EQ(called, 300 * (round + 1));
+    }
+  }
+  fake_cuda::expect_nothing_left(fake_);
+}
+
+TEST_F(CudaBackendTest, TheProcessHasAsManyHardwareQueuesAsThereAreUnlessTheUserChose) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto connections_with = [&](const char* chosen) {
+    if (chosen != nullptr) ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", chosen, 1);
+    start();
+    make();
+    std::fprintf(stderr, "connections %s\n", std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"));
+    std::_Exit(0);
+  };
+  ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  EXPECT_EXIT(connections_with(nullptr), ::testing::ExitedWithCode(0), "connections 32");
+  EXPECT_EXIT(connections_with("4"), ::testing::ExitedWithCode(0), "connections 4");
 }
 
 TEST_F(CudaBackendTest, AFailureOnTheApplicationsStreamStaysWithIt) {
