@@ -1,7 +1,11 @@
 // Compares the CUDA kernels with the memory bandwidth of the device: each beside a large device-to-device
 // copy of the same run.
 //
-//   cuda_kernels_bench [--elements N] [--rounds N] [--device N] [--json FILE]      default 268435456 15 0
+//   cuda_kernels_bench [--elements N] [--rounds N] [--device N] [--memory KIND] [--json FILE]
+//                                                                              default 268435456 15 0 plain
+//
+// KIND of the arrays: plain, as cuMemAlloc gives; small, mapped chunks of 2 MiB; large, mapped chunks of 1
+// GiB; stitched, second mappings of chunks of 2 MiB in a mixed order, as the arena joins free chunks.
 //
 // Method: all rows run interleaved, A B C ... A B C ..., after one untimed round. A round queues enough
 // launches to take about 20 ms, waits for all and divides the time by their number. A figure is the median of
@@ -33,8 +37,12 @@ struct Options {
   std::size_t elements = std::size_t{1} << 28;
   int rounds = 15;
   int device = 0;
+  std::string memory = "plain";
   std::string json;
 };
+
+constexpr std::size_t kSmallChunk = std::size_t{2} << 20, kLargeChunk = std::size_t{1} << 30;
+constexpr std::size_t kStitchStride = 7;  // Neighbours in the second mapping lie so many chunks apart.
 
 struct Row {
   const char* name;
@@ -66,15 +74,55 @@ double measure(Backend& backend, Stream stream, const Row& row) {
   return elapsed.count() / row.batch;
 }
 
+template <typename T>
+T must(Result<T> result) {
+  must(result.status());
+  return result.value();
+}
+
 // Device memory for the length of the program.
 class Block {
  public:
-  Block(Backend& backend, std::size_t bytes) : backend_(backend) {
-    Result<DevicePtr> address = backend.alloc(bytes);
-    must(address.status());
-    address_ = address.value();
+  Block(Backend& backend, std::size_t bytes, const std::string& memory) : backend_(backend) {
+    if (memory == "plain") {
+      address_ = must(backend.alloc(bytes));
+      return;
+    }
+    const std::size_t granule = backend.capabilities().granularity;
+    const std::size_t chunk = std::max(memory == "large" ? kLargeChunk : kSmallChunk, granule);
+    const std::size_t count = (bytes + chunk - 1) / chunk;
+    // The last chunk of a large array is no larger than it needs to be.
+    const std::size_t last =
+        memory == "large" ? (bytes - (count - 1) * chunk + granule - 1) / granule * granule : chunk;
+    mapped_bytes_ = (count - 1) * chunk + last;
+    std::vector<Chunk> chunks;
+    for (std::size_t i = 0; i < count; ++i)
+      chunks.push_back(must(backend.chunk_create(i + 1 < count ? chunk : last)));
+    const auto map = [&](const std::vector<Chunk>& order) {
+      const DevicePtr address = must(backend.reserve(mapped_bytes_, granule));
+      for (std::size_t i = 0; i < count; ++i)
+        must(backend.map(static_cast<std::byte*>(address) + i * chunk, order[i]));
+      must(backend.set_access(address, mapped_bytes_));
+      mappings_.push_back(address);
+      address_ = address;
+    };
+    map(chunks);
+    if (memory == "stitched") {
+      std::vector<Chunk> mixed;
+      for (std::size_t first = 0; first < kStitchStride; ++first) {
+        for (std::size_t i = first; i < count; i += kStitchStride) mixed.push_back(chunks[i]);
+      }
+      map(mixed);
+    }
+    for (const Chunk one : chunks) must(backend.chunk_destroy(one));
   }
-  ~Block() { static_cast<void>(backend_.free(address_).ok()); }
+  ~Block() {
+    if (mappings_.empty()) static_cast<void>(backend_.free(address_).ok());
+    for (const DevicePtr mapping : mappings_) {
+      static_cast<void>(backend_.unmap(mapping, mapped_bytes_).ok());
+      static_cast<void>(backend_.release(mapping, mapped_bytes_).ok());
+    }
+  }
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
 
@@ -86,6 +134,8 @@ class Block {
  private:
   Backend& backend_;
   DevicePtr address_ = nullptr;
+  std::vector<DevicePtr> mappings_;
+  std::size_t mapped_bytes_ = 0;
 };
 
 void write_json(const Options& options, std::size_t count, const char* description,
@@ -96,9 +146,10 @@ void write_json(const Options& options, std::size_t count, const char* descripti
     std::exit(1);
   }
   std::fprintf(file,
-               "{\"kernels\": \"%s\", \"elements\": %zu, \"rounds\": %d, \"step_control_us\": %.3f, "
+               "{\"kernels\": \"%s\", \"memory\": \"%s\", \"elements\": %zu, \"rounds\": %d, "
+               "\"step_control_us\": %.3f, "
                "\"rows\": [\n",
-               description, count, options.rounds, control_seconds * 1e6);
+               description, options.memory.c_str(), count, options.rounds, control_seconds * 1e6);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const double seconds = median(rows[i].seconds);
     std::fprintf(file, "  {\"name\": \"%s\", \"ms\": %.6f, \"gb_per_s\": %.1f, \"of_copy\": %.4f}%s\n",
@@ -138,10 +189,11 @@ int run(const Options& options) {
     return kCannotRun;
   }
   constexpr DataType f32 = DataType::kFloat32, bf16 = DataType::kBfloat16;
-  const Block g(backend, count * 4), p(backend, count * 4), m(backend, count * 4), v(backend, count * 4);
-  const Block narrow(backend, count * 2), narrow_target(backend, count * 2);
-  const Block scratch(backend, count / kLeafCount * sizeof(double)), result(backend, sizeof(double));
-  const Block state(backend, sizeof(StepState)), correction(backend, sizeof(BiasCorrection));
+  const auto block = [&](std::size_t bytes) { return Block(backend, bytes, options.memory); };
+  const Block g = block(count * 4), p = block(count * 4), m = block(count * 4), v = block(count * 4);
+  const Block narrow = block(count * 2), narrow_target = block(count * 2);
+  const Block scratch = block(count / kLeafCount * sizeof(double)), result = block(sizeof(double));
+  const Block state = block(sizeof(StepState)), correction = block(sizeof(BiasCorrection));
   must(kernels.fill({g.as<float>(), count, 0.01f, f32}, stream));
   must(kernels.fill({p.as<float>(), count, 1.0f, f32}, stream));
   must(kernels.fill({m.as<float>(), count, 0.0f, f32}, stream));
@@ -267,15 +319,22 @@ int main(int argc, char** argv) {
       options.rounds = std::atoi(value);
     } else if (value != nullptr && name == "--device") {
       options.device = std::atoi(value);
+    } else if (value != nullptr && name == "--memory") {
+      options.memory = value;
     } else if (value != nullptr && name == "--json") {
       options.json = value;
     } else {
       options.rounds = 0;
     }
   }
+  if (const std::string& memory = options.memory;
+      memory != "plain" && memory != "small" && memory != "large" && memory != "stitched") {
+    options.rounds = 0;
+  }
   if (options.rounds < 1 || options.elements < 4 * forebay::kLeafCount) {
     std::fprintf(stderr,
-                 "usage: %s [--elements N (at least 2048)] [--rounds N] [--device N] [--json FILE]\n"
+                 "usage: %s [--elements N (at least 2048)] [--rounds N] [--device N]\n"
+                 "       [--memory plain|small|large|stitched] [--json FILE]\n"
                  "  needs a CUDA device; exits with %d where there is none\n",
                  argv[0], forebay::kCannotRun);
     return 2;

@@ -2,8 +2,8 @@
 // depends on: the cost of mapping memory, the calls that wait, and the operations allowed on mapped memory
 // and under capture.
 //
-//   gpu-questions [--quick] [--json FILE] [--limit-s SECONDS] [NAME...]     asks all questions, or those
-//   named gpu-questions --list
+//   gpu-questions [--quick] [--json FILE] [--limit-s SECONDS] [NAME...]     asks all questions, or some
+//   gpu-questions --list
 //
 // Each question runs in its own process with a time limit, because some end in an error that breaks the
 // context, and some might hang. The driver is FOREBAY_LIBCUDA, or libcuda.so.1. Prints the answers as text.
@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -27,6 +28,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -147,6 +149,7 @@ Json summary_us(std::vector<double> values) {
 // --- the device ---------------------------------------------------
 
 bool quick = false;
+constexpr const char* kConnectionsVariable = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 struct Gpu {
   CuDevice device = 0;
@@ -666,13 +669,332 @@ Json ask_bandwidth(const Gpu& gpu) {
           {"read_and_written_GB_s", rounded(2.0 * static_cast<double>(bytes) / best_us / 1000)}};
 }
 
+// --- the order of work, and rules of which the documentation leaves the consequence open ---
+
+// A flag that a host function sets, or waits for. The wait ends by itself, so no driver hangs.
+struct Gate {
+  std::atomic<bool> is_open{false};
+  std::atomic<bool> timed_out{false};
+  std::chrono::milliseconds limit{1000};
+
+  static void open(void* gate) { static_cast<Gate*>(gate)->is_open = true; }
+  static void wait(void* of) {
+    auto* gate = static_cast<Gate*>(of);
+    const Clock::time_point deadline = Clock::now() + gate->limit;
+    while (!gate->is_open) {
+      if (Clock::now() > deadline) {
+        gate->timed_out = true;
+        return;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+};
+
+// Host functions that wait for each other end only where the driver runs them at the same time.
+Json ask_host_functions(const Gpu& gpu) {
+  Gate gate;
+  const CuStream first = gpu.stream();
+  const CuStream second = gpu.stream();
+  CHECK(cuLaunchHostFunc(first, Gate::wait, &gate));
+  CHECK(cuLaunchHostFunc(second, Gate::open, &gate));
+  CHECK(cuStreamSynchronize(second));
+  CHECK(cuStreamSynchronize(first));
+  return {{"serialised", gate.timed_out.load()}};
+}
+
+// Pairs of a host function and an event behind a kernel, until a call blocks.
+Json ask_queue_depth(const Gpu& gpu) {
+  constexpr double kBlockedUs = 100'000;
+  const std::uint64_t held_ns = quick ? 300'000'000 : 2'000'000'000;
+  const int most = quick ? 128 : 8192;
+  const CuStream held = gpu.stream();
+  const CuStream other = gpu.stream();
+  const CuFunction spin = gpu.spin();
+  CuEvent event = nullptr;
+  CHECK(cuEventCreate(&event, kEventDisableTiming));
+  launch_spin(spin, other, 1000, 0);
+  CHECK(cuStreamSynchronize(other));
+  launch_spin(spin, held, held_ns, 0);
+  std::atomic<int> pairs{0};
+  std::atomic<bool> done{false};
+  double launch_us = 0;
+  std::thread beside([&] {
+    CHECK(cuCtxSetCurrent(gpu.context));
+    int seen = -1;
+    while (!done && seen != pairs) {
+      seen = pairs;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    launch_us = timed_us([&] { launch_spin(spin, other, 1000, 0); });
+  });
+  double slowest_us = 0;
+  int before_it_blocked = -1;
+  Gate gate;
+  for (int i = 0; i < most && before_it_blocked < 0; ++i) {
+    const double us = timed_us([&] {
+      CHECK(cuLaunchHostFunc(held, Gate::open, &gate));
+      CHECK(cuEventRecord(event, held));
+    });
+    slowest_us = std::max(slowest_us, us);
+    if (us > kBlockedUs) before_it_blocked = i;
+    pairs = i + 1;
+  }
+  done = true;
+  beside.join();
+  CHECK(cuStreamSynchronize(held));
+  return {{"pairs_queued", pairs.load()},
+          {"blocks", before_it_blocked >= 0},
+          {"pairs_before_it_blocked", before_it_blocked >= 0 ? Json(before_it_blocked) : Json(nullptr)},
+          {"slowest_pair_us", rounded(slowest_us)},
+          {"launch_of_another_thread_us", rounded(launch_us)}};
+}
+
+// Ten streams with a kernel each; a host function holds the first. Which others stall?
+Json ask_held_stream(const Gpu& gpu) {
+  const CuFunction spin = gpu.spin();
+  std::vector<CuStream> streams;
+  for (int i = 0; i < 10; ++i) streams.push_back(gpu.stream());
+  for (const CuStream stream : streams) launch_spin(spin, stream, 1000, 0);
+  CHECK(cuCtxSynchronize());
+  Gate gate;
+  CHECK(cuLaunchHostFunc(streams[0], Gate::wait, &gate));
+  for (const CuStream stream : streams) launch_spin(spin, stream, 1000, 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  Json stalled = Json::array();
+  for (std::size_t i = 1; i < streams.size(); ++i) {
+    if (driver.cuStreamQuery(streams[i]) == CuResult::kNotReady) stalled.push_back(i);
+  }
+  gate.is_open = true;
+  CHECK(cuCtxSynchronize());
+  const char* const connections = std::getenv(kConnectionsVariable);
+  return {{"connections", connections == nullptr ? "the driver's choice" : connections},
+          {"streams_stalled", stalled.size()},
+          {"which", stalled}};
+}
+
+// Block b of the grid writes the 512 bytes number 2b + parity, again and again; the last value is `rounds`
+// added to `value`.
+constexpr const char kBlocks[] = R"(.version 6.0
+.target sm_60
+.address_size 64
+.visible .entry forebay_blocks(.param .u64 base, .param .u32 parity, .param .u32 value, .param .u32 rounds)
+{
+  .reg .u64 %address, %offset;
+  .reg .u32 %block, %thread, %parity, %value, %left, %word;
+  .reg .pred %more;
+  ld.param.u64 %address, [base];
+  ld.param.u32 %parity, [parity];
+  ld.param.u32 %value, [value];
+  ld.param.u32 %left, [rounds];
+  cvta.to.global.u64 %address, %address;
+  mov.u32 %block, %ctaid.x;
+  mov.u32 %thread, %tid.x;
+  shl.b32 %block, %block, 1;
+  add.u32 %block, %block, %parity;
+  shl.b32 %block, %block, 7;
+  add.u32 %word, %block, %thread;
+  mul.wide.u32 %offset, %word, 4;
+  add.u64 %address, %address, %offset;
+again:
+  add.u32 %value, %value, 1;
+  st.volatile.global.u32 [%address], %value;
+  sub.u32 %left, %left, 1;
+  setp.ne.u32 %more, %left, 0;
+  @%more bra again;
+  ret;
+}
+)";
+
+// Two kernels at once write alternate blocks of 512 bytes of one chunk through two aliases, and one alias is
+// unmapped while the other is in use.
+Json ask_alias_writes(const Gpu& gpu) {
+  constexpr std::uint32_t kBlockWords = 128;
+  const std::size_t bytes = quick ? std::max(gpu.granularity, 2 * kMiB) : 64 * kMiB;
+  const std::uint32_t blocks = quick ? 16 : static_cast<std::uint32_t>(bytes / (2 * 512));
+  const std::uint32_t rounds = quick ? 2 : 200;
+  const CuDevicePtr aliases = gpu.reserve(2 * bytes);
+  const CuMemHandle handle = gpu.create(bytes);
+  CHECK(cuMemMap(aliases, bytes, 0, handle, 0));
+  CHECK(cuMemMap(aliases + bytes, bytes, 0, handle, 0));
+  CHECK(cuMemSetAccess(aliases, 2 * bytes, &gpu.access, 1));
+  CHECK(cuMemsetD8_v2(aliases, 0, bytes));
+  CHECK(cuCtxSynchronize());
+  CuModule module = nullptr;
+  CuFunction writer = nullptr;
+  CHECK(cuModuleLoadDataEx(&module, kBlocks, 0, nullptr, nullptr));
+  CHECK(cuModuleGetFunction(&writer, module, "forebay_blocks"));
+  const CuStream streams[] = {gpu.stream(), gpu.stream()};
+  constexpr std::uint32_t kValues[] = {0x10000, 0x20000};
+  const auto write = [&](std::uint32_t which) {
+    CuDevicePtr base = aliases + which * bytes;
+    std::uint32_t parity = which, value = kValues[which], count = rounds;
+    void* arguments[] = {&base, &parity, &value, &count};
+    CHECK(cuLaunchKernel(writer, blocks, 1, 1, kBlockWords, 1, 1, 0, streams[which], arguments, nullptr));
+  };
+  const auto wrong = [&] {
+    std::vector<std::uint32_t> words(std::size_t{blocks} * 2 * kBlockWords);
+    CHECK(cuMemcpyDtoH_v2(words.data(), aliases + bytes, words.size() * sizeof(words[0])));
+    std::size_t count = 0;
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      if (words[i] != kValues[i / kBlockWords % 2] + rounds) ++count;
+    }
+    return count;
+  };
+  write(0);
+  write(1);
+  CHECK(cuCtxSynchronize());
+  Json answer = {{"words_lost", wrong()}, {"words_written", std::size_t{blocks} * 2 * kBlockWords}};
+  launch_spin(gpu.spin(), streams[1], 50'000'000, 0);
+  write(1);
+  answer["unmap_beside_use"] = name_of(driver.cuMemUnmap(aliases, bytes));
+  answer["use_ended_with"] = name_of(driver.cuStreamSynchronize(streams[1]));
+  answer["words_lost_after_unmap"] = wrong();
+  return answer;
+}
+
+// A kernel with 32 KiB of local memory for each thread.
+constexpr const char kLocal[] = R"(.version 6.0
+.target sm_60
+.address_size 64
+.visible .entry forebay_local(.param .u64 target)
+{
+  .local .align 4 .b8 memory[32768];
+  .reg .u64 %address, %place, %offset;
+  .reg .u32 %thread, %value;
+  mov.u32 %thread, %tid.x;
+  mul.wide.u32 %offset, %thread, 4;
+  mov.u64 %place, memory;
+  add.u64 %place, %place, %offset;
+  st.local.u32 [%place], %thread;
+  ld.local.u32 %value, [memory+124];
+  ld.param.u64 %address, [target];
+  cvta.to.global.u64 %address, %address;
+  add.u64 %address, %address, %offset;
+  st.global.u32 [%address], %value;
+  ret;
+}
+)";
+
+// All memory of the device taken as an arena takes it. How much must be given back until the driver has room
+// for its own work?
+Json ask_room(const Gpu& gpu) {
+  CuDevicePtr target = 0;
+  CHECK(cuMemAlloc_v2(&target, kMiB));
+  const std::size_t free_before = gpu.free_bytes();
+  std::vector<std::pair<CuMemHandle, std::size_t>> taken;
+  for (std::size_t bytes = 512 * kMiB; bytes >= std::max(gpu.granularity, 2 * kMiB); bytes /= 4) {
+    CuMemHandle handle = 0;
+    while (driver.cuMemCreate(&handle, bytes, &gpu.properties, 0) == CuResult::kSuccess) {
+      taken.emplace_back(handle, bytes);
+    }
+  }
+  std::size_t given_back = 0;
+  const auto needed_for = [&](const std::function<CuResult()>& work) -> Json {
+    Json answer;
+    CuResult result = work();
+    answer["when_full"] = name_of(result);
+    const std::size_t before = given_back;
+    while (result == CuResult::kOutOfMemory && !taken.empty()) {
+      CHECK(cuMemRelease(taken.back().first));
+      given_back += taken.back().second;
+      taken.pop_back();
+      result = work();
+    }
+    answer["bytes_given_back"] = given_back - before;
+    answer["then"] = name_of(result);
+    return answer;
+  };
+  Json answers = {{"free_before_bytes", free_before}, {"free_when_full_bytes", gpu.free_bytes()}};
+  CuModule module = nullptr;
+  const CuStream stream = gpu.stream();
+  answers["module"] =
+      needed_for([&] { return driver.cuModuleLoadDataEx(&module, kSpin, 0, nullptr, nullptr); });
+  CuModule local = nullptr;
+  answers["module_with_local_memory"] =
+      needed_for([&] { return driver.cuModuleLoadDataEx(&local, kLocal, 0, nullptr, nullptr); });
+  if (CuFunction function = nullptr;
+      local != nullptr &&
+      driver.cuModuleGetFunction(&function, local, "forebay_local") == CuResult::kSuccess) {
+    void* arguments[] = {&target};
+    answers["launch_with_local_memory"] = needed_for([&] {
+      const CuResult launched =
+          driver.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, arguments, nullptr);
+      return launched == CuResult::kSuccess ? driver.cuStreamSynchronize(stream) : launched;
+    });
+  }
+  void* cublas = nullptr;
+  for (const char* name : {"libcublas.so.13", "libcublas.so.12"}) {
+    if (cublas == nullptr) cublas = ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
+  }
+  auto* create =
+      cublas == nullptr ? nullptr : reinterpret_cast<int (*)(void**)>(::dlsym(cublas, "cublasCreate_v2"));
+  if (create == nullptr) {
+    answers["cublas"] = "not on this machine";
+  } else {
+    void* handle = nullptr;
+    int status = 0;
+    answers["cublas"] = needed_for([&] {
+      status = create(&handle);
+      return status == 0 ? CuResult::kSuccess : CuResult::kOutOfMemory;
+    });
+    answers["cublas"]["status"] = status;
+  }
+  answers["bytes_given_back_in_all"] = given_back;
+  return answers;
+}
+
+// Copies up from ordinary memory behind a kernel: does the call block, and which bytes arrive if the source
+// changes as soon as it returns?
+Json ask_pageable(const Gpu& gpu) {
+  constexpr auto kPageableMemoryAccess = static_cast<CuDeviceAttribute>(88);
+  const CuFunction spin = gpu.spin();
+  const CuStream stream = gpu.stream();
+  CuDevicePtr target = 0;
+  CHECK(cuMemAlloc_v2(&target, kMiB));
+  Json answers = {{"pageable_memory_access", gpu.attribute(kPageableMemoryAccess)}};
+  for (const std::size_t bytes : {std::size_t{4}, kMiB / 16, kMiB}) {
+    std::vector<unsigned char> source(bytes, 1);
+    launch_spin(spin, stream, 100'000'000, 0);
+    const double us = timed_us([&] { CHECK(cuMemcpyHtoDAsync_v2(target, source.data(), bytes, stream)); });
+    std::fill(source.begin(), source.end(), static_cast<unsigned char>(2));
+    CHECK(cuStreamSynchronize(stream));
+    unsigned char ends[2] = {};
+    CHECK(cuMemcpyDtoH_v2(&ends[0], target, 1));
+    CHECK(cuMemcpyDtoH_v2(&ends[1], target + bytes - 1, 1));
+    answers[std::to_string(bytes) + "_bytes"] = {
+        {"us", rounded(us)},
+        {"blocks", us > 50'000},
+        {"takes_the_bytes_at_the_call", ends[0] == 1 && ends[1] == 1}};
+  }
+  auto* host = static_cast<unsigned char*>(std::aligned_alloc(4096, kMiB));
+  std::memset(host, 1, kMiB);
+  CHECK(cuMemHostRegister_v2(host, kMiB / 2, 0));
+  answers["copy_over_half_registered_memory"] =
+      name_of(driver.cuMemcpyHtoDAsync_v2(target, host, kMiB, stream));
+  answers["and_then"] = name_of(driver.cuStreamSynchronize(stream));
+  return answers;
+}
+
 struct Question {
   const char* name;
   const char* text;
   Json (*ask)(const Gpu& gpu);
+  const char* connections = nullptr;  // CUDA_DEVICE_MAX_CONNECTIONS of its process.
 };
 
 const Question kQuestions[] = {
+    {"host-functions", "Does the driver run host functions of two streams at the same time?",
+     ask_host_functions},
+    {"queue-depth", "How many pairs of host function and event are queued before a call blocks?",
+     ask_queue_depth},
+    {"held-stream-8", "Which of ten streams stall when a host function holds one, with 8 connections?",
+     ask_held_stream, "8"},
+    {"held-stream-32", "Which of ten streams stall when a host function holds one, with 32 connections?",
+     ask_held_stream, "32"},
+    {"alias-writes", "Do kernels that write through two aliases of a chunk lose bytes?", ask_alias_writes},
+    {"room", "How much memory must an arena leave for the driver's own work?", ask_room},
+    {"pageable", "Do copies from ordinary memory wait for the stream?", ask_pageable},
     {"addresses", "Does cuGetProcAddress answer with the symbol that dlsym finds?", ask_addresses},
     {"granularity", "What are the granularities, and what does reserving addresses cost?", ask_granularity},
     {"costs", "What do create, map, set-access, unmap and release cost by chunk size?", ask_costs},
@@ -697,6 +1019,7 @@ int answer_one(const std::string& name) {
     Json answer;
     int status = 0;
     try {
+      if (question.connections != nullptr) ::setenv(kConnectionsVariable, question.connections, 1);
       open_driver();
       answer["answer"] = question.ask(Gpu());
     } catch (const std::exception& error) {
@@ -784,6 +1107,15 @@ void print(const Json& value, const std::string& path) {
   std::printf("  %s%s%s\n", path.c_str(), path.empty() ? "" : ": ", line.c_str());
 }
 
+// Replaces the file at once: a reader finds the old content or the new.
+bool write_file(const std::string& path, const std::string& content) {
+  const std::string beside = path + ".new";
+  std::ofstream file(beside);
+  file << content;
+  file.close();
+  return file.good() && std::rename(beside.c_str(), path.c_str()) == 0;
+}
+
 int usage(const char* text) {
   std::fprintf(
       stderr,
@@ -838,11 +1170,8 @@ int main(int argument_count, char** arguments) {
     print(reply.value, "");
     std::fflush(stdout);
     all[question.name] = reply.value;
-  }
-  if (!json_path.empty()) {
-    std::ofstream file(json_path);
-    file << all.dump(1) << '\n';
-    if (!file.flush()) {
+    // After each answer, because the machine may be taken away before the last one.
+    if (!json_path.empty() && !write_file(json_path, all.dump(1) + '\n')) {
       std::fprintf(stderr, "gpu-questions: cannot write %s\n", json_path.c_str());
       return 1;
     }
