@@ -441,6 +441,7 @@ constexpr char kFooter[] =
     "  FOREBAY_LOG=info                            a line on standard error when an arena begins to serve\n"
     "  PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync, and PYTORCH_ALLOC_CONF   as --tensors\n"
     "  XLA_PYTHON_CLIENT_PREALLOCATE=false         for JAX, set unless you have set it\n"
+    "  UCX_MEMTYPE_CACHE=n                         for UCX and MPI over it, set unless you have set it\n"
     "and, for forebay run itself, FOREBAY_RUN_REPORT, FOREBAY_RUN_TRACE, FOREBAY_RUN_SNAPSHOT and "
     "FOREBAY_RUN_PAUSE_SIGNAL as the options.\n\n"
     "Signals are passed to the command. Two are not: with --report, --trace or --snapshot SIGUSR1 (sent to "

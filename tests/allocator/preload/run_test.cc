@@ -720,6 +720,12 @@ TEST(RunEnvironmentTest, JaxIsLeftAsTheUserHasIt) {
   EXPECT_EQ(position(made.lines.at(0), "JAX"), std::string::npos);
 }
 
+TEST(RunEnvironmentTest, UcxAsksTheDriverForTheTypeOfMemory) {
+  EXPECT_EQ(run_environment(options(), {}).value().set.at("UCX_MEMTYPE_CACHE"), "n");
+  const Environment mine = {{"UCX_MEMTYPE_CACHE", "y"}};
+  EXPECT_EQ(run_environment(options(), mine).value().set.count("UCX_MEMTYPE_CACHE"), 0u);
+}
+
 TEST(RunEnvironmentTest, TheLimitMayComeFromTheEnvironment) {
   RunOptions wanted = options();
   EXPECT_EQ(run_environment(wanted, {{"FOREBAY_MEMORY", "2GiB"}}).value().set.at("FOREBAY_MEMORY"),
