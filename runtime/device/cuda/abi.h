@@ -132,6 +132,7 @@ enum class CuProcAddressQueryResult : unsigned {
 
 constexpr std::uint64_t kProcAddressDefault = 0;
 constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventBlockingSync = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr unsigned kHostAllocPortable = 1;

@@ -421,7 +421,8 @@ class CudaBackendImpl final : public CudaBackend {
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
     cuda::CuEvent event = nullptr;
     FOREBAY_RETURN_IF_ERROR(
-        check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming), "cuEventCreate", what));
+        check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming | cuda::kEventBlockingSync),
+              "cuEventCreate", what));
     order_.add_event(event, this);
     return Event{event};
   }

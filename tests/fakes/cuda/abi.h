@@ -133,7 +133,6 @@ constexpr std::uint64_t kProcAddressLegacyStream = 1;
 constexpr std::uint64_t kProcAddressPerThreadStream = 2;
 constexpr unsigned kStreamDefault = 0;
 constexpr unsigned kEventDefault = 0;
-constexpr unsigned kEventBlockingSync = 1;
 constexpr unsigned kEventInterprocess = 4;
 constexpr unsigned kEventRecordExternal = 1;
 constexpr unsigned kEventWaitExternal = 1;

@@ -141,7 +141,7 @@ FAKE_CUDA_EXPORT void fake_cuda_reset() {
   state.process = 0;
   state.kernels.clear();
   state.kernel_libraries_opened = false;
-  state.orphans = state.hazards = state.forbidden_calls = 0;
+  state.orphans = state.hazards = state.forbidden_calls = state.spinning_waits = 0;
   state.faults.clear();
   std::fill(state.calls.begin(), state.calls.end(), 0);
   state.call_count = 0;
@@ -215,6 +215,7 @@ FAKE_CUDA_EXPORT void fake_cuda_account(FakeAccount& account) {
   account.orphans = state.orphans;
   account.hazards = state.hazards;
   account.forbidden_calls = state.forbidden_calls;
+  account.spinning_waits = state.spinning_waits;
 }
 
 namespace forebay::fake_cuda {

@@ -137,6 +137,7 @@ struct Driver {
   std::uint64_t orphans = 0;
   std::uint64_t hazards = 0;
   std::uint64_t forbidden_calls = 0;
+  std::uint64_t spinning_waits = 0;
 
   // By EntryPointIndex.
   std::vector<std::uint64_t> calls;

@@ -120,6 +120,7 @@ CuResult cuEventSynchronize(CuEvent event) {
   if (result != CuResult::kSuccess) return result;
   result = refuse_while_capturing();
   if (result != CuResult::kSuccess) return result;
+  if ((found->flags & kEventBlockingSync) == 0) ++state.spinning_waits;
   const MarkPtr mark = found->mark;  // Recording again meanwhile does not prolong the wait.
   state.scheduler.wait(lock, mark);
   trim_pools();

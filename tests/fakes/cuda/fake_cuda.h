@@ -84,6 +84,8 @@ struct FakeAccount {
   std::uint64_t orphans;
   // Unmaps, frees and uses that would have corrupted memory, and calls of the driver from host functions.
   std::uint64_t hazards, forbidden_calls;
+  // Waits of the host for events that keep a core busy.
+  std::uint64_t spinning_waits;
 
   std::uint64_t live_handles() const {
     return contexts + streams + events + modules + pools + graphs + graph_execs + reservations + chunks +
