@@ -25,7 +25,9 @@
 // of `event_synchronize` for events recorded behind it, return that first failure for good.
 //
 // Threads. Every function may be called from any thread at any time. The function given to `call_host` must
-// not call the Backend; implementations detect that and fail the stream with kInternal.
+// not call the Backend; implementations detect that and fail the stream with kInternal. One that takes long
+// holds back its own stream and no other; with a CUDA driver before 11.7 it may hold back the host functions
+// of other streams.
 //
 // Source: CUDA driver API reference, "Virtual Memory Management", "Stream Management", "Event Management".
 #pragma once
