@@ -619,10 +619,15 @@ std::uint64_t ChunkedArena::claim_waiting_streams(EventState* states, std::uint6
 void ChunkedArena::advance(EventState& state, std::uint64_t ended_epoch) {
   if (state.recorded_epoch > state.completed_epoch) {
     Result<bool> reached = backend_.event_query(state.event);
-    // A failed query means that the stream failed; memory freed on it stays unused.
-    if (!reached.ok() || !reached.value()) return;
-    state.completed_epoch = state.recorded_epoch;
-    if (state.freed_epoch <= state.completed_epoch) return;
+    if (reached.ok()) {
+      if (!reached.value()) return;
+      state.completed_epoch = state.recorded_epoch;
+      if (state.freed_epoch <= state.completed_epoch) return;
+    } else if (reached.status().code() != StatusCode::kUnavailable) {
+      return;  // The stream has failed; memory freed on it stays unused.
+    }
+    // A capture that began between the backend's check and the record took the event, and every query of it
+    // fails until it is recorded again.
   }
   if (state.event == Event()) {
     Result<Event> event = backend_.event_create();
