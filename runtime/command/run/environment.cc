@@ -15,8 +15,8 @@ constexpr std::uint64_t kLeastMemory = 2_MiB;
 // PyTorch has had two names for one thing; which of them it reads depends on its version.
 constexpr const char* kTorchVariables[] = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"};
 constexpr const char* kTorchTensors = "backend:cudaMallocAsync";
-// UCX hooks the driver's calls to learn which memory is the device's. It does not see what the arena gives,
-// takes it for host memory, and copies it on the host. Without its cache it asks the driver, who knows.
+// UCX hooks the driver's calls to learn which memory is the device's. It does not see the arena's memory,
+// takes it for host memory, and copies it on the host. Without its cache it asks the driver.
 constexpr const char* kUcxVariable = "UCX_MEMTYPE_CACHE";
 constexpr const char* kJaxVariables[] = {"XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"};
 
