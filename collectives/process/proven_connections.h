@@ -28,7 +28,7 @@ namespace forebay::internal {
 struct ProvenConnectionsOptions {
   std::string address;  // Numeric; the only one to listen at.
   std::string group;    // A word that no other group of ranks has.
-  std::string secret;   // Of the rendezvous store; may be empty.
+  std::string secret;   // The rendezvous store's; may be empty.
   int rank = 0;
   int size = 1;
   std::vector<int> world_ranks;  // By rank: its number in messages.
@@ -68,7 +68,7 @@ class ProvenConnections {
     int plane = -1;
     int peer = -1;
     Digest nonce{};
-    std::string in{};  // Of the bytes that this stage waits for.
+    std::string in{};  // The bytes of this stage so far.
     Proofs proofs{};
   };
   struct Target {
