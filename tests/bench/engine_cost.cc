@@ -7,6 +7,7 @@
 // neighbouring steps.
 //
 //   engine_cost [pairs [dtype]]     exit code 1 if the median is below the target
+//   engine_cost smoke               one pair of a tiny model, without a target
 
 #include <algorithm>
 #include <chrono>
@@ -131,12 +132,9 @@ class BareLoop {
   }
 
   double step(const std::vector<std::uint8_t>& tokens, const std::vector<std::uint8_t>& targets) {
-    compute_.run([this, &tokens, &targets] {
-      give(tokens, targets, gpt_);
-      for (int u = 0; u < gpt_.unit_count(); ++u) gpt_.forward(u, parameters_of(u));
-      for (int u = gpt_.unit_count() - 1; u >= 0; --u)
-        gpt_.backward(u, parameters_of(u), gradients_of(u), 1.0);
-    });
+    compute_.run([this, &tokens, &targets] { give(tokens, targets, gpt_); });
+    for (int u = 0; u < gpt_.unit_count(); ++u) gpt_.forward(u, parameters_of(u));
+    for (int u = gpt_.unit_count() - 1; u >= 0; --u) gpt_.backward(u, parameters_of(u), gradients_of(u), 1.0);
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const BareUnit& unit = *units_[u];
       throw_if_error(
@@ -254,7 +252,7 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-int run(int pairs, DataType dtype) {
+int run(const GptShape& shape, int pairs, DataType dtype, double target) {
   const int threads = default_compute_threads();
   set_compute_threads(threads);
   const auto backend = value_or_throw(HostBackend::create({}));
@@ -264,11 +262,11 @@ int run(int pairs, DataType dtype) {
   compute.run([threads] { set_compute_threads(threads); });
   HostOperations operations(library_matmul_available() ? create_library_matmul() : create_plain_matmul(),
                             threads);
-  const Gpt::Options options{.shape = kShape, .batch = kBatch, .dtype = dtype};
+  const Gpt::Options options{.shape = shape, .batch = kBatch, .dtype = dtype};
   EngineLoop engine(options, operations, *backend, *kernels, *communicator, compute);
   BareLoop bare(options, operations, *backend, *kernels, compute);
 
-  std::vector<std::uint8_t> tokens(kBatch * kShape.sequence), targets(tokens.size());
+  std::vector<std::uint8_t> tokens(kBatch * shape.sequence), targets(tokens.size());
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     tokens[i] = static_cast<std::uint8_t>(draw(1, kTextStream, i));
     targets[i] = static_cast<std::uint8_t>(draw(1, kTextStream, i + 1));
@@ -303,28 +301,34 @@ int run(int pairs, DataType dtype) {
 
   const double tokens_per_step = static_cast<double>(tokens.size());
   const auto [low, high] = std::minmax_element(ratios.begin(), ratios.end());
-  std::printf("%zu parameters, %s, %d threads, %s products, %s\n", parameter_count(kShape),
+  std::printf("%zu parameters, %s, %d threads, %s products, %s\n", parameter_count(shape),
               data_type_name(dtype), threads, operations.matmul(), kernels->description());
   std::printf("bare loop   %8.0f tokens/s (median of %d)\n", tokens_per_step / median(bare_seconds), pairs);
   std::printf("engine      %8.0f tokens/s\n", tokens_per_step / median(engine_seconds));
-  std::printf("engine / bare: median %.4f [%.3f..%.3f], target %.2f\n", median(ratios), *low, *high, kTarget);
-  return median(ratios) >= kTarget ? 0 : 1;
+  std::printf("engine / bare: median %.4f [%.3f..%.3f], target %.2f\n", median(ratios), *low, *high, target);
+  return median(ratios) >= target ? 0 : 1;
 }
 
 }  // namespace
 }  // namespace forebay::gpt
 
 int main(int argc, char** argv) {
-  const int pairs = argc > 1 ? std::atoi(argv[1]) : forebay::gpt::kPairsDefault;
+  const bool is_smoke = argc == 2 && std::string(argv[1]) == "smoke";
+  const int pairs = is_smoke ? 1 : argc > 1 ? std::atoi(argv[1]) : forebay::gpt::kPairsDefault;
   const std::string dtype = argc > 2 ? argv[2] : "fp32";
   if (pairs < 1 || (dtype != "fp32" && dtype != "bf16" && dtype != "fp16")) {
     std::fprintf(stderr, "usage: engine_cost [pairs [fp32|bf16|fp16]]\n");
     return 2;
   }
   try {
-    return forebay::gpt::run(pairs, dtype == "fp32"   ? forebay::DataType::kFloat32
-                                    : dtype == "bf16" ? forebay::DataType::kBfloat16
-                                                      : forebay::DataType::kFloat16);
+    const forebay::gpt::GptShape shape =
+        is_smoke ? forebay::gpt::GptShape{.layers = 2, .hidden = 32, .heads = 2, .sequence = 16}
+                 : forebay::gpt::kShape;
+    return forebay::gpt::run(shape, pairs,
+                             dtype == "fp32"   ? forebay::DataType::kFloat32
+                             : dtype == "bf16" ? forebay::DataType::kBfloat16
+                                               : forebay::DataType::kFloat16,
+                             is_smoke ? 0 : forebay::gpt::kTarget);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "engine_cost: %s\n", error.what());
     return 1;
