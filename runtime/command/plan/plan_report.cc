@@ -17,6 +17,8 @@ Status refuse(const std::string& message) {
 }
 
 // The two numbers that every formula has.
+constexpr std::uint64_t kTooLarge = ~std::uint64_t{0};
+
 struct Scale {
   std::uint64_t psi = 0;
   std::uint64_t ranks = 1;
@@ -24,11 +26,13 @@ struct Scale {
   std::uint64_t whole(std::uint64_t bytes) const { return bytes * psi; }
   // Rounded up: the rank with most.
   std::uint64_t shard(std::uint64_t bytes) const { return ceil_div(bytes * psi, ranks); }
-  // Sending `elements_bytes` bytes a parameter through a ring: the (N-1)/N of it that leaves the rank.
+  // Sending `bytes` bytes a parameter through a ring: the (N-1)/N of it that leaves the rank. kTooLarge if
+  // that does not fit.
   std::uint64_t ring(std::uint64_t bytes) const {
-    // Psi is below 2^52 and N below 2^20, so the product needs more than 64 bits only on the way.
+    // Psi is below 2^52, N below 2^20 and `bytes` below 2^40.
     __extension__ using Wide = unsigned __int128;
-    return static_cast<std::uint64_t>((Wide{bytes} * psi * (ranks - 1) + ranks - 1) / ranks);
+    const Wide sent = (Wide{bytes} * psi * (ranks - 1) + ranks - 1) / ranks;
+    return sent < kTooLarge ? static_cast<std::uint64_t>(sent) : kTooLarge;
   }
 };
 
@@ -508,6 +512,11 @@ Result<PlanReport> make_plan_report(const PlanRequest& request) {
     case Preset::kMegatron:
       FOREBAY_RETURN_IF_ERROR(fill_megatron(request.options, scale, report));
       break;
+  }
+  if (report.wire.sent == kTooLarge) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the bytes that a rank sends in a step of " + std::to_string(request.options.micro_steps) +
+                      " micro-steps are more than 2^64; plan fewer micro-steps or parameters");
   }
   if (complete) report.bytes.total = report.bytes.known();
   return report;

@@ -144,48 +144,95 @@ std::uint64_t fused_columns(const Plan& plan) {
   return plan.options.ranks == 1 ? 0 : plan.bucket_columns / kFusedBucketShare / granule * granule;
 }
 
+// Wide enough for the bytes of a step at any number of ranks, micro-steps and parameters that is accepted.
+__extension__ using Wide = unsigned __int128;
+
 // Elements of this rank's slices that one step gathers at stage 3.
 struct Gathered {
-  std::uint64_t all = 0;
-  std::uint64_t offloaded = 0;  // The part in offloaded units.
+  Wide all = 0;
+  Wide offloaded = 0;  // The part in offloaded units.
+
+  void add(const Gathered& other, std::uint64_t times) {
+    all += other.all * times;
+    offloaded += other.offloaded * times;
+  }
 };
 
-Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOrder* order) {
-  if (plan.options.stage < 3) return {};
-  Residency residency(plan.slots);
-  Gathered gathered;
-  const auto read = [&](int unit) {
-    for (const int needed : units_read_by(model, unit)) {
-      if (plan.slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
-      if (!residency.take(needed, 1)) continue;
-      const std::uint64_t elements = plan.layouts[static_cast<std::size_t>(needed)].total_count() /
-                                     static_cast<std::uint64_t>(plan.options.shards());
-      gathered.all += elements;
-      if (plan.is_offloaded(needed)) gathered.offloaded += elements;
-    }
-  };
-  const int unit_count = static_cast<int>(model.units.size());
-  const PlanOptions& options = plan.options;
-  if (order != nullptr) {
-    for (int k = 0; k < options.micro_steps; ++k) {
-      for (const UnitEvent& event : order->micro_step(k)) {
-        if (!event.reduces()) read(event.unit);
-      }
+// Counts the gathers of passes, one after the other.
+class GatherCount {
+ public:
+  GatherCount(const ModelShape& model, const Plan& plan)
+      : model_(model), plan_(plan), residency_(plan.slots) {}
+
+  Gathered forward() {
+    Gathered gathered;
+    for (int unit = 0; unit < unit_count(); ++unit) read(unit, gathered);
+    return gathered;
+  }
+  Gathered backward() {
+    Gathered gathered;
+    for (int unit = unit_count() - 1; unit >= 0; --unit) {
+      if (model_.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit, gathered);
     }
     return gathered;
   }
-  for (int forwards = 0, backwards = 0; backwards < options.micro_steps;) {
-    if (forward_is_next(options.micro_steps, options.forwards_ahead, forwards, backwards)) {
-      for (int unit = 0; unit < unit_count; ++unit) read(unit);
-      ++forwards;
-    } else {
-      for (int unit = unit_count - 1; unit >= 0; --unit) {
-        if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit);
-      }
-      ++backwards;
+  Gathered recorded(const UnitEvents& events) {
+    Gathered gathered;
+    for (const UnitEvent& event : events) {
+      if (!event.reduces()) read(event.unit, gathered);
+    }
+    return gathered;
+  }
+
+ private:
+  int unit_count() const { return static_cast<int>(model_.units.size()); }
+  void read(int unit, Gathered& gathered) {
+    for (const int needed : units_read_by(model_, unit)) {
+      if (plan_.slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
+      if (!residency_.take(needed, 1)) continue;
+      const std::uint64_t elements = plan_.layouts[static_cast<std::size_t>(needed)].total_count() /
+                                     static_cast<std::uint64_t>(plan_.options.shards());
+      gathered.all += elements;
+      if (plan_.is_offloaded(needed)) gathered.offloaded += elements;
     }
   }
-  return gathered;
+
+  const ModelShape& model_;
+  const Plan& plan_;
+  Residency residency_;
+};
+
+// A pass leaves the same units in the slots whatever was there before, so its gathers depend on the pass
+// before it only.
+Gathered gathered_in_order(GatherCount count, int micro_steps, int forwards_ahead) {
+  const auto all = static_cast<std::uint64_t>(micro_steps);
+  // So many forward passes come first, and so many backward passes last. Between them the two alternate.
+  const std::uint64_t ahead = std::min(static_cast<std::uint64_t>(forwards_ahead) + 1, all);
+  Gathered sum;
+  sum.add(count.forward(), 1);
+  sum.add(count.forward(), ahead - 1);
+  sum.add(count.backward(), all - ahead + 1);
+  sum.add(count.backward(), ahead - 1);
+  sum.add(count.forward(), all - ahead);
+  return sum;
+}
+
+// Micro-steps behind the last that was recorded are as that one.
+Gathered gathered_in_order(GatherCount count, int micro_steps, const UnitOrder& order) {
+  const int recorded = std::min(static_cast<int>(order.micro_steps.size()) + 1, micro_steps);
+  Gathered sum;
+  for (int k = 0; k < recorded; ++k) sum.add(count.recorded(order.micro_step(k)), 1);
+  if (recorded < micro_steps)
+    sum.add(count.recorded(order.micro_step(recorded)), static_cast<std::uint64_t>(micro_steps - recorded));
+  return sum;
+}
+
+Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOrder* order) {
+  const PlanOptions& options = plan.options;
+  if (options.stage < 3) return {};
+  const GatherCount count(model, plan);
+  return order != nullptr ? gathered_in_order(count, options.micro_steps, *order)
+                          : gathered_in_order(count, options.micro_steps, options.forwards_ahead);
 }
 
 // The number of first units that fit into the part of the model that stays on the device.
@@ -277,18 +324,29 @@ std::uint64_t piece_count(const Plan& plan) {
                   round_up(largest, kPieceGranule));
 }
 
+// Errors: kInvalidArgument, for a number of bytes that is too large to be planned.
+Status narrow(Wide bytes, const char* what, const PlanOptions& options, std::uint64_t* narrowed) {
+  *narrowed = static_cast<std::uint64_t>(bytes);
+  if (bytes <= ~std::uint64_t{0}) return {};
+  return refuse("the bytes " + std::string(what) + " in a step of " + std::to_string(options.micro_steps) +
+                " micro-steps on " + std::to_string(options.ranks) +
+                " ranks are more than 2^64; plan fewer micro-steps, ranks or parameters");
+}
+
 // An applied step reads and writes the optimizer once. It reads parameters for each gather. It writes them
 // once, unless they are the master.
-void count_file_traffic(const Gathered& gathered, Plan& plan) {
+Status count_file_traffic(const Gathered& gathered, Plan& plan) {
   FileBytes& files = plan.file_bytes;
   files.read_per_step = files.optimizer;
   files.written_per_step = files.optimizer;
-  if (plan.options.tier != Tier::kFile || !plan.offloads_parameters()) return;
+  if (plan.options.tier != Tier::kFile || !plan.offloads_parameters()) return {};
   const std::uint64_t element = element_bytes(plan.options.dtype);
-  files.read_per_step += gathered.offloaded * element;
-  if (plan.options.dtype == DataType::kFloat32) return;
+  FOREBAY_RETURN_IF_ERROR(narrow(files.optimizer + gathered.offloaded * element, "read from files",
+                                 plan.options, &files.read_per_step));
+  if (plan.options.dtype == DataType::kFloat32) return {};
   const auto shards = static_cast<std::uint64_t>(plan.options.shards());
   files.written_per_step += element * (elements_from(plan, plan.device_units).trainable / shards);
+  return {};
 }
 
 // Bytes that one rank sends in step(): its facts to the data-parallel ranks, its norms to the deciding ranks.
@@ -301,17 +359,19 @@ std::uint64_t decision_sent_bytes(const ModelShape& model, const Plan& plan) {
 }
 
 // A rank receives as much as it sends: each collective hands every other rank a slice.
-void count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan) {
+Status count_wire(const ModelShape& model, const Gathered& gathered, Plan& plan) {
   const PlanOptions& options = plan.options;
   const std::uint64_t trainable = elements_from(plan, 0).trainable;
   const auto shards = static_cast<std::uint64_t>(options.shards());
   const std::uint64_t reductions =
       options.accumulate == Accumulate::kLocal ? 1 : static_cast<std::uint64_t>(options.micro_steps);
-  const std::uint64_t gathers = options.stage == 3 ? gathered.all : trainable / shards;
-  plan.wire_per_step.sent = reductions * reduced_bytes(options, trainable) +
-                            (shards - 1) * gathers * element_bytes(options.dtype) +
-                            shared_sent_bytes(model, plan) + decision_sent_bytes(model, plan);
+  const Wide gathers = options.stage == 3 ? gathered.all : trainable / shards;
+  const Wide sent = Wide{reductions} * reduced_bytes(options, trainable) +
+                    (shards - 1) * gathers * element_bytes(options.dtype) + shared_sent_bytes(model, plan) +
+                    decision_sent_bytes(model, plan);
+  FOREBAY_RETURN_IF_ERROR(narrow(sent, "sent by a rank", options, &plan.wire_per_step.sent));
   plan.wire_per_step.received = plan.wire_per_step.sent;
+  return {};
 }
 
 }  // namespace
@@ -391,8 +451,8 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   add_up_placements(plan);
   plan.reserved_bytes = reserved_bytes(plan);
   const Gathered gathered = gathered_slices(model, plan, known);
-  count_file_traffic(gathered, plan);
-  count_wire(model, gathered, plan);
+  FOREBAY_RETURN_IF_ERROR(count_file_traffic(gathered, plan));
+  FOREBAY_RETURN_IF_ERROR(count_wire(model, gathered, plan));
   return plan;
 }
 

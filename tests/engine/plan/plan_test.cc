@@ -5,9 +5,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
+#include <random>
 
 #include "forebay/units.h"
+#include "runtime/engine/plan/schedule.h"
 
 namespace forebay {
 namespace {
@@ -287,6 +290,78 @@ TEST(Plan, SendsTwoPsiBelowStage3AndAtMostThreeAtIt) {
       }
     }
   });
+}
+
+// The slices that a step gathers, pass by pass.
+std::uint64_t gathered_pass_by_pass(const ModelShape& model, const Plan& plan) {
+  Residency residency(plan.slots);
+  std::uint64_t gathered = 0;
+  const auto read = [&](int unit) {
+    for (const int needed : units_read_by(model, unit)) {
+      const auto place = static_cast<std::size_t>(needed);
+      if (plan.slots.parameter_slot[place] == SlotAssignment::kNone || !residency.take(needed, 1)) continue;
+      gathered += plan.layouts[place].total_count() / static_cast<std::uint64_t>(plan.options.ranks);
+    }
+  };
+  const int unit_count = static_cast<int>(model.units.size());
+  const PlanOptions& options = plan.options;
+  for (int forwards = 0, backwards = 0; backwards < options.micro_steps;) {
+    if (forward_is_next(options.micro_steps, options.forwards_ahead, forwards, backwards)) {
+      for (int unit = 0; unit < unit_count; ++unit) read(unit);
+      ++forwards;
+    } else {
+      for (int unit = unit_count - 1; unit >= 0; --unit) {
+        if (model.units[static_cast<std::size_t>(unit)].backward_reads_parameters) read(unit);
+      }
+      ++backwards;
+    }
+  }
+  return gathered;
+}
+
+TEST(Plan, CountsTheGathersOfAnyScheduleAsTheyComePassByPass) {
+  const unsigned seed = std::random_device()();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  for (int i = 0; i < 400; ++i) {
+    ModelShape model = awkward_model(static_cast<int>(random() % 7));
+    for (UnitShape& unit : model.units) unit.backward_reads_parameters = random() % 3 > 0;
+    if (random() % 2 == 0) model.units.back().tied.clear();
+    PlanOptions options;
+    options.stage = 3;
+    options.micro_steps = 1 + static_cast<int>(random() % 12);
+    options.ranks = 2 + static_cast<int>(random() % 3);
+    options.forwards_ahead = static_cast<int>(random() % 14);
+    const Plan plan = plan_of(model, options);
+
+    const auto n = static_cast<std::uint64_t>(options.ranks);
+    const auto k = static_cast<std::uint64_t>(options.micro_steps);
+    const std::uint64_t element = element_bytes(options.dtype);
+    const std::uint64_t norms = 8 * (n - 1) * (2 * model.units.size() + 3);
+    EXPECT_EQ(plan.wire_per_step.sent,
+              (n - 1) * element * (k * (padded_count(plan) / n) + gathered_pass_by_pass(model, plan)) + norms)
+        << k << " micro-steps, " << options.forwards_ahead << " ahead";
+  }
+}
+
+TEST(Plan, TakesTheSameTimeForAnyNumberOfMicroStepsAndRefusesSizesThatOverflow) {
+  ModelShape model = awkward_model(1000);
+  PlanOptions options;
+  options.stage = 3;
+  options.micro_steps = 2'000'000'000;
+  options.ranks = 2;
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_GT(plan_of(model, options).wire_per_step.sent, std::uint64_t{1} << 50);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(60));
+
+  model.units[0].parameters[0].count = std::uint64_t{1} << 51;
+  for (int stage = 0; stage <= 3; ++stage) {
+    options.stage = stage;
+    const Status status = make_plan(model, options).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << "stage " << stage;
+    EXPECT_NE(status.message().find("sent by a rank"), std::string::npos) << status.message();
+    EXPECT_NE(status.message().find("2000000000 micro-steps"), std::string::npos) << status.message();
+  }
 }
 
 TEST(Plan, LocalAccumulationReducesOnceAStepAndKeepsNoSecondAccumulator) {
