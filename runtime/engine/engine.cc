@@ -69,7 +69,21 @@ void Engine::Impl::check_parameter(ParameterId id, const char* call) {
          std::to_string(id.unit) + ", which was not added; use the id that add_parameter() returned");
 }
 
+void Engine::Impl::expect_own_process() {
+  if (!is_forked()) return;
+  throw Error(StatusCode::kUnsupported, "this engine was made by process " + std::to_string(process) +
+                                            ", and a child made by fork() cannot use it; make an engine in "
+                                            "the child, or start the child before the engine");
+}
+
+void Engine::Impl::expect_stream(Stream stream, const char* call) {
+  if (stream == Stream())
+    misuse(std::string(call) +
+           " with a stream that is null; give one of Backend::stream_create() or your own");
+}
+
 void Engine::Impl::expect(Phase wanted, const char* call) {
+  expect_own_process();
   if (wanted == Phase::kIdle && phase == wanted &&
       std::find(spilled.begin(), spilled.end(), true) != spilled.end()) {
     misuse(std::string(call) + " while states are spilled; fetch() them first");
@@ -106,6 +120,7 @@ void Engine::Impl::expect(Phase wanted, const char* call) {
 }
 
 void Engine::Impl::expect_step(const char* call) {
+  expect_own_process();
   if (phase == Phase::kFailed || phase == Phase::kDescribe || phase == Phase::kIdle)
     expect(Phase::kStep, call);
   if (!leases.empty()) misuse(std::string(call) + " while a lease is alive; end it first");
@@ -116,7 +131,10 @@ Engine::Engine(Backend& backend, Kernels& kernels, Communicator& communicator, E
   throw_if_error(impl_->check_scalars());
 }
 
-Engine::~Engine() = default;
+Engine::~Engine() {
+  // The parent still uses the device and the files, and waiting for its threads would never end.
+  if (impl_ != nullptr && impl_->is_forked()) static_cast<void>(impl_.release());
+}
 
 UnitId Engine::add_unit(const std::string& name, bool backward_reads_parameters) {
   impl_->expect(Impl::Phase::kDescribe, "add_unit()");
@@ -223,6 +241,7 @@ void Engine::micro_step_begin(int index) {
 Lease Engine::forward(UnitId unit, Stream stream) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kForward, "forward()");
+  impl.expect_stream(stream, "forward()");
   impl.check_peers();
   if (impl.recorded()) {
     if (unit < 0 || unit >= impl.unit_count())
@@ -270,6 +289,7 @@ void Engine::skip(UnitId unit) {
 Lease Engine::backward(UnitId unit, Stream stream) {
   Impl& impl = *impl_;
   if (impl.phase == Impl::Phase::kFailed) impl.expect(Impl::Phase::kBackward, "backward()");
+  impl.expect_stream(stream, "backward()");
   impl.check_peers();
   if (!impl.leases.empty() && !impl.recorded())
     impl.misuse("backward() while another lease is alive; end it first");

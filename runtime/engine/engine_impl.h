@@ -1,6 +1,8 @@
 // The inside of Engine: the description, the plan, the phase, leases, and the step through its four parts.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -42,6 +44,8 @@ Status verdict_of(const std::function<void()>& work);
 struct Engine::Impl : StepContext {
   Impl(Backend& backend, Kernels& kernels, Communicator& communicator, EngineOptions options);
   ~Impl();
+
+  const pid_t process = ::getpid();
 
   // Alive around each collective call outside of steps: its bytes are not the steps' traffic.
   class OtherTraffic {
@@ -214,11 +218,16 @@ struct Engine::Impl : StepContext {
 
   void check_parameter(ParameterId id, const char* call);
   void expect(Phase wanted, const char* call);
+  // Whether this is the copy of an engine in a child made by fork(), which has none of its threads.
+  bool is_forked() const noexcept { return ::getpid() != process; }
+  void expect_own_process();
+  void expect_stream(Stream stream, const char* call);
   // In a step, without a lease.
   void expect_step(const char* call);
   [[noreturn]] void misuse(const std::string& message);
   // Throws, and leaves the engine failed, if a peer or the tier of offloaded states has failed.
   void check_peers() {
+    expect_own_process();
     must(communicator.status());
     if (updater != nullptr) must(updater->failure());
   }

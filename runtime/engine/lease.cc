@@ -131,6 +131,7 @@ void Engine::Impl::note_release(int index, Stream stream) {
 }
 
 void Engine::Impl::end_lease(std::uint64_t number) noexcept {
+  if (is_forked()) return;
   const auto found = std::find_if(leases.begin(), leases.end(),
                                   [&](const LiveLease& each) { return each.number == number; });
   if (found == leases.end()) return;

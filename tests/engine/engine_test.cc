@@ -2,6 +2,8 @@
 // bit for bit the result of the plain loops of toy.h.
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <filesystem>
@@ -289,6 +291,84 @@ TEST(Engine, RefusesMisuseWithWordsAndGoesOn) {
     }
     EXPECT_THROW(static_cast<void>(engine.step({})), Error) << "no groups given";
     EXPECT_FALSE(engine.step({.groups = options.groups}).skipped);
+    throw_if_error(rank.backend->stream_destroy(stream));
+  });
+}
+
+TEST(Engine, ANullStreamChangesNothing) {
+  ToyOptions options = options_for(3, DataType::kFloat32, 1);
+  for (const OrderOfUnits order : {OrderOfUnits::kStrict, OrderOfUnits::kRecorded}) {
+    run_ranks(1, {}, [&](Rank& rank) {
+      options.engine.order_of_units = order;
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      Engine& engine = trainer.engine();
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      const auto refused = [](auto call) {
+        try {
+          call();
+          ADD_FAILURE() << "not refused";
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+          EXPECT_NE(std::string(error.what()).find("stream that is null"), std::string::npos) << error.what();
+        }
+      };
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      for (int u = 0; u < 5; ++u) {
+        refused([&] { static_cast<void>(engine.forward(u, Stream())); });
+        static_cast<void>(engine.forward(u, stream));
+      }
+      for (int u = 4; u >= 0; --u) {
+        refused([&] { static_cast<void>(engine.backward(u, Stream())); });
+        static_cast<void>(engine.backward(u, stream));
+      }
+      EXPECT_FALSE(engine.step({.groups = options.groups}).skipped);
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
+  }
+}
+
+// A data loader forks, and its copy of the engine ends with it.
+TEST(Engine, AForkedChildCannotUseItAndMayDestroyIt) {
+  ToyOptions options = options_for(3, DataType::kFloat32, 1);
+  run_ranks(1, {}, [&](Rank& rank) {
+    auto trainer = std::make_unique<ToyTrainer>(options, rank);
+    trainer->initialize();
+    const Stream stream = value_or_throw(rank.backend->stream_create());
+    trainer->engine().step_begin();
+    trainer->engine().micro_step_begin(0);
+    {
+      std::optional<Lease> lease = trainer->engine().forward(0, stream);
+      const pid_t child = fork();
+      ASSERT_GE(child, 0);
+      if (child == 0) {
+        alarm(20);
+        int refusals = 0;
+        const auto refused = [&](auto call) {
+          try {
+            call();
+          } catch (const Error& error) {
+            refusals += error.code() == StatusCode::kUnsupported;
+          }
+        };
+        refused([&] { static_cast<void>(trainer->engine().forward(1, stream)); });
+        refused([&] { static_cast<void>(trainer->engine().backward(4, stream)); });
+        refused([&] { static_cast<void>(trainer->engine().step({.groups = options.groups})); });
+        refused([&] { trainer->engine().step_begin(); });
+        lease.reset();
+        trainer->engine().~Engine();
+        _exit(refusals);
+      }
+      int state = 0;
+      ASSERT_EQ(waitpid(child, &state, 0), child);
+      EXPECT_TRUE(WIFEXITED(state)) << "ended by signal " << WTERMSIG(state);
+      EXPECT_EQ(WEXITSTATUS(state), 4);
+    }
+    for (int u = 1; u < 5; ++u) static_cast<void>(trainer->engine().forward(u, stream));
+    for (int u = 4; u >= 0; --u) static_cast<void>(trainer->engine().backward(u, stream));
+    EXPECT_FALSE(trainer->engine().step({.groups = options.groups}).skipped);
+    trainer.reset();
     throw_if_error(rank.backend->stream_destroy(stream));
   });
 }

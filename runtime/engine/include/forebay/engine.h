@@ -52,7 +52,8 @@
 // destructor waits for work queued under leases, so the trainer's streams outlive the engine or are drained
 // before.
 //
-// Threads: one thread drives an Engine.
+// Threads: one thread drives an Engine. In a child made by fork() its calls throw kUnsupported, and its
+// destructor and those of its leases do nothing.
 //
 // Source: Rajbhandari et al., arXiv 1910.02054; ARCHITECTURE.md, "One step".
 #pragma once
