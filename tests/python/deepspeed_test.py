@@ -60,6 +60,8 @@ class Keys(unittest.TestCase):
         self.assertEqual(made.options["offload"], "optimizer")
         self.assertEqual(made.options["bucket"], max(1 << 20, -(-4 * count // 4096) * 4096))
         self.assertEqual((made.clip, made.optimizer), (0.0, {"weight_decay": 0.0}))
+        self.assertNotIn("gradient_clipping", " ".join(made.without_effect))  # It is "auto".
+        self.assertIn("DeepSpeed 0.19 clips to 1.0", deepspeed.understand({}).without_effect[0])
         made = deepspeed.understand(json.loads(STAGE_3), ranks=2)
         self.assertEqual(made.options, {
             "stage": 3, "micro_steps": 4, "dtype": "bf16", "offload": "optimizer+parameters",

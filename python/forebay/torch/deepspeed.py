@@ -44,7 +44,8 @@ KEYS: List[Key] = [
     Key("train_micro_batch_size_per_gpu", HONOURED, "checked with train_batch_size; the program makes the batches"),
     Key("gradient_accumulation_steps", HONOURED, "`micro_steps`: the most backward passes in a step. The program "
         "divides its loss, as in plain torch"),
-    Key("gradient_clipping", HONOURED, "the norm is clipped in `optimizer.step()`"),
+    Key("gradient_clipping", HONOURED, "the norm is clipped in `optimizer.step()`. Without the key nothing is clipped; "
+        "DeepSpeed 0.19 clips to 1.0 then"),
     # Types
     Key("bf16.enabled", HONOURED, "`dtype=\"bf16\"`"),
     Key("bfloat16.enabled", HONOURED, "`dtype=\"bf16\"`"),
@@ -221,6 +222,8 @@ def understand(config: Union[str, os.PathLike, Mapping[str, Any]], ranks: int = 
     """
     values: Dict[str, Any] = {}
     without_effect: List[str] = []
+    if "gradient_clipping" not in read(config):
+        without_effect.append("(no gradient_clipping: nothing is clipped, where DeepSpeed 0.19 clips to 1.0)")
     for path, value in _leaves(read(config)):
         row = _row(path)
         if isinstance(value, str) and value == "auto":

@@ -100,7 +100,7 @@ def rank_main(arguments):
         model, optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
             config={"train_micro_batch_size_per_gpu": arguments.batch, "zero_allow_untested_optimizer": True,
-                    "zero_optimization": {"stage": int(stage)}})
+                    "gradient_clipping": 0.0, "zero_optimization": {"stage": int(stage)}})
     else:
         model = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

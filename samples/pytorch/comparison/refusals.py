@@ -63,7 +63,7 @@ class Made:
             self.model, optimizer, _, _ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config={
                     "train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True,
-                    "zero_optimization": {"stage": 3}})
+                    "zero_optimization": {"stage": 3}, "gradient_clipping": 0.0})
         self.optimizer = optimizer
 
     def step(self, *losses):
