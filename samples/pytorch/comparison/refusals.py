@@ -1,4 +1,4 @@
-"""What PyTorch programs do, under forebay, FSDP2 and DeepSpeed at stage 3: the same weights, other ones, or a refusal.
+"""Ordinary programs under forebay, FSDP2 and DeepSpeed at stage 3: the same weights, other ones, or a refusal.
 
     python refusals.py
 
