@@ -284,7 +284,9 @@ Status unknown(std::string_view name) {
 Status Options::set(std::string_view name, const std::string& value) {
   if (find_option(name) != nullptr) return set_option(engine, name, value);
   if (name.starts_with(kAgree) && name.size() > kAgree.size()) {
-    engine.agreement.emplace_back(name.substr(kAgree.size()), value);
+    const std::string_view word = name.substr(kAgree.size());
+    std::erase_if(engine.agreement, [&](const auto& pair) { return pair.first == word; });
+    engine.agreement.emplace_back(word, value);
     return {};
   }
   const OwnRow* const row = find_row(name);

@@ -15,6 +15,13 @@ std::string get(const c::Options& options, const char* name) {
   return c::get<const char*>(forebay_options_get, options, name);
 }
 
+TEST(CApiOptions, AnAgreementThatIsSetTwiceHasTheLaterValue) {
+  c::Options options;
+  options.set("agree.data", "1");
+  options.set("agree.data", "2");
+  EXPECT_STREQ(c::get<const char*>(forebay_options_get, options, "agree.data"), "2");
+}
+
 TEST(CApiOptions, HaveTheNamesAndValuesOfTheCommandLine) {
   c::Options options;
   for (const OptionRow& row : sharding_option_table()) {
