@@ -1,5 +1,7 @@
 #include "runtime/api/handles.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <new>
@@ -43,9 +45,21 @@ struct Free {
   std::uint32_t made = 0;
 };
 
+// Records below this one are of the process that forked this one.
+std::atomic<std::uint32_t> inherited{0};
+
 // Never destroyed: handles may be closed while the process ends.
 Free& free_records() {
-  static Free* const free = new Free;
+  static Free* const free = [] {
+    pthread_atfork([] { free_records().mutex.lock(); }, [] { free_records().mutex.unlock(); },
+                   [] {
+                     Free& of_parent = free_records();
+                     of_parent.indices.clear();
+                     inherited.store(of_parent.made, std::memory_order_relaxed);
+                     of_parent.mutex.unlock();
+                   });
+    return new Free;
+  }();
   return *free;
 }
 
@@ -64,6 +78,13 @@ Name decode(const void* handle) {
   const auto value = reinterpret_cast<std::uint64_t>(handle);
   return {value >> 28 & kGenerationMask, static_cast<std::uint32_t>(value >> 8 & kIndexMask),
           static_cast<Kind>(value & 0xFF)};
+}
+
+// fork() copies no threads: these objects would wait for threads that are not there. The others are plain
+// data.
+bool needs_other_process(const Name& name) {
+  return name.index < inherited.load(std::memory_order_relaxed) && name.kind != Kind::kOptions &&
+         name.kind != Kind::kTimeline;
 }
 
 // Null for a number that was never a handle.
@@ -86,7 +107,7 @@ void drop(Record& record, std::uint32_t index, std::uint64_t amount) noexcept {
   record.object.reset();
   Free& free = free_records();
   const std::lock_guard lock(free.mutex);
-  free.indices.push_back(index);
+  if (index >= inherited.load(std::memory_order_relaxed)) free.indices.push_back(index);
 }
 
 struct Misuse : std::exception {
@@ -160,6 +181,8 @@ Object* claim(void* handle, Kind kind, Claim claim, const char* what) {
     misuse(std::string(what) + " is not a handle of this library; give one that it made");
   if (name.kind != kind)
     misuse(std::string(what) + " is a handle of another kind; give a handle of this kind");
+  if (needs_other_process(name))
+    misuse(std::string(what) + " was made before fork(), by another process; make one in this process");
   const std::uint64_t busy = claim == Claim::kExclusive ? kBusy : 0;
   std::uint64_t state = record->state.load(std::memory_order_acquire);
   do {
@@ -185,8 +208,11 @@ void close(void* handle, Kind kind, const char* function) noexcept {
   if (handle == nullptr) return;
   Record* const record = find(handle);
   const Name name = decode(handle);
-  if (record == nullptr || name.kind != kind) {
-    set_last_error(function, "the handle is of another kind, or of another library; nothing was destroyed");
+  if (record == nullptr || name.kind != kind || needs_other_process(name)) {
+    set_last_error(
+        function,
+        "the handle is of another kind, of another library, or was made before fork(); nothing was "
+        "destroyed");
     return;
   }
   std::uint64_t state = record->state.load(std::memory_order_acquire);

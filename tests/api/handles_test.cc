@@ -1,6 +1,8 @@
 // Handles: ends in any order, ends twice, and one call at a time.
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -44,6 +46,33 @@ TEST(CApiHandles, ThatWereDestroyedAreRefusedAndSoIsASecondDestruction) {
   EXPECT_NE(next, timeline);
   EXPECT_EQ(forebay_timeline_begin(timeline, "track"), FOREBAY_INVALID_ARGUMENT);
   forebay_timeline_destroy(next);
+}
+
+// The threads of a device and an engine do not exist in a process that was forked.
+TEST(CApiHandles, OfTheProcessThatForkedAreRefused) {
+  One one{{{"deadline", "3000"}, {"stage", "3"}, {"offload", "optimizer"}}};
+  one.commit();
+  const c::Options options;
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(30);
+    bool right = forebay_step_begin(one.engine) == FOREBAY_INVALID_ARGUMENT &&
+                 last_error().find("engine was made before fork()") != std::string::npos;
+    forebay_engine_destroy(one.engine);
+    right = right && last_error().find("nothing was destroyed") != std::string::npos;
+    forebay_device_close(one.device);
+    // Options are plain data, and new handles work.
+    right = right && forebay_options_set(options, "stage", "2") == FOREBAY_OK;
+    One own;
+    own.commit();
+    own.step(1);
+    _exit(right ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  one.step(1);
 }
 
 TEST(CApiHandles, OfAnotherKindAreRefused) {

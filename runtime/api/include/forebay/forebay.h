@@ -5,24 +5,31 @@
  *
  * Errors.    A function returns 0 (FOREBAY_OK) or a code below. forebay_last_error() is then the text: the
  *            request, the finding, the advice. A refused call (FOREBAY_INVALID_ARGUMENT) changes nothing,
- *            and results that it would have written are not written. If a rank, a device or a file fails, or
- *            ranks differ within a step, the engine is failed: its calls return that error, and only its
- *            reports, forebay_engine_shard_digest() and forebay_engine_destroy() work. Null where a parameter
- * does not say "or null", a handle that was destroyed and a handle of another kind give
- * FOREBAY_INVALID_ARGUMENT. Functions that give something back return nothing and accept null. Handles.
- * Pointers to incomplete types. A function that makes a handle writes it to its last parameter. A handle is
- * never dereferenced outside of the library, and its value is never used again. Ownership. The creator
- * destroys. A handle keeps the handles it was made from alive, so any order of destruction is right. Texts
- * that are passed in are copied. A text that is passed out belongs to the handle it came from and is valid
- * until the next call with that handle that gives out a text. Threads.   Any thread may use any handle, one
- * thread at a time per handle. A second thread is refused with FOREBAY_INVALID_ARGUMENT. Where a section says
- * "Threads: any", several may use the handle at once. Streams.   A stream is a void*: on a cuda device a
- * cudaStream_t. Null is the device's default stream: the legacy default stream of CUDA; on a host device a
- * stream of its own. Notices.   Warnings go to stderr, one line each. The environment variable FOREBAY_LOG
- * says which: off, error, warning (the default), info or debug. Units.     Sizes are bytes, times are
- * milliseconds, counts are elements, where nothing else is said. Texts are UTF-8. Growth.    Functions are
- * added and never changed or taken away while FOREBAY_ABI stays. Options, numbers and reports go by name, so
- * they grow without a new ABI. A struct travels with its size.
+ *            and results that it would have written are not written. If a rank, a device or a file fails,
+ *            or ranks differ within a step, the engine is failed: its calls return that error, and only its
+ *            reports, forebay_engine_shard_digest() and forebay_engine_destroy() work. Null where a
+ *            parameter does not say "or null", a handle that was destroyed and a handle of another kind
+ *            give FOREBAY_INVALID_ARGUMENT. Functions that give something back return nothing and accept
+ *            null.
+ * Handles.   Pointers to incomplete types. A function that makes a handle writes it to its last parameter.
+ *            A handle is never dereferenced outside of the library, and its value is never used again.
+ * Ownership. The creator destroys. A handle keeps the handles it was made from alive, so any order of
+ *            destruction is right. Texts that are passed in are copied. A text that is passed out belongs
+ *            to the handle it came from and is valid until the next call with that handle that gives out a
+ *            text.
+ * Threads.   Any thread may use any handle, one thread at a time per handle. A second thread is refused
+ *            with FOREBAY_INVALID_ARGUMENT. Where a section says "Threads: any", several may use the handle
+ *            at once.
+ * Processes. After fork() the child makes handles of its own. A handle of the parent is refused there, unless
+ *            it is of options or of a timeline.
+ * Streams.   A stream is a void*: on a cuda device a cudaStream_t. Null is the device's default stream: the
+ *            legacy default stream of CUDA; on a host device a stream of its own.
+ * Notices.   Warnings go to stderr, one line each. The environment variable FOREBAY_LOG says which: off,
+ *            error, warning (the default), info or debug.
+ * Units.     Sizes are bytes, times are milliseconds, counts are elements, where nothing else is said.
+ *            Texts are UTF-8.
+ * Growth.    Functions are added and never changed or taken away while FOREBAY_ABI stays. Options, numbers
+ *            and reports go by name, so they grow without a new ABI. A struct travels with its size.
  */
 #ifndef FOREBAY_FOREBAY_H
 #define FOREBAY_FOREBAY_H
@@ -708,8 +715,9 @@ FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* re
  * forebay_step() reports it there; or they abandon it too. `micro_steps`: the number of micro-steps that the
  * other ranks run in this step, those that were begun included; 0: as many as the option micro-steps. With
  * one rank, or where all abandon, 0 is right. This rank takes part in the collectives of these micro-steps,
- * and of no evaluation. Before an order was recorded it works only if every rank abandons before it acquires
- * a unit. Order-of-units "recorded" only. Collective.
+ * as they were recorded, and of no evaluation: if the other ranks run another order, the engine fails. Before
+ * an order was recorded it works only if every rank abandons before it acquires a unit. Order-of-units
+ * "recorded" only. Collective.
  * Errors: FOREBAY_UNSUPPORTED with several ranks, before an order was recorded, after units were acquired;
  * nothing changes then. */
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
