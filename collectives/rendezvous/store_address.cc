@@ -29,10 +29,8 @@ constexpr std::size_t kSecretBytesMax = 4096;
 // Connections that wait to be accepted, at most; the kernel may allow fewer.
 constexpr int kBacklog = 1024;
 
-Result<std::string> check_secret(std::string secret, const std::string& source) {
-  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r' || secret.back() == ' ')) {
-    secret.pop_back();
-  }
+Result<std::string> check_secret(const std::string& given, const std::string& source) {
+  const std::string secret = given.substr(0, given.find_last_not_of("\n\r ") + 1);
   if (secret.size() >= kSecretBytesMin && secret.size() <= kSecretBytesMax) return secret;
   return invalid_argument("the secret in ", source, " has ", secret.size(), " characters; it must have ",
                           kSecretBytesMin, " to ", kSecretBytesMax, "; ", kMakeSecret);
@@ -62,7 +60,7 @@ Result<std::string> read_secret_file(const std::string& path) {
     return invalid_argument("cannot read the secret in ", path, ": ", std::strerror(errno), "; ",
                             kMakeSecret);
   content.resize(static_cast<std::size_t>(count));
-  return check_secret(std::move(content), path);
+  return check_secret(content, path);
 }
 
 bool is_wildcard(const SocketAddress& address) {
