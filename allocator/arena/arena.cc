@@ -285,12 +285,31 @@ void ChunkedArena::insert_hole(Range* range, Range* before) {
   Range*& link = before == nullptr ? holes_ : before->bin_next;
   range->bin_previous = before;
   range->bin_next = link;
-  if (link != nullptr) link->bin_previous = range;
+  (link == nullptr ? last_hole_ : link->bin_previous) = range;
   link = range;
 }
 
+// The nearest hole below `range`, which touches none. It is looked for among the holes, from the lowest on,
+// and among the ranges on both sides at once: the way is short if there are few holes, and if there are many.
+Range* ChunkedArena::hole_before(const Range* range) const {
+  Range* hole = holes_;
+  Range* below = range->previous;
+  const Range* above = range->next;
+  for (;;) {
+    if (hole == nullptr || hole->offset > range->offset)
+      return hole == nullptr ? last_hole_ : hole->bin_previous;
+    if (below == nullptr) return nullptr;
+    if (below->kind == RangeKind::kUnmapped) return below;
+    if (above == nullptr) return last_hole_;
+    if (above->kind == RangeKind::kUnmapped) return above->bin_previous;
+    hole = hole->bin_next;
+    below = below->previous;
+    above = above->next;
+  }
+}
+
 void ChunkedArena::remove_hole(Range* range) {
-  if (range->bin_next != nullptr) range->bin_next->bin_previous = range->bin_previous;
+  (range->bin_next == nullptr ? last_hole_ : range->bin_next->bin_previous) = range->bin_previous;
   (range->bin_previous == nullptr ? holes_ : range->bin_previous->bin_next) = range->bin_next;
 }
 
@@ -317,9 +336,7 @@ void ChunkedArena::put_unmapped(Range* range) {
   } else if (is_hole(range->previous)) {
     before = range->previous;
   } else {
-    for (Range* hole = holes_; hole != nullptr && hole->offset < range->offset; hole = hole->bin_next) {
-      before = hole;
-    }
+    before = hole_before(range);
   }
   insert_hole(range, before);
   if (is_hole(range->next)) range = absorb(range, range->next);
@@ -353,11 +370,13 @@ Range* ChunkedArena::find_free(const Placement& placement, std::uint8_t region,
 
 // Neighbours that wait for different streams are not merged when they are freed, since the union would serve
 // fewer requests. Here the request is known: the first run of ranges that it may use and that is large enough
-// becomes one range, in no bin. Null if there is none.
+// becomes one range, in no bin. Null if none of the largest ranges begins one.
 Range* ChunkedArena::find_run(const Placement& placement, std::uint8_t region) {
+  // With one stream, put_free joins all neighbours.
+  if (stream_count_ <= 1) return nullptr;
   std::size_t begin = SIZE_MAX;
   std::size_t end = 0;
-  for_each_usable(placement, region, [&](const Range* first) {
+  for_each_usable(placement, region, kMissScanMax, [&](const Range* first) {
     if (first->offset >= begin || usable_here(first->previous, placement, region)) return;
     const Range* last = first;
     while (usable_here(last->next, placement, region)) last = last->next;
@@ -476,8 +495,11 @@ void ChunkedArena::discharge(Tag tag, unsigned stream, std::size_t bytes, std::s
 }
 
 // Whether so much more is held than was ever live that placing a step anew pays. True once for each high
-// water: a second time would not help.
+// water: a second time would not help. True also when nothing is live for the first time since a loop was
+// refined: a program that starts again would fill the memory that the loop left in another order, and mix its
+// placements with those of the loop's record.
 bool ChunkedArena::worth_refining() const {
+  if (refined_in_loop_ && total_.live_bytes == 0 && capturing_count_ == 0) return true;
   const std::size_t high_bytes = high_water();
   return !exact_growth_ && capturing_count_ == 0 &&
          high_bytes > refined_bytes_ + refined_bytes_ / kRefineAgain &&
@@ -578,15 +600,17 @@ void ChunkedArena::settle() {
     advance(states[std::countr_zero(rest)], ended_epoch);
   }
   Lock lock(mutex_);
+  bool any_completed = false;
   for (std::uint64_t rest = claimed; rest != 0; rest &= rest - 1) {
     const auto i = static_cast<unsigned>(std::countr_zero(rest));
     StreamState& state = streams_[i];
     state.event = states[i].event;
     state.recorded_epoch = std::max(state.recorded_epoch, states[i].recorded_epoch);
+    any_completed = any_completed || states[i].completed_epoch > state.completed_epoch;
     state.completed_epoch = std::max(state.completed_epoch, states[i].completed_epoch);
     state.claimed = false;
   }
-  finish_pending();
+  if (any_completed) finish_pending();
   settled_.notify_all();
 }
 

@@ -27,6 +27,7 @@ struct PhysicalChunk {
   std::size_t bytes = 0;
   std::uint32_t first_mapping = kNone;  // kNone: mapped nowhere; the chunk is a spare.
   std::uint32_t next = kNone;           // The next spare, or the next unused entry.
+  std::uint32_t previous = kNone;       // The previous spare.
   std::uint32_t owner = kNone;          // A hint: the mapping that owned its memory last. May be outdated.
   std::uint32_t stamp = 0;              // Scratch of a search.
   std::int8_t breakable = -1;           // Scratch of StitchSearch: not known, no, yes.

@@ -42,7 +42,9 @@ inline constexpr std::uint8_t kTransientRegion = static_cast<std::uint8_t>(Regio
 // Ranges looked at in one bin on the hot path. Larger: slower. Smaller: a slightly worse fit, since the sizes
 // in one bin differ by at most 1/16.
 inline constexpr std::size_t kBinScanMax = 16;
-inline constexpr std::size_t kNoScanLimit = SIZE_MAX;
+// The same on a miss, and the most free ranges of one class that a miss gathers, the largest first. Larger: a
+// miss takes longer. Smaller: blocks fit worse where there are more ranges than this.
+inline constexpr std::size_t kMissScanMax = 512;
 // Refining begins when the memory held exceeds the high water (the most bytes ever live) by more than
 // 1/kRefineWorth. It is repeated only when the high water has grown by 1/kRefineAgain.
 inline constexpr std::size_t kRefineWorth = 256;
@@ -141,6 +143,14 @@ struct Extent {
   std::size_t bytes() const noexcept { return end - begin; }
 };
 
+// Whole chunks of one size in wholes_: [first, first + count), less those that a stitch's beginning shows.
+struct WholeChunks {
+  std::size_t bytes = 0;
+  std::size_t first = 0;
+  std::size_t count = 0;
+  std::size_t stamped_count = 0;
+};
+
 // Addresses that owned free memory until other addresses took it.
 struct Origin {
   std::size_t offset = 0;
@@ -236,6 +246,7 @@ class ChunkedArena final : public Arena {
   void put_free(Range* range);
   void take_free(Range* range);
   void insert_hole(Range* range, Range* before);
+  Range* hole_before(const Range* range) const;
   void remove_hole(Range* range);
   Range* claim_hole(Range* hole, std::size_t begin, std::size_t end);
   void put_unmapped(Range* range);
@@ -243,10 +254,21 @@ class ChunkedArena final : public Arena {
   void remove_pending(Range* range);
   bool usable(const Range* range, const Placement& placement) const;
   bool usable_here(const Range* range, const Placement& placement, std::uint8_t region) const;
+  // Visits at most `count_max` ranges of each of the two classes, the largest first. False if there are more.
   template <typename Visit>
-  void for_each_usable(const Placement& placement, std::uint8_t region, Visit visit) const {
-    bins_of(region, 0).for_each(visit);
-    if (placement.mine != 0) bins_of(region, placement.mine).for_each(visit);
+  bool for_each_usable(const Placement& placement, std::uint8_t region, std::size_t count_max,
+                       Visit visit) const {
+    const auto visit_some = [&](const SizeBins& bins) {
+      std::size_t left = count_max;
+      return bins.for_each_from_largest([&](Range* range) {
+        if (left == 0) return false;
+        --left;
+        visit(range);
+        return true;
+      });
+    };
+    const bool all = visit_some(bins_of(region, 0));
+    return (placement.mine == 0 || visit_some(bins_of(region, placement.mine))) && all;
   }
   Range* find_free(const Placement& placement, std::uint8_t region, std::size_t scan_count_max) const;
   Range* find_run(const Placement& placement, std::uint8_t region);
@@ -283,7 +305,7 @@ class ChunkedArena final : public Arena {
   bool shows_once(std::size_t begin, std::size_t end);
   Range* own_here(std::size_t begin, std::size_t end, const Placement& placement, std::size_t run_count);
   void shade(const Extent& extent, const Placement& placement, Taken* taken);
-  void gather(const Placement& placement, bool own_region_only);
+  bool gather(const Placement& placement, bool own_region_only);
   bool find_shown(const Placement& placement, std::size_t* start);
 
   // --- slow paths; no lock held on entry ---
@@ -437,11 +459,14 @@ class ChunkedArena final : public Arena {
   mutable std::mutex growth_mutex_;
   // Guarded by growth_mutex_.
   std::vector<SlotState> slots_;
-  // Scratch of a search; room is made without mutex_. The extents that gather found, sorted; the first of
-  // each chunk, or kNone; and those of stitches.
+  // Scratch of a search; room is made without mutex_. The extents that gather found, sorted; the addresses
+  // that show them; and those of stitches.
   std::vector<Extent> extents_;
-  std::vector<std::uint32_t> first_extent_;
+  std::vector<Extent> views_;
   std::vector<Extent> wholes_, heads_, tails_;
+  std::vector<WholeChunks> whole_groups_;
+  std::size_t gather_max_ = kMissScanMax;  // SIZE_MAX: before a request is refused.
+  bool gathered_all_ = true;               // The latest gather left no range out.
   std::vector<Origin> origins_;
   std::size_t largest_chunk_bytes_ = 0;
   Stitch stitch_;  // The one being made.
@@ -456,7 +481,8 @@ class ChunkedArena final : public Arena {
   std::uint32_t spares_ = kNone;
   std::size_t chunk_count_ = 0;
   std::size_t mapping_count_ = 0;
-  std::size_t free_count_ = 0;  // Free ranges.
+  std::size_t mappings_to_keep_ = 0;  // Stale mappings are kept while there are at most this many in all.
+  std::size_t free_count_ = 0;        // Free ranges.
   std::uint32_t stamp_ = 0;
   Shown shown_[kShownMax];  // The latest result of shows_free.
   RangePool pool_;
@@ -468,6 +494,7 @@ class ChunkedArena final : public Arena {
   std::unique_ptr<SizeBins[], FreeDeleter> bins_;  // kRegionCount × kClassCount.
   Range* first_ = nullptr;                         // Lowest address.
   Range* holes_ = nullptr;                         // The unmapped ranges, from the lowest address on.
+  Range* last_hole_ = nullptr;
   Range* pending_ = nullptr;
   std::size_t stranded_count_ = 0;
   std::size_t spare_bytes_ = 0;
@@ -490,6 +517,7 @@ class ChunkedArena final : public Arena {
   std::uint32_t refine_pause_ = 0;  // Low points to skip after the next attempt that fails.
   std::uint32_t troughs_to_skip_ = 0;
   std::size_t refined_bytes_ = 0;  // The high water at the latest refining; 0: never refined.
+  bool refined_in_loop_ = false;   // Blocks were live then, so the record lacks the beginning of the program.
   std::unique_ptr<SnapshotEvent[], FreeDeleter> history_;
   std::uint64_t history_end_ = 0;
 };

@@ -304,6 +304,7 @@ void ChunkedArena::refine() {
   refine_due_ = false;
   refine_pause_ = 0;
   refined_bytes_ = high_water();
+  refined_in_loop_ = total_.live_bytes != 0;
   ++total_.refinement_count;
   give_back_all_free(lock);
   steps_.forget();

@@ -96,11 +96,9 @@ std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
 // The highest unmapped addresses of that size, claimed, or null. Stitches and aliases lie there, away from
 // both growing ends. Both locks held.
 Range* ChunkedArena::unmapped_from_top(std::size_t bytes) {
-  Range* highest = nullptr;
-  for (Range* hole = holes_; hole != nullptr; hole = hole->bin_next) {
-    if (hole->bytes >= bytes) highest = hole;
-  }
-  return highest == nullptr ? nullptr : claim_hole(highest, highest->end() - bytes, highest->end());
+  Range* hole = last_hole_;
+  while (hole != nullptr && hole->bytes < bytes) hole = hole->bin_previous;
+  return hole == nullptr ? nullptr : claim_hole(hole, hole->end() - bytes, hole->end());
 }
 
 // Maps new memory so that `*grown`, in no bin, can hold the block. `freely`: even if worth_growing says no.
@@ -206,15 +204,17 @@ Status ChunkedArena::create_chunk(Lock& lock, std::size_t bytes, std::uint32_t* 
 }
 
 void ChunkedArena::keep_spare(std::uint32_t chunk) {
+  chunks_[chunk].previous = kNone;
   chunks_[chunk].next = spares_;
+  if (spares_ != kNone) chunks_[spares_].previous = chunk;
   spares_ = chunk;
   spare_bytes_ += chunks_[chunk].bytes;
 }
 
 void ChunkedArena::remove_spare(std::uint32_t chunk) {
-  std::uint32_t* link = &spares_;
-  while (*link != chunk) link = &chunks_[*link].next;
-  *link = chunks_[chunk].next;
+  const auto [next, previous] = std::pair(chunks_[chunk].next, chunks_[chunk].previous);
+  if (next != kNone) chunks_[next].previous = previous;
+  (previous == kNone ? spares_ : chunks_[previous].next) = next;
   spare_bytes_ -= chunks_[chunk].bytes;
 }
 

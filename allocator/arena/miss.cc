@@ -9,8 +9,8 @@ namespace forebay::internal {
 namespace {
 
 // Shadow mappings are kept until there are this many mappings for each chunk, and kMappingsMin in all.
-// Smaller: repeated steps have to map again. Larger: every walk over the mappings takes longer.
-constexpr std::size_t kMappingsPerChunk = 6;
+// Smaller: a long program that repeats has to map again. Larger: more host memory, about 200 bytes each.
+constexpr std::size_t kMappingsPerChunk = 32;
 constexpr std::size_t kMappingsMin = 8192;
 
 }  // namespace
@@ -72,10 +72,13 @@ Result<DevicePtr> ChunkedArena::allocate_slowly(const Placement& placement, std:
         ": its tag was paused, or its capture released, meanwhile; resume it, or use another tag or stream");
   }
   recover_stranded(lock);
-  if (mapping_count_ > kMappingsMin && mapping_count_ > kMappingsPerChunk * chunk_count_) {
+  if (mapping_count_ > std::max({kMappingsMin, kMappingsPerChunk * chunk_count_, mappings_to_keep_})) {
     drop_stale_mappings(lock);
+    // If most are in use, the next walk over all of them waits until there are as many again.
+    mappings_to_keep_ = 2 * mapping_count_;
   }
   if (!reserve_books(lock, placement.bytes)) return no_books();
+  gather_max_ = kMissScanMax;
   Miss miss{lock, placement};
   Outcome outcome = Outcome::kNext;
   if (placement.fixed) {
@@ -111,9 +114,9 @@ Result<DevicePtr> ChunkedArena::finish(Miss& miss, std::uint64_t key) {
   return make_block(miss.range, miss.start, placement, key);
 }
 
-// A free range of any size class, without the hot path's limit on how many are looked at.
+// A free range of any size class, of more ranges than the hot path looks at.
 ChunkedArena::Outcome ChunkedArena::serve_from_free_range(Miss& miss) {
-  Range* found = find_free(miss.placement, miss.placement.region, kNoScanLimit);
+  Range* found = find_free(miss.placement, miss.placement.region, kMissScanMax);
   if (found == nullptr) return Outcome::kNext;
   take_free(found);
   return miss.serve(found);
@@ -156,7 +159,7 @@ ChunkedArena::Outcome ChunkedArena::take_grown(Miss& miss, bool freely) {
 ChunkedArena::Outcome ChunkedArena::serve_from_other_region(Miss& miss) {
   if (!miss.shared()) return Outcome::kNext;
   const auto other = static_cast<std::uint8_t>(1 - miss.placement.region);
-  Range* found = find_free(miss.placement, other, kNoScanLimit);
+  Range* found = find_free(miss.placement, other, kMissScanMax);
   if (found == nullptr) return Outcome::kNext;
   take_free(found);
   return miss.serve(found);
@@ -165,8 +168,8 @@ ChunkedArena::Outcome ChunkedArena::serve_from_other_region(Miss& miss) {
 // Addresses that show nothing but free memory of either shared region. A private region is only gathered
 // again, for the strategies that follow.
 ChunkedArena::Outcome ChunkedArena::serve_from_memory_shown_by_both_regions(Miss& miss) {
-  gather(miss.placement, !miss.shared());
-  return miss.shared() ? take_shown(miss) : Outcome::kNext;
+  const bool found_more = gather(miss.placement, !miss.shared());
+  return found_more ? take_shown(miss) : Outcome::kNext;
 }
 
 // After gather: free parts of several chunks, mapped side by side. If only addresses are missing, those that
@@ -195,9 +198,11 @@ ChunkedArena::Outcome ChunkedArena::serve_by_growing(Miss& miss) {
 }
 
 // Unmaps all wholly free chunks first: their addresses may be missing, or they may lie in a region that
-// cannot serve the request. Releases mutex_ meanwhile.
+// cannot serve the request. Then all free memory counts, however many ranges it is in. Releases mutex_
+// meanwhile.
 ChunkedArena::Outcome ChunkedArena::serve_by_evicting(Miss& miss) {
-  if (!evict_all(miss.lock)) return Outcome::kNext;
+  if (!evict_all(miss.lock) && gathered_all_) return Outcome::kNext;
+  gather_max_ = SIZE_MAX;
   const Outcome outcome = stitch_again(miss);
   return outcome == Outcome::kNext ? take_grown(miss, true) : outcome;
 }
@@ -222,15 +227,14 @@ bool ChunkedArena::reserve_books(Lock& lock, std::size_t bytes) {
     const bool chunks = chunks_.available() < new_chunks;
     const bool mappings = mappings_.available() < new_chunks + chunk_count_;
     if (!extents && !chunks && !mappings) return true;
-    const std::size_t chunk_limit = chunks_.size() + new_chunks;
     if ((chunks && chunks_.full()) || (mappings && mappings_.full())) return false;
     lock.unlock();
     if (extents) {
-      for (std::vector<Extent>* scratch : {&extents_, &wholes_, &heads_, &tails_})
+      for (std::vector<Extent>* scratch : {&extents_, &views_, &wholes_, &heads_, &tails_})
         scratch->reserve(2 * extent_count);
+      whole_groups_.reserve(2 * extent_count);
       origins_.reserve(2 * extent_count);
     }
-    first_extent_.reserve(2 * chunk_limit);
     PhysicalChunk* chunk_leaf = chunks ? EntryPool<PhysicalChunk>::make_leaf() : nullptr;
     Mapping* mapping_leaf = mappings ? EntryPool<Mapping>::make_leaf() : nullptr;
     lock.lock();

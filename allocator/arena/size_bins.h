@@ -75,12 +75,26 @@ struct SizeBins {
     if (columns[bin / kColumns] == 0) rows &= ~(std::uint64_t{1} << (bin / kColumns));
   }
 
-  // Every range that is in a bin, in no order.
+  // The last bin before `bin` that is not empty, or kNone.
+  unsigned previous_filled(unsigned bin) const noexcept {
+    const unsigned row = bin / kColumns;
+    const unsigned here = row < kRows ? columns[row] & ~(0xFFFFu << (bin % kColumns)) : 0;
+    if (here != 0) return row * kColumns + static_cast<unsigned>(std::bit_width(here)) - 1;
+    const std::uint64_t below = rows & ((std::uint64_t{1} << row) - 1);
+    if (below == 0) return kNone;
+    const auto filled = static_cast<unsigned>(std::bit_width(below)) - 1;
+    return filled * kColumns + static_cast<unsigned>(std::bit_width(unsigned{columns[filled]})) - 1;
+  }
+
+  // The ranges of the largest classes first, until `visit` returns false. False if it did.
   template <typename Visit>
-  void for_each(Visit visit) const {
-    for (unsigned bin = next_filled(0); bin != kNone; bin = next_filled(bin + 1)) {
-      for (Range* range = heads[bin]; range != nullptr; range = range->bin_next) visit(range);
+  bool for_each_from_largest(Visit visit) const {
+    for (unsigned bin = previous_filled(kNone); bin != kNone; bin = previous_filled(bin)) {
+      for (Range* range = heads[bin]; range != nullptr; range = range->bin_next) {
+        if (!visit(range)) return false;
+      }
     }
+    return true;
   }
 
   // The smallest range, lowest address first, among the first `scan_count_max` of the lowest bin with a fit.

@@ -46,6 +46,7 @@ struct ChunkedArena::StitchSearch {
   Stitch& best;
   const std::size_t granule = arena.chunk_bytes_;
   bool found = false;
+  std::size_t shown_count = 0;  // Chunks that the current beginning shows.
 
   // Sorts the gathered extents: whole chunks, the largest first; ends (heads) and beginnings (tails) of
   // chunks, the shortest first.
@@ -72,6 +73,7 @@ struct ChunkedArena::StitchSearch {
     };
     std::sort(arena.wholes_.begin(), arena.wholes_.end(),
               [&](const Extent& a, const Extent& b) { return shorter(b, a); });
+    group_wholes();
     std::sort(arena.heads_.begin(), arena.heads_.end(), shorter);
     std::sort(arena.tails_.begin(), arena.tails_.end(), shorter);
   }
@@ -79,11 +81,14 @@ struct ChunkedArena::StitchSearch {
   // A chunk must not be shown twice in one stitch. The chunks that its beginning shows are stamped.
   bool stamped(std::uint32_t chunk) const { return arena.chunks_[chunk].stamp == arena.stamp_; }
   void stamp_shown(std::size_t begin, std::size_t end) {
-    for (std::size_t offset = begin; offset < end;) {
+    ++arena.stamp_;
+    shown_count = 0;
+    for (std::size_t offset = begin; offset < end; ++shown_count) {
       const Mapping& here = arena.mappings_[arena.granules_.find(offset)->mapping];
       arena.chunks_[here.chunk].stamp = arena.stamp_;
       offset = here.offset + arena.chunks_[here.chunk].bytes;
     }
+    count_stamped();
   }
 
   // The answer is kept: the same chunk is asked about many times.
@@ -93,21 +98,50 @@ struct ChunkedArena::StitchSearch {
     return chunk.breakable == 1;
   }
 
+  // The chunks of wholes_ in groups of one size. Those that are stamped then count as stamped.
+  void group_wholes() {
+    std::vector<WholeChunks>& groups = arena.whole_groups_;
+    groups.clear();
+    for (std::size_t i = 0; i < arena.wholes_.size(); ++i) {
+      const std::size_t bytes = arena.wholes_[i].bytes();
+      if (groups.empty() || groups.back().bytes != bytes) groups.push_back({bytes, i, 0, 0});
+      ++groups.back().count;
+    }
+  }
+  void count_stamped() {
+    for (WholeChunks& group : arena.whole_groups_) group.stamped_count = 0;
+    if (shown_count == 0) return;
+    for (WholeChunks& group : arena.whole_groups_) {
+      for (std::size_t i = group.first; i < group.first + group.count; ++i) {
+        group.stamped_count += stamped(arena.wholes_[i].chunk) ? 1 : 0;
+      }
+    }
+  }
+
   // Takes whole chunks for `missing` bytes, the largest first. The rest comes from breaking the smallest
   // chunk that is too large, or else is new. `chosen`: receives the whole chunks, if not null.
   Middle fill(std::size_t missing, std::vector<std::uint32_t>* chosen) {
     Middle middle;
     std::size_t left = missing;
     std::uint32_t larger = kNone;
-    for (const Extent& whole : arena.wholes_) {
+    for (const WholeChunks& group : arena.whole_groups_) {
       if (left == 0) break;
-      if (stamped(whole.chunk)) continue;
-      if (whole.bytes() <= left || whole.bytes() == granule) {
-        left -= std::min(left, whole.bytes());
-        middle.whole_bytes += whole.bytes();
-        if (chosen != nullptr) chosen->push_back(whole.chunk);
-      } else {
-        larger = whole.chunk;
+      const std::size_t count = group.count - group.stamped_count;
+      const std::size_t fitting = (group.bytes == granule ? round_up(left, granule) : left) / group.bytes;
+      const std::size_t taken = std::min(count, fitting);
+      left -= std::min(left, taken * group.bytes);
+      middle.whole_bytes += taken * group.bytes;
+      if (chosen != nullptr) {
+        for (std::size_t i = group.first, n = taken; n > 0; ++i) {
+          if (stamped(arena.wholes_[i].chunk)) continue;
+          chosen->push_back(arena.wholes_[i].chunk);
+          --n;
+        }
+      }
+      if (left > 0 && taken < count) {
+        std::size_t last = group.first + group.count - 1;
+        while (stamped(arena.wholes_[last].chunk)) --last;
+        larger = arena.wholes_[last].chunk;
       }
     }
     if (left > 0 && larger != kNone && breakable(larger)) {
@@ -179,7 +213,7 @@ struct ChunkedArena::StitchSearch {
   // Stitches that begin with a chunk, or with the end of one. An end begins anywhere in its chunk, so it is
   // of no use for a larger alignment.
   void try_heads() {
-    ++arena.stamp_;
+    stamp_shown(0, 0);
     try_tails({});
     if (placement.alignment > kBlockGranule) return;
     std::size_t head_count = 0;
@@ -201,7 +235,6 @@ struct ChunkedArena::StitchSearch {
       while (arena.usable(first->previous, placement)) first = first->previous;
       const std::size_t begin = align_up(first->offset, placement.alignment);
       if (begin >= hole->offset) continue;
-      ++arena.stamp_;
       stamp_shown(first->offset, hole->offset);
       try_tails({hole, hole->offset - begin, nullptr});
     }
@@ -209,8 +242,8 @@ struct ChunkedArena::StitchSearch {
 
   // Fills the best combination once more and notes its chunks.
   void complete() {
-    ++arena.stamp_;
-    if (best.hole != nullptr) stamp_shown(best.hole->offset - best.run_bytes, best.hole->offset);
+    stamp_shown(best.hole == nullptr ? 0 : best.hole->offset - best.run_bytes,
+                best.hole == nullptr ? 0 : best.hole->offset);
     const std::size_t have = best.head.bytes() + best.run_bytes;
     const std::size_t tail_bytes = best.tail.bytes();
     const std::size_t missing = placement.bytes > have + tail_bytes ? placement.bytes - have - tail_bytes : 0;

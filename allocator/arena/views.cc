@@ -203,11 +203,11 @@ Range* ChunkedArena::own_here(std::size_t begin, std::size_t end, const Placemen
   return range;
 }
 
-// Collects the usable extents of all chunks in extents_, sorted, neighbours joined. Leaves out extents that
-// can neither hold the block nor be joined to another chunk's. Room has been made. growth_mutex_ held too.
-void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
+// Collects the usable extents of chunks in extents_, sorted, neighbours joined: those of at most gather_max_
+// ranges of each class. Leaves out extents that can neither hold the block nor be joined to another chunk's.
+// Room has been made. True if the other region had some. growth_mutex_ held too.
+bool ChunkedArena::gather(const Placement& placement, bool own_region_only) {
   extents_.clear();
-  first_extent_.assign(chunks_.size(), kNone);
   const auto add = [this](const Range* range) {
     for (std::size_t offset = range->offset; offset < range->end();) {
       const Mapping& here = mappings_[granules_.find(offset)->mapping];
@@ -216,10 +216,13 @@ void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
       offset = here.offset + to;
     }
   };
-  for_each_usable(placement, placement.region, add);
+  gathered_all_ = for_each_usable(placement, placement.region, gather_max_, add);
+  const std::size_t own_count = extents_.size();
   if (!own_region_only && placement.region < kSharedRegionCount) {
-    for_each_usable(placement, static_cast<std::uint8_t>(1 - placement.region), add);
+    const auto other = static_cast<std::uint8_t>(1 - placement.region);
+    gathered_all_ = for_each_usable(placement, other, gather_max_, add) && gathered_all_;
   }
+  const bool found_more = extents_.size() > own_count;
   std::sort(extents_.begin(), extents_.end(), [](const Extent& a, const Extent& b) {
     return a.chunk != b.chunk ? a.chunk < b.chunk : a.begin < b.begin;
   });
@@ -231,12 +234,10 @@ void ChunkedArena::gather(const Placement& placement, bool own_region_only) {
     }
     const bool inside = extent.begin > 0 && extent.end < chunks_[extent.chunk].bytes;
     if (inside && extent.bytes() < placement.bytes) continue;
-    if (count == 0 || extents_[count - 1].chunk != extent.chunk) {
-      first_extent_[extent.chunk] = static_cast<std::uint32_t>(count);
-    }
     extents_[count++] = extent;
   }
   extents_.resize(count);
+  return found_more;
 }
 
 // After gather: the shortest run of mapped addresses that show only gathered memory and can hold the block.
@@ -245,6 +246,16 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
   std::size_t gathered_bytes = 0;
   for (const Extent& extent : extents_) gathered_bytes += extent.bytes();
   if (gathered_bytes < placement.bytes) return false;
+  // All addresses that show gathered memory, in their order.
+  views_.clear();
+  for (const Extent& extent : extents_) {
+    for (std::uint32_t i = chunks_[extent.chunk].first_mapping; i != kNone; i = mappings_[i].next) {
+      const std::size_t offset = mappings_[i].offset;
+      if (!readable(granules_.find(offset)->range) || views_.size() == views_.capacity()) continue;
+      views_.push_back({extent.chunk, offset + extent.begin, offset + extent.end});
+    }
+  }
+  std::sort(views_.begin(), views_.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
   std::size_t best_bytes = SIZE_MAX;
   std::size_t run_begin = 0;
   std::size_t run_end = SIZE_MAX;
@@ -254,37 +265,18 @@ bool ChunkedArena::find_shown(const Placement& placement, std::size_t* start) {
       best_bytes = run_end - run_begin;
       *start = align_up(run_begin, placement.alignment);
     }
-    run_end = SIZE_MAX;
     ++stamp_;
   };
   ++stamp_;
-  const Range* hole = holes_;
-  for (std::size_t offset = 0; offset < reserve_bytes_;) {
-    if (hole != nullptr && hole->offset == offset) {
-      offset = hole->end();
-      hole = hole->bin_next;
-      continue;
+  for (const Extent& view : views_) {
+    // A gap ends a run, and so does a chunk that it shows already.
+    PhysicalChunk& chunk = chunks_[view.chunk];
+    if (view.begin != run_end || chunk.stamp == stamp_) {
+      end_run();
+      run_begin = view.begin;
     }
-    const GranuleTable::Entry& entry = *granules_.find(offset);
-    if (entry.mapping == kNone) {  // An alias of a slot.
-      offset = entry.range->end();
-      continue;
-    }
-    const std::size_t shown_offset = offset;
-    PhysicalChunk& chunk = chunks_[entry.chunk];
-    offset += chunk.bytes;
-    std::uint32_t i = first_extent_[entry.chunk];
-    if (i == kNone || !readable(entry.range)) continue;
-    for (; i < extents_.size() && extents_[i].chunk == entry.chunk; ++i) {
-      const std::size_t begin = shown_offset + extents_[i].begin;
-      // A gap ends a run, and so does a chunk that it shows already.
-      if (begin != run_end || chunk.stamp == stamp_) {
-        end_run();
-        run_begin = begin;
-      }
-      chunk.stamp = stamp_;
-      run_end = shown_offset + extents_[i].end;
-    }
+    chunk.stamp = stamp_;
+    run_end = view.end;
   }
   end_run();
   return best_bytes != SIZE_MAX;
