@@ -79,6 +79,8 @@ def check_archive(wheel, place, target):
             expect(found and all(len(archive.read(f"{info}/licenses/{name}")) > 500 for name in found),
                    f"the licence of {licence} is not inside")
         archive.extractall(place)
+    # extractall() leaves out modes; pip does not.
+    (place / "forebay/lib/forebay").chmod(0o755)
 
 
 def exported_symbols(library):
