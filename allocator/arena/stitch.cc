@@ -98,7 +98,7 @@ struct ChunkedArena::StitchSearch {
     return chunk.breakable == 1;
   }
 
-  // The chunks of wholes_ in groups of one size. Those that are stamped then count as stamped.
+  // The chunks of wholes_ in groups of one size. A chunk that is stamped at this time counts as stamped.
   void group_wholes() {
     std::vector<WholeChunks>& groups = arena.whole_groups_;
     groups.clear();

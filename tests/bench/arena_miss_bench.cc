@@ -22,7 +22,7 @@ constexpr std::size_t kRequestsMax = 200;
 struct Cost {
   double median_us = 0;
   double worst_us = 0;
-  double driver_calls = 0;  // Of one request, in the mean.
+  double driver_calls = 0;  // Mean per request.
 };
 
 Cost measure(std::size_t range_count, std::size_t block_bytes) {
