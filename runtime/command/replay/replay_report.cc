@@ -23,7 +23,8 @@ Json times_json(const CallTimes& times, double unit_ns) {
   if (times.count == 0) return nullptr;
   return {{"p50", rounded(times.p50_ns / unit_ns)},
           {"p99", rounded(times.p99_ns / unit_ns)},
-          {"p999", rounded(times.p999_ns / unit_ns)}};
+          {"p999", rounded(times.p999_ns / unit_ns)},
+          {"worst", rounded(times.worst_ns / unit_ns)}};
 }
 
 // Nanoseconds, and core cycles beside them; all calls, and those off the mapping path.
@@ -36,6 +37,8 @@ void add_times(Json& json, const ReplayTimes& times, double cycle_ns) {
   };
   add("malloc", times.allocate, times.allocate_off_mapping);
   add("free", times.free, times.free_off_mapping);
+  json["malloc_miss_count"] = times.allocate_mapping.count;
+  json["malloc_miss_ns"] = times_json(times.allocate_mapping, 1);
 }
 
 Json optional_json(const std::optional<double>& value) {
@@ -64,6 +67,7 @@ void add_figures(Json& json, const ReplayFigures& figures, double cycle_ns) {
                           {"unmap", calls.unmap},     {"set_access", calls.set_access},
                           {"destroy", calls.destroy}, {"alloc", calls.alloc},
                           {"free", calls.free}};
+  json["driver_calls_per_pass"] = result.pass_calls;
   json["steady_driver_calls_per_repeat"] = optional_json(result.steady_calls);
   json["steady_chunks_moved_per_repeat"] = optional_json(result.steady_chunks_moved);
   json["retries_after_synchronizing"] = result.retry_count;
@@ -122,6 +126,21 @@ void calls_row(std::string& text, const std::string& name, const char* allocator
   } else {
     text += format_text(" %9s %9s\n", "-", "-");
   }
+}
+
+// The driver calls of each pass: those of the last one in any case, so that a row has at most 100 columns.
+constexpr std::size_t kPassesShown = 5;
+
+void passes_row(std::string& text, const std::string& name, const char* allocator,
+                const ReplayFigures& figures) {
+  const std::vector<std::uint64_t>& calls = figures.result.pass_calls;
+  const bool all = calls.size() <= kPassesShown;
+  text += row_begin(name, allocator);
+  for (std::size_t i = 0; i < (all ? calls.size() : kPassesShown - 1); ++i) {
+    text += format_text(" %7llu", static_cast<unsigned long long>(calls[i]));
+  }
+  if (!all) text += format_text(" ... %7llu", static_cast<unsigned long long>(calls.back()));
+  text += "\n";
 }
 
 std::string time_cells(const CallTimes& times) {
@@ -201,6 +220,10 @@ std::string replay_text(const std::vector<ReplayReport>& reports) {
           format_text(calls_format, "first", "pass", "", "", "steady", "chunks") + row_begin("trace", "by") +
           format_text(calls_format, "create", "map", "unmap", "access", "calls", "moved");
   add_rows(reports, [&](const auto&... row) { calls_row(text, row...); });
+  if (first.passes > 1) {
+    text += "\nDRIVER CALLS OF EACH PASS\n";
+    add_rows(reports, [&](const auto&... row) { passes_row(text, row...); });
+  }
   if (first.arena.result.times.allocate.count > 0) {
     text += "\n" + row_begin("TIMES, ns (p50 p99 p99.9)", "") +
             format_text("        | %-23s | %s\n", "all calls", "off the mapping path");

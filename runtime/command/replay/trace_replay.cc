@@ -37,6 +37,7 @@ double percentile(std::vector<std::uint32_t>& samples, double part) {
 struct Samples {
   std::vector<std::uint32_t> all;
   std::vector<std::uint32_t> off_mapping;
+  std::vector<std::uint32_t> mapping;
 
   void reserve(std::size_t count) {
     all.reserve(count);
@@ -44,7 +45,7 @@ struct Samples {
   }
   void add(std::uint32_t ns, bool made_driver_call) {
     all.push_back(ns);
-    if (!made_driver_call) off_mapping.push_back(ns);
+    (made_driver_call ? mapping : off_mapping).push_back(ns);
   }
   static CallTimes summary(std::vector<std::uint32_t>& samples, double timer_ns) {
     CallTimes times;
@@ -53,6 +54,7 @@ struct Samples {
     times.p50_ns = std::max(0.0, percentile(samples, 0.5) - timer_ns);
     times.p99_ns = std::max(0.0, percentile(samples, 0.99) - timer_ns);
     times.p999_ns = std::max(0.0, percentile(samples, 0.999) - timer_ns);
+    times.worst_ns = std::max(0.0, percentile(samples, 1) - timer_ns);
     return times;
   }
 };
@@ -71,7 +73,8 @@ struct PassSamples {
     return {.allocate = Samples::summary(allocate.all, timer_ns),
             .free = Samples::summary(free.all, timer_ns),
             .allocate_off_mapping = Samples::summary(allocate.off_mapping, timer_ns),
-            .free_off_mapping = Samples::summary(free.off_mapping, timer_ns)};
+            .free_off_mapping = Samples::summary(free.off_mapping, timer_ns),
+            .allocate_mapping = Samples::summary(allocate.mapping, timer_ns)};
   }
 };
 
@@ -267,9 +270,11 @@ Result<ReplayResult> replay_with(const AllocationTrace& trace, Backend& backend,
   int pass = 1;
   for (; pass <= options.passes; ++pass) {
     counting.reset_peak();
+    const std::uint64_t calls_before = counting.call_count();
     std::function<void(std::size_t)> progress;
     if (options.progress) progress = [&](std::size_t event_count) { options.progress(pass, event_count); };
     const std::size_t stopped = play(trace, player, addresses, options.timed ? &samples : nullptr, progress);
+    result.pass_calls.push_back(counting.call_count() - calls_before);
     result.last_peak_physical_bytes = counting.peak_held_bytes();
     if (pass == 1) {
       result.peak_physical_bytes = counting.peak_held_bytes();

@@ -7,6 +7,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "forebay/backend.h"
 #include "runtime/command/replay/counting_backend.h"
@@ -31,6 +32,7 @@ struct CallTimes {
   double p50_ns = 0;
   double p99_ns = 0;
   double p999_ns = 0;
+  double worst_ns = 0;
 };
 
 struct ReplayTimes {
@@ -38,6 +40,7 @@ struct ReplayTimes {
   CallTimes free;
   CallTimes allocate_off_mapping;  // Calls that made no driver call.
   CallTimes free_off_mapping;
+  CallTimes allocate_mapping;  // Calls that made one: misses.
 };
 
 struct ReplayResult {
@@ -51,6 +54,7 @@ struct ReplayResult {
   std::optional<double> steady_calls;
   std::optional<double> steady_chunks_moved;  // Chunks mapped.
   std::uint64_t retry_count = 0;  // Requests that were served only after the streams were synchronized.
+  std::vector<std::uint64_t> pass_calls;  // Driver calls of each pass.
   ReplayTimes times;
 
   // 1 - requested / physical; 0 if nothing was requested.

@@ -66,6 +66,13 @@ TEST_F(ReplayCommand, PrintsJsonWithThePromisedKeys) {
   }
   EXPECT_EQ(one.at("steady_driver_calls_per_repeat"), 0);
   EXPECT_EQ(one.at("steady_chunks_moved_per_repeat"), 0);
+  const Json& calls = one.at("driver_calls_per_pass");
+  ASSERT_EQ(calls.size(), one.at("repeats").get<std::size_t>());
+  EXPECT_GT(calls.at(0).get<int>(), 0);
+  EXPECT_EQ(calls.back(), 0);
+  EXPECT_GT(one.at("malloc_miss_count").get<int>(), 0);
+  EXPECT_GE(one.at("malloc_miss_ns").at("worst").get<double>(),
+            one.at("malloc_miss_ns").at("p50").get<double>());
   EXPECT_EQ(one.at("baseline").at("completed"), true);
   EXPECT_EQ(one.at("baseline").at("peak_requested_bytes"), one.at("peak_requested_bytes"));
   EXPECT_TRUE(one.contains("glibc"));
