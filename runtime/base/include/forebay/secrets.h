@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "forebay/language.h"
+
 namespace forebay {
 
 // Overwrites with stars, in words that each end with a zero byte, as in /proc/PID/cmdline:
