@@ -56,6 +56,21 @@ constexpr Program kPrograms[] = {
        const int last = o.ranks - 1;
        o.skips = [last](int rank, int, int k, int unit) { return rank == last && k == 0 && unit == 2; };
      }},
+    {"the owner of a tied parameter, left out on one rank",
+     [](ToyOptions& o) {
+       const int last = o.ranks - 1;
+       o.skips = [last](int rank, int step, int k, int unit) {
+         return rank == last && (step > 0 || k == 1) && unit == 0;
+       };
+     }},
+    {"the first uses of a block, left out on one rank",
+     [](ToyOptions& o) {
+       const int last = o.ranks - 1;
+       o.forwards = [last](int rank, int step, int) {
+         return step > 0 && rank == last ? std::vector<int>{2, 3, 1, 4}
+                                         : std::vector<int>{0, 1, 2, 1, 3, 1, 4};
+       };
+     }},
     {"a unit that no rank uses, and one without a backward pass",
      [](ToyOptions& o) {
        o.forwards = [](int, int, int) { return std::vector<int>{0, 1, 3, 4}; };
@@ -203,6 +218,28 @@ TEST_P(FreeOrder, RandomProgramsHaveTheBitsOfPlainLoops) {
       std::vector<int> order;
       for (std::uint64_t i = 0, count = random() % 4; i < count; ++i)
         order.push_back(static_cast<int>(random() % 5));
+      return order;
+    };
+    const ToyResult actual = run_toy(options);
+    expect_same(actual, reference_toy(options), "seed " + std::to_string(seed));
+    if (HasFatalFailure()) return;
+  }
+}
+
+// From the second step on each rank but rank 0 leaves out uses of its own.
+TEST_P(FreeOrder, RandomUsesLeftOutHaveTheBitsOfPlainLoops) {
+  const std::uint64_t first_seed = std::random_device()();
+  for (std::uint64_t seed = first_seed; seed < first_seed + 12; ++seed) {
+    std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+    ToyOptions options = recorded_options(GetParam(), DataType::kFloat32, 3 + static_cast<int>(seed % 2));
+    options.forwards = [seed](int rank, int step, int k) {
+      std::mt19937_64 random(seed * 1000 + static_cast<std::uint64_t>(k));
+      std::mt19937_64 left_out(seed * 1000 + static_cast<std::uint64_t>(rank * 100 + step * 10 + k));
+      std::vector<int> order;
+      for (std::uint64_t i = 0, count = 4 + random() % 7; i < count; ++i) {
+        const int unit = static_cast<int>(random() % 5);
+        if (rank == 0 || step == 0 || left_out() % 4 != 0) order.push_back(unit);
+      }
       return order;
     };
     const ToyResult actual = run_toy(options);
@@ -371,6 +408,12 @@ TEST(FreeOrderCalls, AbandonNeedsAnOrderWithSeveralRanks) {
     trainer.engine().step_begin();
     trainer.engine().abandon();
     const Stream stream = value_or_throw(rank.backend->stream_create());
+    // Evaluations before the step are over on all ranks.
+    trainer.engine().evaluation_begin();
+    static_cast<void>(trainer.engine().forward(0, stream));
+    trainer.engine().evaluation_end();
+    trainer.engine().step_begin();
+    trainer.engine().abandon();
     trainer.engine().step_begin();
     trainer.engine().micro_step_begin(0);
     static_cast<void>(trainer.engine().forward(0, stream));

@@ -134,13 +134,16 @@ void Engine::Impl::release(const LiveLease& lease) {
   }
 }
 
-// A reduction is passed only if this rank has nothing more to add to it for now.
+// A reduction is passed only if this rank has nothing more to add to it for now. An expected reduction passes
+// no uses: where this rank left out the last use of a unit, other ranks reduce later, and so does this rank.
 void Engine::Impl::come_to(UnitEvent event) {
   const auto may_pass = [&](UnitEvent passed) {
+    if (!passed.reduces()) return !event.reduces();
     const Unit& u = unit(passed.unit);
-    if (!passed.reduces() || u.reduced) return true;
+    if (u.reduced) return true;
     return options.accumulate == Accumulate::kShard && u.open_backwards == 0 && u.forwards == u.backwards;
   };
+  if (event.reduces() && recorder->expects_later(event, may_pass)) return;
   if (recorder->come_to(event, may_pass)) {
     while (*recorder->next() != event) pass(*recorder->next());
     recorder->advance();
@@ -234,7 +237,7 @@ void Engine::Impl::abandon(int count) {
   check_peers();
   // A rank that does not know the order cannot follow the collectives of ranks that go on.
   const bool all_abandon = ranks() > 1 && !recorder->known();
-  if (all_abandon && !recorder->is_empty()) {
+  if (all_abandon && !recorder->is_empty(evaluated_in_step)) {
     throw Error(
         StatusCode::kUnsupported,
         "abandon() before a step was recorded, and after units were leased: this rank does not know the "

@@ -33,11 +33,22 @@ void Recorder::begin_evaluation() {
   begin(order_.evaluation, evaluation_.emplace());
 }
 
-bool Recorder::come_to(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass) {
-  auto at = expected_->begin() + static_cast<std::ptrdiff_t>(position_);
+Recorder::At Recorder::reach(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass) const {
+  At at = expected_->begin() + static_cast<std::ptrdiff_t>(position_);
   while (at != expected_->end() && *at != event && may_pass(*at)) ++at;
+  return at;
+}
+
+bool Recorder::come_to(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass) {
+  const At at = reach(event, may_pass);
   on_course_ = at != expected_->end() && *at == event;
   return on_course_;
+}
+
+bool Recorder::expects_later(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass) const {
+  if (!on_course_) return false;
+  const At at = reach(event, may_pass);
+  return at != expected_->end() && *at != event && std::find(at, expected_->end(), event) != expected_->end();
 }
 
 std::optional<UnitEvent> Recorder::next() const {
@@ -131,9 +142,10 @@ void Recorder::adopt(std::span<const std::byte> accounts) {
   known_ = true;
 }
 
-bool Recorder::is_empty() const {
-  const std::vector<const Notes*> all = passes();
-  return std::all_of(all.begin(), all.end(), [](const Notes* notes) { return notes->empty(); });
+bool Recorder::is_empty(bool with_evaluation) const {
+  if (with_evaluation && evaluation_ && !evaluation_->empty()) return false;
+  return std::all_of(micro_steps_.begin(), micro_steps_.end(),
+                     [](const Notes& notes) { return notes.empty(); });
 }
 
 void Recorder::clear() {

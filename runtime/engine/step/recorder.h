@@ -36,6 +36,8 @@ class Recorder {
   void begin_evaluation();
   // The rank comes to `event`: whether it is expected, before any event that `may_pass` refuses.
   bool come_to(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass);
+  // The order is as expected up to here, and `event` is expected behind an event that `may_pass` refuses.
+  bool expects_later(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass) const;
   // The next expected event, none at the end. advance() goes beyond it.
   std::optional<UnitEvent> next() const;
   void advance() { ++position_; }
@@ -50,9 +52,9 @@ class Recorder {
   // This rank's account of the step, as long as every other rank's; the order becomes that of all accounts.
   std::vector<std::byte> account() const;
   void adopt(std::span<const std::byte> accounts);
+  // No event was noted since clear(), those of evaluations left aside unless `with_evaluation`.
+  bool is_empty(bool with_evaluation) const;
   // Forgets all events and pairs since the last step.
-  // Nothing was noted since clear().
-  bool is_empty() const;
   void clear();
 
  private:
@@ -62,6 +64,9 @@ class Recorder {
   };
   using Notes = std::vector<Note>;
 
+  using At = UnitEvents::const_iterator;
+  // The place of `event`, or of the first event before it that `may_pass` refuses, or the end.
+  At reach(UnitEvent event, const std::function<bool(UnitEvent)>& may_pass) const;
   bool as_expected(const Notes& notes, const UnitEvents& events) const;
   void begin(const UnitEvents& expected, Notes& notes);
   std::vector<const Notes*> passes() const;
