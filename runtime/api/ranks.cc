@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 
 #include "forebay/all_reduce.h"
 #include "forebay/cuda_backend.h"
@@ -34,10 +35,15 @@ class CalledTexts final : public RendezvousTexts {
     std::string text(256, '\0');
     for (;;) {
       std::uint64_t bytes = FOREBAY_ABSENT;
-      if (calls_.get(calls_.user, name.c_str(), text.data(), text.size(), &bytes) != FOREBAY_OK ||
-          bytes > kTextMax) {
-        return std::nullopt;
+      Status found =
+          status("get", name, calls_.get(calls_.user, name.c_str(), text.data(), text.size(), &bytes));
+      if (found.ok() && bytes != FOREBAY_ABSENT && bytes > kTextMax) found = too_long(name, bytes);
+      const bool is_there = found.ok() && bytes != FOREBAY_ABSENT;
+      {
+        const std::lock_guard lock(mutex_);
+        last_get_ = std::move(found);
       }
+      if (!is_there) return std::nullopt;
       const bool fits = bytes <= text.size();
       text.resize(bytes);
       if (fits) return text;
@@ -51,6 +57,12 @@ class CalledTexts final : public RendezvousTexts {
 
   void remove(const std::string& name) noexcept override { calls_.remove(calls_.user, name.c_str()); }
 
+  // The failure of the last get(). A meeting takes a text that cannot be read for one that is absent.
+  Status last_get() const {
+    const std::lock_guard lock(mutex_);
+    return last_get_;
+  }
+
  private:
   static constexpr std::uint64_t kTextMax = 1u << 24;
 
@@ -61,10 +73,18 @@ class CalledTexts final : public RendezvousTexts {
                                           "; look there for the reason"};
   }
 
+  static Status too_long(const std::string& name, std::uint64_t bytes) {
+    return {StatusCode::kUnavailable, "the program's rendezvous store failed: get(" + name + ") gave " +
+                                          std::to_string(bytes) + " bytes; use at most " +
+                                          std::to_string(kTextMax) + ", or FOREBAY_ABSENT"};
+  }
+
   const forebay_store_calls calls_;
+  mutable std::mutex mutex_;
+  Status last_get_;
 };
 
-std::shared_ptr<RendezvousTexts> texts_of(const forebay_store_calls* calls) {
+std::shared_ptr<CalledTexts> texts_of(const forebay_store_calls* calls) {
   if (calls == nullptr) return nullptr;
   forebay_store_calls known{};
   constexpr std::uint64_t kLeast = offsetof(forebay_store_calls, release);
@@ -144,7 +164,8 @@ std::int32_t forebay_communicator_create(forebay_device* device, forebay_options
     auto ranks = std::make_shared<Ranks>();
     ranks->device = share(device).keep();
     Options given = options_of(options);
-    given.process.texts = texts_of(store);
+    const auto texts = texts_of(store);
+    given.process.texts = texts;
     if (store != nullptr && !given.store_prefix.empty()) given.process.store = given.store_prefix;
     if (given.process.rank < 0 || given.process.size == 0) {
       if (given.process.rank >= 0 || given.process.size != 0)
@@ -159,13 +180,18 @@ std::int32_t forebay_communicator_create(forebay_device* device, forebay_options
     const bool on_cuda = ranks->device->backend->capabilities().kind == BackendKind::kCuda;
     const bool by_nccl = nccl != nullptr || given.communicator == CommunicatorKind::kNccl ||
                          (given.communicator == CommunicatorKind::kAuto && on_cuda && given.process.size > 1);
-    if (by_nccl) {
-      open_nccl(given, nccl, *ranks);
-    } else if (given.process.size == 1) {
-      if (given.process.rank != 0) misuse("rank is " + std::to_string(given.process.rank) + " of 1; use 0");
-      ranks->communicator = alone(*ranks->device, given);
-    } else {
-      ranks->communicator = over_processes(given, *ranks->device->backend);
+    try {
+      if (by_nccl) {
+        open_nccl(given, nccl, *ranks);
+      } else if (given.process.size == 1) {
+        if (given.process.rank != 0) misuse("rank is " + std::to_string(given.process.rank) + " of 1; use 0");
+        ranks->communicator = alone(*ranks->device, given);
+      } else {
+        ranks->communicator = over_processes(given, *ranks->device->backend);
+      }
+    } catch (const Error&) {
+      if (texts != nullptr) throw_if_error(texts->last_get());
+      throw;
     }
     *communicator = make_handle<forebay_communicator>(std::move(ranks));
   });

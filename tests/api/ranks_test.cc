@@ -107,6 +107,25 @@ TEST(CApiRanksAlone, NeedAllFunctionsOfAStore) {
             FOREBAY_INVALID_ARGUMENT);
 }
 
+TEST(CApiRanksAlone, AreToldThatTheStoreFailed) {
+  const c::Options options{{"rank", "0"}, {"size", "2"}, {"deadline", "3000"}};
+  const auto device = c::make<c::Device>(forebay_device_open, "host", options);
+  Texts texts;
+  forebay_store_calls calls = texts.calls();
+  calls.get = [](void*, const char*, void*, std::uint64_t, std::uint64_t*) -> std::int32_t { return -1; };
+  forebay_communicator* made = nullptr;
+  EXPECT_EQ(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_UNAVAILABLE);
+  EXPECT_NE(last_error().find("the program's rendezvous store failed: get("), std::string::npos)
+      << last_error();
+  EXPECT_NE(last_error().find("returned -1"), std::string::npos) << last_error();
+  calls.get = [](void*, const char*, void*, std::uint64_t, std::uint64_t* bytes) -> std::int32_t {
+    *bytes = std::uint64_t{1} << 50;
+    return 0;
+  };
+  EXPECT_EQ(forebay_communicator_create(device, options, &calls, nullptr, &made), FOREBAY_UNAVAILABLE);
+  EXPECT_NE(last_error().find("gave 1125899906842624 bytes"), std::string::npos) << last_error();
+}
+
 TEST(CApiRanksAlone, AreToldThatOneRankFailed) {
   const One one;
   EXPECT_OK(forebay_communicator_abort(one.ranks, FOREBAY_PEER_LOST, "the power went out"));
