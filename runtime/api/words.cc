@@ -102,6 +102,13 @@ bool is_of_name(char c) {
   return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == ':';
 }
 
+// A message stays readable beside a trainer's longest name.
+std::string shown(std::string_view name) {
+  constexpr std::size_t kLongest = 100;
+  if (name.size() <= kLongest) return std::string(name);
+  return std::string(name.substr(0, kLongest - 3)) + "...";
+}
+
 std::string option(std::string_view member) {
   if (const std::string_view known = find(kOptions, member); !known.empty()) return std::string(known);
   std::string name = "the option " + std::string(member.substr(member.find("::") + 2));
@@ -146,7 +153,7 @@ std::string in_words_of_c(std::string_view message, std::string_view function) {
         break;
       }
     }
-    text += c.empty() ? name : c;
+    text += c.empty() ? shown(name) : std::string(c);
   }
   return text;
 }

@@ -7,6 +7,7 @@
 
 #include "forebay/agreement.h"
 #include "forebay/grouped_communicator.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/engine/engine_impl.h"
 
@@ -52,7 +53,7 @@ std::string remedy(Pool pool, const Plan& plan) {
 Status check_adamw(double beta1, double beta2, double epsilon) {
   const auto refuse = [](const char* name, double value, const char* allowed) {
     return Status(StatusCode::kInvalidArgument,
-                  std::string(name) + " is " + std::to_string(value) + "; it may be " + allowed);
+                  format_text("%s is %.9g; it may be %s", name, value, allowed));
   };
   for (const auto& [name, beta] : {std::pair("beta1", beta1), std::pair("beta2", beta2)}) {
     if (!(beta >= 0.0 && static_cast<float>(beta) < 1.0f))
@@ -145,7 +146,7 @@ void Engine::Impl::together(const std::function<void()>& check) {
 Status Engine::Impl::check_scalars() const {
   const auto refuse = [](const char* name, double value, const char* allowed) {
     return Status(StatusCode::kInvalidArgument,
-                  std::string(name) + " is " + std::to_string(value) + "; it may be " + allowed);
+                  format_text("%s is %.9g; it may be %s", name, value, allowed));
   };
   FOREBAY_RETURN_IF_ERROR(check_adamw(options.beta1, options.beta2, options.epsilon));
   const LossScaleOptions& scale = options.loss_scale;
@@ -156,6 +157,12 @@ Status Engine::Impl::check_scalars() const {
     return refuse("the minimum loss scale", scale.minimum, "any positive number");
   }
   if (scale.growth_interval < 1) return refuse("the growth interval", scale.growth_interval, "1 or more");
+  constexpr int kHostThreadsMax = 4096;
+  if (options.host_threads < 0 || options.host_threads > kHostThreadsMax) {
+    return Status(StatusCode::kInvalidArgument,
+                  "EngineOptions::host_threads is " + std::to_string(options.host_threads) + "; use 1 to " +
+                      std::to_string(kHostThreadsMax) + ", or 0 for one for each processor");
+  }
   return {};
 }
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <mutex>
 #include <regex>
 #include <set>
 #include <thread>
@@ -83,6 +84,27 @@ TEST(CApiMessages, RefuseADescriptionAtTheCall) {
   EXPECT_NE(last_error().find("beta1 is 2"), std::string::npos) << last_error();
 }
 
+TEST(CApiMessages, ShowNumbersAndNamesInAFewCharacters) {
+  One one;
+  forebay_engine* made = nullptr;
+  const auto refused = [&](const char* name, const char* value, const char* part) {
+    const c::Options options{{name, value}};
+    EXPECT_EQ(forebay_engine_create(one.device, one.ranks, nullptr, nullptr, options, &made),
+              FOREBAY_INVALID_ARGUMENT);
+    EXPECT_NE(last_error().find(part), std::string::npos) << last_error();
+  };
+  refused("host-threads", "-3", "host-threads is -3; use 1 to 4096, or 0");
+  refused("host-threads", "1000000", "host-threads is 1000000; use 1 to 4096, or 0");
+  refused("loss-scale-growth-interval", "0", "the growth interval is 0; it may be 1 or more");
+  refused("beta1", "1e300", "beta1 is 1e+300;");
+  const std::string name(5000, 'n');
+  std::int32_t index = 0;
+  ASSERT_OK(forebay_engine_add_unit(one.engine, name.c_str(), 0, &index));
+  EXPECT_EQ(forebay_engine_add_unit(one.engine, name.c_str(), 0, &index), FOREBAY_INVALID_ARGUMENT);
+  EXPECT_NE(last_error().find("two units are named " + std::string(97, 'n') + "...;"), std::string::npos)
+      << last_error();
+}
+
 TEST(CApiMessages, RefuseAMicroStepWithoutABackwardPass) {
   One one(recorded());
   one.commit();
@@ -107,13 +129,16 @@ std::vector<std::string> two_ranks(const c::Options& options, Body body) {
   const auto group = c::make<c::LocalGroup>(forebay_local_group_create, 2, options);
   std::vector<std::string> errors(2);
   std::vector<std::thread> threads;
+  std::mutex mutex;  // The options are in one call at a time.
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
+      std::unique_lock lock(mutex);
       One one(options);
       one.device = c::make<c::Device>(forebay_device_open, "host", options);
       one.ranks = c::make<c::Communicator>(forebay_local_group_communicator, group, rank, one.device);
       one.engine =
           c::make<c::Engine>(forebay_engine_create, one.device, one.ranks, nullptr, nullptr, options);
+      lock.unlock();
       one.commit();
       body(one, rank);
       errors[static_cast<std::size_t>(rank)] = last_error();
@@ -128,7 +153,9 @@ TEST(CApiMessages, NameTheValueThatDiffersBetweenRanks) {
     const auto errors = two_ranks({{"deadline", "3000"}}, [&](One& one, int rank) {
       const float value = weights && rank == 1 ? 2 : 1;
       ASSERT_OK(forebay_engine_set(one.engine, one.second, 0, FOREBAY_FP32, &value, 3, 1));
-      if (!weights) ASSERT_OK(forebay_hyperparameter(one.engine, 1, "lr", rank == 0 ? 0.5 : 0.25));
+      if (!weights) {
+        ASSERT_OK(forebay_hyperparameter(one.engine, 1, "lr", rank == 0 ? 0.5 : 0.25));
+      }
       EXPECT_THROW(one.step(1), c::Error);
     });
     for (const std::string& error : errors) {
@@ -136,6 +163,25 @@ TEST(CApiMessages, NameTheValueThatDiffersBetweenRanks) {
                                        : "lr of parameter group 1 is 0.25 on rank 1, 0.5 on rank 0";
       EXPECT_NE(error.find(part), std::string::npos) << error;
     }
+  }
+}
+
+TEST(CApiMessages, NameTheRankThatAskedForTheNorm) {
+  const auto errors = two_ranks({{"deadline", "3000"}, {"order-of-units", "recorded"}}, [](One& one,
+                                                                                           int rank) {
+    ASSERT_OK(forebay_step_begin(one.engine));
+    ASSERT_OK(forebay_micro_step_begin(one.engine, 0));
+    for (const auto pass : {c::Pass::kForward, c::Pass::kBackward})
+      c::Lease(one.engine, one.first, pass, nullptr);
+    double norm = 0;
+    forebay_step_result result{};
+    EXPECT_EQ(rank == 1 ? forebay_norm(one.engine, &norm) : forebay_step(one.engine, &result, sizeof(result)),
+              FOREBAY_INVALID_ARGUMENT);
+  });
+  for (const std::string& error : errors) {
+    EXPECT_NE(error.find("rank 1 called forebay_norm() and rank 0 forebay_step() for step 1; call "),
+              std::string::npos)
+        << error;
   }
 }
 

@@ -88,9 +88,10 @@ Decision::Agreed Decision::exchange(const Hyperparameters& hyperparameters, std:
     if ((word & kAbandoned) != 0) continue;
     if (first == ranks) first = r;
     if ((word & kWantsNorm) != (static_cast<std::uint64_t>(all[first * mine.size() + 1]) & kWantsNorm)) {
+      const bool wants_norm = (word & kWantsNorm) != 0;
       must(Status(StatusCode::kInvalidArgument,
-                  "of ranks " + std::to_string(first) + " and " + std::to_string(r) +
-                      " one called gradient_norm() and the other step() for step " + step +
+                  "rank " + std::to_string(wants_norm ? r : first) + " called gradient_norm() and rank " +
+                      std::to_string(wants_norm ? first : r) + " step() for step " + step +
                       "; call gradient_norm() on every rank or on none"));
     }
     if (differs.ok() && theirs[2] != all[first * mine.size() + 2]) {

@@ -240,7 +240,8 @@ void Engine::Impl::abandon(int count) {
   if (all_abandon && !recorder->is_empty(evaluated_in_step)) {
     throw Error(
         StatusCode::kUnsupported,
-        "abandon() before a step was recorded, and after units were leased: this rank does not know the "
+        "abandon() before a step was recorded, and after units were leased in this step: this rank does not "
+        "know the "
         "collectives that the other ranks run; set EngineOptions::recorded_order to the order of an earlier "
         "run, or end the ranks");
   }

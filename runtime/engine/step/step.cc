@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
 
 namespace forebay {
@@ -116,18 +117,19 @@ void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
   }
   for (const GroupHyperparameters& group : hyperparameters.groups) {
     if (!std::isfinite(group.lr) || !std::isfinite(group.weight_decay)) {
-      misuse("step() was given lr " + std::to_string(group.lr) + " and weight decay " +
-             std::to_string(group.weight_decay) + "; both must be finite");
+      misuse(format_text("step() was given lr %.9g and weight decay %.9g; both must be finite", group.lr,
+                         group.weight_decay));
     }
     throw_if_error(check_adamw(group.beta1.value_or(options.beta1), group.beta2.value_or(options.beta2),
                                group.epsilon.value_or(options.epsilon)));
   }
   if (!(hyperparameters.clip >= 0.0)) {
-    misuse("step() was given clip " + std::to_string(hyperparameters.clip) + "; use 0 for none, or more");
+    misuse(format_text("step() was given clip %.9g; use 0 for none, or more", hyperparameters.clip));
   }
   if (!(hyperparameters.gradient_factor >= 0.0) || !std::isfinite(hyperparameters.gradient_factor)) {
-    misuse("step() was given gradient_factor " + std::to_string(hyperparameters.gradient_factor) +
-           "; use 1 for none, or any finite number from 0 on");
+    misuse(
+        format_text("step() was given gradient_factor %.9g; use 1 for none, or any finite number from 0 on",
+                    hyperparameters.gradient_factor));
   }
 }
 
