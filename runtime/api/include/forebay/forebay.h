@@ -17,9 +17,9 @@
  *            destruction is right. Texts that are passed in are copied. A text that is passed out belongs
  *            to the handle it came from and is valid until the next call with that handle that gives out a
  *            text.
- * Threads.   Any thread may use any handle, one thread at a time per handle. A second thread is refused
- *            with FOREBAY_INVALID_ARGUMENT. Where a section says "Threads: any", several may use the handle
- *            at once.
+ * Threads.   Any thread may use any handle, one thread at a time per handle. While a call
+ *            runs, one by a second thread is refused with FOREBAY_INVALID_ARGUMENT. Where a section says
+ *            "Threads: any", several may use the handle at once.
  * Processes. After fork() the child makes handles of its own. A handle of the parent is refused there, unless
  *            it is of options or of a timeline.
  * Streams.   A stream is a void*: on a cuda device a cudaStream_t. Null is the device's default stream: the
@@ -614,8 +614,10 @@ FOREBAY_API int32_t forebay_engine_shard_digest(forebay_engine* engine, char dig
  * in order of registration, and backward in reverse, one at a time. With "recorded" they may run in any
  * order, several at once, several times or not at all; the order of the first step is recorded, and gathers
  * run ahead by it from the second step on. A step that differs is slower and has the same result, and its
- * order is recorded anew. All ranks use the same order. Recorded order has no forwards-ahead and no shared
- * units.
+ * order is recorded anew. All ranks use the same order. A rank may leave out units, or single uses, of the
+ * recorded order: it does not acquire them, goes on to its next unit, and contributes zeros. A use that all
+ * ranks leave out in a step is no longer in the order. In a step in which the order changes no rank leaves
+ * out units. Recorded order has no forwards-ahead and no shared units.
  *
  * In recorded order the option micro-steps is the most that a step may have: forebay_step() takes those that
  * were begun, and the average is over them. A micro-step ends with the next micro-step, an evaluation,
@@ -715,11 +717,11 @@ FOREBAY_API int32_t forebay_step(forebay_engine* engine, forebay_step_result* re
  * forebay_step() reports it there; or they abandon it too. `micro_steps`: the number of micro-steps that the
  * other ranks run in this step, those that were begun included; 0: as many as the option micro-steps. With
  * one rank, or where all abandon, 0 is right. This rank takes part in the collectives of these micro-steps,
- * as they were recorded, and of no evaluation: if the other ranks run another order, the engine fails. Before
- * an order was recorded it works only if every rank abandons before it acquires a unit. Order-of-units
- * "recorded" only. Collective.
- * Errors: FOREBAY_UNSUPPORTED with several ranks, before an order was recorded, after units were acquired;
- * nothing changes then. */
+ * as they were recorded, and of no evaluation: the other ranks must follow the recorded order, or the engine
+ * fails. Before an order was recorded it works only if every rank abandons before it acquires a unit in the
+ * step; evaluations before the step do not count. Order-of-units "recorded" only. Collective.
+ * Errors: FOREBAY_UNSUPPORTED with several ranks, before an order was recorded, after units were acquired in
+ * the step; nothing changes then. */
 FOREBAY_API int32_t forebay_abandon(forebay_engine* engine, int32_t micro_steps);
 
 /* == Engine: state ==

@@ -106,7 +106,7 @@ struct EngineOptions : ShardingOptions {
   // Only the first tensor-parallel rank counts replicated parameters in the norm.
   bool counts_replicated = true;
   Timeline* timeline = nullptr;  // Not owned; outlives the engine. Null: nothing is marked.
-  // Threads of the update on the host; 0: one for each processor. The result is the same.
+  // Threads of the update on the host, at most 4096; 0: one for each processor. The result is the same.
   int host_threads = 0;
   // The processors, by the kernel's numbers, that these threads are bound to, one each. They replace
   // host_threads. Topology's Placement (topology.h) has those near the device. Empty: the threads are not
@@ -343,9 +343,11 @@ class Engine {
   // does nothing else. Then training goes on with step_begin(). Recorded order only.
   // Order:  in a step. Other ranks run their step, of `micro_steps` micro-steps in all (0:
   //         EngineOptions::micro_steps), without evaluations within it, or call abandon() too. Before an
-  //         order has been recorded or given, all ranks call it, before they lease a unit. Collective.
+  //         order has been recorded or given, all ranks call it, before they lease a unit in the step.
+  //         Evaluations before the step do not count. The others follow the recorded order. Collective.
   // Errors: kUnsupported with several ranks, before an order has been recorded or given, after units were
-  //         leased: this rank does not know the collectives that the others run. Nothing changes then.
+  //         leased in the step: this rank does not know the collectives that the others run. Nothing changes
+  //         then.
   void abandon(int micro_steps = 0);
   // The order in which the last steps and evaluations used units, for ShardingOptions::recorded_order. It is
   // the same text on every rank. Empty in strict order, and before a step has ended.
