@@ -5,6 +5,7 @@ set(rows
   "collectives:"
   "collectives/rendezvous: collectives"
   "collectives/process: collectives collectives/rendezvous"
+  "collectives/process/gloo_headers/gloo/common:"
   "collectives/nccl: collectives"
   "collectives/local: collectives"
   "collectives/launch:"

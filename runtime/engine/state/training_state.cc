@@ -171,7 +171,7 @@ std::string Engine::Impl::load_state(const std::string& directory) {
   std::array<char, internal::kMostStateName> name{};
   agree(local_verdict([&] {
     if (rank() != 0) return;
-    if (std::error_code error; !std::filesystem::is_directory(directory, error)) {
+    if (std::error_code error; !std::filesystem::exists(directory, error) && !error) {
       throw Error(StatusCode::kIoError, "there is no directory " + directory +
                                             " to load a state from; give the directory that a run saved to");
     }

@@ -271,10 +271,10 @@ TEST(PlanCommand, SaysWhoseEstimateActivationsAre) {
   const std::string none = plan(shape + "--recompute none --memory 200MiB").output;
   EXPECT_NE(none.find(estimate), std::string::npos) << none;
   EXPECT_NE(none.find(judged), std::string::npos) << none;
-  EXPECT_NE(none.find("without scores, masks, as forebay-gpt                41943040 B"), std::string::npos)
+  EXPECT_NE(none.find("without scores, masks, as forebay-gpt           41943040 B"), std::string::npos)
       << none;
   EXPECT_EQ(none.find("if nothing were recomputed"), std::string::npos) << none;
-  EXPECT_NE(none.find("= on the device                                        62914560 B"), std::string::npos)
+  EXPECT_NE(none.find("= on the device                                   62914560 B"), std::string::npos)
       << none;
   const std::string alone = plan(kShape + std::string("--ranks 4 --stage 2 --memory 200MiB")).output;
   EXPECT_NE(alone.find(estimate), std::string::npos) << alone;

@@ -20,7 +20,11 @@ constexpr std::size_t kPage = 4096;
 
 struct Gate {
   std::atomic<bool> open{false};
-  static void wait(void* gate) { static_cast<Gate*>(gate)->open.wait(false); }
+  std::atomic<bool> holds{false};
+  static void wait(void* gate) {
+    static_cast<Gate*>(gate)->holds = true;
+    static_cast<Gate*>(gate)->open.wait(false);
+  }
   void release() {
     open = true;
     open.notify_all();
@@ -225,6 +229,7 @@ TEST_F(HarshFakeCuda, OneVariableTurnsAllOfItOn) {
   EXPECT_CU(kInvalidValue, driver_.cuMemHostGetDevicePointer_v2(&address, plain, 0));
   EXPECT_CU_OK(driver_.cuMemFreeHost(plain));
   hold(first_);
+  ASSERT_TRUE(soon([&] { return gates_[0].holds.load(); }));  // The seed could take the other one first.
   EXPECT_FALSE(runs(second_));
   ::unsetenv("FAKE_CUDA_HARSH");
 }
