@@ -5,9 +5,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
+#include <string>
 
 namespace forebay {
 namespace {
@@ -90,17 +93,31 @@ std::string path_of(void* library, const char* name) {
   return name;
 }
 
+// Adds a variable that is not there yet. `assigned` begins with '='. Other threads may be reading the
+// environment, and setenv would free the list that they walk along; here the old list stays.
+void add_to_environment(const char* name, const char* assigned) {
+  if (::getenv(name) != nullptr) return;
+  char** const before = __atomic_load_n(&environ, __ATOMIC_ACQUIRE);
+  std::size_t count = 0;
+  while (before != nullptr && before[count] != nullptr) ++count;
+  // Both are kept for the life of the process.
+  char** const after = new char*[count + 2];
+  std::copy_n(before, count, after);
+  after[count] = ::strdup((std::string(name) + assigned).c_str());
+  after[count + 1] = nullptr;
+  __atomic_store_n(&environ, after, __ATOMIC_RELEASE);
+}
+
 // Hardware queues that the driver gives the process, before it starts: the most there are. A stream that
 // waits for the host holds back the streams of its queue, and 8 queues, the driver's default, are fewer than
 // a rank has streams. A user's own choice stays. Where the driver runs already, as in a program that uses
-// CUDA itself, the variable is not touched: it would do nothing, and other threads may be reading the
-// environment.
+// CUDA itself, the variable is not touched: it would do nothing.
 void ask_for_connections(const Resolver& resolver) {
   using Question = CuResult(cuda::CuDevice*);
   auto* const ask = reinterpret_cast<Question*>(resolver.find("cuCtxGetDevice", "cuCtxGetDevice", 2000));
   cuda::CuDevice device = 0;
   if (ask == nullptr || ask(&device) != CuResult::kNotInitialized) return;
-  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  add_to_environment("CUDA_DEVICE_MAX_CONNECTIONS", "=32");
 }
 
 Result<const CudaDriver*> load() {

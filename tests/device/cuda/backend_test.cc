@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdio>
@@ -507,6 +508,26 @@ TEST_F(CudaBackendTest, TheProcessHasAsManyHardwareQueuesAsThereAreUnlessTheUser
   ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
   EXPECT_EXIT(connections_with(nullptr), ::testing::ExitedWithCode(0), "connections 32");
   EXPECT_EXIT(connections_with("4"), ::testing::ExitedWithCode(0), "connections 4");
+}
+
+// Another thread may be walking along the list of variables while the driver is loaded.
+TEST_F(CudaBackendTest, TheEnvironmentThatOtherThreadsReadStaysAsItIs) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto load = [&] {
+    start();
+    ::unsetenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    ::setenv("FOREBAY_TEST", "1", 1);  // From now on setenv would free the list.
+    char** const list = environ;
+    std::vector<char*> before;
+    for (char** entry = list; *entry != nullptr; ++entry) before.push_back(*entry);
+    before.push_back(nullptr);
+    make();
+    const bool is_added = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS") != nullptr;
+    const bool is_kept = std::equal(before.begin(), before.end(), list);
+    std::fprintf(stderr, "added %d kept %d\n", is_added, is_kept);
+    std::_Exit(0);
+  };
+  EXPECT_EXIT(load(), ::testing::ExitedWithCode(0), "added 1 kept 1");
 }
 
 TEST_F(CudaBackendTest, AFailureOnTheApplicationsStreamStaysWithIt) {
