@@ -38,8 +38,13 @@ function(forebay_library target output)
     target_link_options(${target} PRIVATE "LINKER:--version-script=${ARG_EXPORTS}")
     set_target_properties(${target} PROPERTIES LINK_DEPENDS "${ARG_EXPORTS}")
   endif()
-  install(TARGETS ${target} EXPORT forebay-targets LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}"
-    ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+  set(component library)
+  if(target STREQUAL "forebay-c")
+    set(component c_library)
+  endif()
+  install(TARGETS ${target} EXPORT forebay-targets
+    LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT ${component} NAMELINK_COMPONENT development
+    ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}" COMPONENT development)
 endfunction()
 
 set(engine_link TBB::tbb forebay_hwy)
@@ -95,12 +100,13 @@ set(package_directory "${CMAKE_INSTALL_LIBDIR}/cmake/forebay")
 configure_package_config_file("${CMAKE_CURRENT_LIST_DIR}/forebay-config.cmake.in"
   "${PROJECT_BINARY_DIR}/forebay-config.cmake" INSTALL_DESTINATION "${package_directory}")
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/forebay-config-version.cmake" COMPATIBILITY SameMinorVersion)
-install(EXPORT forebay-targets NAMESPACE forebay:: DESTINATION "${package_directory}")
+install(EXPORT forebay-targets NAMESPACE forebay:: DESTINATION "${package_directory}" COMPONENT development)
 # The prefix is found from where the file lies, so that an installed tree can be moved.
 file(RELATIVE_PATH prefix_from_pkgconfig "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
 string(REGEX REPLACE "/$" "" prefix_from_pkgconfig "${prefix_from_pkgconfig}")
 configure_file("${CMAKE_CURRENT_LIST_DIR}/forebay.pc.in" "${PROJECT_BINARY_DIR}/forebay.pc" @ONLY)
 configure_file("${CMAKE_CURRENT_LIST_DIR}/forebay-c.pc.in" "${PROJECT_BINARY_DIR}/forebay-c.pc" @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/forebay-config.cmake" "${PROJECT_BINARY_DIR}/forebay-config-version.cmake"
-  DESTINATION "${package_directory}")
-install(FILES "${PROJECT_BINARY_DIR}/forebay.pc" "${PROJECT_BINARY_DIR}/forebay-c.pc" DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig")
+  DESTINATION "${package_directory}" COMPONENT development)
+install(FILES "${PROJECT_BINARY_DIR}/forebay.pc" "${PROJECT_BINARY_DIR}/forebay-c.pc"
+  DESTINATION "${CMAKE_INSTALL_LIBDIR}/pkgconfig" COMPONENT development)

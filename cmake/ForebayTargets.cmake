@@ -59,7 +59,7 @@ function(forebay_layer name)
     target_precompile_headers(forebay_${name} PRIVATE ${FOREBAY_PRECOMPILED})
   endif()
   set_property(GLOBAL APPEND PROPERTY FOREBAY_LAYERS ${name})
-  install(DIRECTORY include/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" OPTIONAL)
+  install(DIRECTORY include/ DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}" COMPONENT development OPTIONAL)
 endfunction()
 
 # forebay_executable(target OUTPUT name SOURCES a.cc ... [LINK third_party ...])
@@ -72,7 +72,7 @@ function(forebay_executable target)
   target_link_libraries(${target} PRIVATE forebay_flags forebay ${ARG_LINK})
   set_target_properties(${target} PROPERTIES OUTPUT_NAME ${ARG_OUTPUT}
     INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
-  install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+  install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT command)
 endfunction()
 
 # Tests are compiled more often than they are run, and programs spend little time outside the libraries.

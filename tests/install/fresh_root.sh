@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A bare Debian in a directory of its own, this tree cloned into it, and the two commands of the quickstart run there:
-# with nothing else installed and no variable set. Or only Python and a wheel. All mounts are in a namespace that ends with
-# the command.
+# with nothing else installed and no variable set. Or only a wheel with Python, or the Debian packages, or the steps of the
+# Containerfile. All mounts are in a namespace that ends with the command.
 set -euo pipefail
 umask 022
 PATH=$PATH:/usr/sbin:/sbin # Root's, where only a user's is set.
@@ -20,6 +20,8 @@ Makes a bare Debian with debootstrap, clones this tree into it, and runs './dev 
   SUITE             the release, by the name that debootstrap knows; default: bookworm (Debian 12)
   --only demo|test  run one of the two commands
   --wheel FILE      instead, install only Python, and try this wheel there as a user who is not root (wheel_trial.py)
+  --packages DIR    instead, install the Debian packages of this directory there, and try them (package_trial.sh)
+  --containerfile   instead, run the steps of the Containerfile in such directories, a fresh one for each stage
   --keep            leave the directory, and say where it is; otherwise it is removed, whatever happens
   --help            print this text
 
@@ -31,7 +33,7 @@ END
 
 # ---- arguments ----
 
-suite=bookworm keep='' commands=(demo test) wheel=''
+suite=bookworm keep='' commands=(demo test) wheel='' packages='' containerfile=''
 while [ $# -gt 0 ]; do
   case $1 in
     --help | -h) usage && exit 0 ;;
@@ -46,6 +48,11 @@ while [ $# -gt 0 ]; do
       if [ ! -f "${2:-}" ]; then fail "--wheel wants a file"; fi
       wheel=$2 && shift
       ;;
+    --packages)
+      ls "${2:-}"/*.deb >/dev/null 2>&1 || fail "--packages wants a directory with packages; './dev package' makes it"
+      packages=$2 && shift
+      ;;
+    --containerfile) containerfile=$source_root/Containerfile ;;
     -*) fail "what is '$1'? See fresh_root.sh --help" ;;
     *) suite=$1 ;;
   esac
@@ -59,7 +66,7 @@ for program in debootstrap git unshare chroot; do
   command -v "$program" >/dev/null || skip "$program is not installed"
 done
 unshare --mount --pid --fork true 2>/dev/null || skip "root may not mount here, as in most containers"
-[ -n "$wheel" ] || git -c safe.directory='*' -C "$source_root" rev-parse HEAD >/dev/null 2>&1 ||
+[ -n "$wheel$packages" ] || git -c safe.directory='*' -C "$source_root" rev-parse HEAD >/dev/null 2>&1 ||
   skip "$source_root is no git checkout, and there is nothing to clone"
 
 # ---- one directory, which goes at the end together with every process that was started in it ----
@@ -155,7 +162,8 @@ make_root() {
   fi
 }
 
-clone_tree() {
+clone_tree() { # directory in the file system of this machine
+  local target=$1
   # The checkout may belong to another user, which git refuses.
   printf '[safe]\n\tdirectory = *\n' >"$work/gitconfig"
   export GIT_CONFIG_GLOBAL=$work/gitconfig
@@ -165,8 +173,8 @@ clone_tree() {
   if [ -n "$(git -C "$source_root" status --porcelain)" ]; then
     say "Changes in $source_root that are not committed are left out"
   fi
-  git clone --quiet --no-hardlinks --no-checkout "$source_root" "$root$tree"
-  git -C "$root$tree" checkout --quiet --detach "$commit"
+  git clone --quiet --no-hardlinks --no-checkout "$source_root" "$target"
+  git -C "$target" checkout --quiet --detach "$commit"
 }
 
 # ---- the commands ----
@@ -214,13 +222,95 @@ try_wheel() {
     ${variables[@]+"${variables[@]}"} python3 /trial/wheel_trial.py "/trial/$(basename "$wheel")" /trial/minimal.py
 }
 
+try_packages() {
+  mkdir -p "$root/trial" "$root/home/user"
+  chown 1000:1000 "$root/home/user"
+  cp "$packages"/*.deb "$root/trial"
+  cp -r "$source_root/tests/install/package_trial.sh" "$source_root/tests/install/consumer" "$source_root/samples/08-from-c" \
+    "$root/trial"
+  printf '127.0.0.1 localhost %s\n' "$(hostname)" >"$root/etc/hosts"
+  say "Trying the packages of $packages there"
+  in_namespace bash -c "$enter" bash "$root" "$root" /usr/bin/env -i \
+    /bin/sh /trial/package_trial.sh /trial
+}
+
+# Runs one step of a Containerfile in the root directory of its stage.
+run_step() { # KEYWORD text
+  local keyword=$1 text=$2 from=$source_root target
+  case $keyword in
+    ARG | CMD | ENTRYPOINT | USER) ;; # The base is this root directory; the image's command is run below.
+    FROM)
+      stage=$((stage + 1)) directory=/ root=$work/stage-$stage
+      [[ $text != *" AS "* ]] || stages[${text##* AS }]=$root
+      say "Stage $stage: $text"
+      cp -a "$work/root" "$root"
+      ;;
+    WORKDIR) directory=$text && mkdir -p "$root$text" ;;
+    COPY)
+      if [[ $text =~ ^--from=([^ ]+)\ (.*) ]]; then from=${stages[${BASH_REMATCH[1]}]} text=${BASH_REMATCH[2]}; fi
+      target=$root${text##* }
+      say "COPY $text"
+      if [ "$from" = "$source_root" ]; then
+        [ "${text% *}" = . ] || fail "only the whole tree is copied here, not '${text% *}'"
+        clone_tree "$target"
+      else
+        mkdir -p "$target" && cp -a "$from${text% *}/." "$target"
+      fi
+      ;;
+    RUN)
+      say "RUN $text"
+      in_namespace bash -c "$enter" bash "$root" "$root" /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+        /bin/sh -c "cd $directory && $text" || fail "on a bare $suite, a step of the Containerfile fails"
+      ;;
+    *) fail "this script does not know the step '$keyword' of the Containerfile" ;;
+  esac
+}
+
+# The steps by hand, and again by a builder where one works here. The base is the bare root directory in both.
+run_containerfile() {
+  local line step='' stage=0 directory=/ builder image=localhost/forebay-fresh-root
+  local -A stages=()
+  while IFS= read -r line || [ -n "$line" ]; do
+    if [[ $line =~ ^[[:space:]]*(#|$) ]]; then continue; fi
+    step+=$line
+    if [[ $step == *\\ ]]; then step=${step%\\} && continue; fi
+    run_step "${step%% *}" "${step#* }"
+    step=
+  done <"$containerfile"
+  say "Training on 2 ranks in the last stage"
+  in_namespace bash -c "$enter" bash "$root" --userspec=1000:1000 "$root" /usr/bin/env -i HOME=/tmp PATH=/usr/bin:/bin \
+    forebay-gpt --ranks 2 --stage 3 --steps 3 --layers 2 --hidden 64 --heads 2 || fail "forebay-gpt fails in the image's files"
+  for builder in podman docker; do
+    if command -v $builder >/dev/null && $builder info >/dev/null 2>&1; then
+      say "Building the image with $builder"
+      tar -C "$work/root" -c . | $builder import - "$image-base" >/dev/null
+      $builder build --network host --build-arg "BASE=$image-base" -f "$containerfile" -t "$image" "$source_root" ||
+        fail "$builder cannot build the Containerfile"
+      $builder run --rm "$image" forebay-gpt --ranks 2 --stage 3 --steps 3 || fail "the image cannot train"
+      $builder rmi "$image" "$image-base" >/dev/null || true
+      return
+    fi
+  done
+  say "SKIPPED: building the image, because neither podman nor docker works here"
+}
+
 make_root
+if [ -n "$containerfile" ]; then
+  run_containerfile
+  say "On a bare $suite, the steps of the Containerfile work"
+  exit
+fi
+if [ -n "$packages" ]; then
+  try_packages || fail "on a bare $suite, the packages fail"
+  say "On a bare $suite, the packages work"
+  exit
+fi
 if [ -n "$wheel" ]; then
   try_wheel || fail "on a bare $suite, the wheel fails"
   say "On a bare $suite, the wheel works"
   exit
 fi
-clone_tree
+clone_tree "$root$tree"
 failed=()
 for command in "${commands[@]}"; do run_command "$command"; done
 say "The root directory has grown to $(du -sm "$root" | cut -f 1) MiB"

@@ -1,0 +1,23 @@
+# Run by cpack when the components are installed: each package gets its copyright file, and manual pages are compressed.
+set(apache "License: Apache-2.0\n On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\n")
+set(copyright "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\nUpstream-Name: forebay\n\n"
+  "Files: *\nCopyright: the authors of forebay\n${apache}\n")
+string(JOIN "" copyright ${copyright})
+# Code of these headers is part of the programs and libraries.
+foreach(headers libcli11-dev libhwy-dev nlohmann-json3-dev libxxhash-dev)
+  if(EXISTS "/usr/share/doc/${headers}/copyright")
+    file(READ "/usr/share/doc/${headers}/copyright" text)
+    string(APPEND copyright "\n---- Headers of ${headers}, compiled in ----\n\n${text}")
+  else()
+    message(WARNING "/usr/share/doc/${headers}/copyright is missing: the packages will lack that licence")
+  endif()
+endforeach()
+foreach(component IN LISTS CPACK_COMPONENTS_ALL)
+  set(root "${CPACK_TEMPORARY_DIRECTORY}/${component}${CPACK_PACKAGING_INSTALL_PREFIX}")
+  string(TOUPPER "${component}" upper)
+  file(WRITE "${root}/share/doc/${CPACK_DEBIAN_${upper}_PACKAGE_NAME}/copyright" "${copyright}")
+  file(GLOB_RECURSE pages "${root}/share/man/*.[1-9]")
+  if(pages)
+    execute_process(COMMAND gzip -9nf ${pages} COMMAND_ERROR_IS_FATAL ANY)
+  endif()
+endforeach()
