@@ -61,20 +61,6 @@ else()
   message(STATUS "Gloo not found (Debian: libgloo-dev) or not wanted: ranks will be threads of one process only")
 endif()
 
-# OpenSSL's libcrypto: authenticates ranks at the rendezvous store over TCP. Optional: without it ranks meet in a directory.
-option(FOREBAY_OPENSSL "Use OpenSSL's libcrypto where it is found" ON)
-set(FOREBAY_HAVE_OPENSSL OFF)
-if(FOREBAY_OPENSSL)
-  find_package(OpenSSL QUIET COMPONENTS Crypto)
-  if(TARGET OpenSSL::Crypto)
-    set(FOREBAY_HAVE_OPENSSL ON)
-    add_library(forebay_crypto ALIAS OpenSSL::Crypto)
-  endif()
-endif()
-if(NOT FOREBAY_HAVE_OPENSSL)
-  message(STATUS "OpenSSL not found (Debian: libssl-dev) or not wanted: ranks will meet in a directory only, not over tcp://")
-endif()
-
 # An optional package that pkg-config finds: the target forebay_<name>, FOREBAY_HAVE_<NAME>, and the option to leave it out.
 function(forebay_optional_module name requirement debian otherwise)
   string(TOUPPER ${name} upper)

@@ -209,7 +209,6 @@ void ProvenConnections::answer_proof(Attempt& attempt) {
 ProvenConnections::Proofs ProvenConnections::prove(const Attempt& attempt, const Digest& higher_nonce,
                                                    const Digest& lower_nonce) const {
   const std::string& key = attempt.is_ours ? targets_[static_cast<std::size_t>(attempt.peer)].key : key_;
-  if (!authentication_available()) return {digest_at(key, 0), digest_at(key, key.size() / 2)};
   const int higher = attempt.is_ours ? options_.rank : attempt.peer;
   const int lower = attempt.is_ours ? attempt.peer : options_.rank;
   std::string bytes(kMagic);

@@ -5,8 +5,7 @@
 //   the higher rank   a proof                                    the lower rank   a proof
 //
 // A proof is an HMAC over all of this. Its key holds the secret of the rendezvous store and a random text
-// that the lower rank wrote there beside its address. In a build without OpenSSL the store is a directory of
-// one user, and the proofs are the two halves of that text.
+// that the lower rank wrote there beside its address.
 #pragma once
 
 #include <poll.h>

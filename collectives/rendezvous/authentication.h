@@ -1,5 +1,4 @@
-// Proofs that bytes come from a process that knows a secret: HMAC-SHA256, and random numbers for it. Uses
-// OpenSSL's libcrypto, in builds that have it.
+// Proofs that bytes come from a process that knows a secret: HMAC-SHA256, and random numbers for it.
 #pragma once
 
 #include <array>
@@ -13,9 +12,6 @@
 namespace forebay::internal {
 
 using Digest = std::array<std::uint8_t, 32>;
-
-// False in a build without OpenSSL; then hmac_sha256() must not be called.
-bool authentication_available() noexcept;
 
 Digest hmac_sha256(std::string_view key, std::string_view data);
 

@@ -70,11 +70,6 @@ class TcpStore::Server {
 
 Result<std::unique_ptr<TcpStore>> TcpStore::open(TcpStoreOptions options) {
   const SteadyClock::time_point limit = SteadyClock::now() + options.deadline;
-  if (!authentication_available()) {
-    return Status(StatusCode::kUnsupported, "cannot use the rendezvous store at ", options.where,
-                  ": this forebay was built without OpenSSL, which keeps others out of it; install "
-                  "libssl-dev and build again, or meet in a directory that all ranks see");
-  }
   if (options.me.size > kTcpStoreRanksMax) {
     return invalid_argument(options.me.size, " ranks cannot meet at ", options.where, ", at most ",
                             kTcpStoreRanksMax, " can; meet in a directory that all ranks see");

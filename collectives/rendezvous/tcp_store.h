@@ -33,7 +33,7 @@ struct TcpStoreOptions {
 class TcpStore final : public RendezvousStore {
  public:
   // Rank 0 begins to serve. Every rank connects, and may do so before rank 0 serves.
-  // Errors: kUnsupported without OpenSSL; kTimeout when nobody serves within the deadline; those of
+  // Errors: kTimeout when nobody serves within the deadline; those of
   // listen_at; kInvalidArgument when the other end knows another secret; the first failure when the server
   // does not let this rank in.
   static Result<std::unique_ptr<TcpStore>> open(TcpStoreOptions options);
