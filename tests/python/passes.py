@@ -4,6 +4,8 @@ A test class that inherits from these defines adamw(model), which shards the mod
 same(seen, expected) for losses and same_weights(seen, expected) for tensors.
 """
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -151,7 +153,9 @@ class Passes:
                 loss = model(*models.batch(step, 0))
                 loss.backward()
                 optimizer.step()
-                scheduler.step()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # Of the order of the two steps.
+                    scheduler.step()
                 optimizer.zero_grad()
                 seen.append((loss.item(), optimizer.param_groups[0]["lr"]))
             results.append(seen)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay import core
 from forebay._library import InvalidArgument
+from forebay.torch.uncompiled import uncompiled
 
 _numbers = itertools.count()
 
@@ -95,7 +96,7 @@ class ActivationOffload:
 
     # --- the forward pass ---
 
-    @torch.compiler.disable
+    @uncompiled
     def _before(self, *_: Any) -> None:
         self.depth += 1
         if self.depth > 1 or not torch.is_grad_enabled():
@@ -112,7 +113,7 @@ class ActivationOffload:
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self.hooks.__enter__()
 
-    @torch.compiler.disable
+    @uncompiled
     def _after(self, *_: Any) -> None:
         self.depth -= 1
         if self.depth or self.hooks is None:

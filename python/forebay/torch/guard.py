@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from forebay._library import InvalidArgument
+from forebay.torch.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from forebay.torch.sharded import Sharded
@@ -28,6 +29,10 @@ class Guard(TorchDispatchMode):
         self.places: Dict[int, Tuple[str, List[int]]] = {}
         for p, places in owner.places.items():
             self.places[p.untyped_storage().data_ptr()] = (owner.names[p], [unit for unit, _ in places])
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's wrapper loads torch._dynamo; __torch_dispatch__() has its own.
 
     def is_needed(self) -> bool:
         """Whether some pass is still to be checked."""
@@ -68,7 +73,7 @@ class Guard(TorchDispatchMode):
             top.__exit__(None, None, None)
             top = _get_current_dispatch_mode()
 
-    @torch.compiler.disable
+    @uncompiled
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner = self.owner() if self.checks else None
         if owner is not None and not _is_view(func) and not _copies_to_itself(func, args):

@@ -28,6 +28,7 @@ class Optimizer(torch.optim.Optimizer):
         self.sharded = sharded
         self.last: Optional[core.StepResult] = None
         self.grad_norm: Optional[float] = None
+        self.wrapped: Optional[torch.optim.Optimizer] = None
         self._check_groups()
         sharded.commit(self.param_groups)
         sharded.guard.begin_step()
@@ -55,6 +56,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.wrapped is not None:
+            self.wrapped._opt_called = True  # Its schedulers ask for this.
         result = self.sharded.step(self.param_groups)
         if result is not None:
             self.last = result
@@ -84,7 +87,9 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if hasattr(self, "sharded"):
             raise Unsupported("add_param_group() after the optimizer was made; give all groups at once")
-        super().add_param_group(param_group)
+        # torch's wrapper of this loads torch._dynamo.
+        add = torch.optim.Optimizer.add_param_group
+        getattr(add, "__wrapped__", add)(self, param_group)
 
 
 def _groups_of(groups: Iterable[Dict[str, Any]]) -> Dict[nn.Parameter, int]:
@@ -125,7 +130,7 @@ def wrap(optimizer: torch.optim.Optimizer) -> Optimizer:
         raise InvalidArgument("the optimizer's parameters are not those of one sharded model; call forebay.shard() "
                               "first")
     made = Optimizer(owners.pop(), [dict(group) for group in groups], dict(optimizer.defaults))
-    made.param_groups = groups  # Schedulers of the given optimizer go on working.
+    made.param_groups, made.wrapped = groups, optimizer  # Schedulers of the given optimizer go on working.
     return made
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from forebay import _library, core
 from forebay._library import InvalidArgument, Unsupported
 from forebay.torch import deepspeed, describe, guard, memory, stand_in
+from forebay.torch.uncompiled import uncompiled
 
 
 _library.ADVICE["every rank must issue the same operations in the same order"] = (
@@ -80,7 +81,7 @@ class Unit:
 
     # --- the module's forward pass ---
 
-    @torch.compiler.disable
+    @uncompiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         call = _Call(self)
         if _task() != -1:  # Activation checkpointing computes this again; a backward pass follows.
@@ -101,7 +102,7 @@ class Unit:
         made = dict(zip(wanting, _InputsDone.apply(call, *wanting.values())))
         return tree_unflatten([made.get(id(t), t) for t in flat], spec)
 
-    @torch.compiler.disable
+    @uncompiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.frames:  # before_forward() failed.
             return
@@ -293,7 +294,7 @@ class Sharded:
 
     # --- the model's forward pass ---
 
-    @torch.compiler.disable
+    @uncompiled
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.depth += 1
         if not self.residents and self.guard is not None and not self.guard.is_needed():
@@ -306,7 +307,7 @@ class Sharded:
             changed = unit.before_forward(module, *(changed or (args, kwargs))) or changed
         return changed
 
-    @torch.compiler.disable
+    @uncompiled
     def after_model(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
         memory.explain(self, sys.exc_info()[1])  # The hook runs after an exception too.
