@@ -30,6 +30,19 @@ def run(options, model=None, clip=None, micro_steps=2, steps=3):
     return {"rank": RANK, "seen": seen, "digest": forebay.digest(made), "norm": optimizer.grad_norm}
 
 
+def table(dtype, files):
+    """Every stage, offload and kind of activation checkpointing: a digest by case, and what one of them saw."""
+    offloads = {"none": {}, "host": {"offload": "optimizer"},
+                "files": {"offload": "optimizer", "offload_tier": f"nvme:{files}"}}
+    digests = {}
+    for stage in range(4):
+        for place, offload in offloads.items():
+            for recompute in (None, "nonreentrant", "reentrant"):
+                done = run({"stage": stage, "dtype": dtype, "guard": True, **offload}, {"recompute": recompute}, clip=0.5)
+                digests[f"stage {stage}, offload {place}, checkpointing {recompute}"] = done["digest"]
+    return {"rank": RANK, "digests": digests, "seen": done["seen"]}
+
+
 def clear(options):
     """Gradients of the second step's first batch are dropped on all ranks, after a step has been recorded."""
     made = forebay.shard(models.make(), **options)

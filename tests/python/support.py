@@ -33,12 +33,12 @@ def skip(reason):
     sys.exit(77)
 
 
-def torchrun(program, ranks, case):
+def torchrun(program, ranks, case, timeout=250):
     """Runs a program with `case` as JSON on ranks of this host. The results that its ranks gave to show()."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
          "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", os.path.abspath(program), json.dumps(case)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=250, check=False)
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=timeout, check=False)
     if done.returncode:
         raise AssertionError(done.stdout + done.stderr)
     return [json.loads(line[len(MARK):]) for line in done.stdout.splitlines() if line.startswith(MARK)]

@@ -228,6 +228,18 @@ class Sample(unittest.TestCase):
             self.assertLessEqual(abs(a - b), 1.1e-3, printed)
 
 
+class NothingIsCompiled(unittest.TestCase):
+    def test_training_does_not_load_the_compiler(self):
+        """torch._dynamo takes 80 MB in each rank."""
+        program = ("import support, sys, torch, models, forebay\n"
+                   "model = forebay.shard(models.make(), stage=3)\n"
+                   "models.train(model, forebay.AdamW(model), steps=2, clip=1.0)\n"
+                   "sys.exit('torch._dynamo' in sys.modules)")
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=os.path.dirname(__file__),
+                              capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
 class Greedy(torch.nn.Module):
     """Takes more memory than there is, in the forward or the backward pass."""
 

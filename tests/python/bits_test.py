@@ -1,0 +1,170 @@
+"""One rank equals plain torch bit for bit: losses, norms and weights, if torch updates by the contract's AdamW.
+
+Nothing of the library takes part in the reference, except for the division of the model into units.
+"""
+
+import os
+import unittest
+
+import support
+
+support.need("torch", "numpy")
+support.need_library()
+
+import torch
+
+import contract
+import forebay
+import models
+from forebay.torch import describe
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+
+
+def gradients(model):
+    return [[p.grad for p in unit.own if p.grad is not None] for unit in describe.find_units(model)]
+
+
+def parameters(model, groups):
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not groups:
+        return trainable
+    return [{"params": [p for p in trainable if p.dim() > 1]},
+            {"params": [p for p in trainable if p.dim() < 2], "lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.9),
+             "eps": 1e-6}]
+
+
+def trained(model, batches, is_sharded, micro_steps=2, clip=None, groups=False):
+    """Losses and norms as numbers, and the weights."""
+    if is_sharded:
+        forebay.shard(model, stage=3, guard=True)
+        optimizer = forebay.AdamW(model, parameters(model, groups), lr=1e-2, weight_decay=0.1)
+    else:
+        optimizer = contract.AdamW(parameters(model, groups), lr=1e-2, weight_decay=0.1)
+    seen = []
+    for step, batch in enumerate(batches):
+        for i in range(micro_steps):
+            torch.manual_seed(100 * step + i)
+            loss = batch(model, i) / micro_steps
+            loss.backward()
+            seen.append(loss.item())
+        if clip is not None:
+            found = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item() if is_sharded else clipped(
+                model, clip)
+            seen.append(found)
+        elif not is_sharded:
+            seen.append(contract.norm(gradients(model)))
+        optimizer.step()
+        if is_sharded and clip is None:
+            seen.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def clipped(model, clip):
+    """torch.nn.utils.clip_grad_norm_() by the contract's norm."""
+    norm = torch.tensor(contract.norm(gradients(model)), dtype=torch.float32)
+    factor = torch.clamp(clip / (norm + 1e-6), max=1.0)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(factor)
+    return norm.item()
+
+
+class Bits(unittest.TestCase):
+    def compare(self, make, batches, **options):
+        torch.manual_seed(0)
+        plain = make()
+        torch.manual_seed(0)
+        model = make()
+        expected, weights = trained(plain, batches, False, **options)
+        seen, found = trained(model, batches, True, **options)
+        self.assertEqual(seen, expected)
+        self.assertEqual(set(found), set(weights))
+        for name, value in weights.items():
+            self.assertTrue(torch.equal(found[name], value), name)
+
+    def test_fma(self):
+        import ctypes
+        library = ctypes.CDLL("libm.so.6")
+        library.fmaf.restype, library.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+        generator = torch.Generator().manual_seed(3)
+        exponents = torch.randint(-60, 60, (3, 20000), generator=generator)
+        a, b, c = torch.ldexp(torch.randn(3, 20000, generator=generator), exponents)
+        c[:10000] = -(a * b)[:10000]  # The sum cancels but for a few bits.
+        expected = torch.tensor([library.fmaf(*numbers) for numbers in zip(a.tolist(), b.tolist(), c.tolist())])
+        self.assertTrue(torch.equal(contract.fma(a, b, c), expected))
+
+    def gpt(self, clip=None, groups=False, **options):
+        batches = [lambda model, i, step=step: model(*models.batch(step, i)) for step in range(4)]
+        self.compare(lambda: models.make(**options), batches, clip=clip, groups=groups)
+
+    def test_gpt(self):
+        self.gpt()
+
+    def test_models(self):
+        for options in ({"tied": False}, {"shared_block": True}, {"frozen": ["tokens", "positions"]}, {"dropout": 0.1},
+                        {"recompute": "nonreentrant", "segment": 2, "dropout": 0.1}, {"recompute": "reentrant"},
+                        {"frozen": ["tokens", "positions", "qkv", "up", "down", "norm1", "norm2", "norm"],
+                         "tied": False}):
+            with self.subTest(options):
+                self.gpt(**options)
+
+    def test_clipping(self):
+        self.gpt(clip=0.5)
+
+    def test_parameter_groups(self):
+        self.gpt(groups=True)
+
+    def test_families_of_transformers(self):
+        if not support.importlib.util.find_spec("transformers"):
+            self.skipTest("no module transformers")
+        import huggingface_test as families
+        # Not T5: several blocks use one activation twice each, and autograd adds their gradients by block then.
+        for make in (families.gpt2, families.llama, families.bert, families.vit):
+            with self.subTest(make.__name__):
+                batches = [lambda model, i, step=step: model(**families.inputs(model, 10 * step + i)).loss
+                           for step in range(3)]
+                self.compare(make, batches)
+
+
+def plain(world, clip=0.5, steps=3):
+    """Losses, norms and evaluations of each rank, as models.train() gives them: torch with the gradients of all ranks."""
+    seen = [[] for _ in range(world)]
+    model = models.make()
+    optimizer = contract.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for i in range(2):
+            for rank in range(world):
+                torch.manual_seed(100 * step + i)
+                loss = model(*models.batch(step, i, rank)) / 2
+                (loss / world).backward()
+                seen[rank].append(loss.item())
+        found = clipped(model, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            value = model(*models.batch(99, 0)).item()
+        model.train()
+        for one in seen:
+            one += [found, value]
+    return seen
+
+
+class Ranks(unittest.TestCase):
+    def test_two_and_three(self):
+        """To 1e-6: ranks add gradients in another order than one program does."""
+        for world in (2, 3):
+            expected = plain(world)
+            results = support.torchrun(os.path.join(os.path.dirname(__file__), "ranks.py"), world,
+                                       {"options": {"stage": 3, "guard": True}, "clip": 0.5})
+            self.assertEqual(len({one["digest"] for one in results}), 1)
+            for one in results:
+                for a, b in zip(one["seen"], expected[one["rank"]]):
+                    self.assertLessEqual(abs(a - b), 1e-6 * abs(b), (world, one["seen"], expected[one["rank"]]))
+
+
+if __name__ == "__main__":
+    support.main()
