@@ -1,0 +1,103 @@
+"""forebay under PyTorch Lightning.
+
+    trainer = lightning.Trainer(strategy=forebay.lightning.Strategy(stage=3, offload="optimizer"), ...)
+
+`import forebay.lightning`. Start the program with torchrun, or let the Trainer start its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any, Dict, List, Optional
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError:
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import DDPStrategy
+
+import forebay
+from forebay._library import Unsupported
+
+
+class Strategy(DDPStrategy):
+    """forebay.shard() over the ranks that the Trainer starts. Options: those of forebay.shard().
+
+    configure_optimizers() gives one torch.optim.AdamW. A checkpoint holds the weights as always; the moments lie beside
+    it in PATH.forebay, a directory that any number of ranks restores. Errors: those of shard() and wrap().
+    """
+
+    def __init__(self, process_group_backend: Optional[str] = None, **options: Any) -> None:
+        super().__init__(process_group_backend=process_group_backend)
+        self.options = options
+        self.restored_path = ""
+
+    def _is_sharded(self) -> bool:
+        return hasattr(self.lightning_module, "_forebay")
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        is_fit = trainer.state.fn == "fit"
+        if not is_fit and not self._is_sharded():
+            super().setup(trainer)
+            return
+        self.accelerator.setup(trainer)
+        if not self._is_sharded():
+            self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+            forebay.shard(self.lightning_module, **self.options)
+        if is_fit:
+            self.setup_optimizers(trainer)
+            if len(self.optimizers) != 1:
+                raise Unsupported(f"configure_optimizers() gave {len(self.optimizers)} optimizers; forebay updates by one "
+                                  "AdamW, so give its parameters as groups of one")
+            self.optimizers = [forebay.wrap(self.optimizers[0])]
+        self.setup_precision_plugin()
+
+    # --- forward passes, through the module's own hooks ---
+
+    def _through_forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_redirection(self.model, self.lightning_module, step, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_forward("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_forward("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_forward("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._through_forward("predict_step", *args, **kwargs)
+
+    # --- checkpoints ---
+
+    def optimizer_state(self, optimizer: Any) -> Dict[str, Any]:
+        return {}
+
+    def save_checkpoint(self, checkpoint: Dict[str, Any], filepath: Any, storage_options: Optional[Any] = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if "optimizer_states" in checkpoint and self._is_sharded():
+            forebay.save(self.lightning_module, f"{filepath}.forebay")
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        self.restored_path = f"{checkpoint_path}.forebay"
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        forebay.restore(self.lightning_module, self.restored_path)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero and os.path.isdir(f"{filepath}.forebay"):
+            shutil.rmtree(f"{filepath}.forebay")
+
+    def teardown(self) -> None:  # Without the model's move to the CPU.
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+__all__: List[str] = ["Strategy"]

@@ -1,0 +1,119 @@
+"""forebay.lightning.Strategy: the losses of Lightning's own strategies, on one rank and on two under torchrun."""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import unittest
+import warnings
+
+import support
+
+support.need("torch", "pytorch_lightning")
+support.need_library()
+
+import pytorch_lightning as pl
+import torch
+
+import forebay
+import forebay.lightning
+import models
+
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+warnings.simplefilter("ignore")
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+class Batches(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return tuple(one[0] for one in models.batch(i, 0, size=1))
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = models.make(), torch.nn.Parameter(torch.ones(()))  # One parameter is the root's own.
+        self.seen = []
+
+    def forward(self, x, y):
+        return self.net(x, y) * self.scale
+
+    def training_step(self, batch, _):
+        loss = self(*batch)
+        self.seen.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, _):
+        self.seen.append(self(*batch).item())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+def fit(directory, options=None, epochs=2, path=None, devices=1):
+    """Options: of shard(); None: Lightning's DDP."""
+    pl.seed_everything(0)
+    module = Module()
+    trainer = pl.Trainer(
+        strategy="ddp" if options is None else forebay.lightning.Strategy(**options), devices=devices,
+        accelerator="cpu", max_epochs=epochs, limit_train_batches=3, limit_val_batches=1, num_sanity_val_steps=1,
+        accumulate_grad_batches=2, gradient_clip_val=0.5, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=directory)
+    data = torch.utils.data.DataLoader(Batches(), batch_size=2)
+    trainer.fit(module, data, data, ckpt_path=path)
+    if options is not None:
+        trainer.validate(module, data, verbose=False)
+    return module, trainer
+
+
+class Lightning(unittest.TestCase):
+    def close(self, seen, expected):
+        self.assertGreaterEqual(len(seen), len(expected))
+        for a, b in zip(seen, expected):
+            self.assertLessEqual(abs(a - b), 2e-6 * abs(b), (seen, expected))
+
+    def test_one_rank(self):
+        with tempfile.TemporaryDirectory() as directory:
+            expected = fit(directory)[0].seen
+            for options in ({"stage": 0}, {"stage": 3, "offload": "optimizer"}):
+                self.close(fit(directory, options)[0].seen, expected)
+
+    def test_a_run_goes_on_where_it_was_saved(self):
+        with tempfile.TemporaryDirectory() as directory:
+            whole = fit(directory, {"stage": 3})[0]
+            first, trainer = fit(directory, {"stage": 1}, epochs=1)
+            path = os.path.join(directory, "last.ckpt")
+            trainer.save_checkpoint(path)
+            rest, trainer = fit(directory, {"stage": 3}, path=path)
+            self.assertEqual(forebay.digest(rest), forebay.digest(whole))
+            trainer.strategy.remove_checkpoint(path)
+            self.assertEqual(os.listdir(directory), [])
+
+    def test_two_ranks_under_torchrun(self):
+        expected = support.torchrun(__file__, 2, {"options": None})
+        digests = set()
+        for options in ({"stage": 0}, {"stage": 3}):
+            for one in support.torchrun(__file__, 2, {"options": options}):
+                self.close(one["seen"], next(plain["seen"] for plain in expected if plain["rank"] == one["rank"]))
+                digests.add(one["digest"])
+        self.assertEqual(len(digests), 1)
+
+
+def rank(options):
+    with tempfile.TemporaryDirectory() as directory:
+        module, _ = fit(directory, options, devices=2)
+    digest = forebay.digest(module) if options is not None else ""
+    return {"rank": int(os.environ["RANK"]), "seen": module.seen, "digest": digest}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        support.show(rank(**json.loads(sys.argv[1])))
+    else:
+        support.main()
