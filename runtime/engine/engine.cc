@@ -261,7 +261,9 @@ Lease Engine::forward(UnitId unit, Stream stream) {
   impl.gatherer->require(unit);
   impl.gatherer->wait_for_parameters(unit, stream);
   impl.gatherer->prefetch(unit + 1);
-  for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
+  if (!impl.after_evaluation) {
+    for (const int needed : units_read_by(impl.model, unit)) impl.unit(needed).used = true;
+  }
   ++impl.cursor;
   return impl.make_lease(*this, unit, stream, false);
 }
@@ -282,7 +284,7 @@ void Engine::skip(UnitId unit) {
   // Other ranks may use the unit, so this rank takes part in its collectives.
   impl.gatherer->require(unit);
   impl.gatherer->prefetch(unit + 1);
-  impl.unit(unit).skipped[impl.place_in_flight(impl.forward_count)] = true;
+  if (!impl.after_evaluation) impl.unit(unit).skipped[impl.place_in_flight(impl.forward_count)] = true;
   ++impl.cursor;
 }
 
@@ -295,9 +297,9 @@ Lease Engine::backward(UnitId unit, Stream stream) {
     impl.misuse("backward() while another lease is alive; end it first");
   if (unit < 0 || unit >= impl.unit_count())
     impl.misuse("backward() of a unit that was not added; give the number that add_unit() returned");
+  if (impl.after_evaluation) impl.misuse("backward() in an evaluation; call evaluation_end() first");
   const std::vector<int> owners = units_read_by(impl.model, unit);
   if (impl.recorded()) {
-    if (impl.after_evaluation) impl.misuse("backward() in an evaluation; call evaluation_end() first");
     impl.expect(Impl::Phase::kForward, "backward()");
     for (const int owner : owners) {
       if (!impl.unit(owner).reduced || impl.unit(owner).backwards == 0) continue;
@@ -338,8 +340,6 @@ StepResult Engine::step(const Hyperparameters& hyperparameters) {
 
 void Engine::evaluation_begin() {
   Impl& impl = *impl_;
-  if (!impl.recorded())
-    impl.misuse("evaluation_begin() in strict order; set EngineOptions::order_of_units to recorded");
   if (!impl.leases.empty()) impl.misuse("evaluation_begin() while a lease is alive; end it first");
   impl.begin_evaluation();
 }
@@ -422,6 +422,7 @@ EngineStatistics Engine::statistics() {
   const Traffic traffic = impl.traffic();
   result.traffic = {traffic.sent_bytes - impl.other_traffic.sent_bytes,
                     traffic.received_bytes - impl.other_traffic.received_bytes};
+  result.evaluation_traffic = {impl.evaluation_traffic.sent_bytes, impl.evaluation_traffic.received_bytes};
   const auto peak = [&](Pool pool) {
     return static_cast<std::uint64_t>(
         impl.arena->statistics(impl.tags[static_cast<std::size_t>(pool)]).peak_live_bytes);

@@ -155,11 +155,13 @@ struct Engine::Impl : StepContext {
   // The parameter that `index` of a lease of `unit` names: its own in order, then the tied ones.
   ParameterId resolve(int unit, int index);
 
+  // --- evaluations (step/evaluation.cc) ---
+  void begin_evaluation();
+  void end_evaluation();
+
   // --- recorded order (step/recorded_order.cc) ---
   void begin_micro_step(int index);
   void finish_micro_step();
-  void begin_evaluation();
-  void end_evaluation();
   // Before and after the stream waits for the unit: runs the events that come with a lease.
   void acquire(int unit, bool backward);
   void acquired(int unit, Stream stream, bool backward);
@@ -267,12 +269,13 @@ struct Engine::Impl : StepContext {
   int cursor = 0;                        // Forward: the next unit. Backward: units at and above it are done.
   std::vector<LiveLease> leases;
   std::uint64_t lease_count = 0;
-  std::optional<double> norm;          // Where gradient_norm() was called in this step.
-  std::unique_ptr<Recorder> recorder;  // Null in strict order. The rest is for recorded order.
-  std::optional<Phase> after_evaluation;
-  std::optional<OtherTraffic> evaluation_traffic;
-  bool passes_ended = false;  // The step's last micro-step is over.
-  int forward_leases = 0;     // In this micro-step.
+  std::optional<double> norm;                    // Where gradient_norm() was called in this step.
+  std::optional<Phase> after_evaluation;         // In an evaluation: the phase before it.
+  std::optional<OtherTraffic> outside_of_steps;  // Alive in an evaluation.
+  Traffic evaluation_traffic;                    // Of all evaluations.
+  std::unique_ptr<Recorder> recorder;            // Null in strict order. The rest is for recorded order.
+  bool passes_ended = false;                     // The step's last micro-step is over.
+  int forward_leases = 0;                        // In this micro-step.
   int backward_leases = 0;
   bool abandoned = false;         // Some rank gave up the step.
   std::vector<int> last_readers;  // The units that were read when the last unit was needed.

@@ -188,6 +188,15 @@ class ToyTrainer {
     return result;
   }
 
+  // A forward pass over all units without gradients.
+  void evaluate_all() {
+    engine_.evaluation_begin();
+    for (int u = 0; u < static_cast<int>(options_.units.size()); ++u) static_cast<void>(forward_unit(u));
+    throw_if_error(rank_.backend->stream_synchronize(stream_));
+    engine_.evaluation_end();
+    free_copies();
+  }
+
   void collect(ToyResult& result) {
     result.masters.clear();
     engine_.visit_parameters([&](const ParameterShape&, std::span<const float> values) {

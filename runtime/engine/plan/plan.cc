@@ -176,6 +176,10 @@ class GatherCount {
     }
     return gathered;
   }
+  // A pass without gradients. `order`: null, or the recorded one, which may have none.
+  Gathered evaluation(const UnitOrder* order) {
+    return order != nullptr && !order->evaluation.empty() ? recorded(order->evaluation) : forward();
+  }
   Gathered recorded(const UnitEvents& events) {
     Gathered gathered;
     for (const UnitEvent& event : events) {
@@ -227,12 +231,37 @@ Gathered gathered_in_order(GatherCount count, int micro_steps, const UnitOrder& 
   return sum;
 }
 
-Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOrder* order) {
-  const PlanOptions& options = plan.options;
-  if (options.stage < 3) return {};
-  const GatherCount count(model, plan);
+// The gathers of a step that begins with `count`.
+Gathered gathered_in_step(const GatherCount& count, const PlanOptions& options, const UnitOrder* order) {
   return order != nullptr ? gathered_in_order(count, options.micro_steps, *order)
                           : gathered_in_order(count, options.micro_steps, options.forwards_ahead);
+}
+
+Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOrder* order) {
+  if (plan.options.stage < 3) return {};
+  return gathered_in_step(GatherCount(model, plan), plan.options, order);
+}
+
+// After an update every unit has to be gathered again. A pass leaves the same units in the slots whatever was
+// there before.
+EvaluationBytes evaluation_bytes(const ModelShape& model, const Plan& plan, const Gathered& in_step,
+                                 const UnitOrder* order) {
+  if (plan.options.stage < 3) return {};
+  const auto bytes_of = [&](Wide all, Wide offloaded) {
+    const std::uint64_t element = element_bytes(plan.options.dtype);
+    const auto others = static_cast<std::uint64_t>(plan.options.shards()) - 1;
+    PassBytes bytes;
+    bytes.wire.sent = bytes.wire.received = static_cast<std::uint64_t>(others * all) * element;
+    if (plan.options.tier == Tier::kFile && plan.offloads_parameters())
+      bytes.file_read = static_cast<std::uint64_t>(offloaded) * element;
+    return bytes;
+  };
+  GatherCount count(model, plan);
+  const Gathered first = count.evaluation(order);
+  const Gathered next = count.evaluation(order);
+  const Gathered step_after = gathered_in_step(count, plan.options, order);
+  return {bytes_of(first.all, first.offloaded), bytes_of(next.all, next.offloaded),
+          bytes_of(in_step.all - step_after.all, in_step.offloaded - step_after.offloaded)};
 }
 
 // The number of first units that fit into the part of the model that stays on the device.
@@ -453,6 +482,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   const Gathered gathered = gathered_slices(model, plan, known);
   FOREBAY_RETURN_IF_ERROR(count_file_traffic(gathered, plan));
   FOREBAY_RETURN_IF_ERROR(count_wire(model, gathered, plan));
+  plan.evaluation = evaluation_bytes(model, plan, gathered, known);
   return plan;
 }
 

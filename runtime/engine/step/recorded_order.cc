@@ -1,5 +1,4 @@
-// Recorded order: leases in any order, passes without gradients, steps that are given up, and the new order
-// when a step ends.
+// Recorded order: leases in any order, steps that are given up, and the new order when a step ends.
 
 #include <algorithm>
 #include <limits>
@@ -36,27 +35,6 @@ void Engine::Impl::finish_micro_step() {
   for (int index = unit_count() - 1; index >= 0; --index) run({index, UnitEvent::Kind::kReduce}, true);
   phase = Phase::kStep;
   ++micro_step;
-}
-
-void Engine::Impl::begin_evaluation() {
-  if (after_evaluation) misuse("evaluation_begin() twice; call evaluation_end() first");
-  finish_pass();
-  if (phase != Phase::kStep) expect(Phase::kIdle, "evaluation_begin()");
-  check_peers();
-  evaluation_traffic.emplace(*this);
-  after_evaluation = phase;
-  if (phase == Phase::kStep) evaluated_in_step = true;
-  phase = Phase::kForward;
-  last_readers.clear();
-  recorder->begin_evaluation();
-  prefetch_first(recorder->order().evaluation);
-}
-
-void Engine::Impl::end_evaluation() {
-  pass_rest();
-  phase = *after_evaluation;
-  after_evaluation.reset();
-  evaluation_traffic.reset();
 }
 
 void Engine::Impl::acquire(int index, bool backward) {

@@ -72,8 +72,8 @@ void Engine::Impl::finish_backward() {
 
 // Ends the open pass, then goes through the next backward passes if this rank skipped all their units.
 void Engine::Impl::finish_pass() {
+  if (after_evaluation) misuse("evaluation_end() is missing; call it before a step goes on");
   if (recorded()) {
-    if (after_evaluation) misuse("evaluation_end() is missing; call it before a step goes on");
     if (phase == Phase::kForward) {
       check_backward_passes();
       finish_micro_step();

@@ -665,7 +665,8 @@ FOREBAY_API int32_t forebay_micro_step_begin(forebay_engine* engine, int32_t ind
 /* From here to forebay_evaluation_end() units are acquired forward only, and belong to no step. Between
  * steps, or within a step, where it ends the present micro-step: call it after the micro-step's backward
  * pass. All ranks run the same evaluations. A rank that calls forebay_abandon() runs none within the step, so
- * where that may happen evaluations belong between steps. Needs order-of-units "recorded". */
+ * where that may happen evaluations belong between steps. In order-of-units "strict" evaluations are between
+ * steps, and acquire units in order of registration. The training stays bit for bit the same. */
 FOREBAY_API int32_t forebay_evaluation_begin(forebay_engine* engine);
 
 /* Ends the evaluation. */

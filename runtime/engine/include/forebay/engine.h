@@ -16,7 +16,8 @@
 // samples/01-first-trainer is a whole trainer on one page.
 //
 // Order, strict: units execute in the order of registration; skip(unit) says that this rank does not use a
-// unit in this micro-step. At most one Lease is alive at a time. All ranks call in the same order.
+// unit in this micro-step. At most one Lease is alive at a time. All ranks call in the same order. Between
+// steps, evaluation_begin() opens a forward pass without gradients.
 //
 // Order, recorded (EngineOptions::order_of_units): units are leased in any order, any number of times,
 // several at once. The engine records the order of a step and gathers ahead by it in the next one. Where the
@@ -32,7 +33,7 @@
 //   - Before a step has been recorded, the order of registration is expected. It matters only where a rank
 //     leaves out units. In a step in which the order changes, no rank leaves out units.
 //   - step() ends a step after any number of micro-steps from 1 to EngineOptions::micro_steps, the same on
-//     all ranks. evaluation_begin() opens passes without gradients. abandon() gives up a step.
+//     all ranks. evaluation_begin() works in a step too. abandon() gives up a step.
 //
 // Pipeline parallelism: each pipeline stage has an engine of its own, for its units, over the ranks that are
 // data-parallel in that stage. With EngineOptions::forwards_ahead = a, a forward passes come before the first
@@ -173,7 +174,8 @@ struct EngineStatistics {
   std::uint64_t peak_reserved_bytes = 0;
   std::uint64_t planned_reserved_bytes = 0;
   WireBytes planned_wire_per_step;
-  WireBytes traffic;  // Payload of all steps so far, without saving, digests and the like.
+  WireBytes traffic;  // Payload of all steps so far, without evaluations, saving, digests and the like.
+  WireBytes evaluation_traffic;  // Payload of all evaluations so far: Plan::evaluation has each one's.
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   std::uint64_t gather_count = 0;  // Units gathered (stage 3).
@@ -321,10 +323,11 @@ class Engine {
   // that all ranks skip in every micro-step keeps its weights, m and v. In recorded order it has no effect.
   // Requires: a unit that is not shared.
   void skip(UnitId unit);
-  // Opens forward passes without gradients: forward() leases units until evaluation_end(). Recorded order
-  // only. A rank that calls abandon() runs no evaluation within that step.
-  // Order: between steps, or in a step after a micro-step's backward pass, which this call ends. No lease is
-  //        alive at either call.
+  // Opens a forward pass without gradients: forward() leases units until evaluation_end(). It changes no bit
+  // of the training after it. In strict order it goes over units in order of registration and may stop early,
+  // on all ranks alike. A rank that calls abandon() runs no evaluation within that step.
+  // Order: between steps; in recorded order also in a step after a micro-step's backward pass, which this
+  //        call ends. No lease is alive at either call. Collective.
   void evaluation_begin();
   void evaluation_end();
   // The norm that step() finds: global, without the loss scale, before clipping and gradient_factor. It is

@@ -178,6 +178,21 @@ struct WireBytes {
   friend constexpr bool operator!=(const WireBytes& a, const WireBytes& b) noexcept { return !(a == b); }
 };
 
+// Bytes that forward passes without gradients move (Engine::evaluation_begin), per rank. They take no memory
+// of their own. Below stage 3 they move nothing.
+struct PassBytes {
+  WireBytes wire;
+  std::uint64_t file_read = 0;  // Parameters in files: a slice for each gather.
+};
+struct EvaluationBytes {
+  // A pass over all units right after an update: Psi (N-1)/N elements are sent.
+  PassBytes first;
+  // A pass after another one, without an update between. Units that still lie in slots are not gathered.
+  PassBytes next;
+  // The step that follows an evaluation moves so much less, for the same reason.
+  PassBytes spared;
+};
+
 // Each parameter starts at a multiple of this many elements of its section, so that every access of 16 bytes
 // is aligned. Smaller: kernels that read 16 bytes at a time fail. Larger: more padding.
 inline constexpr std::uint64_t kParameterAlignment = 64;
@@ -286,6 +301,7 @@ struct Plan {
   HostBytes host_bytes;
   FileBytes file_bytes;
   WireBytes wire_per_step;
+  EvaluationBytes evaluation;
   SlotAssignment slots;
   int device_units = 0;              // The first units, which are not offloaded. Offload::kNone: all units.
   std::uint64_t bucket_columns = 0;  // Elements of each slice in one bucket.
