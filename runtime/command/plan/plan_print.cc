@@ -258,6 +258,11 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
   table.row("\nwire per step", [](const PlanReport&) { return std::string(); });
   table.row("sent", [&](const PlanReport& report) { return cell(report.wire.sent, table.alone()); });
   table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
+  if (std::any_of(reports.begin(), reports.end(),
+                  [](const PlanReport& r) { return r.evaluation.sent > 0; })) {
+    table.row("sent, evaluation",
+              [&](const PlanReport& report) { return cell(report.evaluation.sent, table.alone()); });
+  }
   text += table.take();
 
   text += psi_text(first) +
@@ -325,6 +330,8 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
               {"read_per_step", report.file.read_per_step},
               {"written_per_step", report.file.written_per_step}}},
             {"wire_bytes_per_step", {{"sent", report.wire.sent}, {"received", report.wire.received}}},
+            {"wire_bytes_per_evaluation",
+             {{"sent", report.evaluation.sent}, {"received", report.evaluation.received}}},
             {"formula",
              {{"model_states", report.states_formula},
               {"below_device", report.below_device_formula},

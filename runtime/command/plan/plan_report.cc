@@ -159,6 +159,7 @@ void fill_paper(const PlanOptions& options, const Scale& scale, PlanReport& repo
   const std::uint64_t optimizer = optimizer_width(options);
   bytes.optimizer = options.stage >= 1 ? scale.shard(optimizer) : scale.whole(optimizer);
   report.wire.sent = report.wire.received = scale.ring(wire_passes(options) * element);
+  if (options.stage >= 3) report.evaluation.sent = report.evaluation.received = scale.ring(element);
   report.notes.push_back(
       "the paper's formulas without padding; it does not count gathered units and buckets, and writes the "
       "wire's (N-1)/N as 1");
@@ -300,6 +301,7 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
     }
   }
   report.wire = plan.wire_per_step;
+  report.evaluation = plan.evaluation.first.wire;
   if (model != nullptr) {
     bytes.gathered = plan.bytes.gathered;
     bytes.activations = plan.bytes.activations;

@@ -86,6 +86,7 @@ struct PlanReport {
   std::optional<int> device_units;
   int units = 0;
   WireBytes wire;
+  WireBytes evaluation;              // A forward pass without gradients, after an update.
   bool exact = false;                // All but the activations equals the engine's bytes, to the byte.
   std::string states_formula;        // Psi parameters, N ranks.
   std::string below_device_formula;  // Empty when nothing is offloaded.

@@ -159,6 +159,15 @@ TEST(PaperWire, IsTwoPsiBelowStage3AndThreeAtIt) {
   }
 }
 
+TEST(PaperWire, AnEvaluationIsOneGatherAtStage3) {
+  const std::uint64_t psi = 1'200'000'000;
+  for (int stage = 0; stage <= 3; ++stage) {
+    const PlanReport report = report_of({.parameters = psi, .ranks = 16, .stage = stage});
+    EXPECT_EQ(report.evaluation.sent, stage == 3 ? 2 * psi / 16 * 15 : 0u);
+    EXPECT_EQ(report.evaluation.received, report.evaluation.sent);
+  }
+}
+
 TEST(PaperWire, CountsMicroSteps) {
   const auto passes = [](int stage, Accumulate accumulate) {
     const PlanReport report = report_of({.parameters = 4'000'000,
