@@ -86,7 +86,8 @@ void stop_on_signals() {
 
 // Warnings about a run that succeeded.
 void warn_about(const TrainerOptions& options, const TrainingReport& report) {
-  if (!options.load_state.empty() && report.first_step >= options.steps) {
+  const bool uses_weights = options.generate > 0 || !options.evaluation_text.empty();
+  if (!options.load_state.empty() && report.first_step >= options.steps && !uses_weights) {
     std::fprintf(stderr,
                  "forebay-gpt: nothing is left to do: the state in %s is at step %llu and --steps is %llu\n",
                  options.load_state.c_str(), static_cast<unsigned long long>(report.first_step),

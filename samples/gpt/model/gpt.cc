@@ -197,7 +197,7 @@ void Gpt::embedding_backward(const Gradients& gradients) {
 
 void Gpt::block_forward(std::size_t layer, const Parameters& p) {
   const float* input = input_of(layer);
-  if (saves(layer)) options_.inputs->save(layer, pass_.micro_step, input);
+  if (saves(layer) && !pass_.evaluates) options_.inputs->save(layer, pass_.micro_step, input);
   attend(layer, input, p);
   expand(layer, input, p);
   contract(layer, p);
@@ -303,15 +303,20 @@ void Gpt::final_forward(const Parameters& p) {
   });
 }
 
-void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double loss_scale) {
+void Gpt::cross_entropy(float factor) {
   const LogitsPart logits = logits_part(targets());
   queue_.run([=, this] { operations_.run(CrossEntropy{logits, loss_parts() + part_.rank * rows_}); });
   group_.all_gather(memory_ + loss_parts_, rows_ * sizeof(RowLossPart));
   queue_.run([=, this] {
-    const std::size_t hidden = shape_.hidden;
     operations_.run(CrossEntropyBackward{logits, loss_parts(), part_.size, part_.rank,
-                                         reinterpret_cast<RowLoss*>(row_losses()),
-                                         static_cast<float>(loss_scale / static_cast<double>(rows_))});
+                                         reinterpret_cast<RowLoss*>(row_losses()), factor});
+  });
+}
+
+void Gpt::final_backward(const Parameters& p, const Gradients& gradients, double loss_scale) {
+  cross_entropy(static_cast<float>(loss_scale / static_cast<double>(rows_)));
+  queue_.run([=, this] {
+    const std::size_t hidden = shape_.hidden;
     const GradientTarget& tokens = gradients[final_unit::kTokens];
     multiply(weight_gradient_product(vocabulary_, hidden), at(logits_), computed(at(final_norm_)),
              gradient_space(tokens));
@@ -414,7 +419,7 @@ LogitsPart Gpt::logits_part(DevicePtr targets) {
 }
 
 Dropout Gpt::dropout_of(std::uint64_t site) const {
-  if (options_.dropout == 0) return {};
+  if (options_.dropout == 0 || pass_.evaluates) return {};
   const double threshold = std::min(std::round(options_.dropout * 0x1p32), 0x1p32 - 1);
   return {.key = draw(draw(options_.seed, kDropoutStream, pass_.step), site, pass_.micro_step),
           .threshold = static_cast<std::uint32_t>(threshold),

@@ -56,6 +56,7 @@ struct Pass {
   std::uint64_t micro_step = 0;  // Consecutive passes of a pipeline have consecutive numbers.
   std::size_t first_sample =
       0;  // The first of this rank's batch, counted over all ranks' samples of the micro-step.
+  bool evaluates = false;  // No backward pass follows: no dropout, and no input is saved.
 };
 
 class Gpt {
@@ -93,8 +94,13 @@ class Gpt {
   // ends.
   DevicePtr tokens() const { return memory_ + tokens_[pass_place()]; }
   DevicePtr targets() const { return memory_ + targets_[pass_place()]; }
-  // One RowLoss for each row, before loss scaling. Valid from the last unit's backward pass on.
+  // One RowLoss for each row, before loss scaling. Valid from the last unit's backward pass, or from
+  // compute_losses(), on.
   DevicePtr row_losses() const { return memory_ + row_losses_; }
+  // The logits of a row, as fp32: this rank's logit_count() tokens, those of tensor-parallel rank r from
+  // token r * logit_count() on. Valid between the last unit's forward pass and compute_losses().
+  DevicePtr logits(std::size_t row) const { return memory_ + logits_ + row * vocabulary_ * sizeof(float); }
+  std::size_t logit_count() const { return vocabulary_; }
 
   // --- activations that pipeline stages exchange, stage_bytes() each ---
   std::size_t stage_bytes() const { return rows_ * shape_.hidden * sizeof(float); }
@@ -118,6 +124,8 @@ class Gpt {
   // Call it before the forward pass, and again before the backward pass if another pass was begun since.
   void begin(const Pass& pass) { pass_ = pass; }
   void forward(int unit, const Parameters& parameters);
+  // In place of a backward pass: the losses of the pass, on the last stage.
+  void compute_losses() { cross_entropy(0); }
   // The embedding's backward pass reads no parameters. The final unit's loss is multiplied by `loss_scale`.
   void backward(int unit, const Parameters& parameters, const Gradients& gradients, double loss_scale);
 
@@ -157,6 +165,8 @@ class Gpt {
   void block_backward(std::size_t layer, const Parameters& parameters, const Gradients& gradients);
   void final_backward(const Parameters& parameters, const Gradients& gradients, double loss_scale);
 
+  // Computes the losses, and replaces the logits by their gradient times `factor`.
+  void cross_entropy(float factor);
   // The three parts of a block's forward pass. The backward pass needs the results of the first two.
   void attend(std::size_t layer, const float* input, const Parameters& parameters);
   void expand(std::size_t layer, const float* input, const Parameters& parameters);

@@ -31,9 +31,10 @@ inline double draw_normal(std::uint64_t seed, std::uint64_t stream, std::uint64_
   return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
 }
 
-// Streams: the parameter's index over all units in order of registration, and these for the text and for
-// dropout.
+// Streams: the parameter's index over all units in order of registration, and these for the text, for dropout
+// and for generated text.
 inline constexpr std::uint64_t kTextStream = std::uint64_t{1} << 32;
 inline constexpr std::uint64_t kDropoutStream = std::uint64_t{1} << 33;
+inline constexpr std::uint64_t kGenerationStream = std::uint64_t{1} << 34;
 
 }  // namespace forebay::gpt

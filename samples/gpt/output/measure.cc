@@ -35,22 +35,29 @@ void measure_files(const RankModel& model, const StepMeter& meter, RankReport& m
   mine.planned_file_written_bytes_per_step = planned.written_per_step;
 }
 
-void measure_wire(RankModel& model, const EngineStatistics& statistics, double steps, RankReport& mine) {
+// `outside`: the part of `traffic` that belongs to no step.
+struct PerStep {
+  double sent, received;
+};
+PerStep per_step(Traffic traffic, const Traffic& outside, double steps) {
+  return {static_cast<double>(traffic.sent_bytes - outside.sent_bytes) / steps,
+          static_cast<double>(traffic.received_bytes - outside.received_bytes) / steps};
+}
+
+void measure_wire(RankModel& model, const EngineStatistics& statistics, const Evaluation& evaluation,
+                  double steps, RankReport& mine) {
   mine.sent_bytes_per_step = static_cast<double>(statistics.traffic.sent) / steps;
   mine.received_bytes_per_step = static_cast<double>(statistics.traffic.received) / steps;
   mine.planned_sent_bytes_per_step = statistics.planned_wire_per_step.sent;
   mine.planned_received_bytes_per_step = statistics.planned_wire_per_step.received;
-  if (Communicator* const tensor = model.grid.tensor(); tensor != nullptr) {
-    const Traffic traffic = tensor->traffic();
-    mine.tensor_sent_bytes_per_step = static_cast<double>(traffic.sent_bytes) / steps;
-    mine.tensor_received_bytes_per_step = static_cast<double>(traffic.received_bytes) / steps;
-  }
-  if (model.grid.forward() == nullptr) return;
-  for (Communicator* const stages : {model.grid.forward(), model.grid.backward()}) {
-    const Traffic traffic = stages->traffic();
-    mine.pipeline_sent_bytes_per_step += static_cast<double>(traffic.sent_bytes) / steps;
-    mine.pipeline_received_bytes_per_step += static_cast<double>(traffic.received_bytes) / steps;
-  }
+  mine.evaluation_sent_bytes = statistics.evaluation_traffic.sent;
+  mine.planned_evaluation_sent_bytes = evaluation.planned_sent_bytes();
+  const PerStep tensor = per_step(tensor_traffic(model.grid), evaluation.tensor_traffic(), steps);
+  mine.tensor_sent_bytes_per_step = tensor.sent;
+  mine.tensor_received_bytes_per_step = tensor.received;
+  const PerStep pipeline = per_step(pipeline_traffic(model.grid), evaluation.pipeline_traffic(), steps);
+  mine.pipeline_sent_bytes_per_step = pipeline.sent;
+  mine.pipeline_received_bytes_per_step = pipeline.received;
 }
 
 void measure_activations(CheckpointedInputs& inputs, int micro_steps, double steps, RankReport& mine) {
@@ -73,13 +80,14 @@ void measure_exposure(const Timeline& timeline, double steps, RankReport& mine) 
   mine.exposed_communication_ms_per_step = static_cast<double>(communication.exposed.count()) / 1e6 / steps;
 }
 
-RankReport measure_rank(RankModel& model, const EngineStatistics& statistics, const StepMeter& meter) {
+RankReport measure_rank(RankModel& model, const EngineStatistics& statistics, const StepMeter& meter,
+                        const Evaluation& evaluation) {
   const double steps = std::max<double>(static_cast<double>(meter.step_count()), 1);
   RankReport mine;
   mine.parameters = model.engine.model().parameter_count();
   measure_memory(statistics, mine);
   measure_files(model, meter, mine);
-  measure_wire(model, statistics, steps, mine);
+  measure_wire(model, statistics, evaluation, steps, mine);
   if (model.inputs != nullptr) measure_activations(*model.inputs, model.options.micro_steps, steps, mine);
   mine.step_ms = meter.mean_step_ms();
   if (!model.options.timeline_file.empty()) measure_exposure(model.timeline, steps, mine);
@@ -203,10 +211,10 @@ StepMeter::FileCount StepMeter::file_bytes() {
   return {statistics.file_read_bytes, statistics.file_written_bytes};
 }
 
-void fill_report(RankModel& model, const StepMeter& meter, std::uint64_t most_passes_in_flight,
-                 TrainingReport& report) {
+void fill_report(RankModel& model, const StepMeter& meter, const Evaluation& evaluation,
+                 std::uint64_t most_passes_in_flight, TrainingReport& report) {
   const EngineStatistics statistics = model.engine.statistics();
-  RankReport mine = measure_rank(model, statistics, meter);
+  RankReport mine = measure_rank(model, statistics, meter, evaluation);
   mine.most_passes_in_flight = most_passes_in_flight;
   report.traffic = gather_traffic(model);
   report.ranks = gather_ranks(model, mine);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "output/report.h"
+#include "trainer/evaluation.h"
 #include "trainer/rank_model.h"
 
 namespace forebay::gpt {
@@ -46,9 +47,9 @@ class StepMeter {
   FileCount sum_;
 };
 
-// Fills in everything but the steps' losses and norms. Collective over all ranks; every rank gets the same
-// report. `most_passes_in_flight`: see RankReport.
-void fill_report(RankModel& model, const StepMeter& meter, std::uint64_t most_passes_in_flight,
-                 TrainingReport& report);
+// Fills in everything but losses, norms and generated text. Collective over all ranks; every rank gets the
+// same report. `most_passes_in_flight`: see RankReport.
+void fill_report(RankModel& model, const StepMeter& meter, const Evaluation& evaluation,
+                 std::uint64_t most_passes_in_flight, TrainingReport& report);
 
 }  // namespace forebay::gpt

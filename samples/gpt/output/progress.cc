@@ -35,7 +35,19 @@ Progress::Progress(const Options& options)
     : options_(options), terminal_(::isatty(STDERR_FILENO) == 1), start_(Clock::now()), shown_(start_) {}
 
 Progress::~Progress() {
+  end();
+}
+
+void Progress::end() {
   if (line_open_) std::fputc('\n', stderr);
+  line_open_ = false;
+}
+
+void Progress::show_evaluation(std::uint64_t step, double loss) {
+  if (!options_.enabled) return;
+  end();
+  std::fprintf(stderr, "evaluation after step %llu: loss %.4f\n", static_cast<unsigned long long>(step),
+               loss);
 }
 
 void Progress::show(std::uint64_t step, double loss, std::optional<double> grad_norm) {

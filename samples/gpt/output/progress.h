@@ -24,6 +24,10 @@ class Progress {
 
   // After step number `step`, counted from 1.
   void show(std::uint64_t step, double loss, std::optional<double> grad_norm);
+  // The loss of the evaluation text after that step, on a line of its own.
+  void show_evaluation(std::uint64_t step, double loss);
+  // Ends the open line, so that other text may follow.
+  void end();
 
  private:
   using Clock = std::chrono::steady_clock;

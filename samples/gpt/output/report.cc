@@ -56,6 +56,9 @@ std::string report_json(const TrainingReport& report) {
   for (const std::optional<double>& norm : report.grad_norm) norms.push_back(norm ? number(*norm) : Json());
   Json losses = Json::array();
   for (const double loss : report.loss) losses.push_back(number(loss));
+  Json evaluations = Json::array();
+  for (const Evaluated& one : report.evaluations)
+    evaluations.push_back({{"step", one.step}, {"loss", number(one.loss)}});
   Json ranks = Json::array();
   for (const RankReport& rank : report.ranks) ranks.push_back(rank_json(rank));
   for (std::size_t rank = 0; rank < report.traffic.size(); ++rank)
@@ -76,6 +79,8 @@ std::string report_json(const TrainingReport& report) {
                {"steps", report.steps},
                {"loss", losses},
                {"grad_norm", norms},
+               {"evaluations", evaluations},
+               {"generated", report.generated},
                {"digest", report.digest},
                {"tokens_per_second", report.tokens_per_second},
                {"compute_threads", report.compute_threads},

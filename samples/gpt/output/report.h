@@ -42,6 +42,9 @@ namespace forebay::gpt {
   ROW(double, tensor_received_bytes_per_step)                                                             \
   ROW(double, pipeline_sent_bytes_per_step)                                                               \
   ROW(double, pipeline_received_bytes_per_step)                                                           \
+  /* Evaluations and generated text, in all, between data-parallel ranks. */                              \
+  ROW(std::uint64_t, evaluation_sent_bytes)                                                               \
+  ROW(std::uint64_t, planned_evaluation_sent_bytes)                                                       \
   /* The most micro-steps that were between their forward and their backward pass at one time. */         \
   ROW(std::uint64_t, most_passes_in_flight)                                                               \
   /* The inputs of recomputed blocks, unless --activations is keep. peak_bytes includes the device's. */  \
@@ -73,6 +76,11 @@ struct OperationReport {
   std::vector<std::uint64_t> received_bytes;
 };
 
+struct Evaluated {
+  std::uint64_t step = 0;
+  double loss = 0;
+};
+
 struct TrainingReport {
   std::vector<std::pair<std::string, std::string>> training;  // See training_of().
   std::vector<std::vector<OperationReport>> traffic;          // By rank.
@@ -95,6 +103,8 @@ struct TrainingReport {
   std::uint64_t steps = 0;                       // With those before this run.
   std::vector<double> loss;                      // One per step: the mean over ranks and micro-steps.
   std::vector<std::optional<double>> grad_norm;  // None: the step was skipped.
+  std::vector<Evaluated> evaluations;            // The loss of --evaluation-text.
+  std::string generated;                         // With the prompt; empty without --generate.
   std::string digest;                            // One per part of the model, joined by "+".
   double tokens_per_second = 0;
   bool interrupted = false;

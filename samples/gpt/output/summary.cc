@@ -1,5 +1,7 @@
 #include "output/summary.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -39,8 +41,8 @@ std::string data_text(const RankModel& model) {
   const std::uint64_t tokens = model.options.batch * model.options.model.sequence;
   // No row has the word "step" before a space: scripts wait for "step " to know that steps have begun.
   return grouped(model.text.bytes().size()) + " bytes of text; " + grouped(tokens) +
-         " tokens per rank and micro-step, " +
-         grouped(static_cast<std::uint64_t>(model.tokens_per_step())) + " in each step";
+         " tokens per rank and micro-step, " + grouped(static_cast<std::uint64_t>(model.tokens_per_step())) +
+         " in each step";
 }
 
 std::string ranks_text(const RankModel& model) {
@@ -111,6 +113,20 @@ void show_activations(const std::vector<std::string>& choices) {
   }
 }
 
+// "; each pass sends 1.12 MiB between data-parallel ranks", from the plan.
+std::string pass_text(const RankModel& model) {
+  const EvaluationBytes& planned = model.engine.plan().evaluation;
+  if (planned.first.wire.sent == 0) return "";
+  return "; each pass sends " + format_bytes(planned.first.wire.sent) + " per rank, as planned";
+}
+
+std::string evaluation_text(const RankModel& model, const Evaluation& evaluation) {
+  const std::uint64_t every = model.options.evaluate_every;
+  return format_count(evaluation.sample_count(), "sample") + " of another text in " +
+         format_count(evaluation.pass_count(), "pass", "passes") + " at the end" +
+         (every > 0 ? " and every " + format_count(every, "step") : "") + pass_text(model);
+}
+
 // The plan of rank 0. Without a pipeline every rank has the same.
 std::string memory_text(RankModel& model) {
   const EngineStatistics statistics = model.engine.statistics();
@@ -168,7 +184,7 @@ std::string files_text(const TrainerOptions& options, const TrainingReport& repo
 
 }  // namespace
 
-void show_opening(RankModel& model) {
+void show_opening(RankModel& model, const Evaluation& evaluation) {
   std::vector<std::string> activations;
   if (model.options.activations == ActivationPlacement::kAuto) {
     activations = model.of_each_stage(
@@ -191,6 +207,11 @@ void show_opening(RankModel& model) {
     show_row("activations", "recompute " + recompute_name(model.options) +
                                 ", inputs of these blocks: " + activations_name(model.options));
   }
+  if (!model.options.evaluation_text.empty()) show_row("evaluation", evaluation_text(model, evaluation));
+  if (model.options.generate > 0) {
+    show_row("text", format_count(model.options.generate, "byte") + " to generate, with a pass for each" +
+                         pass_text(model));
+  }
   show_row("memory", memory_text(model));
 }
 
@@ -205,12 +226,28 @@ void show_closing(const TrainerOptions& options, const TrainingReport& report) {
   }
   std::fprintf(stderr, "forebay-gpt: trained %s of %s steps%s\n", grouped(report.steps).c_str(),
                grouped(options.steps).c_str(), speed.c_str());
+  if (!report.evaluations.empty()) {
+    char loss[64];
+    std::snprintf(loss, sizeof loss, "loss %.4f after step %llu", report.evaluations.back().loss,
+                  static_cast<unsigned long long>(report.evaluations.back().step));
+    show_row("evaluation", loss);
+  }
   const MemorySummary memory = summarize(report);
   show_row("measured", memory.measured.text() + " at the peak of any rank");
   show_row("planned", memory.planned.text());
   show_row("digest", report.digest);
   const std::string files = files_text(options, report);
   if (!files.empty()) show_row("files", files);
+}
+
+void show_generated(std::string_view text) {
+  static const bool is_terminal = ::isatty(STDOUT_FILENO) == 1;
+  for (const char byte : text) {
+    const auto code = static_cast<unsigned char>(byte);
+    const bool is_control = (code < 0x20 && byte != '\n' && byte != '\t') || code == 0x7F;
+    std::fputc(is_terminal && is_control ? '?' : byte, stdout);
+  }
+  std::fflush(stdout);
 }
 
 }  // namespace forebay::gpt

@@ -58,6 +58,16 @@ DevicePtr EngineModel::use_engine_memory() {
 
 void EngineModel::forward_pass(int index) {
   engine_.micro_step_begin(index);
+  forward_units();
+}
+
+void EngineModel::evaluation_pass() {
+  engine_.evaluation_begin();
+  forward_units();
+  engine_.evaluation_end();
+}
+
+void EngineModel::forward_units() {
   if (tokens_) static_cast<void>(engine_.forward(*tokens_, compute_.stream()));
   for (std::size_t unit = 0; unit < units_.size(); ++unit) forward(unit);
 }

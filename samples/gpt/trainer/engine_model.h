@@ -37,6 +37,8 @@ class EngineModel {
   void forward_pass(int index);
   void backward_pass();
   void end_backward_pass();
+  // Queues a forward pass that belongs to no step. Order: between steps. Collective.
+  void evaluation_pass();
 
  private:
   // A unit that the model computes. `parameters` are their indices in a lease, in the order of
@@ -47,6 +49,7 @@ class EngineModel {
     std::vector<int> parameters;
   };
 
+  void forward_units();
   void forward(std::size_t unit);
   void backward(std::size_t unit);
   static Parameters parameters_of(const Lease& lease, const Unit& unit);

@@ -186,6 +186,21 @@ void add_training_options(CLI::App& app, TrainerOptions& o) {
                   "Seed of initial weights, of the order of samples and of dropout");
 }
 
+void add_use_options(CLI::App& app, TrainerOptions& o) {
+  Section use(app, "Evaluation and generation (the training stays bit for bit the same)");
+  use.text("--evaluation-text", o.evaluation_text, "FILE",
+           "Text files that are not trained on; their mean loss is computed at the end");
+  use.number("--evaluate-every", o.evaluate_every, 0, UINT64_MAX,
+             "Compute it after every N steps, too; 0: only at the end");
+  use.number("--evaluation-samples", o.evaluation_samples, 0, UINT64_MAX,
+             "Samples to evaluate, from the beginning of the text; 0: all");
+  use.number("--generate", o.generate, 0, kSizeMax,
+             "Bytes of text to generate at the end, on stdout; with --steps 0, from loaded weights");
+  use.text("--prompt", o.prompt, "TEXT", "The beginning of that text", "a line feed");
+  use.real("--temperature", o.temperature, "X", 0, kSingleMax,
+           "Divisor of the logits before a byte is drawn from their softmax; 0: the most likely byte");
+}
+
 void add_file_options(CLI::App& app, TrainerOptions& o) {
   Section files(app, "Files");
   files.text("--save-state", o.save_state, "DIR", "Save the training state here at the end and on Ctrl-C");
@@ -286,6 +301,17 @@ std::string exact(double value) {
   return {text, result.ptr};
 }
 
+// Any bytes on one line.
+std::string hexadecimal(std::string_view bytes) {
+  std::string text;
+  for (const char byte : bytes) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(byte));
+    text += digits;
+  }
+  return text;
+}
+
 // Checks all that needs no other ranks and no files.
 void check_options(const TrainerOptions& o) {
   check_sizes(o);
@@ -326,6 +352,13 @@ void check_options(const TrainerOptions& o) {
   if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
     refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
   }
+  if (o.evaluation_text.empty() && o.evaluate_every + o.evaluation_samples > 0) {
+    refuse(std::string(o.evaluate_every > 0 ? "--evaluate-every" : "--evaluation-samples") +
+           " needs a text to evaluate; add --evaluation-text FILE");
+  }
+  if (o.generate == 0 &&
+      (o.prompt != TrainerOptions().prompt || o.temperature != TrainerOptions().temperature))
+    refuse("--prompt and --temperature are for generated text; add --generate N");
   if (o.save_every > 0 && o.save_state.empty())
     refuse("--save-every says how often to save and no directory was given; add --save-state DIR");
   if (!o.load_state.empty() && !o.initial_file.empty()) {
@@ -350,6 +383,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   add_rank_options(app, options, words);
   add_sharding_options(app, options, words);
   add_compute_options(app, options, words);
+  add_use_options(app, options);
   add_file_options(app, options);
 
   const CommandText description = describe_command(app, kProgram);
@@ -465,10 +499,19 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
   std::vector<std::pair<std::string, std::string>> all;
   for (const auto& [name, value] : training_of(o)) all.emplace_back("--" + name, value);
   const std::pair<std::string, std::string> more[] = {
-      {"--steps", std::to_string(o.steps)},   {"--recompute", recompute_name(o)},
-      {"--activations", activations_name(o)}, {"--offload-staging", option_text(o, "offload-staging")},
-      {"--save-state", given(o.save_state)},  {"--save-every", std::to_string(o.save_every)},
-      {"--load-state", given(o.load_state)},  {"--export", given(o.export_file)}};
+      {"--steps", std::to_string(o.steps)},
+      {"--recompute", recompute_name(o)},
+      {"--activations", activations_name(o)},
+      {"--offload-staging", option_text(o, "offload-staging")},
+      {"--save-state", given(o.save_state)},
+      {"--save-every", std::to_string(o.save_every)},
+      {"--load-state", given(o.load_state)},
+      {"--export", given(o.export_file)},
+      {"--evaluate-every", std::to_string(o.evaluate_every)},
+      {"--evaluation-samples", std::to_string(o.evaluation_samples)},
+      {"--generate", std::to_string(o.generate)},
+      {"--prompt", hexadecimal(o.prompt)},
+      {"--temperature", exact(o.temperature)}};
   all.insert(all.end(), std::begin(more), std::end(more));
   return all;
 }

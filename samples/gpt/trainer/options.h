@@ -56,6 +56,14 @@ struct TrainerOptions : ShardingOptions {
   std::uint64_t seed = 1;
   std::vector<std::string> text;  // Empty: default_text_files().
 
+  // Evaluations and generated text use the weights and leave the training as it is.
+  std::vector<std::string> evaluation_text;  // Files; empty: no evaluation.
+  std::uint64_t evaluate_every = 0;          // Steps; 0: at the end only.
+  std::uint64_t evaluation_samples = 0;      // At most; 0: the whole text.
+  std::uint64_t generate = 0;                // Bytes of text, at the end.
+  std::string prompt = "\n";
+  double temperature = 0.8;
+
   bool fast_order = false;  // NCCL adds gradients in an order of its own.
 
   std::string save_state;

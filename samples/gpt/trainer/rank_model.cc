@@ -15,8 +15,8 @@
 namespace forebay::gpt {
 namespace {
 
-EngineOptions engine_options(const TrainerOptions& o, const Text& text, int threads, Timeline* timeline,
-                             Grid& grid) {
+EngineOptions engine_options(const TrainerOptions& o, const Text& text, const Text& evaluation_text,
+                             int threads, Timeline* timeline, Grid& grid) {
   EngineOptions engine{o};
   engine.forwards_ahead = forwards_ahead(grid.stage());
   if (grid.part_count() > 1) engine.grid = &grid.world();
@@ -29,6 +29,7 @@ EngineOptions engine_options(const TrainerOptions& o, const Text& text, int thre
   engine.loss_scale.initial = o.loss_scale;
   engine.agreement = agreement_of(o);
   engine.agreement.emplace_back("--text", std::to_string(text.hash()));
+  engine.agreement.emplace_back("--evaluation-text", std::to_string(evaluation_text.hash()));
   return engine;
 }
 
@@ -95,6 +96,7 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
       communicator(*rank.communicator),
       grid(communicator, grid_options(options)),
       text(Text::read(options.text)),
+      evaluation_text(Text::read(options.evaluation_text)),
       whole_units(describe_units(options.model)),
       units(part_of(stage_of(whole_units, grid.stage()), grid.tensor_part())),
       compute(*rank.backend, /*queues=*/rank.on_gpu()),
@@ -102,16 +104,20 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
       tensor_group(make_tensor_group(options, rank, grid.tensor(), compute.stream())),
       pipeline(pipeline_options(options, rank, grid, compute.stream())),
       engine(*rank.backend, *rank.kernels, grid.data(),
-             engine_options(options, text, rank.threads, &timeline, grid)),
+             engine_options(options, text, evaluation_text, rank.threads, &timeline, grid)),
       engine_model(engine, units, compute, grid.ends()),
       inputs(place_inputs()),
       gpt(make_gpt(inputs.get())),
       feed(*rank.backend, gpt.row_count()) {
-  if (text.bytes().size() <= options.model.sequence) {
+  const auto check_length = [&](const char* option, const Text& given) {
+    if (given.bytes().size() > options.model.sequence) return;
     throw Error(StatusCode::kInvalidArgument,
-                "the text has " + std::to_string(text.bytes().size()) + " bytes, too few for --sequence " +
-                    std::to_string(options.model.sequence) + "; give more with --text");
-  }
+                std::string("the ") + (&given == &text ? "text" : "evaluation text") + " has " +
+                    std::to_string(given.bytes().size()) + " bytes, too few for --sequence " +
+                    std::to_string(options.model.sequence) + "; give more with " + option);
+  };
+  check_length("--text", text);
+  if (!options.evaluation_text.empty()) check_length("--evaluation-text", evaluation_text);
   compute.run([threads = rank.threads] { set_compute_threads(threads); });
   compute.synchronize();  // Throws when the threads cannot be started.
   engine_model.set_model(gpt, inputs != nullptr ? inputs->device_bytes() : 0);

@@ -49,6 +49,7 @@ struct RankModel {
   Communicator& communicator;
   Grid grid;
   const Text text;
+  const Text evaluation_text;  // Empty: none was given.
   const std::vector<GptUnit> whole_units;
   const std::vector<GptUnit> units;  // This rank's part of them.
   ComputeStream compute;             // Outlives the engine.

@@ -28,10 +28,10 @@ double mean(const std::vector<double>& values) {
 }  // namespace
 
 Trainer::Trainer(const TrainerOptions& options, const Rank& rank)
-    : options_(options), model_(options, rank), meter_(model_) {
+    : options_(options), model_(options, rank), meter_(model_), evaluation_(model_) {
   if (!options_.save_state.empty()) model_.engine.lock_state(options_.save_state);
   set_weights();
-  show_opening(model_);
+  show_opening(model_, evaluation_);
 }
 
 TrainingReport Trainer::train() {
@@ -50,15 +50,21 @@ TrainingReport Trainer::train() {
     progress.show(steps_done(), report.loss.back(), result.grad_norm);
     const bool is_last = steps_done() == options_.steps || report.interrupted;
     if (meter_.step_count() == 1 && !is_last) meter_.forget_file_bytes();
+    if (options_.evaluate_every > 0 && steps_done() % options_.evaluate_every == 0)
+      evaluate(report, progress);
     if (options_.save_every > 0 && steps_done() % options_.save_every == 0) {
       meter_.pause();
       save();
       meter_.resume();
     }
   }
+  const bool was_evaluated = !report.evaluations.empty() && report.evaluations.back().step == steps_done();
+  if (!options_.evaluation_text.empty() && !report.interrupted && !was_evaluated) evaluate(report, progress);
   meter_.pause();
+  progress.end();
   report.steps = steps_done();
-  fill_report(model_, meter_, most_passes_in_flight_, report);
+  if (options_.generate > 0 && !report.interrupted) report.generated = generate();
+  fill_report(model_, meter_, evaluation_, most_passes_in_flight_, report);
 
   if (!options_.save_state.empty() && saved_step_ != report.steps) save();
   if (!options_.export_file.empty() && !report.interrupted) export_weights(model_, options_.export_file);
@@ -201,6 +207,23 @@ void Trainer::save() {
   save_parts(model_.grid, options_.save_state, steps_done(),
              [&](const std::string& directory) { model_.engine.save_state(directory, cursor_.to_text()); });
   saved_step_ = steps_done();
+}
+
+void Trainer::evaluate(TrainingReport& report, Progress& progress) {
+  meter_.pause();
+  report.evaluations.push_back({steps_done(), evaluation_.loss()});
+  progress.show_evaluation(steps_done(), report.evaluations.back().loss);
+  meter_.resume();
+}
+
+// The text goes to stdout as it comes: the end of a line of progress, and a line feed, frame it.
+std::string Trainer::generate() {
+  const bool shows = model_.rank.place.rank == 0;
+  const std::string text = evaluation_.generate([&](std::string_view part) {
+    if (shows) show_generated(part);
+  });
+  if (shows) show_generated("\n");
+  return text;
 }
 
 // Each rank writes its own. A timeline that cannot be written does not fail the training.

@@ -4,8 +4,10 @@
 #include <cstdint>
 
 #include "output/measure.h"
+#include "output/progress.h"
 #include "output/report.h"
 #include "trainer/cursor.h"
+#include "trainer/evaluation.h"
 #include "trainer/rank_model.h"
 
 namespace forebay::gpt {
@@ -24,6 +26,8 @@ class Trainer {
   void set_weights();
   void load();
   void save();
+  void evaluate(TrainingReport& report, Progress& progress);
+  std::string generate();
   void write_timeline();
 
   StepResult step();
@@ -40,6 +44,7 @@ class Trainer {
   RankModel model_;
   Cursor cursor_;
   StepMeter meter_;
+  Evaluation evaluation_;
   std::uint64_t saved_step_ = UINT64_MAX;  // None yet.
   std::uint64_t most_passes_in_flight_ = 0;
 };

@@ -1,0 +1,70 @@
+// Evaluation: uses the weights without training them, for the loss of a text and for generated text.
+//
+// Each pass is a forward pass without gradients (Engine::evaluation_begin()), so the training after it stays
+// bit for bit the same. All ranks get the same results.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "forebay/pinned_pool.h"
+#include "trainer/rank_model.h"
+
+namespace forebay::gpt {
+
+// The payload of a rank's tensor-parallel and pipeline communicators so far.
+Traffic tensor_traffic(Grid& grid);
+Traffic pipeline_traffic(Grid& grid);
+
+class Evaluation {
+ public:
+  explicit Evaluation(RankModel& model);
+
+  // Samples of the evaluation text, and the passes that compute their losses.
+  std::uint64_t sample_count() const;
+  std::uint64_t pass_count() const;
+
+  // The mean loss over all tokens. Sample i has the tokens from i * sequence on, and samples go to the ranks
+  // in turn. Their losses are added in order, so the result does not depend on the number of ranks. Order:
+  // between steps. Collective.
+  double loss();
+
+  // Continues the prompt byte by byte, with one pass each; `show` gets each part when it is there. Returns
+  // the prompt and the text. Order: as loss(). Errors: throws Error(kInternal) if ranks have different texts.
+  std::string generate(const std::function<void(std::string_view)>& show);
+
+  // Bytes of all passes so far: those that the plan says this rank sends to data-parallel ranks, and those
+  // that were measured between tensor-parallel ranks and between pipeline stages.
+  std::uint64_t planned_sent_bytes() const { return planned_sent_bytes_; }
+  const Traffic& tensor_traffic() const { return tensor_; }
+  const Traffic& pipeline_traffic() const { return pipeline_; }
+
+ private:
+  class OutsideOfSteps;
+
+  // Queues a forward pass over the tokens that were written to the latest batch of the feed.
+  void pass();
+  // Copies device memory to the host and waits.
+  std::span<const std::byte> fetch(DevicePtr source, std::size_t bytes);
+  void append_losses(std::vector<double>& losses);
+  std::uint8_t next_byte(std::string_view text);
+  std::vector<float> logits_of(std::size_t row);
+  std::uint8_t choose(const std::vector<float>& logits, std::uint64_t position) const;
+  void check_same_on_all_ranks(std::string_view text);
+
+  RankModel& model_;
+  const std::unique_ptr<PinnedPool> pool_;
+  const std::span<std::byte> host_;  // Row losses, or the logits of a row.
+  std::uint64_t planned_sent_bytes_ = 0;
+  std::uint64_t applied_steps_ = UINT64_MAX;  // At the last pass.
+  Traffic tensor_;
+  Traffic pipeline_;
+};
+
+}  // namespace forebay::gpt

@@ -1,0 +1,265 @@
+// Evaluation and generated text of the sample: the training stays bit for bit the same, the results are the
+// same at every stage and offload setting, and the bytes are those of the plan.
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "model/random.h"
+#include "tests/samples/gpt_reference.h"
+#include "trainer/initial.h"
+#include "trainer/options.h"
+#include "trainer/training.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Evaluation : public testing::Test {
+ protected:
+  Evaluation() {
+    std::string pattern = (fs::temp_directory_path() / "forebay-evaluation-XXXXXX").string();
+    directory_ = ::mkdtemp(pattern.data());
+    write("text", 2000, 5);
+    write("other", 230, 6);  // 19 samples of 12 bytes, and some bytes.
+  }
+  ~Evaluation() override { fs::remove_all(directory_); }
+
+  void write(const std::string& name, std::uint64_t bytes, std::uint64_t seed) {
+    std::ofstream text(path(name), std::ios::binary);
+    for (std::uint64_t i = 0; i < bytes; ++i)
+      text << "the basin ahead of the turbine "[draw(seed, 0, i) % 31];
+  }
+  std::string path(const std::string& name) const { return (directory_ / name).string(); }
+
+  TrainerOptions options(int ranks = 1, int stage = 0) const {
+    TrainerOptions o;
+    o.model = {.layers = 2, .hidden = 24, .heads = 3, .sequence = 12};
+    o.communicator = "local";
+    o.matmul = "plain";
+    o.threads = 1;
+    o.batch = 2;
+    o.steps = 4;
+    o.text = {path("text")};
+    o.bucket_bytes = 8192;
+    o.staging_bytes = 8u << 20;
+    o.progress = false;
+    o.ranks = ranks;
+    o.stage = stage;
+    return o;
+  }
+  TrainerOptions evaluated(TrainerOptions o) const {
+    o.evaluation_text = {path("other")};
+    o.evaluate_every = 2;
+    o.generate = 30;
+    o.prompt = "the ";
+    return o;
+  }
+  // The settings of offload at a stage.
+  std::vector<TrainerOptions> offloaded(TrainerOptions o) const {
+    std::vector<TrainerOptions> all = {o};
+    for (const Offload offload : {Offload::kOptimizer, Offload::kOptimizerAndParameters}) {
+      if (offload == Offload::kOptimizerAndParameters && o.stage < 3) continue;
+      for (const Tier tier : {Tier::kPinned, Tier::kFile}) {
+        o.offload = offload;
+        o.tier = tier;
+        o.offload_directories.assign(tier == Tier::kFile ? 1 : 0, directory_);
+        all.push_back(o);
+      }
+    }
+    return all;
+  }
+
+  fs::path directory_;
+};
+
+void expect_same_training(const TrainingReport& report, const TrainingReport& expected) {
+  EXPECT_EQ(report.digest, expected.digest);
+  EXPECT_EQ(report.loss, expected.loss);
+  EXPECT_EQ(report.grad_norm, expected.grad_norm);
+}
+
+void expect_planned(const TrainingReport& report) {
+  for (const RankReport& rank : report.ranks) {
+    EXPECT_EQ(rank.evaluation_sent_bytes, rank.planned_evaluation_sent_bytes);
+    EXPECT_EQ(rank.evaluation_sent_bytes > 0, report.sharding.stage == 3 && report.data_parallel > 1);
+    EXPECT_EQ(rank.peak_bytes, rank.planned_bytes);
+    EXPECT_EQ(rank.reserved_bytes, rank.planned_reserved_bytes);
+    EXPECT_LE(rank.sent_bytes_per_step, static_cast<double>(rank.planned_sent_bytes_per_step));
+  }
+}
+
+TEST_F(Evaluation, ChangesNoBitOfTheTrainingAndMovesThePlannedBytes) {
+  for (const int ranks : {1, 3, 4}) {
+    const TrainingReport plain = run_training(options(ranks));
+    std::optional<TrainingReport> first;
+    for (const int stage : {0, 1, 2, 3}) {
+      for (const TrainerOptions& o : offloaded(options(ranks, stage))) {
+        SCOPED_TRACE(std::to_string(ranks) + " ranks, stage " + std::to_string(stage) + ", " +
+                     offload_name(o.offload) + " to " + tier_name(o.tier));
+
+        const TrainingReport report = run_training(evaluated(o));
+
+        expect_same_training(report, plain);
+        expect_planned(report);
+        ASSERT_EQ(report.evaluations.size(), 2u);
+        EXPECT_EQ(report.evaluations[0].step, 2u);
+        EXPECT_EQ(report.evaluations[1].step, 4u);
+        EXPECT_EQ(report.generated.size(), 34u);
+        EXPECT_EQ(report.generated.substr(0, 4), "the ");
+        if (!first) first = report;
+        EXPECT_EQ(report.evaluations[0].loss, first->evaluations[0].loss);
+        EXPECT_EQ(report.evaluations[1].loss, first->evaluations[1].loss);
+        EXPECT_EQ(report.generated, first->generated);
+        if (HasFailure()) return;
+      }
+    }
+  }
+}
+
+// Without training, the weights and so the text are the same at any number of ranks.
+TEST_F(Evaluation, EveryNumberOfRanksAndStageGeneratesTheSameText) {
+  for (const double temperature : {0.0, 0.8}) {
+    std::optional<TrainingReport> first;
+    for (const int ranks : {1, 3, 4}) {
+      for (const int stage : {0, 1, 2, 3}) {
+        TrainerOptions o = evaluated(options(ranks, stage));
+        o.steps = 0;
+        o.temperature = temperature;
+        const TrainingReport report = run_training(o);
+        if (!first) first = report;
+        EXPECT_EQ(report.generated, first->generated) << ranks << " ranks, stage " << stage;
+        ASSERT_EQ(report.evaluations.size(), 1u);
+        EXPECT_EQ(report.evaluations[0].loss, first->evaluations[0].loss)
+            << ranks << " ranks, stage " << stage;
+        expect_planned(report);
+      }
+    }
+  }
+}
+
+TEST_F(Evaluation, TheLossIsThatOfTheReference) {
+  TrainerOptions o = evaluated(options(2, 3));
+  o.steps = 0;
+  o.dropout = 0.2;  // Not in an evaluation.
+  const TrainingReport report = run_training(o);
+  o.evaluation_samples = 3;
+  const TrainingReport few = run_training(o);
+
+  std::map<std::string, Values> values;
+  std::uint64_t stream = 0;
+  for (const GptUnit& unit : describe_units(o.model)) {
+    for (const GptParameter& parameter : unit.parameters) {
+      const std::vector<float> initial = random_values(parameter, stream++, o.seed);
+      values[parameter.name] = Values(initial.begin(), initial.end());
+    }
+  }
+  const Text text = Text::read(o.evaluation_text);
+  const auto loss_of = [&](std::size_t samples) {
+    const auto bytes = text.bytes().begin();
+    const auto count = static_cast<std::ptrdiff_t>(samples * o.model.sequence);
+    return GptReference(o.model, values)
+        .loss(std::vector<std::uint8_t>(bytes, bytes + count),
+              std::vector<std::uint8_t>(bytes + 1, bytes + 1 + count));
+  };
+  EXPECT_NEAR(report.evaluations.at(0).loss, loss_of(19), 1e-6);
+  EXPECT_NEAR(few.evaluations.at(0).loss, loss_of(3), 1e-6);
+}
+
+TEST_F(Evaluation, WorksWithDropoutRecomputationAndMicroSteps) {
+  for (const int ranks : {1, 2}) {
+    TrainerOptions o = options(ranks, 3);
+    o.dropout = 0.1;
+    o.recompute_every = 1;
+    o.micro_steps = 3;
+    o.dtype = DataType::kBfloat16;
+    const TrainingReport plain = run_training(o);
+    const TrainingReport report = run_training(evaluated(o));
+    expect_same_training(report, plain);
+    expect_planned(report);
+  }
+}
+
+TEST_F(Evaluation, WorksOnEveryGrid) {
+  TrainerOptions single = evaluated(options(1, 0));
+  single.batch = 4;
+  single.steps = 0;
+  const TrainingReport whole = run_training(single);
+  for (const int tensor : {1, 2}) {
+    for (const int pipeline : {1, 2}) {
+      SCOPED_TRACE(std::to_string(tensor) + " tensor-parallel, " + std::to_string(pipeline) + " pipeline");
+      TrainerOptions o = options(2 * tensor * pipeline, 3);
+      o.model.heads = 4;
+      o.tensor_parallel = tensor;
+      o.pipeline_parallel = pipeline;
+      o.micro_steps = 2;
+      o.recompute_every = 1;
+      if (tensor > 1) o.activations = ActivationPlacement::kPartition;
+      const TrainingReport plain = run_training(o);
+
+      const TrainingReport report = run_training(evaluated(o));
+
+      expect_same_training(report, plain);
+      expect_planned(report);
+      for (std::size_t rank = 0; rank < plain.ranks.size(); ++rank) {
+        EXPECT_EQ(report.ranks[rank].tensor_sent_bytes_per_step,
+                  plain.ranks[rank].tensor_sent_bytes_per_step);
+        EXPECT_EQ(report.ranks[rank].pipeline_sent_bytes_per_step,
+                  plain.ranks[rank].pipeline_sent_bytes_per_step);
+      }
+      TrainerOptions untrained = evaluated(o);
+      untrained.model.heads = 3;
+      if (tensor > 1) continue;
+      untrained.steps = 0;
+      EXPECT_NEAR(run_training(untrained).evaluations.at(0).loss, whole.evaluations.at(0).loss, 1e-6);
+    }
+  }
+}
+
+TEST_F(Evaluation, AShortTextIsRefusedByItsOption) {
+  write("short", 12, 1);
+  TrainerOptions o = evaluated(options());
+  o.evaluation_text = {path("short")};
+  try {
+    run_training(o);
+    ADD_FAILURE() << "it ran";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what())
+                  .find("12 bytes, too few for --sequence 12; give more with --evaluation-text"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+TEST_F(Evaluation, TheReportHasTheLossesAndTheText) {
+  const auto json = nlohmann::json::parse(report_json(run_training(evaluated(options()))));
+  EXPECT_EQ(json["evaluations"].size(), 2u);
+  EXPECT_EQ(json["evaluations"][1]["step"], 4);
+  EXPECT_GT(json["evaluations"][1]["loss"].get<double>(), 0.0);
+  EXPECT_EQ(json["generated"].get<std::string>().substr(0, 4), "the ");
+}
+
+TEST(EvaluationOptions, ThatNeedOthersAreRefused) {
+  const auto refused = [](const std::vector<std::string>& arguments, const std::string& part) {
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(parse_command(arguments).exit_code, 2);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_NE(said.find(part), std::string::npos) << said;
+  };
+  refused({"--evaluate-every", "3"}, "add --evaluation-text FILE");
+  refused({"--evaluation-samples", "3"}, "add --evaluation-text FILE");
+  refused({"--prompt", "x"}, "add --generate N");
+  refused({"--temperature", "1"}, "add --generate N");
+  refused({"--generate", "9", "--temperature", "-1"}, "--temperature");
+}
+
+}  // namespace
+}  // namespace forebay::gpt
