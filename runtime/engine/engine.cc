@@ -147,6 +147,25 @@ ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uin
   return {unit, impl_->description.add_parameter(unit, {name, count, group, frozen, replicated})};
 }
 
+void Engine::declare_shape(ParameterId parameter, Span<const std::uint64_t> shape) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kDescribe, "declare_shape()");
+  impl.check_parameter(parameter, "declare_shape()");
+  ParameterShape& described = impl.model.units[static_cast<std::size_t>(parameter.unit)]
+                                  .parameters[static_cast<std::size_t>(parameter.index)];
+  std::uint64_t count = 1;
+  bool overflows = false;
+  for (const std::uint64_t extent : shape)
+    overflows = __builtin_mul_overflow(count, extent, &count) || overflows;
+  if (overflows || count != described.count) {
+    impl.misuse("declare_shape() of parameter " + described.name + ", which has " +
+                std::to_string(described.count) +
+                " elements, with dimensions of another product; give those of "
+                "its elements");
+  }
+  described.shape.assign(shape.begin(), shape.end());
+}
+
 int Engine::tie(UnitId unit, ParameterId parameter) {
   impl_->expect(Impl::Phase::kDescribe, "tie()");
   return impl_->description.tie(unit, {parameter.unit, parameter.index});
@@ -386,10 +405,11 @@ void Engine::lock_state(const std::string& directory) {
   impl_->lock_state(directory);
 }
 
-void Engine::save_state(const std::string& directory, const std::string& trainer_state) {
+void Engine::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
   impl_->expect(Impl::Phase::kIdle, "save_state()");
+  if (keep < 1) impl_->misuse("save_state() with keep " + std::to_string(keep) + "; keep 1 state or more");
   const Impl::OtherTraffic other(*impl_);
-  impl_->save_state(directory, trainer_state);
+  impl_->save_state(directory, trainer_state, keep);
 }
 
 std::string Engine::load_state(const std::string& directory) {

@@ -210,7 +210,7 @@ struct Engine::Impl : StepContext {
   std::vector<float> unit_masters(int unit);
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();
-  void save_state(const std::string& directory, const std::string& trainer_state);
+  void save_state(const std::string& directory, const std::string& trainer_state, int keep);
   void lock_state(const std::string& directory);
   internal::StateFileEnd write_rank_state(const internal::StateDirectory& directory);
   nlohmann::json state_manifest(std::span<const std::uint64_t> ends, const std::string& trainer_state) const;

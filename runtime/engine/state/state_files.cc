@@ -6,6 +6,7 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <string_view>
 
 #include "forebay/error.h"
@@ -34,10 +35,12 @@ constexpr std::uint64_t kMostIndexBytes = std::uint64_t{1} << 30;
 // A step that is saved again has the other of two names, so that a whole state has its name at any moment.
 constexpr std::string_view kAgain = "-2";
 
+constexpr std::size_t kPrefixLength = 5;
+constexpr std::size_t kPlainNameLength = kPrefixLength + 12;
+
 bool is_state_name(std::string_view name) {
-  constexpr std::size_t kPrefixLength = 5;
   if (name.ends_with(kAgain)) name.remove_suffix(kAgain.size());
-  return name.size() == kPrefixLength + 12 && name.starts_with("step-") &&
+  return name.size() == kPlainNameLength && name.starts_with("step-") &&
          name.find_first_not_of("0123456789", kPrefixLength) == std::string::npos;
 }
 
@@ -64,6 +67,22 @@ void remove_unfinished(const StateDirectory& directory) {
   }
 }
 
+// Keeps `newest` and the states of the steps before it, `keep` in all. States of later steps are those of a
+// run that was left, and stay.
+void remove_all_but(const StateDirectory& directory, const std::string& newest, int keep) {
+  const auto step_of = [](const std::string& name) { return name.substr(0, kPlainNameLength); };
+  int kept = 1;
+  for (const std::string& name : state_names(directory)) {
+    if (name == newest || step_of(name) > step_of(newest)) continue;
+    const bool is_earlier = step_of(name) < step_of(newest);
+    if (is_earlier && kept < keep) {
+      ++kept;
+    } else {
+      directory.remove(name);
+    }
+  }
+}
+
 // The state that `latest` names; empty if there is none. Errors: throws kCorruption if it names none.
 std::string read_latest(const StateDirectory& directory) {
   if (!directory.has(kLatest)) return "";
@@ -77,10 +96,7 @@ std::string read_latest(const StateDirectory& directory) {
 
 // The newest whole state; empty if there is none.
 std::string newest_whole_state(const StateDirectory& directory) {
-  std::vector<std::string> names = directory.names();
-  std::erase_if(names, [](const std::string& name) { return !is_state_name(name); });
-  std::sort(names.rbegin(), names.rend());
-  for (const std::string& name : names) {
+  for (const std::string& name : state_names(directory)) {
     try {
       static_cast<void>(SavedState(directory.path(), name));
       return name;
@@ -112,6 +128,13 @@ std::string state_name(std::uint64_t step) {
 
 std::string state_file_name(int rank, int ranks) {
   return "rank-" + std::to_string(rank) + "-of-" + std::to_string(ranks);
+}
+
+std::vector<std::string> state_names(const StateDirectory& directory) {
+  std::vector<std::string> names = directory.names();
+  std::erase_if(names, [](const std::string& name) { return !is_state_name(name); });
+  std::sort(names.rbegin(), names.rend());
+  return names;
 }
 
 std::string temporary_state(const std::string& name) {
@@ -162,7 +185,7 @@ StateFileEnd StateFileWriter::finish() {
   return {at_ + text.size() + sizeof(trailer), checksum};
 }
 
-void publish_state(const StateDirectory& directory, const std::string& name, const Json& manifest) {
+void publish_state(const StateDirectory& directory, const std::string& name, const Json& manifest, int keep) {
   std::string superseded;
   try {
     superseded = find_state(directory);
@@ -182,7 +205,11 @@ void publish_state(const StateDirectory& directory, const std::string& name, con
   directory.rename(kNextLatest, kLatest);
   directory.sync();
   remove_unfinished(directory);
-  if (!superseded.empty()) directory.remove(superseded);
+  if (keep > 1) {
+    remove_all_but(directory, target, keep);
+  } else if (!superseded.empty()) {
+    directory.remove(superseded);
+  }
 }
 
 SavedState::SavedState(const std::string& directory, const std::string& name)
@@ -284,6 +311,45 @@ std::span<const float> SavedState::values_of(const Source& source) {
   }
   last_ = &source;
   return values_;
+}
+
+bool SavedState::has(const std::string& parameter, const std::string& field) const {
+  return sources_.contains({parameter, field});
+}
+
+std::uint64_t SavedState::visit(const std::string& parameter, const std::string& field,
+                                std::uint64_t piece_count,
+                                const std::function<void(std::span<const float>)>& visit) const {
+  const auto found = sources_.find({parameter, field});
+  if (found == sources_.end()) return 0;
+  std::vector<const Source*> runs;
+  for (const Source& source : found->second) runs.push_back(&source);
+  std::sort(runs.begin(), runs.end(),
+            [](const Source* a, const Source* b) { return a->run.offset < b->run.offset; });
+  std::uint64_t count = 0;
+  for (const Source* source : runs) {
+    if (source->run.offset != count) corrupt(path(), field + " of " + parameter + " is not whole");
+    visit_run(*source, piece_count, visit);
+    count += source->run.count;
+  }
+  return count;
+}
+
+void SavedState::visit_run(const Source& source, std::uint64_t piece_count,
+                           const std::function<void(std::span<const float>)>& visit) const {
+  const StateRun& run = source.run;
+  const StateFile file = files_.open(source.file);
+  const std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> hash(XXH3_createState(), XXH3_freeState);
+  XXH3_64bits_reset(hash.get());
+  std::vector<float> piece(std::min(run.count, piece_count));
+  for (std::uint64_t done = 0; done < run.count; done += piece.size()) {
+    piece.resize(std::min(run.count - done, piece_count));
+    file.read_at(run.at + done * sizeof(float), piece.data(), piece.size() * sizeof(float));
+    XXH3_64bits_update(hash.get(), piece.data(), piece.size() * sizeof(float));
+    visit(piece);
+  }
+  if (XXH3_64bits_digest(hash.get()) != run.checksum)
+    corrupt(file.path(), "the checksum of " + run.field + " of " + run.parameter + " differs");
 }
 
 }  // namespace forebay::internal

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
@@ -32,6 +33,8 @@ std::string state_file_name(int rank, int ranks);
 
 // The directory that a state is written in until it is complete.
 std::string temporary_state(const std::string& name);
+// The states in a directory by name, newest first, whole or not.
+std::vector<std::string> state_names(const StateDirectory& directory);
 // The name of the state that `latest` names or, where it names none, of the newest whole state. Empty when
 // there is none. Errors: throws kCorruption if `latest` is damaged and there is no whole state.
 std::string find_state(const StateDirectory& directory);
@@ -69,8 +72,10 @@ class StateFileWriter {
 };
 
 // Writes the manifest into the temporary state, gives the state its name, and lets `latest` name it; then
-// removes the state before it. Errors: throws kIoError; kInvalidArgument if the manifest is not UTF-8.
-void publish_state(const StateDirectory& directory, const std::string& name, const nlohmann::json& manifest);
+// removes the state before it; with `keep` above 1, the earlier states but for the newest `keep` - 1. Errors:
+// throws kIoError; kInvalidArgument if the manifest is not UTF-8.
+void publish_state(const StateDirectory& directory, const std::string& name, const nlohmann::json& manifest,
+                   int keep = 1);
 
 // A state of a directory, opened and checked but for the values, which are checked when they are
 // read. Errors: every function throws: kIoError if there is no state or it cannot be read, kCorruption if it
@@ -83,6 +88,10 @@ class SavedState {
   const nlohmann::json& manifest() const { return manifest_; }
   // Elements by parameter.
   const std::map<std::string, std::uint64_t>& parameters() const { return counts_; }
+  bool has(const std::string& parameter, const std::string& field) const;
+  // Passes all elements of a field to `visit` in order, at most `piece_count` at once. Returns their number.
+  std::uint64_t visit(const std::string& parameter, const std::string& field, std::uint64_t piece_count,
+                      const std::function<void(std::span<const float>)>& visit) const;
   // Reads elements [begin, begin + target.size()) of a parameter.
   void read(const std::string& parameter, const std::string& field, std::uint64_t begin,
             std::span<float> target);
@@ -96,6 +105,8 @@ class SavedState {
   void read_index(const std::string& name, std::uint64_t expected_bytes, std::uint64_t expected_checksum);
   void enter(const std::string& file, StateRun run);
   std::span<const float> values_of(const Source& source);
+  void visit_run(const Source& source, std::uint64_t piece_count,
+                 const std::function<void(std::span<const float>)>& visit) const;
 
   StateDirectory files_;
   nlohmann::json manifest_;

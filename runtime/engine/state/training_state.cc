@@ -83,7 +83,7 @@ void Engine::Impl::lock_state(const std::string& directory) {
   }));
 }
 
-void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state) {
+void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
   const std::string name = internal::state_name(attempted_steps);
   const std::string temporary = internal::temporary_state(name);
   std::optional<StateDirectory> files;
@@ -105,7 +105,7 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     std::vector<std::uint64_t> ends(2 * static_cast<std::size_t>(ranks()));
     must(communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(ends))));
     agree(local_verdict([&] {
-      if (rank() == 0) internal::publish_state(*files, name, state_manifest(ends, trainer_state));
+      if (rank() == 0) internal::publish_state(*files, name, state_manifest(ends, trainer_state), keep);
     }));
   } catch (const Error&) {
     // A save that failed on some rank leaves nothing half-written.
@@ -153,6 +153,11 @@ Json Engine::Impl::state_manifest(std::span<const std::uint64_t> ends,
                      {"bytes", ends[i]},
                      {"index_checksum", ends[i + 1]}});
   }
+  Json parameters = Json::array();
+  for (const UnitShape& unit : model.units) {
+    for (const ParameterShape& parameter : unit.parameters)
+      parameters.push_back({{"name", parameter.name}, {"shape", parameter.shape}});
+  }
   return {{"format", 1},
           {"attempted_steps", attempted_steps},
           {"applied_steps", applied_steps},
@@ -162,6 +167,7 @@ Json Engine::Impl::state_manifest(std::span<const std::uint64_t> ends,
           {"ranks", ranks()},
           {"stage", options.stage},
           {"dtype", data_type_name(options.dtype)},
+          {"parameters", parameters},
           {"files", files}};
 }
 

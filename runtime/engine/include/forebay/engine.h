@@ -248,6 +248,9 @@ class Engine {
   // Requires: `name` is unique in the model; it is the name in saved state.
   ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
                             bool frozen = false, bool replicated = false);
+  // Declares the dimensions of a parameter, which saved state keeps for its readers (saved_state.h). The
+  // engine itself needs none. Requires: their product is the parameter's count.
+  void declare_shape(ParameterId parameter, Span<const std::uint64_t> shape);
   // `unit` uses `parameter` of an earlier unit too. Returns its index in leases of `unit`. A lease of `unit`
   // counts for the owner too. Order: after the unit's own parameters.
   int tie(UnitId unit, ParameterId parameter);
@@ -377,10 +380,11 @@ class Engine {
   void lock_state(const std::string& directory);
   // Saves master, m, v, steps and loss scale under `directory`, with `trainer_state`, which is opaque: for
   // example the data cursor. A state is written to a temporary name, synced, checksummed and renamed: a kill
-  // at any moment leaves the last saved state whole.
+  // at any moment leaves the last saved state whole. The directory keeps this state and the newest ones of
+  // earlier steps, `keep` in all.
   // Order:  collective.
   // Errors: kIoError, on all ranks; the engine goes on.
-  void save_state(const std::string& directory, const std::string& trainer_state);
+  void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
   // Loads the latest whole state, at any number of ranks and any ZeRO stage; returns trainer_state.
   // Order:  collective.
   // Errors: kIoError (none there), kCorruption (truncated or changed), kInvalidArgument (another model). The

@@ -35,6 +35,8 @@ struct ParameterShape {
   // All tensor-parallel ranks have the parameter whole and compute the same gradient. It counts once in the
   // norm.
   bool replicated = false;
+  // Dimensions, for readers of saved state; their product is `count`. Empty: not declared.
+  std::vector<std::uint64_t> shape = {};
 };
 
 // Parameters that are gathered together, usually one transformer block.

@@ -1,0 +1,166 @@
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include "forebay/error.h"
+#include "forebay/saved_state.h"
+#include "runtime/engine/state/state_files.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::json;
+using internal::SavedState;
+using internal::StateDirectory;
+
+const char* field_name(SavedField field) {
+  return internal::kStateFields[static_cast<std::size_t>(field)];
+}
+
+// "step-40/part-0, step-40/part-1": the parts of a model that a directory holds.
+std::string parts_in(const std::string& directory) {
+  namespace fs = std::filesystem;
+  std::vector<std::string> parts;
+  std::error_code error;
+  for (const auto& step : fs::directory_iterator(directory, error)) {
+    for (const auto& part : fs::directory_iterator(step.path(), error)) {
+      if (fs::exists(part.path() / "latest", error))
+        parts.push_back(step.path().filename().string() + "/" + part.path().filename().string());
+    }
+  }
+  std::sort(parts.begin(), parts.end());
+  constexpr std::size_t kMostShown = 4;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(parts.size(), kMostShown); ++i)
+    text += (text.empty() ? "" : ", ") + parts[i];
+  return text + (parts.size() > kMostShown ? ", ..." : "");
+}
+
+StateDirectory opened(const std::string& directory) {
+  std::error_code error;
+  if (!std::filesystem::exists(directory, error) && !error) {
+    throw Error(StatusCode::kIoError,
+                "there is no directory " + directory + "; give the directory that a run saved its state in");
+  }
+  return StateDirectory(directory);
+}
+
+std::string name_to_open(const std::string& directory, const std::string& wanted) {
+  const StateDirectory files = opened(directory);
+  if (!wanted.empty()) {
+    const std::vector<std::string> names = saved_state_names(directory);
+    if (std::find(names.begin(), names.end(), wanted) != names.end()) return wanted;
+    throw Error(StatusCode::kIoError, directory + " has no state " + wanted + "; it has " +
+                                          (names.empty() ? "none" : names.back() + " to " + names.front()));
+  }
+  std::string found = internal::find_state(files);
+  if (!found.empty()) return found;
+  const std::string parts = parts_in(directory);
+  throw Error(StatusCode::kIoError,
+              parts.empty() ? "there is no saved state in " + directory +
+                                  " (no file named latest); give the directory that a run saved its state in"
+                            : directory + " holds the parts of a model that is divided over ranks: " + parts +
+                                  "; give the directory of one part");
+}
+
+}  // namespace
+
+std::vector<std::string> saved_state_names(const std::string& directory) {
+  return internal::state_names(opened(directory));
+}
+
+struct SavedStateReader::Impl {
+  Impl(const std::string& directory, const std::string& name) : state(directory, name) {
+    const Json& manifest = state.manifest();
+    facts.path = state.path();
+    try {
+      manifest.at("attempted_steps").get_to(facts.attempted_steps);
+      manifest.at("applied_steps").get_to(facts.applied_steps);
+      manifest.at("loss_scale").get_to(facts.loss_scale);
+      manifest.at("ranks").get_to(facts.ranks);
+      manifest.at("stage").get_to(facts.stage);
+      manifest.at("dtype").get_to(facts.dtype);
+      manifest.at("trainer_state").get_to(facts.trainer_state);
+      for (const Json& file : manifest.at("files"))
+        facts.files.push_back({file.at("name").get<std::string>(), file.at("bytes").get<std::uint64_t>()});
+      if (manifest.contains("parameters")) {
+        for (const Json& entry : manifest.at("parameters")) read_parameter(entry);
+      } else {
+        for (const auto& [parameter, count] : state.parameters()) add(parameter, count);
+      }
+    } catch (const Json::exception& error) {
+      corrupt(std::string("its manifest is not as it was written: ") + error.what());
+    }
+    if (facts.parameters.size() != state.parameters().size())
+      corrupt("its manifest lists " + std::to_string(facts.parameters.size()) +
+              " parameters, and its files have " + std::to_string(state.parameters().size()));
+  }
+
+  [[noreturn]] void corrupt(const std::string& finding) const {
+    throw Error(StatusCode::kCorruption,
+                "saved state " + facts.path + " is damaged: " + finding + "; use another saved state");
+  }
+
+  SavedParameter& add(const std::string& name, std::uint64_t count) {
+    return facts.parameters.emplace_back(
+        SavedParameter{name, count, {count}, false, !state.has(name, field_name(SavedField::kM))});
+  }
+
+  void read_parameter(const Json& entry) {
+    const auto name = entry.at("name").get<std::string>();
+    const auto found = state.parameters().find(name);
+    if (found == state.parameters().end()) corrupt("no file has its parameter " + name);
+    SavedParameter& parameter = add(name, found->second);
+    const auto shape = entry.at("shape").get<std::vector<std::uint64_t>>();
+    if (shape.empty()) return;
+    std::uint64_t count = 1;
+    for (const std::uint64_t extent : shape) {
+      if (__builtin_mul_overflow(count, extent, &count)) count = std::numeric_limits<std::uint64_t>::max();
+    }
+    if (count != parameter.count) corrupt("the shape of " + name + " is not that of its elements");
+    parameter.shape = shape;
+    parameter.has_shape = true;
+  }
+
+  SavedState state;
+  SavedStateFacts facts;
+};
+
+SavedStateReader::SavedStateReader(const std::string& directory, const std::string& name)
+    : impl_(std::make_unique<Impl>(directory, name_to_open(directory, name))) {}
+
+SavedStateReader::~SavedStateReader() = default;
+SavedStateReader::SavedStateReader(SavedStateReader&&) noexcept = default;
+SavedStateReader& SavedStateReader::operator=(SavedStateReader&&) noexcept = default;
+
+const SavedStateFacts& SavedStateReader::facts() const {
+  return impl_->facts;
+}
+
+void SavedStateReader::read(const SavedParameter& parameter, SavedField field,
+                            const std::function<void(Span<const float>)>& visit) {
+  const std::uint64_t count = impl_->state.visit(
+      parameter.name, field_name(field), kPieceCount,
+      [&](std::span<const float> piece) { visit(Span<const float>(piece.data(), piece.size())); });
+  if (count != parameter.count)
+    impl_->corrupt(std::string(field_name(field)) + " of " + parameter.name + " has " +
+                   std::to_string(count) + " of " + std::to_string(parameter.count) + " elements");
+}
+
+void SavedStateReader::verify(const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  std::uint64_t all = 0;
+  for (const SavedParameter& parameter : impl_->facts.parameters) all += parameter.bytes();
+  std::uint64_t done = 0;
+  for (const SavedParameter& parameter : impl_->facts.parameters) {
+    for (const SavedField field : {SavedField::kMaster, SavedField::kM, SavedField::kV}) {
+      if (parameter.frozen && field != SavedField::kMaster) continue;
+      read(parameter, field, [&](Span<const float> piece) {
+        done += piece.size() * sizeof(float);
+        progress(done, all);
+      });
+    }
+  }
+}
+
+}  // namespace forebay
