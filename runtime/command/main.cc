@@ -60,6 +60,7 @@ int run(std::vector<std::string> arguments) {
   std::vector<std::string> command;  // The words behind `forebay run`.
   add_run_command(app, action, command);
   add_bench_tiers_command(app, action);
+  add_state_command(app, action);
   for (CLI::App* const sub : app.get_subcommands([](CLI::App*) { return true; }))
     sub->set_version_flag("--version", version, "Print the version");
   const CommandText description = describe_command(app, "forebay");

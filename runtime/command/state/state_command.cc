@@ -1,0 +1,167 @@
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "forebay/text.h"
+#include "forebay/units.h"
+#include "runtime/command/command_line.h"
+#include "runtime/command/shown_text.h"
+#include "runtime/command/state/state_export.h"
+#include "runtime/command/state/state_print.h"
+#include "runtime/command/terminal_line.h"
+
+namespace forebay {
+namespace {
+
+struct StateOptions {
+  std::string action;
+  std::string directory;
+  std::string name;
+  bool json = false;
+  std::string to;
+  std::string dtype = "fp32";
+  std::string max_shard_size;
+};
+
+// "verifying step-000000000040: 34 % of 1.2 GiB".
+std::function<void(std::uint64_t, std::uint64_t)> progress_on(TerminalLine& line, const std::string& work) {
+  return [&line, work](std::uint64_t done, std::uint64_t all) {
+    if (!line.due()) return;
+    const double share = all == 0 ? 100.0 : 100.0 * static_cast<double>(done) / static_cast<double>(all);
+    line.show(work + format_text(": %.0f %% of ", share) + format_bytes(all));
+  };
+}
+
+int show(const StateOptions& options) {
+  const SavedStateReader state(options.directory, options.name);
+  const std::vector<std::string> names = saved_state_names(options.directory);
+  throw_if_error(write_standard_output(options.json ? state_json(state.facts(), names)
+                                                    : state_text(state.facts(), names)));
+  return 0;
+}
+
+// The state that would be loaded comes first, so that its damage is told as loading would tell it.
+int verify(const StateOptions& options) {
+  const auto last_part = [](const std::string& path) { return path.substr(path.rfind('/') + 1); };
+  std::vector<std::string> names;
+  if (!options.name.empty()) {
+    names = {options.name};
+  } else {
+    names = saved_state_names(options.directory);
+    if (names.empty()) SavedStateReader(options.directory);  // Throws, and says why there is none.
+  }
+  int exit_code = 0;
+  for (const std::string& name : names) {
+    try {
+      TerminalLine line;
+      SavedStateReader state(options.directory, name);
+      state.verify(progress_on(line, "verifying " + name));
+      line.show("");
+      throw_if_error(write_standard_output(shown_text(state.facts().path) +
+                                           " is whole: " + state_size_text(state.facts()) + "\n"));
+    } catch (const Error& error) {
+      if (error.code() != StatusCode::kCorruption && error.code() != StatusCode::kUnsupported &&
+          names.size() == 1)
+        throw;
+      exit_code = complain("forebay state verify", error.status().message(), kFailed);
+    }
+  }
+  if (options.name.empty()) {
+    // The file `latest` too.
+    const std::string loaded = last_part(SavedStateReader(options.directory).facts().path);
+    throw_if_error(write_standard_output("to load: " + loaded + "\n"));
+  }
+  return exit_code;
+}
+
+int export_weights(const StateOptions& options) {
+  if (options.to.empty())
+    throw Error(StatusCode::kInvalidArgument, "export needs a file to write; add --to model.safetensors");
+  StateExport wanted{.to = options.to};
+  for (const DataType type : {DataType::kFloat32, DataType::kBfloat16, DataType::kFloat16}) {
+    if (options.dtype == data_type_name(type)) wanted.dtype = type;
+  }
+  if (!options.max_shard_size.empty()) {
+    const Result<std::uint64_t> bytes = parse_bytes(options.max_shard_size);
+    if (!bytes.ok()) throw Error(bytes.status().with_context("--max-shard-size"));
+    if (bytes.value() == 0)
+      throw Error(StatusCode::kInvalidArgument, "--max-shard-size is 0; give 5GB, say, or leave it out");
+    wanted.max_shard_bytes = bytes.value();
+  }
+  SavedStateReader state(options.directory, options.name);
+  TerminalLine line;
+  const std::vector<std::string> paths = export_state(state, wanted, progress_on(line, "exporting"));
+  line.show("");
+  std::string text;
+  for (const std::string& path : paths) text += shown_text(path) + "\n";
+  throw_if_error(write_standard_output(text));
+  std::size_t flat = 0;
+  for (const SavedParameter& parameter : state.facts().parameters) flat += parameter.has_shape ? 0 : 1;
+  if (flat > 0) {
+    complain("forebay state export",
+             "note: the shapes of " + format_count(flat, "parameter") +
+                 " were not saved (Engine::declare_shape), so these tensors have one dimension",
+             0);
+  }
+  return 0;
+}
+
+int act(const StateOptions& options) {
+  if (options.action != "export" && !options.to.empty())
+    throw Error(StatusCode::kInvalidArgument, "--to is for export, not for " + options.action);
+  if (options.action != "show" && options.json)
+    throw Error(StatusCode::kInvalidArgument, "--json is for show, not for " + options.action);
+  if (options.action == "show") return show(options);
+  return options.action == "verify" ? verify(options) : export_weights(options);
+}
+
+int run(const StateOptions& options) {
+  try {
+    return act(options);
+  } catch (const Error& error) {
+    if (error.code() != StatusCode::kInvalidArgument) throw;
+    return complain("forebay state " + options.action, error.status().message(), kBadUsage);
+  }
+}
+
+}  // namespace
+
+void add_state_command(CLI::App& app, Action& action) {
+  const auto options = std::make_shared<StateOptions>();  // Shared by the parser's fields and the action.
+  CLI::App* const command =
+      app.add_subcommand("state", "Verify, show or export training state that was saved in a directory");
+  const auto one_of = [](std::vector<std::string> words) {
+    return [words](const std::string& given) {
+      std::string all;
+      for (const std::string& word : words) {
+        if (word == given) return std::string();
+        all += (all.empty() ? "" : ", ") + word;
+      }
+      return "'" + given + "' was given; use one of " + all;
+    };
+  };
+  add_value(*command, "action", options->action, "verify|show|export",
+            "verify: read all of every state and compare checksums; show: what a state holds; export: write "
+            "the fp32 weights as safetensors")
+      ->required()
+      ->check(one_of({"verify", "show", "export"}));
+  add_value(*command, "directory", options->directory, "DIR", "The directory that a run saved its state in")
+      ->required();
+  add_value(*command, "--state", options->name, "NAME",
+            "One of several kept states, such as step-000000000040; otherwise the one that a run would load");
+  command->add_flag("--json", options->json, "show: print JSON");
+  add_value(*command, "--to", options->to, "FILE", "export: the file to write, FILE.safetensors")
+      ->group("Export");
+  add_value(*command, "--dtype", options->dtype, "fp32|bf16|fp16", "export: the type of the tensors")
+      ->capture_default_str()
+      ->check(one_of({"fp32", "bf16", "fp16"}))
+      ->group("Export");
+  add_value(*command, "--max-shard-size", options->max_shard_size, "BYTES",
+            "export: several files of at most so many bytes, and an index as Hugging Face writes it")
+      ->group("Export");
+  command->callback([options, &action] { action = [options] { return run(*options); }; });
+}
+
+}  // namespace forebay

@@ -1,0 +1,212 @@
+#include "runtime/command/state/state_export.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <utility>
+
+#include "forebay/conversions.h"
+#include "forebay/descriptor.h"
+#include "forebay/error.h"
+#include "forebay/units.h"
+
+namespace forebay {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kSuffix = ".safetensors";
+
+[[noreturn]] void cannot_write(const std::string& path, int error) {
+  throw Error(StatusCode::kIoError, "cannot write " + path + ": " + std::strerror(error) +
+                                        "; name a place that can be written to and has room");
+}
+
+// A file under a temporary name. rename_to_path() gives it its name; otherwise it is removed.
+class NewFile {
+ public:
+  explicit NewFile(std::string path) : path_(std::move(path)), temporary_(path_ + ".exporting") {
+    struct stat facts {};
+    if (::stat(path_.c_str(), &facts) == 0 && !S_ISREG(facts.st_mode)) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "cannot write " + path_ + ": it is there and is no regular file; name another");
+    }
+    ::unlink(temporary_.c_str());
+    const int file = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (file < 0) cannot_write(path_, errno);
+    file_ = internal::Descriptor(file);
+  }
+  ~NewFile() {
+    if (!renamed_) ::unlink(temporary_.c_str());
+  }
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+
+  void write(const void* data, std::size_t bytes) {
+    const auto* at = static_cast<const char*>(data);
+    while (bytes > 0) {
+      const ssize_t written = ::write(file_.number(), at, bytes);
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) cannot_write(path_, errno);
+      at += written;
+      bytes -= static_cast<std::size_t>(written);
+    }
+  }
+  // And closes: there may be many files.
+  void sync() {
+    if (::fsync(file_.number()) != 0) cannot_write(path_, errno);
+    file_.reset();
+  }
+  void rename_to_path() {
+    if (::rename(temporary_.c_str(), path_.c_str()) != 0) cannot_write(path_, errno);
+    renamed_ = true;
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+  const std::string temporary_;
+  internal::Descriptor file_;
+  bool renamed_ = false;
+};
+
+struct Shard {
+  std::vector<const SavedParameter*> tensors;
+  std::uint64_t bytes = 0;
+};
+
+// As save_pretrained() does: in order, a new file when the next tensor would exceed the limit.
+std::vector<Shard> shards_of(const SavedStateFacts& facts, const StateExport& options) {
+  std::vector<Shard> shards(1);
+  for (const SavedParameter& parameter : facts.parameters) {
+    const std::uint64_t bytes = parameter.count * element_bytes(options.dtype);
+    const bool is_full = options.max_shard_bytes > 0 && shards.back().bytes + bytes > options.max_shard_bytes;
+    if (is_full && !shards.back().tensors.empty()) shards.emplace_back();
+    shards.back().tensors.push_back(&parameter);
+    shards.back().bytes += bytes;
+  }
+  return shards;
+}
+
+// "model-00001-of-00003.safetensors".
+std::string shard_path(const std::string& to, std::size_t index, std::size_t count) {
+  if (count == 1) return to;
+  char place[48];
+  std::snprintf(place, sizeof place, "-%05zu-of-%05zu", index + 1, count);
+  return to.substr(0, to.size() - kSuffix.size()) + place + std::string(kSuffix);
+}
+
+std::string file_name(const std::string& path) {
+  return path.substr(path.rfind('/') + 1);  // npos + 1 is 0.
+}
+
+const char* type_name(DataType type) {
+  return type == DataType::kFloat32 ? "F32" : type == DataType::kBfloat16 ? "BF16" : "F16";
+}
+
+// Errors: throws kInvalidArgument where a parameter's name is not UTF-8.
+std::string dump(const Json& json, int indent) {
+  try {
+    return json.dump(indent);
+  } catch (const Json::exception&) {
+    throw Error(
+        StatusCode::kInvalidArgument,
+        "a parameter's name is not UTF-8 text, which safetensors needs; export a state with other names");
+  }
+}
+
+void write_header(NewFile& file, const Shard& shard, DataType type) {
+  Json header = {{"__metadata__", {{"format", "pt"}}}};
+  std::uint64_t at = 0;
+  for (const SavedParameter* parameter : shard.tensors) {
+    const std::uint64_t end = at + parameter->count * element_bytes(type);
+    header[parameter->name] = {
+        {"dtype", type_name(type)}, {"shape", parameter->shape}, {"data_offsets", {at, end}}};
+    at = end;
+  }
+  std::string text = dump(header, -1);
+  text.resize(round_up(text.size(), 8), ' ');  // Aligns the tensors.
+  std::uint8_t length[8];
+  for (std::size_t i = 0; i < sizeof length; ++i)
+    length[i] = static_cast<std::uint8_t>(text.size() >> (8 * i));
+  file.write(length, sizeof length);
+  file.write(text.data(), text.size());
+}
+
+void write_values(NewFile& file, Span<const float> values, DataType type,
+                  std::vector<std::uint16_t>& narrow) {
+  if (type == DataType::kFloat32) return file.write(values.data(), values.size() * sizeof(float));
+  narrow.resize(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i)
+    narrow[i] = type == DataType::kBfloat16 ? float_to_bfloat16(values[i]) : float_to_float16(values[i]);
+  file.write(narrow.data(), narrow.size() * sizeof(std::uint16_t));
+}
+
+std::string index_text(const std::vector<Shard>& shards, const std::vector<std::string>& paths) {
+  std::uint64_t bytes = 0;
+  nlohmann::json places = nlohmann::json::object();  // Sorted by name.
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    bytes += shards[i].bytes;
+    for (const SavedParameter* parameter : shards[i].tensors) places[parameter->name] = file_name(paths[i]);
+  }
+  return dump({{"metadata", {{"total_size", bytes}}}, {"weight_map", places}}, 2) + "\n";
+}
+
+// So that a crash after the export does not undo a renaming.
+void sync_directory_of(const std::string& path) {
+  const std::size_t end = path.rfind('/');
+  const std::string directory = end == std::string::npos ? "." : path.substr(0, end + 1);
+  const internal::Descriptor opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (opened.number() >= 0) ::fsync(opened.number());  // Some file systems refuse; the files are complete.
+}
+
+}  // namespace
+
+std::vector<std::string> export_state(SavedStateReader& state, const StateExport& options,
+                                      const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  if (options.to.size() <= kSuffix.size() || !std::string_view(options.to).ends_with(kSuffix) ||
+      file_name(options.to) == kSuffix) {
+    throw Error(StatusCode::kInvalidArgument,
+                "--to is " + options.to + "; name a file that ends in .safetensors, as in model.safetensors");
+  }
+  const std::vector<Shard> shards = shards_of(state.facts(), options);
+  std::uint64_t all = 0;
+  for (const Shard& shard : shards) all += shard.bytes;
+
+  std::vector<std::unique_ptr<NewFile>> files;
+  std::vector<std::string> paths;
+  std::vector<std::uint16_t> narrow;
+  std::uint64_t done = 0;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    paths.push_back(shard_path(options.to, i, shards.size()));
+    NewFile& file = *files.emplace_back(std::make_unique<NewFile>(paths.back()));
+    write_header(file, shards[i], options.dtype);
+    for (const SavedParameter* parameter : shards[i].tensors) {
+      state.read(*parameter, SavedField::kMaster, [&](Span<const float> piece) {
+        write_values(file, piece, options.dtype, narrow);
+        done += piece.size() * element_bytes(options.dtype);
+        progress(done, all);
+      });
+    }
+    file.sync();
+  }
+  if (shards.size() > 1) {
+    const std::string text = index_text(shards, paths);
+    paths.push_back(options.to + ".index.json");
+    NewFile& index = *files.emplace_back(std::make_unique<NewFile>(paths.back()));
+    index.write(text.data(), text.size());
+    index.sync();
+  }
+  for (const std::unique_ptr<NewFile>& file : files) file->rename_to_path();
+  sync_directory_of(options.to);
+  return paths;
+}
+
+}  // namespace forebay

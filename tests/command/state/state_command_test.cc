@@ -1,0 +1,324 @@
+// Saved training state without an engine: shown, verified and exported; and bad input, which is refused in
+// words.
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "forebay/conversions.h"
+#include "forebay/engine.h"
+#include "forebay/error.h"
+#include "forebay/saved_state.h"
+#include "runtime/command/state/state_export.h"
+#include "runtime/command/state/state_print.h"
+#include "tests/support/local_world.h"
+
+namespace forebay {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+using testing::Rank;
+using testing::run_ranks;
+
+constexpr std::uint64_t kLong[] = {3, 700};
+constexpr std::uint64_t kMatrix[] = {20, 30};
+
+float value_of(int parameter, std::uint64_t i) {
+  return static_cast<float>(parameter) + 1e-4f * static_cast<float>(i) - 0.03f;
+}
+
+class StateCommand : public ::testing::Test {
+ protected:
+  StateCommand() {
+    std::string pattern = (fs::temp_directory_path() / "forebay-state-XXXXXX").string();
+    root_ = ::mkdtemp(pattern.data());
+    directory_ = root_ + "/state";
+  }
+  ~StateCommand() override { fs::remove_all(root_); }
+
+  // Three ranks at stage 3 save steps 0, 1, ... of a small model; `keep` of them stay.
+  void save(int states = 1, int keep = 1) {
+    run_ranks(3, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = 3;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId first = engine.add_unit("first");
+      const UnitId second = engine.add_unit("second");
+      const std::vector<ParameterId> ids = {engine.add_parameter(first, "wte", 2100),
+                                            engine.add_parameter(first, "bias", 7),
+                                            engine.add_parameter(second, "frozen", 600, 0, /*frozen=*/true),
+                                            engine.add_parameter(second, "z.last", 1)};
+      engine.declare_shape(ids[0], kLong);
+      engine.declare_shape(ids[2], kMatrix);
+      engine.commit();
+      for (std::size_t p = 0; p < ids.size(); ++p) {
+        const std::uint64_t count = p == 0 ? 2100 : p == 1 ? 7 : p == 2 ? 600 : 1;
+        std::vector<float> values;
+        for (std::uint64_t i = 0; i < count; ++i) values.push_back(value_of(static_cast<int>(p), i));
+        engine.set_parameter(ids[p], values);
+      }
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      for (int step = 0; step < states; ++step) {
+        if (step > 0) {  // With gradients of zero nothing changes.
+          engine.step_begin();
+          engine.micro_step_begin(0);
+          for (const int unit : {0, 1}) static_cast<void>(engine.forward(unit, stream));
+          for (const int unit : {1, 0}) static_cast<void>(engine.backward(unit, stream));
+          engine.step({.groups = {{}}});
+        }
+        engine.save_state(directory_, "{\"cursor\": " + std::to_string(step) + "}", keep);
+      }
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
+  }
+
+  // Runs `forebay state` and returns its exit code.
+  int command(const std::string& arguments) {
+    const std::string line = std::string(FOREBAY_COMMAND) + " state " + arguments + " > " + root_ +
+                             "/out 2> " + root_ + "/err < /dev/null";
+    const int status = std::system(line.c_str());
+    out_ = text_of(root_ + "/out");
+    err_ = text_of(root_ + "/err");
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+  static std::string text_of(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::ostringstream text;
+    text << file.rdbuf();
+    return text.str();
+  }
+  void flip(const std::string& path, std::uint64_t at) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(static_cast<std::streamoff>(at));
+    const int byte = file.get();
+    file.seekp(static_cast<std::streamoff>(at));
+    file.put(static_cast<char>(byte ^ 1));
+  }
+  // Names of files that an export left, without the state.
+  std::vector<std::string> files() const {
+    std::vector<std::string> names;
+    for (const auto& entry : fs::directory_iterator(root_)) {
+      const std::string name = entry.path().filename();
+      if (name != "out" && name != "err" && name != "state") names.push_back(name);
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  std::string root_, directory_, out_, err_;
+};
+
+struct TensorFile {
+  Json header;
+  std::string data;
+
+  explicit TensorFile(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::ostringstream all;
+    all << file.rdbuf();
+    const std::string text = all.str();
+    std::uint64_t length = 0;
+    std::memcpy(&length, text.data(), 8);
+    EXPECT_EQ(length % 8, 0u);
+    header = Json::parse(text.substr(8, length));
+    data = text.substr(8 + length);
+  }
+  template <typename Element>
+  std::vector<Element> values(const std::string& name) const {
+    const auto begin = header.at(name).at("data_offsets").at(0).get<std::uint64_t>();
+    const auto end = header.at(name).at("data_offsets").at(1).get<std::uint64_t>();
+    std::vector<Element> values((end - begin) / sizeof(Element));
+    std::memcpy(values.data(), data.data() + begin, end - begin);
+    return values;
+  }
+};
+
+TEST_F(StateCommand, ShowsTheContentsInOrderOfRegistration) {
+  save();
+
+  ASSERT_EQ(command("show " + directory_ + " --json"), 0) << err_;
+  const Json json = Json::parse(out_);
+  EXPECT_EQ(json["step"], 0);
+  EXPECT_EQ(json["ranks"], 3);
+  EXPECT_EQ(json["stage"], 3);
+  EXPECT_EQ(json["dtype"], "fp32");
+  EXPECT_EQ(json["trainer_state"], "{\"cursor\": 0}");
+  EXPECT_EQ(json["files"].size(), 3u);
+  ASSERT_EQ(json["parameters"].size(), 4u);
+  const Json& wte = json["parameters"][0];
+  EXPECT_EQ(wte["name"], "wte");
+  EXPECT_EQ(wte["shape"], Json({3, 700}));
+  EXPECT_EQ(wte["elements"], 2100);
+  EXPECT_EQ(wte["bytes"], 2100 * 12);
+  EXPECT_EQ(json["parameters"][1]["shape"], Json(nullptr));
+  EXPECT_EQ(json["parameters"][2]["frozen"], true);
+  EXPECT_EQ(json["parameters"][2]["bytes"], 2400);
+  EXPECT_EQ(json["parameters"][3]["name"], "z.last");
+
+  ASSERT_EQ(command("show " + directory_), 0) << err_;
+  for (const char* part :
+       {"3 ranks at ZeRO stage 3 in fp32", "[3, 700]", "frozen (frozen)", "25,200", "cursor"})
+    EXPECT_NE(out_.find(part), std::string::npos) << part << "\n" << out_;
+  std::istringstream lines(out_);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+}
+
+TEST_F(StateCommand, LongNamesAreShortenedInTheMiddle) {
+  EXPECT_EQ(shortened_name("short", 40), "short");
+  EXPECT_EQ(shortened_name("abcdefghijklmnopqrstuvwxyz", 11), "ab...uvwxyz");
+  EXPECT_EQ(shortened_name("äöüäöüäöüäöüäöü", 11), "äö...äöüäöü");
+  EXPECT_EQ(shortened_name("a\nb", 40), "a\\nb");
+}
+
+TEST_F(StateCommand, ExportsTheWeightsAsSafetensors) {
+  save();
+
+  ASSERT_EQ(command("export " + directory_ + " --to " + root_ + "/m.safetensors"), 0) << err_;
+  EXPECT_EQ(out_, root_ + "/m.safetensors\n");
+  EXPECT_NE(err_.find("the shapes of 2 parameters were not saved"), std::string::npos) << err_;
+  EXPECT_EQ(files(), std::vector<std::string>{"m.safetensors"});
+  const TensorFile file(root_ + "/m.safetensors");
+  EXPECT_EQ(file.header["__metadata__"]["format"], "pt");
+  EXPECT_EQ(file.header["wte"]["shape"], Json({3, 700}));
+  EXPECT_EQ(file.header["wte"]["dtype"], "F32");
+  EXPECT_EQ(file.header["bias"]["shape"], Json({7}));
+  EXPECT_EQ(file.data.size(), (2100 + 7 + 600 + 1) * 4u);
+  const char* const names[] = {"wte", "bias", "frozen", "z.last"};
+  for (int p = 0; p < 4; ++p) {
+    const std::vector<float> values = file.values<float>(names[p]);
+    for (std::size_t i = 0; i < values.size(); ++i)
+      ASSERT_EQ(values[i], value_of(p, i)) << names[p] << " " << i;
+  }
+
+  for (const char* type : {"bf16", "fp16"}) {
+    ASSERT_EQ(command("export " + directory_ + " --dtype " + type + " --to " + root_ + "/n.safetensors"), 0)
+        << err_;
+    const TensorFile narrow(root_ + "/n.safetensors");
+    const std::vector<std::uint16_t> values = narrow.values<std::uint16_t>("wte");
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const float value = value_of(0, i);
+      ASSERT_EQ(values[i], type == std::string("bf16") ? float_to_bfloat16(value) : float_to_float16(value));
+    }
+    EXPECT_EQ(narrow.header["wte"]["dtype"], type == std::string("bf16") ? "BF16" : "F16");
+  }
+}
+
+TEST_F(StateCommand, ExportsSeveralFilesWithAnIndex) {
+  save();
+
+  ASSERT_EQ(command("export " + directory_ + " --max-shard-size 2430 --to " + root_ + "/model.safetensors"),
+            0)
+      << err_;
+
+  const std::vector<std::string> expected = {
+      "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors",
+      "model-00003-of-00003.safetensors", "model.safetensors.index.json"};
+  EXPECT_EQ(files(), expected);
+  const Json index = Json::parse(text_of(root_ + "/model.safetensors.index.json"));
+  EXPECT_EQ(index["metadata"]["total_size"], 2708 * 4);
+  const std::map<std::string, std::string> places = index["weight_map"];
+  const std::map<std::string, std::string> wanted = {
+      {"wte", expected[0]}, {"bias", expected[1]}, {"frozen", expected[1]}, {"z.last", expected[2]}};
+  // wte is larger than a file and has one alone; the last element does not fit beside 7 + 600.
+  EXPECT_EQ(places, wanted);
+  for (const auto& [name, place] : places) {
+    const TensorFile file(root_ + "/" + place);
+    EXPECT_TRUE(file.header.contains(name)) << name;
+  }
+}
+
+TEST_F(StateCommand, KeepsAsManyStatesAsWereAskedFor) {
+  save(/*states=*/5, /*keep=*/3);
+
+  const std::vector<std::string> kept = {"step-000000000004", "step-000000000003", "step-000000000002"};
+  EXPECT_EQ(saved_state_names(directory_), kept);
+  EXPECT_EQ(SavedStateReader(directory_).facts().attempted_steps, 4u);
+  EXPECT_EQ(SavedStateReader(directory_, kept[2]).facts().trainer_state, "{\"cursor\": 2}");
+  ASSERT_EQ(command("verify " + directory_), 0) << err_;
+  for (const std::string& name : kept) EXPECT_NE(out_.find(name + " is whole"), std::string::npos) << out_;
+  EXPECT_NE(out_.find("to load: step-000000000004"), std::string::npos) << out_;
+  ASSERT_EQ(command("show " + directory_ + " --state step-000000000003 --json"), 0) << err_;
+  EXPECT_EQ(Json::parse(out_)["step"], 3);
+  EXPECT_EQ(command("show " + directory_ + " --state step-000000000009"), 1);
+  EXPECT_NE(err_.find("it has step-000000000002 to step-000000000004"), std::string::npos) << err_;
+}
+
+// A changed byte anywhere is noticed, and an export of it leaves no file.
+TEST_F(StateCommand, VerifyFindsEveryChangedByte) {
+  save();
+  for (const char* name : {"rank-1-of-3", "manifest.json"}) {
+    const std::string path = directory_ + "/step-000000000000/" + name;
+    const std::uint64_t bytes = fs::file_size(path);
+    for (std::uint64_t at = 0; at < bytes; at += std::max<std::uint64_t>(bytes / 7, 1)) {
+      flip(path, at);
+      EXPECT_EQ(command("verify " + directory_), 1) << name << " at " << at << "\n" << out_;
+      EXPECT_NE(err_.find("step-000000000000"), std::string::npos) << err_;
+      flip(path, at);
+    }
+  }
+  EXPECT_EQ(command("verify " + directory_), 0) << err_;
+
+  flip(directory_ + "/step-000000000000/rank-0-of-3", 8);  // The first value of wte.
+  EXPECT_EQ(command("export " + directory_ + " --to " + root_ + "/m.safetensors"), 1);
+  EXPECT_NE(err_.find("the checksum of master of wte differs"), std::string::npos) << err_;
+  EXPECT_TRUE(files().empty());
+}
+
+TEST_F(StateCommand, BadInputIsRefusedInWords) {
+  const auto refused = [&](const std::string& arguments, int code, const std::string& part) {
+    EXPECT_EQ(command(arguments), code) << arguments;
+    EXPECT_NE(err_.find(part), std::string::npos) << err_;
+    EXPECT_EQ(std::count(err_.begin(), err_.end(), '\n'), 1) << err_;
+  };
+  for (const char* action : {"show ", "verify "}) {
+    refused(action + root_ + "/nothing", 1, "there is no directory");
+    refused(action + root_, 1, "there is no saved state in " + root_);
+  }
+  fs::create_directories(root_ + "/parts/step-12/part-0");
+  std::ofstream(root_ + "/parts/step-12/part-0/latest") << "x";
+  refused("show " + root_ + "/parts", 1, "step-12/part-0; give the directory of one part");
+  fs::remove_all(root_ + "/parts");
+  save();
+  refused("export " + directory_, 2, "add --to model.safetensors");
+  refused("export " + directory_ + " --to " + root_ + "/model.bin", 2, "ends in .safetensors");
+  refused("export " + directory_ + " --to " + root_ + "/no/m.safetensors", 1, "cannot write");
+  refused("export " + directory_ + " --to " + root_ + "/m.safetensors --max-shard-size 0", 2,
+          "--max-shard-size");
+  refused("export " + directory_ + " --to " + root_ + "/m.safetensors --dtype int8", 2, "fp32, bf16, fp16");
+  refused("show " + directory_ + " --to " + root_ + "/m.safetensors", 2, "--to is for export");
+  refused("verify " + directory_ + " --json", 2, "--json is for show");
+  refused("burn " + directory_, 2, "verify, show, export");
+  fs::create_directory(root_ + "/d.safetensors");
+  refused("export " + directory_ + " --to " + root_ + "/d.safetensors", 2, "is no regular file");
+  fs::remove(root_ + "/d.safetensors");
+  std::ofstream(directory_ + "/latest") << "nonsense";
+  EXPECT_EQ(command("verify " + directory_), 0) << err_;  // The newest whole state is loaded then.
+  EXPECT_TRUE(files().empty());
+}
+
+TEST_F(StateCommand, ADeclaredShapeHasTheParametersElements) {
+  run_ranks(1, {}, [&](Rank& rank) {
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, {});
+    const ParameterId id = engine.add_parameter(engine.add_unit("u"), "p", 12);
+    EXPECT_THROW(engine.declare_shape(id, {3, 5}), Error);
+    EXPECT_THROW(engine.declare_shape(id, {std::uint64_t{1} << 63, 6}), Error);
+    EXPECT_THROW(engine.declare_shape({0, 1}, {12}), Error);
+    engine.declare_shape(id, {3, 4});
+    EXPECT_EQ(engine.model().units[0].parameters[0].shape, (std::vector<std::uint64_t>{3, 4}));
+  });
+}
+
+}  // namespace
+}  // namespace forebay
