@@ -1,7 +1,9 @@
 #include "parallel/parted_state.h"
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <sstream>
 
 #include "forebay/error.h"
@@ -29,18 +31,29 @@ std::string parts_text(const std::string& step, const RankGrid& shape) {
          std::to_string(shape.pipeline_parallel()) + "\n";
 }
 
-// Removes the states of other steps. Order: once `kept` is complete and named.
-void remove_superseded(const std::string& directory, const std::string& kept) {
+// Keeps the states of `keep` steps: `newest` and those before it. Others go, later steps first: they are
+// those of a run that was left. Order: once `newest` is complete and named.
+void remove_superseded(const std::string& directory, std::uint64_t newest, int keep) {
   std::error_code error;
+  std::map<std::uint64_t, fs::path> before;
   for (const auto& entry : fs::directory_iterator(directory, error)) {
     const std::string name = entry.path().filename();
-    if (name.rfind("step-", 0) == 0 && name != kept) fs::remove_all(entry.path(), error);
+    if (name.rfind("step-", 0) != 0) continue;
+    const std::uint64_t step = std::strtoull(name.c_str() + 5, nullptr, 10);
+    if (name == step_name(step) && step < newest) {
+      before.emplace(step, entry.path());
+    } else if (name != step_name(newest)) {
+      fs::remove_all(entry.path(), error);
+    }
   }
+  for (auto oldest = before.begin(); before.size() >= static_cast<std::size_t>(keep);
+       oldest = before.erase(oldest))
+    fs::remove_all(oldest->second, error);
 }
 
 }  // namespace
 
-void save_parts(Grid& grid, const std::string& directory, std::uint64_t step,
+void save_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep,
                 const std::function<void(const std::string& directory)>& save) {
   if (grid.part_count() == 1) return save(directory);
   const std::string name = step_name(step);
@@ -55,7 +68,7 @@ void save_parts(Grid& grid, const std::string& directory, std::uint64_t step,
   throw_if_error(grid.world().barrier());
   if (grid.world().rank() != 0) return;
   write_file(parts_file(directory), parts_text(name, grid.shape()));
-  remove_superseded(directory, name);
+  remove_superseded(directory, step, keep);
 }
 
 std::string saved_part(Grid& grid, const std::string& directory) {

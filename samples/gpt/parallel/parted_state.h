@@ -16,8 +16,9 @@
 
 namespace forebay::gpt {
 
-// Saves this rank's part by `save(directory)`, as of `step`. Collective over the grid's world.
-void save_parts(Grid& grid, const std::string& directory, std::uint64_t step,
+// Saves this rank's part by `save(directory)`, as of `step`, and keeps the newest `keep` steps: `save` has to
+// do so for a model in one part. Collective over the grid's world.
+void save_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep,
                 const std::function<void(const std::string& directory)>& save);
 
 // The directory of this rank's part of the state in `directory`. Errors: throws Error(kIoError) if no state

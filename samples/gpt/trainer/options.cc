@@ -26,6 +26,7 @@ constexpr const char* kProgram = "forebay-gpt";
 constexpr int kUsageExit = 2;
 constexpr std::uint64_t kSizeMax = std::uint64_t{1} << 24;  // Byte counts are then far from overflowing.
 constexpr int kRanksMax = 1024;                             // On one host: a typing mistake beyond it.
+constexpr int kKeptMax = 100'000;                           // The same.
 constexpr int kThreadsMax = 256;                            // Per rank: the same.
 constexpr double kSingleMax = 3e38;                         // A larger value would be infinite in fp32,
 constexpr double kEpsilonMin = 1e-30;  // and a smaller epsilon zero, by which it divides.
@@ -206,6 +207,7 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
   files.text("--save-state", o.save_state, "DIR", "Save the training state here at the end and on Ctrl-C");
   files.number("--save-every", o.save_every, 0, UINT64_MAX,
                "Save it after every N steps, too; 0: only at the end");
+  files.number("--keep", o.keep, 1, kKeptMax, "Saved states to keep in --save-state: the newest N");
   files.text("--load-state", o.load_state, "DIR", "Resume from the training state saved here");
   app.add_flag(
          "--resume", o.resume,
@@ -364,6 +366,8 @@ void check_options(const TrainerOptions& o) {
   if (!o.load_state.empty() && !o.initial_file.empty()) {
     refuse("--load-state and --initial both give the weights; use one of them");
   }
+  if (o.keep > 1 && o.save_state.empty())
+    refuse("--keep says how many saved states to keep and no directory was given; add --save-state DIR");
   if (o.resume && o.save_state.empty()) refuse("--resume needs --save-state DIR");
   if (o.resume && !o.load_state.empty()) {
     refuse("--resume loads the state from --save-state, --load-state from elsewhere; use one of them");
@@ -505,6 +509,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
       {"--offload-staging", option_text(o, "offload-staging")},
       {"--save-state", given(o.save_state)},
       {"--save-every", std::to_string(o.save_every)},
+      {"--keep", std::to_string(o.keep)},
       {"--load-state", given(o.load_state)},
       {"--export", given(o.export_file)},
       {"--evaluate-every", std::to_string(o.evaluate_every)},

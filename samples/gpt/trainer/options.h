@@ -68,6 +68,7 @@ struct TrainerOptions : ShardingOptions {
 
   std::string save_state;
   std::uint64_t save_every = 0;
+  int keep = 1;  // States in save_state.
   std::string load_state;
   bool resume = false;  // Load from save_state once it holds a state.
   std::string initial_file;

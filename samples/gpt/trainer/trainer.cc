@@ -204,8 +204,11 @@ void Trainer::load() {
 }
 
 void Trainer::save() {
-  save_parts(model_.grid, options_.save_state, steps_done(),
-             [&](const std::string& directory) { model_.engine.save_state(directory, cursor_.to_text()); });
+  // Each part's directory is that of one step.
+  const int keep = model_.grid.part_count() == 1 ? options_.keep : 1;
+  save_parts(
+      model_.grid, options_.save_state, steps_done(), options_.keep,
+      [&](const std::string& directory) { model_.engine.save_state(directory, cursor_.to_text(), keep); });
   saved_step_ = steps_done();
 }
 
