@@ -272,7 +272,7 @@ struct Engine::Impl : StepContext {
   std::optional<double> norm;                    // Where gradient_norm() was called in this step.
   std::optional<Phase> after_evaluation;         // In an evaluation: the phase before it.
   std::optional<OtherTraffic> outside_of_steps;  // Alive in an evaluation.
-  Traffic evaluation_traffic;                    // Of all evaluations.
+  Traffic evaluation_traffic;                    // All evaluations together.
   std::unique_ptr<Recorder> recorder;            // Null in strict order. The rest is for recorded order.
   bool passes_ended = false;                     // The step's last micro-step is over.
   int forward_leases = 0;                        // In this micro-step.

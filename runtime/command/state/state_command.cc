@@ -142,9 +142,10 @@ void add_state_command(CLI::App& app, Action& action) {
       return "'" + given + "' was given; use one of " + all;
     };
   };
-  add_value(*command, "action", options->action, "verify|show|export",
-            "verify: read all of every state and compare checksums; show: what a state holds; export: write "
-            "the fp32 weights as safetensors")
+  add_value(
+      *command, "action", options->action, "verify|show|export",
+      "verify: read all of every state and compare checksums; show: the contents of a state; export: write "
+      "the fp32 weights as safetensors")
       ->required()
       ->check(one_of({"verify", "show", "export"}));
   add_value(*command, "directory", options->directory, "DIR", "The directory that a run saved its state in")

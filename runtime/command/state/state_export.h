@@ -25,7 +25,7 @@ struct StateExport {
 // Returns their paths. `progress` gets the bytes so far and in all.
 // Errors: throws Error: kInvalidArgument for a name that is no .safetensors file, kIoError, and those of
 // SavedStateReader. No new file is left then.
-// Cost: memory for two pieces of SavedStateReader::kPieceCount elements, whatever the model's size.
+// Cost: memory for two pieces of SavedStateReader::kPieceCount elements.
 std::vector<std::string> export_state(
     SavedStateReader& state, const StateExport& options,
     const std::function<void(std::uint64_t done, std::uint64_t all)>& progress);

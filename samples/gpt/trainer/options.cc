@@ -37,6 +37,7 @@ struct Words {
   std::string device = "host";
   std::string recompute = "none";
   std::string activations = "keep";
+  std::string schedule = "constant";
 };
 
 // The whole of `text` as a number; none for other text.
@@ -165,14 +166,21 @@ void add_compute_options(CLI::App& app, TrainerOptions& o, Words& words) {
                   "keep, partition and partition+cpu that --memory has room for. The result is the same");
 }
 
-void add_training_options(CLI::App& app, TrainerOptions& o) {
+void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section training(app, "Training");
   training.text("--text", o.text, "FILE", "Text files, read as bytes",
                 "the licences in /usr/share/common-licenses");
   training.number("--batch", o.batch, 1, kSizeMax, "Samples per data-parallel rank and micro-step");
   training.number("--steps", o.steps, 0, (std::uint64_t{1} << 62) - 1,
                   "Steps in all, including those before a resume");
-  training.real("--lr", o.lr, "X", 0, kSingleMax, "Learning rate of AdamW, constant");
+  training.real("--lr", o.lr, "X", 0, kSingleMax, "Learning rate of AdamW; with a schedule, its peak");
+  training.word("--schedule", words.schedule, "constant|cosine|linear|wsd",
+                "Learning rates after the warm-up: constant; cosine or linear, down to --last-lr at the last "
+                "step; wsd, constant and then linear over the last fifth of the steps",
+                "constant");
+  training.number("--warmup", o.warmup, 0, (std::uint64_t{1} << 62) - 1,
+                  "Steps in which the learning rate rises to --lr, on a line");
+  training.real("--last-lr", o.last_lr, "X", 0, kSingleMax, "Learning rate that a schedule ends at");
   training.real("--weight-decay", o.weight_decay, "X", 0, kSingleMax,
                 "Weight decay of AdamW, for matrices and embeddings");
   training.real("--clip", o.clip, "X", 0, kSingleMax, "Largest global gradient norm; 0: no clipping");
@@ -245,6 +253,9 @@ void apply(Words& words, TrainerOptions& o) {
   if (o.fast_order) words.sharding.skip("order");
   throw_if_error(words.sharding.read(o));
   o.device = device_of(words.device);
+  for (const Schedule one : {Schedule::kConstant, Schedule::kCosine, Schedule::kLinear, Schedule::kWsd}) {
+    if (words.schedule == schedule_name(one)) o.schedule = one;
+  }
   const std::optional<int> every = parse_recompute(words.recompute);
   if (!every) {
     refuse("--recompute is '" + words.recompute +
@@ -354,6 +365,12 @@ void check_options(const TrainerOptions& o) {
   if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
     refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
   }
+  if (o.schedule == Schedule::kConstant && o.last_lr != 0)
+    refuse("--last-lr ends a schedule, and the learning rate is constant; add --schedule cosine, say");
+  if (o.warmup > o.steps && o.steps > 0) {
+    refuse("--warmup is " + std::to_string(o.warmup) + " and --steps " + std::to_string(o.steps) +
+           "; warm up for fewer steps, because the rate would never reach --lr");
+  }
   if (o.evaluation_text.empty() && o.evaluate_every + o.evaluation_samples > 0) {
     refuse(std::string(o.evaluate_every > 0 ? "--evaluate-every" : "--evaluation-samples") +
            " needs a text to evaluate; add --evaluation-text FILE");
@@ -383,7 +400,7 @@ ParsedCommand parse_command(const std::vector<std::string>& arguments) {
   app.set_version_flag("--version", std::string(kProgram) + " " + version(), "Print the version");
   app.footer(std::string("Sizes: ") + kBytesSyntax + ".");
   add_model_options(app, options);
-  add_training_options(app, options);
+  add_training_options(app, options, words);
   add_rank_options(app, options, words);
   add_sharding_options(app, options, words);
   add_compute_options(app, options, words);
@@ -437,6 +454,10 @@ TrainerOptions resolve_options(TrainerOptions options) {
   return options;
 }
 
+ScheduleOptions schedule_of(const TrainerOptions& o) {
+  return {.schedule = o.schedule, .steps = o.steps, .warmup = o.warmup, .peak = o.lr, .last = o.last_lr};
+}
+
 Grid::Options grid_options(const TrainerOptions& o) {
   return {.tensor_parallel = o.tensor_parallel,
           .pipeline_parallel = o.pipeline_parallel,
@@ -474,6 +495,14 @@ std::string configuration_of(const TrainerOptions& o) {
          activations_name(o) + " --dropout " + exact(o.dropout);
 }
 
+// "constant"; "cosine to 1e-05 in 1000 steps, warm-up 50".
+std::string schedule_text(const TrainerOptions& o) {
+  std::string text = schedule_name(o.schedule);
+  if (o.schedule != Schedule::kConstant)
+    text += " to " + exact(o.last_lr) + " in " + std::to_string(o.steps) + " steps";
+  return text + (o.warmup > 0 ? ", warm-up " + std::to_string(o.warmup) : "");
+}
+
 std::vector<std::pair<std::string, std::string>> training_of(const TrainerOptions& o) {
   const auto given = [](const std::string& path) { return std::string(path.empty() ? "no" : "yes"); };
   return {{"layers", std::to_string(o.model.layers)},
@@ -482,6 +511,7 @@ std::vector<std::pair<std::string, std::string>> training_of(const TrainerOption
           {"sequence", std::to_string(o.model.sequence)},
           {"batch", std::to_string(o.batch)},
           {"lr", exact(o.lr)},
+          {"schedule", schedule_text(o)},
           {"weight-decay", exact(o.weight_decay)},
           {"clip", exact(o.clip)},
           {"beta1", exact(o.beta1)},

@@ -12,6 +12,7 @@
 #include "forebay/sharding_options.h"
 #include "model/shape.h"
 #include "parallel/grid.h"
+#include "trainer/schedule.h"
 
 namespace forebay::gpt {
 
@@ -46,7 +47,10 @@ struct TrainerOptions : ShardingOptions {
 
   std::size_t batch = 8;      // Samples per data-parallel rank and micro-step.
   std::uint64_t steps = 100;  // In all, including those before a resume.
-  double lr = 1e-3;
+  double lr = 1e-3;           // The peak of the schedule.
+  Schedule schedule = Schedule::kConstant;
+  std::uint64_t warmup = 0;  // Steps.
+  double last_lr = 0;
   double weight_decay = 0.1;
   double clip = 1.0;
   double beta1 = 0.9;
@@ -87,6 +91,9 @@ struct ParsedCommand {
   int exit_code = 0;
 };
 ParsedCommand parse_command(const std::vector<std::string>& arguments);
+
+// The learning rates of the steps.
+ScheduleOptions schedule_of(const TrainerOptions& options);
 
 // The arrangement of the ranks.
 Grid::Options grid_options(const TrainerOptions& options);

@@ -88,8 +88,8 @@ StepResult Trainer::step() {
 
 Hyperparameters Trainer::hyperparameters() {
   Hyperparameters values;
-  values.groups = {{.lr = options_.lr, .weight_decay = options_.weight_decay},
-                   {.lr = options_.lr, .weight_decay = 0.0}};
+  const double lr = learning_rate(schedule_of(options_), steps_done());
+  values.groups = {{.lr = lr, .weight_decay = options_.weight_decay}, {.lr = lr, .weight_decay = 0.0}};
   values.clip = options_.clip;
   // All tensor-parallel ranks of the last pipeline stage know the same loss. One of them tells it.
   if (model_.grid.stage().is_last()) {

@@ -22,7 +22,7 @@
 namespace forebay {
 
 enum class SavedField : std::uint8_t {
-  kMaster,  // The fp32 weights. Of a frozen parameter, its value.
+  kMaster,  // The fp32 weights, and the values of frozen parameters.
   kM,       // AdamW's first and second moments.
   kV,
 };
@@ -48,7 +48,7 @@ struct SavedStateFacts {
   std::uint64_t attempted_steps = 0;
   std::uint64_t applied_steps = 0;
   double loss_scale = 1.0;
-  int ranks = 1;  // Of the engine that saved: a model in parts has a state for each part.
+  int ranks = 1;  // Ranks that saved. A model in parts has a state for each part.
   int stage = 0;
   std::string dtype;
   std::string trainer_state;  // As given to Engine::save_state().
