@@ -10,8 +10,18 @@
 
 #include "forebay/error.h"
 #include "model/random.h"
+#include "model/shape.h"
 
 namespace forebay::gpt {
+namespace {
+
+constexpr std::uint64_t kHashBegin = 0xCBF29CE484222325u;
+
+std::uint64_t mixed(std::uint64_t hash, std::uint64_t value) {
+  return (hash ^ value) * 0x100000001B3u;
+}
+
+}  // namespace
 
 Text Text::read(const std::vector<std::string>& files) {
   std::vector<std::uint8_t> bytes;
@@ -33,8 +43,36 @@ Text Text::read(const std::vector<std::string>& files) {
   return Text(std::move(bytes));
 }
 
-Text::Text(std::vector<std::uint8_t> bytes) : bytes_(std::move(bytes)), hash_(0xCBF29CE484222325u) {
-  for (const std::uint8_t byte : bytes_) hash_ = (hash_ ^ byte) * 0x100000001B3u;
+Text::Text(std::vector<std::uint8_t> bytes) : bytes_(std::move(bytes)), hash_(kHashBegin) {
+  for (const std::uint8_t byte : bytes_) hash_ = mixed(hash_, byte);
+}
+
+Text Text::map(const std::string& file) {
+  Text text({});
+  text.file_ = std::make_shared<const TokenFile>(file);
+  const std::uint64_t size = text.size();
+  text.hash_ = mixed(kHashBegin, size);
+  const std::uint64_t hashed = std::min(size, kHashedTokens);
+  for (std::uint64_t i = 0; i < hashed; ++i)
+    text.hash_ = mixed(text.hash_, text.file_->tokens()[i * (size / hashed)]);
+  return text;
+}
+
+void Text::copy(std::uint64_t first, std::span<std::uint8_t> target) const {
+  if (file_ == nullptr) {
+    std::copy_n(bytes_.begin() + static_cast<std::ptrdiff_t>(first), target.size(), target.begin());
+    return;
+  }
+  const std::span<const std::uint16_t> tokens = file_->tokens().subspan(first, target.size());
+  for (std::size_t i = 0; i < tokens.size(); ++i) {
+    if (tokens[i] >= kVocabulary) {
+      throw Error(StatusCode::kInvalidArgument,
+                  "token " + std::to_string(first + i) + " of " + file_->path() + " is " +
+                      std::to_string(tokens[i]) + ", and this model has a vocabulary of " +
+                      std::to_string(kVocabulary) + "; give a file of bytes or characters with --data");
+    }
+    target[i] = static_cast<std::uint8_t>(tokens[i]);
+  }
 }
 
 std::vector<std::string> default_text_files() {
@@ -55,10 +93,9 @@ std::vector<std::string> default_text_files() {
 
 void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<std::uint8_t> tokens,
                  std::span<std::uint8_t> targets) {
-  const std::span<const std::uint8_t> bytes = text.bytes();
-  const std::uint64_t start = draw(seed, kTextStream, index) % (bytes.size() - tokens.size());
-  std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(start), tokens.size(), tokens.begin());
-  std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(start) + 1, targets.size(), targets.begin());
+  const std::uint64_t start = draw(seed, kTextStream, index) % (text.size() - tokens.size());
+  text.copy(start, tokens);
+  text.copy(start + 1, targets);
 }
 
 }  // namespace forebay::gpt

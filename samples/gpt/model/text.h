@@ -1,11 +1,14 @@
-// The training text, as bytes, and the samples that a step reads from it.
+// The training text, as bytes or as a file of tokens, and the samples that a step reads from it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
+
+#include "model/token_file.h"
 
 namespace forebay::gpt {
 
@@ -15,13 +18,25 @@ class Text {
   // Errors: throws Error naming the file (kIoError).
   static Text read(const std::vector<std::string>& files);
   explicit Text(std::vector<std::uint8_t> bytes);
+  // Errors: those of TokenFile.
+  static Text map(const std::string& file);
 
+  // Tokens; a token of a text file is a byte.
+  std::uint64_t size() const { return file_ != nullptr ? file_->tokens().size() : bytes_.size(); }
+  // Copies the tokens from `first` on. Requires: there are as many. Errors: throws Error(kInvalidArgument)
+  // naming a token of a file that is not below kVocabulary.
+  void copy(std::uint64_t first, std::span<std::uint8_t> target) const;
+  // Empty for a file of tokens.
   std::span<const std::uint8_t> bytes() const { return bytes_; }
-  // FNV-1a over the bytes, by which ranks notice that their files differ.
+  bool is_mapped() const { return file_ != nullptr; }
+  // FNV-1a over the bytes, by which ranks notice that their files differ. Of a file of tokens, over its
+  // length and kHashedTokens of them, which lie evenly in it.
+  static constexpr std::uint64_t kHashedTokens = 4096;
   std::uint64_t hash() const { return hash_; }
 
  private:
   std::vector<std::uint8_t> bytes_;
+  std::shared_ptr<const TokenFile> file_;  // Shared by copies. Null: bytes_ has the text.
   std::uint64_t hash_ = 0;
 };
 
@@ -31,7 +46,7 @@ std::vector<std::string> default_text_files();
 
 // Copies sample `index` of `sequence` tokens: tokens = text[start ...], targets one byte further, with
 // start = draw(seed, kTextStream, index) mod (bytes - sequence).
-// Requires: the text has more than `sequence` bytes.
+// Requires: the text has more than `sequence` tokens.
 void copy_sample(const Text& text, std::uint64_t seed, std::uint64_t index, std::span<std::uint8_t> tokens,
                  std::span<std::uint8_t> targets);
 

@@ -105,7 +105,7 @@ void check_files(const TrainerOptions& options) {
   check_state(options);
   check_drives("--offload-tier", options.offload_directories);
   check_drives("--activations", options.activation_directories);
-  static_cast<void>(Text::read(options.text));
+  static_cast<void>(training_text(options));
   static_cast<void>(Text::read(options.evaluation_text));
 }
 

@@ -40,9 +40,9 @@ std::string model_text(const RankModel& model) {
 std::string data_text(const RankModel& model) {
   const std::uint64_t tokens = model.options.batch * model.options.model.sequence;
   // No row has the word "step" before a space: scripts wait for "step " to know that steps have begun.
-  return grouped(model.text.bytes().size()) + " bytes of text; " + grouped(tokens) +
-         " tokens per rank and micro-step, " + grouped(static_cast<std::uint64_t>(model.tokens_per_step())) +
-         " in each step";
+  return grouped(model.text.size()) + (model.text.is_mapped() ? " tokens of a file; " : " bytes of text; ") +
+         grouped(tokens) + " tokens per rank and micro-step, " +
+         grouped(static_cast<std::uint64_t>(model.tokens_per_step())) + " in each step";
 }
 
 std::string ranks_text(const RankModel& model) {

@@ -90,9 +90,9 @@ Evaluation::Evaluation(RankModel& model)
       }()) {}
 
 std::uint64_t Evaluation::sample_count() const {
-  const std::size_t bytes = model_.evaluation_text.bytes().size();
-  if (bytes == 0) return 0;
-  const std::uint64_t all = (bytes - 1) / model_.options.model.sequence;
+  const std::uint64_t tokens = model_.evaluation_text.size();
+  if (tokens == 0) return 0;
+  const std::uint64_t all = (tokens - 1) / model_.options.model.sequence;
   const std::uint64_t most = model_.options.evaluation_samples;
   return most == 0 ? all : std::min(all, most);
 }
@@ -121,9 +121,8 @@ double Evaluation::loss() {
     for (std::size_t b = 0; b < batch; ++b) {
       // The last pass may have too few samples. Its other places get the last sample, which does not count.
       const std::uint64_t sample = std::min(begin + b, samples - 1);
-      const auto text = model_.evaluation_text.bytes().subspan(sample * sequence, sequence + 1);
-      std::copy_n(text.begin(), sequence, tokens.tokens.subspan(b * sequence).begin());
-      std::copy_n(text.begin() + 1, sequence, tokens.targets.subspan(b * sequence).begin());
+      model_.evaluation_text.copy(sample * sequence, tokens.tokens.subspan(b * sequence, sequence));
+      model_.evaluation_text.copy(sample * sequence + 1, tokens.targets.subspan(b * sequence, sequence));
     }
     pass();
     append_losses(mine);

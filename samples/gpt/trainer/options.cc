@@ -170,6 +170,10 @@ void add_training_options(CLI::App& app, TrainerOptions& o, Words& words) {
   Section training(app, "Training");
   training.text("--text", o.text, "FILE", "Text files, read as bytes",
                 "the licences in /usr/share/common-licenses");
+  training.text(
+      "--data", o.data, "FILE",
+      "In place of text, a file of tokens as 16-bit numbers, as nanoGPT and llm.c write them. It is "
+      "mapped, not read as a whole. Tokens are below 256");
   training.number("--batch", o.batch, 1, kSizeMax, "Samples per data-parallel rank and micro-step");
   training.number("--steps", o.steps, 0, (std::uint64_t{1} << 62) - 1,
                   "Steps in all, including those before a resume");
@@ -365,6 +369,7 @@ void check_options(const TrainerOptions& o) {
   if (o.matmul == "library" && !o.device.cuda && !library_matmul_available()) {
     refuse("--matmul library: this build has no oneDNN; use plain, or install libdnnl-dev and build again");
   }
+  if (!o.data.empty() && !o.text.empty()) refuse("--text and --data both name the text; use one of them");
   if (o.schedule == Schedule::kConstant && o.last_lr != 0)
     refuse("--last-lr ends a schedule, and the learning rate is constant; add --schedule cosine, say");
   if (o.warmup > o.steps && o.steps > 0) {
@@ -450,8 +455,12 @@ TrainerOptions resolve_options(TrainerOptions options) {
   const bool cuda = options.device.cuda;
   if (options.communicator.empty()) options.communicator = options.ranks > 1 && !cuda ? "auto" : "local";
   if (options.matmul.empty()) options.matmul = cuda || library_matmul_available() ? "library" : "plain";
-  if (options.text.empty()) options.text = default_text_files();
+  if (options.text.empty() && options.data.empty()) options.text = default_text_files();
   return options;
+}
+
+Text training_text(const TrainerOptions& o) {
+  return o.data.empty() ? Text::read(o.text) : Text::map(o.data);
 }
 
 ScheduleOptions schedule_of(const TrainerOptions& o) {

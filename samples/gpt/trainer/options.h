@@ -11,6 +11,7 @@
 #include "forebay/activation_plan.h"
 #include "forebay/sharding_options.h"
 #include "model/shape.h"
+#include "model/text.h"
 #include "parallel/grid.h"
 #include "trainer/schedule.h"
 
@@ -59,6 +60,7 @@ struct TrainerOptions : ShardingOptions {
   double loss_scale = 65536;  // The initial one, for fp16.
   std::uint64_t seed = 1;
   std::vector<std::string> text;  // Empty: default_text_files().
+  std::string data;               // A file of tokens in place of text.
 
   // Evaluations and generated text use the weights and leave the training as it is.
   std::vector<std::string> evaluation_text;  // Files; empty: no evaluation.
@@ -91,6 +93,9 @@ struct ParsedCommand {
   int exit_code = 0;
 };
 ParsedCommand parse_command(const std::vector<std::string>& arguments);
+
+// The text to train on. Errors: those of Text.
+Text training_text(const TrainerOptions& options);
 
 // The learning rates of the steps.
 ScheduleOptions schedule_of(const TrainerOptions& options);

@@ -95,7 +95,7 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
       rank(opened),
       communicator(*rank.communicator),
       grid(communicator, grid_options(options)),
-      text(Text::read(options.text)),
+      text(training_text(options)),
       evaluation_text(Text::read(options.evaluation_text)),
       whole_units(describe_units(options.model)),
       units(part_of(stage_of(whole_units, grid.stage()), grid.tensor_part())),
@@ -109,14 +109,14 @@ RankModel::RankModel(const TrainerOptions& trainer_options, const Rank& opened)
       inputs(place_inputs()),
       gpt(make_gpt(inputs.get())),
       feed(*rank.backend, gpt.row_count()) {
-  const auto check_length = [&](const char* option, const Text& given) {
-    if (given.bytes().size() > options.model.sequence) return;
+  const auto check_length = [&](const std::string& option, const Text& given) {
+    if (given.size() > options.model.sequence) return;
     throw Error(StatusCode::kInvalidArgument,
-                std::string("the ") + (&given == &text ? "text" : "evaluation text") + " has " +
-                    std::to_string(given.bytes().size()) + " bytes, too few for --sequence " +
-                    std::to_string(options.model.sequence) + "; give more with " + option);
+                option + " has " + std::to_string(given.size()) + (given.is_mapped() ? " tokens" : " bytes") +
+                    ", too few for --sequence " + std::to_string(options.model.sequence) +
+                    "; give more with " + option);
   };
-  check_length("--text", text);
+  check_length(options.data.empty() ? "--text" : "--data", text);
   if (!options.evaluation_text.empty()) check_length("--evaluation-text", evaluation_text);
   compute.run([threads = rank.threads] { set_compute_threads(threads); });
   compute.synchronize();  // Throws when the threads cannot be started.

@@ -1,0 +1,154 @@
+// Files of 16-bit tokens: the same training as from the bytes, and files that are refused in words.
+
+#include "model/token_file.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "forebay/error.h"
+#include "model/random.h"
+#include "model/text.h"
+#include "trainer/options.h"
+#include "trainer/training.h"
+
+namespace forebay::gpt {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Tokens : public testing::Test {
+ protected:
+  Tokens() {
+    std::string pattern = (fs::temp_directory_path() / "forebay-tokens-XXXXXX").string();
+    directory_ = ::mkdtemp(pattern.data());
+    for (std::uint64_t i = 0; i < 2000; ++i)
+      tokens_.push_back(static_cast<std::uint16_t>("the basin ahead of the turbine "[draw(5, 0, i) % 31]));
+  }
+  ~Tokens() override { fs::remove_all(directory_); }
+
+  std::string path(const std::string& name) const { return (directory_ / name).string(); }
+  void write(const std::string& name, const std::vector<std::int32_t>& header,
+             const std::vector<std::uint16_t>& tokens) const {
+    std::ofstream file(path(name), std::ios::binary);
+    file.write(reinterpret_cast<const char*>(header.data()), static_cast<std::streamsize>(header.size() * 4));
+    file.write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(tokens.size() * 2));
+  }
+  static std::vector<std::int32_t> header(std::int32_t magic, std::int32_t version) {
+    std::vector<std::int32_t> numbers(256);
+    numbers[0] = magic;
+    numbers[1] = version;
+    return numbers;
+  }
+  TrainerOptions options() const {
+    TrainerOptions o;
+    o.model = {.layers = 2, .hidden = 24, .heads = 3, .sequence = 12};
+    o.communicator = "local";
+    o.matmul = "plain";
+    o.threads = 1;
+    o.batch = 2;
+    o.steps = 3;
+    o.ranks = 2;
+    o.stage = 3;
+    o.progress = false;
+    return o;
+  }
+  void refused(const std::string& name, StatusCode code, const std::string& part) const {
+    try {
+      TokenFile file(path(name));
+      ADD_FAILURE() << name << " was read";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), code);
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+  }
+
+  fs::path directory_;
+  std::vector<std::uint16_t> tokens_;
+};
+
+TEST_F(Tokens, TrainLikeTheBytesThatTheyStandFor) {
+  std::ofstream text(path("text"), std::ios::binary);
+  for (const std::uint16_t token : tokens_) text.put(static_cast<char>(token));
+  text.close();
+  TrainerOptions o = options();
+  o.text = {path("text")};
+  const TrainingReport expected = run_training(o);
+  o.text.clear();
+  write("nano.bin", {}, tokens_);
+  write("llmc.bin", header(20240520, 1), tokens_);
+  for (const char* name : {"nano.bin", "llmc.bin"}) {
+    o.data = path(name);
+    const TrainingReport report = run_training(o);
+    EXPECT_EQ(report.digest, expected.digest) << name;
+    EXPECT_EQ(report.loss, expected.loss) << name;
+  }
+}
+
+TEST_F(Tokens, AStateIsResumedWithTheSameFileOnly) {
+  write("a.bin", {}, tokens_);
+  tokens_[1500] = 'x';
+  write("b.bin", {}, tokens_);
+  EXPECT_NE(Text::map(path("a.bin")).hash(), Text::map(path("b.bin")).hash());
+  EXPECT_EQ(Text::map(path("a.bin")).hash(), Text::map(path("a.bin")).hash());
+}
+
+TEST_F(Tokens, BeyondTheVocabularyAreNamed) {
+  tokens_[700] = 256;
+  write("large.bin", {}, tokens_);
+  const Text text = Text::map(path("large.bin"));
+  std::vector<std::uint8_t> copied(10);
+  text.copy(690, copied);
+  EXPECT_EQ(copied[9], tokens_[699]);
+  try {
+    text.copy(691, copied);
+    ADD_FAILURE() << "copied";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find("token 700"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("is 256"), std::string::npos) << error.what();
+  }
+}
+
+TEST_F(Tokens, FilesThatHoldNoneAreRefused) {
+  refused("none.bin", StatusCode::kIoError, "No such file");
+  refused(".", StatusCode::kIoError, "not a regular file");
+  write("empty.bin", {}, {});
+  refused("empty.bin", StatusCode::kIoError, "it is empty");
+  std::ofstream(path("odd.bin")) << "abc";
+  refused("odd.bin", StatusCode::kCorruption, "odd number of bytes, 3");
+  write("short.bin", {20240520, 1}, {});
+  refused("short.bin", StatusCode::kCorruption, "ends in its header");
+  write("newer.bin", header(20240520, 2), tokens_);
+  refused("newer.bin", StatusCode::kUnsupported, "another version");
+  write("llama.bin", header(20240801, 7), tokens_);
+  refused("llama.bin", StatusCode::kUnsupported, "another version");
+}
+
+TEST_F(Tokens, AFileThatIsTooShortIsRefusedByItsOption) {
+  tokens_.resize(12);
+  write("short.bin", {}, tokens_);
+  TrainerOptions o = options();
+  o.data = path("short.bin");
+  try {
+    run_training(o);
+    ADD_FAILURE() << "it ran";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("--data has 12 tokens, too few for --sequence 12"),
+              std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(TokenOptions, TextAndDataExcludeEachOther) {
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(parse_command({"--text", "a", "--data", "b"}).exit_code, 2);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("use one of them"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace forebay::gpt
