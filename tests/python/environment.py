@@ -39,7 +39,7 @@ def requirements(name):
 
 
 def rest(names):
-    """What the packages require besides each other. The CUDA runtime stays: torch asks it whether there is a GPU."""
+    """Other packages that these require. The CUDA runtime stays: torch asks it whether there is a GPU."""
     wanted = list(OTHERS)
     for one in (one for name in names for one in requirements(name)):
         if one.name == "cuda-toolkit":

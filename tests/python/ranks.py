@@ -31,7 +31,7 @@ def run(options, model=None, clip=None, micro_steps=2, steps=3):
 
 
 def table(dtype, files):
-    """Every stage, offload and kind of activation checkpointing: a digest by case, and what one of them saw."""
+    """Every stage, offload and kind of activation checkpointing: a digest by case, and the results of one case."""
     offloads = {"none": {}, "host": {"offload": "optimizer"},
                 "files": {"offload": "optimizer", "offload_tier": f"nvme:{files}"}}
     digests = {}

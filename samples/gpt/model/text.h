@@ -29,7 +29,7 @@ class Text {
   // Empty for a file of tokens.
   std::span<const std::uint8_t> bytes() const { return bytes_; }
   bool is_mapped() const { return file_ != nullptr; }
-  // FNV-1a over the bytes, by which ranks notice that their files differ. Of a file of tokens, over its
+  // FNV-1a over the bytes, by which ranks notice that their files differ. A file of tokens is hashed over its
   // length and kHashedTokens of them, which lie evenly in it.
   static constexpr std::uint64_t kHashedTokens = 4096;
   std::uint64_t hash() const { return hash_; }
