@@ -8,9 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
-#include <string>
 
 namespace forebay {
 namespace {
@@ -93,19 +91,21 @@ std::string path_of(void* library, const char* name) {
   return name;
 }
 
-// Adds a variable that is not there yet. `assigned` begins with '='. Other threads may be reading the
-// environment, and setenv would free the list that they walk along; here the old list stays.
-void add_to_environment(const char* name, const char* assigned) {
-  if (::getenv(name) != nullptr) return;
+// Adds "NAME=value", once in the life of the process, unless there is a variable of that name. Other threads
+// may be reading the environment, and setenv would free the list that they walk along; here the old list
+// stays.
+void add_to_environment(const char* name, char* variable) {
+  static std::atomic<bool> is_added{false};
+  static char** list = nullptr;  // Kept, as `variable` is.
+  if (std::getenv(name) != nullptr || is_added.exchange(true)) return;
   char** const before = __atomic_load_n(&environ, __ATOMIC_ACQUIRE);
   std::size_t count = 0;
   while (before != nullptr && before[count] != nullptr) ++count;
-  // Both are kept for the life of the process.
-  char** const after = new char*[count + 2];
-  std::copy_n(before, count, after);
-  after[count] = ::strdup((std::string(name) + assigned).c_str());
-  after[count + 1] = nullptr;
-  __atomic_store_n(&environ, after, __ATOMIC_RELEASE);
+  list = new char*[count + 2];
+  std::copy_n(before, count, list);
+  list[count] = variable;
+  list[count + 1] = nullptr;
+  __atomic_store_n(&environ, list, __ATOMIC_RELEASE);
 }
 
 // Hardware queues that the driver gives the process, before it starts: the most there are. A stream that
@@ -117,7 +117,8 @@ void ask_for_connections(const Resolver& resolver) {
   auto* const ask = reinterpret_cast<Question*>(resolver.find("cuCtxGetDevice", "cuCtxGetDevice", 2000));
   cuda::CuDevice device = 0;
   if (ask == nullptr || ask(&device) != CuResult::kNotInitialized) return;
-  add_to_environment("CUDA_DEVICE_MAX_CONNECTIONS", "=32");
+  static char variable[] = "CUDA_DEVICE_MAX_CONNECTIONS=32";
+  add_to_environment("CUDA_DEVICE_MAX_CONNECTIONS", variable);
 }
 
 Result<const CudaDriver*> load() {
