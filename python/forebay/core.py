@@ -319,6 +319,30 @@ class StepResult(ctypes.Structure):
                 ("reserved", ctypes.c_int32)]
 
 
+class Report(Dict[str, Any]):
+    """The report of an engine, as a dictionary; str() is a summary of its memory."""
+
+    def __str__(self) -> str:
+        options, planned, measured = self["options"], self["plan"], self.get("statistics")
+        counts = {False: 0, True: 0}
+        for parameter in (one for unit in self["model"]["units"] for one in unit["parameters"]):
+            counts[parameter["frozen"]] += parameter["count"]
+        element, states = (4, 8) if options["dtype"] == "fp32" else (2, 12)
+        rows = [("without sharding", counts[False] * (2 * element + states) + counts[True] * element, None)]
+        for place, bytes_planned, bytes_measured in (
+                ("device", planned["bytes"]["total"], measured and measured["peak"]["total"]),
+                ("host", planned["host"]["total"], measured and measured["host_bytes"]),
+                ("files", planned["files"]["total"], measured and measured["file_bytes"])):
+            if bytes_planned:
+                rows.append((place, bytes_planned, bytes_measured))
+        lines = [f"{sum(counts.values()):,} parameters in {options['dtype']}, ranks: {planned['ranks']}, "
+                 f"ZeRO stage {options['stage']}, offload {options['offload']}",
+                 f"{'memory of a rank, MiB':<22}{'planned':>10}" + (f"{'measured':>10}" if measured else "")]
+        for place, *sizes in rows:
+            lines.append(f"  {place:<20}" + "".join(f"{size / (1 << 20):>10.1f}" for size in sizes if size is not None))
+        return "\n".join(lines)
+
+
 class Engine(_Reported):
     """The units of a model, their placement under a ZeRO stage, and the training step.
 
@@ -337,6 +361,10 @@ class Engine(_Reported):
                 super().__init__(library().engine_plan, given)
             else:
                 super().__init__(library().engine_create, device, communicator, None, None, given)
+
+    def report(self) -> Report:
+        """The options, the model, the plan and, once committed, the statistics; the keys are those of forebay.h."""
+        return Report(super().report())
 
     def add_unit(self, name: str, flags: int = 0) -> int:
         """Adds parameters that are gathered together; the unit's index."""
@@ -532,8 +560,8 @@ def devices() -> List[Dict[str, Any]]:
         return []
 
 
-def plan(model: Any, ranks: int = 1, **options: Any) -> Dict[str, Any]:
-    """The memory and traffic of a training, without a device: {"model", "options", "plan"}.
+def plan(model: Any, ranks: int = 1, **options: Any) -> Report:
+    """The memory and traffic of a training, without a device: {"model", "options", "plan"}; print() shows a summary.
 
     `model`: a torch.nn.Module (on the meta device too), or a Hugging Face config as a dict, an object with
     to_dict(), a JSON text or the path of config.json or of its directory. `options` are those of shard().

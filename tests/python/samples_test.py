@@ -38,6 +38,18 @@ def need(*modules):
     return unittest.skipIf(missing, f"no module {', '.join(missing)}")
 
 
+class Readme(unittest.TestCase):
+    def test_the_quickstart_prints_what_is_written_there(self):
+        text = (support.ROOT / "README.md").read_text(encoding="utf-8")
+        program, printed = re.search(r"```python\n(import forebay, torch\n.*?)```.*?```\n(.*?)```", text, re.S).groups()
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "quickstart.py")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(program)
+            found = run(path, ranks=2)
+        self.assertEqual(sorted(found.splitlines()), sorted(printed.splitlines() * 2))
+
+
 class Programs(unittest.TestCase):
     @need("transformers")
     def test_gpt2_finetune_goes_on_where_it_was_saved(self):

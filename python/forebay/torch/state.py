@@ -229,8 +229,11 @@ def restore(model: nn.Module, directory: Path) -> Any:
     return saved.get("state")
 
 
-def report(model: nn.Module) -> Dict[str, Any]:
-    """The plan and the statistics of a sharded model: {"model", "options", "plan", "statistics"}. Collective."""
+def report(model: nn.Module) -> core.Report:
+    """The plan and the statistics of a sharded model: {"model", "options", "plan", "statistics"}. Collective.
+
+    print() shows a summary of the memory.
+    """
     sharded = sharded_of(model)
     sharded.commit()
     return sharded.engine.report()
