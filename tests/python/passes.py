@@ -154,7 +154,7 @@ class Passes:
                 loss.backward()
                 optimizer.step()
                 with warnings.catch_warnings():
-                    warnings.simplefilter("error")  # Of the order of the two steps.
+                    warnings.simplefilter("error")  # Schedulers warn if they miss the step.
                     scheduler.step()
                 optimizer.zero_grad()
                 seen.append((loss.item(), optimizer.param_groups[0]["lr"]))

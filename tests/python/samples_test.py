@@ -39,7 +39,7 @@ def need(*modules):
 
 
 class Readme(unittest.TestCase):
-    def test_the_quickstart_prints_what_is_written_there(self):
+    def test_the_quickstart_prints_the_text_below_it(self):
         text = (support.ROOT / "README.md").read_text(encoding="utf-8")
         program, printed = re.search(r"```python\n(import forebay, torch\n.*?)```.*?```\n(.*?)```", text, re.S).groups()
         with tempfile.TemporaryDirectory() as directory:
