@@ -84,11 +84,12 @@ int export_weights(const StateOptions& options) {
     if (options.dtype == data_type_name(type)) wanted.dtype = type;
   }
   if (!options.max_shard_size.empty()) {
-    const Result<std::uint64_t> bytes = parse_bytes(options.max_shard_size);
-    if (!bytes.ok()) throw Error(bytes.status().with_context("--max-shard-size"));
-    if (bytes.value() == 0)
-      throw Error(StatusCode::kInvalidArgument, "--max-shard-size is 0; give 5GB, say, or leave it out");
-    wanted.max_shard_bytes = bytes.value();
+    std::uint64_t bytes = 0;
+    if (!parse_bytes(options.max_shard_size.c_str(), &bytes) || bytes == 0) {
+      throw Error(StatusCode::kInvalidArgument, "--max-shard-size is '" + options.max_shard_size +
+                                                    "'; give a size, " + kBytesSyntax + ", or leave it out");
+    }
+    wanted.max_shard_bytes = bytes;
   }
   SavedStateReader state(options.directory, options.name);
   TerminalLine line;
