@@ -20,6 +20,7 @@ std::string describe(const Fingerprint& fingerprint) {
             data_type_name(static_cast<DataType>(fingerprint.type));
   } else if (operation != Operation::kBarrier && operation != Operation::kSplit) {
     text += " of " + std::to_string(fingerprint.count) + " bytes";
+    if (operation == Operation::kAllGather && fingerprint.type != 0) text += " that decides";
   }
   return text + " (operation " + std::to_string(fingerprint.sequence) + ")";
 }

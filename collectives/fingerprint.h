@@ -29,7 +29,8 @@ struct Fingerprint {
   std::uint64_t sequence = 0;  // Counts the operations of a plane of a communicator, from 0.
   std::uint64_t count = 0;     // Elements of one slice for reduce_scatter; bytes otherwise.
   Operation operation{};
-  std::uint32_t type = 0;  // DataType for reduce_scatter, 0 otherwise.
+  // DataType for reduce_scatter; for all_gather over nccl, 1 if it decides; 0 otherwise.
+  std::uint32_t type = 0;
 
   friend bool operator==(const Fingerprint&, const Fingerprint&) = default;
 };

@@ -154,8 +154,11 @@ Status NcclMember::allocate() {
       FOREBAY_ASSIGN_OR_RETURN(*event, backend_.event_create());
     }
   }
-  FOREBAY_RETURN_IF_ERROR(fingerprints_.allocate(kNcclSlots * (1 + ranks())));
-  FOREBAY_ASSIGN_OR_RETURN(device_operations_, backend_.alloc(kNcclSlots * ranks() * sizeof(NcclOperation)));
+  constexpr std::size_t kMessages = 2 * kNcclSlots;
+  constexpr std::size_t kInBatches = kNcclBatches * kNcclBatch;  // For one rank.
+  FOREBAY_RETURN_IF_ERROR(fingerprints_.allocate((1 + ranks()) * kInBatches + kMessages));
+  FOREBAY_ASSIGN_OR_RETURN(device_operations_,
+                           backend_.alloc((ranks() * kInBatches + kMessages) * sizeof(NcclOperation)));
   return {};
 }
 
@@ -243,18 +246,23 @@ Status NcclMember::fail(const Status& cause) noexcept {
   return first;
 }
 
-// A fingerprint lies in one cache line and arrives whole.
+// A fingerprint lies in one cache line and arrives whole. A batch that has come in part is left to drain().
 Status NcclMember::compare_arrived() {
   Status compared;
   {
     const std::lock_guard lock(journal_mutex_);
     for (std::uint64_t n = oldest_; n != next_ && compared.ok(); ++n) {
       const Slot& open = slot(n);
-      const NcclOperation* const come = arrivals(n % kNcclSlots);
-      const bool is_here = std::none_of(come, come + size(), [](const NcclOperation& operation) {
+      if (!open.queued || open.compared != Compared::kBatch) continue;
+      const NcclOperation* const mine = own_batch(open.batch);
+      const NcclOperation* const come = arrived_batches(open.batch);
+      const auto is_missing = [](const NcclOperation& operation) {
         return operation.fingerprint.sequence == kNoSequence;
-      });
-      if (open.queued && open.compared == Compared::kAll && is_here) compared = compare(open, n % kNcclSlots);
+      };
+      bool is_here = true;
+      for (std::size_t i = 0; i < ranks() * kNcclBatch; ++i)
+        is_here = is_here && (!is_missing(come[i]) || is_missing(mine[i % kNcclBatch]));
+      if (is_here) compared = compare(open, n % kNcclSlots);
     }
   }
   return compared.ok() ? compared : fail(compared);
@@ -282,9 +290,11 @@ Status NcclMember::drain(NcclHeartbeat* open) {
     const Status compared = compare(first, oldest_ % kNcclSlots);
     if (is_recorded(first.operation)) book_.end(first.record, first.operation, compared.ok());
     FOREBAY_RETURN_IF_ERROR(compared);
+    if (first.compared == Compared::kBatch) oldest_batch_ = first.batch + 1;
   }
   if (open == nullptr) return {};
   open->collective_count = collective_count_;
+  std::copy(std::begin(last_), std::end(last_), open->last);
   open->open_count = 0;
   for (std::uint64_t n = oldest_; n != next_ && open->open_count < kNcclWindow; ++n)
     open->open[open->open_count++] = slot(n).operation;
@@ -293,13 +303,19 @@ Status NcclMember::drain(NcclHeartbeat* open) {
 
 Status NcclMember::compare(const Slot& done, std::size_t index) const {
   if (done.compared == Compared::kNone) return {};
-  const NcclOperation* const theirs = arrivals(index);
-  for (int r = 0; r < size(); ++r) {
-    if (r == rank() || (done.compared == Compared::kPeer && r != done.operation.peer)) continue;
-    FOREBAY_RETURN_IF_ERROR(compare_operations(world_rank(rank()), numbered(done.operation, world_.numbers),
-                                               world_rank(r), theirs[static_cast<std::size_t>(r)]));
+  if (done.compared == Compared::kPeer)
+    return compare_with(done.operation.peer, done.operation, messages(index)[1]);
+  const NcclOperation* const mine = own_batch(done.batch);
+  const NcclOperation* const theirs = arrived_batches(done.batch);
+  for (std::size_t i = 0; i < kNcclBatch; ++i) {
+    for (std::size_t r = 0; r < ranks(); ++r)
+      FOREBAY_RETURN_IF_ERROR(compare_with(static_cast<int>(r), mine[i], theirs[r * kNcclBatch + i]));
   }
   return {};
+}
+
+Status NcclMember::compare_with(int peer, const NcclOperation& mine, const NcclOperation& theirs) const {
+  return compare_operations(world_rank(rank()), numbered(mine, world_.numbers), world_rank(peer), theirs);
 }
 
 bool NcclMember::is_empty() {

@@ -1,8 +1,11 @@
-// NcclMember: one rank of an NCCL communicator. It queues data operations with their fingerprints, keeps a
-// journal of operations that are not done, and has a thread that watches them and the peers. The contract is
-// in nccl_communicator.h. First failure. A rank that fails gives its cause to control->abort(), which keeps
-// the first of all ranks; every rank then takes control->status(). The watch's own communicator is aborted
-// with it, so that a rank that waits in a heartbeat learns at once.
+// NcclMember: one rank of an NCCL communicator. It queues data operations, keeps a journal of operations that
+// are not done, and has a thread that watches them and the peers. The contract is in nccl_communicator.h.
+//
+// Fingerprints. Each message carries its own. Collectives have theirs travel in batches, with every
+// kNcclBatch-th collective and with one that decides, because they cost two copies and an all_gather.
+// Heartbeats show the last batch too. First failure. A rank that fails gives its cause to control->abort(),
+// which keeps the first of all ranks; every rank then takes control->status(). The watch's own communicator
+// is aborted with it, so that a rank that waits in a heartbeat learns at once.
 //
 // Its parts: nccl/member.cc (joining, failing, the journal), nccl/operations.cc (data operations),
 // nccl/member_watch.cc.
@@ -26,6 +29,9 @@
 namespace forebay::internal {
 
 inline constexpr std::size_t kNcclSlots = kNcclInFlightMax;
+// Batches of fingerprints in flight; a collective that begins one more waits.
+inline constexpr std::size_t kNcclBatches = kNcclSlots / kNcclBatch;
+inline constexpr std::size_t kNcclBatchBytes = kNcclBatch * sizeof(NcclOperation);
 // The pause between two looks at work that the device or a peer will soon have done.
 inline constexpr std::chrono::microseconds kNcclPoll{50};
 // How long queued work may take to end after NCCL was aborted. After it the memory that the work uses is
@@ -67,9 +73,12 @@ struct NcclCalls {
   NcclStep recv(void* target, std::size_t bytes, int peer) const {
     return {library.ncclRecv(target, bytes, nccl::NcclType::kUint8, peer, comm, stream), "ncclRecv"};
   }
-  NcclStep all_gather(const void* source, void* target, std::size_t bytes) const {
-    return {library.ncclAllGather(source, target, bytes, nccl::NcclType::kUint8, comm, stream),
-            "ncclAllGather"};
+  // Requires: the target's slices lie side by side.
+  NcclStep all_gather(const Piece& piece) const {
+    if (piece.bytes == 0) return {};
+    return {
+        library.ncclAllGather(piece.source, piece.target, piece.bytes, nccl::NcclType::kUint8, comm, stream),
+        "ncclAllGather"};
   }
 };
 
@@ -129,18 +138,27 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   OperationBook& book() noexcept { return book_; }
 
  private:
-  // The place of an operation's fingerprints on the device, and the ranks with which they are compared once
-  // it is done.
-  enum class Compared : std::uint8_t { kNone, kPeer, kAll };
+  // The fingerprints that come with an operation and are compared once it is done: none, that of the peer's
+  // send, or a batch of each rank.
+  enum class Compared : std::uint8_t { kNone, kPeer, kBatch };
   struct Slot {
     Event come;  // The stream has reached the operation.
     Event done;
     NcclOperation operation;
     Compared compared = Compared::kNone;
+    std::uint64_t batch = 0;   // Its number, where a batch comes.
     std::uint64_t record = 0;  // Its number in the book.
     bool queued = false;       // All of it is on the stream.
     bool started = false;
     NcclHandle::Clock::time_point started_at;
+  };
+
+  // Where the fingerprints lie that travel with an operation: on the host, and as NCCL moves them.
+  struct Luggage {
+    const NcclOperation* mine = nullptr;  // Copied to piece.source, unless null.
+    NcclOperation* theirs = nullptr;      // Copied from piece.target, unless null.
+    std::size_t theirs_bytes = 0;
+    Piece piece;  // Without bytes: none travel.
   };
 
   Slot& slot(std::uint64_t number) { return slots_[number % kNcclSlots]; }
@@ -160,16 +178,17 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
 
   // --- data operations ---
 
-  // Queues an operation with its fingerprint. `body(calls, own, all)` makes the NCCL calls: `own` is this
-  // rank's fingerprint on the device, `all` those of all ranks.
+  // Queues an operation. `body(calls, luggage)` makes the NCCL calls; `luggage` is the Piece of the
+  // fingerprints that travel with it.
   template <typename Body>
-  Status issue(const Slot& wanted, Stream stream, Body body);
-  Status await_slot();
+  Status issue(const NcclOperation& operation, Stream stream, Body body, bool decides = false);
+  Status await_slot(bool needs_batch);
+  // Takes note of the operation in its slot. Requires: journal_mutex_.
+  Luggage pack(Slot& slot, std::size_t index, bool decides);
   // Makes NCCL connect all pairs of ranks, in both of the ways that operations use.
   Status queue_connections(Stream stream);
-  Status queue_transfer(const Collective& collective, Stream stream);
-  NcclStep exchange_in_pairs(const NcclCalls& calls, const Piece& piece, std::byte* own,
-                             std::byte* all) const;
+  Status queue_transfer(const Collective& collective, Stream stream, bool decides = false);
+  NcclStep exchange_in_pairs(const NcclCalls& calls, const Piece& piece) const;
 
   // --- the journal ---
 
@@ -177,9 +196,17 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   // gets the oldest that are not done.
   Status drain(NcclHeartbeat* open = nullptr);
   Status compare(const Slot& done, std::size_t index) const;
-  // The place for the fingerprints of all ranks for an operation.
-  NcclOperation* arrivals(std::size_t index) const noexcept {
-    return fingerprints_.data() + kNcclSlots + index * ranks();
+  Status compare_with(int peer, const NcclOperation& mine, const NcclOperation& theirs) const;
+  // Pinned memory: this rank's batches, those of all ranks as they came, and two fingerprints for each slot:
+  // of a message and of its peer.
+  NcclOperation* own_batch(std::uint64_t batch) const noexcept {
+    return fingerprints_.data() + batch % kNcclBatches * kNcclBatch;
+  }
+  NcclOperation* arrived_batches(std::uint64_t batch) const noexcept {
+    return fingerprints_.data() + (kNcclBatches + batch % kNcclBatches * ranks()) * kNcclBatch;
+  }
+  NcclOperation* messages(std::size_t index) const noexcept {
+    return fingerprints_.data() + (1 + ranks()) * kNcclBatches * kNcclBatch + 2 * index;
   }
   bool is_empty();
 
@@ -207,8 +234,8 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   // Set up by open().
   std::unique_ptr<NcclHandle> handle_;
   std::vector<Slot> slots_;                // The entries that the journal uses are guarded by journal_mutex_.
-  DevicePtr device_operations_ = nullptr;  // kNcclSlots times size() fingerprints.
-  PinnedOperations fingerprints_;  // kNcclSlots of this rank, then kNcclSlots times size() as they came.
+  DevicePtr device_operations_ = nullptr;  // kNcclBatches of all ranks, then two fingerprints for each slot.
+  PinnedOperations fingerprints_;
   std::thread watcher_;
 
   OperationBook book_;
@@ -218,6 +245,10 @@ class NcclMember : public std::enable_shared_from_this<NcclMember> {
   std::uint64_t oldest_ = 0;  // The oldest operation that is not done.
   std::uint64_t next_ = 0;
   std::uint64_t collective_count_ = 0;
+  std::uint64_t oldest_batch_ = 0;  // The oldest that has not come.
+  std::uint64_t next_batch_ = 0;    // The one that is being filled, with batch_count_ so far.
+  std::size_t batch_count_ = 0;
+  Fingerprint last_[kNcclBatch];  // As in heartbeats.
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -1,4 +1,5 @@
-// The data operations of a rank over NCCL: each is queued on the caller's stream with its fingerprint.
+// The data operations of a rank over NCCL: each is queued on the caller's stream, and some carry
+// fingerprints.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -17,13 +18,14 @@ using Clock = NcclHandle::Clock;
 
 // --- data operations ---
 
-Status NcclMember::await_slot() {
+Status NcclMember::await_slot(bool needs_batch) {
   const Clock::time_point give_up = limit();
   for (;;) {
     FOREBAY_RETURN_IF_ERROR(status());
     {
       const std::lock_guard lock(journal_mutex_);
-      if (next_ - oldest_ < kNcclSlots) return {};
+      const bool has_batch = !needs_batch || next_batch_ - oldest_batch_ < kNcclBatches;
+      if (next_ - oldest_ < kNcclSlots && has_batch) return {};
     }
     // The watch finds operations that do not end; this is for a stream that works on something else for so
     // long.
@@ -36,41 +38,74 @@ Status NcclMember::await_slot() {
   }
 }
 
-template <typename Body>
-Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
-  FOREBAY_RETURN_IF_ERROR(await_slot());
-  const std::uint64_t number = next_;  // Only this thread changes it.
-  const std::size_t index = number % kNcclSlots;
-  const std::size_t record = sizeof(NcclOperation);
-  NcclOperation* const out = fingerprints_.data() + index;
-  NcclOperation* const in = arrivals(index);
-  std::byte* const all = device_operations_ + index * ranks() * record;
-  std::byte* const own = all + static_cast<std::size_t>(rank()) * record;
-  Slot& slot = slots_[index];
+NcclMember::Luggage NcclMember::pack(Slot& slot, std::size_t index, bool decides) {
+  const NcclOperation& operation = slot.operation;
+  const std::size_t batches_bytes = kNcclBatches * ranks() * kNcclBatchBytes;
+  if (!is_collective(operation)) {
+    NcclOperation* const record = messages(index);
+    std::byte* const place = device_operations_ + batches_bytes + 2 * index * sizeof(NcclOperation);
+    const bool is_send = operation.fingerprint.operation == Operation::kSend;
+    if (!is_send) {
+      slot.compared = Compared::kPeer;
+      return {.theirs = record + 1,
+              .theirs_bytes = sizeof(NcclOperation),
+              .piece = {.target = place + sizeof(NcclOperation), .bytes = sizeof(NcclOperation)}};
+    }
+    *record = operation;
+    return {.mine = record, .piece = {.source = place, .bytes = sizeof(NcclOperation)}};
+  }
+  const std::uint64_t batch = next_batch_;
+  NcclOperation* const mine = own_batch(batch);
+  std::byte* const place = device_operations_ + batch % kNcclBatches * ranks() * kNcclBatchBytes;
+  const Piece piece{.source = place + static_cast<std::size_t>(rank()) * kNcclBatchBytes,
+                    .target = place,
+                    .target_stride = kNcclBatchBytes,
+                    .bytes = kNcclBatchBytes};
+  // The operations that connect the ranks move bytes that nobody reads.
+  if (!is_recorded(operation)) return {.piece = piece};
+  constexpr NcclOperation kNone{.fingerprint = {.sequence = kNoSequence}};
+  if (batch_count_ == 0) std::fill_n(mine, kNcclBatch, kNone);
+  mine[batch_count_++] = operation;
+  last_[collective_count_++ % kNcclBatch] = operation.fingerprint;
+  // NCCL waits for no peer where no bytes are moved, so there fingerprints are.
+  const bool travels = decides || batch_count_ == kNcclBatch || operation.fingerprint.count == 0;
+  if (!travels) return {};
+  batch_count_ = 0;
+  ++next_batch_;
+  slot.compared = Compared::kBatch;
+  slot.batch = batch;
+  NcclOperation* const theirs = arrived_batches(batch);
+  std::fill_n(theirs, ranks() * kNcclBatch, kNone);
+  return {.mine = mine, .theirs = theirs, .theirs_bytes = ranks() * kNcclBatchBytes, .piece = piece};
+}
 
+template <typename Body>
+Status NcclMember::issue(const NcclOperation& operation, Stream stream, Body body, bool decides) {
+  FOREBAY_RETURN_IF_ERROR(await_slot(is_collective(operation)));
+  const std::size_t index = next_ % kNcclSlots;  // Only this thread changes it.
+  Slot& slot = slots_[index];
   if (const Status recorded = backend_.event_record(slot.come, stream); !recorded.ok())
     return fail_here(recorded);
+  Luggage luggage;
   {
     const std::lock_guard lock(journal_mutex_);
-    const Slot events = slot;
-    slot = wanted;
-    slot.come = events.come;
-    slot.done = events.done;
-    std::fill_n(in, ranks(), NcclOperation{.fingerprint = {.sequence = kNoSequence}});
-    if (is_recorded(wanted.operation)) slot.record = book_.issue(wanted.operation);
+    slot = {.come = slot.come, .done = slot.done, .operation = operation};
+    luggage = pack(slot, index, decides);
+    if (is_recorded(operation)) slot.record = book_.issue(operation);
     ++next_;
-    if (is_collective(wanted.operation) && is_recorded(wanted.operation)) ++collective_count_;
   }
-  *out = wanted.operation;
-  Status status = backend_.copy_async(own, out, record, stream);
+  const Piece& piece = luggage.piece;
+  Status status;
+  if (luggage.mine != nullptr) {
+    status = backend_.copy_async(const_cast<std::byte*>(piece.source), luggage.mine, piece.bytes, stream);
+  }
   if (status.ok()) {
-    status = handle_->submit(describe(wanted.operation), limit(), [&](NcclComm comm) {
-      return body(NcclCalls{handle_->library(), comm, static_cast<nccl::NcclStream>(stream.handle)}, own,
-                  all);
+    status = handle_->submit(describe(operation), limit(), [&](NcclComm comm) {
+      return body(NcclCalls{handle_->library(), comm, static_cast<nccl::NcclStream>(stream.handle)}, piece);
     });
   }
-  if (status.ok() && wanted.compared != Compared::kNone)
-    status = backend_.copy_async(in, all, ranks() * record, stream);
+  if (status.ok() && luggage.theirs != nullptr)
+    status = backend_.copy_async(luggage.theirs, piece.target, luggage.theirs_bytes, stream);
   const Status recorded = backend_.event_record(slot.done, stream);
   if (status.ok()) status = recorded;
   {
@@ -78,68 +113,64 @@ Status NcclMember::issue(const Slot& wanted, Stream stream, Body body) {
     slot.queued = status.ok();
   }
   if (status.ok()) return {};
-  if (is_recorded(wanted.operation)) book_.end(slot.record, wanted.operation, false);
+  if (is_recorded(operation)) book_.end(slot.record, operation, false);
   // The watch may have ended the call, and knows the reason.
   return fail_here(status);
 }
 
-NcclStep NcclMember::exchange_in_pairs(const NcclCalls& calls, const Piece& piece, std::byte* own,
-                                       std::byte* all) const {
-  const std::size_t record = sizeof(NcclOperation);
+NcclStep NcclMember::exchange_in_pairs(const NcclCalls& calls, const Piece& piece) const {
   NcclStep step;
-  const auto send = [&](const std::byte* source, std::size_t bytes, int peer) {
-    if (step.ok()) step = calls.send(source, bytes, peer);
+  const auto send = [&](const std::byte* source, int peer) {
+    if (step.ok()) step = calls.send(source, piece.bytes, peer);
   };
-  const auto recv = [&](std::byte* target, std::size_t bytes, int peer) {
-    if (step.ok()) step = calls.recv(target, bytes, peer);
+  const auto recv = [&](std::byte* target, int peer) {
+    if (step.ok()) step = calls.recv(target, piece.bytes, peer);
   };
   const auto slice = [](auto* first, std::size_t stride, int of) {
     return first + static_cast<std::size_t>(of) * stride;
   };
+  if (piece.bytes == 0) return step;
   // Each rank starts with its right neighbour, so that not all ranks send to one rank at once.
   for (int i = 1; i < size(); ++i) {
     const int to = (rank() + i) % size();
     const int from = (rank() + size() - i) % size();
-    send(own, record, to);
-    recv(slice(all, record, from), record, from);
-    if (piece.bytes == 0) continue;
-    send(slice(piece.source, piece.source_stride, to), piece.bytes, to);
-    recv(slice(piece.target, piece.target_stride, from), piece.bytes, from);
+    send(slice(piece.source, piece.source_stride, to), to);
+    recv(slice(piece.target, piece.target_stride, from), from);
   }
-  if (piece.bytes == 0 || !piece.keep_own) return step;
   std::byte* const place = slice(piece.target, piece.target_stride, rank());
-  if (place == piece.source) return step;
-  send(piece.source, piece.bytes, rank());
-  recv(place, piece.bytes, rank());
+  if (!piece.keep_own || place == piece.source) return step;
+  send(piece.source, rank());
+  recv(place, rank());
   return step;
 }
 
 Status NcclMember::queue_connections(Stream stream) {
-  Slot slot;
-  slot.operation.fingerprint = {.sequence = kWarmUpSequence, .operation = Operation::kBarrier};
-  slot.compared = Compared::kAll;
-  FOREBAY_RETURN_IF_ERROR(issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
-    return exchange_in_pairs(calls, {}, own, all);
+  NcclOperation operation;
+  operation.fingerprint = {.sequence = kWarmUpSequence, .operation = Operation::kBarrier};
+  FOREBAY_RETURN_IF_ERROR(issue(operation, stream, [&](const NcclCalls& calls, const Piece& luggage) {
+    return exchange_in_pairs(calls, luggage);
   }));
-  return issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
-    return calls.all_gather(own, all, sizeof(NcclOperation));
-  });
+  return issue(operation, stream,
+               [&](const NcclCalls& calls, const Piece& luggage) { return calls.all_gather(luggage); });
 }
 
-Status NcclMember::queue_transfer(const Collective& collective, Stream stream) {
+Status NcclMember::queue_transfer(const Collective& collective, Stream stream, bool decides) {
   const Piece& piece = collective.piece;
-  Slot slot;
-  slot.operation.fingerprint = collective.fingerprint;
-  slot.operation.fingerprint.sequence = collective_sequence_++;
-  slot.compared = Compared::kAll;
-  const bool is_gather = piece.keep_own;
+  NcclOperation operation;
+  operation.fingerprint = collective.fingerprint;
+  operation.fingerprint.sequence = collective_sequence_++;
   const bool is_contiguous = size() == 1 || piece.target_stride == piece.bytes;
-  return issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
-    if (!is_gather || !is_contiguous) return exchange_in_pairs(calls, piece, own, all);
-    const NcclStep step = calls.all_gather(own, all, sizeof(NcclOperation));
-    if (!step.ok() || piece.bytes == 0) return step;
-    return calls.all_gather(piece.source, piece.target, piece.bytes);
-  });
+  const bool in_pairs = !piece.keep_own || !is_contiguous;
+  return issue(
+      operation, stream,
+      [&](const NcclCalls& calls, const Piece& luggage) {
+        const auto move = [&](const Piece& part) {
+          return in_pairs ? exchange_in_pairs(calls, part) : calls.all_gather(part);
+        };
+        const NcclStep step = move(luggage);
+        return step.ok() ? move(piece) : step;
+      },
+      decides);
 }
 
 Status NcclMember::reduce_scatter(const ReduceScatterArguments& arguments, Stream stream) {
@@ -153,14 +184,12 @@ Status NcclMember::reduce_scatter(const ReduceScatterArguments& arguments, Strea
     const Status summed = kernels_.accumulate(accumulate_arguments(arguments, rank(), size()), stream);
     return summed.ok() ? summed : fail_here(summed);
   }
-  const Collective collective = reduce_scatter_transfer(arguments);
   std::byte* const sum = arguments.first ? reinterpret_cast<std::byte*>(arguments.target) : arguments.receive;
-  Slot slot;
-  slot.operation.fingerprint = collective.fingerprint;
-  slot.operation.fingerprint.sequence = collective_sequence_++;
-  slot.compared = Compared::kAll;
-  FOREBAY_RETURN_IF_ERROR(issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte* all) {
-    const NcclStep step = calls.all_gather(own, all, sizeof(NcclOperation));
+  NcclOperation operation;
+  operation.fingerprint = reduce_scatter_transfer(arguments).fingerprint;
+  operation.fingerprint.sequence = collective_sequence_++;
+  FOREBAY_RETURN_IF_ERROR(issue(operation, stream, [&](const NcclCalls& calls, const Piece& luggage) {
+    const NcclStep step = calls.all_gather(luggage);
     if (!step.ok()) return step;
     return NcclStep{
         calls.library.ncclReduceScatter(arguments.source, sum, arguments.count, NcclType::kFloat32,
@@ -182,27 +211,26 @@ Status NcclMember::reduce_scatter(const ReduceScatterArguments& arguments, Strea
 }
 
 Status NcclMember::all_gather(const AllGatherArguments& arguments, Stream stream) {
-  return queue_transfer(all_gather_transfer(arguments), stream);
+  Collective collective = all_gather_transfer(arguments);
+  collective.fingerprint.type = arguments.decides ? 1 : 0;
+  return queue_transfer(collective, stream, arguments.decides);
 }
 
 Status NcclMember::send(const std::byte* source, std::size_t bytes, int peer, std::uint32_t tag,
                         Stream stream) {
-  Slot slot;
-  slot.operation =
+  const NcclOperation operation =
       issued_message(Operation::kSend, bytes, peer, tag, sent_to_[static_cast<std::size_t>(peer)]++);
-  return issue(slot, stream, [&](const NcclCalls& calls, std::byte* own, std::byte*) {
-    const NcclStep step = calls.send(own, sizeof(NcclOperation), peer);
+  return issue(operation, stream, [&](const NcclCalls& calls, const Piece& luggage) {
+    const NcclStep step = calls.send(luggage.source, luggage.bytes, peer);
     return step.ok() && bytes > 0 ? calls.send(source, bytes, peer) : step;
   });
 }
 
 Status NcclMember::recv(std::byte* target, std::size_t bytes, int peer, std::uint32_t tag, Stream stream) {
-  const auto from = static_cast<std::size_t>(peer);
-  Slot slot;
-  slot.operation = issued_message(Operation::kRecv, bytes, peer, tag, received_from_[from]++);
-  slot.compared = Compared::kPeer;
-  return issue(slot, stream, [&](const NcclCalls& calls, std::byte*, std::byte* all) {
-    const NcclStep step = calls.recv(all + from * sizeof(NcclOperation), sizeof(NcclOperation), peer);
+  const NcclOperation operation =
+      issued_message(Operation::kRecv, bytes, peer, tag, received_from_[static_cast<std::size_t>(peer)]++);
+  return issue(operation, stream, [&](const NcclCalls& calls, const Piece& luggage) {
+    const NcclStep step = calls.recv(luggage.target, luggage.bytes, peer);
     return step.ok() && bytes > 0 ? calls.recv(target, bytes, peer) : step;
   });
 }

@@ -27,13 +27,18 @@ Status judge_collectives(std::span<const NcclHeartbeat> members, std::span<const
     Fingerprint fingerprint;
   };
   std::map<std::uint64_t, std::pair<Issued, Issued>> seen;  // By sequence: the first, and one that differs.
+  const auto add = [&](std::size_t rank, const Fingerprint& fingerprint) {
+    const Issued mine{static_cast<int>(rank), fingerprint};
+    const auto [place, is_first] = seen.try_emplace(fingerprint.sequence, mine, mine);
+    auto& [first, other] = place->second;
+    if (!is_first && other.rank == first.rank && fingerprint != first.fingerprint) other = mine;
+  };
   for (std::size_t r = 0; r < members.size(); ++r) {
-    for (const NcclOperation& operation : members[r].open_operations()) {
-      if (!is_collective(operation)) continue;
-      const Issued mine{static_cast<int>(r), operation.fingerprint};
-      const auto [place, is_first] = seen.try_emplace(mine.fingerprint.sequence, mine, mine);
-      auto& [first, other] = place->second;
-      if (!is_first && other.rank == first.rank && mine.fingerprint != first.fingerprint) other = mine;
+    const NcclHeartbeat& member = members[r];
+    for (std::uint64_t n = member.last_begin(); n != member.collective_count; ++n)
+      add(r, member.last[n % kNcclBatch]);
+    for (const NcclOperation& operation : member.open_operations()) {
+      if (is_collective(operation)) add(r, operation.fingerprint);
     }
   }
   for (const auto& [sequence, pair] : seen) {
@@ -103,6 +108,8 @@ Status check_heartbeat(const NcclHeartbeat& heartbeat, int rank, int size) {
     const bool is_message = is(operation, Operation::kSend) || is(operation, Operation::kRecv);
     is_whole = is_message ? operation.peer >= 0 && operation.peer < size : is_collective(operation);
   }
+  for (std::uint64_t n = heartbeat.last_begin(); is_whole && n != heartbeat.collective_count; ++n)
+    is_whole = heartbeat.last[n % kNcclBatch].sequence == n;
   if (is_whole) return {};
   return Status(StatusCode::kCorruption, "cannot watch rank ", rank,
                 ": its heartbeat cannot be read; run the same build of forebay on all ranks");

@@ -21,11 +21,15 @@ inline constexpr std::chrono::milliseconds kNcclHeartbeat{50};
 // Operations queued on the stream and not done; an operation beyond them waits. Smaller: the host waits more
 // often. Larger: more memory for fingerprints.
 inline constexpr int kNcclInFlightMax = 64;
+// The fingerprints of so many collectives travel together, with the last of them or with one that decides.
+// Smaller: more copies and collectives. Larger: a mismatch of operations that have equal sizes is found
+// later.
+inline constexpr std::size_t kNcclBatch = 8;
 // How long a rank that leaves waits for the others to leave too, so that NCCL can end in order. After it this
 // rank aborts its part of NCCL, which loses nothing: all operations are done.
 inline constexpr std::chrono::milliseconds kNcclGoodbyeMax{200};
 
-// One data operation as its rank issued it. Travels between devices with the operation, and in heartbeats.
+// One data operation as its rank issued it. Travels between devices and in heartbeats.
 // The fingerprint's `sequence` counts collectives from 0, and for a send or recv those of its direction with
 // its peer.
 using NcclOperation = Issued;
@@ -50,8 +54,15 @@ struct NcclHeartbeat {
   std::uint32_t open_count = 0;
   std::uint64_t collective_count = 0;  // Collectives issued so far.
   NcclOperation open[kNcclWindow];
+  // The last collectives, sequence n at n % kNcclBatch, done or not: NCCL does not notice operations that
+  // differ in more than their sizes.
+  Fingerprint last[kNcclBatch];
 
   std::span<const NcclOperation> open_operations() const noexcept { return {open, open_count}; }
+  // The first sequence that `last` has.
+  std::uint64_t last_begin() const noexcept {
+    return collective_count > kNcclBatch ? collective_count - kNcclBatch : 0;
+  }
 };
 static_assert(std::is_trivially_copyable_v<NcclHeartbeat>);
 

@@ -6,7 +6,9 @@
 // `local` ranks in memory that the host does not reach wait, at most the deadline, until their peers issue
 // the operation too.) Control operations take small host memory and block. Every rank of a communicator
 // issues the same operations in the same order, its data operations on one stream. A fingerprint {sequence,
-// operation, type, count} travels with each operation; a mismatch is an error that names both ranks.
+// operation, type, count} of each operation travels; a mismatch is an error that names both ranks. Over
+// `nccl` fingerprints travel in batches, so a mismatch of equal sizes may be found some operations later, but
+// before a vote that follows a gather which decides.
 //
 // Exactness. `reduce_scatter` sends each slice to its owner, which takes the bytes of a ring: (N-1)/N of the
 // buffer. The owner adds in rank order in fp32, so the result depends neither on the bucket size nor on the
@@ -83,6 +85,9 @@ struct AllGatherArguments {
   std::byte* target;                // Slice 0 of the whole.
   std::size_t target_stride_bytes;  // Slice r is at target + r * target_stride_bytes.
   std::size_t bytes;                // Bytes of one slice.
+  // The ranks take a decision from these bytes and vote for it: before the vote, `nccl` compares all
+  // operations up to this one. The same on every rank.
+  bool decides = false;
 };
 
 // Threads: data operations come from one thread at a time, control operations from one thread at a time; the

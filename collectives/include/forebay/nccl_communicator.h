@@ -14,9 +14,9 @@
 // issued and which are done. It finds the rank that issued another operation, the rank that did not come
 // within the deadline (which begins when this rank's stream reaches the operation) and, through
 // `control`, the rank that died. Then, and after any error of NCCL, every rank takes the same first failure
-// from `control` and aborts its part of NCCL, so that work queued on its stream ends. The fingerprint of each
-// operation also travels between the devices; status() has compared the fingerprints of all operations that
-// are done.
+// from `control` and aborts its part of NCCL, so that work queued on its stream ends. Fingerprints also
+// travel between the devices: that of a message with it, those of collectives with every eighth and with a
+// gather that decides. status() has compared those that have come.
 //
 // Waiting. Creation connects all pairs of ranks, so operations are queued without waiting for peers. A call
 // waits, at most the deadline, until NCCL has set up the operation, and until at most 64 operations are in

@@ -211,7 +211,8 @@ void Decision::gather_norms(const Reducer& reducer) {
   must(deciders.all_gather({.source = reinterpret_cast<const std::byte*>(context_.norms),
                             .target = context_.staging,
                             .target_stride_bytes = norm_bytes,
-                            .bytes = norm_bytes},
+                            .bytes = norm_bytes,
+                            .decides = true},
                            engine_stream_));
 }
 

@@ -75,6 +75,22 @@ Status gather(Member& member, std::size_t bytes = kBytes) {
                                           member.stream());
 }
 
+// The same bytes on each rank and for NCCL; on rank 2 they are of another type.
+Status reduce_unlike(Member& member, int rank) {
+  constexpr std::size_t kCount = 128;
+  constexpr std::size_t kStride = kCount * sizeof(float);
+  const auto ranks = static_cast<std::size_t>(member.communicator().size());
+  const bool other = rank == 2;
+  return member.communicator().reduce_scatter({.source = member.allocate_filled(ranks * kStride, 0),
+                                               .source_stride_bytes = kStride,
+                                               .count = other ? 2 * kCount : kCount,
+                                               .type = other ? DataType::kBfloat16 : DataType::kFloat32,
+                                               .receive = member.allocate(ranks * kStride),
+                                               .target = member.allocate<float>(2 * kCount),
+                                               .first = true},
+                                              member.stream());
+}
+
 Status reduce(Member& member) {
   const auto ranks = static_cast<std::size_t>(member.communicator().size());
   return member.communicator().reduce_scatter({.source = member.allocate_filled(kBytes * ranks, 0),
@@ -308,25 +324,37 @@ TEST(NcclFaultAlone, OperationsOfNothingAreComparedToo) {
   EXPECT_EQ(different.cause().code(), StatusCode::kInvalidArgument) << different.cause().to_string();
 }
 
-// Both have as many bytes, so that NCCL moves them and nothing hangs, long before a heartbeat.
+TEST(NcclFaultAlone, OperationsThatMoveTheSameBytesAreComparedByTheNextHeartbeat) {
+  const Outcome outcome = run(3, kLongDeadline, gpus_with({}), [](Member& member, int rank) {
+    FOREBAY_RETURN_IF_ERROR(gather(member));
+    FOREBAY_RETURN_IF_ERROR(reduce_unlike(member, rank));
+    FOREBAY_RETURN_IF_ERROR(member.backend().stream_synchronize(member.stream()));
+    const SteadyClock::time_point late = SteadyClock::now() + kPatience;
+    while (member.communicator().status().ok() && SteadyClock::now() < late) std::this_thread::yield();
+    return member.communicator().status();
+  });
+
+  const Status cause = outcome.cause();
+  EXPECT_EQ(cause.code(), StatusCode::kInvalidArgument) << cause.to_string();
+  for (const char* word :
+       {"reduce_scatter of 128 fp32 (operation 1)", "rank 2 issued reduce_scatter of 256 bf16"})
+    EXPECT_NE(cause.message().find(word), std::string::npos) << word << " is not in " << cause.message();
+}
+
+// NCCL moves the bytes and nothing hangs, long before a heartbeat.
 TEST(NcclFaultAlone, NothingIsVotedForAfterDifferentOperations) {
   struct Vote {
     Communicator& communicator;
     Status taken;
   };
   const Outcome outcome = run(3, kLongDeadline, gpus_with({}), [](Member& member, int rank) {
-    constexpr std::size_t kCount = 128;
-    const bool other = rank == 2;
-    const std::size_t bytes = kCount * sizeof(float);
-    FOREBAY_RETURN_IF_ERROR(
-        member.communicator().reduce_scatter({.source = member.allocate_filled(3 * bytes, 0),
-                                              .source_stride_bytes = bytes,
-                                              .count = other ? 2 * kCount : kCount,
-                                              .type = other ? DataType::kBfloat16 : DataType::kFloat32,
-                                              .receive = member.allocate(3 * bytes),
-                                              .target = member.allocate<float>(2 * kCount),
-                                              .first = true},
-                                             member.stream()));
+    FOREBAY_RETURN_IF_ERROR(reduce_unlike(member, rank));
+    FOREBAY_RETURN_IF_ERROR(member.communicator().all_gather({.source = member.allocate(64),
+                                                              .target = member.allocate(3 * 64),
+                                                              .target_stride_bytes = 64,
+                                                              .bytes = 64,
+                                                              .decides = true},
+                                                             member.stream()));
     Vote vote{member.communicator(), {}};
     FOREBAY_RETURN_IF_ERROR(member.backend().call_host(
         member.stream(),

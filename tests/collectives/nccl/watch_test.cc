@@ -22,11 +22,17 @@ NcclOperation message(Operation kind, int peer, std::uint64_t sequence, std::uin
   return operation;
 }
 
-// A rank that has issued `count` collectives, of which these operations are open.
+// A rank that has issued `count` collectives, of which these operations are open. Others are of 64 bytes.
 NcclHeartbeat heartbeat(std::uint64_t count, std::initializer_list<NcclOperation> open) {
   NcclHeartbeat result;
   result.collective_count = count;
-  for (const NcclOperation& operation : open) result.open[result.open_count++] = operation;
+  for (std::uint64_t n = result.last_begin(); n != count; ++n)
+    result.last[n % kNcclBatch] = collective(n, 64).fingerprint;
+  for (const NcclOperation& operation : open) {
+    result.open[result.open_count++] = operation;
+    if (is_collective(operation))
+      result.last[operation.fingerprint.sequence % kNcclBatch] = operation.fingerprint;
+  }
   return result;
 }
 
@@ -50,11 +56,14 @@ TEST(NcclWatch, BytesThatCannotBeAHeartbeatAreRefused) {
   bad = good;
   bad.open[0].peer = 1;  // A collective has none.
   EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
+  bad = good;
+  bad.last[6].sequence = 5;
+  EXPECT_EQ(check_heartbeat(bad, 0, 3).code(), StatusCode::kCorruption);
 }
 
 TEST(NcclWatch, RanksThatIssuedTheSameAreFineWhereverTheyAre) {
   const NcclHeartbeat members[] = {heartbeat(7, {collective(5, 64), collective(6, 128)}),
-                                   heartbeat(6, {collective(5, 64)}), heartbeat(5, {})};
+                                   heartbeat(6, {collective(5, 64)}), heartbeat(5, {}), heartbeat(100, {})};
 
   EXPECT_TRUE(judge_heartbeats(members).ok());
 }
@@ -67,6 +76,14 @@ TEST(NcclWatch, TheFirstDifferenceCountsAndNamesBothRanks) {
   expect_words(judge_heartbeats(members), StatusCode::kInvalidArgument,
                {"rank 0 issued all_gather of 64 bytes (operation 5)",
                 "rank 2 issued all_gather of 32 bytes (operation 5)"});
+}
+
+TEST(NcclWatch, CollectivesThatAreDoneAreComparedToo) {
+  NcclHeartbeat members[] = {heartbeat(107, {}), heartbeat(100, {}), heartbeat(106, {})};
+  members[0].last[103 % kNcclBatch].type = 2;
+
+  expect_words(judge_heartbeats(members), StatusCode::kInvalidArgument,
+               {"rank 0", "rank 2", "(operation 103)"});
 }
 
 TEST(NcclWatch, AMessageIsComparedWithItsOwnCounterpart) {

@@ -50,6 +50,7 @@ class NcclWorld final : public CommunicatorWorld {
     FOREBAY_RETURN_IF_ERROR(communicator.status());
     return std::unique_ptr<Communicator>(std::move(communicator).value());
   }
+  const FakeGpu& gpu() const { return gpu_; }
   fake_nccl::FakeNcclAccount account() const { return nccl_.controls().accounts(); }
 
  private:
