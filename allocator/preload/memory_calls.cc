@@ -309,6 +309,9 @@ DriverResult mem_get_info(std::size_t* free_bytes, std::size_t* total_bytes) {
   total = limited(total);
   if (const ProcessArenas::Use use = arena_of_current_context()) {
     const ArenaStatistics statistics = use.arena().statistics();
+    // The arena leaves room for the driver.
+    const std::size_t room = device_bytes - std::min(device_bytes, use.backend().capabilities().memory_bytes);
+    free -= std::min(free, room);
     free = std::min(free + (statistics.reserved_bytes - statistics.live_bytes), device_bytes);
     if (total < device_bytes) {
       free = std::min(free, total > statistics.live_bytes ? total - statistics.live_bytes : std::size_t{0});

@@ -99,7 +99,18 @@ Status ProcessArenas::make(Entry& entry, int device, void* (*context_of)(int dev
     }
     options.limit_bytes = bytes;
   }
-  FOREBAY_ASSIGN_OR_RETURN(entry.backend, CudaBackend::create({.ordinal = device}));
+  // A program's kernels may use addresses of all devices that it allocates on.
+  CudaBackendOptions cuda_options{.ordinal = device, .open_to_peers = true};
+  if (const char* room = std::getenv(kPreloadRoomVariable); room != nullptr && room[0] != '\0') {
+    std::uint64_t bytes = 0;
+    if (!parse_bytes(room, &bytes)) {
+      return {StatusCode::kInvalidArgument, std::string("cannot keep room for the driver: ") +
+                                                kPreloadRoomVariable + " is '" + room +
+                                                "'; use bytes, such as 384MiB, or 0"};
+    }
+    cuda_options.room_bytes = bytes;
+  }
+  FOREBAY_ASSIGN_OR_RETURN(entry.backend, CudaBackend::create(cuda_options));
   const Capabilities& cuda = entry.backend->capabilities();
   if (options.limit_bytes > cuda.memory_bytes) options.limit_bytes = 0;
   const std::size_t capacity_bytes = options.limit_bytes != 0 ? options.limit_bytes : cuda.memory_bytes;

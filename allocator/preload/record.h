@@ -24,6 +24,7 @@ inline constexpr char kPreloadModeVariable[] = "FOREBAY_PRELOAD";
 inline constexpr char kPreloadRecordsVariable[] = "FOREBAY_PRELOAD_RECORDS";
 // The most device memory to use, in bytes or as "24GiB". The program is told that the device has that much.
 inline constexpr char kPreloadMemoryVariable[] = "FOREBAY_MEMORY";
+inline constexpr char kPreloadRoomVariable[] = "FOREBAY_DEVICE_ROOM";
 
 enum class PreloadMode : std::uint32_t {
   kOff = 0,      // "off": the driver serves all calls, and nothing is recorded.

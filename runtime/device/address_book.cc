@@ -305,6 +305,14 @@ void AddressBook::remove_mappings(DevicePtr address, std::size_t bytes, std::vec
   }
 }
 
+bool AddressBook::holds(const void* address) const {
+  const std::lock_guard lock(mutex_);
+  const auto after = reservations_.upper_bound(numeric(address));
+  if (after == reservations_.begin()) return false;
+  const auto& [begin, reservation] = *std::prev(after);
+  return numeric(address) - begin < reservation.bytes;
+}
+
 Status AddressBook::check_usable(const void* address, std::size_t bytes, const char* verb) const {
   const auto refuse = [&](const char* found_and_try) {
     return refusal(std::string(verb) + " " + range_text(address, bytes), found_and_try);

@@ -69,6 +69,9 @@ class AddressBook {
   Status check_release(DevicePtr base, std::size_t bytes) const;
   void remove_reservation(DevicePtr base);
 
+  // Whether the address lies in a reservation or block.
+  bool holds(const void* address) const;
+
   // --- chunks; a stale handle is told apart from the handles made later, also by other books ---
   Chunk add_chunk(std::uint64_t resource, std::size_t bytes);
   Result<ChunkFacts> check_destroy(Chunk chunk) const;

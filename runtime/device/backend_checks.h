@@ -13,6 +13,9 @@ inline constexpr char kNoStream[] =
     "there is no such stream; give one that stream_create returned and stream_destroy has not had";
 inline constexpr char kNoEvent[] =
     "there is no such event; give one that event_create returned and event_destroy has not had";
+inline constexpr char kNotRecorded[] = "an event was never recorded; record both first";
+inline constexpr char kNotReached[] =
+    ": its stream has not reached an event yet; synchronize with both first";
 inline constexpr char kNoModule[] = "there is no such module; give one that load_module returned";
 inline constexpr char kNoModuleTwice[] = "there is no such module; give one that load_module returned, once";
 inline constexpr char kNoKernel[] = "there is no such kernel; give one that get_kernel returned";

@@ -40,13 +40,18 @@ class ForwardingBackend : public Backend {
     return below_.fill_async(target, value, bytes, stream);
   }
   Result<Stream> stream_create() override { return below_.stream_create(); }
+  Result<Stream> urgent_stream_create() override { return below_.urgent_stream_create(); }
   Status stream_destroy(Stream stream) override { return below_.stream_destroy(stream); }
   Status stream_synchronize(Stream stream) override { return below_.stream_synchronize(stream); }
   Result<Event> event_create() override { return below_.event_create(); }
+  Result<Event> timed_event_create() override { return below_.timed_event_create(); }
   Status event_destroy(Event event) override { return below_.event_destroy(event); }
   Status event_record(Event event, Stream stream) override { return below_.event_record(event, stream); }
   Result<bool> event_query(Event event) override { return below_.event_query(event); }
   Status event_synchronize(Event event) override { return below_.event_synchronize(event); }
+  Result<std::chrono::nanoseconds> elapsed(Event begin, Event end) override {
+    return below_.elapsed(begin, end);
+  }
   Status stream_wait(Stream stream, Event event) override { return below_.stream_wait(stream, event); }
   Status call_host(Stream stream, HostFunction function, void* argument) override {
     return below_.call_host(stream, function, argument);

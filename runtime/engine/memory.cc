@@ -36,7 +36,7 @@ const char* range_name(Role role) {
 
 void Engine::Impl::allocate() {
   create_arena();
-  engine_stream.open();
+  engine_stream.open_urgent();
   slots = std::make_unique<SlotTable>(*this, *arena, tags[static_cast<std::size_t>(Pool::kGathered)]);
   for (const Pool pool :
        {Pool::kParameters, Pool::kGradients, Pool::kOptimizer, Pool::kBuckets, Pool::kActivations})

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -164,6 +165,46 @@ TEST_P(BackendConformance, EventsNeverRecordedAreReached) {
   EXPECT_TRUE(backend_->stream_synchronize(stream_).ok());
   EXPECT_TRUE(backend_->event_destroy(event).ok());
   EXPECT_REFUSED(backend_->event_destroy(event));
+}
+
+TEST_P(BackendConformance, TimedEventsTellTheTimeBetweenThem) {
+  using std::chrono::milliseconds;
+  const Event begin = backend_->timed_event_create().value();
+  const Event end = backend_->timed_event_create().value();
+  EXPECT_REFUSED(backend_->elapsed(begin, end).status());
+  Gate gate;
+  const HostFunction sleep = [](void*) { std::this_thread::sleep_for(milliseconds(2)); };
+  ASSERT_TRUE(backend_->event_record(begin, stream_).ok());
+  ASSERT_TRUE(backend_->call_host(stream_, &Gate::wait, &gate).ok());
+  ASSERT_TRUE(backend_->call_host(stream_, sleep, nullptr).ok());
+  ASSERT_TRUE(backend_->event_record(end, stream_).ok());
+  EXPECT_EQ(backend_->elapsed(begin, end).status().code(), StatusCode::kUnavailable);
+  gate.release();
+  ASSERT_TRUE(backend_->event_synchronize(end).ok());
+
+  const std::chrono::nanoseconds time = backend_->elapsed(begin, end).value();
+
+  EXPECT_GE(time, milliseconds(2));
+  EXPECT_LT(time, std::chrono::minutes(1));
+  EXPECT_EQ(backend_->elapsed(end, end).value().count(), 0);
+  EXPECT_LE(backend_->elapsed(end, begin).value(), milliseconds(-2));
+  EXPECT_TRUE(backend_->event_destroy(begin).ok());
+  EXPECT_REFUSED(backend_->elapsed(begin, end).status());
+  EXPECT_TRUE(backend_->event_destroy(end).ok());
+}
+
+TEST_P(BackendConformance, AnUrgentStreamIsAStream) {
+  const DevicePtr block = backend_->alloc(64).value();
+  const Stream urgent = backend_->urgent_stream_create().value();
+  const Event event = backend_->event_create().value();
+  ASSERT_TRUE(backend_->fill_async(block, 0x3A, 64, urgent).ok());
+  ASSERT_TRUE(backend_->event_record(event, urgent).ok());
+  ASSERT_TRUE(backend_->stream_wait(stream_, event).ok());
+  expect_byte(block, 0x3A);
+  EXPECT_TRUE(backend_->event_destroy(event).ok());
+  EXPECT_TRUE(backend_->stream_destroy(urgent).ok());
+  EXPECT_REFUSED(backend_->stream_synchronize(urgent));
+  EXPECT_TRUE(backend_->free(block).ok());
 }
 
 TEST_P(BackendConformance, RecordingAgainMovesTheEventButNotWhoWaits) {

@@ -436,6 +436,7 @@ constexpr char kFooter[] =
     "  LD_PRELOAD=/path/to/libforebay-preload.so   the preload itself; an absolute path\n"
     "  FOREBAY_PRELOAD=arena|observe|off           its mode (default: arena)\n"
     "  FOREBAY_MEMORY=24GiB                        as --memory\n"
+    "  FOREBAY_DEVICE_ROOM=384MiB                  device memory left for the driver; 0: none\n"
     "  FOREBAY_PRELOAD_RECORDS=DIR                 as --records; forebay run --from DIR reads it\n"
     "  FOREBAY_PRELOAD_EVENTS=256MiB               as --events (default: none)\n"
     "  FOREBAY_LOG=info                            a line on standard error when an arena begins to serve\n"

@@ -209,6 +209,7 @@ struct CuMemAllocationProp {
   X(cuCtxSynchronize, cuCtxSynchronize, 2000, ()) \
   X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010, (CuCaptureMode* mode)) \
   X(cuStreamCreate, cuStreamCreate, 2000, (CuStream* stream, unsigned flags)) \
+  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050, (CuStream* stream, unsigned flags, int priority)) \
   X(cuStreamDestroy, cuStreamDestroy_v2, 4000, (CuStream stream)) \
   X(cuStreamSynchronize, cuStreamSynchronize, 2000, (CuStream stream)) \
   X(cuStreamWaitEvent, cuStreamWaitEvent, 3020, (CuStream stream, CuEvent event, unsigned flags)) \
@@ -219,6 +220,7 @@ struct CuMemAllocationProp {
   X(cuEventRecord, cuEventRecord, 2000, (CuEvent event, CuStream stream)) \
   X(cuEventQuery, cuEventQuery, 2000, (CuEvent event)) \
   X(cuEventSynchronize, cuEventSynchronize, 2000, (CuEvent event)) \
+  X(cuEventElapsedTime, cuEventElapsedTime, 2000, (float* milliseconds, CuEvent start, CuEvent end)) \
   X(cuMemcpyAsync, cuMemcpyAsync, 4000, (CuDevicePtr target, CuDevicePtr source, std::size_t bytes, CuStream stream)) \
   X(cuMemsetD8Async, cuMemsetD8Async, 3020, (CuDevicePtr target, unsigned char value, std::size_t count, CuStream stream)) \
   X(cuMemAlloc, cuMemAlloc_v2, 3020, (CuDevicePtr* address, std::size_t bytes)) \

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -57,11 +58,15 @@ bool is_binary_image(const void* image, std::size_t bytes) noexcept {
          (std::memcmp(image, kElf, sizeof(kElf)) == 0 || std::memcmp(image, kFatbin, sizeof(kFatbin)) == 0);
 }
 
+// Lower than the lowest number of any device: the driver takes its highest priority for it.
+constexpr int kUrgent = -1000;
+// The part of a small device that is kept for the driver, at most.
+constexpr std::size_t kRoomDivisor = 8;
+
 // Requested properties of chunks. A failed trial drops some.
 struct ChunkKind {
   bool posix_fd = false;
   bool rdma = false;
-  bool peers = false;
 
   friend bool operator==(const ChunkKind&, const ChunkKind&) = default;
 };
@@ -72,8 +77,12 @@ class CudaBackendImpl final : public CudaBackend {
                   ChunkKind kind)
       : driver_(driver),
         ordinal_(device.ordinal),
+        peer_ordinals_(device.peer_ordinals),
         kind_(kind),
+        room_bytes_(std::min(options.room_bytes, device.memory_bytes / kRoomDivisor)),
+        opens_to_peers_(options.open_to_peers),
         properties_(cuda_chunk_properties(device.ordinal, kind.posix_fd, kind.rdma)),
+        allowed_bytes_(device.granularity),
         addresses_({.name = "cuda:" + std::to_string(device.ordinal) + " " + device.name,
                     .granularity = device.granularity,
                     .budget_bytes = options.memory_bytes == 0 ? SIZE_MAX : options.memory_bytes}),
@@ -83,19 +92,20 @@ class CudaBackendImpl final : public CudaBackend {
                   device.name.c_str());
     capabilities_.kind = BackendKind::kCuda;
     capabilities_.granularity = device.granularity;
-    capabilities_.memory_bytes =
-        options.memory_bytes == 0 ? device.memory_bytes : std::min(options.memory_bytes, device.memory_bytes);
+    capabilities_.memory_bytes = device.memory_bytes - room_bytes_;
+    if (options.memory_bytes != 0)
+      capabilities_.memory_bytes = std::min(capabilities_.memory_bytes, options.memory_bytes);
     capabilities_.numa_node = device.numa_node;
     capabilities_.multiprocessor_count = device.multiprocessor_count;
-    access_.push_back({{cuda::CuMemLocationType::kDevice, ordinal_}, cuda::CuMemAccessFlags::kReadWrite});
-    if (!kind.peers) return;
-    for (const int peer : device.peer_ordinals) {
-      access_.push_back({{cuda::CuMemLocationType::kDevice, peer}, cuda::CuMemAccessFlags::kReadWrite});
-    }
+    add_access(ordinal_);
   }
 
   ~CudaBackendImpl() override {
     if (context_ == nullptr || cuda_lost_in_fork()) return;
+    {
+      const std::lock_guard lock(all_mutex());
+      std::erase(all(), this);
+    }
     const std::size_t leaked = live_handle_count();
     give_everything_back();
     if (leaked == 0) return;
@@ -132,11 +142,46 @@ class CudaBackendImpl final : public CudaBackend {
     return release(base, bytes);
   }
 
+  // Makes this one known to the other backends of this process.
+  void meet_peers() {
+    const std::lock_guard lock(all_mutex());
+    for (CudaBackendImpl* const other : all()) {
+      if (!opens_to_peers_ || !other->opens_to_peers_ || other->ordinal_ == ordinal_) continue;
+      for (const Status& opened : {open_to_peer(other->ordinal_), other->open_to_peer(ordinal_)}) {
+        if (!opened.ok()) log(LogLevel::kInfo, "%s", opened.message().c_str());
+      }
+    }
+    all().push_back(this);
+  }
+
   // --- CudaBackend ---
 
   bool chunks_have_posix_fd() const noexcept override { return kind_.posix_fd; }
   bool chunks_have_rdma() const noexcept override { return kind_.rdma; }
-  int peer_count() const noexcept override { return static_cast<int>(access_.size()) - 1; }
+  int peer_count() const noexcept override { return static_cast<int>(peer_ordinals_.size()); }
+  Status open_to_peer(int ordinal) override {
+    const auto what = [=] { return "give cuda:" + std::to_string(ordinal) + " access"; };
+    FOREBAY_RETURN_IF_ERROR(enter("open_to_peer", what));
+    const std::lock_guard lock(mapping_mutex_);
+    const auto is_it = [=](const cuda::CuMemAccessDesc& open) { return open.location.id == ordinal; };
+    if (std::any_of(access_.begin(), access_.end(), is_it)) return {};
+    if (std::find(peer_ordinals_.begin(), peer_ordinals_.end(), ordinal) == peer_ordinals_.end()) {
+      return {StatusCode::kUnsupported,
+              "cannot " + what() + " to " + capabilities_.name +
+                  ": it cannot reach this device (nvidia-smi topo -p2p r); copy through host memory"};
+    }
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    add_access(ordinal);
+    for (const auto& [address, bytes] : addresses_.left().mappings) {
+      if (!addresses_.mapping_at(address).accessible) continue;
+      const Status given = give_access(address, bytes, what);
+      if (given.ok()) continue;
+      access_.pop_back();
+      return given;
+    }
+    return {};
+  }
   Status call_in_context(HostFunction function, void* argument) override {
     const auto what = [] { return std::string("call a function in the context"); };
     FOREBAY_RETURN_IF_ERROR(enter("call_in_context", what));
@@ -188,6 +233,7 @@ class CudaBackendImpl final : public CudaBackend {
     FOREBAY_RETURN_IF_ERROR(enter("chunk_create", what));
     const CudaScope scope(driver_, context_, has_reported_state_);
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    FOREBAY_RETURN_IF_ERROR(check_room(bytes, what));
     FOREBAY_RETURN_IF_ERROR(addresses_.charge_chunk(bytes));
     cuda::CuMemHandle handle = 0;
     const CuResult result = driver_.cuMemCreate(&handle, bytes, &properties_, 0);
@@ -245,9 +291,7 @@ class CudaBackendImpl final : public CudaBackend {
     FOREBAY_RETURN_IF_ERROR(addresses_.check_mappings(address, bytes, "set access to"));
     const CudaScope scope(driver_, context_, has_reported_state_);
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
-    FOREBAY_RETURN_IF_ERROR(
-        check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
-              "cuMemSetAccess", what));
+    FOREBAY_RETURN_IF_ERROR(give_access(address, bytes, what));
     addresses_.set_accessible(address, bytes);
     return {};
   }
@@ -326,10 +370,10 @@ class CudaBackendImpl final : public CudaBackend {
       }
       return info;
     }
-    if (addresses_.budget_bytes() == SIZE_MAX) return info;
-    const std::size_t charged = addresses_.charged_bytes();
-    info.free_bytes =
-        std::min(info.free_bytes, info.total_bytes > charged ? info.total_bytes - charged : std::size_t{0});
+    const auto less = [](std::size_t bytes, std::size_t taken) { return bytes - std::min(bytes, taken); };
+    info.free_bytes = less(info.free_bytes, room_bytes_);
+    if (addresses_.budget_bytes() != SIZE_MAX)
+      info.free_bytes = std::min(info.free_bytes, less(info.total_bytes, addresses_.charged_bytes()));
     return info;
   }
 
@@ -341,6 +385,8 @@ class CudaBackendImpl final : public CudaBackend {
     FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(target, bytes, "copy to"));
     FOREBAY_RETURN_IF_ERROR(addresses_.check_usable(source, bytes, "copy from"));
     if (overlap(target, source, bytes)) return refused(what, kOverlap);
+    FOREBAY_RETURN_IF_ERROR(open_to_this(target));
+    FOREBAY_RETURN_IF_ERROR(open_to_this(source));
     const CudaScope scope(driver_, context_, has_reported_state_);
     FOREBAY_RETURN_IF_ERROR(check(scope, what));
     return check(driver_.cuMemcpyAsync(device_address(target), device_address(source), bytes, native(stream)),
@@ -358,18 +404,8 @@ class CudaBackendImpl final : public CudaBackend {
                  "cuMemsetD8Async", what);
   }
 
-  Result<Stream> stream_create() override {
-    const auto what = [] { return std::string("create a stream"); };
-    FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
-    if (const cuda::CuStream parked = order_.take_parked(this)) return Stream{parked};
-    const CudaScope scope(driver_, context_, has_reported_state_);
-    FOREBAY_RETURN_IF_ERROR(check(scope, what));
-    cuda::CuStream stream = nullptr;
-    FOREBAY_RETURN_IF_ERROR(
-        check(driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking), "cuStreamCreate", what));
-    order_.add_stream(stream, this);
-    return Stream{stream};
-  }
+  Result<Stream> stream_create() override { return create_stream(false); }
+  Result<Stream> urgent_stream_create() override { return create_stream(true); }
   Status stream_destroy(Stream stream) override {
     const auto what = [] { return std::string("destroy a stream"); };
     FOREBAY_RETURN_IF_ERROR(enter("stream_destroy", what));
@@ -414,18 +450,8 @@ class CudaBackendImpl final : public CudaBackend {
     }
     return order_.failure(native(stream));
   }
-  Result<Event> event_create() override {
-    const auto what = [] { return std::string("create an event"); };
-    FOREBAY_RETURN_IF_ERROR(enter("event_create", what));
-    const CudaScope scope(driver_, context_, has_reported_state_);
-    FOREBAY_RETURN_IF_ERROR(check(scope, what));
-    cuda::CuEvent event = nullptr;
-    FOREBAY_RETURN_IF_ERROR(
-        check(driver_.cuEventCreate(&event, cuda::kEventDisableTiming | cuda::kEventBlockingSync),
-              "cuEventCreate", what));
-    order_.add_event(event, this);
-    return Event{event};
-  }
+  Result<Event> event_create() override { return create_event(cuda::kEventDisableTiming); }
+  Result<Event> timed_event_create() override { return create_event(0); }
   Status event_destroy(Event event) override {
     const auto what = [] { return std::string("destroy an event"); };
     FOREBAY_RETURN_IF_ERROR(enter("event_destroy", what));
@@ -473,6 +499,22 @@ class CudaBackendImpl final : public CudaBackend {
       FOREBAY_RETURN_IF_ERROR(check(driver_.cuEventSynchronize(native(event)), "cuEventSynchronize", what));
     }
     return order_.failure(native(event));
+  }
+  Result<std::chrono::nanoseconds> elapsed(Event begin, Event end) override {
+    const auto what = [] { return std::string("read a time"); };
+    FOREBAY_RETURN_IF_ERROR(enter("elapsed", what));
+    FOREBAY_RETURN_IF_ERROR(check_event(begin, what));
+    FOREBAY_RETURN_IF_ERROR(check_event(end, what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    float milliseconds = 0;
+    const CuResult result = driver_.cuEventElapsedTime(&milliseconds, native(begin), native(end));
+    if (result == CuResult::kInvalidHandle) return refused(what, kNotRecorded);
+    if (result == CuResult::kNotReady)
+      return Status(StatusCode::kUnavailable, "cannot read a time on ", capabilities_.name, kNotReached);
+    FOREBAY_RETURN_IF_ERROR(check(result, "cuEventElapsedTime", what));
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+        std::chrono::duration<double, std::milli>(milliseconds));
   }
   Status stream_wait(Stream stream, Event event) override {
     const auto what = [] { return std::string("wait for an event"); };
@@ -693,6 +735,88 @@ class CudaBackendImpl final : public CudaBackend {
     return is_capturing ? captured(what) : Status();
   }
 
+  Result<Stream> create_stream(bool urgent) {
+    const auto what = [] { return std::string("create a stream"); };
+    FOREBAY_RETURN_IF_ERROR(enter("stream_create", what));
+    if (const cuda::CuStream parked = order_.take_parked(this, urgent)) return Stream{parked};
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    cuda::CuStream stream = nullptr;
+    const CuResult result =
+        urgent ? driver_.cuStreamCreateWithPriority(&stream, cuda::kStreamNonBlocking, kUrgent)
+               : driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking);
+    FOREBAY_RETURN_IF_ERROR(check(result, urgent ? "cuStreamCreateWithPriority" : "cuStreamCreate", what));
+    order_.add_stream(stream, this, urgent);
+    return Stream{stream};
+  }
+  Result<Event> create_event(unsigned flags) {
+    const auto what = [] { return std::string("create an event"); };
+    FOREBAY_RETURN_IF_ERROR(enter("event_create", what));
+    const CudaScope scope(driver_, context_, has_reported_state_);
+    FOREBAY_RETURN_IF_ERROR(check(scope, what));
+    cuda::CuEvent event = nullptr;
+    FOREBAY_RETURN_IF_ERROR(
+        check(driver_.cuEventCreate(&event, flags | cuda::kEventBlockingSync), "cuEventCreate", what));
+    order_.add_event(event, this);
+    return Event{event};
+  }
+
+  // The backends of this process, which give each other access.
+  static std::vector<CudaBackendImpl*>& all() {
+    static auto* const backends = new std::vector<CudaBackendImpl*>;  // Guarded by all_mutex().
+    return *backends;
+  }
+  // Taken before a mapping_mutex_.
+  static std::mutex& all_mutex() {
+    static auto* const mutex = new std::mutex;
+    return *mutex;
+  }
+  // Requires: mapping_mutex_, or that no other thread knows this.
+  void add_access(int ordinal) {
+    access_.push_back({{cuda::CuMemLocationType::kDevice, ordinal}, cuda::CuMemAccessFlags::kReadWrite});
+  }
+  // Requires: mapping_mutex_, a CudaScope.
+  template <typename What>
+  Status give_access(DevicePtr address, std::size_t bytes, const What& what) {
+    return check(driver_.cuMemSetAccess(device_address(address), bytes, access_.data(), access_.size()),
+                 "cuMemSetAccess", what);
+  }
+  // Gives this device access to an address of another device's backend.
+  Status open_to_this(const void* address) {
+    if (peer_ordinals_.empty() || addresses_.holds(address)) return {};
+    const std::lock_guard lock(all_mutex());
+    for (CudaBackendImpl* const other : all()) {
+      if (other->ordinal_ != ordinal_ && other->addresses_.holds(address))
+        return other->open_to_peer(ordinal_);
+    }
+    return {};
+  }
+
+  // Whether a chunk leaves the driver its room. Asks the driver only when half of the memory that was free at
+  // the last question has been taken. Requires: a CudaScope.
+  template <typename What>
+  Status check_room(std::size_t bytes, const What& what) {
+    if (room_bytes_ == 0) return {};
+    std::size_t allowed = allowed_bytes_.load(std::memory_order_relaxed);
+    while (allowed >= bytes) {
+      if (allowed_bytes_.compare_exchange_weak(allowed, allowed - bytes, std::memory_order_relaxed))
+        return {};
+    }
+    std::size_t free_bytes = 0;
+    std::size_t total_bytes = 0;
+    FOREBAY_RETURN_IF_ERROR(check(driver_.cuMemGetInfo_v2(&free_bytes, &total_bytes), "cuMemGetInfo", what));
+    const std::size_t spare = free_bytes - std::min(free_bytes, room_bytes_);
+    if (bytes > spare) {
+      return {StatusCode::kOutOfMemory,
+              "cannot " + what() + " on " + capabilities_.name + ": " + format_bytes(free_bytes) + " of " +
+                  format_bytes(total_bytes) + " free, and " + format_bytes(room_bytes_) +
+                  " are kept for the driver; free some first, end other users of the device (nvidia-smi), or "
+                  "lower CudaBackendOptions::room_bytes"};
+    }
+    allowed_bytes_.store((spare - bytes) / 2, std::memory_order_relaxed);
+    return {};
+  }
+
   // As check, with the free memory of the device. Requires: a CudaScope.
   template <typename What>
   Status check_allocated(CuResult result, const char* call, const What& what) const {
@@ -782,10 +906,17 @@ class CudaBackendImpl final : public CudaBackend {
 
   const CudaDriver& driver_;
   const int ordinal_;
+  const std::vector<int> peer_ordinals_;
   const ChunkKind kind_;
+  const std::size_t room_bytes_;
+  const bool opens_to_peers_;
   const cuda::CuMemAllocationProp properties_;
   Capabilities capabilities_;
-  std::vector<cuda::CuMemAccessDesc> access_;  // This device first, then its peers.
+  // This device and the peers that have access. Guarded by mapping_mutex_.
+  std::vector<cuda::CuMemAccessDesc> access_;
+  // Bytes of chunks that may be made before the driver is asked again for its free memory. At first that of
+  // try_chunk(), which gives it back.
+  std::atomic<std::size_t> allowed_bytes_;
   cuda::CuDevice device_ = 0;
   cuda::CuContext context_ = nullptr;  // Null until open() has retained it.
 
@@ -848,9 +979,8 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
 
   // From all that the device claims down to the plain chunk that every driver gives: containers, virtual
   // functions and older kernels take claims back only when they are tried.
-  const ChunkKind claimed{
-      .posix_fd = device.has_posix_fd, .rdma = device.has_rdma, .peers = !device.peer_ordinals.empty()};
-  const ChunkKind without_rdma{.posix_fd = claimed.posix_fd, .rdma = false, .peers = claimed.peers};
+  const ChunkKind claimed{.posix_fd = device.has_posix_fd, .rdma = device.has_rdma};
+  const ChunkKind without_rdma{.posix_fd = claimed.posix_fd, .rdma = false};
   const ChunkKind tried[] = {claimed, without_rdma, ChunkKind{}};
   Status first;
   const ChunkKind* last = nullptr;
@@ -863,9 +993,10 @@ Result<std::unique_ptr<CudaBackend>> CudaBackend::create(const CudaBackendOption
     if (status.ok()) {
       if (!first.ok()) {
         log(LogLevel::kInfo, "%s: chunks are made without %s, because: %s", backend->capabilities().name,
-            kind.posix_fd ? "GPUDirect RDMA" : "file descriptors, GPUDirect RDMA and peers",
+            kind.posix_fd ? "GPUDirect RDMA" : "file descriptors and GPUDirect RDMA",
             first.message().c_str());
       }
+      backend->meet_peers();
       return std::unique_ptr<CudaBackend>(std::move(backend));
     }
     if (first.ok()) first = status;

@@ -50,12 +50,12 @@ bool CudaOrderBook::is_owner(cuda::CuStream stream, Owner owner) const {
   return found != streams_.end() && found->second.owner == owner;
 }
 
-cuda::CuStream CudaOrderBook::take_parked(Owner owner) {
+cuda::CuStream CudaOrderBook::take_parked(Owner owner, bool urgent) {
   auto state = std::make_shared<CudaStreamState>();
   const std::lock_guard lock(mutex_);
   if (parked_count_ == 0) return nullptr;
   for (auto& [stream, entry] : streams_) {
-    if (entry.kind != StreamKind::kEnded || entry.owner != owner) continue;
+    if (entry.kind != StreamKind::kEnded || entry.owner != owner || entry.urgent != urgent) continue;
     --parked_count_;
     entry.kind = StreamKind::kOurs;
     entry.state.swap(state);  // The old one, with its failure, goes after the mutex.
@@ -64,8 +64,8 @@ cuda::CuStream CudaOrderBook::take_parked(Owner owner) {
   return nullptr;
 }
 
-void CudaOrderBook::add_stream(cuda::CuStream stream, Owner owner) {
-  Streams added{{stream, StreamEntry{StreamKind::kOurs, owner, std::make_shared<CudaStreamState>()}}};
+void CudaOrderBook::add_stream(cuda::CuStream stream, Owner owner, bool urgent) {
+  Streams added{{stream, StreamEntry{StreamKind::kOurs, owner, std::make_shared<CudaStreamState>(), urgent}}};
   // A foreign stream ended, and its handle came back as ours.
   Streams::node_type stale;
   const std::lock_guard lock(mutex_);
@@ -97,7 +97,8 @@ std::shared_ptr<CudaStreamState> CudaOrderBook::state(cuda::CuStream stream) {
     const auto found = streams_.find(stream);
     if (found != streams_.end()) return found->second.state;
   }
-  Streams added{{stream, StreamEntry{StreamKind::kForeign, nullptr, std::make_shared<CudaStreamState>()}}};
+  Streams added{
+      {stream, StreamEntry{StreamKind::kForeign, nullptr, std::make_shared<CudaStreamState>(), false}}};
   Streams::insert_return_type inserted;  // Keeps a node that another thread made superfluous.
   const std::lock_guard lock(mutex_);
   inserted = streams_.insert(added.extract(added.begin()));

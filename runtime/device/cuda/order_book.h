@@ -57,9 +57,9 @@ class CudaOrderBook {
   // --- streams ---
   StreamKind kind(cuda::CuStream stream) const;
   bool is_owner(cuda::CuStream stream, Owner owner) const;
-  // Puts a parked stream of the owner's back to use; null when there is none.
-  cuda::CuStream take_parked(Owner owner);
-  void add_stream(cuda::CuStream stream, Owner owner);
+  // Puts a parked stream of the owner's, urgent or not, back to use; null when there is none.
+  cuda::CuStream take_parked(Owner owner, bool urgent);
+  void add_stream(cuda::CuStream stream, Owner owner, bool urgent);
   // Ends a stream of ours. False when there is no room to park it: it is forgotten, and the caller destroys
   // it.
   bool park_stream(cuda::CuStream stream);
@@ -92,6 +92,7 @@ class CudaOrderBook {
     StreamKind kind = StreamKind::kForeign;
     Owner owner = nullptr;
     std::shared_ptr<CudaStreamState> state;
+    bool urgent = false;
   };
   struct EventEntry {
     Owner owner = nullptr;

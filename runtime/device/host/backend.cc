@@ -242,6 +242,18 @@ class HostBackendImpl final : public ScriptedHostBackend, private AccessGuard {
     return mark->failure;
   }
 
+  Result<std::chrono::nanoseconds> elapsed(Event begin, Event end) override {
+    FOREBAY_RETURN_IF_ERROR(enter("elapsed"));
+    const std::lock_guard lock(options_.clock->mutex());
+    const auto first = events_.find(to_id(begin.handle));
+    const auto last = events_.find(to_id(end.handle));
+    if (first == events_.end() || last == events_.end()) return no_event("read a time");
+    if (first->second == nullptr || last->second == nullptr) return invalid("read a time", kNotRecorded);
+    if (!first->second->reached || !last->second->reached)
+      return Status(StatusCode::kUnavailable, "cannot read a time on " + options_.name + kNotReached);
+    return last->second->time - first->second->time;
+  }
+
   Status stream_wait(Stream stream, Event event) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamWait));
     std::unique_lock lock(options_.clock->mutex());

@@ -117,6 +117,7 @@ void HostStream::run(std::unique_lock<std::mutex>& lock, HostOperation operation
                         },
                         [&](const HostRecord& record) {
                           record.mark->reached = true;
+                          record.mark->time = clock_.now_locked();
                           record.mark->failure = failure_;
                         },
                         [&](const HostWait& wait) {

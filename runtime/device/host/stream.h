@@ -27,7 +27,8 @@ namespace forebay {
 struct HostMark {
   // Guarded by the clock's mutex.
   bool reached = false;
-  Status failure;  // The first failure of the stream up to here, once reached.
+  HostClock::Nanoseconds time{0};  // When it was reached.
+  Status failure;                  // The first failure of the stream up to here, once reached.
 };
 
 // One kernel of a loaded module. Shared by the module and the launches in flight, so unloading does not pull

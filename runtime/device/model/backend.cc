@@ -37,8 +37,9 @@ struct ModelStream;
 // it, since recording again moves the event but not those who already wait.
 struct ModelMark {
   bool reached = false;
-  Status failure;                 // The first failure of the stream up to here, once reached.
-  ModelStream* stream = nullptr;  // That will reach it; looked at only until then.
+  std::chrono::steady_clock::time_point time;  // When it was reached.
+  Status failure;                              // The first failure of the stream up to here, once reached.
+  ModelStream* stream = nullptr;               // That will reach it; looked at only until then.
 };
 
 // Queued work. Ranges are those of copies and fills; host memory is not read or written.
@@ -337,6 +338,18 @@ class ModelBackendImpl final : public ScriptedModelBackend {
     return mark->failure;
   }
 
+  Result<std::chrono::nanoseconds> elapsed(Event begin, Event end) override {
+    FOREBAY_RETURN_IF_ERROR(enter("elapsed"));
+    const std::lock_guard lock(mutex_);
+    const auto first = events_.find(to_id(begin.handle));
+    const auto last = events_.find(to_id(end.handle));
+    if (first == events_.end() || last == events_.end()) return no_event("read a time");
+    if (first->second == nullptr || last->second == nullptr) return refuse("read a time", kNotRecorded);
+    if (!first->second->reached || !last->second->reached)
+      return Status(StatusCode::kUnavailable, "cannot read a time on " + options_.name + kNotReached);
+    return last->second->time - first->second->time;
+  }
+
   Status stream_wait(Stream stream, Event event) override {
     FOREBAY_RETURN_IF_ERROR(enter(HostCall::kStreamWait));
     std::unique_lock lock(mutex_);
@@ -511,6 +524,7 @@ class ModelBackendImpl final : public ScriptedModelBackend {
       run_function(lock, stream, *call);
     } else if (const auto* record = std::get_if<ModelRecord>(&operation)) {
       record->mark->reached = true;
+      record->mark->time = std::chrono::steady_clock::now();
       record->mark->failure = stream.failure;
       record->mark->stream = nullptr;
     } else if (const auto* wait = std::get_if<ModelWait>(&operation)) {

@@ -22,6 +22,11 @@ void EngineStream::open() {
   owned_ = true;
 }
 
+void EngineStream::open_urgent() {
+  stream_ = value_or_throw(context_.backend.urgent_stream_create());
+  owned_ = true;
+}
+
 void EngineStream::wait(Event event) const {
   context_.must(context_.backend.stream_wait(stream_, event));
 }

@@ -46,6 +46,8 @@ class EngineStream {
   ~EngineStream() { close(); }
 
   void open();
+  // The same, for collectives.
+  void open_urgent();
   // Uses a stream that has another owner.
   void borrow(Stream stream) noexcept { stream_ = stream; }
   bool is_open() const noexcept { return stream_.handle != nullptr; }

@@ -33,6 +33,7 @@ Process::Variables on_the_fake(Process::Variables more = {}) {
   more.merge(sanitizer_variables());
   more.emplace("LD_LIBRARY_PATH", kFakeDirectory + ":" + kFakeRuntimeDirectory);
   more.emplace("FAKE_CUDA_MEMORY", "67108864");
+  more.emplace("FOREBAY_DEVICE_ROOM", "0");
   return more;
 }
 

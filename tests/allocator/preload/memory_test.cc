@@ -53,6 +53,29 @@ TEST(PreloadMemory, ALimitMakesTheDeviceLookSmaller) {
       << observed.finished.output;
 }
 
+TEST(PreloadMemory, TheDriversRoomIsNeitherFreeNorAllocated) {
+  PreloadRun run(matter("info"), "arena", {{"FOREBAY_DEVICE_ROOM", "4MiB"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  // There is no arena before the first allocation.
+  EXPECT_EQ(run.finished.output,
+            "total 67108864, device 67108864, before 67108864, less 20971520, after 62914560\n");
+  run.expect_no_hazard();
+}
+
+TEST(PreloadMemory, ByDefaultAnEighthOfASmallDeviceIsTheDrivers) {
+  const PreloadRun run(matter("info"), "arena", {{"FOREBAY_DEVICE_ROOM", ""}});
+  EXPECT_NE(run.finished.output.find("after 58720256"), std::string::npos) << run.finished.output;
+}
+
+TEST(PreloadMemory, AnInvalidRoomIsReportedAndTheArenaServesNothing) {
+  PreloadRun run(matter("info"), "arena", {{"FOREBAY_DEVICE_ROOM", "some"}});
+  EXPECT_NE(std::string(run.record().problem).find("FOREBAY_DEVICE_ROOM is 'some'; use bytes"),
+            std::string::npos)
+      << run.record().problem;
+  EXPECT_EQ(run.served(PreloadServer::kArena), 0u);
+}
+
 TEST(PreloadMemory, AnInvalidLimitIsReportedAndTheArenaServesNothing) {
   const PreloadRun run(matter("info"), "arena", {{"FOREBAY_MEMORY", "plenty"}});
   EXPECT_NE(run.finished.output.find("FOREBAY_MEMORY is 'plenty'; use bytes"), std::string::npos)

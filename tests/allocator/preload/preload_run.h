@@ -47,6 +47,7 @@ class PreloadRun {
     variables.merge(sanitizer_variables());
     variables.emplace("LD_LIBRARY_PATH", kFakeDirectory + ":" + kFakeRuntimeDirectory);
     variables.emplace("FAKE_CUDA_MEMORY", "67108864");
+    variables.emplace("FOREBAY_DEVICE_ROOM", "0");  // A test of its own sets it.
     variables.emplace("FAKE_CUDA_SUMMARY", directory_ / "summary");
     if (mode != "none") {
       variables.emplace("LD_PRELOAD", kPreloadLibrary);

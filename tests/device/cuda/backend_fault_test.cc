@@ -71,8 +71,8 @@ void use(Backend& backend, Workload& workload, Told& told) {
   const DevicePtr block = told.note(backend.alloc(kPage));
   const bool pinned = told.note(backend.pin(workload.host.data(), workload.host.size()));
   const Stream stream = told.note(backend.stream_create());
-  const Stream second = told.note(backend.stream_create());
-  const Event event = told.note(backend.event_create());
+  const Stream second = told.note(backend.urgent_stream_create());
+  const Event event = told.note(backend.timed_event_create());
   const Module module = told.note(backend.load_module(fake_cuda::kStoreImage));
   const Kernel kernel = module.handle == nullptr ? Kernel{} : told.note(backend.get_kernel(module, "store"));
   bool accessible = false;
@@ -98,7 +98,7 @@ void use(Backend& backend, Workload& workload, Told& told) {
     if (event != Event{} && told.note(backend.event_record(event, stream))) {
       told.note(backend.event_query(event));
       told.note(backend.stream_wait(second, event));
-      told.note(backend.event_synchronize(event));
+      if (told.note(backend.event_synchronize(event))) told.note(backend.elapsed(event, event));
     }
     wait_for(backend, stream, told);
     wait_for(backend, second, told);

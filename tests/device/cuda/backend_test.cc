@@ -39,7 +39,7 @@ using cuda::CuResult;
   X(cuCtxGetCurrent) X(cuStreamCreate) X(cuStreamDestroy_v2) X(cuStreamBeginCapture_v2)                   \
   X(cuStreamEndCapture) X(cuStreamIsCapturing) X(cuGraphDestroy) X(cuGraphGetNodes) X(cuMemGetAccess)     \
   X(cuMemRetainAllocationHandle) X(cuMemExportToShareableHandle) X(cuMemRelease)                          \
-  X(cuThreadExchangeStreamCaptureMode)
+  X(cuThreadExchangeStreamCaptureMode) X(cuStreamGetPriority) X(cuMemGetInfo_v2)
 // clang-format on
 struct Application {
 #define FOREBAY_TEST_MEMBER(symbol) cuda::symbol##_function* symbol = nullptr;
@@ -89,6 +89,19 @@ class CudaBackendTest : public ::testing::Test {
     EXPECT_TRUE(backend.set_access(base, kGranule).ok());
     EXPECT_TRUE(backend.chunk_destroy(chunk).ok());
     return base;
+  }
+
+  // By device.
+  void expect_access(DevicePtr address, const std::vector<bool>& expected) const {
+    for (int ordinal = 0; ordinal < static_cast<int>(expected.size()); ++ordinal) {
+      const cuda::CuMemLocation location{cuda::CuMemLocationType::kDevice, ordinal};
+      unsigned long long flags = 0;
+      EXPECT_EQ(application_.cuMemGetAccess(&flags, &location, reinterpret_cast<std::uintptr_t>(address)),
+                CuResult::kSuccess);
+      const auto wanted = expected[static_cast<std::size_t>(ordinal)] ? cuda::CuMemAccessFlags::kReadWrite
+                                                                      : cuda::CuMemAccessFlags::kNone;
+      EXPECT_EQ(flags, static_cast<unsigned long long>(wanted)) << "device " << ordinal;
+    }
   }
 
   fake_cuda::FakeCuda fake_;
@@ -152,7 +165,7 @@ TEST_F(CudaBackendTest, RefusesADeviceThatIsNotThere) {
 
 TEST_F(CudaBackendTest, SaysWhatItIs) {
   start();
-  const auto backend = make();
+  const auto backend = make({.room_bytes = 0});
   const Capabilities& capabilities = backend->capabilities();
   EXPECT_EQ(capabilities.kind, BackendKind::kCuda);
   EXPECT_EQ(std::string(capabilities.name).find("cuda:0 "), 0u) << capabilities.name;
@@ -226,9 +239,65 @@ TEST_F(CudaBackendTest, KeepsItsBudget) {
   fake_cuda::expect_nothing_left(fake_);
 }
 
-TEST_F(CudaBackendTest, SaysHowMuchIsFreeWhenTheDeviceIsFull) {
+TEST_F(CudaBackendTest, LeavesTheDriverItsRoom) {
+  const auto fill = [](CudaBackend& backend) {
+    Status refused;
+    for (std::size_t count = 0; count < 100 && refused.ok(); ++count)
+      refused = backend.chunk_create(1_MiB).status();
+    return refused;
+  };
+  for (const std::size_t room : {0_MiB, 3_MiB, 8_MiB, 384_MiB}) {
+    start();
+    const std::size_t kept = std::min(room, 8_MiB);  // An eighth of the device.
+    const auto backend = make({.room_bytes = room});
+    EXPECT_EQ(backend->capabilities().memory_bytes, 64_MiB - kept);
+    EXPECT_EQ(backend->memory_info().free_bytes, 64_MiB - kept);
+    // Others use the device too.
+    const auto other = make({.room_bytes = 0});
+    const Chunk taken = other->chunk_create(16_MiB).value();
+
+    const Status refused = fill(*backend);
+
+    EXPECT_EQ(refused.code(), StatusCode::kOutOfMemory);
+    EXPECT_EQ(backend->charged_bytes(), 48_MiB - kept);
+    EXPECT_EQ(other->memory_info().free_bytes, kept);
+    if (kept != 0) {
+      EXPECT_NE(refused.message().find("kept for the driver"), std::string::npos) << refused.message();
+      EXPECT_NE(refused.message().find("CudaBackendOptions::room_bytes"), std::string::npos);
+    }
+    EXPECT_TRUE(other->chunk_destroy(taken).ok());
+    EXPECT_EQ(fill(*backend).code(), StatusCode::kOutOfMemory);
+    EXPECT_EQ(backend->charged_bytes(), 64_MiB - kept);
+    // A new process can use a device that is full but for its room.
+    EXPECT_EQ(CudaBackend::create({.room_bytes = room}).ok(), kept != 0);
+  }
+}
+
+TEST_F(CudaBackendTest, UrgentStreamsHaveTheHighestPriority) {
   start();
   const auto backend = make();
+  const auto priority = [&](Stream stream) {
+    int found = 99;
+    EXPECT_EQ(application_.cuCtxSetCurrent(application_.retain(0)), CuResult::kSuccess);
+    EXPECT_EQ(application_.cuStreamGetPriority(static_cast<cuda::CuStream>(stream.handle), &found),
+              CuResult::kSuccess);
+    EXPECT_EQ(application_.cuDevicePrimaryCtxRelease_v2(0), CuResult::kSuccess);
+    return found;
+  };
+  for (int round = 0; round < 2; ++round) {  // The second time from streams that were used before.
+    const Stream urgent = backend->urgent_stream_create().value();
+    const Stream plain = backend->stream_create().value();
+    EXPECT_EQ(priority(urgent), -5);
+    EXPECT_EQ(priority(plain), 0);
+    EXPECT_TRUE(backend->stream_destroy(urgent).ok());
+    EXPECT_TRUE(backend->stream_destroy(plain).ok());
+  }
+  EXPECT_EQ(fake_.call_count("cuStreamCreateWithPriority"), 1u);
+}
+
+TEST_F(CudaBackendTest, SaysHowMuchIsFreeWhenTheDeviceIsFull) {
+  start();
+  const auto backend = make({.room_bytes = 0});
   for (const Status& status : {backend->chunk_create(65_MiB).status(), backend->alloc(65_MiB).status()}) {
     EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
     EXPECT_NE(status.message().find("CUDA_ERROR_OUT_OF_MEMORY: 64.00 MiB of 64.00 MiB free"),
@@ -255,20 +324,57 @@ TEST_F(CudaBackendTest, GivesBackWhateverIsLeft) {
   fake_cuda::expect_nothing_left(fake_);
 }
 
-TEST_F(CudaBackendTest, GivesEveryPeerAccess) {
+TEST_F(CudaBackendTest, APeerGetsAccessWhenItCopies) {
   fake_cuda::FakeOptions options = fake_cuda::strict_options();
   options.device_count = 3;
   start(options);
-  const auto backend = make({.ordinal = 1});
-  EXPECT_EQ(backend->peer_count(), 2);
-  const DevicePtr address = map_chunk(*backend);
-  for (int ordinal = 0; ordinal < 3; ++ordinal) {
-    const cuda::CuMemLocation location{cuda::CuMemLocationType::kDevice, ordinal};
-    unsigned long long flags = 0;
-    EXPECT_EQ(application_.cuMemGetAccess(&flags, &location, reinterpret_cast<std::uintptr_t>(address)),
-              CuResult::kSuccess);
-    EXPECT_EQ(flags, static_cast<unsigned long long>(cuda::CuMemAccessFlags::kReadWrite)) << ordinal;
-  }
+  const auto owner = make({.ordinal = 1});
+  const auto peer = make({.ordinal = 0});
+  EXPECT_EQ(owner->peer_count(), 2);
+  const DevicePtr source = map_chunk(*owner);
+  const DevicePtr target = map_chunk(*peer);
+  expect_access(source, {false, true, false});
+
+  const Stream stream = peer->stream_create().value();
+  ASSERT_TRUE(peer->copy_async(target, source, kGranule, stream).ok());
+  ASSERT_TRUE(peer->stream_synchronize(stream).ok());
+
+  expect_access(source, {true, true, false});
+  expect_access(target, {true, false, false});
+  expect_access(map_chunk(*owner), {true, true, false});
+  const std::uint64_t calls = fake_.call_count("cuMemSetAccess");
+  ASSERT_TRUE(peer->copy_async(source, target, kGranule, stream).ok());
+  ASSERT_TRUE(peer->stream_synchronize(stream).ok());
+  EXPECT_EQ(fake_.call_count("cuMemSetAccess"), calls);
+  EXPECT_EQ(owner->open_to_peer(7).code(), StatusCode::kUnsupported);
+}
+
+TEST_F(CudaBackendTest, BackendsThatOpenToPeersGiveEachOtherAccess) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 3;
+  start(options);
+  const auto first = make({.ordinal = 0, .open_to_peers = true});
+  const DevicePtr early = map_chunk(*first);
+  const auto second = make({.ordinal = 2, .open_to_peers = true});
+  const auto third = make({.ordinal = 1});
+  expect_access(early, {true, false, true});
+  expect_access(map_chunk(*second), {true, false, true});
+  expect_access(map_chunk(*third), {false, true, false});
+}
+
+TEST_F(CudaBackendTest, APeerThatCannotBeGivenAccessIsNamed) {
+  fake_cuda::FakeOptions options = fake_cuda::strict_options();
+  options.device_count = 2;
+  start(options);
+  const auto owner = make({.ordinal = 1});
+  const DevicePtr source = map_chunk(*owner);
+  fake_.fail("cuMemSetAccess", 1, static_cast<int>(CuResult::kNotSupported));
+  const Status status = owner->open_to_peer(0);
+  EXPECT_NE(status.message().find("cannot give cuda:0 access on cuda:1"), std::string::npos)
+      << status.message();
+  expect_access(source, {false, true});
+  EXPECT_TRUE(owner->open_to_peer(0).ok());
+  expect_access(source, {true, true});
 }
 
 TEST_F(CudaBackendTest, MakesChunksThatCanBeExported) {

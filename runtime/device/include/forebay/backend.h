@@ -32,6 +32,7 @@
 // Source: CUDA driver API reference, "Virtual Memory Management", "Stream Management", "Event Management".
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -145,17 +146,24 @@ class Backend {
 
   // --- order ---
   virtual Result<Stream> stream_create() = 0;
+  // A stream of which the device prefers the work, where it can: for collectives, which other ranks wait for.
+  virtual Result<Stream> urgent_stream_create() { return stream_create(); }
   // Waits for the work of the stream, then ends the stream.
   virtual Status stream_destroy(Stream stream) = 0;
   // The host waits until all work queued so far has run.
   virtual Status stream_synchronize(Stream stream) = 0;
   virtual Result<Event> event_create() = 0;
+  // An event for elapsed().
+  virtual Result<Event> timed_event_create() { return event_create(); }
   virtual Status event_destroy(Event event) = 0;
   virtual Status event_record(Event event, Stream stream) = 0;
   // True when the last record of the event has been reached (or there was none).
   virtual Result<bool> event_query(Event event) = 0;
   // The host waits for the event.
   virtual Status event_synchronize(Event event) = 0;
+  // The time from the last record of `begin` to that of `end`; both were made by timed_event_create().
+  // Errors: kInvalidArgument when one was never recorded, kUnavailable when one is not reached yet.
+  virtual Result<std::chrono::nanoseconds> elapsed(Event begin, Event end) = 0;
   // Later work on `stream` waits for the event's last record at the time of this call.
   virtual Status stream_wait(Stream stream, Event event) = 0;
   // Runs `function(argument)` on a host thread in stream order.

@@ -6,9 +6,9 @@
 // streams may be exchanged with them. Beyond backend.h:
 //
 // Streams. A Stream's handle is a CUstream of the primary context, made by this backend or by others. The
-// default streams are default_stream() and per_thread_stream(); a null handle is refused. Events are CUevents
-// without timing. Several backends may share a device (one per rank of a process) and use each other's
-// streams, events and addresses; each destroys its own.
+// default streams are default_stream() and per_thread_stream(); a null handle is refused. Events are
+// CUevents, without timing but for those of timed_event_create(). Several backends may share a device (one
+// per rank of a process) and use each other's streams, events and addresses; each destroys its own.
 //
 // Context. Every call makes the primary context current on the calling thread and restores the earlier one
 // before it returns.
@@ -37,8 +37,16 @@
 namespace forebay {
 
 struct CudaBackendOptions {
-  int ordinal = 0;               // Which device, counted as the driver does (CUDA_VISIBLE_DEVICES applies).
-  std::size_t memory_bytes = 0;  // The device budget for chunks and blocks; 0: all of the device.
+  int ordinal = 0;  // Which device, counted as the driver does (CUDA_VISIBLE_DEVICES applies).
+  std::size_t memory_bytes =
+      0;  // The device budget for chunks and blocks; 0: all of the device but the room.
+  // Device memory that stays free for the driver, which takes some for modules, local memory, graphs and
+  // libraries: no chunk is made of it. At most an eighth of the device is kept.
+  std::size_t room_bytes = std::size_t{384} << 20;
+  // Gives all other devices with such a backend in this process access to this one's chunks, and this device
+  // to theirs, for programs that use addresses of several devices in their kernels. Without it a peer gets
+  // access when one of its backends copies from or to this device, or by open_to_peer().
+  bool open_to_peers = false;
 };
 
 class CudaBackend : public Backend {
@@ -59,8 +67,11 @@ class CudaBackend : public Backend {
   // Properties of the chunks. A trial at creation confirms those that the device claims.
   virtual bool chunks_have_posix_fd() const noexcept = 0;
   virtual bool chunks_have_rdma() const noexcept = 0;
-  // Devices besides this one that set_access gives access to.
+  // Devices besides this one that can be given access.
   virtual int peer_count() const noexcept = 0;
+  // Gives the device `ordinal` access to all chunks that are mapped here, now and later.
+  // Errors: kUnsupported when it cannot reach this device; the driver's.
+  virtual Status open_to_peer(int ordinal) = 0;
 
   // Calls `function(argument)` with the primary context current on this thread, for libraries that find their
   // device by it (NCCL), and restores the earlier context. Requires: `function` does not throw. Errors: the

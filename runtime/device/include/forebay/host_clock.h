@@ -33,6 +33,8 @@ class HostClock {
 
   // Time since the clock was made. Takes the mutex in virtual time.
   Nanoseconds now();
+  // The same with the mutex held.
+  Nanoseconds now_locked() const noexcept;
 
   std::mutex& mutex() noexcept { return mutex_; }
 
@@ -78,7 +80,6 @@ class HostClock {
  private:
   struct Waiter;
 
-  Nanoseconds now_locked() const noexcept;
   void wake_locked(Waiter& waiter);
   bool wake_ready_locked();
   void advance_locked();
