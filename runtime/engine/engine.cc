@@ -28,6 +28,7 @@ Engine::Impl::~Impl() {
   engine_stream.close(arena.get());
   decision.reset();
   units.clear();
+  if (options.timeline != nullptr) options.timeline->release(backend);
   if (!closing.ok() && phase != Phase::kFailed)
     log(LogLevel::kWarning, "closing an engine: %s", closing.message().c_str());
 }

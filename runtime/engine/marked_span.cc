@@ -2,20 +2,15 @@
 
 #include <utility>
 
-#include "forebay/stream_call.h"
-
 namespace forebay {
 
 void begin_span(Backend& backend, Timeline* timeline, Stream stream, const char* track) noexcept {
-  if (timeline == nullptr) return;
-  static_cast<void>(call_on(backend, stream, [timeline, track] { timeline->begin(track); }));
+  if (timeline != nullptr) timeline->begin(track, backend, stream);
 }
 
 void end_span(Backend& backend, Timeline* timeline, Stream stream, const char* track,
-              std::string name) noexcept {
-  if (timeline == nullptr) return;
-  static_cast<void>(
-      call_on(backend, stream, [timeline, track, name = std::move(name)] { timeline->end(track, name); }));
+              const std::string& name) noexcept {
+  if (timeline != nullptr) timeline->end(track, name, backend, stream);
 }
 
 MarkedSpan::MarkedSpan(Backend& backend, Timeline* timeline, Stream stream, const char* track,
@@ -25,7 +20,7 @@ MarkedSpan::MarkedSpan(Backend& backend, Timeline* timeline, Stream stream, cons
 }
 
 MarkedSpan::~MarkedSpan() {
-  end_span(backend_, timeline_, stream_, track_, std::move(name_));
+  end_span(backend_, timeline_, stream_, track_, name_);
 }
 
 }  // namespace forebay

@@ -12,7 +12,7 @@ namespace forebay {
 // is reported elsewhere.
 void begin_span(Backend& backend, Timeline* timeline, Stream stream, const char* track) noexcept;
 void end_span(Backend& backend, Timeline* timeline, Stream stream, const char* track,
-              std::string name) noexcept;
+              const std::string& name) noexcept;
 
 class MarkedSpan {
  public:

@@ -36,6 +36,7 @@ ActivationCheckpointer::Impl::~Impl() {
     note(backend.stream_destroy(gather_stream));
   }
   for (const Event event : events) note(backend.event_destroy(event));
+  if (options.timeline != nullptr) options.timeline->release(backend);
   if (!first.ok() && failure.ok())
     log(LogLevel::kWarning, "closing an activation checkpointer: %s", first.message().c_str());
 }
@@ -77,7 +78,7 @@ void ActivationCheckpointer::Impl::commit(DevicePtr region) {
   agree_on_text(communicator, "activation plans", plan.fingerprint_text());
   Status allocated;
   try {
-    gather_stream = value_or_throw(backend.stream_create());
+    gather_stream = value_or_throw(backend.urgent_stream_create());
     if (region == nullptr && plan.device_bytes() > 0) {
       take_region();
     } else {
