@@ -22,7 +22,9 @@ constexpr std::size_t kGranularity = 2u << 20;
 template <typename Kind, typename Kindly>
 std::unique_ptr<Backend> open(Kindly options, const Options& given) {
   if (given.device_memory != 0) options.memory_bytes = given.device_memory;
-  if constexpr (!std::is_same_v<Kind, CudaBackend>)
+  if constexpr (std::is_same_v<Kind, CudaBackend>)
+    options.room_bytes = given.engine.room_bytes;
+  else
     options.granularity = given.granularity == 0 ? kGranularity : given.granularity;
   if constexpr (std::is_same_v<Kind, HostBackend>) options.guard = given.guard;
   return value_or_throw(Kind::create(options));

@@ -100,6 +100,21 @@ Status read_ranks(const PlanArguments& arguments, PlanRequest* request, int* wor
   return Status();
 }
 
+// No device is there to take the room from, so only a room that was given counts.
+Status read_memory(const PlanArguments& arguments, const ShardingOptions& options, PlanBudget* budget) {
+  budget->memory_bytes = options.memory_bytes;
+  if (!arguments.sharding.given("device-room")) return Status();
+  if (options.memory_bytes == 0)
+    return refuse("--device-room is taken off --memory, which was not given; add --memory");
+  if (options.room_bytes >= options.memory_bytes) {
+    return refuse("--device-room " + format_bytes(options.room_bytes) + " leaves nothing of --memory " +
+                  format_bytes(options.memory_bytes) + "; give less");
+  }
+  budget->room_bytes = options.room_bytes;
+  budget->memory_bytes -= options.room_bytes;
+  return Status();
+}
+
 Status read_budget(const PlanArguments& arguments, int world_size, PlanBudget* budget) {
   budget->host_ranks = static_cast<std::uint64_t>(world_size);
   if (given(arguments.host_ranks_option)) {
@@ -210,7 +225,7 @@ Status plan(const PlanArguments& arguments, bool* holds) {
   FOREBAY_RETURN_IF_ERROR(read_ranks(arguments, &request, &world_size));
   FOREBAY_RETURN_IF_ERROR(read_options(arguments, &request));
   FOREBAY_RETURN_IF_ERROR(read_request(arguments, &request, &description));
-  budget.memory_bytes = request.options.memory_bytes;
+  FOREBAY_RETURN_IF_ERROR(read_memory(arguments, request.options, &budget));
   FOREBAY_RETURN_IF_ERROR(read_budget(arguments, world_size, &budget));
   FOREBAY_RETURN_IF_ERROR(read_kept(arguments, budget, &request, &kept));
 

@@ -61,14 +61,20 @@ class Table {
   std::string text_;
 };
 
-LimitVerdict judge_memory(const PlanReport& report, std::uint64_t memory_bytes) {
-  return {
-      .name = "--memory", .where = "", .limit_bytes = memory_bytes, .needed_bytes = report.bytes.needed()};
+LimitVerdict judge_memory(const PlanReport& report, const PlanBudget& budget) {
+  const std::string where = budget.room_bytes == 0
+                                ? ""
+                                : format_bytes(budget.memory_bytes + budget.room_bytes) + " less " +
+                                      format_bytes(budget.room_bytes) + " for the driver, --device-room";
+  return {.name = "--memory",
+          .where = where,
+          .limit_bytes = budget.memory_bytes,
+          .needed_bytes = report.bytes.needed()};
 }
 
 std::vector<LimitVerdict> judge(const PlanReport& report, const PlanBudget& budget) {
   std::vector<LimitVerdict> verdicts;
-  if (budget.memory_bytes != 0) verdicts.push_back(judge_memory(report, budget.memory_bytes));
+  if (budget.memory_bytes != 0) verdicts.push_back(judge_memory(report, budget));
   if (budget.host_ranks == 0) return verdicts;
   for (const LimitVerdict& verdict : judge_host(report, budget.host_limits, budget.host_ranks)) {
     verdicts.push_back(verdict);
@@ -344,7 +350,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
     json["activations"] = activation_json(activations[static_cast<std::size_t>(report.part.pipeline_stage)]);
   if (!report.pipeline.empty()) json["pipeline"] = pipeline_json(report, activations);
   if (budget.memory_bytes != 0) {
-    json["memory"] = verdict_json(judge_memory(report, budget.memory_bytes));
+    json["memory"] = verdict_json(judge_memory(report, budget));
   }
   if (budget.host_ranks != 0) {
     json["host"] = {{"ranks", budget.host_ranks}, {"limits", Json::array()}};

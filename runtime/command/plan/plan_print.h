@@ -12,6 +12,7 @@ namespace forebay {
 // The memory that the plan must fit in.
 struct PlanBudget {
   std::uint64_t memory_bytes = 0;  // Device budget of one rank; 0: none was given.
+  std::uint64_t room_bytes = 0;    // Kept for the driver, and not among memory_bytes; 0: none was given.
   std::uint64_t host_ranks = 0;    // Ranks on this host; 0: the host is not judged.
   std::vector<HostLimit> host_limits;
 };

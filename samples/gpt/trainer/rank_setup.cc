@@ -87,7 +87,8 @@ void open_device(const TrainerOptions& options, Rank& rank) {
   }
   try {
     const int ordinal = choose_ordinal(options, rank.place);
-    rank.backend = value_or_throw(CudaBackend::create({.ordinal = ordinal}));
+    rank.backend =
+        value_or_throw(CudaBackend::create({.ordinal = ordinal, .room_bytes = options.room_bytes}));
     rank.ordinal = ordinal;
   } catch (const Error& error) {
     throw Error(error.status().with_context("--device cuda"));

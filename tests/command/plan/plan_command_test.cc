@@ -176,6 +176,26 @@ TEST(PlanCommand, SaysWhenTheHostOrTheBudgetCannotHoldIt) {
   EXPECT_EQ(json.at("memory").at("fits"), false);
 }
 
+TEST(PlanCommand, TakesTheDriversRoomOffTheBudgetWhereItIsGiven) {
+  const std::string model = "--parameters 1B --ranks 4 --host-ranks 0 --stage 0 ";
+  const Json all = Json::parse(plan(model + "--memory 100GiB --json").output);
+  const std::uint64_t needed = all.at("memory").at("needed_bytes");
+  const std::string exactly = "--memory " + std::to_string(needed) + " ";
+  EXPECT_EQ(plan(model + exactly).exit_code, 0) << "no device is there to take it from";
+
+  const Outcome outcome = plan(model + exactly + "--device-room 384MiB");
+
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_NE(outcome.output.find("less 384.00 MiB for the driver, --device-room): DOES NOT HOLD stage 0"),
+            std::string::npos)
+      << outcome.output;
+  EXPECT_EQ(plan(model + exactly + "--device-room 0").exit_code, 0);
+  const std::string with_room = "--memory " + std::to_string(needed + (384 << 20)) + " --device-room 384MiB ";
+  const Json json = Json::parse(plan(model + with_room + "--json").output);
+  EXPECT_EQ(json.at("memory").at("limit_bytes"), needed);
+  EXPECT_EQ(json.at("fits"), true);
+}
+
 TEST(PlanCommand, ExitCodeSaysWhetherTheGivenBudgetHoldsAStage) {
   const std::string model = "--parameters 1B --ranks 4 --host-ranks 0 ";
   EXPECT_EQ(plan(model + "--stage 0 --memory 1GiB").exit_code, 1);
@@ -490,6 +510,8 @@ TEST(PlanCommand, RefusesBadInputWithItsNameAndExitCode2) {
       {shape + "--bucket 0", "--bucket is 0;"},
       {shape + "--bucket much", "--bucket is 'much'"},
       {shape + "--memory -1", "--memory"},
+      {shape + "--device-room 1GiB", "add --memory"},
+      {shape + "--memory 1GiB --device-room 1GiB", "leaves nothing of --memory"},
       {shape + "--chunk 3", "--chunk is 3 bytes; did you mean 3GiB?"},
       {shape + "--chunk 3MiB",
        "--chunk is '3MiB', and devices map powers of two; use one from 4.00 KiB to 1.00 GiB"},

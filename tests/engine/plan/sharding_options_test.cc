@@ -41,6 +41,7 @@ TEST(ShardingOptions, TextReadsBackAsTheSameText) {
       {"bucket", {"1", "16MiB", "70001", "auto"}},
       {"overlap", {"on", "off"}},
       {"memory", {"0", "80GiB", "1536MiB"}},
+      {"device-room", {"0", "384MiB", "1GiB"}},
       {"spillable", {"off", "on"}},
       {"offload", {"none", "optimizer", "optimizer+parameters"}},
       {"offload-tier", {"cpu", "nvme", "nvme:/a", "nvme:/a,b c"}},

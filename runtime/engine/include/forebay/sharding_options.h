@@ -101,6 +101,9 @@ struct ShardingOptions {
   bool spillable = false;
   bool overlap = true;  // Engine only. False: every collective is waited for where it is issued. Same result.
   std::uint64_t memory_bytes = 0;  // Engine only: device budget of this rank; 0: all memory of the device.
+  // Device memory that a cuda device keeps free for the driver: for the program that opens the device
+  // (CudaBackendOptions::room_bytes). The engine finds it taken off Capabilities::memory_bytes.
+  std::uint64_t room_bytes = 384u << 20;
 };
 
 // The programs that have an option on their command line; a row combines them by `|`.
