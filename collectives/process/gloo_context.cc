@@ -2,12 +2,19 @@
 
 #include <gloo/transport/tcp/context.h>
 #include <gloo/transport/tcp/pair.h>
+#include <linux/filter.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
 #include <future>
 #include <mutex>
+#include <stdexcept>
 #include <system_error>
+#include <type_traits>
 #include <utility>
 
 #include "collectives/signal_mask.h"
@@ -17,6 +24,78 @@ namespace {
 
 namespace tcp = gloo::transport::tcp;
 
+#ifdef FOREBAY_GLOO_DEVICE_LISTENS
+constexpr std::size_t kLibraryPairBytes = 0x378;
+#else
+constexpr std::size_t kLibraryPairBytes = 0x380;
+#endif
+
+#if defined(FOREBAY_GLOO_STANDS_IN) && defined(__x86_64__)
+// That of the library, which gloo_headers/ must not change.
+static_assert(sizeof(tcp::Pair) == kLibraryPairBytes);
+#endif
+
+#ifdef FOREBAY_GLOO_DEVICE_LISTENS
+// Gloo since 2023: each device listens at a port until it ends, and its pairs wait there for connections that
+// name them. Nothing is connected through that port here, so the kernel drops every packet to it.
+class QuietDevice final : public tcp::Device {
+ public:
+  using tcp::Device::Device;
+
+  static std::shared_ptr<tcp::Device> create(const tcp::attr& attributes) {
+    const auto device = make<QuietDevice>(attributes);
+    device->drop_connections();
+    return device;
+  }
+
+ private:
+  // Newer constructors have a second argument: connect when a pair is first used.
+  template <typename Device>
+  static std::shared_ptr<Device> make(const tcp::attr& attributes) {
+    if constexpr (std::is_constructible_v<Device, const tcp::attr&, bool>) {
+      return std::make_shared<Device>(attributes, false);
+    } else {
+      return std::make_shared<Device>(attributes);
+    }
+  }
+
+  void drop_connections() {
+    const tcp::Address address = nextAddress();
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      const int descriptor = std::atoi(entry.path().filename().c_str());
+      int listens = 0;
+      socklen_t size = sizeof(listens);
+      if (getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) != 0 || listens == 0) continue;
+      sockaddr_storage own{};
+      size = sizeof(own);
+      if (getsockname(descriptor, reinterpret_cast<sockaddr*>(&own), &size) != 0 ||
+          std::memcmp(&own, &address.getSockaddr(), size) != 0) {
+        continue;
+      }
+      sock_filter drop{BPF_RET | BPF_K, 0, 0, 0};
+      const sock_fprog program{1, &drop};
+      if (setsockopt(descriptor, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof(program)) != 0) {
+        throw std::system_error(errno, std::generic_category(), "a filter for the port of Gloo's device");
+      }
+      return;
+    }
+    throw std::runtime_error("the port of Gloo's device is not among the descriptors of /proc/self/fd");
+  }
+};
+
+class ConnectedPair final : public tcp::Pair {
+ public:
+  ConnectedPair(tcp::Context* context, tcp::Device* device, int peer, std::chrono::milliseconds timeout,
+                Descriptor socket)
+      : Pair(context, device, peer, timeout) {
+    connectCallback(std::make_shared<tcp::Socket>(socket.release()), tcp::Error::kSuccess);
+  }
+};
+
+void make_pairs(tcp::Device& /*device*/, const std::function<void()>& make) {
+  make();
+}
+#else
 // Runs a function on the device's I/O thread, while that thread handles no connection.
 class OnLoopThread final : public tcp::Handler {
  public:
@@ -43,11 +122,6 @@ class OnLoopThread final : public tcp::Handler {
   const Descriptor bell_;
 };
 
-#if defined(FOREBAY_GLOO_STANDS_IN) && defined(__x86_64__)
-// That of the library, which gloo_headers/ must not change.
-static_assert(sizeof(tcp::Pair) == 0x380);
-#endif
-
 // Gloo's pair listens at a port from its constructor on, and would take the first connection that comes. This
 // one closes that port before anybody can accept. Requires: the I/O thread, which alone accepts.
 class ConnectedPair final : public tcp::Pair {
@@ -61,6 +135,11 @@ class ConnectedPair final : public tcp::Pair {
     handleConnected();
   }
 };
+
+void make_pairs(tcp::Device& device, const std::function<void()>& make) {
+  OnLoopThread::run(device, make);
+}
+#endif
 
 class ConnectedContext final : public tcp::Context {
  public:
@@ -78,7 +157,11 @@ std::shared_ptr<tcp::Device> create_gloo_device(const std::string& address) {
   tcp::attr attributes;
   attributes.hostname = address;
   const BlockedSignals blocked;
+#ifdef FOREBAY_GLOO_DEVICE_LISTENS
+  return QuietDevice::create(tcp::CreateDeviceAttr(attributes));
+#else
   return std::dynamic_pointer_cast<tcp::Device>(tcp::CreateDevice(attributes));
+#endif
 }
 
 GlooContext::GlooContext(int rank, int size, const std::shared_ptr<tcp::Device>& device,
@@ -89,7 +172,7 @@ GlooContext::GlooContext(int rank, int size, const std::shared_ptr<tcp::Device>&
   context->setTimeout(timeout);
   device_ = device;
   transportContext_ = context;
-  OnLoopThread::run(*device, [&] {
+  make_pairs(*device, [&] {
     for (int peer = 0; peer < size; ++peer) {
       if (peer != rank) context->add(peer, take(peer));
     }
