@@ -46,8 +46,10 @@ PerStep per_step(Traffic traffic, const Traffic& outside, double steps) {
 
 void measure_wire(RankModel& model, const EngineStatistics& statistics, const Evaluation& evaluation,
                   double steps, RankReport& mine) {
-  mine.sent_bytes_per_step = static_cast<double>(statistics.traffic.sent) / steps;
-  mine.received_bytes_per_step = static_cast<double>(statistics.traffic.received) / steps;
+  const PerStep data =
+      per_step({statistics.traffic.sent, statistics.traffic.received}, evaluation.exchanged_traffic(), steps);
+  mine.sent_bytes_per_step = data.sent;
+  mine.received_bytes_per_step = data.received;
   mine.planned_sent_bytes_per_step = statistics.planned_wire_per_step.sent;
   mine.planned_received_bytes_per_step = statistics.planned_wire_per_step.received;
   mine.evaluation_sent_bytes = statistics.evaluation_traffic.sent;

@@ -28,6 +28,10 @@ std::vector<Value> exchange(Communicator& ranks, std::span<const Value> mine) {
   return all;
 }
 
+Traffic difference(const Traffic& now, const Traffic& before) {
+  return {now.sent_bytes - before.sent_bytes, now.received_bytes - before.received_bytes};
+}
+
 // The index of the entry of `weights` in which `fraction` of their sum lies.
 std::size_t draw_from(const std::vector<double>& weights, double fraction) {
   double sum = 0;
@@ -71,10 +75,6 @@ class Evaluation::OutsideOfSteps {
   OutsideOfSteps& operator=(const OutsideOfSteps&) = delete;
 
  private:
-  static Traffic difference(const Traffic& now, const Traffic& before) {
-    return {now.sent_bytes - before.sent_bytes, now.received_bytes - before.received_bytes};
-  }
-
   Evaluation& evaluation_;
   Traffic tensor_;
   Traffic pipeline_;
@@ -127,7 +127,7 @@ double Evaluation::loss() {
     pass();
     append_losses(mine);
     if (pass_index + 1 < passes && mine.size() + batch <= kExchangedLosses) continue;
-    const std::vector<double> all = exchange<double>(model_.communicator, mine);
+    const std::vector<double> all = exchange_with_all<double>(mine);
     for (std::size_t i = 0; i < mine.size() * ranks; ++i) {
       if (first + i >= samples) break;
       const auto data = static_cast<int>(i / batch % ranks);
@@ -138,6 +138,16 @@ double Evaluation::loss() {
     mine.clear();
   }
   return sum / static_cast<double>(samples);
+}
+
+// Order: after a pass, when the engine moves nothing.
+template <typename Value>
+std::vector<Value> Evaluation::exchange_with_all(std::span<const Value> mine) {
+  const Traffic before = model_.communicator.traffic();
+  std::vector<Value> all = exchange<Value>(model_.communicator, mine);
+  if (&model_.communicator == &model_.grid.data())
+    add(exchanged_, difference(model_.communicator.traffic(), before));
+  return all;
 }
 
 void Evaluation::append_losses(std::vector<double>& losses) {
@@ -210,7 +220,7 @@ std::uint8_t Evaluation::choose(const std::vector<float>& logits, std::uint64_t 
 
 void Evaluation::check_same_on_all_ranks(std::string_view text) {
   const std::uint64_t mine = Text(std::vector<std::uint8_t>(text.begin(), text.end())).hash();
-  const std::vector<std::uint64_t> all = exchange<std::uint64_t>(model_.communicator, std::span(&mine, 1));
+  const std::vector<std::uint64_t> all = exchange_with_all<std::uint64_t>(std::span(&mine, 1));
   const auto other =
       std::find_if(all.begin(), all.end(), [&](std::uint64_t one) { return one != all.front(); });
   if (other == all.end()) return;

@@ -44,6 +44,9 @@ class Evaluation {
   std::uint64_t planned_sent_bytes() const { return planned_sent_bytes_; }
   const Traffic& tensor_traffic() const { return tensor_; }
   const Traffic& pipeline_traffic() const { return pipeline_; }
+  // Bytes of losses and checks that went over the engine's communicator, which counts them too. None where a
+  // model in parts gives the engine a communicator of its own.
+  const Traffic& exchanged_traffic() const { return exchanged_; }
 
  private:
   class OutsideOfSteps;
@@ -52,6 +55,8 @@ class Evaluation {
   void pass();
   // Copies device memory to the host and waits.
   std::span<const std::byte> fetch(DevicePtr source, std::size_t bytes);
+  template <typename Value>
+  std::vector<Value> exchange_with_all(std::span<const Value> mine);
   void append_losses(std::vector<double>& losses);
   std::uint8_t next_byte(std::string_view text);
   std::vector<float> logits_of(std::size_t row);
@@ -65,6 +70,7 @@ class Evaluation {
   std::uint64_t applied_steps_ = UINT64_MAX;  // At the last pass.
   Traffic tensor_;
   Traffic pipeline_;
+  Traffic exchanged_;
 };
 
 }  // namespace forebay::gpt
