@@ -215,6 +215,7 @@ StepMeter::FileCount StepMeter::file_bytes() {
 
 void fill_report(RankModel& model, const StepMeter& meter, const Evaluation& evaluation,
                  std::uint64_t most_passes_in_flight, TrainingReport& report) {
+  model.pipeline.drain();  // A send counts when it has ended.
   const EngineStatistics statistics = model.engine.statistics();
   RankReport mine = measure_rank(model, statistics, meter, evaluation);
   mine.most_passes_in_flight = most_passes_in_flight;
