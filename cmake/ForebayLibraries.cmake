@@ -33,7 +33,7 @@ function(forebay_library target output)
     target_link_options(${target} PRIVATE "LINKER:-Bsymbolic-functions")
   endif()
   set_target_properties(${target} PROPERTIES OUTPUT_NAME ${output} VERSION ${PROJECT_VERSION}
-    SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX INSTALL_RPATH "$ORIGIN")
+    SOVERSION ${PROJECT_VERSION_MAJOR} LINKER_LANGUAGE CXX INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
   if(ARG_EXPORTS)
     target_link_options(${target} PRIVATE "LINKER:--version-script=${ARG_EXPORTS}")
     set_target_properties(${target} PROPERTIES LINK_DEPENDS "${ARG_EXPORTS}")

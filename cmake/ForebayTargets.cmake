@@ -4,6 +4,14 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
 set(CMAKE_LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 set(CMAKE_ARCHIVE_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/lib")
 
+# Programs find the libraries from where they lie, in the build tree as in an installed one. Otherwise CMake links programs of the build
+# tree with a path that it replaces at installation, and pads that path with empty entries: for them the loader searches the working
+# directory.
+set(FOREBAY_PROGRAM_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+if(NOT CMAKE_INSTALL_LIBDIR STREQUAL "lib")
+  list(APPEND FOREBAY_PROGRAM_RPATH "$ORIGIN/../lib")
+endif()
+
 # The preload and the programs that use it open the core by this name.
 set(FOREBAY_CORE_SONAME "libforebay-core.so.${PROJECT_VERSION_MAJOR}")
 
@@ -71,7 +79,7 @@ function(forebay_executable target)
   target_include_directories(${target} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_link_libraries(${target} PRIVATE forebay_flags forebay ${ARG_LINK})
   set_target_properties(${target} PROPERTIES OUTPUT_NAME ${ARG_OUTPUT}
-    INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+    INSTALL_RPATH "${FOREBAY_PROGRAM_RPATH}" BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS ${target} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}" COMPONENT command)
 endfunction()
 
