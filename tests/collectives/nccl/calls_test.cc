@@ -14,7 +14,7 @@ struct Calls {
   std::uint64_t records = 0;
   std::uint64_t kernels = 0;  // A group of NCCL's calls is one.
   std::uint64_t nccl = 0;     // Into NCCL; the end of a group is one.
-  std::uint64_t all = 0;      // Of the driver, with the context's; the watch's too.
+  std::uint64_t all = 0;      // Into the driver, with those about contexts and those of the watch.
 };
 
 // Runs `operation` kOperations times on each rank, and counts the calls of all ranks.
