@@ -42,13 +42,15 @@ constexpr std::size_t kLimit = 224 * kChunk;
 constexpr std::size_t kBlockBytesMax = 40 * kChunk;
 constexpr std::size_t kBlocksMax = 48;  // For each thread.
 constexpr std::size_t kTableBytes = kBlockBytesMax + 64_KiB;
-// Far less than a stream's queue holds, so that queueing never waits for a gate.
-constexpr int kHeldOperationsMax = 40;
 
 std::uint64_t number_from(const char* name, std::uint64_t otherwise) {
   const char* text = std::getenv(name);
   return text != nullptr ? std::strtoull(text, nullptr, 10) : otherwise;
 }
+
+// Far less than a stream's queue holds, so that queueing never waits for a gate. Each operation queues
+// several; the queues of a harsh fake driver are short.
+const std::size_t kHeldOperationsMax = std::min<std::size_t>(40, number_from("FAKE_CUDA_HARSH", 640) / 16);
 
 // Pinned host memory.
 class Pinned {
@@ -556,7 +558,7 @@ class Worker {
   Graph graph_;
   std::vector<Block> graph_live_;  // Blocks that are live after the capture.
   SlotState slot_;
-  int held_operations_ = 0;
+  std::size_t held_operations_ = 0;
 };
 
 void run_on(Backend& backend, std::uint64_t seed, std::uint64_t operation_count, std::size_t largest_chunk) {

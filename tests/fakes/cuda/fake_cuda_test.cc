@@ -491,10 +491,10 @@ TEST_F(FakeCudaTest, DevicesWithoutPeersKeepApart) {
 TEST_F(FakeCudaTest, TheNthCallFailsOnceAndHasNoEffect) {
   start();
   CuDevicePtr first = 0, second = 0, third = 0;
-  ASSERT_EQ(fake_.fail("cuMemAlloc", 2, static_cast<int>(CuResult::kEccUncorrectable)), 0);
+  ASSERT_EQ(fake_.fail("cuMemAlloc", 2, static_cast<int>(CuResult::kNotSupported)), 0);
   EXPECT_CU_OK(driver_.cuMemAlloc_v2(&first, 64));
   const std::uint64_t bytes = fake_.accounts().device_bytes;
-  EXPECT_CU(kEccUncorrectable, driver_.cuMemAlloc_v2(&second, 64));
+  EXPECT_CU(kNotSupported, driver_.cuMemAlloc_v2(&second, 64));
   EXPECT_EQ(second, 0u);
   EXPECT_EQ(fake_.accounts().device_bytes, bytes);
   EXPECT_CU_OK(driver_.cuMemAlloc_v2(&third, 64));

@@ -72,7 +72,9 @@ class Entry {
     }
     comm_ = found->second;
     if (comm_->in_use.exchange(true)) {
-      misuse("%s while another thread is in a call on the same communicator", call);
+      // Only an abort frees a launch that a full queue blocks.
+      if (!comm_->launching || std::strcmp(call, "ncclCommAbort") != 0)
+        misuse("%s while another thread is in a call on the same communicator", call);
     } else {
       holds_ = true;
     }
@@ -155,7 +157,9 @@ NcclResult launch_now(Lock& lock, const std::shared_ptr<Launch>& launch) {
   s.launches[number] = launch;
   // Not under our mutex: the driver has its own, under which it calls nobody, and its threads take ours.
   lock.unlock();
+  comm.launching = true;
   const bool queued = queue_kernel(*launch, number);
+  comm.launching = false;
   lock.lock();
   if (queued) return NcclResult::kSuccess;
   s.launches.erase(number);

@@ -91,6 +91,7 @@ struct Comm {
   void* module = nullptr;
   void* kernel = nullptr;
   std::atomic<bool> in_use{false};
+  std::atomic<bool> launching{false};  // In the driver, which blocks while the stream's queue is full.
   // Guarded by the mutex.
   bool ready = false;  // All ranks have joined.
   bool aborted = false;
