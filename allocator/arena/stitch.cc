@@ -410,32 +410,34 @@ Range* ChunkedArena::cut_view(Range* view) {
   return view;
 }
 
-// Replaces an evictable chunk, or a spare, by chunks of the smallest size. They are mapped where it was, so
-// that a step recorded before still finds memory there. They are spares instead if the chunk was one, if they
-// cannot be mapped, or under pressure, where mapped ones would join the free ranges beside them and be cut
-// anew across their borders. Chunks that cannot be created again are lost to the arena. kUnavailable: the
+// Replaces an evictable chunk, or a spare, by chunks of the smallest size. They are mapped wherever it was,
+// so that a step recorded before still finds memory there. They are spares instead if the chunk was one, if
+// they cannot be mapped, or under pressure, where mapped ones would join the free ranges beside them and be
+// cut anew across their borders. Chunks that cannot be created again are lost to the arena. kUnavailable: the
 // chunk is in use by now. growth_mutex_ and mutex_ held; releases mutex_ meanwhile.
 Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
   const std::size_t bytes = chunks_[chunk].bytes;
   const bool mapped = chunks_[chunk].first_mapping != kNone;
   const bool in_place = mapped && !under_pressure();
-  std::size_t offset = 0;
+  std::vector<std::size_t> offsets;
+  std::vector<std::uint32_t> parts;
+  const std::size_t offset_count = count_mappings(chunk);
+  lock.unlock();
+  offsets.reserve(offset_count);
+  parts.reserve(bytes / chunk_bytes_);
+  lock.lock();
   std::uint8_t region = kTransientRegion;
   if (mapped) {
-    // Addresses that own its memory, if possible.
     for (std::uint32_t i = chunks_[chunk].first_mapping; i != kNone; i = mappings_[i].next) {
-      offset = mappings_[i].offset;
-      const Range* range = range_at(offset);
-      region = range->region;
-      if (range->kind == RangeKind::kFree) break;
+      offsets.push_back(mappings_[i].offset);
+      // Addresses that own its memory come first, if possible.
+      const Range* range = range_at(offsets.back());
+      if (range->kind == RangeKind::kFree) std::swap(offsets.front(), offsets.back());
     }
+    region = range_at(offsets.front())->region;
     FOREBAY_RETURN_IF_ERROR(evict(lock, chunk));
   }
   FOREBAY_RETURN_IF_ERROR(destroy_spare(lock, chunk));
-  std::vector<std::uint32_t> parts;
-  lock.unlock();
-  parts.reserve(bytes / chunk_bytes_);
-  lock.lock();
   Status status;
   while (status.ok() && parts.size() < bytes / chunk_bytes_) {
     std::uint32_t part = kNone;
@@ -446,13 +448,23 @@ Status ChunkedArena::break_chunk(Lock& lock, std::uint32_t chunk) {
     for (const std::uint32_t part : parts) keep_spare(part);
     return status;
   }
-  Range* hole = holes_;
-  while (hole->end() <= offset) hole = hole->bin_next;
-  Range* target = claim_hole(hole, offset, offset + bytes);
-  FOREBAY_RETURN_IF_ERROR(map_chunks(lock, target, parts));
-  target->region = region;
-  target->waits = 0;
-  put_free(target);
+  for (const std::size_t offset : offsets) {
+    // The first mapping has room in the books; the others are made while there is some.
+    const bool first = offset == offsets.front();
+    if (!first && (mappings_.available() < parts.size() || !reserve_ranges(lock))) break;
+    Range* hole = holes_;
+    while (hole->end() <= offset) hole = hole->bin_next;
+    Range* target = claim_hole(hole, offset, offset + bytes);
+    status = map_chunks(lock, target, parts);
+    if (!status.ok()) return first ? status : Status();
+    target->region = region;
+    target->waits = 0;
+    if (first) {
+      put_free(target);
+    } else {
+      target->kind = RangeKind::kShadow;
+    }
+  }
   return status;
 }
 
