@@ -1,5 +1,6 @@
 // Growing: chunks are made and mapped.
 #include <algorithm>
+#include <bit>
 
 #include "allocator/arena/chunked_arena.h"
 
@@ -7,16 +8,22 @@ namespace forebay::internal {
 
 namespace {
 
-// The largest chunk that one call makes for transient blocks: early, while most blocks stay live, and later.
-// Larger: chunks are seldom wholly free. Smaller: more driver calls.
-constexpr std::size_t kEarlyHandleBytes = 128_MiB;
-constexpr std::size_t kTransientHandleBytes = 16_MiB;
-// The same for persistent blocks. The bound lets a device that is almost full serve part of a request.
+// A chunk for transient blocks is a part of the high water: while most blocks stay live, and later. Larger
+// chunks: one small block that outlives its neighbours keeps more memory from being used elsewhere. Smaller:
+// more driver calls.
+constexpr std::size_t kEarlyChunkFraction = 512;
+constexpr std::size_t kLateChunkFraction = 1024;
+// The bounds of such a chunk. A call takes longer than its bytes below the lower one.
+constexpr std::size_t kTransientChunkMin = 4_MiB;
+constexpr std::size_t kTransientChunkMax = 128_MiB;
+// The largest chunk for persistent blocks. The bound lets a device that is almost full serve part of a
+// request.
 constexpr std::size_t kPersistentHandleBytes = std::size_t{1} << 30;
-// New memory is preferred to stitching while the memory held is at most this much above the high water.
-constexpr std::size_t kOverheadPerMille = 10;
+// New memory is preferred to stitching while the memory held exceeds the high water by no more than this
+// part.
+constexpr std::size_t kOverheadFraction = 400;
 // Memory taken in bulk may exceed the high water by half of itself, or by this.
-constexpr std::size_t kBulkSlackBytes = 16_MiB;
+constexpr std::size_t kBulkSlackBytes = 4_MiB;
 
 }  // namespace
 
@@ -78,7 +85,7 @@ bool ChunkedArena::worth_growing(const Placement& placement, std::size_t grown_b
       std::max({high_water_bytes_, total_.peak_live_bytes, total_.live_bytes + placement.bytes});
   const std::size_t slack_bytes = std::max(grown_bytes / 2, std::min(grown_bytes, kBulkSlackBytes));
   std::size_t allowed_bytes = peak_bytes + (in_bulk ? slack_bytes : chunk_bytes_);
-  if (!exact_growth_ && !under_pressure()) allowed_bytes += peak_bytes / 1000 * kOverheadPerMille;
+  if (!exact_growth_ && !under_pressure()) allowed_bytes += peak_bytes / kOverheadFraction;
   // The rounding of slots is no memory that blocks could use.
   return total_.reserved_bytes - slot_slack_bytes_ + grown_bytes <= allowed_bytes;
 }
@@ -88,9 +95,16 @@ std::size_t ChunkedArena::handle_bytes_max(const Placement& placement) const {
   if (placement.region == kPersistentRegion) {
     bytes = kPersistentHandleBytes;
   } else if (!under_pressure()) {
-    bytes = freed_bytes_ < total_.live_bytes ? kEarlyHandleBytes : kTransientHandleBytes;
+    const bool early = freed_bytes_ < total_.live_bytes;
+    const std::size_t held_bytes = std::max(high_water(), total_.live_bytes + placement.bytes);
+    const std::size_t part_bytes = held_bytes / (early ? kEarlyChunkFraction : kLateChunkFraction);
+    // Powers of two, so that chunks can stand for each other.
+    bytes = std::clamp(std::bit_floor(part_bytes), kTransientChunkMin, kTransientChunkMax);
+    const std::size_t block_bytes = placement.bytes / chunk_bytes_ * chunk_bytes_;
+    bytes = std::min(bytes, std::max(block_bytes, kTransientChunkMin));
   }
-  return std::max(chunk_bytes_, std::min(bytes, handle_bytes_limit_));
+  bytes = std::min(bytes, handle_bytes_limit_) / chunk_bytes_ * chunk_bytes_;
+  return std::max(chunk_bytes_, bytes);
 }
 
 // The highest unmapped addresses of that size, claimed, or null. Stitches and aliases lie there, away from
