@@ -149,7 +149,8 @@ std::string state_text(const AllocationTrace& trace) {
   if (!trace.state && is_of_run(trace)) return "at the end of the recording nothing was live";
   if (!trace.state) return "not recorded: how much the allocator held, and how large its free pieces were";
   const RecordedState& state = *trace.state;
-  std::string text = std::string(is_last(trace, trace.failure) ? "" : "at the end of the recording: ") +
+  const bool is_at_failure = trace.failure && is_last(trace, trace.failure);
+  std::string text = std::string(is_at_failure ? "" : "at the end of the recording: ") +
                      format_bytes(state.reserved_bytes) + " reserved, " + format_bytes(state.live_bytes) +
                      " in blocks (" + format_bytes(state.requested_bytes) + " asked for)";
   if (state.pending_bytes > 0)

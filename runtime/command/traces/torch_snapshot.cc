@@ -37,14 +37,38 @@ Action parse_action(std::string_view text) {
   return Action::kOther;
 }
 
-// The last part of a path, after the package directories that say nothing.
+// The last part of a path of Linux or Windows, after the package directories that say nothing.
 std::string_view short_path(std::string_view path) {
-  constexpr std::string_view kPackages = "site-packages/";
-  if (const std::size_t at = path.rfind(kPackages); at != std::string_view::npos) {
-    return path.substr(at + kPackages.size());
+  for (const std::string_view packages : {"site-packages", "dist-packages"}) {
+    const std::size_t at = path.rfind(packages);
+    if (at != std::string_view::npos && at + packages.size() < path.size()) {
+      return path.substr(at + packages.size() + 1);
+    }
   }
-  const std::size_t slash = path.rfind('/');
+  const std::size_t slash = path.find_last_of("/\\");
   return slash == std::string_view::npos ? path : path.substr(slash + 1);
+}
+
+// Whether a directory of the path has that name.
+bool has_directory(std::string_view path, std::string_view name) {
+  for (std::size_t at = path.find(name); at != std::string_view::npos; at = path.find(name, at + 1)) {
+    const auto is_slash = [](char c) { return c == '/' || c == '\\'; };
+    const std::size_t end = at + name.size();
+    if (at > 0 && is_slash(path[at - 1]) && end < path.size() && is_slash(path[end])) return true;
+  }
+  return false;
+}
+
+// "BmmBackward0" in "torch::autograd::generated::BmmBackward0::apply(...)"; empty if the function is of no
+// node of the autograd graph.
+std::string_view autograd_node(std::string_view function) {
+  constexpr std::string_view kApply = "::apply(";
+  const std::size_t end = function.find(kApply);
+  if (end == std::string_view::npos || function.find("torch::autograd::") == std::string_view::npos)
+    return {};
+  const std::size_t colon = function.rfind(':', end - 1);
+  return colon == std::string_view::npos || colon > end ? std::string_view()
+                                                        : function.substr(colon + 1, end - colon - 1);
 }
 
 bool ends_with(std::string_view text, std::string_view end) {
@@ -114,8 +138,9 @@ class DeviceReader {
     return found != nullptr && found->kind == Kind::kInteger ? static_cast<std::uint64_t>(found->integer) : 0;
   }
 
-  // The requester: the innermost Python frame outside of torch; else the innermost Python frame; else the
-  // innermost frame.
+  // The requester: the innermost Python frame outside of torch and of Python's own library; else the node of
+  // the autograd graph, as on the threads of the backward pass; else the innermost Python frame; else the
+  // innermost frame that is not the unwinder's.
   std::uint32_t holder_of(const PickleValue& entry) {
     const PickleValue* frames = pickle_.find(entry, "frames");
     if (frames == nullptr) {
@@ -134,10 +159,9 @@ class DeviceReader {
     for (const PickleValue& frame : pickle_.items(*frames)) {
       const PickleValue* file = pickle_.find(frame, "filename");
       if (file == nullptr) continue;
-      const std::string_view path = Pickle::text_of(*file);
-      const bool is_python = ends_with(path, ".py");
-      const bool is_torch = path.find("/torch/") != std::string_view::npos;
-      const int rank = is_python ? (is_torch ? 2 : 3) : 1;
+      const PickleValue* function = pickle_.find(frame, "name");
+      const int rank = frame_rank(Pickle::text_of(*file),
+                                  function == nullptr ? std::string_view() : Pickle::text_of(*function));
       if (rank <= chosen_rank) continue;
       chosen = &frame;
       chosen_rank = rank;
@@ -146,11 +170,15 @@ class DeviceReader {
     if (chosen != nullptr) {
       const PickleValue* file = pickle_.find(*chosen, "filename");
       const PickleValue* function = pickle_.find(*chosen, "name");
+      const std::string_view name = function == nullptr ? std::string_view() : Pickle::text_of(*function);
       std::uint64_t line = 0;
-      std::string text(short_path(Pickle::text_of(*file)).substr(0, kNameLimit));
-      if (number(*chosen, "line", &line) && line > 0) text += ":" + std::to_string(line);
-      if (function != nullptr && !Pickle::text_of(*function).empty()) {
-        text += " " + std::string(Pickle::text_of(*function).substr(0, kNameLimit));
+      std::string text;
+      if (chosen_rank == kAutogradRank) {
+        text = std::string(autograd_node(name).substr(0, kNameLimit)) + " (backward pass)";
+      } else {
+        text = short_path(Pickle::text_of(*file)).substr(0, kNameLimit);
+        if (number(*chosen, "line", &line) && line > 0) text += ":" + std::to_string(line);
+        if (!name.empty()) text += " " + std::string(name.substr(0, kNameLimit));
       }
       for (char& c : text) {
         if (c < ' ' || c > '~') c = '?';  // It is printed.
@@ -314,6 +342,22 @@ class DeviceReader {
     return {};
   }
 
+  // How well a frame names the requester; the highest counts, the innermost of them.
+  static constexpr int kAutogradRank = 4;
+  static int frame_rank(std::string_view path, std::string_view function) {
+    if (ends_with(path, ".py")) {
+      const bool is_package = has_directory(path, "site-packages") || has_directory(path, "dist-packages");
+      const bool is_library = !is_package && path.find("/lib/python3.") != std::string_view::npos;
+      return has_directory(path, "torch") || is_library ? 3 : 5;
+    }
+    if (path.substr(0, 8) == "<ipython" || path == "<stdin>") return 5;
+    if (!autograd_node(function).empty()) return kAutogradRank;
+    const bool is_unwinder = function.find("unwind") != std::string_view::npos ||
+                             function.find("CapturedTraceback") != std::string_view::npos ||
+                             function.find("gather_with_cpp") != std::string_view::npos;
+    return is_unwinder ? 1 : 2;
+  }
+
   static constexpr std::size_t kNameLimit = 120;  // Characters of a file or function name shown.
 
   const Pickle& pickle_;
@@ -401,6 +445,9 @@ Result<std::vector<AllocationTrace>> parse_torch_snapshot(std::string_view text,
     FOREBAY_ASSIGN_OR_RETURN(AllocationTrace trace, device.read());
     traces.push_back(std::move(trace));
   }
+  // A device on which nothing happened, unless there is no other.
+  const auto is_empty = [](const AllocationTrace& trace) { return trace.events.empty(); };
+  if (!std::all_of(traces.begin(), traces.end(), is_empty)) std::erase_if(traces, is_empty);
   if (traces.empty()) {
     return refusal(
         "it holds no segment and no event; record with torch.cuda.memory._record_memory_history() and dump "

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "forebay/units.h"
+#include "runtime/command/traces/explanation.h"
 #include "tests/support/pickle_writer.h"
 
 namespace forebay {
@@ -111,6 +112,98 @@ TEST(TorchSnapshot, DevicesAreTracesOfTheirOwn) {
   EXPECT_EQ(traces.value()[0].name, "t");
   EXPECT_EQ(traces.value()[1].name, "t device 2");
   EXPECT_EQ(traces.value()[1].peak_requested_bytes(), 30u);
+}
+
+struct Frame {
+  const char* file;
+  const char* function;
+};
+
+// The holder of a block that was requested with this stack, the innermost frame first.
+std::string holder_of(const std::vector<Frame>& frames) {
+  PickleWriter writer;
+  writer.begin_dict().text("segments").empty_list().text("device_traces").begin_list().begin_list();
+  writer.begin_dict()
+      .entry("action", "alloc")
+      .entry("size", 10)
+      .entry("addr", 0x1000)
+      .text("frames")
+      .begin_list();
+  for (const Frame& frame : frames) {
+    writer.begin_dict()
+        .entry("filename", frame.file)
+        .entry("name", frame.function)
+        .entry("line", 7)
+        .end_dict();
+  }
+  writer.end_list().end_dict().end_list().end_list().end_dict();
+  const AllocationTrace trace = parse(writer.finish());
+  return trace.blocks.empty() ? "" : trace.holders[trace.blocks[0].holder];
+}
+
+TEST(TorchSnapshot, ABlockIsNamedAfterTheInnermostFrameOfTheUser) {
+  EXPECT_EQ(holder_of({{"??", "torch::unwind::unwind()"},
+                       {"/v/lib/python3.11/site-packages/torch/nn/modules/linear.py", "forward"},
+                       {"/v/lib/python3.11/contextlib.py", "inner"},
+                       {"/home/u/model.py", "forward"},
+                       {"/home/u/train.py", "main"}}),
+            "model.py:7 forward");
+  EXPECT_EQ(holder_of({{"/v/lib/python3.11/site-packages/transformers/models/llama.py", "forward"}}),
+            "transformers/models/llama.py:7 forward");
+  EXPECT_EQ(
+      holder_of({{"/usr/lib/python3/dist-packages/torch/_tensor.py", "backward"}, {"<stdin>", "<module>"}}),
+      "<stdin>:7 <module>");
+}
+
+TEST(TorchSnapshot, PathsOfWindowsAreUnderstood) {
+  EXPECT_EQ(holder_of({{R"(C:\v\Lib\site-packages\torch\nn\functional.py)", "linear"},
+                       {R"(C:\Users\u\train.py)", "step"}}),
+            "train.py:7 step");
+  EXPECT_EQ(holder_of({{R"(C:\v\Lib\site-packages\torch\nn\functional.py)", "linear"}}),
+            R"(torch\nn\functional.py:7 linear)");
+}
+
+TEST(TorchSnapshot, ABlockOfTheBackwardPassIsNamedAfterItsAutogradNode) {
+  const std::vector<Frame> frames = {
+      {"??", "torch::unwind::unwind()"},
+      {"??", "torch::CapturedTraceback::gather(bool, bool, bool)"},
+      {"??", "at::_ops::bmm::call(at::Tensor const&, at::Tensor const&)"},
+      {"??", "torch::autograd::generated::BmmBackward0::apply(std::vector<at::Tensor>&&)"},
+      {"??", "torch::autograd::Engine::thread_main(std::shared_ptr<torch::autograd::GraphTask> const&)"}};
+
+  EXPECT_EQ(holder_of(frames), "BmmBackward0 (backward pass)");
+  EXPECT_EQ(holder_of({frames[0], frames[1], frames[2]}),
+            "??:7 at::_ops::bmm::call(at::Tensor const&, at::Tensor const&)");
+}
+
+TEST(TorchSnapshot, ADeviceWithoutABlockIsLeftOut) {
+  PickleWriter writer;
+  writer.begin_dict().text("segments").begin_list();
+  writer.begin_dict()
+      .entry("device", 1)
+      .entry("address", 4096)
+      .entry("total_size", 2)
+      .text("blocks")
+      .empty_list();
+  writer.end_dict().end_list().text("device_traces").begin_list();
+  write_events(writer, {{"alloc", 0x1000, 10}});
+  const auto traces = parse_torch_snapshot(writer.end_list().end_dict().finish(), "t");
+
+  ASSERT_TRUE(traces.ok());
+  ASSERT_EQ(traces.value().size(), 1u);
+  EXPECT_EQ(traces.value()[0].name, "t");
+}
+
+// The state is that of the end; without a failure the blocks shown are those of the peak.
+TEST(TorchSnapshot, TheStateAtTheEndIsCalledThat) {
+  std::ifstream file(std::string(FOREBAY_FUZZ_CORPUS) + "/pickle/state-only.pickle", std::ios::binary);
+  const AllocationTrace trace = parse(std::string{std::istreambuf_iterator<char>(file), {}});
+
+  const Result<Explanation> explanation = explain(trace, {});
+
+  ASSERT_TRUE(explanation.ok());
+  expect_contains(explanation_text(trace, explanation.value()),
+                  "State:   at the end of the recording: 60.00 MiB");
 }
 
 // Written by Python's own pickler (tests/fuzz/corpus/pickle).
