@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "allocator/arena/chunked_arena.h"
 
@@ -120,26 +121,34 @@ bool ChunkedArena::isolate_all_evictable(Lock& lock) {
 // Unmaps all busy ranges, each of which is one mapping, neighbours in one call. `*refused`: a call failed,
 // and its ranges are busy still. True if a chunk became a spare. Both locks held; releases mutex_ meanwhile.
 bool ChunkedArena::unmap_claimed(Lock& lock, bool* refused) {
+  // Rows of neighbours that are found in one walk over all ranges.
+  constexpr std::size_t kRowsMax = 128;
+  std::pair<std::size_t, std::size_t> rows[kRowsMax];
   bool any = false;
   for (std::size_t offset = 0;;) {
-    Range* range = first_;
-    while (range != nullptr && (range->offset < offset || range->kind != RangeKind::kBusy))
-      range = range->next;
-    if (range == nullptr) return any;
-    const std::size_t begin = range->offset;
-    std::size_t end = begin;
-    for (; range != nullptr && range->kind == RangeKind::kBusy; range = range->next) end = range->end();
-    const bool unmapped = unmap_unlocked(lock, begin, end - begin).ok();
-    offset = end;
-    if (!unmapped) {
-      *refused = true;
-      continue;
+    std::size_t count = 0;
+    for (Range* range = first_; range != nullptr && count < kRowsMax;) {
+      if (range->offset < offset || range->kind != RangeKind::kBusy) {
+        range = range->next;
+        continue;
+      }
+      const std::size_t begin = range->offset;
+      for (; range != nullptr && range->kind == RangeKind::kBusy; range = range->next) offset = range->end();
+      rows[count++] = {begin, offset};
     }
-    for (std::size_t at = begin; at < end;) {
-      Range* gone = range_at(at);
-      at = gone->end();
-      if (remove_mapping(gone)) any = true;
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto [begin, end] = rows[i];
+      if (!unmap_unlocked(lock, begin, end - begin).ok()) {
+        *refused = true;
+        continue;
+      }
+      for (std::size_t at = begin; at < end;) {
+        Range* gone = range_at(at);
+        at = gone->end();
+        if (remove_mapping(gone)) any = true;
+      }
     }
+    if (count < kRowsMax) return any;
   }
 }
 
