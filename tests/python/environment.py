@@ -28,8 +28,9 @@ FOR_GPUS = re.compile("nvidia-|cuda-|triton$")
 
 
 def pip(*packages):
-    words = [sys.executable, "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("FOREBAY_PIP_ARGUMENTS", ""))]
-    # pip's complaint about missing requirements is no error.
+    # Conflicts: the requirements that are left out on purpose.
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-warn-conflicts",
+             *shlex.split(os.environ.get("FOREBAY_PIP_ARGUMENTS", ""))]
     return subprocess.run([*words, *packages], check=False).returncode == 0
 
 

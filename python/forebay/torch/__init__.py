@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from forebay._library import InvalidArgument
-from forebay.torch import state
+from forebay.torch import accelerate, state
 from forebay.torch.activations import offload_activations
 from forebay.torch.optimizer import AdamW, Optimizer, wrap
 from forebay.torch.sharded import Sharded
@@ -42,7 +42,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     state.install(sharded)
     if not hasattr(model, "no_sync"):
         object.__setattr__(model, "no_sync", contextlib.nullcontext)  # Every micro-step reduces.
-    object.__setattr__(model, "_is_accelerate_prepared", True)  # accelerate leaves the model as it is.
+    accelerate.leave_alone(model)
     if sharded.offloads_activations:
         offload_activations(model)
     return model
