@@ -100,15 +100,18 @@ endfunction()
 
 # forebay_test(name SOURCES a.cc ... [LABELS unit ...] [TIMEOUT seconds] [SLOW_TIMEOUT seconds] [LINK extra ...])
 # One GoogleTest program, one ctest entry per test case. Private headers are reached from the source root. With SLOW_TIMEOUT
-# the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h).
+# the suites whose name begins with Slow have the label slow, and that time (tests/support/slow.h). A limit is at least ten
+# times as long as the slowest test takes on an idle machine.
 function(forebay_test name)
   cmake_parse_arguments(ARG "" "TIMEOUT;SLOW_TIMEOUT" "SOURCES;LABELS;LINK" ${ARGN})
   if(NOT ARG_LABELS)
     set(ARG_LABELS unit)
   endif()
   if(NOT ARG_TIMEOUT)
-    set(ARG_TIMEOUT 120)
+    set(ARG_TIMEOUT 300)
   endif()
+  # gtest_discover_tests takes one value for each property: a second label would be taken for the next property's name.
+  list(GET ARG_LABELS 0 label)
   # Tests that the sanitized runs leave out are not built for them.
   set(built)
   if(FOREBAY_SANITIZE AND NOT "unit" IN_LIST ARG_LABELS AND NOT "conformance" IN_LIST ARG_LABELS)
@@ -135,7 +138,15 @@ function(forebay_test name)
       PROPERTIES LABELS slow TIMEOUT ${ARG_SLOW_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
   endif()
   gtest_discover_tests(${name} ${ordinary} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
-    PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
+    PROPERTIES LABELS ${label} TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
+  if(NOT ARG_LABELS STREQUAL label)
+    set(script "${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake")
+    file(WRITE "${script}" "foreach(test IN LISTS ${name}_TESTS)
+  set_tests_properties(\"\${test}\" PROPERTIES LABELS \"${ARG_LABELS}\")
+endforeach()
+")
+    set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES "${script}")
+  endif()
 endfunction()
 
 # forebay_harsh_test(name LABELS label... [TIMEOUT seconds]): the tests of a program once more, with the fake CUDA driver at its
