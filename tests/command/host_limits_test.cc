@@ -7,18 +7,17 @@
 #include <filesystem>
 #include <fstream>
 
+#include "tests/support/temporary_directory.h"
+
 namespace forebay {
 namespace {
 
 namespace fs = std::filesystem;
 
 // A host made of files in a directory of its own.
-class HostLimits : public testing::Test {
+class HostLimits : public ::testing::Test {
  protected:
-  HostLimits() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-host-XXXXXX").string();
-    root_ = ::mkdtemp(pattern.data());
-  }
+  HostLimits() { root_ = testing::make_temporary_directory("host"); }
   ~HostLimits() override { fs::remove_all(root_); }
 
   void write(const std::string& path, const std::string& text) {

@@ -14,6 +14,7 @@
 #include "forebay/error.h"
 #include "model/random.h"
 #include "tests/samples/gpt_reference.h"
+#include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
 #include "trainer/options.h"
 #include "trainer/training.h"
@@ -23,11 +24,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Evaluation : public testing::Test {
+class Evaluation : public ::testing::Test {
  protected:
   Evaluation() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-evaluation-XXXXXX").string();
-    directory_ = ::mkdtemp(pattern.data());
+    directory_ = forebay::testing::make_temporary_directory("evaluation");
     write("text", 2000, 5);
     write("other", 230, 6);  // 19 samples of 12 bytes, and some bytes.
   }
@@ -256,9 +256,9 @@ TEST_F(Evaluation, TheReportHasTheLossesAndTheText) {
 
 TEST(EvaluationOptions, ThatNeedOthersAreRefused) {
   const auto refused = [](const std::vector<std::string>& arguments, const std::string& part) {
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     EXPECT_EQ(parse_command(arguments).exit_code, 2);
-    const std::string said = testing::internal::GetCapturedStderr();
+    const std::string said = ::testing::internal::GetCapturedStderr();
     EXPECT_NE(said.find(part), std::string::npos) << said;
   };
   refused({"--evaluate-every", "3"}, "add --evaluation-text FILE");

@@ -16,6 +16,7 @@
 
 #include "forebay/error.h"
 #include "model/random.h"
+#include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
 
 namespace forebay::gpt {
@@ -23,12 +24,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Safetensors : public testing::Test {
+class Safetensors : public ::testing::Test {
  protected:
-  Safetensors() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-safetensors-XXXXXX").string();
-    directory_ = ::mkdtemp(pattern.data());
-  }
+  Safetensors() { directory_ = forebay::testing::make_temporary_directory("safetensors"); }
   ~Safetensors() override { fs::remove_all(directory_); }
 
   std::string path(const std::string& name = "file.safetensors") const {

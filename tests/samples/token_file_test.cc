@@ -13,6 +13,7 @@
 #include "forebay/error.h"
 #include "model/random.h"
 #include "model/text.h"
+#include "tests/support/temporary_directory.h"
 #include "trainer/options.h"
 #include "trainer/training.h"
 
@@ -21,11 +22,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Tokens : public testing::Test {
+class Tokens : public ::testing::Test {
  protected:
   Tokens() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-tokens-XXXXXX").string();
-    directory_ = ::mkdtemp(pattern.data());
+    directory_ = forebay::testing::make_temporary_directory("tokens");
     for (std::uint64_t i = 0; i < 2000; ++i)
       tokens_.push_back(static_cast<std::uint16_t>("the basin ahead of the turbine "[draw(5, 0, i) % 31]));
   }
@@ -145,9 +145,9 @@ TEST_F(Tokens, AFileThatIsTooShortIsRefusedByItsOption) {
 }
 
 TEST(TokenOptions, TextAndDataExcludeEachOther) {
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   EXPECT_EQ(parse_command({"--text", "a", "--data", "b"}).exit_code, 2);
-  EXPECT_NE(testing::internal::GetCapturedStderr().find("use one of them"), std::string::npos);
+  EXPECT_NE(::testing::internal::GetCapturedStderr().find("use one of them"), std::string::npos);
 }
 
 }  // namespace

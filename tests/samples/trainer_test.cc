@@ -18,6 +18,7 @@
 #include "model/text.h"
 #include "output/safetensors.h"
 #include "tests/samples/gpt_reference.h"
+#include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
 #include "trainer/options.h"
 #include "trainer/training.h"
@@ -27,11 +28,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class Trainer : public testing::Test {
+class Trainer : public ::testing::Test {
  protected:
   Trainer() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-trainer-XXXXXX").string();
-    directory_ = ::mkdtemp(pattern.data());
+    directory_ = forebay::testing::make_temporary_directory("trainer");
     std::ofstream text(path("text"), std::ios::binary);
     for (std::uint64_t i = 0; i < 2000; ++i) text << "the basin ahead of the turbine "[draw(5, 0, i) % 31];
     clear_stop();
@@ -434,9 +434,9 @@ TEST(GptCommand, MistakesExitWith2AndSayWhatIsWrong) {
       {{"--layers", "16777216", "--hidden", "16777216"}, "2^56"},
   };
   for (const auto& [arguments, expected] : mistakes) {
-    testing::internal::CaptureStderr();
+    ::testing::internal::CaptureStderr();
     const ParsedCommand command = parse_command(arguments);
-    const std::string said = testing::internal::GetCapturedStderr();
+    const std::string said = ::testing::internal::GetCapturedStderr();
     EXPECT_FALSE(command.options.has_value()) << expected;
     EXPECT_EQ(command.exit_code, 2) << expected;
     EXPECT_NE(said.find(expected), std::string::npos) << said;
@@ -528,9 +528,9 @@ TEST(GptCommand, ProcessesCompareTheOptionsThatDecideTheirFirstOperations) {
 }
 
 TEST(GptCommand, HelpIsOnStdoutAndNamesEveryOption) {
-  testing::internal::CaptureStdout();
+  ::testing::internal::CaptureStdout();
   const ParsedCommand command = parse_command({"--help"});
-  const std::string help = testing::internal::GetCapturedStdout();
+  const std::string help = ::testing::internal::GetCapturedStdout();
 
   EXPECT_FALSE(command.options.has_value());
   EXPECT_EQ(command.exit_code, 0);

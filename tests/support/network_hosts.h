@@ -177,6 +177,13 @@ class NetworkHosts {
     run("nsenter --net=" + network(host) + " tc qdisc add dev eth0 root tbf rate " + rate +
         " burst 200kb latency 400ms");
   }
+  // Why make_lossy() cannot work here; empty if it can.
+  static std::string lossy_unavailable() {
+    const int device = ::open("/dev/net/tun", O_RDWR | O_CLOEXEC);
+    if (device < 0) return std::string("/dev/net/tun, for a lossy cable: ") + std::strerror(errno);
+    ::close(device);
+    return {};
+  }
   // Puts a lossy cable in place of the host's cable.
   void make_lossy(int host, double loss, std::chrono::milliseconds delay, unsigned seed) {
     run("ip link del " + cable(host));

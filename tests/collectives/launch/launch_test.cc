@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "forebay/bootstrap.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay {
 namespace {
@@ -27,11 +28,7 @@ struct Report {
 
 class Launch : public ::testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = (std::filesystem::temp_directory_path() / "forebay-launch-XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    directory_ = pattern;
-  }
+  void SetUp() override { directory_ = testing::make_temporary_directory("launch"); }
   void TearDown() override {
     if (probe_ > 0) {
       kill(probe_, SIGKILL);

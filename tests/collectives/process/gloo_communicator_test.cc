@@ -15,33 +15,12 @@
 #include "collectives/rendezvous/store_directory.h"
 #include "forebay/descriptor.h"
 #include "tests/collectives/communicator_conformance.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
 namespace {
 
 using namespace std::chrono_literals;
-
-// A new directory, removed at the end with its contents.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "forebay-test-XXXXXX").string();
-    if (mkdtemp(pattern.data()) == nullptr) throw Error(StatusCode::kIoError, "mkdtemp");
-    path_ = pattern;
-  }
-  ~TemporaryDirectory() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-
-  const std::string& path() const { return path_; }
-  bool empty() const { return std::filesystem::is_empty(path_); }
-
- private:
-  std::string path_;
-};
 
 // Processes would do the same; threads let the sanitizers see all ranks.
 class GlooWorld final : public CommunicatorWorld {

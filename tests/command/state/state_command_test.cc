@@ -23,6 +23,7 @@
 #include "runtime/command/state/state_export.h"
 #include "runtime/command/state/state_print.h"
 #include "tests/support/local_world.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay {
 namespace {
@@ -42,8 +43,7 @@ float value_of(int parameter, std::uint64_t i) {
 class StateCommand : public ::testing::Test {
  protected:
   StateCommand() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-state-XXXXXX").string();
-    root_ = ::mkdtemp(pattern.data());
+    root_ = forebay::testing::make_temporary_directory("state");
     directory_ = root_ + "/state";
   }
   ~StateCommand() override { fs::remove_all(root_); }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "tests/engine/toy_cases.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
 namespace {
@@ -120,8 +121,7 @@ TEST(Groups, AccountForEveryPeer) {
 }
 
 TEST(Groups, LoadStatesOfOtherArrangements) {
-  std::string directory = (std::filesystem::temp_directory_path() / "forebay-groups-XXXXXX").string();
-  ASSERT_NE(::mkdtemp(directory.data()), nullptr);
+  const std::string directory = make_temporary_directory("groups");
   const auto arrange = [](int stage, int ranks, int group, bool within) {
     ToyOptions options = options_for(stage, DataType::kBfloat16, ranks);
     options.engine.group = group;
