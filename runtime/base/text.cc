@@ -29,6 +29,17 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
+// At most `most` characters. Control characters, and bytes from `end` on, are spelled out.
+std::string shown(std::string_view text, std::size_t most, unsigned end) {
+  std::string shown;
+  for (const char letter : text.substr(0, most)) {
+    const auto byte = static_cast<unsigned char>(letter);
+    const bool is_plain = byte >= 0x20 && byte != 0x7f && byte < end;
+    shown += is_plain ? std::string(1, letter) : format_text("\\x%02x", byte);
+  }
+  return text.size() > most ? shown + "..." : shown;
+}
+
 }  // namespace
 
 std::string format_text(const char* format, ...) {
@@ -44,12 +55,28 @@ std::string format_text(const char* format, ...) {
 
 std::string shown_value(std::string_view value) {
   constexpr std::size_t kShownMax = 64;
-  std::string shown;
-  for (const char letter : value.substr(0, kShownMax)) {
-    const auto byte = static_cast<unsigned char>(letter);
-    shown += byte >= 0x20 && byte < 0x7f ? std::string(1, letter) : format_text("\\x%02x", byte);
+  return shown(value, kShownMax, 0x7f);
+}
+
+std::string shown_path(std::string_view path) {
+  constexpr std::size_t kShownMax = 300;
+  constexpr unsigned kAnyByte = 0x100;  // Names of files may be UTF-8.
+  return shown(path, kShownMax, kAnyByte);
+}
+
+bool is_nested_deeper(std::string_view json, int depth_max) {
+  int depth = 0;
+  bool in_text = false;
+  for (std::size_t i = 0; i < json.size(); ++i) {
+    const char letter = json[i];
+    if (in_text && letter == '\\') ++i;
+    if (letter == '"') in_text = !in_text;
+    if (in_text) continue;
+    if (letter == '[' || letter == '{') ++depth;
+    if (letter == ']' || letter == '}') --depth;
+    if (depth > depth_max) return true;
   }
-  return value.size() > kShownMax ? shown + "..." : shown;
+  return false;
 }
 
 std::string nearest_name(std::string_view word, Span<const std::string> names) {

@@ -31,11 +31,14 @@ constexpr int kUsageExit = 2;
 // run may go on (EX_TEMPFAIL of sysexits.h).
 constexpr int kPeerFailureExit = 75;
 
-// Signals this close together are one: a launcher or `timeout` sends it to a rank and again to its process
-// group. Longer: a person has to press again; shorter: two signals of a busy machine count as a person's.
+// Signals this close together are one: a launcher sends it to a rank and `timeout` to its process group, or
+// one of them to both. Longer: a person has to press again; shorter: two signals of a busy machine count as a
+// person's. One sender makes both in no time; two senders wait for a processor.
 constexpr std::int64_t kSameSignalNs = 500'000'000;
+constexpr std::int64_t kSameSenderNs = 50'000'000;
 
 std::atomic<std::int64_t> first_signal_ns{0};
+std::atomic<int> first_sender{0};
 // The signal that stopped this rank. Before one arrives: the signal that stopped another rank is taken to be
 // SIGTERM.
 std::atomic<int> first_signal{SIGTERM};
@@ -57,17 +60,19 @@ void on_alarm(int) {
 }
 
 // The first signal asks for an end after the step; the second ends the program at once.
-void on_signal(int signal) {
+void on_signal(int signal, siginfo_t* info, void*) {
+  const int sender = info->si_pid;
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
   const std::int64_t now_ns = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
   std::int64_t first_ns = 0;
   if (first_signal_ns.compare_exchange_strong(first_ns, now_ns)) {
     first_signal = signal;
+    first_sender = sender;
     if (request_stop()) return;
     if (signal == SIGINT) return end_by(signal);
     ::alarm(kLastWordsSeconds);
-  } else if (now_ns - first_ns > kSameSignalNs) {
+  } else if (now_ns - first_ns > (sender == first_sender ? kSameSenderNs : kSameSignalNs)) {
     end_by(signal);
   }
 }
@@ -75,11 +80,12 @@ void on_signal(int signal) {
 // Called before training; until then a signal ends the program as usual.
 void stop_on_signals() {
   struct sigaction action = {};
-  action.sa_handler = on_signal;
-  action.sa_flags = SA_RESTART;
+  action.sa_sigaction = on_signal;
+  action.sa_flags = SA_RESTART | SA_SIGINFO;
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
+  action.sa_flags = SA_RESTART;
   action.sa_handler = on_alarm;
   sigaction(SIGALRM, &action, nullptr);
 }

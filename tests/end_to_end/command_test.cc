@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "tests/support/process.h"
@@ -130,10 +131,36 @@ TEST_F(Command, WritesIntoAPipeAndDoesNotReplaceIt) {
   EXPECT_TRUE(fs::is_fifo(pipe));
 }
 
+TEST_F(Command, APipeThatNobodyReadsIsAnError) {
+  const std::string pipe = directory_ / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const Finished finished = run_program(kTiny + Words{"--report", pipe});
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_NE(finished.output.find("no process reads from it"), std::string::npos) << finished.output;
+}
+
+TEST_F(Command, ADamagedLatestHidesNoStateFromARunThatWouldReplaceIt) {
+  const std::string state = directory_ / "state";
+  ASSERT_EQ(run_program(kTiny + Words{"--save-state", state}).exit_code, 0);
+  fs::remove(state + "/latest");
+  for (const bool has_loop : {false, true}) {
+    if (has_loop) fs::create_symlink("latest", state + "/latest");
+    const Finished finished = run_program(kTiny + Words{"--save-state", state});
+    EXPECT_EQ(finished.exit_code, 1);
+    EXPECT_NE(finished.output.find("holds a saved state already"), std::string::npos) << finished.output;
+  }
+  const Finished resumed = run_program(kQuiet + Words{"--save-state", state, "--resume", "--steps", "3"});
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+  EXPECT_FALSE(fs::is_symlink(state + "/latest"));
+}
+
 TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
   const std::string file = directory_ / "file";
   const std::string pipe = directory_ / "pipe";
   const std::string state = directory_ / "state";
+  const std::string loop = directory_ / "loop";
+  const std::string long_path = directory_ / std::string(5000, 'x');
+  fs::create_symlink(loop, loop);
   std::ofstream(file) << "text";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   ASSERT_EQ(run_program(kTiny + Words{"--save-state", state}).exit_code, 0);
@@ -143,6 +170,18 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
   } cases[] = {
       {{"--report", directory_.path()}, "is a directory"},
       {{"--export", directory_.path()}, "is a directory"},
+      {{"--export", pipe}, "is not a regular file"},
+      {{"--export", "/dev/null"}, "is not a regular file"},
+      {{"--export", loop}, "--export: cannot write"},
+      {{"--report", loop}, "--report: cannot write"},
+      {{"--timeline", loop}, "--timeline: cannot write"},
+      {{"--export", long_path}, "xxx..."},
+      {{"--report", long_path}, "xxx..."},
+      {{"--timeline", long_path}, "xxx..."},
+      {{"--initial", long_path}, "xxx..."},
+      {{"--text", long_path}, "xxx..."},
+      {{"--save-state", long_path}, "xxx..."},
+      {{"--load-state", long_path}, "xxx..."},
       {{"--report", "/proc/forebay.json"}, "--report: cannot write /proc/forebay.json"},
       {{"--export", "/proc/forebay.safetensors"}, "--export: cannot write /proc/forebay"},
       {{"--save-state", file}, "--save-state"},
@@ -210,6 +249,26 @@ double processor_seconds(pid_t process) {
   double system = 0;
   fields >> user >> system;
   return (user + system) / static_cast<double>(sysconf(_SC_CLK_TCK));
+}
+
+// As a script does it: one sender needs no pause.
+TEST_F(Command, EndsAtOnceOnTwoSignalsOfOneSender) {
+  for (const Words& ranks : {Words{}, Words{"--ranks", "2", "--communicator", "shm"}}) {
+    Process process(kModel + ranks + Words{"--micro-steps", "1000000"});
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    // The launcher takes signals by waiting for them.
+    while (ranks.empty() && !catches(process.id(), SIGTERM))
+      ASSERT_LT(std::chrono::steady_clock::now(), limit);
+    ASSERT_TRUE(process.wait_for_output("bytes of text"));
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    process.signal(SIGTERM);
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const auto second = std::chrono::steady_clock::now();
+    process.signal(SIGTERM);
+    EXPECT_EQ(process.finish(std::chrono::seconds(20)).exit_code, 128 + SIGTERM);
+    EXPECT_LT(std::chrono::steady_clock::now() - second, std::chrono::seconds(4))
+        << "the launcher had to kill it";
+  }
 }
 
 // A step with this many micro-steps does not end, so only the second signal ends the run. Before the first

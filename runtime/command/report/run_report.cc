@@ -31,7 +31,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::uint64_t kReportBytesMax = std::uint64_t{256} << 20;
 
 [[noreturn]] void bad_report(const std::string& path, const std::string& found) {
-  throw Error(StatusCode::kCorruption, "cannot read report '" + path + "': " + found +
+  throw Error(StatusCode::kCorruption, "cannot read report '" + shown_path(path) + "': " + found +
                                            "; give files that forebay-gpt wrote with --report");
 }
 
@@ -235,6 +235,9 @@ RunReport read_run(const std::string& path, const Entry& json) {
 
 // Errors name the place and the text that is not JSON.
 Json parse_json(const std::string& path, const std::string& text) {
+  constexpr int kDepthMax = 16;  // Far more than there is in a report.
+  if (is_nested_deeper(text, kDepthMax))
+    bad_report(path, "it is nested deeper than " + std::to_string(kDepthMax) + " levels");
   try {
     return Json::parse(text);
   } catch (const Json::parse_error& error) {
@@ -504,13 +507,13 @@ RunReport read_run_report(const std::string& path) {
   std::error_code ignored;
   if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
     throw Error(StatusCode::kIoError,
-                "cannot read report '" + path +
+                "cannot read report '" + shown_path(path) +
                     "': it is not a regular file; check the name that --report was given");
   }
   std::ifstream file(path, std::ios::binary);
   if (!file) {
-    throw Error(StatusCode::kIoError, "cannot open report '" + path + "': " + std::strerror(errno) +
-                                          "; check the name that --report was given");
+    throw Error(StatusCode::kIoError, "cannot open report '" + shown_path(path) + "': " +
+                                          std::strerror(errno) + "; check the name that --report was given");
   }
   const std::uintmax_t bytes = std::filesystem::file_size(path, ignored);
   if (!ignored && bytes > kReportBytesMax) {

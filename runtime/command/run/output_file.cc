@@ -9,6 +9,8 @@
 #include <cstring>
 #include <filesystem>
 
+#include "forebay/text.h"
+
 namespace forebay {
 namespace {
 
@@ -17,7 +19,7 @@ constexpr mode_t kFileMode = 0600;
 
 Status cannot_write(const std::string& path, const std::string& reason) {
   return {StatusCode::kIoError,
-          "cannot write " + path + ": " + reason + "; name a place that can be written to"};
+          "cannot write " + shown_path(path) + ": " + reason + "; name a place that can be written to"};
 }
 
 Status write_all(int file, const std::string& text) {
@@ -31,7 +33,7 @@ Status write_all(int file, const std::string& text) {
 }
 
 Status refusal(const std::string& option, const std::string& path, const std::string& reason) {
-  return {StatusCode::kInvalidArgument, "cannot write " + option + " " + path + ": " + reason};
+  return {StatusCode::kInvalidArgument, "cannot write " + option + " " + shown_path(path) + ": " + reason};
 }
 
 // Why a file that is there may not be written over; empty: it is empty or begins as it should.
@@ -51,10 +53,11 @@ std::string why_to_keep(const std::string& option, const std::string& path, std:
 std::string directory_problem(const std::string& directory) {
   struct stat facts {};
   if (::stat(directory.c_str(), &facts) == 0) {
-    return S_ISDIR(facts.st_mode) ? "" : directory + " is no directory; name a file in one";
+    return S_ISDIR(facts.st_mode) ? "" : shown_path(directory) + " is no directory; name a file in one";
   }
-  if (errno == ENOENT) return directory + " does not exist; make it first";
-  return directory + " cannot be read: " + std::strerror(errno) + "; name a place that can be written to";
+  if (errno == ENOENT) return shown_path(directory) + " does not exist; make it first";
+  return shown_path(directory) + " cannot be read: " + std::strerror(errno) +
+         "; name a place that can be written to";
 }
 
 // Behind a link is where the file lies; the link stays.

@@ -11,6 +11,7 @@
 #include <new>
 #include <utility>
 
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/traces/pickle_reader.h"
 #include "runtime/command/traces/rmm_log.h"
@@ -199,7 +200,7 @@ Result<std::vector<AllocationTrace>> parse_allocation_traces(std::string_view te
 
 Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& path) {
   const auto refusal = [&](const std::string& found_and_try) {
-    return Status(StatusCode::kIoError, "cannot read '" + path + "': " + found_and_try);
+    return Status(StatusCode::kIoError, "cannot read '" + shown_path(path) + "': " + found_and_try);
   };
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), &std::fclose);
   if (file == nullptr) return refusal(std::string(std::strerror(errno)) + "; check the path");
@@ -227,7 +228,8 @@ Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& p
     return parse_allocation_traces(text, slash == std::string::npos ? path : path.substr(slash + 1));
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kOutOfMemory,
-                  "cannot read '" + path + "': the host has no memory for its " + format_bytes(file_bytes) +
+                  "cannot read '" + shown_path(path) + "': the host has no memory for its " +
+                      format_bytes(file_bytes) +
                       " and the trace in them; free host memory, raise the limit of this process (ulimit "
                       "-v), or record less history (max_entries)");
   }

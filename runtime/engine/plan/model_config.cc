@@ -108,6 +108,11 @@ Result<TransformerShape> parse_llama(const Json& object, const std::string& name
 }  // namespace
 
 Result<TransformerShape> parse_model_config(const std::string& text, const std::string& name) {
+  constexpr int kDepthMax = 16;  // Far more than there is in any config.json.
+  if (is_nested_deeper(text, kDepthMax)) {
+    return Status(StatusCode::kInvalidArgument, name + " is nested deeper than " + std::to_string(kDepthMax) +
+                                                    " levels; use the config.json that came with the model");
+  }
   const Json object = Json::parse(text, nullptr, false);
   if (object.is_discarded() || !object.is_object()) {
     return Status(StatusCode::kInvalidArgument,
@@ -127,9 +132,9 @@ Result<TransformerShape> parse_model_config(const std::string& text, const std::
 Result<TransformerShape> read_model_config(const std::string& path) {
   std::error_code ignored;
   if (std::filesystem::exists(path, ignored) && !std::filesystem::is_regular_file(path, ignored)) {
-    return Status(
-        StatusCode::kIoError,
-        "cannot read " + path + ": it is not a regular file; give the path of the model's config.json");
+    return Status(StatusCode::kIoError,
+                  "cannot read " + shown_path(path) +
+                      ": it is not a regular file; give the path of the model's config.json");
   }
   std::FILE* file = std::fopen(path.c_str(), "rbe");
   std::string text;
@@ -144,7 +149,7 @@ Result<TransformerShape> read_model_config(const std::string& path) {
     std::fclose(file);
   }
   if (failed) {
-    return Status(StatusCode::kIoError, "cannot read " + path + ": " + std::strerror(error) +
+    return Status(StatusCode::kIoError, "cannot read " + shown_path(path) + ": " + std::strerror(error) +
                                             "; give the path of the model's config.json");
   }
   if (text.size() > kConfigBytesMax) {

@@ -18,6 +18,7 @@
 
 #include "forebay/error.h"
 #include "forebay/log.h"
+#include "forebay/text.h"
 
 namespace forebay::internal {
 namespace {
@@ -26,10 +27,7 @@ constexpr const char* kLockName = ".lock";
 constexpr std::uint64_t kMostHolderBytes = 512;
 
 [[noreturn]] void io_error(const char* action, const std::string& path, int error) {
-  // A path may be as long as its maker liked.
-  constexpr std::size_t kMostShown = 300;
-  const std::string shown = path.size() <= kMostShown ? path : path.substr(0, kMostShown) + "...";
-  throw Error(StatusCode::kIoError, "cannot " + std::string(action) + " " + shown + ": " +
+  throw Error(StatusCode::kIoError, "cannot " + std::string(action) + " " + shown_path(path) + ": " +
                                         std::strerror(error) +
                                         "; check that the directory exists, is writable and has room");
 }
@@ -40,7 +38,7 @@ constexpr std::uint64_t kMostHolderBytes = 512;
 
 [[noreturn]] void corrupt(const std::string& path, const std::string& finding) {
   throw Error(StatusCode::kCorruption,
-              "saved state " + path + " is damaged: " + finding + "; load another saved state");
+              "saved state " + shown_path(path) + " is damaged: " + finding + "; load another saved state");
 }
 
 int opened_at(int directory, const std::string& name, const std::string& path, int flags) {

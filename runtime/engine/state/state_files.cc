@@ -19,7 +19,7 @@ using Json = nlohmann::json;
 
 constexpr char kMagic[8] = {'F', 'B', 'S', 'T', 'A', 'T', 'E', '1'};
 constexpr std::uint64_t kTrailerBytes = 2 * sizeof(std::uint64_t);
-constexpr int kFormat = 1;
+constexpr std::uint64_t kFormat = 1;
 constexpr std::string_view kTemporaryPrefix = ".saving-";
 constexpr const char* kLatest = "latest";
 constexpr const char* kNextLatest = ".latest";
@@ -108,17 +108,19 @@ std::string newest_whole_state(const StateDirectory& directory) {
 }
 
 StateRun read_run(const Json& entry) {
-  StateRun run;
-  entry.at("parameter").get_to(run.parameter);
-  entry.at("field").get_to(run.field);
-  entry.at("offset").get_to(run.offset);
-  entry.at("count").get_to(run.count);
-  entry.at("at").get_to(run.at);
-  entry.at("checksum").get_to(run.checksum);
-  return run;
+  return {.parameter = entry.at("parameter").get<std::string>(),
+          .field = entry.at("field").get<std::string>(),
+          .offset = whole_number(entry, "offset"),
+          .count = whole_number(entry, "count"),
+          .at = whole_number(entry, "at"),
+          .checksum = whole_number(entry, "checksum")};
 }
 
 }  // namespace
+
+std::uint64_t whole_number(const Json& object, const char* name) {
+  return object.at(name).get_ref<const Json::number_unsigned_t&>();
+}
 
 std::string state_name(std::uint64_t step) {
   char name[32];
@@ -217,8 +219,8 @@ SavedState::SavedState(const std::string& directory, const std::string& name)
   read_manifest();
   try {
     for (const Json& entry : manifest_.at("files")) {
-      read_index(entry.at("name").get<std::string>(), entry.at("bytes").get<std::uint64_t>(),
-                 entry.at("index_checksum").get<std::uint64_t>());
+      read_index(entry.at("name").get<std::string>(), whole_number(entry, "bytes"),
+                 whole_number(entry, "index_checksum"));
     }
   } catch (const Json::exception&) {
     corrupt(path(), "its manifest does not list its files");
@@ -230,11 +232,11 @@ void SavedState::read_manifest() {
   try {
     const Json envelope = Json::parse(files_.read(kManifest, kMostIndexBytes));
     const std::string text = envelope.at("manifest").get<std::string>();
-    if (checksum_of(text.data(), text.size()) != envelope.at("checksum").get<std::uint64_t>()) {
+    if (checksum_of(text.data(), text.size()) != whole_number(envelope, "checksum")) {
       corrupt(path, "its checksum differs");
     }
     manifest_ = Json::parse(text);
-    if (manifest_.at("format").get<int>() != kFormat) {
+    if (whole_number(manifest_, "format") != kFormat) {
       throw Error(StatusCode::kUnsupported, path +
                                                 " has a format this version does not read; use the "
                                                 "version of forebay that wrote it");

@@ -39,6 +39,9 @@ std::vector<std::string> state_names(const StateDirectory& directory);
 // there is none. Errors: throws kCorruption if `latest` is damaged and there is no whole state.
 std::string find_state(const StateDirectory& directory);
 
+// A whole number of a JSON object, from 0 on. Errors: throws Json::exception for any other value.
+std::uint64_t whole_number(const nlohmann::json& object, const char* name);
+
 // A run of one field of one parameter.
 struct StateRun {
   std::string parameter;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <optional>
 
+#include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
 #include "runtime/engine/state/state_files.h"
 
@@ -178,13 +179,13 @@ std::string Engine::Impl::load_state(const std::string& directory) {
   agree(local_verdict([&] {
     if (rank() != 0) return;
     if (std::error_code error; !std::filesystem::exists(directory, error) && !error) {
-      throw Error(StatusCode::kIoError, "there is no directory " + directory +
+      throw Error(StatusCode::kIoError, "there is no directory " + shown_path(directory) +
                                             " to load a state from; give the directory that a run saved to");
     }
     const std::string found = internal::find_state(StateDirectory(directory));
     if (found.empty()) {
       throw Error(StatusCode::kIoError,
-                  "there is no saved state in " + directory +
+                  "there is no saved state in " + shown_path(directory) +
                       " (no file named latest); give the directory that a run saved to");
     }
     found.copy(name.data(), name.size() - 1);
@@ -196,16 +197,16 @@ std::string Engine::Impl::load_state(const std::string& directory) {
       check_same_model(model, saved);
       load_values(saved);
       const Json& manifest = saved.manifest();
-      manifest.at("attempted_steps").get_to(attempted_steps);
-      manifest.at("applied_steps").get_to(applied_steps);
+      attempted_steps = internal::whole_number(manifest, "attempted_steps");
+      applied_steps = internal::whole_number(manifest, "applied_steps");
       manifest.at("trainer_state").get_to(trainer_state);
       if (options.dtype == DataType::kFloat16 && manifest.at("dtype").get<std::string>() == "fp16") {
         manifest.at("loss_scale").get_to(loss_scale);
-        manifest.at("growth_counter").get_to(growth_counter);
+        growth_counter = static_cast<int>(internal::whole_number(manifest, "growth_counter"));
       }
     } catch (const Json::exception& error) {
       throw Error(StatusCode::kCorruption,
-                  "the saved state in " + directory + " is damaged: " + error.what());
+                  "the saved state in " + shown_path(directory) + " is damaged: " + error.what());
     }
   }));
   publish_parameters();

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "model/random.h"
 #include "model/shape.h"
 
@@ -27,8 +28,8 @@ Text Text::read(const std::vector<std::string>& files) {
   std::vector<std::uint8_t> bytes;
   for (const std::string& file : files) {
     const auto refuse = [&](const std::string& found) {
-      throw Error(StatusCode::kIoError,
-                  "cannot read the text file " + file + ": " + found + "; give existing files with --text");
+      throw Error(StatusCode::kIoError, "cannot read the text file " + shown_path(file) + ": " + found +
+                                            "; give existing files with --text");
     };
     std::error_code error;
     // Others may have no end, or block.

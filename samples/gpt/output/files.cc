@@ -10,6 +10,7 @@
 #include <string>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "model/text.h"
 #include "output/output_file.h"
 #include "parallel/parted_state.h"
@@ -19,10 +20,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void check_output(const char* option, const std::string& path) {
+void check_output(const char* option, const std::string& path,
+                  void (*check)(const std::string&) = &OutputFile::check) {
   if (path.empty()) return;
   try {
-    OutputFile::check(path);
+    check(path);
   } catch (const Error& error) {
     throw Error(error.status().with_context(option));
   }
@@ -42,7 +44,7 @@ int try_to_write_in(const std::string& directory) {
 void check_directory_can_be_written(const std::string& directory) {
   const auto refuse = [&](int error) {
     throw Error(StatusCode::kIoError,
-                "--save-state: cannot write in " + directory + ": " + std::strerror(error) +
+                "--save-state: cannot write in " + shown_path(directory) + ": " + std::strerror(error) +
                     "; give a directory that exists, or can be made, and may be written");
   };
   const bool makes = ::mkdir(directory.c_str(), 0777) == 0;
@@ -57,7 +59,8 @@ void check_drives(const char* option, const std::vector<std::string>& directorie
   for (const std::string& directory : directories) {
     if (const int error = try_to_write_in(directory); error != 0) {
       throw Error(StatusCode::kIoError,
-                  std::string(option) + ": cannot write in " + directory + ": " + std::strerror(error) +
+                  std::string(option) + ": cannot write in " + shown_path(directory) + ": " +
+                      std::strerror(error) +
                       "; give a directory that exists and may be written, on the drive for offloaded states");
     }
   }
@@ -72,7 +75,7 @@ void check_state(const TrainerOptions& options) {
   if (!options.load_state.empty() && fs::equivalent(directory, options.load_state, error)) return;
   throw Error(
       StatusCode::kInvalidArgument,
-      "--save-state " + directory +
+      "--save-state " + shown_path(directory) +
           " holds a saved state already, which this run would replace; go on from it with --resume, or give "
           "another directory");
 }
@@ -100,7 +103,7 @@ void check_files(const TrainerOptions& options) {
   for (int rank = 0; rank < std::max(options.ranks, 1) && !options.timeline_file.empty(); ++rank) {
     check_output("--timeline", timeline_file(options, rank));
   }
-  check_output("--export", options.export_file);
+  check_output("--export", options.export_file, &OutputFile::check_regular);  // It is a training's result.
   if (!options.flight_recorder.empty()) check_output("--flight-recorder", flight_file(options, 0));
   check_state(options);
   check_drives("--offload-tier", options.offload_directories);

@@ -6,14 +6,17 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <random>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 
 namespace forebay::gpt {
 namespace {
@@ -23,13 +26,15 @@ namespace fs = std::filesystem;
 std::atomic<bool> output_has_failed{false};
 
 constexpr int kLinksMax = 40;  // Linux's own limit. Fewer: we would refuse chains that open() follows.
+// How long a pipe may be without a reader when it is written. Shorter: a reader that starts late is missed.
+constexpr std::chrono::seconds kReaderWait{5};
 constexpr int kNamesMax =
     16;  // Random names to try. Fewer: a coincidence could fail the run. More: no benefit.
 
 [[noreturn]] void cannot_write(
     const std::string& path, const std::string& found,
     const char* advice = "give a path in a directory that exists, may be written and has room") {
-  throw Error(StatusCode::kIoError, "cannot write " + path + ": " + found + "; " + advice);
+  throw Error(StatusCode::kIoError, "cannot write " + shown_path(path) + ": " + found + "; " + advice);
 }
 
 // Follows symbolic links from `path`, even if the last one leads to no file yet.
@@ -62,12 +67,27 @@ Found look_at(const std::string& path) {
   return {.exists = true, .regular = S_ISREG(status.st_mode), .permissions = status.st_mode & 07777};
 }
 
+// Opens a file that exists and is not regular. Returns -1, with errno ENXIO for a pipe that nobody reads.
+int open_special(const std::string& path) {
+  const auto limit = std::chrono::steady_clock::now() + kReaderWait;
+  int file = -1;
+  while ((file = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK)) < 0 && errno == ENXIO &&
+         std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  // Later writes wait for the reader.
+  if (file >= 0) ::fcntl(file, F_SETFL, ::fcntl(file, F_GETFL) & ~O_NONBLOCK);
+  return file;
+}
+
 }  // namespace
 
 OutputFile::OutputFile(const std::string& path) : path_(path) {
   const Found found = look_at(path_);
   if (found.exists && !found.regular) {
-    file_ = ::open(path_.c_str(), O_WRONLY | O_CLOEXEC);
+    file_ = open_special(path_);
+    if (file_ < 0 && errno == ENXIO)
+      cannot_write(path_, "no process reads from it", "start the reader first");
     if (file_ < 0) fail("opening it", errno);
     return;
   }
@@ -121,6 +141,14 @@ void OutputFile::finish() {
 void OutputFile::check(const std::string& path) {
   const Found found = look_at(path);
   if (!found.exists || found.regular) const OutputFile trial(path);
+}
+
+void OutputFile::check_regular(const std::string& path) {
+  const Found found = look_at(path);
+  if (found.exists && !found.regular) {
+    cannot_write(path, "it is not a regular file", "give the path of a regular file, or of none yet");
+  }
+  const OutputFile trial(path);
 }
 
 void OutputFile::fail(const std::string& action, int error) {

@@ -9,7 +9,8 @@ namespace forebay::gpt {
 
 // Writes to a temporary name beside `path`; finish() syncs it and gives it its name. Without finish() an old
 // file at `path` stays as it is, and no new file is left. A symbolic link is followed: the file that it names
-// is replaced, not the link. A pipe, or another file that is not regular, is written directly.
+// is replaced, not the link. A pipe, or another file that is not regular, is written directly; a pipe that
+// nobody opens for reading within some seconds is an error.
 class OutputFile {
  public:
   // Errors: throws Error(kIoError), also for a directory or a file that may not be written. So do write() and
@@ -24,6 +25,8 @@ class OutputFile {
 
   // Throws like the constructor and leaves no file behind. It opens no pipe, which may have no reader yet.
   static void check(const std::string& path);
+  // The same, and refuses a pipe and every other file that is not regular.
+  static void check_regular(const std::string& path);
 
  private:
   void create_temporary();

@@ -36,22 +36,6 @@ bool element_count(const std::vector<std::uint64_t>& shape, std::uint64_t* count
   return true;
 }
 
-// Whether brackets are nested deeper than `depth_max` in a JSON text.
-bool is_deep(std::string_view json, int depth_max) {
-  int depth = 0;
-  bool in_text = false;
-  for (std::size_t i = 0; i < json.size(); ++i) {
-    const char letter = json[i];
-    if (in_text && letter == '\\') ++i;
-    if (letter == '"') in_text = !in_text;
-    if (in_text) continue;
-    if (letter == '[' || letter == '{') ++depth;
-    if (letter == ']' || letter == '}') --depth;
-    if (depth > depth_max) return true;
-  }
-  return false;
-}
-
 }  // namespace
 
 SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
@@ -59,13 +43,13 @@ SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
   const std::filesystem::file_status status = std::filesystem::status(path, error);
   if (std::filesystem::is_other(
           status)) {  // Opening a pipe may block, and neither it nor a device has a length.
-    throw Error(StatusCode::kIoError, "cannot read weights from " + path +
+    throw Error(StatusCode::kIoError, "cannot read weights from " + shown_path(path) +
                                           ": it is not a regular file; give an existing safetensors file");
   }
   stream_.open(path, std::ios::binary);
   const auto cannot_read = [&] {
-    throw Error(StatusCode::kIoError, "cannot read weights from " + path + ": " + std::strerror(errno) +
-                                          "; give an existing safetensors file");
+    throw Error(StatusCode::kIoError, "cannot read weights from " + shown_path(path) + ": " +
+                                          std::strerror(errno) + "; give an existing safetensors file");
   };
   if (!stream_) cannot_read();
   stream_.seekg(0, std::ios::end);
@@ -100,12 +84,12 @@ SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
 }
 
 void SafetensorsReader::corrupt(const std::string& found) const {
-  throw Error(StatusCode::kCorruption,
-              path_ + " is not a valid safetensors file: " + found + "; export or download it again");
+  throw Error(StatusCode::kCorruption, shown_path(path_) + " is not a valid safetensors file: " + found +
+                                           "; export or download it again");
 }
 
 void SafetensorsReader::parse_header(const std::string& header, std::uint64_t data_bytes) {
-  if (is_deep(header, kHeaderDepthMax))
+  if (is_nested_deeper(header, kHeaderDepthMax))
     corrupt("its header is nested deeper than " + std::to_string(kHeaderDepthMax) + " levels");
   std::set<std::string> names;
   std::string repeated;
@@ -145,8 +129,8 @@ void SafetensorsReader::parse_header(const std::string& header, std::uint64_t da
     } else if (dtype == "F16") {
       tensor.dtype = DataType::kFloat16;
     } else {
-      throw Error(StatusCode::kUnsupported, "cannot read tensor " + shown_value(name) + " of " + path_ +
-                                                ": its type is " + shown_value(dtype) +
+      throw Error(StatusCode::kUnsupported, "cannot read tensor " + shown_value(name) + " of " +
+                                                shown_path(path_) + ": its type is " + shown_value(dtype) +
                                                 "; convert it to F32, BF16 or F16");
     }
     tensor.shape = entry["shape"].get<std::vector<std::uint64_t>>();
@@ -189,7 +173,8 @@ void SafetensorsReader::check_places(std::uint64_t data_bytes) const {
 std::vector<float> SafetensorsReader::read(const std::string& name) {
   const auto place = tensors_.find(name);
   if (place == tensors_.end()) {
-    throw Error(StatusCode::kCorruption, path_ + " has no tensor " + name + "; it belongs to another model");
+    throw Error(StatusCode::kCorruption,
+                shown_path(path_) + " has no tensor " + name + "; it belongs to another model");
   }
   const Tensor& tensor = place->second;
   std::vector<std::byte> bytes(tensor.count * element_bytes(tensor.dtype));
@@ -198,7 +183,7 @@ std::vector<float> SafetensorsReader::read(const std::string& name) {
   stream_.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
   if (!stream_) {
     throw Error(StatusCode::kIoError,
-                "cannot read tensor " + name + " of " + path_ + ": the file ended or changed");
+                "cannot read tensor " + name + " of " + shown_path(path_) + ": the file ended or changed");
   }
   std::vector<float> values(tensor.count);
   widen(tensor.dtype, bytes.data(), values.data(), values.size());

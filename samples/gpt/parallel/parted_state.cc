@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "forebay/error.h"
+#include "forebay/text.h"
 #include "output/output_file.h"
 
 namespace forebay::gpt {
@@ -31,18 +32,19 @@ std::string parts_text(const std::string& step, const RankGrid& shape) {
          std::to_string(shape.pipeline_parallel()) + "\n";
 }
 
-// Keeps the states of `keep` steps: `newest` and those before it. Others go, later steps first: they are
-// those of a run that was left. Order: once `newest` is complete and named.
+// Keeps the states of `keep` steps: `newest` and those before it. States of later steps go: they are those of
+// a run that was left. Other files stay. Order: once `newest` is complete and named.
 void remove_superseded(const std::string& directory, std::uint64_t newest, int keep) {
   std::error_code error;
   std::map<std::uint64_t, fs::path> before;
   for (const auto& entry : fs::directory_iterator(directory, error)) {
     const std::string name = entry.path().filename();
-    if (name.rfind("step-", 0) != 0) continue;
+    if (!name.starts_with("step-") || !fs::is_directory(entry.symlink_status())) continue;
     const std::uint64_t step = std::strtoull(name.c_str() + 5, nullptr, 10);
-    if (name == step_name(step) && step < newest) {
+    if (name != step_name(step) || step == newest) continue;
+    if (step < newest) {
       before.emplace(step, entry.path());
-    } else if (name != step_name(newest)) {
+    } else {
       fs::remove_all(entry.path(), error);
     }
   }
@@ -61,8 +63,8 @@ void save_parts(Grid& grid, const std::string& directory, std::uint64_t step, in
   std::error_code error;
   fs::create_directories(mine, error);
   if (error) {
-    throw Error(StatusCode::kIoError, "--save-state: cannot make " + mine + ": " + error.message() +
-                                          "; give a directory that may be written");
+    throw Error(StatusCode::kIoError, "--save-state: cannot make " + shown_path(mine) + ": " +
+                                          error.message() + "; give a directory that may be written");
   }
   save(mine);
   throw_if_error(grid.world().barrier());
@@ -78,7 +80,7 @@ std::string saved_part(Grid& grid, const std::string& directory) {
   if (grid.part_count() == 1 && !in_parts) return directory;
   if (!in_parts) {
     throw Error(StatusCode::kIoError,
-                "--load-state: no state in parts is saved in " + directory +
+                "--load-state: no state in parts is saved in " + shown_path(directory) +
                     " (no file named parts), and this run has --tensor-parallel " +
                     std::to_string(shape.tensor_parallel()) + " and --pipeline-parallel " +
                     std::to_string(shape.pipeline_parallel()) +
@@ -91,13 +93,14 @@ std::string saved_part(Grid& grid, const std::string& directory) {
   rest << step << ' ' << file.rdbuf();
   if (step.rfind("step-", 0) != 0 || step.find('/') != std::string::npos ||
       !fs::is_directory(directory + "/" + step, error)) {
-    throw Error(StatusCode::kCorruption, parts_file(directory) + " names no saved state; it says \"" + step +
+    throw Error(StatusCode::kCorruption, shown_path(parts_file(directory)) +
+                                             " names no saved state; it says \"" + shown_value(step) +
                                              "\"; give another directory with --load-state");
   }
   if (rest.str() != parts_text(step, shape)) {
     throw Error(StatusCode::kInvalidArgument,
-                "--load-state " + directory + " was saved in other parts than this run has: " +
-                    rest.str().substr(0, rest.str().find('\n')) +
+                "--load-state " + shown_path(directory) + " was saved in other parts than this run has: " +
+                    shown_value(rest.str().substr(0, rest.str().find('\n'))) +
                     "; resume with these, or carry the weights over with --export and --initial");
   }
   return part_directory(grid, directory, step);
@@ -105,7 +108,15 @@ std::string saved_part(Grid& grid, const std::string& directory) {
 
 bool holds_state(const std::string& directory) {
   std::error_code error;
-  return fs::exists(directory + "/latest", error) || fs::exists(parts_file(directory), error);
+  for (const std::string& name : {directory + "/latest", parts_file(directory)}) {
+    // A damaged name, such as a link in a loop, counts: there may be states that it should name.
+    if (fs::exists(fs::symlink_status(name, error))) return true;
+  }
+  for (const auto& entry : fs::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename();
+    if (name.starts_with("step-") && fs::exists(entry.path() / "manifest.json", error)) return true;
+  }
+  return false;
 }
 
 }  // namespace forebay::gpt

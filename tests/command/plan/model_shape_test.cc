@@ -171,6 +171,15 @@ TEST(ModelConfig, SaysWhatIsWrongWithAFile) {
   }
 }
 
+TEST(ModelConfig, RefusesValuesThatAreNestedWithoutEnd) {
+  const std::string open(500'000, '['), close(500'000, ']');
+  const Status status =
+      parse_model_config(R"({"model_type": "llama", "num_hidden_layers": )" + open + close + "}", "config")
+          .status();
+  EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(status.message().find("nested deeper than 16 levels"), std::string::npos) << status.message();
+}
+
 TEST(ModelConfig, RefusesValuesOfTheWrongKind) {
   const std::string start = R"({"model_type": "gpt2", "n_head": 2, "n_layer": 2, "n_positions": 8, )";
   for (const char* rest :

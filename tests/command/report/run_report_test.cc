@@ -306,6 +306,8 @@ TEST(RunReport, SaysWhereAFileIsNoJson) {
            "line 2, byte 3 of it: it is not JSON from 'stage: 1}' on");
   contains(complaint("hello"), "line 1, byte 1 of it: it is not JSON from 'hello' on");
   contains(complaint("{\"world_size\": 1e999}"), "a number that is too large");
+  contains(complaint(std::string(1'000'000, '[') + std::string(1'000'000, ']')),
+           "nested deeper than 16 levels");
 }
 
 TEST(RunReport, NamesTheEntryThatIsNotWhatItShouldBe) {

@@ -16,6 +16,13 @@ __attribute__((format(printf, 1, 2))) std::string format_text(const char* format
 // spelled out ("\x1b").
 std::string shown_value(std::string_view value);
 
+// A path, for a message: cut off after 300 characters, and letters that a terminal could act on spelled out.
+std::string shown_path(std::string_view path);
+
+// Whether brackets are nested deeper than `depth_max` in a JSON text. Values that are nested without end use
+// up the stack when they are shown.
+bool is_nested_deeper(std::string_view json, int depth_max);
+
 // The name that a mistyped `word` most likely means, for "did you mean": the one with the fewest letters to
 // add, drop, replace or swap. Empty when more than a third of the letters differ.
 std::string nearest_name(std::string_view word, Span<const std::string> names);
