@@ -434,6 +434,17 @@ TEST_F(PinnedPoolTest, WithoutAnEventAFreeWaitsForItsStream) {
   }
 }
 
+// A pool that adapts to other sizes gives the largest unused slabs back first, in as few calls as possible.
+TEST_F(PinnedPoolTest, GivesTheLargestUnusedSlabsBackFirst) {
+  make({.slab_bytes = 1});
+  std::vector<std::byte*> blocks;
+  for (const std::size_t bytes : {8_MiB, 4_MiB, 2_MiB}) blocks.push_back(pool_->allocate(bytes).value());
+  for (std::byte* block : blocks) ASSERT_TRUE(pool_->free(block, {}).ok());
+  std::byte* const large = pool_->allocate(9_MiB).value();
+  EXPECT_EQ(pool_->statistics().held_bytes, 11_MiB) << "2 MiB may be held ahead";
+  ASSERT_TRUE(pool_->free(large, {}).ok());
+}
+
 TEST_F(PinnedPoolTest, ABlockFreedOnAnInvalidStreamIsNeverReused) {
   std::byte* block = pool_->allocate(4_MiB).value();
   const Stream nonsense{reinterpret_cast<void*>(0x1234567)};

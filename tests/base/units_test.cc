@@ -19,14 +19,23 @@ TEST(Units, FormatsBytes) {
   EXPECT_EQ(format_count(1, "pass", "passes"), "1 pass");
 }
 
+TEST(Units, GroupsDigitsByThree) {
+  EXPECT_EQ(grouped(0), "0");
+  EXPECT_EQ(grouped(999), "999");
+  EXPECT_EQ(grouped(1000), "1,000");
+  EXPECT_EQ(grouped(123456), "123,456");
+  EXPECT_EQ(grouped(18446744073709551615u), "18,446,744,073,709,551,615");
+}
+
 TEST(Units, ParsesBytes) {
   const struct {
     const char* text;
     std::uint64_t bytes;
-  } kCases[] = {{"4096", 4096},      {"64KiB", 64_KiB},  {"1.5GiB", 1536_MiB},
-                {"2GB", 2000000000}, {"2G", 2_GiB},      {"80 GB", 80000000000},
-                {"80g", 80_GiB},     {"80 gib", 80_GiB}, {"0", 0},
-                {"0.0", 0},          {"0.5KiB", 512}};
+  } kCases[] = {{"4096", 4096},      {"64KiB", 64_KiB},      {"1.5GiB", 1536_MiB},
+                {"2GB", 2000000000}, {"2G", 2_GiB},          {"80 GB", 80000000000},
+                {"80g", 80_GiB},     {"80 gib", 80_GiB},     {"0", 0},
+                {"0.0", 0},          {"0.5KiB", 512},        {"3 KB", 3000},
+                {"1KB", 1000},       {"2 TB", 2000000000000}};
   for (const auto& [text, expected] : kCases) {
     std::uint64_t bytes = 0;
     EXPECT_TRUE(parse_bytes(text, &bytes)) << text;
@@ -62,6 +71,19 @@ TEST(Text, AValueOfAFileIsShownShortAndHarmless) {
   EXPECT_EQ(shown_value("a\x1b]0;x\x07\n\xc2\x9b"), "a\\x1b]0;x\\x07\\x0a\\xc2\\x9b");
   EXPECT_EQ(shown_value(std::string(65, 'b')), std::string(64, 'b') + "...");
   EXPECT_EQ(shown_value(std::string(64, 'b')), std::string(64, 'b'));
+}
+
+TEST(Text, APathIsShownShortAndHarmless) {
+  EXPECT_EQ(shown_path("/tmp/über\x1b[2J/x\n"), "/tmp/über\\x1b[2J/x\\x0a");
+  EXPECT_EQ(shown_path(std::string(300, 'p')), std::string(300, 'p'));
+  EXPECT_EQ(shown_path(std::string(5000, 'p')), std::string(300, 'p') + "...");
+}
+
+TEST(Text, CountsTheDepthOfJson) {
+  EXPECT_FALSE(is_nested_deeper("[[]]", 2));
+  EXPECT_TRUE(is_nested_deeper("[[]]", 1));
+  EXPECT_FALSE(is_nested_deeper(R"({"a": "[[[[", "b": "\"[[[["})", 1));
+  EXPECT_TRUE(is_nested_deeper(R"({"a": "\\", "b": [[]]})", 2));
 }
 
 TEST(Units, AsksWhetherABareSmallNumberIsMeant) {

@@ -84,6 +84,8 @@ void check(const Case& c, std::uint64_t seed) {
     throw_if_error(rank.backend->copy_async(past.data(), staging.data() + staging_bytes, 64, stream));
     throw_if_error(rank.backend->stream_synchronize(stream));
     throw_if_error(rank.communicator->status());
+    EXPECT_EQ(rank.communicator->traffic().sent_bytes,
+              all_reduce_sent_bytes(c.ranks, c.bucket_bytes, c.type, c.count));
     static_cast<void>(rank.backend->stream_destroy(stream));
     for (std::uint64_t i = 0; i < c.count; ++i) {
       float expected = round_to(c.type, sample(seed, 0, i));

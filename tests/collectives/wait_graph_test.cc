@@ -49,6 +49,11 @@ TEST(WaitGraph, FollowsLongWaitsBeforeShortOnes) {
                                 {1, {wait_for("b", {2}), wait_for("c", {4}, 1ms)}},
                                 {2, {wait_for("d", {3})}}});
   EXPECT_NE(status.message().find("d on rank 2: rank 3 did not join"), std::string::npos) << status.message();
+  const Status half_as_long = judged({{0, {wait_for("a", {1})}},
+                                      {1, {wait_for("b", {2}), wait_for("c", {4}, 1500ms)}},
+                                      {2, {wait_for("d", {3})}}});
+  EXPECT_NE(half_as_long.message().find("d on rank 2: rank 3 did not join"), std::string::npos)
+      << half_as_long.message();
   const Status middling = judged({{0, {wait_for("a", {1})}}, {1, {wait_for("c", {4}, 1500ms)}}});
   EXPECT_NE(middling.message().find("c on rank 1: rank 4 did not join"), std::string::npos)
       << middling.message();

@@ -6,8 +6,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <bit>
 #include <filesystem>
 #include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
 #include <set>
@@ -17,6 +20,7 @@
 #include "forebay/units.h"
 #include "tests/engine/toy_cases.h"
 #include "tests/support/device_view.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay::testing {
 namespace {
@@ -72,6 +76,19 @@ INSTANTIATE_TEST_SUITE_P(Matrix, EngineContract,
                                   (info.param.accumulate == Accumulate::kShard ? "_shard" : "_local");
                          });
 
+// Bias corrections are of a group. Two groups that differ in one constant have different ones.
+TEST(Engine, GroupsMayDifferInOneConstantAlone) {
+  for (const bool second : {false, true}) {
+    ToyOptions options = options_for(0, DataType::kBfloat16, 2);
+    (second ? options.groups[1].beta2 : options.groups[1].beta1) = 0.5;
+    const ToyResult expected = reference_toy(options);
+    for (int stage = 0; stage < 4; ++stage) {
+      options.engine.stage = stage;
+      expect_same(run_toy(options), expected, "stage " + std::to_string(stage));
+    }
+  }
+}
+
 // Ranks that share one device whose memory the host must not touch.
 WorldOptions shared_device_world() {
   HostBackendOptions options{.name = "device", .granularity = 64u << 10};
@@ -114,6 +131,137 @@ TEST(Engine, SkipsAnOverflowingStepOnEveryRankAndStage) {
       EXPECT_EQ(actual.statistics.attempted_steps, 6u);
       EXPECT_EQ(actual.statistics.applied_steps, 5u);
     }
+  }
+}
+
+TEST(Engine, AfterAnOverflowCountsAllStepsToTheNextGrowthOfTheLossScale) {
+  for (const double factor : {1.0, 0.5}) {
+    ToyOptions options = options_for(2, DataType::kFloat16, 2);
+    options.engine.loss_scale.growth_interval = 3;
+    options.gradient_factor = [=](int) { return factor; };
+    options.disturbance = [](int rank, int step) {
+      return rank == 1 && step == 2 ? std::numeric_limits<float>::infinity() : 0.0f;
+    };
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      std::vector<double> scales;
+      for (int step = 0; step < 6; ++step) {
+        EXPECT_EQ(trainer.step(step).skipped, step == 2);
+        scales.push_back(trainer.engine().loss_scale());
+      }
+      EXPECT_EQ(scales, (std::vector<double>{1024, 1024, 512, 512, 512, 1024})) << "factor " << factor;
+    });
+  }
+}
+
+// At stage 3 a unit that is still gathered is read again, unless its weights have changed.
+TEST(Engine, ReadsWeightsThatWereReplacedAfterASkippedStep) {
+  const std::string directory = make_temporary_directory("state");
+  for (const bool loads : {false, true}) {
+    ToyOptions options = options_for(3, DataType::kFloat16, 2);
+    options.units[3].parameters[2].frozen = false;  // load_state() sets frozen parameters one by one.
+    options.disturbance = [](int, int step) {
+      return step == 1 ? std::numeric_limits<float>::infinity() : 0.0f;
+    };
+    run_ranks(2, {}, [&](Rank& rank) {
+      ToyTrainer trainer(options, rank);
+      trainer.initialize();
+      if (loads) trainer.engine().save_state(directory, "x");
+      const double first = trainer.step(0).metric_sum;
+      const StepResult second = trainer.step(1);
+      EXPECT_TRUE(second.skipped);
+      EXPECT_NE(second.metric_sum, first);
+      if (loads) {
+        trainer.engine().load_state(directory);
+      } else {
+        trainer.initialize();
+      }
+      EXPECT_EQ(trainer.step(2).metric_sum, first) << (loads ? "load_state()" : "set_parameter()");
+    });
+  }
+  std::filesystem::remove_all(directory);
+}
+
+TEST(Engine, GivesTheSameAnswerWhereALeaseAsksForAGradientTwice) {
+  for (int stage = 0; stage < 4; ++stage) {
+    run_ranks(2, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = stage;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId unit = engine.add_unit("u");
+      engine.add_parameter(unit, "p", 1000);
+      const UnitId head = engine.add_unit("head");
+      engine.add_parameter(head, "q", 10);
+      engine.tie(head, {unit, 0});
+      engine.commit();
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      for (const UnitId each : {unit, head}) static_cast<void>(engine.forward(each, stream));
+      const auto expect_twice = [](Lease& lease, int index, bool expected) {
+        DevicePtr addresses[2];
+        for (DevicePtr& address : addresses) {
+          bool accumulate = !expected;
+          address = lease.gradient(index, &accumulate);
+          EXPECT_EQ(accumulate, expected);
+        }
+        EXPECT_EQ(addresses[0], addresses[1]);
+      };
+      {
+        Lease lease = engine.backward(head, stream);
+        expect_twice(lease, 0, false);
+        expect_twice(lease, 1, false);  // The tied parameter: this is its first gradient.
+      }
+      {
+        Lease lease = engine.backward(unit, stream);
+        expect_twice(lease, 0, true);
+      }
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
+  }
+}
+
+TEST(Engine, AnEvaluationBeforeAStepReadsTheWeightsOfBeforeIt) {
+  static constexpr std::size_t kCount = 20'000;
+  for (const int stage : {1, 3}) {
+    run_ranks(2, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.stage = stage;
+      options.order_of_units = OrderOfUnits::kRecorded;
+      Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
+      const UnitId unit = engine.add_unit("u");
+      const ParameterId parameter = engine.add_parameter(unit, "p", kCount);
+      engine.commit();
+      engine.set_parameter(parameter, std::vector<float>(kCount, 1.0f));
+      const Stream stream = value_or_throw(rank.backend->stream_create());
+      engine.step_begin();
+      engine.micro_step_begin(0);
+      static_cast<void>(engine.forward(unit, stream));
+      {
+        Lease lease = engine.backward(unit, stream);
+        bool accumulate = true;
+        throw_if_error(
+            rank.backend->fill_async(lease.gradient(0, &accumulate), 0, kCount * sizeof(float), stream));
+      }
+      std::vector<float> read(kCount);
+      engine.evaluation_begin();
+      {
+        const Lease lease = engine.forward(unit, stream);
+        const DevicePtr values = lease.parameter(0);
+        throw_if_error(call_on(*rank.backend, stream, [&read, values] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(200));
+          std::memcpy(read.data(), values, kCount * sizeof(float));
+        }));
+      }
+      engine.evaluation_end();
+      EXPECT_FALSE(engine.step({.groups = {{.lr = 0.5, .weight_decay = 0.5}}}).skipped);
+      throw_if_error(rank.backend->stream_synchronize(stream));
+      EXPECT_EQ(read, std::vector<float>(kCount, 1.0f)) << "stage " << stage;
+      EXPECT_EQ(engine.get_parameter(parameter).front(), 0.75f);
+      throw_if_error(rank.backend->stream_destroy(stream));
+    });
   }
 }
 
@@ -412,10 +560,7 @@ TEST(Engine, EndsInTheMiddleOfAStep) {
 
 class SavedState : public ::testing::Test {
  protected:
-  SavedState() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "forebay-state-XXXXXX").string();
-    directory_ = ::mkdtemp(pattern.data());
-  }
+  SavedState() { directory_ = make_temporary_directory("state"); }
   ~SavedState() override { std::filesystem::remove_all(directory_); }
 
   std::string directory_;
@@ -452,6 +597,32 @@ TEST_F(SavedState, ResumesWithTheBitsOfARunThatDidNotStop) {
       std::filesystem::remove_all(directory_);
     }
   }
+}
+
+TEST_F(SavedState, KeepsThePlaceBetweenTwoGrowthsOfTheLossScale) {
+  ToyOptions options = options_for(2, DataType::kFloat16, 2);
+  options.engine.loss_scale.growth_interval = 3;
+  const auto scales_from = [&](int first, int end, ToyTrainer& trainer) {
+    std::vector<double> scales;
+    for (int step = first; step < end; ++step) {
+      static_cast<void>(trainer.step(step));
+      scales.push_back(trainer.engine().loss_scale());
+    }
+    return scales;
+  };
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    EXPECT_EQ(scales_from(0, 4, trainer), (std::vector<double>{1024, 1024, 2048, 2048}));
+    trainer.engine().save_state(directory_, "x");
+    EXPECT_EQ(scales_from(4, 7, trainer), (std::vector<double>{2048, 4096, 4096}));
+  });
+  run_ranks(2, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.engine().load_state(directory_);
+    EXPECT_EQ(trainer.engine().loss_scale(), 2048);
+    EXPECT_EQ(scales_from(4, 7, trainer), (std::vector<double>{2048, 4096, 4096}));
+  });
 }
 
 TEST_F(SavedState, LoadsAtAnotherNumberOfRanks) {
@@ -539,6 +710,56 @@ TEST_F(SavedState, NamesTheDamagedFile) {
   directory_ += "/nothing-here";
   EXPECT_EQ(load().code(), StatusCode::kIoError);
   directory_ = saved;
+}
+
+TEST_F(SavedState, NamesAByteThatChangedInAnyRun) {
+  const ToyOptions options = options_for(2, DataType::kBfloat16, 1);
+  const auto load = [&]() -> Status {
+    try {
+      run_ranks(1, {}, [&](Rank& rank) {
+        ToyTrainer trainer(options, rank);
+        trainer.engine().load_state(directory_);
+      });
+    } catch (const Error& error) {
+      return error.status();
+    }
+    return Status();
+  };
+  run_ranks(1, {}, [&](Rank& rank) {
+    ToyTrainer trainer(options, rank);
+    trainer.initialize();
+    trainer.engine().save_state(directory_, "x");
+  });
+  const std::string file = directory_ + "/step-000000000000/rank-0-of-1";
+  std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+  std::uint64_t trailer[2];
+  stream.seekg(-static_cast<std::streamoff>(sizeof trailer), std::ios::end);
+  stream.read(reinterpret_cast<char*>(trailer), sizeof trailer);
+  std::string index(trailer[0], '\0');
+  stream.seekg(-static_cast<std::streamoff>(sizeof trailer + index.size()), std::ios::end);
+  stream.read(index.data(), static_cast<std::streamsize>(index.size()));
+  const auto change = [&](std::uint64_t at) {
+    stream.seekg(static_cast<std::streamoff>(at));
+    const char byte = static_cast<char>(stream.get() ^ 1);
+    stream.seekp(static_cast<std::streamoff>(at));
+    stream.put(byte);
+    stream.flush();
+  };
+  int runs = 0;
+  for (const nlohmann::json& run : nlohmann::json::parse(index)) {
+    const auto begin = run.at("at").get<std::uint64_t>();
+    for (const std::uint64_t at : {begin, begin + run.at("count").get<std::uint64_t>() * sizeof(float) - 1}) {
+      change(at);
+      const Status status = load();
+      EXPECT_EQ(status.code(), StatusCode::kCorruption) << run << ", byte " << at;
+      EXPECT_NE(status.message().find(run.at("parameter").get<std::string>()), std::string::npos)
+          << status.message();
+      change(at);
+    }
+    ++runs;
+  }
+  EXPECT_GE(runs, 30);
+  EXPECT_TRUE(load().ok());
 }
 
 TEST_F(SavedState, RemovesOnlyTheStatesThatItSupersedes) {
@@ -650,6 +871,31 @@ TEST(Engine, NamesTheRankThatGaveOtherValues) {
                  Error);
     for (const std::string& message : messages)
       EXPECT_NE(message.find("rank 2"), std::string::npos) << message;
+  }
+}
+
+// The ranks compare a fingerprint of their values. One of a few bits would miss some of these.
+TEST(Engine, NoticesASingleBitThatDiffersBetweenRanks) {
+  constexpr int kBits = 52;  // The fraction of a double has them.
+  for (int bit = 0; bit < kBits; ++bit) {
+    ToyOptions options;
+    options.units = {{{{64}}, {}, true}};
+    options.ranks = 2;
+    options.groups = {{1e-2, 0.1}};
+    EXPECT_THROW(run_ranks(2, {},
+                           [&](Rank& rank) {
+                             ToyOptions mine = options;
+                             if (rank.communicator->rank() == 1) {
+                               double& value = bit % 2 == 0 ? mine.groups[0].lr : mine.clip;
+                               value = std::bit_cast<double>(std::bit_cast<std::uint64_t>(value) ^
+                                                             std::uint64_t{1} << bit);
+                             }
+                             ToyTrainer trainer(mine, rank);
+                             trainer.initialize();
+                             static_cast<void>(trainer.step(0));
+                           }),
+                 Error)
+        << "bit " << bit << " of " << (bit % 2 == 0 ? "lr" : "clip");
   }
 }
 

@@ -324,6 +324,22 @@ TEST_F(HostAdam, AParameterMayTakeThePlaceOfItsGradient) {
   }
 }
 
+// One NaN is as good as another, so all are kept as one.
+TEST_F(HostAdam, MomentsInFp32KeepOneNan) {
+  const BlockRunner runner(1);
+  const std::vector<float> m = {1.0f, float_from_bits(0x7FC12345u), float_from_bits(0xFF800001u), -0.0f};
+  const std::vector<float> v = {float_from_bits(0xFFC00000u), 2.0f, float_from_bits(0x7FFFFFFFu), 0.0f};
+  KeptMoments kept(MomentFormat::kFloat32, m.size(), 0);
+  ASSERT_TRUE(
+      store_moments(m.data(), v.data(), m.size(), kept.get(), MomentRounding::kNearest, 0, runner).ok());
+  const auto* const kept_m = static_cast<const float*>(kept.get().m);
+  const auto* const kept_v = static_cast<const float*>(kept.get().v);
+  for (std::size_t i = 0; i < m.size(); ++i) {
+    EXPECT_EQ(float_bits(kept_m[i]), float_bits(canonical(m[i]))) << i;
+    EXPECT_EQ(float_bits(kept_v[i]), float_bits(canonical(v[i]))) << i;
+  }
+}
+
 // The worst cases that host_adam.h states, element by element.
 TEST_F(HostAdam, RoundingStaysWithinTheStatedBounds) {
   const BlockRunner runner(1);

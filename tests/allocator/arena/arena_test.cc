@@ -319,6 +319,57 @@ TEST_F(ArenaTest, JoinsNeighboursOfDifferentStreamsForARequestThatMayUseBoth) {
   EXPECT_EQ(take(16 * kChunk, streams_[0]), first);
 }
 
+// With one stream, free neighbours are joined though only one of them waits. The union has the later free's
+// time, which the event of the earlier free does not cover.
+TEST_F(ArenaTest, ABlockFreedByTheHostBesideAWaitingOneIsGivenBackWithIt) {
+  const DevicePtr first = take(8 * kChunk, streams_[0]);
+  const DevicePtr second = take(8 * kChunk, streams_[0]);
+  hold(streams_[0]);
+  give(first, streams_[0]);
+  EXPECT_EQ(arena_->trim(), 0u) << "now the event of the first free is recorded";
+  give(second);
+  EXPECT_EQ(arena_->trim(), 0u);
+  gate_.open();
+  for (int i = 0; i < 3 && reserved() != 0; ++i) {
+    ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+    arena_->trim();
+  }
+  EXPECT_EQ(reserved(), 0u);
+}
+
+// A range that waits for nobody has no time to hand on to the waiting range that it is joined to.
+TEST_F(ArenaTest, ABlockFreedByTheHostNeedsNoEventWhenItIsJoinedToAWaitingOne) {
+  const DevicePtr other = take(kChunk, streams_[1]);
+  const DevicePtr first = take(8 * kChunk, streams_[0]);
+  const DevicePtr second = take(6 * kChunk, streams_[0]);
+  hold(streams_[0]);
+  give(first, streams_[0]);
+  EXPECT_EQ(arena_->trim(), 0u);
+  EXPECT_EQ(backend_->call_count(HostCall::kEventRecord), 1u);
+  give(second);
+  const DevicePtr joined = take(10 * kChunk, streams_[0]);
+  EXPECT_EQ(joined, first) << "it takes the first and a part of the second";
+  gate_.open();
+  ASSERT_TRUE(backend_->stream_synchronize(streams_[0]).ok());
+  EXPECT_EQ(arena_->trim(), 4 * kChunk);
+  EXPECT_EQ(backend_->call_count(HostCall::kEventRecord), 1u);
+  give(joined);
+  give(other);
+}
+
+// Two ranges fit alike: the stream takes its own, which nobody else can use yet.
+TEST_F(ArenaTest, AStreamTakesItsOwnFreedMemoryBeforeMemoryThatServesAll) {
+  const DevicePtr other = take(kChunk, streams_[1]);
+  const DevicePtr own = take(6 * kChunk, streams_[0]);
+  const DevicePtr for_all = take(6 * kChunk, streams_[0]);
+  hold(streams_[0]);
+  give(own, streams_[0]);
+  give(for_all);
+  EXPECT_EQ(take(6 * kChunk, streams_[0]), own);
+  EXPECT_EQ(take(6 * kChunk, streams_[1]), for_all);
+  give(other);
+}
+
 TEST_F(ArenaTest, MemoryFreedOnARetiredStreamIsFreeForAll) {
   Stream stream = backend_->stream_create().value();
   DevicePtr block = take(16 * kChunk, stream);

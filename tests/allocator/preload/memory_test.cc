@@ -170,6 +170,15 @@ TEST_P(PreloadReordered, EachThreadHasItsOwnDefaultStream) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, PreloadReordered, ::testing::Range(1, 6));
 
+TEST(PreloadMemory, AThreadsDefaultStreamUsesItsFreedMemoryAtOnce) {
+  PreloadRun run(matter("reuse"), "arena", {{"FAKE_CUDA_LATENCY_NS", "20000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0) << run.finished.output;
+  EXPECT_EQ(run.finished.output, "ordered: same address 1\nfrom the pool: same address 1\n");
+  EXPECT_EQ(run.served(PreloadServer::kArena), 4u);
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, AttributesOfAnAddressAreThoseOfItsBlock) {
   const PreloadRun bare(matter("attributes"), "none");
   PreloadRun run(matter("attributes"));

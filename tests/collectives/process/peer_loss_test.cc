@@ -90,6 +90,30 @@ TEST_P(PeerLoss, EverySurvivorNamesTheKilledRankAtOnce) {
   }
 }
 
+TEST_P(PeerLoss, ARankThatHasLeftIsNotNamedWithOneThatDies) {
+  if (size() < 3) GTEST_SKIP() << "it needs three ranks";
+  for (int round = 0; round < kRounds; ++round) {
+    const int first = pick(0, size() - 1);
+    const int dead = (first + pick(1, size() - 1)) % size();
+    SCOPED_TRACE("rank " + std::to_string(first) + " leaves, rank " + std::to_string(dead) + " is killed");
+    const TemporaryDirectory directory;
+    start(directory / "store", [&](int rank) {
+      return rank == first ? std::vector<std::string>{"leave", "0"} : std::vector<std::string>{"idle"};
+    });
+    if (HasFatalFailure()) return;
+    EXPECT_EQ(ranks_[static_cast<std::size_t>(first)]->finish().exit_code, 0);
+    ranks_[static_cast<std::size_t>(dead)]->signal(SIGKILL);
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank == first) continue;
+      const Finished finished = ranks_[static_cast<std::size_t>(rank)]->finish();
+      if (rank == dead) continue;
+      EXPECT_NE(finished.output.find(": rank " + std::to_string(dead) + " closed the connection"),
+                std::string::npos)
+          << finished.output;
+    }
+  }
+}
+
 // While the others wait for its addresses, or for its end of a connection.
 TEST_P(PeerLoss, ARankThatIsKilledWhileRanksConnectIsNamedAtOnce) {
   for (const std::string stops : {"before", "after"}) {

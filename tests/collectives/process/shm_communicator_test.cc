@@ -313,6 +313,26 @@ TEST(ShmCommunicator, TheTimeoutOfAMessageNamesTheOperationsOfBothRanks) {
     EXPECT_NE(causes[0].message().find(words), std::string::npos) << causes[0].message();
 }
 
+TEST(ShmCommunicator, ASendToARankThatNeverReceivesEndsAtTheDeadline) {
+  for (const std::size_t bytes : {std::size_t{64}, std::size_t{16} << 20}) {
+    ShmWorld world(2, 300ms);
+    std::atomic<bool> ended{false};
+    run_members(world, 2, [&](Member& member, int rank) {
+      if (rank == 0) {
+        static_cast<void>(member.communicator().send(member.allocate(bytes), bytes, 1, 0, member.stream()));
+        const Status cause = member.finish();
+        EXPECT_EQ(cause.code(), StatusCode::kTimeout) << cause.to_string();
+        EXPECT_NE(cause.message().find("rank 1"), std::string::npos) << cause.message();
+        ended = true;
+        return;
+      }
+      const auto limit = std::chrono::steady_clock::now() + 30s;
+      while (!ended && std::chrono::steady_clock::now() < limit) std::this_thread::sleep_for(1ms);
+      if (!ended) member.communicator().abort(Status(StatusCode::kInternal, "the send has no deadline"));
+    });
+  }
+}
+
 TEST(ShmCommunicator, LeavesNothingInTheStoreNorOpenFiles) {
   const TemporaryDirectory store;
   const auto count_descriptors = [] {

@@ -138,6 +138,7 @@ TEST(StoreMessages, ARosterTellsHostsOnceItIsComplete) {
   ASSERT_TRUE(decode(encode(Attendance{"g", {true, true}, {"a", "b"}, ""}), &read));
   EXPECT_EQ(read.hosts, (std::vector<std::string>{"a", "b"}));
   EXPECT_FALSE(decode(encode(Attendance{"g", {true, true}, {"a"}, ""}), &read));
+  EXPECT_FALSE(decode(encode(Attendance{"g", {true, true}, {"a", "b"}, ""}) + "c", &read));
 }
 
 }  // namespace

@@ -51,6 +51,16 @@ TEST(TraceReplay, ReportsWhatWasTakenForWhatWasAsked) {
   }
 }
 
+TEST(TraceReplay, BlocksThatAreLiveAtTheEndAreFreedBeforeTheNextPass) {
+  const AllocationTrace trace = parse(line(0, 40) + line(1, 2) + "f 1\n");
+  for (const ReplayTarget target : {ReplayTarget::kArena, ReplayTarget::kBaseline}) {
+    const auto backend = device(64 * kMiB);  // Not enough for two passes at once.
+    const ReplayResult result = replay_trace(trace, *backend, target, {.passes = 4, .timed = false}).value();
+    EXPECT_TRUE(result.completed);
+    EXPECT_EQ(backend->charged_bytes(), 0u);
+  }
+}
+
 TEST(TraceReplay, AnArenaStitchesWhatTheBaselineCannotUse) {
   // Ten blocks of 20 MiB in a device of 200 MiB, every other one freed: 100 MiB are free in pieces of 20.
   std::string text;

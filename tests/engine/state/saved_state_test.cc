@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,6 +23,33 @@
 #include "forebay/error.h"
 #include "runtime/engine/state/state_files.h"
 #include "tests/engine/toy_cases.h"
+#include "tests/support/temporary_directory.h"
+
+namespace {
+
+// The operations on files, in order: "sync NAME" and "rename NAME". The library's calls come here.
+thread_local std::vector<std::string>* file_operations = nullptr;
+
+std::string last_part(const std::string& path) {
+  return path.substr(path.find_last_of('/') + 1);
+}
+
+}  // namespace
+
+extern "C" int fsync(int file) {
+  if (file_operations != nullptr) {
+    char path[4096] = {};
+    const std::string link = "/proc/self/fd/" + std::to_string(file);
+    if (::readlink(link.c_str(), path, sizeof path - 1) > 0)
+      file_operations->push_back("sync " + last_part(path));
+  }
+  return static_cast<int>(::syscall(SYS_fsync, file));
+}
+
+extern "C" int renameat(int from_directory, const char* from, int to_directory, const char* to) {
+  if (file_operations != nullptr) file_operations->push_back(std::string("rename to ") + to);
+  return static_cast<int>(::syscall(SYS_renameat2, from_directory, from, to_directory, to, 0));
+}
 
 namespace forebay::testing {
 namespace {
@@ -126,10 +154,7 @@ void report(int descriptor, std::uint64_t value) {
 
 class SavedStateFiles : public ::testing::Test {
  protected:
-  SavedStateFiles() {
-    std::string pattern = (fs::temp_directory_path() / "forebay-state-XXXXXX").string();
-    directory_ = ::mkdtemp(pattern.data());
-  }
+  SavedStateFiles() { directory_ = make_temporary_directory("state"); }
   ~SavedStateFiles() override {
     std::error_code ignored;
     fs::remove_all(directory_, ignored);
@@ -213,6 +238,18 @@ TEST_F(SavedStateFiles, AStepIsSavedAgainWithoutAnExchange) {
   save(directory_, 8);
   EXPECT_EQ(latest(), "step-000000000008");
   EXPECT_FALSE(fs::exists(file("step-000000000007-2")));
+}
+
+// A name is given only to bytes that are on the drive, and a later name only after an earlier one is.
+TEST_F(SavedStateFiles, IsOnTheDriveBeforeItHasAName) {
+  std::vector<std::string> operations;
+  file_operations = &operations;
+  save(directory_, 7);
+  file_operations = nullptr;
+  EXPECT_EQ(operations, (std::vector<std::string>{
+                            "sync rank-0-of-1", "sync manifest.json", "sync .saving-step-000000000007",
+                            "rename to step-000000000007", "sync " + last_part(directory_), "sync .latest",
+                            "rename to latest", "sync " + last_part(directory_)}));
 }
 
 TEST_F(SavedStateFiles, ADamagedLatestHidesNothing) {

@@ -317,6 +317,27 @@ int thread_streams() {
   return wrong.load() == 0 ? 0 : 1;
 }
 
+// A stream uses its own freed memory again at once, while its work runs: also a thread's default stream.
+int reuse() {
+  CuMemoryPool standard = nullptr;
+  CHECK_CU(driver.cuDeviceGetDefaultMemPool(&standard, 0));
+  for (const bool from_pool : {false, true}) {
+    const auto allocate = [&](CuDevicePtr* block) {
+      return from_pool ? per_thread.cuMemAllocFromPoolAsync(block, 8 * kMiB, standard, nullptr)
+                       : per_thread.cuMemAllocAsync(block, 8 * kMiB, nullptr);
+    };
+    CuDevicePtr block = 0, again = 0;
+    CHECK_CU(allocate(&block));
+    for (int i = 0; i < 5; ++i) CHECK_CU(per_thread.cuMemsetD8Async(block, 1, 4096, nullptr));
+    CHECK_CU(per_thread.cuMemFreeAsync(block, nullptr));
+    CHECK_CU(allocate(&again));
+    std::printf("%s: same address %d\n", from_pool ? "from the pool" : "ordered", again == block);
+    CHECK_CU(per_thread.cuMemFreeAsync(again, nullptr));
+    CHECK_CU(per_thread.cuStreamSynchronize(nullptr));
+  }
+  return 0;
+}
+
 // Where an address lies, asked for the middle of a block.
 int attributes() {
   CuStream stream = new_stream();
@@ -465,7 +486,7 @@ int run(const std::string& matter) {
       {"waiting", waiting},       {"info", info},       {"full", full},   {"pool", pool},
       {"elsewhere", elsewhere},   {"capture", capture}, {"reset", reset}, {"thread", thread_streams},
       {"attributes", attributes}, {"streams", streams}, {"frees", frees}, {"pinned", pinned},
-      {"devices", devices}};
+      {"devices", devices},       {"reuse", reuse}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
     return 2;
