@@ -12,7 +12,6 @@ namespace forebay {
 namespace {
 
 // Ranges of the store are padded to this. Smaller: transfers need a copy. Larger: files take more space.
-constexpr std::uint64_t kPageBytes = 4096;
 // The drive is measured for files from this size on. Smaller: the measurement takes longer than it saves.
 // Larger: more runs use block sizes and depths that were not measured.
 constexpr std::uint64_t kMeasuredFileBytes = 256u << 20;
@@ -293,7 +292,7 @@ OffloadedRange Engine::Impl::place_range(const StatePlacement& placement, std::b
   OffloadedRange range;
   range.host = address;
   if (placement.pool != Pool::kFiles) return range;
-  range.range_bytes = round_up(placement.bytes, kPageBytes);
+  range.range_bytes = placement.bytes;  // Whole pages.
   range.range = value_or_throw(store->create_range(
       std::to_string(placement.index) + " " + shape(placement.index).name + " " + range_name(placement.role),
       range.range_bytes));

@@ -68,6 +68,7 @@ class Placer {
 
  private:
   void add(Role role, Pool pool, std::uint64_t bytes, int index = 0) {
+    if (pool == Pool::kFiles) bytes = round_up(bytes, kPageBytes);
     std::uint64_t& end = ends_[static_cast<std::size_t>(pool)];
     placements_.push_back({role, pool, index, end, bytes});
     end += bytes;

@@ -147,14 +147,14 @@ std::uint64_t fused_columns(const Plan& plan) {
 // Wide enough for the bytes of a step at any number of ranks, micro-steps and parameters that is accepted.
 __extension__ using Wide = unsigned __int128;
 
-// Elements of this rank's slices that one step gathers at stage 3.
+// This rank's slices that one step gathers at stage 3.
 struct Gathered {
-  Wide all = 0;
-  Wide offloaded = 0;  // The part in offloaded units.
+  Wide all = 0;              // Elements.
+  Wide offloaded_bytes = 0;  // The part in offloaded units, in whole pages.
 
   void add(const Gathered& other, std::uint64_t times) {
     all += other.all * times;
-    offloaded += other.offloaded * times;
+    offloaded_bytes += other.offloaded_bytes * times;
   }
 };
 
@@ -194,10 +194,14 @@ class GatherCount {
     for (const int needed : units_read_by(model_, unit)) {
       if (plan_.slots.parameter_slot[static_cast<std::size_t>(needed)] == SlotAssignment::kNone) continue;
       if (!residency_.take(needed, 1)) continue;
-      const std::uint64_t elements = plan_.layouts[static_cast<std::size_t>(needed)].total_count() /
-                                     static_cast<std::uint64_t>(plan_.options.shards());
-      gathered.all += elements;
-      if (plan_.is_offloaded(needed)) gathered.offloaded += elements;
+      const std::uint64_t trainable = plan_.slice_count(needed);
+      const std::uint64_t frozen =
+          plan_.layouts[static_cast<std::size_t>(needed)].frozen_slice(plan_.options.shards());
+      gathered.all += trainable + frozen;
+      if (!plan_.is_offloaded(needed)) continue;
+      const std::uint64_t element = element_bytes(plan_.options.dtype);
+      gathered.offloaded_bytes +=
+          round_up(trainable * element, kPageBytes) + round_up(frozen * element, kPageBytes);
     }
   }
 
@@ -247,21 +251,21 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOr
 EvaluationBytes evaluation_bytes(const ModelShape& model, const Plan& plan, const Gathered& in_step,
                                  const UnitOrder* order) {
   if (plan.options.stage < 3) return {};
-  const auto bytes_of = [&](Wide all, Wide offloaded) {
+  const auto bytes_of = [&](Wide all, Wide offloaded_bytes) {
     const std::uint64_t element = element_bytes(plan.options.dtype);
     const auto others = static_cast<std::uint64_t>(plan.options.shards()) - 1;
     PassBytes bytes;
     bytes.wire.sent = bytes.wire.received = static_cast<std::uint64_t>(others * all) * element;
     if (plan.options.tier == Tier::kFile && plan.offloads_parameters())
-      bytes.file_read = static_cast<std::uint64_t>(offloaded) * element;
+      bytes.file_read = static_cast<std::uint64_t>(offloaded_bytes);
     return bytes;
   };
   GatherCount count(model, plan);
   const Gathered first = count.evaluation(order);
   const Gathered next = count.evaluation(order);
   const Gathered step_after = gathered_in_step(count, plan.options, order);
-  return {bytes_of(first.all, first.offloaded), bytes_of(next.all, next.offloaded),
-          bytes_of(in_step.all - step_after.all, in_step.offloaded - step_after.offloaded)};
+  return {bytes_of(first.all, first.offloaded_bytes), bytes_of(next.all, next.offloaded_bytes),
+          bytes_of(in_step.all - step_after.all, in_step.offloaded_bytes - step_after.offloaded_bytes)};
 }
 
 // The number of first units that fit into the part of the model that stays on the device.
@@ -369,12 +373,9 @@ Status count_file_traffic(const Gathered& gathered, Plan& plan) {
   files.read_per_step = files.optimizer;
   files.written_per_step = files.optimizer;
   if (plan.options.tier != Tier::kFile || !plan.offloads_parameters()) return {};
-  const std::uint64_t element = element_bytes(plan.options.dtype);
-  FOREBAY_RETURN_IF_ERROR(narrow(files.optimizer + gathered.offloaded * element, "read from files",
-                                 plan.options, &files.read_per_step));
-  if (plan.options.dtype == DataType::kFloat32) return {};
-  const auto shards = static_cast<std::uint64_t>(plan.options.shards());
-  files.written_per_step += element * (elements_from(plan, plan.device_units).trainable / shards);
+  FOREBAY_RETURN_IF_ERROR(narrow(files.optimizer + gathered.offloaded_bytes, "read from files", plan.options,
+                                 &files.read_per_step));
+  files.written_per_step += plan.bytes_of(Role::kTrainableSlice);
   return {};
 }
 

@@ -35,6 +35,8 @@ inline constexpr std::uint64_t kMoverBuffers = 4;
 // A piece has a multiple of this many elements, so that it is whole granules of the store in every type.
 inline constexpr std::uint64_t kPieceGranule = 32768;
 inline constexpr std::uint64_t kStagingBytesMin = 8u << 20;
+// A range of the store has whole pages, which are the granules of a file store unless others are asked for.
+inline constexpr std::uint64_t kPageBytes = 4096;
 
 // One buffer of the pass: master, m and v in fp32, and the parameters where they are in files, too.
 inline constexpr std::uint64_t pass_buffer_bytes(std::uint64_t piece_count, DataType dtype,

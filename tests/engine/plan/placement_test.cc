@@ -172,6 +172,9 @@ Account expected_of_unit(const PlanOptions& o, bool offloaded, std::uint64_t tra
   if (offloaded) account[{Pool::kHost, Role::kHostGradients}] = (sums && o.stage > 0 ? 4 : size) * updated;
   if (parameters_offloaded && size == 2) account[{below, Role::kTrainableSlice}] = size * slice;
   if (parameters_offloaded && frozen > 0) account[{below, Role::kFrozenSlice}] = size * frozen / shards;
+  for (auto& [key, bytes] : account) {
+    if (key.first == Pool::kFiles) bytes = round_up(bytes, 4096);  // Files have whole pages.
+  }
   return account;
 }
 
