@@ -7,6 +7,7 @@
 
 #include "forebay/agreement.h"
 #include "forebay/grouped_communicator.h"
+#include "forebay/log.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/engine/engine_impl.h"
@@ -240,6 +241,22 @@ std::uint64_t Engine::Impl::least_over_grid(std::uint64_t mine) {
   return *std::min_element(all.begin(), all.end());
 }
 
+// A collective costs its latency however little it moves.
+void Engine::Impl::warn_of_small_buckets() {
+  constexpr std::uint64_t kUsefulBytes = 64u << 10;
+  constexpr std::uint64_t kPiecesMax = 1000;
+  const std::uint64_t bucket_bytes = plan.options.bucket_bytes;
+  if (ranks() == 1 || everyone().rank() != 0 || bucket_bytes >= kUsefulBytes) return;
+  std::uint64_t pieces = 0;
+  for (int unit = 0; unit < unit_count() && plan.bucket_columns > 0; ++unit)
+    pieces += ceil_div(plan.slice_count(unit), plan.bucket_columns);
+  if (pieces <= kPiecesMax) return;
+  log(LogLevel::kWarning,
+      "EngineOptions::bucket_bytes is %llu, so the gradients of a micro-step take %llu collectives; "
+      "16 MiB is usual, and bucket_auto chooses by measurement",
+      static_cast<unsigned long long>(bucket_bytes), static_cast<unsigned long long>(pieces));
+}
+
 void Engine::Impl::commit() {
   if (phase != Phase::kDescribe) misuse("commit() was called twice; call it once for each engine");
   const OtherTraffic other(*this);
@@ -260,6 +277,7 @@ void Engine::Impl::commit() {
   }
   verdict = check_budget();
   agree(verdict);
+  warn_of_small_buckets();
   Status allocated;
   try {
     allocate();

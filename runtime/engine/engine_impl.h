@@ -83,6 +83,7 @@ struct Engine::Impl : StepContext {
   };
   struct Probe;
   std::uint64_t choose_bucket_bytes();
+  void warn_of_small_buckets();
   std::uint64_t least_over_grid(std::uint64_t mine);
   int choose_device_units(const Plan& all_offloaded);
   double measure(const std::function<void()>& work) const;

@@ -54,16 +54,20 @@ std::unique_ptr<Operations> make_operations(const TrainerOptions& options, const
   }
 }
 
+// The least piece of a sum of activations. Smaller: its latency is most of its time.
+constexpr std::uint64_t kLeastSumBytes = 64u << 10;
+
 // Sums over the ranks that share every layer. The bucket is no larger than one sum.
 TensorGroup make_tensor_group(const TrainerOptions& o, const Rank& rank, Communicator* communicator,
                               Stream stream) {
   const auto ranks = static_cast<std::uint64_t>(o.tensor_parallel);
   const std::uint64_t count = round_up(o.batch * o.model.sequence * o.model.hidden, ranks);
-  return TensorGroup({.communicator = communicator,
-                      .backend = rank.backend.get(),
-                      .kernels = rank.kernels.get(),
-                      .stream = stream,
-                      .bucket_bytes = std::min(o.bucket_bytes, count * sizeof(float))});
+  return TensorGroup(
+      {.communicator = communicator,
+       .backend = rank.backend.get(),
+       .kernels = rank.kernels.get(),
+       .stream = stream,
+       .bucket_bytes = std::min(std::max(o.bucket_bytes, kLeastSumBytes), count * sizeof(float))});
 }
 
 // Threads that share GPUs without NCCL wait for each other inside a call; all other communicators only queue.
