@@ -150,6 +150,27 @@ class OneRank(unittest.TestCase):
             _, (expected,) = plain()
             self.close(models.train(model, optimizer, steps=3), expected)
 
+    def test_weights_with_fewer_bytes_than_their_shape_are_refused(self):
+        original = models.make()
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, "model.safetensors")
+            write_safetensors(path, dict(original.named_parameters()))
+            model = forebay.shard(models.make(), stage=2)
+            forebay.AdamW(model)
+            with open(path, "rb") as file:
+                whole = file.read()
+            length = int.from_bytes(whole[:8], "little")
+            header = json.loads(whole[8:8 + length])
+            for begin, end in [(0, 0), (0, 4), (-8, 0), (1 << 40, 1 << 41)]:
+                changed = dict(header)
+                name = next(iter(changed))
+                changed[name] = {**changed[name], "data_offsets": [begin, end]}
+                text = json.dumps(changed).encode()
+                with open(path, "wb") as file:
+                    file.write(len(text).to_bytes(8, "little") + text + whole[8 + length:])
+                with self.assertRaisesRegex(forebay.InvalidArgument, "has not the bytes of its shape"):
+                    forebay.load(model, path)
+
     def test_reports_and_plans_agree(self):
         model = forebay.shard(models.make(), stage=2)
         forebay.AdamW(model)

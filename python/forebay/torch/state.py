@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import json
+import math
 import mmap
 import os
 import struct
@@ -141,7 +142,7 @@ def gathered(model: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             sharded.set_value(p, value)
 
 
-_TYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_TYPES = {"F32": ("fp32", 4), "BF16": ("bf16", 2), "F16": ("fp16", 2)}
 
 
 def read_safetensors(path: Path) -> Iterator[Tuple[str, str, List[int], int, Any]]:
@@ -158,10 +159,14 @@ def read_safetensors(path: Path) -> Iterator[Tuple[str, str, List[int], int, Any
             continue
         if entry["dtype"] not in _TYPES:
             continue
+        dtype, element_bytes = _TYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= size - 8 - length or end - begin != math.prod(entry["shape"]) * element_bytes:
+            raise InvalidArgument(f"{path} is no whole safetensors file: tensor {name} has not the bytes of its shape; "
+                                  "export or download it again")
         bytes_of = ctypes.c_char * (end - begin)
         owner = bytes_of.from_buffer(memory, 8 + length + begin)
-        yield name, _TYPES[entry["dtype"]], entry["shape"], ctypes.addressof(owner), owner
+        yield name, dtype, entry["shape"], ctypes.addressof(owner), owner
 
 
 def load(model: nn.Module, path: Path) -> List[str]:
