@@ -15,12 +15,15 @@
 
 #include "forebay/check.h"
 #include "forebay/error.h"
+#include "forebay/saved_state.h"
 #include "runtime/engine/state/state_files.h"
 #include "tests/fuzz/picker.h"
 
 namespace {
 
 namespace fs = std::filesystem;
+using forebay::SavedParameter;
+using forebay::SavedStateReader;
 using forebay::internal::SavedState;
 using forebay::testing::Picker;
 using Json = nlohmann::json;
@@ -68,6 +71,13 @@ void write_rank_file(const std::string& file) {
   directory().write(std::string(kState) + "/rank-0-of-1", file);
   directory().write_manifest(
       Json{{"format", 1},
+           {"attempted_steps", 3},
+           {"applied_steps", 2},
+           {"loss_scale", 1.0},
+           {"ranks", 1},
+           {"stage", 2},
+           {"dtype", "bf16"},
+           {"trainer_state", "x"},
            {"files", {{{"name", "rank-0-of-1"}, {"bytes", file.size()}, {"index_checksum", checksum}}}}}
           .dump());
 }
@@ -129,6 +139,16 @@ void read_all() {
   }
 }
 
+// The same without an engine, as `forebay state` does.
+void verify_all() {
+  SavedStateReader reader(directory().path);
+  std::uint64_t elements = 0;
+  for (const SavedParameter& parameter : reader.facts().parameters) elements += parameter.count;
+  std::uint64_t seen = 0;
+  reader.verify([&](std::uint64_t done, std::uint64_t) { seen = done; });
+  FOREBAY_CHECK(seen <= elements * 3 * sizeof(float), "more was read than there is");
+}
+
 }  // namespace
 
 // The first byte selects the file that gets the rest: `latest`, the manifest with or without its envelope,
@@ -166,6 +186,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   try {
     static_cast<void>(forebay::internal::find_state(forebay::internal::StateDirectory(directory().path)));
     read_all();
+  } catch (const forebay::Error&) {
+  }
+  try {
+    verify_all();
   } catch (const forebay::Error&) {
   }
   return 0;

@@ -5,6 +5,7 @@
 
 #include "forebay/error.h"
 #include "forebay/saved_state.h"
+#include "forebay/text.h"
 #include "runtime/engine/state/state_files.h"
 
 namespace forebay {
@@ -13,6 +14,9 @@ namespace {
 using Json = nlohmann::json;
 using internal::SavedState;
 using internal::StateDirectory;
+using internal::whole_number;
+
+constexpr std::uint64_t kMostRanks = 1'000'000;
 
 const char* field_name(SavedField field) {
   return internal::kStateFields[static_cast<std::size_t>(field)];
@@ -40,8 +44,8 @@ std::string parts_in(const std::string& directory) {
 StateDirectory opened(const std::string& directory) {
   std::error_code error;
   if (!std::filesystem::exists(directory, error) && !error) {
-    throw Error(StatusCode::kIoError,
-                "there is no directory " + directory + "; give the directory that a run saved its state in");
+    throw Error(StatusCode::kIoError, "there is no directory " + shown_path(directory) +
+                                          "; give the directory that a run saved its state in");
   }
   return StateDirectory(directory);
 }
@@ -51,16 +55,18 @@ std::string name_to_open(const std::string& directory, const std::string& wanted
   if (!wanted.empty()) {
     const std::vector<std::string> names = saved_state_names(directory);
     if (std::find(names.begin(), names.end(), wanted) != names.end()) return wanted;
-    throw Error(StatusCode::kIoError, directory + " has no state " + wanted + "; it has " +
+    throw Error(StatusCode::kIoError, shown_path(directory) + " has no state " + shown_value(wanted) +
+                                          "; it has " +
                                           (names.empty() ? "none" : names.back() + " to " + names.front()));
   }
   std::string found = internal::find_state(files);
   if (!found.empty()) return found;
   const std::string parts = parts_in(directory);
   throw Error(StatusCode::kIoError,
-              parts.empty() ? "there is no saved state in " + directory +
+              parts.empty() ? "there is no saved state in " + shown_path(directory) +
                                   " (no file named latest); give the directory that a run saved its state in"
-                            : directory + " holds the parts of a model that is divided over ranks: " + parts +
+                            : shown_path(directory) +
+                                  " holds the parts of a model that is divided over ranks: " + parts +
                                   "; give the directory of one part");
 }
 
@@ -75,15 +81,15 @@ struct SavedStateReader::Impl {
     const Json& manifest = state.manifest();
     facts.path = state.path();
     try {
-      manifest.at("attempted_steps").get_to(facts.attempted_steps);
-      manifest.at("applied_steps").get_to(facts.applied_steps);
+      facts.attempted_steps = whole_number(manifest, "attempted_steps");
+      facts.applied_steps = whole_number(manifest, "applied_steps");
       manifest.at("loss_scale").get_to(facts.loss_scale);
-      manifest.at("ranks").get_to(facts.ranks);
-      manifest.at("stage").get_to(facts.stage);
+      facts.ranks = small_number(manifest, "ranks");
+      facts.stage = small_number(manifest, "stage");
       manifest.at("dtype").get_to(facts.dtype);
       manifest.at("trainer_state").get_to(facts.trainer_state);
       for (const Json& file : manifest.at("files"))
-        facts.files.push_back({file.at("name").get<std::string>(), file.at("bytes").get<std::uint64_t>()});
+        facts.files.push_back({file.at("name").get<std::string>(), whole_number(file, "bytes")});
       if (manifest.contains("parameters")) {
         for (const Json& entry : manifest.at("parameters")) read_parameter(entry);
       } else {
@@ -97,9 +103,15 @@ struct SavedStateReader::Impl {
               " parameters, and its files have " + std::to_string(state.parameters().size()));
   }
 
+  int small_number(const Json& object, const char* name) const {
+    const std::uint64_t number = whole_number(object, name);
+    if (number > kMostRanks) corrupt(std::string(name) + " is " + std::to_string(number));
+    return static_cast<int>(number);
+  }
+
   [[noreturn]] void corrupt(const std::string& finding) const {
-    throw Error(StatusCode::kCorruption,
-                "saved state " + facts.path + " is damaged: " + finding + "; use another saved state");
+    throw Error(StatusCode::kCorruption, "saved state " + shown_path(facts.path) + " is damaged: " + finding +
+                                             "; use another saved state");
   }
 
   SavedParameter& add(const std::string& name, std::uint64_t count) {
@@ -110,15 +122,19 @@ struct SavedStateReader::Impl {
   void read_parameter(const Json& entry) {
     const auto name = entry.at("name").get<std::string>();
     const auto found = state.parameters().find(name);
-    if (found == state.parameters().end()) corrupt("no file has its parameter " + name);
+    if (found == state.parameters().end()) corrupt("no file has its parameter " + shown_value(name));
     SavedParameter& parameter = add(name, found->second);
-    const auto shape = entry.at("shape").get<std::vector<std::uint64_t>>();
-    if (shape.empty()) return;
+    std::vector<std::uint64_t> shape;
     std::uint64_t count = 1;
-    for (const std::uint64_t extent : shape) {
-      if (__builtin_mul_overflow(count, extent, &count)) count = std::numeric_limits<std::uint64_t>::max();
+    for (const Json& extent : entry.at("shape")) {
+      shape.push_back(extent.get_ref<const Json::number_unsigned_t&>());
+      if (__builtin_mul_overflow(count, shape.back(), &count))
+        count = std::numeric_limits<std::uint64_t>::max();
     }
-    if (count != parameter.count) corrupt("the shape of " + name + " is not that of its elements");
+    if (shape.empty()) return;
+    if (count != parameter.count) {
+      corrupt("the shape of " + shown_value(name) + " is not that of its elements");
+    }
     parameter.shape = shape;
     parameter.has_shape = true;
   }
@@ -144,7 +160,7 @@ void SavedStateReader::read(const SavedParameter& parameter, SavedField field,
       parameter.name, field_name(field), kPieceCount,
       [&](std::span<const float> piece) { visit(Span<const float>(piece.data(), piece.size())); });
   if (count != parameter.count)
-    impl_->corrupt(std::string(field_name(field)) + " of " + parameter.name + " has " +
+    impl_->corrupt(std::string(field_name(field)) + " of " + shown_value(parameter.name) + " has " +
                    std::to_string(count) + " of " + std::to_string(parameter.count) + " elements");
 }
 

@@ -11,6 +11,7 @@
 
 #include "forebay/error.h"
 #include "forebay/log.h"
+#include "forebay/text.h"
 
 namespace forebay::internal {
 namespace {
@@ -298,7 +299,7 @@ void SavedState::read(const std::string& parameter, const std::string& field, st
                 target.data() + (first - begin));
     filled += stop - first;
   }
-  if (filled != target.size()) corrupt(path(), field + " of " + parameter + " is not whole");
+  if (filled != target.size()) corrupt(path(), field + " of " + shown_value(parameter) + " is not whole");
 }
 
 std::span<const float> SavedState::values_of(const Source& source) {
@@ -309,7 +310,8 @@ std::span<const float> SavedState::values_of(const Source& source) {
   const StateFile file = files_.open(source.file);
   file.read_at(run.at, values_.data(), run.count * sizeof(float));
   if (checksum_of(values_.data(), run.count * sizeof(float)) != run.checksum) {
-    corrupt(file.path(), "the checksum of " + run.field + " of " + run.parameter + " differs");
+    corrupt(file.path(),
+            "the checksum of " + shown_value(run.field) + " of " + shown_value(run.parameter) + " differs");
   }
   last_ = &source;
   return values_;
@@ -330,7 +332,8 @@ std::uint64_t SavedState::visit(const std::string& parameter, const std::string&
             [](const Source* a, const Source* b) { return a->run.offset < b->run.offset; });
   std::uint64_t count = 0;
   for (const Source* source : runs) {
-    if (source->run.offset != count) corrupt(path(), field + " of " + parameter + " is not whole");
+    if (source->run.offset != count)
+      corrupt(path(), field + " of " + shown_value(parameter) + " is not whole");
     visit_run(*source, piece_count, visit);
     count += source->run.count;
   }
@@ -351,7 +354,8 @@ void SavedState::visit_run(const Source& source, std::uint64_t piece_count,
     visit(piece);
   }
   if (XXH3_64bits_digest(hash.get()) != run.checksum)
-    corrupt(file.path(), "the checksum of " + run.field + " of " + run.parameter + " differs");
+    corrupt(file.path(),
+            "the checksum of " + shown_value(run.field) + " of " + shown_value(run.parameter) + " differs");
 }
 
 }  // namespace forebay::internal
