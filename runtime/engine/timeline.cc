@@ -150,12 +150,18 @@ void Timeline::collect() const {
   std::vector<Pending> left;
   std::vector<Span> known;
   std::vector<Mark> done;
+  std::vector<std::string> waiting;  // Tracks of spans that are left: those behind stay, too, to keep order.
   for (Pending& pending : work) {
     const Mark& begin = pending.begin;
     const Mark& end = pending.end;
+    if (std::find(waiting.begin(), waiting.end(), pending.span.track) != waiting.end()) {
+      left.push_back(std::move(pending));
+      continue;
+    }
     if (begin.backend == end.backend && begin.event != Event() && end.event != Event()) {
       const Result<bool> reached = end.backend->event_query(end.event);
       if (reached.ok() && !reached.value()) {
+        waiting.push_back(pending.span.track);
         left.push_back(std::move(pending));
         continue;
       }

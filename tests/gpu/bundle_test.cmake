@@ -23,6 +23,11 @@ foreach(program bin/forebay bin/forebay-gpt tests/gpu-questions)
   endif()
 endforeach()
 
+# The parts on a GPU that preload the arena need the library that `forebay run` preloads.
+if(EXISTS "${moved}/bin/forebay")
+  run("${moved}/bin/forebay" run -- "${CMAKE_COMMAND}" -E echo "the program ran")
+endif()
+
 run("${moved}/run-gpu-checks" --fake --only questions --out "${WORK_DIRECTORY}/moved-results")
 file(READ "${WORK_DIRECTORY}/moved-results/gpu-checks.json" json)
 string(JSON outcome GET "${json}" parts 0 outcome)
