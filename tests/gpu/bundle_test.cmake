@@ -12,6 +12,10 @@ set(packed "${WORK_DIRECTORY}/packed")
 set(moved "${WORK_DIRECTORY}/moved elsewhere")
 file(REMOVE_RECURSE "${packed}" "${moved}")
 run("${CMAKE_COMMAND}" --install "${BUILD_DIRECTORY}" --component gpu-bundle --prefix "${packed}")
+# The parts on a GPU that preload the arena need its library. LD_PRELOAD takes no path with a space.
+if(EXISTS "${packed}/bin/forebay" AND NOT packed MATCHES "[ :]")
+  run("${packed}/bin/forebay" run -- "${CMAKE_COMMAND}" -E echo "the program ran")
+endif()
 file(RENAME "${packed}" "${moved}")
 
 foreach(program bin/forebay bin/forebay-gpt tests/gpu-questions)
@@ -22,11 +26,6 @@ foreach(program bin/forebay bin/forebay-gpt tests/gpu-questions)
     endif()
   endif()
 endforeach()
-
-# The parts on a GPU that preload the arena need the library that `forebay run` preloads.
-if(EXISTS "${moved}/bin/forebay")
-  run("${moved}/bin/forebay" run -- "${CMAKE_COMMAND}" -E echo "the program ran")
-endif()
 
 run("${moved}/run-gpu-checks" --fake --only questions --out "${WORK_DIRECTORY}/moved-results")
 file(READ "${WORK_DIRECTORY}/moved-results/gpu-checks.json" json)
