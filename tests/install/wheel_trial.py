@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -117,6 +118,22 @@ def expect(text, pattern):
     return text
 
 
+def exchange(python, place):
+    """Two processes for each kind of meeting and communicator."""
+    (place / "secret").write_text("a" * 64)
+    (place / "secret").chmod(0o600)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    for kind in ("gloo", "shm"):
+        (place / kind).mkdir(exist_ok=True)
+        for store in (place / kind, f"tcp://127.0.0.1:{port}"):
+            ranks = [subprocess.Popen([python, "-c", EXCHANGE, str(rank), str(store), kind], stdout=subprocess.PIPE, text=True,
+                                      env={**os.environ, "FOREBAY_SECRET_FILE": str(place / "secret")}) for rank in range(2)]
+            for rank in ranks:
+                expect(rank.communicate(timeout=120)[0], "b'A', b'B'")
+
+
 def passed(text):
     print(f"ok  {text}", flush=True)
 
@@ -154,13 +171,8 @@ def main():
     passed("`forebay run` finds the preload; enable_allocator() asks for torch")
     print(run(python, os.path.abspath(__file__), "--digests"), end="")
     passed("3 ranks, stages 0 to 3, with and without offload: one digest for each dtype")
-    for kind in ("gloo", "shm"):
-        (HOME / kind).mkdir(exist_ok=True)
-        ranks = [subprocess.Popen([python, "-c", EXCHANGE, str(rank), str(HOME / kind), kind], stdout=subprocess.PIPE,
-                                  text=True) for rank in range(2)]
-        for rank in ranks:
-            expect(rank.communicate(timeout=120)[0], "b'A', b'B'")
-    passed("2 processes over Gloo and over shared memory")
+    exchange(python, HOME)
+    passed("2 processes over Gloo and over shared memory, which meet in a directory and at a tcp:// address")
 
     if os.environ.get("FOREBAY_TRIAL_TORCH") == "0":
         print("left out: PyTorch")
