@@ -30,7 +30,7 @@ constexpr std::size_t kLibraryPairBytes = 0x378;
 constexpr std::size_t kLibraryPairBytes = 0x380;
 #endif
 
-#if defined(FOREBAY_GLOO_STANDS_IN) && defined(__x86_64__)
+#if defined(FOREBAY_GLOO_STANDS_IN) && defined(__x86_64__) && defined(__GLIBCXX__)
 // That of the library, which gloo_headers/ must not change.
 static_assert(sizeof(tcp::Pair) == kLibraryPairBytes);
 #endif
