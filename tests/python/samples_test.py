@@ -1,6 +1,7 @@
 """The programs and guides of samples/pytorch, run on one and two ranks."""
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -17,16 +18,20 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(support.ROOT / "python"), "OMP_NU
 
 
 def run(program, *arguments, ranks=1, directory=None):
-    """The output of a program of one or several ranks."""
-    start = [sys.executable, "-W", "ignore"]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
-                  "--rdzv-endpoint", "localhost:0"]
-    done = subprocess.run([*start, str(program), *arguments], capture_output=True, text=True, env=ENVIRONMENT,
-                          cwd=directory, timeout=400, check=False)
+    """The output of a program of one or several ranks, rank by rank."""
+    with tempfile.TemporaryDirectory() as logs:
+        start = [sys.executable, "-W", "ignore"]
+        if ranks > 1:
+            # A file for each rank: in one pipe the letters of two ranks may be mixed.
+            start += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d",
+                      "--rdzv-endpoint", "localhost:0", "--log-dir", logs, "--redirects", "1"]
+        done = subprocess.run([*start, str(program), *arguments], capture_output=True, text=True, env=ENVIRONMENT,
+                              cwd=directory, timeout=400, check=False)
+        files = sorted(pathlib.Path(logs).rglob("stdout.log"))
+        output = done.stdout + "".join(file.read_text(encoding="utf-8") for file in files)
     if done.returncode:
-        raise AssertionError(done.stdout + done.stderr)
-    return done.stdout
+        raise AssertionError(output + done.stderr)
+    return output
 
 
 def losses(text):
