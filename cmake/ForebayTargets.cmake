@@ -112,6 +112,11 @@ function(forebay_test name)
   endif()
   # gtest_discover_tests takes one value for each property: a second label would be taken for the next property's name.
   list(GET ARG_LABELS 0 label)
+  # Tests that wait for deadlines and other processes start first, so that none of them runs alone in the end.
+  set(cost 0)
+  if("multirank" IN_LIST ARG_LABELS)
+    set(cost ${ARG_TIMEOUT})
+  endif()
   # Tests that the sanitized runs leave out are not built for them.
   set(built)
   if(FOREBAY_SANITIZE AND NOT "unit" IN_LIST ARG_LABELS AND NOT "conformance" IN_LIST ARG_LABELS)
@@ -138,7 +143,7 @@ function(forebay_test name)
       PROPERTIES LABELS slow TIMEOUT ${ARG_SLOW_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
   endif()
   gtest_discover_tests(${name} ${ordinary} DISCOVERY_TIMEOUT 60 NO_PRETTY_VALUES
-    PROPERTIES LABELS ${label} TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
+    PROPERTIES LABELS ${label} TIMEOUT ${ARG_TIMEOUT} COST ${cost} ENVIRONMENT "${FOREBAY_TEST_ENVIRONMENT}")
   if(NOT ARG_LABELS STREQUAL label)
     set(script "${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake")
     file(WRITE "${script}" "foreach(test IN LISTS ${name}_TESTS)

@@ -1,6 +1,7 @@
 // Any fault over NCCL, on any rank: all ranks end in time, with the same first failure, and
 // nothing is left of any of them.
 #include <latch>
+#include <span>
 
 #include "collectives/nccl/watch.h"
 #include "tests/collectives/nccl/world.h"

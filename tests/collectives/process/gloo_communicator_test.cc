@@ -10,6 +10,7 @@
 #include <deque>
 #include <filesystem>
 #include <fstream>
+#include <span>
 
 #include "collectives/rendezvous/meeting.h"
 #include "collectives/rendezvous/store_directory.h"
