@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "forebay/check.h"
+#include "forebay/text.h"
 
 namespace forebay {
 namespace {
@@ -28,28 +29,11 @@ constexpr std::string_view kStateWords[] = {"active_allocated", "active_pending_
 static_assert(std::size(kActionWords) == static_cast<std::size_t>(SnapshotAction::kSnapshot) + 1);
 static_assert(std::size(kStateWords) == static_cast<std::size_t>(SnapshotBlockState::kInactive) + 1);
 
-// The length of the UTF-8 sequence at the front of `text`, or 0 if it is not valid.
-std::size_t utf8_length(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char first = byte(0);
-  if (first < 0x80) return 1;
-  const std::size_t length = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
-  if (first < 0xC2 || first > 0xF4 || text.size() < length) return 0;
-  for (std::size_t i = 1; i < length; ++i) {
-    if ((byte(i) & 0xC0) != 0x80) return 0;
-  }
-  // Longer than needed, a surrogate, or beyond the last code point.
-  if ((first == 0xE0 && byte(1) < 0xA0) || (first == 0xED && byte(1) >= 0xA0) ||
-      (first == 0xF0 && byte(1) < 0x90) || (first == 0xF4 && byte(1) >= 0x90)) {
-    return 0;
-  }
-  return length;
-}
-
 std::string valid_utf8(std::string_view text) {
   std::string valid;
   while (!text.empty()) {
-    const std::size_t length = utf8_length(text);
+    std::uint32_t character = 0;
+    const std::size_t length = utf8_length(text, &character);
     length == 0 ? valid += '?' : valid += text.substr(0, length);
     text.remove_prefix(std::max<std::size_t>(length, 1));
   }

@@ -29,15 +29,19 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-// At most `most` characters. Control characters, and bytes from `end` on, are spelled out.
-std::string shown(std::string_view text, std::size_t most, unsigned end) {
-  std::string shown;
-  for (const char letter : text.substr(0, most)) {
-    const auto byte = static_cast<unsigned char>(letter);
-    const bool is_plain = byte >= 0x20 && byte != 0x7f && byte < end;
-    shown += is_plain ? std::string(1, letter) : format_text("\\x%02x", byte);
-  }
-  return text.size() > most ? shown + "..." : shown;
+// As a language would write it in a string.
+std::string spelled_out(std::uint32_t character, bool is_byte) {
+  if (character == '\n') return "\\n";
+  if (character == '\r') return "\\r";
+  if (character == '\t') return "\\t";
+  return format_text(is_byte || character < 0x80 ? "\\x%02x" : "\\u%04x", static_cast<unsigned>(character));
+}
+
+// At most `most` bytes of a text, cut off between two characters.
+std::string shown(std::string_view text, std::size_t most) {
+  if (text.size() <= most) return shown_text(text);
+  for (int i = 0; i < 3 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80; ++i) --most;
+  return shown_text(text.substr(0, most)) + "...";
 }
 
 }  // namespace
@@ -53,15 +57,56 @@ std::string format_text(const char* format, ...) {
   return text;
 }
 
+std::size_t utf8_length(std::string_view text, std::uint32_t* character) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  if (byte(0) < 0x80) {
+    *character = byte(0);
+    return 1;
+  }
+  const std::size_t length = byte(0) >= 0xF0 ? 4 : byte(0) >= 0xE0 ? 3 : 2;
+  if (byte(0) < 0xC2 || byte(0) > 0xF4 || text.size() < length) return 0;
+  *character = byte(0) & (0xFFu >> (length + 1));
+  for (std::size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xC0) != 0x80) return 0;
+    *character = *character << 6 | (byte(i) & 0x3Fu);
+  }
+  constexpr std::uint32_t kSmallest[] = {0, 0, 0x80, 0x800, 0x10000};
+  const bool is_surrogate = *character >= 0xD800 && *character <= 0xDFFF;
+  return *character < kSmallest[length] || *character > 0x10FFFF || is_surrogate ? 0 : length;
+}
+
+bool is_invisible(std::uint32_t character) {
+  return character < 0x20 || (character >= 0x7F && character < 0xA0) || character == 0x061C ||
+         (character >= 0x200B && character <= 0x200F) || (character >= 0x2028 && character <= 0x202E) ||
+         (character >= 0x2060 && character <= 0x206F) || character == 0xFEFF;
+}
+
+std::string shown_text(std::string_view text) {
+  std::string shown;
+  shown.reserve(text.size());
+  while (!text.empty()) {
+    std::uint32_t character = 0;
+    const std::size_t length = utf8_length(text, &character);
+    if (length == 0) {
+      shown += spelled_out(static_cast<unsigned char>(text[0]), true);
+    } else if (is_invisible(character)) {
+      shown += spelled_out(character, false);
+    } else {
+      shown += text.substr(0, length);
+    }
+    text.remove_prefix(length == 0 ? 1 : length);
+  }
+  return shown;
+}
+
 std::string shown_value(std::string_view value) {
   constexpr std::size_t kShownMax = 64;
-  return shown(value, kShownMax, 0x7f);
+  return shown(value, kShownMax);
 }
 
 std::string shown_path(std::string_view path) {
   constexpr std::size_t kShownMax = 300;
-  constexpr unsigned kAnyByte = 0x100;  // Names of files may be UTF-8.
-  return shown(path, kShownMax, kAnyByte);
+  return shown(path, kShownMax);
 }
 
 bool is_nested_deeper(std::string_view json, int depth_max) {

@@ -13,7 +13,6 @@
 #include "forebay/text.h"
 #include "forebay/version.h"
 #include "runtime/command/command_line.h"
-#include "runtime/command/shown_text.h"
 
 namespace forebay {
 

@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <string>
 
-#include "runtime/command/shown_text.h"
+#include "forebay/text.h"
 
 namespace forebay {
 

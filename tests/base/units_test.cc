@@ -68,15 +68,16 @@ TEST(Units, ParsesBytesTheSameInEveryLocale) {
 
 TEST(Text, AValueOfAFileIsShownShortAndHarmless) {
   EXPECT_EQ(shown_value("gpt2"), "gpt2");
-  EXPECT_EQ(shown_value("a\x1b]0;x\x07\n\xc2\x9b"), "a\\x1b]0;x\\x07\\x0a\\xc2\\x9b");
+  EXPECT_EQ(shown_value("a\x1b]0;x\x07\n\xc2\x9b"), "a\\x1b]0;x\\x07\\n\\u009b");
   EXPECT_EQ(shown_value(std::string(65, 'b')), std::string(64, 'b') + "...");
   EXPECT_EQ(shown_value(std::string(64, 'b')), std::string(64, 'b'));
 }
 
 TEST(Text, APathIsShownShortAndHarmless) {
-  EXPECT_EQ(shown_path("/tmp/über\x1b[2J/x\n"), "/tmp/über\\x1b[2J/x\\x0a");
+  EXPECT_EQ(shown_path("/tmp/über\x1b[2J/x\n"), "/tmp/über\\x1b[2J/x\\n");
   EXPECT_EQ(shown_path(std::string(300, 'p')), std::string(300, 'p'));
   EXPECT_EQ(shown_path(std::string(5000, 'p')), std::string(300, 'p') + "...");
+  EXPECT_EQ(shown_path(std::string(299, 'p') + "über"), std::string(299, 'p') + "...");
 }
 
 TEST(Text, CountsTheDepthOfJson) {

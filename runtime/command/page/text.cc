@@ -3,7 +3,6 @@
 #include <cstddef>
 
 #include "forebay/text.h"
-#include "runtime/command/shown_text.h"
 
 namespace forebay {
 

@@ -8,7 +8,6 @@
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/repeated_lines.h"
-#include "runtime/command/shown_text.h"
 
 namespace forebay {
 namespace {

@@ -18,7 +18,6 @@
 #include "forebay/error.h"
 #include "forebay/text.h"
 #include "forebay/units.h"
-#include "runtime/command/shown_text.h"
 #include "runtime/command/text_table.h"
 #include "runtime/command/traces/allocation_trace.h"
 

@@ -15,10 +15,10 @@
 #include <sstream>
 
 #include "allocator/preload/record.h"
+#include "forebay/text.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/run/child.h"
 #include "runtime/command/run/timed_process.h"
-#include "runtime/command/shown_text.h"
 #include "runtime/command/terminal_line.h"
 
 namespace forebay {

@@ -13,7 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "runtime/command/shown_text.h"
+#include "forebay/text.h"
 
 namespace forebay {
 namespace {

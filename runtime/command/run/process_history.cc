@@ -18,9 +18,9 @@
 
 #include "forebay/arena.h"
 #include "forebay/model_backend.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/replay/trace_replay.h"
-#include "runtime/command/shown_text.h"
 
 namespace forebay {
 namespace {

@@ -9,7 +9,6 @@
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/run/summary.h"
-#include "runtime/command/shown_text.h"
 
 namespace forebay {
 namespace {

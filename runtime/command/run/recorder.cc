@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "forebay/memory_snapshot.h"
+#include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/run/output_file.h"
-#include "runtime/command/shown_text.h"
 
 namespace forebay {
 namespace {

@@ -16,6 +16,7 @@
 
 #include "allocator/preload/events.h"
 #include "forebay/secrets.h"
+#include "forebay/text.h"
 #include "runtime/command/command_line.h"
 #include "runtime/command/repeated_lines.h"
 #include "runtime/command/run/check.h"
@@ -23,7 +24,6 @@
 #include "runtime/command/run/environment.h"
 #include "runtime/command/run/recorder.h"
 #include "runtime/command/run/summary.h"
-#include "runtime/command/shown_text.h"
 
 extern char** environ;
 

@@ -7,7 +7,6 @@
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/command_line.h"
-#include "runtime/command/shown_text.h"
 #include "runtime/command/state/state_export.h"
 #include "runtime/command/state/state_print.h"
 #include "runtime/command/terminal_line.h"

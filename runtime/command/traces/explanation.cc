@@ -8,7 +8,6 @@
 #include "forebay/text.h"
 #include "forebay/units.h"
 #include "runtime/command/replay/trace_replay.h"
-#include "runtime/command/shown_text.h"
 #include "runtime/command/text_table.h"
 
 namespace forebay {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -12,12 +13,25 @@ namespace forebay {
 // printf into a string.
 __attribute__((format(printf, 1, 2))) std::string format_text(const char* format, ...);
 
-// A value from a file, for a message: at most 64 characters of it, and those that a terminal could act on
-// spelled out ("\x1b").
+// Foreign text (words of a command line, names and content of files) as one line of visible characters.
+// Characters that would move the cursor, end the line, change the direction of writing or be invisible are
+// spelled out ("\n", "\x1b", "\u202e"), and so are bytes that are not UTF-8. The rest stays, backslashes too:
+// the text is for people and cannot be parsed back.
+std::string shown_text(std::string_view text);
+
+// shown_text() of at most 64 bytes: a value from a file, for a message.
 std::string shown_value(std::string_view value);
 
-// A path, for a message: cut off after 300 characters, and letters that a terminal could act on spelled out.
+// shown_text() of at most 300 bytes: a path, for a message.
 std::string shown_path(std::string_view path);
+
+// Reads the first character of `text` and returns its length in bytes; 0 if it is not UTF-8.
+//
+// Requires: `text` is not empty.
+std::size_t utf8_length(std::string_view text, std::uint32_t* character);
+
+// Whether a character is invisible or changes its neighbours. Ends of lines are invisible.
+bool is_invisible(std::uint32_t character);
 
 // Whether brackets are nested deeper than `depth_max` in a JSON text. Values that are nested without end use
 // up the stack when they are shown.

@@ -1,9 +1,9 @@
-#include "runtime/command/shown_text.h"
-
 #include <gtest/gtest.h>
 
 #include <random>
 #include <string>
+
+#include "forebay/text.h"
 
 namespace forebay {
 namespace {
