@@ -49,13 +49,13 @@ std::string remedy(Pool pool, const Plan& plan) {
   }
 }
 
+Status refuse(const char* name, double value, const char* allowed) {
+  return Status(StatusCode::kInvalidArgument, format_text("%s is %.9g; it may be %s", name, value, allowed));
+}
+
 }  // namespace
 
 Status check_adamw(double beta1, double beta2, double epsilon) {
-  const auto refuse = [](const char* name, double value, const char* allowed) {
-    return Status(StatusCode::kInvalidArgument,
-                  format_text("%s is %.9g; it may be %s", name, value, allowed));
-  };
   for (const auto& [name, beta] : {std::pair("beta1", beta1), std::pair("beta2", beta2)}) {
     if (!(beta >= 0.0 && static_cast<float>(beta) < 1.0f))
       return refuse(name, beta, "0 up to below 1, in fp32");
@@ -145,10 +145,6 @@ void Engine::Impl::together(const std::function<void()>& check) {
 }
 
 Status Engine::Impl::check_scalars() const {
-  const auto refuse = [](const char* name, double value, const char* allowed) {
-    return Status(StatusCode::kInvalidArgument,
-                  format_text("%s is %.9g; it may be %s", name, value, allowed));
-  };
   FOREBAY_RETURN_IF_ERROR(check_adamw(options.beta1, options.beta2, options.epsilon));
   const LossScaleOptions& scale = options.loss_scale;
   if (!(scale.initial > 0.0) || !std::isfinite(scale.initial)) {

@@ -246,26 +246,37 @@ Gathered gathered_slices(const ModelShape& model, const Plan& plan, const UnitOr
   return gathered_in_step(GatherCount(model, plan), plan.options, order);
 }
 
+// Errors: kInvalidArgument, for a number of bytes that is too large to be planned.
+Status narrow(Wide bytes, const char* what, const PlanOptions& options, std::uint64_t* narrowed) {
+  *narrowed = static_cast<std::uint64_t>(bytes);
+  if (bytes <= ~std::uint64_t{0}) return {};
+  return refuse("the bytes " + std::string(what) + " in a step of " + std::to_string(options.micro_steps) +
+                " micro-steps on " + std::to_string(options.ranks) +
+                " ranks are more than 2^64; plan fewer micro-steps, ranks or parameters");
+}
+
 // After an update every unit has to be gathered again. A pass leaves the same units in the slots whatever was
 // there before.
-EvaluationBytes evaluation_bytes(const ModelShape& model, const Plan& plan, const Gathered& in_step,
-                                 const UnitOrder* order) {
-  if (plan.options.stage < 3) return {};
-  const auto bytes_of = [&](Wide all, Wide offloaded_bytes) {
-    const std::uint64_t element = element_bytes(plan.options.dtype);
-    const auto others = static_cast<std::uint64_t>(plan.options.shards()) - 1;
-    PassBytes bytes;
-    bytes.wire.sent = bytes.wire.received = static_cast<std::uint64_t>(others * all) * element;
-    if (plan.options.tier == Tier::kFile && plan.offloads_parameters())
-      bytes.file_read = static_cast<std::uint64_t>(offloaded_bytes);
-    return bytes;
+Status count_evaluation(const ModelShape& model, const Gathered& in_step, const UnitOrder* order,
+                        Plan& plan) {
+  const PlanOptions& options = plan.options;
+  if (options.stage < 3) return {};
+  const auto count_pass = [&](Wide all, Wide offloaded_bytes, PassBytes* bytes) {
+    const Wide sent = (static_cast<std::uint64_t>(options.shards()) - 1) * all * element_bytes(options.dtype);
+    FOREBAY_RETURN_IF_ERROR(narrow(sent, "sent by a rank", options, &bytes->wire.sent));
+    bytes->wire.received = bytes->wire.sent;
+    if (options.tier != Tier::kFile || !plan.offloads_parameters()) return Status();
+    return narrow(offloaded_bytes, "read from files", options, &bytes->file_read);
   };
   GatherCount count(model, plan);
   const Gathered first = count.evaluation(order);
   const Gathered next = count.evaluation(order);
-  const Gathered step_after = gathered_in_step(count, plan.options, order);
-  return {bytes_of(first.all, first.offloaded_bytes), bytes_of(next.all, next.offloaded_bytes),
-          bytes_of(in_step.all - step_after.all, in_step.offloaded_bytes - step_after.offloaded_bytes)};
+  const Gathered step_after = gathered_in_step(count, options, order);
+  EvaluationBytes& bytes = plan.evaluation;
+  FOREBAY_RETURN_IF_ERROR(count_pass(first.all, first.offloaded_bytes, &bytes.first));
+  FOREBAY_RETURN_IF_ERROR(count_pass(next.all, next.offloaded_bytes, &bytes.next));
+  return count_pass(in_step.all - step_after.all, in_step.offloaded_bytes - step_after.offloaded_bytes,
+                    &bytes.spared);
 }
 
 // The number of first units that fit into the part of the model that stays on the device.
@@ -355,15 +366,6 @@ std::uint64_t piece_count(const Plan& plan) {
   const std::uint64_t largest = elements_from(plan, plan.device_units).largest_updated;
   return std::min(std::max(limit / kPieceGranule * kPieceGranule, kPieceGranule),
                   round_up(largest, kPieceGranule));
-}
-
-// Errors: kInvalidArgument, for a number of bytes that is too large to be planned.
-Status narrow(Wide bytes, const char* what, const PlanOptions& options, std::uint64_t* narrowed) {
-  *narrowed = static_cast<std::uint64_t>(bytes);
-  if (bytes <= ~std::uint64_t{0}) return {};
-  return refuse("the bytes " + std::string(what) + " in a step of " + std::to_string(options.micro_steps) +
-                " micro-steps on " + std::to_string(options.ranks) +
-                " ranks are more than 2^64; plan fewer micro-steps, ranks or parameters");
 }
 
 // An applied step reads and writes the optimizer once. It reads parameters for each gather. It writes them
@@ -483,7 +485,7 @@ Result<Plan> make_plan(const ModelShape& model, const PlanOptions& options) {
   const Gathered gathered = gathered_slices(model, plan, known);
   FOREBAY_RETURN_IF_ERROR(count_file_traffic(gathered, plan));
   FOREBAY_RETURN_IF_ERROR(count_wire(model, gathered, plan));
-  plan.evaluation = evaluation_bytes(model, plan, gathered, known);
+  FOREBAY_RETURN_IF_ERROR(count_evaluation(model, gathered, known, plan));
   return plan;
 }
 

@@ -22,23 +22,23 @@ const char* field_name(SavedField field) {
   return internal::kStateFields[static_cast<std::size_t>(field)];
 }
 
-// "step-40/part-0, step-40/part-1": the parts of a model that a directory holds.
-std::string parts_in(const std::string& directory) {
+// "step-40/part-0, step-40/part-1": directories two levels below that hold a saved state.
+std::string states_below(const std::string& directory) {
   namespace fs = std::filesystem;
-  std::vector<std::string> parts;
+  std::vector<std::string> states;
   std::error_code error;
-  for (const auto& step : fs::directory_iterator(directory, error)) {
-    for (const auto& part : fs::directory_iterator(step.path(), error)) {
-      if (fs::exists(part.path() / "latest", error))
-        parts.push_back(step.path().filename().string() + "/" + part.path().filename().string());
+  for (const auto& outer : fs::directory_iterator(directory, error)) {
+    for (const auto& inner : fs::directory_iterator(outer.path(), error)) {
+      if (fs::exists(inner.path() / "latest", error))
+        states.push_back(outer.path().filename().string() + "/" + inner.path().filename().string());
     }
   }
-  std::sort(parts.begin(), parts.end());
+  std::sort(states.begin(), states.end());
   constexpr std::size_t kMostShown = 4;
   std::string text;
-  for (std::size_t i = 0; i < std::min(parts.size(), kMostShown); ++i)
-    text += (text.empty() ? "" : ", ") + parts[i];
-  return text + (parts.size() > kMostShown ? ", ..." : "");
+  for (std::size_t i = 0; i < std::min(states.size(), kMostShown); ++i)
+    text += (text.empty() ? "" : ", ") + states[i];
+  return text + (states.size() > kMostShown ? ", ..." : "");
 }
 
 StateDirectory opened(const std::string& directory) {
@@ -61,13 +61,11 @@ std::string name_to_open(const std::string& directory, const std::string& wanted
   }
   std::string found = internal::find_state(files);
   if (!found.empty()) return found;
-  const std::string parts = parts_in(directory);
+  const std::string below = states_below(directory);
   throw Error(StatusCode::kIoError,
-              parts.empty() ? "there is no saved state in " + shown_path(directory) +
-                                  " (no file named latest); give the directory that a run saved its state in"
-                            : shown_path(directory) +
-                                  " holds the parts of a model that is divided over ranks: " + parts +
-                                  "; give the directory of one part");
+              "there is no saved state in " + shown_path(directory) + " (no file named latest)" +
+                  (below.empty() ? "; give the directory that a run saved its state in"
+                                 : ", but in its directories " + shown_path(below) + "; give one of these"));
 }
 
 }  // namespace

@@ -288,7 +288,7 @@ TEST_F(StateCommand, BadInputIsRefusedInWords) {
   }
   fs::create_directories(root_ + "/parts/step-12/part-0");
   std::ofstream(root_ + "/parts/step-12/part-0/latest") << "x";
-  refused("show " + root_ + "/parts", 1, "step-12/part-0; give the directory of one part");
+  refused("show " + root_ + "/parts", 1, "step-12/part-0; give one of these");
   fs::remove_all(root_ + "/parts");
   save();
   refused("export " + directory_, 2, "add --to model.safetensors");
