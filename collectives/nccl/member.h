@@ -3,9 +3,11 @@
 //
 // Fingerprints. Each message carries its own. Collectives have theirs travel in batches, with every
 // kNcclBatch-th collective and with one that decides, because they cost two copies and an all_gather.
-// Heartbeats show the last batch too. First failure. A rank that fails gives its cause to control->abort(),
-// which keeps the first of all ranks; every rank then takes control->status(). The watch's own communicator
-// is aborted with it, so that a rank that waits in a heartbeat learns at once.
+// Heartbeats show the last batch too.
+//
+// First failure. A rank that fails gives its cause to control->abort(), which keeps the first of all ranks;
+// every rank then takes control->status(). The watch's own communicator is aborted with it, so that a rank
+// that waits in a heartbeat learns at once.
 //
 // Its parts: nccl/member.cc (joining, failing, the journal), nccl/operations.cc (data operations),
 // nccl/member_watch.cc.

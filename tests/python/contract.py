@@ -12,7 +12,7 @@ def fma(a, b, c):
     c = c.double()
     total = product + c
     other = total - product
-    error = (product - (total - other)) + (c - other)  # Of the sum, exact.
+    error = (product - (total - other)) + (c - other)  # total + error is the exact sum.
     bits = total.view(torch.int64)
     # To odd, so that rounding to fp32 afterwards is rounding once.
     towards = torch.where((error > 0) == (total > 0), 1, -1)
