@@ -5,15 +5,14 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "forebay/error.h"
-#include "model/random.h"
 #include "tests/samples/gpt_reference.h"
+#include "tests/samples/small_training.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
 #include "trainer/options.h"
@@ -28,30 +27,18 @@ class Evaluation : public ::testing::Test {
  protected:
   Evaluation() {
     directory_ = forebay::testing::make_temporary_directory("evaluation");
-    write("text", 2000, 5);
-    write("other", 230, 6);  // 19 samples of 12 bytes, and some bytes.
+    testing::write_text(path("text"), testing::kTextBytes, testing::kTextSeed);
+    testing::write_text(path("other"), 230, 6);  // 19 samples of 12 bytes, and some bytes.
   }
   ~Evaluation() override { fs::remove_all(directory_); }
 
-  void write(const std::string& name, std::uint64_t bytes, std::uint64_t seed) {
-    std::ofstream text(path(name), std::ios::binary);
-    for (std::uint64_t i = 0; i < bytes; ++i)
-      text << "the basin ahead of the turbine "[draw(seed, 0, i) % 31];
-  }
   std::string path(const std::string& name) const { return (directory_ / name).string(); }
 
   TrainerOptions options(int ranks = 1, int stage = 0) const {
-    TrainerOptions o;
-    o.model = {.layers = 2, .hidden = 24, .heads = 3, .sequence = 12};
-    o.communicator = "local";
-    o.matmul = "plain";
-    o.threads = 1;
-    o.batch = 2;
-    o.steps = 4;
+    TrainerOptions o = testing::small_options();
     o.text = {path("text")};
     o.bucket_bytes = 8192;
     o.staging_bytes = 8u << 20;
-    o.progress = false;
     o.ranks = ranks;
     o.stage = stage;
     return o;

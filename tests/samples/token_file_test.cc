@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "forebay/error.h"
-#include "model/random.h"
 #include "model/text.h"
+#include "tests/samples/small_training.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/options.h"
 #include "trainer/training.h"
@@ -26,8 +26,8 @@ class Tokens : public ::testing::Test {
  protected:
   Tokens() {
     directory_ = forebay::testing::make_temporary_directory("tokens");
-    for (std::uint64_t i = 0; i < 2000; ++i)
-      tokens_.push_back(static_cast<std::uint16_t>("the basin ahead of the turbine "[draw(5, 0, i) % 31]));
+    for (std::uint64_t i = 0; i < testing::kTextBytes; ++i)
+      tokens_.push_back(static_cast<std::uint16_t>(testing::drawn_letter(testing::kTextSeed, i)));
   }
   ~Tokens() override { fs::remove_all(directory_); }
 
@@ -45,16 +45,10 @@ class Tokens : public ::testing::Test {
     return numbers;
   }
   TrainerOptions options() const {
-    TrainerOptions o;
-    o.model = {.layers = 2, .hidden = 24, .heads = 3, .sequence = 12};
-    o.communicator = "local";
-    o.matmul = "plain";
-    o.threads = 1;
-    o.batch = 2;
+    TrainerOptions o = testing::small_options();
     o.steps = 3;
     o.ranks = 2;
     o.stage = 3;
-    o.progress = false;
     return o;
   }
   void refused(const std::string& name, StatusCode code, const std::string& part) const {

@@ -18,6 +18,7 @@
 #include "model/text.h"
 #include "output/safetensors.h"
 #include "tests/samples/gpt_reference.h"
+#include "tests/samples/small_training.h"
 #include "tests/support/temporary_directory.h"
 #include "trainer/initial.h"
 #include "trainer/options.h"
@@ -32,8 +33,7 @@ class Trainer : public ::testing::Test {
  protected:
   Trainer() {
     directory_ = forebay::testing::make_temporary_directory("trainer");
-    std::ofstream text(path("text"), std::ios::binary);
-    for (std::uint64_t i = 0; i < 2000; ++i) text << "the basin ahead of the turbine "[draw(5, 0, i) % 31];
+    testing::write_text(path("text"), testing::kTextBytes, testing::kTextSeed);
     clear_stop();
   }
   ~Trainer() override {
@@ -44,16 +44,9 @@ class Trainer : public ::testing::Test {
   std::string path(const std::string& name) const { return (directory_ / name).string(); }
 
   TrainerOptions options() const {
-    TrainerOptions o;
-    o.model = {.layers = 2, .hidden = 24, .heads = 3, .sequence = 12};
-    o.communicator = "local";
-    o.matmul = "plain";
-    o.threads = 1;
-    o.batch = 2;
-    o.steps = 4;
+    TrainerOptions o = testing::small_options();
     o.text = {path("text")};
     o.bucket_bytes = 8192;
-    o.progress = false;
     return o;
   }
 
