@@ -219,7 +219,7 @@ TEST_F(Evaluation, WorksOnEveryGrid) {
 }
 
 TEST_F(Evaluation, AShortTextIsRefusedByItsOption) {
-  write("short", 12, 1);
+  testing::write_text(path("short"), 12, 1);
   TrainerOptions o = evaluated(options());
   o.evaluation_text = {path("short")};
   try {
