@@ -810,8 +810,10 @@ TEST_F(CudaBackendTest, TakesPtxThatDoesNotEndInZero) {
 
 // A fat binary of ELF files with an ABI version each, and of packed PTX 9.0.
 std::string fat_binary(std::initializer_list<unsigned char> abi_versions) {
+  constexpr std::uint32_t kElfArchitecture = 90, kPtxArchitecture = 100;
   std::string entries;
-  const auto add = [&](std::uint16_t kind, std::uint16_t minor, std::uint16_t major, std::string content) {
+  const auto add = [&](std::uint16_t kind, std::uint16_t minor, std::uint16_t major,
+                       std::uint32_t architecture, std::string content) {
     content.resize(64);
     std::string header(64, '\0');
     const std::uint32_t header_bytes = 64;
@@ -821,12 +823,13 @@ std::string fat_binary(std::initializer_list<unsigned char> abi_versions) {
     std::memcpy(header.data() + 8, &content_bytes, sizeof content_bytes);
     std::memcpy(header.data() + 24, &minor, sizeof minor);
     std::memcpy(header.data() + 26, &major, sizeof major);
+    std::memcpy(header.data() + 28, &architecture, sizeof architecture);
     entries += header + content;
   };
   for (const unsigned char abi : abi_versions) {
-    add(2, abi, 1, std::string("\177ELF\2\1\1\101", 8) + static_cast<char>(abi));
+    add(2, abi, 1, kElfArchitecture, std::string("\177ELF\2\1\1\101", 8) + static_cast<char>(abi));
   }
-  add(1, 0, 9, "");
+  add(1, 0, 9, kPtxArchitecture, "");
   const std::uint64_t bytes = entries.size();
   std::string image("\x50\xED\x55\xBA\1\0\x10\0", 8);
   image.append(reinterpret_cast<const char*>(&bytes), sizeof bytes);
@@ -850,6 +853,24 @@ TEST_F(CudaBackendTest, ADriverTooOldForAnImageIsNamedWithBothVersions) {
               std::string::npos)
         << status.message();
     EXPECT_NE(status.message().find("install a newer driver"), std::string::npos) << status.message();
+  }
+}
+
+TEST_F(CudaBackendTest, AnImageWithoutCodeForTheDeviceIsRefused) {
+  const std::string image = fat_binary({8});
+  // The code of 9.0 runs on devices of 9.x, and the PTX of 10.0 on those from 10.0 on.
+  for (const int capability : {75, 80, 89, 90, 100, 120}) {
+    fake_cuda::FakeOptions options = fake_cuda::strict_options();
+    options.compute_capability = capability;
+    start(options);
+    const auto backend = make();
+    const Status status = backend->load_module({.image = image.data(), .image_bytes = image.size()}).status();
+    const bool is_refused = status.message().find("CUDA_ERROR_NO_BINARY_FOR_GPU") != std::string::npos;
+    EXPECT_EQ(is_refused, capability < 90) << capability << ": " << status.message();
+    if (!is_refused) continue;
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+    EXPECT_NE(status.message().find("compile the image for this device's architecture"), std::string::npos)
+        << status.message();
   }
 }
 

@@ -16,13 +16,14 @@ constexpr unsigned kAttachHost = 2;
 
 CuResult cuMemAlloc_v2(CuDevicePtr* address, std::size_t bytes) {
   Driver& state = driver();
-  const Lock lock(state.mutex);
+  Lock lock(state.mutex);
   if (address == nullptr || bytes == 0) return CuResult::kInvalidValue;
   ContextPtr context;
   CuResult result = current_context(&context);
   if (result == CuResult::kSuccess) result = refuse_while_capturing();
   if (result != CuResult::kSuccess) return result;
   if (bytes > state.memory.capacity()) return CuResult::kOutOfMemory;
+  wait_as_a_driver_may(lock);
   Mapping mapping;
   mapping.bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   mapping.requested_bytes = bytes;
@@ -82,6 +83,7 @@ CuResult cuMemFree_v2(CuDevicePtr address) {
   if (mapping->kind == MappingKind::kPool) return free_pool_block(lock, *mapping);
   if (state.options.free_waits) wait_for_context(lock, context);
   check_unused(lock, "cuMemFree", address, mapping->bytes);
+  wait_as_a_driver_may(lock);
   mapping = state.memory.find(address);  // The lock may have been given up for a moment.
   if (mapping == nullptr || mapping->begin != address) return CuResult::kInvalidValue;
   remove_allocation(address);
@@ -103,8 +105,11 @@ CuResult cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
 CuResult cuMemGetAddressRange_v2(CuDevicePtr* base, std::size_t* bytes, CuDevicePtr address) {
   Driver& state = driver();
   const Lock lock(state.mutex);
+  ContextPtr context;
+  const CuResult result = current_context(&context);
+  if (result != CuResult::kSuccess) return result;
   const Mapping* const mapping = state.memory.find(address);
-  if (mapping == nullptr) return CuResult::kInvalidValue;
+  if (mapping == nullptr) return CuResult::kNotFound;
   if (base != nullptr) *base = mapping->begin;
   if (bytes != nullptr) *bytes = mapping->requested_bytes != 0 ? mapping->requested_bytes : mapping->bytes;
   return CuResult::kSuccess;

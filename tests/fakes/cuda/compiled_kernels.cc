@@ -31,7 +31,10 @@ CuResult result_of(ptx::FaultKind kind) {
 CuResult load_program(const void* image, std::shared_ptr<const ptx::Module>* program) {
   try {
     std::string text = ptx::text_of_image(image);
-    if (ptx::needed_driver(image) > driver().options.driver_version) {
+    const FakeOptions& options = driver().options;
+    const int needed = ptx::needed_driver(image, options.compute_capability);
+    if (needed == ptx::kNoDriver) return CuResult::kNoBinaryForGpu;
+    if (needed > options.driver_version) {
       const bool is_text = !text.empty() && std::memcmp(image, text.data(), 4) == 0;
       return is_text ? CuResult::kUnsupportedPtxVersion : CuResult::kInvalidImage;
     }
@@ -61,7 +64,7 @@ CuResult run_program(Lock& lock, Context& context, const ptx::Kernel& kernel, co
     kept.push_back(mapping.physical);
   }
   for (const auto& [begin, range] : state.host_ranges) {
-    memory.add({begin, begin + range.bytes, reinterpret_cast<std::byte*>(begin), true});
+    if (is_mapped(range)) memory.add({begin, begin + range.bytes, reinterpret_cast<std::byte*>(begin), true});
   }
   ptx::Launch wanted;
   std::copy(std::begin(launch.grid), std::end(launch.grid), wanted.grid.begin());

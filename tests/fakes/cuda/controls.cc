@@ -48,7 +48,7 @@ void make_harsh(FakeOptions* options) {
   options->callback_threads = 1;
   options->queue_limit = queue_limit;
   options->pageable_waits = options->refuse_part_pinned = options->need_device_map = true;
-  options->hardware_queues = options->sticky_faults = true;
+  options->hardware_queues = options->calls_wait = options->sticky_faults = true;
   if (options->seed == 0) options->seed = queue_limit;
 }
 
@@ -66,6 +66,7 @@ FakeOptions options_of_environment() {
   read_variable("FAKE_CUDA_POISON", &options.poison);
   read_variable("FAKE_CUDA_FREE_WAITS", &options.free_waits);
   read_variable("FAKE_CUDA_DRIVER_VERSION", &options.driver_version);
+  read_variable("FAKE_CUDA_CAPABILITY", &options.compute_capability);
   read_variable("FAKE_CUDA_QUIET", &options.quiet);
   read_variable("FAKE_CUDA_CALLBACK_THREADS", &options.callback_threads);
   read_variable("FAKE_CUDA_QUEUE", &options.queue_limit);
@@ -73,6 +74,7 @@ FakeOptions options_of_environment() {
   read_variable("FAKE_CUDA_REFUSE_PART_PINNED", &options.refuse_part_pinned);
   read_variable("FAKE_CUDA_NEED_DEVICE_MAP", &options.need_device_map);
   read_variable("FAKE_CUDA_HARDWARE_QUEUES", &options.hardware_queues);
+  read_variable("FAKE_CUDA_CALLS_WAIT", &options.calls_wait);
   read_variable("FAKE_CUDA_STICKY_FAULTS", &options.sticky_faults);
   make_harsh(&options);
   if (usable(options)) return options;

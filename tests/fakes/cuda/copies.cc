@@ -215,7 +215,8 @@ CuResult fill(const char* what, CuDevicePtr target, const void* value, std::size
   End end = end_at(target);
   end.context = stream->context;
   end.place = place_of(end.address, bytes);
-  if (end.address == 0 || end.place == Place::kPageable || bytes / value_bytes != count) {
+  if (end.address == 0 || end.place == Place::kPageable ||
+      (end.place == Place::kPinned && !is_mapped(end.address, bytes)) || bytes / value_bytes != count) {
     return CuResult::kInvalidValue;
   }
   if (end.address % value_bytes != 0) return CuResult::kInvalidValue;

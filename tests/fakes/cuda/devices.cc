@@ -223,10 +223,10 @@ CuResult cuDeviceGetAttribute(int* value, CuDeviceAttribute attribute, CuDevice 
       *value = 50 << 20;
       break;
     case kComputeCapabilityMajor:
-      *value = 9;
+      *value = options.compute_capability / 10;
       break;
     case kComputeCapabilityMinor:
-      *value = 0;
+      *value = options.compute_capability % 10;
       break;
     case kPciBusId:
       *value = kFirstBus + device;

@@ -48,6 +48,7 @@ using EventPtr = std::shared_ptr<Event>;
 struct Graph {
   std::vector<Operation> operations;
   std::vector<Address> owned;  // Memory that its allocation nodes handed out.
+  std::set<Address> freed;     // Memory of its free nodes.
   ~Graph();
 };
 using GraphPtr = std::shared_ptr<Graph>;
@@ -256,6 +257,10 @@ StreamPtr make_stream(const ContextPtr& context, unsigned flags, int priority);
 CuResult enqueue(const StreamPtr& stream, Operation operation);
 // Waits for all work of the context and returns its failure.
 CuResult wait_for_context(Lock& lock, const ContextPtr& context);
+// Called by entry points that a driver may let wait for the device: with FakeOptions::calls_wait, waits for
+// all work of the calling thread's context, unless that has failed. The state may have changed
+// meanwhile.
+void wait_as_a_driver_may(Lock& lock);
 // Waits for all that was queued on the stream and returns its failure.
 CuResult wait_for_stream(Lock& lock, const StreamPtr& stream);
 
@@ -295,6 +300,10 @@ void remove_allocation(Address begin);
 // Host memory that the driver has pinned: all of the range, or some of it.
 bool is_pinned(Address address, std::size_t bytes);
 bool is_part_pinned(Address address, std::size_t bytes);
+// Whether devices reach pinned memory at its host address: where it was mapped, or where that is not asked
+// for (FakeOptions::need_device_map).
+bool is_mapped(const HostRange& range);
+bool is_mapped(Address address, std::size_t bytes);
 
 // --- pools (pools.cc) ---
 

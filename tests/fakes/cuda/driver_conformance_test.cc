@@ -227,13 +227,17 @@ TEST_F(DriverConformance, ErrorsHaveNames) {
 // --- contexts ---
 
 TEST_F(DriverConformance, AThreadHasNoContextUntilItSetsOne) {
+  CuDevicePtr known = 0;
+  ASSERT_CU_OK(driver_.cuMemAlloc_v2(&known, 16));
   std::thread([&] {
     CuContext current = context_;
     EXPECT_CU_OK(driver_.cuCtxGetCurrent(&current));
     EXPECT_EQ(current, nullptr);
     CuDevicePtr address = 0;
     EXPECT_CU(kInvalidContext, driver_.cuMemAlloc_v2(&address, 16));
+    EXPECT_NE(driver_.cuMemGetAddressRange_v2(&address, nullptr, known), CuResult::kSuccess);
     ASSERT_CU_OK(driver_.cuCtxPushCurrent_v2(context_));
+    EXPECT_CU_OK(driver_.cuMemGetAddressRange_v2(&address, nullptr, known));
     CuDevice device = -1;
     EXPECT_CU_OK(driver_.cuCtxGetDevice(&device));
     EXPECT_EQ(device, 0);
@@ -241,6 +245,7 @@ TEST_F(DriverConformance, AThreadHasNoContextUntilItSetsOne) {
     EXPECT_EQ(current, context_);
     EXPECT_CU(kInvalidContext, driver_.cuCtxGetDevice(&device));
   }).join();
+  EXPECT_CU_OK(driver_.cuMemFree_v2(known));
 }
 
 TEST_F(DriverConformance, ThePrimaryContextIsOne) {
@@ -272,6 +277,7 @@ TEST_F(DriverConformance, AllocationsAreAlignedAndFreedOnce) {
   EXPECT_CU_OK(driver_.cuMemFree_v2(0));
   EXPECT_CU_OK(driver_.cuMemFree_v2(address));
   EXPECT_CU(kInvalidValue, driver_.cuMemFree_v2(address));
+  EXPECT_CU(kNotFound, driver_.cuMemGetAddressRange_v2(&base, &bytes, address));
 }
 
 TEST_F(DriverConformance, CopiesAndFillsMoveTheBytes) {
@@ -396,15 +402,29 @@ TEST_F(DriverConformance, WhatCannotBeMappedIsRefused) {
   EXPECT_CU(kInvalidValue, driver_.cuMemUnmap(base + granule_, granule_));  // Part of a mapping.
   EXPECT_CU(kInvalidValue, allow(base, 3 * granule_));                      // A hole in front.
   EXPECT_CU(kInvalidValue, allow(base + granule_, 3 * granule_));           // A hole behind.
-  unsigned value = 0;
-  EXPECT_CU(kInvalidValue,
-            driver_.cuMemcpyHtoD_v2(base + granule_, &value, sizeof(value)));  // No access yet.
-  EXPECT_CU(kInvalidValue, driver_.cuMemAddressFree(base, 2 * granule_));      // Not the reserved size.
+  EXPECT_CU(kInvalidValue, driver_.cuMemAddressFree(base, 2 * granule_));   // Not the reserved size.
 
   EXPECT_CU_OK(driver_.cuMemUnmap(base + granule_, 2 * granule_));
   EXPECT_CU_OK(driver_.cuMemRelease(wide));
   EXPECT_CU_OK(driver_.cuMemRelease(chunk));
   EXPECT_CU_OK(driver_.cuMemAddressFree(base, 4 * granule_));
+}
+
+TEST_F(DriverConformance, MemoryWithoutAccessIsNotCopied) {
+  const CuDevicePtr base = reserve(granule_);
+  const CuMemHandle chunk = create(granule_);
+  ASSERT_CU_OK(driver_.cuMemMap(base, granule_, 0, chunk, 0));
+  const unsigned value = 0;
+  EXPECT_NE(driver_.cuMemcpyHtoD_v2(base, &value, sizeof(value)), CuResult::kSuccess);
+  // A driver may refuse the call, or let the copy fault, which ends the context.
+  if (driver_.cuCtxSynchronize() != CuResult::kSuccess) {
+    ASSERT_FALSE(fake_);
+    context_ = nullptr;
+    return;
+  }
+  EXPECT_CU_OK(driver_.cuMemUnmap(base, granule_));
+  EXPECT_CU_OK(driver_.cuMemRelease(chunk));
+  EXPECT_CU_OK(driver_.cuMemAddressFree(base, granule_));
 }
 
 TEST_F(DriverConformance, OneAccessCallCoversManyMappings) {
@@ -685,6 +705,30 @@ TEST_F(DriverConformance, CapturedWorkRunsWhenTheGraphIsLaunched) {
   EXPECT_CU_OK(driver_.cuGraphExecDestroy(exec));
   EXPECT_CU_OK(driver_.cuGraphDestroy(graph));
   EXPECT_CU_OK(driver_.cuMemFree_v2(address));
+}
+
+TEST_F(DriverConformance, ACapturedFreeIsOfMemoryThatAGraphAllocated) {
+  CuDevicePtr outside = 0, inside = 0;
+  CuGraph graph = nullptr;
+  ASSERT_CU_OK(driver_.cuMemAllocAsync(&outside, 1 << 20, stream_));
+  ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
+  ASSERT_CU_OK(driver_.cuStreamBeginCapture_v2(stream_, CuCaptureMode::kThreadLocal));
+  EXPECT_CU(kInvalidValue, driver_.cuMemFreeAsync(outside, stream_));
+  driver_.cuStreamEndCapture(stream_, &graph);  // It may have been invalidated.
+  if (graph != nullptr) {
+    EXPECT_CU_OK(driver_.cuGraphDestroy(graph));
+  }
+  ASSERT_CU_OK(driver_.cuStreamBeginCapture_v2(stream_, CuCaptureMode::kThreadLocal));
+  ASSERT_CU_OK(driver_.cuMemAllocAsync(&inside, 1 << 20, stream_));
+  EXPECT_CU_OK(driver_.cuMemFreeAsync(inside, stream_));
+  EXPECT_CU(kInvalidValue, driver_.cuMemFreeAsync(inside, stream_));
+  graph = nullptr;
+  driver_.cuStreamEndCapture(stream_, &graph);
+  if (graph != nullptr) {
+    EXPECT_CU_OK(driver_.cuGraphDestroy(graph));
+  }
+  ASSERT_CU_OK(driver_.cuMemFreeAsync(outside, stream_));
+  ASSERT_CU_OK(driver_.cuStreamSynchronize(stream_));
 }
 
 TEST_F(DriverConformance, WaitingForACapturingStreamEndsTheCapture) {

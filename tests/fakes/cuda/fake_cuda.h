@@ -42,8 +42,9 @@ struct FakeOptions {
   // The driver waits for the device in cuMemFree. Off, a free under queued work is a hazard; on, it waits as
   // the driver does, for programs that rely on it. FAKE_CUDA_FREE_WAITS
   bool free_waits = false;
-  int driver_version = 13000;  // FAKE_CUDA_DRIVER_VERSION
-  bool quiet = false;          // FAKE_CUDA_QUIET: hazards are counted and not printed.
+  int driver_version = 13000;   // FAKE_CUDA_DRIVER_VERSION
+  int compute_capability = 90;  // FAKE_CUDA_CAPABILITY: of each device; images must have code for it.
+  bool quiet = false;           // FAKE_CUDA_QUIET: hazards are counted and not printed.
   // The harsh side of a driver: it may do each of these, and programs must not rely on the contrary.
   // FAKE_CUDA_CALLBACK_THREADS: host functions of one context that run at once; 0 means any number.
   unsigned callback_threads = 0;
@@ -61,6 +62,9 @@ struct FakeOptions {
   // set when cuInit is called). An operation starts only after all that were queued before it in the same
   // hardware queue have started; a host function and a wait for a value hold the queue until they are done.
   bool hardware_queues = false;
+  // FAKE_CUDA_CALLS_WAIT: calls that a driver may let wait for all work of the context do wait: allocating
+  // and freeing memory (not chunks), pinning, loading modules and kernels.
+  bool calls_wait = false;
   // FAKE_CUDA_STICKY_FAULTS: a scripted fault that a driver cannot recover from poisons the current context.
   bool sticky_faults = false;
   // FAKE_CUDA_HARSH=N: one callback thread, a queue of N, and all of the above; where no seed is given, N is

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/fakes/cuda/driver_under_test.h"
@@ -17,6 +18,23 @@ namespace {
 using namespace forebay::cuda;  // NOLINT: the interface under test.
 
 constexpr std::size_t kPage = 4096;
+
+constexpr char kPtx[] = R"(.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry nothing() {
+  ret;
+}
+.visible .entry store(.param .u64 target) {
+  .reg .b64 %rd<3>;
+  .reg .b32 %r<2>;
+  ld.param.u64 %rd1, [target];
+  cvta.to.global.u64 %rd2, %rd1;
+  mov.u32 %r1, 7;
+  st.global.u32 [%rd2], %r1;
+  ret;
+}
+)";
 
 struct Gate {
   std::atomic<bool> open{false};
@@ -181,8 +199,82 @@ TEST_F(HarshFakeCuda, PinnedMemoryHasADeviceAddressOnlyWhereThatWasAskedFor) {
     EXPECT_EQ(driver_.cuMemHostGetDevicePointer_v2(&address, plain, 0),
               needs ? CuResult::kInvalidValue : CuResult::kSuccess);
     EXPECT_CU_OK(driver_.cuMemHostGetDevicePointer_v2(&address, mapped, 0));
+    // Its host address is no device address either.
+    const CuResult used = needs ? CuResult::kInvalidValue : CuResult::kSuccess;
+    const auto plain_address = reinterpret_cast<CuDevicePtr>(plain);
+    EXPECT_EQ(driver_.cuStreamWaitValue32_v2(first_, plain_address, 0, kWaitValueGeq), used);
+    EXPECT_CU_OK(driver_.cuStreamWaitValue32_v2(first_, address, 0, kWaitValueGeq));
+    EXPECT_EQ(driver_.cuMemsetD8Async(plain_address, 1, kPage, first_), used);
+    EXPECT_CU_OK(driver_.cuMemsetD8Async(address, 1, kPage, first_));
+    EXPECT_CU_OK(driver_.cuStreamSynchronize(first_));
     EXPECT_CU_OK(driver_.cuMemFreeHost(plain));
     EXPECT_CU_OK(driver_.cuMemFreeHost(mapped));
+  }
+}
+
+TEST_F(HarshFakeCuda, KernelsReachPinnedMemoryOnlyWhereItIsMapped) {
+  for (const bool needs : {false, true}) {
+    start({.quiet = true, .need_device_map = needs});
+    void* plain = nullptr;
+    CuModule module = nullptr;
+    CuFunction store = nullptr;
+    ASSERT_CU_OK(driver_.cuMemHostAlloc(&plain, kPage, kHostAllocPortable));
+    ASSERT_CU_OK(driver_.cuModuleLoadData(&module, kPtx));
+    ASSERT_CU_OK(driver_.cuModuleGetFunction(&store, module, "store"));
+    void* arguments[] = {&plain};
+    ASSERT_CU_OK(driver_.cuLaunchKernel(store, 1, 1, 1, 1, 1, 1, 0, first_, arguments, nullptr));
+    EXPECT_EQ(driver_.cuStreamSynchronize(first_), needs ? CuResult::kIllegalAddress : CuResult::kSuccess);
+  }
+}
+
+TEST_F(HarshFakeCuda, CallsThatMayWaitForTheDeviceDo) {
+  for (const bool waits : {false, true}) {
+    start({.calls_wait = waits});
+    CuDevicePtr block = 0, other_block = 0;
+    void *page = nullptr, *other_page = nullptr;
+    CuModule module = nullptr, other_module = nullptr;
+    CuFunction function = nullptr;
+    alignas(kPage) static std::byte memory[kPage], other_memory[kPage];
+    ASSERT_CU_OK(driver_.cuMemAlloc_v2(&block, 64));
+    ASSERT_CU_OK(driver_.cuMemHostAlloc(&page, kPage, 0));
+    ASSERT_CU_OK(driver_.cuMemHostRegister_v2(memory, kPage, 0));
+    ASSERT_CU_OK(driver_.cuModuleLoadData(&module, kPtx));
+    const std::pair<const char*, std::function<CuResult()>> calls[] = {
+        {"cuMemAlloc", [&] { return driver_.cuMemAlloc_v2(&other_block, 64); }},
+        {"cuMemFree", [&] { return driver_.cuMemFree_v2(block); }},
+        {"cuMemHostAlloc", [&] { return driver_.cuMemHostAlloc(&other_page, kPage, 0); }},
+        {"cuMemFreeHost", [&] { return driver_.cuMemFreeHost(page); }},
+        {"cuMemHostRegister", [&] { return driver_.cuMemHostRegister_v2(other_memory, kPage, 0); }},
+        {"cuMemHostUnregister", [&] { return driver_.cuMemHostUnregister(memory); }},
+        {"cuModuleGetFunction", [&] { return driver_.cuModuleGetFunction(&function, module, "nothing"); }},
+        {"cuModuleLoadData", [&] { return driver_.cuModuleLoadData(&other_module, kPtx); }},
+        {"cuModuleUnload", [&] { return driver_.cuModuleUnload(module); }},
+    };
+    for (const auto& [name, call] : calls) {
+      gates_[0].open = false;
+      hold(first_);
+      std::atomic<bool> returned{false};
+      std::thread calling([&, &wanted = call] {
+        ASSERT_CU_OK(driver_.cuCtxSetCurrent(context_));
+        EXPECT_CU_OK(wanted());
+        returned = true;
+      });
+      EXPECT_EQ(soon([&] { return returned.load(); }), !waits) << name;
+      gates_[0].release();
+      calling.join();
+      ASSERT_CU_OK(driver_.cuCtxSynchronize());
+    }
+    // No other call waits: mapping does not.
+    gates_[0].open = false;
+    hold(first_);
+    CuMemHandle chunk = 0;
+    CuMemAllocationProp properties{};
+    properties.type = CuMemAllocationType::kPinned;
+    properties.location = {CuMemLocationType::kDevice, 0};
+    EXPECT_CU_OK(driver_.cuMemCreate(&chunk, std::size_t{2} << 20, &properties, 0));
+    EXPECT_CU_OK(driver_.cuMemRelease(chunk));
+    gates_[0].release();
+    ASSERT_CU_OK(driver_.cuCtxSynchronize());
   }
 }
 

@@ -26,7 +26,7 @@ bool overlaps_range(Address begin, std::size_t bytes) {
 
 CuResult allocate(void** address, std::size_t bytes, unsigned flags) {
   Driver& state = driver();
-  const Lock lock(state.mutex);
+  Lock lock(state.mutex);
   if (address == nullptr || bytes == 0 ||
       (flags & ~(kHostAllocPortable | kHostAllocDeviceMap | kHostAllocWriteCombined)) != 0) {
     return CuResult::kInvalidValue;
@@ -35,6 +35,7 @@ CuResult allocate(void** address, std::size_t bytes, unsigned flags) {
   CuResult result = current_context(&context);
   if (result == CuResult::kSuccess) result = refuse_while_capturing();
   if (result != CuResult::kSuccess) return result;
+  wait_as_a_driver_may(lock);
   bytes = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return CuResult::kOutOfMemory;
@@ -45,7 +46,7 @@ CuResult allocate(void** address, std::size_t bytes, unsigned flags) {
 
 CuResult register_range(void* address, std::size_t bytes, unsigned flags) {
   Driver& state = driver();
-  const Lock lock(state.mutex);
+  Lock lock(state.mutex);
   const auto begin = reinterpret_cast<Address>(address);
   if (address == nullptr || bytes == 0 || begin + bytes < begin ||
       (flags & ~(kHostRegisterPortable | kHostRegisterDeviceMap | kHostRegisterIoMemory |
@@ -57,6 +58,7 @@ CuResult register_range(void* address, std::size_t bytes, unsigned flags) {
   ContextPtr context;
   const CuResult result = current_context(&context);
   if (result != CuResult::kSuccess) return result;
+  wait_as_a_driver_may(lock);
   if (overlaps_range(begin, bytes)) return CuResult::kHostMemoryAlreadyRegistered;
   // As page-locking would: pages that are not there cannot be locked.
   unsigned char resident[1];
@@ -78,6 +80,16 @@ bool is_part_pinned(Address address, std::size_t bytes) {
   return overlaps_range(address, bytes) && !is_pinned(address, bytes);
 }
 
+bool is_mapped(const HostRange& range) {
+  // One bit for both: kHostAllocDeviceMap and kHostRegisterDeviceMap.
+  static_assert(kHostAllocDeviceMap == kHostRegisterDeviceMap);
+  return !driver().options.need_device_map || (range.flags & kHostAllocDeviceMap) != 0;
+}
+
+bool is_mapped(Address address, std::size_t bytes) {
+  return is_pinned(address, bytes) && is_mapped(find_range(address)->second);
+}
+
 CuResult cuMemHostAlloc(void** address, std::size_t bytes, unsigned flags) {
   return allocate(address, bytes, flags);
 }
@@ -91,6 +103,7 @@ CuResult cuMemFreeHost(void* address) {
   const auto found = state.host_ranges.find(reinterpret_cast<Address>(address));
   if (found == state.host_ranges.end() || found->second.registered) return CuResult::kInvalidValue;
   check_unused(lock, "cuMemFreeHost", found->first, found->second.bytes);
+  wait_as_a_driver_may(lock);
   const auto again = state.host_ranges.find(reinterpret_cast<Address>(address));
   if (again == state.host_ranges.end()) return CuResult::kInvalidValue;
   ::munmap(address, again->second.bytes);
@@ -116,6 +129,7 @@ CuResult cuMemHostUnregister(void* address) {
   }
   if (!found->second.registered) return CuResult::kHostMemoryNotRegistered;
   check_unused(lock, "cuMemHostUnregister", found->first, found->second.bytes);
+  wait_as_a_driver_may(lock);
   state.host_ranges.erase(reinterpret_cast<Address>(address));
   return CuResult::kSuccess;
 }
@@ -124,12 +138,8 @@ CuResult cuMemHostUnregister(void* address) {
 CuResult cuMemHostGetDevicePointer_v2(CuDevicePtr* device_address, void* address, unsigned flags) {
   const Lock lock(driver().mutex);
   const auto found = find_range(reinterpret_cast<Address>(address));
-  if (device_address == nullptr || flags != 0 || found == driver().host_ranges.end()) {
-    return CuResult::kInvalidValue;
-  }
-  // One bit for both: kHostAllocDeviceMap and kHostRegisterDeviceMap.
-  static_assert(kHostAllocDeviceMap == kHostRegisterDeviceMap);
-  if (driver().options.need_device_map && (found->second.flags & kHostAllocDeviceMap) == 0) {
+  if (device_address == nullptr || flags != 0 || found == driver().host_ranges.end() ||
+      !is_mapped(found->second)) {
     return CuResult::kInvalidValue;
   }
   *device_address = reinterpret_cast<Address>(address);

@@ -160,7 +160,7 @@ void register_kernels(const FakeKernelTable& table) {
 
 CuResult cuModuleLoadData(CuModule* module, const void* image) {
   Driver& state = driver();
-  const Lock lock(state.mutex);
+  Lock lock(state.mutex);
   if (module == nullptr || image == nullptr) return CuResult::kInvalidValue;
   ContextPtr context;
   const CuResult result = current_context(&context);
@@ -170,6 +170,7 @@ CuResult cuModuleLoadData(CuModule* module, const void* image) {
   std::shared_ptr<const ptx::Module> program;
   const CuResult loaded = load_program(image, &program);
   if (loaded != CuResult::kSuccess) return loaded;
+  wait_as_a_driver_may(lock);
   *module = next_handle<CuModule>();
   state.modules[*module] = {context, std::move(program)};
   return CuResult::kSuccess;
@@ -182,7 +183,9 @@ CuResult cuModuleLoadDataEx(CuModule* module, const void* image, unsigned, CuJit
 
 CuResult cuModuleUnload(CuModule module) {
   Driver& state = driver();
-  const Lock lock(state.mutex);
+  Lock lock(state.mutex);
+  if (state.modules.count(module) == 0) return CuResult::kInvalidHandle;
+  wait_as_a_driver_may(lock);
   if (state.modules.erase(module) == 0) return CuResult::kInvalidHandle;
   std::erase_if(state.functions, [&](const auto& entry) { return entry.second.module == module; });
   return CuResult::kSuccess;
@@ -190,7 +193,7 @@ CuResult cuModuleUnload(CuModule module) {
 
 CuResult cuModuleGetFunction(CuFunction* function, CuModule module, const char* name) {
   Driver& state = driver();
-  const Lock lock(state.mutex);
+  Lock lock(state.mutex);
   if (function == nullptr || name == nullptr) return CuResult::kInvalidValue;
   const auto loaded = state.modules.find(module);
   if (loaded == state.modules.end()) return CuResult::kInvalidHandle;
@@ -216,6 +219,9 @@ CuResult cuModuleGetFunction(CuFunction* function, CuModule module, const char* 
                                  : "the libraries of kernels have others");
     return CuResult::kNotFound;
   }
+  // A driver that loads lazily loads the kernel here.
+  wait_as_a_driver_may(lock);
+  if (state.modules.count(module) == 0) return CuResult::kInvalidHandle;
   *function = next_handle<CuFunction>();
   state.functions[*function] = std::move(found);
   return CuResult::kSuccess;

@@ -264,7 +264,14 @@ CuResult cuMemFreeAsync(CuDevicePtr address, CuStream stream) {
       (mapping->kind != MappingKind::kPool && mapping->kind != MappingKind::kAllocation)) {
     return CuResult::kInvalidValue;
   }
-  if (found->capture != nullptr) return record_captured(found, {});
+  if (found->capture != nullptr) {
+    // A free node: of memory that a graph allocated, once in each graph.
+    std::set<Address>& freed = found->capture->graph->freed;
+    if (!mapping->graph_owned || freed.count(address) != 0) return CuResult::kInvalidValue;
+    const CuResult recorded = record_captured(found, {});
+    if (recorded == CuResult::kSuccess) freed.insert(address);
+    return recorded;
+  }
   if (mapping->graph_owned) return CuResult::kInvalidValue;
   return free_in_order(*mapping, found);
 }

@@ -96,6 +96,12 @@ CuResult wait_for_context(Lock& lock, const ContextPtr& context) {
   return context->sticky;
 }
 
+void wait_as_a_driver_may(Lock& lock) {
+  ContextPtr context;
+  if (driver().options.calls_wait && current_context(&context) == CuResult::kSuccess)
+    wait_for_context(lock, context);
+}
+
 CuResult wait_for_stream(Lock& lock, const StreamPtr& stream) {
   MarkPtr last = stream->last;
   if (stream->legacy) {

@@ -12,7 +12,7 @@ CuResult find_word(const Context& context, CuDevicePtr address, bool write, std:
   const auto begin = static_cast<Address>(address);
   if (begin == 0 || begin % sizeof(std::uint32_t) != 0) return CuResult::kInvalidValue;
   if (driver().memory.is_device(begin)) return resolve(context, begin, sizeof(std::uint32_t), write, word);
-  if (!is_pinned(begin, sizeof(std::uint32_t))) return CuResult::kInvalidValue;
+  if (!is_mapped(begin, sizeof(std::uint32_t))) return CuResult::kInvalidValue;
   word->push_back({nullptr, reinterpret_cast<std::byte*>(begin), sizeof(std::uint32_t)});
   return CuResult::kSuccess;
 }

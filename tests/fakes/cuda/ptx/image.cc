@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <limits>
 
 #include "tests/fakes/cuda/ptx/fault.h"
 
@@ -151,6 +150,11 @@ int release_of_ptx(int major, int minor) {
   return major < 7 ? 0 : (major + 4) * 1000 + (major == 8 && minor > 5 ? minor + 1 : minor) * 10;
 }
 
+bool runs_on(const FatEntry& entry, std::uint32_t compute_capability) {
+  if (entry.architecture > compute_capability) return false;
+  return entry.kind == kPtx || entry.architecture / 10 == compute_capability / 10;
+}
+
 int release_of_elf(const unsigned char* content) {
   return content[8] >= 8 ? 13000 : 0;  // e_ident[EI_ABIVERSION]
 }
@@ -163,11 +167,12 @@ std::string text_of_image(const void* image) {
   return is_text(bytes) ? reinterpret_cast<const char*>(bytes) : std::string();
 }
 
-int needed_driver(const void* image) {
+int needed_driver(const void* image, int compute_capability) {
   const unsigned char* const bytes = without_wrapper(image);
   if (has_magic(bytes, kFatBinary)) {
-    int least = std::numeric_limits<int>::max();
+    int least = kNoDriver;
     for_each_entry(bytes, [&](const FatEntry& entry, const unsigned char* content) {
+      if (!runs_on(entry, static_cast<std::uint32_t>(compute_capability))) return;
       least = std::min(
           least, entry.kind == kPtx ? release_of_ptx(entry.major, entry.minor) : release_of_elf(content));
     });

@@ -161,7 +161,7 @@ TEST_F(PtxDriver, ReportsAnAddressThatIsNotAligned) {
 
 TEST_F(PtxDriver, LetsKernelsUsePinnedHostMemory) {
   void* memory = nullptr;
-  ASSERT_CU_OK(driver_.cuMemAllocHost_v2(&memory, 64));
+  ASSERT_CU_OK(driver_.cuMemHostAlloc(&memory, 64, kHostAllocDeviceMap));
   CuDevicePtr address = 0;
   ASSERT_CU_OK(driver_.cuMemHostGetDevicePointer_v2(&address, memory, 0));
 
