@@ -403,6 +403,16 @@ Json ask_waits(const Gpu& gpu) {
   answers["cuMemHostRegister"] = during_a_kernel(gpu, [&] { CHECK(cuMemHostRegister_v2(host, kMiB, 0)); });
   answers["cuMemHostUnregister"] = during_a_kernel(gpu, [&] { CHECK(cuMemHostUnregister(host)); });
   std::free(host);
+  void* pinned = nullptr;
+  answers["cuMemHostAlloc"] = during_a_kernel(gpu, [&] { CHECK(cuMemHostAlloc(&pinned, kMiB, 0)); });
+  answers["cuMemFreeHost"] = during_a_kernel(gpu, [&] { CHECK(cuMemFreeHost(pinned)); });
+  CuModule module = nullptr;
+  CuFunction function = nullptr;
+  answers["cuModuleLoadData"] =
+      during_a_kernel(gpu, [&] { CHECK(cuModuleLoadDataEx(&module, kSpin, 0, nullptr, nullptr)); });
+  answers["cuModuleGetFunction"] =
+      during_a_kernel(gpu, [&] { CHECK(cuModuleGetFunction(&function, module, "forebay_spin")); });
+  answers["cuModuleUnload"] = during_a_kernel(gpu, [&] { CHECK(cuModuleUnload(module)); });
   CuEvent event = nullptr;
   CHECK(cuEventCreate(&event, kEventDisableTiming));
   const CuStream other = gpu.stream();
@@ -427,6 +437,16 @@ Json ask_unmap_in_use(const Gpu& gpu) {
           {"us", rounded(us)},
           {"waits", us > 50'000.0},
           {"kernel", name_of(after)}};
+}
+
+// Copies to memory that is mapped, and that nobody has access to.
+Json ask_no_access(const Gpu& gpu) {
+  const std::size_t bytes = std::max(gpu.granularity, 2 * kMiB);
+  const CuDevicePtr address = gpu.reserve(bytes);
+  CHECK(cuMemMap(address, bytes, 0, gpu.create(bytes), 0));
+  const int value = 1;
+  const CuResult copied = driver.cuMemcpyHtoD_v2(address, &value, sizeof(value));
+  return {{"copy", name_of(copied)}, {"context_after_it", name_of(driver.cuCtxSynchronize())}};
 }
 
 // The cost of small calls that the arena makes often.
@@ -1003,6 +1023,7 @@ const Question kQuestions[] = {
     {"waits", "Which calls wait for a kernel that runs?", ask_waits},
     {"unmap-in-use", "What happens when memory is unmapped that a running kernel writes to?",
      ask_unmap_in_use},
+    {"no-access", "What does a copy to mapped memory without access end with?", ask_no_access},
     {"events", "What do events cost?", ask_events},
     {"pointers", "What do pointer attributes, IPC and export say of mapped memory?", ask_pointers},
     {"buffer-id", "Does BUFFER_ID change when memory is mapped again?", ask_buffer_id},
