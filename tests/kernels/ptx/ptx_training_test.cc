@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "cuda/image.h"
+#include "forebay/kernels.h"
 #include "kernels/cuda/image.h"
 #include "tests/end_to_end/small_run.h"
 #include "tests/support/fake_gpu.h"
@@ -36,6 +37,20 @@ TEST(PtxTraining, FiveStepsAtStage3GiveTheBitsOfTheHost) {
 
 TEST(PtxTraining, WithDropoutRecomputationAndFp16GivesTheBitsOfTheHost) {
   expect_the_bits_of_the_host({"--dtype", "fp16", "--dropout", "0.1", "--recompute", "every:2"});
+}
+
+// Machine code for 7.5 to 9.0, 10.0 and 12.0, or PTX, which later devices of an architecture take too.
+TEST(CompiledImage, HasCodeForEveryDeviceFromTuringOn) {
+  if (cuda_kernels::kernel_image().targets == nullptr)
+    GTEST_SKIP() << "nvcc was not found when this was built, so there is no image";
+  for (const int capability : {70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121}) {
+    fake_cuda::FakeOptions options = strict_gpu();
+    options.compute_capability = capability;
+    FakeGpu gpu(options);
+    const std::unique_ptr<Backend> backend = gpu.create_backend();
+    const Status status = Kernels::create(*backend).status();
+    EXPECT_EQ(status.ok(), capability >= 75) << capability << ": " << status.message();
+  }
 }
 
 }  // namespace
