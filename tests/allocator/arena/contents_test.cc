@@ -651,7 +651,7 @@ TEST_P(ArenaContentsTest, StayUnchangedOnTheCudaBackendWithReorderedStreams) {
   options.seed = seed | 1;
   fake_cuda::start_fake(fake, options);
   {
-    const std::unique_ptr<Backend> backend = std::move(CudaBackend::create({})).value();
+    const std::unique_ptr<Backend> backend = std::move(CudaBackend::create({.room_bytes = 0})).value();
     run_on(*backend, seed, operation_count(), GetParam());
   }
   fake_cuda::expect_nothing_left(fake);
