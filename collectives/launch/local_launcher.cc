@@ -213,6 +213,8 @@ class Children {
       const int code = WIFSIGNALED(state) ? 128 + WTERMSIG(state) : WEXITSTATUS(state);
       if (code == 0) continue;
       failed = true;
+      const bool is_lost = WIFSIGNALED(state) && WTERMSIG(state) != SIGINT && WTERMSIG(state) != SIGTERM;
+      if (is_lost) ++(killed_ ? killed_count_ : lost_count_);
       const bool first_signal = open && WIFSIGNALED(state) && !signalled;
       signalled = signalled || WIFSIGNALED(state);
       // A killed rank prints nothing, and the others may have no time to.
@@ -229,25 +231,27 @@ class Children {
   }
 
   int exit_code() const noexcept { return exit_code_; }
+  // Ranks that signals of others ended; if there is none, those that had to be killed.
+  int lost_count() const noexcept { return lost_count_ > 0 ? lost_count_ : killed_count_; }
 
  private:
   std::vector<pid_t> running_;
   std::map<pid_t, int> ranks_;
   int exit_code_ = 0;
   bool killed_ = false;
+  int lost_count_ = 0;
+  int killed_count_ = 0;
 };
 
-}  // namespace
+// The end of one meeting of ranks.
+struct RunEnd {
+  int exit_code = 0;
+  int lost_count = 0;
+  bool asked = false;  // By a signal to this launcher.
+};
 
-std::optional<bool> claim_shared_error() {
-  return ErrorPipe::claim(std::getenv(kErrorPipe));
-}
-
-Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options) {
-  if (options.size < 1) return invalid_argument("cannot start ", options.size, " ranks; give at least 1");
-  keep_standard_streams();
-  // From here on a signal waits until all processes that it must end are known.
-  const SignalQueue signals;
+Result<RunEnd> run_ranks(const std::vector<std::string>& arguments, int size, std::chrono::milliseconds grace,
+                         const SignalQueue& signals) {
   const char* runtime = std::getenv("XDG_RUNTIME_DIR");
   FOREBAY_ASSIGN_OR_RETURN(
       std::unique_ptr<internal::MeetingDirectory> store,
@@ -261,8 +265,8 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
   std::vector<std::string> child_arguments{program_invocation_name};
   child_arguments.insert(child_arguments.end(), arguments.begin(), arguments.end());
   Children children;
-  for (int rank = 0; rank < options.size; ++rank) {
-    std::vector<std::string> environment = child_environment(rank, options.size, store->path(), *pipe);
+  for (int rank = 0; rank < size; ++rank) {
+    std::vector<std::string> environment = child_environment(rank, size, store->path(), *pipe);
     FOREBAY_RETURN_IF_ERROR(
         children.start(pointers(child_arguments).data(), pointers(environment).data(), signals.mask()));
   }
@@ -277,8 +281,8 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
     const int signal = signals.next(timeout, &info);
     bool ending = false;
     if (signal == 0) {
-      children.kill_all(options.grace);
-      end = Clock::now() + options.grace;
+      children.kill_all(grace);
+      end = Clock::now() + grace;
     } else if (signal == SIGCHLD) {
       ending = children.reap() && (asked == 0 || children.exit_code() != 128 + asked);
       // Children that were asked already would take another signal for impatience.
@@ -289,9 +293,29 @@ Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const 
       ending = asked != 0;
       asked = signal;
     }
-    if (ending && !end) end = Clock::now() + options.grace;
+    if (ending && !end) end = Clock::now() + grace;
   }
-  return children.exit_code();
+  return RunEnd{children.exit_code(), children.lost_count(), asked != 0};
+}
+
+}  // namespace
+
+std::optional<bool> claim_shared_error() {
+  return ErrorPipe::claim(std::getenv(kErrorPipe));
+}
+
+Result<int> launch_local_ranks(const std::vector<std::string>& arguments, const LaunchOptions& options) {
+  if (options.size < 1) return invalid_argument("cannot start ", options.size, " ranks; give at least 1");
+  keep_standard_streams();
+  // From here on a signal waits until all processes that it must end are known.
+  const SignalQueue signals;
+  for (int size = options.size;;) {
+    FOREBAY_ASSIGN_OR_RETURN(const RunEnd end, run_ranks(arguments, size, options.grace, signals));
+    const int left = size - end.lost_count;
+    const bool may_go_on = options.after_loss && end.lost_count > 0 && left > 0 && !end.asked;
+    size = may_go_on ? options.after_loss(left, end.exit_code) : 0;
+    if (size < 1) return end.exit_code;
+  }
 }
 
 }  // namespace forebay

@@ -15,6 +15,7 @@
 #include "forebay/bootstrap.h"
 #include "forebay/error.h"
 #include "forebay/standard_streams.h"
+#include "forebay/text.h"
 #include "output/files.h"
 #include "output/output_file.h"
 #include "output/summary.h"
@@ -159,6 +160,34 @@ int run_rank(const TrainerOptions& options, const LaunchEnvironment& environment
   }
 }
 
+// Whether so many ranks can be arranged as the options say.
+Status check_ranks(const TrainerOptions& options, int ranks) {
+  Status status = check_grid(ranks, grid_options(options));
+  return status.ok() ? check_order_group(ranks, grid_options(options), options.group) : status;
+}
+
+// After ranks were lost: how many of those that are left go on from the last saved state.
+int ranks_to_go_on(const TrainerOptions& options, int left, int exit_code) {
+  if (exit_code != kPeerFailureExit && exit_code <= 128) return 0;
+  int ranks = left;
+  while (ranks > 0 && !check_ranks(options, ranks).ok()) --ranks;
+  if (ranks == 0) {
+    std::fprintf(stderr, "forebay-gpt: --elastic: of %d ranks, %d are left, and cannot be arranged: %s\n",
+                 options.ranks, left, check_ranks(options, left).message().c_str());
+    return 0;
+  }
+  std::fprintf(stderr, "forebay-gpt: --elastic: %d rank%s on from the last state in %s\n", ranks,
+               ranks == 1 ? " goes" : "s go", shown_path(options.save_state).c_str());
+  return ranks;
+}
+
+int launch(const TrainerOptions& options, const std::vector<std::string>& arguments) {
+  LaunchOptions launch{.size = options.ranks};
+  if (options.elastic)
+    launch.after_loss = [&](int left, int exit_code) { return ranks_to_go_on(options, left, exit_code); };
+  return value_or_throw(launch_local_ranks(arguments, launch));
+}
+
 int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments) {
   const LaunchEnvironment environment = value_or_throw(read_launch_environment());
   const bool launched =
@@ -168,8 +197,7 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
   if (launched && options.communicator.empty()) options.communicator = "auto";
   options = resolve_options(std::move(options));
   find_state_to_resume(options);
-  Status status = check_grid(options.ranks, grid_options(options));
-  if (status.ok()) status = check_order_group(options.ranks, grid_options(options), options.group);
+  const Status status = check_ranks(options, options.ranks);
   if (!status.ok()) {
     if (environment.rank == 0) std::fprintf(stderr, "forebay-gpt: %s\n", status.message().c_str());
     return kUsageExit;
@@ -177,8 +205,11 @@ int run(const TrainerOptions& parsed, const std::vector<std::string>& arguments)
   if (launched) return run_rank(options, environment);
 
   check_files(options);
-  if (starts_processes(options.communicator)) {
-    return value_or_throw(launch_local_ranks(arguments, {.size = options.ranks}));
+  if (starts_processes(options.communicator)) return launch(options, arguments);
+  if (options.elastic && options.ranks > 1) {
+    throw Error(StatusCode::kInvalidArgument,
+                "--elastic needs ranks that are processes, and with --communicator " + options.communicator +
+                    " they are threads of one; use auto, shm, gloo or nccl");
   }
   stop_on_signals();
   return finish(options, run_training(options), true);

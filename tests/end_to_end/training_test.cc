@@ -416,6 +416,79 @@ TEST_F(Training, CtrlCBeforeTheFirstStepEndsAtOnce) {
   }
 }
 
+// The same losses and weights as a run of three ranks to the saved step and of two ranks from there.
+TEST_F(Training, ElasticRanksThatAreLeftGoOnFromTheLastState) {
+  const Words words =
+      kShape + Words{"--matmul", "plain", "--stage", "3", "--dtype", "bf16", "--communicator", "shm"};
+  const std::string state = directory_ / "state";
+  // More steps than it makes before the kill, fewer than take long.
+  const Words steps = {"--steps", "400"};
+  const Words elastic =
+      words + steps + Words{"--ranks", "3",        "--save-state", state,      "--save-every",
+                            "20",      "--resume", "--elastic",    "--report", directory_ / "elastic.json"};
+  Process process(Words{FOREBAY_GPT} + elastic, variables());
+  const auto has_saved = [&] { return std::filesystem::exists(state + "/latest"); };
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while (!has_saved() && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
+  ASSERT_TRUE(has_saved());
+  const pid_t child = find_rank(process.id(), 1);
+  ASSERT_GT(child, 0);
+
+  ::kill(child, SIGKILL);
+
+  const Finished finished = process.finish();
+  ASSERT_EQ(finished.exit_code, 0) << finished.output;
+  EXPECT_NE(finished.output.find("--elastic: 2 ranks go on from the last state in "), std::string::npos)
+      << finished.output;
+  const Json report = read_json(directory_ / "elastic.json");
+  EXPECT_EQ(report.at("world_size"), 2);
+  const std::size_t first = report.at("first_step");
+  EXPECT_GT(first, 0u);
+  EXPECT_EQ(first % 20, 0u);
+  EXPECT_EQ(report.at("steps"), 400);
+
+  const std::string before = directory_ / "before";
+  const Finished three =
+      run(words + Words{"--ranks", "3", "--steps", std::to_string(first), "--save-state", before});
+  ASSERT_EQ(three.exit_code, 0) << three.output;
+  const Json two = report_of(words + steps + Words{"--ranks", "2", "--load-state", before});
+  EXPECT_EQ(report.at("digest"), two.at("digest"));
+  EXPECT_EQ(report.at("loss"), two.at("loss"));
+}
+
+// The ranks that are left are too few for the model's parts, so the run ends with the code of the loss.
+TEST_F(Training, ElasticRanksThatCannotBeArrangedEnd) {
+  const std::string state = directory_ / "state";
+  Process process(Words{FOREBAY_GPT} + kShape +
+                      Words{"--matmul", "plain", "--ranks", "3", "--tensor-parallel", "3", "--steps",
+                            "100000", "--save-state", state, "--resume", "--elastic"},
+                  variables());
+  pid_t child = 0;
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while ((child = find_rank(process.id(), 2)) == 0 && std::chrono::steady_clock::now() < limit)
+    std::this_thread::yield();
+  ASSERT_GT(child, 0);
+
+  ::kill(child, SIGKILL);
+
+  const Finished finished = process.finish();
+  EXPECT_EQ(finished.exit_code, 128 + SIGKILL) << finished.output;
+  EXPECT_NE(finished.output.find("--elastic: of 3 ranks, 2 are left, and cannot be arranged: "),
+            std::string::npos)
+      << finished.output;
+}
+
+TEST_F(Training, ElasticNeedsAStateAndProcesses) {
+  const std::string state = directory_ / "state";
+  const Finished stateless = run(kSmall + Words{"--ranks", "2", "--elastic"});
+  EXPECT_EQ(stateless.exit_code, 2);
+  EXPECT_NE(stateless.output.find("add --resume"), std::string::npos) << stateless.output;
+  const Finished threads = run(kSmall + Words{"--ranks", "2", "--communicator", "local", "--save-state",
+                                              state, "--resume", "--elastic"});
+  EXPECT_EQ(threads.exit_code, 1);
+  EXPECT_NE(threads.output.find("threads of one"), std::string::npos) << threads.output;
+}
+
 TEST_F(Training, RanksEndWithALauncherThatIsKilled) {
   const std::string store = directory_ / "store";
   // A shell starts them, as mpirun does.

@@ -226,6 +226,10 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
          "Resume from --save-state if a state is saved there, so that a job that is started again by its "
          "scheduler or launcher goes on with the same command")
       ->group("Files");
+  app.add_flag("--elastic", o.elastic,
+               "When a rank of --ranks is lost, go on with the ranks that are left from the last state in "
+               "--save-state; needs --resume")
+      ->group("Files");
   files.text("--initial", o.initial_file, "FILE", "Initial weights (safetensors)");
   files.text("--export", o.export_file, "FILE", "Write the full fp32 weights here at the end (safetensors)");
   files.text("--report", o.report_file, "FILE", "Write a report here at the end (JSON)");
@@ -393,6 +397,9 @@ void check_options(const TrainerOptions& o) {
   if (o.resume && o.save_state.empty()) refuse("--resume needs --save-state DIR");
   if (o.resume && !o.load_state.empty()) {
     refuse("--resume loads the state from --save-state, --load-state from elsewhere; use one of them");
+  }
+  if (o.elastic && !o.resume) {
+    refuse("--elastic goes on from the last saved state; add --resume, --save-state DIR and --save-every N");
   }
 }
 

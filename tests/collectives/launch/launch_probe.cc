@@ -8,7 +8,9 @@
 //   wait               waits for a signal; SIGINT ends it with 40 + rank, SIGTERM with 0
 //   late RANK MS       waits for a signal and ends with 128 + it; that rank MS later, once it made
 //   REPORT.done stubborn           like wait, but ignores SIGTERM and SIGINT kill RANK          that rank
-//   kills itself with SIGKILL, the others wait
+//   kills itself with SIGKILL, the others wait fewer SIZE         with more than SIZE ranks, the last one
+//   kills itself and the others wait; else ends with 0.
+//                      The launcher starts the ranks that are left again
 #include <sched.h>
 #include <signal.h>
 #include <unistd.h>
@@ -45,7 +47,10 @@ int run_rank(const std::vector<std::string>& arguments) {
     return 99;
   }
   const forebay::LaunchEnvironment& environment = read.value();
-  const std::string report = arguments[2] + "." + std::to_string(environment.rank);
+  const std::string& mode = arguments[3];
+  // Each meeting of fewer ranks has reports of its own.
+  const std::string reports = arguments[2] + (mode == "fewer" ? "." + std::to_string(environment.size) : "");
+  const std::string report = reports + "." + std::to_string(environment.rank);
   if (std::FILE* file = std::fopen((report + ".part").c_str(), "w")) {
     std::fprintf(file, "%d %d %d %d %d %s\n", environment.rank, environment.size, environment.local_rank,
                  environment.local_size, static_cast<int>(getpid()), environment.store.c_str());
@@ -53,11 +58,11 @@ int run_rank(const std::vector<std::string>& arguments) {
     std::rename((report + ".part").c_str(), report.c_str());
   }
 
-  const std::string& mode = arguments[3];
-  if (mode == "hang" || mode == "kill") {
+  const bool is_too_many = mode == "fewer" && environment.size > std::atoi(arguments[4].c_str());
+  if (mode == "hang" || mode == "kill" || is_too_many) {
     // A failure ends the others at once, so it waits until they have reported.
     for (int rank = 0; rank < environment.size; ++rank) {
-      while (access((arguments[2] + "." + std::to_string(rank)).c_str(), F_OK) != 0) sched_yield();
+      while (access((reports + "." + std::to_string(rank)).c_str(), F_OK) != 0) sched_yield();
     }
   }
   if (mode == "exit") {
@@ -67,6 +72,8 @@ int run_rank(const std::vector<std::string>& arguments) {
   if (mode == "hang" && environment.rank == std::atoi(arguments[4].c_str()))
     return std::atoi(arguments[5].c_str());
   if (mode == "kill" && environment.rank == std::atoi(arguments[4].c_str())) raise(SIGKILL);
+  if (mode == "fewer" && !is_too_many) return 0;
+  if (is_too_many && environment.rank == environment.size - 1) raise(SIGKILL);
   if (mode == "late") {
     int signal = 0;
     sigwait(&set, &signal);
@@ -88,9 +95,13 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   if (arguments.size() < 4) return 98;
   if (std::getenv("FOREBAY_RANK") != nullptr) return run_rank(arguments);
-  const forebay::Result<int> code = forebay::launch_local_ranks(
-      arguments, {.size = std::atoi(arguments[0].c_str()),
-                  .grace = std::chrono::milliseconds(std::atoi(arguments[1].c_str()))});
+  forebay::LaunchOptions options;
+  options.size = std::atoi(arguments[0].c_str());
+  options.grace = std::chrono::milliseconds(std::atoi(arguments[1].c_str()));
+  if (arguments[3] == "fewer") {
+    options.after_loss = [](int left, int exit_code) { return exit_code == 128 + SIGKILL ? left : 0; };
+  }
+  const forebay::Result<int> code = forebay::launch_local_ranks(arguments, options);
   if (!code.ok()) {
     std::fprintf(stderr, "%s\n", code.status().to_string().c_str());
     return 97;

@@ -263,6 +263,33 @@ TEST_F(Launch, KeepsDirectoriesOfTheUserWithNamesLikeItsOwn) {
   std::filesystem::remove_all(copy);
 }
 
+// Each meeting loses its last rank until two are left.
+TEST_F(Launch, StartsTheRanksThatAreLeftAgainIfItIsTold) {
+  start(4, 5s, {"fewer", "2"});
+  const int code = wait();
+
+  EXPECT_EQ(code, 0);
+  for (const int size : {4, 3, 2}) {
+    for (int rank = 0; rank < size; ++rank) {
+      Report report;
+      std::ifstream(directory_ + "/report." + std::to_string(size) + "." + std::to_string(rank)) >>
+          report.rank >> report.size >> report.local_rank >> report.local_size >> report.pid >> report.store;
+      EXPECT_EQ(report.rank, rank);
+      EXPECT_EQ(report.size, size);
+      EXPECT_EQ(report.local_size, size);
+      expect_nothing_left({report});
+    }
+  }
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/report.1.0"));
+}
+
+// No rank is left, so nothing is started again.
+TEST_F(Launch, EndsWithItsLastRank) {
+  start(1, 5s, {"fewer", "0"});
+
+  EXPECT_EQ(wait(), 128 + SIGKILL);
+}
+
 TEST_F(Launch, NeedsAtLeastOneRank) {
   EXPECT_EQ(launch_local_ranks({}, {.size = 0}).status().code(), StatusCode::kInvalidArgument);
 }
