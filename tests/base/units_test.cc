@@ -3,8 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <clocale>
+#include <cstdlib>
+#include <string>
+#include <utility>
 
 #include "forebay/text.h"
+#include "tests/support/temporary_directory.h"
 
 namespace forebay {
 namespace {
@@ -50,19 +54,32 @@ TEST(Units, ParsesBytes) {
   EXPECT_FALSE(parse_bytes(nullptr, nullptr));
 }
 
-// As German and Turkish programs set it: a comma for the point, and another small letter for I.
+// As German and Turkish programs set it: a comma for the point, and another small letter for I. Makes the
+// locales where they are not installed.
 TEST(Units, ParsesBytesTheSameInEveryLocale) {
   const std::string before = std::setlocale(LC_ALL, nullptr);
+  const testing::TemporaryDirectory made;
+  const auto set = [&](const char* name, const char* source) {
+    if (std::setlocale(LC_ALL, name) != nullptr) return true;
+    const std::string place = made / name;
+    const std::string command =
+        std::string("localedef -c -i ") + source + " -f UTF-8 '" + place + "' >/dev/null 2>&1";
+    static_cast<void>(!std::system(command.c_str()));
+    ::setenv("LOCPATH", made.path().c_str(), 1);
+    const bool is_set = std::setlocale(LC_ALL, name) != nullptr;
+    ::unsetenv("LOCPATH");
+    return is_set;
+  };
   int found = 0;
-  for (const char* name : {"de_DE.UTF-8", "de_DE", "fr_FR.UTF-8", "tr_TR", "tr_TR.UTF-8"}) {
-    if (std::setlocale(LC_ALL, name) == nullptr) continue;
+  for (const auto& [name, source] : {std::pair("de_DE.UTF-8", "de_DE"), {"tr_TR.UTF-8", "tr_TR"}}) {
+    if (!set(name, source)) continue;
     ++found;
     std::uint64_t bytes = 0;
     EXPECT_TRUE(parse_bytes("1.5gib", &bytes)) << name;
     EXPECT_EQ(bytes, 1536_MiB) << name;
     EXPECT_FALSE(parse_bytes("1,5GiB", &bytes)) << name;
+    std::setlocale(LC_ALL, before.c_str());
   }
-  std::setlocale(LC_ALL, before.c_str());
   if (found == 0) GTEST_SKIP() << "no locale with a decimal comma is installed (package locales)";
 }
 

@@ -90,6 +90,23 @@ TEST(TensorParallel, GivesTheSameBitsWhateverElseIsChosen) {
   EXPECT_EQ(nlohmann::json::parse(file).at("digest"), plain.digest);
 }
 
+// Activations are added in pieces of at least 64 KiB, however small the bucket of the gradients is.
+TEST(TensorParallel, SumsOfActivationsHaveALeastPiece) {
+  const Words common = kGridModel + GridWords{2, 2}.words();
+  const auto count = [](const gpt::TrainingReport& report) {
+    std::uint64_t operations = 0;
+    for (const gpt::OperationReport& one : report.traffic.at(0)) operations += one.count;
+    return operations;
+  };
+  const gpt::TrainingReport usual = train(common);
+
+  const gpt::TrainingReport small = train(with(common, {"--bucket", "1"}));
+
+  EXPECT_GT(count(usual), 0u);
+  EXPECT_EQ(count(small), count(usual));
+  expect_same_bits(small, usual);
+}
+
 TEST(TensorParallel, RanksOfAllPartsStopAfterTheSameStepAndSave) {
   const TemporaryDirectory directory;
   const std::string state = directory / "state";

@@ -28,6 +28,35 @@ using testing::WatchedBackend;
 
 constexpr std::size_t kChunk = 64_KiB;
 
+struct StepEvent {
+  bool is_free = false;
+  std::size_t bytes = 0;  // The size of an allocation.
+  std::size_t index = 0;  // Which allocation a free is of.
+};
+
+// A step of blocks of half a chunk to four chunks, at most six chunks at a time, all of which end in it.
+std::vector<StepEvent> make_chunk_step(std::mt19937_64& random) {
+  std::vector<StepEvent> step;
+  std::vector<std::pair<std::size_t, std::size_t>> live;
+  std::size_t live_bytes = 0;
+  const auto drop = [&](std::size_t at) {
+    step.push_back({true, 0, live[at].first});
+    live_bytes -= live[at].second;
+    live[at] = live.back();
+    live.pop_back();
+  };
+  for (std::size_t next = 0; next < 24; ++next) {
+    const std::size_t bytes = kChunk / 2 * (1 + random() % 8);
+    while (live_bytes + bytes > 6 * kChunk || (!live.empty() && random() % 3 == 0))
+      drop(random() % live.size());
+    step.push_back({false, bytes, next});
+    live.emplace_back(next, bytes);
+    live_bytes += bytes;
+  }
+  while (!live.empty()) drop(random() % live.size());
+  return step;
+}
+
 // Four chunks of four smallest ones each make the limit.
 class ArenaViewsTest : public ::testing::Test {
  protected:
@@ -273,6 +302,43 @@ TEST_F(ArenaViewsTest, ReusesTheAddressesOfOldStitches) {
   check_contents();
 }
 
+// Addresses are scarce, so other chunks come to the addresses that a block had in an earlier step, and one
+// chunk may then be there twice. No block gets such addresses again.
+TEST_F(ArenaViewsTest, NoBlockShowsAByteTwice) {
+  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    if (arena_ != nullptr) TearDown();
+    make({.reserve_bytes = 16 * kChunk, .limit_bytes = 6 * kChunk, .largest_chunk_bytes = kChunk});
+    std::mt19937_64 random(seed);
+    const std::vector<StepEvent> steps[] = {make_chunk_step(random), make_chunk_step(random),
+                                            make_chunk_step(random)};
+    for (int pass = 0; pass < 60; ++pass) {
+      std::map<std::size_t, std::pair<DevicePtr, std::vector<Extent>>> live;
+      std::map<std::uint64_t, std::uint64_t> taken;
+      for (const StepEvent& event : steps[random() % 3]) {
+        if (event.is_free) {
+          const auto freed = live.find(event.index);
+          if (freed == live.end()) continue;
+          for (const Extent& extent : freed->second.second) taken.erase(extent.begin);
+          give(freed->second.first);
+          live.erase(freed);
+          continue;
+        }
+        const auto block = arena_->allocate({.bytes = event.bytes});
+        if (!block.ok()) continue;
+        auto extents = watched_->shown(block.value(), event.bytes);
+        for (const Extent& extent : extents) {
+          const auto next = taken.lower_bound(extent.begin);
+          ASSERT_TRUE(next == taken.end() || next->first >= extent.end) << "pass " << pass;
+          ASSERT_TRUE(next == taken.begin() || std::prev(next)->second <= extent.begin) << "pass " << pass;
+          taken[extent.begin] = extent.end;
+        }
+        live[event.index] = {block.value(), std::move(extents)};
+      }
+    }
+  }
+}
+
 // The memory is wholly free and may serve the tag once its old addresses are unmapped. There are addresses
 // for the block once the shadows are unmapped too.
 TEST_F(ArenaViewsTest, ServesAtTheFirstCallIfItCanServeAtAll) {
@@ -338,12 +404,6 @@ TEST_F(ArenaViewsTest, AFixedBlockReplacesFreeChunks) {
 }
 
 // --- steps that repeat, on a device too large for this machine ----
-
-struct StepEvent {
-  bool is_free = false;
-  std::size_t bytes = 0;  // The size of an allocation.
-  std::size_t index = 0;  // Which allocation a free is of.
-};
 
 // A step of `count` allocations of random sizes and lifetimes, at most `limit` bytes at a time.
 std::vector<StepEvent> make_step(std::uint64_t seed, int count, std::size_t limit) {

@@ -141,6 +141,15 @@ TEST(PreloadMemory, ACaptureGetsTheGraphsMemoryAndIsNotDisturbed) {
   run.expect_no_hazard();
 }
 
+TEST(PreloadMemory, ABlockFreedDuringACaptureIsUsedAgainAfterTheQueuedWork) {
+  PreloadRun run(matter("late-free"), "arena", {{"FAKE_CUDA_LATENCY_NS", "100000000"}});
+
+  EXPECT_EQ(run.finished.exit_code, 0);
+  EXPECT_EQ(run.finished.output, "next block: idle 1\n");
+  EXPECT_EQ(run.record().live_bytes, 0u);
+  run.expect_no_hazard();
+}
+
 TEST(PreloadMemory, ResetAndLastReleaseOfADeviceGiveEverythingBack) {
   const Process::Variables slow = {{"FAKE_CUDA_LATENCY_NS", "1000000"}};
   const PreloadRun bare(matter("reset"), "none", slow);

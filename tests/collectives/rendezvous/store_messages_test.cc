@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "collectives/rendezvous/store_book.h"
+
 namespace forebay::internal {
 namespace {
 
@@ -139,6 +141,23 @@ TEST(StoreMessages, ARosterTellsHostsOnceItIsComplete) {
   EXPECT_EQ(read.hosts, (std::vector<std::string>{"a", "b"}));
   EXPECT_FALSE(decode(encode(Attendance{"g", {true, true}, {"a"}, ""}), &read));
   EXPECT_FALSE(decode(encode(Attendance{"g", {true, true}, {"a", "b"}, ""}) + "c", &read));
+}
+
+// A text that is replaced or removed no longer counts against the store's bytes, and a refused one never
+// does.
+TEST(StoreBook, OnlyTextsThatItHasCount) {
+  StoreBook book({"job", {{0, 2, "same"}, "version", "host"}}, "tcp://host:1");
+  const auto write = [&](const std::string& name, std::size_t bytes) {
+    return book.answer(0, {MessageType::kWrite, name, std::string(bytes, 'x')}).type;
+  };
+  constexpr std::size_t kThird = StoreBook::kBytesMax / 3;
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(write("a", kThird), MessageType::kDone) << "time " << i;
+  EXPECT_EQ(write("b", kThird), MessageType::kDone);
+  EXPECT_EQ(write("c", kThird), MessageType::kRefused);
+  EXPECT_EQ(write("b", kThird + 1024), MessageType::kDone);
+  EXPECT_EQ(book.answer(1, {MessageType::kRemove, "b", {}}).type, MessageType::kDone);
+  EXPECT_EQ(book.answer(1, {MessageType::kRead, "b", {}}).type, MessageType::kNothing);
+  EXPECT_EQ(write("c", kThird), MessageType::kDone);
 }
 
 }  // namespace

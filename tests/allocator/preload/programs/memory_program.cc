@@ -263,6 +263,27 @@ int capture() {
   return 0;
 }
 
+// A plain free while a capture goes on cannot wait; the block is used again only after the queued work.
+int late_free() {
+  CuStream captured = new_stream();
+  CuStream other = new_stream();
+  CuDevicePtr block = 0, next = 0;
+  CHECK_CU(driver.cuMemAlloc_v2(&block, kMiB));
+  CHECK_CU(driver.cuStreamBeginCapture_v2(captured, CuCaptureMode::kRelaxed));
+  CuCaptureMode mode = CuCaptureMode::kRelaxed;
+  CHECK_CU(driver.cuThreadExchangeStreamCaptureMode(&mode));
+  if (queue_work(other, block) != 0) return 1;
+  CHECK_CU(driver.cuMemFree_v2(block));
+  CHECK_CU(driver.cuThreadExchangeStreamCaptureMode(&mode));
+  CuGraph graph = nullptr;
+  CHECK_CU(driver.cuStreamEndCapture(captured, &graph));
+  CHECK_CU(driver.cuMemAlloc_v2(&next, kMiB));
+  std::printf("next block: idle %d\n", is_idle(other));
+  CHECK_CU(driver.cuMemFree_v2(next));
+  CHECK_CU(driver.cuGraphDestroy(graph));
+  return 0;
+}
+
 // Work without an end by way of the device's reset and of the last release.
 int reset() {
   CuDevicePtr block = 0;
@@ -483,10 +504,10 @@ int devices() {
 
 int run(const std::string& matter) {
   const std::map<std::string, std::function<int()>> matters = {
-      {"waiting", waiting},       {"info", info},       {"full", full},   {"pool", pool},
-      {"elsewhere", elsewhere},   {"capture", capture}, {"reset", reset}, {"thread", thread_streams},
-      {"attributes", attributes}, {"streams", streams}, {"frees", frees}, {"pinned", pinned},
-      {"devices", devices},       {"reuse", reuse}};
+      {"waiting", waiting},       {"info", info},       {"full", full},          {"pool", pool},
+      {"elsewhere", elsewhere},   {"capture", capture}, {"reset", reset},        {"thread", thread_streams},
+      {"attributes", attributes}, {"streams", streams}, {"frees", frees},        {"pinned", pinned},
+      {"devices", devices},       {"reuse", reuse},     {"late-free", late_free}};
   if (!query_driver("libcuda.so.1", kProcAddressDefault, &driver) ||
       !query_driver("libcuda.so.1", kProcAddressPerThreadStream, &per_thread)) {
     return 2;
