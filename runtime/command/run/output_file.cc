@@ -111,10 +111,16 @@ Status write_run_file(const std::string& path, const std::function<Status(int fi
   const bool is_stream = is_run_stream(path);
   const std::string place = is_stream ? path : place_of(path);
   const std::string target = is_stream ? path : place + ".partial";
-  const int file =
-      ::open(target.c_str(), O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC),
-             kFileMode);
+  const int file = ::open(
+      target.c_str(),
+      O_WRONLY | O_CLOEXEC | O_NOCTTY | (is_stream ? O_APPEND : O_CREAT | O_TRUNC | O_NOFOLLOW), kFileMode);
   if (file < 0) return cannot_write(path, std::strerror(errno));
+  // It may have been left there, readable by others, or by others.
+  if (!is_stream && ::fchmod(file, kFileMode) != 0) {
+    const Status refused = cannot_write(path, std::strerror(errno));
+    ::close(file);
+    return refused;
+  }
   std::string reason;
   if (const Status written = write(file); !written.ok()) reason = written.message();
   if (::close(file) != 0 && reason.empty()) reason = std::strerror(errno);

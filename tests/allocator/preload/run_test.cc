@@ -311,6 +311,47 @@ class NamedPipe {
   std::string text_;
 };
 
+// Command lines are in reports, and may have secrets in them.
+TEST(RunCommand, FilesAreForTheirUserAloneAndHaveNoSecrets) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const std::string trace = directory / "trace";
+  std::ofstream(trace + ".partial") << "left by a run that was killed";  // Others may read it.
+
+  const Finished run = forebay_run({"--report", report, "--trace", trace, "--", program("memory_program"),
+                                    "info", "--api-key", "hunter2hunter2", "TOKEN=correcthorse"});
+
+  EXPECT_EQ(run.exit_code, 0) << run.output;
+  int files = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.path())) {
+    if (!entry.is_regular_file()) continue;
+    ++files;
+    EXPECT_EQ(entry.status().permissions() & std::filesystem::perms::all,
+              std::filesystem::perms::owner_read | std::filesystem::perms::owner_write)
+        << entry.path();
+    std::ifstream file(entry.path());
+    const std::string text((std::istreambuf_iterator<char>(file)), {});
+    EXPECT_EQ(text.find("hunter2"), std::string::npos) << entry.path() << ": " << text;
+    EXPECT_EQ(text.find("correcthorse"), std::string::npos) << entry.path() << ": " << text;
+  }
+  EXPECT_GE(files, 4);
+}
+
+TEST(RunCommand, APlantedLinkIsNotWrittenThrough) {
+  const TemporaryDirectory directory;
+  const std::string report = directory / "report";
+  const std::string other = directory / "other";
+  std::filesystem::create_directory(report);
+  std::ofstream(other) << "of another program";
+  std::filesystem::create_symlink(other, report + "/summary.txt.partial");
+
+  const Finished run = forebay_run({"--report", report, "--", program("memory_program"), "info"});
+
+  EXPECT_NE(position(run.output, "Too many levels of symbolic links"), std::string::npos) << run.output;
+  std::ifstream file(other);
+  EXPECT_EQ(std::string((std::istreambuf_iterator<char>(file)), {}), "of another program");
+}
+
 // Asked for before there is a command, a report is written as soon as there is one.
 TEST(RunCommand, ASignalBeforeTheCommandStartsIsNotLost) {
   const TemporaryDirectory directory;
