@@ -519,7 +519,14 @@ RunReport read_run_report(const std::string& path) {
     bad_report(path, "it has " + format_bytes(bytes) + ", and at most " + format_bytes(kReportBytesMax) +
                          " are read");
   }
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::string text;
+  char part[1 << 16];
+  while (file.read(part, sizeof(part)), file.gcount() > 0)
+    text.append(part, static_cast<std::size_t>(file.gcount()));
+  if (file.bad()) {
+    throw Error(StatusCode::kIoError, "cannot read report '" + shown_path(path) + "': " +
+                                          std::strerror(errno) + "; check the name that --report was given");
+  }
   RunReport run;
   try {
     run = read_run(path, Entry(parse_json(path, text)));

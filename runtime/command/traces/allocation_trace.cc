@@ -1,6 +1,7 @@
 #include "runtime/command/traces/allocation_trace.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -206,7 +207,10 @@ Result<std::vector<AllocationTrace>> read_allocation_traces(const std::string& p
   if (file == nullptr) return refusal(std::string(std::strerror(errno)) + "; check the path");
   // The size of a pipe or terminal is known only at its end.
   struct stat facts {};
-  const bool has_size = ::fstat(::fileno(file.get()), &facts) == 0 && S_ISREG(facts.st_mode);
+  const bool is_known = ::fstat(::fileno(file.get()), &facts) == 0;
+  if (is_known && (S_ISBLK(facts.st_mode) || (S_ISCHR(facts.st_mode) && ::isatty(::fileno(file.get())) == 0)))
+    return refusal("it is a device; give a file or a pipe");
+  const bool has_size = is_known && S_ISREG(facts.st_mode);
   const std::uint64_t file_bytes = has_size ? static_cast<std::uint64_t>(facts.st_size) : 0;
   const auto too_large = [&] {
     return refusal("it has " + (has_size ? format_bytes(file_bytes) : "more") + ", and at most " +

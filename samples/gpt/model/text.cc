@@ -5,7 +5,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <utility>
 
 #include "forebay/error.h"
@@ -38,8 +37,10 @@ Text Text::read(const std::vector<std::string>& files) {
       refuse("it is not a regular file");
     std::ifstream stream(file, std::ios::binary);
     if (!stream) refuse(std::strerror(errno));
-    bytes.insert(bytes.end(), std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
-    if (stream.bad()) refuse("reading failed");
+    char part[1 << 16];
+    while (stream.read(part, sizeof(part)), stream.gcount() > 0)
+      bytes.insert(bytes.end(), part, part + stream.gcount());
+    if (stream.bad()) refuse(std::strerror(errno));
   }
   return Text(std::move(bytes));
 }

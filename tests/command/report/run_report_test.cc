@@ -310,6 +310,19 @@ TEST(RunReport, SaysWhereAFileIsNoJson) {
            "nested deeper than 16 levels");
 }
 
+// Its first page cannot be read, although it is a regular file.
+TEST(RunReport, SaysThatAFileCannotBeRead) {
+  std::string message;
+  try {
+    static_cast<void>(read_run_report("/proc/self/mem"));
+  } catch (const Error& error) {
+    message = error.status().message();
+  }
+  EXPECT_EQ(
+      message,
+      "cannot read report '/proc/self/mem': Input/output error; check the name that --report was given");
+}
+
 TEST(RunReport, NamesTheEntryThatIsNotWhatItShouldBe) {
   const auto contains = [](const std::string& text, const std::string& part) {
     EXPECT_NE(text.find(part), std::string::npos) << text;

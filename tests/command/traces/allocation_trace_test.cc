@@ -167,5 +167,12 @@ TEST(AllocationTraceFiles, MissingOnesAreNamed) {
   EXPECT_EQ(read_allocation_traces(directory.path()).status().code(), StatusCode::kIoError);
 }
 
+// It has no end.
+TEST(AllocationTraceFiles, DevicesAreRefused) {
+  const Status status = read_allocation_traces("/dev/zero").status();
+  EXPECT_EQ(status.code(), StatusCode::kIoError);
+  expect_contains(status.message(), "it is a device; give a file or a pipe");
+}
+
 }  // namespace
 }  // namespace forebay
