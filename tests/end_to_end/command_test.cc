@@ -190,6 +190,7 @@ TEST_F(Command, RefusesPlacesItCannotWriteToBeforeItTrains) {
       {{"--save-state", state}, "--resume"},
       {{"--text", pipe}, "is not a regular file"},
       {{"--text", "/dev/zero"}, "is not a regular file"},
+      {{"--text", "/proc/self/mem"}, "Input/output error"},
       {{"--initial", pipe}, "is not a regular file"},
   };
   for (const auto& c : cases) {
@@ -223,6 +224,21 @@ TEST_F(Command, WarnsWhenTheLossIsLostAndReportsItAsNull) {
   const Json report = Json::parse(read_text(path));
   EXPECT_TRUE(report.at("loss")[0].is_number());
   EXPECT_TRUE(report.at("loss")[1].is_null());
+}
+
+TEST_F(Command, WarnsOnceOfABucketThatIsFarTooSmall) {
+  const Words words = {FOREBAY_GPT, "--layers",   "2", "--hidden", "256", "--heads", "2", "--batch", "1",
+                       "--quiet",   "--sequence", "8", "--ranks",  "2",   "--stage", "2", "--steps", "1"};
+  const std::string warning = "EngineOptions::bucket_bytes is 8, so the gradients of a micro-step take ";
+
+  const Finished small = run_program(words + Words{"--bucket", "8"});
+  const Finished usual = run_program(words);
+
+  EXPECT_EQ(small.exit_code, 0) << small.output;
+  const std::size_t place = small.output.find(warning);
+  ASSERT_NE(place, std::string::npos) << small.output;
+  EXPECT_EQ(small.output.find(warning, place + 1), std::string::npos) << small.output;
+  EXPECT_EQ(usual.output.find("bucket"), std::string::npos) << usual.output;
 }
 
 TEST_F(Command, ReportsHowItAccumulates) {

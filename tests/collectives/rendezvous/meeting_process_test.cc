@@ -32,13 +32,14 @@ class Meetings : public ::testing::TestWithParam<int> {
   std::string store() const { return "tcp://127.0.0.1:" + std::to_string(port_); }
 
   std::unique_ptr<Process> start(int rank, const std::vector<std::string>& arguments,
-                                 const Process::Variables& more = {}) {
+                                 const Process::Variables& more = {},
+                                 const std::string& program = FOREBAY_MEETING_PROBE) {
     Process::Variables variables = {{"FOREBAY_RANK", std::to_string(rank)},
                                     {"FOREBAY_SIZE", std::to_string(size())},
                                     {"FOREBAY_STORE", store()},
                                     {"FOREBAY_SECRET", std::string(64, 's')}};
     for (const auto& [name, value] : more) variables[name] = value;
-    std::vector<std::string> command = {FOREBAY_MEETING_PROBE};
+    std::vector<std::string> command = {program};
     command.insert(command.end(), arguments.begin(), arguments.end());
     return std::make_unique<Process>(command, variables);
   }
@@ -111,6 +112,39 @@ TEST_P(Meetings, ADifferingOptionIsNamedByAll) {
   const std::string cause = one_cause(all);
   EXPECT_NE(cause.find("rank 0 was configured as \"same\", rank 1 as \"other\""), std::string::npos) << cause;
 }
+
+#ifdef FOREBAY_OTHER_VERSION_PROBE
+// Whether rank 0 or another one is of the other version. A text in a directory may be an old one, so ranks
+// wait there for a better one until the deadline, and those that come late find none: over TCP all name it.
+TEST_P(Meetings, ARankOfAnotherVersionIsNamed) {
+  for (const int other : {0, 1}) {
+    for (const bool in_directory : {false, true}) {
+      SCOPED_TRACE("rank " + std::to_string(other) + (in_directory ? ", directory" : ", TCP"));
+      SetUp();  // A port of its own.
+      const testing::TemporaryDirectory directory;
+      Process::Variables more;
+      if (in_directory) more["FOREBAY_STORE"] = directory / "store";
+      std::vector<std::unique_ptr<Process>> ranks;
+      for (int rank = 0; rank < size(); ++rank) {
+        ranks.push_back(start(rank, {in_directory ? "2000" : "30000", "meet"}, more,
+                              rank == other ? FOREBAY_OTHER_VERSION_PROBE : FOREBAY_MEETING_PROBE));
+      }
+      std::vector<Finished> all;
+      for (const auto& rank : ranks) all.push_back(rank->finish(60s));
+      int naming = 0;
+      for (const Finished& rank : all) {
+        EXPECT_EQ(rank.exit_code, 3) << rank.output;
+        naming += rank.output.find("runs forebay 0.0.9") != std::string::npos &&
+                          rank.output.find("install the same version everywhere") != std::string::npos
+                      ? 1
+                      : 0;
+      }
+      EXPECT_GE(naming, in_directory ? 1 : size()) << all[0].output;
+      if (!in_directory) static_cast<void>(one_cause(all));
+    }
+  }
+}
+#endif
 
 TEST_P(Meetings, AKilledRankIsNamedByTheOthers) {
   const int victim = 1;

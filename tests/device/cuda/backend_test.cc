@@ -23,6 +23,7 @@
 #include "forebay/units.h"
 #include "runtime/device/cuda/device.h"
 #include "runtime/device/cuda/image_version.h"
+#include "runtime/device/cuda/order_book.h"
 #include "tests/device/cuda/fake_cuda_test.h"
 #include "tests/fakes/cuda/abi.h"
 #include "tests/support/process.h"
@@ -109,6 +110,20 @@ class CudaBackendTest : public ::testing::Test {
 };
 
 // --- finding the driver ---
+
+// An event that was recorded before the failing call is a good one.
+TEST(CudaOrder, AFailureCountsForItsCallAndLaterOnes) {
+  CudaStreamState state;
+  const std::uint64_t before = state.next_call();
+  const std::uint64_t failing = state.next_call();
+  const std::uint64_t after = state.next_call();
+  state.fail(failing, Status(StatusCode::kInternal, "first"));
+  state.fail(before, Status(StatusCode::kInternal, "reported later"));
+
+  EXPECT_TRUE(state.failure(before).ok());
+  EXPECT_EQ(state.failure(failing).message(), "first");
+  EXPECT_EQ(state.failure(after).message(), "first");
+}
 
 TEST(CudaDriver, NamesTheVariableWhenItsLibraryIsMissing) {
   ::setenv("FOREBAY_LIBCUDA", "/nowhere/libcuda.so.1", 1);
