@@ -3,9 +3,12 @@
 //
 // chunks: free ranges of one chunk, and requests of two, which are stitched. halves: free ranges of half a
 // chunk in chunks that are live otherwise, and requests of two chunks, which need new memory.
+//
+//   arena_miss_bench [RANGES_MAX]
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <vector>
 
 #include "forebay/arena.h"
@@ -56,14 +59,24 @@ Cost measure(std::size_t range_count, std::size_t block_bytes) {
 
 }  // namespace
 
-int main() {
-  std::printf("%-8s %12s %12s %14s %12s\n", "free", "ranges", "median, us", "worst, us", "driver calls");
+int main(int argc, char** argv) {
+  constexpr double kRatioMax = 20;  // The median at 10^5 ranges over that at 10^2.
+  const std::size_t ranges_max = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 100000;
+  std::printf("%-8s %12s %12s %14s %12s %10s\n", "free", "ranges", "median, us", "worst, us", "driver calls",
+              "ratio");
+  bool is_met = true;
   for (const std::size_t block_bytes : {kChunkBytes, kChunkBytes / 2}) {
-    for (std::size_t range_count = 100; range_count <= 100000; range_count *= 10) {
+    double first_us = 0;
+    for (std::size_t range_count = 100; range_count <= ranges_max; range_count *= 10) {
       const Cost cost = measure(range_count, block_bytes);
-      std::printf("%-8s %12zu %12.1f %14.1f %12.1f\n", block_bytes == kChunkBytes ? "chunks" : "halves",
-                  range_count, cost.median_us, cost.worst_us, cost.driver_calls);
+      if (first_us == 0) first_us = cost.median_us;
+      const double ratio = cost.median_us / first_us;
+      is_met = is_met && ratio <= kRatioMax;
+      std::printf("%-8s %12zu %12.1f %14.1f %12.1f %10.1f\n",
+                  block_bytes == kChunkBytes ? "chunks" : "halves", range_count, cost.median_us,
+                  cost.worst_us, cost.driver_calls, ratio);
     }
   }
-  return 0;
+  std::printf("ratio at most %g: %s\n", kRatioMax, is_met ? "yes" : "no");
+  return is_met ? 0 : 1;
 }
