@@ -7,11 +7,12 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <string>
 #include <vector>
+
+#include "tests/support/temporary_directory.h"
 
 namespace forebay {
 namespace {
@@ -19,15 +20,12 @@ namespace {
 // A file that is gone when the test is over.
 class TemporaryFile {
  public:
-  TemporaryFile() {
-    path_ = std::filesystem::temp_directory_path() / "forebay-snapshot-XXXXXX";
-    descriptor_ = ::mkstemp(path_.data());
+  TemporaryFile()
+      : path_(directory_ / "snapshot"),
+        descriptor_(::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600)) {
     EXPECT_GE(descriptor_, 0);
   }
-  ~TemporaryFile() {
-    ::close(descriptor_);
-    ::unlink(path_.c_str());
-  }
+  ~TemporaryFile() { ::close(descriptor_); }
   int descriptor() const { return descriptor_; }
   const std::string& path() const { return path_; }
   std::string bytes() const {
@@ -36,8 +34,9 @@ class TemporaryFile {
   }
 
  private:
-  std::string path_;
-  int descriptor_ = -1;
+  const testing::TemporaryDirectory directory_;
+  const std::string path_;
+  const int descriptor_;
 };
 
 std::string write(const MemorySnapshot& snapshot) {
