@@ -250,6 +250,7 @@ std::int32_t forebay_engine_create(forebay_device* device, forebay_communicator*
       misuse("communicator is on another device; make both on the same one");
     made->timeline = keep_or_null(timeline);
     EngineOptions given = options_of(options).engine;
+    given.optional_gradients = true;  // Its programs may leave out gradients.
     if (grid != nullptr) {
       made->others.push_back(share(grid).keep());
       given.grid = made->others.back()->communicator.get();

@@ -32,6 +32,7 @@ constexpr Pair kCalls[] = {
     {"load_state", "forebay_load"},
     {"lock_state", "forebay_lock"},
     {"micro_step_begin", "forebay_micro_step_begin"},
+    {"parameter", "forebay_parameter"},
     {"plan", "forebay_engine_report"},
     {"recorded_order", "forebay_engine_report"},
     {"save_state", "forebay_save"},

@@ -148,6 +148,15 @@ ParameterId Engine::add_parameter(UnitId unit, const std::string& name, std::uin
   return {unit, impl_->description.add_parameter(unit, {name, count, group, frozen, replicated})};
 }
 
+void Engine::declare_optional(ParameterId parameter) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kDescribe, "declare_optional()");
+  impl.check_parameter(parameter, "declare_optional()");
+  impl.model.units[static_cast<std::size_t>(parameter.unit)]
+      .parameters[static_cast<std::size_t>(parameter.index)]
+      .optional = true;
+}
+
 void Engine::declare_shape(ParameterId parameter, Span<const std::uint64_t> shape) {
   Impl& impl = *impl_;
   impl.expect(Impl::Phase::kDescribe, "declare_shape()");
@@ -218,6 +227,8 @@ void Engine::step_begin() {
   for (Impl::Unit& unit : impl.units) {
     unit.used = false;
     std::fill(unit.contributed.begin(), unit.contributed.end(), false);
+    std::fill(unit.asked.begin(), unit.asked.end(), false);
+    unit.leased_backward = false;
   }
   impl.forward_count = 0;
   impl.micro_step = 0;

@@ -155,6 +155,11 @@ struct Engine::Impl : StepContext {
                        Status (AccessGuard::*change)(DevicePtr, AccessGuard::Access, Stream));
   // The parameter that `index` of a lease of `unit` names: its own in order, then the tied ones.
   ParameterId resolve(int unit, int index);
+  // The same backwards.
+  int index_in_lease(int unit, ParameterId parameter, const char* call);
+  Gradient ask_for_gradient(std::uint64_t lease, int index);
+  // Refuses a step in which the trainer left out gradients that are not optional.
+  void check_gradients();
 
   // --- evaluations (step/evaluation.cc) ---
   void begin_evaluation();
@@ -278,8 +283,9 @@ struct Engine::Impl : StepContext {
   bool passes_ended = false;                     // The step's last micro-step is over.
   int forward_leases = 0;                        // In this micro-step.
   int backward_leases = 0;
-  bool abandoned = false;         // Some rank gave up the step.
-  std::vector<int> last_readers;  // The units that were read when the last unit was needed.
+  bool gradients_checked = false;  // In an earlier step.
+  bool abandoned = false;          // Some rank gave up the step.
+  std::vector<int> last_readers;   // The units that were read when the last unit was needed.
   int last_reduced = -1;
   std::array<bool, kDevicePoolCount> spilled{};
   Traffic other_traffic;  // Payload outside of steps: before the engine, commit, saving, digests.

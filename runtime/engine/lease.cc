@@ -27,6 +27,7 @@ Lease Engine::Impl::make_lease(Engine& engine, int index, Stream stream, bool ba
   must(open_aliases(index, stream, backward));
   begin_span(backend, options.timeline, stream, "trainer");
   LiveLease& lease = leases.emplace_back(LiveLease{++lease_count, index, stream, backward, {}});
+  if (backward) unit(index).leased_backward = true;
   if (backward) lease.answers.assign(shape(index).parameters.size() + shape(index).tied.size(), -1);
   return Lease(&engine, lease_count);
 }
@@ -85,31 +86,111 @@ DevicePtr Lease::parameter(int index) const {
   return impl.address(id);
 }
 
-DevicePtr Lease::gradient(int index, bool* accumulate) {
+DevicePtr Lease::parameter(ParameterId id) const {
   expect_alive(engine_);
   Engine::Impl& impl = *engine_->impl_;
-  Engine::Impl::LiveLease& lease = impl.live_lease(number_);
-  if (!lease.backward)
-    impl.misuse("gradient() belongs to the backward pass of unit " + impl.shape(lease.unit).name);
+  return parameter(impl.index_in_lease(impl.live_lease(number_).unit, id, "parameter()"));
+}
+
+DevicePtr Lease::parameter_of_size(ParameterId id, std::size_t bytes) const {
+  expect_alive(engine_);
+  const DataType type = engine_->impl_->options.dtype;
+  if (element_bytes(type) != bytes) {
+    engine_->impl_->misuse("view() of elements of " + std::to_string(bytes) + " bytes, and the engine has " +
+                           data_type_name(type) + "; use float for fp32 and std::uint16_t for 2-byte types");
+  }
+  return parameter(id);
+}
+
+Span<const std::uint64_t> Lease::shape(ParameterId id, std::uint64_t* count) const {
+  const ParameterShape& described =
+      engine_->impl_->shape(id.unit).parameters[static_cast<std::size_t>(id.index)];
+  *count = described.count;
+  if (described.shape.empty()) return {&described.count, 1};
+  return {described.shape.data(), described.shape.size()};
+}
+
+int Engine::Impl::index_in_lease(int index_of_unit, ParameterId parameter, const char* call) {
+  check_parameter(parameter, call);
+  if (parameter.unit == index_of_unit) return parameter.index;
+  const UnitShape& own = shape(index_of_unit);
+  for (std::size_t i = 0; i < own.tied.size(); ++i) {
+    if (own.tied[i].unit == parameter.unit && own.tied[i].index == parameter.index)
+      return static_cast<int>(own.parameters.size() + i);
+  }
+  misuse(std::string(call) + " of parameter " +
+         shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
+         ", which the leased unit " + own.name + " does not use; lease its unit, or tie() it");
+}
+
+DevicePtr Lease::gradient(int index, bool* accumulate) {
+  expect_alive(engine_);
   if (accumulate == nullptr)
-    impl.misuse("gradient() needs a place to say \"=\" or \"+=\": accumulate is null");
-  const ParameterId id = impl.resolve(lease.unit, index);
+    engine_->impl_->misuse("gradient() needs a place to say \"=\" or \"+=\": accumulate is null");
+  const Gradient gradient = engine_->impl_->ask_for_gradient(number_, index);
+  if (gradient.mode != GradientMode::kNone) *accumulate = gradient.mode == GradientMode::kAdd;
+  return gradient.data;
+}
+
+Gradient Lease::gradient(ParameterId id) {
+  expect_alive(engine_);
+  Engine::Impl& impl = *engine_->impl_;
+  const int unit = impl.live_lease(number_).unit;
+  return impl.ask_for_gradient(number_, impl.index_in_lease(unit, id, "gradient()"));
+}
+
+Gradient Lease::zeroed_gradient(ParameterId id) {
+  Gradient gradient = this->gradient(id);
+  if (gradient.mode != GradientMode::kWrite) return gradient;
+  Engine::Impl& impl = *engine_->impl_;
+  Engine::Impl::LiveLease& lease = impl.live_lease(number_);
   const UnitLayout::Place& place = impl.layout(id.unit).places[static_cast<std::size_t>(id.index)];
-  if (place.frozen) return nullptr;
-  StepContext::Unit& owner = impl.unit(id.unit);
+  impl.must(impl.backend.fill_async(gradient.data, 0, place.count * impl.element(), lease.stream));
+  lease.answers[static_cast<std::size_t>(impl.index_in_lease(lease.unit, id, "zeroed_gradient()"))] = 1;
+  gradient.mode = GradientMode::kAdd;
+  return gradient;
+}
+
+Gradient Engine::Impl::ask_for_gradient(std::uint64_t number, int index) {
+  LiveLease& lease = live_lease(number);
+  if (!lease.backward) misuse("gradient() belongs to the backward pass of unit " + shape(lease.unit).name);
+  const ParameterId id = resolve(lease.unit, index);
+  const UnitLayout::Place& place = layout(id.unit).places[static_cast<std::size_t>(id.index)];
+  if (place.frozen) return {};
+  StepContext::Unit& owner = unit(id.unit);
+  owner.asked[static_cast<std::size_t>(id.index)] = true;
+  DevicePtr const data = owner.leased_gradients + place.offset * element();
   int& answer = lease.answers[static_cast<std::size_t>(index)];
   if (answer < 0) {
     answer = owner.contributed[static_cast<std::size_t>(id.index)] ? 1 : 0;
     owner.contributed[static_cast<std::size_t>(id.index)] = true;
     // A test sees a gradient that is never written: these bytes are not a number in any type.
-    if (answer == 0 && impl.backend.access_guard() != nullptr) {
-      impl.must(impl.backend.fill_async(owner.leased_gradients + place.offset * impl.element(), 0xFF,
-                                        place.count * impl.element(), lease.stream));
-      impl.must(impl.backend.stream_synchronize(lease.stream));  // The host may write next.
+    if (answer == 0 && backend.access_guard() != nullptr) {
+      must(backend.fill_async(data, 0xFF, place.count * element(), lease.stream));
+      must(backend.stream_synchronize(lease.stream));  // The host may write next.
     }
   }
-  *accumulate = answer == 1;
-  return owner.leased_gradients + place.offset * impl.element();
+  return {data, answer == 1 ? GradientMode::kAdd : GradientMode::kWrite};
+}
+
+void Engine::Impl::check_gradients() {
+  if (gradients_checked || options.optional_gradients) return;
+  std::string first;
+  int missing = 0;
+  for (int index = 0; index < unit_count(); ++index) {
+    if (!unit(index).leased_backward) continue;
+    for (std::size_t i = 0; i < shape(index).parameters.size(); ++i) {
+      const ParameterShape& parameter = shape(index).parameters[i];
+      if (parameter.frozen || parameter.optional || unit(index).asked[i]) continue;
+      if (missing++ == 0) first = parameter.name + " of unit " + shape(index).name;
+    }
+  }
+  if (missing == 0) return;
+  misuse("step() without the gradient of parameter " + first +
+         (missing > 1 ? " and of " + std::to_string(missing - 1) + " more" : "") +
+         ": the trainer never asked for it, so it would be zero; call Lease::gradient() in the backward "
+         "pass, or "
+         "Engine::declare_optional() before commit()");
 }
 
 void Lease::grad_ready(int index) {

@@ -156,6 +156,7 @@ void Engine::Impl::describe_unit(int index) {
   note_segments(index);
   note_uncounted(index);
   u.contributed.assign(layout(index).places.size(), false);
+  u.asked = u.contributed;
   u.skipped.assign(static_cast<std::size_t>(options.forwards_ahead) + 1, false);
 }
 

@@ -118,25 +118,25 @@ void train(int rank, int stage, forebay::LocalGroup& group) {
     engine.micro_step_begin(0);
     {
       const Lease lease = engine.forward(first, stream);
-      run([&work, rank, step, w = floats(lease.parameter(0))] {
+      run([&work, rank, step, w = lease.view<float>(w1).data] {
         make_batch(work, rank, step);
         first_layer_forward(work, w);
       });
     }
     {
       const Lease lease = engine.forward(second, stream);
-      run([&work, w = floats(lease.parameter(0))] { second_layer_forward(work, w); });
+      run([&work, w = lease.view<float>(w2).data] { second_layer_forward(work, w); });
     }
-    bool accumulate = false;  // Each gradient is written once per step here, so this is never set.
     {
       Lease lease = engine.backward(second, stream);
-      run([&work, w = floats(lease.parameter(0)), g = floats(lease.gradient(0, &accumulate))] {
+      // Each gradient is written once per step here, so its mode is always kWrite.
+      run([&work, w = lease.view<float>(w2).data, g = floats(lease.gradient(w2).data)] {
         second_layer_backward(work, w, g);
       });
     }
     {
       Lease lease = engine.backward(first, stream);
-      run([&work, g = floats(lease.gradient(0, &accumulate))] { first_layer_backward(work, g); });
+      run([&work, g = floats(lease.gradient(w1).data)] { first_layer_backward(work, g); });
     }
     throw_if_error(backend->stream_synchronize(stream));  // Now the host may read the loss.
     result = engine.step({.groups = {{.lr = 0.02}}, .clip = 1.0, .metric = work.loss / kRanks});

@@ -59,7 +59,9 @@ class Probe {
   ~Probe() { static_cast<void>(backend_->stream_destroy(stream_)); }
 
   void run(const std::vector<double>& shares) {
-    Engine engine(*backend_, *kernels_, *communicator_, {{.stage = stage_}});
+    EngineOptions options{{.stage = stage_}};
+    options.optional_gradients = true;
+    Engine engine(*backend_, *kernels_, *communicator_, options);
     for (int u = 0; u < unit_count_; ++u)
       engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), elements_);
     engine.commit();

@@ -980,6 +980,7 @@ TEST(Engine, HidesGathersAndReductionsBehindCompute) {
       EngineOptions options;
       options.stage = stage;
       options.overlap = overlap;
+      options.optional_gradients = true;
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
       for (int u = 0; u < kUnits; ++u)
         engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), kElements);
@@ -1040,6 +1041,7 @@ TEST(Engine, QueuesTheUpdateBeforeTheNormIsKnownAndDoesNotWaitForIt) {
       EngineOptions options;
       options.stage = stage;
       options.dtype = DataType::kBfloat16;
+      options.optional_gradients = true;
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
       for (int u = 0; u < 2; ++u)
         engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), 5000);

@@ -314,6 +314,7 @@ TEST(FreeOrderSlots, AUnitLeasedOverAPassHasASlotOfItsOwn) {
     EngineOptions options;
     options.stage = 3;
     options.order_of_units = OrderOfUnits::kRecorded;
+    options.optional_gradients = true;
     Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
     std::vector<UnitId> units;
     for (int u = 0; u < 6; ++u) {
@@ -438,6 +439,7 @@ TEST(FreeOrderCalls, OutOfTurnChangeNothing) {
   run_ranks(1, {}, [](Rank& rank) {
     EngineOptions options;
     options.order_of_units = OrderOfUnits::kRecorded;
+    options.optional_gradients = true;
     Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
     engine.add_parameter(engine.add_unit("u"), "p", 100);
     EXPECT_THROW(static_cast<void>(engine.address({0, 0})), Error);

@@ -91,8 +91,10 @@ struct StepContext {
     EngineEvent updated;   // The last update's parameters are where gathers and trainers look.
     // The current step.
     std::vector<bool> contributed;  // By parameter: its gradient buffer holds a contribution.
-    std::vector<bool> skipped;      // By micro-step in flight: this rank skipped the unit.
-    bool used = false;              // This rank used the unit in some micro-step.
+    std::vector<bool> asked;        // By parameter: the trainer asked for its gradient.
+    bool leased_backward = false;
+    std::vector<bool> skipped;  // By micro-step in flight: this rank skipped the unit.
+    bool used = false;          // This rank used the unit in some micro-step.
     // Recorded order. Leases of a unit count for the owners of its tied parameters too.
     int readers = 0;    // Leases alive that read its parameters.
     int forwards = 0;   // Leases in this micro-step, the backward ones that ended,

@@ -111,6 +111,7 @@ void Engine::Impl::check_passes(const char* call) {
 
 void Engine::Impl::check_step(const Hyperparameters& hyperparameters) {
   check_passes("step()");
+  if (!abandoned) check_gradients();
   if (static_cast<int>(hyperparameters.groups.size()) < group_count) {
     misuse("step() was given hyperparameters for " + std::to_string(hyperparameters.groups.size()) +
            " groups; the model has " + std::to_string(group_count));
@@ -177,6 +178,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
                                            "forebay; please report it"));
   }
   decision->apply(result);
+  gradients_checked = true;
   if (!result.skipped) gatherer->weights_changed();
   check_peers();
   if (!options.overlap) {

@@ -53,6 +53,7 @@ class StateCommand : public ::testing::Test {
     run_ranks(3, {}, [&](Rank& rank) {
       EngineOptions options;
       options.stage = 3;
+      options.optional_gradients = true;
       Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
       const UnitId first = engine.add_unit("first");
       const UnitId second = engine.add_unit("second");

@@ -134,7 +134,9 @@ TEST(EvaluationBytes, AreThoseOfThePapersGather) {
 
 TEST(EvaluationCalls, OutOfTurnChangeNothing) {
   run_ranks(1, {}, [](Rank& rank) {
-    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, {});
+    EngineOptions options;
+    options.optional_gradients = true;
+    Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
     for (const char* name : {"u", "v"}) engine.add_parameter(engine.add_unit(name), name, 100);
     engine.commit();
     const Stream stream = value_or_throw(rank.backend->stream_create());

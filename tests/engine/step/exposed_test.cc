@@ -48,6 +48,7 @@ double step_seconds(const Step& step) {
     options.stage = step.stage;
     options.micro_steps = step.micro_steps;
     options.order_of_units = step.order;
+    options.optional_gradients = true;
     Engine engine(*rank.backend, *rank.kernels, *rank.communicator, options);
     for (int u = 0; u < kUnits; ++u)
       engine.add_parameter(engine.add_unit("u" + std::to_string(u)), "p" + std::to_string(u), elements);

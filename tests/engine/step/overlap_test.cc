@@ -83,6 +83,7 @@ Measured run(const Times& times, const Settings& settings, bool with_timeline = 
     options.offload_fraction = settings.fraction;
     options.offload_auto = settings.automatic;
     options.host_threads = 1;
+    options.optional_gradients = true;
     internal::EngineHooks hooks;
     options.hooks = &hooks;
     hooks.now = [&clock] { return clock.now(); };

@@ -122,6 +122,9 @@ struct EngineOptions : ShardingOptions {
   // More {name, value} pairs that must be the same on every rank, or on every rank of `grid`. commit() names
   // the first that differs.
   std::vector<std::pair<std::string, std::string>> agreement;
+  // True: a trainer may leave out the gradient of any parameter, as if it had declared all of them optional
+  // (Engine::declare_optional).
+  bool optional_gradients = false;
   const internal::EngineHooks* hooks = nullptr;  // For tests.
 };
 
@@ -191,13 +194,37 @@ struct SpillOptions {
 
 class Engine;
 
+// How to write a gradient.
+enum class GradientMode : std::uint8_t {
+  kNone,   // The parameter is frozen: there is no gradient.
+  kWrite,  // "=": the memory holds no value.
+  kAdd,    // "+=": it holds the sum so far.
+};
+struct Gradient {
+  DevicePtr data = nullptr;  // In the engine's dtype; null for kNone.
+  GradientMode mode = GradientMode::kNone;
+};
+
+// A parameter's elements in the engine's dtype.
+template <typename T>
+struct ParameterView {
+  const T* data = nullptr;
+  std::uint64_t count = 0;
+  Span<const std::uint64_t> shape;  // As declared (Engine::declare_shape), otherwise one dimension.
+};
+
 // The right to read a gathered unit, and in the backward pass to write its gradients. A lease ends with its
 // scope, in stream order: compute queued on the stream before the end may use the addresses.
 // Engine::abandon() ends all leases.
 //
+// A parameter is named by its ParameterId, a tied one by that of its owner, or by its index in the lease.
+//
+// A trainer that computes on the host may wait for its stream inside a lease and compute at once: the
+// addresses hold until the lease ends. That costs the overlap of gathers and computation, and no bit changes.
+//
 // Threads: the thread that drives the engine.
-// Errors:  kInvalidArgument, thrown, for an index that the unit does not have and for a lease that was moved
-//          from. The engine goes on. The destructor does not throw; the engine's next call does.
+// Errors:  kInvalidArgument, thrown, for a parameter that the unit does not use and for a lease that was
+//          moved from. The engine goes on. The destructor does not throw; the engine's next call does.
 class Lease {
  public:
   Lease(Lease&& other) noexcept;
@@ -208,6 +235,15 @@ class Lease {
   // address is the same for the engine's life. Requires: in the backward pass, a unit that was added with
   // backward_reads_parameters.
   DevicePtr parameter(int index) const;
+  DevicePtr parameter(ParameterId id) const;
+  // The same, with its dimensions. Requires: T is float for fp32, std::uint16_t for 2-byte types.
+  template <typename T>
+  ParameterView<T> view(ParameterId id) const {
+    ParameterView<T> view;
+    view.data = reinterpret_cast<const T*>(parameter_of_size(id, sizeof(T)));
+    view.shape = shape(id, &view.count);
+    return view;
+  }
 
   // The address for the gradient of `index`, in the engine's dtype; null for a frozen parameter. If the
   // trainer does not ask for the gradient of a trainable parameter, that gradient is zero. One that it asks
@@ -215,6 +251,10 @@ class Lease {
   // Requires: the backward pass. `accumulate` is not null.
   // Order:    `*accumulate` says how to write: false "=", true "+=". Write before the lease ends.
   DevicePtr gradient(int index, bool* accumulate);
+  Gradient gradient(ParameterId id);
+  // The same for code that only adds: the memory is zeroed in the order of the lease's stream where it holds
+  // no value. The mode is kAdd, or kNone.
+  Gradient zeroed_gradient(ParameterId id);
 
   // Optional: says that this gradient is complete in stream order. The end of the lease completes all.
   // Requires: the backward pass.
@@ -223,6 +263,9 @@ class Lease {
  private:
   friend class Engine;
   Lease(Engine* engine, std::uint64_t number) : engine_(engine), number_(number) {}
+
+  DevicePtr parameter_of_size(ParameterId id, std::size_t element_bytes) const;
+  Span<const std::uint64_t> shape(ParameterId id, std::uint64_t* count) const;
 
   Engine* engine_ = nullptr;
   std::uint64_t number_ = 0;  // Counts the engine's leases.
@@ -248,6 +291,9 @@ class Engine {
   // Requires: `name` is unique in the model; it is the name in saved state.
   ParameterId add_parameter(UnitId unit, const std::string& name, std::uint64_t count, int group = 0,
                             bool frozen = false, bool replicated = false);
+  // The gradient of this parameter may never be asked for; it is zero then. Otherwise the first step in which
+  // the unit has a backward lease refuses that.
+  void declare_optional(ParameterId parameter);
   // Declares the dimensions of a parameter, which saved state keeps for its readers (saved_state.h). The
   // engine itself needs none. Requires: their product is the parameter's count.
   void declare_shape(ParameterId parameter, Span<const std::uint64_t> shape);
@@ -313,8 +359,9 @@ class Engine {
   // backward pass of some unit before it ends. Requires: micro-steps in order, each once; no lease is alive.
   void micro_step_begin(int index);
   // Leases the next unit in order of registration; in recorded order, any unit. Reads on `stream` wait for
-  // its gather; the host does not wait. Requires: strict order: no other lease is alive. Errors:   recorded
-  // order: kOutOfMemory, if so many units are leased at once that the budget has no room
+  // its gather; the host does not wait.
+  // Requires: strict order: no other lease is alive.
+  // Errors:   recorded order: kOutOfMemory, if so many units are leased at once that the budget has no room
   //           for them.
   Lease forward(UnitId unit, Stream stream);
   // The same, last unit first, for the first micro-step that had its forward pass and not its backward pass;
@@ -341,8 +388,9 @@ class Engine {
   double loss_scale() const;
   // Decides about the step and queues the update; see "Streams" above.
   // Order:  after the last backward pass. Collective.
-  // Errors: kInvalidArgument for hyperparameters that are missing, not finite or differ between ranks; the
-  //         failure of a peer, a device or a store. committed_step() says whether the step was decided.
+  // Errors: kInvalidArgument for hyperparameters that are missing, not finite or differ between ranks, and in
+  //         the first step for gradients that were never asked for (declare_optional); the failure of a peer,
+  //         a device or a store. committed_step() says whether the step was decided.
   StepResult step(const Hyperparameters& hyperparameters);
   // Gives up the step, for example after an exception in the trainer. All leases end. Weights, m, v, the
   // numbers of steps and the loss scale stay, here and on all ranks: their step() returns `abandoned`, and so

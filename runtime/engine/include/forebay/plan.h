@@ -35,6 +35,7 @@ struct ParameterShape {
   // All tensor-parallel ranks have the parameter whole and compute the same gradient. It counts once in the
   // norm.
   bool replicated = false;
+  bool optional = false;  // Its gradient may never be asked for (Engine::declare_optional).
   // Dimensions, for readers of saved state; their product is `count`. Empty: not declared.
   std::vector<std::uint64_t> shape = {};
 };

@@ -1,0 +1,159 @@
+// Leases that name parameters by their ids, and gradients that are left out.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "tests/engine/toy_cases.h"
+
+namespace forebay::testing {
+namespace {
+
+void refused(const char* part, const std::function<void()>& call) {
+  try {
+    call();
+    ADD_FAILURE() << "not refused: " << part;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+// An embedding, and a head that ties it and has a frozen parameter.
+struct Model {
+  explicit Model(Rank& rank, EngineOptions options = {})
+      : engine(*rank.backend, *rank.kernels, *rank.communicator, options),
+        embedding(engine.add_unit("embedding")),
+        head(engine.add_unit("head")),
+        wte(engine.add_parameter(embedding, "wte", 12)),
+        gain(engine.add_parameter(head, "gain", 5)),
+        fixed(engine.add_parameter(head, "fixed", 3, 0, /*frozen=*/true)),
+        stream(value_or_throw(rank.backend->stream_create())) {
+    engine.tie(head, wte);
+    engine.declare_shape(wte, {3, 4});
+  }
+  void begin() {
+    engine.step_begin();
+    engine.micro_step_begin(0);
+  }
+  StepResult step() { return engine.step({.groups = {{}}}); }
+
+  Engine engine;
+  const UnitId embedding, head;
+  const ParameterId wte, gain, fixed;
+  const Stream stream;
+};
+
+TEST(Lease, NamesParametersByTheirIds) {
+  run_ranks(1, {}, [](Rank& rank) {
+    Model m(rank);
+    m.engine.commit();
+    std::vector<float> values(12);
+    for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
+    m.engine.set_parameter(m.wte, values);
+    m.begin();
+    {
+      const Lease lease = m.engine.forward(m.embedding, m.stream);
+      EXPECT_EQ(lease.parameter(m.wte), lease.parameter(0));
+      const ParameterView<float> view = lease.view<float>(m.wte);
+      throw_if_error(rank.backend->stream_synchronize(m.stream));
+      EXPECT_EQ(view.count, 12u);
+      EXPECT_EQ((std::vector<std::uint64_t>(view.shape.begin(), view.shape.end())),
+                (std::vector<std::uint64_t>{3, 4}));
+      for (std::size_t i = 0; i < values.size(); ++i) EXPECT_EQ(view.data[i], values[i]);
+      refused("elements of 2 bytes", [&] { static_cast<void>(lease.view<std::uint16_t>(m.wte)); });
+      refused("does not use", [&] { static_cast<void>(lease.parameter(m.gain)); });
+      refused("was not added", [&] { static_cast<void>(lease.parameter(ParameterId{7, 0})); });
+    }
+    {
+      Lease lease = m.engine.forward(m.head, m.stream);
+      EXPECT_EQ(lease.parameter(m.wte), lease.parameter(2));
+      EXPECT_EQ(lease.view<float>(m.gain).shape.size(), 1u);
+      EXPECT_EQ(lease.view<float>(m.gain).shape[0], 5u);
+      refused("belongs to the backward pass", [&] { static_cast<void>(lease.gradient(m.gain)); });
+    }
+    {
+      Lease lease = m.engine.backward(m.head, m.stream);
+      EXPECT_EQ(lease.gradient(m.fixed).mode, GradientMode::kNone);
+      EXPECT_EQ(lease.gradient(m.fixed).data, nullptr);
+      EXPECT_EQ(lease.zeroed_gradient(m.fixed).mode, GradientMode::kNone);
+      const Gradient gain = lease.zeroed_gradient(m.gain);
+      EXPECT_EQ(gain.mode, GradientMode::kAdd);
+      EXPECT_EQ(lease.gradient(m.gain).mode, GradientMode::kAdd);
+      EXPECT_EQ(lease.gradient(m.gain).data, gain.data);
+      const Gradient wte = lease.gradient(m.wte);
+      EXPECT_EQ(wte.mode, GradientMode::kWrite);
+      EXPECT_EQ(lease.gradient(m.wte).mode, GradientMode::kWrite);
+      throw_if_error(rank.backend->fill_async(wte.data, 0, 12 * 4, m.stream));
+      throw_if_error(rank.backend->stream_synchronize(m.stream));
+      for (int i = 0; i < 5; ++i) EXPECT_EQ(reinterpret_cast<const float*>(gain.data)[i], 0.0f);
+    }
+    {
+      Lease lease = m.engine.backward(m.embedding, m.stream);
+      EXPECT_EQ(lease.gradient(m.wte).mode, GradientMode::kAdd);
+      EXPECT_EQ(lease.zeroed_gradient(m.wte).mode, GradientMode::kAdd);  // Nothing is zeroed.
+    }
+    EXPECT_EQ(m.step().grad_norm, 0.0);
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
+}
+
+void pass(Model& m, bool asks_for_gain) {
+  m.begin();
+  for (const UnitId unit : {m.embedding, m.head}) static_cast<void>(m.engine.forward(unit, m.stream));
+  {
+    Lease lease = m.engine.backward(m.head, m.stream);
+    static_cast<void>(lease.zeroed_gradient(m.wte));
+    if (asks_for_gain) static_cast<void>(lease.zeroed_gradient(m.gain));
+  }
+  static_cast<void>(m.engine.backward(m.embedding, m.stream));  // wte was asked for in the head.
+}
+
+TEST(Lease, AGradientThatIsLeftOutIsRefusedInTheFirstStep) {
+  for (const OrderOfUnits order : {OrderOfUnits::kStrict, OrderOfUnits::kRecorded}) {
+    run_ranks(1, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.order_of_units = order;
+      Model m(rank, options);
+      m.engine.commit();
+      pass(m, false);
+      refused("the gradient of parameter gain of unit head", [&] { m.step(); });
+      throw_if_error(rank.backend->stream_destroy(m.stream));
+    });
+    run_ranks(1, {}, [&](Rank& rank) {
+      EngineOptions options;
+      options.order_of_units = order;
+      Model m(rank, options);
+      m.engine.commit();
+      pass(m, true);
+      EXPECT_EQ(m.step().grad_norm, 0.0);
+      pass(m, false);  // Later steps may.
+      EXPECT_EQ(m.step().grad_norm, 0.0);
+      throw_if_error(rank.backend->stream_destroy(m.stream));
+    });
+  }
+}
+
+TEST(Lease, AnOptionalGradientMayBeLeftOut) {
+  run_ranks(1, {}, [](Rank& rank) {
+    Model m(rank);
+    m.engine.declare_optional(m.gain);
+    m.engine.commit();
+    pass(m, false);
+    EXPECT_EQ(m.step().grad_norm, 0.0);
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
+  run_ranks(1, {}, [](Rank& rank) {
+    EngineOptions options;
+    options.optional_gradients = true;
+    Model m(rank, options);
+    m.engine.commit();
+    pass(m, false);
+    EXPECT_EQ(m.step().grad_norm, 0.0);
+    throw_if_error(rank.backend->stream_destroy(m.stream));
+  });
+}
+
+}  // namespace
+}  // namespace forebay::testing
