@@ -11,7 +11,7 @@ import ctypes
 import json
 import os
 import subprocess
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from forebay import _library
 from forebay._library import Error, Handle, InvalidArgument, Unavailable, library, report, result
@@ -19,7 +19,7 @@ from forebay._library import Error, Handle, InvalidArgument, Unavailable, librar
 NO_STREAM = ctypes.c_void_p(-1).value  # Blocks that only the host uses.
 PERSISTENT, FIXED, PAUSABLE = 1, 2, 4
 BACKWARD_READS_NOTHING = 1
-FROZEN, REPLICATED = 1, 2
+FROZEN, REPLICATED, OPTIONAL = 1, 2, 4
 WHOLE_STEP = -1
 DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}
 
@@ -374,6 +374,14 @@ class Engine(_Reported):
         """Adds a parameter of `count` elements; its index within the unit."""
         return result(library().engine_add_parameter, ctypes.c_int32, self, unit, name.encode(), count, group, flags)
 
+    def declare_shape(self, unit: int, index: int, shape: Sequence[int]) -> None:
+        """Declares the dimensions of a parameter, which saved state keeps for the tools that read it."""
+        library().engine_declare_shape(self, unit, index, (ctypes.c_uint64 * len(shape))(*shape), len(shape))
+
+    def freeze(self, unit: int, index: int, frozen: bool = True) -> None:
+        """Freezes a parameter from the next step on, or unfreezes it. Every rank makes the same calls."""
+        library().engine_freeze(self, unit, index, frozen)
+
     def tie(self, unit: int, of_unit: int, of_index: int) -> int:
         """`unit` uses a parameter of an earlier unit too; its index within `unit`."""
         return result(library().engine_tie, ctypes.c_int32, self, unit, of_unit, of_index)
@@ -443,6 +451,16 @@ class Engine(_Reported):
         library().gradient(self, unit, index, ctypes.byref(address), ctypes.byref(adds))
         return address.value or 0, bool(adds.value)
 
+    def zeroed_gradient(self, unit: int, index: int, stream: Stream = None) -> int:
+        """The same for a trainer that only adds: the memory is zeroed, on the stream, where it holds no value.
+
+        On a host device this call waits itself.
+        """
+        address = result(library().zeroed_gradient, ctypes.c_void_p, self, unit, index) or 0
+        if self.device is not None and self.device.name == "host":
+            library().stream_synchronize(self.device, _stream(stream))
+        return address
+
     def release(self, unit: int, stream: Stream = None) -> None:
         """Ends the latest acquisition of the unit."""
         library().release(self, unit, _stream(stream))
@@ -481,6 +499,17 @@ class Engine(_Reported):
         Errors: InputOutputError on all ranks; the last saved state stays whole.
         """
         library().save(self, os.fsencode(directory), state, len(state))
+
+    def save_begin(self, directory: Union[str, os.PathLike], state: bytes = b"", keep: int = 1) -> None:
+        """The same as save() while training goes on. Needs the option save_async. Collective.
+
+        Errors: InputOutputError on all ranks, also for a save that was begun earlier.
+        """
+        library().save_begin(self, os.fsencode(directory), state, len(state), keep)
+
+    def save_end(self) -> None:
+        """Waits until the state of save_begin() is whole under its name. Collective."""
+        library().save_end(self)
 
     def load(self, directory: Union[str, os.PathLike]) -> bytes:
         """Loads the latest saved state, of any number of ranks and any stage; the `state` given to save().

@@ -250,7 +250,6 @@ std::int32_t forebay_engine_create(forebay_device* device, forebay_communicator*
       misuse("communicator is on another device; make both on the same one");
     made->timeline = keep_or_null(timeline);
     EngineOptions given = options_of(options).engine;
-    given.optional_gradients = true;  // Its programs may leave out gradients.
     if (grid != nullptr) {
       made->others.push_back(share(grid).keep());
       given.grid = made->others.back()->communicator.get();
@@ -291,11 +290,23 @@ std::int32_t forebay_engine_add_parameter(forebay_engine* engine, std::int32_t u
                                           std::int32_t* index) {
   return guarded(__func__, [&] {
     FOREBAY_REQUIRE(name, index);
-    check_flags(flags, FOREBAY_FROZEN | FOREBAY_REPLICATED);
+    check_flags(flags, FOREBAY_FROZEN | FOREBAY_REPLICATED | FOREBAY_OPTIONAL);
     const bool frozen = (flags & FOREBAY_FROZEN) != 0;
     const bool replicated = (flags & FOREBAY_REPLICATED) != 0;
     const auto held = hold(engine);
     *index = add_parameter(*held, unit, {name, count, group, frozen, replicated});
+    if ((flags & FOREBAY_OPTIONAL) != 0 && held->engine != nullptr)
+      held->engine->declare_optional({unit, *index});
+  });
+}
+
+std::int32_t forebay_engine_declare_shape(forebay_engine* engine, std::int32_t unit, std::int32_t index,
+                                          const std::uint64_t* shape, std::uint64_t dimension_count) {
+  return guarded(__func__, [&] {
+    if (shape == nullptr && dimension_count != 0)
+      misuse("shape is null and has dimensions; give an address, or no dimensions");
+    const auto held = hold(engine);
+    engine_of(*held).declare_shape(resolve(*held, unit, index), {shape, dimension_count});
   });
 }
 
@@ -564,6 +575,15 @@ std::int32_t forebay_gradient(forebay_engine* engine, std::int32_t unit, std::in
   });
 }
 
+std::int32_t forebay_zeroed_gradient(forebay_engine* engine, std::int32_t unit, std::int32_t index,
+                                     void** address) {
+  return guarded(__func__, [&] {
+    FOREBAY_REQUIRE(address);
+    const auto held = hold(engine);
+    *address = lease_of(*held, unit, true).lease.zeroed_gradient(resolve(*held, unit, index)).data;
+  });
+}
+
 std::int32_t forebay_gradient_ready(forebay_engine* engine, std::int32_t unit, std::int32_t index) {
   return guarded(__func__, [&] {
     const auto held = hold(engine);
@@ -633,6 +653,16 @@ std::int32_t forebay_abandon(forebay_engine* engine, std::int32_t micro_steps) {
   });
 }
 
+namespace {
+
+std::string bytes_of(const void* trainer_state, std::uint64_t bytes) {
+  if (trainer_state == nullptr && bytes != 0)
+    misuse("trainer_state is null and has bytes; give an address, or no bytes");
+  return trainer_state == nullptr ? "" : std::string(static_cast<const char*>(trainer_state), bytes);
+}
+
+}  // namespace
+
 // --- state ---
 
 std::int32_t forebay_lock(forebay_engine* engine, const char* directory) {
@@ -647,13 +677,34 @@ std::int32_t forebay_save(forebay_engine* engine, const char* directory, const v
                           std::uint64_t trainer_state_bytes) {
   return guarded(__func__, [&] {
     FOREBAY_REQUIRE(directory);
-    if (trainer_state == nullptr && trainer_state_bytes != 0)
-      misuse("trainer_state is null and has bytes; give an address, or no bytes");
+    const std::string state = bytes_of(trainer_state, trainer_state_bytes);
     const auto held = hold(engine);
-    Engine& trained = committed(*held);
-    std::string state;
-    if (trainer_state != nullptr) state.assign(static_cast<const char*>(trainer_state), trainer_state_bytes);
-    trained.save_state(directory, state);
+    committed(*held).save_state(directory, state);
+  });
+}
+
+std::int32_t forebay_save_begin(forebay_engine* engine, const char* directory, const void* trainer_state,
+                                std::uint64_t trainer_state_bytes, std::int32_t keep) {
+  return guarded(__func__, [&] {
+    FOREBAY_REQUIRE(directory);
+    const std::string state = bytes_of(trainer_state, trainer_state_bytes);
+    const auto held = hold(engine);
+    committed(*held).save_state_begin(directory, state, keep);
+  });
+}
+
+std::int32_t forebay_save_end(forebay_engine* engine) {
+  return guarded(__func__, [&] {
+    const auto held = hold(engine);
+    committed(*held).save_state_end();
+  });
+}
+
+std::int32_t forebay_engine_freeze(forebay_engine* engine, std::int32_t unit, std::int32_t index,
+                                   std::int32_t frozen) {
+  return guarded(__func__, [&] {
+    const auto held = hold(engine);
+    committed(*held).freeze(resolve(*held, unit, index), frozen != 0);
   });
 }
 

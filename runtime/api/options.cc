@@ -86,6 +86,10 @@ constexpr OwnRow kRows[] = {
     FOREBAY_OPTION("near-device", "Host threads and pinned memory near the device", &o.engine.near_device),
     FOREBAY_OPTION("counts-replicated", "This tensor-parallel rank counts replicated parameters in the norm",
                    &o.engine.counts_replicated),
+    FOREBAY_OPTION("optional-gradients", "The trainer may leave out the gradient of any parameter",
+                   &o.engine.optional_gradients),
+    FOREBAY_OPTION("find-non-finite", "Search each gradient for elements that are not finite; slow",
+                   &o.engine.find_non_finite),
 
     FOREBAY_OPTION("arena-limit", "Most physical memory of an arena; 0: all of the device",
                    &o.arena.limit_bytes),

@@ -20,6 +20,8 @@ namespace forebay::api {
 enum class CommunicatorKind : std::uint8_t { kAuto, kShm, kGloo, kNccl };
 
 struct Options {
+  Options() { engine.optional_gradients = true; }  // Programs of the first version may leave out gradients.
+
   EngineOptions engine;
   // Devices. 0: the machine's memory, the device's granularity.
   std::uint64_t device_memory = 0;

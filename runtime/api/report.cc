@@ -81,6 +81,7 @@ Json json_of(const Plan& plan) {
             {"gradients", plan.host_bytes.gradients},
             {"parameters", plan.host_bytes.parameters},
             {"staging", plan.host_bytes.staging},
+            {"saving", plan.host_bytes.saving},
             {"total", plan.host_bytes.total()}}},
           {"files",
            {{"optimizer", plan.file_bytes.optimizer},

@@ -8,6 +8,7 @@
 #include "forebay/grouped_communicator.h"
 #include "forebay/log.h"
 #include "runtime/engine/engine_impl.h"
+#include "runtime/engine/state/background_save.h"
 
 namespace forebay {
 
@@ -17,6 +18,8 @@ Engine::Impl::Impl(Backend& backend_in, Kernels& kernels_in, Communicator& commu
       other_traffic(communicator_in.traffic()) {}
 
 Engine::Impl::~Impl() {
+  if (background_save != nullptr && phase == Phase::kFailed) background_save->patience = {};
+  background_save.reset();
   // Work that the trainer queued under a lease may still run on memory that is freed here.
   for (const Unit& u : units) {
     if (Event(u.released).handle != nullptr) note(backend.event_synchronize(u.released));
@@ -233,6 +236,7 @@ void Engine::step_begin() {
   impl.forward_count = 0;
   impl.micro_step = 0;
   impl.norm.reset();
+  impl.non_finite = {};
   impl.passes_ended = impl.abandoned = impl.evaluated_in_step = impl.gives_up = false;
   impl.reducer->begin_step();
   impl.phase = Impl::Phase::kStep;
@@ -424,12 +428,27 @@ void Engine::save_state(const std::string& directory, const std::string& trainer
   impl_->save_state(directory, trainer_state, keep);
 }
 
-std::string Engine::load_state(const std::string& directory) {
+void Engine::save_state_begin(const std::string& directory, const std::string& trainer_state, int keep) {
+  impl_->expect(Impl::Phase::kIdle, "save_state_begin()");
+  if (keep < 1)
+    impl_->misuse("save_state_begin() with keep " + std::to_string(keep) + "; keep 1 state or more");
+  const Impl::OtherTraffic other(*impl_);
+  impl_->begin_save(directory, trainer_state, keep);
+}
+
+void Engine::save_state_end() {
+  impl_->expect_own_process();
+  if (impl_->phase != Impl::Phase::kIdle) impl_->expect(Impl::Phase::kIdle, "save_state_end()");
+  const Impl::OtherTraffic other(*impl_);
+  impl_->end_save();
+}
+
+std::string Engine::load_state(const std::string& directory, std::optional<std::uint64_t> step) {
   impl_->expect(Impl::Phase::kIdle, "load_state()");
   const Impl::OtherTraffic other(*impl_);
   impl_->values_fingerprint = 0;
   impl_->given_values.clear();
-  return impl_->load_state(directory);
+  return impl_->load_state(directory, step);
 }
 
 EngineStatistics Engine::statistics() {

@@ -17,6 +17,8 @@ struct EngineHooks {
   std::function<Result<std::unique_ptr<Store>>(int rank)> make_store;
   // The thread that updates on the host calls this before each piece of `count` elements.
   std::function<void(std::uint64_t count)> before_host_update;
+  // The thread that saves calls this before it writes so many bytes.
+  std::function<void(std::uint64_t bytes)> before_state_write;
   // The clock of measurements, instead of a steady one.
   std::function<std::chrono::nanoseconds()> now;
 };

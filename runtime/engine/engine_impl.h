@@ -31,12 +31,16 @@
 
 namespace forebay {
 namespace internal {
+class BackgroundSave;
 class SavedState;
 struct StateFileEnd;
 }  // namespace internal
 
 // The ranges of AdamW's constants, which fp32 must hold. Errors: kInvalidArgument naming one.
 Status check_adamw(double beta1, double beta2, double epsilon);
+
+// Elements of `type`, widened.
+std::vector<float> widen(DataType type, std::span<const std::byte> bytes);
 
 // The error that `work` throws.
 Status verdict_of(const std::function<void()>& work);
@@ -99,11 +103,13 @@ struct Engine::Impl : StepContext {
   void allocate();
   void create_arena();
   void take_pool(Pool pool);
-  void prepare_offload();
+  void take_host_memory();
+  void prepare_files();
   void open_store();
   std::unique_ptr<StagingBuffers> staging_buffers(Role role, std::uint64_t count);
   void place_units();
   void describe_unit(int unit);
+  void note_gaps(int unit);
   void note_segments(int unit);
   void note_uncounted(int unit);
   void place(const StatePlacement& placement);
@@ -160,6 +166,15 @@ struct Engine::Impl : StepContext {
   Gradient ask_for_gradient(std::uint64_t lease, int index);
   // Refuses a step in which the trainer left out gradients that are not optional.
   void check_gradients();
+  // EngineOptions::find_non_finite.
+  struct NonFinite {
+    bool found = false;
+    int micro_step = 0;
+    ParameterId parameter;
+    std::uint64_t element = 0;
+  };
+  void search_gradients(const LiveLease& lease);
+  std::optional<NonFiniteGradient> first_non_finite();
 
   // --- evaluations (step/evaluation.cc) ---
   void begin_evaluation();
@@ -213,14 +228,31 @@ struct Engine::Impl : StepContext {
   std::vector<std::byte> all_slices(
       std::uint64_t bytes, const std::function<void(std::uint64_t offset, std::span<std::byte> piece)>& mine);
   void set_parameter(ParameterId parameter, std::uint64_t first, Span<const float> values);
-  std::vector<float> unit_masters(int unit);
+  // All ranks' elements of a state.
+  std::vector<float> unit_states(int unit, StateField field);
   std::vector<float> unit_frozen(int unit);
   void publish_parameters();
   void save_state(const std::string& directory, const std::string& trainer_state, int keep);
+  void begin_save(const std::string& directory, const std::string& trainer_state, int keep);
+  void end_save();
   void lock_state(const std::string& directory);
-  internal::StateFileEnd write_rank_state(const internal::StateDirectory& directory);
-  nlohmann::json state_manifest(std::span<const std::uint64_t> ends, const std::string& trainer_state) const;
-  std::string load_state(const std::string& directory);
+  // The elements of a section that this rank saves.
+  struct SavedPart {
+    int unit = 0;
+    bool frozen = false;
+    StateField field = StateField::kMaster;
+    std::uint64_t begin = 0;  // Elements from the start of the section.
+    std::uint64_t count = 0;
+  };
+  std::vector<SavedPart> saved_parts() const;
+  std::uint64_t saved_offset(const SavedPart& part);
+  void describe_copies();
+  void read_part(const SavedPart& part, std::vector<float>& values);
+  internal::StateFileEnd write_values(
+      internal::StateFile target,
+      const std::function<void(const SavedPart& part, std::vector<float>& values)>& read) const;
+  nlohmann::json state_manifest(const std::string& trainer_state) const;
+  std::string load_state(const std::string& directory, std::optional<std::uint64_t> step);
   void load_values(internal::SavedState& saved);
   Status local_verdict(const std::function<void()>& work) const;
 
@@ -269,6 +301,8 @@ struct Engine::Impl : StepContext {
 
   // The state of training.
   std::list<internal::StateLock> state_locks;
+  std::vector<StateCopy> saved_copies;  // In the order of saved_parts().
+  std::unique_ptr<internal::BackgroundSave> background_save;
   std::uint64_t values_fingerprint = 0;  // Hash of all values given to set_parameter(), in order.
   int forward_count = 0;                 // Micro-steps with a complete forward pass.
   int micro_step = 0;                    // Micro-steps with a complete backward pass: the next one's index.
@@ -284,6 +318,7 @@ struct Engine::Impl : StepContext {
   int forward_leases = 0;                        // In this micro-step.
   int backward_leases = 0;
   bool gradients_checked = false;  // In an earlier step.
+  NonFinite non_finite;            // This rank's, in this step.
   bool abandoned = false;          // Some rank gave up the step.
   std::vector<int> last_readers;   // The units that were read when the last unit was needed.
   int last_reduced = -1;

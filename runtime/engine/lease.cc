@@ -1,6 +1,7 @@
 // Leases: the right to read a gathered unit, and in the backward pass to write its gradients.
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "runtime/engine/engine_impl.h"
@@ -156,8 +157,8 @@ Gradient Engine::Impl::ask_for_gradient(std::uint64_t number, int index) {
   if (!lease.backward) misuse("gradient() belongs to the backward pass of unit " + shape(lease.unit).name);
   const ParameterId id = resolve(lease.unit, index);
   const UnitLayout::Place& place = layout(id.unit).places[static_cast<std::size_t>(id.index)];
-  if (place.frozen) return {};
   StepContext::Unit& owner = unit(id.unit);
+  if (place.frozen || owner.fixed[static_cast<std::size_t>(id.index)]) return {};
   owner.asked[static_cast<std::size_t>(id.index)] = true;
   DevicePtr const data = owner.leased_gradients + place.offset * element();
   int& answer = lease.answers[static_cast<std::size_t>(index)];
@@ -181,7 +182,7 @@ void Engine::Impl::check_gradients() {
     if (!unit(index).leased_backward) continue;
     for (std::size_t i = 0; i < shape(index).parameters.size(); ++i) {
       const ParameterShape& parameter = shape(index).parameters[i];
-      if (parameter.frozen || parameter.optional || unit(index).asked[i]) continue;
+      if (parameter.frozen || parameter.optional || unit(index).asked[i] || unit(index).fixed[i]) continue;
       if (missing++ == 0) first = parameter.name + " of unit " + shape(index).name;
     }
   }
@@ -191,6 +192,39 @@ void Engine::Impl::check_gradients() {
          ": the trainer never asked for it, so it would be zero; call Lease::gradient() in the backward "
          "pass, or "
          "Engine::declare_optional() before commit()");
+}
+
+// Notes the first element that is not finite in a gradient that this lease wrote.
+void Engine::Impl::search_gradients(const LiveLease& lease) {
+  if (non_finite.found) return;
+  std::vector<std::byte> bytes;
+  for (std::size_t i = 0; i < lease.answers.size(); ++i) {
+    if (lease.answers[i] < 0) continue;
+    const ParameterId id = resolve(lease.unit, static_cast<int>(i));
+    const UnitLayout::Place& place = layout(id.unit).places[static_cast<std::size_t>(id.index)];
+    bytes.resize(place.count * element());
+    must(backend.copy_async(bytes.data(), unit(id.unit).gradients + place.offset * element(), bytes.size(),
+                            lease.stream));
+    must(backend.stream_synchronize(lease.stream));
+    const std::vector<float> values = widen(options.dtype, bytes);
+    const auto first =
+        std::find_if(values.begin(), values.end(), [](float value) { return !std::isfinite(value); });
+    if (first == values.end()) continue;
+    non_finite = {true, micro_step, id, static_cast<std::uint64_t>(first - values.begin())};
+    return;
+  }
+}
+
+// The first finding by micro-step, then by rank.
+std::optional<NonFiniteGradient> Engine::Impl::first_non_finite() {
+  const OtherTraffic other(*this);
+  std::optional<NonFiniteGradient> first;
+  const std::vector<NonFinite> all = exchange(everyone(), non_finite);
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (!all[r].found || (first && first->micro_step <= all[r].micro_step)) continue;
+    first = {static_cast<int>(r), all[r].micro_step, all[r].parameter, all[r].element};
+  }
+  return first;
 }
 
 void Lease::grad_ready(int index) {
@@ -230,6 +264,7 @@ void Engine::Impl::end_lease(std::uint64_t number) noexcept {
       end_span(backend, options.timeline, lease.stream, "trainer",
                (lease.backward ? "backward " : "forward ") + shape(index).name);
     }
+    if (lease.backward && options.find_non_finite) search_gradients(lease);
     if (recorded()) {
       for (const int owner : units_read_by(model, index)) note_release(owner, lease.stream);
       gatherer->note_lease(index);

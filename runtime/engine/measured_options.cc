@@ -29,7 +29,6 @@ constexpr double kTransfersPerLatency = 19;
 constexpr std::uint64_t kAlignment = 512;
 // Elements that are updated for a measurement: enough to be beyond caches, few enough for a moment.
 constexpr std::uint64_t kMeasuredCount = 4u << 20;
-constexpr std::chrono::minutes kStoreDeadline{10};
 
 // Seconds of the fastest of `repetitions`, after a first run that is not counted. `work` returns its
 // duration.

@@ -40,7 +40,9 @@ void Engine::Impl::allocate() {
   for (const Pool pool :
        {Pool::kParameters, Pool::kGradients, Pool::kOptimizer, Pool::kBuckets, Pool::kActivations})
     take_pool(pool);
-  if (plan.offloads()) prepare_offload();
+  if (plan.offloads()) host_placement = choose_host_placement(backend.capabilities(), options);
+  if (plan.bytes_in(Pool::kHost) > 0 || plan.offloads()) take_host_memory();
+  if (plan.offloads() && options.tier == Tier::kFile) prepare_files();
 }
 
 void Engine::Impl::create_arena() {
@@ -82,16 +84,18 @@ void Engine::Impl::take_pool(Pool pool) {
   memory(pool) = {block, request.bytes};
 }
 
-// Makes the block of the host pool, filled with zeros, the store and its staging.
-void Engine::Impl::prepare_offload() {
-  host_placement = choose_host_placement(backend.capabilities(), options);
+// Makes the block of the host pool, filled with zeros.
+void Engine::Impl::take_host_memory() {
   pinned =
       value_or_throw(PinnedPool::create(backend, {.slab_bytes = 1, .numa_node = host_placement.memory_node}));
   if (const std::uint64_t bytes = plan.bytes_in(Pool::kHost); bytes > 0) {
     memory(Pool::kHost) = {value_or_throw(pinned->allocate(bytes)), bytes};
     std::memset(memory(Pool::kHost).data(), 0, bytes);
   }
-  if (options.tier != Tier::kFile) return;
+}
+
+// Makes the store and its staging.
+void Engine::Impl::prepare_files() {
   open_store();
   pass_buffers = staging_buffers(Role::kPassBuffers, kPassBuffers);
   if (plan.offloads_parameters()) mover_buffers = staging_buffers(Role::kMoverBuffers, kMoverBuffers);
@@ -153,6 +157,10 @@ void Engine::Impl::describe_unit(int index) {
   u.offloaded = plan.is_offloaded(index);
   u.parameters_offloaded = u.offloaded && plan.offloads_parameters();
   u.gradient_type = plan.gradient_type(index);
+  u.fixed.assign(layout(index).places.size(), false);
+  for (const ParameterShape& parameter : shape(index).parameters)
+    group_count = std::max(group_count, parameter.group + 1);
+  note_gaps(index);
   note_segments(index);
   note_uncounted(index);
   u.contributed.assign(layout(index).places.size(), false);
@@ -160,27 +168,42 @@ void Engine::Impl::describe_unit(int index) {
   u.skipped.assign(static_cast<std::size_t>(options.forwards_ahead) + 1, false);
 }
 
-// Notes the parameter groups in the updated range, and the padding of the trainable section. Padding belongs
-// to the segment before it, because zeros stay zeros under the arithmetic of every parameter group.
-void Engine::Impl::note_segments(int index) {
+// Notes the padding of the trainable section.
+void Engine::Impl::note_gaps(int index) {
   Unit& u = unit(index);
   const UnitLayout& unit_layout = layout(index);
   std::uint64_t end = 0;
-  std::vector<Segment> runs;
-  for (std::size_t i = 0; i < unit_layout.places.size(); ++i) {
-    const UnitLayout::Place& p = unit_layout.places[i];
-    const int group = shape(index).parameters[i].group;
-    group_count = std::max(group_count, group + 1);
+  for (const UnitLayout::Place& p : unit_layout.places) {
     if (p.frozen) continue;
     if (p.offset > end) u.gaps.emplace_back(end, p.offset - end);
     end = p.offset + p.count;
-    if (runs.empty() || runs.back().group != group) {
-      if (!runs.empty()) runs.back().count = p.offset - runs.back().begin;
-      runs.push_back({p.offset, 0, group});
-    }
   }
   if (unit_layout.trainable_count > end) u.gaps.emplace_back(end, unit_layout.trainable_count - end);
-  if (!runs.empty()) runs.back().count = unit_layout.trainable_count - runs.back().begin;
+}
+
+// Notes the parameter groups in the updated range, without parameters that freeze() fixed. Padding belongs to
+// the segment before it, because zeros stay zeros under the arithmetic of every parameter group.
+void Engine::Impl::note_segments(int index) {
+  Unit& u = unit(index);
+  const UnitLayout& unit_layout = layout(index);
+  std::vector<Segment> runs;
+  bool is_open = false;  // The last run goes on.
+  const auto end_run = [&](std::uint64_t end) {
+    if (is_open) runs.back().count = end - runs.back().begin;
+    is_open = false;
+  };
+  for (std::size_t i = 0; i < unit_layout.places.size(); ++i) {
+    const UnitLayout::Place& p = unit_layout.places[i];
+    const int group = shape(index).parameters[i].group;
+    if (p.frozen) continue;
+    if (is_open && runs.back().group == group && !u.fixed[i]) continue;
+    end_run(p.offset);
+    if (u.fixed[i]) continue;
+    runs.push_back({p.offset, 0, group});
+    is_open = true;
+  }
+  end_run(unit_layout.trainable_count);
+  u.segments.clear();
   for (const Segment& run : runs) {
     const std::uint64_t begin = std::max(run.begin, u.updated_begin);
     const std::uint64_t stop = std::min(run.begin + run.count, u.updated_begin + u.updated_count);
@@ -235,6 +258,9 @@ void Engine::Impl::place(const StatePlacement& placement) {
       return;
     case Role::kHostSum:
       host_sum = reinterpret_cast<float*>(address);
+      return;
+    case Role::kSaved:
+      saved_values = address;
       return;
     case Role::kSlot:
     case Role::kPassBuffers:

@@ -61,7 +61,7 @@ class TableOfFunctions(unittest.TestCase):
                            ("PEER_LOST", forebay.PeerLost), ("CORRUPTION", forebay.Corruption),
                            ("INTERNAL", forebay.Internal)):
             self.assertEqual(numbers[name], kind.code, name)
-        for name in ("PERSISTENT", "FIXED", "PAUSABLE", "BACKWARD_READS_NOTHING", "FROZEN", "REPLICATED"):
+        for name in ("PERSISTENT", "FIXED", "PAUSABLE", "BACKWARD_READS_NOTHING", "FROZEN", "REPLICATED", "OPTIONAL"):
             self.assertEqual(numbers[name], getattr(core, name), name)
         self.assertEqual({"fp32": numbers["FP32"], "bf16": numbers["BF16"], "fp16": numbers["FP16"]}, core.DTYPES)
 

@@ -102,7 +102,51 @@ def train(rank, group, stage, offload, seen, steps=3):
         engine.close()
 
 
+def train_and_save(directory, in_background):
+    """Trains four steps, saves after the second; freezes the second unit for the third. The digest, and that of the state."""
+    device, group = forebay.Device(), forebay.LocalGroup(1)
+    with group.communicator(0, device) as ranks:
+        engine = forebay.Engine(device, ranks, stage=1, save_async=in_background)
+        for unit in (0, 1):
+            engine.add_parameter(engine.add_unit(f"unit {unit}"), f"weight {unit}", 600)
+            engine.declare_shape(unit, 0, [20, 30])
+        engine.commit()
+        engine.hyperparameter("lr", 0.01, 0)
+        for step in range(4):
+            engine.freeze(1, 0, step == 2)
+            engine.step_begin()
+            engine.micro_step_begin(0)
+            for unit in (0, 1):
+                engine.acquire(unit)
+                engine.release(unit)
+            for unit in (1, 0):
+                engine.acquire(unit, backward=True)
+                address = engine.zeroed_gradient(unit, 0)
+                assert (address == 0) == (step == 2 and unit == 1)
+                if address:
+                    (forebay._library.ctypes.c_float * 600).from_address(address)[:] = [0.5 + unit] * 600
+                engine.release(unit)
+            engine.step()
+            if step == 1 and in_background:
+                engine.save_begin(directory, b"two", keep=2)
+            elif step == 1:
+                engine.save(directory, b"two")
+        if in_background:
+            engine.save_end()
+        digest = engine.digest()
+        assert engine.load(directory) == b"two"
+        loaded = engine.digest()
+        engine.close()
+    return digest, loaded
+
+
 class Engines(unittest.TestCase):
+    def test_a_state_is_saved_while_training_goes_on(self):
+        with tempfile.TemporaryDirectory() as directory:
+            waiting = train_and_save(os.path.join(directory, "waiting"), False)
+            self.assertEqual(train_and_save(os.path.join(directory, "background"), True), waiting)
+            self.assertNotEqual(*waiting)
+
     def test_one_digest_for_all_stages_and_offloads(self):
         seen = set()
         for stage in range(4):

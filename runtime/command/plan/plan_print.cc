@@ -103,6 +103,8 @@ void add_below_device(Table& table, const std::vector<PlanReport>& reports) {
   figure("gradients", [](const PlanReport& report) { return report.host.gradients; });
   figure("parameters", [](const PlanReport& report) { return report.host.parameters; });
   if (has_staging) figure("staging", [](const PlanReport& report) { return report.host.staging; });
+  if (reports.front().options.save_async)
+    figure("saving", [](const PlanReport& report) { return report.host.saving; });
   table.bytes("= pinned", &PlanFigures::pinned);
   if (!in_files) return;
   table.row("\nin files", [](const PlanReport&) { return std::string(); });
@@ -260,7 +262,11 @@ std::string plan_text(const std::vector<PlanReport>& reports, const std::vector<
   table.bytes("activations", &PlanFigures::activations);
   table.bytes("= total", &PlanFigures::total);
   table.bytes("reserved", &PlanFigures::reserved);
-  if (options.offload != Offload::kNone) add_below_device(table, reports);
+  if (options.offload != Offload::kNone) {
+    add_below_device(table, reports);
+  } else if (options.save_async) {
+    table.bytes("\npinned, for saving", &PlanFigures::pinned);
+  }
   table.row("\nwire per step", [](const PlanReport&) { return std::string(); });
   table.row("sent", [&](const PlanReport& report) { return cell(report.wire.sent, table.alone()); });
   table.row("received", [&](const PlanReport& report) { return cell(report.wire.received, table.alone()); });
@@ -346,6 +352,7 @@ std::string plan_json(const PlanReport& report, const PlanBudget& budget,
   for (const OptionRow& row : sharding_option_table()) {
     if (row.report_key != nullptr) json[row.report_key] = Json::parse(option_json(options, row));
   }
+  if (options.save_async) json["host_bytes_per_rank"]["saving"] = report.host.saving;
   if (!activations.empty())
     json["activations"] = activation_json(activations[static_cast<std::size_t>(report.part.pipeline_stage)]);
   if (!report.pipeline.empty()) json["pipeline"] = pipeline_json(report, activations);

@@ -284,9 +284,11 @@ Status fill_forebay(const PlanRequest& request, const ModelShape* model, PlanRep
   bytes.gradients = plan.bytes.gradients;
   bytes.optimizer = plan.bytes.optimizer;
   bytes.buckets = plan.bytes.buckets;
-  if (request.options.offload != Offload::kNone) {
+  if (plan.host_bytes.total() > 0 || request.options.offload != Offload::kNone) {
     bytes.pinned = plan.host_bytes.total();
     report.host = plan.host_bytes;
+  }
+  if (request.options.offload != Offload::kNone) {
     report.file = plan.file_bytes;
     if (model != nullptr) {
       report.device_units = plan.device_units;

@@ -80,7 +80,7 @@ struct PlanReport {
   std::vector<StageFigures> pipeline;  // All pipeline stages, by number; see worst_stage().
   PlanOptions options;
   PlanFigures bytes;
-  HostBytes host;  // For the offload; zero without it.
+  HostBytes host;  // For the offload and for saving; zero without them.
   FileBytes file;
   // Units that stay on the device, out of `units`. None: not known from a number of parameters.
   std::optional<int> device_units;

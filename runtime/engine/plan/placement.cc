@@ -38,6 +38,16 @@ std::uint64_t norm_scratch_bytes(const ModelShape& model, const Plan& plan) {
   return most;
 }
 
+// Each rank saves one part of every slice that it keeps.
+std::uint64_t saved_bytes(const Plan& plan) {
+  std::uint64_t bytes = 0;
+  for (const UnitLayout& layout : plan.layouts) {
+    bytes += kSavedFieldCount * sizeof(float) * layout.trainable_slice(plan.options.ranks) +
+             element_bytes(plan.options.dtype) * layout.frozen_slice(plan.options.ranks);
+  }
+  return bytes;
+}
+
 // Appends placements to the list. Each takes the next bytes of its pool.
 class Placer {
  public:
@@ -63,6 +73,7 @@ class Placer {
       place_host_gradients(unit);
       if (plan_.offloads_parameters()) place_offloaded_parameters(unit);
     }
+    if (options_.save_async) add(Role::kSaved, Pool::kHost, saved_bytes(plan_));
     return std::move(placements_);
   }
 
@@ -174,6 +185,8 @@ class Placer {
 
 std::uint64_t& host_total(HostBytes& bytes, Role role) {
   switch (role) {
+    case Role::kSaved:
+      return bytes.saving;
     case Role::kHostSum:
       return bytes.staging;
     case Role::kHostGradients:

@@ -247,6 +247,14 @@ constexpr OptionRow kTable[] = {
      .programs = kNoProgram,
      .member = &ShardingOptions::spillable,
      .words = kSwitch},
+    {.name = "save-async",
+     .heading = kSharding,
+     .help = "Training goes on while a state is saved: pinned host memory takes a copy of it, which a thread "
+             "writes",
+     .programs = kTraining,
+     .member = &ShardingOptions::save_async,
+     .words = kSwitch,
+     .agreed = true},
     {.name = "offload",
      .heading = kOffloading,
      .help =

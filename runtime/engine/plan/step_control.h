@@ -35,6 +35,8 @@ inline constexpr std::uint64_t kMoverBuffers = 4;
 // A piece has a multiple of this many elements, so that it is whole granules of the store in every type.
 inline constexpr std::uint64_t kPieceGranule = 32768;
 inline constexpr std::uint64_t kStagingBytesMin = 8u << 20;
+// Saved values of each trainable element: master, m and v.
+inline constexpr std::uint64_t kSavedFieldCount = 3;
 // A range of the store has whole pages, which are the granules of a file store unless others are asked for.
 inline constexpr std::uint64_t kPageBytes = 4096;
 

@@ -95,9 +95,10 @@ std::string read_latest(const StateDirectory& directory) {
   return name;
 }
 
-// The newest whole state; empty if there is none.
-std::string newest_whole_state(const StateDirectory& directory) {
+// The newest whole state, or the one of the step that `plain_name` names; empty if there is none.
+std::string newest_whole_state(const StateDirectory& directory, const std::string& plain_name = "") {
   for (const std::string& name : state_names(directory)) {
+    if (!name.starts_with(plain_name)) continue;
     try {
       static_cast<void>(SavedState(directory.path(), name));
       return name;
@@ -161,6 +162,17 @@ std::string find_state(const StateDirectory& directory) {
   return found;
 }
 
+std::string find_state_of(const StateDirectory& directory, std::uint64_t step) {
+  const std::string name = state_name(step);
+  try {
+    // A step that was saved again has two names.
+    if (std::string latest = read_latest(directory); latest.starts_with(name)) return latest;
+  } catch (const Error&) {
+    // The states have names all the same.
+  }
+  return newest_whole_state(directory, name);
+}
+
 StateFileWriter::StateFileWriter(StateFile file) : file_(std::move(file)) {
   file_.write(kMagic, sizeof(kMagic));
   at_ = sizeof(kMagic);
@@ -186,6 +198,28 @@ StateFileEnd StateFileWriter::finish() {
   file_.write(trailer, sizeof(trailer));
   file_.sync();
   return {at_ + text.size() + sizeof(trailer), checksum};
+}
+
+StateFileEnd read_state_file_end(const StateFile& file) {
+  const std::uint64_t bytes = file.bytes();
+  std::uint64_t trailer[2];  // Length and checksum of the index.
+  if (bytes < sizeof(kMagic) + kTrailerBytes) corrupt(file.path(), "it is shorter than an empty one");
+  file.read_at(bytes - kTrailerBytes, trailer, sizeof(trailer));
+  return {bytes, trailer[1]};
+}
+
+Json file_list(std::span<const StateFileEnd> ends) {
+  Json files = Json::array();
+  for (std::size_t r = 0; r < ends.size(); ++r) {
+    files.push_back({{"name", state_file_name(static_cast<int>(r), static_cast<int>(ends.size()))},
+                     {"bytes", ends[r].bytes},
+                     {"index_checksum", ends[r].index_checksum}});
+  }
+  return files;
+}
+
+void check_text(const std::string& trainer_state) {
+  static_cast<void>(dump(trainer_state));
 }
 
 void publish_state(const StateDirectory& directory, const std::string& name, const Json& manifest, int keep) {

@@ -39,6 +39,9 @@ std::vector<std::string> state_names(const StateDirectory& directory);
 // there is none. Errors: throws kCorruption if `latest` is damaged and there is no whole state.
 std::string find_state(const StateDirectory& directory);
 
+// The newest whole state of this attempted step; empty when there is none.
+std::string find_state_of(const StateDirectory& directory, std::uint64_t step);
+
 // A whole number of a JSON object, from 0 on. Errors: throws Json::exception for any other value.
 std::uint64_t whole_number(const nlohmann::json& object, const char* name);
 
@@ -73,6 +76,15 @@ class StateFileWriter {
   nlohmann::json index_ = nlohmann::json::array();
   std::uint64_t at_ = 0;
 };
+
+// The end of a whole file. Errors: throws kCorruption if it is too short.
+StateFileEnd read_state_file_end(const StateFile& file);
+
+// The list of files in a manifest, from the ends of the files of all ranks.
+nlohmann::json file_list(std::span<const StateFileEnd> ends);
+
+// Errors: throws kInvalidArgument if a manifest that has this text is not UTF-8.
+void check_text(const std::string& trainer_state);
 
 // Writes the manifest into the temporary state, gives the state its name, and lets `latest` name it; then
 // removes the state before it; with `keep` above 1, the earlier states but for the newest `keep` - 1. Errors:

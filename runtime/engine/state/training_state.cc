@@ -8,6 +8,7 @@
 
 #include "forebay/text.h"
 #include "runtime/engine/engine_impl.h"
+#include "runtime/engine/state/background_save.h"
 #include "runtime/engine/state/state_files.h"
 
 namespace forebay {
@@ -85,6 +86,7 @@ void Engine::Impl::lock_state(const std::string& directory) {
 }
 
 void Engine::Impl::save_state(const std::string& directory, const std::string& trainer_state, int keep) {
+  end_save();
   const std::string name = internal::state_name(attempted_steps);
   const std::string temporary = internal::temporary_state(name);
   std::optional<StateDirectory> files;
@@ -100,13 +102,15 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
     internal::StateFileEnd end;
     agree(local_verdict([&] {
       if (!files) files.emplace(directory);
-      end = write_rank_state(files->subdirectory(temporary));
+      end = write_values(files->subdirectory(temporary).create(internal::state_file_name(rank(), ranks())),
+                         [&](const SavedPart& part, std::vector<float>& values) { read_part(part, values); });
     }));
-    const std::uint64_t mine[2] = {end.bytes, end.index_checksum};
-    std::vector<std::uint64_t> ends(2 * static_cast<std::size_t>(ranks()));
-    must(communicator.exchange(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(ends))));
+    const std::vector<internal::StateFileEnd> ends = exchange(communicator, end);
     agree(local_verdict([&] {
-      if (rank() == 0) internal::publish_state(*files, name, state_manifest(ends, trainer_state), keep);
+      if (rank() != 0) return;
+      Json manifest = state_manifest(trainer_state);
+      manifest["files"] = internal::file_list(ends);
+      internal::publish_state(*files, name, manifest, keep);
     }));
   } catch (const Error&) {
     // A save that failed on some rank leaves nothing half-written.
@@ -115,45 +119,147 @@ void Engine::Impl::save_state(const std::string& directory, const std::string& t
   }
 }
 
-internal::StateFileEnd Engine::Impl::write_rank_state(const StateDirectory& directory) {
-  internal::StateFileWriter file(directory.create(internal::state_file_name(rank(), ranks())));
-  const auto write = [&](int unit_index, bool frozen, const char* field, std::span<const float> slice,
-                         std::uint64_t begin) {
-    for (const SectionPart& part : parts_of(layout(unit_index), frozen, begin, begin + slice.size())) {
-      file.write(shape(unit_index).parameters[part.parameter].name, field, part.offset,
-                 slice.subspan(part.begin - begin, part.end - part.begin));
-    }
+void Engine::Impl::begin_save(const std::string& directory, const std::string& trainer_state, int keep) {
+  if (!options.save_async) {
+    misuse(
+        "save_state_begin() of an engine that has no memory for a copy; set EngineOptions::save_async before "
+        "commit(), or call save_state()");
+  }
+  end_save();
+  internal::BackgroundSaveJob job;
+  job.directory = directory;
+  job.name = internal::state_name(attempted_steps);
+  job.rank = rank();
+  job.ranks = ranks();
+  job.keep = keep;
+  agree(local_verdict([&] {
+    internal::check_text(trainer_state);
+    if (rank() != 0) return;
+    const StateDirectory files = StateDirectory::make(directory);
+    job.lock = std::make_unique<internal::StateLock>(files);
+    files.remove(internal::temporary_state(job.name));
+    files.make_subdirectory(internal::temporary_state(job.name));
+  }));
+  if (rank() == 0) job.manifest = state_manifest(trainer_state);
+  if (saved_copies.empty()) describe_copies();
+  updater->copy(saved_copies);
+  job.copied = [this] { return updater->wait_for_copies(); };
+  job.write = [this](internal::StateFile file) {
+    std::size_t next = 0;
+    return write_values(std::move(file), [&](const SavedPart& part, std::vector<float>& values) {
+      const StateCopy& copy = saved_copies[next++];
+      if (part.frozen) {
+        values = widen(options.dtype, {copy.target, copy.bytes});
+      } else {
+        const auto* const copied = reinterpret_cast<const float*>(copy.target);
+        values.assign(copied, copied + part.count);
+      }
+    });
   };
-  const auto part = static_cast<std::uint64_t>(part_number());
-  std::vector<float> host;
-  for (int unit_index = 0; unit_index < unit_count(); ++unit_index) {
-    // At stage 0 every rank has the whole section, and with hybrid sharding every all-reduce group has it.
-    // Each rank writes its part all the same.
-    const std::uint64_t slice = layout(unit_index).trainable_slice(ranks());
-    for (int f = 0; f < kStateFieldCount; ++f) {
-      host.resize(slice);
-      read_state(unit_index, static_cast<StateField>(f), part * slice - unit(unit_index).updated_begin, host);
-      write(unit_index, false, kStateFields[f], host, part * slice);
+  background_save = std::make_unique<internal::BackgroundSave>(std::move(job));
+}
+
+void Engine::Impl::end_save() {
+  const std::unique_ptr<internal::BackgroundSave> save = std::move(background_save);
+  if (save == nullptr) return;
+  try {
+    agree(save->wait_for_file());
+  } catch (const Error&) {
+    save->give_up();
+    throw;
+  }
+  agree(save->wait());
+}
+
+// This rank's part of every slice. At stage 0 every rank has the whole section, and with hybrid sharding
+// every all-reduce group has it. Each rank saves its part all the same.
+std::vector<Engine::Impl::SavedPart> Engine::Impl::saved_parts() const {
+  const auto number = static_cast<std::uint64_t>(part_number());
+  std::vector<SavedPart> parts;
+  for (int index = 0; index < unit_count(); ++index) {
+    const std::uint64_t slice = layout(index).trainable_slice(ranks());
+    for (int f = 0; f < kStateFieldCount; ++f)
+      parts.push_back({index, false, static_cast<StateField>(f), number * slice, slice});
+    const std::uint64_t frozen = layout(index).frozen_slice(ranks());
+    if (frozen > 0) parts.push_back({index, true, StateField::kMaster, number * frozen, frozen});
+  }
+  return parts;
+}
+
+// Bytes before the part, in this rank's frozen parameters or in its updated range.
+std::uint64_t Engine::Impl::saved_offset(const SavedPart& part) {
+  if (!part.frozen) return (part.begin - unit(part.unit).updated_begin) * sizeof(float);
+  const std::uint64_t kept =
+      options.stage < 3 ? 0 : static_cast<std::uint64_t>(shard()) * frozen_slice(part.unit);
+  return (part.begin - kept) * element();
+}
+
+void Engine::Impl::describe_copies() {
+  std::byte* target = saved_values;
+  for (const SavedPart& part : saved_parts()) {
+    const Unit& u = unit(part.unit);
+    StateCopy copy;
+    copy.target = target;
+    copy.offset = saved_offset(part);
+    copy.bytes = part.count * (part.frozen ? element() : sizeof(float));
+    if (part.frozen && u.parameters_offloaded) {
+      copy.range = u.frozen_slice;
+    } else if (part.frozen) {
+      copy.device = options.stage < 3 ? u.parameters + layout(part.unit).trainable_count * element()
+                                      : u.parameter_shard + plan.slice_count(part.unit) * element();
+    } else if (u.part_count > 0) {
+      copy.range = u.states[static_cast<std::size_t>(part.field)];
+    } else {
+      float* const states[] = {u.master, u.m, u.v};
+      auto* const state = reinterpret_cast<std::byte*>(states[static_cast<std::size_t>(part.field)]);
+      if (u.offloaded) {
+        copy.range.host = state;
+      } else {
+        copy.device = state;
+      }
     }
-    const std::uint64_t frozen_slice = layout(unit_index).frozen_slice(ranks());
-    if (frozen_slice == 0) continue;
-    const std::vector<float> frozen = unit_frozen(unit_index);
-    write(unit_index, true, kStateFields[0],
-          std::span<const float>(frozen).subspan(part * frozen_slice, frozen_slice), part * frozen_slice);
+    target += copy.bytes;
+    saved_copies.push_back(copy);
+  }
+}
+
+void Engine::Impl::read_part(const SavedPart& part, std::vector<float>& values) {
+  values.resize(part.count);
+  if (!part.frozen) {
+    read_state(part.unit, part.field, saved_offset(part) / sizeof(float), values);
+    return;
+  }
+  std::vector<std::byte> bytes(part.count * element());
+  if (options.stage < 3) {
+    copy_out(bytes.data(),
+             unit(part.unit).parameters + layout(part.unit).trainable_count * element() + saved_offset(part),
+             bytes.size());
+  } else {
+    read_slice(part.unit, true, saved_offset(part), bytes);
+  }
+  values = widen(options.dtype, bytes);
+}
+
+// `read` gives the values of each part in turn. Threads: any.
+internal::StateFileEnd Engine::Impl::write_values(
+    internal::StateFile target,
+    const std::function<void(const SavedPart& part, std::vector<float>& values)>& read) const {
+  internal::StateFileWriter file(std::move(target));
+  std::vector<float> values;
+  for (const SavedPart& part : saved_parts()) {
+    read(part, values);
+    if (hooks.before_state_write) hooks.before_state_write(part.count * sizeof(float));
+    for (const SectionPart& run :
+         parts_of(layout(part.unit), part.frozen, part.begin, part.begin + part.count)) {
+      file.write(shape(part.unit).parameters[run.parameter].name, kStateFields[static_cast<int>(part.field)],
+                 run.offset, std::span(values).subspan(run.begin - part.begin, run.end - run.begin));
+    }
   }
   return file.finish();
 }
 
-// `ends`: bytes and index checksum of each rank's file.
-Json Engine::Impl::state_manifest(std::span<const std::uint64_t> ends,
-                                  const std::string& trainer_state) const {
-  Json files = Json::array();
-  for (int r = 0; r < ranks(); ++r) {
-    const std::size_t i = 2 * static_cast<std::size_t>(r);
-    files.push_back({{"name", internal::state_file_name(r, ranks())},
-                     {"bytes", ends[i]},
-                     {"index_checksum", ends[i + 1]}});
-  }
+// Without its files.
+Json Engine::Impl::state_manifest(const std::string& trainer_state) const {
   Json parameters = Json::array();
   for (const UnitShape& unit : model.units) {
     for (const ParameterShape& parameter : unit.parameters)
@@ -168,11 +274,11 @@ Json Engine::Impl::state_manifest(std::span<const std::uint64_t> ends,
           {"ranks", ranks()},
           {"stage", options.stage},
           {"dtype", data_type_name(options.dtype)},
-          {"parameters", parameters},
-          {"files", files}};
+          {"parameters", parameters}};
 }
 
-std::string Engine::Impl::load_state(const std::string& directory) {
+std::string Engine::Impl::load_state(const std::string& directory, std::optional<std::uint64_t> step) {
+  end_save();
   std::string trainer_state;
   // All ranks load the state that rank 0 finds.
   std::array<char, internal::kMostStateName> name{};
@@ -182,7 +288,13 @@ std::string Engine::Impl::load_state(const std::string& directory) {
       throw Error(StatusCode::kIoError, "there is no directory " + shown_path(directory) +
                                             " to load a state from; give the directory that a run saved to");
     }
-    const std::string found = internal::find_state(StateDirectory(directory));
+    const StateDirectory files(directory);
+    const std::string found = step ? internal::find_state_of(files, *step) : internal::find_state(files);
+    if (found.empty() && step) {
+      throw Error(StatusCode::kIoError, "there is no saved state of step " + std::to_string(*step) + " in " +
+                                            shown_path(directory) +
+                                            "; give a step that `forebay state show` lists");
+    }
     if (found.empty()) {
       throw Error(StatusCode::kIoError,
                   "there is no saved state in " + shown_path(directory) +

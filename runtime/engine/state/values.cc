@@ -3,7 +3,6 @@
 #include <xxhash.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 #include "forebay/conversions.h"
@@ -16,8 +15,6 @@ namespace {
 
 // Bytes that one rank sends at once on the control plane, at most.
 constexpr std::uint64_t kExchangeBytes = 4u << 20;
-// A drive that does not answer for this long is lost.
-constexpr std::chrono::minutes kStoreDeadline{10};
 
 // `values` rounded to `type`, as bytes.
 std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
@@ -28,19 +25,6 @@ std::vector<std::byte> round_to(DataType type, std::span<const float> values) {
   }
   round_parameters(type, values.data(), values.size(), bytes.data());
   return bytes;
-}
-
-std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
-  std::vector<float> values(bytes.size() / element_bytes(type));
-  if (type == DataType::kFloat32) {
-    std::copy_n(reinterpret_cast<const float*>(bytes.data()), values.size(), values.data());
-    return values;
-  }
-  const auto* half = reinterpret_cast<const std::uint16_t*>(bytes.data());
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    values[i] = type == DataType::kBfloat16 ? bfloat16_to_float(half[i]) : float16_to_float(half[i]);
-  }
-  return values;
 }
 
 std::string hex_digest(const XXH3_state_t& state) {
@@ -56,6 +40,19 @@ std::string hex_digest(const XXH3_state_t& state) {
 }
 
 }  // namespace
+
+std::vector<float> widen(DataType type, std::span<const std::byte> bytes) {
+  std::vector<float> values(bytes.size() / element_bytes(type));
+  if (type == DataType::kFloat32) {
+    std::copy_n(reinterpret_cast<const float*>(bytes.data()), values.size(), values.data());
+    return values;
+  }
+  const auto* half = reinterpret_cast<const std::uint16_t*>(bytes.data());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = type == DataType::kBfloat16 ? bfloat16_to_float(half[i]) : float16_to_float(half[i]);
+  }
+  return values;
+}
 
 void Engine::Impl::settle_updates() {
   updater->synchronize();
@@ -89,24 +86,7 @@ void Engine::Impl::read_range(const OffloadedRange& range, std::uint64_t offset,
                               std::uint64_t bytes) {
   if (bytes == 0) return;
   settle_updates();
-  if (range.host != nullptr) {
-    std::memcpy(target, range.host + offset, bytes);
-    return;
-  }
-  const std::uint64_t granule = store->facts().granule_bytes;
-  std::vector<std::byte> piece;
-  auto* at = static_cast<std::byte*>(target);
-  for (const std::uint64_t end = offset + bytes; offset < end;) {
-    const std::uint64_t begin = offset / granule * granule;
-    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), range.range_bytes});
-    piece.resize(stop - begin);
-    const StoreTicket ticket = value_or_throw(store->read(range.range, begin, piece.data(), piece.size()));
-    must(store->wait(ticket, kStoreDeadline));
-    const std::uint64_t count = std::min(end, stop) - offset;
-    std::memcpy(at, piece.data() + (offset - begin), count);
-    at += count;
-    offset += count;
-  }
+  must(read_offloaded(range, offset, target, bytes));
 }
 
 void Engine::Impl::write_range(const OffloadedRange& range, std::uint64_t offset, const void* source,
@@ -123,7 +103,8 @@ void Engine::Impl::write_range(const OffloadedRange& range, std::uint64_t offset
   const auto* at = static_cast<const std::byte*>(source);
   for (const std::uint64_t end = offset + bytes; offset < end;) {
     const std::uint64_t begin = offset / granule * granule;
-    const std::uint64_t stop = std::min({begin + kExchangeBytes, round_up(end, granule), range.range_bytes});
+    const std::uint64_t stop =
+        std::min({begin + kStorePieceBytes, round_up(end, granule), range.range_bytes});
     piece.resize(stop - begin);
     // Other bytes of the same granules stay as they are.
     if (begin < offset || end < stop) read_range(range, begin, piece.data(), piece.size());
@@ -201,14 +182,14 @@ std::vector<std::byte> Engine::Impl::all_slices(
   return whole;
 }
 
-std::vector<float> Engine::Impl::unit_masters(int index) {
+std::vector<float> Engine::Impl::unit_states(int index, StateField field) {
   if (options.stage == 0) {
     std::vector<float> values(layout(index).trainable_count);
-    read_state(index, StateField::kMaster, 0, values);
+    read_state(index, field, 0, values);
     return values;
   }
   const auto mine = [&](std::uint64_t offset, std::span<std::byte> piece) {
-    read_state(index, StateField::kMaster, offset / sizeof(float),
+    read_state(index, field, offset / sizeof(float),
                {reinterpret_cast<float*>(piece.data()), piece.size() / sizeof(float)});
   };
   return widen(DataType::kFloat32, all_slices(unit(index).updated_count * sizeof(float), mine));
@@ -362,9 +343,45 @@ std::vector<float> Engine::get_parameter(ParameterId parameter) {
   const UnitLayout::Place& place =
       impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)];
   const std::vector<float> section =
-      place.frozen ? impl.unit_frozen(parameter.unit) : impl.unit_masters(parameter.unit);
+      place.frozen ? impl.unit_frozen(parameter.unit) : impl.unit_states(parameter.unit, StateField::kMaster);
   const auto begin = section.begin() + static_cast<std::ptrdiff_t>(place.offset);
   return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
+}
+
+std::vector<float> Engine::get_moment(ParameterId parameter, Moment moment) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "get_moment()");
+  impl.check_parameter(parameter, "get_moment()");
+  const Impl::OtherTraffic other(impl);
+  const UnitLayout::Place& place =
+      impl.layout(parameter.unit).places[static_cast<std::size_t>(parameter.index)];
+  if (place.frozen) {
+    impl.misuse("get_moment() of " +
+                impl.shape(parameter.unit).parameters[static_cast<std::size_t>(parameter.index)].name +
+                ", which is frozen and has neither m nor v; ask for that of a trainable parameter");
+  }
+  const std::vector<float> section =
+      impl.unit_states(parameter.unit, moment == Moment::kFirst ? StateField::kM : StateField::kV);
+  const auto begin = section.begin() + static_cast<std::ptrdiff_t>(place.offset);
+  return {begin, begin + static_cast<std::ptrdiff_t>(place.count)};
+}
+
+void Engine::freeze(ParameterId parameter, bool frozen) {
+  Impl& impl = *impl_;
+  impl.expect(Impl::Phase::kIdle, "freeze()");
+  impl.check_parameter(parameter, "freeze()");
+  const auto index = static_cast<std::size_t>(parameter.index);
+  const ParameterShape& shape = impl.shape(parameter.unit).parameters[index];
+  if (shape.frozen) {
+    impl.misuse(
+        "freeze() of " + shape.name +
+        ", which add_parameter() froze: it has no optimizer states; add it as trainable, and freeze it");
+  }
+  impl.settle_updates();
+  impl.unit(parameter.unit).fixed[index] = frozen;
+  impl.note_segments(parameter.unit);
+  const int call[] = {parameter.unit, parameter.index, frozen ? 1 : 0};
+  impl.values_fingerprint = XXH3_64bits_withSeed(call, sizeof(call), impl.values_fingerprint);
 }
 
 void Engine::visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor) {
@@ -372,7 +389,7 @@ void Engine::visit_parameters(const std::function<void(const ParameterShape&, Sp
   impl.expect(Impl::Phase::kIdle, "visit_parameters()");
   const Impl::OtherTraffic other(impl);
   for (int index = 0; index < impl.unit_count(); ++index) {
-    const std::vector<float> masters = impl.unit_masters(index);
+    const std::vector<float> masters = impl.unit_states(index, StateField::kMaster);
     const std::vector<float> frozen = impl.unit_frozen(index);
     for (std::size_t i = 0; i < impl.layout(index).places.size(); ++i) {
       const UnitLayout::Place& place = impl.layout(index).places[i];

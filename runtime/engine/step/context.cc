@@ -1,5 +1,10 @@
 #include "runtime/engine/step/context.h"
 
+#include <algorithm>
+#include <cstring>
+
+#include "forebay/units.h"
+
 namespace forebay {
 
 EngineEvent::EngineEvent(StepContext& context)
@@ -90,6 +95,31 @@ void StepContext::must(const Status& status) {
 
 void StepContext::note(const Status& status) {
   if (!status.ok() && closing.ok()) closing = status;
+}
+
+Status StepContext::read_offloaded(const OffloadedRange& range, std::uint64_t offset, void* target,
+                                   std::uint64_t bytes) {
+  if (range.host != nullptr) {
+    std::memcpy(target, range.host + offset, bytes);
+    return {};
+  }
+  const std::uint64_t granule = store->facts().granule_bytes;
+  std::vector<std::byte> piece;
+  auto* at = static_cast<std::byte*>(target);
+  for (const std::uint64_t end = offset + bytes; offset < end;) {
+    const std::uint64_t begin = offset / granule * granule;
+    const std::uint64_t stop =
+        std::min({begin + kStorePieceBytes, round_up(end, granule), range.range_bytes});
+    piece.resize(stop - begin);
+    const Result<StoreTicket> ticket = store->read(range.range, begin, piece.data(), piece.size());
+    if (!ticket.ok()) return ticket.status();
+    FOREBAY_RETURN_IF_ERROR(store->wait(ticket.value(), kStoreDeadline));
+    const std::uint64_t count = std::min(end, stop) - offset;
+    std::memcpy(at, piece.data() + (offset - begin), count);
+    at += count;
+    offset += count;
+  }
+  return {};
 }
 
 Status StepContext::all_gather_section(DevicePtr base, const std::byte* own_slice,

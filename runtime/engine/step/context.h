@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -31,12 +32,27 @@ namespace forebay {
 // Optimizer states, in the order of the store's ranges and of saved state.
 enum class StateField : int { kMaster, kM, kV };
 inline constexpr int kStateFieldCount = 3;
+static_assert(kStateFieldCount == kSavedFieldCount);
+
+// Bytes that pass between the store and values at once, at most.
+inline constexpr std::uint64_t kStorePieceBytes = 4u << 20;
+// A drive that does not answer for this long is lost.
+inline constexpr std::chrono::minutes kStoreDeadline{10};
 
 // Offloaded bytes: in pinned host memory, or in a range of the store.
 struct OffloadedRange {
   std::byte* host = nullptr;  // Null: in the store.
   StoreRange range;
   std::uint64_t range_bytes = 0;
+};
+
+// Values that are copied to host memory between two updates.
+struct StateCopy {
+  std::byte* target = nullptr;        // Pinned.
+  const std::byte* device = nullptr;  // Null: they lie in `range`.
+  OffloadedRange range;
+  std::uint64_t offset = 0;  // Bytes from `device`, or from the start of the range.
+  std::uint64_t bytes = 0;
 };
 
 struct StepContext {
@@ -81,7 +97,8 @@ struct StepContext {
     std::size_t part_count = 0;
     std::uint64_t updated_begin = 0;  // Elements from the start of the trainable section.
     std::uint64_t updated_count = 0;
-    std::vector<Segment> segments;
+    std::vector<Segment> segments;   // In order, without the parameters that are fixed.
+    std::vector<bool> fixed;         // By parameter: Engine::freeze.
     Communicator* stages = nullptr;  // The pipeline stages that share the unit; null: no others do.
     // {begin, count} of runs of this rank's part of the norm that another rank counts.
     std::vector<std::pair<std::uint64_t, std::uint64_t>> uncounted;
@@ -119,6 +136,8 @@ struct StepContext {
     must(ranks_in.exchange(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(all))));
     return all;
   }
+  // Reads bytes of an offloaded range. Requires: nothing that is queued changes them.
+  Status read_offloaded(const OffloadedRange& range, std::uint64_t offset, void* target, std::uint64_t bytes);
   // Queues the gather of a section from all shards' slices. Errors: the Communicator's.
   Status all_gather_section(DevicePtr base, const std::byte* own_slice, std::uint64_t slice_bytes);
   // Marks the work queued on `stream` during the result's life as one span of the timeline.
@@ -183,6 +202,7 @@ struct StepContext {
   StepControl* control = nullptr;
   std::array<DevicePtr, kTransitCount> transit{};  // Gradient slices or sums on their way to the host.
   float* host_sum = nullptr;                       // On the host: the sum of one bucket.
+  std::byte* saved_values = nullptr;               // On the host: the copy that a thread saves.
   // The engine's own work. The order of this queue is the order of collectives.
   EngineStream engine_stream{*this};
 

@@ -236,6 +236,7 @@ void Reducer::finish(int index) {
   const Unit& u = unit(index);
   if (is_last()) {
     if (u.stages != nullptr) add_over_stages(index);
+    offer(index, u.gradient_shard, average_stream_);
     if (options_.stage == 0) {
       average_stream_.record(averaged_);
       engine_stream_.wait(averaged_);
@@ -247,6 +248,13 @@ void Reducer::finish(int index) {
   // A fused unit's slot was free when its gradients had been copied.
   if (!plan_.fuses(index) || options_.stage < 2) average_stream_.record(reduced(index));
   if (is_last() && u.offloaded) copy_down(index);
+}
+
+void Reducer::offer(int index, void* gradient, Stream stream) const {
+  if (!options_.on_reduced_gradient) return;
+  const std::uint64_t slice = trainable_slice(index);
+  options_.on_reduced_gradient({index, gradient, unit(index).gradient_type,
+                                static_cast<std::uint64_t>(context_.shard()) * slice, slice, stream});
 }
 
 // Adds this rank's slice of g to those of the other pipeline stages that have the unit. The sum is rounded to
@@ -418,6 +426,7 @@ void Reducer::average_on_host(int index) {
   Status status =
       host_scale({sum, sum, u.updated_count, average_factor(), options_.dtype, DataType::kFloat32}, runner);
   FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+  offer(index, sum, {});
   const std::uint64_t count = layout(index).trainable_slice(context_.ranks());
   float* const part = sum + static_cast<std::uint64_t>(context_.replica()) * count;
   float* aside = norm_aside_.data();

@@ -82,6 +82,8 @@ class Reducer : private StepPart {
   void average_fused(const FusedUnit& part, const float* sums);
   void average_accumulator(int unit);
   void finish(int unit);
+  // EngineOptions::on_reduced_gradient.
+  void offer(int unit, void* gradient, Stream stream) const;
   void add_over_stages(int unit);
   void queue_norm(int unit);
   void copy_down(int unit);

@@ -179,6 +179,7 @@ StepResult Engine::Impl::step(const Hyperparameters& hyperparameters) {
   }
   decision->apply(result);
   gradients_checked = true;
+  if (result.skipped && options.find_non_finite) result.non_finite = first_non_finite();
   if (!result.skipped) gatherer->weights_changed();
   check_peers();
   if (!options.overlap) {

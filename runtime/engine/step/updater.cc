@@ -12,6 +12,10 @@
 namespace forebay {
 namespace {
 
+// Bytes that one thread copies at once. Smaller: more waiting for each other. Larger: the threads end
+// unevenly.
+constexpr std::size_t kCopiedBytes = 1u << 20;
+
 float fp32(double value) {
   return static_cast<float>(value);
 }
@@ -42,6 +46,7 @@ Updater::Updater(StepContext& context, const Decision& decision)
     : StepPart(context),
       decision_(decision),
       updated_on_host_(context.units.size()),
+      copied_on_device_(context),
       device_done_(context),
       device_stream_(context),
       host_stream_(context),
@@ -55,6 +60,7 @@ Updater::Updater(StepContext& context, const Decision& decision)
   host_stream_.open();
   up_stream_.open();
   host_done_ = EngineEvent(context);
+  copied_on_host_ = EngineEvent(context);
   host_runner_ = create_host_runner(context.host_placement, context.options);
   for (std::vector<HostUpdate>& updates : host_updates_) {
     for (int unit = 0; unit < context.unit_count(); ++unit) updates.push_back({this, unit, {}});
@@ -242,10 +248,21 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
   const Unit& u = unit(update.unit);
   const bool over_gradients =
       piece.parameters != nullptr && !u.parameters_offloaded && element_bytes(u.gradient_type) != element();
+  // Parameters that are not updated take their place again.
+  std::uint64_t ready = piece.begin;
+  const auto keep_until = [&](std::uint64_t end) {
+    if (piece.parameters != nullptr && ready < end) {
+      const std::uint64_t at = ready - piece.begin;
+      round_parameters(options_.dtype, piece.master + at, end - ready, piece.parameters + at * element());
+    }
+    ready = std::max(ready, end);
+  };
   for (const StepContext::Segment& segment : u.segments) {
     const std::uint64_t first = std::max(piece.begin, segment.begin);
     const std::uint64_t end = std::min(piece.begin + piece.count, segment.begin + segment.count);
     if (first >= end) continue;
+    keep_until(first);
+    ready = end;
     const std::uint64_t at = first - piece.begin;
     const GroupHyperparameters& group = update.groups[static_cast<std::size_t>(segment.group)];
     AdamWArguments adamw = adamw_arguments(options_, group);
@@ -265,6 +282,7 @@ void Updater::update_piece(const HostUpdate& update, const Piece& piece) {
       run_adamw(adamw, piece.m + at, piece.v + at);
     }
   }
+  keep_until(piece.begin + piece.count);
 }
 
 // The parameters go where gradients of twice their size lie, over gradients that have been used.
@@ -287,6 +305,40 @@ void Updater::run_adamw(const AdamWArguments& adamw, float* m, float* v) const {
   step.moments = {MomentFormat::kFloat32, m, v, nullptr, nullptr};
   const Status status = host_adam(step, *host_runner_);
   FOREBAY_CHECK(status.ok(), "%s", status.to_string().c_str());
+}
+
+void Updater::copy(const std::vector<StateCopy>& copies) {
+  for (const StateCopy& one : copies) {
+    if (one.device != nullptr && one.bytes > 0)
+      device_stream_.copy(one.target, one.device + one.offset, one.bytes);
+  }
+  device_stream_.record(copied_on_device_);
+  if (!plan_.offloads()) return;
+  host_copies_ = {this, &copies};
+  host_stream_.call<&HostCopies::run>(host_copies_);
+  host_stream_.record(copied_on_host_);
+}
+
+// Runs in the order of the host's stream. A pass over files may be reading ahead meanwhile.
+void Updater::copy_on_host(const std::vector<StateCopy>& copies) {
+  if (failed_.load(std::memory_order_acquire)) return;
+  for (const StateCopy& one : copies) {
+    if (one.device != nullptr || one.bytes == 0) continue;
+    if (one.range.host != nullptr) {
+      host_runner_->run(one.bytes, kCopiedBytes, [&](std::size_t begin, std::size_t end) {
+        std::memcpy(one.target + begin, one.range.host + one.offset + begin, end - begin);
+      });
+    } else if (const Status status = context_.read_offloaded(one.range, one.offset, one.target, one.bytes);
+               !status.ok()) {
+      return fail(status);
+    }
+  }
+}
+
+Status Updater::wait_for_copies() const {
+  FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_device_));
+  if (plan_.offloads()) FOREBAY_RETURN_IF_ERROR(backend_.event_synchronize(copied_on_host_));
+  return failure();
 }
 
 void Updater::wait_for_step(const EngineStream& stream) const {

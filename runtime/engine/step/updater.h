@@ -37,6 +37,12 @@ class Updater : private StepPart {
   void update(int unit, const Hyperparameters& hyperparameters);
   void end();
 
+  // Queues the copies after the last update; the next one waits for them. Order: when the copies before are
+  // complete. Requires: `copies` stay until then.
+  void copy(const std::vector<StateCopy>& copies);
+  // Waits for them. Threads: any.
+  Status wait_for_copies() const;
+
   // Makes `stream` wait for all updates of the last step.
   void wait_for_step(const EngineStream& stream) const;
   // The host waits for all queued updates, or for those on the device.
@@ -71,6 +77,11 @@ class Updater : private StepPart {
     void begin() { updater->pass_->begin(parts); }
     void finish();
   };
+  struct HostCopies {
+    Updater* updater = nullptr;
+    const std::vector<StateCopy>* copies = nullptr;
+    void run() { updater->copy_on_host(*copies); }
+  };
   // The elements of a unit that are updated together; the addresses are of the first.
   struct Piece {
     std::uint64_t begin = 0;  // From the start of the updated range.
@@ -82,6 +93,7 @@ class Updater : private StepPart {
   };
 
   BiasCorrection* corrections() const { return corrections_[context_.attempted_steps % 2]; }
+  void copy_on_host(const std::vector<StateCopy>& copies);
   void correct_for(int group);
   void update_on_device(int unit, const Hyperparameters& hyperparameters);
   void queue_host_update(int unit, const Hyperparameters& hyperparameters);
@@ -111,8 +123,11 @@ class Updater : private StepPart {
   std::atomic<bool> failed_{false};
 
   std::vector<EngineEvent> updated_on_host_;  // By unit, the offloaded ones.
-  EngineEvent device_done_;                   // The last update of a step on the device,
-  EngineEvent host_done_;                     // and on the host.
+  EngineEvent copied_on_device_;              // The last copies from the device,
+  EngineEvent copied_on_host_;                // and from offloaded states.
+  HostCopies host_copies_;
+  EngineEvent device_done_;     // The last update of a step on the device,
+  EngineEvent host_done_;       // and on the host.
   EngineStream device_stream_;  // Not the engine's stream: the next step's first gathers pass the updates.
   EngineStream host_stream_;
   EngineStream up_stream_;

@@ -55,25 +55,27 @@ void remove_superseded(const std::string& directory, std::uint64_t newest, int k
 
 }  // namespace
 
-void save_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep,
-                const std::function<void(const std::string& directory)>& save) {
-  if (grid.part_count() == 1) return save(directory);
-  const std::string name = step_name(step);
-  const std::string mine = part_directory(grid, directory, name);
+std::string part_to_save(Grid& grid, const std::string& directory, std::uint64_t step) {
+  if (grid.part_count() == 1) return directory;
+  const std::string mine = part_directory(grid, directory, step_name(step));
   std::error_code error;
   fs::create_directories(mine, error);
   if (error) {
     throw Error(StatusCode::kIoError, "--save-state: cannot make " + shown_path(mine) + ": " +
                                           error.message() + "; give a directory that may be written");
   }
-  save(mine);
+  return mine;
+}
+
+void name_saved_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep) {
+  if (grid.part_count() == 1) return;
   throw_if_error(grid.world().barrier());
   if (grid.world().rank() != 0) return;
-  write_file(parts_file(directory), parts_text(name, grid.shape()));
+  write_file(parts_file(directory), parts_text(step_name(step), grid.shape()));
   remove_superseded(directory, step, keep);
 }
 
-std::string saved_part(Grid& grid, const std::string& directory) {
+std::string saved_part(Grid& grid, const std::string& directory, std::optional<std::uint64_t> wanted) {
   std::error_code error;
   const bool in_parts = fs::exists(parts_file(directory), error);
   const RankGrid& shape = grid.shape();
@@ -103,7 +105,12 @@ std::string saved_part(Grid& grid, const std::string& directory) {
                     shown_value(rest.str().substr(0, rest.str().find('\n'))) +
                     "; resume with these, or carry the weights over with --export and --initial");
   }
-  return part_directory(grid, directory, step);
+  if (wanted && !fs::is_directory(directory + "/" + step_name(*wanted), error)) {
+    throw Error(StatusCode::kIoError, "--load-step: no state of step " + std::to_string(*wanted) +
+                                          " is saved in " + shown_path(directory) + "; the newest is " +
+                                          step);
+  }
+  return part_directory(grid, directory, wanted ? step_name(*wanted) : step);
 }
 
 bool holds_state(const std::string& directory) {

@@ -9,21 +9,24 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <optional>
 #include <string>
 
 #include "parallel/grid.h"
 
 namespace forebay::gpt {
 
-// Saves this rank's part by `save(directory)`, as of `step`, and keeps the newest `keep` steps: `save` has to
-// do so for a model in one part. Collective over the grid's world.
-void save_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep,
-                const std::function<void(const std::string& directory)>& save);
+// Makes the directory that this rank's part of the state of `step` is saved in.
+std::string part_to_save(Grid& grid, const std::string& directory, std::uint64_t step);
 
-// The directory of this rank's part of the state in `directory`. Errors: throws Error(kIoError) if no state
-// in parts is saved there, kInvalidArgument for other numbers of parts, kCorruption for a damaged `parts`.
-std::string saved_part(Grid& grid, const std::string& directory);
+// Names the state of `step`, and keeps the newest `keep` steps. The engine does both for a model in one part.
+// Order: when this rank's part is saved. Collective over the grid's world.
+void name_saved_parts(Grid& grid, const std::string& directory, std::uint64_t step, int keep);
+
+// The directory of this rank's part of the newest state in `directory`, or of that of `step`. Errors: throws
+// Error(kIoError) if no such state in parts is saved there, kInvalidArgument for other numbers of parts,
+// kCorruption for a damaged `parts`.
+std::string saved_part(Grid& grid, const std::string& directory, std::optional<std::uint64_t> step);
 
 // Whether a state is saved in `directory`, in parts or in one.
 bool holds_state(const std::string& directory);

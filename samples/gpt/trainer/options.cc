@@ -221,6 +221,8 @@ void add_file_options(CLI::App& app, TrainerOptions& o) {
                "Save it after every N steps, too; 0: only at the end");
   files.number("--keep", o.keep, 1, kKeptMax, "Saved states to keep in --save-state: the newest N");
   files.text("--load-state", o.load_state, "DIR", "Resume from the training state saved here");
+  files.number("--load-step", o.load_step, 0, UINT64_MAX,
+               "Resume from the state of this step, one of those that --keep left; 0: the newest");
   app.add_flag(
          "--resume", o.resume,
          "Resume from --save-state if a state is saved there, so that a job that is started again by its "
@@ -394,6 +396,10 @@ void check_options(const TrainerOptions& o) {
   }
   if (o.keep > 1 && o.save_state.empty())
     refuse("--keep says how many saved states to keep and no directory was given; add --save-state DIR");
+  if (o.save_async && o.save_state.empty())
+    refuse("--save-async says how to save and no directory was given; add --save-state DIR");
+  if (o.load_step > 0 && o.load_state.empty() && !o.resume)
+    refuse("--load-step needs a directory of saved states; add --load-state DIR");
   if (o.resume && o.save_state.empty()) refuse("--resume needs --save-state DIR");
   if (o.resume && !o.load_state.empty()) {
     refuse("--resume loads the state from --save-state, --load-state from elsewhere; use one of them");
@@ -557,6 +563,7 @@ std::vector<std::pair<std::string, std::string>> agreement_of(const TrainerOptio
       {"--save-every", std::to_string(o.save_every)},
       {"--keep", std::to_string(o.keep)},
       {"--load-state", given(o.load_state)},
+      {"--load-step", std::to_string(o.load_step)},
       {"--export", given(o.export_file)},
       {"--evaluate-every", std::to_string(o.evaluate_every)},
       {"--evaluation-samples", std::to_string(o.evaluation_samples)},

@@ -76,8 +76,9 @@ struct TrainerOptions : ShardingOptions {
   std::uint64_t save_every = 0;
   int keep = 1;  // States in save_state.
   std::string load_state;
-  bool resume = false;   // Load from save_state once it holds a state.
-  bool elastic = false;  // After a loss, the ranks that are left go on from save_state.
+  std::uint64_t load_step = 0;  // 0: the newest.
+  bool resume = false;          // Load from save_state once it holds a state.
+  bool elastic = false;         // After a loss, the ranks that are left go on from save_state.
   std::string initial_file;
   std::string export_file;
   std::string report_file;

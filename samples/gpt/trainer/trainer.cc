@@ -67,6 +67,7 @@ TrainingReport Trainer::train() {
   fill_report(model_, meter_, evaluation_, most_passes_in_flight_, report);
 
   if (!options_.save_state.empty() && saved_step_ != report.steps) save();
+  finish_save();
   if (!options_.export_file.empty() && !report.interrupted) export_weights(model_, options_.export_file);
   if (!options_.timeline_file.empty()) write_timeline();
   throw_if_error(model_.communicator.barrier());  // No rank leaves while another still needs it.
@@ -197,19 +198,33 @@ void Trainer::set_weights() {
 }
 
 void Trainer::load() {
-  const std::string directory = saved_part(model_.grid, options_.load_state);
-  const Cursor saved = Cursor::from_text(model_.engine.load_state(directory));
+  std::optional<std::uint64_t> step;  // The newest.
+  if (options_.load_step > 0) step = options_.load_step;
+  const std::string directory = saved_part(model_.grid, options_.load_state, step);
+  const Cursor saved = Cursor::from_text(model_.engine.load_state(directory, step));
   check_may_resume(cursor_, saved, options_.load_state, directory);
   cursor_ = saved;
 }
 
 void Trainer::save() {
+  finish_save();
+  saved_step_ = steps_done();
+  const std::string directory = part_to_save(model_.grid, options_.save_state, saved_step_);
   // Each part's directory is that of one step.
   const int keep = model_.grid.part_count() == 1 ? options_.keep : 1;
-  save_parts(
-      model_.grid, options_.save_state, steps_done(), options_.keep,
-      [&](const std::string& directory) { model_.engine.save_state(directory, cursor_.to_text(), keep); });
-  saved_step_ = steps_done();
+  is_saving_ = true;
+  if (options_.save_async) return model_.engine.save_state_begin(directory, cursor_.to_text(), keep);
+  model_.engine.save_state(directory, cursor_.to_text(), keep);
+  finish_save();
+}
+
+void Trainer::finish_save() {
+  if (!is_saving_) return;
+  is_saving_ = false;
+  model_.engine.save_state_end();
+  name_saved_parts(model_.grid, options_.save_state, saved_step_, options_.keep);
+  // Rank 0 removes the states of later steps, so the next save begins after it.
+  if (options_.save_async) throw_if_error(model_.grid.world().barrier());
 }
 
 void Trainer::evaluate(TrainingReport& report, Progress& progress) {

@@ -25,7 +25,9 @@ class Trainer {
  private:
   void set_weights();
   void load();
+  // Saves the training state. With --save-async this only begins; finish_save() does the rest.
   void save();
+  void finish_save();
   void evaluate(TrainingReport& report, Progress& progress);
   std::string generate();
   void write_timeline();
@@ -46,6 +48,7 @@ class Trainer {
   StepMeter meter_;
   Evaluation evaluation_;
   std::uint64_t saved_step_ = UINT64_MAX;  // None yet.
+  bool is_saving_ = false;                 // save() began, and finish_save() was not called since.
   std::uint64_t most_passes_in_flight_ = 0;
 };
 

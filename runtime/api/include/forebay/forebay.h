@@ -497,6 +497,7 @@ FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
 #define FOREBAY_BACKWARD_READS_NOTHING 1 /* Unit: its backward pass reads no parameters; saves a gather. */
 #define FOREBAY_FROZEN 1                 /* Parameter: neither reduced nor updated. */
 #define FOREBAY_REPLICATED 2             /* Parameter: every tensor-parallel rank has it whole. */
+#define FOREBAY_OPTIONAL 4               /* Parameter: its gradient may be left out where others may not. */
 
 /* Makes an engine over the ranks of `communicator`, on the same device. `grid`: all tensor- and
  * pipeline-parallel ranks together, from which `communicator` was split. Takes no device memory yet.
@@ -504,7 +505,8 @@ FOREBAY_API void forebay_timeline_destroy(forebay_timeline* timeline);
  * recorded:ORDER with the "recorded_order" that forebay_engine_report() gave in an earlier run: then the plan
  * is exact and gathers run ahead from the first step on), average, units-at-once, beta1, beta2, epsilon,
  * loss-scale, loss-scale-growth-interval, loss-scale-minimum, host-threads, near-device, counts-replicated,
- * agree.*. */
+ * optional-gradients (on; off: forebay_step() refuses a first step in which the gradient of a parameter
+ * without FOREBAY_OPTIONAL was never asked for), find-non-finite, agree.*. */
 FOREBAY_API int32_t forebay_engine_create(forebay_device* device, forebay_communicator* communicator,
                                           forebay_communicator* grid /* or null */,
                                           forebay_timeline* timeline /* or null */,
@@ -521,11 +523,16 @@ FOREBAY_API int32_t forebay_engine_add_unit(forebay_engine* engine, const char* 
                                             int32_t* unit);
 
 /* Adds a parameter. `name` is unique in the model. `group`: the parameter group, for
- * forebay_hyperparameter(). `flags`: 0, or FOREBAY_FROZEN and FOREBAY_REPLICATED combined. `index` counts
- * within the unit. */
+ * forebay_hyperparameter(). `flags`: 0, or FOREBAY_FROZEN, FOREBAY_REPLICATED and FOREBAY_OPTIONAL combined.
+ * `index` counts within the unit. */
 FOREBAY_API int32_t forebay_engine_add_parameter(forebay_engine* engine, int32_t unit, const char* name,
                                                  uint64_t count, int32_t group, int32_t flags,
                                                  int32_t* index);
+
+/* Declares the dimensions of a parameter, which saved state keeps for the tools that read it. Their product
+ * is the parameter's count. Order: before commit. */
+FOREBAY_API int32_t forebay_engine_declare_shape(forebay_engine* engine, int32_t unit, int32_t index,
+                                                 const uint64_t* shape, uint64_t dimension_count);
 
 /* `unit` uses a parameter of an earlier unit too. `index`: its number in `unit`, after the unit's own
  * parameters, for forebay_parameter() and forebay_gradient(). An acquisition of `unit` gathers the owner too,
@@ -687,6 +694,11 @@ FOREBAY_API int32_t forebay_parameter(forebay_engine* engine, int32_t unit, int3
 FOREBAY_API int32_t forebay_gradient(forebay_engine* engine, int32_t unit, int32_t index, void** address,
                                      int32_t* accumulate);
 
+/* The same for a trainer that only adds: the memory is zeroed, in the order of the stream, where it holds no
+ * value. `address` is null for a frozen parameter. */
+FOREBAY_API int32_t forebay_zeroed_gradient(forebay_engine* engine, int32_t unit, int32_t index,
+                                            void** address);
+
 /* Optional: this gradient is complete in the order of the stream. */
 FOREBAY_API int32_t forebay_gradient_ready(forebay_engine* engine, int32_t unit, int32_t index);
 
@@ -743,6 +755,23 @@ FOREBAY_API int32_t forebay_lock(forebay_engine* engine, const char* directory);
  * Errors: FOREBAY_IO_ERROR on all ranks; the engine goes on. */
 FOREBAY_API int32_t forebay_save(forebay_engine* engine, const char* directory,
                                  const void* trainer_state /* or null */, uint64_t trainer_state_bytes);
+
+/* The same as forebay_save() while training goes on: copies the values to pinned memory in the order of the
+ * updates, and a thread writes them. Only the next update waits for the copy. The newest `keep` states stay.
+ * A save that was begun earlier is ended first. Needs the option save-async. Collective. Errors:
+ * FOREBAY_IO_ERROR on all ranks, also for a save that was begun earlier; then nothing is begun. */
+FOREBAY_API int32_t forebay_save_begin(forebay_engine* engine, const char* directory,
+                                       const void* trainer_state /* or null */, uint64_t trainer_state_bytes,
+                                       int32_t keep);
+
+/* Waits until the state that was begun is whole under its name. Without one it has no effect. Collective.
+ * Errors: FOREBAY_IO_ERROR on all ranks: the state was not saved; the engine goes on. */
+FOREBAY_API int32_t forebay_save_end(forebay_engine* engine);
+
+/* Freezes a parameter from the next step on (`frozen` not 0), or unfreezes it: its gradient is null, and its
+ * value and optimizer states stay. Every rank makes the same calls. */
+FOREBAY_API int32_t forebay_engine_freeze(forebay_engine* engine, int32_t unit, int32_t index,
+                                          int32_t frozen);
 
 /* Loads the latest saved state, from any number of ranks and any stage. Collective.
  * Ownership: trainer_state is the engine's, until its next call that gives out a text.

@@ -98,6 +98,21 @@ struct LossScaleOptions {
   double minimum = 1.0;
 };
 
+// A slice of a unit's gradient: EngineOptions::on_reduced_gradient.
+//
+// At stage 0 each rank is given its part, and the whole is gathered after the call. With hybrid sharding
+// every all-reduce group has the slice.
+struct ReducedGradient {
+  UnitId unit = 0;
+  void* data = nullptr;  // On the device; on the host where `stream` is null.
+  DataType type = DataType::kFloat32;
+  std::uint64_t first = 0;  // Elements from the start of the unit's trainable section: UnitLayout::places.
+  std::uint64_t count = 0;  // With padding, which is zero and stays so.
+  // The work that changes the slice is queued here. Null: micro-steps add up on the host. Then the callback
+  // changes the slice at once, on a thread of the engine, and calls nothing of the engine or the backend.
+  Stream stream;
+};
+
 struct EngineOptions : ShardingOptions {
   // For a model divided over tensor- or pipeline-parallel ranks: all ranks together. The engine's
   // communicator, the data-parallel one, was split from it. All its ranks take one decision about every step:
@@ -122,6 +137,14 @@ struct EngineOptions : ShardingOptions {
   // More {name, value} pairs that must be the same on every rank, or on every rank of `grid`. commit() names
   // the first that differs.
   std::vector<std::pair<std::string, std::string>> agreement;
+  // Called with this rank's slice of each unit's gradient: reduced over ranks, averaged over micro-steps,
+  // still times the loss scale, and before its norm. It may read, scale or replace the slice. Every rank sets
+  // it or none does. The ranks that keep the same slice (ReducedGradient) must change it alike.
+  std::function<void(const ReducedGradient&)> on_reduced_gradient;
+  // Looks for elements that are not finite in each gradient when its backward lease ends;
+  // StepResult::non_finite has the first one. The host waits for the stream and copies the gradient: for a
+  // search, not for training.
+  bool find_non_finite = false;
   // True: a trainer may leave out the gradient of any parameter, as if it had declared all of them optional
   // (Engine::declare_optional).
   bool optional_gradients = false;
@@ -145,6 +168,14 @@ struct Hyperparameters {
   bool stop = false;    // This rank wants to end after this step. StepResult tells all ranks.
 };
 
+// The first element of a gradient that is not finite, by micro-step and then by rank.
+struct NonFiniteGradient {
+  int rank = 0;  // In EngineOptions::grid, or in the communicator.
+  int micro_step = 0;
+  ParameterId parameter;      // In that rank's engine.
+  std::uint64_t element = 0;  // In the parameter.
+};
+
 // The same on every rank.
 struct StepResult {
   bool skipped = false;    // A gradient was not finite: only the loss scale changed.
@@ -154,6 +185,9 @@ struct StepResult {
   double loss_scale = 1.0;  // The scale that this step used.
   double metric_sum = 0.0;  // Hyperparameters::metric, added in the order of ranks (or the grid's).
   bool stop = false;        // Some rank asked to stop.
+  // Where the step was skipped, with EngineOptions::find_non_finite: none if a sum of finite gradients was
+  // too large.
+  std::optional<NonFiniteGradient> non_finite;
 };
 
 // A collective takes the latency, and then its bytes (the slices of all ranks) at the bandwidth.
@@ -194,6 +228,9 @@ struct SpillOptions {
 
 class Engine;
 
+// m and v.
+enum class Moment : std::uint8_t { kFirst, kSecond };
+
 // How to write a gradient.
 enum class GradientMode : std::uint8_t {
   kNone,   // The parameter is frozen: there is no gradient.
@@ -203,6 +240,12 @@ enum class GradientMode : std::uint8_t {
 struct Gradient {
   DevicePtr data = nullptr;  // In the engine's dtype; null for kNone.
   GradientMode mode = GradientMode::kNone;
+
+  // Requires: T is float for fp32, std::uint16_t for 2-byte types.
+  template <typename T>
+  T* as() const noexcept {
+    return reinterpret_cast<T*>(data);
+  }
 };
 
 // A parameter's elements in the engine's dtype.
@@ -336,6 +379,14 @@ class Engine {
   void set_parameter_part(ParameterId parameter, std::uint64_t first, Span<const float> values);
   // The fp32 master weights; a frozen parameter's value is widened. Order: collective.
   std::vector<float> get_parameter(ParameterId parameter);
+  // AdamW's m or v of a parameter. Requires: it is not frozen by add_parameter(). Order: collective.
+  std::vector<float> get_moment(ParameterId parameter, Moment moment);
+  // Freezes a parameter, or unfreezes it, from the next step on: its gradient is not asked for (its mode is
+  // kNone) and zero, and its value, m and v stay. It keeps its place, and its zeros are reduced: Plan counts
+  // a step in which nothing is frozen, which moves the most. A run that loads a state freezes again.
+  // Requires: it is not frozen by add_parameter(); every rank makes the same calls, which step() checks.
+  // Order: after commit(), between steps.
+  void freeze(ParameterId parameter, bool frozen = true);
   // Visits the masters of all parameters in order of registration, with one unit at a time in host memory.
   // Order: collective.
   void visit_parameters(const std::function<void(const ParameterShape&, Span<const float>)>& visitor);
@@ -433,11 +484,22 @@ class Engine {
   // Order:  collective.
   // Errors: kIoError, on all ranks; the engine goes on.
   void save_state(const std::string& directory, const std::string& trainer_state, int keep = 1);
-  // Loads the latest whole state, at any number of ranks and any ZeRO stage; returns trainer_state.
+  // The same, while training goes on. This call queues a copy of the values to pinned host memory and
+  // returns. The next update waits for the copy; a thread writes it, and gives the state its name when the
+  // files of all ranks are there. The engine's end waits for the thread. A save that was begun earlier is
+  // ended first; its error is thrown, and then nothing is begun. Requires: EngineOptions::save_async.
+  // `directory` is one that all ranks see. Order:    collective.
+  void save_state_begin(const std::string& directory, const std::string& trainer_state, int keep = 1);
+  // Waits until the state that was begun has its name. Without one it has no effect. save_state() and
+  // load_state() do the same first.
   // Order:  collective.
-  // Errors: kIoError (none there), kCorruption (truncated or changed), kInvalidArgument (another model). The
+  // Errors: kIoError, on all ranks: the state was not saved. The engine goes on.
+  void save_state_end();
+  // Loads the latest whole state, or that of attempted step `step`, at any number of ranks and any ZeRO
+  // stage; returns trainer_state. Order:  collective. Errors: kIoError (none there), kCorruption (truncated
+  // or changed), kInvalidArgument (another model). The
   //         values are undefined then.
-  std::string load_state(const std::string& directory);
+  std::string load_state(const std::string& directory, std::optional<std::uint64_t> step = {});
 
   // Waits for the engine's queued work, so that the traffic of complete steps is complete.
   EngineStatistics statistics();

@@ -132,7 +132,7 @@ struct PoolBytes {
   friend constexpr bool operator!=(const PoolBytes& a, const PoolBytes& b) noexcept { return !(a == b); }
 };
 
-// Pinned host memory of offloaded units, per rank.
+// Pinned host memory of offloaded units and of saving, per rank.
 struct HostBytes {
   // Master, m and v in fp32: 12 bytes for each offloaded element that this rank updates. Tier kFile: none.
   std::uint64_t optimizer = 0;
@@ -146,11 +146,14 @@ struct HostBytes {
   // Tier kFile: buffers between files and the update. K > 1: the fp32 sum of one bucket. The model's size
   // does not change it.
   std::uint64_t staging = 0;
+  // ShardingOptions::save_async: a copy of the values that this rank saves, 12 bytes for each trainable
+  // element and the frozen ones in the parameter type.
+  std::uint64_t saving = 0;
 
-  std::uint64_t total() const { return optimizer + gradients + parameters + staging; }
+  std::uint64_t total() const { return optimizer + gradients + parameters + staging + saving; }
   friend constexpr bool operator==(const HostBytes& a, const HostBytes& b) noexcept {
     return a.optimizer == b.optimizer && a.gradients == b.gradients && a.parameters == b.parameters &&
-           a.staging == b.staging;
+           a.staging == b.staging && a.saving == b.saving;
   }
   friend constexpr bool operator!=(const HostBytes& a, const HostBytes& b) noexcept { return !(a == b); }
 };
@@ -228,7 +231,7 @@ enum class Pool : std::uint8_t {
   kGathered,  // Each placement is an arena slot. The other pools of the device are one block each.
   kBuckets,
   kActivations,
-  kHost,     // One block of pinned host memory: states, gradients and sums of offloaded units.
+  kHost,     // One block of pinned host memory: states, gradients and sums of offloaded units, kSaved.
   kStaging,  // Pinned host memory between files and the update; each placement is a block.
   kFiles,    // The store; each placement is a range.
 };
@@ -264,6 +267,7 @@ enum class Role : std::uint8_t {
   kHostSum,       // The fp32 sum of a bucket on the host.
   kPassBuffers,   // Buffers of the optimizer's pass over files.
   kMoverBuffers,  // Buffers of parameters on their way from files to the device.
+  kSaved,         // The copy of the values that a thread saves.
 };
 
 // A run of bytes in one pool. The placements of a pool follow each other without gaps, in the order of the

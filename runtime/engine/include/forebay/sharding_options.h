@@ -99,6 +99,8 @@ struct ShardingOptions {
   std::uint64_t staging_bytes = 96u << 20;
   // Engine::spill works. Each pool has chunks of its own: up to one chunk more device memory per pool.
   bool spillable = false;
+  // Engine::save_state_begin works. It takes pinned host memory: HostBytes::saving.
+  bool save_async = false;
   bool overlap = true;  // Engine only. False: every collective is waited for where it is issued. Same result.
   std::uint64_t memory_bytes = 0;  // Engine only: device budget of this rank; 0: all memory of the device.
   // Device memory that a cuda device keeps free for the driver: for the program that opens the device

@@ -1,0 +1,108 @@
+#include "runtime/engine/state/background_save.h"
+
+#include <utility>
+#include <vector>
+
+#include "forebay/error.h"
+#include "forebay/log.h"
+
+namespace forebay::internal {
+namespace {
+
+// Between looks for files of other ranks. Smaller: more work for the file system. Larger: the state gets its
+// name later.
+constexpr std::chrono::milliseconds kLook{10};
+
+std::string unfinished(const std::string& file) {
+  return "." + file;
+}
+
+}  // namespace
+
+BackgroundSave::BackgroundSave(BackgroundSaveJob job) : job_(std::move(job)), thread_([this] { run(); }) {}
+
+BackgroundSave::~BackgroundSave() {
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return file_.has_value(); });
+    changed_.wait_for(lock, patience, [&] { return state_.has_value(); });
+    gave_up_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+  if (!state_->ok() && !told_)
+    log(LogLevel::kWarning, "a state that was being saved is lost: %s", state_->message().c_str());
+}
+
+Status BackgroundSave::wait_for_file() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return file_.has_value(); });
+  told_ = true;
+  return *file_;
+}
+
+Status BackgroundSave::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return state_.has_value(); });
+  return *state_;
+}
+
+void BackgroundSave::give_up() {
+  const std::lock_guard lock(mutex_);
+  gave_up_ = true;
+  changed_.notify_all();
+}
+
+void BackgroundSave::run() {
+  Status status = job_.copied();
+  std::optional<StateDirectory> directory;
+  try {
+    throw_if_error(status);
+    directory.emplace(job_.directory);
+    const StateDirectory temporary = directory->subdirectory(temporary_state(job_.name));
+    const std::string file = state_file_name(job_.rank, job_.ranks);
+    static_cast<void>(job_.write(temporary.create(unfinished(file))));
+    temporary.rename(unfinished(file), file);
+  } catch (const Error& error) {
+    status = error.status();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    file_ = status;
+  }
+  changed_.notify_all();
+  if (status.ok() && job_.rank == 0) {
+    try {
+      publish(*directory);
+    } catch (const Error& error) {
+      status = error.status();
+    }
+  }
+  if (!status.ok() && job_.rank == 0 && directory) directory->remove(temporary_state(job_.name));
+  job_.lock.reset();
+  {
+    const std::lock_guard lock(mutex_);
+    state_ = status;
+  }
+  changed_.notify_all();
+}
+
+void BackgroundSave::publish(const StateDirectory& directory) {
+  const StateDirectory temporary = directory.subdirectory(temporary_state(job_.name));
+  std::vector<StateFileEnd> ends;
+  for (int r = 0; r < job_.ranks; ++r) {
+    const std::string file = state_file_name(r, job_.ranks);
+    while (!temporary.has(file)) {
+      std::unique_lock lock(mutex_);
+      if (changed_.wait_for(lock, kLook, [&] { return gave_up_; })) {
+        throw Error(StatusCode::kIoError, "rank " + std::to_string(r) + " wrote no file in " +
+                                              temporary.path() + "; see the error of that rank");
+      }
+    }
+    ends.push_back(read_state_file_end(temporary.open(file)));
+  }
+  job_.manifest["files"] = file_list(ends);
+  publish_state(directory, job_.name, job_.manifest, job_.keep);
+}
+
+}  // namespace forebay::internal

@@ -1,0 +1,74 @@
+// A saved state that a thread writes while training goes on.
+//
+// Each rank's thread writes the rank's file under a temporary name and renames it when it is on the drive.
+// Rank 0's thread waits for the files of all ranks and then publishes the state. So the threads communicate
+// by the directory alone.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "forebay/status.h"
+#include "runtime/engine/state/state_directory.h"
+#include "runtime/engine/state/state_files.h"
+
+namespace forebay::internal {
+
+struct BackgroundSaveJob {
+  std::string directory;
+  std::string name;  // The state's: state_name().
+  int rank = 0;
+  int ranks = 1;
+  // Waits until the values are copied.
+  std::function<Status()> copied;
+  // Writes the values to this rank's file.
+  std::function<StateFileEnd(StateFile)> write;
+  // Rank 0 only.
+  std::unique_ptr<StateLock> lock;
+  nlohmann::json manifest;  // Without its files.
+  int keep = 1;
+};
+
+class BackgroundSave {
+ public:
+  // Starts the thread. Requires: rank 0 has made the temporary state.
+  explicit BackgroundSave(BackgroundSaveJob job);
+  // Waits for this rank's file, and rank 0 then at most `patience` for the others.
+  ~BackgroundSave();
+  BackgroundSave(const BackgroundSave&) = delete;
+  BackgroundSave& operator=(const BackgroundSave&) = delete;
+
+  // Waits for this rank's file.
+  Status wait_for_file();
+  // Waits for the end: on rank 0, for the state. Requires: all ranks have their files.
+  Status wait();
+  // Rank 0 waits no longer for files of other ranks.
+  void give_up();
+
+  // For the destructor. Smaller: a state that other ranks are still writing is lost. Larger: a program whose
+  // other ranks were killed ends later.
+  std::chrono::milliseconds patience{10'000};
+
+ private:
+  void run();
+  void publish(const StateDirectory& directory);
+
+  BackgroundSaveJob job_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::optional<Status> file_;   // This rank's, when it is there.
+  std::optional<Status> state_;  // When the thread has ended.
+  bool gave_up_ = false;
+  bool told_ = false;  // The caller was told how the save went.
+  std::thread thread_;
+};
+
+}  // namespace forebay::internal
