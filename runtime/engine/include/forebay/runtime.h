@@ -22,4 +22,5 @@
 #include "forebay/rank_grid.h"
 #include "forebay/stream_call.h"
 #include "forebay/timeline.h"
+#include "forebay/trainer.h"
 #include "forebay/version.h"

@@ -1,0 +1,46 @@
+// Trainer: an engine and everything that it runs on, for ranks that are threads and for a rank alone.
+
+#include "forebay/trainer.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "forebay/error.h"
+
+namespace forebay {
+namespace {
+
+TEST(Trainers, OnThreadsTellTheFirstError) {
+  try {
+    Trainer::on_threads(3, {{{.stage = 3}}}, [](Trainer& trainer) {
+      trainer.engine().add_parameter(trainer.engine().add_unit("u"), "p", 100);
+      if (trainer.rank() == 1) throw Error(StatusCode::kInvalidArgument, "no data");
+      trainer.engine().commit();
+    });
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no data"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Trainers, WithoutALauncherAreTheOnlyRank) {
+  Trainer trainer;
+  EXPECT_EQ(trainer.ranks(), 1);
+  Engine& engine = trainer.engine();
+  const UnitId unit = engine.add_unit("u");
+  const ParameterId p = engine.add_parameter(unit, "p", 100);
+  engine.commit();
+  for (int step = 0; step < 2; ++step) {
+    trainer.begin();
+    trainer.forward(unit, [&](const Lease& lease) { EXPECT_NE(lease.parameter(p), nullptr); });
+    trainer.backward(unit, [&](Lease& lease) {
+      const Gradient gradient = lease.zeroed_gradient(p);
+      trainer.run([gradient] { gradient.as<float>()[0] = 1; });
+    });
+    EXPECT_EQ(trainer.step({.groups = {{}}}).grad_norm, 1.0);
+  }
+}
+
+}  // namespace
+}  // namespace forebay
